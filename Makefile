@@ -1,4 +1,4 @@
-# Everything here starts from a bare clone with Python and make: what is needed goes into .venv.
+# All targets work in a new clone with only Python and make: they install their packages into .venv.
 
 PYTHON ?= python3
 VENV := .venv
@@ -9,9 +9,10 @@ FUZZ_SECONDS ?= 60
 # Most tests wait for processes: three at a time take two cores.
 PARALLEL ?= -n 3 --dist loadgroup
 BIN := $(VENV)/bin
-# $(call run_tests,PYTHON,MARKS,PARALLEL,OTHER ARGUMENTS): what fails runs once more, one test after the other.  What fails
-# again fails; what passes then depends on load, which is a defect of the test: its first failure stays in the output.
-# pytest returns 5 where no test was selected, which ARGUMENTS="-k straggler" may cause in one of two runs.
+# $(call run_tests,PYTHON,MARKS,PARALLEL,OTHER ARGUMENTS): failed tests run once more, one after the other.  A test
+# that fails twice fails; a test that then passes depends on load, which is a defect of the test: its first failure
+# stays in the output.  pytest returns 5 if no test was selected, as ARGUMENTS="-k straggler" may cause in one of two
+# runs.
 run_tests = { $(1) -m pytest $(3) -m $(2) $(4) $(ARGUMENTS) || { code=$$?; [ $$code = 5 ] && [ -n '$(subst ','\'',$(ARGUMENTS))' ]; } || \
 	{ [ $$code = 1 ] && echo 'Once more, alone, what failed:' && \
 	$(1) -m pytest --last-failed --last-failed-no-failures none -m $(2) $(4) $(ARGUMENTS) && \
@@ -20,15 +21,15 @@ run_tests = { $(1) -m pytest $(3) -m $(2) $(4) $(ARGUMENTS) || { code=$$?; [ $$c
 files = $$(grep -rlE 'mark\.$(1)\>' --include='test_*.py' tests/unit tests/processes tests/faults)
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
-# Settings of the caller's shell that would make Python or pip look elsewhere than in .venv, or make each of the thousand
-# processes of the tests compile its modules anew.
+# Variables of the caller's shell that would make Python or pip use another folder than .venv, or make each of the
+# tests' thousand processes compile its modules again.
 unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME VIRTUAL_ENV PYTHONSAFEPATH PIP_USER PIP_TARGET \
 	PIP_PREFIX PIP_REQUIRE_VIRTUALENV
 
 .NOTPARALLEL:
 .PHONY: help demo test test-unit test-long test-faults test-faults-long test-frameworks test-llama-factory check fuzz bench bench-energy bench-gpu clean
 
-help: ## Say what there is (the default)
+help: ## List the targets (the default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
 
 demo: $(VENV)/.ready ## Train a small GPT with Megatron on two processes and watch its efficiency
@@ -37,7 +38,7 @@ demo: $(VENV)/.ready ## Train a small GPT with Megatron on two processes and wat
 		--nproc_per_node "$$($(NUM_PROCESSES))" integration/megatron_core/train.py --config configs/demo.yaml && \
 	echo && echo 'Demo complete.'
 
-# ARGUMENTS of all test targets: what pytest understands, as in make test ARGUMENTS="-k straggler".
+# ARGUMENTS of all test targets: options of pytest, as in make test ARGUMENTS="-k straggler".
 test-unit: $(VENV)/.unit ## Run the tests that start no process and need no torch: a minute
 	@$(call run_tests,$(BIN)/python,"not long and not faults and not alone",-n 2 --dist loadgroup,tests/unit) && echo 'Unit tests passed.'
 
@@ -45,14 +46,14 @@ test: $(VENV)/.ready ## Run the tests
 	@$(call run_tests,$(BIN)/python,"not long and not faults and not alone",$(PARALLEL)) && \
 	$(call run_tests,$(BIN)/python,"alone and not long and not faults",,$(call files,alone)) && echo 'Tests passed.'
 
-test-long: $(VENV)/.ready ## Run the tests that take their time: sensors in real time, a few minutes
+test-long: $(VENV)/.ready ## Run the long tests: sensors in real time, a few minutes
 	@$(call run_tests,$(BIN)/python,"long and not faults and not alone",$(PARALLEL),$(call files,long)) && \
 	$(call run_tests,$(BIN)/python,"alone and long and not faults",,$(call files,alone)) && echo 'Long tests passed.'
 
-test-faults: $(VENV)/.ready ## Run the tests that break things: killed processes, full disks, cut networks, strangers
+test-faults: $(VENV)/.ready ## Run the tests of faults: killed processes, full disks, cut networks, rejected peers
 	@$(call run_tests,$(BIN)/python,"faults and not long",$(PARALLEL),$(call files,faults)) && echo 'Tests of faults passed.'
 
-test-faults-long: $(VENV)/.ready ## Run those of them that take their time
+test-faults-long: $(VENV)/.ready ## Run the long tests of faults
 	@$(call run_tests,$(BIN)/python,"faults and long",$(PARALLEL),$(call files,faults)) && echo 'Long tests of faults passed.'
 
 test-frameworks: $(FRAMEWORKS)/.ready ## Run the tests with transformers, TRL and other frameworks
@@ -61,37 +62,37 @@ test-frameworks: $(FRAMEWORKS)/.ready ## Run the tests with transformers, TRL an
 test-llama-factory: $(LLAMA_FACTORY)/.ready ## Run the tests with LLaMA-Factory, which needs older versions
 	@$(LLAMA_FACTORY)/bin/python -m pytest -m "" tests/frameworks/test_integrations.py -k llama_factory && echo 'Tests with LLaMA-Factory passed.'
 
-check: $(VENV)/.checkers ## Look for what needs no running: format, lint, types, what is unsafe
+check: $(VENV)/.checkers ## Check the source: format, lint, types, unsafe calls
 	@$(BIN)/ruff format --check && $(BIN)/ruff check && $(BIN)/mypy && \
 	$(BIN)/bandit -q -c pyproject.toml -r effllm launch integration benchmarks tests/scripts && \
 	$(BIN)/python tests/code_report.py && echo 'Checks passed.'
 
-# Three minutes.  What it finds lies in build/fuzz, and belongs into tests/corpus once it is mended.
+# Three minutes.  Inputs that fail are in build/fuzz; move them to tests/corpus once the defect is fixed.
 fuzz: $(VENV)/.fuzzer ## Look for bytes that do harm, in frames, rings and run folders
 	@for target in frames ring runfolder; do mkdir -p build/fuzz/$$target && \
 	$(BIN)/python tests/fuzz_with_atheris.py $$target build/fuzz/$$target tests/corpus/$$target \
 		-artifact_prefix=build/fuzz/ -max_total_time=$(FUZZ_SECONDS) -max_len=8000 || exit; done && echo 'No harm was found.'
 
-bench: $(VENV)/.ready ## Measure what measuring costs
+bench: $(VENV)/.ready ## Measure the cost of measuring
 	@$(BIN)/python -m benchmarks
 
 # Five minutes.  ARGUMENTS: --keep, --quick, --ranks 100,1000, --arrival even, --security none
-bench-scale: $(VENV)/.ready ## Measure what an aggregator takes for ten thousand ranks
+bench-scale: $(VENV)/.ready ## Measure an aggregator with ten thousand ranks
 	@$(BIN)/python -m benchmarks.scale $(ARGUMENTS)
 
 # Ten minutes.  ARGUMENTS: --keep, --quick, --set tuning, --tools effllm,Zeus
-bench-energy: $(VENV)/.ready $(PEERS)/.ready ## Measure how true the energy of windows is, beside other tools
+bench-energy: $(VENV)/.ready $(PEERS)/.ready ## Measure the error of the energy of windows, beside other tools
 	@$(BIN)/python -m benchmarks.energy $(ARGUMENTS)
 
 # Ten minutes, on a machine with a GPU.  ARGUMENTS: --keep, --quick, --device 3
-bench-gpu: $(VENV)/.ready ## Measure all of it on a machine with a GPU
+bench-gpu: $(VENV)/.ready ## Run all measurements on a machine with a GPU
 	@$(BIN)/python -m benchmarks.gpu $(ARGUMENTS)
 
-clean: ## Remove what these targets made; run folders are kept
+clean: ## Remove the files of these targets; run folders are kept
 	rm -rf $(VENV) $(PEERS) $(FRAMEWORKS) $(LLAMA_FACTORY) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# A process for each GPU, at most two.  torch, slow to start, is only asked where there is a GPU.
+# A process for each GPU, at most two.  torch starts slowly, so it is only used if nvidia-smi lists a GPU.
 NUM_PROCESSES = if nvidia-smi -L 2>/dev/null | grep -q GPU; \
 	then $(BIN)/python -c 'import torch; print(min(torch.cuda.device_count() or 2, 2))'; else echo 2; fi
 
@@ -100,7 +101,7 @@ $(VENV)/.unit: $(VENV)/.made pyproject.toml constraints.txt
 	@$(PIP_INSTALL) -e '.[test]'
 	@touch $@
 
-# torch is the user's to bring; the demo and the tests bring one of their own.
+# Users install torch themselves; the demo and the tests install it here.
 $(VENV)/.ready: $(VENV)/.made pyproject.toml constraints.txt
 	@echo 'Installing effllm, megatron-core and torch into $(VENV): a few minutes, once'
 	@$(PIP_INSTALL) -e '.[megatron,test]' torch
@@ -116,7 +117,7 @@ $(VENV)/.checkers: $(VENV)/.made pyproject.toml constraints.txt
 	@$(PIP_INSTALL) -e '.[check]'
 	@touch $@
 
-# Apart from .venv: effllm needs none of these, and they need much.
+# Not in .venv: effllm does not need these tools, and they have many dependencies.
 $(PEERS)/.ready: $(VENV)/.made benchmarks/peers/requirements.txt
 	@echo 'Installing the tools to compare with into $(PEERS)'
 	@'$(PYTHON)' -m venv --clear $(PEERS)

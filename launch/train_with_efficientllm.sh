@@ -44,7 +44,7 @@ torchrun_here() { # NUM_PROCESSES SCRIPT [ARGUMENTS...]
   elif ! command -v torchrun >/dev/null; then
     refuse 'torchrun is not on PATH: activate the environment that trains, or set PYTHON'
   fi
-  # A free port of its own, so that two jobs on one machine do not meet.
+  # A separate free port, so that two jobs on one machine do not collide.
   exec "${torchrun[@]}" --standalone --local_addr 127.0.0.1 --nproc_per_node "$num_processes" "$@"
 }
 
@@ -87,6 +87,6 @@ if [[ "$script" == *.sh ]]; then
   export GPUS_PER_NODE="$num_gpus" NPROC_PER_NODE="$num_gpus"
   exec bash "$script" "$@"
 fi
-# torchrun says the same, in a banner.
+# torchrun prints the same, in a banner.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 torchrun_here "$num_gpus" "$script" "$@"

@@ -1,4 +1,4 @@
-"""What must hold after every fault: the run folder has every iteration once, and training was not disturbed."""
+"""Checks after every fault: the run folder has every iteration once, and training was not disturbed."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def true_j(rows: Sequence[Any], local_rank: int) -> float:
 
 
 def assert_undisturbed(job: Job, between_s: tuple[float, float], max_s: float = 0.2) -> None:
-    """Print the step times during the fault and outside it; fail only if a step waited long for something other than a
+    """Print the step times during the fault and outside it; fail if a step had a long wait other than the wait for a
     core.
 
     The ratio is only printed: other processes of the machine affect it.

@@ -47,7 +47,7 @@ class CommandLine:
         return str(path)
 
     def summary(self, folder="efficientllm_runs"):
-        """Return the one summary, as soon as it is that of a run that is over."""
+        """Return the only summary, as soon as its run has ended."""
 
         def over():
             found = [json.loads(path.read_text()) for path in (self.folder / folder).glob("*/summary.json")]
@@ -64,7 +64,7 @@ class CommandLine:
 
 
 def read_until(process, text):
-    """Return the lines of a process's output up to the one that holds ``text``."""
+    """Return the lines of a process's output up to the first line that contains ``text``."""
     lines = []
     for line in process.stdout:
         lines.append(line)

@@ -1,6 +1,7 @@
 """Report the size, the shape and the words of the code: ``python tests/code_report.py [FOLDER OF A CLONE]``.
 
-A report, not a check: growth and old words shall be seen.  The goals are in GOALS, and the words in docs/words.md.
+It reports growth and old words, and does not fail because of them.  The goals are in GOALS, and the words in
+docs/words.md.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ GOALS = {"lines": 29_000, "class": 250, "module": 400, "function": 60}
 # The marks of an older way of writing, as words or as parts of a name; docs/words.md has what replaces them.
 OLD_WORD = re.compile(
     r"(?<![a-z])(?:told|tells?|who(?:m|so)?ever|(?:no|some|any)body|stands|stood|manieth|strangers?|keeper|shelf|chronicle"
-    r"|forgetful|seldom)(?![a-z])|\b_?(?-i:MOST|LEAST|LONGEST)_",
+    r"|forgetful|seldom|farewell|whatever|wherever|whichever|believe[sd]?|forgets|shall|lest|thereof|of whom)(?![a-z])"
+    r"|\b(?:is|are|was|were|in|has|have|of) (?-i:none)\b|\bat all\b(?= *[.,;:)]|$)"
+    r"|\b(?:it|effllm|agent|aggregator|process|module|sink|sensor|rank|device)s? (?:know|say|want|ask|hear|speak)s?\b"
+    r"|\b_?(?-i:MOST|LEAST|LONGEST)_",
     re.IGNORECASE,
 )
 PROSE = (
@@ -34,7 +38,7 @@ PROSE = (
 
 
 def definitions(tree: ast.AST) -> Iterator[tuple[str, int, str]]:
-    """Yield (class or function, lines, name) of what a module defines."""
+    """Yield (class or function, lines, name) of a module's definitions."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef):
             yield "class", (node.end_lineno or 0) - node.lineno + 1, node.name
@@ -43,7 +47,7 @@ def definitions(tree: ast.AST) -> Iterator[tuple[str, int, str]]:
 
 
 def imported(tree: ast.AST) -> Iterator[str]:
-    """Yield the modules of effllm that a module imports, wherever in it."""
+    """Yield the modules of effllm that a module imports, also inside functions."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name.startswith("effllm"))
@@ -52,7 +56,7 @@ def imported(tree: ast.AST) -> Iterator[str]:
 
 
 def package_of(name: str, packages: set[str]) -> str:
-    """Return the package of a module's name, or "effllm" for what is at the top level."""
+    """Return the package of a module's name, or "effllm" for a module at the top level."""
     parts = name.split(".")
     return parts[1] if len(parts) > 1 and parts[1] in packages else "effllm"
 

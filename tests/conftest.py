@@ -59,7 +59,7 @@ def own_calibrations(clean_environment, tmp_path, monkeypatch):
 
 @pytest.fixture
 def metric_table():
-    """The table of metrics, to which a test may add; the others have it as it was."""
+    """The table of metrics: a test may add metrics, which are removed after the test."""
     from effllm.metrics import METRICS
 
     before = dict(METRICS)
@@ -91,7 +91,7 @@ def _shared_memory():
 
 @pytest.fixture
 def launch(tmp_path):
-    """Start jobs of real processes in the test's own folder; those that still run after the test are ended."""
+    """Start jobs of real processes in the test's folder; processes that still run after the test are ended."""
     with jobs.launching(tmp_path) as launch:
         yield launch
 

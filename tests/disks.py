@@ -65,7 +65,7 @@ class Disk:
         _run("fsfreeze", "-u", str(self.path))
 
     def trigger_error(self) -> None:
-        """Make the kernel find an error: the file system becomes read-only; what was written is on it."""
+        """Make the kernel find an error: the file system becomes read-only; earlier writes remain."""
         trigger = Path("/sys/fs/ext4") / Path(self._device).name / "trigger_fs_error"
         if not trigger.exists():
             pytest.skip("this kernel cannot trigger an error in a file system")

@@ -1,4 +1,4 @@
-"""Draw sentences of the project at random, for a reader to judge: ``python tests/draw_sentences.py SEED [COUNT]``.
+"""Draw random sentences of the project for a review: ``python tests/draw_sentences.py SEED [COUNT]``.
 
 COUNT (100; 0 for all sentences) is divided evenly over the kinds of text: comments, docstrings, help, texts of events
 and log lines, documents, and names of tests.  The same seed and commit give the same sentences.
@@ -23,7 +23,7 @@ DOCUMENTS = ("docs", "integration", "benchmarks", "README.md", "CONTRIBUTING.md"
 LEFT_OUT = ("docs/decisions/", "tests/golden/", "tests/corpus/")
 # Texts in these files are shown as help: of commands, of settings, of kinds of events.
 HELP = ("effllm/commands/app.py", "effllm/config/settings.py", "effllm/records/events.py")
-# A full stop after one of these does not end a sentence.
+# A full stop after one of these abbreviations does not end a sentence.
 ABBREVIATION = re.compile(r"(?:\b(?:e\.g|i\.e|etc|vs|cf|fig|no|al|approx)|Eq|\bNo|\.\.)\.$", re.IGNORECASE)
 SENTENCE_END = re.compile(r"[.!?][)\"'`*]*\s+(?=[^a-z\s])")
 # Comments for tools, and rules between sections, are not sentences.
@@ -91,7 +91,7 @@ def without_code(lines: list[str]) -> list[str]:
 
 
 def comments(text: str, is_python: bool) -> Iterator[tuple[int, str]]:
-    """Yield (line, text) of the comments; those on consecutive lines of their own are one."""
+    """Yield (line, text) of the comments; comments on consecutive lines are joined."""
     found: list[tuple[int, int, str]] = []  # line, column or -1 after code, text
     if is_python:
         found = [

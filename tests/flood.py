@@ -1,8 +1,9 @@
 """Thousands of unauthenticated peers at a port: ``flood.py KIND PORT COUNT SECONDS [SERVER_KEY]``.
 
-KIND: ``silent`` connects and sends nothing, ``garbage`` sends random bytes, ``null`` speaks ZeroMQ without keys,
-``key`` speaks it with an unknown key. COUNT connections are kept open at once: each one that the other end closes is
-replaced. It lasts at least SECONDS, and until COUNT connections were begun (``key``: rejected), but no longer than
+KIND: ``silent`` connects and sends nothing, ``garbage`` sends random bytes, ``null`` uses ZeroMQ without keys, ``key``
+uses it with an unknown key. COUNT connections are kept open at a time: each connection that the other end
+closes is replaced. It lasts at least SECONDS, and until COUNT connections were begun (``key``: rejected), but no longer
+than
 MAX_S more. Prints the number of connections, and the most at once, as JSON.
 """
 

@@ -1,6 +1,6 @@
 """The targets of hostile bytes: for the corpus, for Hypothesis and for atheris.
 
-Each target takes any bytes and raises nothing.
+Each target accepts any bytes and never raises.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ FILES = ("run.json", "windows-0001.jsonl", "ranks-0001.jsonl", "events.jsonl", "
 
 
 def runfolder(data: bytes) -> None:
-    """Read and continue a run folder of which one file holds these bytes."""
+    """Read and continue a run folder; one of its files contains these bytes."""
     with tempfile.TemporaryDirectory(dir=_in_memory()) as name:
         folder = Path(name)
         for file in [FILES[data[0] % len(FILES)]] if data else []:

@@ -1,4 +1,4 @@
-"""Let atheris, a coverage-guided fuzzer, look for bytes that do harm; what it finds goes into the corpus.
+"""Search with atheris, a coverage-guided fuzzer, for bytes that cause failures; they go into the corpus.
 
 python tests/fuzz_with_atheris.py frames build/fuzz tests/corpus/frames -max_total_time=60
 """

@@ -1,7 +1,7 @@
 """Separate hosts: network namespaces on one switch, each with its addresses, its name and its loopback.
 
-The fixture ``hosts`` makes as many as a test asks for and removes them after it, with the processes that still run
-there.  The file system is shared, as a cluster's home is::
+The fixture ``hosts`` makes the requested number of hosts and removes them after the test, with their processes.  The
+file system is shared, as a cluster's home is::
 
     def test_two_hosts(hosts, launch):
         one, two = hosts(2)                       # host1: 10.77.0.1 and fd77::1, host2: 10.77.0.2 and fd77::2
@@ -12,7 +12,7 @@ there.  The file system is shared, as a cluster's home is::
         two.impair(delay_s=0.05, loss=0.01)       # each way; needs no sch_netem, see _slow_wire below
         two.heal()
 
-Everything lies in namespaces, so nothing collides with the machine that runs the tests or is left over.
+All hosts are namespaces, so they do not collide with the test machine and leave no files.
 Needs root and Debian's iproute2; otherwise the tests that use it are skipped with the reason.
 """
 
@@ -106,7 +106,7 @@ class Host:
         wire, own = self._wire, self.namespace
         _ip("netns", "add", own)
         self.resolve("localhost", "127.0.0.1", "::1")
-        (self._etc / "resolv.conf").write_text("")  # there is no name server to wait for
+        (self._etc / "resolv.conf").write_text("")  # no name server exists, so name lookups must not wait for one
         wire.ip("link", "add", self._port, "type", "veth", "peer", "name", self.interface, "netns", own)
         wire.ip("link", "set", self._port, "up", "master", "br0")
         for arguments in (
@@ -129,7 +129,7 @@ class Host:
 
 
 class Wire:
-    """The switch between the hosts, in a namespace of its own."""
+    """The switch between the hosts, in a separate namespace."""
 
     def __init__(self) -> None:
         self.namespace = f"effllm-{uuid.uuid4().hex[:8]}"

@@ -1,7 +1,7 @@
 """Jobs of real processes: starts them, finds their processes, reads their output.
 
-Every process that a test starts carries a token of the session in its environment, and one of its job,
-so that agents and aggregators, which live in sessions of their own, are found reliably.
+Every process that a test starts has a token of the session and one of its job in its environment, so that agents and
+aggregators, which run in separate sessions, are found reliably.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SCRIPTS = Path(__file__).parent / "scripts"
 PACKAGE = Path(effllm.__file__).parent
 PY_SPY = shutil.which("py-spy") or str(Path(sys.executable).parent / "py-spy")
 needs_py_spy = pytest.mark.skipif(not os.access(PY_SPY, os.X_OK), reason="py-spy is not installed")
-#: Within which the processes of a job end: a busy machine takes long for what takes half a second on an idle one.
+#: Timeout for the end of a job's processes: half a second on an idle machine, much longer on a busy one.
 GONE_WITHIN_S = 40.0
 
 skip_without_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
@@ -79,7 +79,7 @@ def in_lines(value: float) -> float:
 
 
 def until(condition: Callable[[], Any], within_s: float = 120.0) -> Any:
-    """Return the first true value of ``condition``; fail when there is none in time."""
+    """Return the first true value of ``condition``; fail after a timeout."""
     deadline_s = time.monotonic() + within_s
     while not (value := condition()):
         assert time.monotonic() < deadline_s, f"not so within {within_s} s"
@@ -88,7 +88,7 @@ def until(condition: Callable[[], Any], within_s: float = 120.0) -> Any:
 
 
 def wait_until_gone(left: Callable[[], set[int]], within_s: float) -> set[int]:
-    """Wait until no process is left, at most for this long; return those that are left."""
+    """Wait until all processes have ended, at most for this time; return the remaining processes."""
     deadline_s = time.monotonic() + within_s
     while (pids := left()) and time.monotonic() < deadline_s:
         time.sleep(0.02)
@@ -114,7 +114,7 @@ def skip_older() -> None:
 
 
 def processes_of_session() -> Iterator[int]:
-    """Yield the running processes of this session's tests, without those that Python keeps until its end."""
+    """Yield the running processes of this session's tests, except processes that Python runs until its end."""
     _older.intersection_update(psutil.pids())  # the pid of an ended process may be used again
     for pid in processes(f"{SESSION}={os.environ[SESSION]}", _older):
         if "resource_tracker" not in describe(pid):
@@ -219,7 +219,7 @@ class Job:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self, command: Sequence[str], environ: dict[str, str], stdout: int | None = None) -> Job:
-        """Start the first process, with an output of its own where one is given."""
+        """Start the first process, with a separate output if one is given."""
         name, _, value = self.token.partition("=")
         with (self.folder / "stdout.txt").open("wb") as out, (self.folder / "stderr.txt").open("wb") as err:
             self.process = subprocess.Popen(
@@ -245,7 +245,7 @@ class Job:
         return self
 
     def finish(self, within_s: float = 150.0) -> int:
-        """Let a loop that goes on until there is a file "enough" end; return how many iterations it has done."""
+        """Create the file "enough", which ends a loop; return its number of iterations."""
         (self.folder / "enough").touch()
         return len(self.done(within_s).output()["steps"])
 
@@ -265,12 +265,12 @@ class Job:
 
     @property
     def stdout(self) -> str:
-        """What has been printed."""
+        """The text printed to stdout so far."""
         return (self.folder / "stdout.txt").read_text()
 
     @property
     def stderr(self) -> str:
-        """What has been printed to stderr."""
+        """The text printed to stderr so far."""
         return (self.folder / "stderr.txt").read_text()
 
     @property
@@ -337,9 +337,9 @@ class Launcher:
         return other
 
     def environ(self, settings: dict[str, Any], **variables: str) -> dict[str, str]:
-        """Return an environment with these settings over quick and simulated ones."""
+        """Return an environment with these settings on top of settings for a quick simulated job."""
         defaults = {"device": "simulated", "collection_interval": 0.05, "run_dir": self._folder / "runs"}
-        defaults["log_interval"] = 10  # used as it is, however short the windows
+        defaults["log_interval"] = 10  # used unchanged, also for short windows
         if "127.0.0.1" in str(settings.get("endpoint", "")) and "secret_file" not in settings:
             defaults["security"] = "none"  # as in `Aggregator`
         chosen = {f"EFFICIENTLLM_{name.upper()}": str(value) for name, value in {**defaults, **settings}.items()}

@@ -1,4 +1,4 @@
-"""A load that a trace of the tests' NVML library has already: it switches nothing, and knows every edge."""
+"""A load that a trace of the tests' NVML library already contains: no GPU is switched, and every edge is exact."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""A loop over megatron-core that knows nothing of effllm; started with a folder, TENSOR:PIPELINE, passes per step.
+"""A loop with megatron-core without effllm code; its arguments are a folder, TENSOR:PIPELINE, passes per step.
 
 The folder of the integration is on PYTHONPATH; of it are the model and the text, which are the same in every layout.
 """

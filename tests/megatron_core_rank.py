@@ -1,4 +1,4 @@
-"""One rank of a job that goes through several parallel layouts and writes down what it says of itself.
+"""One rank of a job that runs several parallel layouts and writes effllm's facts about each.
 
 Started by torchrun with a folder and layouts, each NAME:TENSOR:PIPELINE:EXPERT:EXPERT_TENSOR, and the
 folder of the integration on PYTHONPATH.
@@ -53,7 +53,7 @@ def experts(tensor, pipeline, expert, expert_tensor):
         expert_tensor_parallel_size=expert_tensor,
         num_moe_experts=2,
         moe_router_topk=1,
-        moe_router_pre_softmax=True,  # which Megatron asks for with one expert
+        moe_router_pre_softmax=True,  # Megatron requires it with one expert
         add_bias_linear=False,
         pipeline_dtype=torch.float32,
         use_cpu_initialization=True,

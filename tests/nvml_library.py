@@ -1,4 +1,4 @@
-"""The project's own NVML library for tests: builds it, writes its trace, and knows the truth of it.
+"""The project's NVML library for tests: builds it, writes its trace, and computes the correct values.
 
 `build` compiles ``tests/nvml``; the head of ``libnvidia-ml.c`` there explains traces and faults.  A process
 with `Trace.environment` in its environment loads that library through the real pynvml; `RemoteReader` is
@@ -38,7 +38,7 @@ def build(folder: Path) -> Path | None:
         return None
     library = folder / "libnvidia-ml.so.1"
     warnings = ["-Wall", "-Wextra", "-Werror"]
-    # No fused operations: the numbers are to be those of Python, to the last bit.
+    # No fused operations: the numbers must equal Python's to the last bit.
     flags = ["-std=gnu11", *warnings, "-O1", "-ffp-contract=off", "-fPIC", "-shared", f"-Wl,-soname,{library.name}"]
     built = subprocess.run(
         [compiler, *flags, "-o", str(library), *sorted(map(str, SOURCES.glob("*.c"))), "-lm", "-pthread"],
@@ -153,8 +153,8 @@ def steps(low: float, high: float, period_s: float, seed: int = 0) -> Curve:
 class Gpu:
     """One traced device, or with ``parent`` a slice of the device at that position.
 
-    The fields are the keys of the trace, explained in nvml/libnvidia-ml.c; ``None`` is left out there, so
-    that NVML says "not supported".
+    The fields are the keys of the trace, explained in nvml/libnvidia-ml.c; ``None`` is omitted there, so NVML returns
+    "not supported".
     """
 
     uuid: str
@@ -182,7 +182,7 @@ class Gpu:
     module_power: Curve | None = None
     memory_power: Curve | None = None
     power_limit_default_w: float | None = None
-    # what else it measures
+    # its other measurements
     memory_reserved: int = 0
     sm_clock_mhz: Curve | None = Curve("flat", 1980.0)
     memory_clock_mhz: Curve | None = Curve("flat", 2619.0)
@@ -200,7 +200,7 @@ class Gpu:
     brand: int = 14
     serial: str | None = None
     module_id: int | None = None
-    # what a slice is
+    # the identity of a slice
     instance: int | None = None
     compute_instance: int = 0
     slices: int | None = None
@@ -212,7 +212,7 @@ class Gpu:
         return self.power.integral(t0, t1)
 
     def counter_j(self, t: float, *, reset_s: float | None = None) -> float:
-        """Return what the energy counter shows at ``t``; needs the origin, so ask the device that is in a trace."""
+        """Return the value of the energy counter at ``t``; it needs the origin, so use the device of a trace."""
         origin_s = self.origin_s or 0.0
         assert not self._is_summed() or self.origin_s is not None, (
             "this counter has no origin: ask what Trace.write returns"
@@ -230,7 +230,7 @@ class Gpu:
         return max(0.0, self.gain * joules)
 
     def power_w(self, t: float, kind: str = "instant", scope: str = "gpu") -> float | None:
-        """Return what a power sensor shows at ``t``, or ``None`` where there is none."""
+        """Return the value of a power sensor at ``t``, or ``None`` without such a sensor."""
         curve = {"gpu": self.power, "module": self.module_power, "memory": self.memory_power}[scope]
         if curve is None or (scope, kind) == ("memory", "instant"):
             return None
@@ -293,7 +293,7 @@ class Gpu:
 
 @functools.lru_cache
 def _sums(gpu: Gpu) -> list[float]:
-    """Return the sums of the energy measured so far, for the device itself to lengthen."""
+    """Return the list of energy sums so far; the device appends to it."""
     return [0.0]
 
 
@@ -327,7 +327,7 @@ class Trace:
         draft.replace(faults)
 
     def environment(self) -> dict[str, str]:
-        """Return what the environment of a process needs for its pynvml to see the trace."""
+        """Return the environment variables with which a process's pynvml reads the trace."""
         others = os.environ.get("LD_LIBRARY_PATH", "")
         return {
             "LD_LIBRARY_PATH": f"{self.library}:{others}" if others else str(self.library),
@@ -336,7 +336,7 @@ class Trace:
         }
 
     def count_calls(self) -> None:
-        """Let the processes that get their environment from now on count their calls, from nothing."""
+        """Make processes count their calls from zero, if they get their environment after this call."""
         self._calls.write_text("")
 
     def call_count(self, pid: int | None = None) -> Counter[str]:
@@ -350,7 +350,7 @@ class Trace:
 
     @contextmanager
     def reader(self, site: Site) -> Iterator[RemoteReader]:
-        """Open the device of ``site`` in a process of its own.
+        """Open the device of ``site`` in a separate process.
 
         Raises:
             DeviceUnavailable: as `effllm.devices.nvml.open_device` does.
@@ -367,7 +367,7 @@ class Trace:
 
 
 class RemoteReader:
-    """A reader of ``effllm/devices/nvml.py`` that runs in another process; whatever it says comes as it is."""
+    """A reader of ``effllm/devices/nvml.py`` in another process; its results are returned unchanged."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
@@ -383,11 +383,11 @@ class RemoteReader:
         return self._ask("call", "read")
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the reader there; what it raises is raised here."""
+        """Call a method of the reader in its process; an exception there is raised here."""
         return self._ask("call", method, *arguments)
 
     def pass_time(self, seconds: float) -> None:
-        """Let the reader's clock, not that of the trace, run ahead."""
+        """Advance the reader's clock without the trace's clock."""
         self._ask("pass", seconds)
 
     def close_device(self) -> None:

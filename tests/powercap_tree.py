@@ -4,7 +4,7 @@ INTEL_RANGE_UJ = 262_143_328_850
 INTEL_DRAM_RANGE_UJ = 65_712_999_613
 AMD_RANGE_UJ = 65_532_610_987
 
-#: Two sockets of a Xeon, with their DRAM and with what must not be added to them.
+#: Two sockets of a Xeon, with their DRAM and with zones that must not be added to them.
 INTEL = {
     "intel-rapl:0": ("package-0", INTEL_RANGE_UJ),
     "intel-rapl:0:0": ("core", INTEL_RANGE_UJ),
@@ -18,7 +18,7 @@ INTEL = {
 #: An EPYC socket: the same names as Intel's, no DRAM.
 AMD = {"intel-rapl:0": ("package-0", AMD_RANGE_UJ), "intel-rapl:0:0": ("core", AMD_RANGE_UJ)}
 
-#: Two sockets whose dies are shown one by one, each with the counter of its whole socket.
+#: Two sockets whose dies are listed separately, each with the counter of its whole socket.
 AMD_DIES = {
     "intel-rapl:0": ("package-0-die-0", AMD_RANGE_UJ),
     "intel-rapl:1": ("package-0-die-1", AMD_RANGE_UJ),

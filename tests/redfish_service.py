@@ -56,8 +56,8 @@ def tree(*parts):
 class Service:
     """A running service.
 
-    ``resources`` maps paths to documents; a function there is called with the handler instead, and may say
-    or do what it likes.
+    ``resources`` maps paths to documents; a function instead of a document is called with the handler, and may send any
+    answer.
     """
 
     def __init__(self, resources=None, certificate=None, password=PASSWORD):
@@ -105,7 +105,7 @@ class Service:
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
-    timeout = 20  # a client that forgets to hang up must not hold a test for ever
+    timeout = 20  # a client that does not close its connection must not block a test for ever
 
     def setup(self):
         super().setup()

@@ -1,4 +1,4 @@
-"""A GPU in virtual time: a profile switches its load; its sensors are those of the tests' NVML library."""
+"""A GPU in virtual time: a profile switches its load; its sensors come from the tests' NVML library."""
 
 import bisect
 import random
@@ -16,7 +16,7 @@ IDLE_W, LOADED_W = 90.0, 620.0
 
 
 class Switched:
-    """Power that the test switches, in place of a `nvml_library.Curve`."""
+    """Power that the test switches, instead of a `nvml_library.Curve`."""
 
     shape = "switched"
 
@@ -66,7 +66,7 @@ class SensedGpu:
     Args:
         call_s: duration of a read.
         noise_w: standard deviation of the noise that the power reading adds at each tick.
-        counts: gain of the counter alone.
+        counts: gain of the counter only.
         has: the available readings, of energy, power and average.
         traits: of `nvml_library.Gpu`.
     """

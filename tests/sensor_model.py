@@ -214,7 +214,7 @@ def simulate(
     lead_s: Sequence[float] = (),
     step_s: float = 0.0,
 ) -> list[MeasuredWindow]:
-    """Return windows of about ``window_s``, after those of ``lead_s``, on a sensor whose phase is anywhere.
+    """Return windows of about ``window_s``, after windows of ``lead_s``, on a sensor with a random phase.
 
     ``step_s``: the length of iterations as the agent has it; 0 for none.
     """

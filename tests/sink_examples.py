@@ -1,4 +1,4 @@
-"""A job of eight GPUs as the aggregator would report it: what the tests of all sinks write."""
+"""A job of eight GPUs as the aggregator would report it: the input of the tests of all sinks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ GIB = 2**30
 
 
 def make_run(folder: Path | None = None, stdout: Any = None, **changes: Any) -> Run:
-    """Return a run whose files lie in ``folder``."""
+    """Return a run whose files are in ``folder``."""
     run = Run(
         config=Config(),
         attempt=1,
@@ -51,7 +51,7 @@ def with_keys(totals: ClusterTotals, **keys: Any) -> ClusterTotals:
 
 
 def totals(iterations: int, gpus: int = 8) -> ClusterTotals:
-    """Return what a 7B model on ``gpus`` GPUs does in so many iterations of 0.412 s."""
+    """Return the totals of a 7B model on ``gpus`` GPUs after this many iterations of 0.412 s."""
     time_s = 0.412 * iterations
     tokens = 65_536 * iterations
     return make_totals(
@@ -91,7 +91,7 @@ def totals(iterations: int, gpus: int = 8) -> ClusterTotals:
 
 
 def complete_totals(iterations: int = 10, gpus: int = 8) -> ClusterTotals:
-    """Return totals on which every metric there is has a value."""
+    """Return totals for which every metric has a value."""
     return with_keys(
         totals(iterations, gpus),
         generated_tokens=5000,

@@ -1,4 +1,4 @@
-"""Moves frames between two interfaces, each later by a delay, some never: what sch_netem does where a kernel has it.
+"""Moves frames between two interfaces with a delay and drops some, like the kernel module sch_netem.
 
 ``slow_wire.py NEAR FAR DELAY_S LOSS``; prints "ready" when it works and runs until it is ended.
 """
@@ -19,7 +19,7 @@ near, far, delay_s, loss = sys.argv[1], sys.argv[2], float(sys.argv[3]), float(s
 def opened(interface):
     """Return a socket of all frames of an interface; their checksums may be left to hardware that is not there."""
     frames = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(0x0003))
-    frames.setsockopt(SOL_PACKET, PACKET_VNET_HDR, 1)  # says so, as our own sending of them must
+    frames.setsockopt(SOL_PACKET, PACKET_VNET_HDR, 1)  # marks frames without a checksum, both ways
     frames.setsockopt(SOL_PACKET, PACKET_IGNORE_OUTGOING, 1)
     frames.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8 * 1024 * 1024)
     frames.bind((interface, 0))

@@ -1,6 +1,6 @@
-"""A Slurm cluster of one machine, with daemons and keys of its own: Debian's slurm-wlm and munge, as root.
+"""A Slurm cluster on one machine, with separate daemons and keys: Debian's slurm-wlm and munge, as root.
 
-The fixture ``slurm`` starts it once for all tests and takes it away; without the packages they are skipped, with the
+The fixture ``slurm`` starts it once for all tests and removes it; without the packages the tests are skipped with the
 reason.
 """
 
@@ -84,12 +84,12 @@ class Slurm:
             )
 
     def command(self, *command: str) -> str:
-        """Run a command of Slurm, and return what it said."""
+        """Run a command of Slurm, and return its output."""
         environ = {**os.environ, **self.environ}
         return subprocess.run(command, env=environ, check=False, capture_output=True, text=True, timeout=30).stdout
 
     def job_id(self) -> str:
-        """Return the id of the one job that runs."""
+        """Return the id of the only running job."""
         return until(lambda: self.command("squeue", "--noheader", "--format=%A", "--states=running").strip())
 
     def close(self) -> None:

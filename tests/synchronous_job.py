@@ -1,7 +1,7 @@
 """A model of synchronous training: each rank computes, and waits for the slowest; seeded.
 
-Computation has jitter of a few percent and a heavy tail: now and then an iteration of one rank takes up to twice as
-long.  All ranks meet at a barrier in every iteration, after which communication takes its time.
+Computation has jitter of a few percent and a heavy tail: occasionally an iteration of one rank takes up to twice as
+long.  All ranks wait at a barrier in every iteration; then communication takes some time.
 """
 
 from __future__ import annotations

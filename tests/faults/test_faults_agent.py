@@ -1,4 +1,4 @@
-"""Agents that die or cannot start: training goes on, one line gives the reason, and the end is not delayed."""
+"""Agents that crash or cannot start: training continues, one line has the reason, and the job's end is not delayed."""
 
 import os
 import signal
@@ -117,4 +117,4 @@ def test_agent_that_cannot_start_is_one_line(launch, breaks, why):
     assert again.startswith("[EfficientLLM] this job ran without metrics: ")
     assert why in line
     assert "Traceback" not in job.stderr
-    assert float(job.stdout) < 10.0  # no wait for a dead agent, which would be twenty seconds
+    assert float(job.stdout) < 10.0  # no wait of 20 s for a crashed agent

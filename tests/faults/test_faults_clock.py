@@ -29,7 +29,7 @@ class Clock:
         subprocess.run(command, check=True, capture_output=True)
 
     def step(self, seconds):
-        with self._file.open("r+b") as file:  # in place: the processes have it mapped
+        with self._file.open("r+b") as file:  # written in place, because the processes have the file mapped
             file.write(struct.pack("q", seconds))
 
 

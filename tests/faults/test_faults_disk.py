@@ -158,7 +158,7 @@ def test_removed_run_folder_is_made_again(launch, tmp_path):
     job = launch.python(*LOOP)
     jobs.until(lambda: job.num_windows >= 5)
     (folder,) = job.runs()
-    removed = folder.rename(tmp_path / "removed")  # atomic: the job goes on writing to it
+    removed = folder.rename(tmp_path / "removed")  # atomic, because the job still writes to it
     jobs.until(lambda: shutil.rmtree(removed, ignore_errors=True) or not removed.exists())
     jobs.until(lambda: "was removed" in job.stdout)
     more_blocks(job, 5)

@@ -1,4 +1,4 @@
-"""A world of eight ranks that loses one, goes on with seven, and has eight again: one run with the true totals."""
+"""A job of eight ranks continues with seven and then with eight again: one run with correct totals."""
 
 import struct
 

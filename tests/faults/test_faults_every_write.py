@@ -1,4 +1,4 @@
-"""An aggregator that dies in its first write, its replacement in its second, and so on: every line is there once."""
+"""Aggregators are killed one after the other, the nth in its nth write: the files have every line once."""
 
 import time
 

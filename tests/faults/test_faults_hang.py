@@ -1,4 +1,4 @@
-"""Stalls of real processes: positions are reported, stacks are saved, and nothing is lost."""
+"""Stalls of real processes: positions are reported, stacks are saved, and no iteration is lost."""
 
 import os
 import re

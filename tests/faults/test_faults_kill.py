@@ -18,8 +18,7 @@ from effllm.store.reader import read_ranks
 pytestmark = pytest.mark.faults
 
 LOG_INTERVAL, STEP_S = 10, 0.03
-#: The files are no older than the open window, the delay of an agent for the window before, and the time to write a
-#: window.
+#: The files lag by at most the open window, the agent's delay for the window before, and the write of a window.
 FRESH = 2 * LOG_INTERVAL + REPORT_EVERY_S / STEP_S
 FRESH_SUMMARY = FRESH + TICK_S / STEP_S  # after SIGTERM it is rewritten in each tick
 #: An end takes a few tenths of a second, with the summary; with the long timeouts of this test a timeout would take
@@ -84,7 +83,7 @@ def closed(ledger):
 
 
 def kill(job):
-    """Kill all processes of a job at one moment: stopped ones do nothing in between."""
+    """Kill all processes of a job at one moment: they are stopped first, so that none runs in between."""
     for pid in send(job, signal.SIGSTOP):
         os.kill(pid, signal.SIGKILL)
     job.wait()
@@ -181,7 +180,7 @@ def test_start_killed_before_a_window_is_an_attempt(launch):
     assert (summary.status, summary.attempts, summary.tokens) == ("completed", 3, 10_000)
 
 
-#: Ends in one of the ways of a trainer, and records the time.
+#: Exits in one of the ways in which a trainer exits, and records the time.
 ENDS = """
 import os, signal, struct, sys, time
 import effllm.efficientllm_metrics as effllm

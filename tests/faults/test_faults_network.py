@@ -1,4 +1,4 @@
-"""Networks that drop everything for a while, are slow and lossy, or lose a host: three hosts with a rank each."""
+"""Network faults: all packets dropped for a while, delay and loss, a lost host; three hosts with a rank each."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ ALONE = dict.fromkeys(range(3), 0)  # each is its host's first
 def job(hosts, launch, tmp_path, monkeypatch):
     """Start a loop on each of three hosts as Slurm would, without Slurm; return the hosts and their jobs.
 
-    The loops go on until the test ends them.
+    The loops run until the test ends them.
     """
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))  # one home for all hosts, with one secret
 

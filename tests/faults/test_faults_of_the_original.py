@@ -100,7 +100,7 @@ def test_3_wrong_number_disables_metrics_with_one_line(launch, name, wrong, allo
     assert not job.runs()
 
 
-# 4. AMU and AEC were means of samples, whenever those were taken.
+# 4. AMU and AEC were means of samples, regardless of the times of the samples.
 
 BURSTS = """
 import time
@@ -149,7 +149,7 @@ def test_5_failed_reading_is_not_zero(launch, trace, fault):
     assert {block["amu_gb"] for block in job.blocks} <= {"40.00", None}
 
 
-# 6. Every GPU of the node was read, and memory of the first alone.
+# 6. Every GPU of the node was read, but only the memory of the first.
 
 
 @pytest.mark.alone

@@ -32,7 +32,7 @@ LOOP = "loop.py"
 
 
 def reading(trace, gpus, code):
-    """Run ``code`` in a process that sees these GPUs through pynvml; return the ``answer`` that it assigns."""
+    """Run ``code`` in a process whose pynvml has these GPUs; return its variable ``answer``."""
     trace.write(*gpus)
     script = f"""
 import json, os, time
@@ -398,7 +398,8 @@ def test_zeus_1_torchs_gpu_is_right_in_any_cuda_order(trace):
 
 
 def test_zeus_2_unchanged_readings_are_not_dropped():
-    # 10 s at 100 W and 10 s at 700 W are 8 kJ; a trapezoid over changes alone makes 0 J of the one, 4 kJ of both.
+    # 10 s at 100 W and 10 s at 700 W are 8 kJ; a trapezoid over only the changes gives 0 J for the first, 4 kJ for
+    # both.
     rows = [(s, 100.0, None) for s in range(11)] + [(s + 0.001, 700.0, None) for s in range(10, 21)]
     one = fed(ledger(INSTANT), *rows)
 
@@ -606,7 +607,7 @@ def test_perun_gpu_number_may_have_two_digits(trace):
 
 
 def test_perun_time_keeps_its_resolution_after_30_days():
-    # Seconds as float32 are 0.25 s apart by then: a burst of 100 ms would last nothing or 250 ms.
+    # At this uptime float32 has steps of 0.25 s: a burst of 100 ms would last 0 or 250 ms.
     month_s = 30 * 86_400
     one = fed(
         ledger(INSTANT),

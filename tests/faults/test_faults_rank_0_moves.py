@@ -55,7 +55,7 @@ def test_rank_0_on_another_host_continues_the_folder(hosts, start, first_host):
         for job in (first, second):
             job.end()
     else:
-        # Rank 1 cannot send a bye; to the aggregator it is still there.
+        # Rank 1 cannot send a bye, so the aggregator still counts it as connected.
         stopped = stop(second, "effllm.agent.agent")
         for job in (first, second):
             job.process.kill()

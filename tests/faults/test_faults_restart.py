@@ -13,7 +13,8 @@ LOOP = "resuming_loop.py"
 
 @pytest.fixture(autouse=True)
 def a_store_for_each_start(monkeypatch):
-    """Let torchrun make a new store for each start: in the old one gloo of torch 2.13 finds addresses of dead ranks."""
+    """Make torchrun create a new store for each start: in the old store gloo of torch 2.13 finds addresses of ended
+    ranks."""
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
 
 
@@ -76,7 +77,7 @@ def test_shrinking_and_growing_world_is_one_run(launch, tmp_path):
     there = tmp_path / "shared"
     there.mkdir()
     one = launch.torchrun(options, LOOP, "--folder", there, "--until", there / "enough")
-    # The first process has the store, and it is not the one that will be killed.
+    # The first process hosts the store; the test kills another process.
     jobs.until(lambda: port in jobs.listening_ports(one.process.pid))
     two = launch.torchrun(options, LOOP, "--folder", there, "--until", there / "enough")
 
@@ -100,7 +101,8 @@ def test_shrinking_and_growing_world_is_one_run(launch, tmp_path):
     # On a busy machine torchrun may start a world more than once, or one without a late process.
     assert [size for size, _ in groupby(attempt.world_size for attempt in attempts)][-3:] == [2, 1, 2]
     assert [(one.world_size, one.first) for one in attempts] == [(one["world_size"], one["first"]) for one in begun]
-    # A world that began at 1 again, before the first checkpoint, has no number: repeats are known after it alone.
+    # A restart before the first checkpoint begins at 1 again and has no iteration number: repeats are counted from then
+    # on.
     known_from = max((i + 1 for i, start in enumerate(begun) if i and start["first"] == 1), default=0)
     redone = [
         max(attempt.last - start["first"] + 1, 0) if i >= known_from else None

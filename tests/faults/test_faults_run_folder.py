@@ -99,7 +99,7 @@ def test_trainer_killed_before_its_agent_joined_is_recorded(launch):
     os.kill(agent, signal.SIGSTOP)
     job.wait()
     os.kill(agent, signal.SIGCONT)
-    # It starts the aggregator first; if this test is slow, all may have ended before it sees that.
+    # The aggregator starts first; on a slow machine all processes may have ended before the test checks.
     jobs.until(lambda: job.find("effllm.server.process") or not set(jobs.processes(job.token)))
     with suppress(ProcessLookupError):
         os.kill(agent, signal.SIGSTOP)

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.faults
 
 LOOP = str(jobs.SCRIPTS / "loop.py")
 
-#: In a mount namespace of its own: /dev/shm and the folder for temporary files have 64 MB each, all of it taken.
+#: In a separate mount namespace: /dev/shm and the folder for temporary files have 64 MB each, and both are full.
 FULL = """
 mount -t tmpfs -o size=64m tmpfs /dev/shm && mount -t tmpfs -o size=64m tmpfs "$TMPDIR" || exit 77
 for folder in /dev/shm "$TMPDIR"; do dd if=/dev/zero of="$folder/taken" bs=1M count=65 2>/dev/null; done

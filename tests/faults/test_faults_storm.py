@@ -101,7 +101,7 @@ class FakeAgent:
 
 @pytest.fixture
 def aggregator(launch, tmp_path, monkeypatch):
-    """The aggregator as rank 0's agent runs it, without the agent: replaced on the same socket when it dies."""
+    """The aggregator without rank 0's agent: after a crash a new one is started on the same socket."""
     job = launch._job()
     monkeypatch.setenv(*job.token.split("="))
     listener = listen("127.0.0.1")

@@ -1,4 +1,4 @@
-"""Real ranks, one of which is slow: only that one is named."""
+"""Real ranks, one of them slow: only the slow rank is named."""
 
 import re
 import statistics

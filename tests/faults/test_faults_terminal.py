@@ -83,4 +83,5 @@ def test_stopped_terminal_does_not_delay_the_end(on_terminal, terminal):
     count = job.finish()
     summary = assert_whole(job.ledger, {0: count})
     assert summary.left_out["console"] > count - terminal.blocks - 200
-    assert terminal.blocks + summary.left_out["console"] >= count  # a block shown in part counts as left out
+    # a block that is shown only partly counts as left out
+    assert terminal.blocks + summary.left_out["console"] >= count

@@ -38,7 +38,7 @@ class Starved:
 
     def __init__(self, pids):
         self._tasks = [Path(f"/proc/{pid}/task") for pid in pids]
-        self._waited_s = {}  # by thread, ended ones included
+        self._waited_s = {}  # by thread, with ended threads
         self._known = []  # (unix time, sum)
 
     def look(self):
@@ -57,7 +57,7 @@ class Starved:
 
 
 class Windows:
-    """The windows of a run as they are written, and their delay without that from a busy machine.
+    """The windows of a run while they are written, and their delay minus the delay of a busy machine.
 
     Args:
         aggregator: of the run.
@@ -69,7 +69,7 @@ class Windows:
         self._read = 0
         agents = [pid for rank in ranks for pid in rank.find("effllm.agent.agent")]
         self._starved = Starved([aggregator.job.process.pid, *agents, *(rank.process.pid for rank in ranks), "self"])
-        self.seen = []  # (when a window ended, when it was seen)
+        self.seen = []  # (end of a window, time at which the test read it)
 
     def look(self):
         """Read the new lines."""

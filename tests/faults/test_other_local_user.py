@@ -18,7 +18,7 @@ GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + byt
 
 
 def place(rank):
-    """Return the variables of one of two ranks of mpirun on one host, which needs no store to find each other."""
+    """Return the variables of one of two ranks of mpirun on one host, where ranks find each other without a store."""
     names = {"RANK": rank, "LOCAL_RANK": rank, "SIZE": 2, "LOCAL_SIZE": 2}
     return {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in names.items()}
 

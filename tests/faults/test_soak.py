@@ -35,7 +35,7 @@ SEGMENT_BYTES = 4 * 2**20
 
 
 def items_in(root):
-    """Return the number of items of all containers reachable from one of our objects."""
+    """Return the number of items in all containers that are reachable from objects of effllm."""
     count, waiting, seen = 0, [root], set()
     while waiting:
         one = waiting.pop()
@@ -130,10 +130,10 @@ def test_memory_and_state_do_not_grow_over_a_week_of_windows(tmp_path, capsys):
         )
     assert week.aggregator.summary(week.now_s, ended=False).tokens == WEEK * RANKS * 1000
     # 10,080 windows of 8 kB are 80 MB: a hundredth of each that stayed would be seen, as Python's blocks of at most 512
-    # bytes.  What a process has grows by whole arenas of 1 MiB, of which one is at most 347 bytes a window here.
+    # bytes.  A process's memory grows by whole arenas of 1 MiB; one arena is at most 347 bytes a window here.
     assert more_blocks < 1.0
     assert slope < 400.0
-    filled = list(items.values())[5:]  # bounds given in windows are reached by then
+    filled = list(items.values())[5:]  # limits in numbers of windows have been reached before
     assert max(filled) <= filled[0] + MAX_LISTED_ITEMS
     sizes = list(states.values())
     assert sizes[-1] <= 1.02 * sizes[len(sizes) // 4]
@@ -149,7 +149,7 @@ MAX_LISTED_ITEMS = 3 * WEEK // 100
 
 @pytest.mark.parametrize(
     ("is_sent", "lost"), [(True, 0), (False, 19_000)]
-)  # the aggregator counts those that were sent
+)  # the aggregator counts the frames that were sent
 def test_full_outbox_counts_reports_never_sent(is_sent, lost):
     outbox = Outbox(1000)
     for number in range(1, 20_001):

@@ -1,4 +1,4 @@
-"""Hosts without something that others have: IPv4, or names in UTF-8."""
+"""Hosts without IPv4, and folders whose names are not UTF-8."""
 
 import shutil
 import sys

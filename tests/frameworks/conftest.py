@@ -9,7 +9,7 @@ HERE = Path(__file__).parent
 
 
 class Frameworks:
-    """Starts scripts without any effllm code, and attaches it by the environment alone."""
+    """Starts scripts without any effllm code; only environment variables attach effllm."""
 
     def __init__(self, launch):
         self._launch = launch

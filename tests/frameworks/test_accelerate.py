@@ -59,7 +59,7 @@ def launched(launch, script, accumulate):
 def test_accumulation_steps_are_not_iterations(launch, script):
     job = launch.python(script, 3, environ=ON).done(60)
     summary = job.ledger.summary
-    # 24 batches make 8 steps, of which the first is not measured: 7 of 3 batches of 4 rows of 8
+    # 24 batches make 8 steps; the first is not measured: 7 steps of 3 batches of 4 rows of 8
     assert (summary.iterations, summary.samples, summary.tokens) == (7, 84, 84 * 8)
     assert summary.parameters == 36
     assert job.ledger.facts["framework"] == "accelerate"

@@ -1,4 +1,4 @@
-"""A plain loop of DeepSpeed's engine on two ranks of a CPU, attached by the environment alone."""
+"""A plain loop with DeepSpeed's engine on two ranks on a CPU; only environment variables attach effllm."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def losses(job):
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_engine_is_counted_and_changes_no_loss(frameworks, stage):
-    """12 micro-batches of 4 x 8 on each of 2 ranks, 2 to an iteration; the evaluation's batch is in none."""
+    """12 micro-batches of 4 x 8 on each of 2 ranks, 2 per iteration; the evaluation's batch is not counted."""
     job = frameworks.run(SCRIPT, stage, ranks=2, environ=CPU)
 
     summary, facts = job.ledger.summary, job.ledger.facts

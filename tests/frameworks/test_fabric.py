@@ -1,4 +1,4 @@
-"""Plain loops around Lightning Fabric on a CPU, attached by the environment alone."""
+"""Plain loops with Lightning Fabric on a CPU; only environment variables attach effllm."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def lines(job, word):
 
 @pytest.mark.parametrize(("ranks", "package"), [(2, "lightning.fabric"), (1, "lightning_fabric")])
 def test_loop_is_counted_and_changes_no_loss(frameworks, ranks, package):
-    """12 micro-batches of 4 x 8 on each rank, 2 to an iteration; the evaluation's batch is in none."""
+    """12 micro-batches of 4 x 8 on each rank, 2 per iteration; the evaluation's batch is not counted."""
     pytest.importorskip(package, reason=f"needs {package}")
     job = frameworks.run(script(LOOP, package), ranks, ranks=ranks, environ=CPU)
 
@@ -116,7 +116,7 @@ for step in range(6):
 
 
 def test_two_models_in_turns_are_one_iteration(frameworks):
-    """The parameters are those of both, the batches those of the first, and a frozen model is in neither."""
+    """The parameters of both models and the batches of the first are counted; a frozen model is not."""
     summary = frameworks.run(script(GAN), environ=CPU).ledger.summary
 
     assert (summary.iterations, summary.parameters) == (6, 2 * 1550)
@@ -146,7 +146,8 @@ print("graphs", counter.frame_count)
 
 @pytest.mark.parametrize(("place", "framework", "iterations"), [("inside", "fabric", 6), ("outside", "torch", 5)])
 def test_compiled_models_keep_their_graphs(frameworks, place, framework, iterations):
-    """Around Fabric's wrapper the forward pass is not seen, and the optimizer's steps count, but for the first."""
+    """torch.compile around Fabric's wrapper hides the forward pass; then the optimizer's steps count, except the
+    first."""
     job = frameworks.run(script(COMPILED), place, environ=CPU)
     without = frameworks.run(script(COMPILED), place, environ=CPU, attach="0")
 

@@ -1,4 +1,4 @@
-"""Real Trainers, attached by the environment alone: counts, exclusions, and unchanged training."""
+"""Real Trainers, attached only by environment variables: counts, exclusions, and unchanged training."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_tokens_with_and_without_padding_and_labels_are_counted(frameworks):
 
 @pytest.mark.parametrize("is_filtered", [True, False])
 def test_losses_that_the_trainer_replaces_are_counted(frameworks, is_filtered):
-    """The weights stay as they are; by default the Trainer logs a mean of other losses in place of NaN."""
+    """The weights do not change; by default the Trainer logs a mean of other losses instead of NaN."""
     broken = """
 losses = iter([0, 0, 1, 0, float("inf"), float("nan")] * 2)
 trainer.compute_loss_func = lambda outputs, labels, **_: outputs["logits"].sum() * 0 + 1.0 + next(losses)
@@ -81,7 +81,7 @@ trainer.compute_loss_func = lambda outputs, labels, **_: outputs["logits"].sum()
 
 
 def test_flops_use_each_batchs_own_width(frameworks):
-    """Batches of 2 x 3 and of 2 x 8 tokens take turns: (3 x 6 x 3 + 3 x 16 x 8) / 66 positions are seen by a token."""
+    """Batches of 2 x 3 and of 2 x 8 tokens alternate: a token attends to (3 x 6 x 3 + 3 x 16 x 8) / 66 positions."""
     code = script(before="trainer._get_train_sampler = lambda *_: range(48)")
     code = code.replace("tiny.rows(48)", "tiny.rows(48, (3, 3, 8, 8))")
 
@@ -296,7 +296,7 @@ tiny.losses(trainer)
 
 
 def test_compiled_model_is_counted_as_the_same_model(frameworks):
-    """Compiled by the backend that compiles nothing, which wraps it as every other does."""
+    """Compiled with the backend "eager", which compiles no code but wraps the model like all backends."""
     job = frameworks.run(script("torch_compile=True, torch_compile_backend='eager'"))
 
     assert (job.ledger.summary.iterations, job.ledger.summary.parameters) == (6, 4656)
@@ -357,7 +357,7 @@ trainer.train()
 """
     job = frameworks.run(code)
 
-    # 6 steps of one row in which a sequence of 5 and one of 8 lie; the first label of each is masked
+    # 6 steps of one row with a sequence of 5 tokens and one of 8; the first label of each is masked
     assert job.ledger.summary.samples == 12
     assert counts(job) == (78, 78, 6 * (4 + 7))
     assert job.ledger.facts["token_source"] == "packed, without padding"
@@ -396,7 +396,7 @@ def test_accelerate_launch_uses_the_processes_of_its_file(frameworks, tmp_path):
 
 
 def test_model_sharded_over_two_processes_is_counted_whole(frameworks):
-    """Sharded as it is loaded, by FSDP2: each parameter is a DTensor of which a rank holds half."""
+    """Sharded by FSDP2 while it is loaded: each parameter is a DTensor, and each rank has half of it."""
     code = """
 from transformers import LlamaForCausalLM, Trainer
 from transformers.distributed import DistributedConfig

@@ -1,4 +1,4 @@
-"""TRL's trainers: the parts beyond those of the Trainer."""
+"""TRL's trainers: the functions that the Trainer does not have."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_losses_are_unchanged_to_the_last_digit(frameworks, code):
 def test_both_answers_of_a_pair_count_with_their_prompt(frameworks):
     job = frameworks.run(DPO.format(usual=USUAL))
 
-    # 4 steps of 2 pairs: "ab" with "cde" and with "f", each with its end; labels are those of the answers
+    # 4 steps of 2 pairs: "ab" with "cde" and with "f", each with an end token; only answers have labels
     assert job.ledger.summary.samples == 4 * 2 * 2
     assert counts(job) == (4 * 2 * (2 + 4 + 2 + 2), 4 * 2 * 2 * 6, 4 * 2 * (4 + 2))
 
@@ -158,7 +158,7 @@ trainer.model.generate = lambda *a, **k: (time.sleep(0.2), inner(*a, **k))[1]
     generated = sum(row.generated_tokens for row in rows)
     seconds = sum(row.generation_s for row in rows)
     assert 0.8 <= seconds < 2.0
-    # generated tokens are those with a label; TRL's own count includes the prompts
+    # tokens with a label are the generated tokens; TRL's count includes the prompts
     assert generated == counts(job)[2]
     assert summary.tokens == job.output()["history"][3]["num_tokens"]
     assert summary.metrics["job/it_tokens_per_sec"].value == pytest.approx(generated / seconds, rel=0.01)

@@ -7,7 +7,7 @@ import torch
 
 
 def llama(**changes):
-    """Return a tiny Llama: 4,656 parameters, of which 2 x 64 x 16 are tables of tokens."""
+    """Return a tiny Llama of 4,656 parameters; 2 x 64 x 16 of them are the token tables."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -36,7 +36,7 @@ def collate(batch):
 
 
 def arguments(**changes):
-    """Return TrainingArguments for six steps on the CPU that write nothing."""
+    """Return TrainingArguments for six steps on the CPU without any output files."""
     from transformers import TrainingArguments
 
     usual = {"output_dir": "out", "per_device_train_batch_size": 2, "max_steps": 6, "logging_steps": 1}

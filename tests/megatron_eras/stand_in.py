@@ -1,4 +1,4 @@
-"""What the stand-ins for Megatron's training loop share: a run small enough to count by hand, on one rank.
+"""Common part of the fakes of Megatron's training loop: a run small enough to count by hand, on one rank.
 
 An era file has the functions of ``megatron.training.training`` with the arguments and the results that they have
 in those versions, called as that version's loop calls them.  The model, its gradients and the groups are real.
@@ -44,7 +44,7 @@ _args = SimpleNamespace(
     save_interval=0,
     consumed_train_samples=0,
     skip_train=False,
-    # What the stand-in does at the person's word:
+    # Set by a test:
     compute_s=0.0,
     data_s=0.0,
     between_s=0.0,
@@ -142,7 +142,7 @@ def leave_if_asked(iteration):
 
 
 def count_batch():
-    """Count the samples that the step consumed, which is what a ramp-up goes by; return them."""
+    """Count and return the samples that the step consumed; a ramp-up uses this count."""
     batch_size = _args.data_parallel_size * _args.micro_batch_size * batches.get_num_microbatches()
     _args.consumed_train_samples += batch_size
     return batch_size

@@ -24,7 +24,7 @@ records < config, metrics < store < network, devices < energy < sinks, job < tra
 """
 LEVELS = {name.strip(): level for level, names in enumerate(LAYERS.split("<")) for name in names.split(",")}
 
-# What the training process imports: the standard library alone, and it must not fail.
+# Modules that the training process imports: they need only the standard library, and must not fail.
 IN_TRAINING = [
     "effllm",
     "effllm.trainer.collector",
@@ -119,7 +119,7 @@ def test_no_module_has_a_catch_all_name(module):
 
 
 def modules_imported_by(module):
-    """Return what a fresh interpreter imports with a module, without those that are imported at its start."""
+    """Return the modules that an import of a module adds in a new interpreter."""
     program = f"import sys; had = set(sys.modules); import {module}; print(*(set(sys.modules) - had))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stderr == ""

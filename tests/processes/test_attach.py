@@ -1,4 +1,4 @@
-"""``import torch`` loads effllm: this must never fail, must be cheap, and must start nothing."""
+"""``import torch`` loads effllm: this must never fail, must be cheap, and must not start a process or thread."""
 
 import json
 import os
@@ -25,7 +25,7 @@ print("hooks" if "effllm.hooks" in sys.modules else "no hooks", torch.__name__)
 
 
 def run(program, environ=None, *options, cwd=None):
-    """Run a program, attached where the environment says so, and return its output and its errors."""
+    """Run a program, attached if its environment has EFFICIENTLLM_ATTACH, and return its output and its errors."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("EFFICIENTLLM_", "TORCH_DEVICE_BACKEND"))}
     done = subprocess.run(
         [sys.executable, *options, "-c", textwrap.dedent(program)],

@@ -1,4 +1,4 @@
-"""Loops of plain torch attached by the environment alone: counted iterations, also with unusual launches."""
+"""Loops of plain torch, attached only by environment variables: counted iterations, also with unusual launches."""
 
 from __future__ import annotations
 

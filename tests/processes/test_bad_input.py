@@ -20,7 +20,7 @@ SERVED = (LOOP, "--served")
 
 
 def assert_disabled(job, text):
-    """Check that stderr has this text once at the start, once at the end, and nothing else."""
+    """Check that stderr has only this text, once at the start and once at the end."""
     first, last = job.stderr.splitlines()
     assert first.startswith(f"[EfficientLLM] no metrics, training goes on: {text}")
     assert last.startswith(f"[EfficientLLM] this job ran without metrics: {text}")

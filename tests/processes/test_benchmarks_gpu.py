@@ -132,7 +132,7 @@ class SameGpu:
 
 
 def test_two_levels_fit_all_windows():
-    # 1 s at rest: 100 J; 2 s, of which 1 under load: 700 J; 4 s, of which 3 under load: 1900 J: 100 W and 500 W more.
+    # 1 s idle: 100 J; 1 s idle and 1 s loaded: 700 J; 1 s idle and 3 s loaded: 1900 J. So idle is 100 W, load 600 W.
     assert two_levels([1.0, 2.0, 4.0], [0.0, 1.0, 3.0], [100.0, 700.0, 1900.0]) == pytest.approx((100.0, 500.0))
 
 

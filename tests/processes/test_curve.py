@@ -195,7 +195,7 @@ def test_exhausted_descriptors_are_an_error_until_freed(listener):
     secured = listener()
     command = [sys.executable, "-c", CONNECT_ON_COMMAND, str(secured.port)]
     connecting = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    connecting.stdout.readline()  # wait for its start, however long that takes
+    connecting.stdout.readline()  # wait for its start without a limit
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 48), hard))
     try:

@@ -84,7 +84,7 @@ class Library:
         return reader
 
     def of(self, release=(7, 0), **gpu):
-        """Open the one GPU of a machine."""
+        """Open the only GPU of a machine."""
         self.write(release=release, gpus=[gpu])
         return self.open()
 
@@ -151,7 +151,7 @@ def test_rank_without_a_visible_gpu_raises(library, visible, local_rank):
     ("release", "order"),
     [
         ((7, 0), [KEY_B, KEY_C, KEY_A]),  # HIP's own numbers
-        ((6, 3), [KEY_B, KEY_C, KEY_A]),  # the numbers of the driver's nodes, from which HIP's are made
+        ((6, 3), [KEY_B, KEY_C, KEY_A]),  # the numbers of the driver's nodes; HIP derives its order from them
         ((6, 1), [KEY_C, KEY_A, KEY_B]),  # neither is known: the PCI bus
     ],
 )
@@ -202,7 +202,7 @@ def test_gpus_without_a_serial_are_distinguished_by_bus(library, release, serial
 
 def test_partitions_of_a_gpu_are_one_device(library):
     partitions = [A | {"bdf": f"0000:5e:00.{function}", "hip_id": function} for function in (0, 1, 2)]
-    partitions[1] |= {"serial": None}  # AMD SMI gives none for all but the first, since 7.12
+    partitions[1] |= {"serial": None}  # since 7.12 AMD SMI returns a value only for the first
     library.write(gpus=[partitions[1], partitions[0], partitions[2], B | {"hip_id": 3}])
 
     assert [device_of(library, local_rank=rank)[0] for rank in range(4)] == [KEY_A, KEY_A, KEY_A, KEY_B]
@@ -376,7 +376,7 @@ def test_growing_residency_of_a_limit_is_throttling(library):
     library.write(gpus=[{"residencies": {"ppt": 0.5, "vr_thm": over, "hbm_thm": 0.0}}])
     second, failures = reader.read()
 
-    assert first.throttled_by is None  # there is no earlier read to compare with
+    assert first.throttled_by is None  # no earlier read exists to compare with
     assert second.throttled_by == ("power_cap",)
     assert failures == {}
 
@@ -412,8 +412,8 @@ def readings(joules, watts=100.0, every_s=0.1, stamps=None):
 @pytest.mark.parametrize(
     ("joules", "is_good", "reason"),
     [
-        # 100 W for 0.1 s are 10 J.  From the first move to the last there are 0.3 s, 30 J by power, of which
-        # the counter may differ by 25 %, 7.5 J, and by 0.5 W for 0.3 s, 0.15 J.
+        # 100 W for 0.1 s are 10 J.  From the first move to the last, 0.3 s: 30 J by power. The counter may differ by 25
+        # % (7.5 J) and by 0.5 W for 0.3 s (0.15 J).
         ([0, 10, 20, 30, 40], True, ""),
         ([0, 12.5, 25, 37.5, 50], True, ""),
         ([0, 12.6, 25.2, 37.8, 50.4], False, "it counted 37.8 J in 0.3 s in which power comes to 30 J"),
@@ -439,7 +439,7 @@ def test_counter_is_accepted_if_it_matches_the_power(joules, is_good, reason):
 
 
 def test_small_power_has_a_tolerance_of_half_a_watt():
-    # 2 W for 0.3 s are 0.6 J, of which 25 % are 0.15 J; half a watt of rounding is 0.15 J more.
+    # 2 W for 0.3 s are 0.6 J; 25 % of this is 0.15 J; half a watt of rounding adds 0.15 J.
     assert judge_counter(readings([0, 0.29, 0.58, 0.87, 1.16], watts=2.0)).is_good
     assert not judge_counter(readings([0, 0.31, 0.62, 0.93, 1.24], watts=2.0)).is_good
 
@@ -489,7 +489,7 @@ def test_power_without_a_counter_is_integrated(library):
 
     assert reader.device.energy_method == INSTANT
     assert reader.device.energy_note.endswith("is not used: it has none")
-    assert library.clock() == began_s  # there is no counter to check
+    assert library.clock() == began_s  # no counter exists to check
 
 
 def test_stale_library_measures_neither_energy_nor_power(library):
@@ -563,7 +563,7 @@ def test_two_dies_of_a_card_share_one_energy(library, release):
 
 
 def test_links_identify_the_card_of_a_die_before_the_bus(library):
-    # The first die of card 1, and the second of card 2 next to it on the bus, whose first one lies elsewhere.
+    # The first die of card 1 is next to the second die of card 2 on the bus; the first die of card 2 is not.
     other = [CARD_1[0] | {"serial": 0x21, "bdf": "0000:d6:00.0"}, CARD_1[1] | {"serial": 0x22, "bdf": "0000:c2:00.0"}]
     other[1] |= {"max_bandwidth": {"0": 100_000, "1": 200_000}}
     library.write(gpus=[CARD_1[0], *other])
@@ -575,7 +575,7 @@ def test_links_identify_the_card_of_a_die_before_the_bus(library):
 
 @pytest.mark.parametrize("max_bandwidth", [{"1": 100_000}, {}])
 def test_second_die_without_a_visible_first_has_no_energy(library, max_bandwidth):
-    # The only other die is of another card: its links show it, or it is a second die too.
+    # The only other die belongs to another card: its links show this, or it is also a second die.
     other_card = CARD_1[1] | {"serial": 0x22, "bdf": "0000:c2:00.0", "max_bandwidth": {}}
     library.write(gpus=[CARD_1[1] | {"max_bandwidth": max_bandwidth}, other_card])
 
@@ -825,7 +825,7 @@ def train(launch, script, gpu, **settings):
         "AMDSMI_SCRIPT": str(script),
         "XDG_CACHE_HOME": str(script.parent / "cache"),  # no calibration from an earlier run
     }
-    # Longer than the two seconds in which the agent calibrates the counter and reads nothing else.
+    # Longer than the two seconds in which the agent only calibrates the counter.
     return launch.python(LOOP, "--iterations", 350, environ=environ, device="amd", **settings).done()
 
 

@@ -19,7 +19,7 @@ from effllm.devices.node.rapl import NO_RAPL, RAPL_UNREADABLE
 MIB = 2**20
 DEADLINE_S = 30.0
 
-# A line comes back for every line sent, so the test sees when a request is done.
+# The process answers every line with a line, so the test can wait for the end of a request.
 ECHO = """
 import ctypes, os, subprocess, sys, time
 libc = ctypes.CDLL(None)

@@ -234,7 +234,7 @@ def test_gpu_without_energy_counter_uses_power(trace):
 
     assert (device.energy_method, device.power_scope) == ("instant power", "gpu")
     assert (sample.energy_j, sample.power_w) == (None, 250.0)
-    assert failures == {}  # an unsupported value is no failure
+    assert failures == {}  # an unsupported value is not a failure
 
 
 def test_gpu_without_energy_lists_it_as_not_measured(trace):

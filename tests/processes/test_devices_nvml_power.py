@@ -1,6 +1,6 @@
 """Other readings of a GPU: energy and power by scope, GPM, clocks, events, and a slice's part.
 
-The values are those of the curves of the tests' own NVML library; ``frozen`` reads at one time, so they are exact. NVML
+The values follow the curves of the tests' NVML library; ``frozen`` reads at one time, so they are exact. NVML
 counts in whole mW and mJ, truncated.
 """
 
@@ -33,7 +33,7 @@ def frozen(at_s: float = MOMENT_S) -> str:
 
 
 def milli(value: float) -> float:
-    """Return a value as NVML gives it: truncated to whole thousandths."""
+    """Return a value as NVML returns it: truncated to whole thousandths."""
     return int(1e3 * value) / 1e3
 
 
@@ -525,7 +525,7 @@ def test_returned_gpu_starts_new_gpm_pairs(trace):
         time.sleep(0.105)
         first, last, failures = read_twice(trace, reader, 200.0, 201.0)
 
-    assert "sm_activity_ratio" not in first.gauges  # it would be that of 101 s to 200 s
+    assert "sm_activity_ratio" not in first.gauges  # otherwise it would be the value of 101 s to 200 s
     assert last.gauges["sm_activity_ratio"] == pytest.approx(ACTIVITIES["sm_activity"].mean(200.0, 201.0), rel=1e-12)
     assert failures == {}
 
@@ -644,7 +644,7 @@ def test_lost_slice_is_found_again_with_its_part(trace):
     one, *_ = trace.write(gpu(**WHOLE), part("a", 1, 3, 40, memory=flat(5.0 * GIB)), part("b", 2, 4, 40))
 
     with trace.reader(Site(visible_devices="MIG-a")) as reader:
-        # While it is lost, its neighbour is removed, and NVML's order changes.
+        # While the GPU is lost, the next GPU is removed, and NVML's order changes.
         moved = part("a", 1, 3, 40, memory=flat(5.0 * GIB))
         trace.write(gpu(B, "0:02:00", power=flat(99.0)), gpu(**WHOLE), Gpu(**vars(moved) | {"parent": 1}))
         trace.fault("0 * lost")

@@ -86,7 +86,7 @@ def test_al_is_the_largest_mean_step_of_a_rank(world):
     steps = [sum(row.busy_s for row in rows if row.rank == rank) / ITERATIONS for rank in range(world_size)]
 
     assert job.ledger.summary.metrics["al_seconds"].value == pytest.approx(max(steps), rel=1e-9)
-    assert max(steps) > STEP_S  # what the loop sleeps
+    assert max(steps) > STEP_S  # the loop's sleep
 
 
 def test_aec_times_t_is_the_energy_of_the_iterations(world):
@@ -218,7 +218,7 @@ def test_nan_loss_is_on_console_in_summary_and_an_event(launch):
 def test_agents_and_aggregator_end_soon_after_the_job(launch):
     job = launch.torchrun([*ONE_NODE, "2"], "torch_loop.py", "--iterations", "12").wait()
 
-    assert not job.left(within_s=12.0)  # without a bye they would wait for 15 s
+    assert not job.left(within_s=12.0)  # without a bye the aggregator would wait for 15 s
     assert job.ledger.summary.overhead.agents_cpu_s < 2.0
 
 

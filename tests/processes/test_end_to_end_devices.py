@@ -84,7 +84,7 @@ def test_power_of_two_gpus_is_summed_and_the_rest_averaged(launch, trace):
     joules = {gpu: gpu.energy_j(*spans[gpu]) for gpu in spans}
     means = [gpu.memory.integral(*spans[gpu]) / seconds[gpu] / GIB for gpu in spans]
 
-    # Two counters, each read at two edges, of which each may lie a tick and the edge of a sample away.
+    # Two counters, each read at two edges; each read may be one tick and one sample edge away.
     allowed_w = sum(2 * tick_error_w(gpu, seconds[gpu]) for gpu in spans)
     assert values["aec_watts"] == pytest.approx(sum(joules.values()) / max(seconds.values()), abs=allowed_w)
     assert values["pcu_ratio"] == pytest.approx((0.25 + 0.75) / 2, abs=1e-6)
@@ -136,7 +136,7 @@ def test_lost_energy_of_one_gpu_is_a_gap_until_it_returns(launch, trace):
     to_unix_s = time.time() - time.monotonic()
 
     def windows(start_s, end_s=math.inf):
-        """The windows of which every rank's part is between two times of the monotonic clock."""
+        """The windows whose parts of all ranks are between two times of the monotonic clock."""
         found, rows = ledger.windows, ledger.ranks
         outside = {row.window for row in rows if row.start_time_s < start_s + to_unix_s}
         outside |= {row.window for row in rows if row.end_time_s > end_s + to_unix_s}

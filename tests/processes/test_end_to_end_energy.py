@@ -1,7 +1,7 @@
 """Whole jobs on GPUs of known power: the energy in the run folder against the true energy.
 
-One job serves several tests.  Each GPU's counter moves in ticks of 0.1 s, as those of A100 and H100 do, and its
-power is a square wave that is not synchronous with them.
+One job serves several tests.  Each GPU's counter moves in ticks of 0.1 s, like the counters of A100 and H100; its power
+is a square wave that is not synchronous with the ticks.
 """
 
 import math
@@ -23,9 +23,9 @@ LOOP = "loop.py"
 STEP_S, LOG_INTERVAL = 0.02, 25  # a window of half a second
 INTERVAL_S = 0.2
 LOW_W, HIGH_W = 180.0, 620.0
-#: An edge that lies in a tick with a step of power: it hides 440 W for 0.05 s on average.  A window has two.
+#: An edge inside a tick with a step of power: the tick hides 440 W for 0.05 s on average.  A window has two.
 EDGES_J = 2 * (HIGH_W - LOW_W) * 0.1 / 4
-MAX_WRONG = 0.05  # share of a window's energy, whatever error it states
+MAX_WRONG = 0.05  # share of a window's energy, independent of its stated error
 #: A calibration of this model from before, so that the jobs do not spend two seconds on it.
 SENSOR = Sensor(tick_s=0.1, tick_error_s=1e-5, lag_error_s=0.001, is_held=True, source="measured")
 
@@ -142,7 +142,7 @@ def test_gpu_shared_by_two_ranks_is_counted_once(shared):
 
     assert set(summary.energy.by_device) == {A.uuid}
     assert (summary.coverage.gpus_expected, summary.coverage.gpus_measured) == (1, 1)
-    # The ranks did not start at the same time; the job's energy is that of one rank's time, not of both.
+    # The ranks did not start at the same time; the job's energy covers the time of one rank, not of both.
     truths_j = [shared.truth_j(A, *shared.rows(rank)) for rank in (0, 1)]
     assert 0.995 * min(truths_j) <= summary.energy.total_joules <= 1.005 * max(truths_j)
     assert max(truths_j) < 1.2 * min(truths_j)

@@ -1,4 +1,4 @@
-"""Training never waits for effllm and never fails because of it, whichever process ends or is killed."""
+"""Training never waits for effllm and never fails because of it, even if any of its processes ends or is killed."""
 
 import os
 import signal
@@ -55,7 +55,7 @@ def test_aggregator_waits_for_late_ranks(launch):
 
 @pytest.fixture
 def without_agent(launch):
-    """A job of two ranks, the second of which loses its agent."""
+    """A job of two ranks; the agent of the second rank is killed."""
     aggregator = launch.aggregator()
     ranks = launch.ranks(aggregator, 2, LOOP, "--until", "enough")
     jobs.until(lambda: aggregator.ledger.num_windows)

@@ -110,7 +110,7 @@ def test_constant_power_is_exact_with_a_ticking_counter(tick_s, duty, window_s):
 
 
 def test_square_wave_is_split_exactly_within_a_tick():
-    # The step lies 30 ms into the tick: 100 W * 30 ms + 500 W * 70 ms are 38 J.
+    # The step is 30 ms after the start of the tick: 100 W * 30 ms + 500 W * 70 ms are 38 J.
     for since_s, before_j in [(0.01, 1.0), (0.03, 3.0), (0.05, 3.0 + 10.0), (0.09, 3.0 + 30.0)]:
         found_j, variance_j2, power_w = in_tick(since_s, 0.1, 38.0, 100.0, 500.0, PowerSpread())
 
@@ -130,8 +130,8 @@ def test_windows_of_a_square_wave_are_exact(period_s):
 
 @pytest.mark.parametrize("period_s", [1.07, 4.3])
 def test_sine_is_split_as_a_parabola_through_three_ticks(period_s):
-    # What a parabola leaves of a wave of 150 W: about 150 W * T (omega T)^3 / 24 at each edge, 0.13 J at 1.07 s;
-    # and the change of the estimated phase between two edges, 1.5 ms at most.
+    # Error of a parabola for a wave of 150 W: about 150 W * T (omega T)^3 / 24 at each edge, 0.13 J at 1.07 s; and the
+    # change of the estimated phase between two edges, at most 1.5 ms.
     turn = 2 * math.pi * 0.1 / period_s
     bound_j = 2 * 150.0 * 0.1 * turn**3 / 24 + 500.0 * 1.5e-3
     for seed in range(3):
@@ -242,7 +242,7 @@ def test_faulty_counter_gives_no_negative_or_excess_energy(seed, faults, power):
 
     for length_s, window in windows:
         if window.joules is not None:
-            # Steps may have a tenth of a second of their neighbours', and more in one half than in the other.
+            # A step may contain a tenth of a second of the adjacent steps, and more in one half than in the other.
             assert 0.0 <= window.joules <= 1.2 * LIMIT_W * (length_s + 0.5)
             assert 0.0 <= window.estimated_j <= window.joules + 1e-6
         assert 0.0 <= window.covered_s <= length_s + 1e-9
@@ -356,7 +356,7 @@ def test_counter_covers_reads_that_failed_altogether():
 @pytest.mark.parametrize("pause_s", [0.125, 0.25, 1.0])
 @pytest.mark.parametrize("catches_up", [True, False])
 def test_frozen_counter_is_filled_from_power(pause_s, catches_up):
-    # 500 W throughout; the counter is constant from 5 s to 9 s, then catches up or goes on without those 2 kJ.
+    # 500 W throughout; the counter is constant from 5 s to 9 s, then catches up or continues without those 2 kJ.
     def counter(s):
         return 500.0 * (s if s < 5 else 5.0 if s < 9 else s if catches_up else s - 4)
 
@@ -546,7 +546,7 @@ def test_unknown_phase_gives_edges_the_variance_of_a_tick():
 def test_edge_between_equal_reads_is_as_uncertain_as_others():
     # 300 W and a tick of about 100 ms of unknown phase: 30 J sqrt(1 / 12) = 8.66 J at each edge.
     one = ledger(tick_s=0.1, tick_error_s=0.1)
-    for read_s in (tenth / 100 for tenth in range(301)):  # nine of ten see no change
+    for read_s in (tenth / 100 for tenth in range(301)):  # nine of ten readings equal the previous one
         one.add(Sample(at(read_s), power_w=300.0, energy_j=30.0 * math.floor(read_s / 0.1 + 1e-9)))
 
     for start_s in (1.004, 1.034, 1.074, 1.104):  # the last is at a change: 30 J within 10 ms
@@ -779,7 +779,7 @@ def test_unmeasured_lag_is_in_the_intervals():
 
 
 def test_unknown_lag_shifts_both_edges_equally():
-    # A lag of up to 100 ms: nothing from 500 W to 500 W, and from 100 W to 500 W 400 W * 100 ms / sqrt(3) = 23.1 J.
+    # A lag of up to 100 ms: 0 J from 500 W to 500 W; from 100 W to 500 W it is 400 W * 100 ms / sqrt(3) = 23.1 J.
     one = fed(
         ledger(lag_error_s=0.1),
         *((s, 100.0, 100.0 * s) for s in range(6)),
@@ -813,7 +813,7 @@ def test_variance_of_a_run_is_not_the_sum_of_its_windows():
 
 
 def monte_carlo(step_s, deviation_s, tick_s, span_s, seed):
-    """Return the variance of the aliasing error of iterations against that of iterations at random phases."""
+    """Return the variance of the aliasing error of iterations over the variance at random phases."""
     chance = random.Random(seed)
 
     def spread(locked):
@@ -847,7 +847,7 @@ def test_beat_from_lengths_matches_beat_from_their_spread():
 
 
 def test_iterations_of_whole_ticks_do_not_average_out():
-    assert beat(0.3, 0.0, 0.1, 30.0) == pytest.approx(100.0)  # all hundred err alike
+    assert beat(0.3, 0.0, 0.1, 30.0) == pytest.approx(100.0)  # all hundred have the same error
     assert beat(0.3, 0.05, 0.1, 30.0) == pytest.approx(1.0, abs=0.1)  # they vary by half a tick
     assert beat(0.0, 0.0, 0.1, 30.0) == 1.0
     assert beat(60.0, 0.0, 0.1, 30.0) == 1.0
@@ -1037,7 +1037,7 @@ def test_time_keeps_its_resolution_after_a_month():
     [
         (square(70.0, 456.0, 0.249), 0.1, 0.25),  # two iterations are almost five ticks
         (square(167.0, 500.0, 0.36, 0.37), 0.02, 0.5),  # an iteration is 18 ticks
-        (bursts(109.0, 597.0, 1.096, 0.21, 2111), 0.02, 0.5),  # no iteration is as the one before
+        (bursts(109.0, 597.0, 1.096, 0.21, 2111), 0.02, 0.5),  # each iteration differs from the previous one
     ],
     ids=["almost five ticks", "eighteen ticks", "unlike iterations"],
 )

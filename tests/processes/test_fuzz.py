@@ -43,7 +43,7 @@ def test_mutated_corpus_is_handled(target):
     try_it()
 
 
-#: Valid though unusual frames: an aggregator accepts them, and they change only the values of their own rank.
+#: Valid but unusual frames: an aggregator accepts them, and they change only the values of the sender's rank.
 POSSIBLE = """
     all-gauges all-times-zero device-twice device-unknown empty-reports energy-of-next-to-nothing facts-nan
     gauge-negative good-beat good-bye good-clock-beat good-hello good-note good-own-times good-reports

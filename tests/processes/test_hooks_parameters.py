@@ -75,7 +75,7 @@ class Params4bit(torch.nn.Parameter):
 @pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16])
 @pytest.mark.parametrize("has_shape", [True, False])
 def test_weights_in_four_bits_are_counted_unpacked(storage, has_shape):
-    """16 weights of 4 bits are 8 bytes, however these are stored."""
+    """16 weights of 4 bits are 8 bytes in every storage format."""
     layer = torch.nn.Linear(4, 4, bias=False)
     packed = torch.zeros(8, dtype=torch.uint8).view(storage)[:, None]
     layer.weight = Params4bit(packed, requires_grad=False)
@@ -165,7 +165,7 @@ os._exit(0)  # on a busy machine torch's own threads end with "terminate called 
 
 
 def test_every_rank_counts_the_whole_model_under_fsdp(tmp_path):
-    """FSDP1 with its own parameters, FSDP1 with flat ones, FSDP2: each on two processes."""
+    """FSDP1 with original parameters, FSDP1 with flat parameters, FSDP2: each on two processes."""
     script = tmp_path / "script.py"
     script.write_text(SHARDED)
     options = ["--standalone", "--local_addr", "127.0.0.1", "--nproc_per_node", "2", "--log_dir", str(tmp_path)]

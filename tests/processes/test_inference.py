@@ -15,7 +15,7 @@ from effllm.hooks.vllm import attach as attach_vllm
 
 
 class Tensor:
-    """The part of a tensor that counting may read; on a GPU the shape alone."""
+    """The part of a tensor that counting may read; on a GPU only the shape."""
 
     def __init__(self, rows, device="cpu"):
         self.rows, self.device = rows, SimpleNamespace(type=device)

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.timeout(400)]  # four ranks import 
 HIDDEN, VOCABULARY, LENGTH, LAYERS = 32, 256, 16, 2
 EMBEDDINGS = VOCABULARY * HIDDEN + LENGTH * HIDDEN  # words (the output layer is tied to them) and positions
 ATTENTION, MLP = 4 * HIDDEN**2, 8 * HIDDEN**2
-BIASES = 4 * HIDDEN + 5 * HIDDEN  # of both; the mixture has none
+BIASES = 4 * HIDDEN + 5 * HIDDEN  # of attention and MLP; the model with experts has no biases
 NORMS = 2 * 2 * HIDDEN
 ROUTER = 2 * HIDDEN
 FINAL_NORM = 2 * HIDDEN
@@ -126,7 +126,7 @@ def test_one_rank_has_the_loss_of_the_job(layout):
 
     (losses,) = [rank["losses"] for rank in ranks if rank["losses"][0] is not None]
 
-    assert losses[0] == pytest.approx(5.5, abs=0.3)  # ln 256, before anything is learnt
+    assert losses[0] == pytest.approx(5.5, abs=0.3)  # ln 256, the loss before training
     assert losses[2] < losses[0]
 
 

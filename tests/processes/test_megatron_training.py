@@ -1,4 +1,4 @@
-"""Megatron's training loop, attached by the environment alone; the counts of the run folder are worked by hand.
+"""Megatron's training loop, attached only by environment variables; expected counts are computed by hand.
 
 The loops are stand-ins with the arguments and results of five eras of ``megatron.training.training``; groups,
 micro-batch calculator and iterators are megatron-core's own.
@@ -150,7 +150,7 @@ def test_al_has_only_iterations_and_other_time_its_own_class(train):
     assert 3 * 0.1 <= summary.time_by_class["evaluation"] < 3 * 0.1 + 0.15  # not a checkpoint
     assert 4 * 0.15 <= summary.time_by_class["checkpoint"] < 4 * 0.15 + 0.1  # not an evaluation
     waited_s = sum(row.wait_s for row in rows)
-    assert waited_s >= 11 * (4 * 0.02 + 0.01)  # before the first iteration there is no wait, but a start
+    assert waited_s >= 11 * (4 * 0.02 + 0.01)  # the time before the first iteration is startup, not data wait
     trained_s = sum(row.busy_s for row in rows) + waited_s
     assert summary.metrics["tt_tokens_per_param_per_sec"].value == pytest.approx(12 * 8 * LENGTH / MODEL / trained_s)
 
@@ -260,7 +260,7 @@ class Parameter:
 
 
 class Experts:
-    """A chunk with a router of 10, 4 experts of 100 each, and a shared one of 50."""
+    """A chunk with a router of 10 parameters, 4 experts of 100 each, and a shared expert of 50."""
 
     def __init__(self, **config):
         self.config = ModuleType("config")

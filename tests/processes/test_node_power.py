@@ -1,4 +1,4 @@
-"""effllm/devices/node: the choice of sensors, when they are opened, and the reasons for unreadable ones."""
+"""effllm/devices/node: the choice of sensors, the time of opening, and the reasons for unreadable sensors."""
 
 import os
 import subprocess
@@ -16,7 +16,7 @@ from effllm.devices.node import hwmon, ipmi, rapl
 
 @pytest.fixture
 def bare(monkeypatch, tmp_path):
-    """A machine on which nothing can be read, wherever the tests run; its hwmon is in the folder."""
+    """A machine without readable sensors, on any test machine; its hwmon is in the folder."""
     nowhere = tmp_path / "nowhere"
     monkeypatch.setattr(rapl, "open_rapl", partial(rapl.open_rapl, powercap=nowhere, perf=nowhere))
     monkeypatch.setattr(hwmon, "open_reader", partial(hwmon.open_reader, root=tmp_path))

@@ -84,7 +84,7 @@ def test_the_counter_moves_in_ticks(trace):
         "answer = pynvml.nvmlDeviceGetTotalEnergyConsumption(pynvml.nvmlDeviceGetHandleByUUID('GPU-a'))",
     )
 
-    assert millijoules % 150_000 in (0, 149_999)  # 300 W for 0.5 s, but for the rounding of one millijoule
+    assert millijoules % 150_000 in (0, 149_999)  # 300 W for 0.5 s, within the rounding of one millijoule
 
 
 def test_a_counter_that_is_reset_starts_from_zero(trace):
@@ -169,7 +169,7 @@ answer.append(code())
     assert ask(trace, code) == [0, 15, 15, 1, 0]
 
 
-SENSOR = {"tick_s": 0.1, "tick_phase_s": 0.037, "duty_s": 0.025}  # as that of an H100
+SENSOR = {"tick_s": 0.1, "tick_phase_s": 0.037, "duty_s": 0.025}  # like an H100's curve
 WAVE = square(100.0, 700.0, 0.37, 0.6)
 
 
@@ -225,7 +225,7 @@ def test_bursts_are_irregular_with_one_per_period():
 
 
 def test_sensor_with_a_duty_of_a_quarter_can_miss_every_burst():
-    # Each tick of 100 ms has 50 ms at 700 W, then 50 ms at 100 W: 400 W, of which the last 25 ms show 100 W.
+    # Each tick of 100 ms has 50 ms at 700 W, then 50 ms at 100 W: a mean of 400 W, but 100 W in the last 25 ms.
     fooled = Gpu("GPU-a", power=square(100.0, 700.0, 0.1), tick_s=0.1, duty_s=0.025).traced()
     t = time.monotonic()
 
@@ -234,8 +234,8 @@ def test_sensor_with_a_duty_of_a_quarter_can_miss_every_burst():
 
 
 def test_a_held_power_is_the_mean_of_the_last_window():
-    # Low from 0.545 s, high from 1.09 s: the window before 1.1 s saw 15 ms of 100 W and 10 ms of 300 W,
-    # 1.5 + 3 = 4.5 J in 25 ms, which are 180 W.
+    # Low from 0.545 s, high from 1.09 s: the 25 ms before 1.1 s have 15 ms at 100 W and 10 ms at 300 W, 1.5 + 3 = 4.5
+    # J, a mean of 180 W.
     gpu = Gpu("GPU-a", power=square(100.0, 300.0, 1.09), tick_s=0.1, duty_s=0.025, power_mode="held")
 
     assert gpu.power.at(1.15) == 300.0

@@ -202,7 +202,7 @@ def test_link_or_folder_of_another_user_in_tmp_is_rejected(public, tmp_path, kin
 
 @pytest.fixture
 def project(tmp_path):
-    """Return a folder of mode 2770, beside one of ours that contains a run."""
+    """Return a folder of mode 2770, beside an own folder that contains a run."""
     (tmp_path / "project").mkdir()
     (tmp_path / "project").chmod(0o2770)
     (tmp_path / "precious" / "mine").mkdir(parents=True)
@@ -246,9 +246,9 @@ def test_folder_of_a_group_member_is_passed(project):
 @needs_root
 @pytest.mark.parametrize("way", ["runs", "experiments/runs", "own/runs"])
 def test_link_of_another_in_a_folder_of_a_group_is_rejected(project, way):
-    if way == "experiments/runs":  # a colleague's own folder, to which the group cannot write
+    if way == "experiments/runs":  # another user's folder without write permission for the group
         folder_of_another(project / "experiments", 0o755)
-    elif way == "own/runs":  # a link of our own to a link of another user
+    elif way == "own/runs":  # an own link to a link of another user
         (project / "own").symlink_to(project / "links")
         (project / "links").mkdir(mode=0o2770)
         (project / "links").chmod(0o2770)

@@ -138,7 +138,7 @@ def test_history_kept_through_an_outage_passes_at_once(peers):
     frames, in_a_frame = -(-HISTORY // MAX_ROWS), 250 * MAX_ROWS
 
     assert all(peers.admits(b"a", in_a_frame, 100.0) for _ in range(frames))
-    # ... and so do rows of 16 kB each, of which a frame takes few.
+    # ... and so do rows of 16 kB each; a frame has room for only a few of them.
     assert all(peers.admits(b"b", ROW_BYTES, 100.0) for _ in range(HISTORY))
 
 

@@ -1,6 +1,6 @@
 """effllm/sensor_profile: properties planted in a sensor are found again.
 
-The GPU of these tests lives in virtual time; the load is a switch whose edges are stamped to the nanosecond.
+The GPU of these tests uses virtual time; the load is a switch whose edges have exact times in nanoseconds.
 Tolerances: ticks to 0.1 %, lags to 2 ms, measured windows to 2 ms, ratios to 0.5 %.
 """
 

@@ -1,4 +1,4 @@
-"""The original's public names, word for word, which do nothing before they are called.
+"""The original's public names are unchanged; importing them has no effect.
 
 No process is started here; the end-to-end tests cover the calls in a job.
 """

@@ -53,7 +53,7 @@ def test_evaluation_reported_afterwards_is_in_no_step(loop):
     loop.recorder.evaluated(2100, 2400)
     loop.recorder.waited(50)
     loop.end(3000)  # 1000 less 300 and 50
-    loop.recorder.evaluated(3000, 3100)  # no iteration runs: it lies in none
+    loop.recorder.evaluated(3000, 3100)  # no iteration runs at this time
     loop.start(3200)
     loop.end(3500)
 
@@ -104,7 +104,7 @@ def test_a_second_start_replaces_the_first(loop):
     loop.start(2000)
     loop.end(2100)
     loop.start(2200)
-    loop.start(2500)  # the time between was no step
+    loop.start(2500)  # the time between is not part of a step
     loop.end(2600)
 
     slot = loop.iterations()[-1]

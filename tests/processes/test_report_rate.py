@@ -35,7 +35,8 @@ def listening():
 
 
 def serve(socket, trainer, every_s):
-    """Answer one agent until its farewell; return when it may send first, and each frame with its arrival time."""
+    """Answer one agent until its bye; return the time of the WELCOME, the frames with their arrival times, and the
+    bye."""
     frames, said_bye, welcomed_s, until_s = [], None, None, time.monotonic() + 150
     while not said_bye and time.monotonic() < until_s:
         if not socket.socket.poll(100):
@@ -72,6 +73,6 @@ def test_windows_of_1_ms_are_batched_and_totals_are_exact(listening, tmp_path, e
     assert sum(row.tokens for row in rows) == 7 * ITERATIONS
     assert sum(row.samples for row in rows) == ITERATIONS
     assert [row.sequence for row in rows] == list(range(1, len(rows) + 1))
-    # Four a second; those of the end wait for nothing.
+    # Four frames a second; the last frames are sent without delay.
     assert len(frames) <= 4 * (frames[-1][0] - welcomed_s) + 4
     assert len(rows) > 4 * len(frames), "windows were cut for single iterations"

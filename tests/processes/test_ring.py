@@ -1,4 +1,4 @@
-"""effllm/records/ring.py: one process writes records, and another reads them completely or not at all."""
+"""effllm/records/ring.py: one process writes records; another reads only complete records."""
 
 import errno
 import fcntl
@@ -107,7 +107,7 @@ def test_overrun_loses_detail_but_no_token(bursts):
         seen += len(slots)
         newest = slots[-1] if slots else newest
 
-        # What was overwritten is counted, and the newest record has the tokens of all before it.
+        # Overwritten records are counted, and the newest record includes the tokens of all earlier records.
         assert seen + reader.overrun == written
         assert newest is None or newest.counts[0] == 100 * written
     reader.close()

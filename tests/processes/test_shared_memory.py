@@ -1,4 +1,4 @@
-"""effllm/records/shared_memory.py and board.py: a document is read whole, or not at all."""
+"""effllm/records/shared_memory.py and board.py: only complete documents are returned."""
 
 import os
 

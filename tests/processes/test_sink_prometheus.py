@@ -1,4 +1,4 @@
-"""The sink prometheus: its samples, the ones it leaves out, and a scrape by a real Prometheus."""
+"""The sink prometheus: its samples, omitted samples, and a scrape by a real Prometheus."""
 
 from __future__ import annotations
 
@@ -324,7 +324,7 @@ class Server:
             self.process = subprocess.Popen(command, stdout=log, stderr=log)
 
     def ask(self, query):
-        """Return the samples of a query, none while there is no answer."""
+        """Return the samples of a query, an empty list without an answer."""
         address = f"http://127.0.0.1:{self.port}/api/v1/query?{urllib.parse.urlencode({'query': query})}"
         try:
             with urllib.request.urlopen(address, timeout=60) as answer:

@@ -1,4 +1,4 @@
-"""effllm/trainer/torch_profile.py with the real torch.profiler on a CPU: its results; other profilers go on."""
+"""effllm/trainer/torch_profile.py with the real torch.profiler on a CPU: its results; other profilers still work."""
 
 import os
 import subprocess
@@ -191,7 +191,7 @@ def test_records_of_older_versions_are_in_microseconds():
 
 
 def stand_in(failing="", **more):
-    """Return a module like torch whose profiler fails in one of its calls."""
+    """Return a copy of the torch module whose profiler fails in one of its calls."""
 
     class Profiler:
         kineto_results = types.SimpleNamespace(events=list)
@@ -322,7 +322,7 @@ def test_device_iteration_is_from_first_to_last_record():
         Record("Memcpy DtoH", 290, 300, activity="gpu_memcpy"),
     ])  # fmt: skip
 
-    # 100-300; computation 100-180 and 290-300: 90; communication 60 and 10, of which 170-180 is hidden.
+    # 100-300; computation 100-180 and 290-300: 90; communication 60 and 10; 170-180 is hidden.
     assert found == timeline.Split(200, 70, 60, 90, 50, {"tp": (10, 10), "all_reduce": (60, 50)})
 
 

@@ -92,7 +92,7 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def start(launch, tmp_path):
-    """Run `-m torchtitan.train` of an era: with the Trainer in its own module, or in the one that is run."""
+    """Run `-m torchtitan.train` of one version: with the Trainer in a separate module, or in the main module."""
 
     def started(era, *arguments):
         package = tmp_path / "titan" / "torchtitan"

@@ -78,7 +78,7 @@ def healthy(seed):
         window_s = time_s * chance.uniform(0.8, 1.2)
         if number % checkpoint == 0:  # not marked: the GPUs wait for the disk
             noisy, window_s = 0.02, window_s + 300.0
-        if number % evaluation == 0:  # a row of evaluation alone
+        if number % evaluation == 0:  # a row with only evaluation
             run.window(0.05, 0, 0.0, gpus, last={"iterations": 0, **flops})
         if generates and number % 50 < 10:
             run.window(0.05, 0, window_s, gpus, last={"generation_s": window_s / 2, **flops})

@@ -1,4 +1,4 @@
-"""Ranks that train in lockstep, like data-parallel ones: each waits in every step for the slowest; no torch.
+"""Ranks that train in lockstep, like data-parallel ranks: each waits in every step for the slowest; no torch.
 
 They share a mapped file: a counter for each rank, and the last iteration, which rank 0 sets.
 """

@@ -1,4 +1,4 @@
-"""Ranks that train in lockstep, of which one computes for longer; computing is sleeping, so that no core is short.
+"""Ranks that train in lockstep; one computes longer. They sleep instead of computing, so that cores suffice.
 
 They share a mapped file: a counter for each rank, and the last iteration, which rank 0 sets.
 """

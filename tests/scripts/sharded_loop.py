@@ -22,7 +22,7 @@ elif dist.get_world_size() > 1:
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 rows = torch.arange(GLOBAL_SAMPLES * LENGTH).reshape(GLOBAL_SAMPLES, LENGTH) % WIDTH
 mine = rows.chunk(dist.get_world_size())[dist.get_rank()]
-# A sharded parameter gives the number of all its elements, not of the local ones.
+# A sharded parameter reports the number of all its elements, not of its local elements.
 effllm.initialize_efficientllm_metrics(sum(parameter.numel() for parameter in model.parameters()))
 collector = effllm.get_metrics_collector()
 for _ in range(ITERATIONS):

@@ -1,4 +1,4 @@
-"""Unit tests start no process: one that does fails, and belongs in tests/processes."""
+"""Unit tests start no process: a test that starts one fails, and belongs in tests/processes."""
 
 import sys
 

@@ -216,7 +216,7 @@ SECONDS = st.integers(1, 100_000).map(lambda milliseconds: milliseconds / 1000)
 
 @st.composite
 def clusters(draw):
-    """Return windows of up to four ranks whose GPUs are measured in all or in part."""
+    """Return windows of up to four ranks whose GPUs are measured completely or partly."""
     ranks = draw(st.integers(1, 4))
     windows = []
     for window in range(1, draw(st.integers(1, 5)) + 1):
@@ -393,7 +393,7 @@ def test_energy_classes_sum_to_the_measured_energy(job, warmup, least):
     assert sum(by_class.values()) == pytest.approx(whole.energy.measured_j or 0.0, rel=1e-9, abs=1e-6)
     if whole.energy.is_complete:
         assert sum(by_class.values()) == pytest.approx(whole.energy.joules, rel=1e-9)
-    # What the run to date leaves out of its iterations is the warm-up.
+    # The run to date leaves only the warm-up out of its iterations.
     measured_in_run = run.energy.measured_j or 0.0
     assert measured_in_run + ledger.warmup_j == pytest.approx(by_class["iterations"], rel=1e-9, abs=1e-6)
 

@@ -82,7 +82,7 @@ def test_event_storm_is_a_hundred_events_and_a_count(tmp_path):
 
 
 def test_events_above_the_limit_of_an_outage_are_counted(monkeypatch):
-    monkeypatch.setattr("effllm.records.event_limit.MINUTE_S", 0.0)  # each event in a minute of its own
+    monkeypatch.setattr("effllm.records.event_limit.MINUTE_S", 0.0)  # each event in a separate minute
     events = AgentEvents(0)
     for _ in range(1000):
         events.add(Event(1000.0, "ecc", "1 error"))

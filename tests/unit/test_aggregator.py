@@ -148,7 +148,7 @@ def test_rank_that_skipped_a_window_is_not_waited_for():
     job = Job().join()
 
     job.send(row(0, 1))
-    job.send(row(1, 2))  # an overrun took its boundary at 10
+    job.send(row(1, 2))  # the boundary at 10 was overwritten in the ring
     job.wait(1, 0, 1)
 
     assert [report.coverage.missing_ranks for report in job.closed()] == [(1,)]
@@ -178,7 +178,7 @@ def test_gpu_of_a_departed_rank_is_not_expected():
     first, second = job.closed()
     assert (first.coverage.gpus_expected, second.coverage.gpus_expected) == (2, 1)
     assert second.coverage.energy == 1.0
-    # 10 s of two GPUs at 100 W, then 10 s of one; what the other one drew then is not known.
+    # 10 s of two GPUs at 100 W, then 10 s of one GPU; the power of the other GPU is then missing.
     energy = job.summary().energy
     assert (energy.total_joules, energy.measured_joules) == (None, pytest.approx(3000.0))
     assert energy.iterations_coverage == pytest.approx(0.75)
@@ -969,7 +969,7 @@ class CrashingJob:
     def __init__(self, rows, min_coverage):
         self.rows = rows  # per rank
         self.settings = {"min_coverage": min_coverage}
-        self.state = b""  # as it is on disk
+        self.state = b""  # as the disk has it
         self.acknowledged = dict.fromkeys(rows, 0)
         self.start(0.0)
 
@@ -1444,7 +1444,7 @@ def test_lost_reports_of_an_earlier_attempt_leave_no_total():
 def test_reports_that_arrive_are_not_counted_as_lost():
     outbox, job = Outbox(2), Job(1).join()
     arriving = []
-    for window in range(1, 6):  # nothing is acknowledged, and each is sent at once
+    for window in range(1, 6):  # no report is acknowledged, and each is sent immediately
         outbox.add(row(0, window, final=window == 5))
         arriving += [msgspec.msgpack.decode(encoded, type=RankReport) for encoded in outbox.unsent()]
         outbox.sent(1)
@@ -1480,7 +1480,7 @@ def test_rank_far_ahead_keeps_no_more_reports_than_an_agent():
     assert len(job.aggregator.open._windows) == 50
     for window in range(1, 51):
         job.send(row(0, window))
-    # What was not taken is sent again.
+    # Reports that were not accepted are sent again.
     assert len(job.closed()) == 50
     assert job.aggregator.reports(reports(*(row(1, window) for window in range(51, 101))), Now(0.0, 1000.0))
     job.send(*(row(0, window) for window in range(51, 101)))

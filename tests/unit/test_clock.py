@@ -45,7 +45,7 @@ def test_shortest_of_the_last_sixteen_round_trips_is_used():
     # In 15 s its 1 ms has grown to 2.5 ms, still the smallest.
     assert clocks.offset(heard_ns).error_s == pytest.approx(1e-3 + DRIFT * (heard_ns - 1 * S) / S, abs=1e-6)
 
-    heard_ns = exchange(clocks, 17 * S, 50 * MS, 0, 90 * MS)  # the seventeenth takes its place
+    heard_ns = exchange(clocks, 17 * S, 50 * MS, 0, 90 * MS)  # the seventeenth replaces it
 
     assert clocks.offset(heard_ns).error_s == pytest.approx(70e-3, abs=1e-3)
 

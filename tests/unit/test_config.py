@@ -1,4 +1,4 @@
-"""effllm/config/settings.py: every variable has a default, takes valid values, and reports invalid ones."""
+"""effllm/config/settings.py: every variable has a default, accepts valid values, and reports invalid values."""
 
 import dataclasses
 import itertools

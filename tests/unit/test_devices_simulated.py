@@ -62,7 +62,7 @@ def test_samples_are_on_the_wave():
     second, failures = reader.read()
 
     assert failures == {}
-    assert first.utilization is None  # there is no sample before it
+    assert first.utilization is None  # no earlier sample exists
     assert (second.time_ns, second.power_w) == (7_500_000_000, wave.power_w(7.5))
     assert second.memory_bytes == wave.memory_bytes(7.5)
     assert second.utilization == pytest.approx(wave.utilization_seconds(5.0, 7.5) / 2.5)

@@ -171,7 +171,7 @@ def test_each_device_has_its_own_edges():
     enter(sums, 1, amount(), amount(end=1.0))
     enter(sums, 2, amount())
 
-    # GPU-0: its two windows meet; GPU-1 was in the first alone.
+    # GPU-0: its two windows are adjacent; GPU-1 was only in the first window.
     assert sums.joules() == {"GPU-0": 2000.0, "GPU-1": 1000.0}
     expected_j2 = {"GPU-0": 9 + 16 + 2 * 4, "GPU-1": 9 + 1 + 4}
     assert sums.errors_j() == {key: pytest.approx(1.96 * math.sqrt(j2)) for key, j2 in expected_j2.items()}
@@ -184,7 +184,7 @@ def test_each_device_has_its_own_edges():
 def test_errors_cancel_at_a_shared_edge():
     one, other = amount(start=1.0, end=2.0), amount(start=3.0, end=4.0)
 
-    # 4 lies within each; 2 and 3 are the variances where they meet, or do not.
+    # 4 is the variance inside each; 2 (end of one) and 3 (start of other) cancel only at a shared edge.
     assert one.then(other) == EnergyAmount(2000.0, 20.0, 1.0, 4.0, 8.0, 100.0)
     assert one + other == EnergyAmount(2000.0, 20.0, 1.0, 4.0, 8.0 + 2.0 + 3.0, 100.0)
 

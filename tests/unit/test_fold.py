@@ -83,7 +83,7 @@ def test_day_of_samples_needs_no_more_memory_than_a_minute():
     alike(whole.wall, kept.wall)
     assert whole.wall.energy.joules == approx(
         device.joules(end_ns / NS) - device.joules(12.3), rel=1e-4
-    )  # edges lie between readings
+    )  # edges are between readings
     assert whole.power_histogram_s == approx(kept.power_histogram_s)
     assert whole.throttled_s == approx(kept.throttled_s)
     assert whole.throttle_covered_s == approx(kept.throttle_covered_s)

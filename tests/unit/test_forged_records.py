@@ -1,4 +1,4 @@
-"""An address written by another user in place of rank 0's, on a host without a secret."""
+"""An address that another user wrote instead of rank 0, on a host without a secret."""
 
 import pytest
 

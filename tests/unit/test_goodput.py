@@ -162,7 +162,7 @@ def test_restart_from_checkpoint_makes_the_first_execution_redone():
     run = Run().join().window(1).window(2).window(3).bye()
     goodput = run.wait(5).restart().join(offset=10).window(1).bye(status="completed").goodput()
 
-    # Iterations 11 to 30 of the first attempt were lost, though only 11 to 20 were done again by then.
+    # Iterations 11 to 30 of the first attempt were lost, although only 11 to 20 had been repeated at this time.
     assert goodput.redone_iterations == 20
     assert (goodput.seconds["redone"], goodput.seconds["kept"]) == pytest.approx((18.0, 18.0))
     assert goodput.joules["redone"] == pytest.approx(3600.0)
@@ -213,7 +213,7 @@ def test_repeats_are_unknown_without_the_numbers_of_two_attempts():
     run.restart().join(offset=5).window(1).bye()
     goodput = run.restart().join(offset=10).window(1).goodput()
 
-    # The third had 6 to 15, of which the fourth, from 11 on, did five again.
+    # The third attempt had 6 to 15; the fourth began at 11 and repeated five of them.
     assert [one.redone_iterations for one in goodput.attempts] == [None, None, 5, 0]
     assert goodput.redone_iterations is None
 
@@ -298,7 +298,7 @@ def test_straggling_and_hangs_reduce_the_enclosing_classes():
 
     assert (goodput.seconds["straggling"], goodput.seconds["hang"]) == pytest.approx((1.5, 30.0))
     assert goodput.seconds["kept"] == pytest.approx(9.0 + 9.0 - 1.5 + 8.0)
-    # 200 W for ten seconds, of which 1.5 were lost.
+    # 200 W for ten seconds; 1.5 s of them were lost.
     assert goodput.joules["straggling"] == pytest.approx(300.0)
     assert adds_up(goodput)
 
@@ -489,7 +489,7 @@ def test_first_bye_of_a_rank_counts():
     tiles = Tiles()
     tiles.leave(3, 10.0)
     tiles.leave(5, 11.0)
-    tiles.leave(3, 12.0)  # an agent repeats its farewell until it is answered
+    tiles.leave(3, 12.0)  # an agent repeats its bye until it receives an answer
 
     assert list(tiles.keys) == [3, 5]
     assert tiles.column("left_s").tolist() == [10.0, 11.0]
@@ -507,7 +507,7 @@ def test_run_has_one_elapsed_time_from_its_first_rank():
 
 @pytest.mark.parametrize("says_bye", [True, False])
 def test_delayed_messages_do_not_lengthen_the_run(says_bye):
-    # The agent's clock is an hour ahead; it sent its last message after 20 s, and gave up before it was taken.
+    # The agent's clock is an hour ahead; its last report ends after 20 s, and its messages arrive late.
     run = Run(1).join(time_s=4600.0, start_time_s=4599.0).wait(60)
     for number in (1, 2):
         start_s = 4599.0 + 10.0 * (number - 1)

@@ -290,7 +290,7 @@ def test_delayed_heartbeat_makes_no_rank_slower():
 def test_no_lone_stall_after_the_aggregator_was_suspended():
     job = Job(ranks=2)
     job.run(100)
-    # It sleeps until 170 s. Both go on until 130 s; then rank 0 saves, and rank 1 waits for it.
+    # It sleeps until 170 s. Both ranks run until 130 s; then rank 0 saves, and rank 1 waits for rank 0.
     for sent_s in range(105, 170, 5):
         ordinal = min(sent_s, 130)
         job.heartbeat(0, ordinal, "checkpoint" if sent_s > 130 else STEP, max(sent_s - 130.0, 0.0), 170)

@@ -74,7 +74,7 @@ KNOWN = [
     ("AMD Instinct MI355X", 2516.6, 1400),  # 256 CUs x 4096 x 2.4 GHz
 ]
 
-# What datasheets print with sparsity, in TFLOP/s.
+# Values with sparsity from datasheets, in TFLOP/s.
 SPARSE = [
     ("NVIDIA A100-SXM4-80GB", "bf16", 624),
     ("NVIDIA A100-SXM4-80GB", "tf32", 312),
@@ -293,7 +293,7 @@ def test_every_row_is_sourced_and_plausible(row):
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.names[0])
 def test_each_halving_of_the_width_doubles_the_rate(row):
     rate = row.flops_per_s
-    # A figure with sparsity among dense ones would show as 1 or 4.  Below FP8 vendors' ratios differ.
+    # A value with sparsity among dense values would give a ratio of 1 or 4.  Below FP8 vendors' ratios differ.
     for wide, narrow in [("bf16", "fp8"), ("fp16", "fp8")]:
         if wide in rate and narrow in rate:
             assert rate[narrow] / rate[wide] == pytest.approx(2, rel=0.03)
@@ -330,7 +330,7 @@ def test_sensor_of_a_device_follows_from_its_generation():
     assert (h100.sensor.update_s, h100.sensor.window_s, h100.sensor.duty) == (0.1, 0.025, 0.25)
     assert (a100.sensor.update_s, a100.sensor.window_s, a100.sensor.duty) == (0.1, 0.025, 0.25)
     assert (v100.sensor.update_s, v100.sensor.window_s, v100.sensor.duty) == (0.02, 0.01, 0.5)
-    # A100 and A10 are both "Ampere", but only one of them returns the power of the moment.
+    # A100 and A10 are both "Ampere", but only one of them returns instantaneous power.
     assert a100.sensor.power_usage == "instant"
     assert find("NVIDIA A10").sensor.power_usage == h100.sensor.power_usage == "1-s mean"
 

@@ -1,4 +1,4 @@
-"""effllm/job/joining.py: short windows become windows of a second, alike on all ranks, exactly."""
+"""effllm/job/joining.py: short windows become windows of a second, exactly the same on all ranks."""
 
 import math
 import random

@@ -11,7 +11,7 @@ from effllm.sinks import tensorboard
 
 GIB = 2**30
 
-# A job of 4 GPUs: 100 iterations in 50 s, of which 40 s are steps of the slowest rank.
+# A job of 4 GPUs: 100 iterations in 50 s; the steps of the slowest rank take 40 s of them.
 TOTALS = make_totals(
     parameters=1_000_000,
     iterations=100,

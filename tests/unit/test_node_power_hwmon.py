@@ -1,4 +1,4 @@
-"""effllm/devices/node/hwmon.py with trees as on Grace and EPYC, neither of which was available."""
+"""effllm/devices/node/hwmon.py with trees like those of Grace and EPYC; neither machine was available."""
 
 from pathlib import Path
 
@@ -69,7 +69,7 @@ def why_not(root):
 
 
 def test_grace_is_the_whole_cpu_without_adding_its_rails(grace_hopper):
-    assert watts(grace_hopper) == 104.25  # neither + 46.5 + 11.75, nor the module's 612.4
+    assert watts(grace_hopper) == 104.25  # without the rails of 46.5 and 11.75, and without the module's 612.4
 
 
 def test_two_sockets_add_up(tmp_path):

@@ -181,7 +181,7 @@ def test_device_is_a_cpu_counter_with_a_stated_error(rapl):
 
 
 class Dies:
-    """A pause in which every socket draws power that all its dies show."""
+    """A pause during which every socket draws power, shown by all of its dies."""
 
     def __init__(self, powercap, sockets, watts=(100.0, 130.0)):
         self._powercap, self._sockets, self._watts = powercap, sockets, watts

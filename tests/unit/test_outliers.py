@@ -1,4 +1,4 @@
-"""effllm/job/health/outliers.py: which ranks are compared at all; test_stragglers.py has which are named."""
+"""effllm/job/health/outliers.py: the choice of compared ranks; test_stragglers.py tests the choice of named ranks."""
 
 from builders import row
 
@@ -9,6 +9,6 @@ def test_iterations_too_short_for_a_clock_name_no_rank():
     track = OutlierTrack()
     for window in range(3):
         rows = [row(rank, window) for rank in range(3)]
-        track.look(rows, [5e-324, 5e-324, 1.0])  # of which shares are beyond every float
+        track.look(rows, [5e-324, 5e-324, 1.0])  # its shares exceed the range of a float
 
     assert not track.looks

@@ -37,7 +37,7 @@ def test_first_of_two_equal_owners_counts():
 
 def test_released_ownership_can_be_claimed():
     ownership.claim(FRAMEWORK, "one")
-    ownership.release(FRAMEWORK, "other")  # it holds nothing to release
+    ownership.release(FRAMEWORK, "other")  # no effect, because it is not the holder
     assert ownership.holder() == "one"
 
     ownership.release(FRAMEWORK, "one")

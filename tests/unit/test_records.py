@@ -1,4 +1,4 @@
-"""effllm/records/: what is derived from the fields of a record."""
+"""effllm/records/: values that are derived from the fields of a record."""
 
 from builders import row
 

@@ -491,7 +491,7 @@ class Killed(BaseException):
 
 
 class Moments:
-    """Calls that change files, in a process that dies in the nth one: before it, or half-way through a write."""
+    """Calls that change files, in a process that is killed in its nth call: before it, or half-way through a write."""
 
     def __init__(self, monkeypatch):
         self.left = math.inf

@@ -1,4 +1,4 @@
-"""effllm/agent/sampler.py: samples are taken in time and on request; a hanging device blocks nothing."""
+"""effllm/agent/sampler.py: samples are taken in time and on request; a hanging device does not block others."""
 
 import os
 import select
@@ -153,7 +153,7 @@ def test_requests_are_thinned_out_with_slow_calls(start, wake):
 
 @pytest.mark.parametrize(("within_s", "expected"), [(0.0, [0]), (0.04, [0]), (0.1, [0, 15, 16, 17]), (1.0, range(18))])
 def test_frequent_requests_are_thinned_out(start, wake, monkeypatch, within_s, expected):
-    # Half a percent of a core, at 110 us for each wake-up: 4 within 0.1 s, of which the first and the last count.
+    # Half a percent of a core, at 110 us for each wake-up: 4 within 0.1 s, with the first and the last.
     monkeypatch.setattr(sampler_module, "WAKE_S", 110e-6)
     sampler = start(FakeReader())
     woken(wake)
@@ -199,7 +199,7 @@ def test_samples_are_not_periodic(start, wake):
     assert phases[0] < 0.25
     assert phases[-1] > 0.75
     assert sum(0.25 < phase < 0.75 for phase in phases) > 10
-    # Still one in each interval, except for those that a busy machine leaves out.
+    # One sample in each interval, except for intervals that a busy machine leaves out.
     assert (taken[-1].time_ns - taken[0].time_ns) / len(taken) > 0.015 * NS
 
 

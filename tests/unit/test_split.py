@@ -8,7 +8,7 @@ from effllm.records.timeline import KINDS, Split, device_kind, group_kind, host_
 
 
 def test_communication_beside_computation_is_not_exposed():
-    # compute 0-60, communication 50-80: 30 in all, of which 60-80 is exposed; 80-100 is idle.
+    # Compute 0-60, communication 50-80: 30 in total; 60-80 is exposed; 80-100 is idle.
     assert split(0, 100, [(0, 60)], [("dp", 50, 80)]) == Split(100, 30, 20, 60, 20, {"dp": (30, 20)})
 
 
@@ -26,7 +26,7 @@ def test_overlapping_groups_are_whole_and_count_once_in_total():
 
 
 def test_time_outside_the_iteration_does_not_count():
-    # Of 0-30 and 90-130 only 20-30 and 90-100 lie in 20-100; the copy at 5-15 lies before.
+    # Of 0-30 and 90-130 only 20-30 and 90-100 are inside 20-100; the copy at 5-15 is before it.
     assert split(20, 100, [(0, 30), (5, 15)], [("ep", 90, 130)]) == Split(80, 10, 10, 10, 60, {"ep": (10, 10)})
 
 

@@ -27,7 +27,7 @@ def window_of(rows, world_size, devices=lambda rank: (gpu(f"GPU-{rank}"),)):
 
 
 def test_percentiles_are_interpolated():
-    # Of five values the fifth percentile lies a fifth of the way from the first to the second: 0.05 * 4 = 0.2.
+    # The fifth percentile of five values is one fifth of the way from the first to the second: 0.05 * 4 = 0.2.
     assert spread_of(np.array([30.0, 10.0, 50.0, 20.0, 40.0])) == Spread(5, 10.0, 12.0, 30.0, 48.0, 50.0)
 
 

@@ -17,7 +17,7 @@ from effllm.trainer import collector as module
 
 
 class Job:
-    """Four ranks of two nodes, of which one takes 0.6 s of an iteration for itself, the others 0.5 s."""
+    """Four ranks on two nodes; one rank computes for 0.6 s of an iteration, the others for 0.5 s."""
 
     def __init__(self, snapshot=None, ranks=4, **hellos):
         self.aggregator = Aggregator(Config(), "job", 1, 1000.0, snapshot)

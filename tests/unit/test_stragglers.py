@@ -65,7 +65,7 @@ def test_light_stage_without_groups_names_no_rank():
     weights = (1.0, 1.0, 1.0, 0.4)
     job = SynchronousJob(32, weight=lambda rank: weights[rank // 8])
 
-    assert job.run(30).named_ranks == set()  # most ranks are alike and are compared with the median
+    assert job.run(30).named_ranks == set()  # most ranks are equal and are compared with the median
 
 
 @pytest.mark.parametrize(("ranks", "windows"), [(8, 40), (64, 20), pytest.param(1024, 12, marks=pytest.mark.long)])
@@ -201,7 +201,7 @@ def test_last_to_arrive_is_named_by_accurate_clocks():
 
 
 def test_ranks_that_wait_for_each_other_are_named_together():
-    # Four replicas of two: in tensor parallelism both ranks of a replica take as long as the slower one.
+    # Four replicas of two ranks: with tensor parallelism both ranks of a replica take as long as the slower rank.
     job = SynchronousJob(
         16,
         replica=lambda rank: f"replica {rank // 2}",
@@ -336,7 +336,7 @@ def test_cost_is_zero_without_stragglers_and_else_unknown():
 
 
 def test_persistence_rule_bounds_false_alarms():
-    # 10,000 ranks, each of which is an outlier in one of a thousand windows: 3 of 5 would be 10,000 * 10 * 1e-9 = 1e-4
+    # 10,000 ranks; each is an outlier in one of a thousand windows: 3 of 5 would be 10,000 * 10 * 1e-9 = 1e-4
     # ranks a window, 4 of 5 are 10,000 * 5 * 1e-12 = 5e-8.
     assert persistence(10_000, 1e-3) == 4
     assert persistence(10_000, 2.87e-7) == PERSIST  # a normal tail beyond 5

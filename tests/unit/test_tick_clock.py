@@ -79,7 +79,8 @@ def test_a_move_between_two_near_reads_locks_the_clock():
 
     clock.moved(START_NS, START_NS + 10_000_000)
 
-    # The tick lies in 10 ms; its middle is their middle.  Two ticks later the period adds 2 * 10 us.
+    # The tick is within an interval of 10 ms; its estimate is the middle of the interval.  Two ticks later the period
+    # adds 2 * 10 us.
     assert clock.before(START_NS + 10_000_000) == (START_NS + 5_000_000, 5_000_000)
     assert clock.before(START_NS + 210_000_000) == pytest.approx((START_NS + 205_000_000, 5_020_000))
 
@@ -134,7 +135,7 @@ def test_phase_is_known_to_200_us_after_30_edges():
 
 # --- the truth is never excluded ---
 
-#: A read: so many ticks after the one before it, and where in its tick; most are near the move, where mistakes are.
+#: A read: the number of ticks since the last read, and its position in the tick; most positions are near the move.
 READS = st.lists(
     st.tuples(
         st.sampled_from([0, 0, 0, 1, 2, 3, 10, 40, 3000, 30_000]),
@@ -147,7 +148,7 @@ PARTS = st.floats(0.0, 1.0)
 
 
 def read_near_ticks(counter, reads):
-    """Read where ``reads`` says; yield the time of each."""
+    """Read at the positions of ``reads``; yield the time of each read."""
     number, last_ns = 100, 0
     for ticks, part in reads:
         number += ticks
@@ -183,7 +184,7 @@ def test_stated_tick_of_a_moment_is_true(reads, phase, off, moments):
     for moment in moments:
         moment_ns = last_ns + moment * TICK_NS
         stated = clock.certain_before(moment_ns)
-        if stated is not None:  # then the last true tick is the one that it means
+        if stated is not None:  # then it refers to the last true tick
             assert abs(counter.tick_ns(counter.number(moment_ns)) - stated[0]) <= stated[1] + 2
 
 
@@ -198,7 +199,7 @@ def test_moments_near_an_uncertain_tick_are_rejected():
 
 
 def test_reads_that_fit_two_ticks_change_nothing():
-    # Ticks are due in -20 to 20 and 80 to 120 ms; a move from 15 to 95 ms may be the one or the other.
+    # Ticks are expected from -20 to 20 and from 80 to 120 ms; a move from 15 to 95 ms fits both.
     clock = TickClock(0.1, 0.0)
     clock.moved(START_NS - 20_000_000, START_NS + 20_000_000)
 

@@ -99,7 +99,7 @@ def test_device_that_is_behind_gets_no_wait_and_no_new_events():
     step(device, cuda, 210, 217)
     step(device, cuda, 220, 227)
 
-    # The first four, 5 ms each, were still in the queue; of the others there is no event.  Then one of 7 ms.
+    # The first four iterations, 5 ms each, were still in the queue; the others have no event.  Then one of 7 ms.
     assert (device.iterations, device.total_ns) == (MAX_PENDING + 1, 27 * MS)
     assert cuda.made == 2 * MAX_PENDING
 

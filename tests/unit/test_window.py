@@ -53,7 +53,7 @@ ENERGY_SUMS = [name for name in EnergyAmount.__struct_fields__ if not name.endsw
 
 # --- integrals ---------------------------------------------------------------------------------
 
-WATTS = st.integers(0, 1_000_000).map(lambda milliwatts: milliwatts / 1000)  # as sensors give them
+WATTS = st.integers(0, 1_000_000).map(lambda milliwatts: milliwatts / 1000)  # as sensors report them
 STEPS_MS = st.lists(st.integers(1, 4000), min_size=2, max_size=30)
 
 

@@ -1,8 +1,8 @@
 """The tests' own amdsmi: GPUs that follow a script, with the names, units and shapes of the real package.
 
 The script is a JSON file that AMDSMI_SCRIPT names: a ``release`` of ROCm, from 5.7 to 7.0, whose answers are
-given; ``gpus``, each with what differs from GPU below; and ``faults``.  It is read at every call, but for
-the release.  Times are of the monotonic clock, so that every process knows the truth; a test in the
+given; ``gpus``, each with what differs from GPU below; and ``faults``.  It is read at every call, except the release.
+Times are of the monotonic clock, so that every process knows the truth; a test in the
 same process may put another clock in the place of ``now``.
 """
 
@@ -161,7 +161,7 @@ def _check_faults(call, position=None):
     for fault in _script().get("faults", []):
         if fault["call"] in (call, "*") and fault.get("gpu") in (position, None) and fault["error"] != STALE:
             if fault["call"] == "*" and position is not None:
-                _state["lost"].add(position)  # until the library starts anew
+                _state["lost"].add(position)  # until the library starts again
             _raise(fault["error"])
 
 
@@ -204,7 +204,7 @@ def energy_j(gpu, t0, t1):
 
 
 def _or_none(gpu, field, value, bits):
-    """Return a value, or what the release gives where there is none."""
+    """Return a value, or the release's mark of a missing value."""
     mark = 2**bits - 1
     if field in gpu["no_value"] or value is None:
         value = mark
@@ -216,7 +216,7 @@ def _counter(gpu, t):
         return 0
     if gpu["tick_s"]:
         t = t // gpu["tick_s"] * gpu["tick_s"]
-    # The hardware counts in units of 2^-16 J = 15.2588 uJ, of which the library says that they are 15.3 uJ.
+    # The hardware counts in units of 2^-16 J = 15.2588 uJ; the library documents them as 15.3 uJ.
     return 2**40 + int(gpu["rate"] * energy_j(gpu, 0.0, t) * 2**16)
 
 

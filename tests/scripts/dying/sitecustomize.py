@@ -10,11 +10,11 @@ import stat
 import sys
 from pathlib import Path
 
-LIVES = 16  # later ones are not ended
+LIVES = 16  # later aggregators are not ended
 
 
 def dying(call, left):
-    """Return the call unchanged while some are left: then it is done in half, or not at all."""
+    """Return the call with a count: the ``left``th call writes one half or does not run, and kills the process."""
 
     def counted(first, *rest, **keywords):
         if isinstance(first, int) and not stat.S_ISREG(os.fstat(first).st_mode):

@@ -1,4 +1,4 @@
-"""Multiplies the timeouts of trainers and agents by ten, so that a slow one differs from one that gave up.
+"""Multiplies the timeouts of trainers and agents by ten, so that a slow process differs from a timeout.
 
 Python imports this at its start where this folder is on PYTHONPATH.
 """
@@ -18,7 +18,7 @@ class Finder(importlib.abc.MetaPathFinder):
     """Finds the modules with these limits, and multiplies them once a module is loaded."""
 
     def find_spec(self, fullname, path, target=None):
-        """Return the usual spec of one of these modules."""
+        """Return the standard spec of one of these modules."""
         if fullname not in LIMITS:
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path)
