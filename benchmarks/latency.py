@@ -24,7 +24,7 @@ def measure() -> list[Figure]:
     """Send the reports of a world of ranks over TCP and read the console through a pipe."""
     read, write = os.pipe()
     with tempfile.TemporaryDirectory() as folder, os.fdopen(write, "w") as stdout:
-        orders = Orders(replace(Config(), run_dir=folder).to_dict(), "bench", "tcp://127.0.0.1:*", f"{folder}/run")
+        orders = Orders(replace(Config(), run_dir=folder), "bench", "tcp://127.0.0.1:*", f"{folder}/run")
         server = Server(orders, stdout)
         thread = threading.Thread(target=server.run)
         thread.start()

@@ -412,7 +412,7 @@ class Aggregator:
             self.port: int = listener.getsockname()[1]
             self.endpoint = f"tcp://127.0.0.1:{self.port}"
             orders = Orders(
-                config=config.to_dict(),
+                config=config,
                 job="",
                 endpoint=self.endpoint,
                 folder=str(run_folder),

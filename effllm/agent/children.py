@@ -38,7 +38,7 @@ class Children:
         if listen < 0:
             return
         orders = Orders(
-            config=dict(facts.config),
+            config=self._trainer.config,
             job=facts.job,
             endpoint=facts.endpoint,
             folder=facts.run_folder,
@@ -47,7 +47,7 @@ class Children:
             stdout_descriptor=facts.stdout_descriptor,
             trainer_descriptor=self._trainer.descriptor,
             facts=dict(facts.run),
-            run=name_of_run(facts.place, facts.host),
+            run=name_of_run(self._trainer.place, facts.host),
             secured=facts.secured,
             salt=facts.job,
         )

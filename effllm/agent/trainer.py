@@ -6,10 +6,8 @@ import os
 import uuid
 from dataclasses import replace
 
-from effllm.config.place import Place
-from effllm.config.settings import Config
 from effllm.records.board import Board
-from effllm.records.facts import FoundAddress, RankFacts, from_document
+from effllm.records.facts import FoundAddress, RankFacts
 from effllm.records.ring import RingReader
 from effllm.records.shared_memory import RingError
 
@@ -29,11 +27,11 @@ class Trainer:
     def __init__(self, ring: RingReader, board: Board, descriptor: int) -> None:
         self.ring, self.board, self.descriptor = ring, board, descriptor
         facts = ring.facts()
-        if facts is None or not facts.place:
+        if facts is None or facts.place is None:
             raise RingError("the ring has no facts of its rank")
         self.facts = facts
-        self.config = from_document(Config, facts.config)
-        self.place = from_document(Place, facts.place)
+        self.config = facts.config
+        self.place = facts.place
         self.rank = self.place.rank
         self.pid = facts.trainer_pid
         self.agent = uuid.uuid4().hex[:16]  # names the agent in all messages

@@ -77,7 +77,7 @@ class _Job:
 
     def _orders(self, endpoint: str, listen_descriptor: int) -> Orders:
         return Orders(
-            config=self._config.to_dict(),
+            config=self._config,
             job=secrets.token_hex(8),
             endpoint=endpoint,
             folder=str(Path(self._config.run_dir) / self._config.run_name),

@@ -52,7 +52,7 @@ def main(bind: str, run_dir: str, run_name: str, job: str) -> int:
         return _complain([f"{reason}; choose another port, or 0 for a free one"], 1)
     endpoint = f"tcp://{match['host']}:{listener.getsockname()[1]}"
     orders = Orders(
-        config=replace(config, run_name=name, endpoint="").to_dict(),
+        config=replace(config, run_name=name, endpoint=""),
         job=job,
         endpoint=endpoint,
         folder=str((Path(config.run_dir) / name).absolute()),

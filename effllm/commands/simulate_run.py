@@ -161,7 +161,7 @@ class OwnAggregator:
         self.folder = Path(folder)
         own = pidfd(os.getpid())  # it does not outlive us
         orders = Orders(
-            config=config.to_dict(),
+            config=config,
             job=job,
             secured=config.security == "curve",
             salt=job,

@@ -6,8 +6,7 @@ Standard library only, because the training process imports it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 from effllm.config.settings import ConfigError
 
@@ -31,9 +30,6 @@ class Place:
     def one_host(self) -> bool:
         """Whether all ranks of the job share this host."""
         return self.world_size == self.local_world_size
-
-    def to_dict(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
 #: Launcher -> its variables of rank, local rank, world size and local world size.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -250,15 +250,6 @@ class Config:
     def sink_options(self) -> dict[str, dict[str, str]]:
         """Return each sink with its given options as texts."""
         return parse_sinks(self.sinks)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values, for the agent and the run folder."""
-        return {**asdict(self), "sinks": list(self.sinks)}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Config:
-        """Undo `to_dict`."""
-        return cls(**{**values, "sinks": tuple(values["sinks"])})
 
 
 def _text(value: Any) -> str:

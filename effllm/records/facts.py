@@ -10,6 +10,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, TypeVar
 
+from effllm.config.place import Place
+from effllm.config.settings import Config
+
+Fact = str | int | float | bool | list[str] | None
 _MAX_WHOLE = 2**63  # the limit of the wire format
 
 
@@ -27,8 +31,8 @@ class DeclaredParameters:
 class RankFacts:
     """The facts of a rank; ``None``, 0 or empty means unknown."""
 
-    config: Mapping[str, Any] = field(default_factory=dict)  # fields of `Config`
-    place: Mapping[str, Any] = field(default_factory=dict)  # fields of `Place`
+    config: Config = field(default_factory=Config)
+    place: Place | None = None
     host: str = ""
     trainer_pid: int = 0
     job: str = ""
@@ -49,7 +53,7 @@ class RankFacts:
     recorder_pair_s: float | None = None  # cost of one call at the start and one at the end of an iteration
     # Declared by the training script and the hooks.
     parameters: DeclaredParameters = DeclaredParameters()
-    run: Mapping[str, Any] = field(default_factory=dict)  # facts of the run, for run.json
+    run: Mapping[str, Fact] = field(default_factory=dict)  # facts of the run, for run.json
     first_iteration: int = 0  # iterations completed by earlier attempts of the job
     is_numbered: bool = False  # whether first_iteration was given, not assumed
     total_iterations: int | None = None
@@ -114,8 +118,8 @@ def _floats(value: Any) -> dict[str, float] | None:
     return None if known is None or None in map(_float, known.values()) else known
 
 
-def _parameters(value: Any) -> DeclaredParameters | None:
-    return None if _dict(value) is None else from_document(DeclaredParameters, value)
+def _record_of(kind: type[T]) -> Callable[[Any], T | None]:
+    return lambda value: None if _dict(value) is None else from_document(kind, value)
 
 
 def _tuple_of(read: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, ...] | None]:
@@ -125,6 +129,19 @@ def _tuple_of(read: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, ...] | N
     return read_all
 
 
+_strs = _tuple_of(_str)
+
+
+def _facts(value: Any) -> dict[str, Fact] | None:
+    known = _dict(value)
+    return None if known is None else {name: one for name, one in known.items() if _is_fact(one)}
+
+
+def _is_fact(value: Any) -> bool:
+    is_one = value is None or isinstance(value, (bool, float, str))
+    return is_one or _int(value) is not None or _strs(value) is not None
+
+
 #: By the annotation of a field: a function that returns a value of this type, and ``None`` for other types.
 _READERS: dict[str, Callable[[Any], Any]] = {
     "bool": _bool,
@@ -132,8 +149,10 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "float": _float,
     "str": _str,
     "tuple[int, ...]": _tuple_of(_int),
-    "tuple[str, ...]": _tuple_of(_str),
-    "Mapping[str, Any]": _dict,
+    "tuple[str, ...]": _strs,
+    "Mapping[str, Fact]": _facts,
     "Mapping[str, float]": _floats,
-    "DeclaredParameters": _parameters,
+    "Config": _record_of(Config),
+    "Place": _record_of(Place),
+    "DeclaredParameters": _record_of(DeclaredParameters),
 }

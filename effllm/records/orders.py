@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from msgspec import Struct
+
+from effllm.config.settings import Config
+from effllm.records.facts import Fact
 
 
 class Orders(Struct, frozen=True):
     """The arguments of an aggregator process."""
 
-    config: dict[str, Any]
+    config: Config
     job: str
     endpoint: str
     folder: str  # the run folder, absolute; empty for none
     listen_descriptor: int = -1
     stdout_descriptor: int = 1
     trainer_descriptor: int = -1  # pidfd of rank 0's trainer
-    facts: dict[str, Any] = {}
+    facts: dict[str, Fact] = {}
     run: str = ""  # identifies the job over all its attempts: effllm/store/run_lock.py
     secured: bool = False  # with keys from the user's secret ...
     salt: str = ""  # ... and this salt: the job's id, if its agents have it

@@ -29,7 +29,6 @@ MAX_TEXT = 8000
 Sentence = Annotated[str, Meta(max_length=MAX_TEXT)]
 Sentences = Annotated[tuple[Sentence, ...], Meta(max_length=64)]
 Amounts = Annotated[dict[Word, Amount], Meta(max_length=64)]
-Fact = str | int | float | bool | list[str] | None
 MAX_DEVICES = 64  # of one rank: its GPUs and the sensors of its node
 
 

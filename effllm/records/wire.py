@@ -7,12 +7,12 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from effllm.records.energy import Amount
+from effllm.records.facts import Fact
 from effllm.records.rank import (
     MAX_DEVICES,
     Count,
     Device,
     Event,
-    Fact,
     Number,
     ParameterCount,
     Position,

@@ -63,7 +63,7 @@ class Server:
 
     def __init__(self, orders: Orders, stdout: TextIO) -> None:
         self._orders = orders
-        self._config = Config.from_dict(orders.config)
+        self._config = orders.config
         self._stdout = stdout
         self._is_stopping = False
         self._killed_until_s = 0.0

@@ -26,7 +26,12 @@ class RunFacts:
     """Facts that are known at the start, those that ranks send, and what git answers."""
 
     def __init__(self, orders: Orders) -> None:
-        self.values: dict[str, Any] = {**gather(), **orders.facts, "config": orders.config, "job": orders.job}
+        self.values: dict[str, Any] = {
+            **gather(),
+            **orders.facts,
+            "config": msgspec.to_builtins(orders.config),
+            "job": orders.job,
+        }
         self._git = Git(Path.cwd())
         self._has_git = self._is_changed = False
         self.has_new_rank = False  # since `take`

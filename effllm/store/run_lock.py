@@ -11,13 +11,13 @@ import contextlib
 import fcntl
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from msgspec import Struct
 
+from effllm.config.place import Place
 from effllm.store import own_files
 
 LOCK = "lock"
@@ -63,16 +63,16 @@ class Lock:
             self._descriptor = -1
 
 
-def name_of_run(place: Mapping[str, Any], host: str) -> str:
+def name_of_run(place: Place, host: str) -> str:
     """Return a name that all attempts of a job share and no other running job has; empty if there is none.
 
     It is the scheduler's or torchrun's id.  Without an id it is the address of torchrun's store, because two stores
     cannot listen on one address at a time.
     """
-    if place.get("run_id"):
-        return str(place["run_id"])
-    if place.get("launcher") == "torchrun" and place.get("master_port"):
-        return f"{place.get('master_addr')}:{place['master_port']} on {host}"
+    if place.run_id:
+        return place.run_id
+    if place.launcher == "torchrun" and place.master_port:
+        return f"{place.master_addr}:{place.master_port} on {host}"
     return ""
 
 

@@ -109,7 +109,7 @@ class AggregatorAddress:
             if place.rank == 0:
                 print_line(f"reports have no keys, other users of this host can forge them: {error}")
             return False
-        self._declared.set(config=self._config.to_dict())
+        self._declared.set(config=self._config)
         return True
 
     def _warn_of_openness(self) -> None:

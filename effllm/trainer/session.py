@@ -130,8 +130,8 @@ class Session:
 
     def _own_facts(self) -> dict[str, Any]:
         return {
-            "config": self._config.to_dict(),
-            "place": self._place.to_dict(),
+            "config": self._config,
+            "place": self._place,
             "trainer_pid": os.getpid(),
             "host": platform.node(),
             "visible_devices": this_process().get("CUDA_VISIBLE_DEVICES"),

@@ -107,7 +107,7 @@ def aggregator(launch, tmp_path, monkeypatch):
     listener = listen("127.0.0.1")
     output = os.open(job.folder / "stdout.txt", os.O_WRONLY | os.O_CREAT)
     orders = Orders(
-        config=read_config(launch.environ({})).to_dict(),
+        config=read_config(launch.environ({})),
         job="job",
         endpoint=f"tcp://127.0.0.1:{listener.getsockname()[1]}",
         folder=str(tmp_path / "runs" / "one"),

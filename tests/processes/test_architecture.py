@@ -19,7 +19,7 @@ MODULES = {
 
 # A package may import what is left of it.  Packages between two "<" do not import each other.
 LAYERS = """
-records < config, metrics < store < network, devices < energy < sinks, job < trainer, agent, server
+config < records < metrics < store < network, devices < energy < sinks, job < trainer, agent, server
 < hooks, sensor_profile < attach < effllm < commands < efficientllm_metrics, cli < __main__
 """
 LEVELS = {name.strip(): level for level, names in enumerate(LAYERS.split("<")) for name in names.split(",")}

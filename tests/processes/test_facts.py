@@ -11,8 +11,8 @@ from effllm.records.board import JobState
 from effllm.records.facts import DeclaredParameters, FoundAddress, RankFacts, from_document, to_document
 
 FULL = RankFacts(
-    config=Config().to_dict(),
-    place={"rank": 3},
+    config=Config(sinks=("console",), peak_tflops=989.0),
+    place=Place(rank=3, run_id="a"),
     parameters=DeclaredParameters(total=7, is_share=True),
     gpus=(0, 2),
     baseline_ns=(1, 2),
@@ -33,11 +33,6 @@ def test_record_round_trips(record):
     assert carried(record) == record
 
 
-@pytest.mark.parametrize("record", [Config(sinks=("console",), peak_tflops=989.0), Place(rank=3, run_id="a")])
-def test_settings_and_place_round_trip(record):
-    assert from_document(type(record), json.loads(json.dumps(record.to_dict()))) == record
-
-
 def test_missing_fields_have_defaults_and_new_fields_are_ignored():
     assert from_document(RankFacts, {"host": "a", "colour": "red", "total_iterations": None}) == RankFacts(host="a")
 
@@ -51,7 +46,7 @@ def test_value_of_a_wrong_type_gives_the_default(name, value):
     facts = from_document(RankFacts, {"host": "a", "trainer_pid": 7, name: value})
 
     default, found = getattr(RankFacts(), name), getattr(facts, name)
-    assert default is None or type(found) is type(default) or name in ("config", "place", "run")
+    assert default is None or type(found) is type(default) or name == "run"
     assert carried(facts) == facts
     assert facts.host == "a" or name == "host"
     assert facts.trainer_pid == 7 or name == "trainer_pid"
@@ -68,6 +63,8 @@ def test_value_of_a_wrong_type_gives_the_default(name, value):
         ("gpus", [0, "1"]),
         ("warnings", "text"),
         ("run", [["a", 1]]),
+        ("run", {"a": {}, "b": 2**63, "c": ["d", 1]}),
+        ("config", {"log_interval": "10"}),
         ("parameters", 7),
         ("parameters", {"total": "many", "is_share": "yes"}),
     ],

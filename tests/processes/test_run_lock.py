@@ -9,6 +9,7 @@ import threading
 
 import pytest
 
+from effllm.config.place import Place
 from effllm.store import run_lock
 from effllm.store.run_lock import Holder, holder_of, name_of_run, take
 
@@ -141,7 +142,7 @@ def test_lock_descriptor_is_not_inherited(tmp_path):
     ],
 )  # fmt: skip
 def test_attempts_of_a_run_share_its_name(place, name):
-    assert name_of_run(place, "node0") == name
+    assert name_of_run(Place(**place), "node0") == name
 
 
 def test_lock_wait_covers_the_end_of_an_aggregator():

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from effllm.config.settings import (
@@ -19,6 +20,7 @@ from effllm.config.settings import (
     unknown_variables,
 )
 from effllm.config.switches import PREFIX, is_enabled
+from effllm.records.orders import Orders
 
 GOOD = {
     "METRICS_ENABLED": ("off", False),
@@ -219,10 +221,10 @@ def test_known_variables_are_not_reported():
     assert unknown_variables({**known, "EFFICIENTLLM_ATTACH": "1"}) == []
 
 
-def test_config_round_trips_to_the_agent():
-    config = Config(sinks=("csv",), peak_tflops=1.5, run_name="x")
+def test_config_round_trips_to_the_aggregator():
+    orders = Orders(Config(sinks=("csv",), peak_tflops=1.5, run_name="x"), "job", "tcp://127.0.0.1:1", "")
 
-    assert Config.from_dict(config.to_dict()) == config
+    assert msgspec.json.decode(msgspec.json.encode(orders), type=Orders) == orders
 
 
 def test_secret_is_in_the_users_config_folder_by_default(monkeypatch, tmp_path):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from effllm.config.place import read_place
+from effllm.config.place import Place, read_place
 from effllm.config.settings import ConfigError
 
 TORCHRUN = {
@@ -86,19 +86,8 @@ def test_a_wrong_variable_of_a_launcher_is_named(changes, variable):
         read_place({**TORCHRUN, **changes})
 
 
-def test_a_place_as_plain_values_is_complete():
-    assert read_place(TORCHRUN).to_dict() == {
-        "rank": 5,
-        "local_rank": 1,
-        "world_size": 8,
-        "local_world_size": 4,
-        "master_addr": "node0",
-        "master_port": 29500,
-        "launcher": "torchrun",
-        "run_id": "abc",
-        "restart_count": 2,
-        "launch_id": "",
-    }
+def test_torchrun_gives_every_field_of_a_place():
+    assert read_place(TORCHRUN) == Place(5, 1, 8, 4, "node0", 29500, "torchrun", "abc", 2)
 
 
 def test_launches_in_one_allocation_have_own_ids():
