@@ -27,7 +27,7 @@ def spawn(
     Raises:
         OSError: the interpreter cannot be started.
     """
-    program = _PROGRAM.format(parent=str(Path(__file__).resolve().parent.parent), module=module)
+    program = _PROGRAM.format(parent=str(Path(__file__).resolve().parents[2]), module=module)
     return subprocess.Popen(
         [sys.executable, *_interpreter_options(), "-c", program, *arguments],
         stdin=subprocess.DEVNULL,

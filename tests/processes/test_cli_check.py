@@ -8,6 +8,7 @@ import pytest
 from nvml_library import Curve, Gpu, Trace
 from redfish_service import Service, chassis, supply, tree
 
+from effllm.devices import device_names
 from effllm.metrics import METRICS
 from effllm.metrics.measurable import NEEDS, needs_of
 
@@ -270,7 +271,7 @@ def test_unknown_device_is_a_usage_error(cli):
     done = cli.run("check", "--device", "tpu")
 
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.endswith("there is no such device; there are: auto, amd, host, nvml, simulated\n")
+    assert done.stderr.endswith(f"there is no such device; there are: auto, {', '.join(device_names())}\n")
 
 
 def test_security_and_state_of_the_secret_are_shown(cli, tmp_path):

@@ -2,11 +2,16 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import effllm
+
+PACKAGE = Path(effllm.__file__).parent
 
 REPORT = "import json, sys; open({path!r}, 'w').write(json.dumps([list(sys.flags), sys.path]))"
 PARENT = """
@@ -62,3 +67,15 @@ def test_job_with_safe_path_has_metrics_of_modules_on_pythonpath(launch, tmp_pat
     job = launch.python("loop.py", environ={"PYTHONSAFEPATH": "1", "PYTHONPATH": str(first)}).done()
 
     assert job.ledger.summary.tokens == 2000
+
+
+def test_child_imports_effllm_from_the_folder_of_its_parent(tmp_path):
+    package = tmp_path / "effllm"
+    shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "beside.py").write_text("import pathlib\ndef main(arguments): pathlib.Path(arguments[0]).touch()\n")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from effllm.config.spawn import spawn; "
+    code += "sys.exit(spawn('beside', [sys.argv[1]], []).wait())"
+
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "done")], cwd="/", check=True)
+
+    assert (tmp_path / "done").exists()

@@ -7,7 +7,6 @@ from effllm import metrics
 from effllm.metrics import METRICS, describe, evaluate, headline
 from effllm.records.job import ClusterTotals, Overhead
 from effllm.records.rank import Profile
-from effllm.sinks import tensorboard
 
 GIB = 2**30
 
@@ -162,10 +161,6 @@ def test_formula_gives_the_value_worked_by_hand(name, expected):
     assert value is None if expected is None else value == pytest.approx(expected, rel=1e-12)
 
 
-def test_every_metric_is_worked_by_hand_here():
-    assert set(METRICS) == set(BY_HAND)
-
-
 @pytest.mark.parametrize("name", METRICS)
 def test_unmeasured_metric_has_no_value(name):
     assert METRICS[name].formula(NOTHING) is None
@@ -208,12 +203,10 @@ def test_headline_metrics_have_three_bases_and_others_one():
     assert values["energy/joules_per_token"] == values["run_energy/joules_per_token"]
 
 
-def test_full_report_has_every_metric_and_at_most_60_charts():
+def test_full_report_has_every_metric():
     tags = evaluate(COMPLETE, COMPLETE, COMPLETE)
 
     assert len(tags) == sum(len(entry.bases) for entry in METRICS.values() if entry.in_windows)
-    charted = [tag for tag in tags if describe(tag).chart and not tag.startswith("run_")]
-    assert len(charted) + len(tensorboard.BESIDE) <= 60
     assert {describe(tag).name for tag in tags} == {entry.name for entry in METRICS.values() if entry.in_windows}
     assert {describe(tag).name for tag in metrics.evaluate_run(COMPLETE, COMPLETE)} == set(METRICS)
 
