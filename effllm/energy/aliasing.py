@@ -1,4 +1,4 @@
-"""The error of a sensor that measures only a part of each tick, and of iterations in step with it; pure."""
+"""The error of a sensor that measures only a part of each tick, and of iterations in step with the sensor. No I/O."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from effllm.energy.tick_energy import beat, beat_of
 from effllm.records.energy import NORMAL_95
 from effllm.records.rank import COUNTER
 
-#: Iterations are in step with the sensor from this share of the largest possible aliasing on; reported above the error.
+#: Iterations are in step with the sensor from this share of the maximal aliasing on; reported if the error is larger.
 LOCKED, LOCKED_ERROR = 0.25, 0.02
-#: Beside independent ticks: the errors at both edges of a pulse of constant length cancel, or add up to twice the
-#: variance; which of both, and whether iterations draw power alike, is unknown.
+#: Relative to independent ticks: the errors at both edges of a pulse of constant length cancel, or add up to twice the
+#: variance.  Which case applies, and whether the power of all iterations is equal, is unknown.
 MIN_INFLATION = 1.5
-#: Fewer iterations than this show no rhythm.
+#: Minimal number of iterations with a measurable rhythm.
 MIN_RHYTHM = 64
-#: Power rises and falls once in an iteration, each time anywhere in a tick of which the sensor measures a part: 2 / 12.
+#: Power rises once and falls once in an iteration, each at a uniformly distributed time within a tick: 2 / 12.
 STEPS_J2 = 1 / 6
 
 
@@ -27,7 +27,7 @@ class Aliasing:
     """The aliasing error of one device's windows and of its run.
 
     Args:
-        timing: of its readings.
+        timing: the times of its readings.
         powers: the variation of its power.
     """
 
@@ -59,12 +59,12 @@ class Aliasing:
         """Return the error of the run to date if iterations are in step with the sensor; ``None`` if they are not.
 
         It is a half-width of 95 % as a share of the energy, at most 1.  Call it once for each window, in order.
-        The sensor may not see the change of power within an iteration: the largest change ever read is assumed.
+        The sensor may miss the change of power within an iteration, so the largest difference of all readings is used.
 
         Args:
-            iterations: of the window.
-            joules: of the window.
-            durations_s: of the last iterations, this window's among them.
+            iterations: the window's number of iterations.
+            joules: the window's energy.
+            durations_s: durations of the last iterations, including this window's.
         """
         self._run_iterations += iterations
         self._run_j += joules

@@ -1,8 +1,8 @@
-"""The calibration of a device's energy sensor: measured at start in two seconds at most, kept per model and driver.
+"""The calibration of a device's energy sensor: measured at start in at most two seconds, cached per model and driver.
 
-Without a load the period of the counter, whether the power reading changes with it, and the time of a call are
-measured.  The lag of readings shows only under a changing load, which ``effllm profile`` applies; its results are
-kept in the same file.  See docs/calibration.md.
+Without a load three things are measured: the counter's period, whether the power reading changes with the counter,
+and the duration of a call.  The lag of readings is measurable only under a changing load; ``effllm profile`` applies
+one and stores its results in the same file.  See docs/calibration.md.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from effllm.records.rank import COUNTER, INSTANT, Device, Sample, Sensor
 from effllm.store import own_files
 
 MAX_S = 2.0
-#: Between two moves of a counter that was not measured: 100 ms on all GPUs from Turing on (docs/hardware.md).
+#: The assumed period of an unmeasured counter: 100 ms on all GPUs from Turing on (docs/hardware.md).
 USUAL_TICK_S = 0.1
-#: Maximal age of a held power reading, in ticks: half of its own, and one that it is held.
-OLDEST_TICKS = 1.5
-#: Minimal distance of two reads of one calibration, and the maximal share of the time in calls.
+#: Maximal age of a held power reading, in ticks: half a tick for its averaging, and one tick for which it is held.
+MAX_AGE_TICKS = 1.5
+#: Minimal distance of two reads of a calibration, and the maximal share of time spent in calls.
 MIN_APART_S, MAX_BUSY = 0.002, 0.25
-#: Firmware changes without the driver's version: an older calibration is measured again.
+#: Firmware may change without a new driver version: an older calibration is measured again.
 KEPT_DAYS = 90
-#: Maximal difference, as a share, of a measured tick from the kept one ...
+#: Maximal relative difference of a measured tick from the cached tick ...
 SAME_TICK = 0.02
-#: ... and where the readings of a run contradict the kept one: jitter may shift it by this share.
+#: ... and after the readings of a run have contradicted the cached tick: jitter may shift it by this share.
 SUSPECT_TICK = 0.002
-#: A tick with a larger relative error than this, since reads were delayed, contradicts none.
+#: A tick with a larger relative error, after delayed reads, is not compared with the cached tick.
 LOOSE_TICK = 0.05
-#: Ticks and seconds, at least, of the check of a kept calibration.
+#: Minimal duration of the check of a cached calibration, in ticks and in seconds.
 CHECKED_TICKS, MIN_CHECK_S = 5.3, 0.53
 
 
@@ -52,9 +52,9 @@ class Calibration(msgspec.Struct, frozen=True):
     driver: str
     date: str
     sensor: Sensor
-    measured_lag: bool = False  # under a load, not assumed
-    checked: str = ""  # the day of its last successful check, where that is not its date
-    run_lag_s: float | None = None  # by the readings of a run, where it was not measured under a load
+    measured_lag: bool = False  # the lag was measured under a load, not assumed
+    checked: str = ""  # the day of the last successful check, if it is not `date`
+    run_lag_s: float | None = None  # the lag found in a run, if it was not measured under a load
 
     def is_fresh(self) -> bool:
         """Whether it may be used without a measurement at full length."""
@@ -86,15 +86,15 @@ def calibrate(
     is_suspect: bool = False,
     report: Callable[[str], None] | None = None,
 ) -> Sensor:
-    """Return the device's sensor: from the cache if the device agrees, else measured now and kept there.
+    """Return the device's sensor: from the cache if a check confirms it, else measured now and cached.
 
     Args:
-        device: as it was opened, with the sensor before calibration.
-        read: takes one sample; the caller uses each as a measurement too.
-        folder: the cache; ``None`` is none.
-        keep: whether new measurements are stored there, and contradicted ones removed.
-        is_suspect: the readings of this run contradict the sensor: measure at full length.
-        report: takes one line if a kept calibration is dropped because the device contradicts it.
+        device: the opened device, with the sensor before calibration.
+        read: takes one sample; the caller also uses the samples as measurements.
+        folder: the cache; ``None`` disables it.
+        keep: whether new measurements are cached, and contradicted ones removed.
+        is_suspect: whether the readings of this run contradict the sensor; then it is measured at full length.
+        report: receives one line if a cached calibration is dropped because the device contradicts it.
     """
     if device.simulated or not device.is_gpu:
         return device.sensor
@@ -128,15 +128,15 @@ def calibrate(
 
 
 def assumed(device: Device) -> Sensor:
-    """Return the sensor of the hardware table, with the device file's for values that it does not have.
+    """Return the sensor of the hardware table, with missing values from the device file.
 
-    A GPU that is not in the table has the usual tick; the phase of its ticks is unknown in both cases.
+    A GPU outside the table has the usual tick; the phase of the ticks is unknown in both cases.
     """
     if device.simulated or not device.is_gpu or device.only_power:
         return device.sensor
     if device.energy_method == INSTANT:
-        # A reading may be the instant power, or the mean of the tick before, held for a tick.
-        return replace(device.sensor, lag_error_s=OLDEST_TICKS * USUAL_TICK_S)
+        # A reading may be the instant power, or the mean of the last tick, held for a tick.
+        return replace(device.sensor, lag_error_s=MAX_AGE_TICKS * USUAL_TICK_S)
     if device.energy_method != COUNTER:
         return device.sensor
     row = hardware.find(device.name)
@@ -152,7 +152,7 @@ def _of_table(row: KnownSensor, sensor: Sensor) -> Sensor:
         tick_s=tick_s,
         duty=row.duty if row.duty is not None else sensor.duty,
         lag_s=row.lag_s or 0.0,
-        lag_error_s=0.0 if row.lag_s is not None else tick_s,  # one board was seen to lag by a tick
+        lag_error_s=0.0 if row.lag_s is not None else tick_s,  # one tested board lags by a tick
         is_held=True,
         average_s=1.0,
         gain_error=row.gain_error,
@@ -173,7 +173,7 @@ def with_seen(sensor: Sensor, seen: Seen) -> Sensor:
     if seen.tick is None:
         return replace(sensor, call_s=seen.call_s, source=f"{sensor.source}: no tick was found by the reads")
     tick_s, tick_error_s = seen.tick
-    lag_is_open = not sensor.lag_error_s or sensor.lag_error_s == sensor.tick_s  # by one tick
+    lag_is_open = not sensor.lag_error_s or sensor.lag_error_s == sensor.tick_s  # unknown within one tick
     return replace(
         sensor,
         tick_s=tick_s,
@@ -186,12 +186,12 @@ def with_seen(sensor: Sensor, seen: Seen) -> Sensor:
 
 
 def with_power_seen(sensor: Sensor, samples: Sequence[Sample]) -> Sensor:
-    """Return a sensor of power alone with the age of its readings, if they changed often enough to measure it."""
+    """Return a power-only sensor with the age of its readings, if they changed often enough to measure it."""
     readings = [(sample.time_ns, sample.power_w) for sample in samples if sample.power_w is not None]
     tick = tick_of(readings)
     if tick is not None and tick[1] <= SAME_TICK * tick[0] and tick[0] <= MAX_POWER_TICK_S:
-        # The instant power or the mean of the tick before, held for a tick.
-        lag_s = error_s = OLDEST_TICKS / 2 * tick[0]
+        # The instant power or the mean of the last tick, held for a tick.
+        lag_s = error_s = MAX_AGE_TICKS / 2 * tick[0]
     elif (tick_s := tick_of_means(readings)) is not None:
         lag_s, error_s = tick_s, tick_s / 2
     else:
@@ -200,7 +200,7 @@ def with_power_seen(sensor: Sensor, samples: Sequence[Sample]) -> Sensor:
 
 
 def _contradiction(sensor: Sensor, seen: Seen, same_tick: float = SAME_TICK) -> str:
-    """Return the contradiction between a kept sensor and measurements; empty where there is none."""
+    """Return how measurements contradict a cached sensor; empty if they do not."""
     if seen.tick is None or seen.tick[1] > LOOSE_TICK * seen.tick[0]:
         return ""
     tick_s, error_s = seen.tick
@@ -244,7 +244,7 @@ def load(folder: Path, name: str, driver: str) -> Calibration | None:
 
 
 def store(folder: Path, calibration: Calibration) -> None:
-    """Store a calibration; without a writable folder the next start takes two seconds more."""
+    """Store a calibration; without a writable folder the next start takes two seconds longer."""
     calibration = replace(calibration, name=_model(calibration.name))
     path = _path(folder, calibration.name, calibration.driver)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
@@ -257,13 +257,13 @@ def store(folder: Path, calibration: Calibration) -> None:
 
 
 def kept_lag_s(folder: Path, device: Device) -> float | None:
-    """Return the counter's lag by an earlier run on this model and driver; ``None`` where there is none."""
+    """Return the counter's lag found in an earlier run on this model and driver, if any."""
     kept = load(folder, device.name, device.driver)
     return kept.run_lag_s if kept is not None else None
 
 
 def keep_lag(folder: Path, device: Device, lag_s: float) -> str:
-    """Store the lag of this run; return the contradiction to an earlier one, if any."""
+    """Store the lag found in this run; return how it contradicts an earlier run's lag, or an empty string."""
     kept = load(folder, device.name, device.driver)
     if kept is None:
         return ""
@@ -282,7 +282,7 @@ def _remove(folder: Path, name: str, driver: str) -> None:
 
 
 def store_unless_profiled(folder: Path, calibration: Calibration) -> None:
-    """Store a calibration, but not one without a lag over a fresh one that has it."""
+    """Store a calibration, unless it has no measured lag and would replace a fresh one with a measured lag."""
     now = load(folder, calibration.name, calibration.driver)
     if now is None or calibration.measured_lag or not (now.measured_lag and now.is_fresh()):
         store(folder, calibration)
@@ -293,7 +293,7 @@ def _model(name: str) -> str:
 
 
 def _is_possible(sensor: Sensor) -> bool:
-    """Whether the values are possible: a file may have been edited."""
+    """Whether the values are possible; users may edit the file."""
     return (
         0 <= sensor.tick_s <= 10
         and 0 <= sensor.tick_error_s <= 10

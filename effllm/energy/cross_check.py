@@ -1,4 +1,4 @@
-"""Compares a counter with integrated power, once a minute; pure."""
+"""Compares a counter with integrated power, once a minute. No I/O."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DISAGREEMENT = 0.03
 
 
 class CrossCheck:
-    """Compares the counter with integrated power, and reports when they disagree and when they agree again."""
+    """Compares the counter with integrated power, and reports when a disagreement begins and ends."""
 
     def __init__(self) -> None:
         self._start: tuple[int, float] | None = None
@@ -22,17 +22,17 @@ class CrossCheck:
         self._is_suspect = False
 
     def reset(self) -> None:
-        """Start again: the counter was not read, or not used."""
+        """Restart the comparison after the counter was not read or not used."""
         self._start = self._last = None
 
     def add(self, time_ns: int, total_j: float, power_w: float, powers: PowerSpread) -> str | None:
-        """Take a reading of both; return a text if a minute is full and the agreement has changed.
+        """Add a reading of both; return a text if a minute has passed and the agreement has changed.
 
         Args:
-            time_ns: of the reading.
-            total_j: of the counter.
-            power_w: of the power.
-            powers: the variation of power, for the error of sampling.
+            time_ns: time of the reading.
+            total_j: the counter's total.
+            power_w: the power reading.
+            powers: the variation of power, for the sampling error.
         """
         if self._start is None or self._last is None:
             self._start, self._last = (time_ns, total_j), (time_ns, power_w)

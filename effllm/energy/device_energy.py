@@ -1,6 +1,6 @@
-"""The energy of one device between any two times, with its error, from its readings; pure.
+"""The energy of one device between any two times, with its error, from its readings. No I/O.
 
-The model of the errors is that of docs/energy.md.
+docs/energy.md describes the error model.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class EnergyLedger:
     """The energy ledger of one device.
 
     Args:
-        device: with its sensor (tick, lag, duty), power limit and method.
-        max_gap_s: readings of power further apart than this leave a hole between them.
+        device: the device with its sensor (tick, lag, duty), power limit and method.
+        max_gap_s: maximal distance of power readings; a larger one is a hole.
     """
 
     def __init__(self, device: Device, max_gap_s: float) -> None:
@@ -60,7 +60,7 @@ class EnergyLedger:
         return self._timing.is_contradicted
 
     def allow_gap(self, max_gap_s: float) -> None:
-        """Raise the distance of readings of power above which there is a hole between them."""
+        """Raise the maximal distance of power readings; a larger one is a hole."""
         self._steps.max_gap_ns = max(self._steps.max_gap_ns, round(max_gap_s / NS))
 
     def set_rhythm(self, step_s: float, deviation_s: float) -> None:
@@ -69,7 +69,7 @@ class EnergyLedger:
     # --- readings in ---
 
     def add(self, sample: Sample) -> None:
-        """Add a reading, which must be newer than the last."""
+        """Add a reading; it must be newer than the last."""
         self._steps.raise_limit(sample.gauges.get("power_limit_w", 0.0))
         power_w = _usable(sample.power_w if sample.power_w is not None else sample.power_average_w)
         if power_w is not None and power_w > UNLIMITED_W:
@@ -98,7 +98,7 @@ class EnergyLedger:
             self._events.append(("energy_disagreement", text))
 
     def take_events(self, time_s: float) -> list[Event]:
-        """Return the events since the last call; ``time_s`` is the newest sample's unix time."""
+        """Return the events since the last call, with the unix time ``time_s`` of the newest sample."""
         events, self._events = self._events, []
         return [Event(time_s, kind, text) for kind, text in events]
 
@@ -126,15 +126,15 @@ class EnergyLedger:
         if to_ns <= from_ns:
             return NOT_MEASURED
         covered_s = (to_ns - from_ns - (readings.holes_ns(to_ns) - readings.holes_ns(from_ns))) * NS
-        start, end = self._levels.at(from_ns), self._levels.at(to_ns)  # of holes too: no joule is reported twice
+        start, end = self._levels.at(from_ns), self._levels.at(to_ns)  # also in holes: no joule is reported twice
         if covered_s <= 0:
             return NOT_MEASURED
         joules = max(end.joules - start.joules, 0.0)
-        # An error of time at both edges moves them alike, so that only a difference of power between them counts;
-        # an additional error at one of them moves that one.
+        # An error of time that both edges share shifts them equally: only the difference of their powers counts.
+        # An additional error at one edge shifts only this edge.
         both_s2 = min(start.shift_s2, end.shift_s2)
-        # The edges of this span may be alike, those of a run are not; and the power of a fast wave at an edge differs
-        # from that next to it.
+        # This span's edges may have equal power, but a run's edges differ; and in a fast wave the power at an edge
+        # differs from the power next to it.
         spread_w2 = self._powers.variance_w2 * (1 + 3 * self._powers.fastness()) / 4
         rise_j2 = both_s2 * max((end.power_w - start.power_w) ** 2 / 2, spread_w2)
         before_j2, after_j2 = readings.variances_j2(from_ns), readings.variances_j2(to_ns)
@@ -164,10 +164,10 @@ class EnergyLedger:
     def aliasing_error(self, iterations: int, energy: EnergyAmount, durations_s: Sequence[float]) -> float | None:
         return self._aliasing.run_error(iterations, energy.joules or 0.0, durations_s)
 
-    # --- readings that are not needed any more ---
+    # --- removal of old readings ---
 
     def forget_before(self, time_ns: int) -> None:
-        """Drop the readings that no span from ``time_ns`` on needs."""
+        """Drop the readings that spans after ``time_ns`` do not need."""
         self._readings.forget_before(time_ns - round(3 * self._timing.sensor.tick_s / NS))
         self._levels.forget_before(time_ns)
 

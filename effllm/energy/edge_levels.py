@@ -1,6 +1,6 @@
-"""The cumulative energy of one device at the edges of windows, interpolated between readings and ticks; pure.
+"""The cumulative energy of one device at the edges of windows, interpolated between readings and ticks. No I/O.
 
-Windows end at iterations and counters move at ticks: between two ticks the energy is interpolated with the power
+Windows end at iterations, and counters move at ticks: between two ticks the energy is interpolated from the power
 before and after.
 """
 
@@ -22,7 +22,7 @@ class Level(NamedTuple):
     joules: float
     variance_j2: float
     power_w: float
-    estimated_j: float = 0.0  # of it
+    estimated_j: float = 0.0  # the estimated part of the joules
     shift_s2: float = 0.0  # variance of the times of the readings around it
 
 
@@ -30,8 +30,8 @@ class EdgeLevels:
     """The energy at each edge, computed once and shared by adjacent windows.
 
     Args:
-        readings: of the device.
-        timing: of them.
+        readings: the device's readings.
+        timing: the times of the readings.
         powers: the variation of power.
     """
 
@@ -48,12 +48,12 @@ class EdgeLevels:
             del self._levels[edge_ns]
 
     def at(self, time_ns: int) -> Level:
-        """Return the level at a time; later calls for the same time return the same."""
+        """Return the level at a time; later calls for the same time return the same level."""
         if time_ns not in self._levels:
-            self._timing.learn_lag(time_ns)
+            self._timing.update_lag(time_ns)
             anchors = self._anchors(time_ns)
             level = self._between_ticks(time_ns, anchors) if anchors else self._between_readings(time_ns)
-            # New evidence may contradict a reported level, but no window is negative.
+            # New readings may contradict a reported level, but no window may be negative.
             min_j = max((edge.joules for at_ns, edge in self._levels.items() if at_ns < time_ns), default=-math.inf)
             max_j = min((edge.joules for at_ns, edge in self._levels.items() if at_ns > time_ns), default=math.inf)
             joules = min(max(level.joules, min_j), max_j)
@@ -65,9 +65,9 @@ class EdgeLevels:
         return self._levels[time_ns]
 
     def _anchors(self, time_ns: int) -> dict[int, float] | None:
-        """Return the counter's level at the ticks around a time, by their distance from the tick at or before it.
+        """Return the counter's levels at the ticks around a time; key 0 is the tick at or before the time.
 
-        ``None`` where there is no clock, or no level of the two nearest ticks.
+        ``None`` without a clock, or without a level at either of the two nearest ticks.
         """
         clock, sensor = self._timing.clock, self._timing.sensor
         last = clock.before(time_ns + sensor.lag_s / NS) if clock is not None else None
@@ -84,7 +84,7 @@ class EdgeLevels:
                 continue
             tick = round((at[0] - last[0]) / tick_ns)
             anchors[tick] = point.total_j
-            # It is the mean of the tick before, until the next one, which a lagging counter shows later than power.
+            # A held power reading is the mean of the last tick; after a lag the counter still shows the tick before it.
             is_of_tick = sensor.is_held and point.time_ns - at[0] < tick_ns - sensor.lag_s / NS
             if is_of_tick and point.power_w is not None:
                 implied.setdefault(tick - 1, point.total_j - point.power_w * tick_ns * NS)
@@ -106,7 +106,7 @@ class EdgeLevels:
             )
             return Level(anchors[0] + joules, variance_j2, power_w)
         local_w = self._readings.power_w(time_ns)
-        # One end of the tick was read: power interpolates from there.
+        # Only one end of the tick was read: interpolate from there with power.
         if 0 in anchors:
             power_w = local_w or before_w or 0.0
             return Level(anchors[0] + power_w * since_s, self._powers.jump_j2(since_s), power_w)
@@ -115,7 +115,7 @@ class EdgeLevels:
         return Level(anchors[1] - power_w * rest_s, self._powers.jump_j2(rest_s), power_w)
 
     def _between_readings(self, time_ns: int) -> Level:
-        """Return the level between two readings, for continuous counters, unknown ticks, and power."""
+        """Return the level between two readings, for continuous counters, unknown ticks and integrated power."""
         readings, tick_s = self._readings, self._timing.sensor.tick_s
         shown_ns = time_ns + self._timing.shift_ns()
         index = min(max(readings.index_after(shown_ns), 1), len(readings) - 1)
@@ -140,7 +140,7 @@ class EdgeLevels:
         local_w = first_w + (second_w - first_w) * since_s / span_s
         share_j = (first_w + local_w) / 2 * since_s
         total_j = (first_w + second_w) / 2 * span_s
-        # The counter's step is exact; the difference to power is spread in proportion to time.
+        # The counter's step is exact; its difference from power is distributed in proportion to time.
         share_j += (joules - total_j) * since_s / span_s
         variance_j2 = self._powers.bridge_j2(since_s, rest_s, second_w - first_w)
         return Level(first.total_j + min(max(share_j, 0.0), joules), tick_j2 + variance_j2, local_w)

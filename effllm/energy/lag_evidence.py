@@ -1,9 +1,9 @@
-"""The lag of a counter behind the power reading, from reads of a run in which power changed; pure.
+"""The lag of a counter behind the power reading, from reads of a run in which power changed. No I/O.
 
-A held power reading is the mean of the tick before, and changes once in each tick.  Two reads between which it changed
-bound the time of the change; all bounds together give the part of a tick by which the counter moves later.  The number
-of whole ticks is found from the counter's step over a tick, which must equal the power reading of that tick.
-A delay that counter and power have in common is not found.
+A held power reading is the mean of the last tick, and changes once in each tick.  Two reads with different power
+bound the time of a change; all bounds together give the part of a tick by which the counter moves later.  The number
+of whole ticks follows from the counter's step over a tick, because it must equal the power reading of that tick.
+A delay common to counter and power is not found.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from effllm.devices.known import hardware
 from effllm.records.energy import NORMAL_95
 from effllm.records.rank import COUNTER, Device
 
-#: A change of power from tick to tick shows whole ticks of lag from this share of the power on.
+#: Minimal relative change of power from tick to tick from which whole ticks of lag are derived.
 MIN_CHANGE = 0.1
-#: Changes that are needed, and the maximal error of the number of ticks, as a share of one.
+#: Minimal number of changes, and the maximal error of the number of ticks, in ticks.
 MIN_CHANGES, MAX_PART = 12, 0.02
-#: Changes that are needed to confirm the lag of an earlier run, and the maximal difference to it.
+#: Minimal number of changes that confirm the lag of an earlier run, and the maximal difference from that lag.
 MIN_CONFIRMING, SAME_S = 3, 0.001
-#: The smallest error that is reported.
+#: The smallest reported error.
 MIN_ERROR_S = 0.0002
 #: The distance of a probing read from a tick.
 NEAR_S = 0.0003
-#: Every Nth edge is still checked after the lag was found, or after this many reads without a result.
+#: Every Nth edge is still checked after the lag was found, or after MAX_PROBES reads without a result.
 CHECK_EVERY, MAX_PROBES = 16, 256
 #: Minimal distance of contradictory bounds.
 MIN_SPREAD_S = 0.0001
-#: With a shorter tick than this the measured share of a tick does not matter.
+#: For shorter ticks the measured share of a tick does not matter.
 MIN_SHARE_TICK_S = 0.005
 
 
@@ -52,33 +52,33 @@ def is_share_open(device: Device) -> bool:
 class TickRead(NamedTuple):
     """A reading of counter and power near an edge."""
 
-    since_s: float  # after the tick that is common to all reads near that edge
+    since_s: float  # time after one tick near the edge, the same tick for all reads of the edge
     total_j: float
     power_w: float
 
 
 class LagEvidence:
-    """The lag of a counter, by the readings of a run.
+    """The lag of a counter, estimated from the readings of a run.
 
     Args:
-        kept_s: the lag by an earlier run; it is used after the readings of this run confirm it.
+        kept_s: the lag found in an earlier run; it is used after the readings of this run confirm it.
     """
 
     def __init__(self, kept_s: float | None = None) -> None:
         self._kept_s = kept_s
-        self._bounds_s: tuple[float, float] | None = None  # of the lag, without whole ticks
+        self._bounds_s: tuple[float, float] | None = None  # bounds of the lag, without whole ticks
         self._spread_s = 0.0  # distance of contradictory bounds
         self._probes = 0
         self._count = 0
-        self._sum = self._squares = 0.0  # of the delays of the counter's steps, in ticks
+        self._sum = self._squares = 0.0  # sums over the delays of the counter's steps, in ticks
 
-    def learn(self, reads: Sequence[TickRead], tick_s: float, open_s: float) -> None:
+    def add_reads(self, reads: Sequence[TickRead], tick_s: float, open_s: float) -> None:
         """Add the reads around one edge, oldest first.
 
         Args:
-            reads: with times after the tick before the edge.
+            reads: the reads, with times after the tick before the edge.
             tick_s: the counter's period.
-            open_s: half-width of the error of the times of ticks.
+            open_s: half-width of the error of tick times.
         """
         for first, second in pairwise(reads):
             if first.power_w != second.power_w:
@@ -87,7 +87,7 @@ class LagEvidence:
             return
         low_s, high_s = self._bounds_s
         levels: dict[int, float] = {}
-        powers: dict[int, float] = {}  # means, by their tick
+        powers: dict[int, float] = {}  # mean power by tick
         for since_s, total_j, power_w in reads:
             tick = math.floor(since_s / tick_s)
             in_tick_s = since_s - tick * tick_s
@@ -101,12 +101,12 @@ class LagEvidence:
                 self._add((levels[tick] - levels[tick - 1]) / tick_s, powers[tick], powers[tick - 1])
 
     def lag_s(self, tick_s: float) -> tuple[float, float] | None:
-        """Return the lag and the half-width of its error; ``None`` where it is not found."""
+        """Return the lag and the half-width of its error; ``None`` if it is not found."""
         mean, half_width = self._late_ticks()
         ticks = round(mean)
         part = abs(mean - ticks) + half_width
         if self._bounds_s is None or ticks not in (0, 1) or part > MAX_PART:
-            return None  # also with too few changes
+            return None  # with too few changes too, because then `part` is infinite
         low_s, high_s = (bound_s + ticks * tick_s for bound_s in self._bounds_s)
         if high_s < 0:
             return None  # the power reading is later than the counter
@@ -132,10 +132,10 @@ class LagEvidence:
         return -(low_s + high_s) / 2 % tick_s
 
     def _changed(self, after_s: float, until_s: float, tick_s: float) -> None:
-        """Add two times between which the power reading changed."""
+        """Add the times of two reads with different power."""
         low_s, high_s = -until_s - self._spread_s, -after_s + self._spread_s
         if high_s - low_s >= tick_s:
-            return  # it may have changed twice
+            return  # there may have been two changes
         if self._bounds_s is None:
             self._restart(low_s, high_s, tick_s)
             return
@@ -154,7 +154,7 @@ class LagEvidence:
             self._restart(low_s - gap_s, high_s + gap_s, tick_s)
         low_s, high_s = self._bounds_s
         if high_s - low_s < tick_s / 8 and low_s + high_s > 1.75 * tick_s:
-            self._restart(low_s, high_s, tick_s)  # more likely a little early than this late
+            self._restart(low_s, high_s, tick_s)  # a slightly negative lag is more likely than almost a whole tick
 
     def _restart(self, low_s: float, high_s: float, tick_s: float) -> None:
         turns = math.floor((low_s + high_s) / 2 / tick_s + 1 / 8)
@@ -162,7 +162,7 @@ class LagEvidence:
         self._count, self._sum, self._squares = 0, 0.0, 0.0
 
     def _add(self, step_w: float, power_w: float, before_w: float) -> None:
-        """Add a tick's mean power by the counter, by the power reading, and that of the tick before by the latter."""
+        """Add a tick's mean power by the counter, by the power reading, and the power reading of the tick before."""
         change_w = before_w - power_w
         if abs(change_w) < MIN_CHANGE * max(power_w, before_w) or not change_w:
             return

@@ -1,4 +1,4 @@
-"""The variation of a device's power, in all and from tick to tick, of which errors are derived; pure."""
+"""The variation of a device's power, overall and from tick to tick; errors are derived from it. No I/O."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from operator import mul
 
 from effllm.energy.readings import NS
 
-#: The hidden variation of a tick that agrees with its neighbours, as a share of the usual one.
+#: The hidden variation of a tick with the same power as the adjacent ticks, relative to the usual one.
 CALM = 0.03
-#: `_slowness` of a wave of seven ticks; faster waves have more.
+#: `_slowness` of a wave of seven ticks; faster waves have larger values.
 MIN_FAST = 0.4
-#: The hidden variation in a tick of a fast wave, and its addition where power turns back in each tick.
+#: The hidden variation in a tick of a fast wave, and the addition if power alternates from tick to tick.
 FAST_HIDDEN, TURNING_HIDDEN = 0.5, 4.2
-#: Added to the changes of power between neighbouring readings: with k of them, a 95 % interval by Student's t with 2k
-#: degrees of freedom has about 1 + 1.5 / k times the variance.
+#: Allowance for missed changes of power between adjacent readings: with k changes, a 95 % interval by Student's t with
+#: 2k degrees of freedom has about 1 + 1.5 / k times the variance.
 MISSED_CHANGES = 1.5
 
 
 class PowerSpread:
-    """The variation of power, in all and from one reading to the next, with slowly decaying weights."""
+    """The variation of power, overall and from one reading to the next, with slowly decaying weights."""
 
     def __init__(self) -> None:
         self.mean_w = self._square_w2 = 0.0
         self._count = 0
         self._near: deque[float] = deque(maxlen=96)  # changes between readings at most a few ticks apart
-        self._near_w2 = 0.0  # mean of their squares
-        self._turns: deque[float] = deque(maxlen=96)  # products of two such changes, one after the other
+        self._near_w2 = 0.0  # mean square of these changes
+        self._turns: deque[float] = deque(maxlen=96)  # products of two consecutive changes
         self._last_change_w: float | None = None
         self._last: tuple[int, float] | None = None
         self._seen_s = self._seen_w2 = self._seen_w4 = 0.0
@@ -38,10 +38,10 @@ class PowerSpread:
         """Add a reading of power.
 
         Args:
-            time_ns: of the reading.
+            time_ns: time of the reading.
             power_w: the reading.
-            tick_s: of the sensor; 0 for a continuous one.
-            is_repeated: a held reading that was read before in this tick.
+            tick_s: the sensor's tick; 0 for a continuous sensor.
+            is_repeated: whether this held value was already read in the same tick.
         """
         self._count += 1
         weight = max(1 / self._count, 1 / 64)
@@ -54,7 +54,7 @@ class PowerSpread:
             self._last = (time_ns, power_w)
             return
         apart_s = (time_ns - self._last[0]) * NS
-        # Reads once a second find at least this much of the changes from tick to tick.
+        # A lower bound of the changes from tick to tick, also from reads once a second.
         keep = math.exp(-apart_s / 60)
         self._seen_s = keep * self._seen_s + apart_s
         self._seen_w2 = keep * self._seen_w2 + (power_w - self._last[1]) ** 2
@@ -84,13 +84,13 @@ class PowerSpread:
         return sorted(self._near)[len(self._near) // 4] + 0.05 if self._near else 0.05
 
     def unseen_w2(self, change_w: float) -> float:
-        """Return the variance of power within a tick that its neighbours do not show.
+        """Return the variance of power within a tick that the adjacent ticks do not show.
 
-        The more ticks differ from the one before, the likelier is more than one step in three of them; where changes
-        are all alike, power swings smoothly and none is hidden.
+        The more ticks differ from the last one, the more likely are several steps within three ticks.  If all changes
+        are of equal size, power varies smoothly and no step is hidden.
 
         Args:
-            change_w: the difference of this tick from its neighbours.
+            change_w: the difference of this tick from the adjacent ticks.
         """
         if not self._near:
             return self._square_w2 * 0.02
@@ -103,9 +103,9 @@ class PowerSpread:
         return hidden * min(max(change_w**2, CALM * change_w2), change_w2)
 
     def _turning(self) -> float:
-        """Return 0 where power keeps its direction, 1 where it turns back from each tick to the next.
+        """Return 0 if power keeps its direction, 1 if its changes alternate in sign from tick to tick.
 
-        Then it changes more than once in a tick, and a step or a parabola through three of them misses it.
+        Alternating power changes more than once in a tick, and a step or a parabola through three ticks misses it.
         """
         if not self._turns or self._near_w2 <= 0:
             return 0.0
@@ -113,31 +113,31 @@ class PowerSpread:
         return min(max((against - 0.1) / 0.9, 0.0), 1.0)
 
     def _roughness(self) -> float:
-        """Return 0 where changes from tick to tick are all alike, as of a slow wave, 1 where a few make it all."""
+        """Return 0 if all changes from tick to tick are of equal size (a slow wave), 1 if a few large ones dominate."""
         typical_w = math.sqrt(self._change_w2())
         return 1 - min(self.noise_w() / (0.45 * typical_w), 1.0) if typical_w > 0 else 0.0
 
     def _slowness(self) -> float:
-        """Return 0 where neighbouring readings agree, 1 where they are independent."""
+        """Return 0 if adjacent readings are equal, 1 if they are independent."""
         return min(self._change_w2() / (2 * self._square_w2), 1.0) if self._square_w2 > 0 else 1.0
 
     def fastness(self) -> float:
-        """Return 0 for waves of seven ticks and longer, 1 where the powers of consecutive ticks are independent.
+        """Return 0 for waves of seven ticks and longer, 1 if the powers of consecutive ticks are independent.
 
-        A level of less than about two ticks is in no tick's mean, so that no step between such levels is found.
+        A level shorter than about two ticks fills no whole tick, so no step between such levels can be found.
         """
         return max((self._slowness() - MIN_FAST) / (1 - MIN_FAST), 0.0)
 
     def alias_w2(self, duty: float) -> float:
-        """Return the variance of the mean over part of a tick against that over the whole."""
+        """Return the variance of the difference between the means over part of a tick and over the whole tick."""
         fast = self._slowness()
-        # Changes that are all alike are those of a slow wave, or of one that alternates from tick to tick.
+        # Changes of equal size come from a slow wave, or from one that alternates from tick to tick.
         unseen = max(self._roughness(), self.fastness())
         change_w2 = max(self._near_w2 + self._missed_w2(), self._change_w2())
         return (1 - duty) ** 2 * change_w2 * (0.1 + 0.56 * fast * fast) * unseen
 
     def _missed_w2(self) -> float:
-        """Return the addition to the mean square of changes for those that few readings may have missed."""
+        """Return the allowance in the mean square of changes for changes that few readings may have missed."""
         if not self._near or not self._seen_w2:
             return 0.0
         return MISSED_CHANGES * self._seen_w4 / self._seen_w2 / len(self._near)

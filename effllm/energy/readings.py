@@ -1,4 +1,4 @@
-"""The readings of one device as cumulative energy, with the method and the error of each step; pure."""
+"""The readings of one device as cumulative energy, with the method and the error of each step. No I/O."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NS = 1e-9
 class Step(NamedTuple):
     """The energy between two readings."""
 
-    method: str | None  # None: a hole
+    method: str | None  # None for a hole
     joules: float
     variance_j2: float
     is_estimated: bool
@@ -31,9 +31,9 @@ class Point(NamedTuple):
     time_ns: int
     total_j: float
     power_w: float | None
-    method: str | None  # of the step from the point before; None: a hole
+    method: str | None  # of the step from the previous point; None for a hole
     estimated: bool
-    variance_j2: float  # of that step
+    variance_j2: float  # of the same step
     holes_ns: int  # running total of time in holes
     estimated_j: float  # running total
     variances_j2: float  # running total
@@ -85,23 +85,23 @@ class Readings:
         )
 
     def remove_steps_after(self, time_ns: int) -> Point:
-        """Remove the readings after a time, so that one step can replace theirs; return the last one left."""
+        """Remove the readings after a time, so that one step can replace their steps; return the last remaining one."""
         while len(self._points) > 1 and self._points[-2].time_ns >= time_ns:
             self._points.pop()
         return self._points[-1]
 
     def forget_before(self, time_ns: int) -> None:
-        """Remove the readings that no span from a time on needs."""
+        """Remove the readings that spans after a time do not need."""
         while len(self._points) > 2 and self._points[1].time_ns <= time_ns:
             self._points.popleft()
 
     def fold(self, edges_ns: Collection[int], until_ns: int, margin_ns: int) -> None:
-        """Merge steps in which no later span begins or ends; running totals stay exact.
+        """Merge steps without a possible edge of a later span; running totals stay exact.
 
         Args:
             edges_ns: times at which a span may begin or end.
-            until_ns: from here on a span may begin or end at any time.
-            margin_ns: readings within this distance are kept.
+            until_ns: after this time a span may begin or end at any time.
+            margin_ns: readings within this distance of an edge are kept.
         """
         times = [point.time_ns for point in self._points]
         for run in runs_between(times, edges_ns, until_ns, margin_ns):
@@ -116,14 +116,14 @@ class Readings:
             self._points = deque([*points[: run.start + 1], step, *points[run.stop :]])
 
     def power_w(self, time_ns: int) -> float | None:
-        """Return the power of the nearest reading, of those before and after a time."""
+        """Return the power of the reading before or after a time, whichever is nearer and has one."""
         index = self.index_from(time_ns)
         near = [self._points[i] for i in (index - 1, index) if 0 <= i < len(self._points)]
         known = [point for point in near if point.power_w is not None]
         return min(known, key=lambda point: abs(point.time_ns - time_ns)).power_w if known else None
 
     def mean_w(self, index: int, tick_s: float) -> float:
-        """Return the mean power around a step, over two ticks at least: within one a counter jumps or is constant."""
+        """Return the mean power around a step, over at least two ticks: within one a counter jumps or is constant."""
         first = second = index
         tick_ns = tick_s / NS
         while first > 0 and (first == second or self._points[index].time_ns - self._points[first].time_ns < tick_ns):
@@ -168,14 +168,14 @@ class Readings:
 
 
 def runs_between(times_ns: Sequence[int], edges_ns: Collection[int], until_ns: int, margin_ns: int) -> Iterator[range]:
-    """Yield the runs of at least three times that are further than a margin from every edge, as their indices.
+    """Yield the index ranges of at least three consecutive times that are further than a margin from every edge.
 
-    The last run comes first, so that removals from it do not move the others.
+    The last range comes first, so that removals from it do not shift the others.
 
     Args:
-        times_ns: in order.
-        edges_ns: times that no run contains.
-        until_ns: the end of the runs, before subtraction of the margin.
+        times_ns: times in ascending order.
+        edges_ns: times that no range contains.
+        until_ns: the end of the ranges, before subtraction of the margin.
         margin_ns: minimal distance from edges.
     """
     bounds = sorted({min(edge_ns, until_ns) for edge_ns in edges_ns} | {until_ns})

@@ -1,4 +1,4 @@
-"""The times of one device's readings, by the ticks and the lag of its sensor, and the times of the next reads; pure."""
+"""The times of a device's readings, corrected for the sensor's ticks and lag, and of its next reads. No I/O."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from effllm.energy.readings import NS, Readings
 from effllm.energy.tick_clock import TickClock
 from effllm.records.rank import AVERAGE, COUNTER, Device, Sensor
 
-#: The shortest tick that is tracked by a clock; RAPL's millisecond is not.
+#: The shortest tick that a clock tracks; RAPL's millisecond is too short.
 MIN_TICK_S = 0.005
-#: The largest relative error of a tick from which times can be derived.
+#: The largest relative error of a tick with which tick times can be derived.
 MAX_OPEN = 0.1
-#: Readings nearer than this to an edge are kept unmerged.
+#: Readings closer to an edge are not merged.
 MIN_MARGIN_NS = 10_000_000_000
-#: A phase with a larger error than this is measured by one more reading at each edge.
+#: A phase with a larger error is measured by one more reading at each edge.
 WIDE_NS = 100_000.0
-#: Readings with at least this distance, as a share of a tick, are of two ticks.
+#: Readings with at least this distance, in ticks, belong to different ticks.
 SURE_TICK = 0.98
 
 
@@ -25,35 +25,35 @@ class SensorTiming:
     """The ticks and the lag of a device's sensor, refined by the readings of this run.
 
     Args:
-        device: with its sensor and method.
-        readings: of that device.
+        device: the device with its sensor and method.
+        readings: the device's readings.
     """
 
     def __init__(self, device: Device, readings: Readings) -> None:
         self._device, self._readings = device, readings
         self.method = device.energy_method
         self._fresh_ns = 0  # the last reading of power that was not repeated ...
-        self._held_ns: float | None = None  # ... and its tick, where known
+        self._held_ns: float | None = None  # ... and its tick, if known
         self._take(device.sensor)
 
     def _take(self, sensor: Sensor) -> None:
-        self.sensor = self._known = sensor  # with, and without the lag by this run
+        self.sensor = self._known = sensor  # `sensor` later gets the lag found in this run
         self._lag = LagEvidence() if measures_whole_tick(self._device) else None
         self.clock = _clock_of(sensor)
 
     def calibrate(self, sensor: Sensor) -> None:
-        """Set a calibrated sensor, and learn its ticks from the readings so far."""
+        """Set a calibrated sensor, and estimate its ticks from the readings so far."""
         self._take(sensor)
         previous = None
         for point in self._readings:
             if previous is not None and point.method == COUNTER:
-                self.learn_tick(previous.time_ns, point.time_ns, has_moved=point.total_j > previous.total_j)
+                self.add_tick_bounds(previous.time_ns, point.time_ns, has_moved=point.total_j > previous.total_j)
             previous = point
 
-    def learn_tick(self, before_ns: int, time_ns: int, *, has_moved: bool) -> None:
+    def add_tick_bounds(self, before_ns: int, time_ns: int, *, has_moved: bool) -> None:
         if self.clock is not None:
-            learn = self.clock.moved if has_moved else self.clock.did_not_move
-            learn(before_ns, time_ns)
+            add = self.clock.moved if has_moved else self.clock.did_not_move
+            add(before_ns, time_ns)
 
     @property
     def is_contradicted(self) -> bool:
@@ -61,7 +61,7 @@ class SensorTiming:
         return self.clock is not None and self.clock.is_contradicted
 
     def is_repeated(self, time_ns: int) -> bool:
-        """Return whether a held power reading was or may have been read before: it is no evidence of changes."""
+        """Return whether a held power reading was or may have been read before; it then shows no change of power."""
         if not self.sensor.is_held or self.clock is None:
             return False
         shown_ns, tick_ns = time_ns + self.sensor.lag_s / NS, self.clock.tick_ns
@@ -79,12 +79,12 @@ class SensorTiming:
     # --- the lag ---
 
     def expect_lag(self, kept_s: float) -> None:
-        """Set the lag by an earlier run; it is used after the readings of this run confirm it."""
+        """Set the lag found in an earlier run; it is used after the readings of this run confirm it."""
         if self._lag is not None:
             self._lag = LagEvidence(kept_s)
 
     def found_lag_s(self) -> float | None:
-        """Return the lag by the readings of this run, to `SAME_S`; ``None`` where they do not show it."""
+        """Return the lag found in this run with an error of at most `SAME_S`; ``None`` if it was not found."""
         is_found = self._is_lag_open and self._lag is not None and self._lag.is_shown
         return self.sensor.lag_s if is_found and self.sensor.lag_error_s <= SAME_S else None
 
@@ -95,15 +95,15 @@ class SensorTiming:
         is_alike = known.is_held and known.duty == 1.0 and not known.lag_s
         return self._lag is not None and is_alike and known.lag_error_s >= MIN_ERROR_S
 
-    def learn_lag(self, time_ns: int) -> None:
-        """Update the counter's lag by the readings around a time; new readings may also contradict it."""
+    def update_lag(self, time_ns: int) -> None:
+        """Update the counter's lag from the readings around a time; new readings may also contradict it."""
         if self._lag is None or not self._is_lag_open or self.clock is None:
             return
         if (last := self.clock.before(time_ns)) is None:
             return
         tick_s, open_s = self.clock.tick_ns * NS, (last[1] + self.clock.spread_ns) * NS + self._known.call_s / 2
         low = self._readings.index_from(round(last[0] - self.clock.tick_ns))
-        self._lag.learn(
+        self._lag.add_reads(
             [
                 TickRead((point.time_ns - last[0]) * NS, point.total_j, point.power_w)
                 for point in self._readings.from_index(max(low, 1))
@@ -125,13 +125,13 @@ class SensorTiming:
         return round((self.sensor.average_s / 2 if self.method == AVERAGE else self.sensor.lag_s) / NS)
 
     def shift_s2(self, time_ns: int) -> float:
-        """Return the variance of the times of readings, by current knowledge."""
+        """Return the variance of the times of readings, from the current errors of lag and phase."""
         last = self.clock.before(time_ns) if self.clock is not None else None
         phase_s = last[1] * NS if last is not None else 0.0
         return (self.sensor.lag_error_s**2 + phase_s**2) / 3
 
     def reach_ns(self, max_gap_ns: int) -> int:
-        """Return how long the power of a reading holds: until the sensor's next update, or the next reading."""
+        """Return the time for which a power reading is valid: until the sensor's next update, or the next reading."""
         if self.method == COUNTER:
             return 0
         next_ns = max_gap_ns // 5 if self._device.only_power else 0
@@ -139,14 +139,14 @@ class SensorTiming:
 
     @property
     def margin_ns(self) -> int:
-        """The distance within which readings may show the energy at a time."""
+        """The maximal distance of readings that may affect the energy at a time."""
         sensor = self.sensor
         return max(round((6 * sensor.tick_s + sensor.lag_s + sensor.average_s) / NS), MIN_MARGIN_NS)
 
     # --- when to read ---
 
     def reads_for(self, edge_ns: int) -> list[int]:
-        """Return the times of reads for the energy at an edge: at and after it, in order."""
+        """Return the times of the reads for the energy at an edge: at and after the edge, in order."""
         if self.clock is None or self.method != COUNTER:
             return [edge_ns, edge_ns + late_ns] if (late_ns := self._late_ns()) else [edge_ns]
         shown_ns = edge_ns + max(round(self.sensor.lag_s / NS), 0)  # when the counter will show it
@@ -157,13 +157,13 @@ class SensorTiming:
         next_ns, half_ns = last[0] + tick_ns, last[1]
         reads = [shown_ns, round(next_ns + tick_ns / 4), round(next_ns + 1.25 * tick_ns)]
         if half_ns > WIDE_NS and next_ns - shown_ns > half_ns:
-            reads.insert(1, round(next_ns))  # which halves the error of the phase
+            reads.insert(1, round(next_ns))  # halves the error of the phase
         if self._lag is not None and self._is_lag_open:
             probe_s = self._lag.probe_s(tick_ns * NS, (half_ns + self.clock.spread_ns) * NS)
             if probe_s is not None:  # between the last two
                 since_ns = probe_s / NS
                 reads.insert(-1, round(next_ns + (since_ns if since_ns > tick_ns / 4 else tick_ns + since_ns)))
-        if shown_ns > edge_ns:  # the tick before, which is not over yet
+        if shown_ns > edge_ns:  # one more read in the tick before
             reads.insert(0, max(edge_ns, shown_ns - round(tick_ns)))
         return reads
 
@@ -178,7 +178,7 @@ class SensorTiming:
         return newest_ns >= (edge_ns + 2 * tick_ns if last is None else last[0] + 2.05 * tick_ns + last[1])
 
     def _late_ns(self) -> int:
-        """Return the delay after an edge until a reading shows it, where no ticks are known and waiting is useful."""
+        """Return the delay until readings show an edge, for sensors without known ticks; 0 if a wait is not useful."""
         late_ns = self.shift_ns()
         return late_ns if late_ns >= MIN_TICK_S / NS else 0
 

@@ -1,8 +1,8 @@
-"""The times at which an energy counter moves, learnt from reads before and after them; pure.
+"""The times at which an energy counter moves, estimated from the reads before and after each move. No I/O.
 
-A GPU's counter moves about every 100 ms, at unannounced times.  Each pair of reads between which it moved
-bounds one of them; all bounds together leave an interval for the phase and one for the period, which every
-further pair narrows: the estimate is the set of all clocks that explain the reads.
+A GPU's counter moves about every 100 ms, at unannounced times.  A pair of reads with different values bounds the
+time of one move.  All bounds together give an interval for the phase and one for the period, and every further pair
+narrows them: the estimate is the set of all clocks that explain the reads.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import math
 
 #: The assumed jitter of ticks after reads have contradicted each other.
 MIN_JITTER_NS = 100_000.0
-#: The longest time over which the period is measured: clocks drift with temperature.
+#: The longest time over which the period is measured, since clocks drift with temperature.
 LEVER_NS = 300e9
-#: A contradiction of reads by this share of the tick means another tick.
+#: Reads that contradict each other by this share of the tick show that the tick is wrong.
 CONTRADICTED = 0.05
 
 
@@ -22,7 +22,7 @@ class TickClock:
 
     Args:
         tick_s: period, as calibrated.
-        tick_error_s: half-width of its error.
+        tick_error_s: half-width of the period's error.
     """
 
     def __init__(self, tick_s: float, tick_error_s: float) -> None:
@@ -30,9 +30,9 @@ class TickClock:
         self._min_ns, self._max_ns = self._nominal
         self._low_ns = self._high_ns = math.nan  # bounds of the reference tick; nan before the first
         self._jitter_ns = MIN_JITTER_NS
-        self._old: list[tuple[float, float, int]] = []  # earlier references, and their age in ticks: a long lever
+        self._old: list[tuple[float, float, int]] = []  # earlier references with their age in ticks, for the period
         self.conflicts = 0
-        self._contradicted_ns = 0  # time of the last of them
+        self._contradicted_ns = 0  # time of the last conflict
         self._read_ns = self._still_ns = -1  # the last read, and the first with the same value
 
     @property
@@ -51,7 +51,7 @@ class TickClock:
 
     def moved(self, after_ns: int, until_ns: int) -> None:
         self._still_ns = self._read_ns = until_ns
-        if until_ns - after_ns < 0.9 * self._min_ns:  # else it may have moved twice
+        if until_ns - after_ns < 0.9 * self._min_ns:  # otherwise there may have been two moves
             self._narrow(after_ns, until_ns)
 
     def did_not_move(self, after_ns: int, until_ns: int) -> None:
@@ -64,15 +64,15 @@ class TickClock:
         low_ns, high_ns = predicted[0] - predicted[1], predicted[0] + predicted[1]
         early_ns, late_ns = low_ns - self._still_ns, until_ns - high_ns
         if early_ns <= self.spread_ns:
-            return  # it may have come before the first of these reads
-        if late_ns > self.spread_ns:  # it was due and did not come
+            return  # the tick may have been before the first of these reads
+        if late_ns > self.spread_ns:  # a tick was due and the counter did not move
             self._contradict(min(early_ns, late_ns), until_ns)
             self._restart(math.nan, math.nan)
-        elif until_ns >= low_ns:  # it is due later than now
+        elif until_ns >= low_ns:  # the tick comes after this read
             self._narrow(until_ns, round(high_ns + self._jitter_ns) + 1)
 
     def before(self, time_ns: float) -> tuple[float, float] | None:
-        """Return the last tick at or before a time, as (middle, half-width) in ns; ``None`` while not locked."""
+        """Return the last tick at or before a time, as (middle, half-width) in ns; ``None`` if it is too uncertain."""
         if math.isnan(self._low_ns):
             return None
         count = math.floor((time_ns - self.reference_ns) / self.tick_ns)
@@ -82,7 +82,7 @@ class TickClock:
         return self.reference_ns + count * self.tick_ns, half_ns
 
     def certain_before(self, time_ns: float) -> tuple[float, float] | None:
-        """Return the last tick before a time, as `before`, if the time is outside of all ticks' bounds."""
+        """Return the same as `before` if the time is outside of the bounds of all ticks, else ``None``."""
         last = self.before(time_ns)
         if last is None:
             return None
@@ -95,7 +95,7 @@ class TickClock:
         return self._jitter_ns if self.conflicts else 0.0
 
     def _narrow(self, after_ns: int, until_ns: int) -> None:
-        if until_ns - self._contradicted_ns > LEVER_NS:  # a counter that was frozen for a while does not jitter
+        if until_ns - self._contradicted_ns > LEVER_NS:  # the jitter is reduced again: the counter may have been frozen
             self._jitter_ns = max(self._jitter_ns / 2, MIN_JITTER_NS)
             self._contradicted_ns = until_ns
         low_ns, high_ns = after_ns - self.spread_ns, until_ns + self.spread_ns
@@ -104,23 +104,23 @@ class TickClock:
             return
         nearest = math.floor(((after_ns + until_ns) / 2 - self.reference_ns) / self.tick_ns)
         first, second = self._due(max(nearest, 0)), self._due(max(nearest, 0) + 1)
-        if first[1] - first[0] > self.tick_ns / 2:  # too long ago
+        if first[1] - first[0] > self.tick_ns / 2:  # the reference is too old
             self._restart(low_ns, high_ns)
             return
         meets = [(max(low, low_ns), min(high, high_ns), count) for low, high, count in (first, second)]
         gaps_ns = [low - high for low, high, _ in meets]
         if max(gaps_ns) < 0:
-            return  # it may be either of them
+            return  # either tick is possible
         if min(gaps_ns) >= 0:
             self._contradict(min(gaps_ns), until_ns)
             self._restart(after_ns - self._jitter_ns, until_ns + self._jitter_ns)
             return
         self._low_ns, self._high_ns, count = meets[gaps_ns.index(min(gaps_ns))]
-        self._learn_period(count)
-        self._remember()
+        self._bound_period(count)
+        self._keep_reference()
 
     def _contradict(self, by_ns: float, time_ns: int) -> None:
-        """Record that a tick was at least this much earlier or later than its bounds."""
+        """Record a tick that was at least ``by_ns`` outside of its bounds."""
         self.conflicts += 1
         self._jitter_ns = min(self._jitter_ns + max(by_ns, self._jitter_ns), self.tick_ns)
         self._contradicted_ns = time_ns
@@ -128,8 +128,8 @@ class TickClock:
     def _due(self, count: int) -> tuple[float, float, int]:
         return self._low_ns + count * self._min_ns, self._high_ns + count * self._max_ns, count
 
-    def _learn_period(self, count: int) -> None:
-        """Bound the period by the kept references alone: clocks drift."""
+    def _bound_period(self, count: int) -> None:
+        """Bound the period by the kept references only, since clocks drift."""
         self._old = [(low, high, ago + count) for low, high, ago in self._old]
         self._min_ns, self._max_ns = self._nominal
         for low, high, ago in self._old:
@@ -137,8 +137,8 @@ class TickClock:
                 self._min_ns = max(self._min_ns, min((self._low_ns - high) / ago, self._max_ns))
                 self._max_ns = min(self._max_ns, max((self._high_ns - low) / ago, self._min_ns))
 
-    def _remember(self) -> None:
-        """Keep a reference of some minutes ago: the older, the more exact is the period."""
+    def _keep_reference(self) -> None:
+        """Keep references of the last minutes: the older the reference, the more exact the period."""
         if not self._old or self._old[-1][2] * self.tick_ns > LEVER_NS / 2:
             self._old.append((self._low_ns, self._high_ns, 0))
         if self._old[0][2] * self.tick_ns > LEVER_NS and len(self._old) > 1:
@@ -149,4 +149,4 @@ class TickClock:
         self._min_ns, self._max_ns = self._nominal
         self._old = []
         if not math.isnan(low_ns):
-            self._remember()
+            self._keep_reference()

@@ -1,4 +1,4 @@
-"""The energy within a tick of a counter, and the beat of ticks with iterations; pure."""
+"""The energy within a tick of a counter, and the beat of ticks with iterations. No I/O."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 from effllm.energy.power_spread import PowerSpread
 
-#: A change of power is a step if it is this many times the usual change from tick to tick.
+#: A change of power is a step if it exceeds the usual change from tick to tick by this factor.
 STEP = 8.0
-#: The error of a parabola for a wave, as a share of its bend (a sine of ten ticks: 0.016; others more).
+#: The error of a parabola for a wave, relative to its bend (a sine of ten ticks: 0.016; others larger).
 BEND = 0.04
 #: Harmonics of the tick at which the phases of iterations are added up.
 HARMONICS = (1, 2, 3)
@@ -19,10 +19,10 @@ HARMONICS = (1, 2, 3)
 def in_tick(
     since_s: float, tick_s: float, joules: float, before_w: float | None, after_w: float | None, powers: PowerSpread
 ) -> tuple[float, float, float]:
-    """Split the energy of one tick at a time in it: return the energy before it, the variance, and the power there.
+    """Split the energy of one tick at a time: return the energy before that time, its variance, and the power there.
 
-    Power of training changes in steps.  With the power of the ticks before and after, the tick's energy gives the time
-    of one step; where no single step fits, or power swings smoothly, the energy is taken as spread over the tick.
+    Power of training changes in steps.  The tick's energy and the power of the ticks before and after give the time
+    of one step.  If no single step fits, or power varies smoothly, the energy is distributed over the tick.
     """
     mean_w = joules / tick_s
     rest_s = tick_s - since_s
@@ -32,7 +32,7 @@ def in_tick(
     rise_w = after_w - before_w
     low_w, high_w = min(before_w, after_w), max(before_w, after_w)
     noise_w = powers.noise_w()
-    # Power that bends smoothly: the parabola with these means over the three ticks.
+    # For smooth power: the parabola with these means over the three ticks.
     x = since_s / tick_s
     slope_w, bend_w = mean_w - before_w, (before_w + after_w - 2 * mean_w) / 2
     start_w = mean_w - slope_w / 2 - bend_w / 3
@@ -44,18 +44,18 @@ def in_tick(
         step_j = before_w * min(since_s, step_s) + after_w * max(since_s - step_s, 0.0)
         return step_j, unseen_j2, before_w if since_s < step_s else after_w
     outside_w = max(mean_w - high_w, low_w - mean_w, 0.0)
-    if outside_w > 3 * noise_w:  # a short peak at an unknown time within the tick
+    if outside_w > 3 * noise_w:  # a short peak, at an unknown time within the tick
         excess_j = joules - (before_w + after_w) / 2 * tick_s
         return flat_j, excess_j**2 * x * (1 - x) * 0.35 + unseen_j2, mean_w
     return smooth_j, unseen_j2 + (BEND * bend_w * tick_s) ** 2, mean_w
 
 
 def beat(step_s: float, deviation_s: float, tick_s: float, span_s: float) -> float:
-    """Return the variance of the aliasing error of a span relative to that of independent ticks.
+    """Return the variance of a span's aliasing error, relative to the variance for independent ticks.
 
-    Iterations that take a multiple of the tick meet the sensor at the same phase each time, and their
-    errors add up instead of averaging out.  The phases of N iterations enter as the power of their
-    Fourier sums at the first harmonics of the tick, those of a step function.
+    Iterations with a duration of a multiple of the tick have the same phase each time, and their errors add up
+    instead of averaging out.  The phases of N iterations enter as the power of their Fourier sums at the first
+    harmonics of the tick, weighted as for a step function.
 
     Args:
         step_s: iteration time.
@@ -70,10 +70,10 @@ def beat(step_s: float, deviation_s: float, tick_s: float, span_s: float) -> flo
 
 
 def beat_of(durations_s: Sequence[float], tick_s: float, count: int) -> float:
-    """Return the same as `beat`, over ``count`` iterations like these, for any distribution of their lengths.
+    """Return the same as `beat`, for ``count`` iterations with the distribution of these durations.
 
     Args:
-        durations_s: of consecutive iterations; at least one.
+        durations_s: durations of consecutive iterations; at least one.
         tick_s: the sensor's period.
         count: number of iterations in the span.
     """
@@ -84,11 +84,11 @@ def beat_of(durations_s: Sequence[float], tick_s: float, count: int) -> float:
 
 
 def _inflation(phases: Sequence[complex], count: float) -> float:
-    """Return the power of the Fourier sums of iterations' phases, one iteration's being 1.
+    """Return the power of the Fourier sums of the iterations' phases, relative to one iteration.
 
     Args:
-        phases: mean turn of the phase from one iteration to the next, at each harmonic.
-        count: iterations.
+        phases: mean phase factor from one iteration to the next, at each harmonic.
+        count: number of iterations.
     """
     if count < 1.5:
         return 1.0

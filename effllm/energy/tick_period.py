@@ -1,4 +1,4 @@
-"""The period at which a counter or a power reading changes, from dense reads of a device; pure."""
+"""The period at which a counter or a power reading changes, from dense reads of a device. No I/O."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from itertools import pairwise
 
 from effllm.records.rank import Sample
 
-#: Changes that are needed to find a period.
+#: Minimal number of changes from which a period is derived.
 MIN_MOVES = 4
-#: A counter that moved between almost all reads is continuous, if the reads were at most this far apart.
+#: A counter that moved between almost all reads is continuous, if the distance of the reads is at most this.
 DENSE_S = 0.006
-#: Changes of the power reading that are needed to find whether it is held, against the table.
+#: Minimal number of changes of the power reading that show whether it is held; with fewer the table is used.
 MIN_CHANGES = 8
-#: No power reading of a GPU is held for longer; slower changes are those of the load.
+#: No power reading of a GPU is held for longer; slower changes come from the load.
 MAX_POWER_TICK_S = 0.12
 
 
 def tick_of(readings: Sequence[tuple[int, float]]) -> tuple[float, float] | None:
-    """Return the period of a counter and the half-width of its error, from dense readings.
+    """Return the period of a counter and the half-width of its error, from dense readings; ``None`` if not found.
 
-    Every move is between two reads; the period explains all of them.  A counter that moved between almost all
-    reads is continuous: its tick is 0.  ``None``: the reads do not show it.
+    Each move is bounded by two reads, and the period must explain all moves.  A counter that moved between almost
+    all reads is continuous and has the period 0.
 
     Args:
-        readings: monotonic time in ns and joules.
+        readings: monotonic times in ns, and joules.
     """
     reads = [(first[0], second[0], first[1] != second[1]) for first, second in pairwise(readings)]
     moves = [(after, until) for after, until, has_moved in reads if has_moved]
@@ -46,13 +46,13 @@ def tick_of(readings: Sequence[tuple[int, float]]) -> tuple[float, float] | None
             for ticks, (after, until) in enumerate(run[i + 1 :], 1):
                 shortest = max(shortest, (after - before) / ticks)
                 longest = min(longest, (until - since) / ticks)
-    if shortest > longest:  # the jitter is larger than the distance of reads
+    if shortest > longest:  # the jitter is larger than the distance between reads
         return period / 1e9, max((shortest - longest) / 2, 0.002 * period) / 1e9
     return (shortest + longest) / 2e9, max((longest - shortest) / 2e9, 1e-7)
 
 
 def _runs(reads: Sequence[tuple[int, int, bool]], max_ns: float) -> list[list[tuple[int, int]]]:
-    """Return the moves of each period without a delayed read, so that each is a tick after the one before."""
+    """Return the moves, divided at delayed reads, so that consecutive moves of a part are one tick apart."""
     runs: list[list[tuple[int, int]]] = [[]]
     for after, until, has_moved in reads:
         if until - after > max_ns:  # it may have moved more than once
@@ -63,9 +63,9 @@ def _runs(reads: Sequence[tuple[int, int, bool]], max_ns: float) -> list[list[tu
 
 
 def is_held(samples: Sequence[Sample]) -> bool | None:
-    """Whether the power reading changes only with the counter, as of a sensor that measures once per tick.
+    """Whether the power reading changes only with the counter, as with a sensor that measures once per tick.
 
-    ``None``: it changed too rarely.
+    ``None`` if it changed too rarely.
     """
     pairs = [
         (first, second)
@@ -80,10 +80,10 @@ def is_held(samples: Sequence[Sample]) -> bool | None:
 
 
 def tick_of_means(readings: Sequence[tuple[int, float]]) -> float | None:
-    """Return the seconds for which rarely changing means are held, or ``None``.
+    """Return the seconds for which rarely changing means are held, or ``None`` if not found.
 
-    A load that switches between two levels shows as three readings or more, each held for a tick, because the tick in
-    which it switched is a mean of both.
+    A load that switches between two levels gives at least three different readings, each held for a tick: the reading
+    of the tick with the switch is a mean of both levels.
     """
     moves = [(first[0] + second[0]) / 2e9 for first, second in pairwise(readings) if first[1] != second[1]]
     if len(moves) < MIN_MOVES or len({power_w for _, power_w in readings}) < 3:
