@@ -8,7 +8,7 @@ from effllm.agent.measuring import Measuring
 from effllm.agent.trainer import Trainer
 from effllm.job.health.clock import Offset
 from effllm.job.health.hang import WAITING
-from effllm.records.facts import to_document
+from effllm.records.facts import RankFacts, to_document
 from effllm.records.rank import MARKED_PHASES, ParameterCount
 from effllm.records.ring import BETWEEN, PHASE_STATE, STARTUP, STATE_NAMES
 from effllm.records.wire import Heartbeat, Hello
@@ -17,6 +17,7 @@ from effllm.records.wire import Heartbeat, Hello
 def hello(trainer: Trainer, measuring: Measuring) -> Hello:
     """Return the introduction of a rank, with all that is known of it by now."""
     facts = trainer.facts
+    of_run = facts if trainer.rank == 0 else RankFacts()
     return Hello(
         job=facts.job,
         agent=trainer.agent,
@@ -32,7 +33,7 @@ def hello(trainer: Trainer, measuring: Measuring) -> Hello:
         offset=facts.first_iteration,
         total_iterations=facts.total_iterations,
         flops_per_token=facts.flops_per_token,
-        facts=dict(facts.run) if trainer.rank == 0 else {},
+        facts=dict(of_run.run),
         version=__version__,
         hardware_flops_per_token=facts.hardware_flops_per_token,
         is_numbered=facts.is_numbered,
@@ -40,6 +41,9 @@ def hello(trainer: Trainer, measuring: Measuring) -> Hello:
         replica=facts.replica,
         time_s=measuring.time_s(),
         start_time_s=measuring.start_time_s,
+        style=of_run.style,
+        evaluation_in_iterations=of_run.evaluation_in_iterations,
+        iterations_not_measured=of_run.iterations_not_measured,
     )
 
 

@@ -76,13 +76,12 @@ class Rounds:
         self._share = {"total": 0, "trainable": 0}
         facts = {
             "iteration_start": "the end of the optimizer step before, less what torch's DataLoader took",
-            "iterations_not_measured": 1,
-            "evaluation_in_iterations": True,
             **({"parameters_from": "optimizer"} if declares_parameters else {}),
         }
         # An earlier call of the loop may have set the first iteration; 1 is our assumption.
         first = None if collector.is_collecting else 1
-        if self._steps.begin(first_iteration=first, facts=facts, is_numbered=first is None):
+        declared = {"iterations_not_measured": 1, "evaluation_in_iterations": True}
+        if self._steps.begin(first_iteration=first, facts=facts, is_numbered=first is None, declared=declared):
             self._watch_cells()
 
     def _watch_cells(self) -> None:

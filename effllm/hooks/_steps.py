@@ -70,10 +70,12 @@ class Steps:
         hardware_flops_per_token: float | None = None,
         facts: Mapping[str, Any] | None = None,
         is_numbered: bool = True,
+        declared: Mapping[str, Any] | None = None,
     ) -> bool:
         """Claim the count and start the metrics of this rank; ``False`` where another counts, or metrics are off.
 
-        The arguments are those of `initialize_efficientllm_metrics`; what was declared before stays.
+        The arguments are those of `initialize_efficientllm_metrics`, and ``declared``: other fields of `RankFacts`.
+        What was declared before stays.
         """
         if not self.claim():
             return False
@@ -82,6 +84,7 @@ class Steps:
             parameters = parameter_share = None
         if not collector.is_collecting:  # an earlier training in this process may have left its own
             collector.declared.forget_training()
+        collector.declared.set(style=self.style, **(declared or {}))
         initialize_efficientllm_metrics(
             parameters,
             parameter_share=parameter_share,
@@ -90,7 +93,7 @@ class Steps:
             total_iterations=total_iterations,
             flops_per_token=flops_per_token,
             hardware_flops_per_token=hardware_flops_per_token,
-            facts={"style": self.style, "framework": self.name, **(facts or {})},
+            facts={"framework": self.name, **(facts or {})},
             place=place(),
         )
         if parameters is not None or parameter_share is not None:

@@ -117,17 +117,17 @@ class JobFacts:
     @cached_property
     def style(self) -> str:
         """What an iteration is called in this job."""
-        return "Step" if any(h.facts.get("style") == "Step" for h in self._hellos.values()) else "Iteration"
+        return "Step" if any(hello.style == "Step" for hello in self._hellos.values()) else "Iteration"
 
     @cached_property
     def evaluation_is_in_iterations(self) -> bool:
         """Whether a hook sees iterations from one step to the next, whatever else the loop does between."""
-        return any(hello.facts.get("evaluation_in_iterations") for hello in self._hellos.values())
+        return any(hello.evaluation_in_iterations for hello in self._hellos.values())
 
     @cached_property
     def begins_with_a_step(self) -> bool:
         """Whether the metrics began when an optimizer had stepped, and nothing of that iteration is in them."""
-        return any(hello.facts.get("iterations_not_measured") for hello in self._hellos.values())
+        return any(hello.iterations_not_measured for hello in self._hellos.values())
 
     @cached_property
     def is_simulated(self) -> bool:

@@ -53,7 +53,10 @@ class RankFacts:
     recorder_pair_s: float | None = None  # cost of one call at the start and one at the end of an iteration
     # Declared by the training script and the hooks.
     parameters: DeclaredParameters = DeclaredParameters()
-    run: Mapping[str, Fact] = field(default_factory=dict)  # facts of the run, for run.json
+    run: Mapping[str, Fact] = field(default_factory=dict)  # the caller's own facts of the run, for run.json alone
+    style: str = ""  # Step where the console calls an iteration so
+    evaluation_in_iterations: bool = False  # iterations last from one step to the next, whatever lies between
+    iterations_not_measured: int = 0  # that had ended when the metrics began
     first_iteration: int = 0  # iterations completed by earlier attempts of the job
     is_numbered: bool = False  # whether first_iteration was given, not assumed
     total_iterations: int | None = None

@@ -49,6 +49,9 @@ class Hello(Struct, frozen=True, array_like=True, tag=1):
     is_numbered: bool = False  # the loop or a hook has given the number of the first iteration
     time_s: Number | None = None  # time of sending, on the clock of its reports
     start_time_s: Number | None = None  # start of its first report, on the same clock
+    style: Word = ""  # these three as in `RankFacts`, from rank 0 alone like `facts`
+    evaluation_in_iterations: bool = False
+    iterations_not_measured: Count = 0
 
 
 class Reports(Struct, frozen=True, array_like=True, tag=2, gc=False):

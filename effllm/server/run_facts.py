@@ -12,6 +12,8 @@ from effllm.records.orders import Orders
 from effllm.records.wire import Hello
 from effllm.store.provenance import Git, gather
 
+#: The fields of HELLO that are facts of the run by the same names.
+OF_LOOP = ("style", "evaluation_in_iterations", "iterations_not_measured")
 MAX_FACTS = 1000  # of a run; rank 0 sends about twenty
 MAX_FACTS_BYTES = 256 * 1024  # of what ranks send as facts of the run
 
@@ -62,11 +64,12 @@ class RunFacts:
             "devices": [msgspec.to_builtins(device) for device in hello.devices],
         }
         is_changed = ranks.get(str(hello.rank)) != entry
-        new = [name for name in hello.facts if name not in self.values] if self._num_bytes < MAX_FACTS_BYTES else []
+        facts = hello.facts | {name: value for name in OF_LOOP if (value := getattr(hello, name))}
+        new = [name for name in facts if name not in self.values] if self._num_bytes < MAX_FACTS_BYTES else []
         for name in new[: max(MAX_FACTS - len(self.values), 0)]:
-            self._num_bytes += len(name) + len(msgspec.json.encode(hello.facts[name]))
+            self._num_bytes += len(name) + len(msgspec.json.encode(facts[name]))
             if self._num_bytes <= MAX_FACTS_BYTES:
-                self.values[name], is_changed = hello.facts[name], True
+                self.values[name], is_changed = facts[name], True
         ranks[str(hello.rank)] = entry
         self.values["world_size"] = hello.world_size
         self.has_new_rank = self.has_new_rank or is_new

@@ -153,8 +153,8 @@ class MetricsCollector:
 
     def record_step_start(self) -> None:
         """Stamp the start of a step: `record_iteration_start` by LLaMA-Factory's name."""
-        if "style" not in self.declared.facts.run:
-            self.declared.learn_run({"style": "Step"})
+        if not self.declared.facts.style:
+            self.declared.learn(style="Step")
         self.record_iteration_start()
 
     def record_step_end(self, tokens_processed: int | None = None, samples_processed: int | None = None) -> None:

@@ -67,16 +67,13 @@ class Declared:
             hardware_flops_per_token=None,
             first_iteration=0,
             is_numbered=False,
-            run=_without(self.facts.run, "evaluation_in_iterations", "iterations_not_measured"),
+            evaluation_in_iterations=False,
+            iterations_not_measured=0,
         )
 
     def forget_requests(self) -> None:
         """Remove what a process that infers has declared, before it trains."""
-        self.set(run=_without(self.facts.run, "framework"), gpus=())
-
-
-def _without(run: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    return {name: value for name, value in run.items() if name not in names}
+        self.set(run={name: value for name, value in self.facts.run.items() if name != "framework"}, gpus=())
 
 
 _SHARES = ("total", "trainable", "active")

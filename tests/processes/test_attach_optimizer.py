@@ -48,6 +48,9 @@ def test_iterations_of_an_unmodified_loop_are_counted(launch):
     assert (summary.iterations, summary.parameters, summary.status) == (11, 36, "completed")
     assert job.ledger.facts["framework"] == "torch"
     assert job.ledger.facts["parameters_from"] == "optimizer"
+    assert job.ledger.facts["style"] == "Iteration"
+    assert job.ledger.facts["iterations_not_measured"] == 1
+    assert job.ledger.facts["evaluation_in_iterations"] is True
     assert summary.tokens is None
     assert [line for line in summary.not_measured if line.startswith("first iteration: ")]
     assert job.our_errors == []

@@ -706,7 +706,7 @@ def test_no_slowest_rank_without_own_step_times():
 
 
 def test_report_states_simulation_style_and_power_scope():
-    job = Job(1).join(devices=(gpu(simulated=True),), facts={"style": "Step"})
+    job = Job(1).join(devices=(gpu(simulated=True),), style="Step")
     (report,) = run_of(job, 1)
 
     assert (report.simulated, report.style, report.power_scope) == (True, "Step", "gpu")

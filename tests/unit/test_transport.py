@@ -200,6 +200,7 @@ LARGE = [
     hello(devices=(gpu(),) * 65),
     hello(facts=dict.fromkeys(map(str, range(501)), 1)),
     hello(facts={"x" * 256: 1}),
+    hello(style="x" * 256),
     Heartbeat("agent", 3, 17, "x" * 256, 0.5),
     AgentEvent("agent", 3, Event(1.0, "agent", "x" * 8001)),
     AgentEvent("agent", 3, Event(1.0, "x" * 41, "text")),
