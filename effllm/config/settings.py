@@ -226,7 +226,7 @@ class Config:
         "auto",
         CLUSTER,
         one_of("auto", "curve", "none"),
-        "With curve, reports are encrypted and peers without the key rejected. auto is curve wherever a secret can be.",
+        "With curve, reports are encrypted and peers without the key rejected. auto is curve where a secret can be.",
     )
     secret_file: str = _setting(
         "",

@@ -9,7 +9,7 @@ HELD_OUT = 0.05
 
 
 class Corpus:
-    """Cuts batches out of the text, the same ones whatever the layout of the processes."""
+    """Cuts batches out of the text, the same ones in any layout of the processes."""
 
     def __init__(self, sequence_length: int, global_batch_size: int, seed: int) -> None:
         self._sequence_length = sequence_length

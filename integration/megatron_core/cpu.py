@@ -1,4 +1,4 @@
-"""Lets megatron-core train without a GPU: what it asks of CUDA is answered by the CPU.
+"""Lets megatron-core train without a GPU: its calls of CUDA are replaced by the CPU.
 
 megatron-core names CUDA outright in its schedules, its gradient buffers and its optimizer.  Nothing
 of it is changed here; a handful of torch names are, and one mode translates devices on the way in.
@@ -33,7 +33,7 @@ def _on_cpu(name: str, value: Any) -> Any:
 
 
 class IdleStream:
-    """The stream of a machine that has none: everything is finished at once."""
+    """The stream of a machine without CUDA: everything is finished at once."""
 
     cuda_stream = 0
 
