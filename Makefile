@@ -40,7 +40,7 @@ demo: $(VENV)/.ready ## Train a small GPT with Megatron on two processes and wat
 
 # ARGUMENTS of all test targets: options of pytest, as in make test ARGUMENTS="-k straggler".
 test-unit: $(VENV)/.unit ## Run the tests that start no process and need no torch: a minute
-	@$(call run_tests,$(BIN)/python,"not long and not faults and not alone",-n 2 --dist loadgroup,tests/unit) && echo 'Unit tests passed.'
+	@$(call run_tests,$(BIN)/python,"not slow and not long and not faults and not alone",-n 2 --dist loadgroup,tests/unit) && echo 'Unit tests passed.'
 
 test: $(VENV)/.ready ## Run the tests
 	@$(call run_tests,$(BIN)/python,"not long and not faults and not alone",$(PARALLEL)) && \

@@ -237,6 +237,7 @@ def clusters(draw):
     return windows, ranks
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=100)
 @given(clusters(), st.booleans(), st.sampled_from([0.5, 1.0]))
 def test_power_times_time_is_energy_in_total_and_per_token(cluster, wall, least):
@@ -376,6 +377,7 @@ def classed_windows(draw):
     return windows, ranks
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=200)
 @given(classed_windows(), st.integers(0, 40), st.sampled_from([0.5, 1.0]))
 def test_energy_classes_sum_to_the_measured_energy(job, warmup, least):

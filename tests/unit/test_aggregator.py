@@ -557,6 +557,7 @@ def test_event_storm_is_a_hundred_lines_a_minute_and_a_count():
     assert job.aggregator.garbage == 4000
 
 
+@pytest.mark.slow
 def test_million_events_of_many_ranks_are_below_10_megabytes():
     ranks = 200
     job = Job(ranks).join()
@@ -1050,6 +1051,7 @@ SERVED = ["hand_out", "hand_out", "write", "write", "acknowledge"]
 STEPS = st.lists(st.sampled_from(["send"] * 6 + SERVED + ["bye", "crash"]), max_size=40)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=100)
 @given(jobs(), STEPS, st.data(), st.sampled_from([0.4, 1.0]))
 @pytest.mark.fault("duplicates")
@@ -1071,6 +1073,7 @@ def test_a_crash_at_any_point_changes_no_total(rows, steps, data, min_coverage):
     assert found.coverage.reports_late == 0
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=50)
 @given(jobs(), STEPS, st.data())
 @pytest.mark.fault("duplicates")
@@ -1112,6 +1115,7 @@ def test_waiting_late_rows_are_counted_once_over_a_crash(monkeypatch):
     assert summary.coverage.reports_late == 1
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=50)
 @given(jobs(), st.randoms(use_true_random=False))
 def test_arrival_order_of_ranks_does_not_change_a_report(rows, random):
@@ -1130,6 +1134,7 @@ def test_arrival_order_of_ranks_does_not_change_a_report(rows, random):
     assert len(reports_of[0]) == len(rows[0])
 
 
+@pytest.mark.slow
 def test_ten_thousand_ranks_give_reports_of_the_usual_size():
     ranks = 10_000
     job = Job(ranks)
@@ -1201,6 +1206,7 @@ def test_energy_with_an_error_above_20_percent_is_not_shown():
     assert metrics.energy.joules_per_token(known.last) is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_ranks", "runs"), [(1, 50), (8, 10)])
 def test_the_same_job_gets_the_same_advice_in_each_run(num_ranks, runs):
     texts = set()
@@ -1220,6 +1226,7 @@ def test_the_same_job_gets_the_same_advice_in_each_run(num_ranks, runs):
     }
 
 
+@pytest.mark.slow
 def test_single_short_windows_raise_no_event():
     for seed in range(50):
         chance = random.Random(seed)
@@ -1510,6 +1517,7 @@ def test_rank_far_ahead_does_not_make_the_others_late():
     assert job.summary().coverage.reports_late == 0
 
 
+@pytest.mark.slow
 def test_late_reports_are_accepted_in_small_parts():
     job = Job(2).join()
     for window in range(1, 201):

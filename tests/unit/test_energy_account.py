@@ -113,6 +113,7 @@ def fields(sums):
     return {name: getattr(sums.total(), name) for name in ("joules", "gain_j", "estimated_j", "error_j")}
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(st.lists(AMOUNTS, min_size=1, max_size=30), st.data())
 def test_removing_and_adding_a_window_changes_nothing(windows, data):
@@ -126,6 +127,7 @@ def test_removing_and_adding_a_window_changes_nothing(windows, data):
     assert fields(sums) == {name: pytest.approx(value, rel=1e-6, abs=1e-3) for name, value in before.items()}
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(st.lists(AMOUNTS, min_size=1, max_size=OPEN_WINDOWS), st.randoms(use_true_random=False))
 def test_order_of_windows_does_not_matter(windows, random):
@@ -138,6 +140,7 @@ def test_order_of_windows_does_not_matter(windows, random):
 
 @settings(deadline=None)
 @given(st.lists(AMOUNTS, min_size=1, max_size=40), st.sets(st.integers(1, 40)))
+@pytest.mark.slow
 def test_error_of_a_sum_follows_from_its_contiguous_parts(windows, holes):
     kept = [(number, one) for number, one in enumerate(windows, start=1) if number not in holes]
     ends_j2 = sum(one.start_j2 for number, one in kept if number - 1 not in dict(kept))

@@ -102,6 +102,7 @@ def adds_up(goodput):
     return True
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=30)
 @given(st.lists(st.floats(0.001, 30.0), min_size=1, max_size=8))
 def test_rounding_is_in_no_class(lengths_s):
@@ -376,6 +377,7 @@ def test_axis_continues_by_unix_time_on_another_machine():
     assert axis.at_s == 12.0
 
 
+@pytest.mark.slow
 def test_restart_history_is_bounded_and_finest_at_the_end():
     goodput = Goodput()
     goodput.clock.advance(0.0, 0.0)
@@ -399,6 +401,7 @@ def test_restart_history_is_bounded_and_finest_at_the_end():
     assert goodput.summary().joules["redone"] == pytest.approx(90_000.0)
 
 
+@pytest.mark.slow
 def test_a_thousand_restarts_stay_bounded_and_add_up():
     goodput = Goodput()
     for attempt in range(1100):
@@ -423,6 +426,7 @@ STEPS = st.sampled_from(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=150)
 @given(st.lists(STEPS, min_size=1, max_size=40), st.data())
 def test_classes_add_up_to_elapsed_time_for_any_events(steps, data):

@@ -89,6 +89,7 @@ def test_windows_of_a_second_are_not_joined():
 
 
 @pytest.mark.parametrize("seed", range(5))
+@pytest.mark.slow
 def test_totals_are_exact_and_edges_equal_at_any_speed(seed):
     chance = random.Random(seed)
     ranks, last = chance.choice([1, 2, 3]), 160

@@ -286,6 +286,7 @@ def windows_every(folder, seconds, count, **settings):
     return warnings
 
 
+@pytest.mark.slow
 def test_windows_of_10_ms_are_named_once_with_their_cost(folder):
     (line,) = windows_every(folder, 0.01, 7000, log_interval=10)
 
@@ -682,6 +683,7 @@ def test_empty_folder_has_no_records(tmp_path):
 WHOLE = msgspec.json.encode(Event(1.0, "reports_lost", "rank 3 is gone"))
 
 
+@pytest.mark.slow
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200, deadline=None)
 @given(
     st.lists(

@@ -21,6 +21,7 @@ def job_of(ranks, iterations, jitter, **changes):
     return SynchronousJob(ranks, iterations=iterations, jitter=jitter, **changes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "iterations", "jitter"), JOBS)
 def test_a_rank_ten_percent_slower_is_named_in_95_percent(ranks, iterations, jitter):
     slow = ranks // 2
@@ -32,6 +33,7 @@ def test_a_rank_ten_percent_slower_is_named_in_95_percent(ranks, iterations, jit
     assert set(found) <= {slow, None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_slow_rank_is_named_after_20_windows_of_one_iteration(ranks):
     slow = ranks // 2
@@ -53,6 +55,7 @@ def test_recovered_rank_is_not_named_three_windows_later():
     assert after[2:] == [None] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "iterations", "jitter"), [*JOBS, (3, 1, 0.03), (4, 1, 0.03)])
 def test_at_most_one_of_1000_healthy_windows_names_a_rank(ranks, iterations, jitter):
     found = [rank for seed in range(10) for rank in named(job_of(ranks, iterations, jitter, seed=seed), 100)]

@@ -25,6 +25,7 @@ def slowed(ranks, by=1.1, first=6, last=10**9):
 
 
 @pytest.mark.parametrize("ranks", [4, 8, 64])
+@pytest.mark.slow
 def test_only_a_rank_10_percent_slower_is_named_in_20_runs(ranks):
     named = [SynchronousJob(ranks, seed=seed, slow=slowed({ranks // 2})).run(16).named_ranks for seed in range(20)]
 
@@ -68,6 +69,7 @@ def test_light_stage_without_groups_names_no_rank():
     assert job.run(30).named_ranks == set()  # most ranks are equal and are compared with the median
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "windows"), [(8, 40), (64, 20), pytest.param(1024, 12, marks=pytest.mark.long)])
 def test_noise_names_no_rank_in_50_runs(ranks, windows):
     jobs = (SynchronousJob(ranks, seed=seed, jitter=0.01 + 0.02 * (seed % 2)) for seed in range(50))
@@ -75,6 +77,7 @@ def test_noise_names_no_rank_in_50_runs(ranks, windows):
     assert [job.run(windows).named_ranks for job in jobs] == [set()] * 50
 
 
+@pytest.mark.slow
 def test_heavy_tailed_noise_names_no_rank():
     jobs = (SynchronousJob(16, seed=seed, jitter=0.03, iterations=1, tail=0.02) for seed in range(30))
 

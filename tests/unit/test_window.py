@@ -76,6 +76,7 @@ def test_linear_power_and_memory_integrals_are_exact(steps_ms, base, slope, data
     assert (found.memory_byte_seconds or 0.0) == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=100)
 @given(STEPS_MS, st.data())
 def test_integrals_of_adjacent_stretches_add_up_for_any_reading(steps_ms, data):
@@ -333,6 +334,7 @@ def test_peaks_are_the_largest_readings_of_the_row():
     ]
 
 
+@pytest.mark.slow
 def test_cutter_keeps_no_data_of_cut_windows():
     with looping(log_interval=1, slots=16) as loop:
         one, device = cutter(log_interval=1), series()
@@ -415,6 +417,7 @@ def close(value):
     return pytest.approx(value, rel=1e-9, abs=1e-6)  # nanoseconds in, seconds and joules out
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=80)
 @given(runs(), st.integers(1, 12))
 def test_seconds_and_joules_of_a_row_are_in_one_class(run, log_interval):
@@ -449,6 +452,7 @@ def test_rows_cover_the_run_without_gaps(run, log_interval):
         assert first.window < second.window
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=80)
 @given(runs(), st.integers(2, 12))
 def test_windows_of_any_length_have_the_same_totals(run, log_interval):
