@@ -1,7 +1,7 @@
-"""The agent's process, one beside each rank: edges only.
+"""The agent's process, one beside each rank.
 
-It is exec'ed, never forked, in a session of its own, and tied to its trainer by a pidfd: when the
-trainer is gone it drains the ring, sends the rest, sends BYE and exits within five seconds.
+It is exec'ed, never forked, in its own session, and watches its trainer with a pidfd: when the trainer has ended, the
+agent drains the ring, sends the remaining reports and a BYE, and exits within five seconds.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from effllm.records.board import Board
 from effllm.records.plain_text import one_line
 from effllm.records.ring import RingReader
 
-LAST_WORDS_S = 4.0
+SEND_REST_S = 4.0
 AGGREGATOR_ENDS_S = 4.7
-MIN_LOOP_S = 0.05  # iterations of a millisecond must not wake us a thousand times a second
+MIN_LOOP_S = 0.05  # iterations of a millisecond must not wake the agent a thousand times a second
 
 
 class Agent:
-    """The loop of an agent: takes what the trainer and the devices show, and sends what can go.
+    """The loop of an agent: reads the ring and the devices, and sends reports.
 
     Args:
         trainer: the training process.
-        events: those of the agent.
+        events: of the agent.
         wake: an eventfd that the trainer writes after an iteration.
     """
 
@@ -54,7 +54,7 @@ class Agent:
         self._is_trainer_busy = False
 
     def run(self, ready: int) -> None:
-        """Live as long as the trainer, and a little longer; write the eventfd ``ready`` when measuring has begun."""
+        """Run until shortly after the trainer's end; write the eventfd ``ready`` when measuring has begun."""
         if self._trainer.descriptor >= 0:
             self._poller.register(self._trainer.descriptor, zmq.POLLIN)
         self._poller.register(self._devices.wake_descriptor, zmq.POLLIN)
@@ -74,10 +74,10 @@ class Agent:
     def _step(self, measuring: Measuring, conversation: Conversation) -> None:
         events = dict(self._poller.poll(self._timeout_ms(measuring, conversation)))
         began_s = time.monotonic()
-        conversation.receive()  # first of all, for a clock's answer ages
+        conversation.receive()  # first, because the answer of a clock ages
         link = self._connection.link
         if link is not None and events.keys() == {link.socket}:
-            conversation.talk(began_s)  # an answer: nothing else has come, and what is due by time is done after it
+            conversation.talk(began_s)  # only a message has come; work that is due by time follows it
         else:
             self._look(measuring, conversation, self._trainer.descriptor in events or self._trainer.is_gone())
         if self._wake in events:
@@ -97,7 +97,7 @@ class Agent:
         return max(int((until_s - now_s) * 1000) + 1, 0)
 
     def _look(self, measuring: Measuring, conversation: Conversation, is_trainer_gone: bool = False) -> None:
-        """Take whatever is there, and send whatever can go."""
+        """Read the ring and the devices, and send reports."""
         now_s = time.monotonic()
         for descriptor in (self._wake, self._devices.wake_descriptor):
             with contextlib.suppress(BlockingIOError):
@@ -122,7 +122,7 @@ class Agent:
         conversation.follow()
 
     def _end(self, measuring: Measuring, conversation: Conversation) -> None:
-        """Cut what is left, send it and BYE: four seconds at most, with or without an answer."""
+        """Report the rest and send a BYE, within `SEND_REST_S`, with or without an answer."""
         began_s = time.monotonic()
         if self._trainer.descriptor >= 0:
             self._poller.unregister(self._trainer.descriptor)
@@ -131,7 +131,7 @@ class Agent:
             self._poller.poll(20)
         measuring.finish()
         self._events.end()
-        while time.monotonic() - began_s < LAST_WORDS_S and not conversation.refused:
+        while time.monotonic() - began_s < SEND_REST_S and not conversation.refused:
             self._look(measuring, conversation)
             conversation.send_bye()
             if conversation.is_over(time.monotonic()):
@@ -159,7 +159,7 @@ def main(arguments: list[str]) -> int:
     for name in ("ring", "board", "trainer", "wake", "ready"):
         parser.add_argument(f"--{name}", type=int, required=True)
     given = parser.parse_args(arguments)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the end of the trainer is our end, not before
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the agent ends after its trainer, not before
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with contextlib.suppress(OSError):
         os.nice(5)
@@ -168,14 +168,14 @@ def main(arguments: list[str]) -> int:
         trainer = Trainer(RingReader(given.ring), Board(given.board), given.trainer)
         events = AgentEvents(trainer.rank)
         Agent(trainer, events, given.wake).run(given.ready)
-    except Exception as error:  # noqa: BLE001 - the edge of the process: nothing above it may learn of this but by a line
+    except Exception as error:  # noqa: BLE001 - the edge of the process: one line reports the error
         why = f"{type(error).__name__}: {error}"
         write_notice(f"an agent stopped, its rank has no metrics from now on: {why}")
         if events:
             events.report("agent", "".join(traceback.format_exception(error)).rstrip())
             events.close()
         os._exit(1)
-    os._exit(0)  # a device call that hangs has a thread that cannot be joined
+    os._exit(0)  # the thread of a hanging device call cannot be joined
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The aggregator's process as rank 0's agent keeps it: started, watched, and replaced when it dies."""
+"""The aggregator's process as a child of rank 0's agent: started, watched, and replaced when it dies."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from effllm.records.rank import Event
 
 
 class AggregatorChild:
-    """The aggregator that rank 0's agent starts, and starts again when it dies.
+    """The aggregator of rank 0's agent, which is started again when it dies.
 
     Args:
-        orders: given to each.
-        report: takes an event when one dies or cannot be started.
+        orders: of each aggregator.
+        report: reports an event when an aggregator dies or cannot be started.
     """
 
     def __init__(self, orders: Orders, report: Callable[[Event], None]) -> None:
@@ -33,7 +33,7 @@ class AggregatorChild:
         self.done = False
 
     def start(self) -> None:
-        """Start it on the listening socket, which stays open here for its successor."""
+        """Start it on the listening socket, which stays open here for a replacement."""
         body = msgspec.json.encode(self._orders)
         memory = os.memfd_create("effllm-orders", 0)
         os.write(memory, body)
@@ -52,11 +52,11 @@ class AggregatorChild:
 
     @property
     def due_s(self) -> float:
-        """When the next one is to be started; infinite while one runs or none is needed."""
+        """When the next aggregator must be started; infinite while one runs or none is needed."""
         return math.inf if self.done or self._process is not None else self._again_s
 
     def look(self, now_s: float) -> None:
-        """Notice its end; one that died before its job was over is replaced, a little later each time."""
+        """Check whether it has ended; if it died before the job was over, replace it, with a growing delay."""
         if self._process is not None:
             code = self._process.poll()
             if code is None:

@@ -1,4 +1,4 @@
-"""The processes that an agent starts: the aggregator, at rank 0, and an inspection of its own trainer."""
+"""The child processes of an agent: at rank 0 the aggregator, and an inspection of its own trainer."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from effllm.store.run_lock import name_of_run
 
 
 class Children:
-    """Starts and watches both; nothing here waits.
+    """Starts and watches both, without blocking.
 
     Args:
         trainer: the agent's.
-        poller: wakes the agent when one of them ends.
-        events: takes what happens to them.
+        poller: wakes the agent when a child ends.
+        events: receives their events.
     """
 
     def __init__(self, trainer: Trainer, poller: zmq.Poller, events: AgentEvents) -> None:
         self._trainer, self._poller, self._events = trainer, poller, events
         self._aggregator: AggregatorChild | None = None
         self._inspection = InspectionChild()
-        self._watched = {"aggregator": -1, "inspection": -1}  # descriptors that the poller has
-        self.finding: InspectionResult | None = None  # of an inspection, until it has been sent
+        self._watched = {"aggregator": -1, "inspection": -1}  # descriptors in the poller
+        self.finding: InspectionResult | None = None  # of an inspection, until it is sent
 
     def start_aggregator(self) -> None:
-        """Start the aggregator where the trainer has made its socket."""
+        """Start the aggregator, if the trainer has made its socket."""
         facts = self._trainer.facts
         listen = facts.listen_descriptor
         if listen < 0:
@@ -67,11 +67,11 @@ class Children:
 
     @property
     def due_s(self) -> float:
-        """When one of them is to be looked at again."""
+        """When the children must be checked again."""
         return min(self._aggregator.due_s, self._inspection.due_s) if self._aggregator else self._inspection.due_s
 
     def look(self, now_s: float) -> None:
-        """Replace an aggregator that has died, and take what an inspection has found."""
+        """Replace a dead aggregator, and take the result of an inspection."""
         if self._aggregator:
             self._aggregator.look(now_s)
             self._watch("aggregator", self._aggregator.descriptor)
@@ -80,7 +80,7 @@ class Children:
             self.finding = finding
 
     def inspect(self, run_folder: str) -> None:
-        """Have the agent's own trainer inspected, in a process of its own: the job has stalled."""
+        """Start an inspection of the agent's own trainer in a separate process, because the job has stalled."""
         number = self._trainer.ring.state()[1] + self._trainer.facts.first_iteration
         orders = InspectionOrders(
             pid=self._trainer.pid,
@@ -95,7 +95,7 @@ class Children:
             self._watch("inspection", self._inspection.descriptor)
 
     def stop_inspection(self) -> None:
-        """End an inspection that still runs; the aggregator ends by itself."""
+        """Stop a running inspection; the aggregator ends by itself."""
         self._inspection.stop()
 
     def _watch(self, child: str, descriptor: int) -> None:

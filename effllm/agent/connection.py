@@ -1,4 +1,4 @@
-"""The connection of an agent to the aggregator, which may come back at another address."""
+"""The connection of an agent to the aggregator, whose address may change."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from effllm.network.transport import AgentLink, make_context
 
 
 class Connection:
-    """A link to the aggregator whose address is known.
+    """A link to the aggregator at its newest address.
 
     Args:
-        trainer: the agent's; its facts hold the address.
+        trainer: the agent's; its facts have the address.
         poller: wakes the agent when a message comes.
-        notices: takes why there can be no connection.
+        notices: reports why there is no connection.
     """
 
     def __init__(self, trainer: Trainer, poller: zmq.Poller, notices: Notices) -> None:
@@ -29,7 +29,7 @@ class Connection:
         self._job = ""
 
     def follow(self) -> bool:
-        """Connect to the address that is known now; return whether an earlier link was given up for it."""
+        """Connect to the newest address; return whether an earlier link was closed for it."""
         endpoint, job = self._trainer.facts.endpoint, self._trainer.facts.job
         if not endpoint or (endpoint, job) == (self.endpoint, self._job):
             return False
@@ -49,7 +49,7 @@ class Connection:
         return was_linked
 
     def disconnect(self) -> bool:
-        """Give up the link; return whether there was one."""
+        """Close the link; return whether there was one."""
         if self.link is None:
             return False
         self._poller.unregister(self.link.socket)
@@ -60,7 +60,7 @@ class Connection:
 
     @property
     def is_up(self) -> bool:
-        """Whether the handshake with the aggregator has succeeded and it has not hung up since."""
+        """Whether the handshake with the aggregator has succeeded and the connection is still open."""
         return self.link is not None and self.link.connected
 
     @property
@@ -68,7 +68,7 @@ class Connection:
         return self.link.sent_bytes if self.link else 0
 
     def close(self) -> None:
-        """Close everything; what is unsent gets 0.2 s."""
+        """Close the link and the context; wait at most 0.2 s for unsent messages."""
         if self.link:
             self.link.close()
         self._context.destroy(linger=200)

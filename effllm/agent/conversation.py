@@ -1,4 +1,4 @@
-"""What an agent and the aggregator send each other: HELLO, heartbeats, reports, events, BYE, and the answers."""
+"""The messages between an agent and the aggregator: HELLO, heartbeats, reports, events, BYE, and the answers."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ from effllm.records.wire import (
 
 HEARTBEAT_S = 5.0
 HELLO_AGAIN_S = 2.0
-REPORT_EVERY_S = 0.25  # between two frames of reports: 256 rows a frame are enough for windows of a millisecond
+REPORT_EVERY_S = 0.25  # between two frames of reports: 256 reports per frame suffice for windows of a millisecond
 SEND_AGAIN_S = 0.1
-REPLACED_WITHIN_S = 1.5  # an aggregator that died; one that is gone for longer has ended
+REPLACED_WITHIN_S = 1.5  # a dead aggregator is replaced by then; otherwise it has ended
 
 
 class Conversation:
-    """Sends what is due, and acts on what comes.
+    """Sends messages when they are due, and handles received ones.
 
     Args:
         trainer: the agent's.
         measuring: makes the reports.
         connection: to the aggregator.
-        children: inspect the trainer where the aggregator asks for it.
-        events: are sent; their log goes into the run folder that the aggregator names.
-        notices: take why there are no metrics.
+        children: inspect the trainer at the aggregator's request.
+        events: sent to the aggregator; their log is written in its run folder.
+        notices: report why there are no metrics.
     """
 
     def __init__(
@@ -65,34 +65,34 @@ class Conversation:
         self._children, self._events, self._notices = children, events, notices
         self._outbox = measuring.outbox
         self._clock = Exchanges(trainer.place.world_size, trainer.rank)  # with the aggregator's
-        self._received: list[tuple[int, FromAggregator]] = []  # when, and what, since the last turn
+        self._received: list[tuple[int, FromAggregator]] = []  # (time in ns, message) since the last turn
         self._welcome: Welcome | None = None
-        self.refused = ""  # why the aggregator has rejected this rank
-        self._is_put_off = False  # until there is another address
-        self._has_new_facts = False  # facts or devices that the last HELLO did not have
+        self.refused = ""  # reason for which the aggregator has rejected this rank
+        self._is_put_off = False  # wait for another address
+        self._has_new_facts = False  # facts or devices that are not in the last HELLO
         self._bye_sent = self._bye_seen = False
         self._heartbeat_s = min(HEARTBEAT_S, trainer.config.stall_seconds / BEATS)
         self._hello_s = self._next_heartbeat_s = self._next_frame_s = 0.0
         self._connected_s = 0.0  # when the link was last seen connected, at the end
 
     def follow(self) -> None:
-        """Connect to the aggregator that is known now, if that is another one."""
+        """Connect to the newest address of the aggregator, if it has changed."""
         if self._connection.follow():
-            self._forget_link()
+            self._reset_link()
 
     def add_facts(self) -> None:
-        """Send a HELLO again: facts of the rank have changed."""
+        """Send the next HELLO soon, because facts of the rank have changed."""
         self._has_new_facts = True
 
     def receive(self) -> None:
-        """Take what has come, with the time: the answer of a clock ages."""
+        """Receive messages with their time, because the answer of a clock ages."""
         link = self._connection.link
         if link is not None and (messages := link.receive()):
             received_ns = time.monotonic_ns()
             self._received += [(received_ns, message) for message in messages]
 
     def talk(self, now_s: float) -> None:
-        """Act on what has come, and send what is due."""
+        """Handle received messages, and send messages that are due."""
         self._has_new_facts = self._measuring.devices.take_changed() or self._has_new_facts
         link = self._connection.link
         if link is None:
@@ -109,7 +109,7 @@ class Conversation:
         self.receive()
         received, self._received = self._received, []
         for received_ns, message in received:
-            self._act_on(message, received_ns)
+            self._handle(message, received_ns)
         if self._welcome is None:
             self._warn_without_aggregator(now_s)
             return
@@ -121,7 +121,7 @@ class Conversation:
             self._send_heartbeat(link, now_s)
 
     def due_s(self, now_s: float) -> float:
-        """Return when there is something to send."""
+        """Return when the next message is due."""
         until_s = now_s + 1.0
         if self._welcome:
             until_s = min(self._next_heartbeat_s, self._clock.due_s(now_s))
@@ -134,7 +134,7 @@ class Conversation:
     # --- the end ---
 
     def send_bye(self) -> None:
-        """Send BYE, once, when every report is under way."""
+        """Send a BYE, once, when every report has been sent."""
         link = self._connection.link
         if link is None or not self._welcome or self._outbox.num_unsent or self._bye_sent:
             return
@@ -143,9 +143,9 @@ class Conversation:
         self._bye_sent = link.send(Bye(self._trainer.agent, self._trainer.rank, status, *ends))
 
     def is_over(self, now_s: float) -> bool:
-        """Whether the aggregator has all there is.
+        """Whether the aggregator has all reports and the BYE.
 
-        Its last messages may be lost: a link with ZMQ_IMMEDIATE drops what is unread when the connection ends.
+        Its last messages may be lost: a link with ZMQ_IMMEDIATE drops unread messages when the connection ends.
         """
         if self._children.is_aggregator_done:
             return True
@@ -155,11 +155,11 @@ class Conversation:
         return self._bye_seen and not (len(self._outbox) and may_come_back)
 
     def report_undelivered(self) -> None:
-        """Report how many reports were not acknowledged, if there are any."""
+        """Report the number of reports without acknowledgement, if there are any."""
         if len(self._outbox) and not self._bye_seen and not self.refused:
             self._notices.undelivered(len(self._outbox))
 
-    # --- what is sent ---
+    # --- sent messages ---
 
     @property
     def _may_ask(self) -> bool:
@@ -184,7 +184,7 @@ class Conversation:
                 return
             self._outbox.sent(len(rows))
             self._next_frame_s = now_s + max(REPORT_EVERY_S, self._welcome.report_every_s if self._welcome else 0.0)
-            self._next_heartbeat_s = now_s + self._heartbeat_s  # reports show that the agent is alive, too
+            self._next_heartbeat_s = now_s + self._heartbeat_s  # a report also shows that the agent is alive
 
     def _send_events(self, link: AgentLink) -> None:
         agent, rank = self._trainer.agent, self._trainer.rank
@@ -201,18 +201,18 @@ class Conversation:
         self._next_heartbeat_s = now_s + self._heartbeat_s
         offset = self._clock.offset(time.monotonic_ns())
         message = heartbeat(self._trainer, self._measuring, now_s, offset)
-        if now_s >= self._clock.due_s(now_s):  # last of all, for the time counts
+        if now_s >= self._clock.due_s(now_s):  # last, so that the time is that of sending
             message = msgspec.structs.replace(message, sent_ns=self._clock.ask(time.monotonic_ns()))
         link.send(message)
 
     def _cost(self) -> tuple[float, int, float | None]:
-        """Return what this rank's measuring has cost: our CPU seconds, bytes, and the recorder's seconds, estimated."""
+        """Return the cost of measuring this rank: CPU seconds of the agent, sent bytes, estimated seconds of the recorder."""
         pair_s = self._trainer.facts.recorder_pair_s
         return time.process_time(), self._connection.sent_bytes, pair_s and pair_s * self._measuring.last_ordinal
 
-    # --- what comes ---
+    # --- received messages ---
 
-    def _act_on(self, message: FromAggregator, received_ns: int) -> None:
+    def _handle(self, message: FromAggregator, received_ns: int) -> None:
         if isinstance(message, Welcome):
             self._begin(message)
         elif isinstance(message, Ack):
@@ -232,7 +232,7 @@ class Conversation:
     def _begin(self, welcome: Welcome) -> None:
         self._welcome = welcome
         board, endpoint = self._trainer.board, self._connection.endpoint
-        if board.welcome() != endpoint:  # for which the trainer's search is waiting
+        if board.welcome() != endpoint:  # the trainer's search waits for it
             board.write(replace(board.read(), welcome=endpoint))
         if welcome.again:
             self._outbox.send_again()
@@ -244,12 +244,12 @@ class Conversation:
 
     def _give_up(self, message: Rejected) -> None:
         if message.again:
-            self._is_put_off = True  # this aggregator is ending: another will have another address
+            self._is_put_off = True  # this aggregator is ending: the next one has another address
             return
         if message.reason == self.refused and not message.whole_job:
             return
-        if message.whole_job and self._connection.disconnect():  # so that its place is free for another
-            self._forget_link()
+        if message.whole_job and self._connection.disconnect():  # frees the connection for another peer
+            self._reset_link()
         self.refused = message.reason
         self._events.report("agent", f"rejected: {message.reason}")
         if not message.whole_job:
@@ -257,7 +257,7 @@ class Conversation:
         elif self._trainer.rank == 0:
             write_notice(f"no metrics, training goes on: {message.reason}")
 
-    def _forget_link(self) -> None:
+    def _reset_link(self) -> None:
         self._welcome = None
         self.refused = ""
         self._is_put_off = self._bye_sent = self._bye_seen = False

@@ -18,7 +18,7 @@ MAX_UNSENT = 200
 
 
 class AgentEvents:
-    """What happened at an agent and its devices; samplers' threads add events too.
+    """The events of an agent and its devices; samplers' threads also add events.
 
     Args:
         rank: names the log file, in which each event becomes a line.
@@ -31,11 +31,11 @@ class AgentEvents:
         self._unsent: deque[Event] = deque()
 
     def report(self, kind: str, text: str) -> None:
-        """Add an event that happens now."""
+        """Add an event with the current time."""
         self.add(Event(time.time(), kind, text))
 
     def add(self, event: Event) -> None:
-        """Add an event; in a storm most are only counted."""
+        """Add an event; in a storm most events are only counted."""
         event = replace(event, text=event.text[:MAX_TEXT], count=min(event.count, MAX_EVENT_COUNT))
         with self._lock:
             self._roll(time.monotonic())
@@ -43,27 +43,27 @@ class AgentEvents:
                 self._put(event)
 
     def unsent(self) -> Event | None:
-        """Return the oldest event that is not sent yet, or ``None``."""
+        """Return the oldest unsent event, or ``None``."""
         with self._lock:
             self._roll(time.monotonic())
             return self._unsent[0] if self._unsent else None
 
     def sent(self) -> None:
-        """Remove the oldest event: it was sent."""
+        """Remove the oldest event after it was sent."""
         with self._lock:
             self._unsent.popleft()
 
     def end(self) -> None:
-        """Release the events that were left out so far: the job ends."""
+        """Add the lines for events that were left out, because the job ends."""
         with self._lock:
             self._roll(math.inf, 2 * MAX_UNSENT)
 
     def attach(self, folder: Path) -> None:
-        """Write the log file in ``folder`` from now on; it is made with the first event."""
+        """Write the log file in ``folder``; it is made with the first event."""
         self._log.attach(folder)
 
     def close(self) -> None:
-        """Close the log file; wait half a second for a disk at most."""
+        """Close the log file; wait at most half a second for the disk."""
         self._log.close()
 
     def _roll(self, now_s: float, max_unsent: int = MAX_UNSENT) -> None:

@@ -1,6 +1,6 @@
-"""The dump of torch's NCCL flight recorder: asked for through its pipe, found, copied, and never opened.
+"""The dump of torch's NCCL flight recorder: requested through its pipe, found, copied, and never decoded.
 
-It is a pickle, which would run whatever is in it.  Names of variables and files are those of torch's
+It is a pickle, and decoding it would run any code in it.  Names of variables and files are from torch's
 ProcessGroupNCCL.hpp (DumpPipe) and FlightRecorder.cpp, 2.4 to 2.13.
 """
 
@@ -15,15 +15,15 @@ from pathlib import Path
 
 from effllm.store import own_files
 
-PIPE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"  # a pipe for each rank, <this><rank>.pipe: any byte asks for a dump
+PIPE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"  # a pipe for each rank, <this><rank>.pipe: any byte requests a dump
 PREFIXES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")  # a file for each rank, <this><rank>
-WAIT_S = 10.0  # torch looks at its pipe once a second
-SETTLED_S = 1.0  # a dump that has not grown for so long is whole
+WAIT_S = 10.0  # torch reads its pipe once a second
+SETTLED_S = 1.0  # a dump that has not grown for this time is complete
 MAX_BYTES = 256 * 2**20
 
 
 def dump_paths(rank: int, environ: Mapping[str, str]) -> list[Path]:
-    """Return where torch would write the dump of a rank."""
+    """Return the paths to which torch may write the dump of a rank."""
     named = [environ[name] for name in PREFIXES if environ.get(name)]
     if named:
         return [Path(f"{named[0]}{rank}")]
@@ -32,10 +32,10 @@ def dump_paths(rank: int, environ: Mapping[str, str]) -> list[Path]:
 
 
 def ask(rank: int, environ: Mapping[str, str]) -> bool:
-    """Ask torch for a dump, if it listens; never waits."""
+    """Request a dump from torch, if it reads its pipe; never waits."""
     if not environ.get(PIPE):
         return False
-    with suppress(OSError):  # there is none, it has no reader (ENXIO), or it is full: then it has been asked
+    with suppress(OSError):  # no pipe, no reader (ENXIO), or a full pipe: a dump was already requested
         descriptor = os.open(f"{environ[PIPE]}{rank}.pipe", os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             about = os.fstat(descriptor)
@@ -46,7 +46,7 @@ def ask(rank: int, environ: Mapping[str, str]) -> bool:
 
 
 def newest(paths: Sequence[Path], since_time_s: float) -> Path | None:
-    """Return the dump that was written since then, a file of our own user."""
+    """Return the newest dump written since ``since_time_s`` that belongs to our user."""
     found = []
     for path in paths:
         with suppress(OSError):
@@ -57,7 +57,7 @@ def newest(paths: Sequence[Path], since_time_s: float) -> Path | None:
 
 
 def wait(paths: Sequence[Path], since_time_s: float, timeout_s: float = WAIT_S) -> Path | None:
-    """Return the dump that is written from then on, once it has stopped growing."""
+    """Wait for a dump written after ``since_time_s`` until it has stopped growing, and return its path."""
     deadline_s = time.monotonic() + timeout_s
     seen: tuple[Path, int] | None = None
     seen_s = 0.0
@@ -74,7 +74,7 @@ def wait(paths: Sequence[Path], since_time_s: float, timeout_s: float = WAIT_S) 
 
 
 def copy(dump: Path, to: Path) -> bool:
-    """Copy a dump as it is, readable by its owner alone; ``False`` where it is too large."""
+    """Copy a dump to a private file; ``False`` if it is too large."""
     source = os.open(dump, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         size = os.fstat(source).st_size

@@ -1,4 +1,4 @@
-"""The energy of all GPUs that are visible here, for callers that watch a process without an agent."""
+"""The energy of all visible GPUs, for callers without an agent."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _OPENED_WITHIN_S = 3.0
 
 
 class GpuEnergy:
-    """Samples every GPU that CUDA_VISIBLE_DEVICES shows, each once.
+    """Samples every GPU in CUDA_VISIBLE_DEVICES, each once.
 
     Args:
         device: a name of `effllm.devices`; ``auto`` is the GPUs of any vendor.
-        environ: where CUDA_VISIBLE_DEVICES and the like are.
+        environ: has CUDA_VISIBLE_DEVICES and similar variables.
         interval_s: seconds between samples.
     """
 
@@ -34,7 +34,7 @@ class GpuEnergy:
 
     @property
     def count(self) -> int:
-        """Number of GPUs whose energy is read, those of one module once."""
+        """Number of GPUs whose energy is read; GPUs of one module count once."""
         return len(self._by_owner())
 
     def start(self) -> None:
@@ -53,7 +53,7 @@ class GpuEnergy:
             self.why_not = "these GPUs report neither energy nor power"
 
     def joules(self, start_s: float, end_s: float) -> float | None:
-        """Return what the GPUs drew between two moments of the monotonic clock; ``None`` where a part is not known."""
+        """Return the energy of the GPUs between two monotonic times; ``None`` if a part was not measured."""
         end_ns = int(end_s * 1e9)
         for track in self._tracks:
             track.ask(end_ns)
@@ -65,7 +65,7 @@ class GpuEnergy:
             time.sleep(0.01)
         total_j = 0.0
         for track in self._by_owner().values():
-            if track.series is None:  # its first read has not come back
+            if track.series is None:  # its first read has not returned
                 return None
             part = track.series.integrals(int(start_s * 1e9), end_ns).energy
             track.series.forget_before(end_ns)
@@ -102,7 +102,7 @@ class GpuEnergy:
             except DeviceUnavailable as error:
                 self.why_not = "" if found else str(error)
                 break
-            if reader.device.key in found:  # the only one that is visible
+            if reader.device.key in found:  # the only visible GPU
                 reader.close()
                 break
             found[reader.device.key] = reader
@@ -117,7 +117,7 @@ class GpuEnergy:
             track.take()
 
     def _by_owner(self) -> dict[str, DeviceTrack]:
-        """Return the tracks of devices with energy, one for each owner of energy."""
+        """Return the tracks of devices with energy, one for each energy key."""
         known: dict[str, DeviceTrack] = {}
         for track in self._tracks:
             device = track.sampler.device

@@ -1,6 +1,6 @@
-"""Where a trainer without progress is: inspected by a process of its own, for the agent must not wait for it.
+"""The inspection of a stalled trainer, in a separate process, because the agent must not wait for it.
 
-It inspects the agent's own trainer and nothing else, and does not stop it: py-spy reads its memory.
+It inspects only the agent's own trainer and does not stop it: py-spy reads its memory.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ MAX_TOP = 200
 
 
 class InspectionOrders(Struct, frozen=True):
-    """What to inspect, and where the result goes."""
+    """The process to inspect, and the folder for its dump."""
 
     pid: int
     rank: int
     trainer: int  # pidfd, or -1
     folder: str  # for copies of dumps; empty for none
-    name: str  # of these
+    name: str  # of the copies
 
 
 class InspectionResult(Struct, frozen=True):
-    """What was found."""
+    """The result of an inspection."""
 
     text: str
-    top: str  # where the main thread is, in a few words
+    top: str  # short form of the main thread's position
 
 
 def inspect(orders: InspectionOrders) -> InspectionResult:
-    """Inspect a trainer, in ten seconds for its stacks and ten for the dump of its NCCL flight recorder."""
+    """Inspect a trainer: at most ten seconds for its stacks and ten for the dump of its NCCL flight recorder."""
     if has_ended(orders.trainer):
         return InspectionResult("the process has ended\n", "ended")
     began_s = time.time()
@@ -60,12 +60,12 @@ def inspect(orders: InspectionOrders) -> InspectionResult:
 
 
 def bounded(text: str) -> str:
-    """Return as much of a text as a message takes: its beginning, for stacks of the first threads come first."""
+    """Cut a text to the limit of a message; its beginning has the stacks of the first threads."""
     return text if len(text) <= MAX_STACK else text[: MAX_STACK - 20] + "\n... (cut off)\n"
 
 
 def top_of(stacks: str, pid: int) -> str:
-    """Return the innermost frame of the main thread in what py-spy printed, without its file's folder."""
+    """Return the innermost frame of the main thread in the output of py-spy, without its file's folder."""
     threads = re.findall(r'^Thread (\S+)[^\n]*?((?:: "[^"\n]*")?)\n((?:[ \t]+[^\n]+\n?)+)', stacks, re.MULTILINE)
     if not threads:
         return ""
@@ -86,7 +86,7 @@ def _stacks(pid: int) -> tuple[str, str]:
     if not program:
         return f"no stacks: py-spy is not installed ({INSTALL})", ""
     try:
-        # Without --nonblocking it would stop the process while it looks, and let it go on where it was stopped before.
+        # Without --nonblocking it would stop the process while it reads, and continue one that was stopped before.
         done = subprocess.run(
             [program, "dump", "--nonblocking", "--pid", str(pid)],
             stdin=subprocess.DEVNULL,
@@ -99,7 +99,7 @@ def _stacks(pid: int) -> tuple[str, str]:
     if done.returncode:
         said = " ".join(done.stderr.decode(errors="replace").split())[:500]
         return f"no stacks: py-spy failed: {said}", ""
-    # The command comes before the line of the version; it may hold secrets, and line breaks.
+    # The command line is before the version; it may contain secrets and line breaks.
     _, mark, stacks = ("\n" + done.stdout.decode(errors="replace")).rpartition("\nPython v")
     stacks = (mark + stacks).strip()
     return f"stacks, by py-spy:\n{stacks}", top_of(stacks, pid)
@@ -114,10 +114,10 @@ def _dump(orders: InspectionOrders, was_asked: bool, began_s: float) -> str:
     try:
         if was_asked:
             dump = flight_recorder.wait(paths, began_s)
-        else:  # torch may have written one by itself, when its own time-out had passed
+        else:  # torch may have written a dump by itself after its own timeout
             dump = flight_recorder.newest(paths, Path(f"/proc/{orders.pid}").stat().st_mtime)
         if dump is None:
-            return "the NCCL flight recorder was asked for a dump and wrote none" if was_asked else ""
+            return "the NCCL flight recorder did not write the requested dump" if was_asked else ""
         text = f"dump of the NCCL flight recorder: {dump}"
         if orders.folder and Path(orders.folder).is_dir():
             copied = Path(orders.folder) / "stacks" / f"{orders.name}.nccl"
@@ -131,7 +131,7 @@ def _dump(orders: InspectionOrders, was_asked: bool, began_s: float) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Carry out the orders on the first descriptor, which are JSON, and write the result to the second."""
+    """Read `InspectionOrders` as JSON from the first descriptor, and write the result to the second."""
     source, target = map(int, arguments)
     os.lseek(source, 0, os.SEEK_SET)
     with os.fdopen(source, "rb") as file:

@@ -1,4 +1,4 @@
-"""The inspection of a trainer as its agent keeps it: started when the aggregator asks, read when it is done."""
+"""The inspection process as a child of the agent: started at the aggregator's request, read when it has ended."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ LIMIT_S = 25.0
 
 
 class InspectionChild:
-    """At most one inspection at a time; nothing here waits."""
+    """At most one inspection at a time, without blocking."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        self._found = -1  # a file in memory, which it fills
+        self._found = -1  # a memfd for its result
         self._until_s = math.inf
         self.descriptor = -1  # pidfd, readable when it has ended
 
     def start(self, orders: InspectionOrders, now_s: float) -> str:
-        """Start one, unless one runs; return why it cannot be started, or an empty string."""
+        """Start an inspection, unless one runs; return why it cannot be started, or an empty string."""
         if self._process is not None:
             return ""
         given = os.memfd_create("effllm-inspection", 0)
@@ -45,11 +45,11 @@ class InspectionChild:
 
     @property
     def due_s(self) -> float:
-        """When it is given up; infinite where none runs."""
+        """Deadline of the running inspection; infinite without one."""
         return self._until_s
 
     def look(self, now_s: float) -> InspectionResult | None:
-        """Return what it has found, when it has ended or its time is over."""
+        """Return the result, when the inspection has ended or its deadline has passed."""
         if self._process is None or (self._process.poll() is None and now_s < self._until_s):
             return None
         is_late = self._process.poll() is None
@@ -68,7 +68,7 @@ class InspectionChild:
             return InspectionResult(f"no stacks: the inspection {why}\n", f"unknown: the inspection {why}")
 
     def stop(self) -> None:
-        """End it: its result is not needed any more."""
+        """Stop the inspection without a result."""
         if self._process is not None:
             self._kill()
 
@@ -76,5 +76,5 @@ class InspectionChild:
         assert self._process is not None
         if self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)  # and py-spy, which is of its group
+                os.killpg(self._process.pid, signal.SIGKILL)  # its group includes py-spy
             self._process.wait()

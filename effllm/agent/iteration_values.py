@@ -1,4 +1,4 @@
-"""What is recorded of iterations beside their times: losses, profiles, own times, times on the device. No I/O."""
+"""The values of iterations beside their times: losses, profiles, own times, times on the device. No I/O."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from effllm.records.timeline import KINDS
 
 
 class IterationValues:
-    """Keeps the values of iterations until the report of their window; they may come after the window's end."""
+    """Stores the values of iterations until the report of their window; they may come after the window's end."""
 
     def __init__(self) -> None:
         self._losses: deque[tuple[int, int, float]] = deque()  # ordinal, number, loss
@@ -23,10 +23,10 @@ class IterationValues:
         self._on_device, self._own_on_device = TimedIterations(), TimedIterations()
 
     def add(self, slot: ring.Slot) -> None:
-        """Take a record of the ring; one that holds no such value is ignored."""
+        """Add a record of the ring; other kinds of records are ignored."""
         if slot.kind == ring.ITERATION and slot.number > 0:
             self._own.append((slot.ordinal, slot.number, int(slot.value)))
-        elif slot.kind == ring.LOSS and not slot.what:  # else none was given
+        elif slot.kind == ring.LOSS and not slot.what:  # 1: no loss was given
             self._losses.append((slot.ordinal, slot.number, slot.value))
         elif slot.kind == ring.PROFILE:
             self._profiles.append((slot.ordinal, _profile(slot)))
@@ -36,9 +36,9 @@ class IterationValues:
             self._own_on_device.add(slot)
 
     def take(self, first: int, last: int) -> dict[str, Any]:
-        """Return the fields of `RankReport` that hold the values of the iterations from ``first`` to ``last``.
+        """Return the fields of `RankReport` with the values of the iterations from ``first`` to ``last``.
 
-        A profile of an earlier iteration that came late is in them, a loss is not.
+        They include late profiles of earlier iterations, but not late losses.
         """
         losses = [(number, loss) for ordinal, number, loss in self._losses if first <= ordinal <= last]
         not_finite = [number for number, loss in losses if not math.isfinite(loss)]
@@ -71,7 +71,7 @@ class IterationValues:
 
 
 class TimedIterations:
-    """Iterations that were timed, and their seconds: running totals by ordinal."""
+    """Timed iterations and their seconds: running totals by ordinal."""
 
     def __init__(self) -> None:
         self._totals: deque[tuple[int, int, float]] = deque()  # ordinal, iterations, seconds
@@ -81,7 +81,7 @@ class TimedIterations:
         self._totals.append((slot.ordinal, slot.number, slot.value))
 
     def take(self, last: int) -> tuple[int, float]:
-        """Return how many there were up to ``last`` since the last call, and their seconds."""
+        """Return the number of iterations up to ``last`` since the last call, and their seconds."""
         count, seconds = self._taken
         while self._totals and self._totals[0][0] <= last:
             self._taken = self._totals.popleft()[1:]

@@ -17,9 +17,9 @@ CLOSE_S = 0.5
 
 
 class LogFile:
-    """A file of one line an event; the newest lines are kept until the run folder is known.
+    """A file with one line per event; the newest lines are kept until the run folder is known.
 
-    The file is written by a thread: the agent samples and reports while the disk hangs.
+    A thread writes the file, so that the agent samples and reports while the disk hangs.
     """
 
     def __init__(self, rank: int) -> None:
@@ -31,19 +31,19 @@ class LogFile:
         self._is_closed = False
 
     def write(self, event: Event) -> None:
-        """Append an event; not to be called by two threads at once."""
+        """Append an event; two threads must not call this at the same time."""
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(event.time_s))
         often = f" ({event.count} events)" if event.count > 1 else ""
         self._lines.append(f"{stamp}Z rank {self._rank}: {event.text}{often}\n")
         self._flush()
 
     def attach(self, folder: Path) -> None:
-        """Write to a file in ``folder`` from now on; it is made with the first line."""
+        """Write to a file in ``folder``; it is made with the first line."""
         self._path = self._path or folder / f"agent-{self._rank}.log"
         self._flush()
 
     def close(self) -> None:
-        """Write what no run folder has taken to the user's state folder; wait half a second for a disk at most."""
+        """Write the remaining lines, without a run folder to the user's state folder; wait at most `CLOSE_S`."""
         if self._path is None:
             self.attach(state_folder() / f"pid-{os.getpid()}")
         self._is_closed = True

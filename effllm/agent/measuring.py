@@ -1,4 +1,4 @@
-"""What an agent measures: records of the ring and samples of the devices become the reports of windows."""
+"""The measurement of a rank: makes the reports of windows from records of the ring and samples of the devices."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from effllm.records.ring import ITERATION, STATUSES, STEP, Slot
 CALIBRATION_S = 3.0  # windows are cut when the sensor is calibrated
 LOSS_WAIT_S = 0.5  # a window's loss comes after its end
 AGAIN_S = 0.05  # between two checks of a sensor that is being calibrated
-FOLD_FROM, FOLD_EVERY_S = 600, 30.0  # samples of a device that are kept as they are, and how often that is checked
+FOLD_FROM, FOLD_EVERY_S = 600, 30.0  # number of samples above which they are folded, and period of the check
 
 
 class Measuring:
-    """Cuts the windows of a rank; begins with what was recorded so far.
+    """Cuts the windows of a rank, beginning with the records so far.
 
     Args:
         trainer: the rank's.
-        devices: those of the rank, which have been started.
+        devices: of the rank, already started.
     """
 
     def __init__(self, trainer: Trainer, devices: RankDevices) -> None:
         self._trainer, self.devices = trainer, devices
         self.outbox = Outbox(trainer.config.history_size)
-        self.status: str | None = None  # with which the trainer has ended
+        self.status: str | None = None  # final status of the trainer
         self.end_ns = 0
         self._next_fold_s = 0.0
         slots, origin_ns = self._origin()
@@ -46,7 +46,7 @@ class Measuring:
 
     @property
     def start_time_s(self) -> float:
-        """When the first report begins, by the clock that reports are stamped with."""
+        """Start of the first report, on the clock of reports."""
         return self._cutter.start_time_s
 
     @property
@@ -55,15 +55,15 @@ class Measuring:
 
     @property
     def end_time_s(self) -> float:
-        """When the trainer ended, by the clock that reports are stamped with."""
+        """End of the trainer, on the clock of reports."""
         return self._cutter.unix_s(self.end_ns)
 
     def time_s(self) -> float:
-        """Return the time of the clock that reports are stamped with."""
+        """Return the time on the clock of reports."""
         return self._cutter.unix_s(time.monotonic_ns())
 
     def take(self, *, is_trainer_gone: bool) -> None:
-        """Take what has been recorded and sampled since the last call."""
+        """Read new records and samples."""
         self.devices.take()
         self._add(self._trainer.ring.read())
         if is_trainer_gone and self.status is None:
@@ -72,7 +72,7 @@ class Measuring:
 
     def cut(self, now_s: float) -> None:
         """Make reports of the windows that have ended and whose edges are settled."""
-        # An edge shows in the two ticks after it, in which the next window may end already.
+        # An edge affects the two ticks after it, in which the next window may already end.
         for edge_ns in self._cutter.edges_ns:
             self.devices.ask(edge_ns)
         while (ended := self._cutter.ended) is not None:
@@ -88,7 +88,7 @@ class Measuring:
                 self.outbox.add(report)
 
     def due_s(self, now_s: float) -> float:
-        """Return when a window that has ended is to be looked at again; infinite where none has."""
+        """Return when an ended window must be checked again; infinite if there is none."""
         if (ended := self._cutter.ended) is None:
             return math.inf
         for wait_s in (LOSS_WAIT_S, EDGE_WAIT_S):
@@ -97,7 +97,7 @@ class Measuring:
         return now_s + (AGAIN_S if self.devices.is_calibrating else 0.0)
 
     def fold(self, now_s: float) -> None:
-        """Sum up samples while no window ends, for a loop may stall for days: 0.9 kB for each would be 75 MB a day."""
+        """Sum up samples while no window ends: a loop may stall for days, and 0.9 kB per sample are 75 MB a day."""
         if now_s < self._next_fold_s:
             return
         self._next_fold_s = now_s + FOLD_EVERY_S
@@ -113,13 +113,13 @@ class Measuring:
             one.fold(edges_ns, until_ns)
 
     def is_end_settled(self) -> bool:
-        """Ask for the samples that show the trainer's end, and return whether they have come."""
+        """Request the samples at the trainer's end, and return whether they have been read."""
         self.devices.ask(self.end_ns)
         self.devices.take()
         return self.devices.is_settled(self.end_ns)
 
     def finish(self) -> None:
-        """Make reports of all that is left."""
+        """Make the remaining reports."""
         self._trainer.ring.skip_torn()
         self._add(self._trainer.ring.read())
         while (report := self._cutter.cut(self.devices.series)) is not None:
@@ -127,12 +127,12 @@ class Measuring:
         self.outbox.add(self._cutter.cut_rest(self.devices.series, self.end_ns))
 
     def _origin(self) -> tuple[list[Slot], int]:
-        """Return the records so far, and from when on windows are cut."""
+        """Return the records so far, and the start of the first window."""
         origin_ns = time.monotonic_ns()
         self.devices.take()
         series = self.devices.series
         if series and series[0].newest_ns:
-            origin_ns = max(one.oldest_ns for one in series)  # from when on all is known
+            origin_ns = max(one.oldest_ns for one in series)  # from here on, all devices have samples
         slots = self._trainer.ring.read()
         begun = [slot.start_ns for slot in slots if slot.kind == ITERATION and slot.ordinal == 1]
         state, ordinal, since_ns, _ = self._trainer.ring.state()

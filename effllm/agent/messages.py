@@ -1,4 +1,4 @@
-"""The messages in which an agent describes itself: HELLO and heartbeat."""
+"""The messages with the state of an agent: HELLO and heartbeat."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from effllm.records.wire import Heartbeat, Hello
 
 
 def hello(trainer: Trainer, measuring: Measuring) -> Hello:
-    """Return the introduction of a rank, with all that is known of it by now."""
+    """Return the HELLO of a rank, with its current facts."""
     facts = trainer.facts
     of_run = facts if trainer.rank == 0 else RankFacts()
     return Hello(
@@ -54,7 +54,7 @@ def heartbeat(trainer: Trainer, measuring: Measuring, now_s: float, offset: Offs
         trainer: the rank's.
         measuring: the rank's.
         now_s: the time.
-        offset: of the aggregator's clock to the agent's, as far as it is known.
+        offset: of the aggregator's clock to the agent's, if known.
     """
     state, ordinal, since_ns, phase = trainer.ring.state()
     name = MARKED_PHASES[phase] if state == PHASE_STATE else STATE_NAMES[state]

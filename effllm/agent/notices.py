@@ -1,4 +1,4 @@
-"""What an agent writes to the terminal of its job: one line where there are no metrics, once per host."""
+"""The lines that an agent writes to the terminal of its job if there are no metrics: once per host."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ NO_AGGREGATOR_AFTER_S = 10.0
 
 
 def write_notice(text: str) -> None:
-    """Write one line to stderr, as long as that is the job's."""
+    """Write one line to the job's stderr, unless `silence_stderr` was called."""
     with contextlib.suppress(OSError):
         os.write(2, f"[EfficientLLM] {text}\n".encode())
 
 
 def silence_stderr() -> None:
-    """Write nothing more to the job's stderr: an inherited descriptor keeps `torchrun ... 2>&1 | tee` from ending."""
+    """Close the job's stderr, because an inherited descriptor keeps `torchrun ... 2>&1 | tee` from ending."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 2)
     os.close(null)
 
 
 class Notices:
-    """The notices of one agent, which are events as well.
+    """The notices of one agent; each is also an event.
 
     Args:
         trainer: the agent's.
-        events: takes each notice.
+        events: receives each notice.
     """
 
     def __init__(self, trainer: Trainer, events: AgentEvents) -> None:
         self._trainer, self._events = trainer, events
         self._started_s = time.monotonic()
-        self._is_explained = False  # why there is no aggregator
+        self._is_explained = False  # the reason why there is no aggregator was reported
 
     def no_metrics(self, text: str) -> None:
         """Report why this rank has no metrics."""
@@ -46,12 +46,12 @@ class Notices:
             write_notice(text)
 
     def refused_at_rank_0(self, reason: str) -> None:
-        """Record why rank 0 has no aggregator, which its own process has written to the terminal."""
+        """Record why rank 0 has no aggregator; rank 0's own process has written it to the terminal."""
         self._is_explained = True
         self._events.report("agent", f"rank 0 has no aggregator: {reason}")
 
     def no_aggregator(self, now_s: float) -> None:
-        """Report that no aggregator answers, once, when that has lasted for `NO_AGGREGATOR_AFTER_S`."""
+        """Report once that no aggregator has answered for `NO_AGGREGATOR_AFTER_S`."""
         if self._is_explained or now_s - self._started_s < NO_AGGREGATOR_AFTER_S:
             return
         self._is_explained = True

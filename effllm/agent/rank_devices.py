@@ -1,4 +1,4 @@
-"""The devices of one rank: its GPUs and, on the first rank of a host, what measures the node beside them."""
+"""The devices of one rank: its GPUs and, on the first rank of a host, the power sensors of the node."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class RankDevices:
 
     Args:
         trainer: the rank's.
-        report: takes an event; samplers' threads call it too.
+        report: reports an event; samplers' threads also call it.
     """
 
     def __init__(self, trainer: Trainer, report: Callable[[Event], None]) -> None:
         self._trainer, self._report = trainer, report
-        self.wake_descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # written where a sample was waited for
+        self.wake_descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # written after requested samples
         self._interval_s = trainer.config.collection_interval_s
         self._calibrations = cache_folder() / "calibration"
         self._gpus = _visible_gpus(trainer.facts.gpus, trainer.facts.visible_devices)
@@ -49,7 +49,7 @@ class RankDevices:
         for track in self._tracks:
             track.sampler.start()
         self._wait(DEVICE_WAIT_S)
-        while len(self._tracks) > 1 and time.monotonic() < until_s:  # reports begin where all of them are known
+        while len(self._tracks) > 1 and time.monotonic() < until_s:  # reports begin when all devices have samples
             self.take()
             if all(track.series or track.sampler.unavailable for track in self._tracks):
                 break
@@ -61,7 +61,7 @@ class RankDevices:
 
     @property
     def series(self) -> list[Series]:
-        """The samples of the devices that are open."""
+        """The samples of the open devices."""
         return [track.series for track in self._tracks if track.series is not None]
 
     @property
@@ -76,11 +76,11 @@ class RankDevices:
 
     @property
     def missing_baseline(self) -> bool:
-        """Whether the idle power of the devices is not known yet."""
+        """Whether the idle power of the devices is still unknown."""
         return not self._has_baseline
 
     def take(self) -> None:
-        """Take the samples that have come, and report what happened to the devices."""
+        """Take new samples, and report events of the devices."""
         changed = [track.take() for track in self._tracks]
         if len(idle_ns := self._trainer.facts.baseline_ns) == 2 and not self._has_baseline:
             self._has_baseline = all(track.note_baseline(*idle_ns) for track in self._tracks if track.series)
@@ -92,7 +92,7 @@ class RankDevices:
                 self._report(event)
 
     def take_changed(self) -> bool:
-        """Return whether anything about the devices is new since the last call."""
+        """Return whether a device was opened or calibrated since the last call."""
         has_changed, self._has_changed = self._has_changed, False
         return has_changed
 
@@ -104,7 +104,7 @@ class RankDevices:
         return all(track.is_settled(edge_ns) for track in self._tracks)
 
     def stop(self) -> None:
-        """Stop sampling; a device that hangs is left."""
+        """Stop sampling; the thread of a hanging device is left behind."""
         for track in self._tracks:
             track.sampler.stop(0.2)
 
@@ -120,7 +120,7 @@ class RankDevices:
         return reader
 
     def _open(self, index: int | None = None) -> Reader:
-        """Open a GPU by its place among those that are visible; ``None``: the rank's own, or its first of several."""
+        """Open a GPU by its position among the visible ones; ``None``: the rank's own GPU, or its first of several."""
         if index is None and self._gpus:
             index = self._gpus[0]
         facts = self._trainer.facts
@@ -147,14 +147,14 @@ class RankDevices:
         return calibrate(device, read, self._calibrations, is_suspect=is_suspect, report=report)
 
     def _start_node_sensors(self) -> None:
-        """Read what the node draws beside its GPUs: once per node, and never beside a device that is simulated."""
+        """Start the node's power sensors: on one rank per node, and never with a simulated device."""
         own, config = self._tracks[0].sampler.device, self._trainer.config
         if not self._trainer.is_first_of_host or (own is not None and own.simulated):
             return
         credentials = Path(config.node_power_credentials) if config.node_power_credentials else None
         for opener in node_power.openers(config.node_power, self._trainer.facts.host, credentials):
             if opener.name == "cpu" and own is not None and own.kind == "host":
-                continue  # it reads them itself
+                continue  # the host device already reads them
             interval_s = max(opener.interval_s, self._interval_s)
             sampler = Sampler(opener.open, interval_s, self._report, self.wake_descriptor, is_node_sensor=True)
             self._tracks.append(DeviceTrack(sampler, interval_s))
@@ -168,5 +168,5 @@ class RankDevices:
 
 
 def _visible_gpus(gpus: Sequence[int], visible: str | None) -> list[int]:
-    """Return the GPUs that a process has reported, without those that it cannot see."""
+    """Return the reported GPUs of a process that are visible to it."""
     return [index for index in gpus if visible is None or index < len(visible.split(","))]

@@ -1,4 +1,4 @@
-"""The thread of the agent that reads a device, so that a call that hangs holds up nothing else."""
+"""The thread that reads a device, so that a hanging call does not block the agent."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ from effllm.records.rank import INSTANT, Device, Event, Sample, Sensor
 
 NS = 1e-9
 
-#: Of a core: what the extra reads around the edges of windows may cost, a wake-up of Python included.
+#: Limit of the cost of additional reads around the edges of windows, as a share of a core, with Python's wake-ups.
 MAX_EDGE_SHARE = 0.005
 WAKE_S = 110e-6  # measured at 10 Hz: 0.11 % of a core
-#: Of a core: what plain sampling may cost; slower devices are read less often.
+#: Limit of the cost of regular sampling, as a share of a core; slower devices are read less often.
 MAX_SAMPLING_SHARE = 0.001
-#: A GPU that has no energy counter is asked for its power so often, within so much of a core.
+#: Period of power readings of a GPU without an energy counter, and the limit of their cost as a share of a core.
 POWER_EVERY_S, MAX_POWER_SHARE = 0.09, 0.003
-#: A call that took so long may be holding the driver's lock, on which kernel launches wait too.
+#: A slower call may hold the driver's lock, on which kernel launches also wait.
 SLOW_CALL_S = 0.020
 MAX_INTERVAL_S = 30.0
 NEVER_NS = 2**63 - 1
-#: How quickly what calls take is believed to have grown, or shrunk: nearer to the slow ones than to the mean.
+#: Weights of a new call duration that is longer or shorter than the average: the average is close to the slow calls.
 CALL_RISE, CALL_FALL, MAX_COUNTED_S = 0.2, 0.05, 0.2
-#: A read that has not come back after so long makes the device stale.
+#: Age of an unfinished read at which the device is stale.
 STALE_AFTER_S = 5.0
-#: Requests that wait for a read that hangs: the oldest beyond them are dropped, and their edges are not measured.
+#: Requests that wait during a hanging read; older ones are dropped, and their edges are not measured.
 MAX_REQUESTS = 64
 
-#: Takes the device as it was opened, what reads it, and whether readings contradict the calibration before.
+#: Arguments: the opened device, a function that reads it, and whether readings contradict the previous calibration.
 Calibrate = Callable[[Device, Callable[[], Sample], bool], Sensor]
 
 
 class Sampler:
-    """Reads one device every ``interval_s`` seconds on average, and at the moments that are asked for.
+    """Reads one device every ``interval_s`` seconds on average, and at requested times.
 
     Args:
-        open_reader: opens the device, in the thread, because a driver may take its time even for that.
+        open_reader: opens the device, in the thread, because a driver may be slow.
         interval_s: seconds between samples.
-        report: takes an event whenever a quantity stops being measured, and one when it is again.
+        report: reports an event when a quantity is no longer measured, and when it is measured again.
         wake_descriptor: an eventfd that is written after the first sample and after the last of each request.
-        calibrate: learns how the device's sensor behaves, after the first sample.
-        is_node_sensor: slow by nature; where there is none, that is no event.
+        calibrate: calibrates the device's sensor after the first sample.
+        is_node_sensor: the device may be slow, and if it does not exist, that is not an event.
     """
 
     def __init__(
@@ -71,29 +71,28 @@ class Sampler:
         self._calibrate = calibrate
         self._is_node_sensor = is_node_sensor
         self._samples: queue.SimpleQueue[Sample | Device] = queue.SimpleQueue()
-        # The thread sleeps in it too: an event with a time-out costs it 25 us more a wake-up.
+        # The thread also sleeps in it: an event with a timeout costs 25 us more per wake-up.
         self._requests: queue.SimpleQueue[Sequence[int]] = queue.SimpleQueue()
-        self._due: list[tuple[int, bool, bool]] = []  # asked moments: is it its request's first, its last
+        self._due: list[tuple[int, bool, bool]] = []  # requested times: (time, is first, is last of its request)
         self._stopped = False
         self._learns_again = False
         self._failing: dict[str, str] = {}
-        self._call_s = 0.0  # what calls take
+        self._call_s = 0.0  # average duration of calls
         self._reading_since_s: float | None = None
         self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
 
     def start(self) -> None:
-        """Open the device and begin to sample; the first sample is taken at once."""
+        """Start the thread: it opens the device and takes the first sample at once."""
         self._thread.start()
 
     def ask(self, times_ns: Sequence[int] = (), within_s: float = 1.0) -> None:
-        """Have samples taken at moments of the monotonic clock, those that have passed at once.
+        """Request samples at monotonic times; for past times they are taken at once.
 
-        Nothing is asked of a device that is not there, and a call that hangs leaves at most ``MAX_REQUESTS`` waiting.
-        Where calls are so slow, or requests so frequent, that all of them would cost too much, the
-        first alone is taken.
+        A request for a missing device is ignored, and at most ``MAX_REQUESTS`` wait during a hanging call.  If calls
+        are slow or requests frequent, fewer samples are taken, at least the first.
 
         Args:
-            times_ns: the moments, soonest first; none is now.
+            times_ns: the times, soonest first; empty means now.
             within_s: seconds between such requests.
         """
         if self.unavailable:
@@ -110,19 +109,19 @@ class Sampler:
         self._requests.put(times)
 
     def learn_again(self) -> None:
-        """Calibrate the sensor once more, because readings contradict its calibration."""
+        """Calibrate the sensor again, because readings contradict its calibration."""
         self.is_calibrating = self._learns_again = self._calibrate is not None
         self._requests.put(())
 
     def take(self) -> list[Sample | Device]:
-        """Return the samples since the last call, oldest first; a device among them has its calibration."""
+        """Return the samples since the last call, oldest first; a `Device` among them has a new calibration."""
         taken = []
-        while not self._samples.empty():  # no other thread takes any
+        while not self._samples.empty():  # no other thread removes samples
             taken.append(self._samples.get_nowait())
         return taken
 
     def stale_s(self) -> float | None:
-        """Return for how long a read has not come back, if that is so long that the device counts as stale."""
+        """Return the age of an unfinished read, if the device is stale; else ``None``."""
         since_s = self._reading_since_s
         allowed_s = 3 * self._interval_s if self._is_node_sensor else 0.0
         if since_s is None or time.monotonic() - since_s < max(STALE_AFTER_S, allowed_s):
@@ -131,18 +130,18 @@ class Sampler:
 
     @property
     def is_opening(self) -> bool:
-        """Whether it is not known yet if there is such a device."""
+        """Whether the device is still being opened."""
         return self.device is None and not self.unavailable
 
     @property
     def slowed_s(self) -> float | None:
-        """Seconds between samples where that is more than the interval, for calls are slow; else ``None``."""
+        """Seconds between samples if they are longer than the interval because calls are slow; else ``None``."""
         if self._call_s <= SLOW_CALL_S or self._is_node_sensor:
             return None
         return min(max(self._interval_s, self._call_s / MAX_SAMPLING_SHARE / 10), MAX_INTERVAL_S)
 
     def stop(self, timeout_s: float) -> bool:
-        """Stop sampling; ``False`` where the device did not answer in time and its thread is left behind."""
+        """Stop sampling; ``False`` if a call hangs and the thread is left behind."""
         self._stopped = True
         self._requests.put(())
         self._thread.join(timeout_s)
@@ -157,7 +156,7 @@ class Sampler:
         except DeviceUnavailable as error:
             self._set_unavailable(str(error))
             return
-        except Exception as error:  # noqa: BLE001 - a device file may be a plug-in, and no caller above would see it
+        except Exception as error:  # noqa: BLE001 - a device file may be a plug-in, and the thread has no caller
             self._set_unavailable(f"its file has an error: {type(error).__name__}: {error}")
             return
         self.device = opened = reader.device
@@ -179,21 +178,21 @@ class Sampler:
                 self._learn(reader, opened, is_suspect=True)
             while next_ns <= now_ns:
                 turn_s += self.slowed_s or self._interval_s
-                # Somewhere in its turn, for iterations of a second, or of half of one, would show one moment of theirs.
+                # At a random time, because samples in step with iterations would always show the same part of them.
                 next_ns = int((turn_s + random.random() * self._interval_s) / NS)  # noqa: S311 - it is no secret
-                now_ns = time.monotonic_ns()  # a slow read leaves ticks out, it does not pile them up
+                now_ns = time.monotonic_ns()  # after a slow read, missed samples are skipped
         reader.close()
 
     def _next_power_ns(self, device: Device) -> int:
-        """Return when power is to be read next for its integral alone; never where a counter does that."""
+        """Return the time of the next reading of power alone; never for a device with an energy counter."""
         if device.energy_method != INSTANT or not device.is_gpu or device.only_power or self._call_s > SLOW_CALL_S:
             return NEVER_NS
         apart_s = max(POWER_EVERY_S, (self._call_s + WAKE_S) / MAX_POWER_SHARE)
-        # Not evenly, for iterations that keep step with the reads would show some moments of theirs alone.
+        # Not evenly, because readings in step with iterations would always show the same parts of them.
         return time.monotonic_ns() + int(apart_s * random.uniform(0.9, 1.1) / NS)  # noqa: S311 - it is no secret
 
     def _answer(self, reader: Reader, now_ns: int, is_time: bool) -> Sample | None:
-        """Take the reading that is due, if one is: all there is at its time and at an edge, energy alone elsewhere."""
+        """Take the reading that is due, if any: a full one at its regular time and at an edge, else energy alone."""
         if not self._due:
             return self._read(reader) if is_time else None
         due = self._due_at(now_ns)
@@ -211,7 +210,7 @@ class Sampler:
         next_s = time.monotonic() + self._interval_s
 
         def read() -> Sample:
-            """Take one of many readings; now and then, and where an edge asks for it, a whole one."""
+            """Take one of many readings; a full one when it is due or requested."""
             nonlocal next_s
             now_ns = self._sleep_until(0)
             is_time = now_ns * NS >= next_s
@@ -220,8 +219,8 @@ class Sampler:
 
         try:
             sensor = self._calibrate(opened, read, is_suspect)
-        except Exception as error:  # noqa: BLE001 - what is known without it is enough to go on with
-            self._event(f"its sensor could not be learnt: {type(error).__name__}: {error}", reader.device.key)
+        except Exception as error:  # noqa: BLE001 - the assumed sensor is used instead
+            self._event(f"its sensor could not be calibrated: {type(error).__name__}: {error}", reader.device.key)
         else:
             self.device = reader.device = replace(reader.device, sensor=sensor)
             self._samples.put(self.device)
@@ -232,16 +231,16 @@ class Sampler:
         sample, failures = getattr(reader, "read_energy", reader.read)() if energy_only else reader.read()
         self._reading_since_s = None
         took_s = time.monotonic() - began_s
-        # Slow to change: one reading in a hundred is delayed by other processes on the core.
-        took_s = min(took_s, MAX_COUNTED_S)  # a call that hung once is no reason to be slow for an hour
+        # An average, because other processes on the core delay one reading in a hundred.
+        took_s = min(took_s, MAX_COUNTED_S)  # one hanging call must not slow sampling for an hour
         self._call_s += (took_s - self._call_s) * (CALL_RISE if took_s > self._call_s else CALL_FALL)
         self._samples.put(sample)
-        if (failures or self._failing) and not energy_only:  # what was not read has not failed
+        if (failures or self._failing) and not energy_only:  # quantities that were not read have not failed
             self._report_failures(reader.device.key, failures)
         return sample
 
     def _sleep_until(self, next_ns: int) -> int:
-        """Sleep until then, or until an asked moment, or until something is asked; return the moment it is."""
+        """Sleep until ``next_ns``, a requested time, or a new request; return the current time."""
         until_ns = min(self._due[0][0], next_ns) if self._due else next_ns
         sleep_s = (until_ns - time.monotonic_ns()) * NS
         try:
@@ -254,7 +253,7 @@ class Sampler:
             return time.monotonic_ns()
 
     def _due_at(self, now_ns: int) -> list[tuple[int, bool, bool]]:
-        """Take the asked moments that have come."""
+        """Remove and return the requested times that have passed."""
         due = []
         while self._due and self._due[0][0] <= now_ns:
             due.append(heapq.heappop(self._due))

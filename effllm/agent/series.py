@@ -1,7 +1,7 @@
-"""The samples of one device over time, and their sums over any stretch. No I/O.
+"""The samples of one device over time, and their sums over any period. No I/O.
 
-Integrals are time-weighted over irregular samples.  A stretch next to a failed reading, or one in which no sample was
-taken for long, is not covered, and the seconds that an integral covers are less by it.
+Integrals are time-weighted over irregular samples.  The time next to a failed reading, and a gap without samples, are
+not covered: the covered seconds of an integral exclude them.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from effllm.energy.readings import NS, runs_between
 from effllm.records.energy import NOT_MEASURED
 from effllm.records.rank import NUM_POWER_BARS, POWER_STEP_W, Device, DeviceWindow, Event, Gauge, Integrals, Sample
 
-#: Reasons of a lower clock that are no fault: busy GPUs reach their power limit, or wait for each other's clocks.
+#: Reasons of a lower clock that are not a fault: busy GPUs reach their power limit, or wait for each other's clocks.
 FAULTLESS = frozenset({"power_cap", "sync_boost"})
 
 PEAKS = {"memory_bytes": "memory_peak_bytes", "power_w": "power_peak_w"}
 
-#: Gauges that are means since the sample before; the others are values of a moment.
+#: Gauges that are means since the previous sample; the others are instantaneous values.
 SINCE_LAST = frozenset({"sm_activity_ratio", "tensor_activity_ratio", "dram_activity_ratio"})
 
 
@@ -30,15 +30,15 @@ class Series:
     """The samples of one device that a window may still need.
 
     Args:
-        device: what they are samples of.
-        max_gap_s: samples further apart than this leave a hole between them.
+        device: the sampled device.
+        max_gap_s: a longer time between two samples is not covered.
     """
 
     def __init__(self, device: Device, max_gap_s: float) -> None:
         self.device = device
         self._max_gap_ns = int(max_gap_s / NS)
         self._samples: deque[Sample] = deque()
-        self._folded: dict[int, DeviceWindow] = {}  # what lay between a sample and the next that is kept, by its time
+        self._folded: dict[int, DeviceWindow] = {}  # by a sample's time: sums between it and the next kept sample
         self.energy = EnergyLedger(device, max_gap_s)
         self._newest_ns = 0
         self._events: list[Event] = []
@@ -50,16 +50,16 @@ class Series:
 
     @property
     def newest(self) -> Sample | None:
-        """The newest sample of more than energy."""
+        """The newest full sample."""
         return self._samples[-1] if self._samples else None
 
     @property
     def oldest_ns(self) -> int:
-        """Time of the oldest sample that is kept, 0 before the first."""
+        """Time of the oldest kept sample, 0 before the first."""
         return self._samples[0].time_ns if self._samples else 0
 
     def allow_gap(self, max_gap_s: float) -> None:
-        """Let samples lie further apart: the device is read less often than configured."""
+        """Allow longer gaps between samples, because the device is read less often than configured."""
         self._max_gap_ns = max(self._max_gap_ns, int(max_gap_s / NS))
         self.energy.allow_gap(max_gap_s)
 
@@ -74,12 +74,12 @@ class Series:
             self._events += sample.events
 
     def calibrate(self, device: Device) -> None:
-        """Take the calibration of the device's sensor, which ends after the samples began."""
+        """Set the calibration of the device's sensor, which ends after the first samples."""
         self.device = replace(self.device, sensor=device.sensor)
         self.energy.calibrate(device.sensor)
 
     def take_events(self, time_s: float) -> list[Event]:
-        """Return what happened to the device and its measurement; ``time_s`` is the newest sample's unix time."""
+        """Return the events of the device and its measurement; ``time_s`` is the newest sample's unix time."""
         events, self._events = self._events + self.energy.take_events(time_s), []
         return events
 
@@ -92,13 +92,13 @@ class Series:
         return len(self._samples)
 
     def fold(self, edges_ns: Collection[int], until_ns: int) -> None:
-        """Sum up the samples of which no stretch that is to come will have a part: all of them or none.
+        """Sum up samples into blocks that a later period includes entirely or not at all.
 
-        A stretch that begins or ends inside of such a block after all gets its share of it by time.
+        If a period does begin or end inside a block, it gets a share of the block in proportion to time.
 
         Args:
-            edges_ns: moments at which a stretch may begin or end.
-            until_ns: ... as at every one from here on.
+            edges_ns: times at which a period may begin or end ...
+            until_ns: ... in addition to all times after this one.
         """
         margin_ns = max(self.energy.margin_ns, 2 * self._max_gap_ns)
         for run in runs_between([sample.time_ns for sample in self._samples], edges_ns, until_ns, margin_ns):
@@ -112,7 +112,7 @@ class Series:
         self.energy.fold(edges_ns, until_ns, margin_ns)
 
     def forget_before(self, time_ns: int) -> None:
-        """Drop the samples that no stretch from ``time_ns`` on needs."""
+        """Drop the samples that periods after ``time_ns`` do not need."""
         while len(self._samples) > 1 and self._samples[1].time_ns <= time_ns:
             self._folded.pop(self._samples.popleft().time_ns, None)
         self.energy.forget_before(time_ns)
@@ -122,13 +122,13 @@ class Series:
         return replace(self._levels(start_ns, end_ns), energy=self.energy.energy(start_ns, end_ns))
 
     def _levels(self, start_ns: int, end_ns: int) -> Integrals:
-        """Return the integrals of all but energy."""
+        """Return the integrals without energy."""
         memory, utilization = _Sum(), _Sum()
         for first, second, covered_s in self._covered(start_ns, end_ns):
             if first.memory_bytes is not None and second.memory_bytes is not None:
                 level = _level(first, second, start_ns, end_ns, first.memory_bytes, second.memory_bytes)
                 memory.add(level * covered_s, covered_s)
-            if second.utilization is not None:  # the mean since the sample before
+            if second.utilization is not None:  # the mean since the previous sample
                 utilization.add(second.utilization * covered_s, covered_s)
         for block, share in self._blocks(start_ns, end_ns):
             memory.add((block.wall.memory_byte_seconds or 0.0) * share, block.wall.memory_covered_s * share)
@@ -136,7 +136,7 @@ class Series:
         return Integrals(NOT_MEASURED, *memory.pair(), *utilization.pair())
 
     def window(self, start_ns: int, end_ns: int, phases: dict[str, Integrals]) -> DeviceWindow:
-        """Return what the device did in ``[start_ns, end_ns]``, of which ``phases`` are parts."""
+        """Return the device's readings in ``[start_ns, end_ns]``; ``phases`` are parts of it."""
         sums = self._sums(start_ns, end_ns)
         return replace(
             sums,
@@ -146,7 +146,7 @@ class Series:
         )
 
     def _sums(self, start_ns: int, end_ns: int) -> DeviceWindow:
-        """Return all but the energy."""
+        """Return the readings without energy."""
         gauges: dict[str, Gauge] = {}
         throttled_s: dict[str, float] = {}
         histogram_s: dict[int, float] = {}
@@ -192,7 +192,7 @@ class Series:
         return max((value for value in values if value is not None), default=None)
 
     def _covered(self, start_ns: int, end_ns: int) -> Iterable[tuple[Sample, Sample, float]]:
-        """Yield neighbouring samples that are near enough, with the seconds between them inside of a stretch."""
+        """Yield adjacent samples without a gap, with the seconds between them that are inside the period."""
         for first, second in pairwise(self._samples):
             inside_ns = min(second.time_ns, end_ns) - max(first.time_ns, start_ns)
             if inside_ns <= 0 or second.time_ns - first.time_ns > self._max_gap_ns:
@@ -201,7 +201,7 @@ class Series:
                 yield first, second, inside_ns * NS
 
     def _blocks(self, start_ns: int, end_ns: int) -> Iterable[tuple[DeviceWindow, float]]:
-        """Yield what was folded, with the share of its time that lies inside of a stretch: all of it, as a rule."""
+        """Yield folded blocks, with the share of their time that is inside the period: usually all of it."""
         if not self._folded:
             return
         for first, second in pairwise(self._samples):
@@ -212,7 +212,7 @@ class Series:
 
 
 def _level(first: Sample, second: Sample, start_ns: int, end_ns: int, before: float, after: float) -> float:
-    """Return the mean of a straight line between two readings over the part of it inside of a stretch."""
+    """Return the mean of a straight line between two readings over its part inside the period."""
     from_ns, to_ns = max(first.time_ns, start_ns), min(second.time_ns, end_ns)
     middle = ((from_ns + to_ns) / 2.0 - first.time_ns) / (second.time_ns - first.time_ns)
     return before + (after - before) * middle

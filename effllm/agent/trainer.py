@@ -1,4 +1,4 @@
-"""The training process as the agent beside it sees it: settings, place, and facts that become known over time."""
+"""The training process from the agent's side: settings, place, and facts that may change over time."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Trainer:
     """The training process of one rank.
 
     Args:
-        ring: what it records; its facts must be there.
-        board: shows it the values of the whole job.
-        descriptor: a pidfd of it, or -1 where the kernel has none.
+        ring: has its records, and must have its facts.
+        board: passes the job's values to it.
+        descriptor: its pidfd, or -1 if the kernel has none.
 
     Raises:
         RingError: the ring has no facts.
@@ -34,20 +34,20 @@ class Trainer:
         self.place = facts.place
         self.rank = self.place.rank
         self.pid = facts.trainer_pid
-        self.agent = uuid.uuid4().hex[:16]  # names the agent in all messages
+        self.agent = uuid.uuid4().hex[:16]  # identifies the agent in all messages
         self._address = FoundAddress()  # found after the start
 
     @property
     def is_first_of_host(self) -> bool:
-        """Whether its agent is the one that reports for the whole host."""
+        """Whether its agent reports for the whole host."""
         return self.place.local_rank == 0
 
     def is_gone(self) -> bool:
-        """Whether it has ended, where no pidfd shows that."""
+        """Whether it has ended, if there is no pidfd."""
         return self.descriptor < 0 and os.getppid() != self.pid
 
     def take_address(self) -> FoundAddress:
-        """Return what was found since the last call; an empty record where nothing was."""
+        """Return the result of the address search since the last call, or an empty record."""
         found = self.ring.address() or FoundAddress()
         if found.endpoint:
             self._address = found
@@ -55,7 +55,7 @@ class Trainer:
         return found
 
     def take_facts(self) -> tuple[str, ...] | None:
-        """Take facts that have changed; return new warnings of the trainer, or ``None`` where no fact has changed."""
+        """Update the facts; return new warnings of the trainer, or ``None`` if no fact has changed."""
         facts = self.ring.facts()
         if facts is None:
             return None

@@ -1,4 +1,4 @@
-"""What /proc shows about the process of a trainer."""
+"""The state of a trainer's process in /proc."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 STATES = {
     "R": "running",
     "S": "sleeping",
-    "D": "in the kernel, not to be woken",
+    "D": "uninterruptible sleep",
     "T": "stopped",
     "t": "traced",
     "Z": "dead",
@@ -19,9 +19,9 @@ MAX_THREADS = 2000
 
 
 def state(pid: int) -> str:
-    """Return the letter of the state of a process, empty where there is none."""
+    """Return the letter of a process's state; empty if the process does not exist."""
     with suppress(OSError, IndexError):
-        # Every heartbeat reads it, and a Path takes three times as long.  The name, in brackets, may hold anything.
+        # Every heartbeat reads it, and a Path takes three times as long.  The name, in parentheses, may have any text.
         descriptor = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
         try:
             return os.read(descriptor, 4096).rpartition(b")")[2].split()[0].decode()
@@ -31,11 +31,11 @@ def state(pid: int) -> str:
 
 
 def description(pid: int) -> str:
-    """Return lines about a process: its state, where in the kernel it waits, and the same of its threads, counted."""
+    """Return lines about a process: its state, its wait channel in the kernel, and the same of its threads, counted."""
     task = Path(f"/proc/{pid}")
     letter = state(pid)
     lines = [f"state: {letter} ({STATES.get(letter, 'unknown')}){_waits(task)}"]
-    if kernel := _read(task / "stack"):  # root alone may look
+    if kernel := _read(task / "stack"):  # only root can read it
         lines += ["kernel stack:", *(f"  {line.partition('] ')[2] or line}" for line in kernel.splitlines()[:20])]
     threads: Counter[str] = Counter()
     with suppress(OSError):

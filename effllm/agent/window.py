@@ -1,4 +1,4 @@
-"""Records and samples of one rank to the reports of its windows, pure: no clock, no device, no file."""
+"""Makes the reports of windows from the records and samples of one rank. No clock, device or file."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class WindowCutter:
         agent: random id of the agent.
         rank: rank in the job.
         log_interval: iterations per window.
-        offset: iteration number less ordinal, as known at start on every rank.
-        origin_ns: where the first window begins.
+        offset: iteration number minus ordinal at the start, equal on every rank.
+        origin_ns: start of the first window.
         unix_minus_monotonic_s: offset of unix times to monotonic ones.
     """
 
@@ -45,7 +45,7 @@ class WindowCutter:
         self._agent, self._rank = agent, rank
         self._log_interval, self._offset = log_interval, offset
         self._unix_minus_monotonic_s = unix_minus_monotonic_s
-        # Of the next report: its start, the ordinal of its first iteration, and what there was at its start.
+        # Of the next report: its start, the ordinal of its first iteration, and the totals at its start.
         self._start_ns = self._origin_ns = origin_ns
         self._first = 1
         self._totals, self._overrun_before = _NO_TOTALS, 0
@@ -59,12 +59,12 @@ class WindowCutter:
         self._reset_at = 0
         self._sequence = 0
         self._seen = 0  # iterations whose record was read
-        self._overrun = 0  # ... and was not, so far
+        self._overrun = 0  # iterations whose record was overwritten
         self._durations_s: deque[float] = deque(maxlen=64)  # of the last iterations, data wait included
         self._last_wait_ns = 0
 
     def unix_s(self, time_ns: int) -> float:
-        """Return a monotonic time as the unix time that reports are stamped with."""
+        """Return a monotonic time as unix time, on the clock of reports."""
         return time_ns * NS + self._unix_minus_monotonic_s
 
     @property
@@ -79,17 +79,17 @@ class WindowCutter:
 
     @property
     def ended(self) -> ring.Slot | None:
-        """Last iteration of the oldest window that has ended and is not cut yet."""
+        """Last iteration of the oldest ended window that is not cut yet."""
         return self._open[0][0] if self._open else None
 
     @property
     def edges_ns(self) -> list[int]:
-        """Ends of the windows that have ended and are not cut yet, oldest first."""
+        """Ends of the ended windows that are not cut yet, oldest first."""
         return [iteration.end_ns for iteration, _ in self._open]
 
     @property
     def moments_ns(self) -> list[int]:
-        """Moments until now at which a stretch of a later report may begin or end."""
+        """Past times at which a part of a later report may begin or end."""
         known = [self._start_ns, self._first_start_ns, *self.edges_ns]
         known += [self._newest.end_ns] if self._newest else []
         return known + [moment for phase in self._phases for moment in (phase.start_ns, phase.end_ns)]
@@ -120,20 +120,20 @@ class WindowCutter:
         self._last_wait_ns = slot.wait_ns
         self._seen += 1
         self._overrun = slot.ordinal - self._seen
-        # An overrun may have taken the record of a boundary: then the next one at a boundary ends the window.
+        # If the record at a boundary was overwritten, the next boundary ends the window.
         self._newest = self._newest_totals = slot
         if (slot.ordinal + self._offset) % self._log_interval == 0:
             self._open.append((slot, self._overrun))
 
     def cut(self, series: Sequence[Series]) -> RankReport | None:
-        """Return the report of the oldest window that has ended, or ``None``."""
+        """Return the report of the oldest ended window, or ``None``."""
         if not self._open:
             return None
         iteration, overrun = self._open.popleft()
         return self._report(iteration.ordinal, iteration.end_ns, iteration, overrun, series, final=False)
 
     def cut_rest(self, series: Sequence[Series], end_ns: int) -> RankReport:
-        """Return the last report: what ran since the last boundary, and the shut-down until ``end_ns``."""
+        """Return the last report: iterations since the last boundary, and the shutdown until ``end_ns``."""
         end_ns = max(end_ns, self._start_ns)
         return self._report(self.last_ordinal, end_ns, self._newest_totals, self._overrun, series, final=True)
 
@@ -176,7 +176,7 @@ class WindowCutter:
         return report
 
     def _phases_s(self, totals: ring.Slot, end_ns: int) -> dict[str, float]:
-        """Return the seconds of phases: what no total claims lies before the first iteration or after the last one."""
+        """Return the seconds of phases; time in no total is startup or shutdown."""
         before, start_ns = self._totals, self._start_ns
         phases = zip(MARKED_PHASES, totals.phases_ns, before.phases_ns, strict=True)
         phases_ns = {name: now_ns - then_ns for name, now_ns, then_ns in phases}
@@ -188,14 +188,14 @@ class WindowCutter:
 
     def _startup_ns(self, start_ns: int, end_ns: int, rest_ns: int) -> int:
         if not self.last_ordinal:
-            return rest_ns  # no iteration ever ended: all of it was start-up
+            return rest_ns  # no iteration has ended: all of it is startup
         marked_ns = sum(p.end_ns - p.start_ns for p in self._phases if p.end_ns <= self._first_start_ns)
         return min(max(min(self._first_start_ns, end_ns) - start_ns - marked_ns, 0), rest_ns)
 
     def _devices(
         self, series: Sequence[Series], end_ns: int, phases_s: dict[str, float], iterations: int
     ) -> tuple[tuple[DeviceWindow, ...], float | None]:
-        """Return what the devices did, and the largest error of iterations that keep step with a sensor."""
+        """Return the readings of the devices, and the largest error from iterations in step with a sensor."""
         inside = [phase for phase in self._phases if phase.end_ns <= end_ns]
         self._phases = [phase for phase in self._phases if phase.end_ns > end_ns]
         if len(self._durations_s) > 1:
@@ -227,6 +227,6 @@ class WindowCutter:
 
 
 def _deviation(values: Collection[float]) -> float:
-    """Return the standard deviation of a sample; `statistics.stdev` adds fractions, and takes ten times as long."""
+    """Return the sample standard deviation; `statistics.stdev` adds fractions and takes ten times as long."""
     mean = math.fsum(values) / len(values)
     return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))

@@ -1,4 +1,4 @@
-"""When reports are acknowledged: after a state of the aggregator that holds them was written."""
+"""The acknowledgement of reports, after a state of the aggregator that includes them was written."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from effllm.records.clock import Now
 
 MAX_UNSAVED = 64  # states that are not written yet
 
-Sequences = dict[int, int]  # rank -> the last sequence of its reports that is in a state
+Sequences = dict[int, int]  # rank -> last sequence of its reports in a state
 
 
 class Acknowledgement:
-    """Has windows and states written, and acknowledges the reports in a state once it is.
+    """Writes windows and states through the store, and acknowledges the reports in a state once it is written.
 
-    The order makes a crash at any moment harmless.  Late reports enter the sums first: a state cannot say that an older
-    report of a rank is missing from them.  Then the windows that closed are written, then the state.  Agents send again
-    what was not acknowledged, and the sequences in the state show which of that it holds.
+    The order makes a crash at any moment harmless.  Late reports enter the sums first, because a state cannot record
+    that an older report of a rank is missing from them.  Then the closed windows are written, then the state.  Agents
+    send unacknowledged reports again, and the sequences in the state show which of these it includes.
 
     Args:
-        aggregator: whose windows and states they are.
-        history_size: how many reports an agent keeps until they are acknowledged.
-        write: takes windows that closed, oldest first.
-        save: takes a state to be written after all windows before it, and what `saved` is to be called with then;
-            ``None`` where there is no store: reports are acknowledged at once.
-        send: takes what to acknowledge.
+        aggregator: the source of windows and states.
+        history_size: number of reports that an agent keeps until they are acknowledged.
+        write: writes closed windows, oldest first.
+        save: writes a state after all earlier windows, then calls `saved` with the given sequences; ``None`` without a
+            store: reports are acknowledged at once.
+        send: sends acknowledgements.
     """
 
     def __init__(
@@ -42,15 +42,15 @@ class Acknowledgement:
         self._history_size = history_size
         self._write, self._save, self._send = write, save, send
         self._pace = Pace(history_size)
-        self._unsaved: list[Sequences] = []  # of states that are being written, oldest first
+        self._unsaved: list[Sequences] = []  # of states that are queued for writing, oldest first
         self._acknowledged: Sequences = {}
 
     def hand_out(self, now: Now) -> None:
-        """Write the windows that closed, and the state where that is due."""
+        """Write the closed windows, and the state if it is due."""
         aggregator = self._aggregator
         has_closed, is_slow = self._put(aggregator.closed.take()), is_large(aggregator.ledger.world_size)
-        if has_closed and (is_slow or len(self._unsaved) > 1):  # their acknowledgement takes its time
-            self._show()
+        if has_closed and (is_slow or len(self._unsaved) > 1):  # their acknowledgement comes later
+            self._send_values()
         if not self._pace.is_due(now.mono_s, aggregator.ledger.world_size, aggregator.presence.num_left > 0):
             return
         aggregator.settle(now)
@@ -68,10 +68,10 @@ class Acknowledgement:
         self._save(self._aggregator.snapshot(sequences), sequences)
 
     def saved(self, sequences: Sequences) -> None:
-        """Acknowledge what is in a state that was written."""
+        """Acknowledge the reports in a state that was written."""
         for i, one in enumerate(self._unsaved):
             if one is sequences:
-                del self._unsaved[: i + 1]  # a later state holds all of an earlier one
+                del self._unsaved[: i + 1]  # a later state includes all of an earlier one
                 break
         self._acknowledge(sequences)
 
@@ -85,13 +85,13 @@ class Acknowledgement:
         self._acknowledged = sequences
         self._send(sequences)
 
-    def _show(self) -> None:
-        """Send the ranks whose loops show values those of the newest report, and no new acknowledgement."""
+    def _send_values(self) -> None:
+        """Send the newest values, without a new acknowledgement, to the ranks whose loops show them."""
         shown = {0, self._aggregator.ledger.world_size - 1}
         self._send({rank: self._acknowledged.get(rank, 0) for rank in shown})
 
     def _relieve(self) -> None:
-        """Acknowledge what a stalled disk has not taken for so long that it fills half of the agents' buffers."""
+        """Acknowledge unwritten states when, because of a stalled disk, half of an agent's buffer is full."""
         while len(self._unsaved) > 1:
             oldest, newest = self._unsaved[0], self._unsaved[-1]
             waiting = max((sequence - oldest.get(rank, 0) for rank, sequence in newest.items()), default=0)

@@ -1,4 +1,4 @@
-"""Admission of ranks: accepts introductions, and reports those that are rejected."""
+"""Admission of ranks: accepts or rejects HELLOs, and reports rejected peers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from effllm.records.wire import Hello, Rejected
 
 
 class Admission:
-    """Admits ranks, as long as there are descriptors for all of their job.
+    """Admits ranks, if the limit of open files allows a descriptor for every rank of the job.
 
     Args:
         aggregator: has the ranks of the job.
         peers: the connections.
         peer_admission: of the connections.
-        warn: makes an event of a text and a kind.
+        warn: reports an event with a text and a kind.
     """
 
     def __init__(
@@ -31,17 +31,17 @@ class Admission:
         self._peers = peers
         self._peer_admission = peer_admission
         self._warn = warn
-        self._has_room_for = 0  # ranks, by the limit of open files
-        self.has_shortage = False  # of descriptors: the job was refused
-        self.has_refused_all = False  # of a job of one rank, which has no other agents
+        self._has_room_for = 0  # number of ranks that the limit of open files allows
+        self.has_shortage = False  # the job was rejected for lack of descriptors
+        self.has_refused_all = False  # ... and has only one rank, so no other agent will come
 
     def hello(self, peer: bytes, message: Hello, objection: str, is_trainer_gone: bool, now: Now) -> Rejected | None:
-        """Take an introduction; return what to answer where it is refused.
+        """Handle a HELLO; return the answer if it is rejected.
 
         Args:
             peer: its connection.
-            message: the introduction.
-            objection: why `Peers` refuses it, or empty.
+            message: the HELLO.
+            objection: the reason for which `Peers` rejects it, or empty.
             is_trainer_gone: rank 0's trainer has ended.
             now: the time.
         """
@@ -50,7 +50,7 @@ class Admission:
             reason = "this attempt is over"
         if not reason and (shortage := self._shortage(message, now.mono_s)):
             self._peers.count_rejected_hello()
-            # Agents of a larger job would go on to search for an aggregator.
+            # Agents of a larger job would continue to search for an aggregator.
             self.has_refused_all = self.has_refused_all or message.world_size == 1
             return Rejected(shortage, whole_job=True)
         reason = reason or self._aggregator.hello(message, now)
@@ -61,7 +61,7 @@ class Admission:
         return None
 
     def report(self) -> None:
-        """Record what was rejected since the last call."""
+        """Record rejections since the last call."""
         for event in self._peers.take_events():
             self._aggregator.events.record(event)
         if repeated := self._peers.take_repeated() + self._peer_admission.take_repeated():
@@ -70,11 +70,11 @@ class Admission:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many messages and connections were rejected, by kind."""
+        """Number of rejected messages and connections, by kind."""
         return {**self._peers.rejected, **self._peer_admission.counts}
 
     def _shortage(self, hello: Hello, now_s: float) -> str:
-        """Raise the limit of open files for the world of a rank that may join; return why that fails, or empty."""
+        """Raise the limit of open files for the world of a rank that may join; return the reason if that fails."""
         world_size = hello.world_size
         if world_size <= self._has_room_for or self._aggregator.roster.objection(hello, now_s):
             return ""

@@ -1,4 +1,4 @@
-"""The run folder at the start: locked against other aggregators, and the state that an earlier one left in it."""
+"""The run folder at the start: its lock, and the state of an earlier aggregator in it."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def lock_folder(
     read_secret: Callable[[], bytes],
     warn: Callable[[str], None],
 ) -> Iterator[Path | None]:
-    """Hold the lock of the run folder; yield ``None`` where there is no folder to write to.
+    """Hold the lock of the run folder; yield ``None`` if there is no writable folder.
 
     Args:
-        orders: name the folder and the job.
-        address: where this aggregator listens, for the next attempt's.
+        orders: have the folder and the job.
+        address: of this aggregator, for the next attempt's aggregator.
         context: of the connection to the aggregator that holds the lock.
         read_secret: returns the user's secret, or raises `SecretError`.
-        warn: takes one line.
+        warn: reports one line.
     """
     if not orders.folder:
         yield None
@@ -68,7 +68,7 @@ def lock_folder(
 
 
 class _Predecessor:
-    """The aggregator of an earlier attempt, which still holds the lock because it waits for ranks that are gone."""
+    """The aggregator of an earlier attempt, which still holds the lock while it waits for lost ranks."""
 
     def __init__(
         self, orders: Orders, context: zmq.Context[zmq.Socket[bytes]], read_secret: Callable[[], bytes]
@@ -79,7 +79,7 @@ class _Predecessor:
     def ask_to_end(self, holder: run_lock.Holder) -> None:
         address = holder.endpoint.removeprefix("tcp://").rpartition(":")[0]
         if holder.host != platform.node() and is_loopback(address):
-            return  # that address of this host is not the holder's
+            return  # a loopback address of another host
         if self._link is None:
             keys = None
             if holder.secured:
@@ -97,12 +97,12 @@ class _Predecessor:
 
 
 def restore_state(folder: Path, job: str, warn: Callable[[str, str], None]) -> Ledger | None:
-    """Return the state that an earlier aggregator left, for the next attempt where it is another job's.
+    """Return the state of an earlier aggregator, or ``None``; that of another job is advanced to the next attempt.
 
     Args:
         folder: the run folder.
         job: id of the job; empty is any.
-        warn: makes an event of a text and a kind.
+        warn: reports an event with a text and a kind.
     """
     try:
         state = restore(own_files.read_file(folder / STATE))
@@ -119,6 +119,6 @@ def restore_state(folder: Path, job: str, warn: Callable[[str, str], None]) -> L
 
 
 def remove_state(folder: Path) -> None:
-    """Remove the state of a run that has completed, which is not continued."""
+    """Remove the state of a completed run, which cannot be continued."""
     with contextlib.suppress(OSError):
         own_files.remove_file(folder / STATE)

@@ -1,4 +1,4 @@
-"""What other threads hand to the loop."""
+"""A queue from other threads to the loop."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ Item = TypeVar("Item")
 
 
 class Inbox(Generic[Item]):
-    """A queue whose descriptor is readable while something is in it, so that a poller can wait on it."""
+    """A queue whose descriptor is readable while it is not empty, so that a poller can wait on it."""
 
     def __init__(self) -> None:
         self.descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._items: queue.SimpleQueue[Item] = queue.SimpleQueue()
 
     def put(self, item: Item) -> None:
-        """Hand over an item; from any thread."""
+        """Add an item; any thread may call this."""
         self._items.put(item)
         os.eventfd_write(self.descriptor, 1)
 
     def take(self) -> Iterator[Item]:
-        """Yield the items, oldest first, until there is none."""
+        """Yield the items, oldest first, until the queue is empty."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.descriptor)
         with contextlib.suppress(queue.Empty):

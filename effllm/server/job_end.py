@@ -16,12 +16,12 @@ from effllm.records.wire import Supersede
 
 
 class JobEnd:
-    """Watches rank 0's trainer, and the agents that are waited for at the end.
+    """Watches rank 0's trainer, and the missing agents at the end of the job.
 
     Args:
-        aggregator: has the ranks that have come and left.
-        orders: name the trainer.
-        reaches: whether the connection of a rank takes a message.
+        aggregator: has the ranks that have joined and left.
+        orders: have the descriptor of the trainer.
+        reaches: returns whether a message can be sent to a rank.
     """
 
     def __init__(self, aggregator: Aggregator, orders: Orders, reaches: Callable[[int], bool]) -> None:
@@ -33,34 +33,34 @@ class JobEnd:
         self._agent = os.getppid() if orders.by_agent else -1
 
     def has_trainer_ended(self) -> bool:
-        """Whether rank 0's trainer has ended; ``False`` where there is none."""
+        """Whether rank 0's trainer has ended; ``False`` if there is none."""
         pidfd = self._orders.trainer_descriptor
         return pidfd >= 0 and bool(select.select([pidfd], [], [], 0)[0])
 
     def makes_room(self, message: Supersede) -> bool:
-        """Whether to end for the next attempt of our job: only if our own trainer is gone."""
+        """Whether to end for the next attempt of our job: only if our own trainer has ended."""
         orders = self._orders
         is_ours = bool(orders.run) and message.run == orders.run and message.job != orders.job
         return is_ours and (orders.trainer_descriptor < 0 or self.has_trainer_ended())
 
     def give_up_lost(self, now_s: float) -> None:
-        """When the job ends, stop waiting for agents that were killed."""
+        """At the end of the job, stop waiting for agents that were killed."""
         if self._presence.num_left > 0 or self._trainer_ended_s is not None:
             awaited = self._presence.awaited(before_s=now_s - quiet_s(self._aggregator.ledger.world_size))
             for rank in self._lost.look(now_s, awaited, self._reaches):
                 self._aggregator.give_up(rank, time.time())
 
     def is_over(self, now_s: float) -> bool:
-        """Whether rank 0's trainer is long gone and no rank was heard for long, so that no BYE will come.
+        """Whether rank 0's trainer ended long ago and all ranks are silent, so that no BYE will come.
 
-        On a busy machine a trainer may have been killed before its agent, which has all it did and has started us, is
-        heard at all: as long as that agent lives it is waited for.
+        On a busy machine a trainer may be killed before the first message of its agent, which has the trainer's records
+        and has started us: as long as that agent runs, we wait for it.
         """
         if self._trainer_ended_s is None:
             if self.has_trainer_ended():
                 self._trainer_ended_s = now_s
             return False
         if self._presence.is_deserted and not self._presence.num_left:
-            return True  # all were seen to have gone
+            return True  # all ranks are lost
         is_long = now_s - self._trainer_ended_s > SILENT_AFTER_S or os.getppid() != self._agent
         return is_long and self._presence.all_silent(now_s)

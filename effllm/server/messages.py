@@ -1,4 +1,4 @@
-"""Messages of agents: received in bounds, handed to the aggregator, and answered."""
+"""Messages of agents: received at a limited rate, passed to the aggregator, and answered."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ from effllm.records.wire import (
 )
 from effllm.server.acknowledgement import Sequences
 
-MAX_FRAMES = 1000  # received before everything else has its turn ...
-MAX_RECEIVE_S = 0.1  # ... nor for longer: on a busy machine frames may come as fast as they are taken
-MAX_REJECTED = 32  # frames one after the other, more than there are peers: then no other frame waits
+MAX_FRAMES = 1000  # received in one turn of the loop ...
+MAX_RECEIVE_S = 0.1  # ... and its duration: on a busy machine frames may come as fast as they are received
+MAX_REJECTED = 32  # consecutive rejected frames, in addition to one per peer: then no valid frame waits
 
 
 class Messages:
-    """Receives what agents send, and answers it.
+    """Receives and answers the messages of agents.
 
     Args:
         socket: the aggregator's.
-        peers: whose rate and rank each message is checked against.
-        aggregator: takes what is accepted.
-        folder: the run folder, as agents are sent it.
-        admit: takes an introduction, with what `Peers` objects to; returns the answer where it is refused.
-        supersede: takes the request of the next attempt's aggregator.
+        peers: the connections, with the rate and the rank of each.
+        aggregator: receives accepted messages.
+        folder: the run folder, sent to agents.
+        admit: handles a HELLO, with the objection of `Peers`; returns the answer if it is rejected.
+        supersede: handles the request of the next attempt's aggregator.
     """
 
     def __init__(
@@ -63,17 +63,17 @@ class Messages:
         self.is_flooded = False  # frames were rejected when the socket was last emptied
 
     def receive(self) -> bool:
-        """Take what has arrived, in bounds; return whether that was all but frames of peers that send too much."""
+        """Receive messages, at most `MAX_FRAMES`; return whether no others wait, except from peers over their rate."""
         receive, admits, max_rejected = self._socket.receive, self._peers.admits, MAX_REJECTED + len(self._peers)
         in_a_row, until_s, now_s = 0, time.monotonic() + MAX_RECEIVE_S, 0.0
         for _ in range(MAX_FRAMES):
-            # Peers are received from in turn: after so many rejected frames in a row, no other peer has one waiting.
+            # The socket takes frames from peers in turn: after this many rejected frames, no other peer has a frame.
             if in_a_row > max_rejected or (received := receive()) is None:
                 self.is_flooded = in_a_row > 0
                 return True
             peer, frame = received
             now_s = time.monotonic()
-            if not admits(peer, len(frame), now_s, is_hello(frame)):  # not even decoded
+            if not admits(peer, len(frame), now_s, is_hello(frame)):  # rejected without decoding
                 in_a_row += 1
                 self._ask_again(peer, now_s)
                 continue
@@ -87,11 +87,11 @@ class Messages:
         return False
 
     def acknowledge(self, sequences: Sequences) -> None:
-        """Send ranks the sequence up to which their reports are safe, and the newest values."""
+        """Send each rank the sequence up to which its reports are saved, and the newest values."""
         report = self._aggregator.closed.last_report
         values = {tag: value for tag, value in report.values.items() if "/" not in tag} if report else {}
         iteration, count = report.iteration if report else 0, self._aggregator.ledger.reports
-        frames: dict[int, bytes] = {}  # ten thousand ranks are at few sequences
+        frames: dict[int, bytes] = {}  # ten thousand ranks share few sequences
         for rank, sequence in sequences.items():
             peer = self._peers.of_rank(rank)
             if peer is not None:
@@ -101,18 +101,18 @@ class Messages:
                 self._socket.send_frame(peer, frame)
 
     def request_stacks(self) -> None:
-        """Ask agents for the stacks of their trainers in a stall."""
+        """Request the stacks of trainers in a stall."""
         for rank in self._aggregator.stalls.take_asked():
             if (peer := self._peers.of_rank(rank)) is not None:
                 self._socket.send(peer, Inspect("the job has stalled"))
 
     def reaches(self, rank: int) -> bool:
-        """Whether the connection of a rank takes a message: an acknowledgement of nothing."""
+        """Whether a message, an empty acknowledgement, can be sent to a rank."""
         peer = self._peers.of_rank(rank)
         return peer is not None and self._socket.send(peer, Ack(0))
 
     def _ask_again(self, peer: bytes, now_s: float) -> None:
-        """Have a peer whose frames were dropped begin anew with a HELLO, once it has room again."""
+        """Request a new HELLO from a peer whose frames were dropped, once its rate allows it."""
         if self._peers.is_to_send_again(peer, now_s):
             self._socket.send(peer, Welcome(self._aggregator.ledger.attempt, self._folder, again=True))
 
@@ -121,7 +121,7 @@ class Messages:
         objection = self._peers.objection(peer, message)
         if isinstance(message, Reports) and not objection:  # ten thousand a second, before all else
             if not aggregator.reports(message, now, num_bytes):
-                self._peers.hold(peer)  # it sends again what was not taken
+                self._peers.hold(peer)  # it will send the other reports again
             return
         if isinstance(message, Supersede):
             self._supersede(message)
@@ -133,7 +133,7 @@ class Messages:
             self._ask_again(peer, now_s)
         elif isinstance(message, Heartbeat):
             if message.sent_ns:
-                now_ns = time.monotonic_ns()  # it is answered as it is received
+                now_ns = time.monotonic_ns()  # received and answered at the same time
                 self._socket.send(peer, Clock(message.sent_ns, now_ns, now_ns))
             aggregator.heartbeat(message, now)
         elif isinstance(message, AgentEvent):

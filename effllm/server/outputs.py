@@ -1,4 +1,4 @@
-"""Where everything goes that the aggregator writes: the store, and the sinks."""
+"""The outputs of the aggregator: the store and the sinks."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ STORE_OPENS_S = 2.0
 
 
 class Outputs:
-    """The store, where there is a run folder, and the sinks, each in a thread of its own.
+    """The store, if there is a run folder, and the sinks, each in its own thread.
 
     Args:
-        run: the run; its ``log`` takes warnings.
+        run: the run; its ``log`` receives warnings.
     """
 
     def __init__(self, run: Run) -> None:
-        self._last_summary: Summary | None = None  # once the job has ended
+        self._last_summary: Summary | None = None  # set when the job has ended
         run = dataclasses.replace(run, summary=lambda: self._last_summary)
         self._sinks = {
             name: Writer(f"sink {name}", partial(open_sink, name, run), run.log) for name in run.config.sink_options()
@@ -47,7 +47,7 @@ class Outputs:
             self._store = Writer("run folder", open_store, run.log)
 
     def start(self) -> None:
-        """Open the sinks and the store; wait for the store, in bounds."""
+        """Open the sinks and the store; wait for the store, at most `STORE_OPENS_S`."""
         for writer in self._writers():
             writer.start()
         if self._store is not None:
@@ -58,7 +58,7 @@ class Outputs:
         return self._store is not None
 
     def write(self, closed: Sequence[Closed]) -> None:
-        """Write windows, in one piece: an agent that comes back brings a thousand, which would fill a queue."""
+        """Write windows as one item: an agent that reconnects may send a thousand, which would fill a queue."""
 
         def store_all(store: RunFolder) -> None:
             for report, rows in closed:
@@ -72,7 +72,7 @@ class Outputs:
         self._to_sinks(write_all, len(closed))
 
     def write_events(self, events: Sequence[Event]) -> None:
-        """Write events, in one piece: ten thousand ranks that join at once would fill a queue."""
+        """Write events as one item: ten thousand ranks that join at once would fill a queue."""
         self._to_store(lambda store: store.write_events(events))
         self._to_sinks(lambda sink: _send_events(sink, events))
 
@@ -80,7 +80,6 @@ class Outputs:
         self._to_store(lambda store: store.update_facts(facts))
 
     def write_summary(self, summary: Summary) -> None:
-        """Replace the summary of the run so far."""
         self._to_store(lambda store: store.write_summary(summary))
 
     def write_stacks(self, files: Sequence[StackFile]) -> None:
@@ -92,27 +91,27 @@ class Outputs:
         self._to_store(write)
 
     def save_state(self, state: bytes, on_saved: Callable[[], None]) -> None:
-        """Write a state after all that was handed over before, then call `on_saved` in the store's thread."""
+        """Write a state after all earlier items, then call `on_saved` in the store's thread."""
 
         def save(store: RunFolder) -> None:
-            if store.save_state(state):  # else the agents keep their copies
+            if store.save_state(state):  # else the agents keep their reports
                 on_saved()
 
         self._to_store(save)
 
     def left_out(self, is_over: bool) -> dict[str, int]:
-        """Return how many windows were not written, by sink; those of the store are before the summary in its queue."""
+        """Return the number of windows not written, by sink; the store writes its windows before the summary."""
         counts = {name: sink.left_out + (sink.unfinished if is_over else 0) for name, sink in self._sinks.items()}
         counts[run_folder.NAME] = self._store.left_out if self._store is not None else 0
         return {name: count for name, count in counts.items() if count}
 
     def stop_sinks(self, summary: Summary, timeout_s: float) -> None:
-        """Let the sinks end, all at once: one that stalls takes no time from another."""
+        """Stop the sinks in parallel, so that a stalled one takes no time from the others."""
         self._last_summary = summary
         _stop(list(self._sinks.values()), timeout_s)
 
     def stop_store(self, state: bytes, summary: Summary) -> None:
-        """Let the store write the last state and summary, and end; `join_store` waits for it."""
+        """Write the last state and summary, and stop the store; `join_store` waits for it."""
 
         def last(store: RunFolder) -> None:
             store.save_state(state)
@@ -122,11 +121,11 @@ class Outputs:
             self._store.stop(last)
 
     def join_store(self, timeout_s: float) -> bool:
-        """Wait for the end of the store; return whether it came."""
+        """Wait for the store; return whether it has ended."""
         return self._store is None or self._store.join(timeout_s)
 
     def discard(self, timeout_s: float) -> None:
-        """End without a summary: no rank has come."""
+        """Stop without a summary, because no rank has joined."""
         _stop(self._writers(), timeout_s)
 
     def _writers(self) -> list[Writer[Any]]:

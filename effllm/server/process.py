@@ -1,6 +1,6 @@
-"""The aggregator's process: edges only.  Sockets, files, threads and clocks are here; rules are not.
+"""The aggregator's process: sockets, files, threads and clocks; the rules are in effllm.job.
 
-Started by rank 0's agent on a socket that already listens, or on its own by ``effllm serve``.
+Started by rank 0's agent on a listening socket, or separately by ``effllm serve``.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ from effllm.store.provenance import boot_id
 
 TICK_S = 0.5
 SUMMARY_EVERY_S = 60.0
-KILLED_WITHIN_S = 90.0  # of SIGTERM: Slurm and Kubernetes give 30 s if nothing else is asked for
+KILLED_WITHIN_S = 90.0  # of SIGTERM: the default of Slurm and Kubernetes is 30 s
 SINKS_STOP_S, STORE_STOP_S = 1.5, 3.0
-DISK_WAIT_S = 60.0  # for a stalled disk at the end: nothing else waits for us then
-FLOOD_PAUSE_S = 0.05  # of the intake, while frames are rejected: their peer's queue fills, and it has to wait
-FACTS_EVERY_S = 1.0  # run.json is written again because of new ranks, at the most
+DISK_WAIT_S = 60.0  # for a stalled disk at the end, when no other process waits for us
+FLOOD_PAUSE_S = 0.05  # without receiving, while frames are rejected: the queue of their peer fills, and it must wait
+FACTS_EVERY_S = 1.0  # minimum period of writing run.json because of new ranks
 
-#: Status of an aggregator of its own (``effllm serve``) that ended before any rank connected.
+#: Status of a separate aggregator (``effllm serve``) that ended before any rank connected.
 UNUSED = "unused"
 
 
@@ -67,29 +67,29 @@ class Server:
         self._stdout = stdout
         self._is_stopping = False
         self._killed_until_s = 0.0
-        self.address = ""  # known once `run` has bound it
+        self.address = ""  # set when `run` has bound it
         self._inbox: Inbox[Event | Sequences | GitFacts] = Inbox()
         self._secret = secret.read(secret_path(self._config)) if orders.secured else b""
         self._peers = Peers(self._config.history_size)
         self._facts = RunFacts(orders)
         self._heard_until_s = time.monotonic()
         self._has_learned = self._has_begun = False
-        self._was_stalled = False  # as the last summary has it: there may be no later one
+        self._was_stalled = False  # in the last summary; a change is written at once, because it may be the last
 
     def run(self) -> str:
-        """Serve until the job is over; return its status, or `UNUSED` if no rank has come: then no new folder is left.
+        """Serve until the job is over; return its status, or `UNUSED` if no rank joined: a new folder is then removed.
 
         Raises:
             zmq.ZMQError: the endpoint cannot be bound.
-            SecretError: there is no usable secret, and the job is to be secured.
+            SecretError: the job must be secured, and there is no usable secret.
         """
         raise_limit()
         context, orders = make_context(), self._orders
         keys = ServerKeys.of(self._secret, orders.salt) if self._secret else None
         self._peer_admission = PeerAdmission(context, keys)
         self._socket = ServerSocket(context, keys)
-        # A socket that listens already has its address; connections wait in its queue until the run folder is open:
-        # they may take all descriptors that there are.
+        # A socket that already listens has its address. Its connections wait until the run folder is open, because they
+        # could use up all descriptors.
         self.address = orders.endpoint if orders.listen_descriptor >= 0 else self._socket.listen(orders.endpoint)
         if not self._secret and (line := openness(self.address)):
             self._warn(line, "security")
@@ -113,11 +113,11 @@ class Server:
         return status
 
     def stop(self, *_: object) -> None:
-        """Ask for the end: what has come in is closed and written."""
+        """Stop the loop; open windows are then closed and written."""
         self._is_stopping = True
 
     def warn_of_kill(self, *_: object) -> None:
-        """Take a scheduler's warning: all processes of the job may be killed soon."""
+        """Handle a scheduler's warning: all processes of the job may be killed soon."""
         self._killed_until_s = time.monotonic() + KILLED_WITHIN_S
 
     # --- start ---
@@ -155,7 +155,8 @@ class Server:
         poller.register(self._socket.socket, zmq.POLLIN)
         poller.register(self._inbox.descriptor, zmq.POLLIN)
         next_tick_s = next_summary_s = time.monotonic()
-        # Messages hold no cycles, and among those of ten thousand ranks the search for some costs more than all else.
+        # Messages contain no reference cycles, and with ten thousand ranks the search for cycles costs more than all
+        # other work.
         gc.disable()
         while not (self._is_stopping or self._admission.has_refused_all):
             self._peer_admission.wait_with(poller)
@@ -191,9 +192,9 @@ class Server:
         refused = self._admission.hello(peer, message, objection, is_trainer_gone, now)
         if refused is None:
             self._has_learned = True
-            if self._facts.learn(message) and is_large(message.world_size):  # before the first windows come
+            if self._facts.learn(message) and is_large(message.world_size):  # before the first windows
                 self._collect()
-            if not self._has_begun:  # the next attempt is to know of this one, even if all is killed before a window
+            if not self._has_begun:  # the next attempt counts this one, even if it is killed before its first window
                 self._has_begun = True
                 self._acknowledgement.save_state()
         return refused
@@ -202,7 +203,7 @@ class Server:
         self._is_stopping = self._is_stopping or self._end.makes_room(message)
 
     def _collect(self) -> None:
-        """Search for cycles, but only once among what ten thousand introductions left: that takes 0.25 s."""
+        """Collect cycles, but search the objects of ten thousand HELLOs only once, because that takes 0.25 s."""
         gc.collect()
         if self._has_learned:
             self._has_learned = False
@@ -213,9 +214,9 @@ class Server:
         self._aggregator.ledger.note_own(time.process_time(), self._socket.received_bytes)
         self._end.give_up_lost(now.mono_s)
         self._aggregator.tick(now, self._heard_until_s)
-        # Those of ten thousand ranks are 8 MB.
+        # The facts of ten thousand ranks are 8 MB.
         self._update_facts(max(keep_every_s(self._aggregator.ledger.world_size), FACTS_EVERY_S))
-        if now.mono_s < self._killed_until_s:  # what will be true if we are killed before the next one
+        if now.mono_s < self._killed_until_s:  # the correct status if we are killed before the next tick
             self._outputs.write_summary(msgspec.structs.replace(self._summary(ended=False), status="killed"))
 
     def _update_facts(self, every_s: float = 0.0) -> None:
@@ -239,7 +240,7 @@ class Server:
             self._outputs.write_stacks(files)
 
     def _write(self, closed: Sequence[Closed]) -> None:
-        # A row names its host, which the run folder learns from the facts of its rank.
+        # The run folder needs the facts of a rank for the host in its rows.
         self._update_facts(0.0 if self._facts.has_new_rank else FACTS_EVERY_S)
         self._outputs.write(closed)
 
@@ -247,7 +248,7 @@ class Server:
         self._outputs.save_state(state, lambda: self._inbox.put(sequences))
 
     def _warn(self, text: str, kind: str = "sink") -> None:
-        """Make an event of trouble of our own; called from any thread."""
+        """Report a problem of this process as an event; any thread may call this."""
         self._inbox.put(Event(time.time(), kind, text))
 
     # --- the end ---
@@ -274,11 +275,11 @@ class Server:
             return UNUSED
         self._update_facts()
         deadline_s = time.monotonic() + STORE_STOP_S
-        # The store last: its summary counts what the sinks have not written by then.
+        # The store is stopped last, because its summary has the windows that the sinks have not written.
         self._outputs.stop_sinks(self._summary(ended=True), SINKS_STOP_S)
         self._hand_out()
         summary = self._summary(ended=True)
-        # The state has the farewells: the next attempt reads in it how this one ended.
+        # The state includes the BYEs, from which the next attempt derives the status of this one.
         self._outputs.stop_store(self._aggregator.snapshot(), summary)
         if not self._outputs.join_store(deadline_s - time.monotonic()):
             self._release_output()
@@ -289,7 +290,7 @@ class Server:
         return summary.status
 
     def _release_output(self) -> None:
-        """Close the job's output for its readers, who would wait for us while we wait for a stalled disk."""
+        """Close the job's output, because its readers would wait for us while we wait for a stalled disk."""
         if self._orders.trainer_descriptor >= 0:
             null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
             for descriptor in (self._orders.stdout_descriptor, 2):
@@ -298,11 +299,11 @@ class Server:
 
 
 def _event_files(config: Config, folder: Path | None, facts: Mapping[str, Any]) -> Path | None:
-    """Return the folder of TensorBoard's event file: as given, else below the framework's, else in the run folder.
+    """Return the folder of TensorBoard's event file: the given one, else below the framework's, else in the run folder.
 
-    TensorBoard forgets points where one folder has two event files at a time, so ours has a folder below the
-    framework's.  That one may be on another host's disk, as the framework may write from another rank.  Without the
-    sink there is no event file.
+    TensorBoard drops points if two event files in one folder are written at the same time, so ours has its own folder
+    below the framework's.  The framework's folder may be on another host, because the framework may write from another
+    rank.  Without the sink there is no event file.
     """
     options = config.sink_options().get("tensorboard")
     if options is None:
@@ -316,8 +317,8 @@ def _event_files(config: Config, folder: Path | None, facts: Mapping[str, Any]) 
 
 
 def main(arguments: list[str]) -> int:
-    """Run the aggregator that the JSON on the descriptor ``arguments[0]`` orders."""
-    # It ends with its job, by protocol; a scheduler's SIGTERM reaches trainers too, which may still save.
+    """Run an aggregator with the `Orders` on the descriptor ``arguments[0]``, as JSON."""
+    # The aggregator ends with its job, by protocol: a scheduler's SIGTERM also reaches trainers, which may still save.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # until the server handles it
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     descriptor = int(arguments[0])
@@ -328,7 +329,7 @@ def main(arguments: list[str]) -> int:
     server = Server(orders, stdout)
     signal.signal(signal.SIGTERM, server.warn_of_kill)
     server.run()
-    # A sink that hangs has a thread that cannot be joined.
+    # The thread of a hanging sink cannot be joined.
     sys.stderr.flush()
     os._exit(0)
 

@@ -1,4 +1,4 @@
-"""The facts of a run: what run.json holds beside the settings."""
+"""The facts of a run, which run.json has in addition to the settings."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from effllm.store.provenance import Git, gather
 #: The fields of HELLO that are facts of the run by the same names.
 OF_LOOP = ("style", "evaluation_in_iterations", "iterations_not_measured")
 MAX_FACTS = 1000  # of a run; rank 0 sends about twenty
-MAX_FACTS_BYTES = 256 * 1024  # of what ranks send as facts of the run
+MAX_FACTS_BYTES = 256 * 1024  # of facts sent by ranks
 
 
 class GitFacts(NamedTuple):
-    """What git answered about the user's code."""
+    """Git's facts about the user's code."""
 
     facts: Mapping[str, Any]
 
 
 class RunFacts:
-    """Facts that are known at the start, those that ranks send, and what git answers."""
+    """Facts from the start of the aggregator, from ranks, and from git."""
 
     def __init__(self, orders: Orders) -> None:
         self.values: dict[str, Any] = {
@@ -37,25 +37,25 @@ class RunFacts:
         self._git = Git(Path.cwd())
         self._has_git = self._is_changed = False
         self.has_new_rank = False  # since `take`
-        self._num_bytes = 0  # of those that ranks have sent
+        self._num_bytes = 0  # of facts sent by ranks
         self._taken_s = float("-inf")
 
     def ask_git(self) -> GitFacts:
-        """Return the commit of the user's code; git may take seconds, so this runs in a thread of its own."""
+        """Return the commit of the user's code; runs in its own thread, because git may take seconds."""
         return GitFacts(self._git.facts())
 
     def add_git(self, answer: GitFacts) -> None:
-        """Add what git answered; what is known already stays."""
+        """Add git's facts; existing facts stay."""
         self.values, self._is_changed, self._has_git = {**answer.facts, **self.values}, True, True
 
     def stop_git(self) -> None:
-        """Wait for git no longer."""
+        """Stop git."""
         self._git.stop()
         if not self._has_git:
             self.values["git_dirty"], self._is_changed = "unknown", True
 
     def learn(self, hello: Hello) -> bool:
-        """Add what a rank sends with its HELLO; return whether all ranks of the job are known by it, the first time."""
+        """Add the facts in a rank's HELLO; return ``True`` once, when all ranks of the job have sent theirs."""
         ranks = self.values.setdefault("ranks", {})
         is_new = str(hello.rank) not in ranks
         entry = {

@@ -1,4 +1,4 @@
-"""A thread for each sink and one for the store: one that stalls or raises holds up no other."""
+"""A thread for each sink and for the store, so that one that stalls or raises does not block the others."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ MAX_QUEUED = 256
 
 
 class Closeable(Protocol):
-    """What a writer writes to."""
+    """The target of a writer."""
 
     def close(self) -> None:
-        """Release what is open."""
+        """Release its resources."""
 
 
 Target = TypeVar("Target", bound=Closeable)
 
 
 class Writer(Generic[Target]):
-    """Writes to a sink or to the store in a thread of its own, behind a bounded queue.
+    """Writes to a sink or to the store in its own thread, with a bounded queue.
 
     Args:
         name: in warnings, such as "sink console".
-        open_target: returns what is written to; called in the thread.
-        warn: takes warnings, each text once; called from either thread.
-        max_queued: pieces of work.
+        open_target: returns the sink or the store; called in the thread.
+        warn: receives warnings, each text once; called from either thread.
+        max_queued: limit of queued items.
     """
 
     def __init__(
@@ -43,16 +43,16 @@ class Writer(Generic[Target]):
         self._warn = warn
         self._work: queue.Queue[tuple[int, Callable[[Target], None]] | None] = queue.Queue(max_queued)
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
-        self.opened = threading.Event()  # set also where opening has failed
+        self.opened = threading.Event()  # also set if opening has failed
         self._warnings: set[str] = set()
         self._dropped = self._failed = self._at_work = 0  # windows
 
     def start(self) -> None:
-        """Start the thread, which opens the target first."""
+        """Start the thread, which first opens the target."""
         self._thread.start()
 
     def put(self, work: Callable[[Target], None], windows: int = 0) -> None:
-        """Queue work that writes this number of windows; in a full queue it is dropped, and they are counted."""
+        """Queue work that writes this number of windows; if the queue is full, it is dropped and they are counted."""
         try:
             self._work.put_nowait((windows, work))
         except queue.Full:
@@ -60,7 +60,7 @@ class Writer(Generic[Target]):
             self._warn_once(f"{self._name} is too slow: reports are left out")
 
     def stop(self, last: Callable[[Target], None] = lambda _: None) -> None:
-        """Queue the last work and the end; a full queue drops its oldest work for them."""
+        """Queue the last work and the end; if the queue is full, its oldest work is dropped."""
         for item in ((0, last), None):
             while True:
                 try:
@@ -77,7 +77,7 @@ class Writer(Generic[Target]):
 
     @property
     def left_out(self) -> int:
-        """Number of windows that were dropped, or could not be written."""
+        """Number of windows that were dropped or could not be written."""
         return self._dropped + self._failed
 
     @property
