@@ -206,7 +206,7 @@ class Conversation:
         link.send(message)
 
     def _cost(self) -> tuple[float, int, float | None]:
-        """Return the cost of measuring this rank: CPU seconds of the agent, sent bytes, estimated seconds of the recorder."""
+        """Return the cost of measuring this rank: CPU seconds of the agent, sent bytes, seconds of the recorder."""
         pair_s = self._trainer.facts.recorder_pair_s
         return time.process_time(), self._connection.sent_bytes, pair_s and pair_s * self._measuring.last_ordinal
 

@@ -335,7 +335,9 @@ def test_failed_calibration_loses_no_sample(start, wake):
     sampler.ask()
     woken(wake)
 
-    assert texts(events) == ["GPU-0: its sensor could not be calibrated: RuntimeError: Could not determine home directory."]
+    assert texts(events) == [
+        "GPU-0: its sensor could not be calibrated: RuntimeError: Could not determine home directory."
+    ]
     assert len(sampler.take()) == 2
     assert not sampler.is_calibrating
 
