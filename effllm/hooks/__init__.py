@@ -1,8 +1,8 @@
 """The hooks of training systems, one file per system, and the table of hooked modules.
 
-A hook file has ``attach(module)``, or functions by other names for its further modules.  It raises `Unknown` for a
-module of an unknown version: one line is printed, and that system is not measured.  Standard library alone: this runs
-in the training process.
+A hook file has ``attach(module)``, and functions with other names for further modules.  They raise `Unknown` for a
+module of an unknown version: one line is printed, and that system is not measured.  Standard library only, because
+this runs in the training process.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ TARGETS: dict[str, str] = {
     "torch.utils.data.dataloader": "optimizer:attach_loader",
 }
 
-#: Of these, the modules in which only our name is registered, for users who name us in a setting.
+#: Modules of `TARGETS` in which effllm's name is registered, so that users can name it in the framework's settings.
 NAMES = ("transformers.integrations.integration_utils",)
 
 _is_attached = False
 
 
 class Unknown(Exception):
-    """A framework is not as in any known version; the message names the missing part."""
+    """A framework differs from all known versions; the message names the missing part."""
 
 
 def attach_all() -> None:
-    """Hook every module of `TARGETS`, now or when it is imported; a second call does nothing."""
+    """Hook every module of `TARGETS`, now or when it is imported; a second call has no effect."""
     global _is_attached
     if _is_attached:
         return
@@ -66,13 +66,13 @@ def attach_all() -> None:
 
 
 def attach_names() -> None:
-    """Register our name with the frameworks of `NAMES`, now or when they are imported; this measures nothing."""
+    """Register effllm's name with the frameworks of `NAMES`, now or when they are imported, without measuring them."""
     for target in () if _is_attached else NAMES:
         when_imported(target, _Hook(*TARGETS[target].split(":")))
 
 
 class _Hook:
-    """Calls a function of a hook file, which is imported only then."""
+    """Imports a hook file on demand and calls one of its functions."""
 
     def __init__(self, file: str, function: str) -> None:
         self._file, self._function = file, function
@@ -85,6 +85,6 @@ class _Hook:
         except Unknown as error:
             say_once(f"this version of {module.__name__} is unknown, training goes on without its metrics: {error}")
             no_metrics(f"this version of {module.__name__} is unknown: {error}")
-        except Exception as error:  # noqa: BLE001 - an import of the user's must not fail because of us
+        except Exception as error:  # noqa: BLE001 - an import of the user must not fail because of effllm
             say_once(f"{module.__name__} could not be hooked, training goes on: {type(error).__name__}: {error}")
             no_metrics(f"{module.__name__} could not be hooked")

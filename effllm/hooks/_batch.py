@@ -1,7 +1,7 @@
-"""The counts of a Hugging Face batch: its sequences, all positions, those without padding, those with a label.
+"""The counts of a Hugging Face batch: sequences, all positions, positions without padding, positions with a label.
 
-Only shapes are read here.  Sums stay tensors, since to read one on a GPU would be a synchronisation.  Standard library
-alone: this runs in the training process.
+Only shapes are read here.  Sums stay tensors, because reading one on a GPU would be a synchronisation.  Standard
+library only, because this runs in the training process.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ MASK, PACKED, LABELS, UNKNOWN = (
 
 _IDS = "input_ids"
 _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "seq_lengths", "seq_idx", "position_ids")
-_IGNORED = -100  # the label of a position that the loss leaves out
+_IGNORED = -100  # the label of positions without loss
 
 
 @dataclass(slots=True)
 class Batch:
-    """One micro-batch; a sum is a number, or a tensor that becomes one."""
+    """One micro-batch; a sum is a number, or a tensor on a device with its value."""
 
     tokens_processed: int = 0
     samples: Any = 0
     tokens: Any = 0
     tokens_loss: Any = 0
-    source: str = ""  # of `tokens`; empty for a batch without text
-    width: int | None = None  # positions of a sequence, where every row is one
+    source: str = ""  # how `tokens` were counted; empty for a batch without text
+    width: int | None = None  # positions of a sequence, if every row is one sequence
 
 
 def read_batch(inputs: Any, is_encoder_decoder: bool = False) -> Batch | None:
-    """Return the counts of a batch, ``None`` where it has no tensors.
+    """Return the counts of a batch, or ``None`` for a batch without tensors.
 
     Args:
-        inputs: of the step: tensors by name.
+        inputs: tensors by name.
         is_encoder_decoder: whether the labels are the input of the decoder.
     """
     if not isinstance(inputs, Mapping):
@@ -54,7 +54,7 @@ def read_batch(inputs: Any, is_encoder_decoder: bool = False) -> Batch | None:
     batch = Batch()
     is_pair = {"chosen_input_ids", "rejected_input_ids"} <= set(names)
     for name in names:
-        # The model reads a pair's prompt twice, before each of its answers.
+        # The model reads the prompt of a pair twice, once before each answer.
         _add_positions(batch, tensors, inputs, name, times=2 if is_pair and name == "prompt_input_ids" else 1)
     labels = _labels(tensors, is_encoder_decoder)
     if is_encoder_decoder and "labels" in labels and "decoder_input_ids" not in tensors:
@@ -73,9 +73,9 @@ def _add_positions(batch: Batch, tensors: Mapping[str, Any], inputs: Mapping[str
     labels = tensors.get("labels")
     tokens: Any = ids.numel()
     if mask is not None and mask.shape == ids.shape:
-        tokens, source = _sum(mask != 0), MASK  # its numbers may be those of the sequences packed into a row
+        tokens, source = _sum(mask != 0), MASK  # a packed row's mask may contain the numbers of its sequences
     elif mask is not None and mask.dim() == 4 and mask.shape[-2:] == (ids.shape[-1], ids.shape[-1]):
-        seen = mask[:, 0].diagonal(dim1=-2, dim2=-1)  # a position that is no padding sees itself
+        seen = mask[:, 0].diagonal(dim1=-2, dim2=-1)  # a position without padding attends to itself
         tokens, source = _sum(seen == 0 if seen.is_floating_point() else seen != 0), MASK
     elif name == "decoder_input_ids" and labels is not None and labels.shape == ids.shape:
         tokens, source = _sum(labels != _IGNORED), LABELS
@@ -120,8 +120,8 @@ def _samples(tensors: Mapping[str, Any], inputs: Mapping[str, Any], names: list[
         return _sum(places == 0) if rows == 1 and is_packed else rows
     others = [name for name in names if not name.startswith(("prompt_", "decoder_"))]
     if any(name.startswith(("chosen_", "rejected_")) or "completion_" in name for name in others):
-        return sum(len(tensors[name]) for name in others)  # each answer is a sequence of its own
-    return len(tensors[(others or names)[0]])  # columns of one data set: a pair of sentence-transformers is one sample
+        return sum(len(tensors[name]) for name in others)  # each answer is a separate sequence
+    return len(tensors[(others or names)[0]])  # columns of one data set: a sentence-transformers pair is one sample
 
 
 def _sum(flags: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The micro-batches of an iteration, as the model is called with them; standard library alone."""
+"""The micro-batches of an iteration, read from the model's calls; standard library only."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from effllm.hooks._steps import Steps
 from effllm.hooks._wrap import Guard
 from effllm.trainer.collector import get_metrics_collector
 
-_DEPTH = 4  # how far into a batch of unknown type a tensor is searched
+_DEPTH = 4  # maximal depth of the search for a tensor in a batch of unknown type
 _IDS = "input_ids"
 _OTHER_NAMES_OF_IDS = ("idx", "tokens")  # litgpt and nanoGPT, torchtune
 
@@ -27,7 +27,7 @@ class Batches:
     """Sums up micro-batches until their iteration ends.
 
     Args:
-        steps: of the framework whose loop it is.
+        steps: the steps of the loop's framework.
     """
 
     def __init__(self, steps: Steps) -> None:
@@ -40,26 +40,26 @@ class Batches:
         self._at_exit = functools.partial(Guard("what the last iterations counted"), self._count_rest)
 
     def of_model(self, model: Any, parameters: Parameters | None) -> None:
-        """Set the model whose FLOPs are computed at the first batch with text; call it when the metrics have begun."""
+        """Set the model whose FLOPs are computed at the first batch with text; call it after the metrics have begun."""
         self._model, self._parameters, self._source = weakref.ref(model), parameters, ""
         atexit.unregister(self._at_exit)
-        atexit.register(self._at_exit)  # after the session's own, so that it is called before
+        atexit.register(self._at_exit)  # after the session's handler, so that it is called before it
 
     def add(self, inputs: Any, counts_samples: bool = True) -> None:
-        """Count a micro-batch, or the `Batch` that a hook has read: tokens where it has them, else samples alone."""
+        """Count a micro-batch, or a `Batch` read by a hook: its tokens and samples, or only samples without text."""
         seen = inputs if isinstance(inputs, Batch) else batch_of(inputs)
         if seen.source and seen.source != self._source:
             self._learn(seen)
         self._processed += seen.tokens_processed
         samples = seen.samples if counts_samples else 0
         if not self._late.add((samples, seen.tokens, seen.tokens_loss)):
-            # An accelerator that cannot be read without waiting: positions count as tokens.
+            # This accelerator cannot be read without a wait, so positions count as tokens.
             self._late.add((samples if isinstance(samples, int) else 1, seen.tokens_processed, 0))
 
     def end(self, at_ns: int | None = None) -> None:
-        """End the iteration with these counts; those that the loop gave to `effllm.count` take precedence.
+        """End the iteration with these counts; counts given to `effllm.count` take precedence.
 
-        ``at_ns`` is as of `Steps.end`.
+        ``at_ns`` has the meaning of `Steps.end`.
         """
         samples, tokens, tokens_loss = self._late.take()
         processed, self._processed = self._processed, 0
@@ -69,14 +69,14 @@ class Batches:
             self._steps.end_counted(samples)
 
     def finish(self) -> None:
-        """Add the counts that are left at the end of training, when waiting for a GPU costs nothing."""
+        """Add the remaining counts at the end of training, when a wait for a GPU costs nothing."""
         atexit.unregister(self._at_exit)
         samples, tokens, tokens_loss = self._late.take_rest()
         if self._source:
             self._steps.add(samples=samples, tokens=tokens, tokens_loss=tokens_loss)
 
     def _count_rest(self) -> None:
-        """Add the counts that a GPU had not computed at the end of the last iteration, without waiting for others."""
+        """Add counts that the GPU has computed since the end of the last iteration, without a wait for the others."""
         samples, tokens, tokens_loss = self._late.take()
         if self._source and self._processed == 0:
             self._steps.add(samples=samples, tokens=tokens, tokens_loss=tokens_loss)
@@ -93,7 +93,7 @@ class Batches:
 
 
 def batch_of(inputs: Any) -> Batch:
-    """Return the counts of a batch of any type: of its text, else the samples of its first tensor alone."""
+    """Return the counts of a batch of any type: those of its text, else only the samples of its first tensor."""
     seen = read_batch(inputs)
     if seen is None or not seen.source:
         first = next(_tensors(inputs, _DEPTH), None)
@@ -104,7 +104,7 @@ def batch_of(inputs: Any) -> Batch:
 def inputs_of(module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Return the arguments of a model's call, by the names of its parameters; token ids always as ``input_ids``."""
     if len(args) == 1 and not kwargs and not hasattr(args[0], "dim"):
-        return args[0]  # a batch in one piece
+        return args[0]  # the whole batch
     kind: Any = type(module)
     inputs = {**dict(zip(_names(kind), args, strict=False)), **kwargs}
     if not any(isinstance(name, str) and name.endswith(_IDS) for name in inputs):

@@ -1,7 +1,7 @@
-"""Calls a hook when its module is imported, or at once where it is imported already; standard library alone.
+"""Calls a hook when its module is imported, or at once if it is imported already; standard library only.
 
-A module may be half imported at that time: a script whose first line is ``from transformers import Trainer``
-loads torch, and with it effllm, inside transformers.  Its hook is called at the end of its import.
+A module may be partly imported at that time: a script that begins with ``from transformers import Trainer``
+loads torch, and with it effllm, during the import of transformers.  Then the hook is called at the end of the import.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _waiting: dict[str, list[Hook]] = {}
 
 
 def when_imported(name: str, hook: Hook) -> None:
-    """Call ``hook`` with the module of this name once its code has run; it must not raise."""
+    """Call ``hook`` with the module ``name`` after its code has run; the hook must not raise."""
     module = sys.modules.get(name)
     spec = getattr(module, "__spec__", None)
     if module is not None and not getattr(spec, "_initializing", False):
@@ -59,7 +59,7 @@ FINDER: Any = _Finder()
 
 
 def _run_after(spec: ModuleSpec) -> None:
-    """Wrap a module's loader for one call, after which the hooks are called."""
+    """Wrap a module's loader for one call, and call the hooks after it."""
     loader: Any = spec.loader
     run = getattr(loader, "exec_module", None)
     if run is None:
@@ -76,7 +76,7 @@ def _run_after(spec: ModuleSpec) -> None:
 
 
 class _WatchedSpec(ModuleSpec):
-    """The spec of a half-imported module: the import system marks the end of the import in it."""
+    """The spec of a partly imported module; the import system resets `_initializing` at the end of the import."""
 
     @property
     def _initializing(self) -> bool:

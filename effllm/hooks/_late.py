@@ -1,8 +1,8 @@
-"""Sums of tensors on a GPU, read without waiting when the GPU has computed them.
+"""Sums of tensors on a GPU, read without a wait after the GPU has computed them.
 
-Each sum is copied into pinned memory after its computation, with an event after the copy.  An iteration later the event
-has usually happened and the number is read; a later one is read later.  The logic is tested with fakes of event and
-memory; its cost on a GPU was not measured.  Standard library alone, and the torch that is loaded.
+Each sum is copied into pinned memory, with an event after the copy.  An iteration later the event has usually
+happened and the number is read, otherwise in a later iteration.  The logic is tested with a fake event and memory;
+its cost on a GPU was not measured.  Standard library only, and the loaded torch.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 
 
 def pinned(num_values: int) -> Any:
-    """Return memory of the host into which a GPU can write asynchronously."""
+    """Return host memory that a GPU can write asynchronously."""
     torch: Any = sys.modules["torch"]
     return torch.empty(num_values, dtype=torch.int64, pin_memory=True)
 
 
 def recorded_event() -> Any:
-    """Return an event after all work of the current stream."""
+    """Record and return an event after all work of the current stream."""
     torch: Any = sys.modules["torch"]
     event = torch.cuda.Event()
     event.record()
@@ -28,13 +28,13 @@ def recorded_event() -> Any:
 
 
 class LateSums:
-    """Adds up numbers of which some are known late.
+    """Sums of numbers; some of the numbers arrive late from a GPU.
 
     Args:
         num_sums: numbers in each call of `add`.
-        make_buffer: returns memory for this many.
-        make_event: returns an object with ``query()``: whether the copies before it are done, without waiting.
-        devices: the types of device for both.
+        make_buffer: returns memory for this number of values.
+        make_event: returns an object whose ``query()`` returns, without a wait, whether the copies before it are done.
+        devices: the device types that support both.
     """
 
     def __init__(
@@ -51,10 +51,10 @@ class LateSums:
         self._spare: list[Any] = []
 
     def add(self, values: Sequence[Any]) -> bool:
-        """Add numbers, or tensors of one number each, without waiting for a GPU.
+        """Add numbers, or tensors of one number each, without a wait for a GPU.
 
         Returns:
-            Whether they are counted: of an accelerator without CUDA's interface they cannot be read in this way.
+            Whether they are counted; tensors of an accelerator without CUDA's interface cannot be read in this way.
         """
         types = [value.device.type if hasattr(value, "device") else "cpu" for value in values]
         if not set(types) <= {"cpu", *self._devices}:
@@ -78,14 +78,14 @@ class LateSums:
         self._coming.append((self._make_event(), buffer))
 
     def take(self) -> list[int]:
-        """Return the sums of the numbers that are computed and were not returned before."""
+        """Return the sums of the numbers that were computed since the last call."""
         while self._coming and self._coming[0][0].query():
             self._read()
         known, self._known = self._known, [0] * self._num_sums
         return known
 
     def take_rest(self) -> list[int]:
-        """Return the sums of all numbers that were not returned before; it waits, which is free after training."""
+        """Wait for all numbers and return the remaining sums; after training the wait costs nothing."""
         while self._coming:
             self._coming[0][0].synchronize()
             self._read()

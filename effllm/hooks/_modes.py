@@ -1,9 +1,10 @@
-"""Evaluations of a loop that is measured by its optimizer alone: from the model's ``eval()`` to its ``train()``.
+"""Evaluations of a loop that is measured only by its optimizer: from the model's ``eval()`` to its ``train()``.
 
-``torch.nn.Module.train`` is wrapped on the class when such a loop has begun (``eval`` calls it): modules have no
-attributes of ours, and a compiled call of it is passed through.  A time span is counted as evaluation at its end, if no
-optimizer stepped in it, no phase or generation was marked in it, and the iteration before had none: a rollout belongs
-to each iteration and stays in it.  Standard library alone, and the torch that is loaded.
+``torch.nn.Module.train`` (``eval`` calls it) is wrapped on the class when such a loop begins.  Modules get no
+additional attributes, and compiled calls are passed through.  A time span counts as evaluation, at its end, under
+three conditions: no optimizer stepped in it, no phase or generation was marked in it, and the last iteration had no
+such span.  The last condition keeps rollouts, which every iteration has, in the iteration.  Standard library only,
+and the loaded torch.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from effllm.hooks._steps import Steps
 from effllm.hooks._wrap import Guard
 from effllm.trainer.collector import get_metrics_collector
 
-MAX_MODULES = 64  # with known parameters; a loop sets few to eval mode by themselves
+MAX_MODULES = 64  # modules with known parameters; a loop sets only few of them to eval mode
 
 _GUARD = Guard("evaluations by the model's eval()")
 _listeners: list[EvalMode] = []
@@ -29,18 +30,18 @@ class EvalMode:
     """Finds the evaluations between the steps of one loop.
 
     Args:
-        steps: of the loop.
+        steps: the loop's steps.
     """
 
     def __init__(self, steps: Steps) -> None:
         self._steps = steps
         self._trained: frozenset[int] = frozenset()  # parameters, by id
-        self._known: dict[int, tuple[weakref.ref[Any], bool]] = {}  # modules by id: whether they own these
+        self._known: dict[int, tuple[weakref.ref[Any], bool]] = {}  # by module id: whether it has all of `_trained`
         self._since_ns = 0  # 0 while the model is not in eval mode
-        self._waited_ns = 0  # for data, since then
+        self._waited_ns = 0  # data wait since then
         self._marks: tuple[int, ...] = ()
         self._is_in_this = False
-        self._was_in_last = True  # unknown for the iteration in which this begins
+        self._was_in_last = True  # assumed for the first iteration
 
     def follow(self, parameters: Iterable[Any]) -> None:
         """Set the trained parameters: a model is a module that has all of them."""
@@ -63,17 +64,17 @@ class EvalMode:
         self._is_in_this = True
         if not self._was_in_last and self._marks == _marks():
             self._steps.evaluated(self._since_ns, now_ns)
-            self._since_ns = 0  # and no wait of it is one of the iteration
+            self._since_ns = 0  # waits inside the evaluation do not count for the iteration
         self._drop()
 
     def stepped(self, is_end: bool) -> None:
-        """Process an optimizer's step: a model that is in eval mode then trains in it."""
+        """Process an optimizer's step: a model in eval mode at this time is trained in eval mode."""
         self._drop()
         if is_end:
             self._was_in_last, self._is_in_this = self._is_in_this, False
 
     def waited(self, spent_ns: int) -> bool:
-        """Return whether this wait for data may belong to an evaluation, and is kept until that is known."""
+        """Return whether this data wait may belong to an evaluation; if so, it is kept until the evaluation's end."""
         if self._since_ns:
             self._waited_ns += spent_ns
         return bool(self._since_ns)
@@ -81,7 +82,7 @@ class EvalMode:
     def _drop(self) -> None:
         if self._since_ns:
             self._since_ns = 0
-            self._steps.waited(self._waited_ns)  # they were of the iteration
+            self._steps.waited(self._waited_ns)  # these waits belong to the iteration
 
     def _owns(self, module: Any) -> bool:
         known = self._known.get(id(module))
@@ -94,7 +95,7 @@ class EvalMode:
 
 
 def _marks() -> tuple[int, ...]:
-    """Return values that change when a phase or a generation begins or ends, or other metrics begin."""
+    """Return values that change when a phase or a generation begins or ends, or when new metrics begin."""
     recorder = get_metrics_collector().recorder
     return (id(recorder), *recorder.marks) if recorder is not None else ()
 
@@ -106,7 +107,7 @@ def _changed(module: Any, is_training: bool) -> None:
 
 @functools.lru_cache(maxsize=1)
 def _wrap(torch: Any) -> None:
-    """Wrap ``torch.nn.Module.train``; a nested call is of a part of the same model."""
+    """Wrap ``torch.nn.Module.train``; nested calls are those of submodules and are passed through."""
     kind = torch.nn.Module
     train = kind.train
     is_compiling = getattr(getattr(torch, "compiler", None), "is_compiling", lambda: False)
@@ -115,7 +116,7 @@ def _wrap(torch: Any) -> None:
     @functools.wraps(train)
     def seen(self: Any, mode: bool = True) -> Any:
         nonlocal is_inside
-        if is_inside or is_compiling():  # compiled code must not depend on ours
+        if is_inside or is_compiling():  # compiled code must not depend on effllm
             return train(self, mode)
         _GUARD(_changed, self, mode)
         is_inside = True

@@ -1,7 +1,7 @@
-"""The parameters of a model, also a wrapped, sharded or quantised one, and the FLOPs of a token in it.
+"""The number of parameters of a model (also if wrapped, sharded or quantised), and its FLOPs per token.
 
-Every rank can compute both for the whole model without communication: shards of FSDP and ZeRO have the shape of the
-whole tensor.  Standard library alone: this runs in the training process.
+Every rank computes both for the whole model without communication, because shards of FSDP and ZeRO contain the shape
+of the whole tensor.  Standard library only, because this runs in the training process.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ CONVENTION = (
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """Of the whole model."""
+    """The numbers of parameters of the whole model."""
 
     total: int
     trainable: int
-    active: int | None  # per token; ``None`` for all of them, or where unknown
+    active: int | None  # per token; ``None`` if all are active, or if unknown
     active_trainable: int
 
     def share(self, counts_them: bool) -> dict[str, int]:
-        """Return a rank's contribution: all of one rank, 0 of its peers."""
+        """Return a rank's contribution: all parameters if it counts them, else 0."""
         if not counts_them:
             return {"total": 0, "trainable": 0, "active": 0}
         found = {"total": self.total, "trainable": self.trainable}
@@ -34,7 +34,7 @@ class Parameters:
 
 
 def parameters_of(model: Any) -> Parameters:
-    """Return the counts of a model that may be compiled, wrapped, sharded, quantised, or have adapters."""
+    """Return the counts of a model; it may be compiled, wrapped, sharded or quantised, and have adapters."""
     active_share = _active_share(config_of(model))
     total = trainable = 0
     active = active_trainable = 0.0
@@ -50,7 +50,7 @@ def each_parameter(model: Any) -> Iterator[tuple[str, int, bool]]:
     """Yield each parameter of the whole model once: name, number of elements, whether it is trained."""
     flats = _flat_parameters(model)
     views = {id(one) for flat in flats.values() for one in getattr(flat, "_params", None) or ()}
-    for name, parameter in model.named_parameters():  # tied ones come once
+    for name, parameter in model.named_parameters():  # tied parameters are listed once
         if id(parameter) not in views and id(parameter) not in flats:
             yield name, size_of(parameter), bool(parameter.requires_grad)
     for flat in flats.values():
@@ -60,8 +60,8 @@ def each_parameter(model: Any) -> Iterator[tuple[str, int, bool]]:
 
 
 def size_of(parameter: Any) -> int:
-    """Return the number of elements of a whole parameter, also of a sharded one."""
-    whole = getattr(parameter, "ds_numel", None)  # ZeRO-3 leaves an empty tensor here
+    """Return the number of elements of a whole parameter, also if it is sharded."""
+    whole = getattr(parameter, "ds_numel", None)  # under ZeRO-3 the parameter itself is an empty tensor
     if whole is not None:
         return int(whole)
     if type(parameter).__name__ == "Params4bit":
@@ -69,12 +69,12 @@ def size_of(parameter: Any) -> int:
         if shape is not None:
             return int(shape.numel())
         if getattr(parameter, "bnb_quantized", not parameter.is_floating_point()):
-            return int(parameter.numel()) * 2 * int(parameter.element_size())  # two in a byte
-    return int(parameter.numel())  # a DTensor's is that of the whole tensor
+            return int(parameter.numel()) * 2 * int(parameter.element_size())  # two elements per byte
+    return int(parameter.numel())  # for a DTensor this is the size of the whole tensor
 
 
 def _flat_parameters(model: Any) -> dict[int, Any]:
-    """Return the flat parameters of FSDP1, which have the shapes of their originals."""
+    """Return the flat parameters of FSDP1; they contain the shapes of the original parameters."""
     found: dict[int, Any] = {}
     for module in model.modules():
         flat = getattr(getattr(module, "_handle", None), "flat_param", None)
@@ -102,7 +102,7 @@ def unwrapped(model: Any) -> Any:
 
 
 def _active_share(config: Any) -> float | None:
-    """Return the share of its experts that a token uses, ``None`` for a model without."""
+    """Return the share of the experts that a token uses, ``None`` for a model without experts."""
     names = ("num_local_experts", "num_experts", "n_routed_experts")
     experts = next((count for name in names if (count := getattr(config, name, None))), None)
     chosen = getattr(config, "num_experts_per_tok", None)
@@ -110,13 +110,13 @@ def _active_share(config: Any) -> float | None:
 
 
 def flops_per_token(model: Any, counted: Parameters, sequence_length: int | None) -> tuple[float, float] | None:
-    """Return the FLOPs of a token, all of them and those of its forward pass; ``None`` where unknown.
+    """Return the FLOPs of a token, in total and of the forward pass; ``None`` if unknown.
 
-    They are counted by `CONVENTION`; without a length the attention is left out.
+    They are counted by `CONVENTION`; without a sequence length the attention is left out.
 
     Args:
-        model: of a kind that has layers of one width.
-        counted: its parameters.
+        model: a model with layers of one width.
+        counted: its numbers of parameters.
         sequence_length: positions that a token attends to.
     """
     config = config_of(model)
@@ -131,12 +131,12 @@ def flops_per_token(model: Any, counted: Parameters, sequence_length: int | None
 
 
 class FlopsByWidth:
-    """The FLOPs of a token where batches are padded to different widths; the attention grows with the width.
+    """The FLOPs of a token if batches are padded to different widths; the attention grows with the width.
 
     Args:
-        short: FLOPs of a token at a width of 0, all and forward, as `flops_per_token` returns them.
+        short: FLOPs of a token at a width of 0, in total and forward, from `flops_per_token`.
         known: the same at ``width``.
-        width: of the first batch.
+        width: the width of the first batch.
     """
 
     def __init__(
@@ -159,11 +159,11 @@ class FlopsByWidth:
         return self._weighted / self._tokens if self._tokens else 0.0
 
     def has_changed(self, tolerance: float) -> bool:
-        """Whether the mean differs by more than this share from the last reported width."""
+        """Whether the relative difference between the mean and the last reported width exceeds ``tolerance``."""
         return bool(self._slopes and self._weighted) and abs(self.mean_width / self._width - 1) > tolerance
 
     def at(self, width: float) -> tuple[float, float]:
-        """Return the FLOPs of a token at this width, all and forward, and store it as the reported one."""
+        """Return the FLOPs of a token at this width, in total and forward, and store the width as reported."""
         self._width = width
         return self._short[0] + self._slopes[0] * width, self._short[1] + self._slopes[1] * width
 
@@ -177,7 +177,7 @@ def _attention_width(config: Any) -> int | None:
 
 
 def _looked_up(model: Any, config: Any) -> tuple[int, int]:
-    """Return the elements of lookup tables, which are not multiplied: all, and the trained ones."""
+    """Return the elements of lookup tables, in total and trained; they are not multiplied."""
     inner = unwrapped(model)
     head = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
     is_tied = bool(getattr(config, "tie_word_embeddings", False)) and head is not None

@@ -1,15 +1,15 @@
-"""The iterations of a loop that is measured by the steps of its optimizers alone; standard library alone.
+"""The iterations of a loop that is measured only by the steps of its optimizers; standard library only.
 
-An iteration here is the time from the end of one step to the end of the next, less the time of torch's DataLoader
-for its batches (the data wait).  A wait for a batch from another source is inside it, as run.json records; so is an
-evaluation that neither `_modes` nor `effllm.phase` marks, as the summary records.  The first step begins the metrics
-and is not measured: the start of its iteration is unknown.
+An iteration is the time from the end of one step to the end of the next, less the time of torch's DataLoader for its
+batches (the data wait).  It includes waits for batches from other sources (run.json records this), and evaluations
+that neither `_modes` nor `effllm.phase` marks (the summary records this).  The first step begins the metrics and is
+not measured, since the start of its iteration is unknown.
 
-Two optimizers are one iteration.  The one that steps first in a process leads, and an iteration ends when it has
-stepped; later work of the others falls into the next iteration, so counts and time are right in sum and shifted
-by less than an iteration.  A leader is replaced at once by an optimizer with its parameters (it was made again),
-or by the next one after it was deleted; one that only stopped stepping is replaced after 16 steps of others, which
-are one long iteration then.  Of an alternation with more than 16 steps in a row of one optimizer, its steps count.
+Several optimizers share one iteration.  The optimizer that steps first in a process is the leader, and its step ends
+the iteration.  Later work of the others falls into the next iteration: sums of counts and time are right, shifted by
+less than an iteration.  An optimizer with the leader's parameters (made again) replaces the leader at once, and so
+does the next optimizer after the leader was deleted.  A leader that stops stepping is replaced after 16 steps of
+others; these are one long iteration.  If one optimizer makes more than 16 steps in a row, its steps are counted.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import Any
 
 from effllm.hooks._modes import EvalMode
 from effllm.hooks._parameters import size_of
-from effllm.hooks._steps import Steps, hear_waits, rank
+from effllm.hooks._steps import Steps, listen_to_waits, rank
 from effllm.hooks._wrap import no_metrics
 from effllm.trainer import ownership
 from effllm.trainer.collector import get_metrics_collector
 
-MIN_STEPS = 3  # fewer steps of plain tensors are no training
+MIN_STEPS = 3  # fewer steps of plain tensors are not considered training
 PATIENCE_STEPS = 16  # of other optimizers, until a leader that does not step is replaced
 
 
@@ -34,8 +34,8 @@ class Rounds:
     """The iterations of a loop, by the steps of its optimizers.
 
     Args:
-        level: of `ownership`.
-        name: of the system, as in run.json.
+        level: a level of `ownership`.
+        name: the system's name in run.json.
     """
 
     def __init__(self, level: int, name: str) -> None:
@@ -45,16 +45,16 @@ class Rounds:
         self._leader: Any = None  # a weak reference
         self._leaders_parameters: frozenset[int] = frozenset()
         self._steps_of_others = 0
-        self._plain_steps = 0  # of optimizers of tensors that are no parameters; counted up to MIN_STEPS
+        self._plain_steps = 0  # steps of optimizers of plain tensors; counted up to MIN_STEPS
         self._joined: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._counted: set[int] = set()  # parameters, by id: those of two optimizers may be the same
+        self._counted: set[int] = set()  # parameters by id, since two optimizers may have the same ones
         self._share = {"total": 0, "trainable": 0}
         self._watches_cells = False
         self._between_cells: Any = None  # the recorder at the end of a cell
-        hear_waits(self)
+        listen_to_waits(self)
 
     def claim(self, optimizer: Any) -> bool:
-        """Return whether these steps are counted, without an owner nearer to the user; the first time begins them."""
+        """Return whether these steps are counted; the first counted step begins the metrics."""
         if self._steps.is_owner:
             return True
         if not self._steps.claim():
@@ -78,14 +78,14 @@ class Rounds:
             "iteration_start": "the end of the optimizer step before, less what torch's DataLoader took",
             **({"parameters_from": "optimizer"} if declares_parameters else {}),
         }
-        # An earlier call of the loop may have set the first iteration; 1 is our assumption.
+        # An earlier call of the loop may have set the first iteration; 1 is assumed otherwise.
         first = None if collector.is_collecting else 1
         declared = {"iterations_not_measured": 1, "evaluation_in_iterations": True}
         if self._steps.begin(first_iteration=first, facts=facts, is_numbered=first is None, declared=declared):
             self._watch_cells()
 
     def _watch_cells(self) -> None:
-        """Leave the time between the cells of a notebook out of the iteration that the next cell continues."""
+        """Exclude the time between the cells of a notebook from an iteration that continues in the next cell."""
         find = getattr(sys.modules.get("IPython"), "get_ipython", None)
         shell = find() if find is not None else None
         if shell is not None and not self._watches_cells:
@@ -103,7 +103,7 @@ class Rounds:
             self._steps.phase_end()
 
     def stepped(self, optimizer: Any) -> None:
-        """Process an optimizer's step: end the iteration where it leads."""
+        """Process an optimizer's step; a step of the leader ends the iteration."""
         if not self.claim(optimizer):
             return
         recorder = get_metrics_collector().recorder
@@ -119,7 +119,7 @@ class Rounds:
         if optimizer not in self._joined and recorder.ordinal < PATIENCE_STEPS:
             self._join(optimizer)
         self._steps_of_others += 1
-        if leader is None or self._steps_of_others > PATIENCE_STEPS or self._is_heir(optimizer):
+        if leader is None or self._steps_of_others > PATIENCE_STEPS or self._has_leaders_parameters(optimizer):
             is_first = self._leader is None
             self._leader = weakref.ref(optimizer)
             self._leaders_parameters = frozenset(id(parameter) for parameter in _parameters(optimizer))
@@ -129,7 +129,7 @@ class Rounds:
                 self._steps.end_counted()
             self._steps.start()
 
-    def _is_heir(self, optimizer: Any) -> bool:
+    def _has_leaders_parameters(self, optimizer: Any) -> bool:
         return any(id(parameter) in self._leaders_parameters for parameter in _parameters(optimizer))
 
     def _join(self, optimizer: Any) -> None:
@@ -153,17 +153,17 @@ def _parameters(optimizer: Any) -> Iterator[Any]:
 
 
 def _trains_a_model(optimizer: Any) -> bool:
-    """Whether a parameter has a gradient: steps without one only silence warnings of schedulers."""
+    """Whether a parameter has a gradient; steps without any are made to silence warnings of schedulers."""
     parameter_type = sys.modules["torch"].nn.Parameter
     return any(isinstance(one, parameter_type) and one.grad is not None for one in _parameters(optimizer))
 
 
 def _size(parameter: Any) -> int:
-    """Return the number of elements of a whole parameter; a flat one of FSDP1 has the shapes of its originals."""
+    """Return the elements of a whole parameter; a flat parameter of FSDP1 contains the shapes of the originals."""
     shapes = getattr(parameter, "_shapes", None) if getattr(parameter, "_is_flat_param", False) else None
     return sum(shape.numel() for shape in shapes) if shapes else size_of(parameter)
 
 
 def _is_shard(parameter: Any) -> bool:
-    """Whether it is the shard that FSDP1 left of an original; all others have the whole shape."""
+    """Whether FSDP1 has reduced this original parameter to a shard; all others have the whole shape."""
     return bool(getattr(parameter, "_fsdp_flattened", False) and not getattr(parameter, "_is_flat_param", False))

@@ -1,6 +1,6 @@
-"""What hooks report of the loop of their framework; only the framework that owns the count of this process counts.
+"""The interface between hooks and metrics; only the framework that owns the count of this process is counted.
 
-Standard library alone: this lives in the training process.
+Standard library only, because this runs in the training process.
 """
 
 from __future__ import annotations
@@ -21,39 +21,39 @@ class Steps:
     """The steps of one framework in this process.
 
     Args:
-        level: of `ownership`.
-        name: of the framework, as in run.json.
-        style: ``Step`` where its people speak of steps.
+        level: a level of `ownership`.
+        name: the framework's name in run.json.
+        style: the framework's word, ``Iteration`` or ``Step``.
     """
 
-    _parameters: Any = None  # what a hook declared last, of an earlier training perhaps, and a hook may replace
+    _parameters: Any = None  # last declaration by a hook, perhaps for an earlier training; hooks may replace it
 
     def __init__(self, level: int, name: str, style: str = "Iteration") -> None:
         self.level, self.name, self.style = level, name, style
-        self.open_phases = 0  # of functions that `mark_phase` has wrapped
+        self.open_phases = 0  # running functions that `mark_phase` has wrapped
 
     @property
     def is_owner(self) -> bool:
-        """Whether it is this framework's steps that count."""
+        """Whether this framework's steps are counted."""
         return ownership.holds(self.level, self.name)
 
     @property
     def recorder(self) -> Recorder | None:
-        """The recorder, while these steps count and metrics are on."""
+        """The recorder, while these steps are counted and metrics are enabled."""
         return get_metrics_collector().recorder if self.is_owner else None
 
     def claim(self) -> bool:
-        """Take the count, unless a framework nearer to the user has it; return whether these steps count."""
+        """Claim the count, unless a framework closer to the user owns it; return whether these steps are counted."""
         return ownership.claim(self.level, self.name)
 
     @property
     def may_declare_parameters(self) -> bool:
-        """Whether the training script has not declared how many parameters the model has."""
+        """Whether the training script has not declared the number of parameters itself."""
         collector = get_metrics_collector()
         return not collector.declared.has_parameters or collector.declared.facts.parameters is Steps._parameters
 
     def declare_parameters(self, share: Mapping[str, int]) -> None:
-        """Declare them, where they became known when training had begun."""
+        """Declare parameters that became known after the start of training."""
         collector = get_metrics_collector()
         if self.is_owner and collector.is_collecting and self.may_declare_parameters:
             initialize_efficientllm_metrics(parameter_share=share)
@@ -72,17 +72,17 @@ class Steps:
         is_numbered: bool = True,
         declared: Mapping[str, Any] | None = None,
     ) -> bool:
-        """Claim the count and start the metrics of this rank; ``False`` where another counts, or metrics are off.
+        """Claim the count and start the metrics of this rank; ``False`` if another is counted, or metrics are off.
 
-        The arguments are those of `initialize_efficientllm_metrics`, and ``declared``: other fields of `RankFacts`.
-        What was declared before stays.
+        The arguments are those of `initialize_efficientllm_metrics`, and ``declared`` has other fields of `RankFacts`.
+        Earlier declarations are kept.
         """
         if not self.claim():
             return False
         collector = get_metrics_collector()
         if not self.may_declare_parameters:
             parameters = parameter_share = None
-        if not collector.is_collecting:  # an earlier training in this process may have left its own
+        if not collector.is_collecting:  # there may be declarations of an earlier training in this process
             collector.declared.forget_training()
         collector.declared.set(style=self.style, **(declared or {}))
         initialize_efficientllm_metrics(
@@ -101,7 +101,6 @@ class Steps:
         return collector.is_collecting
 
     def start(self) -> None:
-        """Stamp the start of a step."""
         if (recorder := self.recorder) is not None:
             recorder.start()
 
@@ -114,9 +113,9 @@ class Steps:
         *,
         at_ns: int | None = None,
     ) -> None:
-        """Stamp its end, with this rank's share of what was in it, as `MetricsCollector.record_iteration_end`.
+        """Record the end of a step with this rank's counts, as `MetricsCollector.record_iteration_end`.
 
-        ``at_ns`` is when it was, by the monotonic clock, where the counts come later than the end.
+        ``at_ns`` is the time of the end by the monotonic clock, if the counts become known later.
         """
         recorder = self.recorder
         if recorder is None:
@@ -127,20 +126,20 @@ class Steps:
             recorder.end(tokens_processed, samples, tokens, tokens_loss, _now=lambda: at_ns)
 
     def end_counted(self, samples: int = 0) -> None:
-        """Stamp its end with what the loop gave to `effllm.count`, where the hook sees no tokens.
+        """Record the end of a step with the counts given to `effllm.count`, if the hook cannot count tokens.
 
-        ``samples`` are what the hook sees, for a loop that gives none.
+        ``samples`` is the hook's own count, used if the loop gives none.
         """
         if self.is_owner:
             get_metrics_collector().end_counted(samples)
 
     def waited(self, spent_ns: int) -> None:
-        """Count a stretch of the running step as waiting for data."""
+        """Count a part of the running step as data wait."""
         if (recorder := self.recorder) is not None:
             recorder.waited(spent_ns)
 
     def add(self, *, samples: int = 0, tokens: int = 0, tokens_loss: int = 0) -> None:
-        """Add counts that became known when their step had ended."""
+        """Add counts that became known after the end of their step."""
         if (recorder := self.recorder) is not None:
             recorder.add(samples, tokens, tokens_loss)
 
@@ -151,33 +150,33 @@ class Steps:
         hardware_flops_per_token: float | None = None,
         facts: Mapping[str, Any] | None = None,
     ) -> None:
-        """Add what only a running step shows to the arguments of `begin`; ``None`` adds nothing."""
+        """Add arguments of `begin` that became known in a running step; ``None`` adds nothing."""
         if self.is_owner and get_metrics_collector().is_collecting:
             initialize_efficientllm_metrics(
                 flops_per_token=flops_per_token, hardware_flops_per_token=hardware_flops_per_token, facts=facts
             )
 
     def phase_start(self, name: str) -> None:
-        """Begin a stretch that is not iteration: ``evaluation``, ``checkpoint`` or ``other``."""
+        """Begin a phase outside of iterations: ``evaluation``, ``checkpoint`` or ``other``."""
         if (recorder := self.recorder) is not None:
             recorder.phase_start(name)
 
     def phase_end(self) -> None:
-        """End the stretch that began last."""
+        """End the innermost phase."""
         if (recorder := self.recorder) is not None:
             recorder.phase_end()
 
     def mark_phase(
         self, holder: Any, name: str, phase: str, guard: Guard, begins: Callable[[Call], Any] = lambda _call: True
     ) -> bool:
-        """Wrap a function so that each call is a phase; ``False`` where ``holder`` has none by this name.
+        """Wrap a function so that each call is a phase; ``False`` if ``holder`` has no function of this name.
 
         Args:
-            holder: a module or class, as of `around`.
-            name: of the function.
-            phase: as of `phase_start`.
-            guard: as of `around`.
-            begins: takes the `Call` before the phase begins; what is false means that this call is none.
+            holder: a module or class, as for `around`.
+            name: the function's name.
+            phase: as for `phase_start`.
+            guard: as for `around`.
+            begins: takes the `Call`, and returns whether this call is a phase.
         """
 
         def start(call: Call) -> tuple[Recorder | None] | None:
@@ -192,61 +191,61 @@ class Steps:
             if begun is not None:
                 self.open_phases -= 1
                 if begun[0] is not None:
-                    begun[0].phase_end()  # whose metrics may be over by now: then it does nothing
+                    begun[0].phase_end()  # without effect if the metrics of this recorder have ended
 
         return around(holder, name, guard, before=start, after=end, failed=end)
 
     def may_evaluate(self) -> None:
-        """Report an evaluation as what this rank does; whether it is one, `evaluated` decides."""
+        """Show a possible evaluation as this rank's current activity; `evaluated` confirms it later."""
         if (recorder := self.recorder) is not None:
             recorder.may_evaluate()
 
     def evaluated(self, start_ns: int, end_ns: int) -> None:
-        """Take a stretch out of the running iteration as evaluation, by the monotonic clock, when it is over."""
+        """Subtract an ended evaluation from the running iteration; times are of the monotonic clock."""
         if (recorder := self.recorder) is not None:
             recorder.evaluated(start_ns, end_ns)
 
     def loss(self, iteration: int, loss: float | None) -> dict[str, float]:
-        """Record the loss of the step that ended last, a number, and return the newest values of the job."""
+        """Record the loss of the last step, and return the newest values of the job."""
         return get_metrics_collector().log_own(iteration, loss) if self.is_owner else {}
 
     def finish(self, status: str = "completed") -> None:
-        """End the metrics, and give up the count."""
+        """End the metrics, and release the count."""
         if self.is_owner:
             get_metrics_collector().stop_collection(status)
             ownership.release(self.level, self.name)
 
 
-_hear_waits: list[Any] = []
+_wait_listeners: list[Any] = []
 
 
-def hear_waits(listener: Any) -> None:
-    """Pass what torch's DataLoader takes to ``listener.waited``, for a hook that does not see it itself."""
-    if listener not in _hear_waits:
-        _hear_waits.append(listener)
+def listen_to_waits(listener: Any) -> None:
+    """Pass the waits in torch's DataLoader to ``listener.waited``, for hooks that cannot measure them."""
+    if listener not in _wait_listeners:
+        _wait_listeners.append(listener)
 
 
 def waited(spent_ns: int) -> bool:
-    """Take a stretch in which a loop waited for data out of its iteration; return whether any hook has seen steps."""
-    for listener in _hear_waits:
-        listener.waited(spent_ns)  # only the one that owns the count takes it
-    return bool(_hear_waits)
+    """Report a data wait to the hooks, and return whether any hook measures steps."""
+    for listener in _wait_listeners:
+        listener.waited(spent_ns)  # only the owner of the count uses it
+    return bool(_wait_listeners)
 
 
 def version(package: str) -> str:
-    """Return the version of the package of this name, or of a module in it."""
+    """Return the version of a package; ``package`` may also name a module in it."""
     return getattr(sys.modules.get(package.split(".")[0]), "__version__", None) or "unknown"
 
 
 def rank() -> int:
-    """Return the rank of this process that the metrics go by."""
+    """Return the rank of this process in the metrics."""
     return (place() or read_place(this_process())).rank
 
 
 def place() -> Place | None:
-    """Return the place of this rank where torch has it and the environment has not; else ``None``.
+    """Return the place of this rank if torch has it and the environment does not; else ``None``.
 
-    Processes that were spawned know their rank alone; and a container may have set WORLD_SIZE for a single one.
+    Spawned processes get only their rank, and a container may have set WORLD_SIZE for a single process.
     """
     environ = this_process()
     distributed: Any = getattr(sys.modules.get("torch"), "distributed", None)
@@ -277,7 +276,7 @@ def place() -> Place | None:
 
 
 def _store_address(distributed: Any) -> tuple[str, int]:
-    """Return where the store of torch's process group listens; ``tcp://`` is in no environment variable."""
+    """Return host and port of the store of torch's process group; no environment variable has those of ``tcp://``."""
     get_store = getattr(getattr(distributed, "distributed_c10d", None), "_get_default_store", None)
     try:
         store: Any = get_store() if get_store is not None else None
@@ -285,4 +284,4 @@ def _store_address(distributed: Any) -> tuple[str, int]:
             store = store.underlying_store
         return str(store.host), int(store.port)
     except (AttributeError, RuntimeError, ValueError):
-        return "", 0  # a store of another kind, as of file://
+        return "", 0  # a store of another kind, such as file://

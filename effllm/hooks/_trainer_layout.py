@@ -1,4 +1,4 @@
-"""How the ranks of a Hugging Face Trainer are laid out: which of them are handed the same batch."""
+"""The layout of a Hugging Face Trainer's ranks: which of them get the same batch."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from effllm.hooks._parameters import unwrapped
 
 
 def counts_its_batch(trainer: Any) -> tuple[bool, bool]:
-    """Return whether this rank counts the positions of its batch, and whether its samples.
+    """Return whether this rank counts the positions of its batch, and whether it counts the samples.
 
-    Tensor, context and pipeline parallel peers are handed the same batch, so the first of them counts.  Of
-    DeepSpeed's sequence parallel ones each is handed its own stretch of the same sequences.
+    Tensor, context and pipeline parallel peers get the same batch, so only the first of them counts it.  DeepSpeed's
+    sequence parallel peers each get their own part of the same sequences, so only the first counts the samples.
     """
     sizes = getattr(getattr(trainer, "accelerator", None), "parallelism_config", None)
     own, named = True, set()
@@ -22,13 +22,13 @@ def counts_its_batch(trainer: Any) -> tuple[bool, bool]:
             own = own and (name not in ("tp", "cp", "pp") or mesh.get_local_rank(name) == 0)
     size = tensor_parallel(trainer)
     if "tp" not in named and size > 1:
-        own = own and _rank() % size == 0  # the ranks of such a group follow one another
+        own = own and _rank() % size == 0  # the ranks of such a group are consecutive
     split = getattr(sizes, "sp_size", 1) or 1
     return own, own and (split <= 1 or _rank() % split == 0)
 
 
 def meshes(trainer: Any) -> list[Any]:
-    """Return how ranks are laid out: by accelerate, and by transformers where it sharded the model as it loaded it."""
+    """Return the device meshes: accelerate's, and transformers' if it has sharded the model while loading it."""
     found = (
         getattr(getattr(trainer, "accelerator", None), "torch_device_mesh", None),
         getattr(unwrapped(getattr(trainer, "model", None)), "_device_mesh", None),
@@ -37,7 +37,7 @@ def meshes(trainer: Any) -> list[Any]:
 
 
 def mesh_text(trainer: Any) -> str | None:
-    """Return the sizes of the first mesh by name; ``None`` where there is none."""
+    """Return the sizes of the first mesh by name; ``None`` without a mesh."""
     sizes = (f"{name}={mesh.size(i)}" for mesh in meshes(trainer)[:1] for i, name in enumerate(mesh.mesh_dim_names))
     return " ".join(sizes) or None
 

@@ -1,6 +1,6 @@
-"""Wraps functions of frameworks for hooks: no failure of a hook reaches the training.
+"""Wraps functions of frameworks for hooks, so that no failure of a hook reaches the training.
 
-Standard library alone: this runs in the training process.
+Standard library only, because this runs in the training process.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _printed: set[str] = set()
 
 
 def say_once(line: str) -> None:
-    """Print a line to stderr, once in this process, on rank 0 alone."""
+    """Print a line to stderr, once in this process, and only on rank 0."""
     if line in _printed:
         return
     _printed.add(line)
@@ -27,7 +27,7 @@ def say_once(line: str) -> None:
 
 
 def no_metrics(reason: str) -> None:
-    """Suggest the call to add, with this reason, at the end of rank 0, unless the job is measured by then."""
+    """At the end of rank 0 print this reason and the call to add, unless the job has been measured."""
     with contextlib.suppress(Exception):
         from effllm.trainer.without_metrics import suggest_at_exit
 
@@ -42,15 +42,15 @@ def _is_first_rank() -> bool:
         from effllm.config.switches import this_process
 
         return read_place(this_process()).rank == 0
-    except Exception:  # noqa: BLE001 - the environment itself may be broken, and the line must be printed
+    except Exception:  # noqa: BLE001 - the environment may be invalid, and the line must still be printed
         return True
 
 
 class Guard:
-    """Calls the functions of a hook; after a first failure it prints a line and calls no function again.
+    """Calls the functions of a hook; after the first failure it prints a line and makes no further calls.
 
     Args:
-        name: of the hooked system, for the line.
+        name: the hooked system's name, for the line.
     """
 
     def __init__(self, name: str) -> None:
@@ -58,7 +58,7 @@ class Guard:
         self.is_broken = False
 
     def __call__(self, function: Callable[..., Any] | None, *arguments: Any, **named: Any) -> Any:
-        """Return the function's result, ``None`` where it fails."""
+        """Return the function's result, or ``None`` if it fails."""
         if function is None or self.is_broken:
             return None
         try:
@@ -78,15 +78,15 @@ def around(
     after: Callable[..., None] | None = None,
     failed: Callable[[Any], None] | None = None,
 ) -> bool:
-    """Wrap a function of a module, or a method of a class; ``False`` where there is none of this name.
+    """Wrap a function of a module, or a method of a class; ``False`` if it does not exist.
 
     Args:
         holder: the module or class; repeated calls wrap the same function once.
-        name: of the function.
-        guard: through which the three below are called.
-        before: takes the `Call`; its result goes to the others.
+        name: the function's name.
+        guard: calls the three functions below.
+        before: takes the `Call`; its result is passed to the other two.
         after: takes the result of ``before``, the `Call`, and the function's result.
-        failed: takes the result of ``before`` where the function raises; the exception is raised again.
+        failed: takes the result of ``before`` if the function raises; the exception is raised again.
     """
     static = inspect.getattr_static(holder, name, None)
     original = getattr(holder, name, None)
@@ -114,7 +114,7 @@ def around(
 
 
 class Call:
-    """The arguments of one call by name: their positions differ from version to version."""
+    """The arguments of one call by name, because their positions differ between versions."""
 
     __slots__ = ("_bound", "_function", "args", "kwargs")
 
@@ -123,7 +123,7 @@ class Call:
         self._bound: dict[str, Any] | None = None
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return the argument of this name; ``default`` where the function has none or it was not given."""
+        """Return the argument of this name; ``default`` if the function has no such parameter or it was not given."""
         if name in self.kwargs:
             return self.kwargs[name]
         if self._bound is None:

@@ -1,7 +1,7 @@
-"""accelerate: a step of its optimizer is one unless gradients are being accumulated.
+"""accelerate: a step of its optimizer counts unless gradients are being accumulated.
 
-Iterations are those of `_rounds`.  A step that its gradient scaler skips for an overflow counts, since its work was
-done.  DeepSpeed under accelerate steps in its engine, which has a hook of its own.
+Iterations are those of `_rounds`.  A step that the gradient scaler skips after an overflow counts too, since its work
+was done.  DeepSpeed under accelerate steps in DeepSpeed's engine, which has its own hook.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def attach(module: ModuleType) -> None:
 
 
 def attach_accelerator(module: ModuleType) -> None:
-    """Hook the last backward pass of an iteration, in which gradients are summed: of ``accelerate.accelerator``.
+    """Hook the last backward pass of an iteration, the one that sums gradients: of ``accelerate.accelerator``.
 
     Raises:
         Unknown: there is no ``Accelerator.backward``.
@@ -39,12 +39,12 @@ def attach_accelerator(module: ModuleType) -> None:
 
 
 def _backward(call: Call) -> None:
-    if call.args[0].sync_gradients:  # else they are accumulated without communication
+    if call.args[0].sync_gradients:  # otherwise gradients are accumulated without communication
         get_metrics_collector().sync_point()
 
 
 def _before(call: Call) -> Any:
-    """Return the optimizer where it will step; claim before torch's own hook sees it."""
+    """Return the optimizer if it will step; claim the count before torch's own hook runs."""
     accelerated = call.args[0]
     if not accelerated.gradient_state.sync_gradients:
         return None

@@ -1,7 +1,7 @@
-"""DeepSpeed's engine: a loop of ``engine(batch)``, ``engine.backward(loss)``, ``engine.step()``, and the pipeline's.
+"""DeepSpeed's engine: loops of ``engine(batch)``, ``engine.backward(loss)``, ``engine.step()``, and the pipeline.
 
-An iteration begins with the first forward pass after a step of the optimizer and ends with the ``step`` that takes
-one (``global_steps`` grows): several micro-batches where gradients are accumulated.  The time between ``step`` and
+An iteration begins with the first forward pass after an optimizer step and ends with the next ``step`` in which
+``global_steps`` increases: several micro-batches with gradient accumulation.  The time between ``step`` and
 the next forward pass is the data wait.  A forward pass without gradients, or of a model in ``eval`` mode, begins an
 evaluation, which lasts to the next training pass.
 
@@ -87,19 +87,19 @@ class _DeepSpeedLoop:
                 self._batches.add(inputs, self._counts_samples)
 
     def backward_begins(self, call: Call) -> None:
-        """Record the time before gradients are summed; in ZeRO-3 ranks have waited for each other before."""
+        """Record the time before gradients are summed, except under ZeRO-3, where ranks wait for each other earlier."""
         engine = call.args[0]
         is_ours = self._is_leader(engine) and self._steps.is_owner
         if is_ours and engine.zero_optimization_stage() < 3 and engine.is_gradient_accumulation_boundary():
             get_metrics_collector().sync_point()
 
     def step_begins(self, call: Call) -> Any:
-        """Return the engine's count of steps, which grows when it takes one."""
+        """Return the engine's count of steps; it increases with an optimizer step."""
         engine = call.args[0]
         return engine.global_steps if self._is_leader(engine) else None
 
     def step_ended(self, steps: int | None, call: Call, _result: Any) -> None:
-        """End the iteration where the optimizer stepped; a step that an overflow skips counts too."""
+        """End the iteration if the optimizer stepped; a step skipped after an overflow counts too."""
         if steps is None:
             return
         if call.args[0].global_steps == steps:
@@ -143,7 +143,7 @@ class _DeepSpeedLoop:
         return self._leader is not None and self._leader() is engine
 
     def _leads(self, engine: Any) -> bool:
-        """Return whether this engine leads; the first that trains begins the metrics."""
+        """Return whether this engine leads; the first engine that trains begins the metrics."""
         if self._is_leader(engine):
             return self._steps.is_owner
         leader = self._leader() if self._leader is not None else None

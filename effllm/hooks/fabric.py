@@ -1,4 +1,4 @@
-"""Lightning Fabric, by either of its package names, and systems built on it, as litgpt: loops of a model and an
+"""Lightning Fabric, under both package names, and systems built on it such as litgpt: loops with a model and an
 optimizer that ``Fabric.setup`` has wrapped.
 
 An iteration begins with the first forward pass with gradients after a step, and ends with the wrapped optimizer's
@@ -24,7 +24,7 @@ from typing import Any
 from effllm.hooks import Unknown
 from effllm.hooks._batches import Batches, inputs_of
 from effllm.hooks._parameters import Parameters, parameters_of
-from effllm.hooks._steps import Steps, hear_waits, rank, version
+from effllm.hooks._steps import Steps, listen_to_waits, rank, version
 from effllm.hooks._wrap import Call, Guard, around
 from effllm.trainer import ownership
 from effllm.trainer.collector import get_metrics_collector
@@ -32,7 +32,7 @@ from effllm.trainer.collector import get_metrics_collector
 _GUARD = Guard("Lightning Fabric")
 _SYNC_GUARD = Guard("Lightning Fabric's own time of ranks")
 _COUNTING = Guard("the parameter count of Lightning Fabric's model")
-_PATIENCE_STEPS = 16  # of other optimizers, until one that does not step is replaced
+_PATIENCE_STEPS = 16  # of other optimizers, until a leader that does not step is replaced
 
 
 def attach(module: ModuleType) -> None:
@@ -69,7 +69,7 @@ def _see_forward(model: Any) -> None:
 
     @functools.wraps(forward)
     def seen(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not is_compiling():  # else the compiler would break its graph here
+        if not is_compiling():  # otherwise the compiler would break its graph here
             _GUARD(_LOOP.forward_begins, self, args, kwargs)
         return forward(self, *args, **kwargs)
 
@@ -107,7 +107,7 @@ class _FabricLoop:
         if model not in self._found or _alive(self._counted) is None:
             self._join(model)
             if _alive(self._counted) is None:
-                return  # no model has trained yet, and this one is frozen
+                return  # this model is frozen, and no other has been trained yet
         if is_training_mode:
             self._in_train_mode.add(model)
         self._end_evaluation()
@@ -120,14 +120,14 @@ class _FabricLoop:
             self._batches.add(args[0] if is_one_piece else inputs_of(model.module, args, kwargs))
 
     def backward_begins(self, _call: Call) -> None:
-        """Record the time before DDP sums gradients, unless ranks wait for each other in the forward pass."""
+        """Record the time before DDP sums gradients, unless ranks already wait for each other in the forward pass."""
         inner: Any = getattr(_alive(self._called_last), "_forward_module", None)
         is_last = self._is_running and getattr(inner, "require_backward_grad_sync", False)
         if is_last and self._steps.is_owner and not inner.will_sync_module_buffers():
             get_metrics_collector().sync_point()
 
     def stepped(self, _token: Any, call: Call, _result: Any) -> None:
-        """End the iteration where the optimizer that stepped leads; a step that a scaler skips counts too."""
+        """End the iteration if this optimizer leads; a step that a gradient scaler skips counts too."""
         if not self._steps.is_owner:
             return
         optimizer, leader = call.args[0], _alive(self._leader)
@@ -147,14 +147,14 @@ class _FabricLoop:
         return True
 
     def _claim(self) -> bool:
-        """Return whether these steps count; an owner nearer to the user has precedence."""
+        """Return whether these steps are counted; an owner closer to the user has precedence."""
         if self._steps.is_owner:
             return True
         if not self._has_optimizer or not self._steps.claim():
             return False
         self._found.clear()
         self._counted, self._is_running, self._is_evaluating = None, False, False
-        hear_waits(self._steps)
+        listen_to_waits(self._steps)
         return True
 
     def _join(self, model: Any) -> None:
@@ -181,7 +181,7 @@ class _FabricLoop:
         self._batches.of_model(model.module, found)
 
     def _share(self) -> dict[str, int] | None:
-        """Return this rank's contribution to the number of parameters, ``None`` where a model's are unknown."""
+        """Return this rank's contribution to the number of parameters, ``None`` if any model's number is unknown."""
         training = [one for one in self._found.values() if one is None or one.trainable]
         known = [one for one in training if one is not None]
         if not known or len(known) < len(training):

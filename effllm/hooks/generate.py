@@ -1,7 +1,7 @@
-"""``GenerationMixin.generate`` of transformers: the generated tokens, by the shapes of its arguments and results.
+"""``GenerationMixin.generate`` of transformers: generated tokens, counted from the shapes of arguments and results.
 
-A shape is known without the GPU.  Of a result on the CPU, positions after the end of a sequence are not counted; on a
-GPU, finding them would be a synchronisation, so a batch counts until its longest sequence ends.
+Shapes are available without a synchronisation.  In a result on the CPU, positions after the end of a sequence are not
+counted.  On a GPU, finding them would be a synchronisation, so all rows count up to the end of the longest sequence.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _describe(model: Any) -> InferenceProcess:
     gpus = {one.device.index or 0 for one in parameters if one.device.type == "cuda"}
     if len(gpus) == 1 and gpus == {sys.modules["torch"].cuda.current_device()}:
         gpus = set()  # CUDA's current device
-    count = getattr(model, "num_parameters", None)  # which considers quantised storage
+    count = getattr(model, "num_parameters", None)  # it accounts for quantised storage
     return InferenceProcess(
         {"framework": "transformers", "model": type(model).__name__},
         count() if count is not None else sum(one.numel() for one in parameters) or None,
@@ -79,7 +79,7 @@ def _prompt(call: Call) -> Any:
 
 
 def _prefix(call: Call, prompt_length: int) -> int:
-    """Return the number of tokens of a result that were not generated: a decoder's prompt, or its forced start."""
+    """Return the number of tokens in a result that were not generated: the prompt, or a decoder's forced start."""
     if getattr(getattr(call.args[0], "config", None), "is_encoder_decoder", False):
         return max(_shape(call.kwargs.get("decoder_input_ids"))[1], 1)
     if call.kwargs.get("inputs_embeds") is not None:
@@ -113,7 +113,7 @@ def _padding(row: list[int], ends: set[int], pad: int | None) -> int:
     for place, token in enumerate(row):
         if token in ends:
             return len(row) - place - 1
-    padding = 0  # a sequence may also be stopped without a token
+    padding = 0  # a sequence may also be stopped without an end token
     while padding < len(row) and row[-1 - padding] == pad:
         padding += 1
     return padding

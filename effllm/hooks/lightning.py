@@ -32,12 +32,12 @@ _COUNTING = Guard("the parameter count of Lightning's module")
 
 
 def callbacks() -> list[Any]:
-    """Return the callback for a Trainer of ``lightning.pytorch``; none where metrics are not attached."""
+    """Return the callback for a Trainer of ``lightning.pytorch``; an empty list if metrics are not attached."""
     return _callbacks("lightning.pytorch")
 
 
 def callbacks_of_pytorch_lightning() -> list[Any]:
-    """Return the callback for a Trainer of ``pytorch_lightning``; none where metrics are not attached."""
+    """Return the callback for a Trainer of ``pytorch_lightning``; an empty list if metrics are not attached."""
     return _callbacks("pytorch_lightning")
 
 
@@ -50,7 +50,7 @@ def _callbacks(package: str) -> list[Any]:
 
 
 def callback_of(package: str) -> Any:
-    """Return a new callback, a subclass of this package's."""
+    """Return a new callback; its class is derived from this package's ``Callback``."""
     if package not in _classes:
         base = import_module(package).Callback
         _classes[package] = type("EfficientLLM", (_Callback, base), {"package": package, "__module__": __name__})
@@ -62,7 +62,7 @@ _classes: dict[str, type] = {}
 
 
 class _Callback:
-    """The callback of a Trainer; nothing of it is saved in checkpoints."""
+    """The callback of a Trainer; checkpoints do not contain it."""
 
     package = ""
 
@@ -77,7 +77,7 @@ class _Callback:
         self._begin(trainer, pl_module)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Begin, where there was no evaluation before."""
+        """Begin, if there was no evaluation before."""
         self._begin(trainer, pl_module)
 
     def _begin(self, trainer: Any, module: Any) -> None:
@@ -96,7 +96,7 @@ class _Callback:
             _LOGGING(self._training.log)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """Begin an evaluation; the one before training too."""
+        """Begin an evaluation, also the one before training."""
         if self._training is not None:
             _GUARD(_STEPS.phase_start, "evaluation")
 
@@ -129,7 +129,7 @@ class LightningTraining:
         self._trainer, self._module = trainer, module
         self._idle_since_ns = 0  # the end of a micro-batch without an optimizer's step; 0 between iterations
         self._step = 0
-        self._ended = False  # the batch before ended an iteration
+        self._ended = False  # whether the last batch ended an iteration
         self._loss: float | None = None
         self._batches = Batches(_STEPS)
         self._counts_data = True
@@ -167,7 +167,7 @@ class LightningTraining:
             self._idle_since_ns = time.monotonic_ns()
 
     def batch_end(self, outputs: Any, batch: Any) -> None:
-        """Count a micro-batch; end the iteration where ``global_step`` has grown."""
+        """Count a micro-batch; end the iteration if ``global_step`` has increased."""
         step = self._trainer.global_step
         self._ended = step != self._step
         end_ns = time.monotonic_ns()
@@ -201,7 +201,7 @@ class LightningTraining:
 
 
 def _number(outputs: Any) -> float | None:
-    """Return the loss of a micro-batch; one on an accelerator is not read, since that would be a synchronisation."""
+    """Return the loss of a micro-batch; ``None`` on an accelerator, where reading it would be a synchronisation."""
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
     if isinstance(loss, int | float):
         return float(loss)

@@ -1,7 +1,7 @@
 """Megatron: a rank's share of the parameters, and whether it counts its data.
 
-Both are computed locally, without a collective, and the sum over all ranks is the job's.  megatron-core is imported
-by the functions, never by importing this file.
+Both are computed locally, without a collective, and the sum over all ranks is the job's total.  The functions import
+megatron-core; the import of this file does not.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import Any
 
 
 def parameter_share(model_chunks: Iterable[Any]) -> dict[str, int]:
-    """Return the parameters that this rank counts: over all ranks each one is counted once.
+    """Return the parameters that this rank counts; over all ranks each parameter is counted once.
 
-    Of the ranks with the same tensor one counts it: replicas of data and context parallelism,
-    tensors that tensor parallelism does not split, and the last stage's copy of a tied embedding are
-    counted by the first of them.  ``active`` are the parameters of one token: of experts, the share that
-    the router chooses.  It is missing where there are experts and no chunk has their number.
+    Of several ranks with the same tensor the first counts it: replicas of data and context parallelism, tensors that
+    tensor parallelism does not split, and the last stage's copy of a tied embedding.  ``active`` is the number of
+    parameters that one token uses; of experts it is the share that the router chooses.  It is missing if there are
+    experts and no chunk has their number.
     """
     total = trainable = experts = 0
     chosen: tuple[int, int] | None = None
@@ -38,8 +38,7 @@ def parameter_share(model_chunks: Iterable[Any]) -> dict[str, int]:
 def reports_data() -> bool:
     """Whether this rank reports the tokens and samples of its model-parallel group; its peers report 0.
 
-    It is the rank that also has the loss: on the last pipeline stage, first in tensor and context
-    parallelism.
+    This rank also has the loss: it is on the last pipeline stage, and the first in tensor and context parallelism.
     """
     from megatron.core import parallel_state as groups
 
@@ -51,10 +50,10 @@ def reports_data() -> bool:
 
 
 def peers() -> tuple[str, str]:
-    """Return the name of the ranks that do the same work as this one, and of those that wait for each other.
+    """Return the names of the group of ranks with the same work, and of the group that waits for each other.
 
-    The first is the pipeline stage.  The second are the ranks of one replica: in tensor, pipeline, context and expert
-    parallelism they exchange activations inside of an iteration; it is empty where each rank computes alone.
+    The first group is the pipeline stage.  The second is the replica: in tensor, pipeline, context and expert
+    parallelism its ranks exchange activations within an iteration.  It is empty without such parallelism.
     """
     from megatron.core import parallel_state as groups
 
@@ -62,16 +61,16 @@ def peers() -> tuple[str, str]:
     context = getattr(groups, "get_context_parallel_world_size", lambda: 1)()
     experts = groups.get_expert_model_parallel_world_size()
     sizes = (groups.get_tensor_model_parallel_world_size(), groups.get_pipeline_model_parallel_world_size(), context)
-    replica = groups.get_data_parallel_rank() // experts  # those that share experts are neighbours
+    replica = groups.get_data_parallel_rank() // experts  # ranks that share experts are consecutive
     return f"stage {stage}", f"replica {replica}" if max(*sizes, experts) > 1 else ""
 
 
 class LazyNumber:
-    """A number in a tensor that may be on a GPU, read without waiting.
+    """A number in a tensor, read without a wait even if the tensor is on a GPU.
 
     Args:
-        iteration: of the number.
-        tensor: with one element, or a plain number.
+        iteration: the iteration of the number.
+        tensor: a tensor with one element, or a plain number.
     """
 
     def __init__(self, iteration: int, tensor: Any) -> None:
@@ -97,7 +96,7 @@ class LazyNumber:
 
 
 def configuration(chunk: Any) -> Any:
-    """Return the ``TransformerConfig`` of a model chunk inside of its wrappers; ``None`` without one."""
+    """Return the ``TransformerConfig`` of a wrapped model chunk, or ``None`` without one."""
     for _ in range(8):
         config = getattr(chunk, "config", None)
         if hasattr(config, "hidden_size"):
@@ -126,8 +125,8 @@ def _is_counted_here(name: str, parameter: Any) -> bool:
 
 
 def _is_expert(name: str, parameter: Any) -> bool:
-    # Without expert parallelism Megatron does not mark experts, yet they may be split over fewer ranks
-    # than the dense layers (expert_tensor_parallel_size), so their name counts too.
+    # Without expert parallelism Megatron does not mark experts, but they may be split over fewer ranks than the dense
+    # layers (expert_tensor_parallel_size), so the name is checked too.
     return not getattr(parameter, "allreduce", True) or ".experts." in name
 
 
@@ -138,7 +137,7 @@ def _context_parallel_rank(groups: Any) -> int:
 
 
 def _expert_replica(groups: Any) -> int:
-    # The second name is the one of megatron-core 0.8, which has no expert data parallelism.
+    # The second name is from megatron-core 0.8, which has no expert data parallelism.
     rank: Callable[[], int] = getattr(groups, "get_expert_data_parallel_rank", None) or (
         groups.get_data_modulo_expert_parallel_rank
     )

@@ -1,10 +1,10 @@
 """megatron.core without Megatron's training loop: an iteration is the time between two optimizer steps.
 
-It begins with the first pass through a schedule after an optimizer step and ends with the next optimizer step;
-a pass without backward is no training.  Own loops, NeMo, Megatron-Bridge and verl are measured like this.
+It begins with the first pass through a schedule after an optimizer step and ends with the next optimizer step; a
+forward-only pass is an evaluation.  Users' own loops, NeMo, Megatron-Bridge and verl are measured in this way.
 
-The counts are the arguments of the schedule: micro-batches, their size and the sequence length.  Where the
-lengths vary (``variable_seq_lengths``) the schedule ignores the latter two, so tokens are not counted there.
+The counts are the arguments of the schedule: number and size of micro-batches, and the sequence length.  With
+varying lengths (``variable_seq_lengths``) the schedule ignores the latter two, so tokens are not counted.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ OPTIMIZER = "megatron.core.optimizer.optimizer"
 
 
 def attach(module: ModuleType) -> None:
-    """Hook the schedules, of which ``get_forward_backward_func`` chooses one.
+    """Hook all schedules; ``get_forward_backward_func`` chooses one of them.
 
     Raises:
-        Unknown: there is none.
+        Unknown: there is no schedule.
     """
     schedules = [name for name, one in vars(module).items() if name.startswith("forward_backward_") and _is_one(one)]
     if not schedules:
@@ -40,7 +40,7 @@ def attach(module: ModuleType) -> None:
 
 
 def attach_optimizer(module: ModuleType) -> None:
-    """Hook every optimizer class of this module that has a step of its own; they call each other's."""
+    """Hook every optimizer class of this module that defines ``step``; the calls may be nested."""
     classes = [
         one
         for one in vars(module).values()
@@ -80,8 +80,8 @@ class _Iterations:
         self._steps = Steps(ownership.CORE, "megatron.core", "Iteration")
         self._parameters = Guard("the parameter count of megatron.core's model")
         self._peers = Guard("which ranks of megatron.core do the same work")
-        self._runs = False  # whether a pass was made since the last optimizer step
-        self._depth = 0  # of optimizers in optimizers
+        self._runs = False  # whether there was a pass since the last optimizer step
+        self._depth = 0  # of nested optimizer steps
         self._samples = self._tokens = 0
         self._reports = False
 
@@ -124,7 +124,7 @@ class _Iterations:
     def _is_counting(self, call: Call) -> bool:
         if self._steps.is_owner:
             return True
-        # With another optimizer than Megatron's nothing would end an iteration.
+        # Without Megatron's optimizer no event would end an iteration.
         if OPTIMIZER not in sys.modules or not self._steps.claim():
             return False
         chunks = call.get("model")

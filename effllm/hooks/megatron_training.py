@@ -1,11 +1,11 @@
-"""Megatron-LM and systems with its loop: a step is a call of ``train_step``, inside ``megatron.training.training``.
+"""Megatron-LM and systems with its loop: a step is a call of ``train_step`` in ``megatron.training.training``.
 
-Its functions are looked up in the module at each call, so they are wrapped there; the positions of their arguments
-differ from version to version, so these are taken by name (0.8 to 0.19 are known).
+The module's functions are looked up at each call, so they are wrapped in the module.  The positions of their
+arguments differ between versions, so arguments are read by name (0.8 to 0.19 are known).
 
-``train_step`` fetches its micro-batches itself.  The wait for them is subtracted from AL where they come through
-Megatron's own class of iterators (from 0.10 on), by its ``__next__``: an iterator of ours would have another type
-than Megatron requires.  In older versions, and on ranks that get their data from a peer, AL contains the wait.
+``train_step`` fetches its micro-batches itself.  The wait for them is subtracted from AL if they come from Megatron's
+own iterator class (from 0.10 on), whose ``__next__`` is wrapped: Megatron requires this type, so the iterator cannot
+be replaced.  In older versions, and on ranks that get their data from a peer, AL includes the wait.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from effllm.trainer.collector import get_metrics_collector
 
 NAME = "megatron"
 
-#: Functions other than training, and the class of their time; each is nested in another in some versions.
+#: Functions other than training, and the phase of their time; in some versions one calls another.
 PHASES = {
     "evaluate": "evaluation",
     "evaluate_and_print_results": "evaluation",
@@ -88,7 +88,7 @@ def attach(module: ModuleType) -> None:
 
 
 def attach_data(module: ModuleType) -> None:
-    """Hook Megatron's class of iterators around a data loader; versions before 0.10 have none."""
+    """Hook Megatron's iterator class around a data loader; versions before 0.10 do not have it."""
     iterator = getattr(module, "RerunDataIterator", None)
     if iterator is not None:
         steps = Steps(ownership.FRAMEWORK, NAME)
@@ -110,21 +110,21 @@ class _Training:
         self._flops = Guard("Megatron's number of floating-point operations")
         self._parameters = Guard("the parameter count of Megatron's model")
         self._peers = Guard("which ranks of Megatron do the same work")
-        self._depth = 0  # of `pretrain` and `train`
+        self._depth = 0  # of the calls of `pretrain` and `train`
         self._reset()
 
     def _reset(self) -> None:
-        self._has_begun = False  # whether it was tried
+        self._has_begun = False  # whether a begin was tried
         self._reports = self._reports_loss = False
         self._replicas, self._replica = 1, 0
-        self._ended: tuple[int, int, int] | None = None  # time and counts of a step whose end is not reported yet
+        self._ended: tuple[int, int, int] | None = None  # end time and counts of a step before its end is reported
         self._loss: LazyNumber | None = None
         self._skipped = self._first_iteration = 0
 
     # --- from the first step to the last ---
 
     def model_is_built(self, _before: Any, _call: Call, result: Any) -> None:
-        """Begin: the model exists, a checkpoint is loaded, and the arguments are final."""
+        """Begin, because now the model exists, the checkpoint is loaded, and the arguments are final."""
         if not getattr(self._module.get_args(), "skip_train", False):
             self._begin(result[0])
 
@@ -158,17 +158,16 @@ class _Training:
         return count(args, args.global_batch_size) / (args.global_batch_size * args.seq_length) if count else None
 
     def enters(self, _call: Call) -> None:
-        """Enter ``pretrain``, or the ``train`` of it."""
         self._depth += 1
 
     def leaves(self, *_: Any) -> None:
-        """End with the outer of the two: after the last step ``pretrain`` still evaluates and saves."""
+        """End with the outer call: after the last step ``pretrain`` still evaluates and saves."""
         self._depth -= 1
         if self._depth == 0:
             self._finish("completed")
 
     def fails(self, _before: Any) -> None:
-        """End at once: an exception ends this run even if it is caught."""
+        """End at once, because an exception ends this run even if it is caught."""
         self._depth -= 1
         error = sys.exc_info()[1]
         if isinstance(error, SystemExit):  # Megatron's way to stop at an iteration, at a time, or after a signal
@@ -187,7 +186,7 @@ class _Training:
     # --- steps ---
 
     def step_starts(self, call: Call) -> None:
-        """Record the start of a step, in which a model without ``setup_model_and_optimizer`` is found."""
+        """Record the start of a step; without ``setup_model_and_optimizer`` the metrics begin here."""
         if not self._has_begun:
             self._begin(call.get("model"))
         if self._steps.is_owner:
@@ -196,7 +195,7 @@ class _Training:
             self._steps.start()
 
     def step_ended(self, _before: Any, _call: Call, result: Any) -> None:
-        """Record its end, with the counts of its micro-batches, which a ramp-up of the batch changes."""
+        """Record the end of a step with its counts; a batch ramp-up changes the number of micro-batches."""
         if not self._steps.is_owner:
             return
         ended_ns = time.monotonic_ns()
@@ -218,13 +217,13 @@ class _Training:
         return int(get_num_microbatches())
 
     def _report_end(self, tokens: int | None = None) -> None:
-        """Report the step that ended; from 0.18 on its tokens without padding are known a little later."""
+        """Report the ended step; from 0.18 on its tokens without padding become known shortly after its end."""
         if self._ended is not None:
             (ended_ns, processed, samples), self._ended = self._ended, None
             self._steps.end(processed, samples, tokens, at_ns=ended_ns)
 
     def is_about_to_log(self, call: Call) -> None:
-        """Read Megatron's log of the step: the tokens of packed sequences, and the loss where a window ends."""
+        """Read the arguments of Megatron's log: the tokens of packed sequences, and the loss at the end of a window."""
         if not self._steps.is_owner:
             return
         self._report_end(self._real_tokens(call.get("total_real_tokens_in_batch")))
@@ -232,7 +231,7 @@ class _Training:
         recorder, iteration = collector.recorder, call.get("iteration")
         if not self._reports_loss or call.get("skipped_iter") or recorder is None or iteration is None:
             return
-        # Where Megatron leaves iterations out, its number is larger than the count of windows.
+        # If Megatron skips iterations, its iteration number is larger than the number of counted iterations.
         if collector.should_log(self._first_iteration + recorder.ordinal):
             loss = _loss(call.get("loss_dict"))
             self._loss = LazyNumber(int(iteration), loss) if loss is not None else None
@@ -247,7 +246,7 @@ class _Training:
             self._loss = None
 
     def _real_tokens(self, of_all: Any) -> int | None:
-        """Return this rank's share of a count of the whole job; 0 for a rank that reports no data."""
+        """Return this rank's share of a count of the whole job; 0 if this rank does not report data."""
         if isinstance(of_all, bool) or not isinstance(of_all, int | float):
             return None
         if not self._reports:
@@ -258,7 +257,7 @@ class _Training:
     # --- evaluations and checkpoints ---
 
     def mark_phase(self, name: str, phase: str, guard: Guard) -> bool:
-        """Hook an evaluation or a checkpoint; ``False`` where the module has no function of this name."""
+        """Hook an evaluation or a checkpoint; ``False`` if the module has no function of this name."""
         return self._steps.mark_phase(self._module, name, phase, guard, self._phase_begins)
 
     def _phase_begins(self, _call: Call) -> bool:
@@ -300,7 +299,7 @@ def _total_iterations(args: Any) -> int | None:
 
 
 def _loss(losses: Any) -> Any:
-    """Return the loss, of several the language model's, which Megatron averages over replicas and micro-batches."""
+    """Return the loss, preferably the language model's; Megatron has averaged it over replicas and micro-batches."""
     if not isinstance(losses, Mapping) or not losses:
         return None
     named = [name for name in losses if "loss" in str(name)]

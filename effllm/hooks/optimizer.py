@@ -1,10 +1,10 @@
-"""Any loop of torch: steps of optimizers are measured by torch's own global hook, without a change of the loop.
+"""Any torch loop: optimizer steps are measured with torch's own global hook, without a change of the loop.
 
-Iterations are those of `_rounds`.  Not measured: a step that a gradient scaler skips (the iteration continues
-until one is taken), and optimizers of plain tensors: optimising an image is no training of a model, and DeepSpeed's
-partitions look the same.  A step in a ``torch.compile`` is measured, for one more break of its graph.
+Iterations are those of `_rounds`.  Not measured are steps that a gradient scaler skips (the iteration continues until
+the next step) and optimizers of plain tensors: optimising an image is not training of a model, and DeepSpeed's
+partitions look the same.  A step under ``torch.compile`` is measured, at the cost of one more graph break.
 
-Every ``import torch`` runs this module, so the counting part is imported with the first step alone: 15 ms.
+Every ``import torch`` runs this module, so the counting part (15 ms) is imported only with the first step.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from effllm.hooks import Unknown
 from effllm.hooks._wrap import Guard, around, no_metrics
 
-MIN_BATCHES = 10  # fewer are no training
+MIN_BATCHES = 10  # fewer are not considered training
 
 _guard = Guard("torch's optimizer")
 
@@ -32,7 +32,7 @@ def attach(module: ModuleType) -> None:
     def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
         _guard(_stepped, optimizer)
 
-    # The attribute of torch.compiler.disable, without its import of the compiler: a compiled step calls this directly.
+    # The attribute that torch.compiler.disable sets; that function would import the compiler.
     stepped._torchdynamo_disable = True  # type: ignore[attr-defined]
     register(stepped)
 
@@ -62,11 +62,11 @@ def attach_loader(module: ModuleType) -> None:
 
 
 class _Fetch:
-    """One call of a DataLoader; one inside another belongs to the outer."""
+    """One call of a DataLoader; a nested call belongs to the outer one."""
 
     def __init__(self) -> None:
         self._start_ns = 0
-        self._batches = 0  # before the first step; counted up to MIN_BATCHES
+        self._batches = 0  # number before the first step; counted up to MIN_BATCHES
 
     def start(self, _call: Any) -> bool:
         if self._start_ns:

@@ -29,8 +29,8 @@ def attach(module: ModuleType) -> None:
     processor = getattr(module, "MetricsProcessor", None)
     if processor is None or not around(processor, "log", _GUARD, before=_before_log, after=_after_log):
         raise Unknown("torchtitan.components.metrics has no MetricsProcessor.log")
-    # As `-m torchtitan.train` the Trainer of older versions is in __main__, whose import has no hook; it exists
-    # when it makes its metrics.
+    # With `-m torchtitan.train` the Trainer of older versions is in __main__, whose import cannot be hooked; the class
+    # exists when its metrics are made.
     around(processor, "__init__", _GUARD, after=_look_in_main)
 
 
@@ -149,7 +149,7 @@ class TitanTraining:
         self._tokens_seen, self._waits_seen = tokens, len(waits)
 
     def reset(self) -> None:
-        """Read torchtitan's counts after its log, which sets them to 0."""
+        """Read torchtitan's counts after its log has set them to 0."""
         self._tokens_seen, self._waits_seen = self.processor.ntokens_since_last_log, len(self._waits())
 
     def end(self) -> None:
@@ -160,7 +160,7 @@ class TitanTraining:
         _STEPS.end(tokens, tokens // self._length if self._length else 0)
 
     def cancel(self) -> None:
-        """Leave out the batches of a step that did not end."""
+        """Drop the batches of a step that did not end."""
         self.take()
         self._tokens, self._wait_s = 0, 0.0
 

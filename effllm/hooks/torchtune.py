@@ -21,7 +21,7 @@ from effllm.hooks import Unknown
 from effllm.hooks._batch import UNKNOWN, Batch
 from effllm.hooks._batches import Batches
 from effllm.hooks._parameters import parameters_of
-from effllm.hooks._steps import Steps, hear_waits, rank, version
+from effllm.hooks._steps import Steps, listen_to_waits, rank, version
 from effllm.hooks._wrap import Call, Guard, around
 from effllm.trainer import ownership
 
@@ -79,7 +79,7 @@ class _TorchtuneLoop:
         self._counts_data = True
 
     def begins(self, call: Call) -> None:
-        """Store a recipe that begins to train; its first batch begins the metrics."""
+        """Store a recipe at the start of its training; its first batch begins the metrics."""
         recipe = self._recipe = call.args[0]
         self._is_running = False
         profiler = getattr(recipe, "_profiler", None)  # without one an iteration ends with the next batch
@@ -132,12 +132,12 @@ class _TorchtuneLoop:
             self._batches.end()
 
     def _begin(self) -> bool:
-        """Begin the metrics; return whether these steps count."""
+        """Begin the metrics; return whether these steps are counted."""
         if not self._steps.claim():
             return False
         recipe, self._step = self._recipe, self._recipe.global_step
         own_rank = rank()
-        # Ranks in tensor parallelism read the same batch; the dimension of data is the outer one.
+        # Tensor parallel ranks read the same batch; data parallelism is the outer dimension.
         data_size = getattr(recipe, "dp_size", None) or getattr(recipe, "dp_degree", None)
         self._counts_data = not data_size or own_rank % max(recipe.world_size // data_size, 1) == 0
         found = _COUNTING(parameters_of, recipe._model)
@@ -154,7 +154,7 @@ class _TorchtuneLoop:
             },
         )
         self._batches.of_model(recipe._model, None)
-        hear_waits(self._steps)
+        listen_to_waits(self._steps)
         return True
 
 

@@ -1,8 +1,9 @@
-"""Hugging Face Trainer, and what is built on it: TRL's trainers, LLaMA-Factory.
+"""Hugging Face Trainer, and systems built on it: TRL's trainers, LLaMA-Factory.
 
-A step begins after its micro-batches were fetched and ends before logging, evaluation and saving, so AL is
-computation and communication, and the fetch is the data wait.  The callback stamps the steps; what is in them is
-seen in ``Trainer.training_step``, and evaluation and checkpoints in the Trainer's own methods.
+A step begins after its micro-batches were fetched and ends before logging, evaluation and saving.  So AL is
+computation and communication, and the fetch is the data wait.  The callback records the steps;
+``Trainer.training_step`` is wrapped to count their content, and other methods of the Trainer to time evaluations and
+checkpoints.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from effllm.hooks._trainer_layout import counts_its_batch, mesh_text, tensor_par
 from effllm.hooks._wrap import Call, Guard, around
 from effllm.trainer import ownership
 
-#: The mean width of the batches may differ by this share from the one that FLOPs were last reported with.
+#: FLOPs are reported again if the mean width of the batches has changed by more than this share.
 WIDTH_TOLERANCE = 0.01
 
-#: What of a Trainer is no iteration.
+#: Methods of a Trainer outside of iterations, and their phases.
 PHASES = {
     "evaluate": "evaluation",
     "predict": "evaluation",
@@ -40,7 +41,7 @@ _STEPS = Steps(ownership.FRAMEWORK, "transformers", "Step")
 
 
 def attach(module: ModuleType) -> None:
-    """Have every Trainer of ``transformers.trainer`` measured."""
+    """Hook every Trainer of ``transformers.trainer``."""
     callbacks = getattr(module, "DEFAULT_CALLBACKS", None)
     if not isinstance(callbacks, list):
         raise Unknown("DEFAULT_CALLBACKS")
@@ -50,7 +51,7 @@ def attach(module: ModuleType) -> None:
 
 
 def attach_reports(module: ModuleType) -> None:
-    """Let ``report_to: efficientllm`` of ``transformers.integrations.integration_utils`` name the callback."""
+    """Register the callback for ``report_to: efficientllm`` in ``transformers.integrations.integration_utils``."""
     known = getattr(module, "INTEGRATION_TO_CALLBACK", None)
     if not isinstance(known, dict):
         raise Unknown("INTEGRATION_TO_CALLBACK")
@@ -58,7 +59,7 @@ def attach_reports(module: ModuleType) -> None:
 
 
 def running() -> TrainerRun | None:
-    """Return the training that is measured now, for the hooks of what is built on transformers."""
+    """Return the currently measured training, for the hooks of systems built on transformers."""
     return _training
 
 
@@ -71,7 +72,7 @@ def _wrap(module: ModuleType) -> None:
 
 
 def _wrap_inside(trainer: Any) -> None:
-    """Wrap the methods that a Trainer calls while it trains; of a subclass those that it has of its own."""
+    """Wrap the methods that a Trainer calls in training, also those that a subclass defines."""
     around(trainer, "training_step", _GUARD, before=_micro_batch, after=_micro_batch_ended, failed=_micro_batch_failed)
     for name, phase in PHASES.items():
         _STEPS.mark_phase(trainer, name, phase, _GUARD, _training_of)
@@ -87,21 +88,21 @@ class EfficientLLMCallback(TrainerCallback):  # type: ignore[misc] # transformer
         _GUARD(lambda: _wrap(_import_trainer()))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        """Start the metrics with what the Trainer knows by now."""
+        """Start the metrics with the Trainer's arguments and state."""
         _GUARD(self._begin, args, state, model)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Stamp the start of a step."""
+        """Record the start of a step."""
         if self._is_counting:
             _STEPS.start()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Stamp its end, with what was in it."""
+        """Record the end of a step with its counts."""
         if self._is_counting:
             _GUARD(_training.end_step, args, state)  # type: ignore[union-attr]
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        """Record the loss that the Trainer logs, and let its other callbacks log what is measured."""
+        """Record the logged loss, and add the measured values to the logs for the Trainer's other callbacks."""
         if self._is_counting and logs and "loss" in logs:
             _GUARD(_log, state, logs)
 
@@ -118,7 +119,7 @@ class EfficientLLMCallback(TrainerCallback):  # type: ignore[misc] # transformer
         global _training
         if _training is not None and _training.callback is not self:
             if _training.trainer is _trainer and _training.is_begun:
-                return  # the other one of this Trainer counts
+                return  # another callback of this Trainer is already counted
             _finish("failed")
         if _training is None:
             _training = TrainerRun(self, _trainer)
@@ -127,30 +128,30 @@ class EfficientLLMCallback(TrainerCallback):  # type: ignore[misc] # transformer
 
 
 class _Automatic(EfficientLLMCallback):
-    """The callback that is added without being named; transformers warns of two of one class."""
+    """The automatically added callback; a separate class, since transformers warns about two of one class."""
 
 
 _training: TrainerRun | None = None
-_trainer: Any = None  # whose train() runs
+_trainer: Any = None  # the Trainer whose train() runs
 
 
 class TrainerRun:
     """One run of ``Trainer.train``.
 
     Args:
-        callback: which stamps its steps.
-        trainer: ``None`` where its ``train`` was called before it was wrapped.
+        callback: records the steps.
+        trainer: ``None`` if its ``train`` was called before it was wrapped.
     """
 
     def __init__(self, callback: EfficientLLMCallback, trainer: Any) -> None:
         self.callback, self.trainer = callback, trainer
         self.is_begun = False
-        self.depth = 0  # of training_step, which calls that of its parent
+        self.depth = 0  # of nested calls of training_step: a subclass calls its parent's
         self._late = LateSums(4)  # samples, tokens, tokens with a label, tokens x width of their batch
-        self._not_finite = LateSums(1)  # losses that the Trainer replaces before it logs
+        self._not_finite = LateSums(1)  # losses that the Trainer replaces before logging
         self._flops = FlopsByWidth()
         self._processed = 0
-        self._has_unknown = False  # a batch came whose tokens cannot be summed
+        self._has_unknown = False  # whether there was a batch whose tokens cannot be summed
         self._num_batches = 0
         self._tokens_seen = 0  # of the Trainer's own count
         self._source = ""
@@ -160,13 +161,13 @@ class TrainerRun:
         self._parameters: Parameters | None = None
 
     def begin(self, args: Any, state: Any, model: Any) -> bool:
-        """Start the metrics; again where the Trainer begins anew with a smaller batch."""
+        """Start the metrics, again if the Trainer restarts with a smaller batch."""
         self._counts, self._counts_samples = counts_its_batch(self.trainer)
         self._is_encoder_decoder = bool(getattr(config_of(model), "is_encoder_decoder", False))
         self._tokens_seen = state.num_input_tokens_seen
         self._model = model
         self._parameters = _COUNTING(parameters_of, model) if model is not None else None
-        # By the rank that the metrics go by: transformers may take each rank of a job for a job of its own.
+        # The metrics' rank is used, because in transformers each rank may appear as a job of one process.
         self.is_begun = _STEPS.begin(
             parameter_share=self._parameters.share(rank() == 0) if self._parameters else None,
             first_iteration=state.global_step,
@@ -193,13 +194,13 @@ class TrainerRun:
             self._late.add((samples if isinstance(samples, int) else 1, 0, 0, 0))
 
     def see_loss(self, loss: Any) -> None:
-        """Take note of a loss that is NaN or infinite where the Trainer will log a mean of others instead."""
+        """Record a loss that is NaN or infinite, if the Trainer will log a mean of other losses instead."""
         is_replaced = getattr(getattr(self.trainer, "args", None), "logging_nan_inf_filter", False)
         if is_replaced and hasattr(loss, "dim") and loss.dim() == 0:
             self._not_finite.add([loss.detach() * 0 != 0])
 
     def end_step(self, args: Any, state: Any) -> None:
-        """Stamp the end of a step, and record a loss that is not finite; on a GPU that may be one of a step before."""
+        """Record the end of a step, and a loss that is not finite; on a GPU it may be that of an earlier step."""
         self._end_step(args, state)
         if self._not_finite.take()[0]:
             _STEPS.loss(state.global_step, float("nan"))
@@ -207,7 +208,7 @@ class TrainerRun:
     def _end_step(self, args: Any, state: Any) -> None:
         seen, self._tokens_seen = state.num_input_tokens_seen - self._tokens_seen, state.num_input_tokens_seen
         if not self._num_batches:
-            # A training_step of a subclass that shows no batch.  The Trainer's count is the whole job's.
+            # A subclass's training_step without a readable batch.  The Trainer's own count is for the whole job.
             tokens = int(seen) if state.is_world_process_zero else 0
             samples = args.per_device_train_batch_size * args.gradient_accumulation_steps
             _STEPS.end(tokens, samples if self._counts_samples else 0)
@@ -220,7 +221,7 @@ class TrainerRun:
             self._report_flops()
 
     def finish(self, status: str) -> None:
-        """End the metrics, with what had not come from the GPU by the last step."""
+        """End the metrics with the counts that had not arrived from the GPU before the last step."""
         if status == "completed":
             samples, tokens, tokens_loss, weighted = self._late.take_rest()
             _STEPS.add(samples=samples, tokens=tokens, tokens_loss=tokens_loss)
@@ -230,7 +231,7 @@ class TrainerRun:
         _STEPS.finish(status)
 
     def _report_flops(self) -> None:
-        """Replace the FLOPs of a token by those at the mean width of the batches so far."""
+        """Replace the FLOPs of a token by the value at the mean width of the batches so far."""
         width = self._flops.mean_width
         flops, forward = self._flops.at(width)
         more = forward if _is_checkpointing(getattr(self.trainer, "args", None)) else 0.0
@@ -239,7 +240,7 @@ class TrainerRun:
         _STEPS.learn(flops_per_token=flops, hardware_flops_per_token=flops + more, facts=facts)
 
     def _learn(self, batch: Batch) -> None:
-        """Report what the first batch shows: where tokens are counted, and how long a sequence is."""
+        """Report facts from the first batch: how tokens are counted, and the sequence length."""
         is_first, self._source = not self._source, batch.source or "no text in the batch"
         facts: dict[str, Any] = {"token_source": self._source}
         flops = hardware = None
@@ -312,7 +313,7 @@ def _train_begins(call: Call) -> Any:
     global _trainer
     before, _trainer = _trainer, call.args[0]
     _wrap_inside(type(_trainer))
-    # The first of our callbacks counts, and comes first of all: what it adds to the logs is for those behind it.
+    # Of effllm's callbacks the first is counted.  It is moved to the front, so that all later callbacks log its values.
     callbacks = getattr(getattr(_trainer, "callback_handler", None), "callbacks", [])
     first = next((one for one in callbacks if isinstance(one, EfficientLLMCallback)), None)
     if first is not None:
@@ -342,7 +343,7 @@ def _micro_batch(call: Call) -> Any:
         return None
     training.depth += 1
     if training.depth == 1:
-        # TRL's take *args, and all are called with (self, model, inputs, ...).
+        # TRL's versions have *args, and all are called with (self, model, inputs, ...).
         training.see(call.get("inputs", call.args[2] if len(call.args) > 2 else None))
     return training
 
@@ -359,5 +360,5 @@ def _micro_batch_failed(training: TrainerRun | None) -> None:
 
 
 def _training_of(call: Call) -> TrainerRun | None:
-    """Return the training that is measured, where this call is of its Trainer."""
+    """Return the measured training if this is a call of its Trainer."""
     return _training if _training is not None and _training.trainer is call.args[0] else None

@@ -1,7 +1,7 @@
-"""TRL's trainers that generate while they train: GRPO, RLOO, distillation.
+"""TRL's trainers with generation during training: GRPO, RLOO, distillation.
 
-They are Trainers, so `effllm.hooks.transformers` measures their steps.  In addition a step gets prompts and
-makes its batch itself, and it generates inside, which is inference and no part of AL.
+They are Trainers, so `effllm.hooks.transformers` measures their steps.  In addition, a step generates from prompts
+and makes its batch itself; the generation is inference and not part of AL.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _generated(recorder: Any, call: Call, result: Any) -> None:
     if recorder is None:
         return
     prompts = call.get("prompt_ids")
-    if prompts is None:  # to TRL 0.24 it was given texts, and returned their tokens first
+    if prompts is None:  # up to TRL 0.24 its input was text, and its result began with the tokens of the prompts
         prompts, completions = result[:2]
     else:
         completions = result[0] if isinstance(result, tuple) else result
@@ -64,7 +64,7 @@ def _generation_failed(recorder: Any) -> None:
 
 
 def _rolls_out(call: Call) -> Any:
-    # A user's own rollout replaces _generate_single_turn, and may use tools, whose time belongs to it.
+    # A user's own rollout replaces _generate_single_turn; the time of the tools in it counts as generation.
     return _generates(call) if getattr(call.args[0], "rollout_func", None) is not None else None
 
 

@@ -1,4 +1,4 @@
-"""vLLM in this process: ``LLM.generate`` and ``LLM.chat``, whose outputs have the tokens."""
+"""vLLM in this process: ``LLM.generate`` and ``LLM.chat``; tokens are counted from their outputs."""
 
 from __future__ import annotations
 
