@@ -1,4 +1,4 @@
-"""Measure everything, or the named parts: ``python -m benchmarks [recorder importing ...]``."""
+"""Run all measurements, or the named ones: ``python -m benchmarks [recorder importing ...]``."""
 
 from __future__ import annotations
 

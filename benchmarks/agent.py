@@ -13,7 +13,7 @@ import psutil
 
 from benchmarks.figure import Figure
 
-SETTLE_S, MEASURE_S = 10.0, 60.0  # sixteen quick exchanges of clocks are over by then
+SETTLE_S, MEASURE_S = 10.0, 60.0  # sixteen quick exchanges of clocks have ended before
 
 # 0.4 s an iteration and 10 iterations a window: a usual training job.
 _TRAINER = """

@@ -40,12 +40,12 @@ QUICK = (Length("5 s", 5.0, 1), Length("1 s", 1.0, 2), Length("0.2 s", 0.2, 5))
 
 
 def main() -> None:
-    """Measure with each tool in turn, show the tables, and keep the figures as JSON."""
+    """Measure with one tool after the other, print the tables, and store the figures as JSON."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.energy", description=__doc__)
     parser.add_argument("--set", choices=(HELD_OUT, TUNING), default=HELD_OUT, help="of traces (default: held-out)")
     parser.add_argument("--tools", default=",".join(TOOLS), help="which, with commas between them (default: all)")
     parser.add_argument("--copies", type=int, default=3, help="of each tool on each host, side by side (default: 3)")
-    parser.add_argument("--profiled", action="store_true", help="effllm knows that the sensors do not lag")
+    parser.add_argument("--profiled", action="store_true", help="effllm gets a profile with a lag of 0")
     parser.add_argument("--quick", action="store_true", help="a minute instead of ten: too few windows for figures")
     parser.add_argument("--keep", action="store_true", help="keep the figures in benchmarks/results/")
     given = parser.parse_args()
@@ -82,7 +82,7 @@ def main() -> None:
 
 
 def _prepare(folder: Path, chosen: str, settings: dict[str, str]) -> list[Host]:
-    """Build the library and write the traces; return the hosts, with the environment in which tools see them."""
+    """Build the library and write the traces; return the hosts, each with the environment variables for the tools."""
     library = build(folder)
     if library is None:
         sys.exit("there is no C compiler here, so the traced NVML library cannot be built")

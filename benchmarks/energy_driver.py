@@ -1,6 +1,6 @@
 """The process of every measured tool: windows at given moments, stamped from outside the tool.
 
-The standard library alone, because it runs in the peers' environment as well as in the project's own.
+Only the standard library, because it also runs in the environment of the compared tools.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Reading:
     end_ns: int
     joules: list[float | None]  # of each GPU, in the order of NVML
     random_j2: list[float] | None = None  # variance of the random error, where the tool states one
-    gain_error: list[float] | None = None  # half-width (95 %) of what is common to all readings of a sensor
+    gain_error: list[float] | None = None  # half-width (95 %) of the common error of all readings of a sensor
 
 
 class Tool:
@@ -69,7 +69,7 @@ class Tool:
 def drive(open_tool: type[Tool]) -> None:
     """Read the orders from stdin, measure the windows, and answer with a line for each and one at the end.
 
-    Answers go to the descriptor given in the orders: the output of a tool is none.
+    Answers go to the descriptor given in the orders, because tools may print to stdout.
     """
     orders = json.loads(sys.stdin.readline())
     answers = os.fdopen(orders["answers"], "w", buffering=1)

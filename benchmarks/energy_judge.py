@@ -19,8 +19,8 @@ HALF_WIDTHS_95 = 1.96
 class Verdict:
     """One window of one GPU, or of the sum of a group's; all relative to the truth."""
 
-    error: float  # signed; infinite where nothing was measured
-    min_error: float  # the smallest that its edges allow if they may lie anywhere inside the tool's calls
+    error: float  # signed; infinite without a measurement
+    min_error: float  # the smallest error for edges anywhere inside the tool's calls
     random: float | None = None  # half-width (95 %) of the random errors as stated by the tool
     whole: float | None = None  # ... and of the sensor's as well
 
@@ -101,7 +101,7 @@ def _verdict(row: dict[str, Any], places: Sequence[int], gpus: Sequence[Gpu]) ->
     random = whole = None
     if row["random_j2"] is not None:
         random = HALF_WIDTHS_95 * math.sqrt(sum(row["random_j2"][place] for place in places)) / truth
-        # The gains of different boards have nothing to do with each other.
+        # The gains of different boards are independent.
         sensors = math.hypot(*(row["gain_error"][place] * row["joules"][place] for place in places)) / truth
         whole = random + sensors  # a gain is a bound and no draw: where it is at that bound, random errors come on top
     least = max(lowest - measured, measured - highest, 0.0) / truth

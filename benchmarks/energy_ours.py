@@ -32,7 +32,7 @@ from effllm.records.energy import EnergyAmount
 from effllm.records.rank import Device, Event, Sample, Sensor
 
 NICENESS = 5  # as in effllm.agent.agent.main
-#: In the environment where the lag of the sensors, 0 in all traces, is known: as after `effllm profile`.
+#: Set in the environment if the lag of the sensors (0 in all traces) is given, as after `effllm profile`.
 PROFILED = "BENCHMARK_PROFILED"
 
 

@@ -39,7 +39,7 @@ class Length:
 
 @dataclass(frozen=True)
 class Host:
-    """GPUs of one machine, and the environment in which a process sees them."""
+    """GPUs of one machine, and the environment variables with which a process reads them."""
 
     groups: Sequence[Group]
     environ: dict[str, str]

@@ -46,7 +46,7 @@ def show(console: Console, measured: Sequence[Measured], node: Sequence[Group], 
 
 
 def to_dict(measured: Sequence[Measured], node: Sequence[Group], lengths: Sequence[str]) -> dict[str, Any]:
-    """Return everything as plain values, for the results file."""
+    """Return all results as plain values, for the results file."""
     return {
         "goals": [{**asdict(goal), "met": goal.met} for goal in goals(measured, node, lengths)],
         "tools": [

@@ -1,7 +1,7 @@
 """The power of the GPUs of the measured node, and their sensors: two sets, one to tune on and one to judge by.
 
-A trace is one wave seen by one or more GPUs whose sensors tick at different moments, as those of a node that
-trains in step.  The held-out set shares no period, level, phase or seed with the other.
+A trace is one wave of power on one or more GPUs; their sensors tick at different moments, like those of a real node.
+The held-out set shares no period, level, phase or seed with the other.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 ``python -m benchmarks.energy_unprofiled``.  Sensors, waves and the agent that reads them are simulated in virtual
 time (`tests/sensor_model.py`); a period of a wave is an iteration, whose length the agent gets.  Each run is measured
-twice: once with the sensor of the hardware table, and once by an agent with the exact lag, with which the first
-is compared.  Each set has its own seed.
+twice: with the sensor of the hardware table, and with the exact lag as the reference.  Each set has its own seed.
 """
 
 from __future__ import annotations
@@ -90,7 +89,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Judged:
-    """One window, relative to the truth: error and stated half-width, and those of the agent that knows the lag."""
+    """One window, relative to the true energy: error and stated half-width, without and with the exact lag."""
 
     error: float
     half_width: float

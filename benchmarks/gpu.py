@@ -69,7 +69,7 @@ def open_gpu(which: str) -> Reader:
     """Open an NVIDIA or AMD GPU.
 
     Raises:
-        DeviceUnavailable: there is none.
+        DeviceUnavailable: there is no such GPU.
     """
     site = Site(visible_devices=which or os.environ.get("CUDA_VISIBLE_DEVICES"))
     try:

@@ -20,7 +20,7 @@ SETTLE_S = 2.0
 
 
 def waves(reader: Reader, loader: Loader, found: SensorProfile, cycles: int, clock: Timer = time) -> list[Figure]:
-    """Return for each period the energy by power, read densely and polled, over that of the counter."""
+    """Return for each period the energy by power, read densely and polled, over the counter's energy."""
     figures = []
     for period_s in PERIODS_S:
         seconds = SETTLE_S + min(max(cycles * period_s, MIN_S if cycles > 3 else 0.0), MAX_S)

@@ -24,7 +24,7 @@ from effllm.sensor_profile.estimates import Load
 from effllm.sensor_profile.load import Loader
 from effllm.sensor_profile.record import LoadEdge
 
-#: How many windows of which length, in s.
+#: Number of windows by length in s.
 WINDOWS, QUICK_WINDOWS = {5.0: 8, 1.0: 30, 0.2: 80}, {5.0: 3, 1.0: 5, 0.2: 10}
 SETTLE_S = 3.0
 OURS, BARE = "effllm", "counter read at the edges"
@@ -34,7 +34,7 @@ OURS, BARE = "effllm", "counter read at the edges"
 class Window:
     """One window, as a tool measured it."""
 
-    length_s: float  # as it was meant
+    length_s: float  # as requested
     start_ns: int
     end_ns: int
     joules: float
@@ -47,8 +47,8 @@ def windows(key: str, loader: Loader, sensor: Sensor, counts: Mapping[float, int
     Args:
         key: the GPU's.
         loader: loads it.
-        sensor: the one of its profile.
-        counts: how many windows of which length, in s.
+        sensor: the sensor of its profile.
+        counts: number of windows by length in s.
     """
     chance = random.Random(7)
     pauses = [[chance.uniform(0.05, 0.25) for _ in range(count)] for count in counts.values()]

@@ -12,7 +12,7 @@ PAIRS = 15
 
 
 def measure() -> list[Figure]:
-    """Import each in a fresh interpreter, in turn."""
+    """Import each in a new interpreter, one after the other."""
     costs: dict[str, list[float]] = {"effllm": [], "msgspec": [], "effllm.trainer.collector": []}
     for _ in range(PAIRS):
         for module, collected in costs.items():

@@ -16,7 +16,7 @@ ROUNDS, CALLS = 40, 5000
 
 
 def measure() -> list[Figure]:
-    """Time both in turn, with an agent at work; the cost of timing an empty call is subtracted from both."""
+    """Time both alternately, with a running agent; the cost of timing an empty call is subtracted from both."""
     fields = struct.Struct("<Qhhqqqqdqqqqqqqqq")
     memory = mmap.mmap(-1, 4096)
     pack, now = fields.pack_into, time.monotonic_ns

@@ -1,9 +1,9 @@
 """The cost of a tick of the sampler over its bare calls of NVML, and the cost of a tick of the peers.
 
-The calls that a reader makes are recorded with their arguments and played back through ctypes by a loop that
-sleeps as long between them: nothing that samples in Python can cost less.  Sampler and loop take turns in one
-process, on a traced GPU: once its calls take a few microseconds, less than any driver's, which is the worst case,
-and once as long as they were seen to take on a board.
+The calls of a reader are recorded with their arguments and repeated through ctypes by a loop with the same pauses: no
+sampler in Python can cost less.  Sampler and loop alternate in one process,
+on a traced GPU: once with calls of a few microseconds, shorter than any driver's (the worst case), and once with the
+durations measured on a board.
 """
 
 from __future__ import annotations
@@ -161,7 +161,9 @@ def _record() -> tuple[Reader, list[Calls]]:
 
 
 def _paced(ticks: Iterator[Any], work: Callable[[Any], None]) -> tuple[float, float]:
-    """Do the work of each tick at its time; return CPU and wall time of one in us, the sleep's CPU included."""
+    """Run the work of each tick at its time; return CPU and wall time per tick in us, with the CPU time of the
+    sleep.
+    """
     began_ns, next_s, wall_ns, count = time.thread_time_ns(), time.monotonic(), 0, 0
     for tick in ticks:
         start_ns = time.monotonic_ns()

@@ -1,4 +1,4 @@
-"""The cost of an aggregator for ten thousand ranks, beside a loop that does nothing: ``python -m benchmarks.scale``.
+"""The cost of an aggregator for ten thousand ranks, beside a loop that only decodes: ``python -m benchmarks.scale``.
 
 Processor time is measured, not time: it stays the same, within about a fifth, on a shared machine.
 Every run is of both, one after the other, with the same ranks, connections and messages.

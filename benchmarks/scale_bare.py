@@ -1,4 +1,4 @@
-"""The reference of the aggregator: pyzmq and msgspec alone, which receive and decode every frame."""
+"""The reference of the aggregator: a loop of only pyzmq and msgspec that receives and decodes every frame."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def measure() -> list[Figure]:
 
 
 def lacks_on_gpu() -> str:
-    """Return the reason why the job cannot run on a GPU, or nothing."""
+    """Return the reason why the job cannot run on a GPU, or an empty string."""
     missing = [name for name in ("torch", "megatron") if importlib.util.find_spec(name) is None]
     if missing:
         return f"{' and '.join(missing)} is not installed"

@@ -1,7 +1,7 @@
 """CodeCarbon: `OfflineEmissionsTracker.start_task` and `stop_task`, which read the counters at the edges.
 
-A task's energy is one sum over all GPUs.  What each of them had is taken from where CodeCarbon sums it,
-and the sum is held to what the task says.
+A task's energy is one sum over all GPUs.  The energy of each GPU is read where CodeCarbon adds it up, and the sum is
+compared with the task's result.
 """
 
 from __future__ import annotations

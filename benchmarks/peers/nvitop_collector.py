@@ -25,7 +25,7 @@ class Nvitop(Tool):
         self._said: dict[int, dict[str, float]] = {}
 
     def begin(self, key: int) -> None:
-        """Open a collection inside the one that runs."""
+        """Open a collection inside the running collection."""
         self._collector.activate(f"window-{key}")
 
     def end(self, key: int) -> None:

@@ -25,7 +25,7 @@ def main(interval_s: float) -> None:
     time.sleep(MEASURE_S)
     spent_ns, wall_s = _cpu_ns(pid) - began_ns, time.monotonic() - began_s
     monitor.stop()
-    # It keeps only samples that differ from the one before, so ticks cannot be counted; assume that it keeps up.
+    # It stores only samples that differ from the previous one, so ticks cannot be counted; no missed tick is assumed.
     ticks = wall_s / interval_s
     what = f"Zeus {version('zeus')} PowerMonitor"
     print(json.dumps({"what": what, "cpu_us": spent_ns / ticks / 1e3, "ticks_per_s": ticks / wall_s}))

@@ -1,7 +1,7 @@
 """Zeus: `ZeusMonitor.begin_window` and `end_window`, as in its documentation.
 
 Both calls read the clock before they read the counters, so their beginnings are the edges that it claims.
-``sync_execution`` is off because there is no torch here and nothing that would run on a GPU.
+``sync_execution`` is off because there is neither torch nor GPU work here.
 """
 
 from __future__ import annotations
