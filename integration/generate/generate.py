@@ -1,4 +1,4 @@
-"""A tiny Llama answers batches of prompts, some longer than others. Nothing in here knows of effllm.
+"""A tiny Llama answers batches of prompts, some longer than others. This file has no effllm code.
 
 EFFICIENTLLM_ATTACH=1 python integration/generate/generate.py
 """

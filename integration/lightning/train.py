@@ -14,7 +14,7 @@ VOCABULARY, LENGTH = 64, 32
 
 
 class Model(lightning.LightningModule):
-    """Guesses the next token from the one before."""
+    """Predicts the next token from the previous one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Model(lightning.LightningModule):
         self.training_step(batch, batch_idx)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return the one optimizer."""
+        """Return the only optimizer."""
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class CudaMeansCpu(TorchFunctionMode):
-    """Make every torch call that names a CUDA device take the CPU, and CPU tensors pass for CUDA ones."""
+    """Make every torch call with a CUDA device use the CPU, and CPU tensors report a CUDA device."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call ``function`` with its devices translated."""

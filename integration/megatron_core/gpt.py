@@ -26,7 +26,7 @@ FLOPS_CONVENTION = (
 
 @dataclass(frozen=True)
 class Trainee:
-    """What a training step needs."""
+    """The objects that a training step needs."""
 
     chunks: list[Any]  # one per virtual pipeline stage of this rank; here always one
     optimizer: Any

@@ -16,7 +16,7 @@ SYSTEM = "megatron_core"
 
 
 class SettingsError(ValueError):
-    """A run configuration that cannot be used; the message says where and why."""
+    """An invalid run configuration; the message has the place and the reason."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Data:
 
 @dataclass(frozen=True)
 class Training:
-    """How long, how fast, and what interrupts it; an interval of 0 means never."""
+    """Length, learning rate and interruptions of the training; an interval of 0 means never."""
 
     iterations: int = 60
     learning_rate: float = 0.001
@@ -61,7 +61,7 @@ class Parallelism:
 
 @dataclass(frozen=True)
 class Metrics:
-    """Settings of effllm beside those of the training script."""
+    """Settings of effllm."""
 
     facts: dict[str, Any] = field(default_factory=dict)
 
@@ -84,7 +84,7 @@ def read_settings(path: Path) -> Settings:
     """Return the run configuration in ``path``.
 
     Raises:
-        SettingsError: the file is no run configuration of this system.
+        SettingsError: the file is not a run configuration of this system.
     """
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -104,7 +104,7 @@ def read_settings(path: Path) -> Settings:
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> Settings:
-    """Return the run configuration that the command line asks for."""
+    """Return the run configuration that the command line names."""
     parser = argparse.ArgumentParser(description="Pre-train a small GPT with megatron-core, measured by effllm.")
     parser.add_argument("--config", type=Path, help="run configuration, such as configs/demo.yaml")
     for flag, (section, name) in FLAGS.items():

@@ -2,7 +2,7 @@
 
     torchrun --nproc_per_node 2 integration/megatron_core/train.py --config configs/demo.yaml
 
-What a training script of your own needs is between the lines of dashes.  Without a GPU the same
+Lines that your training script needs are between the lines of dashes.  Without a GPU the same
 command trains on the CPU.
 """
 
@@ -97,7 +97,7 @@ def train(job: Job) -> None:
 
 
 def join_processes(settings: Settings) -> torch.device:
-    """Make this process a rank of the job, on the GPU of its own or else on the CPU."""
+    """Make this process a rank of the job, on its GPU or else on the CPU."""
     if "RANK" not in os.environ:
         raise SystemExit("train.py: start it with torchrun, as its first lines show")
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -162,7 +162,7 @@ def evaluate(job: Job, iteration: int) -> None:
 
 
 def save_checkpoint(job: Job, iteration: int) -> None:
-    """Save what the first replica holds, each of its ranks its part; a demo leaves nothing behind."""
+    """Save the first replica, each of its ranks its part; the demo removes its checkpoint."""
     if job.replica != 0:
         return
     state = {
@@ -206,7 +206,7 @@ def mean_loss(loss_of_tokens: torch.Tensor) -> tuple[torch.Tensor, dict[str, tor
 
 
 def mean_over_replicas(loss: torch.Tensor | None) -> torch.Tensor | None:
-    """Return the job's loss on the one rank that reports it, and None on all others."""
+    """Return the job's loss on the rank that reports it, and None on all others."""
     if loss is None:
         return None
     dist.all_reduce(loss, group=parallel_state.get_data_parallel_group())
@@ -215,7 +215,7 @@ def mean_over_replicas(loss: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def facts(job: Job) -> dict[str, Any]:
-    """Return what the run folder should remember of this job."""
+    """Return facts of this job for the run folder."""
     settings = job.settings
     return {
         **settings.metrics.facts,

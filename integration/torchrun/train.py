@@ -1,4 +1,4 @@
-"""A loop of plain torch, data-parallel; its one word of metrics says the tokens, and may be left out."""
+"""A data-parallel loop of plain torch; its only call of effllm counts the tokens, and is optional."""
 
 import os
 

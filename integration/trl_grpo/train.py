@@ -1,4 +1,4 @@
-"""Teach a tiny Llama to write the letter a, with GRPO; nothing here speaks of measuring."""
+"""Train a tiny Llama with GRPO to write the letter a; this file has no effllm code."""
 
 import torch
 from datasets import Dataset

@@ -68,7 +68,7 @@ def main() -> None:
                 self.wfile.write(text)
 
         def log_message(self, *_: object) -> None:
-            """Say nothing of each request."""
+            """Do not log each request."""
 
     server = ThreadingHTTPServer(("127.0.0.1", given.port), Handler)
     print(f"http://127.0.0.1:{server.server_port}/metrics", flush=True)
