@@ -163,7 +163,7 @@ def test_reserved_descriptors_are_free_for_files():
                     taken.append(os.dup(last.fileno()))
             assert not descriptors.Reserve().take()
             reserve.release()
-            taken += [os.dup(last.fileno()) for _ in range(descriptors.HELD_BACK)]
+            taken += [os.dup(last.fileno()) for _ in range(descriptors.RESERVED)]
             os.close(taken.pop())
             assert not reserve.take(), "no descriptor would be left for a connection"
         finally:
