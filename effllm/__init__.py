@@ -1,7 +1,7 @@
 """The efficiency ledger of an LLM training job.
 
-Importing this imports nothing else: every name is loaded when it is first asked for (PEP 562), and what
-the training process asks for needs the standard library alone.
+Importing this imports nothing else: every name is loaded at its first use (PEP 562), and the names for
+the training process need the standard library alone.
 """
 
 from __future__ import annotations

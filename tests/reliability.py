@@ -33,7 +33,6 @@ class Fault:
 
 
 FAULTS = {
-    # TELEMETRY (g), in its order
     "aggregator-sigkill": Fault(
         "the aggregator is killed, again and again",
         "training is not affected; agents keep their windows; another one resumes on the same port; no token is lost",

@@ -1,1 +1,1 @@
-"""The process at rank 0: windows of ranks in, totals, metrics and summaries of the job out."""
+"""The decisions about a job, pure: windows of ranks in, totals, metrics and summaries of the job out."""

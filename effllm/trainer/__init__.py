@@ -1,1 +1,1 @@
-"""What lives in the training process: the standard library alone, and nothing that waits or fails."""
+"""The part in the training process: the standard library alone, and nothing that waits or fails."""
