@@ -178,7 +178,7 @@ class Aggregator:
         self.events.record(Event(time_s, "garbage", f"a frame was rejected: {reason}"))
 
     def tick(self, now: Now, heard_until_s: float | None = None) -> None:
-        """Let time pass: record ranks that fell silent, close windows whose deadline has passed.
+        """Let time pass: record lost ranks, close windows whose deadline has passed.
 
         Args:
             now: the time.
@@ -186,7 +186,7 @@ class Aggregator:
         """
         now_s, ledger = now.mono_s, self.ledger
         until_s = now_s if heard_until_s is None else max(heard_until_s, now_s - MAX_BACKLOG_S)
-        for rank, seconds in self.presence.fall_silent(until_s).items():
+        for rank, seconds in self.presence.newly_lost(until_s).items():
             self.events.record(
                 Event(now.unix_s, "rank_lost", f"rank {rank} is lost: no heartbeat for {seconds:.0f} s", rank)
             )

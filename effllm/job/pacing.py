@@ -62,7 +62,7 @@ def late_every_s(world_size: int) -> float:
 
 
 def quiet_s(world_size: int) -> float:
-    """Return for how long a rank may be silent, when the job ends, before its connection is tried: all in one go."""
+    """Return for how long a rank may send nothing, when the job ends, before its connection is tried: all in one go."""
     return LARGE_QUIET_S if is_large(world_size) else QUIET_S
 
 

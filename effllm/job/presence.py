@@ -1,4 +1,4 @@
-"""Which ranks of a job are alive, silent or gone, and which of them a window waits for. No I/O."""
+"""Which ranks of a job are alive, lost or gone, and which of them a window waits for. No I/O."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 
 from effllm.job.ledger import Ledger, RankState
 
-SILENT_AFTER_S = 15.0  # three heartbeats: a rank without any message for so long is not waited for
+LOST_AFTER_S = 15.0  # three heartbeats: a rank without any message for so long is not waited for
 ABSENT_AFTER_S = 30.0  # a rank that never joined; starting a large job takes its time
 ABSENT_AFTER_BYE_S = 2.0  # ... but once ranks leave, no further ones join
 
@@ -22,7 +22,7 @@ class Presence:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._heard_s: dict[int, float] = {}
-        self._silent: set[int] = set()
+        self._lost: set[int] = set()
         self._left = sum(bool(rank.bye) for rank in ledger.ranks.values())
         self._first_hello_s: float | None = None
         self._first_bye_s: float | None = None
@@ -34,16 +34,16 @@ class Presence:
         self._first_hello_s = now_s if self._first_hello_s is None else self._first_hello_s
 
     def hear(self, rank: int, now_s: float) -> bool:
-        """Take a message of a rank; return whether the rank had been silent."""
+        """Take a message of a rank; return whether the rank was lost."""
         self._heard_s[rank] = now_s
-        was_silent = rank in self._silent
-        self._silent.discard(rank)
-        return was_silent
+        was_lost = rank in self._lost
+        self._lost.discard(rank)
+        return was_lost
 
     @property
-    def silent(self) -> Collection[int]:
-        """Ranks whose last message is older than SILENT_AFTER_S."""
-        return self._silent
+    def lost(self) -> Collection[int]:
+        """Ranks whose last message is older than LOST_AFTER_S."""
+        return self._lost
 
     @property
     def heard_s(self) -> Mapping[int, float]:
@@ -58,23 +58,23 @@ class Presence:
         self._left += 1
         return True
 
-    def fall_silent(self, now_s: float) -> dict[int, float]:
-        """Return the ranks that have been silent for too long since the last call, and for how many seconds."""
+    def newly_lost(self, now_s: float) -> dict[int, float]:
+        """Return the ranks that are lost since the last call, with the seconds since their last message."""
         fallen = {
             rank: now_s - heard_s
             for rank, heard_s in self._heard_s.items()
-            if now_s - heard_s > SILENT_AFTER_S and rank not in self._silent and not self._ledger.ranks[rank].bye
+            if now_s - heard_s > LOST_AFTER_S and rank not in self._lost and not self._ledger.ranks[rank].bye
         }
-        self._silent |= set(fallen)
+        self._lost |= set(fallen)
         return fallen
 
     def give_up(self, rank: int) -> None:
-        """Take a rank as silent at once: its agent is known to be gone."""
-        self._silent.add(rank)
+        """Take a rank as lost without a wait: its agent has ended."""
+        self._lost.add(rank)
 
     def awaited(self, before_s: float) -> list[int]:
-        """Return the ranks that have neither left nor fallen silent, and whose last message is older."""
-        away = self._silent | self.gone
+        """Return the ranks that have neither left nor are lost, and whose last message is older."""
+        away = self._lost | self.gone
         return [rank for rank, heard_s in self._heard_s.items() if heard_s < before_s and rank not in away]
 
     @property
@@ -83,12 +83,12 @@ class Presence:
 
     @property
     def num_away(self) -> int:
-        """How many ranks have left or fallen silent."""
-        return len(self._silent) + self._left
+        """How many ranks have left or are lost."""
+        return len(self._lost) + self._left
 
     def waited_for(self, now_s: float) -> set[int]:
         """Return the ranks that a window waits for, those that have left included."""
-        come = set(self._heard_s) - self._silent
+        come = set(self._heard_s) - self._lost
         if not self._waits_for_absent(now_s):
             return come
         return come | (set(range(self._ledger.world_size)) - set(self._heard_s))
@@ -108,7 +108,7 @@ class Presence:
         return known is None or (known.last_window < window and not known.bye)
 
     def _is_waited_for(self, rank: int, now_s: float) -> bool:
-        return rank not in self._silent and (rank in self._heard_s or self._waits_for_absent(now_s))
+        return rank not in self._lost and (rank in self._heard_s or self._waits_for_absent(now_s))
 
     def _waits_for_absent(self, now_s: float) -> bool:
         since_s = now_s - (self._first_hello_s if self._first_hello_s is not None else now_s)
@@ -121,18 +121,18 @@ class Presence:
 
     def everyone_left(self, now_s: float) -> bool:
         """Whether ranks have left, and no other is waited for."""
-        if len(self._heard_s) - len(self._silent) > self._left:
+        if len(self._heard_s) - len(self._lost) > self._left:
             return False  # called all the time: no sets
         left = self.gone
         return bool(left) and not self.waited_for(now_s) - left
 
-    def all_silent(self, now_s: float) -> bool:
-        """Whether all ranks that have not left are silent."""
-        away = self._silent | self.gone
+    def all_lost(self, now_s: float) -> bool:
+        """Whether all ranks that have not left are lost."""
+        away = self._lost | self.gone
         heard = [heard_s for rank, heard_s in self._heard_s.items() if rank not in away]
-        return all(now_s - heard_s > SILENT_AFTER_S for heard_s in heard)
+        return all(now_s - heard_s > LOST_AFTER_S for heard_s in heard)
 
     @property
     def is_deserted(self) -> bool:
-        """Whether ranks have come, and all of them have left or are silent."""
-        return bool(self._heard_s) and len(self._silent | self.gone) >= len(self._heard_s)
+        """Whether ranks have come, and all of them have left or are lost."""
+        return bool(self._heard_s) and len(self._lost | self.gone) >= len(self._heard_s)

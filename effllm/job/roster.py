@@ -9,7 +9,7 @@ from effllm.job.job_facts import JobFacts
 from effllm.job.ledger import Ledger, RankState
 from effllm.job.merged import Expected
 from effllm.job.power_scope import Scope
-from effllm.job.presence import SILENT_AFTER_S, Presence
+from effllm.job.presence import LOST_AFTER_S, Presence
 from effllm.records.rank import MAX_DEVICES, Device
 from effllm.records.wire import Hello
 
@@ -73,7 +73,7 @@ class Roster:
         known = state.ranks.get(message.rank)
         heard_s = self.presence.heard_s.get(message.rank)
         if known and known.agent != message.agent and not known.bye and heard_s is not None:
-            return f"rank {message.rank} has an agent already" if now_s - heard_s < SILENT_AFTER_S else ""
+            return f"rank {message.rank} has an agent already" if now_s - heard_s < LOST_AFTER_S else ""
         return ""
 
     def admit(self, message: Hello, now_s: float) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from effllm.job.aggregator import Aggregator
 from effllm.job.health.lost_agents import LostAgents
 from effllm.job.pacing import quiet_s
-from effllm.job.presence import SILENT_AFTER_S
+from effllm.job.presence import LOST_AFTER_S
 from effllm.records.orders import Orders
 from effllm.records.wire import Supersede
 
@@ -62,5 +62,5 @@ class JobEnd:
             return False
         if self._presence.is_deserted and not self._presence.num_left:
             return True  # all ranks are lost
-        is_long = now_s - self._trainer_ended_s > SILENT_AFTER_S or os.getppid() != self._agent
-        return is_long and self._presence.all_silent(now_s)
+        is_long = now_s - self._trainer_ended_s > LOST_AFTER_S or os.getppid() != self._agent
+        return is_long and self._presence.all_lost(now_s)

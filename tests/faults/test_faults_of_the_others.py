@@ -1,6 +1,6 @@
 """Faults of Megatron, Zeus, CodeCarbon, carbontracker and perun with energy, each as a test that would fail on it.
 
-The numbers are those of the list of defects found by reading their sources: shared/ENERGY.md, (a) and (c).
+The numbers are those of the list of defects found by reading their sources.
 """
 
 import json

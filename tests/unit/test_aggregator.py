@@ -16,7 +16,7 @@ from effllm.job.aggregator import Aggregator
 from effllm.job.closed_windows import RECENT
 from effllm.job.ledger import restore
 from effllm.job.open_windows import MAX_LATE, MAX_PENDING_BYTES
-from effllm.job.presence import ABSENT_AFTER_S, SILENT_AFTER_S
+from effllm.job.presence import ABSENT_AFTER_S, LOST_AFTER_S
 from effllm.network.transport import Outbox
 from effllm.records.clock import Now
 from effllm.records.energy import NORMAL_95, NOT_MEASURED
@@ -154,10 +154,10 @@ def test_rank_that_skipped_a_window_is_not_waited_for():
     assert [report.coverage.missing_ranks for report in job.closed()] == [(1,)]
 
 
-def test_silent_rank_is_not_waited_for_and_may_return():
+def test_lost_rank_is_not_waited_for_and_may_return():
     job = Job().join()
     job.send(row(0))
-    job.wait(int(SILENT_AFTER_S), 0)
+    job.wait(int(LOST_AFTER_S), 0)
     assert job.closed() == []
     job.wait(1, 0)
 
@@ -250,13 +250,13 @@ def test_open_windows_close_in_order_at_the_end():
     assert [report.window for report in job.closed()] == [2, 3]
 
 
-def test_all_silent_when_every_remaining_rank_is_silent():
+def test_all_lost_when_every_remaining_rank_is_lost():
     job = Job().join()
     job.bye(0)
-    assert not job.aggregator.presence.all_silent(job.now_s)
+    assert not job.aggregator.presence.all_lost(job.now_s)
     job.wait(16)
 
-    assert job.aggregator.presence.all_silent(job.now_s)
+    assert job.aggregator.presence.all_lost(job.now_s)
 
 
 # --- late reports and duplicates -----------------------------------------------------------------
@@ -440,7 +440,7 @@ def test_new_agent_replaces_an_agent_that_left():
     assert job.refused(1, agent="second") == ""
 
 
-def test_agent_replaces_a_silent_or_departed_one():
+def test_agent_replaces_a_lost_or_departed_one():
     job = Job().join()
     job.bye(1)
     job.wait(16)

@@ -17,7 +17,7 @@ class Job:
 
     def __init__(self, ranks: int = 4, stall_s: float = 30.0, at_s: float = 0.0, **changes: Any) -> None:
         self.hang = Hang(stall_s)
-        self.silent: set[int] = set()
+        self.lost: set[int] = set()
         for rank in range(ranks):
             self.hang.join(
                 rank, **{"role": "trainer", "last_iteration": None, "is_new": True, "now_s": at_s, **changes}
@@ -40,7 +40,7 @@ class Job:
             assert self.check(now_s) == []
 
     def check(self, now_s: float):
-        return self.hang.check(now_s, self.silent)
+        return self.hang.check(now_s, self.lost)
 
     def reported(
         self, from_s: float, until_s: float, positions: dict[int, tuple[int, str, float]]
@@ -51,7 +51,7 @@ class Job:
         while now_s <= until_s:
             if now_s % 5 == 0:
                 for rank, (ordinal, state, since_s) in positions.items():
-                    if rank not in self.silent:
+                    if rank not in self.lost:
                         self.heartbeat(rank, ordinal, state, now_s - since_s, now_s)
             found += [(now_s, one) for one in self.check(now_s)]
             now_s += 0.5
@@ -217,7 +217,7 @@ def test_completed_rank_ends_a_stall_and_killed_rank_does_not():
 def test_rank_without_heartbeats_is_in_no_stall():
     job = Job()
     job.run(100)
-    job.silent = {3}
+    job.lost = {3}
     reported = job.reported(105, 200, dict.fromkeys((0, 1, 2), (101, STEP, 100)))
 
     assert [ranks_of(stall) for _, stall in reported] == [[[0, 1, 2]]]
@@ -331,9 +331,9 @@ def test_fastest_heartbeat_dates_the_beginning():
 # --- the line ---
 
 
-def line(job: Job, stall: Stall, now_s: float, silent_s=None, left=None, missing=0) -> str:
+def line(job: Job, stall: Stall, now_s: float, lost_s=None, left=None, missing=0) -> str:
     names = Names(lambda rank: f"node {'ab'[rank % 2]}, GPU-{rank}", 1000)
-    return stall_text(stall, job.hang.ranks, names, now_s, silent_s or {}, left or {}, missing)
+    return stall_text(stall, job.hang.ranks, names, now_s, lost_s or {}, left or {}, missing)
 
 
 def test_line_has_position_duration_and_device_readings():
@@ -384,7 +384,7 @@ def test_line_is_short_for_8192_ranks():
     for now_s in (25, 55):
         job.all_heartbeat(21, STEP, now_s - 20, now_s, ranks=range(8192), utilization=1.0, power_w=200.0)
     (stall,) = job.check(56)
-    reported = line(job, stall, 56, silent_s=dict.fromkeys(range(20), 31.0), left={5: "failed"}, missing=2)
+    reported = line(job, stall, 56, lost_s=dict.fromkeys(range(20), 31.0), left={5: "failed"}, missing=2)
 
     assert reported.startswith("stalled: all 8192 ranks at iteration 1021 for 36 s, utilization 100 %, 200 W; ")
     assert reported.endswith("12 more ranks without a heartbeat; left: rank 5 (failed); 2 never joined")

@@ -1,7 +1,7 @@
 """Detect stalls of the job and hangs of ranks, with each rank's position: heartbeats and reports in, verdicts out.
 
 The position of a rank is the one in its last heartbeat.  Only heartbeats are evidence of a stall: a rank whose agent
-sends none is reported as silent, not as stalled.
+sends none is reported as lost, not as stalled.
 """
 
 from __future__ import annotations
@@ -190,12 +190,12 @@ class Hang:
 
     # --- what goes out ---
 
-    def check(self, now_s: float, silent: Collection[int]) -> list[Verdict]:
+    def check(self, now_s: float, lost: Collection[int]) -> list[Verdict]:
         """Return the verdicts that are due: the job or a single rank has stalled, or goes on.
 
         Args:
             now_s: the time.
-            silent: ranks without a recent heartbeat; their state is unknown.
+            lost: ranks without a recent heartbeat; their state is unknown.
         """
         if now_s - self._checked_s > SUSPENDED_S:
             # The messages of the pause came all at once: their order in time is unknown.
@@ -209,7 +209,7 @@ class Hang:
         if not may_have_stalled and now_s < self._next_alone_s:
             return verdicts
         self._next_check_s, self._next_alone_s = now_s + self._stall_s / CHECKS, now_s + self._stall_s
-        here = {rank: one for rank, one in self.ranks.items() if rank not in silent}
+        here = {rank: one for rank, one in self.ranks.items() if rank not in lost}
         active = {rank: one for rank, one in here.items() if one.state not in ("", FINISHED)}
         if not active:
             return verdicts

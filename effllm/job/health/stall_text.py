@@ -40,7 +40,7 @@ def stall_text(
     ranks: Mapping[int, RankPosition],
     names: Names,
     now_s: float,
-    silent_s: Mapping[int, float],
+    lost_s: Mapping[int, float],
     left: Mapping[int, str],
     num_missing: int,
 ) -> str:
@@ -51,7 +51,7 @@ def stall_text(
         ranks: the position of each.
         names: of ranks and iterations.
         now_s: the time.
-        silent_s: seconds since the last heartbeat of silent agents, by rank.
+        lost_s: seconds since the last heartbeat of lost agents, by rank.
         left: how ranks ended that have left, by rank.
         num_missing: ranks that never joined.
     """
@@ -67,11 +67,11 @@ def stall_text(
     if rest:
         parts.append(f"{sum(len(group) for _, group in rest)} elsewhere")
     parts += [
-        f"rank {rank} ({names.where(rank)}): no heartbeat for {seconds_text(silent_s[rank])}"
-        for rank in sorted(silent_s)[:MAX_NAMED]
+        f"rank {rank} ({names.where(rank)}): no heartbeat for {seconds_text(lost_s[rank])}"
+        for rank in sorted(lost_s)[:MAX_NAMED]
     ]
-    if len(silent_s) > MAX_NAMED:
-        parts.append(f"{len(silent_s) - MAX_NAMED} more ranks without a heartbeat")
+    if len(lost_s) > MAX_NAMED:
+        parts.append(f"{len(lost_s) - MAX_NAMED} more ranks without a heartbeat")
     if left:
         words = ", ".join(f"{rank} ({left[rank]})" for rank in sorted(left)[:MAX_NAMED])
         parts.append(f"left: rank{'s' if len(left) > 1 else ''} {words}{', ...' if len(left) > MAX_NAMED else ''}")

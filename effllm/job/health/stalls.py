@@ -83,7 +83,7 @@ class Stalls:
         return True
 
     def tick(self, now: Now) -> None:
-        for verdict in self._hang.check(now.mono_s, self._roster.presence.silent):
+        for verdict in self._hang.check(now.mono_s, self._roster.presence.lost):
             if isinstance(verdict, Stall):
                 self._report_stall(verdict, now)
             else:
@@ -129,12 +129,12 @@ class Stalls:
 
     def _report_stall(self, stall: Stall, now: Now) -> None:
         roster, world_size = self._roster, self._ledger.world_size
-        heard_s, silent = roster.presence.heard_s, roster.presence.silent
-        silent_s = {rank: now.mono_s - heard_s[rank] for rank in silent if rank not in self._left}
+        heard_s, lost = roster.presence.heard_s, roster.presence.lost
+        lost_s = {rank: now.mono_s - heard_s[rank] for rank in lost if rank not in self._left}
         left = {rank: status for rank, status in self._left.items() if rank < world_size}
         missing = max(world_size - len(roster.hellos), 0)
         names = Names(self._where, self._offset)
-        text = stall_text(stall, self._hang.ranks, names, now.mono_s, silent_s, left, missing)
+        text = stall_text(stall, self._hang.ranks, names, now.mono_s, lost_s, left, missing)
         behind = stall.groups[0][1]
         self._report(Event(now.unix_s, "stalled", text, behind[0] if len(behind) == 1 else None))
         if not stall.is_partial and not self._is_reported:
