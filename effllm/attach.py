@@ -1,7 +1,7 @@
-"""The entry point that every ``import torch`` loads: where metrics are on, frameworks are hooked.
+"""The entry point that every ``import torch`` loads: if metrics are enabled, frameworks are hooked.
 
-It runs in every process that imports torch, trains or not, so it looks at the environment and at little else:
-agents start with the first step of a training loop.  An exception here would break ``import torch`` for everyone.
+It runs in every process that imports torch, also without training, so it reads little more than the environment;
+agents start with the first step of a training loop.  An exception here would break every ``import torch``.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-#: Where people may ask for us by name (``report_to: efficientllm``) though nothing was sourced.
-_ASKED_IN = "transformers.integrations.integration_utils"
+#: The module where users may name effllm (``report_to: efficientllm``) without any variable set.
+_NAMED_IN = "transformers.integrations.integration_utils"
 
 
 def autoload(asked: bool = False) -> None:
-    """Hook every framework that is known, now or when it is imported; torch calls this when it has been imported.
+    """Hook every known framework, now or when it is imported; torch calls this at the end of its import.
 
     Args:
-        asked: whether the person asked for it in words, as with ``effllm run``; else the environment must.
+        asked: whether the user started ``effllm run``; otherwise the environment decides.
     """
     try:
         from effllm.config.switches import (
@@ -39,13 +39,13 @@ def autoload(asked: bool = False) -> None:
 
             attach_all()
         elif is_enabled(this_process()):
-            _wait_for_our_name()
-    except Exception as error:  # noqa: BLE001 - torch must be importable whatever is wrong with us
+            _register_name()
+    except Exception as error:  # noqa: BLE001 - torch must be importable despite any error in effllm
         _say(error)
 
 
 def _report_wrong(line: str) -> None:
-    """Print at the end of rank 0 that a switch is neither on nor off, unless the loop itself asks for metrics."""
+    """Print at the end of rank 0 that a switch is neither on nor off, unless the loop itself starts metrics."""
     from effllm.config.place import read_place
     from effllm.config.switches import this_process
     from effllm.trainer.without_metrics import repeat_at_exit
@@ -54,37 +54,37 @@ def _report_wrong(line: str) -> None:
         repeat_at_exit(line)
 
 
-def _wait_for_our_name() -> None:
-    """Let a framework know our name when it is imported; all that this costs until then is one finder of imports."""
-    if _ASKED_IN in sys.modules:
+def _register_name() -> None:
+    """Register effllm's name when the framework is imported; until then this costs only one import finder."""
+    if _NAMED_IN in sys.modules:
         from effllm.hooks import attach_names
 
         attach_names()
-    elif not any(isinstance(finder, _Doorbell) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Doorbell())
+    elif not any(isinstance(finder, _NameFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _NameFinder())
 
 
-class _Doorbell:
-    """Finds no module but `_ASKED_IN`: at its first import our hooks are registered, and their finder finds it."""
+class _NameFinder:
+    """Registers the hooks at the first import of `_NAMED_IN`; the hooks' finder then finds this module."""
 
     def __init__(self) -> None:
-        self._has_rung = False
+        self._has_registered = False
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name != _ASKED_IN or self._has_rung:
+        if name != _NAMED_IN or self._has_registered:
             return None
-        self._has_rung = True  # it stays where it is: taking it out of a list that is walked would skip another
+        self._has_registered = True  # the finder stays in the list: its removal during the iteration would skip another
         try:
             from effllm.hooks import attach_names
             from effllm.hooks._imports import FINDER
 
             attach_names()
             return FINDER.find_spec(name, path, target)
-        except Exception as error:  # noqa: BLE001 - transformers must be importable whatever is wrong with us
+        except Exception as error:  # noqa: BLE001 - transformers must be importable despite any error in effllm
             _say(error)
             return None
 
 
 def _say(error: Any) -> None:
-    with suppress(Exception):  # nothing is left to say it to
+    with suppress(Exception):  # stderr may be closed
         print(f"[EfficientLLM] no metrics, training goes on: {type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201

@@ -1,7 +1,7 @@
 """The command line: ``effllm COMMAND``, or ``python -m effllm COMMAND``.
 
-Two commands start without typer and rich, which cost a tenth of a second: ``env``, which every sourced
-shell runs, and ``run``, whose process is the training itself.
+Two commands start without typer and rich (a tenth of a second): ``env`` runs in every sourced shell, and the
+process of ``run`` is the training process.
 """
 
 from __future__ import annotations

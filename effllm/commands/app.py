@@ -1,6 +1,6 @@
-"""The command line: every command with its options and examples, in the order of the help.
+"""The command line: all commands with options and examples, in the order of the help.
 
-Each command imports its own module when it is called.
+Each command imports its module when it is called.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ def demo(
         str, typer.Option(metavar="FOLDER", help="Where the run folder is made. [default: EFFICIENTLLM_RUN_DIR]")
     ] = "",
 ) -> None:
-    """Watch a small simulated job: no GPU, no torch, a few seconds.
+    """Run a small simulated job: without GPU and torch, in a few seconds.
 
-    Real processes, agents and messages, with simulated GPUs: every output is marked as simulated. The last rank is 12 %
-    slower than the others, an evaluation is in the middle, and the loss falls.
+    Processes, agents and messages are real, GPUs are simulated; every output is marked as simulated. The last rank is
+    12 % slower than the others, there is an evaluation in the middle, and the loss decreases.
 
     \b
     Examples:
@@ -79,14 +79,14 @@ def demo(
 
 @app.command()
 def check(
-    device: Annotated[str, typer.Option(metavar="NAME", help="Device to look at. [default: EFFICIENTLLM_DEVICE]")] = "",
-    show_all: Annotated[bool, typer.Option("--all", help="Show every metric, not the usual ones alone.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+    device: Annotated[str, typer.Option(metavar="NAME", help="Device to check. [default: EFFICIENTLLM_DEVICE]")] = "",
+    show_all: Annotated[bool, typer.Option("--all", help="Show all metrics, not only the usual ones.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all results as JSON.")] = False,
 ) -> None:
-    """Say what can be measured here, and by what.
+    """Check which metrics can be measured here, and by which sources.
 
-    It tries everything out: sensors, their cost, the folder, the network. Where a metric cannot be measured it says
-    why, and what to do. Nothing is left behind.
+    It tests sensors, their cost, the run folder and the network. For each metric that cannot be measured it prints
+    the reason and the remedy. No files are left.
 
     \b
     Examples:
@@ -95,7 +95,7 @@ def check(
       effllm check --json | jq .device
       srun --ntasks-per-node 1 effllm check         # on every node
 
-    Exit status: 0 a run would be measured, 1 something that it needs is broken, 2 wrong use.
+    Exit status: 0 a run would be measured, 1 a required part is broken, 2 wrong use.
     """
     from effllm.commands import check as command
 
@@ -111,13 +111,13 @@ def profile(
     save: Annotated[str, typer.Option(metavar="FILE", help="Write the report there, as JSON.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
-    """Measure the behaviour of the sensors of one GPU that has no other work.
+    """Measure the behaviour of the sensors of one GPU without other work.
 
-    First idle, then under matrix products by torch that are switched on and off: the period of counter and power, their
-    lag, the measured share of the time, the time of calls. Later runs on this model and driver use the result. The
-    report has no host, user or serial number: it can be sent in as it is.
+    The GPU is first idle, then loaded by torch with matrix products that are switched on and off. The results are the
+    period of counter and power, their lag, the measured share of the time, and the duration of calls. Later runs on
+    this model and driver use them. The report has no host, user or serial number and can be published unchanged.
 
-    Nothing else should run on the GPU. Without torch and CUDA, only the idle GPU is measured.
+    No other program should use the GPU. Without torch and CUDA, only the idle GPU is measured.
 
     \b
     Examples:
@@ -134,14 +134,14 @@ def profile(
 
 @app.command()
 def env(
-    check: Annotated[bool, typer.Option("--check", help="Print nothing; name what is wrong, on stderr.")] = False,
-    shell: Annotated[bool, typer.Option("--shell", help="Print the exports alone, without comments.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Print only errors, on stderr.")] = False,
+    shell: Annotated[bool, typer.Option("--shell", help="Print only the exports, without comments.")] = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print the tables of docs/configuration.md.")] = False,
 ) -> None:
     """Print the settings as a shell exports them, or check them.
 
-    Each has the value that a run would use: the variable's where it is set, else the default. The settings that most
-    people need come first. A name that is not read is refused with the nearest one, an old name with the new one.
+    Each setting has the value that a run would use: the variable's value, else the default. The most common settings
+    come first. An unknown name is an error that suggests the nearest name, or the new name of an old one.
 
     \b
     Examples:
@@ -150,7 +150,7 @@ def env(
       EFFICIENTLLM_WARMUP=60s effllm env --shell | grep WARMUP
       effllm env --check && torchrun ... train.py
 
-    Exit status: 0 no setting is wrong (one that may be is named), 2 a setting is wrong.
+    Exit status: 0 no setting is wrong (doubtful ones are named), 2 a setting is wrong.
     """
     from effllm.commands import env as command
 
@@ -164,10 +164,10 @@ def run(
 ) -> None:
     """Run a training script and measure it.
 
-    The script runs as with python, and its run folder is completed at any end. The script does not change: training
-    loops of the known frameworks, and any other loop with an optimizer of torch, are hooked when they are imported.
-    docs/systems.md lists them. A loop without torch calls effllm.monitor, or
-    initialize_efficientllm_metrics(parameters) and record_iteration_start and record_iteration_end around each step.
+    The script runs unchanged, as with python, and its run folder is completed however it ends. Training loops of the
+    known frameworks, and any other loop with a torch optimizer, are hooked when they are imported; docs/systems.md
+    lists them. A loop without torch calls effllm.monitor, or initialize_efficientllm_metrics(parameters), and
+    record_iteration_start and record_iteration_end around each step.
 
     The exit status and the traceback are the script's own. An exception, or an exit status that is not 0, makes the
     run "failed".
@@ -199,10 +199,10 @@ def serve(
         str, typer.Option(metavar="ID", help="Id of the job; a new one in an old folder is its next attempt.")
     ] = "",
 ) -> None:
-    """Run an aggregator on its own, apart from rank 0.
+    """Run a separate aggregator, not started by rank 0.
 
-    It prints the variables that the training processes need, ends when all ranks have left, and writes the summary,
-    also after Ctrl-C or SIGTERM. LOG_INTERVAL must be the same in the training processes.
+    It prints the variables for the training processes, ends when all ranks have left, and writes the summary, also
+    after Ctrl-C or SIGTERM. LOG_INTERVAL must be the same in the training processes.
 
     \b
     Examples:
@@ -224,9 +224,7 @@ def simulate(
         float, typer.Option(min=0.05, max=3600.0, metavar="S", help="Seconds between two reports of a rank.")
     ] = 1.0,
     minutes: Annotated[float, typer.Option(min=0.01, max=10_080.0, metavar="M", help="For how long.")] = 1.0,
-    endpoint: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="An aggregator that runs. [default: one of its own]")
-    ] = "",
+    endpoint: Annotated[str, typer.Option(metavar="HOST:PORT", help="A running aggregator. [default: a new one]")] = "",
     processes: Annotated[
         int, typer.Option(min=0, max=256, metavar="K", show_default=False, help="Sender processes. [default: by ranks]")
     ] = 0,
@@ -239,9 +237,9 @@ def simulate(
 ) -> None:
     """Measure the cost of an aggregator for a number of ranks.
 
-    Real connections and messages, with the reports of simulated GPUs, to a real aggregator: its share of a core, its
-    memory, the delay of a window's values after its last report. The summary is compared with the reported numbers.
-    Ranks and aggregator share this machine, unless --endpoint is given.
+    Simulated ranks send real messages over real connections to a real aggregator. The results are its share of a
+    core, its memory, and the delay of a window's values after its last report. The summary is compared with the
+    reported numbers. Ranks and aggregator share this machine, unless --endpoint is given.
 
     \b
     Examples:
@@ -251,7 +249,8 @@ def simulate(
       effllm serve --bind 10.0.0.1:5555             # on the head node; then:
       effllm simulate --ranks 4000 --endpoint 10.0.0.1:5555
 
-    Exit status: 0 all was counted, 1 something was lost or nothing ran, 2 wrong use, 130 stopped with Ctrl-C.
+    Exit status: 0 all reports were counted, 1 some were lost or the simulation failed, 2 wrong use, 130 stopped with
+    Ctrl-C.
     """
     from effllm.commands import simulate as command
 
@@ -261,7 +260,7 @@ def simulate(
     ):
         if value not in allowed:
             raise typer.BadParameter(f"{value} is not one of: {', '.join(allowed)}", param_hint=option)
-    asked = command.Simulation(
+    simulation = command.Simulation(
         ranks=ranks,
         interval_s=interval,
         minutes=minutes,
@@ -271,7 +270,7 @@ def simulate(
         run_dir=run_dir,
         security=security,
     )
-    raise typer.Exit(command.main(asked, as_json))
+    raise typer.Exit(command.main(simulation, as_json))
 
 
 @app.command()
@@ -281,15 +280,15 @@ def watch(
     ),
     interval: Annotated[float, typer.Option(min=0.5, max=3600.0, metavar="S", help="Seconds between lines.")] = 5.0,
     count: Annotated[
-        int, typer.Option(min=0, metavar="N", show_default=False, help="Stop after so many; else with Ctrl-C.")
+        int, typer.Option(min=0, metavar="N", show_default=False, help="Number of intervals. [default: until Ctrl-C]")
     ] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print a line of JSON for each interval.")] = False,
 ) -> None:
-    """Watch a running vLLM server: tokens/s, and the GPUs' power beside it.
+    """Watch a running vLLM server: tokens/s, and the power of its GPUs.
 
-    Tokens are those of the server's own metrics page, of all its models and engines. Power is that of the GPUs of
-    this machine that CUDA_VISIBLE_DEVICES shows, so run it where the server runs, with the same variable. The server
-    needs no change. A server that does not answer is tried again; one that restarts loses an interval.
+    Tokens are read from the server's metrics page, for all its models and engines. Power is read from the GPUs of
+    this machine in CUDA_VISIBLE_DEVICES, so run it on the server's machine, with the same variable. The server needs
+    no change. If it does not answer, the request is repeated; after a restart one interval has no tokens.
 
     \b
     Examples:
@@ -298,7 +297,7 @@ def watch(
       CUDA_VISIBLE_DEVICES=0,1 effllm watch         # the server's two GPUs
       effllm watch --json --count 12 | jq .joules_per_token
 
-    Exit status: 0 something was measured, 1 nothing was, 2 wrong use.
+    Exit status: 0 at least one interval was measured, 1 none was, 2 wrong use.
     """
     from effllm.commands import watch as command
 
@@ -309,7 +308,7 @@ def watch(
 def events(
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the table of docs/events.md.")] = False,
 ) -> None:
-    """Print every kind of event: where it is shown, and its meaning.
+    """List every kind of event with its output and meaning.
 
     Events of a run are lines of events.jsonl in its run folder; each is counted.
 
@@ -318,11 +317,11 @@ def events(
       effllm events
       effllm events | grep -A1 xid
 
-    Exit status: 0 printed, 2 wrong use.
+    Exit status: 0 success, 2 wrong use.
     """
-    from effllm.commands import events as command
+    from effllm.commands import lists
 
-    command.main(as_markdown=as_markdown)
+    lists.print_events(as_markdown=as_markdown)
 
 
 @app.command()
@@ -334,6 +333,6 @@ def metrics() -> None:
       effllm metrics
       effllm metrics | grep energy
     """
-    from effllm.commands import metrics as command
+    from effllm.commands import lists
 
-    command.main()
+    lists.print_metrics()

@@ -1,4 +1,4 @@
-"""``effllm check``: what can be measured here, by what, at which cost, and what to do about the rest."""
+"""``effllm check``: the measurable metrics with their sources and cost, and remedies for the others."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from effllm.metrics.measurable import Measurable
 from effllm.sensor_profile.known import Known
 from effllm.sensor_profile.known import as_text as sensor_lines
 
-_USUAL = ("mfu_ratio", "joules_per_token")  # beside the contract's seven
+_USUAL = ("mfu_ratio", "joules_per_token")  # in addition to the console's metrics
 _MARKS = {BROKEN: "[bold red]broken[/]", MISSING: "[yellow]none[/]"}
 
 
 def main(device: str, *, show_all: bool, as_json: bool) -> int:
-    """Print what was found; return 1 where a run would not be measured, 2 for wrong use."""
+    """Print the results; return 1 if a run would not be measured, 2 for wrong use."""
     if device and device not in ("auto", *device_names()):
         names = ", ".join(("auto", *device_names()))
         print(f"effllm check: --device {device}: there is no such device; there are: {names}", file=sys.stderr)
@@ -85,7 +85,7 @@ def _metrics(metrics: list[Measurable]) -> Table:
 
 
 def _once(reasons: list[str], shown: set[str]) -> Iterator[str]:
-    """Yield the reasons, each in full the first time."""
+    """Yield the reasons, shortened if shown before."""
     for reason in reasons:
         head, _, tail = reason.partition(": ")
         yield f"{head}: see above" if reason in shown and tail else reason
@@ -102,7 +102,7 @@ def _sensor(sensor: Known) -> Table:
 
 
 def _joined(sources: list[str]) -> Iterator[str]:
-    """Yield the sources, those that share their first word under one."""
+    """Yield the sources, grouped by the text before the colon."""
     merged: dict[str, list[str]] = {}
     for source in sources:
         head, _, tail = source.partition(": ")

@@ -1,4 +1,4 @@
-"""``effllm demo``: a job of a few simulated ranks, measured like a real one."""
+"""``effllm demo``: a job of a few simulated ranks, measured like a real job."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from effllm.network.secret import SecretError
 from effllm.records.orders import Orders
 from effllm.server.process import Server
 
-RANKS_END_S = 6.0  # rank 0 waits five seconds at most for the summary
+RANKS_END_S = 6.0  # rank 0 waits at most five seconds for the summary
 SAMPLES_PER_S = 10
 
 
 def main(ranks: int, iterations: int, step_seconds: float, log_interval: int | None, run_dir: str) -> int:
-    """Run the demo to its end; return 0, 1 where it did not complete, or 128 + the signal that stopped it."""
+    """Run the demo; return 0, 1 if it did not complete, or 128 + the signal that stopped it."""
     try:
         folder = Path(run_dir or read_config(this_process()).run_dir).absolute()
     except ConfigError as error:
@@ -50,7 +50,7 @@ def main(ranks: int, iterations: int, step_seconds: float, log_interval: int | N
 
 
 class _Job:
-    """The ranks, in processes of their own, and the aggregator, in this one."""
+    """The ranks in separate processes, and the aggregator in this process."""
 
     def __init__(self, config: Config, num_ranks: int, arguments: Sequence[str]) -> None:
         self._config = config
@@ -68,7 +68,7 @@ class _Job:
             for rank in range(self._num_ranks):
                 environ = _environment(self._config, endpoint, rank, self._num_ranks)
                 self._ranks.append(spawn("effllm.commands.demo_rank", self._arguments, [], environ))
-            if self._signal:  # those that were started after it
+            if self._signal:  # a signal came during the start: stop the later ranks too
                 self._stop(self._signal, None)
             status = Server(self._orders(endpoint, listener.detach()), sys.stdout).run()
         finally:
@@ -88,10 +88,10 @@ class _Job:
         )
 
     def _stop(self, number: int, _frame: FrameType | None) -> None:
-        """End the ranks; their agents report that, and after all of them have left the aggregator ends."""
+        """End the ranks; their agents report it, and the aggregator ends after all have left."""
         self._signal = number
         for rank in self._ranks:
-            # Not SIGINT, which shows a traceback in a rank that is still starting.
+            # Not SIGINT, because it causes a traceback in a rank that is still starting.
             rank.send_signal(signal.SIGUSR1 if number == signal.SIGINT else number)
 
     def _end_ranks(self) -> None:
@@ -105,7 +105,7 @@ class _Job:
 
 
 def _environment(config: Config, endpoint: str, rank: int, num_ranks: int) -> dict[str, str]:
-    """Return the environment of a rank: this one's, without the variables of another job."""
+    """Return the environment of a rank: this process's, without the variables of other jobs."""
     foreign = (PREFIX, "MASTER_", "TORCHELASTIC_", "SLURM_", "OMPI_")
     environ = {name: value for name, value in this_process().items() if not name.startswith(foreign)}
     environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}

@@ -1,4 +1,4 @@
-"""One rank of ``effllm demo``: a training loop that only sleeps, with the calls of a real one."""
+"""One rank of ``effllm demo``: the calls of a real training loop, with sleeps as steps."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from effllm.config.place import read_place
 from effllm.config.switches import this_process
 
 PARAMETERS = 124_000_000  # GPT-2 small's
-SAMPLES = 8  # a rank and iteration
+SAMPLES = 8  # per rank and iteration
 TOKENS = SAMPLES * 1024
-SLOWDOWN = 1.12  # of the last rank
-DATA_SHARE = 0.04  # of an iteration is spent waiting for data
+SLOWDOWN = 1.12  # factor of the last rank's step time
+DATA_SHARE = 0.04  # data wait as a share of an iteration
 EVALUATION_STEPS = 6
-#: Signals that end a rank, and its status then; the demo sends SIGUSR1 for Ctrl-C.
+#: Signals that end a rank, and the resulting status; the demo sends SIGUSR1 for Ctrl-C.
 _ENDS = {
     signal.SIGINT: "interrupted",
     signal.SIGUSR1: "interrupted",
@@ -28,7 +28,7 @@ _ENDS = {
 
 
 def main(arguments: list[str]) -> None:
-    """Train, that is: sleep, for ``[iterations, step_seconds]``."""
+    """Simulate training; ``arguments`` are the number of iterations and the seconds of a step."""
     iterations, step_s = int(arguments[0]), float(arguments[1])
     for number in _ENDS:
         signal.signal(number, _stop)
@@ -51,7 +51,7 @@ class _Stopped(BaseException):
 
 def _stop(number: int, _frame: FrameType | None) -> None:
     for other in _ENDS:
-        signal.signal(other, signal.SIG_IGN)  # Ctrl-C comes from the terminal and from the demo
+        signal.signal(other, signal.SIG_IGN)  # Ctrl-C arrives twice: from the terminal and from the demo
     raise _Stopped(number)
 
 
@@ -62,13 +62,13 @@ def _train(collector: effllm.MetricsCollector, iterations: int, step_s: float) -
         time.sleep(DATA_SHARE * step_s)
         collector.record_iteration_start()
         time.sleep((1 - DATA_SHARE) * step_s * (SLOWDOWN if is_slow else 1.0))
-        effllm.sync_point()  # before the first wait of a real rank for the others
+        effllm.sync_point()  # where a real rank first waits for the others
         collector.record_iteration_end(tokens_processed=TOKENS, samples_processed=SAMPLES)
         collector.log_metrics(iteration, loss=loss(iteration))
         if iteration == iterations // 2:
             with effllm.phase("evaluation"):
                 time.sleep(EVALUATION_STEPS * step_s)
-        if os.getppid() != launcher:  # the demo has ended and would not stop us
+        if os.getppid() != launcher:  # the demo has ended without a signal to this rank
             raise _Stopped(signal.SIGHUP)
 
 

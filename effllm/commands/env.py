@@ -1,4 +1,4 @@
-"""``effllm env``: the settings as a shell exports them, and whether they are right."""
+"""``effllm env``: prints the settings as exports of a shell, and checks them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _COLUMNS = 80
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the settings, or with ``--check`` nothing; return 2 where one of them is wrong."""
+    """Print the settings, or with ``--check`` only errors; return 2 if a setting is wrong."""
     for argument in arguments:
         if argument not in _OPTIONS:
             print(f"effllm env: {argument!r} is not one of {', '.join(_OPTIONS)}", file=sys.stderr)
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def statements(environ: Mapping[str, str]) -> Iterator[str]:
-    """Yield the exports alone, which ``eval`` takes on one line, too."""
+    """Yield only the exports; ``eval`` accepts them joined to one line, too."""
     config = read_config(environ)
     for variable in ALL_VARIABLES:
         if value := _value(variable, config, environ):
@@ -49,7 +49,7 @@ def statements(environ: Mapping[str, str]) -> Iterator[str]:
 
 
 def commented(environ: Mapping[str, str]) -> Iterator[str]:
-    """Yield the exports, by group, with what they mean; what is unset is a comment."""
+    """Yield the exports by group, with their meanings; unset variables are comments."""
     config = read_config(environ)
     for group, variables in _groups():
         yield f"# ---- {group} ----"
@@ -84,4 +84,4 @@ def _groups() -> Iterator[tuple[str, list[Variable]]]:
 def _value(variable: Variable, config: Config, environ: Mapping[str, str]) -> str:
     if variable.field:
         return variable.value(config)
-    return environ.get(PREFIX + variable.name, "") or "1"  # the shell that evaluates this has its jobs measured
+    return environ.get(PREFIX + variable.name, "") or "1"  # a shell that evaluates this enables metrics for its jobs

@@ -1,4 +1,4 @@
-"""``effllm profile``: the calibration of one GPU without other work, as a report that can be sent in."""
+"""``effllm profile``: measures the sensors of one GPU without other work, and prints a report."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _ADVICE = "install torch with CUDA in this environment and profile again"
 
 
 def main(device: str, seconds: float, *, as_json: bool, save: str) -> int:
-    """Profile one GPU and print the report; return 2 where there is none, 130 after Ctrl-C."""
+    """Profile one GPU and print the report; return 2 if there is no GPU, 130 after Ctrl-C."""
     if save and (not Path(save).absolute().parent.is_dir() or Path(save).is_dir()):
         print(f"effllm profile: --save {save}: there is no such folder, or it is one", file=sys.stderr)
         return 2
@@ -72,7 +72,7 @@ def _open(config: Config, device: str) -> Reader:
     """Open the GPU.
 
     Raises:
-        DeviceUnavailable: there is none, or the configured device is no GPU.
+        DeviceUnavailable: there is no GPU, or the configured device is not a GPU.
     """
     visible = device or this_process().get("CUDA_VISIBLE_DEVICES")
     site = Site(visible_devices=visible, power_scope=config.power_scope)
@@ -107,7 +107,7 @@ def _profile(reader: Reader, seconds: float) -> SensorProfile:
 
 
 def _json(found: SensorProfile) -> str:
-    """Return the report as JSON, with the names of fields that are sent as arrays elsewhere."""
+    """Return the report as JSON; the sensor, an array on the wire, has named fields."""
     plain = msgspec.to_builtins(found) | {"sensor": asdict(found.sensor)}
     return msgspec.json.format(msgspec.json.encode(plain)).decode() + "\n"
 
@@ -208,7 +208,7 @@ def _mean(response: Response | None) -> str:
 
 
 def _ends(response: Response) -> str:
-    """Return the end of the window, where it differs from the time at which the value is shown."""
+    """Return the end of the window relative to the time at which the value is shown."""
     if abs(response.ends_s) <= response.middle_error_s + response.window_error_s / 2:
         return "it is shown"
     return f"{1e3 * response.ends_s:.1f} ms before"
@@ -261,12 +261,12 @@ def _calls(calls: list[DriverCall]) -> Table:
 
 
 def _fields(found: SensorProfile) -> list[tuple[str, list[str]]]:
-    """Return by name the existing scopes, and the errors of the others."""
+    """Return the available scopes of each field, and the errors of the other scopes."""
     names = dict.fromkeys(field.name for field in found.fields)
     rows = []
     for name in names:
-        asked = [field for field in found.fields if field.name == name]
-        has = [field.scope for field in asked if field.answer == "ok"]
-        lacks = [f"{field.scope}: {field.answer}" for field in asked if field.answer != "ok"]
-        rows.append((name, ["; ".join([", ".join(has)] * bool(has) + lacks)]))
+        fields = [field for field in found.fields if field.name == name]
+        available = [field.scope for field in fields if field.answer == "ok"]
+        errors = [f"{field.scope}: {field.answer}" for field in fields if field.answer != "ok"]
+        rows.append((name, ["; ".join([", ".join(available)] * bool(available) + errors)]))
     return rows

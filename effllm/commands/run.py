@@ -1,6 +1,6 @@
-"""``effllm run``: runs a training script like ``python``, and completes its run folder at any end.
+"""``effllm run``: runs a training script like ``python``, and completes its run folder however it ends.
 
-The process is the training's own, so this imports the standard library alone.
+This is the training process, so only the standard library is imported.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _USAGE = "effllm run: give a script, or -m and a module: effllm run train.py --l
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the script or module of the arguments; return 2 where there is none; its exceptions are raised."""
+    """Run the script or module in the arguments; return 2 if there is none; its exceptions are raised."""
     if not arguments or arguments == ["-m"]:
         print(_USAGE, file=sys.stderr)
         return 2
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
 def _run(name: str, arguments: Sequence[str], *, is_module: bool) -> int:
     pid = os.getpid()
     sys.argv[:] = [name, *arguments]
-    # As python does, and not with safe paths (-P, -I, PYTHONSAFEPATH).
+    # As in python, which does not do so with safe paths (-P, -I, PYTHONSAFEPATH).
     if not (getattr(sys.flags, "safe_path", False) or sys.flags.isolated):
         sys.path[0] = str(Path.cwd()) if is_module else str(Path(name).resolve().parent)
     show = sys.excepthook
@@ -64,13 +64,13 @@ def _run(name: str, arguments: Sequence[str], *, is_module: bool) -> int:
         status = "interrupted"
         raise
     finally:
-        if os.getpid() == pid:  # a child that the script forked has no run folder to complete
+        if os.getpid() == pid:  # not in a child forked by the script
             _close(name, status)
     return 0
 
 
 def _run_script(path: Path) -> None:
-    """Execute a file as ``__main__``, which stays for threads and exit handlers, unlike with runpy."""
+    """Execute a file as ``__main__``; unlike with runpy the module is kept for threads and exit handlers."""
     main = ModuleType("__main__")
     vars(main).update(__file__=str(path), __builtins__=builtins, __loader__=SourceFileLoader("__main__", str(path)))
     with io.open_code(str(path)) as file:
@@ -104,7 +104,7 @@ def _cut(error: BaseException, trace: TracebackType | None) -> TracebackType | N
     while cut is not None and cut.tb_frame.f_code is not _run.__code__:
         cut = cut.tb_next
     if cut is None:
-        return trace  # not the script's: another thread's, or one of our own
+        return trace  # of another thread, or of effllm itself
     while cut is not None and cut.tb_frame.f_globals.get("__name__") in ("runpy", __name__):
         cut = cut.tb_next
     error.__traceback__ = cut

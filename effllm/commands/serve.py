@@ -1,4 +1,4 @@
-"""``effllm serve``: an aggregator on its own."""
+"""``effllm serve``: a separate aggregator."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _BIND = re.compile(r"(?:tcp://)?(?P<host>\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+):(?P<
 
 
 def main(bind: str, run_dir: str, run_name: str, job: str) -> int:
-    """Serve one job; return 1 where the port is not available, 2 for wrong use."""
+    """Serve one job; return 1 if the port is not available, 2 for wrong use."""
     options = {f"{PREFIX}RUN_DIR": run_dir, f"{PREFIX}RUN_NAME": run_name}
     environ = {**this_process(), **{name: value for name, value in options.items() if value}}
-    environ.pop(f"{PREFIX}ENDPOINT", None)  # of the shell that trains, or of an earlier aggregator
+    environ.pop(f"{PREFIX}ENDPOINT", None)  # meant for training, or left by an earlier aggregator
     wrong = problems(environ)
     match = _BIND.fullmatch(bind)
     if match is None or int(match["port"]) > 65535:
@@ -77,7 +77,7 @@ def main(bind: str, run_dir: str, run_name: str, job: str) -> int:
     was_there = base.exists()
     if server.run() == UNUSED:
         if not was_there:
-            with contextlib.suppress(OSError):  # another run may have begun in it
+            with contextlib.suppress(OSError):  # not empty: another run may have begun in it
                 base.rmdir()
         print("effllm serve: ended before any rank connected; no run folder is left", flush=True)
     return 0

@@ -1,4 +1,4 @@
-"""The metrics page of a running vLLM server, and the difference of two such pages."""
+"""Reads the metrics page of a running vLLM server, and computes the difference of two pages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WAITED_S = ("vllm:time_to_first_token_seconds_sum",)
 _WAITED = ("vllm:time_to_first_token_seconds_count",)
 _STARTED = ("process_start_time_seconds",)
 
-#: Values of one metric by its labels, as they are written.
+#: Values of one metric by the text of its labels.
 Labelled = Mapping[str, float]
 
 
@@ -29,18 +29,18 @@ class Unreachable(OSError):
 
 
 class NotVllm(ValueError):
-    """The page is not that of a vLLM server; the message names the missing metrics."""
+    """The page does not belong to a vLLM server; the message names the missing metrics."""
 
 
 class Page(Struct, frozen=True):
-    """The values of a page by labels, since a server may have several models and engines; ``None`` is not on it."""
+    """The values of a page by labels (a server may have several models and engines); ``None`` if missing."""
 
     time_s: float  # of the monotonic clock
     generated: Labelled | None
     prompt: Labelled | None
     running: float | None
-    waited_s: Labelled | None  # for first tokens
-    waited: Labelled | None  # for how many
+    waited_s: Labelled | None  # sum of the times to first tokens
+    waited: Labelled | None  # their number
     started: Labelled | None
 
 
@@ -51,28 +51,28 @@ class Interval(Struct, frozen=True):
     generation_tokens: float | None
     prompt_tokens: float | None
     requests_running: float | None
-    time_to_first_token_s: float | None  # mean of those whose first token came
+    time_to_first_token_s: float | None  # mean over first tokens in the interval
     restarted: bool = False
 
 
 def address(url: str) -> tuple[str, str, int, str]:
-    """Return the scheme, host, port and path of a page; the path is /metrics where there is none.
+    """Return the scheme, host, port and path of a page; the default path is /metrics.
 
     Raises:
-        ValueError: it is no http or https URL.
+        ValueError: it is not an http or https URL.
     """
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query or parts.fragment:
         raise ValueError(f"{url!r} is not the http(s) URL of a page, such as http://127.0.0.1:8000/metrics")
-    port = parts.port or (443 if parts.scheme == "https" else 80)  # its own ValueError where it is none
+    port = parts.port or (443 if parts.scheme == "https" else 80)  # raises ValueError for an invalid port
     return parts.scheme, parts.hostname, port, parts.path if parts.path not in ("", "/") else "/metrics"
 
 
 def fetch(url: str) -> Page:
-    """Return the page as it is now.
+    """Return the current page.
 
     Raises:
-        Unreachable: no answer, or an error.
+        Unreachable: there was no answer, or an error.
         NotVllm: it is not the page of a vLLM server.
     """
     scheme, host, port, path = address(url)
@@ -104,7 +104,7 @@ def _read(connection: http.client.HTTPConnection, path: str) -> bytes:
         text += part
         if len(text) > MAX_BYTES:
             raise Unreachable(f"its page is longer than {MAX_BYTES // 2**20} MiB")
-        if time.monotonic() > until_s:  # the connection's own timeout is one per packet
+        if time.monotonic() > until_s:  # the connection's own timeout applies to each packet
             raise Unreachable(f"its page did not come within {LIMIT_S:.0f} s")
     return text
 
@@ -119,7 +119,7 @@ def parse(text: str, time_s: float) -> Page:
     for line in text.splitlines():
         if not line or line.startswith("#"):
             continue
-        # A value of a label may have any characters, spaces and braces too, but only numbers follow the last brace.
+        # Label values may contain any characters, also spaces and braces, but only numbers follow the last brace.
         head, brace, tail = line.rpartition("}")
         name, _, labels = head.partition("{") if brace else (*line.split(None, 1), "", "")[:3]
         numbers = tail.split() if brace else line.split()[1:]
@@ -142,7 +142,7 @@ def parse(text: str, time_s: float) -> Page:
 
 
 def between(first: Page, second: Page) -> Interval:
-    """Return the difference of two pages; across a restart of the server it has no tokens."""
+    """Return the difference of two pages, without tokens if the server restarted in between."""
     counters = [(first.generated, second.generated), (first.prompt, second.prompt), (first.waited, second.waited)]
     is_another = None not in (first.started, second.started) and first.started != second.started
     restarted = is_another or any(_has_decreased(*pair) for pair in counters)
@@ -179,5 +179,5 @@ def _has_decreased(first: Labelled | None, second: Labelled | None) -> bool:
 def _grown(first: Labelled | None, second: Labelled | None) -> float | None:
     if second is None:
         return None
-    before = first or {}  # a metric without samples yet begins at 0
+    before = first or {}  # a metric that had no samples yet begins at 0
     return sum(value - before.get(labels, 0.0) for labels, value in second.items())

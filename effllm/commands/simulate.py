@@ -1,4 +1,4 @@
-"""``effllm simulate``: the messages of a job's agents, to measure the cost of its aggregator."""
+"""``effllm simulate``: simulates the agents of a job to measure the cost of its aggregator."""
 
 from __future__ import annotations
 
@@ -17,41 +17,41 @@ from effllm.network.descriptors import needed, raise_limit
 __all__ = ["SPREAD", "Simulation", "main"]
 
 
-def main(asked: Simulation, as_json: bool) -> int:
-    """Simulate; return 1 where something was lost or it could not run, 2 for wrong use."""
+def main(plan: Simulation, as_json: bool) -> int:
+    """Simulate; return 1 if reports were lost or the simulation failed, 2 for wrong use."""
     try:
         config = read_config(this_process())
     except ConfigError as error:
         return _complain(str(error), 2)
-    if asked.endpoint and (asked.run_dir or (asked.security == "curve" and not secret_path(config).exists())):
-        wrong = "--run-dir belongs to the aggregator, which is another one here" if asked.run_dir else (
+    if plan.endpoint and (plan.run_dir or (plan.security == "curve" and not secret_path(config).exists())):
+        wrong = "--run-dir belongs to the aggregator, which is another one here" if plan.run_dir else (
             f"--security curve: there is no secret {secret_path(config)}; copy it here, or set EFFICIENTLLM_SECRET_FILE"
         )  # fmt: skip
         return _complain(wrong, 2)
-    if asked.run_dir and (Path(asked.run_dir) / "run.json").exists():
-        return _complain(f"--run-dir {asked.run_dir} holds a run already: name another folder", 2)
-    if not asked.endpoint and (trouble := raise_limit(needed(asked.ranks))):
+    if plan.run_dir and (Path(plan.run_dir) / "run.json").exists():
+        return _complain(f"--run-dir {plan.run_dir} holds a run already: name another folder", 2)
+    if not plan.endpoint and (trouble := raise_limit(needed(plan.ranks))):
         return _complain(trouble, 1)
-    run = SimulatedRun(asked, config)
+    run = SimulatedRun(plan, config)
     try:
         found = run.measure()
     except (SimulationError, secret.SecretError, OSError) as error:
         return _complain(str(error), 1)
     except KeyboardInterrupt:
-        return _stopped(run.found, asked, as_json)
+        return _stopped(run.found, plan, as_json)
     if sys.stderr.isatty():
         print(file=sys.stderr)
     print(json_text(found) if as_json else table(found))
-    return 0 if asked.endpoint or found.is_exact else 1
+    return 0 if plan.endpoint or found.is_exact else 1
 
 
-def _stopped(found: Findings, asked: Simulation, as_json: bool) -> int:
-    found.status = ""  # whether all was counted is unknown
+def _stopped(found: Findings, plan: Simulation, as_json: bool) -> int:
+    found.status = ""  # it is unknown whether all reports were counted
     if sys.stderr.isatty():
         print(file=sys.stderr)
     if found.reports:
         print(json_text(found) if as_json else table(found))
-    return _complain(f"stopped by Ctrl-C after {found.reports:,} of {asked.ranks * asked.windows:,} reports", 130)
+    return _complain(f"stopped by Ctrl-C after {found.reports:,} of {plan.ranks * plan.windows:,} reports", 130)
 
 
 def json_text(found: Findings) -> str:

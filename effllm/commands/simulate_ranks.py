@@ -1,4 +1,4 @@
-"""Some of the ranks of ``effllm simulate``, in a process of their own: real sockets, real messages, no training."""
+"""A process with some of the ranks of ``effllm simulate``: real sockets and messages, without training."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from effllm.records.wire import Ack, ByeSeen, Heartbeat, Rejected, Reports, Welc
 HEARTBEAT_S = 5.0  # as agents do
 HELLO_AGAIN_S = 10.0  # ten thousand handshakes with keys take a few seconds
 END_S = 30.0
-CONFIRMED_S = 1.5  # the last message may be lost when both ends are ending; agents wait no longer either
-CHECK_EVERY = 64  # peers, between two checks of what rank 0 has received
+CONFIRMED_S = 1.5  # the agents' wait too: the last message may be lost while both sides end
+CHECK_EVERY = 64  # peers between two checks of rank 0's messages
 IDLE_S = 0.005
-MAX_JOINING = 250  # of a process; more handshakes at once on one machine only slow each other down
+MAX_JOINING = 250  # concurrent handshakes of a process; on one machine more would only slow each other down
 MAX_ROWS = 100_000
 
 
 class Part(Struct, frozen=True):
-    """The ranks that one process simulates, and how."""
+    """The simulated ranks of one process, and their settings."""
 
     first: int
     count: int
@@ -41,21 +41,21 @@ class Part(Struct, frozen=True):
     log_interval: int
     interval_s: float
     windows: int
-    spread_s: float  # over which the reports of one window come
-    input_descriptor: int  # a line with the moment at which the first window begins
+    spread_s: float  # the time over which the reports of one window are sent
+    input_descriptor: int  # for one line: the time at which the first window begins
     output_descriptor: int  # lines of Progress
-    secret_file: str = ""  # empty: no keys
+    secret_file: str = ""  # empty for no keys
     salt: str = ""
 
 
 class Progress(Struct, omit_defaults=True):
-    """A line with the progress of the ranks, in seconds of the host's monotonic clock."""
+    """A line with the progress of the ranks; times are of the host's monotonic clock."""
 
     joined: int = 0
     sent: int = 0  # reports so far
-    window: int = 0  # whose last report has been sent ...
-    at_s: float = 0.0  # ... at this moment
-    seen: int = 0  # window that rank 0 has received values of
+    window: int = 0  # the window whose last report was sent ...
+    at_s: float = 0.0  # ... at this time
+    seen: int = 0  # the newest window whose values rank 0 has received
     rejected: str = ""
     done: bool = False
     tokens: int = 0
@@ -65,7 +65,7 @@ class Progress(Struct, omit_defaults=True):
 
 
 class _SimulatedPeer:
-    """One rank with its connection and its reports that are not acknowledged."""
+    """One rank with its connection and its unacknowledged reports."""
 
     def __init__(self, part: Part, rank: int, context: zmq.Context[zmq.Socket[bytes]], keys: AgentKeys | None) -> None:
         self.rank = SimulatedRank(rank, part.world_size, part.job, uuid.uuid4().hex[:16], part.log_interval)
@@ -75,11 +75,11 @@ class _SimulatedPeer:
         self.heartbeat_s = 0.0
         self.welcome = self.bye_sent = self.bye_seen = False
         self.rejected = ""
-        self.seen = 0  # iteration of the newest report
+        self.seen = 0  # iteration of the newest cluster report
         self.bye_seen_s = 0.0
 
     def take(self) -> None:
-        """Take what has arrived."""
+        """Process the received messages."""
         for message in self.link.receive():
             if isinstance(message, Ack):
                 self.outbox.acknowledged(message.sequence)
@@ -94,27 +94,27 @@ class _SimulatedPeer:
                 self.rejected = message.reason
 
     def introduce(self, now_s: float) -> None:
-        """Send HELLO until it is answered."""
+        """Send HELLO repeatedly until the answer."""
         if not self.welcome and now_s - self.hello_s > HELLO_AGAIN_S and self.link.send(self.rank.hello()):
             self.hello_s = now_s
 
-    def talk(self) -> int:
-        """Send what waits; return how many reports went out."""
+    def send_reports(self) -> int:
+        """Send the unsent reports; return their number."""
         count = 0
         while rows := self.outbox.unsent():
             if not self.link.send(Reports(tuple(rows), self.outbox.lost)):
                 break
             self.outbox.sent(len(rows))
-            self.heartbeat_s = time.monotonic()  # a heartbeat as well
+            self.heartbeat_s = time.monotonic()  # reports also count as heartbeats
             count += len(rows)
         return count
 
     def is_over(self, now_s: float) -> bool:
-        """Whether the rank has nothing left to wait for."""
+        """Whether the rank may end."""
         return self.bye_seen and (not len(self.outbox) or now_s - self.bye_seen_s > CONFIRMED_S)
 
     def heartbeat(self, now_s: float, ordinal: int) -> None:
-        """Send a heartbeat as often as agents do."""
+        """Send a heartbeat with the period of real agents."""
         if now_s - self.heartbeat_s >= HEARTBEAT_S:
             self.heartbeat_s = now_s
             self.link.send(
@@ -187,7 +187,7 @@ class SimulatedRanks:
                 now_s = time.monotonic()
                 peer.take()
                 peer.outbox.add(peer.rank.next_row(start_s + lag_s, start_s + part.interval_s + lag_s, self._unix_s))
-                self._sent += peer.talk()
+                self._sent += peer.send_reports()
                 peer.heartbeat(now_s, window * part.log_interval)
                 if number % CHECK_EVERY == 0:
                     self._check_rank_0()
@@ -199,7 +199,7 @@ class SimulatedRanks:
             time.sleep(min(rest_s, IDLE_S))
 
     def _check_rank_0(self) -> None:
-        """Send when rank 0 has received a window."""
+        """Report the time at which rank 0 received a window."""
         first = self._peers[0]
         if first.rank.rank != 0:
             return
@@ -214,7 +214,7 @@ class SimulatedRanks:
         while waiting and time.monotonic() < until_s:
             for number, peer in enumerate(waiting):
                 peer.take()
-                self._sent += peer.talk()
+                self._sent += peer.send_reports()
                 if not peer.bye_sent and not peer.outbox.unsent():
                     peer.bye_sent = peer.link.send(peer.rank.bye(peer.outbox.lost))
                 if number % CHECK_EVERY == 0:
@@ -235,17 +235,17 @@ class SimulatedRanks:
     def _give_up_if_alone(self) -> None:
         poll = select.poll()
         poll.register(self._part.input_descriptor, 0)
-        if poll.poll(0):  # hung up: the command has ended
+        if poll.poll(0):  # the pipe is closed: the command has ended
             raise SystemExit(1)
 
 
 def lines(buffer: bytes) -> Iterator[Progress]:
-    """Yield the progress in whole lines."""
+    """Decode whole lines of progress."""
     decoder = msgspec.json.Decoder(Progress)
     yield from map(decoder.decode, buffer.splitlines())
 
 
 def main(arguments: list[str]) -> None:
-    """Simulate the ranks that the JSON in ``arguments[0]`` describes."""
+    """Simulate the ranks described by the JSON in ``arguments[0]``."""
     raise_limit()
     SimulatedRanks(msgspec.json.decode(arguments[0], type=Part)).run()

@@ -1,4 +1,4 @@
-"""One simulation of ``effllm simulate``: processes that play ranks, the aggregator, and what is seen of it."""
+"""One simulation of ``effllm simulate``: the processes of ranks, the aggregator, and the measured results."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from effllm.records.orders import Orders
 RANKS_OF_A_PROCESS = 2500
 JOIN_S = 300.0
 ENDS_S = 40.0
-SPREAD = {"burst": 0.02, "even": 0.9}  # share of the interval over which the reports of a window come
+SPREAD = {"burst": 0.02, "even": 0.9}  # share of the interval in which the reports of a window are sent
 
 
 class Simulation(Struct, frozen=True):
@@ -45,12 +45,12 @@ class Simulation(Struct, frozen=True):
 
     @property
     def windows(self) -> int:
-        """How many windows each rank reports."""
+        """The number of windows that each rank reports."""
         return max(round(60 * self.minutes / self.interval_s), 1)
 
 
 class Findings(Struct):
-    """What was seen."""
+    """The results of a simulation."""
 
     ranks: int
     windows: int
@@ -67,7 +67,7 @@ class Findings(Struct):
     rss_bytes: int | None = None
     rss_slope_bytes_per_s: float | None = None
     descriptors: int | None = None
-    delays_s: list[float] = []  # from the last report of a window until rank 0 had its result
+    delays_s: list[float] = []  # from the last report of a window to rank 0's receipt of its values
     windows_published: int = 0
     tokens: int = 0
     tokens_true: int = 0
@@ -81,13 +81,13 @@ class Findings(Struct):
 
     @property
     def is_exact(self) -> bool:
-        """Whether everything that was reported was counted once."""
+        """Whether all reports were counted exactly once."""
         energy = self.energy_j is None or abs(self.energy_j - self.energy_true_j) <= 1e-9 * self.energy_true_j
         return self.tokens == self.tokens_true and energy and not self.lost
 
 
 class _Part:
-    """A process that plays some of the ranks."""
+    """A process that simulates some of the ranks."""
 
     def __init__(self, part: dict[str, Any]) -> None:
         their_input, self._input = os.pipe()
@@ -125,31 +125,31 @@ class _Part:
 
 
 class SimulationError(Exception):
-    """The simulation cannot go on; the message is one line."""
+    """The simulation cannot continue; the message is one line."""
 
 
 class MeasuredAggregator(Protocol):
-    """What is measured: an aggregator, or a substitute for one."""
+    """The measured aggregator, or a substitute."""
 
     endpoint: str
 
     def cpu_s(self) -> float:
-        """Return the processor time that it has taken."""
+        """Return the used processor time."""
 
     def rss_bytes(self) -> int:
-        """Return the memory that it takes."""
+        """Return the used memory."""
 
     def descriptors(self) -> int:
-        """Return how many files it holds open."""
+        """Return the number of open files."""
 
     def has_failed(self) -> bool:
-        """Whether it has ended, and not because its job was over."""
+        """Whether it has ended with an error."""
 
     def summary(self) -> dict[str, Any]:
-        """Return the summary of its run; empty where there is none."""
+        """Return the summary of the run; empty if there is none."""
 
     def close(self, is_waited_for: bool) -> None:
-        """Let it end, in its own time or at once."""
+        """End it at once, or wait for its end."""
 
 
 class OwnAggregator:
@@ -159,7 +159,7 @@ class OwnAggregator:
         listener = listening.listen("127.0.0.1")
         self.endpoint = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
         self.folder = Path(folder)
-        own = pidfd(os.getpid())  # it does not outlive us
+        own = pidfd(os.getpid())  # the aggregator ends with this process
         orders = Orders(
             config=config,
             job=job,
@@ -222,12 +222,12 @@ class SimulatedRun:
         self._parts: list[_Part] = []
         self._aggregator = aggregator
         self._poll = select.poll()
-        self._last_s: dict[int, float] = {}  # when the last report of a window was sent
+        self._last_s: dict[int, float] = {}  # time of the last report, by window
         self._seen_s: dict[int, float] = {}
         self._memory: list[tuple[float, int]] = []
 
     def measure(self) -> Findings:
-        """Run it.
+        """Run the simulation.
 
         Raises:
             SimulationError: it could not be run.
@@ -283,7 +283,7 @@ class SimulatedRun:
         cpu_s = self._aggregator.cpu_s() if self._aggregator else 0.0
         try:
             self._until(self._has_reported, asked.windows * asked.interval_s * 2 + 30.0, "reported")
-        except KeyboardInterrupt:  # what was seen until then is worth something
+        except KeyboardInterrupt:  # keep the results up to now
             self._sum_up(sum(part.sent for part in self._parts), time.monotonic() - start_s, cpu_s)
             self.found.windows = self.found.windows_published
             raise
@@ -298,7 +298,7 @@ class SimulatedRun:
         self._sum_up_delays()
 
     def _sum_up(self, reports: int, spent_s: float, cpu_before_s: float) -> None:
-        """Take down what so many reports took."""
+        """Compute the results for this number of reports."""
         if not reports:
             return
         self._sum_up_delays()
@@ -368,7 +368,7 @@ class SimulatedRun:
 
 
 def _slope(points: list[tuple[float, int]]) -> float | None:
-    """Return bytes per second, by least squares over the second half: the first fills what is kept."""
+    """Return bytes per second, by least squares over the second half: in the first half buffers fill."""
     points = points[len(points) // 2 :]
     if len(points) < 3 or points[0][0] == points[-1][0]:
         return None

@@ -1,6 +1,6 @@
-"""What the agents of a job would report, without a job: windows of known length on simulated GPUs; pure.
+"""The messages of simulated ranks: windows of known length on simulated GPUs. No I/O.
 
-The truth is known beforehand: what a rank counts here must be found again, to the last token, in the summary.
+The exact sums are known, and the summary must contain them to the last token.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from effllm.records.wire import Bye, Hello
 
 RANKS_PER_NODE = 8
 PARAMETERS = 7_000_000_000
-TOKENS = 4096  # of one rank in one iteration, and as many more as its rank, so that a lost row shows
-BUSY = 0.95  # share of an iteration
+TOKENS = 4096  # per iteration; a rank adds its number, so that each lost report changes the sum
+BUSY = 0.95  # step time as a share of an iteration
 CLOCK_HZ, TEMPERATURE_C, LIMIT_W = 1.7e9, 61.0, 700.0
 
 
 class SimulatedRank:
-    """One rank of a job: its introduction, its windows, its farewell, and the sums of what it said.
+    """One rank of a job: its HELLO, its windows, its BYE, and the sums of its reports.
 
     Args:
         rank: its number.
-        world_size: how many there are.
+        world_size: the number of ranks.
         job: id of the job.
         agent: id of its agent.
-        log_interval: iterations of a window.
+        log_interval: iterations per window.
     """
 
     def __init__(self, rank: int, world_size: int, job: str, agent: str, log_interval: int) -> None:
@@ -45,7 +45,6 @@ class SimulatedRank:
         self.energy_j = 0.0
 
     def hello(self) -> Hello:
-        """Return the introduction."""
         return Hello(
             job=self._job,
             agent=self.agent,
@@ -61,7 +60,7 @@ class SimulatedRank:
         )
 
     def next_row(self, start_s: float, end_s: float, unix_minus_monotonic_s: float) -> RankReport:
-        """Return the next window, which lies between two moments of the monotonic clock."""
+        """Return the report of the next window, between two times of the monotonic clock."""
         self._window += 1
         span_s, wave = end_s - start_s, self._wave
         last = self._window * self._log_interval
@@ -105,5 +104,4 @@ class SimulatedRank:
         )
 
     def bye(self, lost: int) -> Bye:
-        """Return the farewell."""
         return Bye(self.agent, self.rank, "completed", self._window * self._log_interval, lost)

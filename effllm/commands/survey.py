@@ -1,4 +1,4 @@
-"""What can be measured on this machine, by what and at which cost: tried out, not looked up."""
+"""Tests which metrics can be measured on this machine, by which sources and at which cost."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ READS_APART_S = 0.02
 STAMPS = 2000
 LOOPBACK_S = 5.0
 
-OK, BROKEN, MISSING = "ok", "broken", "missing"  # a run lives without what is missing
+OK, BROKEN, MISSING = "ok", "broken", "missing"  # a run is measured despite missing parts
 
 
 class Finding(Struct, frozen=True):
-    """One thing that was tried."""
+    """The result of one test."""
 
     name: str
     state: str  # OK, BROKEN or MISSING
@@ -55,7 +55,7 @@ class Finding(Struct, frozen=True):
 
 
 class Cost(Struct, frozen=True):
-    """What measuring takes here."""
+    """The cost of measuring on this machine."""
 
     read_ms: float | None = None  # median of a device read
     core_share: float | None = None  # of a core, at the configured interval
@@ -64,7 +64,7 @@ class Cost(Struct, frozen=True):
 
 
 class Survey(Struct, frozen=True):
-    """Everything that was found."""
+    """All results."""
 
     measured: bool
     device: Device | None
@@ -75,7 +75,7 @@ class Survey(Struct, frozen=True):
 
 
 def survey(environ: Mapping[str, str], device: str) -> Survey:
-    """Try everything out; ``device`` is looked at instead of the configured one."""
+    """Run all tests; ``device`` replaces the configured device, if given."""
     findings = [*_python(), *_settings(environ)]
     config = read_config(usable({**environ, f"{PREFIX}DEVICE": device} if device else environ))
     opened, sources, read_ms, read_cpu_s, sensor, about = _device(config, environ)
@@ -133,7 +133,7 @@ def _device(
 
 
 def _read(reader: Reader) -> tuple[list[Sample], dict[str, str], list[float], float]:
-    """Return samples, the reasons of what failed, and the elapsed times and mean CPU time of a read, in seconds."""
+    """Return samples, the reasons for failures, the elapsed times of reads, and their mean CPU time, in seconds."""
     wall_s, samples = [], []
     failures: dict[str, str] = {}
     cpu_s = time.thread_time()
@@ -192,14 +192,14 @@ def _energy_of(device: Device) -> str:
 
 
 def _node_power(config: Config, own: Device | None) -> tuple[list[Device], list[Finding]]:
-    """Open what the agent of local rank 0 would read beside its own device."""
+    """Open the node's sensors that the agent of local rank 0 would read in addition to its device."""
     if own is not None and own.simulated:
         return [], []
     devices, findings = [], []
     credentials = Path(config.node_power_credentials) if config.node_power_credentials else None
     for opener in node_power.openers(config.node_power, platform.node(), credentials):
         if opener.name == "cpu" and own is not None and own.kind == "host":
-            continue  # it reads them itself
+            continue  # the host device reads the CPUs itself
         name = {"cpu": "CPU power", "psu": "node power"}.get(opener.name, opener.name)
         try:
             reader = opener.open()
@@ -311,7 +311,7 @@ def _run_folder(config: Config) -> Finding:
 
 
 def _loopback() -> Finding:
-    """Send one message as an agent does, and receive it as the aggregator does."""
+    """Send one message over an agent's link, and receive it with an aggregator's socket."""
     if not (address := interface.loopback()):
         return Finding("ZeroMQ", BROKEN, "the loopback interface is down", "ip link set lo up")
     context = make_context()
@@ -365,14 +365,14 @@ def _security(config: Config) -> Finding:
         if not os.path.lexists(path):
             advice = "without a shared home, copy it to every host then"
             return Finding("security", MISSING, f"{which}; no secret {path} yet: rank 0 makes it", advice)
-        # Within a host, rank 0 makes another in a folder for temporary files.
+        # For a job on one host, rank 0 makes another secret in a folder for temporary files.
         state = BROKEN if config.security == "curve" or config.endpoint else MISSING
         return Finding("security", state, f"{which}; {error}", "until then no job spans hosts")
     return Finding("security", OK, f"{which}; the secret {path} is yours alone")
 
 
 def _shared_memory(config: Config) -> tuple[float | None, Finding]:
-    """Make the ring that a trainer would make, and stamp iterations into it."""
+    """Make a trainer's ring, and record iterations in it."""
     size = ring_bytes(config.history_size)
     try:
         os.close(make_memory("effllm-check", size))

@@ -1,4 +1,4 @@
-"""``effllm watch``: the tokens of a running inference server, and the power of the GPUs beside it."""
+"""``effllm watch``: the tokens of a running inference server, and the power of the machine's GPUs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _COLUMNS = (
 
 
 def main(url: str, interval_s: float, count: int, *, as_json: bool) -> int:
-    """Watch until stopped; return 1 where nothing could be measured, 2 for wrong use."""
+    """Watch until stopped; return 1 if no interval could be measured, 2 for wrong use."""
     try:
         address(url)
         config = read_config(this_process())
@@ -66,7 +66,7 @@ class _Watch:
         self._last_warning = ""
         self.measured = 0  # intervals
         self._tokens = self._joules = self._time_s = 0.0
-        self._energy_tokens = self._energy_s = 0.0  # of the intervals whose energy is known
+        self._energy_tokens = self._energy_s = 0.0  # sums over the intervals with known energy
 
     def begin(self) -> None:
         if self._as_json:
@@ -79,7 +79,7 @@ class _Watch:
         sys.stdout.flush()
 
     def run(self, count: int) -> None:
-        """Read pages until stopped; ``count`` times, where that is not 0."""
+        """Read pages until stopped, or until ``count`` intervals have passed if it is not 0."""
         next_s = time.monotonic()
         num_reads = 0
         while True:
@@ -87,7 +87,7 @@ class _Watch:
             num_reads += 1
             if count and num_reads > count:
                 return
-            # The period doubles while a server does not answer, for it may be away for hours.
+            # The period doubles while the server does not answer, because it may be down for hours.
             self._wait_s = self._interval_s if is_there else min(2 * self._wait_s, max(_MAX_WAIT_S, self._interval_s))
             next_s = max(next_s + self._wait_s, time.monotonic())
             time.sleep(next_s - time.monotonic() if next_s > time.monotonic() else 0.0)
@@ -97,7 +97,7 @@ class _Watch:
             page = fetch(self._url)
         except Unreachable as error:
             self.warn(f"{error}; trying again")
-            self._last = None  # its work in between belongs to no interval
+            self._last = None  # the server's work until the next page belongs to no interval
             return False
         except NotVllm as error:
             if self._last is None and not self.measured:
@@ -154,7 +154,7 @@ class _Watch:
         print(" ".join(f"{cell:>{width}}" for cell, (_, width) in zip(cells, _COLUMNS, strict=True)), flush=True)
 
     def warn(self, line: str) -> None:
-        """Print a line unless it repeats the last one; on stderr, since stdout may be read by a program."""
+        """Print a line to stderr (a program may read stdout), unless it repeats the last one."""
         if line != self._last_warning:
             self._last_warning = line
             print(f"effllm watch: {self._url}: {line}", file=sys.stderr, flush=True)
@@ -178,7 +178,7 @@ def _ratio(above: float | None, below: float | None, times: float = 1.0) -> floa
 
 
 def _shown(value: Any, whole: bool = False) -> str:
-    """Return a number in four digits or more, or a dash where it is not measured.
+    """Return a number with at least four digits, or a dash if it is not measured.
 
     >>> _shown(1234.5), _shown(0.01234), _shown(None)
     ('1,234', '0.01234', '-')
