@@ -21,7 +21,7 @@ def test_every_command_has_worked_examples_that_fit_80_columns(cli, command):
 def test_run_help_mentions_hooked_loops(cli):
     help_text = " ".join(cli.run("run", "--help").stdout.split())
 
-    assert "any other loop with an optimizer of torch, are hooked" in help_text
+    assert "any other loop with a torch optimizer, are hooked" in help_text
     assert "later version" not in help_text
 
 
