@@ -30,7 +30,7 @@ class Counter(Tool):
         self._at_end[key] = self._read()
 
     def reading(self, key: int, calls: Calls) -> Reading:
-        """Return the differences, between the middles of the two rounds."""
+        """Return the differences of the counters; begin and end are the middles of the two rounds of reads."""
         joules = [(late - early) / 1e3 for early, late in zip(self._at_begin[key], self._at_end[key], strict=True)]
         return Reading((calls.begin_ns + calls.begun_ns) // 2, (calls.end_ns + calls.ended_ns) // 2, joules)
 

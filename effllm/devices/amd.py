@@ -115,7 +115,8 @@ class AmdReader:
             else:
                 offered[group] = tuple(field for field in fields if field in answer)
         if "MI3" not in processor.model:
-            # On MI300 it is the share of the bandwidth (DramBandwidthUtilization), earlier that of the clock's domain.
+            # On MI300 the field is the used share of the DRAM bandwidth (DramBandwidthUtilization); on older GPUs it is
+            # the busy share of the memory clock domain.
             offered[activity] = tuple(field for field in offered[activity] if field != "dram_activity_ratio")
         return offered
 

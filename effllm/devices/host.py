@@ -66,7 +66,7 @@ class Process:
         )
 
     def own_bytes(self, usage: Usage) -> int:
-        """Return the private bytes of a descendant: the trainer has its shared pages, files and shared memory, too."""
+        """Return the private bytes of a descendant; its shared bytes are counted with the trainer."""
         unshared_bytes = usage.rss_bytes - usage.shared_bytes
         # At most the unshared bytes: after exec a process has no inherited pages.
         self.inherited_bytes = min(self.inherited_bytes, unshared_bytes)

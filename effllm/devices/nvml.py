@@ -101,7 +101,7 @@ class NvmlReader:
         if not self._chip.has_memory:
             sentences.append("memory: NVML does not give this GPU's")
         if self._slice:
-            sentences.append("utilization: NVML has none for a MIG slice")
+            sentences.append("utilization: NVML does not report it for a MIG slice")
         elif not self._chip.has_utilization:
             sentences.append("utilization: NVML does not give this GPU's")
         if not self._power.names & {"power_w", "power_average_w"}:

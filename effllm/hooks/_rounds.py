@@ -7,8 +7,8 @@ not measured, since the start of its iteration is unknown.
 
 Several optimizers share one iteration.  The optimizer that steps first in a process is the leader, and its step ends
 the iteration.  Later work of the others falls into the next iteration: sums of counts and time are right, shifted by
-less than an iteration.  An optimizer with the leader's parameters (made again) replaces the leader at once, and so
-does the next optimizer after the leader was deleted.  A leader that stops stepping is replaced after 16 steps of
+less than an iteration.  A new optimizer with the leader's parameters replaces the leader at once; so does
+the next optimizer to step, if the leader was deleted.  A leader that stops stepping is replaced after 16 steps of
 others; these are one long iteration.  If one optimizer makes more than 16 steps in a row, its steps are counted.
 """
 

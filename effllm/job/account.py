@@ -226,7 +226,7 @@ class Account(Struct):
         return self.gauges.get(name) or GaugeSums()
 
 
-#: Columns of a rank's sums that are of all windows, in the order of the columns of rows that enter them.
+#: Positions in a rank's sums of the columns that every row adds to, in the order of a row's columns.
 _OF_ROWS = [RankSums.NAMES.index(name) for name in ("iterations", "time_s", "busy_s", "wait_s", *SUMMED)]
 
 

@@ -182,7 +182,7 @@ class ClosedWindows:
             self._events.record(event)
 
     def _report(self, window: Window, late: Window | None = None) -> None:
-        """Report a window; of its correction the late rows alone are given out, for the others have been."""
+        """Report a window, or its correction, with only the late rows, because the other rows were already written."""
         least, last, correction = self._config.min_coverage, self.last_report, late is not None
         report = report_of(window, self._ledger, self._roster, least, last, correction)
         self._ledger.reports += 1

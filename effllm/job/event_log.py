@@ -18,7 +18,7 @@ OTHER = "other"
 
 
 class EventLog:
-    """Counts events in the ledger, and keeps those that become lines until they are taken.
+    """Counts events in the ledger, and stores the events for the file and the console until `take` is called.
 
     Args:
         ledger: the job's state.

@@ -89,7 +89,7 @@ class Attempt(Struct):
     begin_s: float | None = None  # on the axis of the run
     heard_s: float = 0.0  # the last sign of life
     end_s: float | None = None
-    zero_time_s: float = 0.0  # unix time of the axis' zero, as this attempt has it
+    zero_time_s: float = 0.0  # unix time of the axis' zero by this attempt's clock
     world_size: int = 0
     status: str = "running"
     ranks: Tiles = msgspec.field(default_factory=Tiles)

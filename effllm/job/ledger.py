@@ -128,7 +128,7 @@ class Ledger(Struct):
     straggling_s: float | None = None  # that all waited for named ranks
     straggling_gpu_s: float = 0.0
     straggling_j: float | None = 0.0  # None: a part of it was not measured
-    waited: Waited = msgspec.field(default_factory=Waited)  # of the last window
+    waited: Waited = msgspec.field(default_factory=Waited)  # waits in the last window
     schema_version: int = SCHEMA_VERSION  # of state.json
     slowest: dict[int, int] = {}  # rank -> in how many windows it was the slowest ...
     windows_compared: int = 0  # ... of those in which own times of ranks were compared

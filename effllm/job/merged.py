@@ -121,7 +121,7 @@ class DeviceColumns(NamedTuple):
 
 
 class Merged(Struct, dict=True, eq=False):
-    """The devices of a window, each once, side by side."""
+    """The devices of a window as columns; each device has one row."""
 
     names: list[str]  # their keys
     devices: list[Device]
@@ -199,7 +199,7 @@ def merge_devices(rows: Iterable[RankReport], devices: Mapping[str, Device], mem
     Args:
         rows: the window's rows.
         devices: every known device by its key.
-        members: the ranks that sit on each device.
+        members: the ranks that use each device.
     """
     expected = Expected.of(devices)
     known: dict[str, tuple[RankReport, DeviceWindow]] = {}

@@ -16,7 +16,7 @@ class Presence:
     """When each rank was heard last, and which ranks have left.
 
     Args:
-        ledger: the job's state, whose ranks may have left before.
+        ledger: the job's state; it can contain ranks that left before a restart.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -83,7 +83,7 @@ class Presence:
 
     @property
     def num_away(self) -> int:
-        """How many ranks have left or are lost."""
+        """Number of ranks that have left or are lost."""
         return len(self._lost) + self._left
 
     def waited_for(self, now_s: float) -> set[int]:

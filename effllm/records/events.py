@@ -32,7 +32,7 @@ KINDS: dict[str, Kind] = {
     "late": Kind(FILE, "A report came after its window had closed; totals were corrected."),
     "reports_lost": Kind(ALWAYS, "Reports of a rank will never arrive.", is_problem=True),
     "restarted": Kind(ALWAYS, "The job was started again and continues in the same run folder."),
-    "agent": Kind(FILE, "Another report of an agent, or of what it samples."),
+    "agent": Kind(FILE, "Any other message of an agent about itself or its devices."),
     "warning": Kind(ONCE, "A warning from the training process.", is_problem=True),
     "disagreement": Kind(ONCE, "Ranks report different parameter counts of the whole model.", is_problem=True),
     # Connections
@@ -76,7 +76,7 @@ KINDS: dict[str, Kind] = {
     "faster": Kind(FILE, "The job became faster."),
     "stalled": Kind(ALWAYS, "No rank makes progress; the position of each rank is listed.", is_problem=True),
     "resumed": Kind(ALWAYS, "The job makes progress again after a stall."),
-    "stack": Kind(ONCE, "Where the stacks of stalled ranks were written."),
+    "stack": Kind(ONCE, "The files with the stacks of stalled ranks."),
     "straggler": Kind(ALWAYS, "A rank is slower than its peers and holds them up.", is_problem=True),
     "recovered": Kind(ALWAYS, "A straggler is as fast as its peers again."),
 }

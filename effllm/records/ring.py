@@ -84,8 +84,8 @@ class Slot(NamedTuple):
 
 
 # A record has three parts: fields that change in every iteration, fields about its kind, and totals that rarely change.
-# The last two are packed only when they change.  The checksum of the first part continues theirs, so that it covers all
-# three parts but is computed over the first alone.
+# The last two are packed only when they change.  The checksum of the first part continues the
+# checksum of the other two, so it covers all three parts, but is computed only over the first.
 _OFTEN = struct.Struct(f"@L{5 + NUM_FREQUENT}l")  # sequence, ordinal, start and end, step and wait, counters
 _ABOUT = struct.Struct("@hhld")  # kind, what, number, value
 _RARE = struct.Struct(f"@{_PHASES + 1 + len(FIELDS) - NUM_FREQUENT}l")  # phases, generation, the other counters

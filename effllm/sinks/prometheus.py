@@ -241,7 +241,7 @@ def _beside(report: ClusterReport) -> Iterator[tuple[str, str, float]]:
     if report.loss is not None and math.isfinite(report.loss):
         yield "loss", "The loss of the window.", report.loss
     if report.remaining_s is not None:
-        yield "remaining_seconds", "Until the last iteration, at the pace so far.", report.remaining_s
+        yield "remaining_seconds", "Time until the last iteration, at the rate so far.", report.remaining_s
     if seen.energy is not None:
         yield "energy_coverage_ratio", "Measured device-seconds of energy over expected ones.", seen.energy
     if slowest is not None:

@@ -29,7 +29,7 @@ OPTIONS = {
     "dir": Option(
         "",
         FOLDER,
-        "The event file is in this folder, whose name has no comma. "
+        "The event file is in this folder; its name must not contain a comma. "
         "Without it that is efficientllm/ in the framework's own folder, else tensorboard/ in the run folder.",
     ),
 }

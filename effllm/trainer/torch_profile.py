@@ -217,11 +217,11 @@ def _has_compiled_graphs() -> bool:
 
 
 class Neighbours:
-    """Watches the other profilers of this process, through the three functions that all of torch's call.
+    """Detects other profilers in this process, by three functions that every profiler of torch calls.
 
     Args:
         module: ``torch.autograd.profiler``.
-        make_room: called before one of theirs is prepared or started.
+        make_room: called before another profiler is prepared or started.
     """
 
     def __init__(self, module: Any, make_room: Callable[[], None]) -> None:

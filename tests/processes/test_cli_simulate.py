@@ -110,7 +110,7 @@ class Limits(list):
 
 @pytest.fixture
 def limits(monkeypatch):
-    """The limits of a process that may not raise the hard one, unless ``most`` is more."""
+    """The limits of a process whose hard limit cannot rise, except up to ``most``."""
     state = Limits([1024, 4096])
 
     def set_limit(_, wanted):

@@ -23,7 +23,7 @@ LOOP = "loop.py"
 STEP_S, LOG_INTERVAL = 0.02, 25  # a window of half a second
 INTERVAL_S = 0.2
 LOW_W, HIGH_W = 180.0, 620.0
-#: An edge inside a tick with a step of power: the tick hides 440 W for 0.05 s on average.  A window has two.
+#: An edge inside a tick with a step of power: the tick hides 440 W for 0.05 s on average.  Each window has two edges.
 EDGES_J = 2 * (HIGH_W - LOW_W) * 0.1 / 4
 MAX_WRONG = 0.05  # share of a window's energy, independent of its stated error
 #: A calibration of this model from before, so that the jobs do not spend two seconds on it.

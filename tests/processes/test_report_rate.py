@@ -62,7 +62,7 @@ def test_windows_of_1_ms_are_batched_and_totals_are_exact(listening, tmp_path, e
     socket, endpoint = listening
     settings = {"ENDPOINT": endpoint, "LOG_INTERVAL": "1", "DEVICE": "simulated", "RUN_DIR": str(tmp_path)}
     settings["SECURITY"] = "none"
-    settings["HISTORY_SIZE"] = "5000"  # for the second that it may have to wait: on a busy machine, some seconds
+    settings["HISTORY_SIZE"] = "5000"  # windows of some seconds, if the agent is delayed
     environ = {**os.environ, **{f"EFFICIENTLLM_{name}": value for name, value in settings.items()}}
     trainer = subprocess.Popen([sys.executable, "-c", LOOP], env=environ, cwd=tmp_path)
 

@@ -202,7 +202,7 @@ def test_charts_without_any_value_are_not_on_the_page(tmp_path):
     assert not [title for title in titles if title.startswith(("pcu_ratio", "joules"))]
 
 
-def test_correction_is_at_the_newest_step_without_window_tags(tmp_path):
+def test_correction_is_written_at_the_newest_step(tmp_path):
     run = with_keys(totals(100), memory_mean_bytes=2**30)
     back = written(tmp_path, make_report(100), make_report(200), make_report(100, run=run, last=run, correction=True))
 

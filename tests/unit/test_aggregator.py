@@ -1415,7 +1415,7 @@ def test_total_of_all_reports_has_a_value_and_full_coverage():
         ([(0, 4), (1, 4)], "the last report of 2 ranks never arrived"),
     ],
 )
-def test_total_without_a_window_has_only_a_coverage(without, reason):
+def test_missing_window_leaves_energy_coverage_without_total(without, reason):
     job = whole_run(without=without)
     for rank in range(2):
         job.aggregator.bye(Bye(f"agent-{rank}", rank, "killed", 40, end_time_s=1040.0), Now(job.now_s, 1040.0))

@@ -154,15 +154,15 @@ _H100_PCIE = Origin(
     "NVIDIA H100 GPU Architecture v1.04 (2022); product brief PB-11133-001_v02 (Nov 2022)", _H100.url, "quoted")
 _H100_NVL = Origin("NVIDIA H100 datasheet 3440270 (Sept 2024), halved; product brief PB-11773-001_v01 (March 2024)",
     "https://www.nvidia.com/en-us/data-center/h100/", "quoted")
-_H200 = Origin("NVIDIA H200 datasheet 3367400 (July 2024); peaks as the H100's, whose silicon it is",
+_H200 = Origin("NVIDIA H200 datasheet 3367400 (July 2024); the chip and peaks of the H100",
     "https://www.nvidia.com/en-us/data-center/h200/", "quoted")
 _H200_NVL = Origin(
     "NVIDIA H200 page (2026), halved; H200 NVL product brief PB-12128-001_v01 (April 2025)", _H200.url, "quoted")
-_H800 = Origin("NVIDIA H800 datasheet (2023); peaks as the H100's, whose silicon it is",
+_H800 = Origin("NVIDIA H800 datasheet (2023); the chip and peaks of the H100",
     "https://chaoqing-i.com/upload/20231128/NVIDIA%20H800%20GPU%20Datasheet.pdf", "quoted")
 _H20 = Origin("NVIDIA publishes no datasheet; papers that train on it and NVIDIA/TensorRT-LLM, cluster_info.py",
     "https://github.com/NVIDIA/TensorRT-LLM", "unconfirmed")
-_GH200 = Origin("NVIDIA GH200 Grace Hopper Superchip datasheet (from memory); peaks as the H100's, whose silicon it is",
+_GH200 = Origin("NVIDIA GH200 Grace Hopper Superchip datasheet (from memory); the chip and peaks of the H100",
     "https://resources.nvidia.com/en-us-grace-cpu/grace-hopper-superchip", "unconfirmed")
 _BLACKWELL = Origin("NVIDIA Blackwell datasheet 3384703, per GPU, halved; NVIDIA/exemplar-performance, README",
     "https://nvdam.widen.net/s/wwnsxrhm2w/blackwell-datasheet-3384703", "quoted")

@@ -23,7 +23,7 @@ class Credentials:
     user: str
     password: str = field(repr=False)
     authentication: str = BASIC
-    ca_file: Path | None = None  # authorities instead of the system's
+    ca_file: Path | None = None  # certificate authorities; None: the system's
     fingerprint: bytes | None = None  # SHA-256 of the only accepted certificate; name and issuer are ignored
 
     @classmethod

@@ -45,7 +45,7 @@ _RAIL = re.compile(
 )
 _PARTS = ("cores", "soc", "dram")
 
-_ERROR = "gain assumed as of a board that is not calibrated: no accuracy is published"
+_ERROR = "gain error assumed, as for an uncalibrated board: no accuracy is published"
 
 
 class Meter(NamedTuple):

@@ -89,7 +89,7 @@ class Stragglers:
         """Judge a window by the rows of its ranks, in the order of windows.
 
         Args:
-            rows: one a rank.
+            rows: one row per rank.
             offsets: of the ranks' clocks to ours, where known.
         """
         worked = self._peers.at_work(rows)
