@@ -1,8 +1,7 @@
 """The error of a window's energy, of effllm and of its peers: ``make bench-energy``.
 
-Hosts of traced GPUs are measured by one tool after the other, so that none disturbs another.  Every tool gets
-the same lengths and pauses, and each of its windows is judged by the true energy between the edges that the
-tool itself claims.
+Hosts of traced GPUs are measured by one tool after another, so that no tool disturbs another.  Every tool gets the
+same lengths and pauses.  Each window is compared with the exact energy between the edges that the tool itself states.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The results of tools for windows, against the truth of the trace."""
+"""The results of tools for windows, compared with the exact energy of the trace."""
 
 from __future__ import annotations
 

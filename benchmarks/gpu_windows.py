@@ -1,8 +1,8 @@
-"""Windows' energy on a real GPU, beside the known energy of its load.
+"""The energy of windows on a real GPU, compared with the known energy of its load.
 
-Load is switched between two levels at moments that are known, so that every window's energy is its length times
-one power plus its time under load times another.  Both powers are fitted to all windows; the residual of each
-window is its error, together with variations of the load itself: an upper bound.
+The load is switched between two levels at known times, so a window's energy is its length times one power plus its
+time under load times another.  Both powers are fitted to all windows.  The residual of each window includes
+variations of the load itself, so it is an upper bound of the error.
 """
 
 from __future__ import annotations

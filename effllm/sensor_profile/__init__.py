@@ -1,6 +1,6 @@
 """The behaviour of the sensors of one GPU without other work: idle, then under a known load.
 
-Reads are as dense as the driver allows, which would disturb a job: nothing else should run on the GPU.
+Reads are as dense as the driver allows and would disturb a job, so no other program should use the GPU.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def profile(
     Args:
         reader: the GPU.
         open_load: prepares the load; called after the idle GPU was measured, since a CUDA context raises its power.
-        seconds: for all measurements together.
-        facts: NVML's own data, of an NVIDIA GPU.
+        seconds: total duration of all measurements.
+        facts: NVML's own data, for an NVIDIA GPU.
         progress: called with the stage and its progress, 0..1.
         clock: the time.
     """

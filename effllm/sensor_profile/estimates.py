@@ -1,9 +1,9 @@
-"""Estimates of a sensor from its readings under a known load; pure.
+"""Estimates of a sensor from its readings under a known load. No I/O.
 
-A reading is modelled as the mean of power over a window that ends some time before it is shown.  Load
-switches power between two levels at known times, so that for each window and delay the share of time
-under load is known too; the estimate is the pair with the best correlation of readings and shares.  Edges at
-varying phases of the sensor give both to far less than a tick.  See docs/calibration.md.
+A reading is modelled as the mean of power over a window that ends some time before the reading is shown.  The load
+switches power between two levels at known times, so the share of time under load is known for each window and delay.
+The estimate is the pair of window and delay with the best correlation of readings and shares.  Edges at varying
+phases of the sensor give both with an error far below a tick.  See docs/calibration.md.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class Tick(NamedTuple):
 
 
 class Load:
-    """Load that was switched at known times.
+    """A load that was switched at known times.
 
     Args:
-        edges: in order of time.
+        edges: the edges in order of time.
         origin_ns: the zero of seconds.
     """
 
@@ -85,7 +85,7 @@ class Load:
 
 
 def ticks_of(readings: Readings) -> tuple[Rhythm, list[Tick]] | None:
-    """Return the rhythm of a reading and its changes; ``None`` where they are too few or have no rhythm.
+    """Return the rhythm of a reading and its changes; ``None`` if there are too few changes or no rhythm.
 
     Each change is between two reads: on a regular grid where possible, else as near to it as possible.
     """
@@ -116,7 +116,7 @@ def ticks_of(readings: Readings) -> tuple[Rhythm, list[Tick]] | None:
 
 
 def _numbered(middles: Sequence[float]) -> list[int]:
-    """Number the changes by the period that is the smallest common gap: some periods change nothing."""
+    """Number the changes in periods, the smallest common gap; some periods have no change."""
     gaps = [later - earlier for earlier, later in pairwise(middles)]
     period = sorted(gaps)[len(gaps) // 10]
     for _ in range(4):
@@ -131,7 +131,7 @@ def _line(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float]:
 
 
 def is_together(ones: Sequence[Tick], others: Sequence[Tick], within_s: float) -> bool:
-    """Whether changes of one reading happen at the same times as those of another."""
+    """Whether one reading changes at the same times as another."""
     times = [other.at_s for other in others]
     near = 0
     for one in ones:
@@ -159,7 +159,7 @@ def steps_w(ticks: Sequence[Tick], rhythm: Rhythm) -> list[tuple[float, float]]:
 
 
 def response(load: Load, readings: Readings, shortest_s: float = MIN_WINDOW_S) -> Response | None:
-    """Return window and delay of readings behind the load; ``None`` where they do not follow it.
+    """Return window and delay of readings relative to the load; ``None`` if they do not follow it.
 
     Args:
         load: from before the first reading's window on.
@@ -265,8 +265,8 @@ def ratio(counted: Sequence[Tick], powers: Readings, shift_s: float, start_s: fl
         counted: the counter's ticks, with joules.
         powers: readings of power, in W, with linear interpolation.
         shift_s: delay of the power reading behind the counter.
-        start_s: of the time span.
-        end_s: of the time span.
+        start_s: start of the time span.
+        end_s: end of the time span.
     """
     integral = _integral_of(powers)
     if integral is None:

@@ -78,7 +78,7 @@ class SensorEvidence:
 
     @property
     def tick_s(self) -> float:
-        """The period of the counter, else of power; 0 where none is known."""
+        """The period of the counter, else of power; 0 if unknown."""
         rhythms = (self._counter.rhythm, self._power.rhythm)
         return next((rhythm.period_s for rhythm in rhythms if rhythm is not None), 0.0)
 
@@ -118,7 +118,7 @@ class SensorEvidence:
             self._loaded = _state(record, parts["counter"].ticks, long[0] + SETTLE_S, long[1])
 
     def _find_held(self, counter: _Reading, power: _Reading) -> bool | None:
-        """Return whether power changes at the counter's ticks, and is the mean of the tick that ends then."""
+        """Return whether power changes at the counter's ticks, and each reading is the mean of the last tick."""
         if counter.rhythm is None or not counter.rhythm.period_s or not power.values:
             return None
         tick_s = counter.rhythm.period_s
@@ -129,7 +129,7 @@ class SensorEvidence:
 
     @property
     def _lag_s(self) -> float | None:
-        """The age of the counter's energy: the delay of a tick after the end of the time it covers."""
+        """The age of the counter's energy: the delay of a tick after the end of the covered time."""
         followed, rhythm = self._responses.get("counter"), self._counter.rhythm
         return None if followed is None or rhythm is None else followed.middle_s - rhythm.period_s / 2
 
@@ -194,7 +194,7 @@ class SensorEvidence:
         return is_held(self._idle.samples) if self._is_held is None else self._is_held
 
     def _sensor(self) -> Sensor:
-        """Return the sensor for runs on this model and driver; unmeasured values are the assumed ones."""
+        """Return the sensor for runs on this model and driver; unmeasured values are assumed."""
         rhythm = self._rhythm()
         tick = None
         if rhythm is not None:
@@ -204,13 +204,13 @@ class SensorEvidence:
         if average is not None:
             sensor = replace(sensor, average_s=average.window_s)
         followed, lag_s = self._responses.get("counter"), self._lag_s
-        if self._device.energy_method != COUNTER:  # without a counter there is no lag of one
+        if self._device.energy_method != COUNTER:  # only a counter has this lag
             return replace(sensor, source=PROFILED) if self._responses and tick is not None else sensor
         if followed is None or rhythm is None or lag_s is None:
             return sensor
         open_s = followed.middle_error_s
         if rhythm.period_s and followed.window_s > 1.3 * rhythm.period_s:
-            open_s += (followed.window_s - rhythm.period_s) / 2  # it is smoothed, which a lag cannot correct
+            open_s += (followed.window_s - rhythm.period_s) / 2  # a lag cannot correct smoothing
         worst = max((abs(found.value - 1) for found in self._ratios.values()), default=0.0)
         return replace(
             sensor,

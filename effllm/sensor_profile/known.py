@@ -1,4 +1,4 @@
-"""The sensor of this machine's GPU, from a profile or without one."""
+"""The sensor of this machine's GPU, from the cache or measured now."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Known(Struct, frozen=True):
 
 
 def known(reader: Reader, folder: Path) -> Known | None:
-    """Return a GPU's sensor: from the cache, else measured now in two seconds and not kept.
+    """Return a GPU's sensor: from the cache, else measured now in two seconds and not cached.
 
-    ``None`` where there is no GPU with a sensor.
+    ``None`` without a GPU with a sensor.
     """
     device = reader.device
     if not device.is_gpu or device.simulated or device.energy_method is None:
@@ -66,7 +66,7 @@ def _scopes(uuid: str) -> dict[str, list[str]]:
 
 
 def as_text(sensor: Known) -> list[tuple[str, list[str]]]:
-    """Return it as text: rows of a name and its lines."""
+    """Return the sensor as text: rows of a name and its lines."""
     moves = f"moves every {1e3 * sensor.tick_s:.1f} ms" if sensor.tick_s else "no tick is known"
     held = "power held with it" if sensor.is_held else "power not held"
     call = f"; a read takes {1e3 * sensor.call_s:.2f} ms" if sensor.call_s else ""

@@ -1,4 +1,4 @@
-"""Switches the load of a GPU on and off, by a pattern."""
+"""Switches the load of a GPU on and off, following a pattern."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ END_S = 10.0
 
 
 class LoadUnavailable(Exception):
-    """The GPU cannot be put under load, or no longer; the message is one sentence."""
+    """The GPU cannot be loaded, or no longer; the message is one sentence."""
 
 
 class Loader(Protocol):
@@ -30,17 +30,17 @@ class Loader(Protocol):
     name: str
 
     def start(self, stretches_s: Sequence[float]) -> None:
-        """Begin to load it and to let it rest in turn, for these durations; do not wait.
+        """Start alternating load and pause with these durations, without a wait for their end.
 
         Raises:
-            LoadUnavailable: it cannot.
+            LoadUnavailable: the GPU cannot be loaded.
         """
 
     def take(self) -> list[LoadEdge] | None:
-        """Return the actual edges of the load at the end of all; before that ``None``.
+        """Return the actual edges of the load after its end; before that ``None``.
 
         Raises:
-            LoadUnavailable: it failed.
+            LoadUnavailable: the load failed.
         """
 
     def close(self) -> None:
@@ -48,14 +48,14 @@ class Loader(Protocol):
 
 
 def pattern(seconds: float, tick_s: float) -> list[float]:
-    """Return durations with load on, off, on, ...: long first, then short, then medium, never in step with ticks.
+    """Return durations with load on, off, on, ...: first long, then short, then medium, never in step with ticks.
 
-    The long one shows the loaded GPU; the short ones, some shorter than a tick, are at varying phases of the
-    sensor; a mean over a second follows the medium ones.
+    The long one shows the loaded GPU.  The short ones, some shorter than a tick, are at varying phases of the sensor.
+    The medium ones are long enough for means over a second.
 
     Args:
-        seconds: for all of them.
-        tick_s: of the sensor, or an assumption.
+        seconds: total duration.
+        tick_s: the sensor's tick, measured or assumed.
     """
     chance = random.Random(20261120)  # noqa: S311 - the same pattern each time
     tick_s = min(max(tick_s, 0.04), 0.5)
@@ -68,10 +68,10 @@ def pattern(seconds: float, tick_s: float) -> list[float]:
 
 
 class TorchLoad:
-    """Matrix products by torch, in a process of its own, so that neither waits for the other's interpreter.
+    """Matrix products by torch, in a separate process, so that load and reads do not share one interpreter lock.
 
     Args:
-        device: UUID of the GPU, or of a slice of one; ``None`` is torch's first.
+        device: UUID of the GPU or slice; ``None`` is torch's first GPU.
     """
 
     def __init__(self, device: str | None) -> None:
@@ -86,11 +86,11 @@ class TorchLoad:
         """Start the process, prepare the GPU, and return this.
 
         Raises:
-            LoadUnavailable: there is no torch, or none that can compute on this GPU.
+            LoadUnavailable: torch is missing, or cannot compute on this GPU.
         """
         orders, self._orders = os.pipe()
         self._answers, answers = os.pipe()
-        environ = {**this_process(), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}  # it trains nothing: no ledger of its own
+        environ = {**this_process(), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}  # not a training process: no metrics
         if self._device:
             environ["CUDA_VISIBLE_DEVICES"] = self._device
         try:
@@ -134,7 +134,7 @@ class TorchLoad:
             self._process = None
 
     def _answer(self) -> dict[str, Any] | None:
-        """Return an answer of the process, ``None`` before it has arrived.
+        """Return an answer of the process, or ``None`` before it has arrived.
 
         Raises:
             LoadUnavailable: it cannot load the GPU, has ended, or does not answer in time.

@@ -1,4 +1,4 @@
-"""NVML's data of a GPU, and the time of each of its calls, without data that identifies a machine."""
+"""NVML's data of a GPU, and the duration of each NVML call, without data that identifies a machine."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Facts:
         return found
 
     def powers(self) -> dict[str, Callable[[], float | None]]:
-        """Return the power readings that our samples do not have, in W, by name."""
+        """Return the power readings that samples do not have, in W, by name."""
         average_id = _FIELDS["average power"][0]
 
         def average() -> float:
@@ -94,7 +94,7 @@ class Facts:
         return {name: partial(_or_none, ask) for name, ask in asked.items() if _or_none(ask) is not None}
 
     def calls(self, sleep: Callable[[float], None] = time.sleep) -> list[DriverCall]:
-        """Return the time of each call, alone, at the period of a sampler."""
+        """Return the duration of each call, made separately, at the period of a sampler."""
         return [call for name, ask in self._timed() if (call := timed(name, ask, sleep)) is not None]
 
     def _answer_of(self, number: int, scope: int) -> str:

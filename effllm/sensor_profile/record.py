@@ -1,6 +1,6 @@
 """The profile of one GPU's sensors: plain values that can be published.
 
-It has no host, user, serial number or path, and of the UUID only a short hash.
+It has no host, user, serial number or path, and only a short hash of the UUID.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class SensorProfile(Struct, frozen=True):
     average_response: Response | None = None
     usage: Rhythm | None = None  # of nvmlDeviceGetPowerUsage, whose meaning differs between boards
     usage_response: Response | None = None
-    power_is_held: bool | None = None  # it changes at the counter's ticks, and is the power of the tick before
+    power_is_held: bool | None = None  # it changes at the counter's ticks, and is the power of the last tick
     ratios: dict[str, Ratio] = {}  # counter over integrated power: idle, loaded, switched
     idle: State | None = None
     loaded: State | None = None

@@ -20,7 +20,7 @@ WARM_S = 1.0
 
 
 def main(arguments: list[str]) -> None:
-    """Answer orders until there are no more; ``arguments`` are the descriptors of orders and answers."""
+    """Process orders until their pipe is closed; ``arguments`` are the descriptors of orders and answers."""
     orders, answers = map(int, arguments)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # torch prints long warnings; the reason is reported below
     try:
@@ -49,13 +49,13 @@ class _Unavailable(Exception):
 
 
 class _Products:
-    """Products of two matrices on the one GPU that is visible."""
+    """Products of two matrices on the only visible GPU."""
 
     def __init__(self, orders: int) -> None:
         self._orders = orders
         try:
             import torch
-        except Exception as error:  # a broken installation may raise any
+        except Exception as error:  # a broken installation may raise any exception
             missing = isinstance(error, ModuleNotFoundError)
             raise _Unavailable(
                 "torch is not installed" if missing else f"torch cannot be imported ({type(error).__name__})"
@@ -95,7 +95,7 @@ class _Products:
         return spent_s / done
 
     def switch(self, stretches_s: Sequence[float]) -> list[tuple[int, int]] | None:
-        """Load and rest in turn; return the start of each, or ``None`` where the parent process has ended."""
+        """Alternate load and pause; return the start of each, or ``None`` after the parent process has ended."""
         edges: list[tuple[int, int]] = []
         for number, stretch_s in enumerate(stretches_s):
             is_on = number % 2 == 0

@@ -34,7 +34,7 @@ class Record(NamedTuple):
 
     @property
     def origin_ns(self) -> int:
-        """The zero of its seconds."""
+        """The zero of the record's seconds."""
         return self.samples[0].time_ns
 
     @property
