@@ -1,1 +1,1 @@
-"""The decisions about a job, pure: windows of ranks in, totals, metrics and summaries of the job out."""
+"""The rules of the aggregator: computes totals, metrics and summaries of the job from the windows of its ranks."""

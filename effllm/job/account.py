@@ -18,7 +18,7 @@ from effllm.records.energy import NORMAL_95, NOT_MEASURED
 from effllm.records.job import ClusterTotals, Counts, DeviceTotals, JobConstants, JobEnergy, LoopTimes
 from effllm.records.rank import Profile, RankReport, add_profiles
 
-_JOB = "job"  # whose energy that of all devices is
+_JOB = "job"  # key of the energy of all devices
 
 
 class RankSums(Table):
@@ -52,7 +52,7 @@ class DeviceSums(Table):
 class Account(Struct):
     """The running sums of a job on one time base.
 
-    ``wall`` chooses the base: the whole wall time of the rows, or their iterations alone.
+    ``wall`` selects the base: the whole wall time of the reports, or only their iterations.
     """
 
     wall: bool = False
@@ -64,13 +64,13 @@ class Account(Struct):
     energy_counts: dict[str, int] = {}  # of these windows, with their iterations
     energy_windows: int = 0
     holes: int = 0  # windows whose energy is not in the sum
-    partial: int = 0  # windows of which a device is not in it, or only in part; the holes are among them
-    left_windows: int = 0  # those of them in which it is missing because its ranks had left
-    covered_s: float = 0.0  # wall time, mean over devices, whose energy was measured
+    partial: int = 0  # windows in which a device is missing or only partly measured, including the holes
+    left_windows: int = 0  # windows in which a device is missing because its ranks had left
+    covered_s: float = 0.0  # wall time with measured energy, mean over devices
     covered_iterations: float = 0.0
     measured_j: float = 0.0
-    gpus_j: float = 0.0  # what GPUs drew in the covered windows, whatever the scope ...
-    gpus_holes: int = 0  # ... and in how many of these that is not known
+    gpus_j: float = 0.0  # energy of the GPUs in the covered windows, for any scope ...
+    gpus_holes: int = 0  # ... and number of these windows in which it is unknown
     gauges: dict[str, GaugeSums] = {}
     throttled_s: float = 0.0
     throttle_covered_s: float = 0.0
@@ -89,7 +89,7 @@ class Account(Struct):
         self.profile = add_profiles(self.profile, rows.profile)
 
     def add_devices(self, merged: Merged, sign: int = 1) -> None:
-        """Add the memory and utilization of a window's devices; with a sign of -1 take them back."""
+        """Add the memory and utilization of a window's devices; with a sign of -1 subtract them."""
         levels = (merged.wall if self.wall else merged.iterations).levels
         at = self.devices.find(merged.names)
         values = self.devices.values
@@ -114,9 +114,9 @@ class Account(Struct):
     def add_energy(
         self, window: int, energy: WindowEnergy, rows: Iterable[RankReport], least_coverage: float, sign: int = 1
     ) -> None:
-        """Add a window's energy, with the seconds and counts it belongs to, if enough of it was measured.
+        """Add a window's energy, with its seconds and counts, if its coverage suffices.
 
-        With a sign of -1 take it back, for a late row changes all of it.
+        With a sign of -1 subtract it, because a late report changes all of it.
         """
         amount = energy.wall if self.wall else energy.iterations
         self.measured_j += sign * (amount.joules or 0.0)
@@ -138,11 +138,11 @@ class Account(Struct):
         _add(self.energy_counts, {"iterations": rows.iterations, **rows.counts}, sign)
 
     def totals(self, constants: JobConstants, sample_s: float | None = None) -> ClusterTotals:
-        """Return what metrics are computed from: sums per rank first, the maximum over ranks last.
+        """Return the totals for metrics: sums per rank first, then the maximum over ranks.
 
         Args:
             constants: of the job.
-            sample_s: time between two samples of a device, where the error of means is to be known.
+            sample_s: time between two samples of a device, for the error of means.
         """
         peaks = self.devices.column("memory_peak_bytes")
         memory = _mean_min_max(*self.devices.values[:, :2].T)
@@ -200,11 +200,11 @@ class Account(Struct):
         )
 
     def _sampling_error(self, name: str, sample_s: float | None) -> float | None:
-        """Return the half-width (95 %) of a mean of samples over devices, or ``None`` where it is not known.
+        """Return the half-width (95 %) of a mean of samples over devices, or ``None`` if it is unknown.
 
-        What varies around a mean m between 0 and a peak p has a variance of at most m (p - m) (Bhatia and Davis, 2000);
-        of a mean of n samples at unrelated moments, a share 1/n of it.  Devices of a job do the same at the same time,
-        so that their errors do not cancel.
+        A value between 0 and a peak p with mean m has a variance of at most m (p - m) (Bhatia and Davis, 2000), and the
+        mean of n samples at independent times has 1/n of it.  Devices of a job do the same work at the same time, so
+        their errors do not cancel.
         """
         integral = "memory_byte_seconds" if name == "memory" else "utilization_seconds"
         sums, covered_s = self.devices.column(integral), self.devices.column(f"{name}_covered_s")
@@ -218,7 +218,7 @@ class Account(Struct):
         return None if np.isnan(error) else error
 
     def iteration_s(self) -> float:
-        """Return the mean iteration of the rank with the longest ones; 0 where there are none."""
+        """Return the mean iteration of the rank with the longest iterations; 0 if there are none."""
         time_s, iterations = self.ranks.column("time_s"), self.ranks.column("iterations")
         return float(means(time_s, iterations).max(initial=0.0))
 
@@ -236,7 +236,7 @@ def _add(sums: dict[str, int], counts: Mapping[str, int], sign: int = 1) -> None
 
 
 def _mean_min_max(sums: Array, covered_s: Array) -> tuple[float | None, float | None, float | None]:
-    """Return the mean, the least and the largest of means over time, over those that cover any."""
+    """Return the mean, the smallest and the largest of the means over time."""
     found = means(sums, covered_s)
     return (float(found.mean()), float(found.min()), float(found.max())) if len(found) else (None, None, None)
 
@@ -246,7 +246,7 @@ def _largest(column: Array) -> float:
 
 
 def _slowest(seconds: Array, steps: Array) -> int:
-    """Return the row with the largest mean step, or -1 where there are no steps."""
+    """Return the row with the largest mean step, or -1 without steps."""
     if not (steps > 0).any():
         return -1
     mean_s = np.full(len(steps), -1.0)

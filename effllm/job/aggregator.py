@@ -21,19 +21,19 @@ from effllm.records.job import Summary
 from effllm.records.rank import MAX_EVENT_COUNT, Event
 from effllm.records.wire import AgentEvent, Bye, Heartbeat, Hello, Reports, Stack
 
-MAX_BACKLOG_S = 15.0  # for so long at most no rank is late because we are
+MAX_BACKLOG_S = 15.0  # longest delay of our own processing for which no rank counts as late
 
 
 class Aggregator:
-    """Combines what ranks report into the metrics of the whole job.
+    """Combines the reports of ranks into the metrics of the whole job.
 
     Args:
         config: the job's settings.
-        job: random id of the job; empty takes the first that comes.
-        attempt: which start of the job this is, from 1.
+        job: random id of the job; if empty, that of the first HELLO.
+        attempt: number of this attempt, from 1.
         time_s: unix time of the start.
-        ledger: what a killed predecessor left.
-        boot: id of this machine's monotonic clock; empty where that is not known.
+        ledger: the state of a killed predecessor.
+        boot: id of this machine's monotonic clock; empty if unknown.
     """
 
     def __init__(
@@ -49,14 +49,14 @@ class Aggregator:
         self._stragglers = StragglerWatch(ledger, self.events.record)
         self.open = OpenWindows(config, ledger, self.presence)
         self.closed = ClosedWindows(config, ledger, self.roster, self.events, self._stragglers)
-        self._heard_s: float | None = None  # when any rank was heard last
+        self._heard_s: float | None = None  # time of the last message of any rank
         self.garbage = 0  # frames that were not messages
         self.duplicates = 0
 
-    # --- what comes in ---
+    # --- received messages ---
 
     def hello(self, message: Hello, now: Now) -> str:
-        """Take an introduction; return why it is rejected, or an empty string."""
+        """Handle a HELLO; return why it is rejected, or an empty string."""
         number = message.rank
         reason = self.roster.objection(message, now.mono_s)
         if reason:
@@ -83,7 +83,7 @@ class Aggregator:
         return ""
 
     def reports(self, message: Reports, now: Now, num_bytes: int = 0) -> bool:
-        """Take windows of a rank; those taken before are dropped and counted.
+        """Handle windows of a rank; duplicates are dropped and counted.
 
         Args:
             message: the windows.
@@ -91,10 +91,10 @@ class Aggregator:
             num_bytes: of the message.
 
         Returns:
-            ``False`` where the rank has more open windows than an agent keeps: the rest of the message is not taken,
-            nor may what follows be, until the agent has sent it again.
+            ``False`` if the rank has more open windows than an agent keeps: the rest of the message, and all following
+            reports, must be rejected until the agent has sent the rest again.
         """
-        # What is done here is done ten thousand times a second.
+        # This runs ten thousand times a second.
         rows, now_s, windows = message.rows, now.mono_s, self.open
         row_bytes, is_all = num_bytes // (len(rows) or 1), True
         for row in rows:
@@ -138,7 +138,7 @@ class Aggregator:
             self._stragglers.heartbeat(message, now.mono_s)
 
     def stack(self, message: Stack, now: Now) -> None:
-        """Take the stack of a trainer in a stall; one that was not asked for is counted as garbage."""
+        """Handle the stack of a trainer in a stall; a stack without a request is counted as garbage."""
         rank = self.roster.rank_of(message.rank, message.agent)
         if rank is None or not self.stalls.stack(message, now.unix_s):
             self.garbage += 1
@@ -146,7 +146,7 @@ class Aggregator:
             self._hear(message.rank, now)
 
     def agent_event(self, message: AgentEvent, now: Now) -> None:
-        """Take an event of an agent: it keeps its own time, but for a clock that is ahead or far behind."""
+        """Record an event of an agent with its own time, limited to the time of the run."""
         if self.roster.rank_of(message.rank, message.agent) is not None:
             self._hear(message.rank, now)
             event, count = message.event, min(message.event.count, MAX_EVENT_COUNT)
@@ -155,7 +155,7 @@ class Aggregator:
             self.events.record(replace(event, time_s=happened_s, text=text, rank=message.rank, count=count))
 
     def bye(self, message: Bye, now: Now) -> bool:
-        """Take the end of a rank; ``False`` where its agent is unknown."""
+        """Handle the end of a rank; ``False`` if its agent is unknown."""
         rank = self.roster.rank_of(message.rank, message.agent)
         if rank is None:
             self.garbage += 1
@@ -173,16 +173,16 @@ class Aggregator:
         return True
 
     def reject(self, time_s: float, reason: str) -> None:
-        """Count a frame that was no message of ours."""
+        """Count a frame that is not a message."""
         self.garbage += 1
         self.events.record(Event(time_s, "garbage", f"a frame was rejected: {reason}"))
 
     def tick(self, now: Now, heard_until_s: float | None = None) -> None:
-        """Let time pass: record lost ranks, close windows whose deadline has passed.
+        """Advance the time: record lost ranks, and close windows whose deadline has passed.
 
         Args:
             now: the time.
-            heard_until_s: all that had arrived by then has been taken; no rank is late for what waits with us.
+            heard_until_s: all frames that arrived before this time have been handled; waiting frames make no rank late.
         """
         now_s, ledger = now.mono_s, self.ledger
         until_s = now_s if heard_until_s is None else max(heard_until_s, now_s - MAX_BACKLOG_S)
@@ -199,10 +199,10 @@ class Aggregator:
         self._close_ready(now_s, until_s)
         self.events.roll(now_s)
 
-    # --- what goes out ---
+    # --- results ---
 
     def settle(self, now: Now) -> None:
-        """Enter late rows: a state cannot record that an older row of a rank is missing from its sums."""
+        """Enter late reports, because a state cannot record that an older report of a rank is missing from its sums."""
         if self.open.has_late(now.mono_s, for_s=-math.inf if is_large(self.ledger.world_size) else 0.0):
             self._take_late(now)
 
@@ -210,16 +210,16 @@ class Aggregator:
         """Return the state as JSON, for a replacement.
 
         Args:
-            safe: what `OpenWindows.safe` returns, where it was called just now.
+            safe: the result of `OpenWindows.safe`, if it is already computed.
         """
         return self.ledger.encode(self.open.safe() if safe is None else safe)
 
     def finished(self, now_s: float) -> bool:
-        """Whether every rank has left, or will not come any more, and nothing is pending."""
+        """Whether every rank has left or will not join any more, and no window is pending."""
         return self.open.is_empty and self.presence.everyone_left(now_s)
 
     def give_up(self, rank: int, time_s: float) -> None:
-        """Wait no more for a rank whose agent is known to be gone."""
+        """Stop waiting for a rank whose agent has ended."""
         self.presence.give_up(rank)
         self.events.record(Event(time_s, "rank_lost", f"rank {rank} is lost: its agent ended without a BYE", rank))
 
@@ -261,7 +261,7 @@ class Aggregator:
             self.events.record(Event(time_s, "clock", text))
 
     def _hear(self, rank: int, now: Now) -> None:
-        if not self.ledger.ranks[rank].bye:  # an agent stays on a while, for the summary
+        if not self.ledger.ranks[rank].bye:  # after its BYE an agent still runs until the summary is written
             self._heard_s = now.mono_s
         if self.presence.hear(rank, now.mono_s):
             self.events.record(Event(now.unix_s, "back", f"rank {rank} is back", rank))

@@ -1,4 +1,4 @@
-"""Windows that have closed: they enter the totals, are judged and reported, and completed by late reports. No I/O."""
+"""Closed windows: added to the totals, checked, reported, and completed by late reports. No I/O."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ from effllm.records.rank import Event, RankReport
 
 MIN_DEADLINE_S = 5.0
 RECENT = 8  # closed windows that a late report can still complete
-MAX_SCOPE_COVERAGE = 0.5  # scopes with more than this are alike: the widest of them is taken
+MAX_SCOPE_COVERAGE = 0.5  # scopes with a higher coverage are equivalent: the widest of them is used
 MAX_NAMED = 8  # ranks in a line
 
 
 class Closed(NamedTuple):
-    """A window that closed, with the reports of its ranks."""
+    """A closed window, with the reports of its ranks."""
 
     report: ClusterReport
     rows: Sequence[RankReport]
 
 
 class ClosedWindows:
-    """The last windows of a job that closed, and their reports until they are taken.
+    """The last closed windows of a job, and their reports until `take` returns them.
 
     Args:
         config: the job's settings.
-        ledger: the job's state, which they enter.
+        ledger: the job's state, to which they are added.
         roster: the ranks and devices of the job.
-        events: takes what is found in them.
-        stragglers: judges each of them.
+        events: records their events.
+        stragglers: checks each window for stragglers.
     """
 
     def __init__(
@@ -70,13 +70,13 @@ class ClosedWindows:
         return closed
 
     def deadline_s(self) -> float:
-        """Return for how long a window waits for ranks that are behind: three windows."""
+        """Return how long a window waits for ranks that are behind: three windows."""
         return max(3 * statistics.median(self._spans_s), MIN_DEADLINE_S) if self._spans_s else ABSENT_AFTER_S
 
     # --- totals ---
 
     def close(self, number: int, by_rank: dict[int, RankReport], gathered: Gathered) -> None:
-        """Enter a window into the totals and report it."""
+        """Add a window to the totals and report it."""
         ledger, config = self._ledger, self._config
         window = self._weigh(number, by_rank, gathered)
         rows = window.ordered
@@ -100,7 +100,7 @@ class ClosedWindows:
             ledger.reset_run(number)
 
     def complete(self, number: int, rows: dict[int, RankReport], time_s: float) -> None:
-        """Enter late rows into the totals; the window that they belong to stays as it was shown."""
+        """Add late reports to the totals; the values shown for their window stay."""
         self._ledger.late += len(rows)
         ranks = sorted(rows)
         for rank in ranks if len(ranks) <= MAX_NAMED else ():
@@ -122,7 +122,7 @@ class ClosedWindows:
             self._report(window, late)
 
     def _both(self, known: dict[int, RankReport], late: dict[int, RankReport]) -> dict[int, RankReport]:
-        """Return the rows of a window with late ones, which may be the rest of what a rank had sent of it."""
+        """Return the reports of a window with late ones, which may be further parts of a rank's joined report."""
         if not self._config.min_window_s:
             return {**known, **late}
         rows = dict(known)
@@ -131,7 +131,7 @@ class ClosedWindows:
         return rows
 
     def _join(self, recent: Window, rows: dict[int, RankReport]) -> Window:
-        """Return a window whose rows are forgotten with more of them: a device that it has stays as it is."""
+        """Add reports to a window whose reports were dropped; devices that it already has do not change."""
         assert recent.merged is not None
         known = recent.merged.positions
         more = [
@@ -156,13 +156,13 @@ class ClosedWindows:
         assert window.merged is not None
         devices = roster.expected(ranks)
         unknown, blind = roster.absent(ranks) - roster.hellos.keys(), roster.blind(ranks)
-        # Their energy is unknown while others train; what ranks do after the last iteration differs by little.
+        # The energy of ranks that have left is unknown while others train; after the last iteration it hardly matters.
         left = (
             roster.devices.keys() - devices.keys()
             if roster.presence.num_left and window.ordered.iterations > 0
             else set()
         )
-        # The first window decides: of the scopes that every node has, the widest that was measured for most of it.
+        # The first window decides: of the scopes that every node has, the widest that was measured most of the time.
         weighed = [
             (scope, window_energy(window.merged, devices, len(unknown), len(blind), scope, left))
             for scope in roster.job.scopes

@@ -1,7 +1,7 @@
 """The energy of windows and of runs, with its errors, in columns; each joule is counted once. No I/O.
 
-Consecutive windows share an edge, at which their random errors cancel.  So a sum of windows keeps the
-variances at its open ends, and drops them where two windows meet.
+Consecutive windows share an edge, at which their random errors cancel.  So a sum of windows keeps the variances at its
+open ends, and drops those at shared edges.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ class WindowEnergy(Struct, frozen=True):
     gpus_wall_j: float = 0.0
     gpus_iterations_j: float = 0.0
     num_owners: int = 0  # devices whose energy belongs to the window
-    lowest_coverage: float = 1.0  # of any of these devices; 0 where a device or a rank is missing
-    num_left: int = 0  # devices whose ranks have left while others train: they are in no coverage
+    lowest_coverage: float = 1.0  # of any of these devices; 0 if a device or a rank is missing
+    num_left: int = 0  # devices whose ranks have left while others train; not counted in any coverage
 
     @property
     def share(self) -> float:
-        """Share of the window's energy that was measured, of devices whose ranks have left too."""
+        """Measured share of the window's energy, including devices whose ranks have left."""
         num_owners = self.num_owners + self.num_left
         return (self.coverage or 0.0) * self.num_owners / num_owners if num_owners else 0.0
 
     @property
     def iterations_j(self) -> float:
-        """Joules in iterations; complete only where the coverage suffices."""
+        """Joules in iterations; complete only if the coverage suffices."""
         return self.iterations.joules or 0.0
 
 
@@ -137,13 +137,13 @@ class EnergyTotals(Table):
     def _variances_j2(self) -> Array:
         variances_j2 = self.column("inside_j2").copy()
         if self._edges:
-            edges = list(self._edges.values())  # an older one may be shorter
+            edges = list(self._edges.values())  # older edges may have fewer devices
             rows, open_j2 = np.concatenate([np.arange(len(edge)) for edge in edges]), _open_j2(np.concatenate(edges))
             variances_j2 += np.bincount(rows, open_j2, len(variances_j2))
         return np.maximum(variances_j2, 0.0)  # subtraction leaves rounding errors
 
     def _touch(self, boundary: int, side: int, rows: Positions, variance_j2: Array, sign: int) -> None:
-        if boundary < self._oldest:  # whether two windows meet there is not kept
+        if boundary < self._oldest:  # it is no longer known whether two windows share it
             self._values[rows, self.NAMES.index("inside_j2")] += sign * variance_j2
             return
         edge = self._edges.get(boundary)

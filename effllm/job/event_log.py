@@ -1,4 +1,4 @@
-"""The events of a job: all are counted, and as many are handed on as a reader can use. No I/O."""
+"""The events of a job: all are counted, and a limited number of them become lines. No I/O."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from effllm.records.events import KINDS
 from effllm.records.plain_text import one_line
 from effllm.records.rank import Event
 
-MAX_STATED = 1000  # sentences of a kind that are remembered as recorded
-MAX_KINDS = 100  # of events; further ones are counted as OTHER
+MAX_STATED = 1000  # keys of a kind that are stored to record each once
+MAX_KINDS = 100  # of events; further kinds are counted as OTHER
 OTHER = "other"
 
 
@@ -28,29 +28,29 @@ class EventLog:
         self._ledger = ledger
         self._limit = EventLimit()
         self._events: list[Event] = []
-        self._stated: dict[str, set[str]] = {}  # by kind: a flood of one kind does not silence the others
+        self._stated: dict[str, set[str]] = {}  # by kind, so that many events of one kind do not suppress the others
 
     def record(self, event: Event) -> None:
-        """Count an event, and make a line of it unless there are too many of them."""
+        """Count an event; it becomes a line unless there are too many."""
         counts, kind, rank = self._ledger.events, event.kind, event.rank
         if kind not in KINDS and kind not in counts and len(counts) >= MAX_KINDS:
             kind = OTHER
         counts[kind] = counts.get(kind, 0) + event.count
         if rank is not None and not 0 <= rank < self._ledger.world_size:
-            rank = None  # a peer may claim any
+            rank = None  # a peer may send any number
         event = replace(event, kind=kind, text=one_line(event.text), rank=rank, attempt=self._ledger.attempt)
         if self._limit.admits(event):
             self._events.append(event)
 
     def record_once(self, event: Event, key: str = "") -> None:
-        """Record the event of a state that lasts, the first time that it has this key: its text by default."""
+        """Record an event only once per key, by default its text."""
         stated, key = self._stated.setdefault(event.kind, set()), key or event.text
         if key not in stated and len(stated) < MAX_STATED:
             stated.add(key)
             self.record(event)
 
     def roll(self, now_s: float = math.inf) -> None:
-        """Let time pass: each minute a line counts what was left out; at the end all of it."""
+        """Add lines with the counts of events that were left out, once a minute and at the end."""
         self._events += self._limit.roll(now_s)
 
     def take(self) -> list[Event]:

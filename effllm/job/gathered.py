@@ -1,7 +1,7 @@
-"""Readings of devices beside energy, memory and utilization, added up as their rows come. No I/O.
+"""Readings of devices beside energy, memory and utilization, summed when their reports come. No I/O.
 
-The processor time is the same when the window closes, 1.1 us a row; but then frames wait for it, 11 ms for ten
-thousand ranks.
+Summing them when the window closes would take the same CPU time, 1.1 us per report, but frames would wait for it: 11 ms
+for ten thousand ranks.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from effllm.records.rank import GAUGES, DeviceWindow, RankReport
 
 
 class GaugeSums(Struct):
-    """The running sums of a gauge, over all GPUs that have it."""
+    """The running sums of a gauge over all GPUs."""
 
     value_seconds: float = 0.0
     covered_s: float = 0.0
@@ -76,7 +76,7 @@ class GpuReadings(Struct):
 
 
 class Gathered(Struct):
-    """The readings of the only devices of ranks, each of which has one row here."""
+    """The readings of ranks with one device each, in one window."""
 
     readings: GpuReadings = field(default_factory=GpuReadings)
     num_rows: int = 0
@@ -90,5 +90,5 @@ class Gathered(Struct):
             self.is_simple = False
 
     def of(self, num_devices: int, num_rows: int) -> GpuReadings | None:
-        """Return the readings of a window with as many GPUs and rows; ``None`` if it had other devices."""
+        """Return the readings of a window with these numbers of GPUs and reports; ``None`` if it had other devices."""
         return self.readings if self.is_simple and num_devices == num_rows == self.num_rows else None

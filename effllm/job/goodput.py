@@ -1,8 +1,8 @@
-"""Where the elapsed time of a job went, and its joules, over restarts. No I/O.
+"""The elapsed time of a job and its joules by class, over restarts. No I/O.
 
-The reports of every rank tile its wall time.  What no report covers of the time between the first start and now is
-idle where the rank had not come or had left, else unknown; what lies between two attempts is the restart gap.  So
-the classes add up to the elapsed time.  Definitions: docs/goodput.md.
+The reports of a rank cover its wall time without gaps or overlaps.  Time without a report is idle before the rank
+joined or after it left, else unknown.  The time between two attempts is the restart gap.  So the classes add up to the
+elapsed time.  Definitions: docs/goodput.md.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ from effllm.job.goodput_tiles import Axis
 from effllm.records.job import AttemptSummary, GoodputSummary
 from effllm.records.rank import GENERATION
 
-#: What the job is there for.
+#: The classes of productive time.
 PRODUCTIVE = (KEPT, GENERATION)
-#: A smaller share of the elapsed time, or less of it, is what rounding leaves of a difference of unix times.
+#: A smaller share of the elapsed time, or a shorter time, is the rounding error of a difference of unix times.
 MIN_SHARE, MIN_CLASS_S = 1e-9, 1e-6
-#: In these nothing is measured, because nothing reports.
+#: Classes without energy, because no agent reports in them.
 UNREPORTED = (RESTART_GAP, IDLE, UNKNOWN)
 
-MAX_OLD_SPANS = 4096  # of all attempts but the newest two
-MAX_ATTEMPTS = 1000  # that are kept apart
+MAX_OLD_SPANS = 4096  # of all attempts except the newest two
+MAX_ATTEMPTS = 1000  # older ones are merged
 
 
 class Goodput(Struct):
-    """The time of a run by class, with what is needed to find later that work was lost."""
+    """The time of a run by class, with the spans that show later which work was lost."""
 
     clock: Axis = msgspec.field(default_factory=Axis)
     attempts: list[Attempt] = msgspec.field(default_factory=lambda: [Attempt(1)])
 
     @property
     def attempt(self) -> Attempt:
-        """The one that runs."""
+        """The running attempt."""
         return self.attempts[-1]
 
     def hear(self, ago_s: float = 0.0) -> None:
-        """Note that so long ago was the last sign of life of any rank."""
+        """Record that the last message of any rank came ``ago_s`` seconds ago."""
         attempt, at_s = self.attempt, self.clock.at_s or 0.0
         if not attempt.zero_time_s:
             attempt.zero_time_s = self.clock.time_s - at_s
@@ -57,16 +57,16 @@ class Goodput(Struct):
         time_s: float | None = None,
         start_time_s: float | None = None,
     ) -> None:
-        """Take the first message of a connection.
+        """Record the first message of a connection.
 
         Args:
-            rank: whose it is.
+            rank: of the message.
             world_size: of the job.
-            offset: iteration number less ordinal.
-            is_numbered: whether the offset was stated.
+            offset: iteration number minus ordinal.
+            is_numbered: whether the offset was given, not assumed.
             is_new: whether the agent is new.
-            time_s: when it was sent, by the agent's clock.
-            start_time_s: when the rank's first report begins, by the same.
+            time_s: time of sending, on the agent's clock.
+            start_time_s: start of the rank's first report, on the same clock.
         """
         attempt = self.attempt
         attempt.world_size = max(attempt.world_size, world_size)
@@ -81,16 +81,16 @@ class Goodput(Struct):
             attempt.begin_s = begin_s
 
     def hear_rank(self, rank: int, time_s: float | None) -> None:
-        """Take a message of a rank, sent at a time by its agent's clock."""
+        """Record a message of a rank, with its time of sending on the agent's clock."""
         self.attempt.ranks.hear(rank, self.clock.at_s or 0.0, time_s)
 
     def leave(self, rank: int, end_time_s: float | None = None, last_ordinal: int = 0) -> None:
-        """Take a rank's last message, with the end of the rank by its agent's clock and its last iteration."""
+        """Record a rank's last message, with the end of the rank on its agent's clock and its last iteration."""
         self.attempt.reached = max(self.attempt.reached, last_ordinal)
         self.attempt.ranks.leave(rank, self.clock.at_s or 0.0, end_time_s)
 
     def end_attempt(self, status: str) -> None:
-        """Begin the next start of the job."""
+        """End this attempt and begin the next one."""
         self.attempt.close(status)
         self.attempts.append(Attempt(self.attempt.number + 1))
         if len(self.attempts) > MAX_ATTEMPTS:
@@ -103,9 +103,9 @@ class Goodput(Struct):
         """Return the classes so far.
 
         Args:
-            is_over: the job has ended: nothing after its last sign of life is its time.
-            measures_energy: whether any device does.
-            status: of the attempt that runs.
+            is_over: the job has ended: time after its last message does not count.
+            measures_energy: whether any device measures energy.
+            status: of the running attempt.
         """
         seconds, rank_seconds = dict.fromkeys(CLASSES, 0.0), dict.fromkeys(CLASSES, 0.0)
         joules: dict[str, float | None] = dict.fromkeys(CLASSES, 0.0)
@@ -151,9 +151,9 @@ class Goodput(Struct):
         return attempt.ended_s if is_over else max(attempt.heard_s, self.clock.at_s or 0.0)
 
     def _begun_after(self) -> list[tuple[float | None, bool]]:
-        """Return for each attempt the smallest number with which a later one began, and whether its repeats are known.
+        """Return for each attempt the smallest first number of a later one, and whether its repeats are known.
 
-        They are not where a later attempt has no number, or where it has none itself and is not the first.
+        They are unknown if a later attempt has no number, or if it has none itself and is not the first attempt.
         """
         found: list[tuple[float | None, bool]] = []
         least: float | None = None

@@ -1,4 +1,4 @@
-"""One start of a job: its rank-seconds and joules by class, and what of them a later start does again. No I/O."""
+"""One attempt of a job: its rank-seconds and joules by class, and those that a later attempt repeats. No I/O."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ CLASSES = (
 #: The classes of the time of a span.
 PARTS = (KEPT, DATA, STRAGGLING, HANG)
 
-MAX_SPANS = 512  # of the newest attempts; when there are twice as many, the older half is merged by twos
-MAX_HANGS = 1000  # that are in no report yet
+MAX_SPANS = 512  # of the newest attempts; when there are twice as many, pairs of the older half are merged
+MAX_HANGS = 1000  # that are not in a report yet
 
 
 class Span(Struct, array_like=True):
-    """Iterations of one window, or of neighbouring ones: rank-seconds, and the joules of all of these."""
+    """Iterations of one or more consecutive windows: rank-seconds by class, and the joules of their sum."""
 
     window_first: int
     window_last: int
-    first: int = 1  # ordinals of the attempt; first > last where no iteration ended
+    first: int = 1  # ordinals of the attempt; first > last if no iteration ended
     last: int = 0
     kept_s: float = 0.0
     data_s: float = 0.0
     straggling_s: float = 0.0
     hang_s: float = 0.0
-    shutdown_s: float = 0.0  # is in no sum of this span: what a hang may be taken from
+    shutdown_s: float = 0.0  # not part of this span's sums; a hang may be subtracted from it
     joules: float = 0.0
 
     @property
@@ -48,7 +48,7 @@ class Span(Struct, array_like=True):
 
     @property
     def parts_j(self) -> tuple[float, float, float, float]:
-        """The joules, divided by time: what a device draws while it waits for data is not measured apart."""
+        """The joules in proportion to time, because the energy of waiting for data is not measured separately."""
         whole_s = self.kept_s + self.data_s + self.straggling_s + self.hang_s
         if whole_s <= 0:
             return self.joules, 0.0, 0.0, 0.0
@@ -56,12 +56,12 @@ class Span(Struct, array_like=True):
         return kept, data, straggling, hang
 
     def share_from(self, ordinal: float) -> float:
-        """Return the share of its iterations whose ordinal is at least this."""
+        """Return the share of its iterations from ``ordinal`` on."""
         count = self.last - self.first + 1
         return min(max((self.last - ordinal + 1) / count, 0.0), 1.0) if count > 0 else 0.0
 
     def absorb(self, later: Span) -> None:
-        """Add the span that follows to this one."""
+        """Add the next span to this one."""
         self.window_last = later.window_last
         if later.last >= later.first:
             self.first = min(self.first, later.first) if self.last >= self.first else later.first
@@ -75,7 +75,7 @@ class Span(Struct, array_like=True):
 
 
 class Redone(Struct, array_like=True):
-    """What of an attempt a later one did again."""
+    """The part of an attempt that a later one repeated."""
 
     seconds: float = 0.0  # rank-seconds
     joules: float = 0.0
@@ -83,11 +83,11 @@ class Redone(Struct, array_like=True):
 
 
 class Attempt(Struct):
-    """One start of the job."""
+    """One attempt of the job."""
 
     number: int
     begin_s: float | None = None  # on the axis of the run
-    heard_s: float = 0.0  # the last sign of life
+    heard_s: float = 0.0  # time of the last message
     end_s: float | None = None
     zero_time_s: float = 0.0  # unix time of the axis' zero by this attempt's clock
     world_size: int = 0
@@ -96,26 +96,26 @@ class Attempt(Struct):
     seconds: dict[str, float] = {}  # by class: rank-seconds of all reports
     joules: dict[str, float] = {}
     spans: list[Span] = []
-    hangs: dict[int, float] = {}  # by window: rank-seconds that are in no report yet
-    hang_at_end_s: float = 0.0  # rank-seconds that were taken from the shut-down
-    offset: int = 0  # number shown less ordinal
+    hangs: dict[int, float] = {}  # by window: rank-seconds that are not in a report yet
+    hang_at_end_s: float = 0.0  # rank-seconds that were subtracted from the shutdown
+    offset: int = 0  # number shown minus ordinal
     offset_at_start: int = 0
-    is_numbered: bool = False  # the offset was stated
+    is_numbered: bool = False  # the offset was given, not assumed
     first: int = 0  # ordinals of the iterations so far
     last: int = 0
-    reached: int = 0  # the last one that only a last message had
+    reached: int = 0  # the last ordinal in a BYE
     idle_s: float = 0.0  # rank-seconds, once it is over
-    redone_from: float | None = None  # what `redone` below was computed for: the smallest number done again
+    redone_from: float | None = None  # the smallest repeated number, for which `redone` was computed
     redone: Redone = msgspec.field(default_factory=Redone)
 
     @property
     def ended_s(self) -> float:
-        """Where the last rank's reports end, or its last message was sent if it has not left."""
+        """End of the last rank's reports, or time of its last message if it has not left."""
         last_s = self.ranks.last_s
         return self.heard_s if math.isnan(last_s) else last_s
 
     def count_rows(self, window: int, rows: Rows) -> None:
-        """Enter the reports of a window, each of which may be entered once."""
+        """Add the reports of a window; each report may be added only once."""
         numbers = rows.numbers
         seconds = numbers["busy_s"] + numbers["wait_s"]
         for i, row in enumerate(rows):
@@ -129,7 +129,7 @@ class Attempt(Struct):
         first, last = (int(firsts[worked].min()), int(lasts[worked].max())) if worked.any() else (1, 0)
         if last:
             self.first, self.last = min(self.first or first, first), max(self.last, last)
-        # The loop's own numbers replace those of the start, as soon as a rank has them.
+        # The loop's own numbers replace the initial ones as soon as a rank has them.
         offsets = (shown - lasts)[shown - lasts != self.offset_at_start]
         if offsets.size:
             self.offset = int(offsets[0])
@@ -140,22 +140,22 @@ class Attempt(Struct):
             self._hang(window, self.hangs.pop(window))
 
     def count_energy(self, window: int, iterations_j: float, phases_j: Mapping[str, float], sign: int = 1) -> None:
-        """Enter the joules of a window; with a sign of -1 take them back, for a late report changes all of them."""
+        """Add the joules of a window; with a sign of -1 subtract them, because a late report changes all of them."""
         self._enter(window, Span(window, window, joules=sign * iterations_j))
         _add(self.joules, phases_j, sign)
 
     def note_straggling(self, window: int, rank_seconds: float) -> None:
-        """Take from the kept time of a window that has closed what its ranks lost to the slowest, over all of them."""
+        """Move the time that all ranks lost to the slowest in a closed window from kept to straggling."""
         span = self._find(window)
         if span is not None:
             self._take(span, straggling_s=max(rank_seconds, 0.0))
 
     def note_hang(self, window: int, seconds: float) -> None:
-        """Take a stretch in which no rank made progress out of the class in which it lay.
+        """Move a period without progress of any rank from its class to hang.
 
         Args:
-            window: the one that was under way: its iterations have it, or the shut-down of its last reports; until it
-                closes, and where it never does, the time is unknown but for the hang.
+            window: the open window: the period is in its iterations, or in the shutdown of its last reports. Until it
+                closes, or if it never does, only the hang is known of this time.
             seconds: of the whole job.
         """
         self._hang(window, max(seconds, 0.0) * max(self.world_size, 1))
@@ -174,14 +174,14 @@ class Attempt(Struct):
         if rank_seconds > 0 and (len(self.hangs) < MAX_HANGS or window in self.hangs):
             self.hangs[window] = self.hangs.get(window, 0.0) + rank_seconds
 
-    # --- spans: `seconds` and `joules` have the sums of them ---
+    # --- spans: `seconds` and `joules` include their sums ---
 
     def _find(self, window: int) -> Span | None:
         i = bisect_left(self.spans, window, key=lambda span: span.window_last)
         return self.spans[i] if i < len(self.spans) and self.spans[i].window_first <= window else None
 
     def _enter(self, window: int, added: Span) -> None:
-        """Add to the span of a window, which is made where there is none."""
+        """Add to the span of a window; a missing span is made."""
         span = self._find(window)
         if span is None:
             span = Span(window, window)
@@ -211,7 +211,7 @@ class Attempt(Struct):
                 self.joules[name] = self.joules.get(name, 0.0) + sign * joules
 
     def merge_spans(self, limit: int) -> None:
-        """Merge neighbours by twos until there are at most so many; the older ones first, restarts need the newer."""
+        """Merge pairs of consecutive spans down to ``limit``; older ones first, because restarts need the newer."""
         spans = self.spans
         while len(spans) > limit:
             pairs = min(len(spans) - limit, max(len(spans) // 4, 1))
@@ -222,7 +222,7 @@ class Attempt(Struct):
     # --- its end ---
 
     def close(self, status: str) -> None:
-        """Settle what it did, but for what is done again."""
+        """Set its end, its idle time and its status."""
         self.end_s = self.ended_s
         if self.begin_s is not None:
             idle_s = self.ranks.idle_s(self.begin_s, self.end_s)
@@ -230,7 +230,7 @@ class Attempt(Struct):
         self.status, self.ranks = status, Tiles()
 
     def absorb(self, later: Attempt) -> None:
-        """Add the attempt that follows to this one, with what lay between them as unknown."""
+        """Add the next attempt to this one; the time between them becomes unknown."""
         self.end_s = later.end_s
         _add(self.seconds, later.seconds)
         _add(self.joules, later.joules)
@@ -242,10 +242,10 @@ class Attempt(Struct):
         self.first, self.last = self.first or later.first + shift, max(self.last, later.last + shift)
         self.spans, self.redone_from, self.status = self.spans + later.spans, None, later.status
 
-    # --- what goes out ---
+    # --- results ---
 
     def redo_from(self, number: float | None) -> None:
-        """Compute what was lost: the iterations from that number on were done again."""
+        """Compute the lost work: the iterations from ``number`` on were repeated."""
         if number is None or self.redone_from == number:
             return
         redone = Redone()
@@ -289,13 +289,13 @@ class Attempt(Struct):
         return joules
 
     def summary(self, span_s: float, gap_s: float, status: str, knows_repeats: bool) -> AttemptSummary:
-        """Return what summary.json has of it.
+        """Return its entry in summary.json.
 
         Args:
             span_s: its length so far.
-            gap_s: since the attempt before had ended.
+            gap_s: since the end of the previous attempt.
             status: while it runs.
-            knows_repeats: whether it is known what of it was done again.
+            knows_repeats: whether its repeated iterations are known.
         """
         begin_s = self.zero_time_s + (self.begin_s or 0.0)
         return AttemptSummary(
@@ -314,7 +314,7 @@ class Attempt(Struct):
 
 
 def _add(sums: dict[str, float], more: Mapping[str, float], sign: int = 1) -> None:
-    """Add values of classes; what is in none is `OTHER`."""
+    """Add values by class; an unknown class is `OTHER`."""
     for name, value in more.items():
         known = name if name in CLASSES else OTHER
         sums[known] = sums.get(known, 0.0) + sign * value

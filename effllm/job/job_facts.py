@@ -1,4 +1,4 @@
-"""What the introductions of all ranks add up to: parameters, peak, power, scope of energy, gaps. No I/O."""
+"""Facts of the job from the HELLOs of all ranks: parameters, peak, power, scope of energy, gaps. No I/O."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from effllm.records.wire import Hello
 
 
 class JobFacts:
-    """Facts of the whole job, each computed once: another introduction or another scope makes a new object.
+    """Facts of the whole job, each computed once; a new HELLO or another scope makes a new object.
 
     Args:
         config: the job's settings.
         ledger: the job's state.
-        hellos: the introduction of each rank.
+        hellos: the HELLO of each rank.
         devices: by key.
         members: the ranks on each device.
-        whole_model_rank: the rank whose parameter count is the whole model's, where there is one.
+        whole_model_rank: the rank whose parameter count is that of the whole model, if any.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class JobFacts:
 
     @cached_property
     def parameters(self) -> int | None:
-        """Return P of the configured kind: the whole model's, or the sum of all ranks' shares once all have come."""
+        """P of the configured kind: of the whole model, or the sum of all ranks' shares once all have joined."""
         kind = self._config.parameters
         if self._whole_model_rank is not None:
             value = getattr(self._hellos[self._whole_model_rank].parameters, kind)
@@ -56,7 +56,7 @@ class JobFacts:
 
     @cached_property
     def num_gpus(self) -> int:
-        """How many GPUs are known."""
+        """Number of known GPUs."""
         return sum(device.is_gpu for device in self._devices.values())
 
     @cached_property
@@ -71,7 +71,7 @@ class JobFacts:
 
     @cached_property
     def peak_source(self) -> str:
-        """What the peak is that MFU is measured against, and from where; empty where there is none."""
+        """The peak of MFU and its source as text; empty if there is none."""
         if self.peak_flops_per_s is None:
             return ""
         if self._config.peak_tflops:
@@ -81,7 +81,7 @@ class JobFacts:
 
     @cached_property
     def power_limit_w(self) -> float | None:
-        """Power limit of all GPUs together, where each has one, or the first die of its card has that of both."""
+        """Power limit of all GPUs together, if each has one; the first die of a card may have that of both dies."""
         owners: dict[str, float] = {}
         for key, device in self._devices.items():
             if device.is_gpu:
@@ -91,7 +91,7 @@ class JobFacts:
 
     @cached_property
     def baseline_w(self) -> float | None:
-        """Idle power of all devices in scope, where it was measured on each."""
+        """Idle power of all devices in scope, if it was measured on each."""
         owners: dict[str, float | None] = {}
         for key in self.scope.keys:
             owners[self._devices[key].energy_key or key] = self._devices[key].baseline_w
@@ -100,38 +100,38 @@ class JobFacts:
 
     @cached_property
     def flops_per_token(self) -> float | None:
-        """Model FLOPs of a token, where a rank has declared them."""
+        """Model FLOPs per token, if a rank has declared them."""
         return next((hello.flops_per_token for hello in self._hellos.values() if hello.flops_per_token), None)
 
     @cached_property
     def hardware_flops_per_token(self) -> float | None:
-        """FLOPs that the hardware does for a token, recomputation included, where a rank has declared them."""
+        """Hardware FLOPs per token, including recomputation, if a rank has declared them."""
         declared = (hello.hardware_flops_per_token for hello in self._hellos.values())
         return next((flops for flops in declared if flops), None)
 
     @cached_property
     def total_iterations(self) -> int | None:
-        """How long the job will be, where a rank has declared them."""
+        """Number of iterations of the job, if a rank has declared it."""
         return next((hello.total_iterations for hello in self._hellos.values() if hello.total_iterations), None)
 
     @cached_property
     def style(self) -> str:
-        """What an iteration is called in this job."""
+        """Name of an iteration in this job."""
         return "Step" if any(hello.style == "Step" for hello in self._hellos.values()) else "Iteration"
 
     @cached_property
     def evaluation_is_in_iterations(self) -> bool:
-        """Whether a hook sees iterations from one step to the next, whatever else the loop does between."""
+        """Whether a hook measures iterations from one step to the next, including evaluation between them."""
         return any(hello.evaluation_in_iterations for hello in self._hellos.values())
 
     @cached_property
     def begins_with_a_step(self) -> bool:
-        """Whether the metrics began when an optimizer had stepped, and nothing of that iteration is in them."""
+        """Whether the metrics began at the end of the first iteration, which they exclude."""
         return any(hello.iterations_not_measured for hello in self._hellos.values())
 
     @cached_property
     def is_simulated(self) -> bool:
-        """Whether any device is not real."""
+        """Whether any device is simulated."""
         return any(device.simulated for device in self._devices.values())
 
     @cached_property
@@ -141,13 +141,13 @@ class JobFacts:
 
     @cached_property
     def scope(self) -> Scope:
-        """Whose energy is the job's, and what it is called; once there are sums of it, it stays."""
+        """The power scope of the job; once there are sums of energy, it does not change."""
         wanted, settled = self._config.power_scope, self._ledger.scope
         return keep(self._nodes(), settled, wanted) if settled else choose(self._nodes(), wanted)
 
     @property
     def scopes(self) -> list[Scope]:
-        """What the scope may still become, from the widest: where none is configured, all that every node has."""
+        """Possible scopes, the widest first: if none is configured, all that every node has."""
         if self._ledger.scope or self._config.power_scope != AUTO:
             return [self.scope]
         return scopes(self._nodes()) or [self.scope]
@@ -160,18 +160,18 @@ class JobFacts:
 
     @cached_property
     def energy_method(self) -> str | None:
-        """How the energy is measured."""
+        """Methods of the energy measurement."""
         methods = {self._devices[key].energy_method for key in self.scope.keys}
         return "+".join(method for method in METHODS if method in methods) or None
 
     @cached_property
     def not_measured(self) -> tuple[str, ...]:
-        """A sentence per quantity that some device cannot give, in whatever order its ranks joined."""
+        """A sentence per quantity that a device cannot measure, sorted, so that the order of joining has no effect."""
         sentences = {
             one_line(text)
             for hello in self._hellos.values()
             for device in hello.devices
-            # An agent that reads no energy of a device has nothing to add about one that another agent reads.
+            # If another agent reads a device's energy, the sentences of an agent that cannot read it do not count.
             if device.energy_method or not self._devices[device.key].energy_method
             for text in device.not_measured
         }
@@ -179,7 +179,7 @@ class JobFacts:
 
     @cached_property
     def open_shares(self) -> tuple[str, ...]:
-        """One sentence where it is unknown what share of its ticks an energy counter measures; else nothing."""
+        """One sentence if the measured share of an energy counter's ticks is unknown; else empty."""
         models = {device.name or "GPUs without a name" for device in self._devices.values() if is_share_open(device)}
         if not models:
             return ()
@@ -191,15 +191,15 @@ class JobFacts:
 
 
 class Peak(NamedTuple):
-    """What a device can do at most, and from where that is known."""
+    """The peak of a device, and its source."""
 
     flops_per_s: float
     text: str
 
 
-@cache  # asked for every window and GPU
+@cache  # called for every window and GPU
 def peak_of(name: str) -> Peak | None:
-    """Return a GPU's dense peak in BF16, or in FP16 where it is older than that, by the hardware table."""
+    """Return a GPU's dense peak in BF16, or in FP16 if it has no BF16, from the hardware table."""
     row = hardware.find(name)
     for precision in ("bf16", "fp16"):
         if row and (peak := hardware.peak_flops_per_s(name, precision)):

@@ -1,6 +1,6 @@
-"""Rows of short windows to rows of windows that last a second or longer. No I/O.
+"""Joins the reports of short windows into windows that last a second or longer. No I/O.
 
-The aggregator decides where a joined window ends, and no agent: so it ends at the same iteration on all ranks.
+The aggregator, not the agents, decides where a joined window ends, so that it ends at the same iteration on all ranks.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from msgspec.structs import replace
 from effllm.records.counters import FIELDS
 from effllm.records.rank import METHODS, DeviceWindow, Gauge, Integrals, RankReport, add_profiles
 
-MAX_WAIT_S = 2.5  # for more windows to join; twice as long for most of the ranks
-MAX_ENDS = 1024  # ends of joined windows that are kept, for late rows
+MAX_WAIT_S = 2.5  # for more windows to join; twice this until most ranks have reported
+MAX_ENDS = 1024  # number of stored ends of joined windows, for late reports
 
 
 class Joined(NamedTuple):
-    """A rank's part of a joined window: the sum of its rows, or nothing."""
+    """A rank's part of a joined window: the sum of its reports, or ``None``."""
 
     rank: int
     passed: int  # the last joined window whose end the rank has reached
@@ -32,31 +32,31 @@ class Joined(NamedTuple):
 class WindowJoiner:
     """Joins the windows of each rank until they are long enough.
 
-    A joined window ends where the windows of most ranks are long enough, so that no single rank decides it.
-    Joined windows are numbered one by one; where each window is long enough, they are those that came.
+    A joined window ends when the windows of most ranks are long enough, so that no single rank decides it.
+    Joined windows are numbered consecutively; if each window is long enough, windows are not joined.
 
     Args:
-        min_s: seconds that a joined window lasts at least; the end of the job, and a pause, end it sooner.
-        number: the last joined window that closed, 0 before the first.
+        min_s: minimum duration of a joined window; the end of the job, or a pause, ends it sooner.
+        number: the last closed joined window, 0 before the first.
         until: the last window in it.
     """
 
     def __init__(self, min_s: float, number: int = 0, until: int = 0) -> None:
         self._min_s = min_s
-        self._number, self._ends = number, [until]  # the last that has an end, and the ends of it and those before
+        self._number, self._ends = number, [until]  # last joined window with an end; its end and those before it
         self._is_new = number == 0
-        self._long: dict[int, int] = {}  # rank -> where its windows in the one without an end are long enough
-        self._since_s: float | None = None  # when the first row of that came
-        self._waiting: dict[int, list[RankReport]] = {}  # by rank: rows of one joined window each
+        self._long: dict[int, int] = {}  # rank -> window at which its part of the open one is long enough
+        self._since_s: float | None = None  # receipt of the first report of the open joined window
+        self._waiting: dict[int, list[RankReport]] = {}  # by rank: reports of one joined window each
 
     def add(self, row: RankReport, num_ranks: int, closed: int, is_full: bool, now_s: float) -> list[Joined]:
-        """Take a row; return the joined rows that are complete now.
+        """Add a report; return the joined reports that are complete now.
 
         Args:
-            row: the next of its rank.
-            num_ranks: how many ranks report.
-            closed: the last joined window that has closed: its rows wait for no others.
-            is_full: whether too many rows of the rank wait.
+            row: the next report of its rank.
+            num_ranks: number of reporting ranks.
+            closed: the last closed joined window: its reports do not wait for others.
+            is_full: whether too many reports of the rank wait.
             now_s: the time.
         """
         rank, number = row.rank, self._number_of(row.window)
@@ -81,7 +81,7 @@ class WindowJoiner:
         if self._since_s is None:
             self._since_s = now_s
         if len(rows) == 1 and row.window == self._ends[-1] + 1 and self._is_long(row, row):
-            return ready + self._end(row.window, now_s)  # it needs no others: a joined window cannot be shorter
+            return ready + self._end(row.window, now_s)  # long enough alone
         if rank not in self._long and (is_full or self._is_long(rows[0], row)):
             self._long[rank] = row.window
         while 2 * len(self._long) > num_ranks:
@@ -89,7 +89,7 @@ class WindowJoiner:
         return ready
 
     def tick(self, now_s: float, num_ranks: int, is_over: bool) -> list[Joined]:
-        """Return the rows of a joined window after its timeout, or of all where no more rows will come."""
+        """Return the joined reports of a window after its timeout, or of all windows if no more reports will come."""
         ready: list[Joined] = []
         while self._since_s is not None and (is_over or now_s - self._since_s >= MAX_WAIT_S):
             newest = [rows[-1].window for rows in self._waiting.values() if rows[-1].window > self._ends[-1]]
@@ -99,12 +99,12 @@ class WindowJoiner:
         return ready
 
     def take(self, number: int) -> list[Joined]:
-        """Return the joined rows of a window that closes now without the rest of them."""
+        """Return the incomplete joined reports of a window that closes now."""
         ranks = [rank for rank, rows in self._waiting.items() if self._number_of(rows[0].window) <= number]
         return [self._joined(rank, number) for rank in ranks]
 
     def end_of(self, number: int) -> int:
-        """Return the last window in a joined window that has an end."""
+        """Return the last window in a joined window with an end."""
         return self._ends[max(number - self._number - 1, -len(self._ends))]
 
     @property
@@ -113,7 +113,7 @@ class WindowJoiner:
 
     @property
     def sequences(self) -> dict[int, int]:
-        """The lowest sequence of each rank whose rows wait for others."""
+        """The lowest sequence of each rank with waiting reports."""
         return {rank: min(row.sequence for row in rows) for rank, rows in self._waiting.items()}
 
     def _number_of(self, window: int) -> int:
@@ -123,7 +123,7 @@ class WindowJoiner:
         return last.final or last.end_time_s - first.start_time_s >= self._min_s
 
     def _end(self, end: int, now_s: float) -> list[Joined]:
-        """End the newest joined window; return the rows of the ranks that have reached its end."""
+        """End the newest joined window; return the joined reports of the ranks that have reached its end."""
         before = self._ends[-1]
         opened = {rank: rows for rank, rows in self._waiting.items() if rows[-1].window > before}
         if self._is_new:
@@ -152,20 +152,20 @@ class WindowJoiner:
 
 
 def put(rows: dict[int, RankReport], row: RankReport) -> None:
-    """Enter a row; where its rank has one already, the two are joined."""
+    """Add a report; if its rank already has one, join the two."""
     known = rows.get(row.rank)
     rows[row.rank] = row if known is None else join((known, row), row.window)
 
 
 def join(rows: Sequence[RankReport], window: int) -> RankReport:
-    """Return the sum of rows of one rank, oldest first: every sum exactly.
+    """Return the exact sum of consecutive reports of one rank.
 
-    Its own median is the median of theirs. Where one of them is missing, its iterations are as many as theirs, and the
-    first of them is counted back from the last.
+    Its own median is the median of their medians. If a report is missing, the number of iterations is that of the
+    others, and the first iteration is counted back from the last.
 
     Args:
-        rows: of one rank, one after the other.
-        window: the number of the window that they make.
+        rows: of one rank, oldest first.
+        window: the number of the joined window.
     """
     first, last = rows[0], rows[-1]
     if len(rows) == 1:
@@ -175,7 +175,7 @@ def join(rows: Sequence[RankReport], window: int) -> RankReport:
         last,
         **{name: sum(getattr(row, name) for row in rows) for name in _SUMS},
         window=window,
-        sequence=min(row.sequence for row in rows),  # until it is written, none of them is safe
+        sequence=min(row.sequence for row in rows),  # until it is written, none of them may be acknowledged
         iteration_first=last.iteration_last - sum(row.iterations for row in rows) + 1,
         start_time_s=first.start_time_s,
         phases_s=_sums(row.phases_s for row in rows),

@@ -1,4 +1,4 @@
-"""The running state of a job, which a replacement of the aggregator goes on from, pure."""
+"""The running state of a job, from which a replaced aggregator continues. No I/O."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from effllm.records.job import SCHEMA_VERSION, Overhead, Straggler, StragglerVer
 from effllm.records.rank import MARKED_PHASES, SHUTDOWN, STARTUP, RankReport
 
 CLASSES = ("iterations", *MARKED_PHASES, STARTUP, SHUTDOWN)
-#: Ranks that were the slowest of a window are counted one by one up to this many.
+#: Limit of the ranks that are counted as the slowest of a window.
 MAX_SLOWEST = 64
 _COSTS = attrgetter("agent_cpu_s", "sent_bytes", "recorder_cpu_s")
 
@@ -27,7 +27,7 @@ class RankState(Struct):
     """The state of one rank."""
 
     agent: str
-    last_sequence: int = 0  # of the reports taken
+    last_sequence: int = 0  # of the accepted reports
     last_window: int = 0
     iteration: int = 0
     bye: str = ""
@@ -35,13 +35,13 @@ class RankState(Struct):
     agent_cpu_s: float = 0.0
     sent_bytes: int = 0
     recorder_cpu_s: float | None = None
-    gaps: int = 0  # reports that are missing, though later ones came ...
-    newest_gap: int = 0  # ... those of them ...
-    newest_gap_before: int = 0  # ... that are missing before this sequence
-    is_over: bool = False  # its last report was taken
+    gaps: int = 0  # missing reports before the last accepted one ...
+    newest_gap: int = 0  # ... number of them in the newest gap ...
+    newest_gap_before: int = 0  # ... and the sequence after this gap
+    is_over: bool = False  # its last report was accepted
 
     def spend(self, agent_cpu_s: float, sent_bytes: int, recorder_cpu_s: float | None) -> None:
-        """Take what the rank's agent and recorder have cost so far; an older message does not lower it."""
+        """Update the cost of the rank's agent and recorder; an older message does not lower it."""
         if agent_cpu_s > self.agent_cpu_s:
             self.agent_cpu_s = agent_cpu_s
         if sent_bytes > self.sent_bytes:
@@ -50,7 +50,7 @@ class RankState(Struct):
             self.recorder_cpu_s = max(self.recorder_cpu_s or 0.0, recorder_cpu_s)
 
     def take(self, sequence: int, final: bool = False) -> None:
-        """Record a report, and how many are missing before it."""
+        """Record a report, and the number of missing reports before it."""
         self.is_over = self.is_over or final
         missing = sequence - self.last_sequence - 1
         if missing > 0:
@@ -68,10 +68,10 @@ class Spent(Struct):
     aggregator_cpu_s: float = 0.0
     received_bytes: int = 0
     reports_lost: int = 0
-    unfinished: int = 0  # ranks whose last report never came
+    unfinished: int = 0  # ranks without a last report
 
     def add(self, rank: RankState) -> None:
-        """Add a rank's agent that another one has replaced."""
+        """Add the cost of a rank's replaced agent."""
         self.reports_lost += rank.lost
         self.unfinished += not rank.is_over
         self.agents_cpu_s += rank.agent_cpu_s
@@ -82,24 +82,24 @@ class Spent(Struct):
 class Waited(Struct):
     """The stragglers of the last window."""
 
-    seconds: float | None = None  # that all waited for the slowest that is named; None: no rank measures its own time
-    rank_seconds: float = 0.0  # the same, summed over those that waited ...
-    joules: float | None = None  # ... and what their devices drew then
+    seconds: float | None = None  # waiting of all ranks for the slowest straggler; None: no rank measures its own time
+    rank_seconds: float = 0.0  # the same, summed over the waiting ranks ...
+    joules: float | None = None  # ... and the energy of their devices in this time
     verdicts: tuple[StragglerVerdict, ...] = ()
-    num_named: int = 0  # ranks
-    clock_error_s: float | None = None  # the largest, of the ranks' clocks
+    num_named: int = 0  # named ranks
+    clock_error_s: float | None = None  # largest error of the ranks' clocks
     slowest: Straggler | None = None  # the slowest rank
 
 
 class Ledger(Struct):
-    """The sums of a job, and how far each of its ranks is in them."""
+    """The sums of a job, and the state of each of its ranks."""
 
     attempt: int
     job: str
     started_time_s: float
     world_size: int = 0
     closed: int = 0
-    joined_until: int = 0  # the last window of a rank's agent that is in it, where windows are joined
+    joined_until: int = 0  # last agent window in the last joined window, if windows are joined
     reports: int = 0
     ranks: dict[int, RankState] = {}
     run: Account = msgspec.field(default_factory=Account)
@@ -114,27 +114,27 @@ class Ledger(Struct):
     iteration_last: int = 0
     iteration_shown: int = 0
     events: dict[str, int] = {}
-    warmed_s: float = 0.0  # iteration time that the warm-up has had
-    run_after: int = 0  # windows up to this one are not in the run-to-date values: warm-up, or a reset
+    warmed_s: float = 0.0  # iteration time of the warm-up so far
+    run_after: int = 0  # run-to-date values leave out windows up to this one, because of warm-up or a reset
     warm_until: int = 0  # ... because of the warm-up of this attempt
-    warmup_j: float = 0.0  # measured in the iterations of the warm-up, of every attempt
-    scope: str = ""  # whose energy the sums are of, once there are any
-    hang_s: float = 0.0  # of stalls of the job: those that are over, and the present one so far
+    warmup_j: float = 0.0  # energy of the iterations of the warm-up, of all attempts
+    scope: str = ""  # power scope of the sums, once there are any
+    hang_s: float = 0.0  # of all stalls of the job, including the current one
     goodput: Goodput = msgspec.field(default_factory=Goodput)
     spent: Spent = msgspec.field(default_factory=Spent)
-    serving_cpu_s: float = 0.0  # of the aggregator that serves now
-    serving_bytes: int = 0  # that it has received
-    stragglers: dict[str, StragglerVerdict] = {}  # by its ranks, with all that it cost
-    straggling_s: float | None = None  # that all waited for named ranks
+    serving_cpu_s: float = 0.0  # of the current aggregator
+    serving_bytes: int = 0  # received by it
+    stragglers: dict[str, StragglerVerdict] = {}  # by ranks, with the total cost
+    straggling_s: float | None = None  # waiting of all ranks for named ranks
     straggling_gpu_s: float = 0.0
     straggling_j: float | None = 0.0  # None: a part of it was not measured
     waited: Waited = msgspec.field(default_factory=Waited)  # waits in the last window
     schema_version: int = SCHEMA_VERSION  # of state.json
-    slowest: dict[int, int] = {}  # rank -> in how many windows it was the slowest ...
-    windows_compared: int = 0  # ... of those in which own times of ranks were compared
+    slowest: dict[int, int] = {}  # rank -> number of windows in which it was the slowest
+    windows_compared: int = 0  # windows in which own times of ranks were compared
 
     def next_attempt(self, job: str) -> Ledger:
-        """Return the state for the next start of the job: the sums stay, the ranks begin anew."""
+        """Return the state for the next attempt: the sums stay, the ranks are reset."""
         self.goodput.end_attempt(self.status())
         for rank in self.ranks.values():
             self.spent.add(rank)
@@ -150,7 +150,7 @@ class Ledger(Struct):
         return (self.whole,) if window <= self.run_after else (self.whole, self.run)
 
     def warm(self, window: int, rows: Sequence[RankReport], iterations: int, seconds: float) -> bool:
-        """Return whether a window is in the warm-up, which is not in the run-to-date values."""
+        """Return whether a window is in the warm-up, which run-to-date values leave out."""
         numbers = Rows.of(rows).numbers
         warming = bool(numbers["iteration_first"].min() <= iterations) or self.warmed_s < seconds
         self.warmed_s += float(numbers["time_s"].max())
@@ -159,11 +159,11 @@ class Ledger(Struct):
         return warming
 
     def reset_run(self, window: int) -> None:
-        """Begin the run-to-date values after a window."""
+        """Restart the run-to-date values after a window."""
         self.run, self.run_after = Account(), window
 
     def count_rows(self, window: int, rows: Sequence[RankReport]) -> None:
-        """Enter the times and counts of rows, each of which may be entered once."""
+        """Add the times and counts of reports; each report may be added only once."""
         rows = Rows.of(rows)
         for account in self.accounts(window):
             account.add_rows(rows)
@@ -180,7 +180,7 @@ class Ledger(Struct):
         min_coverage: float,
         sign: int = 1,
     ) -> None:
-        """Enter a window's devices and energy; with a sign of -1 take them back, for a late row changes all of it."""
+        """Add a window's devices and energy; with a sign of -1 subtract them, because a late report changes all."""
         for account in self.accounts(window):
             account.add_devices(merged, sign)
             account.add_energy(window, energy, rows, min_coverage, sign)
@@ -192,13 +192,13 @@ class Ledger(Struct):
         self.goodput.attempt.count_energy(window, energy.iterations_j, energy.phases_j, sign)
 
     def iteration_s(self) -> float:
-        """Return the mean time of an iteration so far; 0 where there was none."""
+        """Return the mean time of an iteration so far; 0 without iterations."""
         ranks = self.run.ranks
         iterations = float(ranks.column("iterations").sum())
         return float(ranks.column("time_s").sum()) / iterations if iterations else 0.0
 
     def note_hang(self, seconds: float) -> None:
-        """Enter seconds in which no rank of the job made progress."""
+        """Add seconds in which no rank of the job made progress."""
         if seconds > 0:
             self.hang_s += seconds
             self.goodput.attempt.note_hang(self.closed + 1, seconds)
@@ -211,7 +211,7 @@ class Ledger(Struct):
             self.slowest[rank] = self.slowest.get(rank, 0) + 1
 
     def overhead(self) -> Overhead:
-        """Return what the measurement has cost so far, over all its processes and attempts."""
+        """Return the cost of the measurement so far, over all processes and attempts."""
         ranks, spent = list(map(_COSTS, self.ranks.values())), self.spent
         recorders = [recorder_s for _, _, recorder_s in ranks if recorder_s is not None]
         return Overhead(
@@ -223,7 +223,7 @@ class Ledger(Struct):
         )
 
     def advance(self, rows: Sequence[RankReport]) -> None:
-        """Take the loss and the iteration of a closed window."""
+        """Update the loss and the iteration from a closed window."""
         rows = Rows.of(rows)
         self.loss = self.loss if rows.loss is None else rows.loss
         self.iteration_last = max(self.iteration_last, int(rows.numbers["iteration_last"].max()))
@@ -235,7 +235,7 @@ class Ledger(Struct):
         return self.spent.reports_lost + sum(rank.lost for rank in self.ranks.values())
 
     def unfinished(self, is_over: bool) -> int:
-        """Return how many ranks never sent their last report, over all attempts; ``is_over`` where none will come."""
+        """Return the number of ranks without a last report, over all attempts; ``is_over``: no more will come."""
         now = self.world_size - sum(rank.is_over for rank in self.ranks.values()) if is_over else 0
         return self.spent.unfinished + max(now, 0)
 
@@ -249,21 +249,21 @@ class Ledger(Struct):
         return {name: self.classes_j[name] for name in CLASSES if name in self.classes_j}
 
     def status(self) -> str:
-        """Return how the job ended, from the BYEs of its ranks."""
+        """Return the final status of the job, from the BYEs of its ranks."""
         ends = [rank.bye for rank in self.ranks.values()]
-        for word in ("failed", "interrupted"):  # of one rank: its launcher then kills the others
+        for word in ("failed", "interrupted"):  # one rank suffices, because its launcher then kills the others
             if word in ends:
                 return word
-        # A rank that never came is no evidence of a kill: it may begin after all others have ended.
+        # A rank that never joined does not show a kill: it may start after all others have ended.
         return "completed" if ends and all(word == "completed" for word in ends) else "killed"
 
     def encode(self, safe: Mapping[int, int]) -> bytes:
         """Return the state as JSON, for a replacement.
 
-        Rows of windows that are still open are not in it and count as not received: their agents send them again.
+        Reports of open windows are left out and count as not received: their agents send them again.
 
         Args:
-            safe: the last sequence of each rank whose report, and all before it, is in the sums.
+            safe: the last sequence of each rank up to which all reports are in the sums.
         """
         replace = msgspec.structs.replace
         ranks = {
@@ -286,10 +286,10 @@ _decode: Callable[[bytes], Ledger] = msgspec.json.Decoder(Ledger, dec_hook=from_
 
 
 def restore(state: bytes) -> Ledger:
-    """Return the ledger that another process has kept, for this one to go on with.
+    """Return the ledger from the state of another process, to continue from it.
 
     Raises:
-        msgspec.MsgspecError: it is none, or one of another version.
+        msgspec.MsgspecError: it is not a ledger, or has another version.
     """
     ledger = _decode(state)
     if ledger.schema_version != SCHEMA_VERSION:

@@ -1,6 +1,6 @@
-"""The devices of a window, each once and side by side, from the rows of all ranks that sit on them. No I/O.
+"""The devices of a window, each once, in columns, from the reports of all ranks that use them. No I/O.
 
-A device is identified by its key alone, so one that several ranks sit on enters once.
+A device is identified only by its key, so a device of several ranks counts once.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ MEMORY_S, BUSY, BUSY_S = 1, 2, 3
 
 
 class Expected(dict[str, Device]):
-    """The devices that a window should hold, with what is asked of them window for window."""
+    """The devices that a window should have, with derived properties that are the same in every window."""
 
     @classmethod
     def of(cls, devices: Mapping[str, Device]) -> Expected:
-        """Return devices as such, those that are already as they are."""
+        """Convert devices to this class, unless they have it already."""
         return devices if isinstance(devices, Expected) else cls(devices)
 
     @cached_property
@@ -41,42 +41,42 @@ class Expected(dict[str, Device]):
 
     @cached_property
     def owners(self) -> list[str]:
-        """Whose energy each shows, in the order of the keys."""
+        """The energy key of each device, in the order of the keys."""
         return [self[key].energy_key or key for key in self.order]
 
     @cached_property
     def is_gpu(self) -> NDArray[np.bool_]:
-        """Which are GPUs, in the order of the keys."""
+        """Mask of the GPUs, in the order of the keys."""
         return np.array([self[key].is_gpu for key in self.order], bool)
 
     @cached_property
     def is_measurable(self) -> bool:
-        """Whether any has a sensor of energy or power."""
+        """Whether any device has a sensor of energy or power."""
         return any(device.energy_method for device in self.values())
 
     @cached_property
     def is_first_of_owner(self) -> NDArray[np.bool_]:
-        """Which are the first that show an energy, in the order of the keys."""
+        """Mask of the first device of each energy key, in the order of the keys."""
         first = {owner: at for at, owner in reversed(list(enumerate(self.owners)))}
         return np.array([first[owner] == at for at, owner in enumerate(self.owners)], bool)
 
     @cached_property
     def has_only_gpus(self) -> bool:
-        """Whether all are GPUs."""
+        """Whether all devices are GPUs."""
         return bool(self.is_gpu.all())
 
     @cached_property
     def shared(self) -> frozenset[str]:
-        """The keys of those whose readings are one rank's share."""
+        """The keys of devices whose readings are one rank's share."""
         return frozenset(key for key, device in self.items() if device.shared)
 
     @cached_property
     def keys_alike(self) -> dict[str, str]:
-        """One object for each key, however often it is read."""
+        """The keys by themselves, to use one object for all equal keys."""
         return {key: key for key in self}
 
     def positions(self, merged: Merged) -> Positions:
-        """Return the column of each of these devices, in the order of the keys; -1 for those that are not there."""
+        """Return the row of each of these devices in ``merged``, in the order of the keys; -1 if it is missing."""
         names, found = self._found
         if names != merged.names:
             find = merged.positions.get
@@ -93,7 +93,7 @@ class Expected(dict[str, Device]):
         return []
 
     def within(self, scope: Scope | None) -> NDArray[np.bool_]:
-        """Return which are in a scope, in the order of the keys."""
+        """Return the mask of the devices in a scope, in the order of the keys."""
         if scope is None:
             return np.ones(len(self), bool)
         for known, mask in self._masks:
@@ -105,18 +105,16 @@ class Expected(dict[str, Device]):
 
 
 class DeviceColumns(NamedTuple):
-    """What devices did on one time base, a row for each; nan where nothing was measured."""
+    """The integrals of devices on one time base, a row for each; nan if not measured."""
 
     energy: Array  # in the columns of AMOUNT
     levels: Array  # in the columns of LEVELS
 
     @classmethod
     def of(cls, integrals: Sequence[Integrals]) -> DeviceColumns:
-        """Return integrals as columns."""
         return cls(fields_of([one.energy for one in integrals], AMOUNT), fields_of(integrals, LEVELS))
 
     def merge(self, more: DeviceColumns) -> DeviceColumns:
-        """Return the rows of both."""
         return DeviceColumns(*map(np.concatenate, zip(self, more, strict=True)))
 
 
@@ -125,18 +123,18 @@ class Merged(Struct, dict=True, eq=False):
 
     names: list[str]  # their keys
     devices: list[Device]
-    span_s: Array  # of the row that the energy of each is from
+    span_s: Array  # wall time of the report with the energy of each
     wall: DeviceColumns
-    iterations: DeviceColumns  # the wall time less the phases
+    iterations: DeviceColumns  # wall time without phases
     peaks: Array  # bytes
-    phases_j: dict[int, dict[str, float | None]]  # by position, of those that have any
+    phases_j: dict[int, dict[str, float | None]]  # by row, for devices with phases
     gpus: GpuReadings
 
     def __len__(self) -> int:
         return len(self.names)
 
     def merge(self, more: Merged) -> Merged:
-        """Return these devices and more, none of which is among these."""
+        """Return these devices and ``more``; no device may be in both."""
         return Merged(
             names=self.names + more.names,
             devices=self.devices + more.devices,
@@ -155,36 +153,36 @@ class Merged(Struct, dict=True, eq=False):
 
     @cached_property
     def energy_coverage(self) -> Array:
-        """Share of its span in which each device's energy was measured."""
+        """Measured share of the span of each device's energy."""
         covered = np.zeros(len(self))
         np.divide(self.wall.energy[:, COVERED_S], self.span_s, out=covered, where=self.span_s > 0)
         return np.minimum(covered, 1.0)
 
     @cached_property
     def is_measured(self) -> NDArray[np.bool_]:
-        """Whether anything of each device was measured."""
+        """Whether any quantity of each device was measured."""
         levels_s = self.wall.levels[:, [MEMORY_S, BUSY_S]].sum(axis=1)
         measured: NDArray[np.bool_] = self.wall.energy[:, COVERED_S] + levels_s > 0
         return measured
 
     def mean_power_w(self, at: Positions) -> Array:
-        """Return the mean power of devices in iterations, of those of which it was measured."""
+        """Return the mean power in iterations, of devices with measured energy."""
         energy = self.iterations.energy
         return means(np.nan_to_num(energy[at, JOULES]), energy[at, COVERED_S])
 
     def mean_utilization(self, at: Positions) -> Array:
-        """Return the mean utilization of devices in iterations, of those of which it was measured."""
+        """Return the mean utilization in iterations, of devices with measured utilization."""
         levels = self.iterations.levels
         return means(np.nan_to_num(levels[at, BUSY]), levels[at, BUSY_S])
 
     def covered_s(self) -> tuple[float, float, float]:
-        """Return the spans of devices that compute, and the seconds in which memory and utilization were measured."""
+        """Return the spans of computing devices, and the seconds with measured memory and utilization."""
         computing = ~np.array([device.only_power for device in self.devices], bool)
         memory_s, busy_s = self.wall.levels[computing][:, [MEMORY_S, BUSY_S]].T
         return float(self.span_s[computing].sum()), float(memory_s.sum()), float(busy_s.sum())
 
     def count_measured(self, expected: Expected) -> int:
-        """Return of how many of the expected GPUs anything was measured."""
+        """Return the number of expected GPUs with any measured quantity."""
         there = expected.positions(self)[expected.is_gpu]
         return int(self.is_measured[there[there >= 0]].sum())
 
@@ -192,9 +190,9 @@ class Merged(Struct, dict=True, eq=False):
 def merge_devices(rows: Iterable[RankReport], devices: Mapping[str, Device], members: Mapping[str, set[int]]) -> Merged:
     """Return each device of a window once.
 
-    Whole-device readings are taken from the rank that covers most of its row, of equals from the first: one
-    and the same from window to window, whose rows meet.  Shares of a shared device add up, and with a rank
-    missing they are not measured, for a sum with a hole in it is not a sum.
+    Readings of a whole device are from the rank with the highest coverage, of equal ones from the first: the same rank
+    in every window, so that its periods are adjacent.  Shares of a shared device add up; if a rank is missing, they are
+    not measured, because a partial sum would be wrong.
 
     Args:
         rows: the window's rows.
@@ -207,7 +205,7 @@ def merge_devices(rows: Iterable[RankReport], devices: Mapping[str, Device], mem
     same = expected.keys_alike.get
     for row in rows:
         for one in row.devices:
-            # One and the same text for a key from window to window, which is found, and found equal, unread.
+            # The same object for equal keys in every window makes dictionary lookups fast.
             key = same(one.device)
             if key is None:
                 continue
@@ -258,7 +256,7 @@ def _readings(windows: Iterable[DeviceWindow]) -> GpuReadings:
 
 
 def _drop_roundings(columns: DeviceColumns) -> None:
-    """Take what covers less time than the rounding of a difference as not measured."""
+    """Set values that cover less time than a rounding error to not measured."""
     columns.energy[~(columns.energy[:, COVERED_S] > MIN_COVERED_S)] = _NOT_MEASURED
     for value in (0, 2):
         nothing = ~(columns.levels[:, value + 1] > MIN_COVERED_S)
@@ -269,19 +267,19 @@ _NOT_MEASURED = fields_of([NOT_MEASURED], AMOUNT)[0]
 
 
 def _least_covered(row: RankReport, one: DeviceWindow) -> tuple[float, float]:
-    """Return the uncovered shares of a row, without the digits in which equal ones differ by rounding."""
+    """Return the uncovered shares of a report, rounded so that equal shares compare equal."""
     covered = one.wall.energy.covered_s, one.wall.memory_covered_s
     energy, memory = (round(1 - seconds / row.wall_s, 5) if row.wall_s > 0 else 1.0 for seconds in covered)
     return energy, memory
 
 
 def _shared(parts: Sequence[Integrals], is_whole: bool) -> tuple[float, ...]:
-    """Return the levels of a device from the shares of its ranks; nan where one is missing."""
+    """Return the levels of a device from the shares of its ranks; nan if a rank is missing."""
     levels = fields_of(parts, LEVELS).T if is_whole else np.zeros((4, 1))
     return (*_sum_of_means(levels[0], levels[1]), *_sum_of_means(levels[2], levels[3]))
 
 
 def _sum_of_means(values: Array, covered_s: Array) -> tuple[float, float]:
-    # The rows of the ranks span slightly different stretches, so their means add up, not their integrals.
+    # The reports of the ranks cover slightly different periods, so their means add up, not their integrals.
     least_s = float(covered_s.min())
     return (float((np.nan_to_num(values) / covered_s).sum()) * least_s, least_s) if least_s > 0 else (np.nan, 0.0)

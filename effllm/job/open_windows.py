@@ -1,7 +1,7 @@
-"""Reports on their way into the totals: in windows that are open, or late for one that has closed. No I/O.
+"""Reports that are not in the totals yet: of open windows, or late reports of closed windows. No I/O.
 
-A window is keyed by its number, which is equal on all ranks, never by wall clock.  Windows close in
-order and once: when every live rank has passed them, or when their deadline has.
+A window is identified by its number, which is equal on all ranks, never by wall clock.  Windows close in order and only
+once: when every rank that is alive has passed them, or at their deadline.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from effllm.job.pacing import is_large
 from effllm.job.presence import Presence
 from effllm.records.rank import RankReport
 
-MAX_PENDING_BYTES = 2 * 2**20  # of one rank's reports, as they came: in memory they take eight times as much
-MAX_LATE = 32  # late windows at a time: each is a report, which takes about a millisecond ...
-LATE_WINDOW_S = 0.005  # ... and then the next ones wait for so long for each of them
-MAX_CLOSING_ROWS = 1000  # in windows that close at a time without all ranks: nothing is handed out meanwhile
-CLOSING_ROWS = 30  # a window costs as much as this number of its rows
+MAX_PENDING_BYTES = 2 * 2**20  # of one rank's encoded reports: in memory they take eight times as much
+MAX_LATE = 32  # late windows in one turn: each causes a report, which takes about a millisecond ...
+LATE_WINDOW_S = 0.005  # ... and for each of them the next turn waits this long
+MAX_CLOSING_ROWS = 1000  # limit per turn for incomplete windows, because outputs wait meanwhile
+CLOSING_ROWS = 30  # a window costs as much as this number of its reports
 
 
 class OpenWindow(Struct):
-    """A window that has not closed."""
+    """An open window."""
 
     number: int
-    first_s: float  # when its first row came
+    first_s: float  # receipt of its first report
     rows: dict[int, RankReport] = {}
     gathered: Gathered = field(default_factory=Gathered)
 
 
 class _Held:
-    """How many reports of a rank wait for their windows to close, and how many bytes they took on the wire."""
+    """Number and encoded bytes of a rank's reports whose windows are still open."""
 
     __slots__ = ("num_bytes", "num_rows")
 
@@ -46,7 +46,7 @@ class _Held:
         self.num_rows = self.num_bytes = 0
 
     def release(self, num_rows: int = 1) -> None:
-        """Let reports go, of mean size."""
+        """Subtract reports of mean size."""
         self.num_bytes -= self.num_bytes * num_rows // self.num_rows if self.num_rows else 0
         self.num_rows = max(self.num_rows - num_rows, 0)
 
@@ -57,7 +57,7 @@ class OpenWindows:
     Args:
         config: the job's settings.
         ledger: the job's state.
-        presence: which ranks a window waits for.
+        presence: has the ranks for which a window waits.
     """
 
     def __init__(self, config: Config, ledger: Ledger, presence: Presence) -> None:
@@ -66,18 +66,18 @@ class OpenWindows:
         until = max(ledger.joined_until, ledger.closed)
         self._joiner = WindowJoiner(min_s, ledger.closed, until) if min_s else None
         self._windows: dict[int, OpenWindow] = {}
-        self._order: list[int] = []  # a heap of them
+        self._order: list[int] = []  # heap of their numbers
         self._held: dict[int, _Held] = {}  # by rank
-        self._late: dict[int, dict[int, RankReport]] = {}  # rows of windows that have closed
+        self._late: dict[int, dict[int, RankReport]] = {}  # reports of closed windows
         self._max_late = MAX_LATE
-        self._late_s = -math.inf  # when late rows were last taken, and for how long the next ones wait
+        self._late_s = -math.inf  # earliest time of the next turn of late reports
         self._closed_s = -math.inf  # when the last window closed
-        self.is_closing = False  # windows are left to the next `tick` that may be ready to close now
+        self.is_closing = False  # other windows may be ready to close in the next `tick`
 
     # --- in ---
 
     def has_room(self, rank: int, num_bytes: int) -> bool:
-        """Whether one more report of a rank may wait, which `add` is called with then; it is counted."""
+        """Whether one more report of a rank may wait; if so, it is counted, and `add` must follow."""
         held = self._held.get(rank)
         if held is None:
             held = self._held[rank] = _Held()
@@ -96,13 +96,13 @@ class OpenWindows:
             self._enter_joined(self._joiner.add(row, num_ranks, self._ledger.closed, is_full, now_s), now_s)
 
     def tick(self, now_s: float) -> None:
-        """Let time pass: reports that waited for too long are joined without the others."""
+        """Advance the time: reports that have waited too long are joined without the missing ones."""
         if self._joiner is not None:
             num_ranks, is_over = self._ledger.world_size - self._presence.num_away, self._presence.everyone_left(now_s)
             self._enter_joined(self._joiner.tick(now_s, num_ranks, is_over), now_s)
 
     def _enter(self, row: RankReport, now_s: float) -> None:
-        """Enter a row into its window, which is late where that has closed."""
+        """Add a report to its window, or to the late reports if the window has closed."""
         number, window = row.rank, row.window
         rank = self._ledger.ranks[number]
         if window > rank.last_window:
@@ -132,7 +132,7 @@ class OpenWindows:
     # --- out ---
 
     def may_close(self) -> bool:
-        # A count, because this is asked for every report of up to 10,000 ranks; what it misses, a tick finds.
+        # A count, because this runs for every report of up to 10,000 ranks; a tick finds the cases that it misses.
         if not self._windows:
             return False
         return len(self._windows[self._order[0]].rows) + self._presence.num_away >= self._ledger.world_size
@@ -140,17 +140,17 @@ class OpenWindows:
     def take_ready(
         self, now_s: float, deadline_s: Callable[[], float], heard_until_s: float = -math.inf
     ) -> Iterator[OpenWindow]:
-        """Yield the windows that close now, in order and in bounds; each is closed before the next is asked for.
+        """Yield the windows that close now, in order, up to a limit; the caller closes each before the next.
 
         Args:
             now_s: the time.
-            deadline_s: returns for how long a window waits for ranks that are behind.
-            heard_until_s: all that had arrived by then has been taken.
+            deadline_s: returns how long a window waits for ranks that are behind.
+            heard_until_s: all frames that arrived before this time have been handled.
         """
         self.is_closing, room = True, MAX_CLOSING_ROWS
         while self._windows and room > 0:
             window = self._windows[self._order[0]]
-            # Windows far ahead that few ranks report are closed one by one, not all before the others come to them.
+            # Windows that only few ranks have reached close one after another, to give the other ranks time.
             is_shared = 2 * len(window.rows) > self._ledger.world_size - self._presence.num_away
             since_s = window.first_s if is_shared else max(window.first_s, self._closed_s)
             overdue = heard_until_s - since_s > deadline_s()
@@ -164,7 +164,7 @@ class OpenWindows:
         self.is_closing = bool(self._windows)
 
     def take_all(self) -> Iterator[OpenWindow]:
-        """Yield all windows in order, because no more reports come; late ones are taken at once from now on."""
+        """Yield all windows in order, because no more reports come; from now on late reports do not wait."""
         if self._joiner is not None:
             self._enter_joined(self._joiner.tick(math.inf, 0, is_over=True), math.inf)
         while self._windows:
@@ -184,12 +184,12 @@ class OpenWindows:
         return window
 
     def has_late(self, now_s: float, *, for_s: float = 0.0) -> bool:
-        """Whether late rows are there, and the wait after the last ones, and a longer one, is over."""
+        """Whether there are late reports whose waiting time, extended by ``for_s``, is over."""
         return bool(self._late) and now_s - self._late_s >= for_s
 
     def take_late(self, now_s: float) -> Iterator[tuple[int, dict[int, RankReport]]]:
-        """Yield the rows that came after their window had closed, oldest window first."""
-        is_limited = not is_large(self._ledger.world_size)  # there they are taken together, and rarely
+        """Yield the late reports, oldest window first."""
+        is_limited = not is_large(self._ledger.world_size)  # in a large world they are taken together, and rarely
         numbers = sorted(self._late)[: self._max_late if is_limited else None]
         self._late_s = now_s + (LATE_WINDOW_S * len(numbers) if is_limited else 0.0)
         for number in numbers:
@@ -203,7 +203,7 @@ class OpenWindows:
         return not self._windows and not self._late and not (self._joiner is not None and self._joiner.is_waiting)
 
     def safe(self) -> dict[int, int]:
-        """Return the last sequence of each rank whose report, and all before it, is in a window that has closed."""
+        """Return the last sequence of each rank up to which all reports are in closed windows."""
         waiting: dict[int, int] = self._joiner.sequences if self._joiner is not None else {}
         for rows in (*(one.rows for one in self._windows.values()), *self._late.values()):
             for rank, row in rows.items():

@@ -1,7 +1,7 @@
-"""The scope of the job's energy: the widest one that every node has, each joule in it once. No I/O.
+"""The scope of the job's energy: the widest one that every node has; each joule counts once. No I/O.
 
-From the narrowest to the widest: the GPUs alone; the modules that hold them (Grace-Hopper counts GPU,
-CPU and memory in one); GPUs and CPUs; the power supplies, which alone measure a node's power.
+From the narrowest to the widest: only the GPUs; the modules with them (Grace-Hopper measures GPU, CPU and memory
+together); GPUs and CPUs; the power supplies, which measure the power of the whole node.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ GPU_AND_CPU = "gpu+cpu"
 AUTO = "auto"
 #: The values of ``EFFICIENTLLM_POWER_SCOPE``.
 CHOICES = (AUTO, GPU, MODULE, GPU_AND_CPU, NODE_PSU)
-#: The choices of a node; the last is its modules' where it has those, and its CPUs' where it has no GPU.
+#: The choices of a node; the last is that of its modules if it has them, and of its CPUs if it has no GPU.
 WIDEST_FIRST = (NODE_PSU, GPU_AND_CPU, GPU)
 
 #: The devices of a node.
@@ -25,17 +25,17 @@ Node = Sequence[Device]
 
 
 class Scope(Struct, frozen=True):
-    """The devices whose energy is the job's."""
+    """The devices whose energy is counted as the job's."""
 
-    label: str | None = None  # as it is shown; None: nothing measures energy
-    choice: str = AUTO  # of WIDEST_FIRST, which gives the same scope again
+    label: str | None = None  # for display; None: no device measures energy
+    choice: str = AUTO  # one of WIDEST_FIRST, from which `keep` makes the same scope
     keys: frozenset[str] = frozenset()
-    lacking: int = 0  # nodes without such a sensor: expected, and never measured
-    complaint: str = ""  # one sentence, where the wanted scope is not available
+    lacking: int = 0  # nodes without such a sensor: expected, but not measured
+    complaint: str = ""  # one sentence, if the configured scope is not available
 
 
 def scopes(nodes: Sequence[Node]) -> list[Scope]:
-    """Return the scopes that every node has, widest first; none where no node measures energy."""
+    """Return the scopes that every node has, widest first; empty if no node measures energy."""
     if not any(device.energy_method for node in nodes for device in node):
         return []
     offers = [_offers(node) for node in nodes]
@@ -43,7 +43,7 @@ def scopes(nodes: Sequence[Node]) -> list[Scope]:
 
 
 def choose(nodes: Sequence[Node], wanted: str) -> Scope:
-    """Return the scope of a job: the wanted one, or else the widest that every node has, with a complaint.
+    """Return the scope of a job: the configured one, or the widest that every node has, with a complaint.
 
     Args:
         nodes: the devices of each node.
@@ -60,7 +60,7 @@ def choose(nodes: Sequence[Node], wanted: str) -> Scope:
 
 
 def keep(nodes: Sequence[Node], choice: str, wanted: str) -> Scope:
-    """Return the scope of a run's sums so far, also after other devices have joined.
+    """Return the scope of a run's sums so far, even if other devices have joined.
 
     Args:
         nodes: the devices of each node.
@@ -89,15 +89,15 @@ def _is_wanted(scope: Scope, wanted: str) -> bool:
 def _scope(offers: Sequence[Mapping[str, Node]], choice: str) -> Scope:
     members = {device.key: device for offer in offers for device in offer.get(choice, ())}
     there = {device.power_scope for device in members.values() if device.energy_method}
-    # By the scopes in it: a job on CPUs alone is not called ``gpu``.
+    # From its actual scopes: a job only on CPUs is not called ``gpu``.
     label = "+".join(scope for scope in (GPU, MODULE, CPU, NODE_PSU) if scope in there) or choice
     return Scope(label, choice, frozenset(members), sum(choice not in offer for offer in offers))
 
 
 def _offers(node: Node) -> dict[str, Node]:
-    """Return the devices of a node by choice, with those that measure nothing.
+    """Return the devices of a node by choice, including devices without a sensor.
 
-    The narrowest always exists: a GPU without a sensor is a hole in the sum, not a smaller sum.
+    The narrowest choice always exists: with a GPU without a sensor, the sum is incomplete, not smaller.
     """
     measured = [device for device in node if device.energy_method]
     supplies = [device for device in measured if device.power_scope == NODE_PSU]

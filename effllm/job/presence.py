@@ -13,7 +13,7 @@ ABSENT_AFTER_BYE_S = 2.0  # ... but once ranks leave, no further ones join
 
 
 class Presence:
-    """When each rank was heard last, and which ranks have left.
+    """The last message of each rank, and the ranks that have left.
 
     Args:
         ledger: the job's state; it can contain ranks that left before a restart.
@@ -27,10 +27,10 @@ class Presence:
         self._first_hello_s: float | None = None
         self._first_bye_s: float | None = None
         self._last_behind: int | None = None
-        self._chance = random.Random(0)  # noqa: S311 - hides nothing
+        self._chance = random.Random(0)  # noqa: S311 - not for secrets
 
     def join(self, now_s: float) -> None:
-        """Take an introduction: the first one begins the time in which the others are waited for."""
+        """Record a HELLO: the first one starts the time during which windows wait for the others."""
         self._first_hello_s = now_s if self._first_hello_s is None else self._first_hello_s
 
     def hear(self, rank: int, now_s: float) -> bool:
@@ -50,7 +50,7 @@ class Presence:
         return self._heard_s
 
     def leave(self, rank: RankState, status: str, now_s: float) -> bool:
-        """Take the end of a rank; return whether it is its first."""
+        """Record the end of a rank; return whether it is the first BYE of this rank."""
         self._first_bye_s = now_s if self._first_bye_s is None else self._first_bye_s
         if rank.bye:
             return False
@@ -95,7 +95,7 @@ class Presence:
 
     def is_behind(self, window: int, now_s: float) -> bool:
         """Whether a window waits for a rank that has not passed it."""
-        # Called for each of ten thousand reports: the rank that was behind last is tried first.
+        # Called for each of ten thousand reports: the last rank that was behind is checked first.
         last = self._last_behind
         if last is not None and self._is_waited_for(last, now_s) and self._has_not_passed(last, window):
             return True

@@ -1,4 +1,4 @@
-"""The ledger and the roster to what sinks are given: reports of windows, and the summary. No I/O."""
+"""Makes reports of windows and the summary, for sinks and the store, from the ledger and the roster. No I/O."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ from effllm.records.job import (
 )
 from effllm.records.rank import RankReport
 
-#: Clocks of nodes agree to much less; this is the time between two readings of ours.
+#: Limit for the end of a window in the future: clocks of nodes differ by much less, but our reading may be this old.
 MAX_AHEAD_S = 5.0
 
 
 class Window(Struct):
-    """A window that has closed: its rows, and what they come to."""
+    """A closed window: its reports and their sums."""
 
     number: int
     rows: dict[int, RankReport]
-    merged: Merged | None  # None before it is known, and where the other rows of the window are forgotten
-    energy: WindowEnergy | None  # as of `merged`
+    merged: Merged | None  # None before it is computed, or if the other reports of the window were dropped
+    energy: WindowEnergy | None  # None with `merged`
     warming: bool = False
     by_rank: Rows | None = None
 
@@ -52,21 +52,21 @@ class Window(Struct):
         return self.rows if self.rows or self.by_rank is None else frozenset(self.by_rank.ranks)
 
     def without_reports(self) -> Window:
-        """Return its sums alone: a thousandth of the objects."""
+        """Return only its sums, which need a thousandth of the objects."""
         sums = Window(self.number, {}, self.merged, self.energy, self.warming)
         sums.by_rank = self.ordered.merge(Rows())
         return sums
 
     @property
     def ordered(self) -> Rows:
-        """The rows by rank."""
+        """The reports in the order of ranks."""
         if self.by_rank is None:
             self.by_rank = Rows.by_rank(self.rows)
         return self.by_rank
 
 
 def constants_of(ledger: Ledger, roster: Roster) -> JobConstants:
-    """Return what holds for all windows of the job, as far as it is known by now."""
+    """Return the current constants of the job."""
     job, config = roster.job, roster.config
     return JobConstants(
         parameters=job.parameters,
@@ -87,7 +87,7 @@ def constants_of(ledger: Ledger, roster: Roster) -> JobConstants:
 def to_date(
     ledger: Ledger, roster: Roster, goodput: GoodputSummary, lacks: bool
 ) -> tuple[ClusterTotals, ClusterTotals]:
-    """Return the totals on the bases run and job; ``lacks`` where reports are missing in them."""
+    """Return the totals on the bases run and job; ``lacks``: reports are missing in them."""
     constants, sample_s = constants_of(ledger, roster), roster.config.collection_interval_s
     health = HealthTotals(
         clock_error_s=ledger.waited.clock_error_s,
@@ -110,7 +110,7 @@ def to_date(
 
 
 def _lacking(ledger: Ledger, is_over: bool) -> list[str]:
-    """Return why the total energy is not known, a reason each; none where it is."""
+    """Return the reasons why the total energy is unknown; empty if it is known."""
     lost, unfinished, account = ledger.reports_lost, ledger.unfinished(is_over), ledger.whole
     elsewhere = account.partial - account.left_windows
     reasons = [
@@ -127,7 +127,7 @@ def _many(count: int, noun: str) -> str:
 
 
 def _energy_coverage(ledger: Ledger, goodput: GoodputSummary) -> tuple[float | None, float | None]:
-    """Return the share of time and of iterations whose energy was measured, mean over devices; gaps are no time."""
+    """Return the measured share of time without restart gaps, and of iterations, as means over devices."""
     seconds = goodput.elapsed_s - goodput.seconds[RESTART_GAP]
     iterations = sum(max(attempt.last, attempt.reached) for attempt in ledger.goodput.attempts)
     shares = (ledger.whole.covered_s, seconds), (ledger.whole.covered_iterations, float(iterations))
@@ -136,7 +136,7 @@ def _energy_coverage(ledger: Ledger, goodput: GoodputSummary) -> tuple[float | N
 
 
 def _percent(share: float | None) -> str:
-    """Return a share that is not the whole, rounded down."""
+    """Return a share as a percentage, rounded down and below 100 %."""
     return "an unknown part" if share is None else f"{math.floor(1000 * min(share, 0.999)) / 10:g} %"
 
 
@@ -148,7 +148,7 @@ def report_of(
     last: ClusterReport | None,
     correction: bool,
 ) -> ClusterReport:
-    """Return the report of a window that has closed, or its correction by a late row."""
+    """Return the report of a closed window, or its correction by a late report."""
     rows = window.ordered
     lacks = bool(ledger.reports_lost or ledger.unfinished(is_over=False))
     run, whole = to_date(ledger, roster, ledger.goodput.summary(measures_energy=roster.job.measures_energy), lacks)
@@ -161,7 +161,7 @@ def report_of(
     shown_of_window = own if own.counts.iterations > 0 and not correction else ClusterTotals()
     numbers = rows.numbers
     coverage = coverage_of(window, ledger, roster)
-    if window.energy is None and last:  # a row so late that the others of its window are forgotten
+    if window.energy is None and last:  # a report so late that the others of its window were dropped
         coverage = replace(last.coverage, reports_late=ledger.late)
     shown = int(numbers["iteration_shown"].max())
     return ClusterReport(
@@ -195,7 +195,7 @@ def report_of(
 
 
 def _account_of(window: Window, least_coverage: float) -> Account:
-    """Return the sums of a window alone."""
+    """Return the sums of one window."""
     account = Account()
     account.add_rows(window.ordered)
     if window.merged is not None:
@@ -206,7 +206,7 @@ def _account_of(window: Window, least_coverage: float) -> Account:
 
 
 def coverage_of(window: Window | None, ledger: Ledger, roster: Roster) -> Coverage:
-    """Return how much of the job a window covers."""
+    """Return the coverage of a window."""
     rows: Collection[int] = window.ranks if window else ()
     merged = window.merged if window else None
     absent = roster.absent(rows) if window else set()
@@ -236,7 +236,7 @@ def summary_of(
     time_s: float,
     ended: bool,
 ) -> Summary:
-    """Return the run so far; ``kind`` says which parameters P is."""
+    """Return the summary of the run so far; ``kind`` is the kind of parameters in P."""
     lacking = _lacking(ledger, ended)
     status = ledger.status() if ended else "running"
     goodput = ledger.goodput.summary(ended, roster.job.measures_energy, status)
@@ -288,7 +288,7 @@ def _gaps(
     shares: tuple[float | None, float | None],
     ended: bool,
 ) -> Iterator[str]:
-    """Yield what was measured in part, or not at all, though devices could give it."""
+    """Yield a sentence for each gap in quantities that devices can measure."""
     if lacking and whole.energy.measured_j is not None and roster.job.measures_energy:
         parts = f"{_percent(shares[0])} of the time and {_percent(shares[1])} of the iterations were measured"
         yield f"total energy: {parts}; {'; '.join(lacking)}"
@@ -335,7 +335,7 @@ def _energy_summary(
 
 
 def not_counted(whole: ClusterTotals) -> Iterator[str]:
-    """Yield why there are no tokens or no samples, where iterations or requests ended without them."""
+    """Yield why tokens or samples are missing, if there are iterations."""
     counts = whole.counts
     missing = [] if counts.generated_tokens else [name for name in ("tokens", "samples") if not getattr(counts, name)]
     if counts.iterations and missing:
@@ -367,6 +367,6 @@ def _remaining_s(whole: ClusterTotals, total: int | None, shown: int) -> float |
 
 
 def _end_time_s(end_s: float, ledger: Ledger) -> float:
-    """Return when a window ended: by the clock of its last rank, or now, where that clock is ahead."""
+    """Return the end of a window on the clock of its last rank, or the current time if that clock is ahead."""
     now_s = ledger.goodput.clock.time_s
     return now_s if ledger.goodput.clock.at_s is not None and end_s > now_s + MAX_AHEAD_S else end_s

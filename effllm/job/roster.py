@@ -1,4 +1,4 @@
-"""The ranks and devices of a job by their introductions. No I/O."""
+"""The ranks and devices of a job, from their HELLOs. No I/O."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ MAX_RANKS = 2**20
 
 
 class Roster:
-    """The ranks of a job by their introductions.
+    """The ranks of a job, from their HELLOs.
 
     Args:
         config: the job's settings.
-        ledger: the job's state, whose ranks are kept here.
+        ledger: the job's state, in which the ranks are updated.
     """
 
     def __init__(self, config: Config, ledger: Ledger) -> None:
@@ -39,20 +39,20 @@ class Roster:
 
     @property
     def job(self) -> JobFacts:
-        """The facts of the job, from the introductions so far."""
+        """The facts of the job, from the HELLOs so far."""
         if self._job is None:
             rank = self._whole_model[1] if self._whole_model is not None else None
             self._job = JobFacts(self.config, self._ledger, self.hellos, self.devices, self.members, rank)
         return self._job
 
     def settle(self, scope: Scope) -> None:
-        """Sum up the energy of this scope from now on, also if other sensors are introduced later."""
+        """Fix the power scope of the job's sums, even if other sensors join later."""
         if scope.label and not self._ledger.scope:
             self._ledger.scope = scope.choice
             self._job = None
 
     def objection(self, message: Hello, now_s: float) -> str:
-        """Return why an introduction is rejected, or an empty string."""
+        """Return why a HELLO is rejected, or an empty string."""
         state = self._ledger
         if state.job and message.job and message.job != state.job:
             return "it belongs to another job"
@@ -77,7 +77,7 @@ class Roster:
         return ""
 
     def admit(self, message: Hello, now_s: float) -> bool:
-        """Take an introduction without `objection`; return whether the agent is new."""
+        """Accept a HELLO without `objection`; return whether the agent is new."""
         state = self._ledger
         state.job = state.job or message.job
         state.world_size = state.world_size or message.world_size
@@ -91,7 +91,7 @@ class Roster:
         self.hellos[message.rank] = message
         for device in message.devices:
             old = self.devices.get(device.key)
-            # On a host only one rank reads the power sensor, and only its HELLO has the method.
+            # Only one rank per host reads the power sensor, and only its HELLO has the method.
             if old is None or old.energy_method is None or device.energy_method is not None:
                 self.devices[device.key] = device
             members = self.members.setdefault(device.key, set())
@@ -110,9 +110,9 @@ class Roster:
         return known if known is not None and known.agent == agent else None
 
     def is_too_late(self, message: Hello) -> bool:
-        """Whether an agent whose HELLO comes after rank 0's trainer has ended is rather one of the next attempt.
+        """Whether a HELLO after the end of rank 0's trainer is probably from the next attempt.
 
-        It may be a late one of ours where that trainer completed, or was over before rank 0's agent came.
+        It may be a late HELLO of this attempt if that trainer completed, or ended before rank 0's agent joined.
         """
         first = self._ledger.ranks.get(0)
         is_known = self.rank_of(message.rank, message.agent) is not None
@@ -125,7 +125,7 @@ class Roster:
         return set(range(self._ledger.world_size)).difference(reporting) - self.presence.gone
 
     def expected(self, reporting: Collection[int]) -> Expected:
-        """Return the devices of a window; one that all its ranks have left is not among them."""
+        """Return the devices of a window, without those whose ranks have all left."""
         gone = self.presence.gone.difference(reporting)
         if self._expected is None or self._expected[0] != gone:
             hosts = {hello.host for rank, hello in self.hellos.items() if rank not in gone}
@@ -142,15 +142,15 @@ class Roster:
         return {key: self.members[key] - gone for key in self.expected(reporting)} if gone else self.members
 
     def _is_of_a_node(self, key: str, hosts: set[str]) -> bool:
-        """Whether a device is a sensor of one of these nodes, which counts though the rank that read it has left."""
+        """Whether a device is a sensor of one of these nodes; it counts even if the rank that read it has left."""
         return self.devices[key].only_power and self.hellos[min(self.members[key])].host in hosts
 
     def blind(self, reporting: Collection[int]) -> set[int]:
-        """Return the ranks that have not left and that introduced no device that they compute on."""
+        """Return the ranks that have not left and have no computing device."""
         return self._blind - self.presence.gone.difference(reporting)
 
     def disagreement(self, message: Hello) -> str:
-        """Return how an introduction contradicts an earlier one about the whole model, or an empty string."""
+        """Return how a HELLO contradicts an earlier one about the whole model, or an empty string."""
         total = message.parameters.total
         if message.parameters.is_share or total is None:
             return ""

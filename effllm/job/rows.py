@@ -1,4 +1,4 @@
-"""The rows of a window by rank, with what they come to. No I/O."""
+"""The reports of a window by rank, with their sums. No I/O."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from effllm.records.rank import Profile, RankReport, add_profiles
 
 
 class Rows(list[RankReport]):
-    """The rows of a window, with what they come to."""
+    """The reports of a window, with their sums."""
 
-    gathered: Gathered | None = None  # what was added up of them as they came
+    gathered: Gathered | None = None  # sums made at their receipt
 
     @cached_property
     def ranks(self) -> list[int]:
-        """The ranks, in the order of the rows."""
+        """The ranks, in the order of the reports."""
         return [row.rank for row in self]
 
     @cached_property
     def numbers(self) -> dict[str, Array]:
-        """Their times and iterations, a column for each."""
+        """Columns of their times and iterations."""
         names = (*_PLACED, "wall_s", "busy_s", "wait_s", *SUMMED)
         columns = dict(zip(names, fields_of(self, names).T, strict=True))
         columns["iterations"] = columns["iteration_last"] - columns["iteration_first"] + 1
@@ -35,17 +35,17 @@ class Rows(list[RankReport]):
 
     @cached_property
     def counts(self) -> dict[str, int]:
-        """Their counts, each over all rows: whole numbers, exactly."""
+        """The exact sums of their counts."""
         return {name: sum(map(attrgetter(name), self)) for name in _COUNTED}
 
     @cached_property
     def iterations(self) -> int:
-        """How many iterations the longest of them has."""
+        """The largest number of iterations of a report."""
         return int(self.numbers["iterations"].max(initial=0.0))
 
     @cached_property
     def loss(self) -> float | None:
-        """The loss, of the first that has it."""
+        """The loss of the first report with a loss."""
         return next((loss for loss in map(attrgetter("loss"), self) if loss is not None), None)
 
     @cached_property
@@ -56,12 +56,12 @@ class Rows(list[RankReport]):
 
     @cached_property
     def profile(self) -> Profile | None:
-        """Their profiled iterations."""
+        """The sum of their profiles."""
         return add_profiles(*map(attrgetter("profile"), self))
 
     @cached_property
     def phases_s(self) -> dict[str, float]:
-        """Their phases, over all rows."""
+        """The sums of their phases."""
         sums: dict[str, float] = {}
         for phases_s in filter(None, map(attrgetter("phases_s"), self)):
             for name, seconds in phases_s.items():
@@ -70,15 +70,15 @@ class Rows(list[RankReport]):
 
     @cached_property
     def is_final(self) -> bool:
-        """Whether one of them is its rank's last."""
+        """Whether one of them is the last report of its rank."""
         return bool(self.numbers["final"].any())
 
     def gathered_of(self, num_devices: int) -> GpuReadings | None:
-        """Return what was added up of so many GPUs as their rows came; ``None`` if there are no such sums."""
+        """Return the sums made at receipt, for this number of GPUs; ``None`` if there are no such sums."""
         return self.gathered.of(num_devices, len(self)) if self.gathered is not None else None
 
     def merge(self, more: Rows) -> Rows:
-        """Return the sums of these rows and more, without the rows themselves."""
+        """Return the sums of these reports and more, without the reports."""
         both, phases = Rows(), {**self.phases_s, **more.phases_s}
         both.ranks = self.ranks + more.ranks
         both.numbers = {name: np.concatenate((column, more.numbers[name])) for name, column in self.numbers.items()}
@@ -92,12 +92,12 @@ class Rows(list[RankReport]):
 
     @classmethod
     def of(cls, rows: Iterable[RankReport]) -> Rows:
-        """Return rows as such, those that are already as they are."""
+        """Convert reports to this class, unless they have it already."""
         return rows if isinstance(rows, Rows) else cls(rows)
 
     @classmethod
     def by_rank(cls, rows: Mapping[int, RankReport], gathered: Gathered | None = None) -> Rows:
-        """Return the rows of ranks in their order, with what was added up of them as they came."""
+        """Return reports in the order of ranks, with the sums made at their receipt."""
         ranks = sorted(rows)
         ordered = cls(map(rows.__getitem__, ranks))
         ordered.ranks, ordered.gathered = ranks, gathered

@@ -1,4 +1,4 @@
-"""Percentiles of a window's values over ranks and GPUs: of all of them, never of a sample or a sketch. No I/O."""
+"""Exact percentiles of a window's values over all ranks and GPUs. No I/O."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from effllm.records.job import GPU_WATTS, STEP_SECONDS, UTILIZATION_RATIO, Sprea
 
 
 def spread_of(values: Array) -> Spread | None:
-    """Return the percentiles of values; ``None`` where there are none.
+    """Return the percentiles of values; ``None`` without values.
 
-    A percentile between two of them is interpolated in a straight line (Hyndman and Fan's definition 7, 1996), so that
-    the fiftieth is the median.
+    A percentile between two values is interpolated linearly (Hyndman and Fan's definition 7, 1996), so that the
+    fiftieth is the median.
     """
     if not len(values):
         return None
@@ -34,12 +34,12 @@ def _at(ordered: Array, share: float) -> float:
 def window_spread(rows: Rows, merged: Merged | None, expected: Expected) -> dict[str, Spread]:
     """Return the percentiles of the ranks' mean steps, and of the power and utilization of GPUs in their iterations.
 
-    Ranks that have ended no iteration, and GPUs that were not measured, are not among them.
+    Ranks without a completed iteration and GPUs that were not measured are left out.
 
     Args:
         rows: of the window.
         merged: its devices, each once.
-        expected: the devices that it should hold.
+        expected: the devices that it should have.
     """
     iterations, busy_s = rows.numbers["iterations"], rows.numbers["busy_s"]
     worked = iterations > 0

@@ -1,4 +1,4 @@
-"""The energy of one window of the job, and how much of it was measured. No I/O."""
+"""The energy of one window of the job, and its coverage. No I/O."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from effllm.job.power_scope import Scope
 from effllm.records.columns import Positions
 from effllm.records.rank import NODE_PSU, Device
 
-#: Coverage is a quotient of sums of floats; this much below is still full.
+#: Rounding error of a coverage: above 1 minus this it is full.
 ROUNDING = 1e-6
 
 
@@ -25,14 +25,14 @@ def window_energy(
     scope: Scope | None = None,
     left: Iterable[str] = (),
 ) -> WindowEnergy:
-    """Return the energy of a window and how much of it was measured.
+    """Return the energy of a window and its coverage.
 
     Args:
         merged: the window's devices.
-        devices: every device that the window should hold.
-        absent: ranks of which nothing is known.
-        blind: ranks without a device, though they are there.
-        scope: whose energy is the job's; ``None`` for that of all devices.
+        devices: every device that the window should have.
+        absent: number of ranks that have not joined.
+        blind: number of ranks that have joined without a device.
+        scope: the power scope of the job; ``None`` for all devices.
         left: devices whose ranks have all left while others train.
     """
     expected = Expected.of(devices)
@@ -72,7 +72,7 @@ def window_energy(
 def _shown(
     merged: Merged, expected: Expected, rows: Positions, chosen: NDArray[np.bool_]
 ) -> tuple[list[str], Positions]:
-    """Return whose energy is to be measured, each once, and the row that shows it best in this window, or -1."""
+    """Return each energy key once, and the row with its best coverage in this window, or -1."""
     if chosen.all():
         owners, found = expected.owners, rows
     else:
@@ -89,16 +89,15 @@ def _shown(
 
 
 def _coverage(shown: Positions, merged: Merged, lacking: int) -> float:
-    """Return measured over expected device-seconds."""
     if not len(merged):
         return 0.0
     span_s = float(merged.span_s.max())
     there = shown[shown >= 0]
     expected_s = float(merged.span_s[there].sum()) + (len(shown) - len(there) + lacking) * span_s
     covered_s = float((merged.energy_coverage[there] * merged.span_s[there]).sum())
-    return covered_s / expected_s if expected_s > 0 else float(span_s <= 0)  # of no time nothing is missing
+    return covered_s / expected_s if expected_s > 0 else float(span_s <= 0)  # an empty window is fully covered
 
 
 def is_covered(coverage: float | None, least: float) -> bool:
-    """Whether a window's energy may enter sums."""
+    """Whether a window's coverage suffices to add its energy to sums."""
     return coverage is not None and coverage >= least - ROUNDING
