@@ -1,6 +1,6 @@
-"""How a rank gets the address of the aggregator: rank 0 opens and publishes it, the others search for it.
+"""The address of the aggregator: rank 0 opens and publishes it, the other ranks search for it.
 
-Runs in the training process, before the first iteration; standard library alone.
+Runs in the training process, before the first iteration; standard library only.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class AggregatorAddress:
         config: of this rank.
         place: of this rank.
         declared: gets the endpoint, the job, and whether its reports have keys.
-        write: takes what a search found; perhaps in the thread that searches.
-        board: on which the aggregator's welcome is read.
+        write: publishes the result of a search; may be called in the search thread.
+        board: shows when the aggregator has admitted the agent.
     """
 
     _generation = 0
@@ -47,10 +47,10 @@ class AggregatorAddress:
         self.listener: socket.socket | None = None  #: of rank 0, for the aggregator
 
     def find(self) -> Callable[[], None]:
-        """Set the endpoint now, or return what will find it once the agent runs.
+        """Set the endpoint, or return a function that starts the search once the agent runs.
 
         Raises:
-            DiscoveryError: rank 0 has no address, or the aggregator could not serve so many ranks.
+            DiscoveryError: rank 0 has no address, or the limit of open files is too low for the number of ranks.
             OSError: rank 0 cannot listen, or the secret cannot be read.
         """
         is_secured = discovery.is_secured(self._config) and self._has_secret()
@@ -79,7 +79,7 @@ class AggregatorAddress:
         return lambda: None
 
     def _listen(self, source: Any, is_secured: bool) -> str:
-        """Listen on rank 0 and return the endpoint; where that fails, publish the reason to the other ranks."""
+        """Listen on rank 0 and return the endpoint; if that fails, publish the reason to the other ranks."""
         try:
             address = self._own_address()
             self.listener = listener = listening.listen_within(address, self._config.ports)
@@ -99,7 +99,7 @@ class AggregatorAddress:
         return listening.own_address(self._place, self._config)
 
     def _has_secret(self) -> bool:
-        """Whether there is a secret, where a job on one host chooses to have one; in other jobs it must be there."""
+        """Whether there is a secret: optional for a job on one host, required (and not checked here) for other jobs."""
         config, place = self._config, self._place
         if config.security != "auto" or config.endpoint or not place.one_host:
             return True
@@ -117,7 +117,7 @@ class AggregatorAddress:
         if self._place.rank == 0 and not facts.secured and (line := discovery.openness(facts.endpoint)):
             print_line(line)
 
-    # These may run in the thread that searches.
+    # These may run in the search thread.
 
     def _found(self, record: Mapping[str, str]) -> None:
         self._write(from_document(FoundAddress, record))
@@ -128,7 +128,7 @@ class AggregatorAddress:
     def _is_welcome(self, endpoint: str) -> bool:
         try:
             return self._board.welcome() == endpoint
-        except ValueError:  # closed in the meantime: the loop is over
+        except ValueError:  # the board was closed: the loop is over
             return True
 
 

@@ -1,7 +1,7 @@
 """The original's public class and functions: start and stop the agent, pass the loop's calls to the recorder.
 
-Runs in the training process, so it imports the standard library alone, and nothing here raises into the
-loop: whatever fails costs metrics and one line.
+Runs in the training process, so it imports only the standard library and never raises into the loop: an error costs
+metrics and one line.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from effllm.trainer.lifecycle import Lifecycle
 from effllm.trainer.recorder import Recorder
 from effllm.trainer.values import NAN, EfficientLLMMetrics
 
-#: What a stop gives up, for a training that begins afterwards.
+#: Owners that a stop releases, for the next training in this process.
 _OWN_LEVELS = (
     (ownership.EXPLICIT, "calls"),
     (ownership.EXPLICIT, "requests"),
@@ -28,11 +28,11 @@ _OWN_LEVELS = (
 
 
 class MetricsCollector:
-    """What a training loop talks to.
+    """The interface of a training loop.
 
     Args:
-        collection_interval: seconds between device samples; the environment's where not given.
-        history_size: slots of the ring; the environment's where not given.
+        collection_interval: seconds between device samples; by default that of the environment.
+        history_size: slots of the ring; by default that of the environment.
     """
 
     def __init__(self, collection_interval: float | None = None, history_size: int | None = None) -> None:
@@ -49,16 +49,16 @@ class MetricsCollector:
 
     @property
     def recorder(self) -> Recorder | None:
-        """What hooks stamp the steps of their framework with; ``None`` while nothing is collected."""
+        """The recorder for hooks of frameworks; ``None`` while nothing is collected."""
         return self.lifecycle.recorder
 
     @property
     def has_counted(self) -> bool:
-        """Whether the loop has counted something of the running iteration by `count`."""
+        """Whether the loop has called `count` in the running iteration."""
         return self._counted.has_any
 
     def start_collection(self) -> None:
-        """Start the agent of this rank; a second start does nothing, and off means off."""
+        """Start the agent of this rank; a second start, or a start with metrics off, does nothing."""
         if not self.is_collecting:
             self._counted.take()
             self.lifecycle.start()
@@ -72,13 +72,13 @@ class MetricsCollector:
                 ownership.release(level, name)
 
     def end_requests(self) -> None:
-        """End what the first request started: a training has a run of its own."""
+        """End a run that the first request started, because a training has its own run."""
         if self.lifecycle.is_for_requests:
             self.stop_collection()
             self.declared.forget_requests()
 
     def warn(self, line: str) -> None:
-        """Have one line printed, once."""
+        """Report one line through the agent, once."""
         self.lifecycle.warn(line)
 
     # --- the loop's calls ---
@@ -103,7 +103,7 @@ class MetricsCollector:
         Args:
             tokens_processed: this rank's share of the positions, padding included.
             samples_processed: this rank's share of the samples.
-            tokens: the same without padding, which makes TT; ``tokens_processed`` where not given.
+            tokens: positions without padding, used for TT; by default ``tokens_processed``.
             tokens_loss: positions with a label.
         """
         if (recorder := self.lifecycle.recorder) is not None:
@@ -115,12 +115,12 @@ class MetricsCollector:
                 recorder.end(tokens_processed, samples_processed, tokens, tokens_loss)
 
     def sync_point(self) -> None:
-        """Say that this rank has come to where it first waits for others: `effllm.sync_point`."""
+        """Mark the point where this rank first waits for others: `effllm.sync_point`."""
         if (recorder := self.lifecycle.recorder) is not None:
             recorder.sync_point()
 
     def set_peer_group(self, name: str, replica: str = "") -> None:
-        """Say which ranks do the same work as this one: `effllm.set_peer_group`."""
+        """Set the group of ranks with the same work: `effllm.set_peer_group`."""
         self.declared.learn(peer_group=text(name)[:200], replica=text(replica)[:200])
 
     def count(
@@ -131,14 +131,14 @@ class MetricsCollector:
         tokens_loss: int = 0,
         loss: float | None = None,
     ) -> None:
-        """Add to what the running iteration has counted on this rank: `effllm.count`."""
+        """Add counts to the running iteration of this rank: `effllm.count`."""
         if self.is_collecting and (wrong := self._counted.add(tokens, samples, tokens_processed, tokens_loss, loss)):
             self.warn(wrong)
 
     def end_counted(self, samples: int = 0) -> None:
-        """Stamp the end of an iteration with what `count` was given, for a hook that sees the steps and no data.
+        """Stamp the end of an iteration with the counts of `count`, for a hook of steps that has no data.
 
-        ``samples`` are used where `count` was given none.
+        ``samples`` is the default if `count` was not given samples.
         """
         if (recorder := self.lifecycle.recorder) is not None:
             counts, loss = self._counted.take()
@@ -148,7 +148,7 @@ class MetricsCollector:
                 recorder.loss(self.declared.facts.first_iteration + recorder.ordinal, loss)
 
     def _claim(self) -> None:
-        """Take the count from the hooks of frameworks: the loop itself counts."""
+        """Make the loop itself the owner of the iterations, instead of a framework's hook."""
         self._counts = ownership.claim(ownership.EXPLICIT, "calls")
 
     def record_step_start(self) -> None:
@@ -158,7 +158,7 @@ class MetricsCollector:
         self.record_iteration_start()
 
     def record_step_end(self, tokens_processed: int | None = None, samples_processed: int | None = None) -> None:
-        """Stamp the end of a step; counts that are not given are those of `set_batch_config`."""
+        """Stamp the end of a step; default counts are those of `set_batch_config`."""
         tokens, samples = self._batch
         self.record_iteration_end(
             tokens if tokens_processed is None else tokens_processed,
@@ -167,7 +167,7 @@ class MetricsCollector:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Mark a stretch that is not iteration: ``evaluation``, ``checkpoint``, or anything else as ``other``."""
+        """Mark a period outside the iterations: ``evaluation``, ``checkpoint``, or any other name as ``other``."""
         recorder = self.lifecycle.recorder
         if recorder is None:
             yield
@@ -187,12 +187,12 @@ class MetricsCollector:
         step: int | None = None,
         tb_writer: Any = None,
     ) -> dict[str, float]:
-        """Record the loss, and return the newest values of the whole job: at once, whatever they are by now.
+        """Record the loss, and return the newest received values of the whole job, without waiting.
 
         Args:
-            iteration: the number of the iteration that ended last, as people know it.
-            loss: its loss, as a number. A tensor on a GPU is not read, for that would be a synchronisation.
-            writer: has ``add_scalar(tag, value, step)``; gets each report's values once.
+            iteration: the number of the last completed iteration, as shown to users.
+            loss: its loss, as a number. A tensor on a GPU is not read, because that would be a synchronisation.
+            writer: has ``add_scalar(tag, value, step)``; receives each report's values once.
             step: ``iteration`` by LLaMA-Factory's name.
             tb_writer: ``writer`` by LLaMA-Factory's name.
 
@@ -201,11 +201,11 @@ class MetricsCollector:
         """
         iteration, writer = step if iteration is None else iteration, tb_writer if writer is None else writer
         if not self.declared.facts.is_numbered and self.is_collecting:
-            self.declared.learn(is_numbered=True)  # once: a restart of the job derives from it what is done again
+            self.declared.learn(is_numbered=True)  # once: after a restart, repeated iterations are derived from it
         return self.log_own(iteration, loss, writer)
 
     def log_own(self, iteration: int | None, loss: float | None = None, writer: Any = None) -> dict[str, float]:
-        """Do as `log_metrics`, with a number that is our own count and need not go on over restarts."""
+        """Like `log_metrics`, but with our own count, which may restart at 0 in the next attempt."""
         if (recorder := self.lifecycle.recorder) is not None:
             if getattr(loss, "is_cuda", False):
                 self.warn("log_metrics was given a loss on the GPU, which is not read: pass loss.item()")
@@ -220,17 +220,17 @@ class MetricsCollector:
         return values.tags()
 
     def reset(self) -> None:
-        """Let the run-to-date values start anew after the current window."""
+        """Restart the run-to-date values after the current window."""
         if (recorder := self.lifecycle.recorder) is not None:
             recorder.reset()
 
     def set_model_parameters(self, model_parameters: int | None = None, *, num_parameters: int | None = None) -> None:
-        """Set how many parameters the whole model has; ``num_parameters`` is LLaMA-Factory's name for it."""
+        """Set the number of parameters of the whole model; ``num_parameters`` is LLaMA-Factory's name for it."""
         given = num_parameters if model_parameters is None else model_parameters
         self.declared.learn_parameters(given)
 
     def set_batch_config(self, sequence_length: int, batch_size: int) -> None:
-        """Say how much one step processes on this rank, for loops that do not count."""
+        """Set the tokens and samples of one step on this rank, for loops that do not count."""
         self._batch = (int(sequence_length) * int(batch_size), int(batch_size))
         self.declared.learn_run({"sequence_length": int(sequence_length), "batch_size": int(batch_size)})
 
@@ -263,7 +263,7 @@ class MetricsCollector:
         return self.lifecycle.values().value("aec")
 
     def calculate_it(self, tokens_generated: float, total_inference_time: float) -> float:
-        """Return the inference throughput in tokens per second; ``nan`` where no time passed."""
+        """Return the inference throughput in tokens per second; ``nan`` if no time passed."""
         return tokens_generated / total_inference_time if total_inference_time > 0 else NAN
 
     def get_all_metrics(self) -> EfficientLLMMetrics:
@@ -314,23 +314,24 @@ def initialize_efficientllm_metrics(
 ) -> MetricsCollector:
     """Start the metrics of this rank; call it on every rank, once, before the loop.
 
-    A second call adds to the first.  By position both original signatures are served: ``(n, collection_interval)``
-    as in Megatron, and ``(n, sequence_length, batch_size, collection_interval)`` as in LLaMA-Factory.
+    A second call adds to the first.  Both original signatures work with positional arguments:
+    ``(n, collection_interval)`` as in Megatron, and ``(n, sequence_length, batch_size, collection_interval)`` as in
+    LLaMA-Factory.
 
     Args:
         model_parameters: parameters of the whole model.
         positional: see above.
-        collection_interval: seconds between device samples; the environment's where not given.
+        collection_interval: seconds between device samples; by default that of the environment.
         sequence_length: tokens of a sample, for `MetricsCollector.record_step_end` without counts.
-        batch_size: samples of a step on this rank, likewise.
-        parameter_share: instead, ``total``, ``trainable`` and ``active`` of this rank: the sum of all is the model.
-        first_iteration: iterations that an earlier run of the job has done.
-        total_iterations: how many there will be, for the remaining time.
-        flops_per_token: model FLOPs of a token, forward and backward, for MFU.
-        hardware_flops_per_token: what the hardware does for it, recomputation included, for HFU.
-        facts: the run's, for ``run.json``.
-        place: of this rank, where the environment does not have it.
-        is_numbered: whether ``first_iteration`` is known, and not guessed; by default it is above 0.
+        batch_size: samples of a step on this rank, for the same.
+        parameter_share: instead, ``total``, ``trainable`` and ``active`` of this rank: the model is the sum over ranks.
+        first_iteration: iterations completed by an earlier run of the job.
+        total_iterations: their total number, for the remaining time.
+        flops_per_token: model FLOPs per token, forward and backward, for MFU.
+        hardware_flops_per_token: hardware FLOPs per token, including recomputation, for HFU.
+        facts: of the run, for ``run.json``.
+        place: of this rank, if the environment does not have it.
+        is_numbered: whether ``first_iteration`` is known and not assumed; by default whether it is above 0.
     """
     if len(positional) == 1:
         collection_interval = positional[0]

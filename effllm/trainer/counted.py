@@ -1,4 +1,4 @@
-"""What a loop counts of its running iteration by `effllm.count`; standard library alone."""
+"""The counts of the running iteration from `effllm.count`; standard library only."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from effllm.trainer.counts import whole_number
 
 
 class Counted:
-    """Counts, and the loss, since the last iteration that took them."""
+    """Counts and the loss since the end of the last iteration."""
 
     def __init__(self) -> None:
         self._counts = [0, 0, 0, 0]  # positions, samples, tokens, tokens with a label
@@ -16,7 +16,7 @@ class Counted:
         self.has_any = False  #: whether one of the counts is more than 0
 
     def add(self, tokens: Any, samples: Any, tokens_processed: Any, tokens_loss: Any, loss: Any) -> str:
-        """Add to them, as `effllm.count` does; return what was wrong with the arguments, empty where nothing was."""
+        """Add the arguments of `effllm.count`; return an error text for wrong arguments, else an empty string."""
         tokens, tokens_processed = (
             tokens_processed if tokens is None else tokens,
             tokens if tokens_processed is None else tokens_processed,
@@ -37,7 +37,7 @@ class Counted:
         return ""
 
     def take(self) -> tuple[list[int], Any]:
-        """Return the counts and the loss, and begin anew."""
+        """Return the counts and the loss, and reset them."""
         counts, loss = self._counts, self._loss
         self._counts, self._loss, self.has_any = [0, 0, 0, 0], None, False
         return counts, loss

@@ -1,4 +1,4 @@
-"""What a loop counts, in any type that a caller may use: a wrong argument changes no total; standard library alone."""
+"""The counts of a loop, in any type of the caller; an invalid argument changes no total; standard library only."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 
 from effllm.records.counters import Counters
 
-MAX_TOTAL = 2**62  # what a running total can hold
-FEW_BITS = 30  # of counts that no total overflows by
+MAX_TOTAL = 2**62  # limit of a running total
+FEW_BITS = 30  # counts of at most this size cannot make a total overflow
 
 
 class RunningCounts(Counters):
     """The totals of a loop."""
 
     def add(self, tokens_processed: Any, samples: Any, tokens: Any, tokens_loss: Any) -> bool:
-        """Add the counts of an iteration; ``False`` where one of them is none, and nothing is added."""
+        """Add the counts of an iteration; ``False`` if one of them is invalid: then no count is added."""
         if not type(tokens_processed) is type(samples) is type(tokens) is type(tokens_loss) is int or (
             (tokens_processed | samples | tokens | tokens_loss) >> FEW_BITS  # or negative
         ):
@@ -32,7 +32,7 @@ class RunningCounts(Counters):
 
 
 class Losses:
-    """Losses and the numbers of their iterations, as a caller gives them.
+    """Checks losses and the numbers of their iterations from a caller.
 
     Args:
         warn: called with a line for the user.
@@ -43,7 +43,7 @@ class Losses:
         self._number = 0
 
     def checked(self, number: Any, loss: Any) -> tuple[int, float] | None:
-        """Return both as numbers, a loss of ``None`` as nan; ``None`` where one cannot be used."""
+        """Return both as numbers, a loss of ``None`` as nan; ``None`` if one is invalid."""
         try:
             number = int(number)
             value = float("nan") if loss is None else float(loss)
@@ -60,7 +60,7 @@ class Losses:
 
 
 def counts_of(*values: Any) -> list[int] | None:
-    """Return counts as whole numbers of at least 0; ``None`` where one of them is none."""
+    """Return counts as whole numbers of at least 0; ``None`` if one of them is invalid."""
     try:
         counts = [whole_number(value) for value in values]
     except Exception:  # noqa: BLE001 - whatever the objects of the caller raise must not end the loop
@@ -69,10 +69,10 @@ def counts_of(*values: Any) -> list[int] | None:
 
 
 def whole_number(value: Any) -> int:
-    """Return a count as an ``int``; a string is none, and a tensor on a GPU is not read.
+    """Return a count as an ``int``; strings and tensors on a GPU are not allowed.
 
     Raises:
-        TypeError: it is one of those, or no number; `ValueError` or whatever else its own conversion raises.
+        TypeError: it is not a number, or not allowed; its own conversion may raise any other exception.
     """
     if isinstance(value, (str, bytes)) or getattr(value, "is_cuda", False):
         raise TypeError  # reading a tensor on a GPU would be a synchronisation

@@ -1,4 +1,4 @@
-"""What a training script declares, made into what JSON and the wire can carry; never raises."""
+"""The declared values of a training script, converted for JSON and the wire; never raises."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from effllm.records.facts import DeclaredParameters, RankFacts
 
 
 class Declared:
-    """The facts of this rank: those that the training script and the hooks declare, and those of its session.
+    """The facts of this rank: declared by the training script and the hooks, or set by its session.
 
     Args:
-        changed: called after each declaration, so that the agent gets it.
+        changed: called after each declaration, to send it to the agent.
     """
 
     def __init__(self, changed: Callable[[], None] = lambda: None) -> None:
@@ -22,11 +22,11 @@ class Declared:
 
     @property
     def has_parameters(self) -> bool:
-        """Whether it is known how many parameters the model has."""
+        """Whether the number of parameters is known."""
         return self.facts.parameters.total is not None
 
     def set(self, **facts: Any) -> None:
-        """Replace facts; the agent gets them with the next that are declared."""
+        """Replace facts; they are sent to the agent with the next declaration."""
         self.facts = replace(self.facts, **facts)
 
     def learn(self, **facts: Any) -> None:
@@ -35,7 +35,7 @@ class Declared:
         self._changed()
 
     def learn_run(self, facts: Mapping[Any, Any]) -> None:
-        """Add facts of the run, the new over the old."""
+        """Add facts of the run; new values replace old ones."""
         self.learn(run={**self.facts.run, **{text(name): plain(value) for name, value in facts.items()}})
 
     def learn_parameters(self, total: Any) -> None:
@@ -43,24 +43,24 @@ class Declared:
         self.learn(parameters=replace(self.facts.parameters, total=count(total), is_share=False))
 
     def learn_share(self, share: Mapping[str, Any]) -> None:
-        """Replace what this rank contributes to the model: the sum over all ranks is the model."""
+        """Replace this rank's share of the model's parameters; the model is the sum over all ranks."""
         counts = {kind: 0 if share.get(kind) == 0 else count(share.get(kind)) for kind in _SHARES}
         self.learn(parameters=DeclaredParameters(**counts, is_share=True))
 
     def learn_first(self, first_iteration: Any, is_numbered: bool | None, *, keeps_earlier: bool) -> None:
-        """Add how many iterations earlier runs of the job have done.
+        """Set the number of iterations completed by earlier runs of the job.
 
         Args:
-            first_iteration: so many.
-            is_numbered: whether it is known, and not guessed; ``None``: known where it is above 0.
-            keeps_earlier: whether 0 leaves what was declared before.
+            first_iteration: this number.
+            is_numbered: whether it is known and not assumed; ``None``: known if it is above 0.
+            keeps_earlier: whether 0 keeps an earlier declaration.
         """
         first = count(first_iteration)
         is_known = (True if first else None) if is_numbered is None else bool(is_numbered)
         self.learn(first_iteration=first or (None if keeps_earlier else 0), is_numbered=is_known)
 
     def forget_training(self) -> None:
-        """Remove what an earlier training in this process has declared of itself alone."""
+        """Remove the facts that only concern an earlier training in this process."""
         self.set(
             total_iterations=None,
             flops_per_token=None,
@@ -72,7 +72,7 @@ class Declared:
         )
 
     def forget_requests(self) -> None:
-        """Remove what a process that infers has declared, before it trains."""
+        """Remove the facts of an inference process before it trains."""
         self.set(run={name: value for name, value in self.facts.run.items() if name != "framework"}, gpus=())
 
 
@@ -80,7 +80,7 @@ _SHARES = ("total", "trainable", "active")
 
 
 def count(value: Any) -> int | None:
-    """Return a count above 0, or ``None`` for what is none."""
+    """Return a count above 0, or ``None`` if it is invalid."""
     try:
         number = int(value)
     except Exception:  # noqa: BLE001 - an object of the caller's, which must not end the loop
@@ -89,7 +89,7 @@ def count(value: Any) -> int | None:
 
 
 def positive(value: Any) -> float | None:
-    """Return a finite number above 0, or ``None`` for what is none."""
+    """Return a finite number above 0, or ``None`` if it is invalid."""
     try:
         number = float(value)
     except Exception:  # noqa: BLE001 - an object of the caller's, which must not end the loop
@@ -98,7 +98,7 @@ def positive(value: Any) -> float | None:
 
 
 def plain(value: Any) -> Any:
-    """Return a fact as JSON and the wire can carry it: as it is, or as text."""
+    """Return a fact in a type of JSON and the wire: unchanged, or as text."""
     if value is None or isinstance(value, (bool, float)):
         return value
     if isinstance(value, int):
@@ -112,4 +112,4 @@ def text(value: Any) -> str:
         shown = str(value)
     except Exception:  # noqa: BLE001 - an object of the caller's, which must not end the loop
         shown = f"<{type(value).__name__}>"
-    return shown.encode("utf-8", "replace").decode()  # bytes of the command line that are no text are surrogates
+    return shown.encode("utf-8", "replace").decode()  # invalid bytes of the command line are surrogates

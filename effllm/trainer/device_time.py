@@ -1,8 +1,8 @@
-"""How long iterations take on the device, by two CUDA events each that are never waited for.
+"""Times iterations on the device with two CUDA events each, without waiting for them.
 
-The host may be far ahead of the device, so its own stamps are those of launches.  An iteration's events
-are read when the next one ends, and only if the device has come past them by then.  Standard library alone:
-torch is the one that the training has imported.
+The host may be far ahead of the device, so its own stamps only show launches.  An iteration's events are read when the
+next one ends, and only if the device has passed them.  Standard library only: torch is the module that the training has
+imported.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-#: Iterations that the device may be behind before one of them is not measured.
+#: Number of iterations that the device may be behind; beyond it, iterations are not measured.
 MAX_PENDING = 4
 
 
 class _Events:
-    """Of one iteration."""
+    """The CUDA events of one iteration."""
 
     __slots__ = ("end", "has_sync", "start", "sync")
 
@@ -38,10 +38,10 @@ class DeviceTime:
         self._made = 0
         self._open: _Events | None = None
         self._pending: deque[_Events] = deque()
-        self.total_ns = 0  # of the iterations that were measured ...
-        self.iterations = 0  # ... and how many they are
-        self.own_ns = 0  # until they came to their sync point, of those that did ...
-        self.own_iterations = 0  # ... and how many they are
+        self.total_ns = 0  # of the measured iterations ...
+        self.iterations = 0  # ... and their number
+        self.own_ns = 0  # own time of the iterations with a sync point ...
+        self.own_iterations = 0  # ... and their number
 
     def start(self) -> None:
         """Mark the start of an iteration on the device."""
@@ -60,7 +60,7 @@ class DeviceTime:
             self._open.has_sync = True
 
     def end(self) -> None:
-        """Mark the end of an iteration on the device, and read the one before if it is over there."""
+        """Mark the end of an iteration on the device, and read earlier ones that have ended there."""
         if not self._can_record():
             self._drop()
             return
@@ -78,7 +78,7 @@ class DeviceTime:
             self._open = None
 
     def _can_record(self) -> bool:
-        # A capture would take the event into the graph, and asking for it would end the capture.
+        # A capture would include the event in the graph, and querying it would end the capture.
         return bool(self._cuda.is_initialized()) and not self._cuda.is_current_stream_capturing()
 
     def _events(self) -> _Events | None:

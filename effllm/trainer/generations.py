@@ -1,4 +1,4 @@
-"""What a rank generates, and how long that takes; standard library alone, and nothing here raises."""
+"""The generated tokens of a rank and their time; standard library only; never raises."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Generations:
     """Counts and times generations; one inside another belongs to the outer.
 
     Args:
-        counters: get the tokens.
-        phase_start: called with ``generation`` where a generation is a phase.
+        counters: to which the tokens are added.
+        phase_start: called with ``generation`` if a generation is a phase.
         phase_end: called at its end.
         changed: called when the totals have changed.
         warn: called with a line for the user.
@@ -32,21 +32,21 @@ class Generations:
         self._counters = counters
         self._phase_start, self._phase_end = phase_start, phase_end
         self._changed, self._warn = changed, warn
-        self._open: list[tuple[int, int]] = []  # of each: tokens and prompts counted inside of it
+        self._open: list[tuple[int, int]] = []  # of each: generated and prompt tokens counted inside it
         self._start_ns = 0
         self._is_phase = False
-        self.total_ns = 0  #: wherever it lay; the phase of that name is only a part of it
+        self.total_ns = 0  #: of all generation; the phase of that name is only a part of it
 
     @property
     def depth(self) -> int:
-        """How many are open."""
+        """Number of open generations."""
         return len(self._open)
 
     def start(self, is_phase: bool = False) -> None:
         """Begin a generation.
 
         Args:
-            is_phase: whether it is a stretch of its own, so that neither AL nor T has its time.
+            is_phase: whether it is a phase, so that AL and T exclude its time.
         """
         self._open.append((0, 0))
         if len(self._open) > 1:
@@ -60,7 +60,7 @@ class Generations:
         """End the generation that the last `start` began, with this rank's share of its tokens.
 
         Args:
-            tokens: that were generated; those that were counted inside of it where not given.
+            tokens: generated tokens; by default those counted inside it.
             prompt_tokens: of the prompts before them.
         """
         if not self._open:
@@ -80,13 +80,13 @@ class Generations:
             self._warn_of_counts()
 
     def add(self, tokens: Any, time_ns: Any, prompt_tokens: Any = 0) -> None:
-        """Count a generation that is over; its time is left where it lay, in a step or in a phase.
+        """Count a completed generation; its time stays in the step or phase that includes it.
 
-        Use `start` and `end` around what another hook may count as well.
+        Use `start` and `end` around code that another hook may also count.
 
         Args:
-            tokens: that were generated, without prompts.
-            time_ns: of the generation, prompts included.
+            tokens: generated tokens, without prompts.
+            time_ns: of the generation, including prompts.
             prompt_tokens: of the prompts before them.
         """
         counters = self._counters

@@ -1,7 +1,7 @@
-"""Requests: what a process that only infers has instead of iterations.
+"""Requests, which replace iterations in a process that only infers.
 
 A request, or a batch of them, is one iteration: AL is its time, IT the generated tokens over it.  In a process that
-trains, what is generated adds to IT alone.  Standard library alone: this lives in the training process.
+trains, generated tokens only add to IT.  Standard library only, because the training process imports it.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _has_warned = False
 
 
 class InferenceProcess(NamedTuple):
-    """Facts of a process that infers, for the start of its metrics."""
+    """Facts of an inference process, for the start of its metrics."""
 
     facts: Mapping[str, Any] = {}
     parameters: int | None = None
-    gpus: Sequence[int] = ()  # on which its model lies, by their places in CUDA_VISIBLE_DEVICES; the first if empty
+    gpus: Sequence[int] = ()  # of its model, as positions in CUDA_VISIBLE_DEVICES; the first if empty
 
 
 class Requests:
-    """The requests of one generator in this process; they are iterations where nothing trains.
+    """The requests of one generator in this process; they are iterations if the process does not train.
 
     Args:
         level: of `ownership`.
@@ -43,16 +43,16 @@ class Requests:
 
     @property
     def is_owner(self) -> bool:
-        """Whether it is these requests that are the iterations."""
+        """Whether these requests are the iterations."""
         return ownership.holds(self.level, self.name)
 
     def ready(self, describe: Callable[[], InferenceProcess] | None = None) -> Recorder | None:
-        """Return the recorder, started for requests where nothing is collected yet; ``None`` where nothing can be.
+        """Return the recorder, and start the metrics for requests if needed; ``None`` if that is not possible.
 
-        Of several ranks none starts by itself: one that generates does not mean that all will.
+        In a job of several ranks this does not start the metrics, because perhaps not all ranks generate.
 
         Args:
-            describe: called where this starts the metrics.
+            describe: called if this starts the metrics.
         """
         collector = get_metrics_collector()
         if collector.is_collecting:
@@ -82,14 +82,14 @@ class Requests:
         is_iteration = self.is_owner and not recorder.generations.depth
         if is_iteration:
             recorder.start()
-        # A loop that stamps its own iterations has generation in them; for others it is a phase, apart from training.
+        # If the loop itself stamps iterations, they include generation; otherwise it is a phase outside of training.
         recorder.generations.start(is_phase=not self.is_owner and not ownership.is_explicit())
         return _Open(recorder, is_iteration)
 
     def end(
         self, begun: _Open | None, generated_tokens: int | None = None, prompt_tokens: int = 0, samples: int = 1
     ) -> None:
-        """End it; tokens that are not given are those that were counted inside of it."""
+        """End a request; by default its tokens are those counted inside it."""
         if begun is None:
             return
         begun.recorder.generations.end(generated_tokens, prompt_tokens)
@@ -98,7 +98,7 @@ class Requests:
 
 
 class _Open:
-    """A request that runs."""
+    """A running request."""
 
     __slots__ = ("is_iteration", "recorder")
 
@@ -106,14 +106,14 @@ class _Open:
         self.recorder, self.is_iteration = recorder, is_iteration
 
 
-#: Those that a program declares by its own calls.
+#: Requests declared by the program's own calls.
 DECLARED = Requests(ownership.EXPLICIT, "requests")
 
 
 class Request:
     """``with effllm.request() as r: ...; r.generated(n)``: one request, or one batch of ``samples``.
 
-    Counts that are not given are those that hooks (of ``generate``, of vLLM) count inside of it.
+    Missing counts are those that hooks (of ``generate``, of vLLM) count inside it.
     """
 
     def __init__(self, samples: int = 1) -> None:
@@ -145,7 +145,7 @@ def request(samples: int = 1) -> Request:
     """Measure one request: ``with effllm.request() as r: ...; r.generated(n)``.
 
     Args:
-        samples: how many are in it, where it is a batch.
+        samples: number of requests, if it is a batch.
     """
     return Request(samples)
 
@@ -161,18 +161,17 @@ def record_request(
 ) -> None:
     """Count a request that has just ended, or a batch of them; the first call starts the metrics.
 
-    What happened before the metrics began cannot be measured any more, so that first request is in no value, which
-    is logged once: `initialize_efficientllm_metrics` before the first one, or ``with effllm.request()``, counts all.
-    Where requests overlap, no second counts twice.
+    Time before the start of the metrics cannot be measured, so the first request is left out, which is logged once.
+    `initialize_efficientllm_metrics` before the first one, or ``with effllm.request()``, counts all.  If requests
+    overlap, no time counts twice.
 
     Args:
         prompt_tokens: of the prompt.
-        generated_tokens: that the model added.
-        time_s: how long it took; the sum of the next two where not given, and since the end of the request before
-            where nothing is.
-        computation_time_s: of it, what was computed.
-        communication_time_s: of it, what was waited for others.
-        samples: how many requests it was, where it was a batch.
+        generated_tokens: of the answer.
+        time_s: its duration; by default the sum of the next two, or else the time since the previous request.
+        computation_time_s: computation in it.
+        communication_time_s: waiting for others in it.
+        samples: number of requests, if it was a batch.
     """
     is_first = not get_metrics_collector().is_collecting
     recorder = DECLARED.ready()
@@ -201,7 +200,7 @@ def _took_s(time_s: Any, computation_s: Any, communication_s: Any) -> float | No
 
 
 def _seconds(value: Any) -> float | None:
-    """Return a time that can be one: a number of at least 0, below a year."""
+    """Return a valid time, a number of at least 0 and below a year, or ``None``."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     return float(value) if math.isfinite(value) and 0 <= value < 3.2e7 else None

@@ -1,6 +1,6 @@
-"""The starts and stops of the metrics in this process, and what is declared and read between them.
+"""The starts and stops of the metrics in this process, with the declared facts and the values between them.
 
-Runs in the training process: the standard library alone, and whatever fails costs metrics and one line.
+Runs in the training process: standard library only, and an error costs metrics and one line.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from effllm.trainer.without_metrics import repeat_at_exit
 
 
 class Lifecycle:
-    """One session after another, each from a start to its stop.
+    """Consecutive sessions, each from a start to its stop.
 
     Args:
-        overrides: fields of `Config` that are used instead of the environment's, where they are not ``None``.
+        overrides: fields of `Config` that replace those of the environment, if they are not ``None``.
     """
 
     def __init__(self, **overrides: float | None) -> None:
         self.declared = Declared(self._send)
-        self.config: Config | None = None  #: of the session that was started last
-        self.recorder: Recorder | None = None  #: of the session that runs
-        self.is_for_requests = False  #: whether the first request started it, and not a training
+        self.config: Config | None = None  #: of the last session
+        self.recorder: Recorder | None = None  #: of the running session
+        self.is_for_requests = False  #: whether a request started it, not a training
         self.overrides = overrides
         self._place = Place()
         self._given_place: Place | None = None
@@ -43,13 +43,13 @@ class Lifecycle:
         self._values = JobValues()
 
     def configure(self, collection_interval_s: float | None = None, place: Place | None = None) -> None:
-        """Set what the next start uses instead of the environment; ``None`` changes nothing."""
+        """Set values that the next start uses instead of the environment's; ``None`` changes nothing."""
         if collection_interval_s is not None:
             self.overrides["collection_interval_s"] = collection_interval_s
         self._given_place = place or self._given_place
 
     def start(self) -> None:
-        """Start a session; nothing where metrics are off, and one line where there can be none."""
+        """Start a session, unless metrics are off; if that fails, print one line."""
         if is_off(this_process()):
             return
         try:
@@ -68,7 +68,7 @@ class Lifecycle:
             self._session = self.recorder = None
 
     def start_for_requests(self, facts: Mapping[str, Any], gpus: Sequence[int] = ()) -> None:
-        """Start for a process that infers; a training in it ends that, and has a run of its own."""
+        """Start a session for an inference process; a training in it ends this session and has its own run."""
         self.declared.learn(gpus=tuple(gpus), serves_requests=True)
         self.declared.learn_run(facts)
         self.start()
@@ -94,12 +94,12 @@ class Lifecycle:
         return self._values
 
     def warn(self, line: str) -> None:
-        """Have the agent print one line, once; nothing where no session runs."""
+        """Report one line through the agent, once, if a session runs."""
         if self._session is not None:
             self._session.warn(line)
 
     def greet(self) -> None:
-        """Print the original's two lines, on rank 0, where a session runs."""
+        """Print the original's two lines on rank 0, if a session runs."""
         config, given = self.config, self.declared.facts.parameters
         if config is None or self.recorder is None or self._place.rank != 0:
             return
@@ -117,7 +117,7 @@ class Lifecycle:
 
 
 def _config_with(overrides: Mapping[str, Any]) -> Config:
-    """Return the environment's settings with those that the constructor was given."""
+    """Return the environment's settings with these overrides."""
     config = read_config(this_process())
     given = {name: value for name, value in overrides.items() if value is not None}
     for variable in VARIABLES:

@@ -1,8 +1,8 @@
-"""The training loop's two calls: stamps and running totals into the ring, and nothing else.
+"""The training loop's two calls: they write stamps and running totals to the ring.
 
-What happens here happens on the training thread, so: the standard library alone, no thread, no lock,
-no exception, nothing that grows.  ``record_iteration_start`` and ``record_iteration_end`` together cost
-2 to 4 microseconds, four times two clock reads and a pack (benchmarks/).
+This code runs on the training thread: standard library only, no thread, no lock, no exception, no growing memory.
+``record_iteration_start`` and ``record_iteration_end`` together cost 2 to 4 microseconds, four times two clock reads
+and a pack (benchmarks/).
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Recorder:
         self._log_interval, self._offset = log_interval, offset
         self._warned: set[str] = set()
         self._on = True
-        # Whether the next start or end has more to do than stamp: nothing has ended yet, a phase is open or was, a
-        # window has ended, or nothing is recorded any more.
+        # Whether the next start or end must do more than stamp: no iteration has ended yet, there is or was a phase, a
+        # window has ended, or recording has stopped.
         self._is_special = True
         self.ordinal = 0
         self._boundary_ordinal = log_interval - offset % log_interval  # the next that ends a window
@@ -144,7 +144,7 @@ class Recorder:
             self._wake()
 
     def _settle(self, end_ns: int) -> int:
-        """Take off phases from wait and step, and return when the iteration started that ends now."""
+        """Subtract phases from wait and step, and return the start of the iteration that ends now."""
         phases = self._phases
         if phases.depth:
             self._cut_phase(end_ns)
@@ -163,7 +163,7 @@ class Recorder:
     def sync_point(self, _now: Any = time.monotonic_ns) -> None:
         """Stamp where this rank first waits for others in the running iteration; later ones of it do not count.
 
-        What lies before, less data waits and phases, is the rank's own time.
+        The time before, without data waits and phases, is the rank's own time.
         """
         if self._own_ns or not self._start_ns or self._phases.depth or not self._on:
             return
@@ -171,7 +171,7 @@ class Recorder:
         self._own_ns = now_ns - self._start_ns - self._phases.inside_ns
 
     def waited(self, spent_ns: int) -> None:
-        """Count a stretch of the running iteration as waiting for data: its start moves on by as much."""
+        """Count a part of the running iteration as data wait: its start moves by this time."""
         if self._on and self._start_ns and not self._phases.depth:
             self._start_ns += spent_ns
 
@@ -210,12 +210,12 @@ class Recorder:
 
     @property
     def free_ns(self) -> int:
-        """From when on nothing is an iteration yet, nor a phase: the end of the last, or our beginning."""
+        """Start of the time that is not in an iteration or phase yet: the end of the last one, or our start."""
         return (self._end_ns or self._made_ns) + self._phases.between_ns
 
     @property
     def marks(self) -> tuple[int, ...]:
-        """What changes where a phase or a generation begins or ends."""
+        """Values that change when a phase or a generation begins or ends."""
         return (self._phases.depth, self.generations.depth, *self._phases.total_ns, self.generations.total_ns)
 
     def may_evaluate(self) -> None:
@@ -249,7 +249,7 @@ class Recorder:
             self._put(ring.RESET, 0, self.ordinal, 0, now_ns, now_ns, 0.0)
 
     def finish(self, status: str = "completed") -> None:
-        """Record how the loop ended and record nothing from then on; later calls do nothing."""
+        """Record the final status of the loop and stop recording; later calls do nothing."""
         if not self._on:
             return
         while self._phases.depth:  # an exception may have left one open
@@ -262,7 +262,7 @@ class Recorder:
         self._wake()
 
     def disable(self) -> None:
-        """Record nothing from now on, not even the end: this is a forked child."""
+        """Stop recording without a final status, as in a forked child."""
         self._on, self._is_special = False, True
 
     def _put(self, kind: int, what: int, ordinal: int, number: int, start_ns: int, end_ns: int, value: float) -> None:

@@ -1,6 +1,6 @@
-"""From one start of the metrics to their stop: the maps, the agent, the way to the aggregator.
+"""One session of the metrics, from start to stop: the shared maps, the agent, the aggregator's address.
 
-Runs in the training process, before the first iteration and after the last; standard library alone.
+Runs in the training process, before the first iteration and after the last; standard library only.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class AgentError(OSError):
 
 
 class Session:
-    """Everything that lives from one start to its stop: the maps, the agent, the recorder."""
+    """The objects from one start to its stop: the shared maps, the agent, the recorder."""
 
     def __init__(self, config: Config, place: Place, declared: Declared) -> None:
         self._config, self._place = config, place
@@ -121,7 +121,7 @@ class Session:
             raise AgentError(f"the agent of rank {self._place.rank} {_how_it_died(code)} at once, by {sys.executable}")
 
     def _stay_idle(self, seconds: float) -> None:
-        """Do nothing for as long as the user asked for, so that the agent sees what the idle device draws."""
+        """Wait for the configured time, in which the agent measures the idle power of the device."""
         if seconds > 0:
             begin_ns = time.monotonic_ns()
             time.sleep(seconds)
@@ -185,7 +185,7 @@ class Session:
                 os.eventfd_write(self._wake, 1)
 
     def finish(self, status: str) -> None:
-        """Record how the loop ended, and wait for the agent: on rank 0 until the summary is written, 5 s at most."""
+        """Record the final status, and wait for the agent: on rank 0 until the summary is written, at most 5 s."""
         self.recorder.finish(status)
         until_s = time.monotonic() + (FIRST_RANK_ENDS_S if self._place.rank == 0 else OTHER_RANKS_END_S)
         if self._process is not None:
@@ -204,7 +204,7 @@ class Session:
                 time.sleep(0.05)
 
     def final_values(self, since_s: float) -> dict[str, float]:
-        """Return the values of the run as its summary has them, on rank 0; nothing where none was written since then.
+        """Return the values of the run's summary on rank 0; empty if it was not written since ``since_s``.
 
         The last message of the aggregator may be lost when both ends are ending.
         """
@@ -220,7 +220,7 @@ class Session:
             return {}
 
     def close(self) -> None:
-        """Give up what is left; an agent that still works goes on alone."""
+        """Release all resources; an agent that is still busy continues alone."""
         if self._closed:
             return
         self._closed = True
@@ -232,7 +232,7 @@ class Session:
         self._ring.close()
         self.board.close()
         if self._process is not None and self._process.poll() is None:
-            # Its exit status is of no use any more, and Popen would warn of it.
+            # Its exit status is not needed, and Popen would warn without it.
             self._process.returncode = 0
 
     def _at_exit(self) -> None:
@@ -262,7 +262,7 @@ def _is_locked(path: Path) -> bool:
 
 
 def _how_it_ended() -> str:
-    """Return how the interpreter comes to its end: it keeps the exception that was not caught."""
+    """Return the final status of the interpreter, which stores an uncaught exception."""
     error = getattr(sys, "last_value", None)
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"

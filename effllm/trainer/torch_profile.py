@@ -1,8 +1,8 @@
-"""One iteration in so many under torch.profiler, for how much of it is communication that nothing hides.
+"""Profiles every Nth iteration with torch.profiler, to measure its exposed communication.
 
-Runs in the training process and nowhere else, and only where EFFICIENTLLM_PROFILE_EVERY asks for it; standard
-library alone: torch is the one that the training has imported.  A profiler of another goes before this
-one, always: a second profiler takes the session of the first, and both would have nothing.
+Runs in the training process, only if EFFICIENTLLM_PROFILE_EVERY is set; standard library only: torch is the module that
+the training has imported.  Another profiler always has priority, because a second profiler takes the session of the
+first, and both would have no records.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A recorder that looks into iterations as well: every Nth under a profiler, all of them on a CUDA device.
+"""A recorder that also measures inside iterations: every Nth with a profiler, all of them on a CUDA device.
 
-Only where there is something to look at is it used instead of `Recorder`, which therefore costs what it did.
-Standard library alone: this lives in the training process.
+It replaces `Recorder` only if one of these is possible, so that `Recorder` stays as cheap as before.
+Standard library only, because the training process imports it.
 """
 
 from __future__ import annotations

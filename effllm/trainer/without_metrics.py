@@ -1,6 +1,6 @@
-"""Why this process has no metrics, once more when it ends: the first line is long out of sight by then.
+"""Repeats at the end of a process why it has no metrics, because the first line may have scrolled out of sight.
 
-Standard library alone, for the training process imports it.
+Standard library only, because the training process imports it.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ _has_run = False  # metrics were collected, or their start was tried on a rank t
 
 
 def suggest_at_exit(reason: str) -> None:
-    """Have a reason printed when the process ends, where nothing was collected and no better reason is known."""
+    """Print a reason at the end of the process, if nothing was collected and no other reason is known."""
     if not _reason and not _has_run:
         repeat_at_exit(reason)
 
 
 def repeat_at_exit(reason: str) -> None:
-    """Have the reason printed when the process ends, unless metrics were collected after all; an empty one is none."""
+    """Print the reason at the end of the process, unless metrics were collected; an empty reason means they were."""
     global _reason, _is_registered, _has_run
     _reason = reason
     _has_run = _has_run or not reason
@@ -35,12 +35,12 @@ def _at_exit(pid: int) -> None:
         return
     try:
         os.write(2, f"[EfficientLLM] this job ran without metrics: {_reason}\n".encode("utf-8", "replace"))
-    except OSError:  # nothing is left to write it to
+    except OSError:  # stderr is closed
         return
 
 
 def _is_no_rank() -> bool:
-    """Whether this is a launcher of ranks, or a worker of one, such as a data loader's."""
+    """Whether this process launches ranks, or is a worker of a rank, such as a data loader's."""
     process = sys.modules.get("multiprocessing.process")
     is_worker = process is not None and process.parent_process() is not None
     return is_worker or "torch.distributed.launcher" in sys.modules

@@ -1,1 +1,1 @@
-"""Ranks that hold the job up, stalls, and their causes."""
+"""Detection of stragglers and stalls, and of their causes."""

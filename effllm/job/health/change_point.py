@@ -1,7 +1,7 @@
 """When iterations became slower: a change point on the medians of windows, by two cumulative sums. No I/O.
 
-Page's CUSUM (Biometrika 41, 1954): what windows lie above the level, in robust standard deviations and less an
-allowance, is summed up; from a threshold on the level has changed, and it did so where the sum began to grow.
+Page's CUSUM (Biometrika 41, 1954) sums the deviations of windows from the level, in robust standard deviations and
+minus an allowance; above a threshold the level has changed, at the window where the sum began to grow.
 With an allowance of 0.75 and a threshold of 6, normal windows alone raise an alarm every 41,000 windows on either
 side (Siegmund's approximation, with b = 1.5 * (6 + 1.166): (exp(b) - b - 1) / 1.125).  A window counts for 2
 deviations at most, so that an alarm takes five of them, and rare long ones raise none.
@@ -34,7 +34,7 @@ class Change(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """How much longer it takes: 0.1 is ten percent."""
+        """Relative change: 0.1 is ten percent longer."""
         return self.after_s / self.before_s - 1
 
 
@@ -48,7 +48,7 @@ class WindowLevel:
         self._runs: list[list[tuple[int, float]]] = [[], []]  # windows since each sum was zero
 
     def add(self, mark: int, value_s: float) -> Change | None:
-        """Take the next window's median; return the change that it completes.
+        """Add the next window's median; return the change that it completes.
 
         Args:
             mark: the first iteration of the window.
@@ -77,7 +77,7 @@ class WindowLevel:
         self._windows_s = values[-LEVEL_WINDOWS:]
         self._sums, self._runs = [0.0, 0.0], [[], []]
         if abs(after_s / before_s - 1) < MIN_CHANGE:
-            self._reported_s = before_s  # a level that creeps is reported when it has come far enough
+            self._reported_s = before_s  # a slow change is reported when it is large enough
             return None
         self._reported_s = after_s
         return Change(run[0][0], before_s, after_s)

@@ -28,12 +28,12 @@ DRIFT = 100e-6
 FIRST_PACE_S, FIRST_RANKS_PER_S = 0.25, 500
 PACE_S, RANKS_PER_S = 5.0, 200
 
-#: A message that is answered later than this was lost, or waited; its estimate would be worth nothing.
+#: A message with a later answer was lost or delayed, and its estimate would be useless.
 MAX_S = 10.0
 
 
 class Offset(NamedTuple):
-    """What to add to a reading of our clock to have one of the other's; the truth is within ``error_s`` of it."""
+    """The other clock minus ours; its error is at most ``error_s``."""
 
     offset_s: float
     error_s: float
@@ -49,15 +49,15 @@ class _Exchange(NamedTuple):
 
 
 def aged(error_s: float, age_s: float) -> float:
-    """Return the error of an offset that was estimated so long ago."""
+    """Return the error of an offset of this age."""
     return error_s + DRIFT * max(age_s, 0.0)
 
 
 class Exchanges:
-    """The exchanges of one process with the one whose clock is asked for.
+    """The exchanges of this process with the process whose clock is estimated.
 
     Args:
-        world_size: ranks that do the same with the same process; the more, the longer the pace.
+        world_size: number of ranks that use the same process; the pace grows with it.
         rank: in the job; their first exchanges are spread by it.
     """
 
@@ -83,10 +83,10 @@ class Exchanges:
         return now_ns
 
     def add(self, sent_ns: int, received_ns: int, answered_ns: int, heard_ns: int) -> bool:
-        """Take an answer; ``False`` where it belongs to no message of ours, or cannot be.
+        """Add an answer; ``False`` if it does not belong to a message of ours, or is impossible.
 
-        Exchanges that contradict it are forgotten: their bounds, with the drift since, do not meet its own, so the
-        other clock has been slewed, or is another clock.
+        Exchanges that contradict it are dropped: their bounds, including drift, do not overlap with its own, so the
+        other clock was slewed or replaced.
         """
         if sent_ns not in self._asked_ns:
             return False
@@ -108,7 +108,7 @@ class Exchanges:
         return None if best is None else Offset(best.offset_ns * NS, best.error_at(now_ns) * NS)
 
     def forget(self) -> None:
-        """Begin anew: the other process is perhaps another one."""
+        """Drop all exchanges, because the other process may have been replaced."""
         self._asked_ns.clear()
         self._done.clear()
         self._due_s = None

@@ -1,8 +1,8 @@
 """Why a rank is slow: its device's window against those of its peers and of its node. No I/O.
 
-A rank that waits for others spins in a communication kernel, at full utilization, a full clock and low power; so a
-low clock, a clocks event reason that the peers do not have, a lower power limit or an idle GPU speak of the culprit.
-What does not differ explains nothing: where no reading differs, the answer is "unknown".
+A waiting rank spins in a communication kernel, at full utilization, full clock and low power. So a low clock, a clocks
+event reason that the peers do not have, a lower power limit or an idle GPU indicate the slow rank. If no reading
+differs, the answer is "unknown".
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from effllm.records.rank import DeviceWindow
 
 UNKNOWN = "unknown"
 
-#: Peers that are looked at, at most: medians of so many are as good.
+#: Limit of compared peers: a median of this many is as good as that of all.
 MAX_PEERS = 64
 
-#: From which differences on a reading explains: a share of the clock or limit, of time, and degrees.
+#: Minimum differences for an explanation: shares of the clock or limit, shares of time, and degrees.
 SLOWER_CLOCK, LOWER_LIMIT, OFTENER_THROTTLED, IDLER, HOTTER_C = 0.02, 0.02, 0.1, 0.05, 8.0
 
-#: Clocks event reasons, as people say them.
+#: Display names of clocks event reasons.
 REASONS = {
     "power_cap": "power cap",
     "hw_slowdown": "hardware slowdown",
@@ -34,7 +34,7 @@ REASONS = {
 def explain(
     own: DeviceWindow | None, peers: Sequence[DeviceWindow], node: Sequence[DeviceWindow] = (), is_gpu: bool = True
 ) -> str:
-    """Return what is different about a slow rank's device, or `UNKNOWN`.
+    """Return the differences of a slow rank's device, or `UNKNOWN`.
 
     Args:
         own: its window.

@@ -1,4 +1,4 @@
-"""Errors of the energy of a whole job rather than of one window: reported once for the job. No I/O."""
+"""Errors of the energy of a whole job: reported once for the job. No I/O."""
 
 from __future__ import annotations
 

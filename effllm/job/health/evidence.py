@@ -15,7 +15,7 @@ from effllm.records.columns import fields_of
 from effllm.records.job import ARRIVAL, DATA_WAIT, OWN_TIME, PROFILE
 from effllm.records.rank import RankReport
 
-#: An arrival counts as late from so many times the error of the clocks on.
+#: An arrival is late if it differs by more than this many errors of the clocks.
 CLOCK_ERRORS = 3.0
 #: Groups from this size on have their arrivals judged in every 4th window: aligning clocks takes most of the time.
 LARGE_GROUP, ARRIVALS_EVERY = 1024, 4
@@ -26,7 +26,7 @@ Key = tuple[str, str]  # a group, and a kind of evidence
 
 
 class Peer(Struct, frozen=True):
-    """What is known of a rank before it is compared."""
+    """The properties of a rank for comparisons."""
 
     group: str = ""  # of ranks that do the same work: its role and peer group
     host: str = ""
@@ -36,7 +36,7 @@ class Peer(Struct, frozen=True):
 
 
 class PeerGroups:
-    """The ranks of a job, and what they have in common."""
+    """The ranks of a job by group, host and replica."""
 
     def __init__(self) -> None:
         self.known: dict[int, Peer] = {}
@@ -95,10 +95,10 @@ def gather(
     offsets: Mapping[int, Offset],
     is_named_for_data: bool,
 ) -> None:
-    """Look at a group's window by all the evidence that there is.
+    """Judge a group's window by all available evidence.
 
     Args:
-        tracks: where the looks go.
+        tracks: receive the results.
         group: of these rows.
         rows: of two ranks at least, each with an iteration at least.
         whole_s: of an iteration.

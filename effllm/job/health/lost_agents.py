@@ -1,6 +1,6 @@
 """Agents that ended without a BYE: the kernel of a killed one closes its connection. No I/O.
 
-Used when a job ends, which shall not wait for three heartbeats of a dead agent.
+Used at the end of a job, which must not wait for three heartbeats of a dead agent.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Outliers among the ranks of a group, by robust z, in more windows than noise reaches. No I/O.
+"""Outliers among the ranks of a group, by robust z, in more windows than noise explains. No I/O.
 
-Thresholds, and how rarely noise passes them: docs/stragglers.md.
+Thresholds and false alarm rates: docs/stragglers.md.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from effllm.records.rank import RankReport
 
 #: A rank is an outlier from this robust z on, and no longer one below the second.
 Z, Z_CLEAR = 5.0, 2.5
-#: An iteration below a nanosecond is none: no clock shows it, and shares of it leave the range of a float.
+#: A shorter iteration is invalid: no clock shows it, and shares of it exceed the range of a float.
 SHORTEST_S = 1e-9
 #: A deviation is not taken for less than this share of the median, or of the iteration for what is a part of it.
 FLOOR = 0.01

@@ -1,4 +1,4 @@
-"""When iterations became slower, and whether the ranks' own times did. No I/O."""
+"""Detection of slower iterations, and of slower own times of ranks. No I/O."""
 
 from __future__ import annotations
 

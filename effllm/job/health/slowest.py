@@ -1,6 +1,6 @@
-"""Which rank is the slowest of a window: by own times, where it is slow in window after window. No I/O.
+"""The slowest rank of a window by own times, if it is slow in window after window. No I/O.
 
-How often it names a slow rank, and how rarely a healthy one: docs/stragglers.md.
+Detection and false alarm rates: docs/stragglers.md.
 """
 
 from __future__ import annotations

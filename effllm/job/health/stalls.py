@@ -1,4 +1,4 @@
-"""What follows from a stall: it is reported, agents are asked for stacks, and its time is counted. No I/O."""
+"""The consequences of a stall: it is reported, stacks are requested from agents, and its time is counted. No I/O."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Stalls:
 
     def take_s(self, now_s: float) -> float:
         """Return the seconds of stalls since the last call."""
-        # That it went on is known a moment later than it did: what was counted too much is left out of the next.
+        # The end of a stall is detected a little late: the excess is subtracted from the next result.
         new_s = max(self._hang.total_s(now_s) - self._counted_s, 0.0)
         self._counted_s += new_s
         return new_s
@@ -142,7 +142,7 @@ class Stalls:
         self._ask(stall, now.mono_s)
 
     def _ask(self, stall: Stall, now_s: float) -> None:
-        """Ask for the stacks of those behind, and of one of the others, once for each stall."""
+        """Request the stacks of the ranks behind and of one other rank, once per stall."""
         behind, *others = stall.groups
         ranks = [*behind[1][:MAX_NAMED], *(others[-1][1][:1] if others else ())]
         new = [rank for rank in ranks if rank not in self._asked and rank not in self._tops]

@@ -1,4 +1,4 @@
-"""Why a straggler is slow, and what power waits for it: windows of devices in, words and watts out. No I/O."""
+"""The reason of a straggler, and the power of the ranks that wait for it, from windows of devices. No I/O."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Which ranks hold the others up, why, and what that costs: windows of ranks in, verdicts out. No I/O.
+"""Detects stragglers, with their reasons and costs, from the windows of ranks. No I/O.
 
-In synchronous training every rank's iterations take equally long, for the others wait.  So a rank is judged by what is
-its own: the time until it first waits for others, computation in profiled iterations, waiting for data, and the order
-of arrival.  It is compared with its peers alone, ranks that do the same work, by robust z; and it is named when it
-is an outlier in window after window.
+In synchronous training iterations take equally long on every rank, because the others wait.  So a rank is judged by its
+own time until it first waits for others, by computation in profiled iterations, by data wait, and by the order of
+arrival.  It is compared by robust z only with its peers, the ranks with the same work, and it is named when it is an
+outlier in window after window.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MAX_VERDICTS, MAX_KEPT = 16, 64
 
 
 class Straggling(NamedTuple):
-    """What a window brought."""
+    """The stragglers of one window, and their costs."""
 
     seconds: float | None = None  # that all waited for the slowest that is named; None: no rank measures its own time
     rank_seconds: float = 0.0  # the same, summed over those that waited ...
@@ -46,7 +46,7 @@ Unit = tuple[int, ...]  # the ranks of a verdict
 
 
 class _Named(Struct):
-    """A verdict that holds."""
+    """A current verdict."""
 
     verdict: StragglerVerdict
     lows: deque[bool]  # of the last windows: whether it was no outlier
@@ -305,7 +305,7 @@ def _costliest(verdicts: Iterable[StragglerVerdict]) -> list[StragglerVerdict]:
 
 
 def _sum(before: float | None, more: float | None, is_first: bool) -> float | None:
-    """Return a sum in which one hole is enough to have none."""
+    """Return a sum, or ``None`` if a part is missing."""
     if is_first:
         return more
     return None if before is None or more is None else before + more

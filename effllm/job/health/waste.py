@@ -95,7 +95,7 @@ class WasteWatch:
 
 
 def _evidence(window: ClusterTotals) -> list[str]:
-    """Return what else speaks of idle GPUs: power below its limit, and the wait for data."""
+    """Return further evidence of idle GPUs: power below its limit, and data wait."""
     texts = []
     watts = metrics.energy.watts_per_gpu(window)
     if watts is not None:
