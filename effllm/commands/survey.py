@@ -37,8 +37,7 @@ from effllm.sensor_profile.known import Known, known
 from effllm.trainer.preflight import problems, unwritable, usable
 from effllm.trainer.recorder import Recorder
 
-READS = 15
-READS_APART_S = 0.02
+READS, READS_APART_S = 15, 0.02
 STAMPS = 2000
 LOOPBACK_S = 5.0
 

@@ -219,8 +219,8 @@ def test_check_shows_no_sensor_without_a_gpu(cli, device):
     ("arguments", "variables", "why"),
     [
         ([], {}, "no GPU can be read: libnvidia-ml.so.1 is not here"),
-        ([], {"EFFICIENTLLM_DEVICE": "simulated"}, "no GPU can be read: device 'simulated' is none"),
-        ([], {"EFFICIENTLLM_DEVICE": "host"}, "no GPU can be read: device 'host' is none"),
+        ([], {"EFFICIENTLLM_DEVICE": "simulated"}, "no GPU can be read: device 'simulated' is no GPU"),
+        ([], {"EFFICIENTLLM_DEVICE": "host"}, "no GPU can be read: device 'host' is no GPU"),
         (["--save", "no/such/folder.json"], {}, "--save no/such/folder.json: there is no such folder"),
         (["--save", "."], {}, "--save .: there is no such folder, or it is one"),
     ],
