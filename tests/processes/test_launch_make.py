@@ -42,7 +42,15 @@ def test_make_without_target_lists_the_targets(clone):
 
     assert done.returncode == 0
     targets = re.findall(r"^make ([\w-]+)", done.stdout, re.MULTILINE)
-    tests = ["test", "test-long", "test-faults", "test-faults-long", "test-frameworks", "test-llama-factory"]
+    tests = [
+        "test-unit",
+        "test",
+        "test-long",
+        "test-faults",
+        "test-faults-long",
+        "test-frameworks",
+        "test-llama-factory",
+    ]
     assert targets == [
         "help",
         "demo",
@@ -61,6 +69,7 @@ def test_make_without_target_lists_the_targets(clone):
     "target",
     [
         "demo",
+        "test-unit",
         "test",
         "test-long",
         "test-faults",

@@ -77,7 +77,7 @@ def test_hwmon_is_read_without_rapl(bare):
 def test_auto_never_uses_the_network():
     """A fresh interpreter that opens all sensors of auto has loaded no module that could connect."""
     program = (
-        "import contextlib, sys; from effllm import devices, node_power\n"
+        "import contextlib, sys; from effllm import devices\nfrom effllm.devices import node as node_power\n"
         "for opener in node_power.openers('auto', 'node1'):\n"
         "    with contextlib.suppress(devices.DeviceUnavailable): opener.open()\n"
         "print(*(name for name in ('ssl', 'http.client', 'urllib.request') if name in sys.modules))"
