@@ -219,7 +219,7 @@ def test_filled_energy_is_marked_and_the_reset_is_an_event(disturbed):
     assert 1 <= len(filled) <= 2  # the second where the reset falls on an edge
     assert all(0 < row.energy_estimated_j <= row.energy_j for row in filled)
     assert ["decreased" in text for text in texts] == [True, False]
-    assert texts[1].endswith("believed again")
+    assert texts[1].endswith("used again")
 
 
 @pytest.mark.parametrize(("rank", "gpu"), [(1, B), (2, C)])
