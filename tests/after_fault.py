@@ -1,4 +1,4 @@
-"""Checks after every fault: the run folder has every iteration once, and training was not disturbed."""
+"""Checks after each fault: the run folder has every iteration once; the fault did not delay the training."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pytest import approx
 from effllm.devices.simulated import waveform_of
 from effllm.records.job import Summary
 
-#: Relative: the part of a run's energy before the first sample and after the last.
+#: Share of a run's energy before its first sample and after its last sample.
 ENERGY_ERROR = 0.02
 FULL_COVERAGE = 0.99
 
@@ -29,13 +29,13 @@ def assert_whole(
     status: str = "completed",
     local_ranks: Mapping[int, int] | None = None,
 ) -> Summary:
-    """Compare the folder with the truth: iterations by rank, tokens of each, joules of the waveform."""
+    """Compare the run folder with the true iterations of each rank, their tokens, and the energy of the waveform."""
     summary = ledger.summary
     assert summary.status == status
     assert (summary.iterations, summary.tokens) == (max(iterations.values()), tokens * sum(iterations.values()))
     rows = {rank: [row for row in ledger.ranks if row.rank == rank] for rank in iterations}
     for rank, count in iterations.items():
-        rows[rank].sort(key=lambda row: (row.attempt, row.window))  # late rows come last
+        rows[rank].sort(key=lambda row: (row.attempt, row.window))  # the late rows are at the end of the file
         held = [i for row in rows[rank] for i in range(row.iteration_first, row.iteration_last + 1)]
         truth = set(range(1, count + 1))
         twice = {one for one in held if held.count(one) > 1}
@@ -52,10 +52,10 @@ def assert_whole(
 
 
 def _assert_energy(rank: int, rows: Sequence[Any], local_rank: int) -> None:
-    """Compare the energy of rows with the truth, within the coverage that each row states.
+    """Compare the energy of rows with the true energy; the tolerance includes the gaps in the coverage of each row.
 
-    On a busy machine samples may be missing, mostly at the edges of short windows. In such a gap the power was between
-    the minimum and the maximum of the waveform.
+    On a busy machine samples can be missing, mostly at the edges of short windows. During such a gap the power is
+    between the minimum and the maximum of the waveform.
     """
     measured = [row for row in rows if row.energy_j is not None]
     assert measured, f"rank {rank}: no row has energy"
@@ -74,16 +74,16 @@ def _assert_energy(rank: int, rows: Sequence[Any], local_rank: int) -> None:
 
 
 def true_j(rows: Sequence[Any], local_rank: int) -> float:
-    """Return what the simulated device of a local rank drew in these rows."""
+    """Return the energy of the simulated device of a local rank during these rows."""
     unix_s, wave = time.time() - time.monotonic(), waveform_of(local_rank)
     return sum(wave.energy_j(row.start_time_s - unix_s, row.end_time_s - unix_s) for row in rows)
 
 
 def assert_undisturbed(job: Job, between_s: tuple[float, float], max_s: float = 0.2) -> None:
-    """Print the step times during the fault and outside it; fail if a step had a long wait other than the wait for a
-    core.
+    """Print the ratio of the step times during the fault to the other step times; fail if a step takes longer than
+    `max_s`. The wait for a CPU core is subtracted from each step.
 
-    The ratio is only printed: other processes of the machine affect it.
+    The ratio has no limit, because other processes of the machine affect it.
     """
     truth = json.loads((job.folder / "truth.json").read_text())
     starved_s = [after - before for before, after in pairwise(truth["starved_s"])]
@@ -97,9 +97,9 @@ def assert_undisturbed(job: Job, between_s: tuple[float, float], max_s: float = 
 
 
 def assert_readable(folder: Path, unfinished: bool = False) -> None:
-    """Read every JSON file of a run folder; none may be half written, and no temporary file of ours may remain.
+    """Check that every JSON file of a run folder is complete and that no temporary file of effllm remains.
 
-    A writer that is active, or was killed, may have left a temporary file; the next start removes it.
+    unfinished: whether a writer still runs or was killed, so a temporary file may remain; the next start removes it.
     """
     for path in folder.glob("*.json"):
         msgspec.json.decode(path.read_bytes())

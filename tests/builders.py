@@ -1,6 +1,6 @@
-"""A rank built by the test: a loop with the test's clock, and the messages of its agent.
+"""Objects that tests build: a training loop with a clock that the test sets, devices, and the messages of an agent.
 
-The defaults are ten iterations of a second on a GPU that draws 100 W.
+The default is a window of ten iterations of one second each, on a GPU with a power of 100 W.
 """
 
 from __future__ import annotations
@@ -86,29 +86,29 @@ def looping(log_interval=10, offset=0, slots=256):
 
 
 def gpu(name: str = "GPU-0", **changes: Any) -> Device:
-    """Return a GPU whose energy is measured."""
+    """Return a GPU with an energy counter."""
     known: dict[str, Any] = {"key": name, "kind": "nvml", "energy_method": "counter", "power_scope": "gpu"}
     return Device(**{**known, **changes})
 
 
 def amount(joules: float | None = None, covered_s: float = 0.0, gain: float = 0.05, **changes: float) -> EnergyAmount:
-    """Return an amount of energy with no random error, of a sensor without calibration."""
+    """Return an amount of energy without a random error; its sensor is not calibrated."""
     return EnergyAmount(joules, covered_s, gain_j=gain * (joules or 0.0), **changes)
 
 
 def full(wall_s: float, watts: float = 100.0, memory_bytes: float = GIB, utilization: float = 0.5) -> Integrals:
-    """Return the integrals of constant readings that cover the whole stretch."""
+    """Return the integrals of constant readings with full coverage."""
     return Integrals(amount(watts * wall_s, wall_s), memory_bytes * wall_s, wall_s, utilization * wall_s, wall_s)
 
 
 def device_window(name: str = "GPU-0", wall_s: float = 10.0, watts: float = 100.0, **changes: Any) -> DeviceWindow:
-    """Return a fully covered window of one device."""
+    """Return a window of one device with full coverage."""
     known: dict[str, Any] = {"wall": full(wall_s, watts), "memory_peak_bytes": GIB, "power_peak_w": watts}
     return DeviceWindow(name, **{**known, **changes})
 
 
 def row(rank: int = 0, window: int = 1, **changes: Any) -> RankReport:
-    """Return a window of ten iterations of one second each, a tenth of it data wait."""
+    """Return a window of ten iterations of one second each; a tenth of the time is data wait."""
     busy_s, wait_s = changes.get("busy_s", 9.0), changes.get("wait_s", 1.0)
     phases_s = changes.get("phases_s", {})
     wall_s = busy_s + wait_s + sum(phases_s.values())
@@ -153,5 +153,5 @@ def hello(rank: int = 0, world_size: int = 2, **changes: Any) -> Hello:
 
 
 def reports(*rows: RankReport, **changes: Any) -> Reports:
-    """Return the message that carries these rows."""
+    """Return a message with these rows."""
     return Reports(rows, **changes)

@@ -1,4 +1,4 @@
-"""The command line as tests run it: real processes, in the test's own folder."""
+"""Runs the command line in real processes, in a separate folder for each test."""
 
 import json
 import os
@@ -9,7 +9,7 @@ import jobs
 
 
 class CommandLine:
-    """Starts ``python -m effllm`` in one folder, with 80 columns."""
+    """Starts ``python -m effllm`` in one folder, with a terminal width of 80 columns."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -47,7 +47,7 @@ class CommandLine:
         return str(path)
 
     def summary(self, folder="efficientllm_runs"):
-        """Return the only summary, as soon as its run has ended."""
+        """Return the only summary; wait until its run has ended."""
 
         def over():
             found = [json.loads(path.read_text()) for path in (self.folder / folder).glob("*/summary.json")]
@@ -64,7 +64,7 @@ class CommandLine:
 
 
 def read_until(process, text):
-    """Return the lines of a process's output up to the first line that contains ``text``."""
+    """Return the output lines of a process up to the first line with ``text``."""
     lines = []
     for line in process.stdout:
         lines.append(line)

@@ -1,7 +1,6 @@
-"""Report the size, the shape and the words of the code: ``python tests/code_report.py [FOLDER OF A CLONE]``.
+"""Report sizes, dependencies and old words of the code: ``python tests/code_report.py [FOLDER OF A CLONE]``.
 
-It reports growth and old words, and does not fail because of them.  The goals are in GOALS, and the words in
-docs/words.md.
+The report never fails. Its limits are in GOALS; docs/words.md has the new words.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 GOALS = {"lines": 29_000, "class": 250, "module": 400, "function": 60}
-# The marks of an older way of writing, as words or as parts of a name; docs/words.md has what replaces them.
+# Old words, also as parts of names; docs/words.md has their replacements.
 OLD_WORD = re.compile(
     r"(?<![a-z])(?:told|tells?|who(?:m|so)?ever|(?:no|some|any)body|stands|stood|manieth|strangers?|keeper|shelf|chronicle"
     r"|forgetful|seldom|farewell|whatever|wherever|whichever|believe[sd]?|forgets|shall|lest|thereof|of whom)(?![a-z])"
@@ -38,7 +37,7 @@ PROSE = (
 
 
 def definitions(tree: ast.AST) -> Iterator[tuple[str, int, str]]:
-    """Yield (class or function, lines, name) of a module's definitions."""
+    """Yield ("class" or "function", number of lines, name) of each definition in a module."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef):
             yield "class", (node.end_lineno or 0) - node.lineno + 1, node.name
@@ -47,7 +46,7 @@ def definitions(tree: ast.AST) -> Iterator[tuple[str, int, str]]:
 
 
 def imported(tree: ast.AST) -> Iterator[str]:
-    """Yield the modules of effllm that a module imports, also inside functions."""
+    """Yield the effllm modules that a module imports, at its top level or inside functions."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name.startswith("effllm"))
@@ -56,13 +55,13 @@ def imported(tree: ast.AST) -> Iterator[str]:
 
 
 def package_of(name: str, packages: set[str]) -> str:
-    """Return the package of a module's name, or "effllm" for a module at the top level."""
+    """Return the package of a module; for a module at the top level, return "effllm"."""
     parts = name.split(".")
     return parts[1] if len(parts) > 1 and parts[1] in packages else "effllm"
 
 
 def report(root: Path) -> Iterator[str]:
-    """Yield the lines of the report on a clone in `root`."""
+    """Yield the lines of the report; `root` is the folder of a clone."""
     code = root / "effllm"
     packages = {path.parent.name for path in code.glob("*/__init__.py")}
     lines: Counter[str] = Counter()
@@ -98,7 +97,7 @@ def report(root: Path) -> Iterator[str]:
 
 
 def old_words(path: Path) -> int:
-    """Return how many old words the texts below a path have."""
+    """Return the number of old words in the files below a path."""
     files = (
         [path] if path.is_file() else [one for one in path.rglob("*") if one.suffix in {".py", ".md", ".sh", ".yaml"}]
     )

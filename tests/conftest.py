@@ -1,4 +1,4 @@
-"""For every test: a clean environment before it, and no process of it left after it."""
+"""Fixtures for all tests: a clean environment before each test; a test fails if its processes remain."""
 
 import os
 import re
@@ -19,7 +19,7 @@ DEVICES = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "HIP_VISIBLE_DEVICES", "
 
 
 def pytest_collection_modifyitems(items):
-    """With several test processes, keep the tests that share one job of their module in the same process."""
+    """With several test processes, run tests with a common module fixture in the same process."""
     for item in items:
         shared = [name for name, found in item._fixtureinfo.name2fixturedefs.items() if found[-1].scope == "module"]
         if shared and not item.get_closest_marker("xdist_group"):
@@ -30,22 +30,23 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_logreport(report):
-    """Remove the group that pytest-xdist appends to a test's name, so that ``--last-failed`` finds the test."""
+    """Remove the group name that pytest-xdist appends to a test's name; otherwise ``--last-failed`` does not find the
+    test."""
     if "PYTEST_XDIST_WORKER" not in os.environ:
         report.nodeid = re.sub(r"(::\w+(?:\[.*\])?)@[^@]*$", r"\1", report.nodeid)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def clean_environment(tmp_path_factory):
-    """Remove the caller's settings of metrics, launchers and GPUs; mark the processes that tests start."""
-    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a background job of a shell; jobs would inherit it
+    """Remove the caller's environment variables of effllm, launchers and GPUs; mark the processes that tests start."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # background jobs of a shell ignore SIGINT
         signal.signal(signal.SIGINT, signal.default_int_handler)
     with pytest.MonkeyPatch.context() as patch:
         for name in list(os.environ):
             if name.startswith(("EFFICIENTLLM_", *LAUNCHERS)) or name in (*PLACES, *DEVICES):
                 patch.delenv(name)
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
-        patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))  # never the user's own secret
+        patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))  # tests never use the user's secret
         patch.setenv(jobs.SESSION, uuid.uuid4().hex)
         jobs.skip_older()
         yield
@@ -53,13 +54,13 @@ def clean_environment(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def own_calibrations(clean_environment, tmp_path, monkeypatch):
-    """Give each test its own calibration cache: two traces may give one name to different GPUs."""
+    """Give each test a separate calibration cache, because two traces may use one name for different GPUs."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 @pytest.fixture
 def metric_table():
-    """The table of metrics: a test may add metrics, which are removed after the test."""
+    """Return the table of metrics; metrics that a test adds are removed after the test."""
     from effllm.metrics import METRICS
 
     before = dict(METRICS)
@@ -70,13 +71,12 @@ def metric_table():
 
 @pytest.fixture(autouse=True)
 def own_secret(clean_environment, tmp_path, monkeypatch):
-    """Give each test its own secret."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
 
 
 @pytest.fixture(autouse=True)
 def no_process_is_left(clean_environment):
-    """Fail a test that leaves a process or named shared memory behind."""
+    """Fail a test if its processes or its named shared memory remain."""
     before = set(jobs.processes_of_session()), _shared_memory()
     yield
     left = jobs.wait_until_gone(lambda: set(jobs.processes_of_session()) - before[0], jobs.GONE_WITHIN_S)
@@ -91,14 +91,14 @@ def _shared_memory():
 
 @pytest.fixture
 def launch(tmp_path):
-    """Start jobs of real processes in the test's folder; processes that still run after the test are ended."""
+    """Return a launcher of jobs in the test's folder; processes that still run after the test are killed."""
     with jobs.launching(tmp_path) as launch:
         yield launch
 
 
 @pytest.fixture
 def cli(tmp_path):
-    """Run the command line in the test's own folder."""
+    """Return the command line, which runs in the test's folder."""
     command_line = cli_process.CommandLine(tmp_path)
     yield command_line
     command_line.close()
@@ -106,7 +106,7 @@ def cli(tmp_path):
 
 @pytest.fixture(scope="session")
 def library(tmp_path_factory):
-    """The folder of the NVML library whose devices follow a trace."""
+    """Return the folder of the NVML library of the tests; a trace file defines its devices."""
     folder = nvml_library.build(tmp_path_factory.mktemp("nvml"))
     if folder is None:
         pytest.skip("no C compiler: the NVML library of the tests cannot be built")
@@ -115,5 +115,5 @@ def library(tmp_path_factory):
 
 @pytest.fixture
 def trace(library, tmp_path):
-    """A trace of the test's own."""
+    """Return a trace for this test."""
     return nvml_library.Trace(library, tmp_path / "trace")

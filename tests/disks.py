@@ -1,6 +1,6 @@
-"""Separate disks for tests that fill, freeze and break them: ext4 in a file, mounted through a loop device.
+"""Disks that tests fill, freeze and damage: an ext4 file system in a file, mounted through a loop device.
 
-Needs root; without loop devices, the tests that use a disk are skipped with the reason.
+These tests need root and loop devices; otherwise they are skipped with the reason.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Disk:
         self._device = ""
 
     def open(self) -> None:
-        """Make and mount it."""
+        """Make the file system and mount it."""
         if os.geteuid() != 0:
             pytest.skip("mounting a disk for the test needs root")
         for tool in ("mkfs.ext4", "losetup", "fsfreeze"):
@@ -43,7 +43,6 @@ class Disk:
             pytest.skip(f"no disk can be mounted here: {error.stderr.decode(errors='replace').strip()}")
 
     def fill(self) -> None:
-        """Fill it completely."""
         with (self.path / "filler").open("ab", buffering=0) as file, contextlib.suppress(OSError):
             for size in (64 * 1024, 4096, 1):
                 with contextlib.suppress(OSError):
@@ -52,29 +51,27 @@ class Disk:
         self._synchronise()
 
     def empty(self) -> None:
-        """Free the space again."""
         (self.path / "filler").unlink()
         self._synchronise()
 
     def freeze(self) -> None:
-        """Block every write to it."""
+        """Block every write to the disk."""
         _run("fsfreeze", "-f", str(self.path))
 
     def thaw(self) -> None:
-        """Unblock the writes."""
         _run("fsfreeze", "-u", str(self.path))
 
     def trigger_error(self) -> None:
-        """Make the kernel find an error: the file system becomes read-only; earlier writes remain."""
+        """Trigger an error in the kernel: the file system becomes read-only; earlier writes remain."""
         trigger = Path("/sys/fs/ext4") / Path(self._device).name / "trigger_fs_error"
         if not trigger.exists():
             pytest.skip("this kernel cannot trigger an error in a file system")
-        self.freeze()  # no write between the synchronisation and the error
+        self.freeze()  # no write happens between the synchronisation and the error
         trigger.write_text("effllm")
         self.thaw()
 
     def repair(self) -> None:
-        """Mount a repaired copy in the same place; files that are open stay on the broken one."""
+        """Mount a repaired copy at the same path; open files remain on the damaged disk."""
         broken = self._image
         self.unmount()
         self._count += 1
@@ -84,29 +81,29 @@ class Disk:
         self._mount()
 
     def unmount(self) -> None:
-        """Unmount it while it is used."""
+        """Unmount the disk while files on it are open."""
         _run("umount", "-l", str(self.path))
 
     def remount(self) -> None:
-        """Mount it again; its content is intact, because files of it were open."""
+        """Mount the disk again; its content is intact, because files on it were still open."""
         _run("mount", self._device, str(self.path))
 
     def close(self) -> None:
-        """Unmount and delete it."""
+        """Unmount the disk; this deletes its loop devices."""
         with contextlib.suppress(subprocess.CalledProcessError):
             self.thaw()
         while subprocess.run(["umount", "-l", str(self.path)], check=False, capture_output=True).returncode == 0:
-            pass  # loop devices go with their last mount
+            pass  # the last unmount deletes a loop device
 
     def _synchronise(self) -> None:
-        _run("sync", "-f", str(self.path))  # only this one: the machine's other disks may have much to write
+        _run("sync", "-f", str(self.path))  # only this disk: other disks of the machine may have much data to write
 
     def _mount(self) -> None:
         self._device = _run("losetup", "-f", "--show", str(self._image)).strip()
         try:
             _run("mount", "-o", "errors=remount-ro", self._device, str(self.path))
         finally:
-            _run("losetup", "-d", self._device)  # freed with the last mount
+            _run("losetup", "-d", self._device)  # the last unmount deletes the loop device
 
 
 def _run(*command: str) -> str:
@@ -115,7 +112,7 @@ def _run(*command: str) -> str:
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Disk]:
-    """A disk of 8 MiB, mounted at ``disk.path``."""
+    """Return a disk of 8 MiB, mounted at ``disk.path``."""
     made = Disk(tmp_path)
     try:
         made.open()

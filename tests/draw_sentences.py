@@ -1,7 +1,7 @@
 """Draw random sentences of the project for a review: ``python tests/draw_sentences.py SEED [COUNT]``.
 
-COUNT (100; 0 for all sentences) is divided evenly over the kinds of text: comments, docstrings, help, texts of events
-and log lines, documents, and names of tests.  The same seed and commit give the same sentences.
+COUNT is 100 by default; 0 draws all sentences. Each kind of text has the same share: comments, docstrings, help, texts
+of events and log lines, documents, and test names. The same seed and commit give the same sentences.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ MIN_WORDS = 4
 SOURCES = ("effllm", "tests", "integration", "benchmarks", "configs", "launch", ".ci")
 DOCUMENTS = ("docs", "integration", "benchmarks", "README.md", "CONTRIBUTING.md", "SECURITY.md")
 LEFT_OUT = ("docs/decisions/", "tests/golden/", "tests/corpus/")
-# Texts in these files are shown as help: of commands, of settings, of kinds of events.
+# Texts in these files are help texts of commands, settings and kinds of events.
 HELP = ("effllm/commands/app.py", "effllm/config/settings.py", "effllm/records/events.py")
-# A full stop after one of these abbreviations does not end a sentence.
+# A period after one of these abbreviations does not end a sentence.
 ABBREVIATION = re.compile(r"(?:\b(?:e\.g|i\.e|etc|vs|cf|fig|no|al|approx)|Eq|\bNo|\.\.)\.$", re.IGNORECASE)
 SENTENCE_END = re.compile(r"[.!?][)\"'`*]*\s+(?=[^a-z\s])")
-# Comments for tools, and rules between sections, are not sentences.
+# Comments for tools and separator lines are not sentences.
 NO_SENTENCE = re.compile(r"#!|# ?(?:type:|noqa|nosec|fmt:|ruff:|pragma|shellcheck|-\*-|[-=]{3})")
 
 
 class Sentence(NamedTuple):
-    """A sentence, and the place where its paragraph begins."""
+    """A sentence, with the file and the first line of its paragraph."""
 
     kind: str
     path: str
@@ -52,7 +52,7 @@ def split(text: str) -> Iterator[str]:
 
 
 def paragraphs(lines: list[str], first_line: int) -> Iterator[tuple[int, str]]:
-    """Yield (line, text) of the paragraphs and items of a document or docstring, without code blocks and tables."""
+    """Yield (line, text) of each paragraph and list item of a document or docstring, without code blocks and tables."""
     block: list[str] = []
     begin, is_fenced, code_indent = first_line, False, -1
     for number, line in enumerate([*lines, ""], first_line):
@@ -80,7 +80,7 @@ def paragraphs(lines: list[str], first_line: int) -> Iterator[tuple[int, str]]:
 
 
 def without_code(lines: list[str]) -> list[str]:
-    """Blank the lines of a Markdown document that are code by their indentation after a blank line."""
+    """Replace the indented code blocks of a Markdown document by empty lines."""
     kept, after_blank, is_list = [], True, False
     for line in lines:
         is_list = bool(re.match(r" *([-*+]|\d+\.) ", line)) or (is_list and (not line.strip() or line.startswith(" ")))
@@ -91,8 +91,8 @@ def without_code(lines: list[str]) -> list[str]:
 
 
 def comments(text: str, is_python: bool) -> Iterator[tuple[int, str]]:
-    """Yield (line, text) of the comments; comments on consecutive lines are joined."""
-    found: list[tuple[int, int, str]] = []  # line, column or -1 after code, text
+    """Yield (line, text) of each comment; comments on consecutive lines are joined."""
+    found: list[tuple[int, int, str]] = []  # line, column (-1 for a comment after code), text
     if is_python:
         found = [
             (one.start[0], -1 if one.line[: one.start[1]].strip() else one.start[1], one.string)
@@ -119,7 +119,7 @@ def comments(text: str, is_python: bool) -> Iterator[tuple[int, str]]:
 
 
 def string(node: ast.expr) -> str | None:
-    """Return the text of a string, with the fields of an f-string as {names}."""
+    """Return the text of a string; an f-string keeps its fields, such as {name}."""
     if isinstance(node, ast.Constant):
         return node.value if isinstance(node.value, str) else None
     if isinstance(node, ast.JoinedStr):
@@ -166,7 +166,7 @@ def of_python(path: str, text: str) -> Iterator[Sentence]:
 
 
 def files(names: tuple[str, ...], endings: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-    """Yield (path, text) of the files below some folders."""
+    """Yield (path, text) of each file below some folders."""
     for name in names:
         top = ROOT / name
         for path in [top] if top.is_file() else sorted(one for one in top.rglob("*") if one.is_file()):
@@ -188,7 +188,7 @@ def sentences() -> Iterator[Sentence]:
 
 
 def is_prose(sentence: Sentence) -> bool:
-    """Whether a text has words enough, and is not mostly code."""
+    """Whether a text has at least MIN_WORDS words and is not mostly code."""
     if sentence.kind == "test name":
         return sentence.text.count("_") >= MIN_WORDS
     words = [
@@ -200,7 +200,7 @@ def is_prose(sentence: Sentence) -> bool:
 
 
 def draw(seed: int, count: int) -> list[Sentence]:
-    """Return `count` sentences, as many of each kind as of the others, and all for a count of 0."""
+    """Return `count` random sentences, with equal numbers of each kind; a count of 0 returns all sentences."""
     kinds: dict[str, list[Sentence]] = {}
     for one in sorted({one for one in sentences() if is_prose(one)}):
         kinds.setdefault(one.kind, []).append(one)

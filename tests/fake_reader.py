@@ -1,4 +1,4 @@
-"""A device whose readings can fail, wait and take long, and how a test waits for its sampler."""
+"""A fake device whose readings can fail, block or take long, and functions that wait for its sampler."""
 
 import os
 import select
@@ -11,7 +11,7 @@ LONG_INTERVAL_S = 3600.0
 
 
 class FakeReader:
-    """A device whose failures are listed beforehand, one dictionary per reading."""
+    """A fake device; ``failures`` has one dictionary per reading."""
 
     def __init__(self, failures=(), hold=None, call_s=0.0):
         self.device = Device("GPU-0", "fake")

@@ -1,10 +1,9 @@
-"""Thousands of unauthenticated peers at a port: ``flood.py KIND PORT COUNT SECONDS [SERVER_KEY]``.
+"""Connect thousands of unauthenticated peers to a port: ``flood.py KIND PORT COUNT SECONDS [SERVER_KEY]``.
 
 KIND: ``silent`` connects and sends nothing, ``garbage`` sends random bytes, ``null`` uses ZeroMQ without keys, ``key``
-uses it with an unknown key. COUNT connections are kept open at a time: each connection that the other end
-closes is replaced. It lasts at least SECONDS, and until COUNT connections were begun (``key``: rejected), but no longer
-than
-MAX_S more. Prints the number of connections, and the most at once, as JSON.
+uses ZeroMQ with an unknown key. COUNT connections are open at a time; a connection that the other end closes is
+replaced. The flood lasts SECONDS, or longer until COUNT connections were started (``key``: rejected), but at most
+SECONDS + MAX_S. Prints the number of connections and their maximum at one time, as JSON.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ import time
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-#: A ZMTP 3.1 greeting of the mechanism NULL, and its READY command.
+#: A ZMTP 3.1 greeting with the mechanism NULL, and its READY command.
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
 READY = b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
-AT_ONE_SOCKET = 100  # connections with keys
-BATCH = 200  # connections begun between two polls of the others
-MAX_S = 120.0  # beyond SECONDS: a loaded machine may need long to begin them all
+AT_ONE_SOCKET = 100  # number of connections with keys per ROUTER socket
+BATCH = 200  # number of connections that are started between two polls of the open ones
+MAX_S = 120.0  # after SECONDS: a busy machine may need long to start all connections
 
 
 def first_bytes(kind: str) -> bytes:
@@ -36,7 +35,7 @@ def first_bytes(kind: str) -> bytes:
 
 
 def flood(kind: str, port: int, count: int, seconds: float) -> dict[str, int]:
-    """Keep COUNT plain connections open for SECONDS and until COUNT were begun."""
+    """Keep COUNT plain connections open for SECONDS, or longer until COUNT connections were started."""
     selector, text = selectors.DefaultSelector(), first_bytes(kind)
     began = most = 0
     enough_s = time.monotonic() + seconds
@@ -69,7 +68,7 @@ def flood(kind: str, port: int, count: int, seconds: float) -> dict[str, int]:
 
 
 def flood_with_keys(port: int, count: int, seconds: float, server_key: bytes) -> dict[str, int]:
-    """Keep COUNT connections with unknown keys, for SECONDS and until COUNT were rejected."""
+    """Keep COUNT connections with unknown keys open for SECONDS, or longer until COUNT connections were rejected."""
     context = zmq.Context()
     peers, monitors = [], []
     for _ in range(0, count, AT_ONE_SOCKET):
@@ -99,7 +98,7 @@ def flood_with_keys(port: int, count: int, seconds: float, server_key: bytes) ->
 
 
 if __name__ == "__main__":
-    os.nice(19)  # in reality such peers have their own processors
+    os.nice(19)  # low priority, because real peers run on other machines
     name, port, count, seconds, *rest = sys.argv[1:]
     if name == "key":
         done = flood_with_keys(int(port), int(count), float(seconds), rest[0].encode())

@@ -1,6 +1,6 @@
-"""The targets of hostile bytes: for the corpus, for Hypothesis and for atheris.
+"""Fuzz targets for the corpus, for Hypothesis and for atheris.
 
-Each target accepts any bytes and never raises.
+Each target accepts all bytes and never raises.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CORPUS = Path(__file__).parent / "corpus"
 
 
 def frames(data: bytes) -> None:
-    """Decode a frame; give a valid message to an aggregator, as an unknown peer's and as a rank's own."""
+    """Decode a frame; pass a valid message to an aggregator twice: unchanged, and as a message of a known rank."""
     with contextlib.suppress(FrameError):
         encode(decode_from_aggregator(data))
     try:
@@ -77,7 +77,7 @@ def frames(data: bytes) -> None:
 
 
 def _as_of(message: object, first: Hello) -> object:
-    """Return the message as the rank itself could have sent it."""
+    """Return the message with the agent, the rank and the job of ``first``."""
     own = {"agent": first.agent, "rank": first.rank}
     if isinstance(message, Reports):
         return msgspec.structs.replace(message, rows=tuple(msgspec.structs.replace(one, **own) for one in message.rows))
@@ -102,14 +102,14 @@ def deliver(aggregator: Aggregator, message: object) -> None:
 
 
 def _is_json(record: object) -> bool:
-    """Whether a record is written as JSON that is read back: without nan and infinities, which become null."""
+    """Write a record as JSON and read it again; this raises for nan and infinities, which become null."""
     text = msgspec.json.encode(record)
     msgspec.json.decode(text, type=type(record))
     return True
 
 
 def ring_(data: bytes) -> None:
-    """Read a ring and a board of these bytes; half of the inputs are records with correct checksums."""
+    """Read a ring and a board made of these bytes; half of the inputs become records with correct checksums."""
     memory = _ring_of(data[1:]) if data[:1] < b"\x80" else _records_of(data[1:])
     descriptor = os.memfd_create("fuzz")
     try:
@@ -131,7 +131,7 @@ def ring_(data: bytes) -> None:
 
 
 def _ring_of(data: bytes) -> bytes:
-    """Return a ring of sixteen slots with these bytes over its beginning, its documents and its records."""
+    """Return a ring of sixteen slots; these bytes replace its header, documents and records."""
     memory = bytearray(ring.ring_bytes(16))
     ring._HEADER.pack_into(memory, 0, ring.MAGIC, 16, ring._SLOT_BYTES, ring._FACTS_BYTES)
     parts = (8, ring._STATUS_AT, ring._NEWEST_AT, ring._FACTS_AT, ring._ADDRESS_AT, ring._SLOTS_AT)
@@ -145,11 +145,11 @@ def _ring_of(data: bytes) -> bytes:
     return bytes(memory[: ring.ring_bytes(16)])
 
 
-_SLOT = struct.Struct("<Qhhqqqqd13q")  # a record in the corpus
+_SLOT = struct.Struct("<Qhhqqqqd13q")  # format of a record in the corpus
 
 
 def _records_of(data: bytes) -> bytes:
-    """Return a ring whose records hold these bytes."""
+    """Return a ring whose records contain these bytes."""
     memory = bytearray(ring.ring_bytes(16))
     ring._HEADER.pack_into(memory, 0, ring.MAGIC, 16, ring._SLOT_BYTES, ring._FACTS_BYTES)
     count = min(len(data) // _SLOT.size, 15)
@@ -208,7 +208,7 @@ def runfolder(data: bytes) -> None:
 
 
 def _go_on(ledger: object) -> None:
-    """Continue an aggregator from a restored state."""
+    """Start an aggregator from a restored state."""
     aggregator = Aggregator(Config(), "job", 1, 1000.0, ledger)  # type: ignore[arg-type]
     aggregator.hello(hello(0, world_size=2), Now(0.0, 1000.0))
     assert math.isfinite(aggregator.ledger.attempt)
@@ -222,5 +222,4 @@ TARGETS = {"frames": frames, "ring": ring_, "runfolder": runfolder}
 
 
 def corpus(target: str) -> Iterator[Path]:
-    """Yield the files of a target's corpus."""
     yield from sorted((CORPUS / target).iterdir())

@@ -1,4 +1,4 @@
-"""Search with atheris, a coverage-guided fuzzer, for bytes that cause failures; they go into the corpus.
+"""Search for bytes that cause failures, with the coverage-guided fuzzer atheris; add these bytes to the corpus.
 
 python tests/fuzz_with_atheris.py frames build/fuzz tests/corpus/frames -max_total_time=60
 """
@@ -12,7 +12,7 @@ with atheris.instrument_imports(include=["effllm"]):
 
 
 def main(arguments: list[str]) -> None:
-    """Fuzz a target of ``fuzz.py``, whose name comes first; the rest is libFuzzer's."""
+    """Run a target of ``fuzz.py``; the first argument is its name, the other arguments are options of libFuzzer."""
     target = fuzz.TARGETS[arguments.pop(1)]
     atheris.Setup(arguments, target)
     atheris.Fuzz()

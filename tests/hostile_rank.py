@@ -1,8 +1,9 @@
-"""A rank with the key that sends as fast as it can: ``hostile_rank.py KIND ENDPOINT SECRET WORLD_SIZE SECONDS COUNT``.
+"""A rank with a valid key that sends at full rate: ``hostile_rank.py KIND ENDPOINT SECRET WORLD_SIZE SECONDS
+COUNT``.
 
-KIND: ``rows`` reports windows far ahead, ten rows with wide histograms a frame; ``facts`` sends HELLO again and again,
-each time with new facts. It lasts at least SECONDS, and until it has sent COUNT frames, but no longer than MAX_S
-more. Prints how many it sent.
+KIND: ``rows`` sends reports of windows far ahead, ten rows with wide histograms per frame; ``facts`` repeats HELLO with
+new facts each time. The rank sends for SECONDS, or longer until it has sent COUNT frames, but for at most SECONDS +
+MAX_S. Prints the number of sent frames.
 """
 
 from __future__ import annotations
@@ -30,14 +31,13 @@ def last_ranks_hello(world_size: int, **changes: object) -> Hello:
 
 
 def frame(kind: str, number: int, world_size: int) -> FromAgent:
-    """Return the next frame to send."""
     if kind == "rows":
         return reports(*(row(world_size - 1, 10 * number + i, devices=(DEVICE,)) for i in range(1, 11)))
     return last_ranks_hello(world_size, facts={f"fact-{number}-{i}": "x" * 400 for i in range(400)})
 
 
 def main(kind: str, endpoint: str, path: str, world_size: int, seconds: float, count: int) -> None:
-    """Send until SECONDS and COUNT are reached."""
+    """Send until both SECONDS and COUNT are reached, at most MAX_S longer."""
     link = AgentLink(make_context(), endpoint, AgentKeys.of(secret.read(Path(path)), ""))
     link.connect()
     num_sent, is_new, until_s = 0, False, time.monotonic() + seconds

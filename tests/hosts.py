@@ -1,7 +1,7 @@
-"""Separate hosts: network namespaces on one switch, each with its addresses, its name and its loopback.
+"""Simulated hosts: network namespaces on one switch, each with its addresses, its name and its loopback.
 
-The fixture ``hosts`` makes the requested number of hosts and removes them after the test, with their processes.  The
-file system is shared, as a cluster's home is::
+The fixture ``hosts`` makes the requested number of hosts, and removes them with their processes after the test. All
+hosts share the file system, like the nodes of a cluster share the home folder::
 
     def test_two_hosts(hosts, launch):
         one, two = hosts(2)                       # host1: 10.77.0.1 and fd77::1, host2: 10.77.0.2 and fd77::2
@@ -12,8 +12,8 @@ file system is shared, as a cluster's home is::
         two.impair(delay_s=0.05, loss=0.01)       # each way; needs no sch_netem, see _slow_wire below
         two.heal()
 
-All hosts are namespaces, so they do not collide with the test machine and leave no files.
-Needs root and Debian's iproute2; otherwise the tests that use it are skipped with the reason.
+All hosts are namespaces: they do not conflict with the network of the test machine and leave no files. The fixture
+needs root and Debian's iproute2; otherwise its tests are skipped with the reason.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SLOW_WIRE = Path(__file__).parent / "slow_wire.py"
 
 
 class Host:
-    """One host: commands run on it as on a separate machine, except for the file system."""
+    """One simulated host: its commands run as on a separate machine, but share the file system."""
 
     def __init__(self, wire: Wire, number: int) -> None:
         self._wire, self._number = wire, number
@@ -43,22 +43,22 @@ class Host:
         self.name = f"host{number}"
         self.address, self.address6 = f"10.77.0.{number}", f"fd77::{number}"
         self.interface = "eth0"
-        self._etc = Path("/etc/netns") / self.namespace  # mounted over /etc by `ip netns exec`
+        self._etc = Path("/etc/netns") / self.namespace  # `ip netns exec` mounts it over /etc
         self._slow: subprocess.Popen[bytes] | None = None
 
     @property
     def prefix(self) -> list[str]:
-        """The prefix of a command that runs here; it execs the command under the same pid."""
+        """Return the prefix of commands on this host; the command has the pid of the started process."""
         named = f'hostname {self.name}; exec "$@"'
         return ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "sh", "-c", named, "sh"]
 
     def run(self, *command: str, **options: Any) -> subprocess.CompletedProcess[str]:
-        """Run a command here to its end, and return its output."""
+        """Run a command on this host; return its output when it has ended."""
         options = {"capture_output": True, "text": True, "timeout": 60, **options}
         return subprocess.run([*self.prefix, *command], check=False, **options)
 
     def start(self, *command: str, **options: Any) -> subprocess.Popen[Any]:
-        """Start a command here; the caller ends it."""
+        """Start a command on this host; the caller must end the process."""
         return subprocess.Popen([*self.prefix, *command], **options)
 
     def cut(self) -> None:
@@ -72,7 +72,7 @@ class Host:
         self._wire.ip("link", "set", self._port, "master", "br0")
 
     def impair(self, delay_s: float = 0.0, loss: float = 0.0) -> None:
-        """Delay every frame by this time and lose this share of them, in both directions."""
+        """Delay every frame by ``delay_s`` and drop the share ``loss`` of the frames, in both directions."""
         self.cut()
         near, far = f"slow{self._number}", f"fast{self._number}"
         self._wire.ip("link", "add", near, "type", "veth", "peer", "name", far)
@@ -85,7 +85,7 @@ class Host:
         assert self._slow.stdout and self._slow.stdout.readline() == b"ready\n"
 
     def resolve(self, name: str, *addresses: str) -> None:
-        """Resolve a name to these addresses on this host, as a line of its /etc/hosts does."""
+        """Resolve a name to these addresses on this host, with lines in its /etc/hosts."""
         self._etc.mkdir(parents=True, exist_ok=True)
         with (self._etc / "hosts").open("a") as file:
             file.writelines(f"{address} {name}\n" for address in addresses)
@@ -102,11 +102,10 @@ class Host:
         return f"port{self._number}"
 
     def open(self) -> None:
-        """Make the host."""
         wire, own = self._wire, self.namespace
         _ip("netns", "add", own)
         self.resolve("localhost", "127.0.0.1", "::1")
-        (self._etc / "resolv.conf").write_text("")  # no name server exists, so name lookups must not wait for one
+        (self._etc / "resolv.conf").write_text("")  # no name server: lookups must not wait for one
         wire.ip("link", "add", self._port, "type", "veth", "peer", "name", self.interface, "netns", own)
         wire.ip("link", "set", self._port, "up", "master", "br0")
         for arguments in (
@@ -118,7 +117,7 @@ class Host:
             _ip("-n", own, *arguments)
 
     def close(self) -> None:
-        """End the processes of the host and remove it."""
+        """End the processes of the host and remove the host."""
         with suppress(OSError, subprocess.SubprocessError):
             self._remove_slow_wire()
         for pid in _ip("netns", "pids", self.namespace, check=False).stdout.split():
@@ -129,7 +128,7 @@ class Host:
 
 
 class Wire:
-    """The switch between the hosts, in a separate namespace."""
+    """The switch between the hosts; it has a separate namespace."""
 
     def __init__(self) -> None:
         self.namespace = f"effllm-{uuid.uuid4().hex[:8]}"
@@ -144,7 +143,7 @@ class Wire:
         self._hosts += new
         for host in new:
             host.open()
-        for host in self._hosts:  # every host resolves the names of all hosts
+        for host in self._hosts:  # every host can resolve the names of all hosts
             for other in self._hosts if host in new else new:
                 host.resolve(other.name, other.address, other.address6)
         return new
@@ -182,7 +181,7 @@ def _ip(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]
 
 @pytest.fixture
 def hosts() -> Iterator[Wire]:
-    """Make separate hosts: ``one, two = hosts(2)``; see the module."""
+    """Return a function that makes simulated hosts: ``one, two = hosts(2)``; see the module's docstring."""
     wire = Wire()
     try:
         yield wire

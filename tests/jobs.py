@@ -1,7 +1,7 @@
 """Jobs of real processes: starts them, finds their processes, reads their output.
 
-Every process that a test starts has a token of the session and one of its job in its environment, so that agents and
-aggregators, which run in separate sessions, are found reliably.
+Every process of a test has two tokens in its environment, one of the test session and one of its job. With these tokens
+tests also find agents and aggregators, which run in separate process sessions.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ GONE_WITHIN_S = 40.0
 skip_without_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
 needs_torch = [pytest.mark.torch, skip_without_torch]
 
-#: The contract: labels, order and formats of the block, and the line of its coverage below.
+#: The contract of the console block: its labels, their order and formats, and the coverage line at its end.
 BLOCK = re.compile(
     r"^\[EfficientLLM Metrics\] (?P<style>Iteration|Step) (?P<iteration>\d+):\n"
     r"(?:  Loss: (?P<loss>-?\d+\.\d{6})\n)?"
@@ -74,12 +74,12 @@ FORMATS = {
 
 
 def in_lines(value: float) -> float:
-    """Return a value as lines of windows-*.jsonl have it: with 12 digits."""
+    """Return a value with 12 digits, as in windows-*.jsonl."""
     return float(f"{value:.12g}")
 
 
 def until(condition: Callable[[], Any], within_s: float = 120.0) -> Any:
-    """Return the first true value of ``condition``; fail after a timeout."""
+    """Call ``condition`` until it returns a true value, and return this value; fail after a timeout."""
     deadline_s = time.monotonic() + within_s
     while not (value := condition()):
         assert time.monotonic() < deadline_s, f"not so within {within_s} s"
@@ -88,7 +88,7 @@ def until(condition: Callable[[], Any], within_s: float = 120.0) -> Any:
 
 
 def wait_until_gone(left: Callable[[], set[int]], within_s: float) -> set[int]:
-    """Wait until all processes have ended, at most for this time; return the remaining processes."""
+    """Wait until all processes have ended, for at most ``within_s``; return the remaining processes."""
     deadline_s = time.monotonic() + within_s
     while (pids := left()) and time.monotonic() < deadline_s:
         time.sleep(0.02)
@@ -96,40 +96,40 @@ def wait_until_gone(left: Callable[[], set[int]], within_s: float) -> set[int]:
 
 
 def processes(token: str, skipped: Collection[int] = ()) -> Iterator[int]:
-    """Yield the living processes, other than this one and those skipped, whose environment holds ``token``."""
+    """Yield the running processes whose environment contains ``token``, except this process and ``skipped``."""
     wanted = token.encode()
     for pid in psutil.pids():
         if pid != os.getpid() and pid not in skipped:
-            with suppress(OSError):  # ended meanwhile, or another user's
+            with suppress(OSError):  # the process has ended, or has another user
                 if wanted in Path(f"/proc/{pid}/environ").read_bytes():
                     yield pid
 
 
-_older: set[int] = set()  # processes that are not of the tests
+_older: set[int] = set()  # processes that were started before the tests
 
 
 def skip_older() -> None:
-    """Remember the processes from before the first test: they are not read again for each test."""
+    """Record the processes that run before the first test, so that their environments are not read for each test."""
     _older.update(psutil.pids())
 
 
 def processes_of_session() -> Iterator[int]:
-    """Yield the running processes of this session's tests, except processes that Python runs until its end."""
-    _older.intersection_update(psutil.pids())  # the pid of an ended process may be used again
+    """Yield the running processes of this test session, except Python's resource trackers, which run until Python
+    ends."""
+    _older.intersection_update(psutil.pids())  # a new process may have the pid of an ended one
     for pid in processes(f"{SESSION}={os.environ[SESSION]}", _older):
         if "resource_tracker" not in describe(pid):
             yield pid
 
 
 def describe(pid: int) -> str:
-    """Return the command line of a process, empty when it has ended."""
+    """Return the command line of a process, or an empty text if the process has ended."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     return ""
 
 
 def unused_port() -> int:
-    """Return a port without a listener."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -147,17 +147,17 @@ def rank_environ(rank: int, world_size: int, local_rank: int | None = None) -> d
 
 
 def first_on_path(folder: Path) -> dict[str, str]:
-    """Return the environment in which Python looks into a folder before all others."""
+    """Return the environment variable that puts a folder first on Python's path."""
     return {"PYTHONPATH": os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH", "")]))}
 
 
 def long_timeouts() -> dict[str, str]:
-    """Return the environment in which trainers and agents have timeouts ten times as long at their end."""
+    """Return the environment variable that makes some timeouts of trainers and agents ten times as long."""
     return first_on_path(SCRIPTS / "long_timeouts")
 
 
 class Ledger:
-    """The run folder of a job."""
+    """Reads the run folder of a job."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -169,22 +169,22 @@ class Ledger:
 
     @property
     def windows(self) -> list[WindowRow]:
-        """Every line of windows-*.jsonl; none may be torn."""
+        """Return all rows of windows-*.jsonl; fail if a line is damaged."""
         return _whole(read_windows(self.folder))
 
     @property
     def ranks(self) -> list[RankRow]:
-        """Every line of ranks-*.jsonl; none may be torn."""
+        """Return all rows of ranks-*.jsonl; fail if a line is damaged."""
         return _whole(read_ranks(self.folder))
 
     @property
     def events(self) -> list[Event]:
-        """Every line of events.jsonl; none may be torn."""
+        """Return all events of events.jsonl; fail if a line is damaged."""
         return _whole(read_events(self.folder))
 
     @property
     def num_windows(self) -> int:
-        """Number of windows so far, while they are being written."""
+        """Number of complete lines in the first window file so far."""
         path = self.folder / "windows-0001.jsonl"
         return path.read_bytes().count(b"\n") if path.exists() else 0
 
@@ -209,17 +209,17 @@ def _whole(rows: Any) -> list[Any]:
 
 
 class Job:
-    """Processes that carry one token, the first of them ours to wait for."""
+    """The processes with one token; the test starts the first one and waits for it."""
 
     def __init__(self, folder: Path, runs: Path, prefix: Sequence[str] = ()) -> None:
-        self.folder = folder  # of stdout.txt, stderr.txt and the files of the script
+        self.folder = folder  # folder of stdout.txt, stderr.txt and the files of the script
         self.token = f"{JOB}={uuid.uuid4().hex}"
         self._runs = runs
         self._prefix = prefix
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self, command: Sequence[str], environ: dict[str, str], stdout: int | None = None) -> Job:
-        """Start the first process, with a separate output if one is given."""
+        """Start the first process; ``stdout`` replaces the file stdout.txt."""
         name, _, value = self.token.partition("=")
         with (self.folder / "stdout.txt").open("wb") as out, (self.folder / "stderr.txt").open("wb") as err:
             self.process = subprocess.Popen(
@@ -239,18 +239,18 @@ class Job:
         return self
 
     def done(self, within_s: float = 200.0) -> Job:
-        """Wait for the first process, which must succeed, and for all that belongs to it."""
+        """Wait for all processes of the job; fail if the first process fails or if a process remains."""
         assert self.wait(within_s).code == 0, self.stderr
         assert not self.left()
         return self
 
     def finish(self, within_s: float = 150.0) -> int:
-        """Create the file "enough", which ends a loop; return its number of iterations."""
+        """Create the file "enough", which ends the loop of the script; return the number of iterations."""
         (self.folder / "enough").touch()
         return len(self.done(within_s).output()["steps"])
 
     def left(self, within_s: float = GONE_WITHIN_S) -> set[int]:
-        """Return the processes of the job that still run after this time."""
+        """Wait for the end of all processes, for at most ``within_s``; return the remaining processes."""
         return wait_until_gone(lambda: set(processes(self.token)), within_s)
 
     @property
@@ -260,7 +260,7 @@ class Job:
         return self.process.returncode
 
     def find(self, module: str) -> list[int]:
-        """Return the processes of the job that run a module of ours."""
+        """Return the processes of the job that run this module of effllm."""
         return [pid for pid in processes(self.token) if f"import_module({module!r})" in describe(pid)]
 
     @property
@@ -275,24 +275,25 @@ class Job:
 
     @property
     def our_errors(self) -> list[str]:
-        """Our lines on stderr."""
-        # The folder of a clone, which warnings of other packages name, may have our name too.
+        """Return the lines of effllm on stderr."""
+        # Warnings of other packages may contain the folder of a clone, and its name may be effllm.
         ours = re.compile(rf"EfficientLLM|(?<![/\w])effllm|{re.escape(str(PACKAGE))}")
         return [line for line in self.stderr.splitlines() if ours.search(line)]
 
     @property
     def blocks(self) -> list[dict[str, str | None]]:
-        """The blocks of the console; every header must begin a complete block."""
+        """Return the console blocks; fail if a block is not complete."""
         found = [match.groupdict() for match in BLOCK.finditer(self.stdout)]
         assert len(found) == self.stdout.count("[EfficientLLM Metrics]")
         return found
 
     def output(self, name: str = "truth.json") -> Any:
-        """Return what the script wrote into a JSON file."""
+        """Return the content of a JSON file that the script wrote."""
         return json.loads((self.folder / name).read_text())  # nan is allowed
 
     def max_step_s(self) -> float:
-        """Return the longest step of a loop with its log_metrics, less the time for which others had the CPUs."""
+        """Return the duration of the longest step with its log_metrics call, without the time that it waited for a
+        CPU."""
         truth = self.output()
         parts = zip(truth["steps"], truth["logging_s"], itertools.pairwise(truth["starved_s"]), strict=True)
         return max(end - start + logging - (after - before) for (start, end), logging, (before, after) in parts)
@@ -303,17 +304,17 @@ class Job:
 
     @property
     def num_windows(self) -> int:
-        """Number of windows in the one run folder so far, while they are being written."""
+        """Number of windows in the only run folder so far."""
         return self.ledger.num_windows if self.runs() else 0
 
     @property
     def ledger(self) -> Ledger:
-        """The one run folder."""
+        """Return the reader of the only run folder."""
         (folder,) = self.runs()
         return Ledger(folder)
 
     def end(self) -> None:
-        """End the processes that still run, by their ids."""
+        """Kill the running processes of the job, by their pids."""
         for pid in processes(self.token):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -323,7 +324,7 @@ class Job:
 
 
 class Launcher:
-    """Starts jobs; settings are keywords by the names of the variables: ``log_interval=5``."""
+    """Starts jobs; keywords set variables: ``log_interval=5`` sets EFFICIENTLLM_LOG_INTERVAL."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -331,15 +332,15 @@ class Launcher:
         self._prefix: list[str] = []
 
     def on(self, host: Host) -> Launcher:
-        """Return a launcher into the same folder whose commands run on one of the fixture ``hosts``."""
+        """Return a launcher with the same folder whose commands run on ``host``, from the fixture ``hosts``."""
         other = copy(self)
         other._prefix = host.prefix
         return other
 
     def environ(self, settings: dict[str, Any], **variables: str) -> dict[str, str]:
-        """Return an environment with these settings on top of settings for a quick simulated job."""
+        """Return an environment with these settings; the defaults make a short job with simulated devices."""
         defaults = {"device": "simulated", "collection_interval": 0.05, "run_dir": self._folder / "runs"}
-        defaults["log_interval"] = 10  # used unchanged, also for short windows
+        defaults["log_interval"] = 10  # windows of ten iterations, also if they are short
         if "127.0.0.1" in str(settings.get("endpoint", "")) and "secret_file" not in settings:
             defaults["security"] = "none"  # as in `Aggregator`
         chosen = {f"EFFICIENTLLM_{name.upper()}": str(value) for name, value in {**defaults, **settings}.items()}
@@ -353,13 +354,13 @@ class Launcher:
         return job
 
     def python(self, *arguments: Any, environ: dict[str, str] | None = None, **settings: Any) -> Job:
-        """Start a script, of ``tests/scripts/`` or by its path, with its arguments."""
+        """Start a script of ``tests/scripts/`` or another path; the other arguments go to the script."""
         script, *rest = arguments
         command = [sys.executable, str(SCRIPTS / script), *map(str, rest)]
         return self._job().start(command, self.environ(settings, **(environ or {})))
 
     def code(self, code: str, environ: dict[str, str] | None = None, **settings: Any) -> Job:
-        """Start a script given as text."""
+        """Start a script from its source text."""
         job = self._job()
         script = job.folder / "script.py"
         script.write_text(code)
@@ -378,13 +379,13 @@ class Launcher:
         return self._job().start([*command, *map(str, arguments)], self.environ(settings, **(environ or {})))
 
     def aggregator(self, **settings: Any) -> Aggregator:
-        """Start an aggregator on its own, for ranks that get its endpoint."""
+        """Start a separate aggregator; ranks need its endpoint."""
         job = self._job()
         chosen = self.environ(settings)
         return Aggregator(job, self._folder / "runs" / "served", chosen)
 
     def ranks(self, aggregator: Aggregator, world_size: int, *arguments: Any, **settings: Any) -> list[Job]:
-        """Start all ranks of a job on an aggregator, each a script with the same arguments."""
+        """Start all ranks of a job with the same script and arguments; they connect to this aggregator."""
         endpoint = {"endpoint": aggregator.endpoint}
         return [
             self.python(*arguments, environ=rank_environ(rank, world_size), **{**settings, **endpoint})
@@ -392,13 +393,12 @@ class Launcher:
         ]
 
     def close(self) -> None:
-        """End the processes that still run."""
         for job in self._jobs:
             job.end()
 
 
 class Aggregator:
-    """An aggregator that no agent started."""
+    """An aggregator that the test started instead of an agent."""
 
     def __init__(self, job: Job, run_folder: Path, environ: dict[str, str]) -> None:
         from effllm.config.settings import read_config

@@ -1,4 +1,4 @@
-"""A load that a trace of the tests' NVML library already contains: no GPU is switched, and every edge is exact."""
+"""The load of a trace of the tests' NVML library: it switches no GPU, and its edges are exact."""
 
 import os
 import time
@@ -12,7 +12,7 @@ NS = 1_000_000_000
 
 
 class KnownLoad:
-    """Says when the power of a trace, of bursts, was high."""
+    """Returns the times of the bursts in the power of a trace."""
 
     name = "the trace"
 
@@ -42,7 +42,7 @@ class KnownLoad:
 
 
 def of_trace():
-    """Return the load of the first GPU of the trace in this process's environment."""
+    """Return the load of the first GPU in the trace that the variable NVML_TRACE names."""
     words = Path(os.environ["NVML_TRACE"]).read_text().split()
     [power] = [word.removeprefix("power=") for word in words if word.startswith("power=")]
     shape, low, high, period_s, duty, seed = power.split(":")

@@ -1,6 +1,7 @@
-"""A loop with megatron-core without effllm code; its arguments are a folder, TENSOR:PIPELINE, passes per step.
+"""A loop with megatron-core without effllm code; its arguments are FOLDER TENSOR:PIPELINE [PASSES PER STEP].
 
-The folder of the integration is on PYTHONPATH; of it are the model and the text, which are the same in every layout.
+PYTHONPATH contains the folder of the integration, with the model and the text; every layout uses the same model and
+text.
 """
 
 import json
@@ -41,7 +42,7 @@ def main():
         for chunk in trainee.chunks:
             chunk.zero_grad_buffer()
         trainee.optimizer.zero_grad()
-        for part in batch.chunk(passes):  # a loop may go through the schedule more than once before it steps
+        for part in batch.chunk(passes):  # a loop may run the schedule several times per step
             losses += [loss["loss"].item().hex() for loss in run(trainee, part, forward_only=False)]
         trainee.optimizer.step()
         trainee.schedule.step(increment=1)

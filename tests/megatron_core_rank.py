@@ -1,7 +1,7 @@
-"""One rank of a job that runs several parallel layouts and writes effllm's facts about each.
+"""One rank of a job that runs several parallel layouts and writes effllm's results for each layout.
 
-Started by torchrun with a folder and layouts, each NAME:TENSOR:PIPELINE:EXPERT:EXPERT_TENSOR, and the
-folder of the integration on PYTHONPATH.
+torchrun starts the rank; its arguments are FOLDER and layouts of the form NAME:TENSOR:PIPELINE:EXPERT:EXPERT_TENSOR.
+PYTHONPATH must contain the folder of the integration.
 """
 
 import json
@@ -26,7 +26,7 @@ DATA = Data(sequence_length=16, micro_batch_size=2, global_batch_size=8)
 
 
 def dense(tensor, pipeline):
-    """Train for three steps as the demo does."""
+    """Train for three steps with the functions of the integration."""
     settings = Settings(MODEL, DATA, Training(iterations=3, warmup_iterations=0), Parallelism(tensor, pipeline))
     replicas = data_parallel_size(settings, dist.get_world_size())
     trainee = build(settings, torch.device("cpu"))
@@ -42,7 +42,7 @@ def dense(tensor, pipeline):
 
 
 def experts(tensor, pipeline, expert, expert_tensor):
-    """Build a mixture of two experts; its training needs more than a CPU."""
+    """Build a mixture of two experts without training, because the training needs more than a CPU."""
     config = TransformerConfig(
         num_layers=MODEL.num_layers,
         hidden_size=MODEL.hidden_size,
@@ -53,7 +53,7 @@ def experts(tensor, pipeline, expert, expert_tensor):
         expert_tensor_parallel_size=expert_tensor,
         num_moe_experts=2,
         moe_router_topk=1,
-        moe_router_pre_softmax=True,  # Megatron requires it with one expert
+        moe_router_pre_softmax=True,  # Megatron requires this setting with one expert per token
         add_bias_linear=False,
         pipeline_dtype=torch.float32,
         use_cpu_initialization=True,

@@ -1,8 +1,8 @@
-"""The project's NVML library for tests: builds it, writes its trace, and computes the correct values.
+"""The NVML library of the tests: builds the library, writes its trace file, and computes the correct values.
 
-`build` compiles ``tests/nvml``; the head of ``libnvidia-ml.c`` there explains traces and faults.  A process
-with `Trace.environment` in its environment loads that library through the real pynvml; `RemoteReader` is
-such a process around one open device.
+`build` compiles ``tests/nvml``; the first comment of ``libnvidia-ml.c`` explains traces and faults. A process with the
+variables of `Trace.environment` loads that library through the real pynvml. `RemoteReader` is such a process with one
+open device.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from effllm.records.rank import Device, Sample
 
 SOURCES = Path(__file__).parent / "nvml"
 GIB = 2**30
-ORIGIN_AGO_S = 60.0  # where the sums begin that have no closed form
+ORIGIN_AGO_S = 60.0  # begin of the energy sums without a closed form
 
 
 def build(folder: Path) -> Path | None:
-    """Compile the library into ``folder`` and return the folder, or ``None`` where there is no C compiler."""
+    """Compile the library into ``folder`` and return the folder; without a C compiler, return ``None``."""
     compiler = shutil.which("cc")
     if compiler is None:
         return None
     library = folder / "libnvidia-ml.so.1"
     warnings = ["-Wall", "-Wextra", "-Werror"]
-    # No fused operations: the numbers must equal Python's to the last bit.
+    # No fused operations: the results must be equal to Python's results to the last bit.
     flags = ["-std=gnu11", *warnings, "-O1", "-ffp-contract=off", "-fPIC", "-shared", f"-Wl,-soname,{library.name}"]
     built = subprocess.run(
         [compiler, *flags, "-o", str(library), *sorted(map(str, SOURCES.glob("*.c"))), "-lm", "-pthread"],
@@ -68,7 +68,7 @@ def _draw(seed: int, number: int) -> float:
 
 @dataclass(frozen=True)
 class Curve:
-    """A known function of the monotonic clock, and its integral: as nvml/curves.c, operation by operation."""
+    """A function of the monotonic clock, and its integral; the same operations as in nvml/curves.c."""
 
     shape: str
     low: float
@@ -81,7 +81,6 @@ class Curve:
         return f"{self.shape}:{self.low!r}:{self.high!r}:{self.period_s!r}:{self.duty!r}:{self.seed}"
 
     def at(self, t: float) -> float:
-        """Return the value at ``t``."""
         if self.shape == "flat":
             return self.low
         if self.shape == "sine":
@@ -94,7 +93,6 @@ class Curve:
         return self.high if 0 <= rest < self.duty * self.period_s else self.low
 
     def integral(self, t0: float, t1: float) -> float:
-        """Return the integral from ``t0`` to ``t1``."""
         if self.shape != "steps":
             return self._since_zero(t1) - self._since_zero(t0)
         (first, rest0), (last, rest1) = divmod(t0, self.period_s), divmod(t1, self.period_s)
@@ -105,7 +103,6 @@ class Curve:
         return self.low * (t1 - t0) + (self.high - self.low) * share_s
 
     def mean(self, t0: float, t1: float) -> float:
-        """Return the mean from ``t0`` to ``t1``."""
         return self.integral(t0, t1) / (t1 - t0) if t0 < t1 else self.at(t1)
 
     def _burst_start(self, number: float) -> float:
@@ -125,36 +122,36 @@ class Curve:
 
 
 def flat(value: float) -> Curve:
-    """Return a curve that never changes."""
+    """Return a constant curve."""
     return Curve("flat", value)
 
 
 def square(low: float, high: float, period_s: float, duty: float = 0.5) -> Curve:
-    """Return a square wave, high first."""
+    """Return a square wave; each period begins with the high level."""
     return Curve("square", low, high, period_s, duty)
 
 
 def sine(low: float, high: float, period_s: float) -> Curve:
-    """Return a sine wave, upwards first."""
+    """Return a sine wave; each period begins with a rise."""
     return Curve("sine", low, high, period_s)
 
 
 def bursts(low: float, high: float, period_s: float, duty: float = 0.5, seed: int = 0) -> Curve:
-    """Return a wave with one burst somewhere in each period: the same energy in each, but no rhythm."""
+    """Return a wave with one burst at a random time of each period: the energy of all periods is the same."""
     return Curve("bursts", low, high, period_s, duty, seed)
 
 
 def steps(low: float, high: float, period_s: float, seed: int = 0) -> Curve:
-    """Return a curve with another level in each period."""
+    """Return a curve with a random level in each period."""
     return Curve("steps", low, high, period_s, seed=seed)
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One traced device, or with ``parent`` a slice of the device at that position.
+    """A device of a trace; with ``parent``, a MIG slice of the device at that position.
 
-    The fields are the keys of the trace, explained in nvml/libnvidia-ml.c; ``None`` is omitted there, so NVML returns
-    "not supported".
+    The fields are the keys of the trace file; nvml/libnvidia-ml.c explains them. A field with ``None`` is not in the
+    file, and NVML returns "not supported" for it.
     """
 
     uuid: str
@@ -168,13 +165,13 @@ class Gpu:
     tick_s: float = 0.0
     unsupported: tuple[str, ...] = ()
     parent: int | None = None
-    # the sensors of power and energy
+    # sensors of power and energy
     tick_phase_s: float = 0.0
     tick_jitter_s: float = 0.0
     duty_s: float = 0.0
     lag_s: float = 0.0
     gain: float = 1.0
-    origin_s: float | None = None  # `Trace.write` chooses
+    origin_s: float | None = None  # None: `Trace.write` sets the time
     power_mode: str = "exact"
     power_usage: str = "instant"
     average_s: float = 1.0
@@ -208,11 +205,12 @@ class Gpu:
     multiprocessors: int | None = None
 
     def energy_j(self, t0: float, t1: float) -> float:
-        """Return the energy that flowed between two monotonic times."""
+        """Return the energy between two monotonic times."""
         return self.power.integral(t0, t1)
 
     def counter_j(self, t: float, *, reset_s: float | None = None) -> float:
-        """Return the value of the energy counter at ``t``; it needs the origin, so use the device of a trace."""
+        """Return the value of the energy counter at ``t``. Only the devices that `Trace.write` returns have the origin
+        that some counters need."""
         origin_s = self.origin_s or 0.0
         assert not self._is_summed() or self.origin_s is not None, (
             "this counter has no origin: ask what Trace.write returns"
@@ -230,7 +228,7 @@ class Gpu:
         return max(0.0, self.gain * joules)
 
     def power_w(self, t: float, kind: str = "instant", scope: str = "gpu") -> float | None:
-        """Return the value of a power sensor at ``t``, or ``None`` without such a sensor."""
+        """Return the value of a power sensor at ``t``, or ``None`` if the device has no such sensor."""
         curve = {"gpu": self.power, "module": self.module_power, "memory": self.memory_power}[scope]
         if curve is None or (scope, kind) == ("memory", "instant"):
             return None
@@ -245,21 +243,21 @@ class Gpu:
         return self.gain * curve.mean(start_s, end_s)
 
     def last_tick(self, t: float) -> int:
-        """Return the number of the sensor's last tick at ``t``."""
+        """Return the number of the sensor's last tick before or at ``t``."""
         tick = math.floor((t - self.tick_phase_s) / self.tick_s) + 1
         while self.tick_moment_s(tick) > t:
             tick -= 1
         return tick
 
     def tick_moment_s(self, tick: int) -> float:
-        """Return when the sensor's tick of that number is."""
+        """Return the time of the sensor's tick with that number."""
         moment_s = self.tick_phase_s + tick * self.tick_s
         if self.tick_jitter_s:
             moment_s += self.tick_jitter_s * (2 * _draw(_fnv1a(self.uuid), tick) - 1)
         return moment_s
 
     def line(self) -> str:
-        """Return the device as the trace has it."""
+        """Return the line of the device in the trace file."""
         named = {entry.name: getattr(self, entry.name) for entry in fields(self)}
         named["unsupported"] = ",".join(self.unsupported)
         words = [f"{name}={value}".replace(" ", "%20") for name, value in named.items() if value is not None]
@@ -285,7 +283,7 @@ class Gpu:
         return sums[max(0, tick - first)]
 
     def traced(self) -> Gpu:
-        """Return the device with the origin that its counter gets if it is traced from now on."""
+        """Return the device; if its counter needs an origin, set it to `ORIGIN_AGO_S` before now."""
         if self.origin_s is not None or not self._is_summed():
             return self
         return replace(self, origin_s=time.monotonic() - ORIGIN_AGO_S)
@@ -293,7 +291,7 @@ class Gpu:
 
 @functools.lru_cache
 def _sums(gpu: Gpu) -> list[float]:
-    """Return the list of energy sums so far; the device appends to it."""
+    """Return the device's list of energy sums, to which `_measured_j` appends."""
     return [0.0]
 
 
@@ -307,27 +305,27 @@ def _fnv1a(text: str) -> int:
 
 @dataclass
 class Trace:
-    """A trace file, and beside it the faults and the calls that are counted."""
+    """A trace file, with a file of faults and a file of counted calls next to it."""
 
     library: Path
     path: Path
     gpus: list[Gpu] = field(default_factory=list)
 
     def write(self, *gpus: Gpu, driver: str = "570.0") -> list[Gpu]:
-        """Replace all devices and return them as traced: with the origins of their counters."""
+        """Replace all devices; return the new devices with the origins of their counters."""
         self.gpus = [gpu.traced() for gpu in gpus]
         self.path.write_text(f"system driver={driver}\n" + "".join(gpu.line() + "\n" for gpu in self.gpus))
         return self.gpus
 
     def fault(self, *lines: str) -> None:
-        """Replace all faults, at once for every process that uses the trace; without lines all is well."""
+        """Replace all faults, immediately for every process that uses the trace; without lines there are no faults."""
         faults = Path(f"{self.path}.faults")
         draft = faults.with_suffix(".draft")
         draft.write_text("".join(line + "\n" for line in lines))
         draft.replace(faults)
 
     def environment(self) -> dict[str, str]:
-        """Return the environment variables with which a process's pynvml reads the trace."""
+        """Return the environment variables of a process whose pynvml reads the trace."""
         others = os.environ.get("LD_LIBRARY_PATH", "")
         return {
             "LD_LIBRARY_PATH": f"{self.library}:{others}" if others else str(self.library),
@@ -336,11 +334,11 @@ class Trace:
         }
 
     def count_calls(self) -> None:
-        """Make processes count their calls from zero, if they get their environment after this call."""
+        """Set the number of counted calls to zero; only processes whose `environment` is made after this call count."""
         self._calls.write_text("")
 
     def call_count(self, pid: int | None = None) -> Counter[str]:
-        """Return how often each function of NVML was called, by all processes or by one."""
+        """Return the number of calls of each NVML function, by all processes or by one process."""
         calls = [line.split() for line in self._calls.read_text().splitlines()]
         return Counter(function for caller, function in calls if pid in (None, int(caller)))
 
@@ -350,7 +348,7 @@ class Trace:
 
     @contextmanager
     def reader(self, site: Site) -> Iterator[RemoteReader]:
-        """Open the device of ``site`` in a separate process.
+        """Open the device of ``site`` in another process.
 
         Raises:
             DeviceUnavailable: as `effllm.devices.nvml.open_device` does.
@@ -363,11 +361,11 @@ class Trace:
                 remote.open(site)
                 yield remote
             finally:
-                process.stdin.close()  # which ends it; leaving the block waits for that
+                process.stdin.close()  # this ends the process; the `with` block waits for its end
 
 
 class RemoteReader:
-    """A reader of ``effllm/devices/nvml.py`` in another process; its results are returned unchanged."""
+    """A reader of ``effllm/devices/nvml.py`` in another process; its results are returned without changes."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
@@ -375,23 +373,21 @@ class RemoteReader:
         self.device = Device(key="", kind="nvml")
 
     def open(self, site: Site) -> None:
-        """Open the device there."""
         self.device = self._ask("open", site)
 
     def read(self) -> tuple[Sample, dict[str, str]]:
-        """Read the device there."""
         return self._ask("call", "read")
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the reader in its process; an exception there is raised here."""
+        """Call a method of the reader in its process; raise the exceptions of this call in the test."""
         return self._ask("call", method, *arguments)
 
     def pass_time(self, seconds: float) -> None:
-        """Advance the reader's clock without the trace's clock."""
+        """Advance the clock of the reader, but not the clock of the trace."""
         self._ask("pass", seconds)
 
     def close_device(self) -> None:
-        """Close the device there, but not the process."""
+        """Close the device, but not the process."""
         self._ask("call", "close")
 
     def _ask(self, *command: Any) -> Any:

@@ -1,10 +1,10 @@
-"""Trees as /sys/class/powercap has them, whose counters a test moves."""
+"""Folders like /sys/class/powercap; tests change their energy counters."""
 
 INTEL_RANGE_UJ = 262_143_328_850
 INTEL_DRAM_RANGE_UJ = 65_712_999_613
 AMD_RANGE_UJ = 65_532_610_987
 
-#: Two sockets of a Xeon, with their DRAM and with zones that must not be added to them.
+#: Two sockets of a Xeon with DRAM, and zones that must not be added, because the sockets contain their energy.
 INTEL = {
     "intel-rapl:0": ("package-0", INTEL_RANGE_UJ),
     "intel-rapl:0:0": ("core", INTEL_RANGE_UJ),
@@ -15,10 +15,10 @@ INTEL = {
     "intel-rapl-mmio:0": ("package-0", INTEL_RANGE_UJ),
 }
 
-#: An EPYC socket: the same names as Intel's, no DRAM.
+#: An EPYC socket: its zones have the same names as Intel zones; it has no DRAM zone.
 AMD = {"intel-rapl:0": ("package-0", AMD_RANGE_UJ), "intel-rapl:0:0": ("core", AMD_RANGE_UJ)}
 
-#: Two sockets whose dies are listed separately, each with the counter of its whole socket.
+#: Two sockets with two dies each; each die has a zone with the counter of its whole socket.
 AMD_DIES = {
     "intel-rapl:0": ("package-0-die-0", AMD_RANGE_UJ),
     "intel-rapl:1": ("package-0-die-1", AMD_RANGE_UJ),
@@ -28,7 +28,7 @@ AMD_DIES = {
 
 
 class Powercap:
-    """A tree in a folder; every counter starts at 1,000 J."""
+    """A powercap tree below ``root``; every counter starts at 1,000 J."""
 
     def __init__(self, root, zones=INTEL):
         self.root = root
@@ -38,13 +38,13 @@ class Powercap:
             (root / zone / "name").write_text(name + "\n")
             (root / zone / "max_energy_range_uj").write_text(f"{range_uj}\n")
             self.set_j(zone, 1000)
-        (root / "intel-rapl").mkdir()  # the control type, no zone
+        (root / "intel-rapl").mkdir()  # a control type, not a zone
 
     def set_j(self, zone, joules):
         (self.root / zone / "energy_uj").write_text(f"{round(joules * 1e6)}\n")
 
     def add_j(self, zone, joules):
-        """Move a counter as the hardware does: beyond its range it starts again."""
+        """Increase a counter like the hardware: after its range it starts at zero."""
         file = self.root / zone / "energy_uj"
         file.write_text(f"{(int(file.read_text()) + round(joules * 1e6)) % self.ranges_uj[zone]}\n")
 

@@ -1,4 +1,4 @@
-"""A stand-in for a management controller: a Redfish service on loopback whose resources and moods a test sets."""
+"""A simulated management controller: a Redfish service on loopback; tests set its resources and its answers."""
 
 import contextlib
 import json
@@ -18,7 +18,7 @@ def link(path):
 
 
 def supply(chassis, name, watts, kwh=None, **more):
-    """Return the resources of a power supply: itself and its metrics."""
+    """Return the two resources of a power supply: the supply and its metrics."""
     path = f"/redfish/v1/Chassis/{chassis}/PowerSubsystem/PowerSupplies/{name}"
     metrics = {"Id": "Metrics", "InputPowerWatts": {"Reading": watts}}
     if kwh is not None:
@@ -38,7 +38,8 @@ def chassis(name, **more):
 
 
 def tree(*parts):
-    """Return a whole service: its root, the collections of chassis and of their supplies, and the parts."""
+    """Return the resources of a complete service: the parts, the root, and the collections of chassis and power
+    supplies."""
     resources = {path: value for part in parts for path, value in part.items()}
     boxes = [path for path in resources if path.count("/") == 4 and path.startswith("/redfish/v1/Chassis/")]
     resources["/redfish/v1/"] = {"RedfishVersion": "1.15.0", "Chassis": link("/redfish/v1/Chassis")}
@@ -56,19 +57,19 @@ def tree(*parts):
 class Service:
     """A running service.
 
-    ``resources`` maps paths to documents; a function instead of a document is called with the handler, and may send any
-    answer.
+    ``resources`` maps paths to documents. A path may have a function instead of a document; the function gets the
+    handler and may send any answer.
     """
 
     def __init__(self, resources=None, certificate=None, password=PASSWORD):
         self.resources = resources or {}
         self.password = password
-        self.asked = []  # (method, path, headers), in order
+        self.asked = []  # (method, path, headers) of each request, in order
         self.tokens = set()
-        self.release = threading.Event()  # set at the end, for handlers that hang
+        self.release = threading.Event()  # set at the end, so that blocked handlers end
         self.num_connections = 0
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
-        self._server.daemon_threads = False  # joined when it is closed
+        self._server.daemon_threads = False  # `server_close` waits for the handler threads
         self._server.service = self
         scheme = "http"
         if certificate is not None:
@@ -105,14 +106,14 @@ class Service:
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
-    timeout = 20  # a client that does not close its connection must not block a test for ever
+    timeout = 20  # a client with an open connection must not block a test
 
     def setup(self):
         super().setup()
         self.server.service.num_connections += 1
 
     def handle(self):
-        with contextlib.suppress(OSError, ValueError):  # the client hung up, or did not like the certificate
+        with contextlib.suppress(OSError, ValueError):  # the client closed the connection or rejected the certificate
             super().handle()
 
     def do_GET(self):
@@ -158,7 +159,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def certificate(folder):
-    """Return a certificate for 127.0.0.1 with its key, made now, or ``None`` where openssl is not here."""
+    """Make a certificate for 127.0.0.1 with its key and return its file; without openssl, return ``None``."""
     if shutil.which("openssl") is None:
         return None
     key, own = folder / "key.pem", folder / "certificate.pem"

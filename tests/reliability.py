@@ -1,10 +1,11 @@
-"""The table of faults in docs/reliability.md: the promise for each, and the results of the tests marked ``fault``.
+"""The table of faults in docs/reliability.md: the promise for each fault, and the results of the tests marked
+``fault``.
 
     python -m pytest -m fault --reliability   # writes it, with the tests that passed, failed and were skipped
     python -m tests.reliability               # writes the page from the kept results
 
 A test has the mark ``@pytest.mark.fault("aggregator-sigkill")``, with several names if it tests several faults. Tests
-that a run does not execute keep their last result.
+that are not executed keep their last result.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ RESULTS = ("passed", "failed", "skipped")
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault, and the promise for it."""
+    """A fault, and the promise of effllm for it."""
 
     title: str
     promise: str
@@ -175,7 +176,8 @@ FAULTS = {
 
 @cache
 def marked() -> dict[str, list[str]]:
-    """Return for each fault the tests that carry its mark, as ``file.py::function``, read from their sources."""
+    """Return for each fault the tests with its mark, as ``file.py::function``; the marks are read from the source
+    files."""
     found: dict[str, list[str]] = {name: [] for name in FAULTS}
     for path in sorted(HERE.rglob("test_*.py")):
         body = ast.parse(path.read_text()).body
@@ -204,7 +206,7 @@ def known() -> dict[str, Any]:
 
 
 def record(results: Mapping[str, Mapping[str, dict[str, int]]]) -> None:
-    """Keep the number of passed, failed and skipped tests, by fault and test."""
+    """Record the number of passed, failed and skipped runs of each test, by fault."""
     kept = known()
     ran_on = {"python": ".".join(platform.python_version_tuple()[:2]), "kernel": _kernel()}
     for fault, tests in results.items():
@@ -272,7 +274,7 @@ def pytest_addoption(parser: Any) -> None:
 
 
 def pytest_configure(config: Any) -> None:
-    """Register the counter with --reliability; with several test processes, the controller counts."""
+    """With --reliability, register the counter; with several test processes, only the controller counts."""
     if config.getoption("--reliability"):
         config.pluginmanager.register(_Counter(is_worker=hasattr(config, "workerinput")), "reliability-counter")
 
@@ -287,13 +289,13 @@ class _Counter:
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
         for item in items:
-            # A property is sent with the report, from every test process.
+            # pytest-xdist sends user properties with each report to the controller.
             item.user_properties += [(FAULT, name) for mark in item.iter_markers(FAULT) for name in mark.args]
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         is_counted = (
             report.when == "call" or report.outcome != "passed"
-        )  # of set-up and tear-down only failures and skips
+        )  # for set-up and tear-down, only failures and skips are counted
         if not is_counted or self._is_worker:
             return
         file, _, function = report.nodeid.partition("@")[0].partition("[")[0].partition("::")

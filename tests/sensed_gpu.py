@@ -1,4 +1,4 @@
-"""A GPU in virtual time: a profile switches its load; its sensors come from the tests' NVML library."""
+"""A GPU in virtual time: the profile under test switches its load; its sensors use `nvml_library.Gpu`."""
 
 import bisect
 import random
@@ -16,7 +16,7 @@ IDLE_W, LOADED_W = 90.0, 620.0
 
 
 class Switched:
-    """Power that the test switches, instead of a `nvml_library.Curve`."""
+    """Power with two levels and given edges; replaces a `nvml_library.Curve`."""
 
     shape = "switched"
 
@@ -25,7 +25,7 @@ class Switched:
         self._edges_s, self._high_s = [], []
 
     def switch(self, edges):
-        """Use the high level from the first, third, ... edge on."""
+        """Set the edges; the power is high after the first edge and low after the second edge, and so on."""
         self._edges_s = [edge.time_ns / NS for edge in edges]
         self._high_s = [0.0]
         for number, (first, second) in enumerate(zip(self._edges_s, self._edges_s[1:], strict=False)):
@@ -48,7 +48,7 @@ class Switched:
 
 
 class Clock:
-    """A clock that advances with sleeps and reads."""
+    """A clock that only sleeps and reads advance."""
 
     def __init__(self):
         self.now_ns = round(BEGIN_S * NS)
@@ -57,18 +57,18 @@ class Clock:
         return self.now_ns
 
     def sleep(self, seconds):
-        self.now_ns += round(seconds * NS) + 60_000  # as the kernel does
+        self.now_ns += round(seconds * NS) + 60_000  # the kernel also wakes a process late
 
 
 class SensedGpu:
-    """A reader of that GPU, and its load.
+    """The reader of the GPU, and also its load.
 
     Args:
         call_s: duration of a read.
-        noise_w: standard deviation of the noise that the power reading adds at each tick.
-        counts: gain of the counter only.
-        has: the available readings, of energy, power and average.
-        traits: of `nvml_library.Gpu`.
+        noise_w: standard deviation of the noise of the power reading; each tick has another noise.
+        counts: gain of the energy counter only.
+        has: the available readings: "energy", "power", "average".
+        traits: other fields of `nvml_library.Gpu`.
     """
 
     name = "a switch"

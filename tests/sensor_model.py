@@ -1,4 +1,5 @@
-"""A model of a GPU's power sensor and of the agent that reads it, in virtual time; the true energy is a closed form."""
+"""A model of a GPU's power sensor and of the agent that reads the sensor, in virtual time; the true energy has a closed
+form."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ HORIZON_S = 5000.0  # length of a telegraph signal
 
 
 class Power(Protocol):
-    """The interface of `nvml_library.Curve` and `Telegraph`."""
+    """Common interface of `nvml_library.Curve` and `Telegraph`."""
 
     def at(self, t: float) -> float:
         """Return the watts at a moment."""
@@ -35,11 +36,11 @@ class Power(Protocol):
 
 @dataclass(frozen=True)
 class Telegraph:
-    """Power that jumps between two levels at random times."""
+    """Power that changes between two levels at random times."""
 
     low: float
     high: float
-    mean_s: float  # on one level
+    mean_s: float  # mean time on one level
     seed: int = 0
 
     def at(self, t: float) -> float:
@@ -59,7 +60,8 @@ class Telegraph:
 
 @functools.lru_cache
 def _switches(mean_s: float, seed: int) -> tuple[list[float], list[float]]:
-    """Return when it switches, up first, and the time on the high level before each switch."""
+    """Return the times of the switches, the first one to the high level, and the total time on the high level before
+    each switch."""
     chance = random.Random(seed)
     switches = [0.0]
     while switches[-1] < HORIZON_S:
@@ -70,15 +72,16 @@ def _switches(mean_s: float, seed: int) -> tuple[list[float], list[float]]:
 
 @dataclass
 class BoardSensor:
-    """Measures power in the last part of each tick and uses that for the whole tick; updates at ticks, with a lag.
+    """A sensor that measures power in the last part of each tick and uses this value for the whole tick; it updates at
+    ticks, with a lag.
 
     Args:
-        power: the true power.
-        tick_s: between two updates.
+        power: true power.
+        tick_s: time between two updates.
         duty: share of each tick that is measured.
-        phase_s: of the ticks.
+        phase_s: time of a tick, modulo ``tick_s``.
         lag_s: age of the value that the counter shows.
-        gain: factor of all its readings.
+        gain: factor of all readings of the sensor.
     """
 
     power: Power
@@ -101,8 +104,8 @@ class BoardSensor:
         return self._mean_w(self._tick(t))
 
     def known(self, chance: random.Random, lag_is_known: bool = True) -> Sensor:
-        """Return the result of a calibration of it."""
-        # The last part of a tick is used for the whole tick: on average it is from the tick's end.
+        """Return the result of a calibration of this sensor."""
+        # The mean time of the measured part is after the middle of the tick, by (1 - duty) * tick / 2.
         late_s = self.lag_s - (1 - self.duty) * self.tick_s / 2
         return Sensor(
             tick_s=self.tick_s * (1 + chance.uniform(-1e-4, 1e-4)),
@@ -123,7 +126,8 @@ class BoardSensor:
 
 
 class VirtualAgent:
-    """Reads a sensor into a ledger once a second and at the ledger's requests; cuts windows when they are settled."""
+    """Reads a sensor once a second and at the times that the ledger requests; ends a window when its edge is
+    settled."""
 
     def __init__(
         self, ledger: EnergyLedger, sensor: BoardSensor, chance: random.Random, interval_s: float = 1.0
@@ -132,7 +136,7 @@ class VirtualAgent:
         self._newest_ns = 0
 
     def read(self, at_s: float) -> None:
-        """Read a little later than this time."""
+        """Read the sensor 0.05 to 0.4 ms after this time."""
         at_s += self._chance.uniform(5e-5, 4e-4)
         time_ns = round(at_s * NS)
         if time_ns > self._newest_ns:
@@ -141,7 +145,7 @@ class VirtualAgent:
             self._ledger.add(Sample(time_ns, power_w=self._sensor.power_w(at_s), energy_j=self._sensor.counter_j(at_s)))
 
     def calibrate(self, at_s: float) -> float:
-        """Read densely for a little more than a tick; return the time of its end."""
+        """Read 24 times per tick for 1.3 ticks; return the time after the last read."""
         end_s = at_s + 1.3 * self._sensor.tick_s
         while at_s < end_s:
             self.read(at_s)
@@ -149,7 +153,7 @@ class VirtualAgent:
         return end_s
 
     def windows(self, edges_s: Sequence[float]) -> list[EnergyAmount]:
-        """Return the energy between each two neighbouring edges."""
+        """Return the energy between each edge and the next edge."""
         due = [(edges_s[0] - 2.0, "read"), *((edge_s, "edge") for edge_s in edges_s)]
         heapq.heapify(due)
         waiting: deque[int] = deque()
@@ -183,7 +187,7 @@ def ledger_of(sensor: Sensor, **known: object) -> EnergyLedger:
 
 @dataclass(frozen=True)
 class MeasuredWindow:
-    """A window: the energy from the ledger, and the true energy."""
+    """A window with the energy from the ledger and the true energy."""
 
     energy: EnergyAmount
     truth_j: float
@@ -196,7 +200,7 @@ class MeasuredWindow:
 
     @property
     def deviation_j(self) -> float:
-        """The standard deviation that it states."""
+        """The standard deviation that the ledger states for its energy."""
         return math.sqrt(self.energy.start_j2 + self.energy.end_j2 + self.energy.inside_j2)
 
 
@@ -214,9 +218,10 @@ def simulate(
     lead_s: Sequence[float] = (),
     step_s: float = 0.0,
 ) -> list[MeasuredWindow]:
-    """Return windows of about ``window_s``, after windows of ``lead_s``, on a sensor with a random phase.
+    """Return ``count`` windows of about ``window_s``; windows of ``lead_s`` come before them. The sensor has a random
+    phase.
 
-    ``step_s``: the length of iterations as the agent has it; 0 for none.
+    ``step_s``: duration of an iteration that the agent sets in the ledger; 0 sets none.
     """
     chance = random.Random(seed)
     sensor = BoardSensor(power, tick_s, duty, chance.uniform(0, tick_s), lag_s)

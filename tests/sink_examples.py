@@ -1,4 +1,4 @@
-"""A job of eight GPUs as the aggregator would report it: the input of the tests of all sinks."""
+"""Example reports of a job with eight GPUs; the tests of all sinks use them."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def make_run(folder: Path | None = None, stdout: Any = None, **changes: Any) -> 
 
 
 def make_totals(**keys: Any) -> ClusterTotals:
-    """Return totals by the keys that they have in a line of a run folder, with the constants of the job."""
+    """Return totals from their keys in a line of the run folder, with the constants of the job."""
     return totals_of(keys)
 
 
 def with_keys(totals: ClusterTotals, **keys: Any) -> ClusterTotals:
-    """Return totals with other values for some of these keys."""
+    """Return a copy of the totals with other values for some keys."""
     return totals_of({**keys_of(totals), **msgspec.structs.asdict(totals.constants), **keys})
 
 
@@ -80,7 +80,7 @@ def totals(iterations: int, gpus: int = 8) -> ClusterTotals:
         energy_complete=True,
         energy_measured_j=612.0 * gpus * time_s,
         energy_gpus_j=612.0 * gpus * time_s,
-        energy_error_j=612.0 * gpus * 0.005,  # 5 ms at either end
+        energy_error_j=612.0 * gpus * 0.005,  # 5 ms of the power of all GPUs
         energy_gain_error_j=0.05 * 612.0 * gpus * time_s,
         energy_estimated_j=0.0,
         gpus=gpus,
@@ -130,7 +130,7 @@ def complete_totals(iterations: int = 10, gpus: int = 8) -> ClusterTotals:
 
 
 def make_report(iteration: int = 100, **changes: Any) -> ClusterReport:
-    """Return the window of ten iterations that ends at ``iteration``."""
+    """Return the report on the ten iterations that end at ``iteration``."""
     run, last = changes.pop("run", totals(iteration)), changes.pop("last", totals(10))
     job = changes.pop("job", with_keys(run, time_s=run.loop.time_s + 60, energy_time_s=run.loop.time_s + 60))
     report = ClusterReport(
@@ -155,7 +155,7 @@ def make_report(iteration: int = 100, **changes: Any) -> ClusterReport:
 
 
 def make_row(rank: int = 0, iteration: int = 100, **changes: Any) -> RankReport:
-    """Return what one rank reports of the window that ends at ``iteration``."""
+    """Return the report of one rank on the window that ends at ``iteration``."""
     integrals = Integrals(EnergyAmount(2521.4, 4.12), 45.23 * GIB * 4.12, 4.12, 4.07, 4.12)
     row = RankReport(
         agent=f"agent-{rank}",
@@ -182,7 +182,7 @@ def make_row(rank: int = 0, iteration: int = 100, **changes: Any) -> RankReport:
 
 
 def values_of(report: ClusterReport) -> dict[str, Value]:
-    """Return the values of a run as a summary holds them, with their errors."""
+    """Return the values of a run, with their units and errors, in the form of a summary."""
     values = metrics.evaluate_run(report.run, report.job)
     errors = metrics.errors(report.run, report.job)
     units = {tag: entry.unit for tag in values if (entry := metrics.describe(tag))}

@@ -1,6 +1,7 @@
-"""Moves frames between two interfaces with a delay and drops some, like the kernel module sch_netem.
+"""Forwards frames between two interfaces with a delay, and drops a share of the frames, like the kernel module
+sch_netem.
 
-``slow_wire.py NEAR FAR DELAY_S LOSS``; prints "ready" when it works and runs until it is ended.
+``slow_wire.py NEAR FAR DELAY_S LOSS``; prints "ready" when it forwards frames, and runs until it is killed.
 """
 
 import random
@@ -11,15 +12,15 @@ import time
 from collections import deque
 
 SOL_PACKET, PACKET_VNET_HDR, PACKET_IGNORE_OUTGOING = 263, 15, 23
-MAX_BYTES = 70_000  # frames are as large as segmentation offload leaves them: 64 kB
+MAX_BYTES = 70_000  # segmentation offload makes frames of up to 64 kB
 
 near, far, delay_s, loss = sys.argv[1], sys.argv[2], float(sys.argv[3]), float(sys.argv[4])
 
 
 def opened(interface):
-    """Return a socket of all frames of an interface; their checksums may be left to hardware that is not there."""
+    """Return a socket for all frames of an interface, also for frames without a checksum (checksum offload)."""
     frames = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(0x0003))
-    frames.setsockopt(SOL_PACKET, PACKET_VNET_HDR, 1)  # marks frames without a checksum, both ways
+    frames.setsockopt(SOL_PACKET, PACKET_VNET_HDR, 1)  # a header marks frames without a checksum, in both directions
     frames.setsockopt(SOL_PACKET, PACKET_IGNORE_OUTGOING, 1)
     frames.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8 * 1024 * 1024)
     frames.bind((interface, 0))
@@ -29,7 +30,7 @@ def opened(interface):
 
 ends = opened(near), opened(far)
 others = dict(zip(ends, reversed(ends), strict=True))
-waiting = deque()  # (when, where to, frame), in order, as the delay is one
+waiting = deque()  # (time, destination, frame), in order, because all frames have the same delay
 print("ready", flush=True)
 while True:
     timeout_s = max(waiting[0][0] - time.monotonic(), 0.0) if waiting else None
@@ -45,5 +46,5 @@ while True:
         _, end, frame = waiting.popleft()
         try:
             end.send(frame)
-        except OSError:  # no room, as on any wire, or the interface is going away
+        except OSError:  # no buffer space (the frame is lost), or the interface is being removed
             continue

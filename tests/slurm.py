@@ -1,7 +1,7 @@
-"""A Slurm cluster on one machine, with separate daemons and keys: Debian's slurm-wlm and munge, as root.
+"""A Slurm cluster on one machine, with its own daemons and keys; needs Debian's slurm-wlm and munge, and root.
 
-The fixture ``slurm`` starts it once for all tests and removes it; without the packages the tests are skipped with the
-reason.
+The fixture ``slurm`` starts the cluster once for all tests and removes it afterwards. Without the packages the tests
+are skipped with the reason.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe
 
 
 class Slurm:
-    """A cluster whose daemons run; ``environ`` leads srun and scancel to it."""
+    """A cluster whose daemons run; srun and scancel need the variables in ``environ``."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -84,7 +84,7 @@ class Slurm:
             )
 
     def command(self, *command: str) -> str:
-        """Run a command of Slurm, and return its output."""
+        """Run a Slurm command, and return its output."""
         environ = {**os.environ, **self.environ}
         return subprocess.run(command, env=environ, check=False, capture_output=True, text=True, timeout=30).stdout
 
@@ -93,7 +93,7 @@ class Slurm:
         return until(lambda: self.command("squeue", "--noheader", "--format=%A", "--states=running").strip())
 
     def close(self) -> None:
-        """End what runs, and the daemons."""
+        """Kill the running jobs, and end the daemons."""
         self.command("scancel", "--signal=KILL", "--state=RUNNING")
         for daemon in reversed(self._daemons):
             daemon.terminate()
@@ -108,13 +108,13 @@ class Slurm:
 
 @pytest.fixture(scope="session")
 def slurm() -> Iterator[Slurm]:
-    """A Slurm cluster of this machine."""
+    """Return a Slurm cluster on this machine."""
     missing = [daemon for daemon in (*DAEMONS, "srun") if not shutil.which(daemon)]
     if missing:
         pytest.skip(f"there is no {missing[0]}: Debian's slurm-wlm and munge are not installed")
     if os.geteuid() != 0:
         pytest.skip("Slurm's daemons need root")
-    folder = Path(tempfile.mkdtemp(prefix="slurm-"))  # short, because the socket's path may have 107 letters
+    folder = Path(tempfile.mkdtemp(prefix="slurm-"))  # short path, because a socket's path has at most 107 bytes
     cluster = Slurm(folder)
     try:
         cluster.start()

@@ -1,7 +1,7 @@
-"""A model of synchronous training: each rank computes, and waits for the slowest; seeded.
+"""A random model of synchronous training with a seed: each rank computes, and waits for the slowest rank.
 
 Computation has jitter of a few percent and a heavy tail: occasionally an iteration of one rank takes up to twice as
-long.  All ranks wait at a barrier in every iteration; then communication takes some time.
+long.  All ranks wait at a barrier in every iteration; then they communicate for COMMUNICATION_S.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def gpu_window(
     utilization: float = 1.0,
     throttled: Mapping[str, float] | None = None,
 ) -> DeviceWindow:
-    """Return a GPU's window: constant readings, throttled for shares of the time."""
+    """Return a window of a GPU with constant readings; ``throttled`` has the share of time for each reason."""
     gauges = {"sm_clock_hz": clock_hz, "temperature_c": celsius, "power_limit_w": 700.0}
     return DeviceWindow(
         device=f"GPU-{rank}",
@@ -43,10 +43,10 @@ def gpu_window(
 
 @dataclass
 class SynchronousJob:
-    """Ranks that train together.
+    """Ranks that train in lockstep.
 
-    ``slow(rank, window)`` is the factor by which a rank's computation takes longer, ``waits`` its data wait in seconds
-    per iteration, ``weight`` the share of the full work that its stage has.
+    ``slow(rank, window)`` is a factor of a rank's computation time, ``waits(rank, window)`` its data wait in seconds
+    per iteration, ``weight(rank)`` the share of the full work in its pipeline stage.
     """
 
     ranks: int
@@ -62,7 +62,7 @@ class SynchronousJob:
     replica: Callable[[int], str] = lambda rank: ""
     device: Callable[[int, int, float], DeviceWindow] | None = None
     has_sync_point: bool = True  # whether ranks have a sync point
-    clock_error_s: float | None = None  # of their clocks; None: not known
+    clock_error_s: float | None = None  # error of the clock offsets; None: there are no offsets
     window: int = 0
     seen: list[Straggling] = field(default_factory=list)
 
@@ -81,7 +81,7 @@ class SynchronousJob:
         return self
 
     def offsets(self) -> dict[int, Offset]:
-        """The estimated offsets of the ranks' clocks."""
+        """Return the estimated offsets of the ranks' clocks."""
         if self.clock_error_s is None:
             return {}
         off = self._luck.uniform(-1, 1, self.ranks) * self.clock_error_s
@@ -97,7 +97,7 @@ class SynchronousJob:
         wait = np.array([self.waits(rank, self.window) for rank in range(self.ranks)])[:, None]
         wait = wait * self._luck.uniform(0.5, 1.5, shape)
         came = own + wait
-        took = came.max(axis=0) + COMMUNICATION_S  # the iteration of all ranks
+        took = came.max(axis=0) + COMMUNICATION_S  # duration of each iteration, the same for all ranks
         wall_s = float(took.sum())
         arrival_s = self._now_s + wall_s - took[-1] + came[:, -1]
         self._now_s += wall_s
@@ -132,15 +132,15 @@ class SynchronousJob:
         ]
 
     def events(self, *kinds: str) -> list[Event]:
-        """The events, of these kinds or of all."""
+        """Return the events of these kinds, or of all kinds."""
         return [one for seen in self.seen for one in seen.events if not kinds or one.kind in kinds]
 
     @property
     def named_ranks(self) -> set[int]:
-        """Ranks that were ever named."""
+        """Ranks that were named as stragglers at least once."""
         return {rank for verdict in self.stragglers.totals() for rank in verdict.ranks}
 
 
 def ranks_of(verdicts: Sequence[Any]) -> list[int]:
-    """The ranks of verdicts, in order."""
+    """Return the ranks of the verdicts, sorted."""
     return sorted(rank for verdict in verdicts for rank in verdict.ranks)

@@ -3,7 +3,7 @@
     python -m pytest -m "" --systems tests tests/frameworks   # writes it, with the tests that passed
     python -m tests.systems                                   # writes the page from the kept results
 
-A test has ``pytestmark = pytest.mark.system("trl", how=RAN)``; a pass is recorded with the versions that it ran with.
+A test has ``pytestmark = pytest.mark.system("trl", how=RAN)``; a pass is recorded with the versions of the packages.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ RAN, STAND_IN = "ran", "stand-in"
 
 @dataclass(frozen=True)
 class System:
-    """A training system, and the facts about it that no test finds."""
+    """A training system, with facts that tests do not record."""
 
     title: str
-    packages: tuple[str, ...]  # as installed; the first is the system
+    packages: tuple[str, ...]  # names of the distributions; the first is the system
     attached_by: str
     tokens_from: str
     not_tested: str = ""
-    by_hand: str = ""  # runs outside the tests
+    by_hand: str = ""  # runs by hand, outside of the tests
 
 
 SYSTEMS = {
@@ -130,7 +130,7 @@ SYSTEMS = {
 
 
 def versions(system: System) -> dict[str, str]:
-    """Return the versions of a system's packages that are installed here."""
+    """Return the installed versions of a system's packages."""
     found = {}
     for package in system.packages:
         try:
@@ -146,7 +146,7 @@ def known() -> dict[str, Any]:
 
 
 def record(passed: dict[str, dict[str, int]]) -> None:
-    """Keep the number of passed tests, by system and kind of test."""
+    """Record the number of passed tests, by system and kind of test."""
     kept = known()
     for name, counts in passed.items():
         entry = kept.setdefault(name, {})
@@ -194,7 +194,7 @@ def pytest_addoption(parser: Any) -> None:
 
 
 def pytest_configure(config: Any) -> None:
-    """Declare the mark; register the counter with --systems."""
+    """Declare the mark; with --systems, register the counter."""
     config.addinivalue_line(
         "markers", "system(name, how): shows that a training system is attached; see tests/systems.py"
     )

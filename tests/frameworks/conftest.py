@@ -1,4 +1,4 @@
-"""Jobs with frameworks: each test contains its script, which imports the tiny model from `tiny`."""
+"""Fixture for jobs with frameworks; each test contains a script, which imports the tiny model from `tiny`."""
 
 import sys
 from pathlib import Path
@@ -20,7 +20,7 @@ class Frameworks:
         return job.done(within_s=100.0)
 
     def start(self, code, *arguments, ranks=1, launcher=(), attach="1", environ=None, **settings):
-        """Start a script: with torchrun for several ranks, or with a launcher's command line."""
+        """Start a script, with torchrun for several ranks or with the given launcher command."""
         job = self._launch._job()
         script = job.folder / "script.py"
         script.write_text(code)
@@ -36,5 +36,5 @@ class Frameworks:
 
 @pytest.fixture
 def frameworks(launch):
-    """Start scripts of frameworks."""
+    """Return a launcher of scripts with frameworks."""
     return Frameworks(launch)

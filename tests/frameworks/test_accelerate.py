@@ -1,4 +1,4 @@
-"""A loop of accelerate's, as its documentation writes one, launched by `accelerate launch` and without."""
+"""A training loop from accelerate's documentation, started by `accelerate launch` and by Python."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def script(tmp_path):
 
 def launched(launch, script, accumulate):
     job = launch._job()
-    # Of a CPU accelerate launches one process; this is how it starts torchrun, and the script chooses the CPU.
+    # With --cpu, accelerate starts only one process. With --multi_gpu it starts torchrun, and the script sets the CPU.
     options = ["--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no"]
     command = [
         sys.executable,
@@ -56,10 +56,10 @@ def launched(launch, script, accumulate):
     return job.start([*command, str(jobs.unused_port()), str(script), str(accumulate)], launch.environ({}, **ON))
 
 
-def test_accumulation_steps_are_not_iterations(launch, script):
+def test_accumulated_micro_batches_are_one_iteration(launch, script):
     job = launch.python(script, 3, environ=ON).done(60)
     summary = job.ledger.summary
-    # 24 batches make 8 steps; the first is not measured: 7 steps of 3 batches of 4 rows of 8
+    # 24 batches are 8 steps; the first step is not measured: 7 steps of 3 batches of 4 rows of 8 tokens
     assert (summary.iterations, summary.samples, summary.tokens) == (7, 84, 84 * 8)
     assert summary.parameters == 36
     assert job.ledger.facts["framework"] == "accelerate"
@@ -70,13 +70,13 @@ def test_accelerate_launch_starts_two_ranks_of_one_run(launch, script):
     job = launched(launch, script, 2).done(90)
     summary = job.ledger.summary
     assert (summary.coverage.ranks_reporting, summary.coverage.ranks_expected) == (2, 2)
-    # Each rank has 12 of 24 batches, which make 6 steps.
+    # Each rank has 12 of 24 batches: 6 steps, of which 5 are measured.
     assert (summary.iterations, summary.samples, summary.parameters) == (5, 2 * 5 * 8, 36)
     # The last backward pass of an iteration begins at a sync point.
     assert all("straggler/named_ranks" in window.values for window in job.ledger.windows)
 
 
-def test_losses_are_the_same_to_the_bit(launch, script):
+def test_losses_are_equal_with_and_without_effllm(launch, script):
     def losses(**environ):
         job = launch.python(script, 2, environ={**ON, **environ}).done(60)
         return [line for line in job.stdout.splitlines() if line.startswith("loss")]

@@ -1,4 +1,4 @@
-"""A plain loop with DeepSpeed's engine on two ranks on a CPU; only environment variables attach effllm."""
+"""A plain loop with DeepSpeed's engine, two ranks on the CPU; only environment variables attach effllm."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def losses(job):
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_engine_is_counted_and_changes_no_loss(frameworks, stage):
-    """12 micro-batches of 4 x 8 on each of 2 ranks, 2 per iteration; the evaluation's batch is not counted."""
+def test_deepspeed_engine_is_counted_and_losses_are_unchanged(frameworks, stage):
+    """Each of 2 ranks has 12 micro-batches of 4 x 8 tokens, 2 per iteration; the evaluation batch is not counted."""
     job = frameworks.run(SCRIPT, stage, ranks=2, environ=CPU)
 
     summary, facts = job.ledger.summary, job.ledger.facts
@@ -68,7 +68,7 @@ def test_engine_is_counted_and_changes_no_loss(frameworks, stage):
     assert summary.time_by_class["checkpoint"] > 0
     assert (facts["framework"], facts["zero_stage"]) == ("deepspeed", stage)
     assert not job.our_errors
-    # Before ZeRO-3 ranks first wait for each other in the last backward pass; ZeRO-3 gathers in the first forward.
+    # Stages 0 to 2 first synchronize ranks in the last backward pass, stage 3 in the first forward pass (all-gather).
     assert (job.ledger.windows[-1].run.health.straggling_s is not None) is (stage < 3)
 
     without = frameworks.run(SCRIPT, stage, ranks=2, environ=CPU, attach="0")
@@ -76,8 +76,8 @@ def test_engine_is_counted_and_changes_no_loss(frameworks, stage):
     assert losses(job) == losses(without)
 
 
-def test_counts_given_by_the_loop_come_first(frameworks):
-    """Only the loop can count the padding, half of the positions."""
+def test_counts_of_the_loop_replace_counts_of_the_hook(frameworks):
+    """Only the loop can count the padding; half of the positions are padding."""
     count = "    effllm.count(tokens=16, tokens_processed=32, samples=4)\n"
     code = "import effllm\n" + SCRIPT.replace("    engine.backward(loss)", count + "    engine.backward(loss)")
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}

@@ -1,4 +1,4 @@
-"""Plain loops with Lightning Fabric on a CPU; only environment variables attach effllm."""
+"""Plain loops with Lightning Fabric on the CPU; only environment variables attach effllm."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ def lines(job, word):
 
 
 @pytest.mark.parametrize(("ranks", "package"), [(2, "lightning.fabric"), (1, "lightning_fabric")])
-def test_loop_is_counted_and_changes_no_loss(frameworks, ranks, package):
-    """12 micro-batches of 4 x 8 on each rank, 2 per iteration; the evaluation's batch is not counted."""
+def test_fabric_loop_is_counted_and_losses_are_unchanged(frameworks, ranks, package):
+    """Each rank has 12 micro-batches of 4 x 8 tokens, 2 per iteration; the evaluation batch is not counted."""
     pytest.importorskip(package, reason=f"needs {package}")
     job = frameworks.run(script(LOOP, package), ranks, ranks=ranks, environ=CPU)
 
@@ -89,7 +89,7 @@ def test_loop_is_counted_and_changes_no_loss(frameworks, ranks, package):
     assert "evaluation_in_iterations" not in facts
     assert not [line for line in summary.not_measured if line.startswith("first iteration")]
     assert not job.our_errors
-    # With DDP ranks first wait for each other in the last backward pass.
+    # DDP first synchronizes ranks in the last backward pass.
     assert (job.ledger.windows[-1].run.health.straggling_s is not None) is (ranks == 2)
     assert lines(job, "traces") == ["traces 0"]
 
@@ -115,8 +115,9 @@ for step in range(6):
 """
 
 
-def test_two_models_in_turns_are_one_iteration(frameworks):
-    """The parameters of both models and the batches of the first are counted; a frozen model is not."""
+def test_alternating_steps_of_two_models_are_one_iteration(frameworks):
+    """The parameters of both trained models are counted, the batches only of the first; a frozen model is not
+    counted."""
     summary = frameworks.run(script(GAN), environ=CPU).ledger.summary
 
     assert (summary.iterations, summary.parameters) == (6, 2 * 1550)
@@ -145,9 +146,9 @@ print("graphs", counter.frame_count)
 
 
 @pytest.mark.parametrize(("place", "framework", "iterations"), [("inside", "fabric", 6), ("outside", "torch", 5)])
-def test_compiled_models_keep_their_graphs(frameworks, place, framework, iterations):
-    """torch.compile around Fabric's wrapper hides the forward pass; then the optimizer's steps count, except the
-    first."""
+def test_hooks_do_not_change_compiled_graphs(frameworks, place, framework, iterations):
+    """torch.compile around Fabric's wrapper hides the forward pass; then optimizer steps are iterations, except the
+    first step."""
     job = frameworks.run(script(COMPILED), place, environ=CPU)
     without = frameworks.run(script(COMPILED), place, environ=CPU, attach="0")
 
@@ -173,8 +174,8 @@ for step in range(6):
 """
 
 
-def test_litgpts_model_shows_its_tokens(frameworks):
-    """Its forward pass calls them idx."""
+def test_tokens_of_a_litgpt_model_are_counted(frameworks):
+    """The forward pass of LitGPT has the tokens in its argument ``idx``."""
     pytest.importorskip("litgpt", reason="needs litgpt")
     job = frameworks.run(script(LITGPT), environ=CPU)
     without = frameworks.run(script(LITGPT), environ=CPU, attach="0")

@@ -1,4 +1,4 @@
-"""Scripts may begin with any framework: torch, and with it effllm, is then loaded in the middle of an import."""
+"""A script may import any framework first; then torch and the hooks of effllm are loaded during that import."""
 
 import os
 import subprocess
@@ -25,7 +25,7 @@ print("effllm.hooks.optimizer" in sys.modules, len(sys.modules["torch.optim.opti
         "import pytorch_lightning",
     ],
 )
-def test_all_frameworks_are_hooked_in_any_order_of_imports(line):
+def test_hooks_are_installed_for_any_first_import(line):
     for package in line.replace(";", " ").split():
         if package in ("transformers", "trl", "accelerate", "pytorch_lightning") or package.startswith("lightning"):
             pytest.importorskip(package.split(".")[0], reason=f"needs {package}")

@@ -1,4 +1,4 @@
-"""GenerationMixin.generate: in an inference process and in training."""
+"""Counts of GenerationMixin.generate, in inference processes and in training."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def generated(job):
     return sum(row.generated_tokens for row in job.ledger.ranks)
 
 
-def test_calls_are_iterations_with_tokens_without_padding(frameworks):
+def test_each_generate_call_is_an_iteration(frameworks):
     job = frameworks.run(
         MODEL
         + """
@@ -50,7 +50,7 @@ json.dump({"count": count}, open("truth.json", "w"))
     assert not job.our_errors
 
 
-def test_beams_and_several_answers_count_returned_tokens(frameworks):
+def test_only_returned_tokens_of_beams_and_sequences_are_counted(frameworks):
     job = frameworks.run(
         MODEL
         + """
@@ -72,7 +72,7 @@ def test_generated_tokens_are_unchanged(frameworks):
     assert frameworks.run(code).output()["ids"] == without
 
 
-def test_evaluation_with_generation_counts_its_tokens(frameworks):
+def test_tokens_generated_during_training_are_counted(frameworks):
     job = frameworks.run(
         MODEL
         + """
@@ -92,7 +92,7 @@ trainer.train()
     assert summary.samples == 12, "generation adds no training samples"
 
 
-def test_trial_before_training_is_a_separate_run(frameworks):
+def test_generation_before_training_is_a_separate_run(frameworks):
     job = frameworks.start(
         MODEL
         + """
@@ -110,7 +110,7 @@ tiny.losses(trainer)
     assert iterations == [1, 6]
 
 
-def test_integration_prints_its_generated_count(launch):
+def test_integration_prints_the_number_of_generated_tokens(launch):
     environ = launch.environ({"attach": "1"}, HF_HUB_OFFLINE="1")
     job = launch._job().start([sys.executable, str(SCRIPT), "--requests", "10"], environ).done(within_s=100.0)
 

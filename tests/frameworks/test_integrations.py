@@ -1,4 +1,4 @@
-"""The folders of integration/ that use transformers, started as in their READMEs."""
+"""The examples in integration/ that use transformers, started with the commands of their READMEs."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_trl_grpo(launch):
     job = run(launch, torchrun(INTEGRATION / "trl_grpo" / "train.py"))
 
     summary = job.ledger.summary
-    # 30 steps of 8 completions on each of 2 ranks
+    # 30 steps of 8 completions on each of the 2 ranks
     assert (summary.status, summary.iterations, summary.samples) == ("completed", 30, 480)
     assert summary.time_by_class["generation"] > 0
     assert "IT (Tokens/Sec)" in job.stdout
@@ -58,15 +58,15 @@ def test_trl_grpo(launch):
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("method", ["lora", "full"])
 def test_llama_factory(launch, method, ranks):
-    """Its own command line starts its own torchrun; it trains exactly as the YAML configures."""
+    """LLaMA-Factory's command line starts torchrun; the training has the sizes of the YAML file."""
     job = run(launch, [str(INTEGRATION / "llama_factory" / "run.sh"), method, str(ranks)])
 
     summary = job.ledger.summary
     accumulated = 4 if method == "lora" else 2
     assert (summary.status, summary.iterations) == ("completed", 40)
-    # an epoch ends with fewer than it might hold
+    # the last step of an epoch may have fewer samples
     assert 0.95 * 40 * 2 * accumulated * ranks <= summary.samples <= 40 * 2 * accumulated * ranks
-    # an adapter of rank 8 on all seven matrices of a layer: 4 x 8 x (4 x 256 + 3 x 512)
+    # LoRA of rank 8 on all seven matrices of each of 4 layers: 4 x 8 x (4 x 256 + 3 x 512) parameters
     assert summary.parameters == 931_200 + (4 * 8 * (4 * 256 + 3 * 512) if method == "lora" else 0)
     assert job.ledger.facts["trainer"] == "CustomSeq2SeqTrainer"
     events = b"".join(path.read_bytes() for path in job.folder.rglob("*_sft/**/events*"))

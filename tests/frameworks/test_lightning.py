@@ -1,4 +1,4 @@
-"""A real Trainer of Lightning, by either package name, in scripts without effllm code."""
+"""Lightning's Trainer, imported from both of its packages, in scripts without effllm code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytest.importorskip("lightning", reason="needs Lightning")
 pytestmark = [*jobs.needs_torch, pytest.mark.system("lightning", how="ran")]
 
 JOB = Path(__file__).parent.parent.parent / "integration" / "lightning" / "train.py"
-PARAMETERS = 64 * 16 + 16 * 64 + 64  # embedding, head, its bias
+PARAMETERS = 64 * 16 + 16 * 64 + 64  # embedding, weights and bias of the head
 ON = {"EFFICIENTLLM_ATTACH": "1", "EFFICIENTLLM_SINKS": "none"}
 SCRIPT = """
 import logging, sys, warnings
@@ -40,10 +40,10 @@ def train(launch, code, package="lightning.pytorch", **settings):
     return launch.code(script, environ=ON, **settings).done(300)
 
 
-def test_a_trainer_reports_its_steps_tokens_and_phases(launch):
+def test_steps_tokens_and_phases_of_the_trainer_are_reported(launch):
     job = launch.python(JOB, "--folder", ".", environ=ON).done(300)
     summary = job.ledger.summary
-    # 20 steps of 4 rows of 32 positions, 24 of them no padding
+    # 20 steps of 4 rows of 32 positions; 24 positions per row are tokens, 8 are padding
     assert (summary.iterations, summary.tokens, summary.samples) == (20, 20 * 4 * 24, 80)
     assert (summary.parameters, summary.status) == (PARAMETERS, "completed")
     assert summary.metrics["run_throughput/padding_ratio"].value == pytest.approx(0.25)
@@ -55,7 +55,7 @@ def test_a_trainer_reports_its_steps_tokens_and_phases(launch):
     assert [line for line in job.our_errors if "Adding 1 callbacks" not in line] == []
 
 
-def test_losses_are_the_same_to_the_bit(launch):
+def test_losses_are_equal_with_and_without_effllm(launch):
     def losses(job):
         return [line for line in job.stdout.splitlines() if line.startswith("loss")]
 
@@ -64,7 +64,7 @@ def test_losses_are_the_same_to_the_bit(launch):
     assert on == off != []
 
 
-def test_two_ranks_that_lightning_launches_are_one_run(launch):
+def test_ranks_that_lightning_launches_are_one_run(launch):
     job = launch.python(JOB, "--folder", ".", "--devices", 2, "--accumulate", 2, environ=ON).done(300)
     summary = job.ledger.summary
     assert (summary.coverage.ranks_reporting, summary.coverage.ranks_expected) == (2, 2)
@@ -73,7 +73,7 @@ def test_two_ranks_that_lightning_launches_are_one_run(launch):
 
 
 @pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
-def test_batch_without_token_names_gives_its_samples(launch, package):
+def test_samples_of_a_batch_without_token_names_are_counted(launch, package):
     pytest.importorskip(package.split(".")[0])
     job = train(launch, "pl.Trainer(accumulate_grad_batches=3, **quiet).fit(Module(), loader)", package)
     summary = job.ledger.summary
@@ -81,7 +81,7 @@ def test_batch_without_token_names_gives_its_samples(launch, package):
     assert not summary.tokens
 
 
-def test_module_may_count_its_tokens_itself(launch):
+def test_tokens_counted_by_the_module_are_used(launch):
     job = train(
         launch,
         """
@@ -96,7 +96,7 @@ def test_module_may_count_its_tokens_itself(launch):
     assert (job.ledger.summary.tokens, job.ledger.summary.samples) == (12 * 4 * 8, 48)
 
 
-def test_two_optimizers_of_manual_optimization_are_one_iteration(launch):
+def test_steps_of_two_manual_optimizers_are_one_iteration(launch):
     job = train(
         launch,
         """
@@ -118,7 +118,7 @@ def test_two_optimizers_of_manual_optimization_are_one_iteration(launch):
     assert (job.ledger.summary.iterations, job.ledger.summary.parameters) == (12, 72)
 
 
-def test_failed_training_is_a_failed_run_and_the_next_separate(launch):
+def test_training_after_a_failed_training_is_a_separate_run(launch):
     job = train(
         launch,
         """
@@ -143,7 +143,7 @@ def test_failed_training_is_a_failed_run_and_the_next_separate(launch):
     assert (second.summary.status, second.summary.iterations, second.summary.parameters) == ("completed", 12, 45)
 
 
-def test_loggers_of_lightning_get_the_metrics(launch):
+def test_lightning_loggers_receive_the_metrics(launch):
     job = train(
         launch,
         """
@@ -162,7 +162,7 @@ def test_loggers_of_lightning_get_the_metrics(launch):
     assert "efficientllm/al_seconds" in metrics.read_text().splitlines()[0]
 
 
-def test_spawned_trainings_get_their_callback(launch, tmp_path):
+def test_callback_is_attached_in_spawned_processes(launch, tmp_path):
     # strategy="ddp_spawn" pickles the Trainer, callbacks included.
     script = tmp_path / "spawned.py"
     body = "pl.Trainer(strategy='ddp_spawn', devices=2, **quiet).fit(Module(), loader)"
@@ -173,7 +173,7 @@ def test_spawned_trainings_get_their_callback(launch, tmp_path):
     assert (summary.coverage.ranks_reporting, summary.iterations, summary.samples) == (2, 6, 48)
 
 
-def test_without_the_environment_no_callback_is_made(launch):
+def test_no_callback_is_added_without_the_environment_variable(launch):
     job = launch.code(
         dedent(SCRIPT).replace("PACKAGE", "lightning.pytorch")
         + "print([type(one).__name__ for one in pl.Trainer(**quiet).callbacks])\n"
@@ -182,7 +182,7 @@ def test_without_the_environment_no_callback_is_made(launch):
     assert "EfficientLLM" not in job.stdout
 
 
-def test_entry_points_import_nothing_with_metrics_off(launch):
+def test_entry_point_does_not_import_lightning_if_metrics_are_off(launch):
     job = launch.code(
         "import sys\nfrom effllm.hooks.lightning import callbacks\nprint(callbacks(), 'lightning' in sys.modules)"
     ).done()

@@ -1,4 +1,4 @@
-"""torchtitan's own Trainer and metrics on a CPU: its own steps and counts, with stand-ins for the GPU parts."""
+"""torchtitan's Trainer and metrics on the CPU: its real steps and counts, with fakes of the GPU parts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("torchtitan.trainer", reason="needs torchtitan and what it imports", exc_type=ImportError)
 pytestmark = [*jobs.needs_torch, pytest.mark.system("torchtitan", how="ran")]
 
-# Not torchtitan's: its __init__, its model, loss, optimizers, checkpointer and mesh.
+# Fakes in this script: the Trainer's __init__, model, loss, optimizers, checkpointer and mesh.
 SCRIPT = """
 import contextlib, time
 from types import SimpleNamespace as N
@@ -60,10 +60,10 @@ dist.destroy_process_group()
 """
 
 
-def test_own_loop_of_torchtitan_is_measured(launch):
+def test_training_loop_of_torchtitan_is_measured(launch):
     job = launch.code(SCRIPT, environ={"EFFICIENTLLM_ATTACH": "1", "EFFICIENTLLM_SINKS": "none"}).done(90)
     summary = job.ledger.summary
-    # 6 steps of 2 batches of 2 x 8 labels
+    # 6 steps of 2 batches with 2 x 8 labels
     assert (summary.iterations, summary.tokens, summary.samples, summary.parameters) == (6, 192, 24, 36)
     assert summary.status == "completed"
     assert summary.loss is not None

@@ -1,4 +1,4 @@
-"""torchtune's own recipes for full fine-tuning on a CPU, started as by `tune run`."""
+"""torchtune's recipes for full fine-tuning on the CPU, started like `tune run` does."""
 
 from __future__ import annotations
 
@@ -102,8 +102,8 @@ def run(frameworks, recipe, ranks, packed=False, in_backward=False, attach="1"):
 
 
 @pytest.mark.parametrize(("recipe", "ranks"), [("full_finetune_single_device", 1), ("full_finetune_distributed", 2)])
-def test_recipe_is_counted_and_changes_no_loss(frameworks, recipe, ranks):
-    """Two epochs of 24 rows of 5 or 8 tokens on each rank, four in a batch, two batches to an iteration."""
+def test_torchtune_recipe_is_counted_and_losses_are_unchanged(frameworks, recipe, ranks):
+    """Each rank has two epochs of 24 rows with 5 or 8 tokens; a batch has four rows, an iteration two batches."""
     job = run(frameworks, recipe, ranks)
 
     summary, facts = job.ledger.summary, job.ledger.facts
@@ -119,8 +119,8 @@ def test_recipe_is_counted_and_changes_no_loss(frameworks, recipe, ranks):
     assert losses(job) == losses(without)
 
 
-def test_packed_rows_and_an_optimizer_in_the_backward_pass(frameworks):
-    """Two of the 24 rows are in a pack, 5 and 8 tokens of 16; an iteration is a batch of four packs."""
+def test_packed_rows_are_counted_with_an_optimizer_in_backward(frameworks):
+    """A pack of 16 positions has two of the 24 rows, with 5 and 8 tokens; an iteration is a batch of four packs."""
     summary = run(frameworks, "full_finetune_single_device", 1, packed=True, in_backward=True).ledger.summary
 
     assert (summary.iterations, summary.samples, summary.tokens) == (6, 48, 48 * (5 + 8) // 2)

@@ -1,4 +1,4 @@
-"""Real Trainers, attached only by environment variables: counts, exclusions, and unchanged training."""
+"""Trainers of transformers, attached only by environment variables: counts, excluded times, and unchanged losses."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def script(arguments="", more="", before="", after="", train=""):
 
 
 def counts(job):
-    """Return the counts of all ranks: tokens, all positions, positions with a label."""
+    """Return three sums over all ranks: tokens, positions with padding, positions with a label."""
     rows = job.ledger.ranks
     return tuple(sum(getattr(row, name) for row in rows) for name in ("tokens", "tokens_processed", "tokens_loss"))
 
 
-def test_script_that_imports_the_trainer_first_is_attached(frameworks):
-    """The first line loads torch, and with it the hooks, in the middle of the import of transformers."""
+def test_script_that_imports_transformers_first_is_attached(frameworks):
+    """The import of transformers loads torch and the hooks of effllm."""
     job = frameworks.run(script())
 
     summary = job.ledger.summary
@@ -54,11 +54,11 @@ def test_script_that_imports_the_trainer_first_is_attached(frameworks):
     assert not job.our_errors
 
 
-def test_tokens_with_and_without_padding_and_labels_are_counted(frameworks):
-    """The sampler shuffles, so its order is fixed to have both lengths in every batch."""
+def test_tokens_padding_and_labels_are_counted(frameworks):
+    """The test replaces the random sampler, so that every batch has rows of both lengths."""
     job = frameworks.run(script(before="trainer._get_train_sampler = lambda *_: range(48)"))
 
-    # 6 steps of a row of 5 and one of 8, padded to 8; the first token of a row has no label
+    # 6 steps of two rows, 5 tokens padded to 8 and 8 tokens; the first token of a row has no label
     assert counts(job) == (6 * (5 + 8), 6 * 2 * 8, 6 * (4 + 7)) == (78, 96, 66)
     assert job.ledger.summary.tokens == 78
     assert job.ledger.summary.parameters == 4656
@@ -66,8 +66,8 @@ def test_tokens_with_and_without_padding_and_labels_are_counted(frameworks):
 
 
 @pytest.mark.parametrize("is_filtered", [True, False])
-def test_losses_that_the_trainer_replaces_are_counted(frameworks, is_filtered):
-    """The weights do not change; by default the Trainer logs a mean of other losses instead of NaN."""
+def test_non_finite_losses_that_the_trainer_replaces_are_counted(frameworks, is_filtered):
+    """By default the Trainer logs a mean of other losses instead of NaN; the weights do not change in this test."""
     broken = """
 losses = iter([0, 0, 1, 0, float("inf"), float("nan")] * 2)
 trainer.compute_loss_func = lambda outputs, labels, **_: outputs["logits"].sum() * 0 + 1.0 + next(losses)
@@ -80,7 +80,7 @@ trainer.compute_loss_func = lambda outputs, labels, **_: outputs["logits"].sum()
     assert [loss for loss in job.output()["losses"] if loss == loss][:4] == [1.0, 1.0, 2.0, 1.0]
 
 
-def test_flops_use_each_batchs_own_width(frameworks):
+def test_flops_use_the_width_of_each_batch(frameworks):
     """Batches of 2 x 3 and of 2 x 8 tokens alternate: a token attends to (3 x 6 x 3 + 3 x 16 x 8) / 66 positions."""
     code = script(before="trainer._get_train_sampler = lambda *_: range(48)")
     code = code.replace("tiny.rows(48)", "tiny.rows(48, (3, 3, 8, 8))")
@@ -93,8 +93,8 @@ def test_flops_use_each_batchs_own_width(frameworks):
     assert job.ledger.facts["sequence_length"] == round(width, 1)
 
 
-def test_ranks_that_are_each_the_first_give_one_model(frameworks):
-    """As with DeepSpeed where transformers is not set to the CPU: each rank is the first of a world of one."""
+def test_model_is_counted_once_if_every_rank_is_first_in_its_world(frameworks):
+    """In transformers each rank is the first of a world of one, as with DeepSpeed without ``use_cpu``."""
     code = "import os, torch\ntorch.distributed.init_process_group('gloo')\n"
     code += "[os.environ.pop(name) for name in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE')]\n"
     code += script(before="assert trainer.state.is_world_process_zero")
@@ -114,7 +114,7 @@ def test_accumulated_micro_batches_are_one_step(frameworks):
     assert counts(job) == (2 * 78, 2 * 96, 2 * 66)
 
 
-def test_two_processes_add_up_to_the_job(frameworks):
+def test_counts_of_two_processes_are_added(frameworks):
     code = script(before="trainer._get_train_sampler = lambda *_: range(48)")
 
     job = frameworks.run(code, ranks=2)
@@ -138,8 +138,8 @@ def test_losses_are_unchanged_to_the_last_digit(frameworks, ranks):
     assert with_it == without
 
 
-def test_evaluation_and_checkpoints_are_not_part_of_a_step(frameworks):
-    """Each takes 0.2 s longer than it would, which AL must not show."""
+def test_al_does_not_include_evaluation_and_checkpoints(frameworks):
+    """Each evaluation and each checkpoint has an extra 0.2 s; AL must not include this time."""
     slow = """
 import time
 inner = trainer.prediction_step
@@ -157,7 +157,7 @@ trainer._save = lambda *a, **k: (time.sleep(0.2), save(*a, **k))[1]
     assert summary.time_by_class["iterations"] < 0.4
 
 
-def test_evaluate_and_predict_outside_training_change_nothing(frameworks):
+def test_evaluate_and_predict_outside_training_are_not_counted(frameworks):
     calls = "trainer.evaluate(); trainer.predict(tiny.rows(4))"
 
     job = frameworks.run(script(before=calls, after=calls))
@@ -166,7 +166,7 @@ def test_evaluate_and_predict_outside_training_change_nothing(frameworks):
     assert not job.our_errors
 
 
-def test_second_training_in_one_process_is_a_separate_run(frameworks):
+def test_second_training_in_a_process_is_a_separate_run(frameworks):
     job = frameworks.run(script(after="trainer.train()"))
 
     runs = [json.loads((folder / "summary.json").read_text()) for folder in job.runs()]
@@ -175,7 +175,7 @@ def test_second_training_in_one_process_is_a_separate_run(frameworks):
 
 
 @pytest.mark.parametrize(("error", "status"), [("RuntimeError", "failed"), ("KeyboardInterrupt", "interrupted")])
-def test_exception_in_a_step_is_passed_on_and_ends_the_run(frameworks, error, status):
+def test_exception_in_a_step_is_raised_and_ends_the_run(frameworks, error, status):
     breaking = f"""
 step = trainer.compute_loss
 def compute_loss(*a, **k):
@@ -196,7 +196,7 @@ HAND = "__import__('effllm').EfficientLLMCallback()"
 
 
 @pytest.mark.parametrize("attach", ["0", "1"])
-def test_callback_given_by_hand_counts_once(frameworks, attach):
+def test_callback_added_by_the_script_counts_once(frameworks, attach):
     job = frameworks.run(script(more=f"callbacks=[{HAND}]"), attach=attach)
 
     assert (job.ledger.summary.iterations, job.ledger.summary.samples) == (6, 12)
@@ -230,8 +230,8 @@ class Later(TrainerCallback):
 
 
 @pytest.mark.parametrize("attach", ["0", "1"])
-def test_earlier_callbacks_get_the_metrics_in_their_logs(frameworks, attach):
-    """A callback that runs last would add to logs that TensorBoard has already written."""
+def test_logs_of_callbacks_before_ours_contain_the_metrics(frameworks, attach):
+    """If effllm's callback ran last, it would add metrics to logs that TensorBoard has already written."""
     code = f"""
 from transformers import Trainer, TrainerCallback
 import json, time, tiny
@@ -273,7 +273,7 @@ trainer.add_callback(Slow)
     assert b"train/efficientllm/al_seconds" in events
 
 
-def test_a_model_for_pictures_has_samples_and_no_tokens(frameworks):
+def test_image_model_has_samples_and_no_tokens(frameworks):
     code = """
 from transformers import Trainer, ViTConfig, ViTForImageClassification
 import tiny, torch
@@ -295,8 +295,8 @@ tiny.losses(trainer)
     assert not job.our_errors
 
 
-def test_compiled_model_is_counted_as_the_same_model(frameworks):
-    """Compiled with the backend "eager", which compiles no code but wraps the model like all backends."""
+def test_compiled_model_has_the_same_counts(frameworks):
+    """The backend "eager" compiles no code; it wraps the model like other backends."""
     job = frameworks.run(script("torch_compile=True, torch_compile_backend='eager'"))
 
     assert (job.ledger.summary.iterations, job.ledger.summary.parameters) == (6, 4656)
@@ -323,7 +323,7 @@ trainer.train()
     assert (summary.iterations, summary.samples, summary.tokens) == (6, 12, 78)
 
 
-def test_seq2seq_counts_encoder_and_decoder(frameworks):
+def test_tokens_of_encoder_and_decoder_are_counted(frameworks):
     code = """
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, T5Config, T5ForConditionalGeneration
 import tiny, torch
@@ -338,13 +338,13 @@ Seq2SeqTrainer(model=model, args=arguments, train_dataset=[row] * 16).train()
 """
     job = frameworks.run(code)
 
-    # 4 steps of 2 rows: 5 of 6 positions in the encoder, 3 of 4 in the decoder
+    # 4 steps of 2 rows; tokens: 5 of 6 positions in the encoder, 3 of 4 in the decoder
     assert job.ledger.summary.samples == 8
     assert counts(job) == (64, 80, 24)
     assert job.ledger.facts["trainer"] == "Seq2SeqTrainer"
 
 
-def test_packed_rows_have_no_padding_and_count_sequences(frameworks):
+def test_sequences_in_packed_rows_are_samples_without_padding(frameworks):
     code = """
 from transformers import DataCollatorWithFlattening, Trainer
 import tiny
@@ -357,7 +357,7 @@ trainer.train()
 """
     job = frameworks.run(code)
 
-    # 6 steps of one row with a sequence of 5 tokens and one of 8; the first label of each is masked
+    # 6 steps of one row with two sequences, of 5 and of 8 tokens; the first label of each sequence is masked
     assert job.ledger.summary.samples == 12
     assert counts(job) == (78, 78, 6 * (4 + 7))
     assert job.ledger.facts["token_source"] == "packed, without padding"
@@ -372,7 +372,7 @@ def test_accelerate_launch_works(frameworks):
     assert (job.ledger.summary.iterations, job.ledger.summary.samples) == (6, 12)
 
 
-def test_resumed_training_continues_its_step_numbers(frameworks, launch):
+def test_resumed_training_continues_the_step_numbers(frameworks, launch):
     code = script("max_steps=4, save_strategy='steps', save_steps=2", after="trainer.train('out/checkpoint-2')")
 
     job = frameworks.run(code)
@@ -382,7 +382,7 @@ def test_resumed_training_continues_its_step_numbers(frameworks, launch):
     assert "Step 4:" in job.stdout
 
 
-def test_accelerate_launch_uses_the_processes_of_its_file(frameworks, tmp_path):
+def test_accelerate_launch_with_two_processes_is_counted(frameworks, tmp_path):
     settings = ["compute_environment: LOCAL_MACHINE", "distributed_type: FSDP", "use_cpu: true", "num_processes: 2"]
     settings += ["num_machines: 1", "mixed_precision: 'no'", "fsdp_config: {fsdp_version: 2}"]
     file = tmp_path / "accelerate.yaml"
@@ -395,8 +395,8 @@ def test_accelerate_launch_uses_the_processes_of_its_file(frameworks, tmp_path):
     assert counts(job) == (2 * 78, 2 * 96, 2 * 66)
 
 
-def test_model_sharded_over_two_processes_is_counted_whole(frameworks):
-    """Sharded by FSDP2 while it is loaded: each parameter is a DTensor, and each rank has half of it."""
+def test_parameters_of_a_sharded_model_are_all_counted(frameworks):
+    """FSDP2 shards the model during loading: each parameter is a DTensor, and each rank has half of its elements."""
     code = """
 from transformers import LlamaForCausalLM, Trainer
 from transformers.distributed import DistributedConfig
@@ -421,7 +421,7 @@ tiny.end()
 
 
 class Mesh:
-    """A device mesh: for each name the number of ranks, and the place of this one."""
+    """A fake device mesh with this rank's position in each dimension."""
 
     def __init__(self, **places):
         self.mesh_dim_names = tuple(places)
@@ -441,8 +441,9 @@ class Mesh:
         ({"pp": 1, "fsdp": 0, "tp": 0}, False),
     ],
 )
-def test_first_rank_with_the_same_batch_counts_it(places, counts):
-    """Tensor and context parallelism are not run on a CPU by accelerate; this tests which rank would count."""
+def test_only_the_first_rank_of_a_batch_counts_it(places, counts):
+    """accelerate does not run tensor and context parallelism on a CPU; this test calls only the function that selects
+    the counting rank."""
     from effllm.hooks._trainer_layout import counts_its_batch
 
     by_accelerate = SimpleNamespace(accelerator=SimpleNamespace(torch_device_mesh=Mesh(**places)), model=None)
@@ -452,8 +453,9 @@ def test_first_rank_with_the_same_batch_counts_it(places, counts):
     assert counts_its_batch(by_transformers) == (counts, counts)
 
 
-def test_active_parameters_of_mixtral_are_the_chosen_experts(frameworks):
-    """Two of four experts, each of three matrices of 16 x 32: half of 6,144 numbers are not active."""
+def test_active_parameters_of_mixtral_exclude_unused_experts(frameworks):
+    """Two of four experts are active; each expert has three matrices of 16 x 32, so half of 6,144 parameters are not
+    active."""
     code = """
 from transformers import MixtralConfig, MixtralForCausalLM, Trainer
 import json, tiny

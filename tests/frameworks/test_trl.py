@@ -1,4 +1,4 @@
-"""TRL's trainers: the functions that the Trainer does not have."""
+"""TRL's trainers: packing, pairs, adapters and generation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.system("trl", how=RAN)
 
 
 def counts(job):
-    """Return the counts of all ranks: tokens, all positions, positions with a label."""
+    """Return three sums over all ranks: tokens, positions with padding, positions with a label."""
     rows = job.ledger.ranks
     return tuple(sum(getattr(row, name) for row in rows) for name in ("tokens", "tokens_processed", "tokens_loss"))
 
@@ -89,20 +89,20 @@ def test_script_that_imports_trl_first_is_attached(frameworks):
 
     summary = job.ledger.summary
     assert (summary.status, summary.iterations, summary.samples) == ("completed", 4, 8)
-    # 4 steps of a row of 8 and one of 5, padded to 8; TRL labels every token of a row
+    # 4 steps of two rows, 8 tokens and 5 tokens padded to 8; every token of a row has a label in TRL
     assert counts(job) == (4 * 13, 4 * 16, 4 * 13)
     assert job.ledger.facts["trainer"] == "SFTTrainer"
     assert not job.our_errors
 
 
 def test_packed_sequences_have_no_padding(frameworks):
-    """Rows of at most 16 positions: of 8 and 5 in the best fit, side by side in one row of the batch."""
+    """A packed row has at most 16 positions; TRL packs sequences of 8 and 5 tokens with the best-fit method."""
     job = frameworks.run(sft("packing=True, max_length=16"))
 
     tokens, processed, _ = counts(job)
     assert tokens == processed > 0
     assert job.ledger.facts["token_source"] == "packed, without padding"
-    # 8 rows were trained, of two sequences of 8, or of three of 5
+    # 8 packed rows were trained, each with two sequences of 8 tokens or three sequences of 5 tokens
     assert 16 <= job.ledger.summary.samples <= 24
 
 
@@ -115,16 +115,16 @@ def test_losses_are_unchanged_to_the_last_digit(frameworks, code):
     assert with_it == without
 
 
-def test_both_answers_of_a_pair_count_with_their_prompt(frameworks):
+def test_both_answers_of_a_pair_are_counted_with_their_prompt(frameworks):
     job = frameworks.run(DPO.format(usual=USUAL))
 
-    # 4 steps of 2 pairs: "ab" with "cde" and with "f", each with an end token; only answers have labels
+    # 4 steps of 2 pairs: the prompt "ab" with the answers "cde" and "f" and an end token; only answers have labels
     assert job.ledger.summary.samples == 4 * 2 * 2
     assert counts(job) == (4 * 2 * (2 + 4 + 2 + 2), 4 * 2 * 2 * 6, 4 * 2 * (4 + 2))
 
 
-def test_adapters_are_in_the_total_and_only_they_are_trained(frameworks):
-    """Rank 4 on q and v of one layer of width 16: 2 x (4 x 16 + 16 x 4) = 256 numbers."""
+def test_trainable_parameters_are_only_those_of_adapters(frameworks):
+    """LoRA of rank 4 on q and v of one layer of width 16: 2 x (4 x 16 + 16 x 4) = 256 parameters."""
     given = 'peft_config=__import__("peft").LoraConfig(r=4, target_modules=["q_proj", "v_proj"])'
     whole = frameworks.run(sft()).ledger.summary.parameters
 
@@ -143,8 +143,8 @@ def _parameters(folder):
     return json.loads((folder / "summary.json").read_text())["parameters"]
 
 
-def test_generation_is_counted_and_not_in_al(frameworks):
-    """Each generation takes 0.2 s longer than it would."""
+def test_generation_is_counted_but_not_in_al(frameworks):
+    """Each generation has an extra 0.2 s."""
     slow = """
 inner = trainer.model.generate
 trainer.model.generate = lambda *a, **k: (time.sleep(0.2), inner(*a, **k))[1]
@@ -164,7 +164,7 @@ trainer.model.generate = lambda *a, **k: (time.sleep(0.2), inner(*a, **k))[1]
     assert summary.metrics["job/it_tokens_per_sec"].value == pytest.approx(generated / seconds, rel=0.01)
 
 
-def test_reused_completions_are_read_twice_and_generated_once(frameworks):
+def test_reused_completions_are_trained_twice_and_generated_once(frameworks):
     job = frameworks.run(grpo("num_iterations=2"))
 
     generated = sum(row.generated_tokens for row in job.ledger.ranks)
@@ -181,7 +181,7 @@ def test_rloo_generation_is_counted(frameworks):
     assert job.ledger.facts["trainer"] == "RLOOTrainer"
 
 
-def test_two_processes_of_grpo_add_up(frameworks):
+def test_counts_of_two_grpo_processes_are_added(frameworks):
     job = frameworks.run(grpo(), ranks=2)
 
     assert job.ledger.summary.samples == 2 * 16

@@ -1,4 +1,4 @@
-"""The training of these tests' scripts: a tiny model on rows whose tokens can be counted by hand."""
+"""The training of the test scripts: a tiny model, and rows with few tokens that can be counted by hand."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ import torch
 
 
 def llama(**changes):
-    """Return a tiny Llama of 4,656 parameters; 2 x 64 x 16 of them are the token tables."""
+    """Return a tiny Llama with 4,656 parameters, including 2 x 64 x 16 in the token tables."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -23,7 +23,7 @@ def rows(count, lengths=(5, 8)):
 
 
 def collate(batch):
-    """Pad to the longest; the first token of a row has no label."""
+    """Pad rows to the longest row; the first token of a row has no label."""
     width = max(len(row["input_ids"]) for row in batch)
     ids = torch.zeros(len(batch), width, dtype=torch.long)
     mask, labels = torch.zeros_like(ids), torch.full_like(ids, -100)
@@ -45,7 +45,7 @@ def arguments(**changes):
 
 
 def losses(trainer):
-    """Write the losses of the steps, with all their digits, and the log history."""
+    """Write the losses of the steps, with all digits, and the log history."""
     history = trainer.state.log_history
     if trainer.is_world_process_zero():
         record = {"losses": [one["loss"] for one in history if "loss" in one], "history": history}
@@ -54,13 +54,13 @@ def losses(trainer):
 
 
 def end():
-    """End the process group, because gloo's threads may abort a process that ends with one."""
+    """Destroy the process group; otherwise gloo's threads may abort the process at its end."""
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
 
 def tokenizer(folder=None):
-    """Return a tokenizer of single letters, made without files."""
+    """Return a tokenizer with a token per character; it needs no files."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,4 +1,4 @@
-"""0.14 and 0.15: train_step is handed the schedule."""
+"""Megatron 0.14 and 0.15: train_step has an argument with the schedule function."""
 
 from megatron.core.num_microbatches_calculator import get_num_microbatches  # noqa: F401 - a name of the loop's module
 from megatron.core.rerun_state_machine import RerunDataIterator

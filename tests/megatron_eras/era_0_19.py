@@ -1,4 +1,4 @@
-"""0.18 and later: the container of configurations, the arguments of setup the other way round, real tokens."""
+"""Megatron 0.18 and later: a configuration container, swapped arguments of the setup function, and real tokens."""
 
 from megatron.core.num_microbatches_calculator import get_num_microbatches  # noqa: F401 - a name of the loop's module
 from megatron.core.rerun_state_machine import RerunDataIterator

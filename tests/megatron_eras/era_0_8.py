@@ -1,4 +1,4 @@
-"""0.8 and 0.9: four results of train_step, the learning rate in two, no iterator class of Megatron's own."""
+"""Megatron 0.8 and 0.9: train_step returns four values; two learning rates; no data iterator class."""
 
 from megatron.core.num_microbatches_calculator import get_num_microbatches  # noqa: F401 - a name of the loop's module
 from stand_in import (

@@ -1,7 +1,7 @@
-"""Common part of the fakes of Megatron's training loop: a run small enough to count by hand, on one rank.
+"""Common part of the fakes of Megatron's training loop: a run with few tokens, which can be counted by hand.
 
-An era file has the functions of ``megatron.training.training`` with the arguments and the results that they have
-in those versions, called as that version's loop calls them.  The model, its gradients and the groups are real.
+An era file has the functions of ``megatron.training.training`` with the arguments and results of its versions; its loop
+calls them in the same way as Megatron's loop. The model, the gradients and the process groups are real.
 """
 
 import json
@@ -44,7 +44,7 @@ _args = SimpleNamespace(
     save_interval=0,
     consumed_train_samples=0,
     skip_train=False,
-    # Set by a test:
+    # These values are set by tests:
     compute_s=0.0,
     data_s=0.0,
     between_s=0.0,
@@ -62,7 +62,7 @@ def get_args():
 
 
 def initialize():
-    """Read the arguments of the command line, a JSON object, and make the groups of a job of one rank or more."""
+    """Read the arguments from the command line (a JSON object), and make the process groups."""
     vars(_args).update(json.loads(sys.argv[1]) if len(sys.argv) > 1 else {})
     alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if "RANK" not in os.environ else {}
     dist.init_process_group("gloo", **alone)
@@ -80,7 +80,7 @@ def initialize():
 
 
 class Model(torch.nn.Module):
-    """16 x 4 of the embedding, 4 x 16 and 16 of the output: 144 parameters."""
+    """A model of 144 parameters: 16 x 4 in the embedding, 4 x 16 + 16 in the output layer."""
 
     def __init__(self):
         super().__init__()
@@ -100,7 +100,7 @@ def build_model():
 
 
 def data():
-    """Yield micro-batches, each after the time that its storage takes."""
+    """Yield micro-batches, each after a wait of ``data_s``."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     while True:
         time.sleep(_args.data_s)
@@ -108,7 +108,7 @@ def data():
 
 
 def step(data_iterator, model, optimizer, number):
-    """Take one step; return its losses and whether it was skipped."""
+    """Run one step; return its losses and 1 if the step was skipped."""
     if number == _args.fails_at:
         raise RuntimeError("the loss is not finite")
     optimizer.zero_grad()
@@ -126,7 +126,7 @@ def step(data_iterator, model, optimizer, number):
 
 
 def log(loss_dict, iteration):
-    """Print the loss of a step, exactly."""
+    """Print the loss of a step with all bits."""
     print(f"loss {iteration} {loss_dict['lm loss'].item().hex()}", flush=True)
     time.sleep(_args.between_s)
 
@@ -136,13 +136,13 @@ def is_due(interval, iteration):
 
 
 def leave_if_asked(iteration):
-    """End the program as Megatron does, by SystemExit inside of ``train``."""
+    """End the program by SystemExit inside of ``train``, as Megatron does."""
     if iteration == _args.exits_at:
         sys.exit()
 
 
 def count_batch():
-    """Count and return the samples that the step consumed; a ramp-up uses this count."""
+    """Return the number of samples in the step and add it to the consumed samples, which a batch size ramp-up reads."""
     batch_size = _args.data_parallel_size * _args.micro_batch_size * batches.get_num_microbatches()
     _args.consumed_train_samples += batch_size
     return batch_size
@@ -153,7 +153,7 @@ def set_batch():
 
 
 def operations(args, batch_size):
-    """Six per parameter and token."""
+    """Six operations per parameter and token."""
     return 6 * 144 * batch_size * args.seq_length
 
 

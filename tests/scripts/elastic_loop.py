@@ -1,4 +1,4 @@
-"""A rank of a job that continues from a checkpoint and trains in lockstep with the others; no torch."""
+"""A rank of a job that continues from a checkpoint and trains in lockstep with the other ranks, without torch."""
 
 import argparse
 import itertools

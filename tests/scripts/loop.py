@@ -1,4 +1,4 @@
-"""A training loop without torch, which may end in several ways at a given iteration."""
+"""A training loop without torch; it can end in several ways after a given iteration."""
 
 import argparse
 import json
@@ -13,7 +13,7 @@ from pathlib import Path
 import effllm.efficientllm_metrics as effllm
 from effllm.trainer import session
 
-session.READY_S = 60.0  # so that the first window has its device, even on a busy machine
+session.READY_S = 60.0  # the first window needs a device, even on a busy machine
 
 ENDS = {
     "raise": lambda: 1 / 0,
@@ -40,7 +40,7 @@ given = parser.parse_args()
 
 
 def starved_s():
-    """Seconds for which this thread could have run and others had the CPUs; 0 where Linux does not count them."""
+    """Return the seconds for which this thread was runnable and waited for a CPU; 0 if Linux does not count them."""
     try:
         return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) * 1e-9
     except OSError:

@@ -1,6 +1,6 @@
-"""Ranks that train in lockstep; one computes longer. They sleep instead of computing, so that cores suffice.
+"""Ranks that train in lockstep; one rank is slow. Steps are sleeps, so that a few CPU cores are enough.
 
-They share a mapped file: a counter for each rank, and the last iteration, which rank 0 sets.
+The ranks share a mapped file with a counter for each rank and the last iteration, which rank 0 sets.
 """
 
 import argparse
@@ -32,7 +32,9 @@ with Path(given.meeting).open("r+b") as file:
 
 def all_reduce(iteration):
     if rank == 0 and iteration >= given.iterations and (not given.until or given.until.exists()):
-        struct.pack_into("<q", counters, 8 * world_size, iteration)  # read by all that wait for the counter below
+        struct.pack_into(
+            "<q", counters, 8 * world_size, iteration
+        )  # the other ranks read this after they have waited for rank 0
     struct.pack_into("<q", counters, 8 * rank, iteration)
     while min(struct.unpack_from(f"<{world_size}q", counters)) < iteration:
         time.sleep(0.0005)

@@ -1,4 +1,5 @@
-"""Data-parallel training that continues from a checkpoint; in its first attempt one rank is killed on request."""
+"""Data-parallel training that continues from a checkpoint; with --kill-rank, one rank is killed in the first
+attempt."""
 
 import argparse
 import json
@@ -31,7 +32,7 @@ effllm.initialize_efficientllm_metrics(1000, first_iteration=done)
 collector = effllm.get_metrics_collector()
 with starts.open("a") as file:
     file.write(json.dumps({"world_size": world_size, "first": done + 1, "pid": os.getpid()}) + "\n")
-dist.barrier()  # so that rank 0 has published its address, which the others have found well before the first is killed
+dist.barrier()  # rank 0 has published its address; all ranks find it before one is killed
 gradient = torch.ones(1)
 iteration = done
 while True:

@@ -1,4 +1,4 @@
-"""One model and one global batch: on one rank, replicated or sharded over several."""
+"""Training of one model with one global batch: on one rank, or replicated or sharded over several ranks."""
 
 import sys
 
@@ -22,7 +22,7 @@ elif dist.get_world_size() > 1:
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 rows = torch.arange(GLOBAL_SAMPLES * LENGTH).reshape(GLOBAL_SAMPLES, LENGTH) % WIDTH
 mine = rows.chunk(dist.get_world_size())[dist.get_rank()]
-# A sharded parameter reports the number of all its elements, not of its local elements.
+# `numel()` of a sharded parameter is the number of all elements, not only of the local ones.
 effllm.initialize_efficientllm_metrics(sum(parameter.numel() for parameter in model.parameters()))
 collector = effllm.get_metrics_collector()
 for _ in range(ITERATIONS):

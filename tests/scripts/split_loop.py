@@ -1,6 +1,6 @@
-"""Data-parallel training with one exposed communication, one hidden by computation, and DDP's own.
+"""Data-parallel training with DDP and two extra all-reduces: one is exposed, one is hidden by computation.
 
-Writes the wait of this rank for the first one in the profiled iterations, and every loss to the last bit.
+Writes this rank's wait for the exposed all-reduce in the profiled iterations, and all bits of every loss.
 """
 
 import argparse

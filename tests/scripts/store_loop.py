@@ -1,4 +1,4 @@
-"""A loop under torchrun whose ranks share only its store: torch is imported, and no model is trained."""
+"""A loop under torchrun whose ranks share only torchrun's store: torch is imported, but no model is trained."""
 
 import argparse
 import time

@@ -1,4 +1,4 @@
-"""Data-parallel training on gloo: the same global batch and model on any number of ranks."""
+"""Data-parallel training with gloo; the global batch and the model are the same for any number of ranks."""
 
 import argparse
 import json
@@ -22,7 +22,7 @@ parser.add_argument("--until", type=Path, help="a file: after the iterations, co
 parser.add_argument("--values-within-s", type=float, default=0.0, help="longest wait for values of the job")
 given = parser.parse_args()
 
-session.READY_S = 60.0  # so that the first window has its device, even on a busy machine
+session.READY_S = 60.0  # the first window needs a device, even on a busy machine
 dist.init_process_group("gloo")
 rank, world_size = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(1)
@@ -34,7 +34,7 @@ values = {}
 effllm.initialize_efficientllm_metrics(sum(p.numel() for p in model.parameters()))
 collector = effllm.get_metrics_collector()
 deadline_s = time.monotonic() + given.values_within_s
-dist.barrier()  # so that no rank begins before every agent has started
+dist.barrier()  # no rank starts to train before all agents have started
 for iteration in count(1):
     stop = torch.tensor(float(iteration > given.iterations and (not given.until or given.until.exists())))
     if given.until:

@@ -1,9 +1,9 @@
-"""The tests' own amdsmi: GPUs that follow a script, with the names, units and shapes of the real package.
+"""A fake amdsmi whose GPUs follow a script; names, units and types are the same as in the real package.
 
-The script is a JSON file that AMDSMI_SCRIPT names: a ``release`` of ROCm, from 5.7 to 7.0, whose answers are
-given; ``gpus``, each with what differs from GPU below; and ``faults``.  It is read at every call, except the release.
-Times are of the monotonic clock, so that every process knows the truth; a test in the
-same process may put another clock in the place of ``now``.
+The script is the JSON file in AMDSMI_SCRIPT, with three keys: ``release``, the ROCm release (5.7 to 7.0) that is
+imitated; ``gpus``, the values that differ from GPU below; ``faults``. Every call reads the file again, except
+``release``. All times use the monotonic clock, so every process can compute the true values; a test in the same process
+may replace ``now``.
 """
 
 import ctypes
@@ -16,30 +16,30 @@ from pathlib import Path
 
 GPU = {
     "bdf": "0000:c1:00.0",
-    "serial": 0x1234567890ABCDEF,  # None: the GPU has none
+    "serial": 0x1234567890ABCDEF,  # None: the GPU has no serial number
     "name": "AMD Instinct MI300X",
     "device_id": 0x74A1,
     "hip_id": 0,
     "memory_total": 192 * 2**30,
     "memory_used": 48 * 2**30,
     "power": [400.0, 0.0, 10.0],  # mean, amplitude and period of a sine
-    "power_kind": "current",  # or "average", up to MI200 and on Radeon
+    "power_kind": "current",  # "average" up to MI200 and on Radeon
     "gfx_activity": 75,
     "umc_activity": 40,
     "junction": 65,
     "gfx_clock": 2100,
     "memory_clock": 1300,
     "power_cap_w": 750,
-    "rate": 1.0,  # of the energy counter, against the truth
-    "tick_s": 0.0,  # in which it moves
-    "residencies": {},  # limit -> share of the time that it holds the GPU back
-    "throttled": None,  # as GPUs before MI300 report it, without a reason
+    "rate": 1.0,  # measured energy divided by true energy
+    "tick_s": 0.0,  # period of the energy counter's updates
+    "residencies": {},  # limit -> share of the time in which it throttles the GPU
+    "throttled": None,  # throttle status of GPUs before MI300, which has no reason
     "second_die": False,
-    "max_bandwidth": {},  # to other GPUs, by position
+    "max_bandwidth": {},  # to another GPU, by its position
     "lacking": [],  # calls
     "no_value": [],  # fields
 }
-STALE = "stale"  # a fault of the library of ROCm 6.0: it gives one reading again and again
+STALE = "stale"  # a fault of the library in ROCm 6.0: all reads return the same reading
 
 now = time.monotonic
 
@@ -161,12 +161,12 @@ def _check_faults(call, position=None):
     for fault in _script().get("faults", []):
         if fault["call"] in (call, "*") and fault.get("gpu") in (position, None) and fault["error"] != STALE:
             if fault["call"] == "*" and position is not None:
-                _state["lost"].add(position)  # until the library starts again
+                _state["lost"].add(position)  # the GPU is lost until the next amdsmi_init
             _raise(fault["error"])
 
 
 def _gpu(handle, call):
-    """Return the GPU of a handle, at a call that may fail."""
+    """Return the values of a GPU; raise the faults of this call."""
     if not isinstance(handle, amdsmi_processor_handle):
         raise AmdSmiParameterException(handle, amdsmi_processor_handle)
     if not _state["references"]:
@@ -190,21 +190,19 @@ def _time():
 
 
 def power_w(gpu, t):
-    """Return the true power."""
     mean, amplitude, period = gpu["power"]
     return mean + amplitude * math.sin(2 * math.pi * t / period)
 
 
 def energy_j(gpu, t0, t1):
-    """Return the true energy."""
     mean, amplitude, period = gpu["power"]
     turn = 2 * math.pi / period
-    # As a product, because the difference of two cosines loses its digits over a short stretch.
+    # A product of sines, because the difference of two cosines loses digits over a short time.
     return mean * (t1 - t0) + 2 * amplitude / turn * math.sin(turn * (t0 + t1) / 2) * math.sin(turn * (t1 - t0) / 2)
 
 
 def _or_none(gpu, field, value, bits):
-    """Return a value, or the release's mark of a missing value."""
+    """Return a value, or the mark of a missing value in this release."""
     mark = 2**bits - 1
     if field in gpu["no_value"] or value is None:
         value = mark
@@ -216,7 +214,7 @@ def _counter(gpu, t):
         return 0
     if gpu["tick_s"]:
         t = t // gpu["tick_s"] * gpu["tick_s"]
-    # The hardware counts in units of 2^-16 J = 15.2588 uJ; the library documents them as 15.3 uJ.
+    # The hardware counts in units of 2^-16 J = 15.2588 uJ; the library documents 15.3 uJ.
     return 2**40 + int(gpu["rate"] * energy_j(gpu, 0.0, t) * 2**16)
 
 

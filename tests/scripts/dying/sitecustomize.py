@@ -1,7 +1,6 @@
-"""Ends the nth start of an aggregator in the nth call that changes a file of its run folder.
+"""Kills the aggregator of the nth start at the nth call that changes a file of its run folder.
 
-Python imports this at its start where this folder is on PYTHONPATH; ``DYING_IN`` is a folder with a file
-for each start.
+Python imports this file at its start if the folder is on PYTHONPATH. ``DYING_IN`` is a folder; each start adds a file.
 """
 
 import os
@@ -10,11 +9,12 @@ import stat
 import sys
 from pathlib import Path
 
-LIVES = 16  # later aggregators are not ended
+LIVES = 16  # later aggregators are not killed
 
 
 def dying(call, left):
-    """Return the call with a count: the ``left``th call writes one half or does not run, and kills the process."""
+    """Return a counting version of ``call``: a call without any left writes only half or nothing, and kills the
+    process."""
 
     def counted(first, *rest, **keywords):
         if isinstance(first, int) and not stat.S_ISREG(os.fstat(first).st_mode):

@@ -1,6 +1,6 @@
-"""Multiplies the timeouts of trainers and agents by ten, so that a slow process differs from a timeout.
+"""Multiplies the timeouts of trainers and agents by ten, so that a slow machine causes no timeout.
 
-Python imports this at its start where this folder is on PYTHONPATH.
+Python imports this file at its start if the folder is on PYTHONPATH.
 """
 
 import importlib.abc
@@ -15,10 +15,10 @@ LIMITS = {
 
 
 class Finder(importlib.abc.MetaPathFinder):
-    """Finds the modules with these limits, and multiplies them once a module is loaded."""
+    """Finds the modules in LIMITS; multiplies the timeouts of a module after it is loaded."""
 
     def find_spec(self, fullname, path, target=None):
-        """Return the standard spec of one of these modules."""
+        """Return the standard spec of a module in LIMITS, with a changed loader."""
         if fullname not in LIMITS:
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path)
