@@ -37,7 +37,7 @@ def bench(*arguments, **variables):
 # --- the command ---
 
 
-def test_no_gpu_is_one_line(tmp_path):
+def test_unusable_gpu_or_option_is_one_line(tmp_path):
     done = bench("--keep", "--folder", str(tmp_path / "results"), LD_LIBRARY_PATH=str(tmp_path))
 
     assert (done.returncode, done.stdout) == (2, "")

@@ -1,4 +1,4 @@
-"""effllm/energy/calibration.py: two seconds of reads, and the cache of the result."""
+"""Calibration of a GPU's sensor by two seconds of reads, and the cache of its result."""
 
 import datetime
 import math
@@ -33,7 +33,7 @@ def day(days_ago):
 
 
 class Board:
-    """A GPU that draws 300 W and whose counter moves every ``tick_s``, in virtual time."""
+    """A GPU in virtual time with a power of 300 W; its energy counter changes every ``tick_s``."""
 
     def __init__(self, tick_s=0.1, call_s=0.0005, hold=True):
         self.now_s, self.reads = 1000.0, []
@@ -80,7 +80,7 @@ def test_tick_is_found_in_two_seconds(board, tmp_path, tick_s):
 
 
 @pytest.mark.parametrize("call_s", [0.03, 0.5, 1.5])
-def test_slow_driver_delays_by_at_most_one_call(board, call_s):
+def test_slow_driver_adds_at_most_one_call_to_the_duration(board, call_s):
     watched = board(call_s=call_s)
 
     sensor = calibrate(H100, watched.read, None)
@@ -90,19 +90,19 @@ def test_slow_driver_delays_by_at_most_one_call(board, call_s):
 
 
 def test_sparse_reads_do_not_exclude_a_tick(board):
-    # A call of 30 ms and three times that as a pause: 120 ms, in which a counter of 100 ms always moves.
+    # A call takes 30 ms and the pause after it 90 ms. In these 120 ms a counter with a tick of 100 ms always changes.
     sensor = calibrate(H100, board(call_s=0.03).read, None)
 
     assert sensor.tick_s == 0.1
     assert sensor.source == "hardware table: no tick was found by the reads"
 
 
-def test_counter_moving_at_every_dense_read_has_no_tick():
+def test_counter_that_changes_at_every_read_has_no_tick():
     assert tick_of([(step * 2_000_000, 0.6 * step) for step in range(1000)]) == (0.0, 0.0)
 
 
 def readings(tick_s, apart_s, seed, jitter_s=0.0, delay_s=0.0):
-    """Return two seconds of reads of a counter, about ``apart_s`` apart; some reads are delayed."""
+    """Return two seconds of reads of a counter, one about every ``apart_s``; some reads are delayed."""
     chance = random.Random(seed)
     now_s, phase_s, found = 1000.0 + chance.random(), chance.uniform(0, tick_s), []
     end_s = now_s + 2.0
@@ -120,7 +120,7 @@ def readings(tick_s, apart_s, seed, jitter_s=0.0, delay_s=0.0):
 @pytest.mark.parametrize("tick_s", [0.01, 0.02, 0.1, 0.106])
 @pytest.mark.parametrize("part", [0.03, 0.1, 0.4, 0.45, 0.5])
 @pytest.mark.parametrize("delay_s", [0.0, 0.3])
-def test_true_tick_is_within_the_error_at_any_read_distance(tick_s, part, delay_s):
+def test_true_tick_is_within_the_error_for_every_read_period(tick_s, part, delay_s):
     for seed in range(10):
         found_s, error_s = tick_of(readings(tick_s, part * tick_s, seed, delay_s=delay_s))
 
@@ -128,7 +128,7 @@ def test_true_tick_is_within_the_error_at_any_read_distance(tick_s, part, delay_
         assert error_s < 0.1 * tick_s
 
 
-def test_varying_call_times_keep_the_precision():
+def test_varying_call_times_do_not_reduce_the_precision():
     chance, reads, now_s = random.Random(1), [], 1000.0
     while now_s < 1002.0:
         reads.append((round(now_s * NS), 30.0 * math.floor(now_s / 0.1)))
@@ -136,7 +136,7 @@ def test_varying_call_times_keep_the_precision():
 
     tick_s, error_s = tick_of(reads)
 
-    assert abs(tick_s - 0.1) <= error_s < 5e-4  # two reads some ms apart at either end of nineteen ticks
+    assert abs(tick_s - 0.1) <= error_s < 5e-4  # the first and the last of nineteen ticks are known to some ms
 
 
 @pytest.mark.parametrize("tick_s", [0.02, 0.1])
@@ -149,7 +149,7 @@ def test_jittering_tick_has_a_wider_error(tick_s):
         assert jittering[1] > 2 * steady[1]
 
 
-def test_constant_counter_has_no_known_tick():
+def test_tick_of_a_constant_counter_is_unknown():
     assert tick_of([]) is None
     assert tick_of([(step * 2_000_000, 7.0) for step in range(1000)]) is None
     assert tick_of([(step * 2_000_000, 7.0 + (step > 300) + (step > 700)) for step in range(1000)]) is None
@@ -158,16 +158,17 @@ def test_constant_counter_has_no_known_tick():
 def test_duty_and_gain_of_the_table_are_kept(board, tmp_path):
     sensor = calibrate(H100, board(tick_s=0.05).read, tmp_path)
 
-    # The H100 measures 25 of 100 ms; not compared with a meter: 5 %; the lag is unknown, up to a tick.
+    # The table has a duty of 25 of 100 ms for the H100, a gain error of 5 % (not compared with a meter) and no lag, so
+    # the lag error is one tick.
     assert (sensor.duty, sensor.gain_error, sensor.lag_s) == (0.25, 0.05, 0.0)
     assert sensor.lag_error_s == sensor.tick_s == pytest.approx(0.05, abs=1e-4)
 
 
-def test_power_changing_between_ticks_is_not_held(board):
+def test_power_that_changes_between_ticks_is_not_held(board):
     assert not calibrate(H100, board(hold=False).read, None).is_held
 
 
-def test_constant_power_does_not_show_whether_it_is_held():
+def test_for_constant_power_is_held_is_unknown():
     samples = [Sample(step, power_w=60.0, energy_j=step // 5) for step in range(100)]
 
     assert is_held(samples) is None
@@ -203,7 +204,7 @@ def test_second_start_reads_for_half_a_second(board, tmp_path, tick_s, phase_s):
         (0.1, 0.001, "the counter moves all the time, not every 100 ms"),
     ],
 )
-def test_different_tick_drops_the_calibration(board, tmp_path, profiled, kept_s, true_s, why):
+def test_calibration_with_another_tick_is_dropped(board, tmp_path, profiled, kept_s, true_s, why):
     kept = replace(PROFILE, sensor=replace(PROFILE.sensor, tick_s=kept_s), measured_lag=profiled, date=day(3))
     store(tmp_path, kept)
     lines = []
@@ -218,7 +219,7 @@ def test_different_tick_drops_the_calibration(board, tmp_path, profiled, kept_s,
     assert len(lines) == 1, "the next start agrees with the new cache"
 
 
-def test_power_between_ticks_drops_a_held_calibration(board, tmp_path):
+def test_held_calibration_is_dropped_if_power_changes_between_ticks(board, tmp_path):
     store(tmp_path, replace(PROFILE, sensor=replace(PROFILE.sensor, is_held=True), date=day(3)))
     lines = []
 
@@ -240,7 +241,7 @@ def test_suspect_calibration_is_measured_again_completely(board, tmp_path):
     assert len(lines) == 1
 
 
-def test_correct_suspect_profile_is_kept(board, tmp_path):
+def test_suspect_profile_is_kept_if_its_tick_is_confirmed(board, tmp_path):
     store(tmp_path, replace(PROFILE, date=day(3)))
     lines = []
 
@@ -249,12 +250,12 @@ def test_correct_suspect_profile_is_kept(board, tmp_path):
     assert (sensor.lag_s, sensor.duty, lines) == (0.04, 0.3, [])
 
 
-def test_delayed_check_changes_nothing(board, tmp_path):
+def test_delayed_reads_do_not_change_the_calibration(board, tmp_path):
     store(tmp_path, replace(PROFILE, date=day(3)))
     watched, chance, lines = board(tick_s=0.1), random.Random(3), []
 
     def read():
-        watched.now_s += chance.uniform(0.0, 0.09)  # as on a busy machine
+        watched.now_s += chance.uniform(0.0, 0.09)  # reads are delayed, as on a busy machine
         return watched.read()
 
     sensor = calibrate(H100, read, tmp_path, is_suspect=True, report=lines.append)
@@ -273,7 +274,7 @@ def test_too_slow_reads_do_not_drop_the_calibration(board, tmp_path, call_s):
     assert load(tmp_path, H100.name, H100.driver).sensor == PROFILE.sensor
 
 
-def test_keep_false_writes_no_file(board, tmp_path):
+def test_calibration_is_not_written_if_keep_is_false(board, tmp_path):
     calibrate(H100, board().read, tmp_path, keep=False)
 
     assert list(tmp_path.iterdir()) == []
@@ -287,7 +288,7 @@ def test_another_driver_is_calibrated_again(board, tmp_path):
     assert again.source == "measured here"
 
 
-def test_agent_uses_the_profile(board, tmp_path):
+def test_calibration_uses_the_profile(board, tmp_path):
     store(tmp_path, replace(PROFILE, date=day(3)))
 
     sensor = calibrate(H100, board().read, tmp_path)
@@ -295,7 +296,7 @@ def test_agent_uses_the_profile(board, tmp_path):
     assert sensor == replace(PROFILE.sensor, source=f"profiled {day(3)}, kept in the cache")
 
 
-def test_mig_slice_has_the_sensor_of_its_chip(board, tmp_path):
+def test_mig_slice_has_the_sensor_of_its_gpu(board, tmp_path):
     store(tmp_path, replace(PROFILE, date=day(3)))
 
     sensor = calibrate(replace(H100, name=f"{H100.name} MIG 1g.10gb"), board().read, tmp_path)
@@ -347,7 +348,7 @@ def test_invalid_date_is_not_fresh(date):
     assert not replace(PROFILE, date=date).is_fresh()
 
 
-def test_profile_written_meanwhile_is_kept(board, tmp_path):
+def test_profile_written_during_a_calibration_is_kept(board, tmp_path):
     watched = board()
 
     def read():
@@ -399,7 +400,7 @@ def test_calibration_file_is_readable_only_by_its_owner(board, tmp_path):
     assert path.name == "NVIDIA-H100-80GB-HBM3-570.1.json"
 
 
-def test_unwritable_cache_only_costs_time(board, tmp_path):
+def test_calibration_works_if_its_cache_is_not_writable(board, tmp_path):
     (tmp_path / "file").write_text("")
 
     assert calibrate(H100, board().read, tmp_path / "file" / "calibration").source == "measured here"
@@ -417,7 +418,8 @@ def test_device_without_a_gpu_counter_is_not_calibrated(tmp_path, traits):
 
 @pytest.fixture
 def calibrated(trace, tmp_path):
-    """Calibrate a traced GPU through the real pynvml; return the sensor and the seconds that took."""
+    """Return a function that calibrates a traced GPU through the real pynvml and returns the sensor and the
+    duration."""
 
     def run(gpu, *faults):
         trace.write(gpu)
@@ -431,7 +433,7 @@ def calibrated(trace, tmp_path):
 
 
 @pytest.mark.alone
-def test_tick_is_found_through_nvml_and_kept(calibrated):
+def test_calibration_through_nvml_finds_the_tick_and_is_kept(calibrated):
     gpu = Gpu("GPU-a", "0:01:00", power=square(100.0, 600.0, 0.33), tick_s=0.1, duty_s=0.025, power_mode="held")
 
     measured, took_s = calibrated(gpu)
@@ -442,14 +444,14 @@ def test_tick_is_found_through_nvml_and_kept(calibrated):
     assert 0.0 < measured.call_s < 0.02
     assert took_s < 2.5
     assert (kept.tick_s, kept.source.partition(" ")[0]) == (measured.tick_s, "measured")
-    assert again_s < 1.0  # half a second, and a margin for a busy machine
+    assert again_s < 1.0  # half a second of reads, and a margin for a busy machine
 
 
 @pytest.mark.alone
 def test_too_slow_nvml_calls_leave_the_tick_unknown(calibrated):
     sensor, took_s = calibrated(Gpu("GPU-a", "0:01:00", tick_s=0.02), "0 energy delay 0.02")
 
-    # The tick of most GPUs, with an error so large that no time is derived from it.
+    # This is the tick of most GPUs. Its error is a whole tick, so the tick is not used to compute times.
     assert (sensor.tick_s, sensor.tick_error_s) == (0.1, 0.1)
     assert sensor.source == "assumed: no tick was found by the reads"
     assert sensor.call_s == pytest.approx(0.02, abs=0.015)

@@ -1,4 +1,4 @@
-"""effllm check, and the survey below it."""
+"""The command effllm check, and the module survey."""
 
 import json
 import socket
@@ -73,7 +73,7 @@ PROFILED = {
 }  # fmt: skip
 
 
-def test_simulated_device_measures_all_but_these_metrics(cli):
+def test_metrics_that_a_simulated_device_cannot_measure(cli):
     code, survey = found(cli, "--device", "simulated")
 
     metrics = by_metric(survey)
@@ -131,7 +131,7 @@ def library(tmp_path_factory):
     return folder
 
 
-def test_gpu_is_named_by_uuid_with_nvmls_reason_for_gaps(cli, library, tmp_path):
+def test_gpu_is_named_by_uuid_and_gaps_have_the_reason_of_nvml(cli, library, tmp_path):
     trace = Trace(library, tmp_path / "trace")
     trace.write(Gpu(UUID, "00000000:01:00.0", name="Tracer", unsupported=("energy", "power")))
 
@@ -155,7 +155,7 @@ H100 = Gpu(
 )
 
 
-def test_hopper_has_a_peak_in_the_table_and_gpm_activity(cli, library, tmp_path):
+def test_hopper_gpu_has_a_peak_and_gpm_activity(cli, library, tmp_path):
     trace = Trace(library, tmp_path / "trace")
     trace.write(H100)
 
@@ -199,7 +199,7 @@ def test_node_power_and_its_scope_are_shown(cli, library, tmp_path):
     assert (scope["state"], scope["text"]) == ("missing", "not every node has gpu+cpu; gpu is used")
 
 
-def test_repeated_reason_refers_to_the_first_one(cli):
+def test_repeated_reason_is_replaced_by_see_above(cli):
     lines = cli.run("check", "--device", "host", "--all").stdout.splitlines()
 
     reasons = {line.split()[0]: " ".join(line.split()[1:]) for line in lines if " no " in line}
@@ -207,7 +207,7 @@ def test_repeated_reason_refers_to_the_first_one(cli):
     assert reasons["p95_watts_per_gpu"] == "no gpu: see above"
 
 
-def test_missing_device_is_broken_with_advice(cli, tmp_path):
+def test_missing_device_is_a_broken_finding_with_advice(cli, tmp_path):
     code, survey = found(cli, "--device", "nvml", LD_LIBRARY_PATH=str(tmp_path), CUDA_VISIBLE_DEVICES="99")
 
     assert code == 1
@@ -233,7 +233,7 @@ def test_broken_required_setting_exits_with_1(cli, name, variables):
     assert name in broken(survey)
 
 
-def test_endpoint_without_an_aggregator_is_broken(cli):
+def test_endpoint_without_an_aggregator_is_a_broken_finding(cli):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         variables = {"EFFICIENTLLM_ENDPOINT": f"127.0.0.1:{listener.getsockname()[1]}", "EFFICIENTLLM_SECURITY": "none"}
         with_one, _ = found(cli, "--device", "simulated", **variables)
@@ -250,7 +250,7 @@ def test_check_leaves_no_file(cli):
 
 
 @pytest.mark.parametrize("arguments", [[], ["--all"], ["--device", "simulated"]])
-def test_table_fits_80_columns_without_colours_in_a_pipe(cli, arguments):
+def test_table_in_a_pipe_fits_80_columns_and_has_no_colours(cli, arguments):
     done = cli.run("check", *arguments)
 
     assert done.returncode == 0

@@ -1,4 +1,4 @@
-"""effllm demo: a whole simulated job, from one command."""
+"""The command effllm demo, which runs a complete simulated job."""
 
 import json
 import signal
@@ -27,7 +27,7 @@ def test_demo_summary_counts_every_token_and_is_simulated(cli):
     assert 6 * 0.02 <= summary["time_by_class"]["evaluation"] < summary["time_by_class"]["iterations"]
 
 
-def test_without_an_interval_windows_last_a_second(cli):
+def test_windows_last_a_second_by_default(cli):
     done = cli.run("demo", "--ranks", "2", "--iterations", "600", "--step-seconds", "0.005")
 
     assert done.returncode == 0
@@ -57,7 +57,7 @@ def test_demo_ignores_settings_of_another_job(cli):
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "killed")])
-def test_signal_ends_the_demo_with_a_summary_of_every_rank(cli, number, status):
+def test_signal_ends_the_demo_and_the_summary_has_every_rank(cli, number, status):
     process = cli.start("demo", "--ranks", "2", "--iterations", "2000", "--log-interval", "10")
     read_until(process, "Iteration 10:")
 
@@ -79,21 +79,21 @@ def test_signal_before_the_first_iteration_ends_the_demo(cli):
 
     process.send_signal(signal.SIGINT)
 
-    process.communicate(timeout=25)  # absent ranks are not waited for, which would take 30 s
+    process.communicate(timeout=25)  # the demo does not wait 30 s for missing ranks
     assert process.returncode == 130
 
 
 @pytest.mark.parametrize(
     "wrong", [["--ranks", "0"], ["--iterations", "none"], ["--step-seconds", "-1"], ["--rank", "2"]]
 )
-def test_wrong_use_starts_nothing(cli, wrong):
+def test_usage_error_starts_no_job(cli, wrong):
     done = cli.run("demo", *wrong)
 
     assert (done.returncode, done.stdout) == (2, "")
     assert wrong[0] in done.stderr
 
 
-def test_wrong_setting_is_one_line(cli):
+def test_wrong_setting_is_one_line_on_stderr(cli):
     done = cli.run("demo", EFFICIENTLLM_LOG_INTERVAL="0")
 
     assert (done.returncode, done.stdout) == (2, "")

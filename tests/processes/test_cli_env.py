@@ -1,4 +1,4 @@
-"""effllm env: the exports for a shell, and the check of settings."""
+"""The command effllm env: exports for a shell, and a check of settings."""
 
 import re
 import subprocess
@@ -57,7 +57,7 @@ def test_check_of_valid_settings_prints_nothing(cli):
 
 
 @pytest.mark.parametrize("option", [[], ["--check"], ["--shell"]])
-def test_each_wrong_value_has_a_line_and_none_is_exported(cli, option):
+def test_each_wrong_value_has_a_line_and_nothing_is_exported(cli, option):
     done = cli.run("env", *option, EFFICIENTLLM_LOG_INTERVAL="0", EFFICIENTLLM_MIN_COVERAGE="2")
 
     assert (done.returncode, done.stdout) == (2, "")
@@ -114,7 +114,7 @@ def test_redfish_without_its_package_shows_the_pip_command(cli):
     assert "pip install 'effllm[redfish]'" in done.stderr
 
 
-def test_wrong_prefix_is_reported_with_the_right_name(cli):
+def test_wrong_prefix_is_reported_with_the_correct_name(cli):
     done = cli.run("env", "--check", EFFLLM_LOG_INTERVAL="5")
 
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)

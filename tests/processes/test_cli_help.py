@@ -1,4 +1,4 @@
-"""The command line's help, version, and tables of metrics and events."""
+"""Help and version of the command line, and the tables of metrics and events."""
 
 import pytest
 
@@ -10,7 +10,7 @@ COMMANDS = ["demo", "check", "profile", "env", "run", "serve", "simulate", "watc
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_has_worked_examples_that_fit_80_columns(cli, command):
+def test_every_command_has_examples_that_fit_80_columns(cli, command):
     done = cli.run(command, "--help")
 
     assert (done.returncode, done.stderr) == (0, "")
@@ -25,14 +25,14 @@ def test_run_help_mentions_hooked_loops(cli):
     assert "later version" not in help_text
 
 
-def test_no_command_lists_the_commands(cli):
+def test_effllm_without_a_command_lists_the_commands(cli):
     done = cli.run()
 
     shown = done.stdout + done.stderr
     assert [command for command in COMMANDS if f"\n  {command}  " in shown] == COMMANDS
 
 
-def test_version_is_the_package_version(cli):
+def test_version_option_prints_the_package_version(cli):
     assert cli.run("--version").stdout == f"effllm {__version__}\n"
 
 
@@ -65,5 +65,5 @@ def test_event_kinds_are_listed_with_their_meaning(cli):
         assert kind.help in shown
 
 
-def test_metrics_takes_no_argument(cli):
+def test_metrics_command_takes_no_argument(cli):
     assert cli.run("metrics", "amu").returncode == 2

@@ -1,6 +1,6 @@
-"""effllm profile: the command, its report, the process that loads the GPU, and the use of the result in runs.
+"""The command effllm profile: its report, the process that loads the GPU, and the use of the result in runs.
 
-Where torch must compute, a stand-in is used: its matrix products sleep, and change no sensor.
+A fake torch replaces torch: its matrix products sleep and change no sensor value.
 """
 
 import datetime
@@ -55,7 +55,7 @@ def mm(one, other, out):
 
 
 def put_torch(folder, text=TORCH):
-    """Write a stand-in for torch; return the environment variables to find it."""
+    """Write a fake torch; return the environment variable with its folder."""
     package = folder / "site" / "torch"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text(text)
@@ -64,7 +64,7 @@ def put_torch(folder, text=TORCH):
 
 @pytest.fixture
 def stand_in_torch(tmp_path, monkeypatch):
-    """Let every started process import a stand-in for torch with CUDA, or the given text."""
+    """Return a function that makes started processes import a fake torch; its source text is an argument."""
 
     def put(text=TORCH):
         for name, value in put_torch(tmp_path, text).items():
@@ -77,7 +77,7 @@ SENSOR = {"tick_s": 0.1, "duty_s": 0.025, "power_mode": "held", "power_usage": "
 
 
 def idle_gpu(library, folder):
-    """Trace an H100 that always draws 80 W."""
+    """Write a trace of an H100 with a power of 79 to 81 W."""
     trace = Trace(library, folder / "trace")
     gpu = Gpu(
         UUID,
@@ -99,7 +99,7 @@ def traced(library, tmp_path):
 
 @pytest.fixture(scope="module")
 def idle(library, tmp_path_factory):
-    """One profile of an idle GPU that torch cannot load: its output, its report, and the cache."""
+    """Profile an idle GPU without CUDA in torch; return the output, the report and the cached calibration."""
     folder = tmp_path_factory.mktemp("idle")
     without_cuda = TORCH.replace("lambda: True", "lambda: False").replace('"13.9"', "None")
     environ = {**idle_gpu(library, folder).environment(), **put_torch(folder, without_cuda)}
@@ -133,12 +133,12 @@ def test_without_cuda_only_the_idle_gpu_is_measured(idle):
     assert {"energy", "utilization", "memory", "SM clock"} <= {one["name"] for one in found["calls"]}
 
 
-def test_result_is_kept_for_runs(idle):
+def test_profile_is_kept_for_runs(idle):
     assert idle.kept.sensor.tick_s == pytest.approx(0.1, rel=0.01)
     assert (idle.kept.sensor.duty, idle.kept.sensor.gain_error, idle.kept.measured_lag) == (0.25, 0.05, False)
 
 
-def test_report_contains_no_host_user_or_gpu_name(idle):
+def test_report_contains_no_host_name_user_name_or_gpu_serial(idle):
     output = idle.shown + json.dumps(idle.found)
 
     secrets = [os.uname().nodename, str(Path.home()), UUID, UUID[4:12], SERIAL, "/tmp", "pytest"]
@@ -158,7 +158,7 @@ def test_table_fits_80_columns_and_has_no_progress_lines(idle):
     assert shown.endswith("Kept: runs on this model and driver use it from now on. The report is in h100.json.")
 
 
-def test_load_that_changes_no_sensor_gives_no_lag(cli, traced, stand_in_torch):
+def test_lag_is_unknown_if_the_load_changes_no_sensor_value(cli, traced, stand_in_torch):
     stand_in_torch()
 
     done = cli.run("profile", "--seconds", "10", "--json", **traced.environment())
@@ -171,7 +171,7 @@ def test_load_that_changes_no_sensor_gives_no_lag(cli, traced, stand_in_torch):
     assert found["loaded"]["power_w"] == pytest.approx(80.0, rel=0.01)
 
 
-def test_another_gpu_can_be_chosen(cli, traced):
+def test_device_option_selects_the_gpu(cli, traced):
     traced.write(*(Gpu(f"GPU-{bus}", f"0000000{bus}:01:00.0", name=f"Board {bus}") for bus in range(2)))
 
     done = cli.run("profile", "--seconds", "10", "--device", "1", **traced.environment())
@@ -225,7 +225,7 @@ def test_check_shows_no_sensor_without_a_gpu(cli, device):
         (["--save", "."], {}, "--save .: there is no such folder, or it is one"),
     ],
 )
-def test_no_gpu_is_one_line(cli, tmp_path, arguments, variables, why):
+def test_unusable_gpu_or_option_is_one_line(cli, tmp_path, arguments, variables, why):
     done = cli.run("profile", *arguments, LD_LIBRARY_PATH=str(tmp_path), **variables)
 
     assert (done.returncode, done.stdout) == (2, "")
@@ -240,7 +240,7 @@ def test_missing_gpu_is_reported(cli, traced):
     assert "CUDA_VISIBLE_DEVICES='7' shows no usable of the 1 here" in done.stderr
 
 
-def test_too_few_seconds_are_a_usage_error(cli):
+def test_too_short_duration_is_a_usage_error(cli):
     assert cli.run("profile", "--seconds", "1").returncode == 2
 
 
@@ -263,7 +263,7 @@ def test_help_has_examples_that_fit_80_columns(cli):
         ("import os; os._exit(3)", "the process that loads the GPU has ended"),
     ],
 )
-def test_unusable_torch_is_one_sentence(stand_in_torch, text, why):
+def test_unusable_torch_is_reported_in_one_sentence(stand_in_torch, text, why):
     stand_in_torch(text)
     load = TorchLoad(UUID)
 
@@ -288,7 +288,7 @@ def test_load_has_timestamps_of_its_begin_and_end(stand_in_torch):
     edges = edges_of(load)
     load.close()
 
-    # A pause that starts late, by about a millisecond of work, has that timestamp.
+    # A pause can start about a millisecond late, because the GPU still works; its timestamp is that later time.
     stretches_s = [(later.time_ns - earlier.time_ns) / NS for earlier, later in pairwise(edges)]
     assert [edge.is_on for edge in edges] == [True, False, True, False]
     assert all(real_s >= asked_s for real_s, asked_s in zip(stretches_s, [0.05, 0.1, 0.2], strict=True))
@@ -307,7 +307,7 @@ def test_load_process_can_use_only_its_gpu(stand_in_torch):
 
 
 @pytest.mark.parametrize("stretches_s", [[60.0], [0.01, 60.0]])
-def test_load_stops_when_the_profiler_closes(stand_in_torch, stretches_s):
+def test_load_stops_when_it_is_closed(stand_in_torch, stretches_s):
     stand_in_torch()
     load = TorchLoad(UUID).opened()
     load.start(stretches_s)
@@ -338,7 +338,7 @@ def mm(one, other, out):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_stopped_profiler_leaves_no_load_and_no_result(cli, traced, stand_in_torch, number):
+def test_after_a_signal_no_load_process_and_no_result_remain(cli, traced, stand_in_torch, number):
     stand_in_torch()
     process = subprocess.Popen(
         [sys.executable, "-m", "effllm", "profile", "--seconds", "20"],
@@ -351,7 +351,7 @@ def test_stopped_profiler_leaves_no_load_and_no_result(cli, traced, stand_in_tor
         process.send_signal(number)
         assert process.wait(60) in (130, -signal.SIGKILL)
 
-    # A process that is still importing torch notices after the import.
+    # A process that imports torch ends only after the import.
     assert not jobs.wait_until_gone(lambda: {pid for pid in children if Path(f"/proc/{pid}").exists()}, within_s=40.0)
     assert calibration.load(cache_folder() / "calibration", H100, "570.0") is None
 
@@ -363,7 +363,7 @@ def children_of(pid):
 # --- through the real library, in real time ---
 
 
-def test_known_tick_lag_and_window_are_found_through_nvml(library, tmp_path):
+def test_profile_through_nvml_finds_the_known_tick_lag_and_window(library, tmp_path):
     power = bursts(90.0, 620.0, 0.45, 0.5, 11)
     trace = Trace(library, tmp_path / "trace")
     trace.write(Gpu(UUID, "00000000:01:00.0", name=H100, power=power, lag_s=0.04, tick_phase_s=0.02, **SENSOR))
@@ -371,7 +371,7 @@ def test_known_tick_lag_and_window_are_found_through_nvml(library, tmp_path):
     with trace.reader(Site()) as remote:
         found = profiling.profile(remote, lambda: KnownLoad(power), 12.0)
 
-    # Reads of a busy test machine are up to some ms late: 4 ms, and 6 of the window's 25.
+    # Reads on a busy machine are some ms late, so the tolerances are 4 ms for the lag and 6 ms for the window of 25 ms.
     assert found.counter.period_s == pytest.approx(0.1, rel=1e-3)
     assert found.sensor.lag_s == pytest.approx(0.04 - 0.0375, abs=0.004)
     assert found.counter_response.window_s == pytest.approx(0.025, abs=0.006)

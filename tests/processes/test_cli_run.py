@@ -1,4 +1,4 @@
-"""effllm run: a script runs as with python, and its run folder is complete."""
+"""The command effllm run: a script runs as with python, and its run folder is complete."""
 
 import json
 import signal
@@ -34,7 +34,7 @@ for _ in range(10):
         ("raise KeyError('step')", 1, "failed"),
     ],
 )
-def test_exit_status_is_the_scripts_and_in_the_summary(cli, ending, code, status):
+def test_exit_status_of_the_script_is_returned_and_in_the_summary(cli, ending, code, status):
     done = cli.run("run", cli.script(MEASURED + ending), **QUIET)
 
     assert done.returncode == code
@@ -73,7 +73,7 @@ atexit.register(lambda: print(__main__.mine))
     assert cli.run("run", script, "-x", "1").stdout == expected
 
 
-def test_a_module_runs_from_the_current_folder_as_with_python_m(cli):
+def test_module_runs_from_the_current_folder_as_with_python_m(cli):
     text = "import sys\nprint(__name__, __spec__.name, sys.argv, sys.path[0])"
     (cli.folder / "package").mkdir()
     cli.script(text, "package/train.py")
@@ -104,7 +104,7 @@ collector.record_iteration_end(100, 1)
     assert (cli.summary()["status"], cli.summary()["tokens"]) == ("completed", 1100)
 
 
-def test_script_without_effllm_calls_gets_one_line(cli):
+def test_script_without_effllm_calls_is_reported_in_one_line(cli):
     done = cli.run("run", cli.script("print('trained')"))
 
     assert (done.returncode, done.stdout) == (0, "trained\n")

@@ -1,4 +1,4 @@
-"""effllm serve: a separate aggregator, and a training loop in another process."""
+"""The command effllm serve: a separate aggregator, with a training loop in another process."""
 
 import signal
 import socket
@@ -19,7 +19,7 @@ with effllm.monitor(parameters=1000) as m:
 
 
 def ready(process):
-    """Return the address that a started aggregator prints for the shell that trains."""
+    """Return the endpoint that the started aggregator prints."""
     line = read_until(process, "EFFICIENTLLM_ENDPOINT=")[-1]
     return line.strip().removeprefix("export EFFICIENTLLM_ENDPOINT=")
 
@@ -29,7 +29,7 @@ def train(cli, endpoint):
     return subprocess.run([sys.executable, "-c", LOOP], env=environ, capture_output=True, text=True, timeout=100)
 
 
-def test_serve_takes_reports_and_ends_with_the_loop(cli):
+def test_serve_receives_reports_and_ends_with_the_loop(cli):
     process = cli.start("serve", "--run-dir", "runs", "--run-name", "one", **SINKS)
 
     done = train(cli, ready(process))
@@ -43,7 +43,7 @@ def test_serve_takes_reports_and_ends_with_the_loop(cli):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_no_folder_is_left_without_ranks(cli, number):
+def test_folder_of_a_run_without_ranks_is_removed(cli, number):
     process = cli.start("serve")
     ready(process)
 
@@ -56,7 +56,7 @@ def test_no_folder_is_left_without_ranks(cli, number):
     assert not (cli.folder / "efficientllm_runs").exists()
 
 
-def test_existing_folder_stays_without_ranks(cli):
+def test_existing_folder_of_a_run_without_ranks_is_kept(cli):
     (cli.folder / "runs" / "one").mkdir(parents=True, mode=0o700)
     (cli.folder / "runs" / "one" / "notes.txt").write_text("mine")
     process = cli.start("serve", "--run-dir", "runs", "--run-name", "one")

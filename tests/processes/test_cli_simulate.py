@@ -1,4 +1,4 @@
-"""effllm simulate: the messages of a job's agents."""
+"""The command effllm simulate, which sends the messages of a job's agents."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from effllm.commands.simulation import TOKENS, SimulatedRank
 from effllm.network import descriptors
 
 
-def test_simulated_rank_reports_what_it_counts():
+def test_simulated_rank_reports_its_counts():
     rank = SimulatedRank(3, 8, "job", "agent", log_interval=10)
 
     rows = [rank.next_row(100.0 + window, 101.0 + window, 0.0) for window in range(5)]
@@ -25,7 +25,7 @@ def test_simulated_rank_reports_what_it_counts():
     assert all(row.wall_s == pytest.approx(row.busy_s + row.wait_s) for row in rows)
 
 
-def test_eight_ranks_share_a_node_and_none_a_gpu():
+def test_eight_simulated_ranks_share_a_host_but_no_gpu():
     ranks = [SimulatedRank(number, 20, "job", "agent", 10).hello() for number in range(20)]
 
     assert [ranks[number].host for number in (0, 7, 8, 19)] == ["node00000", "node00000", "node00001", "node00002"]
@@ -74,10 +74,10 @@ def test_two_hundred_ranks_are_counted_to_the_last_token(cli, security, arrival)
     assert found["energy_j"] == pytest.approx(found["energy_true_j"], rel=1e-9)
     assert (found["lost"], found["unconfirmed"], found["duplicates"]) == (0, 0, 0)
     assert found["descriptors"] > 200
-    assert len(found["delays_s"]) >= 5  # the last message to rank 0 may be lost when both ends close
+    assert len(found["delays_s"]) >= 5  # the last message to rank 0 can be lost when both sockets close
 
 
-MAX_BYTES_PER_RANK = 90_000  # of the aggregator; 62,000 were measured, 42,000 of them in ZeroMQ
+MAX_BYTES_PER_RANK = 90_000  # memory of the aggregator; measured: 62,000 bytes per rank, including 42,000 in ZeroMQ
 
 
 @pytest.mark.faults
@@ -110,7 +110,7 @@ class Limits(list):
 
 @pytest.fixture
 def limits(monkeypatch):
-    """The limits of a process whose hard limit cannot rise, except up to ``most``."""
+    """Replace the limits of this process by fake limits; the hard limit can be raised only up to ``most``."""
     state = Limits([1024, 4096])
 
     def set_limit(_, wanted):
@@ -123,12 +123,12 @@ def limits(monkeypatch):
     return state
 
 
-def test_the_soft_limit_is_raised_to_the_hard_one(limits):
+def test_soft_limit_is_raised_to_the_hard_limit(limits):
     assert descriptors.raise_limit(4000) == ""
     assert limits == [4096, 4096]
 
 
-def test_too_low_hard_limit_is_reported_with_the_number(limits):
+def test_too_low_hard_limit_is_reported_with_the_needed_number(limits):
     least = descriptors.needed(10_000)
 
     assert least == 12_256
@@ -139,12 +139,12 @@ def test_too_low_hard_limit_is_reported_with_the_number(limits):
     assert "\n" not in line
 
 
-def test_a_small_world_needs_little_more_than_its_ranks():
-    # A fifth more, and 96 with as many again as there are ranks, at most 256.
+def test_number_of_descriptors_for_small_worlds():
+    # For n ranks: 1.2 n + min(256, 96 + n), rounded up.
     assert [descriptors.needed(peers) for peers in (2, 8, 100, 160, 200)] == [101, 114, 316, 448, 496]
 
 
-def test_trainer_gets_the_shortage_and_keeps_its_limits(limits):
+def test_shortage_does_not_change_the_limits(limits):
     assert descriptors.shortage(3000) == ""  # 3,856
     assert descriptors.shortage(10_000).startswith("12256 open files are needed and 4096 are allowed: ")
     limits.most = 12_256
@@ -176,7 +176,7 @@ def test_reserved_descriptors_are_free_for_files():
 def test_ctrl_c_prints_the_results_so_far(cli):
     process = cli.start("simulate", "--ranks", "2", "--minutes", "5", "--interval", "0.2", "--run-dir", "here")
     jobs.until(lambda: any(path.stat().st_size for path in (cli.folder / "here").glob("windows-*.jsonl")))
-    time.sleep(1.0)  # the ranks report their counts twice a second
+    time.sleep(1.0)  # ranks report their counts twice a second
 
     process.send_signal(signal.SIGINT)
 

@@ -1,6 +1,7 @@
-"""CONTRIBUTING.md: its diffs apply to this tree, touch as few places as it promises, and work in a job.
+"""Diffs in CONTRIBUTING.md: they can be applied to this tree, change only the promised number of places, and work in a
+job.
 
-A failure after a change of the code means that a diff of CONTRIBUTING.md has to follow: its context, or its content.
+After a change of the code, a failure means that the context or content of a diff must also be changed.
 """
 
 import json
@@ -16,7 +17,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 ROOT = Path(__file__).resolve().parents[2]
-#: Heading -> the places that its diff may touch: a new file, or a hunk of a file that is there.
+#: Heading -> number of places that its diff changes; a place is a new file or a hunk of an existing file.
 PLACES = {
     "A metric": 1,
     "A device": 1,
@@ -26,7 +27,7 @@ PLACES = {
     "A counter of the loop": 2,
     "A setting": 1,
 }
-#: The lines that these add to files that are there.
+#: Number of lines that a diff adds to existing files.
 LINES = {"A kind of event": 1, "A hook of a training system": 1, "A counter of the loop": 2}
 
 TRAINER = """
@@ -76,7 +77,7 @@ def diffs():
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory):
-    """A copy of the package with all diffs of CONTRIBUTING.md."""
+    """Return a copy of the package to which all diffs of CONTRIBUTING.md are applied."""
     tools = {"git": ["git", "apply", "-"], "patch": ["patch", "-p1", "--no-backup-if-mismatch"]}
     command = next((command for tool, command in tools.items() if shutil.which(tool)), None)
     if command is None:
@@ -86,7 +87,7 @@ def tree(tmp_path_factory):
     environ = {
         **os.environ,
         "GIT_CEILING_DIRECTORIES": str(tree.parent),
-    }  # in no repository, where git apply skips files
+    }  # git must find no repository, because inside a repository `git apply` skips files
     for heading, diff in diffs().items():
         done = subprocess.run(command, cwd=tree, env=environ, input=diff, capture_output=True, text=True, check=False)
         output = done.stdout + done.stderr
@@ -96,7 +97,7 @@ def tree(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def proc(tree):
-    """The files that the device of the copy reads, in place of those of /proc."""
+    """Return a folder with files that the new device of the copy reads instead of the files in /proc."""
     proc = tree / "proc"
     proc.mkdir()
     (proc / "meminfo").write_text("MemTotal: 2097152 kB\nMemAvailable: 1048576 kB\n")
@@ -120,7 +121,7 @@ SETTINGS = {
 
 
 def effllm(tree, folder, *arguments, **variables):
-    """Run the command line of the copy in a folder."""
+    """Run the command line of the copied package in a folder."""
     done = subprocess.run(
         [sys.executable, "-m", "effllm", *arguments],
         env={**os.environ, "PYTHONPATH": str(tree), "COLUMNS": "80", **variables},
@@ -136,7 +137,7 @@ def effllm(tree, folder, *arguments, **variables):
 
 @pytest.fixture(scope="module")
 def run(tree, proc, tmp_path_factory):
-    """The run folder of a job of one rank with all of the extensions."""
+    """Return the run folder of a job of one rank with all extensions."""
     folder = tmp_path_factory.mktemp("job")
     (folder / "ourtrainer").mkdir()
     (folder / "ourtrainer" / "__init__.py").touch()
@@ -159,7 +160,7 @@ def lines(run, stem):
     return [json.loads(line) for path in sorted(run.glob(f"{stem}*.jsonl")) for line in path.read_text().splitlines()]
 
 
-def test_each_extension_touches_as_few_places_as_promised():
+def test_each_extension_changes_the_promised_number_of_places():
     hunks = {heading: re.findall(r"^@@ -(\d+),.*@@", diff, re.MULTILINE) for heading, diff in diffs().items()}
 
     assert {heading: len(places) for heading, places in hunks.items()} == PLACES
@@ -170,7 +171,7 @@ def test_each_extension_touches_as_few_places_as_promised():
         assert not re.search(r"^-(?!-- )", diff, re.MULTILINE), f"{heading} changes lines that are there"
 
 
-def test_new_hook_counts_the_iterations_of_its_system(run):
+def test_new_hook_counts_iterations_of_its_training_system(run):
     summary, facts = read(run / "summary.json"), read(run / "run.json")
     steps = read(run.parents[1] / "steps.json")
 
@@ -183,10 +184,10 @@ def test_new_device_is_sampled(run):
     [device] = read(run / "run.json")["ranks"]["0"]["devices"]
 
     assert (device["kind"], device["key"][:7]) == ("host_memory", "MEMORY-")
-    assert read(run / "summary.json")["metrics"]["amu_gb"]["value"] == 1.0  # of 2 GiB 1 is available
+    assert read(run / "summary.json")["metrics"]["amu_gb"]["value"] == 1.0  # 1 of 2 GiB is available
 
 
-def test_new_sink_gets_the_reports(run):
+def test_new_sink_receives_the_reports(run):
     values = [line.split(",") for line in (run / "values.csv").read_text().splitlines()]
 
     assert ["10", "throughput/tokens_per_iteration", "5.0"] in values

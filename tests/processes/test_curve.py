@@ -1,4 +1,4 @@
-"""effllm/network: which peers are admitted over real sockets, and which rejections are reported."""
+"""Admission of peers over real sockets, and reports of rejected peers."""
 
 import errno
 import os
@@ -31,7 +31,7 @@ BEAT = Heartbeat("agent", 0, 0, "step", 0.0)
 
 
 class Listener:
-    """An aggregator's secured socket on a listening descriptor, as in the server."""
+    """A secured socket of an aggregator on a listening descriptor, as in the server."""
 
     def __init__(self, address="127.0.0.1", keys=None, gated=True):
         keys = keys or ServerKeys.of(SECRET, JOB)
@@ -54,7 +54,7 @@ class Listener:
         return link
 
     def serve(self, until, within_s=30.0):
-        """Serve until a condition holds; return whether it does."""
+        """Serve until ``until`` returns a true value or time is up; return the last value."""
         deadline_s = time.monotonic() + within_s
         while not until() and time.monotonic() < deadline_s:
             poller = zmq.Poller()
@@ -103,7 +103,7 @@ def listener():
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
-def test_agent_of_the_job_is_admitted_on_an_inherited_socket(listener, address):
+def test_agent_of_the_job_is_admitted_on_an_inherited_listener(listener, address):
     if address == "::1" and not socket.has_ipv6:
         pytest.skip("no IPv6 here")
     secured = listener(address)
@@ -156,7 +156,7 @@ def test_peer_without_the_secret_is_rejected_and_counted(listener, keys, why):
     secured = listener()
     secured.link(keys)
 
-    # It retries; a peer without CURVE may close its connection before its mechanism was read.
+    # The peer retries. A peer without CURVE can close its connection before the server has read its mechanism.
     expected = {f"a peer at 127.0.0.1 was rejected: {one}" for one in ({why, NO_PROTOCOL} if not keys else {why})}
     assert secured.serve(lambda: expected & set(secured.event_texts))
     assert secured.rejections.count >= 1
@@ -164,14 +164,14 @@ def test_peer_without_the_secret_is_rejected_and_counted(listener, keys, why):
 
 
 @pytest.mark.parametrize("word", [b"GET / HTTP/1.1\r\n\r\n", bytes(4000), b""], ids=["http", "zeros", "nothing"])
-def test_other_protocols_are_rejected_without_harm(listener, word):
+def test_agent_is_admitted_after_peers_with_other_protocols(listener, word):
     secured = listener()
     for _ in range(2 * MAX_UNSEEN):
         with socket.create_connection((secured.address, secured.port)) as raw:
             raw.sendall(word)
         if secured.serve(lambda: secured.event_texts, within_s=1.0):
             break
-    where = ("at 127.0.0.1", "of unknown address")  # depends on how soon the connection ends
+    where = ("at 127.0.0.1", "of unknown address")  # the text depends on the time at which the connection ends
     assert secured.event_texts in [[f"a peer {one} was rejected: {NO_PROTOCOL}"] for one in where]
     assert secured.rejections.count == 1
 
@@ -191,11 +191,11 @@ sys.stdin.readline()
 """
 
 
-def test_exhausted_descriptors_are_an_error_until_freed(listener):
+def test_agent_is_admitted_after_exhausted_descriptors_are_freed(listener):
     secured = listener()
     command = [sys.executable, "-c", CONNECT_ON_COMMAND, str(secured.port)]
     connecting = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    connecting.stdout.readline()  # wait for its start without a limit
+    connecting.stdout.readline()  # wait for the start of the process, without a timeout
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 48), hard))
     try:
@@ -213,7 +213,7 @@ def test_exhausted_descriptors_are_an_error_until_freed(listener):
     assert secured.serve(lambda: secured.heard, within_s=20.0)
 
 
-def test_repr_shows_no_keys():
+def test_repr_does_not_contain_keys():
     keys = ServerKeys.of(SECRET, JOB)
 
     assert keys.own.secret.decode() not in repr(keys)
@@ -224,7 +224,7 @@ def test_repr_shows_no_keys():
     assert AgentKeys.of(SECRET, JOB).server_public == keys.own.public
 
 
-# --- which rejections are reported: pure
+# --- reports of rejections, without sockets
 
 
 def test_address_is_reported_once_per_reason_and_counted():
@@ -237,7 +237,7 @@ def test_address_is_reported_once_per_reason_and_counted():
     assert (rejections.count, rejections.take_repeated(), rejections.take_repeated()) == (4, 2, 0)
 
 
-def test_thousand_addresses_are_reported_and_the_rest_counted():
+def test_thousand_addresses_are_reported_and_more_are_counted():
     rejections = Rejections()
     for i in range(MAX_ADDRESSES + 10):
         rejections.reject(f"10.0.{i // 256}.{i % 256}", NO_KEY)
@@ -248,7 +248,7 @@ def test_thousand_addresses_are_reported_and_the_rest_counted():
     assert rejections.count == MAX_ADDRESSES + 10
 
 
-def test_agent_killed_in_its_handshake_is_not_a_rejection():
+def test_agent_that_ends_during_its_handshake_is_not_rejected():
     rejections = Rejections()
     rejections.admit("10.0.0.2")
     rejections.reject("10.0.0.2", NO_PROTOCOL)

@@ -1,4 +1,4 @@
-"""effllm/devices/amd.py with the tests' own amdsmi, whose true values are known; not run on an AMD GPU."""
+"""effllm/devices/amd.py with a fake amdsmi whose true values are known; these tests do not use an AMD GPU."""
 
 import importlib
 import json
@@ -20,10 +20,10 @@ from effllm.records.rank import AVERAGE, COUNTER, GAUGES, GPU, INSTANT, MODULE
 LIBRARY = Path(__file__).parents[1] / "amdsmi_library"
 LOOP = "loop.py"
 GIB = 2**30
-#: The library takes 2^-16 J for 15.3 uJ: 0.27 % too much.
+#: The library uses 15.3 uJ instead of 2^-16 J = 15.2588 uJ, so its energy is 0.27 % too high.
 HIGH = 15.3e-6 * 2**16
 
-# As AMD SMI lists them.  HIP counts B, C, A; on the PCI bus they are C, A, B.
+# This is the order of AMD SMI. The order of HIP is B, C, A; the order on the PCI bus is C, A, B.
 A = {"serial": 0xA, "bdf": "0000:5e:00.0", "hip_id": 2, "memory_used": 1 * GIB}
 B = {"serial": 0xB, "bdf": "0000:c1:00.0", "hip_id": 0, "memory_used": 2 * GIB}
 C = {"serial": 0xC, "bdf": "0000:3b:00.0", "hip_id": 1, "memory_used": 3 * GIB}
@@ -44,7 +44,7 @@ FIELDS = {
 
 
 class Clock:
-    """A clock that the test moves."""
+    """A clock that the test advances."""
 
     def __init__(self):
         self.now_s = 1000.0
@@ -113,7 +113,7 @@ def library(tmp_path, monkeypatch):
 
 
 def device_of(library, **site):
-    """Return the key of the opened device and the GiB in use on it: both identify the GPU."""
+    """Return the key and the used memory (GiB) of the opened device; each of these values identifies the GPU."""
     reader = library.open(**site)
     sample, failures = reader.read()
     assert not failures
@@ -128,13 +128,13 @@ def device_of(library, **site):
         ("2,0,1", 0, (KEY_A, 1)),
         ("2,0,1", 1, (KEY_B, 2)),
         ("1", 0, (KEY_C, 3)),
-        ("1", 2, (KEY_C, 3)),  # one per rank: the launcher shows rank 2 its own GPU only
+        ("1", 2, (KEY_C, 3)),  # the launcher makes one GPU visible to each rank
         (f"{KEY_C},{KEY_A}", 1, (KEY_A, 1)),
         (f" {KEY_B.upper()} , 2 ", 1, (KEY_A, 1)),
         ("1,99,0", 0, (KEY_C, 3)),
     ],
 )
-def test_permuted_visible_devices_select_the_right_gpu(library, visible, local_rank, expected):
+def test_permuted_visible_devices_select_the_correct_gpu(library, visible, local_rank, expected):
     assert device_of(library, visible_devices=visible, local_rank=local_rank) == expected
 
 
@@ -151,30 +151,30 @@ def test_rank_without_a_visible_gpu_raises(library, visible, local_rank):
     ("release", "order"),
     [
         ((7, 0), [KEY_B, KEY_C, KEY_A]),  # HIP's own numbers
-        ((6, 3), [KEY_B, KEY_C, KEY_A]),  # the numbers of the driver's nodes; HIP derives its order from them
-        ((6, 1), [KEY_C, KEY_A, KEY_B]),  # neither is known: the PCI bus
+        ((6, 3), [KEY_B, KEY_C, KEY_A]),  # the node numbers of the driver, from which HIP derives its order
+        ((6, 1), [KEY_C, KEY_A, KEY_B]),  # HIP's and the driver's numbers are unknown: PCI bus order
     ],
 )
-def test_gpus_have_hips_order_not_amd_smis(library, release, order):
+def test_gpus_have_the_order_of_hip_and_not_of_amd_smi(library, release, order):
     library.write(release=release)
 
     assert [device_of(library, local_rank=rank)[0] for rank in range(3)] == order
 
 
 @pytest.mark.parametrize("bus", ["00000000:5E:00.0", "0000:5e:00.0"])
-def test_torchs_bus_id_precedes_any_position(library, bus):
+def test_bus_id_of_torch_selects_the_gpu(library, bus):
     assert device_of(library, cuda_pci_bus_id=bus, visible_devices="0,1", local_rank=1) == (KEY_A, 1)
 
 
 @pytest.mark.parametrize(
     "uuid",
     [
-        "30303030-3030-3030-3030-303030303063",  # as torch gives HIP's 16 letters "000000000000000c"
+        "30303030-3030-3030-3030-303030303063",  # torch's form of the 16 letters "000000000000000c" of HIP
         "GPU-000000000000000c",
         "00ff74a1-0000-1000-8000-00000000000c",  # AMD SMI's own
     ],
 )
-def test_torchs_uuid_is_found_in_any_spelling(library, uuid):
+def test_uuid_of_torch_is_found_in_every_spelling(library, uuid):
     assert device_of(library, cuda_uuid=uuid, visible_devices="0,1", local_rank=1) == (KEY_C, 3)
 
 
@@ -185,14 +185,14 @@ def test_unknown_gpu_of_torch_raises(library, site):
 
 
 def test_hidden_gpu_is_not_counted(library):
-    library.fault(("amdsmi_get_gpu_device_bdf", NO_PERMISSION, 1))  # B, as in a container that was given A and C
+    library.fault(("amdsmi_get_gpu_device_bdf", NO_PERMISSION, 1))  # B is hidden, as in a container with A and C
 
     assert device_of(library, visible_devices="0") == (KEY_C, 3)
 
 
-@pytest.mark.parametrize("release", [(6, 0), (7, 0)])  # all bits set, and "N/A"
+@pytest.mark.parametrize("release", [(6, 0), (7, 0)])  # missing values: all bits set, and "N/A"
 @pytest.mark.parametrize("serial", [None, 0])
-def test_gpus_without_a_serial_are_distinguished_by_bus(library, release, serial):
+def test_gpus_without_a_serial_are_distinguished_by_pci_bus(library, release, serial):
     library.write(gpus=[A | {"serial": serial}, B | {"serial": serial}], release=release)
 
     found = {device_of(library, local_rank=rank) for rank in (0, 1)}
@@ -202,7 +202,7 @@ def test_gpus_without_a_serial_are_distinguished_by_bus(library, release, serial
 
 def test_partitions_of_a_gpu_are_one_device(library):
     partitions = [A | {"bdf": f"0000:5e:00.{function}", "hip_id": function} for function in (0, 1, 2)]
-    partitions[1] |= {"serial": None}  # since 7.12 AMD SMI returns a value only for the first
+    partitions[1] |= {"serial": None}  # since 7.12 AMD SMI returns a serial only for the first partition
     library.write(gpus=[partitions[1], partitions[0], partitions[2], B | {"hip_id": 3}])
 
     assert [device_of(library, local_rank=rank)[0] for rank in range(4)] == [KEY_A, KEY_A, KEY_A, KEY_B]
@@ -236,7 +236,7 @@ def test_sample_is_in_base_units_for_every_release(library, release):
 
 
 @pytest.mark.parametrize("kind", ["current", "average"])
-def test_reading_only_energy_takes_two_calls(library, kind):
+def test_read_of_energy_only_takes_two_calls(library, kind):
     reader = library.of(power_kind=kind)
     every = [*FIELDS.values(), "amdsmi_get_gpu_metrics_info"]
     library.fault(*[(call, IO_ERROR) for call in every if "energy" not in call and "power_info" not in call])
@@ -275,7 +275,7 @@ def test_device_has_its_name_key_and_limits(library, release):
         ("energy_accumulator", "energy_j"),
     ],
 )
-def test_missing_value_is_none_and_not_a_failure(library, release, no_value, gone):
+def test_missing_value_is_none_and_no_failure(library, release, no_value, gone):
     reader = library.of(release, no_value=[no_value])
     sample, failures = reader.read()
 
@@ -284,7 +284,7 @@ def test_missing_value_is_none_and_not_a_failure(library, release, no_value, gon
     assert failures == {}
 
 
-def test_device_lists_what_it_does_not_measure(library):
+def test_device_lists_values_that_are_not_measured(library):
     lacking = ["memory_usage", "activity"]
     gpu = {"lacking": [f"amdsmi_get_gpu_{name}" for name in lacking] + ["amdsmi_get_power_info"]}
     device = library.of(no_value=["energy_accumulator"], **gpu).device
@@ -295,7 +295,7 @@ def test_device_lists_what_it_does_not_measure(library):
     assert (device.energy_method, device.power_scope) == (None, None)
 
 
-def test_memory_activity_is_bandwidth_only_since_mi300(library):
+def test_memory_activity_before_mi300_is_not_dram_activity(library):
     sample, _ = library.of(name="AMD Instinct MI210").read()
 
     assert sample.utilization == 0.75
@@ -313,7 +313,7 @@ def test_activity_above_100_percent_is_a_failure(library):
 
 @pytest.mark.parametrize("field", FIELDS)
 @pytest.mark.parametrize("error", [IO_ERROR, RETRY, TIMEOUT])
-def test_failing_read_is_none_not_zero_and_recovers(library, field, error):
+def test_failed_reading_is_none_until_the_next_successful_read(library, field, error):
     reader = library.of()
     library.fault((FIELDS[field], error))
     failing = [reader.read() for _ in range(2)]
@@ -327,12 +327,12 @@ def test_failing_read_is_none_not_zero_and_recovers(library, field, error):
     for failed, reasons in failing:
         assert value(failed) is None
         assert reason in reasons[field]
-        assert failed.memory_bytes or failed.power_w  # the other values are there
+        assert failed.memory_bytes or failed.power_w  # other values of the sample are still measured
     assert value(sample) > 0
     assert failures == {}
 
 
-def test_broken_exception_of_a_release_fails_one_read(library):
+def test_exception_with_an_error_in_its_text_is_one_failure(library):
     reader = library.of((5, 7), power_kind="average")
     library.fault(("amdsmi_get_gpu_activity", RETRY))
     sample, failures = reader.read()
@@ -372,11 +372,11 @@ def test_growing_residency_of_a_limit_is_throttling(library):
     then_s = library.clock()
     first, _ = reader.read()
     library.clock.sleep(1.0)
-    over = 0.4 * then_s / library.clock()  # active before, and not since
+    over = 0.4 * then_s / library.clock()  # this limit was active before, but not after the first read
     library.write(gpus=[{"residencies": {"ppt": 0.5, "vr_thm": over, "hbm_thm": 0.0}}])
     second, failures = reader.read()
 
-    assert first.throttled_by is None  # no earlier read exists to compare with
+    assert first.throttled_by is None  # there is no earlier read for a comparison
     assert second.throttled_by == ("power_cap",)
     assert failures == {}
 
@@ -412,8 +412,8 @@ def readings(joules, watts=100.0, every_s=0.1, stamps=None):
 @pytest.mark.parametrize(
     ("joules", "is_good", "reason"),
     [
-        # 100 W for 0.1 s are 10 J.  From the first move to the last, 0.3 s: 30 J by power. The counter may differ by 25
-        # % (7.5 J) and by 0.5 W for 0.3 s (0.15 J).
+        # 100 W for 0.1 s are 10 J. From the first change of the counter to the last one, 0.3 s, the energy from power
+        # is 30 J. The tolerance is 25 % (7.5 J) plus 0.5 W for 0.3 s (0.15 J).
         ([0, 10, 20, 30, 40], True, ""),
         ([0, 12.5, 25, 37.5, 50], True, ""),
         ([0, 12.6, 25.2, 37.8, 50.4], False, "it counted 37.8 J in 0.3 s in which power comes to 30 J"),
@@ -425,7 +425,8 @@ def readings(joules, watts=100.0, every_s=0.1, stamps=None):
         ([50, 40, 30, 20, 10], False, "it decreased by 10 J"),
         ([0, 10, 20, 19, 30], False, "it decreased by 1 J"),
         ([0, None, None, None, 40], False, "it could not be read"),
-        # Three ticks of 0.2 s: 40 J from the first move to the last, wherever in a tick the check begins.
+        # Three changes with a tick of 0.2 s: 40 J from the first change to the last one; the phase of the tick has no
+        # effect.
         ([0, 20, 20, 40, 40, 60, 60], True, ""),
         ([0, 0, 20, 20, 40, 40, 60], True, ""),
     ],
@@ -439,7 +440,7 @@ def test_counter_is_accepted_if_it_matches_the_power(joules, is_good, reason):
 
 
 def test_small_power_has_a_tolerance_of_half_a_watt():
-    # 2 W for 0.3 s are 0.6 J; 25 % of this is 0.15 J; half a watt of rounding adds 0.15 J.
+    # 2 W for 0.3 s are 0.6 J. The tolerance is 25 % (0.15 J) plus half a watt of rounding (0.15 J).
     assert judge_counter(readings([0, 0.29, 0.58, 0.87, 1.16], watts=2.0)).is_good
     assert not judge_counter(readings([0, 0.31, 0.62, 0.93, 1.24], watts=2.0)).is_good
 
@@ -456,7 +457,7 @@ def test_unchecked_counter_is_accepted_with_a_note():
 @pytest.mark.parametrize(
     ("kind", "method", "field"), [("current", INSTANT, "power_w"), ("average", AVERAGE, "power_average_w")]
 )
-def test_power_replaces_a_counter_of_a_wrong_rate(library, rate, why, kind, method, field):
+def test_power_replaces_a_counter_with_a_wrong_rate(library, rate, why, kind, method, field):
     reader = library.of(rate=rate, power_kind=kind)
     sample, failures = reader.read()
     device = reader.device
@@ -492,7 +493,7 @@ def test_power_without_a_counter_is_integrated(library):
     assert library.clock() == began_s  # no counter exists to check
 
 
-def test_stale_library_measures_neither_energy_nor_power(library):
+def test_stale_library_gives_no_energy_and_no_power(library):
     library.fault(("*", "stale"))
     reader = library.of((6, 0))
     library.clock.sleep(10)
@@ -515,7 +516,7 @@ def test_opening_checks_the_counter_for_at_most_half_a_second(library):
 
 @pytest.mark.parametrize("power", [[400.0, 0.0, 1.0], [400.0, 300.0, 0.7], [40.0, 0.0, 1.0]])
 @pytest.mark.parametrize("tick_s", [0.0, 0.01, 0.05, 0.1])
-def test_good_counter_is_accepted_at_any_tick_and_load(library, power, tick_s):
+def test_correct_counter_is_accepted_for_every_tick_and_load(library, power, tick_s):
     device = library.of(power=power, tick_s=tick_s).device
 
     assert (device.energy_method, device.energy_note) == (COUNTER, "")
@@ -543,27 +544,30 @@ FIRST, SECOND = "GPU-0000000000000011", "GPU-0000000000000012"
 
 
 @pytest.mark.parametrize("release", [(5, 7), (6, 0), (7, 0)])
-def test_two_dies_of_a_card_share_one_energy(library, release):
+def test_two_dies_of_a_card_have_one_energy_key(library, release):
     library.write(gpus=CARD_1, release=release)
     first, second = library.open(local_rank=0), library.open(local_rank=1)
     (one, _), (other, failures) = first.read(), second.read()
 
     assert (first.device.key, second.device.key) == (FIRST, SECOND)
     assert first.device.energy_key == second.device.energy_key == FIRST
-    assert (first.device.energy_method, first.device.power_scope) == (COUNTER, GPU)  # a module would include its CPU
+    assert (first.device.energy_method, first.device.power_scope) == (
+        COUNTER,
+        GPU,
+    )  # scope "module" would include a CPU
     assert first.device.energy_note == "of both dies of the card"
     assert (one.power_average_w, one.energy_j > 0) == (400.0, True)
     assert (second.device.energy_method, second.device.power_scope) == (None, None)
     assert (other.power_average_w, other.power_w, other.energy_j, failures) == (None, None, None, {})
-    assert other.memory_bytes == 48 * GIB  # its other values are its own
+    assert other.memory_bytes == 48 * GIB  # the second die has its own values except energy and power
     assert second.device.not_measured[-1] == (
         f"energy: this is the second die of its card; the other one, {FIRST}, has that of both"
     )
     assert second.device.power_limit_w is None
 
 
-def test_links_identify_the_card_of_a_die_before_the_bus(library):
-    # The first die of card 1 is next to the second die of card 2 on the bus; the first die of card 2 is not.
+def test_card_of_a_die_is_found_by_its_links_and_not_by_the_bus(library):
+    # On the bus, the second die of card 2 is next to the first die of card 1 and not next to the first die of card 2.
     other = [CARD_1[0] | {"serial": 0x21, "bdf": "0000:d6:00.0"}, CARD_1[1] | {"serial": 0x22, "bdf": "0000:c2:00.0"}]
     other[1] |= {"max_bandwidth": {"0": 100_000, "1": 200_000}}
     library.write(gpus=[CARD_1[0], *other])
@@ -575,7 +579,7 @@ def test_links_identify_the_card_of_a_die_before_the_bus(library):
 
 @pytest.mark.parametrize("max_bandwidth", [{"1": 100_000}, {}])
 def test_second_die_without_a_visible_first_has_no_energy(library, max_bandwidth):
-    # The only other die belongs to another card: its links show this, or it is also a second die.
+    # The only other visible die belongs to another card: the links show this, or the other die is also a second die.
     other_card = CARD_1[1] | {"serial": 0x22, "bdf": "0000:c2:00.0", "max_bandwidth": {}}
     library.write(gpus=[CARD_1[1] | {"max_bandwidth": max_bandwidth}, other_card])
 
@@ -585,7 +589,7 @@ def test_second_die_without_a_visible_first_has_no_energy(library, max_bandwidth
     assert "not visible here" in device.not_measured[-1]
 
 
-def test_first_dies_of_two_cards_have_two_energies(library):
+def test_first_dies_of_two_cards_have_different_energy_keys(library):
     library.write(gpus=[CARD_1[0], CARD_1[0] | {"serial": 0x21, "bdf": "0000:c9:00.0", "hip_id": 1}])
 
     keys = [library.open(local_rank=rank).device.energy_key for rank in (0, 1)]
@@ -609,7 +613,7 @@ def test_energy_of_an_mi300a_has_the_scope_module(library, release, gpu):
     assert (device.power_scope, device.energy_key) == (MODULE, "")
 
 
-def test_mi210_has_one_die_and_unshared_energy(library):
+def test_mi210_has_one_die_and_no_shared_energy(library):
     device = library.of(name="AMD Instinct MI210", device_id=0x740F, power_kind="average").device
 
     assert (device.energy_key, device.power_scope, device.energy_note) == ("", GPU, "")
@@ -625,7 +629,7 @@ def test_lost_gpu_is_read_again(library):
     library.fault(LOST)
     lost, failures = reader.read()
     library.fault()
-    waiting, _ = reader.read()  # a restart of AMD SMI has just failed: no retry within the second
+    waiting, _ = reader.read()  # a restart of AMD SMI has failed: the next one is after a second
     library.clock.sleep(1.0)
     back, no_failures = reader.read()
 
@@ -636,7 +640,7 @@ def test_lost_gpu_is_read_again(library):
     assert (back.memory_bytes, back.power_w, no_failures) == (48 * GIB, 400.0, {})
 
 
-def test_returning_gpu_is_found_at_another_list_position(library):
+def test_returned_gpu_is_found_at_another_list_position(library):
     reader = library.open(cuda_pci_bus_id="0000:5e:00.0")
     library.fault(LOST)
     reader.read()
@@ -647,10 +651,10 @@ def test_returning_gpu_is_found_at_another_list_position(library):
     assert sample.memory_bytes == 1 * GIB
 
 
-def test_search_for_a_lost_gpu_backs_off(library):
+def test_delay_between_searches_for_a_lost_gpu_increases(library):
     reader = library.of()
     library.fault(LOST)
-    reader.read()  # first search at once, without success; then after 1, 2, 4, 8 s
+    reader.read()  # first search immediately, without success; then after 1, 2, 4, 8 s
     for delay_s in (1.0, 2.0, 4.0):
         library.clock.sleep(delay_s)
         reader.read()
@@ -664,7 +668,7 @@ def test_search_for_a_lost_gpu_backs_off(library):
     assert back.memory_bytes == 48 * GIB
 
 
-def test_backoff_restarts_when_a_gpu_is_lost_again(library):
+def test_delay_between_searches_is_reset_for_the_next_loss(library):
     reader = library.of()
     library.fault(LOST)
     for _ in range(4):  # four searches without success: the next delay would be 16 s
@@ -687,7 +691,7 @@ def test_backoff_restarts_when_a_gpu_is_lost_again(library):
 def test_reader_recovers_after_a_driver_reload(library):
     reader = library.of()
     library.fault(LOST, ("amdsmi_init", NOT_LOADED))
-    reader.read()  # AMD SMI is shut down now, and does not start
+    reader.read()  # AMD SMI is now shut down and does not start
     _, failures = reader.read()
     library.fault()
     library.clock.sleep(1.0)
@@ -697,7 +701,7 @@ def test_reader_recovers_after_a_driver_reload(library):
     assert sample.memory_bytes == 48 * GIB
 
 
-def test_closed_reader_fails_and_does_not_reopen(library):
+def test_closed_reader_has_failures_and_does_not_open_again(library):
     reader = library.of()
     reader.close()
     reader.close()
@@ -719,7 +723,7 @@ def test_closed_reader_fails_and_does_not_reopen(library):
         (18, "AMD SMI does not start: AMDSMI_STATUS_INIT_ERROR - Initialization error"),
     ],
 )
-def test_library_that_does_not_start_raises_one_sentence(library, monkeypatch, tmp_path, error, advice):
+def test_library_that_does_not_start_raises_with_one_sentence(library, monkeypatch, tmp_path, error, advice):
     monkeypatch.setattr(_amd_library, "_DEVICE_NODES", tmp_path)
     library.fault(("amdsmi_init", error))
 
@@ -728,7 +732,7 @@ def test_library_that_does_not_start_raises_one_sentence(library, monkeypatch, t
     assert "\n" not in str(raised.value)
 
 
-def test_no_gpu_raises_one_sentence(library, monkeypatch, tmp_path):
+def test_missing_gpu_raises_with_one_sentence(library, monkeypatch, tmp_path):
     monkeypatch.setattr(_amd_library, "_DEVICE_NODES", tmp_path)
     library.write(gpus=[])
 
@@ -738,21 +742,21 @@ def test_no_gpu_raises_one_sentence(library, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("denied", ["kfd", "dri/renderD128"])
-def test_denied_device_node_is_given_as_the_reason(library, monkeypatch, tmp_path, denied):
+def test_reason_for_no_gpu_is_a_device_node_without_permission(library, monkeypatch, tmp_path, denied):
     (tmp_path / "dri").mkdir()
     for name in ("kfd", "dri/renderD128"):
         (tmp_path / name).touch()
     monkeypatch.setattr(_amd_library, "_DEVICE_NODES", tmp_path)
     monkeypatch.setattr(
         _amd_library.os, "access", lambda path, mode: Path(path) != tmp_path / denied
-    )  # root may open all
+    )  # root may open all nodes
     library.write(gpus=[])
 
     with pytest.raises(DeviceUnavailable, match="groups render and video"):
         library.open()
 
 
-def test_missing_package_raises_one_sentence(monkeypatch):
+def test_missing_package_raises_with_one_sentence(monkeypatch):
     monkeypatch.setitem(sys.modules, "amdsmi", None)
 
     with pytest.raises(DeviceUnavailable, match="the Python package amdsmi is not installed: install"):
@@ -760,7 +764,7 @@ def test_missing_package_raises_one_sentence(monkeypatch):
 
 
 @pytest.mark.parametrize("error", ["KeyError", "AttributeError", "OSError"])
-def test_package_without_its_library_raises_one_sentence(library, capfd, error):
+def test_package_without_its_library_raises_with_one_sentence(library, capfd, error):
     library.write(import_error=error)
 
     with pytest.raises(DeviceUnavailable, match=r"cannot use libamd_smi.so .* install ROCm's amd-smi-lib"):
@@ -784,10 +788,10 @@ def test_auto_finds_an_amd_gpu(library, no_nvidia):
     assert (reader.device.kind, reader.device.key) == ("amd", KEY_B)
 
 
-def test_amd_gpu_unreadable_by_auto_is_reported(monkeypatch, no_nvidia, tmp_path):
+def test_auto_reports_an_amd_gpu_that_it_cannot_read(monkeypatch, no_nvidia, tmp_path):
     monkeypatch.setitem(sys.modules, "amdsmi", None)
     without_driver = open_named("auto", Site()).device
-    monkeypatch.setitem(devices._GPUS, "amd", tmp_path)  # its driver is loaded
+    monkeypatch.setitem(devices._GPUS, "amd", tmp_path)  # the driver is loaded
     with_driver = open_named("auto", Site()).device
 
     assert (without_driver.kind, with_driver.kind) == ("host", "host")
@@ -823,9 +827,9 @@ def train(launch, script, gpu, **settings):
     environ = {
         "PYTHONPATH": f"{LIBRARY}{os.pathsep}{others}" if others else str(LIBRARY),
         "AMDSMI_SCRIPT": str(script),
-        "XDG_CACHE_HOME": str(script.parent / "cache"),  # no calibration from an earlier run
+        "XDG_CACHE_HOME": str(script.parent / "cache"),  # no calibration of an earlier run is used
     }
-    # Longer than the two seconds in which the agent only calibrates the counter.
+    # The loop is longer than two seconds, because the agent only calibrates the counter in its first two seconds.
     return launch.python(LOOP, "--iterations", 350, environ=environ, device="amd", **settings).done()
 
 
@@ -852,9 +856,9 @@ def test_job_on_an_amd_gpu_has_the_true_power(launch, library, tmp_path, rate, m
     ("rocr", "hip", "cuda", "expected"),
     [
         ("2,0", None, None, "2"),
-        ("2,0", "1", None, "0"),  # HIP counts within the list of ROCR
+        ("2,0", "1", None, "0"),  # HIP's positions count within the list of ROCR
         ("2,0", None, "1", "0"),  # HIP reads CUDA's variable too
-        (None, "1", "0", "1"),  # HIP's own variable goes first
+        (None, "1", "0", "1"),  # HIP's own variable precedes CUDA's variable
     ],
 )
 def test_visible_device_lists_of_rocm_are_nested(library, rocr, hip, cuda, expected):

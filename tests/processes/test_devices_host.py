@@ -1,4 +1,4 @@
-"""effllm/devices/host.py with real child processes, and with a recorded tree of RAPL counters."""
+"""effllm/devices/host.py with real child processes and with a powercap tree in a folder."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ from effllm.devices.node.rapl import NO_RAPL, RAPL_UNREADABLE
 MIB = 2**20
 DEADLINE_S = 30.0
 
-# The process answers every line with a line, so the test can wait for the end of a request.
+# The process answers every line with one line, so tests can wait for the end of a request.
 ECHO = """
 import ctypes, os, subprocess, sys, time
 libc = ctypes.CDLL(None)
@@ -57,7 +57,7 @@ for pid in pids:
 
 
 class Clock:
-    """A clock that the test moves."""
+    """A clock that the test advances."""
 
     def __init__(self):
         self.now_s = 1000.0
@@ -122,14 +122,14 @@ def reader(trainer, clock, no_rapl):
 
 
 def memory_mib(reader, clock):
-    """Return the memory after a new search for the processes of the tree."""
+    """Return the measured memory (MiB) after a new search for descendants."""
     clock.now_s += 10.0
     sample, failures = reader.read()
     assert failures == {}
     return sample.memory_bytes / MIB
 
 
-def test_device_is_the_share_of_this_rank(reader):
+def test_host_device_is_shared_and_has_no_energy_without_rapl(reader):
     device = reader.device
 
     assert (device.key, device.kind, device.is_gpu, device.shared) == ("host:node1", "host", False, True)
@@ -152,7 +152,7 @@ def test_memory_of_a_child_is_measured(trainer, reader, clock):
     assert memory_mib(reader, clock) - before == pytest.approx(50, abs=5)
 
 
-def test_pages_shared_by_a_fork_are_counted_once(trainer, reader, clock):
+def test_pages_shared_with_a_forked_child_are_counted_once(trainer, reader, clock):
     trainer.do("grow(100)")
     before = memory_mib(reader, clock)
     trainer.do("fork_waiting(lambda: None)")
@@ -160,10 +160,10 @@ def test_pages_shared_by_a_fork_are_counted_once(trainer, reader, clock):
     assert memory_mib(reader, clock) - before == pytest.approx(0, abs=5)
 
 
-def test_later_memory_of_a_forked_child_is_counted(trainer, reader, clock):
+def test_memory_that_a_forked_child_allocates_later_is_counted(trainer, reader, clock):
     trainer.do("grow(100)")
     before = memory_mib(reader, clock)
-    trainer.do("fork_waiting(lambda: (time.sleep(0.5), grow(50)))")  # returns when it has grown
+    trainer.do("fork_waiting(lambda: (time.sleep(0.5), grow(50)))")  # returns after the child has allocated memory
 
     assert memory_mib(reader, clock) - before == pytest.approx(50, abs=5)
 
@@ -179,7 +179,7 @@ def test_excluded_processes_and_their_children_are_not_counted(trainer, clock, n
     assert with_them - without == pytest.approx(50, abs=5)
 
 
-def test_reader_itself_is_not_counted(clock, no_rapl):
+def test_memory_of_the_reader_process_is_not_counted(clock, no_rapl):
     code = f"""
 from pathlib import Path
 import os
@@ -230,7 +230,7 @@ def test_cpu_time_of_a_short_lived_child_is_counted(trainer, reader):
 
 def test_cpu_time_of_a_reaped_child_is_counted_once(trainer, reader, clock):
     child = trainer.do("fork_waiting(lambda: burn(0.3))")
-    memory_mib(reader, clock)  # the child is known, with its 0.3 s
+    memory_mib(reader, clock)  # this read finds the child with its 0.3 s
 
     assert cpu_s_between(reader, lambda: trainer.do(f"(os.kill({child}, 9), os.waitpid({child}, 0))")) < 0.1
 
@@ -246,8 +246,8 @@ def test_cpu_time_of_a_zombie_is_counted_once(trainer, reader, clock):
 
 
 @pytest.mark.alone
-def test_lost_child_time_never_gives_negative_utilization(trainer, reader, clock):
-    trainer.do("__import__('signal').signal(17, 1)")  # SIGCHLD ignored: children are not waited for
+def test_utilization_is_not_negative_if_time_of_a_child_is_lost(trainer, reader, clock):
+    trainer.do("__import__('signal').signal(17, 1)")  # SIGCHLD is ignored: the time of ended children is lost
     child = trainer.do("fork_waiting(lambda: burn(0.3))")
     memory_mib(reader, clock)
 
@@ -266,7 +266,7 @@ def wait_until(is_true):
         time.sleep(0.005)
 
 
-def test_descendants_are_looked_up_every_ten_seconds(trainer, reader, clock):
+def test_search_for_descendants_is_every_ten_seconds(trainer, reader, clock):
     before = memory_mib(reader, clock)
     trainer.do("fork_waiting(lambda: grow(50))")
 
@@ -289,7 +289,7 @@ def test_ended_trainer_is_a_failure(trainer, reader):
     assert failures == dict.fromkeys(["memory_bytes", "utilization"], "the trainer has ended")
 
 
-def test_zombie_trainer_has_ended(trainer, reader):
+def test_zombie_trainer_is_reported_as_ended(trainer, reader):
     os.kill(trainer.pid, signal.SIGKILL)
     wait_until(lambda: Path(f"/proc/{trainer.pid}/stat").read_text().split()[2] == "Z")
 
@@ -298,7 +298,7 @@ def test_zombie_trainer_has_ended(trainer, reader):
     assert failures["memory_bytes"] == "the trainer has ended"
 
 
-def test_invalid_trainer_pid_fails_reads_and_not_opening(clock, no_rapl):
+def test_reads_with_an_invalid_trainer_pid_are_failures(clock, no_rapl):
     with opened(Site(trainer_pid=0), clock, no_rapl) as reader:
         _, failures = reader.read()
 
@@ -309,7 +309,7 @@ def num_open_files():
     return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
-def test_close_frees_all_files_and_may_be_repeated(trainer, clock, no_rapl):
+def test_close_closes_all_files_and_can_be_repeated(trainer, clock, no_rapl):
     trainer.do("fork_waiting(lambda: None)")
     before = num_open_files()
     reader = open_device(Site(trainer_pid=trainer.pid), clock=clock, powercap=no_rapl, perf=no_rapl)
@@ -321,7 +321,7 @@ def test_close_frees_all_files_and_may_be_repeated(trainer, clock, no_rapl):
     assert (while_open - before, num_open_files() - before) == (4, 0)
 
 
-def test_ended_process_keeps_no_file_open(trainer, reader, clock):
+def test_files_of_an_ended_process_are_closed(trainer, reader, clock):
     child = trainer.do("fork_waiting(lambda: None)")
     memory_mib(reader, clock)
     before = num_open_files()
@@ -370,7 +370,7 @@ def test_other_local_ranks_measure_no_energy(trainer, powercap, clock):
 def test_unreadable_rapl_is_reported_with_advice(trainer, powercap, clock, monkeypatch):
     read_text = Path.read_text
 
-    def as_an_ordinary_user(path, *args, **kwargs):  # the tests may run as root, for which modes do not apply
+    def as_an_ordinary_user(path, *args, **kwargs):  # file modes have no effect if the tests run as root
         if path.name == "energy_uj":
             raise PermissionError(13, "Permission denied", str(path))
         return read_text(path, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""effllm/devices/nvml.py through the real pynvml, with the tests' own NVML library."""
+"""effllm/devices/nvml.py with the real pynvml and the NVML library of the tests."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from nvml_library import GIB, Gpu, Trace, flat, square
 
 from effllm.devices import DeviceUnavailable, Site, open_device
 
-# In NVML's order; the order of their buses is A, B, C. Their memory distinguishes them.
+# This is the order of NVML; the order of the PCI buses is A, B, C. Each GPU has another amount of used memory.
 GPU_C = Gpu("GPU-cccc0003-0000-4000-8000-000000000003", "00000000:C1:00.0", memory=flat(3 * GIB))
 GPU_A = Gpu("GPU-aaaa0001-0000-4000-8000-000000000001", "00000000:3B:00.0", memory=flat(1 * GIB))
 GPU_B = Gpu("GPU-aaaa0002-0000-4000-8000-000000000002", "00000000:5E:00.0", memory=flat(2 * GIB))
@@ -30,7 +30,7 @@ def trace(library, tmp_path):
 
 
 def device_of(trace, **site):
-    """Return the key of the opened device and the GiB in use on it: both identify the device."""
+    """Return the key and the used memory (GiB) of the opened device; each of these values identifies the device."""
     with trace.reader(Site(**site)) as reader:
         sample, failures = reader.read()
         assert not failures
@@ -45,14 +45,14 @@ def device_of(trace, **site):
         ("2,0,1", 0, (C, 3)),
         ("2,0,1", 1, (A, 1)),
         ("1", 0, (B, 2)),
-        ("1", 2, (B, 2)),  # one per rank: the launcher shows rank 2 its own GPU only
+        ("1", 2, (B, 2)),  # the launcher makes one GPU visible to each rank
         (f"{C},{A}", 1, (A, 1)),
         ("GPU-cccc", 0, (C, 3)),
         (f" {B} , 2 ", 1, (C, 3)),
         ("1,99,0", 0, (B, 2)),
     ],
 )
-def test_permuted_visible_devices_select_the_right_gpu(trace, visible, local_rank, expected):
+def test_permuted_visible_devices_select_the_correct_gpu(trace, visible, local_rank, expected):
     assert device_of(trace, visible_devices=visible, local_rank=local_rank) == expected
 
 
@@ -63,7 +63,7 @@ def test_permuted_visible_devices_select_the_right_gpu(trace, visible, local_ran
         ("-1", 0),
         ("0,1", 2),
         (None, 3),
-        ("1,99,0", 1),  # CUDA stops at the first entry that it cannot use
+        ("1,99,0", 1),  # CUDA ignores all entries after an invalid one
         ("GPU-aaaa", 0),  # two GPUs begin so
         ("GPU-none", 0),
     ],
@@ -77,11 +77,11 @@ def test_rank_without_a_visible_gpu_raises(trace, visible, local_rank):
 
 
 @pytest.mark.parametrize("uuid", [C, C.removeprefix("GPU-")])
-def test_torchs_uuid_precedes_any_position(trace, uuid):
+def test_uuid_of_torch_selects_the_gpu(trace, uuid):
     assert device_of(trace, cuda_uuid=uuid, visible_devices="0,1", local_rank=1) == (C, 3)
 
 
-def test_torchs_bus_id_precedes_any_position(trace):
+def test_bus_id_of_torch_selects_the_gpu(trace):
     assert device_of(trace, cuda_pci_bus_id="0000:C1:00.0", visible_devices="0,1", local_rank=1) == (C, 3)
 
 
@@ -91,12 +91,12 @@ def test_unknown_gpu_of_torch_raises(trace):
 
 
 def test_hidden_gpu_is_not_counted(trace):
-    trace.fault("1 handle error 4")  # no permission for A, as in a container that was given B and C
+    trace.fault("1 handle error 4")  # no permission for A, as in a container with B and C
 
     assert device_of(trace, visible_devices="0") == (B, 2)
 
 
-def test_broken_other_gpu_does_not_affect_a_rank(trace):
+def test_failure_of_another_gpu_does_not_affect_a_rank(trace):
     trace.fault("0 handle error 999")  # "Unable to determine the device handle for GPU C: Unknown Error"
 
     assert device_of(trace, visible_devices="1") == (B, 2)
@@ -111,7 +111,7 @@ def test_device_has_its_name_key_and_limits(trace):
     assert (device.energy_method, device.power_scope, device.not_measured) == ("counter", "gpu", ())
 
 
-def test_sample_has_the_values_of_its_time(trace):
+def test_sample_has_the_values_at_its_timestamp(trace):
     trace.write(Gpu(A, "0:01:00", power=flat(300.0), utilization=flat(0.37)))
 
     with trace.reader(Site(cuda_uuid=A)) as reader:
@@ -135,13 +135,13 @@ def test_counter_difference_is_the_energy_between_reads(trace):
         while last.time_ns - first.time_ns < 0.1e9:
             last, _ = reader.read()
 
-    # A read may be off its timestamp by its own duration; at 500 W, 2 ms are 1 J.
+    # A read and its timestamp differ by at most the duration of the read; at 500 W, 2 ms are 1 J.
     truth_j = gpu.energy_j(first.time_ns / 1e9, last.time_ns / 1e9)
     assert last.energy_j - first.energy_j == pytest.approx(truth_j, abs=1.0)
 
 
 @pytest.mark.parametrize("field", ["memory", "utilization", "power", "energy"])
-def test_failing_read_is_none_not_zero_and_recovers(trace, field):
+def test_failed_reading_is_none_until_the_next_successful_read(trace, field):
     name = {"memory": "memory_bytes", "utilization": "utilization", "power": "power_w", "energy": "energy_j"}[field]
 
     with trace.reader(Site(cuda_uuid=A)) as reader:
@@ -171,7 +171,7 @@ def test_failing_read_is_none_not_zero_and_recovers(trace, field):
         ),
     ],
 )
-def test_denied_call_is_not_measured_and_no_failure(trace, call, missing):
+def test_call_without_permission_is_no_failure(trace, call, missing):
     trace.fault(f"1 {call} error {NO_PERMISSION}")
 
     with trace.reader(Site(cuda_uuid=A)) as reader:
@@ -189,7 +189,7 @@ def test_denied_call_is_not_measured_and_no_failure(trace, call, missing):
     ("call", "name"),
     [("memory", "memory_bytes"), ("energy", "energy_j"), ("clocks.sm", "sm_clock_hz"), ("throttle", "throttled_by")],
 )
-def test_permission_lost_later_is_a_failure(trace, call, name):
+def test_permission_that_is_lost_later_is_a_failure(trace, call, name):
     with trace.reader(Site(cuda_uuid=A)) as reader:
         trace.fault(f"1 {call} error {NO_PERMISSION}")
         _, failures = reader.read()
@@ -206,7 +206,7 @@ def test_permission_lost_later_is_a_failure(trace, call, name):
         ("energy", "energy_j", NOT_AVAILABLE_64),
     ],
 )
-def test_not_available_mark_is_a_failure_and_no_number(trace, field, name, value):
+def test_mark_of_a_missing_value_is_a_failure(trace, field, name, value):
     with trace.reader(Site(cuda_uuid=A)) as reader:
         trace.fault(f"1 {field} value {value}")
         sample, failures = reader.read()
@@ -237,7 +237,7 @@ def test_gpu_without_energy_counter_uses_power(trace):
     assert failures == {}  # an unsupported value is not a failure
 
 
-def test_gpu_without_energy_lists_it_as_not_measured(trace):
+def test_gpu_without_energy_lists_energy_as_not_measured(trace):
     trace.write(Gpu(A, "0:01:00", unsupported=("energy", "power", "utilization")))
 
     with trace.reader(Site(cuda_uuid=A)) as reader:
@@ -249,7 +249,7 @@ def test_gpu_without_energy_lists_it_as_not_measured(trace):
     assert (sample.utilization, sample.power_w, sample.energy_j, failures) == (None, None, None, {})
 
 
-def test_counter_failing_at_opening_is_a_failure(trace):
+def test_counter_that_fails_at_opening_is_a_failure(trace):
     trace.fault(f"1 energy error {UNKNOWN_ERROR}")
 
     with trace.reader(Site(cuda_uuid=A)) as reader:
@@ -267,7 +267,7 @@ def test_lost_gpu_is_read_again(trace):
         trace.fault("1 * lost")
         lost, failures = reader.read()
         trace.fault()
-        waiting, _ = reader.read()  # a restart of NVML has just failed: no retry within the second
+        waiting, _ = reader.read()  # a restart of NVML has failed: the next one is after a second
         reader.pass_time(1.0)
         back, no_failures = reader.read()
 
@@ -278,10 +278,10 @@ def test_lost_gpu_is_read_again(trace):
     assert (back.memory_bytes, no_failures) == (1 * GIB, {})
 
 
-def test_search_for_a_lost_gpu_backs_off(trace):
+def test_delay_between_searches_for_a_lost_gpu_increases(trace):
     with trace.reader(Site(cuda_uuid=A)) as reader:
         trace.fault("1 * lost")
-        reader.read()  # first search at once, without success; then after 1, 2, 4, 8 s
+        reader.read()  # first search immediately, without success; then after 1, 2, 4, 8 s
         for delay_s in (1.0, 2.0, 4.0):
             reader.pass_time(delay_s)
             reader.read()
@@ -295,7 +295,7 @@ def test_search_for_a_lost_gpu_backs_off(trace):
     assert back.memory_bytes == 1 * GIB
 
 
-def test_backoff_restarts_when_a_gpu_is_lost_again(trace):
+def test_delay_between_searches_is_reset_for_the_next_loss(trace):
     with trace.reader(Site(cuda_uuid=A)) as reader:
         trace.fault("1 * lost")
         for _ in range(4):  # four searches without success: the next delay would be 16 s
@@ -318,7 +318,7 @@ def test_backoff_restarts_when_a_gpu_is_lost_again(trace):
 def test_reader_recovers_after_a_driver_reload(trace):
     with trace.reader(Site(cuda_uuid=A)) as reader:
         trace.fault("1 * lost", "init * error 9")
-        reader.read()  # NVML is shut down now, and does not start
+        reader.read()  # NVML is now shut down and does not start
         _, failures = reader.read()
         trace.fault()
         reader.pass_time(1.0)
@@ -340,14 +340,14 @@ def test_returned_gpu_is_read_without_new_capability_calls(trace):
         calls = trace.call_count(reader.pid) - before
 
     assert (calls["nvmlInitWithFlags"], calls["nvmlDeviceGetHandleByUUID"]) == (1, 1)
-    assert calls["nvmlDeviceGetFieldValues"] == 2  # a failing call and a successful one
+    assert calls["nvmlDeviceGetFieldValues"] == 2  # one failed call and one successful call
     assert not {"nvmlDeviceGetName", "nvmlDeviceIsMigDeviceHandle", "nvmlDeviceGetPowerUsage"} & set(calls)
 
 
 def test_returned_gpu_is_found_by_its_uuid(trace):
     with trace.reader(Site(cuda_uuid=A)) as reader:
         trace.write(GPU_A, GPU_B, GPU_C)
-        trace.fault("1 * lost")  # A until NVML restarts, then B
+        trace.fault("1 * lost")  # position 1 is A until NVML restarts, then B
         sample, failures = reader.read()
 
     assert (sample.memory_bytes, failures) == (1 * GIB, {})
@@ -364,12 +364,12 @@ def test_missing_gpu_is_not_read_until_it_is_found_again(trace):
         reader.pass_time(1.0)
         back, _ = reader.read()
 
-    assert sample.memory_bytes is None  # the old handle may be another GPU's now
+    assert sample.memory_bytes is None  # the old handle can now be a handle of another GPU
     assert set(failures.values()) == {"Uninitialized"}
     assert back.memory_bytes == 1 * GIB
 
 
-def test_two_readers_of_one_gpu_read_the_same(trace):
+def test_two_readers_of_one_gpu_return_the_same_values(trace):
     with trace.reader(Site(cuda_uuid=A)) as one, trace.reader(Site(visible_devices="0")) as other:
         trace.fault("1 * freeze 1000.5")
         samples = [reader.read()[0] for reader in (one, other)]
@@ -421,19 +421,19 @@ print(json.dumps(result | {"events": events, "lines": lines}))
 """
 
 
-def test_hanging_call_makes_the_device_stale_and_blocks_nothing(trace):
+def test_hanging_call_makes_the_device_stale_without_blocking(trace):
     result = json.loads(run_python(HANGS, "30", **trace.environment()))
 
     assert [kind for kind, _ in result["events"]] == ["stale"]
     assert f"{A} is stale" in result["events"][0][1]
-    assert result["settled"]  # it is not waited for
+    assert result["settled"]  # the window does not wait for this device
     assert result["stale_s"] >= 1.5
     assert not result["stopped"]
     assert result["stop_s"] < 10.0  # of the 30 s
 
 
 @pytest.mark.alone
-def test_no_energy_is_missing_after_a_call_hung(trace):
+def test_energy_is_complete_after_a_hanging_call(trace):
     result = json.loads(run_python(HANGS, "4", **trace.environment()))
 
     assert [kind for kind, _ in result["events"]] == ["stale", "stale"]
@@ -442,8 +442,10 @@ def test_no_energy_is_missing_after_a_call_hung(trace):
     assert result["stopped"]
 
 
-def test_only_slice_of_a_gpu_has_all_of_its_energy(trace):
-    with trace.reader(Site(visible_devices=MIG.uuid, cuda_uuid=B)) as reader:  # torch may name the slice's GPU
+def test_only_slice_of_a_gpu_has_all_energy(trace):
+    with trace.reader(
+        Site(visible_devices=MIG.uuid, cuda_uuid=B)
+    ) as reader:  # torch may return the GPU's UUID
         sample, failures = reader.read()
         device = reader.device
 
@@ -455,11 +457,11 @@ def test_only_slice_of_a_gpu_has_all_of_its_energy(trace):
     assert failures == {}
 
 
-def test_slice_is_found_by_torchs_bare_uuid(trace):
+def test_slice_is_found_by_its_uuid_without_the_prefix_mig(trace):
     assert device_of(trace, cuda_uuid=MIG.uuid.removeprefix("MIG-")) == (MIG.uuid, 5)
 
 
-def test_closed_reader_fails_and_does_not_reopen(trace):
+def test_closed_reader_has_failures_and_does_not_open_again(trace):
     with trace.reader(Site(cuda_uuid=A)) as reader:
         reader.close_device()
         reader.close_device()
@@ -470,7 +472,7 @@ def test_closed_reader_fails_and_does_not_reopen(trace):
 
 
 @pytest.mark.parametrize(("error", "advice"), [(9, "driver is not loaded"), (18, "differ in version"), (20, "Memory")])
-def test_driver_that_does_not_start_raises_one_sentence(trace, error, advice):
+def test_driver_that_does_not_start_raises_with_advice(trace, error, advice):
     trace.fault(f"init * error {error}")
 
     with pytest.raises(DeviceUnavailable, match=advice), trace.reader(Site()):
@@ -484,7 +486,7 @@ def run_python(code, *arguments, **environ):
     return done.stdout
 
 
-def test_missing_library_raises_one_sentence():
+def test_missing_library_raises_with_advice():
     code = """
 import pynvml
 def fail(name): raise OSError(name)
@@ -514,7 +516,7 @@ print(open_device("nvml", Site(visible_devices="0")).device.key == {A!r})
 
 
 @pytest.mark.gpu
-def test_a_real_gpu_gives_memory_utilization_and_energy():
+def test_real_gpu_has_memory_utilization_and_energy():
     try:
         reader = open_device("nvml", Site())
     except DeviceUnavailable as error:

@@ -1,7 +1,7 @@
-"""Other readings of a GPU: energy and power by scope, GPM, clocks, events, and a slice's part.
+"""Other readings of a GPU: energy and power by scope, GPM, clocks, events, and shares of MIG slices.
 
-The values follow the curves of the tests' NVML library; ``frozen`` reads at one time, so they are exact. NVML
-counts in whole mW and mJ, truncated.
+The values follow the curves of the NVML library of the tests. ``frozen`` stops the time of the library, so the values
+are exact. NVML truncates values to whole mW and mJ.
 """
 
 import os
@@ -33,12 +33,12 @@ def frozen(at_s: float = MOMENT_S) -> str:
 
 
 def milli(value: float) -> float:
-    """Return a value as NVML returns it: truncated to whole thousandths."""
+    """Return a value truncated to whole thousandths, as in NVML."""
     return int(1e3 * value) / 1e3
 
 
 def read_at(trace, site: Site = AT_A, moment_s: float = MOMENT_S, faults=()):
-    """Open a device and read it at a time; return it, the sample, and the failures."""
+    """Open a device and read it at ``moment_s``; return the device, the sample and the failures."""
     with trace.reader(site) as reader:
         trace.fault(frozen(moment_s), *faults)
         sample, failures = reader.read()
@@ -75,7 +75,7 @@ def test_each_power_scope_has_its_own_gauge(trace):
     assert sample.gauges["memory_power_w"] == milli(one.power_w(MOMENT_S, "average", "memory"))
 
 
-def test_board_with_one_scope_has_no_other_gauge(trace):
+def test_board_with_one_scope_has_no_gauges_of_other_scopes(trace):
     trace.write(gpu())
 
     _, sample, failures = read_at(trace)
@@ -85,7 +85,7 @@ def test_board_with_one_scope_has_no_other_gauge(trace):
 
 
 @pytest.mark.parametrize("scope", ["module_power", "memory_power"])
-def test_scope_with_the_gpus_own_power_is_ignored(trace, scope):
+def test_scope_with_the_same_power_as_the_gpu_is_ignored(trace, scope):
     trace.write(gpu(power=flat(300.0), **{scope: flat(300.0)}))
 
     device, sample, _ = read_at(trace)
@@ -95,7 +95,7 @@ def test_scope_with_the_gpus_own_power_is_ignored(trace, scope):
 
 
 def superchip(**changes) -> list[Gpu]:
-    """Return the two GPUs of a module; the counter of each counts the whole module."""
+    """Return two GPUs of one module; the energy counter of each GPU counts the whole module."""
     module = {"module_power": sine(900.0, 1100.0, 1.1), "energy_scope": "module", "tick_s": 0.1, "serial": "S1"}
     return [gpu(A, **{**module, **changes}), gpu(B, "0:02:00", **{**module, **changes})]
 
@@ -109,11 +109,11 @@ def test_module_counter_is_found_by_comparing_rates(trace):
     assert sample.energy_j == milli(one.counter_j(MOMENT_S))
     assert sample.power_w == sample.gauges["module_power_w"] == milli(one.power_w(MOMENT_S, "instant", "module"))
     assert sample.power_average_w == milli(one.power_w(MOMENT_S, "average", "module"))  # never the GPU's own
-    # NVML's limit is the GPU's: the module may draw more, and its counter is right then.
+    # NVML's limit is the limit of the GPU. The power of the module may be higher, and the counter is correct then.
     assert (device.power_limit_w, sample.gauges["power_limit_w"]) == (None, 700.0)
 
 
-def test_gpus_of_one_module_share_one_energy(trace):
+def test_gpus_of_one_module_have_one_energy_key(trace):
     trace.write(*superchip(), *(gpu(f"GPU-{n}", f"0:0{n}:00", **SECOND) for n in (3, 4)))
 
     keys = {}
@@ -128,8 +128,8 @@ def test_gpus_of_one_module_share_one_energy(trace):
 SECOND = {"module_power": flat(800.0), "energy_scope": "module", "tick_s": 0.05, "serial": "S2"}
 
 
-def test_modules_without_a_serial_are_counted_once_per_host(trace):
-    # The module ids of NVML distinguish GPUs, not modules: on a tray of two superchips they are 1 to 4.
+def test_modules_without_a_serial_have_one_energy_key_per_host(trace):
+    # NVML's module ids distinguish GPUs, not modules: on a tray of two superchips the ids are 1 to 4.
     trace.write(*superchip(serial=None, module_id=2))
 
     device, _, _ = read_at(trace)
@@ -137,7 +137,7 @@ def test_modules_without_a_serial_are_counted_once_per_host(trace):
     assert device.energy_key == "module:node0"
 
 
-def test_gpu_counter_beside_a_module_sensor_stays_the_gpus(trace):
+def test_gpu_counter_of_a_board_with_a_module_sensor_is_used(trace):
     trace.write(gpu(module_power=sine(900.0, 1100.0, 1.1), tick_s=0.1))
 
     device, _, _ = read_at(trace)
@@ -145,7 +145,7 @@ def test_gpu_counter_beside_a_module_sensor_stays_the_gpus(trace):
     assert (device.power_scope, device.energy_key) == ("gpu", "")
 
 
-def test_scope_gpu_on_a_module_integrates_power(trace):
+def test_power_is_integrated_for_scope_gpu_with_a_module_counter(trace):
     one, _ = trace.write(*superchip())
 
     device, sample, failures = read_at(trace, Site(cuda_uuid=A, power_scope="gpu"))
@@ -157,7 +157,7 @@ def test_scope_gpu_on_a_module_integrates_power(trace):
     assert failures == {}
 
 
-def test_scope_module_with_a_gpu_counter_integrates_power(trace):
+def test_power_is_integrated_for_scope_module_with_a_gpu_counter(trace):
     (one,) = trace.write(gpu(module_power=sine(900.0, 1100.0, 1.1), tick_s=0.1, serial="S1"))
 
     device, sample, _ = read_at(trace, Site(cuda_uuid=A, power_scope="module"))
@@ -176,7 +176,7 @@ def test_board_with_one_scope_ignores_the_configured_scope(trace, wanted):
     assert sample.energy_j > 0
 
 
-def test_failing_module_power_is_not_replaced_by_the_gpus(trace):
+def test_failed_module_power_is_not_replaced_by_gpu_power(trace):
     trace.write(*superchip())
 
     _, sample, failures = read_at(trace, faults=[f"0 power.instant.module error {UNKNOWN_ERROR}"])
@@ -186,7 +186,7 @@ def test_failing_module_power_is_not_replaced_by_the_gpus(trace):
     assert failures == {"power_w": "Unknown Error"}
 
 
-def test_failing_field_does_not_affect_other_fields(trace):
+def test_failed_field_does_not_affect_other_fields(trace):
     trace.write(gpu(memory_power=flat(40.0)))
 
     _, sample, failures = read_at(trace, faults=[f"0 power.instant.gpu value {NOT_AVAILABLE_32}"])
@@ -198,7 +198,7 @@ def test_failing_field_does_not_affect_other_fields(trace):
     assert failures == {"power_w": "NVML gave 0xffffffff, its mark for a value that is not available"}
 
 
-def test_failing_gauge_is_left_out_silently(trace):
+def test_failed_gauge_is_missing_and_no_failure(trace):
     trace.write(gpu(memory_power=flat(40.0)))
 
     _, sample, failures = read_at(trace, faults=["0 power.average.memory error 999"])
@@ -207,7 +207,7 @@ def test_failing_gauge_is_left_out_silently(trace):
     assert failures == {}
 
 
-def test_64_bit_energy_may_equal_the_32_bit_mark(trace):
+def test_64_bit_energy_can_have_the_value_of_the_32_bit_mark(trace):
     trace.write(gpu())
 
     _, sample, failures = read_at(trace, faults=[f"0 energy value {NOT_AVAILABLE_32}"])
@@ -246,12 +246,12 @@ def test_chip_without_averaged_power_reports_none(trace):
     ("name", "usage", "expected"),
     [
         ("Tesla V100-SXM2-32GB", "instant", "power_w"),
-        ("NVIDIA A100-SXM4-80GB", "instant", "power_w"),  # GA100 is the exception in its generation
+        ("NVIDIA A100-SXM4-80GB", "instant", "power_w"),  # GA100 is the exception in the Ampere generation
         ("NVIDIA A10", "average", "power_average_w"),
         ("NVIDIA H100 80GB HBM3", "average", "power_average_w"),
     ],
 )
-def test_without_field_values_the_older_calls_are_used(trace, name, usage, expected):
+def test_older_calls_are_used_without_field_values(trace, name, usage, expected):
     (one,) = trace.write(gpu(name=name, power_usage=usage, unsupported=("fields",)))
 
     device, sample, failures = read_at(trace)
@@ -273,7 +273,7 @@ def test_chip_without_a_counter_uses_instant_power(trace):
     assert failures == {}
 
 
-def test_chip_with_only_averaged_power_uses_it(trace):
+def test_chip_without_instant_power_uses_averaged_power(trace):
     (one,) = trace.write(gpu(name="NVIDIA A10", power_usage="average", unsupported=("fields", "energy")))
 
     device, sample, _ = read_at(trace)
@@ -299,7 +299,7 @@ sample, failures = reader.read()
 
 
 def run_on_old_driver(trace, missing, code):
-    """Run code after a first reading through a library that lacks functions; return what it prints."""
+    """Run code after a first read with a library without the functions in ``missing``; return the printed words."""
     script = OLD_DRIVER.format(missing=set(missing)) + code
     environ = os.environ | trace.environment()
     done = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True, check=False)
@@ -307,7 +307,7 @@ def run_on_old_driver(trace, missing, code):
     return done.stdout.split()
 
 
-def test_old_driver_is_read_through_older_functions(trace):
+def test_older_functions_are_used_with_an_old_driver(trace):
     missing = ["nvmlDeviceGetFieldValues", "nvmlDeviceGetMemoryInfo_v2", "nvmlDeviceGetCurrentClocksEventReasons"]
     missing += ["nvmlGpmQueryDeviceSupport", "nvmlDeviceIsMigDeviceHandle", "nvmlEventSetCreate"]
     trace.write(gpu(power=flat(250.0), memory=flat(3.0 * GIB), memory_reserved=GIB, throttle=0x4))
@@ -325,7 +325,7 @@ def test_old_driver_is_read_through_older_functions(trace):
 @pytest.mark.parametrize(
     ("capability", "field"), [((7, 5), "power_w"), ((8, 0), "power_w"), ((8, 6), "power_average_w")]
 )
-def test_kind_of_power_of_an_unknown_board_is_its_chips(trace, capability, field):
+def test_unknown_board_has_the_kind_of_power_of_its_chip(trace, capability, field):
     trace.write(gpu(name="NVIDIA Something New", power=flat(250.0), unsupported=("fields",)))
     patch = f"import pynvml; pynvml.nvmlDeviceGetCudaComputeCapability = lambda handle: {capability}"
 
@@ -337,7 +337,7 @@ def test_kind_of_power_of_an_unknown_board_is_its_chips(trace, capability, field
 # --- memory, clocks, temperature ---
 
 
-def test_gauges_of_the_chip_are_in_base_units(trace):
+def test_gauges_are_in_base_units(trace):
     trace.write(
         gpu(
             memory=flat(30.0 * GIB),
@@ -372,7 +372,7 @@ def test_gauges_of_the_chip_are_in_base_units(trace):
         ("temperature", NOT_AVAILABLE_32 - 4, "temperature_c"),  # -5 read as unsigned
     ],
 )
-def test_impossible_gauge_is_a_failure_and_left_out(trace, call, value, name):
+def test_impossible_gauge_is_missing_and_a_failure(trace, call, value, name):
     trace.write(gpu())
 
     _, sample, failures = read_at(trace, faults=[f"0 {call} value {value}"])
@@ -383,7 +383,7 @@ def test_impossible_gauge_is_a_failure_and_left_out(trace, call, value, name):
     } - {name}  # fmt: skip
 
 
-def test_not_available_marks_at_opening_are_ignored(trace):
+def test_marks_of_missing_values_at_opening_are_ignored(trace):
     trace.write(gpu(memory_total=NOT_AVAILABLE_64, memory_reserved=NOT_AVAILABLE_64))
     trace.fault(f"0 limit value {NOT_AVAILABLE_32}", f"0 ecc value {NOT_AVAILABLE_64}", f"0 memory value {GIB}")
 
@@ -402,12 +402,12 @@ def test_not_available_marks_at_opening_are_ignored(trace):
     ("bits", "names"),
     [
         (0x0, ()),
-        (0x1 | 0x2 | 0x100, ()),  # idle, a clock set by the user, the display's clock: no throttling
+        (0x1 | 0x2 | 0x100, ()),  # idle, clock set by the user, display clock: no throttling
         (0x4, ("power_cap",)),
         (0x8 | 0x40, ("hw_slowdown", "hw_thermal")),
         (0x8 | 0x80, ("hw_slowdown", "power_brake")),
         (0x10 | 0x20, ("sync_boost", "sw_thermal")),
-        (0x4 | 0x1_0000, ("power_cap",)),  # and an unknown one
+        (0x4 | 0x1_0000, ("power_cap",)),  # the second bit is an unknown reason
     ],
 )
 def test_throttle_reasons_are_named(trace, bits, names):
@@ -447,10 +447,10 @@ ACTIVITIES = {
 
 
 def read_twice(trace, reader, first_s, last_s, *faults):
-    """Read at two times; return both samples, and the failures of both."""
+    """Read at two times; return the two samples and all failures."""
     trace.fault(frozen(first_s), *faults)
     first, failures = reader.read()
-    time.sleep(0.105)  # by the reader's own clock the pair must be far enough apart
+    time.sleep(0.105)  # the reader needs a minimum time between GPM samples
     trace.fault(frozen(last_s), *faults)
     last, more = reader.read()
     return first, last, failures | more
@@ -469,7 +469,7 @@ def test_activities_are_means_between_two_samples(trace):
     assert failures == {}
 
 
-def test_too_close_gpm_samples_are_not_taken(trace):
+def test_gpm_samples_have_a_minimum_distance(trace):
     trace.write(gpu(gpm=1, **ACTIVITIES))
     trace.count_calls()
 
@@ -484,7 +484,7 @@ def test_too_close_gpm_samples_are_not_taken(trace):
 
 
 @pytest.mark.parametrize("value", ["nan", "250", "-1"])
-def test_impossible_activity_is_left_out(trace, value):
+def test_impossible_activity_is_missing_and_no_failure(trace, value):
     trace.write(gpu(gpm=1, **ACTIVITIES))
 
     with trace.reader(AT_A) as reader:
@@ -494,7 +494,7 @@ def test_impossible_activity_is_left_out(trace, value):
     assert failures == {}
 
 
-def test_failing_gpm_is_a_separate_failure(trace):
+def test_failed_gpm_sample_is_a_separate_failure(trace):
     trace.write(gpu(gpm=1, **ACTIVITIES))
 
     with trace.reader(AT_A) as reader:
@@ -504,7 +504,7 @@ def test_failing_gpm_is_a_separate_failure(trace):
     assert last.gauges["temperature_c"] == 50.0
 
 
-def test_chip_before_hopper_has_no_activities_or_failure(trace):
+def test_chip_before_hopper_has_no_activities_and_no_failure(trace):
     trace.write(gpu(**ACTIVITIES))
 
     with trace.reader(AT_A) as reader:
@@ -525,7 +525,7 @@ def test_returned_gpu_starts_new_gpm_pairs(trace):
         time.sleep(0.105)
         first, last, failures = read_twice(trace, reader, 200.0, 201.0)
 
-    assert "sm_activity_ratio" not in first.gauges  # otherwise it would be the value of 101 s to 200 s
+    assert "sm_activity_ratio" not in first.gauges  # no mean from 101 s to 200 s, the time of the loss
     assert last.gauges["sm_activity_ratio"] == pytest.approx(ACTIVITIES["sm_activity"].mean(200.0, 201.0), rel=1e-12)
     assert failures == {}
 
@@ -545,7 +545,7 @@ def open_slice(trace, name: str, *faults: str) -> Device:
         return reader.device
 
 
-def test_slices_have_their_parts_of_the_energy(trace):
+def test_slices_have_shares_of_the_energy(trace):
     one, *_ = trace.write(gpu(**WHOLE), part("a", 1, 3, 40), part("b", 2, 2, 20), part("c", 3, 2, 20))
 
     device_a, sample_a, _ = read_at(trace, Site(visible_devices="MIG-a"))
@@ -562,7 +562,7 @@ def test_slices_have_their_parts_of_the_energy(trace):
     assert (device_a.energy_key, device_a.power_scope, device_a.energy_method) == ("", "gpu", "counter")
 
 
-def test_compute_instances_have_a_part_each(trace):
+def test_each_compute_instance_has_a_share_of_the_energy(trace):
     trace.write(gpu(**WHOLE), part("a", 1, 3, 40, compute_slices=2), part("b", 1, 3, 40, compute_instance=1,
                 compute_slices=1), part("c", 2, 4, 40))  # fmt: skip
 
@@ -571,33 +571,33 @@ def test_compute_instances_have_a_part_each(trace):
     assert notes == ["2/7", "1/7", "4/7"]
 
 
-def test_shared_memory_of_compute_instances_counts_once(trace):
-    # Both are of one 3g.40gb; in the other half of the GPU there may be slices that are not shown.
+def test_shared_memory_of_compute_instances_is_counted_once(trace):
+    # Both compute instances belong to one 3g.40gb slice; the other half of the GPU can have invisible slices.
     trace.write(gpu(**WHOLE), part("a", 1, 3, 40, compute_slices=2), part("b", 1, 3, 40, compute_slices=1))
 
     assert open_slice(trace, "a").energy_note.startswith("2/7 of")
 
 
-def test_slices_that_fill_a_gpu_share_all_of_its_energy(trace):
-    # 3g.40gb twice: the seventh compute slice has no memory left and is unused.
+def test_slices_that_use_all_memory_share_all_energy(trace):
+    # Two 3g.40gb slices use all memory, so the seventh compute slice cannot be used.
     trace.write(gpu(**WHOLE), part("a", 1, 3, 40), part("b", 2, 3, 40))
 
     assert open_slice(trace, "a").energy_note.startswith("3/6 of")
 
 
-def test_visible_slice_does_not_take_the_whole_energy(trace):
+def test_only_visible_slice_has_only_its_share_of_the_energy(trace):
     trace.write(gpu(**WHOLE), part("a", 1, 1, 10))
 
     assert open_slice(trace, "a").energy_note.startswith("1/7 of")
 
 
-def test_slice_without_access_to_others_is_measured(trace):
+def test_slice_without_permission_for_other_slices_is_measured(trace):
     trace.write(gpu(**WHOLE), part("a", 1, 1, 10), part("b", 2, 2, 20))
 
     assert open_slice(trace, "a", "0 mig error 4").energy_note.startswith("1/7 of")
 
 
-def test_slices_of_unknown_shape_share_evenly(trace):
+def test_slices_of_unknown_size_have_equal_shares(trace):
     trace.write(gpu(**WHOLE), part("a", 1, None), part("b", 2, None), part("c", 3, None))
 
     device = open_slice(trace, "b")
@@ -605,7 +605,7 @@ def test_slices_of_unknown_shape_share_evenly(trace):
     assert device.energy_note == f"1/3 of {A}'s energy, by number of slices"
 
 
-def test_activities_of_a_slice_are_its_gpu_instances(trace):
+def test_activities_of_a_slice_are_those_of_its_gpu_instance(trace):
     trace.write(
         gpu(**WHOLE, sm_activity=flat(0.9)),
         part("a", 1, 3, sm_activity=flat(0.4)),
@@ -640,11 +640,11 @@ def test_slice_of_a_module_uses_the_power_of_its_gpu(trace):
     assert sample.energy_j is None
 
 
-def test_lost_slice_is_found_again_with_its_part(trace):
+def test_returned_slice_has_its_share_of_the_energy(trace):
     one, *_ = trace.write(gpu(**WHOLE), part("a", 1, 3, 40, memory=flat(5.0 * GIB)), part("b", 2, 4, 40))
 
     with trace.reader(Site(visible_devices="MIG-a")) as reader:
-        # While the GPU is lost, the next GPU is removed, and NVML's order changes.
+        # During the loss another GPU is added, and the order of NVML changes.
         moved = part("a", 1, 3, 40, memory=flat(5.0 * GIB))
         trace.write(gpu(B, "0:02:00", power=flat(99.0)), gpu(**WHOLE), Gpu(**vars(moved) | {"parent": 1}))
         trace.fault("0 * lost")
@@ -662,7 +662,7 @@ def test_lost_slice_is_found_again_with_its_part(trace):
 
 
 def events_of(reader, pass_s: float = 0.0):
-    """Advance the reader's clock, read, and return the events."""
+    """Advance the reader's clock and read; return the events of the sample."""
     reader.pass_time(pass_s)
     return tuple((event.kind, event.text) for event in reader.read()[0].events)
 
@@ -690,7 +690,7 @@ def test_repeated_error_is_one_event(trace):
     assert [text.partition(":")[0] for _, text in events] == ["Xid 63, 5 times"]
 
 
-def test_events_of_a_failing_gpu_are_read_at_once(trace):
+def test_events_of_a_failing_gpu_are_read_immediately(trace):
     trace.write(gpu())
 
     with trace.reader(AT_A) as reader:
@@ -698,7 +698,7 @@ def test_events_of_a_failing_gpu_are_read_at_once(trace):
         trace.fault(
             "0 xid event 79", *(f"0 {call} error {UNKNOWN_ERROR}" for call in ("fields", "memory", "utilization"))
         )
-        events = events_of(reader)  # in the same second
+        events = events_of(reader)  # read in the same second
 
     assert [kind for kind, _ in events] == ["xid"]
 
@@ -788,7 +788,7 @@ def test_limit_first_read_later_raises_no_event(trace):
 
 
 def calls_of(trace, site: Site, *methods: str) -> list[Counter]:
-    """Return the NVML calls of each of these calls of a reader."""
+    """Return the NVML calls of each method call of a reader."""
     trace.count_calls()
     with trace.reader(site) as reader:
         counts = [trace.call_count(reader.pid)]
@@ -804,7 +804,7 @@ PLAIN = Counter({
 })  # fmt: skip
 
 
-def test_read_makes_one_batched_call_and_six_others(trace):
+def test_read_makes_one_batched_call_and_six_single_calls(trace):
     trace.write(gpu(module_power=sine(500.0, 900.0, 2.3), memory_power=flat(70.0)))
 
     first, second = calls_of(trace, AT_A, "read", "read")
@@ -821,7 +821,7 @@ def test_read_at_an_edge_makes_one_call(trace):
     assert calls == Counter({"nvmlDeviceGetFieldValues": 1})
 
 
-def test_gpm_adds_two_calls(trace):
+def test_gpm_adds_two_nvml_calls(trace):
     trace.write(gpu(gpm=1, **ACTIVITIES))
     trace.count_calls()
 
@@ -850,7 +850,7 @@ def test_limit_and_memory_errors_are_read_every_ten_seconds(trace):
     assert calls["nvmlEventSetWait_v2"] == 21
 
 
-def test_without_field_values_energy_is_two_calls(trace):
+def test_energy_without_field_values_takes_two_calls(trace):
     trace.write(gpu(name="Tesla V100-SXM2-32GB", unsupported=("fields",)))
 
     (calls,) = calls_of(trace, AT_A, "read_energy")
@@ -858,7 +858,7 @@ def test_without_field_values_energy_is_two_calls(trace):
     assert calls == Counter({"nvmlDeviceGetTotalEnergyConsumption": 1, "nvmlDeviceGetPowerUsage": 1})
 
 
-def test_lost_gpu_is_not_read_for_secondary_values(trace):
+def test_secondary_values_of_a_lost_gpu_are_not_read(trace):
     trace.write(gpu(gpm=1, **ACTIVITIES))
     trace.count_calls()
 
@@ -866,7 +866,7 @@ def test_lost_gpu_is_not_read_for_secondary_values(trace):
         trace.fault("0 * lost")
         reader.read()
         before = trace.call_count(reader.pid)
-        reader.read()  # the search has just failed
+        reader.read()  # the search for the GPU has failed immediately before
         calls = trace.call_count(reader.pid) - before
 
     assert set(calls) <= {"nvmlDeviceGetFieldValues", "nvmlDeviceGetMemoryInfo_v2", "nvmlDeviceGetUtilizationRates"}

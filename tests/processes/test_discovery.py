@@ -1,4 +1,4 @@
-"""effllm/network/discovery.py and interface.py: the published address, its source, and which records are valid."""
+"""effllm/network/discovery.py and interface.py: the published address, its source, and the validity of records."""
 
 import json
 import os
@@ -21,7 +21,7 @@ ONE_HOST = Place(world_size=2, local_world_size=2, master_addr="10.0.0.1")
 
 
 class Source:
-    """A source of records that the test sets."""
+    """A source of records; the test sets the record."""
 
     key = "run/1"
 
@@ -40,7 +40,7 @@ class Source:
 
 
 class Found:
-    """A rank that searches."""
+    """A rank that searches for the aggregator."""
 
     def __init__(self, source, is_secured=False, config=None):
         self.records, self.lines, self.welcome = [], [], ""
@@ -77,7 +77,7 @@ def test_keys_are_used_unless_security_is_none(config, expected):
     assert is_secured(config) == expected
 
 
-def test_secret_is_in_the_home_if_possible(tmp_path):
+def test_secret_is_in_the_home_folder_if_possible(tmp_path):
     config = Config(secret_file=str(tmp_path / "home" / "secret"))
 
     assert find_secret(config) == config
@@ -85,7 +85,7 @@ def test_secret_is_in_the_home_if_possible(tmp_path):
 
 
 @pytest.mark.parametrize("state", ["no folder", "others can read it", "a link"])
-def test_without_a_usable_home_all_ranks_find_one_secret(tmp_path, monkeypatch, state):
+def test_all_ranks_find_one_secret_without_a_usable_home_folder(tmp_path, monkeypatch, state):
     monkeypatch.setattr(discovery, "TEMPORARY_FOLDERS", (str(tmp_path / "none"), str(tmp_path / "tmp")))
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     (tmp_path / "none").write_text("a file")
@@ -155,7 +155,7 @@ def test_address_is_on_the_route_to_the_master(monkeypatch):
         own_address(nameless, Config())
 
 
-def test_first_free_port_of_the_range_is_taken():
+def test_first_free_port_of_the_range_is_used():
     with listen("127.0.0.1") as taken:
         low = taken.getsockname()[1]
         with pytest.raises(DiscoveryError, match=f"no port of EFFICIENTLLM_PORTS={low}-{low} is free on 127.0.0.1"):
@@ -249,7 +249,7 @@ def test_launch_without_an_id_raises_with_advice():
     assert discovery.source(Place(launcher="openmpi"), Config(), 1) is None
 
 
-def test_launch_id_cannot_leave_the_folder(tmp_path):
+def test_launch_id_with_slashes_does_not_change_the_folder(tmp_path):
     place = Place(world_size=2, launcher="openmpi", launch_id="../../etc/x@1")
     assert SharedFile(place, Config(run_dir=str(tmp_path)), 1).path == tmp_path / ".address-..-..-etc-x-1-1"
 
@@ -298,7 +298,7 @@ def test_file_of_another_user_is_not_a_record(tmp_path):
     assert source.read() is None
 
 
-def test_loopback_and_wildcard_are_found_in_any_spelling():
+def test_loopback_and_wildcard_are_found_in_every_spelling():
     assert all(interface.is_loopback(one) for one in ("127.0.0.1", "127.0.1.1", "::1", "[::1]", "localhost"))
     assert not any(interface.is_loopback(one) for one in ("10.0.0.1", "fd00::1", "node7", "0.0.0.0", "::"))
     assert all(interface.is_wildcard(one) for one in ("0.0.0.0", "::", "[::]", "*", ""))

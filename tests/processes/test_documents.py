@@ -1,4 +1,4 @@
-"""The documents match the code."""
+"""Documents agree with the code."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("
 
 
 def test_configuration_page_has_the_printed_tables(cli):
-    """After a change: ``effllm env --markdown``."""
+    """After a change, copy the output of ``effllm env --markdown``."""
     page = (ROOT / "docs" / "configuration.md").read_text()
     tables = cli.run("env", "--markdown").stdout.strip().split("\n\n## ")
 
@@ -26,13 +26,13 @@ def test_configuration_page_has_the_printed_tables(cli):
     assert [one.name for one in ALL_VARIABLES if f"| `{one.name}` | " not in "".join(tables)] == []
 
 
-def test_metrics_page_names_every_further_metric():
+def test_metrics_page_has_every_metric_of_a_group():
     page = (ROOT / "docs" / "metrics.md").read_text()
     assert [name for name, entry in METRICS.items() if entry.group and f"`{name}`" not in page] == []
 
 
 def test_events_page_ends_with_the_printed_table(cli):
-    """After a change: ``effllm events --markdown``."""
+    """After a change, copy the output of ``effllm events --markdown``."""
     page = (ROOT / "docs" / "events.md").read_text()
     table = cli.run("events", "--markdown").stdout
 
@@ -59,7 +59,7 @@ def test_systems_page_is_generated_from_results():
     assert (ROOT / "docs" / "systems.md").read_text() == systems.page()
 
 
-def test_every_hooked_module_is_in_the_systems_page():
+def test_every_hooked_training_system_is_in_the_systems_page():
     hooked = {target.split(".")[0] for target in TARGETS}
     page = (ROOT / "docs" / "systems.md").read_text()
     names = {
