@@ -1,4 +1,4 @@
-"""Layers: imports only point down, and importing the package is cheap."""
+"""Layers of packages: modules import only from lower layers, and the import of the package is cheap."""
 
 import ast
 import importlib
@@ -17,14 +17,14 @@ MODULES = {
     for path in sorted(PACKAGE.rglob("*.py"))
 }
 
-# A package may import what is left of it.  Packages between two "<" do not import each other.
+# A package may import the packages left of it.  Packages between two "<" do not import each other.
 LAYERS = """
 config < records < metrics < store < network, devices < energy < sinks, job < trainer, agent, server
 < hooks, sensor_profile < attach < effllm < commands < efficientllm_metrics, cli < __main__
 """
 LEVELS = {name.strip(): level for level, names in enumerate(LAYERS.split("<")) for name in names.split(",")}
 
-# Modules that the training process imports: they need only the standard library, and must not fail.
+# Modules that the training process imports; they may import only the standard library, and must not fail.
 IN_TRAINING = [
     "effllm",
     "effllm.trainer.collector",
@@ -43,12 +43,12 @@ IN_TRAINING = [
 
 
 def package(module):
-    """Return the package of a module, or its own name for a module at the top level."""
+    """Return the package of a module; for a module at the top level, return the name of the module."""
     return module.split(".")[1] if "." in module else module
 
 
 def imports(module):
-    """Yield the modules of effllm that a module imports, wherever in it."""
+    """Yield the effllm modules that a module imports, at its top level or inside functions."""
     for node in ast.walk(ast.parse(MODULES[module].read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "effllm")
@@ -68,21 +68,21 @@ def test_agent_does_not_import_the_aggregator():
     assert done.stdout.strip() == "set()"
 
 
-def test_modules_and_imports_are_found():
+def test_known_modules_and_imports_are_found():
     assert {"effllm", "effllm.records.rank", "effllm.devices", "effllm.devices.nvml"} <= set(MODULES)
     assert "effllm.records.rank" in set(imports("effllm.job.account"))
     assert "effllm.metrics" in set(imports("effllm.job.reporting")), "from effllm import metrics"
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_imports_point_left_in_the_layers(module):
+def test_packages_import_only_from_packages_left_of_them(module):
     own = package(module)
 
     for other in {package(name) for name in imports(module)} - {own}:
         assert LEVELS[other] < LEVELS[own], f"{module} imports from {other}, which is not left of {own}"
 
 
-def test_modules_import_each_other_without_a_cycle():
+def test_imports_of_modules_have_no_cycle():
     order = list(TopologicalSorter({module: set(imports(module)) for module in MODULES}).static_order())
 
     assert set(order) == set(MODULES)
@@ -104,7 +104,7 @@ ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_only_switches_reads_the_environment(module):
+def test_only_the_module_switches_reads_the_environment(module):
     used = attributes(MODULES[module]) & {f"os.{name}" for name in ENVIRONMENT}
     used |= {f"{a}.{b}" for a, b in names_of_a_module_imported(MODULES[module]) if a == "os" and b in ENVIRONMENT}
 
@@ -119,7 +119,7 @@ def test_no_module_has_a_catch_all_name(module):
 
 
 def modules_imported_by(module):
-    """Return the modules that an import of a module adds in a new interpreter."""
+    """Return the modules that a new interpreter loads for an import of ``module``."""
     program = f"import sys; had = set(sys.modules); import {module}; print(*(set(sys.modules) - had))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stderr == ""
@@ -133,11 +133,11 @@ def test_training_process_imports_only_the_standard_library(module):
     assert tops - {"effllm"} <= sys.stdlib_module_names
 
 
-def test_importing_the_package_imports_none_of_its_modules():
+def test_import_of_the_package_imports_no_other_module_of_effllm():
     assert {name for name in modules_imported_by("effllm") if name.startswith("effllm.")} == set()
 
 
-def test_collector_imports_no_records_and_no_sockets():
+def test_collector_does_not_import_records_or_sockets():
     assert not {"effllm.records.rank", "effllm.network.transport", "zmq", "msgspec"} & modules_imported_by(
         "effllm.trainer.collector"
     )
@@ -148,7 +148,7 @@ def names():
 
 
 def home_of(name):
-    # The callback is a class of transformers, which may be missing.
+    # The callback needs transformers, which may not be installed.
     if name == "EfficientLLMCallback":
         pytest.importorskip("effllm.hooks.transformers", exc_type=ImportError)
     return importlib.import_module(effllm._HOMES[name])
@@ -162,7 +162,7 @@ def test_public_names_can_be_imported_from_both_packages(name):
     assert getattr(effllm, name) is getattr(original, name) is getattr(home, name)
 
 
-def test_public_names_equal_dir():
+def test_dir_returns_the_public_names():
     original = importlib.import_module("effllm.efficientllm_metrics")
 
     assert sorted(dir(effllm)) == sorted(effllm.__all__)
@@ -171,6 +171,6 @@ def test_public_names_equal_dir():
 
 
 @pytest.mark.parametrize("package", ["effllm", "effllm.efficientllm_metrics"])
-def test_unknown_name_is_an_attribute_error(package):
+def test_unknown_name_raises_an_attribute_error(package):
     with pytest.raises(AttributeError, match="has no attribute 'metrics_manager'"):
         importlib.import_module(package).metrics_manager  # noqa: B018 - the access is the test

@@ -1,4 +1,4 @@
-"""``import torch`` loads effllm: this must never fail, must be cheap, and must not start a process or thread."""
+"""``import torch`` loads effllm; this must never fail, must be cheap, and must not start a process or thread."""
 
 import json
 import os
@@ -25,7 +25,7 @@ print("hooks" if "effllm.hooks" in sys.modules else "no hooks", torch.__name__)
 
 
 def run(program, environ=None, *options, cwd=None):
-    """Run a program, attached if its environment has EFFICIENTLLM_ATTACH, and return its output and its errors."""
+    """Run a program and return its stdout and stderr; EFFICIENTLLM_ATTACH in ``environ`` attaches effllm."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("EFFICIENTLLM_", "TORCH_DEVICE_BACKEND"))}
     done = subprocess.run(
         [sys.executable, *options, "-c", textwrap.dedent(program)],
@@ -56,13 +56,13 @@ def test_import_of_torch_hooks_only_if_a_variable_is_set(environ, printed):
     assert run(PRINT_HOOKS, environ) == (f"{printed} torch\n", "")
 
 
-def test_process_without_torch_imports_nothing_of_effllm():
+def test_process_without_torch_does_not_import_effllm():
     program = "import sys; print([name for name in sys.modules if name.split('.')[0] == 'effllm'])"
 
     assert run(program, ON) == ("[]\n", "")
 
 
-def test_importing_torch_starts_no_process_and_makes_no_file(tmp_path):
+def test_import_of_torch_starts_no_process_and_writes_no_file(tmp_path):
     program = """
         import os, psutil, torch
         print(psutil.Process().children(), os.listdir())
@@ -71,7 +71,7 @@ def test_importing_torch_starts_no_process_and_makes_no_file(tmp_path):
     assert run(program, ON | {"EFFICIENTLLM_RUN_DIR": str(tmp_path / "runs")}, cwd=tmp_path) == ("[] []\n", "")
 
 
-GONE = "raise ModuleNotFoundError('gone')"  # a missing file would be found through an editable install
+GONE = "raise ModuleNotFoundError('gone')"  # an editable install would find a missing file
 BROKEN = {
     "a hook file that is no Python": ("hooks/optimizer.py", "this is not Python"),
     "hooks that are no Python": ("hooks/__init__.py", "def ("),
@@ -108,7 +108,7 @@ def test_torch_trains_with_a_broken_effllm(what, tmp_path):
     assert where.startswith(str(tmp_path))
     assert weight == "[-0.5, -0.5]"
     lines = [line for line in errors.splitlines() if line.startswith("[EfficientLLM]")]
-    assert 1 <= len(lines) <= 3, errors  # one for each module that cannot be hooked, and one at the end
+    assert 1 <= len(lines) <= 3, errors  # one line for each module that cannot be hooked, and one at the end
     assert "Traceback" not in errors
 
 
@@ -150,7 +150,7 @@ for step in range(6):
 """
 
 
-def test_unmodified_loop_is_measured_with_bit_identical_losses(tmp_path):
+def test_unmodified_loop_is_measured_and_has_the_same_losses(tmp_path):
     environ = ON | {
         "EFFICIENTLLM_RUN_DIR": str(tmp_path),
         "EFFICIENTLLM_RUN_NAME": "run",
@@ -164,7 +164,7 @@ def test_unmodified_loop_is_measured_with_bit_identical_losses(tmp_path):
     assert losses == without.splitlines()
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["status"] == "completed"
-    assert summary["iterations"] in (5, 6)  # the first may have no start
+    assert summary["iterations"] in (5, 6)  # the first iteration may have no start
 
 
 def test_launch_script_needs_only_the_shell_file(tmp_path):

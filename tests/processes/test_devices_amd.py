@@ -332,7 +332,7 @@ def test_failed_reading_is_none_until_the_next_successful_read(library, field, e
     assert failures == {}
 
 
-def test_exception_with_an_error_in_its_text_is_one_failure(library):
+def test_exception_that_cannot_be_constructed_is_one_failure(library):
     reader = library.of((5, 7), power_kind="average")
     library.fault(("amdsmi_get_gpu_activity", RETRY))
     sample, failures = reader.read()

@@ -443,9 +443,7 @@ def test_energy_is_complete_after_a_hanging_call(trace):
 
 
 def test_only_slice_of_a_gpu_has_all_energy(trace):
-    with trace.reader(
-        Site(visible_devices=MIG.uuid, cuda_uuid=B)
-    ) as reader:  # torch may return the GPU's UUID
+    with trace.reader(Site(visible_devices=MIG.uuid, cuda_uuid=B)) as reader:  # torch may return the GPU's UUID
         sample, failures = reader.read()
         device = reader.device
 

@@ -1,4 +1,4 @@
-"""Whole jobs under torchrun: training on gloo, agents, aggregator, TCP, run folder and event file."""
+"""Complete jobs under torchrun: training with gloo, agents, aggregator, TCP, run folder and TensorBoard file."""
 
 import functools
 import itertools
@@ -8,19 +8,19 @@ import jobs
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-# The tests share their jobs; a job of four ranks takes a minute on a busy machine.
+# Tests use the same jobs. A job with four ranks takes a minute on a busy machine.
 pytestmark = [*jobs.needs_torch, pytest.mark.xdist_group("end to end"), pytest.mark.timeout(480)]
 
 ONE_NODE = ["--standalone", "--local_addr", "127.0.0.1", "--nproc_per_node"]
 WORLDS = (1, 2, 4)
-ITERATIONS, STEP_S = 43, 0.05  # ten are half a second: long enough for its energy to be known
+ITERATIONS, STEP_S = 43, 0.05  # ten iterations last 0.5 s, long enough for a window's energy
 TOKENS, SAMPLES, PARAMETERS = 43 * 8 * 32, 43 * 8, 64 * 64
-WINDOWS = [10, 20, 30, 40, 43]  # the last one is the remainder
+WINDOWS = [10, 20, 30, 40, 43]  # the last window has the remaining three iterations
 
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory):
-    """The same training on each number of ranks; each job runs once, at its first use."""
+    """Return a function that runs the training with a number of ranks; each job runs once, at its first use."""
 
     @functools.cache
     def run(world_size):
@@ -33,7 +33,7 @@ def worlds(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=WORLDS, ids="{} ranks".format)
 def world(request, worlds):
-    """One of the jobs, and its number of ranks."""
+    """Return a job and its number of ranks."""
     return worlds(request.param), request.param
 
 
@@ -44,7 +44,7 @@ def tensorboard(folder):
 
 
 def seconds_of(rows):
-    """T: the iteration time of each rank first, the maximum over ranks last."""
+    """Return T: the largest iteration time of a rank."""
     by_rank = {}
     for row in rows:
         by_rank[row.rank] = by_rank.get(row.rank, 0.0) + row.busy_s + row.wait_s
@@ -52,7 +52,7 @@ def seconds_of(rows):
 
 
 def joules_of_iterations(rows):
-    """The measured energy of the iterations of rows; a device without measurements counts 0."""
+    """Return the measured energy of the rows without phases; a device without measurements counts as 0."""
     return sum((row.energy_j or 0.0) - sum(joules or 0.0 for joules in row.phases_j.values()) for row in rows)
 
 
@@ -68,7 +68,7 @@ def test_totals_do_not_depend_on_the_number_of_ranks(worlds):
         assert (summary.coverage.reports_lost, summary.coverage.reports_late) == (0, 0)
 
 
-def test_tt_and_st_match_the_rows_of_the_ranks(world):
+def test_tt_and_st_equal_the_values_from_the_rows_of_the_ranks(world):
     job, _ = world
     rows, metrics = job.ledger.ranks, job.ledger.summary.metrics
     time_s = seconds_of(rows)
@@ -93,14 +93,14 @@ def test_aec_times_t_is_the_energy_of_the_iterations(world):
     job, _ = world
     summary, rows = job.ledger.summary, job.ledger.ranks
     aec = summary.metrics["aec_watts"].value
-    # A window with an unmeasured GPU, as on a busy machine, has no energy, and its time is not in AEC either.
+    # On a busy machine a GPU may be missing in a window. AEC includes neither the energy nor the time of such a window.
     known = {window.window for window in job.ledger.windows if window.last.energy.joules is not None}
     of_known = [row for row in rows if row.window in known]
     time_s, tokens = seconds_of(of_known), sum(row.tokens for row in of_known)
 
     assert aec * time_s == pytest.approx(joules_of_iterations(of_known), rel=1e-9)
     assert aec * time_s / tokens == pytest.approx(summary.energy.joules_per_token, rel=1e-9)
-    # The energy by class includes the measured part of every window.
+    # The energy by class includes all measured energy, also of windows with a missing GPU.
     assert summary.energy.by_class["iterations"] == pytest.approx(joules_of_iterations(rows), rel=1e-9)
     assert sum(summary.energy.by_device.values()) == pytest.approx(summary.energy.measured_joules, rel=1e-9)
     assert sum(summary.energy.by_class.values()) == pytest.approx(summary.energy.measured_joules, rel=1e-9)
@@ -121,7 +121,7 @@ def test_each_rank_has_one_row_per_window_without_overlap(world):
             assert row.wall_s == pytest.approx(row.busy_s + row.wait_s + sum(row.phases_s.values()), abs=1e-6)
 
 
-def test_block_is_printed_once_per_window_in_its_format(world):
+def test_console_block_is_printed_once_per_window(world):
     job, world_size = world
     blocks = job.blocks
     windows = {window.iteration: window for window in job.ledger.windows}
@@ -133,7 +133,7 @@ def test_block_is_printed_once_per_window_in_its_format(world):
         assert block["gpus"] == f"{window.coverage.gpus_measured}/{world_size}"
         for tag, form in jobs.FORMATS.items():
             assert block[tag] == (form.format(window.values[tag]) if tag in window.values else None)
-        assert (block["loss"] is None) == (block["iteration"] == "43")  # the loop logged none after 40
+        assert (block["loss"] is None) == (block["iteration"] == "43")  # the loop logs no loss after iteration 40
     assert max(window.coverage.gpus_measured for window in windows.values()) == world_size
 
 
@@ -145,14 +145,14 @@ def test_last_console_values_equal_the_summary(world):
         assert hit.split()[2] == jobs.FORMATS[tag].format(value)
 
 
-def test_tensorboard_matches_the_console_and_the_summary(world):
+def test_values_in_tensorboard_are_those_of_windows_and_summary(world):
     job, _ = world
     scalars = tensorboard(job.ledger.folder / "tensorboard")
     windows = job.ledger.windows
 
     for tag in jobs.FORMATS:
         shown = scalars[f"efficientllm/{tag}"]
-        known = [window for window in windows if tag in window.values]  # AEC where its error is at most 20 %
+        known = [window for window in windows if tag in window.values]  # AEC is missing if its error exceeds 20 %
         assert [event.step for event in shown] == [window.iteration for window in known]
         assert shown[-1].step == WINDOWS[-1]
         for event, window in zip(shown, known, strict=True):
@@ -162,7 +162,7 @@ def test_tensorboard_matches_the_console_and_the_summary(world):
     assert len(scalars) <= 60
 
 
-def test_no_tag_is_named_after_a_rank(worlds):
+def test_tags_do_not_depend_on_the_number_of_ranks(worlds):
     two, four = (set(tensorboard(worlds(size).ledger.folder / "tensorboard")) for size in (2, 4))
 
     assert two == four
@@ -203,7 +203,7 @@ def test_normal_run_has_only_joined_and_left_events(world):
     assert job.ledger.summary.events == {"joined": world_size, "left": world_size}
 
 
-def test_nan_loss_is_on_console_in_summary_and_an_event(launch):
+def test_nan_loss_is_on_the_console_in_the_summary_and_an_event(launch):
     job = launch.python("loop.py", "--iterations", 30, "--nan-from", 15).done()
     (line,) = [line for line in job.stdout.splitlines() if "NaN" in line and line.startswith("[EfficientLLM]")]
     summary = job.ledger.summary
@@ -218,7 +218,7 @@ def test_nan_loss_is_on_console_in_summary_and_an_event(launch):
 def test_agents_and_aggregator_end_soon_after_the_job(launch):
     job = launch.torchrun([*ONE_NODE, "2"], "torch_loop.py", "--iterations", "12").wait()
 
-    assert not job.left(within_s=12.0)  # without a bye the aggregator would wait for 15 s
+    assert not job.left(within_s=12.0)  # without a BYE message the aggregator would wait for 15 s
     assert job.ledger.summary.overhead.agents_cpu_s < 2.0
 
 
@@ -282,7 +282,7 @@ effllm.finalize_efficientllm_metrics()
 """
 
 
-def test_data_loader_workers_record_nothing_and_hold_no_port(launch):
+def test_data_loader_workers_record_nothing_and_have_no_port(launch):
     job = launch.code(LOADER, log_interval=5).done()
     summary = job.ledger.summary
 

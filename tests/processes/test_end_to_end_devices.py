@@ -1,4 +1,4 @@
-"""Whole jobs on devices whose true values are known: traced GPUs behind the real pynvml, and the simulated one."""
+"""Complete jobs on devices with known true values: GPUs of a trace with the real pynvml, and simulated GPUs."""
 
 import math
 import time
@@ -10,9 +10,9 @@ from nvml_library import GIB, Gpu, Trace, flat, sine
 from effllm.devices.simulated import waveform_of
 
 LOOP = "loop.py"
-TICK_S = 0.02  # between two steps of the energy counter, as on an H100
+TICK_S = 0.02  # time between two changes of the energy counter, as on an H100
 INTERVAL_S = 0.05
-# In NVML's order; the order of their buses is A, B, IDLE.
+# This is the order of NVML; the order of the PCI buses is A, B, IDLE.
 IDLE = Gpu("GPU-cccc0003-0000-4000-8000-000000000003", "00000000:C1:00.0", power=flat(60.0), utilization=flat(0.0))
 A = Gpu(
     "GPU-aaaa0001-0000-4000-8000-000000000001",
@@ -40,7 +40,7 @@ def trace(library, tmp_path):
 
 
 def start_on(launch, trace, *arguments, visible=(None, None), **settings):
-    """Start a rank for each of ``visible``; return the aggregator and the ranks."""
+    """Start one rank for each item of ``visible``; return the aggregator and the ranks."""
     aggregator = launch.aggregator(**settings)
     ranks = [
         launch.python(
@@ -57,7 +57,7 @@ def start_on(launch, trace, *arguments, visible=(None, None), **settings):
 
 
 def train_on(*arguments, **settings):
-    """Train as `start_on` does; return the aggregator and the steps of each rank."""
+    """Start ranks with `start_on` and wait for their end; return the aggregator and the steps of each rank."""
     aggregator, ranks = start_on(*arguments, **settings)
     truths = [rank.done().output()["steps"] for rank in ranks]
     assert not aggregator.job.left()
@@ -65,17 +65,17 @@ def train_on(*arguments, **settings):
 
 
 def span(steps):
-    """The start of a rank's first iteration and the end of its last: its iteration time, without interruptions."""
+    """Return the start of a rank's first iteration and the end of its last iteration."""
     return steps[0][0], steps[-1][1]
 
 
 def tick_error_w(gpu, seconds):
-    """The largest error between two readings of a ticking counter: one tick at the highest power."""
+    """Return the largest error of the power between two readings of a counter: one tick at the highest power."""
     return gpu.power.high * gpu.tick_s / seconds
 
 
 @pytest.mark.alone
-def test_power_of_two_gpus_is_summed_and_the_rest_averaged(launch, trace):
+def test_power_of_two_gpus_is_summed_and_other_values_averaged(launch, trace):
     aggregator, truths = train_on(launch, trace, "--iterations", 150)
     summary = aggregator.ledger.summary
     values = {tag: value.value for tag, value in summary.metrics.items()}
@@ -84,11 +84,11 @@ def test_power_of_two_gpus_is_summed_and_the_rest_averaged(launch, trace):
     joules = {gpu: gpu.energy_j(*spans[gpu]) for gpu in spans}
     means = [gpu.memory.integral(*spans[gpu]) / seconds[gpu] / GIB for gpu in spans]
 
-    # Two counters, each read at two edges; each read may be one tick and one sample edge away.
+    # Each of two counters is read at two edges; each read can have an error of one tick.
     allowed_w = sum(2 * tick_error_w(gpu, seconds[gpu]) for gpu in spans)
     assert values["aec_watts"] == pytest.approx(sum(joules.values()) / max(seconds.values()), abs=allowed_w)
     assert values["pcu_ratio"] == pytest.approx((0.25 + 0.75) / 2, abs=1e-6)
-    # Straight lines between samples of a sine are at most (omega h)^2 / 8 of its amplitude off: 0.05 GiB.
+    # Linear interpolation between samples of a sine has an error of at most (omega h)^2 / 8 of its amplitude: 0.05 GiB.
     assert values["amu_gb"] == pytest.approx(sum(means) / 2, abs=0.1)
     assert set(summary.energy.by_device) == {A.uuid, B.uuid}
     assert (summary.coverage.gpus_measured, summary.coverage.gpus_expected) == (2, 2)
@@ -108,21 +108,21 @@ def test_power_of_a_shared_gpu_is_counted_once(launch, trace):
     assert set(summary.energy.by_device) == {A.uuid}
     assert summary.coverage.gpus_expected == 1
     assert summary.metrics["pcu_ratio"].value == pytest.approx(0.25, abs=1e-6)
-    assert summary.tokens == 20_000  # the tokens of both ranks are summed
+    assert summary.tokens == 20_000  # sum of the tokens of two ranks
 
 
 @pytest.mark.parametrize(
     ("visible", "expected"),
     [
-        ((None, None), (A, B)),  # in the order of their buses, as CUDA has them
+        ((None, None), (A, B)),  # order of the PCI buses, as in CUDA
         (("2,0", "2,0"), (IDLE, A)),
         ((f"{B.uuid},{A.uuid}",) * 2, (B, A)),
         (("GPU-bbbb,GPU-cccc",) * 2, (B, IDLE)),
-        (("2", "1"), (IDLE, B)),  # one for each rank
+        (("2", "1"), (IDLE, B)),  # one GPU for each rank
     ],
     ids=["unset", "reordered", "by UUID", "by part of a UUID", "one per rank"],
 )
-def test_row_of_a_rank_names_its_gpu_in_cuda(launch, trace, visible, expected):
+def test_row_of_a_rank_has_the_gpu_that_cuda_selects(launch, trace, visible, expected):
     aggregator, _ = train_on(launch, trace, visible=visible)
 
     named = {row.rank: row.device for row in aggregator.ledger.ranks}
@@ -130,13 +130,13 @@ def test_row_of_a_rank_names_its_gpu_in_cuda(launch, trace, visible, expected):
     assert named == {rank: gpu.uuid for rank, gpu in enumerate(expected)}
 
 
-def test_lost_energy_of_one_gpu_is_a_gap_until_it_returns(launch, trace):
+def test_windows_without_the_energy_of_one_gpu_have_no_aec(launch, trace):
     aggregator, ranks = start_on(launch, trace, "--until", "enough", "--step-s", 0.02, log_interval=25)
     ledger = aggregator.ledger
     to_unix_s = time.time() - time.monotonic()
 
     def windows(start_s, end_s=math.inf):
-        """The windows whose parts of all ranks are between two times of the monotonic clock."""
+        """Return the windows whose rows are all between two times of the monotonic clock."""
         found, rows = ledger.windows, ledger.ranks
         outside = {row.window for row in rows if row.start_time_s < start_s + to_unix_s}
         outside |= {row.window for row in rows if row.end_time_s > end_s + to_unix_s}
@@ -175,12 +175,12 @@ def test_lost_energy_of_one_gpu_is_a_gap_until_it_returns(launch, trace):
     assert summary.energy.measured_joules > 0
     assert "energy/total_joules" not in summary.metrics
     assert "only in part measured: no total" in aggregator.job.stdout
-    # Run to date, the joules of whole windows are divided by the seconds of whole windows.
+    # AEC of the run: joules of complete windows divided by seconds of complete windows.
     both_w = 400 + 200
     assert summary.metrics["aec_watts"].value == pytest.approx(both_w, rel=0.2)
 
 
-def test_gpus_without_energy_give_no_energy_line(launch, trace):
+def test_console_has_no_energy_line_without_energy(launch, trace):
     trace.write(Gpu("GPU-a", "0:01:00", memory=flat(4 * GIB), unsupported=("energy", "power")))
     aggregator, _ = train_on(launch, trace, visible=(None,))
     summary = aggregator.ledger.summary
@@ -191,7 +191,7 @@ def test_gpus_without_energy_give_no_energy_line(launch, trace):
     assert any(text.startswith("energy: NVML gives neither") for text in summary.not_measured)
 
 
-def test_rank_without_a_gpu_has_only_time_and_tokens(launch, trace):
+def test_metrics_of_a_rank_without_a_gpu_are_only_time_and_tokens(launch, trace):
     aggregator, _ = train_on(launch, trace, visible=("",))
     summary = aggregator.ledger.summary
 
@@ -204,7 +204,7 @@ def test_rank_without_a_gpu_has_only_time_and_tokens(launch, trace):
 
 
 @pytest.mark.alone
-def test_simulated_gpu_matches_its_waveform(launch):
+def test_metrics_of_a_simulated_gpu_agree_with_its_waveform(launch):
     job = launch.python(LOOP, "--iterations", 150, collection_interval=0.1).done()
     wave = waveform_of(0)
     start, end = span(job.output()["steps"])
@@ -219,13 +219,13 @@ def test_simulated_gpu_matches_its_waveform(launch):
 
 
 @pytest.mark.alone
-def test_al_is_step_time_and_t_is_iteration_time(launch):
+def test_al_uses_step_time_and_tt_uses_iteration_time(launch):
     job = launch.python(LOOP, "--iterations", 40, "--wait-s", 0.01).done()
     steps = job.output()["steps"]
     start, end = span(steps)
     values = {tag: value.value for tag, value in job.ledger.summary.metrics.items()}
 
     step_s = sum(after - before for before, after in steps) / 40
-    assert values["al_seconds"] == pytest.approx(step_s, abs=0.0005)  # the loop's own timestamps are outside
+    assert values["al_seconds"] == pytest.approx(step_s, abs=0.0005)  # the loop's timestamps include effllm's calls
     assert values["tt_tokens_per_param_per_sec"] == pytest.approx(40 * 100 / 1000 / (end - start), rel=0.02)
     assert values["st_samples_per_param_per_sec"] == pytest.approx(40 * 2 / 1000 / (end - start), rel=0.02)

@@ -1,7 +1,7 @@
-"""Whole jobs on GPUs of known power: the energy in the run folder against the true energy.
+"""Complete jobs on GPUs with known power: energy in the run folder, compared with the true energy.
 
-One job serves several tests.  Each GPU's counter moves in ticks of 0.1 s, like the counters of A100 and H100; its power
-is a square wave that is not synchronous with the ticks.
+Several tests use one job. Each energy counter has a tick of 0.1 s, like the counters of A100 and H100. The power is a
+square wave that is not synchronous with the ticks.
 """
 
 import math
@@ -20,13 +20,14 @@ from effllm.store.reader import RankRow
 pytestmark = pytest.mark.alone
 
 LOOP = "loop.py"
-STEP_S, LOG_INTERVAL = 0.02, 25  # a window of half a second
+STEP_S, LOG_INTERVAL = 0.02, 25  # a window lasts half a second
 INTERVAL_S = 0.2
 LOW_W, HIGH_W = 180.0, 620.0
-#: An edge inside a tick with a step of power: the tick hides 440 W for 0.05 s on average.  Each window has two edges.
+#: Largest mean error of a window. If the power changes during the tick of an edge, up to 440 W are unknown for 0.05 s
+#: on average. Each window has two edges.
 EDGES_J = 2 * (HIGH_W - LOW_W) * 0.1 / 4
-MAX_WRONG = 0.05  # share of a window's energy, independent of its stated error
-#: A calibration of this model from before, so that the jobs do not spend two seconds on it.
+MAX_WRONG = 0.05  # share of a window's energy, independent of the stated error
+#: A stored calibration of this GPU model; without it each job would calibrate for two seconds.
 SENSOR = Sensor(tick_s=0.1, tick_error_s=1e-5, lag_error_s=0.001, is_held=True, source="measured")
 
 
@@ -40,33 +41,33 @@ A, B, C = gpu("a", 1, 0.013), gpu("b", 2, 0.047), gpu("c", 3, 0.081)
 
 @dataclass
 class Run:
-    """A job that has ended."""
+    """A completed job."""
 
     ledger: jobs.Ledger
-    iterations_ended_s: float  # monotonic, on the last rank
-    ended_s: float  # ... and when no process of the job was left
+    iterations_ended_s: float  # monotonic time, on the last rank
+    ended_s: float  # monotonic time at which all processes had ended
     to_monotonic_s: float
-    fault_s: float  # monotonic, time of the fault
+    fault_s: float  # monotonic time of the fault
 
     @property
     def summary(self) -> Summary:
         return self.ledger.summary
 
     def rows(self, rank: int) -> list[RankRow]:
-        """The windows of a rank, less its shut-down of a millisecond."""
+        """Return the rows of a rank, except the row of its shutdown, which lasts about a millisecond."""
         return [row for row in self.ledger.ranks if row.rank == rank and row.wall_s > 0.1]
 
     def event_texts(self, kind: str, rank: int) -> list[str]:
         return [event.text for event in self.ledger.events if (event.kind, event.rank) == (kind, rank)]
 
     def truth_j(self, gpu: Gpu, *rows: RankRow) -> float:
-        """Return the true energy of a GPU over consecutive rows."""
+        """Return the true energy of a GPU during consecutive rows."""
         start_s, end_s = rows[0].start_time_s, rows[-1].end_time_s
         return gpu.energy_j(start_s + self.to_monotonic_s, end_s + self.to_monotonic_s)
 
 
 def run_job(folder, environments, seconds, disturb=lambda at_s: None) -> Run:
-    """Run a job with a rank for each environment, of this many seconds, and disturb it after three windows."""
+    """Run a job of ``seconds`` with a rank for each environment; call ``disturb`` after three windows."""
     folder.mkdir()
     settings = {"device": "nvml", "collection_interval": INTERVAL_S, "log_interval": LOG_INTERVAL}
     loop = (LOOP, "--iterations", round(seconds / STEP_S), "--step-s", STEP_S)
@@ -96,7 +97,7 @@ def run_job(folder, environments, seconds, disturb=lambda at_s: None) -> Run:
 
 
 def showing(trace: Trace, device: str) -> dict[str, str]:
-    """Return the environment of a rank with one visible device."""
+    """Return the environment variables of a rank with one visible device."""
     return trace.environment() | {"CUDA_VISIBLE_DEVICES": device}
 
 
@@ -122,15 +123,16 @@ def test_energy_of_a_window_is_within_its_stated_error(shared):
 
     assert len(rows) == 24
     assert {row.energy_method for row in rows} == {"counter"}
-    assert sum(is_within) >= 0.85 * len(rows)  # it is the half-width of 95 %
-    # On a busy machine the readings of an edge are ticks late, and the edge is estimated from power.
+    assert sum(is_within) >= 0.85 * len(rows)  # the stated error is the half-width of a 95 % interval
+    # On a busy machine the reads at an edge are several ticks late; then the energy at the edge is estimated from
+    # power.
     assert all(wrong <= 3 * MAX_WRONG * row.energy_j for wrong, row in zip(wrong_j, rows, strict=True))
     assert sum(wrong > MAX_WRONG * row.energy_j for wrong, row in zip(wrong_j, rows, strict=True)) <= len(rows) // 10
     assert sum(row.energy_error_j for row in rows) / len(rows) <= EDGES_J
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_energy_of_a_run_has_a_much_smaller_error(shared, rank):
+def test_energy_of_a_run_has_a_smaller_error_than_its_windows(shared, rank):
     rows = shared.rows(rank)
 
     assert sum(row.energy_j for row in rows) == pytest.approx(shared.truth_j(A, *rows), rel=0.005)
@@ -142,11 +144,11 @@ def test_gpu_shared_by_two_ranks_is_counted_once(shared):
 
     assert set(summary.energy.by_device) == {A.uuid}
     assert (summary.coverage.gpus_expected, summary.coverage.gpus_measured) == (1, 1)
-    # The ranks did not start at the same time; the job's energy covers the time of one rank, not of both.
+    # The ranks start at different times; the energy of the job covers the time of only one rank.
     truths_j = [shared.truth_j(A, *shared.rows(rank)) for rank in (0, 1)]
     assert 0.995 * min(truths_j) <= summary.energy.total_joules <= 1.005 * max(truths_j)
     assert max(truths_j) < 1.2 * min(truths_j)
-    assert summary.tokens == 2 * 300 * 100  # the tokens of both ranks are summed
+    assert summary.tokens == 2 * 300 * 100  # sum of the tokens of two ranks
 
 
 # --- two slices of one GPU ---
@@ -164,14 +166,14 @@ def sliced(library, folder):
 
 
 @pytest.mark.parametrize(("rank", "name", "share"), [(0, "MIG-three", 3 / 7), (1, "MIG-two", 2 / 7)])
-def test_slice_has_its_part_of_the_gpus_energy(sliced, rank, name, share):
+def test_slice_has_its_share_of_the_energy_of_the_gpu(sliced, rank, name, share):
     rows = sliced.rows(rank)
 
     assert {row.device for row in rows} == {name}
     assert sum(row.energy_j for row in rows) == pytest.approx(share * sliced.truth_j(A, *rows), rel=0.01)
 
 
-def test_slices_of_a_job_sum_to_their_share(sliced):
+def test_energy_of_a_job_is_the_sum_of_its_slices(sliced):
     energy = sliced.summary.energy
     parts_j = [share * sliced.truth_j(A, *sliced.rows(rank)) for rank, share in ((0, 3 / 7), (1, 2 / 7))]
 
@@ -198,11 +200,11 @@ def disturbed(library, folder):
     return run_job(folder / "disturbed", [showing(trace, str(index)) for index in range(3)], 9.0, disturb)
 
 
-def test_counter_reset_makes_no_spike_and_no_gap(disturbed):
+def test_counter_reset_gives_no_wrong_energy_and_no_gap(disturbed):
     rows = disturbed.rows(0)
 
     wrong_j = [abs(row.energy_j - disturbed.truth_j(A, row)) for row in rows]
-    # Filling a gap can miss the power between two samples.
+    # Energy that is estimated from power does not include changes between two samples.
     unseen_j = 2 * INTERVAL_S * (HIGH_W - LOW_W)
     assert all(
         wrong <= (unseen_j if row.energy_estimated_j else 3 * max(row.energy_error_j, MAX_WRONG * row.energy_j))
@@ -212,11 +214,11 @@ def test_counter_reset_makes_no_spike_and_no_gap(disturbed):
     assert disturbed.summary.energy.by_device[A.uuid] == pytest.approx(disturbed.truth_j(A, *rows), abs=unseen_j)
 
 
-def test_filled_energy_is_marked_and_the_reset_is_an_event(disturbed):
+def test_estimated_energy_is_marked_and_a_reset_is_an_event(disturbed):
     filled = [row for row in disturbed.rows(0) if row.energy_estimated_j]
     texts = disturbed.event_texts("energy_counter", rank=0)
 
-    assert 1 <= len(filled) <= 2  # the second where the reset falls on an edge
+    assert 1 <= len(filled) <= 2  # a second row only if the reset is at an edge
     assert all(0 < row.energy_estimated_j <= row.energy_j for row in filled)
     assert ["decreased" in text for text in texts] == [True, False]
     assert texts[1].endswith("used again")
@@ -224,14 +226,14 @@ def test_filled_energy_is_marked_and_the_reset_is_an_event(disturbed):
 
 @pytest.mark.parametrize(("rank", "gpu"), [(1, B), (2, C)])
 @pytest.mark.fault("device-lost")
-def test_nothing_is_counted_twice_after_a_lost_gpu_returns(disturbed, rank, gpu):
+def test_no_energy_is_counted_twice_after_a_lost_gpu_returns(disturbed, rank, gpu):
     rows = disturbed.rows(rank)
     holes = [row for row in rows if row.energy_j is None]
     seen_j = sum(row.energy_j for row in rows if row.energy_j is not None)
     unseen_s = sum(row.wall_s - row.energy_covered_s for row in rows)
 
     assert len(holes) >= 2  # missing, not zero
-    assert LOST_S * 0.7 <= unseen_s <= LOST_S + 2.5  # the search is after 0, 1 and 3 s
+    assert LOST_S * 0.7 <= unseen_s <= LOST_S + 2.5  # searches are after 0, 1 and 3 s
     assert seen_j == pytest.approx(disturbed.summary.energy.by_device[gpu.uuid], abs=1.0)  # of the shut-down
     whole_j = disturbed.truth_j(gpu, *rows)
     assert seen_j <= whole_j - LOW_W * unseen_s * 0.8
@@ -240,14 +242,15 @@ def test_nothing_is_counted_twice_after_a_lost_gpu_returns(disturbed, rank, gpu)
 
 @pytest.mark.parametrize(("rank", "gpu"), [(1, B), (2, C)])
 @pytest.mark.fault("device-lost")
-def test_windows_after_the_return_are_as_exact_as_before(disturbed, rank, gpu):
+def test_windows_after_the_return_have_the_precision_of_before(disturbed, rank, gpu):
     rows, to_monotonic_s = disturbed.rows(rank), disturbed.to_monotonic_s
     before = [row for row in rows if row.end_time_s + to_monotonic_s < disturbed.fault_s]
     after = [row for row in rows if row.start_time_s + to_monotonic_s > disturbed.fault_s + LOST_S + 2.5]
 
     assert (len(before) >= 2, len(after) >= 3) == (True, True)
     wrong = sorted(abs(row.energy_j / disturbed.truth_j(gpu, row) - 1) for row in before[1:] + after)
-    # On a busy machine the readings of an edge are ticks late, and the edge is estimated from power.
+    # On a busy machine the reads at an edge are several ticks late; then the energy at the edge is estimated from
+    # power.
     assert wrong[len(wrong) // 2] < MAX_WRONG / 5
     assert wrong[-1] < 3 * MAX_WRONG
     assert {row.energy_method for row in before[1:] + after} == {"counter"}
@@ -259,7 +262,7 @@ def test_windows_after_the_return_are_as_exact_as_before(disturbed, rank, gpu):
 
 
 @pytest.mark.fault("device-lost")
-def test_run_with_a_gap_has_no_total_but_measured_energy(disturbed):
+def test_run_with_a_gap_has_measured_energy_but_no_total(disturbed):
     energy = disturbed.summary.energy
 
     assert energy.total_joules is None
@@ -283,7 +286,7 @@ def crippled(library, folder):
 
 
 @pytest.mark.fault("device-lost")
-def test_job_ends_in_time_though_a_call_hangs(crippled):
+def test_hanging_call_does_not_delay_the_end_of_the_job(crippled):
     assert crippled.ended_s - crippled.iterations_ended_s <= 5.0
     assert crippled.summary.status == "completed"
     assert [len(crippled.rows(rank)) for rank in range(3)] == [18, 18, 18]
@@ -291,7 +294,7 @@ def test_job_ends_in_time_though_a_call_hangs(crippled):
     assert crippled.summary.coverage.reports_lost == 0
 
 
-def test_healthy_rank_is_measured_to_the_end(crippled):
+def test_healthy_rank_is_measured_until_the_end(crippled):
     rows = crippled.rows(0)
 
     assert sum(row.energy_covered_s for row in rows) == pytest.approx(sum(row.wall_s for row in rows))
@@ -300,7 +303,7 @@ def test_healthy_rank_is_measured_to_the_end(crippled):
 
 
 @pytest.mark.fault("device-lost")
-def test_hanging_rank_is_stale_after_the_hang_only(crippled):
+def test_rank_with_a_hanging_call_is_measured_until_the_hang(crippled):
     rows = crippled.rows(1)
     known = [row for row in rows if row.coverage == pytest.approx(1.0)]
     lost = [row for row in rows if row.energy_j is None]
@@ -308,7 +311,8 @@ def test_hanging_rank_is_stale_after_the_hang_only(crippled):
     assert 2 <= len(known) <= len(rows) - len(lost)
     assert len(lost) >= 5
     assert rows.index(known[-1]) < rows.index(lost[0])
-    # The last edge before the hang has no later readings and may be estimated from power; its error includes that.
+    # The last edge before the hang has no later readings, so its energy may be estimated from power; the stated error
+    # includes this.
     until_s = crippled.fault_s - crippled.to_monotonic_s - 0.25
     before = [row for row in known[1:] if row.end_time_s < until_s]
     assert sum(row.energy_j for row in before) == pytest.approx(crippled.truth_j(B, *before), rel=0.01)
@@ -317,7 +321,7 @@ def test_hanging_rank_is_stale_after_the_hang_only(crippled):
     assert f"{B.uuid} is stale: a read has not come back for" in text
 
 
-def test_rank_without_nvml_trains_and_the_reason_is_reported(crippled):
+def test_rank_without_nvml_trains_and_reports_the_reason(crippled):
     rows = crippled.rows(2)
 
     assert {(row.device, row.energy_j) for row in rows} == {(None, None)}
@@ -325,7 +329,7 @@ def test_rank_without_nvml_trains_and_the_reason_is_reported(crippled):
     assert any("the NVIDIA driver is not loaded" in text for text in crippled.event_texts("agent", rank=2))
 
 
-def test_coverage_is_the_measured_share_of_the_energy(crippled):
+def test_coverage_of_energy_is_the_share_of_measured_gpus(crippled):
     coverages = [window.coverage for window in crippled.ledger.windows[:18]]
     summary = crippled.summary
 

@@ -1,4 +1,4 @@
-"""Whole jobs on a node with its own power sensor: a management controller beside a traced GPU, and idle power."""
+"""Complete jobs on a node with a power sensor: a management controller and a GPU of a trace, and baseline power."""
 
 import jobs
 import pytest
@@ -30,23 +30,23 @@ def train(launch, trace, *arguments, **settings):
 
 
 @pytest.mark.alone
-def test_power_is_the_nodes_if_its_supplies_are_readable(launch, trace):
+def test_node_power_is_used_if_its_power_supplies_are_readable(launch, trace):
     with Service(tree(chassis("1"), supply("1", "0", 500.0), supply("1", "1", 400.0)), password=None) as service:
         ledger = train(launch, trace, "--iterations", 150, node_power=service.url)
     summary = ledger.summary
 
-    # 900 W at the plugs; the GPU's 300 W are in them and not added.
+    # The power supplies draw 900 W, which includes the 300 W of the GPU.
     assert summary.energy.scope == "node-psu"
     assert summary.metrics["aec_watts"].value == pytest.approx(900.0, rel=0.01)
     assert summary.energy.method == "instant power"
     (device,) = summary.energy.by_device
     assert device.startswith("psu:")
-    # A row is of the rank's own GPU, and includes the other devices that were read.
+    # A row has the GPU of the rank, and also the energy of the other devices.
     (row, *_) = ledger.ranks
     assert (row.device, [key.partition(":")[0] for key in row.other_devices_j]) == (A.uuid, ["psu"])
 
 
-def test_configured_scope_precedes_the_widest(launch, trace):
+def test_configured_power_scope_precedes_the_widest_scope(launch, trace):
     with Service(tree(chassis("1"), supply("1", "0", 500.0)), password=None) as service:
         ledger = train(launch, trace, "--iterations", 100, node_power=service.url, power_scope="gpu")
 
@@ -54,7 +54,7 @@ def test_configured_scope_precedes_the_widest(launch, trace):
     assert ledger.summary.energy.scope == "gpu"
     assert power.value == pytest.approx(
         300.0, rel=0.01, abs=2 * power.error
-    )  # a second does not show the counter's ticks
+    )  # a loop of one second is too short to find the counter's tick
 
 
 @pytest.mark.alone
@@ -62,6 +62,6 @@ def test_baseline_power_does_not_change_the_total_energy(launch, trace):
     ledger = train(launch, trace, "--iterations", 100, node_power="none", baseline_seconds=1.0)
     values = {tag: value.value for tag, value in ledger.summary.metrics.items()}
 
-    # A GPU of constant power: all of it is baseline.
+    # The power of the GPU is constant, so all power is baseline power.
     assert values["energy/joules_above_baseline"] == pytest.approx(0.0, abs=0.01 * values["energy/total_joules"])
     assert values["aec_watts"] == pytest.approx(300.0, rel=0.01, abs=2 * ledger.summary.metrics["aec_watts"].error)

@@ -1,4 +1,4 @@
-"""Training never waits for effllm and never fails because of it, even if any of its processes ends or is killed."""
+"""Training never waits for effllm and never fails because of effllm, also if processes of effllm end or are killed."""
 
 import os
 import signal
@@ -13,8 +13,8 @@ import pytest
 from effllm.store.summary_text import outcome
 
 LOOP = "loop.py"
-SLOWEST_STEP_S = 0.5  # steps take 0.01 s and calls microseconds; waiting would take longer
-SOON_S = 12.0  # an aggregator without a bye waits for 15 s
+SLOWEST_STEP_S = 0.5  # a step takes 0.01 s, a call some microseconds; a wait would take longer
+SOON_S = 12.0  # an aggregator without a BYE message waits for 15 s
 
 
 # --- killed processes ---
@@ -55,7 +55,7 @@ def test_aggregator_waits_for_late_ranks(launch):
 
 @pytest.fixture
 def without_agent(launch):
-    """A job of two ranks; the agent of the second rank is killed."""
+    """Start a job of two ranks and kill the agent of the second rank; return the aggregator and the ranks."""
     aggregator = launch.aggregator()
     ranks = launch.ranks(aggregator, 2, LOOP, "--until", "enough")
     jobs.until(lambda: aggregator.ledger.num_windows)
@@ -65,7 +65,7 @@ def without_agent(launch):
 
 
 @pytest.mark.fault("agent-killed")
-def test_rank_with_a_killed_agent_trains_on_and_is_missing(without_agent):
+def test_rank_with_a_killed_agent_continues_and_is_missing(without_agent):
     aggregator, ranks = without_agent
     ledger = aggregator.ledger
     jobs.until(lambda: any("closed without rank 1" in text for text in ledger.event_texts("missing")))
@@ -73,7 +73,7 @@ def test_rank_with_a_killed_agent_trains_on_and_is_missing(without_agent):
         (rank.folder / "enough").touch()
     count, _ = (rank.finish() for rank in ranks)
     assert all(rank.max_step_s() < SLOWEST_STEP_S for rank in ranks)
-    assert not aggregator.job.left()  # after three missing heartbeats
+    assert not aggregator.job.left()  # the aggregator ends after three missing heartbeats
 
     assert ledger.windows[-1].coverage.missing_ranks == (1,)
     assert "missing 1" in aggregator.job.blocks[-1]["rest"]
@@ -105,7 +105,7 @@ def test_trainer_killed_before_an_iteration_has_a_summary(launch):
     assert not job.blocks
 
 
-def test_stopped_agent_and_aggregator_lose_nothing(launch):
+def test_stopped_agent_and_aggregator_lose_no_iterations(launch):
     job = launch.python(LOOP, "--until", "enough")
     jobs.until(lambda: job.num_windows)
     stopped = job.find("effllm.agent.agent") + job.find("effllm.server.process")
@@ -135,7 +135,7 @@ def test_stopped_agent_and_aggregator_lose_nothing(launch):
     ],
 )
 @pytest.mark.fault("exits")
-def test_iterations_and_status_are_kept_at_every_end(launch, end, code, status):
+def test_iterations_and_status_are_recorded_for_every_kind_of_end(launch, end, code, status):
     job = launch.python(LOOP, "--served", "--at", 15, "--end", end).wait()
 
     assert job.code == code
@@ -162,7 +162,7 @@ def test_job_with_a_failed_rank_has_failed(launch):
 def test_end_of_a_job_waits_only_for_the_summary(launch):
     job = launch.python(LOOP, "--served").wait()
 
-    assert job.ledger.summary.status == "completed"  # it is there when the trainer has ended
+    assert job.ledger.summary.status == "completed"  # the summary exists when the trainer has ended
     assert not job.left(within_s=SOON_S)
     assert list(job.ledger.folder.glob("lock")) == []
 
@@ -193,7 +193,7 @@ json.dump(sorted(ours - set(sys.stdlib_module_names)), open("truth.json", "w"))
     assert job.output() == ["effllm"]
 
 
-def test_log_metrics_returns_its_six_keys_at_once(launch):
+def test_log_metrics_returns_its_six_keys_without_waiting(launch):
     job = launch.python(LOOP, "--served", "--iterations", 60).done()
     truth = job.output()
 
@@ -203,7 +203,7 @@ def test_log_metrics_returns_its_six_keys_at_once(launch):
 
 
 @pytest.mark.alone
-def test_agents_use_a_small_part_of_a_cpu(launch):
+def test_agent_uses_less_than_a_tenth_of_a_cpu_core(launch):
     job = launch.python(LOOP, "--step-s", 0.3, "--until", "enough", collection_interval=1.0)
     (agent,) = jobs.until(lambda: job.find("effllm.agent.agent"))
     jobs.until(lambda: job.runs() and (job.ledger.folder / "run.json").exists())
@@ -254,7 +254,7 @@ effllm.finalize_efficientllm_metrics()
 
 
 @pytest.mark.fault("forked-worker")
-def test_forked_children_record_nothing_and_hold_no_port(launch):
+def test_forked_children_record_nothing_and_have_no_port(launch):
     job = launch.code(FORKS, log_interval=5).done()
     summary = job.ledger.summary
 

@@ -1,4 +1,4 @@
-"""energy/device_energy.py: each joule is counted once, none without a measurement, and stated errors are right."""
+"""energy/device_energy.py: each joule is counted once and only if it was measured; stated errors are correct."""
 
 import bisect
 import math
@@ -36,7 +36,7 @@ def at(seconds):
 
 
 def fed(one, *rows):
-    """Enter readings, each (second, watts, joules)."""
+    """Add readings of the form (second, watts, joules) to a ledger, and return the ledger."""
     for seconds, watts, joules in rows:
         one.add(Sample(at(seconds), power_w=watts, energy_j=joules))
     return one
@@ -55,12 +55,12 @@ def joules(one, start_s, end_s):
 
 
 def every_second(counter, watts=500.0, until_s=20):
-    """Return a reading a second of a GPU at 500 W whose counter shows ``counter(second)``."""
+    """Return one reading per second, with the power ``watts`` and the energy counter ``counter(second)``."""
     return [(second, watts, counter(second)) for second in range(until_s + 1)]
 
 
 def event_texts(one):
-    """Return the texts of the events since the last call."""
+    """Return the texts of the energy_counter events since the last call."""
     return [event.text for event in one.take_events(0.0) if event.kind == "energy_counter"]
 
 
@@ -93,8 +93,8 @@ def test_constant_power_is_watts_times_seconds(shown, steps_ms, watts, data):
     assert (found.joules or 0.0) == pytest.approx(watts * (end_ms - start_ms) / 1000, rel=1e-9, abs=1e-6)
 
 
-def test_repeated_readings_count_as_time():
-    # 10 s at 100 W and 10 s at 700 W are 8 kJ, though eighteen of twenty readings repeat.
+def test_energy_includes_the_time_of_repeated_readings():
+    # 10 s at 100 W and 10 s at 700 W are 8 kJ, although eighteen of twenty readings repeat the previous reading.
     rows = [(s, 100.0, None) for s in range(11)] + [(10.001, 700.0, None)] + [(s, 700.0, None) for s in range(11, 21)]
 
     assert joules(fed(ledger(INSTANT), *rows), 0, 20) == pytest.approx(8000.0, abs=0.5)
@@ -105,12 +105,12 @@ def test_repeated_readings_count_as_time():
 @pytest.mark.parametrize("window_s", [0.2, 3.0])
 def test_constant_power_is_exact_with_a_ticking_counter(tick_s, duty, window_s):
     for window in simulate(flat(500.0), 1, tick_s=tick_s, duty=duty, window_s=window_s):
-        # The rest is the change of the estimated phase between edges: about a millisecond at most.
+        # The remaining error is a change of the estimated phase between the edges, of about a millisecond.
         assert abs(window.error_j) < 500 * 1.2e-3
 
 
 def test_square_wave_is_split_exactly_within_a_tick():
-    # The step is 30 ms after the start of the tick: 100 W * 30 ms + 500 W * 70 ms are 38 J.
+    # The power changes 30 ms after the start of the tick: 100 W * 30 ms + 500 W * 70 ms = 38 J.
     for since_s, before_j in [(0.01, 1.0), (0.03, 3.0), (0.05, 3.0 + 10.0), (0.09, 3.0 + 30.0)]:
         found_j, variance_j2, power_w = in_tick(since_s, 0.1, 38.0, 100.0, 500.0, PowerSpread())
 
@@ -121,8 +121,8 @@ def test_square_wave_is_split_exactly_within_a_tick():
 
 @pytest.mark.parametrize("period_s", [2.03, 1.31, 0.93])
 def test_windows_of_a_square_wave_are_exact(period_s):
-    # Between neighbouring ticks there is at most one step, which the energy of the tick places: ticks of 100 ms add no
-    # error.
+    # There is at most one step of power between two ticks, and the energy of the tick gives its time. So ticks of 100
+    # ms add no error.
     for seed in range(3):
         for window in simulate(square(100.0, 500.0, period_s), seed, window_s=0.7):
             assert abs(window.error_j) < 2e-3 * window.truth_j + 0.2
@@ -130,8 +130,8 @@ def test_windows_of_a_square_wave_are_exact(period_s):
 
 @pytest.mark.parametrize("period_s", [1.07, 4.3])
 def test_sine_is_split_as_a_parabola_through_three_ticks(period_s):
-    # Error of a parabola for a wave of 150 W: about 150 W * T (omega T)^3 / 24 at each edge, 0.13 J at 1.07 s; and the
-    # change of the estimated phase between two edges, at most 1.5 ms.
+    # A parabola for a wave of 150 W has an error of about 150 W * T (omega T)^3 / 24 at each edge, 0.13 J for 1.07 s.
+    # Another error is the change of the estimated phase between two edges, at most 1.5 ms.
     turn = 2 * math.pi * 0.1 / period_s
     bound_j = 2 * 150.0 * 0.1 * turn**3 / 24 + 500.0 * 1.5e-3
     for seed in range(3):
@@ -139,12 +139,12 @@ def test_sine_is_split_as_a_parabola_through_three_ticks(period_s):
             assert abs(window.error_j) < bound_j
 
 
-def test_burst_within_a_tick_is_uncertain_within_it():
-    # 60 W, but for 20 ms at 600 W somewhere in the tick: 6 + 10.8 J.
+def test_energy_before_an_edge_in_a_tick_with_a_burst_is_uncertain():
+    # The power is 60 W, and 600 W for 20 ms at an unknown time of the tick: 6 + 10.8 J.
     found_j, variance_j2, _ = in_tick(0.05, 0.1, 16.8, 60.0, 60.0, PowerSpread())
 
     assert 60 * 0.05 <= found_j <= 60 * 0.05 + 10.8
-    # Before that time or after it, equally likely: a standard deviation of half of it.
+    # The burst is before or after the edge with equal probability, so the standard deviation is half of its energy.
     assert math.sqrt(variance_j2) == pytest.approx(10.8 / 2, rel=0.5)
 
 
@@ -153,7 +153,7 @@ def test_burst_within_a_tick_is_uncertain_within_it():
 
 @settings(deadline=None, max_examples=80)
 @given(st.integers(0, 10**6), st.booleans(), st.sampled_from([0.0, 0.02, 0.1]))
-def test_windows_add_up_while_the_phase_is_estimated(seed, late, tick_s):
+def test_sum_of_windows_is_the_energy_while_the_phase_is_estimated(seed, late, tick_s):
     chance = random.Random(seed)
     power = chance.choice([square(100.0, 600.0, 0.7), sine(100.0, 600.0, 1.1), Telegraph(60.0, 650.0, 0.3, seed % 50)])
     sensor = BoardSensor(power, tick_s or 0.1, chance.choice([1.0, 0.25]), chance.uniform(0, 0.1))
@@ -178,7 +178,7 @@ def test_windows_add_up_while_the_phase_is_estimated(seed, late, tick_s):
 
 
 def test_reported_energy_at_an_edge_is_not_changed():
-    # Power was 500 W, so 25 J were reported for the next 50 ms; it was falling to 0, so 19 J is right.
+    # At 500 W, 25 J were reported for the next 50 ms. The power fell to 0, so 19 J would be correct.
     one = fed(ledger(INSTANT, tick_s=0.1), (0, 100.0, None), (1, 500.0, None))
     windows = [joules(one, 0, 1.05)]
     fed(one, (1.1, 0.0, None))
@@ -200,7 +200,7 @@ FAULTS = st.lists(
 
 
 def broken(seconds, watts, counter_j, faults, power):
-    """Return the reading at a time of a counter with these faults."""
+    """Return the power and the counter at a time; ``faults`` change the counter."""
     for kind, from_s, for_s, by_j in faults:
         is_now = from_s <= seconds < from_s + for_s
         if kind == "reset" and seconds >= from_s:
@@ -238,11 +238,11 @@ def test_faulty_counter_gives_no_negative_or_excess_energy(seed, faults, power):
         now_s += chance.choice([0.25, 1.0, 1.0, 1.0])
         readings += 1
         if readings > 200:
-            return  # all further reads fail
+            return  # all later reads fail
 
     for length_s, window in windows:
         if window.joules is not None:
-            # A step may contain a tenth of a second of the adjacent steps, and more in one half than in the other.
+            # A step of the counter may include 0.1 s of the adjacent steps, and its halves may have different energy.
             assert 0.0 <= window.joules <= 1.2 * LIMIT_W * (length_s + 0.5)
             assert 0.0 <= window.estimated_j <= window.joules + 1e-6
         assert 0.0 <= window.covered_s <= length_s + 1e-9
@@ -257,7 +257,7 @@ def test_faulty_counter_gives_no_negative_or_excess_energy(seed, faults, power):
 
 
 def test_reset_counter_is_used_from_its_new_value():
-    # Reset at 5.3 s: at 6 s it shows 350 J, 2150 less than the second before.
+    # The counter is reset at 5.3 s: its value at 6 s is 350 J, 2150 J less than a second before.
     one = fed(ledger(), *every_second(lambda s: 500.0 * s if s < 5.3 else 500.0 * (s - 5.3)))
     whole = energy(one, 0, 20)
 
@@ -271,7 +271,7 @@ def test_reset_counter_is_used_from_its_new_value():
 
 @pytest.mark.parametrize("by_j", [1e6, 500.0])
 def test_impossible_jump_of_a_counter_is_replaced_by_power(by_j):
-    # Of a limit of 700 W, 840 W for a second and a tenth are 924 J.
+    # The power limit is 700 W; a step in one second may have up to 840 W * 1.1 s = 924 J.
     one = fed(ledger(), *every_second(lambda s: 500.0 * s + (by_j if s >= 8 else 0.0)))
 
     assert joules(one, 0, 20) == pytest.approx(10_000.0)
@@ -300,14 +300,14 @@ def test_counter_value_that_is_not_a_number_is_a_failed_read(wrong):
     assert event_texts(one) == [], "the sampler reports failed reads"
 
 
-def test_windows_cut_during_failed_reads_stay_estimates():
+def test_windows_during_failed_reads_remain_estimates():
     one, windows = ledger(), []
     for second, _, counter_j in every_second(lambda s: None if 5 <= s < 9 else 500.0 * s, until_s=13):
         fed(one, (second, 480.0 + 20.0 * (second % 2), counter_j))
         if second:
             windows.append(energy(one, second - 1, second))
 
-    # 490 J in each of the four seconds; the counter then adds 10 J for each, once.
+    # Each of the four seconds has 490 J from power. Then the counter adds the missing 10 J per second, once.
     assert [window.joules for window in windows[4:10]] == pytest.approx([490.0, 490.0, 490.0, 490.0, 540.0, 500.0])
     assert [window.estimated_j for window in windows[4:10]] == pytest.approx([490.0, 490.0, 490.0, 490.0, 0.0, 0.0])
     assert sum(window.joules for window in windows) == pytest.approx(13 * 500.0)
@@ -316,7 +316,7 @@ def test_windows_cut_during_failed_reads_stay_estimates():
 
 
 def test_late_counter_energy_is_limited_by_the_power_limit():
-    # For a minute the power reads 300 W and the counter (500 W) fails: 12 kJ cannot be added later.
+    # For a minute the power reading is 300 W and the counter (500 W) fails. The difference of 12 kJ is not added later.
     one, windows = ledger(), []
     for second, _, counter_j in every_second(lambda s: None if 5 <= s < 65 else 500.0 * s, until_s=70):
         fed(one, (second, 300.0 if 5 <= second < 65 else 500.0, counter_j))
@@ -327,7 +327,7 @@ def test_late_counter_energy_is_limited_by_the_power_limit():
     assert windows[65].joules == pytest.approx(500.0)
 
 
-def test_windows_without_reads_are_not_filled_later():
+def test_windows_without_reads_get_no_energy_later():
     one, windows = ledger(), []
     for second, watts, counter_j in every_second(lambda s: 500.0 * s, until_s=12):
         fed(one, (second, None, None) if 5 <= second < 9 else (second, watts, counter_j))
@@ -344,7 +344,7 @@ def test_windows_without_reads_are_not_filled_later():
     ]
 
 
-def test_counter_covers_reads_that_failed_altogether():
+def test_counter_includes_the_time_of_failed_reads():
     rows = [row for row in every_second(lambda s: 500.0 * s) if not 5 <= row[0] < 9]
     one = fed(ledger(), *rows[:5], (5, None, None), (6, None, None), (7.5, None, None), *rows[5:])
 
@@ -356,7 +356,8 @@ def test_counter_covers_reads_that_failed_altogether():
 @pytest.mark.parametrize("pause_s", [0.125, 0.25, 1.0])
 @pytest.mark.parametrize("catches_up", [True, False])
 def test_frozen_counter_is_filled_from_power(pause_s, catches_up):
-    # 500 W throughout; the counter is constant from 5 s to 9 s, then catches up or continues without those 2 kJ.
+    # The power is always 500 W. The counter is constant from 5 s to 9 s; then it adds the missing 2 kJ or continues
+    # without them.
     def counter(s):
         return 500.0 * (s if s < 5 else 5.0 if s < 9 else s if catches_up else s - 4)
 
@@ -373,12 +374,12 @@ def test_frozen_counter_is_filled_from_power(pause_s, catches_up):
     assert event_texts(one) == []
 
 
-def test_counter_may_be_constant_between_ticks_and_at_0_w():
-    # Ticks of 1 s read every 0.4 s: up to 400 J seem to be missing, and are not.
+def test_counter_that_is_constant_between_ticks_or_at_0_w_is_used():
+    # The tick is 1 s and reads are every 0.4 s: up to 400 J seem to be missing, but they come with the next tick.
     one = fed(ledger(tick_s=1.0), *((0.4 * i, 400.0, 400.0 * math.floor(0.4 * i)) for i in range(50)))
     assert event_texts(one) == []
 
-    # The tick is not known yet, and it is read every 20 ms, as during calibration.
+    # The tick is not yet known, and reads are every 20 ms, as during calibration.
     one = fed(ledger(), *((0.02 * i, 690.0, 69.0 * (i // 5)) for i in range(100)))
     assert event_texts(one) == []
 
@@ -393,12 +394,12 @@ def test_energy_is_not_counted_twice_after_a_low_counter(watts, by_j):
         ledger(), *every_second(lambda s: 3e6 + watts * s - (by_j if 5 <= s < 12 else 0.0), watts=watts, until_s=25)
     )
 
-    # A single step can hide less than the limit allows in a second.
+    # A wrong step of the counter is not detected only if the power limit allows its energy in one second.
     assert joules(one, 0, 25) == pytest.approx(25 * watts, abs=1.0)
     assert joules(one, 13, 25) == pytest.approx(12 * watts, abs=1.0)
 
 
-def test_garbage_counter_is_replaced_by_power():
+def test_counter_with_random_values_is_replaced_by_power():
     chance = random.Random(1)
     one = fed(ledger(), *every_second(lambda s: chance.uniform(0, 1e9)))
     whole = energy(one, 0, 20)
@@ -409,7 +410,7 @@ def test_garbage_counter_is_replaced_by_power():
 
 
 def test_gap_without_counter_and_power_is_not_measured():
-    # The counter is reset at 5.3 s, and power cannot be read from 5 s to 8 s.
+    # The counter is reset at 5.3 s, and reads of power fail from 5 s to 8 s.
     one = fed(
         ledger(),
         *((s, None if 5 <= s < 8 else 500.0, 500.0 * s if s < 5.3 else 500.0 * (s - 5.3)) for s in range(21)),
@@ -465,7 +466,7 @@ def test_energy_without_reads_is_none():
 # --- power alone ---
 
 
-def test_method_belongs_to_the_interval():
+def test_energy_method_is_reported_for_each_interval():
     assert method(fed(ledger(INSTANT), (0, 9.0, None), (1, 9.0, None)), 0, 1) == INSTANT
     assert method(fed(ledger(COUNTER), (0, None, 1.0), (1, None, 9.0)), 0, 1) == COUNTER
     one = fed(ledger(), *every_second(lambda s: 500.0 * s if s < 5.3 else 500.0 * (s - 5.3)))
@@ -473,7 +474,7 @@ def test_method_belongs_to_the_interval():
 
 
 def test_averaged_power_is_shifted_by_half_its_window():
-    # A step from 100 to 500 W at 10 s, seen as a ramp from 10 to 11 s.
+    # The power changes from 100 to 500 W at 10 s; the averaged reading is a ramp from 10 to 11 s.
     one = ledger(AVERAGE, average_s=1.0)
     for i in range(101):
         shown_w = 100.0 + 400.0 * min(max(0.2 * i - 10.0, 0.0), 1.0)
@@ -509,7 +510,7 @@ def test_edge_waits_for_the_reading_after_it(method, sensor, later_s):
 
 
 @pytest.mark.parametrize("lag_s", [0.03, 0.09, 0.1, 0.25])
-def test_lagging_counter_is_read_later_and_loses_nothing(lag_s):
+def test_energy_of_a_lagging_counter_is_exact(lag_s):
     for window in simulate(square(100.0, 500.0, 1.31), 4, lag_s=lag_s, window_s=0.7):
         assert abs(window.error_j) < 2e-3 * window.truth_j + 0.2
 
@@ -518,7 +519,7 @@ def test_lagging_counter_is_read_later_and_loses_nothing(lag_s):
 
 
 def unlocked(power, seed, count=200, window_s=1.0):
-    """Return errors and stated variances of windows on a ticking counter that is read only at the edges."""
+    """Return (error, window) of windows on a counter with ticks that is read only near the edges."""
     chance = random.Random(seed)
     found = []
     for _ in range(count):
@@ -534,7 +535,7 @@ def unlocked(power, seed, count=200, window_s=1.0):
     return found
 
 
-def test_unknown_phase_gives_edges_the_variance_of_a_tick():
+def test_edges_have_the_variance_of_a_tick_if_the_phase_is_unknown():
     # sigma = T sqrt(P0^2 + P1^2) / sqrt(12): at 500 W and 100 ms, 50 J sqrt(2 / 12) = 20.4 J.
     found = unlocked(flat(500.0), 1)
     stated_j = math.sqrt(found[0][1].start_j2 + found[0][1].end_j2)
@@ -543,22 +544,23 @@ def test_unknown_phase_gives_edges_the_variance_of_a_tick():
     assert statistics.pstdev(error_j for error_j, _ in found) == pytest.approx(stated_j, rel=0.15)
 
 
-def test_edge_between_equal_reads_is_as_uncertain_as_others():
-    # 300 W and a tick of about 100 ms of unknown phase: 30 J sqrt(1 / 12) = 8.66 J at each edge.
+def test_edge_between_equal_reads_has_the_error_of_other_edges():
+    # For 300 W and a tick of about 100 ms with an unknown phase, the error is 30 J sqrt(1 / 12) = 8.66 J at each edge.
     one = ledger(tick_s=0.1, tick_error_s=0.1)
     for read_s in (tenth / 100 for tenth in range(301)):  # nine of ten readings equal the previous one
         one.add(Sample(at(read_s), power_w=300.0, energy_j=30.0 * math.floor(read_s / 0.1 + 1e-9)))
 
-    for start_s in (1.004, 1.034, 1.074, 1.104):  # the last is at a change: 30 J within 10 ms
+    for start_s in (1.004, 1.034, 1.074, 1.104):  # at the last edge the counter changes: 30 J in 10 ms
         window = energy(one, start_s, start_s + 1.0)
         assert math.sqrt(window.start_j2) == pytest.approx(8.66, rel=0.15)
         assert math.sqrt(window.end_j2) == pytest.approx(8.66, rel=0.15)
 
 
 def test_half_tick_delay_of_an_unknown_phase_is_corrected():
-    # From idle to load the counter is late where power is high: (P0 - P1) T / 2, were it not corrected.
+    # The counter is half a tick late. After a change from idle to load, the error without a correction is (P0 - P1) T /
+    # 2.
     class Step:
-        """60 W, and from 25 s on 660 W."""
+        """Power of 60 W until 25 s, then 660 W."""
 
         def at(self, t):
             return 60.0 if t < BEGIN_S + 25 else 660.0
@@ -593,7 +595,7 @@ CURVES = [
 
 
 def pooled(**facts):
-    """Return windows of all curves, sensors and lengths, with random phases."""
+    """Return windows for all curves, sensors and window lengths, with random phases."""
     return [
         window
         for seed in range(2)
@@ -622,7 +624,8 @@ WAVES = [square(100.0, 500.0, 2.03), sine(150.0, 500.0, 3.1), square(90.0, 640.0
 
 
 def after_5_minutes(name, lag_s=0.0, duty=1.0):
-    """Return the median half-width, as a share, of windows of a second, and the share of them that it covers."""
+    """For windows of a second, return the median half-width divided by the energy, and the share of windows within the
+    half-width."""
     found = []
     for seed in range(8):
         known = {"lag_is_known": False, "lag_s": lag_s, "duty": duty, "name": name}
@@ -651,7 +654,7 @@ def test_lag_of_a_counter_is_found_during_the_run(lag_s):
 
 
 def half_widths_with(kept_s, lag_s, seed):
-    """Return the half-widths, as shares, of the first hundred windows of a run that expects a lag."""
+    """Return the half-widths divided by the energy of the first hundred windows of a run with an expected lag."""
     chance, power = random.Random(seed), square(100.0, 500.0, 1.97 + 0.01 * seed)
     sensor = BoardSensor(power, phase_s=chance.uniform(0, 0.1), lag_s=lag_s)
     one = ledger_of(sensor.known(chance, lag_is_known=False), name="NVIDIA L40S")
@@ -675,13 +678,13 @@ def test_cached_lag_is_used_after_fewer_changes(lag_s):
 
 
 @pytest.mark.parametrize(("kept_s", "lag_s"), [(0.03, 0.0), (0.0, 0.04), (0.0, 0.1), (0.1, 0.0)])
-def test_wrong_cached_lag_reduces_no_error(kept_s, lag_s):
+def test_wrong_cached_lag_does_not_reduce_the_error(kept_s, lag_s):
     for seed in range(3):
         assert half_widths_with(kept_s, lag_s, seed) == half_widths_with(None, lag_s, seed)
 
 
 class LatePower(BoardSensor):
-    """A sensor whose power reading is late, by a constant or a varying time."""
+    """A sensor whose power reading has a constant or varying delay."""
 
     def __init__(self, late_s, *rest):
         super().__init__(*rest)
@@ -692,7 +695,7 @@ class LatePower(BoardSensor):
 
 
 @pytest.mark.parametrize("late_s", [lambda t: 0.04, lambda t: 0.05 * (1 + math.sin(1e4 * t))])
-def test_late_power_reading_keeps_a_wide_interval(late_s):
+def test_interval_remains_wide_if_the_power_reading_is_late(late_s):
     power, chance = square(100.0, 500.0, 2.03), random.Random(5)
     sensor = LatePower(late_s, power)
     agent = VirtualAgent(ledger_of(sensor.known(chance, lag_is_known=False), name="NVIDIA L40S"), sensor, chance)
@@ -703,7 +706,7 @@ def test_late_power_reading_keeps_a_wide_interval(late_s):
     assert statistics.median(half_widths) > 0.005
 
 
-def test_unknown_tick_share_keeps_a_wide_interval():
+def test_interval_remains_wide_if_the_duty_is_unknown():
     assert after_5_minutes("NVIDIA H100 80GB HBM3", duty=0.25)[0] > 0.05
 
 
@@ -723,7 +726,7 @@ FAST_AND_SLOW = {
 
 @pytest.mark.long
 @pytest.mark.parametrize("lag_s", [0.0, 0.01, 0.04])
-def test_stated_intervals_cover_each_wave_at_any_lag(lag_s):
+def test_stated_intervals_cover_each_wave_at_every_lag(lag_s):
     covered = {}
     for (kind, curve), window_s in product(FAST_AND_SLOW.items(), (0.2, 1.0, 5.0)):
         count = {0.2: 400, 1.0: 140, 5.0: 45}[window_s]
@@ -740,7 +743,7 @@ def test_stated_intervals_cover_each_wave_at_any_lag(lag_s):
 
 
 def contradicted_after(true_s, kept_s, seed, count=60):
-    """Return the number of windows until a wrong tick is detected, and the mean error after its correction."""
+    """Return the number of windows until a wrong tick is detected, and the mean error after a new calibration."""
     chance = random.Random(seed)
     power = square(100.0, 500.0, 2.0)
     sensor = BoardSensor(power, true_s, 1.0, chance.uniform(0, true_s))
@@ -765,27 +768,28 @@ def test_wrong_tick_is_detected(true_s, kept_s):
     found = [contradicted_after(true_s, kept_s, seed) for seed in range(10)]
 
     assert all(detected is not None and detected <= 25 for detected, _ in found)
-    # A plain difference of the counter is off by 8 % at windows of a second.
+    # A plain difference of the counter has an error of 8 % for windows of a second.
     assert max(error for _, error in found) < 0.005
 
 
-def test_right_tick_is_never_contradicted():
+def test_correct_tick_is_never_contradicted():
     for seed in range(30):
         assert contradicted_after(0.1, 0.1, seed) == (None, 0.0)
 
 
-def test_unmeasured_lag_is_in_the_intervals():
+def test_stated_intervals_include_an_unknown_lag():
     assert covered(pooled(lag_is_known=False)) >= 0.95
 
 
 def test_unknown_lag_shifts_both_edges_equally():
-    # A lag of up to 100 ms: 0 J from 500 W to 500 W; from 100 W to 500 W it is 400 W * 100 ms / sqrt(3) = 23.1 J.
+    # A lag of up to 100 ms has an error of 0 J from 500 W to 500 W, and of 400 W * 100 ms / sqrt(3) = 23.1 J from 100 W
+    # to 500 W.
     one = fed(
         ledger(lag_error_s=0.1),
         *((s, 100.0, 100.0 * s) for s in range(6)),
         *((s, 500.0, 500.0 + 500.0 * (s - 5.0)) for s in range(6, 11)),
     )
-    one._powers.__init__()  # not part of this test
+    one._powers.__init__()  # power changes are not part of this test
     rising, level = energy(one, 2, 8), energy(one, 7, 9)
 
     assert math.sqrt(rising.start_j2 + rising.end_j2) == pytest.approx(400.0 * 0.1 / math.sqrt(3), rel=1e-3)
@@ -793,7 +797,8 @@ def test_unknown_lag_shifts_both_edges_equally():
 
 
 def test_variance_of_a_run_is_not_the_sum_of_its_windows():
-    # Where two windows meet, one gains what the other loses: over both it cancels.
+    # At a common edge, the errors of two windows have opposite signs, so the sum of the windows does not have this
+    # error.
     chance = random.Random(5)
     sensor = BoardSensor(square(100.0, 500.0, 0.77), 0.1)
     one = ledger_of(Sensor(tick_s=0.1))
@@ -813,7 +818,7 @@ def test_variance_of_a_run_is_not_the_sum_of_its_windows():
 
 
 def monte_carlo(step_s, deviation_s, tick_s, span_s, seed):
-    """Return the variance of the aliasing error of iterations over the variance at random phases."""
+    """Return the variance of the aliasing error of iterations divided by the variance for random phases."""
     chance = random.Random(seed)
 
     def spread(locked):
@@ -821,7 +826,7 @@ def monte_carlo(step_s, deviation_s, tick_s, span_s, seed):
         for _ in range(1500):
             at_s, total = chance.uniform(0, tick_s), 0.0
             for _ in range(round(span_s / step_s)):
-                # The end of an iteration's load is measured late by the rest of its tick.
+                # The end of an iteration's load is measured at the end of its tick.
                 total += (at_s / tick_s) % 1.0 - 0.5
                 at_s += chance.gauss(step_s, deviation_s) if locked else chance.uniform(0, 100 * tick_s)
             sums.append(total)
@@ -831,14 +836,14 @@ def monte_carlo(step_s, deviation_s, tick_s, span_s, seed):
 
 
 @pytest.mark.parametrize(("step_s", "deviation_s"), [(0.1, 0.0), (0.2, 0.001), (0.3, 0.01), (0.33, 0.0), (0.337, 0.02)])
-def test_beat_of_iterations_and_ticks_matches_monte_carlo(step_s, deviation_s):
+def test_beat_of_iterations_and_ticks_agrees_with_monte_carlo(step_s, deviation_s):
     expected = monte_carlo(step_s, deviation_s, 0.1, 12.0, 1)
 
-    # Three harmonics of the tick are summed; the others add less than half of one iteration's variance.
+    # `beat` sums three harmonics of the tick; the other harmonics add less than half of an iteration's variance.
     assert beat(step_s, deviation_s, 0.1, 12.0) == pytest.approx(expected, rel=0.25, abs=0.45)
 
 
-def test_beat_from_lengths_matches_beat_from_their_spread():
+def test_beat_from_lengths_agrees_with_beat_from_their_spread():
     chance = random.Random(4)
     for step_s, deviation_s in [(0.2, 0.0), (0.2, 0.005), (0.237, 0.004)]:
         lengths_s = [chance.gauss(step_s, deviation_s) for _ in range(2000)]
@@ -846,14 +851,14 @@ def test_beat_from_lengths_matches_beat_from_their_spread():
         assert beat_of(lengths_s, 0.1, 50) == pytest.approx(expected, rel=0.1, abs=0.05)
 
 
-def test_iterations_of_whole_ticks_do_not_average_out():
-    assert beat(0.3, 0.0, 0.1, 30.0) == pytest.approx(100.0)  # all hundred have the same error
-    assert beat(0.3, 0.05, 0.1, 30.0) == pytest.approx(1.0, abs=0.1)  # they vary by half a tick
+def test_errors_of_iterations_of_whole_ticks_do_not_average_out():
+    assert beat(0.3, 0.0, 0.1, 30.0) == pytest.approx(100.0)  # all hundred iterations have the same error
+    assert beat(0.3, 0.05, 0.1, 30.0) == pytest.approx(1.0, abs=0.1)  # the length of iterations varies by half a tick
     assert beat(0.0, 0.0, 0.1, 30.0) == 1.0
     assert beat(60.0, 0.0, 0.1, 30.0) == 1.0
 
 
-def test_beat_widens_the_error_of_a_partial_sensor():
+def test_beat_increases_the_error_of_a_partial_duty_sensor():
     def stated_j2(rhythm):
         chance = random.Random(3)
         sensor = BoardSensor(square(100.0, 500.0, 0.4), 0.1, 0.25)
@@ -870,7 +875,7 @@ def test_beat_widens_the_error_of_a_partial_sensor():
 
 
 class Iterations:
-    """Power of iterations of these lengths, from 3 s on: high for their first 0.6, then low."""
+    """Power of iterations with these lengths, from 3 s on: high for the first 60 % of each iteration, then low."""
 
     def __init__(self, low, high, lengths_s):
         self.low, self.high = low, high
@@ -886,7 +891,8 @@ class Iterations:
 
 
 def aliasing_events(lengths, seed, *, duty=0.25, count=150, per_window=10):
-    """Return the energy_aliasing events of a job of one rank, and the true error of its run to date, as a share."""
+    """Return the energy_aliasing events of a job with one rank, and the true error of its energy divided by its
+    energy."""
     chance = random.Random(seed)
     lengths_s = [lengths(chance) for _ in range(count + 80)]
     power = Iterations(100.0, 500.0, lengths_s)
@@ -963,7 +969,7 @@ def test_full_duty_sensor_raises_no_event():
         ),
     ],
 )
-def test_counter_at_a_wrong_rate_is_one_event(rate, text):
+def test_counter_with_a_wrong_rate_is_one_event(rate, text):
     one = fed(ledger(), *every_second(lambda s: rate * 300.0 * s, watts=300.0, until_s=59))
     assert one.take_events(0.0) == [], "not before a minute is over"
 
@@ -986,14 +992,14 @@ def test_counter_that_agrees_again_is_an_event():
 
 
 @pytest.mark.parametrize("period_s", [0.37, 0.5, 0.731, 1.0, 1.01, 1.31, 2.0, 7.7])
-def test_right_counter_is_accepted_with_undersampled_power(period_s):
+def test_correct_counter_is_accepted_with_undersampled_power(period_s):
     power = square(100.0, 500.0, period_s)
     for seed in range(5):
         chance = random.Random(seed)
         sensor = BoardSensor(power, 0.1, 1.0, chance.uniform(0, 0.1))
         one = ledger_of(Sensor(tick_s=0.1))
         for i in range(400):
-            shown_s = BEGIN_S + i + chance.random()  # at a random time in it, as in effllm/agent/sampler.py
+            shown_s = BEGIN_S + i + chance.random()  # at a random time of each second, as in effllm/agent/sampler.py
             one.add(Sample(round(shown_s * NS), power_w=power.at(shown_s), energy_j=sensor.counter_j(shown_s)))
 
         assert one.take_events(0.0) == []
@@ -1002,8 +1008,8 @@ def test_right_counter_is_accepted_with_undersampled_power(period_s):
 # --- long runs ---
 
 
-def test_week_of_samples_keeps_memory_and_precision():
-    # A day of readings a second apart, then a week of them ten seconds apart, in windows of a minute.
+def test_memory_and_precision_are_constant_for_a_week_of_samples():
+    # One day with a reading every second, then a week with a reading every ten seconds; windows of a minute.
     one, watts = ledger(tick_s=0.1, tick_error_s=1e-5), 512.7
     total_j, estimated_j, second, held = 0.0, 0.0, 0, []
     for pause_s, until_s in [(1, 86_400), (10, 8 * 86_400)]:
@@ -1024,7 +1030,7 @@ def test_week_of_samples_keeps_memory_and_precision():
 
 
 def test_time_keeps_its_resolution_after_a_month():
-    # float32 seconds are 0.25 s apart after 30 days; these two readings are a tenth of a second apart.
+    # After 30 days, two consecutive float32 values differ by 0.25 s; these readings differ by 0.1 s.
     month_s = 30 * 86_400
     one = fed(ledger(INSTANT), (month_s, 100.0, None), (month_s + 0.1, 100.0, None), (month_s + 0.2, 900.0, None))
 
@@ -1041,7 +1047,7 @@ def test_time_keeps_its_resolution_after_a_month():
     ],
     ids=["almost five ticks", "eighteen ticks", "unlike iterations"],
 )
-def test_intervals_cover_with_a_partial_duty_sensor(power, tick_s, duty):
+def test_stated_intervals_cover_with_a_partial_duty_sensor(power, tick_s, duty):
     windows = [
         window
         for seed in range(4)
@@ -1054,8 +1060,8 @@ def test_intervals_cover_with_a_partial_duty_sensor(power, tick_s, duty):
     assert covered >= 0.9 * len(windows)
 
 
-def test_rare_steps_of_power_are_in_the_intervals():
-    # One reading in 5 s shows whether power has changed within a tick: of some runs' bursts hardly any.
+def test_stated_intervals_include_rare_steps_of_power():
+    # Only one reading in 5 s can show a change of power within a tick, so some runs see almost none of their bursts.
     windows = [
         window
         for seed in range(12)
@@ -1076,7 +1082,7 @@ def test_rare_steps_of_power_are_in_the_intervals():
 
 
 def test_sine_on_a_lagging_counter_is_not_a_step():
-    # Held power that is read twice in a tick seems constant; the lag shows whether it was one tick.
+    # A held power value that is read twice in one tick seems constant; the lag shows whether the reads are in one tick.
     windows = simulate(
         sine(76.0, 486.0, 2.796),
         259038054,

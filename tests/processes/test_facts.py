@@ -1,4 +1,4 @@
-"""effllm/records/facts.py: facts of a rank as JSON, which another version or a hostile writer may have made."""
+"""effllm/records/facts.py: facts of a rank as JSON, also from another version or a hostile writer."""
 
 import json
 from dataclasses import fields
@@ -69,9 +69,9 @@ def test_value_of_a_wrong_type_gives_the_default(name, value):
         ("parameters", {"total": "many", "is_share": "yes"}),
     ],
 )
-def test_wrong_value_counts_as_missing(name, value):
+def test_wrong_value_is_treated_as_missing(name, value):
     assert from_document(RankFacts, {name: value}) == RankFacts()
 
 
-def test_job_values_that_are_not_numbers_count_as_missing():
+def test_job_values_that_are_not_numbers_are_ignored():
     assert from_document(JobState, {"report": 2, "values": {"al": "fast"}}) == JobState(report=2)

@@ -1,4 +1,4 @@
-"""Hostile bytes for every reader of untrusted data; fuzz.py has the allowed results."""
+"""Hostile bytes for every reader of untrusted data; tests/fuzz.py checks the results."""
 
 import fuzz
 import pytest
@@ -19,7 +19,7 @@ def test_corpus_is_handled(target, path):
 
 
 def of_corpus(target):
-    """Return a strategy for the files of a corpus, truncated and with exchanged bytes."""
+    """Return a strategy of corpus files that are truncated and have replaced bytes."""
 
     def damaged(data, damages, length):
         changed = bytearray(data[: int(length * len(data)) + 1])
@@ -34,7 +34,7 @@ def of_corpus(target):
 
 
 @pytest.mark.parametrize("target", fuzz.TARGETS)
-def test_mutated_corpus_is_handled(target):
+def test_damaged_corpus_is_handled(target):
     @settings(deadline=None, max_examples=60)
     @given(of_corpus(target) | st.binary(max_size=300))
     def try_it(data):
@@ -43,7 +43,7 @@ def test_mutated_corpus_is_handled(target):
     try_it()
 
 
-#: Valid but unusual frames: an aggregator accepts them, and they change only the values of the sender's rank.
+#: Valid but unusual frames: an aggregator accepts them; they change only the values of their rank.
 POSSIBLE = """
     all-gauges all-times-zero device-twice device-unknown empty-reports energy-of-next-to-nothing facts-nan
     gauge-negative good-beat good-bye good-clock-beat good-hello good-note good-own-times good-reports
@@ -62,7 +62,7 @@ def is_a_message(path):
     return True
 
 
-def test_only_these_frames_of_the_corpus_are_accepted():
+def test_accepted_frames_of_the_corpus_are_the_known_ones():
     assert {path.name for path in fuzz.corpus("frames") if is_a_message(path)} == set(POSSIBLE.split())
 
 

@@ -1,4 +1,4 @@
-"""Changes made before an aggregator answered the first HELLO are sent in another one."""
+"""Changes before the aggregator's answer to the first HELLO are sent in a second HELLO."""
 
 import os
 import subprocess
@@ -44,7 +44,7 @@ def test_parameters_set_before_the_answer_reach_the_aggregator(tmp_path):
             parameters.append(message.parameters.total)
             (tmp_path / "hello").touch()
             jobs.until((tmp_path / "set").exists)
-            time.sleep(0.2)  # so that the agent takes the parameters before the answer, where it can
+            time.sleep(0.2)  # time for the agent to read the new parameters before the answer
             socket.send(peer, Welcome(1))
             (tmp_path / "welcome").touch()
         elif isinstance(message, Reports):

@@ -1,4 +1,4 @@
-"""Hooks are called when a module has been imported, by any way of importing, and imports stay unchanged."""
+"""Hooks run after the import of a module, for every kind of import statement; imports are not changed."""
 
 import importlib
 import subprocess
@@ -12,7 +12,7 @@ from effllm.hooks import _imports
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
-    """Return a function that writes a module; imported modules are removed afterwards."""
+    """Return a function that writes a module; after the test, imported modules are removed."""
     monkeypatch.syspath_prepend(str(tmp_path))
     before = set(sys.modules)
     finders = list(sys.meta_path)
@@ -30,7 +30,7 @@ def package(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-def test_imported_module_is_hooked_at_once(package):
+def test_hook_of_an_imported_module_runs_immediately(package):
     package("already_there")
     module = importlib.import_module("already_there")
     seen = []
@@ -40,7 +40,7 @@ def test_imported_module_is_hooked_at_once(package):
     assert seen == [module]
 
 
-def test_module_is_hooked_once_after_its_code_has_run(package):
+def test_hook_runs_once_after_the_code_of_its_module(package):
     package("comes_later", "def step(): return 1")
     seen = []
     _imports.when_imported("comes_later", lambda module: seen.append(module.step()))
@@ -60,7 +60,7 @@ def test_from_import_gets_the_hooked_function(package):
     assert importlib.import_module("script").result == 2
 
 
-def test_hook_requested_during_the_import_runs_at_its_end(package):
+def test_hook_added_during_an_import_runs_at_the_end_of_the_import(package):
     package("half", "import asks\ndef step(): return 1")
     package(
         "asks",
@@ -73,7 +73,7 @@ def test_hook_requested_during_the_import_runs_at_its_end(package):
     assert type(sys.modules["half"].__spec__) is importlib.machinery.ModuleSpec
 
 
-def test_a_package_and_a_module_in_it_are_both_hooked(package):
+def test_package_and_a_module_in_it_are_hooked(package):
     package("family.__init__", "from family.child import name")
     package("family.child", "name = 'child'")
     seen = []
@@ -85,7 +85,7 @@ def test_a_package_and_a_module_in_it_are_both_hooked(package):
     assert seen == ["family.child", "family"]
 
 
-def test_failing_import_raises_as_before_and_can_be_repeated(package):
+def test_failed_import_raises_the_same_error_and_can_be_repeated(package):
     package("fails", "raise ValueError('as ever')")
     seen = []
     _imports.when_imported("fails", seen.append)
@@ -99,7 +99,7 @@ def test_failing_import_raises_as_before_and_can_be_repeated(package):
     assert importlib.import_module("fails").fine
 
 
-def test_missing_module_raises_as_before(package):
+def test_missing_module_raises_the_same_error(package):
     _imports.when_imported("no_such_module", pytest.fail)
 
     with pytest.raises(ModuleNotFoundError, match="no_such_module"):
@@ -119,7 +119,7 @@ def test_loader_of_a_hooked_module_is_restored(package):
     assert "x = 1" in module.__loader__.get_source("plain")
 
 
-def test_a_module_run_with_m_is_run(package, tmp_path):
+def test_module_with_a_hook_can_be_run_with_option_m(package, tmp_path):
     package("runs", "print('ran', __name__)")
     program = (
         "import runpy; from effllm.hooks import _imports; _imports.when_imported('runs', print);"

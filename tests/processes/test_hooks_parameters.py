@@ -1,4 +1,4 @@
-"""The parameters of a model by hand, when it is wrapped, sharded or stored in other forms."""
+"""Numbers of parameters, compared with numbers counted by hand, of models that are wrapped, sharded or packed."""
 
 import subprocess
 import sys
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.torch
 
 
 class Tiny(torch.nn.Module):
-    """A table of 10 x 4, two layers of 4 x 4, a head of 4 x 10 that may be the table."""
+    """An embedding of 10 x 4, two layers of 4 x 4, and a head of 4 x 10, which can be tied to the embedding."""
 
     def __init__(self, tied=False, **config):
         super().__init__()
@@ -38,7 +38,7 @@ def counted(model):
     return found.total, found.trainable
 
 
-def test_tied_embeddings_count_once_and_frozen_are_not_trained():
+def test_tied_embeddings_are_counted_once_and_frozen_not_trainable():
     model = Tiny(tied=True)
     model.layers[0].requires_grad_(False)
 
@@ -57,7 +57,7 @@ def test_compiled_and_nested_models_are_unwrapped():
     assert unwrapped(inside) is model
 
 
-def test_empty_tensor_of_zero_3_counts_its_full_size():
+def test_empty_tensor_of_zero_3_has_its_full_size():
     model = Tiny()
     for parameter in model.parameters():
         parameter.ds_numel = parameter.numel()
@@ -67,7 +67,7 @@ def test_empty_tensor_of_zero_3_counts_its_full_size():
 
 
 class Params4bit(torch.nn.Parameter):
-    """As in bitsandbytes: two numbers in a byte, and the full shape in an attribute."""
+    """A parameter as in bitsandbytes: two weights per byte, and an attribute with the full shape."""
 
     bnb_quantized = True
 
@@ -75,7 +75,7 @@ class Params4bit(torch.nn.Parameter):
 @pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16])
 @pytest.mark.parametrize("has_shape", [True, False])
 def test_weights_in_four_bits_are_counted_unpacked(storage, has_shape):
-    """16 weights of 4 bits are 8 bytes in every storage format."""
+    """16 weights of 4 bits need 8 bytes in every storage format."""
     layer = torch.nn.Linear(4, 4, bias=False)
     packed = torch.zeros(8, dtype=torch.uint8).view(storage)[:, None]
     layer.weight = Params4bit(packed, requires_grad=False)
@@ -85,7 +85,7 @@ def test_weights_in_four_bits_are_counted_unpacked(storage, has_shape):
 
 
 def test_active_parameters_include_only_chosen_experts():
-    """Four experts of 16, two of them chosen: 32 of 64."""
+    """Four experts of 16 parameters, two experts per token: 32 of 64 parameters are active."""
     model = Tiny(num_local_experts=4, num_experts_per_tok=2)
     model.experts = torch.nn.ModuleList(torch.nn.Linear(4, 4, bias=False) for _ in range(4))
     inside = torch.nn.Module()
@@ -97,7 +97,8 @@ def test_active_parameters_include_only_chosen_experts():
 
 
 def test_token_flops_omit_embeddings_and_count_frozen_weights_less():
-    """6 x (32 + 40) weights, 12 x 2 layers x width 4 x length 8; 4 x where no gradient of the weight is computed."""
+    """6 x (32 + 40) weights + 12 x 2 layers x width 4 x length 8; weights without a gradient count 4 x instead of 6
+    x."""
     model = Tiny()
     attention = 12 * 2 * 4 * 8
     assert flops_per_token(model, parameters_of(model), 8) == (6 * 72 + attention, 2 * 72 + attention / 3)
@@ -107,7 +108,7 @@ def test_token_flops_omit_embeddings_and_count_frozen_weights_less():
     assert flops_per_token(model, parameters_of(model), 8)[0] == 6 * 40 + 4 * 32 + attention
 
 
-def test_tied_embeddings_count_once_as_the_head():
+def test_tied_embeddings_are_counted_once_as_the_head():
     model = Tiny(tied=True)
 
     assert flops_per_token(model, parameters_of(model), None)[0] == 6 * 72
@@ -164,8 +165,8 @@ os._exit(0)  # on a busy machine torch's own threads end with "terminate called 
 """
 
 
-def test_every_rank_counts_the_whole_model_under_fsdp(tmp_path):
-    """FSDP1 with original parameters, FSDP1 with flat parameters, FSDP2: each on two processes."""
+def test_every_rank_counts_the_whole_model_with_fsdp(tmp_path):
+    """FSDP1 with original parameters, FSDP1 with flat parameters, and FSDP2, on two processes."""
     script = tmp_path / "script.py"
     script.write_text(SHARDED)
     options = ["--standalone", "--local_addr", "127.0.0.1", "--nproc_per_node", "2", "--log_dir", str(tmp_path)]
@@ -182,5 +183,5 @@ def test_every_rank_counts_the_whole_model_under_fsdp(tmp_path):
         assert lines[2].startswith("2 90 57 6")
 
 
-def test_each_parameter_is_named():
+def test_each_parameter_has_its_name():
     assert ("layers.0.weight", 16, True) in list(each_parameter(Tiny()))

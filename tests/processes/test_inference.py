@@ -1,4 +1,4 @@
-"""effllm/trainer/inference.py and the hooks of generate and vLLM: without training, requests are iterations."""
+"""effllm/trainer/inference.py and the hooks of generate and vLLM; without training, each request is an iteration."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from effllm.hooks.vllm import attach as attach_vllm
 
 
 class Tensor:
-    """The part of a tensor that counting may read; on a GPU only the shape."""
+    """A fake tensor with only the parts that effllm may read; on a GPU only the shape."""
 
     def __init__(self, rows, device="cpu"):
         self.rows, self.device = rows, SimpleNamespace(type=device)
@@ -49,7 +49,7 @@ PROMPT = Tensor([[1, 5, 6], [1, 5, 7]])
 def test_generated_tokens_follow_the_prompt_up_to_the_end_token():
     result = Tensor([[1, 5, 6, 9, 9, 9, 9], [1, 5, 7, 9, 2, 0, 0]])
 
-    assert counted(result, model(), input_ids=PROMPT) == (6, 6, 2)  # 4 and, the end included, 2
+    assert counted(result, model(), input_ids=PROMPT) == (6, 6, 2)  # 4 + 2 generated tokens, including the end token
     assert counted(result, model(), PROMPT) == (6, 6, 2), "by position"
 
 
@@ -63,7 +63,7 @@ def test_encoder_decoder_answer_has_a_start_token_and_no_prompt():
     assert counted(Tensor([[0, 9, 9, 2], [0, 9, 2, 0]]), model(True), input_ids=PROMPT) == (5, 6, 2)
 
 
-def test_result_for_embeddings_has_no_prompt():
+def test_result_for_input_embeddings_has_no_prompt_tokens():
     embeddings = SimpleNamespace(shape=(1, 7, 64))
 
     assert counted(Tensor([[9, 9, 2]]), model(), inputs_embeds=embeddings) == (3, 7, 1)
@@ -97,7 +97,7 @@ def test_module_without_the_hooked_functions_is_rejected():
 
 
 def run(tmp_path, script, **environment):
-    """Run a script beside a simulated device; return what it printed and its summary, run facts and rows."""
+    """Run a script with a simulated device; return the finished process and its runs."""
     path = tmp_path / "job.py"
     path.write_text(script)
     names = {"RUN_DIR": str(tmp_path / "runs"), "DEVICE": "simulated", "SINKS": "none", "LOG_INTERVAL": "2"}
@@ -149,7 +149,7 @@ for tokens in (10, 20, 30, 40):
 
 
 @pytest.mark.alone
-def test_recorded_requests_use_given_times_and_count_overlap_once(tmp_path):
+def test_overlapping_times_of_recorded_requests_are_counted_once(tmp_path):
     _, (run_,) = run(
         tmp_path,
         """
@@ -170,7 +170,7 @@ effllm.record_request(generated_tokens="many", time_s=float("nan"))
     assert run_.values["st_samples_per_param_per_sec"] > 0
 
 
-def test_first_request_before_the_metrics_is_not_counted_but_reported(tmp_path):
+def test_first_request_before_the_metrics_is_reported_as_not_counted(tmp_path):
     done, (run_,) = run(tmp_path, "import effllm\nfor _ in range(3):\n    effllm.record_request(1, 10, 0.001)\n")
 
     assert (run_.summary["iterations"], run_.sum("generated_tokens")) == (2, 20)
@@ -210,15 +210,18 @@ llm = LLM()
 
 
 @pytest.mark.system("vllm", how="stand-in")
-def test_vllm_calls_are_requests_and_a_chat_counts_once(tmp_path):
+def test_vllm_calls_are_requests_and_a_chat_is_one_request(tmp_path):
     _, (run_,) = run(tmp_path, ENGINE + "llm.generate(['a', 'b'])\nllm.chat(['c'])\nllm.chat(['d'])\n")
 
     assert (run_.summary["iterations"], run_.summary["samples"]) == (3, 4)
-    assert (run_.sum("generated_tokens"), run_.sum("prompt_tokens")) == (48, 12)  # four prompts of 8 + 4 and 3
+    assert (run_.sum("generated_tokens"), run_.sum("prompt_tokens")) == (
+        48,
+        12,
+    )  # 4 prompts: 3 tokens, 8 + 4 generated
     assert run_.facts["framework"] == "vllm"
 
 
-def test_request_around_an_engine_is_one_with_its_tokens(tmp_path):
+def test_request_with_an_engine_call_inside_is_one_request(tmp_path):
     _, (run_,) = run(
         tmp_path, ENGINE + "for _ in range(2):\n    with effllm.request():\n        llm.chat(['a', 'b'])\n"
     )
@@ -228,7 +231,7 @@ def test_request_around_an_engine_is_one_with_its_tokens(tmp_path):
 
 @pytest.mark.alone
 @pytest.mark.system("vllm", how="stand-in")
-def test_generation_during_training_is_counted_outside_steps(tmp_path):
+def test_generation_in_a_training_step_is_not_part_of_the_step(tmp_path):
     _, (run_,) = run(
         tmp_path,
         ENGINE
@@ -251,7 +254,7 @@ steps.finish()
     assert run_.summary["time_by_class"]["generation"] == pytest.approx(run_.sum("generation_s"), rel=0.05)
 
 
-def test_generation_in_a_manual_loop_stays_in_its_iterations(tmp_path):
+def test_generation_in_a_manual_loop_is_part_of_the_iterations(tmp_path):
     _, (run_,) = run(
         tmp_path,
         ENGINE
@@ -291,13 +294,13 @@ steps.finish()
     assert by_iterations[3].facts["framework"] == "a framework"
 
 
-def test_generation_starts_no_metrics_on_several_ranks(tmp_path):
+def test_generation_with_several_ranks_starts_no_metrics(tmp_path):
     _, runs = run(tmp_path, ENGINE + "llm.generate(['a'])\n", RANK="0", WORLD_SIZE="2", LOCAL_RANK="0")
 
     assert runs == []
 
 
-def test_unknown_engine_result_ends_its_metrics_with_one_warning(tmp_path):
+def test_unknown_engine_result_stops_counting_with_one_warning(tmp_path):
     done, (run_,) = run(
         tmp_path,
         ENGINE
@@ -319,7 +322,7 @@ print(len(odd_holder().generate(["a"])), len(odd_holder().generate(["a"])))
     assert (run_.summary["iterations"], run_.sum("generated_tokens")) == (1, 0)
 
 
-def test_failed_request_is_ended(tmp_path):
+def test_failed_request_is_counted(tmp_path):
     _, (run_,) = run(
         tmp_path,
         """

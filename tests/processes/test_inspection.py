@@ -1,4 +1,4 @@
-"""The inspection of a hanging trainer: its stacks, its state, the dump of its NCCL flight recorder."""
+"""Inspection of a hanging trainer: its stacks, its state, the dump of its NCCL flight recorder."""
 
 import ctypes
 import os
@@ -26,7 +26,7 @@ LOOP = "import time\ndef wait_for_data():\n    print('in', flush=True)\n    whil
 
 @contextmanager
 def trainer(body: str, *, stopped: bool = False, arguments=()):
-    """Run a process that waits in a function, stopped or not; yield its number and pidfd."""
+    """Run a process that waits in a function or is stopped; yield its pid and its pidfd."""
     with subprocess.Popen([sys.executable, "-c", LOOP.format(body), *arguments], stdout=subprocess.PIPE) as process:
         assert process.stdout.readline() == b"in\n"
         descriptor = os.pidfd_open(process.pid)
@@ -74,7 +74,7 @@ def test_stack_of_a_hanging_trainer_is_found(no_recorder, body, stopped):
     assert state == ("T" if stopped else "S"), "it was not resumed"
 
 
-def test_without_py_spy_the_state_and_package_are_reported(no_recorder, monkeypatch):
+def test_missing_py_spy_is_reported_with_the_state_of_the_trainer(no_recorder, monkeypatch):
     with trainer("time.sleep(1)", stopped=True) as (pid, descriptor):
         monkeypatch.setattr(inspection.shutil, "which", lambda _: None)
         monkeypatch.setattr(inspection.sys, "executable", "/nowhere/python")
@@ -104,7 +104,7 @@ def test_ended_trainer_is_not_inspected(no_recorder):
         os.close(descriptor)
 
 
-def test_threads_are_counted_by_where_they_wait():
+def test_threads_are_counted_by_the_place_of_their_wait():
     done = threading.Event()
     threads = [threading.Thread(target=done.wait) for _ in range(3)]
     for thread in threads:
@@ -137,7 +137,7 @@ Thread 77 (active): "MainThread"
 """
 
 
-def test_the_top_is_the_innermost_frame_of_the_main_thread():
+def test_top_is_the_innermost_frame_of_the_main_thread():
     assert top_of(STACKS, 77) == "all_reduce (torch/distributed/distributed_c10d.py:2501)"
     assert top_of(STACKS.replace(': "MainThread"', ""), 77).startswith("all_reduce")
     assert top_of(STACKS, 1).startswith("all_reduce")
@@ -180,7 +180,7 @@ def test_inspection_has_a_timeout(no_recorder, monkeypatch):
     assert child.look(26.0) is None
 
 
-def test_inspection_that_cannot_start_has_a_reason(monkeypatch):
+def test_inspection_that_cannot_start_returns_the_reason(monkeypatch):
     def refuse(*_):
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
@@ -193,7 +193,7 @@ def test_inspection_that_cannot_start_has_a_reason(monkeypatch):
 
 
 class Recorder:
-    """Torch's side of the pipe: poll it, and write a dump when it has data."""
+    """Torch's side of the pipe: polls the pipe, and writes a dump when the pipe has data."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self.environ = {
@@ -230,7 +230,7 @@ class Recorder:
                         time.sleep(0.1)
 
 
-def test_flight_recorder_dump_is_requested_and_copied_unparsed(monkeypatch, tmp_path):
+def test_flight_recorder_dump_is_requested_and_copied_unchanged(monkeypatch, tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     with Recorder(tmp_path, 17) as recorder, trainer("time.sleep(1)") as (pid, descriptor):
@@ -244,7 +244,7 @@ def test_flight_recorder_dump_is_requested_and_copied_unparsed(monkeypatch, tmp_
     assert stat.S_IMODE(copied.stat().st_mode) == 0o600
 
 
-def test_own_dump_of_torch_is_named_unless_it_is_older(monkeypatch, tmp_path):
+def test_path_of_a_dump_by_torch_is_reported_if_it_is_recent(monkeypatch, tmp_path):
     monkeypatch.delenv(flight_recorder.PIPE, raising=False)
     monkeypatch.setenv(flight_recorder.PREFIXES[1], f"{tmp_path}/old_name_")
     monkeypatch.delenv(flight_recorder.PREFIXES[0], raising=False)
@@ -280,7 +280,7 @@ def test_dump_that_is_a_symbolic_link_is_not_followed(tmp_path):
         flight_recorder.copy(tmp_path / "trace_0", tmp_path / "out" / "copy")
 
 
-def test_dumps_are_searched_where_torch_writes_them(monkeypatch):
+def test_dumps_are_searched_in_the_folders_of_torch(monkeypatch):
     assert flight_recorder.dump_paths(
         3, {"TORCH_FR_DUMP_TEMP_FILE": "/a/t_", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/b/t_"}
     ) == [Path("/a/t_3")]
@@ -293,14 +293,14 @@ def test_dumps_are_searched_where_torch_writes_them(monkeypatch):
 # --- permission to trace ---
 
 
-def test_agent_is_declared_as_tracer_only_for_ptrace_scope_1(tmp_path):
+def test_agent_may_trace_the_trainer_only_for_ptrace_scope_1(tmp_path):
     scope = tmp_path / "ptrace_scope"
-    assert not ptracer.allow(os.getpid(), scope)  # there is no Yama
+    assert not ptracer.allow(os.getpid(), scope)  # no Yama: the file does not exist
     for value in ("0", "2"):
         scope.write_text(f"{value}\n")
         assert not ptracer.allow(os.getpid(), scope)
     scope.write_text("1\n")
 
-    # A kernel without Yama rejects the call, which is reported and has no other effect.
+    # A kernel without Yama rejects the call: the function returns False, without other effects.
     has_yama = ctypes.CDLL(None).prctl(ptracer.PR_SET_PTRACER, ctypes.c_ulong(os.getpid()), 0, 0, 0) == 0
     assert ptracer.allow(os.getpid(), scope) is has_yama

@@ -1,4 +1,4 @@
-"""launch/efficientllm_config.sh, sourced by common shells."""
+"""launch/efficientllm_config.sh, sourced by bash and zsh."""
 
 import os
 import shutil
@@ -16,7 +16,7 @@ REPOSITORY = Path(__file__).parents[2]
 CONFIG = REPOSITORY / "launch" / "efficientllm_config.sh"
 SHELLS = {"bash": ["bash", "--noprofile", "--norc", "-c"], "zsh": ["zsh", "-f", "-c"]}
 
-#: Commands that print a shell's state: names of variables and functions, and options with their states.
+#: Commands that print the state of a shell: names of variables and functions, and options with their values.
 LISTING = {
     "bash": "compgen -v; compgen -A function; set +o; shopt",
     "zsh": "print -l ${(k)parameters} ${(k)functions}; setopt; unsetopt",
@@ -34,7 +34,7 @@ def run(shell, script, cwd=None, **variables):
     environment = {k: v for k, v in os.environ.items() if not k.startswith(PREFIX)}
     return subprocess.run(
         [*SHELLS[shell], script],
-        env={**environment, "PYTHON": "true", **variables},  # a python that always succeeds
+        env={**environment, "PYTHON": "true", **variables},  # a fake python that always succeeds
         cwd=cwd,
         capture_output=True,
         text=True,
@@ -48,14 +48,14 @@ def exported(shell, **variables):
     return dict(line.split("=", 1) for line in shown.splitlines() if line.startswith(PREFIX))
 
 
-def test_a_strict_shell_can_source_it_twice_from_any_folder(shell, tmp_path):
+def test_strict_shell_can_source_the_file_twice_in_any_folder(shell, tmp_path):
     done = run(shell, f"set -eu; source '{CONFIG}'; source '{CONFIG}'; echo done", cwd=tmp_path)
 
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.endswith("done\n")
 
 
-def test_defaults_equal_the_package_defaults(shell):
+def test_defaults_are_those_of_the_package(shell):
     defaults = {PREFIX + variable.name: variable.default for variable in VARIABLES}
 
     values = exported(shell)
@@ -68,11 +68,11 @@ def test_defaults_equal_the_package_defaults(shell):
     assert values == {name: defaults[name] for name in values}
 
 
-def test_a_variable_that_is_already_set_is_kept(shell):
+def test_variable_that_is_already_set_is_kept(shell):
     assert exported(shell, EFFICIENTLLM_LOG_INTERVAL="7")["EFFICIENTLLM_LOG_INTERVAL"] == "7"
 
 
-def test_the_summary_is_a_heading_and_aligned_lines(shell):
+def test_summary_is_a_heading_and_aligned_lines(shell):
     heading, *lines = run(shell, f"source '{CONFIG}'", EFFICIENTLLM_LOG_INTERVAL="25").stdout.splitlines()
 
     assert heading == "EfficientLLM metrics"
@@ -90,7 +90,7 @@ def test_disabled_metrics_print_one_line_without_checks(shell, switch):
 
 
 @pytest.mark.parametrize("switch", ["true", "TRUE", " yes ", "on", "1"])
-def test_every_spelling_of_on_in_the_package_is_on(shell, switch):
+def test_every_word_for_on_of_the_package_is_on(shell, switch):
     done = run(shell, f"source '{CONFIG}'", EFFICIENTLLM_METRICS_ENABLED=switch)
 
     assert done.stdout.startswith("EfficientLLM metrics\n")
@@ -111,7 +111,7 @@ def test_python_without_effllm_prints_one_line_and_no_error(shell):
     assert "false cannot import effllm: no metrics until it is installed" in done.stderr
 
 
-def test_effllm_in_the_current_folder_does_not_count_as_installed(shell, tmp_path):
+def test_effllm_in_the_current_folder_is_not_an_installed_package(shell, tmp_path):
     libraries = sysconfig.get_path("purelib")
     if (Path(libraries) / "effllm").exists():
         pytest.skip("effllm is installed without being editable, so its libraries cannot be used without it")
@@ -124,7 +124,7 @@ def test_effllm_in_the_current_folder_does_not_count_as_installed(shell, tmp_pat
     assert "cannot import effllm" in done.stderr
 
 
-def test_wrong_value_fails_and_leaves_the_shell_alive(shell):
+def test_wrong_value_fails_and_does_not_exit_the_shell(shell):
     done = run(
         shell,
         f"source '{CONFIG}' || echo status $?; echo alive",
@@ -136,7 +136,7 @@ def test_wrong_value_fails_and_leaves_the_shell_alive(shell):
     assert "EFFICIENTLLM_LOG_INTERVAL='0'" in done.stderr
 
 
-def test_misspelt_variable_fails_with_the_right_name(shell):
+def test_misspelt_variable_fails_with_the_correct_name(shell):
     done = run(shell, f"set -e; source '{CONFIG}'; echo on", PYTHON=sys.executable, EFFICIENTLLM_LOG_INTERVALL="5")
 
     assert done.returncode != 0

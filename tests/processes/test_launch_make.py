@@ -1,4 +1,4 @@
-"""The Makefile on machines that cannot run it: one line gives the reason."""
+"""The Makefile on machines without its requirements: one line has the reason."""
 
 import os
 import re
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is no
 
 @pytest.fixture
 def clone(tmp_path):
-    """The files of a clone that make reads before it builds."""
+    """Return a folder with the files of a clone that make reads before it builds."""
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
         shutil.copy(REPOSITORY / name, tmp_path / name)
     return tmp_path
@@ -30,7 +30,7 @@ def make(clone, *arguments):
 
 
 def python_where(clone, statement):
-    """A python that runs ``statement`` before every program."""
+    """Make a python that runs ``statement`` before every program; return the argument for make."""
     python = clone / "python"
     python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -c "import sys; {statement}\n$2"\n')
     python.chmod(0o755)
@@ -87,13 +87,13 @@ def test_old_python_is_rejected_by_its_version(clone, target):
     assert done.stderr.startswith(f"make: Python 3.10 or newer is needed, and {clone}/python is 3.9: ")
 
 
-def test_a_missing_python_is_named(clone):
+def test_missing_python_is_reported_with_its_name(clone):
     done = make(clone, "check", "PYTHON=python-of-nowhere")
 
     assert done.stderr.startswith("make: there is no python-of-nowhere: ")
 
 
-def test_python_without_venv_names_the_package_to_install(clone):
+def test_python_without_venv_is_reported_with_the_package_to_install(clone):
     done = make(clone, "check", python_where(clone, "sys.modules['ensurepip'] = None"))
 
     assert done.returncode != 0

@@ -1,4 +1,4 @@
-"""The scripts in launch/ that start training, with a torchrun that records its arguments, or the real one."""
+"""Scripts in launch/ that start training, with a fake torchrun that prints its arguments or with the real torchrun."""
 
 import os
 import shutil
@@ -19,7 +19,7 @@ TORCHRUN_HERE = ["--standalone", "--local_addr", "127.0.0.1", "--nproc_per_node"
 
 @pytest.fixture
 def commands(tmp_path):
-    """A folder that is first on PATH, with a python that always succeeds and a torchrun."""
+    """Return a folder that is first on PATH, with a fake python that always succeeds and a fake torchrun."""
     folder = tmp_path / "bin"
     folder.mkdir()
     add_command(folder, "python3", "exit 0")
@@ -51,7 +51,7 @@ def start(script, *arguments, commands, cwd=None, **variables):
 
 
 def called_with(done):
-    """The arguments recorded by the last command, below the summary of the configuration."""
+    """Return the arguments that the last command printed, after the summary of the configuration."""
     return done.stdout.split("efficientllm_runs\n")[1].splitlines()
 
 
@@ -63,7 +63,7 @@ def test_torchrun_starts_a_python_script_with_a_process_per_gpu(commands, tmp_pa
     assert called_with(done) == [*TORCHRUN_HERE, "8", "my training.py", "--lr", "3e-4"]
 
 
-def test_run_configuration_starts_the_system_that_it_names(commands, tmp_path):
+def test_run_configuration_starts_the_training_system_in_it(commands, tmp_path):
     demo = str(REPOSITORY / "configs" / "demo.yaml")
 
     done = start(TRAIN, demo, "2", "--tp", "2", commands=commands, cwd=tmp_path)
@@ -87,7 +87,7 @@ def test_llama_factory_configuration_starts_llama_factory(commands, tmp_path, nu
     assert called_with(done) == ["train", str(tmp_path / "lora sft.yaml"), "max_steps=3", str(num_gpus), forced, "1"]
 
 
-def test_missing_llama_factory_is_named(commands, tmp_path):
+def test_missing_llama_factory_is_reported(commands, tmp_path):
     (tmp_path / "sft.yaml").write_text("stage: sft\n")
 
     done = start(TRAIN, tmp_path / "sft.yaml", "1", commands=commands)
@@ -96,7 +96,7 @@ def test_missing_llama_factory_is_named(commands, tmp_path):
     assert "llamafactory-cli is not on PATH" in done.stderr
 
 
-def test_shell_script_runs_and_gets_the_number_of_gpus(commands, tmp_path):
+def test_shell_script_gets_the_number_of_gpus(commands, tmp_path):
     script = tmp_path / "pretrain.sh"
     script.write_text('echo "$GPUS_PER_NODE $NPROC_PER_NODE $EFFICIENTLLM_METRICS_ENABLED $*"')
 
@@ -105,7 +105,7 @@ def test_shell_script_runs_and_gets_the_number_of_gpus(commands, tmp_path):
     assert called_with(done) == ["4 4 true 7B bf16"]
 
 
-def test_interpreter_in_PYTHON_is_used(commands, tmp_path):
+def test_interpreter_in_variable_python_is_used(commands, tmp_path):
     add_command(commands, "chosen", 'case "$1" in -m) shift; printf "%s\\n" "$@" ;; esac')
     add_command(commands, "torchrun", "echo the wrong one")
     (tmp_path / "train.py").touch()
@@ -115,7 +115,7 @@ def test_interpreter_in_PYTHON_is_used(commands, tmp_path):
     assert called_with(done)[-7:] == ["torch.distributed.run", *TORCHRUN_HERE, "1", "train.py"]
 
 
-def test_exit_status_is_the_training_exit_status(commands, tmp_path):
+def test_exit_status_is_the_exit_status_of_the_training(commands, tmp_path):
     add_command(commands, "torchrun", "exit 7")
     (tmp_path / "train.py").touch()
 
@@ -123,7 +123,7 @@ def test_exit_status_is_the_training_exit_status(commands, tmp_path):
 
 
 def test_invalid_settings_start_no_training(commands, tmp_path):
-    add_command(commands, "python3", 'test "$1" = -c')  # importable, but it rejects the variables
+    add_command(commands, "python3", 'test "$1" = -c')  # effllm can be imported, but it rejects the variables
     (tmp_path / "train.py").touch()
 
     done = start(TRAIN, "train.py", "1", commands=commands, cwd=tmp_path)
@@ -161,14 +161,14 @@ def test_wrong_arguments_print_the_reason_and_the_usage(commands, tmp_path, argu
     assert "usage: train_with_efficientllm.sh" in done.stderr
 
 
-def test_help_shows_examples_and_is_not_an_error(commands):
+def test_help_has_examples_and_is_no_error(commands):
     done = start(TRAIN, "-h", commands=commands)
 
     assert (done.returncode, done.stderr) == (0, "")
     assert "launch/train_with_efficientllm.sh configs/demo.yaml 2" in done.stdout
 
 
-def test_missing_torchrun_prints_what_to_activate(commands, tmp_path):
+def test_missing_torchrun_is_reported(commands, tmp_path):
     (commands / "torchrun").unlink()
     (tmp_path / "train.py").touch()
 
@@ -185,7 +185,7 @@ def free_port():
 
 
 @pytest.mark.torch
-def test_two_torchruns_on_one_machine_make_one_job_of_two_nodes(commands, tmp_path):
+def test_two_torchruns_on_one_machine_are_one_job_of_two_nodes(commands, tmp_path):
     pytest.importorskip("torch")
     script = tmp_path / "say.py"
     script.write_text("import os\nprint('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])\n")
@@ -211,13 +211,13 @@ def ended(process):
     try:
         return process.communicate(timeout=200)[0]
     except subprocess.TimeoutExpired:
-        process.terminate()  # torchrun ends its own processes then
+        process.terminate()  # after SIGTERM, torchrun ends its processes
         process.communicate()
         raise
 
 
 @pytest.mark.parametrize("missing", ["MASTER_ADDR", "NODE_RANK"])
-def test_missing_variable_of_a_node_is_named(commands, missing):
+def test_missing_variable_of_a_node_is_reported_with_its_name(commands, missing):
     place = {"MASTER_ADDR": "127.0.0.1", "NODE_RANK": "0"}
     del place[missing]
 
@@ -227,7 +227,7 @@ def test_missing_variable_of_a_node_is_named(commands, missing):
     assert f"{missing}: set it to" in done.stderr
 
 
-def test_slurm_starts_a_torchrun_on_each_node_of_its_job(commands):
+def test_slurm_script_starts_torchrun_on_each_node_of_its_job(commands):
     add_command(commands, "scontrol", "printf 'node7\\nnode8\\n'")
     add_command(commands, "srun", 'shift; SLURM_NODEID=1 exec "$@"')
     slurm = {
@@ -244,7 +244,7 @@ def test_slurm_starts_a_torchrun_on_each_node_of_its_job(commands):
     assert called_with(done) == [*node, "--nproc_per_node", "8", "train.py", "--lr", "1"]
 
 
-def test_the_shell_scripts_pass_shellcheck():
+def test_shellcheck_finds_nothing_in_the_shell_scripts():
     shellcheck = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     if shellcheck is None:
         pytest.skip("shellcheck is not installed")

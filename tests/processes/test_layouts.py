@@ -1,4 +1,4 @@
-"""One model and the same data in every parallel layout: the counts do not change, and TT follows from them."""
+"""One model and the same data in every parallel layout: all counts are equal, and TT agrees with the counts."""
 
 import importlib.util
 from pathlib import Path
@@ -15,13 +15,14 @@ INTEGRATION = TESTS.parent / "integration" / "megatron_core"
 ALONE = ["--standalone", "--local_addr", "127.0.0.1", "--nproc_per_node"]
 
 ITERATIONS, SAMPLES, LENGTH = 12, 8, 16
-# 256 words and 16 positions of 32, tied; 2 layers of 12 x 32^2 weights, 9 x 32 biases and two norms; a last norm
+# 256 tied token embeddings and 16 position embeddings of width 32; 2 layers with 12 x 32^2 weights, 9 x 32 biases and
+# two norms; a final norm.
 GPT = 256 * 32 + 16 * 32 + 2 * (12 * 32**2 + 9 * 32 + 4 * 32) + 2 * 32
 EMBEDDED = 32 * 32 + 32 * 32 + 32  # of sharded_loop.py
 
 
 def check(job, num_ranks, parameters):
-    """The counts made by hand, and TT from the rows of the same run folder."""
+    """Compare the counts with counts made by hand, and TT with the rows of the same run folder."""
     summary, rows = job.ledger.summary, job.ledger.ranks
     assert (summary.status, summary.iterations) == ("completed", ITERATIONS)
     assert summary.parameters == parameters
@@ -45,7 +46,7 @@ def check(job, num_ranks, parameters):
         pytest.param(4, "2:1", id="TP2xDP2"),
     ],
 )
-def test_megatron_core_gives_the_same_ledger_in_every_layout(launch, monkeypatch, num_ranks, layout):
+def test_counts_of_megatron_core_are_equal_in_every_layout(launch, monkeypatch, num_ranks, layout):
     monkeypatch.setenv("PYTHONPATH", str(INTEGRATION))
 
     loop = TESTS / "megatron_core_loop.py"
@@ -57,7 +58,7 @@ def test_megatron_core_gives_the_same_ledger_in_every_layout(launch, monkeypatch
 @pytest.mark.parametrize(
     ("num_ranks", "kind"), [(1, "alone"), (2, "replicated"), (2, "sharded")], ids=["DP1", "DDP2", "FSDP2"]
 )
-def test_a_loop_of_torch_gives_the_same_ledger_sharded_or_not(launch, num_ranks, kind):
+def test_counts_of_a_torch_loop_are_equal_with_and_without_sharding(launch, num_ranks, kind):
     job = launch.torchrun([*ALONE, str(num_ranks)], "sharded_loop.py", kind, log_interval=4).done()
 
     check(job, num_ranks, EMBEDDED)

@@ -38,7 +38,7 @@ def context():
     context.destroy(linger=0)
 
 
-def test_socket_separates_closed_peers_from_slow_readers(context):
+def test_send_fails_for_closed_peers_but_not_for_slow_peers(context):
     server = ServerSocket(context)
     address = server.listen("tcp://127.0.0.1:*")
     link = AgentLink(context, address)
