@@ -1,4 +1,4 @@
-"""Loops of plain torch, attached only by environment variables: counted iterations, also with unusual launches."""
+"""Loops of plain torch, attached only by environment variables: counts of iterations, also with unusual launches."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_iterations_of_an_unmodified_loop_are_counted(launch):
         """,
     )
     summary = job.ledger.summary
-    # The first step begins the metrics and is not measured.
+    # The first step starts the metrics and is not measured.
     assert (summary.iterations, summary.parameters, summary.status) == (11, 36, "completed")
     assert job.ledger.facts["framework"] == "torch"
     assert job.ledger.facts["parameters_from"] == "optimizer"
@@ -69,13 +69,13 @@ def test_count_adds_tokens_and_samples_of_each_micro_batch(launch):
         log_interval=1,
     )
     summary = job.ledger.summary
-    # Six steps of two micro-batches each, less the first: 5 x 2 x 5 tokens, 5 x 2 x 2 samples
+    # Six steps of two micro-batches, without the first step: 5 x 2 x 5 tokens, 5 x 2 x 2 samples.
     assert (summary.iterations, summary.tokens, summary.samples) == (5, 50, 20)
     assert summary.loss is not None
     assert [window.iteration for window in job.ledger.windows][:5] == [2, 3, 4, 5, 6]
 
 
-def test_losses_are_bit_identical_with_metrics(launch):
+def test_losses_are_equal_with_metrics_on_and_off(launch):
     code = """
         for _ in range(20):
             effllm.count(tokens=8)
@@ -120,7 +120,7 @@ def test_al_contains_only_the_iteration(launch):
     assert summary.metrics["al_seconds"].value == pytest.approx(0.03, abs=0.008)
     assert summary.time_by_class["evaluation"] == pytest.approx(0.2, abs=0.03)
     assert summary.time_by_class["checkpoint"] == pytest.approx(0.1, abs=0.03)
-    # Of 11 x 0.09 s of iterations two thirds were waiting for data.
+    # Two thirds of the iteration time (11 x 0.09 s) are data wait.
     assert summary.metrics["run_throughput/data_wait_ratio"].value == pytest.approx(0.66, abs=0.05)
 
 
@@ -183,7 +183,7 @@ def test_new_optimizer_continues_the_run_of_the_old_one(launch):
     assert job.ledger.summary.parameters == 36
 
 
-def test_counting_follows_the_optimizer_that_still_steps(launch):
+def test_the_next_optimizer_is_counted_after_the_first_one_stops(launch):
     job = train(
         launch,
         dedent(TWO)
@@ -198,11 +198,11 @@ def test_counting_follows_the_optimizer_that_still_steps(launch):
             """
         ),
     )
-    # 3 steps less the first, one long iteration of 17 steps, 13 of the other optimizer
+    # 3 steps without the first one, one long iteration of 17 steps, 13 iterations of the other optimizer
     assert iterations(job) == 2 + 1 + 13
 
 
-def test_steps_of_plain_tensors_start_no_run(launch):
+def test_optimizer_steps_of_plain_tensors_start_no_run(launch):
     job = train(
         launch,
         """
@@ -230,7 +230,7 @@ def test_batches_without_a_step_are_reported_at_the_end(launch):
 
 
 @pytest.mark.parametrize(("how", "times"), [("torch.no_grad()", 1), ("effllm.phase('evaluation')", 0)])
-def test_unmarked_evaluation_is_reported_as_part_of_al(launch, how, times):
+def test_evaluation_without_a_phase_is_reported_as_part_of_al(launch, how, times):
     loop = """
     for _ in range(6):
         backward()
@@ -308,7 +308,7 @@ EACH_ITERATION = """
 
 
 @pytest.mark.parametrize("loop", [NO_EVALUATIONS, EACH_ITERATION], ids=["other reasons", "each iteration"])
-def test_eval_mode_for_other_reasons_stays_in_the_iteration(launch, loop):
+def test_eval_mode_for_other_reasons_is_part_of_the_iteration(launch, loop):
     summary = train(launch, dedent(NET) + dedent(loop)).ledger.summary
 
     assert "evaluation" not in summary.time_by_class
@@ -316,7 +316,8 @@ def test_eval_mode_for_other_reasons_stays_in_the_iteration(launch, loop):
 
 
 def test_eval_detection_does_not_change_training(launch, tmp_path):
-    """Compare losses, numbers of graphs, warnings, and a saved model, which must not refer to effllm."""
+    """Compare losses, numbers of graphs, warnings and a saved model; the saved model must not contain the word
+    effllm."""
     code = f"""
         import pathlib, warnings
         graphs = []
@@ -373,10 +374,10 @@ def test_steps_skipped_by_a_gradient_scaler_are_not_counted(launch):
             scaler.update()
         """,
     )
-    assert iterations(job) == 7  # of 12, 4 are skipped and the first is not measured
+    assert iterations(job) == 7  # 12 steps: 4 are skipped and the first is not measured
 
 
-def test_closures_pickles_and_compiled_steps_still_work(launch):
+def test_closures_pickles_and_compiled_steps_work(launch):
     job = train(
         launch,
         """
@@ -467,7 +468,7 @@ def test_counted_tokens_are_used_if_iteration_has_no_tokens(launch):
 
 
 @pytest.mark.parametrize("given", ["tokens='many'", "samples=-1"])
-def test_invalid_count_is_at_most_one_warning(launch, given):
+def test_invalid_count_causes_at_most_one_warning(launch, given):
     job = train(
         launch,
         f"""
@@ -516,7 +517,7 @@ def test_spawned_ranks_find_each_other(launch, tmp_path, way):
     assert (summary.iterations, summary.parameters, summary.tokens) == (5, 36, 2 * 5 * 16)
 
 
-def test_stale_world_size_is_not_waited_for(launch):
+def test_old_world_size_in_the_environment_causes_no_wait(launch):
     left = {"WORLD_SIZE": "8", "RANK": "0", "MASTER_ADDR": "10.9.9.9", "MASTER_PORT": "29500", "LOCAL_RANK": "0"}
     code = dedent(MODEL) + "for _ in range(4):\n    backward()\n    optimizer.step()\n"
     job = launch.code(code, environ={**ON, **left}).done(300)
@@ -524,7 +525,7 @@ def test_stale_world_size_is_not_waited_for(launch):
     assert iterations(job) == 3
 
 
-def test_torchrun_ranks_count_the_model_once(launch):
+def test_ranks_of_torchrun_count_the_model_once(launch):
     options = ["--standalone", "--local_addr", "127.0.0.1", "--nproc_per_node", "2"]
     job = launch.torchrun(options, str(TORCHRUN), attach=1, sinks="none").done(300)
     summary = job.ledger.summary
@@ -595,7 +596,7 @@ def test_workers_of_a_data_loader_start_no_agent(launch, tmp_path, how):
     assert iterations(job) == 15
 
 
-def test_importing_torch_starts_nothing(launch):
+def test_import_of_torch_starts_no_run(launch):
     job = launch.code("import torch, torch.utils.data\nprint('imported')", environ=ON).done(300)
     assert job.runs() == []
     assert job.stdout == "imported\n"
@@ -621,7 +622,7 @@ for cell in {cells!r}:
 
 
 @pytest.mark.alone
-def test_time_between_notebook_cells_is_in_no_iteration(launch):
+def test_time_between_notebook_cells_is_not_in_iterations(launch):
     job = train(
         launch,
         """

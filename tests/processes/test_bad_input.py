@@ -1,4 +1,4 @@
-"""Bad input: a defined outcome, one clear line, measurements kept, training not affected."""
+"""Bad input has a defined result and one clear line; measurements are kept and training is not affected."""
 
 import json
 import math
@@ -20,7 +20,7 @@ SERVED = (LOOP, "--served")
 
 
 def assert_disabled(job, text):
-    """Check that stderr has only this text, once at the start and once at the end."""
+    """Check that stderr has only this text, in one line at the start and one line at the end."""
     first, last = job.stderr.splitlines()
     assert first.startswith(f"[EfficientLLM] no metrics, training goes on: {text}")
     assert last.startswith(f"[EfficientLLM] this job ran without metrics: {text}")
@@ -100,7 +100,7 @@ def test_unknown_sink_or_option_does_not_affect_other_sinks(launch):
     assert job.ledger.summary.tokens == 2000
 
 
-def test_unknown_device_leaves_time_and_tokens(launch):
+def test_time_and_tokens_are_measured_with_an_unknown_device(launch):
     job = launch.python(*SERVED, device="nosuch").done()
 
     assert any("there is no device 'nosuch'" in text for text in job.ledger.event_texts("agent"))
@@ -135,7 +135,7 @@ def test_symlink_instead_of_a_file_is_not_followed(launch, tmp_path, name):
     assert len(job.blocks) == 2
 
 
-def test_a_run_folder_may_itself_be_a_link(launch, tmp_path):
+def test_run_folder_can_be_a_link(launch, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "mine").symlink_to(tmp_path / "elsewhere")
@@ -148,7 +148,7 @@ def test_folder_of_another_running_job_is_not_used(launch):
     first = launch.python(LOOP, "--until", "enough", run_name="shared")
     jobs.until(lambda: first.num_windows)
     second = launch.python(LOOP, "--until", "enough", run_name="shared")
-    # It tries to lock the folder for six seconds.
+    # The second job tries to lock the folder for six seconds.
     jobs.until(lambda: len(first.runs()) == 2 and jobs.Ledger(first.runs()[1]).num_windows)
     counts = [first.finish(), second.finish()]
 
@@ -179,7 +179,7 @@ def test_endpoint_without_listener_is_one_line(launch):
     assert job.our_errors == [f"[EfficientLLM] rank 0: 3 reports could not be delivered to tcp://{endpoint}"]
     assert (
         time.monotonic() - job.output()["steps"][-1][1] < 20
-    )  # the trainer waits for five seconds, its agent for four
+    )  # the trainer waits for five seconds, the agent for four
     assert not job.runs()
 
 
@@ -205,7 +205,7 @@ def test_multi_host_job_with_a_readable_secret_is_rejected(launch, tmp_path):
     (tmp_path / "secret").chmod(0o644)
     environ = {**jobs.rank_environ(0, 2), "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
     job = launch.code(
-        "import sys, types\n"  # a stand-in for torchrun's store, which is not used before the check
+        "import sys, types\n"  # a fake of torchrun's store, which the test does not use
         "sys.modules['torch'] = types.SimpleNamespace(distributed=types.SimpleNamespace(TCPStore=None))\n"
         "import effllm\neffllm.initialize_efficientllm_metrics(5)\nprint('trained')\n",
         environ=environ,
@@ -280,7 +280,8 @@ UNKNOWN_PEERS = {
 
 
 def send_raw_bytes(port):
-    """Send no ZeroMQ: half a greeting that stays open, a browser's request, and a connection that is reset."""
+    """Open connections without ZeroMQ: half a greeting on an open connection, an HTTP request, and a connection that is
+    reset."""
     held = socket.create_connection(("127.0.0.1", port))
     held.sendall(b"\xff\0\0\0")
     with socket.create_connection(("127.0.0.1", port)) as browser:
@@ -366,7 +367,7 @@ def loop(launch, body, **settings):
     job = launch.code(CALLS.format(body=body), **{"log_interval": 5, **settings}).done()
     assert (
         "trained" in job.stdout.splitlines()
-    )  # the last line, if its end waited for the summary: five seconds at most
+    )  # the end waits at most five seconds for the summary, so "trained" may not be the last line
     assert job.stderr == ""
     return job
 
@@ -412,7 +413,7 @@ def test_loss_that_converts_to_a_number_is_shown(launch, loss):
     assert {block["loss"] for block in job.blocks} == {"2.500000"}
 
 
-def test_iteration_number_going_back_is_one_warning(launch):
+def test_decreasing_iteration_number_causes_one_warning(launch):
     job = loop(
         launch,
         "for i in range(1, 21):\n    step(10, 1)\n    collector.log_metrics(i if i <= 10 else i - 8, 1.0)",
@@ -444,7 +445,7 @@ def test_second_initialisation_updates_the_first(launch):
     assert len(job.runs()) == 1
 
 
-def test_unpaired_iteration_calls_are_one_warning(launch):
+def test_unpaired_iteration_calls_cause_one_warning(launch):
     job = loop(
         launch,
         "for i in range(10):\n    collector.record_iteration_end(10, 1)\n"
@@ -456,7 +457,7 @@ def test_unpaired_iteration_calls_are_one_warning(launch):
     assert "an iteration ended that had not started" in text
 
 
-def test_calls_after_finalising_do_nothing(launch):
+def test_calls_after_finalize_do_nothing(launch):
     job = loop(
         launch,
         "for i in range(10):\n    step(10, 1)\n"
@@ -469,13 +470,13 @@ def test_calls_after_finalising_do_nothing(launch):
     assert job.ledger.summary.tokens == 100
 
 
-def test_finalising_without_a_start_is_silent(launch):
+def test_finalize_without_initialize_prints_nothing(launch):
     job = launch.code("import effllm\neffllm.finalize_efficientllm_metrics()\n").done()
 
     assert (job.stdout, job.stderr) == ("", "")
 
 
-def test_crossed_and_unknown_phases_keep_every_second(launch):
+def test_time_of_crossed_and_unknown_phases_is_complete(launch):
     job = loop(
         launch,
         "whole = collector.phase('evaluation')\nwhole.__enter__()\nstep(10, 1)\nwhole.__exit__(None, None, None)\n"
@@ -491,7 +492,7 @@ def test_crossed_and_unknown_phases_keep_every_second(launch):
 
 
 @pytest.mark.parametrize("parameters", ["0", "-5", "'many'", "math.nan", "2**70", "None", "1.5e3"])
-def test_invalid_parameter_count_leaves_tt_and_st_out(launch, parameters):
+def test_tt_and_st_are_missing_without_a_valid_parameter_count(launch, parameters):
     job = loop(launch, f"collector.set_model_parameters({parameters})\nfor i in range(10):\n    step(10, 1)")
     known = parameters == "1.5e3"
 
@@ -536,7 +537,7 @@ effllm.finalize_efficientllm_metrics()
 
 
 @pytest.mark.parametrize("history_size", [16, 1000])
-def test_full_ring_loses_detail_but_no_iteration_or_token(launch, history_size):
+def test_full_ring_loses_details_but_no_iterations_or_tokens(launch, history_size):
     job = launch.code(FAST, history_size=history_size, log_interval=10_000).done()
     summary, rows = job.ledger.summary, job.ledger.ranks
 
@@ -547,7 +548,7 @@ def test_full_ring_loses_detail_but_no_iteration_or_token(launch, history_size):
     assert summary.coverage.reports_lost == 0
 
 
-def test_more_windows_than_a_sink_queues_are_all_written(launch):
+def test_more_windows_than_the_queue_of_a_sink_are_all_written(launch):
     job = launch.code(FAST, history_size=10_000, log_interval=50, sinks="console").done()
     summary = job.ledger.summary
 
@@ -559,7 +560,7 @@ def test_more_windows_than_a_sink_queues_are_all_written(launch):
     assert not job.ledger.event_texts("sink")
 
 
-def test_raising_writer_does_not_end_the_loop(launch):
+def test_writer_that_raises_does_not_end_the_loop(launch):
     job = loop(
         launch,
         "i, calls = 0, []\nclass Writer:\n"
@@ -587,7 +588,7 @@ for i in range(11, 21):
 
 @pytest.mark.torch
 @jobs.skip_without_torch
-def test_tensors_of_one_element_are_numbers(launch):
+def test_tensors_of_one_element_are_used_as_numbers(launch):
     job = loop(launch, TENSORS)
 
     assert (job.ledger.summary.tokens, job.ledger.summary.iterations) == (100, 20)

@@ -1,4 +1,4 @@
-"""benchmarks/gpu.py: it runs with partial hardware, and its figures match where the truth is known."""
+"""benchmarks/gpu.py runs without complete hardware, and its figures agree with known true values."""
 
 import json
 import os
@@ -37,7 +37,7 @@ def bench(*arguments, **variables):
 # --- the command ---
 
 
-def test_unusable_gpu_or_option_is_one_line(tmp_path):
+def test_missing_gpu_is_reported_in_one_line(tmp_path):
     done = bench("--keep", "--folder", str(tmp_path / "results"), LD_LIBRARY_PATH=str(tmp_path))
 
     assert (done.returncode, done.stdout) == (2, "")
@@ -46,7 +46,7 @@ def test_unusable_gpu_or_option_is_one_line(tmp_path):
     assert not (tmp_path / "results").exists()
 
 
-def test_without_cuda_the_missing_parts_are_listed(library, tmp_path):
+def test_missing_parts_are_listed_without_cuda(library, tmp_path):
     trace = Trace(library, tmp_path / "trace")
     trace.write(Gpu(UUID, "00000000:01:00.0", H100, flat(80.0), tick_s=0.1, power_mode="held"), driver="570.86.15")
     (tmp_path / "site" / "torch").mkdir(parents=True)
@@ -86,7 +86,7 @@ def test_make_has_the_target_bench_gpu(tmp_path):
 
 
 @pytest.mark.parametrize("traits", [{}, {"lag_s": 0.04}, {"counts": 1.06}])
-def test_dense_power_readings_match_the_counter(traits):
+def test_dense_power_readings_agree_with_the_counter(traits):
     gpu = SensedGpu(tick_s=0.1, **traits)
     found = profile(gpu, lambda: gpu, 30.0, clock=gpu.clock)
 
@@ -101,7 +101,7 @@ def test_dense_power_readings_match_the_counter(traits):
     assert [figure.value for figure in dense] == pytest.approx([1 / traits.get("counts", 1.0)] * 3, rel=0.01)
 
 
-def test_power_polled_once_a_second_is_less_certain():
+def test_power_polled_once_a_second_has_a_larger_error():
     gpu = SensedGpu(tick_s=0.1)
     found = profile(gpu, lambda: gpu, 30.0, clock=gpu.clock)
 
@@ -132,11 +132,11 @@ class SameGpu:
 
 
 def test_two_levels_fit_all_windows():
-    # 1 s idle: 100 J; 1 s idle and 1 s loaded: 700 J; 1 s idle and 3 s loaded: 1900 J. So idle is 100 W, load 600 W.
+    # 1 s idle: 100 J; 1 s idle and 1 s loaded: 700 J; 1 s idle and 3 s loaded: 1900 J. The levels are 100 W and 600 W.
     assert two_levels([1.0, 2.0, 4.0], [0.0, 1.0, 3.0], [100.0, 700.0, 1900.0]) == pytest.approx((100.0, 500.0))
 
 
-def test_equal_windows_yield_no_levels():
+def test_windows_with_equal_load_give_no_levels():
     assert two_levels([1.0, 2.0], [0.5, 1.0], [350.0, 700.0]) is None
 
 
@@ -150,7 +150,7 @@ def test_error_of_a_window_is_its_residual_from_two_levels():
     [right], [wrong] = judged(OURS, exact, edges), judged(OURS, off, edges)
 
     assert right.value == pytest.approx(0.0, abs=1e-9)
-    assert wrong.value == pytest.approx(2.0, abs=1e-6)  # the two levels are in the middle
+    assert wrong.value == pytest.approx(2.0, abs=1e-6)  # the two fitted levels are between the values
     assert (right.detail["in_stated_interval"], wrong.detail["in_stated_interval"]) == (1.0, 0.0)
 
 

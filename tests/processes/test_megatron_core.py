@@ -1,4 +1,4 @@
-"""megatron-core in every layout that runs on a CPU: the counts of its ranks add up to one job."""
+"""megatron-core in every layout that runs on a CPU: the sum of the counts of all ranks is the count of the job."""
 
 import importlib
 import importlib.util
@@ -18,12 +18,15 @@ INTEGRATION = REPOSITORY / "integration" / "megatron_core"
 if importlib.util.find_spec("torch") is None or importlib.util.find_spec("megatron") is None:
     pytest.skip("torch and megatron-core are not installed", allow_module_level=True)
 
-pytestmark = [pytest.mark.torch, pytest.mark.timeout(400)]  # four ranks import torch: minutes on a busy machine
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.timeout(400),
+]  # four imports of torch take minutes
 
 HIDDEN, VOCABULARY, LENGTH, LAYERS = 32, 256, 16, 2
-EMBEDDINGS = VOCABULARY * HIDDEN + LENGTH * HIDDEN  # words (the output layer is tied to them) and positions
+EMBEDDINGS = VOCABULARY * HIDDEN + LENGTH * HIDDEN  # of tokens (tied to the output layer) and positions
 ATTENTION, MLP = 4 * HIDDEN**2, 8 * HIDDEN**2
-BIASES = 4 * HIDDEN + 5 * HIDDEN  # of attention and MLP; the model with experts has no biases
+BIASES = 4 * HIDDEN + 5 * HIDDEN  # biases of attention and MLP; the model with experts has no biases
 NORMS = 2 * 2 * HIDDEN
 ROUTER = 2 * HIDDEN
 FINAL_NORM = 2 * HIDDEN
@@ -49,7 +52,7 @@ def four_ranks(tmp_path_factory):
 
 @pytest.fixture(params=LAYOUTS, ids=" on ".join)
 def layout(request):
-    """The name of a layout and the output of each of its ranks."""
+    """Return the name of a layout and the output of each rank."""
     name, job = request.param
     return name, request.getfixturevalue(job)[name]
 
@@ -75,13 +78,13 @@ def run_job(num_ranks, script, *arguments, **variables):
         try:
             printed, _ = job.communicate(timeout=300)
         except subprocess.TimeoutExpired:
-            job.terminate()  # torchrun ends its ranks then
+            job.terminate()  # after SIGTERM, torchrun ends its ranks
             raise
     assert job.returncode == 0, printed[-4000:]
     return printed
 
 
-def test_the_shares_of_all_ranks_add_up_to_the_model(layout):
+def test_sum_of_the_shares_of_all_ranks_is_the_model(layout):
     name, ranks = layout
 
     total = sum(rank["share"]["total"] for rank in ranks)
@@ -89,29 +92,29 @@ def test_the_shares_of_all_ranks_add_up_to_the_model(layout):
     assert total == (DENSE_MODEL if name.startswith("dense") else EXPERTS_MODEL)
 
 
-def test_of_two_experts_one_is_active(layout):
+def test_one_of_two_experts_is_active(layout):
     name, ranks = layout
     idle = 0 if name.startswith("dense") else LAYERS * MLP
 
     assert sum(rank["share"]["total"] - rank["share"]["active"] for rank in ranks) == idle
 
 
-def test_frozen_parameters_count_but_are_not_trainable(layout):
+def test_frozen_parameters_are_counted_but_not_trainable(layout):
     name, ranks = layout
     frozen = 0 if name.startswith("dense") else VOCABULARY * HIDDEN
 
     assert sum(rank["share"]["total"] - rank["share"]["trainable"] for rank in ranks) == frozen
 
 
-def test_counts_of_a_single_rank_are_wrong(two_ranks):
+def test_sum_of_local_parameters_is_not_the_model(two_ranks):
     held = {name: sum(rank["held"] for rank in ranks) for name, ranks in two_ranks.items()}
 
-    assert held["dense:1:1:1:1"] == 2 * DENSE_MODEL  # each replica holds it
-    assert held["dense:2:1:1:2"] > DENSE_MODEL  # norms are on both ranks
-    assert held["dense:1:2:1:1"] == DENSE_MODEL + VOCABULARY * HIDDEN  # so is the tied embedding
+    assert held["dense:1:1:1:1"] == 2 * DENSE_MODEL  # each replica has the whole model
+    assert held["dense:2:1:1:2"] > DENSE_MODEL  # norms are on two ranks
+    assert held["dense:1:2:1:1"] == DENSE_MODEL + VOCABULARY * HIDDEN  # the tied embedding is on two ranks
 
 
-def test_each_sample_is_given_by_one_rank(layout):
+def test_each_sample_is_reported_by_one_rank(layout):
     name, ranks = layout
     tensor, pipeline = (int(size) for size in name.split(":")[1:3])
 
@@ -126,11 +129,11 @@ def test_one_rank_has_the_loss_of_the_job(layout):
 
     (losses,) = [rank["losses"] for rank in ranks if rank["losses"][0] is not None]
 
-    assert losses[0] == pytest.approx(5.5, abs=0.3)  # ln 256, the loss before training
+    assert losses[0] == pytest.approx(5.5, abs=0.3)  # ln 256 is the loss before training
     assert losses[2] < losses[0]
 
 
-def test_tensor_parallelism_gives_the_losses_of_data_parallelism(two_ranks, four_ranks):
+def test_losses_of_tensor_and_data_parallelism_are_equal(two_ranks, four_ranks):
     replicated, split = two_ranks["dense:1:1:1:1"][0]["losses"], two_ranks["dense:2:1:1:2"][0]["losses"]
 
     assert split == pytest.approx(replicated, rel=1e-3)
@@ -142,7 +145,7 @@ def test_tensor_parallelism_gives_the_losses_of_data_parallelism(two_ranks, four
     [(1, ()), (2, ()), (2, ("--tp", "2")), (2, ("--pp", "2")), (4, ("--tp", "2", "--pp", "2"))],
     ids=["1 rank", "DP2", "TP2", "PP2", "TP2xPP2"],
 )
-def test_the_ledger_of_a_real_job_has_its_model_and_its_data(tmp_path, num_ranks, flags):
+def test_run_folder_of_a_job_has_its_parameters_and_counts(tmp_path, num_ranks, flags):
     job = tmp_path / "job.yaml"
     job.write_text(
         f"model: {{hidden_size: {HIDDEN}, num_layers: {LAYERS}}}\n"
@@ -179,7 +182,7 @@ def write(folder, text):
     return path
 
 
-def test_the_run_configuration_of_the_demo_loads(settings):
+def test_run_configuration_of_the_demo_is_valid(settings):
     demo = settings.read_settings(REPOSITORY / "configs" / "demo.yaml")
 
     assert demo.training.iterations == 60
@@ -217,7 +220,7 @@ def test_omitted_keys_have_their_defaults(settings, tmp_path):
     )
 
 
-def test_flags_override_the_file(settings, tmp_path):
+def test_flags_override_the_run_configuration(settings, tmp_path):
     path = write(tmp_path, "parallelism: {tensor: 2}\ntraining: {seed: 5}")
 
     given = settings.parse_arguments(["--config", str(path), "--tp", "1", "--pp", "2", "--iterations", "7"])
@@ -226,7 +229,7 @@ def test_flags_override_the_file(settings, tmp_path):
     assert (given.training.iterations, given.training.seed) == (7, 5)
 
 
-def test_a_wrong_flag_ends_with_a_line_that_names_it(settings, capsys):
+def test_wrong_flag_is_reported_with_its_name(settings, capsys):
     with pytest.raises(SystemExit):
         settings.parse_arguments(["--iterations", "0"])
 
@@ -242,7 +245,7 @@ def test_a_wrong_flag_ends_with_a_line_that_names_it(settings, capsys):
         (3, 1, 1, "data.global_batch_size=32 does not divide by 12"),
     ],
 )
-def test_layout_that_does_not_fit_is_rejected(settings, world_size, tensor, pipeline, message):
+def test_impossible_layout_is_rejected(settings, world_size, tensor, pipeline, message):
     given = settings.Settings(parallelism=settings.Parallelism(tensor, pipeline))
 
     with pytest.raises(settings.SettingsError) as refusal:

@@ -1,4 +1,4 @@
-"""megatron.core used by a loop without any effllm code: attached by the environment, under torchrun."""
+"""A loop with megatron.core and without effllm code under torchrun, attached by an environment variable."""
 
 import importlib.util
 from pathlib import Path
@@ -19,7 +19,7 @@ SAMPLES = 12 * 8
 
 @pytest.fixture
 def loop(launch, monkeypatch):
-    """Start the loop on `num_ranks` ranks."""
+    """Return a function that starts the loop on `num_ranks` ranks."""
     monkeypatch.setenv("PYTHONPATH", str(INTEGRATION))
 
     def start(num_ranks, layout, *arguments, attach=1):
@@ -30,7 +30,7 @@ def loop(launch, monkeypatch):
 
 
 @pytest.mark.parametrize(("num_ranks", "layout"), [(2, "1:1"), (2, "1:2")], ids=["DP2", "PP2"])
-def test_iterations_run_between_optimizer_steps(loop, num_ranks, layout):
+def test_iterations_end_at_optimizer_steps(loop, num_ranks, layout):
     job = loop(num_ranks, layout).done()
 
     summary, facts = job.ledger.summary, job.ledger.facts
@@ -40,18 +40,18 @@ def test_iterations_run_between_optimizer_steps(loop, num_ranks, layout):
     assert facts["framework"] == "megatron.core"
     assert (facts["pipeline_parallel"], facts["num_layers"], facts["precision"]) == (int(layout[-1]), 2, "fp32")
     assert [block["iteration"] for block in job.blocks] == ["4", "8", "12"]
-    # Finalizing gradients is a sync point: before it, a rank's time in an iteration is its own.
-    # The two stages of a pipeline have no rank to be compared with.
+    # The finalization of gradients is a sync point: the time of a rank before it does not depend on other ranks. In a
+    # pipeline of two stages there is no other rank for a comparison.
     assert ("run_straggler/named_ranks" in summary.metrics) == (layout == "1:1")
 
 
-def test_several_passes_before_a_step_are_one_iteration(loop):
+def test_several_schedule_runs_before_a_step_are_one_iteration(loop):
     summary = loop(1, "1:1", 2).done().ledger.summary
 
     assert (summary.iterations, summary.samples) == (12, SAMPLES)
 
 
-def test_losses_equal_a_run_without_effllm(loop):
+def test_losses_are_equal_to_a_run_without_effllm(loop):
     attached, alone = loop(2, "1:1").done(), loop(2, "1:1", attach=0).done()
 
     for rank in range(2):
@@ -60,7 +60,7 @@ def test_losses_equal_a_run_without_effllm(loop):
         assert losses == alone.output(f"losses-{rank}.json")
 
 
-def test_explicit_calls_take_precedence(launch, monkeypatch, tmp_path):
+def test_calls_of_the_script_replace_the_schedule_hook(launch, monkeypatch, tmp_path):
     monkeypatch.setenv("PYTHONPATH", str(INTEGRATION))
     config = tmp_path / "job.yaml"
     config.write_text(
@@ -73,11 +73,11 @@ def test_explicit_calls_take_precedence(launch, monkeypatch, tmp_path):
 
     assert job.ledger.summary.iterations == 12
     assert job.ledger.summary.samples == SAMPLES
-    assert job.ledger.facts["framework"].startswith("megatron-core ")  # from its own call
+    assert job.ledger.facts["framework"].startswith("megatron-core ")  # from the call in the script
     assert "flops_convention" in job.ledger.facts
 
 
-def test_unknown_schedules_are_reported_and_unchanged(launch, tmp_path):
+def test_unknown_schedules_are_reported_and_not_changed(launch, tmp_path):
     package = tmp_path / "tree" / "megatron" / "core" / "pipeline_parallel"
     package.mkdir(parents=True)
     for folder in (package, package.parent, package.parent.parent):

@@ -1,7 +1,7 @@
 """Megatron's training loop, attached only by environment variables; expected counts are computed by hand.
 
-The loops are stand-ins with the arguments and results of five eras of ``megatron.training.training``; groups,
-micro-batch calculator and iterators are megatron-core's own.
+The loops are fakes with the arguments and results of five eras of ``megatron.training.training``. The process groups,
+the micro-batch calculator and the iterators are those of megatron-core.
 """
 
 import importlib.util
@@ -26,7 +26,7 @@ FIRST_LINES = "from {module} import pretrain\npretrain({arguments})\n"
 
 @pytest.fixture
 def train(launch, tmp_path, monkeypatch):
-    """Start a stand-in of an era as a script of the user's does."""
+    """Return a function that starts the fake of an era with a script like a user's script."""
 
     def start(
         era, *, module="megatron.training", edit=lambda text: text, script=FIRST_LINES, ranks=1, attach=1, **arguments
@@ -62,7 +62,7 @@ def losses(job):
 
 
 @pytest.mark.parametrize("era", NAMES)
-def test_every_era_is_counted_as_by_hand(train, era):
+def test_counts_of_every_era_agree_with_counts_by_hand(train, era):
     job = train(era, eval_interval=6, save_interval=8).done()
 
     summary, facts = job.ledger.summary, job.ledger.facts
@@ -82,7 +82,7 @@ def test_every_era_is_counted_as_by_hand(train, era):
 
 
 @pytest.mark.parametrize("era", [OLD, NEW])
-def test_losses_equal_a_run_without_effllm(train, tmp_path, era):
+def test_losses_are_equal_to_a_run_without_effllm(train, tmp_path, era):
     with_it = losses(train(era).done())
     (tmp_path / "tree").rename(tmp_path / "tree of the first")
 
@@ -92,7 +92,7 @@ def test_losses_equal_a_run_without_effllm(train, tmp_path, era):
     assert with_it == without
 
 
-def test_two_replicas_share_the_batch_and_have_one_model(train):
+def test_model_of_two_replicas_is_counted_once_and_each_batch_too(train):
     job = train("0_16", ranks=2).done()
 
     summary = job.ledger.summary
@@ -101,14 +101,14 @@ def test_two_replicas_share_the_batch_and_have_one_model(train):
     assert [block["loss"] is not None for block in job.blocks] == [True] * 3
 
 
-def test_a_ramp_up_of_the_batch_is_counted_step_by_step(train):
-    # 4 samples for the first 8, then 6 up to the 20th, then 8: 2 x 4, 2 x 6, 8 x 8
+def test_samples_of_a_batch_size_ramp_up_are_counted(train):
+    # 4 samples per step for the first 8 samples, 6 per step until 20 samples, then 8 per step: 2 x 4, 2 x 6, 8 x 8
     summary = train(NEW, rampup_batch_size=[4, 2, 16], train_iters=12).done().ledger.summary
 
     assert (summary.samples, summary.tokens) == (84, 84 * LENGTH)
 
 
-def test_resumed_run_counts_from_its_checkpoint(train):
+def test_resumed_run_continues_the_counts_of_its_checkpoint(train):
     job = train("0_16", iteration=100, train_iters=108).done()
 
     assert [block["iteration"] for block in job.blocks] == ["104", "108"]
@@ -122,7 +122,7 @@ def test_real_tokens_of_packed_sequences_are_counted(train):
     assert summary.samples == 12 * 8
 
 
-def test_a_skipped_iteration_takes_time_and_has_no_loss(train):
+def test_skipped_iteration_is_counted_and_has_no_loss(train):
     job = train("0_16", skipped=[4, 5]).done()
 
     assert job.ledger.summary.iterations == 12
@@ -131,9 +131,9 @@ def test_a_skipped_iteration_takes_time_and_has_no_loss(train):
 
 
 @pytest.mark.alone
-def test_al_has_only_iterations_and_other_time_its_own_class(train):
-    # An iteration computes for 20 ms, fetches 4 times for 20 ms, and logs for 10 ms.  There are 2 evaluations and
-    # the last one, and 3 checkpoints and the last one.
+def test_al_has_only_iterations_and_other_times_have_classes(train):
+    # An iteration computes for 20 ms, loads data 4 times for 20 ms, and logs for 10 ms.  There are 2 + 1 evaluations
+    # and 3 + 1 checkpoints; one of each is at the end.
     job = train(
         "0_16",
         compute_s=0.02,
@@ -155,21 +155,21 @@ def test_al_has_only_iterations_and_other_time_its_own_class(train):
     assert summary.metrics["tt_tokens_per_param_per_sec"].value == pytest.approx(12 * 8 * LENGTH / MODEL / trained_s)
 
 
-def test_without_megatrons_iterators_the_fetch_is_in_al(train):
+def test_al_includes_data_loading_without_iterators_of_megatron(train):
     summary = train(OLD, data_s=0.02, train_iters=4).done().ledger.summary
 
     assert summary.metrics["al_seconds"].value >= 4 * 0.02
 
 
-def test_mfu_uses_megatrons_own_count_of_operations(train):
-    # 6 operations for each of 144 parameters and each token, over a peak of 1e12 a second
+def test_mfu_uses_the_operation_count_of_megatron(train):
+    # 6 operations per parameter (144) and token, divided by a peak of 1e12 operations per second
     values = train("0_16", peak_tflops=1).done().ledger.summary.metrics
 
     tokens_per_s = values["tt_tokens_per_param_per_sec"].value * MODEL
     assert values["run_throughput/mfu_ratio"].value == pytest.approx(6 * MODEL * tokens_per_s / 1e12)
 
 
-def test_our_event_file_is_below_megatrons_own(train, tmp_path):
+def test_tensorboard_file_is_below_the_folder_of_megatron(train, tmp_path):
     folder = tmp_path / "tensorboard"
 
     job = train("0_16", tensorboard_dir=str(folder)).done()
@@ -178,7 +178,7 @@ def test_our_event_file_is_below_megatrons_own(train, tmp_path):
     assert job.ledger.facts["tensorboard_dir"] == str(folder)
 
 
-def test_step_that_raises_ends_the_run_as_failed(train):
+def test_run_with_a_step_that_raises_has_failed(train):
     job = train(NEW, fails_at=6).wait()
 
     assert job.code == 1
@@ -187,13 +187,13 @@ def test_step_that_raises_ends_the_run_as_failed(train):
     assert (job.ledger.summary.status, job.ledger.summary.iterations) == ("failed", 5)
 
 
-def test_an_exit_at_an_iteration_is_not_a_failure(train):
+def test_exit_at_an_iteration_is_not_a_failure(train):
     summary = train("0_14", exits_at=7).done().ledger.summary
 
     assert (summary.status, summary.iterations) == ("completed", 7)
 
 
-def test_a_run_that_only_evaluates_has_no_metrics(train):
+def test_run_without_training_has_no_metrics(train):
     job = train("0_16", skip_train=True, train_iters=0).done()
 
     assert job.runs() == []
@@ -210,7 +210,7 @@ def test_missing_train_step_is_reported_and_training_continues(train):
     assert len(losses(job)) == 12
 
 
-def test_steps_are_counted_without_the_functions_around_them(train):
+def test_steps_are_counted_if_other_functions_are_missing(train):
     def rename(text):
         for name in ("setup_model_and_optimizer", "save_checkpoint_and_time", "training_log"):
             text = text.replace(f"{name}(", f"{name}_by_another_name(")
@@ -224,13 +224,13 @@ def test_steps_are_counted_without_the_functions_around_them(train):
 
 
 @pytest.mark.system("pai-megatron", how="stand-in")
-def test_the_loop_of_the_patch_is_counted_too(train):
+def test_loop_of_pai_megatron_patch_is_counted(train):
     job = train(OLD, module="megatron_patch.training").done()
 
     assert (job.ledger.summary.iterations, job.ledger.summary.samples) == (12, 96)
 
 
-def test_megatron_hook_is_off_when_the_loop_counts(train):
+def test_counts_of_the_loop_replace_the_megatron_hook(train):
     def count(text):
         return text.replace(
             "        iteration += 1\n", "        collector.record_iteration_end(1, 1)\n        iteration += 1\n"
@@ -249,7 +249,7 @@ def test_megatron_hook_is_off_when_the_loop_counts(train):
 
 
 class Parameter:
-    """A parameter as parallel layers mark it."""
+    """A fake parameter with the marks of parallel layers."""
 
     def __init__(self, count, requires_grad=True, **marks):
         self.count, self.requires_grad = count, requires_grad
@@ -260,7 +260,7 @@ class Parameter:
 
 
 class Experts:
-    """A chunk with a router of 10 parameters, 4 experts of 100 each, and a shared expert of 50."""
+    """A fake model chunk: a router of 10 parameters, 4 experts of 100 parameters, and a shared expert of 50."""
 
     def __init__(self, **config):
         self.config = ModuleType("config")
@@ -275,7 +275,8 @@ class Experts:
 
 @pytest.fixture
 def alone(monkeypatch):
-    """Make this process the first of every group; megatron-core itself is slow to import, and warns."""
+    """Replace megatron-core by a fake in which this process is the first of every group, because its import is slow and
+    logs warnings."""
     groups, layers = ModuleType("parallel_state"), ModuleType("layers")
     for name in ("data_parallel", "expert_data_parallel", "expert_tensor_parallel", "tensor_model_parallel"):
         setattr(groups, f"get_{name}_rank", lambda: 0)
@@ -291,7 +292,7 @@ def alone(monkeypatch):
         monkeypatch.setitem(sys.modules, name, module)
 
 
-def test_chosen_share_of_experts_is_active(alone):
+def test_active_parameters_are_those_of_the_experts_per_token(alone):
     from effllm.hooks.megatron import parameter_share
 
     share = parameter_share([Experts(num_moe_experts=4, moe_router_topk=2)])
@@ -299,14 +300,14 @@ def test_chosen_share_of_experts_is_active(alone):
     assert share == {"total": 460, "trainable": 460, "active": 10 + 50 + 2 * 100}
 
 
-def test_unknown_number_of_experts_means_unknown_active_parameters(alone):
+def test_active_parameters_are_unknown_without_a_number_of_experts(alone):
     from effllm.hooks.megatron import parameter_share
 
     assert parameter_share([Experts()]) == {"total": 460, "trainable": 460}
 
 
 class OnGpu:
-    """A loss on a GPU: reading it waits."""
+    """A fake loss on a GPU; a read would wait for the GPU."""
 
     is_cuda = True
     dtype = None
@@ -324,7 +325,7 @@ class OnGpu:
         raise AssertionError("that would be a synchronisation")
 
 
-def test_loss_on_a_gpu_is_read_when_it_has_arrived(monkeypatch):
+def test_loss_on_a_gpu_is_read_after_it_was_copied(monkeypatch):
     from effllm.hooks.megatron import LazyNumber
 
     class Buffer:

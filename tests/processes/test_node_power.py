@@ -1,4 +1,4 @@
-"""effllm/devices/node: the choice of sensors, the time of opening, and the reasons for unreadable sensors."""
+"""effllm/devices/node: the selection of sensors, the time of opening, and the reasons for unreadable sensors."""
 
 import os
 import subprocess
@@ -16,7 +16,7 @@ from effllm.devices.node import hwmon, ipmi, rapl
 
 @pytest.fixture
 def bare(monkeypatch, tmp_path):
-    """A machine without readable sensors, on any test machine; its hwmon is in the folder."""
+    """Make this process find no readable sensors; return the folder that replaces the one of hwmon."""
     nowhere = tmp_path / "nowhere"
     monkeypatch.setattr(rapl, "open_rapl", partial(rapl.open_rapl, powercap=nowhere, perf=nowhere))
     monkeypatch.setattr(hwmon, "open_reader", partial(hwmon.open_reader, root=tmp_path))
@@ -29,7 +29,7 @@ def test_none_is_nothing():
 
 
 @pytest.mark.parametrize("choice", ["auto", "ipmi", "https://bmc.example/redfish/v1"])
-def test_cpus_and_node_are_two_sensors_with_own_periods(choice):
+def test_cpu_and_node_sensors_have_different_periods(choice):
     assert [(opener.name, opener.interval_s) for opener in node_power.openers(choice, "node1")] == [
         ("cpu", 1.0),
         ("psu", 10.0),
@@ -56,7 +56,7 @@ def test_each_unreadable_sensor_has_a_reason(bare):
         assert str(caught.value) == why_not
 
 
-def test_failing_hwmon_sensor_gives_its_reason_not_rapls(bare):
+def test_reason_of_a_failed_hwmon_sensor_replaces_that_of_rapl(bare):
     chip = bare / "hwmon0" / "device"
     chip.mkdir(parents=True)
     (chip / "power1_oem_info").write_text("Grace Power Socket 0\n")
@@ -75,7 +75,7 @@ def test_hwmon_is_read_without_rapl(bare):
 
 
 def test_auto_never_uses_the_network():
-    """A fresh interpreter that opens all sensors of auto has loaded no module that could connect."""
+    """In a new interpreter, "auto" opens all its sensors without loading a module for network connections."""
     program = (
         "import contextlib, sys; from effllm import devices\nfrom effllm.devices import node as node_power\n"
         "for opener in node_power.openers('auto', 'node1'):\n"
@@ -87,7 +87,7 @@ def test_auto_never_uses_the_network():
     assert done.stdout.strip() == ""
 
 
-def test_a_sensor_of_the_node_is_sampled_as_any_device(tmp_path):
+def test_node_sensor_is_sampled_like_other_devices(tmp_path):
     file = tmp_path / "bmc"
     file.write_text(f"user = {USER}\npassword = {PASSWORD}\n")
     file.chmod(0o600)
@@ -97,7 +97,7 @@ def test_a_sensor_of_the_node_is_sampled_as_any_device(tmp_path):
         wake = os.eventfd(0)
         sampler = Sampler(opener.open, 0.01, events.append, wake)
         sampler.start()
-        os.eventfd_read(wake)  # returns with the first sample
+        os.eventfd_read(wake)  # returns at the first sample
         samples = sampler.take()
         assert sampler.stop(10.0)
         os.close(wake)

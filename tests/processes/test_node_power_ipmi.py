@@ -32,7 +32,7 @@ IPMITOOL = """
 
 
 class Tools:
-    """A folder of executables, and an IPMI device that only has to exist."""
+    """A folder of fake executables, and an empty file as the IPMI device."""
 
     def __init__(self, root):
         self.root = root
@@ -48,7 +48,7 @@ class Tools:
         return tool
 
     def add_output(self, name, text, status=0):
-        """Put a tool that prints a text for all arguments."""
+        """Write a tool that prints ``text`` for all arguments."""
         answer = self.root / f"{name}.txt"
         answer.write_text(text)
         return self.put(name, f"cat '{answer}'; exit {status}")
@@ -71,7 +71,7 @@ def tools(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "text", "watts"), [("ipmi-dcmi", IPMI_DCMI, 332.0), ("ipmitool", IPMITOOL, 173.0)])
-def test_present_power_is_read_not_the_mean_since_boot(tools, name, text, watts):
+def test_current_power_is_read_and_not_the_mean_since_boot(tools, name, text, watts):
     tools.add_output(name, text)
     sample, failures = tools.open().read()
 
@@ -96,7 +96,7 @@ def test_device_is_node_power_with_a_note_on_its_limits(tools):
     assert 0 < device.sensor.call_s < 5
 
 
-def test_tools_request_only_the_reading_by_the_kernel_driver(tools):
+def test_tools_only_request_the_reading_from_the_kernel_driver(tools):
     commands = tools.root / "arguments"
     tools.put("ipmi-dcmi", f"echo \"$@\" >> '{commands}'; exit 1")
     tools.put("ipmitool", f"echo \"$@\" >> '{commands}'; exit 1")
@@ -133,13 +133,13 @@ def test_output_without_a_reading_is_rejected_with_a_reason(tools, text, reason)
     assert reason in tools.why_not()
 
 
-def test_reading_marked_as_off_by_ipmitool_is_rejected(tools):
+def test_reading_that_ipmitool_marks_as_off_is_rejected(tools):
     tools.add_output("ipmitool", IPMITOOL.replace("activated", "deactivated"))
 
     assert "the measurement is off" in tools.why_not()
 
 
-def test_tool_that_fails_later_fails_that_reading(tools):
+def test_failure_of_a_tool_is_a_failure_of_one_reading(tools):
     tools.add_output("ipmi-dcmi", IPMI_DCMI)
     reader = tools.open()
     tools.add_output("ipmi-dcmi", "ipmi-dcmi: driver busy\n", 1)
@@ -151,7 +151,7 @@ def test_tool_that_fails_later_fails_that_reading(tools):
     assert sample.power_w == 332.0
 
 
-def test_hanging_tool_is_ended_with_its_children_at_the_timeout(tools):
+def test_hanging_tool_and_its_children_are_killed_at_the_timeout(tools):
     tools.put("ipmi-dcmi", "sleep 600 & sleep 600")
     began_s = time.monotonic()
     why_not = tools.why_not(limit_s=0.3)
@@ -169,20 +169,20 @@ def test_child_that_keeps_the_output_open_does_not_block(tools):
     assert "did not answer within 0.3 s" in tools.why_not(limit_s=0.3)
 
 
-def test_tool_that_closes_its_output_and_hangs_is_ended(tools):
+def test_hanging_tool_with_closed_output_is_killed(tools):
     tools.put("ipmi-dcmi", "exec >/dev/null 2>&1; sleep 600")
 
     assert "did not answer within 0.3 s" in tools.why_not(limit_s=0.3)
 
 
-def test_tool_with_endless_output_is_ended(tools):
+def test_tool_with_endless_output_is_killed(tools):
     tools.put("ipmi-dcmi", "exec yes")
 
     assert tools.why_not() == "node power: ipmi-dcmi prints more than a power reading"
     assert MAX_BYTES < 10**6
 
 
-def test_tool_stuck_in_the_kernel_is_not_started_again(tools, monkeypatch):
+def test_tool_that_hangs_in_the_kernel_is_not_started_again(tools, monkeypatch):
     command = Command([str(tools.put("ipmi-dcmi", "sleep 600"))], limit_s=0.1)
     ended = Command._end
 
@@ -197,14 +197,14 @@ def test_tool_stuck_in_the_kernel_is_not_started_again(tools, monkeypatch):
     ended(command, command._stuck)
 
 
-def test_missing_device_is_reported_with_how_to_get_one(tools):
+def test_missing_device_is_reported_with_advice(tools):
     tools.device.unlink()
 
     assert tools.why_not() == NO_DEVICE
 
 
 def test_unreadable_device_is_reported_with_three_ways_to_open_it(tools, monkeypatch):
-    monkeypatch.setattr(os, "access", lambda *_: False)  # the tests may run as root, for whom modes have no effect
+    monkeypatch.setattr(os, "access", lambda *_: False)  # file modes have no effect if the tests run as root
     text = tools.why_not()
 
     assert str(tools.device) in text
@@ -213,11 +213,11 @@ def test_unreadable_device_is_reported_with_three_ways_to_open_it(tools, monkeyp
     assert "switch the node off" in text
 
 
-def test_missing_tools_are_reported_with_their_package(tools):
+def test_missing_tools_are_reported_with_the_package_to_install(tools):
     assert tools.why_not() == NO_TOOL
 
 
-def test_the_tools_are_found_on_the_path(tools, monkeypatch):
+def test_tools_are_found_on_the_path(tools, monkeypatch):
     tools.add_output("ipmitool", IPMITOOL)
     monkeypatch.setenv("PATH", f"{tools.folder}:{os.environ['PATH']}")
 

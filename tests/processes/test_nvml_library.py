@@ -1,4 +1,4 @@
-"""The tests' own NVML library, seen through the real pynvml, against its truth in Python."""
+"""The NVML library of the tests with the real pynvml; its values are compared with those computed in Python."""
 
 import json
 import os
@@ -42,7 +42,7 @@ def fields(*ids):
 
 
 def ask(trace, code):
-    """Run ``code`` in a process that has the traced devices, and return the ``answer`` that it assigns."""
+    """Run ``code`` in a process with the devices of the trace; return the variable ``answer`` of the code."""
     script = f"{PRELUDE}\n{code}\nprint(json.dumps(answer))"
     environ = os.environ | trace.environment()
     done = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True, check=False)
@@ -50,7 +50,7 @@ def ask(trace, code):
     return json.loads(done.stdout)
 
 
-def test_the_square_wave_spends_half_its_time_high():
+def test_integrals_of_a_square_wave():
     # Two periods of 0.05 s: 0.05 s at 300 W and 0.05 s at 100 W are 15 + 5 = 20 J.
     assert SQUARE.integral(0.0, 0.1) == pytest.approx(20.0)
     # From 0.02 to 0.03: 5 ms at 300 W and 5 ms at 100 W are 1.5 + 0.5 = 2 J.
@@ -58,7 +58,7 @@ def test_the_square_wave_spends_half_its_time_high():
 
 
 @pytest.mark.parametrize("curve", [flat(250.0), SQUARE, sine(100.0, 300.0, 0.07)], ids=str)
-def test_the_energy_counter_is_the_integral_of_the_power(trace, curve):
+def test_energy_counter_is_the_integral_of_power(trace, curve):
     trace.write(Gpu("GPU-a", "0:01:00", power=curve))
     code = """
 handle = pynvml.nvmlDeviceGetHandleByUUID("GPU-a")
@@ -76,7 +76,7 @@ for _ in range(50):
         assert lowest - 0.002 <= millijoules / 1e3 <= highest + 0.002
 
 
-def test_the_counter_moves_in_ticks(trace):
+def test_counter_changes_at_ticks(trace):
     trace.write(Gpu("GPU-a", "0:01:00", power=flat(300.0), tick_s=0.5))
 
     millijoules = ask(
@@ -84,10 +84,10 @@ def test_the_counter_moves_in_ticks(trace):
         "answer = pynvml.nvmlDeviceGetTotalEnergyConsumption(pynvml.nvmlDeviceGetHandleByUUID('GPU-a'))",
     )
 
-    assert millijoules % 150_000 in (0, 149_999)  # 300 W for 0.5 s, within the rounding of one millijoule
+    assert millijoules % 150_000 in (0, 149_999)  # 300 W for 0.5 s are 150 J, truncated to a millijoule
 
 
-def test_a_counter_that_is_reset_starts_from_zero(trace):
+def test_counter_starts_at_zero_after_a_reset(trace):
     trace.write(Gpu("GPU-a", "0:01:00", power=flat(300.0)))
     trace.fault("0 energy reset 0.5")
     code = """
@@ -100,7 +100,7 @@ answer = [before, pynvml.nvmlDeviceGetTotalEnergyConsumption(pynvml.nvmlDeviceGe
     assert 300 * (before_s - 0.5) - 0.01 <= millijoules / 1e3 <= 300 * (after_s - 0.5) + 0.01
 
 
-def test_power_by_field_is_power_by_call(trace):
+def test_field_and_call_return_the_same_power(trace):
     trace.write(Gpu("GPU-a", "0:01:00", power=flat(312.0)))
     code = """
 handle = pynvml.nvmlDeviceGetHandleByIndex(0)
@@ -128,7 +128,7 @@ answer = [
     assert ask(trace, code) == [2, "GPU-b", "GPU-b", 1, "00000001:3B:00.0"]
 
 
-def test_a_slice_belongs_to_its_gpu_and_is_not_counted(trace):
+def test_slice_belongs_to_its_gpu_and_is_not_counted(trace):
     trace.write(Gpu("GPU-a", "0:01:00"), Gpu("MIG-a", parent=0))
     code = """
 parent = pynvml.nvmlDeviceGetHandleByIndex(0)
@@ -144,7 +144,7 @@ answer = [
     assert ask(trace, code) == [1, "MIG-a", 1, "GPU-a"]
 
 
-def test_lost_device_stays_lost_until_nvml_is_initialised_again(trace):
+def test_lost_device_is_lost_until_nvml_is_initialized_again(trace):
     trace.write(Gpu("GPU-a", "0:01:00"))
     faults = f"{trace.path}.faults"
     code = f"""
@@ -191,10 +191,10 @@ WAVE = square(100.0, 700.0, 0.37, 0.6)
     ],
     ids=lambda settings: "-".join(settings) or "exact",
 )
-def test_sensors_show_the_values_computed_in_python(trace, settings):
+def test_values_of_sensors_are_equal_to_values_computed_in_python(trace, settings):
     [gpu] = trace.write(Gpu("GPU-a", "0:01:00", **({"power": WAVE} | settings)))
     now_s = time.monotonic()
-    moments = [now_s - 50 + 0.7391 * i for i in range(60)] + [-1.234, -0.037]  # before the clock began
+    moments = [now_s - 50 + 0.7391 * i for i in range(60)] + [-1.234, -0.037]  # times before the start of the clock
     code = f"""
 def read():
     counter, usage = pynvml.nvmlDeviceGetTotalEnergyConsumption(handle), pynvml.nvmlDeviceGetPowerUsage(handle)
@@ -208,7 +208,7 @@ answer = [at(t, read) for t in {moments}]
         assert shown == [int(1e3 * value) for value in (joules, usage_w, joules, instant_w, average_w)]
 
 
-def test_a_burst_or_a_step_has_the_integral_of_its_values():
+def test_integral_of_bursts_and_steps_is_the_sum_of_values():
     for curve in (bursts(100.0, 700.0, 0.31, 0.4, seed=3), steps(100.0, 700.0, 0.31, seed=4)):
         fine = [curve.at(1000.0 + (i + 0.5) / 20_000) for i in range(40_000)]
 
@@ -217,15 +217,15 @@ def test_a_burst_or_a_step_has_the_integral_of_its_values():
         assert {100.0 <= value <= 700.0 for value in fine} == {True}
 
 
-def test_bursts_are_irregular_with_one_per_period():
+def test_each_period_has_one_burst_at_a_random_time():
     curve = bursts(0.0, 1.0, 1.0, 0.25)
 
     assert [curve.integral(n, n + 1.0) for n in range(1000, 1020)] == pytest.approx([0.25] * 20)
     assert len({round(curve.integral(n, n + 0.5), 3) for n in range(1000, 1020)}) > 5
 
 
-def test_sensor_with_a_duty_of_a_quarter_can_miss_every_burst():
-    # Each tick of 100 ms has 50 ms at 700 W, then 50 ms at 100 W: a mean of 400 W, but 100 W in the last 25 ms.
+def test_sensor_with_a_duty_of_a_quarter_can_miss_all_high_power():
+    # Each tick of 100 ms has 50 ms at 700 W and then 50 ms at 100 W. The mean is 400 W, but 100 W in the last 25 ms.
     fooled = Gpu("GPU-a", power=square(100.0, 700.0, 0.1), tick_s=0.1, duty_s=0.025).traced()
     t = time.monotonic()
 
@@ -233,16 +233,16 @@ def test_sensor_with_a_duty_of_a_quarter_can_miss_every_burst():
     assert fooled.counter_j(t) - fooled.counter_j(t - 10) == pytest.approx(1000.0, abs=11.0)
 
 
-def test_a_held_power_is_the_mean_of_the_last_window():
-    # Low from 0.545 s, high from 1.09 s: the 25 ms before 1.1 s have 15 ms at 100 W and 10 ms at 300 W, 1.5 + 3 = 4.5
-    # J, a mean of 180 W.
+def test_held_power_is_the_mean_of_the_last_measured_part():
+    # The power is low from 0.545 s and high from 1.09 s. The 25 ms before 1.1 s have 15 ms at 100 W and 10 ms at 300 W:
+    # 1.5 + 3 = 4.5 J, a mean of 180 W.
     gpu = Gpu("GPU-a", power=square(100.0, 300.0, 1.09), tick_s=0.1, duty_s=0.025, power_mode="held")
 
     assert gpu.power.at(1.15) == 300.0
     assert gpu.power_w(1.15) == pytest.approx(180.0)
 
 
-def test_ticks_that_jitter_keep_their_order_and_their_distance():
+def test_ticks_with_jitter_are_in_order_and_near_their_times():
     gpu = Gpu("GPU-a", tick_s=0.1, tick_jitter_s=0.04)
     moments = [gpu.tick_moment_s(tick) for tick in range(10_000, 10_500)]
 
@@ -251,7 +251,7 @@ def test_ticks_that_jitter_keep_their_order_and_their_distance():
     assert {gpu.last_tick(moment + 1e-9) for moment in moments} == set(range(10_000, 10_500))
 
 
-def test_two_processes_agree_on_the_counter(trace):
+def test_two_processes_read_the_same_counter_value(trace):
     trace.write(Gpu("GPU-a", "0:01:00", power=WAVE, **SENSOR))
     code = f"answer = at({time.monotonic()}, pynvml.nvmlDeviceGetTotalEnergyConsumption, handle)"
 
@@ -265,13 +265,13 @@ def test_power_has_scopes(trace):
     assert ask(trace, code) == [300_000, 500_000, "error 3", 80_000, "error 3", "error 2", "error 3"]
 
 
-def test_a_board_without_a_module_has_no_power_of_it(trace):
+def test_board_without_a_module_has_no_module_power(trace):
     trace.write(Gpu("GPU-a", "0:01:00", power=flat(300.0), unsupported=("power.average",)))
 
     assert ask(trace, "answer = fields((186, 1), (185, 2), (185, 0), (186, 0))") == ["error 3"] * 3 + [300_000]
 
 
-def test_each_field_has_the_time_of_the_wall_clock(trace):
+def test_each_field_has_a_timestamp_of_the_wall_clock(trace):
     trace.write(Gpu("GPU-a", "0:01:00"))
     code = """
 before = time.time()
@@ -285,7 +285,7 @@ answer = [before, first.timestamp / 1e6, second.timestamp / 1e6, time.time()]
     assert before_s - 0.001 <= first_s <= second_s - 0.01 <= after_s
 
 
-def test_clocks_temperature_throttling_and_errors_match_the_trace(trace):
+def test_clocks_temperature_throttling_and_errors_of_a_trace(trace):
     trace.write(
         Gpu(
             "GPU-a", "0:01:00", sm_clock_mhz=flat(1755.0), memory_clock_mhz=flat(2619.0), temperature_c=flat(61.0),
@@ -305,7 +305,7 @@ answer += [errors(handle, 0, 0), errors(handle, 1, 0)]
     assert ask(trace, code) == [1755, 1755, 2619, "error 3", 1755, "error 3", 61, 61, 4, 4, 7, 2]
 
 
-def test_missing_features_of_a_board_are_not_supported(trace):
+def test_missing_features_of_a_board_return_not_supported(trace):
     trace.write(Gpu("GPU-a", sm_clock_mhz=None, memory_clock_mhz=None, temperature_c=None, unsupported=("ecc",)))
     code = """
 answer = [
@@ -323,7 +323,7 @@ answer = [
     assert set(ask(trace, code)) == {"error 3"}
 
 
-def test_reserved_memory_is_in_use_for_the_first_version_only(trace):
+def test_reserved_memory_is_used_memory_only_in_the_first_version(trace):
     trace.write(Gpu("GPU-a", memory=flat(10 * GIB), memory_total=80 * GIB, memory_reserved=GIB))
     code = """
 first, second = pynvml.nvmlDeviceGetMemoryInfo(handle), pynvml.nvmlDeviceGetMemoryInfo(handle, pynvml.nvmlMemory_v2)
@@ -334,7 +334,7 @@ answer = [[size >> 30 for size in sizes], result(pynvml.nvmlDeviceGetMemoryInfo,
     assert ask(trace, code) == [[11, 69, 10, 1, 69], "error 25"]
 
 
-def test_device_identity_comes_from_the_trace(trace):
+def test_identity_of_a_device_is_that_of_the_trace(trace):
     about = {"name": "NVIDIA H100 80GB HBM3", "serial": "1650522003", "module_id": 3, "architecture": 9}
     trace.write(Gpu("GPU-a", "00000000:5E:00.0", power_limit_default_w=650.0, **about), driver="570.86.15")
     code = """
@@ -364,14 +364,14 @@ def metrics(first, last, *ids):
 """
 
 
-def test_gpm_gives_means_between_two_samples(trace):
+def test_gpm_returns_means_between_two_samples(trace):
     trace.write(Gpu("GPU-a", "0:01:00", **GPM))
     code = f"""{GPM_CODE}
 answer = [pynvml.nvmlGpmQueryDeviceSupport(handle).isSupportedDevice]
 answer += metrics(sample(1000.0), sample(1000.75), 2, 3, 5, 10, 20, 60)
 """
 
-    # From 0 to 0.75 s: 0.5 s at 80 % and 0.25 s at 20 % are a mean of 60 %.
+    # From 0 to 0.75 s there are 0.5 s at 80 % and 0.25 s at 20 %: a mean of 60 %.
     assert ask(trace, code) == [
         1,
         pytest.approx(60.0),
@@ -382,7 +382,7 @@ answer += metrics(sample(1000.0), sample(1000.75), 2, 3, 5, 10, 20, 60)
     ]
 
 
-def test_gpm_rejects_close_samples_and_mixed_devices(trace):
+def test_gpm_rejects_close_samples_and_samples_of_two_devices(trace):
     trace.write(Gpu("GPU-a", "0:01:00", **GPM), Gpu("GPU-b", "0:02:00", **GPM))
     code = f"""{GPM_CODE}
 other = pynvml.nvmlGpmSampleGet(pynvml.nvmlDeviceGetHandleByIndex(1), pynvml.nvmlGpmSampleAlloc())
@@ -460,7 +460,7 @@ pynvml.nvmlEventSetFree(events)
     assert ask(trace, code) == [8, none, event, none, none, event, "error 3"]
 
 
-def test_waiting_for_an_event_ends_with_the_event_or_in_time(trace):
+def test_wait_for_an_event_ends_at_the_event_or_the_timeout(trace):
     trace.write(Gpu("GPU-a", "0:01:00"))
     code = f"""{EVENTS_CODE}
 answer = [wait(0)[-1], *wait(50), time.monotonic() + 0.05]
@@ -494,7 +494,7 @@ answer += [time.monotonic(), read(handle)]
 
 
 @pytest.mark.parametrize(("verb", "offset_j"), [("back 500", -500), ("jump 500", 500)])
-def test_counter_has_an_offset_while_the_fault_lasts(trace, verb, offset_j):
+def test_counter_has_an_offset_during_the_fault(trace, verb, offset_j):
     trace.write(Gpu("GPU-a", "0:01:00", power=flat(300.0)))
     code = f"""
 read, now = pynvml.nvmlDeviceGetTotalEnergyConsumption, time.monotonic()
@@ -507,7 +507,7 @@ for window in ("", now - 1, f"{{now - 2}} {{now - 1}}", now + 60):
     assert ask(trace, code) == [300_000_000 + 1000 * offset for offset in (offset_j, offset_j, 0, 0)]
 
 
-def test_a_call_hangs_once_and_is_late_or_busy_each_time(trace):
+def test_fault_hang_is_once_and_faults_delay_and_spin_each_time(trace):
     trace.write(Gpu("GPU-a", "0:01:00"))
     code = """
 def lasts(*lines):
@@ -617,7 +617,7 @@ def test_calls_are_counted_by_function_and_process(trace):
     assert not trace.call_count()
 
 
-def test_a_call_without_faults_costs_microseconds(trace):
+def test_call_without_faults_takes_microseconds(trace):
     trace.write(Gpu("GPU-a", "0:01:00", power=steps(100.0, 700.0, 0.05), **SENSOR))
     trace.fault("1 * error 999")
     code = """

@@ -1,4 +1,4 @@
-"""store/own_files.py: files that another user puts in the way are not followed, written to or waited for."""
+"""store/own_files.py: files, links and pipes of another user are not followed, are not changed and do not block."""
 
 import contextlib
 import os
@@ -21,7 +21,7 @@ def mode(path):
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o077, 0o027])
-def test_folders_and_files_are_private_under_any_umask(tmp_path, umask):
+def test_folders_and_files_are_private_for_every_umask(tmp_path, umask):
     folder = tmp_path / "runs" / "deep" / "mine"
     before = os.umask(umask)
     try:
@@ -93,7 +93,7 @@ THINGS = [pipe, link, link_to_nothing, second_name, folder, placed_by_root(devic
 
 @pytest.mark.parametrize("place", THINGS)
 @pytest.mark.parametrize("flags", [os.O_RDONLY, os.O_WRONLY | os.O_CREAT, os.O_RDWR | os.O_CREAT | os.O_APPEND])
-def test_file_that_is_not_our_own_is_not_opened(tmp_path, place, flags):
+def test_file_that_is_not_ours_is_not_opened(tmp_path, place, flags):
     place(tmp_path / "file")
 
     with pytest.raises(OSError):
@@ -119,7 +119,7 @@ def test_run_folder_does_not_write_through_foreign_files(tmp_path, place, name):
 @pytest.mark.parametrize("place", [pipe, link, second_name])
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("name", ["summary.json", "run.json", "state.json"])
-def test_replaced_file_neither_blocks_nor_is_written_through(tmp_path, place, name):
+def test_pipe_or_link_instead_of_a_file_does_not_block_or_change(tmp_path, place, name):
     place(tmp_path / name)
 
     if name == "run.json":
@@ -135,7 +135,7 @@ def test_replaced_file_neither_blocks_nor_is_written_through(tmp_path, place, na
 
 
 @pytest.mark.parametrize("place", [pipe, link, second_name])
-def test_lock_that_is_not_our_own_file_is_not_taken(tmp_path, place):
+def test_lock_file_that_is_not_ours_is_not_locked(tmp_path, place):
     place(tmp_path / "lock")
 
     with pytest.raises(OSError):
@@ -144,7 +144,7 @@ def test_lock_that_is_not_our_own_file_is_not_taken(tmp_path, place):
 
 @needs_root
 @pytest.mark.faults
-def test_folder_of_another_user_is_rejected_by_name(tmp_path):
+def test_folder_of_another_user_is_rejected_with_the_reason(tmp_path):
     theirs = tmp_path / "theirs"
     theirs.mkdir()
     os.chown(theirs, OTHER_USER, OTHER_USER)
@@ -167,13 +167,13 @@ def test_world_writable_folder_is_rejected(tmp_path):
 
 @pytest.fixture
 def public(tmp_path):
-    """Return a folder like /tmp."""
+    """Return a folder with the mode of /tmp."""
     (tmp_path / "public").mkdir()
     (tmp_path / "public").chmod(0o1777)
     return tmp_path / "public"
 
 
-def test_a_run_in_a_folder_like_tmp_is_our_own(public):
+def test_run_folder_in_a_folder_like_tmp_is_private(public):
     own_files.make_folder(public / "runs" / "mine")
 
     assert mode(public / "runs") == mode(public / "runs" / "mine") == 0o700
@@ -202,7 +202,7 @@ def test_link_or_folder_of_another_user_in_tmp_is_rejected(public, tmp_path, kin
 
 @pytest.fixture
 def project(tmp_path):
-    """Return a folder of mode 2770, beside an own folder that contains a run."""
+    """Return a folder with mode 2770; a folder with files of a run is next to it."""
     (tmp_path / "project").mkdir()
     (tmp_path / "project").chmod(0o2770)
     (tmp_path / "precious" / "mine").mkdir(parents=True)
@@ -228,7 +228,7 @@ def is_untouched(precious):
     )
 
 
-def test_run_in_a_folder_of_a_group_is_our_own(project):
+def test_run_folder_in_a_folder_of_a_group_is_private(project):
     own_files.make_folder(project / "runs" / "mine")
 
     assert {stat.S_IMODE(path.stat().st_mode) & 0o777 for path in (project / "runs", project / "runs" / "mine")} == {
@@ -237,7 +237,7 @@ def test_run_in_a_folder_of_a_group_is_our_own(project):
 
 
 @needs_root
-def test_folder_of_a_group_member_is_passed(project):
+def test_folder_of_a_group_member_on_the_path_is_accepted(project):
     folder_of_another(project / "experiments", 0o2770)
 
     own_files.make_folder(project / "experiments" / "runs" / "mine")
@@ -245,10 +245,10 @@ def test_folder_of_a_group_member_is_passed(project):
 
 @needs_root
 @pytest.mark.parametrize("way", ["runs", "experiments/runs", "own/runs"])
-def test_link_of_another_in_a_folder_of_a_group_is_rejected(project, way):
-    if way == "experiments/runs":  # another user's folder without write permission for the group
+def test_link_of_another_user_in_a_folder_of_a_group_is_rejected(project, way):
+    if way == "experiments/runs":  # folder of another user that the group cannot write to
         folder_of_another(project / "experiments", 0o755)
-    elif way == "own/runs":  # an own link to a link of another user
+    elif way == "own/runs":  # link of this user to a link of another user
         (project / "own").symlink_to(project / "links")
         (project / "links").mkdir(mode=0o2770)
         (project / "links").chmod(0o2770)
@@ -265,7 +265,7 @@ def test_link_of_another_in_a_folder_of_a_group_is_rejected(project, way):
 
 
 @needs_root
-def test_open_folder_of_another_in_a_group_is_rejected(project):
+def test_writable_folder_of_another_user_is_rejected(project):
     folder_of_another(project / "open", 0o2777)
 
     with pytest.raises(PermissionError, match="open belongs to another user"):
@@ -280,7 +280,7 @@ def test_group_writable_run_folder_is_rejected(project):
         own_files.make_folder(project / "mine")
 
 
-def test_own_link_in_a_folder_of_a_group_is_followed(project):
+def test_link_of_this_user_in_a_folder_of_a_group_is_followed(project):
     (project.parent / "scratch").mkdir()
     (project / "runs").symlink_to(project.parent / "scratch")
 
@@ -323,7 +323,7 @@ def test_relative_links_and_dots_are_followed(tmp_path):
     assert (tmp_path / "deep" / "er" / "mine").is_dir()
 
 
-def test_no_descriptor_is_left_open(project):
+def test_all_descriptors_are_closed(project):
     before = len(list(Path("/proc/self/fd").iterdir()))
     own_files.make_folder(project / "runs" / "mine")
     for path in (project / "runs" / "mine" / "file", project / "missing" / "file"):
@@ -337,7 +337,7 @@ def test_no_descriptor_is_left_open(project):
 
 @needs_root
 @pytest.mark.faults
-def test_job_does_not_touch_a_run_behind_a_foreign_link(launch, project):
+def test_job_does_not_change_a_run_behind_a_link_of_another_user(launch, project):
     link_of_another(project / "runs", project.parent / "precious")
     job = launch.python("loop.py", run_dir=project / "runs", run_name="mine").done()
 
@@ -346,7 +346,7 @@ def test_job_does_not_touch_a_run_behind_a_foreign_link(launch, project):
     assert is_untouched(project.parent / "precious")
 
 
-def test_own_link_is_followed(tmp_path):
+def test_link_of_this_user_is_followed(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "mine").symlink_to(tmp_path / "elsewhere")
     RunFolder(tmp_path / "mine", {"job": "x"}).close()
@@ -363,7 +363,7 @@ def test_own_link_is_followed(tmp_path):
     ],
     ids=ascii,
 )  # fmt: skip
-def test_name_with_path_parts_is_rejected(name):
+def test_invalid_run_name_is_rejected(name):
     with pytest.raises(ConfigError, match="EFFICIENTLLM_RUN_NAME="):
         read_config({"EFFICIENTLLM_RUN_NAME": name})
 
@@ -397,7 +397,7 @@ def test_pipe_instead_of_a_summary_does_not_block(launch, tmp_path):
 
 @pytest.fixture
 def shown_as(monkeypatch):
-    """Make the file system of a folder show one owner and one mode for all entries, as SMB may."""
+    """Return a function that makes a folder show one owner and one mode for all entries, as SMB can do."""
     real = {"stat": os.stat, "fstat": os.fstat, "lstat": os.lstat}
 
     def show(folder, user, mode):

@@ -1,4 +1,4 @@
-"""effllm/network/peers.py: a connection sends for the rank and agent of its HELLO, within its rate."""
+"""effllm/network/peers.py: a connection may send only for the rank and agent of its HELLO, and within a rate."""
 
 import time
 from itertools import pairwise
@@ -47,7 +47,7 @@ BURST = BURST_FRAMES + HISTORY
 
 @pytest.fixture
 def peers():
-    """Return the connections a and b, of ranks 0 and 1."""
+    """Return peers with the connections a (rank 0) and b (rank 1)."""
     peers = Peers(HISTORY)
     for rank, peer in enumerate((b"a", b"b")):
         assert peers.admits(peer, 300, 0.0)
@@ -73,7 +73,7 @@ def test_connection_may_send_for_the_rank_of_its_hello(peers, message):
 
 
 @pytest.mark.parametrize("message", [*of_rank(1), *of_rank(0, "agent-1")], ids=lambda message: type(message).__name__)
-def test_message_for_another_rank_or_agent_is_rejected_and_named(peers, message):
+def test_message_for_another_rank_or_agent_is_rejected_and_reported(peers, message):
     assert peers.objection(b"a", message).startswith("rank 0 on node-0 sent a message of ")
     assert peers.objection(b"a", message)
 
@@ -83,11 +83,11 @@ def test_message_for_another_rank_or_agent_is_rejected_and_named(peers, message)
     assert peers.rejected == {WRONG_RANK: 2}
 
 
-def test_one_row_of_another_rank_rejects_the_frame(peers):
+def test_frame_with_a_row_of_another_rank_is_rejected(peers):
     assert "sent a message of rank 1" in peers.objection(b"a", reports(row(0), row(1)))
 
 
-def test_connection_cannot_be_of_two_ranks_or_agents(peers):
+def test_hello_of_a_second_rank_or_agent_is_rejected(peers):
     assert peers.objection(b"a", hello(0)) == ""
     assert "sent a HELLO of rank 1" in peers.objection(b"a", hello(1))
     assert peers.objection(b"a", hello(0, agent="other"))
@@ -123,7 +123,7 @@ def test_new_connection_of_an_agent_replaces_the_old_one(peers):
     assert len(peers) == 2
 
 
-def test_connections_without_hello_are_bounded(peers):
+def test_number_of_connections_without_hello_is_limited(peers):
     for number in range(30_000):
         assert peers.admits(b"x%d" % number, 10, 1.0)
 
@@ -134,11 +134,11 @@ def test_connections_without_hello_are_bounded(peers):
 # --- rates ---
 
 
-def test_history_kept_through_an_outage_passes_at_once(peers):
+def test_reports_kept_during_an_outage_are_accepted_immediately(peers):
     frames, in_a_frame = -(-HISTORY // MAX_ROWS), 250 * MAX_ROWS
 
     assert all(peers.admits(b"a", in_a_frame, 100.0) for _ in range(frames))
-    # ... and so do rows of 16 kB each; a frame has room for only a few of them.
+    # Rows of 16 kB are also accepted; a frame has room for only a few of these rows.
     assert all(peers.admits(b"b", ROW_BYTES, 100.0) for _ in range(HISTORY))
 
 
@@ -146,7 +146,7 @@ def test_peer_within_its_rate_is_never_throttled(peers):
     assert all(peers.admits(b"a", 300, number / FRAMES_PER_S) for number in range(20_000))
 
 
-def test_excess_frames_are_dropped_counted_and_reported_once(peers):
+def test_frames_above_the_rate_are_dropped_and_reported_once(peers):
     passed = sum(peers.admits(b"a", 10, 0.0) for _ in range(BURST + 500))
 
     assert passed == BURST
@@ -155,26 +155,26 @@ def test_excess_frames_are_dropped_counted_and_reported_once(peers):
     assert (event.rank, event.text) == (0, "rank 0 on node-0 sends too much; its frames are dropped for a while")
 
 
-def test_excess_bytes_are_dropped(peers):
+def test_bytes_above_the_rate_are_dropped(peers):
     room = BURST_BYTES + HISTORY * ROW_BYTES
     passed = sum(peers.admits(b"a", MAX_BYTES, 0.0) for _ in range(300))
 
     assert passed == room // MAX_BYTES
 
 
-def test_peer_without_hello_has_a_small_allowance(peers):
+def test_peer_without_hello_has_a_low_limit(peers):
     assert sum(peers.admits(b"unknown", 10, 0.0) for _ in range(1000)) == NO_HELLO_FRAMES
     assert not peers.admits(b"loud", MAX_BYTES * 8, 0.0)
 
 
-def test_throttled_peer_does_not_affect_another(peers):
+def test_throttled_peer_does_not_affect_another_peer(peers):
     for _ in range(10 * BURST):
         peers.admits(b"a", 1000, 0.0)
 
     assert all(peers.admits(b"b", 300, 0.0) for _ in range(BURST))
 
 
-def test_after_a_drop_frames_are_rejected_until_all_is_resent(peers):
+def test_frames_after_a_drop_are_rejected_until_a_new_hello(peers):
     while peers.admits(b"a", 10, 0.0):
         pass
     late = of_rank(0)[0]
@@ -192,7 +192,7 @@ def test_after_a_drop_frames_are_rejected_until_all_is_resent(peers):
     assert not peers.is_to_send_again(b"a", 9.0)
 
 
-def test_new_connection_of_a_rank_gets_no_new_allowance(peers):
+def test_limit_of_a_rank_is_not_reset_by_a_new_connection(peers):
     while peers.admits(b"a", 10, 0.0):
         pass
     assert peers.admits(b"new", 300, 1.0, is_hello=True)
@@ -203,7 +203,7 @@ def test_new_connection_of_a_rank_gets_no_new_allowance(peers):
 
 
 @pytest.mark.parametrize("message", [hello(), hello(facts={"a": "b"}), *of_rank(0)], ids=lambda one: type(one).__name__)
-def test_hello_is_recognised_before_decoding(message):
+def test_hello_is_recognized_before_decoding(message):
     assert is_hello(encode(message)) == isinstance(message, Hello)
 
 
@@ -225,7 +225,7 @@ def test_text_from_a_rank_becomes_one_line_without_escapes():
     assert aggregator.events.take()[-1].text == "rank 0: [2J [EfficientLLM] Run completed"
 
 
-def test_events_of_one_rank_are_limited_and_others_pass():
+def test_events_of_one_rank_are_limited_without_effect_on_others():
     aggregator = aggregator_of(hello(0), hello(1))
     for number in range(5000):
         aggregator.agent_event(AgentEvent("agent-0", 0, Event(1.0, "agent", f"line {number}")), Now(1.0, 1001.0))
@@ -237,7 +237,7 @@ def test_events_of_one_rank_are_limited_and_others_pass():
     assert texts[-2:] == ["rank 1: the loss is nan", "a frame was rejected: no frame"]
 
 
-def test_a_rank_with_ever_more_devices_is_rejected():
+def test_rank_with_too_many_devices_is_rejected():
     aggregator = aggregator_of(hello(0))
     answers = [aggregator.hello(hello(0, devices=(gpu(f"GPU-new-{n}"),)), Now(0.0, 1000.0)) for n in range(MAX_DEVICES)]
 
@@ -250,7 +250,7 @@ def test_a_rank_with_ever_more_devices_is_rejected():
 
 
 class HandAgent:
-    """A hand-written agent on a real aggregator."""
+    """An agent whose messages the test sends, connected to a real aggregator."""
 
     def __init__(self, context, port):
         self.socket = context.socket(zmq.DEALER)
@@ -292,7 +292,7 @@ def introduction(rank, world_size=2):
 
 @pytest.mark.faults
 @pytest.mark.fault("unauthenticated-peers")
-def test_rank_that_sends_for_another_rank_is_named(launch, hand_agent):
+def test_rank_that_sends_for_another_rank_is_reported(launch, hand_agent):
     aggregator = launch.aggregator()
     zero, one = hand_agent(aggregator.port), hand_agent(aggregator.port)
     for rank, agent in enumerate((zero, one)):
@@ -304,7 +304,7 @@ def test_rank_that_sends_for_another_rank_is_named(launch, hand_agent):
     assert other.receive("Rejected").reason.startswith("rank 5 lies outside")
     assert other.receive("Rejected").reason == "it belongs to another job"
 
-    # It is a member of the job and has the other's id, which should be secret.
+    # Rank 0 is a member of the job and uses the secret agent id of rank 1.
     stolen = row(1, agent="secret-1", tokens=10**9, devices=())
     zero.send(reports(stolen), Bye("secret-1", 1, "failed", 10))
     zero.send(reports(row(0, agent="secret-0", devices=())))
@@ -325,7 +325,7 @@ def test_rank_that_sends_for_another_rank_is_named(launch, hand_agent):
 
 
 @pytest.mark.faults
-def test_windows_are_written_while_further_frames_wait(launch, hand_agent):
+def test_windows_are_written_between_the_frames_of_a_burst(launch, hand_agent):
     aggregator = launch.aggregator(log_interval=10)
     agent = hand_agent(aggregator.port)
     agent.send(introduction(0, 1))
@@ -337,7 +337,7 @@ def test_windows_are_written_while_further_frames_wait(launch, hand_agent):
     while confirmed[-1] < 2000:
         confirmed.append(agent.receive("Ack", within_s=120.0).sequence)
 
-    # Without a limit on the frames of one turn, all of them were confirmed at once.
+    # Without a limit on frames per loop turn, all frames would be confirmed at the same time.
     assert max(after - before for before, after in pairwise(confirmed)) < 1000
     agent.send(Bye("secret-0", 0, "completed", 20_000))
     agent.receive("ByeSeen")
@@ -355,12 +355,12 @@ def test_throttled_rank_resends_dropped_reports(launch, hand_agent):
     agent.send(reports(*rows[:10]))
     agent.receive("Ack")
 
-    agent.send(*[MAGIC + b"\xc1"] * 3000)  # far beyond its burst of 528
+    agent.send(*[MAGIC + b"\xc1"] * 3000)  # above the burst limit of 528 frames
     agent.send(reports(*rows[10:]))
 
     def must_send_again():
         agent.send(Heartbeat("secret-0", 0, 1, "x", 0.0))
-        while agent.socket.poll(100):  # acknowledgements arrive at any time
+        while agent.socket.poll(100):  # acknowledgements can arrive at any time
             message = decode_from_aggregator(agent.socket.recv())
             if isinstance(message, Welcome):
                 return message.again

@@ -1,4 +1,4 @@
-"""The original's monitor for evaluation harnesses: its names, without its faults."""
+"""The PerformanceMonitor of the original project for evaluation harnesses: the same names, without its errors."""
 
 import json
 import math
@@ -17,7 +17,7 @@ KEYS = {"AMU", "PCU", "AL", "AEC", "MCR", "total_time", "num_requests"}
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch):
-    """Start no agent: tests further below measure with one, in its own process."""
+    """Disable metrics, so that no agent starts; the last tests start agents in separate processes."""
     monkeypatch.setenv("EFFICIENTLLM_METRICS_ENABLED", "off")
     monkeypatch.setattr(collector_module, "_collector", None)
 
@@ -28,7 +28,7 @@ def monitor(scenario="inference", parameters=None):
     return one
 
 
-def test_without_a_request_every_value_is_nan():
+def test_every_value_is_nan_without_a_request():
     found = monitor().get_metrics()
 
     assert set(found) == KEYS | {"IT"}
@@ -36,7 +36,7 @@ def test_without_a_request_every_value_is_nan():
     assert all(math.isnan(value) for value in found.values())
 
 
-def test_latency_is_computation_and_communication_over_requests():
+def test_latency_is_the_mean_of_computation_and_communication_time():
     one = monitor()
     one.record_request(100, 1, 40, computation_time=0.3, communication_time=0.1)
     one.record_request(50, 1, 20, computation_time=0.8)
@@ -68,7 +68,7 @@ def test_throughput_per_parameter_needs_the_parameters():
     assert math.isnan(one.get_metrics()["TT"])
 
 
-def test_unknown_scenario_is_rejected_by_name():
+def test_unknown_scenario_is_rejected():
     with pytest.raises(ValueError, match="'cooking' is none of pretraining"):
         monitor("cooking")
 
@@ -82,7 +82,7 @@ def test_request_without_a_time_has_no_latency():
     assert found["IT"] > 0
 
 
-def test_latency_as_positional_samples_warns_and_is_not_counted():
+def test_latency_as_second_positional_argument_warns():
     one = monitor()
     with pytest.warns(UserWarning, match="counts first and times by name"):
         one.record_request(120, 0.73)
@@ -101,7 +101,7 @@ def test_invalid_numbers_never_raise(bad):
     assert one.get_metrics()["num_requests"] == 1
 
 
-def test_compression_is_size_times_kept_performance():
+def test_compression_is_size_ratio_times_performance_ratio():
     one = monitor()
     assert math.isnan(one.get_metrics()["MCR"])
 
@@ -136,14 +136,14 @@ def test_saved_json_has_null_for_unmeasured_values(tmp_path):
     assert (tmp_path / "performance_metrics.json").exists()
 
 
-def test_unwritable_path_raises_nothing(tmp_path):
+def test_unwritable_path_does_not_raise(tmp_path):
     (tmp_path / "file").write_text("")
     context = PerformanceMonitorContext("inference", save_path=tmp_path / "file" / "metrics.json")
     with pytest.warns(UserWarning, match="could not be written"), context:
         pass
 
 
-def test_gpus_are_the_visible_gpus(monkeypatch):
+def test_measured_gpus_are_the_visible_gpus(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     assert list(PerformanceMonitor(7)._gpus()) == [0, 1]
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
@@ -179,7 +179,7 @@ print(json.dumps(monitor.get_metrics()))
 """
 
 
-def test_alone_in_a_process_it_measures_with_the_agent(tmp_path):
+def test_monitor_without_training_measures_with_an_agent(tmp_path):
     found, folder = run(tmp_path, SCRIPT)
 
     assert found["num_requests"] == 4

@@ -1,4 +1,4 @@
-"""GPUs without an energy counter: power is read ten times a second and integrated, with its error."""
+"""GPUs without an energy counter: power is read ten times a second and integrated, with a stated error."""
 
 import math
 import os
@@ -35,7 +35,7 @@ TRACES = {
 
 
 class PowerSensor:
-    """Shows the power of the moment, or the mean of the last tick."""
+    """Returns the current power, or with ``held_s`` the mean of the last tick."""
 
     def __init__(self, power, held_s, phase_s):
         self.power, self._held_s, self._phase_s = power, held_s, phase_s
@@ -52,7 +52,7 @@ class PowerSensor:
 
 
 def windows(power, seed, *, held_s=0.0, window_s=1.0, count=30):
-    """Return relative error and relative half-width of windows, read as the sampler does."""
+    """Return (relative error, relative half-width) of windows; reads have the same times as in the sampler."""
     chance = random.Random(seed)
     sensor = PowerSensor(power, held_s, chance.uniform(0, 1))
     dense = [sensor.sample(BEGIN_S + 0.0021 * number) for number in range(950)]
@@ -77,7 +77,7 @@ def windows(power, seed, *, held_s=0.0, window_s=1.0, count=30):
 
 
 @pytest.mark.parametrize("held_s", [0.0, 0.02, 0.1])
-def test_a_square_wave_of_2_s_is_within_5_percent(held_s):
+def test_mean_error_for_a_square_wave_of_2_s_is_below_5_percent(held_s):
     found = [one for seed in range(12) for one in windows(square(100.0, 500.0, 2.0), seed, held_s=held_s)]
 
     assert statistics.fmean(abs(error) for error, _ in found) < 0.05
@@ -99,7 +99,7 @@ def test_constant_power_is_exact():
 
 
 @pytest.mark.parametrize(("held_s", "lag_s"), [(0.02, 0.02), (0.1, 0.1)])
-def test_a_held_reading_is_found_from_its_switches(held_s, lag_s):
+def test_tick_of_held_power_is_found_from_its_changes(held_s, lag_s):
     for seed in range(5):
         sensor = PowerSensor(square(100.0, 500.0, 0.93), held_s, 0.0137 * seed)
         seen = with_power_seen(assumed(GPU), [sensor.sample(BEGIN_S + 0.0021 * number) for number in range(950)])
@@ -109,7 +109,7 @@ def test_a_held_reading_is_found_from_its_switches(held_s, lag_s):
 
 
 @pytest.mark.parametrize("period_s", [0.2, 0.31, 0.93, 2.0])
-def test_a_switching_load_is_not_mistaken_for_a_tick(period_s):
+def test_changing_load_is_not_mistaken_for_a_tick(period_s):
     sensor = PowerSensor(square(100.0, 500.0, period_s), 0.0, 0.0)
     dense = [sensor.sample(BEGIN_S + 0.0021 * number) for number in range(950)]
 
@@ -121,7 +121,7 @@ def test_a_switching_load_is_not_mistaken_for_a_tick(period_s):
 # --- the sampler ---
 
 
-def test_only_power_is_read_between_the_samples():
+def test_power_is_read_between_the_samples():
     wake = os.eventfd(0, os.EFD_NONBLOCK)
     reader = FakeReader()
     reader.device = GPU
@@ -135,14 +135,14 @@ def test_only_power_is_read_between_the_samples():
 
 
 @pytest.mark.parametrize("traits", [{"energy_method": COUNTER}, {"is_gpu": False}, {"only_power": True}])
-def test_other_quantities_are_not_read_as_often(traits):
+def test_only_integrated_power_of_gpus_is_read_often(traits):
     sampler = Sampler(lambda: FakeReader(), 1.0, lambda _event: None, -1)
 
     assert sampler._next_power_ns(replace(GPU, **traits)) == NEVER_NS
     assert sampler._next_power_ns(GPU) < NEVER_NS
 
 
-def test_slow_calls_are_made_less_often(monkeypatch):
+def test_power_is_read_less_often_with_slow_calls(monkeypatch):
     sampler = Sampler(lambda: FakeReader(), 1.0, lambda _event: None, -1)
     monkeypatch.setattr("effllm.agent.sampler.time.monotonic_ns", lambda: 0)
     sampler._call_s = 0.0024

@@ -1,6 +1,6 @@
-"""effllm/sensor_profile: properties planted in a sensor are found again.
+"""effllm/sensor_profile finds the known properties of simulated sensors.
 
-The GPU of these tests uses virtual time; the load is a switch whose edges have exact times in nanoseconds.
+The GPU of these tests uses virtual time; the edges of its load have exact times in nanoseconds.
 Tolerances: ticks to 0.1 %, lags to 2 ms, measured windows to 2 ms, ratios to 0.5 %.
 """
 
@@ -30,7 +30,7 @@ def profiled(gpu, seconds=40.0, open_load=None):
 
 
 @pytest.mark.parametrize("tick_s", [0.02, 0.1, 0.106, 0.25])
-def test_the_tick_is_found(tick_s):
+def test_tick_of_counter_and_power_is_found(tick_s):
     found = profiled(SensedGpu(tick_s=tick_s, tick_phase_s=0.37 * tick_s))
 
     assert found.counter.period_s == pytest.approx(tick_s, rel=TICK)
@@ -40,10 +40,10 @@ def test_the_tick_is_found(tick_s):
 
 @pytest.mark.parametrize("measured_s", [0.025, 0.1])
 @pytest.mark.parametrize("lag_s", [0.0, 0.04, 0.1])
-def test_lag_and_measured_window_are_found_separately(lag_s, measured_s):
+def test_lag_and_measured_part_of_a_tick_are_found_separately(lag_s, measured_s):
     found = profiled(SensedGpu(tick_s=0.1, tick_phase_s=0.03, lag_s=lag_s, duty_s=measured_s % 0.1))
 
-    # Power from the last 25 of 100 ms is shown for all of them: 37.5 ms earlier on average than it was measured.
+    # Power from the last 25 ms of a tick is used for the whole 100 ms: the value is 37.5 ms early on average.
     assert found.sensor.lag_s == pytest.approx(lag_s - (0.1 - measured_s) / 2, abs=LAG_S)
     assert abs(found.sensor.lag_s - lag_s + (0.1 - measured_s) / 2) <= found.sensor.lag_error_s < 0.01
     assert found.counter_response.window_s == pytest.approx(measured_s, abs=WINDOW_S)
@@ -52,7 +52,7 @@ def test_lag_and_measured_window_are_found_separately(lag_s, measured_s):
 
 
 @pytest.mark.parametrize("average_s", [0.5, 1.0])
-def test_the_window_of_averaged_power_is_found(average_s):
+def test_window_of_averaged_power_is_found(average_s):
     found = profiled(SensedGpu(tick_s=0.1, average_s=average_s))
 
     assert found.sensor.average_s == pytest.approx(average_s, abs=WINDOW_S)
@@ -60,7 +60,7 @@ def test_the_window_of_averaged_power_is_found(average_s):
 
 
 @pytest.mark.parametrize("counts", [0.95, 1.0, 1.08])
-def test_counter_with_a_gain_against_power_is_found(counts):
+def test_gain_of_the_counter_relative_to_power_is_found(counts):
     found = profiled(SensedGpu(tick_s=0.1, counts=counts))
 
     assert set(found.ratios) == {"idle", "loaded", "switched"}
@@ -78,7 +78,7 @@ def test_gain_common_to_counter_and_power_is_not_found():
 
 @pytest.mark.parametrize("lag_s", [0.0, 0.04])
 def test_lag_is_found_with_power_noise_and_tick_jitter(lag_s):
-    # Ticks off by up to 4 ms either way: a standard deviation of 4 / sqrt(3) = 2.3 ms.
+    # Ticks are up to 4 ms early or late: a standard deviation of 4 / sqrt(3) = 2.3 ms.
     found = profiled(SensedGpu(tick_s=0.1, duty_s=0.025, lag_s=lag_s, noise_w=6.0, tick_jitter_s=0.004), seconds=60.0)
 
     assert found.counter.jitter_s == pytest.approx(0.0023, abs=0.0004)
@@ -96,7 +96,7 @@ def test_lag_is_found_with_a_slow_driver(call_s):
     assert found.sensor.call_s == pytest.approx(call_s)
 
 
-def test_continuous_counter_has_a_lag():
+def test_lag_of_a_continuous_counter_is_found():
     found = profiled(SensedGpu(tick_s=0.0, lag_s=0.04, power_mode="exact"))
 
     assert (found.sensor.tick_s, found.sensor.duty) == (0.0, 1.0)
@@ -109,15 +109,15 @@ def test_continuous_counter_has_a_lag():
         ({}, True),
         ({"duty_s": 0.025}, True),
         ({"power_mode": "exact"}, False),
-        ({"lag_s": 0.04}, False),  # it changes between two moves of the counter
-        ({"lag_s": 0.1}, False),  # it changes with the counter, but is the power of the tick to come
+        ({"lag_s": 0.04}, False),  # power changes between two changes of the counter
+        ({"lag_s": 0.1}, False),  # power changes with the counter, but belongs to the next tick
     ],
 )
 def test_power_is_held_if_it_equals_the_previous_tick(traits, is_held):
     assert profiled(SensedGpu(tick_s=0.1, **traits)).sensor.is_held is is_held
 
 
-def test_states_are_the_idle_and_the_loaded_gpu():
+def test_values_of_the_idle_and_the_loaded_gpu_are_found():
     found = profiled(SensedGpu(tick_s=0.1))
 
     assert (found.idle.power_w, found.idle.counter_w) == pytest.approx((IDLE_W, IDLE_W), rel=0.01)
@@ -129,7 +129,7 @@ def test_states_are_the_idle_and_the_loaded_gpu():
 # --- properties that cannot be found ---
 
 
-def test_readings_that_do_not_follow_the_load_give_no_lag():
+def test_lag_is_unknown_if_readings_do_not_follow_the_load():
     gpu, other = SensedGpu(tick_s=0.1), SensedGpu(tick_s=0.1)
     other.clock = gpu.clock
 
@@ -141,7 +141,7 @@ def test_readings_that_do_not_follow_the_load_give_no_lag():
     assert "lag and window of the energy counter: it does not follow the load" in found.unmeasured
 
 
-def test_without_a_load_only_the_idle_gpu_is_measured():
+def test_only_the_idle_gpu_is_measured_without_a_load():
     def unavailable():
         raise LoadUnavailable("torch is not installed")
 
@@ -176,7 +176,7 @@ def test_finished_load_is_closed():
 
 
 @pytest.mark.parametrize(("method", "has"), [(INSTANT, ("power", "average")), (AVERAGE, ("average",))])
-def test_a_gpu_without_a_counter_is_profiled_by_its_power(method, has):
+def test_gpu_without_a_counter_is_profiled_with_its_power(method, has):
     gpu = SensedGpu(tick_s=0.05, average_s=0.8, has=has)
     gpu.device = replace(gpu.device, energy_method=method)
 
@@ -188,7 +188,7 @@ def test_a_gpu_without_a_counter_is_profiled_by_its_power(method, has):
     assert to_calibration(found).measured_lag
 
 
-def test_other_work_on_the_gpu_is_a_warning():
+def test_other_work_on_the_gpu_causes_a_warning():
     gpu = SensedGpu(tick_s=0.1)
     gpu.utilization = 0.3
 
@@ -204,7 +204,7 @@ def test_gpu_without_readings_gives_no_calibration():
     assert found.counter is found.power is found.average is None
 
 
-def test_neither_uuid_nor_host_is_in_the_report():
+def test_report_contains_no_uuid_and_no_host_name():
     gpu = SensedGpu(tick_s=0.1)
     gpu.device = replace(gpu.device, key="GPU-01234567-89ab-cdef-0123-456789abcdef", energy_key="module:host7:SERIAL")
 
@@ -230,20 +230,20 @@ def test_windows_that_end_at_power_jumps_are_unbiased(traits):
             ledger.add(sample)
         gpu.clock.sleep(0.02)
 
-    # Every window begins at rest and ends 150 ms after load has begun, at changing phases of the tick.
+    # Every window starts without load and ends 150 ms after the start of a load, at changing phases of the tick.
     windows = [(rest.time_ns + NS // 3, load.time_ns + 150_000_000) for rest, load in pairwise(edges) if load.is_on]
     truths_j = [gpu.power.integral(start_ns / NS, end_ns / NS) for start_ns, end_ns in windows]
     ours, others = (
         mean(ledger.energy(*window).joules - truth_j for window, truth_j in zip(windows, truths_j, strict=True))
         for ledger in ledgers
     )
-    # A lag of L is a bias of (90 W - 620 W) L: +20 J for -37.5 ms, -53 J for 100 ms.
+    # A lag L causes a bias of (90 W - 620 W) L: +20 J for -37.5 ms, -53 J for 100 ms.
     assert others == pytest.approx((IDLE_W - LOADED_W) * profile_of_it.lag_s, abs=8.0)
     assert abs(ours) < 5.0
 
 
 def jumps(gpu):
-    """Switch the GPU 120 times after a reset, and return the edges."""
+    """Switch the load of the GPU 120 times; return the edges."""
     chance, at_ns, edges = random.Random(5), gpu.clock.now_ns + NS, []
     for number in range(120):
         edges.append(LoadEdge(at_ns, number % 2 == 0))
@@ -255,12 +255,12 @@ def jumps(gpu):
 # --- by hand ---
 
 
-def test_load_of_a_window_is_its_share_between_edges():
+def test_load_of_a_window_is_the_share_of_time_with_load():
     load = Load(
         [LoadEdge(2 * NS, True), LoadEdge(3 * NS, False), LoadEdge(5 * NS, True), LoadEdge(6 * NS, False)], origin_ns=NS
     )
 
-    # In seconds from the origin there is load in 1..2 and 4..5.
+    # In seconds from the origin, there is load from 1 to 2 and from 4 to 5.
     assert [load.on_s(at_s) for at_s in (0.5, 1.0, 1.25, 3.0, 4.5, 9.0)] == [0.0, 0.0, 0.25, 1.0, 1.5, 2.0]
     assert load.share(middle_s=1.0, window_s=1.0) == 0.5
     assert load.share(middle_s=3.0, window_s=3.0) == pytest.approx(1 / 3)
@@ -268,7 +268,7 @@ def test_load_of_a_window_is_its_share_between_edges():
 
 
 def test_ticks_without_a_change_are_counted():
-    # Every 10 ms, read every 2 ms; at the ticks 3 and 4 the value stays.
+    # Ticks are every 10 ms, reads every 2 ms; the value does not change at ticks 3 and 4.
     values = [0.0, 1.0, 2.0, 2.0, 2.0, 5.0, 6.0, 7.0, 8.0]
     readings = [(0.001 + 0.002 * step, values[step // 5]) for step in range(45)]
 

@@ -1,4 +1,4 @@
-"""effllm/store/provenance.py: the facts of run.json about the origin of its numbers."""
+"""effllm/store/provenance.py: facts in run.json about the code and the packages of a run."""
 
 import json
 import os
@@ -49,14 +49,14 @@ def test_staged_change_is_dirty(repository):
     assert git_facts(repository)["git_dirty"] is True
 
 
-def test_copied_repository_with_equal_files_is_clean(repository):
+def test_repository_with_other_file_times_is_clean(repository):
     os.utime(repository / "train.py", (1, 1))
 
     assert git_facts(repository)["git_dirty"] is False
 
 
 def test_index_is_not_rewritten(repository):
-    os.utime(repository / "train.py", (1, 1))  # with locks, git would write the new times into its index
+    os.utime(repository / "train.py", (1, 1))  # with locks, git would write the new time to its index
     before = (repository / ".git" / "index").read_bytes()
 
     git_facts(repository)
@@ -75,7 +75,7 @@ def test_programs_of_the_repository_are_not_run(repository, tmp_path, setting):
     assert not (tmp_path / "ran").exists()
 
 
-def test_changed_file_with_filter_is_unknown(repository):
+def test_dirty_is_unknown_for_a_changed_file_with_a_filter(repository):
     git(repository, "config", "filter.large.clean", "cat")
     git(repository, "config", "filter.large.required", "true")
     (repository / ".git" / "info" / "attributes").write_text("*.bin filter=large\n")
@@ -91,7 +91,7 @@ def test_changed_file_with_filter_is_unknown(repository):
     assert [facts["git_dirty"] for facts in (clean, unknown, dirty)] == [False, "unknown", True]
 
 
-def test_submodules_are_not_walked(repository, tmp_path_factory):
+def test_submodules_are_ignored(repository, tmp_path_factory):
     sub = tmp_path_factory.mktemp("sub")
     for command in (["init", "-q"], [*QUIET, "commit", "-qm", "x", "--allow-empty"]):
         git(sub, *command)
@@ -106,7 +106,7 @@ def test_submodules_are_not_walked(repository, tmp_path_factory):
 
 @pytest.fixture
 def slow_git(tmp_path, monkeypatch):
-    """Put a git on the path that waits until it is ended, and writes which signal ended it."""
+    """Put a fake git on the path that hangs in ``git status`` and writes a file when SIGTERM ends it."""
     folder = tmp_path / "bin"
     folder.mkdir()
     program = f"""#!/bin/sh
@@ -141,7 +141,7 @@ def test_aggregator_does_not_wait_for_git(slow_git, repository, launch, tmp_path
     assert job.done().ledger.facts["git_dirty"] == "unknown"
 
 
-def test_answer_of_git_is_entered_into_run_json(repository, launch, tmp_path):
+def test_result_of_git_is_written_to_run_json(repository, launch, tmp_path):
     job = launch.python("loop.py", "--until", tmp_path / "enough")
     until(lambda: job.num_windows and job.ledger.facts.get("git_dirty") is False)
     (tmp_path / "enough").touch()
@@ -149,19 +149,19 @@ def test_answer_of_git_is_entered_into_run_json(repository, launch, tmp_path):
     assert job.done().ledger.facts["git_commit"] == git(repository, "rev-parse", "HEAD").strip()
 
 
-def test_outside_a_repository_there_is_no_commit(tmp_path, monkeypatch):
+def test_commit_is_missing_outside_a_repository(tmp_path, monkeypatch):
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
 
     assert git_facts(tmp_path) == {}
 
 
-def test_without_git_there_is_no_commit(repository, monkeypatch):
+def test_commit_is_missing_without_git(repository, monkeypatch):
     monkeypatch.setenv("PATH", "")
 
     assert git_facts(repository) == {}
 
 
-def test_versions_of_packages_are_named():
+def test_versions_of_packages_are_recorded():
     facts = gather()
 
     assert facts["packages"]["msgspec"]
