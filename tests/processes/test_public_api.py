@@ -1,6 +1,6 @@
-"""The original's public names are unchanged; importing them has no effect.
+"""The public names of the original project are unchanged; their import has no effect.
 
-No process is started here; the end-to-end tests cover the calls in a job.
+These tests start almost no processes; end-to-end tests cover the calls in a job.
 """
 
 import contextlib
@@ -35,13 +35,13 @@ CALCULATED = ("amu", "pcu", "al", "tt", "st", "aec")
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch, tmp_path):
-    """Reset the collector of the process, and change to an empty folder that shows written files."""
+    """Reset the collector of the process and change to an empty folder, in which tests see written files."""
     monkeypatch.setattr(module, "_collector", None)
     monkeypatch.chdir(tmp_path)
 
 
 def parameters(function):
-    """Return the parameters of a function as {name: default}; those without one are ``...``."""
+    """Return the parameters of a function as {name: default}; a parameter without a default has the value ``...``."""
     found = inspect.signature(function).parameters.values()
     return {
         one.name: ... if one.default is one.empty else one.default
@@ -78,7 +78,7 @@ FUNCTIONS = {
 
 
 @pytest.mark.parametrize(("name", "expected"), METHODS.items())
-def test_the_collector_has_the_originals_methods(name, expected):
+def test_collector_has_the_methods_of_the_original(name, expected):
     found = parameters(getattr(MetricsCollector, name))
 
     assert {key: found[key] for key in expected} == expected
@@ -88,17 +88,17 @@ def test_the_collector_has_the_originals_methods(name, expected):
 
 
 @pytest.mark.parametrize(("name", "expected"), FUNCTIONS.items())
-def test_the_module_has_the_originals_functions(name, expected):
+def test_module_has_the_functions_of_the_original(name, expected):
     assert parameters(getattr(original, name)) == expected
 
 
-def test_a_collector_is_made_with_the_originals_arguments():
+def test_collector_has_the_arguments_of_the_original():
     assert list(parameters(MetricsCollector)) == ["collection_interval", "history_size"]
     MetricsCollector(1.0, 1000)
     MetricsCollector(collection_interval=0.5, history_size=100)
 
 
-def test_log_metrics_takes_a_writer_in_both_original_positions():
+def test_log_metrics_accepts_a_writer_in_both_original_positions():
     assert list(parameters(MetricsCollector.log_metrics))[:3] == ["iteration", "loss", "writer"]
     collector = MetricsCollector()
 
@@ -106,7 +106,7 @@ def test_log_metrics_takes_a_writer_in_both_original_positions():
     assert set(collector.log_metrics(10, 3.25)) == TAGS
 
 
-def test_llama_factory_keywords_are_taken(launch):
+def test_keywords_of_llama_factory_are_accepted(launch):
     job = launch.code(
         "import effllm\n"
         "collector = effllm.initialize_efficientllm_metrics(1000)\n"
@@ -129,19 +129,19 @@ def test_llama_factory_keywords_are_taken(launch):
     assert job.ledger.summary.parameters == 2000
 
 
-def test_llama_factory_names_are_aliases():
+def test_names_of_llama_factory_are_aliases():
     assert original.EfficientLLMCollector is original.MetricsCollector
     assert original.get_efficientllm_collector() is original.get_metrics_collector()
 
 
-def test_the_values_have_the_originals_fields():
+def test_values_have_the_fields_of_the_original():
     values = effllm.EfficientLLMMetrics()
 
     assert list(vars(values)) == ["amu", "pcu", "al", "tt", "st", "it", "aec"]
     assert all(math.isnan(value) for value in vars(values).values())
 
 
-def test_nothing_happens_before_initialisation(capfd, tmp_path):
+def test_calls_before_initialize_do_nothing(capfd, tmp_path):
     threads, files = threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))
     collector = effllm.get_metrics_collector()
     for _ in range(100):
@@ -162,7 +162,7 @@ def test_nothing_happens_before_initialisation(capfd, tmp_path):
     assert capfd.readouterr() == ("", "")
 
 
-def test_before_initialisation_every_value_is_nan():
+def test_every_value_is_nan_before_initialize():
     collector = effllm.get_metrics_collector()
 
     assert all(math.isnan(getattr(collector, f"calculate_{name}")()) for name in CALCULATED)
@@ -177,7 +177,7 @@ def test_process_has_one_collector():
     assert effllm.get_metrics_collector() is effllm.get_metrics_collector() is original.get_metrics_collector()
 
 
-def test_should_log_depends_only_on_its_arguments():
+def test_calculate_it_depends_only_on_its_arguments():
     collector = effllm.get_metrics_collector()
 
     assert collector.calculate_it(900, 30.0) == 30.0
@@ -215,7 +215,7 @@ def test_wrong_setting_disables_metrics_with_one_line(monkeypatch, capfd, tmp_pa
 
 
 @pytest.mark.parametrize(("arguments", "named"), [((0.001, None), "collection_interval"), ((None, 15), "history_size")])
-def test_wrong_argument_of_a_collector_is_named(capfd, arguments, named):
+def test_wrong_argument_of_a_collector_is_reported_with_its_name(capfd, arguments, named):
     collector = MetricsCollector(*arguments)
     collector.start_collection()
 
@@ -232,7 +232,7 @@ def off(monkeypatch):
     monkeypatch.setenv("EFFICIENTLLM_METRICS_ENABLED", "off")
 
 
-def test_initialize_takes_both_original_positions(off):
+def test_initialize_accepts_arguments_in_both_original_orders(off):
     megatron = effllm.initialize_efficientllm_metrics(1000, 0.25)
     assert megatron.lifecycle.overrides["collection_interval_s"] == 0.25
     assert megatron.declared.facts.parameters == DeclaredParameters(total=1000)
@@ -247,7 +247,7 @@ def test_initialize_takes_both_original_positions(off):
     assert (llama_factory._batch, llama_factory.lifecycle.overrides["collection_interval_s"]) == ((6, 3), 4.0)
 
 
-def test_a_share_of_the_parameters_is_marked_as_one(off):
+def test_share_of_the_parameters_is_marked_as_a_share(off):
     collector = effllm.initialize_efficientllm_metrics(parameter_share={"total": 5, "trainable": 0})
 
     assert collector.declared.facts.parameters == DeclaredParameters(total=5, trainable=0, is_share=True)
@@ -280,7 +280,7 @@ def test_facts_of_any_type_can_be_written(off, value):
     assert set(decode_from_agent(encode(frame)).facts) == {"a", "7", "b"}
 
 
-def test_monitor_passes_on_the_exception_of_the_loop(off):
+def test_monitor_does_not_suppress_exceptions_of_the_loop(off):
     with pytest.raises(ZeroDivisionError), effllm.monitor(parameters=5) as m:
         m.iteration(tokens=1)
         raise ZeroDivisionError
@@ -288,7 +288,7 @@ def test_monitor_passes_on_the_exception_of_the_loop(off):
         raise KeyboardInterrupt
 
 
-def test_phase_passes_on_the_exception_of_the_loop(off):
+def test_phase_does_not_suppress_exceptions_of_the_loop(off):
     with contextlib.suppress(KeyError), effllm.phase("evaluation"):
         raise KeyError
     with pytest.raises(KeyError), effllm.get_metrics_collector().phase("evaluation"):
@@ -296,7 +296,7 @@ def test_phase_passes_on_the_exception_of_the_loop(off):
 
 
 @pytest.mark.parametrize("name", [name for name in effllm.__all__ if name != "__version__"])
-def test_the_public_api_has_docstrings(name):
+def test_public_names_have_docstrings(name):
     found = getattr(effllm, name)
     methods = inspect.getmembers(found, lambda one: inspect.isroutine(one) or isinstance(one, property))
     documented = {name: found} | ({of: one for of, one in methods if of[0] != "_"} if inspect.isclass(found) else {})
@@ -306,7 +306,7 @@ def test_the_public_api_has_docstrings(name):
 
 @pytest.mark.parametrize("code", ["from effllm import *", "help(effllm)", "inspect.getmembers(effllm)"])
 def test_package_can_be_inspected_without_transformers(code):
-    without = "sys.modules['transformers'] = None"  # as if it were not installed
+    without = "sys.modules['transformers'] = None"  # the import of transformers fails, as if not installed
 
     done = subprocess.run(
         [sys.executable, "-c", f"import sys, inspect; {without}; import effllm; {code}"],

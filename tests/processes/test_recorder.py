@@ -1,4 +1,4 @@
-"""effllm/trainer/recorder.py: the records of the training loop's calls, which never fail the loop."""
+"""effllm/trainer/recorder.py: records of the training loop's calls; these calls never raise."""
 
 import subprocess
 import sys
@@ -35,7 +35,7 @@ def test_iteration_has_step_and_separate_data_wait(loop):
     assert (second.start_ns, second.end_ns, second.step_ns, second.wait_ns) == (3000, 3500, 1400, 100)
 
 
-def test_phases_are_neither_wait_nor_step(loop):
+def test_time_of_phases_is_not_in_wait_or_step(loop):
     loop.start(2000)
     loop.phase("checkpoint", 2100, 2400)
     loop.end(3000)  # 1000 less 300
@@ -48,12 +48,12 @@ def test_phases_are_neither_wait_nor_step(loop):
     assert phases_ns(slot) == (800, 300, 0)
 
 
-def test_evaluation_reported_afterwards_is_in_no_step(loop):
+def test_evaluation_that_is_reported_later_is_not_in_a_step(loop):
     loop.start(2000)
     loop.recorder.evaluated(2100, 2400)
     loop.recorder.waited(50)
     loop.end(3000)  # 1000 less 300 and 50
-    loop.recorder.evaluated(3000, 3100)  # no iteration runs at this time
+    loop.recorder.evaluated(3000, 3100)  # there is no open iteration at this time
     loop.start(3200)
     loop.end(3500)
 
@@ -62,7 +62,7 @@ def test_evaluation_reported_afterwards_is_in_no_step(loop):
     assert (second.step_ns, second.wait_ns, phases_ns(second)) == (650 + 300, 200, (300, 0, 0))
 
 
-def test_nested_phase_belongs_to_the_outer(loop):
+def test_time_of_a_nested_phase_belongs_to_the_outer_phase(loop):
     loop.start(2000)
     loop.now_ns = 2100
     loop.recorder.phase_start("evaluation")
@@ -74,7 +74,7 @@ def test_nested_phase_belongs_to_the_outer(loop):
     assert phases_ns(loop.iterations()[0]) == (500, 0, 0)
 
 
-def test_iterations_inside_a_phase_have_no_own_time(loop):
+def test_time_of_iterations_in_a_phase_belongs_to_the_phase(loop):
     loop.start(2000)
     loop.end(2500)
     loop.now_ns = 2600
@@ -87,11 +87,11 @@ def test_iterations_inside_a_phase_have_no_own_time(loop):
     loop.end(3400)
 
     slot = loop.iterations()[-1]
-    # wait: 2500 to 2600 and 3000 to 3100; step: 2000 to 2500 and 3100 to 3400
+    # wait is 2500 to 2600 and 3000 to 3100; step is 2000 to 2500 and 3100 to 3400
     assert (slot.step_ns, slot.wait_ns, phases_ns(slot)) == (800, 200, (400, 0, 0))
 
 
-def test_an_unknown_phase_is_other(loop):
+def test_unknown_phase_is_recorded_as_other(loop):
     loop.start(2000)
     loop.phase("coffee", 2100, 2200)
     loop.phase(None, 2300, 2400)
@@ -100,11 +100,11 @@ def test_an_unknown_phase_is_other(loop):
     assert phases_ns(loop.iterations()[0]) == (0, 0, 200)
 
 
-def test_a_second_start_replaces_the_first(loop):
+def test_second_start_replaces_the_first_start(loop):
     loop.start(2000)
     loop.end(2100)
     loop.start(2200)
-    loop.start(2500)  # the time between is not part of a step
+    loop.start(2500)  # the time between the two starts is not part of a step
     loop.end(2600)
 
     slot = loop.iterations()[-1]
@@ -123,7 +123,7 @@ def test_phase_is_kept_when_its_iteration_starts_again(loop):
     assert (slot.step_ns, slot.wait_ns, phases_ns(slot)) == (200, 300, (0, 300, 0))
 
 
-def test_end_without_start_counts_from_the_previous_end(loop):
+def test_end_without_start_ends_an_iteration_since_the_last_end(loop):
     loop.phase("other", 1100, 1300)
     loop.end(2000)  # from 1000, less 200
     loop.end(2600)
@@ -139,8 +139,8 @@ COMMANDS = st.tuples(st.integers(0, 5), st.sampled_from(["start", "end", "evalua
 
 @settings(deadline=None, max_examples=200)
 @given(st.lists(COMMANDS, max_size=60))
-def test_every_nanosecond_belongs_to_exactly_one_class(commands):
-    # The model: time is kept aside until an end assigns it to wait, step or start-up.
+def test_every_nanosecond_has_exactly_one_class(commands):
+    # The model of this test: it sums up time until an end assigns this time to wait, step or start-up.
     phases, between, inside, step, wait, startup = {}, 0, 0, 0, 0, 0
     started = ended = False
     open_phases = []
@@ -179,7 +179,7 @@ def test_every_nanosecond_belongs_to_exactly_one_class(commands):
 
 @settings(deadline=None, max_examples=50)
 @given(st.lists(COMMANDS, max_size=60))
-def test_phase_records_are_disjoint_and_add_up_to_totals(commands):
+def test_phase_records_do_not_overlap_and_their_sum_is_the_total(commands):
     with looping() as loop:
         for advance, command in commands:
             loop.now_ns += advance
@@ -198,7 +198,7 @@ def test_phase_records_are_disjoint_and_add_up_to_totals(commands):
             assert sum(slot.end_ns - slot.start_ns for slot in marked if slot.what == what) == total_ns
 
 
-def test_counts_are_totals_and_tokens_default_to_processed(loop):
+def test_counts_are_totals_and_tokens_are_processed_by_default(loop):
     loop.start(2000)
     loop.end(2100, 512, 4)
     loop.start(2200)
@@ -211,7 +211,7 @@ def test_counts_are_totals_and_tokens_default_to_processed(loop):
 
 @pytest.mark.parametrize("bad", [-1, float("nan"), float("inf"), "512", b"5", 2**62, 10**400, [1], object()])
 @pytest.mark.parametrize("place", range(4))
-def test_invalid_count_keeps_the_iteration_and_warns_once(loop, bad, place):
+def test_invalid_count_is_ignored_with_one_warning(loop, bad, place):
     counts = [7, 7, 7, 7]
     counts[place] = bad
     for at_ns in (2000, 3000):
@@ -221,22 +221,22 @@ def test_invalid_count_keeps_the_iteration_and_warns_once(loop, bad, place):
     loop.end(4100, 5, 5, 5, 5)
 
     slot = loop.iterations()[-1]
-    # One bad count of four, and none of the four is counted.
+    # If one of the four counts is invalid, all four are ignored.
     assert (slot.ordinal, slot.counts[:4]) == (3, (5, 5, 5, 5))
     assert len(loop.warnings) == 1
     assert "iteration 1 counts none" in loop.warnings[0]
 
 
-def test_totals_stay_within_what_a_record_can_hold(loop):
+def test_totals_do_not_exceed_the_range_of_a_record(loop):
     for ordinal in range(1, 6):
         loop.end(MADE_NS + ordinal, 2**60)
 
-    # The fourth would reach 2**62; the first three stay.
+    # With the fourth count the total would be 2**62, so only three counts are added.
     assert counted(loop.iterations()[-1]).tokens == 3 * 2**60
 
 
-def test_counts_of_other_number_types_are_taken(loop):
-    class Scalar:  # as NumPy's and torch's are
+def test_counts_of_other_number_types_are_accepted(loop):
+    class Scalar:  # like scalars of NumPy and torch
         def __int__(self):
             return 7
 
@@ -246,7 +246,7 @@ def test_counts_of_other_number_types_are_taken(loop):
     assert slot.counts[:4] == (1, 7, 0, 3)
 
 
-def test_count_on_a_gpu_is_not_read_to_avoid_a_synchronisation(loop):
+def test_count_on_a_gpu_is_not_read_to_avoid_a_synchronization(loop):
     reads = []
 
     class OnGpu:
@@ -269,7 +269,7 @@ def test_count_on_a_gpu_is_not_read_to_avoid_a_synchronisation(loop):
 
 
 class Hostile:
-    """Raises in every operation."""
+    """A value that raises in every operation."""
 
     def _raise(self, *_):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -298,7 +298,7 @@ ANYTHING = st.one_of(
 
 @settings(deadline=None, max_examples=100)
 @given(st.data())
-def test_no_argument_makes_a_call_raise_or_lose_an_iteration(data):
+def test_calls_with_any_arguments_never_raise(data):
     with looping(log_interval=2) as loop:
         for at_ns in range(2000, 2008, 2):
             loop.start(at_ns)
@@ -315,7 +315,7 @@ def test_no_argument_makes_a_call_raise_or_lose_an_iteration(data):
         assert len(loop.warnings) <= 4
 
 
-def test_loss_has_the_last_iteration_and_the_number_given(loop):
+def test_loss_has_the_last_iteration_and_the_given_number(loop):
     loop.end(2000)
     loop.recorder.loss(5001, 3.25)
     loop.recorder.loss(5001, None)
@@ -342,16 +342,16 @@ def test_agent_is_woken_at_window_end_and_next_iteration():
             loop.end(at_ns + 50)
             woken.append(loop.wakes)
 
-    # Iterations 2 to 6 are counted: 3 and 6 end windows, which are the second and the fifth of them.
+    # These iterations have the numbers 2 to 6. Windows end at 3 and 6, the second and the fifth iteration.
     assert woken == [0, 1, 2, 2, 3]
 
 
-def test_start_up_begins_with_the_recorder():
+def test_state_of_a_new_recorder_is_startup():
     with looping() as loop:
         assert loop.reader.state() == (ring.STARTUP, 0, MADE_NS, 0)
 
 
-def test_the_state_follows_the_loop(loop):
+def test_state_changes_with_the_calls_of_the_loop(loop):
     states = []
     loop.start(2000)
     states.append(loop.reader.state())
@@ -369,7 +369,7 @@ def test_the_state_follows_the_loop(loop):
     assert states[1][3] == 1, "checkpoint is the second of the marked phases"
 
 
-def test_finishing_closes_an_open_phase_and_ends_the_record(loop):
+def test_finish_ends_an_open_phase_and_writes_an_end_record(loop):
     loop.end(2000)
     loop.recorder.phase_start("evaluation")
     loop.recorder.phase_start("checkpoint")
@@ -393,8 +393,9 @@ def test_phase_end_without_start_warns_once_and_is_ignored(loop):
     assert len(loop.warnings) == 1
 
 
-def test_forked_child_records_nothing_and_its_parent_continues():
-    # In its own process: since Python 3.12 forking a process with threads, as of other tests, gives a warning.
+def test_forked_child_records_nothing_and_the_parent_continues():
+    # In a new process, because the test process can have threads: since Python 3.12 a fork of such a process logs a
+    # warning.
     program = """
 import os
 from effllm.trainer.recorder import Recorder
@@ -425,7 +426,7 @@ def test_memory_does_not_grow_over_100000_iterations(loop):
     def iterate(times):
         for number in range(times):
             recorder.start()
-            recorder.end(512, 4, -1)  # a mistake in each, too
+            recorder.end(512, 4, -1)  # each iteration also has an invalid count
             recorder.loss(number, 1.0)
 
     iterate(1000)
@@ -441,7 +442,7 @@ def test_memory_does_not_grow_over_100000_iterations(loop):
     assert after - before < 2000
 
 
-def test_recording_starts_no_thread(loop):
+def test_recorder_starts_no_thread(loop):
     before = threading.active_count()
 
     for at_ns in range(2000, 4000, 100):
@@ -481,7 +482,7 @@ def test_generated_tokens_and_time_are_totals_in_every_record(loop):
 
 @pytest.mark.parametrize("bad", [-1, float("nan"), float("inf"), "512", 2**62, 10**400, [1], None, object()])
 @pytest.mark.parametrize("place", range(3))
-def test_invalid_generation_count_adds_nothing_and_warns_once(loop, bad, place):
+def test_invalid_generation_count_is_ignored_with_one_warning(loop, bad, place):
     counts = [7, 8, 9]
     counts[place] = bad
     loop.recorder.generations.add(*counts)
@@ -494,7 +495,7 @@ def test_invalid_generation_count_adds_nothing_and_warns_once(loop, bad, place):
     assert len(loop.warnings) == 1
 
 
-def test_gpu_tensor_is_not_read_to_count_a_generation(loop):
+def test_gpu_tensor_is_not_read_for_the_count_of_a_generation(loop):
     class OnGpu:
         is_cuda = True
 
@@ -510,7 +511,7 @@ def test_gpu_tensor_is_not_read_to_count_a_generation(loop):
     assert len(loop.warnings) == 1
 
 
-def test_generation_phase_in_a_step_is_neither_step_nor_wait(loop):
+def test_time_of_a_generation_phase_is_not_in_step_or_wait(loop):
     loop.start(2000)
     generate(loop, 2100, 2700, 60, 5, is_phase=True)
     loop.end(3000)  # 1000 less 600
@@ -523,7 +524,7 @@ def test_generation_phase_in_a_step_is_neither_step_nor_wait(loop):
     assert generated(slots[1]) == (60, 600, 5)
 
 
-def test_generation_without_phase_stays_in_the_step(loop):
+def test_time_of_a_generation_without_phase_is_in_the_step(loop):
     loop.start(2000)
     generate(loop, 2100, 2700, 60)
     loop.end(3000)
@@ -543,7 +544,7 @@ def test_nested_generation_is_counted_once(loop):
     recorder.generations.end(30, 4)
     generate(loop, 2400, 2500, 12, 1)
     loop.now_ns = 2600
-    recorder.generations.end()  # without own counts: 30 + 12 inside
+    recorder.generations.end()  # without counts: 30 + 12 of the inner generations
     generate(loop, 3000, 3100, 8)
     loop.start(4000)
     loop.end(4100)
@@ -562,7 +563,7 @@ def test_generation_end_without_start_warns_once(loop):
     assert len(loop.warnings) == 1
 
 
-def test_generation_in_an_evaluation_is_counted_as_evaluation(loop):
+def test_time_of_a_generation_in_an_evaluation_is_evaluation(loop):
     loop.now_ns = 2000
     loop.recorder.phase_start("evaluation")
     generate(loop, 2100, 2300, 10, is_phase=True)
@@ -575,9 +576,9 @@ def test_generation_in_an_evaluation_is_counted_as_evaluation(loop):
     assert (slot.phases_ns[0], slot.phases_ns[3], generated(slot)) == (500, 0, (10, 200, 0))
 
 
-def test_own_time_ends_at_sync_point_without_waits_and_phases(loop):
+def test_own_time_until_the_sync_point_has_no_waits_or_phases(loop):
     loop.start(2000)
-    loop.recorder.waited(100)  # for data: the step begins 100 later
+    loop.recorder.waited(100)  # data wait: the step begins 100 ns later
     loop.phase("other", 2300, 2500)
     loop.now_ns = 3000
     loop.recorder.sync_point(_now=loop.clock)
@@ -587,7 +588,7 @@ def test_own_time_ends_at_sync_point_without_waits_and_phases(loop):
     assert (only.number, only.value) == (700, 3000)  # 2100 to 3000, less 200
 
 
-def test_first_sync_point_of_each_iteration_counts(loop):
+def test_only_the_first_sync_point_of_an_iteration_is_used(loop):
     for start_ns in (2000, 3000, 4000):
         loop.start(start_ns)
         for after_ns in (300, 500) if start_ns != 3000 else ():

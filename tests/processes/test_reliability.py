@@ -1,4 +1,4 @@
-"""The table of faults is complete and agrees with the results of the tests."""
+"""The table of faults is complete, and its results are those of the tests."""
 
 import reliability
 
@@ -7,15 +7,15 @@ def test_every_fault_has_a_test():
     assert set(reliability.FAULTS) <= {name for name, tests in reliability.marked().items() if tests}
 
 
-def test_every_mark_names_a_fault_of_the_table():
+def test_every_mark_has_the_name_of_a_fault():
     assert [name for name in reliability.marked() if name not in reliability.FAULTS] == []
 
 
-def test_page_is_made_from_table_and_results():
+def test_page_is_generated_from_the_table_and_the_results():
     assert reliability.PAGE.read_text() == reliability.page()
 
 
-def test_results_are_counted_over_the_tests_of_a_row():
+def test_result_of_a_row_is_the_sum_of_its_tests():
     ran_on = {"python": "3.11", "kernel": "Linux 6.1"}
     ran = [{"passed": 3, "skipped": 1, **ran_on}, {"passed": 2, **ran_on}]
 

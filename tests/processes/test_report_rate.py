@@ -1,4 +1,4 @@
-"""An agent of very short iterations sends a few frames a second, and every token in them."""
+"""With very short iterations, an agent sends only a few frames per second and no token is lost."""
 
 import os
 import subprocess
@@ -35,8 +35,8 @@ def listening():
 
 
 def serve(socket, trainer, every_s):
-    """Answer one agent until its bye; return the time of the WELCOME, the frames with their arrival times, and the
-    bye."""
+    """Answer one agent until its BYE; return the time of the WELCOME, (arrival time, frame) of each report frame, and
+    the BYE."""
     frames, said_bye, welcomed_s, until_s = [], None, None, time.monotonic() + 150
     while not said_bye and time.monotonic() < until_s:
         if not socket.socket.poll(100):
@@ -62,7 +62,7 @@ def test_windows_of_1_ms_are_batched_and_totals_are_exact(listening, tmp_path, e
     socket, endpoint = listening
     settings = {"ENDPOINT": endpoint, "LOG_INTERVAL": "1", "DEVICE": "simulated", "RUN_DIR": str(tmp_path)}
     settings["SECURITY"] = "none"
-    settings["HISTORY_SIZE"] = "5000"  # windows of some seconds, if the agent is delayed
+    settings["HISTORY_SIZE"] = "5000"  # the ring has space for some seconds if the agent is delayed
     environ = {**os.environ, **{f"EFFICIENTLLM_{name}": value for name, value in settings.items()}}
     trainer = subprocess.Popen([sys.executable, "-c", LOOP], env=environ, cwd=tmp_path)
 
@@ -73,6 +73,6 @@ def test_windows_of_1_ms_are_batched_and_totals_are_exact(listening, tmp_path, e
     assert sum(row.tokens for row in rows) == 7 * ITERATIONS
     assert sum(row.samples for row in rows) == ITERATIONS
     assert [row.sequence for row in rows] == list(range(1, len(rows) + 1))
-    # Four frames a second; the last frames are sent without delay.
+    # At most four frames per second, plus the last frames, which are sent without delay.
     assert len(frames) <= 4 * (frames[-1][0] - welcomed_s) + 4
     assert len(rows) > 4 * len(frames), "windows were cut for single iterations"
