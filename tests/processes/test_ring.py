@@ -1,4 +1,4 @@
-"""effllm/records/ring.py: one process writes records; another reads only complete records."""
+"""effllm/records/ring.py: one process writes records, another process reads only complete records."""
 
 import errno
 import fcntl
@@ -51,7 +51,7 @@ def slot_at(sequence, slots=16):
     return ring._SLOTS_AT + sequence % slots * ring._SLOT_BYTES
 
 
-def test_records_come_back_in_order_and_once(writer, reader):
+def test_records_are_read_once_and_in_order(writer, reader):
     for ordinal in (1, 2, 3):
         put(writer, ordinal)
 
@@ -62,7 +62,7 @@ def test_records_come_back_in_order_and_once(writer, reader):
     assert reader.overrun == 0
 
 
-def test_every_field_of_a_record_comes_back(writer, reader):
+def test_every_field_of_a_record_is_read(writer, reader):
     counts = (6, 7, 8, 2**62, *range(10, 6 + len(FIELDS)))
     writer.take((3, 4, 5, 9), 11, counters(*counts))
     writer.put(ring.PHASE, 2, 7, -9, 11, 12, 3.25, 1, 2, counters(*counts))
@@ -95,7 +95,7 @@ def test_iteration_writes_the_same_record_as_put(often, rare, own_ns, arrival_ns
 
 @settings(deadline=None, max_examples=50)
 @given(bursts=st.lists(st.integers(0, 40), max_size=12))
-def test_overrun_loses_detail_but_no_token(bursts):
+def test_overrun_loses_records_but_no_tokens(bursts):
     writer = RingWriter(16)
     reader = RingReader(writer.descriptor)
     written, seen, newest = 0, 0, None
@@ -114,7 +114,7 @@ def test_overrun_loses_detail_but_no_token(bursts):
     writer.close()
 
 
-def test_an_overrun_of_seven_leaves_the_newest_sixteen(writer, reader):
+def test_newest_sixteen_records_are_read_after_an_overrun(writer, reader):
     for ordinal in range(1, 24):  # 23 records into 16 slots
         put(writer, ordinal)
 
@@ -122,7 +122,7 @@ def test_an_overrun_of_seven_leaves_the_newest_sixteen(writer, reader):
     assert reader.overrun == 7
 
 
-def test_torn_record_is_not_read_until_it_is_whole(writer, reader):
+def test_incomplete_record_is_not_read_until_it_is_complete(writer, reader):
     put(writer, 1)
     put(writer, 2)
     at = slot_at(2) + 40
@@ -157,7 +157,7 @@ def test_mixture_of_two_records_is_never_read(totals, own_ns, is_stored):
     writer.close()
 
 
-def test_record_that_stays_torn_is_skipped_and_counted(writer, reader):
+def test_record_that_remains_incomplete_is_skipped_and_counted(writer, reader):
     put(writer, 1)
     os.pwrite(writer.descriptor, b"\xff", slot_at(1) + 40)
     put(writer, 2)
@@ -168,7 +168,7 @@ def test_record_that_stays_torn_is_skipped_and_counted(writer, reader):
     assert reader.overrun == 1
 
 
-def test_skipping_torn_records_keeps_whole_ones(writer, reader):
+def test_skip_torn_does_not_skip_complete_records(writer, reader):
     put(writer, 1)
 
     reader.skip_torn()
@@ -178,16 +178,16 @@ def test_skipping_torn_records_keeps_whole_ones(writer, reader):
 
 def test_record_overwritten_while_it_is_read_is_counted(writer, reader):
     put(writer, 1)
-    for ordinal in range(2, 18):  # the seventeenth takes the place of the first
+    for ordinal in range(2, 18):  # the 17th record replaces the first one
         put(writer, ordinal)
-    # As if the reader had read the count before the last one was published.
+    # The test writes 16 as the newest number, as if the reader had read it before record 17 was published.
     os.pwrite(writer.descriptor, (16).to_bytes(8, "little"), ring._NEWEST_AT)
 
     assert [slot.ordinal for slot in reader.read()] == list(range(2, 17))
     assert reader.overrun == 1
 
 
-def test_reader_beside_a_busy_writer_reads_rising_totals(writer, reader):
+def test_reader_of_a_busy_writer_reads_increasing_totals(writer, reader):
     last = 20_000
 
     def write():
@@ -206,13 +206,13 @@ def test_reader_beside_a_busy_writer_reads_rising_totals(writer, reader):
     assert len(seen) + reader.overrun == last
 
 
-def test_the_state_of_the_loop_comes_back(writer, reader):
+def test_state_of_the_loop_is_read(writer, reader):
     writer.state(ring.PHASE_STATE, 12, 345, 1)
 
     assert reader.state() == (ring.PHASE_STATE, 12, 345, 1)
 
 
-def test_facts_come_back_once_for_each_change(writer, reader):
+def test_facts_are_read_once_for_each_change(writer, reader):
     facts = RankFacts(parameters=DeclaredParameters(total=7_000_000_000), host="Größe \udc80", warnings=("a", "b"))
 
     assert reader.facts() is None
@@ -221,14 +221,14 @@ def test_facts_come_back_once_for_each_change(writer, reader):
     assert reader.facts() is None
 
 
-def test_too_large_facts_are_rejected_and_old_facts_kept(writer, reader):
+def test_too_large_facts_do_not_replace_the_old_facts(writer, reader):
     writer.write_facts(RankFacts(host="a"))
 
     assert not writer.write_facts(RankFacts(host="x" * 64 * 1024))
     assert reader.facts() == RankFacts(host="a")
 
 
-def test_largest_facts_overwrite_neither_address_nor_records(writer, reader):
+def test_largest_facts_do_not_overwrite_address_and_records(writer, reader):
     address = FoundAddress(endpoint="tcp://127.0.0.1:1")
     writer.write_address(address)
     put(writer, 1)
@@ -241,7 +241,7 @@ def test_largest_facts_overwrite_neither_address_nor_records(writer, reader):
     assert [slot.ordinal for slot in reader.read()] == [1]
 
 
-def test_closing_twice_is_allowed():
+def test_ring_can_be_closed_twice():
     writer = RingWriter(16)
     reader = RingReader(writer.descriptor)
     for _ in range(2):
@@ -272,7 +272,7 @@ def open_rings():
     return sum("effllm-ring" in str(one.readlink()) for one in Path("/proc/self/fd").iterdir() if one.is_symlink())
 
 
-def test_no_room_for_the_ring_raises_ring_error(monkeypatch):
+def test_missing_memory_for_the_ring_raises_ring_error(monkeypatch):
     def full(descriptor, offset, size):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -285,7 +285,7 @@ def test_no_room_for_the_ring_raises_ring_error(monkeypatch):
 
 
 def test_limit_on_file_sizes_raises_ring_error():
-    # In its own process, because the limit cannot be raised again and its signal would kill the tests.
+    # In a new process, because the limit cannot be raised again and the signal of the limit would kill the tests.
     program = (
         "import resource, signal\n"
         "from effllm.records.ring import RingWriter\n"
@@ -301,15 +301,15 @@ def test_limit_on_file_sizes_raises_ring_error():
     assert done.stdout.startswith("refused no room for")
 
 
-def test_the_pages_of_a_ring_are_reserved_from_the_start(writer):
-    # Writing a page that is not reserved raises SIGBUS in the training loop when memory has run out.
+def test_memory_of_a_new_ring_is_reserved(writer):
+    # Without free memory, a write to a page that is not reserved raises SIGBUS in the training loop.
     assert os.fstat(writer.descriptor).st_blocks * 512 >= ring.ring_bytes(16)
 
 
 # --- data that no recorder writes ---
 
 
-def test_limits_of_indices_match_the_tables():
+def test_limits_of_indices_are_the_lengths_of_the_tables():
     assert len(KINDS) == ring._KINDS
     assert len(MARKED_PHASES) == ring._PHASES
 
@@ -347,7 +347,7 @@ def test_impossible_record_is_skipped_and_counted(
 
 
 @pytest.mark.parametrize("look", [(5, 1, 1, 0), (-1, 1, 1, 0), (ring.PHASE_STATE, 1, 1, 4), (2, -1, 1, 0)])
-def test_impossible_state_keeps_the_last_one(writer, reader, look):
+def test_impossible_state_does_not_replace_the_last_state(writer, reader, look):
     writer.state(ring.STEP, 7, 11)
     assert reader.state() == (ring.STEP, 7, 11, 0)
     ring._STATUS.pack_into(writer._map, ring._STATUS_AT, *look)

@@ -1,4 +1,5 @@
-"""effllm/store/run_lock.py: one writer at a time, followed only by the next attempt of its job."""
+"""effllm/store/run_lock.py: a run folder has one writer at a time; only the next attempt of its job can be the next
+writer."""
 
 import json
 import os
@@ -18,7 +19,7 @@ NEXT = Holder(run="77", job="second", endpoint="tcp://127.0.0.1:5001", host="nod
 OTHER = Holder(run="78", job="third", endpoint="tcp://127.0.0.1:5002", host="node0", pid=3)
 
 
-def test_lock_names_its_holder_and_is_private(tmp_path):
+def test_lock_file_has_the_holder_and_is_private(tmp_path):
     lock = take(tmp_path / "runs" / "one", FIRST)
 
     assert (lock.folder, lock.instead_of) == (tmp_path / "runs" / "one", None)
@@ -47,7 +48,7 @@ def test_next_attempt_retries_until_the_folder_is_released(tmp_path):
 
 
 @pytest.mark.parametrize("one", [OTHER, Holder(job="another"), Holder()])
-def test_another_job_gets_its_own_folder_without_asking(tmp_path, one):
+def test_another_job_gets_another_folder_without_a_request(tmp_path, one):
     first = take(tmp_path / "one", FIRST if one.run else Holder(job="first"))
     requests = []
 
@@ -60,7 +61,7 @@ def test_another_job_gets_its_own_folder_without_asking(tmp_path, one):
         lock.release()
 
 
-def test_waiting_for_a_holder_has_a_timeout(tmp_path):
+def test_wait_for_a_holder_has_a_timeout(tmp_path):
     lock = take(tmp_path / "one", FIRST)
 
     beside = take(tmp_path / "one", NEXT, wait_s=0.2)
@@ -87,7 +88,7 @@ os._exit(9)
     lock.release()
 
 
-def test_killed_run_is_continued_and_completed_one_is_not(tmp_path):
+def test_only_a_run_that_is_not_completed_is_continued(tmp_path):
     for name, status in (("one", "completed"), ("one-2", "killed")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "summary.json").write_text(json.dumps({"status": status}))
@@ -99,7 +100,7 @@ def test_killed_run_is_continued_and_completed_one_is_not(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"run": 7}', b"\xff" * 9000])
-def test_lock_file_without_a_holder_is_held(tmp_path, content):
+def test_lock_with_an_invalid_lock_file_is_not_free(tmp_path, content):
     lock = take(tmp_path / "one", FIRST)
     (tmp_path / "one" / "lock").write_bytes(content)
     requests = []
@@ -141,9 +142,9 @@ def test_lock_descriptor_is_not_inherited(tmp_path):
         ({}, ""),
     ],
 )  # fmt: skip
-def test_attempts_of_a_run_share_its_name(place, name):
+def test_attempts_of_a_run_have_one_name(place, name):
     assert name_of_run(Place(**place), "node0") == name
 
 
-def test_lock_wait_covers_the_end_of_an_aggregator():
+def test_lock_wait_is_longer_than_the_end_of_an_aggregator():
     assert 5.0 < run_lock.LOCK_WAIT_S < 10.0

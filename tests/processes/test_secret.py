@@ -1,4 +1,5 @@
-"""effllm/network/secret.py: one file per user, rejected if others can read it, and the keys derived from it."""
+"""effllm/network/secret.py: the secret file of a user, which is rejected if other users can read it, and the keys
+derived from the secret."""
 
 import os
 import stat
@@ -32,7 +33,7 @@ def test_created_secret_is_private_and_can_be_read(path):
     assert [one.name for one in path.parent.iterdir()] == ["secret"]
 
 
-def test_ten_processes_that_start_at_once_have_one_secret(path):
+def test_ten_processes_started_together_have_one_secret(path):
     create = "from effllm.network import secret; print(secret.create(Path(sys.argv[1])))"
     code = f"import sys; from pathlib import Path; {create}"
     command = [sys.executable, "-c", code, str(path)]
@@ -43,7 +44,7 @@ def test_ten_processes_that_start_at_once_have_one_secret(path):
     assert [one.name for one in path.parent.iterdir()] == ["secret"]
 
 
-def test_missing_secret_is_reported_with_its_source(path):
+def test_missing_secret_is_reported_with_advice(path):
     with pytest.raises(SecretError) as caught:
         secret.read(path)
 
@@ -53,7 +54,7 @@ def test_missing_secret_is_reported_with_its_source(path):
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o644])
-def test_secret_readable_by_others_is_rejected_with_a_command(path, mode):
+def test_secret_readable_by_other_users_is_rejected_with_advice(path, mode):
     write(path, mode=mode)
 
     for take in (secret.read, secret.create):
@@ -111,18 +112,18 @@ def test_unwritable_folder_is_reported(path):
         secret.create(path)
 
 
-def test_derivation_follows_rfc_5869():
-    # Test case 1 of its appendix A, the first 32 of 42 bytes.
+def test_derivation_gives_the_results_of_rfc_5869():
+    # Test case 1 of appendix A, the first 32 of 42 bytes.
     made = secret.hkdf(b"\x0b" * 22, bytes(range(13)), bytes(range(0xF0, 0xFA)))
 
     assert made.hex() == "3cb25f25faacd57a90434f64d0362f2a2d2d0a90cf1a5a4c5db02d56ecc4c5bf"
-    # Test case 3: neither salt nor info.
+    # Test case 3: no salt and no info.
     assert secret.hkdf(b"\x0b" * 22, b"", b"").hex() == (
         "8da4e775a563c18f715f802a063c5a31b8a11f5c5ee1879ec3454e5f3c738d2d"
     )
 
 
-def test_each_purpose_job_and_secret_has_own_bytes():
+def test_each_purpose_job_and_secret_gives_other_bytes():
     made = {
         secret.derive(own, purpose, job)
         for own in (b"a" * 64, b"b" * 64)

@@ -21,18 +21,18 @@ def document(memory):
 
 
 @pytest.mark.parametrize("header", [(0, 0, 0), (2, 0, 0), (2, 7, 0)], ids=["cleared", "version", "length"])
-def test_half_stored_header_is_not_a_document(memory, document, header):
+def test_document_with_a_half_written_header_is_not_read(memory, document, header):
     document.write({"a": 1})
     document.take()
-    DOCUMENT_HEADER.pack_into(memory, 64, *header)  # struct.pack_into clears its place and then stores field by field
+    DOCUMENT_HEADER.pack_into(memory, 64, *header)  # pack_into clears all fields and then stores each one
 
     assert document.take() is None
 
 
-def test_a_half_written_document_is_not_read(memory, document):
+def test_half_written_document_is_not_read(memory, document):
     document.write({"a": 1})
     payload = slice(64 + HEADER, 64 + HEADER + 6)
-    memory[payload] = b'{"a":2'  # the payload is there, its checksum not yet
+    memory[payload] = b'{"a":2'  # the payload is written, but the checksum is not
 
     assert document.take() is document.read() is None
     memory[payload] = b'{"a":1'
@@ -41,14 +41,14 @@ def test_a_half_written_document_is_not_read(memory, document):
 
 
 @pytest.mark.parametrize("payload", [b"", b"{", b"[1]", b"7", b"\xff\xfe", b'{"a":' * 40])
-def test_a_payload_without_a_json_object_is_not_a_document(memory, document, payload):
+def test_payload_that_is_no_json_object_is_not_read(memory, document, payload):
     memory[64 + HEADER : 64 + HEADER + len(payload)] = payload
     DOCUMENT_HEADER.pack_into(memory, 64, 1, len(payload), checksum(1, payload))
 
     assert document.take() is None
 
 
-def test_json_that_is_too_deep_is_not_a_document():
+def test_json_with_too_many_levels_is_not_read():
     memory, payload = bytearray(64 * 1024), b'{"a":' * 5000
     memory[HEADER : HEADER + len(payload)] = payload
     DOCUMENT_HEADER.pack_into(memory, 0, 1, len(payload), checksum(1, payload))
@@ -56,14 +56,14 @@ def test_json_that_is_too_deep_is_not_a_document():
     assert SharedDocument(memory, 0, len(memory)).take() is None
 
 
-def test_a_length_beyond_the_memory_is_not_a_document(memory, document):
+def test_document_longer_than_its_memory_is_not_read(memory, document):
     payload = bytes(memory[64 + HEADER :])
     DOCUMENT_HEADER.pack_into(memory, 64, 1, len(payload), checksum(1, payload))
 
     assert document.take() is None
 
 
-def test_the_board_shows_the_newest_whole_state():
+def test_board_returns_the_newest_complete_state():
     board = Board()
     other = Board(os.dup(board.descriptor))
 

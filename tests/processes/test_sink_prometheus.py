@@ -1,4 +1,4 @@
-"""The sink prometheus: its samples, omitted samples, and a scrape by a real Prometheus."""
+"""The sink prometheus: its samples, missing samples, and a scrape by a real Prometheus."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LABELS = {"run": "mine", "run_id": "abc"}
 
 
 class Values:
-    """The samples of the sink without the server, which takes half a second to stop."""
+    """The samples of the sink without its server, because the server needs half a second to stop."""
 
     def __init__(self):
         self.values = prometheus._Values("mine", "abc", time.monotonic)
@@ -54,7 +54,7 @@ def sink():
 
 
 def samples(text):
-    """Return every sample: name and labels beside the run's own -> value."""
+    """Return {(name, other labels): value} of every sample; each sample must have the labels of the run."""
     found = {}
     for family in parser.text_string_to_metric_families(text):
         for sample in family.samples:
@@ -68,7 +68,7 @@ def served(sink):
     return samples(sink.page())
 
 
-def test_spread_of_ranks_and_gpus_has_five_numbers_each(sink):
+def test_spread_of_ranks_has_five_numbers(sink):
     sink.write(make_report(spread={"step_seconds": Spread(8, 0.5, 0.5, 0.625, 0.75, 1.0)}))
 
     shown = {name: value for (name, *_), value in served(sink).items() if name.endswith(("step_seconds", "gpu_watts"))}
@@ -82,7 +82,7 @@ def test_spread_of_ranks_and_gpus_has_five_numbers_each(sink):
     }
 
 
-def test_the_newest_values_are_gauges_in_base_units(sink):
+def test_newest_values_are_gauges_in_base_units(sink):
     sink.write(make_report(90))
     sink.write(report := make_report(100))
 
@@ -96,7 +96,7 @@ def test_the_newest_values_are_gauges_in_base_units(sink):
     assert seen["efficientllm_fresh",] == 1
 
 
-def test_totals_are_counters_beside_the_coverage(sink):
+def test_totals_are_counters_and_the_coverage_is_served(sink):
     sink.write(report := make_report(100))
 
     seen = served(sink)
@@ -115,7 +115,7 @@ def test_uncounted_quantities_have_no_total(sink):
     assert not {"efficientllm_tokens_total", "efficientllm_samples_total"} & {name for name, *_ in served(sink)}
 
 
-def test_only_event_counters_before_the_first_window(sink):
+def test_only_event_counters_are_served_before_the_first_window(sink):
     seen = served(sink)
 
     assert seen.pop(("efficientllm_fresh",)) == 0.0
@@ -136,10 +136,10 @@ def test_value_that_is_not_measured_any_more_has_no_sample(sink):
     assert ("efficientllm_pcu_ratio", ("over", "run")) not in seen
 
 
-def test_old_values_are_removed_and_totals_stay():
+def test_old_values_are_removed_and_totals_are_kept():
     now_s = 1000.0
     values = prometheus._Values("mine", "abc", lambda: now_s)
-    report = make_report(100)  # a window of 4.12 s: fresh for a minute
+    report = make_report(100)  # the window has 4.12 s, so its values are fresh for a minute
     values.take(report)
 
     def names():
@@ -158,7 +158,7 @@ def test_old_values_are_removed_and_totals_stay():
     assert "efficientllm_aec_watts" not in names()
 
 
-def test_labels_have_no_ranks_and_bounded_event_kinds(sink):
+def test_labels_have_no_ranks_and_a_limited_number_of_event_kinds(sink):
     for number in range(1000):
         sink.event(Event(1.0, f"kind_{number}", "text", rank=number))
     sink.write(make_report(100))
@@ -240,7 +240,7 @@ def test_automatic_port_is_on_loopback_and_logged(tmp_path):
     assert sink.port not in jobs.listening_ports(jobs.os.getpid())
 
 
-def test_idle_connections_are_closed_and_take_few_threads(tmp_path, monkeypatch):
+def test_idle_connections_are_closed_and_use_few_threads(tmp_path, monkeypatch):
     monkeypatch.setattr(prometheus._Handler, "timeout", 0.5)
     sink = open_sink(
         "prometheus", make_run(tmp_path / "mine", config=Config(sinks=("prometheus:port=0",)), facts={"job": "abc"})
@@ -277,19 +277,19 @@ def test_promtool_accepts_the_examples(command, name):
 
 
 @without_prometheus
-def test_promtool_accepts_the_page(sink):
+def test_promtool_accepts_the_metrics_page(sink):
     sink.write(make_report(100))
     sink.event(Event(1.0, "joined", "rank 0 joined"))
     done = subprocess.run(
         ["promtool", "check", "metrics"], input=sink.page(), capture_output=True, text=True, check=False
     )
 
-    # It rejects "per" and similar parts of names; that is advice about names, no error of the format.
+    # promtool also returns 3 for names with "per" and similar parts; this is advice and no error of the format.
     assert done.returncode in (0, 3), done.stderr
     assert "error" not in done.stderr.lower()
 
 
-def test_collective_event_adds_its_count(sink):
+def test_event_with_a_count_adds_this_count(sink):
     sink.event(Event(1.0, "ecc", "1 uncorrected memory errors"))
     sink.event(Event(1.0, "ecc", "more events", count=999_999))
 
@@ -297,7 +297,7 @@ def test_collective_event_adds_its_count(sink):
     assert value == 1_000_000
 
 
-def test_rules_use_served_metrics(sink):
+def test_rules_use_only_served_metrics(sink):
     run = complete_totals(100)
     sink.write(msgspec.structs.replace(make_report(100), values=metrics.evaluate(run, run, run)))
     sink.event(Event(1.0, "rejected", "rank 0 sent a message of rank 1"))
@@ -308,7 +308,7 @@ def test_rules_use_served_metrics(sink):
 
 
 class Server:
-    """A Prometheus in its own folder."""
+    """A Prometheus server with a separate folder."""
 
     def __init__(self, folder, target):
         self.port = jobs.unused_port()
@@ -324,7 +324,7 @@ class Server:
             self.process = subprocess.Popen(command, stdout=log, stderr=log)
 
     def ask(self, query):
-        """Return the samples of a query, an empty list without an answer."""
+        """Return the samples of a query; without an answer, return an empty list."""
         address = f"http://127.0.0.1:{self.port}/api/v1/query?{urllib.parse.urlencode({'query': query})}"
         try:
             with urllib.request.urlopen(address, timeout=60) as answer:
@@ -353,4 +353,4 @@ def test_real_prometheus_scrapes_a_job(launch, tmp_path):
     assert set(tokens["metric"]) == {"__name__", "run", "run_id", "instance", "job"}
     assert float(tokens["value"][1]) <= job.ledger.summary.tokens
     shown = [report.values["aec_watts"] for report in job.ledger.windows if "aec_watts" in report.values]
-    assert float(watts["value"][1]) in [pytest.approx(value, rel=1e-6) for value in shown]  # at the time of the query
+    assert float(watts["value"][1]) in [pytest.approx(value, rel=1e-6) for value in shown]  # value at that time

@@ -1,4 +1,4 @@
-"""The TensorBoard sink: its event file, read back with TensorBoard's own readers."""
+"""The sink tensorboard: its event file, read with the readers of TensorBoard."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def whole_report(iteration=100, **changes):
     return make_report(iteration, run=whole, last=whole, job=whole, **changes)
 
 
-def test_every_value_of_a_report_is_a_scalar_of_its_iteration(tmp_path):
+def test_every_value_of_a_report_is_a_scalar_at_its_iteration(tmp_path):
     report = whole_report()
     back = written(tmp_path, report)
 
@@ -80,13 +80,13 @@ def test_second_unit_of_a_metric_has_no_chart(tmp_path):
     assert not {"efficientllm/energy/total_wh", "efficientllm/energy/joules_per_10k_tokens"} & tags
 
 
-def test_the_six_tags_of_the_contract_are_there(tmp_path):
+def test_six_tags_of_the_contract_are_written(tmp_path):
     names = "amu_gb pcu_ratio al_seconds tt_tokens_per_param_per_sec st_samples_per_param_per_sec aec_watts"
 
     assert {f"efficientllm/{name}" for name in names.split()} <= set(written(tmp_path, make_report()).Tags()["scalars"])
 
 
-def test_health_and_slowest_rank_are_charted(tmp_path):
+def test_health_and_the_slowest_rank_have_charts(tmp_path):
     back = written(tmp_path, make_report(coverage=Coverage(8, 6, 8, 5, 4, 3, (1, 2), energy=0.625), simulated=True))
 
     expected = {"ranks_reporting": 6, "gpus_measured": 5, "reports_lost": 4, "reports_late": 3}
@@ -97,7 +97,7 @@ def test_health_and_slowest_rank_are_charted(tmp_path):
     assert points(back, "straggler/worst_rank_slowdown_ratio") == [(100, pytest.approx(4.2 / 4.04))]
 
 
-def test_slow_ranks_and_idle_gpus_are_charted(tmp_path):
+def test_spread_of_ranks_and_gpus_has_charts(tmp_path):
     spread = {
         "step_seconds": Spread(8, 0.5, 0.5, 0.625, 0.75, 1.0),
         "gpu_watts": Spread(8, 100.0, 110.0, 400.0, 512.0, 600.0),
@@ -110,7 +110,7 @@ def test_slow_ranks_and_idle_gpus_are_charted(tmp_path):
     assert points(back, "health/p5_utilization_ratio") == [(100, 0.25)]
 
 
-def test_10000_ranks_have_the_tags_of_8(tmp_path):
+def test_10000_ranks_have_the_same_tags_as_8_ranks(tmp_path):
     missing = tuple(range(0, 10_000, 3))
     coverage = Coverage(10_000, 6_666, 10_000, 6_666, 9, 9, missing, 0.6, 0.6, 0.6)
     spread = dict.fromkeys(SPREADS, Spread(10_000, 0.0, 0.1, 0.2, 0.3, 0.4))
@@ -121,7 +121,7 @@ def test_10000_ranks_have_the_tags_of_8(tmp_path):
     assert many.Tags()["scalars"] == few.Tags()["scalars"]
 
 
-def test_each_tag_has_help_and_unit_at_first_use(tmp_path):
+def test_first_value_of_a_tag_has_help_and_unit(tmp_path):
     written(tmp_path, make_report(100, values={"amu_gb": 45.0}), make_report(110, values={"amu_gb": 45.0, "new": 1.0}))
 
     described = {
@@ -136,7 +136,7 @@ def test_each_tag_has_help_and_unit_at_first_use(tmp_path):
     assert "efficientllm/new" in described
 
 
-def test_simulated_run_is_marked_in_every_description(tmp_path):
+def test_every_description_marks_a_simulated_run(tmp_path):
     written(tmp_path, make_report(simulated=True))
 
     texts = [
@@ -146,7 +146,7 @@ def test_simulated_run_is_marked_in_every_description(tmp_path):
     assert all(text.startswith("**Simulated.**") for text in texts if text)
 
 
-def test_values_that_are_not_finite_are_left_out(tmp_path):
+def test_values_that_are_not_finite_are_not_written(tmp_path):
     back = written(tmp_path, make_report(values={"amu_gb": math.nan, "pcu_ratio": math.inf, "al_seconds": 1.5}))
 
     tags = back.Tags()["scalars"]
@@ -158,14 +158,14 @@ def test_reports_without_values_write_nothing(tmp_path):
     back = written(tmp_path, make_report(values={}, warming_up=True))
 
     assert back.Tags()["scalars"] == []
-    assert len(raw_events(tmp_path)) == 1  # the file's own header
+    assert len(raw_events(tmp_path)) == 1  # only the header of the file
 
 
-def test_a_report_is_on_disk_when_write_returns(tmp_path):
+def test_report_is_on_disk_when_write_returns(tmp_path):
     sink = open_sink("tensorboard", make_run(tmp_path))
     sink.write(make_report(100))
 
-    assert len(points(read(tmp_path), "amu_gb")) == 1  # and the sink is still open
+    assert len(points(read(tmp_path), "amu_gb")) == 1  # while the sink is still open
     sink.close()
     sink.close()
 
@@ -194,7 +194,7 @@ def test_custom_scalars_page_groups_all_tags(tmp_path):
     assert (first.title, len(first.multiline.tag)) == ("amu_gb (GB)", 3)
 
 
-def test_charts_without_any_value_are_not_on_the_page(tmp_path):
+def test_charts_without_values_are_not_on_the_page(tmp_path):
     written(tmp_path, make_report(values={"amu_gb": 45.0}))
 
     titles = [chart.title for category in layout(tmp_path).category for chart in category.chart]
@@ -212,7 +212,7 @@ def test_correction_is_written_at_the_newest_step(tmp_path):
     assert [step for step, _ in points(back, "window/amu_gb")] == [100, 200]
 
 
-def test_attempt_from_an_earlier_step_replaces_later_points(tmp_path):
+def test_later_points_are_replaced_by_an_attempt_from_an_earlier_step(tmp_path):
     written(tmp_path, make_report(100), make_report(200), make_report(300))
     back = written(tmp_path, make_report(210), make_report(220), attempt=2)
 
@@ -220,7 +220,7 @@ def test_attempt_from_an_earlier_step_replaces_later_points(tmp_path):
     assert len(event_files(tmp_path)) == 2
 
 
-def test_the_file_is_recognisable_as_ours(tmp_path):
+def test_name_of_the_event_file_ends_with_efficientllm(tmp_path):
     written(tmp_path, make_report())
 
     (file,) = event_files(tmp_path)
@@ -243,7 +243,7 @@ def test_later_points_are_readable_after_a_full_disk(tmp_path):
     assert [step for step, _ in points(read(tmp_path), "amu_gb")] == [100, 120]
 
 
-def test_unwritable_folder_is_named_with_a_remedy(tmp_path):
+def test_unwritable_folder_is_reported_with_advice(tmp_path):
     (tmp_path / "tensorboard").write_text("a file")
 
     with pytest.raises(SinkUnavailable, match=r"tensorboard: File exists; give another folder, tensorboard:dir="):

@@ -1,4 +1,4 @@
-"""effllm/config/spawn.py: child processes import from the trainer's paths, and never from the current folder."""
+"""effllm/config/spawn.py: child processes import from the paths of the trainer, but never from the current folder."""
 
 import json
 import os
@@ -36,7 +36,7 @@ since_3_11 = pytest.mark.skipif(sys.version_info < (3, 11), reason="safe paths c
         ([], {"PYTHONNOUSERSITE": "1"}),
     ],
 )
-def test_modules_are_imported_from_the_trainers_paths(tmp_path, options, variables):
+def test_modules_are_imported_from_the_paths_of_the_trainer(tmp_path, options, variables):
     given = tmp_path / "given"
     given.mkdir()
     path = tmp_path / "report.json"
@@ -49,7 +49,7 @@ def test_modules_are_imported_from_the_trainers_paths(tmp_path, options, variabl
         check=True,
     )
     trainers_flags, trainers_path = json.loads(done.stdout)
-    flags, (_, *modules_path) = json.loads(path.read_text())  # timeit puts "." before all
+    flags, (_, *modules_path) = json.loads(path.read_text())  # timeit adds "." before all paths
 
     assert flags == trainers_flags
     assert (str(given) in modules_path) == (str(given) in trainers_path)

@@ -1,4 +1,4 @@
-"""Computation and communication of two real ranks under torchrun, with gloo instead of NCCL."""
+"""Profiled computation and communication of two real ranks under torchrun, with gloo instead of NCCL."""
 
 import jobs
 import pytest
@@ -25,13 +25,13 @@ def job(clean_environment, tmp_path_factory):
 def test_all_ranks_profile_the_same_iterations(job):
     rows = [row for row in job.ledger.ranks if row.profile]
 
-    # 5, 10, 15 and 20 on either rank; the profile of the last iteration of a window may be in the next one.
+    # Iterations 5, 10, 15 and 20 of each rank; the profile of a window's last iteration may be in the next window.
     assert sum(row.profile.iterations for row in rows) == ITERATIONS // EVERY * WORLD
     assert job.ledger.summary.profile.iterations == ITERATIONS // EVERY * WORLD
     assert {row.rank for row in rows} == set(range(WORLD))
 
 
-def test_computation_and_exposed_communication_add_up_to_al(job):
+def test_al_is_the_sum_of_computation_and_exposed_communication(job):
     summary = job.ledger.summary
     values = {tag.rpartition("/")[2]: value.value for tag, value in summary.metrics.items() if "job/" not in tag}
 
@@ -46,21 +46,21 @@ def test_exposed_communication_is_the_wait_of_the_loop(job):
     waited_s = sum(job.output(f"truth-{rank}.json")["waited_s"] for rank in range(WORLD))
 
     assert profile.computing_s + profile.exposed_s <= profile.time_s
-    # DDP's waiting is exposed as well, so the value may be larger; hidden communication takes as long and is not
+    # Waits of DDP are also exposed, so the value can be larger. Hidden communication has the same duration and is not
     # included.
     assert 0.7 * waited_s < profile.exposed_s < profile.communication_s
     assert profile.communication_s > profile.exposed_s + 0.2 * waited_s
     assert profile.kinds == {"all_reduce": (approx(profile.communication_s), approx(profile.exposed_s))}
 
 
-def test_the_profiled_iterations_are_as_long_as_their_stamps(job):
+def test_mean_of_profiled_iterations_is_near_al(job):
     profile, summary = job.ledger.summary.profile, job.ledger.summary
     mean_s = profile.time_s / profile.iterations
 
     assert 0.3 * summary.metrics["al_seconds"].value < mean_s < 10 * summary.metrics["al_seconds"].value
 
 
-def test_training_is_bitwise_the_same_with_profiling(job, tmp_path):
+def test_losses_are_equal_with_and_without_profiling(job, tmp_path):
     plain = run(tmp_path)
 
     for rank in range(WORLD):

@@ -1,4 +1,4 @@
-"""The folder of the event file: a hook only suggests the framework's folder."""
+"""The folder of the event file; the framework's folder is used only if no setting has another folder."""
 
 import pytest
 
@@ -18,7 +18,7 @@ effllm.finalize_efficientllm_metrics()
 
 @pytest.fixture
 def run(launch, tmp_path):
-    """Run a loop whose framework reports the folder of its event files; return the run folder."""
+    """Return a function that runs a loop with a framework's folder of event files and returns the run folder."""
     script = tmp_path / "loop.py"
     script.write_text(SCRIPT)
 
@@ -32,7 +32,7 @@ def event_files(folder):
     return [path.name for path in folder.glob("events.out.tfevents.*")] if folder.is_dir() else []
 
 
-def test_event_file_is_in_a_folder_below_the_frameworks(run, tmp_path):
+def test_event_file_is_below_the_folder_of_the_framework(run, tmp_path):
     framework = tmp_path / "tensorboard of the framework"
     framework.mkdir()
 
@@ -49,7 +49,7 @@ def test_folder_on_another_host_is_not_used(run, tmp_path):
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_setting_of_the_user_precedes_the_framework(run, tmp_path):
+def test_setting_of_the_user_replaces_the_folder_of_the_framework(run, tmp_path):
     framework = tmp_path / "framework"
     framework.mkdir()
 
@@ -60,5 +60,5 @@ def test_setting_of_the_user_precedes_the_framework(run, tmp_path):
     assert not event_files(folder / "tensorboard")
 
 
-def test_default_is_the_run_folder(run):
+def test_event_file_is_in_the_run_folder_by_default(run):
     assert len(event_files(run() / "tensorboard")) == 1

@@ -1,4 +1,4 @@
-"""A real job on a terminal with a progress bar of the training."""
+"""A real job on a terminal, with a progress bar of the training."""
 
 import os
 import pty
@@ -34,7 +34,7 @@ WHOLE = re.compile(
 )
 
 
-def test_lines_beside_a_progress_bar_are_whole(launch, tmp_path):
+def test_lines_between_updates_of_a_progress_bar_are_complete(launch, tmp_path):
     keyboard, output = pty.openpty()
     shown = bytearray()
 
@@ -42,7 +42,7 @@ def test_lines_beside_a_progress_bar_are_whole(launch, tmp_path):
         try:
             while text := os.read(keyboard, 65536):
                 shown.extend(text)
-        except OSError:  # all others have closed it
+        except OSError:  # all other processes have closed the terminal
             return
 
     reader = threading.Thread(target=read, daemon=True)

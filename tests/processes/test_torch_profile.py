@@ -1,4 +1,4 @@
-"""effllm/trainer/torch_profile.py with the real torch.profiler on a CPU: its results; other profilers still work."""
+"""effllm/trainer/torch_profile.py with the real torch.profiler on the CPU; other profilers must still work."""
 
 import os
 import subprocess
@@ -38,7 +38,7 @@ def names(profiler):
     return {event.name() for event in profiler.profiler.kineto_results.events()}
 
 
-def test_every_second_iteration_is_profiled_with_all_parts(profile, warned):
+def test_every_second_iteration_is_profiled(profile, warned):
     found = []
     for number in range(1, 6):
         profile.start(number)
@@ -69,7 +69,7 @@ def test_running_profiler_is_not_disturbed(profile, warned):
     assert warned == []
 
 
-def test_profiler_started_before_ours_is_not_disturbed(profile):
+def test_profiler_that_was_started_before_ours_is_not_disturbed(profile):
     with torch.profiler.profile(activities=CPU) as theirs:
         profile.start(2)
         work()
@@ -78,7 +78,7 @@ def test_profiler_started_before_ours_is_not_disturbed(profile):
     assert "aten::mm" in names(theirs)
 
 
-def test_profiler_started_in_an_iteration_takes_over(profile, warned):
+def test_profiler_that_starts_in_an_iteration_replaces_ours(profile, warned):
     profile.start(2)
     theirs = torch.profiler.profile(activities=CPU)
     theirs.start()
@@ -105,12 +105,12 @@ def test_profiler_in_warm_up_is_not_disturbed(profile):
             theirs.step()
 
     assert len(records) == 1 and "aten::mm" in records[0]
-    # Theirs: 1 wait, 2 and 3 warm-up, 4 and 5 active, over from 6 on.
+    # Iterations of the other profiler: 1 wait, 2 and 3 warm-up, 4 and 5 active, no profile from 6 on.
     assert given == [False, False, False, False, False, True, False, True]
 
 
 @pytest.mark.parametrize("holder", ["NSYS_PROFILING_SESSION_ID", "CUDA_INJECTION64_PATH"])
-def test_tool_that_holds_cupti_disables_profiling_with_a_warning(monkeypatch, warned, holder):
+def test_tool_that_uses_cupti_disables_profiling_with_a_warning(monkeypatch, warned, holder):
     monkeypatch.setenv(holder, "1")
     profile = TorchProfile(1, warned.append)
     for number in (1, 2):
@@ -136,7 +136,7 @@ def test_torch_is_restored_when_the_metrics_end(warned):
     assert not torch.autograd._profiler_enabled()
 
 
-def test_unended_iteration_has_no_result_and_the_next_is_complete(profile):
+def test_iteration_without_an_end_has_no_result(profile):
     profile.start(2)
     profile.start(3)
     assert profile.end(time.monotonic_ns()) is None
@@ -145,7 +145,7 @@ def test_unended_iteration_has_no_result_and_the_next_is_complete(profile):
     assert profile.end(time.monotonic_ns()) is not None
 
 
-def test_end_given_later_keeps_its_time(profile):
+def test_iteration_ends_at_the_given_time(profile):
     profile.start(2)
     began_ns = time.monotonic_ns()
     work()
@@ -154,12 +154,12 @@ def test_end_given_later_keeps_its_time(profile):
         work()
     split = profile.end(ended_ns).split
 
-    # The profiler's own clock and ours differ by microseconds.
+    # The clock of the profiler and the monotonic clock differ by microseconds.
     assert split.duration_ns < ended_ns - began_ns + 5_000_000
     assert split.computing_ns <= split.duration_ns
 
 
-def test_process_forked_in_an_iteration_records_nothing(profile, warned):
+def test_child_forked_in_an_iteration_records_nothing(profile, warned):
     profile.start(2)
     child = os.fork()
     if not child:
@@ -191,7 +191,7 @@ def test_records_of_older_versions_are_in_microseconds():
 
 
 def stand_in(failing="", **more):
-    """Return a copy of the torch module whose profiler fails in one of its calls."""
+    """Return a fake torch module; its profiler fails in the call ``failing``."""
 
     class Profiler:
         kineto_results = types.SimpleNamespace(events=list)
@@ -218,8 +218,8 @@ def stand_in(failing="", **more):
 
 
 @pytest.mark.parametrize("failed", [False, True])
-def test_end_of_training_in_an_iteration_waits_for_no_device(warned, failed):
-    torch_like = stand_in("stop")  # where the real one waits for the device
+def test_end_of_training_in_an_iteration_does_not_wait_for_the_gpu(warned, failed):
+    torch_like = stand_in("stop")  # in this call the real profiler waits for the device
     dropped = []
     torch_like.autograd.profiler._disable_profiler = lambda: dropped.append(True)
     profile = TorchProfile(1, warned.append, torch_like)
@@ -274,7 +274,7 @@ def test_profiler_without_kernels_is_disabled(warned):
     assert "no kernel" in line
 
 
-def test_unknown_torch_gives_one_warning(warned):
+def test_unknown_version_of_torch_causes_one_warning(warned):
     old = stand_in()
     del old.autograd.profiler._enable_profiler
     profile = TorchProfile(1, warned.append, old)
@@ -285,7 +285,7 @@ def test_unknown_torch_gives_one_warning(warned):
 
 
 class Record:
-    """The record of Kineto for one activity."""
+    """A fake Kineto record of one activity."""
 
     def __init__(self, name, start_ns, end_ns, device="DeviceType.CUDA", activity="kernel", metadata=""):
         self._values = name, start_ns, end_ns - start_ns, device, activity, metadata
@@ -309,7 +309,7 @@ class Record:
         return self._values[5]
 
 
-def test_device_iteration_is_from_first_to_last_record():
+def test_iteration_on_a_device_is_from_the_first_to_the_last_record():
     nccl = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL"
     group = '"Process Group Name": "3", "Process Group Description": "TENSOR_MODEL_PARALLEL_GROUP"'
     found = device_split([
@@ -322,9 +322,10 @@ def test_device_iteration_is_from_first_to_last_record():
         Record("Memcpy DtoH", 290, 300, activity="gpu_memcpy"),
     ])  # fmt: skip
 
-    # 100-300; computation 100-180 and 290-300: 90; communication 60 and 10; 170-180 is hidden.
+    # The iteration is 100-300 ns. Computation is 100-180 and 290-300: 90 ns. Communication is 60 + 10 ns; 170-180 is
+    # hidden.
     assert found == timeline.Split(200, 70, 60, 90, 50, {"tp": (10, 10), "all_reduce": (60, 50)})
 
 
-def test_without_device_records_there_is_no_split():
+def test_split_is_missing_without_records_of_a_device():
     assert device_split([Record("cudaLaunchKernel", 0, 9, "DeviceType.CPU", "cuda_runtime")]) is None

@@ -1,4 +1,5 @@
-"""torchtitan's hook, on a stand-in with its modules, names and signatures: the real one needs a GPU to train."""
+"""The hook of torchtitan, tested with a fake that has torchtitan's modules, names and signatures, because torchtitan
+needs a GPU."""
 
 from __future__ import annotations
 
@@ -92,7 +93,8 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def start(launch, tmp_path):
-    """Run `-m torchtitan.train` of one version: with the Trainer in a separate module, or in the main module."""
+    """Return a function that starts `-m torchtitan.train`; the Trainer is in a separate module or in the main
+    module."""
 
     def started(era, *arguments):
         package = tmp_path / "titan" / "torchtitan"
@@ -115,40 +117,40 @@ def start(launch, tmp_path):
 
 @pytest.mark.alone
 @pytest.mark.parametrize("era", ["0.2", "0.3"])
-def test_its_steps_tokens_waits_and_phases_are_measured(start, era):
+def test_steps_tokens_waits_and_phases_of_torchtitan_are_measured(start, era):
     job = start(era).done()
     summary = job.ledger.summary
-    # 8 steps of 2 batches of 2 x 16 labels
+    # 8 steps of 2 batches with 2 x 16 labels
     assert (summary.iterations, summary.tokens, summary.samples, summary.parameters) == (8, 512, 32, 36)
     assert summary.status == "completed"
     assert summary.loss == 3.0  # of step 6
     assert job.ledger.facts["framework"] == "torchtitan"
     assert summary.metrics["al_seconds"].value == pytest.approx(0.01, abs=0.02)  # 0.05 with the loading
-    # Of each step 0.04 s are loading.
+    # Each step has 0.04 s of data loading.
     assert summary.metrics["run_throughput/data_wait_ratio"].value == pytest.approx(0.75, abs=0.15)
     assert summary.time_by_class["checkpoint"] == pytest.approx(0.05, abs=0.03)
     assert summary.time_by_class["evaluation"] == pytest.approx(0.04, abs=0.03)
     assert job.our_errors == []
 
 
-def test_loggers_of_torchtitan_get_the_metrics(start):
+def test_loggers_of_torchtitan_receive_the_metrics(start):
     assert "efficientllm/al_seconds" in start("0.3", "wait").done().stdout
 
 
-def test_a_training_that_fails_is_a_failed_run(start):
+def test_run_with_a_failed_training_has_failed(start):
     job = start("0.3", "fail").wait()
     assert job.code == 1
     assert not job.left(within_s=8.0)
     assert (job.ledger.summary.iterations, job.ledger.summary.status) == (4, "failed")
 
 
-def test_version_without_a_trainer_is_reported_and_trains_on(launch, tmp_path):
+def test_version_without_a_trainer_is_reported_and_continues(launch, tmp_path):
     (tmp_path / "torchtitan" / "components").mkdir(parents=True)
     (tmp_path / "torchtitan" / "__init__.py").write_text("")
     (tmp_path / "torchtitan" / "train.py").write_text("def main(): pass\n")
     code = "import torch, torchtitan.train\nprint('goes on')\n"
     job = launch.code(code, environ={"EFFICIENTLLM_ATTACH": "1", "PYTHONPATH": str(tmp_path)}).done()
     assert job.stdout == "goes on\n"
-    line, end = job.our_errors  # one at once, one at the end of the output
+    line, end = job.our_errors  # one line at the import, one line at the end
     assert "this version of torchtitan.train is unknown" in line
     assert "this job ran without metrics" in end

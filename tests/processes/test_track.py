@@ -1,4 +1,4 @@
-"""effllm/agent/track.py: a sampler's readings become a series, and its edges are requested once."""
+"""effllm/agent/track.py: the readings of a sampler are collected in a series; each edge is requested once."""
 
 import os
 import re
@@ -19,7 +19,7 @@ from effllm.records.rank import COUNTER, INSTANT, Device, Event, Sample, Sensor
 
 
 class Gpu(FakeReader):
-    """A GPU that draws 100 W, whose counter moves every ``tick_s``, or all the time."""
+    """A GPU with a power of 100 W; its energy counter changes every ``tick_s``, or continuously for 0."""
 
     def __init__(self, method=COUNTER, tick_s=0.0, **traits):
         super().__init__(**traits)
@@ -43,7 +43,7 @@ def wake():
 
 @pytest.fixture
 def tracked(wake):
-    """Return a function that starts the track of a reader and waits for its first sample."""
+    """Return a function that starts a track for a reader and waits for the first sample."""
     started = []
 
     def tracked(reader, interval_s=1.0, **facts):
@@ -89,8 +89,8 @@ def test_edge_is_requested_once(tracked, wake):
     assert reader.reads == 3
 
 
-def test_edge_is_read_at_the_useful_moments(tracked, wake):
-    # A counter with unknown ticks: two ticks of 40 ms and a little more, in eighths.
+def test_edge_of_a_counter_with_ticks_is_read_several_times(tracked, wake):
+    # The phase of the ticks is unknown: reads for a little more than two ticks of 40 ms, eight per tick.
     def learn(device, read, is_suspect):
         return Sensor(tick_s=0.04)
 
@@ -106,10 +106,10 @@ def test_edge_is_read_at_the_useful_moments(tracked, wake):
 
     assert track.is_settled(edge_ns)
     assert track.series.newest_ns >= edge_ns + 2 * 40_000_000
-    assert 2 < reader.reads <= 19  # of moments that pass while the machine is busy, only the last is read
+    assert 2 < reader.reads <= 19  # if a busy machine misses several reads, only the last is made
 
 
-def test_frequent_edges_get_fewer_readings(tracked, wake):
+def test_frequent_edges_have_fewer_reads(tracked, wake):
     def learn(device, read, is_suspect):
         return Sensor(tick_s=0.04)
 
@@ -121,13 +121,13 @@ def test_frequent_edges_get_fewer_readings(tracked, wake):
     track.ask(edge_ns)
     woken(wake)
     before = reader.reads
-    track.ask(edge_ns + 10_000_000)  # 10 ms later: only one reading is left for it
+    track.ask(edge_ns + 10_000_000)  # 10 ms later, so only one read remains
     woken(wake)
 
     assert reader.reads - before == 1
 
 
-def test_power_is_settled_by_the_reading_at_the_edge(tracked, wake):
+def test_edge_of_integrated_power_is_settled_after_one_read(tracked, wake):
     track = tracked(Gpu(INSTANT))
     track.take()
     edge_ns = time.monotonic_ns()
@@ -149,7 +149,7 @@ def test_rarely_read_sensor_is_not_read_at_edges(tracked):
     assert reader.reads == 1
 
 
-def test_calibration_reaches_the_existing_series(tracked):
+def test_existing_series_uses_a_later_calibration(tracked):
     learnt = threading.Event()
 
     def learn(device, read, is_suspect):
@@ -169,12 +169,12 @@ def test_calibration_reaches_the_existing_series(tracked):
     assert len(track.series.energy.reads_for(edge_ns)) == 18
 
 
-def test_contradicted_tick_is_calibrated_again_once(tracked, wake):
+def test_tick_that_readings_contradict_is_calibrated_again_once(tracked, wake):
     calibrations_made = []
 
     def learn(device, read, is_suspect):
         calibrations_made.append((device.sensor.tick_s, is_suspect))
-        return Sensor(tick_s=0.055, tick_error_s=1e-5)  # wrong, and wrong again
+        return Sensor(tick_s=0.055, tick_error_s=1e-5)  # a wrong tick, also the second time
 
     track = tracked(Gpu(tick_s=0.04), calibrate=learn)
     deadline_s = time.monotonic() + 20.0
@@ -191,7 +191,7 @@ def test_contradicted_tick_is_calibrated_again_once(tracked, wake):
 
 
 class VirtualSampler:
-    """A sampler that reads a sensor in virtual time, at the requested moments."""
+    """A sampler that reads a sensor in virtual time, at the requested times."""
 
     slowed_s, is_calibrating = None, False
 
@@ -214,7 +214,7 @@ class VirtualSampler:
 
 
 def run_of(lag_s, calibrations):
-    """Return the events of a run of a minute on a counter with a lag."""
+    """Return the energy_calibration events of a run of a minute on a counter with a lag."""
     sensor = BoardSensor(steps(100.0, 500.0, 0.37, 3), phase_s=0.03, lag_s=lag_s)
     known = Sensor(tick_s=0.1, tick_error_s=1e-5, lag_error_s=0.1, is_held=True, source="measured here")
     device = Device(
@@ -254,7 +254,7 @@ def test_contradicted_lag_is_dropped_and_reported(tmp_path):
     assert kept_lag_s(tmp_path, device) == pytest.approx(0.0, abs=1e-3)
 
 
-def test_nothing_is_settled_during_calibration(tracked):
+def test_edges_are_not_settled_during_calibration(tracked):
     learnt = threading.Event()
 
     def learn(device, read, is_suspect):
@@ -272,7 +272,7 @@ def test_nothing_is_settled_during_calibration(tracked):
     assert track.is_settled(past_ns)
 
 
-def test_hanging_device_is_reported_once_and_not_waited_for(tracked, monkeypatch):
+def test_hanging_device_is_reported_once_without_waiting(tracked, monkeypatch):
     monkeypatch.setattr(sampler_module, "STALE_AFTER_S", 0.05)
     answer = threading.Event()
     reader = Gpu(hold=answer)
@@ -296,7 +296,7 @@ def events_of(track):
     return [(event.kind, event.text) for event in track.take_events(time.monotonic_ns(), time.time())]
 
 
-def test_an_event_has_the_time_key_and_count_of_its_reading(tracked, wake):
+def test_event_has_the_device_key_and_its_time_and_count(tracked, wake):
     class Faulty(Gpu):
         def read(self):
             sample, failures = super().read()
@@ -311,7 +311,7 @@ def test_an_event_has_the_time_key_and_count_of_its_reading(tracked, wake):
     assert (event.time_s, event.device, event.count) == (910.0, "GPU-0", 3)
 
 
-def test_events_of_a_device_have_its_name(tracked, wake):
+def test_texts_of_events_have_the_name_of_the_device(tracked, wake):
     class Reset(Gpu):
         def read(self):
             sample, failures = super().read()
@@ -338,14 +338,14 @@ def test_five_intervals_without_a_sample_are_a_gap(tracked):
     track = tracked(Gpu(INSTANT), interval_s=0.01)
     track.take()
     first_ns = track.series.newest_ns
-    for at_s in (0.9, 1.8, 2.9):  # five times 0.2 s, the least that counts as an interval, but not more
+    for at_s in (0.9, 1.8, 2.9):  # gaps are above 5 x 0.2 s, the minimum interval
         track.series.add(Sample(first_ns + round(at_s * NS), power_w=100.0))
 
     found = track.series.integrals(first_ns, first_ns + round(2.9 * NS))
     assert found.energy.covered_s == pytest.approx(1.8)
 
 
-def test_idle_power_is_measured_before_the_first_iteration(tracked):
+def test_baseline_power_is_the_mean_of_the_baseline_time(tracked):
     track = tracked(Gpu())
     assert not track.note_baseline(0, NS), "there is no series"
     track.take()
@@ -357,11 +357,11 @@ def test_idle_power_is_measured_before_the_first_iteration(tracked):
     assert track.series.device.baseline_w == pytest.approx(60.0)
 
 
-def test_samples_of_a_slow_device_leave_no_gaps(tracked):
+def test_samples_of_a_slow_device_have_no_gaps(tracked):
     track = tracked(Gpu(INSTANT), interval_s=1.0)
     track.take()
     begin_ns = track.series.newest_ns
-    track.sampler._call_s = 0.1  # so slow that it is read every 10 s
+    track.sampler._call_s = 0.1  # reads are so slow that they are every 10 s
 
     track.take()
     for second in (10, 20):

@@ -1,4 +1,5 @@
-"""effllm/job/health/waste.py: idle GPUs and missing tokens are reported once per state, healthy jobs never."""
+"""effllm/job/health/waste.py: idle GPUs and missing tokens are reported once per state; healthy jobs have no such
+events."""
 
 import random
 
@@ -8,11 +9,11 @@ from sink_examples import make_report, totals, with_keys
 
 from effllm.job.health.waste import BUSY, IDLE, NO_TOKENS, TOKENS, WasteWatch
 
-REPORT = make_report()  # made once: evaluating the metrics of each of ninety thousand windows takes ten seconds
+REPORT = make_report()  # made once, because the metrics of ninety thousand windows take ten seconds
 
 
 class Run:
-    """A job whose windows are made one by one."""
+    """A job whose windows the test makes one after another."""
 
     def __init__(self, events=None):
         self.reported = []
@@ -69,16 +70,16 @@ def healthy(seed):
     checkpoint, evaluation, burst = chance.randint(3, 40), chance.randint(3, 40), chance.choice([1, 1, 4, 25])
     counts, generates = chance.random() < 0.8, chance.random() < 0.2
     flops = {"flops_per_token": 2e10 if counts else None}
-    run.window(0.02, 0, 300.0, gpus, last=flops)  # start-up: compilation, the first batches
+    run.window(0.02, 0, 300.0, gpus, last=flops)  # start-up with compilation and the first batches
     for _ in range(chance.randint(0, 20)):
         run.window(0.05, 0, time_s, gpus, last=flops, warming_up=True)
     for number in range(1, 400):
         tokens = 1000 * burst if counts and number % burst == 0 else 0
         noisy = min(max(busy + chance.gauss(0.0, 0.03), 0.0), 1.0)
         window_s = time_s * chance.uniform(0.8, 1.2)
-        if number % checkpoint == 0:  # not marked: the GPUs wait for the disk
+        if number % checkpoint == 0:  # checkpoint without a phase: the GPUs wait for the disk
             noisy, window_s = 0.02, window_s + 300.0
-        if number % evaluation == 0:  # a row with only evaluation
+        if number % evaluation == 0:  # a window with only evaluation
             run.window(0.05, 0, 0.0, gpus, last={"iterations": 0, **flops})
         if generates and number % 50 < 10:
             run.window(0.05, 0, window_s, gpus, last={"generation_s": window_s / 2, **flops})
@@ -89,7 +90,7 @@ def healthy(seed):
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_200_healthy_runs_report_nothing(part):
+def test_200_healthy_runs_have_no_events(part):
     for seed in range(50 * part, 50 * part + 50):
         assert healthy(seed).events == [], seed
 
@@ -121,7 +122,7 @@ def test_idle_event_has_power_and_data_wait():
     ]
 
 
-def test_changing_gpus_cause_no_flood_of_events():
+def test_gpus_that_change_between_idle_and_busy_cause_no_events():
     run = Run().windows(3)
     for number in range(1000):
         run.window(busy=0.1 if number % 4 else 0.5)

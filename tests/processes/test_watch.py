@@ -1,4 +1,4 @@
-"""``effllm watch``: values from two pages of a server, and no traceback for any server."""
+"""The command effllm watch: values from two metrics pages of a server; no server causes a traceback."""
 
 import json
 import signal
@@ -39,7 +39,7 @@ def seen(first, second, seconds=5.0):
     return between(parse(first, 100.0), parse(second, 100.0 + seconds))
 
 
-def test_two_pages_give_tokens_and_mean_time_to_first_token():
+def test_tokens_and_time_to_first_token_between_two_pages():
     found = seen(page(1000, 40, engines=2, waited=(1.0, 10)), page(1500, 90, engines=2, waited=(1.6, 14), running=3))
 
     assert (found.interval_s, found.generation_tokens, found.prompt_tokens) == (5.0, 1000.0, 100.0)  # 2 * 500, 2 * 50
@@ -48,35 +48,35 @@ def test_two_pages_give_tokens_and_mean_time_to_first_token():
     assert not found.restarted
 
 
-def test_counters_have_two_names():
+def test_counters_with_both_names_are_read():
     assert seen(page(10, name=""), page(25, name="")).generation_tokens == 15.0
 
 
-def test_without_requests_there_is_no_time_to_first_token():
+def test_time_to_first_token_is_missing_without_requests():
     assert seen(page(10), page(10)).time_to_first_token_s is None
 
 
-def test_model_added_later_begins_at_zero():
+def test_counters_of_a_later_model_begin_at_zero():
     later = page(30) + 'vllm:generation_tokens_total{engine="9",model_name="new"} 7\n'
 
     assert seen(page(10), later).generation_tokens == 27.0
 
 
 @pytest.mark.parametrize("after", [page(900), page(2000, started=2000.0), page(1200, prompt=-1)])
-def test_across_a_restart_no_tokens_are_known(after):
+def test_tokens_are_unknown_in_an_interval_with_a_restart(after):
     found = seen(page(1000), after)
 
     assert (found.restarted, found.generation_tokens, found.prompt_tokens) == (True, None, None)
 
 
-def test_a_page_before_its_first_token_has_no_time():
+def test_page_before_the_first_token_has_no_token_counter():
     found = seen('vllm:num_requests_running{model_name="m"} 0\n', page(12))
 
     assert (found.generation_tokens, found.restarted) == (12.0, False)
 
 
 @pytest.mark.parametrize("text", ["", "<html>hello</html>", 'go_goroutines 8\nhttp_requests_total{code="200"} 3\n'])
-def test_page_of_another_server_names_the_missing_metrics(text):
+def test_page_of_another_server_is_rejected_with_missing_metrics(text):
     with pytest.raises(NotVllm, match="vllm:generation_tokens_total"):
         parse(text, 0.0)
 
@@ -91,12 +91,12 @@ def test_lines_that_are_not_samples_are_skipped():
 @pytest.mark.parametrize(
     "url", ["", "localhost:8000", "ftp://h/metrics", "file:///etc/passwd", "http://", "http://u:p@h/", "http://h:x/"]
 )
-def test_address_that_is_not_a_web_page_is_rejected(url):
+def test_invalid_address_is_rejected(url):
     with pytest.raises(ValueError, match=r"http|port|Port"):
         address(url)
 
 
-def test_default_page_is_metrics():
+def test_default_path_is_metrics():
     assert address("http://127.0.0.1:8000") == ("http", "127.0.0.1", 8000, "/metrics")
     assert address("https://h/a/metrics") == ("https", "h", 443, "/a/metrics")
 
@@ -105,7 +105,8 @@ def test_default_page_is_metrics():
 
 
 class Server:
-    """Answers each request with the next of a list, and then always with the last; numbers are statuses."""
+    """A server that answers requests with a list of pages in order and then repeats the last page; a number is a status
+    code."""
 
     def __init__(self, *answers):
         answers = list(answers)
@@ -147,7 +148,7 @@ def serve():
         server.close()
 
 
-def test_an_error_and_a_redirect_are_not_a_page(serve):
+def test_errors_and_redirects_are_rejected(serve):
     with pytest.raises(Unreachable, match="500"):
         fetch(serve(500))
     with pytest.raises(Unreachable, match="302 Found to http://elsewhere/"):
@@ -160,7 +161,7 @@ def test_missing_server_is_unreachable(serve):
 
 
 class LateReader:
-    """A GPU of 300 W whose first read returns after all GPUs are open, as behind a busy driver."""
+    """A GPU of 300 W; the first read of the last GPU returns after all GPUs are open, as with a busy driver."""
 
     def __init__(self, index, last):
         self.device = Device(key=f"GPU-{index}", kind="nvml", energy_method=COUNTER)
@@ -192,7 +193,7 @@ def test_gpu_with_a_late_first_read_is_counted(monkeypatch):
         time.sleep(0.3)
         return gpus.joules(start_s, start_s + 0.2)
 
-    joules = jobs.until(joules_of_a_while)  # unknown when a reading was late
+    joules = jobs.until(joules_of_a_while)  # None if a reading was late
     count = gpus.count
     gpus.close()
 
@@ -204,7 +205,7 @@ def watch(cli, url, *arguments, **variables):
     return cli.run("watch", "--vllm", url, "--interval", "0.5", *arguments, **variables)
 
 
-def test_json_has_a_line_per_interval_with_joules_per_token(cli, serve):
+def test_json_has_one_line_per_interval_with_joules_per_token(cli, serve):
     url = serve(page(1000, 10), page(1500, 20), page(1700, 20))
 
     done = watch(cli, url, "--count", "2", "--json", EFFICIENTLLM_DEVICE="simulated")
@@ -215,7 +216,7 @@ def test_json_has_a_line_per_interval_with_joules_per_token(cli, serve):
     for row in rows:
         assert row["simulated"]
         assert row["tokens_per_second"] == pytest.approx(row["generation_tokens"] / row["interval_s"], rel=1e-4)
-        assert 100 < row["watts"] < 700  # the simulated wave: 400 W and 250 W up and down
+        assert 100 < row["watts"] < 700  # the simulated power is 400 W plus or minus up to 250 W
         assert row["joules_per_token"] == pytest.approx(row["joules"] / row["generation_tokens"])
         assert row["joules_per_10k_tokens"] == pytest.approx(1e4 * row["joules_per_token"])
 
@@ -230,7 +231,7 @@ def test_table_of_80_columns_ends_with_the_sum(cli, serve):
     assert "J/token" in lines[-1]
 
 
-def test_without_a_gpu_power_is_reported_as_not_measured(cli, serve):
+def test_power_without_a_gpu_is_reported_as_not_measured(cli, serve):
     done = watch(cli, serve(page(1), page(2)), "--count", "1", EFFICIENTLLM_DEVICE="host")
     rows = watch(cli, serve(page(1), page(2)), "--count", "1", "--json", EFFICIENTLLM_DEVICE="host")
 
@@ -239,7 +240,7 @@ def test_without_a_gpu_power_is_reported_as_not_measured(cli, serve):
     assert (row["gpus"], row["watts"], row["joules_per_token"], row["generation_tokens"]) == (0, None, None, 1.0)
 
 
-def test_restart_and_outage_are_reported_and_survived(cli, serve):
+def test_watch_continues_after_a_restart_and_an_outage(cli, serve):
     url = serve(page(1000), page(10, started=2000.0), 503, page(40, started=2000.0), page(50, started=2000.0))
 
     done = watch(cli, url, "--count", "4", "--json", EFFICIENTLLM_DEVICE="simulated")
@@ -250,7 +251,7 @@ def test_restart_and_outage_are_reported_and_survived(cli, serve):
     assert done.returncode == 0
 
 
-def test_no_answer_and_page_of_another_server_exit_with_1(cli, serve):
+def test_exit_status_is_1_without_a_vllm_server(cli, serve):
     away = watch(cli, "http://127.0.0.1:1/metrics", "--count", "1", EFFICIENTLLM_DEVICE="simulated")
     other = watch(cli, serve("up 1\n"), EFFICIENTLLM_DEVICE="simulated")
 
@@ -260,12 +261,12 @@ def test_no_answer_and_page_of_another_server_exit_with_1(cli, serve):
     assert "Traceback" not in away.stderr + other.stderr
 
 
-def test_wrong_use_exits_with_2(cli):
+def test_exit_status_is_2_after_a_usage_error(cli):
     assert watch(cli, "file:///etc/passwd").returncode == 2
     assert cli.run("watch", "--interval", "0").returncode == 2
 
 
-def test_stand_in_of_the_integration_is_watched(cli):
+def test_fake_server_of_the_integration_can_be_watched(cli):
     server = subprocess.Popen(
         [sys.executable, str(STAND_IN), "--port", "0", "--tokens-per-second", "1000"], stdout=subprocess.PIPE, text=True
     )
@@ -286,7 +287,7 @@ def test_stand_in_of_the_integration_is_watched(cli):
         assert row["requests_running"] == 8
 
 
-def test_watch_stopped_before_its_first_interval_reports_it(cli, serve):
+def test_watch_that_ends_before_the_first_interval_reports_this(cli, serve):
     process = cli.start("watch", "--vllm", serve(page(1)), "--interval", "600", EFFICIENTLLM_DEVICE="simulated")
     read_until(process, "SIMULATED")
     process.send_signal(signal.SIGINT)

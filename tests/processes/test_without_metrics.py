@@ -1,4 +1,4 @@
-"""A setting that turns the metrics off by mistake is named once more at the end of the job."""
+"""A wrong setting that turns metrics off is reported again at the end of the job."""
 
 import subprocess
 import sys
@@ -16,7 +16,7 @@ ATTACHED = "from effllm.attach import autoload; autoload()  # as torch does\n"
 
 
 def stderr_of(cli, code, **variables):
-    """Return the stderr of a script in its own process."""
+    """Run a script in a new process; return the lines of its stderr."""
     path = cli.script("import os, sys\n" + code)
     done = subprocess.run(
         [sys.executable, path], env=cli.environ(**variables), cwd=cli.folder,
@@ -29,7 +29,7 @@ def stderr_of(cli, code, **variables):
     ("name", "value"),
     [("EFFICIENTLLM_METRICS_ENABLED", "flase"), ("EFFICIENTLLM_LOG_INTERVAL", "0"), ("WORLD_SIZE", "many")],
 )
-def test_a_wrong_setting_is_repeated_after_the_training(cli, name, value):
+def test_wrong_setting_is_reported_again_at_the_end(cli, name, value):
     first, trained, last = stderr_of(cli, LOOP, RANK="0", **{"WORLD_SIZE": "1", name: value})
 
     assert trained == "trained"
@@ -38,7 +38,7 @@ def test_a_wrong_setting_is_repeated_after_the_training(cli, name, value):
 
 
 @pytest.mark.parametrize("name", ["METRICS_ENABLED", "ATTACH"])
-def test_an_unclear_switch_is_named_at_the_end(cli, name):
+def test_invalid_switch_is_reported_at_the_end(cli, name):
     [last] = stderr_of(cli, ATTACHED, **{f"EFFICIENTLLM_{name}": "perhaps"})
 
     assert last.startswith(f"[EfficientLLM] this job ran without metrics: EFFICIENTLLM_{name}='perhaps'")
@@ -56,7 +56,7 @@ def test_an_unclear_switch_is_named_at_the_end(cli, name):
     ],
     ids=["right", "off", "rank 1", "no stderr", "launcher", "forked"],
 )
-def test_nothing_is_printed_without_a_mistake(cli, code, variables):
+def test_no_line_is_printed_without_a_wrong_setting(cli, code, variables):
     assert stderr_of(cli, code, **variables) == []
 
 
