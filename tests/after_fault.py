@@ -54,8 +54,8 @@ def assert_whole(
 def _assert_energy(rank: int, rows: Sequence[Any], local_rank: int) -> None:
     """Compare the energy of rows with the true energy; the tolerance includes the gaps in the coverage of each row.
 
-    On a busy machine samples can be missing, mostly at the edges of short windows. During such a gap the power is
-    between the minimum and the maximum of the waveform.
+    On a busy machine samples can be missing, mostly at the edges of short windows. During a gap the power is between
+    the minimum and the maximum of the waveform.
     """
     measured = [row for row in rows if row.energy_j is not None]
     assert measured, f"rank {rank}: no row has energy"

@@ -43,7 +43,7 @@ class Host:
         self.name = f"host{number}"
         self.address, self.address6 = f"10.77.0.{number}", f"fd77::{number}"
         self.interface = "eth0"
-        self._etc = Path("/etc/netns") / self.namespace  # `ip netns exec` mounts it over /etc
+        self._etc = Path("/etc/netns") / self.namespace  # `ip netns exec` mounts this folder over /etc
         self._slow: subprocess.Popen[bytes] | None = None
 
     @property
@@ -136,7 +136,7 @@ class Wire:
         self._is_open = False
 
     def __call__(self, count: int) -> list[Host]:
-        """Return this many new hosts."""
+        """Make and return ``count`` new hosts."""
         if not self._is_open:
             self._open()
         new = [Host(self, len(self._hosts) + 1 + i) for i in range(count)]

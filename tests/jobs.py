@@ -1,6 +1,6 @@
 """Jobs of real processes: starts them, finds their processes, reads their output.
 
-Every process of a test has two tokens in its environment, one of the test session and one of its job. With these tokens
+Every process of a test has two tokens in its environment, one of the test session and one of its job. By the tokens,
 tests also find agents and aggregators, which run in separate process sessions.
 """
 
@@ -100,7 +100,7 @@ def processes(token: str, skipped: Collection[int] = ()) -> Iterator[int]:
     wanted = token.encode()
     for pid in psutil.pids():
         if pid != os.getpid() and pid not in skipped:
-            with suppress(OSError):  # the process has ended, or has another user
+            with suppress(OSError):  # the process has ended or belongs to another user
                 if wanted in Path(f"/proc/{pid}/environ").read_bytes():
                     yield pid
 

@@ -1,8 +1,8 @@
 """The NVML library of the tests: builds the library, writes its trace file, and computes the correct values.
 
 `build` compiles ``tests/nvml``; the first comment of ``libnvidia-ml.c`` explains traces and faults. A process with the
-variables of `Trace.environment` loads that library through the real pynvml. `RemoteReader` is such a process with one
-open device.
+variables of `Trace.environment` loads that library through the real pynvml. `RemoteReader` reads one device in another
+process.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The table of faults in docs/reliability.md: the promise for each fault, and the results of the tests marked
 ``fault``.
 
-    python -m pytest -m fault --reliability   # writes it, with the tests that passed, failed and were skipped
+    python -m pytest -m fault --reliability   # writes the page with the new results of all tests
     python -m tests.reliability               # writes the page from the kept results
 
 A test has the mark ``@pytest.mark.fault("aggregator-sigkill")``, with several names if it tests several faults. Tests
@@ -93,7 +93,7 @@ FAULTS = {
         "ten thousand ranks report to one aggregator",
         "all are received and counted to the last token, in bounded memory; docs/scale.md has the cost",
     ),
-    # of the same kind
+    # further faults
     "disk-full": Fault(
         "the disk of the run folder is full",
         "logged once; no torn line or summary; agents keep their windows; written when there is room, else counted",

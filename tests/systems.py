@@ -1,6 +1,6 @@
 """The table of training systems in docs/systems.md: the results of the tests with the mark ``system``.
 
-    python -m pytest -m "" --systems tests tests/frameworks   # writes it, with the tests that passed
+    python -m pytest -m "" --systems tests tests/frameworks   # writes the page with the passed tests
     python -m tests.systems                                   # writes the page from the kept results
 
 A test has ``pytestmark = pytest.mark.system("trl", how=RAN)``; a pass is recorded with the versions of the packages.

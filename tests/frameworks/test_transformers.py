@@ -94,7 +94,7 @@ def test_flops_use_the_width_of_each_batch(frameworks):
 
 
 def test_model_is_counted_once_if_every_rank_is_first_in_its_world(frameworks):
-    """In transformers each rank is the first of a world of one, as with DeepSpeed without ``use_cpu``."""
+    """For transformers, each rank is the first rank of a world of one, as with DeepSpeed without ``use_cpu``."""
     code = "import os, torch\ntorch.distributed.init_process_group('gloo')\n"
     code += "[os.environ.pop(name) for name in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE')]\n"
     code += script(before="assert trainer.state.is_world_process_zero")

@@ -1,4 +1,4 @@
-"""``import torch`` loads effllm; this must never fail, must be cheap, and must not start a process or thread."""
+"""``import torch`` loads effllm; the import must never fail, must be cheap, and must not start a process or thread."""
 
 import json
 import os
@@ -52,7 +52,7 @@ ON = {"EFFICIENTLLM_ATTACH": "1"}
         (ON | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, "no hooks"),
     ],
 )
-def test_import_of_torch_hooks_only_if_a_variable_is_set(environ, printed):
+def test_import_of_torch_installs_hooks_only_if_a_variable_is_set(environ, printed):
     assert run(PRINT_HOOKS, environ) == (f"{printed} torch\n", "")
 
 

@@ -183,7 +183,7 @@ def test_new_optimizer_continues_the_run_of_the_old_one(launch):
     assert job.ledger.summary.parameters == 36
 
 
-def test_the_next_optimizer_is_counted_after_the_first_one_stops(launch):
+def test_second_optimizer_is_counted_after_the_first_one_stops(launch):
     job = train(
         launch,
         dedent(TWO)

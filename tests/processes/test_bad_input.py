@@ -44,7 +44,7 @@ def assert_disabled(job, text):
         ("parameters", "some", "total, trainable or active"),
     ],
 )
-def test_wrong_setting_is_one_line_with_the_allowed_values(launch, name, wrong, allowed):
+def test_wrong_setting_is_reported_with_the_allowed_values(launch, name, wrong, allowed):
     job = launch.python(LOOP, "--iterations", 3, **{name: wrong}).done()
 
     assert_disabled(job, f"EFFICIENTLLM_{name.upper()}='{wrong}' is not usable: must be {allowed}")
@@ -170,7 +170,7 @@ def test_invalid_state_file_is_reported_and_totals_restart(launch, tmp_path):
 # --- addresses ---
 
 
-def test_endpoint_without_listener_is_one_line(launch):
+def test_endpoint_without_a_listener_is_reported_in_one_line(launch):
     endpoint = f"127.0.0.1:{jobs.unused_port()}"
     job = launch.python(LOOP, endpoint=endpoint).done()
 
@@ -183,7 +183,7 @@ def test_endpoint_without_listener_is_one_line(launch):
     assert not job.runs()
 
 
-def test_endpoint_that_never_answers_is_one_line(launch):
+def test_endpoint_that_never_answers_is_reported_in_one_line(launch):
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(8)
@@ -433,7 +433,7 @@ def test_invalid_iteration_numbers_are_ignored(launch):
     assert job.blocks[0]["iteration"] == "5"
 
 
-def test_second_initialisation_updates_the_first(launch):
+def test_second_call_of_initialize_updates_the_settings(launch):
     job = loop(
         launch,
         "effllm.initialize_efficientllm_metrics(2000, facts={'model': 'small'})\nfor i in range(10):\n    step(10, 1)",

@@ -140,7 +140,7 @@ def test_varying_call_times_do_not_reduce_the_precision():
 
 
 @pytest.mark.parametrize("tick_s", [0.02, 0.1])
-def test_jittering_tick_has_a_wider_error(tick_s):
+def test_tick_with_jitter_has_a_larger_error(tick_s):
     for seed in range(10):
         jittering = tick_of(readings(tick_s, 0.002, seed, jitter_s=0.4 * tick_s))
         steady = tick_of(readings(tick_s, 0.002, seed))
@@ -168,7 +168,7 @@ def test_power_that_changes_between_ticks_is_not_held(board):
     assert not calibrate(H100, board(hold=False).read, None).is_held
 
 
-def test_for_constant_power_is_held_is_unknown():
+def test_is_held_is_unknown_for_constant_power():
     samples = [Sample(step, power_w=60.0, energy_j=step // 5) for step in range(100)]
 
     assert is_held(samples) is None
@@ -448,10 +448,10 @@ def test_calibration_through_nvml_finds_the_tick_and_is_kept(calibrated):
 
 
 @pytest.mark.alone
-def test_too_slow_nvml_calls_leave_the_tick_unknown(calibrated):
+def test_tick_is_unknown_with_too_slow_nvml_calls(calibrated):
     sensor, took_s = calibrated(Gpu("GPU-a", "0:01:00", tick_s=0.02), "0 energy delay 0.02")
 
-    # This is the tick of most GPUs. Its error is a whole tick, so the tick is not used to compute times.
+    # Most GPUs have a tick of 0.1 s. The error is a whole tick, so the tick is not used to compute times.
     assert (sensor.tick_s, sensor.tick_error_s) == (0.1, 0.1)
     assert sensor.source == "assumed: no tick was found by the reads"
     assert sensor.call_s == pytest.approx(0.02, abs=0.015)

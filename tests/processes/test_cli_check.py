@@ -73,7 +73,7 @@ PROFILED = {
 }  # fmt: skip
 
 
-def test_metrics_that_a_simulated_device_cannot_measure(cli):
+def test_simulated_device_measures_all_except_known_metrics(cli):
     code, survey = found(cli, "--device", "simulated")
 
     metrics = by_metric(survey)

@@ -136,7 +136,7 @@ def test_off_means_off(cli):
         (["--lr", "1"], "there is no option --lr"),
     ],
 )
-def test_usage_error_is_one_line_and_status_2(cli, arguments, expected):
+def test_usage_error_is_one_line_with_exit_status_2(cli, arguments, expected):
     done = cli.run("run", *arguments)
 
     assert (done.returncode, done.stdout) == (2, "")

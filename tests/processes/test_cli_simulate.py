@@ -139,7 +139,7 @@ def test_too_low_hard_limit_is_reported_with_the_needed_number(limits):
     assert "\n" not in line
 
 
-def test_number_of_descriptors_for_small_worlds():
+def test_small_worlds_need_few_descriptors():
     # For n ranks: 1.2 n + min(256, 96 + n), rounded up.
     assert [descriptors.needed(peers) for peers in (2, 8, 100, 160, 200)] == [101, 114, 316, 448, 496]
 

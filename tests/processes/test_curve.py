@@ -130,7 +130,7 @@ def test_random_key_is_rejected_at_the_gate(listener):
     assert secured.heard == 0
 
 
-def test_without_a_gate_any_key_is_admitted(listener):
+def test_every_key_is_admitted_without_a_gate(listener):
     secured = listener(gated=False)
     secured.link(AgentKeys(KeyPair.of(os.urandom(32)), AgentKeys.of(SECRET, JOB).server_public))
 

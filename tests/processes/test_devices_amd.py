@@ -23,7 +23,7 @@ GIB = 2**30
 #: The library uses 15.3 uJ instead of 2^-16 J = 15.2588 uJ, so its energy is 0.27 % too high.
 HIGH = 15.3e-6 * 2**16
 
-# This is the order of AMD SMI. The order of HIP is B, C, A; the order on the PCI bus is C, A, B.
+# A, B, C is the order of AMD SMI. The order of HIP is B, C, A; the order on the PCI bus is C, A, B.
 A = {"serial": 0xA, "bdf": "0000:5e:00.0", "hip_id": 2, "memory_used": 1 * GIB}
 B = {"serial": 0xB, "bdf": "0000:c1:00.0", "hip_id": 0, "memory_used": 2 * GIB}
 C = {"serial": 0xC, "bdf": "0000:3b:00.0", "hip_id": 1, "memory_used": 3 * GIB}
@@ -742,7 +742,7 @@ def test_missing_gpu_raises_with_one_sentence(library, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("denied", ["kfd", "dri/renderD128"])
-def test_reason_for_no_gpu_is_a_device_node_without_permission(library, monkeypatch, tmp_path, denied):
+def test_device_node_without_permission_is_reported_as_the_reason(library, monkeypatch, tmp_path, denied):
     (tmp_path / "dri").mkdir()
     for name in ("kfd", "dri/renderD128"):
         (tmp_path / name).touch()

@@ -383,7 +383,7 @@ def test_unreadable_rapl_is_reported_with_advice(trainer, powercap, clock, monke
     assert (sample.energy_j, failures) == (None, {})
 
 
-def test_failing_rapl_read_is_none_and_recovers(trainer, powercap, clock):
+def test_failed_rapl_read_is_none_until_the_next_successful_read(trainer, powercap, clock):
     with opened(Site(trainer_pid=trainer.pid), clock, powercap.root) as reader:
         before, _ = reader.read()
         powercap.break_zone("intel-rapl:1")

@@ -11,7 +11,7 @@ from nvml_library import GIB, Gpu, Trace, flat, square
 
 from effllm.devices import DeviceUnavailable, Site, open_device
 
-# This is the order of NVML; the order of the PCI buses is A, B, C. Each GPU has another amount of used memory.
+# C, A, B is the order of NVML; the order of the PCI buses is A, B, C. Each GPU has a different amount of used memory.
 GPU_C = Gpu("GPU-cccc0003-0000-4000-8000-000000000003", "00000000:C1:00.0", memory=flat(3 * GIB))
 GPU_A = Gpu("GPU-aaaa0001-0000-4000-8000-000000000001", "00000000:3B:00.0", memory=flat(1 * GIB))
 GPU_B = Gpu("GPU-aaaa0002-0000-4000-8000-000000000002", "00000000:5E:00.0", memory=flat(2 * GIB))
@@ -163,8 +163,8 @@ def test_failed_reading_is_none_until_the_next_successful_read(trace, field):
         ("memory", ["memory"]),
         ("utilization", ["utilization"]),
         ("power", ["power"]),
-        ("energy", []),  # power is used instead
-        ("fields", []),  # older calls are used instead
+        ("energy", []),  # power replaces the energy counter
+        ("fields", []),  # older calls replace the call for field values
         *(
             (call, [])
             for call in ("mig", "limit", "clocks", "temperature", "throttle", "ecc", "gpm", "events", "about")

@@ -407,7 +407,7 @@ def test_marks_of_missing_values_at_opening_are_ignored(trace):
         (0x8 | 0x40, ("hw_slowdown", "hw_thermal")),
         (0x8 | 0x80, ("hw_slowdown", "power_brake")),
         (0x10 | 0x20, ("sync_boost", "sw_thermal")),
-        (0x4 | 0x1_0000, ("power_cap",)),  # the second bit is an unknown reason
+        (0x4 | 0x1_0000, ("power_cap",)),  # bit 0x10000 is an unknown reason
     ],
 )
 def test_throttle_reasons_are_named(trace, bits, names):
@@ -605,7 +605,7 @@ def test_slices_of_unknown_size_have_equal_shares(trace):
     assert device.energy_note == f"1/3 of {A}'s energy, by number of slices"
 
 
-def test_activities_of_a_slice_are_those_of_its_gpu_instance(trace):
+def test_activities_of_a_slice_are_values_of_its_gpu_instance(trace):
     trace.write(
         gpu(**WHOLE, sm_activity=flat(0.9)),
         part("a", 1, 3, sm_activity=flat(0.4)),
@@ -698,7 +698,7 @@ def test_events_of_a_failing_gpu_are_read_immediately(trace):
         trace.fault(
             "0 xid event 79", *(f"0 {call} error {UNKNOWN_ERROR}" for call in ("fields", "memory", "utilization"))
         )
-        events = events_of(reader)  # read in the same second
+        events = events_of(reader)  # read again in the same second
 
     assert [kind for kind, _ in events] == ["xid"]
 

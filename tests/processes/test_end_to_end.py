@@ -8,7 +8,7 @@ import jobs
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-# Tests use the same jobs. A job with four ranks takes a minute on a busy machine.
+# All tests use the same jobs. A job with four ranks takes a minute on a busy machine.
 pytestmark = [*jobs.needs_torch, pytest.mark.xdist_group("end to end"), pytest.mark.timeout(480)]
 
 ONE_NODE = ["--standalone", "--local_addr", "127.0.0.1", "--nproc_per_node"]
@@ -93,7 +93,8 @@ def test_aec_times_t_is_the_energy_of_the_iterations(world):
     job, _ = world
     summary, rows = job.ledger.summary, job.ledger.ranks
     aec = summary.metrics["aec_watts"].value
-    # On a busy machine a GPU may be missing in a window. AEC includes neither the energy nor the time of such a window.
+    # On a busy machine, windows can have a missing GPU. AEC includes neither the energy nor the time of windows with a
+    # missing GPU.
     known = {window.window for window in job.ledger.windows if window.last.energy.joules is not None}
     of_known = [row for row in rows if row.window in known]
     time_s, tokens = seconds_of(of_known), sum(row.tokens for row in of_known)
@@ -145,7 +146,7 @@ def test_last_console_values_equal_the_summary(world):
         assert hit.split()[2] == jobs.FORMATS[tag].format(value)
 
 
-def test_values_in_tensorboard_are_those_of_windows_and_summary(world):
+def test_values_in_tensorboard_agree_with_windows_and_summary(world):
     job, _ = world
     scalars = tensorboard(job.ledger.folder / "tensorboard")
     windows = job.ledger.windows

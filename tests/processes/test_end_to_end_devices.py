@@ -12,7 +12,7 @@ from effllm.devices.simulated import waveform_of
 LOOP = "loop.py"
 TICK_S = 0.02  # time between two changes of the energy counter, as on an H100
 INTERVAL_S = 0.05
-# This is the order of NVML; the order of the PCI buses is A, B, IDLE.
+# IDLE, A, B is the order of NVML; the order of the PCI buses is A, B, IDLE.
 IDLE = Gpu("GPU-cccc0003-0000-4000-8000-000000000003", "00000000:C1:00.0", power=flat(60.0), utilization=flat(0.0))
 A = Gpu(
     "GPU-aaaa0001-0000-4000-8000-000000000001",

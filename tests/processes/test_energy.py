@@ -121,8 +121,8 @@ def test_square_wave_is_split_exactly_within_a_tick():
 
 @pytest.mark.parametrize("period_s", [2.03, 1.31, 0.93])
 def test_windows_of_a_square_wave_are_exact(period_s):
-    # There is at most one step of power between two ticks, and the energy of the tick gives its time. So ticks of 100
-    # ms add no error.
+    # Ticks of 100 ms add no error: there is at most one step of power between two ticks, and the energy of the tick
+    # gives the time of the step.
     for seed in range(3):
         for window in simulate(square(100.0, 500.0, period_s), seed, window_s=0.7):
             assert abs(window.error_j) < 2e-3 * window.truth_j + 0.2
@@ -307,7 +307,7 @@ def test_windows_during_failed_reads_remain_estimates():
         if second:
             windows.append(energy(one, second - 1, second))
 
-    # Each of the four seconds has 490 J from power. Then the counter adds the missing 10 J per second, once.
+    # Each of the four seconds has 490 J from power; the counter adds the missing 10 J per second once.
     assert [window.joules for window in windows[4:10]] == pytest.approx([490.0, 490.0, 490.0, 490.0, 540.0, 500.0])
     assert [window.estimated_j for window in windows[4:10]] == pytest.approx([490.0, 490.0, 490.0, 490.0, 0.0, 0.0])
     assert sum(window.joules for window in windows) == pytest.approx(13 * 500.0)
@@ -394,7 +394,7 @@ def test_energy_is_not_counted_twice_after_a_low_counter(watts, by_j):
         ledger(), *every_second(lambda s: 3e6 + watts * s - (by_j if 5 <= s < 12 else 0.0), watts=watts, until_s=25)
     )
 
-    # A wrong step of the counter is not detected only if the power limit allows its energy in one second.
+    # A wrong step of the counter remains undetected only if the power limit allows its energy in one second.
     assert joules(one, 0, 25) == pytest.approx(25 * watts, abs=1.0)
     assert joules(one, 13, 25) == pytest.approx(12 * watts, abs=1.0)
 

@@ -38,7 +38,7 @@ def counted(model):
     return found.total, found.trainable
 
 
-def test_tied_embeddings_are_counted_once_and_frozen_not_trainable():
+def test_tied_embeddings_are_counted_once():
     model = Tiny(tied=True)
     model.layers[0].requires_grad_(False)
 
@@ -96,7 +96,7 @@ def test_active_parameters_include_only_chosen_experts():
     assert found.share(counts_them=False) == {"total": 0, "trainable": 0, "active": 0}
 
 
-def test_token_flops_omit_embeddings_and_count_frozen_weights_less():
+def test_token_flops_exclude_embeddings_and_frozen_gradients():
     """6 x (32 + 40) weights + 12 x 2 layers x width 4 x length 8; weights without a gradient count 4 x instead of 6
     x."""
     model = Tiny()

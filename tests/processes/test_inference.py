@@ -46,7 +46,7 @@ def counted(result, *args, **kwargs):
 PROMPT = Tensor([[1, 5, 6], [1, 5, 7]])
 
 
-def test_generated_tokens_follow_the_prompt_up_to_the_end_token():
+def test_tokens_after_the_prompt_until_the_end_token_are_counted():
     result = Tensor([[1, 5, 6, 9, 9, 9, 9], [1, 5, 7, 9, 2, 0, 0]])
 
     assert counted(result, model(), input_ids=PROMPT) == (6, 6, 2)  # 4 + 2 generated tokens, including the end token
@@ -69,7 +69,7 @@ def test_result_for_input_embeddings_has_no_prompt_tokens():
     assert counted(Tensor([[9, 9, 2]]), model(), inputs_embeds=embeddings) == (3, 7, 1)
 
 
-def test_several_answers_to_one_prompt_are_all_generated():
+def test_all_answers_to_a_prompt_are_counted_as_generated():
     assert counted(Tensor([[1, 5, 9, 9]] * 3), model(), input_ids=Tensor([[1, 5]])) == (6, 2, 1)
 
 

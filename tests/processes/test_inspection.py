@@ -144,7 +144,7 @@ def test_top_is_the_innermost_frame_of_the_main_thread():
     assert top_of("nothing of the kind", 1) == ""
 
 
-def test_sent_text_is_bounded():
+def test_sent_text_has_a_maximum_length():
     assert bounded("x" * MAX_STACK) == "x" * MAX_STACK
     assert len(bounded("x" * (MAX_STACK + 1))) <= MAX_STACK
     assert bounded("x" * (MAX_STACK + 1)).endswith("(cut off)\n")

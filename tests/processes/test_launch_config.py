@@ -55,7 +55,7 @@ def test_strict_shell_can_source_the_file_twice_in_any_folder(shell, tmp_path):
     assert done.stdout.endswith("done\n")
 
 
-def test_defaults_are_those_of_the_package(shell):
+def test_defaults_are_equal_to_the_defaults_of_the_package(shell):
     defaults = {PREFIX + variable.name: variable.default for variable in VARIABLES}
 
     values = exported(shell)
@@ -90,7 +90,7 @@ def test_disabled_metrics_print_one_line_without_checks(shell, switch):
 
 
 @pytest.mark.parametrize("switch", ["true", "TRUE", " yes ", "on", "1"])
-def test_every_word_for_on_of_the_package_is_on(shell, switch):
+def test_every_word_that_means_on_in_the_package_is_accepted(shell, switch):
     done = run(shell, f"source '{CONFIG}'", EFFICIENTLLM_METRICS_ENABLED=switch)
 
     assert done.stdout.startswith("EfficientLLM metrics\n")

@@ -24,7 +24,7 @@ pytestmark = [
 ]  # four imports of torch take minutes
 
 HIDDEN, VOCABULARY, LENGTH, LAYERS = 32, 256, 16, 2
-EMBEDDINGS = VOCABULARY * HIDDEN + LENGTH * HIDDEN  # of tokens (tied to the output layer) and positions
+EMBEDDINGS = VOCABULARY * HIDDEN + LENGTH * HIDDEN  # tokens (tied to the output layer) and positions
 ATTENTION, MLP = 4 * HIDDEN**2, 8 * HIDDEN**2
 BIASES = 4 * HIDDEN + 5 * HIDDEN  # biases of attention and MLP; the model with experts has no biases
 NORMS = 2 * 2 * HIDDEN

@@ -92,7 +92,7 @@ def test_losses_are_equal_to_a_run_without_effllm(train, tmp_path, era):
     assert with_it == without
 
 
-def test_model_of_two_replicas_is_counted_once_and_each_batch_too(train):
+def test_two_replicas_have_one_model_and_half_of_the_samples_each(train):
     job = train("0_16", ranks=2).done()
 
     summary = job.ledger.summary
@@ -292,7 +292,7 @@ def alone(monkeypatch):
         monkeypatch.setitem(sys.modules, name, module)
 
 
-def test_active_parameters_are_those_of_the_experts_per_token(alone):
+def test_active_parameters_include_only_the_experts_per_token(alone):
     from effllm.hooks.megatron import parameter_share
 
     share = parameter_share([Experts(num_moe_experts=4, moe_router_topk=2)])

@@ -56,7 +56,7 @@ def test_each_unreadable_sensor_has_a_reason(bare):
         assert str(caught.value) == why_not
 
 
-def test_reason_of_a_failed_hwmon_sensor_replaces_that_of_rapl(bare):
+def test_reason_of_a_failed_hwmon_sensor_replaces_the_rapl_reason(bare):
     chip = bare / "hwmon0" / "device"
     chip.mkdir(parents=True)
     (chip / "power1_oem_info").write_text("Grace Power Socket 0\n")

@@ -50,7 +50,7 @@ def ask(trace, code):
     return json.loads(done.stdout)
 
 
-def test_integrals_of_a_square_wave():
+def test_integrals_of_a_square_wave_are_correct():
     # Two periods of 0.05 s: 0.05 s at 300 W and 0.05 s at 100 W are 15 + 5 = 20 J.
     assert SQUARE.integral(0.0, 0.1) == pytest.approx(20.0)
     # From 0.02 to 0.03: 5 ms at 300 W and 5 ms at 100 W are 1.5 + 0.5 = 2 J.
@@ -285,7 +285,7 @@ answer = [before, first.timestamp / 1e6, second.timestamp / 1e6, time.time()]
     assert before_s - 0.001 <= first_s <= second_s - 0.01 <= after_s
 
 
-def test_clocks_temperature_throttling_and_errors_of_a_trace(trace):
+def test_trace_file_defines_clocks_throttling_and_errors(trace):
     trace.write(
         Gpu(
             "GPU-a", "0:01:00", sm_clock_mhz=flat(1755.0), memory_clock_mhz=flat(2619.0), temperature_c=flat(61.0),
@@ -334,7 +334,7 @@ answer = [[size >> 30 for size in sizes], result(pynvml.nvmlDeviceGetMemoryInfo,
     assert ask(trace, code) == [[11, 69, 10, 1, 69], "error 25"]
 
 
-def test_identity_of_a_device_is_that_of_the_trace(trace):
+def test_trace_file_defines_the_identity_of_a_device(trace):
     about = {"name": "NVIDIA H100 80GB HBM3", "serial": "1650522003", "module_id": 3, "architecture": 9}
     trace.write(Gpu("GPU-a", "00000000:5E:00.0", power_limit_default_w=650.0, **about), driver="570.86.15")
     code = """
@@ -507,7 +507,7 @@ for window in ("", now - 1, f"{{now - 2}} {{now - 1}}", now + 60):
     assert ask(trace, code) == [300_000_000 + 1000 * offset for offset in (offset_j, offset_j, 0, 0)]
 
 
-def test_fault_hang_is_once_and_faults_delay_and_spin_each_time(trace):
+def test_fault_hang_occurs_once_and_delay_and_spin_each_time(trace):
     trace.write(Gpu("GPU-a", "0:01:00"))
     code = """
 def lasts(*lines):

@@ -119,7 +119,7 @@ def test_run_folder_does_not_write_through_foreign_files(tmp_path, place, name):
 @pytest.mark.parametrize("place", [pipe, link, second_name])
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("name", ["summary.json", "run.json", "state.json"])
-def test_pipe_or_link_instead_of_a_file_does_not_block_or_change(tmp_path, place, name):
+def test_pipe_or_link_instead_of_a_file_is_not_written_to(tmp_path, place, name):
     place(tmp_path / name)
 
     if name == "run.json":

@@ -39,7 +39,7 @@ def seen(first, second, seconds=5.0):
     return between(parse(first, 100.0), parse(second, 100.0 + seconds))
 
 
-def test_tokens_and_time_to_first_token_between_two_pages():
+def test_tokens_and_time_to_first_token_are_computed_from_two_pages():
     found = seen(page(1000, 40, engines=2, waited=(1.0, 10)), page(1500, 90, engines=2, waited=(1.6, 14), running=3))
 
     assert (found.interval_s, found.generation_tokens, found.prompt_tokens) == (5.0, 1000.0, 100.0)  # 2 * 500, 2 * 50
@@ -287,7 +287,7 @@ def test_fake_server_of_the_integration_can_be_watched(cli):
         assert row["requests_running"] == 8
 
 
-def test_watch_that_ends_before_the_first_interval_reports_this(cli, serve):
+def test_watch_reports_an_end_before_its_first_interval(cli, serve):
     process = cli.start("watch", "--vllm", serve(page(1)), "--interval", "600", EFFICIENTLLM_DEVICE="simulated")
     read_until(process, "SIMULATED")
     process.send_signal(signal.SIGINT)

@@ -1,9 +1,9 @@
 """A fake amdsmi whose GPUs follow a script; names, units and types are the same as in the real package.
 
 The script is the JSON file in AMDSMI_SCRIPT, with three keys: ``release``, the ROCm release (5.7 to 7.0) that is
-imitated; ``gpus``, the values that differ from GPU below; ``faults``. Every call reads the file again, except
-``release``. All times use the monotonic clock, so every process can compute the true values; a test in the same process
-may replace ``now``.
+imitated; ``gpus``, the values that differ from GPU below; ``faults``. Every call reads the script again, but
+``release`` is read only once. All times use the monotonic clock, so every process can compute the true values; a test
+in the same process may replace ``now``.
 """
 
 import ctypes

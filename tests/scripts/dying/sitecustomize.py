@@ -13,8 +13,7 @@ LIVES = 16  # later aggregators are not killed
 
 
 def dying(call, left):
-    """Return a counting version of ``call``: a call without any left writes only half or nothing, and kills the
-    process."""
+    """Return ``call`` with a countdown: call number ``left`` writes only half or nothing, and kills the process."""
 
     def counted(first, *rest, **keywords):
         if isinstance(first, int) and not stat.S_ISREG(os.fstat(first).st_mode):
