@@ -30,8 +30,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_logreport(report):
-    """Remove the group name that pytest-xdist appends to a test's name; otherwise ``--last-failed`` does not find the
-    test."""
+    """Remove the group name that pytest-xdist appends to a test's name; ``--last-failed`` needs the name without it."""
     if "PYTEST_XDIST_WORKER" not in os.environ:
         report.nodeid = re.sub(r"(::\w+(?:\[.*\])?)@[^@]*$", r"\1", report.nodeid)
 

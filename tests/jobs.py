@@ -114,8 +114,7 @@ def skip_older() -> None:
 
 
 def processes_of_session() -> Iterator[int]:
-    """Yield the running processes of this test session, except Python's resource trackers, which run until Python
-    ends."""
+    """Yield the running processes of this test session without Python's resource trackers, which end with Python."""
     _older.intersection_update(psutil.pids())  # a new process may have the pid of an ended one
     for pid in processes(f"{SESSION}={os.environ[SESSION]}", _older):
         if "resource_tracker" not in describe(pid):
@@ -292,8 +291,7 @@ class Job:
         return json.loads((self.folder / name).read_text())  # nan is allowed
 
     def max_step_s(self) -> float:
-        """Return the duration of the longest step with its log_metrics call, without the time that it waited for a
-        CPU."""
+        """Return the duration of the longest step with its log_metrics call, without waits for a CPU."""
         truth = self.output()
         parts = zip(truth["steps"], truth["logging_s"], itertools.pairwise(truth["starved_s"]), strict=True)
         return max(end - start + logging - (after - before) for (start, end), logging, (before, after) in parts)

@@ -209,8 +209,7 @@ class Gpu:
         return self.power.integral(t0, t1)
 
     def counter_j(self, t: float, *, reset_s: float | None = None) -> float:
-        """Return the value of the energy counter at ``t``. Only the devices that `Trace.write` returns have the origin
-        that some counters need."""
+        """Return the energy counter at ``t``; some counters need the origin that `Trace.write` sets in its results."""
         origin_s = self.origin_s or 0.0
         assert not self._is_summed() or self.origin_s is not None, (
             "this counter has no origin: ask what Trace.write returns"

@@ -1,5 +1,4 @@
-"""The table of faults in docs/reliability.md: the promise for each fault, and the results of the tests marked
-``fault``.
+"""The table of faults in docs/reliability.md: the promise for each fault, and the results of its tests.
 
     python -m pytest -m fault --reliability   # writes the page with the new results of all tests
     python -m tests.reliability               # writes the page from the kept results
@@ -176,8 +175,7 @@ FAULTS = {
 
 @cache
 def marked() -> dict[str, list[str]]:
-    """Return for each fault the tests with its mark, as ``file.py::function``; the marks are read from the source
-    files."""
+    """Read the marks from the source files; return for each fault its tests, as ``file.py::function``."""
     found: dict[str, list[str]] = {name: [] for name in FAULTS}
     for path in sorted(HERE.rglob("test_*.py")):
         body = ast.parse(path.read_text()).body

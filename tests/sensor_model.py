@@ -1,5 +1,4 @@
-"""A model of a GPU's power sensor and of the agent that reads the sensor, in virtual time; the true energy has a closed
-form."""
+"""A model of a GPU's power sensor and of its agent, in virtual time; the true energy has a closed form."""
 
 from __future__ import annotations
 
@@ -60,8 +59,8 @@ class Telegraph:
 
 @functools.lru_cache
 def _switches(mean_s: float, seed: int) -> tuple[list[float], list[float]]:
-    """Return the times of the switches, the first one to the high level, and the total time on the high level before
-    each switch."""
+    """Return the times of the switches (first: to the high level), and the time on the high level before each
+    switch."""
     chance = random.Random(seed)
     switches = [0.0]
     while switches[-1] < HORIZON_S:
@@ -72,8 +71,7 @@ def _switches(mean_s: float, seed: int) -> tuple[list[float], list[float]]:
 
 @dataclass
 class BoardSensor:
-    """A sensor that measures power in the last part of each tick and uses this value for the whole tick; it updates at
-    ticks, with a lag.
+    """A sensor that measures power in the last part of each tick, for the whole tick; it updates at ticks, with a lag.
 
     Args:
         power: true power.
@@ -126,8 +124,7 @@ class BoardSensor:
 
 
 class VirtualAgent:
-    """Reads a sensor once a second and at the times that the ledger requests; ends a window when its edge is
-    settled."""
+    """Reads a sensor every second and when the ledger requests it; ends a window when its edge is settled."""
 
     def __init__(
         self, ledger: EnergyLedger, sensor: BoardSensor, chance: random.Random, interval_s: float = 1.0

@@ -116,8 +116,7 @@ for step in range(6):
 
 
 def test_alternating_steps_of_two_models_are_one_iteration(frameworks):
-    """The parameters of both trained models are counted, the batches only of the first; a frozen model is not
-    counted."""
+    """Parameters of the two trained models are counted, batches only of the first; a frozen model is not counted."""
     summary = frameworks.run(script(GAN), environ=CPU).ledger.summary
 
     assert (summary.iterations, summary.parameters) == (6, 2 * 1550)
@@ -147,8 +146,8 @@ print("graphs", counter.frame_count)
 
 @pytest.mark.parametrize(("place", "framework", "iterations"), [("inside", "fabric", 6), ("outside", "torch", 5)])
 def test_hooks_do_not_change_compiled_graphs(frameworks, place, framework, iterations):
-    """torch.compile around Fabric's wrapper hides the forward pass; then optimizer steps are iterations, except the
-    first step."""
+    """torch.compile around Fabric's wrapper hides the forward pass; then all optimizer steps but the first are
+    iterations."""
     job = frameworks.run(script(COMPILED), place, environ=CPU)
     without = frameworks.run(script(COMPILED), place, environ=CPU, attach="0")
 

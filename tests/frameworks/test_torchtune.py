@@ -19,7 +19,7 @@ import torchtune.training
 from torchtune.models.llama2 import llama2
 
 torch.set_num_threads(1)
-# The distributed recipe looks at the memory of a GPU, also where there is none.
+# The distributed recipe reads the memory of a GPU, also on machines without a GPU.
 torchtune.training.get_memory_stats = torchtune.training.log_memory_stats = lambda *_, **__: {}
 torchtune.training.cleanup_before_training = lambda: None
 recipe, ranks, packed, in_backward = sys.argv[1], int(sys.argv[2]), *(one == "True" for one in sys.argv[3:])

@@ -442,8 +442,8 @@ class Mesh:
     ],
 )
 def test_only_the_first_rank_of_a_batch_counts_it(places, counts):
-    """accelerate does not run tensor and context parallelism on a CPU; this test calls only the function that selects
-    the counting rank."""
+    """The test calls only the selection of the rank, because accelerate runs no tensor or context parallelism on a
+    CPU."""
     from effllm.hooks._trainer_layout import counts_its_batch
 
     by_accelerate = SimpleNamespace(accelerator=SimpleNamespace(torch_device_mesh=Mesh(**places)), model=None)
@@ -454,7 +454,7 @@ def test_only_the_first_rank_of_a_batch_counts_it(places, counts):
 
 
 def test_active_parameters_of_mixtral_exclude_unused_experts(frameworks):
-    """Two of four experts are active; each expert has three matrices of 16 x 32, so half of 6,144 parameters are not
+    """Two of four experts are active; an expert has three matrices of 16 x 32, so half of 6,144 numbers are not
     active."""
     code = """
 from transformers import MixtralConfig, MixtralForCausalLM, Trainer

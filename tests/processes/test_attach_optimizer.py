@@ -316,8 +316,7 @@ def test_eval_mode_for_other_reasons_is_part_of_the_iteration(launch, loop):
 
 
 def test_eval_detection_does_not_change_training(launch, tmp_path):
-    """Compare losses, numbers of graphs, warnings and a saved model; the saved model must not contain the word
-    effllm."""
+    """Compare losses, numbers of graphs, warnings and a saved model, which must not contain the word effllm."""
     code = f"""
         import pathlib, warnings
         graphs = []

@@ -280,8 +280,7 @@ UNKNOWN_PEERS = {
 
 
 def send_raw_bytes(port):
-    """Open connections without ZeroMQ: half a greeting on an open connection, an HTTP request, and a connection that is
-    reset."""
+    """Open connections without ZeroMQ: half a greeting on an open connection, an HTTP request, a reset connection."""
     held = socket.create_connection(("127.0.0.1", port))
     held.sendall(b"\xff\0\0\0")
     with socket.create_connection(("127.0.0.1", port)) as browser:

@@ -158,8 +158,7 @@ def test_tick_of_a_constant_counter_is_unknown():
 def test_duty_and_gain_of_the_table_are_kept(board, tmp_path):
     sensor = calibrate(H100, board(tick_s=0.05).read, tmp_path)
 
-    # The table has a duty of 25 of 100 ms for the H100, a gain error of 5 % (not compared with a meter) and no lag, so
-    # the lag error is one tick.
+    # Table, H100: duty 25 of 100 ms, gain error 5 % (not compared with a meter), no lag, so a lag error of one tick.
     assert (sensor.duty, sensor.gain_error, sensor.lag_s) == (0.25, 0.05, 0.0)
     assert sensor.lag_error_s == sensor.tick_s == pytest.approx(0.05, abs=1e-4)
 
@@ -418,8 +417,7 @@ def test_device_without_a_gpu_counter_is_not_calibrated(tmp_path, traits):
 
 @pytest.fixture
 def calibrated(trace, tmp_path):
-    """Return a function that calibrates a traced GPU through the real pynvml and returns the sensor and the
-    duration."""
+    """Return a function that calibrates a traced GPU with the real pynvml and returns (sensor, duration)."""
 
     def run(gpu, *faults):
         trace.write(gpu)

@@ -425,8 +425,7 @@ def readings(joules, watts=100.0, every_s=0.1, stamps=None):
         ([50, 40, 30, 20, 10], False, "it decreased by 10 J"),
         ([0, 10, 20, 19, 30], False, "it decreased by 1 J"),
         ([0, None, None, None, 40], False, "it could not be read"),
-        # Three changes with a tick of 0.2 s: 40 J from the first change to the last one; the phase of the tick has no
-        # effect.
+        # Three changes with a tick of 0.2 s: 40 J from the first change to the last one, for every phase of the tick.
         ([0, 20, 20, 40, 40, 60, 60], True, ""),
         ([0, 0, 20, 20, 40, 40, 60], True, ""),
     ],

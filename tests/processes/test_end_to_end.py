@@ -93,8 +93,7 @@ def test_aec_times_t_is_the_energy_of_the_iterations(world):
     job, _ = world
     summary, rows = job.ledger.summary, job.ledger.ranks
     aec = summary.metrics["aec_watts"].value
-    # On a busy machine, windows can have a missing GPU. AEC includes neither the energy nor the time of windows with a
-    # missing GPU.
+    # AEC includes neither the energy nor the time of windows with a missing GPU; a busy machine can have such windows.
     known = {window.window for window in job.ledger.windows if window.last.energy.joules is not None}
     of_known = [row for row in rows if row.window in known]
     time_s, tokens = seconds_of(of_known), sum(row.tokens for row in of_known)

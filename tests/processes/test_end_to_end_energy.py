@@ -23,8 +23,7 @@ LOOP = "loop.py"
 STEP_S, LOG_INTERVAL = 0.02, 25  # a window lasts half a second
 INTERVAL_S = 0.2
 LOW_W, HIGH_W = 180.0, 620.0
-#: Largest mean error of a window. If the power changes during the tick of an edge, up to 440 W are unknown for 0.05 s
-#: on average. Each window has two edges.
+#: Each window has two edges. A change of power in the tick of an edge hides up to 440 W for 0.05 s on average.
 EDGES_J = 2 * (HIGH_W - LOW_W) * 0.1 / 4
 MAX_WRONG = 0.05  # share of a window's energy, independent of the stated error
 #: A stored calibration of this GPU model; without it each job would calibrate for two seconds.
@@ -124,8 +123,7 @@ def test_energy_of_a_window_is_within_its_stated_error(shared):
     assert len(rows) == 24
     assert {row.energy_method for row in rows} == {"counter"}
     assert sum(is_within) >= 0.85 * len(rows)  # the stated error is the half-width of a 95 % interval
-    # On a busy machine the reads at an edge are several ticks late; then the energy at the edge is estimated from
-    # power.
+    # On a busy machine reads at an edge are several ticks late, and the energy at the edge is estimated from power.
     assert all(wrong <= 3 * MAX_WRONG * row.energy_j for wrong, row in zip(wrong_j, rows, strict=True))
     assert sum(wrong > MAX_WRONG * row.energy_j for wrong, row in zip(wrong_j, rows, strict=True)) <= len(rows) // 10
     assert sum(row.energy_error_j for row in rows) / len(rows) <= EDGES_J
@@ -249,8 +247,7 @@ def test_windows_after_the_return_have_the_precision_of_before(disturbed, rank, 
 
     assert (len(before) >= 2, len(after) >= 3) == (True, True)
     wrong = sorted(abs(row.energy_j / disturbed.truth_j(gpu, row) - 1) for row in before[1:] + after)
-    # On a busy machine the reads at an edge are several ticks late; then the energy at the edge is estimated from
-    # power.
+    # On a busy machine reads at an edge are several ticks late, and the energy at the edge is estimated from power.
     assert wrong[len(wrong) // 2] < MAX_WRONG / 5
     assert wrong[-1] < 3 * MAX_WRONG
     assert {row.energy_method for row in before[1:] + after} == {"counter"}
@@ -311,8 +308,7 @@ def test_rank_with_a_hanging_call_is_measured_until_the_hang(crippled):
     assert 2 <= len(known) <= len(rows) - len(lost)
     assert len(lost) >= 5
     assert rows.index(known[-1]) < rows.index(lost[0])
-    # The last edge before the hang has no later readings, so its energy may be estimated from power; the stated error
-    # includes this.
+    # The last edge before the hang has no later readings; if its energy is estimated, the stated error includes this.
     until_s = crippled.fault_s - crippled.to_monotonic_s - 0.25
     before = [row for row in known[1:] if row.end_time_s < until_s]
     assert sum(row.energy_j for row in before) == pytest.approx(crippled.truth_j(B, *before), rel=0.01)

@@ -356,8 +356,7 @@ def test_counter_includes_the_time_of_failed_reads():
 @pytest.mark.parametrize("pause_s", [0.125, 0.25, 1.0])
 @pytest.mark.parametrize("catches_up", [True, False])
 def test_frozen_counter_is_filled_from_power(pause_s, catches_up):
-    # The power is always 500 W. The counter is constant from 5 s to 9 s; then it adds the missing 2 kJ or continues
-    # without them.
+    # The power is 500 W. The counter is constant from 5 s to 9 s; then it adds the missing 2 kJ or never adds them.
     def counter(s):
         return 500.0 * (s if s < 5 else 5.0 if s < 9 else s if catches_up else s - 4)
 
@@ -557,8 +556,7 @@ def test_edge_between_equal_reads_has_the_error_of_other_edges():
 
 
 def test_half_tick_delay_of_an_unknown_phase_is_corrected():
-    # The counter is half a tick late. After a change from idle to load, the error without a correction is (P0 - P1) T /
-    # 2.
+    # After a change from idle to load, the error is (P0 - P1) T / 2 without a correction: the counter is T / 2 late.
     class Step:
         """Power of 60 W until 25 s, then 660 W."""
 
@@ -624,8 +622,7 @@ WAVES = [square(100.0, 500.0, 2.03), sine(150.0, 500.0, 3.1), square(90.0, 640.0
 
 
 def after_5_minutes(name, lag_s=0.0, duty=1.0):
-    """For windows of a second, return the median half-width divided by the energy, and the share of windows within the
-    half-width."""
+    """Return the median relative half-width of windows of a second, and the share of windows within the half-width."""
     found = []
     for seed in range(8):
         known = {"lag_is_known": False, "lag_s": lag_s, "duty": duty, "name": name}
@@ -782,8 +779,7 @@ def test_stated_intervals_include_an_unknown_lag():
 
 
 def test_unknown_lag_shifts_both_edges_equally():
-    # A lag of up to 100 ms has an error of 0 J from 500 W to 500 W, and of 400 W * 100 ms / sqrt(3) = 23.1 J from 100 W
-    # to 500 W.
+    # Error of a lag of up to 100 ms: 500 W to 500 W: 0 J; 100 W to 500 W: 400 W * 100 ms / sqrt(3) = 23.1 J.
     one = fed(
         ledger(lag_error_s=0.1),
         *((s, 100.0, 100.0 * s) for s in range(6)),
@@ -891,8 +887,7 @@ class Iterations:
 
 
 def aliasing_events(lengths, seed, *, duty=0.25, count=150, per_window=10):
-    """Return the energy_aliasing events of a job with one rank, and the true error of its energy divided by its
-    energy."""
+    """Return the energy_aliasing events of a job with one rank, and the relative true error of the energy."""
     chance = random.Random(seed)
     lengths_s = [lengths(chance) for _ in range(count + 80)]
     power = Iterations(100.0, 500.0, lengths_s)

@@ -97,8 +97,7 @@ def test_active_parameters_include_only_chosen_experts():
 
 
 def test_token_flops_exclude_embeddings_and_frozen_gradients():
-    """6 x (32 + 40) weights + 12 x 2 layers x width 4 x length 8; weights without a gradient count 4 x instead of 6
-    x."""
+    """6 x (32 + 40) weights + 12 x 2 layers x width 4 x length 8; the factor is 4 for weights without a gradient."""
     model = Tiny()
     attention = 12 * 2 * 4 * 8
     assert flops_per_token(model, parameters_of(model), 8) == (6 * 72 + attention, 2 * 72 + attention / 3)

@@ -275,8 +275,8 @@ class Experts:
 
 @pytest.fixture
 def alone(monkeypatch):
-    """Replace megatron-core by a fake in which this process is the first of every group, because its import is slow and
-    logs warnings."""
+    """Replace megatron-core, whose import is slow and warns, by a fake with this process as the first of every
+    group."""
     groups, layers = ModuleType("parallel_state"), ModuleType("layers")
     for name in ("data_parallel", "expert_data_parallel", "expert_tensor_parallel", "tensor_model_parallel"):
         setattr(groups, f"get_{name}_rank", lambda: 0)

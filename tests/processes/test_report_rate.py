@@ -35,8 +35,7 @@ def listening():
 
 
 def serve(socket, trainer, every_s):
-    """Answer one agent until its BYE; return the time of the WELCOME, (arrival time, frame) of each report frame, and
-    the BYE."""
+    """Answer one agent until its BYE; return the time of the WELCOME, [(arrival time, frame)], and the BYE."""
     frames, said_bye, welcomed_s, until_s = [], None, None, time.monotonic() + 150
     while not said_bye and time.monotonic() < until_s:
         if not socket.socket.poll(100):

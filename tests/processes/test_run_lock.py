@@ -1,5 +1,4 @@
-"""effllm/store/run_lock.py: a run folder has one writer at a time; only the next attempt of its job can be the next
-writer."""
+"""effllm/store/run_lock.py: a run folder has one writer at a time; the next writer is the next attempt of its job."""
 
 import json
 import os

@@ -1,5 +1,4 @@
-"""effllm/network/secret.py: the secret file of a user, which is rejected if other users can read it, and the keys
-derived from the secret."""
+"""effllm/network/secret.py: a user's secret file, rejected if other users can read it, and the derived keys."""
 
 import os
 import stat

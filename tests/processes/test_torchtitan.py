@@ -1,5 +1,4 @@
-"""The hook of torchtitan, tested with a fake that has torchtitan's modules, names and signatures, because torchtitan
-needs a GPU."""
+"""The hook of torchtitan with a fake of its modules, names and signatures, because torchtitan itself needs a GPU."""
 
 from __future__ import annotations
 
@@ -93,8 +92,7 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def start(launch, tmp_path):
-    """Return a function that starts `-m torchtitan.train`; the Trainer is in a separate module or in the main
-    module."""
+    """Return a function that starts `-m torchtitan.train` with the Trainer in a separate or in the main module."""
 
     def started(era, *arguments):
         package = tmp_path / "titan" / "torchtitan"

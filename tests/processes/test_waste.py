@@ -1,5 +1,4 @@
-"""effllm/job/health/waste.py: idle GPUs and missing tokens are reported once per state; healthy jobs have no such
-events."""
+"""effllm/job/health/waste.py: idle GPUs and missing tokens are reported once per state, and never in healthy jobs."""
 
 import random
 

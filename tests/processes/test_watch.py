@@ -105,8 +105,7 @@ def test_default_path_is_metrics():
 
 
 class Server:
-    """A server that answers requests with a list of pages in order and then repeats the last page; a number is a status
-    code."""
+    """A server that sends a list of pages, one per request, and repeats the last page; a number is a status code."""
 
     def __init__(self, *answers):
         answers = list(answers)

@@ -1,5 +1,4 @@
-"""Data-parallel training that continues from a checkpoint; with --kill-rank, one rank is killed in the first
-attempt."""
+"""Data-parallel training that continues from a checkpoint; --kill-rank kills one rank in the first attempt."""
 
 import argparse
 import json
