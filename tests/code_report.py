@@ -1,6 +1,6 @@
 """Report sizes, dependencies and old words of the code: ``python tests/code_report.py [FOLDER OF A CLONE]``.
 
-The report never fails. GOALS has its limits; docs/words.md has the new words.
+The report never fails. The limits are in GOALS, the new words in docs/words.md.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Disks that tests fill, freeze and damage: an ext4 file system in a file, mounted through a loop device.
 
-These tests need root and loop devices; otherwise they are skipped with the reason.
+Tests with disks need root and loop devices; otherwise they are skipped with the reason.
 """
 
 from __future__ import annotations

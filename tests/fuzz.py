@@ -102,7 +102,8 @@ def deliver(aggregator: Aggregator, message: object) -> None:
 
 
 def _is_json(record: object) -> bool:
-    """Write a record as JSON and read it again; nan and infinities are written as null, and null cannot be read."""
+    """Write a record as JSON and read it again; nan and infinities are written as null, and reading null raises an
+    error."""
     text = msgspec.json.encode(record)
     msgspec.json.decode(text, type=type(record))
     return True

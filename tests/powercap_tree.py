@@ -44,7 +44,7 @@ class Powercap:
         (self.root / zone / "energy_uj").write_text(f"{round(joules * 1e6)}\n")
 
     def add_j(self, zone, joules):
-        """Increase a counter like the hardware: after its range it starts at zero."""
+        """Increase a counter; at the end of its range the counter continues at zero, as in hardware."""
         file = self.root / zone / "energy_uj"
         file.write_text(f"{(int(file.read_text()) + round(joules * 1e6)) % self.ranges_uj[zone]}\n")
 

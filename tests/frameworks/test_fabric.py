@@ -146,7 +146,7 @@ print("graphs", counter.frame_count)
 
 @pytest.mark.parametrize(("place", "framework", "iterations"), [("inside", "fabric", 6), ("outside", "torch", 5)])
 def test_hooks_do_not_change_compiled_graphs(frameworks, place, framework, iterations):
-    """torch.compile around Fabric's wrapper hides the forward pass; then all optimizer steps but the first are
+    """torch.compile around Fabric's wrapper hides the forward pass; then optimizer steps except the first are
     iterations."""
     job = frameworks.run(script(COMPILED), place, environ=CPU)
     without = frameworks.run(script(COMPILED), place, environ=CPU, attach="0")

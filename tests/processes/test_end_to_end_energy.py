@@ -44,7 +44,7 @@ class Run:
 
     ledger: jobs.Ledger
     iterations_ended_s: float  # monotonic time, on the last rank
-    ended_s: float  # monotonic time at which all processes had ended
+    ended_s: float  # monotonic time when all processes had ended
     to_monotonic_s: float
     fault_s: float  # monotonic time of the fault
 

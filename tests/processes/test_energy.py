@@ -271,7 +271,7 @@ def test_reset_counter_is_used_from_its_new_value():
 
 @pytest.mark.parametrize("by_j", [1e6, 500.0])
 def test_impossible_jump_of_a_counter_is_replaced_by_power(by_j):
-    # The power limit is 700 W; a step in one second may have up to 840 W * 1.1 s = 924 J.
+    # The power limit is 700 W; in one second the counter may increase by at most 840 W * 1.1 s = 924 J.
     one = fed(ledger(), *every_second(lambda s: 500.0 * s + (by_j if s >= 8 else 0.0)))
 
     assert joules(one, 0, 20) == pytest.approx(10_000.0)
@@ -779,7 +779,7 @@ def test_stated_intervals_include_an_unknown_lag():
 
 
 def test_unknown_lag_shifts_both_edges_equally():
-    # Error of a lag of up to 100 ms: 500 W to 500 W: 0 J; 100 W to 500 W: 400 W * 100 ms / sqrt(3) = 23.1 J.
+    # A lag of up to 100 ms is 0 J at a constant 500 W, and 400 W * 100 ms / sqrt(3) = 23.1 J from 100 W to 500 W.
     one = fed(
         ledger(lag_error_s=0.1),
         *((s, 100.0, 100.0 * s) for s in range(6)),

@@ -1,4 +1,4 @@
-"""The table of faults is complete, and its results are those of the tests."""
+"""The table of faults is complete and has the newest results of the tests."""
 
 import reliability
 

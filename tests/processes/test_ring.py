@@ -180,7 +180,7 @@ def test_record_overwritten_while_it_is_read_is_counted(writer, reader):
     put(writer, 1)
     for ordinal in range(2, 18):  # the 17th record replaces the first one
         put(writer, ordinal)
-    # The test writes 16 as the newest number, as if the reader had read it before record 17 was published.
+    # The test writes 16 as the newest number, as if the reader had read this number before record 17 was published.
     os.pwrite(writer.descriptor, (16).to_bytes(8, "little"), ring._NEWEST_AT)
 
     assert [slot.ordinal for slot in reader.read()] == list(range(2, 17))
