@@ -212,7 +212,7 @@ class Gpu:
         """Return the energy counter at ``t``; some counters need the origin that `Trace.write` sets in its results."""
         origin_s = self.origin_s or 0.0
         assert not self._is_summed() or self.origin_s is not None, (
-            "this counter has no origin: ask what Trace.write returns"
+            "this counter has no origin: use the device that Trace.write returns"
         )
         curve, late = self._counted, t - self.lag_s
         begin_s = origin_s if reset_s is None else reset_s

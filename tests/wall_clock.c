@@ -1,5 +1,5 @@
-/* A wall clock that is off by the seconds that a file holds, for whoever has this library preloaded.
-   The monotonic clock, sleeps and timeouts are the kernel's own: under libfaketime 0.9.10 Python's sleeps fail. */
+/* A wall clock with an offset: processes that preload this library add the seconds in a file to their wall clock.
+   The monotonic clock, sleeps and timeouts are not changed, because Python's sleeps fail under libfaketime 0.9.10. */
 #define _GNU_SOURCE
 #include <fcntl.h>
 #include <stdint.h>

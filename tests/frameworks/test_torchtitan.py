@@ -5,7 +5,7 @@ from __future__ import annotations
 import jobs
 import pytest
 
-pytest.importorskip("torchtitan.trainer", reason="needs torchtitan and what it imports", exc_type=ImportError)
+pytest.importorskip("torchtitan.trainer", reason="needs torchtitan and its dependencies", exc_type=ImportError)
 pytestmark = [*jobs.needs_torch, pytest.mark.system("torchtitan", how="ran")]
 
 # Fakes in this script: the Trainer's __init__, model, loss, optimizers, checkpointer and mesh.

@@ -233,7 +233,7 @@ def test_suspect_calibration_is_measured_again_completely(board, tmp_path):
     lines = []
 
     unseen = calibrate(H100, board(tick_s=0.101).read, tmp_path, report=lines.append)
-    assert (unseen.tick_s, lines) == (0.1, []), "half a second does not show it"
+    assert (unseen.tick_s, lines) == (0.1, []), "half a second of reads is too short to detect this"
     sensor = calibrate(H100, board(tick_s=0.101).read, tmp_path, is_suspect=True, report=lines.append)
 
     assert sensor.tick_s == pytest.approx(0.101, abs=2e-4)
@@ -306,7 +306,9 @@ def test_mig_slice_has_the_sensor_of_its_gpu(board, tmp_path):
 def test_gpu_without_a_counter_uses_its_profile(tmp_path):
     store(tmp_path, replace(PROFILE, date=day(3)))
 
-    sensor = calibrate(replace(H100, energy_method=INSTANT), lambda: pytest.fail("nothing to watch"), tmp_path)
+    sensor = calibrate(
+        replace(H100, energy_method=INSTANT), lambda: pytest.fail("there is no counter to read"), tmp_path
+    )
 
     assert sensor.lag_s == 0.04
 

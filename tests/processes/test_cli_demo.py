@@ -35,7 +35,7 @@ def test_windows_last_a_second_by_default(cli):
     [path] = cli.folder.glob("efficientllm_runs/*/ranks-0001.jsonl")
     rows = [row for row in map(json.loads, path.read_text().splitlines()) if row.get("rank") == 0]
     span_s = rows[-1]["end_time_s"] - rows[0]["start_time_s"]
-    assert len(rows) <= span_s + 2, "the last window is the remainder"
+    assert len(rows) <= span_s + 2, "the last window has the remaining iterations"
 
 
 def test_slow_rank_is_named(cli):
@@ -43,7 +43,7 @@ def test_slow_rank_is_named(cli):
 
     assert "slowest rank 2 +" in shown
     slowest = [line.split() for line in shown.splitlines() if line.startswith("  slowest rank ")]
-    assert [words[2:5] for words in slowest] == [["rank", "2,", "in"]], "one line of the closing table"
+    assert [words[2:5] for words in slowest] == [["rank", "2,", "in"]], "the closing table must have one such line"
 
 
 def test_demo_ignores_settings_of_another_job(cli):

@@ -84,7 +84,8 @@ MAX_BYTES_PER_RANK = 90_000  # memory of the aggregator; measured: 62,000 bytes 
 @pytest.mark.long
 @pytest.mark.fault("ten-thousand")
 @pytest.mark.skipif(
-    resource.getrlimit(resource.RLIMIT_NOFILE)[1] < descriptors.needed(10_000), reason="the hard limit of open files"
+    resource.getrlimit(resource.RLIMIT_NOFILE)[1] < descriptors.needed(10_000),
+    reason="the hard limit of open files is too low",
 )
 def test_ten_thousand_ranks_with_keys_lose_no_token(cli):
     simulation = cli.start("simulate", "--ranks", "10000", "--minutes", "0.1", "--arrival", "burst", "--json")
@@ -165,7 +166,7 @@ def test_reserved_descriptors_are_free_for_files():
             reserve.release()
             taken += [os.dup(last.fileno()) for _ in range(descriptors.RESERVED)]
             os.close(taken.pop())
-            assert not reserve.take(), "no descriptor would be left for a connection"
+            assert not reserve.take(), "no descriptor would remain for a connection"
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, before)
             reserve.release()

@@ -91,7 +91,7 @@ def tree(tmp_path_factory):
     for heading, diff in diffs().items():
         done = subprocess.run(command, cwd=tree, env=environ, input=diff, capture_output=True, text=True, check=False)
         output = done.stdout + done.stderr
-        assert done.returncode == 0, f"update the diff {heading!r} of CONTRIBUTING.md, it does not apply:\n{output}"
+        assert done.returncode == 0, f"update the diff {heading!r} of CONTRIBUTING.md, it cannot be applied:\n{output}"
     return tree
 
 
@@ -168,7 +168,7 @@ def test_each_extension_changes_the_promised_number_of_places():
         files = re.split(r"^--- ", diff, flags=re.MULTILINE)[1:]
         old = [re.findall(r"^\+(?!\+\+ )", file, re.MULTILINE) for file in files if not file.startswith("/dev/null")]
         assert sum(map(len, old)) == LINES.get(heading, sum(map(len, old))), heading
-        assert not re.search(r"^-(?!-- )", diff, re.MULTILINE), f"{heading} changes lines that are there"
+        assert not re.search(r"^-(?!-- )", diff, re.MULTILINE), f"{heading} changes existing lines"
 
 
 def test_new_hook_counts_iterations_of_its_training_system(run):

@@ -135,7 +135,7 @@ def test_every_key_is_admitted_without_a_gate(listener):
     secured.link(AgentKeys(KeyPair.of(os.urandom(32)), AgentKeys.of(SECRET, JOB).server_public))
 
     assert not secured.serve(lambda: secured.heard, within_s=0.5), (
-        "ZeroMQ itself refuses where a ZAP domain has no gate"
+        "ZeroMQ rejects all peers of a ZAP domain without a gate"
     )
 
     open_to_all = listener(gated=False, keys=_WithoutDomain())
@@ -176,10 +176,10 @@ def test_agent_is_admitted_after_peers_with_other_protocols(listener, word):
     assert secured.rejections.count == 1
 
     secured.link(AgentKeys.of(SECRET, JOB))
-    assert secured.serve(lambda: secured.heard), "it still serves"
+    assert secured.serve(lambda: secured.heard), "the server must still admit agents"
     secured.links.pop().close()
     secured.serve(lambda: False, within_s=0.4)
-    assert secured.rejections.count == 1, "an agent that leaves is not rejected"
+    assert secured.rejections.count == 1, "an agent that ends is not rejected"
 
 
 CONNECT_ON_COMMAND = """
@@ -218,7 +218,7 @@ def test_repr_does_not_contain_keys():
 
     assert keys.own.secret.decode() not in repr(keys)
     assert ServerKeys.of(SECRET, JOB).own == ServerKeys.of(SECRET, "job-2").own, (
-        "one per user: the gate distinguishes jobs"
+        "a user has one server key; the gate distinguishes jobs"
     )
     assert AgentKeys.of(SECRET, JOB).own != AgentKeys.of(SECRET, "job-2").own
     assert AgentKeys.of(SECRET, JOB).server_public == keys.own.public

@@ -108,7 +108,7 @@ def test_all_ranks_find_one_secret_without_a_usable_home_folder(tmp_path, monkey
     assert stat.S_IMODE(secret_path(first).parent.stat().st_mode) == 0o700
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can change the owner of a folder")
 def test_secret_is_not_in_a_folder_of_another_user(tmp_path, monkeypatch):
     theirs, ours = tmp_path / "one" / f"effllm-{os.geteuid()}", tmp_path / "two"
     theirs.mkdir(parents=True)
@@ -174,7 +174,7 @@ def test_search_continues_until_the_agent_is_admitted(monkeypatch):
     source = Source(FIRST)
     rank = Found(source)
     rank.search.start()
-    assert rank.records == [FIRST], "at once"
+    assert rank.records == [FIRST], "the first record is used immediately"
 
     rank.welcome = "tcp://10.9.9.9:1"  # at another endpoint
     source.record = SECOND
@@ -193,11 +193,13 @@ def test_rejection_by_rank_0_is_not_an_address():
     rank = Found(source)
     rank.search._read()
     rank.search._read()
-    assert (rank.records, rank.lines) == ([{"refused": "no way"}], []), "given once, and only to the agent"
+    assert (rank.records, rank.lines) == ([{"refused": "no way"}], []), (
+        "the rejection is returned once, and only to the agent"
+    )
 
     source.record = FIRST
     rank.search._read()
-    assert rank.records[1:] == [FIRST], "of the next start"
+    assert rank.records[1:] == [FIRST], "the record of the next start is used"
 
 
 def test_only_records_signed_for_this_run_are_valid(tmp_path):
@@ -237,7 +239,7 @@ def test_address_file_is_private_and_removed_with_its_job(tmp_path):
     assert source.publish(SECOND)
 
     discovery.remove(source.path, "first")
-    assert source.read() == SECOND, "another job's by now"
+    assert source.read() == SECOND, "the record of another job is not removed"
     discovery.remove(source.path, "second")
     assert list(source.path.parent.iterdir()) == []
 

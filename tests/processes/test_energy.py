@@ -262,7 +262,7 @@ def test_reset_counter_is_used_from_its_new_value():
     whole = energy(one, 0, 20)
 
     assert (whole.joules, whole.covered_s, method(one, 0, 20)) == (pytest.approx(10_000.0), 20.0, INSTANT)
-    assert whole.estimated_j == pytest.approx(500.0), "the second of the reset"
+    assert whole.estimated_j == pytest.approx(500.0), "one second with the reset"
     assert event_texts(one) == [
         "the energy counter is not used: it decreased by 2150 J; power fills the gap",
         "the energy counter is used again",
@@ -286,7 +286,9 @@ def test_single_wrong_counter_value_is_corrected(wrong_j):
     one = fed(ledger(), *every_second(lambda s: wrong_j if s == 9 else 7000.0 + 500.0 * s))
     whole = energy(one, 0, 20)
 
-    assert (whole.joules, whole.estimated_j) == (pytest.approx(10_000.0), 0.0), "its next value includes the gap"
+    assert (whole.joules, whole.estimated_j) == (pytest.approx(10_000.0), 0.0), (
+        "the next value of the counter includes the gap"
+    )
     assert len(event_texts(one)) == 2
 
 
@@ -295,7 +297,7 @@ def test_counter_value_that_is_not_a_number_is_a_failed_read(wrong):
     one = fed(ledger(), *every_second(lambda s: wrong if 5 <= s < 9 else 500.0 * s, watts=450.0))
     whole = energy(one, 0, 20)
 
-    assert (whole.joules, whole.covered_s) == (pytest.approx(10_000.0), 20.0), "power says 450 W, the counter 500 W"
+    assert (whole.joules, whole.covered_s) == (pytest.approx(10_000.0), 20.0), "power is 450 W, the counter has 500 W"
     assert (whole.estimated_j, method(one, 0, 20)) == (0.0, COUNTER)
     assert event_texts(one) == [], "the sampler reports failed reads"
 
@@ -311,7 +313,9 @@ def test_windows_during_failed_reads_remain_estimates():
     assert [window.joules for window in windows[4:10]] == pytest.approx([490.0, 490.0, 490.0, 490.0, 540.0, 500.0])
     assert [window.estimated_j for window in windows[4:10]] == pytest.approx([490.0, 490.0, 490.0, 490.0, 0.0, 0.0])
     assert sum(window.joules for window in windows) == pytest.approx(13 * 500.0)
-    assert windows[8].inside_j2 == pytest.approx(sum(window.inside_j2 for window in windows[4:8])), "it replaces them"
+    assert windows[8].inside_j2 == pytest.approx(sum(window.inside_j2 for window in windows[4:8])), (
+        "the late energy replaces the estimates"
+    )
     assert windows[8].inside_j2 > 0.0 == windows[9].inside_j2
 
 
@@ -416,7 +420,7 @@ def test_gap_without_counter_and_power_is_not_measured():
     )
     whole = energy(one, 0, 20)
 
-    assert whole.covered_s == pytest.approx(19.0), "the second of the reset"
+    assert whole.covered_s == pytest.approx(19.0), "one second with the reset"
     assert whole.joules == pytest.approx(19 * 500.0)
     assert whole.estimated_j == 0.0
     assert energy(one, 5.2, 5.8).joules is None
@@ -966,7 +970,7 @@ def test_full_duty_sensor_raises_no_event():
 )
 def test_counter_with_a_wrong_rate_is_one_event(rate, text):
     one = fed(ledger(), *every_second(lambda s: rate * 300.0 * s, watts=300.0, until_s=59))
-    assert one.take_events(0.0) == [], "not before a minute is over"
+    assert one.take_events(0.0) == [], "there is no event before the end of a minute"
 
     fed(one, *every_second(lambda s: rate * 300.0 * s, watts=300.0, until_s=400)[60:])
 

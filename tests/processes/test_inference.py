@@ -28,7 +28,7 @@ class Tensor:
         return Tensor([row[place[1]] for row in self.rows], self.device.type)
 
     def tolist(self):
-        assert self.device.type == "cpu", "this would synchronise"
+        assert self.device.type == "cpu", "this would synchronize"
         return [list(row) for row in self.rows]
 
 
@@ -50,7 +50,7 @@ def test_tokens_after_the_prompt_until_the_end_token_are_counted():
     result = Tensor([[1, 5, 6, 9, 9, 9, 9], [1, 5, 7, 9, 2, 0, 0]])
 
     assert counted(result, model(), input_ids=PROMPT) == (6, 6, 2)  # 4 + 2 generated tokens, including the end token
-    assert counted(result, model(), PROMPT) == (6, 6, 2), "by position"
+    assert counted(result, model(), PROMPT) == (6, 6, 2), "the prompt as a positional argument"
 
 
 def test_only_the_shape_of_a_gpu_tensor_is_read():
@@ -144,7 +144,7 @@ for tokens in (10, 20, 30, 40):
     assert (run_.sum("generated_tokens"), run_.sum("prompt_tokens"), run_.summary["tokens"]) == (100, 28, None)
     assert run_.values["it_tokens_per_sec"] == pytest.approx(100 / run_.sum("generation_s"))
     assert run_.values["al_seconds"] == pytest.approx(run_.sum("busy_s") / 4)
-    assert 0.05 <= run_.values["al_seconds"] < 0.09, "time between requests is in no request"
+    assert 0.05 <= run_.values["al_seconds"] < 0.09, "time between requests is not part of requests"
     assert "tt_tokens_per_param_per_sec" not in run_.values
 
 
@@ -250,7 +250,7 @@ steps.finish()
 
     assert (run_.summary["iterations"], run_.summary["tokens"], run_.sum("generated_tokens")) == (4, 400, 48)
     assert 0.08 <= run_.sum("generation_s") < 0.3
-    assert 0.01 <= run_.values["al_seconds"] < 0.02, "of which 0.02 s would be generation"
+    assert 0.01 <= run_.values["al_seconds"] < 0.02, "a step must not include 0.02 s of generation"
     assert run_.summary["time_by_class"]["generation"] == pytest.approx(run_.sum("generation_s"), rel=0.05)
 
 

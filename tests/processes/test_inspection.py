@@ -71,7 +71,7 @@ def test_stack_of_a_hanging_trainer_is_found(no_recorder, body, stopped):
     assert f"state: {'T (stopped)' if stopped else 'S (sleeping)'}" in found.text
     assert found.text.startswith(f"rank 17, process {pid}, ")
     assert "secret" not in found.text
-    assert state == ("T" if stopped else "S"), "it was not resumed"
+    assert state == ("T" if stopped else "S"), "the inspection must not resume the trainer"
 
 
 def test_missing_py_spy_is_reported_with_the_state_of_the_trainer(no_recorder, monkeypatch):

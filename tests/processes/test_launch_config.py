@@ -114,7 +114,7 @@ def test_python_without_effllm_prints_one_line_and_no_error(shell):
 def test_effllm_in_the_current_folder_is_not_an_installed_package(shell, tmp_path):
     libraries = sysconfig.get_path("purelib")
     if (Path(libraries) / "effllm").exists():
-        pytest.skip("effllm is installed without being editable, so its libraries cannot be used without it")
+        pytest.skip("effllm is not an editable install, so its libraries cannot be used without it")
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nPYTHONPATH="{libraries}" exec "{sys.executable}" -S "$@"\n')
     python.chmod(0o755)

@@ -46,7 +46,7 @@ def test_send_fails_for_closed_peers_but_not_for_slow_peers(context):
     link.socket.send(b"x")
     peer, _ = jobs.until(server.receive)
 
-    assert all(server.send(peer, Ack(0)) for _ in range(500)), "it reads nothing but is connected"
+    assert all(server.send(peer, Ack(0)) for _ in range(500)), "the agent reads nothing but is connected"
     link.close()
     jobs.until(lambda: not server.send(peer, Ack(0)))
     server.close()

@@ -12,7 +12,7 @@ from effllm.store import own_files
 from effllm.store.run_folder import RunFolder, StoreUnavailable, open_run_folder
 from effllm.store.run_lock import Holder, status_of, take
 
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="changes owners of files, which only root can")
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can change owners of files")
 OTHER_USER = 12345
 
 

@@ -178,7 +178,7 @@ def test_frames_after_a_drop_are_rejected_until_a_new_hello(peers):
     while peers.admits(b"a", 10, 0.0):
         pass
     late = of_rank(0)[0]
-    assert not peers.admits(b"a", 10, 1.0), "50 more may pass, but nothing is decoded"
+    assert not peers.admits(b"a", 10, 1.0), "50 more frames could pass the rate, but no frame is decoded"
     assert "dropped frames again" in peers.objection(b"a", late)
     assert peers.admits(b"a", 300, 1.0, is_hello=True)
     assert not peers.is_to_send_again(b"a", 1.0), "resending would exceed the rate again"
@@ -243,7 +243,7 @@ def test_rank_with_too_many_devices_is_rejected():
 
     assert answers[: MAX_DEVICES - 1] == [""] * (MAX_DEVICES - 1)
     assert answers[-1] == f"it has introduced more than {MAX_DEVICES} devices"
-    assert aggregator.hello(hello(0), Now(0.0, 1000.0)) == "", "devices that are known may be introduced again"
+    assert aggregator.hello(hello(0), Now(0.0, 1000.0)) == "", "known devices can be introduced again"
 
 
 # --- a real aggregator ---
@@ -421,4 +421,4 @@ def test_agent_resends_hello_and_unconfirmed_reports_on_request(launch):
         context.destroy(linger=0)
 
     assert before[:3] == [1, 2, 3]
-    assert after[:2] == [2, 3], "the confirmed one is not among them"
+    assert after[:2] == [2, 3], "the confirmed report must not be sent again"

@@ -199,5 +199,5 @@ def test_all_gpus_of_the_process_are_measured(tmp_path):
     assert len(summary["energy"]["by_device"]) == 2
     assert (summary["coverage"]["gpus_expected"], summary["coverage"]["gpus_measured"]) == (2, 2)
     per_gpu = summary["metrics"]["run_energy/watts_per_gpu"]["value"]
-    assert two["AEC"] == pytest.approx(2 * per_gpu), "the power of both"
-    assert 20 < two["AMU"] < 60, "the mean of both"
+    assert two["AEC"] == pytest.approx(2 * per_gpu), "the sum of the power of two GPUs"
+    assert 20 < two["AMU"] < 60, "the mean of two GPUs"

@@ -115,7 +115,7 @@ def test_changing_load_is_not_mistaken_for_a_tick(period_s):
 
     seen = with_power_seen(assumed(GPU), dense)
 
-    assert seen.lag_error_s >= 0.07, "the age of a reading is as uncertain as before"
+    assert seen.lag_error_s >= 0.07, "the lag of a reading must remain as uncertain as before"
 
 
 # --- the sampler ---

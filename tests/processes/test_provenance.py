@@ -137,7 +137,7 @@ def test_aggregator_does_not_wait_for_git(slow_git, repository, launch, tmp_path
     has_ended = (slow_git / "ended").exists()
     (tmp_path / "enough").touch()
 
-    assert not has_ended, "git was still at work when a window was written"
+    assert not has_ended, "git must still run when a window is written"
     assert job.done().ledger.facts["git_dirty"] == "unknown"
 
 

@@ -170,7 +170,7 @@ def test_every_value_is_nan_before_initialize():
     logged = collector.log_metrics(10, 3.25)
     assert set(logged) == TAGS
     assert all(math.isnan(value) for value in logged.values())
-    assert f"{logged['efficientllm/aec_watts']:.2f}" == "nan", "users format them in their loops"
+    assert f"{logged['efficientllm/aec_watts']:.2f}" == "nan", "users format the values in their loops"
 
 
 def test_process_has_one_collector():

@@ -322,7 +322,7 @@ def test_loss_has_the_last_iteration_and_the_given_number(loop):
 
     first, second = loop.slots(ring.LOSS)
     assert (first.ordinal, first.number, first.value) == (1, 5001, 3.25)
-    assert second.value != second.value, "a loss that was not given is not a number"
+    assert second.value != second.value, "a missing loss is NaN"
 
 
 def test_decreasing_iteration_number_warns_once_and_is_kept(loop):
@@ -476,7 +476,7 @@ def test_generated_tokens_and_time_are_totals_in_every_record(loop):
     first, second, end = (slot for slot in loop.slots() if slot.kind in (ring.ITERATION, ring.END))
     assert [generated(first), generated(second), generated(end)] == [(120, 300, 40), (200, 500, 40), (201, 501, 40)]
     assert (first.step_ns, counted(first).tokens) == (1000, 0), (
-        "its time stays in the step, and it is no training token"
+        "generation time is part of the step, and generated tokens are no training tokens"
     )
 
 
@@ -500,7 +500,7 @@ def test_gpu_tensor_is_not_read_for_the_count_of_a_generation(loop):
         is_cuda = True
 
         def __int__(self):
-            raise AssertionError("this would synchronise")
+            raise AssertionError("this would synchronize")
 
     loop.recorder.generations.add(OnGpu(), 5)
     generate(loop, 1100, 1200, OnGpu())

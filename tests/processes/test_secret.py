@@ -59,7 +59,7 @@ def test_secret_readable_by_other_users_is_rejected_with_advice(path, mode):
     for take in (secret.read, secret.create):
         with pytest.raises(SecretError, match=f"chmod 600 {path}"):
             take(path)
-    assert stat.S_IMODE(path.stat().st_mode) == mode, "the mode is not changed silently"
+    assert stat.S_IMODE(path.stat().st_mode) == mode, "the mode must not be changed"
 
 
 def test_link_folder_and_pipe_are_rejected(path):

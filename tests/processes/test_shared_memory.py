@@ -73,7 +73,7 @@ def test_board_returns_the_newest_complete_state():
     assert board.write(JobState(2, welcome="tcp://127.0.0.1:1"))
     assert other.welcome() == "tcp://127.0.0.1:1"
     os.pwrite(board.descriptor, b"!", HEADER)
-    assert other.read().report == 1, "a half-written document hides the one before"
+    assert other.read().report == 1, "a half-written document must not be read"
     assert not board.write(JobState(welcome="x" * BOARD_BYTES))
     for _ in range(2):
         board.close()

@@ -120,7 +120,7 @@ def test_only_event_counters_are_served_before_the_first_window(sink):
 
     assert seen.pop(("efficientllm_fresh",)) == 0.0
     assert {name for name, *_ in seen} == {"efficientllm_events_total"}
-    assert set(seen.values()) == {0.0}, "so that increase() counts the first event of a kind"
+    assert set(seen.values()) == {0.0}, "increase() needs 0 before the first event of a kind"
 
 
 def test_value_that_is_not_measured_any_more_has_no_sample(sink):
@@ -153,7 +153,7 @@ def test_old_values_are_removed_and_totals_are_kept():
 
     values.take(msgspec.structs.replace(report, last=with_keys(report.last, time_s=600.0)))
     now_s += 1800.0
-    assert "efficientllm_aec_watts" in names(), "three windows of ten minutes"
+    assert "efficientllm_aec_watts" in names(), "values are fresh for three windows of ten minutes"
     now_s += 0.1
     assert "efficientllm_aec_watts" not in names()
 
@@ -345,7 +345,7 @@ def test_real_prometheus_scrapes_a_job(launch, tmp_path):
         jobs.until(lambda: server.ask("efficientllm:tokens:rate5m > 0"))
         job.finish()
         jobs.until(lambda: server.ask("up == 0"))
-        assert server.ask("efficientllm_aec_watts") == [], "stale as soon as the job is gone"
+        assert server.ask("efficientllm_aec_watts") == [], "values are stale after the end of the job"
     finally:
         server.process.terminate()
         server.process.wait(20)

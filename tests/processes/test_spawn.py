@@ -21,7 +21,7 @@ print(json.dumps([list(sys.flags), sys.path]), flush=True)
 code = spawn("timeit", ["-n1", "-r1", sys.argv[1]], []).wait()  # the one module whose main takes a program
 sys.exit(code)
 """
-since_3_11 = pytest.mark.skipif(sys.version_info < (3, 11), reason="safe paths came with Python 3.11")
+since_3_11 = pytest.mark.skipif(sys.version_info < (3, 11), reason="safe paths need Python 3.11")
 
 
 @pytest.mark.parametrize(

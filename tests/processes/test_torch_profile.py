@@ -65,7 +65,7 @@ def test_running_profiler_is_not_disturbed(profile, warned):
     assert "aten::mm" in names(theirs)
     profile.start(6)
     work()
-    assert profile.end(time.monotonic_ns()) is not None, "afterwards there is room again"
+    assert profile.end(time.monotonic_ns()) is not None, "later iterations can be profiled again"
     assert warned == []
 
 

@@ -61,7 +61,7 @@ def tracked(wake):
 def test_first_sample_makes_a_series_and_is_reported_once(tracked):
     track = tracked(Gpu())
     assert track.series is None
-    assert track.is_settled(time.monotonic_ns()), "a sample that may never arrive is not waited for"
+    assert track.is_settled(time.monotonic_ns()), "an edge does not wait for a first sample"
 
     assert track.take()
     assert track.series.device.key == "GPU-0"
@@ -187,7 +187,9 @@ def test_tick_that_readings_contradict_is_calibrated_again_once(tracked, wake):
         woken(wake)
         track.take()
 
-    assert calibrations_made == [(0.0, False), (0.0, True)], "from the known device, not from the wrong tick"
+    assert calibrations_made == [(0.0, False), (0.0, True)], (
+        "a calibration starts from the known device, not from the wrong tick"
+    )
 
 
 class VirtualSampler:
@@ -350,7 +352,7 @@ def test_baseline_power_is_the_mean_of_the_baseline_time(tracked):
     assert not track.note_baseline(0, NS), "there is no series"
     track.take()
     first_ns = track.series.newest_ns
-    assert not track.note_baseline(first_ns, first_ns + 2 * NS), "it is not over yet"
+    assert not track.note_baseline(first_ns, first_ns + 2 * NS), "the baseline time has not ended"
     track.series.add(Sample(first_ns + 2 * NS, power_w=60.0, energy_j=100.0 * first_ns / NS + 120.0))
 
     assert track.note_baseline(first_ns, first_ns + 2 * NS)

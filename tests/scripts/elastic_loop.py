@@ -12,11 +12,13 @@ from pathlib import Path
 import effllm.efficientllm_metrics as effllm
 
 parser = argparse.ArgumentParser()
-parser.add_argument("meeting", help="a file with a counter for each rank, of this start")
-parser.add_argument("checkpoint", type=Path, help="written by rank 0 every 20 iterations")
-parser.add_argument("--last", type=int, default=0, help="the iteration after which all end")
-parser.add_argument("--kill-rank", type=int, default=-1, help="is killed after iteration --at")
-parser.add_argument("--stop-rank", type=int, default=-1, help="begins no iteration after --at, until it is ended")
+parser.add_argument("meeting", help="a file for this start, with a counter for each rank")
+parser.add_argument("checkpoint", type=Path, help="a file that rank 0 writes every 20 iterations")
+parser.add_argument("--last", type=int, default=0, help="the iteration after which all ranks end")
+parser.add_argument("--kill-rank", type=int, default=-1, help="the rank that is killed after iteration --at")
+parser.add_argument(
+    "--stop-rank", type=int, default=-1, help="the rank that stops after iteration --at, until it is killed"
+)
 parser.add_argument("--at", type=int, default=0)
 given = parser.parse_args()
 rank, world_size = (int(os.environ[f"OMPI_COMM_WORLD_{name}"]) for name in ("RANK", "SIZE"))

@@ -17,9 +17,11 @@ parser.add_argument("--iterations", type=int, default=60)
 parser.add_argument("--checkpoint-every", type=int, default=20)
 parser.add_argument("--step-s", type=float, default=0.02)
 parser.add_argument("--kill-rank", type=int, default=-1)
-parser.add_argument("--at", type=int, default=0, help="the iteration after which it is killed, in the first start")
-parser.add_argument("--until", default="", help="train on until this file is there")
-parser.add_argument("--folder", type=Path, default=Path(), help="of the checkpoint")
+parser.add_argument(
+    "--at", type=int, default=0, help="the iteration after which the rank is killed, in the first attempt"
+)
+parser.add_argument("--until", default="", help="a file: after the iterations, continue until it exists")
+parser.add_argument("--folder", type=Path, default=Path(), help="folder of the checkpoint")
 given = parser.parse_args()
 
 dist.init_process_group("gloo")

@@ -19,7 +19,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--iterations", type=int, default=43)
 parser.add_argument("--step-s", type=float, default=0.02)
 parser.add_argument("--until", type=Path, help="a file: after the iterations, continue until it exists")
-parser.add_argument("--values-within-s", type=float, default=0.0, help="longest wait for values of the job")
+parser.add_argument("--values-within-s", type=float, default=0.0, help="maximum wait for values of the job")
 given = parser.parse_args()
 
 session.READY_S = 60.0  # long wait: the first window must have a device, even on a busy machine
