@@ -1,1 +1,1 @@
-"""The cost of effllm, as ratios measured in one run against a bare lower bound or a peer."""
+"""Benchmarks: the cost of effllm, as a ratio to a lower bound or to another tool, measured in the same run."""

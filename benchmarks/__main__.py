@@ -19,7 +19,6 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def main() -> None:
-    """Measure, show a table, and keep the figures as JSON."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(NAMES)}; all without a name")
     parser.add_argument("--keep", action="store_true", help="keep the figures in benchmarks/results/")
@@ -37,7 +36,6 @@ def main() -> None:
 
 
 def table(figures: Sequence[Figure], title: str) -> Table:
-    """Return the figures as a table."""
     table = Table(title=title)
     for column, justify in (("figure", "left"), ("measured", "right"), ("goal", "right"), ("", "left")):
         table.add_column(column, justify=justify)  # type: ignore[arg-type]

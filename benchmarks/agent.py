@@ -1,4 +1,4 @@
-"""The cost of an agent for its node at default settings: share of a core, and memory."""
+"""The cost of an agent at default settings: share of a core, and memory."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import psutil
 
 from benchmarks.figure import Figure
 
-SETTLE_S, MEASURE_S = 10.0, 60.0  # sixteen quick exchanges of clocks have ended before
+SETTLE_S, MEASURE_S = 10.0, 60.0  # the 16 quick clock exchanges end within SETTLE_S
 
-# 0.4 s an iteration and 10 iterations a window: a usual training job.
+# A usual training job: 0.4 s per iteration, 10 iterations per window.
 _TRAINER = """
 import time, effllm
 with effllm.monitor(parameters=1_000_000) as m:
@@ -26,7 +26,7 @@ with effllm.monitor(parameters=1_000_000) as m:
 
 
 def measure(settle_s: float = SETTLE_S, measure_s: float = MEASURE_S) -> list[Figure]:
-    """Train one rank for `measure_s`, and read the CPU time of its agent and its aggregator."""
+    """Train one rank for `measure_s`; measure CPU time and memory of its agent and its aggregator."""
     with tempfile.TemporaryDirectory() as folder:
         environ = {name: value for name, value in os.environ.items() if not name.startswith("EFFICIENTLLM_")}
         environ |= {"EFFICIENTLLM_RUN_DIR": folder}
@@ -60,6 +60,6 @@ def _processes(trainer: int) -> tuple[psutil.Process, psutil.Process]:
 
 
 def _cpu_s(process: psutil.Process) -> float:
-    # psutil counts in ticks of 10 ms, which in a minute is a sixth of the goal; the scheduler counts in ns.
+    # The scheduler counts in ns. psutil counts in 10 ms: a sixth of the goal over a minute (0.1 % is 60 ms).
     threads = Path(f"/proc/{process.pid}/task").iterdir()
     return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9

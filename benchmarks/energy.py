@@ -1,7 +1,7 @@
-"""The error of a window's energy, of effllm and of its peers: ``make bench-energy``.
+"""Errors of window energies measured by effllm and by other tools: ``make bench-energy``.
 
-Hosts of traced GPUs are measured by one tool after another, so that no tool disturbs another.  Every tool gets the
-same lengths and pauses.  Each window is compared with the exact energy between the edges that the tool itself states.
+The tools measure the same hosts of traced GPUs one after another, so no tool disturbs another.  Every tool gets the
+same lengths and pauses.  Each result is compared with the exact energy between the start and end that the tool reports.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.nvml_library import Trace, build
 RESULTS = ROOT / "benchmarks" / "results"
 PEERS_PYTHON = ROOT / ".venv-peers" / "bin" / "python"
 
-#: Module and interpreter of each tool, in the order in which they measure.
+#: Module and interpreter of each tool, in measuring order.
 TOOLS = {
     "effllm": ("benchmarks.energy_ours", sys.executable),
     "Zeus": ("benchmarks.peers.zeus_monitor", str(PEERS_PYTHON)),
@@ -39,7 +39,6 @@ QUICK = (Length("5 s", 5.0, 1), Length("1 s", 1.0, 2), Length("0.2 s", 0.2, 5))
 
 
 def main() -> None:
-    """Measure with one tool after the other, print the tables, and store the figures as JSON."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.energy", description=__doc__)
     parser.add_argument("--set", choices=(HELD_OUT, TUNING), default=HELD_OUT, help="of traces (default: held-out)")
     parser.add_argument("--tools", default=",".join(TOOLS), help="which, with commas between them (default: all)")
@@ -81,13 +80,13 @@ def main() -> None:
 
 
 def _prepare(folder: Path, chosen: str, settings: dict[str, str]) -> list[Host]:
-    """Build the library and write the traces; return the hosts, each with the environment variables for the tools."""
+    """Build the NVML library, write the traces, and return the hosts with the tools' environment variables."""
     library = build(folder)
     if library is None:
         sys.exit("there is no C compiler here, so the traced NVML library cannot be built")
     programs = folder / "bin"
     programs.mkdir()
-    smi = programs / "nvidia-smi"  # CodeCarbon detects GPUs by running this
+    smi = programs / "nvidia-smi"  # CodeCarbon runs nvidia-smi to detect GPUs
     smi.write_text("#!/bin/sh\n")
     smi.chmod(0o755)
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("EFFICIENTLLM_", "CUDA_"))}

@@ -1,6 +1,6 @@
-"""The process of every measured tool: windows at given moments, stamped from outside the tool.
+"""The process of a measured tool: it begins and ends windows at given times, and stamps both calls.
 
-Only the standard library, because it also runs in the environment of the compared tools.
+This module imports only the standard library, because it also runs in the environment of the compared tools.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TextIO
 
 
 class Calls(NamedTuple):
-    """When the two calls around a window began and returned, in ns of the monotonic clock."""
+    """Start and end of the two calls around a window, in ns of the monotonic clock."""
 
     begin_ns: int
     begun_ns: int
@@ -24,17 +24,17 @@ class Calls(NamedTuple):
 
 @dataclass(frozen=True)
 class Reading:
-    """A tool's result for one window, and the stretch of time that it covers.
+    """A tool's result for one window, and the time that the result covers.
 
-    ``start_ns`` and ``end_ns`` are the tool's own stamps where it has some: a tool that works for a while
-    inside its calls is judged on the moments that it claims.
+    ``start_ns`` and ``end_ns`` are the tool's own stamps, if it reports them, because its calls can take a while:
+    the true energy is calculated between these stamps.
     """
 
     start_ns: int
     end_ns: int
-    joules: list[float | None]  # of each GPU, in the order of NVML
-    random_j2: list[float] | None = None  # variance of the random error, where the tool states one
-    gain_error: list[float] | None = None  # half-width (95 %) of the common error of all readings of a sensor
+    joules: list[float | None]  # energy of each GPU, in the order of NVML
+    random_j2: list[float] | None = None  # variance of the random error, if the tool reports it
+    gain_error: list[float] | None = None  # half-width (95 %) of each sensor's gain error
 
 
 class Tool:
@@ -47,19 +47,19 @@ class Tool:
         raise NotImplementedError
 
     def begin(self, key: int) -> None:
-        """Open window ``key``: the caller waits for this."""
+        """Open window ``key``; the caller is blocked."""
         raise NotImplementedError
 
     def end(self, key: int) -> None:
-        """Close it: the caller waits for this too."""
+        """Close window ``key``; the caller is blocked."""
         raise NotImplementedError
 
     def reading(self, key: int, calls: Calls) -> Reading:
-        """Return the measurement; called only after the last window."""
+        """Return the result of window ``key``; called only after the last window."""
         raise NotImplementedError
 
     def cpu_s(self) -> float:
-        """Return the CPU time spent so far by the measurement of one rank."""
+        """Return the CPU time that measuring one rank has used so far."""
         return time.process_time()
 
     def close(self) -> None:
@@ -67,9 +67,9 @@ class Tool:
 
 
 def drive(open_tool: type[Tool]) -> None:
-    """Read the orders from stdin, measure the windows, and answer with a line for each and one at the end.
+    """Read the orders from stdin, measure the windows, and write a line per window and one with all results.
 
-    Answers go to the descriptor given in the orders, because tools may print to stdout.
+    The lines go to the descriptor given in the orders, because tools may print to stdout.
     """
     orders = json.loads(sys.stdin.readline())
     answers = os.fdopen(orders["answers"], "w", buffering=1)

@@ -1,4 +1,4 @@
-"""The results of tools for windows, compared with the exact energy of the trace."""
+"""Compares the tools' window energies with the exact energy of the trace."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ HALF_WIDTHS_95 = 1.96
 
 @dataclass(frozen=True)
 class Verdict:
-    """One window of one GPU, or of the sum of a group's; all relative to the truth."""
+    """Errors of one window of a GPU, or of the sum over a group's GPUs, relative to the true energy."""
 
     error: float  # signed; infinite without a measurement
-    min_error: float  # the smallest error for edges anywhere inside the tool's calls
-    random: float | None = None  # half-width (95 %) of the random errors as stated by the tool
-    whole: float | None = None  # ... and of the sensor's as well
+    min_error: float  # the smallest error over all edges within the tool's calls
+    random: float | None = None  # half-width (95 %) that the tool reports for random errors
+    whole: float | None = None  # half-width (95 %) that the tool reports for random and sensor errors
 
 
 @dataclass(frozen=True)
@@ -30,19 +30,18 @@ class Errors:
     """The errors of many windows."""
 
     windows: int
-    mean: float  # of the sizes
+    mean: float  # mean of the absolute errors
     p95: float
     worst: float
     bias: float
     least_mean: float
-    random_mean: float | None  # half-width of the stated interval
-    in_random: float | None  # share of windows in it
+    random_mean: float | None  # mean half-width of the random interval
+    in_random: float | None  # share of windows with the truth in this interval
     whole_mean: float | None
     in_whole: float | None
 
 
 def errors(verdicts: Sequence[Verdict]) -> Errors:
-    """Return the errors of these windows."""
     sizes = sorted(abs(verdict.error) for verdict in verdicts)
     random = [(verdict.error, verdict.random) for verdict in verdicts if verdict.random is not None]
     whole = [(verdict.error, verdict.whole) for verdict in verdicts if verdict.whole is not None]
@@ -62,21 +61,21 @@ def errors(verdicts: Sequence[Verdict]) -> Errors:
 
 @dataclass(frozen=True)
 class Measured:
-    """The results of one tool, and its cost."""
+    """Results and cost of one tool."""
 
     tool: str
     version: str
-    verdicts: dict[tuple[str, str, str], list[Verdict]]  # by group, EACH or SUM, and length
-    cpu_shares: dict[str, float]  # of a core, by length, of all that measures one rank's GPUs
-    blocked_s: dict[str, list[float]]  # by length: how long both calls around a window kept the caller
+    verdicts: dict[tuple[str, str, str], list[Verdict]]  # by group, by EACH or SUM, by length
+    cpu_shares: dict[str, float]  # CPU time of measuring one rank's GPUs as a share of a core, by length
+    blocked_s: dict[str, list[float]]  # time in the two calls around a window, by length
 
     def errors(self, groups: Sequence[Group], whom: str, length: str) -> Errors:
-        """Return the errors over all GPUs, or all sums, of these groups."""
+        """Return the errors over each GPU (EACH) or each sum (SUM) of these groups."""
         return errors([verdict for group in groups for verdict in self.verdicts[group.name, whom, length]])
 
 
 def judge(rows: Iterable[dict[str, Any]], groups: Sequence[Group]) -> dict[tuple[str, str], list[Verdict]]:
-    """Return the verdicts on a tool's windows by group, on each GPU and on their sum."""
+    """Return the verdicts by group: EACH for every GPU, SUM for the sum over a group's GPUs."""
     made: dict[tuple[str, str], list[Verdict]] = {}
     for row in rows:
         position = 0
@@ -103,7 +102,7 @@ def _verdict(row: dict[str, Any], places: Sequence[int], gpus: Sequence[Gpu]) ->
         random = HALF_WIDTHS_95 * math.sqrt(sum(row["random_j2"][place] for place in places)) / truth
         # The gains of different boards are independent.
         sensors = math.hypot(*(row["gain_error"][place] * row["joules"][place] for place in places)) / truth
-        whole = random + sensors  # a gain is a bound and no draw: where it is at that bound, random errors come on top
+        whole = random + sensors  # added linearly: a gain error is a bound, not random
     least = max(lowest - measured, measured - highest, 0.0) / truth
     return Verdict((measured - truth) / truth, least, random, whole)
 

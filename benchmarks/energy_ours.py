@@ -1,4 +1,4 @@
-"""effllm: for each GPU a process that samples like an agent and gets the edges by a pipe.
+"""effllm as a measured tool: one process per GPU samples like an agent and receives the edges through a pipe.
 
 Only `_Agent` uses effllm's own code; it opens, samples and integrates as `effllm.agent.agent` does.
 """
@@ -32,12 +32,12 @@ from effllm.records.energy import EnergyAmount
 from effllm.records.rank import Device, Event, Sample, Sensor
 
 NICENESS = 5  # as in effllm.agent.agent.main
-#: Set in the environment if the lag of the sensors (0 in all traces) is given, as after `effllm profile`.
+#: Environment variable: set if the sensors' lag (0 in all traces) is given, as after `effllm profile`.
 PROFILED = "BENCHMARK_PROFILED"
 
 
 class _Agent:
-    """One GPU: samples it, and cuts the windows whose edges arrive."""
+    """Samples one GPU, and measures the windows whose edges arrive."""
 
     def __init__(self, gpu: int, edges: int, answers: int) -> None:
         self._gpu, self._edges, self._answers = gpu, edges, answers
@@ -52,7 +52,7 @@ class _Agent:
         self._windows: list[EnergyAmount] = []
 
     def run(self) -> None:
-        """Cut until the pipe is closed, then answer with all windows."""
+        """Measure windows until the pipe is closed, then write the results of all windows."""
         os.nice(NICENESS)
         self._track.sampler.start()
         self._calibrated.wait(10.0)
@@ -88,7 +88,7 @@ class _Agent:
     def _calibrate(self, device: Device, read: Callable[[], Sample], is_suspect: bool) -> Sensor:
         sensor = calibrate(device, read, cache_folder() / "calibration", is_suspect=is_suspect)
         if PROFILED in os.environ:
-            # The counter does not lag here, but it adds up only the end of each tick (docs/calibration.md).
+            # The counter has no lag here, but it measures only the end of each tick (docs/calibration.md).
             sensor = replace(sensor, lag_s=-(1 - sensor.duty) * sensor.tick_s / 2, lag_error_s=0.0)
         self._calibrated.set()
         return sensor
@@ -99,7 +99,7 @@ class _Agent:
         return max(int(self._waiting[0] / 1e6 + EDGE_WAIT_S * 1e3 - time.monotonic() * 1e3) + 1, 0)
 
     def _cut(self) -> None:
-        """Cut at every settled edge; every other one ends a window."""
+        """Measure the windows whose edges are settled; edges alternate between start and end."""
         for edge_ns in self._waiting:
             self._track.ask(edge_ns)
         while self._waiting:
@@ -131,8 +131,8 @@ def _log(line: str) -> None:
 class Ours(Tool):
     """The agents of a node, one for each GPU.
 
-    At an edge a trainer reads the clock and writes to one descriptor, and so does the caller here; because it
-    replaces the trainers of all GPUs, a process passes the edge on to every agent.
+    At an edge, the caller reads the clock and writes to one descriptor, as a trainer does.  The caller replaces
+    the trainers of all GPUs, so a separate process forwards the edge to every agent.
     """
 
     name = "effllm"
@@ -143,11 +143,11 @@ class Ours(Tool):
         self._answers: list[TextIO] = []
         self._ends: list[int] = []
         with (Path.home() / "calibrating").open("w") as lock:
-            # One after the other: a test machine has fewer cores than a node with that many GPUs.
+            # Agents start one after the other: a test machine has fewer cores than a node with that many GPUs.
             fcntl.flock(lock, fcntl.LOCK_EX)
             for gpu in range(gpus):
                 self._start_agent(gpu)
-            fcntl.flock(lock, fcntl.LOCK_UN)  # closing is not enough: the agents have it open too
+            fcntl.flock(lock, fcntl.LOCK_UN)  # close() does not unlock: the agents have the file open too
         read, self._edges = os.pipe()
         self._herald = _fork(lambda: _pass_on(read, self._ends), [self._edges])
         for end in (read, *self._ends):
@@ -167,11 +167,9 @@ class Ours(Tool):
         self._ends.append(edges_write)
 
     def begin(self, key: int) -> None:
-        """Send an edge to every agent."""
         self._edge_ns[key] = [self._edge()]
 
     def end(self, key: int) -> None:
-        """Send an edge to every agent."""
         self._edge_ns[key].append(self._edge())
 
     def _edge(self) -> int:
@@ -179,8 +177,7 @@ class Ours(Tool):
         os.write(self._edges, now_ns.to_bytes(8, "little"))
         return now_ns
 
-    def reading(self, key: int, calls: Calls) -> Reading:  # noqa: ARG002 - its edges are its own
-        """Return the answers of the agents after the last edge."""
+    def reading(self, key: int, calls: Calls) -> Reading:  # noqa: ARG002 - begin and end stamp the edges
         if not self._said:
             os.close(self._edges)
             self._said = [json.load(answers) for answers in self._answers]
@@ -193,13 +190,12 @@ class Ours(Tool):
         )
 
     def cpu_s(self) -> float:
-        """Return the CPU time of one agent, which has one GPU; the scheduler counts in ns, psutil in 10 ms."""
+        """Return the mean CPU time of the agents (one GPU each), from the scheduler: in ns, psutil's in 10 ms."""
         tasks = [task for pid in self._agents for task in Path(f"/proc/{pid}/task").iterdir()]
         spent_ns = sum(int((task / "schedstat").read_text().split()[0]) for task in tasks)
         return spent_ns / 1e9 / len(self._agents)
 
     def close(self) -> None:
-        """Wait for the agents."""
         for pid in (*self._agents, self._herald):
             os.waitpid(pid, 0)
 

@@ -1,4 +1,4 @@
-"""The processes of one tool: several side by side, each with its own windows."""
+"""Runs the processes of one tool in parallel, each with its own windows."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from benchmarks.energy_judge import Measured, Verdict, judge
 from benchmarks.energy_traces import Group
 
 ROOT = Path(__file__).resolve().parent.parent
-SETTLE_S = 3.0  # between the start of a tool and its first window
+SETTLE_S = 3.0  # pause between the start of a tool and its first window
 
 
 @dataclass(frozen=True)
 class Length:
-    """Windows of about one length: no iteration is a whole number of ticks, so they differ by a tenth."""
+    """Windows of about one length: they vary by ±10 %, because iterations are no whole number of ticks."""
 
     name: str
     seconds: float
-    count: int  # in each process
+    count: int  # windows in each process
 
     def windows(self, chance: random.Random) -> list[tuple[float, float]]:
-        """Return the pauses before the windows, and the windows' lengths."""
+        """Return the pause before each window and the window's length, in s."""
         return [(chance.uniform(0.2, 0.6), self.seconds * chance.uniform(0.9, 1.1)) for _ in range(self.count)]
 
 
 @dataclass(frozen=True)
 class Host:
-    """GPUs of one machine, and the environment variables with which a process reads them."""
+    """The GPUs of one machine, and the environment variables for processes that measure these GPUs."""
 
     groups: Sequence[Group]
     environ: dict[str, str]
@@ -48,7 +48,7 @@ class Host:
 def measure(
     name: str, command: Sequence[str], hosts: Sequence[Host], lengths: Sequence[Length], copies: int, bar: Progress
 ) -> Measured:
-    """Measure all hosts at once with one tool and several processes each, and judge the results."""
+    """Measure all hosts in parallel with one tool, `copies` processes per host, and judge the results."""
     task = bar.add_task(f"{name}: starting", total=None)
     places = [host for _ in range(copies) for host in hosts]
     with ExitStack() as stack:
@@ -58,7 +58,7 @@ def measure(
             stack.callback(run.stop)
         seconds = 0.0
         for number, (run, place) in enumerate(zip(runs, places, strict=True)):
-            chance = random.Random(number)  # the same windows for every tool
+            chance = random.Random(number)  # every tool gets the same windows
             blocks = [{"name": length.name, "windows": length.windows(chance)} for length in lengths]
             seconds += sum(sum(window) for block in blocks for window in block["windows"])
             run.send({"gpus": sum(len(group.gpus) for group in place.groups), "blocks": blocks})
@@ -93,7 +93,6 @@ class _Run:
         os.close(self._write)
 
     def stop(self) -> None:
-        """Stop it in any state."""
         if self._process.poll() is None:
             self._process.terminate()
         self._process.communicate()
@@ -113,7 +112,7 @@ class _Run:
 
 
 def _gather(runs: Sequence[_Run], bar: Progress, task: TaskID) -> list[dict[str, Any]]:
-    """Return the last line of each run, and advance the bar by those before it."""
+    """Return the last line of each run; the earlier lines advance the progress bar."""
     answers: list[dict[str, Any]] = [{} for _ in runs]
 
     def listen(number: int) -> None:
@@ -127,7 +126,7 @@ def _gather(runs: Sequence[_Run], bar: Progress, task: TaskID) -> list[dict[str,
     for thread in threads:
         thread.join()
     if not all(answers):
-        raise SystemExit(1)  # its thread has printed the reason
+        raise SystemExit(1)  # the thread of the failed run has printed the reason
     return answers
 
 

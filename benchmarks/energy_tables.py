@@ -30,12 +30,10 @@ class Goal:
 
     @property
     def met(self) -> bool:
-        """Whether it is within them."""
         return self.lowest <= self.value <= self.highest
 
 
 def show(console: Console, measured: Sequence[Measured], node: Sequence[Group], lengths: Sequence[str]) -> None:
-    """Print all tables."""
     console.print(_overview(measured, node, lengths))
     console.print(_by_trace(measured, node, lengths))
     console.print(_costs(measured, lengths))
@@ -67,7 +65,7 @@ def to_dict(measured: Sequence[Measured], node: Sequence[Group], lengths: Sequen
 
 
 def goals(measured: Sequence[Measured], node: Sequence[Group], lengths: Sequence[str]) -> list[Goal]:
-    """Return the goals of effllm; those without their measurement are left out."""
+    """Return the goals of effllm, except goals that were not measured."""
     tools = {one.tool: one for one in measured}
     ours, peer = tools.get(OURS), tools.get(PEER)
     if ours is None:

@@ -1,7 +1,7 @@
-"""The power of the GPUs of the measured node, and their sensors: two sets, one to tune on and one to judge by.
+"""Power traces of simulated GPUs, and their sensors: a set for tuning, and a held-out set for results.
 
-A trace is one wave of power on one or more GPUs; their sensors tick at different moments, like those of a real node.
-The held-out set shares no period, level, phase or seed with the other.
+A trace is one power wave on one or more GPUs.  The GPUs' sensors tick at different times, as on a real node.
+The held-out set shares no period, level, phase or seed with the tuning set.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tests.nvml_library import Curve, Gpu, bursts, sine, square, steps
 TUNING, HELD_OUT = "tuning", "held-out"
 REFERENCE = "square"
 
-#: As NVML numbers architectures.
+#: NVML's numbers of architectures.
 VOLTA, ADA, HOPPER = 5, 8, 9
 
 
@@ -29,15 +29,15 @@ class Group:
 
     @property
     def is_planted(self) -> bool:
-        """Whether the sensor of these has a planted error: only the second run's figures use them."""
+        """Whether the sensors have a planted gain error; the totals over all traces do not include such groups."""
         return self.gain != 1.0
 
 
 def hosts(chosen: str) -> list[list[Group]]:
-    """Return the hosts of a set: groups, whose GPUs are the host's, one after the other, eight at most.
+    """Return the groups of each host of a set; a host has eight GPUs at most, in the order of its groups.
 
-    Each group of the held-out set has its own random wave: where a sensor measures part of each tick, the error
-    of its counter depends on the ratio of the wave's period to the tick, and one period would decide the result.
+    Each group of the held-out set has its own random wave.  If a sensor measures part of each tick, the error of its
+    counter depends on the ratio of the wave's period to the tick: with one period, this ratio would decide the result.
     """
     chance = random.Random({TUNING: 20261121, HELD_OUT: 1618033}[chosen])
     made = []
@@ -61,7 +61,7 @@ _TUNING_WAVES: dict[str, Curve] = {
 
 
 def drawn(wave: str, chance: random.Random) -> Curve:
-    """Return a wave of this kind with its own levels, period, share and seed."""
+    """Return a wave of this kind with random levels, period, share and seed."""
     low_w, high_w = round(chance.uniform(70.0, 200.0)), round(chance.uniform(420.0, 690.0))
     share, seed = round(chance.uniform(0.35, 0.65), 2), chance.randrange(10_000)
     period_s = {name: round(chance.uniform(*between), 3) for name, between in _PERIODS_S.items()}[wave]
@@ -74,7 +74,7 @@ def drawn(wave: str, chance: random.Random) -> Curve:
     return square(low_w, high_w, period_s, share)
 
 
-#: Those of the tuning set are within these ranges.
+#: Ranges of random periods; the periods of the tuning set are within these ranges.
 _PERIODS_S = {
     "square": (1.2, 2.6),
     "fast": (0.22, 0.45),
@@ -87,11 +87,11 @@ _Sensor = Callable[[Gpu, random.Random], Gpu]
 
 
 def _ticking(gpu: Gpu, chance: random.Random, tick_s: float) -> Gpu:
-    """Update counter and power only at the ticks, as every examined sensor does."""
+    """Return a GPU whose counter and power change only at ticks."""
     return replace(gpu, tick_s=tick_s, tick_phase_s=round(chance.uniform(0.0, tick_s), 6), power_mode="held")
 
 
-# Boards that measure like this, so that their names fit their sensors (arXiv 2312.02741, raw table).
+# The board names fit the sensors: these boards measure like this (arXiv 2312.02741, raw table).
 
 
 def _whole_100(gpu: Gpu, chance: random.Random) -> Gpu:
@@ -112,7 +112,7 @@ def _off(sensor: _Sensor) -> _Sensor:
 
 
 def _placed(groups: Sequence[Group], host: int) -> list[Group]:
-    """Give each GPU its own UUID and place on the bus, in the order of NVML's indices."""
+    """Give each GPU its own UUID and bus address, in the order of NVML's indices."""
     placed, index = [], 0
     for group in groups:
         gpus = []

@@ -1,7 +1,7 @@
-"""Stated and true errors of windows after five minutes, on sensors that were never profiled.
+"""Reported and true errors of window energies after five minutes, on sensors without a profile.
 
-``python -m benchmarks.energy_unprofiled``.  Sensors, waves and the agent that reads them are simulated in virtual
-time (`tests/sensor_model.py`); a period of a wave is an iteration, whose length the agent gets.  Each run is measured
+``python -m benchmarks.energy_unprofiled``.  Sensors, waves and agent are simulated in virtual time
+(`tests/sensor_model.py`).  A wave's period is one iteration; the agent receives its length.  Each run is measured
 twice: with the sensor of the hardware table, and with the exact lag as the reference.  Each set has its own seed.
 """
 
@@ -33,7 +33,7 @@ SEEDS = {TUNING: 20261122, HELD_OUT: 1732050807}
 WARM_UP_S = 300.0
 RUNS = 3
 LENGTHS_S = (5.0, 1.0, 0.2)
-#: Windows that are judged, of each run, by their length.
+#: Number of judged windows per run, by length in s.
 JUDGED = {5.0: 24, 1.0: 60, 0.2: 100}
 WAVES = ("square", "fast", "sine", "bursts", "steps")
 ALL = "all"
@@ -42,13 +42,13 @@ MAX_RATIO, MIN_OVERALL, MIN_GROUP = 10.0, 0.93, 0.9
 
 @dataclass(frozen=True)
 class SensorKind:
-    """A kind of sensor, and a model of the hardware table that has it."""
+    """A kind of sensor, and a GPU model of the hardware table with this sensor."""
 
     name: str
     model: str
     tick_s: float
     duty: float
-    latest_s: float = 0.0  # largest lag of a counter, drawn for each run
+    latest_s: float = 0.0  # largest lag of the counter; each run draws its own
 
 
 KINDS = (
@@ -71,7 +71,7 @@ class Run:
 
     def windows(self, length_s: float, *, lag_is_known: bool) -> list[MeasuredWindow]:
         """Return the windows of this length that follow the first five minutes."""
-        lead_s = max(length_s, 1.0)  # of shorter windows, more edges would show no less
+        lead_s = max(length_s, 1.0)  # conservative: shorter windows would give the agent more edges
         return simulate(
             self.curve,
             self.seed,
@@ -89,7 +89,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Judged:
-    """One window, relative to the true energy: error and stated half-width, without and with the exact lag."""
+    """Error and reported half-width of one window, without and with the exact lag, relative to the true energy."""
 
     error: float
     half_width: float
@@ -99,7 +99,7 @@ class Judged:
 
 @dataclass(frozen=True)
 class Row:
-    """The windows of one length on one kind of sensor, of one wave or of all."""
+    """Results for windows of one length on one kind of sensor, for one wave or for all waves."""
 
     sensor: str
     wave: str
@@ -109,7 +109,7 @@ class Row:
     median_error: float
     median_half_width: float
     ratio: float
-    #: Half-width that holds 90 % of the windows of each wave, if it were the same for all of a wave's, over the error.
+    #: One half-width that holds 90 % of a wave's windows, over the median error; for ALL, the median over the windows.
     needed_ratio: float
     known_covered: float
     known_median_error: float
@@ -118,7 +118,6 @@ class Row:
 
 
 def main() -> None:
-    """Simulate, show the table and the goals, and keep the figures as JSON."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.energy_unprofiled", description=__doc__)
     parser.add_argument("--set", choices=(HELD_OUT, TUNING), default=TUNING, help="of traces (default: tuning)")
     parser.add_argument("--runs", type=int, default=RUNS, help=f"of each wave on each kind of sensor (default: {RUNS})")
@@ -148,7 +147,7 @@ def main() -> None:
 
 
 def drawn_runs(chosen: str, count: int) -> Iterator[Run]:
-    """Yield the runs of a set, `count` of each wave on each kind of sensor."""
+    """Yield the runs of a set: `count` for each wave on each kind of sensor."""
     chance = random.Random(SEEDS[chosen])
     for kind in KINDS:
         for wave in WAVES:
@@ -158,7 +157,7 @@ def drawn_runs(chosen: str, count: int) -> Iterator[Run]:
 
 
 def judge(runs: Sequence[Run]) -> list[Row]:
-    """Simulate all runs and return a row for each wave, and one for all of them, by kind of sensor and length."""
+    """Simulate all runs; by kind of sensor and length, return one row per wave and one for all waves."""
     found: dict[tuple[str, float], dict[str, list[Judged]]] = {}
     for run in runs:
         for length_s in LENGTHS_S:
@@ -211,7 +210,6 @@ def _min_half_width(judged: Sequence[Judged]) -> float:
 
 
 def goals(rows: Sequence[Row]) -> list[Goal]:
-    """Return the goals of the stated intervals."""
     groups = [row for row in rows if row.wave != ALL]
     pools = [row for row in rows if row.wave == ALL]
     overall = sum(row.covered * row.windows for row in groups) / sum(row.windows for row in groups)

@@ -13,7 +13,7 @@ from typing import Any
 class Figure:
     """A number for reports and comparisons.
 
-    ``goal`` is the largest value that meets it; ``detail`` has the values behind the number.
+    ``goal`` is the largest allowed value; ``detail`` has the values behind the number.
     """
 
     name: str
@@ -25,21 +25,19 @@ class Figure:
 
     @property
     def met(self) -> bool | None:
-        """Whether the goal is met; ``None`` without one."""
+        """Whether the goal is met; ``None`` without a goal."""
         return None if self.goal is None else self.value <= self.goal
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values, for the results file."""
         return {**asdict(self), "met": self.met}
 
 
 def interval_95(values: Sequence[float], statistic: Callable[[Sequence[float]], float]) -> tuple[float, float]:
-    """Return the bootstrap percentile interval of a statistic: 4000 resamples, the same at every call."""
+    """Return the bootstrap percentile interval of a statistic, from 4000 resamples with a fixed seed."""
     chance = random.Random(20261120)
     resampled = sorted(statistic(chance.choices(values, k=len(values))) for _ in range(4000))
     return resampled[100], resampled[3899]
 
 
 def median(values: Sequence[float]) -> float:
-    """Return the median."""
     return statistics.median(values)

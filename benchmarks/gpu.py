@@ -1,8 +1,8 @@
 """All measurements that need a GPU, in one command: ``python -m benchmarks.gpu --keep``, or ``make bench-gpu``.
 
-How its sensors behave (the report of ``effllm profile``); the counter beside integrated power under square waves;
-windows' energy beside the known energy of the load; the cost of calls and of an agent on this driver; and
-training with metrics on against off.  Without CUDA, the steps that need it are skipped and named.
+Measured are the sensors (the report of ``effllm profile``), the counter against integrated power under square waves,
+window energies against the known energy of the load, the cost of calls and of an agent on this driver, and training
+with metrics on and off.  Without CUDA, the steps that need CUDA are skipped and listed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PROFILE_S, QUICK_PROFILE_S = 60.0, 10.0
 
 
 def main() -> int:
-    """Measure, show a table, and keep the figures as JSON; return 2 where there is no GPU."""
+    """Measure, and print a table; return 2 if there is no GPU."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("--device", default="", help="which GPU: index in bus order, or UUID (default: the first)")
     parser.add_argument("--load", default="", metavar="MODULE:NAME", help="what loads it (default: torch)")
@@ -82,7 +82,7 @@ def open_gpu(which: str) -> Reader:
 
 
 class _Bench:
-    """The steps and their results."""
+    """The steps of the benchmark, and their results."""
 
     def __init__(self, reader: Reader, load: str, *, quick: bool) -> None:
         self.figures: list[Figure] = []
@@ -92,7 +92,6 @@ class _Bench:
         self._load, self._quick = load, quick
 
     def steps(self) -> list[tuple[str, Callable[[], None]]]:
-        """Return the steps by name."""
         return [
             ("the sensors", self._sensors),
             ("the counter beside power", self._waves),
@@ -102,7 +101,7 @@ class _Bench:
         ]
 
     def open_load(self) -> Loader:
-        """Prepare the load of the GPU.
+        """Open the program that loads the GPU.
 
         Raises:
             LoadUnavailable: no load is available.

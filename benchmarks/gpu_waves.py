@@ -1,4 +1,4 @@
-"""The energy counter beside integrated power, under square waves: the same joules by polled power."""
+"""The energy counter compared with integrated power under square waves, from dense and from polled readings."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from effllm.sensor_profile.watching import Record, Timer, watch
 PERIODS_S = (0.2, 2.0, 10.0)
 MIN_S, MAX_S = 12.0, 120.0
 POLLED_EVERY_S = (0.1, 1.0)
-#: Averages over a second have no earlier power in them after this time.
+#: After this time, an average over 1 s contains no power from before the load.
 SETTLE_S = 2.0
 
 
 def waves(reader: Reader, loader: Loader, found: SensorProfile, cycles: int, clock: Timer = time) -> list[Figure]:
-    """Return for each period the energy by power, read densely and polled, over the counter's energy."""
+    """For each period, return integrated power over the counter's energy, from dense and from polled readings."""
     figures = []
     for period_s in PERIODS_S:
         seconds = SETTLE_S + min(max(cycles * period_s, MIN_S if cycles > 3 else 0.0), MAX_S)
@@ -33,7 +33,7 @@ def waves(reader: Reader, loader: Loader, found: SensorProfile, cycles: int, clo
 
 
 def _compared(record: Record, load: Load, found: SensorProfile, period_s: float) -> list[Figure]:
-    """Compare over whole periods: from one beginning of load to another."""
+    """Compare over whole periods: from one start of load to a later one."""
     begins = [time_s for number, time_s in enumerate(load.times_s) if number % 2 == 0]
     inside = [time_s for time_s in begins if begins[0] + SETTLE_S <= time_s <= record.end_s]
     counted, powers = ticks_of(record.series("energy_j")), record.series("power_w")
@@ -52,7 +52,7 @@ def _compared(record: Record, load: Load, found: SensorProfile, period_s: float)
 
 
 def _shift_s(found: SensorProfile) -> float:
-    """Return the delay of power after the counter, from the profile."""
+    """Return the delay of power relative to the counter in s, from the profile."""
     if found.power_response is None or not found.measured_lag:
         return 0.0
     held_s = found.power.period_s / 2 if found.power else 0.0
@@ -60,7 +60,7 @@ def _shift_s(found: SensorProfile) -> float:
 
 
 def _polled(powers: Sequence[tuple[float, float]], every_s: float) -> list[tuple[float, float]]:
-    """Return the readings of power polled at this period."""
+    """Return the power readings that are at least `every_s` apart."""
     taken: list[tuple[float, float]] = []
     for time_s, power_w in powers:
         if not taken or time_s >= taken[-1][0] + every_s:

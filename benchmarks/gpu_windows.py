@@ -1,8 +1,8 @@
 """The energy of windows on a real GPU, compared with the known energy of its load.
 
-The load is switched between two levels at known times, so a window's energy is its length times one power plus its
-time under load times another.  Both powers are fitted to all windows.  The residual of each window includes
-variations of the load itself, so it is an upper bound of the error.
+The load is switched on and off at known times.  A window's energy is its length times the power at rest, plus its time
+under load times the additional power.  Both powers are fitted to all windows.  A window's residual is an upper bound
+of its error, because it includes variations of the load.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ OURS, BARE = "effllm", "counter read at the edges"
 
 @dataclass(frozen=True)
 class Window:
-    """One window, as a tool measured it."""
+    """One window, as measured by a tool."""
 
-    length_s: float  # as requested
+    length_s: float  # requested length
     start_ns: int
     end_ns: int
     joules: float
@@ -42,12 +42,12 @@ class Window:
 
 
 def windows(key: str, loader: Loader, sensor: Sensor, counts: Mapping[float, int]) -> list[Figure]:
-    """Return the errors of windows of some lengths, by effllm's ledger and by the bare counter.
+    """Return the mean error by window length, for effllm and for the bare counter.
 
     Args:
-        key: the GPU's.
-        loader: loads it.
-        sensor: the sensor of its profile.
+        key: key of the GPU.
+        loader: loads the GPU.
+        sensor: the sensor from the GPU's profile.
         counts: number of windows by length in s.
     """
     chance = random.Random(7)
@@ -77,7 +77,7 @@ def windows(key: str, loader: Loader, sensor: Sensor, counts: Mapping[float, int
 
 
 class _Measuring:
-    """effllm's own track of a GPU, as an agent has one, and a second reader that reads the counter at the edges."""
+    """Measures windows with a device track, as an agent does, and with a second reader of the counter at the edges."""
 
     def __init__(self, key: str, sensor: Sensor) -> None:
         self.ours: list[Window] = []
@@ -98,7 +98,6 @@ class _Measuring:
             raise RuntimeError(f"the GPU cannot be sampled: {self._track.sampler.unavailable}")
 
     def close(self) -> None:
-        """Close it."""
         self._track.sampler.stop(5.0)
         if self._reader is not None:
             self._reader.close()
@@ -115,13 +114,13 @@ class _Measuring:
             self.bare.append(Window(length_s, first.time_ns, last.time_ns, last.energy_j - first.energy_j))
 
     def work_until(self, until_s: float) -> None:
-        """Sample like an agent until a time."""
+        """Sample like an agent until this time."""
         while (left_s := until_s - time.monotonic()) > 0:
             self._cut()
             time.sleep(min(left_s, 0.005))
 
     def settle(self) -> None:
-        """Wait for the last windows."""
+        """Wait until all windows are measured."""
         while self._waiting:
             self.work_until(time.monotonic() + 0.02)
 
@@ -153,7 +152,6 @@ class _Measuring:
 
 
 def judged(tool: str, made: Sequence[Window], edges: Sequence[LoadEdge]) -> list[Figure]:
-    """Return the errors by length."""
     load = Load(edges, 0)
     spans_s = [(one.end_ns - one.start_ns) / 1e9 for one in made]
     on_s = [load.on_s(one.end_ns / 1e9) - load.on_s(one.start_ns / 1e9) for one in made]
@@ -176,7 +174,7 @@ def judged(tool: str, made: Sequence[Window], edges: Sequence[LoadEdge]) -> list
 
 
 def two_levels(spans_s: Sequence[float], on_s: Sequence[float], joules: Sequence[float]) -> tuple[float, float] | None:
-    """Return the power at rest and the additional power of load, by least squares over all windows."""
+    """Return the power at rest and the additional power under load: a least-squares fit to all windows."""
     aa, bb = sum(span**2 for span in spans_s), sum(on**2 for on in on_s)
     ab = sum(span * on for span, on in zip(spans_s, on_s, strict=True))
     ay = sum(span * one for span, one in zip(spans_s, joules, strict=True))

@@ -1,4 +1,4 @@
-"""``import effllm`` against ``import msgspec``, one small extension module; and its addition to ``import torch``."""
+"""Time of ``import effllm`` over ``import msgspec`` (one small extension), and the time added to ``import torch``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PAIRS = 15
 
 
 def measure() -> list[Figure]:
-    """Import each in a new interpreter, one after the other."""
+    """Import each module in a new interpreter, in turns."""
     costs: dict[str, list[float]] = {"effllm": [], "msgspec": [], "effllm.trainer.collector": []}
     for _ in range(PAIRS):
         for module, collected in costs.items():
@@ -35,7 +35,7 @@ def _import_s(module: str) -> float:
 
 
 def _autoload_s(switch: str) -> float:
-    """Return the time of the entry point after torch has imported most of the modules that it needs."""
+    """Return the time of effllm's entry point after ``import torch``, which imports most of the needed modules."""
     program = (
         "import time, torch; a = time.perf_counter(); from effllm.attach import autoload; autoload();"
         "print(time.perf_counter() - a)"

@@ -1,4 +1,4 @@
-"""From the last rank's report to the line on the console."""
+"""Time from the last rank's report of a window to the line on the console."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RANKS, WINDOWS = 64, 50
 
 
 def measure() -> list[Figure]:
-    """Send the reports of a world of ranks over TCP and read the console through a pipe."""
+    """Send the reports of all ranks over TCP, and read the console through a pipe."""
     read, write = os.pipe()
     with tempfile.TemporaryDirectory() as folder, os.fdopen(write, "w") as stdout:
         orders = Orders(replace(Config(), run_dir=folder), "bench", "tcp://127.0.0.1:*", f"{folder}/run")
@@ -57,7 +57,7 @@ def measure() -> list[Figure]:
 def _window(link: AgentLink, console: int, window: int) -> float:
     for rank in range(RANKS - 1):
         _send(link, Reports((_row(rank, window),)))
-    time.sleep(0.05)  # they have arrived: only the last one is on its way when the clock starts
+    time.sleep(0.05)  # the other reports arrive before the clock starts
     link.receive()
     began_s = time.monotonic()
     _send(link, Reports((_row(RANKS - 1, window),)))

@@ -10,7 +10,7 @@ from typing import Any
 
 
 def machine(**more: Any) -> dict[str, Any]:
-    """Return date, commit and machine, without a name that identifies its owner, and the given facts."""
+    """Return date, commit, machine and the given facts, without names that identify the machine's owner."""
     return {
         "date": time.strftime("%Y-%m-%d"),
         "commit": _git("rev-parse", "--short", "HEAD"),

@@ -1,6 +1,6 @@
-"""The demo's training, with alternating stretches of metrics on and off; run by training.py under torchrun.
+"""The demo's training with metrics alternately on and off; training.py starts it with torchrun.
 
-Off means that the calls are left out and that agent and aggregator are stopped by SIGSTOP: the bare job.
+Off is the bare job: the loop makes no calls, and SIGSTOP stops agent and aggregator.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import effllm
 from effllm.hooks.megatron import parameter_share
 
 DEMO = Path(__file__).resolve().parent.parent / "configs" / "demo.yaml"
-UNTIMED = 2  # after a change of sides
+UNTIMED = 2  # iterations after each change between on and off
 
 
 def main(times: Path, pairs: int, iterations: int) -> None:
@@ -73,7 +73,7 @@ def main(times: Path, pairs: int, iterations: int) -> None:
 
 @contextmanager
 def stopped(processes: list[psutil.Process]) -> Iterator[None]:
-    """Stop our processes while inside."""
+    """Stop these processes for the time of the block."""
     for process in processes:
         process.send_signal(signal.SIGSTOP)
     try:

@@ -1,4 +1,4 @@
-"""The two calls of a training loop, against their lower bound: two clock reads and one pack."""
+"""The cost of the two calls in a training loop, over their lower bound: two clock reads and one pack."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROUNDS, CALLS = 40, 5000
 
 
 def measure() -> list[Figure]:
-    """Time both alternately, with a running agent; the cost of timing an empty call is subtracted from both."""
+    """Time calls and lower bound in turns, with a running agent; the time of an empty call is subtracted from each."""
     fields = struct.Struct("<Qhhqqqqdqqqqqqqqq")
     memory = mmap.mmap(-1, 4096)
     pack, now = fields.pack_into, time.monotonic_ns

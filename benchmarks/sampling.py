@@ -1,9 +1,9 @@
-"""The cost of a tick of the sampler over its bare calls of NVML, and the cost of a tick of the peers.
+"""CPU time per tick of effllm's sampler over that of its bare NVML calls, and CPU time per tick of other tools.
 
-The calls of a reader are recorded with their arguments and repeated through ctypes by a loop with the same pauses: no
-sampler in Python can cost less.  Sampler and loop alternate in one process,
-on a traced GPU: once with calls of a few microseconds, shorter than any driver's (the worst case), and once with the
-durations measured on a board.
+The bare loop repeats the recorded calls of a reader through ctypes, with the same arguments and pauses: the lower
+bound for a sampler in Python.  Sampler and bare loop alternate in one process, on a traced GPU.  They are measured
+twice: with calls of a few microseconds, shorter than any driver's calls (the worst case), and with durations measured
+on a board.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ PEERS_PYTHON = ROOT / ".venv-peers" / "bin" / "python"
 PEERS = ("nvitop", "zeus")
 INTERVAL_S = 0.02
 ROUNDS, TICKS = 15, 60
-#: Reported seconds of calls of a driver: INSTANT power, memory, utilization.
-#: https://github.com/flightlessmango/MangoHud/pull/2104; energy counters took 2.4 ms.
+#: Reported durations of driver calls in s: INSTANT power, memory, utilization. Energy counters took 2.4 ms.
+#: https://github.com/flightlessmango/MangoHud/pull/2104
 DRIVER_CALLS_S = {"fields": 170e-6, "memory": 12e-6, "utilization": 2.5e-6}
 
 Calls = Sequence[tuple[Callable[..., int], tuple[Any, ...]]]
 
 
 def measure() -> list[Figure]:
-    """Measure the sampler and the bare loop in turns in one process, then the peers, where they are installed."""
+    """Measure the sampler and the bare loop in turns in one process, then the other tools if they are installed."""
     with tempfile.TemporaryDirectory() as folder:
         library = build(Path(folder))
         if library is None:
@@ -113,7 +113,7 @@ def _answer(command: Sequence[str], environ: dict[str, str]) -> dict[str, Any]:
 
 
 class _Recorder:
-    """pynvml's library, which records its calls and their arguments."""
+    """Wraps pynvml's library, and records all calls with their arguments."""
 
     def __init__(self, library: Any) -> None:
         self._library = library
@@ -148,7 +148,7 @@ def _open() -> Reader:
 
 
 def _record() -> tuple[Reader, list[Calls]]:
-    """Return the calls of each tick of a round, and the reader whose handles they use."""
+    """Return the calls of each tick of a round, and the reader with the handles in these calls."""
     ticks: list[Calls] = []
     with _recorded() as recorder:
         reader = _open()
@@ -161,9 +161,7 @@ def _record() -> tuple[Reader, list[Calls]]:
 
 
 def _paced(ticks: Iterator[Any], work: Callable[[Any], None]) -> tuple[float, float]:
-    """Run the work of each tick at its time; return CPU and wall time per tick in us, with the CPU time of the
-    sleep.
-    """
+    """Run the work of each tick at its time; return CPU time (sleeps included) and wall time per tick in us."""
     began_ns, next_s, wall_ns, count = time.thread_time_ns(), time.monotonic(), 0, 0
     for tick in ticks:
         start_ns = time.monotonic_ns()
@@ -181,7 +179,7 @@ def _play(calls: Calls) -> None:
 
 
 def _sampler_cpu_us() -> float:
-    """Return the CPU time of the sampler's thread for a tick of a round."""
+    """Return the CPU time per tick of the sampler's thread, in us."""
     wake = os.eventfd(0, os.EFD_NONBLOCK)
     sampler = Sampler(_open, INTERVAL_S, lambda event: print(event.text, file=sys.stderr), wake)
     sampler.start()

@@ -1,7 +1,7 @@
-"""The cost of an aggregator for ten thousand ranks, beside a loop that only decodes: ``python -m benchmarks.scale``.
+"""The cost of an aggregator of 10,000 ranks, compared with a loop that only decodes: ``python -m benchmarks.scale``.
 
-Processor time is measured, not time: it stays the same, within about a fifth, on a shared machine.
-Every run is of both, one after the other, with the same ranks, connections and messages.
+It measures CPU time, not wall time: on a shared machine, CPU time varies by about a fifth.
+Each run measures the aggregator, then the loop, with the same ranks, connections and messages.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ MAX_CORE_SHARE, MAX_BYTES, MAX_DELAY_S, MIN_SHARE = 0.20, 400 * 2**20, 1.0, 0.5
 
 
 def main() -> int:
-    """Measure, show a table, and keep the figures as JSON."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scale", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a minute at most: small worlds, a few windows")
     parser.add_argument("--keep", action="store_true", help="keep the figures in benchmarks/results/")
@@ -84,7 +83,7 @@ def measure_bare(asked: Simulation) -> Findings:
 
 
 def figures_of(found: list[tuple[Findings, Findings]]) -> list[Figure]:
-    """Return the promised figures of the largest world, and the cost at each size."""
+    """Return the cost of each world; from 10,000 ranks, the figures have goals."""
     figures = []
     for ours, bare in found:
         name = f"{ours.ranks:,} ranks"
@@ -95,7 +94,7 @@ def figures_of(found: list[tuple[Findings, Findings]]) -> list[Figure]:
             Figure(f"{name}: of a core", ours.cpu_ratio or 0.0, "ratio", goals[0], detail={"bare": bare.cpu_ratio}),
             Figure(f"{name}: processor time of a report", ours.cpu_us_per_report or 0.0, "us"),
             Figure(f"{name}: the same of the bare loop", bare.cpu_us_per_report or 0.0, "us"),
-            # Both are one thread that does one thing after the other: reports a second of a whole core.
+            # Aggregator and bare loop have one thread each: throughput is reports per second of CPU time.
             Figure(f"{name}: throughput over that of the bare loop", share, "ratio", detail={"least": MIN_SHARE}),
             Figure(f"{name}: memory", (ours.rss_bytes or 0) / 2**20, "MiB", goals[1]),
             Figure(f"{name}: memory of the bare loop", (bare.rss_bytes or 0) / 2**20, "MiB"),
@@ -108,7 +107,6 @@ def figures_of(found: list[tuple[Findings, Findings]]) -> list[Figure]:
 
 
 def table(found: list[tuple[Findings, Findings]]) -> Table:
-    """Return the results, a line for each world."""
     shown = Table(title="One aggregator, one report a second of each rank: processor time")
     for column in (
         "ranks",

@@ -1,4 +1,4 @@
-"""The reference of the aggregator: a loop of only pyzmq and msgspec that receives and decodes every frame."""
+"""The reference for the aggregator: a loop that only receives and decodes every frame, with pyzmq and msgspec."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from effllm.network.descriptors import raise_limit
 from effllm.network.transport import ServerSocket, decode_from_agent, encode, make_context
 from effllm.records.wire import Ack, Bye, ByeSeen, Hello, Welcome
 
-EVERYTHING = 2**61  # a sequence that confirms all
+EVERYTHING = 2**61  # a sequence number that acknowledges all reports
 
 
 class Bare:
     """The loop in its own process.
 
     Args:
-        secret_file: of the keys; empty for none.
+        secret_file: file of the keys' secret; empty without keys.
     """
 
     def __init__(self, secret_file: str) -> None:

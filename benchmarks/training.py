@@ -1,4 +1,4 @@
-"""Iteration time of the demo with metrics on against off, in alternating pairs within one job."""
+"""Iteration time of the demo with metrics on over off, in alternating pairs within one job."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from benchmarks.figure import Figure, interval_95, median
 
 ROOT = Path(__file__).resolve().parent.parent
 PAIRS, ITERATIONS = 36, 6
-#: An iteration of half a second on a CPU takes some milliseconds on a GPU.
+#: An iteration takes half a second on a CPU, and some milliseconds on a GPU.
 ITERATIONS_ON_GPU = 100
 
 
 def measure() -> list[Figure]:
-    """Run the paired job on two processes of the CPU, or on the GPUs found."""
+    """Run the paired job with two processes, on GPUs if there are any."""
     return _measure(processes=2, iterations=ITERATIONS, where="")
 
 
@@ -40,7 +40,7 @@ def measure_on_gpu() -> list[Figure]:
 
 
 def _measure(processes: int, iterations: int, where: str) -> list[Figure]:
-    """Run the paired job; the ratio is the median over pairs, its interval a bootstrap over them."""
+    """Run the paired job; return the median ratio over the pairs, with a bootstrap interval."""
     with tempfile.TemporaryDirectory() as folder:
         times = Path(folder) / "times.json"
         environ = {name: value for name, value in os.environ.items() if not name.startswith("EFFICIENTLLM_")}

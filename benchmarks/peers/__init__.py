@@ -1,1 +1,1 @@
-"""The tools that effllm is compared with, each in its own process in the peers' environment."""
+"""The tools compared with effllm; each runs in its own process in the environment .venv-peers."""

@@ -1,7 +1,7 @@
 """CodeCarbon: `OfflineEmissionsTracker.start_task` and `stop_task`, which read the counters at the edges.
 
-A task's energy is one sum over all GPUs.  The energy of each GPU is read where CodeCarbon adds it up, and the sum is
-compared with the task's result.
+A task's energy is one sum over all GPUs.  The energy of each GPU is read from CodeCarbon's devices; the sum of these
+energies must equal the task's result.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ JOULES_PER_KWH = 3.6e6
 
 
 class CodeCarbon(Tool):
-    """One tracker of all GPUs, and of the CPU and the memory, as it does by default; it writes no files."""
+    """One tracker of all GPUs, the CPU and the memory, which is CodeCarbon's default; it writes no files."""
 
     name = "CodeCarbon"
     version = version("codecarbon")
@@ -26,7 +26,7 @@ class CodeCarbon(Tool):
         self._tracker = OfflineEmissionsTracker(
             country_iso_code="USA", save_to_file=False, log_level="critical", allow_multiple_runs=True
         )
-        self._tracker.start_task("warm-up")  # the first one searches for hardware, which takes seconds
+        self._tracker.start_task("warm-up")  # the first task searches for hardware, which takes seconds
         self._tracker.stop_task()
         (self._devices,) = [
             hardware.devices.devices for hardware in self._tracker._hardware if isinstance(hardware, GPU)
@@ -36,11 +36,10 @@ class CodeCarbon(Tool):
         self._edges_ns: dict[int, tuple[int, int]] = {}
 
     def begin(self, key: int) -> None:
-        """Start a task."""
         self._tracker.start_task(str(key))
 
     def end(self, key: int) -> None:
-        """Stop it, and record the energy of each GPU."""
+        """Stop the task, and record the energy of each GPU."""
         said = self._tracker.stop_task()
         self._joules[key] = [device.energy_delta.kWh * JOULES_PER_KWH for device in self._devices]
         # The task's clock is perf_counter, which on Linux is the monotonic clock.
@@ -49,12 +48,11 @@ class CodeCarbon(Tool):
         assert abs(sum(self._joules[key]) - said.gpu_energy * JOULES_PER_KWH) < 0.1
 
     def reading(self, key: int, calls: Calls) -> Reading:
-        """Return its energies, and the stretch that the task claims."""
+        """Return the energies, with the task's own start and end."""
         assert calls.begin_ns <= self._edges_ns[key][0] and self._edges_ns[key][1] <= calls.ended_ns
         return Reading(*self._edges_ns[key], list(self._joules[key]))
 
     def close(self) -> None:
-        """Close it."""
         self._tracker.stop()
 
 

@@ -1,4 +1,4 @@
-"""The plain difference of two readings of NVML's energy counter, at the edges."""
+"""The difference of NVML's energy counter between the edges of a window."""
 
 from __future__ import annotations
 
@@ -22,20 +22,17 @@ class Counter(Tool):
         self._at_end: dict[int, list[int]] = {}
 
     def begin(self, key: int) -> None:
-        """Read every counter."""
         self._at_begin[key] = self._read()
 
     def end(self, key: int) -> None:
-        """Read every counter again."""
         self._at_end[key] = self._read()
 
     def reading(self, key: int, calls: Calls) -> Reading:
-        """Return the differences of the counters; begin and end are the middles of the two rounds of reads."""
+        """Return the differences of the counters; start and end are the middles of the two calls."""
         joules = [(late - early) / 1e3 for early, late in zip(self._at_begin[key], self._at_end[key], strict=True)]
         return Reading((calls.begin_ns + calls.begun_ns) // 2, (calls.end_ns + calls.ended_ns) // 2, joules)
 
     def close(self) -> None:
-        """Close it."""
         pynvml.nvmlShutdown()
 
     def _read(self) -> list[int]:

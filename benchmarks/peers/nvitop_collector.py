@@ -1,6 +1,6 @@
-"""nvitop: `ResourceMetricCollector` at its default interval; mean power times its own duration.
+"""nvitop: `ResourceMetricCollector` at its default interval; energy is its mean power times its duration.
 
-Its window begins when `activate` does and is as long as the duration that it gives beside the means.
+A window starts with the call of `activate`; its duration is reported by nvitop with the means.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Nvitop(Tool):
     def __init__(self, gpus: int) -> None:
         self._gpus = range(gpus)
         self._collector = ResourceMetricCollector(Device.all())
-        self._collector.activate("run")  # its thread samples from now on, also between the windows
+        self._collector.activate("run")  # the collector's thread samples from now on, also between windows
         self._said: dict[int, dict[str, float]] = {}
 
     def begin(self, key: int) -> None:
@@ -29,7 +29,6 @@ class Nvitop(Tool):
         self._collector.activate(f"window-{key}")
 
     def end(self, key: int) -> None:
-        """Collect its means."""
         said = self._collector.collect()
         self._collector.deactivate(f"window-{key}")
         self._said[key] = {name.removeprefix(f"run/window-{key}/"): value for name, value in said.items()}
@@ -42,7 +41,6 @@ class Nvitop(Tool):
         return Reading(calls.begin_ns, calls.begin_ns + int(duration_s * 1e9), list(joules))
 
     def close(self) -> None:
-        """Close it."""
         self._collector.deactivate("run")
 
 

@@ -1,4 +1,4 @@
-"""The cost of a tick of nvitop's `ResourceMetricCollector` for its thread, on one GPU: ``INTERVAL_S``."""
+"""CPU time per tick of the thread of nvitop's `ResourceMetricCollector`, on one GPU; argument: ``INTERVAL_S``."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The cost of a tick of Zeus's `PowerMonitor` for its process, on one GPU and one kind of power: ``INTERVAL_S``.
+"""CPU time per tick of Zeus's `PowerMonitor` process, on one GPU with one kind of power; argument: ``INTERVAL_S``.
 
-`ZeusMonitor` does not sample where there is an energy counter, so it has no ticks.
+`ZeusMonitor` has no ticks, because it does not sample GPUs with an energy counter.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def main(interval_s: float) -> None:
     time.sleep(MEASURE_S)
     spent_ns, wall_s = _cpu_ns(pid) - began_ns, time.monotonic() - began_s
     monitor.stop()
-    # It stores only samples that differ from the previous one, so ticks cannot be counted; no missed tick is assumed.
+    # Assumed: no missed tick. Ticks cannot be counted, because only samples that differ from the previous are stored.
     ticks = wall_s / interval_s
     what = f"Zeus {version('zeus')} PowerMonitor"
     print(json.dumps({"what": what, "cpu_us": spent_ns / ticks / 1e3, "ticks_per_s": ticks / wall_s}))

@@ -1,6 +1,6 @@
 """Zeus: `ZeusMonitor.begin_window` and `end_window`, as in its documentation.
 
-Both calls read the clock before they read the counters, so their beginnings are the edges that it claims.
+Both calls read the clock before the counters, so the starts of the calls are the edges of Zeus's window.
 ``sync_execution`` is off because there is neither torch nor GPU work here.
 """
 
@@ -21,22 +21,20 @@ class Zeus(Tool):
     version = version("zeus")
 
     def __init__(self, gpus: int) -> None:
-        warnings.simplefilter("ignore")  # that a window was shorter than the counter's tick
+        warnings.simplefilter("ignore")  # Zeus warns of windows shorter than the counter's tick
         self._gpus = range(gpus)
         self._monitor = ZeusMonitor(gpu_indices=list(self._gpus))
         assert self._monitor.power_monitor is None, "Zeus takes these GPUs for older than Volta"
         self._joules: dict[int, dict[int, float]] = {}
 
     def begin(self, key: int) -> None:
-        """Begin a window."""
         self._monitor.begin_window(str(key), sync_execution=False)
 
     def end(self, key: int) -> None:
-        """End it."""
         self._joules[key] = self._monitor.end_window(str(key), sync_execution=False).gpu_energy
 
     def reading(self, key: int, calls: Calls) -> Reading:
-        """Return its energies, from call to call."""
+        """Return the energies from the start of one call to the start of the other."""
         return Reading(calls.begin_ns, calls.end_ns, [self._joules[key][index] for index in self._gpus])
 
 
