@@ -1,4 +1,4 @@
-"""Unit tests start no process: a test that starts one fails, and belongs in tests/processes."""
+"""Unit tests start no process: a test that starts a process fails, and belongs in tests/processes."""
 
 import sys
 
@@ -13,12 +13,12 @@ def _refuse_processes(event, _arguments):
         raise RuntimeError(f"a unit test started a process ({event}): it belongs in tests/processes")
 
 
-sys.addaudithook(_refuse_processes)  # a hook cannot be removed: the flag turns it off for other tests
+sys.addaudithook(_refuse_processes)  # an audit hook cannot be removed: _in_test turns it off
 
 
 @pytest.fixture(autouse=True)
 def no_process():
-    """Refuse processes while a unit test runs."""
+    """Raise an error if the test starts a process."""
     global _in_test
     _in_test = True
     yield

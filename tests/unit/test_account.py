@@ -40,7 +40,7 @@ def test_cluster_time_is_the_largest_sum_of_a_rank():
 
     totals = totals_of(windows, *gpus(2))
 
-    # Rank 0: 10 + 21, rank 1: 20 + 10.  A sum of the maxima would be 20 + 21.
+    # Rank 0: 10 + 21 s, rank 1: 20 + 10 s.  The sum of the maxima would be 20 + 21 s.
     assert totals.loop.time_s == 31.0
     assert totals.loop.wait_s == 3.0, "of the rank with the largest T"
 
@@ -91,7 +91,7 @@ HOST = {"node0": gpu("node0", kind="host", is_gpu=False, shared=True)}
 
 
 @pytest.mark.parametrize("wall", [False, True])
-def test_host_shares_are_summed_and_its_energy_is_not(wall):
+def test_host_shares_are_summed_but_host_energy_is_not(wall):
     rows = [host_row(0, watts=300.0), host_row(1, memory_bytes=3 * GIB, utilization=0.5)]
 
     totals = totals_of([rows], HOST, {"node0": {0, 1}}, wall=wall)
@@ -252,7 +252,7 @@ def test_power_times_time_is_energy_in_total_and_per_token(cluster, wall, least)
         return
     assert power_w * totals.energy.time_s == pytest.approx(totals.energy.joules, rel=1e-9)
     assert power_w * totals.energy.time_s / totals.energy.counts.tokens == pytest.approx(per_token, rel=1e-9)
-    if totals.energy.is_complete:  # then these are the seconds and tokens of the job
+    if totals.energy.is_complete:  # the energy covers all seconds and tokens of the job
         assert power_w * totals.loop.time_s == pytest.approx(totals.energy.joules, rel=1e-9)
         assert power_w * totals.loop.time_s / totals.counts.tokens == pytest.approx(per_token, rel=1e-9)
 
@@ -296,7 +296,7 @@ def test_removing_a_window_restores_the_sums(cluster, wall):
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.tuples(SECONDS, SECONDS), min_size=1, max_size=8))
 def test_shared_gpu_energy_is_counted_once_with_jitter(edges_s):
-    # Both ranks' windows follow each other without a gap, each at its own pace; the GPU draws 100 W all the time.
+    # Each rank's windows are adjacent; their lengths differ between the ranks. The GPU always draws 100 W.
     devices, members = {"GPU-0": gpu()}, {"GPU-0": {0, 1}}
     windows = [
         [
@@ -395,12 +395,12 @@ def test_energy_classes_sum_to_the_measured_energy(job, warmup, least):
     assert sum(by_class.values()) == pytest.approx(whole.energy.measured_j or 0.0, rel=1e-9, abs=1e-6)
     if whole.energy.is_complete:
         assert sum(by_class.values()) == pytest.approx(whole.energy.joules, rel=1e-9)
-    # The run to date leaves only the warm-up out of its iterations.
+    # The run to date has the energy of all iterations, except the warm-up.
     measured_in_run = run.energy.measured_j or 0.0
     assert measured_in_run + ledger.warmup_j == pytest.approx(by_class["iterations"], rel=1e-9, abs=1e-6)
 
 
-def test_inference_throughput_divides_by_the_longest_rank():
+def test_inference_throughput_uses_the_longest_generation_time():
     def generating(rank, window, tokens, seconds):
         return row(rank, window, generated_tokens=tokens, generation_s=seconds, prompt_tokens=25)
 
@@ -411,7 +411,7 @@ def test_inference_throughput_divides_by_the_longest_rank():
 
     totals = totals_of(windows, *gpus(2))
 
-    # Rank 0: 2 + 1 s, rank 1: 1 + 3 s, at the same time.  A sum of the maxima would be 2 + 3.
+    # Rank 0: 2 + 1 s, rank 1: 1 + 3 s, at the same time.  The sum of the maxima would be 2 + 3 s.
     assert (totals.counts.generated_tokens, totals.loop.generation_s, totals.counts.prompt_tokens) == (2000, 4.0, 100)
     assert metrics.contract.it_tokens_per_sec(totals) == 500.0
     assert totals.counts.tokens == 4000, "what is generated is not what is trained on"
@@ -441,7 +441,7 @@ def test_sampling_error_of_means_covers_95_percent():
     chance = np.random.default_rng(0)
     covered = 0
     for _ in range(400):
-        busy = chance.uniform(0.1, 0.9)  # share of each period; samples are at unrelated moments
+        busy = chance.uniform(0.1, 0.9)  # busy share of each period; samples are at random times
         totals = sampled((chance.random(100) < busy).astype(float), 8.0 * GIB)
         covered += abs(totals.devices.utilization_mean - busy) <= totals.devices.utilization_error
         assert totals.devices.memory_error_bytes == pytest.approx(8.0 * GIB * totals.devices.utilization_error)

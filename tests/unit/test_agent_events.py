@@ -1,4 +1,4 @@
-"""The events of an agent and its log file, which is created at the first event; writing never blocks."""
+"""An agent's events and log file: the first event creates the file, and writing never blocks."""
 
 import os
 import time
@@ -43,7 +43,7 @@ def test_unwritten_events_go_to_the_users_state_folder(tmp_path, monkeypatch):
 
 @pytest.mark.fault("slow-disk")
 def test_blocked_log_file_delays_no_event_and_no_close(tmp_path):
-    os.mkfifo(tmp_path / "agent-0.log")  # opening it for writing waits for a reader
+    os.mkfifo(tmp_path / "agent-0.log")  # open() for writing blocks until the FIFO has a reader
     events = AgentEvents(0)
     events.attach(tmp_path)
     began_s = time.monotonic()
@@ -52,12 +52,12 @@ def test_blocked_log_file_delays_no_event_and_no_close(tmp_path):
     events.close()
     assert time.monotonic() - began_s < 5.0
 
-    written = (tmp_path / "agent-0.log").read_text()  # until the log closes it
+    written = (tmp_path / "agent-0.log").read_text()  # reads until the log closes the FIFO
     assert [line.rpartition(" ")[2] for line in written.splitlines()] == [str(number) for number in range(100)]
 
 
 def taken(events):
-    """Take all events that wait to be sent."""
+    """Take all unsent events."""
     found = []
     while (event := events.unsent()) is not None:
         found.append(event)
@@ -65,7 +65,7 @@ def taken(events):
     return found
 
 
-def test_event_storm_is_a_hundred_events_and_a_count(tmp_path):
+def test_event_storm_gives_100_events_and_a_count(tmp_path):
     events = AgentEvents(0)
     events.attach(tmp_path)
     for number in range(100_000):

@@ -1,4 +1,4 @@
-"""effllm/job/aggregator.py: when windows close, what enters the totals, and the replies to ranks."""
+"""effllm/job/aggregator.py: closing of windows, totals, and replies to ranks."""
 
 import math
 import random
@@ -27,7 +27,7 @@ from effllm.server.acknowledgement import Acknowledgement
 
 
 class Job:
-    """An aggregator, its clock, and agents that send what the test gives."""
+    """An aggregator, its clock, and agents whose messages the test chooses."""
 
     def __init__(self, world_size=2, snapshot=None, **settings):
         self.world_size = world_size
@@ -57,7 +57,7 @@ class Job:
         return self.aggregator.bye(Bye(f"agent-{rank}", rank, status, 10), Now(self.now_s, self.now_s + 1000.0))
 
     def wait(self, seconds, *alive):
-        """Let seconds pass, one by one; the ranks that are alive beat in each of them."""
+        """Advance the clock second by second; the `alive` ranks send a heartbeat in each second."""
         for _ in range(seconds):
             self.now_s += 1.0
             for rank in alive:
@@ -77,7 +77,7 @@ class Job:
 # --- late ranks --------------------------------------------------------------------------------
 
 
-def test_rank_after_the_death_of_rank_0_is_of_the_next_attempt():
+def test_rank_after_the_death_of_rank_0_joins_the_next_attempt():
     job = Job(3).join(0, 1)
 
     assert job.aggregator.roster.is_too_late(hello(1, 3, agent="another"))
@@ -87,7 +87,7 @@ def test_rank_after_the_death_of_rank_0_is_of_the_next_attempt():
     assert job.aggregator.roster.is_too_late(hello(2, 3))
 
 
-def test_late_agent_of_a_short_job_is_of_that_job():
+def test_late_agent_of_a_short_job_belongs_to_that_job():
     job = Job(2)
     assert not job.aggregator.roster.is_too_late(hello(0, 2)), "the trainer ended before any agent joined"
 
@@ -134,7 +134,7 @@ def test_overdue_window_closes_and_lists_missing_ranks():
 
     job.send(row(0, 2))
     job.send(row(2, 2))
-    job.wait(5, 0, 1, 2)  # three spans of a second, and five seconds at least
+    job.wait(5, 0, 1, 2)  # the deadline is three windows of 1 s, but at least 5 s
     assert job.closed() == []
     job.wait(1, 0, 1, 2)
 
@@ -148,7 +148,7 @@ def test_rank_that_skipped_a_window_is_not_waited_for():
     job = Job().join()
 
     job.send(row(0, 1))
-    job.send(row(1, 2))  # the boundary at 10 was overwritten in the ring
+    job.send(row(1, 2))  # the end of window 1 was overwritten in the ring
     job.wait(1, 0, 1)
 
     assert [report.coverage.missing_ranks for report in job.closed()] == [(1,)]
@@ -178,7 +178,7 @@ def test_gpu_of_a_departed_rank_is_not_expected():
     first, second = job.closed()
     assert (first.coverage.gpus_expected, second.coverage.gpus_expected) == (2, 1)
     assert second.coverage.energy == 1.0
-    # 10 s of two GPUs at 100 W, then 10 s of one GPU; the power of the other GPU is then missing.
+    # Two GPUs at 100 W for 10 s, then one GPU for 10 s. In the second window, the other GPU's power is missing.
     energy = job.summary().energy
     assert (energy.total_joules, energy.measured_joules) == (None, pytest.approx(3000.0))
     assert energy.iterations_coverage == pytest.approx(0.75)
@@ -222,7 +222,7 @@ def test_bye_closes_windows_that_wait_for_the_rank():
     assert job.aggregator.finished(job.now_s)
 
 
-def test_no_rank_is_expected_to_join_after_one_has_left():
+def test_no_rank_is_expected_to_join_after_a_rank_has_left():
     job = Job().join(0)
     job.send(row(0))
     job.bye(0)
@@ -263,7 +263,7 @@ def test_all_lost_when_every_remaining_rank_is_lost():
 
 
 def late_job(**settings):
-    """Return a job whose first window closed without rank 1, and the report of it."""
+    """Return a job whose first window closed without rank 1, and the report of that window."""
     job = Job(**settings).join()
     job.send(row(0))
     job.wait(31, 0, 1)
@@ -303,7 +303,7 @@ def test_late_report_completes_the_energy_of_its_window():
     job.send(row(1))
 
     run = job.closed()[0].run
-    # Two GPUs of 100 W over 10 s, and all their tokens in the divisor.
+    # Two GPUs at 100 W for 10 s; the divisor has the tokens of both ranks.
     assert (run.energy.joules, run.energy.measured_j, run.energy.is_complete) == (2000.0, 2000.0, True)
     assert (run.energy.counts.tokens, run.energy.counts.samples, run.energy.time_s) == (2000, 20, 10.0)
     assert job.summary().energy.by_device == {"GPU-0": 1000.0, "GPU-1": 1000.0}
@@ -440,7 +440,7 @@ def test_new_agent_replaces_an_agent_that_left():
     assert job.refused(1, agent="second") == ""
 
 
-def test_agent_replaces_a_lost_or_departed_one():
+def test_new_agent_replaces_a_lost_or_departed_agent():
     job = Job().join()
     job.bye(1)
     job.wait(16)
@@ -458,7 +458,7 @@ def test_same_agent_may_send_hello_again():
     assert len(job.events("joined")) == 2
 
 
-def test_aggregator_without_a_job_takes_the_first_one():
+def test_aggregator_without_a_job_takes_the_first_job():
     aggregator = Aggregator(Config(), "", 1, 0.0)
 
     assert aggregator.hello(hello(0, job="first"), Now(0.0, 0.0)) == ""
@@ -528,7 +528,7 @@ def test_event_keeps_its_time_rank_and_device():
     fault = Event(1030.0, "xid", "Xid 79", device="GPU-7", count=2)
     job.aggregator.agent_event(
         AgentEvent("agent-1", 1, fault), Now(2000.0, 3000.0)
-    )  # after an outage of the aggregator
+    )  # the event arrives after an outage of the aggregator
 
     (event,) = job.events("xid")
     assert (event.time_s, event.rank, event.device, event.count) == (1030.0, 1, "GPU-7", 2)
@@ -543,7 +543,7 @@ def test_event_time_is_clamped_to_the_job(event_s, time_s):
 
 
 @pytest.mark.fault("hostile-frames")
-def test_event_storm_is_a_hundred_lines_a_minute_and_a_count():
+def test_event_storm_gives_100_lines_a_minute_and_a_count():
     job = Job()
     for minute in (1, 2):
         for _ in range(2000):
@@ -558,7 +558,7 @@ def test_event_storm_is_a_hundred_lines_a_minute_and_a_count():
 
 
 @pytest.mark.slow
-def test_million_events_of_many_ranks_are_below_10_megabytes():
+def test_million_events_of_many_ranks_need_less_than_10_megabytes():
     ranks = 200
     job = Job(ranks).join()
     for number in range(1000):
@@ -655,11 +655,11 @@ def test_warm_up_iterations_are_rounded_up_to_whole_windows():
 def test_warm_up_seconds_are_iteration_time():
     closed = run_of(Job(warmup="15s").join(), 3, phases_s={"evaluation": 100.0})
 
-    # Windows of 10 s and an evaluation: the second begins after 10 s, fewer than 15.
+    # Windows of 10 s and an evaluation: the second window begins at 10 s, within the warm-up of 15 s.
     assert [report.run.counts.tokens for report in closed] == [0, 0, 2000]
 
 
-def test_reset_starts_the_run_anew_after_its_window():
+def test_reset_restarts_the_run_after_the_current_window():
     job = Job().join()
     job.send(row(0, 1))
     job.send(row(1, 1, reset=True))
@@ -688,7 +688,7 @@ def test_remaining_time_follows_from_remaining_iterations():
 def test_slowest_rank_is_named_from_the_third_window_on():
     job = Job(3).join()
     for window in range(1, 5):
-        for rank, own_s in enumerate((0.5, 0.5, 0.6)):  # of iterations of 1 s: the rest is waiting for each other
+        for rank, own_s in enumerate((0.5, 0.5, 0.6)):  # an iteration takes 1 s: the ranks wait in the rest
             job.send(row(rank, window, own_steps=10, own_step_s=10 * own_s, own_median_s=own_s))
 
     slowest = [report.straggler for report in job.closed()]
@@ -811,7 +811,7 @@ def test_no_energy_sensor_gives_no_energy_and_no_scope():
 def test_not_measured_does_not_depend_on_join_order(order):
     host = {"name": "host:vm", "is_gpu": False, "shared": True, "energy_method": None, "power_scope": None}
     job = Job(3)
-    reasons = {0: ("energy: no RAPL",), 2: ("memory: no cgroup",)}  # only local rank 0 looks for the sensor of the node
+    reasons = {0: ("energy: no RAPL",), 2: ("memory: no cgroup",)}  # only local rank 0 opens the sensor of the node
     for rank in order:
         job.join(rank, devices=(gpu(**host, not_measured=reasons.get(rank, ())),))
 
@@ -856,7 +856,7 @@ def test_counts_missing_in_the_loop_are_null_with_a_reason(counted, reasons):
         ("Tesla T4", "measured here", False),
     ],
 )
-def test_unknown_tick_share_is_one_sentence_of_the_job(name, source, is_open):
+def test_unknown_tick_share_is_reported_once_per_job(name, source, is_open):
     sensor = Sensor(tick_s=0.1, tick_error_s=1e-4, lag_error_s=0.1, source=source)
     job = Job(4)
     for rank in range(4):
@@ -916,7 +916,7 @@ def test_snapshot_after_a_bye_does_not_wait_for_that_rank():
 def test_gap_in_reports_is_counted_once_over_a_replacement():
     job = Job().join()
     job.send(row(0, 1), row(1, 1))
-    job.send(row(0, 4))  # two are missing before it; its window is open
+    job.send(row(0, 4))  # two reports are missing before it; window 4 is open
     assert [event.text for event in job.events("reports_lost")] == [
         "rank 0 lost 2 reports: an aggregator died before they were written"
     ]
@@ -959,18 +959,18 @@ def test_next_attempt_has_own_warm_up_and_ignores_old_reset(warmup):
     second = Job(1, restore(first.aggregator.snapshot()).next_attempt("job"), warmup=warmup).join()
     second.send(row(0, 1), row(0, 2), row(0, 3))
 
-    # Windows of 10 s: two of them are begun within 15 s.
+    # Windows of 10 s: two windows begin within 15 s.
     expected = [0, 0, 1000] if warmup == "15s" else [1000, 2000, 3000]
     assert [report.run.counts.tokens for report in second.closed()] == expected
 
 
 class CrashingJob:
-    """Agents that resend what was not acknowledged, and an aggregator that is killed and replaced."""
+    """Agents that resend unacknowledged reports, and an aggregator that is killed and replaced."""
 
     def __init__(self, rows, min_coverage):
         self.rows = rows  # per rank
         self.settings = {"min_coverage": min_coverage}
-        self.state = b""  # as the disk has it
+        self.state = b""  # newest state on the disk
         self.acknowledged = dict.fromkeys(rows, 0)
         self.start(0.0)
 
@@ -1002,7 +1002,7 @@ class CrashingJob:
         self.server.hand_out(Now(self.job.now_s, self.job.now_s + 1000.0))
 
     def write(self):
-        """Write the oldest state that waits."""
+        """Write the oldest queued state."""
         if self.queued:
             self.state, sequences = self.queued.pop(0)
             self.written.append(sequences)
@@ -1021,7 +1021,7 @@ class CrashingJob:
         for rank in self.rows:
             self.job.bye(rank)
         if not self.job.aggregator.finished(self.job.now_s):
-            self.job.wait(1)  # late rows are taken a few milliseconds apart
+            self.job.wait(1)  # late rows are accepted a few milliseconds apart
         assert self.job.aggregator.finished(self.job.now_s)
         kept = restore(self.job.aggregator.snapshot())
         return self.job.summary(ended=True), tuple(one.totals(JobConstants()) for one in (kept.run, kept.whole))
@@ -1029,7 +1029,7 @@ class CrashingJob:
 
 @st.composite
 def jobs(draw):
-    """Return the rows of one to three ranks over up to five windows, by rank."""
+    """Return the rows of one to three ranks, up to five windows each, by rank."""
     ranks, windows = draw(st.integers(1, 3)), draw(st.integers(1, 5))
     return {
         rank: [
@@ -1102,7 +1102,7 @@ def test_waiting_late_rows_are_counted_once_over_a_crash(monkeypatch):
     crashing = CrashingJob(rows, 1.0)
     crashing.send(0)
     crashing.job.wait(31, 0, 1)  # window 1 is overdue
-    for rank in (1, 1, 0):  # rank 1's first row is late, its second one closes window 2
+    for rank in (1, 1, 0):  # rank 1's first row is late; the other two rows close window 2
         crashing.send(rank)
     crashing.hand_out()
     for _ in range(2):
@@ -1179,7 +1179,7 @@ def test_summary_counts_rejected_frames_and_duplicates():
 
 
 def uncertain(rank=0, number=1, error_j=100.0, **changes):
-    """Return a window of 1000 J with this random error (half-width), all of it at its edges."""
+    """Return a row of 1000 J with this random error (half-width), which is all at the window's edges."""
     edge_j2 = (error_j / NORMAL_95) ** 2 / 2
     wall = msgspec.structs.replace(full(10.0), energy=amount(1000.0, 10.0, start_j2=edge_j2, end_j2=edge_j2))
     return row(rank, number, devices=(device_window(f"GPU-{rank}", wall=wall),), **changes)
@@ -1240,7 +1240,7 @@ def test_single_short_windows_raise_no_event():
 
 
 def keeps_step(job, number, errors):
-    """Send a window of ranks that report these errors of the run to date."""
+    """Send a window's rows, one per rank, with these aliasing errors of the run to date."""
     job.send(*(row(rank, number, aliasing_error=error) for rank, error in enumerate(errors)))
 
 
@@ -1268,7 +1268,7 @@ def test_errors_of_a_hundred_gpus_average_out():
     for rank in range(100):
         job.send(uncertain(rank, error_j=400.0))
 
-    # 40 % of each, independent: 4 % of a hundred
+    # The errors are independent: 40 % for each GPU are 4 % for a hundred GPUs.
     assert not job.closed()[0].energy_doubtful
 
 
@@ -1282,7 +1282,7 @@ def test_window_without_energy_is_not_doubtful():
 
 @pytest.mark.parametrize(("flops", "texts"), [(9e12, ()), (12e12, ("MFU would be 1.2, which cannot be",))])
 def test_mfu_above_one_is_an_event_with_the_possible_causes(flops, texts):
-    # 2000 tokens in 10 s on two devices of 1000 TFLOP/s: 1 at 1e13 FLOPs a token
+    # 2000 tokens in 10 s on two devices of 1000 TFLOP/s: MFU is 1 at 1e13 FLOPs per token.
     job = Job(peak_tflops=1000.0).join(flops_per_token=flops)
     closed = run_of(job, 2)
 
@@ -1332,7 +1332,7 @@ def test_summary_errors_come_from_the_two_outer_edges():
     job.send(*[uncertain(number=number, error_j=40.0) for number in (1, 2, 3, 4)])
     summary = job.summary()
 
-    # Edges between windows cancel: 40 J of 4000 J stay.
+    # The errors at edges between windows cancel: an error of 40 J in 4000 J remains.
     assert summary.energy.error_joules == pytest.approx(40.0)
     assert summary.energy.error_by_device == {"GPU-0": pytest.approx(40.0)}
     assert summary.energy.gain_error == pytest.approx(0.05)
@@ -1340,7 +1340,7 @@ def test_summary_errors_come_from_the_two_outer_edges():
     assert (aec.value, aec.error, aec.sensor_error) == pytest.approx((100.0, 1.0, 5.0))
 
 
-def test_total_energy_includes_warm_up_and_shows_it_apart():
+def test_total_energy_includes_warm_up_as_a_separate_value():
     job = Job(1, warmup="15").join()
     job.send(row(0, 1), row(0, 2), row(0, 3), row(0, 4))
     energy = job.summary().energy
@@ -1381,7 +1381,7 @@ def test_each_attempt_adds_its_own_warm_up():
 
 
 def whole_run(windows=4, without=()):
-    """Return two ranks' run of ten-second windows at 100 W a rank, without the reports of some (rank, window)."""
+    """Return a job of two ranks at 100 W each, in windows of 10 s, without the reports of the given (rank, window)."""
     job = Job().join()
     for window in range(1, windows + 1):
         job.now_s += 10.0
@@ -1415,7 +1415,7 @@ def test_total_of_all_reports_has_a_value_and_full_coverage():
         ([(0, 4), (1, 4)], "the last report of 2 ranks never arrived"),
     ],
 )
-def test_missing_window_leaves_energy_coverage_without_total(without, reason):
+def test_missing_window_gives_energy_coverage_but_no_total(without, reason):
     job = whole_run(without=without)
     for rank in range(2):
         job.aggregator.bye(Bye(f"agent-{rank}", rank, "killed", 40, end_time_s=1040.0), Now(job.now_s, 1040.0))
@@ -1479,7 +1479,7 @@ def test_windows_of_few_ranks_close_a_few_at_a_time():
     assert job.summary().tokens == 200 * 1000
 
 
-def test_rank_far_ahead_keeps_no_more_reports_than_an_agent():
+def test_waiting_reports_of_a_rank_are_bounded_in_number():
     job = Job(2, history_size=50).join()
     taken = [job.aggregator.reports(reports(row(1, window)), Now(0.0, 1000.0)) for window in range(1, 200)]
 
@@ -1503,10 +1503,10 @@ def test_waiting_reports_of_a_rank_are_bounded_in_bytes():
     assert taken.count(True) == MAX_PENDING_BYTES // size
 
 
-def test_rank_far_ahead_does_not_make_the_others_late():
+def test_rank_far_ahead_does_not_make_other_ranks_late():
     job = Job(3).join()
     job.send(*(row(2, window) for window in range(1, 500)))
-    for window in range(1, 61):  # of a second: longer than the deadline
+    for window in range(1, 61):  # 60 windows of 1 s: longer than the deadline
         job.wait(1, 0, 1, 2)
         job.send(row(0, window))
         job.send(row(1, window))

@@ -8,7 +8,7 @@ MS, S = 1_000_000, 1_000_000_000
 
 
 def exchange(clocks, sent_ns, there_ns, held_ns, back_ns, ahead_ns=0):
-    """Make one exchange with the timestamps of both ends; the other clock is ahead by ``ahead_ns``."""
+    """Make one exchange with these delays; the other end's clock is ahead by ``ahead_ns``."""
     assert clocks.ask(sent_ns) == sent_ns
     received_ns = sent_ns + there_ns + ahead_ns
     heard_ns = sent_ns + there_ns + held_ns + back_ns
@@ -23,7 +23,7 @@ def test_offset_is_exact_with_equal_delays():
 
     # received - sent is 1000.003 s and answered - heard is 999.997 s
     assert clocks.offset(heard_ns).offset_s == pytest.approx(1000.0, abs=1e-9)
-    # Half of the 6 ms on the way; the 40 ms at the other end do not matter. The drift over it is 0.6 us.
+    # Half of the network delay of 6 ms; the 40 ms at the other end are not included. The drift is 0.6 us.
     assert clocks.offset(heard_ns).error_s == pytest.approx(3.0006e-3)
 
 
@@ -33,7 +33,7 @@ def test_offset_with_unequal_delays_is_within_the_error():
     heard_ns = exchange(clocks, 7 * S, 9 * MS, 0, 1 * MS, ahead_ns=-5 * S)
 
     offset = clocks.offset(heard_ns)
-    assert offset.offset_s == pytest.approx(-5.0 + 4e-3)  # (9 - 1) / 2 ms too much
+    assert offset.offset_s == pytest.approx(-5.0 + 4e-3)  # the estimate is (9 - 1) / 2 ms too large
     assert abs(offset.offset_s + 5.0) <= offset.error_s == pytest.approx(5.001e-3)
 
 
@@ -42,10 +42,10 @@ def test_shortest_of_the_last_sixteen_round_trips_is_used():
     exchange(clocks, 1 * S, MS, 0, MS)
     for i in range(15):
         heard_ns = exchange(clocks, (2 + i) * S, 50 * MS, 0, 90 * MS)
-    # In 15 s its 1 ms has grown to 2.5 ms, still the smallest.
+    # In 15 s the error of the first exchange has grown from 1 to 2.5 ms, and is still the smallest.
     assert clocks.offset(heard_ns).error_s == pytest.approx(1e-3 + DRIFT * (heard_ns - 1 * S) / S, abs=1e-6)
 
-    heard_ns = exchange(clocks, 17 * S, 50 * MS, 0, 90 * MS)  # the seventeenth replaces it
+    heard_ns = exchange(clocks, 17 * S, 50 * MS, 0, 90 * MS)  # the seventeenth exchange replaces the first
 
     assert clocks.offset(heard_ns).error_s == pytest.approx(70e-3, abs=1e-3)
 
@@ -65,7 +65,7 @@ def test_exchanges_that_contradict_the_newest_are_dropped():
 
     heard_ns = exchange(
         clocks, 6 * S, 2 * MS, 0, 2 * MS, ahead_ns=3600 * S
-    )  # the clock was set, or it is another process
+    )  # the other clock was set, or another process answers
 
     assert clocks.offset(heard_ns).offset_s == pytest.approx(3600.0)
 
@@ -91,9 +91,9 @@ def test_unsolicited_answer_is_not_an_exchange():
     clocks = Exchanges(2)
     clocks.ask(1 * S)
 
-    assert not clocks.add(2 * S, 0, 0, 3 * S)  # never asked
-    assert not clocks.add(1 * S, 5, 4, 3 * S)  # answered before it was received
-    assert not clocks.add(1 * S, 4, 5, 3 * S)  # answered twice
+    assert not clocks.add(2 * S, 0, 0, 3 * S)  # no question at 2 s
+    assert not clocks.add(1 * S, 5, 4, 3 * S)  # the answer's time is before the receive time
+    assert not clocks.add(1 * S, 4, 5, 3 * S)  # second answer to the question at 1 s
     assert clocks.offset(3 * S) is None
 
 
@@ -122,7 +122,7 @@ def test_first_sixteen_exchanges_are_quick_then_slow():
 def test_exchange_rate_of_ten_thousand_ranks_is_bounded():
     ranks = [Exchanges(10_000, rank) for rank in range(0, 10_000, 7)]
     first = [clocks.due_s(0.0) for clocks in ranks]
-    assert min(first) < 0.4 and 19.0 < max(first) < 20.0  # spread over the first pace, 20 s
+    assert min(first) < 0.4 and 19.0 < max(first) < 20.0  # spread over the first 20 s
 
     for i in range(MAX_EXCHANGES + 1):
         exchange(ranks[0], 100 * S * (i + 1), 1, 1, 1)

@@ -14,11 +14,11 @@ from effllm.records.wire import Clock, Heartbeat
 
 pytestmark = pytest.mark.faults
 
-SHIFT_NS = 3_600 * 10**9  # an hour; two hosts that booted at different times may differ as much
+SHIFT_NS = 3_600 * 10**9  # an hour, as between hosts that booted at different times
 
 
 class Way:
-    """A TCP proxy that delays data, each direction by its own function."""
+    """A TCP proxy that delays data; each direction has its own delay function."""
 
     def __init__(self, port, there_s, back_s):
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -59,7 +59,7 @@ class Way:
 
 
 def exchanged(there_s, back_s, count=MAX_EXCHANGES):
-    """Return the estimate after this many exchanges with an aggregator whose clock is an hour ahead."""
+    """Return the estimate after `count` exchanges with an aggregator whose clock is an hour ahead."""
     context = make_context()
     server = ServerSocket(context)
     address = server.listen("tcp://127.0.0.1:*")
@@ -113,5 +113,5 @@ def test_unequal_delays_are_covered_by_the_error():
     offset = exchanged(lambda: 0.012, lambda: 0.001, count=4)
 
     assert offset.error_s >= 0.0065  # half of the round trip of 13 ms
-    # The estimate is off by half of the difference, 5.5 ms: no exchange shows it.
+    # The estimate is wrong by half of the difference (5.5 ms), which no exchange can detect.
     assert 0.003 < offset.offset_s - SHIFT_NS * 1e-9 <= offset.error_s

@@ -1,4 +1,4 @@
-"""effllm/devices/simulated.py: its integrals are the true values for other tests."""
+"""effllm/devices/simulated.py: other tests use the integrals of simulated devices as true values."""
 
 import math
 
@@ -20,7 +20,7 @@ def test_whole_period_has_the_mean_power():
 
 
 def test_the_first_half_period_has_the_upper_half_wave():
-    # The half wave of a sine of amplitude 1 and period 4 encloses 2 * 4 / (2 pi) = 4 / pi.
+    # The half wave of a sine of amplitude 1 and period 4 has the area 2 * 4 / (2 pi) = 4 / pi.
     assert WAVE.energy_j(0.0, 2.0) == pytest.approx(400.0 * 2.0 + 100.0 * 4.0 / math.pi)
     assert WAVE.power_w(1.0) == pytest.approx(500.0)
 
@@ -82,7 +82,7 @@ def test_values_stay_within_bounds(t, rank):
     assert 0 < wave.memory_bytes(t) < 80 * 2**30
 
 
-def test_two_reads_at_one_time_have_its_value():
+def test_two_reads_at_one_time_return_the_same_value():
     reader = open_simulated(Site(), clock_ns=lambda: 1_000_000_000)
 
     reader.read()

@@ -1,4 +1,4 @@
-"""effllm/job/energy_account.py: the error of windows and GPUs together, by hand and as properties."""
+"""effllm/job/energy_account.py: the combined error of windows and GPUs, by hand and as properties."""
 
 import math
 
@@ -25,7 +25,7 @@ def amount(joules=1000.0, start=9.0, end=16.0, inside=4.0, gain=0.05, estimated=
 
 
 def enter(sums, number, *amounts, sign=1):
-    """Enter a window of one device or more."""
+    """Add a window of one or more devices."""
     sums.add(number, [f"GPU-{at}" for at in range(len(amounts))], fields_of(amounts, AMOUNT), sign)
 
 
@@ -51,18 +51,18 @@ def test_error_of_a_window_has_an_edge_part_and_an_inner_part():
 def test_adjacent_windows_have_the_error_of_the_outer_edges():
     sums = summed((1, amount(end=16.0)), (2, amount(start=25.0, end=36.0)), (3, amount(start=49.0, end=64.0)))
 
-    # 9 at the start of the first, 64 at the end of the last, three times 4 within
+    # 9 at the start of the first window, 64 at the end of the last window, 4 within each window
     assert variance(sums) == pytest.approx(9 + 64 + 3 * 4)
     assert sums.total().joules == 3000.0
 
 
-def test_gap_between_windows_leaves_four_edges():
+def test_windows_with_a_gap_between_them_have_four_edges():
     sums = summed((1, amount(start=1.0, end=2.0)), (3, amount(start=3.0, end=4.0)))
 
     assert variance(sums) == pytest.approx(1 + 2 + 3 + 4 + 2 * 4)
 
 
-def test_late_window_that_fills_a_gap_leaves_two_edges():
+def test_late_window_in_a_gap_reduces_four_edges_to_two():
     sums = summed((1, amount(start=1.0)), (3, amount(end=4.0)), (2, amount()))
 
     assert variance(sums) == pytest.approx(1 + 4 + 3 * 4)
@@ -174,7 +174,7 @@ def test_each_device_has_its_own_edges():
     enter(sums, 1, amount(), amount(end=1.0))
     enter(sums, 2, amount())
 
-    # GPU-0: its two windows are adjacent; GPU-1 was only in the first window.
+    # GPU-0 has two adjacent windows; GPU-1 was only in the first window.
     assert sums.joules() == {"GPU-0": 2000.0, "GPU-1": 1000.0}
     expected_j2 = {"GPU-0": 9 + 16 + 2 * 4, "GPU-1": 9 + 1 + 4}
     assert sums.errors_j() == {key: pytest.approx(1.96 * math.sqrt(j2)) for key, j2 in expected_j2.items()}
@@ -187,7 +187,7 @@ def test_each_device_has_its_own_edges():
 def test_errors_cancel_at_a_shared_edge():
     one, other = amount(start=1.0, end=2.0), amount(start=3.0, end=4.0)
 
-    # 4 is the variance inside each; 2 (end of one) and 3 (start of other) cancel only at a shared edge.
+    # Each variance inside is 4; 2 (end of `one`) and 3 (start of `other`) cancel only at a shared edge.
     assert one.then(other) == EnergyAmount(2000.0, 20.0, 1.0, 4.0, 8.0, 100.0)
     assert one + other == EnergyAmount(2000.0, 20.0, 1.0, 4.0, 8.0 + 2.0 + 3.0, 100.0)
 
@@ -274,11 +274,11 @@ TOTALS = make_totals(
         # 60 kJ = 16.67 Wh, times 1.5, times 0.4 g/Wh: 10 g
         ("energy/co2_kg", 0.01 * 0.001, 0.01 * 0.05),
         ("energy/electricity_cost", 0.0075 * 0.001, 0.0075 * 0.05),
-        # A token costs 8/J less 8 / 1.001, less 8 / 1.05.
+        # The lower bounds are 8 / 1.001 and 8 / 1.05 tokens/J.
         ("run_energy/tokens_per_joule", 8 - 8 / 1.001, 8 - 8 / 1.05),
-        # 60,000 - 500 x 40: the timing error does not include the baseline; the gain applies to it too.
+        # 60,000 - 500 x 40: the baseline has no timing error, but the gain error applies to the baseline too.
         ("energy/joules_above_baseline", 60.0, 0.05 * 40_000),
-        # Readings of power have no timing error, but the gain.
+        # Power readings have no timing error, but the gain error.
         ("energy/peak_watts_per_gpu", 0.0, 35.0),
         ("energy/median_watts_per_gpu", 0.0, 605 * 0.05),
         ("energy/p95_watts_per_gpu", 0.0, 615 * 0.05),

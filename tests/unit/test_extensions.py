@@ -1,4 +1,4 @@
-"""The three ways to extend effllm, each one file or one function, and the effect of a broken plug-in."""
+"""The three ways to extend effllm, by one file or one function each, and the effect of a broken plug-in."""
 
 import io
 import sys
@@ -141,8 +141,8 @@ def test_blocked_sink_drops_and_counts_reports(plug_in):
         thread.put(lambda sink, iteration=iteration: sink.write(make_report(iteration)), windows=1)
         while iteration == 1 and thread.unfinished and not thread._at_work:
             time.sleep(0.001)
-    assert (thread.left_out, thread.unfinished) == (5, 5)  # one is being written, four wait
-    thread.stop()  # replaces the two oldest waiting reports by the end and its marker
+    assert (thread.left_out, thread.unfinished) == (5, 5)  # one report is being written, four reports wait
+    thread.stop()  # the end and its marker replace the two oldest waiting reports
     assert not thread.join(0.0)
     assert (thread.left_out, thread.unfinished) == (7, 3)
 
@@ -158,7 +158,7 @@ def test_broken_sink_file_is_only_reported(plug_in):
     assert run_through("broken", 10) == ["sink broken failed to open: ZeroDivisionError: division by zero"]
 
 
-def test_new_metric_is_one_function_shown_by_every_sink(metric_table, tmp_path):
+def test_new_metric_is_one_function_and_every_sink_shows_it(metric_table, tmp_path):
     @metrics.metric("tokens", console="Tokens (Millions): {:.1f}")
     def million_tokens(totals):
         """Tokens so far, in millions."""

@@ -1,4 +1,4 @@
-"""Samples of a loop that hangs for a day are summed up: memory is constant, and its window has the same values."""
+"""Samples of a loop that hangs for a day are folded into sums: memory is constant, and no value changes."""
 
 import math
 import random
@@ -19,7 +19,7 @@ FOLD_EVERY_S = 30
 
 
 class Device:
-    """A GPU whose power changes every half minute, with a counter of ten ticks a second."""
+    """A GPU whose power changes every 30 s; its energy counter has ten ticks per second."""
 
     def __init__(self, seed: int = 0) -> None:
         luck = random.Random(seed)
@@ -52,7 +52,7 @@ def series(**changes) -> Series:
 
 
 def fed(one: Series, device: Device, until_s: float, folding: bool, edges_ns=(), counter=lambda at_s: True) -> int:
-    """Feed a sample every four seconds from 10 s on; return the largest number of kept samples."""
+    """Add a sample every four seconds from 10 s on; return the largest number of kept samples."""
     most, at_s = 0, 10.0
     while at_s <= until_s:
         one.add(device.sample(at_s, counter(at_s)))
@@ -75,7 +75,7 @@ def test_day_of_samples_needs_no_more_memory_than_a_minute():
     plain, folding = series(), series()
     fed(plain, device, DAY_S, folding=False)
     most = fed(folding, device, DAY_S, folding=True, edges_ns=edges_ns)
-    end_ns = DAY_S * NS - 400_000_000  # an edge that was not announced
+    end_ns = DAY_S * NS - 400_000_000  # an unannounced edge
 
     assert plain.num_kept == len(range(10, DAY_S + 1, 4))
     assert most < 120
@@ -84,7 +84,7 @@ def test_day_of_samples_needs_no_more_memory_than_a_minute():
     alike(whole.wall, kept.wall)
     assert whole.wall.energy.joules == approx(
         device.joules(end_ns / NS) - device.joules(12.3), rel=1e-4
-    )  # edges are between readings
+    )  # the edges are between readings
     assert whole.power_histogram_s == approx(kept.power_histogram_s)
     assert whole.throttled_s == approx(kept.throttled_s)
     assert whole.throttle_covered_s == approx(kept.throttle_covered_s)
@@ -109,7 +109,7 @@ def test_values_at_announced_edges_do_not_change():
 
 
 @pytest.mark.parametrize("changes", [{}, {"energy_method": "instant power"}], ids=["counter", "power"])
-def test_counter_failing_for_hours_is_corrected_as_before(changes):
+def test_counter_failing_for_hours_gives_the_same_energy_when_folded(changes):
     device, edges_ns = Device(2), [12 * NS]
     plain, folding = series(**changes), series(**changes)
 
@@ -151,7 +151,7 @@ def test_block_shorter_than_a_gap_counts_once():
     one = series(energy_method=None)
     for at_s in range(10, 61):
         one.add(Sample(at_s * NS, memory_bytes=1000.0))
-    one.fold([10 * NS, 34 * NS, 60 * NS], 60 * NS)  # ten seconds around each: 21 to 23 s and 45 to 49 s are free
+    one.fold([10 * NS, 34 * NS, 60 * NS], 60 * NS)  # kept: 10 s around each edge; folded: 21-23, 45-49 s
 
     assert one.num_kept == 51 - 1 - 3
     assert one.integrals(10 * NS, 60 * NS).memory_byte_seconds == approx(50 * 1000.0)
@@ -167,7 +167,7 @@ def test_window_of_a_long_hang_has_the_same_values():
             ended = set()
             at_s = 10.0
             while at_s <= 6_000:
-                ordinal = int((at_s - 20) // 2) + 1  # two seconds each, from 20 s on; the seventh hangs from 33 s on
+                ordinal = int((at_s - 20) // 2) + 1  # iterations of 2 s from 20 s on; the seventh hangs from 33 s on
                 if 1 <= ordinal <= 6 and ordinal not in ended and at_s >= 20 + 2 * ordinal:
                     ended.add(ordinal)
                 if at_s in (20, 22, 24, 26, 28, 30, 32):

@@ -1,4 +1,4 @@
-"""An address that another user wrote instead of rank 0, on a host without a secret."""
+"""On a host without a secret: an address record written by another user instead of rank 0."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from effllm.network.discovery import Search
 
 
 class Place:
-    """A source of records that every user can write."""
+    """A source of records to which every user can write."""
 
     key = "efficientllm/run/0/1/endpoint"
 

@@ -1,4 +1,4 @@
-"""Sums kept while rows arrive equal the sums computed from the rows themselves."""
+"""Running sums over arriving rows equal the sums over all rows."""
 
 import pytest
 from builders import device_window, gpu, hello, reports, row
@@ -31,7 +31,7 @@ def merged_of(rows, devices, gathered=None):
     return merge_devices(by_rank, devices, members)
 
 
-def test_gauges_add_up_as_rows_come_and_the_largest_stays():
+def test_gauges_of_arriving_rows_are_summed_with_their_maximum():
     rows = [row(1, devices=(read("GPU-1", 70.0),)), row(0, devices=(read("GPU-0", 50.0, 5.0),))]
 
     readings = gathered_of(rows).readings
@@ -74,7 +74,7 @@ def test_one_gpu_per_rank_uses_the_running_sums():
         ("shares of one", [("GPU-0",), ("GPU-1",)], [gpu("GPU-0", shared=True), gpu("GPU-1")]),
     ],
 )
-def test_other_layouts_recompute_from_the_rows(why, rows, devices):
+def test_other_layouts_are_computed_from_the_rows(why, rows, devices):
     rows = [row(rank, devices=tuple(read(key, 50.0 + rank) for key in keys)) for rank, keys in enumerate(rows)]
     known = {device.key: device for device in devices}
 

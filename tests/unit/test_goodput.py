@@ -1,4 +1,4 @@
-"""effllm/job/goodput*.py: the classes of elapsed time, which always add up to it."""
+"""effllm/job/goodput*.py: classes of elapsed time; the classes always add up to the elapsed time."""
 
 import pytest
 from builders import device_window, full, hello, reports, row
@@ -20,7 +20,7 @@ JOB = "job"
 
 
 class Run:
-    """An aggregator of ten-second windows, its clocks, and agents whose messages the test chooses."""
+    """An aggregator with windows of 10 s, its clocks, and agents whose messages the test chooses."""
 
     def __init__(self, world_size=2):
         self.world_size = world_size
@@ -58,7 +58,7 @@ class Run:
         self.aggregator.reports(reports(one), Now(self.now_s, self.time_s))
 
     def window(self, number, *ranks, **changes):
-        """Let ten seconds pass and the ranks report them."""
+        """Advance the clock by 10 s; the ranks report this window."""
         self.wait(10)
         for rank in ranks or range(self.world_size):
             self.send(rank, number, **changes)
@@ -70,13 +70,12 @@ class Run:
         return self
 
     def restore(self):
-        """Replace the aggregator as after a kill."""
+        """Replace the aggregator, as after SIGKILL."""
         ledger = restore(self.aggregator.snapshot())
         self.aggregator = Aggregator(Config(), ledger.job, ledger.attempt, self.time_s, ledger, self.boot)
         return self
 
     def restart(self, world_size=None):
-        """Start the job again."""
         self.attempt += 1
         self.world_size = world_size or self.world_size
         job = f"job-{self.attempt}"
@@ -163,7 +162,7 @@ def test_restart_from_checkpoint_makes_the_first_execution_redone():
     run = Run().join().window(1).window(2).window(3).bye()
     goodput = run.wait(5).restart().join(offset=10).window(1).bye(status="completed").goodput()
 
-    # Iterations 11 to 30 of the first attempt were lost, although only 11 to 20 had been repeated at this time.
+    # Iterations 11 to 30 of the first attempt were lost, although only 11 to 20 were repeated so far.
     assert goodput.redone_iterations == 20
     assert (goodput.seconds["redone"], goodput.seconds["kept"]) == pytest.approx((18.0, 18.0))
     assert goodput.joules["redone"] == pytest.approx(3600.0)
@@ -176,20 +175,20 @@ def test_restart_from_checkpoint_makes_the_first_execution_redone():
     assert adds_up(goodput)
 
 
-def test_inside_a_window_the_share_by_iterations_is_redone():
+def test_part_of_a_window_is_redone_by_its_share_of_iterations():
     goodput = Run().join().window(1).window(2).bye().restart().join(offset=14).window(1).goodput()
 
-    # 15 to 20 of the second window: six of its ten.
+    # Iterations 15 to 20 are redone: six of the ten in the second window.
     assert goodput.redone_iterations == 6
     assert goodput.seconds["redone"] == pytest.approx(0.6 * 9.0)
 
 
-def test_a_third_attempt_redoes_work_of_both_earlier_ones():
+def test_a_third_attempt_redoes_work_of_both_earlier_attempts():
     run = Run(1).join().window(1).window(2).window(3).bye()
     run.restart().join(offset=20).window(1).bye()
     goodput = run.restart().join(offset=10).window(1).goodput()
 
-    # Of the first 11 to 30, of the second 21 to 30; only the third is kept after 10.
+    # Redone: 11 to 30 of the first attempt, 21 to 30 of the second. After iteration 10, only the third is kept.
     assert [one.redone_iterations for one in goodput.attempts] == [20, 10, 0]
     assert goodput.seconds["kept"] == pytest.approx(9.0 + 9.0)
 
@@ -200,7 +199,7 @@ def test_restart_from_iteration_zero_redoes_everything():
     assert run.join().window(1).goodput().redone_iterations == 10
 
 
-def test_unnumbered_iterations_are_never_redone_with_a_remark():
+def test_unnumbered_iterations_have_a_remark_and_no_redone_time():
     run = Run(1).join(is_numbered=False).window(1).bye().restart().join(is_numbered=False).window(1)
     summary = run.aggregator.summary(run.time_s, True)
 
@@ -214,7 +213,7 @@ def test_repeats_are_unknown_without_the_numbers_of_two_attempts():
     run.restart().join(offset=5).window(1).bye()
     goodput = run.restart().join(offset=10).window(1).goodput()
 
-    # The third attempt had 6 to 15; the fourth began at 11 and repeated five of them.
+    # The third attempt had iterations 6 to 15; the fourth attempt began at 11 and repeated five iterations.
     assert [one.redone_iterations for one in goodput.attempts] == [None, None, 5, 0]
     assert goodput.redone_iterations is None
 
@@ -228,7 +227,7 @@ def test_iteration_number_reported_later_moves_redone_work():
     run.offset = 10
     run.window(2)
 
-    # The loop numbers its iteration 20 as 30: its first was 11.
+    # The loop's 20th iteration has the number 30, so its first iteration was 11.
     assert run.goodput(ended=False).redone_iterations == 10
 
 
@@ -240,7 +239,7 @@ def test_rank_is_idle_before_it_joins_and_after_it_leaves():
     run.send(1, 3, sequence=2, busy_s=0.0, wait_s=0.0, iteration_first=21, iteration_last=20, final=True)
     run.bye(1).window(3, 0)
 
-    # Rank 1 joined after ten seconds and left after twenty, of thirty.
+    # In a run of 30 s, rank 1 joined after 10 s and left after 20 s.
     goodput = run.goodput(ended=False)
     assert goodput.rank_seconds["idle"] == pytest.approx(20.0)
     assert goodput.rank_seconds["unknown"] == pytest.approx(0.0)
@@ -257,7 +256,7 @@ def test_time_after_the_last_report_of_a_lost_host_is_unknown():
         run.aggregator.tick(Now(run.now_s, run.time_s))
     run.send(0, 3, busy_s=28.0, wait_s=2.0)
 
-    # Rank 1 sent no report after its first ten seconds of fifty.
+    # In a run of 50 s, rank 1 sent no report after the first 10 s.
     assert run.goodput(ended=False).rank_seconds["unknown"] == pytest.approx(40.0)
     assert adds_up(run.goodput(ended=False))
 
@@ -278,7 +277,7 @@ def test_late_rows_are_placed_at_their_own_time():
 
 
 def test_attempt_begins_with_its_earliest_row():
-    # The rank had trained for eight seconds when the aggregator started.
+    # The rank had trained for 8 s when the aggregator started.
     run = Run(1).join().wait(2)
     run.send(0, 1)
 
@@ -290,7 +289,7 @@ def test_straggling_and_hangs_reduce_the_enclosing_classes():
     run = Run().join().window(1).window(2)
     ledger = run.aggregator.ledger
     ledger.goodput.attempt.note_straggling(2, 3.0)
-    ledger.note_hang(30.0)  # in the third window
+    ledger.note_hang(30.0)  # during the third window
     assert run.wait(40).aggregator.tick(Now(run.now_s, run.time_s)) is None
     assert run.seconds(ended=False)["hang"] == pytest.approx(30.0), "no report has it yet"
     for rank in range(2):
@@ -299,7 +298,7 @@ def test_straggling_and_hangs_reduce_the_enclosing_classes():
 
     assert (goodput.seconds["straggling"], goodput.seconds["hang"]) == pytest.approx((1.5, 30.0))
     assert goodput.seconds["kept"] == pytest.approx(9.0 + 9.0 - 1.5 + 8.0)
-    # 200 W for ten seconds; 1.5 s of them were lost.
+    # 200 W for 10 s; 1.5 s of this time were lost.
     assert goodput.joules["straggling"] == pytest.approx(300.0)
     assert adds_up(goodput)
 
@@ -349,7 +348,7 @@ def test_replaced_aggregator_continues_the_account():
 def test_clock_set_back_gives_no_negative_gap_and_an_event():
     run = Run().join().window(1).bye()
     run.time_s -= 3600
-    run.boot = "another"  # another machine, so unix time is all there is
+    run.boot = "another"  # another machine: only the unix time can be compared
     run.restart().join(offset=10).window(1)
 
     assert run.goodput(ended=False).seconds["restart_gap"] == 0.0
@@ -511,7 +510,7 @@ def test_run_has_one_elapsed_time_from_its_first_rank():
 
 @pytest.mark.parametrize("says_bye", [True, False])
 def test_delayed_messages_do_not_lengthen_the_run(says_bye):
-    # The agent's clock is an hour ahead; its last report ends after 20 s, and its messages arrive late.
+    # The agent's clock is an hour ahead. Its last window ends after 20 s, and its messages arrive late.
     run = Run(1).join(time_s=4600.0, start_time_s=4599.0).wait(60)
     for number in (1, 2):
         start_s = 4599.0 + 10.0 * (number - 1)

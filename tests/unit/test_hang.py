@@ -1,4 +1,4 @@
-"""effllm/job/health/hang.py: stalls of a job and of single ranks, and no false ones; time is an argument."""
+"""effllm/job/health/hang.py: stalls of a job and of single ranks, and no false alarms; time is an argument."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from effllm.records.wire import Heartbeat
 
 
 class Job:
-    """Ranks whose heartbeats the test writes, checked as often as the aggregator does."""
+    """Ranks with heartbeats chosen by the test; checks are as frequent as in the aggregator."""
 
     def __init__(self, ranks: int = 4, stall_s: float = 30.0, at_s: float = 0.0, **changes: Any) -> None:
         self.hang = Hang(stall_s)
@@ -33,7 +33,7 @@ class Job:
             self.heartbeat(rank, ordinal, state, since_s, now_s, **changes)
 
     def run(self, until_s: float, second_per_iteration: float = 1.0) -> None:
-        """Let all ranks iterate from the start to a moment, with a heartbeat every five seconds."""
+        """Let all ranks iterate until `until_s`, with a heartbeat every five seconds."""
         for now_s in range(5, int(until_s) + 1, 5):
             ordinal = int(now_s / second_per_iteration) + 1
             self.all_heartbeat(ordinal, STEP, now_s % second_per_iteration, now_s, ranks=self.hang.ranks)
@@ -45,7 +45,7 @@ class Job:
     def reported(
         self, from_s: float, until_s: float, positions: dict[int, tuple[int, str, float]]
     ) -> list[tuple[float, Any]]:
-        """Keep ranks at their positions with a heartbeat every five seconds; return the verdicts with their times."""
+        """Keep the ranks at these positions, with a heartbeat every five seconds; return (time, verdict) pairs."""
         found = []
         now_s = from_s
         while now_s <= until_s:
@@ -74,9 +74,9 @@ def test_stall_is_reported_once_with_the_rank_behind_first():
     )
 
     ((when_s, stall),) = reported
-    assert 132 <= when_s <= 142  # 30 s, the heartbeat that reports it, and the check after it
+    assert 132 <= when_s <= 142  # 30 s, the next heartbeat, and the next check
     assert ranks_of(stall) == [[2], [0, 1, 3]]
-    assert stall.unmoved_s == pytest.approx(when_s - 102)  # since the last of them moved
+    assert stall.unmoved_s == pytest.approx(when_s - 102)  # time since the last progress of any rank
 
 
 def test_timeout_is_three_median_iterations_if_longer():
@@ -91,7 +91,7 @@ def test_timeout_is_three_median_iterations_if_longer():
 
 def test_iteration_time_comes_from_heartbeats_before_windows():
     job = Job()
-    for now_s, ordinal in ((20, 1), (40, 2), (60, 3), (80, 4)):  # of 20 s each: three of them are a minute
+    for now_s, ordinal in ((20, 1), (40, 2), (60, 3), (80, 4)):  # three iterations of 20 s are a minute
         job.all_heartbeat(ordinal, STEP, 0.0, now_s)
         job.check(now_s)
     reported = job.reported(85, 200, dict.fromkeys(range(4), (4, STEP, 80)))
@@ -162,7 +162,7 @@ def test_phase_may_take_ten_minutes_or_ten_times_the_longest(name, phase_s, allo
     for rank in range(4):
         job.hang.row(row(rank, 1, phases_s={name: phase_s}), 90)
     job.run(100)
-    # Rank 0 is in its phase, the others wait for it.
+    # Rank 0 is in the phase; the other ranks wait for rank 0.
     positions = {0: (101, name, 100)} | dict.fromkeys((1, 2, 3), (102, STEP, 100))
     reported = job.reported(105, 100 + allowed_s + 30, positions)
 
@@ -238,10 +238,10 @@ def test_only_the_stalled_rank_is_reported():
     assert stall.is_partial
     assert ranks_of(stall) == [[3], [0, 1, 2]]
     assert resumed == Resumed(200.0, 3)
-    assert job.hang.total_s(300) == 0.0  # no stall of the job
+    assert job.hang.total_s(300) == 0.0  # the job has no stall
 
 
-def test_ranks_that_wait_for_one_in_a_phase_have_not_stalled():
+def test_ranks_that_wait_for_a_rank_in_a_phase_have_not_stalled():
     job = Job()
     job.run(100)
     positions = dict.fromkeys((1, 2, 3), (102, STEP, 101)) | {0: (101, "checkpoint", 100)}
@@ -256,7 +256,7 @@ def test_one_iteration_ahead_in_lockstep_is_not_a_stall():
         job.heartbeat(3, 101, STEP, now_s - 100.0, now_s)
         if now_s < 110:
             job.all_heartbeat(101, STEP, now_s - 100.0, now_s, ranks=(0, 1, 2))
-        else:  # they saved a checkpoint and wait
+        else:  # ranks 0 to 2 saved a checkpoint and wait
             job.all_heartbeat(101, "checkpoint", now_s - 108.0, now_s, ranks=(0, 1, 2))
         assert job.check(now_s) == []
 
@@ -264,7 +264,7 @@ def test_one_iteration_ahead_in_lockstep_is_not_a_stall():
 def test_late_window_does_not_count_as_late_progress():
     job = Job(ranks=2)
     job.run(100)
-    # Both reach 105 by 104 s; the window of rank 0, which ended at 101 s, arrives after rank 1 got there.
+    # Both ranks reach iteration 105 by 104 s. Rank 0's window, which ended at 101 s, arrives after that.
     job.heartbeat(1, 105, STEP, 0.0, 104)
     job.hang.row(row(0, 1, iteration_last=102), 104.5)
     job.heartbeat(0, 105, STEP, 0.7, 104.7)
@@ -277,7 +277,7 @@ def test_late_window_does_not_count_as_late_progress():
 def test_delayed_heartbeat_makes_no_rank_slower():
     job = Job(ranks=2)
     job.run(100)
-    # Rank 1 reached 140 by 104 s and saves there; its heartbeat of 103 s with 130 arrived 1.5 s later.
+    # Rank 1 reached iteration 140 by 104 s and saves; its heartbeat of 103 s (iteration 130) arrived 1.5 s late.
     job.heartbeat(1, 130, STEP, 0.0, 104.5)
     job.heartbeat(0, 141, STEP, 0.5, 104.6)
     job.heartbeat(1, 140, "checkpoint", 1.0, 105.0)
@@ -290,7 +290,7 @@ def test_delayed_heartbeat_makes_no_rank_slower():
 def test_no_lone_stall_after_the_aggregator_was_suspended():
     job = Job(ranks=2)
     job.run(100)
-    # It sleeps until 170 s. Both ranks run until 130 s; then rank 0 saves, and rank 1 waits for rank 0.
+    # The aggregator is suspended until 170 s. At 130 s, rank 0 begins to save, and rank 1 waits for rank 0.
     for sent_s in range(105, 170, 5):
         ordinal = min(sent_s, 130)
         job.heartbeat(0, ordinal, "checkpoint" if sent_s > 130 else STEP, max(sent_s - 130.0, 0.0), 170)
@@ -313,16 +313,16 @@ def test_late_heartbeat_does_not_extend_the_stall():
     job = Job(ranks=1)
     job.run(100)
     job.heartbeat(0, 101, STEP, 1.0, 105)
-    for since_s in (6.0, 11.0, 16.0, 21.0):  # the aggregator was suspended for a minute; all arrive at once
+    for since_s in (6.0, 11.0, 16.0, 21.0):  # after a minute of suspension, all heartbeats arrive at once
         job.heartbeat(0, 101, STEP, since_s, 165)
 
     assert job.hang.ranks[0].since_s == 100.0
 
 
-def test_fastest_heartbeat_dates_the_beginning():
+def test_fastest_heartbeat_gives_the_start_of_an_iteration():
     job = Job(ranks=1)
     job.run(100)
-    job.heartbeat(0, 102, STEP, 1.0, 110)  # it took eight seconds
+    job.heartbeat(0, 102, STEP, 1.0, 110)  # arrived eight seconds late
     job.heartbeat(0, 102, STEP, 4.0, 105 + 1)
 
     assert job.hang.ranks[0].since_s == 102.0

@@ -1,6 +1,6 @@
-"""The table of devices: names, numbers worked by hand from the datasheets, and its page in the documentation.
+"""The hardware table: names, numbers calculated by hand from datasheets, and the documentation page.
 
-Run as a script, this rewrites the tables of docs/hardware.md.
+As a script, this file rewrites the tables of docs/hardware.md.
 """
 
 import random
@@ -16,7 +16,7 @@ from effllm.devices.known.sensors import SENSORS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "hardware.md"
 
-# name as the driver prints it, dense bf16 in TFLOP/s and power in W by the datasheet
+# name printed by the driver; from the datasheet: dense bf16 in TFLOP/s and power in W
 KNOWN = [
     ("NVIDIA A100-SXM4-40GB", 312, 400),
     ("NVIDIA A100-SXM4-80GB", 312, 400),
@@ -171,7 +171,7 @@ def test_name_parts_unrelated_to_the_chip_are_ignored(name, same):
         "NVIDIA RTX A1000",
         "NVIDIA H1000",
         "NVIDIA A100X",
-        "NVIDIA A100",  # neither form nor memory in the name
+        "NVIDIA A100",  # the name has no form factor and no memory size
         "NVIDIA A100-SXM-64GB",  # another chip, with more SMs
         "NVIDIA H800 PCIe",
         "NVIDIA H20-3e",
@@ -260,7 +260,7 @@ def test_two_rows_of_one_name_are_rejected():
 
 
 @given(st.lists(st.sampled_from(WORDS), min_size=1, max_size=6), st.integers())
-def test_a_shuffled_table_gives_the_same_answers(words, seed):
+def test_order_of_the_table_does_not_matter(words, seed):
     shuffled = list(ROWS)
     random.Random(seed).shuffle(shuffled)
     index = hardware._index(shuffled)
@@ -273,7 +273,7 @@ def test_a_shuffled_table_gives_the_same_answers(words, seed):
 
 
 @pytest.mark.parametrize(("name", "precision", "sparse_tflops"), SPARSE)
-def test_no_number_counts_on_sparsity(name, precision, sparse_tflops):
+def test_peaks_are_without_sparsity(name, precision, sparse_tflops):
     assert peak_flops_per_s(name, precision) == pytest.approx(sparse_tflops * 1e12 / 2, rel=0.005)
 
 
@@ -293,7 +293,7 @@ def test_every_row_is_sourced_and_plausible(row):
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.names[0])
 def test_each_halving_of_the_width_doubles_the_rate(row):
     rate = row.flops_per_s
-    # A value with sparsity among dense values would give a ratio of 1 or 4.  Below FP8 vendors' ratios differ.
+    # A sparse value in this table would give a ratio of 1 or 4.  Below FP8, the ratios differ between vendors.
     for wide, narrow in [("bf16", "fp8"), ("fp16", "fp8")]:
         if wide in rate and narrow in rate:
             assert rate[narrow] / rate[wide] == pytest.approx(2, rel=0.03)
@@ -330,7 +330,7 @@ def test_sensor_of_a_device_follows_from_its_generation():
     assert (h100.sensor.update_s, h100.sensor.window_s, h100.sensor.duty) == (0.1, 0.025, 0.25)
     assert (a100.sensor.update_s, a100.sensor.window_s, a100.sensor.duty) == (0.1, 0.025, 0.25)
     assert (v100.sensor.update_s, v100.sensor.window_s, v100.sensor.duty) == (0.02, 0.01, 0.5)
-    # A100 and A10 are both "Ampere", but only one of them returns instantaneous power.
+    # A100 and A10 are both "Ampere", but only the A100 returns instantaneous power.
     assert a100.sensor.power_usage == "instant"
     assert find("NVIDIA A10").sensor.power_usage == h100.sensor.power_usage == "1-s mean"
 
@@ -343,7 +343,7 @@ def test_unmeasured_properties_of_a_sensor_are_none():
     assert find("AMD Instinct MI300X").sensor.power_usage is None
 
 
-def test_before_volta_no_driver_counts_energy():
+def test_devices_before_volta_have_no_energy_counter():
     assert {name for name, sensor in SENSORS.items() if not sensor.counter} == {"Kepler", "Maxwell", "Pascal"}
 
 
@@ -412,7 +412,7 @@ def sensors():
 
 
 def with_tables(page):
-    """Return the page with the tables between its marks rewritten."""
+    """Return the page with new tables between its marks."""
     for mark, lines in {"devices": devices(), "sensors": sensors()}.items():
         before, _, rest = page.partition(f"<!-- {mark} -->\n")
         _, _, after = rest.partition(f"<!-- end of {mark} -->\n")

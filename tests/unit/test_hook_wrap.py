@@ -1,4 +1,4 @@
-"""Wrappers around a framework's functions change no behaviour, and their failures stay their own."""
+"""Wrappers around a framework's functions change no behaviour; a failing hook does not affect the framework."""
 
 import inspect
 from types import SimpleNamespace
@@ -106,7 +106,7 @@ def test_only_the_first_rank_warns(monkeypatch, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_wrapping_twice_is_wrapping_once():
+def test_second_wrapping_has_no_effect():
     framework, seen = module(), []
     for _ in range(2):
         assert around(framework, "train_step", Guard("x"), before=lambda call: seen.append(1))
@@ -133,7 +133,7 @@ class Trainer:
         return (cls, data)
 
 
-def test_methods_of_all_kinds_stay_of_their_kind():
+def test_wrapped_methods_keep_their_kind():
     class Framework(Trainer):
         step, free, made = Trainer.step, staticmethod(Trainer.free), classmethod(Trainer.made.__func__)
 

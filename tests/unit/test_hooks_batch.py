@@ -1,4 +1,4 @@
-"""The counts of a batch, by hand: rows of 3 and 5 tokens, padded to 5."""
+"""Counts of a batch, checked by hand: rows of 3 and 5 tokens, padded to 5."""
 
 import pytest
 
@@ -34,7 +34,7 @@ def test_mask_of_sequence_numbers_is_counted_not_summed():
 
 
 def test_mask_of_four_dimensions_is_read_by_its_diagonal():
-    """A position that is not padding attends to itself; an additive mask is 0 there, and very low elsewhere."""
+    """On the diagonal, a mask is true (additive masks: 0) except for padding."""
     causal = torch.tril(torch.ones(5, 5, dtype=torch.bool)) & MASK[:, None, :].bool() & MASK[:, :, None].bool()
     added = torch.where(causal, 0.0, torch.finfo(torch.float32).min)
 
@@ -42,7 +42,7 @@ def test_mask_of_four_dimensions_is_read_by_its_diagonal():
     assert held({"input_ids": IDS, "attention_mask": added[:, None]})[2] == 8
 
 
-def test_packed_sequences_have_no_padding_and_are_samples_each():
+def test_each_packed_sequence_is_a_sample_without_padding():
     flat = torch.arange(8)[None]
     places = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
 
@@ -52,7 +52,7 @@ def test_packed_sequences_have_no_padding_and_are_samples_each():
 
 
 def test_the_prompt_of_a_pair_is_read_with_each_answer():
-    """As TRL's DPO names them to version 0.24: 2 x 10 positions of prompts, and 10 of each answer."""
+    """Names of TRL's DPO up to version 0.24; 2 x 10 positions of prompts, 10 of chosen and 10 of rejected answers."""
     pair = {"prompt": IDS, "chosen": IDS, "rejected": IDS}
     batch = {f"{name}_input_ids": ids for name, ids in pair.items()}
     batch |= {f"{name}_attention_mask": MASK for name in pair}
@@ -80,11 +80,11 @@ def test_labelled_pictures_are_samples_without_tokens():
     assert held({"pixel_values": torch.zeros(6, 3, 4, 4), "labels": torch.zeros(6, dtype=torch.long)}) == (0, 6, 0, 0)
 
 
-def test_a_class_for_a_row_is_not_a_label_of_a_position():
+def test_a_label_per_row_is_not_a_label_per_position():
     assert held({"input_ids": IDS, "attention_mask": MASK, "labels": torch.tensor([1, 0])}) == (10, 2, 8, 0)
 
 
-def test_embeddings_instead_of_tokens_are_positions():
+def test_positions_are_counted_from_embeddings_without_tokens():
     assert held({"inputs_embeds": torch.zeros(2, 5, 4), "attention_mask": MASK}) == (10, 2, 8, 0)
 
 

@@ -1,4 +1,4 @@
-"""Sums that a GPU has not computed yet, with fake events and fake pinned memory on the CPU."""
+"""Sums that a GPU computes later, with fake events and fake pinned memory on the CPU."""
 
 import pytest
 
@@ -10,7 +10,7 @@ pytestmark = pytest.mark.torch
 
 
 class Event:
-    """Happens when the test sets it."""
+    """An event that happens when the test sets `has_happened`."""
 
     def __init__(self):
         self.has_happened = False
@@ -24,7 +24,7 @@ class Event:
 
 
 class Buffer:
-    """Memory into which a copy arrives with its event, as on a GPU, and may not be read before."""
+    """Pinned memory: a copy arrives with its event, and a read before the event fails."""
 
     def __init__(self, copied):
         self.copied = copied
@@ -42,7 +42,7 @@ class Buffer:
 
 @pytest.fixture
 def gpu():
-    """A LateSums whose tensors count as a GPU's, its events and its buffers."""
+    """Return a LateSums that treats OnDevice as a GPU's tensor, with its events and buffers."""
     events, buffers, copied = [], [], []
 
     def make_buffer(_num_values):
@@ -58,7 +58,7 @@ def gpu():
 
 
 class OnDevice:
-    """A tensor of one number on another device."""
+    """A tensor with one number, on a fake GPU."""
 
     def __init__(self, value):
         self.value = torch.tensor(value)
@@ -70,7 +70,7 @@ class OnDevice:
 
 @pytest.fixture(autouse=True)
 def stacking(monkeypatch):
-    """Make torch stack the fakes."""
+    """Let torch.stack accept OnDevice."""
     real = torch.stack
     monkeypatch.setattr(torch, "zeros_like", lambda _one: OnDevice(0))
     monkeypatch.setattr(torch, "stack", lambda ones: real([one.value for one in ones]))

@@ -1,4 +1,4 @@
-"""effllm/job/joining.py: short windows become windows of a second, exactly the same on all ranks."""
+"""effllm/job/joining.py: short windows are joined to windows of 1 s, with the same edges on all ranks."""
 
 import math
 import random
@@ -56,7 +56,7 @@ class Job:
         return self.aggregator.closed.take()
 
 
-def test_only_an_unset_interval_is_joined():
+def test_windows_are_joined_only_if_the_interval_is_unset():
     assert read_config({}).min_window_s == MIN_WINDOW_S
     assert read_config({"EFFICIENTLLM_LOG_INTERVAL": "auto"}) == read_config({})
     assert read_config({"EFFICIENTLLM_LOG_INTERVAL": "10"}) == Config(log_interval=10)
@@ -148,7 +148,7 @@ def test_a_restart_counts_each_row_once():
 
     second = Job(2, restore(job.aggregator.snapshot()))
     for rank in (0, 1):
-        second.send(*rows[rank][150:])  # some of them are confirmed already
+        second.send(*rows[rank][150:])  # rows 151 to 200 are already acknowledged
         second.bye(rank)
     second.tick()
 
@@ -159,7 +159,7 @@ def test_a_restart_counts_each_row_once():
     assert report.window > 2
 
 
-def test_waiting_rows_are_not_safe():
+def test_waiting_rows_are_not_acknowledged():
     job = Job(2)
     job.send(*(short(0, window) for window in range(1, 121)))
     assert job.aggregator.open.safe() == {0: 0, 1: 0}
@@ -167,7 +167,7 @@ def test_waiting_rows_are_not_safe():
     assert job.aggregator.open.safe() == {0: 100, 1: 100}
 
 
-def test_a_joined_row_is_not_safe_before_its_window_closes():
+def test_joined_row_is_acknowledged_after_its_window_closes():
     job = Job(3)
     for rank in (0, 1):
         job.send(*(short(rank, window) for window in range(1, 101)))
@@ -186,7 +186,7 @@ def test_pause_does_not_hold_back_received_rows():
     assert [one.report.iteration_last for one in job.closed()] == [300]
 
 
-def test_a_rank_that_is_late_is_counted_whole():
+def test_all_rows_of_a_late_rank_are_counted():
     job = Job(3)
     for window in range(1, 101):
         job.send(short(0, window))
@@ -207,7 +207,7 @@ def test_a_rank_that_is_late_is_counted_whole():
     assert report.run.energy.joules == pytest.approx(600 * full(0.01).energy.joules)
 
 
-def test_one_rank_far_ahead_does_not_hold_the_others_back():
+def test_rank_far_ahead_does_not_delay_other_ranks():
     job = Job(3)
     job.send(*(short(2, window, 1000.0) for window in range(10**9, 10**9 + 50)))
     for window in range(1, 1001):

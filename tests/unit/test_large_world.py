@@ -1,4 +1,4 @@
-"""Large worlds: the pace of acknowledgements, late rows merged together, exact medians."""
+"""Large worlds: pace of acknowledgements, merging of late rows, exact medians."""
 
 import msgspec
 import numpy as np
@@ -47,7 +47,7 @@ def test_a_small_world_is_acknowledged_after_every_window():
     assert not pace.is_due(100.0, 8, is_ending=False)
 
 
-def test_large_world_is_acknowledged_every_s_per_1000_ranks():
+def test_large_world_is_acknowledged_every_second_per_1000_ranks():
     pace = Pace(1000)
     pace.closed(1)
     assert pace.is_due(0.0, 10_000, is_ending=False), "the first"
@@ -100,7 +100,7 @@ def test_rank_with_unread_reports_is_not_late(is_behind, closes_at_s):
         aggregator.tick(Now(float(now_s), 0.0), heard_until_s=2.5 if is_behind else None)
         closed_at_s += [now_s for _ in closed_reports(aggregator)]
 
-    # Rank 1 sent at 1 s and counts as lost after 15 s; the aggregator may be 15 s behind.
+    # Rank 1 last sent at 1 s and is lost 15 s later; an aggregator that is behind waits up to 15 s longer.
     assert closed_at_s == [closes_at_s]
 
 

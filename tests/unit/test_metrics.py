@@ -1,4 +1,4 @@
-"""effllm/metrics/: each formula by hand, and the one table that every sink uses."""
+"""effllm/metrics/: each formula by hand, and the table that all sinks use."""
 
 import pytest
 from sink_examples import make_totals, with_keys
@@ -10,7 +10,7 @@ from effllm.records.rank import Profile
 
 GIB = 2**30
 
-# A job of 4 GPUs: 100 iterations in 50 s; the steps of the slowest rank take 40 s of them.
+# A job of 4 GPUs: 100 iterations in 50 s; the steps of the slowest rank take 40 s.
 TOTALS = make_totals(
     parameters=1_000_000,
     iterations=100,
@@ -95,7 +95,7 @@ BY_HAND = {
     "power_limit_ratio": 0.75,  # 48,000 / 40 / 1600
     "timing_error_ratio": 0.002,  # 120 / 60,000
     "sensor_error_ratio": 0.05,
-    "total_joules": None,  # a part is missing
+    "total_joules": None,  # a part was not measured
     "stalled_s": 45.0,
     "clock_error_s": 2e-5,
     "named_ranks": 1.0,
@@ -106,8 +106,8 @@ BY_HAND = {
     "joules_per_token": 0.125,  # 60,000 / 480,000
     "joules_per_iteration": 750.0,  # 60,000 / 80
     "joules_per_sample": 250.0,  # 60,000 / 240
-    "joules_per_generated_token": None,  # a part is missing
-    "total_wh": None,  # a part is missing
+    "joules_per_generated_token": None,  # a part was not measured
+    "total_wh": None,  # a part was not measured
     "joules_per_10k_tokens": 1250.0,
     "tokens_per_joule": 8.0,  # 480,000 / 60,000
     "joules_above_baseline": 48_000.0,  # 60,000 - 300 * 40
@@ -211,7 +211,7 @@ def test_full_report_has_every_metric():
     assert {describe(tag).name for tag in metrics.evaluate_run(COMPLETE, COMPLETE)} == set(METRICS)
 
 
-def test_the_headline_is_the_contracts_block_in_its_order():
+def test_headline_has_the_lines_of_the_contract_in_order():
     labels = [entry.console.partition(":")[0] for entry in headline()]
 
     assert labels[:6] == [
@@ -244,7 +244,7 @@ def test_a_new_metric_is_one_decorated_function(metric_table):
 
     @metrics.metric("ratio", group="memory", bases=("window", "run"))
     def spread(totals: ClusterTotals) -> float | None:
-        """Share of the largest mean that the smallest is."""
+        """Smallest mean over the largest mean."""
         return None
 
     tags = ("number_of_iterations", "window/number_of_iterations", "job/number_of_iterations")
@@ -274,14 +274,14 @@ def test_every_metric_has_a_unit_and_a_help_text():
 
 
 def test_mfu_of_a_job_at_peak_is_exactly_one():
-    # 8 devices of 1e12 FLOP/s, 4e9 FLOPs a token: 2000 tokens/s are all there is.
+    # 8 devices of 1e12 FLOP/s at 4e9 FLOPs per token can process 2000 tokens/s.
     at_peak = with_keys(TOTALS, tokens=200_000, time_s=100.0, peak_flops_per_s=8e12, flops_per_token=4e9, gpus=8)
 
     assert metrics.throughput.mfu_ratio(at_peak) == 1.0
     assert metrics.throughput.tflops_per_gpu(at_peak) == 1.0
 
 
-def test_an_mfu_above_one_is_not_a_value():
+def test_mfu_and_hfu_above_one_have_no_value():
     above = with_keys(TOTALS, flops_per_token=4e5, hardware_flops_per_token=5e5)
 
     assert (metrics.throughput.mfu_ratio(above), metrics.throughput.hfu_ratio(above)) == (None, None)

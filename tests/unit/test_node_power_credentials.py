@@ -1,4 +1,4 @@
-"""effllm/devices/node/credentials.py: a file that only its owner can read, and messages that never repeat it."""
+"""effllm/devices/node/credentials.py: only the owner can read the file, and no message contains its text."""
 
 import os
 

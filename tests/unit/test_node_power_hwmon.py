@@ -1,4 +1,4 @@
-"""effllm/devices/node/hwmon.py with trees like those of Grace and EPYC; neither machine was available."""
+"""effllm/devices/node/hwmon.py with trees like on Grace and EPYC; no such machine was available."""
 
 from pathlib import Path
 
@@ -7,14 +7,14 @@ import pytest
 from effllm.devices import DeviceUnavailable
 from effllm.devices.node.hwmon import NO_HWMON, open_reader
 
-#: A Grace Hopper: the module contains Grace, and Grace contains the two rails.
+#: Grace Hopper: the module's power includes Grace's power, which includes both rails.
 GRACE_HOPPER = {
     "Module Power Socket 0": 612.4,
     "Grace Power Socket 0": 104.25,
     "CPU Power Socket 0": 46.5,
     "SysIO Power Socket 0": 11.75,
 }
-#: Two Graces on a board, without a GPU in their module.
+#: Two Grace CPUs on a board, in a module without a GPU.
 GRACE_GRACE = {
     "Grace Power Socket 0": 210.5,
     "Grace Power Socket 1": 190.25,
@@ -26,7 +26,7 @@ GRACE_GRACE = {
 
 
 class Hwmon:
-    """A tree like /sys/class/hwmon, one ACPI power meter per folder."""
+    """A tree like /sys/class/hwmon, with one ACPI power meter per folder."""
 
     def __init__(self, root, meters=None, below="device", interval_ms="50"):
         self.root, self._below = root, below
@@ -68,8 +68,8 @@ def why_not(root):
     return str(caught.value)
 
 
-def test_grace_is_the_whole_cpu_without_adding_its_rails(grace_hopper):
-    assert watts(grace_hopper) == 104.25  # without the rails of 46.5 and 11.75, and without the module's 612.4
+def test_rails_are_not_added_to_the_power_of_grace(grace_hopper):
+    assert watts(grace_hopper) == 104.25  # without the rails (46.5 and 11.75) and the module (612.4)
 
 
 def test_two_sockets_add_up(tmp_path):
@@ -174,7 +174,7 @@ def test_missing_hwmon_is_reported(tmp_path):
 def test_unreadable_meter_is_named(grace_hopper, monkeypatch):
     read_text = Path.read_text
 
-    def as_an_ordinary_user(path, *args, **kwargs):  # the tests may run as root, for whom modes have no effect
+    def as_an_ordinary_user(path, *args, **kwargs):  # the tests may run as root, who can read every file
         if path.name == "power1_average":
             raise PermissionError(13, "Permission denied", str(path))
         return read_text(path, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""effllm/devices/node/rapl.py with trees as on Intel's and AMD's servers; no machine with RAPL was available."""
+"""effllm/devices/node/rapl.py with trees like on Intel's and AMD's servers; no machine with RAPL was available."""
 
 import shutil
 import time
@@ -43,7 +43,7 @@ def opened(powercap, clock, pause=lambda _: None):
 
 
 def flowed_j(rapl):
-    """Return the energy since it was opened: the total starts at 1e9 J, so that it can go back."""
+    """Return the energy since the start in J; the total starts at 1e9 J, so it can also decrease."""
     return round(rapl.energy_j() - 1e9, 6)
 
 
@@ -83,7 +83,7 @@ def test_counting_continues_over_a_wrap_around(powercap, clock):
     assert flowed_j(rapl) == 30 + 70
 
 
-def test_amd_range_of_65_kj_is_right_over_ten_minutes(tmp_path, clock):
+def test_energy_is_right_over_several_ranges_of_65_kj(tmp_path, clock):
     powercap = Powercap(tmp_path / "amd", AMD)
     rapl = opened(powercap, clock)
     for _ in range(600):
@@ -92,7 +92,7 @@ def test_amd_range_of_65_kj_is_right_over_ten_minutes(tmp_path, clock):
         energy_j = flowed_j(rapl)
 
     assert round(AMD_RANGE_UJ / 1e6 / 280) == 234
-    assert energy_j == pytest.approx(600 * 280.0)  # two and a half ranges
+    assert energy_j == pytest.approx(600 * 280.0)  # 2.5 times the counter's range
     assert rapl.note == "RAPL through powercap: 1 CPU package without DRAM, for which there is no counter"
 
 
@@ -101,9 +101,8 @@ def test_read_error_adds_no_full_range_as_in_other_tools(powercap, rapl, clock):
     powercap.set_j("intel-rapl:0", 1100)
     assert flowed_j(rapl) == 100
     clock.now_s += 1.0
-    powercap.break_zone(
-        "intel-rapl:0"
-    )  # codecarbon and perun take that for 0 and add a full range of 262 kJ for a wrap-around
+    # CodeCarbon and perun read a failed counter as 0, and add a full range of 262 kJ for a wrap-around.
+    powercap.break_zone("intel-rapl:0")
     with pytest.raises(ValueError, match="invalid literal"):
         rapl.energy_j()
     clock.now_s += 1.0
@@ -123,7 +122,7 @@ def test_read_error_fails_that_read_and_is_never_zero(powercap, rapl, clock):
 
 def test_counter_reset_is_not_a_wrap_around(powercap, rapl, clock):
     clock.now_s += 1.0
-    powercap.set_j("intel-rapl:0", 0)  # as a wrap-around it would be 261,143 J in a second
+    powercap.set_j("intel-rapl:0", 0)  # a wrap-around would mean 261,143 J in a second
     with pytest.raises(ValueError, match="reset"):
         rapl.energy_j()
     before_j = rapl.energy_j()
@@ -155,12 +154,12 @@ def test_unknown_stretch_stays_a_gap_in_the_ledger(powercap, rapl, clock):
             energy_j = None
         ledger.add(Sample(time_ns=second * 10**9, energy_j=energy_j))
 
-    for second in range(1, 11):  # 100 W, and between the 4th and the 5th reading a reset
+    for second in range(1, 11):  # 100 W; a reset between the 4th and the 5th reading
         powercap.set_j("intel-rapl:0", 1000 + 100 * second if second < 5 else 100 * (second - 5))
         read(second)
 
     energy = ledger.energy(10**9, 10 * 10**9)
-    # Known: 1 s to 4 s, and from the 7th reading on, the first with a valid difference: 6 s to 10 s.
+    # Known are 1 to 4 s and 6 to 10 s: the 7th reading is the first with a valid difference after the reset.
     assert (energy.joules, energy.covered_s) == (pytest.approx(300 + 400), pytest.approx(3 + 4))
 
 
@@ -181,7 +180,7 @@ def test_device_is_a_cpu_counter_with_a_stated_error(rapl):
 
 
 class Dies:
-    """A pause during which every socket draws power, shown by all of its dies."""
+    """A pause in which every socket draws power; the counters of all its dies show this power."""
 
     def __init__(self, powercap, sockets, watts=(100.0, 130.0)):
         self._powercap, self._sockets, self._watts = powercap, sockets, watts
@@ -212,7 +211,7 @@ def test_dies_that_mirror_one_counter_are_counted_once(tmp_path, clock):
 def test_mirrored_dies_are_found_across_a_wrap_around(tmp_path, clock):
     powercap = Powercap(tmp_path / "dies", AMD_DIES)
     for zone in DIES[0]:
-        powercap.set_j(zone, AMD_RANGE_UJ / 1e6 - 2.5)  # 1 J a pause: it wraps in the third
+        powercap.set_j(zone, AMD_RANGE_UJ / 1e6 - 2.5)  # 1 J per pause: the counter wraps in the third pause
     draw = Dies(powercap, DIES)
     rapl = opened(powercap, clock, draw)
     clock.now_s += 1.0
@@ -253,7 +252,7 @@ def test_equal_dram_power_of_two_sockets_is_counted_twice(powercap, clock):
 
 
 def close_powercap(monkeypatch):
-    """Remove the permission to read the counters; the tests may run as root, for whom modes have no effect."""
+    """Simulate missing read permission for the counters; the tests may run as root, who can read every file."""
     read_text = Path.read_text
 
     def as_an_ordinary_user(path, *args, **kwargs):
@@ -303,11 +302,11 @@ def test_unexpected_tree_is_described(powercap, clock):
 
 # --- perf's power PMU ---
 
-SCALE = 2.3283064365386962890625e-10  # 2^-32 J, as the kernel writes it
+SCALE = 2.3283064365386962890625e-10  # 2^-32 J, as printed by the kernel
 
 
 class FakeEvent:
-    """The event that the system call opens, advanced by the test."""
+    """A fake perf event; the test advances it."""
 
     def __init__(self, kind, config, cpu):
         self.asked, self.joules, self.is_open = (kind, config, cpu), 0.0, True
@@ -322,7 +321,7 @@ class FakeEvent:
 
 
 class Pmu:
-    """The power PMU of a two-socket server, and its opened events."""
+    """The power PMU of a two-socket server, and the events opened on it."""
 
     def __init__(self, root):
         self.root, self.opened, self.limit = root, [], 99
@@ -425,7 +424,7 @@ def test_closing_twice_closes_the_events_of_perf(pmu, clock):
 
 
 def test_real_system_call_counts_a_cpu_clock_in_nanoseconds():
-    """The kernel's own counter of a CPU's time has the power PMU's form, so it tests the call itself."""
+    """The kernel's CPU clock event has the same format as power events, so it tests the real system call."""
     try:
         event = PerfEvent(kind=1, config=0, cpu=0)  # PERF_TYPE_SOFTWARE, PERF_COUNT_SW_CPU_CLOCK
     except OSError as error:
