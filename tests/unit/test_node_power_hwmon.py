@@ -127,13 +127,13 @@ def test_sensor_names_of_the_successor_of_grace_are_found(tmp_path, label):
     assert watts(Hwmon(tmp_path, {label: 300.0, "CPU Rail Power Socket 0": 200.0})) == 300.0
 
 
-def test_interval_longer_than_ours_is_used(tmp_path):
+def test_longer_interval_of_the_sensor_is_used(tmp_path):
     reader = open_reader("node1", Hwmon(tmp_path, GRACE_HOPPER, interval_ms="2000").root)
 
     assert (reader.interval_s, reader.device.sensor.average_s) == (2.0, 2.0)
 
 
-def test_unknown_interval_is_assumed_and_marked_so(tmp_path):
+def test_unknown_interval_is_marked_as_assumed(tmp_path):
     sensor = open_reader("node1", Hwmon(tmp_path, GRACE_HOPPER, interval_ms=None).root).device.sensor
 
     assert (sensor.average_s, sensor.source.split(";")[0]) == (1.0, "averaging interval assumed")

@@ -1,4 +1,4 @@
-"""effllm/devices/node/redfish.py against a fake service on loopback, over TLS where TLS is tested."""
+"""effllm/devices/node/redfish.py with a fake service on loopback; only the tests of TLS use TLS."""
 
 import hashlib
 import ssl
@@ -34,7 +34,7 @@ def credentials(tmp_path):
 
 @pytest.fixture
 def serve(request):
-    """Start a service that ends with the test, after the reader that was opened on it."""
+    """Start a service; it ends with the test, after its readers are closed."""
     running = []
 
     def start(resources, **options):
@@ -49,7 +49,7 @@ def serve(request):
 
 @pytest.fixture
 def opened(serve, credentials):
-    """Open readers that are closed when the test ends."""
+    """Open readers; they are closed at the end of the test."""
     readers = []
 
     def open_it(service, path="", limit_s=5.0, host="node1.example", file=None):
@@ -131,7 +131,7 @@ def test_whole_chassis_is_kept_when_the_order_changes(serve, opened):
     assert watts(reader) == 150
 
 
-def test_control_with_chassis_context_precedes_a_larger_one(serve, opened):
+def test_control_with_chassis_context_precedes_a_larger_control(serve, opened):
     reader = opened(serve(control({**SERVER, "PhysicalContext": "Chassis"}, {**CPUS, "PowerConsumedWatts": 9000})))
 
     assert watts(reader) == 344
@@ -166,7 +166,7 @@ def two_nodes():
     return tree(*boxes)
 
 
-def test_two_separate_chassis_need_one_named_in_the_url(serve, credentials):
+def test_two_separate_chassis_need_a_chassis_in_the_url(serve, credentials):
     text = why_not(serve(two_nodes()).url, credentials())
 
     assert text.endswith("shows the power of 2 chassis: name one in the URL, such as /redfish/v1/Chassis/Node1")
@@ -255,7 +255,7 @@ def test_one_supply_in_two_chassis_is_not_added_twice(serve, credentials):
 
 
 def test_energy_counter_with_fine_steps_is_used(serve, opened):
-    # 0.001 kWh are 3.6 kJ, which 1,000 W take 3.6 s for.
+    # A step of 0.001 kWh is 3.6 kJ: 3.6 s at 1,000 W.
     service = serve(tree(chassis("1"), supply("1", "PSU0", 600.0, 12.345), supply("1", "PSU1", 400.0, 11.001)))
     reader = opened(service)
     sample, _ = reader.read()
@@ -267,7 +267,7 @@ def test_energy_counter_with_fine_steps_is_used(serve, opened):
 
 
 def test_coarse_energy_counter_is_replaced_by_integrated_power(serve, opened):
-    # 0.1 kWh are 360 kJ: 1,000 W take six minutes for one step.
+    # A step of 0.1 kWh is 360 kJ: six minutes at 1,000 W.
     reader = opened(serve(tree(chassis("1"), supply("1", "PSU0", 600.0, 12.3), supply("1", "PSU1", 400.0, 11.1))))
 
     assert (reader.device.energy_method, reader.read()[0].energy_j) == ("instant power", None)
@@ -313,7 +313,7 @@ def test_period_and_error_are_the_worst_of_the_sensors(serve, opened):
     assert sensor.source == "period and error as the service states"
 
 
-def test_unstated_properties_are_assumed_and_marked_so(serve, opened):
+def test_unstated_properties_are_marked_as_assumed(serve, opened):
     sensor = opened(serve(with_sensors({"Reading": 500.0, "Accuracy": 1.0}, {"Reading": 500.0}))).device.sensor
 
     assert (sensor.tick_s, sensor.gain_error) == (5.0, 0.05)
@@ -351,7 +351,7 @@ def test_controller_on_loopback_is_separate_for_each_node(serve, opened):
 
 
 def test_nodes_with_one_controller_share_its_energy_key(serve, opened, monkeypatch):
-    monkeypatch.setattr("effllm.devices.node.redfish.is_own", lambda _: False)  # as for an address on a network
+    monkeypatch.setattr("effllm.devices.node.redfish.is_own", lambda _: False)  # like an address on a network
     service = serve(TWO_SUPPLIES)
     keys = {opened(service, host=host).device.energy_key for host in ("node1", "node2")}
 
@@ -366,7 +366,7 @@ def test_host_in_the_url_is_the_node_name_up_to_its_first_dot(credentials):
 # --- authentication ---
 
 
-def test_wrong_password_is_reported_in_one_line_without_it(serve, credentials):
+def test_wrong_password_is_reported_in_one_line_but_not_printed(serve, credentials):
     service = serve(TWO_SUPPLIES, password="another")
 
     assert why_not(service.url, credentials()).endswith(
@@ -500,7 +500,7 @@ def test_plain_http_is_used_only_on_this_machine(credentials):
     assert "in the clear" in why_not("http://192.0.2.7/redfish/v1", credentials())
 
 
-def test_user_in_the_url_is_rejected_without_repeating_it(credentials):
+def test_user_in_the_url_is_rejected_and_not_printed(credentials):
     text = why_not("https://root:calvin@bmc.example/redfish/v1", credentials())
 
     assert "credentials file" in text

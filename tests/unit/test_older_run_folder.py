@@ -1,4 +1,4 @@
-"""A run folder that schema 1 wrote (`effllm demo --ranks 2 --iterations 60 --log-interval 20`) is still read."""
+"""A run folder with schema 1 (`effllm demo --ranks 2 --iterations 60 --log-interval 20`) can still be read."""
 
 import shutil
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The cost of measuring is a metric: it adds up over processes and attempts."""
+"""The cost of measuring is a metric, summed over processes and attempts."""
 
 import pytest
 from builders import hello, reports, row
@@ -55,14 +55,14 @@ def test_overhead_adds_up_over_replacements_and_attempts():
     assert spent.recorder_cpu_s is None, "no agent has reported it"
 
 
-def test_each_window_has_it_as_metrics():
+def test_each_window_has_the_overhead_as_metrics():
     aggregator = served()
     aggregator.hello(hello(0, 1), Now(0.0, 1000.0))
     aggregator.ledger.note_own(0.5, 0)
     aggregator.reports(reports(row(0), agent_cpu_s=1.0, sent_bytes=100, recorder_cpu_s=0.001), Now(10.0, 1010.0))
     ((report, *_),) = aggregator.closed.take()
 
-    # Of ten seconds of one rank.
+    # Ratios to the ten seconds of one rank.
     assert report.values["health/agent_cpu_ratio"] == 0.1
     assert report.values["health/recorder_cpu_ratio"] == pytest.approx(0.0001)
     assert report.values["health/aggregator_cpu_ratio"] == 0.05

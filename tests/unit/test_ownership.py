@@ -22,7 +22,7 @@ def test_first_claim_counts_and_can_be_repeated():
 @pytest.mark.parametrize(
     ("nearer", "farther"), [(EXPLICIT, FRAMEWORK), (FRAMEWORK, CORE), (CORE, ACCELERATE), (ACCELERATE, OPTIMIZER)]
 )
-def test_more_explicit_owner_takes_over_and_keeps_it(nearer, farther):
+def test_more_explicit_owner_gets_and_keeps_the_ownership(nearer, farther):
     assert ownership.claim(farther, "far")
     assert ownership.claim(nearer, "near")
     assert not ownership.holds(farther, "far")
@@ -30,14 +30,14 @@ def test_more_explicit_owner_takes_over_and_keeps_it(nearer, farther):
     assert ownership.holds(nearer, "near")
 
 
-def test_first_of_two_equal_owners_counts():
+def test_first_of_two_equal_owners_gets_the_ownership():
     assert ownership.claim(FRAMEWORK, "one")
     assert not ownership.claim(FRAMEWORK, "other")
 
 
 def test_released_ownership_can_be_claimed():
     ownership.claim(FRAMEWORK, "one")
-    ownership.release(FRAMEWORK, "other")  # no effect, because it is not the holder
+    ownership.release(FRAMEWORK, "other")  # no effect: "other" is not the holder
     assert ownership.holder() == "one"
 
     ownership.release(FRAMEWORK, "one")

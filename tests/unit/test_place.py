@@ -56,13 +56,13 @@ def test_torchrun_under_slurm_is_torchrun():
     assert read_place({**SLURM, **TORCHRUN, "TORCHELASTIC_RUN_ID": "none"}).run_id == "777"
 
 
-def test_a_shell_inside_an_allocation_is_a_job_of_one():
+def test_shell_inside_an_allocation_is_a_job_of_one_rank():
     place = read_place({"SLURM_JOB_ID": "777", "SLURM_NTASKS": "8", "SLURM_NTASKS_PER_NODE": "8"})
 
     assert (place.launcher, place.rank, place.world_size, place.one_host) == ("none", 0, 1, True)
 
 
-def test_eight_tasks_on_each_of_four_nodes_are_eight():
+def test_slurm_tasks_per_node_give_the_local_world_size():
     assert read_place({**SLURM, "SLURM_NTASKS_PER_NODE": "8(x4)"}).local_world_size == 8
 
 
@@ -109,7 +109,7 @@ def test_program_in_a_batch_script_or_shell_is_one_rank(step):
     assert place.run_id == "777"
 
 
-def test_started_slurm_tasks_precede_requested_ones():
+def test_started_slurm_tasks_precede_requested_tasks():
     one_node = {**SLURM, "SLURM_NTASKS": "8", "SLURM_NTASKS_PER_NODE": "", "SLURM_STEP_TASKS_PER_NODE": "8"}
 
     assert read_place(one_node).one_host

@@ -1,4 +1,4 @@
-"""effllm/records/plain_text.py: text of other processes moves no cursor, forges no line and fills no screen."""
+"""effllm/records/plain_text.py: text from other processes cannot move the cursor, forge a line or fill the screen."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""effllm/job/power_scope.py: the devices whose energy is the job's, and their sums in a job."""
+"""effllm/job/power_scope.py: choice of the devices that count for a job's energy, and the job's sums."""
 
 import pytest
 from builders import device_window, full, gpu, hello, reports, row
@@ -62,7 +62,7 @@ def test_gpus_are_chosen_if_a_node_lacks_cpus_and_supplies():
     assert chosen(BOTH, (gpu("GPU-1"),)) == ("gpu", {"GPU-0", "GPU-1"})
 
 
-def test_the_cpu_in_a_module_is_not_added():
+def test_cpu_inside_a_module_is_not_added_again():
     node = module("GPU-0"), module("GPU-1"), cpu()
 
     assert chosen(node) == ("module", {"GPU-0", "GPU-1"})
@@ -70,12 +70,12 @@ def test_the_cpu_in_a_module_is_not_added():
     assert choose([node], "gpu+cpu").complaint == "", "a module is both"
 
 
-def test_modules_beside_plain_gpus_are_named_with_them():
+def test_scope_of_modules_and_plain_gpus_names_both():
     assert chosen((module("GPU-0"),), (gpu("GPU-1"), cpu("node1")))[0] == "gpu+module+cpu"
     assert chosen((module("GPU-0"),), (gpu("GPU-1"),))[0] == "gpu+module"
 
 
-def test_a_job_on_cpus_is_not_called_gpu():
+def test_scope_of_a_job_on_cpus_is_cpu():
     assert chosen((host_device(),), (host_device("node1"),)) == ("cpu", {"node0", "node1"})
     assert chosen((host_device(),), BOTH[:2])[0] == "gpu+cpu"
 
@@ -91,7 +91,7 @@ def test_host_without_a_sensor_is_a_gap():
     assert chosen((gpu("GPU-0"),), (blind,)) == ("gpu", {"GPU-0", "node1"})
 
 
-def test_two_ways_to_the_supplies_of_one_node_are_one():
+def test_two_sensors_of_the_same_supplies_count_once():
     scope = choose([(*BOTH, psu("node0-again"))], "auto")
 
     assert (scope.label, len(scope.keys)) == ("node-psu", 1)
@@ -120,7 +120,7 @@ def test_requested_scope_is_used_if_every_node_has_it(wanted):
         ("gpu", (host_device(),), "cpu"),
     ],
 )
-def test_missing_requested_scope_is_reported_with_the_used_one(wanted, node, used):
+def test_missing_requested_scope_is_reported_with_the_used_scope(wanted, node, used):
     scope = choose([node], wanted)
 
     assert (scope.label, scope.complaint) == (used, f"power scope: not every node has {wanted}; {used} is used")
@@ -131,7 +131,7 @@ def test_modules_are_used_on_request():
     assert choose([(module("GPU-0"), psu())], "module").complaint == ""
 
 
-def test_scope_of_a_run_is_kept_when_new_nodes_lack_it():
+def test_scope_of_a_run_is_kept_if_new_nodes_lack_its_sensors():
     scope = keep([BOTH, (gpu("GPU-1"),)], "node-psu", "auto")
 
     assert (scope.label, set(scope.keys), scope.lacking) == ("node-psu", {"psu:node0"}, 1)
@@ -156,7 +156,7 @@ def test_scope_of_a_run_is_kept_without_sensors():
 
 
 class Cluster:
-    """Nodes of one rank and one GPU each, with the given sensors."""
+    """Nodes with the given devices; each node has one rank."""
 
     def __init__(self, *nodes: tuple[Device, ...], ledger=None, **settings):
         self.nodes = list(nodes)
@@ -170,7 +170,7 @@ class Cluster:
         assert self.aggregator.hello(message, Now(0.0, 1000.0)) == ""
 
     def window(self, number, watts=None, without=()):
-        """Close a window of 10 s in which each device draws 100 W, or as in `watts`, and some are not read."""
+        """Close a window of 10 s; each device draws 100 W, or its `watts`; devices in `without` are not read."""
         for rank, devices in enumerate(self.nodes):
             windows = tuple(
                 device_window(one.key, wall=full(10.0, (watts or {}).get(one.key, 100.0)))
@@ -204,7 +204,7 @@ def test_two_dies_are_measured_by_the_die_with_energy():
     assert report.values["energy/watts_per_gpu"] == 50.0
 
 
-def test_watts_per_gpu_are_of_gpus_in_every_scope():
+def test_watts_per_gpu_include_only_gpus_in_every_scope():
     job = Cluster((gpu("GPU-0", power_limit_w=400.0), cpu(), psu()))
     report = job.window(1, {"GPU-0": 300.0, "cpu:node0": 150.0, "psu:node0": 800.0})
 
@@ -214,7 +214,7 @@ def test_watts_per_gpu_are_of_gpus_in_every_scope():
     assert report.values["energy/power_limit_ratio"] == pytest.approx(0.75)
 
 
-def test_the_sensors_of_a_node_are_in_no_gauge_of_its_gpus():
+def test_gauges_of_gpus_do_not_include_sensors_of_the_node():
     wall = Integrals(EnergyAmount(30_000.0, 10.0))
     supply = device_window("psu:node0", wall=wall, power_peak_w=3000.0, power_histogram_s={300: 10.0})
     one = device_window("GPU-0", power_peak_w=500.0, power_histogram_s={50: 10.0})
@@ -321,7 +321,7 @@ def test_rank_without_a_device_is_a_gap():
     assert report.run.energy.joules is None
 
 
-def test_a_rank_without_a_device_is_in_the_power_of_its_node():
+def test_node_power_includes_ranks_without_a_device():
     report = Cluster((psu(),)).window(1)
 
     assert (report.power_scope, report.last.energy.joules, report.last.energy.gpus_j) == ("node-psu", 1000.0, None)

@@ -1,4 +1,4 @@
-"""effllm/records/: values that are derived from the fields of a record."""
+"""effllm/records/: values derived from the fields of a record."""
 
 from builders import row
 
@@ -9,6 +9,6 @@ def test_iteration_time_is_steps_and_waits_without_phases():
     assert (report.time_s, report.wall_s) == (10.0, 15.0)
 
 
-def test_a_report_without_an_iteration_counts_none():
+def test_report_without_an_iteration_has_zero_iterations():
     assert row(iteration_first=11, iteration_last=20).iterations == 10
     assert row(iteration_first=11, iteration_last=10).iterations == 0

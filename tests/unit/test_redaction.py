@@ -104,7 +104,7 @@ def test_other_words_are_kept(command):
 @pytest.mark.parametrize(
     "word", ["a" * 10**6, '"' * 10**6, "a:" * 10**5, "http://" * 10**5, "key= " * 10**5, "\\" * 10**6]
 )
-def test_long_word_is_fast(word):
+def test_long_word_is_redacted_quickly(word):
     began_s = time.process_time()
 
     [shown] = redacted([word])

@@ -1,4 +1,4 @@
-"""The run folder: how it is written, and how complete and damaged ones are read."""
+"""The run folder: writing, and reading of complete and damaged folders."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_row_without_energy_has_no_energy_error(folder):
     assert (row.energy_j, row.energy_error_j, row.energy_gain_error, row.energy_estimated_j) == (None,) * 4
 
 
-def test_coverage_is_of_memory_without_energy_and_else_unknown(folder):
+def test_coverage_without_energy_is_that_of_memory_or_unknown(folder):
     half = DeviceWindow("cpu", Integrals(NOT_MEASURED, 4e9, 2.06))
     rows = [
         make_row(0, devices=(half,)),
@@ -228,7 +228,7 @@ def test_one_percent_of_jitter_gives_no_outlier(folder):
     rows = [make_row(rank, busy_s=4.0 if rank else 4.13) for rank in range(300)]
     RunFolder(folder, {}).write(make_report(coverage=wide(300)), rows)
 
-    assert list(read_ranks(folder)) == []  # 3.25 % above, where 3.5 % would be needed
+    assert list(read_ranks(folder)) == []  # 3.25 % above the median; outliers begin at 3.5 %
 
 
 def test_segments_rotate_and_are_read_in_order(folder):
@@ -254,7 +254,8 @@ def test_oldest_detail_is_removed_at_the_size_limit(folder):
     store.close()
 
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    assert 700_000 < size < 1_130_000  # checked when a file of detail is full: two of a sixteenth of it each
+    # The limit is checked when a detail file is full, so two such files (1/16 MB each) can exceed the limit.
+    assert 700_000 < size < 1_130_000
     kept = [report.iteration for report in read_windows(folder)]
     assert kept[0] > 10
     assert kept == list(range(kept[0], 4010, 10))
@@ -277,7 +278,7 @@ def test_no_limit_removes_nothing(folder):
 
 
 def windows_every(folder, seconds, count, **settings):
-    """Return the warnings for windows of two ranks that end every `seconds`."""
+    """Return the warnings for `count` windows of two ranks; a window ends every `seconds`."""
     warnings = []
     store = RunFolder(folder, {}, warn=warnings.append, **settings)
     for number in range(1, count + 1):
@@ -287,7 +288,7 @@ def windows_every(folder, seconds, count, **settings):
 
 
 @pytest.mark.slow
-def test_windows_of_10_ms_are_named_once_with_their_cost(folder):
+def test_windows_of_10_ms_give_one_warning_with_their_cost(folder):
     (line,) = windows_every(folder, 0.01, 7000, log_interval=10)
 
     size = sum(path.stat().st_size for path in folder.glob("*-0*.jsonl"))
@@ -300,7 +301,7 @@ def test_windows_of_10_ms_are_named_once_with_their_cost(folder):
 
 
 @pytest.mark.parametrize("seconds", [0.9, 1.0, 10.0])
-def test_windows_of_a_second_are_not_named(folder, seconds):
+def test_windows_of_a_second_give_no_warning(folder, seconds):
     assert windows_every(folder, seconds, 200) == []
 
 
@@ -315,7 +316,7 @@ def test_next_attempt_continues_the_last_segment(folder):
     assert sorted(path.name for path in folder.glob("windows-*"))[0] == "windows-0001.jsonl"
 
 
-def test_the_segment_after_9999_is_the_last(folder):
+def test_segment_10000_is_newer_than_segment_9999(folder):
     folder.mkdir(parents=True)
     for number in ("9999", "10000"):
         (folder / f"windows-{number}.jsonl").touch()
@@ -325,7 +326,7 @@ def test_the_segment_after_9999_is_the_last(folder):
 
 
 @pytest.mark.parametrize("pad", [0, 10_000])
-def test_torn_line_is_removed_and_the_next_one_is_whole(folder, pad):
+def test_torn_line_is_removed_and_the_next_line_is_complete(folder, pad):
     store = RunFolder(folder, {})
     store.write(make_report(100), [make_row()])
     store.write(make_report(110, values={"x" * (pad + 1): 1.0}), [make_row(iteration=110, phases_s={"x" * pad: 1.0})])
@@ -360,7 +361,7 @@ def test_line_that_lacks_only_its_newline_is_kept(folder):
 
 @contextmanager
 def largest_file(size):
-    """Limit the size of files; with 0, writing fails as on a full disk."""
+    """Limit the size of files; with 0, every write fails, as on a full disk."""
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -488,11 +489,11 @@ def test_events_are_written_in_order(folder):
 
 
 class Killed(BaseException):
-    """Simulates SIGKILL: no code runs after it."""
+    """Simulates SIGKILL: the process runs no more code."""
 
 
 class Moments:
-    """Calls that change files, in a process that is killed in its nth call: before it, or half-way through a write."""
+    """Kills a process in its nth call that changes files: half-way through a write, or before any other call."""
 
     def __init__(self, monkeypatch):
         self.left = math.inf
@@ -512,8 +513,8 @@ class Moments:
         return counted
 
 
-def test_killed_at_any_call_every_line_is_written_once(folder, monkeypatch):
-    # Windows of two ranks; the state, saved after every second window, gives the windows that are sent again.
+def test_every_line_is_written_once_after_a_kill_at_any_call(folder, monkeypatch):
+    # Windows of two ranks. The state is saved after every second window; windows after the state are sent again.
     moments = Moments(monkeypatch)
     lives = 0
     for moment in range(200):
@@ -544,7 +545,7 @@ def test_killed_at_any_call_every_line_is_written_once(folder, monkeypatch):
 
 
 def test_another_job_in_the_folder_writes_equal_window_numbers(folder):
-    # The first was killed before it saved a state, so the second is attempt 1 as well.
+    # The first job was killed before it saved a state, so the second job has attempt 1 too.
     RunFolder(folder, {}).write(make_report(100, time_s=150.0), [make_row(start_time_s=100.0)])
     RunFolder(folder, {}).write(make_report(100, time_s=250.0), [make_row(start_time_s=200.0)])
 
@@ -594,7 +595,7 @@ def test_the_console_log_is_bounded_and_keeps_the_newest(folder, monkeypatch):
     store = RunFolder(folder, {})
     for window in range(100):
         store.write(make_report(window, window=window), ())
-        store._log_s = 0.0  # as a second later
+        store._log_s = 0.0  # as if a second had passed
 
     new, old = (folder / "console.log").read_text(), (folder / "console.log.1").read_text()
     assert len(new.encode()) <= 2000 and len(old.encode()) <= 2000
@@ -711,7 +712,7 @@ def test_deeply_nested_line_is_skipped_and_counted(tmp_path):
     assert (len(list(rows)), rows.skipped) == (1, 1)
 
 
-def test_rows_of_a_later_version_are_read_by_this_one(tmp_path):
+def test_rows_of_a_later_version_are_read_by_this_version(tmp_path):
     (row,) = [RankRow(1, 0, 1, 1, 10, 0.0, 1.0, 1.0, 0.9, 0.1, tokens=5, samples=1)]
     plain = {**msgspec.to_builtins(row), "added_later": {"x": [1]}}
     (tmp_path / "ranks-0001.jsonl").write_text(json.dumps(plain) + "\n")

@@ -24,7 +24,7 @@ def wake():
 
 @pytest.fixture
 def start(wake):
-    """Return a function that starts a sampler of a reader; each is stopped at the end."""
+    """Return a function that starts a sampler of a reader; the samplers are stopped at the end of the test."""
     started = []
 
     def start(reader, interval_s=LONG_INTERVAL_S, report=lambda _event: None, **facts):
@@ -73,7 +73,7 @@ def test_periodic_samples_do_not_wake_the_agent(start, wake):
     assert not select.select([wake], [], [], 0)[0]
 
 
-def test_requested_moments_are_read_at_or_just_after_them(start, wake):
+def test_samples_are_at_or_just_after_the_requested_times(start, wake):
     sampler = start(FakeReader())
     woken(wake)
     now_ns = time.monotonic_ns()
@@ -81,7 +81,7 @@ def test_requested_moments_are_read_at_or_just_after_them(start, wake):
     sampler.ask(requested_ns)
     woken(wake)
 
-    samples = sampler.take()[1:]  # the first was taken at the start
+    samples = sampler.take()[1:]  # the first sample was taken at the start
     assert len(samples) == 4
     for moment_ns, sample in zip(requested_ns, samples, strict=True):
         assert moment_ns <= sample.time_ns < moment_ns + 2 * NS
@@ -117,7 +117,7 @@ def test_two_requests_at_once_are_both_answered(start, wake):
     assert times_ns == sorted(times_ns)
 
 
-def test_first_moment_reads_everything_and_later_ones_energy(start, wake):
+def test_first_request_reads_all_and_later_requests_read_energy(start, wake):
     class TwoCalls(FakeReader):
         edges = 0
 
@@ -141,7 +141,7 @@ def test_requests_are_thinned_out_with_slow_calls(start, wake):
     sampler = start(reader)
     woken(wake)
     sampler.ask()
-    woken(wake)  # from here on it counts as slow: each call may delay kernel launches
+    woken(wake)  # the device is now slow: each call may delay kernel launches
     now_ns = time.monotonic_ns()
     sampler.ask([now_ns, now_ns + NS // 50, now_ns + 2 * NS // 50], within_s=1000.0)
     woken(wake)
@@ -153,7 +153,7 @@ def test_requests_are_thinned_out_with_slow_calls(start, wake):
 
 @pytest.mark.parametrize(("within_s", "expected"), [(0.0, [0]), (0.04, [0]), (0.1, [0, 15, 16, 17]), (1.0, range(18))])
 def test_frequent_requests_are_thinned_out(start, wake, monkeypatch, within_s, expected):
-    # Half a percent of a core, at 110 us for each wake-up: 4 within 0.1 s, with the first and the last.
+    # The limit is 0.5 % of a core: 4 wake-ups of 110 us within 0.1 s, with the first and the last.
     monkeypatch.setattr(sampler_module, "WAKE_S", 110e-6)
     sampler = start(FakeReader())
     woken(wake)
@@ -163,7 +163,7 @@ def test_frequent_requests_are_thinned_out(start, wake, monkeypatch, within_s, e
     woken(wake)
 
     found = [sample.time_ns for sample in sampler.take()[1:]]
-    assert len(found) <= len(expected)  # two moments that passed together are one reading
+    assert len(found) <= len(expected)  # requested times that passed together share a reading
     assert found[0] >= requested_ns[0]
     assert found[-1] >= requested_ns[expected[-1]]
     if len(expected) < 18:
@@ -178,7 +178,7 @@ def test_call_that_may_delay_kernel_launches_is_made_less_often(start, wake):
     start(quick, interval_s=0.01)
     until(lambda: quick.reads >= 80)
 
-    assert slow.reads <= 15  # 25 ms every 2.5 s once that is certain, instead of continuously
+    assert slow.reads <= 15  # a slow call (25 ms) is made every 2.5 s, not continuously
 
 
 def test_slow_node_sensor_is_read_at_its_interval(start, wake):
@@ -189,7 +189,7 @@ def test_slow_node_sensor_is_read_at_its_interval(start, wake):
 
 
 def test_samples_are_not_periodic(start, wake):
-    # Samples at full seconds would always show the same moment of iterations of a second.
+    # Samples at full seconds would always be at the same point of 1 s iterations.
     reader = FakeReader()
     sampler = start(reader, interval_s=0.02)
     until(lambda: reader.reads >= 60)
@@ -199,7 +199,7 @@ def test_samples_are_not_periodic(start, wake):
     assert phases[0] < 0.25
     assert phases[-1] > 0.75
     assert sum(0.25 < phase < 0.75 for phase in phases) > 10
-    # One sample in each interval, except for intervals that a busy machine leaves out.
+    # One sample in each interval; a busy machine may skip intervals.
     assert (taken[-1].time_ns - taken[0].time_ns) / len(taken) > 0.015 * NS
 
 
@@ -289,7 +289,7 @@ def test_missing_node_sensor_is_not_reported(wake):
 # --- calibration ---
 
 
-def test_calibration_is_delivered_between_its_samples(start, wake):
+def test_calibration_result_follows_the_samples_of_the_calibration(start, wake):
     def learn(device, read, is_suspect):
         for _ in range(3):
             assert isinstance(read(), Sample)

@@ -63,7 +63,7 @@ def test_a_report_prints_the_golden_block():
     assert printed(make_report(100)) == (GOLDEN / "console_block.txt").read_text()
 
 
-def test_a_job_with_holes_on_hosts_prints_the_golden_block():
+def test_job_on_hosts_with_missing_values_prints_the_golden_block():
     last = with_keys(
         totals(10), gpus=0, energy_j=None, energy_measured_j=None, energy_gpus_j=None, flops_per_token=None
     )
@@ -151,7 +151,7 @@ def test_coverage_names_the_scope_and_the_estimated_share():
 
 
 def on_screen(text):
-    """Return the lines sent to a terminal, without the codes."""
+    """Return the lines sent to a terminal, without control codes."""
     return re.sub(r" {80}\r\x1b\[K|\x1b\[[0-9;]*m", "", text).splitlines()
 
 
@@ -224,7 +224,7 @@ def test_a_problem_is_coloured_on_a_terminal(monkeypatch):
 
 
 def test_a_progress_bar_of_the_training_is_not_torn():
-    screen = pyte.Screen(80, 24)  # wraps like a real terminal: a full line waits for the next character
+    screen = pyte.Screen(80, 24)  # like a real terminal, wraps a full line only at the next character
     terminal = pyte.Stream(screen)
     window = printed(make_report(100, straggler=None), terminal=True).replace("\n", "\r\n")
     bar = " 10%|#         | 10/100 [00:01<00:09, 6.78it/s]"
@@ -295,7 +295,7 @@ def test_lines_fit_a_real_terminal_of_60_columns():
     assert max(map(len, lines)) <= 60
 
 
-def test_encoding_without_the_signs_gets_ascii():
+def test_stream_with_ascii_encoding_gets_ascii_text():
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="ascii")
     open_sink("console", make_run(stdout=stream)).write(make_report(100))

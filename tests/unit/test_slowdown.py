@@ -1,4 +1,4 @@
-"""effllm/job/health/slowdown.py: a job that became slower is reported, the load of its host is not."""
+"""effllm/job/health/slowdown.py: a slower job is reported, and load of its host is not reported."""
 
 import random
 
@@ -10,7 +10,7 @@ from effllm.job.health.slowdown import Slowdown
 
 
 def changes(seed, step_s, per_window, seconds, slower_from_s=float("inf")):
-    """Return the kinds of events of a job on a host whose load changes every half to two seconds."""
+    """Return the kinds of events of a job on a host whose load changes every 0.5 to 2 s."""
     noise, slowdown, reported = random.Random(seed), Slowdown(), []
     row, elapsed_s, until_s, load, shown = make_row(0), 0.0, 0.0, 1.0, 0
     while elapsed_s < seconds:

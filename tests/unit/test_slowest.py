@@ -1,4 +1,4 @@
-"""effllm/job/health/slowest.py: the slowest rank of a window is named where it is slow, and never by chance."""
+"""effllm/job/health/slowest.py: the slowest rank of a window is named if it is really slow, and not by chance."""
 
 import numpy as np
 import pytest
@@ -7,12 +7,12 @@ from synchronous_job import SynchronousJob
 from effllm.job.health.slowest import Slowest
 from effllm.records.job import Straggler
 
-#: Ranks, iterations of a window, jitter of an iteration.
+#: (ranks, iterations per window, jitter of an iteration)
 JOBS = [(2, 10, 0.02), (3, 10, 0.03), (4, 10, 0.05), (8, 1, 0.02), (16, 10, 0.05), (64, 3, 0.03)]
 
 
 def named(job, windows):
-    """Return the rank that each window names."""
+    """Return the rank named in each window, or None."""
     slowest = [one.slowest for one in job.run(windows).seen]
     return [None if one is None else one.rank for one in slowest]
 
@@ -76,7 +76,7 @@ def test_rank_that_becomes_slow_is_named_after_three_windows():
 
 
 def test_ranks_that_wait_for_each_other_are_not_distinguished():
-    # Tensor parallelism: own time contains waiting, so which of the two is slow is chance.
+    # Tensor parallelism: own times include waiting, so rank 4 or rank 5 is the slower rank by chance.
     job = SynchronousJob(8, replica=lambda rank: f"{rank // 2}", slow=lambda rank, _: 1.2 if rank in (4, 5) else 1.0)
 
     assert named(job, 40) == [None] * 40

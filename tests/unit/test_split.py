@@ -8,17 +8,17 @@ from effllm.records.timeline import KINDS, Split, device_kind, group_kind, host_
 
 
 def test_communication_beside_computation_is_not_exposed():
-    # Compute 0-60, communication 50-80: 30 in total; 60-80 is exposed; 80-100 is idle.
+    # Computation 0-60, communication 50-80 (30 in total): 60-80 is exposed, 80-100 is idle.
     assert split(0, 100, [(0, 60)], [("dp", 50, 80)]) == Split(100, 30, 20, 60, 20, {"dp": (30, 20)})
 
 
 def test_computation_on_two_streams_counts_once():
-    # 0-40 and 20-50 are 50 together; communication 10-45 is hidden by them.
+    # Computation at 0-40 and 20-50 takes 50 in total, and hides the communication at 10-45.
     assert split(0, 50, [(20, 50), (0, 40)], [("tp", 10, 45)]) == Split(50, 35, 0, 50, 0, {"tp": (35, 0)})
 
 
-def test_overlapping_groups_are_whole_and_count_once_in_total():
-    # dp 10-30, tp 20-40: 10-40 is communication, 30; computation 0-15 hides 5 of dp's 20.
+def test_overlap_of_two_groups_counts_once_in_the_total():
+    # dp 10-30 and tp 20-40 are 30 of communication in total; computation at 0-15 hides 5 of dp's 20.
     found = split(0, 40, [(0, 15)], [("dp", 10, 30), ("tp", 20, 40)])
 
     assert (found.communication_ns, found.exposed_ns) == (30, 25)
@@ -26,7 +26,7 @@ def test_overlapping_groups_are_whole_and_count_once_in_total():
 
 
 def test_time_outside_the_iteration_does_not_count():
-    # Of 0-30 and 90-130 only 20-30 and 90-100 are inside 20-100; the copy at 5-15 is before it.
+    # The iteration is 20-100: of 0-30 and 90-130, only 20-30 and 90-100 are inside. The copy at 5-15 is outside.
     assert split(20, 100, [(0, 30), (5, 15)], [("ep", 90, 130)]) == Split(80, 10, 10, 10, 60, {"ep": (10, 10)})
 
 
@@ -34,7 +34,7 @@ def test_an_iteration_without_a_record_is_idle():
     assert split(5, 25, [], []) == Split(20, 0, 0, 0, 20, {})
 
 
-def test_records_of_no_length_and_backwards_change_nothing():
+def test_empty_and_backward_intervals_change_nothing():
     assert split(0, 10, [(3, 3), (7, 5)], [("pp", 4, 4)]) == Split(10, 0, 0, 0, 10, {})
 
 
@@ -49,7 +49,7 @@ def test_parts_add_up_for_any_intervals(seed):
     communicating = [(draw.choice(KINDS), begin, end) for begin, end in intervals(draw.randint(0, 30))]
     found = split(0, 200, computing, communicating)
 
-    # The same by counting each nanosecond.
+    # The expected values, by counting each nanosecond.
     busy = {moment for begin, end in computing for moment in range(max(begin, 0), min(end, 200))}
     moving = {moment for _, begin, end in communicating for moment in range(max(begin, 0), min(end, 200))}
     assert found[:5] == (200, len(moving), len(moving - busy), len(busy), 200 - len(moving | busy))

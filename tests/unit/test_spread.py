@@ -1,4 +1,4 @@
-"""The spread of a window's values over ranks and GPUs: by hand, and against numpy and statistics for 10,000."""
+"""The spread of a window's values over ranks and GPUs: by hand, and against numpy and statistics for 10,000 values."""
 
 import random
 import statistics
@@ -27,11 +27,11 @@ def window_of(rows, world_size, devices=lambda rank: (gpu(f"GPU-{rank}"),)):
 
 
 def test_percentiles_are_interpolated():
-    # The fifth percentile of five values is one fifth of the way from the first to the second: 0.05 * 4 = 0.2.
+    # The fifth percentile of five values is at 0.05 * 4 = 0.2 of the way from the first to the second value.
     assert spread_of(np.array([30.0, 10.0, 50.0, 20.0, 40.0])) == Spread(5, 10.0, 12.0, 30.0, 48.0, 50.0)
 
 
-def test_the_median_of_an_even_number_is_the_middle_of_two():
+def test_median_of_an_even_number_of_values_is_the_mean_of_two():
     assert spread_of(np.array([4.0, 1.0, 2.0, 8.0])).median == 3.0
 
 
@@ -55,7 +55,7 @@ def test_spread_of_10000_values_matches_numpy_and_statistics(count):
 
 
 def test_window_has_the_spread_of_steps_power_and_utilization():
-    # Ten iterations each: steps of 0.8, 0.9, 1.0 s; 100, 200, 300 W over the ten seconds of a row.
+    # Three ranks with ten iterations in 10 s each: steps of 0.8, 0.9, 1.0 s, and 100, 200, 300 W.
     rows = [
         row(
             rank,
@@ -77,7 +77,7 @@ def test_window_has_the_spread_of_steps_power_and_utilization():
     assert report.spread["utilization_ratio"] == Spread(3, 0.5, 0.5, 0.5, 0.5, 0.5)
 
 
-def test_spread_omits_unmeasured_ranks_and_those_without_steps():
+def test_spread_omits_unmeasured_ranks_and_ranks_without_steps():
     blind = device_window("GPU-0", wall=Integrals(NOT_MEASURED, 5.0, 10.0))
     idle = row(1, iteration_first=11, iteration_last=10, busy_s=0.0, wait_s=0.0, phases_s={"evaluation": 10.0})
 

@@ -1,4 +1,4 @@
-"""A stall in the aggregator: an event, requests for stacks, and its time in the summary."""
+"""A stall in the aggregator: an event, requests for stacks, and stalled time in the summary."""
 
 import pytest
 from builders import gpu, hello, row
@@ -73,7 +73,7 @@ def test_stacks_of_ranks_behind_and_one_other_are_requested_once():
     asked = job.aggregator.stalls.take_asked()
 
     assert sorted(asked) == [0, 2]
-    assert [kind for kind, _ in job.events()] == ["stalled", "stack", "stalled"]  # and again after five minutes
+    assert [kind for kind, _ in job.events()] == ["stalled", "stack", "stalled"]  # the second one after 5 min
     assert job.aggregator.stalls.take_asked() == []
 
 
@@ -179,11 +179,11 @@ def test_job_killed_in_a_stall_has_stalled():
     assert job.summary().status == "stalled"
 
 
-def test_stall_then_failure_is_stalled_the_reverse_failed():
+def test_stall_then_failure_is_stalled_and_the_reverse_is_failed():
     job = Job()
     job.stall(BEHIND)
     for rank in range(4):
-        bye(job, rank, "failed", 150.0)  # the time-out of its collectives
+        bye(job, rank, "failed", 150.0)  # its collectives ended at their timeout
     assert job.summary().status == "stalled"
 
     job = Job()

@@ -1,4 +1,4 @@
-"""Stragglers in the aggregator: from reports and heartbeats to verdicts, events, totals and a replacement."""
+"""Stragglers in the aggregator: verdicts, events and totals from reports and heartbeats, also after a replacement."""
 
 import pytest
 from builders import device_window, gpu, hello, reports, row
@@ -17,7 +17,7 @@ from effllm.trainer import collector as module
 
 
 class Job:
-    """Four ranks on two nodes; one rank computes for 0.6 s of an iteration, the others for 0.5 s."""
+    """Four ranks on two nodes; one rank computes for 0.6 s per iteration, the other ranks for 0.5 s."""
 
     def __init__(self, snapshot=None, ranks=4, **hellos):
         self.aggregator = Aggregator(Config(), "job", 1, 1000.0, snapshot)
@@ -87,7 +87,7 @@ def test_replacement_keeps_the_totals_and_finds_the_verdict_again():
 
 
 def test_ranks_of_other_groups_and_roles_are_not_peers():
-    stages = Job(peer_group=lambda rank: f"stage {rank // 2}").run(1, 8)  # of two ranks each: 20 % are not enough
+    stages = Job(peer_group=lambda rank: f"stage {rank // 2}").run(1, 8)  # two ranks per stage: 20 % are not enough
     assert stages.events_of("straggler") == []
     roles = Job(role=lambda rank: "trainer" if rank == 2 else "rollout").run(1, 8)
     assert roles.events_of("straggler") == []
@@ -125,7 +125,7 @@ def test_another_agent_of_a_rank_has_another_clock():
     job = Job()
     job.heartbeat(0, 1.0, 1e6, 1e-5)
     job.aggregator.hello(hello(0, 4, agent="another"), Now(100.0, 1100.0))
-    job.run(1, 1)  # which the other agent's reports do not complete
+    job.run(1, 1)  # rank 0's new agent sends no report
     job.aggregator.close_all()
 
     assert "health/clock_error_s" not in job.closed()[0].values

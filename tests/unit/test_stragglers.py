@@ -1,4 +1,4 @@
-"""effllm/job/health/stragglers.py and the modules that it uses, by a seeded model of synchronous training."""
+"""effllm/job/health/stragglers.py and its imported modules, with a seeded model of synchronous training."""
 
 import re
 import time
@@ -17,7 +17,7 @@ from effllm.job.health.straggler_text import ranks_text
 
 
 def slowed(ranks, by=1.1, first=6, last=10**9):
-    """A factor on the computation of some ranks, in some windows."""
+    """Return a factor on the computation of these ranks, in the windows from `first` to `last`."""
     return lambda rank, window: by if rank in ranks and first <= window <= last else 1.0
 
 
@@ -42,7 +42,7 @@ def test_slow_rank_of_1024_is_named_within_three_windows():
 
 @pytest.mark.parametrize("seed", range(5))
 def test_light_pipeline_stage_names_no_rank(seed):
-    weights = (1.0, 1.0, 1.0, 0.4)  # the last stage has less to do: against it all others would look slow
+    weights = (1.0, 1.0, 1.0, 0.4)  # compared with the light last stage, all other stages would be slow
     job = SynchronousJob(
         32, seed=seed, weight=lambda rank: weights[rank // 8], group=lambda rank: f"trainer stage {rank // 8}"
     )
@@ -66,7 +66,7 @@ def test_light_stage_without_groups_names_no_rank():
     weights = (1.0, 1.0, 1.0, 0.4)
     job = SynchronousJob(32, weight=lambda rank: weights[rank // 8])
 
-    assert job.run(30).named_ranks == set()  # most ranks are equal and are compared with the median
+    assert job.run(30).named_ranks == set()  # most ranks are equal, and near the median
 
 
 @pytest.mark.slow
@@ -105,7 +105,7 @@ def test_ranks_of_a_slow_node_are_named_in_one_line():
 
 
 def test_neither_half_of_a_group_is_named():
-    # More than half of the ranks are the reference; of two equal halves neither is.
+    # The reference is more than half of the ranks; two equal halves give no reference.
     assert SynchronousJob(16, slow=slowed(set(range(8, 16)))).run(20).named_ranks == set()
 
 
@@ -147,7 +147,7 @@ def test_slow_data_loader_is_named_by_its_waits():
 
 
 def test_wait_that_delays_no_other_rank_is_not_named():
-    # Its iterations are longer by its waits, and the others' are not: they do not train together.
+    # One rank waits and has longer iterations; the other ranks do not: they do not train together.
     job = SynchronousJob(8)
     for _ in range(12):
         rows = job.rows()
@@ -179,8 +179,8 @@ def test_slowdown_of_all_ranks_is_reported_without_names():
     assert line.kind == "slower" and "the ranks' own times rose alike" in line.text
 
 
-def test_last_to_arrive_is_named_by_accurate_clocks():
-    # The delay is after the sync point of the iteration before: own times do not show it, but the arrival does.
+def test_last_arriving_rank_is_named_with_accurate_clocks():
+    # The delay is after the sync point of the previous iteration: it is in the arrival, but not in own times.
     def jobs(error_s):
         waits = {3: 0.08}
         job = SynchronousJob(8, waits=lambda rank, window: waits.get(rank, 0.001), clock_error_s=error_s, jitter=0.01)
@@ -199,12 +199,12 @@ def test_last_to_arrive_is_named_by_accurate_clocks():
 
     (verdict,) = jobs(1e-3).stragglers.verdicts
     assert (verdict.ranks, verdict.evidence) == ((3,), "arrival")
-    # 80 ms are less than three times 20 ms and the 20 ms of the others.
+    # 80 ms are less than three times the clock errors: 3 * (20 + 20) ms.
     assert jobs(20e-3).named_ranks == set()
 
 
 def test_ranks_that_wait_for_each_other_are_named_together():
-    # Four replicas of two ranks: with tensor parallelism both ranks of a replica take as long as the slower rank.
+    # Eight replicas of two ranks: with tensor parallelism both ranks of a replica take as long as the slower rank.
     job = SynchronousJob(
         16,
         replica=lambda rank: f"replica {rank // 2}",
@@ -293,7 +293,7 @@ def test_cost_is_time_and_energy_of_the_waiting_ranks():
         device=lambda rank, _, s: gpu_window(rank, s, watts=300.0),
     ).run(10)
 
-    # Each of ten iterations of a window, the rank takes 0.1 s more than the median: seven ranks wait for 1 s.
+    # In each of the window's ten iterations, the rank takes 0.1 s more than the median: seven ranks wait for 1 s.
     assert steady.seen[-1].seconds == pytest.approx(1.0)
     assert steady.seen[-1].rank_seconds == pytest.approx(7.0)
     assert steady.seen[-1].joules == pytest.approx(2100.0)
@@ -310,7 +310,7 @@ def test_cost_is_time_and_energy_of_the_waiting_ranks():
 def test_two_stragglers_share_the_waited_time():
     job = SynchronousJob(8, jitter=0.0, tail=0.0, slow=lambda rank, _: {2: 1.1, 5: 1.3}.get(rank, 1.0)).run(12)
 
-    # The slower takes 0.15 s more in each of ten iterations: six others wait 1.5 s.  The shares are as 0.05 to 0.15.
+    # The slower rank takes 0.15 s more in each of ten iterations: six ranks wait for 1.5 s, shared 0.05 : 0.15.
     assert job.seen[-1].seconds == pytest.approx(1.5)
     assert job.seen[-1].rank_seconds == pytest.approx(9.0)
     before = {verdict.ranks: verdict.gpu_seconds for verdict in job.stragglers.verdicts}
@@ -339,10 +339,10 @@ def test_cost_is_zero_without_stragglers_and_else_unknown():
 
 
 def test_persistence_rule_bounds_false_alarms():
-    # 10,000 ranks; each is an outlier in one of a thousand windows: 3 of 5 would be 10,000 * 10 * 1e-9 = 1e-4
-    # ranks a window, 4 of 5 are 10,000 * 5 * 1e-12 = 5e-8.
+    # 10,000 ranks, each an outlier in one of 1,000 windows by chance.  "3 of 5 windows" would name
+    # 10,000 * 10 * 1e-9 = 1e-4 ranks per window, "4 of 5 windows" 10,000 * 5 * 1e-12 = 5e-8 ranks.
     assert persistence(10_000, 1e-3) == 4
-    assert persistence(10_000, 2.87e-7) == PERSIST  # a normal tail beyond 5
+    assert persistence(10_000, 2.87e-7) == PERSIST  # probability of z > 5
     assert persistence(8, 0.5) == float("inf")
     assert Z == 5.0 and FALSE_ALARMS == 1e-6 and WINDOWS == 5
 
@@ -384,7 +384,7 @@ def test_first_values_set_the_level_without_a_change():
     assert all(level.add(window, 1.0 + window) is None for window in range(LEVEL_WINDOWS))
 
 
-def test_ranks_are_written_in_runs():
+def test_ranks_are_written_as_ranges():
     assert ranks_text((0, 1, 2, 5, 7, 8)) == "0-2, 5, 7-8"
 
 
@@ -400,4 +400,4 @@ def test_cost_of_10000_ranks_is_printed(capsys):
     with capsys.disabled():
         for ranks, seconds in took_s.items():
             print(f"\n  {ranks} ranks: {1e3 * seconds:.2f} ms a window", end="")
-    assert all(below < above for below, above in pairwise(took_s))  # of the numbers of ranks: no time is asserted
+    assert all(below < above for below, above in pairwise(took_s))  # compares the numbers of ranks, not the times

@@ -1,4 +1,4 @@
-"""effllm/energy/tick_clock.py: exactly the clocks that explain the reads; the true one is always among them."""
+"""effllm/energy/tick_clock.py: the set of all clocks that explain the reads always contains the true clock."""
 
 import math
 import random
@@ -15,7 +15,7 @@ START_NS = 1000 * NS
 
 
 class Counter:
-    """A counter with its own ticks, and the clock that gets its reads."""
+    """A counter with its own ticks; its reads are recorded by the clock."""
 
     def __init__(self, clock, period_ns=TICK_NS, phase_ns=0.0, jitter_ns=0.0, drift=0.0):
         self.clock = clock
@@ -23,7 +23,7 @@ class Counter:
         self._last = None
 
     def tick_ns(self, number):
-        """The time of tick `number`; with drift, the period swings by `drift` either way over three hours."""
+        """Return the time of tick `number`; with drift, the period varies by ±`drift` over three hours."""
         since_ns = number * self._period_ns
         turn = 2 * math.pi / (3 * 3600 * NS)
         drifted_ns = self._drift / turn * (1 - math.cos(turn * since_ns))
@@ -31,7 +31,7 @@ class Counter:
         return START_NS + self._phase_ns + since_ns + drifted_ns + jitter_ns
 
     def number(self, time_ns):
-        """The number of ticks until a time."""
+        """Return the number of ticks until this time."""
         number = int((time_ns - START_NS - self._phase_ns) / self._period_ns)
         while self.tick_ns(number) > time_ns:
             number -= 1
@@ -40,7 +40,7 @@ class Counter:
         return number
 
     def read(self, *times_ns):
-        """Read it; the clock gets the reads as from the ledger."""
+        """Read the counter at these times, and record the reads in the clock, as the ledger does."""
         for time_ns in map(round, times_ns):
             number = self.number(time_ns)
             if self._last is not None:
@@ -49,14 +49,14 @@ class Counter:
             self._last = (time_ns, number)
 
     def off_ns(self, time_ns):
-        """The distance of the clock's last tick before a moment to the nearest true one."""
+        """Return the distance from the clock's last tick before this time to the nearest true tick."""
         middle_ns, _ = self.clock.before(time_ns)
         near = self.number(middle_ns)
         return min(abs(middle_ns - self.tick_ns(number)) for number in (near, near + 1))
 
 
 def reads_of_an_agent(counter, edges_ns):
-    """Read once a second and, at each edge, at the moments that the clock requests."""
+    """Read once per second and, at each edge, at the times requested by the clock."""
     clock, next_ns = counter.clock, edges_ns[0]
     for edge_ns in edges_ns:
         while next_ns < edge_ns:
@@ -79,8 +79,8 @@ def test_a_move_between_two_near_reads_locks_the_clock():
 
     clock.moved(START_NS, START_NS + 10_000_000)
 
-    # The tick is within an interval of 10 ms; its estimate is the middle of the interval.  Two ticks later the period
-    # adds 2 * 10 us.
+    # The tick is within an interval of 10 ms; its estimate is the middle of the interval.  Over two ticks the period's
+    # error adds 2 * 10 us.
     assert clock.before(START_NS + 10_000_000) == (START_NS + 5_000_000, 5_000_000)
     assert clock.before(START_NS + 210_000_000) == pytest.approx((START_NS + 205_000_000, 5_020_000))
 
@@ -107,7 +107,7 @@ def test_unmoved_counter_at_a_due_tick_narrows_the_clock():
     clock = TickClock(0.1, 0.0)
     clock.moved(START_NS, START_NS + 10_000_000)
 
-    clock.did_not_move(START_NS + 90_000_000, START_NS + 106_000_000)  # due in 100 to 110 ms, so in 106 to 110
+    clock.did_not_move(START_NS + 90_000_000, START_NS + 106_000_000)  # due at 100 to 110 ms, so it is at 106 to 110
 
     assert clock.before(START_NS + 120_000_000) == pytest.approx((START_NS + 108_000_000, 2_000_000))
 
@@ -115,9 +115,9 @@ def test_unmoved_counter_at_a_due_tick_narrows_the_clock():
 def test_unmoved_counter_after_a_possible_tick_is_ignored():
     clock = TickClock(0.1, 0.0)
     clock.moved(START_NS, START_NS + 10_000_000)
-    clock.moved(START_NS + 10_000_000, START_NS + NS + 104_000_000)  # too far apart: by the way it moved
+    clock.moved(START_NS + 10_000_000, START_NS + NS + 104_000_000)  # reads too far apart to locate a tick
 
-    clock.did_not_move(START_NS + NS + 104_000_000, START_NS + NS + 106_000_000)  # the tick was in 100 to 110 ms
+    clock.did_not_move(START_NS + NS + 104_000_000, START_NS + NS + 106_000_000)  # the tick was due at 100 to 110 ms
 
     assert clock.before(START_NS + NS + 120_000_000) == pytest.approx((START_NS + NS + 105_000_000, 5_000_000))
 
@@ -135,7 +135,7 @@ def test_phase_is_known_to_200_us_after_30_edges():
 
 # --- the truth is never excluded ---
 
-#: A read: the number of ticks since the last read, and its position in the tick; most positions are near the move.
+#: A read: number of ticks since the last read, and position relative to the tick. Most reads are near a tick.
 READS = st.lists(
     st.tuples(
         st.sampled_from([0, 0, 0, 1, 2, 3, 10, 40, 3000, 30_000]),
@@ -167,7 +167,7 @@ def test_true_phase_and_period_are_within_bounds_for_any_reads(reads, phase, off
     counter = Counter(clock, TICK_NS * (1 + off * error), phase * TICK_NS)
 
     for at_ns in read_near_ticks(counter, reads):
-        for ahead in (0, 1, 7, 100):  # which a wrong period would fail, though the phase were right
+        for ahead in (0, 1, 7, 100):  # a wrong period fails here, even with the right phase
             known = clock.before(at_ns + ahead * TICK_NS)
             if known is not None:
                 assert counter.off_ns(at_ns + ahead * TICK_NS) <= known[1] + 2
@@ -177,7 +177,7 @@ def test_true_phase_and_period_are_within_bounds_for_any_reads(reads, phase, off
 
 @settings(deadline=None, max_examples=80)
 @given(READS, PARTS, st.floats(-1.0, 1.0), st.lists(PARTS, min_size=1, max_size=9))
-def test_stated_tick_of_a_moment_is_true(reads, phase, off, moments):
+def test_stated_last_tick_before_a_time_is_true(reads, phase, off, moments):
     clock = TickClock(0.1, 2e-5)
     counter = Counter(clock, TICK_NS * (1 + off * 2e-4), phase * TICK_NS)
     *_, last_ns = read_near_ticks(counter, reads)
@@ -185,14 +185,14 @@ def test_stated_tick_of_a_moment_is_true(reads, phase, off, moments):
     for moment in moments:
         moment_ns = last_ns + moment * TICK_NS
         stated = clock.certain_before(moment_ns)
-        if stated is not None:  # then it refers to the last true tick
+        if stated is not None:  # it must be the last true tick
             assert abs(counter.tick_ns(counter.number(moment_ns)) - stated[0]) <= stated[1] + 2
 
 
 def test_moments_near_an_uncertain_tick_are_rejected():
     clock = TickClock(0.1, 0.0)
     clock.moved(START_NS, START_NS + 10_000_000)
-    tick_ns = START_NS + 305_000_000  # give or take 5 ms
+    tick_ns = START_NS + 305_000_000  # ± 5 ms
 
     stated = [ms for ms in range(-20, 100) if clock.certain_before(tick_ns + ms * 1_000_000) is not None]
 
@@ -200,7 +200,7 @@ def test_moments_near_an_uncertain_tick_are_rejected():
 
 
 def test_reads_that_fit_two_ticks_change_nothing():
-    # Ticks are expected from -20 to 20 and from 80 to 120 ms; a move from 15 to 95 ms fits both.
+    # Ticks are expected from -20 to 20 and from 80 to 120 ms; a move from 15 to 95 ms fits both ticks.
     clock = TickClock(0.1, 0.0)
     clock.moved(START_NS - 20_000_000, START_NS + 20_000_000)
 
@@ -247,20 +247,20 @@ def test_counter_that_froze_once_is_trusted_again_later():
     counter = Counter(clock, phase_ns=31_700_000)
     reads_of_an_agent(counter, [START_NS + (5 + 3 * i) * NS + i * 7_340_000 for i in range(30)])
     tick_ns = round(clock.before(START_NS + 100 * NS)[0])
-    clock.did_not_move(tick_ns - 40_000_000, tick_ns + 40_000_000)  # though it was due
+    clock.did_not_move(tick_ns - 40_000_000, tick_ns + 40_000_000)  # no move, although a tick was due
 
     def refused(at_ns):
         return sum(clock.certain_before(at_ns + i * TICK_NS / 200) is None for i in range(200))
 
     assert clock.conflicts == 1
     reads_of_an_agent(counter, [START_NS + (110 + 3 * i) * NS + i * 7_340_000 for i in range(30)])
-    assert refused(START_NS + 210 * NS) > 100  # its ticks may be off by up to 40 ms
+    assert refused(START_NS + 210 * NS) > 100  # the ticks may be wrong by up to 40 ms
     reads_of_an_agent(counter, [START_NS + (300 + 30 * i) * NS + i * 7_340_000 for i in range(100)])
     assert refused(START_NS + 3400 * NS) < 10
 
 
 def test_clock_follows_temperature_drift_for_days():
-    # One part in a million, as crystals do; a period measured over more than minutes would contradict it.
+    # Crystals drift by one part in a million: a period measured over more than a few minutes would be wrong.
     clock = TickClock(0.1, 2e-5)
     counter = Counter(clock, TICK_NS * 1.0001, phase_ns=31_700_000, drift=1e-6)
     edges_ns = [START_NS + (5 + 30 * i) * NS + i * 7_340_000 for i in range(2 * 24 * 120)]

@@ -1,4 +1,4 @@
-"""network/transport.py: frames are valid and plausible or an error; an outbox that counts what it drops."""
+"""network/transport.py: frames are valid and plausible, or an error; an outbox counts dropped reports."""
 
 import math
 import select
@@ -68,14 +68,14 @@ def test_messages_of_an_aggregator_survive_encoding(message):
         encode(FROM_AGGREGATOR[0]),
         encode(FROM_AGENT[1])[:-1],
         encode(FROM_AGENT[1]) + b"\0",
-        MAGIC + b"\xdd\xff\xff\xff\xff",  # an array of four billion
+        MAGIC + b"\xdd\xff\xff\xff\xff",  # an array of four billion items
         MAGIC + b"\xdf\xff\xff\xff\xff",
         MAGIC + b"\xdb\xff\xff\xff\xffx",
         MAGIC + b"\x91" * 100_000,
         MAGIC + b"\x94\x04\xa5agent\x03\xa5agent",
     ],
 )
-def test_invalid_frame_raises_our_error(frame):
+def test_invalid_frame_raises_frame_error(frame):
     with pytest.raises(FrameError):
         decode_from_agent(frame)
 
@@ -91,7 +91,7 @@ def decoded_or_rejected(decode, frame):
 @settings(deadline=None, max_examples=100)
 @given(st.binary(max_size=200), st.sampled_from([b"", MAGIC]))
 @pytest.mark.fault("hostile-frames")
-def test_any_bytes_raise_only_our_error(body, magic):
+def test_any_bytes_raise_only_frame_error(body, magic):
     decoded_or_rejected(decode_from_agent, magic + body)
     decoded_or_rejected(decode_from_aggregator, magic + body)
 
@@ -125,7 +125,7 @@ def test_row_with_an_impossible_count_is_rejected(field, bad):
 @pytest.mark.parametrize("field", ["wall_s", "busy_s", "wait_s", "start_time_s", "loss", "evaluation", "agent_cpu_s"])
 def test_row_with_an_impossible_number_is_rejected(field, bad):
     if bad == -1.0 and field in ("start_time_s", "loss"):
-        bad = NAN  # these two may be negative
+        bad = NAN  # start_time_s and loss may be negative
     good = row(busy_s=9.0, wait_s=1.0)
     changes = {"phases_s": {"evaluation": bad}} if field == "evaluation" else {field: bad}
     frame = reports(good, agent_cpu_s=bad) if field == "agent_cpu_s" else None
@@ -148,7 +148,7 @@ def test_device_with_an_impossible_integral_is_rejected(field, bad):
             decode_from_agent(encode(reports(row(devices=(device,)))))
 
 
-def test_a_sensor_may_be_ahead_of_its_device():
+def test_lag_of_a_sensor_may_be_negative():
     ahead = msgspec.structs.replace(gpu(), sensor=Sensor(lag_s=-0.0372))
 
     assert decode_from_agent(encode(hello(devices=(ahead,)))).devices[0].sensor.lag_s == -0.0372
@@ -280,7 +280,7 @@ def test_sent_report_that_is_dropped_is_not_counted_as_lost():
     for sequence in (1, 2, 3, 4):
         outbox.add(row(sequence=sequence))
         outbox.sent(1)
-    outbox.send_again()  # a new connection: they may have arrived by the old one
+    outbox.send_again()  # a new connection: the reports may have arrived over the old connection
     outbox.add(row(sequence=5))
 
     assert (outbox.lost, sequences(outbox)) == (0, [4, 5])
@@ -301,7 +301,7 @@ def test_unconfirmed_reports_are_resent_on_a_new_connection_only():
 
 
 class OutboxMachine(RuleBasedStateMachine):
-    """An outbox against two plain lists: the sent reports, and the others."""
+    """Compares an outbox with two plain lists: sent reports, and unsent reports."""
 
     MOST = 100
 
@@ -370,7 +370,7 @@ def server(context):
 
 
 def receive(receiver, within_s=30.0):
-    """Return what a socket receives first; a deadline is a failure."""
+    """Return the first message that a socket receives; fail after `within_s`."""
     deadline_s = time.monotonic() + within_s
     while time.monotonic() < deadline_s:
         receiver.socket.poll(50)

@@ -1,4 +1,4 @@
-"""Nothing is unpickled, evaluated or given to a shell: the calls that could do that are searched by name."""
+"""No file unpickles or evaluates data, or starts a shell: the tests search for unsafe calls by name."""
 
 import ast
 from pathlib import Path
@@ -12,10 +12,10 @@ FILES = {
     for path in sorted((ROOT / folder).rglob("*.py"))
 } | {"setup.py": ROOT / "setup.py"}
 
-#: Modules that make objects, and so calls, out of bytes.
+#: Modules that create objects from bytes, which can call any function.
 MODULES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "jsonpickle", "marshal", "shelve", "joblib", "code"}
 
-#: Names that do so wherever they are from: of pyzmq, of torch.distributed, of pandas.
+#: Names of unsafe functions, in any module: pyzmq, torch.distributed, pandas, yaml, subprocess.
 NAMES = {
     "recv_pyobj", "send_pyobj", "gather_object", "all_gather_object", "broadcast_object_list", "scatter_object_list",
     "read_pickle", "unsafe_load", "unsafe_load_all", "full_load", "full_load_all", "getoutput", "getstatusoutput",

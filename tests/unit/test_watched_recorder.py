@@ -1,4 +1,4 @@
-"""trainer/watched_recorder.py and trainer/device_time.py with stand-ins for torch: their values in windows."""
+"""trainer/watched_recorder.py and trainer/device_time.py with a fake torch: the values in windows."""
 
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -25,11 +25,11 @@ MS = 1_000_000
 
 
 class Cuda:
-    """The used part of torch.cuda: a device whose clock and progress the test sets."""
+    """A fake torch.cuda; the test sets the clock and the progress of the device."""
 
     def __init__(self):
         self.is_there, self.capturing, self.fails = True, False, False
-        self.now_ms, self.done_ms = 0.0, float("inf")  # events up to here are over
+        self.now_ms, self.done_ms = 0.0, float("inf")  # events until done_ms have happened
         self.made = self.synchronized = 0
         cuda = self
 
@@ -82,11 +82,11 @@ def test_an_iteration_is_read_when_the_next_one_ends():
     step(device, cuda, 40, 55)
     step(device, cuda, 60, 70)
 
-    # 20 ms and 15 ms; the last one is not read yet.
+    # 20 ms and 15 ms; the last iteration is not read yet.
     assert (device.iterations, device.total_ns) == (2, 35 * MS)
 
 
-def test_device_that_is_behind_gets_no_wait_and_no_new_events():
+def test_device_that_is_behind_causes_no_wait_and_no_new_events():
     cuda = Cuda()
     device = DeviceTime(cuda)
     cuda.done_ms = -1
@@ -99,7 +99,7 @@ def test_device_that_is_behind_gets_no_wait_and_no_new_events():
     step(device, cuda, 210, 217)
     step(device, cuda, 220, 227)
 
-    # The first four iterations, 5 ms each, were still in the queue; the others have no event.  Then one of 7 ms.
+    # Four iterations of 5 ms had events, 16 had none; then one iteration of 7 ms was read.
     assert (device.iterations, device.total_ns) == (MAX_PENDING + 1, 27 * MS)
     assert cuda.made == 2 * MAX_PENDING
 
@@ -117,7 +117,7 @@ def test_no_event_is_recorded_where_forbidden(why):
     assert device.total_ns == 10 * MS
 
 
-def test_capture_that_begins_in_an_iteration_loses_only_that_one():
+def test_start_of_a_capture_loses_only_the_current_iteration():
     cuda = Cuda()
     device = DeviceTime(cuda)
     cuda.now_ms = 10
@@ -131,7 +131,7 @@ def test_capture_that_begins_in_an_iteration_loses_only_that_one():
 
 
 class Given:
-    """A profiler that gives the splits of the test at their iterations."""
+    """A profiler that returns the test's splits at their iterations."""
 
     def __init__(self, splits):
         self.splits, self.number, self.closed, self.is_of_device = splits, 0, False, False
@@ -203,7 +203,7 @@ def test_profiled_iterations_are_summed_in_their_window():
 def test_time_outside_al_is_not_idle_and_devices_have_own_time():
     with recording({1: SPLIT, 2: SPLIT._replace(duration_ns=140 * MS, idle_ns=55 * MS)}) as made:
         made.recorder.start(_now=lambda: 1)
-        made.recorder.waited(10 * MS)  # of 100 ms; 60 compute, 25 are exposed: 5 are idle
+        made.recorder.waited(10 * MS)  # wait 10 of 100 ms; 60 compute, 25 exposed, so 5 idle
         made.recorder.end(_now=lambda: 100 * MS + 1)
         made.recorder._profile.is_of_device = True
         iterate(made.recorder, 1)
@@ -235,7 +235,7 @@ def test_device_times_belong_to_the_window_of_their_reading():
         made.recorder.finish()
         first, second, rest = rows(made.reader.read())
 
-    # Iteration n takes 100 + n ms and is read at the end of n + 1: 1 | 2, 3 | 4; the fifth is not waited for.
+    # Iteration n takes 100 + n ms and is read at the end of iteration n + 1: windows have 1 | 2, 3 | 4.
     assert [row.device_steps for row in (first, second, rest)] == [1, 2, 1]
     assert [row.device_step_s for row in (first, second, rest)] == [approx(0.101), approx(0.205), approx(0.104)]
 
@@ -285,7 +285,7 @@ def test_profiles_of_ranks_add_up_to_al():
 
     assert totals.profile == profile + other
     assert totals.profile.kinds == {"dp": (0.6, approx(0.3)), "tp": (0.1, 0.0)}
-    # AL is 9 s in 10 iterations, 0.9; exposed 0.3 of 1.5 s, a fifth of it.
+    # AL is 9 s / 10 iterations = 0.9 s, of which 0.3 s / 1.5 s = 20 % are exposed.
     assert exposed_seconds(totals) == approx(0.18)
     assert computation_seconds(totals) == approx(0.72)
     assert device_step_seconds(totals) == approx(0.88), "of the rank with the slowest mean"
@@ -329,7 +329,7 @@ def test_own_time_on_the_device_ends_at_its_sync_point():
         made.recorder.finish()
         first, second, rest = rows(made.reader.read())
 
-    # Iteration n reaches its sync point after 60 + n ms; read as above: 1 | 2, 3 | 4
+    # Iteration n reaches its sync point after 60 + n ms; windows have 1 | 2, 3 | 4, as above.
     assert [row.device_own_steps for row in (first, second, rest)] == [1, 2, 1]
     assert [row.device_own_step_s for row in (first, second, rest)] == [approx(0.061), approx(0.125), approx(0.064)]
     assert first.own_median_s == approx(0.005)  # on the host

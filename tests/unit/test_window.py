@@ -41,19 +41,19 @@ def cut_all(slots, samples, end_ns, **arguments):
 
 
 def steady(until_s, every_s=1.0, watts=100.0, start_ns=MADE_NS):
-    """Return samples of constant readings, from MADE_NS until after ``until_s``."""
+    """Return samples of constant readings, from MADE_NS until shortly after ``until_s``."""
     count = int(until_s / every_s) + 2
     times = [start_ns + int(i * every_s * NS) for i in range(count)]
     return [Sample(at, GIB, 0.5, watts, watts * (at - start_ns) / NS) for at in times]
 
 
-#: Fields that add up; variances of edges do not.
+#: Fields that are summed; variances at edges are not summed.
 SUMS = [name for name in Integrals.__struct_fields__ if name != "energy"]
 ENERGY_SUMS = [name for name in EnergyAmount.__struct_fields__ if not name.endswith("_j2")]
 
 # --- integrals ---------------------------------------------------------------------------------
 
-WATTS = st.integers(0, 1_000_000).map(lambda milliwatts: milliwatts / 1000)  # as sensors report them
+WATTS = st.integers(0, 1_000_000).map(lambda milliwatts: milliwatts / 1000)  # sensors report whole milliwatts
 STEPS_MS = st.lists(st.integers(1, 4000), min_size=2, max_size=30)
 
 
@@ -84,7 +84,7 @@ def test_integrals_of_adjacent_stretches_add_up_for_any_reading(steps_ms, data):
     samples, at_ns = [], 1
     for step in steps_ms:
         samples.append(Sample(at_ns, *data.draw(st.tuples(reading, reading, reading, reading))))
-        at_ns += step * 2_000_000  # up to 8 s: some are gaps
+        at_ns += step * 2_000_000  # steps up to 8 s: some are gaps
     edges = [1, *sorted(data.draw(st.lists(st.integers(2, at_ns), max_size=4))), at_ns + 1]
     one = series(*samples)
 
@@ -148,7 +148,7 @@ def test_dropped_samples_do_not_change_later_integrals():
 
 
 def test_difference_of_integrals_is_never_negative():
-    # 0.1 + 0.2 is a little more than 0.3; a frame with a negative integral is rejected as a whole.
+    # As floats, 0.1 + 0.2 > 0.3, and a frame with a negative integral would be rejected.
     whole = Integrals(amount(0.3, 3.0), 0.3, 3.0, 0.3, 3.0)
     part = Integrals(amount(0.1 + 0.2, 1.0), 0.1 + 0.2, 1.0, 0.1 + 0.2, 1.0)
 
@@ -171,7 +171,7 @@ def test_row_spans_from_the_previous_end_to_its_own():
         loop.recorder.finish()
         rows = cut_all(loop.slots(), steady(10), loop.now_ns + NS, log_interval=2)
 
-    # Iterations end at 1.5, 3, 4.5, 6 and 7.5 s; the run a second later.
+    # Iterations end at 1.5, 3, 4.5, 6 and 7.5 s; the run ends a second later.
     assert [(r.window, r.iteration_first, r.iteration_last, r.final) for r in rows] == [
         (1, 1, 2, False),
         (2, 3, 4, False),
@@ -185,10 +185,10 @@ def test_row_spans_from_the_previous_end_to_its_own():
 
 def test_start_up_and_shut_down_are_phases_with_own_joules():
     with looping() as loop:
-        loop.phase("checkpoint", MADE_NS + 1 * NS, MADE_NS + 2 * NS)  # loads one before the first iteration
+        loop.phase("checkpoint", MADE_NS + 1 * NS, MADE_NS + 2 * NS)  # loads a checkpoint before iteration 1
         loop.now_ns = MADE_NS + 3 * NS
         iterate(loop, 2)  # 3.5 to 6 s
-        loop.phase("checkpoint", MADE_NS + 6 * NS, MADE_NS + 7 * NS)  # ... and saves one after the last
+        loop.phase("checkpoint", MADE_NS + 6 * NS, MADE_NS + 7 * NS)  # saves a checkpoint after iteration 2
         loop.recorder.finish()
         (row,) = cut_all(loop.slots(), steady(10), MADE_NS + 9 * NS)
 
@@ -299,7 +299,7 @@ def test_overrun_of_a_boundary_makes_one_longer_window():
     assert [r.iterations_overrun for r in rows] == [0, 2, 0], "those of the row, not of the run"
 
 
-def test_loop_started_before_its_agent_begins_with_its_record():
+def test_loop_started_before_its_agent_begins_at_its_first_record():
     with looping() as loop:
         loop.phase("checkpoint", MADE_NS + 1 * NS, MADE_NS + 2 * NS)
         iterate(loop, 1)
@@ -376,13 +376,13 @@ EVENTS = st.lists(
 
 
 def play(loop, events):
-    """Run a loop of these events, each (kind, pause before it, length) in milliseconds."""
+    """Run a loop of events: (kind, pause before the event, length), in ms."""
     for kind, pause, length in events:
         at_ns, length_ns = loop.now_ns + pause * 1_000_000, length * 1_000_000
         if kind in ("evaluation", "checkpoint"):
             loop.phase(kind, at_ns, at_ns + length_ns)
             continue
-        if kind == "around":  # a phase that starts before the iteration and ends in the middle of it
+        if kind == "around":  # a phase from before the iteration until the middle of the iteration
             loop.now_ns = at_ns - pause * 500_000
             loop.recorder.phase_start("evaluation")
         loop.start(at_ns)
@@ -414,7 +414,7 @@ def runs(draw):
 
 
 def close(value):
-    return pytest.approx(value, rel=1e-9, abs=1e-6)  # nanoseconds in, seconds and joules out
+    return pytest.approx(value, rel=1e-9, abs=1e-6)  # the inputs are in ns, the results in s and J
 
 
 @pytest.mark.slow
@@ -430,7 +430,7 @@ def test_seconds_and_joules_of_a_row_are_in_one_class(run, log_interval):
         assert row.wall_s == close(row.busy_s + row.wait_s + sum(row.phases_s.values()))
         assert min(row.busy_s, row.wait_s, *row.phases_s.values(), 0.0) == 0.0
         assert window.wall.energy.covered_s == close(row.wall_s)
-        # Each class's integrals cover exactly its seconds, so no joule is in two of them.
+        # The integrals of each class cover exactly the seconds of the class, so no joule is in two classes.
         for name, seconds in row.phases_s.items():
             assert window.phases[name].energy.covered_s == close(seconds), name
         assert window.iterations.energy.covered_s == close(row.time_s)
@@ -536,7 +536,7 @@ def test_window_has_sum_median_and_last_arrival_of_own_times():
             loop.end(2900 + 1000 * i)
         first, rest = cut_all(loop.slots(), [], 10_000, log_interval=4)
 
-    # 100, 200, 300, 400: their sum is 1000 and their median 250
+    # Own times are 100, 200, 300 and 400 ns: sum 1000, median 250.
     assert (first.own_steps, first.own_step_s, first.own_median_s) == (
         4,
         pytest.approx(1000e-9),
