@@ -1,4 +1,4 @@
-"""Agents that crash or cannot start: training continues, one line has the reason, and the job's end is not delayed."""
+"""Agents that crash or cannot start: training continues, a line has the reason, and the job ends without delay."""
 
 import os
 import signal
@@ -109,7 +109,7 @@ resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
     ],
     ids=["no descriptors", "no more descriptors", "few descriptors", "no processes", "no interpreter", "broken one"],
 )
-def test_agent_that_cannot_start_is_one_line(launch, breaks, why):
+def test_agent_that_cannot_start_is_reported_with_the_reason(launch, breaks, why):
     job = launch.code(TRAIN.format(breaks), environ=jobs.long_timeouts()).done()
 
     line, again = [line for line in job.stderr.splitlines() if "[EfficientLLM]" in line]

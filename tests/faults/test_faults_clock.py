@@ -18,7 +18,7 @@ HOUR_S = 3600
 
 
 class Clock:
-    """The wall clock of processes started with ``environ``: it can be stepped by a number of seconds."""
+    """A wall clock for processes started with ``environ``; the test can step this clock."""
 
     def __init__(self, folder):
         self._file = folder / "offset"
@@ -29,7 +29,7 @@ class Clock:
         subprocess.run(command, check=True, capture_output=True)
 
     def step(self, seconds):
-        with self._file.open("r+b") as file:  # written in place, because the processes have the file mapped
+        with self._file.open("r+b") as file:  # in place, because the processes have mapped the file
             file.write(struct.pack("q", seconds))
 
 

@@ -1,4 +1,4 @@
-"""Too few file descriptors: too large a job is rejected at its start; descriptors may also run out later."""
+"""Too few file descriptors: a job that needs more is rejected at its start, or descriptors run out later."""
 
 import os
 import re
@@ -19,10 +19,10 @@ pytestmark = [pytest.mark.faults, pytest.mark.fault("descriptors")]
 LOOP = str(jobs.SCRIPTS / "loop.py")
 FLOOD = str(jobs.Path(__file__).parents[1] / "flood.py")
 
-#: Of a world of 200: 200, a fifth more, and 256.
+#: A world of 200 ranks needs 1.2 * 200 + 256 open files.
 TOO_FEW = "496 open files are needed and 120 are allowed: raise the hard limit, by ulimit -Hn 496 in the shell of root"
 
-#: Trains, and checks that its own limits are unchanged.
+#: Trains, and checks that the limits of the process did not change.
 KEEPS_ITS_LIMITS = """
 import resource, sys
 before = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -33,7 +33,7 @@ assert resource.getrlimit(resource.RLIMIT_NOFILE) == before
 
 
 def limited(hard):
-    """Return the prefix of a command with this hard limit of open files, which it cannot raise."""
+    """Return the prefix that gives a command this hard limit of open files, without the right to raise the limit."""
     if not shutil.which("prlimit") or (os.geteuid() == 0 and not shutil.which("setpriv")):
         pytest.skip("there is no prlimit or no setpriv, to drop root's right to raise limits")
     least = ["setpriv", "--bounding-set=-sys_resource", "--inh-caps=-sys_resource"] if os.geteuid() == 0 else []
@@ -41,7 +41,7 @@ def limited(hard):
 
 
 def rank_of_mpirun(launch, rank, *prefix):
-    """Start a rank of 200 as mpirun starts it."""
+    """Start one of 200 ranks, with mpirun's variables."""
     script = launch._folder / "keeps_its_limits.py"
     script.write_text(KEEPS_ITS_LIMITS)
     place = {"RANK": rank, "SIZE": 200, "LOCAL_RANK": rank, "LOCAL_SIZE": 200}
@@ -69,7 +69,7 @@ def test_job_above_the_hard_limit_trains_without_metrics(launch):
 
 @contextmanager
 def silent_connections(port):
-    """Keep 300 silent connections open."""
+    """Keep 300 connections open that send nothing."""
     flood = subprocess.Popen([sys.executable, FLOOD, "silent", port, "300", "120"], stdout=subprocess.DEVNULL)
     try:
         yield
@@ -80,7 +80,7 @@ def silent_connections(port):
 
 @contextmanager
 def serving(launch, *prefix, **settings):
-    """Start a separate aggregator; yield its job and its endpoint, and end it."""
+    """Run a separate aggregator during the block; yield its job and its endpoint."""
     command = [sys.executable, "-m", "effllm", "serve", "--bind", "127.0.0.1:0", "--run-name", "one"]
     job = launch._job().start([*prefix, *command], launch.environ({"security": "none", **settings}))
     yield job, jobs.until(lambda: re.search(r"ENDPOINT=(\S+)", job.stdout))[1]
@@ -119,7 +119,7 @@ def test_serve_rejects_a_job_above_its_limit(launch):
     assert aggregator.ledger.windows == []
 
 
-#: Trains until a file is there.
+#: Trains until a file exists.
 TRAIN = """
 import json, sys, time
 from pathlib import Path
@@ -168,7 +168,7 @@ def test_exhausted_descriptors_cost_little_cpu_and_recover(launch):
         with silent_connections(endpoint.rpartition(":")[2]):
             (line,) = jobs.until(lambda: [text for text in ledger.event_texts("rejected") if "connect" in text])
             second = start(1)
-            jobs.until(lambda: server.num_fds() < 120)  # files can still be opened
+            jobs.until(lambda: server.num_fds() < 120)  # the aggregator can still open files
             before, began_s = server.cpu_times(), time.monotonic()
             time.sleep(3.0)  # the measured time
             after, took_s = server.cpu_times(), time.monotonic() - began_s
@@ -183,6 +183,6 @@ def test_exhausted_descriptors_cost_little_cpu_and_recover(launch):
 
     assert is_kept_out
     assert line == "no further rank can connect: Too many open files; the limit of open files (ulimit -n) is 120"
-    assert busy < 0.2  # it was 0.77 when the aggregator kept polling
+    assert busy < 0.2  # an aggregator that kept polling used 0.77
     assert_whole(ledger, {0: first.output(), 1: second.output()})
     assert sum("no further rank can connect" in text for text in ledger.event_texts("rejected")) == 1

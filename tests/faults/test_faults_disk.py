@@ -21,7 +21,7 @@ LOOP = "loop.py", "--until", "enough"
 
 @pytest.fixture
 def run(launch, disk):
-    """Start a loop with its run folder on the disk, until the test ends it; wait for its first windows."""
+    """Start a loop with its run folder on the disk; wait for its first windows. The test ends the loop."""
 
     def start(**settings):
         job = launch.python(*LOOP, run_dir=disk.path / "runs", run_name="one", **settings)
@@ -34,7 +34,7 @@ def run(launch, disk):
 
 @contextmanager
 def fault(stretch):
-    """Record the begin and the end of a fault, on the monotonic clock."""
+    """Record start and end of a fault, on the monotonic clock."""
     stretch.append(time.monotonic())
     yield
     stretch.append(time.monotonic())
@@ -45,7 +45,7 @@ def blocks(job):
 
 
 def more_blocks(job, count):
-    """Wait for this many further windows on the console."""
+    """Wait until the console shows `count` more windows."""
     before = blocks(job)
     jobs.until(lambda: blocks(job) >= before + count)
 
@@ -85,7 +85,7 @@ def test_job_on_a_full_disk_ends_in_time_with_whole_files(run, disk):
     job.finish()
 
     assert_readable(ledger.folder)
-    assert ledger.summary.status == "running"  # the last state that could be written
+    assert ledger.summary.status == "running"  # from the last summary that could be written
     shown = [report.iteration for report in ledger.windows]
     assert shown == list(range(10, 10 * len(shown) + 1, 10))
     assert "[EfficientLLM] Run completed" in job.stdout
@@ -158,7 +158,7 @@ def test_removed_run_folder_is_made_again(launch, tmp_path):
     job = launch.python(*LOOP)
     jobs.until(lambda: job.num_windows >= 5)
     (folder,) = job.runs()
-    removed = folder.rename(tmp_path / "removed")  # atomic, because the job still writes to it
+    removed = folder.rename(tmp_path / "removed")  # one atomic step, because the job still writes to the folder
     jobs.until(lambda: shutil.rmtree(removed, ignore_errors=True) or not removed.exists())
     jobs.until(lambda: "was removed" in job.stdout)
     more_blocks(job, 5)
@@ -197,9 +197,9 @@ def test_reports_lost_with_a_killed_aggregator_are_counted(run, disk):
     job, ledger = run(history_size=40)
     disk.fill()
     jobs.until(lambda: "cannot be written" in job.stdout)
-    more_blocks(job, 30)  # agents get acknowledgements anyway, once twenty windows wait
+    more_blocks(job, 30)  # from 20 waiting windows on, unwritten reports are acknowledged
     (server,) = job.find("effllm.server.process")
-    os.kill(job.process.pid, signal.SIGSTOP)  # else the outbox overflows if the next aggregator starts slowly
+    os.kill(job.process.pid, signal.SIGSTOP)  # otherwise the outbox overflows if the next aggregator starts slowly
     os.kill(server, signal.SIGKILL)
     jobs.until(lambda: not psutil.pid_exists(server))
     unwritten = blocks(job) - ledger.num_windows
@@ -213,7 +213,7 @@ def test_reports_lost_with_a_killed_aggregator_are_counted(run, disk):
     lost = summary.coverage.reports_lost
     assert 0 < lost <= unwritten + 40
     assert summary.tokens == 100 * count - 1000 * lost
-    # Rows of some of them may have fitted on the disk though the state did not.
+    # Rows of some lost windows may be on the disk, although it had no room for the state.
     written = [row.window for row in ledger.ranks]
     assert len(written) == len(set(written)) >= summary.tokens / 1000
     assert any("died before they were written" in text for text in ledger.event_texts("reports_lost"))

@@ -9,7 +9,7 @@ pytestmark = [pytest.mark.faults, pytest.mark.fault("elastic-restart")]
 
 
 class World:
-    """The ranks of one start, as mpirun would start them."""
+    """The ranks of one attempt, with mpirun's variables."""
 
     def __init__(self, launch, number, size, *options):
         folder = launch._folder
@@ -28,11 +28,11 @@ class World:
 
     @property
     def begun(self):
-        """The current iteration of each rank."""
+        """Return the current iteration of each rank."""
         return struct.unpack(f"<{self.size}q", self._meeting.read_bytes())
 
     def end(self):
-        """End the other ranks and wait, as a launcher does when a rank has left or joined."""
+        """End all ranks and wait for them, as a launcher does after a rank has left or joined."""
         for job in self.jobs:
             job.process.terminate()
         for job in self.jobs:
@@ -55,10 +55,10 @@ def test_world_of_eight_seven_and_eight_ranks_is_one_run(launch):
         job.wait()
         assert job.code == 0, job.stderr
     assert [job.left() for job in again.jobs] == [set()] * 8
-    ledger = again.jobs[0].ledger  # there is only one folder
+    ledger = again.jobs[0].ledger  # all ranks have the same folder
     summary, goodput = ledger.summary, ledger.summary.goodput
 
-    # Checkpoints were of 20 and 40: eight ranks did 1 to 34, seven 21 to 55, eight 41 to 80.
+    # Checkpoints are from iterations 20 and 40: eight ranks did 1 to 34, seven ranks 21 to 55, eight ranks 41 to 80.
     assert (summary.status, summary.attempts) == ("completed", 3)
     assert summary.iterations == 34 + 35 + 40
     assert summary.tokens == 100 * (8 * 34 + 7 * 35 + 8 * 40)

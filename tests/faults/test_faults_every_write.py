@@ -1,4 +1,4 @@
-"""Aggregators are killed one after the other, the nth in its nth write: the files have every line once."""
+"""The nth aggregator is killed in its nth write: the files have every line exactly once."""
 
 import time
 
@@ -15,7 +15,7 @@ AGENTS, LIVES = 3, 16
 
 @pytest.fixture
 def lives(tmp_path, monkeypatch):
-    """Return the number of aggregators so far; see ``scripts/dying``."""
+    """Return a function that counts the aggregators so far; see ``scripts/dying``."""
     folder = tmp_path / "lives"
     folder.mkdir()
     monkeypatch.setenv("PYTHONPATH", str(jobs.SCRIPTS / "dying"), prepend=":")
@@ -26,7 +26,7 @@ def lives(tmp_path, monkeypatch):
 @pytest.mark.timeout(400)
 @pytest.mark.fault("aggregator-sigkill", "duplicates")
 def test_aggregator_killed_in_any_write_loses_no_line(lives, request, monkeypatch):
-    child, orders, _ = request.getfixturevalue("aggregator")  # started after the counting is set up
+    child, orders, _ = request.getfixturevalue("aggregator")  # starts after `lives` is set up
     context = make_context()
     agents = [FakeAgent(context, orders.endpoint, rank, AGENTS) for rank in range(AGENTS)]
     began_s, measured = time.monotonic(), 0
@@ -40,7 +40,7 @@ def test_aggregator_killed_in_any_write_loses_no_line(lives, request, monkeypatc
                 agent.measure(measured)
         for agent in agents:
             agent.talk(measured == WINDOWS)
-        child._started = 0  # else each is started with a longer delay
+        child._started = 0  # otherwise each start would have a longer delay
         child.look(now_s)
         time.sleep(0.005)
     for agent in agents:

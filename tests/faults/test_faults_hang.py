@@ -15,7 +15,7 @@ from effllm.devices.simulated import waveform_of
 pytestmark = pytest.mark.faults
 
 LOCKSTEP = "lockstep.py"
-LONG_STEPS = ("--step-s", 0.05)  # windows of a second, in which samples come on a busy machine too
+LONG_STEPS = ("--step-s", 0.05)  # windows of 1 s, which contain samples also on a busy machine
 STALL = re.compile(
     r"stalled: rank (?P<rank>\d+) \(node \S+, (?P<device>\S+)\) at iteration \d+( \([a-z ]+\))? "
     r"for (?P<seconds>\d+) s(?P<stopped>, stopped by a signal)?, utilization (?P<percent>\d+) %, (?P<watts>\d+) W"
@@ -25,7 +25,7 @@ STALL = re.compile(
 
 @pytest.fixture
 def meeting(tmp_path):
-    """The file in which ranks meet."""
+    """Return the file by which the ranks synchronize."""
     path = tmp_path / "meeting"
     path.write_bytes(bytes(64))
     return path
@@ -94,7 +94,7 @@ def test_stacks_of_a_hanging_and_a_waiting_rank_are_saved(launch, meeting):
     os.close(os.open(pipe, os.O_WRONLY))  # the rank continues
     end(aggregator, ranks)
 
-    # Both are in iteration 40; the stacks show which one hangs.
+    # Both ranks are in iteration 40; the stacks show which rank hangs.
     assert [text.partition(" for ")[0] for text in ledger.event_texts("stalled")] == [
         "stalled: all 2 ranks at iteration 40"
     ]
@@ -121,7 +121,7 @@ def test_long_checkpoint_is_not_a_stall(launch, meeting):
     assert assert_whole(aggregator.ledger, dict.fromkeys(range(2), 60)).metrics["health/stalled_s"].value == 0.0
 
 
-#: Starts slowly, as a job that compiles or loads a checkpoint.
+#: Starts slowly, like a job that compiles or loads a checkpoint.
 STARTS_LATE = """
 import time
 import effllm.efficientllm_metrics as effllm
@@ -170,7 +170,7 @@ def test_job_killed_in_a_stall_has_stalled(launch, meeting):
     jobs.until(lambda: ledger.num_windows >= 2)
     os.kill(ranks[0].process.pid, signal.SIGSTOP)
     jobs.until(lambda: in_event_file(ledger, "stalled"))
-    jobs.until(lambda: ledger.summary.status == "stalled")  # already: all may be killed at once
+    jobs.until(lambda: ledger.summary.status == "stalled")  # before all processes are killed
     assert "Run stalled" not in aggregator.job.stdout
     for rank in ranks:
         os.kill(rank.process.pid, signal.SIGKILL)

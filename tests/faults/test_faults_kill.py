@@ -18,14 +18,14 @@ from effllm.store.reader import read_ranks
 pytestmark = pytest.mark.faults
 
 LOG_INTERVAL, STEP_S = 10, 0.03
-#: The files lag by at most the open window, the agent's delay for the window before, and the write of a window.
+#: The files lag by at most the open window, the agent's delay for the previous window, and the write of a window.
 FRESH = 2 * LOG_INTERVAL + REPORT_EVERY_S / STEP_S
-FRESH_SUMMARY = FRESH + TICK_S / STEP_S  # after SIGTERM it is rewritten in each tick
-#: An end takes a few tenths of a second, with the summary; with the long timeouts of this test a timeout would take
-#: fifty.
+FRESH_SUMMARY = FRESH + TICK_S / STEP_S  # after SIGTERM, each tick rewrites the summary
+#: The end of a job, summary included, takes a few tenths of a second.  A timeout would take fifty seconds, because this
+#: test has long timeouts.
 USUAL_END_S = 30.0
 
-#: Trains on through SIGTERM, as a trainer that saves a checkpoint does; its progress is in a file.
+#: Trains on after SIGTERM, like a trainer that saves a checkpoint; the progress is in a file.
 SAVES = """
 import itertools, os, signal, struct, sys, time
 import effllm.efficientllm_metrics as effllm
@@ -58,7 +58,7 @@ def send(job, number):
 
 
 def fresh(job, ledger, reached, most):
-    """Wait until the files are this fresh, which a busy machine may delay for a while."""
+    """Wait until the files lag by at most `most` iterations; this can take a while on a busy machine."""
     return jobs.until(lambda: (written := reached(ledger)) and progress(job) - written <= most and written)
 
 
@@ -72,18 +72,18 @@ def summarized(ledger):
 
 
 def state(ledger):
-    """Return the state for the next start."""
+    """Return the saved state of a run, or None."""
     path = ledger.folder / "state.json"
     return restore(path.read_bytes()) if path.exists() else None
 
 
 def closed(ledger):
-    """Return the last iteration in the state for the next start."""
+    """Return the last iteration in the saved state."""
     return LOG_INTERVAL * state(ledger).closed
 
 
 def kill(job):
-    """Kill all processes of a job at one moment: they are stopped first, so that none runs in between."""
+    """Stop, then kill all processes of a job; no process runs between the kills."""
     for pid in send(job, signal.SIGSTOP):
         os.kill(pid, signal.SIGKILL)
     job.wait()
@@ -148,10 +148,10 @@ def test_files_are_complete_after_all_processes_are_killed(launch):
     assert_readable(first.folder, unfinished=True)
     print(f"iteration {progress(job)} was reached, {rows[-1].iteration_last} is written")
     assert rows[-1].iteration_last >= last
-    # A window's line is written before those of its ranks.
+    # A window's line is written before the lines of its ranks.
     assert [report.iteration_last for report in windows][: len(rows)] == [row.iteration_last for row in rows]
     assert len(windows) <= len(rows) + 1
-    # The state after the last frame of reports may not be written yet; no process is left to resend it.
+    # The state may lack the last frame of reports, and no process is left to send this frame again.
     kept = sum(row.tokens for row in rows if row.iteration_last <= closed(first))
     assert closed(first) >= was_closed
 
@@ -180,7 +180,7 @@ def test_start_killed_before_a_window_is_an_attempt(launch):
     assert (summary.status, summary.attempts, summary.tokens) == ("completed", 3, 10_000)
 
 
-#: Exits in one of the ways in which a trainer exits, and records the time.
+#: Exits in one of the ways of a trainer, and records the time.
 ENDS = """
 import os, signal, struct, sys, time
 import effllm.efficientllm_metrics as effllm
@@ -222,7 +222,7 @@ with open("began", "wb") as file:
         ("SIGKILL", -signal.SIGKILL, "killed"),
     ],
 )
-def test_end_of_a_trainer_is_quick_with_its_last_iteration(launch, end, code, status):
+def test_trainer_ends_quickly_and_keeps_its_last_iteration(launch, end, code, status):
     script = launch._folder / "ends.py"
     script.write_text(ENDS)
     job = launch.python(script, end, environ=jobs.long_timeouts()).wait()
@@ -235,7 +235,7 @@ def test_end_of_a_trainer_is_quick_with_its_last_iteration(launch, end, code, st
     assert took_s < USUAL_END_S
 
 
-#: Loads its data with workers that are forked after metrics have begun.
+#: Loads data with workers that are forked after the start of metrics.
 LOADER = """
 import json, os, time, torch
 import effllm.efficientllm_metrics as effllm

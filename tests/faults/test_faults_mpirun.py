@@ -1,4 +1,4 @@
-"""Plain mpirun (Open MPI), without torchrun: its ranks find each other, on one host and on two."""
+"""Plain mpirun (Open MPI), without torchrun: the ranks find each other, on one host and on two hosts."""
 
 import os
 import shutil
@@ -18,7 +18,7 @@ pytestmark = [
 
 LOOP = str(jobs.SCRIPTS / "loop.py")
 
-#: Replaces ssh: mpirun uses it to start its daemon on another host. The hosts are namespaces of this machine.
+#: Replaces ssh, with which mpirun starts its daemon on another host. The hosts are namespaces of this machine.
 SHELL = """#!/bin/sh
 host=$1; shift
 exec ip netns exec "{prefix}-${{host#host}}" unshare --uts sh -c "hostname $host; exec $*"

@@ -1,4 +1,4 @@
-"""Network faults: all packets dropped for a while, delay and loss, a lost host; three hosts with a rank each."""
+"""Network faults on three hosts with a rank each: all packets dropped for a while, delay and loss, a lost host."""
 
 import os
 import signal
@@ -12,16 +12,16 @@ from after_fault import assert_whole
 pytestmark = pytest.mark.faults
 
 STEP_S = 0.02
-ALONE = dict.fromkeys(range(3), 0)  # each is its host's first
+ALONE = dict.fromkeys(range(3), 0)  # local rank by rank
 
 
 @pytest.fixture
 def job(hosts, launch, tmp_path, monkeypatch):
-    """Start a loop on each of three hosts as Slurm would, without Slurm; return the hosts and their jobs.
+    """Return a function that starts a loop on each of three hosts, and returns the hosts and their jobs.
 
-    The loops run until the test ends them.
+    The ranks have Slurm's variables, but Slurm is not used.  The loops run until the test ends them.
     """
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))  # one home for all hosts, with one secret
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))  # all hosts share a home and a secret
 
     def start():
         three = hosts(3)
@@ -51,7 +51,7 @@ def reporting(first):
 
 
 def finish(started):
-    """Let loops end; return the iterations of each rank."""
+    """End the loops; return the number of iterations of each rank."""
     for one in started:
         (one.folder / "enough").touch()
     return {rank: one.finish() for rank, one in enumerate(started)}
@@ -71,7 +71,7 @@ def test_reports_of_a_cut_link_arrive_after_it_is_healed(job, seconds):
     three[2].cut()
     windows = started[0].num_windows
     time.sleep(seconds)
-    jobs.until(lambda: started[0].num_windows > windows + 1)  # without the third rank, from the deadline on
+    jobs.until(lambda: started[0].num_windows > windows + 1)  # from the deadline on, without rank 2
     grown = server.memory_info().rss - before
     three[2].heal()
     jobs.until(lambda: len(reporting(started[0])) == 3)
@@ -116,13 +116,13 @@ def test_lost_host_is_missing_and_the_job_ends(job):
     ledger = started[0].ledger
     summary = ledger.summary
 
-    assert summary.status == "killed"  # one rank sent no bye
+    assert summary.status == "killed"  # rank 2 sent no bye
     for rank in (0, 1):
         done = len(started[rank].output()["steps"])
         assert sum(row.tokens for row in ledger.ranks if row.rank == rank) == 100 * done
     assert ledger.windows[-1].coverage.missing_ranks == (2,)
     assert summary.coverage.missing_ranks == (2,)
-    assert summary.energy.total_joules is None  # a part was not measured; the measured part has another name
+    assert summary.energy.total_joules is None  # a part was not measured: only measured_joules has a value
     assert summary.energy.measured_joules == pytest.approx(
         sum(row.energy_j for row in ledger.ranks if row.energy_j is not None), rel=1e-6
     )

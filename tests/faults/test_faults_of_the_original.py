@@ -1,4 +1,4 @@
-"""Faults of the module that effllm replaces, each as a test that would fail on it."""
+"""Faults of the module that effllm replaces; each test would fail with that module."""
 
 import math
 import time
@@ -27,7 +27,7 @@ def test_1_tt_and_st_do_not_grow_beyond_the_history(launch):
     assert value(job, "st_samples_per_param_per_sec") == pytest.approx(400 * 2 / 1000 / seconds, rel=0.02)
 
 
-# 2. Disabled was not off: blocks of zeros were printed.
+# 2. Disabled metrics still printed blocks of zeros.
 
 DISABLED = """
 import sys, os, threading
@@ -53,7 +53,7 @@ assert not {"zmq", "pynvml", "msgspec"} & set(sys.modules)
 
 
 @pytest.mark.parametrize("off", ["false", "0", "no", "off", "FALSE"])
-def test_2_disabled_makes_no_process_file_or_line(launch, off):
+def test_2_disabled_metrics_make_no_process_file_or_line(launch, off):
     job = launch.code(DISABLED, metrics_enabled=off, log_interval="also nonsense").done()
 
     assert (job.stdout, job.stderr) == ("", "")
@@ -62,13 +62,13 @@ def test_2_disabled_makes_no_process_file_or_line(launch, off):
 
 
 @pytest.mark.parametrize("on", ["true", "True", "1", "yes", "on"])
-def test_2_each_word_for_on_is_on(launch, on):
+def test_2_each_word_for_on_enables_metrics(launch, on):
     job = launch.python(LOOP, "--iterations", 2, metrics_enabled=on, log_interval=1).done()
 
     assert job.ledger.summary.iterations == 2
 
 
-# 3. LOG_INTERVAL=0 was a ZeroDivisionError in the loop, a bad number a ValueError.
+# 3. LOG_INTERVAL=0 raised a ZeroDivisionError in the loop, and an invalid number raised a ValueError.
 
 
 @pytest.mark.parametrize(
@@ -128,12 +128,12 @@ def test_4_amu_and_aec_are_weighted_by_time_not_by_samples(launch, trace):
         BURSTS, environ=trace.environment(), device="nvml", log_interval=1, collection_interval=0.06
     ).done()
 
-    # A quarter of the time is high; but of the samples, one at each end of a window among them, half are.
+    # Values are high for a quarter of the time, but in half of the samples, as each window ends with a sample.
     assert value(job, "amu_gb") == pytest.approx(0.25 * 72 + 0.75 * 8, abs=3.0)
     assert value(job, "aec_watts") == pytest.approx(0.25 * 900 + 0.75 * 100, abs=30.0)
 
 
-# 5. A reading that failed was stored as 0.
+# 5. A failed reading was stored as 0.
 
 
 @pytest.mark.parametrize("fault", ["memory error 999", "memory value 18446744073709551615"])
@@ -149,7 +149,7 @@ def test_5_failed_reading_is_not_zero(launch, trace, fault):
     assert {block["amu_gb"] for block in job.blocks} <= {"40.00", None}
 
 
-# 6. Every GPU of the node was read, but only the memory of the first.
+# 6. Every GPU of the node was read, but the memory of only the first GPU.
 
 
 @pytest.mark.alone
@@ -160,7 +160,7 @@ def test_6_gpus_of_other_jobs_are_not_measured(launch, trace):
     ]
     trace.write(others[0], mine, others[1])
     environ = trace.environment() | {"CUDA_VISIBLE_DEVICES": "1"}
-    # Of 0.2 s the energy is known to worse than 20 %, and AEC is left out.
+    # A job of 0.2 s would have an energy error above 20 %, and no AEC.
     job = launch.python(LOOP, "--iterations", 300, environ=environ, device="nvml").done()
 
     assert value(job, "aec_watts") == pytest.approx(400.0, rel=0.01)
@@ -168,7 +168,7 @@ def test_6_gpus_of_other_jobs_are_not_measured(launch, trace):
     assert value(job, "amu_gb") == pytest.approx(30.0, rel=1e-9)
 
 
-# 7. One rank's values were used for all: parameters of a shard, tokens of one replica, the rest zero.
+# 7. One rank's values were used for the job: parameters of a shard, tokens of one replica, and zeros.
 
 SHARES = """
 import os, time
@@ -351,7 +351,7 @@ def test_10_evaluation_and_checkpoints_are_in_no_metric(launch, trace):
     assert value(job, "job/tt_tokens_per_param_per_sec") < value(job, "tt_tokens_per_param_per_sec") / 1.8
 
 
-# 12. Every rank printed, and tokens were assumed where the loop had counted them.
+# 12. Every rank printed, and assumed tokens replaced the tokens that the loop had counted.
 
 
 def test_12_only_rank_0_prints(launch):
@@ -360,11 +360,11 @@ def test_12_only_rank_0_prints(launch):
     assert not aggregator.job.left(within_s=8.0)
 
     assert [block["iteration"] for block in aggregator.job.blocks] == ["10", "20"]
-    assert [rank.stdout.count("[EfficientLLM]") for rank in ranks] == [2, 0, 0]  # rank 0 greets
+    assert [rank.stdout.count("[EfficientLLM]") for rank in ranks] == [2, 0, 0]  # rank 0 prints two lines
     assert [rank.stderr for rank in ranks] == ["", "", ""]
 
 
-def test_12_counts_of_the_loop_go_before_the_declared_batch(launch):
+def test_12_counts_of_the_loop_precede_the_declared_batch(launch):
     job = launch.code(
         """
 import effllm.efficientllm_metrics as effllm

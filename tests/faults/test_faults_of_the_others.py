@@ -1,6 +1,6 @@
-"""Faults of Megatron, Zeus, CodeCarbon, carbontracker and perun with energy, each as a test that would fail on it.
+"""Energy faults of Megatron, Zeus, CodeCarbon, carbontracker and perun; each test would fail with that tool.
 
-The numbers are those of the list of defects found by reading their sources.
+The numbers in the names are from a list of defects, which were found in the tools' sources.
 """
 
 import json
@@ -32,7 +32,7 @@ LOOP = "loop.py"
 
 
 def reading(trace, gpus, code):
-    """Run ``code`` in a process whose pynvml has these GPUs; return its variable ``answer``."""
+    """Run ``code`` in a process whose pynvml has these GPUs; return the variable ``answer``."""
     trace.write(*gpus)
     script = f"""
 import json, os, time
@@ -58,7 +58,7 @@ def ledger(method=COUNTER):
 
 
 def fed(one, *rows):
-    """Enter readings, each (second, watts, joules)."""
+    """Add readings: (second, watts, joules)."""
     for seconds, watts, joules in rows:
         one.add(Sample(round(seconds * NS) + 1, power_w=watts, energy_j=joules))
     return one
@@ -124,7 +124,7 @@ def test_megatron_1_rank_reads_its_own_gpu_and_not_index_0(wrapped):
     job, *_ = wrapped
 
     assert {row.rank: row.device for row in job.ranks} == {0: "GPU-b", 1: "GPU-c"}
-    # Twice index 0 were 800 W.
+    # Two readings of index 0 would be 800 W.
     assert job.summary.metrics["aec_watts"].value == pytest.approx(100 + 250, rel=0.02)
 
 
@@ -132,7 +132,7 @@ def test_megatron_4_first_line_has_its_own_power(wrapped):
     job, *_ = wrapped
     first = next(window for window in job.windows if "window/aec_watts" in window.values)
 
-    # The first iteration, unless samples are missing on a busy machine.
+    # This is the first iteration, unless samples are missing on a busy machine.
     assert first.iteration_first == first.iteration_last
     before = [row for row in job.ranks if row.iteration_last < first.iteration_first]
     assert {row.window for row in before if (row.coverage or 0.0) < 1.0} == {row.window for row in before}
@@ -143,7 +143,7 @@ def test_megatron_4_first_line_has_its_own_power(wrapped):
 def test_megatron_5_total_has_evaluation_and_checkpoints(wrapped):
     job, _, _, phases = wrapped
     energy = job.summary.energy
-    gap_j = 350 * (1 - energy.time_coverage) * job.summary.elapsed_s  # gaps on a busy machine
+    gap_j = 350 * (1 - energy.time_coverage) * job.summary.elapsed_s  # energy in gaps on a busy machine
 
     for phase in ("evaluation", "checkpoint"):
         truth_j = 100 * phases[0][phase] + 250 * phases[1][phase]
@@ -174,7 +174,7 @@ def test_training_processes_make_no_nvml_call(wrapped):
 
 @pytest.fixture(scope="module")
 def broken(library, tmp_path_factory):
-    """A job on whose second rank NVML does not start, and on whose third pynvml is missing."""
+    """A job of three ranks: NVML does not start on the second rank, and pynvml is missing on the third rank."""
     folder = tmp_path_factory.mktemp("broken")
     good, bad = Trace(library, folder / "good"), Trace(library, folder / "bad")
     for trace in (good, bad):
@@ -221,7 +221,7 @@ def test_megatron_3_rank_without_pynvml_blocks_no_rank(broken):
 
 
 def test_codecarbon_unmeasured_energy_is_not_zero(broken):
-    # "0 kWh" for failed reads: issues 1316, 393, 378 and 851.
+    # CodeCarbon reported "0 kWh" for failed reads: issues 1316, 393, 378 and 851.
     job, _ = broken
 
     assert job.summary.energy.total_joules is None
@@ -259,7 +259,7 @@ json.dump({"handlers": [before, handlers()], "threads": sorted(set(threads)), "b
            "over": time.monotonic(), "unix_s": time.time()}, open("truth.json", "w"))
 """
 
-#: Loaded by every process of the job: its wall clock is set forward by an hour when there is a file.
+#: Loaded by every process of the job: the wall clock is an hour ahead if a file exists.
 STEPPED = """
 import os, time
 _real = time.time
@@ -335,7 +335,7 @@ def test_carbontracker_failed_power_reading_is_one_line(troubled):
 
 @pytest.mark.alone
 def test_megatron_5_failed_read_is_not_0_j(trace):
-    # Of 300 W; neither energy nor power can be read from the second window to the fourth.
+    # The power is 300 W; energy and power cannot be read from the second to the fourth window.
     answer = reading(
         trace,
         [Gpu("GPU-a", "0:01:00", power=flat(300.0))],
@@ -390,7 +390,7 @@ def test_zeus_1_visible_devices_may_be_uuid_prefixes(trace, visible):
 
 
 def test_zeus_1_torchs_gpu_is_right_in_any_cuda_order(trace):
-    # CUDA_DEVICE_ORDER is fastest-first unless it is set: on unequal GPUs its first is not NVML's.
+    # CUDA_DEVICE_ORDER is fastest-first by default: on unequal GPUs, CUDA's first GPU is not NVML's first GPU.
     trace.write(Gpu("GPU-slow", "0:01:00"), Gpu("GPU-fast", "0:02:00"))
 
     with trace.reader(Site(local_rank=0, cuda_uuid="GPU-fast")) as reader:
@@ -398,8 +398,8 @@ def test_zeus_1_torchs_gpu_is_right_in_any_cuda_order(trace):
 
 
 def test_zeus_2_unchanged_readings_are_not_dropped():
-    # 10 s at 100 W and 10 s at 700 W are 8 kJ; a trapezoid over only the changes gives 0 J for the first, 4 kJ for
-    # both.
+    # 10 s at 100 W and 10 s at 700 W are 8 kJ.  A trapezoid over only the changed readings gives 0 J for the first
+    # 10 s, and 4 kJ in total.
     rows = [(s, 100.0, None) for s in range(11)] + [(s + 0.001, 700.0, None) for s in range(10, 21)]
     one = fed(ledger(INSTANT), *rows)
 
@@ -421,7 +421,7 @@ def test_zeus_3_readings_are_kept_for_the_open_window_only():
 
 
 def test_zeus_5_energy_has_the_time_of_its_read(trace):
-    # Memory and utilization take 60 ms each; 500 W * 60 ms were 30 J at the wrong moment.
+    # Memory and utilization take 60 ms each; with a wrong time, 500 W * 60 ms = 30 J would be misplaced.
     trace.write(Gpu("GPU-a", "0:01:00", power=flat(500.0)))
     trace.fault("0 memory delay 0.06", "0 utilization delay 0.06")
 
@@ -448,14 +448,14 @@ def test_zeus_6_counter_without_ticks_is_not_polled(tmp_path):
     sensor = calibrate(gpu, lambda: reads.append(1) or Sample(len(reads)), tmp_path)
 
     assert sensor.tick_s == 0.0
-    assert len(reads) <= 2.6 / 0.002  # two checks at the start, of two milliseconds a read
+    assert len(reads) <= 2.6 / 0.002  # two checks at the start, with 2 ms per read
     one = EnergyLedger(msgspec.structs.replace(gpu, sensor=sensor), 5.0)
     fed(one, (0, 1.0, 0.0), (1, 1.0, 1.0))
     assert len(one.reads_for(NS)) == 1
 
 
 def test_zeus_6_stuck_sensor_is_reported(trace):
-    # The driver repeats one reading: power seems constant, and the counter does not move.
+    # The driver repeats one reading: power is constant, and the counter does not move.
     answer = reading(
         trace,
         [Gpu("GPU-a", "0:01:00", power=square(100.0, 500.0, 0.3))],
@@ -480,7 +480,7 @@ answer = [[event.kind, event.text] for event in ledger.take_events(0.0)]
 
 
 def test_codecarbon_1_uuid_prefix_is_not_a_set_of_characters(trace):
-    # "GPU-8d54...".lstrip("MIG-") is "PU-8d54..."; "MIG-377e..." must not lose its "MIG-" either.
+    # "GPU-8d54...".lstrip("MIG-") is "PU-8d54..."; "MIG-377e..." must also keep its prefix.
     assert "GPU-8d54".lstrip("MIG-") == "PU-8d54"
     gpu = Gpu("GPU-8d54aaaa-0000-4000-8000-00000000000b", "0:01:00", memory_total=80 * GIB)
     part = Gpu("MIG-377eaaaa-0000-5000-8000-00000000000c", parent=0, memory_total=10 * GIB, slices=1, instance=1)
@@ -490,7 +490,7 @@ def test_codecarbon_1_uuid_prefix_is_not_a_set_of_characters(trace):
         with trace.reader(Site(visible_devices=visible)) as reader:
             assert reader.device.key == visible
             assert reader.read()[0].energy_j > 0
-    with trace.reader(Site(cuda_uuid=gpu.uuid.removeprefix("GPU-"))) as reader:  # as torch has it
+    with trace.reader(Site(cuda_uuid=gpu.uuid.removeprefix("GPU-"))) as reader:  # torch's form of it
         assert reader.device.key == gpu.uuid
 
 
@@ -553,7 +553,7 @@ answer = [(lost - begin) / 1e9, *(ledger.energy(begin, end).joules for ledger in
 
 
 def test_codecarbon_3_rapl_read_error_is_not_a_wrap_around(tmp_path):
-    # They take the error for 0, 0 for a wrap, and add 262 kJ; then the whole counter at the next read.
+    # CodeCarbon reads the error as 0 and adds 262 kJ for a wrap-around; the next read adds the whole counter.
     tree, now_s = Powercap(tmp_path), [1000.0]
     rapl = open_rapl(lambda: now_s[0], tree.root, tmp_path / "no-perf", pause=lambda _: None)
     before_j = rapl.energy_j()
@@ -631,7 +631,7 @@ def test_perun_cpu_is_measured_between_samples(monkeypatch, tmp_path):
     after, _ = reader.read()
     reader.close()
 
-    # Twenty of the kernel's ticks of CPU time, of all that all CPUs had meanwhile.
+    # 20 kernel ticks (0.2 s) of CPU time, as a share of the time of all CPUs.
     capacity_s = (after.time_ns - before.time_ns) / NS * (psutil.cpu_count() or 1)
     assert after.utilization * capacity_s == pytest.approx(0.2, abs=0.04)
 
@@ -652,7 +652,7 @@ def test_perun_report_size_does_not_grow_with_samples():
 
 @pytest.mark.alone
 def test_gpu_in_slices_is_counted_once(trace):
-    # dcgm-exporter#317: the counter of the GPU, repeated on each of its slices, made four GPUs of one.
+    # dcgm-exporter#317: each slice repeated the counter of its GPU, so one GPU counted four times.
     halves = [Gpu(f"MIG-{n}", parent=0, memory_total=39 * GIB, slices=3 + n, instance=n + 1) for n in range(2)]
     answer = reading(
         trace,
@@ -671,7 +671,7 @@ answer = [(last.energy_j - first.energy_j) / (last.time_ns - first.time_ns) * 1e
 
 @pytest.mark.alone
 def test_millijoules_and_milliwatts_are_converted(trace):
-    # pyJoules#32: units that were mixed up by a thousand.
+    # pyJoules#32: units were wrong by a factor of 1000.
     trace.write(Gpu("GPU-a", "0:01:00", power=flat(300.0), power_limit_w=700.0))
 
     with trace.reader(Site()) as reader:
@@ -695,7 +695,7 @@ def test_no_process_remains_after_a_crash(launch, trace):
 
 
 def test_nothing_is_written_outside_the_run_folder(launch, trace):
-    # CodeCarbon#232: emissions.csv in a folder that could not be written ended a BigScience run.
+    # CodeCarbon#232: a BigScience run ended, because emissions.csv could not be written.
     trace.write(Gpu("GPU-a", "0:01:00"))
     job = launch.python(LOOP, environ=trace.environment(), device="nvml", run_dir="/proc/no-such-place").done()
 

@@ -1,4 +1,4 @@
-"""Rank 0 starts again on another host, while the earlier aggregator may still wait on the first one."""
+"""Rank 0 starts again on another host, while the earlier aggregator may still wait on the first host."""
 
 import os
 import signal
@@ -15,8 +15,8 @@ FOR_EVER = ("--until", "a file that never comes")
 
 @pytest.fixture
 def start(launch, tmp_path, monkeypatch):
-    """Start one rank on each host as Slurm does, and again after a requeue: under the same id."""
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))  # one home for all hosts, with one secret
+    """Start one rank per host with Slurm's variables; the job has the same id after a requeue."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))  # all hosts share a home and a secret
 
     def ranks(*hosts, arguments=()):
         step = {"JOB_ID": "77", "STEP_ID": "0", "NTASKS": len(hosts), "LOCALID": "0"}
@@ -68,7 +68,7 @@ def test_rank_0_on_another_host_continues_the_folder(hosts, start, first_host):
         for process in stopped:
             process.kill()
     assert not again[0].left() and not first.left()
-    ledger = again[0].ledger  # there is only one folder
+    ledger = again[0].ledger  # all ranks have the same folder
     summary = ledger.summary
 
     assert (summary.status, summary.attempts) == ("completed", 2)

@@ -1,4 +1,4 @@
-"""Jobs that are started again: by torchrun, by hand, with fewer ranks and with more."""
+"""Jobs that are started again: by torchrun, by hand, with fewer and with more ranks."""
 
 import json
 from itertools import groupby
@@ -13,8 +13,7 @@ LOOP = "resuming_loop.py"
 
 @pytest.fixture(autouse=True)
 def a_store_for_each_start(monkeypatch):
-    """Make torchrun create a new store for each start: in the old store gloo of torch 2.13 finds addresses of ended
-    ranks."""
+    """Make torchrun create a new store per start: gloo of torch 2.13 finds addresses of ended ranks in an old store."""
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
 
 
@@ -25,7 +24,7 @@ def adds_up(goodput):
 
 
 def progress(folder):
-    """Return the number of iterations done before the newest start, and the number of its last one."""
+    """Return the number of iterations before the newest start, and the number of the last iteration."""
     path = folder / "progress"
     done, _, last = (path.read_text() if path.exists() else "").partition(" ")
     return (int(done), int(last)) if last else (-1, 0)
@@ -47,7 +46,7 @@ def test_restarted_job_counts_redone_iterations(launch):
     summary = job.ledger.summary
     goodput = summary.goodput
 
-    # The checkpoint was of iteration 20: of the 34 of the first attempt, 21 to 34 were lost.
+    # The checkpoint is from iteration 20: iterations 21 to 34 of the first attempt were lost.
     assert (summary.status, summary.attempts, summary.iterations) == ("completed", 2, 34 + 40)
     assert summary.tokens == 2 * 100 * (34 + 40)
     assert goodput.redone_iterations == 14
@@ -58,7 +57,7 @@ def test_restarted_job_counts_redone_iterations(launch):
     assert goodput.seconds["restart_gap"] == second.gap_before_s > 0.0
     assert goodput.joules["restart_gap"] is None
     assert adds_up(goodput)
-    # By the windows: all of 21 to 30, and the rest after it.
+    # By windows: the window of 21 to 30, and the rest.
     lost = [row for row in job.ledger.ranks if row.attempt == 1 and row.iteration_first > 20]
     assert goodput.rank_seconds["redone"] == pytest.approx(sum(row.busy_s for row in lost), rel=1e-6)
     assert goodput.joules["redone"] > 0.0
@@ -94,15 +93,15 @@ def test_shrinking_and_growing_world_is_one_run(launch, tmp_path):
     (there / "enough").touch()
     assert (one.wait().code, again.wait().code) == (0, 0), one.stderr + again.stderr
     assert not one.left() and not again.left()
-    summary = one.ledger.summary  # there is only one folder
+    summary = one.ledger.summary  # all ranks have the same folder
     attempts, begun = summary.goodput.attempts, starts(there)
 
     assert (summary.status, summary.attempts) == ("completed", len(attempts))
-    # On a busy machine torchrun may start a world more than once, or one without a late process.
+    # On a busy machine torchrun may start a world more than once, or a world without a late process.
     assert [size for size, _ in groupby(attempt.world_size for attempt in attempts)][-3:] == [2, 1, 2]
     assert [(one.world_size, one.first) for one in attempts] == [(one["world_size"], one["first"]) for one in begun]
-    # A restart before the first checkpoint begins at 1 again and has no iteration number: repeats are counted from then
-    # on.
+    # A restart before the first checkpoint begins at iteration 1 and has no iteration number.  Redone iterations are
+    # counted after such a restart.
     known_from = max((i + 1 for i, start in enumerate(begun) if i and start["first"] == 1), default=0)
     redone = [
         max(attempt.last - start["first"] + 1, 0) if i >= known_from else None

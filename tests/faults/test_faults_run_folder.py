@@ -61,12 +61,12 @@ def test_two_jobs_on_a_node_are_independent(launch):
 
 @pytest.mark.fault("two-jobs")
 def test_second_job_of_a_name_has_another_folder(launch):
-    environ = {"SLURM_JOB_ID": "4711"}  # even in one allocation, which distinguishes attempts
+    environ = {"SLURM_JOB_ID": "4711"}  # also with one Slurm job id, as for attempts of a job
     one = launch.python(LOOP, "--until", "enough", "--tokens", 7, run_name="same", environ=environ)
     jobs.until(lambda: one.num_windows)
     two = launch.python(LOOP, "--until", "enough", "--tokens", 11, run_name="same", environ=environ)
     beside = jobs.Ledger(one.runs()[0].with_name("same-2"))
-    jobs.until(lambda: beside.num_windows)  # after six seconds of waiting for the first one's folder
+    jobs.until(lambda: beside.num_windows)  # after a wait of six seconds for the first job's folder
     second, first = two.finish(), one.finish()
 
     assert [folder.name for folder in one.runs()] == ["same", "same-2"]
@@ -84,7 +84,7 @@ def test_job_restarted_under_its_name_is_the_next_attempt(launch):
     summary = two.ledger.summary
 
     assert (summary.status, summary.attempts, summary.iterations) == ("completed", 2, 57 + 30)
-    # It logs numbers from 1 again.
+    # The second job logs iteration numbers from 1 again.
     assert summary.goodput.redone_iterations == 57
     assert summary.goodput.attempts[1].gap_before_s > 0.0
     assert "attempt 2 goes on" in two.stdout and "killed at iteration 57" in two.stdout
@@ -99,11 +99,11 @@ def test_trainer_killed_before_its_agent_joined_is_recorded(launch):
     os.kill(agent, signal.SIGSTOP)
     job.wait()
     os.kill(agent, signal.SIGCONT)
-    # The aggregator starts first; on a slow machine all processes may have ended before the test checks.
+    # Wait for the aggregator; on a slow machine, all processes may have ended before this check.
     jobs.until(lambda: job.find("effllm.server.process") or not set(jobs.processes(job.token)))
     with suppress(ProcessLookupError):
         os.kill(agent, signal.SIGSTOP)
-        time.sleep(2.5)  # some checks of the aggregator whether the job has ended
+        time.sleep(2.5)  # the aggregator checks repeatedly whether the job has ended
         os.kill(agent, signal.SIGCONT)
     assert not job.left()
 

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.faults
 
 LOOP = str(jobs.SCRIPTS / "loop.py")
 
-#: In a separate mount namespace: /dev/shm and the folder for temporary files have 64 MB each, and both are full.
+#: Runs a command in a mount namespace in which /dev/shm and the temporary folder have 64 MB each and are full.
 FULL = """
 mount -t tmpfs -o size=64m tmpfs /dev/shm && mount -t tmpfs -o size=64m tmpfs "$TMPDIR" || exit 77
 for folder in /dev/shm "$TMPDIR"; do dd if=/dev/zero of="$folder/taken" bs=1M count=65 2>/dev/null; done
@@ -96,7 +96,7 @@ def test_trainer_without_room_for_its_ring_has_no_metrics(launch, kind):
     assert job.find("effllm.agent.agent") == []
 
 
-#: A step that computes, so that other processes on its core slow it down.
+#: Trains with steps that compute: other processes on the same core slow these steps down.
 BUSY = """
 import os, sys, time
 os.sched_setaffinity(0, {int(sys.argv[1])})

@@ -1,4 +1,4 @@
-"""Plain srun, without torchrun, on a Slurm of this one machine: its ranks find each other, and scancel is a kill."""
+"""Plain srun, without torchrun, on a Slurm of only this machine: ranks find each other, and scancel kills the job."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""An aggregator that is killed repeatedly, with forty agents that report ten times a second each."""
+"""An aggregator that is killed repeatedly; forty agents send ten reports per second each."""
 
 import contextlib
 import os
@@ -27,7 +27,7 @@ TOKENS = 7
 
 
 class FakeAgent:
-    """An agent's messages, with rows made by the test."""
+    """Sends an agent's messages, with rows from the test."""
 
     def __init__(self, context, endpoint, rank, world_size=AGENTS):
         self.rank, self.id = rank, f"agent-{rank}"
@@ -101,7 +101,7 @@ class FakeAgent:
 
 @pytest.fixture
 def aggregator(launch, tmp_path, monkeypatch):
-    """The aggregator without rank 0's agent: after a crash a new one is started on the same socket."""
+    """An aggregator without rank 0's agent; after a crash, a new aggregator starts on the same socket."""
     job = launch._job()
     monkeypatch.setenv(*job.token.split("="))
     listener = listen("127.0.0.1")
@@ -135,7 +135,7 @@ def test_repeatedly_killed_aggregator_loses_no_report(aggregator):
         assert now_s < deadline_s, [(one.rank, len(one.outbox), one.is_welcome) for one in agents if not one.is_over][
             :5
         ]
-        is_last = measured == WINDOWS - 1  # after the last one was killed
+        is_last = measured == WINDOWS - 1  # measured after the last kill
         may_measure = measured < WINDOWS and (not is_last or (kills == KILLS and killed_s is None))
         if may_measure and now_s - began_s >= (measured + 1) * WINDOW_S:
             measured += 1
@@ -171,7 +171,7 @@ def test_repeatedly_killed_aggregator_loses_no_report(aggregator):
     assert [one.outbox.lost for one in agents] == [0] * AGENTS
     rows = sorted((row.rank, row.window) for row in ledger.ranks)
     assert rows == [(rank, window) for rank in range(AGENTS) for window in range(1, WINDOWS + 1)]
-    # If some return much earlier than others, windows may close without these and be corrected.
+    # If some agents return much later than others, windows may close without them; corrections follow.
     assert [report.window for report in ledger.windows if not report.correction] == list(range(1, WINDOWS + 1))
 
 

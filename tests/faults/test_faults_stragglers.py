@@ -12,7 +12,7 @@ RANKS = 4
 
 
 def run(tmp_path, *arguments, after=()):
-    """Run a job in which files are made after events of these kinds; return its aggregator, and own times by rank."""
+    """Run a job, and create files after events of these kinds; return the aggregator, and own times by rank."""
     meeting = tmp_path / "meeting"
     meeting.write_bytes(bytes(8 * (RANKS + 1)))
     with jobs.launching(tmp_path) as launcher:
@@ -34,7 +34,7 @@ def test_only_the_rank_that_is_ten_percent_slower_is_named(tmp_path):
     ledger, summary = aggregator.ledger, aggregator.ledger.summary
 
     (verdict,) = summary.stragglers
-    # On a busy machine the last arrival may be known before the longer own time.
+    # On a busy machine, the late arrival may be found before the longer own time.
     assert (verdict.ranks, verdict.peers) == ((2,), 3) and verdict.evidence in ("own time", "arrival")
     slow_s, others_s = own_s[2], statistics.median(own_s[:2] + own_s[3:])
     assert verdict.slowdown == pytest.approx(slow_s / others_s - 1, abs=0.05)
@@ -43,7 +43,7 @@ def test_only_the_rank_that_is_ten_percent_slower_is_named(tmp_path):
     assert re.search(r"^straggler: rank 2 \(node .*\) .*\d+\.\d % .* than its 3 peers since iteration \d+: ", line)
     assert line in aggregator.job.stdout
     assert {one.ranks for window in ledger.windows for one in window.stragglers} == {(2,)}
-    # The time lost to it is a goodput class, and the clocks' error is published.
+    # The lost time is a goodput class, and the clock error is published.
     assert summary.goodput.rank_seconds["straggling"] == pytest.approx(verdict.gpu_seconds, rel=0.2)
     assert summary.metrics["straggler/waiting_gpu_seconds"].value == pytest.approx(verdict.gpu_seconds)
     assert 0 < summary.metrics["run_health/clock_error_s"].value < 1

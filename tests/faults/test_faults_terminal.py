@@ -1,4 +1,4 @@
-"""A terminal that is stopped or not read: only the console waits for it."""
+"""A stopped or unread terminal delays only the console."""
 
 import os
 import pty
@@ -29,7 +29,7 @@ class Terminal:
         try:
             while text := os.read(self.keyboard, 65536):
                 self.shown += text
-        except OSError:  # closed by all others
+        except OSError:  # closed by all other processes
             return
 
     @property
@@ -79,7 +79,7 @@ def test_stopped_terminal_does_not_delay_the_end(on_terminal, terminal):
     (job.folder / "enough").touch()
     job.wait()
 
-    assert job.output()["end_held_s"] < 30.0  # with the long timeouts a wait would take fifty seconds
+    assert job.output()["end_held_s"] < 30.0  # with the long timeouts, a wait would take 50 s
     count = job.finish()
     summary = assert_whole(job.ledger, {0: count})
     assert summary.left_out["console"] > count - terminal.blocks - 200

@@ -1,4 +1,4 @@
-"""Ten thousand unauthenticated peers at an aggregator's port: no window waits for them, and only they are rejected."""
+"""Ten thousand unauthenticated peers at an aggregator's port: they delay no window, and no other peer is rejected."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from effllm.store.reader import WindowLine
 pytestmark = [pytest.mark.faults, pytest.mark.fault("unauthenticated-peers")]
 
 FLOOD, HOSTILE = (Path(__file__).parents[1] / name for name in ("flood.py", "hostile_rank.py"))
-PEERS = 10_000  # at once: one end of each takes a descriptor of the aggregator's 20,000 here
-KEYS = 500  # only their handshakes use cryptography in the aggregator
+PEERS = 10_000  # at the same time; each takes one of the aggregator's 20,000 descriptors
+KEYS = 500  # fewer peers: only these handshakes use cryptography in the aggregator
 
 
 needs_schedstat = pytest.mark.skipif(
@@ -34,11 +34,11 @@ needs_schedstat = pytest.mark.skipif(
 
 
 class Starved:
-    """The time for which threads of processes, and of this one, were runnable without a processor."""
+    """Time in which threads of these processes were runnable without a processor."""
 
     def __init__(self, pids):
         self._tasks = [Path(f"/proc/{pid}/task") for pid in pids]
-        self._waited_s = {}  # by thread, with ended threads
+        self._waited_s = {}  # by thread; ended threads stay
         self._known = []  # (unix time, sum)
 
     def look(self):
@@ -57,11 +57,11 @@ class Starved:
 
 
 class Windows:
-    """The windows of a run while they are written, and their delay minus the delay of a busy machine.
+    """Reads the windows of a run while they are written, and calculates their delay minus that of a busy machine.
 
     Args:
-        aggregator: of the run.
-        ranks: that report to it.
+        aggregator: aggregator of the run.
+        ranks: ranks that report to the aggregator.
     """
 
     def __init__(self, aggregator, ranks):
@@ -88,7 +88,7 @@ class Windows:
         self._starved.look()
 
     def late_s(self, since_s):
-        """Return the delays of the windows that ended after a time."""
+        """Return the delays of the windows that ended after `since_s`."""
         shown = [(ended_s, seen_s) for ended_s, seen_s in self.seen if ended_s > since_s]
         return [seen_s - ended_s - self._starved.between(ended_s, seen_s) for ended_s, seen_s in shown]
 
@@ -144,7 +144,7 @@ def test_flood_of_peers_delays_no_window_by_a_second(in_memory, tmp_path, kind, 
 
 @contextlib.contextmanager
 def honest_ranks(launch, folder):
-    """Yield the aggregator of a world of three ranks, the two honest ranks, and the key of the third."""
+    """Yield the aggregator of a world of three ranks, the two honest ranks, and the key of the third rank."""
     key = folder / "secret"
     create(key)
     secured = {"security": "curve", "secret_file": key}
@@ -187,7 +187,7 @@ def test_hostile_rank_delays_no_window_by_a_second(in_memory, tmp_path, seconds,
             num_sent = int(hostile.stdout.read())
     ledger = aggregator.ledger
     came_s = next(event.time_s for event in ledger.events if event.kind == "joined" and event.rank == 2)
-    late_s = windows.late_s(came_s)  # before that, the others waited for it
+    late_s = windows.late_s(came_s)  # before that, the other ranks waited for rank 2
     record_property("hostile_s", max(late_s))
     record_property("grown_mb", (peak - before) / 1e6)
     print(

@@ -1,4 +1,4 @@
-"""The hosts that other tests of faults use: real addresses, real links."""
+"""The hosts of other fault tests have real addresses and real links."""
 
 import socket
 import subprocess
@@ -36,7 +36,7 @@ with socket.create_connection((sys.argv[1], 7), timeout=float(sys.argv[2])) as p
 
 @pytest.fixture
 def echo():
-    """Start echoing on a host, on both of its addresses."""
+    """Start an echo server on both addresses of a host."""
     started = []
 
     def start(host):

@@ -18,7 +18,7 @@ GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + byt
 
 
 def place(rank):
-    """Return the variables of one of two ranks of mpirun on one host, where ranks find each other without a store."""
+    """Return mpirun's variables for one of two ranks on a host; these ranks find each other without a store."""
     names = {"RANK": rank, "LOCAL_RANK": rank, "SIZE": 2, "LOCAL_SIZE": 2}
     return {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in names.items()}
 
@@ -40,7 +40,7 @@ def intruder():
         link.connect()
         answers = []
         if keys is None:
-            # A peer of ZeroMQ often disconnects first, as a killed agent does; this one waits.
+            # A ZeroMQ peer often disconnects first, like a killed agent; this plain connection waits.
             plain.append(socket.create_connection(("127.0.0.1", port)))
             plain[-1].sendall(GREETING)
 

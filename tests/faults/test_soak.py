@@ -35,7 +35,7 @@ SEGMENT_BYTES = 4 * 2**20
 
 
 def items_in(root):
-    """Return the number of items in all containers that are reachable from objects of effllm."""
+    """Return the number of items in all containers that objects of effllm can reach from `root`."""
     count, waiting, seen = 0, [root], set()
     while waiting:
         one = waiting.pop()
@@ -61,7 +61,7 @@ def items_in(root):
 
 
 class Week:
-    """A job of some ranks with the clock of the test."""
+    """A job whose clock is set by the test."""
 
     def __init__(self, folder):
         self.aggregator = Aggregator(Config(), "job", 1, 0.0)
@@ -72,7 +72,7 @@ class Week:
             assert self.aggregator.hello(hello(rank, RANKS), Now(0.0, 0.0)) == ""
 
     def window(self, number):
-        """One window, with occasional faults: a late rank, a lost one, garbage, duplicates."""
+        """Run one window, with occasional faults: a late rank, a lost rank, garbage, duplicates."""
         self.now_s += WINDOW_S
         aggregator, late = self.aggregator, number % 50 == 7
         times = {"busy_s": 0.9 * WINDOW_S, "wait_s": 0.1 * WINDOW_S, "start_time_s": self.now_s - WINDOW_S}
@@ -129,11 +129,11 @@ def test_memory_and_state_do_not_grow_over_a_week_of_windows(tmp_path, capsys):
             f"state {min(states.values())} to {max(states.values())} bytes"
         )
     assert week.aggregator.summary(week.now_s, ended=False).tokens == WEEK * RANKS * 1000
-    # 10,080 windows of 8 kB are 80 MB: a hundredth of each that stayed would be seen, as Python's blocks of at most 512
-    # bytes.  A process's memory grows by whole arenas of 1 MiB; one arena is at most 347 bytes a window here.
+    # 10,080 windows of 8 kB are 80 MB: a leak of 1 % per window is detected in Python's blocks of at most 512 bytes.  A
+    # process's memory grows by whole arenas of 1 MiB; one arena is at most 347 bytes per window here.
     assert more_blocks < 1.0
     assert slope < 400.0
-    filled = list(items.values())[5:]  # limits in numbers of windows have been reached before
+    filled = list(items.values())[5:]  # limits by number of windows are reached before
     assert max(filled) <= filled[0] + MAX_LISTED_ITEMS
     sizes = list(states.values())
     assert sizes[-1] <= 1.02 * sizes[len(sizes) // 4]
@@ -143,13 +143,12 @@ def test_memory_and_state_do_not_grow_over_a_week_of_windows(tmp_path, capsys):
     assert json.loads(segments[-1].read_text().splitlines()[-1])["window"] == WEEK
 
 
-#: Logged texts are kept, so that each is logged once: a thousand of a kind, and here one per hundred windows.
+#: Logged texts are kept, so that each text is logged once: 1000 texts per kind; here, one per hundred windows.
 MAX_LISTED_ITEMS = 3 * WEEK // 100
 
 
-@pytest.mark.parametrize(
-    ("is_sent", "lost"), [(True, 0), (False, 19_000)]
-)  # the aggregator counts the frames that were sent
+# The outbox counts only reports that were never sent; the aggregator counts sent reports that are lost.
+@pytest.mark.parametrize(("is_sent", "lost"), [(True, 0), (False, 19_000)])
 def test_full_outbox_counts_reports_never_sent(is_sent, lost):
     outbox = Outbox(1000)
     for number in range(1, 20_001):
@@ -164,7 +163,7 @@ def test_full_outbox_counts_reports_never_sent(is_sent, lost):
 
 
 class HangingReader:
-    """A device whose second reading waits until it is released."""
+    """A device whose second reading waits for `released`."""
 
     def __init__(self):
         self.device = gpu()
@@ -188,7 +187,7 @@ def absent():
 
 @pytest.fixture
 def tracks():
-    """A device that hangs until an event is set, a missing node sensor, and that event."""
+    """Yield the tracks of a hanging device and of a missing node sensor, and the event that ends the hang."""
     wake = os.eventfd(0, os.EFD_NONBLOCK)
     hanging = HangingReader()
     samplers = [
@@ -232,7 +231,7 @@ def test_memory_of_an_agent_without_sensors_does_not_grow(tracks):
         tracemalloc.stop()
 
     assert len(outbox) == 1000
-    assert bytes_used[-1] - bytes_used[2] < 100_000, bytes_used  # 3,000 windows: their requests were 0.5 MB
+    assert bytes_used[-1] - bytes_used[2] < 100_000, bytes_used  # stored requests of 3,000 windows had 0.5 MB
 
 
 def test_recovered_device_is_measured_again(tracks):

@@ -19,7 +19,7 @@ ITERATIONS, TOKENS = 40, 100
 PORT = 29555
 LOOP = jobs.SCRIPTS / "loop.py"
 
-#: Sends BEAT to an aggregator with one kind of keys; prints whether it was admitted.
+#: Sends heartbeats to an aggregator with one kind of keys; prints whether the peer was admitted.
 PEER = """
 import sys, time, os
 from effllm.network.curve import AgentKeys, KeyPair
@@ -57,7 +57,7 @@ def torchrun(launch, host, node, master, *options, environ=None, iterations=ITER
 
 
 def ranks(launch, hosts, *arguments, environ=(), **settings):
-    """Start one rank on each host as srun does, without torch; they meet by a file."""
+    """Start one rank per host with srun's variables, without torch; the ranks find each other by a file."""
     step = {"SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "0", "SLURM_NTASKS": str(len(hosts)), "SLURM_LOCALID": "0"}
     step |= {"SLURM_STEP_TASKS_PER_NODE": f"1(x{len(hosts)})", "MASTER_ADDR": hosts[0].address}
     return [
@@ -81,7 +81,7 @@ def run_json(job):
 
 @pytest.fixture
 def own_secret(own_secret):
-    """The secret in the home folder that all hosts share."""
+    """Return the path of the secret in the home folder, which all hosts share."""
     return secret_path(Config())
 
 
@@ -124,7 +124,7 @@ def test_ranks_without_a_store_meet_by_a_temporary_file(hosts, launch, tmp_path)
     pair = hosts(2)
     runs = tmp_path / "runs"
     runs.mkdir()
-    stale = {"endpoint": f"tcp://{pair[0].address}:9", "job": "0123456789abcdef"}  # of an earlier job of the same id
+    stale = {"endpoint": f"tcp://{pair[0].address}:9", "job": "0123456789abcdef"}  # an earlier job's record
     known = secret.create(secret_path(Config()))
     file = runs / ".address-4711.0-1"
     file.write_text(json.dumps(secret.sign(known, stale, "4711.0/1")))
@@ -266,7 +266,7 @@ def test_unauthenticated_peers_are_rejected_counted_and_named(hosts, launch):
     kinds = ["no key", "another secret", "another job's key", "a key made up"]
 
     answers = []
-    for pair in ((0, 2), (1, 3)):  # one rejected by admission, and one rejected before it
+    for pair in ((0, 2), (1, 3)):  # in each pair, admission rejects one peer; the other is rejected before
         asking = [
             others[i].start(
                 *(sys.executable, "-c", PEER, kinds[i], f"tcp://{one.address}:29700", "5", known), stdout=-1
@@ -321,7 +321,7 @@ EXPOSED = ("cmdline", "environ")
 
 
 def forms(known, job):
-    """Return the secret and every key derived from it, in the forms in which they could be written."""
+    """Return all forms in which the secret and its derived keys could be written."""
     from zmq.utils import z85
 
     seeds = [known.encode(), bytes.fromhex(known)]
