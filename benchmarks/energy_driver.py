@@ -26,8 +26,8 @@ class Calls(NamedTuple):
 class Reading:
     """A tool's result for one window, and the time that the result covers.
 
-    ``start_ns`` and ``end_ns`` are the tool's own stamps, if it reports them, because its calls can take a while:
-    the true energy is calculated between these stamps.
+    ``start_ns`` and ``end_ns`` are the tool's own stamps, if the tool reports stamps.  The calls of a tool can take a
+    while, so the true energy is calculated between these stamps.
     """
 
     start_ns: int
@@ -59,7 +59,7 @@ class Tool:
         raise NotImplementedError
 
     def cpu_s(self) -> float:
-        """Return the CPU time that measuring one rank has used so far."""
+        """Return the CPU time used so far to measure one rank."""
         return time.process_time()
 
     def close(self) -> None:
@@ -67,7 +67,7 @@ class Tool:
 
 
 def drive(open_tool: type[Tool]) -> None:
-    """Read the orders from stdin, measure the windows, and write a line per window and one with all results.
+    """Read the orders from stdin, measure the windows, and write a line per window and a last line with all results.
 
     The lines go to the descriptor given in the orders, because tools may print to stdout.
     """

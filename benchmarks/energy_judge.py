@@ -75,7 +75,7 @@ class Measured:
 
 
 def judge(rows: Iterable[dict[str, Any]], groups: Sequence[Group]) -> dict[tuple[str, str], list[Verdict]]:
-    """Return the verdicts by group: EACH for every GPU, SUM for the sum over a group's GPUs."""
+    """Return the verdicts by (group, EACH), one per GPU, and by (group, SUM), for the sum over the GPUs."""
     made: dict[tuple[str, str], list[Verdict]] = {}
     for row in rows:
         position = 0

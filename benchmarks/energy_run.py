@@ -26,7 +26,7 @@ SETTLE_S = 3.0  # pause between the start of a tool and its first window
 
 @dataclass(frozen=True)
 class Length:
-    """Windows of about one length: they vary by ±10 %, because iterations are no whole number of ticks."""
+    """Windows of similar length: ±10 %, because iterations do not take a whole number of ticks."""
 
     name: str
     seconds: float

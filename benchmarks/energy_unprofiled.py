@@ -109,7 +109,8 @@ class Row:
     median_error: float
     median_half_width: float
     ratio: float
-    #: One half-width that holds 90 % of a wave's windows, over the median error; for ALL, the median over the windows.
+    #: Smallest common half-width that holds 90 % of a wave's windows, over the median error.  For ALL waves, the median
+    #: of these half-widths is used.
     needed_ratio: float
     known_covered: float
     known_median_error: float
@@ -157,7 +158,7 @@ def drawn_runs(chosen: str, count: int) -> Iterator[Run]:
 
 
 def judge(runs: Sequence[Run]) -> list[Row]:
-    """Simulate all runs; by kind of sensor and length, return one row per wave and one for all waves."""
+    """Simulate all runs; for each kind of sensor and length, return a row per wave and a row for all waves."""
     found: dict[tuple[str, float], dict[str, list[Judged]]] = {}
     for run in runs:
         for length_s in LENGTHS_S:

@@ -1,8 +1,8 @@
 """All measurements that need a GPU, in one command: ``python -m benchmarks.gpu --keep``, or ``make bench-gpu``.
 
-Measured are the sensors (the report of ``effllm profile``), the counter against integrated power under square waves,
-window energies against the known energy of the load, the cost of calls and of an agent on this driver, and training
-with metrics on and off.  Without CUDA, the steps that need CUDA are skipped and listed.
+The steps measure the sensors (the report of ``effllm profile``), the counter against integrated power under square
+waves, window energies against the known energy of the load, the cost of calls and of an agent on this driver, and
+training with metrics on and off.  Without CUDA, the steps that need CUDA are skipped and listed.
 """
 
 from __future__ import annotations

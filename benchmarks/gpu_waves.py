@@ -33,7 +33,7 @@ def waves(reader: Reader, loader: Loader, found: SensorProfile, cycles: int, clo
 
 
 def _compared(record: Record, load: Load, found: SensorProfile, period_s: float) -> list[Figure]:
-    """Compare over whole periods: from one start of load to a later one."""
+    """Compare over whole periods: from one start of load to a later start."""
     begins = [time_s for number, time_s in enumerate(load.times_s) if number % 2 == 0]
     inside = [time_s for time_s in begins if begins[0] + SETTLE_S <= time_s <= record.end_s]
     counted, powers = ticks_of(record.series("energy_j")), record.series("power_w")

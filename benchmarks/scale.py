@@ -83,7 +83,7 @@ def measure_bare(asked: Simulation) -> Findings:
 
 
 def figures_of(found: list[tuple[Findings, Findings]]) -> list[Figure]:
-    """Return the cost of each world; from 10,000 ranks, the figures have goals."""
+    """Return the cost of each world; from 10,000 ranks on, the figures have goals."""
     figures = []
     for ours, bare in found:
         name = f"{ours.ranks:,} ranks"

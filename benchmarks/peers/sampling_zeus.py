@@ -25,7 +25,7 @@ def main(interval_s: float) -> None:
     time.sleep(MEASURE_S)
     spent_ns, wall_s = _cpu_ns(pid) - began_ns, time.monotonic() - began_s
     monitor.stop()
-    # Assumed: no missed tick. Ticks cannot be counted, because only samples that differ from the previous are stored.
+    # No missed tick is assumed: ticks cannot be counted, because only samples with a new value are stored.
     ticks = wall_s / interval_s
     what = f"Zeus {version('zeus')} PowerMonitor"
     print(json.dumps({"what": what, "cpu_us": spent_ns / ticks / 1e3, "ticks_per_s": ticks / wall_s}))

@@ -34,7 +34,7 @@ class Zeus(Tool):
         self._joules[key] = self._monitor.end_window(str(key), sync_execution=False).gpu_energy
 
     def reading(self, key: int, calls: Calls) -> Reading:
-        """Return the energies from the start of one call to the start of the other."""
+        """Return the energies from the start of `begin` to the start of `end`."""
         return Reading(calls.begin_ns, calls.end_ns, [self._joules[key][index] for index in self._gpus])
 
 

@@ -55,7 +55,7 @@ def troubles(ledger):
 
 
 @pytest.mark.fault("disk-full")
-def test_windows_of_a_full_disk_are_written_when_it_has_room(run, disk):
+def test_windows_of_a_full_disk_are_written_when_there_is_room(run, disk):
     job, ledger = run()
     stretch = []
     with fault(stretch):

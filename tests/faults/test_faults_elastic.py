@@ -1,4 +1,4 @@
-"""A job of eight ranks continues with seven and then with eight again: one run with correct totals."""
+"""A job of eight ranks continues with seven, then again with eight ranks: one run with correct totals."""
 
 import struct
 

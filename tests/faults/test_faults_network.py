@@ -12,7 +12,7 @@ from after_fault import assert_whole
 pytestmark = pytest.mark.faults
 
 STEP_S = 0.02
-ALONE = dict.fromkeys(range(3), 0)  # local rank by rank
+ALONE = dict.fromkeys(range(3), 0)  # local rank of each rank
 
 
 @pytest.fixture

@@ -321,7 +321,7 @@ def test_codecarbon_5_no_signal_handler_is_installed_or_replaced(troubled):
     assert "exit_signal_handler" in after[0]
 
 
-def test_carbontracker_failed_power_reading_is_one_line(troubled):
+def test_carbontracker_failed_power_reading_gives_one_line(troubled):
     assert troubled.code == 0
     assert troubled.ledger.summary.status == "completed"
     said = troubled.ledger.event_texts("agent")
@@ -490,7 +490,7 @@ def test_codecarbon_1_uuid_prefix_is_not_a_set_of_characters(trace):
         with trace.reader(Site(visible_devices=visible)) as reader:
             assert reader.device.key == visible
             assert reader.read()[0].energy_j > 0
-    with trace.reader(Site(cuda_uuid=gpu.uuid.removeprefix("GPU-"))) as reader:  # torch's form of it
+    with trace.reader(Site(cuda_uuid=gpu.uuid.removeprefix("GPU-"))) as reader:  # torch's UUID has no prefix
         assert reader.device.key == gpu.uuid
 
 

@@ -57,7 +57,7 @@ def test_restarted_job_counts_redone_iterations(launch):
     assert goodput.seconds["restart_gap"] == second.gap_before_s > 0.0
     assert goodput.joules["restart_gap"] is None
     assert adds_up(goodput)
-    # By windows: the window of 21 to 30, and the rest.
+    # Lost are the window of 21 to 30, and the rest.
     lost = [row for row in job.ledger.ranks if row.attempt == 1 and row.iteration_first > 20]
     assert goodput.rank_seconds["redone"] == pytest.approx(sum(row.busy_s for row in lost), rel=1e-6)
     assert goodput.joules["redone"] > 0.0
@@ -101,7 +101,7 @@ def test_shrinking_and_growing_world_is_one_run(launch, tmp_path):
     assert [size for size, _ in groupby(attempt.world_size for attempt in attempts)][-3:] == [2, 1, 2]
     assert [(one.world_size, one.first) for one in attempts] == [(one["world_size"], one["first"]) for one in begun]
     # A restart before the first checkpoint begins at iteration 1 and has no iteration number.  Redone iterations are
-    # counted after such a restart.
+    # counted only after such a restart.
     known_from = max((i + 1 for i, start in enumerate(begun) if i and start["first"] == 1), default=0)
     redone = [
         max(attempt.last - start["first"] + 1, 0) if i >= known_from else None

@@ -171,7 +171,7 @@ def test_repeatedly_killed_aggregator_loses_no_report(aggregator):
     assert [one.outbox.lost for one in agents] == [0] * AGENTS
     rows = sorted((row.rank, row.window) for row in ledger.ranks)
     assert rows == [(rank, window) for rank in range(AGENTS) for window in range(1, WINDOWS + 1)]
-    # If some agents return much later than others, windows may close without them; corrections follow.
+    # If some agents return much later than others, windows may close without the late agents; corrections follow.
     assert [report.window for report in ledger.windows if not report.correction] == list(range(1, WINDOWS + 1))
 
 

@@ -83,7 +83,7 @@ class Week:
         for one in rows[: RANKS - late]:
             aggregator.reports(reports(one), Now(self.now_s, self.now_s))
         if late:
-            for _ in range(40):  # its agent is lost for 200 s
+            for _ in range(40):  # the late rank's agent is lost for 200 s
                 self.now_s += 5.0
                 for rank in range(RANKS - 1):
                     heartbeat = Heartbeat(f"agent-{rank}", rank, 10 * number, "between iterations", 5.0)

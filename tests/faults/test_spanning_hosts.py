@@ -150,7 +150,7 @@ def test_unsigned_record_is_ignored_and_reported_once(hosts, launch, tmp_path):
     assert "10.77.0.2:9" not in second.stderr
 
 
-def test_host_without_the_secret_reports_it_and_trains_on(hosts, launch, tmp_path):
+def test_host_without_the_secret_reports_the_reason_and_trains_on(hosts, launch, tmp_path):
     pair = hosts(2)
     first, second = ranks(launch, pair, environ={1: {"XDG_CONFIG_HOME": str(tmp_path / "other")}})
 
@@ -164,7 +164,7 @@ def test_host_without_the_secret_reports_it_and_trains_on(hosts, launch, tmp_pat
     assert {row.rank for row in first.ledger.ranks} == {0}
 
 
-def test_host_with_another_secret_reports_it(hosts, launch, tmp_path):
+def test_host_with_another_secret_reports_the_reason(hosts, launch, tmp_path):
     pair = hosts(2)
     secret.create(tmp_path / "other")
     first, second = ranks(launch, pair, environ={1: {"EFFICIENTLLM_SECRET_FILE": str(tmp_path / "other")}})

@@ -272,7 +272,7 @@ def late_job(**settings):
 
 
 @pytest.mark.fault("duplicates")
-def test_late_report_corrects_totals_and_not_its_window():
+def test_late_report_corrects_totals_but_not_its_window():
     job, report = late_job()
     shown = msgspec.json.encode(report)
     job.send(row(1, busy_s=12.0))
@@ -466,7 +466,7 @@ def test_aggregator_without_a_job_takes_the_first_job():
     assert aggregator.hello(hello(1, job="second"), Now(0.0, 0.0)) == "it belongs to another job"
 
 
-def test_parameter_disagreement_is_one_event_and_first_is_used():
+def test_parameter_disagreement_gives_an_event_and_the_first_is_used():
     job = Job(3).join(0).join(1, parameters=ParameterCount(total=2000)).join(2, parameters=ParameterCount(total=3000))
 
     (event,) = job.events("disagreement")
@@ -583,7 +583,7 @@ def test_suppressed_events_are_counted_at_the_end_of_the_job():
     assert (last.rank, last.count) == (1, 150)
 
 
-def test_nan_losses_are_one_event_per_change_and_all_counted():
+def test_nan_losses_give_one_event_per_change_and_are_all_counted():
     job = Job(1).join()
     for window, bad in enumerate((0, 0, 4, 10, 10, 0, 0), 1):
         first = window * 10 - 3 if bad else None
@@ -612,7 +612,7 @@ def test_job_without_losses_has_no_loss_event():
 
 
 @pytest.mark.parametrize(("is_gpu", "expected"), [(True, ["gpus_idle"]), (False, [])])
-def test_idle_gpus_are_one_event(is_gpu, expected):
+def test_idle_gpus_give_one_event(is_gpu, expected):
     job = Job(1).join(0, devices=(gpu(is_gpu=is_gpu),))
     for window in range(1, 30):
         job.send(row(0, window, devices=(device_window(wall=full(10.0, utilization=0.05)),)))
@@ -903,7 +903,7 @@ def test_snapshot_leaves_out_reports_of_open_windows():
     assert second.aggregator.duplicates == 0
 
 
-def test_snapshot_after_a_bye_does_not_wait_for_that_rank():
+def test_restored_aggregator_does_not_wait_for_a_departed_rank():
     job = Job().join()
     job.bye(0)
     second = Job(snapshot=restore(job.aggregator.snapshot())).join(1)
@@ -916,7 +916,7 @@ def test_snapshot_after_a_bye_does_not_wait_for_that_rank():
 def test_gap_in_reports_is_counted_once_over_a_replacement():
     job = Job().join()
     job.send(row(0, 1), row(1, 1))
-    job.send(row(0, 4))  # two reports are missing before it; window 4 is open
+    job.send(row(0, 4))  # reports 2 and 3 are missing; window 4 is open
     assert [event.text for event in job.events("reports_lost")] == [
         "rank 0 lost 2 reports: an aggregator died before they were written"
     ]
@@ -1179,7 +1179,7 @@ def test_summary_counts_rejected_frames_and_duplicates():
 
 
 def uncertain(rank=0, number=1, error_j=100.0, **changes):
-    """Return a row of 1000 J with this random error (half-width), which is all at the window's edges."""
+    """Return a row of 1000 J with this random error (half-width); the whole error is at the window's edges."""
     edge_j2 = (error_j / NORMAL_95) ** 2 / 2
     wall = msgspec.structs.replace(full(10.0), energy=amount(1000.0, 10.0, start_j2=edge_j2, end_j2=edge_j2))
     return row(rank, number, devices=(device_window(f"GPU-{rank}", wall=wall),), **changes)
@@ -1244,7 +1244,7 @@ def keeps_step(job, number, errors):
     job.send(*(row(rank, number, aliasing_error=error) for rank, error in enumerate(errors)))
 
 
-def test_aliasing_is_one_event_for_the_job():
+def test_aliasing_gives_one_event_per_job():
     job = Job(4).join(*range(4))
     for number in range(1, 10):
         keeps_step(job, number, [0.2, None, 0.31, 1.4])
@@ -1281,7 +1281,7 @@ def test_window_without_energy_is_not_doubtful():
 
 
 @pytest.mark.parametrize(("flops", "texts"), [(9e12, ()), (12e12, ("MFU would be 1.2, which cannot be",))])
-def test_mfu_above_one_is_an_event_with_the_possible_causes(flops, texts):
+def test_mfu_above_one_gives_an_event_with_the_possible_causes(flops, texts):
     # 2000 tokens in 10 s on two devices of 1000 TFLOP/s: MFU is 1 at 1e13 FLOPs per token.
     job = Job(peak_tflops=1000.0).join(flops_per_token=flops)
     closed = run_of(job, 2)
@@ -1296,7 +1296,7 @@ def test_mfu_above_one_is_an_event_with_the_possible_causes(flops, texts):
         )
 
 
-def test_hfu_above_one_is_an_event():
+def test_hfu_above_one_gives_an_event():
     job = Job(peak_tflops=1000.0).join(flops_per_token=9e12, hardware_flops_per_token=12e12)
     (report,) = run_of(job, 1)
 
@@ -1304,7 +1304,7 @@ def test_hfu_above_one_is_an_event():
     assert [event.text[:16] for event in job.events("mfu")] == ["HFU would be 1.2"]
 
 
-def test_peak_is_from_the_hardware_table_if_all_gpus_are_in_it():
+def test_peak_is_from_the_hardware_table_if_all_gpus_are_listed():
     known = msgspec.structs.replace(gpu("GPU-0"), name="NVIDIA H100 80GB HBM3")
     unknown = msgspec.structs.replace(gpu("GPU-1"), name="NVIDIA H101")
     job = Job(1).join(devices=(known,), flops_per_token=1e12)

@@ -58,7 +58,7 @@ def test_error_of_an_estimate_grows_with_its_age():
     assert aged(1e-3, 30.0) == pytest.approx(4e-3)
 
 
-def test_exchanges_that_contradict_the_newest_are_dropped():
+def test_exchanges_that_contradict_the_newest_exchange_are_dropped():
     clocks = Exchanges(2)
     for i in range(4):
         exchange(clocks, (1 + i) * S, MS, 0, MS)

@@ -165,7 +165,7 @@ def test_unknown_variable_is_reported_with_a_similar_name():
         ("PROMETHEUS_PORT", "0", "", "EFFICIENTLLM_SINKS=console,tensorboard,prometheus:port=0"),
     ],
 )
-def test_old_setting_name_raises_with_the_new_one(old, text, sinks, instead):
+def test_old_setting_name_raises_an_error_with_the_new_name(old, text, sinks, instead):
     environ = {PREFIX + old: text, f"{PREFIX}SINKS": sinks}
     new = dict([instead.replace("'", "").split("=", 1)])
 

@@ -87,7 +87,7 @@ def test_old_window_can_be_removed_and_added_again():
     assert fields(sums) == {name: pytest.approx(value) for name, value in before.items()}
 
 
-def test_error_of_a_thousand_windows_equals_error_of_one():
+def test_error_of_a_thousand_windows_equals_error_of_one_window():
     one = amount(inside=0.0)
     sums = summed(*[(number, one) for number in range(1, 1001)])
 
@@ -284,7 +284,7 @@ TOTALS = make_totals(
         ("energy/p95_watts_per_gpu", 0.0, 615 * 0.05),
     ],
 )
-def test_errors_of_metrics_match_those_by_hand(tag, random, systematic):
+def test_errors_of_metrics_match_errors_by_hand(tag, random, systematic):
     found = metrics.errors(TOTALS, TOTALS)
 
     assert found[tag] == (pytest.approx(random, rel=1e-9), pytest.approx(systematic, rel=1e-9))

@@ -152,7 +152,7 @@ def test_blocked_sink_drops_and_counts_reports(plug_in):
     assert texts == ["sink stalled is too slow: reports are left out"]
 
 
-def test_broken_sink_file_is_only_reported(plug_in):
+def test_broken_sink_file_gives_one_line(plug_in):
     plug_in(effllm.sinks, "broken", "open_sink = 1 / 0")
 
     assert run_through("broken", 10) == ["sink broken failed to open: ZeroDivisionError: division by zero"]

@@ -189,7 +189,7 @@ def test_name_parts_unrelated_to_the_chip_are_ignored(name, same):
         "MIG 1g.10gb",
     ],
 )
-def test_unlisted_device_is_unknown_and_not_a_similar_one(name):
+def test_unlisted_device_is_unknown_and_not_a_similar_device(name):
     assert find(name) is None
     assert peak_flops_per_s(name) is None
 

@@ -62,7 +62,7 @@ def test_windows_are_joined_only_if_the_interval_is_unset():
     assert read_config({"EFFICIENTLLM_LOG_INTERVAL": "10"}) == Config(log_interval=10)
 
 
-def test_windows_of_10_ms_become_one_a_second():
+def test_windows_of_10_ms_become_one_window_per_second():
     job = Job(2)
     for window in range(1, 1001):
         job.send(short(0, window))
@@ -218,7 +218,7 @@ def test_rank_far_ahead_does_not_delay_other_ranks():
     assert [one.report.iteration_last for one in job.closed()] == list(range(1000, 10_001, 1000))
 
 
-def test_a_full_rank_loses_nothing():
+def test_rank_with_a_full_buffer_loses_no_report():
     job = Job(1)
     rows = [short(0, window, 0.0001) for window in range(1, 1501)]
     taken = [job.aggregator.reports(reports(one), Now(0.0, 1000.0), MAX_PENDING_BYTES // 100) for one in rows]
@@ -249,7 +249,7 @@ def test_joined_row_has_the_sums_of_its_parts():
     assert math.isclose(whole.wall_s, 0.02)
 
 
-def test_a_missing_row_is_not_an_iteration():
+def test_missing_row_adds_no_iterations():
     whole = join([short(0, 1), short(0, 3)], 3)
 
     assert (whole.iterations, whole.iteration_last, whole.tokens) == (20, 30, 2000)

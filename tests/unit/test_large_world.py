@@ -56,7 +56,7 @@ def test_large_world_is_acknowledged_every_second_per_1000_ranks():
     assert [pace.is_due(at_s, 10_000, is_ending=False) for at_s in (1.0, 9.9, 10.0)] == [False, False, True]
 
 
-def test_acknowledged_every_second_while_the_job_ends():
+def test_reports_are_acknowledged_every_second_while_the_job_ends():
     pace = Pace(1000)
     pace.kept(0.0)
     pace.closed(1)

@@ -191,7 +191,7 @@ def test_no_tag_has_two_bases():
         assert name not in of_run
 
 
-def test_headline_metrics_have_three_bases_and_others_one():
+def test_headline_metrics_have_three_bases_and_other_metrics_one():
     job = with_keys(TOTALS, utilization_mean=0.3, energy_complete=True)
     window = with_keys(TOTALS, utilization_mean=0.6, gpus=2)
 
@@ -311,7 +311,7 @@ def test_without_gpus_throughput_is_per_rank():
     assert metrics.energy.watts_per_gpu(with_keys(TOTALS, gpus=0)) is None
 
 
-def test_energy_of_the_job_in_wh_and_per_generated_token():
+def test_energy_is_available_in_wh_and_per_generated_token():
     assert metrics.energy.total_wh(COMPLETE) == pytest.approx(60_000 / 3600)
     assert metrics.energy.joules_per_generated_token(COMPLETE) == pytest.approx(60_000 / 900)
 
@@ -324,7 +324,7 @@ def test_emissions_are_kwh_times_pue_times_intensity():
     assert metrics.energy.co2_kg(with_keys(COMPLETE, carbon_g_per_kwh=0.0)) == 0.0, "zero is an intensity"
 
 
-def test_costs_are_in_the_currency_of_their_prices_and_need_them():
+def test_costs_need_prices_and_have_the_currency_of_the_prices():
     # 1/60 kWh * 1.2 * 0.25
     assert metrics.energy.electricity_cost(COMPLETE) == pytest.approx(0.005)
     assert metrics.energy.electricity_cost(with_keys(COMPLETE, price_per_kwh=None)) is None

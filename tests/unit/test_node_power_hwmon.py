@@ -1,4 +1,4 @@
-"""effllm/devices/node/hwmon.py with trees like on Grace and EPYC; no such machine was available."""
+"""effllm/devices/node/hwmon.py with fake trees of Grace and EPYC; no such machine was available."""
 
 from pathlib import Path
 
@@ -140,7 +140,7 @@ def test_unknown_interval_is_marked_as_assumed(tmp_path):
 
 
 @pytest.mark.parametrize("microwatts", [0xFFFFFFFF * 1000, 0, -5, "", "N/A"])
-def test_implausible_reading_fails_and_the_next_good_one_counts(grace_hopper, microwatts):
+def test_implausible_reading_fails_and_the_next_good_reading_counts(grace_hopper, microwatts):
     reader = open_reader("node1", grace_hopper.root)
     grace_hopper.files["Grace Power Socket 0"].write_text(f"{microwatts}\n")
     failed, failures = reader.read()

@@ -1,4 +1,4 @@
-"""effllm/devices/node/rapl.py with trees like on Intel's and AMD's servers; no machine with RAPL was available."""
+"""effllm/devices/node/rapl.py with fake trees of Intel's and AMD's servers; no machine with RAPL was available."""
 
 import shutil
 import time
@@ -96,7 +96,7 @@ def test_energy_is_right_over_several_ranges_of_65_kj(tmp_path, clock):
     assert rapl.note == "RAPL through powercap: 1 CPU package without DRAM, for which there is no counter"
 
 
-def test_read_error_adds_no_full_range_as_in_other_tools(powercap, rapl, clock):
+def test_read_error_adds_no_full_counter_range(powercap, rapl, clock):
     clock.now_s += 1.0
     powercap.set_j("intel-rapl:0", 1100)
     assert flowed_j(rapl) == 100
@@ -111,7 +111,7 @@ def test_read_error_adds_no_full_range_as_in_other_tools(powercap, rapl, clock):
     assert flowed_j(rapl) == 250
 
 
-def test_read_error_fails_that_read_and_is_never_zero(powercap, rapl, clock):
+def test_read_error_fails_the_reading_and_is_never_zero(powercap, rapl, clock):
     reader = open_reader("node1", rapl)
     powercap.break_zone("intel-rapl:1:0")
     sample, failures = reader.read()

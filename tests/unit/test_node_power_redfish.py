@@ -85,7 +85,7 @@ def test_the_inputs_of_all_power_supplies_add_up(serve, opened):
     assert reader.device.energy_note == "sum of the inputs of 2 power supplies; integrated power"
 
 
-def test_older_form_with_all_supplies_in_one_resource(serve, opened):
+def test_older_form_with_all_supplies_in_one_resource_is_read(serve, opened):
     power = {"PowerSupplies": [{"MemberId": "0", "PowerInputWatts": 400}, {"MemberId": "1", "PowerInputWatts": 412.5}]}
     reader = opened(serve(tree(chassis("1", Power=link(f"{CHASSIS}/Power")), {f"{CHASSIS}/Power": power})))
 
@@ -583,7 +583,7 @@ def test_slow_body_without_length_is_not_an_answer(serve, credentials):
     assert why_not(service.url, credentials(), limit_s=0.4).endswith("no answer within 0.4 s")
 
 
-def test_without_urllib3_the_pip_line_is_named(monkeypatch):
+def test_without_urllib3_the_pip_command_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "urllib3", None)
     (node,) = [one for one in node_power.openers("https://bmc.example/redfish/v1", "node1") if one.name == "psu"]
 

@@ -183,7 +183,7 @@ def test_row_without_energy_has_no_energy_error(folder):
     assert (row.energy_j, row.energy_error_j, row.energy_gain_error, row.energy_estimated_j) == (None,) * 4
 
 
-def test_coverage_without_energy_is_that_of_memory_or_unknown(folder):
+def test_coverage_without_energy_is_memory_coverage_or_unknown(folder):
     half = DeviceWindow("cpu", Integrals(NOT_MEASURED, 4e9, 2.06))
     rows = [
         make_row(0, devices=(half,)),
@@ -269,7 +269,7 @@ def test_oldest_detail_is_removed_at_the_size_limit(folder):
     assert "the oldest windows and rows of ranks are removed from now on, totals and events stay" in line
 
 
-def test_no_limit_removes_nothing(folder):
+def test_without_a_limit_no_file_is_removed(folder):
     store = RunFolder(folder, {}, limit_mb=0, segment_bytes=10_000)
     for iteration in range(10, 1010, 10):
         store.write(make_report(iteration), ())

@@ -67,13 +67,13 @@ def test_event_has_logged_iteration_numbers_host_and_device():
     assert text.endswith("utilization 100 %, 210 W; 3 others at 1011")
 
 
-def test_stacks_of_ranks_behind_and_one_other_are_requested_once():
+def test_stacks_of_ranks_behind_and_another_rank_are_requested_once():
     job = Job()
     job.stall(BEHIND, until_s=500.0)
     asked = job.aggregator.stalls.take_asked()
 
     assert sorted(asked) == [0, 2]
-    assert [kind for kind, _ in job.events()] == ["stalled", "stack", "stalled"]  # the second one after 5 min
+    assert [kind for kind, _ in job.events()] == ["stalled", "stack", "stalled"]  # the second report after 5 min
     assert job.aggregator.stalls.take_asked() == []
 
 

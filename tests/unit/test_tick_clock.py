@@ -107,7 +107,7 @@ def test_unmoved_counter_at_a_due_tick_narrows_the_clock():
     clock = TickClock(0.1, 0.0)
     clock.moved(START_NS, START_NS + 10_000_000)
 
-    clock.did_not_move(START_NS + 90_000_000, START_NS + 106_000_000)  # due at 100 to 110 ms, so it is at 106 to 110
+    clock.did_not_move(START_NS + 90_000_000, START_NS + 106_000_000)  # the tick due at 100-110 ms is at 106-110 ms
 
     assert clock.before(START_NS + 120_000_000) == pytest.approx((START_NS + 108_000_000, 2_000_000))
 
@@ -185,7 +185,7 @@ def test_stated_last_tick_before_a_time_is_true(reads, phase, off, moments):
     for moment in moments:
         moment_ns = last_ns + moment * TICK_NS
         stated = clock.certain_before(moment_ns)
-        if stated is not None:  # it must be the last true tick
+        if stated is not None:  # `stated` must be the last true tick
             assert abs(counter.tick_ns(counter.number(moment_ns)) - stated[0]) <= stated[1] + 2
 
 
@@ -242,7 +242,7 @@ def test_jittering_ticks_are_conflicts_and_widen_the_bounds(jitter_ns):
     assert 200 * jitter_ns / TICK_NS < refused < 100
 
 
-def test_counter_that_froze_once_is_trusted_again_later():
+def test_clock_recovers_from_a_counter_that_froze_once():
     clock = TickClock(0.1, 2e-5)
     counter = Counter(clock, phase_ns=31_700_000)
     reads_of_an_agent(counter, [START_NS + (5 + 3 * i) * NS + i * 7_340_000 for i in range(30)])

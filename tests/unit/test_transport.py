@@ -1,4 +1,4 @@
-"""network/transport.py: frames are valid and plausible, or an error; an outbox counts dropped reports."""
+"""network/transport.py: invalid and implausible frames raise an error; an outbox counts dropped reports."""
 
 import math
 import select
@@ -266,7 +266,7 @@ def test_frames_are_filled_and_a_large_row_is_sent_alone(monkeypatch):
 
 
 @pytest.mark.fault("network-cut")
-def test_full_outbox_drops_the_oldest_and_counts_it():
+def test_full_outbox_drops_the_oldest_report_and_counts_the_loss():
     outbox = Outbox(2)
     for sequence in (1, 2, 3):
         outbox.add(row(sequence=sequence))
@@ -420,7 +420,7 @@ def test_invalid_answer_is_dropped_by_the_agent(context, server):
     link.close()
 
 
-def test_a_message_of_other_parts_is_an_empty_frame(context, server):
+def test_message_with_other_parts_is_an_empty_frame(context, server):
     raw = context.socket(zmq.DEALER)
     raw.connect(server.address)
     raw.send_multipart((b"", b"a", b"b"))

@@ -12,7 +12,7 @@ FILES = {
     for path in sorted((ROOT / folder).rglob("*.py"))
 } | {"setup.py": ROOT / "setup.py"}
 
-#: Modules that create objects from bytes, which can call any function.
+#: Modules that create objects from bytes; such bytes can call any function.
 MODULES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "jsonpickle", "marshal", "shelve", "joblib", "code"}
 
 #: Names of unsafe functions, in any module: pyzmq, torch.distributed, pandas, yaml, subprocess.

@@ -73,7 +73,7 @@ def step(device, cuda, start_ms, end_ms):
     device.end()
 
 
-def test_an_iteration_is_read_when_the_next_one_ends():
+def test_an_iteration_is_read_when_the_next_iteration_ends():
     cuda = Cuda()
     device = DeviceTime(cuda)
 
@@ -203,7 +203,7 @@ def test_profiled_iterations_are_summed_in_their_window():
 def test_time_outside_al_is_not_idle_and_devices_have_own_time():
     with recording({1: SPLIT, 2: SPLIT._replace(duration_ns=140 * MS, idle_ns=55 * MS)}) as made:
         made.recorder.start(_now=lambda: 1)
-        made.recorder.waited(10 * MS)  # wait 10 of 100 ms; 60 compute, 25 exposed, so 5 idle
+        made.recorder.waited(10 * MS)  # of 100 ms; 60 compute, 25 are exposed, so 5 are idle
         made.recorder.end(_now=lambda: 100 * MS + 1)
         made.recorder._profile.is_of_device = True
         iterate(made.recorder, 1)

@@ -118,7 +118,7 @@ def test_failed_reading_is_a_gap_and_no_zero():
     assert (found.memory_byte_seconds, found.memory_covered_s) == (200.0, 2.0)
 
 
-def test_long_gap_affects_all_but_the_counter():
+def test_long_gap_affects_every_integral_except_the_counter():
     one = series(Sample(1, 7.0, 0.5, 100.0, 0.0), Sample(10 * NS + 1, 7.0, 0.5, 100.0, 1234.0), gap_s=5.0)
 
     assert one.integrals(1, 10 * NS + 1) == Integrals(amount(1234.0, 10.0))
@@ -165,7 +165,7 @@ def iterate(loop, count, step_s=1.0, wait_s=0.5, tokens=100, samples=4):
         loop.end(start_ns + int(step_s * NS), tokens, samples)
 
 
-def test_row_spans_from_the_previous_end_to_its_own():
+def test_row_spans_from_the_end_of_the_previous_row_to_its_own_end():
     with looping(log_interval=2) as loop:
         iterate(loop, 5)
         loop.recorder.finish()
@@ -570,7 +570,7 @@ def test_power_cap_is_a_separate_reason_and_no_slowdown():
     assert window.throttled_s == {"power_cap": 2.0, "hw_thermal": 1.0, "any": 1.0, "sync_boost": 1.0}
 
 
-def test_power_above_the_last_bin_is_counted_in_it():
+def test_power_above_the_last_bin_counts_in_the_last_bin():
     series = Series(gpu(), 5.0)
     for second, power_w in enumerate((100.0, 3995.0, 9000.0, 9000.0)):
         series.add(Sample(time_ns=(second + 1) * 10**9, power_w=power_w))
