@@ -120,8 +120,8 @@ class Row:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.energy_unprofiled", description=__doc__)
-    parser.add_argument("--set", choices=(HELD_OUT, TUNING), default=TUNING, help="of traces (default: tuning)")
-    parser.add_argument("--runs", type=int, default=RUNS, help=f"of each wave on each kind of sensor (default: {RUNS})")
+    parser.add_argument("--set", choices=(HELD_OUT, TUNING), default=TUNING, help="set of traces (default: tuning)")
+    parser.add_argument("--runs", type=int, default=RUNS, help=f"runs per wave and kind of sensor (default: {RUNS})")
     parser.add_argument("--keep", action="store_true", help="keep the figures in benchmarks/results/")
     given = parser.parse_args()
     began_s = time.monotonic()

@@ -38,11 +38,13 @@ PROFILE_S, QUICK_PROFILE_S = 60.0, 10.0
 def main() -> int:
     """Measure, and print a table; return 2 if there is no GPU."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
-    parser.add_argument("--device", default="", help="which GPU: index in bus order, or UUID (default: the first)")
-    parser.add_argument("--load", default="", metavar="MODULE:NAME", help="what loads it (default: torch)")
+    parser.add_argument("--device", default="", help="GPU: index in bus order, or UUID (default: the first)")
+    parser.add_argument("--load", default="", metavar="MODULE:NAME", help="program that loads the GPU (default: torch)")
     parser.add_argument("--quick", action="store_true", help="two minutes instead of ten: too little for figures")
     parser.add_argument("--keep", action="store_true", help="keep the figures in a file")
-    parser.add_argument("--folder", type=Path, default=RESULTS, help="of that file (default: benchmarks/results/)")
+    parser.add_argument(
+        "--folder", type=Path, default=RESULTS, help="folder of the file (default: benchmarks/results/)"
+    )
     given = parser.parse_args()
     try:
         reader = open_gpu(given.device)

@@ -165,7 +165,7 @@ def test_files_are_complete_after_all_processes_are_killed(launch):
 
 
 @pytest.mark.fault("everything-killed")
-def test_start_killed_before_a_window_is_an_attempt(launch):
+def test_attempt_killed_before_its_first_window_is_counted(launch):
     def is_known(job, attempt):
         kept = job.runs() and state(job.ledger)
         return kept and kept.attempt == attempt

@@ -97,7 +97,7 @@ def is_one_job(jobs_of_hosts, num_ranks, iterations=ITERATIONS):
 
 
 @pytest.mark.parametrize("family", ["IPv4", "IPv6"])
-def test_two_hosts_are_one_job_with_keys(hosts, launch, family):
+def test_ranks_on_two_hosts_are_one_job_with_keys(hosts, launch, family):
     one, two = hosts(2)
     master = one.address if family == "IPv4" else one.address6
 

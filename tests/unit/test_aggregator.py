@@ -250,7 +250,7 @@ def test_open_windows_close_in_order_at_the_end():
     assert [report.window for report in job.closed()] == [2, 3]
 
 
-def test_all_lost_when_every_remaining_rank_is_lost():
+def test_job_is_lost_when_every_remaining_rank_is_lost():
     job = Job().join()
     job.bye(0)
     assert not job.aggregator.presence.all_lost(job.now_s)
@@ -696,7 +696,7 @@ def test_slowest_rank_is_named_from_the_third_window_on():
     assert (job.summary().slowest, job.summary().windows_compared) == ({2: 2}, 4)
 
 
-def test_no_slowest_rank_without_own_step_times():
+def test_slowest_rank_is_not_named_without_own_step_times():
     job = Job(3).join()
     for window in range(1, 21):
         for rank, busy_s in enumerate((9.0, 12.0, 10.0)):
@@ -936,7 +936,7 @@ def test_only_reports_of_closed_windows_are_acknowledged():
     assert job.aggregator.open.safe() == {0: 1, 1: 1}
 
 
-def test_next_attempt_keeps_sums_and_starts_with_own_ranks():
+def test_next_attempt_keeps_sums_and_starts_with_new_ranks():
     first = Job(warmup="10").join()
     run_of(first, 2)
     snapshot = restore(first.aggregator.snapshot()).next_attempt("second job")

@@ -89,7 +89,7 @@ def test_empty_environment_gives_the_defaults():
 
 
 @pytest.mark.parametrize("variable", VARIABLES, ids=lambda variable: variable.name)
-def test_default_in_a_shell_reads_back_as_itself(variable):
+def test_default_as_text_is_read_as_the_default_value(variable):
     assert getattr(read_config({PREFIX + variable.name: variable.default}), variable.field) == getattr(
         Config(), variable.field
     )
@@ -107,7 +107,7 @@ def test_defaults_equal_the_original_defaults():
 
 
 @pytest.mark.parametrize("name", GOOD)
-def test_valid_value_is_taken(name):
+def test_valid_value_is_accepted(name):
     text, expected = GOOD[name]
     field = next(variable.field for variable in VARIABLES if variable.name == name)
 

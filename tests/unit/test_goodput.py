@@ -124,7 +124,7 @@ def test_less_than_a_microsecond_is_in_no_class():
     assert {name for name, seconds in goodput.seconds.items() if seconds} == {"kept", "data"}
 
 
-def test_healthy_job_is_kept_time_and_data_wait():
+def test_healthy_job_has_only_kept_time_and_data_wait():
     goodput = Run().join().window(1).window(2).bye(status="completed").goodput()
 
     assert goodput.elapsed_s == 20.0
@@ -150,7 +150,7 @@ def test_phases_are_classes_with_their_own_joules():
     assert goodput.joules["kept"] + goodput.joules["data"] == pytest.approx(970.0)
 
 
-def test_generation_is_productive_and_its_own_class():
+def test_generation_is_productive_and_a_separate_class():
     goodput = Run(1).join().wait(10).window(1, phases_s={"generation": 10.0}).goodput()
 
     assert goodput.seconds["generation"] == 10.0
@@ -345,7 +345,7 @@ def test_replaced_aggregator_continues_the_account():
     assert run.seconds(ended=False) == pytest.approx({"kept": 18.0, "data": 2.0})
 
 
-def test_clock_set_back_gives_no_negative_gap_and_an_event():
+def test_clock_set_back_gives_an_event_and_no_negative_gap():
     run = Run().join().window(1).bye()
     run.time_s -= 3600
     run.boot = "another"  # another machine: only the unix time can be compared

@@ -187,7 +187,7 @@ def test_start_up_may_take_half_an_hour():
     assert [1800 <= when_s <= 1830 for when_s, _ in reported] == [True]
 
 
-def test_no_stall_after_the_last_iteration():
+def test_pause_after_the_last_iteration_is_not_a_stall():
     job = Job(last_iteration=101)
     job.run(100)
 
@@ -287,7 +287,7 @@ def test_delayed_heartbeat_makes_no_rank_slower():
         assert job.check(now_s) == []
 
 
-def test_no_lone_stall_after_the_aggregator_was_suspended():
+def test_suspended_aggregator_reports_no_stall_of_one_rank():
     job = Job(ranks=2)
     job.run(100)
     # The aggregator is suspended until 170 s. At 130 s, rank 0 begins to save, and rank 1 waits for rank 0.
@@ -415,7 +415,7 @@ MOVES = st.lists(
 
 @given(MOVES, st.floats(0.0, 8.0))
 @settings(max_examples=150, deadline=None)
-def test_no_stall_of_a_rank_that_moved_within_its_timeout(moves, late_s):
+def test_rank_that_moved_within_its_timeout_has_not_stalled(moves, late_s):
     job = Job(ranks=3)
     moved_s, place = [0.0, 0.0, 0.0], [(0, STARTUP)] * 3
     now_s, next_beat_s = 0.0, 0.0

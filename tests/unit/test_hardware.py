@@ -242,7 +242,7 @@ def test_ambiguous_name_has_no_peak():
     assert either.memory_bytes == 64 * 2**30
 
 
-def test_missing_precision_is_none_and_unknown_is_an_error():
+def test_missing_precision_is_none_and_unknown_precision_is_an_error():
     assert peak_flops_per_s("NVIDIA A100-SXM4-80GB", "fp8") is None
     assert peak_flops_per_s("NVIDIA H100 80GB HBM3", "fp4") is None
     with pytest.raises(ValueError, match=r"'bfloat16', not one of fp64, .*bf16"):
@@ -354,7 +354,7 @@ def test_every_sensor_has_a_source_and_a_plausible_duty():
         assert sensor.duty is None or 0 < sensor.duty <= 1
 
 
-def test_boards_compared_with_a_meter_read_low():
+def test_boards_compared_with_a_meter_show_too_low_power():
     assert find("NVIDIA A100-PCIE-40GB").gain_measured == (-0.058, -0.055)
     assert find("NVIDIA GeForce RTX 3090").gain_measured == (-0.056, -0.040)
     assert find("NVIDIA H100 80GB HBM3").gain_measured is None

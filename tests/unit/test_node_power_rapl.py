@@ -389,7 +389,7 @@ def test_mirrored_dies_are_counted_once_through_perf(pmu, clock):
     assert [event.is_open for event in pmu.opened] == [True, False, False]
 
 
-def test_perf_that_fails_midway_leaves_nothing_open(powercap, pmu, clock, monkeypatch):
+def test_perf_that_fails_midway_leaves_no_event_open(powercap, pmu, clock, monkeypatch):
     close_powercap(monkeypatch)
     pmu.limit = 3
 

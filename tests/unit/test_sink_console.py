@@ -368,7 +368,7 @@ def test_the_end_of_a_run_prints_the_golden_table():
     assert stream.getvalue() == (GOLDEN / "console_closing.txt").read_text()
 
 
-def test_full_table_of_a_run_is_golden():
+def test_full_table_of_a_run_equals_the_golden_table():
     golden = (GOLDEN / "console_summary.txt").read_text()
     values = {
         tag: value for tag, value in make_summary().metrics.items() if f" {metrics.describe(tag).name} " in golden

@@ -31,7 +31,7 @@ def changes(seed, step_s, per_window, seconds, slower_from_s=float("inf")):
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("per_window", [10, 1000])
-def test_load_of_the_host_for_seconds_is_not_reported(seed, per_window):
+def test_short_load_of_the_host_is_not_reported(seed, per_window):
     assert changes(seed, 0.0013, per_window, seconds=600) == []
 
 

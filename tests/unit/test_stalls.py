@@ -127,7 +127,7 @@ def test_unrequested_stack_is_dropped(who):
     assert job.aggregator.stalls.take_files() == []
 
 
-def test_a_stack_is_taken_once():
+def test_stack_is_stored_once():
     job = Job()
     job.stall(BEHIND)
     job.stack(2)
@@ -151,7 +151,7 @@ def test_summary_has_stalled_time_during_and_after_a_stall():
     assert job.summary(ended=False).metrics["health/stalled_s"].value == pytest.approx(50.0)
 
 
-def test_two_stalls_add_up_and_each_requests_stacks():
+def test_times_of_two_stalls_add_up_and_each_stall_requests_stacks():
     job = Job()
     job.stall(BEHIND)
     first = job.aggregator.stalls.take_asked()

@@ -146,7 +146,7 @@ def test_slow_data_loader_is_named_by_its_waits():
     assert "makes its 7 peers wait for 1" in line.text and " ms of an iteration for data, they 2." in line.text
 
 
-def test_wait_that_delays_no_other_rank_is_not_named():
+def test_rank_is_not_named_if_its_waits_delay_no_other_rank():
     # One rank waits and has longer iterations; the other ranks do not: they do not train together.
     job = SynchronousJob(8)
     for _ in range(12):
@@ -330,7 +330,7 @@ def test_joules_with_a_gap_are_none():
     assert total.joules is None and total.gpu_seconds > 0
 
 
-def test_cost_is_zero_without_stragglers_and_else_unknown():
+def test_cost_is_zero_without_stragglers_and_none_without_own_times():
     assert SynchronousJob(8).run(3).seen[-1][:2] == (0.0, 0.0)
     assert SynchronousJob(8, has_sync_point=False).run(3).seen[-1].seconds is None
 
