@@ -42,9 +42,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.energy", description=__doc__)
     parser.add_argument("--set", choices=(HELD_OUT, TUNING), default=HELD_OUT, help="set of traces (default: held-out)")
     parser.add_argument("--tools", default=",".join(TOOLS), help="tools, separated by commas (default: all)")
-    parser.add_argument(
-        "--copies", type=int, default=3, help="parallel processes of each tool on each host (default: 3)"
-    )
+    parser.add_argument("--copies", type=int, default=3, help="parallel processes per tool and host (default: 3)")
     parser.add_argument("--profiled", action="store_true", help="effllm gets a profile with a lag of 0")
     parser.add_argument("--quick", action="store_true", help="a minute instead of ten: too few windows for figures")
     parser.add_argument("--keep", action="store_true", help="keep the figures in benchmarks/results/")

@@ -42,9 +42,7 @@ def main() -> int:
     parser.add_argument("--load", default="", metavar="MODULE:NAME", help="program that loads the GPU (default: torch)")
     parser.add_argument("--quick", action="store_true", help="two minutes instead of ten: too little for figures")
     parser.add_argument("--keep", action="store_true", help="keep the figures in a file")
-    parser.add_argument(
-        "--folder", type=Path, default=RESULTS, help="folder of the file (default: benchmarks/results/)"
-    )
+    parser.add_argument("--folder", type=Path, default=RESULTS, help="the file's folder (default: benchmarks/results/)")
     given = parser.parse_args()
     try:
         reader = open_gpu(given.device)

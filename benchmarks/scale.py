@@ -37,9 +37,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="a minute at most: small worlds, a few windows")
     parser.add_argument("--keep", action="store_true", help="keep the figures in benchmarks/results/")
     parser.add_argument("--ranks", help="worlds to measure, separated by commas")
-    parser.add_argument(
-        "--arrival", default="burst", choices=("burst", "even"), help="arrival of the reports of a window"
-    )
+    parser.add_argument("--arrival", default="burst", choices=("burst", "even"), help="arrival of a window's reports")
     parser.add_argument("--security", default="curve", choices=("curve", "none"), help="with keys or without")
     given = parser.parse_args()
     worlds = [int(text) for text in given.ranks.split(",")] if given.ranks else QUICK_RANKS if given.quick else RANKS
