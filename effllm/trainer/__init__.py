@@ -1,1 +1,1 @@
-"""The part in the training process: the standard library alone, and nothing that waits or fails."""
+"""The part of effllm in the training process: only the standard library; no call in the loop waits or raises."""

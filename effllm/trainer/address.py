@@ -1,6 +1,6 @@
 """The address of the aggregator: rank 0 opens and publishes it, the other ranks search for it.
 
-Runs in the training process, before the first iteration; standard library only.
+This module runs in the training process, before the first iteration.  It imports only the standard library.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from effllm.trainer.declared import Declared
 
 
 class AggregatorAddress:
-    """The address of one session.
+    """The address of the aggregator in one session.
 
     Args:
-        config: of this rank.
-        place: of this rank.
-        declared: gets the endpoint, the job, and whether its reports have keys.
-        write: publishes the result of a search; may be called in the search thread.
-        board: shows when the aggregator has admitted the agent.
+        config: settings of this rank.
+        place: rank, local_rank and world_size of this rank.
+        declared: facts of this rank; the endpoint, the job and ``secured`` are set here.
+        write: called with the result of the search, perhaps in the search thread.
+        board: the board; its ``welcome`` is the endpoint that has admitted the agent.
     """
 
     _generation = 0
@@ -44,10 +44,10 @@ class AggregatorAddress:
     ) -> None:
         self._config, self._place, self._declared = config, place, declared
         self._write, self._board = write, board
-        self.listener: socket.socket | None = None  #: of rank 0, for the aggregator
+        self.listener: socket.socket | None = None  #: rank 0's listening socket for the aggregator
 
     def find(self) -> Callable[[], None]:
-        """Set the endpoint, or return a function that starts the search once the agent runs.
+        """Set the endpoint; return a function that starts the search, to be called when the agent runs.
 
         Raises:
             DiscoveryError: rank 0 has no address, or the limit of open files is too low for the number of ranks.
@@ -79,7 +79,7 @@ class AggregatorAddress:
         return lambda: None
 
     def _listen(self, source: Any, is_secured: bool) -> str:
-        """Listen on rank 0 and return the endpoint; if that fails, publish the reason to the other ranks."""
+        """Listen on rank 0 and return the endpoint; after an error, publish the reason to the other ranks."""
         try:
             address = self._own_address()
             self.listener = listener = listening.listen_within(address, self._config.ports)
@@ -99,7 +99,7 @@ class AggregatorAddress:
         return listening.own_address(self._place, self._config)
 
     def _has_secret(self) -> bool:
-        """Whether there is a secret: optional for a job on one host, required (and not checked here) for other jobs."""
+        """Whether the job has a secret.  Only a job on one host may have none, so other jobs are not checked."""
         config, place = self._config, self._place
         if config.security != "auto" or config.endpoint or not place.one_host:
             return True
@@ -107,7 +107,7 @@ class AggregatorAddress:
             self._config = discovery.find_secret(config)
         except secret.SecretError as error:
             if place.rank == 0:
-                print_line(f"reports have no keys, other users of this host can forge them: {error}")
+                print_line(f"reports have no keys, so other users of this host can forge reports: {error}")
             return False
         self._declared.set(config=self._config)
         return True
@@ -117,7 +117,7 @@ class AggregatorAddress:
         if self._place.rank == 0 and not facts.secured and (line := discovery.openness(facts.endpoint)):
             print_line(line)
 
-    # These may run in the search thread.
+    # The next three methods may run in the search thread.
 
     def _found(self, record: Mapping[str, str]) -> None:
         self._write(from_document(FoundAddress, record))
@@ -128,7 +128,7 @@ class AggregatorAddress:
     def _is_welcome(self, endpoint: str) -> bool:
         try:
             return self._board.welcome() == endpoint
-        except ValueError:  # the board was closed: the loop is over
+        except ValueError:  # the board is closed: the loop has ended
             return True
 
 

@@ -1,7 +1,7 @@
-"""The original's public class and functions: start and stop the agent, pass the loop's calls to the recorder.
+"""The public class and functions of the original; they start and stop the agent and call the recorder.
 
-Runs in the training process, so it imports only the standard library and never raises into the loop: an error costs
-metrics and one line.
+This module runs in the training process, so it imports only the standard library and never raises into the loop.
+After an error, one line is printed and the metrics are missing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from effllm.trainer.lifecycle import Lifecycle
 from effllm.trainer.recorder import Recorder
 from effllm.trainer.values import NAN, EfficientLLMMetrics
 
-#: Owners that a stop releases, for the next training in this process.
+#: A stop releases these owners of the iterations, because another training may follow in this process.
 _OWN_LEVELS = (
     (ownership.EXPLICIT, "calls"),
     (ownership.EXPLICIT, "requests"),
@@ -31,16 +31,16 @@ class MetricsCollector:
     """The interface of a training loop.
 
     Args:
-        collection_interval: seconds between device samples; by default that of the environment.
-        history_size: slots of the ring; by default that of the environment.
+        collection_interval: seconds between device samples; by default the environment's setting.
+        history_size: slots of the ring; by default the environment's setting.
     """
 
     def __init__(self, collection_interval: float | None = None, history_size: int | None = None) -> None:
         self.lifecycle = Lifecycle(collection_interval_s=collection_interval, history_size=history_size)
         self.declared = self.lifecycle.declared
         self._counted = Counted()
-        self._counts = False  # whether the loop calls record_iteration_end itself
-        self._batch = (0, 0)  # tokens and samples that set_batch_config declared
+        self._counts = False  # whether the loop itself calls record_iteration_end
+        self._batch = (0, 0)  # tokens and samples of a step, from set_batch_config
 
     @property
     def is_collecting(self) -> bool:
@@ -49,7 +49,7 @@ class MetricsCollector:
 
     @property
     def recorder(self) -> Recorder | None:
-        """The recorder for hooks of frameworks; ``None`` while nothing is collected."""
+        """The recorder for the hooks of frameworks; ``None`` while metrics are not collected."""
         return self.lifecycle.recorder
 
     @property
@@ -58,13 +58,13 @@ class MetricsCollector:
         return self._counted.has_any
 
     def start_collection(self) -> None:
-        """Start the agent of this rank; a second start, or a start with metrics off, does nothing."""
+        """Start the agent of this rank; does nothing if the agent runs or metrics are off."""
         if not self.is_collecting:
             self._counted.take()
             self.lifecycle.start()
 
     def stop_collection(self, status: str = "completed") -> None:
-        """End the collection: rank 0 waits for the summary, five seconds at most; a second stop does nothing."""
+        """End the collection; rank 0 waits up to 5 s for the summary.  A second stop does nothing."""
         if self.is_collecting:
             self.lifecycle.stop(status)
             self._counts = False
@@ -72,13 +72,13 @@ class MetricsCollector:
                 ownership.release(level, name)
 
     def end_requests(self) -> None:
-        """End a run that the first request started, because a training has its own run."""
+        """End a run that a request started: a training that follows has its own run."""
         if self.lifecycle.is_for_requests:
             self.stop_collection()
             self.declared.forget_requests()
 
     def warn(self, line: str) -> None:
-        """Report one line through the agent, once."""
+        """Log a line through the agent, once."""
         self.lifecycle.warn(line)
 
     # --- the loop's calls ---
@@ -101,10 +101,10 @@ class MetricsCollector:
         """Stamp the end of an iteration.
 
         Args:
-            tokens_processed: this rank's share of the positions, padding included.
-            samples_processed: this rank's share of the samples.
-            tokens: positions without padding, used for TT; by default ``tokens_processed``.
-            tokens_loss: positions with a label.
+            tokens_processed: number of positions on this rank, padding included.
+            samples_processed: number of samples on this rank.
+            tokens: number of positions without padding, used for TT; by default ``tokens_processed``.
+            tokens_loss: number of positions with a label.
         """
         if (recorder := self.lifecycle.recorder) is not None:
             if not self._counts:
@@ -115,12 +115,12 @@ class MetricsCollector:
                 recorder.end(tokens_processed, samples_processed, tokens, tokens_loss)
 
     def sync_point(self) -> None:
-        """Mark the point where this rank first waits for others: `effllm.sync_point`."""
+        """See `effllm.sync_point`."""
         if (recorder := self.lifecycle.recorder) is not None:
             recorder.sync_point()
 
     def set_peer_group(self, name: str, replica: str = "") -> None:
-        """Set the group of ranks with the same work: `effllm.set_peer_group`."""
+        """See `effllm.set_peer_group`."""
         self.declared.learn(peer_group=text(name)[:200], replica=text(replica)[:200])
 
     def count(
@@ -131,14 +131,14 @@ class MetricsCollector:
         tokens_loss: int = 0,
         loss: float | None = None,
     ) -> None:
-        """Add counts to the running iteration of this rank: `effllm.count`."""
+        """See `effllm.count`."""
         if self.is_collecting and (wrong := self._counted.add(tokens, samples, tokens_processed, tokens_loss, loss)):
             self.warn(wrong)
 
     def end_counted(self, samples: int = 0) -> None:
-        """Stamp the end of an iteration with the counts of `count`, for a hook of steps that has no data.
+        """Stamp the end of an iteration with the sums of `count`, for a hook without access to the batches.
 
-        ``samples`` is the default if `count` was not given samples.
+        ``samples`` is used if no call of `count` had samples.
         """
         if (recorder := self.lifecycle.recorder) is not None:
             counts, loss = self._counted.take()
@@ -148,17 +148,17 @@ class MetricsCollector:
                 recorder.loss(self.declared.facts.first_iteration + recorder.ordinal, loss)
 
     def _claim(self) -> None:
-        """Make the loop itself the owner of the iterations, instead of a framework's hook."""
+        """Make the loop the owner of the iterations, in place of a framework's hook."""
         self._counts = ownership.claim(ownership.EXPLICIT, "calls")
 
     def record_step_start(self) -> None:
-        """Stamp the start of a step: `record_iteration_start` by LLaMA-Factory's name."""
+        """Stamp the start of a step; LLaMA-Factory's name of `record_iteration_start`."""
         if not self.declared.facts.style:
             self.declared.learn(style="Step")
         self.record_iteration_start()
 
     def record_step_end(self, tokens_processed: int | None = None, samples_processed: int | None = None) -> None:
-        """Stamp the end of a step; default counts are those of `set_batch_config`."""
+        """Stamp the end of a step; by default with the counts of `set_batch_config`."""
         tokens, samples = self._batch
         self.record_iteration_end(
             tokens if tokens_processed is None else tokens_processed,
@@ -167,7 +167,7 @@ class MetricsCollector:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Mark a period outside the iterations: ``evaluation``, ``checkpoint``, or any other name as ``other``."""
+        """See `effllm.phase`."""
         recorder = self.lifecycle.recorder
         if recorder is None:
             yield
@@ -187,25 +187,25 @@ class MetricsCollector:
         step: int | None = None,
         tb_writer: Any = None,
     ) -> dict[str, float]:
-        """Record the loss, and return the newest received values of the whole job, without waiting.
+        """Record the loss; return the newest received values of the whole job, without waiting.
 
         Args:
-            iteration: the number of the last completed iteration, as shown to users.
-            loss: its loss, as a number. A tensor on a GPU is not read, because that would be a synchronisation.
-            writer: has ``add_scalar(tag, value, step)``; receives each report's values once.
-            step: ``iteration`` by LLaMA-Factory's name.
-            tb_writer: ``writer`` by LLaMA-Factory's name.
+            iteration: number of the last completed iteration, as shown to users.
+            loss: loss of that iteration, as a number. A tensor on a GPU is not read, to avoid a synchronisation.
+            writer: an object with ``add_scalar(tag, value, step)``; it receives the values of each report once.
+            step: LLaMA-Factory's name of ``iteration``.
+            tb_writer: LLaMA-Factory's name of ``writer``.
 
         Returns:
-            The contract's six tags, ``nan`` where a value is not measured (yet).
+            Values of the contract's six tags; ``nan`` for a value that is not measured (yet).
         """
         iteration, writer = step if iteration is None else iteration, tb_writer if writer is None else writer
         if not self.declared.facts.is_numbered and self.is_collecting:
-            self.declared.learn(is_numbered=True)  # once: after a restart, repeated iterations are derived from it
+            self.declared.learn(is_numbered=True)  # set once; with it, iterations repeated after a restart are counted
         return self.log_own(iteration, loss, writer)
 
     def log_own(self, iteration: int | None, loss: float | None = None, writer: Any = None) -> dict[str, float]:
-        """Like `log_metrics`, but with our own count, which may restart at 0 in the next attempt."""
+        """Like `log_metrics`, for an iteration number of effllm, which may restart at 0 in the next attempt."""
         if (recorder := self.lifecycle.recorder) is not None:
             if getattr(loss, "is_cuda", False):
                 self.warn("log_metrics was given a loss on the GPU, which is not read: pass loss.item()")
@@ -220,22 +220,22 @@ class MetricsCollector:
         return values.tags()
 
     def reset(self) -> None:
-        """Restart the run-to-date values after the current window."""
+        """Reset the run-to-date values at the end of the current window."""
         if (recorder := self.lifecycle.recorder) is not None:
             recorder.reset()
 
     def set_model_parameters(self, model_parameters: int | None = None, *, num_parameters: int | None = None) -> None:
-        """Set the number of parameters of the whole model; ``num_parameters`` is LLaMA-Factory's name for it."""
+        """Set the number of parameters of the whole model; ``num_parameters`` is LLaMA-Factory's name."""
         given = num_parameters if model_parameters is None else model_parameters
         self.declared.learn_parameters(given)
 
     def set_batch_config(self, sequence_length: int, batch_size: int) -> None:
-        """Set the tokens and samples of one step on this rank, for loops that do not count."""
+        """Set the tokens of a sample and the samples of a step on this rank, for loops that do not count."""
         self._batch = (int(sequence_length) * int(batch_size), int(batch_size))
         self.declared.learn_run({"sequence_length": int(sequence_length), "batch_size": int(batch_size)})
 
     def record_facts(self, **facts: str | float | bool | None) -> None:
-        """Add to the run's facts in ``run.json``; those of rank 0 are used."""
+        """Add facts of the run to ``run.json``; only the facts of rank 0 are used."""
         self.declared.learn_run(facts)
 
     def calculate_amu(self) -> float:
@@ -271,7 +271,7 @@ class MetricsCollector:
         return self.lifecycle.values().all()
 
     def should_log(self, iteration: int | None) -> bool:
-        """Whether a window ends at ``iteration``; never while metrics are off."""
+        """Whether a window ends at ``iteration``; ``False`` while metrics are off."""
         config = self.lifecycle.config
         if not self.is_collecting or config is None or iteration is None:
             return False
@@ -286,7 +286,7 @@ _collector: MetricsCollector | None = None
 
 
 def get_metrics_collector() -> MetricsCollector:
-    """Return the collector of this process; before `initialize_efficientllm_metrics` it collects nothing."""
+    """Return the collector of this process; it collects nothing before `initialize_efficientllm_metrics`."""
     global _collector
     if _collector is None:
         _collector = MetricsCollector()
@@ -312,25 +312,24 @@ def initialize_efficientllm_metrics(
     place: Place | None = None,
     is_numbered: bool | None = None,
 ) -> MetricsCollector:
-    """Start the metrics of this rank; call it on every rank, once, before the loop.
+    """Start the metrics of this rank.
 
-    A second call adds to the first.  Both original signatures work with positional arguments:
-    ``(n, collection_interval)`` as in Megatron, and ``(n, sequence_length, batch_size, collection_interval)`` as in
-    LLaMA-Factory.
+    Call this function once on every rank, before the loop.  A second call only adds or replaces values.
 
     Args:
-        model_parameters: parameters of the whole model.
-        positional: see above.
-        collection_interval: seconds between device samples; by default that of the environment.
-        sequence_length: tokens of a sample, for `MetricsCollector.record_step_end` without counts.
-        batch_size: samples of a step on this rank, for the same.
-        parameter_share: instead, ``total``, ``trainable`` and ``active`` of this rank: the model is the sum over ranks.
-        first_iteration: iterations completed by an earlier run of the job.
-        total_iterations: their total number, for the remaining time.
+        model_parameters: number of parameters of the whole model.
+        positional: ``(collection_interval)`` as in Megatron, or ``(sequence_length, batch_size, collection_interval)``
+            as in LLaMA-Factory.
+        collection_interval: seconds between device samples; by default the environment's setting.
+        sequence_length: tokens of a sample, used by `MetricsCollector.record_step_end` without counts.
+        batch_size: samples of a step on this rank, used in the same way.
+        parameter_share: ``total``, ``trainable`` and ``active`` of this rank; the model's counts are sums over ranks.
+        first_iteration: number of iterations completed by earlier attempts of the job.
+        total_iterations: number of iterations of the whole training, for the remaining time.
         flops_per_token: model FLOPs per token, forward and backward, for MFU.
         hardware_flops_per_token: hardware FLOPs per token, including recomputation, for HFU.
-        facts: of the run, for ``run.json``.
-        place: of this rank, if the environment does not have it.
+        facts: facts of the run, for ``run.json``.
+        place: rank, local_rank and world_size, if the environment does not have them.
         is_numbered: whether ``first_iteration`` is known and not assumed; by default whether it is above 0.
     """
     if len(positional) == 1:
@@ -361,13 +360,13 @@ def initialize_efficientllm_metrics(
 
 
 def should_log_metrics(iteration: int | None = None, *, step: int | None = None) -> bool:
-    """Whether a window ends at ``iteration``: divisible by LOG_INTERVAL; never while metrics are off.
+    """Whether a window ends at ``iteration``: it is divisible by LOG_INTERVAL.  ``False`` while metrics are off.
 
-    ``step`` is LLaMA-Factory's name for it.
+    ``step`` is LLaMA-Factory's name of ``iteration``.
     """
     return get_metrics_collector().should_log(step if iteration is None else iteration)
 
 
 def finalize_efficientllm_metrics() -> None:
-    """End the metrics of this rank; rank 0 waits for the summary, five seconds at most."""
+    """End the metrics of this rank; rank 0 waits up to 5 s for the summary."""
     get_metrics_collector().stop_collection()

@@ -1,4 +1,4 @@
-"""The counts of the running iteration from `effllm.count`; standard library only."""
+"""The counts of the running iteration, from `effllm.count`."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from effllm.trainer.counts import whole_number
 
 
 class Counted:
-    """Counts and the loss since the end of the last iteration."""
+    """Sums of the counts, and the newest loss, since the end of the last iteration."""
 
     def __init__(self) -> None:
         self._counts = [0, 0, 0, 0]  # positions, samples, tokens, tokens with a label
         self._loss: Any = None
-        self.has_any = False  #: whether one of the counts is more than 0
+        self.has_any = False  #: whether a count is more than 0
 
     def add(self, tokens: Any, samples: Any, tokens_processed: Any, tokens_loss: Any, loss: Any) -> str:
-        """Add the arguments of `effllm.count`; return an error text for wrong arguments, else an empty string."""
+        """Add the arguments of `effllm.count`; return an error text, or an empty string if all are valid."""
         tokens, tokens_processed = (
             tokens_processed if tokens is None else tokens,
             tokens if tokens_processed is None else tokens_processed,
@@ -27,7 +27,7 @@ class Counted:
         except Exception:  # noqa: BLE001 - whatever the objects of the caller raise must not end the loop
             is_right = False
         if not is_right:
-            return "effllm.count takes counts of at least 0 that are numbers, not tensors on a GPU; ignored"
+            return "effllm.count takes counts of at least 0 that are numbers, not tensors on a GPU; call ignored"
         self._counts = [before + now for before, now in zip(self._counts, given, strict=True)]
         self.has_any = any(self._counts)
         if getattr(loss, "is_cuda", False):

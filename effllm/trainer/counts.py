@@ -1,4 +1,4 @@
-"""The counts of a loop, in any type of the caller; an invalid argument changes no total; standard library only."""
+"""Totals of a loop's counts, which may have any type; an invalid count changes no total."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ FEW_BITS = 30  # counts of at most this size cannot make a total overflow
 
 
 class RunningCounts(Counters):
-    """The totals of a loop."""
+    """Totals of a loop's counts."""
 
     def add(self, tokens_processed: Any, samples: Any, tokens: Any, tokens_loss: Any) -> bool:
-        """Add the counts of an iteration; ``False`` if one of them is invalid: then no count is added."""
+        """Add the counts of an iteration; ``False`` if a count is invalid: then no count is added."""
         if not type(tokens_processed) is type(samples) is type(tokens) is type(tokens_loss) is int or (
             (tokens_processed | samples | tokens | tokens_loss) >> FEW_BITS  # or negative
         ):
@@ -32,7 +32,7 @@ class RunningCounts(Counters):
 
 
 class Losses:
-    """Checks losses and the numbers of their iterations from a caller.
+    """Checks losses and iteration numbers that a caller passes.
 
     Args:
         warn: called with a line for the user.
@@ -43,24 +43,24 @@ class Losses:
         self._number = 0
 
     def checked(self, number: Any, loss: Any) -> tuple[int, float] | None:
-        """Return both as numbers, a loss of ``None`` as nan; ``None`` if one is invalid."""
+        """Return (number, loss), with nan for a loss of ``None``; return ``None`` for an invalid argument."""
         try:
             number = int(number)
             value = float("nan") if loss is None else float(loss)
         except Exception:  # noqa: BLE001 - whatever the objects of the caller raise must not end the loop
-            self._warn("log_metrics takes an iteration number and a loss that is a number; ignored")
+            self._warn("log_metrics takes an iteration number and a loss that is a number; loss ignored")
             return None
         if not -MAX_TOTAL < number < MAX_TOTAL:
-            self._warn("log_metrics was given an iteration number out of range; ignored")
+            self._warn("log_metrics was given an iteration number out of range; loss ignored")
             return None
         if number < self._number:
-            self._warn(f"the iteration number went back from {self._number} to {number}; counting goes on")
+            self._warn(f"the iteration number decreased from {self._number} to {number}; counting continues")
         self._number = number
         return number, value
 
 
 def counts_of(*values: Any) -> list[int] | None:
-    """Return counts as whole numbers of at least 0; ``None`` if one of them is invalid."""
+    """Return counts as whole numbers of at least 0; ``None`` if a count is invalid."""
     try:
         counts = [whole_number(value) for value in values]
     except Exception:  # noqa: BLE001 - whatever the objects of the caller raise must not end the loop
@@ -72,7 +72,8 @@ def whole_number(value: Any) -> int:
     """Return a count as an ``int``; strings and tensors on a GPU are not allowed.
 
     Raises:
-        TypeError: it is not a number, or not allowed; its own conversion may raise any other exception.
+        TypeError: the value is not a number, or has a type that is not allowed.
+        Exception: any exception that the caller's object raises when it is converted.
     """
     if isinstance(value, (str, bytes)) or getattr(value, "is_cuda", False):
         raise TypeError  # reading a tensor on a GPU would be a synchronisation

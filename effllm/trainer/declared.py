@@ -1,4 +1,4 @@
-"""The declared values of a training script, converted for JSON and the wire; never raises."""
+"""Facts that the training script declares, converted for JSON and the wire; no call raises."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from effllm.records.facts import DeclaredParameters, RankFacts
 
 
 class Declared:
-    """The facts of this rank: declared by the training script and the hooks, or set by its session.
+    """The facts of this rank, declared by the training script and the hooks, or set by the session.
 
     Args:
-        changed: called after each declaration, to send it to the agent.
+        changed: called after each declaration; sends the facts to the agent.
     """
 
     def __init__(self, changed: Callable[[], None] = lambda: None) -> None:
@@ -22,45 +22,45 @@ class Declared:
 
     @property
     def has_parameters(self) -> bool:
-        """Whether the number of parameters is known."""
+        """Whether the model's number of parameters is known."""
         return self.facts.parameters.total is not None
 
     def set(self, **facts: Any) -> None:
-        """Replace facts; they are sent to the agent with the next declaration."""
+        """Replace facts; the next declaration sends them to the agent."""
         self.facts = replace(self.facts, **facts)
 
     def learn(self, **facts: Any) -> None:
-        """Replace facts; ``None`` changes nothing."""
+        """Replace facts and send them to the agent; a value of ``None`` changes nothing."""
         self.set(**{name: value for name, value in facts.items() if value is not None})
         self._changed()
 
     def learn_run(self, facts: Mapping[Any, Any]) -> None:
-        """Add facts of the run; new values replace old ones."""
+        """Add facts of the run; new values replace old values."""
         self.learn(run={**self.facts.run, **{text(name): plain(value) for name, value in facts.items()}})
 
     def learn_parameters(self, total: Any) -> None:
-        """Replace the count of the whole model's parameters."""
+        """Replace the number of parameters of the whole model."""
         self.learn(parameters=replace(self.facts.parameters, total=count(total), is_share=False))
 
     def learn_share(self, share: Mapping[str, Any]) -> None:
-        """Replace this rank's share of the model's parameters; the model is the sum over all ranks."""
+        """Replace this rank's parameter counts; the model's counts are the sums over all ranks."""
         counts = {kind: 0 if share.get(kind) == 0 else count(share.get(kind)) for kind in _SHARES}
         self.learn(parameters=DeclaredParameters(**counts, is_share=True))
 
     def learn_first(self, first_iteration: Any, is_numbered: bool | None, *, keeps_earlier: bool) -> None:
-        """Set the number of iterations completed by earlier runs of the job.
+        """Set the number of iterations completed by earlier attempts of the job.
 
         Args:
-            first_iteration: this number.
-            is_numbered: whether it is known and not assumed; ``None``: known if it is above 0.
-            keeps_earlier: whether 0 keeps an earlier declaration.
+            first_iteration: the number of completed iterations.
+            is_numbered: whether the number is known and not assumed; ``None``: known if it is above 0.
+            keeps_earlier: whether a number of 0 keeps an earlier declaration.
         """
         first = count(first_iteration)
         is_known = (True if first else None) if is_numbered is None else bool(is_numbered)
         self.learn(first_iteration=first or (None if keeps_earlier else 0), is_numbered=is_known)
 
     def forget_training(self) -> None:
-        """Remove the facts that only concern an earlier training in this process."""
+        """Reset the facts that are only valid for an earlier training in this process."""
         self.set(
             total_iterations=None,
             flops_per_token=None,
@@ -72,7 +72,7 @@ class Declared:
         )
 
     def forget_requests(self) -> None:
-        """Remove the facts of an inference process before it trains."""
+        """Reset the facts of an inference process before it trains."""
         self.set(run={name: value for name, value in self.facts.run.items() if name != "framework"}, gpus=())
 
 
@@ -80,7 +80,7 @@ _SHARES = ("total", "trainable", "active")
 
 
 def count(value: Any) -> int | None:
-    """Return a count above 0, or ``None`` if it is invalid."""
+    """Return a value as a count above 0, or ``None`` if it is invalid."""
     try:
         number = int(value)
     except Exception:  # noqa: BLE001 - an object of the caller's, which must not end the loop
@@ -89,7 +89,7 @@ def count(value: Any) -> int | None:
 
 
 def positive(value: Any) -> float | None:
-    """Return a finite number above 0, or ``None`` if it is invalid."""
+    """Return a value as a finite number above 0, or ``None`` if it is invalid."""
     try:
         number = float(value)
     except Exception:  # noqa: BLE001 - an object of the caller's, which must not end the loop
@@ -98,7 +98,7 @@ def positive(value: Any) -> float | None:
 
 
 def plain(value: Any) -> Any:
-    """Return a fact in a type of JSON and the wire: unchanged, or as text."""
+    """Return a fact unchanged if JSON and the wire have its type, else as text."""
     if value is None or isinstance(value, (bool, float)):
         return value
     if isinstance(value, int):
@@ -107,9 +107,9 @@ def plain(value: Any) -> Any:
 
 
 def text(value: Any) -> str:
-    """Return a value as text that can be encoded."""
+    """Return a value as text that can be encoded as UTF-8."""
     try:
         shown = str(value)
     except Exception:  # noqa: BLE001 - an object of the caller's, which must not end the loop
         shown = f"<{type(value).__name__}>"
-    return shown.encode("utf-8", "replace").decode()  # invalid bytes of the command line are surrogates
+    return shown.encode("utf-8", "replace").decode()  # surrogates stand for invalid bytes of the command line

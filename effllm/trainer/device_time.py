@@ -1,8 +1,8 @@
 """Times iterations on the device with two CUDA events each, without waiting for them.
 
-The host may be far ahead of the device, so its own stamps only show launches.  An iteration's events are read when the
-next one ends, and only if the device has passed them.  Standard library only: torch is the module that the training has
-imported.
+The host may be far ahead of the device, so the host's stamps only show launches.  The events of an iteration are read
+when a later iteration ends, and only if the device has passed them.  Only the standard library is imported: torch is
+the module that the training has imported.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-#: Number of iterations that the device may be behind; beyond it, iterations are not measured.
+#: If the device is more iterations behind the host, an iteration is not measured.
 MAX_PENDING = 4
 
 
@@ -21,7 +21,7 @@ class _Events:
 
     def __init__(self, start: Any, end: Any) -> None:
         self.start, self.end = start, end
-        self.sync: Any = None  # made by the first sync point
+        self.sync: Any = None  # created at the first sync point
         self.has_sync = False
 
 
@@ -38,10 +38,10 @@ class DeviceTime:
         self._made = 0
         self._open: _Events | None = None
         self._pending: deque[_Events] = deque()
-        self.total_ns = 0  # of the measured iterations ...
-        self.iterations = 0  # ... and their number
-        self.own_ns = 0  # own time of the iterations with a sync point ...
-        self.own_iterations = 0  # ... and their number
+        self.total_ns = 0  # time of the measured iterations
+        self.iterations = 0  # number of measured iterations
+        self.own_ns = 0  # own time of the iterations with a sync point
+        self.own_iterations = 0  # number of iterations with a sync point
 
     def start(self) -> None:
         """Mark the start of an iteration on the device."""
@@ -53,14 +53,14 @@ class DeviceTime:
             self._open.start.record()
 
     def sync_point(self) -> None:
-        """Mark where an iteration first waits for others."""
+        """Mark the first point in an iteration at which this rank waits for others."""
         if self._open is not None and not self._open.has_sync and self._can_record():
             self._open.sync = self._open.sync or self._cuda.Event(enable_timing=True)
             self._open.sync.record()
             self._open.has_sync = True
 
     def end(self) -> None:
-        """Mark the end of an iteration on the device, and read earlier ones that have ended there."""
+        """Mark the end of an iteration on the device; read the events of earlier iterations that have ended there."""
         if not self._can_record():
             self._drop()
             return
@@ -78,7 +78,7 @@ class DeviceTime:
             self._open = None
 
     def _can_record(self) -> bool:
-        # A capture would include the event in the graph, and querying it would end the capture.
+        # During a capture, the event would become a part of the graph, and a query would end the capture.
         return bool(self._cuda.is_initialized()) and not self._cuda.is_current_stream_capturing()
 
     def _events(self) -> _Events | None:

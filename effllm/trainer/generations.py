@@ -1,4 +1,4 @@
-"""The generated tokens of a rank and their time; standard library only; never raises."""
+"""Generated tokens of a rank and their time; no call raises."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from effllm.trainer.counts import MAX_TOTAL, counts_of
 
 
 class Generations:
-    """Counts and times generations; one inside another belongs to the outer.
+    """Counts and times generations; a generation inside another is a part of the outer generation.
 
     Args:
-        counters: to which the tokens are added.
-        phase_start: called with ``generation`` if a generation is a phase.
-        phase_end: called at its end.
+        counters: totals to which tokens are added.
+        phase_start: called with ``generation`` at the start of a generation that is a phase.
+        phase_end: called at the end of a generation that is a phase.
         changed: called when the totals have changed.
         warn: called with a line for the user.
     """
@@ -32,10 +32,10 @@ class Generations:
         self._counters = counters
         self._phase_start, self._phase_end = phase_start, phase_end
         self._changed, self._warn = changed, warn
-        self._open: list[tuple[int, int]] = []  # of each: generated and prompt tokens counted inside it
+        self._open: list[tuple[int, int]] = []  # for each open generation: generated and prompt tokens inside
         self._start_ns = 0
         self._is_phase = False
-        self.total_ns = 0  #: of all generation; the phase of that name is only a part of it
+        self.total_ns = 0  #: time of all generations; the phase ``generation`` has only a part of it
 
     @property
     def depth(self) -> int:
@@ -46,7 +46,7 @@ class Generations:
         """Begin a generation.
 
         Args:
-            is_phase: whether it is a phase, so that AL and T exclude its time.
+            is_phase: whether the generation is a phase; AL and T exclude phases.
         """
         self._open.append((0, 0))
         if len(self._open) > 1:
@@ -57,14 +57,14 @@ class Generations:
         self._start_ns = time.monotonic_ns()
 
     def end(self, tokens: int | None = None, prompt_tokens: int = 0) -> None:
-        """End the generation that the last `start` began, with this rank's share of its tokens.
+        """End the generation that the last `start` began.
 
         Args:
-            tokens: generated tokens; by default those counted inside it.
-            prompt_tokens: of the prompts before them.
+            tokens: generated tokens on this rank; by default the sum of the generations inside this one.
+            prompt_tokens: tokens of the prompts; with the default of ``tokens``, the sum is used.
         """
         if not self._open:
-            self._warn("a generation was ended that had not begun; ignored")
+            self._warn("a generation ended without a start; ignored")
             return
         inside = self._open.pop()
         if tokens is None:
@@ -82,12 +82,12 @@ class Generations:
     def add(self, tokens: Any, time_ns: Any, prompt_tokens: Any = 0) -> None:
         """Count a completed generation; its time stays in the step or phase that includes it.
 
-        Use `start` and `end` around code that another hook may also count.
+        If another hook may count the same code, use `start` and `end` around it.
 
         Args:
             tokens: generated tokens, without prompts.
-            time_ns: of the generation, including prompts.
-            prompt_tokens: of the prompts before them.
+            time_ns: time of the generation, including prompts.
+            prompt_tokens: tokens of the prompts.
         """
         counters = self._counters
         counts = counts_of(tokens, time_ns, prompt_tokens)

@@ -1,7 +1,7 @@
 """Requests, which replace iterations in a process that only infers.
 
-A request, or a batch of them, is one iteration: AL is its time, IT the generated tokens over it.  In a process that
-trains, generated tokens only add to IT.  Standard library only, because the training process imports it.
+One request, or one batch of requests, is one iteration.  AL is the time of an iteration; IT is the number of generated
+tokens divided by the time.  In a process that trains, generated tokens only add to IT.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ class InferenceProcess(NamedTuple):
 
     facts: Mapping[str, Any] = {}
     parameters: int | None = None
-    gpus: Sequence[int] = ()  # of its model, as positions in CUDA_VISIBLE_DEVICES; the first if empty
+    gpus: Sequence[int] = ()  # the model's GPUs, as positions in CUDA_VISIBLE_DEVICES; if empty, the first GPU
 
 
 class Requests:
     """The requests of one generator in this process; they are iterations if the process does not train.
 
     Args:
-        level: of `ownership`.
-        name: of the generator, as in run.json.
+        level: a level of `ownership`.
+        name: name of the generator, as in run.json.
     """
 
     def __init__(self, level: int, name: str) -> None:
@@ -43,21 +43,21 @@ class Requests:
 
     @property
     def is_owner(self) -> bool:
-        """Whether these requests are the iterations."""
+        """Whether these requests count as iterations."""
         return ownership.holds(self.level, self.name)
 
     def ready(self, describe: Callable[[], InferenceProcess] | None = None) -> Recorder | None:
-        """Return the recorder, and start the metrics for requests if needed; ``None`` if that is not possible.
+        """Start the metrics if needed, and return the recorder; ``None`` if the metrics cannot start.
 
-        In a job of several ranks this does not start the metrics, because perhaps not all ranks generate.
+        In a job of several ranks, a hook's request does not start the metrics, because perhaps not all ranks generate.
 
         Args:
-            describe: called if this starts the metrics.
+            describe: called before a start of the metrics.
         """
         collector = get_metrics_collector()
         if collector.is_collecting:
             if self.level == ownership.EXPLICIT and not ownership.holder():
-                ownership.claim(self.level, self.name)  # a hook leaves it to a training that started the metrics
+                ownership.claim(self.level, self.name)  # a hook's request does not claim: the process may train
                 collector.declared.learn(serves_requests=True)
             return collector.recorder
         try:
@@ -75,21 +75,21 @@ class Requests:
         return collector.recorder
 
     def begin(self, describe: Callable[[], InferenceProcess] | None = None) -> _Open | None:
-        """Begin a request; one inside another belongs to the outer."""
+        """Begin a request; a request inside another is a part of the outer request."""
         recorder = self.ready(describe)
         if recorder is None:
             return None
         is_iteration = self.is_owner and not recorder.generations.depth
         if is_iteration:
             recorder.start()
-        # If the loop itself stamps iterations, they include generation; otherwise it is a phase outside of training.
+        # If the loop itself stamps iterations, they include generation; otherwise generation in a training is a phase.
         recorder.generations.start(is_phase=not self.is_owner and not ownership.is_explicit())
         return _Open(recorder, is_iteration)
 
     def end(
         self, begun: _Open | None, generated_tokens: int | None = None, prompt_tokens: int = 0, samples: int = 1
     ) -> None:
-        """End a request; by default its tokens are those counted inside it."""
+        """End a request; by default with the tokens of the generations inside it."""
         if begun is None:
             return
         begun.recorder.generations.end(generated_tokens, prompt_tokens)
@@ -98,22 +98,20 @@ class Requests:
 
 
 class _Open:
-    """A running request."""
-
     __slots__ = ("is_iteration", "recorder")
 
     def __init__(self, recorder: Recorder, is_iteration: bool) -> None:
         self.recorder, self.is_iteration = recorder, is_iteration
 
 
-#: Requests declared by the program's own calls.
+#: The requests that the program itself declares.
 DECLARED = Requests(ownership.EXPLICIT, "requests")
 
 
 class Request:
-    """``with effllm.request() as r: ...; r.generated(n)``: one request, or one batch of ``samples``.
+    """``with effllm.request() as r: ...; r.generated(n)``: one request, or one batch of ``samples`` requests.
 
-    Missing counts are those that hooks (of ``generate``, of vLLM) count inside it.
+    Without counts, the counts of hooks inside the request (``generate``, vLLM) are used.
     """
 
     def __init__(self, samples: int = 1) -> None:
@@ -145,7 +143,7 @@ def request(samples: int = 1) -> Request:
     """Measure one request: ``with effllm.request() as r: ...; r.generated(n)``.
 
     Args:
-        samples: number of requests, if it is a batch.
+        samples: number of requests in a batch.
     """
     return Request(samples)
 
@@ -159,19 +157,19 @@ def record_request(
     communication_time_s: float | None = None,
     samples: int = 1,
 ) -> None:
-    """Count a request that has just ended, or a batch of them; the first call starts the metrics.
+    """Count a request, or a batch of requests, that has just ended; the first call starts the metrics.
 
-    Time before the start of the metrics cannot be measured, so the first request is left out, which is logged once.
-    `initialize_efficientllm_metrics` before the first one, or ``with effllm.request()``, counts all.  If requests
-    overlap, no time counts twice.
+    Time before the start of the metrics cannot be measured, so the first request is not counted, and this is logged.
+    To count all requests, call `initialize_efficientllm_metrics` before the first request, or use
+    ``with effllm.request()``.  Where requests overlap, their time counts only once.
 
     Args:
-        prompt_tokens: of the prompt.
-        generated_tokens: of the answer.
-        time_s: its duration; by default the sum of the next two, or else the time since the previous request.
-        computation_time_s: computation in it.
-        communication_time_s: waiting for others in it.
-        samples: number of requests, if it was a batch.
+        prompt_tokens: tokens of the prompt.
+        generated_tokens: tokens of the answer.
+        time_s: duration; by default computation plus communication, or without them the time since the last request.
+        computation_time_s: time of computation in the request.
+        communication_time_s: time in which the request waited for other processes.
+        samples: number of requests in a batch.
     """
     is_first = not get_metrics_collector().is_collecting
     recorder = DECLARED.ready()
@@ -200,7 +198,7 @@ def _took_s(time_s: Any, computation_s: Any, communication_s: Any) -> float | No
 
 
 def _seconds(value: Any) -> float | None:
-    """Return a valid time, a number of at least 0 and below a year, or ``None``."""
+    """Return a number from 0 to a year as a time; ``None`` for any other value."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     return float(value) if math.isfinite(value) and 0 <= value < 3.2e7 else None
@@ -211,6 +209,6 @@ def _warn_of_first() -> None:
     if not _has_warned:
         _has_warned = True
         get_metrics_collector().warn(
-            "the first request started the metrics and is not in them; "
-            "initialize_efficientllm_metrics() before it counts all"
+            "the first request started the metrics, so it is not counted; "
+            "to count all requests, call initialize_efficientllm_metrics() first"
         )

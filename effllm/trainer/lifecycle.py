@@ -1,6 +1,6 @@
-"""The starts and stops of the metrics in this process, with the declared facts and the values between them.
+"""Starts and stops of the metrics in this process, with the declared facts and the newest values.
 
-Runs in the training process: standard library only, and an error costs metrics and one line.
+After an error, one line is printed and the metrics are missing; the training continues.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class Lifecycle:
     """Consecutive sessions, each from a start to its stop.
 
     Args:
-        overrides: fields of `Config` that replace those of the environment, if they are not ``None``.
+        overrides: fields of `Config` that replace the environment's settings, unless they are ``None``.
     """
 
     def __init__(self, **overrides: float | None) -> None:
         self.declared = Declared(self._send)
-        self.config: Config | None = None  #: of the last session
-        self.recorder: Recorder | None = None  #: of the running session
-        self.is_for_requests = False  #: whether a request started it, not a training
+        self.config: Config | None = None  #: settings of the last session
+        self.recorder: Recorder | None = None  #: recorder of the running session
+        self.is_for_requests = False  #: whether a request, and not a training, started the session
         self.overrides = overrides
         self._place = Place()
         self._given_place: Place | None = None
@@ -43,13 +43,13 @@ class Lifecycle:
         self._values = JobValues()
 
     def configure(self, collection_interval_s: float | None = None, place: Place | None = None) -> None:
-        """Set values that the next start uses instead of the environment's; ``None`` changes nothing."""
+        """Set values that replace the environment's settings at the next start; ``None`` changes nothing."""
         if collection_interval_s is not None:
             self.overrides["collection_interval_s"] = collection_interval_s
         self._given_place = place or self._given_place
 
     def start(self) -> None:
-        """Start a session, unless metrics are off; if that fails, print one line."""
+        """Start a session, unless metrics are off; after an error, print one line."""
         if is_off(this_process()):
             return
         try:
@@ -68,14 +68,14 @@ class Lifecycle:
             self._session = self.recorder = None
 
     def start_for_requests(self, facts: Mapping[str, Any], gpus: Sequence[int] = ()) -> None:
-        """Start a session for an inference process; a training in it ends this session and has its own run."""
+        """Start a session for an inference process; a later training ends this session and has its own run."""
         self.declared.learn(gpus=tuple(gpus), serves_requests=True)
         self.declared.learn_run(facts)
         self.start()
         self.is_for_requests = self.recorder is not None
 
     def stop(self, status: str) -> None:
-        """End the session: rank 0 waits for the summary, five seconds at most."""
+        """End the session; rank 0 waits up to 5 s for the summary."""
         session = self._session
         if session is None:
             return
@@ -88,13 +88,12 @@ class Lifecycle:
         self.declared.set(serves_requests=False)
 
     def values(self) -> JobValues:
-        """Return the newest values."""
         if self._session is not None:
             self._values.read(self._session.board)
         return self._values
 
     def warn(self, line: str) -> None:
-        """Report one line through the agent, once, if a session runs."""
+        """Log a line through the agent, once, if a session runs."""
         if self._session is not None:
             self._session.warn(line)
 
@@ -117,7 +116,7 @@ class Lifecycle:
 
 
 def _config_with(overrides: Mapping[str, Any]) -> Config:
-    """Return the environment's settings with these overrides."""
+    """Return the environment's settings with the overrides that are not ``None``."""
     config = read_config(this_process())
     given = {name: value for name, value in overrides.items() if value is not None}
     for variable in VARIABLES:

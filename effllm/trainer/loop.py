@@ -1,6 +1,6 @@
-"""The calls of a training loop's own: `effllm.count`, `sync_point`, `set_peer_group`, `phase` and `monitor`.
+"""Functions for a user's own training loop: `effllm.count`, `sync_point`, `set_peer_group`, `phase` and `monitor`.
 
-Runs in the training process: the standard library alone, and nothing here raises into the loop.
+They run in the training process and never raise into the loop.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ def count(
     tokens_loss: int = 0,
     loss: float | None = None,
 ) -> None:
-    """Count what the running iteration works on; from anywhere in a loop whose steps something else sees.
+    """Add counts to the running iteration, in a loop whose steps a hook detects.
 
-    A loop of plain torch that is attached by the environment has its iterations seen, and this one call gives
-    the tokens; an iteration of four micro-batches calls it four times::
+    In a loop of plain torch, a hook that the environment attaches detects the iterations; only the tokens need this
+    call.  Here an iteration has four micro-batches, so it calls `effllm.count` four times::
 
         for step, batch in enumerate(loader):
             mask = batch["attention_mask"]                    # on the CPU: 8 sequences of 512, some padded
@@ -33,61 +33,65 @@ def count(
                 optimizer.step()                              # an iteration of 32 samples, 16384 positions
                 optimizer.zero_grad()
 
-    Counts are this rank's share.  Where metrics are off this does nothing, and where the owner of the iterations
-    counts them itself, as a Trainer does, what is given here is left aside.
+    Pass the counts of this rank only.  The call does nothing while metrics are off.  If the owner of the iterations
+    has its own counts, as a Trainer has, these counts are ignored.
 
     Args:
-        tokens: positions without padding, which make TT; ``tokens_processed`` where not given.
-        samples: sequences.
-        tokens_processed: all positions; ``tokens`` where not given.
-        tokens_loss: positions with a label.
-        loss: of the iteration, as a number; of several the last one counts.
+        tokens: number of positions without padding, used for TT; by default ``tokens_processed``.
+        samples: number of sequences.
+        tokens_processed: number of all positions; by default ``tokens``.
+        tokens_loss: number of positions with a label.
+        loss: loss of the iteration, as a number; the last call with a loss counts.
     """
     get_metrics_collector().count(tokens, samples, tokens_processed, tokens_loss, loss)
 
 
 def sync_point() -> None:
-    """Mark that this rank has come to where it first waits for others in this iteration: before gradients are summed.
+    """Mark the first point in an iteration at which this rank waits for other ranks: before gradients are summed.
 
-    In synchronous training every rank's iterations take equally long, so they do not show which of them is slow. What
-    lies between the start of an iteration and this call is the rank's own::
+    In synchronous training the iterations of all ranks take equally long, so iteration times do not show a slow rank.
+    The time from the start of an iteration to this call is the rank's own time::
 
         loss = model(batch)
         with ddp.no_sync(): loss.backward()
         effllm.sync_point()
         all_reduce_gradients(ddp)
 
-    Where gradients are summed while ``backward`` runs, the last moment before it is the place. One clock is read and
-    nothing is waited for; where metrics are off, or between iterations, this does nothing.
+    If gradients are summed while ``backward`` runs, call this function directly before ``backward``.  It reads one
+    clock and does not wait.  It does nothing between iterations, or while metrics are off.
     """
     get_metrics_collector().sync_point()
 
 
 def set_peer_group(name: str, replica: str = "") -> None:
-    """Set which ranks do the same work as this one, so that it is compared with them alone; hooks of Megatron do.
+    """Set the group of ranks with the same work: a rank is only compared with its group.  Megatron's hooks set it.
 
     Args:
-        name: the same for all of them, as ``stage 3``; ranks of another EFFICIENTLLM_ROLE are never compared.
-        replica: the same for all ranks that wait for each other before the sync point, as ``replica 0`` in tensor or
-            pipeline parallelism: of those, the time before it does not show which is slow.
+        name: name of the group, such as ``stage 3``; ranks with different EFFICIENTLLM_ROLE are never compared.
+        replica: name shared by ranks that wait for each other before the sync point, such as ``replica 0`` in tensor
+            or pipeline parallelism.  Among these ranks, the time before the sync point does not show the slow rank.
     """
     get_metrics_collector().set_peer_group(name, replica)
 
 
 def phase(name: str) -> contextlib.AbstractContextManager[None]:
-    """Mark a stretch that is not iteration: ``with effllm.phase("evaluation"): ...``."""
+    """Exclude a period from the iterations: ``with effllm.phase("evaluation"): ...``.
+
+    Args:
+        name: ``evaluation``, ``checkpoint`` or ``generation``; any other name counts as ``other``.
+    """
     return get_metrics_collector().phase(name)
 
 
 class Monitor:
-    """What ``with effllm.monitor(...) as m`` gives: one call per iteration."""
+    """The object of ``with effllm.monitor(...) as m``; call `iteration` once per iteration."""
 
     def __init__(self, collector: MetricsCollector) -> None:
         self._collector = collector
         self._done = 0
 
     def iteration(self, tokens: int = 0, samples: int = 0, loss: float | None = None) -> dict[str, float]:
-        """End an iteration and begin the next; return the newest values of the whole job."""
+        """End an iteration and begin the next iteration; return the newest values of the whole job."""
         self._collector.record_iteration_end(tokens, samples)
         self._done += 1
         values = self._collector.log_own(self._collector.declared.facts.first_iteration + self._done, loss)
@@ -95,7 +99,7 @@ class Monitor:
         return values
 
     def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """Mark a stretch that is not iteration."""
+        """See `effllm.phase`."""
         return self._collector.phase(name)
 
 
@@ -104,8 +108,8 @@ def monitor(parameters: int | None = None, **arguments: Any) -> Iterator[Monitor
     """Measure a loop: ``with effllm.monitor(parameters=n) as m: ... m.iteration(tokens=t, samples=s)``.
 
     Args:
-        parameters: parameters of the whole model.
-        arguments: those of `initialize_efficientllm_metrics`.
+        parameters: number of parameters of the whole model.
+        arguments: arguments of `initialize_efficientllm_metrics`.
     """
     collector = initialize_efficientllm_metrics(parameters, **arguments)
     collector.record_iteration_start()

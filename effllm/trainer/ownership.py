@@ -1,12 +1,12 @@
-"""The owner of this process's iterations: of several that see the same step, one counts; standard library alone.
+"""The owner of the iterations of this process: the one system that counts them.
 
-A Trainer steps through accelerate, which steps an optimizer, and each of them has a hook. The nearest to the user is
-the owner; a nearer one that comes later takes over.
+A Trainer calls accelerate, and accelerate calls an optimizer; each of the three has a hook and detects the same step.
+The system nearest to the user is the owner.  A nearer system that claims the iterations later becomes the owner.
 """
 
 from __future__ import annotations
 
-#: From the nearest to the user to the farthest. The last is no training: a generation in a process without one.
+#: Levels of systems, the nearest to the user first. The last level is generation in a process without training.
 EXPLICIT, FRAMEWORK, CORE, ACCELERATE, OPTIMIZER, GENERATION = range(6)
 
 _NO_LEVEL = 99
@@ -16,11 +16,11 @@ _name = ""
 
 
 def claim(level: int, name: str) -> bool:
-    """Take the count, unless a nearer system, or another as near, has it; its owner may claim it again.
+    """Make a system the owner, unless another system of the same or a nearer level is; return whether it is the owner.
 
     Args:
-        level: one of this module's.
-        name: of the system that claims, such as ``transformers``.
+        level: level of the system, from this module.
+        name: name of the system, such as ``transformers``.
     """
     global _level, _name
     if level < _level:
@@ -34,17 +34,17 @@ def holds(level: int, name: str) -> bool:
 
 
 def holder() -> str:
-    """Return the name of the owner, or an empty string."""
+    """Return the name of the owner; empty if there is none."""
     return _name
 
 
 def is_explicit() -> bool:
-    """Whether a loop counts that calls us itself."""
+    """Whether the owner is a loop or program that itself calls effllm."""
     return _level == EXPLICIT
 
 
 def release(level: int, name: str) -> None:
-    """Give the count up, for the next training in this process."""
+    """Remove this owner: the next training in this process may have another owner."""
     global _level, _name
     if holds(level, name):
         _level, _name = _NO_LEVEL, ""

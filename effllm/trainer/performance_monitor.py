@@ -1,7 +1,7 @@
-"""The original's monitor for evaluation harnesses, by its names, on the same agent as everything else.
+"""The original's monitor for evaluation harnesses, with the original's names; the agent of this rank measures.
 
-What is not measured is ``nan`` here, never 0.  Requests are counted, not kept; GPUs are those of this process.
-Standard library alone: this lives in the process that infers.
+A value that is not measured is ``nan``, never 0.  Requests are counted and not stored.  Only the GPUs of this process
+are measured.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from effllm.trainer.inference import DECLARED, InferenceProcess, record_request
 
 NAN = float("nan")
 
-#: What the throughput of a scenario is by; other words for the three.
+#: Name of a scenario -> metric of its throughput.
 SCENARIOS = {
     "pretraining": "TT", "pretrain": "TT", "training": "TT",
     "finetuning": "ST", "finetune": "ST", "sft": "ST", "peft": "ST",
@@ -31,13 +31,14 @@ SCENARIOS = {
 
 
 class PerformanceMonitor:
-    """Measures the requests of this process: AMU, PCU, AL, one of TT, ST and IT, AEC, MCR.
+    """Measures the requests of this process: AMU, PCU, AL, AEC, MCR, and one of TT, ST and IT.
 
-    AMU, PCU and AEC are the agent's, of the time in requests, up to the last ``EFFICIENTLLM_LOG_INTERVAL``th of them;
-    after `stop` of all. AL and the throughput are of the times that `record_request` was given.
+    The agent measures AMU, PCU and AEC during requests, up to the last ``EFFICIENTLLM_LOG_INTERVAL``th request, and
+    after `stop` for all requests.  AL and the throughput use the times of `record_request`; without a time, AL is
+    ``nan`` and the throughput assumes the time since the previous request.
 
     Args:
-        device_id: the GPU, where neither CUDA_VISIBLE_DEVICES nor torch has which ones this process uses.
+        device_id: index of the GPU, if neither CUDA_VISIBLE_DEVICES nor torch shows the GPUs of this process.
     """
 
     def __init__(self, device_id: int = 0) -> None:
@@ -47,16 +48,16 @@ class PerformanceMonitor:
         self._compression: tuple[float, float, float, float] | None = None
         self._started_s: float | None = None
         self._ended_s: float | None = None
-        self._last_s = 0.0  # when the last request ended
+        self._last_s = 0.0  # end of the last request
         self._is_ours = False
         self._requests = self._tokens = self._samples = self._generated = 0
         self._given_s = 0.0
-        self._assumed_s = 0.0  # of requests whose time was not given, since the one before
+        self._assumed_s = 0.0  # for requests without a time: time since the previous request
         self._num_assumed = 0
         self._measured: tuple[float, float, float] = (NAN, NAN, NAN)
 
     def start(self) -> None:
-        """Start the metrics, unless they run already; a second start does nothing."""
+        """Start the metrics, unless they already run; a second start does nothing."""
         if self._started_s is not None:
             return
         was_collecting = get_metrics_collector().is_collecting
@@ -65,7 +66,7 @@ class PerformanceMonitor:
         self._started_s = self._last_s = time.monotonic()
 
     def stop(self) -> None:
-        """Stop what `start` started, and wait for the last values, five seconds at most."""
+        """Stop the metrics if `start` started them, and wait up to 5 s for the last values."""
         if self._started_s is None or self._ended_s is not None:
             return
         self._ended_s = time.monotonic()
@@ -77,11 +78,11 @@ class PerformanceMonitor:
         """Choose the throughput: TT of pretraining, ST of fine-tuning, IT of inference.
 
         Raises:
-            ValueError: it is none of `SCENARIOS`.
+            ValueError: the scenario is not in `SCENARIOS`.
         """
         known = SCENARIOS.get("".join(letter for letter in str(scenario).lower() if letter.isalpha()))
         if known is None:
-            raise ValueError(f"scenario {scenario!r} is none of {', '.join(SCENARIOS)}")
+            raise ValueError(f"scenario {scenario!r} is unknown; known are {', '.join(SCENARIOS)}")
         self._throughput = known
         if model_parameters is not None:
             self._parameters = model_parameters
@@ -90,7 +91,7 @@ class PerformanceMonitor:
     def set_compression_info(
         self, original_size: float, compressed_size: float, original_perf: float, compressed_perf: float
     ) -> None:
-        """Say how large the model was and is, and how well it did and does: MCR."""
+        """Set the sizes and scores of the original and the compressed model, for MCR."""
         self._compression = (original_size, compressed_size, original_perf, compressed_perf)
 
     def record_request(
@@ -101,14 +102,14 @@ class PerformanceMonitor:
         computation_time: float = 0.0,
         communication_time: float = 0.0,
     ) -> None:
-        """Count a request that has just ended; where no time is given, it ran since the one before.
+        """Count a request that has just ended; without a time, the time since the previous request is assumed.
 
         Args:
-            tokens: of prompt and answer.
-            samples: requests in the batch.
-            generated_tokens: of the answer.
-            computation_time: seconds of it that were computation.
-            communication_time: seconds of it that were communication.
+            tokens: tokens of prompt and answer.
+            samples: number of requests in the batch.
+            generated_tokens: tokens of the answer.
+            computation_time: seconds of computation in the request.
+            communication_time: seconds of communication in the request.
         """
         self.start()
         now_s, since_s = time.monotonic(), self._last_s
@@ -116,9 +117,9 @@ class PerformanceMonitor:
         counts = [_count(one) for one in (tokens, samples, generated_tokens)]
         times = [_time(one) for one in (computation_time, communication_time)]
         if None in counts or None in times:
-            # An evaluator of the original gave its latency in the place of the samples.
+            # An evaluator of the original passed a latency in place of the samples.
             warnings.warn(
-                "record_request takes counts first and times by name; what is neither is left out", stacklevel=2
+                "record_request takes counts first and times by name; an invalid argument was ignored", stacklevel=2
             )
         all_tokens, all_samples, generated = (one or 0 for one in counts)
         took_s = sum(one or 0.0 for one in times)
@@ -136,7 +137,7 @@ class PerformanceMonitor:
         )
 
     def get_metrics(self) -> dict[str, float]:
-        """Return what is measured so far; ``nan`` is what is not."""
+        """Return the values measured so far; ``nan`` for a value that is not measured."""
         if self._ended_s is None:
             self._look()
         amu, pcu, aec = self._measured
@@ -148,7 +149,7 @@ class PerformanceMonitor:
         return {**found, "total_time": NAN if began_s is None else ended_s - began_s, "num_requests": self._requests}
 
     def save(self, path: str | Path) -> None:
-        """Write the metrics as JSON, ``null`` for what is not measured; in a folder as ``performance_metrics.json``."""
+        """Write the metrics as JSON, ``null`` for missing values; in a folder as ``performance_metrics.json``."""
         known = {name: value if math.isfinite(value) else None for name, value in self.get_metrics().items()}
         target = Path(path) / "performance_metrics.json" if Path(path).is_dir() else Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -179,7 +180,7 @@ class PerformanceMonitor:
         self._measured = (seen.amu, seen.pcu, seen.aec)
 
     def _gpus(self) -> Sequence[int]:
-        """Return this process's GPUs: those that it is shown; else those on which torch has memory; else the one."""
+        """Return the GPUs of CUDA_VISIBLE_DEVICES; else the GPUs on which torch has memory; else ``device_id``."""
         visible = this_process().get("CUDA_VISIBLE_DEVICES")
         if visible:
             return range(len(visible.split(",")))
@@ -192,13 +193,13 @@ class PerformanceMonitor:
 
 
 class PerformanceMonitorContext:
-    """``with PerformanceMonitorContext("inference") as monitor: ...``: measures, and saves what was measured.
+    """``with PerformanceMonitorContext("inference") as monitor: ...``: measures requests and saves the metrics.
 
     Args:
-        scenario: of `PerformanceMonitor.set_scenario`.
-        model_parameters: of the whole model, for TT and ST.
+        scenario: see `PerformanceMonitor.set_scenario`.
+        model_parameters: number of parameters of the whole model, for TT and ST.
         save_path: a file for the metrics as JSON, or a folder.
-        device_id: of `PerformanceMonitor`.
+        device_id: see `PerformanceMonitor`.
     """
 
     def __init__(
@@ -228,9 +229,9 @@ class PerformanceMonitorContext:
 
 
 def _count(value: Any) -> int | None:
-    """Return a count of at least 0; ``None`` where it is none."""
+    """Return a value as a count of at least 0; ``None`` if it is invalid."""
     if getattr(value, "is_cuda", False):
-        return None  # to read it would be a synchronisation
+        return None  # reading a tensor on a GPU would be a synchronisation
     try:
         whole = int(value)
     except (TypeError, ValueError, OverflowError):
@@ -239,7 +240,7 @@ def _count(value: Any) -> int | None:
 
 
 def _time(value: Any) -> float | None:
-    """Return a finite number of at least 0; ``None`` where it is none."""
+    """Return a value as a finite number of at least 0; ``None`` if it is invalid."""
     if getattr(value, "is_cuda", False):
         return None
     try:

@@ -1,4 +1,4 @@
-"""What is wrong with the settings, found before a job starts, when an error is still seen."""
+"""Errors in the settings, found before a job starts, while a user still reads the output."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from effllm.sinks import SinkUnavailable, no_such_sink, read_options, sink_names
 
 
 def problems(environ: Mapping[str, str]) -> list[str]:
-    """Return one line for each setting that a run would not take, or would not do what it says."""
+    """Return one line for each setting that is invalid, unknown or impossible on this host."""
     found = [str(error) for _, error in _wrong_values(environ)]
     found += [line] if (line := unclear(environ, ATTACH)) else []
     config = read_config(usable(environ))
@@ -36,17 +36,17 @@ def problems(environ: Mapping[str, str]) -> list[str]:
 
 
 def doubts(environ: Mapping[str, str]) -> list[str]:
-    """Return one line for each setting that is wrong for a job on this host, which may be another than the job's."""
+    """Return one line for each setting that would be wrong on this host; the job may run on another host."""
     config = read_config(usable(environ))
     found = []
     if config.interface:
-        from effllm.network import interface  # only here: it would double the time this takes
+        from effllm.network import interface  # imported only if needed: the import takes as long as all other work
 
         if not interface.is_here(config.interface):
             names = ", ".join(interface.names())
             found.append(
                 f"{PREFIX}INTERFACE={config.interface!r}: this host has no such interface or address, and rank 0's "
-                f"host needs one; here are: {names}"
+                f"host needs it; this host has: {names}"
             )
     if not Path(config.run_dir).is_absolute() and (reason := unwritable(Path(config.run_dir))):
         found.append(f"{PREFIX}RUN_DIR={config.run_dir!r}: {reason}, if the job starts in this folder")
@@ -54,7 +54,7 @@ def doubts(environ: Mapping[str, str]) -> list[str]:
 
 
 def unwritable(folder: Path) -> str:
-    """Return why no file can be written in a folder, which need not exist yet; empty where one can."""
+    """Return the reason why a folder cannot be written, else an empty string; the folder need not exist yet."""
     existing = next(one for one in (folder.absolute(), *folder.absolute().parents) if one.exists())
     try:
         with tempfile.TemporaryFile(dir=existing):
@@ -64,7 +64,7 @@ def unwritable(folder: Path) -> str:
 
 
 def usable(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without the settings that no run would take."""
+    """Return the environment without invalid settings."""
     wrong = {name for name, _ in _wrong_values(environ)}
     return {name: value for name, value in environ.items() if name not in wrong}
 
@@ -79,7 +79,7 @@ def _wrong_values(environ: Mapping[str, str]) -> Iterator[tuple[str, ConfigError
 
 
 def _wrong_folders(config: Config) -> Iterator[ConfigError]:
-    """Yield the absolute folders that cannot be written; where a relative one will be is not known yet."""
+    """Yield an error for each absolute folder that cannot be written; a relative folder depends on the job's folder."""
     charts = config.sink_options().get("tensorboard", {}).get("dir", "")
     for variable, folder in (("RUN_DIR", config.run_dir), ("SINKS", charts)):
         if Path(folder).is_absolute() and (reason := unwritable(Path(folder))):
@@ -94,7 +94,7 @@ def _wrong_names(config: Config) -> Iterator[ConfigError]:
     for name, options in config.sink_options().items():
         if name not in sinks:
             yield ConfigError(f"{PREFIX}SINKS", ",".join(config.sinks), no_such_sink(name))
-        elif options or name not in Config().sinks:  # what those need is installed with effllm, and slow to import
+        elif options or name not in Config().sinks:  # packages of default sinks are there, and slow to import
             try:
                 read_options(name, options)
             except SinkUnavailable as error:
@@ -102,7 +102,7 @@ def _wrong_names(config: Config) -> Iterator[ConfigError]:
     if reason := missing(config.node_power):
         yield ConfigError(f"{PREFIX}NODE_POWER", config.node_power, reason)
     if config.endpoint:
-        from effllm.network import discovery, secret  # only here: it would double the time this takes
+        from effllm.network import discovery, secret  # imported only if needed: as above
 
         if discovery.is_secured(config):
             try:

@@ -1,6 +1,6 @@
-"""Lets the agent look at its trainer's stack where the kernel allows that to parents alone (Yama's ptrace_scope 1).
+"""Lets the agent read its trainer's stack where the kernel only lets a parent read it (Yama's ptrace_scope 1).
 
-The agent is the trainer's child.  Standard library alone: the training process imports it.
+The agent is a child of the trainer.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ RESTRICTED = "1"
 
 
 def allow(pid: int, scope: Path = SCOPE) -> bool:
-    """Let a process, and those that it starts, inspect this one; return whether that was needed and done."""
+    """Allow a process and its descendants to inspect this process; return whether this was needed and done."""
     with suppress(OSError, ImportError, AttributeError, ValueError):
         if scope.read_text().strip() == RESTRICTED:
-            import ctypes  # 10 ms, so only where it matters
+            import ctypes  # takes 10 ms, so imported only if needed
 
             return bool(ctypes.CDLL(None).prctl(PR_SET_PTRACER, ctypes.c_ulong(pid), 0, 0, 0) == 0)
     return False

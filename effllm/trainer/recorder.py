@@ -1,8 +1,8 @@
-"""The training loop's two calls: they write stamps and running totals to the ring.
+"""The recorder of a training loop: it writes stamps and running totals to the ring.
 
 This code runs on the training thread: standard library only, no thread, no lock, no exception, no growing memory.
-``record_iteration_start`` and ``record_iteration_end`` together cost 2 to 4 microseconds, four times two clock reads
-and a pack (benchmarks/).
+``record_iteration_start`` and ``record_iteration_end`` together take 2 to 4 microseconds: four times the time of two
+clock reads and a pack (benchmarks/).
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Recorder:
     Args:
         writer: the ring, shared with the agent.
         log_interval: iterations per window.
-        offset: number of the first iteration, less one; windows end where ``log_interval`` divides ordinal plus offset.
-        wake: called without waiting when a window ends and again when the next iteration starts.
-        warn: called with a line for the user, for each kind of mistake once.
+        offset: iterations before the first; a window ends where ``log_interval`` divides ordinal plus offset.
+        wake: called at the end of a window, and at the next start of an iteration; must not wait.
+        warn: called with a line for the user, once for each kind of mistake.
     """
 
     def __init__(
@@ -47,22 +47,22 @@ class Recorder:
         self._log_interval, self._offset = log_interval, offset
         self._warned: set[str] = set()
         self._on = True
-        # Whether the next start or end must do more than stamp: no iteration has ended yet, there is or was a phase, a
-        # window has ended, or recording has stopped.
+        # Whether the next start or end must do more than stamp: before the first iteration has ended, during or after
+        # a phase, after the end of a window, or after recording has stopped.
         self._is_special = True
         self.ordinal = 0
-        self._boundary_ordinal = log_interval - offset % log_interval  # the next that ends a window
+        self._boundary_ordinal = log_interval - offset % log_interval  # the next iteration that ends a window
         self._start_ns = 0  # 0 while no iteration runs
-        self._end_ns = 0  # 0 before the first has ended
+        self._end_ns = 0  # 0 until the first iteration has ended
         self._made_ns = time.monotonic_ns()
-        self._own_ns = self._arrival_ns = 0  # of the running iteration, once it has come to its sync point
+        self._own_ns = self._arrival_ns = 0  # own time before the sync point, and time of the sync point
         self._boundary = False  # a window has ended and the next iteration has not started
         self._step_ns = self._wait_ns = 0
         self._counters = RunningCounts()
         self._phases = Phases()
         self.generations = Generations(self._counters, self.phase_start, self.phase_end, self._write_totals, self._once)
         self._losses = Losses(self._once)
-        writer.state(ring.STARTUP, 0, self._made_ns)  # since now, and not since the machine was started
+        writer.state(ring.STARTUP, 0, self._made_ns)  # startup begins now, and not at the boot of the host
         _live.add(self)
 
     def start(self, _now: Any = time.monotonic_ns) -> None:
@@ -101,10 +101,10 @@ class Recorder:
         """Stamp the end of an iteration with this rank's share of its tokens and samples.
 
         Args:
-            tokens_processed: all positions.
-            samples: sequences.
-            tokens: positions without padding; the processed ones where not given.
-            tokens_loss: positions with a label.
+            tokens_processed: number of all positions.
+            samples: number of sequences.
+            tokens: number of positions without padding; by default ``tokens_processed``.
+            tokens_loss: number of positions with a label.
         """
         end_ns = _now()
         start_ns = self._start_ns
@@ -130,7 +130,7 @@ class Recorder:
         else:
             tokens = tokens_processed if tokens is None else tokens
             if not counters.add(tokens_processed, samples, tokens, tokens_loss):
-                self._once(f"tokens and samples must be counts of at least 0; iteration {ordinal} counts none")
+                self._once(f"tokens and samples must be counts of at least 0; those of iteration {ordinal} are ignored")
         if self._own_ns:
             self._writer.iteration(
                 ordinal, start_ns, end_ns, step_ns, wait_ns, counters, self._own_ns, self._arrival_ns
@@ -144,26 +144,26 @@ class Recorder:
             self._wake()
 
     def _settle(self, end_ns: int) -> int:
-        """Subtract phases from wait and step, and return the start of the iteration that ends now."""
+        """Subtract phases from data wait and step; return the start of the iteration that ends now."""
         phases = self._phases
         if phases.depth:
             self._cut_phase(end_ns)
         if not (start_ns := self._start_ns):
-            self._once("an iteration ended that had not started; it counts from the end of the one before")
+            self._once("an iteration ended without a start; it counts from the end of the previous iteration")
             start_ns = self.free_ns
         between_ns, inside_ns = phases.end_iteration()
         if self._end_ns:
             self._wait_ns -= between_ns
         else:
-            self._end_ns = start_ns  # there is no wait before the first
+            self._end_ns = start_ns  # the first iteration has no data wait
         self._step_ns -= inside_ns
         self._is_special = self._boundary or phases.depth > 0
         return start_ns
 
     def sync_point(self, _now: Any = time.monotonic_ns) -> None:
-        """Stamp where this rank first waits for others in the running iteration; later ones of it do not count.
+        """Stamp the first point in the running iteration at which this rank waits for others; ignore later calls.
 
-        The time before, without data waits and phases, is the rank's own time.
+        The time before this point, without data waits and phases, is the rank's own time.
         """
         if self._own_ns or not self._start_ns or self._phases.depth or not self._on:
             return
@@ -171,17 +171,17 @@ class Recorder:
         self._own_ns = now_ns - self._start_ns - self._phases.inside_ns
 
     def waited(self, spent_ns: int) -> None:
-        """Count a part of the running iteration as data wait: its start moves by this time."""
+        """Count a part of the running iteration as data wait: the iteration starts later by this time."""
         if self._on and self._start_ns and not self._phases.depth:
             self._start_ns += spent_ns
 
     def add(self, samples: int = 0, tokens: int = 0, tokens_loss: int = 0) -> None:
-        """Add counts that became known when their iteration had ended; they enter the next record."""
+        """Add counts that became known after the end of their iteration; the next record includes them."""
         if self._on and not self._counters.add(0, samples, tokens, tokens_loss):
-            self._once("counts that come late must be whole numbers of at least 0; they are not counted")
+            self._once("counts added after an iteration must be whole numbers of at least 0; ignored")
 
     def phase_start(self, name: str) -> None:
-        """Begin a stretch that is not iteration; one inside another belongs to the outer."""
+        """Begin a phase; a phase inside another is a part of the outer phase."""
         if not self._on:
             return
         self._is_special = True
@@ -190,9 +190,9 @@ class Recorder:
             self._writer.state(ring.PHASE_STATE, self.ordinal, now_ns, self._phases.index)
 
     def phase_end(self) -> None:
-        """End the stretch that the last `phase_start` began."""
+        """End the phase that the last `phase_start` began."""
         if not self._on or self._phases.depth == 0:
-            self._once("a phase was ended that had not begun; ignored")
+            self._once("a phase ended without a start; ignored")
             return
         if not self._phases.end():
             return
@@ -210,7 +210,7 @@ class Recorder:
 
     @property
     def free_ns(self) -> int:
-        """Start of the time that is not in an iteration or phase yet: the end of the last one, or our start."""
+        """Earliest start of the next iteration: the end of the last iteration or phase, or the recorder's start."""
         return (self._end_ns or self._made_ns) + self._phases.between_ns
 
     @property
@@ -219,12 +219,12 @@ class Recorder:
         return (self._phases.depth, self.generations.depth, *self._phases.total_ns, self.generations.total_ns)
 
     def may_evaluate(self) -> None:
-        """Report an evaluation as the state of this rank; whether it is one, `evaluated` decides when it is over."""
+        """Set this rank's state to evaluation; at the end, `evaluated` is only called if it was an evaluation."""
         if self._on and not self._phases.depth:
             self._writer.state(ring.PHASE_STATE, self.ordinal, time.monotonic_ns(), 0)
 
     def evaluated(self, start_ns: int, end_ns: int) -> None:
-        """Count a stretch of the running iteration as evaluation; no phase and no wait that was given may lie in it."""
+        """Count a period of the running iteration as evaluation; it must not contain phases or reported data waits."""
         if self._on and self._start_ns and not self._phases.depth:
             self._writer.state(ring.STEP, self.ordinal + 1, self._start_ns)
             self._is_special = True
@@ -237,13 +237,13 @@ class Recorder:
             self._writer.take(self._phases.total_ns, self.generations.total_ns, self._counters)
 
     def loss(self, number: int | None, loss: float | None) -> None:
-        """Record the loss of the iteration that ended last, and the number that the caller has for it."""
+        """Record the loss of the last completed iteration, with the caller's number of this iteration."""
         if self._on and (checked := self._losses.checked(number, loss)) is not None:
             now_ns = time.monotonic_ns()
             self._put(ring.LOSS, loss is None, self.ordinal, checked[0], now_ns, now_ns, checked[1])
 
     def reset(self) -> None:
-        """Let the run-to-date values start anew after the current window."""
+        """Reset the run-to-date values at the end of the current window."""
         if self._on:
             now_ns = time.monotonic_ns()
             self._put(ring.RESET, 0, self.ordinal, 0, now_ns, now_ns, 0.0)
@@ -252,7 +252,7 @@ class Recorder:
         """Record the final status of the loop and stop recording; later calls do nothing."""
         if not self._on:
             return
-        while self._phases.depth:  # an exception may have left one open
+        while self._phases.depth:  # an exception may have left a phase open
             self.phase_end()
         now_ns = time.monotonic_ns()
         known = isinstance(status, str) and status in ring.STATUSES
@@ -277,9 +277,9 @@ class Recorder:
 
 
 def pair_s(batches: int = 5, pairs: int = 40) -> float | None:
-    """Return what a start and an end of an iteration take here, a median over a millisecond; ``None`` without memory.
+    """Return the time that a start and an end of an iteration take on this host; ``None`` without memory.
 
-    The real loop's caches are colder, so it is an estimate from below.
+    This median is measured within 1 ms.  It is a lower bound, because the caches of a real loop are colder.
     """
     try:
         writer = ring.RingWriter(16)

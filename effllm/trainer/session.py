@@ -1,6 +1,6 @@
 """One session of the metrics, from start to stop: the shared maps, the agent, the aggregator's address.
 
-Runs in the training process, before the first iteration and after the last; standard library only.
+This module runs in the training process, before the first iteration and after the last iteration.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from effllm.trainer.address import AggregatorAddress, print_line
 from effllm.trainer.declared import Declared, text
 from effllm.trainer.recorder import Recorder, pair_s
 
-READY_S = 2.0  # the agent's first sample: about 0.3 s; a busy file system may take longer
-FIRST_RANK_ENDS_S = 5.0  # containers die with their launcher, and the summary is written by then
+READY_S = 2.0  # the first sample takes the agent about 0.3 s, and longer with a busy file system
+FIRST_RANK_ENDS_S = 5.0  # rank 0 waits for the summary, because a container ends with its launcher
 OTHER_RANKS_END_S = 1.0
 MAX_WARNINGS = 20
 
@@ -44,11 +44,11 @@ _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
 class AgentError(OSError):
-    """There is no agent, so there are no metrics of this rank; the message has the reason."""
+    """The rank has no agent, so it has no metrics; the message contains the reason."""
 
 
 class Session:
-    """The objects from one start to its stop: the shared maps, the agent, the recorder."""
+    """The objects of one session: the shared maps, the agent, the recorder."""
 
     def __init__(self, config: Config, place: Place, declared: Declared) -> None:
         self._config, self._place = config, place
@@ -73,12 +73,12 @@ class Session:
         has_device = bool(getattr(version, "cuda", None) or getattr(version, "hip", None))
         if not config.profile_every and not has_device:
             return Recorder(*about)
-        from effllm.trainer.watched_recorder import WatchedRecorder  # imported only where there is something to watch
+        from effllm.trainer.watched_recorder import WatchedRecorder  # imported only if needed
 
         return WatchedRecorder(*about, profile_every=config.profile_every, torch=torch)
 
     def start(self) -> None:
-        """Find or open the aggregator's address, start the agent, and wait a moment for its first sample."""
+        """Find or open the aggregator's address, start the agent, and wait up to 2 s for the agent's first sample."""
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._ready = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._trainer = pidfd(os.getpid())
@@ -100,7 +100,7 @@ class Session:
             if stdout >= 0:
                 os.close(stdout)
             if listener is not None:
-                listener.close()  # a forked worker must not keep the port
+                listener.close()  # a forked worker must not hold the port
         ptracer.allow(self._process.pid)
         find()
         self._wait_for_agent()
@@ -118,10 +118,10 @@ class Session:
         if agent >= 0:
             os.close(agent)
         if (code := self._process.poll()) is not None:
-            raise AgentError(f"the agent of rank {self._place.rank} {_how_it_died(code)} at once, by {sys.executable}")
+            raise AgentError(f"the agent of rank {self._place.rank} {_how_it_died(code)} at start ({sys.executable})")
 
     def _stay_idle(self, seconds: float) -> None:
-        """Wait for the configured time, in which the agent measures the idle power of the device."""
+        """Wait for the configured time; the agent measures the idle power of the device in this time."""
         if seconds > 0:
             begin_ns = time.monotonic_ns()
             time.sleep(seconds)
@@ -139,7 +139,7 @@ class Session:
             "rocr_visible_devices": this_process().get("ROCR_VISIBLE_DEVICES"),
             **_cuda_identity(),
             "recorder_pair_s": pair_s(),
-            # What an earlier session may have left.
+            # The following values replace values of an earlier session.
             "job": "",
             "endpoint": "",
             "run_folder": "",
@@ -156,24 +156,23 @@ class Session:
         self._declared.set(run_folder=_run_folder(self._config, place), run=run)
         if not self._declared.facts.run_folder:
             print_line(
-                "no run folder: the name of the current folder is not UTF-8; set EFFICIENTLLM_RUN_DIR to another"
+                "no run folder: the name of the current folder is not UTF-8; set EFFICIENTLLM_RUN_DIR to another folder"
             )
 
     def _write_address(self, address: FoundAddress) -> None:
-        # Perhaps in the thread that searches: it touches nothing that the loop's thread writes.
-        with contextlib.suppress(ValueError):  # closed in the meantime: the loop is over
+        # This method may run in the search thread; it writes no data that the loop's thread writes.
+        with contextlib.suppress(ValueError):  # the ring is closed: the loop has ended
             self._ring.write_address(address)
             self._wake_agent()
 
     def send_facts(self) -> None:
-        """Send the facts to the agent."""
         if not self._closed and not self._ring.write_facts(self._declared.facts):
-            self._declared.set(run={})  # what fills the area is what the caller declared
+            self._declared.set(run={})  # the caller's facts do not fit into the ring
             self._ring.write_facts(self._declared.facts)
         self._wake_agent()
 
     def warn(self, line: str) -> None:
-        """Have the agent log one line, once; nothing is printed on the training thread."""
+        """Log a line through the agent, once; nothing is printed on the training thread."""
         warnings = self._declared.facts.warnings
         if line not in warnings and len(warnings) < MAX_WARNINGS:
             self._declared.set(warnings=(*warnings, line))
@@ -185,7 +184,7 @@ class Session:
                 os.eventfd_write(self._wake, 1)
 
     def finish(self, status: str) -> None:
-        """Record the final status, and wait for the agent: on rank 0 until the summary is written, at most 5 s."""
+        """Record the final status, and wait for the agent's end: up to 5 s on rank 0 (summary), 1 s on other ranks."""
         self.recorder.finish(status)
         until_s = time.monotonic() + (FIRST_RANK_ENDS_S if self._place.rank == 0 else OTHER_RANKS_END_S)
         if self._process is not None:
@@ -194,19 +193,19 @@ class Session:
                     self._report_death(code, until_s)
 
     def _report_death(self, code: int, until_s: float) -> None:
-        """Report that the agent has died, and wait for the aggregator until then, as the agent would have done."""
+        """Print that the agent has died; on rank 0, wait for the aggregator until ``until_s``, as the agent does."""
         rank = self._place.rank
         with contextlib.suppress(OSError):
-            text = f"the agent of rank {rank} {_how_it_died(code)}: what rank {rank} did from then on is in no metric"
+            text = f"the agent of rank {rank} {_how_it_died(code)}: after that, no metric includes rank {rank}"
             os.write(2, f"[EfficientLLM] {text}\n".encode())
         if rank == 0 and self._place.world_size > 1 and (folder := self._declared.facts.run_folder):
             while time.monotonic() < until_s and _is_locked(Path(folder) / "lock"):
                 time.sleep(0.05)
 
     def final_values(self, since_s: float) -> dict[str, float]:
-        """Return the values of the run's summary on rank 0; empty if it was not written since ``since_s``.
+        """Return the values of the run's summary on rank 0; empty if the summary is older than ``since_s``.
 
-        The last message of the aggregator may be lost when both ends are ending.
+        The summary is needed because the aggregator's last message may be lost while agent and aggregator end.
         """
         folder = self._declared.facts.run_folder
         if not folder:
@@ -214,13 +213,13 @@ class Session:
         try:
             summary = json.loads((Path(folder) / "summary.json").read_bytes())
             if summary["status"] == "running" or summary["updated_time_s"] < since_s:
-                return {}  # of an earlier run: this one had to go elsewhere
+                return {}  # the summary of an earlier run: this run has another folder
             return {tag: float(known["value"]) for tag, known in summary["metrics"].items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return {}
 
     def close(self) -> None:
-        """Release all resources; an agent that is still busy continues alone."""
+        """Release all resources; an agent that still runs continues alone."""
         if self._closed:
             return
         self._closed = True
@@ -232,12 +231,12 @@ class Session:
         self._ring.close()
         self.board.close()
         if self._process is not None and self._process.poll() is None:
-            # Its exit status is not needed, and Popen would warn without it.
+            # The exit status is not needed, but without a return code Popen would warn.
             self._process.returncode = 0
 
     def _at_exit(self) -> None:
         if os.getpid() != self._pid:
-            return  # a forked child that ran to its end
+            return  # this process is a forked child
         self.finish(_how_it_ended())
         self.close()
 
@@ -250,7 +249,7 @@ def _how_it_died(code: int) -> str:
 
 
 def _is_locked(path: Path) -> bool:
-    """Whether an aggregator still holds a run folder."""
+    """Whether an aggregator still holds the lock of a run folder."""
     try:
         with path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -262,7 +261,7 @@ def _is_locked(path: Path) -> bool:
 
 
 def _how_it_ended() -> str:
-    """Return the final status of the interpreter, which stores an uncaught exception."""
+    """Return the final status of this process; the interpreter stores an uncaught exception in ``sys.last_value``."""
     error = getattr(sys, "last_value", None)
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
@@ -270,7 +269,7 @@ def _how_it_ended() -> str:
 
 
 def _cuda_identity() -> dict[str, str]:
-    """Return torch's current device by UUID and PCI bus id, if torch has one; never starts CUDA."""
+    """Return UUID and PCI bus id of torch's current device, if torch has one; CUDA is never started."""
     torch = sys.modules.get("torch")
     cuda = getattr(torch, "cuda", None)
     if cuda is None or not getattr(cuda, "is_initialized", lambda: False)():
@@ -286,7 +285,7 @@ def _cuda_identity() -> dict[str, str]:
 
 
 def _run_folder(config: Config, place: Place) -> str:
-    """Return the path of the run folder; empty where its name is not UTF-8, as messages and run.json are."""
+    """Return the path of the run folder; empty if it is not UTF-8, because messages and run.json are UTF-8."""
     folder = str(_wanted_folder(config, place))
     return folder if folder.isascii() or _is_utf8(folder) else ""
 
@@ -305,7 +304,7 @@ def _wanted_folder(config: Config, place: Place) -> Path:
         return parent / config.run_name
     if run_id and not _UUID.fullmatch(run_id):
         return parent / run_id
-    # torchrun makes up an id where it is given none; its restarts find the folder by the end of the name.
+    # Without an id, torchrun makes a random id; a restart of the job finds the folder by the end of its name.
     end = run_id[:8] or secrets.token_hex(4)
     earlier = sorted(parent.glob(f"????????-??????-{end}")) if run_id else []
     return earlier[-1] if earlier else parent / f"{time.strftime('%Y%m%d-%H%M%S')}-{end}"

@@ -1,8 +1,8 @@
 """Profiles every Nth iteration with torch.profiler, to measure its exposed communication.
 
-Runs in the training process, only if EFFICIENTLLM_PROFILE_EVERY is set; standard library only: torch is the module that
-the training has imported.  Another profiler always has priority, because a second profiler takes the session of the
-first, and both would have no records.
+This module is only used if EFFICIENTLLM_PROFILE_EVERY is set.  It runs in the training process, and torch is the module
+that the training has imported.  Another profiler always has priority: a second profiler takes the session of the first
+profiler, and then neither has records.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ from typing import Any, NamedTuple
 from effllm.config import switches
 from effllm.records.timeline import Interval, Split, device_kind, group_kind, host_kind, split
 
-#: In these environments Nsight or another tool holds CUPTI, which has room for one.
+#: If one of these variables is set, Nsight or another tool uses CUPTI, and CUPTI allows only one user.
 HOLDERS = ("NSYS_PROFILING_SESSION_ID", "CUDA_INJECTION64_PATH")
 
-#: Records of one iteration that are looked through at most: about two seconds of work.
+#: Limit of the records of one iteration; reading this many takes about 2 s.
 MAX_RECORDS = 1_000_000
-#: Iterations in a row of which nothing came before it is given up.
+#: Profiling ends after this many consecutive profiles without records.
 MAX_FAILURES = 2
 
-#: Kineto logs two lines of each start and stop from PyTorch 2.13 on, unless this is set before the first.
+#: From PyTorch 2.13 on, Kineto logs two lines at each start and stop, unless this is set before the first start.
 QUIET = ("KINETO_LOG_LEVEL", "6")
 
 
-_profiling: weakref.WeakSet[TorchProfile] = weakref.WeakSet()  # that have ever begun
+_profiling: weakref.WeakSet[TorchProfile] = weakref.WeakSet()  # profilers that have started at least once
 
 
 class Profiled(NamedTuple):
-    """What the profiler gave of one iteration, and what it took."""
+    """The profile of one iteration, and its cost."""
 
     split: Split
-    is_of_device: bool  # its times are those of a device, not those of the host's stamps
-    cost_ns: int  # of starting, stopping and reading it: none of it lies inside of the iteration
+    is_of_device: bool  # whether the times are from a device, and not from the host's stamps
+    cost_ns: int  # time to start, stop and read the profiler, outside of the iteration
 
 
 class TorchProfile:
     """Profiles every Nth iteration, unless another profiler runs.
 
     Args:
-        every: iterations are profiled whose number this divides.
-        warn: called with a line for the user, for each kind of trouble once.
-        torch: the module; the one that the process has imported where not given.
+        every: an iteration is profiled if this divides its number.
+        warn: called with a line for the user, once, when profiling ends because of an error.
+        torch: the torch module; by default the module that the process has imported.
     """
 
     def __init__(self, every: int, warn: Callable[[str], None], torch: Any = None) -> None:
@@ -67,12 +67,12 @@ class TorchProfile:
             switches.set_default(*QUIET)
 
     def start(self, number: int) -> None:
-        """Start profiling if it is this iteration's turn; called before its start is stamped."""
+        """Start profiling if this iteration is to be profiled; called before the start stamp."""
         if self._is_off:
             return
         began_ns = time.monotonic_ns()
         try:
-            if self._profiler is not None:  # the iteration before never ended
+            if self._profiler is not None:  # the previous iteration did not end
                 self.abandon()
             if self._neighbours is None and not self._meet():
                 return
@@ -83,10 +83,10 @@ class TorchProfile:
             self._give_up(f"{type(error).__name__}: {error}")
 
     def end(self, ended_ns: int) -> Profiled | None:
-        """Stop profiling, and return the split; ``None`` where nothing was profiled. Called after the end's stamp.
+        """Stop profiling after the end stamp, and return the profile; ``None`` if there is no profile.
 
         Args:
-            ended_ns: when the iteration ended, by the monotonic clock: a hook may learn of it later.
+            ended_ns: end of the iteration on the monotonic clock; it may be earlier than this call.
         """
         profiler, self._profiler = self._profiler, None
         if profiler is None:
@@ -104,13 +104,13 @@ class TorchProfile:
             self._failures += 1
             if self._failures >= MAX_FAILURES:
                 what = "no kernel" if self._on_device else "no operator"
-                self._give_up(f"it saw {what}; another profiler may hold CUPTI")
+                self._give_up(f"the profile had {what}; another profiler may use CUPTI")
         except Exception as error:  # noqa: BLE001 - as above
             self._give_up(f"{type(error).__name__}: {error}")
         return None
 
     def abandon(self) -> None:
-        """Stop profiling for nothing, because the iteration will not end or another profiler begins."""
+        """Stop profiling without a result, because the iteration will not end or another profiler begins."""
         profiler, self._profiler = self._profiler, None
         if profiler is not None:
             try:
@@ -119,15 +119,15 @@ class TorchProfile:
                 self._give_up(f"{type(error).__name__}: {error}")
 
     def abandon_before_fork(self) -> None:
-        """Stop before the child is made: it would go on recording, for as long as it lives."""
+        """Stop profiling before a fork: the child process would continue to record until its end."""
         if threading.get_ident() == self._thread:
             self.abandon()
 
     def close(self, failed: bool = False) -> None:
-        """Profile nothing from now on, and leave torch as it was.
+        """Stop profiling for ever, and restore torch's functions.
 
         Args:
-            failed: the training did, perhaps with communication under way that never ends: the device is left alone.
+            failed: whether the training failed; then a communication may never end, and a stop on the device may hang.
         """
         if failed and self._on_device:
             self._profiler = None
@@ -137,19 +137,19 @@ class TorchProfile:
             self._neighbours.leave()
 
     def _meet(self) -> bool:
-        """Look whether there is a torch that can be profiled, and watch its profilers from then on."""
+        """Detect other profilers from now on; return ``False`` if torch is not imported or cannot be profiled."""
         torch = self._torch = self._torch or sys.modules.get("torch")
         if torch is None:
             return False
         holder = next((name for name in HOLDERS if switches.this_process().get(name)), None)
         if holder is not None:
-            self._give_up(f"{holder} is set, so another profiler holds CUPTI")
+            self._give_up(f"{holder} is set, so another profiler uses CUPTI")
             return False
         self._neighbours = Neighbours(torch.autograd.profiler, self.abandon)
         return True
 
     def _is_taken(self) -> bool:
-        """Whether another profiler runs, or is about to."""
+        """Whether another profiler runs or is prepared to run."""
         autograd = self._torch.autograd
         return (
             (self._neighbours is not None and self._neighbours.are_profiling)
@@ -161,8 +161,8 @@ class TorchProfile:
         cuda = getattr(self._torch, "cuda", None)
         self._on_device = bool(cuda is not None and cuda.is_initialized())
         if self._on_device and _has_compiled_graphs():
-            raise RuntimeError("CUDA graphs of torch.compile are on, beside which CUPTI is known to crash")
-        # Not torch.profiler's class of this name, which uses this one: its start imports the compiler.
+            raise RuntimeError("CUDA graphs of torch.compile are on, and CUPTI is known to crash with them")
+        # The class of this name in torch.profiler uses this class, but its start also imports the compiler.
         profile = self._torch.autograd.profiler.profile
         named: dict[str, Any] = {"use_kineto": True, "use_cpu": not self._on_device}
         if self._on_device:
@@ -182,7 +182,7 @@ class TorchProfile:
             yield
 
     def _drop(self) -> None:
-        # The way out of torch's profiler waits for the device first, and there is nothing to wait for.
+        # The profiler's __exit__ would wait for the device, which is not necessary here.
         module = self._torch.autograd.profiler
         with self._as_ourselves():
             module._disable_profiler()
@@ -191,23 +191,23 @@ class TorchProfile:
     def _read(self, profiler: Any, end_ns: int) -> Split | None:
         results = getattr(profiler, "kineto_results", None)
         if results is None:
-            raise RuntimeError("this version keeps its records elsewhere")
+            raise RuntimeError("this version of torch has no kineto_results")
         events = results.events()
         if len(events) > MAX_RECORDS:
-            raise RuntimeError(f"an iteration has {len(events):,} records, which would take too long to read")
+            raise RuntimeError(f"an iteration has {len(events):,} records; to read them would take too long")
         return device_split(events) if self._on_device else host_split(events, self._start_ns, end_ns)
 
     def _give_up(self, why: str) -> None:
         self._is_off = True
         profiler, self._profiler = self._profiler, None
-        if profiler is not None:  # it failed half way through its start
+        if profiler is not None:  # the profiler failed during its start
             with contextlib.suppress(Exception):
                 self._drop()
-        self._warn(f"computation and communication are not separated, torch.profiler cannot be used: {why}")
+        self._warn(f"computation and communication are not separated: torch.profiler cannot be used: {why}")
 
 
 def _let_go(profiler: Any) -> None:
-    """Free the records, 10 MB for 8,000 of them: they hang in a circle that only the garbage collector would break."""
+    """Free the records (10 MB for 8,000 records): only the garbage collector would free their reference cycle."""
     profiler.kineto_results = None
 
 
@@ -217,7 +217,7 @@ def _has_compiled_graphs() -> bool:
 
 
 class Neighbours:
-    """Detects other profilers in this process, by three functions that every profiler of torch calls.
+    """Detects other profilers in this process: it wraps three functions that every profiler of torch calls.
 
     Args:
         module: ``torch.autograd.profiler``.
@@ -230,7 +230,7 @@ class Neighbours:
         self._is_away = False
         self._replaced: dict[str, tuple[Any, Any]] = {}
         for name, begins in (("_prepare_profiler", True), ("_enable_profiler", True), ("_disable_profiler", False)):
-            original = getattr(module, name)  # a version without one of them is not understood
+            original = getattr(module, name)  # raises in a version of torch without this function
             self._replaced[name] = original, self._watched(original, begins)
         for name, (_, watched) in self._replaced.items():
             setattr(module, name, watched)
@@ -247,7 +247,7 @@ class Neighbours:
 
     @contextlib.contextmanager
     def away(self) -> Iterator[None]:
-        """What profilers do in this stretch is our own doing."""
+        """Ignore all calls in this period, because they are our own."""
         self._is_away = True
         try:
             yield
@@ -255,22 +255,22 @@ class Neighbours:
             self._is_away = False
 
     def leave(self) -> None:
-        """Put torch's own functions back, unless ours have been wrapped since."""
+        """Restore torch's functions, except a function that other code has replaced since."""
         for name, (original, watched) in self._replaced.items():
             if getattr(self._module, name, None) is watched:
                 setattr(self._module, name, original)
 
 
 def host_split(events: Any, start_ns: int, end_ns: int) -> Split | None:
-    """Return the split by the operators of this process and its backend's communication; ``None`` without a record."""
+    """Return the split from the host's records of operators and communication; ``None`` without a record."""
     return _split(events, start_ns, end_ns, host_kind)
 
 
 def device_split(events: Any) -> Split | None:
-    """Return the split by what ran on devices; ``None`` where there is no such record.
+    """Return the split from the records of devices; ``None`` without such a record.
 
-    The iteration is that of the device, from its first record to its last: it runs behind the host, and is
-    recorded from the first kernel on that was launched in the iteration.
+    The device runs behind the host, so the iteration is measured on the device, from the first record to the last
+    record.  Records begin with the first kernel that was launched in the iteration.
     """
     on_device = [event for event in events if not _is_host(event)]
     if not on_device:
@@ -280,7 +280,7 @@ def device_split(events: Any) -> Split | None:
 
 
 def _split(events: Any, start_ns: int, end_ns: int, kind_of: Callable[[str], str | None]) -> Split | None:
-    kinds: dict[str, str | None] = {}  # an iteration calls few operators, often
+    kinds: dict[str, str | None] = {}  # few operators are called often
     computing: list[Interval] = []
     communicating: list[tuple[str, int, int]] = []
     for event in events:
@@ -307,7 +307,7 @@ def _times(event: Any) -> Interval:
 
 
 def _is_host(event: Any) -> bool:
-    """Whether a record is not a device's own work: what its host did, or a range that the program marked."""
+    """Whether a record is not work of a device: it is from the host, or it is a range that the program marked."""
     if str(event.device_type()).endswith("CPU"):
         return True
     activity = str(event.activity_type()) if hasattr(event, "activity_type") else ""
@@ -315,7 +315,7 @@ def _is_host(event: Any) -> bool:
 
 
 def _group(event: Any) -> str | None:
-    """Return the kind of the group whose communication this is, where the profiler has it."""
+    """Return the kind of a communication's process group; ``None`` if the record does not have the group."""
     text = event.metadata_json() if hasattr(event, "metadata_json") else ""
     if "Process Group" not in text:
         return None

@@ -1,4 +1,4 @@
-"""The newest values of the whole job, as the aggregator publishes them to every rank; standard library alone."""
+"""The newest values of the whole job, as the aggregator publishes them to every rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from effllm.records.board import Board
 
 NAN = float("nan")
 
-#: The contract's six tags, with the names of the original's methods.
+#: Name of the value in the original's methods -> one of the contract's six tags.
 HEADLINE = {
     "amu": "amu_gb",
     "pcu": "pcu_ratio",
@@ -24,7 +24,7 @@ _IT = "it_tokens_per_sec"
 
 @dataclasses.dataclass
 class EfficientLLMMetrics:
-    """The newest run-to-date values of the whole job; ``nan`` is what is not measured."""
+    """The newest run-to-date values of the whole job; a value that is not measured is ``nan``."""
 
     amu: float = NAN
     pcu: float = NAN
@@ -39,13 +39,13 @@ class JobValues:
     """The values of the newest report that this rank has read.
 
     Args:
-        by_tag: what is known before the first report.
+        by_tag: values before the first report.
     """
 
     def __init__(self, by_tag: Mapping[str, float] | None = None) -> None:
         self._by_tag: Mapping[str, float] = by_tag or {}
         self._report = self._iteration = 0
-        self._written = 0  # the newest report that a writer was given
+        self._written = 0  # number of the newest report that was passed to a writer
 
     def read(self, board: Board) -> None:
         """Read the newest report, if there is one."""
@@ -54,11 +54,11 @@ class JobValues:
             self._report, self._iteration, self._by_tag = state.report, state.iteration, state.values
 
     def replace(self, by_tag: Mapping[str, float]) -> None:
-        """Set the values that the summary of the run has; nothing changes where it has none."""
+        """Set the values of the run's summary; if there are none, the earlier values stay."""
         self._by_tag = by_tag or self._by_tag
 
     def value(self, name: str) -> float:
-        """Return a value by the name of the original's method; ``nan`` where it is not measured."""
+        """Return a value by its name in `HEADLINE`; ``nan`` if it is not measured."""
         return self._by_tag.get(HEADLINE[name], NAN)
 
     def all(self) -> EfficientLLMMetrics:
@@ -66,11 +66,11 @@ class JobValues:
         return EfficientLLMMetrics(**{name: self.value(name) for name in HEADLINE}, it=self._by_tag.get(_IT, NAN))
 
     def tags(self) -> dict[str, float]:
-        """Return the contract's six tags, ``nan`` where a value is not measured."""
+        """Return the values of the contract's six tags; ``nan`` for a value that is not measured."""
         return {f"efficientllm/{tag}": self._by_tag.get(tag, NAN) for tag in HEADLINE.values()}
 
     def write(self, writer: Any) -> None:
-        """Give the values that are measured to a writer, those of each report once; raises what the writer raises."""
+        """Pass the measured values of a new report to a writer, once; the writer's exceptions are not caught."""
         if self._report > self._written:
             self._written = self._report
             for tag in HEADLINE.values():

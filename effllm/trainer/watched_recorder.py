@@ -1,13 +1,11 @@
-"""A recorder that also measures inside iterations: every Nth with a profiler, all of them on a CUDA device.
+"""A recorder that also measures inside iterations: every Nth with a profiler, and all with events of a CUDA device.
 
-It replaces `Recorder` only if one of these is possible, so that `Recorder` stays as cheap as before.
-Standard library only, because the training process imports it.
+It replaces `Recorder` only if a profiler or a device is used, because `Recorder` must stay fast.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 from effllm.records import ring
@@ -20,37 +18,25 @@ _NS = 1e-9
 
 
 class WatchedRecorder(Recorder):
-    """Stamps what `Recorder` does, and puts what was seen inside of iterations beside it.
+    """Records the stamps of `Recorder`, and the profiles and device times of iterations.
 
     Args:
-        writer: as `Recorder`'s, as are the next four.
-        log_interval: see there.
-        offset: see there.
-        wake: see there.
-        warn: see there.
-        profile_every: iterations whose number this divides are profiled; 0 is none.
-        torch: the module, where it is imported already.
+        arguments: arguments of `Recorder`.
+        profile_every: an iteration is profiled if this divides its number; 0 for no profiles.
+        torch: the torch module, if it is imported.
+        named: keyword arguments of `Recorder`.
     """
 
     __slots__ = ("_device", "_profile")
 
-    def __init__(
-        self,
-        writer: ring.RingWriter,
-        log_interval: int,
-        offset: int = 0,
-        wake: Callable[[], None] = lambda: None,
-        warn: Callable[[str], None] = lambda _line: None,
-        profile_every: int = 0,
-        torch: Any = None,
-    ) -> None:
-        super().__init__(writer, log_interval, offset, wake, warn)
-        self._profile = TorchProfile(profile_every, warn, torch) if profile_every else None
+    def __init__(self, *arguments: Any, profile_every: int = 0, torch: Any = None, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._profile = TorchProfile(profile_every, self._warn, torch) if profile_every else None
         cuda = getattr(torch, "cuda", None)
         self._device = DeviceTime(cuda) if hasattr(cuda, "Event") else None
 
     def start(self, _now: Any = time.monotonic_ns) -> None:
-        """Stamp the start of an iteration; what the looking costs lies before it."""
+        """Stamp the start of an iteration; the start of the profiler is before the stamp."""
         if not self._on:
             return
         if self._profile is not None:
@@ -70,7 +56,7 @@ class WatchedRecorder(Recorder):
         tokens_loss: int = 0,
         _now: Any = time.monotonic_ns,
     ) -> None:
-        """Stamp the end of an iteration, as `Recorder.end`; what the looking costs lies after it."""
+        """Stamp the end of an iteration, as `Recorder.end`; the stop of the profiler is after the stamp."""
         if not self._on:
             return
         if self._device is not None:
@@ -79,14 +65,14 @@ class WatchedRecorder(Recorder):
             except Exception as error:  # noqa: BLE001 - as above
                 self._without_device(error)
             if (self.ordinal + 1 + self._offset) % self._log_interval == 0:
-                self._put_device(self.ordinal + 1)  # before the record that ends the window
+                self._put_device(self.ordinal + 1)  # must precede the record that ends the window
         step_ns = self._step_ns
         super().end(tokens_processed, samples, tokens, tokens_loss, _now)
         if self._profile is not None and (found := self._profile.end(self._end_ns)) is not None:
             self._put_profile(found, self._step_ns - step_ns)
 
     def sync_point(self, _now: Any = time.monotonic_ns) -> None:
-        """Stamp where this rank first waits for others, as `Recorder.sync_point`, on the device as well."""
+        """Stamp the sync point, as `Recorder.sync_point`, on the host and on the device."""
         super().sync_point(_now)
         if self._device is not None and self._own_ns:
             try:
@@ -95,7 +81,7 @@ class WatchedRecorder(Recorder):
                 self._without_device(error)
 
     def finish(self, status: str = "completed") -> None:
-        """Record how the loop ended, and look no more."""
+        """Record the final status of the loop, and stop profiling."""
         if self._on:
             if self._profile is not None:
                 self._profile.close(failed=status != "completed")
@@ -104,7 +90,7 @@ class WatchedRecorder(Recorder):
 
     def _put_profile(self, found: Profiled, step_ns: int) -> None:
         split, duration_ns = found.split, found.split.duration_ns
-        if not found.is_of_device:  # AL leaves out phases and waits for data that lie inside of the iteration
+        if not found.is_of_device:  # AL excludes phases and data waits inside the iteration
             duration_ns = max(step_ns, split.exposed_ns + split.computing_ns)
         begin_ns, end_ns = self._end_ns - duration_ns, self._end_ns
         for what, communication_ns, exposed_ns in (

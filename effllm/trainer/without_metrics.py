@@ -1,7 +1,4 @@
-"""Repeats at the end of a process why it has no metrics, because the first line may have scrolled out of sight.
-
-Standard library only, because the training process imports it.
-"""
+"""Prints the reason for missing metrics again at the end of a process: the first line may have scrolled away."""
 
 from __future__ import annotations
 
@@ -11,17 +8,17 @@ import sys
 
 _reason = ""
 _is_registered = False
-_has_run = False  # metrics were collected, or their start was tried on a rank that does not report why it failed
+_has_run = False  # metrics were collected, or their start failed on a rank that does not print the reason
 
 
 def suggest_at_exit(reason: str) -> None:
-    """Print a reason at the end of the process, if nothing was collected and no other reason is known."""
+    """Print a reason at the end of the process, if no metrics were collected and no other reason is known."""
     if not _reason and not _has_run:
         repeat_at_exit(reason)
 
 
 def repeat_at_exit(reason: str) -> None:
-    """Print the reason at the end of the process, unless metrics were collected; an empty reason means they were."""
+    """Print the reason at the end of the process; print nothing for an empty reason, used if metrics were collected."""
     global _reason, _is_registered, _has_run
     _reason = reason
     _has_run = _has_run or not reason
@@ -40,7 +37,7 @@ def _at_exit(pid: int) -> None:
 
 
 def _is_no_rank() -> bool:
-    """Whether this process launches ranks, or is a worker of a rank, such as a data loader's."""
+    """Whether this process is a launcher of ranks, or a worker of a rank, such as a data loader's."""
     process = sys.modules.get("multiprocessing.process")
     is_worker = process is not None and process.parent_process() is not None
     return is_worker or "torch.distributed.launcher" in sys.modules

@@ -390,7 +390,7 @@ def test_invalid_counts_are_reported_once_and_ignored(launch, wrong):
 
     assert (job.ledger.summary.tokens, job.ledger.summary.samples, job.ledger.summary.iterations) == (100, 10, 20)
     (text,) = job.ledger.event_texts("warning")
-    assert "tokens and samples must be counts of at least 0; iteration 2 counts none" in text
+    assert "tokens and samples must be counts of at least 0; those of iteration 2 are ignored" in text
 
 
 @pytest.mark.parametrize("loss", ["math.nan", "math.inf", "-math.inf", "1e400", "None", "'low'", "[1, 2]", "object()"])
@@ -420,7 +420,7 @@ def test_decreasing_iteration_number_causes_one_warning(launch):
 
     assert (job.ledger.summary.iterations, job.ledger.summary.tokens) == (20, 200)
     (text,) = job.ledger.event_texts("warning")
-    assert "the iteration number went back from 10 to 3; counting goes on" in text
+    assert "the iteration number decreased from 10 to 3; counting continues" in text
 
 
 def test_invalid_iteration_numbers_are_ignored(launch):
@@ -453,7 +453,7 @@ def test_unpaired_iteration_calls_cause_one_warning(launch):
 
     assert (job.ledger.summary.iterations, job.ledger.summary.tokens) == (11, 110)
     (text,) = job.ledger.event_texts("warning")
-    assert "an iteration ended that had not started" in text
+    assert "an iteration ended without a start" in text
 
 
 def test_calls_after_finalize_do_nothing(launch):

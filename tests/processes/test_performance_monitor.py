@@ -69,7 +69,7 @@ def test_throughput_per_parameter_needs_the_parameters():
 
 
 def test_unknown_scenario_is_rejected():
-    with pytest.raises(ValueError, match="'cooking' is none of pretraining"):
+    with pytest.raises(ValueError, match="'cooking' is unknown; known are pretraining"):
         monitor("cooking")
 
 
