@@ -1,8 +1,8 @@
 """The hooks of training systems, one file per system, and the table of hooked modules.
 
-A hook file has ``attach(module)``, and functions with other names for further modules.  They raise `Unknown` for a
-module of an unknown version: one line is printed, and that system is not measured.  Standard library only, because
-this runs in the training process.
+A hook file has a function ``attach(module)``, and similar functions for further modules.  Such a function raises
+`Unknown` for a module of an unknown version: one line is printed, and this system is not measured.  Hooks run in the
+training process, so they import only the standard library and the modules of the training.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def attach_all() -> None:
 
 
 def attach_names() -> None:
-    """Register effllm's name with the frameworks of `NAMES`, now or when they are imported, without measuring them."""
+    """Register effllm's name in the modules of `NAMES`, now or when they are imported; nothing is measured."""
     for target in () if _is_attached else NAMES:
         when_imported(target, _Hook(*TARGETS[target].split(":")))
 

@@ -1,7 +1,6 @@
 """The counts of a Hugging Face batch: sequences, all positions, positions without padding, positions with a label.
 
-Only shapes are read here.  Sums stay tensors, because reading one on a GPU would be a synchronisation.  Standard
-library only, because this runs in the training process.
+Only shapes are read here.  Sums stay tensors, because reading a tensor on a GPU would be a synchronisation.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _IGNORED = -100  # the label of positions without loss
 
 @dataclass(slots=True)
 class Batch:
-    """One micro-batch; a sum is a number, or a tensor on a device with its value."""
+    """The counts of one micro-batch; each is a number, or a tensor on a device."""
 
     tokens_processed: int = 0
     samples: Any = 0
@@ -73,7 +72,7 @@ def _add_positions(batch: Batch, tensors: Mapping[str, Any], inputs: Mapping[str
     labels = tensors.get("labels")
     tokens: Any = ids.numel()
     if mask is not None and mask.shape == ids.shape:
-        tokens, source = _sum(mask != 0), MASK  # a packed row's mask may contain the numbers of its sequences
+        tokens, source = _sum(mask != 0), MASK  # the mask of a packed row may contain sequence numbers
     elif mask is not None and mask.dim() == 4 and mask.shape[-2:] == (ids.shape[-1], ids.shape[-1]):
         seen = mask[:, 0].diagonal(dim1=-2, dim2=-1)  # a position without padding attends to itself
         tokens, source = _sum(seen == 0 if seen.is_floating_point() else seen != 0), MASK
@@ -121,7 +120,7 @@ def _samples(tensors: Mapping[str, Any], inputs: Mapping[str, Any], names: list[
     others = [name for name in names if not name.startswith(("prompt_", "decoder_"))]
     if any(name.startswith(("chosen_", "rejected_")) or "completion_" in name for name in others):
         return sum(len(tensors[name]) for name in others)  # each answer is a separate sequence
-    return len(tensors[(others or names)[0]])  # columns of one data set: a sentence-transformers pair is one sample
+    return len(tensors[(others or names)[0]])  # the columns of a sentence-transformers pair are one sample
 
 
 def _sum(flags: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The micro-batches of an iteration, read from the model's calls; standard library only."""
+"""The micro-batches of an iteration, read from the calls of the model."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ class Batches:
         self._late = LateSums(3)  # samples, tokens, tokens with a label
         self._processed = 0
         self._source = ""
-        self._model: Any = None  # a weak reference: the training may drop it
+        self._model: Any = None  # a weak reference: the training may delete the model
         self._parameters: Parameters | None = None
-        self._at_exit = functools.partial(Guard("what the last iterations counted"), self._count_rest)
+        self._at_exit = functools.partial(Guard("the count of the last iterations"), self._count_rest)
 
     def of_model(self, model: Any, parameters: Parameters | None) -> None:
-        """Set the model whose FLOPs are computed at the first batch with text; call it after the metrics have begun."""
+        """Set the model whose FLOPs are computed at the first batch with text; called after the metrics have begun."""
         self._model, self._parameters, self._source = weakref.ref(model), parameters, ""
         atexit.unregister(self._at_exit)
-        atexit.register(self._at_exit)  # after the session's handler, so that it is called before it
+        atexit.register(self._at_exit)  # registered after the session's handler, so called before
 
     def add(self, inputs: Any, counts_samples: bool = True) -> None:
-        """Count a micro-batch, or a `Batch` read by a hook: its tokens and samples, or only samples without text."""
+        """Count tokens and samples of a micro-batch, or of a `Batch` from a hook; without text, count only samples."""
         seen = inputs if isinstance(inputs, Batch) else batch_of(inputs)
         if seen.source and seen.source != self._source:
             self._learn(seen)
@@ -57,9 +57,9 @@ class Batches:
             self._late.add((samples if isinstance(samples, int) else 1, seen.tokens_processed, 0))
 
     def end(self, at_ns: int | None = None) -> None:
-        """End the iteration with these counts; counts given to `effllm.count` take precedence.
+        """End the iteration with the sums; counts of `effllm.count` take precedence.
 
-        ``at_ns`` has the meaning of `Steps.end`.
+        For ``at_ns`` see `Steps.end`.
         """
         samples, tokens, tokens_loss = self._late.take()
         processed, self._processed = self._processed, 0
@@ -76,7 +76,7 @@ class Batches:
             self._steps.add(samples=samples, tokens=tokens, tokens_loss=tokens_loss)
 
     def _count_rest(self) -> None:
-        """Add counts that the GPU has computed since the end of the last iteration, without a wait for the others."""
+        """Add counts that the GPU has computed since the end of the last iteration, without a wait for other counts."""
         samples, tokens, tokens_loss = self._late.take()
         if self._source and self._processed == 0:
             self._steps.add(samples=samples, tokens=tokens, tokens_loss=tokens_loss)
@@ -93,7 +93,7 @@ class Batches:
 
 
 def batch_of(inputs: Any) -> Batch:
-    """Return the counts of a batch of any type: those of its text, else only the samples of its first tensor."""
+    """Return the counts of a batch of any type; without text, only the samples of its first tensor."""
     seen = read_batch(inputs)
     if seen is None or not seen.source:
         first = next(_tensors(inputs, _DEPTH), None)
@@ -102,7 +102,7 @@ def batch_of(inputs: Any) -> Batch:
 
 
 def inputs_of(module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return the arguments of a model's call, by the names of its parameters; token ids always as ``input_ids``."""
+    """Return the arguments of a model's call by parameter name; token ids always have the name ``input_ids``."""
     if len(args) == 1 and not kwargs and not hasattr(args[0], "dim"):
         return args[0]  # the whole batch
     kind: Any = type(module)

@@ -1,7 +1,7 @@
-"""Calls a hook when its module is imported, or at once if it is imported already; standard library only.
+"""Calls a hook after the import of its module, or at once if the module is already imported.
 
-A module may be partly imported at that time: a script that begins with ``from transformers import Trainer``
-loads torch, and with it effllm, during the import of transformers.  Then the hook is called at the end of the import.
+A module may be partly imported when its hook is added.  For example, ``from transformers import Trainer`` imports
+torch, and torch starts effllm, during the import of transformers.  Then the hook is called at the end of the import.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _loaded(name: str) -> None:
 
 
 class _Finder:
-    """Finds modules through the other finders, and calls the hooks after their code has run."""
+    """Finds modules through the other finders, and calls the hooks of a module after its code has run."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -59,7 +59,7 @@ FINDER: Any = _Finder()
 
 
 def _run_after(spec: ModuleSpec) -> None:
-    """Wrap a module's loader for one call, and call the hooks after it."""
+    """Wrap a module's loader for one call, and call the hooks after this call."""
     loader: Any = spec.loader
     run = getattr(loader, "exec_module", None)
     if run is None:

@@ -1,8 +1,8 @@
 """Sums of tensors on a GPU, read without a wait after the GPU has computed them.
 
-Each sum is copied into pinned memory, with an event after the copy.  An iteration later the event has usually
-happened and the number is read, otherwise in a later iteration.  The logic is tested with a fake event and memory;
-its cost on a GPU was not measured.  Standard library only, and the loaded torch.
+Each sum is copied into pinned memory, and a CUDA event is recorded after the copy.  When this event has happened,
+usually one iteration later, the number is read.  The logic is tested with a fake event and fake memory; its cost on a
+GPU was not measured.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class LateSums:
     """Sums of numbers; some of the numbers arrive late from a GPU.
 
     Args:
-        num_sums: numbers in each call of `add`.
-        make_buffer: returns memory for this number of values.
-        make_event: returns an object whose ``query()`` returns, without a wait, whether the copies before it are done.
-        devices: the device types that support both.
+        num_sums: number of values in each call of `add`.
+        make_buffer: returns memory for a number of values.
+        make_event: returns an event; its ``query()`` does not wait, and is true if all earlier copies are done.
+        devices: device types that support such memory and events.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class LateSums:
         """Add numbers, or tensors of one number each, without a wait for a GPU.
 
         Returns:
-            Whether they are counted; tensors of an accelerator without CUDA's interface cannot be read in this way.
+            ``False`` if nothing is counted: without CUDA's interface, the tensors of an accelerator cannot be read.
         """
         types = [value.device.type if hasattr(value, "device") else "cpu" for value in values]
         if not set(types) <= {"cpu", *self._devices}:
@@ -78,14 +78,14 @@ class LateSums:
         self._coming.append((self._make_event(), buffer))
 
     def take(self) -> list[int]:
-        """Return the sums of the numbers that were computed since the last call."""
+        """Return the sums of the numbers that have arrived since the last call."""
         while self._coming and self._coming[0][0].query():
             self._read()
         known, self._known = self._known, [0] * self._num_sums
         return known
 
     def take_rest(self) -> list[int]:
-        """Wait for all numbers and return the remaining sums; after training the wait costs nothing."""
+        """Wait for all numbers, and return the remaining sums; after training, this wait costs nothing."""
         while self._coming:
             self._coming[0][0].synchronize()
             self._read()

@@ -1,10 +1,9 @@
 """Evaluations of a loop that is measured only by its optimizer: from the model's ``eval()`` to its ``train()``.
 
 ``torch.nn.Module.train`` (``eval`` calls it) is wrapped on the class when such a loop begins.  Modules get no
-additional attributes, and compiled calls are passed through.  A time span counts as evaluation, at its end, under
-three conditions: no optimizer stepped in it, no phase or generation was marked in it, and the last iteration had no
-such span.  The last condition keeps rollouts, which every iteration has, in the iteration.  Standard library only,
-and the loaded torch.
+additional attributes, and compiled calls are passed through.  At its end, a period in eval mode counts as evaluation
+under three conditions: no optimizer stepped in the period, no phase or generation was marked in it, and the last
+iteration had no such period.  Because of the last condition, rollouts in every iteration are no evaluations.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from effllm.hooks._steps import Steps
 from effllm.hooks._wrap import Guard
 from effllm.trainer.collector import get_metrics_collector
 
-MAX_MODULES = 64  # modules with known parameters; a loop sets only few of them to eval mode
+MAX_MODULES = 64  # limit of modules with known parameters; a loop sets only a few modules to eval mode
 
-_GUARD = Guard("evaluations by the model's eval()")
+_GUARD = Guard("evaluation by the model's eval()")
 _listeners: list[EvalMode] = []
 
 
@@ -35,8 +34,8 @@ class EvalMode:
 
     def __init__(self, steps: Steps) -> None:
         self._steps = steps
-        self._trained: frozenset[int] = frozenset()  # parameters, by id
-        self._known: dict[int, tuple[weakref.ref[Any], bool]] = {}  # by module id: whether it has all of `_trained`
+        self._trained: frozenset[int] = frozenset()  # ids of the trained parameters
+        self._known: dict[int, tuple[weakref.ref[Any], bool]] = {}  # module id -> module, whether it has all `_trained`
         self._since_ns = 0  # 0 while the model is not in eval mode
         self._waited_ns = 0  # data wait since then
         self._marks: tuple[int, ...] = ()
@@ -44,7 +43,7 @@ class EvalMode:
         self._was_in_last = True  # assumed for the first iteration
 
     def follow(self, parameters: Iterable[Any]) -> None:
-        """Set the trained parameters: a model is a module that has all of them."""
+        """Set the trained parameters; a module with all these parameters is a model."""
         self._trained = frozenset(id(one) for one in parameters if one.requires_grad)
         self._known.clear()
         self._since_ns = 0
@@ -68,13 +67,13 @@ class EvalMode:
         self._drop()
 
     def stepped(self, is_end: bool) -> None:
-        """Process an optimizer's step: a model in eval mode at this time is trained in eval mode."""
+        """End a possible evaluation at an optimizer's step, because the model is trained in eval mode."""
         self._drop()
         if is_end:
             self._was_in_last, self._is_in_this = self._is_in_this, False
 
     def waited(self, spent_ns: int) -> bool:
-        """Return whether this data wait may belong to an evaluation; if so, it is kept until the evaluation's end."""
+        """Store a data wait in a possible evaluation; return whether it was stored."""
         if self._since_ns:
             self._waited_ns += spent_ns
         return bool(self._since_ns)
@@ -107,7 +106,7 @@ def _changed(module: Any, is_training: bool) -> None:
 
 @functools.lru_cache(maxsize=1)
 def _wrap(torch: Any) -> None:
-    """Wrap ``torch.nn.Module.train``; nested calls are those of submodules and are passed through."""
+    """Wrap ``torch.nn.Module.train``; nested calls, for submodules, are passed through."""
     kind = torch.nn.Module
     train = kind.train
     is_compiling = getattr(getattr(torch, "compiler", None), "is_compiling", lambda: False)

@@ -1,7 +1,7 @@
 """The number of parameters of a model (also if wrapped, sharded or quantised), and its FLOPs per token.
 
-Every rank computes both for the whole model without communication, because shards of FSDP and ZeRO contain the shape
-of the whole tensor.  Standard library only, because this runs in the training process.
+Every rank computes these numbers for the whole model, without communication: the shards of FSDP and ZeRO contain the
+shape of the whole tensor.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from dataclasses import dataclass
 from typing import Any
 
 CONVENTION = (
-    "per token: 6 x weights that multiply (4 x where frozen: no weight gradient), embeddings looked up left out, "
-    "of experts those that are active; attention 12 x layers x width x sequence length, causality not counted"
+    "per token: 6 x multiplied weights (4 x frozen weights: no weight gradient), without embedding lookups and "
+    "inactive experts; attention 12 x layers x width x sequence length, without causality"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """The numbers of parameters of the whole model."""
+    """Parameter counts of the whole model."""
 
     total: int
     trainable: int
-    active: int | None  # per token; ``None`` if all are active, or if unknown
+    active: int | None  # used by one token; ``None`` if all are used, or if unknown
     active_trainable: int
 
     def share(self, counts_them: bool) -> dict[str, int]:
-        """Return a rank's contribution: all parameters if it counts them, else 0."""
+        """Return the share of a rank: all parameters if the rank counts them, else 0."""
         if not counts_them:
             return {"total": 0, "trainable": 0, "active": 0}
         found = {"total": self.total, "trainable": self.trainable}
@@ -112,12 +112,12 @@ def _active_share(config: Any) -> float | None:
 def flops_per_token(model: Any, counted: Parameters, sequence_length: int | None) -> tuple[float, float] | None:
     """Return the FLOPs of a token, in total and of the forward pass; ``None`` if unknown.
 
-    They are counted by `CONVENTION`; without a sequence length the attention is left out.
+    The FLOPs follow `CONVENTION`; without a sequence length, attention is not counted.
 
     Args:
         model: a model with layers of one width.
-        counted: its numbers of parameters.
-        sequence_length: positions that a token attends to.
+        counted: parameter counts of the model.
+        sequence_length: number of positions that a token attends to.
     """
     config = config_of(model)
     layers, width = getattr(config, "num_hidden_layers", None), _attention_width(config)
@@ -135,7 +135,7 @@ class FlopsByWidth:
 
     Args:
         short: FLOPs of a token at a width of 0, in total and forward, from `flops_per_token`.
-        known: the same at ``width``.
+        known: FLOPs of a token at ``width``, in total and forward.
         width: the width of the first batch.
     """
 
@@ -143,7 +143,7 @@ class FlopsByWidth:
         self, short: tuple[float, float] = (0.0, 0.0), known: tuple[float, float] = (0.0, 0.0), width: int = 0
     ) -> None:
         self._short = short
-        self._width: float = width  # the last reported one
+        self._width: float = width  # the last reported width
         self._slopes: tuple[float, ...] = (
             tuple((there - here) / width for here, there in zip(short, known, strict=True)) if width else ()
         )
@@ -177,7 +177,7 @@ def _attention_width(config: Any) -> int | None:
 
 
 def _looked_up(model: Any, config: Any) -> tuple[int, int]:
-    """Return the elements of lookup tables, in total and trained; they are not multiplied."""
+    """Return the number of elements in lookup tables, in total and trained; a lookup has no multiplication."""
     inner = unwrapped(model)
     head = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
     is_tied = bool(getattr(config, "tie_word_embeddings", False)) and head is not None

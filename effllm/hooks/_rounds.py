@@ -1,15 +1,15 @@
-"""The iterations of a loop that is measured only by the steps of its optimizers; standard library only.
+"""The iterations of a loop that is measured only by the steps of its optimizers.
 
-An iteration is the time from the end of one step to the end of the next, less the time of torch's DataLoader for its
-batches (the data wait).  It includes waits for batches from other sources (run.json records this), and evaluations
-that neither `_modes` nor `effllm.phase` marks (the summary records this).  The first step begins the metrics and is
-not measured, since the start of its iteration is unknown.
+An iteration is the time from the end of one step to the end of the next step, less the data wait: the time of torch's
+DataLoader for the batches.  An iteration includes waits for batches from other sources (run.json records this), and
+evaluations that neither `_modes` nor `effllm.phase` marks (the summary records this).  The first step starts the
+metrics and is not measured, because the start of its iteration is unknown.
 
 Several optimizers share one iteration.  The optimizer that steps first in a process is the leader, and its step ends
-the iteration.  Later work of the others falls into the next iteration: sums of counts and time are right, shifted by
-less than an iteration.  A new optimizer with the leader's parameters replaces the leader at once; so does
-the next optimizer to step, if the leader was deleted.  A leader that stops stepping is replaced after 16 steps of
-others; these are one long iteration.  If one optimizer makes more than 16 steps in a row, its steps are counted.
+the iteration.  Later work of the other optimizers is part of the next iteration, so sums of counts and times are right,
+but shifted by less than an iteration.  A new optimizer with the leader's parameters becomes the leader at its first
+step.  If the leader was deleted, the next optimizer that steps becomes the leader.  If other optimizers make more than
+16 steps without a step of the leader, the last of these optimizers becomes the leader; the steps are one iteration.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from effllm.trainer import ownership
 from effllm.trainer.collector import get_metrics_collector
 
 MIN_STEPS = 3  # fewer steps of plain tensors are not considered training
-PATIENCE_STEPS = 16  # of other optimizers, until a leader that does not step is replaced
+PATIENCE_STEPS = 16  # after more steps of other optimizers, a leader without a step is replaced
 
 
 class Rounds:
-    """The iterations of a loop, by the steps of its optimizers.
+    """The iterations of a loop, from the steps of its optimizers.
 
     Args:
         level: a level of `ownership`.
@@ -47,14 +47,14 @@ class Rounds:
         self._steps_of_others = 0
         self._plain_steps = 0  # steps of optimizers of plain tensors; counted up to MIN_STEPS
         self._joined: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._counted: set[int] = set()  # parameters by id, since two optimizers may have the same ones
+        self._counted: set[int] = set()  # ids of parameters, because two optimizers may share parameters
         self._share = {"total": 0, "trainable": 0}
         self._watches_cells = False
-        self._between_cells: Any = None  # the recorder at the end of a cell
+        self._between_cells: Any = None  # the recorder at the end of a notebook cell
         listen_to_waits(self)
 
     def claim(self, optimizer: Any) -> bool:
-        """Return whether these steps are counted; the first counted step begins the metrics."""
+        """Return whether these steps are counted; the first counted step starts the metrics."""
         if self._steps.is_owner:
             return True
         if not self._steps.claim():
@@ -75,10 +75,10 @@ class Rounds:
         self._leader, self._counted, self._joined = None, set(), weakref.WeakSet()
         self._share = {"total": 0, "trainable": 0}
         facts = {
-            "iteration_start": "the end of the optimizer step before, less what torch's DataLoader took",
+            "iteration_start": "the end of the previous optimizer step; the time of torch's DataLoader is excluded",
             **({"parameters_from": "optimizer"} if declares_parameters else {}),
         }
-        # An earlier call of the loop may have set the first iteration; 1 is assumed otherwise.
+        # An earlier call of the loop may have set the first iteration; otherwise 1 is assumed.
         first = None if collector.is_collecting else 1
         declared = {"iterations_not_measured": 1, "evaluation_in_iterations": True}
         if self._steps.begin(first_iteration=first, facts=facts, is_numbered=first is None, declared=declared):
@@ -153,17 +153,17 @@ def _parameters(optimizer: Any) -> Iterator[Any]:
 
 
 def _trains_a_model(optimizer: Any) -> bool:
-    """Whether a parameter has a gradient; steps without any are made to silence warnings of schedulers."""
+    """Whether a model's parameter has a gradient; a step without gradients only avoids a warning of a scheduler."""
     parameter_type = sys.modules["torch"].nn.Parameter
     return any(isinstance(one, parameter_type) and one.grad is not None for one in _parameters(optimizer))
 
 
 def _size(parameter: Any) -> int:
-    """Return the elements of a whole parameter; a flat parameter of FSDP1 contains the shapes of the originals."""
+    """Return the number of elements of a whole parameter; a flat parameter of FSDP1 contains the original shapes."""
     shapes = getattr(parameter, "_shapes", None) if getattr(parameter, "_is_flat_param", False) else None
     return sum(shape.numel() for shape in shapes) if shapes else size_of(parameter)
 
 
 def _is_shard(parameter: Any) -> bool:
-    """Whether FSDP1 has reduced this original parameter to a shard; all others have the whole shape."""
+    """Whether FSDP1 has reduced this original parameter to a shard; other parameters have the whole shape."""
     return bool(getattr(parameter, "_fsdp_flattened", False) and not getattr(parameter, "_is_flat_param", False))

@@ -1,7 +1,4 @@
-"""The interface between hooks and metrics; only the framework that owns the count of this process is counted.
-
-Standard library only, because this runs in the training process.
-"""
+"""The interface between hooks and metrics; only the steps of the owner are counted (`effllm.trainer.ownership`)."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ class Steps:
 
     def __init__(self, level: int, name: str, style: str = "Iteration") -> None:
         self.level, self.name, self.style = level, name, style
-        self.open_phases = 0  # running functions that `mark_phase` has wrapped
+        self.open_phases = 0  # number of running functions that `mark_phase` has wrapped
 
     @property
     def is_owner(self) -> bool:
@@ -43,12 +40,12 @@ class Steps:
         return get_metrics_collector().recorder if self.is_owner else None
 
     def claim(self) -> bool:
-        """Claim the count, unless a framework closer to the user owns it; return whether these steps are counted."""
+        """Become the owner, unless a framework nearer to the user is; return whether these steps are counted."""
         return ownership.claim(self.level, self.name)
 
     @property
     def may_declare_parameters(self) -> bool:
-        """Whether the training script has not declared the number of parameters itself."""
+        """``True`` unless the training script itself has declared the number of parameters."""
         collector = get_metrics_collector()
         return not collector.declared.has_parameters or collector.declared.facts.parameters is Steps._parameters
 
@@ -72,9 +69,9 @@ class Steps:
         is_numbered: bool = True,
         declared: Mapping[str, Any] | None = None,
     ) -> bool:
-        """Claim the count and start the metrics of this rank; ``False`` if another is counted, or metrics are off.
+        """Become the owner and start the metrics; ``False`` if another framework is the owner, or metrics are off.
 
-        The arguments are those of `initialize_efficientllm_metrics`, and ``declared`` has other fields of `RankFacts`.
+        ``declared`` has fields of `RankFacts`; for the other arguments see `initialize_efficientllm_metrics`.
         Earlier declarations are kept.
         """
         if not self.claim():
@@ -82,7 +79,7 @@ class Steps:
         collector = get_metrics_collector()
         if not self.may_declare_parameters:
             parameters = parameter_share = None
-        if not collector.is_collecting:  # there may be declarations of an earlier training in this process
+        if not collector.is_collecting:  # an earlier training may have left declarations
             collector.declared.forget_training()
         collector.declared.set(style=self.style, **(declared or {}))
         initialize_efficientllm_metrics(
@@ -115,7 +112,7 @@ class Steps:
     ) -> None:
         """Record the end of a step with this rank's counts, as `MetricsCollector.record_iteration_end`.
 
-        ``at_ns`` is the time of the end by the monotonic clock, if the counts become known later.
+        If the counts become known after the end, ``at_ns`` is the time of the end on the monotonic clock.
         """
         recorder = self.recorder
         if recorder is None:
@@ -126,9 +123,9 @@ class Steps:
             recorder.end(tokens_processed, samples, tokens, tokens_loss, _now=lambda: at_ns)
 
     def end_counted(self, samples: int = 0) -> None:
-        """Record the end of a step with the counts given to `effllm.count`, if the hook cannot count tokens.
+        """Record the end of a step with the counts of `effllm.count`, for a hook that cannot count tokens.
 
-        ``samples`` is the hook's own count, used if the loop gives none.
+        ``samples`` is the count of the hook, used if `effllm.count` had no samples.
         """
         if self.is_owner:
             get_metrics_collector().end_counted(samples)
@@ -150,7 +147,7 @@ class Steps:
         hardware_flops_per_token: float | None = None,
         facts: Mapping[str, Any] | None = None,
     ) -> None:
-        """Add arguments of `begin` that became known in a running step; ``None`` adds nothing."""
+        """Add arguments of `begin` that became known after its call; ``None`` adds nothing."""
         if self.is_owner and get_metrics_collector().is_collecting:
             initialize_efficientllm_metrics(
                 flops_per_token=flops_per_token, hardware_flops_per_token=hardware_flops_per_token, facts=facts
@@ -174,9 +171,9 @@ class Steps:
         Args:
             holder: a module or class, as for `around`.
             name: the function's name.
-            phase: as for `phase_start`.
-            guard: as for `around`.
-            begins: takes the `Call`, and returns whether this call is a phase.
+            phase: a phase, as for `phase_start`.
+            guard: a guard, as for `around`.
+            begins: called with the `Call`; returns whether this call is a phase.
         """
 
         def start(call: Call) -> tuple[Recorder | None] | None:
@@ -196,12 +193,12 @@ class Steps:
         return around(holder, name, guard, before=start, after=end, failed=end)
 
     def may_evaluate(self) -> None:
-        """Show a possible evaluation as this rank's current activity; `evaluated` confirms it later."""
+        """Set this rank's state to a possible evaluation; `evaluated` confirms the evaluation at its end."""
         if (recorder := self.recorder) is not None:
             recorder.may_evaluate()
 
     def evaluated(self, start_ns: int, end_ns: int) -> None:
-        """Subtract an ended evaluation from the running iteration; times are of the monotonic clock."""
+        """Subtract an ended evaluation from the running iteration; the times are on the monotonic clock."""
         if (recorder := self.recorder) is not None:
             recorder.evaluated(start_ns, end_ns)
 
@@ -210,7 +207,7 @@ class Steps:
         return get_metrics_collector().log_own(iteration, loss) if self.is_owner else {}
 
     def finish(self, status: str = "completed") -> None:
-        """End the metrics, and release the count."""
+        """End the metrics, and remove this framework as the owner."""
         if self.is_owner:
             get_metrics_collector().stop_collection(status)
             ownership.release(self.level, self.name)
@@ -220,15 +217,15 @@ _wait_listeners: list[Any] = []
 
 
 def listen_to_waits(listener: Any) -> None:
-    """Pass the waits in torch's DataLoader to ``listener.waited``, for hooks that cannot measure them."""
+    """Pass the data waits in torch's DataLoader to ``listener.waited``, for a hook that cannot measure data waits."""
     if listener not in _wait_listeners:
         _wait_listeners.append(listener)
 
 
 def waited(spent_ns: int) -> bool:
-    """Report a data wait to the hooks, and return whether any hook measures steps."""
+    """Pass a data wait to the hooks; return whether any hook measures steps."""
     for listener in _wait_listeners:
-        listener.waited(spent_ns)  # only the owner of the count uses it
+        listener.waited(spent_ns)  # only the owner of the iterations counts it
     return bool(_wait_listeners)
 
 
@@ -243,9 +240,9 @@ def rank() -> int:
 
 
 def place() -> Place | None:
-    """Return the place of this rank if torch has it and the environment does not; else ``None``.
+    """Return the place of this rank from torch, or ``None`` if the environment has the same place.
 
-    Spawned processes get only their rank, and a container may have set WORLD_SIZE for a single process.
+    A spawned process gets only its rank, and a container may set WORLD_SIZE for a single process.
     """
     environ = this_process()
     distributed: Any = getattr(sys.modules.get("torch"), "distributed", None)
@@ -276,7 +273,7 @@ def place() -> Place | None:
 
 
 def _store_address(distributed: Any) -> tuple[str, int]:
-    """Return host and port of the store of torch's process group; no environment variable has those of ``tcp://``."""
+    """Return host and port of the store of torch's process group; for ``tcp://``, no environment variable has them."""
     get_store = getattr(getattr(distributed, "distributed_c10d", None), "_get_default_store", None)
     try:
         store: Any = get_store() if get_store is not None else None
@@ -284,4 +281,4 @@ def _store_address(distributed: Any) -> tuple[str, int]:
             store = store.underlying_store
         return str(store.host), int(store.port)
     except (AttributeError, RuntimeError, ValueError):
-        return "", 0  # a store of another kind, such as file://
+        return "", 0  # a store without an address, such as file://

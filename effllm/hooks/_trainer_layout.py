@@ -1,4 +1,4 @@
-"""The layout of a Hugging Face Trainer's ranks: which of them get the same batch."""
+"""The layout of a Hugging Face Trainer's ranks: the groups of ranks that get the same batch."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from effllm.hooks._parameters import unwrapped
 def counts_its_batch(trainer: Any) -> tuple[bool, bool]:
     """Return whether this rank counts the positions of its batch, and whether it counts the samples.
 
-    Tensor, context and pipeline parallel peers get the same batch, so only the first of them counts it.  DeepSpeed's
-    sequence parallel peers each get their own part of the same sequences, so only the first counts the samples.
+    Tensor, context and pipeline parallel peers get the same batch, so only the first rank of a group counts the batch.
+    Sequence parallel peers of DeepSpeed get parts of the same sequences, so only the first rank counts the samples.
     """
     sizes = getattr(getattr(trainer, "accelerator", None), "parallelism_config", None)
     own, named = True, set()
@@ -22,13 +22,13 @@ def counts_its_batch(trainer: Any) -> tuple[bool, bool]:
             own = own and (name not in ("tp", "cp", "pp") or mesh.get_local_rank(name) == 0)
     size = tensor_parallel(trainer)
     if "tp" not in named and size > 1:
-        own = own and _rank() % size == 0  # the ranks of such a group are consecutive
+        own = own and _rank() % size == 0  # the ranks of a tensor parallel group are consecutive
     split = getattr(sizes, "sp_size", 1) or 1
     return own, own and (split <= 1 or _rank() % split == 0)
 
 
 def meshes(trainer: Any) -> list[Any]:
-    """Return the device meshes: accelerate's, and transformers' if it has sharded the model while loading it."""
+    """Return the device meshes of accelerate, and of transformers if the model was sharded at its loading."""
     found = (
         getattr(getattr(trainer, "accelerator", None), "torch_device_mesh", None),
         getattr(unwrapped(getattr(trainer, "model", None)), "_device_mesh", None),

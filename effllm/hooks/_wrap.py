@@ -1,7 +1,4 @@
-"""Wraps functions of frameworks for hooks, so that no failure of a hook reaches the training.
-
-Standard library only, because this runs in the training process.
-"""
+"""Wraps functions of frameworks for hooks; an exception in a hook never reaches the training."""
 
 from __future__ import annotations
 
@@ -27,13 +24,13 @@ def say_once(line: str) -> None:
 
 
 def no_metrics(reason: str) -> None:
-    """At the end of rank 0 print this reason and the call to add, unless the job has been measured."""
+    """Print this reason, and the call to add, at the end of rank 0, unless the job was measured."""
     with contextlib.suppress(Exception):
         from effllm.trainer.without_metrics import suggest_at_exit
 
         if _is_first_rank():
             call = "`with effllm.monitor(parameters=n) as m:`, and `m.iteration(tokens=t, samples=s)` after each step"
-            suggest_at_exit(f"{reason}; if it trains, measure its loop by {call}")
+            suggest_at_exit(f"{reason}; if this process trains, measure its loop with {call}")
 
 
 def _is_first_rank() -> bool:
@@ -50,7 +47,7 @@ class Guard:
     """Calls the functions of a hook; after the first failure it prints a line and makes no further calls.
 
     Args:
-        name: the hooked system's name, for the line.
+        name: name of the hooked system, for the printed line.
     """
 
     def __init__(self, name: str) -> None:
@@ -83,10 +80,10 @@ def around(
     Args:
         holder: the module or class; repeated calls wrap the same function once.
         name: the function's name.
-        guard: calls the three functions below.
-        before: takes the `Call`; its result is passed to the other two.
-        after: takes the result of ``before``, the `Call`, and the function's result.
-        failed: takes the result of ``before`` if the function raises; the exception is raised again.
+        guard: calls the next three functions.
+        before: called with the `Call`; its result is passed to ``after`` and ``failed``.
+        after: called with the result of ``before``, the `Call`, and the function's result.
+        failed: called with the result of ``before`` if the function raises; the exception is raised again.
     """
     static = inspect.getattr_static(holder, name, None)
     original = getattr(holder, name, None)
@@ -123,7 +120,7 @@ class Call:
         self._bound: dict[str, Any] | None = None
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return the argument of this name; ``default`` if the function has no such parameter or it was not given."""
+        """Return the argument of this name, or its default; ``default`` if the function has no such parameter."""
         if name in self.kwargs:
             return self.kwargs[name]
         if self._bound is None:

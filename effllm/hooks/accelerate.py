@@ -1,7 +1,7 @@
-"""accelerate: a step of its optimizer counts unless gradients are being accumulated.
+"""accelerate: a step of accelerate's optimizer counts, unless gradients are accumulated.
 
-Iterations are those of `_rounds`.  A step that the gradient scaler skips after an overflow counts too, since its work
-was done.  DeepSpeed under accelerate steps in DeepSpeed's engine, which has its own hook.
+`_rounds` defines the iterations.  A step that the gradient scaler skips after an overflow counts too, because its work
+was done.  With DeepSpeed, accelerate calls DeepSpeed's engine, which has its own hook.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ _SYNC_GUARD = Guard("accelerate's own time of ranks")
 
 
 def attach(module: ModuleType) -> None:
-    """Hook the steps of accelerate's optimizers: of ``accelerate.optimizer``."""
+    """Hook the steps of accelerate's optimizers, in ``accelerate.optimizer``."""
     optimizer = getattr(module, "AcceleratedOptimizer", None)
     if optimizer is None or not around(optimizer, "step", _GUARD, before=_before, after=_after):
         raise Unknown("accelerate.optimizer has no AcceleratedOptimizer.step")
 
 
 def attach_accelerator(module: ModuleType) -> None:
-    """Hook the last backward pass of an iteration, the one that sums gradients: of ``accelerate.accelerator``.
+    """Hook the last backward pass of an iteration, which sums gradients, in ``accelerate.accelerator``.
 
     Raises:
-        Unknown: there is no ``Accelerator.backward``.
+        Unknown: the module has no ``Accelerator.backward``.
     """
     accelerator = getattr(module, "Accelerator", None)
     if accelerator is None or not around(accelerator, "backward", _SYNC_GUARD, before=_backward):
@@ -44,7 +44,7 @@ def _backward(call: Call) -> None:
 
 
 def _before(call: Call) -> Any:
-    """Return the optimizer if it will step; claim the count before torch's own hook runs."""
+    """Return the optimizer if it will step; become the owner before torch's own hook runs."""
     accelerated = call.args[0]
     if not accelerated.gradient_state.sync_gradients:
         return None

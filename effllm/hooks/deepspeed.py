@@ -1,12 +1,12 @@
 """DeepSpeed's engine: loops of ``engine(batch)``, ``engine.backward(loss)``, ``engine.step()``, and the pipeline.
 
 An iteration begins with the first forward pass after an optimizer step and ends with the next ``step`` in which
-``global_steps`` increases: several micro-batches with gradient accumulation.  The time between ``step`` and
+``global_steps`` increases.  With gradient accumulation, it has several micro-batches.  The time between ``step`` and
 the next forward pass is the data wait.  A forward pass without gradients, or of a model in ``eval`` mode, begins an
-evaluation, which lasts to the next training pass.
+evaluation; the evaluation lasts to the next training pass.
 
-Of several engines the first that trains leads.  Parameters are those of the whole model, in any stage of ZeRO;
-with tensor parallelism or experts they are unknown.  Under a Trainer or Lightning its steps count.
+If there are several engines, the first engine that trains is the leader.  The parameter count is for the whole model,
+in any stage of ZeRO; it is unknown with tensor parallelism or experts.  In a Trainer or Lightning, their steps count.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _COUNTING = Guard("the parameter count of DeepSpeed's model")
 
 
 def attach(module: ModuleType) -> None:
-    """Hook the engine: of ``deepspeed.runtime.engine``.
+    """Hook the engine, in ``deepspeed.runtime.engine``.
 
     Raises:
-        Unknown: it has no ``DeepSpeedEngine`` with ``forward`` and ``step``.
+        Unknown: the module has no ``DeepSpeedEngine`` with ``forward`` and ``step``.
     """
     engine = getattr(module, "DeepSpeedEngine", None)
     if not (
@@ -47,10 +47,10 @@ def attach(module: ModuleType) -> None:
 
 
 def attach_pipeline(module: ModuleType) -> None:
-    """Hook the pipeline's engine: of ``deepspeed.runtime.pipe.engine``.
+    """Hook the engine of a pipeline, in ``deepspeed.runtime.pipe.engine``.
 
     Raises:
-        Unknown: it has no ``PipelineEngine.train_batch``.
+        Unknown: the module has no ``PipelineEngine.train_batch``.
     """
     engine = getattr(module, "PipelineEngine", None)
     if engine is None or not around(
@@ -61,14 +61,14 @@ def attach_pipeline(module: ModuleType) -> None:
 
 
 class _DeepSpeedLoop:
-    """The steps of the engine that leads."""
+    """The steps of the leading engine."""
 
     def __init__(self) -> None:
         self._steps = Steps(ownership.CORE, "deepspeed", "Step")
         self._batches = Batches(self._steps)
         self._leader: Any = None  # a weak reference
         self._is_running = self._is_evaluating = False
-        self._idle_since_ns = 0  # the end of a micro-batch after which the optimizer did not step
+        self._idle_since_ns = 0  # the end of a micro-batch without an optimizer step; else 0
         self._counts_data = self._counts_samples = True
 
     # --- the engine ---
@@ -87,14 +87,14 @@ class _DeepSpeedLoop:
                 self._batches.add(inputs, self._counts_samples)
 
     def backward_begins(self, call: Call) -> None:
-        """Record the time before gradients are summed, except under ZeRO-3, where ranks wait for each other earlier."""
+        """Stamp the sync point before gradients are summed; under ZeRO-3, ranks wait for each other earlier."""
         engine = call.args[0]
         is_ours = self._is_leader(engine) and self._steps.is_owner
         if is_ours and engine.zero_optimization_stage() < 3 and engine.is_gradient_accumulation_boundary():
             get_metrics_collector().sync_point()
 
     def step_begins(self, call: Call) -> Any:
-        """Return the engine's count of steps; it increases with an optimizer step."""
+        """Return the leading engine's count of steps; the count increases with an optimizer step."""
         engine = call.args[0]
         return engine.global_steps if self._is_leader(engine) else None
 
@@ -143,7 +143,7 @@ class _DeepSpeedLoop:
         return self._leader is not None and self._leader() is engine
 
     def _leads(self, engine: Any) -> bool:
-        """Return whether this engine leads; the first engine that trains begins the metrics."""
+        """Return whether this engine leads; the first engine that trains starts the metrics."""
         if self._is_leader(engine):
             return self._steps.is_owner
         leader = self._leader() if self._leader is not None else None
@@ -162,7 +162,7 @@ class _DeepSpeedLoop:
         own_rank = rank()
         self._counts_samples = own_rank % split == 0
         is_partly_here = model_parallel > 1 or getattr(engine, "has_moe_layers", False)
-        is_partly_here = is_partly_here or bool(getattr(engine.module, "tied_comms", None))  # on several stages
+        is_partly_here = is_partly_here or bool(getattr(engine.module, "tied_comms", None))  # tied across stages
         found = None if is_partly_here else _COUNTING(parameters_of, engine.module)
         is_pipeline = getattr(engine, "pipeline_parallelism", False)
         counts_them = engine.grid.get_data_parallel_rank() == 0 if is_pipeline else own_rank == 0
@@ -204,7 +204,7 @@ class _DeepSpeedLoop:
 
 
 def _size(engine: Any, *names: str) -> int:
-    """Return the number of ranks that share a layer, by the first of these methods that the engine's groups have."""
+    """Return the result of the first of these methods that the engine's process groups have; 1 if there is none."""
     groups = getattr(engine, "mpu", None)
     found = next((getattr(groups, name) for name in names if hasattr(groups, name)), None)
     return int(found()) if found is not None else 1

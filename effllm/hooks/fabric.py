@@ -2,12 +2,12 @@
 optimizer that ``Fabric.setup`` has wrapped.
 
 An iteration begins with the first forward pass with gradients after a step, and ends with the wrapped optimizer's
-``step``: several micro-batches where gradients are accumulated.  The time of torch's DataLoader between them, and the
-time between the step and the next forward pass, is the data wait.  Of several optimizers the one that stepped last
-before an iteration began ends it.  A forward pass without gradients, in ``eval`` mode, of a model that was trained in
-``train`` mode begins an evaluation, which lasts to the next forward pass that trains.
+``step``.  With gradient accumulation, it has several micro-batches.  The data wait is the time of torch's DataLoader,
+and the time between the step and the next forward pass.  If there are several optimizers, the leader's step ends the
+iteration: the leader stepped last before the iteration.  If a model was trained in ``train`` mode, a forward pass in
+``eval`` mode begins an evaluation; the evaluation lasts to the next forward pass that trains.
 
-Parameters are those of all models that train; tokens and samples are read from the arguments of the first of them.
+The parameters of all models that train are counted; tokens and samples are read from the arguments of the first model.
 A loop whose forward pass is not wrapped (a method of a LightningModule on one device, a wrapper that was compiled
 again) is measured by the hook of torch's optimizers.
 """
@@ -32,14 +32,14 @@ from effllm.trainer.collector import get_metrics_collector
 _GUARD = Guard("Lightning Fabric")
 _SYNC_GUARD = Guard("Lightning Fabric's own time of ranks")
 _COUNTING = Guard("the parameter count of Lightning Fabric's model")
-_PATIENCE_STEPS = 16  # of other optimizers, until a leader that does not step is replaced
+_PATIENCE_STEPS = 16  # after more steps of other optimizers, a leader without a step is replaced
 
 
 def attach(module: ModuleType) -> None:
-    """Hook the wrappers of models and optimizers: of ``lightning.fabric.wrappers``.
+    """Hook the wrappers of models and optimizers, in ``lightning.fabric.wrappers``.
 
     Raises:
-        Unknown: it has no ``_FabricModule.forward`` or ``_FabricOptimizer.step``.
+        Unknown: the module has no ``_FabricModule.forward`` or ``_FabricOptimizer.step``.
     """
     model, optimizer = getattr(module, "_FabricModule", None), getattr(module, "_FabricOptimizer", None)
     if not (
@@ -52,10 +52,10 @@ def attach(module: ModuleType) -> None:
 
 
 def attach_fabric(module: ModuleType) -> None:
-    """Hook checkpoints and backward passes: of ``lightning.fabric.fabric``.
+    """Hook checkpoints and backward passes, in ``lightning.fabric.fabric``.
 
     Raises:
-        Unknown: there is no ``Fabric.save``.
+        Unknown: the module has no ``Fabric.save``.
     """
     fabric = getattr(module, "Fabric", None)
     if not _LOOP.mark_checkpoint(fabric):
@@ -83,16 +83,16 @@ class _FabricLoop:
         self._steps = Steps(ownership.CORE, "fabric", "Step")
         self._batches = Batches(self._steps)
         self._has_optimizer = self._is_running = self._is_evaluating = False
-        self._found: weakref.WeakKeyDictionary[Any, Parameters | None] = weakref.WeakKeyDictionary()  # of each model
-        self._in_train_mode: weakref.WeakSet[Any] = weakref.WeakSet()  # models that train in it
-        self._counted: Any = None  # weak references from here: the model whose batches are counted
+        self._found: weakref.WeakKeyDictionary[Any, Parameters | None] = weakref.WeakKeyDictionary()  # by model
+        self._in_train_mode: weakref.WeakSet[Any] = weakref.WeakSet()  # models that have trained in train mode
+        self._counted: Any = None  # weak references until _stepped_last: the model whose batches are counted
         self._called_last: Any = None
         self._leader: Any = None  # the optimizer whose step ends the iteration
         self._stepped_last: Any = None
         self._steps_of_others = 0
 
     def optimizer_made(self, *_: Any) -> None:
-        """Record that there is a wrapped optimizer; a loop with another is not measured here."""
+        """Record that there is a wrapped optimizer; a loop without a wrapped optimizer is not measured here."""
         self._has_optimizer = True
 
     def forward_begins(self, model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -107,7 +107,7 @@ class _FabricLoop:
         if model not in self._found or _alive(self._counted) is None:
             self._join(model)
             if _alive(self._counted) is None:
-                return  # this model is frozen, and no other has been trained yet
+                return  # this model is frozen, and no other model has been trained yet
         if is_training_mode:
             self._in_train_mode.add(model)
         self._end_evaluation()
@@ -120,7 +120,7 @@ class _FabricLoop:
             self._batches.add(args[0] if is_one_piece else inputs_of(model.module, args, kwargs))
 
     def backward_begins(self, _call: Call) -> None:
-        """Record the time before DDP sums gradients, unless ranks already wait for each other in the forward pass."""
+        """Stamp the sync point before DDP sums gradients, unless ranks wait for each other in the forward pass."""
         inner: Any = getattr(_alive(self._called_last), "_forward_module", None)
         is_last = self._is_running and getattr(inner, "require_backward_grad_sync", False)
         if is_last and self._steps.is_owner and not inner.will_sync_module_buffers():
@@ -147,7 +147,7 @@ class _FabricLoop:
         return True
 
     def _claim(self) -> bool:
-        """Return whether these steps are counted; an owner closer to the user has precedence."""
+        """Return whether these steps are counted; an owner nearer to the user has precedence."""
         if self._steps.is_owner:
             return True
         if not self._has_optimizer or not self._steps.claim():
@@ -158,7 +158,7 @@ class _FabricLoop:
         return True
 
     def _join(self, model: Any) -> None:
-        """Add the parameters of a new model; the first one that trains begins the metrics."""
+        """Add the parameters of a new model; the first model that trains starts the metrics."""
         found = self._found[model] = _COUNTING(parameters_of, model._forward_module)
         if found is not None and not found.trainable:
             return
@@ -181,7 +181,7 @@ class _FabricLoop:
         self._batches.of_model(model.module, found)
 
     def _share(self) -> dict[str, int] | None:
-        """Return this rank's contribution to the number of parameters, ``None`` if any model's number is unknown."""
+        """Return this rank's share of the parameters; ``None`` if the number of any model is unknown."""
         training = [one for one in self._found.values() if one is None or one.trainable]
         known = [one for one in training if one is not None]
         if not known or len(known) < len(training):

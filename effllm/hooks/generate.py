@@ -1,7 +1,7 @@
 """``GenerationMixin.generate`` of transformers: generated tokens, counted from the shapes of arguments and results.
 
 Shapes are available without a synchronisation.  In a result on the CPU, positions after the end of a sequence are not
-counted.  On a GPU, finding them would be a synchronisation, so all rows count up to the end of the longest sequence.
+counted.  On a GPU, this would need a synchronisation, so all rows count up to the end of the longest sequence.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PROMPTS = ("inputs", "input_ids", "inputs_embeds", "decoder_input_ids")
 
 
 def attach(module: ModuleType) -> None:
-    """Hook the class by which every model of transformers generates."""
+    """Hook ``generate`` in the base class of all generating models of transformers."""
     mixin = getattr(module, "GenerationMixin", None)
     if mixin is None or not around(mixin, "generate", _GUARD, before=_begins, after=_generated, failed=_failed):
         raise Unknown("GenerationMixin.generate")
@@ -37,7 +37,7 @@ def _describe(model: Any) -> InferenceProcess:
     gpus = {one.device.index or 0 for one in parameters if one.device.type == "cuda"}
     if len(gpus) == 1 and gpus == {sys.modules["torch"].cuda.current_device()}:
         gpus = set()  # CUDA's current device
-    count = getattr(model, "num_parameters", None)  # it accounts for quantised storage
+    count = getattr(model, "num_parameters", None)  # this method accounts for quantised storage
     return InferenceProcess(
         {"framework": "transformers", "model": type(model).__name__},
         count() if count is not None else sum(one.numel() for one in parameters) or None,

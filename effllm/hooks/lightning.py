@@ -1,13 +1,13 @@
-"""Lightning, by either of its package names: its Trainer loads our callback from its entry points.
+"""Lightning, under both package names: its Trainer loads our callback from the entry points.
 
-One iteration is one or more micro-batches up to the one after which ``trainer.global_step`` has grown: several with
-``accumulate_grad_batches``, with manual optimization as the module decides, and two optimizers that step in one batch
-are one.  A batch without a step belongs to the iteration after it.  The fetch of a batch, its transfer to the device
-and Lightning's own work between batches are the data wait.
+An iteration ends with the micro-batch that increases ``trainer.global_step``.  An iteration has several micro-batches
+with ``accumulate_grad_batches``, or if manual optimization in the module steps later.  Two optimizers that step in one
+batch make one iteration.  A batch without a step is part of the next iteration.  The fetch of a batch, its transfer to
+the device and Lightning's own work between batches are the data wait.
 
-Tokens are read from batches with ``input_ids``; of another batch the first tensor's first dimension gives the
-samples, and tokens are not measured unless the module calls `effllm.count`.  FSDP, DeepSpeed and tensor parallelism
-are implemented and were not run.
+Tokens are read from batches with ``input_ids``.  For other batches, the first dimension of the first tensor is the
+number of samples, and tokens are only measured if the module calls `effllm.count`.  FSDP, DeepSpeed and tensor
+parallelism are implemented but were not run.
 """
 
 from __future__ import annotations
@@ -70,14 +70,14 @@ class _Callback:
         self._training: LightningTraining | None = None
 
     def __reduce__(self) -> Any:
-        return callback_of, (self.package,)  # a Trainer that spawns its ranks sends its callbacks to them
+        return callback_of, (self.package,)  # a Trainer that spawns its ranks sends its callbacks to the ranks
 
     def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:
-        """Begin before the first evaluation, if there is one."""
+        """Start the metrics before an evaluation that precedes training."""
         self._begin(trainer, pl_module)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Begin, if there was no evaluation before."""
+        """Start the metrics, unless an evaluation has preceded training."""
         self._begin(trainer, pl_module)
 
     def _begin(self, trainer: Any, module: Any) -> None:
@@ -96,7 +96,7 @@ class _Callback:
             _LOGGING(self._training.log)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """Begin an evaluation, also the one before training."""
+        """Begin an evaluation, also an evaluation before training."""
         if self._training is not None:
             _GUARD(_STEPS.phase_start, "evaluation")
 
@@ -121,8 +121,8 @@ class LightningTraining:
     """One ``fit`` of a Trainer.
 
     Args:
-        trainer: of either package.
-        module: its LightningModule.
+        trainer: a Trainer of either package.
+        module: the LightningModule of the Trainer.
     """
 
     def __init__(self, trainer: Any, module: Any) -> None:
@@ -154,7 +154,7 @@ class LightningTraining:
         return has_begun
 
     def batch_start(self) -> None:
-        """Begin an iteration, or subtract the wait before its next micro-batch."""
+        """Begin an iteration, or count the wait before a further micro-batch as data wait."""
         if self._idle_since_ns:
             _STEPS.waited(time.monotonic_ns() - self._idle_since_ns)
             self._idle_since_ns = 0
@@ -162,7 +162,7 @@ class LightningTraining:
             _STEPS.start()
 
     def evaluated(self) -> None:
-        """Restart the wait for a micro-batch after an evaluation between two of them."""
+        """Restart the wait for a micro-batch after an evaluation between two micro-batches."""
         if self._idle_since_ns:
             self._idle_since_ns = time.monotonic_ns()
 
@@ -222,7 +222,7 @@ def _total(trainer: Any, module: Any) -> int | None:
 
 
 def _is_counted_here(trainer: Any) -> bool:
-    """Whether this rank counts its batch: tensor-parallel peers have the same one, and the first counts it."""
+    """Whether this rank counts its batch: tensor-parallel peers have the same batch, and only the first counts it."""
     mesh: Any = getattr(trainer.strategy, "device_mesh", None)
     if "tensor_parallel" not in (getattr(mesh, "mesh_dim_names", None) or ()):
         return True

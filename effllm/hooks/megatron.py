@@ -1,7 +1,7 @@
 """Megatron: a rank's share of the parameters, and whether it counts its data.
 
-Both are computed locally, without a collective, and the sum over all ranks is the job's total.  The functions import
-megatron-core; the import of this file does not.
+Each rank computes these numbers without a collective, and the sum over all ranks is the job's total.  The functions
+import megatron-core; this module does not.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any
 def parameter_share(model_chunks: Iterable[Any]) -> dict[str, int]:
     """Return the parameters that this rank counts; over all ranks each parameter is counted once.
 
-    Of several ranks with the same tensor the first counts it: replicas of data and context parallelism, tensors that
-    tensor parallelism does not split, and the last stage's copy of a tied embedding.  ``active`` is the number of
-    parameters that one token uses; of experts it is the share that the router chooses.  It is missing if there are
-    experts and no chunk has their number.
+    If several ranks have the same tensor, only the first rank counts it: replicas of data and context parallelism,
+    tensors that tensor parallelism does not split, and the last stage's copy of a tied embedding.  ``active`` is the
+    number of parameters that one token uses; the router chooses a share of the experts.  ``active`` is missing if there
+    are experts and no chunk has their number.
     """
     total = trainable = experts = 0
     chosen: tuple[int, int] | None = None
@@ -38,7 +38,7 @@ def parameter_share(model_chunks: Iterable[Any]) -> dict[str, int]:
 def reports_data() -> bool:
     """Whether this rank reports the tokens and samples of its model-parallel group; its peers report 0.
 
-    This rank also has the loss: it is on the last pipeline stage, and the first in tensor and context parallelism.
+    This rank also has the loss: it is on the last pipeline stage, and has rank 0 in tensor and context parallelism.
     """
     from megatron.core import parallel_state as groups
 
@@ -50,10 +50,10 @@ def reports_data() -> bool:
 
 
 def peers() -> tuple[str, str]:
-    """Return the names of the group of ranks with the same work, and of the group that waits for each other.
+    """Return the peer group and the replica of this rank, for `effllm.set_peer_group`.
 
-    The first group is the pipeline stage.  The second is the replica: in tensor, pipeline, context and expert
-    parallelism its ranks exchange activations within an iteration.  It is empty without such parallelism.
+    The peer group is the pipeline stage.  The ranks of a replica exchange activations within an iteration, in tensor,
+    pipeline, context or expert parallelism.  Without such parallelism, the replica is empty.
     """
     from megatron.core import parallel_state as groups
 
@@ -89,7 +89,7 @@ class LazyNumber:
             self._value = float(getattr(tensor, "detach", lambda: tensor)())
 
     def read(self) -> float | None:
-        """Return the number; ``None`` before it has arrived."""
+        """Return the number, or ``None`` before it has arrived."""
         if self._event is not None and self._event.query():
             self._value, self._event = float(self._copy), None
         return self._value

@@ -1,10 +1,10 @@
-"""megatron.core without Megatron's training loop: an iteration is the time between two optimizer steps.
+"""megatron.core without Megatron's training loop: an optimizer step ends an iteration.
 
-It begins with the first pass through a schedule after an optimizer step and ends with the next optimizer step; a
-forward-only pass is an evaluation.  Users' own loops, NeMo, Megatron-Bridge and verl are measured in this way.
+An iteration begins with the first pass through a schedule after an optimizer step.  A forward-only pass is an
+evaluation.  Users' own loops, NeMo, Megatron-Bridge and verl are measured in this way.
 
-The counts are the arguments of the schedule: number and size of micro-batches, and the sequence length.  With
-varying lengths (``variable_seq_lengths``) the schedule ignores the latter two, so tokens are not counted.
+The counts are computed from arguments of the schedule: number of micro-batches, micro-batch size, sequence length.
+With ``variable_seq_lengths`` the schedule ignores size and length, so tokens and samples are not counted.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def attach(module: ModuleType) -> None:
     """Hook all schedules; ``get_forward_backward_func`` chooses one of them.
 
     Raises:
-        Unknown: there is no schedule.
+        Unknown: the module has no schedule.
     """
     schedules = [name for name, one in vars(module).items() if name.startswith("forward_backward_") and _is_one(one)]
     if not schedules:
@@ -60,10 +60,10 @@ def attach_optimizer(module: ModuleType) -> None:
 
 
 def attach_gradients(module: ModuleType) -> None:
-    """Hook the first wait of a rank for the others after its last backward pass: ``finalize_model_grads``.
+    """Hook ``finalize_model_grads``: there a rank first waits for other ranks, after its last backward pass.
 
     Raises:
-        Unknown: there is no such function.
+        Unknown: the module has no ``finalize_model_grads``.
     """
     if not around(module, "finalize_model_grads", _sync_guard, before=lambda _: get_metrics_collector().sync_point()):
         raise Unknown("it has no finalize_model_grads: the own time of ranks is not measured")
@@ -79,14 +79,14 @@ class _Iterations:
     def __init__(self) -> None:
         self._steps = Steps(ownership.CORE, "megatron.core", "Iteration")
         self._parameters = Guard("the parameter count of megatron.core's model")
-        self._peers = Guard("which ranks of megatron.core do the same work")
+        self._peers = Guard("the peer group of megatron.core's ranks")
         self._runs = False  # whether there was a pass since the last optimizer step
-        self._depth = 0  # of nested optimizer steps
+        self._depth = 0  # depth of nested optimizer steps
         self._samples = self._tokens = 0
         self._reports = False
 
     def pass_starts(self, call: Call) -> str:
-        """Start an iteration with its first pass; mark a pass without backward."""
+        """Start an iteration at its first pass; a forward-only pass starts an evaluation."""
         if call.get("forward_only"):
             self._steps.phase_start("evaluation")
             return "evaluation"
@@ -111,7 +111,7 @@ class _Iterations:
         self._depth += 1
 
     def optimizer_ended(self) -> None:
-        """End the iteration with the outermost optimizer's step."""
+        """End the iteration at the end of the outermost optimizer step."""
         self._depth -= 1
         if self._depth == 0 and self._runs:
             self._runs = False
@@ -124,7 +124,7 @@ class _Iterations:
     def _is_counting(self, call: Call) -> bool:
         if self._steps.is_owner:
             return True
-        # Without Megatron's optimizer no event would end an iteration.
+        # Without Megatron's optimizer, no hook would end an iteration.
         if OPTIMIZER not in sys.modules or not self._steps.claim():
             return False
         chunks = call.get("model")

@@ -1,11 +1,11 @@
 """Megatron-LM and systems with its loop: a step is a call of ``train_step`` in ``megatron.training.training``.
 
 The module's functions are looked up at each call, so they are wrapped in the module.  The positions of their
-arguments differ between versions, so arguments are read by name (0.8 to 0.19 are known).
+arguments differ between versions, so arguments are read by name (versions 0.8 to 0.19 are known).
 
-``train_step`` fetches its micro-batches itself.  The wait for them is subtracted from AL if they come from Megatron's
-own iterator class (from 0.10 on), whose ``__next__`` is wrapped: Megatron requires this type, so the iterator cannot
-be replaced.  In older versions, and on ranks that get their data from a peer, AL includes the wait.
+``train_step`` fetches its micro-batches itself.  From 0.10 on, they come from Megatron's own iterator class.  Megatron
+requires this class, so its ``__next__`` is wrapped, and AL excludes the wait for data.  In older versions, and on ranks
+that get their data from a peer, AL includes the wait.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from effllm.trainer.collector import get_metrics_collector
 
 NAME = "megatron"
 
-#: Functions other than training, and the phase of their time; in some versions one calls another.
+#: Function outside of iterations -> its phase; in some versions, one of these functions calls another.
 PHASES = {
     "evaluate": "evaluation",
     "evaluate_and_print_results": "evaluation",
@@ -65,7 +65,7 @@ def attach(module: ModuleType) -> None:
     """Hook a module that has Megatron's training loop.
 
     Raises:
-        Unknown: it has no ``train_step``, or no ``get_args``.
+        Unknown: the module has no ``train_step`` or no ``get_args``.
     """
     missing = [name for name in ("train_step", "get_args") if not callable(getattr(module, name, None))]
     if missing:
@@ -84,11 +84,11 @@ def attach(module: ModuleType) -> None:
         around(module, name, guard, before=training.enters, after=training.leaves, failed=training.fails)
     absent = [name for name, is_there in found.items() if not is_there]
     if absent:
-        say_once(f"{module.__name__} has no {', '.join(absent)}: their part is not measured")
+        say_once(f"{module.__name__} has no {', '.join(absent)}: these functions are not measured")
 
 
 def attach_data(module: ModuleType) -> None:
-    """Hook Megatron's iterator class around a data loader; versions before 0.10 do not have it."""
+    """Hook Megatron's iterator class for data loaders; versions before 0.10 do not have this class."""
     iterator = getattr(module, "RerunDataIterator", None)
     if iterator is not None:
         steps = Steps(ownership.FRAMEWORK, NAME)
@@ -102,29 +102,29 @@ def attach_data(module: ModuleType) -> None:
 
 
 class _Training:
-    """One run of the loop at a time."""
+    """The run of the loop in this process; one run at a time."""
 
     def __init__(self, module: ModuleType) -> None:
         self._module: Any = module
         self._steps = Steps(ownership.FRAMEWORK, NAME)
         self._flops = Guard("Megatron's number of floating-point operations")
         self._parameters = Guard("the parameter count of Megatron's model")
-        self._peers = Guard("which ranks of Megatron do the same work")
-        self._depth = 0  # of the calls of `pretrain` and `train`
+        self._peers = Guard("the peer group of Megatron's ranks")
+        self._depth = 0  # depth of nested calls of `pretrain` and `train`
         self._reset()
 
     def _reset(self) -> None:
-        self._has_begun = False  # whether a begin was tried
+        self._has_begun = False  # whether a start of the metrics was tried
         self._reports = self._reports_loss = False
         self._replicas, self._replica = 1, 0
-        self._ended: tuple[int, int, int] | None = None  # end time and counts of a step before its end is reported
+        self._ended: tuple[int, int, int] | None = None  # end time and counts of a step that is not recorded yet
         self._loss: LazyNumber | None = None
         self._skipped = self._first_iteration = 0
 
     # --- from the first step to the last ---
 
     def model_is_built(self, _before: Any, _call: Call, result: Any) -> None:
-        """Begin, because now the model exists, the checkpoint is loaded, and the arguments are final."""
+        """Start the metrics: now the model exists, the checkpoint is loaded, and the arguments are final."""
         if not getattr(self._module.get_args(), "skip_train", False):
             self._begin(result[0])
 
@@ -161,16 +161,16 @@ class _Training:
         self._depth += 1
 
     def leaves(self, *_: Any) -> None:
-        """End with the outer call: after the last step ``pretrain`` still evaluates and saves."""
+        """End the metrics with the outer call, because ``pretrain`` evaluates and saves after the last step."""
         self._depth -= 1
         if self._depth == 0:
             self._finish("completed")
 
     def fails(self, _before: Any) -> None:
-        """End at once, because an exception ends this run even if it is caught."""
+        """End the metrics at once, because an exception ends this run even if it is caught."""
         self._depth -= 1
         error = sys.exc_info()[1]
-        if isinstance(error, SystemExit):  # Megatron's way to stop at an iteration, at a time, or after a signal
+        if isinstance(error, SystemExit):  # Megatron stops so at an iteration, at a time, or after a signal
             self._finish("failed" if error.code else "completed")
         else:
             self._finish("interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
@@ -217,7 +217,7 @@ class _Training:
         return int(get_num_microbatches())
 
     def _report_end(self, tokens: int | None = None) -> None:
-        """Report the ended step; from 0.18 on its tokens without padding become known shortly after its end."""
+        """Record the end of the last step; from 0.18 on, the tokens without padding are known only after the end."""
         if self._ended is not None:
             (ended_ns, processed, samples), self._ended = self._ended, None
             self._steps.end(processed, samples, tokens, at_ns=ended_ns)
@@ -272,7 +272,7 @@ def _chunks(model: Any) -> Iterable[Any]:
 
 def _facts(args: Any) -> dict[str, Any]:
     facts = {fact: getattr(args, name, None) for fact, name in FACTS.items()}
-    is_dense = not facts["num_experts"]  # Megatron's defaults for experts are set in a dense model too
+    is_dense = not facts["num_experts"]  # Megatron sets defaults for experts even in a dense model
     facts = {f: value for f, value in facts.items() if value is not None and not (is_dense and "expert" in f)}
     facts["precision"] = _precision(args)
     version = getattr(sys.modules.get("megatron.core"), "__version__", None)

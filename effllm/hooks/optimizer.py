@@ -1,10 +1,10 @@
 """Any torch loop: optimizer steps are measured with torch's own global hook, without a change of the loop.
 
-Iterations are those of `_rounds`.  Not measured are steps that a gradient scaler skips (the iteration continues until
-the next step) and optimizers of plain tensors: optimising an image is not training of a model, and DeepSpeed's
-partitions look the same.  A step under ``torch.compile`` is measured, at the cost of one more graph break.
+`_rounds` defines the iterations.  If a gradient scaler skips a step, the iteration continues until the next step.
+Optimizers of plain tensors are not measured: the tensors may be an image, which is no training of a model, or
+DeepSpeed's partitions.  A step under ``torch.compile`` is measured, at the cost of one more graph break.
 
-Every ``import torch`` runs this module, so the counting part (15 ms) is imported only with the first step.
+Every ``import torch`` runs this module, so the counting part (15 ms) is imported only at the first step.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from typing import Any
 from effllm.hooks import Unknown
 from effllm.hooks._wrap import Guard, around, no_metrics
 
-MIN_BATCHES = 10  # fewer are not considered training
+MIN_BATCHES = 10  # a loop with fewer batches is not considered training
 
 _guard = Guard("torch's optimizer")
 
 
 def attach(module: ModuleType) -> None:
-    """Hook the steps of all optimizers: of ``torch.optim.optimizer``."""
+    """Hook the steps of all optimizers, in ``torch.optim.optimizer``."""
     register = getattr(module, "register_optimizer_step_post_hook", None)
     if register is None:
-        raise Unknown("torch.optim.optimizer has no register_optimizer_step_post_hook; torch 2.0 and later do")
+        raise Unknown("torch.optim.optimizer has no register_optimizer_step_post_hook; torch 2.0 or later is needed")
 
     def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
         _guard(_stepped, optimizer)
 
-    # The attribute that torch.compiler.disable sets; that function would import the compiler.
+    # torch.compiler.disable would also set this attribute, but it would import the compiler.
     stepped._torchdynamo_disable = True  # type: ignore[attr-defined]
     register(stepped)
 
@@ -50,7 +50,7 @@ def _rounds() -> Any:
 
 
 def attach_loader(module: ModuleType) -> None:
-    """Measure the waits for batches: of ``torch.utils.data.dataloader``."""
+    """Measure the waits for batches, in ``torch.utils.data.dataloader``."""
     iterator = getattr(module, "_BaseDataLoaderIter", None)
     loader = getattr(module, "DataLoader", None)
     fetch = _Fetch()
@@ -58,15 +58,15 @@ def attach_loader(module: ModuleType) -> None:
         around(iterator, "__next__", _guard, before=fetch.start, after=fetch.end, failed=fetch.end)
         and around(loader, "__iter__", _guard, before=fetch.start, after=fetch.end, failed=fetch.end)
     ):
-        raise Unknown("torch.utils.data.dataloader has no _BaseDataLoaderIter: waiting for data is in the iterations")
+        raise Unknown("torch.utils.data.dataloader has no _BaseDataLoaderIter: iterations include data waits")
 
 
 class _Fetch:
-    """One call of a DataLoader; a nested call belongs to the outer one."""
+    """One call of a DataLoader; a nested call is a part of the outer call."""
 
     def __init__(self) -> None:
         self._start_ns = 0
-        self._batches = 0  # number before the first step; counted up to MIN_BATCHES
+        self._batches = 0  # batches before the first step, counted up to MIN_BATCHES
 
     def start(self, _call: Any) -> bool:
         if self._start_ns:
@@ -83,4 +83,4 @@ class _Fetch:
             if self._batches < MIN_BATCHES:
                 self._batches += 1
                 if self._batches == MIN_BATCHES:
-                    no_metrics("it read batches of a DataLoader, but no step of a torch optimizer was seen")
+                    no_metrics("it read batches of a DataLoader, but no step of a torch optimizer was detected")

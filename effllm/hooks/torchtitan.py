@@ -1,9 +1,9 @@
-"""torchtitan: its Trainer's steps, and the tokens that its own metrics count.
+"""torchtitan: the steps of its Trainer, and the tokens that torchtitan counts.
 
-An iteration is a ``train_step`` less torchtitan's times of loading its batches, which are the data wait.  The labels'
-positions are the tokens; padding is unknown.  Peers in tensor, context and pipeline parallelism have the same batch, so
-the first of them counts it; a parameter, of which a DTensor has the whole shape, is counted by the first rank of its
-pipeline stage.
+An iteration is a ``train_step`` without the data wait: the time in which torchtitan loads its batches.  The tokens are
+the positions of the labels; padding is unknown.  Peers in tensor, context and pipeline parallelism have the same batch,
+so only the first rank counts it.  A DTensor has the shape of the whole parameter, so the first rank of a pipeline stage
+counts all parameters of the stage.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _COUNTING = Guard("the parameter count of torchtitan's model")
 
 
 def attach(module: ModuleType) -> None:
-    """Hook torchtitan's log: of ``torchtitan.components.metrics``."""
+    """Hook torchtitan's log, in ``torchtitan.components.metrics``."""
     processor = getattr(module, "MetricsProcessor", None)
     if processor is None or not around(processor, "log", _GUARD, before=_before_log, after=_after_log):
         raise Unknown("torchtitan.components.metrics has no MetricsProcessor.log")
-    # With `-m torchtitan.train` the Trainer of older versions is in __main__, whose import cannot be hooked; the class
-    # exists when its metrics are made.
+    # With `-m torchtitan.train`, older versions define the Trainer in __main__, and this import cannot be hooked. The
+    # class exists when the metrics are made.
     around(processor, "__init__", _GUARD, after=_look_in_main)
 
 
@@ -39,7 +39,7 @@ def _look_in_main(*_: Any) -> None:
 
 
 def attach_trainer(module: ModuleType) -> None:
-    """Hook the steps: of ``torchtitan.trainer``, or ``torchtitan.train`` in older versions."""
+    """Hook the steps, in ``torchtitan.trainer``, or in ``torchtitan.train`` of older versions."""
     if not _attach_if_there(module):
         raise Unknown(f"{module.__name__} has no Trainer with train and train_step")
 
@@ -72,7 +72,7 @@ def _after_step(training: Any, call: Call, result: Any) -> None:
 
 
 def _failed_step(training: Any) -> None:
-    # The end of the data ends a training normally; any other exception reaches `train`, or the interpreter's end.
+    # An exception at the end of the data is normal; any other exception reaches `train` or the end of the process.
     if training is not None:
         training.cancel()
 
@@ -102,10 +102,10 @@ def _finish(status: str) -> None:
 
 
 class TitanTraining:
-    """One ``Trainer.train``.
+    """One call of ``Trainer.train``.
 
     Args:
-        trainer: of torchtitan.
+        trainer: a Trainer of torchtitan.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -142,7 +142,7 @@ class TitanTraining:
         _STEPS.start()
 
     def take(self) -> None:
-        """Add torchtitan's counts since the last call; its log resets them."""
+        """Add torchtitan's counts since the last call; torchtitan's log resets these counts."""
         tokens, waits = self.processor.ntokens_since_last_log, self._waits()
         self._tokens += tokens - self._tokens_seen
         self._wait_s += sum(waits[self._waits_seen :])

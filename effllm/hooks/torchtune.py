@@ -1,13 +1,13 @@
 """torchtune's fine-tuning recipes, full, LoRA, QAT and knowledge distillation: scripts that `tune run` starts.
 
-A recipe is no module that could be hooked by its name, but its class is a subclass of `FTRecipeInterface`, which is
-hooked.  An iteration begins with the transfer of its first batch to the device, and ends when the recipe steps its
-profiler and ``global_step`` has grown; it reads its loss before that, so a GPU has done its work.  The time of torch's
-DataLoader for later micro-batches is a data wait.
+A recipe is a script and has no module name to hook.  Its class is a subclass of `FTRecipeInterface`, which is hooked.
+An iteration begins with the transfer of its first batch to the device, and ends when the recipe steps its profiler
+after ``global_step`` has increased.  Before this, the recipe reads its loss, so a GPU has completed the iteration.  The
+time of torch's DataLoader for later micro-batches is a data wait.
 
-Tokens are the positions that are not the tokenizer's padding; the recipe weighs its loss by those with a label.
-They are summed on the CPU, where the DataLoader put them, so nothing waits for a GPU.  Recipes of other batches (DPO,
-PPO) are measured by the hook of torch's optimizers.
+Tokens are all positions except the tokenizer's padding; the recipe weighs its loss by the positions with a label.
+Batches are counted on the CPU before their transfer, so nothing waits for a GPU.  Recipes with other batches (DPO, PPO)
+are measured by the hook of torch's optimizers.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _COUNTING = Guard("the parameter count of torchtune's model")
 
 
 def attach(module: ModuleType) -> None:
-    """Hook all recipes: of ``torchtune.recipe_interfaces``.
+    """Hook all recipes, in ``torchtune.recipe_interfaces``.
 
     Raises:
-        Unknown: it has no ``FTRecipeInterface``.
+        Unknown: the module has no ``FTRecipeInterface``.
     """
     interface: Any = getattr(module, "FTRecipeInterface", None)
     if interface is None:
@@ -49,10 +49,10 @@ def attach(module: ModuleType) -> None:
 
 
 def attach_batches(module: ModuleType) -> None:
-    """Hook the transfer of a batch to the device: of ``torchtune.utils``.
+    """Hook the transfer of a batch to the device, in ``torchtune.utils``.
 
     Raises:
-        Unknown: it has no ``batch_to_device``.
+        Unknown: the module has no ``batch_to_device``.
     """
     if not around(module, "batch_to_device", _GUARD, before=_LOOP.batch_begins):
         raise Unknown("torchtune.utils has no batch_to_device")
@@ -79,10 +79,10 @@ class _TorchtuneLoop:
         self._counts_data = True
 
     def begins(self, call: Call) -> None:
-        """Store a recipe at the start of its training; its first batch begins the metrics."""
+        """Store a recipe at the start of its training; the first batch starts the metrics."""
         recipe = self._recipe = call.args[0]
         self._is_running = False
-        profiler = getattr(recipe, "_profiler", None)  # without one an iteration ends with the next batch
+        profiler = getattr(recipe, "_profiler", None)  # without a profiler, the next batch ends an iteration
         around(type(profiler), "step", _GUARD, after=self.profiler_stepped)
         client = getattr(recipe, "_checkpoint_client", None)
         if client is not None:
@@ -108,7 +108,7 @@ class _TorchtuneLoop:
             self._end_if_stepped()
 
     def mark_phase(self, holder: Any, name: str, phase: str) -> None:
-        """Hook an evaluation or a checkpoint while a recipe trains."""
+        """Hook a function; its calls are a phase while a recipe trains."""
         self._steps.mark_phase(holder, name, phase, _GUARD, self._phase_begins)
 
     def _phase_begins(self, _call: Call) -> bool:
@@ -132,7 +132,7 @@ class _TorchtuneLoop:
             self._batches.end()
 
     def _begin(self) -> bool:
-        """Begin the metrics; return whether these steps are counted."""
+        """Start the metrics; return whether these steps are counted."""
         if not self._steps.claim():
             return False
         recipe, self._step = self._recipe, self._recipe.global_step
@@ -169,7 +169,7 @@ def _read(batch: Mapping[str, Any], recipe: Any) -> Batch:
         samples=(places == 0).sum() if is_packed else len(ids),
         tokens=ids.numel() if padding is None else (ids != padding).sum(),
         tokens_loss=(labels != getattr(getattr(recipe, "_loss_fn", None), "ignore_index", -100)).sum(),
-        source=UNKNOWN if padding is None else "all but the tokenizer's padding",
+        source=UNKNOWN if padding is None else "all positions except the tokenizer's padding",
     )
 
 

@@ -1,9 +1,9 @@
 """Hugging Face Trainer, and systems built on it: TRL's trainers, LLaMA-Factory.
 
 A step begins after its micro-batches were fetched and ends before logging, evaluation and saving.  So AL is
-computation and communication, and the fetch is the data wait.  The callback records the steps;
-``Trainer.training_step`` is wrapped to count their content, and other methods of the Trainer to time evaluations and
-checkpoints.
+computation and communication, and the fetch is the data wait.  The callback records the steps.
+``Trainer.training_step`` is wrapped to count tokens and samples, and other methods of the Trainer are wrapped to time
+evaluations and checkpoints.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from effllm.trainer import ownership
 #: FLOPs are reported again if the mean width of the batches has changed by more than this share.
 WIDTH_TOLERANCE = 0.01
 
-#: Methods of a Trainer outside of iterations, and their phases.
+#: Method of a Trainer outside of iterations -> its phase.
 PHASES = {
     "evaluate": "evaluation",
     "predict": "evaluation",
@@ -79,9 +79,9 @@ def _wrap_inside(trainer: Any) -> None:
 
 
 class EfficientLLMCallback(TrainerCallback):  # type: ignore[misc] # transformers is not installed where types are checked
-    """Measures the steps of a Trainer; on every rank.
+    """Measures the steps of a Trainer, on every rank.
 
-    Of several in one Trainer the first counts.
+    If a Trainer has several of these callbacks, only the first callback counts.
     """
 
     def __init__(self) -> None:
@@ -128,7 +128,7 @@ class EfficientLLMCallback(TrainerCallback):  # type: ignore[misc] # transformer
 
 
 class _Automatic(EfficientLLMCallback):
-    """The automatically added callback; a separate class, since transformers warns about two of one class."""
+    """The callback that effllm adds; a separate class, since transformers warns about two callbacks of one class."""
 
 
 _training: TrainerRun | None = None
@@ -139,21 +139,21 @@ class TrainerRun:
     """One run of ``Trainer.train``.
 
     Args:
-        callback: records the steps.
-        trainer: ``None`` if its ``train`` was called before it was wrapped.
+        callback: the callback that records the steps.
+        trainer: the Trainer; ``None`` if ``train`` was called before it was wrapped.
     """
 
     def __init__(self, callback: EfficientLLMCallback, trainer: Any) -> None:
         self.callback, self.trainer = callback, trainer
         self.is_begun = False
-        self.depth = 0  # of nested calls of training_step: a subclass calls its parent's
-        self._late = LateSums(4)  # samples, tokens, tokens with a label, tokens x width of their batch
+        self.depth = 0  # depth of nested calls of training_step: a subclass calls the method of its parent
+        self._late = LateSums(4)  # samples, tokens, tokens with a label, tokens x width of the batch
         self._not_finite = LateSums(1)  # losses that the Trainer replaces before logging
         self._flops = FlopsByWidth()
         self._processed = 0
         self._has_unknown = False  # whether there was a batch whose tokens cannot be summed
         self._num_batches = 0
-        self._tokens_seen = 0  # of the Trainer's own count
+        self._tokens_seen = 0  # the Trainer's own count of tokens
         self._source = ""
         self._is_encoder_decoder = False
         self._counts = self._counts_samples = True
@@ -161,7 +161,7 @@ class TrainerRun:
         self._parameters: Parameters | None = None
 
     def begin(self, args: Any, state: Any, model: Any) -> bool:
-        """Start the metrics, again if the Trainer restarts with a smaller batch."""
+        """Start the metrics; called again if the Trainer restarts with a smaller batch."""
         self._counts, self._counts_samples = counts_its_batch(self.trainer)
         self._is_encoder_decoder = bool(getattr(config_of(model), "is_encoder_decoder", False))
         self._tokens_seen = state.num_input_tokens_seen
@@ -200,7 +200,7 @@ class TrainerRun:
             self._not_finite.add([loss.detach() * 0 != 0])
 
     def end_step(self, args: Any, state: Any) -> None:
-        """Record the end of a step, and a loss that is not finite; on a GPU it may be that of an earlier step."""
+        """Record the end of a step, and a loss that is not finite; on a GPU, the loss may be from an earlier step."""
         self._end_step(args, state)
         if self._not_finite.take()[0]:
             _STEPS.loss(state.global_step, float("nan"))
@@ -208,7 +208,7 @@ class TrainerRun:
     def _end_step(self, args: Any, state: Any) -> None:
         seen, self._tokens_seen = state.num_input_tokens_seen - self._tokens_seen, state.num_input_tokens_seen
         if not self._num_batches:
-            # A subclass's training_step without a readable batch.  The Trainer's own count is for the whole job.
+            # A subclass called training_step without a readable batch.  The Trainer's own count is for the whole job.
             tokens = int(seen) if state.is_world_process_zero else 0
             samples = args.per_device_train_batch_size * args.gradient_accumulation_steps
             _STEPS.end(tokens, samples if self._counts_samples else 0)
@@ -221,7 +221,7 @@ class TrainerRun:
             self._report_flops()
 
     def finish(self, status: str) -> None:
-        """End the metrics with the counts that had not arrived from the GPU before the last step."""
+        """Add the counts that arrived from the GPU after the last step, and end the metrics."""
         if status == "completed":
             samples, tokens, tokens_loss, weighted = self._late.take_rest()
             _STEPS.add(samples=samples, tokens=tokens, tokens_loss=tokens_loss)
@@ -235,12 +235,12 @@ class TrainerRun:
         width = self._flops.mean_width
         flops, forward = self._flops.at(width)
         more = forward if _is_checkpointing(getattr(self.trainer, "args", None)) else 0.0
-        convention = f"{CONVENTION}; sequence length: each batch's own, the mean over one rank's tokens"
+        convention = f"{CONVENTION}; sequence length: mean width of the batches, over the tokens of one rank"
         facts = {"sequence_length": round(width, 1), "flops_convention": convention}
         _STEPS.learn(flops_per_token=flops, hardware_flops_per_token=flops + more, facts=facts)
 
     def _learn(self, batch: Batch) -> None:
-        """Report facts from the first batch: how tokens are counted, and the sequence length."""
+        """Send facts from the first batch: the source of the token count, and the sequence length."""
         is_first, self._source = not self._source, batch.source or "no text in the batch"
         facts: dict[str, Any] = {"token_source": self._source}
         flops = hardware = None
@@ -254,7 +254,7 @@ class TrainerRun:
                 if batch.width and (short := _COUNTING(flops_per_token, self._model, self._parameters, 0)):
                     self._flops = FlopsByWidth(short, found, batch.width)
                 hardware = flops + (forward if _is_checkpointing(args) else 0.0)
-                facts["flops_convention"] = CONVENTION if length else f"{CONVENTION} (left out: length not known)"
+                facts["flops_convention"] = CONVENTION if length else f"{CONVENTION} (no attention: length unknown)"
         _STEPS.learn(flops_per_token=flops, hardware_flops_per_token=hardware, facts=facts)
 
     def _facts(self, args: Any) -> dict[str, Any]:
@@ -313,7 +313,7 @@ def _train_begins(call: Call) -> Any:
     global _trainer
     before, _trainer = _trainer, call.args[0]
     _wrap_inside(type(_trainer))
-    # Of effllm's callbacks the first is counted.  It is moved to the front, so that all later callbacks log its values.
+    # The first of effllm's callbacks counts.  It is moved to the front: all later callbacks log its values.
     callbacks = getattr(getattr(_trainer, "callback_handler", None), "callbacks", [])
     first = next((one for one in callbacks if isinstance(one, EfficientLLMCallback)), None)
     if first is not None:
@@ -343,7 +343,7 @@ def _micro_batch(call: Call) -> Any:
         return None
     training.depth += 1
     if training.depth == 1:
-        # TRL's versions have *args, and all are called with (self, model, inputs, ...).
+        # In TRL, the method may have *args; every call has (self, model, inputs, ...).
         training.see(call.get("inputs", call.args[2] if len(call.args) > 2 else None))
     return training
 

@@ -1,7 +1,7 @@
 """TRL's trainers with generation during training: GRPO, RLOO, distillation.
 
-They are Trainers, so `effllm.hooks.transformers` measures their steps.  In addition, a step generates from prompts
-and makes its batch itself; the generation is inference and not part of AL.
+These trainers are subclasses of Trainer, so `effllm.hooks.transformers` measures their steps.  In addition, a step
+generates from prompts and makes its own batch; the generation is inference and not part of AL.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from effllm.trainer.collector import get_metrics_collector
 
 _GUARD = Guard("the generation of TRL")
 
-#: Names in their batches, and the corresponding usual names.
+#: Name in a batch of these trainers -> usual name.
 _NAMES = {
     "prompt_ids": "prompt_input_ids",
     "prompt_mask": "prompt_attention_mask",
@@ -51,7 +51,7 @@ def _generated(recorder: Any, call: Call, result: Any) -> None:
     if recorder is None:
         return
     prompts = call.get("prompt_ids")
-    if prompts is None:  # up to TRL 0.24 its input was text, and its result began with the tokens of the prompts
+    if prompts is None:  # up to TRL 0.24, the input is text, and the result begins with the tokens of the prompts
         prompts, completions = result[:2]
     else:
         completions = result[0] if isinstance(result, tuple) else result

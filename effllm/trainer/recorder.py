@@ -219,7 +219,7 @@ class Recorder:
         return (self._phases.depth, self.generations.depth, *self._phases.total_ns, self.generations.total_ns)
 
     def may_evaluate(self) -> None:
-        """Set this rank's state to evaluation; at the end, `evaluated` is only called if it was an evaluation."""
+        """Set this rank's state to a possible evaluation; `evaluated` confirms the evaluation at its end."""
         if self._on and not self._phases.depth:
             self._writer.state(ring.PHASE_STATE, self.ordinal, time.monotonic_ns(), 0)
 

@@ -225,7 +225,7 @@ def test_batches_without_a_step_are_reported_at_the_end(launch):
 
     (line,) = train(launch, loop.format(20)).our_errors
 
-    assert "no step of a torch optimizer was seen" in line
+    assert "no step of a torch optimizer was detected" in line
     assert train(launch, loop.format(5)).our_errors == []
 
 
