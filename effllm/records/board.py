@@ -30,7 +30,7 @@ class Board:
     """A shared map with one `JobState`.
 
     Args:
-        descriptor: of the map; by default a new map is made.
+        descriptor: descriptor of the map; by default a new map is made.
 
     Raises:
         RingError: there is not enough memory, or the descriptor is not a board.
@@ -55,7 +55,7 @@ class Board:
         return self._state
 
     def welcome(self) -> str:
-        """Return the endpoint at which the agent was admitted, or an empty string; any thread may call this.
+        """Return the endpoint that has admitted the agent, or an empty string; any thread may call this method.
 
         Raises:
             ValueError: the map is closed.

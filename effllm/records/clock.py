@@ -8,7 +8,7 @@ from msgspec import Struct
 
 
 class Now(Struct, frozen=True, gc=False):
-    """One moment on the monotonic clock, for durations, and on the unix clock, which is shown and sent."""
+    """The current time on the monotonic clock, for durations, and on the unix clock, for output and messages."""
 
     mono_s: float
     unix_s: float

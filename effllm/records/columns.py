@@ -1,6 +1,6 @@
 """Running sums of many ranks or devices in one array: a row for each, a column for each quantity. No I/O.
 
-Summing ten thousand objects of eight floats takes a hundred times as long as summing one array.
+The sum over ten thousand objects of eight floats takes a hundred times as long as the sum over one array.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def fields_of(items: Sequence[Any], names: Sequence[str]) -> Array:
 
 
 def means(sums: Array, covered_s: Array) -> Array:
-    """Return means over time; rows that cover no time are left out."""
+    """Return means over time, without rows that cover no time."""
     there = covered_s > 0
     found: Array = sums[there] / covered_s[there]
     return found
@@ -57,7 +57,7 @@ class Table:
 
     @property
     def keys(self) -> Iterable[Key]:
-        """The keys, in the order of their rows."""
+        """All keys, in the order of their rows."""
         return self._positions.keys()
 
     @property
@@ -66,12 +66,11 @@ class Table:
         return self._values[: len(self._positions)]
 
     def column(self, name: str) -> Array:
-        """Return a view of one column."""
         return self.values[:, self.NAMES.index(name)]
 
     def find(self, keys: Sequence[Key]) -> Positions:
         """Return the rows of keys; a new key gets a row."""
-        asked, found = self._found  # usually the same keys in every window
+        asked, found = self._found  # the keys are usually the same in every window
         if asked is keys or asked == keys:
             return found
         if not self._positions:
@@ -88,7 +87,7 @@ class Table:
         return found
 
     def position(self, key: Key) -> int:
-        """Return the row of one key; a new key gets a row.  Does not replace the keys that `find` has cached."""
+        """Return the row of one key; a new key gets a row.  The keys in the cache of `find` do not change."""
         at = self._positions.get(key)
         if at is None:
             at = self._positions[key] = len(self._positions)
@@ -103,12 +102,12 @@ class Table:
             self._values = np.concatenate((self._values, more))
 
     def packed(self) -> dict[str, Any]:
-        """Return plain values that JSON can hold."""
+        """Return the table as plain values for JSON."""
         return {"keys": list(self._positions), "values": np.ascontiguousarray(self.values, _STORED).tobytes()}
 
     @classmethod
     def unpacked(cls, stored: Mapping[str, Any]) -> Table:
-        """Undo `packed`; JSON has turned its bytes into Base64 text.
+        """Return the table of a result of `packed`, in which JSON has changed the bytes to Base64 text.
 
         Raises:
             ValueError: the stored values are not a table.
@@ -118,7 +117,7 @@ class Table:
             table.find(stored["keys"])
             table.values[:] = array_of(stored["values"]).reshape(len(table), len(cls.NAMES))
         except (KeyError, TypeError) as error:
-            raise ValueError(f"this is no table: {error}") from error
+            raise ValueError(f"the stored values are not a table: {error}") from error
         return table
 
 
@@ -135,11 +134,11 @@ def to_json(value: Any) -> Any:
     """Encode types that msgspec does not support."""
     if isinstance(value, Table):
         return value.packed()
-    raise NotImplementedError(f"{type(value).__name__} is in no state")
+    raise NotImplementedError(f"a state cannot contain {type(value).__name__}")
 
 
 def from_json(kind: type, value: Any) -> Any:
     """Decode types that msgspec does not support."""
     if issubclass(kind, Table):
         return kind.unpacked(value)
-    raise NotImplementedError(f"{kind.__name__} is in no state")
+    raise NotImplementedError(f"a state cannot contain {kind.__name__}")

@@ -1,7 +1,7 @@
-"""The counters of a training loop.  Standard library only, because the training process imports it.
+"""The counters of a training loop.  The training process imports this module: standard library only.
 
-To add a counter, append a field to `Counters` and increment it in the recorder: the ring, the reports, the totals and
-the files take their fields from this class.
+To add a counter, append a field to `Counters` and increment it in the recorder.  The ring, the reports, the totals and
+the files have the fields of this class.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import Any
 
 
 class Counters:
-    """Counts of one rank: running totals in the recorder and the ring; elsewhere of one window, or of all ranks."""
+    """Counts: running totals of one rank in the recorder and the ring; elsewhere sums of a window, or of all ranks."""
 
-    # May change in every iteration: `RingWriter` packs them by name.
+    # The next four may change in every iteration: `RingWriter` packs them by name.
     tokens: int = 0  # positions without padding
     tokens_processed: int = 0  # all positions
     tokens_loss: int = 0  # positions with a label
     samples: int = 0
-    # Change less often: `RingWriter.take` packs them only then.
+    # The next fields change less often: `RingWriter.take` packs them.
     generated_tokens: int = 0  # without prompts
     prompt_tokens: int = 0  # prompts of generated text
 

@@ -8,47 +8,47 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct
 
 MAX_AMOUNT = 1e30
-#: A sum that a frame cannot make negative, nan or infinite: see the bounds in effllm.records.rank.
+#: A sum that is never negative, nan or infinite, because its bounds are checked: see effllm.records.rank.
 Amount = Annotated[float, Meta(ge=0.0, le=MAX_AMOUNT)]
 
 #: Half-width of a 95 % interval of a normal distribution, in standard deviations.
 NORMAL_95 = 1.96
-#: A shorter duration is the rounding error of a difference; a quotient by it would be noise.
+#: A shorter duration is only the rounding error of a difference; a division by such a duration gives noise.
 MIN_COVERED_S = 1e-6
 
 
 class EnergyAmount(Struct, frozen=True, array_like=True, gc=False):
     """The energy of a period, with its errors.
 
-    Random errors are variances.  Those of the two ends are separate, because at a shared edge the error of one period
-    is the opposite of its neighbour's, and both cancel in the sum.  The gain of a sensor is common to all its readings
-    and may be common to all boards of a model, so its error adds up linearly and never averages out (arXiv 2312.02741,
+    Random errors are variances.  The variances of the two ends are separate fields: at an edge that two periods share,
+    the errors of the periods are opposite and cancel in the sum.  The gain of a sensor is common to all readings and
+    may be common to all boards of a model, so its error adds up linearly and never averages out (arXiv 2312.02741,
     section 5).
     """
 
     joules: Amount | None = None  # None: not measured
     covered_s: Amount = 0.0
-    start_j2: Amount = 0.0  # variance of the reading at its start ...
-    end_j2: Amount = 0.0  # ... and at its end
-    inside_j2: Amount = 0.0  # variance between them: aliasing, gaps, integration of power, edges that are not shared
+    start_j2: Amount = 0.0  # variance of the reading at the start
+    end_j2: Amount = 0.0  # variance of the reading at the end
+    inside_j2: Amount = 0.0  # variance inside: aliasing, gaps, integration of power, edges that are not shared
     gain_j: Amount = 0.0  # half-width, 95 %, of the error from the sensor's gain
-    estimated_j: Amount = 0.0  # part of joules: estimated from power where the counter gave no value
+    estimated_j: Amount = 0.0  # part of joules that was estimated from power, because the counter had no value
 
     @property
     def error_j(self) -> float:
-        """Half-width, 95 %, of the random error of this amount alone."""
+        """Half-width, 95 %, of the random error of this amount."""
         return NORMAL_95 * sqrt(self.start_j2 + self.end_j2 + self.inside_j2)
 
     def __add__(self, later: EnergyAmount) -> EnergyAmount:
-        """Return the energy of this period and of a later one that does not begin where this one ends."""
+        """Return the energy of this period and a later period; the periods share no edge."""
         return self._and(later, is_shared=False)
 
     def then(self, later: EnergyAmount) -> EnergyAmount:
-        """Return the energy of this period and of the one that begins where this one ends."""
+        """Return the energy of this period and the next period; the periods share an edge."""
         return self._and(later, is_shared=self.joules is not None and later.joules is not None)
 
     def __sub__(self, part: EnergyAmount) -> EnergyAmount:
-        """Return the energy without that of a part inside this period; the part's edges become edges of the rest."""
+        """Return the energy without a part inside this period; the edges of the part become edges of the rest."""
         if self.joules is None or part.joules is None:
             return self
         covered_s = self.covered_s - part.covered_s
@@ -81,11 +81,11 @@ NOT_MEASURED = EnergyAmount()
 
 
 def edge_j2(before_j2: Any, after_j2: Any, is_shared: Any) -> Any:
-    """Return the variance that an edge adds to a sum: 0 if the edge is shared, because errors cancel there.
+    """Return the variance that an edge adds to a sum: 0 if the edge is shared, because the errors cancel.
 
     Args:
-        before_j2: variance at the end of the amount before the edge, or 0; numbers or arrays.
-        after_j2: variance at the start of the amount after it.
-        is_shared: whether the first amount ends where the second begins.
+        before_j2: variance at the end of the amount before the edge, or 0; a number or an array.
+        after_j2: variance at the start of the amount after the edge.
+        is_shared: whether both amounts share the edge.
     """
     return (before_j2 + after_j2) * (1 - is_shared)

@@ -1,7 +1,7 @@
 """Rate limit for lines of events. No I/O.
 
-Every event is counted by its kind. In a storm only the first lines of a minute are passed on. The others become one
-line with their number, so that the counts of all lines add up to the number of events.
+Every event is counted by its kind. If there are too many events, only the first lines of a minute are written. The
+other events become one line with their number, so the counts of all lines add up to the number of events.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import math
 
 from effllm.records.rank import Event
 
-#: Lines of one kind and rank in a minute.
+#: Limit of the lines of one kind and rank in a minute.
 MAX_PER_MINUTE = 100
 MINUTE_S = 60.0
-#: Lines of one kind over all ranks: the burst, and how many more each minute.
+#: Limit of the lines of one kind over all ranks: at first, and its increase in each minute.
 MAX_OF_KIND, MORE_OF_KIND = 20_000, 300
 #: A longer text counts as several lines of this many bytes.
 LINE_BYTES = 500
@@ -23,15 +23,15 @@ class EventLimit:
     """Selects the events that become lines.
 
     Args:
-        max_per_minute: lines of one kind and rank in a minute.
+        max_per_minute: limit of the lines of one kind and rank in a minute.
     """
 
     def __init__(self, max_per_minute: int = MAX_PER_MINUTE) -> None:
         self._max_per_minute = max_per_minute
         self._since_s: float | None = None
         self._lines: dict[tuple[str, int | None], int] = {}  # in this minute
-        self._left: dict[str, int] = {}  # lines that a kind may still have
-        self._left_out: dict[tuple[str, int | None], Event] = {}  # the newest of each, with the count of all
+        self._left: dict[str, int] = {}  # number of further lines of a kind
+        self._left_out: dict[tuple[str, int | None], Event] = {}  # the newest omitted event, with the count of all
 
     def admits(self, event: Event) -> bool:
         """Return whether an event becomes a line; if not, count it."""
@@ -48,13 +48,13 @@ class EventLimit:
         key = (event.kind, None if of_all_ranks else event.rank)
         before = self._left_out.get(key)
         count = event.count + (before.count if before is not None else 0)
-        text = f"more events of kind {event.kind} than are written: the others are counted"
+        text = f"too many events of kind {event.kind}: these events were only counted"
         if key[1] is not None:
             text = f"rank {key[1]}: {text}"
         self._left_out[key] = Event(event.time_s, event.kind, text, key[1], attempt=event.attempt, count=count)
 
     def roll(self, now_s: float) -> list[Event]:
-        """Return, once a minute, one line for each kind and rank whose events were left out.
+        """Return, once a minute, one line for each kind and rank with omitted events.
 
         Args:
             now_s: monotonic time; ``math.inf`` at the end.

@@ -1,7 +1,7 @@
 """The facts of a rank, from its training process to its agent; standard library only.
 
-The records are JSON in shared memory, which is not trusted. `from_document` ignores unknown names. A field that is
-missing or has another type gets its default.
+The facts are JSON in shared memory, and shared memory is not trusted. `from_document` ignores unknown names. A field
+that is missing or has another type gets its default.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MAX_WHOLE = 2**63  # the limit of the wire format
 
 @dataclass(frozen=True)
 class DeclaredParameters:
-    """Parameters of the whole model, or (``is_share``) of this rank's share of it."""
+    """Parameter counts of the whole model, or (``is_share``) of this rank's share."""
 
     total: int | None = None
     trainable: int | None = None
@@ -37,28 +37,28 @@ class RankFacts:
     trainer_pid: int = 0
     job: str = ""
     endpoint: str = ""  # of the aggregator
-    secured: bool = False  # with keys from the user's secret
+    secured: bool = False  # whether connections have keys from the user's secret
     run_folder: str = ""
-    address_file: str = ""  # in which rank 0 has published its address
-    listen_descriptor: int = -1  # of the aggregator's socket, at rank 0 ...
-    stdout_descriptor: int = -1  # ... and of the job's stdout
+    address_file: str = ""  # the file in which rank 0 has published its address
+    listen_descriptor: int = -1  # descriptor of the aggregator's socket, on rank 0
+    stdout_descriptor: int = -1  # descriptor of the job's stdout, on rank 0
     # The rank's devices.
     visible_devices: str | None = None  # CUDA_VISIBLE_DEVICES
     hip_visible_devices: str | None = None
     rocr_visible_devices: str | None = None
-    cuda_uuid: str = ""  # of torch's current device
-    cuda_pci_bus_id: str = ""  # of the same device
-    gpus: tuple[int, ...] = ()  # of an inference process: positions in CUDA_VISIBLE_DEVICES
+    cuda_uuid: str = ""  # UUID of torch's current device
+    cuda_pci_bus_id: str = ""  # PCI bus id of torch's current device
+    gpus: tuple[int, ...] = ()  # GPUs of an inference process, as positions in CUDA_VISIBLE_DEVICES
     baseline_ns: tuple[int, ...] = ()  # start and end of the idle time before the first iteration
-    recorder_pair_s: float | None = None  # cost of one call at the start and one at the end of an iteration
+    recorder_pair_s: float | None = None  # cost of a call at the start and a call at the end of an iteration
     # Declared by the training script and the hooks.
     parameters: DeclaredParameters = DeclaredParameters()
-    run: Mapping[str, Fact] = field(default_factory=dict)  # the caller's own facts of the run, for run.json alone
-    style: str = ""  # Step where the console calls an iteration so
-    evaluation_in_iterations: bool = False  # iterations last from one step to the next, whatever lies between
-    iterations_not_measured: int = 0  # that had ended when the metrics began
+    run: Mapping[str, Fact] = field(default_factory=dict)  # facts of the run from the caller, only for run.json
+    style: str = ""  # ``Step`` if the console calls an iteration a step
+    evaluation_in_iterations: bool = False  # iterations last from step to step and may include evaluations
+    iterations_not_measured: int = 0  # iterations that had ended before the metrics started
     first_iteration: int = 0  # iterations completed by earlier attempts of the job
-    is_numbered: bool = False  # whether first_iteration was given, not assumed
+    is_numbered: bool = False  # whether first_iteration is known and not assumed
     total_iterations: int | None = None
     flops_per_token: float | None = None
     hardware_flops_per_token: float | None = None
@@ -145,7 +145,7 @@ def _is_fact(value: Any) -> bool:
     return is_one or _int(value) is not None or _strs(value) is not None
 
 
-#: By the annotation of a field: a function that returns a value of this type, and ``None`` for other types.
+#: Annotation of a field -> function that returns a value of this type, or ``None`` for a value of another type.
 _READERS: dict[str, Callable[[Any], Any]] = {
     "bool": _bool,
     "int": _int,

@@ -1,4 +1,4 @@
-"""The aggregator's results from the reports of all ranks: ClusterTotals -> ClusterReport -> sink, and the summary."""
+"""The aggregator's results from the reports of all ranks: ClusterTotals -> ClusterReport -> sinks; and the summary."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from effllm.records.counters import FIELDS, Counters
 from effllm.records.energy import EnergyAmount
 from effllm.records.rank import Profile
 
-#: Of the files in a run folder; incremented when a field is removed or changes its meaning.
+#: Version of the files in a run folder; it is incremented when a field is removed or changes its meaning.
 SCHEMA_VERSION = 3
 
 
 if TYPE_CHECKING:
     Counted = Counters
     SummedEnergy = EnergyAmount
-else:  # sums over all ranks have no bounds, because many amounts within the bounds of a frame can exceed them
-    # Counters follow the record's own fields.
+else:  # sums over all ranks have no bounds: a sum of many amounts can exceed the bounds of one amount in a frame
+    # In a record, the counters follow the other fields.
     Counted = defstruct("Counted", [(name, int, 0) for name in FIELDS], kw_only=True)
     _PLAIN = get_type_hints(EnergyAmount)
     SummedEnergy = defstruct(
@@ -31,16 +31,16 @@ else:  # sums over all ranks have no bounds, because many amounts within the bou
 
 
 class JobConstants(Struct, frozen=True, omit_defaults=True):
-    """Constants of a job; they change only when a rank joins or a loop declares more."""
+    """Constants of a job; they change only when a rank joins or a loop declares further values."""
 
     parameters: int | None = None
     gpus: int = 0
     world_size: int = 0
-    peak_flops_per_s: float | None = None  # of the whole job
+    peak_flops_per_s: float | None = None  # sum over all devices
     flops_per_token: float | None = None
     hardware_flops_per_token: float | None = None  # recomputation included
-    power_limit_w: float | None = None  # of all GPUs
-    baseline_w: float | None = None  # of all devices in scope, idle
+    power_limit_w: float | None = None  # sum over all GPUs
+    baseline_w: float | None = None  # idle power of all devices in the power scope
     carbon_g_per_kwh: float | None = None
     pue: float = 1.0
     price_per_kwh: float | None = None
@@ -48,32 +48,32 @@ class JobConstants(Struct, frozen=True, omit_defaults=True):
 
 
 class Counts(Counted, Struct, frozen=True):
-    """Counts of the iterations of some windows, over all ranks."""
+    """Counts over all ranks, in the iterations of one or more windows."""
 
     iterations: int = 0
     losses_not_finite: int = 0  # losses that were NaN or infinite
 
 
 class LoopTimes(Struct, frozen=True):
-    """Times of the iterations, each of its slowest rank."""
+    """Times of the iterations on the slowest rank; each time has its own slowest rank."""
 
-    time_s: float = 0.0  # T: maximum over ranks of their summed iteration times (on the base job: of their wall times)
-    slowest_step_s: float = 0.0  # of the rank with the largest mean step: sum of its steps ...
-    slowest_iterations: int = 0  # ... and their number
-    wait_s: float = 0.0  # of the rank with the largest T
-    generation_s: float = 0.0  # of the rank with the longest generation
-    device_steps: int = 0  # of the rank with the largest mean step on its device: number of its steps ...
-    device_step_s: float = 0.0  # ... and their sum on the device
+    time_s: float = 0.0  # T: maximum over ranks of the sum of iteration times (on the base job: of wall times)
+    slowest_step_s: float = 0.0  # sum of the steps of the rank with the largest mean step
+    slowest_iterations: int = 0  # number of these steps
+    wait_s: float = 0.0  # data wait of the rank with the largest T
+    generation_s: float = 0.0  # generation time of the rank with the longest generation
+    device_steps: int = 0  # number of steps of the rank with the largest mean step on its device
+    device_step_s: float = 0.0  # sum of these steps on the device
 
 
 class JobEnergy(SummedEnergy, frozen=True, array_like=False, kw_only=True):
-    """The energy of the windows with sufficient coverage, with the time and counts of the same windows."""
+    """The energy of the windows with sufficient coverage, with the time and counts of these windows."""
 
     time_s: float = 0.0  # T of these windows
-    counts: Counts = Counts()  # of these windows
-    is_complete: bool = False  # no window was left out: joules is the total
-    measured_j: float | None = None  # including windows that were left out; not a total
-    gpus_j: float | None = None  # of the GPUs alone in these windows, for any power scope
+    counts: Counts = Counts()  # counts in these windows
+    is_complete: bool = False  # whether all windows are included, so joules is the total
+    measured_j: float | None = None  # measured energy of all windows, also without sufficient coverage; not a total
+    gpus_j: float | None = None  # energy of only the GPUs in these windows, for any power scope
 
 
 class DeviceTotals(Struct, frozen=True):
@@ -83,54 +83,54 @@ class DeviceTotals(Struct, frozen=True):
     memory_min_bytes: float | None = None  # the smallest of these means
     memory_max_bytes: float | None = None
     memory_peak_bytes: float | None = None  # the largest single reading
-    memory_error_bytes: float | None = None  # of memory_mean_bytes, from sampling: half-width, 95 %
+    memory_error_bytes: float | None = None  # sampling error of memory_mean_bytes: half-width, 95 %
     utilization_mean: float | None = None
     utilization_min: float | None = None
     utilization_max: float | None = None
-    utilization_error: float | None = None  # of utilization_mean, from sampling; None if it is not sampled
+    utilization_error: float | None = None  # sampling error of utilization_mean; None without sampling
     power_peak_w: float | None = None  # the largest reading of one GPU
     power_histogram_s: dict[int, float] = {}  # GPU-seconds by power, in steps of POWER_STEP_W
-    throttled_s: float | None = None  # GPU-seconds with a clock lowered because of heat or by the board
+    throttled_s: float | None = None  # GPU-seconds in which heat or the board lowered the clock
     throttle_covered_s: float = 0.0
     temperature_max_c: float | None = None
-    sm_clock_hz: float | None = None  # mean over time and GPUs; so are the activities
+    sm_clock_hz: float | None = None  # mean over time and GPUs, as for the next three fields
     sm_activity: float | None = None
     tensor_activity: float | None = None
     dram_activity: float | None = None
 
 
 class HealthTotals(Struct, frozen=True):
-    """Stragglers, stalls and errors of the clocks."""
+    """Stragglers, stalls and clock errors."""
 
-    clock_error_s: float | None = None  # largest error of a rank's clock offset: half-width, a bound
-    straggling_s: float | None = None  # time that all ranks waited for stragglers; None if no rank's own time is known
-    straggling_gpu_s: float = 0.0  # the same, summed over the waiting ranks ...
-    straggling_j: float | None = None  # ... and the energy of their devices in this time
+    clock_error_s: float | None = None  # bound (half-width) of the largest error of a rank's clock offset
+    straggling_s: float | None = None  # time in which ranks waited for stragglers; None if no own time is known
+    straggling_gpu_s: float = 0.0  # this time, summed over the waiting ranks
+    straggling_j: float | None = None  # energy of the waiting ranks' devices in this time
     stalled_s: float | None = None  # time of the whole run in which no rank made progress
     stragglers: int = 0  # ranks named as stragglers at the end of the window
 
 
 class GoodputTotals(Struct, frozen=True):
-    """The elapsed time of a job by class: effllm/job/goodput.py."""
+    """The elapsed time of a job by class; see effllm/job/goodput.py."""
 
     elapsed_s: float = 0.0  # over all attempts
     class_s: dict[str, float] = {}
     class_j: dict[str, float | None] = {}
-    rank_seconds: float = 0.0  # elapsed, summed over ranks
+    rank_seconds: float = 0.0  # elapsed time, summed over ranks
 
 
 class Overhead(Struct, frozen=True):
-    """The cost of measuring: CPU seconds, summed over the processes of each kind."""
+    """The cost of measurement: CPU seconds, summed over the processes of each kind."""
 
-    recorder_cpu_s: float | None = None  # estimated: the cost of a call at the start, times the number of calls
+    recorder_cpu_s: float | None = None  # estimate: cost of a call, measured at the start, times number of calls
     agents_cpu_s: float | None = None
-    aggregator_cpu_s: float | None = None  # of all aggregators of the run, one after another
+    aggregator_cpu_s: float | None = None  # sum over all consecutive aggregators of the run
     sent_bytes: int | None = None  # counted by the agents
-    received_bytes: int | None = None  # by aggregators
+    received_bytes: int | None = None  # counted by aggregators
 
 
 class ClusterTotals(Struct, frozen=True):
-    """Totals of the whole job on one time base: the argument of every metric."""
+    """Totals of the whole job on one base; every metric is computed from such totals."""
 
     counts: Counts = Counts()
     loop: LoopTimes = LoopTimes()
@@ -144,42 +144,42 @@ class ClusterTotals(Struct, frozen=True):
 
 
 class Straggler(Struct, frozen=True):
-    """The slowest rank of a window, by own times, if it is slow in window after window.
+    """The rank with the longest own time in a window, if this rank is slow in many consecutive windows.
 
-    Iteration times cannot show it: in synchronous training they are equal on all ranks, because the others wait.
+    Iteration times cannot show a slow rank: in synchronous training they are equal on all ranks, because ranks wait.
     """
 
     rank: int
-    time_s: float  # its own time of an iteration ...
-    median_s: float  # ... and the median of its peers
+    time_s: float  # own time of the rank in an iteration
+    median_s: float  # median of the own times of its peers
 
 
 #: The evidence of a verdict, from the strongest to the weakest.
 OWN_TIME = "own time"  # from an iteration's start to the sync point
 PROFILE = "profile"  # computation in profiled iterations
-DATA_WAIT = "data wait"  # waiting for data, while the others wait for the rank
+DATA_WAIT = "data wait"  # waiting for data, while other ranks wait for this rank
 ARRIVAL = "arrival"  # the order of arrival at the sync point, by aligned clocks
 EVIDENCE = (OWN_TIME, PROFILE, DATA_WAIT, ARRIVAL)
 
 
 class StragglerVerdict(Struct, frozen=True):
-    """A rank that delays the others in window after window, and the cost so far."""
+    """A rank that delays other ranks in many consecutive windows, and the cost so far."""
 
-    ranks: tuple[int, ...]  # one rank; or all ranks of a group that wait for each other before the sync point
+    ranks: tuple[int, ...]  # one rank; or a group of ranks that wait for each other before the sync point
     host: str
     device: str
     since_iteration: int  # the number shown
-    slowdown: float  # its time over the median of its peers, minus one
-    z: float  # the same in robust standard deviations
+    slowdown: float  # time of the rank over the median of its peers, minus one
+    z: float  # the slowdown in robust standard deviations
     peers: int  # number of ranks in the comparison
     evidence: str  # one of EVIDENCE
     why: str = "unknown"
-    gpu_seconds: float = 0.0  # waiting time of the others
-    joules: float | None = None  # energy of their devices in this time
+    gpu_seconds: float = 0.0  # waiting time of the other ranks
+    joules: float | None = None  # energy of the waiting ranks' devices in this time
 
 
 class Coverage(Struct, frozen=True):
-    """How much of the job the numbers cover."""
+    """The part of the job that the values cover."""
 
     ranks_expected: int
     ranks_reporting: int
@@ -188,12 +188,12 @@ class Coverage(Struct, frozen=True):
     reports_lost: int
     reports_late: int
     missing_ranks: tuple[int, ...] = ()
-    energy: float | None = None  # measured device-seconds over expected ones, in the window
+    energy: float | None = None  # measured device-seconds over expected device-seconds, in the window
     memory: float | None = None
     utilization: float | None = None
 
 
-#: The values of a window that have a `Spread`: name -> meaning.
+#: Values of a window with a `Spread`: name -> meaning.
 STEP_SECONDS, GPU_WATTS, UTILIZATION_RATIO = "step_seconds", "gpu_watts", "utilization_ratio"
 SPREADS: dict[str, str] = {
     STEP_SECONDS: "mean step of a rank in the window, over ranks",
@@ -205,7 +205,7 @@ SPREADS: dict[str, str] = {
 class Spread(Struct, frozen=True):
     """The exact distribution of one value over all ranks or GPUs."""
 
-    count: int  # of values
+    count: int  # number of values
     least: float
     p5: float
     median: float
@@ -221,32 +221,32 @@ class WindowReport(Struct, frozen=True, omit_defaults=True):
     iteration: int  # the number shown
     iteration_first: int  # ordinals within the attempt
     iteration_last: int
-    time_s: float  # unix, end of the window on the last rank
+    time_s: float  # unix time of the end of the window on the last rank
     loss: float | None
     values: dict[str, float]  # tag without its prefix -> value; metrics that were not measured are absent
     coverage: Coverage
-    straggler: Straggler | None = None  # None if no rank is slower than noise explains, or no own time is known
-    total_iterations: int | None = None  # if the job's length is known
+    straggler: Straggler | None = None  # None if noise explains all differences, or if no own time is known
+    total_iterations: int | None = None  # None if the length of the job is unknown
     remaining_s: float | None = None
     style: str = "Iteration"  # or "Step"
     simulated: bool = False
     power_scope: str | None = None
     warming_up: bool = False
     final: bool = False
-    correction: bool = False  # not a new window: totals after a late report
+    correction: bool = False  # whether this is no new window, but totals after a late report
     energy_by_class: dict[str, float | None] = {}
     time_by_class: dict[str, float] = {}
     energy_doubtful: bool = False  # the window's energy has a random error of more than 5 %
-    stragglers: tuple[StragglerVerdict, ...] = ()  # the current ones, the costliest first, at most 16
-    spread: dict[str, Spread] = {}  # of the window, by the names in SPREADS
+    stragglers: tuple[StragglerVerdict, ...] = ()  # current stragglers, at most 16, the costliest first
+    spread: dict[str, Spread] = {}  # distributions in the window, by the names in SPREADS
 
 
 class ClusterReport(WindowReport, frozen=True, kw_only=True):
-    """One window of the whole job and the run to date: the input of every sink."""
+    """One window of the whole job, and the run to date; every sink receives these reports."""
 
     run: ClusterTotals  # run to date, after warm-up
-    last: ClusterTotals  # this window alone
-    job: ClusterTotals  # whole wall time of the run, start-up, phases and warm-up included
+    last: ClusterTotals  # this window only
+    job: ClusterTotals  # whole wall time of the run, with start-up, phases and warm-up
 
 
 class Value(Struct, frozen=True, omit_defaults=True):
@@ -254,8 +254,8 @@ class Value(Struct, frozen=True, omit_defaults=True):
 
     value: float
     unit: str
-    error: float | None = None  # random part, half-width of a 95 % interval
-    sensor_error: float | None = None  # systematic part: the gain of the sensors, half-width, 95 %
+    error: float | None = None  # random part of the error, half-width of a 95 % interval
+    sensor_error: float | None = None  # systematic part of the error: the gain of the sensors, half-width, 95 %
 
 
 class EnergySummary(Struct, frozen=True):
@@ -269,11 +269,11 @@ class EnergySummary(Struct, frozen=True):
     method: str | None = None
     joules_per_token: float | None = None
     by_device: dict[str, float] = {}
-    error_by_device: dict[str, float] = {}  # random part, half-width, 95 %
-    estimated_joules: float | None = None  # part of the total: estimated from power where a counter gave no value
-    warmup_joules: float | None = None  # part of the total: the warm-up, which run-to-date values leave out
+    error_by_device: dict[str, float] = {}  # random part of the error, half-width, 95 %
+    estimated_joules: float | None = None  # part of the total: estimated from power, because a counter had no value
+    warmup_joules: float | None = None  # part of the total: the warm-up, which is not in run-to-date values
     by_class: dict[str, float | None] = {}
-    time_coverage: float | None = None  # measured share of the elapsed time without restart gaps, mean over devices
+    time_coverage: float | None = None  # measured share of the elapsed time (without restart gaps), mean over devices
     iterations_coverage: float | None = None  # measured share of the iterations, mean over devices
 
 
@@ -285,28 +285,28 @@ class AttemptSummary(Struct, frozen=True):
     start_time_s: float  # unix
     end_time_s: float
     elapsed_s: float
-    gap_before_s: float  # since the end of the previous attempt
+    gap_before_s: float  # time since the end of the previous attempt
     world_size: int
     iterations: int
-    first: int | None = None  # by the numbers shown
+    first: int | None = None  # the number shown
     last: int | None = None
-    redone_iterations: int | None = 0  # repeated by a later attempt; None if an iteration number is missing
+    redone_iterations: int | None = 0  # iterations that a later attempt repeated; None if a number is missing
 
 
 class GoodputSummary(Struct, frozen=True):
-    """The elapsed time of a job over all attempts, split into classes that add up to it."""
+    """The elapsed time of a job over all attempts, split into classes; the sum of the classes is the elapsed time."""
 
     elapsed_s: float
-    ratio: float | None  # kept and generation over elapsed
+    ratio: float | None  # kept and generation time over elapsed time
     seconds: dict[str, float]  # by class, mean over the ranks of each attempt
-    rank_seconds: dict[str, float]  # summed over them
+    rank_seconds: dict[str, float]  # by class, sum over the ranks
     joules: dict[str, float | None]  # measured
     redone_iterations: int | None = None  # None if a restart did not report its first iteration
     attempts: tuple[AttemptSummary, ...] = ()
 
 
 class Summary(Struct, frozen=True):
-    """summary.json: the run so far, rewritten every minute and at the end."""
+    """The content of summary.json: the run so far; it is written every minute and at the end."""
 
     status: str  # running, completed, failed, interrupted (Ctrl-C), killed, stalled
     iterations: int
@@ -325,16 +325,16 @@ class Summary(Struct, frozen=True):
     not_measured: tuple[str, ...] = ()
     tokens: int | None = None  # None if the loop counted none
     samples: int | None = None
-    loss: float | None = None  # the last; None if it is not finite
-    losses_not_finite: int = 0  # losses that were NaN or infinite, of all ranks
-    first_not_finite: int | None = None  # the iteration of the first such loss, by the number shown
+    loss: float | None = None  # the last loss; None if it is not finite
+    losses_not_finite: int = 0  # number of losses of all ranks that were NaN or infinite
+    first_not_finite: int | None = None  # the number shown of the iteration with the first such loss
     events: dict[str, int] = {}  # number of each kind
-    peak: str = ""  # peak of a device for MFU, with its source
+    peak: str = ""  # peak FLOP/s of a device for MFU, with its source
     profile: Profile | None = None  # run to date, of all ranks
-    left_out: dict[str, int] = {}  # by sink: windows not written, because it was too slow or its disk was full
-    stragglers: tuple[StragglerVerdict, ...] = ()  # all of the run, with their total costs, the costliest first
-    slowest: dict[int, int] = {}  # rank -> windows in which it was the slowest; at most 64 ranks
-    windows_compared: int = 0  # windows in which own times of ranks were compared
+    left_out: dict[str, int] = {}  # sink -> windows not written, because the sink was too slow or its disk was full
+    stragglers: tuple[StragglerVerdict, ...] = ()  # all stragglers of the run, with total costs, the costliest first
+    slowest: dict[int, int] = {}  # rank -> number of windows with this slowest rank; at most 64 ranks
+    windows_compared: int = 0  # number of windows in which own times of ranks were compared
     goodput: GoodputSummary | None = None
-    is_over: bool = True  # False: the run continues or is stalled, and this file will be rewritten
+    is_over: bool = True  # False: the run continues or is stalled, and this file will be written again
     schema_version: int = SCHEMA_VERSION

@@ -14,12 +14,12 @@ class Orders(Struct, frozen=True):
     config: Config
     job: str
     endpoint: str
-    folder: str  # the run folder, absolute; empty for none
+    folder: str  # absolute path of the run folder; empty for none
     listen_descriptor: int = -1
     stdout_descriptor: int = 1
     trainer_descriptor: int = -1  # pidfd of rank 0's trainer
     facts: dict[str, Fact] = {}
-    run: str = ""  # identifies the job over all its attempts: effllm/store/run_lock.py
-    secured: bool = False  # with keys from the user's secret ...
-    salt: str = ""  # ... and this salt: the job's id, if its agents have it
-    by_agent: bool = False  # rank 0's agent started it and is its parent
+    run: str = ""  # identifies the job over all its attempts, see effllm/store/run_lock.py
+    secured: bool = False  # whether connections have keys from the user's secret and the salt
+    salt: str = ""  # the salt of the keys: the job's id, if the agents have it
+    by_agent: bool = False  # whether rank 0's agent started the aggregator and is its parent

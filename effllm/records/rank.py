@@ -19,7 +19,7 @@ from effllm.records.energy import MAX_AMOUNT, MIN_COVERED_S, NOT_MEASURED, Amoun
 # false, so a bounded number is never nan. Sums of numbers below 1e30 never become infinite.
 MAX_COUNT = 2**62 - 1
 Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
-MAX_EVENT_COUNT = 2**32  # of one event from an agent
+MAX_EVENT_COUNT = 2**32  # limit of the count of one event from an agent
 EventCount = Annotated[int, Meta(ge=1, lt=2**62)]
 Position = Annotated[int, Meta(gt=-(2**62), lt=2**62)]  # an iteration's number as shown
 Number = Annotated[float, Meta(ge=-1e30, le=1e30)]
@@ -29,12 +29,12 @@ MAX_TEXT = 8000
 Sentence = Annotated[str, Meta(max_length=MAX_TEXT)]
 Sentences = Annotated[tuple[Sentence, ...], Meta(max_length=64)]
 Amounts = Annotated[dict[Word, Amount], Meta(max_length=64)]
-MAX_DEVICES = 64  # of one rank: its GPUs and the sensors of its node
+MAX_DEVICES = 64  # limit of the devices of one rank: its GPUs and the sensors of its node
 
 
 if TYPE_CHECKING:
     CountedOnWire = Counters
-else:  # base of records with counters; the counters follow the record's own fields
+else:  # base of records with counters; in a record, the counters follow the other fields
     CountedOnWire = defstruct("CountedOnWire", [(name, Count, 0) for name in FIELDS], kw_only=True)
 
 EVALUATION = "evaluation"
@@ -49,7 +49,7 @@ MARKED_PHASES = (EVALUATION, CHECKPOINT, OTHER, GENERATION)
 
 
 class Phase(Struct, frozen=True, gc=False):
-    """A period outside the iterations, as the loop marked it: evaluation, checkpoint, generation or other."""
+    """A period that the loop has marked as outside the iterations: evaluation, checkpoint, generation or other."""
 
     name: str
     start_ns: int
@@ -59,7 +59,7 @@ class Phase(Struct, frozen=True, gc=False):
 #: Sources of a device's energy, in order of preference.
 COUNTER = "counter"  # the sensor's own energy counter
 INSTANT = "instant power"  # instantaneous power, integrated
-AVERAGE = "average power"  # power averaged by the driver, with its lag removed, integrated
+AVERAGE = "average power"  # average power from the driver, without its lag, integrated
 METHODS = (COUNTER, INSTANT, AVERAGE)
 
 #: Scopes of a power reading, from the narrowest to the widest.
@@ -74,11 +74,11 @@ class Sensor(Struct, frozen=True, array_like=True):
     """The behaviour of a device's energy sensor, and the source of these values."""
 
     tick_s: Amount = 0.0  # time between two changes of the counter; 0: it changes continuously
-    tick_error_s: Amount = 0.0  # half-width of its error
-    lag_s: Number = 0.0  # a reading gives the energy up to this long ago
+    tick_error_s: Amount = 0.0  # half-width of the error of the tick
+    lag_s: Number = 0.0  # a reading is the energy up to the time of the reading minus this lag
     lag_error_s: Amount = 0.0
-    duty: Amount = 1.0  # share of each tick in which power is actually measured
-    is_held: bool = False  # the power reading also changes only at ticks
+    duty: Amount = 1.0  # share of each tick in which the sensor measures power
+    is_held: bool = False  # whether the power reading also changes only at ticks
     average_s: Amount = 1.0  # averaging time of the averaged power
     gain_error: Amount = UNCALIBRATED_GAIN_ERROR  # half-width, 95 %, of one factor common to all readings
     call_s: Amount = 0.0  # duration of one reading
@@ -88,13 +88,14 @@ class Sensor(Struct, frozen=True, array_like=True):
 class Device(Struct, frozen=True):
     """A device that a rank samples: a GPU, a MIG slice, the host, or a power sensor of the node.
 
-    With ``shared``, memory and utilization are this rank's share of the device (on the host, of the rank's process
-    tree) and add up over ranks. Otherwise they are those of the whole device, and equal on every rank that uses it.
-    Energy is always that of the whole device; a MIG slice has its share of its GPU's energy.
+    With ``shared``, memory and utilization are this rank's share of the device (on the host: the share of the rank's
+    process tree), and the shares add up over ranks. Without ``shared``, they are values of the whole device, and equal
+    on every rank that uses the device. Energy is always the energy of the whole device; a MIG slice has its share of
+    the energy of its GPU.
     """
 
     key: Word  # identifies the device: a UUID, never an index
-    kind: Word  # the file in effllm/devices/ that reads it
+    kind: Word  # the file in effllm/devices/ that reads the device
     name: Word = ""
     is_gpu: bool = True
     shared: bool = False
@@ -103,47 +104,47 @@ class Device(Struct, frozen=True):
     power_limit_w: Amount | None = None
     energy_method: Word | None = None  # one of METHODS, or None: not measured
     power_scope: Word | None = None  # GPU, MODULE, CPU or NODE_PSU
-    not_measured: Sentences = ()  # one per quantity that this device cannot measure
-    energy_key: Word = ""  # identifies the energy, if several devices report the same (a module's); else empty
-    energy_note: Sentence = ""  # how the energy was derived, if not read directly: "3/7 of its GPU's, ..."
+    not_measured: Sentences = ()  # a sentence for each quantity that this device cannot measure
+    energy_key: Word = ""  # identifies the energy that several devices report together (of a module); else empty
+    energy_note: Sentence = ""  # the derivation of the energy, if it is not read directly: "3/7 of its GPU's, ..."
     sensor: Sensor = Sensor()
-    driver: Word = ""  # name and version of the interface that reads it
-    only_power: bool = False  # a power sensor of the node: no memory, no utilization
-    baseline_w: Amount | None = None  # its mean power before the first iteration, if measured
+    driver: Word = ""  # name and version of the interface to the device
+    only_power: bool = False  # whether this is a power sensor of the node, without memory and utilization
+    baseline_w: Amount | None = None  # mean power before the first iteration, if measured
 
 
 class Event(Struct, frozen=True):
     """An event of the job, of a device, or of the measurement."""
 
-    time_s: Number  # unix, of the event and not of its receipt, by the clock of its host
+    time_s: Number  # unix time of the event, and not of its receipt, on the clock of the event's host
     kind: Annotated[str, Meta(pattern="^[a-z_]{1,40}$")]  # one of effllm.records.events.KINDS
     text: Sentence  # one line
     rank: Count | None = None
     device: Word | None = None  # key of the device, if the event concerns one
     attempt: int = 0
-    count: EventCount = 1  # how many events this line represents
+    count: EventCount = 1  # number of events that this line represents
 
 
 class Sample(Struct, frozen=True, gc=False):
     """One reading of a device.
 
-    ``utilization`` is the mean since the previous sample, 0..1. ``energy_j`` is a counter: only its differences have a
-    meaning. Memory and power are the values at ``time_ns``.
+    ``utilization`` is the mean since the previous sample, 0..1. ``energy_j`` is a counter: only differences of two
+    samples have a meaning. Memory and power are the values at ``time_ns``.
     """
 
     time_ns: int
     memory_bytes: float | None = None
     utilization: float | None = None
-    power_w: float | None = None  # instantaneous, or of the sensor's last measuring window
+    power_w: float | None = None  # instantaneous power, or mean of the sensor's last measurement period
     energy_j: float | None = None
-    power_average_w: float | None = None  # mean of the driver's last second or so
+    power_average_w: float | None = None  # the driver's mean power, over about one second
     gauges: dict[str, float] = {}  # other readings, by the names in GAUGES
     throttled_by: tuple[str, ...] | None = None  # NVML's current clocks event reasons
     events: tuple[Event, ...] = ()  # Xid, ECC, ...
-    energy_only: bool = False  # only energy was read; the other quantities did not fail
+    energy_only: bool = False  # whether only energy was read, so missing quantities are no failure
 
 
-#: Readings of a sample beside the four quantities: name -> (unit, meaning).  Ratios are 0..1.
+#: Further readings of a sample: name -> (unit, meaning).  Ratios are 0..1.
 GAUGES: dict[str, tuple[str, str]] = {
     "sm_clock_hz": ("Hz", "clock of the streaming multiprocessors"),
     "memory_clock_hz": ("Hz", "clock of the memory"),
@@ -159,7 +160,7 @@ GAUGES: dict[str, tuple[str, str]] = {
 
 
 class Integrals(Struct, frozen=True, array_like=True, gc=False):
-    """Energy and time integrals over one period, each with the seconds that it covers.
+    """Energy and time integrals over one period, each with its covered seconds.
 
     A quantity that was not measured in the period is ``None`` with zero seconds.
     """
@@ -171,11 +172,11 @@ class Integrals(Struct, frozen=True, array_like=True, gc=False):
     utilization_covered_s: Amount = 0.0
 
     def __add__(self, later: Integrals) -> Integrals:
-        """Return the integrals over this period and a later one that does not begin where this one ends."""
+        """Return the integrals over this period and a later period; the periods share no edge."""
         return Integrals(self.energy + later.energy, *self._levels_with(later))
 
     def then(self, later: Integrals) -> Integrals:
-        """Return the integrals over this period and the one that begins where this one ends."""
+        """Return the integrals over this period and the next period; the periods share an edge."""
         return Integrals(self.energy.then(later.energy), *self._levels_with(later))
 
     def __sub__(self, part: Integrals) -> Integrals:
@@ -215,12 +216,12 @@ class Gauge(Struct, frozen=True, array_like=True, gc=False):
     most: Number
 
     def __add__(self, other: Gauge) -> Gauge:
-        """Return the gauge over both periods."""
+        """Return the gauge over the union of the two periods."""
         value_seconds, covered_s = self.value_seconds + other.value_seconds, self.covered_s + other.covered_s
         return Gauge(value_seconds, covered_s, min(self.least, other.least), max(self.most, other.most))
 
 
-#: Bars of the histogram of power; the last one includes all above it: no GPU draws 4 kW.
+#: Number of bars of the power histogram; the last bar also has all higher powers (no GPU draws 4 kW).
 NUM_POWER_BARS = 400
 PowerBar = Annotated[int, Meta(ge=0, lt=NUM_POWER_BARS)]
 
@@ -235,18 +236,18 @@ class DeviceWindow(Struct, frozen=True, array_like=True, gc=False):
     power_peak_w: Amount | None = None
     energy_method: Word | None = None  # method of this window: one of METHODS
     gauges: Annotated[dict[Word, Gauge], Meta(max_length=64)] = {}
-    throttled_s: Amounts = {}  # by reason; reasons may overlap; "any": by heat or the board
+    throttled_s: Amounts = {}  # reason -> seconds; reasons may overlap; "any": because of heat or of the board
     throttle_covered_s: Amount = 0.0
     # Seconds by power, in steps of POWER_STEP_W.
     power_histogram_s: Annotated[dict[PowerBar, Amount], Meta(max_length=NUM_POWER_BARS)] = {}
 
     @property
     def iterations(self) -> Integrals:
-        """The integrals over the iterations of the window: all without the phases."""
+        """The integrals over the iterations of the window: the window without its phases."""
         return reduce(sub, self.phases.values(), self.wall)
 
 
-#: Width of a bar of the histogram of power, from which percentiles are taken.
+#: Width of a bar of the power histogram; percentiles are computed from this histogram.
 POWER_STEP_W = 10.0
 
 
@@ -257,16 +258,16 @@ class Profile(Struct, frozen=True):
     """
 
     iterations: Count = 0
-    time_s: Amount = 0.0  # of these iterations
-    communication_s: Amount = 0.0  # with communication ...
-    exposed_s: Amount = 0.0  # ... and without computation
-    computing_s: Amount = 0.0  # with computation
-    cost_s: Amount = 0.0  # of profiling, between the iterations
-    # Communication and exposed, by timeline.KINDS.
+    time_s: Amount = 0.0  # time of these iterations
+    communication_s: Amount = 0.0  # time with communication
+    exposed_s: Amount = 0.0  # time with communication and without computation
+    computing_s: Amount = 0.0  # time with computation
+    cost_s: Amount = 0.0  # cost of profiling, between the iterations
+    # Kind of timeline.KINDS -> communication and exposed communication.
     kinds: Annotated[dict[Word, tuple[Amount, Amount]], Meta(max_length=32)] = {}
 
     def __add__(self, other: Profile) -> Profile:
-        """Return the sums, clipped to the bounds of the fields, so that a written profile can be read again."""
+        """Return the sums, limited to the bounds of the fields: a written profile must be readable again."""
         kinds = dict(self.kinds)
         for kind, (communication_s, exposed_s) in other.kinds.items():
             before = kinds.get(kind, (0.0, 0.0))
@@ -283,13 +284,13 @@ class Profile(Struct, frozen=True):
 
 
 def add_profiles(*profiles: Profile | None) -> Profile | None:
-    """Return the sum of the profiles that are not ``None``, or ``None`` if all are."""
+    """Return the sum of the profiles that are not ``None``; ``None`` if there is no such profile."""
     known = [profile for profile in profiles if profile is not None]
     return reduce(add, known) if known else None
 
 
 class RankReport(CountedOnWire, Struct, frozen=True, array_like=True, gc=False):
-    """One rank's window in wall time, from the end of its previous window, with all its energy.
+    """One window of one rank: the wall time since the end of its previous window, with all energy in this time.
 
     ``wall_s == busy_s + wait_s + sum(phases_s.values())``; iteration time is ``busy_s + wait_s``.
     """
@@ -297,7 +298,7 @@ class RankReport(CountedOnWire, Struct, frozen=True, array_like=True, gc=False):
     agent: Word  # random id of the sending agent; (agent, sequence) identifies a report
     sequence: Count
     rank: Count
-    # Equal on all ranks: ceil((ordinal + offset at start) / LOG_INTERVAL); joined windows are numbered consecutively.
+    # Equal on all ranks: ceil((ordinal + offset at start) / LOG_INTERVAL); joined windows have consecutive numbers.
     window: Count
     iteration_first: Count  # ordinals; first > last in a report without iterations
     iteration_last: Count
@@ -305,29 +306,29 @@ class RankReport(CountedOnWire, Struct, frozen=True, array_like=True, gc=False):
     start_time_s: Number  # unix
     end_time_s: Number
     wall_s: Amount
-    busy_s: Amount  # the steps: start to end
-    wait_s: Amount  # between the steps, less the phases
+    busy_s: Amount  # time in the steps, from start to end
+    wait_s: Amount  # time between the steps, without the phases
     phases_s: Amounts
-    loss: Finite | None = None  # the last of the window; None if it is not finite
+    loss: Finite | None = None  # the last loss of the window; None if it is not finite
     devices: Annotated[tuple[DeviceWindow, ...], Meta(max_length=MAX_DEVICES)] = ()
     final: bool = False  # the rank's last report
     reset: bool = False  # the run-to-date values restart after this window
     iterations_overrun: Count = 0  # iterations overwritten in the ring; their totals are included here
-    generation_s: Amount = 0.0  # in steps and in phases
-    profile: Profile | None = None  # of its profiled iterations
-    device_steps: Count = 0  # iterations timed on the device ...
-    device_step_s: Amount = 0.0  # ... and the sum of these times
-    # Own time: from the start of an iteration to where this rank first waits for others (`effllm.sync_point`).
-    own_steps: Count = 0  # number of iterations with an own time ...
-    own_step_s: Amount = 0.0  # ... sum of their own times ...
-    own_median_s: Amount | None = None  # ... and their median
+    generation_s: Amount = 0.0  # generation time in steps and in phases
+    profile: Profile | None = None  # sums over the profiled iterations
+    device_steps: Count = 0  # number of iterations timed on the device
+    device_step_s: Amount = 0.0  # sum of these times
+    # Own time: from the start of an iteration to the first wait for other ranks (`effllm.sync_point`).
+    own_steps: Count = 0  # number of iterations with an own time
+    own_step_s: Amount = 0.0  # sum of the own times
+    own_median_s: Amount | None = None  # median of the own times
     arrival_ns: Count = 0  # arrival at the sync point in the window's last iteration; 0: not known
-    device_own_steps: Count = 0  # the same on the device
+    device_own_steps: Count = 0  # number of iterations with an own time on the device
     device_own_step_s: Amount = 0.0
-    # If iterations are in step with a sensor: half-width (95 %) of the error of its energy, run to date, as a share.
+    # If iterations are in step with a sensor: error (half-width, 95 %) of its energy, run to date, as a share.
     aliasing_error: Amount | None = None
-    losses_not_finite: Count = 0  # losses that were NaN or infinite ...
-    first_not_finite: Position | None = None  # ... and the number shown of the first such iteration
+    losses_not_finite: Count = 0  # number of losses that were NaN or infinite
+    first_not_finite: Position | None = None  # the number shown of the first iteration with such a loss
 
     @property
     def iterations(self) -> int:
@@ -336,12 +337,12 @@ class RankReport(CountedOnWire, Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def time_s(self) -> float:
-        """Iteration time: data wait and step, phases left out."""
+        """Iteration time: data waits and steps, without phases."""
         return self.busy_s + self.wait_s
 
 
 class ParameterCount(Struct, frozen=True, array_like=True):
-    """A parameter count of the whole model, or (``is_share``) of this rank's share of it."""
+    """A parameter count of the whole model, or (``is_share``) of this rank's share."""
 
     total: Count | None = None
     trainable: Count | None = None

@@ -1,4 +1,4 @@
-"""The ring: records of a training process in memory shared with its agent, which outlives a killed process.
+"""The ring: records of a training process in memory that its agent shares; the memory outlives a killed process.
 
 A half-written record has a wrong checksum, and the agent reads it again later.  Standard library only.
 """
@@ -20,18 +20,18 @@ from effllm.records.shared_memory import RingError, SharedDocument, make_memory
 
 MAGIC = b"EFFLRNG2"
 ITERATION, PHASE, LOSS, RESET, END, PROFILE, DEVICE_TIME, OWN_TIME = 1, 2, 3, 4, 5, 6, 7, 8
-#: Final statuses of a loop: the record END has an index into these.
+#: Final statuses of a loop; the record END has an index into this tuple.
 STATUSES = ("completed", "failed", "killed", "interrupted")
 
 #: Values of `Slot.what` in a PROFILE that are not an index into timeline.KINDS.
 WHOLE, COMPUTING = -1, -2
-_KINDS = 12  # of timeline.KINDS
+_KINDS = 12  # length of timeline.KINDS
 
 STARTUP, BETWEEN, STEP, PHASE_STATE, FINISHED = 0, 1, 2, 3, 4
 STATE_NAMES = ("startup", "between iterations", "in an iteration", "in a marked phase", "finished")
 
-_PHASES = 4  # of records.rank.MARKED_PHASES: a record has a total of each
-#: Range of `Slot.what` by kind: from the first number to below the second.
+_PHASES = 4  # length of records.rank.MARKED_PHASES: a record has a total of each phase
+#: Kind -> range of `Slot.what`: the first value, and the last value plus 1.
 _WHAT = {
     ITERATION: (0, 1),
     PHASE: (0, _PHASES),
@@ -44,7 +44,7 @@ _WHAT = {
 }
 
 _HEADER = struct.Struct("<8sIII")
-# Fields that change in every iteration are native longs: from 2**30 on, a "q" takes CPython 3.11 three times as long.
+# Fields that change in every iteration are native longs: from 2**30 on, CPython 3.11 needs three times as long for "q".
 _STATUS = struct.Struct("@llll")  # state, ordinal, since_ns, what (index of the phase)
 _STATUS_AT = 64
 _NEWEST = struct.Struct("@L")
@@ -64,28 +64,28 @@ class Slot(NamedTuple):
 
     sequence: int
     kind: int
-    # PHASE: index into records.rank.MARKED_PHASES; END: into STATUSES; PROFILE: into timeline.KINDS, or see above;
-    # LOSS: 1 if none was given.
+    # PHASE: index into records.rank.MARKED_PHASES; END: index into STATUSES; PROFILE: index into timeline.KINDS, WHOLE
+    # or COMPUTING; LOSS: 1 if the loss is missing.
     what: int
     ordinal: int
-    # ITERATION: own time in ns, 0 unknown; LOSS: the iteration as the caller numbers it; PROFILE: ns; DEVICE_TIME and
+    # ITERATION: own time in ns, 0 unknown; LOSS: iteration number of the caller; PROFILE: time in ns; DEVICE_TIME and
     # OWN_TIME: number of timed iterations.
     number: int
     start_ns: int
     end_ns: int
-    # ITERATION: arrival at its sync point, in ns; LOSS: the loss; PROFILE: its exposed seconds, or its cost;
-    # DEVICE_TIME and OWN_TIME: seconds of these iterations.
+    # ITERATION: arrival at the sync point, in ns; LOSS: the loss; PROFILE: exposed seconds, or (COMPUTING) the cost;
+    # DEVICE_TIME and OWN_TIME: seconds of the timed iterations.
     value: float
     step_ns: int
     wait_ns: int
     phases_ns: tuple[int, ...]  # in the order of records.rank.MARKED_PHASES
-    generation_ns: int  # all generation; the phase of that name is only a part of it
+    generation_ns: int  # time of all generations; the phase ``generation`` has only a part of it
     counts: tuple[int, ...]  # in the order of the fields of `Counters`
 
 
 # A record has three parts: fields that change in every iteration, fields about its kind, and totals that rarely change.
-# The last two are packed only when they change.  The checksum of the first part continues the
-# checksum of the other two, so it covers all three parts, but is computed only over the first.
+# The second and the third part are packed only when they change.  The checksum of the first part continues the checksum
+# of the other parts: it covers all three parts, but only the first part is processed in every iteration.
 _OFTEN = struct.Struct(f"@L{5 + NUM_FREQUENT}l")  # sequence, ordinal, start and end, step and wait, counters
 _ABOUT = struct.Struct("@hhld")  # kind, what, number, value
 _RARE = struct.Struct(f"@{_PHASES + 1 + len(FIELDS) - NUM_FREQUENT}l")  # phases, generation, the other counters
@@ -99,7 +99,7 @@ def ring_bytes(slots: int) -> int:
     return _SLOTS_AT + slots * _SLOT_BYTES
 
 
-# Bound here because a method lookup costs as much as the checksum.
+# The methods are bound here, because a method lookup takes as long as the checksum.
 _pack_often, _pack_about, _pack_status = _OFTEN.pack, _ABOUT.pack, _STATUS.pack_into
 _seal, _publish, _crc32 = _SEALED.pack_into, _STATUS_AND_NEWEST.pack_into, zlib.crc32
 
@@ -108,7 +108,7 @@ _PLAIN = _ABOUT.pack(ITERATION, 0, 0, 0.0)  # an iteration without a sync point
 
 
 class RingWriter:
-    """The training process's end of the ring: `state` and `iteration` are the hot path."""
+    """Writes the ring, in the training process; `state` and `iteration` are called in every iteration."""
 
     __slots__ = (
         "_address",
@@ -133,12 +133,12 @@ class RingWriter:
         self.take((0,) * _PHASES, 0, Counters())
 
     def take(self, phases_ns: Sequence[int], generation_ns: int, counters: Counters) -> None:
-        """Replace the totals that rarely change; every later record has them.
+        """Replace the totals that rarely change; every later record contains these totals.
 
         Args:
-            phases_ns: of each marked phase.
-            generation_ns: of all generation.
-            counters: all; those that change often are left out.
+            phases_ns: time of each marked phase.
+            generation_ns: time of all generations.
+            counters: all counters; only the counters that change rarely are used.
         """
         self._rare = _RARE.pack(*phases_ns, generation_ns, *_rare_counts(counters))
         self._rare_checksum = zlib.crc32(self._rare)
@@ -194,15 +194,15 @@ class RingWriter:
         _NEWEST.pack_into(self._map, _NEWEST_AT, sequence)
 
     def state(self, state: int, ordinal: int, since_ns: int, what: int = 0) -> None:
-        """Publish the training loop's position, from which the agent detects stalls."""
+        """Publish the position of the training loop; the agent detects stalls from this position."""
         _pack_status(self._map, _STATUS_AT, state, ordinal, since_ns, what)
 
     def write_facts(self, facts: RankFacts) -> bool:
-        """Replace the facts; ``False`` if they are too large: the old ones stay."""
+        """Replace the facts; ``False`` if they are too large: then the old facts stay."""
         return self._facts.write(to_document(facts))
 
     def write_address(self, address: FoundAddress) -> bool:
-        """Publish the aggregator's address; separate from the facts, because another thread may find it."""
+        """Publish the aggregator's address; it is separate from the facts, because another thread may find it."""
         return self._address.write(to_document(address))
 
     def close(self) -> None:
@@ -214,7 +214,7 @@ class RingWriter:
 
 
 class RingReader:
-    """The agent's end of the ring."""
+    """Reads the ring, in the agent."""
 
     def __init__(self, descriptor: int) -> None:
         self._room = os.fstat(descriptor).st_size - _SLOTS_AT
@@ -234,7 +234,8 @@ class RingReader:
     def read(self) -> list[Slot]:
         """Return the records since the last call, oldest first.
 
-        Records that were overwritten before this call are counted in `overrun`; later records include their totals.
+        Records that were overwritten before this call are counted in `overrun`; the totals of later records include
+        them.
         """
         newest = int(_NEWEST.unpack_from(self._map, _NEWEST_AT)[0])
         if newest - self._next >= self._slots:
@@ -245,7 +246,7 @@ class RingReader:
             slot = self._slot(self._next)
             if slot is None or slot.sequence < self._next:
                 break  # not complete yet: read it at the next call
-            if slot.sequence > self._next or not _is_valid(slot):  # overwritten while reading, or not a recorder's
+            if slot.sequence > self._next or not _is_valid(slot):  # overwritten meanwhile, or not valid
                 self.overrun += 1
             else:
                 records.append(slot)
@@ -253,7 +254,7 @@ class RingReader:
         return records
 
     def skip_torn(self) -> None:
-        """Skip a record that will never be complete, because its writer died while writing it."""
+        """Skip a record that will never be complete, because the training process died during the write."""
         newest = int(_NEWEST.unpack_from(self._map, _NEWEST_AT)[0])
         if self._next <= newest and self._slot(self._next) is None:
             self.overrun += 1
@@ -273,7 +274,10 @@ class RingReader:
         )  # fmt: skip
 
     def state(self) -> tuple[int, int, int, int]:
-        """Return (state, ordinal, since_ns, phase): two equal reads in a row, or the last of four if it is valid."""
+        """Return (state, ordinal, since_ns, phase), from two equal consecutive reads or from the last of four reads.
+
+        If these values are not valid, the last valid values are returned.
+        """
         look: tuple[int, int, int, int] = _STATUS.unpack_from(self._map, _STATUS_AT)
         for _ in range(3):
             again: tuple[int, int, int, int] = _STATUS.unpack_from(self._map, _STATUS_AT)
@@ -301,7 +305,7 @@ class RingReader:
 
 
 def _is_valid(slot: Slot) -> bool:
-    """Whether a recorder could have written the record: its kind, its indices, and counts that are not negative."""
+    """Whether a recorder could have written the record: the kind and the indices exist, and no count is negative."""
     first, end = _WHAT.get(slot.kind, (0, 0))
     if not first <= slot.what < end or not slot.start_ns <= slot.end_ns or slot.start_ns < 0:
         return False

@@ -1,7 +1,8 @@
-"""Memory shared by a training process and its agent, and documents in it; standard library only.
+"""Memory that a training process shares with its agent, and documents in this memory; standard library only.
 
-Each piece is a memfd that the agent inherits: it has no name and leaves no file. Neither process waits for the other:
-a half-written document has a wrong checksum (ARM may reorder stores, and Python has no fences) and is read again later.
+The memory is a memfd that the agent inherits: it has no name and leaves no file. The processes do not wait for each
+other: a half-written document has a wrong checksum, and is read again later. Without the checksum, an incomplete
+document could look complete, because ARM may reorder stores, and Python has no fences.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ DOCUMENT_HEADER = struct.Struct("<QII")  # version, length, checksum
 
 
 class RingError(OSError):
-    """Shared memory could not be made, so the rank has no metrics; the message has the reason."""
+    """Shared memory could not be created, so the rank has no metrics; the message has the reason."""
 
 
 def make_memory(name: str, size: int) -> int:
@@ -36,7 +37,7 @@ def make_memory(name: str, size: int) -> int:
         raise RingError(f"no shared memory for metrics: {error}") from error
     try:
         os.posix_fallocate(descriptor, 0, size)
-        # Sealed: if it shrank, the next store of a process that maps it would be a SIGBUS.
+        # The size is sealed: if the memory became smaller, the next store of either process would raise a SIGBUS.
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     except OSError as error:
         os.close(descriptor)
@@ -55,10 +56,10 @@ class SharedDocument:
 
     def __init__(self, memory: mmap.mmap, at: int, room: int) -> None:
         self._memory, self._at, self._room = memory, at, room
-        self._version = 0  # of the newest document that `take` has returned
+        self._version = 0  # version of the newest document that `take` has returned
 
     def write(self, document: Mapping[str, Any]) -> bool:
-        """Replace the document; ``False`` if it is too large: the old one stays."""
+        """Replace the document; ``False`` if it is too large: then the old document stays."""
         payload = json.dumps(document, separators=(",", ":")).encode()
         if len(payload) > self._room - DOCUMENT_HEADER.size:
             return False
@@ -76,7 +77,7 @@ class SharedDocument:
         return document
 
     def read(self) -> dict[str, Any] | None:
-        """Return the document if it is complete, changed or not; any thread may call this."""
+        """Return the document if it is complete, even if it has not changed; any thread may call this method."""
         return self._read(0)[1]
 
     def _read(self, seen: int) -> tuple[int, dict[str, Any] | None]:
@@ -97,7 +98,7 @@ class SharedDocument:
 def checksum(version: int, payload: bytes) -> int:
     """Return the checksum of a document.
 
-    It includes the version and the length, because a header is stored field by field: a first header with a version,
-    but no length and no checksum yet, would otherwise be that of a valid empty document.
+    The checksum includes the version and the length, because the fields of a header are stored one after another.
+    Otherwise a first header with a version, but without a length and a checksum, would mean a valid empty document.
     """
     return zlib.crc32(payload, zlib.crc32(version.to_bytes(8, "little") + len(payload).to_bytes(4, "little")))

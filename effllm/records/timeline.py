@@ -1,7 +1,7 @@
 """Splits an iteration into computation, exposed communication and idle time. No I/O.
 
-Standard library only, because the training process runs it for profiled iterations.  All times are whole nanoseconds,
-so that sums are exact.
+The training process runs this module for profiled iterations, so it uses only the standard library.  All times are
+whole nanoseconds, so sums are exact.
 """
 
 from __future__ import annotations
@@ -17,53 +17,53 @@ KINDS = (
     "all_reduce", "reduce_scatter", "all_gather", "all_to_all", "send_recv", "broadcast", "other",
 )  # fmt: skip
 
-#: Parts of group names, the first match counts: Megatron's descriptions, and dimensions of device meshes.
+#: Part of a group name -> kind; the first match counts. Names are Megatron's descriptions, and dimensions of meshes.
 _GROUPS = (
     ("expert_data", "dp"), ("expert_tensor", "tp"), ("tensor_model", "tp"), ("pipeline", "pp"), ("context", "cp"),
     ("embedding", "pp"), ("expert", "ep"), ("data_parallel", "dp"), ("mesh_dp", "dp"), ("mesh_tp", "tp"),
     ("mesh_pp", "pp"), ("mesh_cp", "cp"), ("mesh_ep", "ep"),
 )  # fmt: skip
 
-#: Parts of operation names, without underscores: NCCL writes ``AllReduce``, gloo ``all_reduce``.
+#: Part of an operation name without underscores -> kind. NCCL writes ``AllReduce``, gloo writes ``all_reduce``.
 _OPERATIONS = (
     ("allreduce", "all_reduce"), ("reducescatter", "reduce_scatter"), ("allgather", "all_gather"),
     ("alltoall", "all_to_all"), ("sendrecv", "send_recv"), ("send", "send_recv"), ("recv", "send_recv"),
     ("broadcast", "broadcast"),
 )  # fmt: skip
 
-#: Parts of names of kernels that move data between devices: of NCCL, RCCL, NVSHMEM, DeepEP, Transformer Engine,
-#: PyTorch's symmetric memory, and the all-reduce of inference engines.  A kernel that both computes and communicates
-#: is classified by its name.
+#: Parts of names of kernels that move data between devices. The kernels are from NCCL, RCCL, NVSHMEM, DeepEP,
+#: Transformer Engine, PyTorch's symmetric memory, and the all-reduce of inference engines.  A kernel that computes and
+#: also communicates is classified by its name.
 _DEVICE_COMMUNICATION = (
     "nccl", "rccl", "nvshmem", "deep_ep", "userbuffers", "multimem_", "shot_all_reduce", "cross_device_reduce",
 )  # fmt: skip
 
 _BACKENDS = ("gloo:", "nccl:", "mpi:", "ucc:", "xccl:")
 
-#: Host operators that may wait or only call others: the work is in their callees.
+#: Host operators that may wait or only call other operators: the called operators do the work.
 _NOT_COMPUTING = ("autograd::", "torch::", "torch.", "c10d", "_c10d", "record_param_comms", "symm_mem::")
 
 
 class Split(NamedTuple):
-    """One iteration: ``duration_ns == exposed_ns + computing_ns + idle_ns``, and exposed is part of communication."""
+    """One iteration: ``duration_ns == exposed_ns + computing_ns + idle_ns``; exposed is a part of communication."""
 
     duration_ns: int
-    communication_ns: int  # with communication
-    exposed_ns: int  # with communication and without computation
-    computing_ns: int  # with computation
-    idle_ns: int  # with neither
-    kinds: dict[str, tuple[int, int]]  # communication and exposed of each kind; kinds may overlap
+    communication_ns: int  # time with communication
+    exposed_ns: int  # time with communication and without computation
+    computing_ns: int  # time with computation
+    idle_ns: int  # time without communication and computation
+    kinds: dict[str, tuple[int, int]]  # kind -> communication and exposed communication; kinds may overlap
 
 
 def split(
     start_ns: int, end_ns: int, computing: Iterable[Interval], communicating: Iterable[tuple[str, int, int]]
 ) -> Split:
-    """Return the split of the iteration ``[start_ns, end_ns]``; intervals are clipped to it.
+    """Return the split of the iteration ``[start_ns, end_ns]``; intervals are clipped to the iteration.
 
     Args:
-        start_ns: its start, on the clock of the intervals.
-        end_ns: its end.
-        computing: intervals of computation, in any order, of any number of streams.
+        start_ns: start of the iteration, on the clock of the intervals.
+        end_ns: end of the iteration.
+        computing: intervals of computation, in any order, from any number of streams.
         communicating: intervals of communication, each with its kind from `KINDS`.
 
     >>> split(0, 100, [(0, 40), (30, 60)], [("dp", 50, 80)])
@@ -142,9 +142,9 @@ def device_kind(name: str) -> str:
 
 
 def host_kind(name: str) -> str | None:
-    """Return the kind of a host's record: one of `KINDS`, "" for computation, ``None`` for neither.
+    """Return the kind of a host's record: one of `KINDS`, "" for computation, ``None`` for any other record.
 
-    Python functions, annotations and operators that only call others are neither: some of them wait.
+    Python functions, annotations and operators that only call other operators are other records: some of them wait.
     """
     if name.startswith(_BACKENDS):
         return _operation(name.lower())

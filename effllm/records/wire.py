@@ -25,7 +25,7 @@ MAX_ROWS = 256  # reports in one frame: about 110 kB without details
 
 
 class Hello(Struct, frozen=True, array_like=True, tag=1):
-    """An agent registers its rank; sent again on every new connection and when a fact changes."""
+    """The message with which an agent registers its rank; sent on every new connection and when a fact changes."""
 
     job: Word
     agent: Word
@@ -44,12 +44,12 @@ class Hello(Struct, frozen=True, array_like=True, tag=1):
     facts: Annotated[dict[Word, Fact], Meta(max_length=500)] = {}
     version: Word = ""
     hardware_flops_per_token: Amount | None = None
-    peer_group: Word = ""  # ranks of one role and group do equal work, such as those of a pipeline stage
+    peer_group: Word = ""  # ranks of one role and group do equal work, such as the ranks of a pipeline stage
     replica: Word = ""  # replica of the model: its ranks wait for each other inside an iteration
-    is_numbered: bool = False  # the loop or a hook has given the number of the first iteration
-    time_s: Number | None = None  # time of sending, on the clock of its reports
-    start_time_s: Number | None = None  # start of its first report, on the same clock
-    style: Word = ""  # these three as in `RankFacts`, from rank 0 alone like `facts`
+    is_numbered: bool = False  # whether the number of the first iteration is known and not assumed
+    time_s: Number | None = None  # time of sending, on the clock of reports
+    start_time_s: Number | None = None  # start of the first report, on the clock of reports
+    style: Word = ""  # this and the next two fields are as in `RankFacts`; only rank 0 sends them, like `facts`
     evaluation_in_iterations: bool = False
     iterations_not_measured: Count = 0
 
@@ -58,9 +58,9 @@ class Reports(Struct, frozen=True, array_like=True, tag=2, gc=False):
     """Windows of one rank, oldest first."""
 
     rows: Annotated[tuple[RankReport, ...], Meta(max_length=MAX_ROWS)]
-    lost: Count = 0  # reports that the agent's full buffer dropped so far
+    lost: Count = 0  # total of reports that the agent's full buffer dropped
     agent_cpu_s: Amount = 0.0
-    sent_bytes: Count = 0  # totals, like those around it
+    sent_bytes: Count = 0  # total so far, like the CPU times
     recorder_cpu_s: Amount | None = None
 
 
@@ -73,9 +73,9 @@ class Heartbeat(Struct, frozen=True, array_like=True, tag=3, gc=False):
     state: Word
     since_s: Amount
     lost: Count = 0
-    sent_ns: Count = 0  # time of sending on the agent's clock, if it requests a `Clock`; else 0
-    offset_s: Number | None = None  # the aggregator's clock minus the agent's, estimated by the agent ...
-    offset_error_s: Amount | None = None  # ... and a bound of its error
+    sent_ns: Count = 0  # time of sending on the agent's clock, if the agent requests a `Clock`; else 0
+    offset_s: Number | None = None  # the aggregator's clock minus the agent's clock, estimated by the agent
+    offset_error_s: Amount | None = None  # a bound of the error of the offset
     utilization: Amount | None = None  # newest reading of the rank's first device
     power_w: Amount | None = None
     process: Annotated[str, Meta(max_length=1)] = ""  # state of the trainer's process in /proc: R, S, D, T, ...
@@ -83,7 +83,7 @@ class Heartbeat(Struct, frozen=True, array_like=True, tag=3, gc=False):
 
 
 class AgentEvent(Struct, frozen=True, array_like=True, tag=4):
-    """An event that an agent reports."""
+    """An event from an agent."""
 
     agent: Word
     rank: Count
@@ -91,7 +91,7 @@ class AgentEvent(Struct, frozen=True, array_like=True, tag=4):
 
 
 class Bye(Struct, frozen=True, array_like=True, tag=5):
-    """The rank has ended, and each of its reports was acknowledged or dropped."""
+    """The last message of an agent: the rank has ended, and each of its reports was acknowledged or dropped."""
 
     agent: Word
     rank: Count
@@ -101,37 +101,37 @@ class Bye(Struct, frozen=True, array_like=True, tag=5):
     agent_cpu_s: Amount = 0.0
     sent_bytes: Count = 0
     recorder_cpu_s: Amount | None = None
-    end_time_s: Number | None = None  # end of its last report, on the clock of reports
+    end_time_s: Number | None = None  # end of the last report, on the clock of reports
 
 
 class Welcome(Struct, frozen=True, array_like=True, tag=6):
-    """The aggregator's answer to HELLO, with the attempt that it assigns."""
+    """The aggregator's answer to HELLO, with the number of the attempt."""
 
     attempt: int
     run_folder: str = ""
-    again: bool = False  # a frame was dropped: send HELLO and all reports without acknowledgement again
+    again: bool = False  # whether a frame was dropped: then HELLO and all unacknowledged reports are sent again
     report_every_s: Amount = 0.0  # additional pause between two frames of reports
 
 
 class Ack(Struct, frozen=True, array_like=True, tag=7):
-    """Acknowledges every report of this agent up to ``sequence``; carries the newest headline values."""
+    """Acknowledges every report of this agent up to ``sequence``; contains the newest headline values."""
 
     sequence: int
     iteration: int = 0
     values: dict[str, float] = {}
-    report: int = 0  # number of the cluster report, so that each is shown once
+    report: int = 0  # number of the cluster report; with it, each report is shown once
 
 
 class Rejected(Struct, frozen=True, array_like=True, tag=8):
-    """The aggregator rejects this agent, with the reason."""
+    """The aggregator rejects this agent; the message has the reason."""
 
     reason: str
-    again: bool = False  # temporary: the agent waits for another address
-    whole_job: bool = False  # applies to every agent of the job: rank 0 logs it, and the agent closes the connection
+    again: bool = False  # whether the rejection is temporary: then the agent waits for another address
+    whole_job: bool = False  # whether all agents are rejected: then rank 0 logs the reason, and agents disconnect
 
 
 class ByeSeen(Struct, frozen=True, array_like=True, tag=9):
-    """Acknowledges the rank's BYE: its agent may exit."""
+    """Acknowledges the BYE of a rank: the agent may exit."""
 
     rank: int
 
@@ -139,16 +139,16 @@ class ByeSeen(Struct, frozen=True, array_like=True, tag=9):
 class Clock(Struct, frozen=True, array_like=True, tag=10):
     """The answer to a heartbeat with ``sent_ns``; effllm/job/health/clock.py documents the clock of each stamp."""
 
-    sent_ns: Count  # of the heartbeat
+    sent_ns: Count  # copied from the heartbeat
     received_ns: Count
     answered_ns: Count
 
 
 class Supersede(Struct, frozen=True, array_like=True, tag=12):
-    """Sent by the next attempt's aggregator: the one that holds the run folder writes its summary and releases it."""
+    """Sent by the next attempt's aggregator: the previous aggregator writes its summary and releases the run folder."""
 
     run: Word  # identifies the job, from the lock file
-    job: Word  # of the sender
+    job: Word  # job id of the sender
 
 
 class Inspect(Struct, frozen=True, array_like=True, tag=11):
@@ -157,18 +157,18 @@ class Inspect(Struct, frozen=True, array_like=True, tag=11):
     reason: str
 
 
-#: Length of the text of a `Stack` in letters: it fits into a frame of MessagePack.
+#: Limit of the text of a `Stack` in characters: a text of this length fits into a frame of MessagePack.
 MAX_STACK = 64 * 1024
 
 
 class Stack(Struct, frozen=True, array_like=True, tag=13):
-    """The state of a stalled trainer and the stacks of its threads, or the reason why they are missing."""
+    """The state of a stalled trainer and the stacks of its threads, or the reason for missing stacks."""
 
     agent: Word
     rank: Count
     ordinal: Count
     text: Annotated[str, Meta(max_length=MAX_STACK)]
-    top: Sentence = ""  # short form of the position of its main thread
+    top: Sentence = ""  # short form of the position of the main thread
 
 
 FromAgent = Hello | Reports | Heartbeat | AgentEvent | Bye | Supersede | Stack
