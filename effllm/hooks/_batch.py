@@ -23,7 +23,7 @@ _IGNORED = -100  # the label of positions without loss
 
 @dataclass(slots=True)
 class Batch:
-    """The counts of one micro-batch; each is a number, or a tensor on a device."""
+    """The counts of one micro-batch; each count is a number, or a tensor on a device."""
 
     tokens_processed: int = 0
     samples: Any = 0

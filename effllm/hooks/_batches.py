@@ -43,7 +43,7 @@ class Batches:
         """Set the model whose FLOPs are computed at the first batch with text; called after the metrics have begun."""
         self._model, self._parameters, self._source = weakref.ref(model), parameters, ""
         atexit.unregister(self._at_exit)
-        atexit.register(self._at_exit)  # registered after the session's handler, so called before
+        atexit.register(self._at_exit)  # called before the session's handler, which is registered earlier
 
     def add(self, inputs: Any, counts_samples: bool = True) -> None:
         """Count tokens and samples of a micro-batch, or of a `Batch` from a hook; without text, count only samples."""

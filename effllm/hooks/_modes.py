@@ -37,7 +37,7 @@ class EvalMode:
         self._trained: frozenset[int] = frozenset()  # ids of the trained parameters
         self._known: dict[int, tuple[weakref.ref[Any], bool]] = {}  # module id -> module, whether it has all `_trained`
         self._since_ns = 0  # 0 while the model is not in eval mode
-        self._waited_ns = 0  # data wait since then
+        self._waited_ns = 0  # data wait while the model is in eval mode
         self._marks: tuple[int, ...] = ()
         self._is_in_this = False
         self._was_in_last = True  # assumed for the first iteration

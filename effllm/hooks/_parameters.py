@@ -22,7 +22,7 @@ class Parameters:
 
     total: int
     trainable: int
-    active: int | None  # used by one token; ``None`` if all are used, or if unknown
+    active: int | None  # number that one token uses; ``None`` if all, or if unknown
     active_trainable: int
 
     def share(self, counts_them: bool) -> dict[str, int]:

@@ -153,7 +153,7 @@ def _parameters(optimizer: Any) -> Iterator[Any]:
 
 
 def _trains_a_model(optimizer: Any) -> bool:
-    """Whether a model's parameter has a gradient; a step without gradients only avoids a warning of a scheduler."""
+    """Whether a model's parameter has a gradient; some loops step without gradients, to avoid a scheduler's warning."""
     parameter_type = sys.modules["torch"].nn.Parameter
     return any(isinstance(one, parameter_type) and one.grad is not None for one in _parameters(optimizer))
 

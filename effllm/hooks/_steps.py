@@ -20,7 +20,7 @@ class Steps:
     Args:
         level: a level of `ownership`.
         name: the framework's name in run.json.
-        style: the framework's word, ``Iteration`` or ``Step``.
+        style: the framework's word for an iteration, ``Iteration`` or ``Step``.
     """
 
     _parameters: Any = None  # last declaration by a hook, perhaps for an earlier training; hooks may replace it
@@ -40,7 +40,7 @@ class Steps:
         return get_metrics_collector().recorder if self.is_owner else None
 
     def claim(self) -> bool:
-        """Become the owner, unless a framework nearer to the user is; return whether these steps are counted."""
+        """Become the owner, unless a nearer framework is the owner; return whether these steps are counted."""
         return ownership.claim(self.level, self.name)
 
     @property
@@ -225,7 +225,7 @@ def listen_to_waits(listener: Any) -> None:
 def waited(spent_ns: int) -> bool:
     """Pass a data wait to the hooks; return whether any hook measures steps."""
     for listener in _wait_listeners:
-        listener.waited(spent_ns)  # only the owner of the iterations counts it
+        listener.waited(spent_ns)  # only the owner of the iterations counts the wait
     return bool(_wait_listeners)
 
 
@@ -273,7 +273,7 @@ def place() -> Place | None:
 
 
 def _store_address(distributed: Any) -> tuple[str, int]:
-    """Return host and port of the store of torch's process group; for ``tcp://``, no environment variable has them."""
+    """Return host and port of the store of torch's process group; with ``tcp://`` they are not in the environment."""
     get_store = getattr(getattr(distributed, "distributed_c10d", None), "_get_default_store", None)
     try:
         store: Any = get_store() if get_store is not None else None

@@ -24,7 +24,7 @@ def say_once(line: str) -> None:
 
 
 def no_metrics(reason: str) -> None:
-    """Print this reason, and the call to add, at the end of rank 0, unless the job was measured."""
+    """Print this reason, and calls that measure a loop, at the end of rank 0, unless the job was measured."""
     with contextlib.suppress(Exception):
         from effllm.trainer.without_metrics import suggest_at_exit
 

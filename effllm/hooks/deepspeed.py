@@ -1,12 +1,12 @@
 """DeepSpeed's engine: loops of ``engine(batch)``, ``engine.backward(loss)``, ``engine.step()``, and the pipeline.
 
 An iteration begins with the first forward pass after an optimizer step and ends with the next ``step`` in which
-``global_steps`` increases.  With gradient accumulation, it has several micro-batches.  The time between ``step`` and
-the next forward pass is the data wait.  A forward pass without gradients, or of a model in ``eval`` mode, begins an
-evaluation; the evaluation lasts to the next training pass.
+``global_steps`` increases.  With gradient accumulation, an iteration has several micro-batches.  The time between
+``step`` and the next forward pass is the data wait.  A forward pass without gradients, or of a model in ``eval`` mode,
+begins an evaluation; the evaluation lasts to the next training pass.
 
 If there are several engines, the first engine that trains is the leader.  The parameter count is for the whole model,
-in any stage of ZeRO; it is unknown with tensor parallelism or experts.  In a Trainer or Lightning, their steps count.
+in any stage of ZeRO; it is unknown with tensor parallelism or experts.  In a Trainer, the steps of the Trainer count.
 """
 
 from __future__ import annotations

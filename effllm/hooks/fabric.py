@@ -2,10 +2,10 @@
 optimizer that ``Fabric.setup`` has wrapped.
 
 An iteration begins with the first forward pass with gradients after a step, and ends with the wrapped optimizer's
-``step``.  With gradient accumulation, it has several micro-batches.  The data wait is the time of torch's DataLoader,
-and the time between the step and the next forward pass.  If there are several optimizers, the leader's step ends the
-iteration: the leader stepped last before the iteration.  If a model was trained in ``train`` mode, a forward pass in
-``eval`` mode begins an evaluation; the evaluation lasts to the next forward pass that trains.
+``step``.  With gradient accumulation, an iteration has several micro-batches.  The data wait is the time of torch's
+DataLoader, and the time between the step and the next forward pass.  If there are several optimizers, the iteration
+ends with a step of the leader: the optimizer that stepped last before the iteration.  If a model was trained in
+``train`` mode, a forward pass in ``eval`` mode begins an evaluation; it lasts to the next forward pass that trains.
 
 The parameters of all models that train are counted; tokens and samples are read from the arguments of the first model.
 A loop whose forward pass is not wrapped (a method of a LightningModule on one device, a wrapper that was compiled
@@ -85,7 +85,7 @@ class _FabricLoop:
         self._has_optimizer = self._is_running = self._is_evaluating = False
         self._found: weakref.WeakKeyDictionary[Any, Parameters | None] = weakref.WeakKeyDictionary()  # by model
         self._in_train_mode: weakref.WeakSet[Any] = weakref.WeakSet()  # models that have trained in train mode
-        self._counted: Any = None  # weak references until _stepped_last: the model whose batches are counted
+        self._counted: Any = None  # the model whose batches are counted; a weak reference, like the next three
         self._called_last: Any = None
         self._leader: Any = None  # the optimizer whose step ends the iteration
         self._stepped_last: Any = None

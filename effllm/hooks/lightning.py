@@ -1,9 +1,9 @@
 """Lightning, under both package names: its Trainer loads our callback from the entry points.
 
-An iteration ends with the micro-batch that increases ``trainer.global_step``.  An iteration has several micro-batches
-with ``accumulate_grad_batches``, or if manual optimization in the module steps later.  Two optimizers that step in one
-batch make one iteration.  A batch without a step is part of the next iteration.  The fetch of a batch, its transfer to
-the device and Lightning's own work between batches are the data wait.
+An iteration ends with the micro-batch that increases ``trainer.global_step``.  An iteration may have several
+micro-batches, because of ``accumulate_grad_batches`` or manual optimization.  Two optimizers that step in one batch
+make one iteration.  A batch without a step is part of the next iteration.  The fetch of a batch, its transfer to the
+device and Lightning's own work between batches are the data wait.
 
 Tokens are read from batches with ``input_ids``.  For other batches, the first dimension of the first tensor is the
 number of samples, and tokens are only measured if the module calls `effllm.count`.  FSDP, DeepSpeed and tensor
@@ -42,7 +42,7 @@ def callbacks_of_pytorch_lightning() -> list[Any]:
 
 
 def _callbacks(package: str) -> list[Any]:
-    # A Trainer calls this, so its package is loaded, and an exception here would end the training.
+    # A Trainer calls this function, so its package is loaded, and an exception here would end the training.
     hooks: Any = sys.modules.get("effllm.hooks")
     if not (is_attached(this_process()) or getattr(hooks, "_is_attached", False)):
         return []

@@ -40,7 +40,7 @@ def attach(module: ModuleType) -> None:
 
 
 def attach_optimizer(module: ModuleType) -> None:
-    """Hook every optimizer class of this module that defines ``step``; the calls may be nested."""
+    """Hook every optimizer class of this module that defines ``step``; calls of ``step`` may be nested."""
     classes = [
         one
         for one in vars(module).values()

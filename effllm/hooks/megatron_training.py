@@ -1,11 +1,11 @@
 """Megatron-LM and systems with its loop: a step is a call of ``train_step`` in ``megatron.training.training``.
 
-The module's functions are looked up at each call, so they are wrapped in the module.  The positions of their
-arguments differ between versions, so arguments are read by name (versions 0.8 to 0.19 are known).
+The module's functions are looked up at each call, so they are wrapped in the module.  The positions of arguments
+differ between versions, so arguments are read by name (versions 0.8 to 0.19 are known).
 
-``train_step`` fetches its micro-batches itself.  From 0.10 on, they come from Megatron's own iterator class.  Megatron
-requires this class, so its ``__next__`` is wrapped, and AL excludes the wait for data.  In older versions, and on ranks
-that get their data from a peer, AL includes the wait.
+``train_step`` itself fetches micro-batches.  From 0.10 on, micro-batches come from Megatron's own iterator class.
+Megatron requires this class, so its ``__next__`` is wrapped, and AL excludes the wait for data.  In older versions, and
+on ranks that get their data from a peer, AL includes the wait.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class _Training:
         """End the metrics at once, because an exception ends this run even if it is caught."""
         self._depth -= 1
         error = sys.exc_info()[1]
-        if isinstance(error, SystemExit):  # Megatron stops so at an iteration, at a time, or after a signal
+        if isinstance(error, SystemExit):  # Megatron's stop at an iteration, at a time, or after a signal
             self._finish("failed" if error.code else "completed")
         else:
             self._finish("interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
@@ -257,7 +257,7 @@ class _Training:
     # --- evaluations and checkpoints ---
 
     def mark_phase(self, name: str, phase: str, guard: Guard) -> bool:
-        """Hook an evaluation or a checkpoint; ``False`` if the module has no function of this name."""
+        """Hook a function whose calls are a phase; ``False`` if the module has no function of this name."""
         return self._steps.mark_phase(self._module, name, phase, guard, self._phase_begins)
 
     def _phase_begins(self, _call: Call) -> bool:

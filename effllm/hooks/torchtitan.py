@@ -2,8 +2,8 @@
 
 An iteration is a ``train_step`` without the data wait: the time in which torchtitan loads its batches.  The tokens are
 the positions of the labels; padding is unknown.  Peers in tensor, context and pipeline parallelism have the same batch,
-so only the first rank counts it.  A DTensor has the shape of the whole parameter, so the first rank of a pipeline stage
-counts all parameters of the stage.
+so only the first peer counts the batch.  A DTensor has the shape of the whole parameter, so the first rank of a
+pipeline stage counts all parameters of the stage.
 """
 
 from __future__ import annotations

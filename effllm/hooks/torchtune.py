@@ -1,6 +1,7 @@
 """torchtune's fine-tuning recipes, full, LoRA, QAT and knowledge distillation: scripts that `tune run` starts.
 
-A recipe is a script and has no module name to hook.  Its class is a subclass of `FTRecipeInterface`, which is hooked.
+A recipe is a script without a module name to hook.  The class of a recipe is a subclass of `FTRecipeInterface`; this
+interface is hooked.
 An iteration begins with the transfer of its first batch to the device, and ends when the recipe steps its profiler
 after ``global_step`` has increased.  Before this, the recipe reads its loss, so a GPU has completed the iteration.  The
 time of torch's DataLoader for later micro-batches is a data wait.

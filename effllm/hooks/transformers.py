@@ -313,7 +313,7 @@ def _train_begins(call: Call) -> Any:
     global _trainer
     before, _trainer = _trainer, call.args[0]
     _wrap_inside(type(_trainer))
-    # The first of effllm's callbacks counts.  It is moved to the front: all later callbacks log its values.
+    # The first of effllm's callbacks counts, and is moved to the front: all later callbacks log its values.
     callbacks = getattr(getattr(_trainer, "callback_handler", None), "callbacks", [])
     first = next((one for one in callbacks if isinstance(one, EfficientLLMCallback)), None)
     if first is not None:

@@ -1,1 +1,1 @@
-"""The records that cross a process or a disk."""
+"""Records that processes exchange, or that are stored on disk."""

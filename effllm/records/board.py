@@ -21,7 +21,7 @@ class JobState:
     """The job's newest state that an agent has received."""
 
     report: int = 0  # number of the newest report; 0 before the first
-    iteration: int = 0  # last iteration of that report
+    iteration: int = 0  # last iteration of the newest report
     values: Mapping[str, float] = field(default_factory=dict)  # by tag
     welcome: str = ""  # endpoint of the aggregator that has admitted the agent
 

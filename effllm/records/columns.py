@@ -1,4 +1,4 @@
-"""Running sums of many ranks or devices in one array: a row for each, a column for each quantity. No I/O.
+"""Running sums of many ranks or devices in one array: one row per rank or device, one column per quantity. No I/O.
 
 The sum over ten thousand objects of eight floats takes a hundred times as long as the sum over one array.
 """

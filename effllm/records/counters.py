@@ -13,12 +13,12 @@ from typing import Any
 class Counters:
     """Counts: running totals of one rank in the recorder and the ring; elsewhere sums of a window, or of all ranks."""
 
-    # The next four may change in every iteration: `RingWriter` packs them by name.
+    # The next four fields may change in every iteration: `RingWriter` packs these fields by name.
     tokens: int = 0  # positions without padding
     tokens_processed: int = 0  # all positions
     tokens_loss: int = 0  # positions with a label
     samples: int = 0
-    # The next fields change less often: `RingWriter.take` packs them.
+    # The next fields change less often: `RingWriter.take` packs these fields.
     generated_tokens: int = 0  # without prompts
     prompt_tokens: int = 0  # prompts of generated text
 

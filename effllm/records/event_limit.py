@@ -34,7 +34,7 @@ class EventLimit:
         self._left_out: dict[tuple[str, int | None], Event] = {}  # the newest omitted event, with the count of all
 
     def admits(self, event: Event) -> bool:
-        """Return whether an event becomes a line; if not, count it."""
+        """Return whether an event becomes a line; count an event without a line."""
         key, lines = (event.kind, event.rank), 1 + len(event.text) // LINE_BYTES
         used, left = self._lines.get(key, 0), self._left.get(event.kind, MAX_OF_KIND)
         if used + 1 > self._max_per_minute or left < 1:

@@ -57,7 +57,7 @@ KINDS: dict[str, Kind] = {
     "energy_disagreement": Kind(ONCE, "A GPU's energy counter disagrees with its power readings.", is_problem=True),
     "energy_calibration": Kind(ONCE, "The calibration of a GPU in the cache is wrong, and was removed."),
     "energy_aliasing": Kind(
-        ONCE, "Iterations are in step with power sensors: energy of single GPUs has a larger error.", is_problem=True
+        ONCE, "Iterations are in step with power sensors: the energy of a GPU has a larger error.", is_problem=True
     ),
     "energy_doubtful": Kind(
         ONCE, "Most windows are too short for the power sensors; the energy of windows is not shown.", is_problem=True

@@ -74,8 +74,8 @@ class FoundAddress:
 
     endpoint: str = ""
     job: str = ""
-    failed: str = ""  # reason, on this rank
-    refused: str = ""  # reason, from rank 0
+    failed: str = ""  # reason of a failure on this rank
+    refused: str = ""  # reason of a failure on rank 0
 
 
 T = TypeVar("T")

@@ -55,7 +55,7 @@ class Counts(Counted, Struct, frozen=True):
 
 
 class LoopTimes(Struct, frozen=True):
-    """Times of the iterations on the slowest rank; each time has its own slowest rank."""
+    """Times of the iterations; each time is from the rank that is slowest by this time."""
 
     time_s: float = 0.0  # T: maximum over ranks of the sum of iteration times (on the base job: of wall times)
     slowest_step_s: float = 0.0  # sum of the steps of the rank with the largest mean step
@@ -69,18 +69,18 @@ class LoopTimes(Struct, frozen=True):
 class JobEnergy(SummedEnergy, frozen=True, array_like=False, kw_only=True):
     """The energy of the windows with sufficient coverage, with the time and counts of these windows."""
 
-    time_s: float = 0.0  # T of these windows
-    counts: Counts = Counts()  # counts in these windows
+    time_s: float = 0.0  # T of the windows with sufficient coverage
+    counts: Counts = Counts()  # counts of the windows with sufficient coverage
     is_complete: bool = False  # whether all windows are included, so joules is the total
     measured_j: float | None = None  # measured energy of all windows, also without sufficient coverage; not a total
-    gpus_j: float | None = None  # energy of only the GPUs in these windows, for any power scope
+    gpus_j: float | None = None  # energy of only the GPUs in the same windows, for any power scope
 
 
 class DeviceTotals(Struct, frozen=True):
     """The readings of all devices."""
 
-    memory_mean_bytes: float | None = None  # mean over devices of their time-weighted means
-    memory_min_bytes: float | None = None  # the smallest of these means
+    memory_mean_bytes: float | None = None  # mean over devices of the time-weighted means
+    memory_min_bytes: float | None = None  # smallest time-weighted mean of a device
     memory_max_bytes: float | None = None
     memory_peak_bytes: float | None = None  # the largest single reading
     memory_error_bytes: float | None = None  # sampling error of memory_mean_bytes: half-width, 95 %
@@ -93,7 +93,7 @@ class DeviceTotals(Struct, frozen=True):
     throttled_s: float | None = None  # GPU-seconds in which heat or the board lowered the clock
     throttle_covered_s: float = 0.0
     temperature_max_c: float | None = None
-    sm_clock_hz: float | None = None  # mean over time and GPUs, as for the next three fields
+    sm_clock_hz: float | None = None  # mean over time and GPUs; the next three fields are such means, too
     sm_activity: float | None = None
     tensor_activity: float | None = None
     dram_activity: float | None = None
@@ -104,8 +104,8 @@ class HealthTotals(Struct, frozen=True):
 
     clock_error_s: float | None = None  # bound (half-width) of the largest error of a rank's clock offset
     straggling_s: float | None = None  # time in which ranks waited for stragglers; None if no own time is known
-    straggling_gpu_s: float = 0.0  # this time, summed over the waiting ranks
-    straggling_j: float | None = None  # energy of the waiting ranks' devices in this time
+    straggling_gpu_s: float = 0.0  # time that ranks waited for stragglers, summed over the waiting ranks
+    straggling_j: float | None = None  # energy of the waiting ranks' devices while they waited
     stalled_s: float | None = None  # time of the whole run in which no rank made progress
     stragglers: int = 0  # ranks named as stragglers at the end of the window
 
@@ -138,7 +138,7 @@ class ClusterTotals(Struct, frozen=True):
     devices: DeviceTotals = DeviceTotals()
     health: HealthTotals = HealthTotals()
     goodput: GoodputTotals = GoodputTotals()
-    constants: JobConstants = JobConstants()  # one object in all totals of a report
+    constants: JobConstants = JobConstants()  # the same object in all totals of a report
     profile: Profile | None = None  # of all ranks
     overhead: Overhead | None = None
 
@@ -146,7 +146,7 @@ class ClusterTotals(Struct, frozen=True):
 class Straggler(Struct, frozen=True):
     """The rank with the longest own time in a window, if this rank is slow in many consecutive windows.
 
-    Iteration times cannot show a slow rank: in synchronous training they are equal on all ranks, because ranks wait.
+    Iteration times cannot show a slow rank: in synchronous training, all ranks wait for the slowest rank.
     """
 
     rank: int
@@ -175,7 +175,7 @@ class StragglerVerdict(Struct, frozen=True):
     evidence: str  # one of EVIDENCE
     why: str = "unknown"
     gpu_seconds: float = 0.0  # waiting time of the other ranks
-    joules: float | None = None  # energy of the waiting ranks' devices in this time
+    joules: float | None = None  # energy of the waiting ranks' devices while they waited
 
 
 class Coverage(Struct, frozen=True):
@@ -323,17 +323,17 @@ class Summary(Struct, frozen=True):
     time_by_class: dict[str, float] = {}
     simulated: bool = False
     not_measured: tuple[str, ...] = ()
-    tokens: int | None = None  # None if the loop counted none
+    tokens: int | None = None  # None if the loop counted no tokens
     samples: int | None = None
     loss: float | None = None  # the last loss; None if it is not finite
     losses_not_finite: int = 0  # number of losses of all ranks that were NaN or infinite
-    first_not_finite: int | None = None  # the number shown of the iteration with the first such loss
-    events: dict[str, int] = {}  # number of each kind
+    first_not_finite: int | None = None  # number shown of the first iteration with a loss that is not finite
+    events: dict[str, int] = {}  # kind -> number of events
     peak: str = ""  # peak FLOP/s of a device for MFU, with its source
-    profile: Profile | None = None  # run to date, of all ranks
+    profile: Profile | None = None  # sums over the run to date and all ranks
     left_out: dict[str, int] = {}  # sink -> windows not written, because the sink was too slow or its disk was full
     stragglers: tuple[StragglerVerdict, ...] = ()  # all stragglers of the run, with total costs, the costliest first
-    slowest: dict[int, int] = {}  # rank -> number of windows with this slowest rank; at most 64 ranks
+    slowest: dict[int, int] = {}  # rank -> number of windows in which this rank was the slowest; at most 64 ranks
     windows_compared: int = 0  # number of windows in which own times of ranks were compared
     goodput: GoodputSummary | None = None
     is_over: bool = True  # False: the run continues or is stalled, and this file will be written again

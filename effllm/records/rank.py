@@ -21,10 +21,10 @@ MAX_COUNT = 2**62 - 1
 Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 MAX_EVENT_COUNT = 2**32  # limit of the count of one event from an agent
 EventCount = Annotated[int, Meta(ge=1, lt=2**62)]
-Position = Annotated[int, Meta(gt=-(2**62), lt=2**62)]  # an iteration's number as shown
+Position = Annotated[int, Meta(gt=-(2**62), lt=2**62)]  # the number shown of an iteration
 Number = Annotated[float, Meta(ge=-1e30, le=1e30)]
 Finite = Annotated[float, Meta(ge=-1.7e308, le=1.7e308)]  # never summed
-Word = Annotated[str, Meta(max_length=255)]  # a name of a host, a device, a phase
+Word = Annotated[str, Meta(max_length=255)]  # the name of a host, a device or a phase
 MAX_TEXT = 8000
 Sentence = Annotated[str, Meta(max_length=MAX_TEXT)]
 Sentences = Annotated[tuple[Sentence, ...], Meta(max_length=64)]
@@ -73,7 +73,7 @@ UNCALIBRATED_GAIN_ERROR = 0.05
 class Sensor(Struct, frozen=True, array_like=True):
     """The behaviour of a device's energy sensor, and the source of these values."""
 
-    tick_s: Amount = 0.0  # time between two changes of the counter; 0: it changes continuously
+    tick_s: Amount = 0.0  # time between two changes of the counter; 0: the counter changes continuously
     tick_error_s: Amount = 0.0  # half-width of the error of the tick
     lag_s: Number = 0.0  # a reading is the energy up to the time of the reading minus this lag
     lag_error_s: Amount = 0.0
@@ -120,7 +120,7 @@ class Event(Struct, frozen=True):
     kind: Annotated[str, Meta(pattern="^[a-z_]{1,40}$")]  # one of effllm.records.events.KINDS
     text: Sentence  # one line
     rank: Count | None = None
-    device: Word | None = None  # key of the device, if the event concerns one
+    device: Word | None = None  # key of the device, if the event concerns a device
     attempt: int = 0
     count: EventCount = 1  # number of events that this line represents
 
@@ -313,11 +313,11 @@ class RankReport(CountedOnWire, Struct, frozen=True, array_like=True, gc=False):
     devices: Annotated[tuple[DeviceWindow, ...], Meta(max_length=MAX_DEVICES)] = ()
     final: bool = False  # the rank's last report
     reset: bool = False  # the run-to-date values restart after this window
-    iterations_overrun: Count = 0  # iterations overwritten in the ring; their totals are included here
+    iterations_overrun: Count = 0  # iterations overwritten in the ring; this report includes their totals
     generation_s: Amount = 0.0  # generation time in steps and in phases
     profile: Profile | None = None  # sums over the profiled iterations
     device_steps: Count = 0  # number of iterations timed on the device
-    device_step_s: Amount = 0.0  # sum of these times
+    device_step_s: Amount = 0.0  # sum of the iteration times on the device
     # Own time: from the start of an iteration to the first wait for other ranks (`effllm.sync_point`).
     own_steps: Count = 0  # number of iterations with an own time
     own_step_s: Amount = 0.0  # sum of the own times
@@ -328,7 +328,7 @@ class RankReport(CountedOnWire, Struct, frozen=True, array_like=True, gc=False):
     # If iterations are in step with a sensor: error (half-width, 95 %) of its energy, run to date, as a share.
     aliasing_error: Amount | None = None
     losses_not_finite: Count = 0  # number of losses that were NaN or infinite
-    first_not_finite: Position | None = None  # the number shown of the first iteration with such a loss
+    first_not_finite: Position | None = None  # number shown of the first iteration with such a loss
 
     @property
     def iterations(self) -> int:

@@ -234,8 +234,7 @@ class RingReader:
     def read(self) -> list[Slot]:
         """Return the records since the last call, oldest first.
 
-        Records that were overwritten before this call are counted in `overrun`; the totals of later records include
-        them.
+        Records that were overwritten before this call are counted in `overrun`; later records include their totals.
         """
         newest = int(_NEWEST.unpack_from(self._map, _NEWEST_AT)[0])
         if newest - self._next >= self._slots:

@@ -1,8 +1,8 @@
 """Memory that a training process shares with its agent, and documents in this memory; standard library only.
 
-The memory is a memfd that the agent inherits: it has no name and leaves no file. The processes do not wait for each
-other: a half-written document has a wrong checksum, and is read again later. Without the checksum, an incomplete
-document could look complete, because ARM may reorder stores, and Python has no fences.
+The memory is a memfd that the agent inherits: it has no name and leaves no file. Neither process waits for the other
+process. A half-written document has a wrong checksum, and is read again later. Without a checksum, a half-written
+document could seem complete, because ARM may reorder stores, and Python has no fences.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 Interval = tuple[int, int]
 
-#: Kinds of communication: the group if the profiler reports one, else the operation.
+#: Kinds of communication: the process group if the profiler reports a group, else the operation.
 KINDS = (
     "dp", "tp", "pp", "cp", "ep",
     "all_reduce", "reduce_scatter", "all_gather", "all_to_all", "send_recv", "broadcast", "other",

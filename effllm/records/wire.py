@@ -1,4 +1,4 @@
-"""The messages between agents and the aggregator. They are encoded as arrays, so fields may only be appended."""
+"""The messages between agents and the aggregator, encoded as arrays: fields may only be appended."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from effllm.records.rank import (
     Word,
 )
 
-MAX_ROWS = 256  # reports in one frame: about 110 kB without details
+MAX_ROWS = 256  # limit of the reports in one frame: about 110 kB without details
 
 
 class Hello(Struct, frozen=True, array_like=True, tag=1):
@@ -55,7 +55,7 @@ class Hello(Struct, frozen=True, array_like=True, tag=1):
 
 
 class Reports(Struct, frozen=True, array_like=True, tag=2, gc=False):
-    """Windows of one rank, oldest first."""
+    """Reports of one rank, oldest first."""
 
     rows: Annotated[tuple[RankReport, ...], Meta(max_length=MAX_ROWS)]
     lost: Count = 0  # total of reports that the agent's full buffer dropped
@@ -119,7 +119,7 @@ class Ack(Struct, frozen=True, array_like=True, tag=7):
     sequence: int
     iteration: int = 0
     values: dict[str, float] = {}
-    report: int = 0  # number of the cluster report; with it, each report is shown once
+    report: int = 0  # number of the cluster report, needed to show each report once
 
 
 class Rejected(Struct, frozen=True, array_like=True, tag=8):

@@ -1,1 +1,1 @@
-"""The part of effllm in the training process: only the standard library; no call in the loop waits or raises."""
+"""Code in the training process: it imports only the standard library, and no call in the loop waits or raises."""

@@ -1,6 +1,6 @@
 """The address of the aggregator: rank 0 opens and publishes it, the other ranks search for it.
 
-This module runs in the training process, before the first iteration.  It imports only the standard library.
+This module runs in the training process, before the first iteration.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class AggregatorAddress:
         return listening.own_address(self._place, self._config)
 
     def _has_secret(self) -> bool:
-        """Whether the job has a secret.  Only a job on one host may have none, so other jobs are not checked."""
+        """Whether the job has a secret; ``True`` without a check if the job is not on one host."""
         config, place = self._config, self._place
         if config.security != "auto" or config.endpoint or not place.one_host:
             return True

@@ -201,11 +201,11 @@ class MetricsCollector:
         """
         iteration, writer = step if iteration is None else iteration, tb_writer if writer is None else writer
         if not self.declared.facts.is_numbered and self.is_collecting:
-            self.declared.learn(is_numbered=True)  # set once; with it, iterations repeated after a restart are counted
+            self.declared.learn(is_numbered=True)  # set once; needed to count iterations repeated after a restart
         return self.log_own(iteration, loss, writer)
 
     def log_own(self, iteration: int | None, loss: float | None = None, writer: Any = None) -> dict[str, float]:
-        """Like `log_metrics`, for an iteration number of effllm, which may restart at 0 in the next attempt."""
+        """Like `log_metrics`, with an iteration number that effllm counts; it may restart at 0 in the next attempt."""
         if (recorder := self.lifecycle.recorder) is not None:
             if getattr(loss, "is_cuda", False):
                 self.warn("log_metrics was given a loss on the GPU, which is not read: pass loss.item()")
@@ -225,7 +225,7 @@ class MetricsCollector:
             recorder.reset()
 
     def set_model_parameters(self, model_parameters: int | None = None, *, num_parameters: int | None = None) -> None:
-        """Set the number of parameters of the whole model; ``num_parameters`` is LLaMA-Factory's name."""
+        """Set the number of parameters of the whole model; ``num_parameters`` is LLaMA-Factory's argument."""
         given = num_parameters if model_parameters is None else model_parameters
         self.declared.learn_parameters(given)
 
@@ -322,7 +322,7 @@ def initialize_efficientllm_metrics(
             as in LLaMA-Factory.
         collection_interval: seconds between device samples; by default the environment's setting.
         sequence_length: tokens of a sample, used by `MetricsCollector.record_step_end` without counts.
-        batch_size: samples of a step on this rank, used in the same way.
+        batch_size: samples of a step on this rank, used by `MetricsCollector.record_step_end` without counts.
         parameter_share: ``total``, ``trainable`` and ``active`` of this rank; the model's counts are sums over ranks.
         first_iteration: number of iterations completed by earlier attempts of the job.
         total_iterations: number of iterations of the whole training, for the remaining time.
@@ -360,7 +360,7 @@ def initialize_efficientllm_metrics(
 
 
 def should_log_metrics(iteration: int | None = None, *, step: int | None = None) -> bool:
-    """Whether a window ends at ``iteration``: it is divisible by LOG_INTERVAL.  ``False`` while metrics are off.
+    """Whether a window ends at ``iteration``, because LOG_INTERVAL divides it; ``False`` while metrics are off.
 
     ``step`` is LLaMA-Factory's name of ``iteration``.
     """

@@ -16,7 +16,7 @@ class Counted:
         self.has_any = False  #: whether a count is more than 0
 
     def add(self, tokens: Any, samples: Any, tokens_processed: Any, tokens_loss: Any, loss: Any) -> str:
-        """Add the arguments of `effllm.count`; return an error text, or an empty string if all are valid."""
+        """Add the arguments of `effllm.count`; return an error text, or an empty string if they are valid."""
         tokens, tokens_processed = (
             tokens_processed if tokens is None else tokens,
             tokens if tokens_processed is None else tokens_processed,
@@ -37,7 +37,7 @@ class Counted:
         return ""
 
     def take(self) -> tuple[list[int], Any]:
-        """Return the counts and the loss, and reset them."""
+        """Return and reset the counts and the loss."""
         counts, loss = self._counts, self._loss
         self._counts, self._loss, self.has_any = [0, 0, 0, 0], None, False
         return counts, loss

@@ -26,7 +26,7 @@ class Declared:
         return self.facts.parameters.total is not None
 
     def set(self, **facts: Any) -> None:
-        """Replace facts; the next declaration sends them to the agent."""
+        """Replace facts; the next declaration sends the facts to the agent."""
         self.facts = replace(self.facts, **facts)
 
     def learn(self, **facts: Any) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-#: If the device is more iterations behind the host, an iteration is not measured.
+#: If the device is more than this number of iterations behind the host, iterations are not measured.
 MAX_PENDING = 4
 
 

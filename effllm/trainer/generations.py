@@ -11,7 +11,7 @@ from effllm.trainer.counts import MAX_TOTAL, counts_of
 
 
 class Generations:
-    """Counts and times generations; a generation inside another is a part of the outer generation.
+    """Counts and times generations; a nested generation is a part of the outer generation.
 
     Args:
         counters: totals to which tokens are added.
@@ -32,10 +32,10 @@ class Generations:
         self._counters = counters
         self._phase_start, self._phase_end = phase_start, phase_end
         self._changed, self._warn = changed, warn
-        self._open: list[tuple[int, int]] = []  # for each open generation: generated and prompt tokens inside
+        self._open: list[tuple[int, int]] = []  # for each open generation: generated and prompt tokens in it
         self._start_ns = 0
         self._is_phase = False
-        self.total_ns = 0  #: time of all generations; the phase ``generation`` has only a part of it
+        self.total_ns = 0  #: time of all generations; the phase ``generation`` has only a part of this time
 
     @property
     def depth(self) -> int:
@@ -60,8 +60,8 @@ class Generations:
         """End the generation that the last `start` began.
 
         Args:
-            tokens: generated tokens on this rank; by default the sum of the generations inside this one.
-            prompt_tokens: tokens of the prompts; with the default of ``tokens``, the sum is used.
+            tokens: generated tokens on this rank; by default the sum of the nested generations.
+            prompt_tokens: tokens of the prompts; not used if ``tokens`` has its default.
         """
         if not self._open:
             self._warn("a generation ended without a start; ignored")

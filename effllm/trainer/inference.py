@@ -57,7 +57,7 @@ class Requests:
         collector = get_metrics_collector()
         if collector.is_collecting:
             if self.level == ownership.EXPLICIT and not ownership.holder():
-                ownership.claim(self.level, self.name)  # a hook's request does not claim: the process may train
+                ownership.claim(self.level, self.name)  # not for a hook's request: the process may train
                 collector.declared.learn(serves_requests=True)
             return collector.recorder
         try:
@@ -75,7 +75,7 @@ class Requests:
         return collector.recorder
 
     def begin(self, describe: Callable[[], InferenceProcess] | None = None) -> _Open | None:
-        """Begin a request; a request inside another is a part of the outer request."""
+        """Begin a request; a nested request is a part of the outer request."""
         recorder = self.ready(describe)
         if recorder is None:
             return None
@@ -111,7 +111,7 @@ DECLARED = Requests(ownership.EXPLICIT, "requests")
 class Request:
     """``with effllm.request() as r: ...; r.generated(n)``: one request, or one batch of ``samples`` requests.
 
-    Without counts, the counts of hooks inside the request (``generate``, vLLM) are used.
+    If the program passes no counts, the counts of hooks (``generate``, vLLM) inside the request are used.
     """
 
     def __init__(self, samples: int = 1) -> None:
@@ -166,7 +166,7 @@ def record_request(
     Args:
         prompt_tokens: tokens of the prompt.
         generated_tokens: tokens of the answer.
-        time_s: duration; by default computation plus communication, or without them the time since the last request.
+        time_s: duration; by default computation plus communication time, else the time since the last request.
         computation_time_s: time of computation in the request.
         communication_time_s: time in which the request waited for other processes.
         samples: number of requests in a batch.

@@ -1,6 +1,6 @@
 """Functions for a user's own training loop: `effllm.count`, `sync_point`, `set_peer_group`, `phase` and `monitor`.
 
-They run in the training process and never raise into the loop.
+These functions run in the training process and never raise into the loop.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def count(
     """Add counts to the running iteration, in a loop whose steps a hook detects.
 
     In a loop of plain torch, a hook that the environment attaches detects the iterations; only the tokens need this
-    call.  Here an iteration has four micro-batches, so it calls `effllm.count` four times::
+    call.  In this example an iteration has four micro-batches, so `effllm.count` is called four times::
 
         for step, batch in enumerate(loader):
             mask = batch["attention_mask"]                    # on the CPU: 8 sequences of 512, some padded
@@ -57,14 +57,16 @@ def sync_point() -> None:
         effllm.sync_point()
         all_reduce_gradients(ddp)
 
-    If gradients are summed while ``backward`` runs, call this function directly before ``backward``.  It reads one
-    clock and does not wait.  It does nothing between iterations, or while metrics are off.
+    If gradients are summed while ``backward`` runs, call this function directly before ``backward``.  The call reads
+    one clock and does not wait.  The call does nothing between iterations, or while metrics are off.
     """
     get_metrics_collector().sync_point()
 
 
 def set_peer_group(name: str, replica: str = "") -> None:
-    """Set the group of ranks with the same work: a rank is only compared with its group.  Megatron's hooks set it.
+    """Set the group of ranks with the same work: a rank is only compared with its group.
+
+    Megatron's hooks call this function.
 
     Args:
         name: name of the group, such as ``stage 3``; ranks with different EFFICIENTLLM_ROLE are never compared.

@@ -1,4 +1,4 @@
-"""The owner of the iterations of this process: the one system that counts them.
+"""The owner of the iterations of this process: the only system that counts iterations.
 
 A Trainer calls accelerate, and accelerate calls an optimizer; each of the three has a hook and detects the same step.
 The system nearest to the user is the owner.  A nearer system that claims the iterations later becomes the owner.
@@ -16,11 +16,14 @@ _name = ""
 
 
 def claim(level: int, name: str) -> bool:
-    """Make a system the owner, unless another system of the same or a nearer level is; return whether it is the owner.
+    """Make a system the owner, unless another system of the same or a nearer level is the owner.
 
     Args:
         level: level of the system, from this module.
         name: name of the system, such as ``transformers``.
+
+    Returns:
+        Whether the system is the owner.
     """
     global _level, _name
     if level < _level:
@@ -34,7 +37,7 @@ def holds(level: int, name: str) -> bool:
 
 
 def holder() -> str:
-    """Return the name of the owner; empty if there is none."""
+    """Return the name of the owner; empty if there is no owner."""
     return _name
 
 

@@ -94,7 +94,7 @@ def _wrong_names(config: Config) -> Iterator[ConfigError]:
     for name, options in config.sink_options().items():
         if name not in sinks:
             yield ConfigError(f"{PREFIX}SINKS", ",".join(config.sinks), no_such_sink(name))
-        elif options or name not in Config().sinks:  # packages of default sinks are there, and slow to import
+        elif options or name not in Config().sinks:  # packages of default sinks are installed, but slow to import
             try:
                 read_options(name, options)
             except SinkUnavailable as error:
@@ -102,7 +102,7 @@ def _wrong_names(config: Config) -> Iterator[ConfigError]:
     if reason := missing(config.node_power):
         yield ConfigError(f"{PREFIX}NODE_POWER", config.node_power, reason)
     if config.endpoint:
-        from effllm.network import discovery, secret  # imported only if needed: as above
+        from effllm.network import discovery, secret  # imported only if needed, as above
 
         if discovery.is_secured(config):
             try:

@@ -30,7 +30,7 @@ class Recorder:
     Args:
         writer: the ring, shared with the agent.
         log_interval: iterations per window.
-        offset: iterations before the first; a window ends where ``log_interval`` divides ordinal plus offset.
+        offset: number of earlier iterations; a window ends where ``log_interval`` divides ordinal plus offset.
         wake: called at the end of a window, and at the next start of an iteration; must not wait.
         warn: called with a line for the user, once for each kind of mistake.
     """
@@ -130,7 +130,7 @@ class Recorder:
         else:
             tokens = tokens_processed if tokens is None else tokens
             if not counters.add(tokens_processed, samples, tokens, tokens_loss):
-                self._once(f"tokens and samples must be counts of at least 0; those of iteration {ordinal} are ignored")
+                self._once(f"tokens and samples must be counts of at least 0; iteration {ordinal} has no counts")
         if self._own_ns:
             self._writer.iteration(
                 ordinal, start_ns, end_ns, step_ns, wait_ns, counters, self._own_ns, self._arrival_ns
@@ -181,7 +181,7 @@ class Recorder:
             self._once("counts added after an iteration must be whole numbers of at least 0; ignored")
 
     def phase_start(self, name: str) -> None:
-        """Begin a phase; a phase inside another is a part of the outer phase."""
+        """Begin a phase; a nested phase is a part of the outer phase."""
         if not self._on:
             return
         self._is_special = True
@@ -224,7 +224,7 @@ class Recorder:
             self._writer.state(ring.PHASE_STATE, self.ordinal, time.monotonic_ns(), 0)
 
     def evaluated(self, start_ns: int, end_ns: int) -> None:
-        """Count a period of the running iteration as evaluation; it must not contain phases or reported data waits."""
+        """Count a period of the running iteration as evaluation; the period must not contain phases or data waits."""
         if self._on and self._start_ns and not self._phases.depth:
             self._writer.state(ring.STEP, self.ordinal + 1, self._start_ns)
             self._is_special = True
@@ -279,7 +279,7 @@ class Recorder:
 def pair_s(batches: int = 5, pairs: int = 40) -> float | None:
     """Return the time that a start and an end of an iteration take on this host; ``None`` without memory.
 
-    This median is measured within 1 ms.  It is a lower bound, because the caches of a real loop are colder.
+    The result is a median, measured within 1 ms, and a lower bound, because the caches of a real loop are colder.
     """
     try:
         writer = ring.RingWriter(16)

@@ -35,7 +35,7 @@ from effllm.trainer.address import AggregatorAddress, print_line
 from effllm.trainer.declared import Declared, text
 from effllm.trainer.recorder import Recorder, pair_s
 
-READY_S = 2.0  # the first sample takes the agent about 0.3 s, and longer with a busy file system
+READY_S = 2.0  # the agent's first sample takes about 0.3 s, or longer with a busy file system
 FIRST_RANK_ENDS_S = 5.0  # rank 0 waits for the summary, because a container ends with its launcher
 OTHER_RANKS_END_S = 1.0
 MAX_WARNINGS = 20

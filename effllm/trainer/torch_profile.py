@@ -1,8 +1,8 @@
 """Profiles every Nth iteration with torch.profiler, to measure its exposed communication.
 
-This module is only used if EFFICIENTLLM_PROFILE_EVERY is set.  It runs in the training process, and torch is the module
-that the training has imported.  Another profiler always has priority: a second profiler takes the session of the first
-profiler, and then neither has records.
+This module is only used if EFFICIENTLLM_PROFILE_EVERY is set.  The code runs in the training process, and torch is the
+module that the training has imported.  Another profiler always has priority: a second profiler takes the session of the
+first profiler, and then both profilers have no records.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class TorchProfile:
     """Profiles every Nth iteration, unless another profiler runs.
 
     Args:
-        every: an iteration is profiled if this divides its number.
+        every: an iteration is profiled if this number divides the iteration number.
         warn: called with a line for the user, once, when profiling ends because of an error.
         torch: the torch module; by default the module that the process has imported.
     """
@@ -86,7 +86,7 @@ class TorchProfile:
         """Stop profiling after the end stamp, and return the profile; ``None`` if there is no profile.
 
         Args:
-            ended_ns: end of the iteration on the monotonic clock; it may be earlier than this call.
+            ended_ns: end of the iteration on the monotonic clock; this time may be earlier than the call.
         """
         profiler, self._profiler = self._profiler, None
         if profiler is None:
@@ -203,7 +203,7 @@ class TorchProfile:
         if profiler is not None:  # the profiler failed during its start
             with contextlib.suppress(Exception):
                 self._drop()
-        self._warn(f"computation and communication are not separated: torch.profiler cannot be used: {why}")
+        self._warn(f"computation and communication are not separated; torch.profiler cannot be used: {why}")
 
 
 def _let_go(profiler: Any) -> None:
@@ -280,7 +280,7 @@ def device_split(events: Any) -> Split | None:
 
 
 def _split(events: Any, start_ns: int, end_ns: int, kind_of: Callable[[str], str | None]) -> Split | None:
-    kinds: dict[str, str | None] = {}  # few operators are called often
+    kinds: dict[str, str | None] = {}  # few operators are called, but often
     computing: list[Interval] = []
     communicating: list[tuple[str, int, int]] = []
     for event in events:

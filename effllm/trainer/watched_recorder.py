@@ -1,6 +1,6 @@
-"""A recorder that also measures inside iterations: every Nth with a profiler, and all with events of a CUDA device.
+"""A recorder that also measures inside iterations: every Nth iteration with a profiler, all with CUDA events.
 
-It replaces `Recorder` only if a profiler or a device is used, because `Recorder` must stay fast.
+`WatchedRecorder` replaces `Recorder` only if a profiler or a device is used, because `Recorder` must stay fast.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class WatchedRecorder(Recorder):
 
     Args:
         arguments: arguments of `Recorder`.
-        profile_every: an iteration is profiled if this divides its number; 0 for no profiles.
+        profile_every: an iteration is profiled if this number divides the iteration number; 0 for no profiles.
         torch: the torch module, if it is imported.
         named: keyword arguments of `Recorder`.
     """
@@ -36,7 +36,7 @@ class WatchedRecorder(Recorder):
         self._device = DeviceTime(cuda) if hasattr(cuda, "Event") else None
 
     def start(self, _now: Any = time.monotonic_ns) -> None:
-        """Stamp the start of an iteration; the start of the profiler is before the stamp."""
+        """Stamp the start of an iteration; the profiler starts before the stamp."""
         if not self._on:
             return
         if self._profile is not None:
@@ -56,7 +56,7 @@ class WatchedRecorder(Recorder):
         tokens_loss: int = 0,
         _now: Any = time.monotonic_ns,
     ) -> None:
-        """Stamp the end of an iteration, as `Recorder.end`; the stop of the profiler is after the stamp."""
+        """Stamp the end of an iteration, as `Recorder.end`; the profiler stops after the stamp."""
         if not self._on:
             return
         if self._device is not None:

@@ -18,7 +18,7 @@ def suggest_at_exit(reason: str) -> None:
 
 
 def repeat_at_exit(reason: str) -> None:
-    """Print the reason at the end of the process; print nothing for an empty reason, used if metrics were collected."""
+    """Print the reason at the end of the process; an empty reason means collected metrics, and nothing is printed."""
     global _reason, _is_registered, _has_run
     _reason = reason
     _has_run = _has_run or not reason

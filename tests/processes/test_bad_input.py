@@ -390,7 +390,7 @@ def test_invalid_counts_are_reported_once_and_ignored(launch, wrong):
 
     assert (job.ledger.summary.tokens, job.ledger.summary.samples, job.ledger.summary.iterations) == (100, 10, 20)
     (text,) = job.ledger.event_texts("warning")
-    assert "tokens and samples must be counts of at least 0; those of iteration 2 are ignored" in text
+    assert "tokens and samples must be counts of at least 0; iteration 2 has no counts" in text
 
 
 @pytest.mark.parametrize("loss", ["math.nan", "math.inf", "-math.inf", "1e400", "None", "'low'", "[1, 2]", "object()"])

@@ -224,7 +224,7 @@ def test_invalid_count_is_ignored_with_one_warning(loop, bad, place):
     # If one of the four counts is invalid, all four are ignored.
     assert (slot.ordinal, slot.counts[:4]) == (3, (5, 5, 5, 5))
     assert len(loop.warnings) == 1
-    assert "iteration 1 are ignored" in loop.warnings[0]
+    assert "iteration 1 has no counts" in loop.warnings[0]
 
 
 def test_totals_do_not_exceed_the_range_of_a_record(loop):
