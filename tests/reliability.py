@@ -35,37 +35,40 @@ class Fault:
 FAULTS = {
     "aggregator-sigkill": Fault(
         "the aggregator is killed, again and again",
-        "training is not affected; agents keep their windows; another one resumes on the same port; no token is lost",
+        "training is not affected; agents keep their windows; another aggregator continues on the same port; no token "
+        "is lost",
     ),
     "agent-killed": Fault(
         "an agent is killed (SIGKILL, out of memory)",
-        "training is not affected; the rank is reported missing after three heartbeats; the others are reported",
+        "training is not affected; the rank is reported missing after three heartbeats; other ranks are reported",
     ),
     "trainer-stopped": Fault(
         "a trainer hangs (SIGSTOP, a collective that never ends)",
-        "its agent still reports its position, for how long, utilization and power; the aggregator lists each rank's "
-        "position",
+        "the agent still reports the position of the loop, the duration of the hang, utilization and power; the "
+        "aggregator lists each rank's position",
     ),
     "network-cut": Fault(
         "the network drops everything, then recovers",
-        "bounded memory; kept reports arrive, dropped ones are counted",
+        "memory is bounded; kept reports arrive, dropped reports are counted",
     ),
     "slow-disk": Fault(
         "the disk or the network file system of the run folder stalls",
-        "the receiving loop and the other sinks go on; training is not affected; windows are written when it recovers",
+        "reports are still received, and other sinks still write; training is not affected; windows are written when "
+        "the disk recovers",
     ),
     "descriptors": Fault(
         "the aggregator runs out of file descriptors",
-        "a limit too low for the world rejects the job in one line with the number needed; later no new peer is "
-        "admitted until some are free, which is logged once, uses no core and delays no file",
+        "if the limit is too low for the world, the job is rejected in one line with the required number; if "
+        "descriptors run out later, no new peer is admitted until some are free: one line, little CPU time, no delayed "
+        "file",
     ),
     "hostile-frames": Fault(
         "garbage and hostile frames arrive",
-        "rejected, counted, never fatal; memory stays bounded",
+        "frames are rejected and counted, and end no process; memory is bounded",
     ),
     "duplicates": Fault(
         "reports arrive twice, late or from an earlier start",
-        "each window is counted once; late ones enter the totals with a correction",
+        "each window is counted once; late windows are added to the totals with a correction",
     ),
     "wall-clock": Fault(
         "the wall clock steps by an hour during a run",
@@ -73,57 +76,59 @@ FAULTS = {
     ),
     "elastic-restart": Fault(
         "the job restarts with fewer or more ranks",
-        "one run folder, a new attempt; redone iterations are counted as redone",
+        "the run folder is the same, with a new attempt; redone iterations are counted as redone",
     ),
     "forked-worker": Fault(
         "the trainer forks (DataLoader workers)",
-        "children record nothing, hold no port and end nothing",
+        "child processes record nothing, hold no port and end no process",
     ),
     "exits": Fault(
         "a trainer ends: normally, by sys.exit, an exception, SIGTERM, SIGINT, os._exit, SIGKILL",
-        "its last iteration is in the run folder and its status in the summary; no process is left; it takes at most 5 "
-        "s",
+        "its last iteration is in the run folder and its status in the summary; no process is left; the end takes at "
+        "most 5 s",
     ),
     "device-lost": Fault(
         "a GPU falls off the bus, or its driver hangs",
-        "not measured and why, instead of zeros; read again when it is back; nothing is counted twice",
+        "values are not measured, with the reason, instead of zeros; a GPU that returns is read again; nothing is "
+        "counted twice",
     ),
     "ten-thousand": Fault(
         "ten thousand ranks report to one aggregator",
-        "all are received and counted to the last token, in bounded memory; docs/scale.md has the cost",
+        "all reports are received and counted to the last token, in bounded memory; docs/scale.md has the cost",
     ),
     # further faults
     "disk-full": Fault(
         "the disk of the run folder is full",
-        "logged once; no torn line or summary; agents keep their windows; written when there is room, else counted",
+        "one line reports it; no line or summary is incomplete; agents keep their windows; windows are written when "
+        "the disk has room, else counted as lost",
     ),
     "read-only": Fault(
         "the file system of the run folder becomes read-only, and writable again",
-        "as a full disk",
+        "the same as for a full disk",
     ),
     "folder-removed": Fault(
         "the run folder of a running job is removed",
-        "logged once; it is made again and later windows are written; no process dies",
+        "one line reports it; the folder is made again and later windows are written; no process dies",
     ),
     "aggregator-by-hand": Fault(
-        "the aggregator is started anew by hand on the same run",
-        "it takes over the folder; totals go on; agents reconnect",
+        "the aggregator is started again by hand on the same run",
+        "the new aggregator continues the folder and the totals; agents reconnect",
     ),
     "agent-cannot-start": Fault(
         "an agent cannot be started",
-        "one line that says why; training goes on without metrics of that rank",
+        "one line has the reason; training continues without metrics of this rank",
     ),
     "worker-killed": Fault(
         "torchrun --max-restarts, with a worker killed",
-        "attempt 2 continues the same folder; lost iterations are counted as redone work",
+        "attempt 2 continues the same folder; lost iterations are counted as redone",
     ),
     "rank-0-moves": Fault(
         "rank 0 starts again on another host",
-        "the agents find it, the folder is continued",
+        "the agents connect to the new host; the folder is continued",
     ),
     "two-jobs": Fault(
         "two jobs on one node",
-        "two aggregators, two folders; neither sees the other's ranks",
+        "each job has its own aggregator and folder; no rank is counted in the wrong job",
     ),
     "clock-off": Fault(
         "the clock of one node is an hour off",
@@ -131,44 +136,44 @@ FAULTS = {
     ),
     "scheduler-stop": Fault(
         "the scheduler stops the job: SIGTERM to all, SIGKILL after 5 s",
-        "the folder is complete up to the last iteration; status killed",
+        "the folder is complete up to the last iteration; its status is killed",
     ),
     "everything-killed": Fault(
         "everything is killed at once, agents and aggregator too",
-        "the written files can be read and are no older than a window; the next start continues them",
+        "the written files can be read and lack at most the last window; the next start continues them",
     ),
     "tmpfs-full": Fault(
         "the container's 64 MB /dev/shm or its /tmp is full, or it has no memory for the ring",
-        "metrics work without them, or are off with one line; training is not affected",
+        "metrics work without these folders, or are off with one line; training is not affected",
     ),
     "stopped-terminal": Fault(
         "the terminal is stopped (Ctrl-S), or not read",
-        "only the console waits; the lines that it drops are counted; the job's end is not delayed",
+        "only the console waits; dropped lines are counted; the job's end is not delayed",
     ),
     "one-core": Fault(
         "agents share one core with their trainer",
-        "they inherit its CPU mask and lower their own priority; samples still come",
+        "agents inherit the trainer's CPU mask and lower their own priority; devices are still sampled",
     ),
     "slurm": Fault(
         "plain srun, and scancel",
-        "one job, one run folder, all ranks; a cancelled job has the status killed",
+        "all ranks are in one job with one run folder; a cancelled job has the status killed",
     ),
     "mpirun": Fault(
         "plain mpirun (Open MPI), on one host and on two, and a rank that dies",
-        "one job, one run folder, all ranks, with keys between hosts; the job that mpirun then ends has the status "
-        "killed",
+        "all ranks are in one job with one run folder, with keys between hosts; the job has the status killed when "
+        "mpirun ends it",
     ),
     "slow-network": Fault(
         "latency and loss on the network",
-        "totals are exact, no iteration waits",
+        "totals are exact; no iteration waits",
     ),
     "host-lost": Fault(
-        "a host vanishes for good",
-        "its ranks are reported missing; the others are reported; the job ends",
+        "a host is lost permanently",
+        "its ranks are reported missing; other ranks are reported; the job ends",
     ),
     "unauthenticated-peers": Fault(
-        "peers connect without the key, with another job's, in a flood",
-        "rejected, counted, and named where the address was seen; no window is delayed by more than a second",
+        "peers connect without the key, with the key of another job, or in a flood",
+        "peers are rejected and counted, and named if their address was read; no window is delayed by more than 1 s",
     ),
 }
 
@@ -230,12 +235,13 @@ def page() -> str:
     lines = [
         "# Reliability",
         "",
-        "The faults, the promise for each, and the tests that cause them: real processes, signals, disks and networks;",
-        "simulated devices, whose true energy is known. The tests write this table:",
-        "`python -m pytest -m fault --reliability`.",
+        "This table has the faults, the promise for each fault, and the tests that cause the fault. The tests use real",
+        "processes, signals, disks and networks, and simulated devices with a known energy. The tests write this",
+        "table: `python -m pytest -m fault --reliability`.",
         "",
-        "After every fault: the measurements that could be kept are in the run folder; lost ones are counted in",
-        "`summary.json`; training's step time is as before; no process and no temporary file is left.",
+        "The following promises apply to every fault. All measurements that could be kept are in the run folder, and",
+        "lost reports are counted in `summary.json`. Training has the same step time as before. No process and no",
+        "temporary file is left.",
         "",
         "| fault | promise | tests | last result |",
         "|---|---|---|---|",

@@ -38,15 +38,15 @@ SYSTEMS = {
         "Megatron-LM",
         ("megatron-core",),
         "import hook on `megatron.training.training`",
-        "micro-batch calculator × sequence length; real ones of packed sequences from 0.18",
+        "micro-batch calculator × sequence length; from 0.18 the real tokens of packed sequences",
         "a GPU, context parallelism",
         "by hand: `pretrain_gpt.py` of 0.8.0, 0.12.0rc3, 0.14.0rc7, 0.16.1 and 0.19.0 on CPUs, CUDA calls shimmed",
     ),
     "pai-megatron": System(
         "Pai-Megatron-Patch",
         (),
-        "the same, and `megatron_patch.training`",
-        "as Megatron-LM",
+        "import hooks on `megatron.training.training` and `megatron_patch.training`",
+        "the source of Megatron-LM",
         "the patch itself",
     ),
     "megatron-core": System(
@@ -67,12 +67,12 @@ SYSTEMS = {
         "TRL",
         ("trl", "transformers"),
         "the Trainer's callback",
-        "as the Trainer; GRPO its completions",
+        "the source of the Trainer; for GRPO its completions",
         "vLLM inside GRPO",
         "by hand: GRPO and RLOO of 0.24",
     ),
     "llama-factory": System(
-        "LLaMA-Factory", ("llamafactory",), "the Trainer's callback", "as the Trainer", "more than CPU"
+        "LLaMA-Factory", ("llamafactory",), "the Trainer's callback", "the source of the Trainer", "any GPU"
     ),
     "lightning": System(
         "Lightning",
@@ -91,16 +91,16 @@ SYSTEMS = {
     "fabric": System(
         "Lightning Fabric",
         ("lightning",),
-        "import hook on what `Fabric.setup` returns, `Fabric.backward` and `Fabric.save`",
-        "`input_ids`, `idx` or `tokens` that the model is called with, else `effllm.count`",
+        "import hook on the model that `Fabric.setup` returns, on `Fabric.backward` and `Fabric.save`",
+        "the model's argument `input_ids`, `idx` or `tokens`, else `effllm.count`",
         "FSDP, DeepSpeed, a GPU",
         "by hand: the model of litgpt 0.5.13 in such a loop",
     ),
     "torchtune": System(
         "torchtune",
         ("torchtune",),
-        "import hook on `FTRecipeInterface`, of which all recipes are",
-        "positions of a batch that are not the tokenizer's padding",
+        "import hook on `FTRecipeInterface`, the base class of all recipes",
+        "positions of a batch without the tokenizer's padding",
         "LoRA, QAT, knowledge distillation, tensor parallelism, a GPU",
     ),
     "torchtitan": System(
@@ -117,7 +117,7 @@ SYSTEMS = {
         "any loop of torch", ("torch",), "the global hook of optimizers", "one call, `effllm.count(tokens=...)`", ""
     ),
     "generate": System(
-        "`model.generate`", ("transformers",), "import hook on `GenerationMixin`", "positions beyond the prompt", ""
+        "`model.generate`", ("transformers",), "import hook on `GenerationMixin`", "positions after the prompt", ""
     ),
     "vllm": System(
         "vLLM",
@@ -162,9 +162,10 @@ def page() -> str:
     lines = [
         "# Training systems",
         "",
-        "How each is attached when `launch/efficientllm_config.sh` was sourced before its launch script, and how",
-        "that was tested. *Ran*: the system itself, on CPUs. *Stand-in*: a small module with its functions and",
-        'signatures. The tests write this table: `python -m pytest -m "" --systems tests tests/frameworks`.',
+        "This table has the hook of each training system, and its tests, for jobs that source",
+        "`launch/efficientllm_config.sh` before their launch script. *Ran* means that the test ran the system itself,",
+        "on CPUs. *Stand-in* means that the test ran a small module with the same functions and signatures. The tests",
+        'write this table: `python -m pytest -m "" --systems tests tests/frameworks`.',
         "",
         "| system | attached by | tokens from | tested | not tested |",
         "|---|---|---|---|---|",

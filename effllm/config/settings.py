@@ -27,10 +27,10 @@ class ConfigError(ValueError):
 #: Minimum duration of a window if LOG_INTERVAL is not set.
 MIN_WINDOW_S = 1.0
 
-# Groups of `effllm env` and docs/configuration.md, the most used settings first.
-MOST = "What most jobs set"
+# Groups of settings in `effllm env` and docs/configuration.md, the most common first.
+MOST = "Common settings"
 COST = "Cost and CO2"
-MEASURED = "What is measured"
+MEASURED = "Measurement"
 POWER = "Power sensors"
 CLUSTER = "Jobs on a cluster"
 
