@@ -68,7 +68,7 @@ def test_slow_data_loader_is_named_without_own_times(tmp_path):
 
     assert (verdict.ranks, verdict.evidence) == ((3,), "data wait")
     its_ms, theirs_ms = re.search(
-        r"it waits (\d+\.\d) ms of an iteration for data, they (\d+\.\d)", verdict.why
+        r"it waits (\d+\.\d) ms per iteration for data, its peers (\d+\.\d)", verdict.why
     ).groups()
     assert float(its_ms) >= 10.0 and float(its_ms) - float(theirs_ms) == pytest.approx(10.0, rel=0.5)
 

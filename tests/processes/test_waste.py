@@ -116,7 +116,7 @@ def test_idle_event_has_power_and_data_wait():
         (
             IDLE,
             "the GPUs are idle: busy for 10 % of the last 5 windows (100 s of iterations); "
-            "in the last one 91 of 700 W per GPU and 80 % of the time waiting for data",
+            "in the last window 91 of 700 W per GPU and 80 % of the time waiting for data",
         )
     ]
 
@@ -131,7 +131,7 @@ def test_gpus_that_change_between_idle_and_busy_cause_no_events():
 
 def test_missing_tokens_and_their_return_are_reported_once():
     run = Run().windows(20).windows(200, tokens=0)
-    assert run.events == [(NO_TOKENS, f"{_since(6)}, 20,000 were before: no tokens/s, MFU and J/token")]
+    assert run.events == [(NO_TOKENS, f"{_since(6)}, after 20,000 tokens: no tokens/s, MFU and J/token")]
     run.windows(50)
 
     assert run.kinds == [NO_TOKENS, TOKENS]

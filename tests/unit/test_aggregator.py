@@ -1220,8 +1220,8 @@ def test_the_same_job_gets_the_same_advice_in_each_run(num_ranks, runs):
         texts.add(event.text)
 
     assert texts == {
-        "most windows are too short for the power sensors: their energy is known to worse than ±20 % and not shown; "
-        "windows four times as long (EFFICIENTLLM_LOG_INTERVAL) have half of that error or less; values of the run to "
+        "most windows are too short for the power sensors: the error of their energy exceeds ±20 %, so it is not shown; "
+        "windows four times as long (EFFICIENTLLM_LOG_INTERVAL) have at most half of the error; values of the run to "
         "date are not affected"
     }
 
@@ -1251,8 +1251,8 @@ def test_aliasing_gives_one_event_per_job():
 
     (event,) = job.events("energy_aliasing")
     assert event.rank is None
-    assert event.text.startswith("on 3 of 4 ranks iterations keep step with the power sensor")
-    assert "off by up to 100 % in the run to date" in event.text
+    assert event.text.startswith("on 3 of 4 ranks iterations are synchronous with the power sensor")
+    assert "wrong by up to 100 % in the run to date" in event.text
 
 
 def test_short_aliasing_raises_no_event():

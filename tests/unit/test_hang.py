@@ -387,7 +387,7 @@ def test_line_is_short_for_8192_ranks():
     reported = line(job, stall, 56, lost_s=dict.fromkeys(range(20), 31.0), left={5: "failed"}, missing=2)
 
     assert reported.startswith("stalled: all 8192 ranks at iteration 1021 for 36 s, utilization 100 %, 200 W; ")
-    assert reported.endswith("12 more ranks without a heartbeat; left: rank 5 (failed); 2 never joined")
+    assert reported.endswith("12 more ranks without a heartbeat; left: rank 5 (failed); 2 ranks never joined")
     assert len(reported) < 1000
 
 
@@ -400,7 +400,7 @@ def test_more_than_eight_ranks_behind_are_counted():
     (stall,) = job.check(56)
 
     assert line(job, stall, 56) == (
-        "stalled: 10 ranks (0, 1, 2, 3, 4, 5, 6, 7, ...) at iteration 1020 (after it) for 36 s; 20 others at 1021"
+        "stalled: 10 ranks (0, 1, 2, 3, 4, 5, 6, 7, ...) at iteration 1020 (ended) for 36 s; 20 others at 1021"
     )
 
 

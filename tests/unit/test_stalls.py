@@ -63,7 +63,7 @@ def test_event_has_logged_iteration_numbers_host_and_device():
 
     ((kind, text),) = job.events()
     assert kind == "stalled"
-    assert text.startswith("stalled: rank 2 (node node0, GPU-2) at iteration 1010 (after it) for 3")
+    assert text.startswith("stalled: rank 2 (node node0, GPU-2) at iteration 1010 (ended) for 3")
     assert text.endswith("utilization 100 %, 210 W; 3 others at 1011")
 
 

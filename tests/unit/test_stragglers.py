@@ -143,7 +143,7 @@ def test_slow_data_loader_is_named_by_its_waits():
     assert (verdict.ranks, verdict.evidence) == ((3,), "data wait")
     assert verdict.slowdown == pytest.approx(0.08 / (ITERATION_S + 0.08 + COMMUNICATION_S), abs=0.03)
     (line,) = job.events("straggler")
-    assert "makes its 7 peers wait for 1" in line.text and " ms of an iteration for data, they 2." in line.text
+    assert "makes its 7 peers wait for 1" in line.text and " ms per iteration for data, its peers 2." in line.text
 
 
 def test_rank_is_not_named_if_its_waits_delay_no_other_rank():
@@ -252,7 +252,7 @@ PEERS = [gpu_window(rank, WALL_S) for rank in range(1, 8)]
         ({"throttled": {"power_cap": 0.5}}, "power cap"),
         ({"throttled": {"hw_thermal": 0.2}, "celsius": 90.0}, "thermal slowdown by hardware, 90 degC against 65"),
         ({"throttled": {"vr_thermal": 0.2}}, "vr thermal"),
-        ({"utilization": 0.8}, "host: its GPU is busy for 80 % of the time, its peers' for 100 %"),
+        ({"utilization": 0.8}, "slow host: its GPU is busy 80 % of the time, GPUs of peers 100 %"),
         ({"celsius": 90.0}, UNKNOWN),
         ({"throttled": {"power_cap": 0.05}}, UNKNOWN),
         ({"watts": 300.0}, UNKNOWN),
@@ -273,7 +273,7 @@ def test_equally_slow_node_is_named_with_its_rank():
     node = [gpu_window(rank, WALL_S, clock_hz=1.2e9) for rank in (8, 9)]
 
     assert explain(gpu_window(0, WALL_S, clock_hz=1.1e9), PEERS, node) == (
-        "SM clock 1.10 GHz against 1.70 as on the rest of its node"
+        "SM clock 1.10 GHz against 1.70 (low on its whole node)"
     )
 
 

@@ -1,10 +1,10 @@
-"""When iterations became slower: a change point on the medians of windows, by two cumulative sums. No I/O.
+"""Detection of a change of iteration times: two cumulative sums over the medians of windows. No I/O.
 
-Page's CUSUM (Biometrika 41, 1954) sums the deviations of windows from the level, in robust standard deviations and
-minus an allowance; above a threshold the level has changed, at the window where the sum began to grow.
-With an allowance of 0.75 and a threshold of 6, normal windows alone raise an alarm every 41,000 windows on either
-side (Siegmund's approximation, with b = 1.5 * (6 + 1.166): (exp(b) - b - 1) / 1.125).  A window counts for 2
-deviations at most, so that an alarm takes five of them, and rare long ones raise none.
+Page's CUSUM (Biometrika 41, 1954) sums the deviations of windows from the level, in robust standard deviations, each
+minus an allowance.  If a sum exceeds the threshold, the level changed at the window where the sum began to grow.
+With an allowance of 0.75 and a threshold of 6, normal windows cause one false alarm per 41,000 windows and direction
+(Siegmund's approximation, with b = 1.5 * (6 + 1.166): (exp(b) - b - 1) / 1.125).  A window counts as at most 2
+deviations.  So an alarm takes five windows, and rare long windows cause no alarm.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ THRESHOLD = 6.0
 MAX_DEVIATIONS = 2.0
 #: Windows whose median is the level.
 LEVEL_WINDOWS = 16
-#: The error of a level is not taken for less than this share of it.
+#: Minimum of the standard deviation, as a share of the level.
 FLOOR = 0.01
-#: Changes of less than this share of the level that was reported last are not reported.
+#: Smaller changes are not reported; a share of the last reported level.
 MIN_CHANGE = 0.05
 
 
 class Change(NamedTuple):
-    """A level that has changed."""
+    """A change of the level."""
 
-    since: int  # the mark of the first window of the new level
+    since: int  # mark of the first window at the new level
     before_s: float
     after_s: float
 
     @property
     def ratio(self) -> float:
-        """Relative change: 0.1 is ten percent longer."""
+        """Relative change: 0.1 is an increase of ten percent."""
         return self.after_s / self.before_s - 1
 
 
@@ -44,15 +44,15 @@ class WindowLevel:
     def __init__(self) -> None:
         self._windows_s: list[float] = []
         self._reported_s: float | None = None
-        self._sums = [0.0, 0.0]  # above, below
-        self._runs: list[list[tuple[int, float]]] = [[], []]  # windows since each sum was zero
+        self._sums = [0.0, 0.0]  # of deviations above the level, and below it
+        self._runs: list[list[tuple[int, float]]] = [[], []]  # for each sum: windows since it was zero
 
     def add(self, mark: int, value_s: float) -> Change | None:
-        """Add the next window's median; return the change that it completes.
+        """Add the next window's median; return a change if this window confirms it.
 
         Args:
-            mark: the first iteration of the window.
-            value_s: of the window.
+            mark: first iteration of the window.
+            value_s: median of the window.
         """
         if len(self._windows_s) < LEVEL_WINDOWS:
             self._windows_s.append(value_s)

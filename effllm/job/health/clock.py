@@ -1,10 +1,10 @@
-"""How far another process's monotonic clock is from ours, and how well that is known: four timestamps, pure.
+"""Offset of another process's monotonic clock, and the error of the offset, from four timestamps. No I/O.
 
-A message leaves at ``sent``, reaches the other at ``received``, its answer leaves there at ``answered`` and is heard
-here at ``heard``.  Were both ways equally long, the other's clock would be ahead by the mean of ``received - sent``
-and ``answered - heard`` (RFC 5905, section 8).  They are not, but neither takes less than no time, so that half of
-the round trip bounds the error, whatever the network does.  Of the last 16 exchanges the one with the least bound
-holds: the one with the shortest round trip, unless it has become old.
+A message leaves this process at ``sent`` and arrives at ``received``.  Its answer leaves the other process at
+``answered`` and arrives at ``heard``.  If both ways took equally long, the other clock would be ahead by the mean of
+``received - sent`` and ``answered - heard`` (RFC 5905, section 8).  Their durations differ, but neither is negative.
+So half of the round trip bounds the error on every network.  Of the last 16 exchanges the one with the smallest bound
+is used: the exchange with the shortest round trip, unless it is old.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from typing import NamedTuple
 
 NS = 1e-9
 
-#: Exchanges that an estimate is chosen from.
+#: Number of exchanges from which an estimate is chosen.
 MAX_EXCHANGES = 16
 
-#: How much two monotonic clocks may drift apart, in seconds of a second.  A quartz is within 50 ppm of its rate, and
-#: a disciplined clock far nearer; one that is slewed faster than this is found out, see `Exchanges.add`.
+#: Maximum drift between two monotonic clocks, in seconds per second.  A quartz is within 50 ppm of its rate, and a
+#: disciplined clock has a smaller error.  A clock that is slewed faster is detected: see `Exchanges.add`.
 DRIFT = 100e-6
 
-#: Between exchanges until there are `MAX_EXCHANGES`, and then: at 10,000 ranks 500 a second for five minutes, then
-#: 200, of which each takes about 30 us of the aggregator's core: 1.5 %, then 0.6 %.
-#: In small worlds an exchange comes with every heartbeat: an agent's core pays 270 us for each, and 5 s are half a
-#: millisecond of drift at most.
+#: Seconds between exchanges, and maximum rate, for the first `MAX_EXCHANGES` and for later ones.  10,000 ranks have
+#: 500 exchanges per second for five minutes, then 200.  An exchange takes about 30 us of the aggregator's core: 1.5 %,
+#: then 0.6 %.  In small worlds every heartbeat has an exchange, which takes 270 us of an agent's core; in 5 s clocks
+#: drift by at most half a millisecond.
 FIRST_PACE_S, FIRST_RANKS_PER_S = 0.25, 500
 PACE_S, RANKS_PER_S = 5.0, 200
 
-#: A message with a later answer was lost or delayed, and its estimate would be useless.
+#: A longer round trip means a lost or delayed message, whose estimate is useless.
 MAX_S = 10.0
 
 
 class Offset(NamedTuple):
-    """The other clock minus ours; its error is at most ``error_s``."""
+    """The other process's clock minus ours, with an error of at most ``error_s``."""
 
     offset_s: float
     error_s: float
@@ -49,16 +49,16 @@ class _Exchange(NamedTuple):
 
 
 def aged(error_s: float, age_s: float) -> float:
-    """Return the error of an offset of this age."""
+    """Return the error of an offset after ``age_s`` seconds of drift."""
     return error_s + DRIFT * max(age_s, 0.0)
 
 
 class Exchanges:
-    """The exchanges of this process with the process whose clock is estimated.
+    """The exchanges between this process and the process whose clock is estimated.
 
     Args:
-        world_size: number of ranks that use the same process; the pace grows with it.
-        rank: in the job; their first exchanges are spread by it.
+        world_size: number of ranks that send messages to the other process; a larger world has longer pauses.
+        rank: rank of this process; the first exchanges of different ranks have different delays.
     """
 
     def __init__(self, world_size: int, rank: int = 0) -> None:
@@ -70,23 +70,23 @@ class Exchanges:
         self._due_s: float | None = None
 
     def due_s(self, now_s: float) -> float:
-        """Return when the next message should go; the first waits for a part of a pace."""
+        """Return the time of the next message; the first message has a delay."""
         if self._due_s is None:
             self._due_s = now_s + self._first_s
         return self._due_s
 
     def ask(self, now_ns: int) -> int:
-        """Record that a message goes now; return its field ``sent``."""
+        """Record that a message is sent now; return its field ``sent``."""
         pace_s = self._first_pace_s if len(self._done) < MAX_EXCHANGES else self._pace_s
         self._due_s = now_ns * NS + pace_s
         self._asked_ns.append(now_ns)
         return now_ns
 
     def add(self, sent_ns: int, received_ns: int, answered_ns: int, heard_ns: int) -> bool:
-        """Add an answer; ``False`` if it does not belong to a message of ours, or is impossible.
+        """Add an answer; return ``False`` if it answers no message of ours, or if its times are impossible.
 
-        Exchanges that contradict it are dropped: their bounds, including drift, do not overlap with its own, so the
-        other clock was slewed or replaced.
+        Older exchanges whose bounds, including drift, do not overlap with the new bounds are dropped: the other clock
+        was slewed or replaced.
         """
         if sent_ns not in self._asked_ns:
             return False
@@ -103,7 +103,7 @@ class Exchanges:
         return True
 
     def offset(self, now_ns: int) -> Offset | None:
-        """Return the best estimate of now; ``None`` before the first."""
+        """Return the best estimate at ``now_ns``; ``None`` before the first exchange."""
         best = min(self._done, key=lambda one: one.error_at(now_ns), default=None)
         return None if best is None else Offset(best.offset_ns * NS, best.error_at(now_ns) * NS)
 

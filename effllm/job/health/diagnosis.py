@@ -1,8 +1,8 @@
-"""Why a rank is slow: its device's window against those of its peers and of its node. No I/O.
+"""Reason of a slow rank: compares its device with the devices of its peers and of its node. No I/O.
 
 A waiting rank spins in a communication kernel, at full utilization, full clock and low power. So a low clock, a clocks
 event reason that the peers do not have, a lower power limit or an idle GPU indicate the slow rank. If no reading
-differs, the answer is "unknown".
+differs, the reason is "unknown".
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from effllm.records.rank import DeviceWindow
 
 UNKNOWN = "unknown"
 
-#: Limit of compared peers: a median of this many is as good as that of all.
+#: Maximum number of compared peers: their median is as good as the median of all peers.
 MAX_PEERS = 64
 
-#: Minimum differences for an explanation: shares of the clock or limit, shares of time, and degrees.
+#: Minimum differences of a reason: shares of the clock and of the limit, two shares of time, and degrees.
 SLOWER_CLOCK, LOWER_LIMIT, OFTENER_THROTTLED, IDLER, HOTTER_C = 0.02, 0.02, 0.1, 0.05, 8.0
 
 #: Display names of clocks event reasons.
@@ -34,13 +34,13 @@ REASONS = {
 def explain(
     own: DeviceWindow | None, peers: Sequence[DeviceWindow], node: Sequence[DeviceWindow] = (), is_gpu: bool = True
 ) -> str:
-    """Return the differences of a slow rank's device, or `UNKNOWN`.
+    """Return the differences between a slow rank's device and other devices, or `UNKNOWN`.
 
     Args:
-        own: its window.
-        peers: those of ranks that do the same work.
-        node: those of the other ranks on its host, slow ones left out.
-        is_gpu: whether its utilization is that of a GPU, which is idle while its host is slow.
+        own: window of the slow rank's device.
+        peers: windows of devices whose ranks do the same work.
+        node: windows of the other devices on its host, without devices of slow ranks.
+        is_gpu: whether the device is a GPU, which is idle while its host is slow.
     """
     if own is None or not peers:
         return UNKNOWN
@@ -90,7 +90,7 @@ def _clock(own: DeviceWindow, peers: Sequence[DeviceWindow], node: Sequence[Devi
     if pair is None or pair[0] >= (1 - SLOWER_CLOCK) * pair[1]:
         return []
     beside = _median(node, lambda window: mean_of(window, "sm_clock_hz"))
-    also = " as on the rest of its node" if beside is not None and beside < (1 - SLOWER_CLOCK) * pair[1] else ""
+    also = " (low on its whole node)" if beside is not None and beside < (1 - SLOWER_CLOCK) * pair[1] else ""
     return [f"SM clock {pair[0] / 1e9:.2f} GHz against {pair[1] / 1e9:.2f}{also}"]
 
 
@@ -115,7 +115,7 @@ def _temperature(own: DeviceWindow, peers: Sequence[DeviceWindow], node: Sequenc
     if pair is None or pair[0] < pair[1] + HOTTER_C:
         return []
     beside = _median(node, lambda window: mean_of(window, "temperature_c"))
-    also = " as is the rest of its node" if beside is not None and beside >= pair[1] + HOTTER_C else ""
+    also = " (high on its whole node)" if beside is not None and beside >= pair[1] + HOTTER_C else ""
     return [f"{pair[0]:.0f} degC against {pair[1]:.0f}{also}"]
 
 
@@ -123,4 +123,4 @@ def _host(own: DeviceWindow, peers: Sequence[DeviceWindow]) -> list[str]:
     pair = _pair(own, peers, _utilization)
     if pair is None or pair[0] > pair[1] - IDLER:
         return []
-    return [f"host: its GPU is busy for {100 * pair[0]:.0f} % of the time, its peers' for {100 * pair[1]:.0f} %"]
+    return [f"slow host: its GPU is busy {100 * pair[0]:.0f} % of the time, GPUs of peers {100 * pair[1]:.0f} %"]

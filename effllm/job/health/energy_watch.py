@@ -1,4 +1,4 @@
-"""Errors of the energy of a whole job: reported once for the job. No I/O."""
+"""Reports errors of a job's energy, each kind once per job. No I/O."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from effllm import metrics
 from effllm.records.job import ClusterReport
 from effllm.records.rank import Event, RankReport
 
-#: An event needs this many windows in a row in which iterations keep step with a sensor.
+#: Number of windows in a row with synchronous iterations before the event.
 HELD_WINDOWS = 3
-#: Windows are judged too short by this many of the last ones, and by the second number of them at least.
+#: Number of last windows that are judged for their length, and the minimum number for a judgement.
 JUDGED_WINDOWS, MIN_JUDGED = 9, 5
 
 
 class EnergyWatch:
-    """Reports that iterations keep step with power sensors, and that windows are too short for them.
+    """Reports iterations that are synchronous with power sensors, and windows that are too short for the sensors.
 
     Args:
-        is_reported: whether the job has an event of this kind already, from an aggregator before this one too.
-        report: takes an event.
+        is_reported: returns whether the job already has an event of this kind, also from an earlier aggregator.
+        report: is called with each event.
     """
 
     def __init__(self, is_reported: Callable[[str], bool], report: Callable[[Event], None]) -> None:
@@ -41,9 +41,9 @@ class EnergyWatch:
             return
         percent = min(math.ceil(100 * max(errors)), 100)
         text = (
-            f"on {len(errors)} of {len(rows)} ranks iterations keep step with the power sensor, which measures a part "
-            f"of each of its ticks: the energy of a GPU may be off by up to {percent} % in the run to date, "
-            "in the same way in every window; over many GPUs it averages out"
+            f"on {len(errors)} of {len(rows)} ranks iterations are synchronous with the power sensor, which measures "
+            f"only a part of each tick: the energy of a GPU may be wrong by up to {percent} % in the run to date; "
+            "the error is the same in every window, and averages out over many GPUs"
         )
         self._report(Event(time_s, "energy_aliasing", text))
 
@@ -54,8 +54,8 @@ class EnergyWatch:
         if len(self._unknown) < MIN_JUDGED or 2 * sum(self._unknown) <= len(self._unknown):
             return
         text = (
-            f"most windows are too short for the power sensors: their energy is known to worse than "
-            f"±{100 * metrics.ratios.MAX_SHOWN_ERROR:.0f} % and not shown; windows four times as long "
-            "(EFFICIENTLLM_LOG_INTERVAL) have half of that error or less; values of the run to date are not affected"
+            f"most windows are too short for the power sensors: the error of their energy exceeds "
+            f"±{100 * metrics.ratios.MAX_SHOWN_ERROR:.0f} %, so it is not shown; windows four times as long "
+            "(EFFICIENTLLM_LOG_INTERVAL) have at most half of the error; values of the run to date are not affected"
         )
         self._report(Event(report.time_s, "energy_doubtful", text))

@@ -1,4 +1,4 @@
-"""The part of a window that is a rank's own and can be compared with its peers: four kinds of evidence. No I/O."""
+"""The four kinds of evidence by which a rank is compared with its peers in a window. No I/O."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from effllm.records.columns import fields_of
 from effllm.records.job import ARRIVAL, DATA_WAIT, OWN_TIME, PROFILE
 from effllm.records.rank import RankReport
 
-#: An arrival is late if it differs by more than this many errors of the clocks.
+#: An arrival is late if it lags by at least this many clock errors.
 CLOCK_ERRORS = 3.0
-#: Groups from this size on have their arrivals judged in every 4th window: aligning clocks takes most of the time.
+#: From this group size on, arrivals are judged in every 4th window: most of the time is spent on aligning clocks.
 LARGE_GROUP, ARRIVALS_EVERY = 1024, 4
 
 _OWN, _PROFILE, _ARRIVAL = attrgetter("own_median_s"), attrgetter("profile"), attrgetter("arrival_ns")
@@ -28,10 +28,10 @@ Key = tuple[str, str]  # a group, and a kind of evidence
 class Peer(Struct, frozen=True):
     """The properties of a rank for comparisons."""
 
-    group: str = ""  # of ranks that do the same work: its role and peer group
+    group: str = ""  # role and peer group; ranks of one group do the same work
     host: str = ""
     device: str = ""
-    replica: str = ""  # of ranks that wait for each other before the sync point
+    replica: str = ""  # ranks of one replica wait for each other before the sync point
     is_gpu: bool = True
 
 
@@ -40,7 +40,7 @@ class PeerGroups:
 
     def __init__(self) -> None:
         self.known: dict[int, Peer] = {}
-        self._max_rank = -1  # the largest rank that is known
+        self._max_rank = -1  # the largest known rank
         self.groups: dict[str, set[int]] = {}
         self.hosts: dict[str, set[int]] = {}
         self.replicas: dict[str, set[int]] = {}
@@ -55,7 +55,7 @@ class PeerGroups:
             sets.setdefault(getattr(peer, name), set()).add(rank)
 
     def mates(self, rank: int) -> set[int]:
-        """Return the ranks that wait for this one, and it for them, before the sync point."""
+        """Return the ranks of this rank's replica, which wait for each other before the sync point."""
         replica = self.known[rank].replica
         return self.replicas[replica] if replica else {rank}
 
@@ -64,7 +64,7 @@ class PeerGroups:
         return {rank for name, ranks in self.replicas.items() if name and len(ranks) > 1 for rank in ranks}
 
     def at_work(self, rows: Sequence[RankReport]) -> Sequence[RankReport]:
-        """Return the rows that hold an iteration, of ranks that are known."""
+        """Return the rows of known ranks that contain an iteration."""
         if isinstance(rows, Rows) and rows.numbers["iterations"].min(initial=1) > 0 and self._has_all(rows.ranks):
             return rows
         return [row for row in rows if row.iterations > 0 and row.rank in self.known]
@@ -83,7 +83,7 @@ class PeerGroups:
 
 
 def iteration_s(rows: Sequence[RankReport]) -> float:
-    """Return the median iteration: of about 100 ranks, for in synchronous training they are all alike."""
+    """Return the median iteration time of about 100 ranks; in synchronous training it is the same on all ranks."""
     return median(sorted(row.time_s / row.iterations for row in rows[:: max(len(rows) // 101, 1)]))
 
 
@@ -99,13 +99,13 @@ def gather(
 
     Args:
         tracks: receive the results.
-        group: of these rows.
-        rows: of two ranks at least, each with an iteration at least.
-        whole_s: of an iteration.
-        offsets: of the ranks' clocks to ours, where known.
-        is_named_for_data: whether a rank is, which must be judged to be cleared.
+        group: name of the group.
+        rows: rows of at least two ranks, each with at least one iteration.
+        whole_s: duration of an iteration.
+        offsets: known offsets between the ranks' clocks and ours.
+        is_named_for_data: whether a rank is named for its data wait; a new judgement may then end its verdict.
     """
-    # Ten thousand rows are looked at in a few milliseconds: hence the maps, and the quick ways past what is not there.
+    # Ten thousand rows take a few milliseconds, because of the maps and the early checks for missing evidence.
     measured, values = own_times(rows)
     if len(measured) > 1:
         _track(tracks, group, OWN_TIME).look(measured, values)
@@ -125,9 +125,9 @@ def gather(
 
 
 def own_times(rows: Sequence[RankReport]) -> tuple[Sequence[RankReport], Sequence[float]]:
-    """Return the rows with an own time of an iteration, and these times: on the device, where all have them.
+    """Return the rows with own times, and each row's own time per iteration: on the device if all rows have it.
 
-    On the host it is the median of the window, which an iteration that was disturbed does not move.
+    The own time on the host is the median of the window, so a disturbed iteration has no effect.
     """
     if all(row.device_own_steps for row in rows):
         return rows, [row.device_own_step_s / row.device_own_steps for row in rows]
@@ -153,7 +153,7 @@ def _look_at_data(track: OutlierTrack, rows: Sequence[RankReport], whole_s: floa
         return
     busy = (busy_s / iterations).tolist()
     others_busy_s = median(sorted(busy)) if len(busy) > 2 else max(busy)
-    # The others wait in their steps for a rank that waits for data, so its own steps are shorter.
+    # During a rank's data wait the other ranks wait in their steps, so the steps of this rank are shorter.
     track.look(rows, waits.tolist(), whole_s, lambda index, excess_s: others_busy_s - busy[index] >= excess_s / 2)
 
 

@@ -1,7 +1,7 @@
-"""Detect stalls of the job and hangs of ranks, with each rank's position: heartbeats and reports in, verdicts out.
+"""Detects stalls of the job and hangs of ranks from heartbeats and reports. No I/O.
 
-The position of a rank is the one in its last heartbeat.  Only heartbeats are evidence of a stall: a rank whose agent
-sends none is reported as lost, not as stalled.
+The last heartbeat has the position of a rank.  Only heartbeats are evidence of a stall: a rank whose agent sends no
+heartbeats is reported as lost, not as stalled.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from effllm.records import ring
 from effllm.records.rank import RankReport
 from effllm.records.wire import Heartbeat
 
-STALL_S = 30.0
-ITERATIONS = 3  # ... or this many median iterations, the longer
-#: A marked phase may take this many times the stall's seconds (10 minutes), or 10 times the longest seen, the longer.
+STALL_S = 30.0  # timeout of progress: this time or ITERATIONS median iterations, the longer of the two
+ITERATIONS = 3
+#: Timeout of a marked phase: 20 times `STALL_S` (10 minutes) or 10 times the longest such phase, the longer of the two.
 PHASE_STALLS, PHASE_TIMES = 20, 10
-#: Start-up is all until the first iteration has ended: it loads, compiles and meets the others (30 minutes).
+#: Timeout of start-up: 60 times `STALL_S` (30 minutes); until the first iteration ends, ranks load, compile and connect.
 STARTUP_STALLS = 60
-BEATS = 6  # heartbeats of an agent in the seconds of a stall ...
-CHECKS = 15  # ... and checks for a stall
-MAX_BEAT_DELAY_S = 5.0  # beyond it, of two ranks the one that was seen later has moved later
-SUSPENDED_S = 10.0  # the aggregator checks twice a second, unless it was stopped
+BEATS = 6  # heartbeats of an agent per STALL_S
+CHECKS = 15  # checks for a stall per STALL_S
+MAX_BEAT_DELAY_S = 5.0  # a larger difference between heartbeats shows which rank moved later
+SUSPENDED_S = 10.0  # after a longer pause between checks (normally 0.5 s) the aggregator was stopped
 REPORT_AGAIN_S = (300.0, 1800.0)
 REPORT_EVERY_S = 7200.0
 
 STARTUP, BETWEEN, STEP = ring.STATE_NAMES[ring.STARTUP], ring.STATE_NAMES[ring.BETWEEN], ring.STATE_NAMES[ring.STEP]
 FINISHED = ring.STATE_NAMES[ring.FINISHED]
-#: State of a process that serves, instead of "between iterations": when the next request comes is unknown.
+#: State of a serving process between requests, in place of "between iterations"; it has no timeout.
 WAITING = "waiting for requests"
 STOPPED = "T"  # state of a process that a signal or a debugger has stopped
 
@@ -41,15 +41,15 @@ class RankPosition(Struct):
     """The position of a rank's loop, from its agent's heartbeats."""
 
     role: str = ""
-    last_iteration: int | None = None  # ordinal after which its loop is over, where that is known
+    last_iteration: int | None = None  # ordinal of the loop's last iteration, if known
     ordinal: int = 0
-    state: str = ""  # empty: no heartbeat yet
-    process: str = ""  # state of the trainer's process, as /proc has it
-    since_s: float = 0.0  # when it came to this position ...
-    seen_s: float = 0.0  # ... and the time of the last heartbeat with it
-    beat_s: float = 0.0  # time at this position, by the agent's own clock
+    state: str = ""  # empty before the first heartbeat
+    process: str = ""  # state of the trainer's process in /proc
+    since_s: float = 0.0  # time at which the rank reached this position
+    seen_s: float = 0.0  # time of the last heartbeat with this position
+    beat_s: float = 0.0  # seconds at this position by the agent's clock
     joined_s: float = 0.0
-    ended_s: float = 0.0  # it has ended an iteration since then
+    ended_s: float = 0.0  # the last iteration ended after this time
     utilization: float | None = None
     power_w: float | None = None
 
@@ -59,28 +59,28 @@ class RankPosition(Struct):
 
     @property
     def place(self) -> tuple[int, bool, str, bool]:
-        """What a group of ranks has in common: iterations behind, whether in the next, which state, whether stopped."""
+        """Key of a group of ranks: completed iterations, whether a step has begun, state, whether it is stopped."""
         return (self.completed, self.state == STEP, self.state, self.process == STOPPED)
 
     @property
     def unmoved_s(self) -> float:
-        """For how long it is known to have made no progress."""
+        """Seconds without progress, up to the last heartbeat."""
         return self.seen_s - self.since_s
 
 
 class Stall(NamedTuple):
     """Ranks that make no progress, the furthest behind first."""
 
-    groups: Sequence[tuple[RankPosition, Sequence[int]]]  # of ranks at one place, one of them for all
+    groups: Sequence[tuple[RankPosition, Sequence[int]]]  # position of each group, and its ranks
     unmoved_s: float
-    is_partial: bool = False  # others go on
+    is_partial: bool = False  # other ranks make progress
 
 
 class Resumed(NamedTuple):
-    """The loop goes on."""
+    """End of a stall of the job, or of a hang of one rank."""
 
     unmoved_s: float
-    rank: int | None = None  # where a single rank had stalled
+    rank: int | None = None  # None: the job
 
 
 Verdict = Stall | Resumed
@@ -90,38 +90,38 @@ class Hang:
     """Detects stalls from the positions of a job's ranks.
 
     Args:
-        stall_s: seconds without progress that make a stall, unless iterations are longer.
-        earlier_s: seconds of an iteration in an earlier attempt; 0 where that is not known.
+        stall_s: seconds without progress before a stall is reported; long iterations have a longer timeout.
+        earlier_s: seconds per iteration in an earlier attempt; 0 if unknown.
     """
 
     def __init__(self, stall_s: float = STALL_S, earlier_s: float = 0.0) -> None:
         self._stall_s = stall_s
         self._earlier_s = earlier_s
         self.ranks: dict[int, RankPosition] = {}
-        self._windows: dict[str, deque[tuple[int, float]]] = {}  # by role: seconds of an iteration, one of a window
-        self._durations_s: dict[str, deque[float]] = {}  # by role: of iterations between beats, until there are windows
+        self._windows: dict[str, deque[tuple[int, float]]] = {}  # by role: windows and their seconds per iteration
+        self._durations_s: dict[str, deque[float]] = {}  # by role: seconds per iteration before the first window
         self._max_phase_s: dict[str, float] = {}  # by phase
-        self._two_more_s = 0.0  # since when some rank has ended two iterations more
-        self._moved_s = 0.0  # last progress of any rank
+        self._two_more_s = 0.0  # a rank has ended two iterations since this time
+        self._moved_s = 0.0  # time of the last progress of any rank
         self._next_check_s = self._next_alone_s = 0.0
         self._checked_s = 0.0
-        self._since_s: float | None = None  # beginning of the stall of the job
-        self._report_s = 0.0  # when to report it again
-        self._alone: dict[int, tuple[float, float]] = {}  # stalled while others go on: since when, when to report
+        self._since_s: float | None = None  # start of the job's stall
+        self._report_s = 0.0  # time at which the stall is reported again
+        self._alone: dict[int, tuple[float, float]] = {}  # hangs by rank: start, and time of the next event
         self._resumed: list[Resumed] = []
-        self.stalled_s = 0.0  # of the stalls that are over
+        self.stalled_s = 0.0  # sum of all ended stalls
 
-    # --- what comes in ---
+    # --- inputs ---
 
     def join(self, rank: int, role: str, last_iteration: int | None, is_new: bool, now_s: float) -> None:
-        """Take a rank's HELLO.
+        """Add a rank after its HELLO.
 
         Args:
             rank: the rank.
-            role: its role; iterations of different roles take different times.
-            last_iteration: ordinal after which its loop is over, where that is known.
-            is_new: whether the agent is another one than before.
-            now_s: the time.
+            role: role of the rank; iterations of different roles take different times.
+            last_iteration: ordinal of the loop's last iteration, if known.
+            is_new: whether the rank has a new agent.
+            now_s: current time.
         """
         if is_new or rank not in self.ranks:
             self.ranks[rank] = RankPosition(since_s=now_s, seen_s=now_s, joined_s=now_s, ended_s=now_s)
@@ -129,7 +129,7 @@ class Hang:
         position.role, position.last_iteration = role, last_iteration
 
     def leave(self, rank: int, completed: bool, now_s: float) -> None:
-        """Take a rank's BYE: a rank that completed has made progress, one that was killed has not."""
+        """Remove a rank after its BYE; only completion of the rank counts as progress."""
         if rank in self.ranks:
             if completed:
                 self._move(rank, now_s)
@@ -144,7 +144,7 @@ class Hang:
             # A heartbeat may be late, never early.
             position.since_s = min(position.since_s, now_s - beat.since_s)
         else:
-            since_s = now_s - beat.since_s  # possibly before it joined
+            since_s = now_s - beat.since_s  # may be earlier than the HELLO
             since_s = max(since_s, position.since_s) if position.state else since_s
             self._place(beat.rank, position, beat.ordinal, beat.state, since_s)
         position.seen_s, position.beat_s, position.process = now_s, beat.since_s, beat.process
@@ -160,12 +160,12 @@ class Hang:
         last = row.iteration_last
         if last >= row.iteration_first:
             of_role = self._windows.get(position.role)
-            if of_role is None:  # a deque is not made for each of ten thousand rows
+            if of_role is None:  # ten thousand rows do not create ten thousand deques
                 of_role = self._windows[position.role] = deque(maxlen=16)
             if not of_role or of_role[-1][0] < row.window:
                 of_role.append((row.window, row.time_s / row.iterations))
         if last > position.completed:
-            # The position at the end of the window, some time ago: no heartbeat has confirmed it.
+            # This was the position at the end of the window; no heartbeat has confirmed it.
             self._place(row.rank, position, last, BETWEEN, now_s)
             position.beat_s = 0.0
 
@@ -177,9 +177,9 @@ class Hang:
             if before == 0:
                 self._max_phase_s[STARTUP] = max(self._max_phase_s.get(STARTUP, 0.0), since_s - position.joined_s)
             if position.role not in self._windows:
-                # The first is longer than the others, and for the second it is all that is known.
+                # The first iteration is the longest; during the second iteration no other duration is known.
                 self._durations_s.setdefault(position.role, deque(maxlen=33)).append((since_s - before_s) / ended)
-            # All of them after its last heartbeat.
+            # All these iterations ended after the last heartbeat.
             self._two_more_s = max(self._two_more_s, position.seen_s if ended > 1 else position.ended_s)
             position.ended_s = position.seen_s
         if state != FINISHED:
@@ -188,17 +188,17 @@ class Hang:
             if self._alone or self._since_s is not None:
                 self._move(rank, since_s)
 
-    # --- what goes out ---
+    # --- outputs ---
 
     def check(self, now_s: float, lost: Collection[int]) -> list[Verdict]:
-        """Return the verdicts that are due: the job or a single rank has stalled, or goes on.
+        """Return the new verdicts: stalls of the job, hangs of ranks, and their ends.
 
         Args:
-            now_s: the time.
+            now_s: current time.
             lost: ranks without a recent heartbeat; their state is unknown.
         """
         if now_s - self._checked_s > SUSPENDED_S:
-            # The messages of the pause came all at once: their order in time is unknown.
+            # All messages of the pause arrived at once, so their order in time is unknown.
             self._two_more_s = 0.0
             for one in self.ranks.values():
                 one.ended_s = now_s
@@ -213,7 +213,7 @@ class Hang:
         active = {rank: one for rank, one in here.items() if one.state not in ("", FINISHED)}
         if not active:
             return verdicts
-        limits: dict[tuple[str, ...], float | None] = {}  # 10,000 ranks have few of them
+        limits: dict[tuple[str, ...], float | None] = {}  # 10,000 ranks have few different timeouts
         stalled = {rank for rank, one in active.items() if self._has_stalled(one, limits)}
         if len(stalled) == len(active):
             self._alone = {}
@@ -238,14 +238,14 @@ class Hang:
 
     @property
     def since_s(self) -> float | None:
-        """Beginning of the job's stall; ``None`` where there is none."""
+        """Start of the job's stall; ``None`` without a stall."""
         return self._since_s
 
     def total_s(self, now_s: float) -> float:
-        """Return the seconds of all stalls of the job: those that are over, and the present one."""
+        """Return the seconds of all stalls of the job, including the current stall."""
         return self.stalled_s + (now_s - self._since_s if self._since_s is not None else 0.0)
 
-    # --- the rules ---
+    # --- rules ---
 
     def _has_stalled(self, one: RankPosition, limits: dict[tuple[str, ...], float | None]) -> bool:
         kind = self._kind(one)
@@ -255,19 +255,19 @@ class Hang:
         return limit_s is not None and one.unmoved_s >= limit_s
 
     def _kind(self, one: RankPosition) -> tuple[str, ...]:
-        """Return the key of a rank's timeout: its role, and the state that decides."""
+        """Return the key of a rank's timeout: role and state; some states share the timeout of another state."""
         if one.state == WAITING and one.process != STOPPED:
             return (one.role, WAITING)
-        if one.process == STOPPED:  # whatever its state
+        if one.process == STOPPED:  # in any state
             return (one.role, STEP)
         if one.state == STARTUP or one.completed < 1:
             return (one.role, STARTUP)
         if one.state == BETWEEN and one.last_iteration is not None and one.ordinal >= one.last_iteration:
-            return (one.role, FINISHED)  # it saves the model, or the like
+            return (one.role, FINISHED)  # it may be saving the model
         return (one.role, one.state)
 
     def _limit_s(self, kind: tuple[str, ...]) -> float | None:
-        """Return the timeout of a state in seconds; ``None`` where there is none."""
+        """Return the timeout of a state in seconds; ``None`` without a timeout."""
         role, state = kind
         if state == WAITING:
             return None
@@ -294,7 +294,7 @@ class Hang:
 
 
 def _again_s(unmoved_s: float) -> float:
-    """Return how long after its beginning a stall is reported again."""
+    """Return the seconds from the start of a stall to its next event."""
     for after_s in REPORT_AGAIN_S:
         if unmoved_s < after_s:
             return after_s
@@ -305,11 +305,11 @@ IDLE, BUSY = 0.1, 0.5
 
 
 def _groups(active: Mapping[int, RankPosition]) -> list[tuple[RankPosition, list[int]]]:
-    """Return ranks by their position, the furthest behind first; where all are alike, idle ones first."""
+    """Return ranks by position, the furthest behind first; at one position idle ranks come first."""
     by_place: dict[tuple[int, bool, str, bool], list[int]] = {}
     for rank, one in active.items():
         by_place.setdefault(one.place, []).append(rank)
-    # At one iteration the stopped ranks come first: they are why the others wait.
+    # At one iteration the stopped ranks come first, because the other ranks wait for them.
     order = sorted(by_place, key=lambda place: (*place[:2], not place[3], len(by_place[place])))
     if len(order) == 1:
         idle = [rank for rank, one in active.items() if one.utilization is not None and one.utilization < IDLE]

@@ -1,4 +1,4 @@
-"""Losses that are NaN or infinite, of all ranks, window by window. No I/O."""
+"""Detects losses that are NaN or infinite in the windows of all ranks. No I/O."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from effllm.records.rank import Event
 
 
 def judge(rows: Rows, ledger: Ledger, time_s: float) -> Event | None:
-    """Enter in the ledger whether the loss of a window is finite; return an event where that has changed."""
+    """Record in the ledger whether a window's loss is finite; return an event after a change."""
     count, first = rows.counts["losses_not_finite"], rows.first_not_finite
     if count:
         if ledger.first_not_finite is None:

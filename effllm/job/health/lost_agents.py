@@ -1,29 +1,29 @@
-"""Agents that ended without a BYE: the kernel of a killed one closes its connection. No I/O.
+"""Detects agents that ended without a BYE: the kernel closes a killed agent's connection. No I/O.
 
-Used at the end of a job, which must not wait for three heartbeats of a dead agent.
+Used at the end of a job, so that the job does not wait three heartbeat periods for a dead agent.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-#: An agent whose connection broke has another within half a second, or five where that went on failing.
+#: An agent reconnects within half a second, or within five seconds after repeated failures.
 GONE_AFTER_S = 2.0
 
 
 class LostAgents:
-    """Ranks whose agents cannot be reached, and since when."""
+    """Ranks whose agents have no connection, with its time of loss."""
 
     def __init__(self) -> None:
         self._since_s: dict[int, float] = {}
 
     def look(self, now_s: float, ranks: Iterable[int], reaches: Callable[[int], bool]) -> list[int]:
-        """Return those of the ranks whose agents have been out of reach for two seconds.
+        """Return the ranks whose agents have had no connection for two seconds.
 
         Args:
-            now_s: the time.
-            ranks: those that are waited for.
-            reaches: whether a rank's agent has a connection now.
+            now_s: current time.
+            ranks: ranks that have not ended.
+            reaches: returns whether a rank's agent has a connection.
         """
         gone_s = {rank: self._since_s.get(rank, now_s) for rank in ranks if not reaches(rank)}
         self._since_s = gone_s

@@ -1,4 +1,4 @@
-"""Outliers among the ranks of a group, by robust z, in more windows than noise explains. No I/O.
+"""Finds ranks that are outliers of their group, by robust z, in more windows than noise explains. No I/O.
 
 Thresholds and false alarm rates: docs/stragglers.md.
 """
@@ -18,52 +18,54 @@ from effllm.job.health.robust import MAD_SIGMA, median, median_distance, of_few
 from effllm.job.rows import Rows
 from effllm.records.rank import RankReport
 
-#: A rank is an outlier from this robust z on, and no longer one below the second.
+#: A rank is an outlier at a robust z of `Z` or more, until z falls below `Z_CLEAR`.
 Z, Z_CLEAR = 5.0, 2.5
-#: A shorter iteration is invalid: no clock shows it, and shares of it exceed the range of a float.
+#: A shorter iteration is invalid: no clock can measure it, and shares of it exceed the range of a float.
 SHORTEST_S = 1e-9
-#: A deviation is not taken for less than this share of the median, or of the iteration for what is a part of it.
+#: Minimum of a deviation, as a share of the median, or of the iteration if values are parts of an iteration.
 FLOOR = 0.01
-#: Of two ranks one is an outlier if it takes longer than the other by this share.
+#: In a group of two ranks, a rank is an outlier if it takes longer than its peer by this share.
 PAIR = 0.2
-#: A rank is named when it was an outlier in 3 of the last 5 windows, or in more where others are so by chance.
+#: A rank is named if it was an outlier in 3 of the last 5 windows, or in more if noise often makes outliers.
 PERSIST, WINDOWS = 3, 5
-#: How many ranks noise may name in a window: the rule of persistence is made stricter until it is fewer.
+#: Maximum number of ranks that noise names per window; more windows are required until the number is smaller.
 FALSE_ALARMS = 1e-6
-#: Windows over which outliers by chance are counted ...
+#: Number of windows over which outliers by chance are counted.
 HISTORY = 50
-#: ... as if one had been seen in this number of windows of a rank before: a few windows without one prove little.
+#: Assumed earlier windows of a rank, with one outlier: a few windows without outliers prove little.
 ASSUMED = 100
-#: Groups below this size have the scatter of their last windows pooled: that of a few values is small by chance.
+#: Smaller groups use the scatter of several windows, because the scatter of a few values may be small by chance.
 FEW = 64
 
 _RANK = attrgetter("rank")
 
 
 class Look(NamedTuple):
-    """One kind of evidence in one group and window; seconds are those of an iteration."""
+    """One kind of evidence in one group and window; all seconds are per iteration."""
 
     window: int
-    shown: int  # number of its first iteration
+    shown: int  # number of the window's first iteration
     iterations: int
     ranks: Sequence[int]
     values: Sequence[float]
     median_s: float
     scale_s: float
-    base_s: float  # that slowdowns are a share of
-    flags: dict[int, float]  # outliers, and by how much each lies above the median
+    base_s: float  # slowdowns are shares of this duration
+    flags: dict[int, float]  # outliers, and their seconds above the median
 
     def excess_s(self, rank: int) -> float | None:
         return self.values[self.ranks.index(rank)] - self.median_s if rank in self.ranks else None
 
 
 class OutlierTrack:
-    """One kind of evidence in one group, window after window."""
+    """One kind of evidence in one group over all windows."""
 
     def __init__(self) -> None:
         self.looks: deque[Look] = deque(maxlen=WINDOWS)
-        self._flags: deque[tuple[int, tuple[int, ...]]] = deque(maxlen=HISTORY)  # ranks judged, and the outliers
-        self._scatter: deque[NDArray[np.float64]] = deque(maxlen=WINDOWS)  # of small groups, as shares of the base
+        self._flags: deque[tuple[int, tuple[int, ...]]] = deque(
+            maxlen=HISTORY
+        )  # number of judged ranks, and the outliers
+        self._scatter: deque[NDArray[np.float64]] = deque(maxlen=WINDOWS)  # in small groups, as shares of base_s
 
     def look(
         self,
@@ -72,13 +74,13 @@ class OutlierTrack:
         whole_s: float | None = None,
         is_late: Callable[[int, float], bool] = lambda _index, _excess_s: True,
     ) -> None:
-        """Judge the ranks of a window by a value of each, if there are enough of them.
+        """Judge the ranks of a window by one value per rank.
 
         Args:
-            rows: of the ranks.
-            values: of the rows, seconds of an iteration.
-            whole_s: the iteration, where the values are a part of it; else they are the whole themselves.
-            is_late: whether the value at an index, which is this much above the median, may be an outlier.
+            rows: rows of the ranks.
+            values: one value per row, in seconds per iteration.
+            whole_s: duration of an iteration if the values are parts of iterations, not whole iterations.
+            is_late: returns for an index and its seconds above the median whether it may be an outlier.
         """
         found = np.array(values)
         ordered = np.sort(found)
@@ -112,14 +114,14 @@ class OutlierTrack:
         return MAD_SIGMA * of_few(len(ordered)) * share * base_s
 
     def times(self, rank: int) -> int:
-        """Return in how many of the last windows a rank was an outlier."""
+        """Return the number of last windows in which a rank was an outlier."""
         return sum(rank in look.flags for look in self.looks)
 
     def candidates(self, known: Iterable[int]) -> list[int]:
-        """Return the outliers of this window that were so in enough of the last ones.
+        """Return the ranks that are outliers in this window and were outliers in enough of the last windows.
 
         Args:
-            known: ranks that are, or lately were, named: they are no outliers by chance.
+            known: ranks that are named or were recently named; they are not outliers by chance.
         """
         found = [rank for rank in self.looks[-1].flags if self.times(rank) >= PERSIST]
         if not found:
@@ -131,24 +133,24 @@ class OutlierTrack:
         return [rank for rank in found if self.times(rank) >= needed]
 
     def outlier_looks(self, rank: int) -> list[Look]:
-        """Return those of the last windows in which a rank was an outlier."""
+        """Return the last windows in which a rank was an outlier."""
         return [look for look in self.looks if rank in look.flags]
 
     def slowdown(self, rank: int) -> float:
-        """Return the median share by which a rank was slower, of the windows in which it was an outlier."""
+        """Return the median share by which a rank was slower, over the windows in which it was an outlier."""
         return median(sorted(look.flags[rank] / look.base_s for look in self.outlier_looks(rank)))
 
     def z(self, rank: int) -> float:
-        """Return the same in deviations."""
+        """Return a rank's median z over the windows in which it was an outlier."""
         return median(sorted(look.flags[rank] / look.scale_s for look in self.outlier_looks(rank)))
 
 
 def persistence(ranks: int, share: float) -> float:
-    """Return in how many of `WINDOWS` windows a rank must be an outlier for noise to name fewer than `FALSE_ALARMS`.
+    """Return the required number of outliers in `WINDOWS` windows, so that noise names at most `FALSE_ALARMS` ranks.
 
     Args:
-        ranks: that are judged.
-        share: of windows in which a rank is an outlier by chance.
+        ranks: number of judged ranks.
+        share: share of windows in which a rank is an outlier by chance.
 
     >>> persistence(10_000, 3e-7), persistence(10_000, 1e-3), persistence(8, 0.5)
     (3, 4, inf)

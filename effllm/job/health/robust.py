@@ -1,4 +1,4 @@
-"""Medians, and distances from them, of values that are in order already: one sort serves both. No I/O."""
+"""Medians, and median distances from a centre, of sorted values: one sort is enough for both. No I/O."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from numpy.typing import NDArray
 
 Ordered = Sequence[float] | NDArray[np.float64]
 
-#: Makes a standard deviation of the median of distances from a median, for a normal distribution.
+#: Ratio of the standard deviation to the median absolute deviation (MAD) of a normal distribution.
 MAD_SIGMA = 1.4826
 
-#: What that must be multiplied by in samples of 2 to 9, whose median distance is too small (Croux and Rousseeuw, 1992).
+#: Further factors for 2 to 9 values, whose MAD is too small (Croux and Rousseeuw, 1992).
 _OF_FEW = (1.196, 1.495, 1.363, 1.206, 1.200, 1.140, 1.129, 1.107)
 
 
 def of_few(count: int) -> float:
-    """Return by what a deviation from the median distance of so many values is to be multiplied."""
+    """Return the correction factor for a deviation that was computed from the MAD of ``count`` values."""
     return _OF_FEW[count - 2] if count < 10 else count / (count - 0.8)
 
 
@@ -32,9 +32,9 @@ def median(ordered: Ordered) -> float:
 
 
 def median_distance(ordered: Ordered, centre: float) -> float:
-    """Return the median of the distances of ordered values from a centre (MAD, where that is their median).
+    """Return the median distance of sorted values from a centre (the MAD if the centre is the median).
 
-    The nearest half of them lies side by side, so where it begins is found in the logarithm of their number.
+    The nearest half of the values is contiguous, so a binary search finds its start.
 
     >>> median_distance([1, 2, 3, 4, 100], 3)
     1.0
@@ -48,7 +48,7 @@ def median_distance(ordered: Ordered, centre: float) -> float:
 
 
 def _kth_distance(ordered: Ordered, centre: float, k: int) -> float:
-    """Return the k-th smallest distance: of k neighbours, the farther end of those that are nearest."""
+    """Return the k-th smallest distance from the centre: the larger distance of the two ends of the k nearest values."""
     low, high = 0, len(ordered) - k
     while low < high:
         first = (low + high) // 2

@@ -7,33 +7,33 @@ import statistics
 from effllm.job.health.change_point import Change, WindowLevel
 from effllm.records.rank import Event, RankReport
 
-#: Shorter windows are judged together. The load of a host changes every second or so, for many of them alike: 314
-#: changes were reported in 73,009 windows of 13 ms of a loop that only slept.
+#: Shorter windows are judged together. The load of a host changes about every second, and affects many short windows
+#: alike: a loop that only slept had 314 false changes in 73,009 windows of 13 ms.
 JUDGED_S = 5.0
-#: Windows that an unexplained change waits for a name.
+#: Number of windows before an unexplained change is reported: a rank may be named in this time.
 PATIENCE = 2
 
 
 class Slowdown:
-    """Detects when iterations became slower, and whether the ranks' own times did."""
+    """Detects slower iterations, and longer own times of the ranks."""
 
     def __init__(self) -> None:
         self._whole, self._own = WindowLevel(), WindowLevel()
-        self._change: Change | None = None  # not reported yet
-        self._own_rose = 0  # iteration since which
+        self._change: Change | None = None  # a change that is not reported yet
+        self._own_rose = 0  # iteration since which own times are longer, or 0
         self._patience = 0
         self._windows: list[
             tuple[int, float, float | None]
-        ] = []  # first iteration, medians of iterations and own times
+        ] = []  # first iteration, median iteration time, median own time
         self._windows_s = 0.0
 
     def add(self, row: RankReport, whole_s: float, own_s: float | None, is_explained: bool) -> Event | None:
-        """Take the medians of a window; return an event where the job has become slower or faster.
+        """Add the medians of a window; return an event if the job became slower or faster.
 
         Args:
-            row: any of the window's.
-            whole_s: of iterations.
-            own_s: of the ranks' own times, where they are known.
+            row: any row of the window.
+            whole_s: median iteration time.
+            own_s: median own time of the ranks, if known.
             is_explained: whether a rank is named.
         """
         self._windows.append((row.iteration_shown - row.iterations + 1, whole_s, own_s))
@@ -63,14 +63,14 @@ class Slowdown:
 
     def _who(self, own_s: float | None) -> str:
         if own_s is None:
-            return "which rank it is, if it is one, is unknown: no rank has a sync point (effllm.sync_point)"
+            return "ranks cannot be compared: no rank has a sync point (effllm.sync_point)"
         if self._own_rose:
-            return "no rank is slower than others: the ranks' own times rose alike"
-        return "no rank is slower than others: their own times are as before, so it is communication or what follows it"
+            return "no rank is slower than others: own times are longer on all ranks"
+        return "no rank is slower than others: own times did not change, so communication or later work is slower"
 
 
 def _change_text(change: Change) -> str:
     return (
-        f"iterations take {change.after_s:.3g} s since iteration {change.since}, {change.before_s:.3g} s before "
+        f"iterations take {change.after_s:.3g} s since iteration {change.since}, and took {change.before_s:.3g} s before "
         f"({100 * change.ratio:+.0f} %)"
     )

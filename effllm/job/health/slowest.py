@@ -1,4 +1,4 @@
-"""The slowest rank of a window by own times, if it is slow in window after window. No I/O.
+"""Finds the slowest rank of a window by own times, if it is slow in several windows. No I/O.
 
 Detection and false alarm rates: docs/stragglers.md.
 """
@@ -15,16 +15,16 @@ from numpy.typing import NDArray
 from effllm.job.health.robust import MAD_SIGMA
 from effllm.records.job import Straggler
 
-#: A rank is slow in a window from this share above the median of its peers on.
+#: A rank is slow in a window if its own time is at least this share above the median of its peers.
 SLOWER = 0.06
-#: It is named when it was slow in so many of the last windows, and by so many deviations of a healthy rank.
+#: Each rule has a number of slow windows, a number of last windows, and a number of deviations of a healthy rank.
 RULES = ((3, 3, 3.0), (4, 5, 2.0), (6, 10, 1.6), (12, 20, 1.2))
-#: And it was slow in one of so many, or it has recovered.
+#: A rank that was slow in none of this many last windows has recovered.
 RECENT = 3
 WINDOWS = max(windows for _, windows, _ in RULES)
-#: Windows that show how much a healthy rank differs from one to the next.
+#: Number of windows that show the usual change of a healthy rank from window to window.
 HISTORY = 50
-#: Shorter own times are shorter than a clock can show.
+#: Clocks cannot measure shorter own times.
 SHORTEST_S = 1e-9
 
 Ranks = NDArray[np.int64]
@@ -32,19 +32,19 @@ Shares = NDArray[np.float64]
 
 
 class Slowest:
-    """Compares the own times of the ranks of one group, window after window."""
+    """Compares the own times of a group's ranks over several windows."""
 
     def __init__(self) -> None:
         self._last: deque[tuple[Ranks, Shares]] = deque(maxlen=WINDOWS)
-        self._changes: deque[float] = deque(maxlen=HISTORY)  # of a rank from a window to the next: their medians
+        self._changes: deque[float] = deque(maxlen=HISTORY)  # median over ranks of the change from window to window
 
     def add(self, ranks: Sequence[int], own_s: Sequence[float], skipped: Collection[int] = ()) -> Straggler | None:
-        """Return the slowest rank of a window, or ``None`` where no rank is slower than noise explains.
+        """Return the slowest rank of a window, or ``None`` if noise explains the differences.
 
         Args:
-            ranks: in ascending order.
-            own_s: own time of an iteration, of each of these ranks.
-            skipped: ranks that are never named, because their own time contains waiting for others.
+            ranks: ranks in ascending order.
+            own_s: own time per iteration of each rank.
+            skipped: ranks that are never named, because their own times contain waits for other ranks.
         """
         values = np.array(own_s, np.float64)
         if len(values) < 2:
@@ -58,9 +58,9 @@ class Slowest:
             self._changes.append(float(np.median(np.abs(shares - _aligned(known, *self._last[-1])))))
         self._last.append((known, shares))
         is_slow = self._is_slow(known)
-        # What is shown is this window's, so the rank has to be slower in this one too.
+        # Outputs show the values of this window, so the rank must be slower in this window too.
         named = [at for at in np.flatnonzero(is_slow & (shares > 0)).tolist() if ranks[at] not in skipped]
-        is_half = len(values) > 2 and 2 * int(is_slow.sum()) >= len(values)  # of two halves neither is slow
+        is_half = len(values) > 2 and 2 * int(is_slow.sum()) >= len(values)  # a slow half names no rank
         if not named or is_half:
             return None
         history = np.array([_aligned(known, *one) for one in self._last])
@@ -68,12 +68,14 @@ class Slowest:
         return Straggler(ranks[at], float(values[at]), float(peers_s[at]))
 
     def _is_slow(self, ranks: Ranks) -> NDArray[np.bool_]:
-        """Return which of these ranks one of the rules names."""
+        """Return for each rank whether one of the rules names it."""
         slow = np.zeros(len(ranks), bool)
         if len(self._last) < RULES[0][1]:
             return slow
         history = np.array([_aligned(ranks, *one) for one in self._last])
-        deviation = MAD_SIGMA * float(np.median(self._changes)) / math.sqrt(2)  # of one window, not of a difference
+        deviation = (
+            MAD_SIGMA * float(np.median(self._changes)) / math.sqrt(2)
+        )  # of one window: a difference has two errors
         for times, windows, deviations in RULES:
             if len(history) >= windows:
                 is_above = history[-windows:] >= max(SLOWER, deviations * deviation)
@@ -83,9 +85,9 @@ class Slowest:
 
 
 def medians_of_others(values: Shares) -> Shares:
-    """Return for each of at least two values the median of all others.
+    """Return for each value the median of all other values; at least two values are required.
 
-    A median that includes the value itself lies nearer to it, which hides a slow rank among three or four.
+    A median that includes the value itself is nearer to the value, and hides a slow rank in a group of three or four.
 
     >>> medians_of_others(np.array([1.0, 4.0, 2.0])), medians_of_others(np.array([3.0, 2.0]))
     (array([3. , 1.5, 2.5]), array([2., 3.]))
@@ -100,7 +102,7 @@ def medians_of_others(values: Shares) -> Shares:
 
 
 def _aligned(ranks: Ranks, known: Ranks, shares: Shares) -> Shares:
-    """Return the shares of these ranks in an earlier window; a rank that was not in it was not slow in it."""
+    """Return the shares of these ranks in an earlier window; the share of a missing rank is 0."""
     if np.array_equal(ranks, known):
         return shares
     at = np.minimum(np.searchsorted(known, ranks), len(known) - 1)

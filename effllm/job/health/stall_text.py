@@ -1,4 +1,4 @@
-"""The line of a stall, with the positions of the ranks. No I/O."""
+"""Text of a stall event, with the positions of the ranks. No I/O."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class Names:
         self.shown_minus_ordinal = shown_minus_ordinal
 
     def place(self, position: RankPosition) -> str:
-        """Return the iteration that a rank is in, or has ended, and its state."""
+        """Return the current or last iteration of a rank, and its state."""
         if position.state == STARTUP or (position.state == STEP and not position.ordinal):
             return "in start-up"
         number = str(position.ordinal + self.shown_minus_ordinal)
         return (
             number
             if position.state == STEP
-            else f"{number} ({'after it' if position.state == BETWEEN else position.state})"
+            else f"{number} ({'ended' if position.state == BETWEEN else position.state})"
         )
 
 
@@ -44,16 +44,16 @@ def stall_text(
     left: Mapping[int, str],
     num_missing: int,
 ) -> str:
-    """Return the line: the ranks that are furthest behind and their state, the others, and ranks of unknown state.
+    """Return the text: the ranks that are furthest behind, other ranks, and ranks of unknown state.
 
     Args:
         stall: the verdict.
-        ranks: the position of each.
-        names: of ranks and iterations.
-        now_s: the time.
-        lost_s: seconds since the last heartbeat of lost agents, by rank.
-        left: how ranks ended that have left, by rank.
-        num_missing: ranks that never joined.
+        ranks: positions by rank.
+        names: names of ranks and iterations.
+        now_s: current time.
+        lost_s: seconds since the last heartbeat of each lost rank.
+        left: status of each rank that sent a BYE but did not complete.
+        num_missing: number of ranks that never joined.
     """
     (first, behind), *others = stall.groups
     what = "stalled alone" if stall.is_partial else "stalled"
@@ -65,7 +65,7 @@ def stall_text(
         at = place if place == "in start-up" else f"at {place}"
         parts.append(f"{len(group)} other{'s' if len(group) > 1 else ''} {at}{stopped}")
     if rest:
-        parts.append(f"{sum(len(group) for _, group in rest)} elsewhere")
+        parts.append(f"{sum(len(group) for _, group in rest)} at other positions")
     parts += [
         f"rank {rank} ({names.where(rank)}): no heartbeat for {seconds_text(lost_s[rank])}"
         for rank in sorted(lost_s)[:MAX_NAMED]
@@ -76,7 +76,7 @@ def stall_text(
         words = ", ".join(f"{rank} ({left[rank]})" for rank in sorted(left)[:MAX_NAMED])
         parts.append(f"left: rank{'s' if len(left) > 1 else ''} {words}{', ...' if len(left) > MAX_NAMED else ''}")
     if num_missing:
-        parts.append(f"{num_missing} never joined")
+        parts.append(f"{num_missing} ranks never joined")
     return "; ".join(parts)
 
 
@@ -128,5 +128,5 @@ def _range(values: Iterable[float | None], times: float) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """Return a duration: seconds up to a quarter of an hour, then hours and minutes."""
+    """Return a duration as text: in seconds below 15 minutes, else in hours and minutes."""
     return f"{seconds:.0f} s" if seconds < 900 else long_duration(seconds)

@@ -1,4 +1,4 @@
-"""The consequences of a stall: it is reported, stacks are requested from agents, and its time is counted. No I/O."""
+"""Reports stalls, requests stacks from agents, and counts the time of stalls. No I/O."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from effllm.records.clock import Now
 from effllm.records.rank import Event, RankReport
 from effllm.records.wire import Heartbeat, Hello, Stack
 
-MAX_STACKS = 100  # that one aggregator has kept
-ANSWER_S = 30.0  # an agent gives its stack until then, or there is none
+MAX_STACKS = 100  # files of one aggregator
+ANSWER_S = 30.0  # timeout of a request for a stack
 
 
 class StackFile(NamedTuple):
-    """A file for the run folder."""
+    """A file of stacks in the run folder."""
 
     name: str
     text: str
@@ -30,17 +30,17 @@ class Stalls:
 
     Args:
         config: the job's settings.
-        roster: the ranks, and when each was heard.
-        ledger: the job's state, where the time is counted.
-        report: takes an event.
+        roster: the ranks, with the time of each rank's last message.
+        ledger: the job's state.
+        report: is called with each event.
     """
 
     def __init__(self, config: Config, roster: Roster, ledger: Ledger, report: Callable[[Event], None]) -> None:
         self._hang = Hang(config.stall_seconds, ledger.iteration_s())
         self._roster, self._ledger, self._report = roster, ledger, report
         self._shown_minus_ordinal: int | None = None
-        self._asked: dict[int, float] = {}  # ranks whose stack was asked for, and the deadline of the answer
-        self._tops: dict[int, str] = {}  # the innermost frame of each stack that has come
+        self._asked: dict[int, float] = {}  # ranks with a requested stack, and the deadline of the answer
+        self._tops: dict[int, str] = {}  # innermost frame of each received stack
         self._to_ask: list[int] = []
         self._files: list[StackFile] = []
         self._kept = 0
@@ -48,7 +48,7 @@ class Stalls:
         self._is_reported = self._failed_before = False
         self._left: dict[int, str] = {}
 
-    # --- what comes in ---
+    # --- inputs ---
 
     def hello(self, message: Hello, is_new: bool, now_s: float) -> None:
         if is_new:
@@ -71,7 +71,7 @@ class Stalls:
             self._left[rank] = status
 
     def stack(self, message: Stack, time_s: float) -> bool:
-        """Take the stack of a rank; ``False`` where it was not asked for."""
+        """Store the stack of a rank; return ``False`` if it was not requested."""
         if self._asked.pop(message.rank, None) is None:
             return False
         if self._kept < MAX_STACKS:
@@ -96,17 +96,17 @@ class Stalls:
         if overdue:
             self._report_stacks(now.unix_s)
 
-    # --- what goes out ---
+    # --- outputs ---
 
     def take_s(self, now_s: float) -> float:
         """Return the seconds of stalls since the last call."""
-        # The end of a stall is detected a little late: the excess is subtracted from the next result.
+        # The end of a stall is detected late: the excess is subtracted from the next result.
         new_s = max(self._hang.total_s(now_s) - self._counted_s, 0.0)
         self._counted_s += new_s
         return new_s
 
     def take_asked(self) -> list[int]:
-        """Return the ranks whose agents are to be asked for stacks, since the last call."""
+        """Return the ranks whose stacks must be requested since the last call."""
         asked, self._to_ask = self._to_ask, []
         return asked
 
@@ -116,7 +116,7 @@ class Stalls:
 
     @property
     def is_status(self) -> bool:
-        """Whether the job ends as stalled, if it ends now: no rank had failed before."""
+        """Whether a job that ends now has the status stalled: no rank failed before the stall."""
         return self._hang.since_s is not None and not self._failed_before
 
     # --- events ---
@@ -142,7 +142,7 @@ class Stalls:
         self._ask(stall, now.mono_s)
 
     def _ask(self, stall: Stall, now_s: float) -> None:
-        """Request the stacks of the ranks behind and of one other rank, once per stall."""
+        """Request the stacks of the ranks that are behind and of one other rank, once per stall."""
         behind, *others = stall.groups
         ranks = [*behind[1][:MAX_NAMED], *(others[-1][1][:1] if others else ())]
         new = [rank for rank in ranks if rank not in self._asked and rank not in self._tops]

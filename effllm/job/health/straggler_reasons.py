@@ -1,4 +1,4 @@
-"""The reason of a straggler, and the power of the ranks that wait for it, from windows of devices. No I/O."""
+"""Reason of a straggler, and power of the waiting ranks, from windows of devices. No I/O."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from effllm.job.health.outliers import Look
 from effllm.records.job import DATA_WAIT, StragglerVerdict
 from effllm.records.rank import DeviceWindow, RankReport
 
-MAX_POWERS = 1024  # ranks whose power is looked at in a window
+MAX_POWERS = 1024  # ranks whose power is read per window
 
 
 def waiting_w(peers: PeerGroups, rows: Sequence[RankReport], named: Collection[int]) -> float | None:
-    """Return the mean power of a rank that waits, each device once; ``None`` where one of them is not measured."""
+    """Return the mean power of a waiting rank in watts; a shared device counts once; ``None`` if one is not measured."""
     powers: dict[str, float | None] = {}
     waiting = [row for row in rows if row.rank not in named]
     waiting = waiting[:: max(len(waiting) // MAX_POWERS, 1)]
@@ -30,14 +30,14 @@ def waiting_w(peers: PeerGroups, rows: Sequence[RankReport], named: Collection[i
 def reason(
     peers: PeerGroups, verdict: StragglerVerdict, look: Look | None, rows: Sequence[RankReport], named: Collection[int]
 ) -> str:
-    """Return why a rank is slow, by its window and those of its peers; `UNKNOWN` where they do not show it.
+    """Return the reason of a slow rank from its window and the windows of its peers, or `UNKNOWN`.
 
     Args:
         peers: the ranks of the job.
-        verdict: on the rank.
-        look: at its data waits in this window, where its verdict is by them.
-        rows: of the window.
-        named: ranks with a verdict, which are no measure for others.
+        verdict: verdict on the slow rank.
+        look: data waits of the window, if the verdict is based on data waits.
+        rows: rows of the window.
+        named: ranks with a verdict; no rank is compared with them.
     """
     by_rank = {row.rank: row for row in rows}
     if verdict.evidence == DATA_WAIT:
@@ -45,7 +45,7 @@ def reason(
         if look is None or row is None:
             return UNKNOWN
         own_s = row.wait_s / row.iterations
-        return f"it waits {1e3 * own_s:,.1f} ms of an iteration for data, they {1e3 * look.median_s:,.1f}"
+        return f"it waits {1e3 * own_s:,.1f} ms per iteration for data, its peers {1e3 * look.median_s:,.1f}"
     if len(verdict.ranks) > 1 or verdict.ranks[0] not in by_rank:
         return UNKNOWN
     rank = verdict.ranks[0]

@@ -1,4 +1,4 @@
-"""The lines of stragglers: one for each, one for a whole node where all of its ranks are slow. No I/O."""
+"""Texts of straggler events: one per verdict, or one per node if all ranks of the node are slow. No I/O."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from effllm.job.health.diagnosis import UNKNOWN
 from effllm.records.job import ARRIVAL, DATA_WAIT, StragglerVerdict
 from effllm.records.rank import Event
 
-MAX_LINES = 8  # of a kind and window, further ranks are counted
+MAX_LINES = 8  # per kind and window; further verdicts are only counted
 
 
 def events_of(
@@ -18,9 +18,9 @@ def events_of(
 
     Args:
         kind: ``straggler`` or ``recovered``.
-        verdicts: that were made, or taken back, just now.
-        hosts: all ranks of each.
-        has_gpus: whether what waits is a GPU.
+        verdicts: new verdicts, or verdicts that have just ended.
+        hosts: ranks by host.
+        has_gpus: whether the cost is in GPU-seconds, not rank-seconds.
         time_s: unix time of the events.
     """
     left, events = {verdict.ranks: verdict for verdict in verdicts}, []
@@ -35,7 +35,7 @@ def events_of(
         text = _line(kind, _names(verdict), [verdict], has_gpus)
         events.append(Event(time_s, kind, text, ranks[0] if len(ranks) == 1 else None))
     if len(left) > MAX_LINES:
-        text = f"{kind}: {len(left) - MAX_LINES} more, the costliest of them are in summary.json"
+        text = f"{kind}: {len(left) - MAX_LINES} more; the costliest stragglers are in summary.json"
         events.append(Event(time_s, kind, text))
     return events
 
@@ -53,22 +53,22 @@ def _line(kind: str, who: str, verdicts: Sequence[StragglerVerdict], has_gpus: b
     cost = f"cost {_seconds_text(seconds)} {'GPU-s' if has_gpus else 'rank-s'}"
     cost += f", {_joules_text(joules)}" if joules is not None else ""
     if kind == "recovered":
-        return f"recovered: {who} no longer holds the others up; {cost}"
+        return f"recovered: {who} no longer delays its peers; {cost}"
     worst = max(verdicts, key=lambda one: one.slowdown)
     peers = f"{worst.peers + 1 - len(verdicts)} peers"
     reasons = [one.why for one in verdicts if one.why != UNKNOWN]
-    why = max(reasons, key=reasons.count) if reasons else f"why is {UNKNOWN}"
+    why = max(reasons, key=reasons.count) if reasons else f"reason {UNKNOWN}"
     percent = f"{100 * worst.slowdown:.1f} %"
     what = {
         DATA_WAIT: f"makes its {peers} wait for {percent} of an iteration",
-        ARRIVAL: f"comes {percent} of an iteration later than its {peers}",
+        ARRIVAL: f"arrives {percent} of an iteration later than its {peers}",
     }.get(worst.evidence, f"{percent} slower than its {peers}")
     since = min(one.since_iteration for one in verdicts)
     return f"straggler: {who} {what} since iteration {since}: {why}; {cost}"
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Return ranks in ascending order, as people write them.
+    """Return ascending ranks as text with ranges.
 
     >>> ranks_text((1, 2, 3, 7))
     '1-3, 7'

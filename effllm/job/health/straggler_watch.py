@@ -1,4 +1,4 @@
-"""Between the aggregator and its rules about stragglers: the ranks, the offsets of clocks, the effect of verdicts."""
+"""Connects the aggregator with the detection of stragglers: ranks, clock offsets, and costs in the ledger."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from effllm.records.wire import Heartbeat, Hello
 
 
 class StragglerWatch:
-    """Judges the windows of a job as they close, and enters the result in its ledger.
+    """Judges closed windows, and records the results in the ledger.
 
     Args:
-        ledger: the job's.
-        report: takes an event.
+        ledger: the job's state.
+        report: is called with each event.
     """
 
     def __init__(self, ledger: Ledger, report: Callable[[Event], None]) -> None:
@@ -26,7 +26,7 @@ class StragglerWatch:
         self._clocks = _Clocks()
 
     def hello(self, message: Hello, is_new: bool) -> None:
-        """Take the peers of a rank; another agent's clock is another clock."""
+        """Store the peer group of a rank; the clock offset of a replaced agent is dropped."""
         if is_new:
             self._clocks.forget(message.rank)
         own = next((device for device in message.devices if not device.only_power), None)
@@ -42,12 +42,11 @@ class StragglerWatch:
         )
 
     def heartbeat(self, message: Heartbeat, now_s: float) -> None:
-        """Take the offset of a rank's clock."""
         if message.offset_s is not None and message.offset_error_s is not None:
             self._clocks.set(message.rank, Offset(message.offset_s, message.offset_error_s), now_s)
 
     def close(self, rows: Sequence[RankReport]) -> None:
-        """Judge a window, in the order of windows."""
+        """Judge the next window; windows come in ascending order."""
         ledger, found = self._ledger, self._stragglers.close(rows, self._clocks)
         for window, rank_seconds in found.by_window.items():
             ledger.goodput.attempt.note_straggling(window, rank_seconds)
@@ -74,7 +73,7 @@ class StragglerWatch:
 
 
 class _Clocks(Mapping[int, Offset]):
-    """The offsets of the ranks' clocks to ours, aged by the time since they came."""
+    """Offsets between the ranks' clocks and ours; the error of an offset grows with its age."""
 
     def __init__(self) -> None:
         self._offsets: dict[int, tuple[Offset, float]] = {}
@@ -88,7 +87,7 @@ class _Clocks(Mapping[int, Offset]):
         self._offsets.pop(rank, None)
 
     def worst_s(self) -> float | None:
-        """Return the largest error, ``None`` where no offset is known."""
+        """Return the largest error; ``None`` without offsets."""
         return max(
             (aged(offset.error_s, self._now_s - taken_s) for offset, taken_s in self._offsets.values()), default=None
         )

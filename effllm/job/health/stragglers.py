@@ -1,9 +1,9 @@
 """Detects stragglers, with their reasons and costs, from the windows of ranks. No I/O.
 
-In synchronous training iterations take equally long on every rank, because the others wait.  So a rank is judged by its
-own time until it first waits for others, by computation in profiled iterations, by data wait, and by the order of
-arrival.  It is compared by robust z only with its peers, the ranks with the same work, and it is named when it is an
-outlier in window after window.
+In synchronous training all ranks have equal iteration times, because fast ranks wait for slow ranks.  So a rank is
+judged by four kinds of evidence: own time until its first wait for other ranks, computation in profiled iterations,
+data wait, and order of arrival.  A rank is compared by robust z with its peers only, which are the ranks with the same
+work.  It is named if it is an outlier in several windows.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from effllm.job.health.straggler_text import events_of
 from effllm.records.job import ARRIVAL, DATA_WAIT, EVIDENCE, OWN_TIME, Straggler, StragglerVerdict
 from effllm.records.rank import Event, RankReport
 
-#: Verdicts in a report, and ranks that totals are kept of.
+#: Maximum number of verdicts in a report, and of verdicts with totals.
 MAX_VERDICTS, MAX_KEPT = 16, 64
 
 
 class Straggling(NamedTuple):
     """The stragglers of one window, and their costs."""
 
-    seconds: float | None = None  # that all waited for the slowest that is named; None: no rank measures its own time
-    rank_seconds: float = 0.0  # the same, summed over those that waited ...
-    joules: float | None = None  # ... and what their devices drew then
-    by_window: Mapping[int, float] = {}  # rank-seconds, with those before of ranks that were named just now
+    seconds: float | None = None  # wait of each rank for the slowest named rank; None: no rank measures its own time
+    rank_seconds: float = 0.0  # sum of the waits of all ranks
+    joules: float | None = None  # energy of the waiting ranks' devices during these waits
+    by_window: Mapping[int, float] = {}  # rank-seconds; newly named ranks add some to earlier windows
     events: Sequence[Event] = ()
     slowest: Straggler | None = None  # the slowest rank of the window
     is_compared: bool = False  # whether own times of ranks were compared
@@ -49,14 +49,14 @@ class _Named(Struct):
     """A current verdict."""
 
     verdict: StragglerVerdict
-    lows: deque[bool]  # of the last windows: whether it was no outlier
+    lows: deque[bool]  # for each of the last windows: whether z was low
 
 
 class Stragglers:
-    """Judges the windows of a job as they close.
+    """Judges the closed windows of a job.
 
     Args:
-        totals: of the verdicts before, by their ranks; they are added to.
+        totals: earlier verdicts by their ranks, to which costs are added.
     """
 
     def __init__(self, totals: dict[str, StragglerVerdict] | None = None) -> None:
@@ -64,17 +64,17 @@ class Stragglers:
         self._peers = PeerGroups()
         self._tracks: dict[Key, OutlierTrack] = {}
         self._named: dict[Unit, _Named] = {}
-        self._lately: dict[int, int] = {}  # rank -> window in which it was named last
-        self._counted_s: dict[int, float] = {}  # rank-seconds by window, of the last ones
+        self._lately: dict[int, int] = {}  # rank -> last window in which it was named
+        self._counted_s: dict[int, float] = {}  # rank-seconds of the last windows, by window
         self._slowdown = Slowdown()
-        self._slowest: dict[str, Slowest] = {}  # of each group
+        self._slowest: dict[str, Slowest] = {}  # by group
 
     def meet(self, rank: int, peer: Peer) -> None:
         self._peers.meet(rank, peer)
 
     @property
     def verdicts(self) -> tuple[StragglerVerdict, ...]:
-        """The verdicts that hold, the costliest first, at most `MAX_VERDICTS`."""
+        """Current verdicts, at most `MAX_VERDICTS`, the costliest first."""
         return tuple(_costliest(one.verdict for one in self._named.values())[:MAX_VERDICTS])
 
     @property
@@ -86,11 +86,11 @@ class Stragglers:
         return tuple(_costliest(self._totals.values()))
 
     def close(self, rows: Sequence[RankReport], offsets: Mapping[int, Offset] | None = None) -> Straggling:
-        """Judge a window by the rows of its ranks, in the order of windows.
+        """Judge the next window; windows come in ascending order.
 
         Args:
             rows: one row per rank.
-            offsets: of the ranks' clocks to ours, where known.
+            offsets: known offsets between the ranks' clocks and ours.
         """
         worked = self._peers.at_work(rows)
         if len(worked) < 2:
@@ -123,11 +123,11 @@ class Stragglers:
         )
 
     def _slowest_of(self, looks: Mapping[Key, Look]) -> Straggler | None:
-        """Return the slowest rank of a window, of all groups."""
+        """Return the slowest rank of all groups in a window."""
         found = []
         for (group, evidence), look in looks.items():
             if evidence == OWN_TIME:
-                # The own time of a rank of a larger replica contains waiting for the others of it.
+                # In a replica of several ranks, own times contain waits for other ranks of the replica.
                 skipped = self._peers.in_replicas()
                 found.append(self._slowest.setdefault(group, Slowest()).add(look.ranks, look.values, skipped))
         return max(filter(None, found), key=lambda one: one.time_s / one.median_s, default=None)
@@ -143,8 +143,8 @@ class Stragglers:
     def _name(self, looks: Mapping[Key, Look], window: int) -> list[Unit]:
         """Name the ranks that are outliers in enough windows; return those that are new.
 
-        Ranks that wait for each other inside of an iteration come late together: where computation or data does not
-        show which of them it is, all of them are named as one.
+        Ranks of one replica wait for each other before the sync point, so they are late together. Unless computation or
+        data wait identifies the slow rank, all ranks of the replica share one verdict.
         """
         self._lately = {rank: last for rank, last in self._lately.items() if window - last <= HISTORY}
         found: list[tuple[Unit, str]] = []
@@ -171,7 +171,7 @@ class Stragglers:
         return fresh
 
     def _with_node(self, track: OutlierTrack, ranks: list[int]) -> list[int]:
-        """Return the candidates, with the rest of their nodes where all of these lag nearly as long."""
+        """Return the candidates, and all ranks of a node if each of them was an outlier in nearly enough windows."""
         found = dict.fromkeys(ranks)
         for host in {self._peers.known[rank].host for rank in ranks}:
             mates = self._peers.hosts[host]
@@ -195,7 +195,7 @@ class Stragglers:
         )
 
     def _clear(self, looks: Mapping[Key, Look]) -> dict[Unit, _Named]:
-        """Take back the verdicts on ranks that are no longer outliers; return them."""
+        """Remove and return the verdicts on ranks that are no longer outliers."""
         cleared = {}
         for unit, named in self._named.items():
             distances = [
@@ -215,10 +215,9 @@ class Stragglers:
     # --- cost ---
 
     def _count(self, looks: Mapping[Key, Look], rows: Sequence[RankReport], fresh: Sequence[Unit]) -> Straggling:
-        """Enter what the named have cost in this window, and those named just now in the windows before it.
+        """Record the costs of named ranks in this window, and of newly named ranks in earlier windows too.
 
-        All ranks wait for the slowest; of the seconds that they do, each one that is named has its share by how much
-        it was too slow itself.
+        All ranks wait for the slowest rank. The named ranks share the cost of this wait in proportion to their excess.
         """
         if not self._named:
             return Straggling(0.0)
@@ -246,7 +245,7 @@ class Stragglers:
         return Straggling(seconds, rank_seconds, None if power is None else rank_seconds * power, by_window)
 
     def _late_before(self, unit: Unit, window: int) -> dict[int, float]:
-        """Return by how many seconds the slowest of these was too slow in each window before this one."""
+        """Return for each earlier window the seconds of excess of the slowest of these ranks."""
         late_s: dict[int, float] = {}
         for rank in unit:
             for look in self._track_of(rank, self._named[unit].verdict.evidence).outlier_looks(rank):
@@ -255,7 +254,7 @@ class Stragglers:
         return late_s
 
     def _excess_s(self, unit: Unit, evidence: str, looks: Mapping[Key, Look]) -> float:
-        """Return the seconds of the window by which the slowest of these was too slow; what is no more is 0."""
+        """Return the seconds of excess of the slowest of these ranks in a window; 0 if no rank is slow."""
         max_s = 0.0
         for rank in unit:
             look = self._look_of(rank, evidence, looks)

@@ -1,4 +1,4 @@
-"""Idle GPUs, and tokens that are not counted any more: one event at the begin, one at the end. No I/O."""
+"""Detects idle GPUs and missing token counts: one event at the start, one at the end. No I/O."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ from effllm import metrics
 from effllm.records.job import ClusterReport, ClusterTotals
 from effllm.records.rank import Event
 
-#: GPUs idle below this share of busy time, and no longer from the second on.
+#: GPUs are idle below the first share of busy time, and busy from the second share on.
 IDLE_BELOW, BUSY_FROM = 0.2, 0.25
-#: A state is this number of windows in a row that last this long.
+#: A change of state needs this many windows in a row, and this many seconds.
 MIN_WINDOWS, MIN_S = 5, 60.0
-#: Where tokens come in bursts, they are missing after this many times the longest gap before.
+#: If tokens come in bursts, they are missing after this many times the longest earlier gap.
 BURST_GAPS = 3
-#: This many windows without any token since the start are a state.
+#: If no tokens were ever counted, they are missing after this many windows.
 NEVER_WINDOWS = 100
-#: Data wait is named as evidence from this share of the iterations on.
+#: Data wait is evidence if it takes at least this share of the iteration time.
 DATA_WAIT_FROM = 0.2
 
 IDLE, BUSY, NO_TOKENS, TOKENS = "gpus_idle", "gpus_busy", "no_tokens", "tokens_again"
 
 
 class WasteWatch:
-    """Judges windows as they close.
+    """Judges closed windows.
 
     Warm-up, phases (evaluation, checkpoint, generation), the first and the last window are not judged.
 
     Args:
-        events: how many events of each kind the job has had, by which a replaced aggregator goes on.
-        report: takes an event.
+        events: number of earlier events by kind; a restarted aggregator restores its state from these numbers.
+        report: is called with each event.
     """
 
     def __init__(self, events: Mapping[str, int], report: Callable[[Event], None]) -> None:
         self._report = report
         self._is_idle = events.get(IDLE, 0) > events.get(BUSY, 0)
         self._lacks_tokens = events.get(NO_TOKENS, 0) > events.get(TOKENS, 0)
-        self._others: deque[ClusterTotals] = deque(maxlen=1000)  # windows in a row that are not of the state
-        self._without_tokens = self._max_gap = 0  # windows
+        self._others: deque[ClusterTotals] = deque(maxlen=1000)  # windows in a row that contradict the current state
+        self._without_tokens = self._max_gap = 0  # numbers of windows
         self._without_tokens_s = 0.0
 
     def close(self, report: ClusterReport) -> None:
@@ -66,7 +66,7 @@ class WasteWatch:
         span = f"{100 * mean:.0f} % of the last {len(self._others)} windows ({seconds:.0f} s of iterations)"
         if self._is_idle:
             evidence = " and ".join(_evidence(window))
-            text = f"the GPUs are idle: busy for {span}" + (f"; in the last one {evidence}" if evidence else "")
+            text = f"the GPUs are idle: busy for {span}" + (f"; in the last window {evidence}" if evidence else "")
             self._report(Event(report.time_s, IDLE, text))
         else:
             self._report(Event(report.time_s, BUSY, f"the GPUs work again: busy for {span}"))
@@ -90,7 +90,7 @@ class WasteWatch:
         if counted or window.constants.flops_per_token:
             self._lacks_tokens = True
             since = f"no tokens were counted in the last {self._without_tokens} windows"
-            why = f"{counted:,} were before" if counted else "though the FLOPs of a token are known"
+            why = f"after {counted:,} tokens" if counted else "though the FLOPs of a token are known"
             self._report(Event(report.time_s, NO_TOKENS, f"{since}, {why}: no tokens/s, MFU and J/token"))
 
 
