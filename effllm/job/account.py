@@ -1,4 +1,4 @@
-"""The running sums of a job, and the totals that metrics are computed from. No I/O."""
+"""The running sums of a job, and the totals from which metrics are computed. No I/O."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class RankSums(Table):
         "time_s",
         "busy_s",
         "wait_s",
-        "energy_time_s",  # of the windows whose energy is in the sum
+        "energy_time_s",  # time of the windows whose energy is in the sum
         "generation_s",
         "device_steps",
         "device_step_s",
@@ -44,7 +44,7 @@ class DeviceSums(Table):
         "memory_covered_s",
         "utilization_seconds",
         "utilization_covered_s",
-        "memory_peak_bytes",  # the largest; nan where none was measured
+        "memory_peak_bytes",  # largest peak; nan if not measured
     )
     EMPTY = (0.0, 0.0, 0.0, 0.0, np.nan)
 
@@ -60,8 +60,8 @@ class Account(Struct):
     devices: DeviceSums = msgspec.field(default_factory=DeviceSums)
     counts: dict[str, int] = {}  # sums of `Rows.counts`
     profile: Profile | None = None
-    energy: EnergyTotals = msgspec.field(default_factory=EnergyTotals)  # of the covered windows
-    energy_counts: dict[str, int] = {}  # of these windows, with their iterations
+    energy: EnergyTotals = msgspec.field(default_factory=EnergyTotals)  # energy of the covered windows
+    energy_counts: dict[str, int] = {}  # counts and iterations of the covered windows
     energy_windows: int = 0
     holes: int = 0  # windows whose energy is not in the sum
     partial: int = 0  # windows in which a device is missing or only partly measured, including the holes
@@ -69,8 +69,8 @@ class Account(Struct):
     covered_s: float = 0.0  # wall time with measured energy, mean over devices
     covered_iterations: float = 0.0
     measured_j: float = 0.0
-    gpus_j: float = 0.0  # energy of the GPUs in the covered windows, for any scope ...
-    gpus_holes: int = 0  # ... and number of these windows in which it is unknown
+    gpus_j: float = 0.0  # energy of the GPUs in the covered windows, for any scope
+    gpus_holes: int = 0  # number of covered windows in which the energy of the GPUs is unknown
     gauges: dict[str, GaugeSums] = {}
     throttled_s: float = 0.0
     throttle_covered_s: float = 0.0
@@ -78,7 +78,7 @@ class Account(Struct):
     power_peak_w: float | None = None
 
     def add_rows(self, rows: Iterable[RankReport]) -> None:
-        """Add the times and counts of rows, each of which may be added once."""
+        """Add the times and counts of rows; each row may be added only once."""
         rows = Rows.of(rows)
         numbers = rows.numbers
         columns = ["iterations", "wall_s" if self.wall else "time_s", "busy_s", "wait_s", *SUMMED]
@@ -112,27 +112,27 @@ class Account(Struct):
             self.power_peak_w = max(readings.power_peak_w, self.power_peak_w or 0.0)
 
     def add_energy(
-        self, window: int, energy: WindowEnergy, rows: Iterable[RankReport], least_coverage: float, sign: int = 1
+        self, window: int, energy: WindowEnergy, rows: Iterable[RankReport], min_coverage: float, sign: int = 1
     ) -> None:
-        """Add a window's energy, with its seconds and counts, if its coverage suffices.
+        """Add a window's energy, with its seconds and counts, if its coverage is high enough.
 
-        With a sign of -1 subtract it, because a late report changes all of it.
+        With a sign of -1 subtract all of them, because a late report changes all of them.
         """
         amount = energy.wall if self.wall else energy.iterations
         self.measured_j += sign * (amount.joules or 0.0)
         rows = Rows.of(rows)
-        is_whole = is_covered(energy.coverage, least_coverage) and is_covered(energy.lowest_coverage, least_coverage)
+        is_whole = is_covered(energy.coverage, min_coverage) and is_covered(energy.lowest_coverage, min_coverage)
         self.partial += sign * (not is_whole or energy.num_left > 0)
         self.left_windows += sign * (energy.num_left > 0)
         self.covered_s += sign * energy.share * float(rows.numbers["wall_s"].max(initial=0.0))
         self.covered_iterations += sign * energy.share * rows.iterations
-        if not is_covered(energy.coverage, least_coverage):
+        if not is_covered(energy.coverage, min_coverage):
             self.holes += sign
             return
         self.energy_windows += sign
         self.energy.add(window, (_JOB,), fields_of([amount], AMOUNT), sign)
         self.gpus_j += sign * (energy.gpus_wall_j if self.wall else energy.gpus_iterations_j)
-        self.gpus_holes += sign * (not is_covered(energy.gpus_coverage, least_coverage))
+        self.gpus_holes += sign * (not is_covered(energy.gpus_coverage, min_coverage))
         at = self.ranks.find(rows.ranks)
         self.ranks.column("energy_time_s")[at] += sign * rows.numbers["wall_s" if self.wall else "time_s"]
         _add(self.energy_counts, {"iterations": rows.iterations, **rows.counts}, sign)
@@ -141,7 +141,7 @@ class Account(Struct):
         """Return the totals for metrics: sums per rank first, then the maximum over ranks.
 
         Args:
-            constants: of the job.
+            constants: constants of the job.
             sample_s: time between two samples of a device, for the error of means.
         """
         peaks = self.devices.column("memory_peak_bytes")
@@ -200,11 +200,11 @@ class Account(Struct):
         )
 
     def _sampling_error(self, name: str, sample_s: float | None) -> float | None:
-        """Return the half-width (95 %) of a mean of samples over devices, or ``None`` if it is unknown.
+        """Return the error (half-width, 95 %) of a mean of samples over devices, or ``None`` if it is unknown.
 
-        A value between 0 and a peak p with mean m has a variance of at most m (p - m) (Bhatia and Davis, 2000), and the
-        mean of n samples at independent times has 1/n of it.  Devices of a job do the same work at the same time, so
-        their errors do not cancel.
+        A value between 0 and a peak p with mean m has a variance of at most m (p - m) (Bhatia and Davis, 2000).  The
+        mean of n samples at independent times has 1/n of this variance.  Devices of a job do the same work at the same
+        time, so their errors do not cancel.
         """
         integral = "memory_byte_seconds" if name == "memory" else "utilization_seconds"
         sums, covered_s = self.devices.column(integral), self.devices.column(f"{name}_covered_s")
@@ -218,7 +218,7 @@ class Account(Struct):
         return None if np.isnan(error) else error
 
     def iteration_s(self) -> float:
-        """Return the mean iteration of the rank with the longest iterations; 0 if there are none."""
+        """Return the mean iteration time of the rank with the longest iterations; 0 without iterations."""
         time_s, iterations = self.ranks.column("time_s"), self.ranks.column("iterations")
         return float(means(time_s, iterations).max(initial=0.0))
 
@@ -226,7 +226,7 @@ class Account(Struct):
         return self.gauges.get(name) or GaugeSums()
 
 
-#: Positions in a rank's sums of the columns that every row adds to, in the order of a row's columns.
+#: Positions of the columns of a row in the sums of a rank.
 _OF_ROWS = [RankSums.NAMES.index(name) for name in ("iterations", "time_s", "busy_s", "wait_s", *SUMMED)]
 
 
@@ -236,7 +236,7 @@ def _add(sums: dict[str, int], counts: Mapping[str, int], sign: int = 1) -> None
 
 
 def _mean_min_max(sums: Array, covered_s: Array) -> tuple[float | None, float | None, float | None]:
-    """Return the mean, the smallest and the largest of the means over time."""
+    """Return the mean, the minimum and the maximum over devices of the means over time."""
     found = means(sums, covered_s)
     return (float(found.mean()), float(found.min()), float(found.max())) if len(found) else (None, None, None)
 

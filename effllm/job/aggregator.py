@@ -1,4 +1,4 @@
-"""Messages and time in, reports of the cluster out: pure, so every rule here is tested without a socket."""
+"""Makes reports of the job from messages of ranks and from time. No I/O, so tests need no socket."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from effllm.records.job import Summary
 from effllm.records.rank import MAX_EVENT_COUNT, Event
 from effllm.records.wire import AgentEvent, Bye, Heartbeat, Hello, Reports, Stack
 
-MAX_BACKLOG_S = 15.0  # longest delay of our own processing for which no rank counts as late
+MAX_BACKLOG_S = 15.0  # longest processing delay of the aggregator that makes no rank late
 
 
 class Aggregator:
@@ -29,10 +29,10 @@ class Aggregator:
 
     Args:
         config: the job's settings.
-        job: random id of the job; if empty, that of the first HELLO.
+        job: random id of the job; if empty, the id in the first HELLO.
         attempt: number of this attempt, from 1.
         time_s: unix time of the start.
-        ledger: the state of a killed predecessor.
+        ledger: state of a killed aggregator.
         boot: id of this machine's monotonic clock; empty if unknown.
     """
 
@@ -50,13 +50,13 @@ class Aggregator:
         self.open = OpenWindows(config, ledger, self.presence)
         self.closed = ClosedWindows(config, ledger, self.roster, self.events, self._stragglers)
         self._heard_s: float | None = None  # time of the last message of any rank
-        self.garbage = 0  # frames that were not messages
+        self.garbage = 0  # number of frames that were not messages
         self.duplicates = 0
 
     # --- received messages ---
 
     def hello(self, message: Hello, now: Now) -> str:
-        """Handle a HELLO; return why it is rejected, or an empty string."""
+        """Handle a HELLO; return the reason why it is rejected, or an empty string."""
         number = message.rank
         reason = self.roster.objection(message, now.mono_s)
         if reason:
@@ -83,16 +83,16 @@ class Aggregator:
         return ""
 
     def reports(self, message: Reports, now: Now, num_bytes: int = 0) -> bool:
-        """Handle windows of a rank; duplicates are dropped and counted.
+        """Handle reports of a rank; duplicates are dropped and counted.
 
         Args:
-            message: the windows.
-            now: the time.
-            num_bytes: of the message.
+            message: the reports.
+            now: current time.
+            num_bytes: size of the message.
 
         Returns:
-            ``False`` if the rank has more open windows than an agent keeps: the rest of the message, and all following
-            reports, must be rejected until the agent has sent the rest again.
+            ``False`` if the rank has more open windows than an agent stores.  Then the rest of the message and all
+            following reports must be rejected until the agent sends the rest again.
         """
         # This runs ten thousand times a second.
         rows, now_s, windows = message.rows, now.mono_s, self.open
@@ -155,7 +155,7 @@ class Aggregator:
             self.events.record(replace(event, time_s=happened_s, text=text, rank=message.rank, count=count))
 
     def bye(self, message: Bye, now: Now) -> bool:
-        """Handle the end of a rank; ``False`` if its agent is unknown."""
+        """Handle a BYE; return ``False`` if the agent is unknown."""
         rank = self.roster.rank_of(message.rank, message.agent)
         if rank is None:
             self.garbage += 1
@@ -181,7 +181,7 @@ class Aggregator:
         """Advance the time: record lost ranks, and close windows whose deadline has passed.
 
         Args:
-            now: the time.
+            now: current time.
             heard_until_s: all frames that arrived before this time have been handled; waiting frames make no rank late.
         """
         now_s, ledger = now.mono_s, self.ledger
@@ -202,12 +202,12 @@ class Aggregator:
     # --- results ---
 
     def settle(self, now: Now) -> None:
-        """Enter late reports, because a state cannot record that an older report of a rank is missing from its sums."""
+        """Add late reports to the totals, because a saved state must contain all earlier reports of a rank."""
         if self.open.has_late(now.mono_s, for_s=-math.inf if is_large(self.ledger.world_size) else 0.0):
             self._take_late(now)
 
     def snapshot(self, safe: dict[int, int] | None = None) -> bytes:
-        """Return the state as JSON, for a replacement.
+        """Return the state as JSON, for a restarted aggregator.
 
         Args:
             safe: the result of `OpenWindows.safe`, if it is already computed.
@@ -215,11 +215,11 @@ class Aggregator:
         return self.ledger.encode(self.open.safe() if safe is None else safe)
 
     def finished(self, now_s: float) -> bool:
-        """Whether every rank has left or will not join any more, and no window is pending."""
+        """Whether no window is open, and every rank has left or will not join."""
         return self.open.is_empty and self.presence.everyone_left(now_s)
 
     def give_up(self, rank: int, time_s: float) -> None:
-        """Stop waiting for a rank whose agent has ended."""
+        """Mark a rank as lost, because its agent has ended."""
         self.presence.give_up(rank)
         self.events.record(Event(time_s, "rank_lost", f"rank {rank} is lost: its agent ended without a BYE", rank))
 
@@ -232,7 +232,7 @@ class Aggregator:
     def summary(self, time_s: float, ended: bool) -> Summary:
         kind = self._config.parameters
         summary = summary_of(self.ledger, self.roster, kind, self.closed.last_report, time_s, ended)
-        counts = {"rejected": self.garbage, "duplicate": self.duplicates}  # recorded once, counted each time
+        counts = {"rejected": self.garbage, "duplicate": self.duplicates}  # in place of the limited counts of events
         events = summary.events | {kind: count for kind, count in counts.items() if count}
         status = "stalled" if self.stalls.is_status and summary.status != "completed" else summary.status
         return replace(summary, events=events, status=status)
@@ -257,7 +257,7 @@ class Aggregator:
         if self._heard_s is not None:
             self.ledger.goodput.hear(now_s - self._heard_s)
         if set_by_s is not None and time_s is not None:
-            text = f"the clock of the aggregator's host was set by {set_by_s:+.0f} s: no time of this run counts that"
+            text = f"the clock of the aggregator's host was set by {set_by_s:+.0f} s; times of this run did not change"
             self.events.record(Event(time_s, "clock", text))
 
     def _hear(self, rank: int, now: Now) -> None:

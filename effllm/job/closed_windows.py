@@ -31,7 +31,7 @@ from effllm.records.rank import Event, RankReport
 MIN_DEADLINE_S = 5.0
 RECENT = 8  # closed windows that a late report can still complete
 MAX_SCOPE_COVERAGE = 0.5  # scopes with a higher coverage are equivalent: the widest of them is used
-MAX_NAMED = 8  # ranks in a line
+MAX_NAMED = 8  # ranks in the text of an event
 
 
 class Closed(NamedTuple):
@@ -46,9 +46,9 @@ class ClosedWindows:
 
     Args:
         config: the job's settings.
-        ledger: the job's state, to which they are added.
+        ledger: the job's state, to which windows are added.
         roster: the ranks and devices of the job.
-        events: records their events.
+        events: records events.
         stragglers: checks each window for stragglers.
     """
 
@@ -60,9 +60,9 @@ class ClosedWindows:
         self._waste = WasteWatch(ledger.events, events.record)
         self._energy = EnergyWatch(ledger.events.__contains__, events.record)
         self._recent: dict[int, Window] = {}
-        self._spans_s: list[float] = []  # of the last windows, for the deadline
+        self._spans_s: list[float] = []  # durations of the last windows, for the deadline
         self._closed: list[Closed] = []
-        self.last_report: ClusterReport | None = None  # the newest
+        self.last_report: ClusterReport | None = None
 
     def take(self) -> list[Closed]:
         """Return the windows that closed since the last call, in order."""
@@ -70,7 +70,7 @@ class ClosedWindows:
         return closed
 
     def deadline_s(self) -> float:
-        """Return how long a window waits for ranks that are behind: three windows."""
+        """Return the seconds that a window waits for late ranks: three windows."""
         return max(3 * statistics.median(self._spans_s), MIN_DEADLINE_S) if self._spans_s else ABSENT_AFTER_S
 
     # --- totals ---
@@ -100,7 +100,7 @@ class ClosedWindows:
             ledger.reset_run(number)
 
     def complete(self, number: int, rows: dict[int, RankReport], time_s: float) -> None:
-        """Add late reports to the totals; the values shown for their window stay."""
+        """Add late reports to the totals; the displayed values of the window do not change."""
         self._ledger.late += len(rows)
         ranks = sorted(rows)
         for rank in ranks if len(ranks) <= MAX_NAMED else ():
@@ -122,7 +122,7 @@ class ClosedWindows:
             self._report(window, late)
 
     def _both(self, known: dict[int, RankReport], late: dict[int, RankReport]) -> dict[int, RankReport]:
-        """Return the reports of a window with late ones, which may be further parts of a rank's joined report."""
+        """Return known and late reports of a window; a late report may be a further part of a joined report."""
         if not self._config.min_window_s:
             return {**known, **late}
         rows = dict(known)
@@ -131,7 +131,7 @@ class ClosedWindows:
         return rows
 
     def _join(self, recent: Window, rows: dict[int, RankReport]) -> Window:
-        """Add reports to a window whose reports were dropped; devices that it already has do not change."""
+        """Add reports to a window whose reports were dropped; devices of the window do not change."""
         assert recent.merged is not None
         known = recent.merged.positions
         more = [
@@ -156,13 +156,13 @@ class ClosedWindows:
         assert window.merged is not None
         devices = roster.expected(ranks)
         unknown, blind = roster.absent(ranks) - roster.hellos.keys(), roster.blind(ranks)
-        # The energy of ranks that have left is unknown while others train; after the last iteration it hardly matters.
+        # While other ranks train, the energy of ranks that left is unknown; after the last iteration it hardly matters.
         left = (
             roster.devices.keys() - devices.keys()
             if roster.presence.num_left and window.ordered.iterations > 0
             else set()
         )
-        # The first window decides: of the scopes that every node has, the widest that was measured most of the time.
+        # The first window fixes the scope: the widest scope that every node has and that was mostly measured.
         weighed = [
             (scope, window_energy(window.merged, devices, len(unknown), len(blind), scope, left))
             for scope in roster.job.scopes
@@ -172,8 +172,8 @@ class ClosedWindows:
 
     def _count_devices(self, window: Window, sign: int = 1) -> None:
         if window.merged is not None and window.energy is not None:
-            least = self._config.min_coverage
-            self._ledger.count_devices(window.number, window.ordered, window.merged, window.energy, least, sign)
+            minimum = self._config.min_coverage
+            self._ledger.count_devices(window.number, window.ordered, window.merged, window.energy, minimum, sign)
 
     # --- reports ---
 
@@ -182,9 +182,9 @@ class ClosedWindows:
             self._events.record(event)
 
     def _report(self, window: Window, late: Window | None = None) -> None:
-        """Report a window, or its correction, with only the late rows, because the other rows were already written."""
-        least, last, correction = self._config.min_coverage, self.last_report, late is not None
-        report = report_of(window, self._ledger, self._roster, least, last, correction)
+        """Report a window; a correction has only the late rows, because the other rows were already written."""
+        minimum, last, correction = self._config.min_coverage, self.last_report, late is not None
+        report = report_of(window, self._ledger, self._roster, minimum, last, correction)
         self._ledger.reports += 1
         self.last_report = report
         self._closed.append(Closed(report, (late or window).ordered))

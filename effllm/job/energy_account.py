@@ -1,7 +1,7 @@
-"""The energy of windows and of runs, with its errors, in columns; each joule is counted once. No I/O.
+"""The energy of windows and of runs in columns, with errors; each joule is counted once. No I/O.
 
 Consecutive windows share an edge, at which their random errors cancel.  So a sum of windows keeps the variances at its
-open ends, and drops those at shared edges.
+open ends, and drops the variances at shared edges.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from msgspec import Struct
 from effllm.records.columns import Array, Positions, Table, array_of
 from effllm.records.energy import NORMAL_95, EnergyAmount, edge_j2
 
-#: Windows that a late report can still change; the edges of older ones are final.
+#: Number of last windows that a late report can still change; edges of older windows are final.
 OPEN_WINDOWS = 10
-#: Maximal random error of a window's energy; a window with a larger one is too short.
+#: Maximum relative random error of a window's energy; a window with a larger error is too short.
 MAX_RANDOM_ERROR = 0.05
-#: The columns of amounts of energy; joules are nan where nothing was measured.
+#: The columns of amounts of energy; joules are nan if not measured.
 AMOUNT = EnergyAmount.__struct_fields__
 JOULES, COVERED_S, _START_J2, _END_J2 = map(AMOUNT.index, ("joules", "covered_s", "start_j2", "end_j2"))
 
@@ -32,18 +32,18 @@ def total_of(amounts: Array) -> EnergyAmount:
 class WindowEnergy(Struct, frozen=True):
     """The energy of one window of the cluster."""
 
-    coverage: float | None  # measured device-seconds over expected ones; None without any sensor
+    coverage: float | None  # measured device-seconds over expected device-seconds; None without any sensor
     wall: EnergyAmount
     iterations: EnergyAmount
     phases_j: dict[str, float]
-    owners: Sequence[str]  # the devices that were measured ...
-    amounts: Array  # ... and the energy of each over the wall time, in the columns of AMOUNT
-    gpus_coverage: float | None = None  # of the GPUs, in any scope
+    owners: Sequence[str]  # the measured devices
+    amounts: Array  # energy of each measured device over the wall time; columns: AMOUNT
+    gpus_coverage: float | None = None  # coverage of the GPUs, in any scope
     gpus_wall_j: float = 0.0
     gpus_iterations_j: float = 0.0
     num_owners: int = 0  # devices whose energy belongs to the window
-    lowest_coverage: float = 1.0  # of any of these devices; 0 if a device or a rank is missing
-    num_left: int = 0  # devices whose ranks have left while others train; not counted in any coverage
+    lowest_coverage: float = 1.0  # of a single device; 0 if a device or a rank is missing
+    num_left: int = 0  # devices whose ranks have left while other ranks train; not in any coverage
 
     @property
     def share(self) -> float:
@@ -53,12 +53,12 @@ class WindowEnergy(Struct, frozen=True):
 
     @property
     def iterations_j(self) -> float:
-        """Joules in iterations; complete only if the coverage suffices."""
+        """Joules in iterations; complete only at full coverage."""
         return self.iterations.joules or 0.0
 
 
 class EnergyTotals(Table):
-    """Energy over many windows of one or more devices, which share the numbers of windows.
+    """Energy of devices over many windows; all devices have the same numbers of windows.
 
     ``inside_j2`` includes the variances of edges that no later window can share.
     """
@@ -67,16 +67,16 @@ class EnergyTotals(Table):
 
     def __init__(self) -> None:
         super().__init__()
-        self._edges: dict[int, Array] = {}  # by boundary: before and after of each device, nan where no window meets it
+        self._edges: dict[int, Array] = {}  # by boundary: variances before and after it, or nan
         self._newest = 0
 
     def add(self, window: int, keys: Sequence[str], amounts: Array, sign: int = 1) -> None:
         """Add a window, or with a sign of -1 subtract it.
 
         Args:
-            window: its number.
+            window: number of the window.
             keys: the devices.
-            amounts: the energy of each, in the columns of `AMOUNT`.
+            amounts: energy of each device; columns: `AMOUNT`.
             sign: 1 or -1.
         """
         rows = self.find(keys)
@@ -88,7 +88,7 @@ class EnergyTotals(Table):
             self._end(self._edges.pop(boundary))
 
     def close(self) -> None:
-        """End an attempt of the job: the numbers of the next one's windows start again and share no edges."""
+        """End an attempt of the job: windows of the next attempt are numbered from 1 and share no edges with it."""
         for edge in self._edges.values():
             self._end(edge)
         self._edges, self._newest = {}, 0
@@ -97,7 +97,7 @@ class EnergyTotals(Table):
         return self._by_key(self.column("joules"))
 
     def errors_j(self) -> dict[str, float]:
-        """Return the half-width, 95 %, of the random error of each device."""
+        """Return the random error of each device (half-width, 95 %)."""
         return self._by_key(NORMAL_95 * np.sqrt(self._variances_j2()))
 
     def total(self) -> EnergyAmount:
@@ -111,7 +111,7 @@ class EnergyTotals(Table):
 
     @classmethod
     def unpacked(cls, stored: Mapping[str, Any]) -> EnergyTotals:
-        """Undo `packed`, with text instead of bytes, after JSON.
+        """Return the table from a result of `packed` that was stored as JSON, with text in place of bytes.
 
         Raises:
             ValueError: the stored values have another form.
@@ -143,7 +143,7 @@ class EnergyTotals(Table):
         return np.maximum(variances_j2, 0.0)  # subtraction leaves rounding errors
 
     def _touch(self, boundary: int, side: int, rows: Positions, variance_j2: Array, sign: int) -> None:
-        if boundary < self._oldest:  # it is no longer known whether two windows share it
+        if boundary < self._oldest:  # old boundaries are final
             self._values[rows, self.NAMES.index("inside_j2")] += sign * variance_j2
             return
         edge = self._edges.get(boundary)
@@ -158,7 +158,7 @@ class EnergyTotals(Table):
 
 
 def _open_j2(edge: Array) -> Array:
-    """Return the variance of a boundary for each device's sum: 0 where two windows meet."""
+    """Return the variance that each device's sum has at a boundary: 0 between two windows."""
     before_j2, after_j2 = np.nan_to_num(edge).T
     opened: Array = edge_j2(before_j2, after_j2, ~np.isnan(edge).any(axis=1))
     return opened

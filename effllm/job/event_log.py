@@ -1,4 +1,4 @@
-"""The events of a job: all are counted, and a limited number of them become lines. No I/O."""
+"""The events of a job: all events are counted, and a limited number is written. No I/O."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from effllm.records.events import KINDS
 from effllm.records.plain_text import one_line
 from effllm.records.rank import Event
 
-MAX_STATED = 1000  # keys of a kind that are stored to record each once
-MAX_KINDS = 100  # of events; further kinds are counted as OTHER
+MAX_STATED = 1000  # stored keys per kind, for events that are recorded once
+MAX_KINDS = 100  # events of further kinds are counted as OTHER
 OTHER = "other"
 
 
@@ -28,10 +28,10 @@ class EventLog:
         self._ledger = ledger
         self._limit = EventLimit()
         self._events: list[Event] = []
-        self._stated: dict[str, set[str]] = {}  # by kind, so that many events of one kind do not suppress the others
+        self._stated: dict[str, set[str]] = {}  # by kind: many events of one kind must not suppress other kinds
 
     def record(self, event: Event) -> None:
-        """Count an event; it becomes a line unless there are too many."""
+        """Count an event, and store it unless there are too many events."""
         counts, kind, rank = self._ledger.events, event.kind, event.rank
         if kind not in KINDS and kind not in counts and len(counts) >= MAX_KINDS:
             kind = OTHER
@@ -50,7 +50,7 @@ class EventLog:
             self.record(event)
 
     def roll(self, now_s: float = math.inf) -> None:
-        """Add lines with the counts of events that were left out, once a minute and at the end."""
+        """Add events with the counts of suppressed events, once a minute and at the end."""
         self._events += self._limit.roll(now_s)
 
     def take(self) -> list[Event]:

@@ -1,6 +1,6 @@
-"""Readings of devices beside energy, memory and utilization, summed when their reports come. No I/O.
+"""Readings of devices besides energy, memory and utilization, summed when reports arrive. No I/O.
 
-Summing them when the window closes would take the same CPU time, 1.1 us per report, but frames would wait for it: 11 ms
+Summation at the end of the window would take the same CPU time (1.1 us per report), but frames would wait for it: 11 ms
 for ten thousand ranks.
 """
 
@@ -24,7 +24,7 @@ class GaugeSums(Struct):
 
 
 class GpuReadings(Struct):
-    """The readings of the GPUs of a window beside energy, memory and utilization."""
+    """The readings of the GPUs of a window besides energy, memory and utilization."""
 
     gauges: dict[str, GaugeSums] = {}
     throttled_s: float = 0.0
@@ -90,5 +90,5 @@ class Gathered(Struct):
             self.is_simple = False
 
     def of(self, num_devices: int, num_rows: int) -> GpuReadings | None:
-        """Return the readings of a window with these numbers of GPUs and reports; ``None`` if it had other devices."""
+        """Return the readings of a window with these numbers of GPUs and reports; ``None`` for other devices."""
         return self.readings if self.is_simple and num_devices == num_rows == self.num_rows else None

@@ -1,8 +1,8 @@
-"""The elapsed time of a job and its joules by class, over restarts. No I/O.
+"""The elapsed time and the joules of a job by class, over all restarts. No I/O.
 
 The reports of a rank cover its wall time without gaps or overlaps.  Time without a report is idle before the rank
-joined or after it left, else unknown.  The time between two attempts is the restart gap.  So the classes add up to the
-elapsed time.  Definitions: docs/goodput.md.
+joined or after it left, else unknown.  The time between two attempts is the restart gap.  So the sum of all classes is
+the elapsed time.  Definitions: docs/goodput.md.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from effllm.records.rank import GENERATION
 
 #: The classes of productive time.
 PRODUCTIVE = (KEPT, GENERATION)
-#: A smaller share of the elapsed time, or a shorter time, is the rounding error of a difference of unix times.
+#: A smaller share of the elapsed time, or a shorter time, is a rounding error of unix times.
 MIN_SHARE, MIN_CLASS_S = 1e-9, 1e-6
 #: Classes without energy, because no agent reports in them.
 UNREPORTED = (RESTART_GAP, IDLE, UNKNOWN)
 
-MAX_OLD_SPANS = 4096  # of all attempts except the newest two
-MAX_ATTEMPTS = 1000  # older ones are merged
+MAX_OLD_SPANS = 4096  # spans of all attempts except the newest two
+MAX_ATTEMPTS = 1000  # older attempts are merged
 
 
 class Goodput(Struct):
-    """The time of a run by class, with the spans that show later which work was lost."""
+    """The time of a run by class, and the spans from which lost work is computed later."""
 
     clock: Axis = msgspec.field(default_factory=Axis)
     attempts: list[Attempt] = msgspec.field(default_factory=lambda: [Attempt(1)])
@@ -38,7 +38,7 @@ class Goodput(Struct):
         return self.attempts[-1]
 
     def hear(self, ago_s: float = 0.0) -> None:
-        """Record that the last message of any rank came ``ago_s`` seconds ago."""
+        """Record that the last message of any rank arrived ``ago_s`` seconds ago."""
         attempt, at_s = self.attempt, self.clock.at_s or 0.0
         if not attempt.zero_time_s:
             attempt.zero_time_s = self.clock.time_s - at_s
@@ -60,13 +60,13 @@ class Goodput(Struct):
         """Record the first message of a connection.
 
         Args:
-            rank: of the message.
-            world_size: of the job.
+            rank: rank that sent the message.
+            world_size: number of ranks of the job.
             offset: iteration number minus ordinal.
             is_numbered: whether the offset was given, not assumed.
             is_new: whether the agent is new.
             time_s: time of sending, on the agent's clock.
-            start_time_s: start of the rank's first report, on the same clock.
+            start_time_s: start of the rank's first report, on the agent's clock.
         """
         attempt = self.attempt
         attempt.world_size = max(attempt.world_size, world_size)
@@ -103,9 +103,9 @@ class Goodput(Struct):
         """Return the classes so far.
 
         Args:
-            is_over: the job has ended: time after its last message does not count.
+            is_over: whether the job has ended, so that time after its last message does not count.
             measures_energy: whether any device measures energy.
-            status: of the running attempt.
+            status: status of the running attempt.
         """
         seconds, rank_seconds = dict.fromkeys(CLASSES, 0.0), dict.fromkeys(CLASSES, 0.0)
         joules: dict[str, float | None] = dict.fromkeys(CLASSES, 0.0)
@@ -151,13 +151,14 @@ class Goodput(Struct):
         return attempt.ended_s if is_over else max(attempt.heard_s, self.clock.at_s or 0.0)
 
     def _begun_after(self) -> list[tuple[float | None, bool]]:
-        """Return for each attempt the smallest first number of a later one, and whether its repeats are known.
+        """Return for each attempt the smallest first number of later attempts, and whether its repeats are known.
 
-        They are unknown if a later attempt has no number, or if it has none itself and is not the first attempt.
+        Repeats are unknown if a later attempt has no numbers.  They are also unknown for an attempt without numbers,
+        except for the first attempt.
         """
         found: list[tuple[float | None, bool]] = []
         least: float | None = None
-        are_numbered = True  # the later attempts
+        are_numbered = True  # all later attempts
         for attempt in reversed(self.attempts):
             is_numbered = attempt.is_numbered or not attempt.last
             is_placed = is_numbered or attempt is self.attempts[0]

@@ -1,4 +1,4 @@
-"""One attempt of a job: its rank-seconds and joules by class, and those that a later attempt repeats. No I/O."""
+"""One attempt of a job: rank-seconds and joules by class, and the part that a later attempt repeats. No I/O."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ CLASSES = (
     KEPT, GENERATION, REDONE, EVALUATION, CHECKPOINT, OTHER, DATA, STARTUP, SHUTDOWN,
     STRAGGLING, HANG, RESTART_GAP, IDLE, UNKNOWN,
 )  # fmt: skip
-#: The classes of the time of a span.
+#: Classes of the time in a span.
 PARTS = (KEPT, DATA, STRAGGLING, HANG)
 
-MAX_SPANS = 512  # of the newest attempts; when there are twice as many, pairs of the older half are merged
-MAX_HANGS = 1000  # that are not in a report yet
+MAX_SPANS = 512  # per attempt; at twice this number, pairs of older spans are merged
+MAX_HANGS = 1000  # hangs that are not in a report yet
 
 
 class Span(Struct, array_like=True):
-    """Iterations of one or more consecutive windows: rank-seconds by class, and the joules of their sum."""
+    """Iterations of one or more consecutive windows: rank-seconds by class, and the total joules."""
 
     window_first: int
     window_last: int
@@ -43,12 +43,12 @@ class Span(Struct, array_like=True):
 
     @property
     def seconds(self) -> tuple[float, float, float, float]:
-        """In the order of `PARTS`."""
+        """Rank-seconds in the order of `PARTS`."""
         return self.kept_s, self.data_s, self.straggling_s, self.hang_s
 
     @property
     def parts_j(self) -> tuple[float, float, float, float]:
-        """The joules in proportion to time, because the energy of waiting for data is not measured separately."""
+        """Joules in proportion to time, because the energy of data waits is not measured separately."""
         whole_s = self.kept_s + self.data_s + self.straggling_s + self.hang_s
         if whole_s <= 0:
             return self.joules, 0.0, 0.0, 0.0
@@ -56,7 +56,7 @@ class Span(Struct, array_like=True):
         return kept, data, straggling, hang
 
     def share_from(self, ordinal: float) -> float:
-        """Return the share of its iterations from ``ordinal`` on."""
+        """Return the share of the span's iterations from ``ordinal`` on."""
         count = self.last - self.first + 1
         return min(max((self.last - ordinal + 1) / count, 0.0), 1.0) if count > 0 else 0.0
 
@@ -75,7 +75,7 @@ class Span(Struct, array_like=True):
 
 
 class Redone(Struct, array_like=True):
-    """The part of an attempt that a later one repeated."""
+    """The part of an attempt that a later attempt repeated."""
 
     seconds: float = 0.0  # rank-seconds
     joules: float = 0.0
@@ -89,7 +89,7 @@ class Attempt(Struct):
     begin_s: float | None = None  # on the axis of the run
     heard_s: float = 0.0  # time of the last message
     end_s: float | None = None
-    zero_time_s: float = 0.0  # unix time of the axis' zero by this attempt's clock
+    zero_time_s: float = 0.0  # unix time at position 0 of the axis, by this attempt's clock
     world_size: int = 0
     status: str = "running"
     ranks: Tiles = msgspec.field(default_factory=Tiles)
@@ -98,19 +98,19 @@ class Attempt(Struct):
     spans: list[Span] = []
     hangs: dict[int, float] = {}  # by window: rank-seconds that are not in a report yet
     hang_at_end_s: float = 0.0  # rank-seconds that were subtracted from the shutdown
-    offset: int = 0  # number shown minus ordinal
+    offset: int = 0  # displayed number minus ordinal
     offset_at_start: int = 0
     is_numbered: bool = False  # the offset was given, not assumed
     first: int = 0  # ordinals of the iterations so far
     last: int = 0
     reached: int = 0  # the last ordinal in a BYE
-    idle_s: float = 0.0  # rank-seconds, once it is over
+    idle_s: float = 0.0  # rank-seconds; set at the end of the attempt
     redone_from: float | None = None  # the smallest repeated number, for which `redone` was computed
     redone: Redone = msgspec.field(default_factory=Redone)
 
     @property
     def ended_s(self) -> float:
-        """End of the last rank's reports, or time of its last message if it has not left."""
+        """End of the last rank's reports, or the time of the last message if this is unknown."""
         last_s = self.ranks.last_s
         return self.heard_s if math.isnan(last_s) else last_s
 
@@ -129,7 +129,7 @@ class Attempt(Struct):
         first, last = (int(firsts[worked].min()), int(lasts[worked].max())) if worked.any() else (1, 0)
         if last:
             self.first, self.last = min(self.first or first, first), max(self.last, last)
-        # The loop's own numbers replace the initial ones as soon as a rank has them.
+        # The loop's own numbers replace the initial numbers when a rank reports them.
         offsets = (shown - lasts)[shown - lasts != self.offset_at_start]
         if offsets.size:
             self.offset = int(offsets[0])
@@ -140,12 +140,12 @@ class Attempt(Struct):
             self._hang(window, self.hangs.pop(window))
 
     def count_energy(self, window: int, iterations_j: float, phases_j: Mapping[str, float], sign: int = 1) -> None:
-        """Add the joules of a window; with a sign of -1 subtract them, because a late report changes all of them."""
+        """Add the joules of a window; with a sign of -1 subtract them, before a late report is added."""
         self._enter(window, Span(window, window, joules=sign * iterations_j))
         _add(self.joules, phases_j, sign)
 
     def note_straggling(self, window: int, rank_seconds: float) -> None:
-        """Move the time that all ranks lost to the slowest in a closed window from kept to straggling."""
+        """Move the time of waiting for the slowest rank in a closed window from kept to straggling."""
         span = self._find(window)
         if span is not None:
             self._take(span, straggling_s=max(rank_seconds, 0.0))
@@ -154,9 +154,9 @@ class Attempt(Struct):
         """Move a period without progress of any rank from its class to hang.
 
         Args:
-            window: the open window: the period is in its iterations, or in the shutdown of its last reports. Until it
-                closes, or if it never does, only the hang is known of this time.
-            seconds: of the whole job.
+            window: the open window, whose iterations or shutdown contain the period. Until the window closes, the
+                period is a hang without a report.
+            seconds: duration of the period.
         """
         self._hang(window, max(seconds, 0.0) * max(self.world_size, 1))
 
@@ -181,7 +181,7 @@ class Attempt(Struct):
         return self.spans[i] if i < len(self.spans) and self.spans[i].window_first <= window else None
 
     def _enter(self, window: int, added: Span) -> None:
-        """Add to the span of a window; a missing span is made."""
+        """Add values to the span of a window; a missing span is created."""
         span = self._find(window)
         if span is None:
             span = Span(window, window)
@@ -211,7 +211,7 @@ class Attempt(Struct):
                 self.joules[name] = self.joules.get(name, 0.0) + sign * joules
 
     def merge_spans(self, limit: int) -> None:
-        """Merge pairs of consecutive spans down to ``limit``; older ones first, because restarts need the newer."""
+        """Merge pairs of consecutive spans down to ``limit``; older spans first, because restarts need newer spans."""
         spans = self.spans
         while len(spans) > limit:
             pairs = min(len(spans) - limit, max(len(spans) // 4, 1))
@@ -219,10 +219,10 @@ class Attempt(Struct):
                 spans[2 * i].absorb(spans[2 * i + 1])
             del spans[1 : 2 * pairs : 2]
 
-    # --- its end ---
+    # --- end ---
 
     def close(self, status: str) -> None:
-        """Set its end, its idle time and its status."""
+        """Set the end, the idle time and the status of this attempt."""
         self.end_s = self.ended_s
         if self.begin_s is not None:
             idle_s = self.ranks.idle_s(self.begin_s, self.end_s)
@@ -245,7 +245,7 @@ class Attempt(Struct):
     # --- results ---
 
     def redo_from(self, number: float | None) -> None:
-        """Compute the lost work: the iterations from ``number`` on were repeated."""
+        """Compute the lost work: iterations from ``number`` on were repeated."""
         if number is None or self.redone_from == number:
             return
         redone = Redone()
@@ -262,7 +262,7 @@ class Attempt(Struct):
         return max(max(self.world_size, 1) * (end_s - self.begin_s) - sum(self.seconds.values()), 0.0)
 
     def classes_s(self, span_s: float, end_s: float) -> dict[str, float]:
-        """Return the rank-seconds by class; they add up to its length times its ranks."""
+        """Return the rank-seconds by class; their sum is the attempt's duration times its number of ranks."""
         classes = {name: max(value, 0.0) for name, value in self.seconds.items()}
         redone_s = min(self.redone.seconds, classes.get(KEPT, 0.0))
         classes[KEPT] = classes.get(KEPT, 0.0) - redone_s
@@ -289,13 +289,13 @@ class Attempt(Struct):
         return joules
 
     def summary(self, span_s: float, gap_s: float, status: str, knows_repeats: bool) -> AttemptSummary:
-        """Return its entry in summary.json.
+        """Return the attempt's entry in summary.json.
 
         Args:
-            span_s: its length so far.
-            gap_s: since the end of the previous attempt.
-            status: while it runs.
-            knows_repeats: whether its repeated iterations are known.
+            span_s: duration so far.
+            gap_s: seconds since the end of the previous attempt.
+            status: status if the attempt is running.
+            knows_repeats: whether the repeated iterations are known.
         """
         begin_s = self.zero_time_s + (self.begin_s or 0.0)
         return AttemptSummary(
@@ -314,7 +314,7 @@ class Attempt(Struct):
 
 
 def _add(sums: dict[str, float], more: Mapping[str, float], sign: int = 1) -> None:
-    """Add values by class; an unknown class is `OTHER`."""
+    """Add values by class; an unknown class counts as `OTHER`."""
     for name, value in more.items():
         known = name if name in CLASSES else OTHER
         sums[known] = sums.get(known, 0.0) + sign * value

@@ -1,4 +1,4 @@
-"""The time of a run: one axis over its restarts, and the coverage by the reports of each rank. No I/O."""
+"""The time of a run: one axis over all restarts, and the time that each rank's reports cover. No I/O."""
 
 from __future__ import annotations
 
@@ -17,21 +17,20 @@ SET_BY_S = 2.0
 class Axis(Struct):
     """One axis of time for a whole run, in seconds since its first message.
 
-    It follows the monotonic clock as long as this is the same clock; across a reboot or a change of host it follows
-    unix time.
+    The axis follows the monotonic clock of a host.  Across a reboot or a change of host the axis follows unix time.
     """
 
-    boot: str = ""  # boot id of the monotonic clock; empty if there is only one
+    boot: str = ""  # boot id of the monotonic clock; empty if unknown
     now_s: float = 0.0
     time_s: float = 0.0
     at_s: float | None = None
-    is_resumed: bool = False  # another process continues since it was read
+    is_resumed: bool = False  # another process continues from the stored state
 
     def advance(self, now_s: float, time_s: float | None, boot: str = "") -> float | None:
-        """Advance to the current time; return by how many seconds the wall clock was set, or ``None``.
+        """Advance to the current time; return the seconds by which the wall clock was set, or ``None``.
 
         Args:
-            now_s: of the monotonic clock.
+            now_s: time of the monotonic clock.
             time_s: unix time; ``None`` if it was not read.
             boot: boot id of this machine.
         """
@@ -54,9 +53,9 @@ class Axis(Struct):
 class Tiles(Table):
     """The time covered by the reports of each rank in one attempt.
 
-    Reports have times of their agent's clock.  Its offset to the axis of the run is estimated from the messages: a
-    message is received after it was sent, so the smallest difference is the best estimate, and delayed messages do not
-    change it.  Positions are on the axis, times are on the agent's clock.
+    Reports contain times of the agent's clock.  The offset between this clock and the axis is estimated from messages:
+    a message is received after it is sent, so the smallest difference is the best estimate, and delayed messages have
+    no effect.  Positions are on the axis, times are on the agent's clock.
     """
 
     NAMES = (
@@ -66,8 +65,8 @@ class Tiles(Table):
         "end_s",  # time: end of the newest report
         "begin_s",  # position: start of the first report
         "heard_s",  # position: sending of the last message
-        "left_s",  # position: receipt of its BYE
-        "away_s",  # between leaving and rejoining
+        "left_s",  # position: receipt of the BYE
+        "away_s",  # seconds between leaving and rejoining
         "is_broken",  # reports before the first received one were lost, or the rank left and rejoined
         "is_over",  # `end_s` is the end of the rank
     )
@@ -77,10 +76,10 @@ class Tiles(Table):
         """Append one report of each rank; return the earliest start position of these ranks.
 
         Args:
-            ranks: of the reports.
+            ranks: rank of each report.
             columns: sequence, final, start_time_s and end_time_s of each report.
-            seconds: covered by each report.
-            at_s: latest possible position of their receipt.
+            seconds: seconds that each report covers.
+            at_s: latest possible position of the receipt.
         """
         at = self.find(ranks)
         covered_s, clock_s, start_s, end_s, begin_s, heard_s, left_s, away_s, broken, over = self.values[at].T
@@ -141,7 +140,7 @@ class Tiles(Table):
 
     @property
     def ends_s(self) -> Array:
-        """End of the reports of ended ranks; if unknown, the time of their BYE; nan for the others."""
+        """End of the reports of each ended rank; if unknown, the receipt of its BYE; nan for running ranks."""
         end_s = self.column("end_s") + self.column("clock_s")
         ends_s: Array = np.where(
             self.column("is_over") > 0, np.fmax(end_s, self._covered_until_s), self.column("left_s")
@@ -150,7 +149,7 @@ class Tiles(Table):
 
     @property
     def last_s(self) -> float:
-        """End of the last rank, or the last time at which it is known to run; nan if unknown."""
+        """End of the last rank, or the last position at which this rank was running; nan if unknown."""
         alive_s = np.fmax(self.column("heard_s"), self._covered_until_s)
         last_s = np.where(np.isnan(self.ends_s), alive_s, self.ends_s)
         return float(np.fmax.reduce(last_s, initial=np.nan))

@@ -17,15 +17,15 @@ from effllm.records.wire import Hello
 
 
 class JobFacts:
-    """Facts of the whole job, each computed once; a new HELLO or another scope makes a new object.
+    """Facts of the whole job, each computed once; after a new HELLO or a change of scope a new object is made.
 
     Args:
         config: the job's settings.
         ledger: the job's state.
         hellos: the HELLO of each rank.
-        devices: by key.
+        devices: devices by key.
         members: the ranks on each device.
-        whole_model_rank: the rank whose parameter count is that of the whole model, if any.
+        whole_model_rank: the rank that declared the parameters of the whole model, if any.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class JobFacts:
 
     @cached_property
     def parameters(self) -> int | None:
-        """P of the configured kind: of the whole model, or the sum of all ranks' shares once all have joined."""
+        """P of the configured kind, declared for the whole model, or the sum of shares after all ranks have joined."""
         kind = self._config.parameters
         if self._whole_model_rank is not None:
             value = getattr(self._hellos[self._whole_model_rank].parameters, kind)
@@ -61,7 +61,7 @@ class JobFacts:
 
     @cached_property
     def peak_flops_per_s(self) -> float | None:
-        """Peak of the whole job: that of a device as configured, else from the hardware table if it has all GPUs."""
+        """Peak of the whole job, from the configured peak per device, or else from a hardware table with all GPUs."""
         peak = self._config.peak_tflops
         if peak:
             return peak * 1e12 * (self.num_gpus or self._ledger.world_size)
@@ -71,7 +71,7 @@ class JobFacts:
 
     @cached_property
     def peak_source(self) -> str:
-        """The peak of MFU and its source as text; empty if there is none."""
+        """The peak of MFU and its source as text; empty without a peak."""
         if self.peak_flops_per_s is None:
             return ""
         if self._config.peak_tflops:
@@ -81,7 +81,7 @@ class JobFacts:
 
     @cached_property
     def power_limit_w(self) -> float | None:
-        """Power limit of all GPUs together, if each has one; the first die of a card may have that of both dies."""
+        """Sum of the power limits of all GPUs, if all are known; the first die of a card may have the limit of both."""
         owners: dict[str, float] = {}
         for key, device in self._devices.items():
             if device.is_gpu:
@@ -121,7 +121,7 @@ class JobFacts:
 
     @cached_property
     def evaluation_is_in_iterations(self) -> bool:
-        """Whether a hook measures iterations from one step to the next, including evaluation between them."""
+        """Whether a hook measures iterations from step to step, including evaluation between steps."""
         return any(hello.evaluation_in_iterations for hello in self._hellos.values())
 
     @cached_property
@@ -141,13 +141,13 @@ class JobFacts:
 
     @cached_property
     def scope(self) -> Scope:
-        """The power scope of the job; once there are sums of energy, it does not change."""
+        """The power scope of the job; it does not change after the first sum of energy."""
         wanted, settled = self._config.power_scope, self._ledger.scope
         return keep(self._nodes(), settled, wanted) if settled else choose(self._nodes(), wanted)
 
     @property
     def scopes(self) -> list[Scope]:
-        """Possible scopes, the widest first: if none is configured, all that every node has."""
+        """Possible scopes, the widest first: the configured scope, or all scopes that every node has."""
         if self._ledger.scope or self._config.power_scope != AUTO:
             return [self.scope]
         return scopes(self._nodes()) or [self.scope]
@@ -166,7 +166,7 @@ class JobFacts:
 
     @cached_property
     def not_measured(self) -> tuple[str, ...]:
-        """A sentence per quantity that a device cannot measure, sorted, so that the order of joining has no effect."""
+        """Sorted sentences about quantities that devices cannot measure; the order of joining has no effect."""
         sentences = {
             one_line(text)
             for hello in self._hellos.values()
@@ -184,8 +184,8 @@ class JobFacts:
         if not models:
             return ()
         text = (
-            f"share of each tick that the energy counter measures ({', '.join(sorted(models))}): the timing errors of "
-            "windows allow for each; `effllm profile` measures it, once per model and driver"
+            f"share of each tick that the energy counter measures ({', '.join(sorted(models))}): unknown, so timing "
+            "errors include every possible share; `effllm profile` measures the share, once per model and driver"
         )
         return (one_line(text),)
 

@@ -1,6 +1,6 @@
 """Joins the reports of short windows into windows that last a second or longer. No I/O.
 
-The aggregator, not the agents, decides where a joined window ends, so that it ends at the same iteration on all ranks.
+The aggregator sets the end of a joined window, so that the window ends at the same iteration on all ranks.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from msgspec.structs import replace
 from effllm.records.counters import FIELDS
 from effllm.records.rank import METHODS, DeviceWindow, Gauge, Integrals, RankReport, add_profiles
 
-MAX_WAIT_S = 2.5  # for more windows to join; twice this until most ranks have reported
+MAX_WAIT_S = 2.5  # timeout of a joined window; twice this time until most ranks have reported
 MAX_ENDS = 1024  # number of stored ends of joined windows, for late reports
 
 
 class Joined(NamedTuple):
-    """A rank's part of a joined window: the sum of its reports, or ``None``."""
+    """A rank's part of a joined window: the sum of the rank's reports, or ``None``."""
 
     rank: int
     passed: int  # the last joined window whose end the rank has reached
@@ -30,24 +30,24 @@ class Joined(NamedTuple):
 
 
 class WindowJoiner:
-    """Joins the windows of each rank until they are long enough.
+    """Joins the windows of each rank until the joined window is long enough.
 
-    A joined window ends when the windows of most ranks are long enough, so that no single rank decides it.
+    A joined window ends when the windows of most ranks are long enough, so that no single rank sets the end.
     Joined windows are numbered consecutively; if each window is long enough, windows are not joined.
 
     Args:
         min_s: minimum duration of a joined window; the end of the job, or a pause, ends it sooner.
         number: the last closed joined window, 0 before the first.
-        until: the last window in it.
+        until: the last window in joined window ``number``.
     """
 
     def __init__(self, min_s: float, number: int = 0, until: int = 0) -> None:
         self._min_s = min_s
-        self._number, self._ends = number, [until]  # last joined window with an end; its end and those before it
+        self._number, self._ends = number, [until]  # the last ended joined window; ends of joined windows
         self._is_new = number == 0
-        self._long: dict[int, int] = {}  # rank -> window at which its part of the open one is long enough
+        self._long: dict[int, int] = {}  # rank -> window at which its part is long enough
         self._since_s: float | None = None  # receipt of the first report of the open joined window
-        self._waiting: dict[int, list[RankReport]] = {}  # by rank: reports of one joined window each
+        self._waiting: dict[int, list[RankReport]] = {}  # by rank: reports of one joined window
 
     def add(self, row: RankReport, num_ranks: int, closed: int, is_full: bool, now_s: float) -> list[Joined]:
         """Add a report; return the joined reports that are complete now.
@@ -55,9 +55,9 @@ class WindowJoiner:
         Args:
             row: the next report of its rank.
             num_ranks: number of reporting ranks.
-            closed: the last closed joined window: its reports do not wait for others.
+            closed: the last closed joined window, whose late reports do not wait.
             is_full: whether too many reports of the rank wait.
-            now_s: the time.
+            now_s: current time.
         """
         rank, number = row.rank, self._number_of(row.window)
         ready: list[Joined] = []
@@ -81,7 +81,7 @@ class WindowJoiner:
         if self._since_s is None:
             self._since_s = now_s
         if len(rows) == 1 and row.window == self._ends[-1] + 1 and self._is_long(row, row):
-            return ready + self._end(row.window, now_s)  # long enough alone
+            return ready + self._end(row.window, now_s)  # this window is long enough
         if rank not in self._long and (is_full or self._is_long(rows[0], row)):
             self._long[rank] = row.window
         while 2 * len(self._long) > num_ranks:
@@ -104,7 +104,7 @@ class WindowJoiner:
         return [self._joined(rank, number) for rank in ranks]
 
     def end_of(self, number: int) -> int:
-        """Return the last window in a joined window with an end."""
+        """Return the last window of an ended joined window."""
         return self._ends[max(number - self._number - 1, -len(self._ends))]
 
     @property
@@ -160,11 +160,11 @@ def put(rows: dict[int, RankReport], row: RankReport) -> None:
 def join(rows: Sequence[RankReport], window: int) -> RankReport:
     """Return the exact sum of consecutive reports of one rank.
 
-    Its own median is the median of their medians. If a report is missing, the number of iterations is that of the
-    others, and the first iteration is counted back from the last.
+    The own median of the sum is the median of the reports' own medians. If a report is missing, the first iteration is
+    the last iteration minus the iterations of the known reports plus one.
 
     Args:
-        rows: of one rank, oldest first.
+        rows: reports of one rank, oldest first.
         window: the number of the joined window.
     """
     first, last = rows[0], rows[-1]
@@ -175,7 +175,7 @@ def join(rows: Sequence[RankReport], window: int) -> RankReport:
         last,
         **{name: sum(getattr(row, name) for row in rows) for name in _SUMS},
         window=window,
-        sequence=min(row.sequence for row in rows),  # until it is written, none of them may be acknowledged
+        sequence=min(row.sequence for row in rows),  # no report is acknowledged before the sum is written
         iteration_first=last.iteration_last - sum(row.iterations for row in rows) + 1,
         start_time_s=first.start_time_s,
         phases_s=_sums(row.phases_s for row in rows),

@@ -1,4 +1,4 @@
-"""The running state of a job, from which a replaced aggregator continues. No I/O."""
+"""The running state of a job, from which a restarted aggregator continues. No I/O."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from effllm.records.job import SCHEMA_VERSION, Overhead, Straggler, StragglerVer
 from effllm.records.rank import MARKED_PHASES, SHUTDOWN, STARTUP, RankReport
 
 CLASSES = ("iterations", *MARKED_PHASES, STARTUP, SHUTDOWN)
-#: Limit of the ranks that are counted as the slowest of a window.
+#: Maximum number of ranks whose windows as the slowest rank are counted.
 MAX_SLOWEST = 64
 _COSTS = attrgetter("agent_cpu_s", "sent_bytes", "recorder_cpu_s")
 
@@ -27,7 +27,7 @@ class RankState(Struct):
     """The state of one rank."""
 
     agent: str
-    last_sequence: int = 0  # of the accepted reports
+    last_sequence: int = 0  # sequence of the last accepted report
     last_window: int = 0
     iteration: int = 0
     bye: str = ""
@@ -35,13 +35,13 @@ class RankState(Struct):
     agent_cpu_s: float = 0.0
     sent_bytes: int = 0
     recorder_cpu_s: float | None = None
-    gaps: int = 0  # missing reports before the last accepted one ...
-    newest_gap: int = 0  # ... number of them in the newest gap ...
-    newest_gap_before: int = 0  # ... and the sequence after this gap
-    is_over: bool = False  # its last report was accepted
+    gaps: int = 0  # missing reports before the last accepted report
+    newest_gap: int = 0  # missing reports in the newest gap
+    newest_gap_before: int = 0  # sequence of the report after the newest gap
+    is_over: bool = False  # the last report of the rank was accepted
 
     def spend(self, agent_cpu_s: float, sent_bytes: int, recorder_cpu_s: float | None) -> None:
-        """Update the cost of the rank's agent and recorder; an older message does not lower it."""
+        """Update the costs of the rank's agent and recorder; an older message does not lower a cost."""
         if agent_cpu_s > self.agent_cpu_s:
             self.agent_cpu_s = agent_cpu_s
         if sent_bytes > self.sent_bytes:
@@ -82,11 +82,11 @@ class Spent(Struct):
 class Waited(Struct):
     """The stragglers of the last window."""
 
-    seconds: float | None = None  # waiting of all ranks for the slowest straggler; None: no rank measures its own time
-    rank_seconds: float = 0.0  # the same, summed over the waiting ranks ...
-    joules: float | None = None  # ... and the energy of their devices in this time
+    seconds: float | None = None  # wait of each rank for the slowest straggler; None: no rank measures its own time
+    rank_seconds: float = 0.0  # sum of the waits of all ranks
+    joules: float | None = None  # energy of the waiting ranks' devices during these waits
     verdicts: tuple[StragglerVerdict, ...] = ()
-    num_named: int = 0  # named ranks
+    num_named: int = 0  # number of named ranks
     clock_error_s: float | None = None  # largest error of the ranks' clocks
     slowest: Straggler | None = None  # the slowest rank
 
@@ -108,28 +108,28 @@ class Ledger(Struct):
     classes_j: dict[str, float] = {}
     classes_s: dict[str, float] = {}
     late: int = 0
-    loss: float | None = None  # the last finite one
-    is_loss_finite: bool = True  # of the last window that had a loss
-    first_not_finite: int | None = None  # the iteration of the first loss that was NaN or infinite, as shown
+    loss: float | None = None  # the last finite loss
+    is_loss_finite: bool = True  # in the last window with a loss
+    first_not_finite: int | None = None  # displayed iteration of the first loss that was NaN or infinite
     iteration_last: int = 0
     iteration_shown: int = 0
     events: dict[str, int] = {}
     warmed_s: float = 0.0  # iteration time of the warm-up so far
-    run_after: int = 0  # run-to-date values leave out windows up to this one, because of warm-up or a reset
-    warm_until: int = 0  # ... because of the warm-up of this attempt
-    warmup_j: float = 0.0  # energy of the iterations of the warm-up, of all attempts
-    scope: str = ""  # power scope of the sums, once there are any
-    hang_s: float = 0.0  # of all stalls of the job, including the current one
+    run_after: int = 0  # last window that run-to-date values exclude, because of warm-up or a reset
+    warm_until: int = 0  # last window of the warm-up of this attempt
+    warmup_j: float = 0.0  # energy of warm-up iterations, of all attempts
+    scope: str = ""  # power scope of the sums; empty before the first sum
+    hang_s: float = 0.0  # seconds of all stalls of the job, including the current stall
     goodput: Goodput = msgspec.field(default_factory=Goodput)
     spent: Spent = msgspec.field(default_factory=Spent)
-    serving_cpu_s: float = 0.0  # of the current aggregator
-    serving_bytes: int = 0  # received by it
-    stragglers: dict[str, StragglerVerdict] = {}  # by ranks, with the total cost
-    straggling_s: float | None = None  # waiting of all ranks for named ranks
+    serving_cpu_s: float = 0.0  # CPU time of the current aggregator
+    serving_bytes: int = 0  # bytes that the current aggregator received
+    stragglers: dict[str, StragglerVerdict] = {}  # verdicts by ranks, with the total cost
+    straggling_s: float | None = None  # wait of each rank for named ranks
     straggling_gpu_s: float = 0.0
-    straggling_j: float | None = 0.0  # None: a part of it was not measured
+    straggling_j: float | None = 0.0  # None: a part was not measured
     waited: Waited = msgspec.field(default_factory=Waited)  # waits in the last window
-    schema_version: int = SCHEMA_VERSION  # of state.json
+    schema_version: int = SCHEMA_VERSION  # version of state.json
     slowest: dict[int, int] = {}  # rank -> number of windows in which it was the slowest
     windows_compared: int = 0  # windows in which own times of ranks were compared
 
@@ -150,7 +150,7 @@ class Ledger(Struct):
         return (self.whole,) if window <= self.run_after else (self.whole, self.run)
 
     def warm(self, window: int, rows: Sequence[RankReport], iterations: int, seconds: float) -> bool:
-        """Return whether a window is in the warm-up, which run-to-date values leave out."""
+        """Return whether a window is in the warm-up, which run-to-date values exclude."""
         numbers = Rows.of(rows).numbers
         warming = bool(numbers["iteration_first"].min() <= iterations) or self.warmed_s < seconds
         self.warmed_s += float(numbers["time_s"].max())
@@ -180,7 +180,7 @@ class Ledger(Struct):
         min_coverage: float,
         sign: int = 1,
     ) -> None:
-        """Add a window's devices and energy; with a sign of -1 subtract them, because a late report changes all."""
+        """Add a window's devices and energy; with a sign of -1 subtract them, before a late report is added."""
         for account in self.accounts(window):
             account.add_devices(merged, sign)
             account.add_energy(window, energy, rows, min_coverage, sign)
@@ -231,11 +231,11 @@ class Ledger(Struct):
 
     @property
     def reports_lost(self) -> int:
-        """Reports that never arrived, of all attempts."""
+        """Number of reports that never arrived, over all attempts."""
         return self.spent.reports_lost + sum(rank.lost for rank in self.ranks.values())
 
     def unfinished(self, is_over: bool) -> int:
-        """Return the number of ranks without a last report, over all attempts; ``is_over``: no more will come."""
+        """Return the number of ranks without a last report, over all attempts; ``is_over``: the job has ended."""
         now = self.world_size - sum(rank.is_over for rank in self.ranks.values()) if is_over else 0
         return self.spent.unfinished + max(now, 0)
 
@@ -251,19 +251,19 @@ class Ledger(Struct):
     def status(self) -> str:
         """Return the final status of the job, from the BYEs of its ranks."""
         ends = [rank.bye for rank in self.ranks.values()]
-        for word in ("failed", "interrupted"):  # one rank suffices, because its launcher then kills the others
+        for word in ("failed", "interrupted"):  # one rank is enough, because the launcher then kills the other ranks
             if word in ends:
                 return word
-        # A rank that never joined does not show a kill: it may start after all others have ended.
+        # A rank that never joined is no evidence of a kill: it may start after all other ranks have ended.
         return "completed" if ends and all(word == "completed" for word in ends) else "killed"
 
     def encode(self, safe: Mapping[int, int]) -> bytes:
-        """Return the state as JSON, for a replacement.
+        """Return the state as JSON, for a restarted aggregator.
 
-        Reports of open windows are left out and count as not received: their agents send them again.
+        Reports of open windows are not in the state and count as not received, so the agents send them again.
 
         Args:
-            safe: the last sequence of each rank up to which all reports are in the sums.
+            safe: for each rank the last sequence up to which all reports are in the sums.
         """
         replace = msgspec.structs.replace
         ranks = {
@@ -286,10 +286,10 @@ _decode: Callable[[bytes], Ledger] = msgspec.json.Decoder(Ledger, dec_hook=from_
 
 
 def restore(state: bytes) -> Ledger:
-    """Return the ledger from the state of another process, to continue from it.
+    """Return the ledger of an earlier process from its state.
 
     Raises:
-        msgspec.MsgspecError: it is not a ledger, or has another version.
+        msgspec.MsgspecError: the state is not a ledger, or has another version.
     """
     ledger = _decode(state)
     if ledger.schema_version != SCHEMA_VERSION:

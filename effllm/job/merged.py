@@ -1,4 +1,4 @@
-"""The devices of a window, each once, in columns, from the reports of all ranks that use them. No I/O.
+"""The devices of a window in columns, from the reports of all ranks that use the devices. No I/O.
 
 A device is identified only by its key, so a device of several ranks counts once.
 """
@@ -21,7 +21,7 @@ from effllm.records.columns import Array, Positions, fields_of, means
 from effllm.records.energy import MIN_COVERED_S, NOT_MEASURED
 from effllm.records.rank import Device, DeviceWindow, Integrals, RankReport
 
-#: The columns of memory and utilization: integrals over time, each with the seconds that it covers.
+#: Columns of memory and utilization: integrals over time, each with its covered seconds.
 LEVELS = ("memory_byte_seconds", "memory_covered_s", "utilization_seconds", "utilization_covered_s")
 MEMORY_S, BUSY, BUSY_S = 1, 2, 3
 
@@ -31,12 +31,12 @@ class Expected(dict[str, Device]):
 
     @classmethod
     def of(cls, devices: Mapping[str, Device]) -> Expected:
-        """Convert devices to this class, unless they have it already."""
+        """Convert a mapping of devices to this class."""
         return devices if isinstance(devices, Expected) else cls(devices)
 
     @cached_property
     def order(self) -> list[str]:
-        """The keys, sorted."""
+        """Sorted keys of the devices."""
         return sorted(self)
 
     @cached_property
@@ -72,7 +72,7 @@ class Expected(dict[str, Device]):
 
     @cached_property
     def keys_alike(self) -> dict[str, str]:
-        """The keys by themselves, to use one object for all equal keys."""
+        """Each key mapped to itself, so that all equal keys are one object."""
         return {key: key for key in self}
 
     def positions(self, merged: Merged) -> Positions:
@@ -105,10 +105,10 @@ class Expected(dict[str, Device]):
 
 
 class DeviceColumns(NamedTuple):
-    """The integrals of devices on one time base, a row for each; nan if not measured."""
+    """The integrals of devices on one time base, one row per device; nan if not measured."""
 
-    energy: Array  # in the columns of AMOUNT
-    levels: Array  # in the columns of LEVELS
+    energy: Array  # columns: AMOUNT
+    levels: Array  # columns: LEVELS
 
     @classmethod
     def of(cls, integrals: Sequence[Integrals]) -> DeviceColumns:
@@ -121,9 +121,9 @@ class DeviceColumns(NamedTuple):
 class Merged(Struct, dict=True, eq=False):
     """The devices of a window as columns; each device has one row."""
 
-    names: list[str]  # their keys
+    names: list[str]  # keys of the devices
     devices: list[Device]
-    span_s: Array  # wall time of the report with the energy of each
+    span_s: Array  # wall time of the report from which the device's energy is taken
     wall: DeviceColumns
     iterations: DeviceColumns  # wall time without phases
     peaks: Array  # bytes
@@ -190,9 +190,9 @@ class Merged(Struct, dict=True, eq=False):
 def merge_devices(rows: Iterable[RankReport], devices: Mapping[str, Device], members: Mapping[str, set[int]]) -> Merged:
     """Return each device of a window once.
 
-    Readings of a whole device are from the rank with the highest coverage, of equal ones from the first: the same rank
-    in every window, so that its periods are adjacent.  Shares of a shared device add up; if a rank is missing, they are
-    not measured, because a partial sum would be wrong.
+    Readings of a whole device are from the rank with the highest coverage; if coverages are equal, the lowest rank is
+    used.  So every window uses the same rank, whose periods are adjacent.  Shares of a shared device are added; if the
+    share of a rank is missing, the device is not measured, because a partial sum would be wrong.
 
     Args:
         rows: the window's rows.
@@ -256,7 +256,7 @@ def _readings(windows: Iterable[DeviceWindow]) -> GpuReadings:
 
 
 def _drop_roundings(columns: DeviceColumns) -> None:
-    """Set values that cover less time than a rounding error to not measured."""
+    """Mark values as not measured if they cover less time than a rounding error."""
     columns.energy[~(columns.energy[:, COVERED_S] > MIN_COVERED_S)] = _NOT_MEASURED
     for value in (0, 2):
         nothing = ~(columns.levels[:, value + 1] > MIN_COVERED_S)

@@ -1,7 +1,7 @@
-"""Reports that are not in the totals yet: of open windows, or late reports of closed windows. No I/O.
+"""Reports that are not in the totals yet: reports of open windows, and late reports of closed windows. No I/O.
 
-A window is identified by its number, which is equal on all ranks, never by wall clock.  Windows close in order and only
-once: when every rank that is alive has passed them, or at their deadline.
+A window is identified by its number, which is equal on all ranks, and never by wall-clock time.  Windows close in order
+and only once: after every live rank has passed the window, or at the deadline.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from effllm.job.pacing import is_large
 from effllm.job.presence import Presence
 from effllm.records.rank import RankReport
 
-MAX_PENDING_BYTES = 2 * 2**20  # of one rank's encoded reports: in memory they take eight times as much
-MAX_LATE = 32  # late windows in one turn: each causes a report, which takes about a millisecond ...
-LATE_WINDOW_S = 0.005  # ... and for each of them the next turn waits this long
-MAX_CLOSING_ROWS = 1000  # limit per turn for incomplete windows, because outputs wait meanwhile
-CLOSING_ROWS = 30  # a window costs as much as this number of its reports
+MAX_PENDING_BYTES = 2 * 2**20  # encoded reports of one rank; in memory they take eight times as much
+MAX_LATE = 32  # late windows in one turn: each of them causes a report, which takes about a millisecond
+LATE_WINDOW_S = 0.005  # delay of the next turn per late window
+MAX_CLOSING_ROWS = 1000  # reports of incomplete windows per turn, because outputs must wait during a turn
+CLOSING_ROWS = 30  # to close a window takes as much time as this number of its reports
 
 
 class OpenWindow(Struct):
@@ -57,7 +57,7 @@ class OpenWindows:
     Args:
         config: the job's settings.
         ledger: the job's state.
-        presence: has the ranks for which a window waits.
+        presence: returns the ranks for which a window waits.
     """
 
     def __init__(self, config: Config, ledger: Ledger, presence: Presence) -> None:
@@ -74,10 +74,10 @@ class OpenWindows:
         self._closed_s = -math.inf  # when the last window closed
         self.is_closing = False  # other windows may be ready to close in the next `tick`
 
-    # --- in ---
+    # --- inputs ---
 
     def has_room(self, rank: int, num_bytes: int) -> bool:
-        """Whether one more report of a rank may wait; if so, it is counted, and `add` must follow."""
+        """Return whether a rank may have one more open report; this report is counted, and `add` must follow."""
         held = self._held.get(rank)
         if held is None:
             held = self._held[rank] = _Held()
@@ -96,7 +96,7 @@ class OpenWindows:
             self._enter_joined(self._joiner.add(row, num_ranks, self._ledger.closed, is_full, now_s), now_s)
 
     def tick(self, now_s: float) -> None:
-        """Advance the time: reports that have waited too long are joined without the missing ones."""
+        """Advance the time: reports that have waited too long are joined without missing reports."""
         if self._joiner is not None:
             num_ranks, is_over = self._ledger.world_size - self._presence.num_away, self._presence.everyone_left(now_s)
             self._enter_joined(self._joiner.tick(now_s, num_ranks, is_over), now_s)
@@ -129,10 +129,10 @@ class OpenWindows:
                 self._held[number].release(num_rows - 1)
                 self._enter(row, now_s)
 
-    # --- out ---
+    # --- outputs ---
 
     def may_close(self) -> bool:
-        # A count, because this runs for every report of up to 10,000 ranks; a tick finds the cases that it misses.
+        # This runs for every report of up to 10,000 ranks, so it only counts; `take_ready` handles all other cases.
         if not self._windows:
             return False
         return len(self._windows[self._order[0]].rows) + self._presence.num_away >= self._ledger.world_size
@@ -143,14 +143,14 @@ class OpenWindows:
         """Yield the windows that close now, in order, up to a limit; the caller closes each before the next.
 
         Args:
-            now_s: the time.
-            deadline_s: returns how long a window waits for ranks that are behind.
+            now_s: current time.
+            deadline_s: returns the seconds that a window waits for late ranks.
             heard_until_s: all frames that arrived before this time have been handled.
         """
         self.is_closing, room = True, MAX_CLOSING_ROWS
         while self._windows and room > 0:
             window = self._windows[self._order[0]]
-            # Windows that only few ranks have reached close one after another, to give the other ranks time.
+            # Windows that only few ranks have reached close one after another, so that other ranks have time to report.
             is_shared = 2 * len(window.rows) > self._ledger.world_size - self._presence.num_away
             since_s = window.first_s if is_shared else max(window.first_s, self._closed_s)
             overdue = heard_until_s - since_s > deadline_s()
@@ -164,7 +164,7 @@ class OpenWindows:
         self.is_closing = bool(self._windows)
 
     def take_all(self) -> Iterator[OpenWindow]:
-        """Yield all windows in order, because no more reports come; from now on late reports do not wait."""
+        """Yield all windows in order, because no more reports will arrive; from now on late reports do not wait."""
         if self._joiner is not None:
             self._enter_joined(self._joiner.tick(math.inf, 0, is_over=True), math.inf)
         while self._windows:
@@ -175,7 +175,7 @@ class OpenWindows:
         number = window.number
         if self._joiner is not None:
             self._ledger.joined_until = self._joiner.end_of(number)
-            self._enter_joined(self._joiner.take(number), self._closed_s)  # of ranks that are behind
+            self._enter_joined(self._joiner.take(number), self._closed_s)  # reports of late ranks
         self._ledger.closed = number
         heapq.heappop(self._order)  # windows close in order
         del self._windows[number]
@@ -184,12 +184,12 @@ class OpenWindows:
         return window
 
     def has_late(self, now_s: float, *, for_s: float = 0.0) -> bool:
-        """Whether there are late reports whose waiting time, extended by ``for_s``, is over."""
+        """Whether late reports exist, and their turn began at least ``for_s`` seconds ago."""
         return bool(self._late) and now_s - self._late_s >= for_s
 
     def take_late(self, now_s: float) -> Iterator[tuple[int, dict[int, RankReport]]]:
         """Yield the late reports, oldest window first."""
-        is_limited = not is_large(self._ledger.world_size)  # in a large world they are taken together, and rarely
+        is_limited = not is_large(self._ledger.world_size)  # a large world takes all at once, but rarely
         numbers = sorted(self._late)[: self._max_late if is_limited else None]
         self._late_s = now_s + (LATE_WINDOW_S * len(numbers) if is_limited else 0.0)
         for number in numbers:
@@ -203,7 +203,7 @@ class OpenWindows:
         return not self._windows and not self._late and not (self._joiner is not None and self._joiner.is_waiting)
 
     def safe(self) -> dict[int, int]:
-        """Return the last sequence of each rank up to which all reports are in closed windows."""
+        """Return for each rank the last sequence up to which all reports are in closed windows."""
         waiting: dict[int, int] = self._joiner.sequences if self._joiner is not None else {}
         for rows in (*(one.rows for one in self._windows.values()), *self._late.values()):
             for rank, row in rows.items():

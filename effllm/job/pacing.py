@@ -1,32 +1,32 @@
-"""The periods at which the aggregator of a large world writes its state, acknowledges and receives. No I/O.
+"""Periods of the aggregator of a large world: saved states, acknowledgements and received messages. No I/O.
 
 In a world of up to a thousand ranks the state is saved, and reports are acknowledged, after every window.  Ten thousand
-acknowledgements a second would cost as much as the reports; agents have room for a thousand reports.
+acknowledgements per second would take as much time as the reports.  Agents can store a thousand reports.
 """
 
 from __future__ import annotations
 
-LARGE_WORLD = 1000  # number of ranks above which ...
-RANKS_PER_S = 1000.0  # ... this many are acknowledged per second
-SHARE_OF_BUFFER = 8  # one of this many parts of an agent's buffer may be unacknowledged because of this
-ENDING_S = 1.0  # after their BYE agents wait four seconds for the last acknowledgement
-LARGE_PAUSE_S = 0.002  # between two reads of the socket; a wake-up for each frame would cost more than the frame
+LARGE_WORLD = 1000  # a world with more ranks is large
+RANKS_PER_S = 1000.0  # acknowledged ranks per second in a large world
+SHARE_OF_BUFFER = 8  # an eighth of an agent's buffer may wait for an acknowledgement
+ENDING_S = 1.0  # after its BYE an agent waits four seconds for the last acknowledgement
+LARGE_PAUSE_S = 0.002  # between two reads of the socket; a wake-up takes more time than a frame
 QUIET_S, LARGE_QUIET_S = 1.0, 3.0  # see `quiet_s`; reports may be a second apart
 LARGE_REPORT_EVERY_S = 0.5  # at most two frames a second from each agent of a large world
 
 
 class Pace:
-    """Decides when the state is saved next.
+    """The times at which the state is saved.
 
     Args:
-        history_size: number of reports that an agent has room for.
+        history_size: number of reports that an agent can store.
     """
 
     def __init__(self, history_size: int) -> None:
         self._max_windows = max(history_size // SHARE_OF_BUFFER, 1)
-        self._windows = 0  # closed since the last saved state
+        self._windows = 0  # windows that closed since the last saved state
         self._kept_s = float("-inf")
-        self._ending_s: float | None = None  # when the first rank left
+        self._ending_s: float | None = None  # time at which the first rank left
 
     def closed(self, windows: int) -> None:
         self._windows += windows
@@ -40,7 +40,7 @@ class Pace:
             return False
         every_s, since_s = keep_every_s(world_size), self._kept_s
         if is_ending and every_s > ENDING_S:
-            # Not at once: the last reports come between BYEs, and their window would wait for the saving.
+            # The last reports arrive between BYEs, and would have to wait if the state were saved at once.
             self._ending_s = now_s if self._ending_s is None else self._ending_s
             every_s, since_s = ENDING_S, max(since_s, self._ending_s)
         return self._windows >= self._max_windows or now_s - since_s >= every_s
@@ -57,12 +57,12 @@ def keep_every_s(world_size: int) -> float:
 
 
 def late_every_s(world_size: int) -> float:
-    """Return how long late reports may wait for others, because each turn recomputes the sums of a whole window."""
+    """Return the seconds for which late reports are collected, because each turn recomputes sums of whole windows."""
     return keep_every_s(world_size) / 2
 
 
 def quiet_s(world_size: int) -> float:
-    """Return after how long without a message, at the end of the job, a rank's connection is tested."""
+    """Return the seconds without a message after which a rank's connection is tested at the end of the job."""
     return LARGE_QUIET_S if is_large(world_size) else QUIET_S
 
 
@@ -72,5 +72,5 @@ def report_every_s(world_size: int) -> float:
 
 
 def pause_s(world_size: int) -> float:
-    """Return how long the aggregator waits for more frames after it has emptied its socket."""
+    """Return the seconds for which the aggregator waits for more frames after it has read all frames."""
     return LARGE_PAUSE_S if is_large(world_size) else 0.0

@@ -1,7 +1,7 @@
-"""The scope of the job's energy: the widest one that every node has; each joule counts once. No I/O.
+"""The scope of the job's energy: the widest scope that every node has. Each joule counts once. No I/O.
 
-From the narrowest to the widest: only the GPUs; the modules with them (Grace-Hopper measures GPU, CPU and memory
-together); GPUs and CPUs; the power supplies, which measure the power of the whole node.
+Scopes from the narrowest to the widest: GPUs; modules of GPU, CPU and memory (Grace-Hopper, measured as a whole); GPUs
+and CPUs; power supplies, which measure the power of the whole node.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ GPU_AND_CPU = "gpu+cpu"
 AUTO = "auto"
 #: The values of ``EFFICIENTLLM_POWER_SCOPE``.
 CHOICES = (AUTO, GPU, MODULE, GPU_AND_CPU, NODE_PSU)
-#: The choices of a node; the last is that of its modules if it has them, and of its CPUs if it has no GPU.
+#: The choices of a node; `GPU` means modules if GPUs are in modules, and CPUs if the node has no GPU.
 WIDEST_FIRST = (NODE_PSU, GPU_AND_CPU, GPU)
 
 #: The devices of a node.
@@ -28,14 +28,14 @@ class Scope(Struct, frozen=True):
     """The devices whose energy is counted as the job's."""
 
     label: str | None = None  # for display; None: no device measures energy
-    choice: str = AUTO  # one of WIDEST_FIRST, from which `keep` makes the same scope
+    choice: str = AUTO  # one of WIDEST_FIRST; `keep` makes the same scope from it
     keys: frozenset[str] = frozenset()
-    lacking: int = 0  # nodes without such a sensor: expected, but not measured
+    lacking: int = 0  # nodes without a sensor of this scope: expected, but not measured
     complaint: str = ""  # one sentence, if the configured scope is not available
 
 
 def scopes(nodes: Sequence[Node]) -> list[Scope]:
-    """Return the scopes that every node has, widest first; empty if no node measures energy."""
+    """Return the scopes that every node has, the widest first; empty if no node measures energy."""
     if not any(device.energy_method for node in nodes for device in node):
         return []
     offers = [_offers(node) for node in nodes]
@@ -43,7 +43,7 @@ def scopes(nodes: Sequence[Node]) -> list[Scope]:
 
 
 def choose(nodes: Sequence[Node], wanted: str) -> Scope:
-    """Return the scope of a job: the configured one, or the widest that every node has, with a complaint.
+    """Return the configured scope, or with a complaint the widest scope that every node has.
 
     Args:
         nodes: the devices of each node.
@@ -51,7 +51,7 @@ def choose(nodes: Sequence[Node], wanted: str) -> Scope:
     """
     offered = scopes(nodes)
     if not offered:
-        complaint = f"power scope: {wanted} is set, and nothing measures energy"
+        complaint = f"power scope: {wanted} is set, but no device measures energy"
         return Scope(complaint="" if wanted == AUTO else complaint)
     chosen = next((scope for scope in offered if wanted in (scope.choice, scope.label)), offered[0])
     if wanted == AUTO or _is_wanted(chosen, wanted):
@@ -72,16 +72,16 @@ def keep(nodes: Sequence[Node], choice: str, wanted: str) -> Scope:
         return now
     kept = _scope([_offers(node) for node in nodes], choice)
     if kept.lacking or not now.label:
-        complaint = f"the run began with {kept.label}, which not every node has: its energy has holes"
+        complaint = f"the run began with {kept.label}, which not every node has: its energy is incomplete"
     elif wanted == AUTO:
-        complaint = f"{now.label} was not measured from the start of the run, so {kept.label} stays"
+        complaint = f"{now.label} was not measured from the start of the run, so {kept.label} is still used"
     else:
-        complaint = f"{wanted} is set, but the run began with {kept.label}, which stays"
+        complaint = f"{wanted} is set, but the run began with {kept.label}, which is still used"
     return replace(kept, complaint=f"power scope: {complaint}")
 
 
 def _is_wanted(scope: Scope, wanted: str) -> bool:
-    if wanted == GPU_AND_CPU:  # a module is both
+    if wanted == GPU_AND_CPU:  # a module measures both
         return scope.choice == GPU_AND_CPU and scope.label != CPU
     return scope.label == wanted
 
@@ -89,7 +89,7 @@ def _is_wanted(scope: Scope, wanted: str) -> bool:
 def _scope(offers: Sequence[Mapping[str, Node]], choice: str) -> Scope:
     members = {device.key: device for offer in offers for device in offer.get(choice, ())}
     there = {device.power_scope for device in members.values() if device.energy_method}
-    # From its actual scopes: a job only on CPUs is not called ``gpu``.
+    # The label has the actual scopes: a job on CPUs is not called ``gpu``.
     label = "+".join(scope for scope in (GPU, MODULE, CPU, NODE_PSU) if scope in there) or choice
     return Scope(label, choice, frozenset(members), sum(choice not in offer for offer in offers))
 
@@ -97,13 +97,13 @@ def _scope(offers: Sequence[Mapping[str, Node]], choice: str) -> Scope:
 def _offers(node: Node) -> dict[str, Node]:
     """Return the devices of a node by choice, including devices without a sensor.
 
-    The narrowest choice always exists: with a GPU without a sensor, the sum is incomplete, not smaller.
+    The narrowest choice always exists: a GPU without a sensor makes the sum incomplete, not smaller.
     """
     measured = [device for device in node if device.energy_method]
     supplies = [device for device in measured if device.power_scope == NODE_PSU]
     cpus = [device for device in measured if device.power_scope == CPU]
     gpus = [device for device in node if device.is_gpu]
-    # The CPU of a module is in the module's energy already.
+    # The energy of a module already includes its CPU.
     in_module = any(device.power_scope == MODULE for device in measured)
     offers: dict[str, Node] = {GPU: gpus or cpus or [device for device in node if not device.only_power]}
     if gpus and in_module:

@@ -1,4 +1,4 @@
-"""Which ranks of a job are alive, lost or gone, and which of them a window waits for. No I/O."""
+"""State of each rank (alive, lost or gone), and the ranks for which a window waits. No I/O."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Collection, Mapping
 
 from effllm.job.ledger import Ledger, RankState
 
-LOST_AFTER_S = 15.0  # three heartbeats: a rank without any message for so long is not waited for
-ABSENT_AFTER_S = 30.0  # a rank that never joined; starting a large job takes its time
-ABSENT_AFTER_BYE_S = 2.0  # ... but once ranks leave, no further ones join
+LOST_AFTER_S = 15.0  # three heartbeat periods: a rank without a message in this time is lost
+ABSENT_AFTER_S = 30.0  # timeout of ranks that have not joined; large jobs start slowly
+ABSENT_AFTER_BYE_S = 2.0  # the same timeout after the first BYE, because no rank joins then
 
 
 class Presence:
-    """The last message of each rank, and the ranks that have left.
+    """The time of each rank's last message, and the ranks that have left.
 
     Args:
         ledger: the job's state; it can contain ranks that left before a restart.
@@ -30,11 +30,11 @@ class Presence:
         self._chance = random.Random(0)  # noqa: S311 - not for secrets
 
     def join(self, now_s: float) -> None:
-        """Record a HELLO: the first one starts the time during which windows wait for the others."""
+        """Record a HELLO; the first HELLO starts the timeout of ranks that have not joined."""
         self._first_hello_s = now_s if self._first_hello_s is None else self._first_hello_s
 
     def hear(self, rank: int, now_s: float) -> bool:
-        """Take a message of a rank; return whether the rank was lost."""
+        """Record a message of a rank; return whether the rank was lost."""
         self._heard_s[rank] = now_s
         was_lost = rank in self._lost
         self._lost.discard(rank)
@@ -69,11 +69,11 @@ class Presence:
         return fallen
 
     def give_up(self, rank: int) -> None:
-        """Take a rank as lost without a wait: its agent has ended."""
+        """Mark a rank as lost at once, because its agent has ended."""
         self._lost.add(rank)
 
     def awaited(self, before_s: float) -> list[int]:
-        """Return the ranks that have neither left nor are lost, and whose last message is older."""
+        """Return the ranks whose last message is older than ``before_s``, without ranks that have left or are lost."""
         away = self._lost | self.gone
         return [rank for rank, heard_s in self._heard_s.items() if heard_s < before_s and rank not in away]
 
@@ -87,15 +87,15 @@ class Presence:
         return len(self._lost) + self._left
 
     def waited_for(self, now_s: float) -> set[int]:
-        """Return the ranks that a window waits for, those that have left included."""
+        """Return the ranks for which a window waits, including ranks that have left."""
         come = set(self._heard_s) - self._lost
         if not self._waits_for_absent(now_s):
             return come
         return come | (set(range(self._ledger.world_size)) - set(self._heard_s))
 
     def is_behind(self, window: int, now_s: float) -> bool:
-        """Whether a window waits for a rank that has not passed it."""
-        # Called for each of ten thousand reports: the last rank that was behind is checked first.
+        """Whether a rank for which the window waits has not passed the window."""
+        # This is called for each of ten thousand reports, so the rank of the last result is checked first.
         last = self._last_behind
         if last is not None and self._is_waited_for(last, now_s) and self._has_not_passed(last, window):
             return True
@@ -120,9 +120,9 @@ class Presence:
         return {rank for rank, known in self._ledger.ranks.items() if known.bye} if self._left else set()
 
     def everyone_left(self, now_s: float) -> bool:
-        """Whether ranks have left, and no other is waited for."""
+        """Whether ranks have left, and windows wait for no other rank."""
         if len(self._heard_s) - len(self._lost) > self._left:
-            return False  # called all the time: no sets
+            return False  # a fast check without sets, because this is called often
         left = self.gone
         return bool(left) and not self.waited_for(now_s) - left
 
@@ -134,5 +134,5 @@ class Presence:
 
     @property
     def is_deserted(self) -> bool:
-        """Whether ranks have come, and all of them have left or are lost."""
+        """Whether ranks have joined, and all of them have left or are lost."""
         return bool(self._heard_s) and len(self._lost | self.gone) >= len(self._heard_s)

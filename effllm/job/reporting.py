@@ -32,7 +32,7 @@ from effllm.records.job import (
 )
 from effllm.records.rank import RankReport
 
-#: Limit for the end of a window in the future: clocks of nodes differ by much less, but our reading may be this old.
+#: Limit for a window's end in the future: clocks of nodes differ by much less, but the aggregator's time may be old.
 MAX_AHEAD_S = 5.0
 
 
@@ -41,18 +41,18 @@ class Window(Struct):
 
     number: int
     rows: dict[int, RankReport]
-    merged: Merged | None  # None before it is computed, or if the other reports of the window were dropped
-    energy: WindowEnergy | None  # None with `merged`
+    merged: Merged | None  # None before it is computed, or if the window is too old for a correction
+    energy: WindowEnergy | None  # None if `merged` is None
     warming: bool = False
     by_rank: Rows | None = None
 
     @property
     def ranks(self) -> Collection[int]:
-        """The ranks that reported it."""
+        """The ranks that reported this window."""
         return self.rows if self.rows or self.by_rank is None else frozenset(self.by_rank.ranks)
 
     def without_reports(self) -> Window:
-        """Return only its sums, which need a thousandth of the objects."""
+        """Return the window with only its sums, which need a thousandth of the objects."""
         sums = Window(self.number, {}, self.merged, self.energy, self.warming)
         sums.by_rank = self.ordered.merge(Rows())
         return sums
@@ -87,7 +87,7 @@ def constants_of(ledger: Ledger, roster: Roster) -> JobConstants:
 def to_date(
     ledger: Ledger, roster: Roster, goodput: GoodputSummary, lacks: bool
 ) -> tuple[ClusterTotals, ClusterTotals]:
-    """Return the totals on the bases run and job; ``lacks``: reports are missing in them."""
+    """Return the totals on the bases run and job; ``lacks``: whether reports are missing."""
     constants, sample_s = constants_of(ledger, roster), roster.config.collection_interval_s
     health = HealthTotals(
         clock_error_s=ledger.waited.clock_error_s,
@@ -117,7 +117,7 @@ def _lacking(ledger: Ledger, is_over: bool) -> list[str]:
         (lost, f"{_many(lost, 'report')} never arrived"),
         (unfinished, f"the last report of {_many(unfinished, 'rank')} never arrived"),
         (elsewhere, f"not every device was measured in {_many(elsewhere, 'window')}"),
-        (account.left_windows, f"in {_many(account.left_windows, 'window')} devices were missing whose ranks had left"),
+        (account.left_windows, f"devices of left ranks were missing in {_many(account.left_windows, 'window')}"),
     ]
     return [text for count, text in reasons if count > 0]
 
@@ -144,7 +144,7 @@ def report_of(
     window: Window,
     ledger: Ledger,
     roster: Roster,
-    least_coverage: float,
+    min_coverage: float,
     last: ClusterReport | None,
     correction: bool,
 ) -> ClusterReport:
@@ -156,12 +156,12 @@ def report_of(
     health = replace(
         run.health, straggling_s=waited.seconds, straggling_gpu_s=waited.rank_seconds, straggling_j=waited.joules
     )
-    account = _account_of(window, least_coverage)
+    account = _account_of(window, min_coverage)
     own = replace(account.totals(run.constants, roster.config.collection_interval_s), health=health)
     shown_of_window = own if own.counts.iterations > 0 and not correction else ClusterTotals()
     numbers = rows.numbers
     coverage = coverage_of(window, ledger, roster)
-    if window.energy is None and last:  # a report so late that the others of its window were dropped
+    if window.energy is None and last:  # a late report of a window without stored reports
         coverage = replace(last.coverage, reports_late=ledger.late)
     shown = int(numbers["iteration_shown"].max())
     return ClusterReport(
@@ -194,14 +194,14 @@ def report_of(
     )
 
 
-def _account_of(window: Window, least_coverage: float) -> Account:
+def _account_of(window: Window, min_coverage: float) -> Account:
     """Return the sums of one window."""
     account = Account()
     account.add_rows(window.ordered)
     if window.merged is not None:
         account.add_devices(window.merged)
     if window.energy:
-        account.add_energy(window.number, window.energy, window.ordered, least_coverage)
+        account.add_energy(window.number, window.energy, window.ordered, min_coverage)
     return account
 
 
@@ -293,18 +293,18 @@ def _gaps(
         parts = f"{_percent(shares[0])} of the time and {_percent(shares[1])} of the iterations were measured"
         yield f"total energy: {parts}; {'; '.join(lacking)}"
     if ended and (absent := ledger.world_size - len(ledger.ranks)) > 0:
-        yield f"{absent:,} of {ledger.world_size:,} ranks: they had not reported when the others had ended"
+        yield f"{absent:,} of {ledger.world_size:,} ranks: no report before all other ranks had ended"
     if (
         roster.job.evaluation_is_in_iterations
         and whole.counts.iterations
         and not ledger.time_by_class().get("evaluation")
     ):
         yield (
-            "evaluation: none was seen, from the model's eval() to its train(); any other between steps is in AL; "
-            "`with effllm.phase('evaluation'):` around it takes it out"
+            "evaluation: no period from the model's eval() to its train() was seen; other evaluation between steps is "
+            "in AL, unless it is inside `with effllm.phase('evaluation'):`"
         )
     if roster.job.begins_with_a_step and whole.counts.iterations:
-        yield "first iteration: the metrics began with its optimizer step; nothing of it is in them"
+        yield "first iteration: not measured, because the metrics began at its optimizer step"
 
 
 def _energy_summary(
@@ -335,7 +335,7 @@ def _energy_summary(
 
 
 def not_counted(whole: ClusterTotals) -> Iterator[str]:
-    """Yield why tokens or samples are missing, if there are iterations."""
+    """Yield a sentence if tokens or samples are missing, and there are iterations."""
     counts = whole.counts
     missing = [] if counts.generated_tokens else [name for name in ("tokens", "samples") if not getattr(counts, name)]
     if counts.iterations and missing:
@@ -351,8 +351,8 @@ def doubts(report: ClusterReport, roster: Roster) -> Iterator[tuple[str, str]]:
         if share is not None and share > 1 + ROUNDING:
             yield (
                 "mfu",
-                f"{name} would be {share:.3g}, which cannot be, and is not shown: wrong are the {flops:.3g} FLOPs per "
-                f"token, the tokens, or the peak ({roster.job.peak_source})",
+                f"{name} would be {share:.3g}, which is impossible, so it is not shown: the {flops:.3g} FLOPs per "
+                f"token, the tokens or the peak ({roster.job.peak_source}) are wrong",
             )
 
 

@@ -21,7 +21,7 @@ class Roster:
 
     Args:
         config: the job's settings.
-        ledger: the job's state, in which the ranks are updated.
+        ledger: the job's state, which contains the state of each rank.
     """
 
     def __init__(self, config: Config, ledger: Ledger) -> None:
@@ -32,7 +32,7 @@ class Roster:
         self.hellos: dict[int, Hello] = {}
         self.devices: dict[str, Device] = {}
         self.members: dict[str, set[int]] = {}  # the ranks on each device
-        self._num_devices: dict[int, int] = {}  # of each rank
+        self._num_devices: dict[int, int] = {}  # by rank
         self._blind: set[int] = set()
         self._job: JobFacts | None = None
         self._expected: tuple[set[int], Expected] | None = None  # ranks that have left, and the devices without them
@@ -52,24 +52,24 @@ class Roster:
             self._job = None
 
     def objection(self, message: Hello, now_s: float) -> str:
-        """Return why a HELLO is rejected, or an empty string."""
+        """Return the reason why a HELLO is rejected, or an empty string."""
         state = self._ledger
         if state.job and message.job and message.job != state.job:
             return "it belongs to another job"
         if message.world_size > MAX_RANKS:
-            return f"a world of {message.world_size} ranks is beyond reason"
+            return f"a world of {message.world_size} ranks exceeds the limit of {MAX_RANKS}"
         if not 0 <= message.rank < message.world_size:
             return f"rank {message.rank} lies outside a world of {message.world_size}"
         if state.world_size and message.world_size != state.world_size:
-            return f"its world has {message.world_size} ranks, the job's has {state.world_size}"
+            return f"its world has {message.world_size} ranks, the job has {state.world_size}"
         if message.log_interval != self.config.log_interval:
-            return f"its LOG_INTERVAL is {message.log_interval}, the job's is {self.config.log_interval}"
+            return f"its LOG_INTERVAL is {message.log_interval}, but {self.config.log_interval} in the job"
         first = next(iter(self.hellos.values()), message)
         if message.offset % message.log_interval != first.offset % first.log_interval:
-            return f"its first iteration is {message.offset}, rank {first.rank}'s is {first.offset}"
+            return f"its first iteration is {message.offset}, but {first.offset} on rank {first.rank}"
         devices = {device.key for device in message.devices if message.rank not in self.members.get(device.key, ())}
         if self._num_devices.get(message.rank, 0) + len(devices) > MAX_DEVICES:
-            return f"it has introduced more than {MAX_DEVICES} devices"
+            return f"it has reported more than {MAX_DEVICES} devices"
         known = state.ranks.get(message.rank)
         heard_s = self.presence.heard_s.get(message.rank)
         if known and known.agent != message.agent and not known.bye and heard_s is not None:
@@ -112,7 +112,7 @@ class Roster:
     def is_too_late(self, message: Hello) -> bool:
         """Whether a HELLO after the end of rank 0's trainer is probably from the next attempt.
 
-        It may be a late HELLO of this attempt if that trainer completed, or ended before rank 0's agent joined.
+        A late HELLO of this attempt is possible if the trainer completed, or ended before rank 0's agent joined.
         """
         first = self._ledger.ranks.get(0)
         is_known = self.rank_of(message.rank, message.agent) is not None
@@ -142,7 +142,7 @@ class Roster:
         return {key: self.members[key] - gone for key in self.expected(reporting)} if gone else self.members
 
     def _is_of_a_node(self, key: str, hosts: set[str]) -> bool:
-        """Whether a device is a sensor of one of these nodes; it counts even if the rank that read it has left."""
+        """Whether a device is a sensor of one of these nodes; a sensor counts even if its rank has left."""
         return self.devices[key].only_power and self.hellos[min(self.members[key])].host in hosts
 
     def blind(self, reporting: Collection[int]) -> set[int]:
@@ -150,7 +150,7 @@ class Roster:
         return self._blind - self.presence.gone.difference(reporting)
 
     def disagreement(self, message: Hello) -> str:
-        """Return how a HELLO contradicts an earlier one about the whole model, or an empty string."""
+        """Return a text if a HELLO contradicts an earlier HELLO about the whole model, else an empty string."""
         total = message.parameters.total
         if message.parameters.is_share or total is None:
             return ""

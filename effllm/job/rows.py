@@ -17,7 +17,7 @@ from effllm.records.rank import Profile, RankReport, add_profiles
 class Rows(list[RankReport]):
     """The reports of a window, with their sums."""
 
-    gathered: Gathered | None = None  # sums made at their receipt
+    gathered: Gathered | None = None  # sums made at the receipt of reports
 
     @cached_property
     def ranks(self) -> list[int]:
@@ -26,7 +26,7 @@ class Rows(list[RankReport]):
 
     @cached_property
     def numbers(self) -> dict[str, Array]:
-        """Columns of their times and iterations."""
+        """Columns of times and iterations."""
         names = (*_PLACED, "wall_s", "busy_s", "wait_s", *SUMMED)
         columns = dict(zip(names, fields_of(self, names).T, strict=True))
         columns["iterations"] = columns["iteration_last"] - columns["iteration_first"] + 1
@@ -35,7 +35,7 @@ class Rows(list[RankReport]):
 
     @cached_property
     def counts(self) -> dict[str, int]:
-        """The exact sums of their counts."""
+        """Exact sums of the counts."""
         return {name: sum(map(attrgetter(name), self)) for name in _COUNTED}
 
     @cached_property
@@ -56,12 +56,12 @@ class Rows(list[RankReport]):
 
     @cached_property
     def profile(self) -> Profile | None:
-        """The sum of their profiles."""
+        """Sum of the profiles."""
         return add_profiles(*map(attrgetter("profile"), self))
 
     @cached_property
     def phases_s(self) -> dict[str, float]:
-        """The sums of their phases."""
+        """Seconds of each phase, summed over reports."""
         sums: dict[str, float] = {}
         for phases_s in filter(None, map(attrgetter("phases_s"), self)):
             for name, seconds in phases_s.items():
@@ -70,15 +70,15 @@ class Rows(list[RankReport]):
 
     @cached_property
     def is_final(self) -> bool:
-        """Whether one of them is the last report of its rank."""
+        """Whether a report is the last report of its rank."""
         return bool(self.numbers["final"].any())
 
     def gathered_of(self, num_devices: int) -> GpuReadings | None:
-        """Return the sums made at receipt, for this number of GPUs; ``None`` if there are no such sums."""
+        """Return the sums made at receipt, for this number of GPUs; ``None`` without such sums."""
         return self.gathered.of(num_devices, len(self)) if self.gathered is not None else None
 
     def merge(self, more: Rows) -> Rows:
-        """Return the sums of these reports and more, without the reports."""
+        """Return the sums of these reports and of ``more``, without the reports."""
         both, phases = Rows(), {**self.phases_s, **more.phases_s}
         both.ranks = self.ranks + more.ranks
         both.numbers = {name: np.concatenate((column, more.numbers[name])) for name, column in self.numbers.items()}
@@ -92,12 +92,12 @@ class Rows(list[RankReport]):
 
     @classmethod
     def of(cls, rows: Iterable[RankReport]) -> Rows:
-        """Convert reports to this class, unless they have it already."""
+        """Convert reports to this class."""
         return rows if isinstance(rows, Rows) else cls(rows)
 
     @classmethod
     def by_rank(cls, rows: Mapping[int, RankReport], gathered: Gathered | None = None) -> Rows:
-        """Return reports in the order of ranks, with the sums made at their receipt."""
+        """Return reports in the order of ranks, with the sums made at the receipt of reports."""
         ranks = sorted(rows)
         ordered = cls(map(rows.__getitem__, ranks))
         ordered.ranks, ordered.gathered = ranks, gathered

@@ -37,9 +37,9 @@ def window_spread(rows: Rows, merged: Merged | None, expected: Expected) -> dict
     Ranks without a completed iteration and GPUs that were not measured are left out.
 
     Args:
-        rows: of the window.
-        merged: its devices, each once.
-        expected: the devices that it should have.
+        rows: reports of the window.
+        merged: devices of the window.
+        expected: the devices that the window should have.
     """
     iterations, busy_s = rows.numbers["iterations"], rows.numbers["busy_s"]
     worked = iterations > 0
@@ -47,7 +47,7 @@ def window_spread(rows: Rows, merged: Merged | None, expected: Expected) -> dict
     if merged is not None:
         at = expected.positions(merged)
         gpus = at[expected.is_gpu & (at >= 0)]
-        owners = at[expected.is_gpu & expected.is_first_of_owner & (at >= 0)]  # a module's energy is one GPU's here
+        owners = at[expected.is_gpu & expected.is_first_of_owner & (at >= 0)]  # one GPU per measured module
         found[GPU_WATTS] = spread_of(merged.mean_power_w(owners))
         found[UTILIZATION_RATIO] = spread_of(merged.mean_utilization(gpus))
     return {name: spread for name, spread in found.items() if spread is not None}

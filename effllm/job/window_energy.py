@@ -13,7 +13,7 @@ from effllm.job.power_scope import Scope
 from effllm.records.columns import Positions
 from effllm.records.rank import NODE_PSU, Device
 
-#: Rounding error of a coverage: above 1 minus this it is full.
+#: Rounding error of a coverage: a coverage above 1 - 1e-6 is full.
 ROUNDING = 1e-6
 
 
@@ -33,7 +33,7 @@ def window_energy(
         absent: number of ranks that have not joined.
         blind: number of ranks that have joined without a device.
         scope: the power scope of the job; ``None`` for all devices.
-        left: devices whose ranks have all left while others train.
+        left: devices whose ranks have all left while other ranks train.
     """
     expected = Expected.of(devices)
     lacking = absent + (scope.lacking if scope else 0) + (0 if scope and scope.choice == NODE_PSU else blind)
@@ -72,7 +72,7 @@ def window_energy(
 def _shown(
     merged: Merged, expected: Expected, rows: Positions, chosen: NDArray[np.bool_]
 ) -> tuple[list[str], Positions]:
-    """Return each energy key once, and the row with its best coverage in this window, or -1."""
+    """Return each energy key once, with the row of its best coverage in this window, or -1."""
     if chosen.all():
         owners, found = expected.owners, rows
     else:
@@ -98,6 +98,6 @@ def _coverage(shown: Positions, merged: Merged, lacking: int) -> float:
     return covered_s / expected_s if expected_s > 0 else float(span_s <= 0)  # an empty window is fully covered
 
 
-def is_covered(coverage: float | None, least: float) -> bool:
-    """Whether a window's coverage suffices to add its energy to sums."""
-    return coverage is not None and coverage >= least - ROUNDING
+def is_covered(coverage: float | None, minimum: float) -> bool:
+    """Whether a window's coverage is high enough to add its energy to sums."""
+    return coverage is not None and coverage >= minimum - ROUNDING

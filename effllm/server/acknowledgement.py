@@ -15,18 +15,18 @@ Sequences = dict[int, int]  # rank -> last sequence of its reports in a state
 
 
 class Acknowledgement:
-    """Writes windows and states through the store, and acknowledges the reports in a state once it is written.
+    """Writes windows and states through the store, and acknowledges the reports in a state after it was written.
 
-    The order makes a crash at any moment harmless.  Late reports enter the sums first, because a state cannot record
-    that an older report of a rank is missing from them.  Then the closed windows are written, then the state.  Agents
-    send unacknowledged reports again, and the sequences in the state show which of these it includes.
+    This order makes a crash at any moment harmless.  First late reports are added to the sums, because a state must
+    contain all earlier reports of a rank.  Then the closed windows are written, and after them the state.  Agents send
+    unacknowledged reports again, and the sequences in the state show which reports the state already includes.
 
     Args:
         aggregator: the source of windows and states.
-        history_size: number of reports that an agent keeps until they are acknowledged.
+        history_size: number of reports that an agent can store until they are acknowledged.
         write: writes closed windows, oldest first.
         save: writes a state after all earlier windows, then calls `saved` with the given sequences; ``None`` without a
-            store: reports are acknowledged at once.
+            store, so that reports are acknowledged at once.
         send: sends acknowledgements.
     """
 
@@ -42,14 +42,14 @@ class Acknowledgement:
         self._history_size = history_size
         self._write, self._save, self._send = write, save, send
         self._pace = Pace(history_size)
-        self._unsaved: list[Sequences] = []  # of states that are queued for writing, oldest first
+        self._unsaved: list[Sequences] = []  # sequences of states that are queued for writing, oldest first
         self._acknowledged: Sequences = {}
 
     def hand_out(self, now: Now) -> None:
         """Write the closed windows, and the state if it is due."""
         aggregator = self._aggregator
         has_closed, is_slow = self._put(aggregator.closed.take()), is_large(aggregator.ledger.world_size)
-        if has_closed and (is_slow or len(self._unsaved) > 1):  # their acknowledgement comes later
+        if has_closed and (is_slow or len(self._unsaved) > 1):  # the acknowledgement is sent later
             self._send_values()
         if not self._pace.is_due(now.mono_s, aggregator.ledger.world_size, aggregator.presence.num_left > 0):
             return
@@ -71,7 +71,7 @@ class Acknowledgement:
         """Acknowledge the reports in a state that was written."""
         for i, one in enumerate(self._unsaved):
             if one is sequences:
-                del self._unsaved[: i + 1]  # a later state includes all of an earlier one
+                del self._unsaved[: i + 1]  # a later state includes all earlier states
                 break
         self._acknowledge(sequences)
 
@@ -86,12 +86,12 @@ class Acknowledgement:
         self._send(sequences)
 
     def _send_values(self) -> None:
-        """Send the newest values, without a new acknowledgement, to the ranks whose loops show them."""
+        """Send the newest values, without a new acknowledgement, to the ranks whose loops show values."""
         shown = {0, self._aggregator.ledger.world_size - 1}
         self._send({rank: self._acknowledged.get(rank, 0) for rank in shown})
 
     def _relieve(self) -> None:
-        """Acknowledge unwritten states when, because of a stalled disk, half of an agent's buffer is full."""
+        """Acknowledge unwritten states if a stalled disk causes half of an agent's buffer to be full."""
         while len(self._unsaved) > 1:
             oldest, newest = self._unsaved[0], self._unsaved[-1]
             waiting = max((sequence - oldest.get(rank, 0) for rank, sequence in newest.items()), default=0)

@@ -18,9 +18,9 @@ class Admission:
     """Admits ranks, if the limit of open files allows a descriptor for every rank of the job.
 
     Args:
-        aggregator: has the ranks of the job.
+        aggregator: contains the ranks of the job.
         peers: the connections.
-        peer_admission: of the connections.
+        peer_admission: admission of connections.
         warn: reports an event with a text and a kind.
     """
 
@@ -33,24 +33,24 @@ class Admission:
         self._warn = warn
         self._has_room_for = 0  # number of ranks that the limit of open files allows
         self.has_shortage = False  # the job was rejected for lack of descriptors
-        self.has_refused_all = False  # ... and has only one rank, so no other agent will come
+        self.has_refused_all = False  # a job of one rank was rejected, so no other agent will connect
 
     def hello(self, peer: bytes, message: Hello, objection: str, is_trainer_gone: bool, now: Now) -> Rejected | None:
-        """Handle a HELLO; return the answer if it is rejected.
+        """Handle a HELLO; return the answer if the HELLO is rejected.
 
         Args:
-            peer: its connection.
+            peer: connection of the HELLO.
             message: the HELLO.
-            objection: the reason for which `Peers` rejects it, or empty.
-            is_trainer_gone: rank 0's trainer has ended.
-            now: the time.
+            objection: reason for which `Peers` rejects the HELLO, or empty.
+            is_trainer_gone: whether rank 0's trainer has ended.
+            now: current time.
         """
         reason = objection
         if not reason and is_trainer_gone and self._aggregator.roster.is_too_late(message):
             reason = "this attempt is over"
         if not reason and (shortage := self._shortage(message, now.mono_s)):
             self._peers.count_rejected_hello()
-            # Agents of a larger job would continue to search for an aggregator.
+            # In a larger job other agents would continue to search for an aggregator.
             self.has_refused_all = self.has_refused_all or message.world_size == 1
             return Rejected(shortage, whole_job=True)
         reason = reason or self._aggregator.hello(message, now)
@@ -74,7 +74,7 @@ class Admission:
         return {**self._peers.rejected, **self._peer_admission.counts}
 
     def _shortage(self, hello: Hello, now_s: float) -> str:
-        """Raise the limit of open files for the world of a rank that may join; return the reason if that fails."""
+        """Raise the limit of open files for the world of a valid HELLO; return the reason of a failure."""
         world_size = hello.world_size
         if world_size <= self._has_room_for or self._aggregator.roster.objection(hello, now_s):
             return ""
@@ -83,5 +83,5 @@ class Admission:
             self._has_room_for = world_size
         elif not self.has_shortage:
             self.has_shortage = True
-            self._warn(f"a job of {world_size} ranks is refused: {shortage}", "descriptors")
+            self._warn(f"a job of {world_size} ranks is rejected: {shortage}", "descriptors")
         return shortage

@@ -1,4 +1,4 @@
-"""The run folder at the start: its lock, and the state of an earlier aggregator in it."""
+"""The run folder at the start: its lock, and the state of an earlier aggregator."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def lock_folder(
     """Hold the lock of the run folder; yield ``None`` if there is no writable folder.
 
     Args:
-        orders: have the folder and the job.
-        address: of this aggregator, for the next attempt's aggregator.
-        context: of the connection to the aggregator that holds the lock.
+        orders: contain the folder and the job.
+        address: address of this aggregator, for the aggregator of the next attempt.
+        context: context of the connection to the aggregator that holds the lock.
         read_secret: returns the user's secret, or raises `SecretError`.
         warn: reports one line.
     """
@@ -56,8 +56,8 @@ def lock_folder(
         predecessor.close()
     if lock.instead_of is not None:
         warn(
-            f"another run is writing to {lock.instead_of}: this one goes to {lock.folder}; "
-            "set EFFICIENTLLM_RUN_NAME to choose"
+            f"another run is writing to {lock.instead_of}: this run is in {lock.folder}; "
+            "set EFFICIENTLLM_RUN_NAME for another name"
         )
     is_over = False
     try:
@@ -97,11 +97,11 @@ class _Predecessor:
 
 
 def restore_state(folder: Path, job: str, warn: Callable[[str, str], None]) -> Ledger | None:
-    """Return the state of an earlier aggregator, or ``None``; that of another job is advanced to the next attempt.
+    """Return the state of an earlier aggregator, or ``None``; the state of another job becomes the next attempt.
 
     Args:
         folder: the run folder.
-        job: id of the job; empty is any.
+        job: id of the job; an empty id means any job.
         warn: reports an event with a text and a kind.
     """
     try:
@@ -109,12 +109,12 @@ def restore_state(folder: Path, job: str, warn: Callable[[str, str], None]) -> L
     except FileNotFoundError:
         return None
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        warn(f"{folder / STATE} cannot be read, the totals start anew: {error}", "sink")
+        warn(f"{folder / STATE} cannot be read, so all totals start at 0: {error}", "sink")
         return None
     if state.job == job or not job:
         return state
     before = f"attempt {state.attempt}, which was {state.status()} at iteration {state.iteration_shown}"
-    warn(f"attempt {state.attempt + 1} goes on in {folder} after {before}", "restarted")
+    warn(f"attempt {state.attempt + 1} continues in {folder} after {before}", "restarted")
     return state.next_attempt(job)
 
 

@@ -12,7 +12,7 @@ Item = TypeVar("Item")
 
 
 class Inbox(Generic[Item]):
-    """A queue whose descriptor is readable while it is not empty, so that a poller can wait on it."""
+    """A queue for pollers: its descriptor is readable while the queue has items."""
 
     def __init__(self) -> None:
         self.descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)

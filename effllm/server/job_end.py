@@ -19,8 +19,8 @@ class JobEnd:
     """Watches rank 0's trainer, and the missing agents at the end of the job.
 
     Args:
-        aggregator: has the ranks that have joined and left.
-        orders: have the descriptor of the trainer.
+        aggregator: contains the ranks that have joined and left.
+        orders: contain the descriptor of the trainer.
         reaches: returns whether a message can be sent to a rank.
     """
 
@@ -33,28 +33,28 @@ class JobEnd:
         self._agent = os.getppid() if orders.by_agent else -1
 
     def has_trainer_ended(self) -> bool:
-        """Whether rank 0's trainer has ended; ``False`` if there is none."""
+        """Whether rank 0's trainer has ended; ``False`` without a trainer."""
         pidfd = self._orders.trainer_descriptor
         return pidfd >= 0 and bool(select.select([pidfd], [], [], 0)[0])
 
     def makes_room(self, message: Supersede) -> bool:
-        """Whether to end for the next attempt of our job: only if our own trainer has ended."""
+        """Whether this aggregator must end for the next attempt of its job: only if its own trainer has ended."""
         orders = self._orders
         is_ours = bool(orders.run) and message.run == orders.run and message.job != orders.job
         return is_ours and (orders.trainer_descriptor < 0 or self.has_trainer_ended())
 
     def give_up_lost(self, now_s: float) -> None:
-        """At the end of the job, stop waiting for agents that were killed."""
+        """At the end of the job, mark ranks as lost whose agents were killed."""
         if self._presence.num_left > 0 or self._trainer_ended_s is not None:
             awaited = self._presence.awaited(before_s=now_s - quiet_s(self._aggregator.ledger.world_size))
             for rank in self._lost.look(now_s, awaited, self._reaches):
                 self._aggregator.give_up(rank, time.time())
 
     def is_over(self, now_s: float) -> bool:
-        """Whether rank 0's trainer ended long ago and all ranks are silent, so that no BYE will come.
+        """Whether rank 0's trainer ended long ago and all ranks are lost, so that no BYE will arrive.
 
-        On a busy machine a trainer may be killed before the first message of its agent, which has the trainer's records
-        and has started us: as long as that agent runs, we wait for it.
+        On a busy machine a trainer may be killed before its agent sends the first message.  This agent has the records
+        of the trainer and started this process, so the aggregator waits while the agent runs.
         """
         if self._trainer_ended_s is None:
             if self.has_trainer_ended():

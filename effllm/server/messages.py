@@ -28,20 +28,20 @@ from effllm.records.wire import (
 )
 from effllm.server.acknowledgement import Sequences
 
-MAX_FRAMES = 1000  # received in one turn of the loop ...
-MAX_RECEIVE_S = 0.1  # ... and its duration: on a busy machine frames may come as fast as they are received
-MAX_REJECTED = 32  # consecutive rejected frames, in addition to one per peer: then no valid frame waits
+MAX_FRAMES = 1000  # received frames in one turn of the loop
+MAX_RECEIVE_S = 0.1  # duration of a turn: on a busy machine frames may arrive as fast as they are received
+MAX_REJECTED = 32  # after this many consecutive rejected frames, plus one per peer, no valid frame waits
 
 
 class Messages:
     """Receives and answers the messages of agents.
 
     Args:
-        socket: the aggregator's.
-        peers: the connections, with the rate and the rank of each.
+        socket: socket of the aggregator.
+        peers: the connections, with the rate and the rank of each connection.
         aggregator: receives accepted messages.
         folder: the run folder, sent to agents.
-        admit: handles a HELLO, with the objection of `Peers`; returns the answer if it is rejected.
+        admit: handles a HELLO, with the objection of `Peers`; returns the answer if the HELLO is rejected.
         supersede: handles the request of the next attempt's aggregator.
     """
 
@@ -63,11 +63,11 @@ class Messages:
         self.is_flooded = False  # frames were rejected when the socket was last emptied
 
     def receive(self) -> bool:
-        """Receive messages, at most `MAX_FRAMES`; return whether no others wait, except from peers over their rate."""
+        """Receive at most `MAX_FRAMES` messages; return whether all were read, except from peers over their rate."""
         receive, admits, max_rejected = self._socket.receive, self._peers.admits, MAX_REJECTED + len(self._peers)
         in_a_row, until_s, now_s = 0, time.monotonic() + MAX_RECEIVE_S, 0.0
         for _ in range(MAX_FRAMES):
-            # The socket takes frames from peers in turn: after this many rejected frames, no other peer has a frame.
+            # The socket reads frames of all peers in turn: after so many rejected frames no other peer has a frame.
             if in_a_row > max_rejected or (received := receive()) is None:
                 self.is_flooded = in_a_row > 0
                 return True
@@ -87,7 +87,7 @@ class Messages:
         return False
 
     def acknowledge(self, sequences: Sequences) -> None:
-        """Send each rank the sequence up to which its reports are saved, and the newest values."""
+        """Send to each rank the sequence up to which its reports are saved, and the newest values."""
         report = self._aggregator.closed.last_report
         values = {tag: value for tag, value in report.values.items() if "/" not in tag} if report else {}
         iteration, count = report.iteration if report else 0, self._aggregator.ledger.reports
@@ -107,21 +107,21 @@ class Messages:
                 self._socket.send(peer, Inspect("the job has stalled"))
 
     def reaches(self, rank: int) -> bool:
-        """Whether a message, an empty acknowledgement, can be sent to a rank."""
+        """Whether a message can be sent to a rank: sends an empty acknowledgement."""
         peer = self._peers.of_rank(rank)
         return peer is not None and self._socket.send(peer, Ack(0))
 
     def _ask_again(self, peer: bytes, now_s: float) -> None:
-        """Request a new HELLO from a peer whose frames were dropped, once its rate allows it."""
+        """Request a new HELLO from a peer whose frames were dropped, when its rate permits."""
         if self._peers.is_to_send_again(peer, now_s):
             self._socket.send(peer, Welcome(self._aggregator.ledger.attempt, self._folder, again=True))
 
     def _take(self, peer: bytes, message: FromAgent, now_s: float, num_bytes: int) -> None:
         aggregator, now = self._aggregator, Now(now_s, time.time())
         objection = self._peers.objection(peer, message)
-        if isinstance(message, Reports) and not objection:  # ten thousand a second, before all else
+        if isinstance(message, Reports) and not objection:  # checked first, because ten thousand arrive per second
             if not aggregator.reports(message, now, num_bytes):
-                self._peers.hold(peer)  # it will send the other reports again
+                self._peers.hold(peer)  # the agent will send the rejected reports again
             return
         if isinstance(message, Supersede):
             self._supersede(message)
@@ -133,7 +133,7 @@ class Messages:
             self._ask_again(peer, now_s)
         elif isinstance(message, Heartbeat):
             if message.sent_ns:
-                now_ns = time.monotonic_ns()  # received and answered at the same time
+                now_ns = time.monotonic_ns()  # the times of receipt and of the answer are equal
                 self._socket.send(peer, Clock(message.sent_ns, now_ns, now_ns))
             aggregator.heartbeat(message, now)
         elif isinstance(message, AgentEvent):

@@ -47,7 +47,7 @@ class Outputs:
             self._store = Writer("run folder", open_store, run.log)
 
     def start(self) -> None:
-        """Open the sinks and the store; wait for the store, at most `STORE_OPENS_S`."""
+        """Open the sinks and the store; wait at most `STORE_OPENS_S` for the store."""
         for writer in self._writers():
             writer.start()
         if self._store is not None:
@@ -58,7 +58,7 @@ class Outputs:
         return self._store is not None
 
     def write(self, closed: Sequence[Closed]) -> None:
-        """Write windows as one item: an agent that reconnects may send a thousand, which would fill a queue."""
+        """Write windows as one item: an agent that reconnects may send a thousand reports, which would fill a queue."""
 
         def store_all(store: RunFolder) -> None:
             for report, rows in closed:
@@ -72,7 +72,7 @@ class Outputs:
         self._to_sinks(write_all, len(closed))
 
     def write_events(self, events: Sequence[Event]) -> None:
-        """Write events as one item: ten thousand ranks that join at once would fill a queue."""
+        """Write events as one item: events of ten thousand ranks that join at once would fill a queue."""
         self._to_store(lambda store: store.write_events(events))
         self._to_sinks(lambda sink: _send_events(sink, events))
 
@@ -94,19 +94,19 @@ class Outputs:
         """Write a state after all earlier items, then call `on_saved` in the store's thread."""
 
         def save(store: RunFolder) -> None:
-            if store.save_state(state):  # else the agents keep their reports
+            if store.save_state(state):  # without a written state, reports are not acknowledged
                 on_saved()
 
         self._to_store(save)
 
     def left_out(self, is_over: bool) -> dict[str, int]:
-        """Return the number of windows not written, by sink; the store writes its windows before the summary."""
+        """Return the number of unwritten windows by sink; the store writes its windows before the summary."""
         counts = {name: sink.left_out + (sink.unfinished if is_over else 0) for name, sink in self._sinks.items()}
         counts[run_folder.NAME] = self._store.left_out if self._store is not None else 0
         return {name: count for name, count in counts.items() if count}
 
     def stop_sinks(self, summary: Summary, timeout_s: float) -> None:
-        """Stop the sinks in parallel, so that a stalled one takes no time from the others."""
+        """Stop the sinks in parallel, so that a stalled sink does not delay other sinks."""
         self._last_summary = summary
         _stop(list(self._sinks.values()), timeout_s)
 

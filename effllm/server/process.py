@@ -1,6 +1,6 @@
 """The aggregator's process: sockets, files, threads and clocks; the rules are in effllm.job.
 
-Started by rank 0's agent on a listening socket, or separately by ``effllm serve``.
+The process is started by rank 0's agent on a listening socket, or separately by ``effllm serve``.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ from effllm.store.provenance import boot_id
 
 TICK_S = 0.5
 SUMMARY_EVERY_S = 60.0
-KILLED_WITHIN_S = 90.0  # of SIGTERM: the default of Slurm and Kubernetes is 30 s
+KILLED_WITHIN_S = 90.0  # time from SIGTERM to a kill; the default of Slurm and Kubernetes is 30 s
 SINKS_STOP_S, STORE_STOP_S = 1.5, 3.0
-DISK_WAIT_S = 60.0  # for a stalled disk at the end, when no other process waits for us
-FLOOD_PAUSE_S = 0.05  # without receiving, while frames are rejected: the queue of their peer fills, and it must wait
-FACTS_EVERY_S = 1.0  # minimum period of writing run.json because of new ranks
+DISK_WAIT_S = 60.0  # wait for a stalled disk at the end, when no other process waits for the aggregator
+FLOOD_PAUSE_S = 0.05  # pause in a flood of rejected frames: the queue of their peer fills, so the peer must wait
+FACTS_EVERY_S = 1.0  # minimum period between two writes of run.json for new ranks
 
 #: Status of a separate aggregator (``effllm serve``) that ended before any rank connected.
 UNUSED = "unused"
 
 
 class Server:
-    """One aggregator with its socket, its store and its sinks."""
+    """An aggregator with its socket, its store and its sinks."""
 
     def __init__(self, orders: Orders, stdout: TextIO) -> None:
         self._orders = orders
@@ -67,29 +67,29 @@ class Server:
         self._stdout = stdout
         self._is_stopping = False
         self._killed_until_s = 0.0
-        self.address = ""  # set when `run` has bound it
+        self.address = ""  # set by `run`
         self._inbox: Inbox[Event | Sequences | GitFacts] = Inbox()
         self._secret = secret.read(secret_path(self._config)) if orders.secured else b""
         self._peers = Peers(self._config.history_size)
         self._facts = RunFacts(orders)
         self._heard_until_s = time.monotonic()
         self._has_learned = self._has_begun = False
-        self._was_stalled = False  # in the last summary; a change is written at once, because it may be the last
+        self._was_stalled = False  # in the last summary; a change is written at once, because the job may end
 
     def run(self) -> str:
-        """Serve until the job is over; return its status, or `UNUSED` if no rank joined: a new folder is then removed.
+        """Serve until the end of the job; return its status, or remove a new folder and return `UNUSED` without ranks.
 
         Raises:
             zmq.ZMQError: the endpoint cannot be bound.
-            SecretError: the job must be secured, and there is no usable secret.
+            SecretError: the job must be secured, but no secret is usable.
         """
         raise_limit()
         context, orders = make_context(), self._orders
         keys = ServerKeys.of(self._secret, orders.salt) if self._secret else None
         self._peer_admission = PeerAdmission(context, keys)
         self._socket = ServerSocket(context, keys)
-        # A socket that already listens has its address. Its connections wait until the run folder is open, because they
-        # could use up all descriptors.
+        # A listening socket already has an address. Connections to this socket must wait until the run folder is open,
+        # because they could use all descriptors.
         self.address = orders.endpoint if orders.listen_descriptor >= 0 else self._socket.listen(orders.endpoint)
         if not self._secret and (line := openness(self.address)):
             self._warn(line, "security")
@@ -113,7 +113,7 @@ class Server:
         return status
 
     def stop(self, *_: object) -> None:
-        """Stop the loop; open windows are then closed and written."""
+        """Stop the loop; afterwards open windows are closed and written."""
         self._is_stopping = True
 
     def warn_of_kill(self, *_: object) -> None:
@@ -148,15 +148,15 @@ class Server:
     def _read_secret(self) -> bytes:
         return self._secret or secret.read(secret_path(self._config))
 
-    # --- the loop ---
+    # --- loop ---
 
     def _loop(self) -> None:
         poller = zmq.Poller()
         poller.register(self._socket.socket, zmq.POLLIN)
         poller.register(self._inbox.descriptor, zmq.POLLIN)
         next_tick_s = next_summary_s = time.monotonic()
-        # Messages contain no reference cycles, and with ten thousand ranks the search for cycles costs more than all
-        # other work.
+        # Messages contain no reference cycles, and with ten thousand ranks the search for cycles takes more time than
+        # all other work.
         gc.disable()
         while not (self._is_stopping or self._admission.has_refused_all):
             self._peer_admission.wait_with(poller)
@@ -194,7 +194,7 @@ class Server:
             self._has_learned = True
             if self._facts.learn(message) and is_large(message.world_size):  # before the first windows
                 self._collect()
-            if not self._has_begun:  # the next attempt counts this one, even if it is killed before its first window
+            if not self._has_begun:  # the state shows this attempt, even if it is killed before its first window
                 self._has_begun = True
                 self._acknowledgement.save_state()
         return refused
@@ -203,7 +203,7 @@ class Server:
         self._is_stopping = self._is_stopping or self._end.makes_room(message)
 
     def _collect(self) -> None:
-        """Collect cycles, but search the objects of ten thousand HELLOs only once, because that takes 0.25 s."""
+        """Collect cycles, but search the objects of ten thousand HELLOs only once, because the search takes 0.25 s."""
         gc.collect()
         if self._has_learned:
             self._has_learned = False
@@ -216,7 +216,7 @@ class Server:
         self._aggregator.tick(now, self._heard_until_s)
         # The facts of ten thousand ranks are 8 MB.
         self._update_facts(max(keep_every_s(self._aggregator.ledger.world_size), FACTS_EVERY_S))
-        if now.mono_s < self._killed_until_s:  # the correct status if we are killed before the next tick
+        if now.mono_s < self._killed_until_s:  # the correct status if a kill comes before the next tick
             self._outputs.write_summary(msgspec.structs.replace(self._summary(ended=False), status="killed"))
 
     def _update_facts(self, every_s: float = 0.0) -> None:
@@ -240,7 +240,7 @@ class Server:
             self._outputs.write_stacks(files)
 
     def _write(self, closed: Sequence[Closed]) -> None:
-        # The run folder needs the facts of a rank for the host in its rows.
+        # The rows of a rank contain its host, which the run folder reads from the rank's facts.
         self._update_facts(0.0 if self._facts.has_new_rank else FACTS_EVERY_S)
         self._outputs.write(closed)
 
@@ -251,7 +251,7 @@ class Server:
         """Report a problem of this process as an event; any thread may call this."""
         self._inbox.put(Event(time.time(), kind, text))
 
-    # --- the end ---
+    # --- end ---
 
     def _summary(self, ended: bool) -> Summary:
         self._aggregator.ledger.note_own(time.process_time(), self._socket.received_bytes)
@@ -275,11 +275,11 @@ class Server:
             return UNUSED
         self._update_facts()
         deadline_s = time.monotonic() + STORE_STOP_S
-        # The store is stopped last, because its summary has the windows that the sinks have not written.
+        # The store is stopped last, because its summary counts the windows that the sinks have not written.
         self._outputs.stop_sinks(self._summary(ended=True), SINKS_STOP_S)
         self._hand_out()
         summary = self._summary(ended=True)
-        # The state includes the BYEs, from which the next attempt derives the status of this one.
+        # The state includes the BYEs, from which the next attempt computes the status of this attempt.
         self._outputs.stop_store(self._aggregator.snapshot(), summary)
         if not self._outputs.join_store(deadline_s - time.monotonic()):
             self._release_output()
@@ -290,7 +290,7 @@ class Server:
         return summary.status
 
     def _release_output(self) -> None:
-        """Close the job's output, because its readers would wait for us while we wait for a stalled disk."""
+        """Close the job's output before a wait for a stalled disk, because readers of the output would also wait."""
         if self._orders.trainer_descriptor >= 0:
             null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
             for descriptor in (self._orders.stdout_descriptor, 2):
@@ -299,11 +299,11 @@ class Server:
 
 
 def _event_files(config: Config, folder: Path | None, facts: Mapping[str, Any]) -> Path | None:
-    """Return the folder of TensorBoard's event file: the given one, else below the framework's, else in the run folder.
+    """Return the folder of TensorBoard's event file; ``None`` without the sink.
 
-    TensorBoard drops points if two event files in one folder are written at the same time, so ours has its own folder
-    below the framework's.  The framework's folder may be on another host, because the framework may write from another
-    rank.  Without the sink there is no event file.
+    This is the configured folder, or a folder below the framework's folder, or a folder in the run folder.  TensorBoard
+    drops points if two event files in one folder are written at the same time, so our file has a separate folder.  The
+    framework's folder may be on another host, because the framework may write from another rank.
     """
     options = config.sink_options().get("tensorboard")
     if options is None:
@@ -318,7 +318,7 @@ def _event_files(config: Config, folder: Path | None, facts: Mapping[str, Any]) 
 
 def main(arguments: list[str]) -> int:
     """Run an aggregator with the `Orders` on the descriptor ``arguments[0]``, as JSON."""
-    # The aggregator ends with its job, by protocol: a scheduler's SIGTERM also reaches trainers, which may still save.
+    # The aggregator ends after the BYEs of its job: a scheduler's SIGTERM also reaches trainers, which may still save.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # until the server handles it
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     descriptor = int(arguments[0])
@@ -329,7 +329,7 @@ def main(arguments: list[str]) -> int:
     server = Server(orders, stdout)
     signal.signal(signal.SIGTERM, server.warn_of_kill)
     server.run()
-    # The thread of a hanging sink cannot be joined.
+    # The thread of a stalled sink cannot be joined.
     sys.stderr.flush()
     os._exit(0)
 

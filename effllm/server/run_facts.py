@@ -1,4 +1,4 @@
-"""The facts of a run, which run.json has in addition to the settings."""
+"""The facts of a run, which run.json contains in addition to the settings."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from effllm.records.orders import Orders
 from effllm.records.wire import Hello
 from effllm.store.provenance import Git, gather
 
-#: The fields of HELLO that are facts of the run by the same names.
+#: Fields of HELLO that are facts of the run with the same names.
 OF_LOOP = ("style", "evaluation_in_iterations", "iterations_not_measured")
-MAX_FACTS = 1000  # of a run; rank 0 sends about twenty
-MAX_FACTS_BYTES = 256 * 1024  # of facts sent by ranks
+MAX_FACTS = 1000  # facts of a run; rank 0 sends about twenty facts
+MAX_FACTS_BYTES = 256 * 1024  # size of the facts sent by ranks
 
 
 class GitFacts(NamedTuple):
@@ -36,26 +36,25 @@ class RunFacts:
         }
         self._git = Git(Path.cwd())
         self._has_git = self._is_changed = False
-        self.has_new_rank = False  # since `take`
-        self._num_bytes = 0  # of facts sent by ranks
+        self.has_new_rank = False  # since the last `take`
+        self._num_bytes = 0  # size of the facts sent by ranks
         self._taken_s = float("-inf")
 
     def ask_git(self) -> GitFacts:
-        """Return the commit of the user's code; runs in its own thread, because git may take seconds."""
+        """Return the commit of the user's code; must run in a separate thread, because git may take seconds."""
         return GitFacts(self._git.facts())
 
     def add_git(self, answer: GitFacts) -> None:
-        """Add git's facts; existing facts stay."""
+        """Add git's facts, without a change of existing facts."""
         self.values, self._is_changed, self._has_git = {**answer.facts, **self.values}, True, True
 
     def stop_git(self) -> None:
-        """Stop git."""
         self._git.stop()
         if not self._has_git:
             self.values["git_dirty"], self._is_changed = "unknown", True
 
     def learn(self, hello: Hello) -> bool:
-        """Add the facts in a rank's HELLO; return ``True`` once, when all ranks of the job have sent theirs."""
+        """Add the facts in a rank's HELLO; return ``True`` only for the last missing rank of the job."""
         ranks = self.values.setdefault("ranks", {})
         is_new = str(hello.rank) not in ranks
         entry = {
@@ -77,7 +76,7 @@ class RunFacts:
         return is_new and len(ranks) == hello.world_size
 
     def take(self, now_s: float, every_s: float, parameters: Callable[[], int | None]) -> dict[str, Any] | None:
-        """Return the facts if they have changed and were last returned `every_s` seconds ago, else ``None``."""
+        """Return the facts if they have changed, at most once in ``every_s`` seconds, else ``None``."""
         if not self._is_changed or now_s - self._taken_s < every_s:
             return None
         self._is_changed, self.has_new_rank, self._taken_s = False, False, now_s

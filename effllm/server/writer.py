@@ -1,4 +1,4 @@
-"""A thread for each sink and for the store, so that one that stalls or raises does not block the others."""
+"""A thread for each sink and for the store, so that a stall or an error in one thread does not block other threads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Closeable(Protocol):
     """The target of a writer."""
 
     def close(self) -> None:
-        """Release its resources."""
+        """Release the resources of the target."""
 
 
 Target = TypeVar("Target", bound=Closeable)
@@ -29,9 +29,9 @@ class Writer(Generic[Target]):
     """Writes to a sink or to the store in its own thread, with a bounded queue.
 
     Args:
-        name: in warnings, such as "sink console".
+        name: name in warnings, such as "sink console".
         open_target: returns the sink or the store; called in the thread.
-        warn: receives warnings, each text once; called from either thread.
+        warn: receives warnings, each text once; called from the thread of the writer or of the caller.
         max_queued: limit of queued items.
     """
 
@@ -45,22 +45,22 @@ class Writer(Generic[Target]):
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self.opened = threading.Event()  # also set if opening has failed
         self._warnings: set[str] = set()
-        self._dropped = self._failed = self._at_work = 0  # windows
+        self._dropped = self._failed = self._at_work = 0  # numbers of windows
 
     def start(self) -> None:
         """Start the thread, which first opens the target."""
         self._thread.start()
 
     def put(self, work: Callable[[Target], None], windows: int = 0) -> None:
-        """Queue work that writes this number of windows; if the queue is full, it is dropped and they are counted."""
+        """Queue work that writes this number of windows; if the queue is full, drop the work and count its windows."""
         try:
             self._work.put_nowait((windows, work))
         except queue.Full:
             self._dropped += windows
-            self._warn_once(f"{self._name} is too slow: reports are left out")
+            self._warn_once(f"{self._name} is too slow: reports are dropped")
 
     def stop(self, last: Callable[[Target], None] = lambda _: None) -> None:
-        """Queue the last work and the end; if the queue is full, its oldest work is dropped."""
+        """Queue the last work and the end; if the queue is full, drop its oldest work."""
         for item in ((0, last), None):
             while True:
                 try:
@@ -71,7 +71,7 @@ class Writer(Generic[Target]):
                         self._dropped += self._windows(self._work.get_nowait())
 
     def join(self, timeout_s: float) -> bool:
-        """Wait at most `timeout_s` seconds for the end that `stop` queued; return whether it was reached."""
+        """Wait at most ``timeout_s`` seconds for the end of the thread after `stop`; return whether it has ended."""
         self._thread.join(max(timeout_s, 0.0))
         return not self._thread.is_alive()
 
@@ -112,7 +112,7 @@ class Writer(Generic[Target]):
     def _do(self, target: Target, work: Callable[[Target], None]) -> bool:
         try:
             work(target)
-        except Exception as error:  # noqa: BLE001 - a sink is a plug-in: what it raises must not end the thread
+        except Exception as error:  # noqa: BLE001 - a sink is a plug-in: its errors must not end the thread
             self._warn_once(f"{self._name} failed: {type(error).__name__}: {error}")
             return False
         return True

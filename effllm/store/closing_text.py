@@ -1,4 +1,4 @@
-"""The closing table of a run on the console: at most 20 lines, the most important ones last."""
+"""The closing table of a run on the console: at most 20 lines, the most important lines last."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from effllm.store.summary_text import (
 )
 from effllm.store.window_text import contract_parts, fitted, scaled
 
-#: Lines for missing measurements and slow ranks; the others are only in summary.txt.
+#: Maximum number of lines about missing measurements and slow ranks; summary.txt has all of them.
 MAX_DOUBTS = 3
 #: A rank that was the slowest in fewer windows is only in summary.txt.
 MIN_SLOWEST_SHARE = 0.1

@@ -1,4 +1,4 @@
-"""The size limit of a run folder, and its growth."""
+"""The size limit of a run folder, and the growth of the folder."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from effllm.store.reader import segments
 MB = 1_000_000
 #: The detail of a run, from which its totals were computed.
 DETAIL = ("windows", "ranks")
-MIN_SEGMENTS = 16  # of a folder at its limit, so that one removed file is a small part
+MIN_SEGMENTS = 16  # number of files in a folder at its limit, so that one removed file is a small part
 MEASURED_S = 30.0  # period over which the rate of windows is measured
-#: A higher rate of windows is reported: a window should last for at least a second.
+#: A higher rate of windows causes a warning: a window should last at least a second.
 MAX_WINDOWS_PER_S = 1.2
 
 
 def segment_bytes(limit_mb: int, largest: int) -> int:
-    """Return the size at which the next file of detail is started, from the limit of the folder; 0 is no limit."""
+    """Return the size at which the next file of detail is started, from the folder's limit; 0 means no limit."""
     return min(largest, limit_mb * MB // MIN_SEGMENTS) if limit_mb else largest
 
 
@@ -29,7 +29,7 @@ def size_bytes(folder: Path) -> int:
         for name in names:
             try:
                 total += Path(place, name).lstat().st_size
-            except FileNotFoundError:  # replaced since the walk
+            except FileNotFoundError:  # the file was replaced after the folder was listed
                 continue
     return total
 
@@ -37,7 +37,7 @@ def size_bytes(folder: Path) -> int:
 def remove_oldest_detail(folder: Path, limit_mb: int) -> int:
     """Remove the oldest files of detail until a folder is below its limit; return the number of removed files.
 
-    The newest file of each kind stays, and so do totals, events and facts.
+    The newest file of each kind, totals, events and facts are kept.
 
     Raises:
         OSError: a file cannot be removed.
@@ -57,7 +57,7 @@ def remove_oldest_detail(folder: Path, limit_mb: int) -> int:
 
 
 class Growth:
-    """Measures the rate of windows over periods of half a minute, until it is too high for the first time.
+    """Measures the rate of windows over periods of half a minute, until the rate is too high for the first time.
 
     Args:
         log_interval: iterations per window.
@@ -70,12 +70,12 @@ class Growth:
         self._is_done = False
 
     def add(self, end_time_s: float, reports: int, num_bytes: int) -> str:
-        """Add a window; return a warning, once, when the rate is above `MAX_WINDOWS_PER_S`.
+        """Add a window; return a warning when the rate is above `MAX_WINDOWS_PER_S` for the first time.
 
         Args:
             end_time_s: unix time of the window's end.
-            reports: number of ranks that reported it.
-            num_bytes: size of its lines.
+            reports: number of ranks that reported the window.
+            num_bytes: size of the window's lines.
         """
         if self._is_done:
             return ""
@@ -96,7 +96,7 @@ class Growth:
         return (
             f"windows of {self._log_interval} iterations end {rate:.1f} times a second: {reports_per_s:.0f} reports/s, "
             f"and the run folder grows by {mb_per_h:,.0f} MB/h; "
-            f"EFFICIENTLLM_LOG_INTERVAL={_rounded_up(self._log_interval * rate)} makes them a second long"
+            f"with EFFICIENTLLM_LOG_INTERVAL={_rounded_up(self._log_interval * rate)} a window takes a second"
         )
 
 

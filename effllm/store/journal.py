@@ -1,4 +1,4 @@
-"""JSON Lines in numbered files: lines wait while they cannot be written, and a full disk tears no line."""
+"""JSON Lines in numbered files: lines wait in memory while they cannot be written, and a full disk tears no line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from effllm.store import own_files
 from effllm.store.reader import segments
 
 SEGMENT_BYTES = 64 * 2**20
-#: Limit of the lines that wait for a full disk: hours of windows of a job of a thousand ranks.
+#: Maximum size of the lines that wait for a full disk: hours of windows of a job of a thousand ranks.
 MAX_WAITING_BYTES = 32 * 2**20
 _AT_ONCE_BYTES = 2**20
 _BACK_BYTES = 2**12
@@ -44,7 +44,7 @@ class Journal:
         self._waiting: deque[tuple[bytes, bytes]] = deque()  # lines, each with its constants
         self._constants = b""  # the last constants in the file
         self._waiting_bytes = 0
-        self.left_out = 0  # lines that were dropped for lack of room
+        self.left_out = 0  # number of dropped lines
         there = segments(folder, stem) if segment_bytes else []
         self._number = int(there[-1].stem.rpartition("-")[2]) if there else 1
         self._descriptor = -1
@@ -62,8 +62,8 @@ class Journal:
         """Queue rows for `flush`; return their bytes.  If too many lines wait, the oldest are dropped and counted.
 
         Args:
-            rows: one line each.
-            constants: written as a field of a line if they differ from the previous ones in the file.
+            rows: rows of one line each.
+            constants: written as a field of a line if they differ from the previous constants in the file.
         """
         known = _encoder.encode(constants) if constants is not None else b""
         taken_bytes = 0
@@ -126,7 +126,7 @@ class Journal:
         self._descriptor, self._number, self._constants = descriptor, number, b""
 
     def _append(self, text: bytes) -> bool:
-        """Write lines; ``False`` if they belong to the next file, which is now open."""
+        """Write lines; return ``False`` if they belong to the next file, which is now open."""
         size = self._without_torn_line()
         if size and os.pread(self._descriptor, 1, size - 1) != b"\n":
             text = b"\n" + text
@@ -137,10 +137,10 @@ class Journal:
             while left:
                 left = left[os.write(self._descriptor, left) :]
         except OSError as error:
-            with contextlib.suppress(OSError):  # the file system may accept no change at all
+            with contextlib.suppress(OSError):  # the file system may reject every change
                 os.ftruncate(self._descriptor, size)
             if error.errno == errno.EFBIG and self._segment_bytes and size:
-                self._open(self._number + 1)  # the limit concerns the size of a file, not the number of files
+                self._open(self._number + 1)  # only the size of a file is limited, not the number of files
                 return False
             raise
         return True

@@ -1,7 +1,7 @@
 """Private files and folders of the user, for any umask; paths that another user may control are rejected.
 
-In a folder such as /tmp any user, and in a project's folder any member of its group, can create a link, a pipe or a
-folder with a name that we use.  These are never followed, written to or waited for.
+In a folder such as /tmp any user can create a link, a pipe or a folder with a name that effllm uses; in a project's
+folder any member of its group can do this.  Such links are not followed, and such pipes and folders are not used.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ import stat
 from pathlib import Path
 
 _FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
-_MAX_LINKS = 40  # of a path, as in the kernel
+_MAX_LINKS = 40  # in one path, as in the kernel
 _UNMAPPED_USER = 65534  # the owner that a user namespace shows for files of the host's root
 _WRITTEN_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 class NotPrivateError(OSError):
-    """A file that must be private is not; the message is one line with its name and the remedy."""
+    """A file is not private; the message is one line with its name and the remedy."""
 
 
 def make_folder(folder: Path) -> None:
     """Make a folder and its missing parents, private to the user.
 
     Raises:
-        OSError: it cannot be made, or it exists and others can write to it.
+        OSError: the folder cannot be made, or other users can write to it.
     """
     _check_own(folder, open_folder(folder, make=True))
 
@@ -49,17 +49,17 @@ def _check_own(folder: Path, descriptor: int) -> None:
 def open_folder(folder: Path, make: bool = False) -> int:
     """Return a descriptor (``O_PATH``) of a folder without following links of other users.
 
-    Each part of the path is opened relative to its parent's descriptor, so that none can be exchanged after its check.
+    Each part of the path is opened relative to its parent's descriptor, so no part can be replaced after its check.
 
     Args:
         folder: the folder.
         make: whether missing folders are made, private to the user.
 
     Raises:
-        OSError: it does not exist, or its path contains a link of another user or such a user's world-writable folder.
+        OSError: the folder does not exist, or its path contains a link or a world-writable folder of another user.
     """
     path = os.path.abspath(folder)  # noqa: PTH100 - links are not resolved
-    Path(path, "_").exists()  # triggers automatic mounts, which opening with O_PATH does not
+    Path(path, "_").exists()  # triggers automatic mounts, because O_PATH does not
     parts = list(reversed(path.split("/")))
     num_links = 0
     at = os.open("/", _FOLDER)
@@ -94,7 +94,7 @@ def open_folder(folder: Path, make: bool = False) -> int:
 
 
 def _target(descriptor: int, num_links: int) -> str | None:
-    """Return the target of a link; ``None`` if it is not a link."""
+    """Return the target of a link; ``None`` for any other file."""
     if not stat.S_ISLNK(os.fstat(descriptor).st_mode):
         return None
     if num_links >= _MAX_LINKS:
@@ -115,7 +115,7 @@ def _open_part(part: str, at: int, make: bool) -> int:
 
 
 def _check_part(about: os.stat_result, at: int, part: str, folder: Path) -> None:
-    """Reject a part that another user may have created in a folder ``at`` to which others can write.
+    """Reject a part that another user may have created in a folder ``at`` to which other users can write.
 
     In a group's folder, folders of its members are accepted, but links of its members are not followed.
     """
@@ -143,10 +143,10 @@ def mount_point(folder: Path) -> Path:
 
 
 def open_file(path: Path, flags: int) -> int:
-    """Return the descriptor of a file of our own; a file made by ``os.O_CREAT`` is private.
+    """Return the descriptor of a file of this user; a file made by ``os.O_CREAT`` is private.
 
     Raises:
-        OSError: it cannot be opened, or is a link, a pipe, another user's file, or has a second hard link.
+        OSError: the file cannot be opened, is a link, a pipe or another user's file, or has a second hard link.
     """
     at = open_folder(path.parent)
     try:
@@ -160,19 +160,19 @@ def open_file(path: Path, flags: int) -> int:
     if stat.S_ISREG(about.st_mode) and about.st_nlink <= 1 and _is_ours(about, path.parent):
         return descriptor
     os.close(descriptor)
-    raise PermissionError(errno.EPERM, "it is no file of our own", str(path))
+    raise PermissionError(errno.EPERM, "it is not a regular file of this user with one name", str(path))
 
 
 def replace_file(path: Path, content: bytes, *, durable: bool = True) -> None:
     """Replace a file atomically; on an error the old file stays.
 
     Args:
-        path: of the file.
-        content: of the new file.
-        durable: whether the new file is synced to disk before it replaces the old one, against a machine crash.
+        path: path of the file.
+        content: content of the new file.
+        durable: whether the new file is synced to disk before it replaces the old file, because the machine may crash.
 
     Raises:
-        OSError: it cannot be written, or see `open_folder`.
+        OSError: the file cannot be written, or see `open_folder`.
     """
     scratch = f".{path.name}.new"  # one writer at a time; a file left by a killed writer is removed here
     at = open_folder(path.parent)
@@ -224,7 +224,7 @@ def _remove(name: str, at: int) -> None:
 
 
 def read_file(path: Path) -> bytes:
-    """Return the content of a file of our own.
+    """Return the content of a file of this user.
 
     Raises:
         OSError: see `open_file`.
@@ -237,13 +237,13 @@ def read_private(path: Path, max_bytes: int, flags: int = 0) -> bytes:
     """Return the first bytes of a file that only its owner, the current user, can read.
 
     Args:
-        path: of the file; it may be a link unless the flags exclude links.
-        max_bytes: limit of the returned bytes.
-        flags: for `os.open`, in addition to those for reading.
+        path: path of the file, which may be a link unless the flags exclude links.
+        max_bytes: maximum number of returned bytes.
+        flags: further flags for `os.open`.
 
     Raises:
-        NotPrivateError: others can read it, it belongs to another user, or it is not a regular file.
-        OSError: it cannot be read.
+        NotPrivateError: other users can read the file, it belongs to another user, or it is not a regular file.
+        OSError: the file cannot be read.
     """
     # Non-blocking, because opening a pipe would block until another process writes to it.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | flags)
@@ -252,10 +252,10 @@ def read_private(path: Path, max_bytes: int, flags: int = 0) -> bytes:
         if not stat.S_ISREG(about.st_mode):
             raise NotPrivateError(f"{path} is no regular file")
         if about.st_uid != os.geteuid():
-            raise NotPrivateError(f"{path} belongs to another user: it must be owned by who runs the job")
+            raise NotPrivateError(f"{path} belongs to another user: it must belong to the user who runs the job")
         if about.st_mode & 0o077:
             raise NotPrivateError(
-                f"{path} can be read by others: renew what is in it if they may have, and chmod 600 {path}"
+                f"{path} can be read by other users: replace its secret if they may have read it, and chmod 600 {path}"
             )
         return os.read(descriptor, max_bytes)
     finally:
@@ -271,13 +271,13 @@ def _is_ours(about: os.stat_result, folder: Path) -> bool:
 
 
 def _keeps_modes(folder: Path) -> bool:
-    """Whether the file system stores modes: on SMB and FAT all files may have the same one."""
+    """Whether the file system stores modes: on SMB and FAT all files may have the same mode."""
     shown = _what_we_make(folder)
     return shown is None or not shown.st_mode & 0o077
 
 
 def _what_we_make(folder: Path) -> os.stat_result | None:
-    """Return the status of a file that we make in a folder for this test; ``None`` if it cannot be made."""
+    """Return the status of a new test file in a folder; ``None`` if the file cannot be made."""
     path = folder / f".own.{os.getpid()}.{secrets.token_hex(4)}"
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)

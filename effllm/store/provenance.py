@@ -15,7 +15,7 @@ from effllm.config.switches import this_process
 
 _GIT_TIMEOUT_S = 2.0
 _GIT_TERM_TIMEOUT_S = 1.0
-#: No lock, no rewritten index, no download of a partial clone's objects, no prompt.
+#: Git must not lock, rewrite the index, download objects of a partial clone, or prompt.
 _GIT_ENVIRONMENT = {"GIT_OPTIONAL_LOCKS": "0", "GIT_NO_LAZY_FETCH": "1", "GIT_TERMINAL_PROMPT": "0"}
 _GIT_STATUS = ("status", "--porcelain", "--untracked-files=no", "--ignore-submodules=all", "--no-renames")
 _PACKAGES = ("torch", "megatron-core", "transformers", "trl", "lightning", "nvidia-ml-py", "pyzmq", "msgspec")
@@ -32,9 +32,9 @@ def gather() -> dict[str, Any]:
 
 
 class Git:
-    """Runs git on a folder, without a lock, without writing a file and without starting a program of the repository.
+    """Runs git on a folder; git locks nothing, writes no file and starts no program of the repository.
 
-    Such programs are filters, the file system monitor and hooks.  Untracked files and submodules are not walked.
+    Such programs are filters, the file system monitor and hooks.  Untracked files and submodules are not read.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -43,9 +43,9 @@ class Git:
         self._is_stopped = False
 
     def facts(self) -> dict[str, Any]:
-        """Return the commit and whether tracked files differ from it; empty outside a repository.  May take seconds.
+        """Return the commit, and whether tracked files differ from it; empty outside a repository.
 
-        ``git_dirty`` is ``"unknown"`` if git is slow, or if a file with a filter differs.
+        This may take seconds.  ``git_dirty`` is ``"unknown"`` if git is slow, or if a file with a filter differs.
         """
         try:
             commit = self._run("rev-parse", "HEAD")
@@ -65,7 +65,7 @@ class Git:
             filters = (self._run("config", "--name-only", "--get-regexp", r"^filter\.") or "").split("\n")
             without_filters = [f"{name}={'false' if name.endswith('.required') else ''}" for name in filters if name]
             changed = self._run(*_GIT_STATUS, settings=without_filters)
-            if changed and without_filters:  # with its filter, a changed file may be equal to the committed one
+            if changed and without_filters:  # with its filter, a changed file may equal the committed file
                 changed = self._run(*_GIT_STATUS, "--", ":(top,attr:!filter)", settings=without_filters) or None
         except subprocess.TimeoutExpired:
             changed = None
@@ -75,7 +75,7 @@ class Git:
         """Return the output of a command, or ``None`` if it fails.
 
         Raises:
-            subprocess.TimeoutExpired: it took too long.
+            subprocess.TimeoutExpired: the command took too long.
         """
         options = [word for setting in ("core.fsmonitor=", *settings) for word in ("-c", setting)]
         if self._is_stopped:
@@ -95,7 +95,7 @@ class Git:
             try:
                 output, _ = process.communicate(timeout=_GIT_TIMEOUT_S)
             except subprocess.TimeoutExpired:
-                process.terminate()  # git then removes its locks; a SIGKILL would leave them
+                process.terminate()  # git removes its locks at SIGTERM, not at SIGKILL
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(_GIT_TERM_TIMEOUT_S)
                 process.kill()

@@ -1,4 +1,4 @@
-"""The rows in the files of a run folder, and how to read them, including torn lines of killed writers."""
+"""The rows in the files of a run folder, and functions that read them; torn lines of killed writers are skipped."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _SEGMENT = re.compile(r"-(\d{4,})\.jsonl")
 Row = TypeVar("Row", bound=Struct)
 
 
-#: Significant digits of a number in a line: more than any sensor has; further digits are rounding errors of sums.
+#: Significant digits of a number in a line: no sensor has as many, and further digits are rounding errors of sums.
 DIGITS = 12
-_UNIX_TIMES = frozenset({"start_time_s", "end_time_s"})  # need more digits
+_UNIX_TIMES = frozenset({"start_time_s", "end_time_s"})  # these are not rounded to DIGITS
 
 
 class WindowLine(WindowReport, frozen=True, kw_only=True):
@@ -37,7 +37,7 @@ class WindowLine(WindowReport, frozen=True, kw_only=True):
     last: dict[str, Any]
     run: dict[str, Any] | None = None
     job: dict[str, Any] | None = None
-    constants: JobConstants | None = None  # of this and the following lines; in schema 1 all totals have them
+    constants: JobConstants | None = None  # for this and the following lines; in schema 1 all totals have constants
 
 
 class WindowRow(WindowReport, frozen=True, kw_only=True):
@@ -84,10 +84,10 @@ def keys_of(totals: ClusterTotals) -> dict[str, Any]:
 
 
 def totals_of(keys: Mapping[str, Any], constants: JobConstants | None = None) -> ClusterTotals:
-    """Return the totals from an object of a line; undoes `keys_of`.
+    """Return the totals from an object of a line; the inverse of `keys_of`.
 
     Raises:
-        msgspec.ValidationError: a value is of another type.
+        msgspec.ValidationError: a value has a wrong type.
     """
     keys = {key: value for key, value in keys.items() if value is not None}
     energy = {name: keys[key] for name, key in _ENERGY.items() if key in keys}
@@ -111,12 +111,12 @@ def _rounded_value(value: Any) -> Any:
 
 
 def _short(row: Row) -> Row:
-    """Return a record with rounded numbers, in which defaults are left out when it is encoded."""
+    """Return a record with rounded numbers, whose default values are omitted by its encoding."""
     changes = {}
     for name, default in _defaults(type(row)):
         value = getattr(row, name)
         if value == default:
-            changes[name] = default  # msgspec leaves a number out only if it is the same object as the default
+            changes[name] = default  # msgspec omits a number only if it is the same object as the default
         elif isinstance(value, float) and name not in _UNIX_TIMES:
             changes[name] = _rounded(value)
     return msgspec.structs.replace(row, **changes)
@@ -141,7 +141,7 @@ class GaugeRow(Struct, frozen=True):
 
 
 class RankRow(Counted, Struct, frozen=True, omit_defaults=True):
-    """A line of ``ranks-*.jsonl``: one rank's window, of its first device."""
+    """A line of ``ranks-*.jsonl``: one rank's window, with the readings of its first device."""
 
     attempt: int
     rank: int
@@ -176,11 +176,11 @@ class RankRow(Counted, Struct, frozen=True, omit_defaults=True):
     iterations_overrun: int = 0
     simulated: bool = False
     energy_method: str | None = None
-    energy_estimated_j: float | None = None  # part of energy_j that fills gaps of the counter from power
-    throttled_s: dict[str, float] = {}  # by reason
+    energy_estimated_j: float | None = None  # part of energy_j that is computed from power, in gaps of the counter
+    throttled_s: dict[str, float] = {}  # seconds by reason
     gauges: dict[str, GaugeRow] = {}  # by the names in effllm.records.rank.GAUGES
     generation_s: float = 0.0
-    profile: Profile | None = None  # of its profiled iterations
+    profile: Profile | None = None  # sum of the profiled iterations
     device_steps: int = 0
     device_step_s: float = 0.0
 
@@ -273,7 +273,7 @@ class JsonLines(Generic[Row]):
         for path in self._paths:
             with path.open("rb") as file:
                 for line in file:
-                    if line.isspace():  # a writer leaves one when it continues after a torn line
+                    if line.isspace():  # a writer that continues after a torn line leaves an empty line
                         continue
                     try:
                         row = self._decode(line)

@@ -1,6 +1,6 @@
-"""Removes text that looks like a secret from a command line, before it is written to the run folder.
+"""Removes likely secrets from a command line, before the command line is written to the run folder.
 
-Runs in the training process: standard library only, and in time linear in the text's length.
+This module runs in the training process, so it uses only the standard library, in time linear in the text's length.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Iterable
 REDACTED = "<redacted>"
 MAX_WORD_CHARACTERS = 10_000
 
-# A name belongs to a secret if it contains one of these, or if one of its parts is in _PARTS: --hf_token, apiKey,
-# model.login.
+# A name belongs to a secret if it contains one of these words, or if one of its parts is in _PARTS: --hf_token,
+# apiKey, model.login.
 _WITHIN = re.compile(
     r"(?i)key|token(?!iz|s)|secret|passw|passphrase|credential|authoriz|bearer|cookie|signature|webhook"
 )
@@ -21,7 +21,7 @@ _PART = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|\d+")
 _PLURAL = re.compile(r"(?i)(key|secret|password|credential)s$")
 
 _OPTION = re.compile(r"--?[A-Za-z][\w.-]*")
-# An option that is not taken for the value of the option before it.
+# An option that cannot be the value of the previous option.
 _PLAIN_OPTION = re.compile(r"--[a-z][a-z0-9_.-]*(=.*)?|-[A-Za-z]", re.DOTALL)
 
 _NAME = re.compile(r"""(?<![\w.-])([\w.-]+)\\*["']?\s*[:=]\s*""")
@@ -56,15 +56,15 @@ _PRIVATE_KEY = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*", re.DOTALL)
 def redacted(command: Iterable[str]) -> list[str]:
     """Return a command line with `REDACTED` in place of likely secrets.
 
-    These are values whose argument, JSON or YAML field, header or URL parameter is named like a secret; user and
-    password in URLs; webhooks; and words that begin like the tokens of well-known services.  Words such as
+    Likely secrets are values of arguments, JSON and YAML fields, headers and URL parameters with names of secrets; user
+    and password in URLs; webhooks; and words that begin like the tokens of well-known services.  Words such as
     ``--tokenizer`` and ``--max-tokens`` are not names of secrets.
 
     >>> redacted(["train.py", "--lr", "1", "--api-key", "abc", "--hf_token=x"])
     ['train.py', '--lr', '1', '--api-key', '<redacted>', '--hf_token=<redacted>']
     """
     shown: list[str] = []
-    hides_next = hides_all = False  # values of the previous option
+    hides_next = hides_all = False  # whether the next value, or all values of the option, are hidden
     for word in command:
         if (hides_next or hides_all) and not _PLAIN_OPTION.fullmatch(word):
             shown.append(REDACTED)

@@ -1,4 +1,4 @@
-"""Writes the run folder: JSON Lines, one write per file and window, so that a kill tears at most one line of each.
+"""Writes the run folder: JSON Lines, one write per file and window, so that a kill tears at most one line per file.
 
 The next writer of the folder removes a torn line, and does not write existing lines again. While the disk is full or
 the folder is missing, lines wait in memory, up to a limit.
@@ -27,21 +27,21 @@ from effllm.store.summary_text import summary_text
 from effllm.store.unkept import Written
 from effllm.store.window_text import block_lines
 
-#: The run folder in the counts of windows that were left out.
+#: Name of the run folder in the counts of unwritten windows.
 NAME = "runfolder"
-#: In worlds up to this size, all rows are written; in larger ones at most this many per window, the largest outliers.
+#: In worlds up to this size all rows are written; in larger worlds at most this many per window, the largest outliers.
 MAX_ROWS = 256
 #: Robust z-score (Iglewicz and Hoaglin, 1993) above which a rank's step time is an outlier.
 OUTLIER_Z = 3.5
-#: A lower coverage is a gap; a higher one is lost at the edges of a window.
+#: A lower coverage is a gap; smaller losses occur at the edges of every window.
 GAP_BELOW = 0.999
-#: Limit of the warnings about a folder that cannot be written, and of those about its recovery.
+#: Maximum number of warnings about a folder that cannot be written, and of warnings about its recovery.
 MAX_TROUBLES = 10
-#: Period of totals to date, which are half of a line.
+#: Period between lines with totals to date, which are half of such a line.
 TOTALS_EVERY_S = 60.0
 #: Period of writes to console.log; short windows are written together.
 LOG_EVERY_S = 1.0
-#: Of console.log, and also of console.log.1: 5,000 windows each.
+#: Maximum size of console.log, and of console.log.1: 5,000 windows each.
 MAX_CONSOLE_LOG_BYTES = 2 * 2**20
 
 
@@ -50,16 +50,16 @@ class StoreUnavailable(Exception):
 
 
 def open_run_folder(folder: Path, facts: Mapping[str, Any], **options: Any) -> RunFolder:
-    """Open a run folder; the arguments are those of `RunFolder`.
+    """Open a run folder, with the arguments of `RunFolder`.
 
     Raises:
-        StoreUnavailable: it cannot be written.
+        StoreUnavailable: the folder cannot be written.
     """
     try:
         return RunFolder(folder, facts, **options)
     except OSError as error:
         raise StoreUnavailable(
-            f"{folder} cannot be written: {error.strerror or error}; set EFFICIENTLLM_RUN_DIR to a folder that can"
+            f"{folder} cannot be written: {error.strerror or error}; set EFFICIENTLLM_RUN_DIR to a writable folder"
         ) from error
 
 
@@ -69,13 +69,13 @@ class RunFolder:
     While the folder cannot be written, lines wait in memory, up to a limit, and are written later.
 
     Args:
-        folder: made if missing; the files of an earlier attempt are continued.
-        facts: of run.json, added to the facts of an earlier attempt.
+        folder: the folder, which is made if missing; the files of an earlier attempt are continued.
+        facts: facts for run.json, added to the facts of an earlier attempt.
         segment_bytes: size at which the next file of windows or rows is started.
         max_waiting_bytes: limit of the waiting lines, for each kind.
-        warn: called with one line about the folder itself.
-        tensorboard_dir: for summary.txt.
-        limit_mb: size above which the oldest windows and rows are removed; 0 is no limit.
+        warn: called with one line about the folder.
+        tensorboard_dir: folder of TensorBoard's event file, which summary.txt contains.
+        limit_mb: size above which the oldest windows and rows are removed; 0 means no limit.
         log_interval: iterations per window.
 
     Raises:
@@ -95,7 +95,7 @@ class RunFolder:
         log_interval: int = 1,
     ) -> None:
         self._tensorboard_dir = tensorboard_dir
-        self._log_text, self._log_s = "", 0.0  # for console.log, and the time of its next write
+        self._log_text, self._log_s = "", 0.0  # text for console.log, and the time of its next write
         self._max_log_bytes = min(MAX_CONSOLE_LOG_BYTES, limit_mb * 10**6 // 64 or MAX_CONSOLE_LOG_BYTES)
         self._limit_mb, self._has_removed = limit_mb, False
         self._growth = Growth(log_interval)
@@ -110,18 +110,18 @@ class RunFolder:
             Journal(folder, "ranks", segment_bytes, max_waiting_bytes),
             Journal(folder, "events", None, max_waiting_bytes),
         )
-        self._num_files = 0  # of detail, at the last check of the folder's size
+        self._num_files = 0  # number of files of detail at the last check of the folder's size
         self._totals_s = -math.inf  # end of the last window written with totals to date
         self._hosts: dict[int, str] = {}
         self._facts: dict[str, Any] = {}
         self._written_facts: dict[str, Any] | None = None
-        self._waited = 0  # lines, since the folder could not be written
+        self._waited = 0  # number of windows that waited while the folder could not be written
         self._is_in_trouble = False
         self._troubles = 0
         self.update_facts({**_facts_of_earlier_attempt(folder / "run.json"), **facts})
 
     def write(self, report: ClusterReport, rows: Sequence[RankReport]) -> None:
-        """Append one window and the rows of its ranks; of worlds above 256 ranks only the rows of outliers."""
+        """Append one window and the rows of its ranks; in worlds above 256 ranks only the rows of outliers."""
         num_bytes, num_reports = 0, len(rows)
         if report.correction or not self._written.has_window(report, rows):
             has_totals = report.final or report.correction or abs(report.time_s - self._totals_s) >= TOTALS_EVERY_S
@@ -157,19 +157,19 @@ class RunFolder:
         self._do(lambda: own_files.replace_file(self._folder / "summary.txt", text, durable=False))
 
     def update_facts(self, facts: Mapping[str, Any]) -> None:
-        """Add facts to run.json; new values replace old ones."""
+        """Add facts to run.json; new values replace old values."""
         self._facts = {**self._facts, **facts, "schema_version": SCHEMA_VERSION}
         self._hosts = _hosts(self._facts)
         self._flush()
 
     def save_state(self, state: bytes) -> bool:
-        """Replace state.json, for the next aggregator; return whether it and all earlier lines are written."""
+        """Replace state.json; return whether the state and all earlier lines are written."""
         return not any(self._journals) and self._do(
             lambda: own_files.replace_file(self._folder / "state.json", state, durable=False)
         )
 
     def write_file(self, name: str, text: str) -> None:
-        """Write or replace a file in the folder or, by its name, in a folder below it."""
+        """Write or replace a file; its name may contain a folder below the run folder."""
         path = self._folder / name
 
         def write() -> None:
@@ -184,7 +184,7 @@ class RunFolder:
             journal.close()
 
     def _log(self, report: ClusterReport) -> None:
-        """Append the window's text of a console without a terminal; windows-*.jsonl has the same numbers."""
+        """Append the window's block to console.log; windows-*.jsonl has the same numbers."""
         if report.correction or report.iteration_last < report.iteration_first:
             return
         self._log_text += "".join(f"{line}\n" for line in block_lines(report))
@@ -202,15 +202,15 @@ class RunFolder:
         return rank_row(row, attempt=report.attempt, host=self._hosts.get(row.rank), simulated=report.simulated)
 
     def _flush(self) -> None:
-        """Write waiting lines; a file that cannot be written does not block the others."""
-        # Empty journals are skipped, because a system call costs as much as a line.
+        """Write waiting lines; a file that cannot be written does not block other files."""
+        # Empty journals are skipped, because a system call takes as much time as a line.
         waiting = [journal.flush for journal in self._journals if journal]
         done = [self._do(work) for work in (self._write_facts, *waiting)]
         if all(done):
             self._recover()
 
     def _keep_limit(self) -> None:
-        """Remove the oldest detail if the folder is above its limit; checked whenever a file is full."""
+        """Remove the oldest detail if the folder is above its limit; the size is checked whenever a file is full."""
         num_files = self._windows.number + self._ranks.number
         if not self._limit_mb or num_files == self._num_files:
             return
@@ -224,21 +224,23 @@ class RunFolder:
             self._has_removed = True
             self._warn(
                 f"run folder {self._folder} has reached {self._limit_mb:,} MB (EFFICIENTLLM_RUN_FOLDER_MB): the oldest "
-                "windows and rows of ranks are removed from now on, totals and events stay"
+                "windows and rows of ranks are removed from now on; totals and events are kept"
             )
 
     def _write_facts(self) -> None:
         path = self._folder / "run.json"
         if self._written_facts is not None and not path.exists():
             self._written_facts = None
-            self._warn(f"run folder {self._folder} was removed while the job runs: made again, with what follows")
+            self._warn(
+                f"run folder {self._folder} was removed during the job: it is made again, without the earlier lines"
+            )
         if self._facts != self._written_facts:
             own_files.make_folder(self._folder)
             own_files.replace_file(path, _pretty(self._facts))
             self._written_facts = self._facts
 
     def _do(self, work: Callable[[], None]) -> bool:
-        """Run ``work``, which may fail, with a warning the first time; return whether it succeeded."""
+        """Run ``work`` and return whether it succeeded; the first failure causes a warning."""
         try:
             self._require_disk()
             try:
@@ -250,8 +252,8 @@ class RunFolder:
             if not self._is_in_trouble and self._troubles < MAX_TROUBLES:
                 reason = error.strerror or error
                 self._warn(
-                    f"run folder {self._folder} cannot be written: {reason}; it is written when it can be, "
-                    "training and the other sinks go on"
+                    f"run folder {self._folder} cannot be written: {reason}; lines wait in memory, "
+                    "training and other sinks continue"
                 )
             self._troubles += not self._is_in_trouble
             self._is_in_trouble = True
@@ -260,7 +262,7 @@ class RunFolder:
         return True
 
     def _require_disk(self) -> None:
-        """Fail if the disk was unmounted: a folder made now would be hidden once the disk is mounted again."""
+        """Raise an error if the disk was unmounted: a new folder would be hidden after the next mount."""
         if not self._mount_point.is_mount():
             raise OSError(errno.ENODEV, f"nothing is mounted at {self._mount_point}")
 
@@ -270,14 +272,14 @@ class RunFolder:
         left_out = self._windows.left_out
         if self._troubles <= MAX_TROUBLES:
             self._warn(
-                f"run folder {self._folder} is written again: {self._waited} windows had waited"
-                + (f", {left_out} did not fit into memory and are left out" if left_out else "")
+                f"run folder {self._folder} is written again: {self._waited} windows waited"
+                + (f", {left_out} did not fit into memory and were dropped" if left_out else "")
             )
         self._is_in_trouble, self._waited = False, 0
 
 
 def outliers(rows: Sequence[RankReport]) -> list[RankReport]:
-    """Return the rows whose step time is far from the median or whose measurement has gaps, in their order."""
+    """Return the rows with a step time far from the median, and the rows with gaps in their measurement, in order."""
     if not rows:
         return []
     busy_s = np.array([row.busy_s for row in rows])
@@ -300,7 +302,7 @@ def _pretty(value: Any) -> bytes:
 
 
 def _hosts(facts: Mapping[str, Any]) -> dict[int, str]:
-    """Return the host of each rank that has one in run.json."""
+    """Return the hosts of the ranks in run.json."""
     ranks = facts.get("ranks")
     hosts = {}
     for rank, about in ranks.items() if isinstance(ranks, dict) else ():

@@ -1,8 +1,8 @@
-"""The lock of a run folder: one aggregator writes at a time, and after a restart of the job the next one.
+"""The lock of a run folder: only one aggregator writes at a time, also after a restart of the job.
 
-The lock file has the holder's job and address.  An aggregator of the next attempt requests the lock over the wire.  The
-holder releases it only when its own trainer has ended, so that two running jobs never end each other, even with equal
-names.
+The lock file has the holder's job and address.  An aggregator of the next attempt requests the lock over the network.
+The holder releases the lock only if its own trainer has ended, so that a running job never ends another running job,
+even with equal names.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from effllm.store import own_files
 LOCK = "lock"
 LOCK_WAIT_S = 6.0  # an aggregator ends within five seconds
 ASK_EVERY_S = 0.25
-MAX_BYTES = 4096  # of a lock file
+MAX_BYTES = 4096  # size of a lock file
 MAX_NAMES = 1000
 
 
@@ -35,8 +35,8 @@ class Holder(Struct, frozen=True):
     endpoint: str = ""
     host: str = ""
     pid: int = 0
-    secured: bool = False  # it listens with keys from the user's secret ...
-    salt: str = ""  # ... and this salt
+    secured: bool = False  # whether its connections use keys from the user's secret
+    salt: str = ""  # salt of the keys
 
 
 class Lock:
@@ -54,7 +54,7 @@ class Lock:
         self._descriptor = descriptor
 
     def release(self, is_over: bool = True) -> None:
-        """Release the lock; if the run is over, remove the file, so that no request is sent to an ended process."""
+        """Release the lock; at the end of the run remove the file, so that no request is sent to an ended process."""
         if self._descriptor >= 0:
             if is_over:
                 with contextlib.suppress(OSError):
@@ -64,10 +64,10 @@ class Lock:
 
 
 def name_of_run(place: Place, host: str) -> str:
-    """Return a name that all attempts of a job share and no other running job has; empty if there is none.
+    """Return a name that all attempts of a job share and no other running job has; empty without such a name.
 
-    It is the scheduler's or torchrun's id.  Without an id it is the address of torchrun's store, because two stores
-    cannot listen on one address at a time.
+    The name is the scheduler's or torchrun's id.  Without an id it is the address of torchrun's store, because two
+    stores cannot listen on one address at a time.
     """
     if place.run_id:
         return place.run_id
@@ -79,16 +79,16 @@ def name_of_run(place: Place, host: str) -> str:
 def take(
     wanted: Path, holder: Holder, ask: Callable[[Holder], None] = lambda _: None, wait_s: float = LOCK_WAIT_S
 ) -> Lock:
-    """Return the locked run folder of this name; NAME-2 and following if it is completed or another job holds it.
+    """Return the locked run folder NAME; NAME-2 and following if NAME is completed or locked by another job.
 
     Args:
-        wanted: the folder.
+        wanted: the folder NAME.
         holder: this process.
-        ask: called repeatedly with the holder of the lock, if that is an earlier attempt of our job.
-        wait_s: how long to wait for the lock.
+        ask: called repeatedly with the holder of the lock, if the holder is an earlier attempt of this job.
+        wait_s: timeout for the lock.
 
     Raises:
-        OSError: it cannot be made or written.
+        OSError: the folder cannot be made or written.
     """
     taken: Path | None = None
     for folder in _names(wanted):
@@ -97,7 +97,7 @@ def take(
         own_files.make_folder(folder)
         descriptor = _lock(folder / LOCK, holder, ask, wait_s if taken is None else 0.0)
         if descriptor is not None:
-            with contextlib.suppress(OSError):  # the disk may be full: the lock is held anyway
+            with contextlib.suppress(OSError):  # on a full disk the lock is held, too
                 os.ftruncate(descriptor, 0)
                 os.pwrite(descriptor, msgspec.json.encode(holder) + b"\n", 0)
             return Lock(folder, descriptor, taken)
@@ -112,7 +112,7 @@ def _names(wanted: Path) -> Iterator[Path]:
 
 
 def status_of(folder: Path) -> str:
-    """Return the status of the run in a folder, from its summary; empty if there is none."""
+    """Return the status of the run in a folder, from its summary; empty without a summary."""
     try:
         return str(msgspec.json.decode(own_files.read_file(folder / "summary.json")).get("status", ""))
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError, AttributeError):
@@ -154,7 +154,7 @@ def _lock(path: Path, own: Holder, ask: Callable[[Holder], None], wait_s: float)
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    # The previous holder removes the file before it releases the lock: the file that we locked may have no name.
+    # The previous holder removes the file before it releases the lock, so the locked file may have no name.
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:

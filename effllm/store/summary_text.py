@@ -22,7 +22,7 @@ MIN_SHARE = 0.0005
 
 
 def readable(value: float) -> str:
-    """Return a number for display: three significant digits, whole from a hundred on, with separators."""
+    """Return a number for display: three significant digits, or from a thousand on a whole number with separators."""
     if value == 0:
         return "0"
     if 999.5 <= abs(value) < 1e10:
@@ -31,7 +31,7 @@ def readable(value: float) -> str:
 
 
 def rounded_up(error: float) -> str:
-    """Return an error with two digits, rounded up, so that it never looks smaller than it is.
+    """Return an error with two digits, rounded up, so that the shown error is never too small.
 
     >>> rounded_up(0.1201), rounded_up(5.0), rounded_up(1234.0)
     ('0.13', '5', '1,300')
@@ -46,7 +46,7 @@ def rounded_up(error: float) -> str:
 def errors_text(timing: float | None, sensor: float | None, *, brief: bool = False) -> str:
     """Return the text of an energy's two errors, given as ratios and never combined; "" if both are unknown.
 
-    With ``brief``, the names are left out if there are two errors.
+    With ``brief``, two errors are written without their names.
     """
     errors = [(ratio, name) for ratio, name in ((timing, " timing"), (sensor, " sensor")) if ratio]
     return " ".join(f"±{_percent(ratio)}" + ("" if brief and len(errors) == 2 else name) for ratio, name in errors)
@@ -139,7 +139,7 @@ def stragglers_text(verdicts: Sequence[StragglerVerdict]) -> str:
 
 
 def slowest_text(summary: Summary) -> str:
-    """Return the rank that was the slowest in the most windows; the summary must have one."""
+    """Return the rank that was most often the slowest; the summary must contain such a rank."""
     rank, windows = next(iter(summary.slowest.items()))
     return f"rank {rank}, in {windows:,} of {summary.windows_compared:,} windows"
 
@@ -148,9 +148,9 @@ def goodput_text(goodput: GoodputSummary) -> str:
     """Return the share of kept work, and the classes of time, largest first."""
     ratio = f"{100 * (goodput.ratio or 0.0):.1f} % of {duration(goodput.elapsed_s)}"
     if goodput.redone_iterations:
-        ratio += f", {goodput.redone_iterations:,} iterations done again"
+        ratio += f", {goodput.redone_iterations:,} repeated iterations"
     elif goodput.redone_iterations is None:
-        ratio += ", what was done again is not known (the first iteration of a restart has no number)"
+        ratio += ", number of repeated iterations unknown (the first iteration of a restart has no number)"
     named = {name.replace("_", " "): seconds for name, seconds in goodput.seconds.items()}
     return f"{ratio}: {shares(named)}"
 
@@ -172,7 +172,7 @@ def _how_measured(summary: Summary) -> Iterator[tuple[str, str]]:
         )
     if energy.estimated_joules and joules:
         share = _percent(energy.estimated_joules / joules)
-        yield "estimated", f"{share} of the energy, from power where the counter gave nothing"
+        yield "estimated", f"{share} of the energy, from power during gaps of the counter"
     if any(energy.by_class.values()):
         yield "energy in", shares({name: joules for name, joules in energy.by_class.items() if joules is not None})
     if energy.warmup_joules and joules:
@@ -225,19 +225,19 @@ def _facts(pairs: Iterable[tuple[str, str]]) -> Iterator[str]:
 
 
 def shares(parts: Mapping[str, float]) -> str:
-    """Return parts of a sum as percentages, largest first; those below 0.05 % are left out."""
+    """Return parts of a sum as percentages, the largest first; parts below 0.05 % are omitted."""
     total = sum(parts.values())
     ordered = sorted(parts.items(), key=lambda part: -part[1])
     return ", ".join(f"{name} {100 * part / total:.1f} %" for name, part in ordered if part >= MIN_SHARE * total)
 
 
 def energy_text(energy: EnergySummary) -> str:
-    """Return the energy of a run with its errors; "" if none was measured."""
+    """Return the energy of a run with its errors; "" without measured energy."""
     if energy.total_joules is not None:
         return _energy(energy.total_joules, energy.error_joules, energy.gain_error)
     if energy.measured_joules is not None:
         measured = _energy(energy.measured_joules, None, energy.gain_error)
-        return f"{measured}, only in part measured: no total"
+        return f"{measured}, measured only in part: no total"
     return ""
 
 

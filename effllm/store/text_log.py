@@ -1,4 +1,4 @@
-"""A text file of bounded size with the newest lines, and a second file with the lines before them."""
+"""A text file of bounded size with the newest lines, and a second file with older lines."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from effllm.store import own_files
 
 
 def append(path: Path, text: str, max_bytes: int) -> None:
-    """Append text to a file of our own; a file that would exceed ``max_bytes`` first replaces ``<name>.1``.
+    """Append text to a file of this user; a file that would exceed ``max_bytes`` is first renamed to ``<name>.1``.
 
     If the text itself is longer, only its last complete lines are written.
 
     Raises:
-        OSError: the file cannot be written, or is not our own.
+        OSError: the file cannot be written, or is rejected by `own_files.open_file`.
     """
     content = text.encode(errors="replace")
     if len(content) > max_bytes:

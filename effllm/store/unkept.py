@@ -1,4 +1,4 @@
-"""Lines that a killed aggregator has written but not saved in its state; its replacement receives them again."""
+"""Lines that a killed aggregator wrote but did not save in its state; the restarted aggregator receives them again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from effllm.records.rank import RankReport
 from effllm.store import own_files
 from effllm.store.reader import segments
 
-#: Twice the lines that a `Journal` keeps for a full disk; it writes all of them at once, before any state.
+#: Twice the size of the lines that a `Journal` stores for a full disk; all of these are written before the next state.
 _TAIL_BYTES = 64 * 2**20
 
 
@@ -30,8 +30,7 @@ class _Line(Struct):
 class Written:
     """The windows and rows of ranks at the end of a run folder's files.
 
-    The state does not show which lines are written: it may not have been saved yet, may be the previous attempt's, or
-    may not be readable.
+    The state does not show which lines are written: it may be missing, unreadable, or from the previous attempt.
 
     Raises:
         OSError: a file cannot be read.
@@ -43,12 +42,12 @@ class Written:
         self._rows = {(line.attempt, line.rank, line.window, line.start_time_s) for line in _newest(folder, "ranks")}
 
     def has_window(self, report: ClusterReport, rows: Sequence[RankReport]) -> bool:
-        """Whether a window is written; one of that number that ended before this one began is another job's."""
+        """Whether a window is written; a written window that ended before the start of this window is another job's."""
         end_s = self._ends_s.get((report.attempt, report.window))
         return end_s is not None and (not rows or end_s >= min(row.start_time_s for row in rows))
 
     def has_row(self, attempt: int, row: RankReport) -> bool:
-        """Whether a row is written: when an agent sends it again, its time has the same digits."""
+        """Whether a row is written: a row that an agent sends again has exactly the same time."""
         return (attempt, row.rank, row.window, row.start_time_s) in self._rows
 
 
@@ -68,4 +67,4 @@ def _newest(folder: Path, stem: str) -> Iterator[_Line]:
                 try:
                     yield decoder.decode(text)
                 except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-                    continue  # torn, or it begins before the tail
+                    continue  # a torn line, or a line that begins before the tail

@@ -11,7 +11,7 @@ from effllm.store.summary_text import duration, errors_text, readable, rounded_u
 
 MAX_NAMED = 8
 
-#: Share of estimated energy from which it is shown.
+#: A smaller share of estimated energy is not shown.
 _ESTIMATED = 0.001
 
 _WATCHED: tuple[tuple[metrics.Formula, Callable[[float], str], str], ...] = (
@@ -46,7 +46,7 @@ def _percent(ratio: float) -> str:
 
 
 def short_lines(report: ClusterReport, width: int, *, lost_before: int) -> tuple[list[str], str]:
-    """Return two lines of a window, and a third with its problems or ""; none is wider than ``width``.
+    """Return two lines of a window, and a third line with its problems or ""; no line is wider than ``width``.
 
     ``lost_before`` is the number of lost reports at the previous window.
     """
@@ -56,7 +56,7 @@ def short_lines(report: ClusterReport, width: int, *, lost_before: int) -> tuple
 
 
 def fitted(texts: Sequence[str], between: str, width: int, *, kept: int = 0) -> str:
-    """Join texts; if they are wider than ``width``, the last are left out, except for ``kept`` texts at the end."""
+    """Join texts; if the line is wider than ``width``, omit texts from the end, but never the last ``kept`` texts."""
     head, tail = list(texts[: len(texts) - kept]), list(texts[len(texts) - kept :])
     while len(line := between.join([*head, *tail])) > width and len(head) > 1:
         head.pop()
@@ -64,7 +64,7 @@ def fitted(texts: Sequence[str], between: str, width: int, *, kept: int = 0) -> 
 
 
 def _window_line(report: ClusterReport, width: int) -> str:
-    """Return the window's own values; the least important are left out until the line fits."""
+    """Return the values of the window; the least important values are omitted until the line fits."""
     parts = list(_window_parts(report))
     while len(line := "  ".join(text for _, text in parts)) > width and len(parts) > 1:
         parts.remove(max(parts, key=lambda part: part[0]))
@@ -72,7 +72,7 @@ def _window_line(report: ClusterReport, width: int) -> str:
 
 
 def _window_parts(report: ClusterReport) -> Iterator[tuple[int, str]]:
-    """Yield the parts of the window's line, each with a number: the part with the highest number is left out first."""
+    """Yield the parts of the window's line, each with a number: the part with the highest number is omitted first."""
     last = report.last
     device = "GPU" if last.constants.gpus else "rank"
 
@@ -143,7 +143,6 @@ def contract_parts(values: Mapping[str, float]) -> Iterator[str]:
 
 
 def _problems(report: ClusterReport, lost_before: int) -> Iterator[str]:
-    """Yield the problems of this window."""
     seen = report.coverage
     if not is_loss_finite(report):
         yield "loss is not finite"
@@ -175,7 +174,7 @@ def block_lines(report: ClusterReport, width: int = 0) -> list[str]:
 
 
 def watched(report: ClusterReport) -> Iterator[str]:
-    """Yield the parts of the last window's line, for people; unknown values are left out."""
+    """Yield the parts of the last window's line; unknown values are omitted."""
     last = report.last
     words = {
         "step": "it" if report.style == "Iteration" else "step",
@@ -186,7 +185,7 @@ def watched(report: ClusterReport) -> Iterator[str]:
         yield "loss is not finite"
     energy = metrics.energy
     errors = errors_text(energy.timing_error_ratio(last), energy.sensor_error_ratio(last))
-    # The errors also apply to the power, and follow it if there are no tokens.
+    # The errors also apply to the power: without tokens they are written after the power.
     with_errors = energy.watts_per_gpu if energy.joules_per_token(last) is None else energy.joules_per_token
     for formula, to_text, template in _WATCHED:
         value = formula(last)
@@ -210,7 +209,7 @@ def block(report: ClusterReport) -> Iterator[str]:
 
 
 def coverage_parts(report: ClusterReport) -> Iterator[str]:
-    """Yield the coverage of the block."""
+    """Yield the parts of the block's last line: its coverage."""
     seen, run = report.coverage, report.run
     yield f"Ranks: {seen.ranks_reporting}/{seen.ranks_expected}"
     yield f"GPUs: {seen.gpus_measured}/{seen.gpus_expected}"

@@ -112,7 +112,7 @@ def test_serve_rejects_a_job_above_its_limit(launch):
             rank.done()
 
     (line,) = aggregator.ledger.event_texts("descriptors")
-    assert line.startswith(f"a job of 200 ranks is refused: {TOO_FEW}")
+    assert line.startswith(f"a job of 200 ranks is rejected: {TOO_FEW}")
     (line,) = ranks[0].our_errors
     assert line.startswith(f"[EfficientLLM] no metrics, training goes on: {TOO_FEW}")
     assert [rank.our_errors for rank in ranks[1:]] == [[], []]

@@ -164,7 +164,7 @@ def test_invalid_state_file_is_reported_and_totals_restart(launch, tmp_path):
     job = launch.python(*SERVED, run_name="mine").done()
 
     assert job.ledger.summary.tokens == 2000
-    assert any("cannot be read, the totals start anew" in text for text in job.ledger.event_texts("sink"))
+    assert any("cannot be read, so all totals start at 0" in text for text in job.ledger.event_texts("sink"))
 
 
 # --- addresses ---
@@ -216,7 +216,7 @@ def test_multi_host_job_with_a_readable_secret_is_rejected(launch, tmp_path):
     assert job.stdout == "trained\n"
     assert_disabled(
         job,
-        f"the secret {tmp_path}/secret can be read by others: renew what is in it if they may have, "
+        f"the secret {tmp_path}/secret can be read by other users: replace its secret if they may have read it, "
         f"and chmod 600 {tmp_path}/secret",
     )
 
@@ -312,7 +312,7 @@ def test_hostile_bytes_at_the_port_do_not_change_the_job(launch):
         for reason in (
             "rank 0 has an agent already",
             "lies outside a world",
-            "its LOG_INTERVAL is 7, the job's is 10",
+            "its LOG_INTERVAL is 7, but 10 in the job",
         ):
             jobs.until(lambda reason=reason: any(reason in text for text in ledger.event_texts("rejected")))
         jobs.until(lambda: len(ledger.event_texts("garbage")) >= 5)
@@ -337,7 +337,7 @@ def test_huge_world_size_is_rejected_without_using_memory(launch):
 
     assert aggregator.ledger.summary.tokens == 2000
     assert any(
-        "a world of 1099511627776 ranks is beyond reason" in text for text in aggregator.ledger.event_texts("rejected")
+        "a world of 1099511627776 ranks exceeds the limit" in text for text in aggregator.ledger.event_texts("rejected")
     )
 
 

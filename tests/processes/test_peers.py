@@ -242,7 +242,7 @@ def test_rank_with_too_many_devices_is_rejected():
     answers = [aggregator.hello(hello(0, devices=(gpu(f"GPU-new-{n}"),)), Now(0.0, 1000.0)) for n in range(MAX_DEVICES)]
 
     assert answers[: MAX_DEVICES - 1] == [""] * (MAX_DEVICES - 1)
-    assert answers[-1] == f"it has introduced more than {MAX_DEVICES} devices"
+    assert answers[-1] == f"it has reported more than {MAX_DEVICES} devices"
     assert aggregator.hello(hello(0), Now(0.0, 1000.0)) == "", "known devices can be introduced again"
 
 

@@ -413,13 +413,13 @@ def test_rank_of_another_job_is_rejected_with_the_reason():
     assert job.refused(1, job="another") == "it belongs to another job"
     assert job.refused(2) == "rank 2 lies outside a world of 2"
     assert job.refused(-1) == "rank -1 lies outside a world of 2"
-    assert job.refused(1, world_size=4) == "its world has 4 ranks, the job's has 2"
-    assert job.refused(1, log_interval=20) == "its LOG_INTERVAL is 20, the job's is 10"
-    assert job.refused(1, offset=5) == "its first iteration is 5, rank 0's is 0"
+    assert job.refused(1, world_size=4) == "its world has 4 ranks, the job has 2"
+    assert job.refused(1, log_interval=20) == "its LOG_INTERVAL is 20, but 10 in the job"
+    assert job.refused(1, offset=5) == "its first iteration is 5, but 0 on rank 0"
     assert job.refused(0, agent="another") == "rank 0 has an agent already"
-    assert job.refused(1, log_interval=0) == "its LOG_INTERVAL is 0, the job's is 10"
+    assert job.refused(1, log_interval=0) == "its LOG_INTERVAL is 0, but 10 in the job"
     assert job.refused(0, world_size=0) == "rank 0 lies outside a world of 0"
-    assert job.refused(0, world_size=2**40) == f"a world of {2**40} ranks is beyond reason"
+    assert job.refused(0, world_size=2**40) == f"a world of {2**40} ranks exceeds the limit of {2**20}"
     assert len(job.events("rejected")) == 10
     assert job.refused(1, offset=30) == "", "boundaries agree"
 
@@ -1220,9 +1220,9 @@ def test_the_same_job_gets_the_same_advice_in_each_run(num_ranks, runs):
         texts.add(event.text)
 
     assert texts == {
-        "most windows are too short for the power sensors: the error of their energy exceeds ±20 %, so it is not shown; "
-        "windows four times as long (EFFICIENTLLM_LOG_INTERVAL) have at most half of the error; values of the run to "
-        "date are not affected"
+        "most windows are too short for the power sensors: the error of their energy exceeds ±20 %, so it is not "
+        "shown; windows four times as long (EFFICIENTLLM_LOG_INTERVAL) have at most half of the error; values of the "
+        "run to date are not affected"
     }
 
 
@@ -1280,7 +1280,7 @@ def test_window_without_energy_is_not_doubtful():
     assert job.events("energy_doubtful") == []
 
 
-@pytest.mark.parametrize(("flops", "texts"), [(9e12, ()), (12e12, ("MFU would be 1.2, which cannot be",))])
+@pytest.mark.parametrize(("flops", "texts"), [(9e12, ()), (12e12, ("MFU would be 1.2, which is impossible",))])
 def test_mfu_above_one_gives_an_event_with_the_possible_causes(flops, texts):
     # 2000 tokens in 10 s on two devices of 1000 TFLOP/s: MFU is 1 at 1e13 FLOPs per token.
     job = Job(peak_tflops=1000.0).join(flops_per_token=flops)
@@ -1291,8 +1291,8 @@ def test_mfu_above_one_gives_an_event_with_the_possible_causes(flops, texts):
     assert len(events) == len(texts)
     for event, text in zip(events, texts, strict=True):
         assert event.text == (
-            f"{text}, and is not shown: wrong are the 1.2e+13 FLOPs per token, the tokens, or the peak "
-            "(1000 TFLOP/s per device, as configured)"
+            f"{text}, so it is not shown: the 1.2e+13 FLOPs per token, the tokens or the peak "
+            "(1000 TFLOP/s per device, as configured) are wrong"
         )
 
 

@@ -149,7 +149,7 @@ def test_blocked_sink_drops_and_counts_reports(plug_in):
     sys.modules["effllm.sinks.stalled"].Stalled.go_on.set()
     assert thread.join(10.0)
     assert sys.modules["effllm.sinks.stalled"].Stalled.shown == [1, 4, 5]
-    assert texts == ["sink stalled is too slow: reports are left out"]
+    assert texts == ["sink stalled is too slow: reports are dropped"]
 
 
 def test_broken_sink_file_gives_one_line(plug_in):

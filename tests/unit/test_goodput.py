@@ -205,7 +205,7 @@ def test_unnumbered_iterations_have_a_remark_and_no_redone_time():
 
     assert (summary.goodput.redone_iterations, summary.goodput.seconds["redone"]) == (None, 0.0)
     assert [one.redone_iterations for one in summary.goodput.attempts] == [None, 0], "nothing came after the second"
-    assert "what was done again is not" in " ".join(summary_text(summary, None, None).split())
+    assert "number of repeated iterations unknown" in " ".join(summary_text(summary, None, None).split())
 
 
 def test_repeats_are_unknown_without_the_numbers_of_two_attempts():

@@ -54,7 +54,7 @@ def test_printed_credentials_hide_the_password(write):
 def test_file_that_others_can_read_is_rejected_with_a_command(write, mode):
     file = write(f"user = monitor\npassword = {SECRET}\n", mode)
 
-    assert refusal(file).startswith(f"{file} can be read by others: ")
+    assert refusal(file).startswith(f"{file} can be read by other users: ")
     assert refusal(file).endswith(f"chmod 600 {file}")
 
 
@@ -62,7 +62,7 @@ def test_file_of_another_user_is_rejected(write, monkeypatch):
     file = write(f"user = monitor\npassword = {SECRET}\n")
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
 
-    assert refusal(file).endswith("belongs to another user: it must be owned by who runs the job")
+    assert refusal(file).endswith("belongs to another user: it must belong to the user who runs the job")
 
 
 def test_missing_file_is_reported(tmp_path):

@@ -99,7 +99,7 @@ def test_two_sensors_of_the_same_supplies_count_once():
 
 def test_without_energy_sensors_there_is_no_scope():
     assert choose([(BLIND,), ()], "auto").label is None
-    assert choose([(BLIND,)], "node-psu").complaint == ("power scope: node-psu is set, and nothing measures energy")
+    assert choose([(BLIND,)], "node-psu").complaint == ("power scope: node-psu is set, but no device measures energy")
     assert scopes([]) == []
 
 
@@ -135,21 +135,24 @@ def test_scope_of_a_run_is_kept_if_new_nodes_lack_its_sensors():
     scope = keep([BOTH, (gpu("GPU-1"),)], "node-psu", "auto")
 
     assert (scope.label, set(scope.keys), scope.lacking) == ("node-psu", {"psu:node0"}, 1)
-    assert scope.complaint == "power scope: the run began with node-psu, which not every node has: its energy has holes"
+    assert (
+        scope.complaint
+        == "power scope: the run began with node-psu, which not every node has: its energy is incomplete"
+    )
 
 
 def test_scope_of_a_run_is_kept_over_a_later_request():
     scope = keep([BOTH], "node-psu", "gpu")
 
     assert scope.label == "node-psu"
-    assert scope.complaint == "power scope: gpu is set, but the run began with node-psu, which stays"
+    assert scope.complaint == "power scope: gpu is set, but the run began with node-psu, which is still used"
 
 
 def test_scope_of_a_run_is_kept_without_sensors():
     scope = keep([(BLIND,)], "gpu", "auto")
 
     assert (scope.label, set(scope.keys)) == ("gpu", {"GPU-blind"})
-    assert "has holes" in scope.complaint
+    assert "is incomplete" in scope.complaint
 
 
 # --- in a job -----------------------------------------------------------------------------------
@@ -244,7 +247,7 @@ def test_sensor_found_later_does_not_change_the_scope():
     assert (report.power_scope, report.run.energy.joules) == ("gpu", 2000.0)
     assert job.summary().energy.by_device == {"GPU-0": 2000.0}
     assert job.summary().not_measured == (
-        "power scope: node-psu was not measured from the start of the run, so gpu stays",
+        "power scope: node-psu was not measured from the start of the run, so gpu is still used",
     )
 
 

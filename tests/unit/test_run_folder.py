@@ -266,7 +266,7 @@ def test_oldest_detail_is_removed_at_the_size_limit(folder):
     assert (folder / "summary.json").exists()
     assert json.loads((folder / "run.json").read_text())["model"] == "7B"
     (line,) = [line for line in warnings if "1 MB" in line]
-    assert "the oldest windows and rows of ranks are removed from now on, totals and events stay" in line
+    assert "the oldest windows and rows of ranks are removed from now on; totals and events are kept" in line
 
 
 def test_without_a_limit_no_file_is_removed(folder):
@@ -294,7 +294,7 @@ def test_windows_of_10_ms_give_one_warning_with_their_cost(folder):
     size = sum(path.stat().st_size for path in folder.glob("*-0*.jsonl"))
     found = re.fullmatch(
         r"windows of 10 iterations end 100\.0 times a second: 200 reports/s, "
-        r"and the run folder grows by ([0-9,]+) MB/h; EFFICIENTLLM_LOG_INTERVAL=1000 makes them a second long",
+        r"and the run folder grows by ([0-9,]+) MB/h; with EFFICIENTLLM_LOG_INTERVAL=1000 a window takes a second",
         line,
     )
     assert float(found[1].replace(",", "")) == pytest.approx(size / 70 * 3600 / 1e6, rel=0.05)
@@ -424,7 +424,7 @@ def test_waiting_lines_are_bounded_and_dropped_lines_counted(folder):
     assert [report.iteration for report in read_windows(folder)] == [140, 150]
     summary = msgspec.json.decode((folder / "summary.json").read_bytes(), type=Summary)
     assert summary.left_out == {"console": 3, "runfolder": 3}
-    assert "3 did not fit into memory and are left out" in warnings[-1]
+    assert "3 did not fit into memory and were dropped" in warnings[-1]
 
 
 @pytest.mark.fault("disk-full")

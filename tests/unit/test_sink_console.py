@@ -466,7 +466,7 @@ def test_energy_has_scope_method_estimated_and_warm_up_shares():
     part = last_part(scope="gpu+cpu", method="counter+average power", estimated_joules=201_715.2, warmup_joules=1e6)
 
     assert fact(part, "power") == "scope gpu+cpu, from counter+average power"
-    assert fact(part, "estimated") == "2 % of the energy, from power where the counter gave nothing"
+    assert fact(part, "estimated") == "2 % of the energy, from power during gaps of the counter"
     assert fact(part, "warm-up") == "9.9 % of the energy, left out of run-to-date values"
     assert fact(part, "peak") == "989 TFLOP/s per device, as configured"
     assert "estimated" not in last_part(estimated_joules=0.0)
@@ -492,7 +492,7 @@ def test_table_marks_simulated_runs_and_gaps():
     lines = summary_text(summary, None, None).splitlines()
     assert lines[0] == "[EfficientLLM] Run killed"
     assert "SIMULATED" in lines[2]
-    assert "  energy        1.00 kWh (3,600,000 J), only in part measured: no total" in lines
+    assert "  energy        1.00 kWh (3,600,000 J), measured only in part: no total" in lines
     assert any(" ".join(line.split()) == "amu_gb 45.0 GB ±1.2 % sampling run" for line in lines)
     assert any(line.split() == ["new/thing", "1.00", "things"] for line in lines)
 

@@ -21,7 +21,7 @@ STALL_S = 30.0  # timeout of progress: this time or ITERATIONS median iterations
 ITERATIONS = 3
 #: Timeout of a marked phase: 20 times `STALL_S` (10 minutes) or 10 times the longest such phase, the longer of the two.
 PHASE_STALLS, PHASE_TIMES = 20, 10
-#: Timeout of start-up: 60 times `STALL_S` (30 minutes); until the first iteration ends, ranks load, compile and connect.
+#: Timeout of the first iteration: 60 times `STALL_S` (30 minutes), because ranks load, compile and connect.
 STARTUP_STALLS = 60
 BEATS = 6  # heartbeats of an agent per STALL_S
 CHECKS = 15  # checks for a stall per STALL_S

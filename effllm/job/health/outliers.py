@@ -62,9 +62,7 @@ class OutlierTrack:
 
     def __init__(self) -> None:
         self.looks: deque[Look] = deque(maxlen=WINDOWS)
-        self._flags: deque[tuple[int, tuple[int, ...]]] = deque(
-            maxlen=HISTORY
-        )  # number of judged ranks, and the outliers
+        self._flags: deque[tuple[int, tuple[int, ...]]] = deque(maxlen=HISTORY)  # judged ranks, and outliers
         self._scatter: deque[NDArray[np.float64]] = deque(maxlen=WINDOWS)  # in small groups, as shares of base_s
 
     def look(

@@ -48,7 +48,7 @@ def median_distance(ordered: Ordered, centre: float) -> float:
 
 
 def _kth_distance(ordered: Ordered, centre: float, k: int) -> float:
-    """Return the k-th smallest distance from the centre: the larger distance of the two ends of the k nearest values."""
+    """Return the k-th smallest distance from the centre, which is at an end of the k nearest values."""
     low, high = 0, len(ordered) - k
     while low < high:
         first = (low + high) // 2

@@ -71,6 +71,6 @@ class Slowdown:
 
 def _change_text(change: Change) -> str:
     return (
-        f"iterations take {change.after_s:.3g} s since iteration {change.since}, and took {change.before_s:.3g} s before "
-        f"({100 * change.ratio:+.0f} %)"
+        f"iterations take {change.after_s:.3g} s since iteration {change.since}, and took {change.before_s:.3g} s "
+        f"before ({100 * change.ratio:+.0f} %)"
     )

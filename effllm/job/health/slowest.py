@@ -73,9 +73,7 @@ class Slowest:
         if len(self._last) < RULES[0][1]:
             return slow
         history = np.array([_aligned(ranks, *one) for one in self._last])
-        deviation = (
-            MAD_SIGMA * float(np.median(self._changes)) / math.sqrt(2)
-        )  # of one window: a difference has two errors
+        deviation = MAD_SIGMA * float(np.median(self._changes)) / math.sqrt(2)  # a difference has two errors
         for times, windows, deviations in RULES:
             if len(history) >= windows:
                 is_above = history[-windows:] >= max(SLOWER, deviations * deviation)
