@@ -116,7 +116,7 @@ class Account(Struct):
     ) -> None:
         """Add a window's energy, with its seconds and counts, if its coverage is high enough.
 
-        With a sign of -1 subtract all of them, because a late report changes all of them.
+        With a sign of -1 subtract them, before a late report is added.
         """
         amount = energy.wall if self.wall else energy.iterations
         self.measured_j += sign * (amount.joules or 0.0)

@@ -21,7 +21,7 @@ from effllm.records.job import Summary
 from effllm.records.rank import MAX_EVENT_COUNT, Event
 from effllm.records.wire import AgentEvent, Bye, Heartbeat, Hello, Reports, Stack
 
-MAX_BACKLOG_S = 15.0  # longest processing delay of the aggregator that makes no rank late
+MAX_BACKLOG_S = 15.0  # a processing delay of the aggregator up to this limit makes no rank late
 
 
 class Aggregator:
@@ -232,7 +232,7 @@ class Aggregator:
     def summary(self, time_s: float, ended: bool) -> Summary:
         kind = self._config.parameters
         summary = summary_of(self.ledger, self.roster, kind, self.closed.last_report, time_s, ended)
-        counts = {"rejected": self.garbage, "duplicate": self.duplicates}  # in place of the limited counts of events
+        counts = {"rejected": self.garbage, "duplicate": self.duplicates}  # exact; only one event is recorded
         events = summary.events | {kind: count for kind, count in counts.items() if count}
         status = "stalled" if self.stalls.is_status and summary.status != "completed" else summary.status
         return replace(summary, events=events, status=status)

@@ -30,7 +30,7 @@ from effllm.records.rank import Event, RankReport
 
 MIN_DEADLINE_S = 5.0
 RECENT = 8  # closed windows that a late report can still complete
-MAX_SCOPE_COVERAGE = 0.5  # scopes with a higher coverage are equivalent: the widest of them is used
+MAX_SCOPE_COVERAGE = 0.5  # scopes with a higher coverage are equivalent: the widest scope is used
 MAX_NAMED = 8  # ranks in the text of an event
 
 
@@ -70,7 +70,7 @@ class ClosedWindows:
         return closed
 
     def deadline_s(self) -> float:
-        """Return the seconds that a window waits for late ranks: three windows."""
+        """Return the seconds that a window waits for late ranks: three median windows, but at least five seconds."""
         return max(3 * statistics.median(self._spans_s), MIN_DEADLINE_S) if self._spans_s else ABSENT_AFTER_S
 
     # --- totals ---

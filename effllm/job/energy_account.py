@@ -42,7 +42,7 @@ class WindowEnergy(Struct, frozen=True):
     gpus_wall_j: float = 0.0
     gpus_iterations_j: float = 0.0
     num_owners: int = 0  # devices whose energy belongs to the window
-    lowest_coverage: float = 1.0  # of a single device; 0 if a device or a rank is missing
+    lowest_coverage: float = 1.0  # lowest of a device; 0 if a device or a rank is missing
     num_left: int = 0  # devices whose ranks have left while other ranks train; not in any coverage
 
     @property

@@ -111,7 +111,7 @@ class Goodput(Struct):
         joules: dict[str, float | None] = dict.fromkeys(CLASSES, 0.0)
         attempts: list[AttemptSummary] = []
         elapsed_s, before = 0.0, None
-        for attempt, (least, knows_repeats) in zip(self.attempts, self._begun_after(), strict=True):
+        for attempt, (smallest, knows_repeats) in zip(self.attempts, self._begun_after(), strict=True):
             end_s = self._end_of(attempt, is_over)
             span_s = max(end_s - attempt.begin_s, 0.0) if attempt.begin_s is not None else 0.0
             gap_s = 0.0
@@ -119,7 +119,7 @@ class Goodput(Struct):
                 gap_s = max(attempt.begin_s - (before.end_s or 0.0), 0.0)
                 seconds[RESTART_GAP] += gap_s
                 rank_seconds[RESTART_GAP] += gap_s * before.world_size
-            attempt.redo_from(least)
+            attempt.redo_from(smallest)
             for name, value in attempt.classes_s(span_s, end_s).items():
                 rank_seconds[name] += value
                 seconds[name] += value / max(attempt.world_size, 1)
@@ -157,13 +157,13 @@ class Goodput(Struct):
         except for the first attempt.
         """
         found: list[tuple[float | None, bool]] = []
-        least: float | None = None
+        smallest: float | None = None
         are_numbered = True  # all later attempts
         for attempt in reversed(self.attempts):
             is_numbered = attempt.is_numbered or not attempt.last
             is_placed = is_numbered or attempt is self.attempts[0]
-            found.append((least, are_numbered and (is_placed or least is None)))
+            found.append((smallest, are_numbered and (is_placed or smallest is None)))
             are_numbered = are_numbered and is_numbered
             if attempt.is_numbered and attempt.begin_s is not None:
-                least = attempt.offset + 1 if least is None else min(least, attempt.offset + 1)
+                smallest = attempt.offset + 1 if smallest is None else min(smallest, attempt.offset + 1)
         return found[::-1]

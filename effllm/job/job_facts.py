@@ -56,12 +56,11 @@ class JobFacts:
 
     @cached_property
     def num_gpus(self) -> int:
-        """Number of known GPUs."""
         return sum(device.is_gpu for device in self._devices.values())
 
     @cached_property
     def peak_flops_per_s(self) -> float | None:
-        """Peak of the whole job, from the configured peak per device, or else from a hardware table with all GPUs."""
+        """Peak of the whole job, from the configured peak per device, or from the hardware table if it has all GPUs."""
         peak = self._config.peak_tflops
         if peak:
             return peak * 1e12 * (self.num_gpus or self._ledger.world_size)
@@ -81,7 +80,7 @@ class JobFacts:
 
     @cached_property
     def power_limit_w(self) -> float | None:
-        """Sum of the power limits of all GPUs, if all are known; the first die of a card may have the limit of both."""
+        """Sum of the power limits of all GPUs, if all are known; the first die may have the limit of a card."""
         owners: dict[str, float] = {}
         for key, device in self._devices.items():
             if device.is_gpu:
@@ -91,7 +90,7 @@ class JobFacts:
 
     @cached_property
     def baseline_w(self) -> float | None:
-        """Idle power of all devices in scope, if it was measured on each."""
+        """Idle power of all devices in scope, if it was measured on each device."""
         owners: dict[str, float | None] = {}
         for key in self.scope.keys:
             owners[self._devices[key].energy_key or key] = self._devices[key].baseline_w
@@ -131,7 +130,6 @@ class JobFacts:
 
     @cached_property
     def is_simulated(self) -> bool:
-        """Whether any device is simulated."""
         return any(device.simulated for device in self._devices.values())
 
     @cached_property
@@ -160,7 +158,6 @@ class JobFacts:
 
     @cached_property
     def energy_method(self) -> str | None:
-        """Methods of the energy measurement."""
         methods = {self._devices[key].energy_method for key in self.scope.keys}
         return "+".join(method for method in METHODS if method in methods) or None
 

@@ -152,7 +152,7 @@ class WindowJoiner:
 
 
 def put(rows: dict[int, RankReport], row: RankReport) -> None:
-    """Add a report; if its rank already has one, join the two."""
+    """Add a report; if its rank already has a report, join both reports."""
     known = rows.get(row.rank)
     rows[row.rank] = row if known is None else join((known, row), row.window)
 

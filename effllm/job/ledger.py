@@ -18,7 +18,7 @@ from effllm.records.job import SCHEMA_VERSION, Overhead, Straggler, StragglerVer
 from effllm.records.rank import MARKED_PHASES, SHUTDOWN, STARTUP, RankReport
 
 CLASSES = ("iterations", *MARKED_PHASES, STARTUP, SHUTDOWN)
-#: Maximum number of ranks whose windows as the slowest rank are counted.
+#: Maximum number of ranks in `Ledger.slowest`.
 MAX_SLOWEST = 64
 _COSTS = attrgetter("agent_cpu_s", "sent_bytes", "recorder_cpu_s")
 

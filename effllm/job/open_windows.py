@@ -25,7 +25,7 @@ MAX_PENDING_BYTES = 2 * 2**20  # encoded reports of one rank; in memory they tak
 MAX_LATE = 32  # late windows in one turn: each of them causes a report, which takes about a millisecond
 LATE_WINDOW_S = 0.005  # delay of the next turn per late window
 MAX_CLOSING_ROWS = 1000  # reports of incomplete windows per turn, because outputs must wait during a turn
-CLOSING_ROWS = 30  # to close a window takes as much time as this number of its reports
+CLOSING_ROWS = 30  # time for closing a window, as a number of reports
 
 
 class OpenWindow(Struct):
@@ -77,7 +77,7 @@ class OpenWindows:
     # --- inputs ---
 
     def has_room(self, rank: int, num_bytes: int) -> bool:
-        """Return whether a rank may have one more open report; this report is counted, and `add` must follow."""
+        """Return whether a rank may have one more open report; then the report is counted, and `add` must follow."""
         held = self._held.get(rank)
         if held is None:
             held = self._held[rank] = _Held()
@@ -132,7 +132,7 @@ class OpenWindows:
     # --- outputs ---
 
     def may_close(self) -> bool:
-        # This runs for every report of up to 10,000 ranks, so it only counts; `take_ready` handles all other cases.
+        # This runs for every report of 10,000 ranks, so it compares only counts; `take_ready` handles other cases.
         if not self._windows:
             return False
         return len(self._windows[self._order[0]].rows) + self._presence.num_away >= self._ledger.world_size
@@ -140,7 +140,7 @@ class OpenWindows:
     def take_ready(
         self, now_s: float, deadline_s: Callable[[], float], heard_until_s: float = -math.inf
     ) -> Iterator[OpenWindow]:
-        """Yield the windows that close now, in order, up to a limit; the caller closes each before the next.
+        """Yield the windows that close now, in order, up to a limit; the caller must close each window before the next.
 
         Args:
             now_s: current time.
@@ -189,7 +189,7 @@ class OpenWindows:
 
     def take_late(self, now_s: float) -> Iterator[tuple[int, dict[int, RankReport]]]:
         """Yield the late reports, oldest window first."""
-        is_limited = not is_large(self._ledger.world_size)  # a large world takes all at once, but rarely
+        is_limited = not is_large(self._ledger.world_size)  # a large world takes all late reports at once
         numbers = sorted(self._late)[: self._max_late if is_limited else None]
         self._late_s = now_s + (LATE_WINDOW_S * len(numbers) if is_limited else 0.0)
         for number in numbers:

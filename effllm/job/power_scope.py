@@ -25,7 +25,7 @@ Node = Sequence[Device]
 
 
 class Scope(Struct, frozen=True):
-    """The devices whose energy is counted as the job's."""
+    """The devices whose energy is counted as the energy of the job."""
 
     label: str | None = None  # for display; None: no device measures energy
     choice: str = AUTO  # one of WIDEST_FIRST; `keep` makes the same scope from it

@@ -66,7 +66,6 @@ class Window(Struct):
 
 
 def constants_of(ledger: Ledger, roster: Roster) -> JobConstants:
-    """Return the current constants of the job."""
     job, config = roster.job, roster.config
     return JobConstants(
         parameters=job.parameters,
@@ -117,7 +116,7 @@ def _lacking(ledger: Ledger, is_over: bool) -> list[str]:
         (lost, f"{_many(lost, 'report')} never arrived"),
         (unfinished, f"the last report of {_many(unfinished, 'rank')} never arrived"),
         (elsewhere, f"not every device was measured in {_many(elsewhere, 'window')}"),
-        (account.left_windows, f"devices of left ranks were missing in {_many(account.left_windows, 'window')}"),
+        (account.left_windows, f"devices of ranks that left were missing in {_many(account.left_windows, 'window')}"),
     ]
     return [text for count, text in reasons if count > 0]
 
@@ -195,7 +194,6 @@ def report_of(
 
 
 def _account_of(window: Window, min_coverage: float) -> Account:
-    """Return the sums of one window."""
     account = Account()
     account.add_rows(window.ordered)
     if window.merged is not None:
@@ -206,7 +204,6 @@ def _account_of(window: Window, min_coverage: float) -> Account:
 
 
 def coverage_of(window: Window | None, ledger: Ledger, roster: Roster) -> Coverage:
-    """Return the coverage of a window."""
     rows: Collection[int] = window.ranks if window else ()
     merged = window.merged if window else None
     absent = roster.absent(rows) if window else set()

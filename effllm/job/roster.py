@@ -28,7 +28,7 @@ class Roster:
         self.config = config
         self._ledger = ledger
         self.presence = Presence(ledger)
-        self._whole_model: tuple[int, int] | None = None  # parameters of the whole model, and the rank that declared it
+        self._whole_model: tuple[int, int] | None = None  # parameters, and the rank that declared them
         self.hellos: dict[int, Hello] = {}
         self.devices: dict[str, Device] = {}
         self.members: dict[str, set[int]] = {}  # the ranks on each device
@@ -125,7 +125,7 @@ class Roster:
         return set(range(self._ledger.world_size)).difference(reporting) - self.presence.gone
 
     def expected(self, reporting: Collection[int]) -> Expected:
-        """Return the devices of a window, without those whose ranks have all left."""
+        """Return the devices of a window, without devices whose ranks have all left."""
         gone = self.presence.gone.difference(reporting)
         if self._expected is None or self._expected[0] != gone:
             hosts = {hello.host for rank, hello in self.hellos.items() if rank not in gone}

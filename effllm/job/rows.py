@@ -50,7 +50,7 @@ class Rows(list[RankReport]):
 
     @cached_property
     def first_not_finite(self) -> int | None:
-        """The first iteration whose loss was NaN or infinite, by the number shown."""
+        """Displayed number of the first iteration whose loss was NaN or infinite."""
         numbers = [number for number in map(attrgetter("first_not_finite"), self) if number is not None]
         return min(numbers, default=None)
 

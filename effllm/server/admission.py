@@ -18,7 +18,7 @@ class Admission:
     """Admits ranks, if the limit of open files allows a descriptor for every rank of the job.
 
     Args:
-        aggregator: contains the ranks of the job.
+        aggregator: the aggregator, with the ranks of the job.
         peers: the connections.
         peer_admission: admission of connections.
         warn: reports an event with a text and a kind.

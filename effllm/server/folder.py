@@ -34,7 +34,7 @@ def lock_folder(
     """Hold the lock of the run folder; yield ``None`` if there is no writable folder.
 
     Args:
-        orders: contain the folder and the job.
+        orders: orders with the folder and the job.
         address: address of this aggregator, for the aggregator of the next attempt.
         context: context of the connection to the aggregator that holds the lock.
         read_secret: returns the user's secret, or raises `SecretError`.
@@ -56,7 +56,7 @@ def lock_folder(
         predecessor.close()
     if lock.instead_of is not None:
         warn(
-            f"another run is writing to {lock.instead_of}: this run is in {lock.folder}; "
+            f"another run is writing to {lock.instead_of}: this run is written to {lock.folder}; "
             "set EFFICIENTLLM_RUN_NAME for another name"
         )
     is_over = False

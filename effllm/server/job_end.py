@@ -19,8 +19,8 @@ class JobEnd:
     """Watches rank 0's trainer, and the missing agents at the end of the job.
 
     Args:
-        aggregator: contains the ranks that have joined and left.
-        orders: contain the descriptor of the trainer.
+        aggregator: the aggregator, with the ranks that have joined and left.
+        orders: orders with the descriptor of the trainer.
         reaches: returns whether a message can be sent to a rank.
     """
 

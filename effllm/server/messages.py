@@ -60,10 +60,10 @@ class Messages:
         self._folder = folder
         self._admit = admit
         self._supersede = supersede
-        self.is_flooded = False  # frames were rejected when the socket was last emptied
+        self.is_flooded = False  # frames were rejected in the last complete read of the socket
 
     def receive(self) -> bool:
-        """Receive at most `MAX_FRAMES` messages; return whether all were read, except from peers over their rate."""
+        """Receive at most `MAX_FRAMES` messages; return whether all messages of peers below their rate were read."""
         receive, admits, max_rejected = self._socket.receive, self._peers.admits, MAX_REJECTED + len(self._peers)
         in_a_row, until_s, now_s = 0, time.monotonic() + MAX_RECEIVE_S, 0.0
         for _ in range(MAX_FRAMES):
@@ -107,7 +107,7 @@ class Messages:
                 self._socket.send(peer, Inspect("the job has stalled"))
 
     def reaches(self, rank: int) -> bool:
-        """Whether a message can be sent to a rank: sends an empty acknowledgement."""
+        """Send an empty acknowledgement to a rank; return whether this was possible."""
         peer = self._peers.of_rank(rank)
         return peer is not None and self._socket.send(peer, Ack(0))
 

@@ -74,10 +74,12 @@ class Server:
         self._facts = RunFacts(orders)
         self._heard_until_s = time.monotonic()
         self._has_learned = self._has_begun = False
-        self._was_stalled = False  # in the last summary; a change is written at once, because the job may end
+        self._was_stalled = False  # status in the last summary; a change is written at once, because the job may end
 
     def run(self) -> str:
-        """Serve until the end of the job; return its status, or remove a new folder and return `UNUSED` without ranks.
+        """Serve until the end of the job; return its status, or `UNUSED` if no rank joined.
+
+        If no rank joined, a new run folder is removed.
 
         Raises:
             zmq.ZMQError: the endpoint cannot be bound.

@@ -9,7 +9,7 @@ from pathlib import Path
 from effllm.store.reader import segments
 
 MB = 1_000_000
-#: The detail of a run, from which its totals were computed.
+#: Kinds of files with the detail of a run, from which totals were computed.
 DETAIL = ("windows", "ranks")
 MIN_SEGMENTS = 16  # number of files in a folder at its limit, so that one removed file is a small part
 MEASURED_S = 30.0  # period over which the rate of windows is measured

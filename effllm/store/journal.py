@@ -55,11 +55,12 @@ class Journal:
 
     @property
     def number(self) -> int:
-        """Number of the current file."""
         return self._number
 
     def put(self, rows: Iterable[Any], constants: Any = None) -> int:
-        """Queue rows for `flush`; return their bytes.  If too many lines wait, the oldest are dropped and counted.
+        """Queue rows for `flush`; return their size in bytes.
+
+        If too many lines wait, the oldest lines are dropped and counted.
 
         Args:
             rows: rows of one line each.

@@ -138,7 +138,6 @@ def _path_of(descriptor: int) -> Path:
 
 
 def mount_point(folder: Path) -> Path:
-    """Return the mount point of a folder's file system."""
     return next(one for one in (folder.resolve(), *folder.resolve().parents) if one.is_mount())
 
 
@@ -160,7 +159,7 @@ def open_file(path: Path, flags: int) -> int:
     if stat.S_ISREG(about.st_mode) and about.st_nlink <= 1 and _is_ours(about, path.parent):
         return descriptor
     os.close(descriptor)
-    raise PermissionError(errno.EPERM, "it is not a regular file of this user with one name", str(path))
+    raise PermissionError(errno.EPERM, "it is not a regular file of this user, or it has two names", str(path))
 
 
 def replace_file(path: Path, content: bytes, *, durable: bool = True) -> None:
@@ -265,7 +264,7 @@ def read_private(path: Path, max_bytes: int, flags: int = 0) -> bytes:
 def _is_ours(about: os.stat_result, folder: Path) -> bool:
     if about.st_uid == os.geteuid():
         return True
-    # A network file system may map owners: root to `nobody` (NFS), or all users to one (SMB).
+    # A network file system may map owners: root to `nobody` (NFS), or all users to one user (SMB).
     shown = _what_we_make(folder)
     return shown is not None and shown.st_uid != os.geteuid() and about.st_uid == shown.st_uid
 

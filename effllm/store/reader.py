@@ -186,7 +186,6 @@ class RankRow(Counted, Struct, frozen=True, omit_defaults=True):
 
 
 def rank_row(row: RankReport, *, attempt: int, host: str | None, simulated: bool) -> RankRow:
-    """Return a rank's window as a flat row."""
     device = row.devices[0] if row.devices else DeviceWindow("", Integrals())
     wall, energy = device.wall, device.wall.energy
     is_measured = energy.joules is not None

@@ -37,7 +37,7 @@ OUTLIER_Z = 3.5
 GAP_BELOW = 0.999
 #: Maximum number of warnings about a folder that cannot be written, and of warnings about its recovery.
 MAX_TROUBLES = 10
-#: Period between lines with totals to date, which are half of such a line.
+#: Period between lines with totals to date, because these totals are half of a line.
 TOTALS_EVERY_S = 60.0
 #: Period of writes to console.log; short windows are written together.
 LOG_EVERY_S = 1.0
@@ -231,9 +231,7 @@ class RunFolder:
         path = self._folder / "run.json"
         if self._written_facts is not None and not path.exists():
             self._written_facts = None
-            self._warn(
-                f"run folder {self._folder} was removed during the job: it is made again, without the earlier lines"
-            )
+            self._warn(f"run folder {self._folder} was removed during the job: it is made again, without earlier lines")
         if self._facts != self._written_facts:
             own_files.make_folder(self._folder)
             own_files.replace_file(path, _pretty(self._facts))

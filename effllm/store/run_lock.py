@@ -79,7 +79,7 @@ def name_of_run(place: Place, host: str) -> str:
 def take(
     wanted: Path, holder: Holder, ask: Callable[[Holder], None] = lambda _: None, wait_s: float = LOCK_WAIT_S
 ) -> Lock:
-    """Return the locked run folder NAME; NAME-2 and following if NAME is completed or locked by another job.
+    """Lock and return the run folder NAME, or NAME-2 and following if NAME is completed or locked by another job.
 
     Args:
         wanted: the folder NAME.

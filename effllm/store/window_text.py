@@ -209,7 +209,7 @@ def block(report: ClusterReport) -> Iterator[str]:
 
 
 def coverage_parts(report: ClusterReport) -> Iterator[str]:
-    """Yield the parts of the block's last line: its coverage."""
+    """Yield the parts of the coverage line of the block."""
     seen, run = report.coverage, report.run
     yield f"Ranks: {seen.ranks_reporting}/{seen.ranks_expected}"
     yield f"GPUs: {seen.gpus_measured}/{seen.gpus_expected}"

@@ -252,7 +252,7 @@ PEERS = [gpu_window(rank, WALL_S) for rank in range(1, 8)]
         ({"throttled": {"power_cap": 0.5}}, "power cap"),
         ({"throttled": {"hw_thermal": 0.2}, "celsius": 90.0}, "thermal slowdown by hardware, 90 degC against 65"),
         ({"throttled": {"vr_thermal": 0.2}}, "vr thermal"),
-        ({"utilization": 0.8}, "slow host: its GPU is busy 80 % of the time, GPUs of peers 100 %"),
+        ({"utilization": 0.8}, "slow host: the GPU is busy 80 % of the time, GPUs of peers 100 %"),
         ({"celsius": 90.0}, UNKNOWN),
         ({"throttled": {"power_cap": 0.05}}, UNKNOWN),
         ({"watts": 300.0}, UNKNOWN),

@@ -21,7 +21,7 @@ MAX_DEVIATIONS = 2.0
 LEVEL_WINDOWS = 16
 #: Minimum of the standard deviation, as a share of the level.
 FLOOR = 0.01
-#: Smaller changes are not reported; a share of the last reported level.
+#: Smallest reported change, as a share of the last reported level.
 MIN_CHANGE = 0.05
 
 
@@ -44,7 +44,7 @@ class WindowLevel:
     def __init__(self) -> None:
         self._windows_s: list[float] = []
         self._reported_s: float | None = None
-        self._sums = [0.0, 0.0]  # of deviations above the level, and below it
+        self._sums = [0.0, 0.0]  # sums of deviations above and below the level
         self._runs: list[list[tuple[int, float]]] = [[], []]  # for each sum: windows since it was zero
 
     def add(self, mark: int, value_s: float) -> Change | None:

@@ -2,7 +2,7 @@
 
 A message leaves this process at ``sent`` and arrives at ``received``.  Its answer leaves the other process at
 ``answered`` and arrives at ``heard``.  If both ways took equally long, the other clock would be ahead by the mean of
-``received - sent`` and ``answered - heard`` (RFC 5905, section 8).  Their durations differ, but neither is negative.
+``received - sent`` and ``answered - heard`` (RFC 5905, section 8).  The ways differ, but neither takes a negative time.
 So half of the round trip bounds the error on every network.  Of the last 16 exchanges the one with the smallest bound
 is used: the exchange with the shortest round trip, unless it is old.
 """
@@ -21,10 +21,10 @@ MAX_EXCHANGES = 16
 #: disciplined clock has a smaller error.  A clock that is slewed faster is detected: see `Exchanges.add`.
 DRIFT = 100e-6
 
-#: Seconds between exchanges, and maximum rate, for the first `MAX_EXCHANGES` and for later ones.  10,000 ranks have
-#: 500 exchanges per second for five minutes, then 200.  An exchange takes about 30 us of the aggregator's core: 1.5 %,
-#: then 0.6 %.  In small worlds every heartbeat has an exchange, which takes 270 us of an agent's core; in 5 s clocks
-#: drift by at most half a millisecond.
+#: Seconds between exchanges, and maximum rate, for the first `MAX_EXCHANGES` and for later exchanges.  At 10,000 ranks
+#: the first rate lasts five minutes.  An exchange takes about 30 us of the aggregator: 1.5 % of a core at the first
+#: rate, 0.6 % at the later rate.  In small worlds every heartbeat has an exchange, which takes 270 us of an agent.  In
+#: 5 s clocks drift by at most half a millisecond.
 FIRST_PACE_S, FIRST_RANKS_PER_S = 0.25, 500
 PACE_S, RANKS_PER_S = 5.0, 200
 

@@ -39,7 +39,7 @@ def explain(
     Args:
         own: window of the slow rank's device.
         peers: windows of devices whose ranks do the same work.
-        node: windows of the other devices on its host, without devices of slow ranks.
+        node: windows of the other devices on the same host, without devices of slow ranks.
         is_gpu: whether the device is a GPU, which is idle while its host is slow.
     """
     if own is None or not peers:
@@ -123,4 +123,4 @@ def _host(own: DeviceWindow, peers: Sequence[DeviceWindow]) -> list[str]:
     pair = _pair(own, peers, _utilization)
     if pair is None or pair[0] > pair[1] - IDLER:
         return []
-    return [f"slow host: its GPU is busy {100 * pair[0]:.0f} % of the time, GPUs of peers {100 * pair[1]:.0f} %"]
+    return [f"slow host: the GPU is busy {100 * pair[0]:.0f} % of the time, GPUs of peers {100 * pair[1]:.0f} %"]

@@ -10,7 +10,7 @@ from effllm import metrics
 from effllm.records.job import ClusterReport
 from effllm.records.rank import Event, RankReport
 
-#: Number of windows in a row with synchronous iterations before the event.
+#: Number of consecutive windows with synchronous iterations that cause an event.
 HELD_WINDOWS = 3
 #: Number of last windows that are judged for their length, and the minimum number for a judgement.
 JUDGED_WINDOWS, MIN_JUDGED = 9, 5

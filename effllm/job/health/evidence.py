@@ -17,7 +17,7 @@ from effllm.records.rank import RankReport
 
 #: An arrival is late if it lags by at least this many clock errors.
 CLOCK_ERRORS = 3.0
-#: From this group size on, arrivals are judged in every 4th window: most of the time is spent on aligning clocks.
+#: From this group size on, arrivals are judged in every 4th window, because aligning clocks takes most of the CPU time.
 LARGE_GROUP, ARRIVALS_EVERY = 1024, 4
 
 _OWN, _PROFILE, _ARRIVAL = attrgetter("own_median_s"), attrgetter("profile"), attrgetter("arrival_ns")
@@ -102,8 +102,8 @@ def gather(
         group: name of the group.
         rows: rows of at least two ranks, each with at least one iteration.
         whole_s: duration of an iteration.
-        offsets: known offsets between the ranks' clocks and ours.
-        is_named_for_data: whether a rank is named for its data wait; a new judgement may then end its verdict.
+        offsets: known offsets of the ranks' clocks from the aggregator's clock.
+        is_named_for_data: whether a rank is named for its data wait; then data waits are always judged.
     """
     # Ten thousand rows take a few milliseconds, because of the maps and the early checks for missing evidence.
     measured, values = own_times(rows)
@@ -125,9 +125,10 @@ def gather(
 
 
 def own_times(rows: Sequence[RankReport]) -> tuple[Sequence[RankReport], Sequence[float]]:
-    """Return the rows with own times, and each row's own time per iteration: on the device if all rows have it.
+    """Return the rows with own times, and the own time per iteration of each row.
 
-    The own time on the host is the median of the window, so a disturbed iteration has no effect.
+    Times of devices are used if all rows have device times.  A time of the host is the median of the window, so a
+    disturbed iteration has no effect.
     """
     if all(row.device_own_steps for row in rows):
         return rows, [row.device_own_step_s / row.device_own_steps for row in rows]

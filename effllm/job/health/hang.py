@@ -1,7 +1,7 @@
 """Detects stalls of the job and hangs of ranks from heartbeats and reports. No I/O.
 
-The last heartbeat has the position of a rank.  Only heartbeats are evidence of a stall: a rank whose agent sends no
-heartbeats is reported as lost, not as stalled.
+The position of a rank is in its heartbeats and reports.  Only heartbeats are evidence of a stall: a rank whose agent
+sends no heartbeats is reported as lost, not as stalled.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ STALL_S = 30.0  # timeout of progress: this time or ITERATIONS median iterations
 ITERATIONS = 3
 #: Timeout of a marked phase: 20 times `STALL_S` (10 minutes) or 10 times the longest such phase, the longer of the two.
 PHASE_STALLS, PHASE_TIMES = 20, 10
-#: Timeout of the first iteration: 60 times `STALL_S` (30 minutes), because ranks load, compile and connect.
+#: Timeout of the first iteration: 60 times `STALL_S` (30 minutes); before its end ranks load, compile and connect.
 STARTUP_STALLS = 60
 BEATS = 6  # heartbeats of an agent per STALL_S
 CHECKS = 15  # checks for a stall per STALL_S
 MAX_BEAT_DELAY_S = 5.0  # a larger difference between heartbeats shows which rank moved later
-SUSPENDED_S = 10.0  # after a longer pause between checks (normally 0.5 s) the aggregator was stopped
+SUSPENDED_S = 10.0  # a longer pause between checks (normally 0.5 s) means that the aggregator was stopped
 REPORT_AGAIN_S = (300.0, 1800.0)
 REPORT_EVERY_S = 7200.0
 
@@ -59,7 +59,7 @@ class RankPosition(Struct):
 
     @property
     def place(self) -> tuple[int, bool, str, bool]:
-        """Key of a group of ranks: completed iterations, whether a step has begun, state, whether it is stopped."""
+        """Key of a group: completed iterations, whether a step has begun, state, whether the process is stopped."""
         return (self.completed, self.state == STEP, self.state, self.process == STOPPED)
 
     @property
@@ -109,7 +109,7 @@ class Hang:
         self._report_s = 0.0  # time at which the stall is reported again
         self._alone: dict[int, tuple[float, float]] = {}  # hangs by rank: start, and time of the next event
         self._resumed: list[Resumed] = []
-        self.stalled_s = 0.0  # sum of all ended stalls
+        self.stalled_s = 0.0  # total seconds of ended stalls
 
     # --- inputs ---
 
@@ -144,7 +144,7 @@ class Hang:
             # A heartbeat may be late, never early.
             position.since_s = min(position.since_s, now_s - beat.since_s)
         else:
-            since_s = now_s - beat.since_s  # may be earlier than the HELLO
+            since_s = now_s - beat.since_s  # this may be earlier than the HELLO
             since_s = max(since_s, position.since_s) if position.state else since_s
             self._place(beat.rank, position, beat.ordinal, beat.state, since_s)
         position.seen_s, position.beat_s, position.process = now_s, beat.since_s, beat.process
@@ -160,7 +160,7 @@ class Hang:
         last = row.iteration_last
         if last >= row.iteration_first:
             of_role = self._windows.get(position.role)
-            if of_role is None:  # ten thousand rows do not create ten thousand deques
+            if of_role is None:  # `setdefault` would create a deque for each of ten thousand rows
                 of_role = self._windows[position.role] = deque(maxlen=16)
             if not of_role or of_role[-1][0] < row.window:
                 of_role.append((row.window, row.time_s / row.iterations))
@@ -213,7 +213,7 @@ class Hang:
         active = {rank: one for rank, one in here.items() if one.state not in ("", FINISHED)}
         if not active:
             return verdicts
-        limits: dict[tuple[str, ...], float | None] = {}  # 10,000 ranks have few different timeouts
+        limits: dict[tuple[str, ...], float | None] = {}  # by kind; 10,000 ranks have few kinds
         stalled = {rank for rank, one in active.items() if self._has_stalled(one, limits)}
         if len(stalled) == len(active):
             self._alone = {}
@@ -263,7 +263,7 @@ class Hang:
         if one.state == STARTUP or one.completed < 1:
             return (one.role, STARTUP)
         if one.state == BETWEEN and one.last_iteration is not None and one.ordinal >= one.last_iteration:
-            return (one.role, FINISHED)  # it may be saving the model
+            return (one.role, FINISHED)  # the rank may be saving the model
         return (one.role, one.state)
 
     def _limit_s(self, kind: tuple[str, ...]) -> float | None:

@@ -12,7 +12,7 @@ GONE_AFTER_S = 2.0
 
 
 class LostAgents:
-    """Ranks whose agents have no connection, with its time of loss."""
+    """Ranks whose agents have lost their connections, with the time of each loss."""
 
     def __init__(self) -> None:
         self._since_s: dict[int, float] = {}

@@ -28,11 +28,11 @@ FLOOR = 0.01
 PAIR = 0.2
 #: A rank is named if it was an outlier in 3 of the last 5 windows, or in more if noise often makes outliers.
 PERSIST, WINDOWS = 3, 5
-#: Maximum number of ranks that noise names per window; more windows are required until the number is smaller.
+#: Maximum number of ranks that noise may name per window; from it the required number of outliers is computed.
 FALSE_ALARMS = 1e-6
 #: Number of windows over which outliers by chance are counted.
 HISTORY = 50
-#: Assumed earlier windows of a rank, with one outlier: a few windows without outliers prove little.
+#: Number of assumed windows with one outlier, added to the count: a few windows without outliers prove little.
 ASSUMED = 100
 #: Smaller groups use the scatter of several windows, because the scatter of a few values may be small by chance.
 FEW = 64
@@ -63,7 +63,7 @@ class OutlierTrack:
     def __init__(self) -> None:
         self.looks: deque[Look] = deque(maxlen=WINDOWS)
         self._flags: deque[tuple[int, tuple[int, ...]]] = deque(maxlen=HISTORY)  # judged ranks, and outliers
-        self._scatter: deque[NDArray[np.float64]] = deque(maxlen=WINDOWS)  # in small groups, as shares of base_s
+        self._scatter: deque[NDArray[np.float64]] = deque(maxlen=WINDOWS)  # for small groups, as shares of base_s
 
     def look(
         self,
@@ -78,7 +78,7 @@ class OutlierTrack:
             rows: rows of the ranks.
             values: one value per row, in seconds per iteration.
             whole_s: duration of an iteration if the values are parts of iterations, not whole iterations.
-            is_late: returns for an index and its seconds above the median whether it may be an outlier.
+            is_late: returns whether the value at an index, with its seconds above the median, may be an outlier.
         """
         found = np.array(values)
         ordered = np.sort(found)

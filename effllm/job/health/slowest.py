@@ -60,7 +60,7 @@ class Slowest:
         is_slow = self._is_slow(known)
         # Outputs show the values of this window, so the rank must be slower in this window too.
         named = [at for at in np.flatnonzero(is_slow & (shares > 0)).tolist() if ranks[at] not in skipped]
-        is_half = len(values) > 2 and 2 * int(is_slow.sum()) >= len(values)  # a slow half names no rank
+        is_half = len(values) > 2 and 2 * int(is_slow.sum()) >= len(values)  # none is named if half of all are slow
         if not named or is_half:
             return None
         history = np.array([_aligned(known, *one) for one in self._last])
@@ -73,7 +73,7 @@ class Slowest:
         if len(self._last) < RULES[0][1]:
             return slow
         history = np.array([_aligned(ranks, *one) for one in self._last])
-        deviation = MAD_SIGMA * float(np.median(self._changes)) / math.sqrt(2)  # a difference has two errors
+        deviation = MAD_SIGMA * float(np.median(self._changes)) / math.sqrt(2)  # a change has the errors of two windows
         for times, windows, deviations in RULES:
             if len(history) >= windows:
                 is_above = history[-windows:] >= max(SLOWER, deviations * deviation)

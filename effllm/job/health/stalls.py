@@ -14,7 +14,7 @@ from effllm.records.clock import Now
 from effllm.records.rank import Event, RankReport
 from effllm.records.wire import Heartbeat, Hello, Stack
 
-MAX_STACKS = 100  # files of one aggregator
+MAX_STACKS = 100  # stack files per aggregator
 ANSWER_S = 30.0  # timeout of a request for a stack
 
 
@@ -106,7 +106,7 @@ class Stalls:
         return new_s
 
     def take_asked(self) -> list[int]:
-        """Return the ranks whose stacks must be requested since the last call."""
+        """Return the ranks whose stacks must be requested; each rank is returned once."""
         asked, self._to_ask = self._to_ask, []
         return asked
 
@@ -116,7 +116,7 @@ class Stalls:
 
     @property
     def is_status(self) -> bool:
-        """Whether a job that ends now has the status stalled: no rank failed before the stall."""
+        """Whether the job is stalled, and no rank failed before the stall; then this is the job's final status."""
         return self._hang.since_s is not None and not self._failed_before
 
     # --- events ---

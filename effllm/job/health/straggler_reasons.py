@@ -14,7 +14,7 @@ MAX_POWERS = 1024  # ranks whose power is read per window
 
 
 def waiting_w(peers: PeerGroups, rows: Sequence[RankReport], named: Collection[int]) -> float | None:
-    """Return the mean power of a waiting rank in watts; ``None`` if a device is not measured. Devices count once."""
+    """Return the mean power of a waiting rank in watts, with each device once; ``None`` if a device is not measured."""
     powers: dict[str, float | None] = {}
     waiting = [row for row in rows if row.rank not in named]
     waiting = waiting[:: max(len(waiting) // MAX_POWERS, 1)]

@@ -73,7 +73,7 @@ class StragglerWatch:
 
 
 class _Clocks(Mapping[int, Offset]):
-    """Offsets between the ranks' clocks and ours; the error of an offset grows with its age."""
+    """Offsets of the ranks' clocks from the aggregator's clock; the error of an offset grows with its age."""
 
     def __init__(self) -> None:
         self._offsets: dict[int, tuple[Offset, float]] = {}

@@ -3,7 +3,7 @@
 In synchronous training all ranks have equal iteration times, because fast ranks wait for slow ranks.  So a rank is
 judged by four kinds of evidence: own time until its first wait for other ranks, computation in profiled iterations,
 data wait, and order of arrival.  A rank is compared by robust z with its peers only, which are the ranks with the same
-work.  It is named if it is an outlier in several windows.
+work.  A rank is named if it is an outlier in several windows.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Straggling(NamedTuple):
     seconds: float | None = None  # wait of each rank for the slowest named rank; None: no rank measures its own time
     rank_seconds: float = 0.0  # sum of the waits of all ranks
     joules: float | None = None  # energy of the waiting ranks' devices during these waits
-    by_window: Mapping[int, float] = {}  # rank-seconds; newly named ranks add some to earlier windows
+    by_window: Mapping[int, float] = {}  # rank-seconds by window, also earlier windows of newly named ranks
     events: Sequence[Event] = ()
     slowest: Straggler | None = None  # the slowest rank of the window
     is_compared: bool = False  # whether own times of ranks were compared
@@ -90,7 +90,7 @@ class Stragglers:
 
         Args:
             rows: one row per rank.
-            offsets: known offsets between the ranks' clocks and ours.
+            offsets: known offsets of the ranks' clocks from the aggregator's clock.
         """
         worked = self._peers.at_work(rows)
         if len(worked) < 2:
