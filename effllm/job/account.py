@@ -65,7 +65,7 @@ class Account(Struct):
     energy_windows: int = 0
     holes: int = 0  # windows whose energy is not in the sum
     partial: int = 0  # windows in which a device is missing or only partly measured, including the holes
-    left_windows: int = 0  # windows in which a device is missing because its ranks had left
+    left_windows: int = 0  # windows in which a device is missing because the ranks of the device had left
     covered_s: float = 0.0  # wall time with measured energy, mean over devices
     covered_iterations: float = 0.0
     measured_j: float = 0.0
@@ -200,7 +200,7 @@ class Account(Struct):
         )
 
     def _sampling_error(self, name: str, sample_s: float | None) -> float | None:
-        """Return the error (half-width, 95 %) of a mean of samples over devices, or ``None`` if it is unknown.
+        """Return the error (half-width, 95 %) of a mean of samples over devices, or ``None`` for an unknown error.
 
         A value between 0 and a peak p with mean m has a variance of at most m (p - m) (Bhatia and Davis, 2000).  The
         mean of n samples at independent times has 1/n of this variance.  Devices of a job do the same work at the same

@@ -210,7 +210,7 @@ class Aggregator:
         """Return the state as JSON, for a restarted aggregator.
 
         Args:
-            safe: the result of `OpenWindows.safe`, if it is already computed.
+            safe: the result of `OpenWindows.safe`, if already computed.
         """
         return self.ledger.encode(self.open.safe() if safe is None else safe)
 
@@ -232,7 +232,7 @@ class Aggregator:
     def summary(self, time_s: float, ended: bool) -> Summary:
         kind = self._config.parameters
         summary = summary_of(self.ledger, self.roster, kind, self.closed.last_report, time_s, ended)
-        counts = {"rejected": self.garbage, "duplicate": self.duplicates}  # exact; only one event is recorded
+        counts = {"rejected": self.garbage, "duplicate": self.duplicates}  # the counts of events are limited
         events = summary.events | {kind: count for kind, count in counts.items() if count}
         status = "stalled" if self.stalls.is_status and summary.status != "completed" else summary.status
         return replace(summary, events=events, status=status)

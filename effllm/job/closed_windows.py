@@ -156,7 +156,7 @@ class ClosedWindows:
         assert window.merged is not None
         devices = roster.expected(ranks)
         unknown, blind = roster.absent(ranks) - roster.hellos.keys(), roster.blind(ranks)
-        # While other ranks train, the energy of ranks that left is unknown; after the last iteration it hardly matters.
+        # While other ranks train, the energy of ranks that left is unknown; after training this energy hardly matters.
         left = (
             roster.devices.keys() - devices.keys()
             if roster.presence.num_left and window.ordered.iterations > 0

@@ -42,7 +42,7 @@ class WindowEnergy(Struct, frozen=True):
     gpus_wall_j: float = 0.0
     gpus_iterations_j: float = 0.0
     num_owners: int = 0  # devices whose energy belongs to the window
-    lowest_coverage: float = 1.0  # lowest of a device; 0 if a device or a rank is missing
+    lowest_coverage: float = 1.0  # 0 if a device or a rank is missing
     num_left: int = 0  # devices whose ranks have left while other ranks train; not in any coverage
 
     @property
@@ -67,7 +67,7 @@ class EnergyTotals(Table):
 
     def __init__(self) -> None:
         super().__init__()
-        self._edges: dict[int, Array] = {}  # by boundary: variances before and after it, or nan
+        self._edges: dict[int, Array] = {}  # by boundary: variances on both sides, or nan
         self._newest = 0
 
     def add(self, window: int, keys: Sequence[str], amounts: Array, sign: int = 1) -> None:
@@ -88,7 +88,7 @@ class EnergyTotals(Table):
             self._end(self._edges.pop(boundary))
 
     def close(self) -> None:
-        """End an attempt of the job: windows of the next attempt are numbered from 1 and share no edges with it."""
+        """End an attempt of the job: the next attempt's windows are numbered from 1 and share no old edges."""
         for edge in self._edges.values():
             self._end(edge)
         self._edges, self._newest = {}, 0

@@ -80,7 +80,7 @@ class Gathered(Struct):
 
     readings: GpuReadings = field(default_factory=GpuReadings)
     num_rows: int = 0
-    is_simple: bool = True  # no rank has several devices or none
+    is_simple: bool = True  # each rank has one device
 
     def add(self, row: RankReport) -> None:
         self.num_rows += 1

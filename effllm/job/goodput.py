@@ -1,8 +1,8 @@
 """The elapsed time and the joules of a job by class, over all restarts. No I/O.
 
 The reports of a rank cover its wall time without gaps or overlaps.  Time without a report is idle before the rank
-joined or after it left, else unknown.  The time between two attempts is the restart gap.  So the sum of all classes is
-the elapsed time.  Definitions: docs/goodput.md.
+joined or after the rank left, else unknown.  The time between two attempts is the restart gap.  So the sum of all
+classes is the elapsed time.  Definitions: docs/goodput.md.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Goodput(Struct):
         self.attempt.ranks.hear(rank, self.clock.at_s or 0.0, time_s)
 
     def leave(self, rank: int, end_time_s: float | None = None, last_ordinal: int = 0) -> None:
-        """Record a rank's last message, with the end of the rank on its agent's clock and its last iteration."""
+        """Record a rank's last message, with the rank's end on the agent's clock and the rank's last iteration."""
         self.attempt.reached = max(self.attempt.reached, last_ordinal)
         self.attempt.ranks.leave(rank, self.clock.at_s or 0.0, end_time_s)
 

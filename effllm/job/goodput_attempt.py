@@ -38,7 +38,7 @@ class Span(Struct, array_like=True):
     data_s: float = 0.0
     straggling_s: float = 0.0
     hang_s: float = 0.0
-    shutdown_s: float = 0.0  # not part of this span's sums; a hang may be subtracted from it
+    shutdown_s: float = 0.0  # not part of this span's sums; reduced by hangs
     joules: float = 0.0
 
     @property
@@ -100,7 +100,7 @@ class Attempt(Struct):
     hang_at_end_s: float = 0.0  # rank-seconds that were subtracted from the shutdown
     offset: int = 0  # displayed number minus ordinal
     offset_at_start: int = 0
-    is_numbered: bool = False  # the offset was given, not assumed
+    is_numbered: bool = False  # whether the offset was given, not assumed
     first: int = 0  # ordinals of the iterations so far
     last: int = 0
     reached: int = 0  # the last ordinal in a BYE
@@ -230,7 +230,7 @@ class Attempt(Struct):
         self.status, self.ranks = status, Tiles()
 
     def absorb(self, later: Attempt) -> None:
-        """Add the next attempt to this one; the time between them becomes unknown."""
+        """Add the next attempt to this attempt; the time between the two attempts becomes `UNKNOWN`."""
         self.end_s = later.end_s
         _add(self.seconds, later.seconds)
         _add(self.joules, later.joules)

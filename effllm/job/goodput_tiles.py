@@ -67,7 +67,7 @@ class Tiles(Table):
         "heard_s",  # position: sending of the last message
         "left_s",  # position: receipt of the BYE
         "away_s",  # seconds between leaving and rejoining
-        "is_broken",  # reports before the first received one were lost, or the rank left and rejoined
+        "is_broken",  # reports before the first received report were lost, or the rank left and rejoined
         "is_over",  # `end_s` is the end of the rank
     )
     EMPTY = (0.0, *[np.nan] * 6, 0.0, 0.0, 0.0)
@@ -155,7 +155,7 @@ class Tiles(Table):
         return float(np.fmax.reduce(last_s, initial=np.nan))
 
     def idle_s(self, begin_s: float, end_s: float) -> float:
-        """Return the rank-seconds in this period before ranks joined, after they left, and while they were away."""
+        """Return the rank-seconds of this period before ranks joined, after ranks left, and during their absence."""
         before_s = np.where(self.column("is_broken") > 0, 0.0, np.nan_to_num(self.column("begin_s") - begin_s))
         after_s = np.maximum(np.nan_to_num(end_s - self.ends_s), 0.0)
         return float(before_s.sum() + after_s.sum() + self.column("away_s").sum())

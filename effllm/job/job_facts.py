@@ -125,7 +125,7 @@ class JobFacts:
 
     @cached_property
     def begins_with_a_step(self) -> bool:
-        """Whether the metrics began at the end of the first iteration, which they exclude."""
+        """Whether the metrics began at the end of the first iteration, so that this iteration is not measured."""
         return any(hello.iterations_not_measured for hello in self._hellos.values())
 
     @cached_property

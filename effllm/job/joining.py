@@ -36,7 +36,7 @@ class WindowJoiner:
     Joined windows are numbered consecutively; if each window is long enough, windows are not joined.
 
     Args:
-        min_s: minimum duration of a joined window; the end of the job, or a pause, ends it sooner.
+        min_s: minimum duration of a joined window, except before a pause or the end of the job.
         number: the last closed joined window, 0 before the first.
         until: the last window in joined window ``number``.
     """
@@ -45,7 +45,7 @@ class WindowJoiner:
         self._min_s = min_s
         self._number, self._ends = number, [until]  # the last ended joined window; ends of joined windows
         self._is_new = number == 0
-        self._long: dict[int, int] = {}  # rank -> window at which its part is long enough
+        self._long: dict[int, int] = {}  # rank -> window at which the rank's part is long enough
         self._since_s: float | None = None  # receipt of the first report of the open joined window
         self._waiting: dict[int, list[RankReport]] = {}  # by rank: reports of one joined window
 

@@ -130,7 +130,7 @@ class Ledger(Struct):
     straggling_j: float | None = 0.0  # None: a part was not measured
     waited: Waited = msgspec.field(default_factory=Waited)  # waits in the last window
     schema_version: int = SCHEMA_VERSION  # version of state.json
-    slowest: dict[int, int] = {}  # rank -> number of windows in which it was the slowest
+    slowest: dict[int, int] = {}  # rank -> number of windows in which this rank was the slowest
     windows_compared: int = 0  # windows in which own times of ranks were compared
 
     def next_attempt(self, job: str) -> Ledger:

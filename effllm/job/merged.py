@@ -76,7 +76,7 @@ class Expected(dict[str, Device]):
         return {key: key for key in self}
 
     def positions(self, merged: Merged) -> Positions:
-        """Return the row of each of these devices in ``merged``, in the order of the keys; -1 if it is missing."""
+        """Return the row of each of these devices in ``merged``, in the order of the keys; -1 if missing."""
         names, found = self._found
         if names != merged.names:
             find = merged.positions.get

@@ -32,7 +32,7 @@ class OpenWindow(Struct):
     """An open window."""
 
     number: int
-    first_s: float  # receipt of its first report
+    first_s: float  # receipt of the first report
     rows: dict[int, RankReport] = {}
     gathered: Gathered = field(default_factory=Gathered)
 
@@ -66,7 +66,7 @@ class OpenWindows:
         until = max(ledger.joined_until, ledger.closed)
         self._joiner = WindowJoiner(min_s, ledger.closed, until) if min_s else None
         self._windows: dict[int, OpenWindow] = {}
-        self._order: list[int] = []  # heap of their numbers
+        self._order: list[int] = []  # heap of the numbers of open windows
         self._held: dict[int, _Held] = {}  # by rank
         self._late: dict[int, dict[int, RankReport]] = {}  # reports of closed windows
         self._max_late = MAX_LATE
@@ -189,7 +189,7 @@ class OpenWindows:
 
     def take_late(self, now_s: float) -> Iterator[tuple[int, dict[int, RankReport]]]:
         """Yield the late reports, oldest window first."""
-        is_limited = not is_large(self._ledger.world_size)  # a large world takes all late reports at once
+        is_limited = not is_large(self._ledger.world_size)  # in a large world all late reports are taken at once
         numbers = sorted(self._late)[: self._max_late if is_limited else None]
         self._late_s = now_s + (LATE_WINDOW_S * len(numbers) if is_limited else 0.0)
         for number in numbers:

@@ -28,7 +28,7 @@ class Scope(Struct, frozen=True):
     """The devices whose energy is counted as the energy of the job."""
 
     label: str | None = None  # for display; None: no device measures energy
-    choice: str = AUTO  # one of WIDEST_FIRST; `keep` makes the same scope from it
+    choice: str = AUTO  # one of WIDEST_FIRST, from which `keep` restores this scope
     keys: frozenset[str] = frozenset()
     lacking: int = 0  # nodes without a sensor of this scope: expected, but not measured
     complaint: str = ""  # one sentence, if the configured scope is not available
@@ -81,7 +81,7 @@ def keep(nodes: Sequence[Node], choice: str, wanted: str) -> Scope:
 
 
 def _is_wanted(scope: Scope, wanted: str) -> bool:
-    if wanted == GPU_AND_CPU:  # a module measures both
+    if wanted == GPU_AND_CPU:  # a module measures GPU and CPU
         return scope.choice == GPU_AND_CPU and scope.label != CPU
     return scope.label == wanted
 

@@ -50,7 +50,7 @@ class Presence:
         return self._heard_s
 
     def leave(self, rank: RankState, status: str, now_s: float) -> bool:
-        """Record the end of a rank; return whether it is the first BYE of this rank."""
+        """Record the BYE of a rank; return ``False`` if the rank had already left."""
         self._first_bye_s = now_s if self._first_bye_s is None else self._first_bye_s
         if rank.bye:
             return False

@@ -41,7 +41,7 @@ class Window(Struct):
 
     number: int
     rows: dict[int, RankReport]
-    merged: Merged | None  # None before it is computed, or if the window is too old for a correction
+    merged: Merged | None  # None before the computation, or if the window is too old for a correction
     energy: WindowEnergy | None  # None if `merged` is None
     warming: bool = False
     by_rank: Rows | None = None
@@ -109,7 +109,7 @@ def to_date(
 
 
 def _lacking(ledger: Ledger, is_over: bool) -> list[str]:
-    """Return the reasons why the total energy is unknown; empty if it is known."""
+    """Return the reasons why the total energy is unknown; empty for a known total."""
     lost, unfinished, account = ledger.reports_lost, ledger.unfinished(is_over), ledger.whole
     elsewhere = account.partial - account.left_windows
     reasons = [

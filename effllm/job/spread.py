@@ -14,7 +14,7 @@ def spread_of(values: Array) -> Spread | None:
     """Return the percentiles of values; ``None`` without values.
 
     A percentile between two values is interpolated linearly (Hyndman and Fan's definition 7, 1996), so that the
-    fiftieth is the median.
+    50th percentile is the median.
     """
     if not len(values):
         return None

@@ -23,7 +23,7 @@ class Acknowledgement:
 
     Args:
         aggregator: the source of windows and states.
-        history_size: number of reports that an agent can store until they are acknowledged.
+        history_size: number of unacknowledged reports that an agent can store.
         write: writes closed windows, oldest first.
         save: writes a state after all earlier windows, then calls `saved` with the given sequences; ``None`` without a
             store, so that reports are acknowledged at once.

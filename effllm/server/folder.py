@@ -38,7 +38,7 @@ def lock_folder(
         address: address of this aggregator, for the aggregator of the next attempt.
         context: context of the connection to the aggregator that holds the lock.
         read_secret: returns the user's secret, or raises `SecretError`.
-        warn: reports one line.
+        warn: is called with one line.
     """
     if not orders.folder:
         yield None

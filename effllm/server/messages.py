@@ -119,7 +119,7 @@ class Messages:
     def _take(self, peer: bytes, message: FromAgent, now_s: float, num_bytes: int) -> None:
         aggregator, now = self._aggregator, Now(now_s, time.time())
         objection = self._peers.objection(peer, message)
-        if isinstance(message, Reports) and not objection:  # checked first, because ten thousand arrive per second
+        if isinstance(message, Reports) and not objection:  # checked first: ten thousand reports arrive per second
             if not aggregator.reports(message, now, num_bytes):
                 self._peers.hold(peer)  # the agent will send the rejected reports again
             return

@@ -304,8 +304,8 @@ def _event_files(config: Config, folder: Path | None, facts: Mapping[str, Any]) 
     """Return the folder of TensorBoard's event file; ``None`` without the sink.
 
     This is the configured folder, or a folder below the framework's folder, or a folder in the run folder.  TensorBoard
-    drops points if two event files in one folder are written at the same time, so our file has a separate folder.  The
-    framework's folder may be on another host, because the framework may write from another rank.
+    drops points if two event files in one folder are written at the same time, so effllm's file has a separate folder.
+    The framework's folder may be on another host, because the framework may write from another rank.
     """
     options = config.sink_options().get("tensorboard")
     if options is None:
@@ -321,7 +321,7 @@ def _event_files(config: Config, folder: Path | None, facts: Mapping[str, Any]) 
 def main(arguments: list[str]) -> int:
     """Run an aggregator with the `Orders` on the descriptor ``arguments[0]``, as JSON."""
     # The aggregator ends after the BYEs of its job: a scheduler's SIGTERM also reaches trainers, which may still save.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # until the server handles it
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # until the server handles this signal
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     descriptor = int(arguments[0])
     os.lseek(descriptor, 0, os.SEEK_SET)

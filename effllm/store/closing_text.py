@@ -26,7 +26,7 @@ from effllm.store.summary_text import (
 )
 from effllm.store.window_text import contract_parts, fitted, scaled
 
-#: Maximum number of lines about missing measurements and slow ranks; summary.txt has all of them.
+#: Maximum number of lines about missing measurements and slow ranks; summary.txt has all lines.
 MAX_DOUBTS = 3
 #: A rank that was the slowest in fewer windows is only in summary.txt.
 MIN_SLOWEST_SHARE = 0.1

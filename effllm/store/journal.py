@@ -1,4 +1,4 @@
-"""JSON Lines in numbered files: lines wait in memory while they cannot be written, and a full disk tears no line."""
+"""JSON Lines in numbered files: unwritten lines wait in memory, and a full disk tears no line."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Private files and folders of the user, for any umask; paths that another user may control are rejected.
 
-In a folder such as /tmp any user can create a link, a pipe or a folder with a name that effllm uses; in a project's
-folder any member of its group can do this.  Such links are not followed, and such pipes and folders are not used.
+In a folder such as /tmp any user can create a link, a pipe or a folder with a name that effllm uses.  In a project's
+folder any member of the group can do this.  Such links are not followed, and such pipes and folders are not used.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _WRITTEN_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 class NotPrivateError(OSError):
-    """A file is not private; the message is one line with its name and the remedy."""
+    """A file is not private; the message is one line with the file's name and the remedy."""
 
 
 def make_folder(folder: Path) -> None:
@@ -59,7 +59,7 @@ def open_folder(folder: Path, make: bool = False) -> int:
         OSError: the folder does not exist, or its path contains a link or a world-writable folder of another user.
     """
     path = os.path.abspath(folder)  # noqa: PTH100 - links are not resolved
-    Path(path, "_").exists()  # triggers automatic mounts, because O_PATH does not
+    Path(path, "_").exists()  # this triggers automatic mounts; O_PATH does not
     parts = list(reversed(path.split("/")))
     num_links = 0
     at = os.open("/", _FOLDER)
@@ -254,7 +254,7 @@ def read_private(path: Path, max_bytes: int, flags: int = 0) -> bytes:
             raise NotPrivateError(f"{path} belongs to another user: it must belong to the user who runs the job")
         if about.st_mode & 0o077:
             raise NotPrivateError(
-                f"{path} can be read by other users: replace its secret if they may have read it, and chmod 600 {path}"
+                f"{path} can be read by other users: replace the secret if a user may know it, and chmod 600 {path}"
             )
         return os.read(descriptor, max_bytes)
     finally:

@@ -111,7 +111,7 @@ def _rounded_value(value: Any) -> Any:
 
 
 def _short(row: Row) -> Row:
-    """Return a record with rounded numbers, whose default values are omitted by its encoding."""
+    """Return a record with rounded numbers; an encoded record has no default values."""
     changes = {}
     for name, default in _defaults(type(row)):
         value = getattr(row, name)

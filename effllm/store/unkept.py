@@ -1,4 +1,4 @@
-"""Lines that a killed aggregator wrote but did not save in its state; the restarted aggregator receives them again."""
+"""Lines that a killed aggregator wrote but did not save in its state; their reports are sent again."""
 
 from __future__ import annotations
 

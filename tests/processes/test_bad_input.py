@@ -216,7 +216,7 @@ def test_multi_host_job_with_a_readable_secret_is_rejected(launch, tmp_path):
     assert job.stdout == "trained\n"
     assert_disabled(
         job,
-        f"the secret {tmp_path}/secret can be read by other users: replace its secret if they may have read it, "
+        f"the secret {tmp_path}/secret can be read by other users: replace the secret if a user may know it, "
         f"and chmod 600 {tmp_path}/secret",
     )
 

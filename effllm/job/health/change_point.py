@@ -77,7 +77,7 @@ class WindowLevel:
         self._windows_s = values[-LEVEL_WINDOWS:]
         self._sums, self._runs = [0.0, 0.0], [[], []]
         if abs(after_s / before_s - 1) < MIN_CHANGE:
-            self._reported_s = before_s  # a slow change is reported when it is large enough
+            self._reported_s = before_s  # slow changes accumulate until `MIN_CHANGE`
             return None
         self._reported_s = after_s
         return Change(run[0][0], before_s, after_s)

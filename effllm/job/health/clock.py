@@ -3,8 +3,8 @@
 A message leaves this process at ``sent`` and arrives at ``received``.  Its answer leaves the other process at
 ``answered`` and arrives at ``heard``.  If both ways took equally long, the other clock would be ahead by the mean of
 ``received - sent`` and ``answered - heard`` (RFC 5905, section 8).  The ways differ, but neither takes a negative time.
-So half of the round trip bounds the error on every network.  Of the last 16 exchanges the one with the smallest bound
-is used: the exchange with the shortest round trip, unless it is old.
+So half of the round trip bounds the error on every network.  Of the last 16 exchanges, the exchange with the smallest
+bound is used: the shortest round trip, unless this exchange is old.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MAX_S = 10.0
 
 
 class Offset(NamedTuple):
-    """The other process's clock minus ours, with an error of at most ``error_s``."""
+    """The other process's clock minus this process's clock, with an error of at most ``error_s``."""
 
     offset_s: float
     error_s: float
@@ -83,7 +83,7 @@ class Exchanges:
         return now_ns
 
     def add(self, sent_ns: int, received_ns: int, answered_ns: int, heard_ns: int) -> bool:
-        """Add an answer; return ``False`` if it answers no message of ours, or if its times are impossible.
+        """Add an answer; return ``False`` if the answer is to no message of this process, or has impossible times.
 
         Older exchanges whose bounds, including drift, do not overlap with the new bounds are dropped: the other clock
         was slewed or replaced.

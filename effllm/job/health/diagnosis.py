@@ -1,4 +1,4 @@
-"""Reason of a slow rank: compares its device with the devices of its peers and of its node. No I/O.
+"""Finds the reason of a slow rank: compares the rank's device with devices of its peers and of its node. No I/O.
 
 A waiting rank spins in a communication kernel, at full utilization, full clock and low power. So a low clock, a clocks
 event reason that the peers do not have, a lower power limit or an idle GPU indicate the slow rank. If no reading

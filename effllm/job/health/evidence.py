@@ -15,7 +15,7 @@ from effllm.records.columns import fields_of
 from effllm.records.job import ARRIVAL, DATA_WAIT, OWN_TIME, PROFILE
 from effllm.records.rank import RankReport
 
-#: An arrival is late if it lags by at least this many clock errors.
+#: An arrival is late if its delay is at least this many clock errors.
 CLOCK_ERRORS = 3.0
 #: From this group size on, arrivals are judged in every 4th window, because aligning clocks takes most of the CPU time.
 LARGE_GROUP, ARRIVALS_EVERY = 1024, 4
@@ -83,7 +83,7 @@ class PeerGroups:
 
 
 def iteration_s(rows: Sequence[RankReport]) -> float:
-    """Return the median iteration time of about 100 ranks; in synchronous training it is the same on all ranks."""
+    """Return the median iteration time of about 100 ranks: synchronous training has equal times on all ranks."""
     return median(sorted(row.time_s / row.iterations for row in rows[:: max(len(rows) // 101, 1)]))
 
 

@@ -1,6 +1,6 @@
 """Detects stalls of the job and hangs of ranks from heartbeats and reports. No I/O.
 
-The position of a rank is in its heartbeats and reports.  Only heartbeats are evidence of a stall: a rank whose agent
+Heartbeats and reports contain the position of a rank.  Only heartbeats are evidence of a stall: a rank whose agent
 sends no heartbeats is reported as lost, not as stalled.
 """
 
@@ -21,7 +21,7 @@ STALL_S = 30.0  # timeout of progress: this time or ITERATIONS median iterations
 ITERATIONS = 3
 #: Timeout of a marked phase: 20 times `STALL_S` (10 minutes) or 10 times the longest such phase, the longer of the two.
 PHASE_STALLS, PHASE_TIMES = 20, 10
-#: Timeout of the first iteration: 60 times `STALL_S` (30 minutes); before its end ranks load, compile and connect.
+#: Timeout of the first iteration: 60 times `STALL_S` (30 minutes); until then ranks load, compile and connect.
 STARTUP_STALLS = 60
 BEATS = 6  # heartbeats of an agent per STALL_S
 CHECKS = 15  # checks for a stall per STALL_S
@@ -32,7 +32,7 @@ REPORT_EVERY_S = 7200.0
 
 STARTUP, BETWEEN, STEP = ring.STATE_NAMES[ring.STARTUP], ring.STATE_NAMES[ring.BETWEEN], ring.STATE_NAMES[ring.STEP]
 FINISHED = ring.STATE_NAMES[ring.FINISHED]
-#: State of a serving process between requests, in place of "between iterations"; it has no timeout.
+#: State of a serving process between requests, in place of "between iterations"; this state has no timeout.
 WAITING = "waiting for requests"
 STOPPED = "T"  # state of a process that a signal or a debugger has stopped
 
@@ -191,7 +191,7 @@ class Hang:
     # --- outputs ---
 
     def check(self, now_s: float, lost: Collection[int]) -> list[Verdict]:
-        """Return the new verdicts: stalls of the job, hangs of ranks, and their ends.
+        """Return the new verdicts: stalls of the job, hangs of ranks, and the ends of stalls and hangs.
 
         Args:
             now_s: current time.

@@ -20,7 +20,7 @@ from effllm.records.rank import RankReport
 
 #: A rank is an outlier at a robust z of `Z` or more, until z falls below `Z_CLEAR`.
 Z, Z_CLEAR = 5.0, 2.5
-#: A shorter iteration is invalid: no clock can measure it, and shares of it exceed the range of a float.
+#: Shorter iterations are invalid: no clock can measure such a time, and shares of it exceed the range of a float.
 SHORTEST_S = 1e-9
 #: Minimum of a deviation, as a share of the median, or of the iteration if values are parts of an iteration.
 FLOOR = 0.01
@@ -28,7 +28,7 @@ FLOOR = 0.01
 PAIR = 0.2
 #: A rank is named if it was an outlier in 3 of the last 5 windows, or in more if noise often makes outliers.
 PERSIST, WINDOWS = 3, 5
-#: Maximum number of ranks that noise may name per window; from it the required number of outliers is computed.
+#: Maximum number of ranks that noise may name per window; the required number of outliers depends on this limit.
 FALSE_ALARMS = 1e-6
 #: Number of windows over which outliers by chance are counted.
 HISTORY = 50
@@ -77,7 +77,7 @@ class OutlierTrack:
         Args:
             rows: rows of the ranks.
             values: one value per row, in seconds per iteration.
-            whole_s: duration of an iteration if the values are parts of iterations, not whole iterations.
+            whole_s: duration of an iteration, if the values are parts of iterations.
             is_late: returns whether the value at an index, with its seconds above the median, may be an outlier.
         """
         found = np.array(values)
@@ -119,7 +119,7 @@ class OutlierTrack:
         """Return the ranks that are outliers in this window and were outliers in enough of the last windows.
 
         Args:
-            known: ranks that are named or were recently named; they are not outliers by chance.
+            known: ranks that are named or were recently named; such ranks are not outliers by chance.
         """
         found = [rank for rank in self.looks[-1].flags if self.times(rank) >= PERSIST]
         if not found:

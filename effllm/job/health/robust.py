@@ -1,4 +1,4 @@
-"""Medians, and median distances from a centre, of sorted values: one sort is enough for both. No I/O."""
+"""Medians, and median distances from a centre, of sorted values, so that one sort is enough. No I/O."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def median(ordered: Ordered) -> float:
 def median_distance(ordered: Ordered, centre: float) -> float:
     """Return the median distance of sorted values from a centre (the MAD if the centre is the median).
 
-    The nearest half of the values is contiguous, so a binary search finds its start.
+    The nearest half of the values is contiguous, so a binary search finds this half.
 
     >>> median_distance([1, 2, 3, 4, 100], 3)
     1.0

@@ -1,4 +1,4 @@
-"""Finds the slowest rank of a window by own times, if it is slow in several windows. No I/O.
+"""Finds the slowest rank of a window by own times, if this rank is slow in several windows. No I/O.
 
 Detection and false alarm rates: docs/stragglers.md.
 """
@@ -60,7 +60,7 @@ class Slowest:
         is_slow = self._is_slow(known)
         # Outputs show the values of this window, so the rank must be slower in this window too.
         named = [at for at in np.flatnonzero(is_slow & (shares > 0)).tolist() if ranks[at] not in skipped]
-        is_half = len(values) > 2 and 2 * int(is_slow.sum()) >= len(values)  # none is named if half of all are slow
+        is_half = len(values) > 2 and 2 * int(is_slow.sum()) >= len(values)  # then no rank is named
         if not named or is_half:
             return None
         history = np.array([_aligned(known, *one) for one in self._last])
@@ -68,7 +68,7 @@ class Slowest:
         return Straggler(ranks[at], float(values[at]), float(peers_s[at]))
 
     def _is_slow(self, ranks: Ranks) -> NDArray[np.bool_]:
-        """Return for each rank whether one of the rules names it."""
+        """Return for each rank whether a rule names the rank."""
         slow = np.zeros(len(ranks), bool)
         if len(self._last) < RULES[0][1]:
             return slow

@@ -16,7 +16,7 @@ class Names:
 
     Args:
         where: returns host and device of a rank.
-        shown_minus_ordinal: difference between the iteration that the loop logs and its ordinal.
+        shown_minus_ordinal: displayed number of an iteration minus its ordinal.
     """
 
     def __init__(self, where: Callable[[int], str], shown_minus_ordinal: int) -> None:

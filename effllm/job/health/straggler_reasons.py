@@ -45,7 +45,7 @@ def reason(
         if look is None or row is None:
             return UNKNOWN
         own_s = row.wait_s / row.iterations
-        return f"it waits {1e3 * own_s:,.1f} ms per iteration for data, its peers {1e3 * look.median_s:,.1f}"
+        return f"data wait {1e3 * own_s:,.1f} ms per iteration, peers {1e3 * look.median_s:,.1f} ms"
     if len(verdict.ranks) > 1 or verdict.ranks[0] not in by_rank:
         return UNKNOWN
     rank = verdict.ranks[0]

@@ -13,9 +13,9 @@ from effllm.records.rank import Event
 IDLE_BELOW, BUSY_FROM = 0.2, 0.25
 #: A change of state needs this many windows in a row, and this many seconds.
 MIN_WINDOWS, MIN_S = 5, 60.0
-#: If tokens come in bursts, they are missing after this many times the longest earlier gap.
+#: If tokens are counted in bursts, tokens are missing after this many times the longest earlier gap.
 BURST_GAPS = 3
-#: If no tokens were ever counted, they are missing after this many windows.
+#: If no tokens were ever counted, tokens are missing after this many windows.
 NEVER_WINDOWS = 100
 #: Data wait is evidence if it takes at least this share of the iteration time.
 DATA_WAIT_FROM = 0.2
