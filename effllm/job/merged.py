@@ -127,7 +127,7 @@ class Merged(Struct, dict=True, eq=False):
     wall: DeviceColumns
     iterations: DeviceColumns  # wall time without phases
     peaks: Array  # bytes
-    phases_j: dict[int, dict[str, float | None]]  # by row, for devices with phases
+    phases_j: dict[int, dict[str, float | None]]  # joules of phases, by row
     gpus: GpuReadings
 
     def __len__(self) -> int:

@@ -91,7 +91,7 @@ class Messages:
         report = self._aggregator.closed.last_report
         values = {tag: value for tag, value in report.values.items() if "/" not in tag} if report else {}
         iteration, count = report.iteration if report else 0, self._aggregator.ledger.reports
-        frames: dict[int, bytes] = {}  # ten thousand ranks share few sequences
+        frames: dict[int, bytes] = {}  # by sequence; ten thousand ranks have few different sequences
         for rank, sequence in sequences.items():
             peer = self._peers.of_rank(rank)
             if peer is not None:

@@ -2,7 +2,7 @@
 
 A message leaves this process at ``sent`` and arrives at ``received``.  Its answer leaves the other process at
 ``answered`` and arrives at ``heard``.  If both ways took equally long, the other clock would be ahead by the mean of
-``received - sent`` and ``answered - heard`` (RFC 5905, section 8).  The ways differ, but neither takes a negative time.
+``received - sent`` and ``answered - heard`` (RFC 5905, section 8).  The durations differ, but no duration is negative.
 So half of the round trip bounds the error on every network.  Of the last 16 exchanges, the exchange with the smallest
 bound is used: the shortest round trip, unless this exchange is old.
 """

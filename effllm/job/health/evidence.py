@@ -98,7 +98,7 @@ def gather(
     """Judge a group's window by all available evidence.
 
     Args:
-        tracks: receive the results.
+        tracks: tracks to which the results are added.
         group: name of the group.
         rows: rows of at least two ranks, each with at least one iteration.
         whole_s: duration of an iteration.

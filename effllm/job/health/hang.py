@@ -71,7 +71,7 @@ class RankPosition(Struct):
 class Stall(NamedTuple):
     """Ranks that make no progress, the furthest behind first."""
 
-    groups: Sequence[tuple[RankPosition, Sequence[int]]]  # position of each group, and its ranks
+    groups: Sequence[tuple[RankPosition, Sequence[int]]]  # ranks with the same position are a group
     unmoved_s: float
     is_partial: bool = False  # other ranks make progress
 

@@ -37,7 +37,7 @@ def reason(
         verdict: verdict on the slow rank.
         look: data waits of the window, if the verdict is based on data waits.
         rows: rows of the window.
-        named: ranks with a verdict; no rank is compared with them.
+        named: ranks with a verdict, which are not compared with the slow rank.
     """
     by_rank = {row.rank: row for row in rows}
     if verdict.evidence == DATA_WAIT:

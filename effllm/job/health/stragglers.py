@@ -245,7 +245,7 @@ class Stragglers:
         return Straggling(seconds, rank_seconds, None if power is None else rank_seconds * power, by_window)
 
     def _late_before(self, unit: Unit, window: int) -> dict[int, float]:
-        """Return for each earlier window the seconds of excess of the slowest of these ranks."""
+        """Return for each earlier window the excess of the slowest of these ranks, in seconds."""
         late_s: dict[int, float] = {}
         for rank in unit:
             for look in self._track_of(rank, self._named[unit].verdict.evidence).outlier_looks(rank):
@@ -254,7 +254,7 @@ class Stragglers:
         return late_s
 
     def _excess_s(self, unit: Unit, evidence: str, looks: Mapping[Key, Look]) -> float:
-        """Return the seconds of excess of the slowest of these ranks in a window; 0 if no rank is slow."""
+        """Return the excess of the slowest of these ranks in a window, in seconds; 0 if no rank is slow."""
         max_s = 0.0
         for rank in unit:
             look = self._look_of(rank, evidence, looks)
