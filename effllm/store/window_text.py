@@ -156,7 +156,7 @@ def _problems(report: ClusterReport, lost_before: int) -> Iterator[str]:
 
 
 def is_loss_finite(report: ClusterReport) -> bool:
-    """Whether no loss of the window was NaN or infinite."""
+    """Whether all losses of the window were finite."""
     return not report.last.counts.losses_not_finite and (report.loss is None or math.isfinite(report.loss))
 
 

@@ -87,7 +87,7 @@ def test_job_restarted_under_its_name_is_the_next_attempt(launch):
     # The second job logs iteration numbers from 1 again.
     assert summary.goodput.redone_iterations == 57
     assert summary.goodput.attempts[1].gap_before_s > 0.0
-    assert "attempt 2 goes on" in two.stdout and "killed at iteration 57" in two.stdout
+    assert "attempt 2 continues" in two.stdout and "killed at iteration 57" in two.stdout
     assert summary.overhead.agents_cpu_s > 0.0
     assert summary.overhead.sent_bytes <= summary.overhead.received_bytes * 1.1
 

@@ -312,7 +312,7 @@ def test_eval_mode_for_other_reasons_is_part_of_the_iteration(launch, loop):
     summary = train(launch, dedent(NET) + dedent(loop)).ledger.summary
 
     assert "evaluation" not in summary.time_by_class
-    assert [line for line in summary.not_measured if "any other between steps is in AL" in line]
+    assert [line for line in summary.not_measured if "other evaluation between steps is in AL" in line]
 
 
 def test_eval_detection_does_not_change_training(launch, tmp_path):
