@@ -1,7 +1,7 @@
 """The efficiency ledger of an LLM training job.
 
-Importing this imports nothing else: every name is loaded at its first use (PEP 562), and the names for
-the training process need the standard library alone.
+The import of this package imports nothing else: every name is loaded at its first use (PEP 562). The names for
+the training process need only the standard library.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _HOMES = {
     "sync_point": "effllm.trainer.loop",
 }
 
-#: Needs transformers: there by name, and not in star imports, help and dir.
+#: Needs transformers, so star imports, help() and dir() omit this name; an import by name works.
 _OPTIONAL = ("EfficientLLMCallback",)
 
 __all__ = ["__version__", *sorted(set(_HOMES) - set(_OPTIONAL))]

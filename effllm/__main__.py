@@ -1,4 +1,4 @@
-"""``python -m effllm`` is ``effllm``, with the interpreter that trains."""
+"""The command line as ``python -m effllm``: the same as ``effllm``, with the interpreter of the training."""
 
 from __future__ import annotations
 

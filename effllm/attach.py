@@ -1,7 +1,7 @@
-"""The entry point that every ``import torch`` loads: if metrics are enabled, frameworks are hooked.
+"""The entry point that every ``import torch`` loads; it hooks frameworks if metrics are enabled.
 
-It runs in every process that imports torch, also without training, so it reads little more than the environment;
-agents start with the first step of a training loop.  An exception here would break every ``import torch``.
+It also runs in processes that import torch but do not train, so it reads little more than the environment.
+Agents start with the first step of a training loop.  An exception here would break every ``import torch``.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-#: The module where users may name effllm (``report_to: efficientllm``) without any variable set.
+#: Module with the setting ``report_to: efficientllm``, which enables metrics without an environment variable.
 _NAMED_IN = "transformers.integrations.integration_utils"
 
 
 def autoload(asked: bool = False) -> None:
-    """Hook every known framework, now or when it is imported; torch calls this at the end of its import.
+    """Hook every known framework: now if it is imported, otherwise at its import. Torch calls this function last.
 
     Args:
-        asked: whether the user started ``effllm run``; otherwise the environment decides.
+        asked: True for ``effllm run``; False if the environment decides.
     """
     try:
         from effllm.config.switches import (
@@ -45,7 +45,7 @@ def autoload(asked: bool = False) -> None:
 
 
 def _report_wrong(line: str) -> None:
-    """Print at the end of rank 0 that a switch is neither on nor off, unless the loop itself starts metrics."""
+    """Print at the end of rank 0 that a switch has an invalid value, unless the training loop starts metrics."""
     from effllm.config.place import read_place
     from effllm.config.switches import this_process
     from effllm.trainer.without_metrics import repeat_at_exit
@@ -55,7 +55,7 @@ def _report_wrong(line: str) -> None:
 
 
 def _register_name() -> None:
-    """Register effllm's name when the framework is imported; until then this costs only one import finder."""
+    """Register effllm's name when transformers is imported; until that import, only one import finder is added."""
     if _NAMED_IN in sys.modules:
         from effllm.hooks import attach_names
 
@@ -65,7 +65,7 @@ def _register_name() -> None:
 
 
 class _NameFinder:
-    """Registers the hooks at the first import of `_NAMED_IN`; the hooks' finder then finds this module."""
+    """Registers the hooks at the first import of `_NAMED_IN`; then the hooks' finder finds `_NAMED_IN`."""
 
     def __init__(self) -> None:
         self._has_registered = False
@@ -73,7 +73,7 @@ class _NameFinder:
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name != _NAMED_IN or self._has_registered:
             return None
-        self._has_registered = True  # the finder stays in the list: its removal during the iteration would skip another
+        self._has_registered = True  # stays in sys.meta_path: a removal during the iteration would skip the next finder
         try:
             from effllm.hooks import attach_names
             from effllm.hooks._imports import FINDER

@@ -1,7 +1,7 @@
 """The command line: ``effllm COMMAND``, or ``python -m effllm COMMAND``.
 
-Two commands start without typer and rich (a tenth of a second): ``env`` runs in every sourced shell, and the
-process of ``run`` is the training process.
+Two commands do not import typer and rich, which takes a tenth of a second: every sourced shell runs ``env``, and
+the process of ``run`` becomes the training process.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _LIGHT = ("env", "run")
 
 
 def main() -> None:
-    """Run the command that ``sys.argv`` names, and exit with its status."""
+    """Run the command in ``sys.argv``, and exit with its status."""
     command, arguments = sys.argv[1] if len(sys.argv) > 1 else "", sys.argv[2:]
     if command in _LIGHT and arguments[:1] not in (["--help"], ["-h"]):
         sys.exit(import_module(f"effllm.commands.{command}").main(arguments))

@@ -1,4 +1,4 @@
-"""The original's module name: replacing the package name in an import is the whole port."""
+"""The module name of the original: to port a script, replace the package name in its import."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The process beside each rank: reads its ring, samples its device, cuts windows."""
+"""The agent, a process beside each rank: it reads the rank's ring, samples its devices and cuts windows."""

@@ -1,7 +1,7 @@
-"""The agent's process, one beside each rank.
+"""The agent's process; each rank has one.
 
-It is exec'ed, never forked, in its own session, and watches its trainer with a pidfd: when the trainer has ended, the
-agent drains the ring, sends the remaining reports and a BYE, and exits within five seconds.
+An agent is started with exec, never only with fork, in its own session. It watches its trainer with a pidfd. When
+the trainer has ended, the agent drains the ring, sends the remaining reports and a BYE, and exits within 5 s.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Agent:
 
     Args:
         trainer: the training process.
-        events: of the agent.
+        events: the agent's events.
         wake: an eventfd that the trainer writes after an iteration.
     """
 
@@ -74,14 +74,14 @@ class Agent:
     def _step(self, measuring: Measuring, conversation: Conversation) -> None:
         events = dict(self._poller.poll(self._timeout_ms(measuring, conversation)))
         began_s = time.monotonic()
-        conversation.receive()  # first, because the answer of a clock ages
+        conversation.receive()  # first, because its receive time is part of the clock measurement
         link = self._connection.link
         if link is not None and events.keys() == {link.socket}:
-            conversation.talk(began_s)  # only a message has come; work that is due by time follows it
+            conversation.talk(began_s)  # only a message was received; periodic work follows in the next step
         else:
             self._look(measuring, conversation, self._trainer.descriptor in events or self._trainer.is_gone())
         if self._wake in events:
-            # A trainer that iterates faster than this is read in batches.
+            # Records of shorter iterations are read in batches.
             rest_s = MIN_LOOP_S - (time.monotonic() - began_s)
             if self._is_trainer_busy and rest_s > 0:
                 time.sleep(rest_s)
@@ -97,7 +97,6 @@ class Agent:
         return max(int((until_s - now_s) * 1000) + 1, 0)
 
     def _look(self, measuring: Measuring, conversation: Conversation, is_trainer_gone: bool = False) -> None:
-        """Read the ring and the devices, and send reports."""
         now_s = time.monotonic()
         for descriptor in (self._wake, self._devices.wake_descriptor):
             with contextlib.suppress(BlockingIOError):
@@ -122,7 +121,7 @@ class Agent:
         conversation.follow()
 
     def _end(self, measuring: Measuring, conversation: Conversation) -> None:
-        """Report the rest and send a BYE, within `SEND_REST_S`, with or without an answer."""
+        """Send the remaining reports and a BYE; wait at most `SEND_REST_S` for their acknowledgement."""
         began_s = time.monotonic()
         if self._trainer.descriptor >= 0:
             self._poller.unregister(self._trainer.descriptor)
@@ -154,7 +153,7 @@ class Agent:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the agent on the descriptors that its trainer passed."""
+    """Run the agent with the descriptors from its trainer."""
     parser = argparse.ArgumentParser(prog="effllm.agent.agent")
     for name in ("ring", "board", "trainer", "wake", "ready"):
         parser.add_argument(f"--{name}", type=int, required=True)
@@ -175,7 +174,7 @@ def main(arguments: list[str]) -> int:
             events.report("agent", "".join(traceback.format_exception(error)).rstrip())
             events.close()
         os._exit(1)
-    os._exit(0)  # the thread of a hanging device call cannot be joined
+    os._exit(0)  # a thread in a hanging device call cannot be joined
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The aggregator's process as a child of rank 0's agent: started, watched, and replaced when it dies."""
+"""The aggregator as a child process of rank 0's agent, which starts, watches and replaces it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from effllm.records.rank import Event
 
 
 class AggregatorChild:
-    """The aggregator of rank 0's agent, which is started again when it dies.
+    """The aggregator process of rank 0's agent; a dead aggregator is replaced.
 
     Args:
-        orders: of each aggregator.
-        report: reports an event when an aggregator dies or cannot be started.
+        orders: the orders for each aggregator.
+        report: receives an event when an aggregator dies or cannot be started.
     """
 
     def __init__(self, orders: Orders, report: Callable[[Event], None]) -> None:
@@ -29,11 +29,11 @@ class AggregatorChild:
         self._process: subprocess.Popen[bytes] | None = None
         self._started = 0
         self._again_s = 0.0
-        self.descriptor = -1  # pidfd, readable when it has died
+        self.descriptor = -1  # pidfd of the aggregator; readable after its end
         self.done = False
 
     def start(self) -> None:
-        """Start it on the listening socket, which stays open here for a replacement."""
+        """Start an aggregator on the listening socket, which stays open here for a replacement."""
         body = msgspec.json.encode(self._orders)
         memory = os.memfd_create("effllm-orders", 0)
         os.write(memory, body)
@@ -52,11 +52,11 @@ class AggregatorChild:
 
     @property
     def due_s(self) -> float:
-        """When the next aggregator must be started; infinite while one runs or none is needed."""
+        """Time of the next start of an aggregator; infinite while an aggregator runs or the job is over."""
         return math.inf if self.done or self._process is not None else self._again_s
 
     def look(self, now_s: float) -> None:
-        """Check whether it has ended; if it died before the job was over, replace it, with a growing delay."""
+        """Replace an aggregator that died before the end of the job; the delay grows with each replacement."""
         if self._process is not None:
             code = self._process.poll()
             if code is None:

@@ -1,4 +1,4 @@
-"""The child processes of an agent: at rank 0 the aggregator, and an inspection of its own trainer."""
+"""The child processes of an agent: an inspection of its trainer and, at rank 0, the aggregator."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from effllm.store.run_lock import name_of_run
 
 
 class Children:
-    """Starts and watches both, without blocking.
+    """Starts and watches the child processes, without blocking.
 
     Args:
-        trainer: the agent's.
+        trainer: the agent's trainer.
         poller: wakes the agent when a child ends.
-        events: receives their events.
+        events: receives the children's events.
     """
 
     def __init__(self, trainer: Trainer, poller: zmq.Poller, events: AgentEvents) -> None:
@@ -29,10 +29,10 @@ class Children:
         self._aggregator: AggregatorChild | None = None
         self._inspection = InspectionChild()
         self._watched = {"aggregator": -1, "inspection": -1}  # descriptors in the poller
-        self.finding: InspectionResult | None = None  # of an inspection, until it is sent
+        self.finding: InspectionResult | None = None  # result of the inspection, until the result is sent
 
     def start_aggregator(self) -> None:
-        """Start the aggregator, if the trainer has made its socket."""
+        """Start the aggregator, if the trainer has opened the listening socket."""
         facts = self._trainer.facts
         listen = facts.listen_descriptor
         if listen < 0:
@@ -57,21 +57,20 @@ class Children:
 
     @property
     def has_aggregator(self) -> bool:
-        """Whether this agent has started the aggregator."""
         return self._aggregator is not None
 
     @property
     def is_aggregator_done(self) -> bool:
-        """Whether it has ended because the job is over."""
+        """Whether the aggregator has ended because the job is over."""
         return self._aggregator is not None and self._aggregator.done
 
     @property
     def due_s(self) -> float:
-        """When the children must be checked again."""
+        """Time of the next check of the children."""
         return min(self._aggregator.due_s, self._inspection.due_s) if self._aggregator else self._inspection.due_s
 
     def look(self, now_s: float) -> None:
-        """Replace a dead aggregator, and take the result of an inspection."""
+        """Replace a dead aggregator, and read the result of a finished inspection."""
         if self._aggregator:
             self._aggregator.look(now_s)
             self._watch("aggregator", self._aggregator.descriptor)
@@ -80,7 +79,7 @@ class Children:
             self.finding = finding
 
     def inspect(self, run_folder: str) -> None:
-        """Start an inspection of the agent's own trainer in a separate process, because the job has stalled."""
+        """Start an inspection of the agent's own trainer in a separate process, after a stall of the job."""
         number = self._trainer.ring.state()[1] + self._trainer.facts.first_iteration
         orders = InspectionOrders(
             pid=self._trainer.pid,
@@ -95,7 +94,7 @@ class Children:
             self._watch("inspection", self._inspection.descriptor)
 
     def stop_inspection(self) -> None:
-        """Stop a running inspection; the aggregator ends by itself."""
+        """Stop a running inspection; the aggregator needs no stop."""
         self._inspection.stop()
 
     def _watch(self, child: str, descriptor: int) -> None:

@@ -13,12 +13,12 @@ from effllm.network.transport import AgentLink, make_context
 
 
 class Connection:
-    """A link to the aggregator at its newest address.
+    """A link to the newest address of the aggregator.
 
     Args:
-        trainer: the agent's; its facts have the address.
-        poller: wakes the agent when a message comes.
-        notices: reports why there is no connection.
+        trainer: the agent's trainer; its facts have the address.
+        poller: wakes the agent when a message arrives.
+        notices: reports the reason of a missing connection.
     """
 
     def __init__(self, trainer: Trainer, poller: zmq.Poller, notices: Notices) -> None:
@@ -29,7 +29,7 @@ class Connection:
         self._job = ""
 
     def follow(self) -> bool:
-        """Connect to the newest address; return whether an earlier link was closed for it."""
+        """Connect to the newest address; return whether an earlier link was closed."""
         endpoint, job = self._trainer.facts.endpoint, self._trainer.facts.job
         if not endpoint or (endpoint, job) == (self.endpoint, self._job):
             return False
@@ -49,7 +49,7 @@ class Connection:
         return was_linked
 
     def disconnect(self) -> bool:
-        """Close the link; return whether there was one."""
+        """Close the link; return whether a link was open."""
         if self.link is None:
             return False
         self._poller.unregister(self.link.socket)

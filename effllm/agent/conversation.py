@@ -1,4 +1,4 @@
-"""The messages between an agent and the aggregator: HELLO, heartbeats, reports, events, BYE, and the answers."""
+"""The messages between an agent and the aggregator: HELLO, heartbeats, reports, events, BYE, and their replies."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ HEARTBEAT_S = 5.0
 HELLO_AGAIN_S = 2.0
 REPORT_EVERY_S = 0.25  # between two frames of reports: 256 reports per frame suffice for windows of a millisecond
 SEND_AGAIN_S = 0.1
-REPLACED_WITHIN_S = 1.5  # a dead aggregator is replaced by then; otherwise it has ended
+REPLACED_WITHIN_S = 1.5  # a dead aggregator is replaced within this time; without a replacement, the job is over
 
 
 class Conversation:
     """Sends messages when they are due, and handles received ones.
 
     Args:
-        trainer: the agent's.
+        trainer: the agent's trainer.
         measuring: makes the reports.
-        connection: to the aggregator.
+        connection: the connection to the aggregator.
         children: inspect the trainer at the aggregator's request.
-        events: sent to the aggregator; their log is written in its run folder.
-        notices: report why there are no metrics.
+        events: the agent's events, for the aggregator and for a log in its run folder.
+        notices: report the reason of missing metrics.
     """
 
     def __init__(
@@ -64,16 +64,16 @@ class Conversation:
         self._trainer, self._measuring, self._connection = trainer, measuring, connection
         self._children, self._events, self._notices = children, events, notices
         self._outbox = measuring.outbox
-        self._clock = Exchanges(trainer.place.world_size, trainer.rank)  # with the aggregator's
-        self._received: list[tuple[int, FromAggregator]] = []  # (time in ns, message) since the last turn
+        self._clock = Exchanges(trainer.place.world_size, trainer.rank)  # comparison with the aggregator's clock
+        self._received: list[tuple[int, FromAggregator]] = []  # unhandled messages: (receive time in ns, message)
         self._welcome: Welcome | None = None
-        self.refused = ""  # reason for which the aggregator has rejected this rank
-        self._is_put_off = False  # wait for another address
-        self._has_new_facts = False  # facts or devices that are not in the last HELLO
+        self.refused = ""  # the aggregator's reason for the rejection of this rank
+        self._is_put_off = False  # this aggregator is ending; the agent waits for another address
+        self._has_new_facts = False  # whether facts or devices have changed since the last HELLO
         self._bye_sent = self._bye_seen = False
         self._heartbeat_s = min(HEARTBEAT_S, trainer.config.stall_seconds / BEATS)
         self._hello_s = self._next_heartbeat_s = self._next_frame_s = 0.0
-        self._connected_s = 0.0  # when the link was last seen connected, at the end
+        self._connected_s = 0.0  # at the end of the job: last time at which the link was connected
 
     def follow(self) -> None:
         """Connect to the newest address of the aggregator, if it has changed."""
@@ -81,11 +81,11 @@ class Conversation:
             self._reset_link()
 
     def add_facts(self) -> None:
-        """Send the next HELLO soon, because facts of the rank have changed."""
+        """Send a new HELLO soon, because facts of the rank have changed."""
         self._has_new_facts = True
 
     def receive(self) -> None:
-        """Receive messages with their time, because the answer of a clock ages."""
+        """Receive messages and store their receive time, which the clock measurement needs."""
         link = self._connection.link
         if link is not None and (messages := link.receive()):
             received_ns = time.monotonic_ns()
@@ -113,7 +113,7 @@ class Conversation:
         if self._welcome is None:
             self._warn_without_aggregator(now_s)
             return
-        if self._has_new_facts:  # since the last HELLO, which may have been before the WELCOME
+        if self._has_new_facts:  # the last HELLO may be older than the WELCOME
             self._send_hello(now_s)
         self._send_reports(link, now_s)
         self._send_events(link)
@@ -121,7 +121,7 @@ class Conversation:
             self._send_heartbeat(link, now_s)
 
     def due_s(self, now_s: float) -> float:
-        """Return when the next message is due."""
+        """Return the time of the next message."""
         until_s = now_s + 1.0
         if self._welcome:
             until_s = min(self._next_heartbeat_s, self._clock.due_s(now_s))
@@ -134,7 +134,7 @@ class Conversation:
     # --- the end ---
 
     def send_bye(self) -> None:
-        """Send a BYE, once, when every report has been sent."""
+        """Send one BYE, after every report has been sent."""
         link = self._connection.link
         if link is None or not self._welcome or self._outbox.num_unsent or self._bye_sent:
             return
@@ -143,9 +143,9 @@ class Conversation:
         self._bye_sent = link.send(Bye(self._trainer.agent, self._trainer.rank, status, *ends))
 
     def is_over(self, now_s: float) -> bool:
-        """Whether the aggregator has all reports and the BYE.
+        """Whether the aggregator has received all reports and the BYE.
 
-        Its last messages may be lost: a link with ZMQ_IMMEDIATE drops unread messages when the connection ends.
+        The aggregator's last messages may be lost: with ZMQ_IMMEDIATE a link drops unread messages when it is closed.
         """
         if self._children.is_aggregator_done:
             return True
@@ -155,7 +155,7 @@ class Conversation:
         return self._bye_seen and not (len(self._outbox) and may_come_back)
 
     def report_undelivered(self) -> None:
-        """Report the number of reports without acknowledgement, if there are any."""
+        """Report the number of unacknowledged reports, if it is not 0."""
         if len(self._outbox) and not self._bye_seen and not self.refused:
             self._notices.undelivered(len(self._outbox))
 
@@ -201,12 +201,12 @@ class Conversation:
         self._next_heartbeat_s = now_s + self._heartbeat_s
         offset = self._clock.offset(time.monotonic_ns())
         message = heartbeat(self._trainer, self._measuring, now_s, offset)
-        if now_s >= self._clock.due_s(now_s):  # last, so that the time is that of sending
+        if now_s >= self._clock.due_s(now_s):  # last, so that sent_ns is close to the time of sending
             message = msgspec.structs.replace(message, sent_ns=self._clock.ask(time.monotonic_ns()))
         link.send(message)
 
     def _cost(self) -> tuple[float, int, float | None]:
-        """Return the cost of measuring this rank: CPU seconds of the agent, sent bytes, seconds of the recorder."""
+        """Return the cost of the measurement: CPU seconds of the agent, sent bytes, seconds of the recorder."""
         pair_s = self._trainer.facts.recorder_pair_s
         return time.process_time(), self._connection.sent_bytes, pair_s and pair_s * self._measuring.last_ordinal
 
@@ -232,7 +232,7 @@ class Conversation:
     def _begin(self, welcome: Welcome) -> None:
         self._welcome = welcome
         board, endpoint = self._trainer.board, self._connection.endpoint
-        if board.welcome() != endpoint:  # the trainer's search waits for it
+        if board.welcome() != endpoint:  # the trainer's address search waits for the endpoint
             board.write(replace(board.read(), welcome=endpoint))
         if welcome.again:
             self._outbox.send_again()
@@ -244,11 +244,11 @@ class Conversation:
 
     def _give_up(self, message: Rejected) -> None:
         if message.again:
-            self._is_put_off = True  # this aggregator is ending: the next one has another address
+            self._is_put_off = True  # this aggregator is ending; its replacement has another address
             return
         if message.reason == self.refused and not message.whole_job:
             return
-        if message.whole_job and self._connection.disconnect():  # frees the connection for another peer
+        if message.whole_job and self._connection.disconnect():  # a place for another peer
             self._reset_link()
         self.refused = message.reason
         self._events.report("agent", f"rejected: {message.reason}")

@@ -1,4 +1,4 @@
-"""The events of one agent: limited in number, written to its log file, and kept until they are sent."""
+"""The events of one agent: limited in number, written to its log file, and stored until they are sent."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ MAX_UNSENT = 200
 
 
 class AgentEvents:
-    """The events of an agent and its devices; samplers' threads also add events.
+    """The events of an agent and its devices; the threads of samplers also add events.
 
     Args:
-        rank: names the log file, in which each event becomes a line.
+        rank: the rank; its number is in the name of the log file, which has a line for each event.
     """
 
     def __init__(self, rank: int) -> None:
@@ -31,11 +31,10 @@ class AgentEvents:
         self._unsent: deque[Event] = deque()
 
     def report(self, kind: str, text: str) -> None:
-        """Add an event with the current time."""
         self.add(Event(time.time(), kind, text))
 
     def add(self, event: Event) -> None:
-        """Add an event; in a storm most events are only counted."""
+        """Add an event; of many equal events, most are only counted."""
         event = replace(event, text=event.text[:MAX_TEXT], count=min(event.count, MAX_EVENT_COUNT))
         with self._lock:
             self._roll(time.monotonic())
@@ -43,7 +42,7 @@ class AgentEvents:
                 self._put(event)
 
     def unsent(self) -> Event | None:
-        """Return the oldest unsent event, or ``None``."""
+        """Return the oldest unsent event, or ``None`` if all are sent."""
         with self._lock:
             self._roll(time.monotonic())
             return self._unsent[0] if self._unsent else None
@@ -54,12 +53,12 @@ class AgentEvents:
             self._unsent.popleft()
 
     def end(self) -> None:
-        """Add the lines for events that were left out, because the job ends."""
+        """Add the lines that count omitted events, because the job ends."""
         with self._lock:
             self._roll(math.inf, 2 * MAX_UNSENT)
 
     def attach(self, folder: Path) -> None:
-        """Write the log file in ``folder``; it is made with the first event."""
+        """Write the log file in ``folder``; the first event creates the file."""
         self._log.attach(folder)
 
     def close(self) -> None:

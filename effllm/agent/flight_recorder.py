@@ -1,6 +1,6 @@
-"""The dump of torch's NCCL flight recorder: requested through its pipe, found, copied, and never decoded.
+"""The dump of torch's NCCL flight recorder: requested through torch's pipe, copied, and never decoded.
 
-It is a pickle, and decoding it would run any code in it.  Names of variables and files are from torch's
+A dump is a pickle; decoding a pickle runs any code in it.  Names of variables and files are from torch's
 ProcessGroupNCCL.hpp (DumpPipe) and FlightRecorder.cpp, 2.4 to 2.13.
 """
 
@@ -15,15 +15,15 @@ from pathlib import Path
 
 from effllm.store import own_files
 
-PIPE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"  # a pipe for each rank, <this><rank>.pipe: any byte requests a dump
-PREFIXES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")  # a file for each rank, <this><rank>
+PIPE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"  # prefix of each rank's pipe, PREFIX<rank>.pipe: any byte requests a dump
+PREFIXES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")  # prefixes of each rank's file, PREFIX<rank>
 WAIT_S = 10.0  # torch reads its pipe once a second
-SETTLED_S = 1.0  # a dump that has not grown for this time is complete
+SETTLED_S = 1.0  # a dump is complete when it has not grown for this time
 MAX_BYTES = 256 * 2**20
 
 
 def dump_paths(rank: int, environ: Mapping[str, str]) -> list[Path]:
-    """Return the paths to which torch may write the dump of a rank."""
+    """Return the possible paths of a rank's dump."""
     named = [environ[name] for name in PREFIXES if environ.get(name)]
     if named:
         return [Path(f"{named[0]}{rank}")]
@@ -32,10 +32,10 @@ def dump_paths(rank: int, environ: Mapping[str, str]) -> list[Path]:
 
 
 def ask(rank: int, environ: Mapping[str, str]) -> bool:
-    """Request a dump from torch, if it reads its pipe; never waits."""
+    """Request a dump through torch's pipe without waiting; return whether the request was written."""
     if not environ.get(PIPE):
         return False
-    with suppress(OSError):  # no pipe, no reader (ENXIO), or a full pipe: a dump was already requested
+    with suppress(OSError):  # no pipe, no reader (ENXIO), or a full pipe (a dump was already requested)
         descriptor = os.open(f"{environ[PIPE]}{rank}.pipe", os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             about = os.fstat(descriptor)
@@ -46,7 +46,7 @@ def ask(rank: int, environ: Mapping[str, str]) -> bool:
 
 
 def newest(paths: Sequence[Path], since_time_s: float) -> Path | None:
-    """Return the newest dump written since ``since_time_s`` that belongs to our user."""
+    """Return the newest dump since ``since_time_s`` that our user owns."""
     found = []
     for path in paths:
         with suppress(OSError):
@@ -57,7 +57,7 @@ def newest(paths: Sequence[Path], since_time_s: float) -> Path | None:
 
 
 def wait(paths: Sequence[Path], since_time_s: float, timeout_s: float = WAIT_S) -> Path | None:
-    """Wait for a dump written after ``since_time_s`` until it has stopped growing, and return its path."""
+    """Wait until a dump that was written after ``since_time_s`` has stopped growing, and return its path."""
     deadline_s = time.monotonic() + timeout_s
     seen: tuple[Path, int] | None = None
     seen_s = 0.0
@@ -74,7 +74,7 @@ def wait(paths: Sequence[Path], since_time_s: float, timeout_s: float = WAIT_S) 
 
 
 def copy(dump: Path, to: Path) -> bool:
-    """Copy a dump to a private file; ``False`` if it is too large."""
+    """Copy a dump to a private file; return ``False`` if the dump is too large."""
     source = os.open(dump, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         size = os.fstat(source).st_size

@@ -16,11 +16,11 @@ _OPENED_WITHIN_S = 3.0
 
 
 class GpuEnergy:
-    """Samples every GPU in CUDA_VISIBLE_DEVICES, each once.
+    """Samples every GPU in CUDA_VISIBLE_DEVICES; a GPU that is listed twice is sampled once.
 
     Args:
-        device: a name of `effllm.devices`; ``auto`` is the GPUs of any vendor.
-        environ: has CUDA_VISIBLE_DEVICES and similar variables.
+        device: a name of `effllm.devices`; ``auto`` means the GPUs of any vendor.
+        environ: the environment, with CUDA_VISIBLE_DEVICES and similar variables.
         interval_s: seconds between samples.
     """
 
@@ -29,12 +29,12 @@ class GpuEnergy:
         self._environ, self._interval_s = environ, interval_s
         self._tracks: list[DeviceTrack] = []
         self._woken = -1
-        self.why_not = ""  # why no energy is measured
+        self.why_not = ""  # reason of missing energy
         self.is_simulated = False
 
     @property
     def count(self) -> int:
-        """Number of GPUs whose energy is read; GPUs of one module count once."""
+        """Number of GPUs with energy; GPUs of one module count once."""
         return len(self._by_owner())
 
     def start(self) -> None:
@@ -53,7 +53,7 @@ class GpuEnergy:
             self.why_not = "these GPUs report neither energy nor power"
 
     def joules(self, start_s: float, end_s: float) -> float | None:
-        """Return the energy of the GPUs between two monotonic times; ``None`` if a part was not measured."""
+        """Return the energy of the GPUs between two monotonic times, or ``None`` if a part was not measured."""
         end_ns = int(end_s * 1e9)
         for track in self._tracks:
             track.ask(end_ns)
@@ -65,7 +65,7 @@ class GpuEnergy:
             time.sleep(0.01)
         total_j = 0.0
         for track in self._by_owner().values():
-            if track.series is None:  # its first read has not returned
+            if track.series is None:  # the first read of the device has not returned
                 return None
             part = track.series.integrals(int(start_s * 1e9), end_ns).energy
             track.series.forget_before(end_ns)
@@ -102,14 +102,14 @@ class GpuEnergy:
             except DeviceUnavailable as error:
                 self.why_not = "" if found else str(error)
                 break
-            if reader.device.key in found:  # the only visible GPU
+            if reader.device.key in found:  # only one GPU is visible
                 reader.close()
                 break
             found[reader.device.key] = reader
             device = reader.device.kind
             self.is_simulated = reader.device.simulated
             if self.is_simulated:
-                break  # the simulated device opens any number
+                break  # any number of simulated devices could be opened
         return list(found.values())
 
     def _take(self) -> None:
@@ -117,7 +117,7 @@ class GpuEnergy:
             track.take()
 
     def _by_owner(self) -> dict[str, DeviceTrack]:
-        """Return the tracks of devices with energy, one for each energy key."""
+        """Return one track for each energy key; devices without energy are left out."""
         known: dict[str, DeviceTrack] = {}
         for track in self._tracks:
             device = track.sampler.device

@@ -1,6 +1,6 @@
-"""The inspection of a stalled trainer, in a separate process, because the agent must not wait for it.
+"""The inspection of a stalled trainer, in a separate process, because the agent must not block.
 
-It inspects only the agent's own trainer and does not stop it: py-spy reads its memory.
+Only the agent's own trainer is inspected. Py-spy reads the trainer's memory and does not stop the process.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ class InspectionOrders(Struct, frozen=True):
     pid: int
     rank: int
     trainer: int  # pidfd, or -1
-    folder: str  # for copies of dumps; empty for none
-    name: str  # of the copies
+    folder: str  # folder for copies of dumps; empty: no copies
+    name: str  # name of the copies
 
 
 class InspectionResult(Struct, frozen=True):
     """The result of an inspection."""
 
     text: str
-    top: str  # short form of the main thread's position
+    top: str  # position of the main thread, in short form
 
 
 def inspect(orders: InspectionOrders) -> InspectionResult:
@@ -49,7 +49,7 @@ def inspect(orders: InspectionOrders) -> InspectionResult:
         return InspectionResult("the process has ended\n", "ended")
     began_s = time.time()
     environ = this_process()
-    # The dump is written while the stacks are read; a stopped process writes none.
+    # The trainer writes the dump while py-spy reads the stacks; a stopped process writes no dump.
     was_asked = flight_recorder.ask(orders.rank, environ)
     stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(began_s))
     process = trainer_process.description(orders.pid)
@@ -60,12 +60,12 @@ def inspect(orders: InspectionOrders) -> InspectionResult:
 
 
 def bounded(text: str) -> str:
-    """Cut a text to the limit of a message; its beginning has the stacks of the first threads."""
+    """Cut a text to the limit of a message; the stacks of the first threads are kept."""
     return text if len(text) <= MAX_STACK else text[: MAX_STACK - 20] + "\n... (cut off)\n"
 
 
 def top_of(stacks: str, pid: int) -> str:
-    """Return the innermost frame of the main thread in the output of py-spy, without its file's folder."""
+    """Return the innermost frame of the main thread from the output of py-spy, without the folder of the file."""
     threads = re.findall(r'^Thread (\S+)[^\n]*?((?:: "[^"\n]*")?)\n((?:[ \t]+[^\n]+\n?)+)', stacks, re.MULTILINE)
     if not threads:
         return ""
@@ -76,7 +76,6 @@ def top_of(stacks: str, pid: int) -> str:
 
 
 def has_ended(trainer: int) -> bool:
-    """Whether the process of a pidfd has ended."""
     return trainer >= 0 and bool(select.select([trainer], [], [], 0)[0])
 
 
@@ -86,7 +85,8 @@ def _stacks(pid: int) -> tuple[str, str]:
     if not program:
         return f"no stacks: py-spy is not installed ({INSTALL})", ""
     try:
-        # Without --nonblocking it would stop the process while it reads, and continue one that was stopped before.
+        # Without --nonblocking, py-spy stops the process while it reads, and afterwards continues it. A process
+        # that was stopped before would then run again.
         done = subprocess.run(
             [program, "dump", "--nonblocking", "--pid", str(pid)],
             stdin=subprocess.DEVNULL,
@@ -99,7 +99,7 @@ def _stacks(pid: int) -> tuple[str, str]:
     if done.returncode:
         said = " ".join(done.stderr.decode(errors="replace").split())[:500]
         return f"no stacks: py-spy failed: {said}", ""
-    # The command line is before the version; it may contain secrets and line breaks.
+    # The text before the version is the command line, which may contain secrets and line breaks.
     _, mark, stacks = ("\n" + done.stdout.decode(errors="replace")).rpartition("\nPython v")
     stacks = (mark + stacks).strip()
     return f"stacks, by py-spy:\n{stacks}", top_of(stacks, pid)
@@ -114,7 +114,7 @@ def _dump(orders: InspectionOrders, was_asked: bool, began_s: float) -> str:
     try:
         if was_asked:
             dump = flight_recorder.wait(paths, began_s)
-        else:  # torch may have written a dump by itself after its own timeout
+        else:  # torch may have written a dump after its own timeout, without a request
             dump = flight_recorder.newest(paths, Path(f"/proc/{orders.pid}").stat().st_mtime)
         if dump is None:
             return "the NCCL flight recorder did not write the requested dump" if was_asked else ""

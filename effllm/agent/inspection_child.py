@@ -1,4 +1,4 @@
-"""The inspection process as a child of the agent: started at the aggregator's request, read when it has ended."""
+"""The inspection process as a child of the agent: started at the aggregator's request, read after its end."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ LIMIT_S = 25.0
 
 
 class InspectionChild:
-    """At most one inspection at a time, without blocking."""
+    """Runs at most one inspection at a time, without blocking."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        self._found = -1  # a memfd for its result
+        self._found = -1  # memfd for the result
         self._until_s = math.inf
-        self.descriptor = -1  # pidfd, readable when it has ended
+        self.descriptor = -1  # pidfd of the inspection; readable after its end
 
     def start(self, orders: InspectionOrders, now_s: float) -> str:
-        """Start an inspection, unless one runs; return why it cannot be started, or an empty string."""
+        """Start an inspection, unless an inspection is running; return the error of the start, or an empty string."""
         if self._process is not None:
             return ""
         given = os.memfd_create("effllm-inspection", 0)
@@ -45,11 +45,11 @@ class InspectionChild:
 
     @property
     def due_s(self) -> float:
-        """Deadline of the running inspection; infinite without one."""
+        """Deadline of the running inspection; infinite if no inspection runs."""
         return self._until_s
 
     def look(self, now_s: float) -> InspectionResult | None:
-        """Return the result, when the inspection has ended or its deadline has passed."""
+        """Return the result if the inspection has ended or its deadline has passed, else ``None``."""
         if self._process is None or (self._process.poll() is None and now_s < self._until_s):
             return None
         is_late = self._process.poll() is None
@@ -68,7 +68,6 @@ class InspectionChild:
             return InspectionResult(f"no stacks: the inspection {why}\n", f"unknown: the inspection {why}")
 
     def stop(self) -> None:
-        """Stop the inspection without a result."""
         if self._process is not None:
             self._kill()
 
@@ -76,5 +75,5 @@ class InspectionChild:
         assert self._process is not None
         if self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)  # its group includes py-spy
+                os.killpg(self._process.pid, signal.SIGKILL)  # the process group includes py-spy
             self._process.wait()

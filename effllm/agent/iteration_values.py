@@ -1,4 +1,4 @@
-"""The values of iterations beside their times: losses, profiles, own times, times on the device. No I/O."""
+"""The losses, profiles, own times and device times of iterations. No I/O."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from effllm.records.timeline import KINDS
 
 
 class IterationValues:
-    """Stores the values of iterations until the report of their window; they may come after the window's end."""
+    """Stores the values of iterations until the report of their window; late values are accepted."""
 
     def __init__(self) -> None:
         self._losses: deque[tuple[int, int, float]] = deque()  # ordinal, number, loss
         self._profiles: deque[tuple[int, Profile]] = deque()
-        self._own: deque[tuple[int, int, int]] = deque()  # ordinal, own time, arrival, of iterations that have them
+        self._own: deque[tuple[int, int, int]] = deque()  # ordinal, own time, arrival; only iterations with an own time
         self._on_device, self._own_on_device = TimedIterations(), TimedIterations()
 
     def add(self, slot: ring.Slot) -> None:
-        """Add a record of the ring; other kinds of records are ignored."""
+        """Add a record of the ring; records without such values are ignored."""
         if slot.kind == ring.ITERATION and slot.number > 0:
             self._own.append((slot.ordinal, slot.number, int(slot.value)))
-        elif slot.kind == ring.LOSS and not slot.what:  # 1: no loss was given
+        elif slot.kind == ring.LOSS and not slot.what:  # what = 1: the record has no loss
             self._losses.append((slot.ordinal, slot.number, slot.value))
         elif slot.kind == ring.PROFILE:
             self._profiles.append((slot.ordinal, _profile(slot)))
@@ -38,7 +38,7 @@ class IterationValues:
     def take(self, first: int, last: int) -> dict[str, Any]:
         """Return the fields of `RankReport` with the values of the iterations from ``first`` to ``last``.
 
-        They include late profiles of earlier iterations, but not late losses.
+        Late profiles of earlier iterations are included. Late losses are dropped.
         """
         losses = [(number, loss) for ordinal, number, loss in self._losses if first <= ordinal <= last]
         not_finite = [number for number, loss in losses if not math.isfinite(loss)]
@@ -71,7 +71,7 @@ class IterationValues:
 
 
 class TimedIterations:
-    """Timed iterations and their seconds: running totals by ordinal."""
+    """Number of timed iterations and sum of their seconds: running totals by ordinal."""
 
     def __init__(self) -> None:
         self._totals: deque[tuple[int, int, float]] = deque()  # ordinal, iterations, seconds
@@ -81,7 +81,7 @@ class TimedIterations:
         self._totals.append((slot.ordinal, slot.number, slot.value))
 
     def take(self, last: int) -> tuple[int, float]:
-        """Return the number of iterations up to ``last`` since the last call, and their seconds."""
+        """Return the number and the seconds of iterations up to ``last`` that no earlier call returned."""
         count, seconds = self._taken
         while self._totals and self._totals[0][0] <= last:
             self._taken = self._totals.popleft()[1:]

@@ -17,9 +17,9 @@ CLOSE_S = 0.5
 
 
 class LogFile:
-    """A file with one line per event; the newest lines are kept until the run folder is known.
+    """A file with one line per event; until the run folder is known, the newest lines are kept in memory.
 
-    A thread writes the file, so that the agent samples and reports while the disk hangs.
+    A thread writes the file: the agent must not wait for a hanging disk.
     """
 
     def __init__(self, rank: int) -> None:
@@ -31,19 +31,19 @@ class LogFile:
         self._is_closed = False
 
     def write(self, event: Event) -> None:
-        """Append an event; two threads must not call this at the same time."""
+        """Append an event; two threads must not call this method at the same time."""
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(event.time_s))
         often = f" ({event.count} events)" if event.count > 1 else ""
         self._lines.append(f"{stamp}Z rank {self._rank}: {event.text}{often}\n")
         self._flush()
 
     def attach(self, folder: Path) -> None:
-        """Write to a file in ``folder``; it is made with the first line."""
+        """Write to a file in ``folder``; the first line creates the file."""
         self._path = self._path or folder / f"agent-{self._rank}.log"
         self._flush()
 
     def close(self) -> None:
-        """Write the remaining lines, without a run folder to the user's state folder; wait at most `CLOSE_S`."""
+        """Write the remaining lines; wait at most `CLOSE_S`. Without a run folder, the user's state folder is used."""
         if self._path is None:
             self.attach(state_folder() / f"pid-{os.getpid()}")
         self._is_closed = True
@@ -65,7 +65,9 @@ class LogFile:
             self._wake.wait()
             self._wake.clear()
             is_last = self._is_closed
-            with contextlib.suppress(OSError):  # a full disk, another host's folder: the aggregator has the events
+            with contextlib.suppress(
+                OSError
+            ):  # disk full or folder on another host: the aggregator still has the events
                 if file < 0 and self._lines:
                     own_files.make_folder(path.parent)
                     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)

@@ -1,4 +1,4 @@
-"""The measurement of a rank: makes the reports of windows from records of the ring and samples of the devices."""
+"""The measurement of a rank: reports of windows, from records of the ring and samples of the devices."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from effllm.network.transport import Outbox
 from effllm.records.ring import END as END_RECORD
 from effllm.records.ring import ITERATION, STATUSES, STEP, Slot
 
-CALIBRATION_S = 3.0  # windows are cut when the sensor is calibrated
-LOSS_WAIT_S = 0.5  # a window's loss comes after its end
-AGAIN_S = 0.05  # between two checks of a sensor that is being calibrated
-FOLD_FROM, FOLD_EVERY_S = 600, 30.0  # number of samples above which they are folded, and period of the check
+CALIBRATION_S = 3.0  # maximum wait for a calibration before a window is cut
+LOSS_WAIT_S = 0.5  # maximum wait for the loss of a window, which is recorded after the window's end
+AGAIN_S = 0.05  # seconds between two checks of a sensor that is being calibrated
+FOLD_FROM, FOLD_EVERY_S = 600, 30.0  # samples are folded above this number; seconds between two checks
 
 
 class Measuring:
-    """Cuts the windows of a rank, beginning with the records so far.
+    """Cuts the windows of a rank; the first window includes the records before this start.
 
     Args:
-        trainer: the rank's.
-        devices: of the rank, already started.
+        trainer: the rank's trainer.
+        devices: the rank's devices, already started.
     """
 
     def __init__(self, trainer: Trainer, devices: RankDevices) -> None:
@@ -46,7 +46,7 @@ class Measuring:
 
     @property
     def start_time_s(self) -> float:
-        """Start of the first report, on the clock of reports."""
+        """Start of the first report, by the clock of reports."""
         return self._cutter.start_time_s
 
     @property
@@ -55,11 +55,11 @@ class Measuring:
 
     @property
     def end_time_s(self) -> float:
-        """End of the trainer, on the clock of reports."""
+        """End of the trainer, by the clock of reports."""
         return self._cutter.unix_s(self.end_ns)
 
     def time_s(self) -> float:
-        """Return the time on the clock of reports."""
+        """Return the current time of the clock of reports."""
         return self._cutter.unix_s(time.monotonic_ns())
 
     def take(self, *, is_trainer_gone: bool) -> None:
@@ -72,7 +72,7 @@ class Measuring:
 
     def cut(self, now_s: float) -> None:
         """Make reports of the windows that have ended and whose edges are settled."""
-        # An edge affects the two ticks after it, in which the next window may already end.
+        # An edge needs the two ticks after it. The next window may end before them, so all edges are requested.
         for edge_ns in self._cutter.edges_ns:
             self.devices.ask(edge_ns)
         while (ended := self._cutter.ended) is not None:
@@ -88,7 +88,7 @@ class Measuring:
                 self.outbox.add(report)
 
     def due_s(self, now_s: float) -> float:
-        """Return when an ended window must be checked again; infinite if there is none."""
+        """Return the time of the next check of an ended window; infinite if no window waits."""
         if (ended := self._cutter.ended) is None:
             return math.inf
         for wait_s in (LOSS_WAIT_S, EDGE_WAIT_S):
@@ -97,7 +97,7 @@ class Measuring:
         return now_s + (AGAIN_S if self.devices.is_calibrating else 0.0)
 
     def fold(self, now_s: float) -> None:
-        """Sum up samples while no window ends: a loop may stall for days, and 0.9 kB per sample are 75 MB a day."""
+        """Sum up samples while no window ends: during a stall of days, 0.9 kB per sample would be 75 MB per day."""
         if now_s < self._next_fold_s:
             return
         self._next_fold_s = now_s + FOLD_EVERY_S
@@ -113,7 +113,7 @@ class Measuring:
             one.fold(edges_ns, until_ns)
 
     def is_end_settled(self) -> bool:
-        """Request the samples at the trainer's end, and return whether they have been read."""
+        """Request the samples at the trainer's end; return whether they are complete."""
         self.devices.ask(self.end_ns)
         self.devices.take()
         return self.devices.is_settled(self.end_ns)
@@ -127,12 +127,12 @@ class Measuring:
         self.outbox.add(self._cutter.cut_rest(self.devices.series, self.end_ns))
 
     def _origin(self) -> tuple[list[Slot], int]:
-        """Return the records so far, and the start of the first window."""
+        """Return the existing records, and the start of the first window."""
         origin_ns = time.monotonic_ns()
         self.devices.take()
         series = self.devices.series
         if series and series[0].newest_ns:
-            origin_ns = max(one.oldest_ns for one in series)  # from here on, all devices have samples
+            origin_ns = max(one.oldest_ns for one in series)  # the first time at which all devices have samples
         slots = self._trainer.ring.read()
         begun = [slot.start_ns for slot in slots if slot.kind == ITERATION and slot.ordinal == 1]
         state, ordinal, since_ns, _ = self._trainer.ring.state()

@@ -1,4 +1,4 @@
-"""The messages with the state of an agent: HELLO and heartbeat."""
+"""The contents of HELLO and heartbeat messages."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ def heartbeat(trainer: Trainer, measuring: Measuring, now_s: float, offset: Offs
     """Return the state of a rank.
 
     Args:
-        trainer: the rank's.
-        measuring: the rank's.
-        now_s: the time.
-        offset: of the aggregator's clock to the agent's, if known.
+        trainer: the rank's trainer.
+        measuring: the rank's measurement.
+        now_s: the current monotonic time.
+        offset: offset of the aggregator's clock from the agent's clock, if known.
     """
     state, ordinal, since_ns, phase = trainer.ring.state()
     name = MARKED_PHASES[phase] if state == PHASE_STATE else STATE_NAMES[state]

@@ -1,4 +1,4 @@
-"""The lines that an agent writes to the terminal of its job if there are no metrics: once per host."""
+"""The lines that an agent writes to the job's terminal when metrics are missing: once per host."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def write_notice(text: str) -> None:
 
 
 def silence_stderr() -> None:
-    """Close the job's stderr, because an inherited descriptor keeps `torchrun ... 2>&1 | tee` from ending."""
+    """Close the job's stderr: with an inherited open descriptor, `torchrun ... 2>&1 | tee` would not end."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 2)
     os.close(null)
@@ -29,29 +29,29 @@ class Notices:
     """The notices of one agent; each is also an event.
 
     Args:
-        trainer: the agent's.
-        events: receives each notice.
+        trainer: the agent's trainer.
+        events: receives an event for each notice.
     """
 
     def __init__(self, trainer: Trainer, events: AgentEvents) -> None:
         self._trainer, self._events = trainer, events
         self._started_s = time.monotonic()
-        self._is_explained = False  # the reason why there is no aggregator was reported
+        self._is_explained = False  # whether the reason of the missing aggregator was reported
 
     def no_metrics(self, text: str) -> None:
-        """Report why this rank has no metrics."""
+        """Report the reason of this rank's missing metrics."""
         self._events.report("agent", text)
         if self._trainer.is_first_of_host:
             self._is_explained = True
             write_notice(text)
 
     def refused_at_rank_0(self, reason: str) -> None:
-        """Record why rank 0 has no aggregator; rank 0's own process has written it to the terminal."""
+        """Record why rank 0 has no aggregator; the trainer of rank 0 has already printed the reason."""
         self._is_explained = True
         self._events.report("agent", f"rank 0 has no aggregator: {reason}")
 
     def no_aggregator(self, now_s: float) -> None:
-        """Report once that no aggregator has answered for `NO_AGGREGATOR_AFTER_S`."""
+        """Report once that there was no aggregator for `NO_AGGREGATOR_AFTER_S`."""
         if self._is_explained or now_s - self._started_s < NO_AGGREGATOR_AFTER_S:
             return
         self._is_explained = True
@@ -62,7 +62,7 @@ class Notices:
             write_notice(f"{text}: no metrics are shown until one does; training goes on")
 
     def undelivered(self, num_reports: int) -> None:
-        """Report at the end that reports could not be delivered."""
+        """Report the number of reports that were not delivered before the end."""
         text = f"{num_reports} reports could not be delivered to {self._trainer.facts.endpoint or 'no address'}"
         self._events.report("agent", text)
         if self._trainer.is_first_of_host:

@@ -25,26 +25,28 @@ DEVICE_WAIT_S = 3.0
 
 
 class RankDevices:
-    """Samples the devices of a rank.
+    """Opens and samples the devices of a rank.
 
     Args:
-        trainer: the rank's.
-        report: reports an event; samplers' threads also call it.
+        trainer: the rank's trainer.
+        report: receives events, also from the threads of samplers.
     """
 
     def __init__(self, trainer: Trainer, report: Callable[[Event], None]) -> None:
         self._trainer, self._report = trainer, report
-        self.wake_descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # written after requested samples
+        self.wake_descriptor = os.eventfd(
+            0, os.EFD_NONBLOCK | os.EFD_CLOEXEC
+        )  # written when requested samples are complete
         self._interval_s = trainer.config.collection_interval_s
         self._calibrations = cache_folder() / "calibration"
         self._gpus = _visible_gpus(trainer.facts.gpus, trainer.facts.visible_devices)
         self._tracks = [self._track(self._open)]
         self._tracks += [self._track(partial(self._open_other, index)) for index in self._gpus[1:]]
-        self._has_changed = False  # a device was opened or calibrated
+        self._has_changed = False  # whether a device was opened or calibrated
         self._has_baseline = False
 
     def start(self) -> None:
-        """Open the devices; wait for their first samples for `DEVICE_WAIT_S`."""
+        """Open the devices; wait at most `DEVICE_WAIT_S` for their first samples."""
         until_s = time.monotonic() + DEVICE_WAIT_S
         for track in self._tracks:
             track.sampler.start()
@@ -76,7 +78,7 @@ class RankDevices:
 
     @property
     def missing_baseline(self) -> bool:
-        """Whether the idle power of the devices is still unknown."""
+        """Whether the idle power of the devices is not measured yet."""
         return not self._has_baseline
 
     def take(self) -> None:
@@ -104,7 +106,7 @@ class RankDevices:
         return all(track.is_settled(edge_ns) for track in self._tracks)
 
     def stop(self) -> None:
-        """Stop sampling; the thread of a hanging device is left behind."""
+        """Stop sampling; a thread in a hanging device call is not joined."""
         for track in self._tracks:
             track.sampler.stop(0.2)
 
@@ -120,7 +122,7 @@ class RankDevices:
         return reader
 
     def _open(self, index: int | None = None) -> Reader:
-        """Open a GPU by its position among the visible ones; ``None``: the rank's own GPU, or its first of several."""
+        """Open the visible GPU number ``index``; ``None`` is the rank's only or first GPU."""
         if index is None and self._gpus:
             index = self._gpus[0]
         facts = self._trainer.facts
@@ -147,7 +149,7 @@ class RankDevices:
         return calibrate(device, read, self._calibrations, is_suspect=is_suspect, report=report)
 
     def _start_node_sensors(self) -> None:
-        """Start the node's power sensors: on one rank per node, and never with a simulated device."""
+        """Start the node's power sensors: on one rank per node, and not with a simulated device."""
         own, config = self._tracks[0].sampler.device, self._trainer.config
         if not self._trainer.is_first_of_host or (own is not None and own.simulated):
             return
@@ -168,5 +170,5 @@ class RankDevices:
 
 
 def _visible_gpus(gpus: Sequence[int], visible: str | None) -> list[int]:
-    """Return the reported GPUs of a process that are visible to it."""
+    """Return the GPUs from the process's facts that are in its list of visible devices."""
     return [index for index in gpus if visible is None or index < len(visible.split(","))]

@@ -18,38 +18,38 @@ from effllm.records.rank import INSTANT, Device, Event, Sample, Sensor
 
 NS = 1e-9
 
-#: Limit of the cost of additional reads around the edges of windows, as a share of a core, with Python's wake-ups.
+#: Limit of the CPU time of additional reads at window edges, with the thread's wake-ups, as a share of a core.
 MAX_EDGE_SHARE = 0.005
-WAKE_S = 110e-6  # measured at 10 Hz: 0.11 % of a core
-#: Limit of the cost of regular sampling, as a share of a core; slower devices are read less often.
+WAKE_S = 110e-6  # CPU time of a wake-up, measured at 10 Hz (0.11 % of a core)
+#: Limit of the CPU time of regular sampling, as a share of a core; slower devices are read less often.
 MAX_SAMPLING_SHARE = 0.001
-#: Period of power readings of a GPU without an energy counter, and the limit of their cost as a share of a core.
+#: GPUs without an energy counter: period of power readings, and limit of their CPU time as a share of a core.
 POWER_EVERY_S, MAX_POWER_SHARE = 0.09, 0.003
-#: A slower call may hold the driver's lock, on which kernel launches also wait.
+#: A slower call may hold the driver's lock, which kernel launches also need.
 SLOW_CALL_S = 0.020
 MAX_INTERVAL_S = 30.0
 NEVER_NS = 2**63 - 1
-#: Weights of a new call duration that is longer or shorter than the average: the average is close to the slow calls.
+#: Weights of a call duration above and below the average: the average stays close to the slow calls.
 CALL_RISE, CALL_FALL, MAX_COUNTED_S = 0.2, 0.05, 0.2
-#: Age of an unfinished read at which the device is stale.
+#: Duration of an unfinished read after which the device is stale.
 STALE_AFTER_S = 5.0
-#: Requests that wait during a hanging read; older ones are dropped, and their edges are not measured.
+#: Maximum number of requests during a hanging read; the oldest requests are dropped without a sample.
 MAX_REQUESTS = 64
 
-#: Arguments: the opened device, a function that reads it, and whether readings contradict the previous calibration.
+#: Arguments: the opened device, a function that samples it, whether samples contradict the previous calibration.
 Calibrate = Callable[[Device, Callable[[], Sample], bool], Sensor]
 
 
 class Sampler:
-    """Reads one device every ``interval_s`` seconds on average, and at requested times.
+    """Reads one device: every ``interval_s`` seconds on average, and at requested times.
 
     Args:
-        open_reader: opens the device, in the thread, because a driver may be slow.
+        open_reader: opens the device; called in the thread, because a driver may be slow.
         interval_s: seconds between samples.
-        report: reports an event when a quantity is no longer measured, and when it is measured again.
-        wake_descriptor: an eventfd that is written after the first sample and after the last of each request.
+        report: receives an event when a quantity is no longer measured, and when it is measured again.
+        wake_descriptor: an eventfd, written after the first sample and after the last sample of each request.
         calibrate: calibrates the device's sensor after the first sample.
-        is_node_sensor: the device may be slow, and if it does not exist, that is not an event.
+        is_node_sensor: whether the device may be slow; a missing node sensor is not reported as an event.
     """
 
     def __init__(
@@ -61,8 +61,8 @@ class Sampler:
         calibrate: Calibrate | None = None,
         is_node_sensor: bool = False,
     ) -> None:
-        self.device: Device | None = None  # None until it is open
-        self.unavailable = ""  # why there is no device
+        self.device: Device | None = None  # None until the device is open
+        self.unavailable = ""  # reason of a missing device
         self.is_calibrating = False
         self._open_reader = open_reader
         self._interval_s = interval_s
@@ -71,7 +71,7 @@ class Sampler:
         self._calibrate = calibrate
         self._is_node_sensor = is_node_sensor
         self._samples: queue.SimpleQueue[Sample | Device] = queue.SimpleQueue()
-        # The thread also sleeps in it: an event with a timeout costs 25 us more per wake-up.
+        # The thread sleeps in this queue's get(): an event with a timeout takes 25 us more per wake-up.
         self._requests: queue.SimpleQueue[Sequence[int]] = queue.SimpleQueue()
         self._due: list[tuple[int, bool, bool]] = []  # requested times: (time, is first, is last of its request)
         self._stopped = False
@@ -82,23 +82,23 @@ class Sampler:
         self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
 
     def start(self) -> None:
-        """Start the thread: it opens the device and takes the first sample at once."""
+        """Start the thread, which opens the device and takes the first sample at once."""
         self._thread.start()
 
     def ask(self, times_ns: Sequence[int] = (), within_s: float = 1.0) -> None:
-        """Request samples at monotonic times; for past times they are taken at once.
+        """Request samples at monotonic times; samples for past times are taken at once.
 
-        A request for a missing device is ignored, and at most ``MAX_REQUESTS`` wait during a hanging call.  If calls
-        are slow or requests frequent, fewer samples are taken, at least the first.
+        Requests to a missing device are ignored.  At most ``MAX_REQUESTS`` requests wait during a hanging call.  If
+        calls are slow or requests are frequent, fewer samples are taken, but always the first of a request.
 
         Args:
-            times_ns: the times, soonest first; empty means now.
-            within_s: seconds between such requests.
+            times_ns: the times in ascending order; empty means the current time.
+            within_s: seconds since the previous request.
         """
         if self.unavailable:
-            return  # its thread has ended
+            return  # the thread has ended
         while self._requests.qsize() >= MAX_REQUESTS:
-            with contextlib.suppress(queue.Empty):  # the thread may take it first
+            with contextlib.suppress(queue.Empty):  # the thread may have removed the last request
                 self._requests.get_nowait()
         times = times_ns or (time.monotonic_ns(),)
         affordable = int(MAX_EDGE_SHARE * within_s / (self._call_s + WAKE_S))
@@ -114,14 +114,14 @@ class Sampler:
         self._requests.put(())
 
     def take(self) -> list[Sample | Device]:
-        """Return the samples since the last call, oldest first; a `Device` among them has a new calibration."""
+        """Return the samples since the last call, oldest first; a `Device` in the list has a new calibration."""
         taken = []
         while not self._samples.empty():  # no other thread removes samples
             taken.append(self._samples.get_nowait())
         return taken
 
     def stale_s(self) -> float | None:
-        """Return the age of an unfinished read, if the device is stale; else ``None``."""
+        """Return the duration of the unfinished read if the device is stale, else ``None``."""
         since_s = self._reading_since_s
         allowed_s = 3 * self._interval_s if self._is_node_sensor else 0.0
         if since_s is None or time.monotonic() - since_s < max(STALE_AFTER_S, allowed_s):
@@ -135,13 +135,13 @@ class Sampler:
 
     @property
     def slowed_s(self) -> float | None:
-        """Seconds between samples if they are longer than the interval because calls are slow; else ``None``."""
+        """Seconds between samples of a device with slow calls; ``None`` if calls are fast enough for the interval."""
         if self._call_s <= SLOW_CALL_S or self._is_node_sensor:
             return None
         return min(max(self._interval_s, self._call_s / MAX_SAMPLING_SHARE / 10), MAX_INTERVAL_S)
 
     def stop(self, timeout_s: float) -> bool:
-        """Stop sampling; ``False`` if a call hangs and the thread is left behind."""
+        """Stop sampling; return ``False`` if the thread has not ended, because a device call hangs."""
         self._stopped = True
         self._requests.put(())
         self._thread.join(timeout_s)
@@ -178,21 +178,21 @@ class Sampler:
                 self._learn(reader, opened, is_suspect=True)
             while next_ns <= now_ns:
                 turn_s += self.slowed_s or self._interval_s
-                # At a random time, because samples in step with iterations would always show the same part of them.
-                next_ns = int((turn_s + random.random() * self._interval_s) / NS)  # noqa: S311 - it is no secret
-                now_ns = time.monotonic_ns()  # after a slow read, missed samples are skipped
+                # A random time: samples in step with iterations would always show the same part of an iteration.
+                next_ns = int((turn_s + random.random() * self._interval_s) / NS)  # noqa: S311 - not a secret
+                now_ns = time.monotonic_ns()  # samples that were missed during a slow read are skipped
         reader.close()
 
     def _next_power_ns(self, device: Device) -> int:
-        """Return the time of the next reading of power alone; never for a device with an energy counter."""
+        """Return the time of the next power-only reading; `NEVER_NS` for a device with an energy counter."""
         if device.energy_method != INSTANT or not device.is_gpu or device.only_power or self._call_s > SLOW_CALL_S:
             return NEVER_NS
         apart_s = max(POWER_EVERY_S, (self._call_s + WAKE_S) / MAX_POWER_SHARE)
-        # Not evenly, because readings in step with iterations would always show the same parts of them.
-        return time.monotonic_ns() + int(apart_s * random.uniform(0.9, 1.1) / NS)  # noqa: S311 - it is no secret
+        # Random intervals: readings in step with iterations would always show the same part of an iteration.
+        return time.monotonic_ns() + int(apart_s * random.uniform(0.9, 1.1) / NS)  # noqa: S311 - not a secret
 
     def _answer(self, reader: Reader, now_ns: int, is_time: bool) -> Sample | None:
-        """Take the reading that is due, if any: a full one at its regular time and at an edge, else energy alone."""
+        """Take a reading if it is due: a full reading at regular times and at edges, otherwise only energy."""
         if not self._due:
             return self._read(reader) if is_time else None
         due = self._due_at(now_ns)
@@ -210,7 +210,7 @@ class Sampler:
         next_s = time.monotonic() + self._interval_s
 
         def read() -> Sample:
-            """Take one of many readings; a full one when it is due or requested."""
+            """Take a reading for the calibration; a full reading if it is due or requested."""
             nonlocal next_s
             now_ns = self._sleep_until(0)
             is_time = now_ns * NS >= next_s
@@ -231,16 +231,16 @@ class Sampler:
         sample, failures = getattr(reader, "read_energy", reader.read)() if energy_only else reader.read()
         self._reading_since_s = None
         took_s = time.monotonic() - began_s
-        # An average, because other processes on the core delay one reading in a hundred.
-        took_s = min(took_s, MAX_COUNTED_S)  # one hanging call must not slow sampling for an hour
+        # An average is used, because other processes on the core delay one reading in a hundred.
+        took_s = min(took_s, MAX_COUNTED_S)  # after one hanging call, sampling must not be slow for an hour
         self._call_s += (took_s - self._call_s) * (CALL_RISE if took_s > self._call_s else CALL_FALL)
         self._samples.put(sample)
-        if (failures or self._failing) and not energy_only:  # quantities that were not read have not failed
+        if (failures or self._failing) and not energy_only:  # an energy-only reading does not read the other quantities
             self._report_failures(reader.device.key, failures)
         return sample
 
     def _sleep_until(self, next_ns: int) -> int:
-        """Sleep until ``next_ns``, a requested time, or a new request; return the current time."""
+        """Sleep until ``next_ns``, the next requested time or a new request; return the current time."""
         until_ns = min(self._due[0][0], next_ns) if self._due else next_ns
         sleep_s = (until_ns - time.monotonic_ns()) * NS
         try:
@@ -253,7 +253,7 @@ class Sampler:
             return time.monotonic_ns()
 
     def _due_at(self, now_ns: int) -> list[tuple[int, bool, bool]]:
-        """Remove and return the requested times that have passed."""
+        """Remove the requested times that have passed, and return them."""
         due = []
         while self._due and self._due[0][0] <= now_ns:
             due.append(heapq.heappop(self._due))

@@ -1,7 +1,7 @@
-"""The samples of one device over time, and their sums over any period. No I/O.
+"""The samples of one device, and their integrals over any period. No I/O.
 
-Integrals are time-weighted over irregular samples.  The time next to a failed reading, and a gap without samples, are
-not covered: the covered seconds of an integral exclude them.
+Integrals are time-weighted, because samples are irregular.  Time next to a failed reading and gaps without samples
+are not covered: the covered seconds of an integral exclude this time.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from effllm.energy.readings import NS, runs_between
 from effllm.records.energy import NOT_MEASURED
 from effllm.records.rank import NUM_POWER_BARS, POWER_STEP_W, Device, DeviceWindow, Event, Gauge, Integrals, Sample
 
-#: Reasons of a lower clock that are not a fault: busy GPUs reach their power limit, or wait for each other's clocks.
+#: Reasons of a lower clock that are no fault: the power limit of a busy GPU, and the common clock of a sync group.
 FAULTLESS = frozenset({"power_cap", "sync_boost"})
 
 PEAKS = {"memory_bytes": "memory_peak_bytes", "power_w": "power_peak_w"}
 
-#: Gauges that are means since the previous sample; the others are instantaneous values.
+#: Gauges that are means since the previous sample; all other gauges are instantaneous values.
 SINCE_LAST = frozenset({"sm_activity_ratio", "tensor_activity_ratio", "dram_activity_ratio"})
 
 
@@ -31,14 +31,14 @@ class Series:
 
     Args:
         device: the sampled device.
-        max_gap_s: a longer time between two samples is not covered.
+        max_gap_s: longest covered time between two samples.
     """
 
     def __init__(self, device: Device, max_gap_s: float) -> None:
         self.device = device
         self._max_gap_ns = int(max_gap_s / NS)
         self._samples: deque[Sample] = deque()
-        self._folded: dict[int, DeviceWindow] = {}  # by a sample's time: sums between it and the next kept sample
+        self._folded: dict[int, DeviceWindow] = {}  # key: time of a sample; value: sums from it to the next kept sample
         self.energy = EnergyLedger(device, max_gap_s)
         self._newest_ns = 0
         self._events: list[Event] = []
@@ -50,7 +50,7 @@ class Series:
 
     @property
     def newest(self) -> Sample | None:
-        """The newest full sample."""
+        """The newest full sample, or ``None``."""
         return self._samples[-1] if self._samples else None
 
     @property
@@ -64,7 +64,7 @@ class Series:
         self.energy.allow_gap(max_gap_s)
 
     def add(self, sample: Sample) -> None:
-        """Append a sample; one that is not newer than the last is dropped."""
+        """Append a sample; a sample that is not newer than the last is dropped."""
         if sample.time_ns <= self.newest_ns:
             return
         self._newest_ns = sample.time_ns
@@ -74,17 +74,17 @@ class Series:
             self._events += sample.events
 
     def calibrate(self, device: Device) -> None:
-        """Set the calibration of the device's sensor, which ends after the first samples."""
+        """Set the sensor's calibration, which is known only after the first samples."""
         self.device = replace(self.device, sensor=device.sensor)
         self.energy.calibrate(device.sensor)
 
     def take_events(self, time_s: float) -> list[Event]:
-        """Return the events of the device and its measurement; ``time_s`` is the newest sample's unix time."""
+        """Return the new events of the device and its measurement; ``time_s``: unix time of the newest sample."""
         events, self._events = self._events + self.energy.take_events(time_s), []
         return events
 
     def is_settled(self, edge_ns: int) -> bool:
-        """Whether no later sample could improve the value at an edge."""
+        """Whether the value at an edge is final: no later sample can improve it."""
         return self.newest_ns >= edge_ns and self.energy.is_settled(edge_ns)
 
     @property
@@ -92,13 +92,13 @@ class Series:
         return len(self._samples)
 
     def fold(self, edges_ns: Collection[int], until_ns: int) -> None:
-        """Sum up samples into blocks that a later period includes entirely or not at all.
+        """Sum up samples into blocks: a later period should include all of a block, or nothing of it.
 
-        If a period does begin or end inside a block, it gets a share of the block in proportion to time.
+        A period that begins or ends inside a block gets a share of the block in proportion to time.
 
         Args:
-            edges_ns: times at which a period may begin or end ...
-            until_ns: ... in addition to all times after this one.
+            edges_ns: possible edges of later periods before ``until_ns``.
+            until_ns: after this time, any time is a possible edge.
         """
         margin_ns = max(self.energy.margin_ns, 2 * self._max_gap_ns)
         for run in runs_between([sample.time_ns for sample in self._samples], edges_ns, until_ns, margin_ns):
@@ -128,7 +128,7 @@ class Series:
             if first.memory_bytes is not None and second.memory_bytes is not None:
                 level = _level(first, second, start_ns, end_ns, first.memory_bytes, second.memory_bytes)
                 memory.add(level * covered_s, covered_s)
-            if second.utilization is not None:  # the mean since the previous sample
+            if second.utilization is not None:  # utilization is the mean since the previous sample
                 utilization.add(second.utilization * covered_s, covered_s)
         for block, share in self._blocks(start_ns, end_ns):
             memory.add((block.wall.memory_byte_seconds or 0.0) * share, block.wall.memory_covered_s * share)
@@ -136,7 +136,7 @@ class Series:
         return Integrals(NOT_MEASURED, *memory.pair(), *utilization.pair())
 
     def window(self, start_ns: int, end_ns: int, phases: dict[str, Integrals]) -> DeviceWindow:
-        """Return the device's readings in ``[start_ns, end_ns]``; ``phases`` are parts of it."""
+        """Return the device's readings in ``[start_ns, end_ns]``; ``phases`` are the integrals of its phases."""
         sums = self._sums(start_ns, end_ns)
         return replace(
             sums,
@@ -186,13 +186,13 @@ class Series:
         )
 
     def peak(self, start_ns: int, end_ns: int, field: str) -> float | None:
-        """Return the largest reading of a field (memory_bytes, power_w) in ``[start_ns, end_ns]``, or ``None``."""
+        """Return the maximum of a field (memory_bytes, power_w) in ``[start_ns, end_ns]``, or ``None``."""
         values = [getattr(s, field) for s in self._samples if start_ns <= s.time_ns <= end_ns]
         values += [getattr(block, PEAKS[field]) for block, _ in self._blocks(start_ns, end_ns)]
         return max((value for value in values if value is not None), default=None)
 
     def _covered(self, start_ns: int, end_ns: int) -> Iterable[tuple[Sample, Sample, float]]:
-        """Yield adjacent samples without a gap, with the seconds between them that are inside the period."""
+        """Yield pairs of adjacent samples without a gap, with the seconds of each pair inside the period."""
         for first, second in pairwise(self._samples):
             inside_ns = min(second.time_ns, end_ns) - max(first.time_ns, start_ns)
             if inside_ns <= 0 or second.time_ns - first.time_ns > self._max_gap_ns:
@@ -201,7 +201,7 @@ class Series:
                 yield first, second, inside_ns * NS
 
     def _blocks(self, start_ns: int, end_ns: int) -> Iterable[tuple[DeviceWindow, float]]:
-        """Yield folded blocks, with the share of their time that is inside the period: usually all of it."""
+        """Yield folded blocks, with the share of each block inside the period (usually 1)."""
         if not self._folded:
             return
         for first, second in pairwise(self._samples):
@@ -212,7 +212,7 @@ class Series:
 
 
 def _level(first: Sample, second: Sample, start_ns: int, end_ns: int, before: float, after: float) -> float:
-    """Return the mean of a straight line between two readings over its part inside the period."""
+    """Return the mean value inside the period, by linear interpolation between two readings."""
     from_ns, to_ns = max(first.time_ns, start_ns), min(second.time_ns, end_ns)
     middle = ((from_ns + to_ns) / 2.0 - first.time_ns) / (second.time_ns - first.time_ns)
     return before + (after - before) * middle

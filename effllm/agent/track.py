@@ -1,4 +1,4 @@
-"""One device of a rank: its sampler, and the series from which windows are cut."""
+"""One device of a rank: its sampler and the series of its samples."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from effllm.records.rank import Device, Event, Sample
 
 MAX_GAP_INTERVALS = 5
 MIN_INTERVAL_S = 0.2
-#: Devices with a longer interval are not read at edges, because their value changes as rarely.
+#: Devices with a longer interval are not read at edges, because their values also change rarely.
 MAX_PROMPT_S = 2.0
 #: Timeout of the sample at an edge.
 EDGE_WAIT_S = 1.0
 
 
 class DeviceTrack:
-    """A sampler and its series.
+    """A sampler, and the series of its samples.
 
     Args:
         sampler: reads the device.
-        interval_s: seconds between its samples.
-        calibrations: the cache for the lag that a run measures; ``None`` without a cache.
+        interval_s: seconds between samples.
+        calibrations: folder of the cache for measured lags; ``None`` without a cache.
     """
 
     def __init__(self, sampler: Sampler, interval_s: float, calibrations: Path | None = None) -> None:
         self.sampler = sampler
         self._calibrations = calibrations
         self._has_kept_lag = False
-        self._contradicted = ""  # text about a wrong cached lag, until it is reported
+        self._contradicted = ""  # unreported text about a wrong lag in the cache
         self._is_prompt = interval_s <= MAX_PROMPT_S
         self.series: Series | None = None  # None until the device is open
         self._max_gap_s = MAX_GAP_INTERVALS * max(interval_s, MIN_INTERVAL_S)
-        self._asked_ns = 0  # the last requested edge
+        self._asked_ns = 0  # last requested edge
         self._is_stale = False
         self._has_learnt_again = False
 
@@ -57,7 +57,7 @@ class DeviceTrack:
                     self.series.energy.expect_lag(kept_s)
                 is_new = True
         if self.series is not None and self.series.energy.is_contradicted and not self._has_learnt_again:
-            self._has_learnt_again = True  # only once: a jittering sensor also contradicts the new calibration
+            self._has_learnt_again = True  # once: samples of a sensor with jitter contradict every calibration
             self.sampler.learn_again()
         self._keep_lag()
         return is_new
@@ -70,7 +70,7 @@ class DeviceTrack:
             self._contradicted = keep_lag(self._calibrations, self.series.device, lag_s)
 
     def ask(self, edge_ns: int) -> None:
-        """Request the samples that an edge needs, once per edge; edges come in order."""
+        """Request the samples for an edge, once per edge; edges must be in ascending order."""
         if edge_ns <= self._asked_ns or not self._is_prompt:
             return
         since_s = (edge_ns - self._asked_ns) * 1e-9 if self._asked_ns else 1.0
@@ -79,15 +79,15 @@ class DeviceTrack:
         self.sampler.ask(times, within_s=max(since_s, 0.0))
 
     def is_settled(self, edge_ns: int) -> bool:
-        """Whether no later sample improves the value at an edge, or no later sample will come."""
+        """Whether the value at an edge is final, or the device is stale."""
         if self.series is None:
             return True
         if self.sampler.is_calibrating and self.sampler.stale_s() is None:
-            return False  # values before and after the calibration would not be consistent
+            return False  # values from before and after a calibration are not consistent
         return self.series.is_settled(edge_ns) or self.sampler.stale_s() is not None
 
     def note_baseline(self, start_ns: int, end_ns: int) -> bool:
-        """Measure the device's idle power in a period before the first iteration; return whether that was possible."""
+        """Measure the device's idle power in a period before the first iteration; ``False``: try again later."""
         if self.series is None or not self.is_settled(end_ns):
             return False
         idle = self.series.integrals(start_ns, end_ns).energy
@@ -99,8 +99,8 @@ class DeviceTrack:
         """Return the events of the device since the last call.
 
         Args:
-            now_ns: the time.
-            time_s: unix time.
+            now_ns: current monotonic time.
+            time_s: current unix time.
         """
         events = []
         if self.series is not None:

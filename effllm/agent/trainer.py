@@ -1,4 +1,4 @@
-"""The training process from the agent's side: settings, place, and facts that may change over time."""
+"""The agent's view of its training process: settings, place, and facts that may change."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Trainer:
     """The training process of one rank.
 
     Args:
-        ring: has its records, and must have its facts.
-        board: passes the job's values to it.
-        descriptor: its pidfd, or -1 if the kernel has none.
+        ring: the ring of the trainer's records and facts.
+        board: passes the job's values to the trainer.
+        descriptor: pidfd of the trainer, or -1 if the kernel does not support pidfds.
 
     Raises:
         RingError: the ring has no facts.
@@ -35,19 +35,19 @@ class Trainer:
         self.rank = self.place.rank
         self.pid = facts.trainer_pid
         self.agent = uuid.uuid4().hex[:16]  # identifies the agent in all messages
-        self._address = FoundAddress()  # found after the start
+        self._address = FoundAddress()  # result of the address search, after the start
 
     @property
     def is_first_of_host(self) -> bool:
-        """Whether its agent reports for the whole host."""
+        """Whether the rank's agent reports for the whole host."""
         return self.place.local_rank == 0
 
     def is_gone(self) -> bool:
-        """Whether it has ended, if there is no pidfd."""
+        """Whether the trainer has ended; always ``False`` with a pidfd."""
         return self.descriptor < 0 and os.getppid() != self.pid
 
     def take_address(self) -> FoundAddress:
-        """Return the result of the address search since the last call, or an empty record."""
+        """Return a new result of the address search, or an empty record."""
         found = self.ring.address() or FoundAddress()
         if found.endpoint:
             self._address = found
@@ -55,7 +55,7 @@ class Trainer:
         return found
 
     def take_facts(self) -> tuple[str, ...] | None:
-        """Update the facts; return new warnings of the trainer, or ``None`` if no fact has changed."""
+        """Read the facts; return the new warnings of the trainer, or ``None`` if the facts have not changed."""
         facts = self.ring.facts()
         if facts is None:
             return None

@@ -1,4 +1,4 @@
-"""The state of a trainer's process in /proc."""
+"""The state of a trainer's process, from /proc."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ MAX_THREADS = 2000
 
 
 def state(pid: int) -> str:
-    """Return the letter of a process's state; empty if the process does not exist."""
+    """Return the letter of a process's state, or an empty string if the process does not exist."""
     with suppress(OSError, IndexError):
-        # Every heartbeat reads it, and a Path takes three times as long.  The name, in parentheses, may have any text.
+        # Read for every heartbeat; a Path takes three times as long.  The name, in parentheses, may be any text.
         descriptor = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
         try:
             return os.read(descriptor, 4096).rpartition(b")")[2].split()[0].decode()
@@ -31,11 +31,11 @@ def state(pid: int) -> str:
 
 
 def description(pid: int) -> str:
-    """Return lines about a process: its state, its wait channel in the kernel, and the same of its threads, counted."""
+    """Return lines with the state and wait channel of a process, and with counts of its threads by state."""
     task = Path(f"/proc/{pid}")
     letter = state(pid)
     lines = [f"state: {letter} ({STATES.get(letter, 'unknown')}){_waits(task)}"]
-    if kernel := _read(task / "stack"):  # only root can read it
+    if kernel := _read(task / "stack"):  # readable only for root
         lines += ["kernel stack:", *(f"  {line.partition('] ')[2] or line}" for line in kernel.splitlines()[:20])]
     threads: Counter[str] = Counter()
     with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Makes the reports of windows from the records and samples of one rank. No clock, device or file."""
+"""The reports of windows, from the records and samples of one rank. No clock, device or file is used."""
 
 from __future__ import annotations
 
@@ -45,46 +45,46 @@ class WindowCutter:
         self._agent, self._rank = agent, rank
         self._log_interval, self._offset = log_interval, offset
         self._unix_minus_monotonic_s = unix_minus_monotonic_s
-        # Of the next report: its start, the ordinal of its first iteration, and the totals at its start.
+        # The next report: its start, the ordinal of its first iteration, and the totals at its start.
         self._start_ns = self._origin_ns = origin_ns
         self._first = 1
         self._totals, self._overrun_before = _NO_TOTALS, 0
         self._newest: ring.Slot | None = None  # the last iteration
         self._newest_totals = _NO_TOTALS
-        self._open: deque[tuple[ring.Slot, int]] = deque()  # last iteration and overrun of windows that are not cut yet
+        self._open: deque[tuple[ring.Slot, int]] = deque()  # ended windows without a report: last iteration, overrun
         self._phases: list[Phase] = []
         self._values = IterationValues()
         self._first_start_ns = 0
         self._shown_minus_ordinal = offset
         self._reset_at = 0
         self._sequence = 0
-        self._seen = 0  # iterations whose record was read
-        self._overrun = 0  # iterations whose record was overwritten
-        self._durations_s: deque[float] = deque(maxlen=64)  # of the last iterations, data wait included
+        self._seen = 0  # number of iterations with a read record
+        self._overrun = 0  # number of iterations with an overwritten record
+        self._durations_s: deque[float] = deque(maxlen=64)  # durations of the last iterations, with data wait
         self._last_wait_ns = 0
 
     def unix_s(self, time_ns: int) -> float:
-        """Return a monotonic time as unix time, on the clock of reports."""
+        """Return a monotonic time as unix time, by the clock of reports."""
         return time_ns * NS + self._unix_minus_monotonic_s
 
     @property
     def start_time_s(self) -> float:
-        """Unix time at which the first window begins."""
+        """Start of the first window, in unix time."""
         return self.unix_s(self._origin_ns)
 
     @property
     def last_ordinal(self) -> int:
-        """Ordinal of the last iteration that ended."""
+        """Ordinal of the last ended iteration, 0 before the first."""
         return self._newest.ordinal if self._newest else 0
 
     @property
     def ended(self) -> ring.Slot | None:
-        """Last iteration of the oldest ended window that is not cut yet."""
+        """Last iteration of the oldest ended window without a report, or ``None``."""
         return self._open[0][0] if self._open else None
 
     @property
     def edges_ns(self) -> list[int]:
-        """Ends of the ended windows that are not cut yet, oldest first."""
+        """Ends of the ended windows without a report, oldest first."""
         return [iteration.end_ns for iteration, _ in self._open]
 
     @property
@@ -99,7 +99,7 @@ class WindowCutter:
 
     def add(self, slot: ring.Slot) -> None:
         if not self._sequence and slot.kind in (ring.ITERATION, ring.PHASE):
-            # The loop was faster than its agent.
+            # The first iteration or phase began before the agent's first window.
             self._start_ns = self._origin_ns = min(self._start_ns, slot.start_ns)
         self._values.add(slot)
         if slot.kind == ring.ITERATION:
@@ -120,20 +120,20 @@ class WindowCutter:
         self._last_wait_ns = slot.wait_ns
         self._seen += 1
         self._overrun = slot.ordinal - self._seen
-        # If the record at a boundary was overwritten, the next boundary ends the window.
+        # If the record at a window's boundary was overwritten, the window ends at the next boundary.
         self._newest = self._newest_totals = slot
         if (slot.ordinal + self._offset) % self._log_interval == 0:
             self._open.append((slot, self._overrun))
 
     def cut(self, series: Sequence[Series]) -> RankReport | None:
-        """Return the report of the oldest ended window, or ``None``."""
+        """Return the report of the oldest ended window, or ``None`` if no window has ended."""
         if not self._open:
             return None
         iteration, overrun = self._open.popleft()
         return self._report(iteration.ordinal, iteration.end_ns, iteration, overrun, series, final=False)
 
     def cut_rest(self, series: Sequence[Series], end_ns: int) -> RankReport:
-        """Return the last report: iterations since the last boundary, and the shutdown until ``end_ns``."""
+        """Return the last report: the iterations since the last boundary, and the shutdown until ``end_ns``."""
         end_ns = max(end_ns, self._start_ns)
         return self._report(self.last_ordinal, end_ns, self._newest_totals, self._overrun, series, final=True)
 
@@ -176,7 +176,7 @@ class WindowCutter:
         return report
 
     def _phases_s(self, totals: ring.Slot, end_ns: int) -> dict[str, float]:
-        """Return the seconds of phases; time in no total is startup or shutdown."""
+        """Return the seconds of each phase; time outside of iterations and marked phases is startup or shutdown."""
         before, start_ns = self._totals, self._start_ns
         phases = zip(MARKED_PHASES, totals.phases_ns, before.phases_ns, strict=True)
         phases_ns = {name: now_ns - then_ns for name, now_ns, then_ns in phases}
@@ -188,14 +188,14 @@ class WindowCutter:
 
     def _startup_ns(self, start_ns: int, end_ns: int, rest_ns: int) -> int:
         if not self.last_ordinal:
-            return rest_ns  # no iteration has ended: all of it is startup
+            return rest_ns  # before the end of the first iteration, all of this time is startup
         marked_ns = sum(p.end_ns - p.start_ns for p in self._phases if p.end_ns <= self._first_start_ns)
         return min(max(min(self._first_start_ns, end_ns) - start_ns - marked_ns, 0), rest_ns)
 
     def _devices(
         self, series: Sequence[Series], end_ns: int, phases_s: dict[str, float], iterations: int
     ) -> tuple[tuple[DeviceWindow, ...], float | None]:
-        """Return the readings of the devices, and the largest error from iterations in step with a sensor."""
+        """Return the readings of the devices, and the largest aliasing error (iterations in step with a sensor)."""
         inside = [phase for phase in self._phases if phase.end_ns <= end_ns]
         self._phases = [phase for phase in self._phases if phase.end_ns > end_ns]
         if len(self._durations_s) > 1:
@@ -227,6 +227,6 @@ class WindowCutter:
 
 
 def _deviation(values: Collection[float]) -> float:
-    """Return the sample standard deviation; `statistics.stdev` adds fractions and takes ten times as long."""
+    """Return the sample standard deviation; `statistics.stdev` uses fractions and takes ten times as long."""
     mean = math.fsum(values) / len(values)
     return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
