@@ -1,1 +1,1 @@
-"""The commands of the command line, a file for each, and their parts; ``app`` declares their options."""
+"""The commands of the command line: each command has a file, and ``app`` declares all options."""

@@ -16,13 +16,13 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # plain help reads well at any width, and starts in half the time
+    rich_markup_mode=None,  # plain help is readable at any width and starts in half the time
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 
 
 def main() -> None:
-    """Run the command that ``sys.argv`` names, and exit with its status."""
+    """Run the command in ``sys.argv``, and exit with its status."""
     app(prog_name="effllm")
 
 
@@ -45,32 +45,34 @@ def _root(
 
 @app.command()
 def demo(
-    ranks: Annotated[int, typer.Option(min=1, max=64, metavar="N", help="Simulated ranks, a process each.")] = 4,
-    iterations: Annotated[int, typer.Option(min=1, metavar="N", help="Iterations of each rank.")] = 60,
+    ranks: Annotated[
+        int, typer.Option(min=1, max=64, metavar="N", help="Number of simulated ranks, one process per rank.")
+    ] = 4,
+    iterations: Annotated[int, typer.Option(min=1, metavar="N", help="Number of iterations.")] = 60,
     step_seconds: Annotated[
-        float, typer.Option(min=0.001, max=60.0, metavar="S", help="Seconds of an iteration.")
+        float, typer.Option(min=0.001, max=60.0, metavar="S", help="Duration of an iteration in seconds.")
     ] = 0.05,
     log_interval: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="Iterations between reports. [default: 10, or more that last a second]"),
+        typer.Option(min=1, metavar="N", help="Iterations per report. [default: 10, or more if 10 take less than 1 s]"),
     ] = None,
     run_dir: Annotated[
-        str, typer.Option(metavar="FOLDER", help="Where the run folder is made. [default: EFFICIENTLLM_RUN_DIR]")
+        str, typer.Option(metavar="FOLDER", help="Parent folder of the run folder. [default: EFFICIENTLLM_RUN_DIR]")
     ] = "",
 ) -> None:
-    """Run a small simulated job: without GPU and torch, in a few seconds.
+    """Run a small simulated job in a few seconds, without GPU and torch.
 
-    Processes, agents and messages are real, GPUs are simulated; every output is marked as simulated. The last rank is
-    12 % slower than the others, there is an evaluation in the middle, and the loss decreases.
+    Processes, agents and messages are real. GPUs are simulated, and every output is marked as simulated. The last rank
+    is 12 % slower than the other ranks. The job has an evaluation in the middle, and its loss decreases.
 
     \b
     Examples:
       effllm demo
       effllm demo --ranks 8 --iterations 200
       effllm demo --run-dir /tmp/demo
-      tensorboard --logdir efficientllm_runs        # then, in a browser
+      tensorboard --logdir efficientllm_runs        # for a browser
 
-    Exit status: 0 the demo completed, 1 it did not, 2 wrong use, 130 stopped with Ctrl-C.
+    Exit status: 0 demo completed, 1 demo not completed, 2 wrong use, 130 stopped with Ctrl-C.
     """
     from effllm.commands import demo as command
 
@@ -80,13 +82,13 @@ def demo(
 @app.command()
 def check(
     device: Annotated[str, typer.Option(metavar="NAME", help="Device to check. [default: EFFICIENTLLM_DEVICE]")] = "",
-    show_all: Annotated[bool, typer.Option("--all", help="Show all metrics, not only the usual ones.")] = False,
+    show_all: Annotated[bool, typer.Option("--all", help="Show all metrics, not only the common metrics.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print all results as JSON.")] = False,
 ) -> None:
     """Check which metrics can be measured here, and by which sources.
 
-    It tests sensors, their cost, the run folder and the network. For each metric that cannot be measured it prints
-    the reason and the remedy. No files are left.
+    The command tests sensors, their cost, the run folder and the network. For each metric that cannot be measured,
+    it prints the reason and the remedy. All test files are deleted.
 
     \b
     Examples:
@@ -105,27 +107,27 @@ def check(
 @app.command()
 def profile(
     device: Annotated[
-        str, typer.Option(metavar="GPU", help="Its index in bus order, or UUID. [default: the first visible]")
+        str, typer.Option(metavar="GPU", help="Index in bus order, or UUID. [default: first visible GPU]")
     ] = "",
-    seconds: Annotated[float, typer.Option(min=10.0, max=600.0, metavar="S", help="For all measurements.")] = 60.0,
-    save: Annotated[str, typer.Option(metavar="FILE", help="Write the report there, as JSON.")] = "",
+    seconds: Annotated[float, typer.Option(min=10.0, max=600.0, metavar="S", help="Total duration in seconds.")] = 60.0,
+    save: Annotated[str, typer.Option(metavar="FILE", help="Write the report to this file, as JSON.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
-    """Measure the behaviour of the sensors of one GPU without other work.
+    """Measure the behaviour of the sensors of one GPU.
 
-    The GPU is first idle, then loaded by torch with matrix products that are switched on and off. The results are the
-    period of counter and power, their lag, the measured share of the time, and the duration of calls. Later runs on
-    this model and driver use them. The report has no host, user or serial number and can be published unchanged.
+    The GPU is first idle. Then torch loads it with matrix products that are switched on and off. The results are the
+    periods and lags of energy counter and power, the measured share of the time, and the duration of calls. Later runs
+    on this model and driver use these results. The report has no host, user or serial number and can be published.
 
-    No other program should use the GPU. Without torch and CUDA, only the idle GPU is measured.
+    No other program should use the GPU during the measurement. Without torch and CUDA, only the idle GPU is measured.
 
     \b
     Examples:
       effllm profile
       effllm profile --device 3 --seconds 120
-      effllm profile --save h100.json               # to be sent in
+      effllm profile --save h100.json               # a file to send to us
 
-    Exit status: 0 it was profiled, 1 the report cannot be written, 2 no GPU can be read, or wrong use, 130 stopped.
+    Exit status: 0 profile complete, 1 report not written, 2 no readable GPU or wrong use, 130 stopped with Ctrl-C.
     """
     from effllm.commands import profile as command
 
@@ -138,19 +140,20 @@ def env(
     shell: Annotated[bool, typer.Option("--shell", help="Print only the exports, without comments.")] = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print the tables of docs/configuration.md.")] = False,
 ) -> None:
-    """Print the settings as a shell exports them, or check them.
+    """Print the settings as export commands of a shell, or check the settings.
 
-    Each setting has the value that a run would use: the variable's value, else the default. The most common settings
-    come first. An unknown name is an error that suggests the nearest name, or the new name of an old one.
+    Each setting has the value for a run: the value of its variable, or the default. The most common settings are
+    first. An unknown name is an error with the nearest known name. A name of an earlier version is an error with the
+    new name.
 
     \b
     Examples:
       effllm env | less                             # every setting, by group
-      eval "$(effllm env)"                          # set them in this shell
+      eval "$(effllm env)"                          # set every setting in this shell
       EFFICIENTLLM_WARMUP=60s effllm env --shell | grep WARMUP
       effllm env --check && torchrun ... train.py
 
-    Exit status: 0 no setting is wrong (doubtful ones are named), 2 a setting is wrong.
+    Exit status: 0 no wrong setting (doubtful settings are reported), 2 a wrong setting.
     """
     from effllm.commands import env as command
 
@@ -164,13 +167,13 @@ def run(
 ) -> None:
     """Run a training script and measure it.
 
-    The script runs unchanged, as with python, and its run folder is completed however it ends. Training loops of the
-    known frameworks, and any other loop with a torch optimizer, are hooked when they are imported; docs/systems.md
-    lists them. A loop without torch calls effllm.monitor, or initialize_efficientllm_metrics(parameters), and
+    The script runs unchanged, as with python. Its run folder is also completed after an error. Training loops of known
+    frameworks (docs/systems.md lists them), and any other loop with a torch optimizer, are hooked at their import. A
+    loop without torch calls effllm.monitor, or initialize_efficientllm_metrics(parameters), and
     record_iteration_start and record_iteration_end around each step.
 
-    The exit status and the traceback are the script's own. An exception, or an exit status that is not 0, makes the
-    run "failed".
+    The exit status and the traceback are those of the script. A run with an exception, or with an exit status other
+    than 0, has the status "failed".
 
     \b
     Examples:
@@ -186,31 +189,32 @@ def run(
 
 @app.command()
 def serve(
-    bind: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where to listen; port 0 is a free one.")] = (
-        "127.0.0.1:0"
-    ),
+    bind: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Address of the aggregator; port 0: any free port.")
+    ] = ("127.0.0.1:0"),
     run_dir: Annotated[
-        str, typer.Option(metavar="FOLDER", help="Where the run folder is made. [default: EFFICIENTLLM_RUN_DIR]")
+        str, typer.Option(metavar="FOLDER", help="Parent folder of the run folder. [default: EFFICIENTLLM_RUN_DIR]")
     ] = "",
     run_name: Annotated[
-        str, typer.Option(metavar="NAME", help="Its name. [default: EFFICIENTLLM_RUN_NAME, else time and id]")
+        str,
+        typer.Option(metavar="NAME", help="Name of the run folder. [default: EFFICIENTLLM_RUN_NAME, else time and id]"),
     ] = "",
     job: Annotated[
-        str, typer.Option(metavar="ID", help="Id of the job; a new one in an old folder is its next attempt.")
+        str, typer.Option(metavar="ID", help="Id of the job; in an existing run folder, a new id is the next attempt.")
     ] = "",
 ) -> None:
-    """Run a separate aggregator, not started by rank 0.
+    """Run a separate aggregator that rank 0 does not start.
 
-    It prints the variables for the training processes, ends when all ranks have left, and writes the summary, also
-    after Ctrl-C or SIGTERM. LOG_INTERVAL must be the same in the training processes.
+    The command prints the variables for the training processes. It ends when all ranks have left, or after Ctrl-C or
+    SIGTERM, and writes the summary. LOG_INTERVAL must be the same in the training processes.
 
     \b
     Examples:
-      effllm serve                            # on a free port, which it prints
+      effllm serve                            # on a free port, which is printed
       effllm serve --bind 127.0.0.1:5555 --run-name llama-7b
       EFFICIENTLLM_ENDPOINT=tcp://127.0.0.1:5555 torchrun ... train.py
 
-    Exit status: 0 the summary is written, 1 the port is not available, 2 wrong use.
+    Exit status: 0 summary written, 1 port not available, 2 wrong use.
     """
     from effllm.commands import serve as command
 
@@ -219,38 +223,52 @@ def serve(
 
 @app.command()
 def simulate(
-    ranks: Annotated[int, typer.Option(min=1, max=100_000, metavar="N", help="Ranks that report.")],
+    ranks: Annotated[int, typer.Option(min=1, max=100_000, metavar="N", help="Number of simulated ranks.")],
     interval: Annotated[
         float, typer.Option(min=0.05, max=3600.0, metavar="S", help="Seconds between two reports of a rank.")
     ] = 1.0,
-    minutes: Annotated[float, typer.Option(min=0.01, max=10_080.0, metavar="M", help="For how long.")] = 1.0,
-    endpoint: Annotated[str, typer.Option(metavar="HOST:PORT", help="A running aggregator. [default: a new one]")] = "",
+    minutes: Annotated[
+        float, typer.Option(min=0.01, max=10_080.0, metavar="M", help="Duration of the simulation in minutes.")
+    ] = 1.0,
+    endpoint: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Address of a running aggregator. [default: a new aggregator]")
+    ] = "",
     processes: Annotated[
-        int, typer.Option(min=0, max=256, metavar="K", show_default=False, help="Sender processes. [default: by ranks]")
+        int,
+        typer.Option(
+            min=0, max=256, metavar="K", show_default=False, help="Number of sender processes. [default: by ranks]"
+        ),
     ] = 0,
     arrival: Annotated[
-        str, typer.Option(metavar="HOW", help="burst: all ranks end a window at once; even: spread over it.")
+        str,
+        typer.Option(
+            metavar="HOW",
+            help="burst: all ranks end a window at the same time; even: the ends are spread over a window.",
+        ),
     ] = "burst",
-    security: Annotated[str, typer.Option(metavar="HOW", help="curve: with keys; none: without.")] = "curve",
-    run_dir: Annotated[str, typer.Option(metavar="FOLDER", help="Keep the run folder there. [default: deleted]")] = "",
+    security: Annotated[str, typer.Option(metavar="HOW", help="curve: with keys; none: without keys.")] = "curve",
+    run_dir: Annotated[
+        str,
+        typer.Option(metavar="FOLDER", help="Keep the run folder at this path. [default: the run folder is deleted]"),
+    ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
 ) -> None:
     """Measure the cost of an aggregator for a number of ranks.
 
-    Simulated ranks send real messages over real connections to a real aggregator. The results are its share of a
-    core, its memory, and the delay of a window's values after its last report. The summary is compared with the
-    reported numbers. Ranks and aggregator share this machine, unless --endpoint is given.
+    Simulated ranks send real messages over real connections to a real aggregator. The results are the aggregator's
+    share of a core, its memory, and the time from the last report of a window to the window's values at rank 0. The
+    totals in the summary are compared with the sums of all reports. Ranks and aggregator share this machine, unless
+    --endpoint is given.
 
     \b
     Examples:
       effllm simulate --ranks 1000
       effllm simulate --ranks 10000 --minutes 5 --json
       effllm simulate --ranks 512 --interval 10 --arrival even
-      effllm serve --bind 10.0.0.1:5555             # on the head node; then:
+      effllm serve --bind 10.0.0.1:5555             # on the head node, before the next line
       effllm simulate --ranks 4000 --endpoint 10.0.0.1:5555
 
-    Exit status: 0 all reports were counted, 1 some were lost or the simulation failed, 2 wrong use, 130 stopped with
-    Ctrl-C.
+    Exit status: 0 all reports counted, 1 lost reports or failed simulation, 2 wrong use, 130 stopped with Ctrl-C.
     """
     from effllm.commands import simulate as command
 
@@ -284,20 +302,21 @@ def watch(
     ] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print a line of JSON for each interval.")] = False,
 ) -> None:
-    """Watch a running vLLM server: tokens/s, and the power of its GPUs.
+    """Print the tokens/s of a running vLLM server and the power of its GPUs.
 
-    Tokens are read from the server's metrics page, for all its models and engines. Power is read from the GPUs of
-    this machine in CUDA_VISIBLE_DEVICES, so run it on the server's machine, with the same variable. The server needs
-    no change. If it does not answer, the request is repeated; after a restart one interval has no tokens.
+    Tokens are read from the server's metrics page, for all models and engines. Power is read from the GPUs of this
+    machine in CUDA_VISIBLE_DEVICES: run the command on the server's machine, with the server's CUDA_VISIBLE_DEVICES.
+    The server needs no change. While the server does not answer, the request is repeated. After a restart of the
+    server, one interval has no tokens.
 
     \b
     Examples:
       effllm watch
       effllm watch --vllm http://127.0.0.1:8000/metrics --interval 10
-      CUDA_VISIBLE_DEVICES=0,1 effllm watch         # the server's two GPUs
+      CUDA_VISIBLE_DEVICES=0,1 effllm watch         # GPUs of the server
       effllm watch --json --count 12 | jq .joules_per_token
 
-    Exit status: 0 at least one interval was measured, 1 none was, 2 wrong use.
+    Exit status: 0 one or more intervals measured, 1 no interval measured, 2 wrong use.
     """
     from effllm.commands import watch as command
 
@@ -310,7 +329,7 @@ def events(
 ) -> None:
     """List every kind of event with its output and meaning.
 
-    Events of a run are lines of events.jsonl in its run folder; each is counted.
+    Each event of a run is counted, and is a line of events.jsonl in the run folder.
 
     \b
     Examples:

@@ -1,4 +1,4 @@
-"""``effllm check``: the measurable metrics with their sources and cost, and remedies for the others."""
+"""``effllm check``: measurable metrics with their sources and cost, and remedies for missing metrics."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MARKS = {BROKEN: "[bold red]broken[/]", MISSING: "[yellow]none[/]"}
 
 
 def main(device: str, *, show_all: bool, as_json: bool) -> int:
-    """Print the results; return 1 if a run would not be measured, 2 for wrong use."""
+    """Print the results; return 0, 1 if a run would not be measured, 2 for wrong use."""
     if device and device not in ("auto", *device_names()):
         names = ", ".join(("auto", *device_names()))
         print(f"effllm check: --device {device}: there is no such device; there are: {names}", file=sys.stderr)
@@ -85,7 +85,7 @@ def _metrics(metrics: list[Measurable]) -> Table:
 
 
 def _once(reasons: list[str], shown: set[str]) -> Iterator[str]:
-    """Yield the reasons, shortened if shown before."""
+    """Yield the reasons; a reason that was shown before is shortened."""
     for reason in reasons:
         head, _, tail = reason.partition(": ")
         yield f"{head}: see above" if reason in shown and tail else reason
@@ -119,7 +119,7 @@ def _costs(found: Survey) -> Iterator[str]:
             f"{100 * cost.core_share:.2g} % of a core per rank."
         )
     if cost.stamps_us is not None:
-        yield f"The training thread gives {cost.stamps_us:.1f} µs to an iteration."
+        yield f"The training thread spends {cost.stamps_us:.1f} µs per iteration on records."
 
 
 def _is_usual(name: str) -> bool:

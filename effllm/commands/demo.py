@@ -25,7 +25,7 @@ SAMPLES_PER_S = 10
 
 
 def main(ranks: int, iterations: int, step_seconds: float, log_interval: int | None, run_dir: str) -> int:
-    """Run the demo; return 0, 1 if it did not complete, or 128 + the signal that stopped it."""
+    """Run the demo; return 0, 1 for an incomplete demo, 2 for wrong use, or 128 + signal number for a stopped demo."""
     try:
         folder = Path(run_dir or read_config(this_process()).run_dir).absolute()
     except ConfigError as error:
@@ -68,7 +68,7 @@ class _Job:
             for rank in range(self._num_ranks):
                 environ = _environment(self._config, endpoint, rank, self._num_ranks)
                 self._ranks.append(spawn("effllm.commands.demo_rank", self._arguments, [], environ))
-            if self._signal:  # a signal came during the start: stop the later ranks too
+            if self._signal:  # a signal during the start: also stop the ranks that were started after it
                 self._stop(self._signal, None)
             status = Server(self._orders(endpoint, listener.detach()), sys.stdout).run()
         finally:
@@ -88,10 +88,10 @@ class _Job:
         )
 
     def _stop(self, number: int, _frame: FrameType | None) -> None:
-        """End the ranks; their agents report it, and the aggregator ends after all have left."""
+        """End the ranks; the aggregator ends after all ranks have left."""
         self._signal = number
         for rank in self._ranks:
-            # Not SIGINT, because it causes a traceback in a rank that is still starting.
+            # SIGINT would cause a traceback in a rank that is still starting.
             rank.send_signal(signal.SIGUSR1 if number == signal.SIGINT else number)
 
     def _end_ranks(self) -> None:
@@ -105,7 +105,7 @@ class _Job:
 
 
 def _environment(config: Config, endpoint: str, rank: int, num_ranks: int) -> dict[str, str]:
-    """Return the environment of a rank: this process's, without the variables of other jobs."""
+    """Return the environment of a rank: this environment without the variables of other jobs."""
     foreign = (PREFIX, "MASTER_", "TORCHELASTIC_", "SLURM_", "OMPI_")
     environ = {name: value for name, value in this_process().items() if not name.startswith(foreign)}
     environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}

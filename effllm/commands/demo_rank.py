@@ -12,13 +12,13 @@ import effllm
 from effllm.config.place import read_place
 from effllm.config.switches import this_process
 
-PARAMETERS = 124_000_000  # GPT-2 small's
-SAMPLES = 8  # per rank and iteration
+PARAMETERS = 124_000_000  # parameters of GPT-2 small
+SAMPLES = 8  # samples per rank and iteration
 TOKENS = SAMPLES * 1024
-SLOWDOWN = 1.12  # factor of the last rank's step time
+SLOWDOWN = 1.12  # step time of the last rank over the step time of other ranks
 DATA_SHARE = 0.04  # data wait as a share of an iteration
 EVALUATION_STEPS = 6
-#: Signals that end a rank, and the resulting status; the demo sends SIGUSR1 for Ctrl-C.
+#: Signals that end a rank, and the status of the run; after Ctrl-C the demo sends SIGUSR1.
 _ENDS = {
     signal.SIGINT: "interrupted",
     signal.SIGUSR1: "interrupted",
@@ -28,7 +28,7 @@ _ENDS = {
 
 
 def main(arguments: list[str]) -> None:
-    """Simulate training; ``arguments`` are the number of iterations and the seconds of a step."""
+    """Simulate training; ``arguments``: number of iterations, seconds of an iteration."""
     iterations, step_s = int(arguments[0]), float(arguments[1])
     for number in _ENDS:
         signal.signal(number, _stop)
@@ -51,7 +51,7 @@ class _Stopped(BaseException):
 
 def _stop(number: int, _frame: FrameType | None) -> None:
     for other in _ENDS:
-        signal.signal(other, signal.SIG_IGN)  # Ctrl-C arrives twice: from the terminal and from the demo
+        signal.signal(other, signal.SIG_IGN)  # Ctrl-C causes two signals: from the terminal and from the demo
     raise _Stopped(number)
 
 
@@ -62,7 +62,7 @@ def _train(collector: effllm.MetricsCollector, iterations: int, step_s: float) -
         time.sleep(DATA_SHARE * step_s)
         collector.record_iteration_start()
         time.sleep((1 - DATA_SHARE) * step_s * (SLOWDOWN if is_slow else 1.0))
-        effllm.sync_point()  # where a real rank first waits for the others
+        effllm.sync_point()  # place where a real rank first waits for other ranks
         collector.record_iteration_end(tokens_processed=TOKENS, samples_processed=SAMPLES)
         collector.log_metrics(iteration, loss=loss(iteration))
         if iteration == iterations // 2:

@@ -1,4 +1,4 @@
-"""``effllm env``: prints the settings as exports of a shell, and checks them."""
+"""``effllm env``: prints the settings as export commands of a shell, or checks the settings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _COLUMNS = 80
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the settings, or with ``--check`` only errors; return 2 if a setting is wrong."""
+    """Print the settings, or only errors with ``--check``; return 2 if a setting is wrong."""
     for argument in arguments:
         if argument not in _OPTIONS:
             print(f"effllm env: {argument!r} is not one of {', '.join(_OPTIONS)}", file=sys.stderr)
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def statements(environ: Mapping[str, str]) -> Iterator[str]:
-    """Yield only the exports; ``eval`` accepts them joined to one line, too."""
+    """Yield only the exports; ``eval`` also accepts all exports in one line."""
     config = read_config(environ)
     for variable in ALL_VARIABLES:
         if value := _value(variable, config, environ):
@@ -49,7 +49,7 @@ def statements(environ: Mapping[str, str]) -> Iterator[str]:
 
 
 def commented(environ: Mapping[str, str]) -> Iterator[str]:
-    """Yield the exports by group, with their meanings; unset variables are comments."""
+    """Yield the exports by group, with their meanings; exports of unset variables are comments."""
     config = read_config(environ)
     for group, variables in _groups():
         yield f"# ---- {group} ----"
@@ -84,4 +84,4 @@ def _groups() -> Iterator[tuple[str, list[Variable]]]:
 def _value(variable: Variable, config: Config, environ: Mapping[str, str]) -> str:
     if variable.field:
         return variable.value(config)
-    return environ.get(PREFIX + variable.name, "") or "1"  # a shell that evaluates this enables metrics for its jobs
+    return environ.get(PREFIX + variable.name, "") or "1"  # `eval "$(effllm env)"` enables metrics

@@ -1,4 +1,4 @@
-"""``effllm profile``: measures the sensors of one GPU without other work, and prints a report."""
+"""``effllm profile``: measures the sensors of one GPU that no other program uses, and prints a report."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from effllm.trainer.preflight import usable
 
 _STAGES = {
     "idle": "the idle GPU",
-    "calls": "the time of calls",
+    "calls": "the duration of calls",
     "load": "the GPU under load",
     "estimates": "the estimates",
 }
@@ -33,9 +33,9 @@ _ADVICE = "install torch with CUDA in this environment and profile again"
 
 
 def main(device: str, seconds: float, *, as_json: bool, save: str) -> int:
-    """Profile one GPU and print the report; return 2 if there is no GPU, 130 after Ctrl-C."""
+    """Profile one GPU and print the report; return 1 for an unwritten report, 2 without a GPU, 130 after Ctrl-C."""
     if save and (not Path(save).absolute().parent.is_dir() or Path(save).is_dir()):
-        print(f"effllm profile: --save {save}: there is no such folder, or it is one", file=sys.stderr)
+        print(f"effllm profile: --save {save}: not a file in an existing folder", file=sys.stderr)
         return 2
     try:
         reader = _open(read_config(usable(this_process())), device)
@@ -45,7 +45,7 @@ def main(device: str, seconds: float, *, as_json: bool, save: str) -> int:
     try:
         found = _profile(reader, seconds)
     except KeyboardInterrupt:
-        print("effllm profile: stopped; nothing is kept", file=sys.stderr)
+        print("effllm profile: stopped; no results are stored", file=sys.stderr)
         return 130
     finally:
         reader.close()
@@ -69,7 +69,7 @@ def main(device: str, seconds: float, *, as_json: bool, save: str) -> int:
 
 
 def _open(config: Config, device: str) -> Reader:
-    """Open the GPU.
+    """Open a GPU.
 
     Raises:
         DeviceUnavailable: there is no GPU, or the configured device is not a GPU.
@@ -107,7 +107,7 @@ def _profile(reader: Reader, seconds: float) -> SensorProfile:
 
 
 def _json(found: SensorProfile) -> str:
-    """Return the report as JSON; the sensor, an array on the wire, has named fields."""
+    """Return the report as JSON; the sensor, an array in messages, is an object with named fields."""
     plain = msgspec.to_builtins(found) | {"sensor": asdict(found.sensor)}
     return msgspec.json.format(msgspec.json.encode(plain)).decode() + "\n"
 
@@ -134,12 +134,12 @@ def _parts(found: SensorProfile, save: str) -> Iterator[Table | str]:
     for line in found.unmeasured:
         yield f"[yellow]Not measured:[/] {escape(line)}"
     if not found.load:
-        yield f"For the rest, {_ADVICE}."
+        yield f"To measure more, {_ADVICE}."
     for line in found.warnings:
         yield f"[bold red]Warning:[/] {escape(line)}"
     if profiling.to_calibration(found) is not None:
-        yield "Kept: runs on this model and driver use it from now on."
-    yield f"The report is in {escape(save)}." if save else "To send the report in: effllm profile --save FILE"
+        yield "Stored: later runs on this model and driver use this result."
+    yield f"The report is in {escape(save)}." if save else "To send us the report: effllm profile --save FILE"
 
 
 def _facts(rows: list[tuple[str, list[str]]]) -> Table:
@@ -157,10 +157,14 @@ def _sensors(found: SensorProfile) -> list[tuple[str, list[str]]]:
     counter = [_moves(found.counter, "moves"), _lag(found), _measures(found)]
     power = [_moves(found.power, "changes"), _mean(found.power_response)]
     if found.power_is_held is not None:
-        power.append("held: the power of the counter's last tick" if found.power_is_held else "not the counter's ticks")
+        power.append(
+            "held: the power of the counter's last tick"
+            if found.power_is_held
+            else "independent of the counter's ticks"
+        )
     average = [_moves(found.average, "changes"), _mean(found.average_response)]
     usage = [_moves(found.usage, "changes"), _mean(found.usage_response)] if found.usage else []
-    gain = f"± {100 * sensor.gain_error:.1f} % of all readings: only a second meter could show it"
+    gain = f"± {100 * sensor.gain_error:.1f} % of all readings: only a second meter could show this error"
     return [
         ("energy counter", [line for line in counter if line]),
         ("power", [line for line in power if line]),
@@ -173,9 +177,9 @@ def _sensors(found: SensorProfile) -> list[tuple[str, list[str]]]:
 
 def _moves(rhythm: Rhythm | None, verb: str) -> str:
     if rhythm is None:
-        return "no rhythm was found"
+        return "no period was found"
     if not rhythm.period_s:
-        return f"{verb} all the time"
+        return f"{verb} continuously"
     jitter = f", jitter {1e3 * rhythm.jitter_s:.1f} ms" if rhythm.jitter_s > 5e-4 else ""
     return f"{verb} every {1e3 * rhythm.period_s:.2f} ms{jitter}"
 
@@ -196,7 +200,7 @@ def _measures(found: SensorProfile) -> str:
     if duty == 1.0:
         return "measures all of each tick"
     return (
-        f"measures {1e3 * response.window_s:.1f} ± {1e3 * response.window_error_s:.1f} ms of each, "
+        f"measures {1e3 * response.window_s:.1f} ± {1e3 * response.window_error_s:.1f} ms of each tick, "
         f"until {_ends(response)}"
     )
 
@@ -208,10 +212,10 @@ def _mean(response: Response | None) -> str:
 
 
 def _ends(response: Response) -> str:
-    """Return the end of the window relative to the time at which the value is shown."""
+    """Return the end of the measured time, relative to the time at which the value is shown."""
     if abs(response.ends_s) <= response.middle_error_s + response.window_error_s / 2:
-        return "it is shown"
-    return f"{1e3 * response.ends_s:.1f} ms before"
+        return "the value is shown"
+    return f"{1e3 * response.ends_s:.1f} ms before the value is shown"
 
 
 def _ratio(name: str, found: SensorProfile) -> str:
@@ -261,7 +265,7 @@ def _calls(calls: list[DriverCall]) -> Table:
 
 
 def _fields(found: SensorProfile) -> list[tuple[str, list[str]]]:
-    """Return the available scopes of each field, and the errors of the other scopes."""
+    """Return the available scopes of each field, and the errors of unavailable scopes."""
     names = dict.fromkeys(field.name for field in found.fields)
     rows = []
     for name in names:

@@ -1,6 +1,6 @@
-"""``effllm run``: runs a training script like ``python``, and completes its run folder however it ends.
+"""``effllm run``: runs a training script like ``python``, and completes its run folder, also after an error.
 
-This is the training process, so only the standard library is imported.
+This process is the training process, so only the standard library is imported.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _USAGE = "effllm run: give a script, or -m and a module: effllm run train.py --l
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the script or module in the arguments; return 2 if there is none; its exceptions are raised."""
+    """Run the script or module in the arguments, and raise its exceptions; return 2 without a script or module."""
     if not arguments or arguments == ["-m"]:
         print(_USAGE, file=sys.stderr)
         return 2
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
 def _run(name: str, arguments: Sequence[str], *, is_module: bool) -> int:
     pid = os.getpid()
     sys.argv[:] = [name, *arguments]
-    # As in python, which does not do so with safe paths (-P, -I, PYTHONSAFEPATH).
+    # As python does, except with safe paths (-P, -I, PYTHONSAFEPATH).
     if not (getattr(sys.flags, "safe_path", False) or sys.flags.isolated):
         sys.path[0] = str(Path.cwd()) if is_module else str(Path(name).resolve().parent)
     show = sys.excepthook
@@ -64,13 +64,13 @@ def _run(name: str, arguments: Sequence[str], *, is_module: bool) -> int:
         status = "interrupted"
         raise
     finally:
-        if os.getpid() == pid:  # not in a child forked by the script
+        if os.getpid() == pid:  # false in a child that the script forked
             _close(name, status)
     return 0
 
 
 def _run_script(path: Path) -> None:
-    """Execute a file as ``__main__``; unlike with runpy the module is kept for threads and exit handlers."""
+    """Execute a file as ``__main__``. Runpy would delete the module, which threads and exit handlers need."""
     main = ModuleType("__main__")
     vars(main).update(__file__=str(path), __builtins__=builtins, __loader__=SourceFileLoader("__main__", str(path)))
     with io.open_code(str(path)) as file:
@@ -85,7 +85,7 @@ def _close(name: str, status: str) -> None:
         collector.get_metrics_collector().stop_collection(status)
     elif status == "completed" and is_enabled(this_process()) and _is_first_rank():
         print(
-            f"[EfficientLLM] {name} made no call to effllm and ran no known training loop, so nothing was measured; "
+            f"[EfficientLLM] nothing was measured: {name} did not call effllm and ran no known training loop; "
             "see effllm run --help",
             file=sys.stderr,
         )
@@ -99,12 +99,12 @@ def _is_first_rank() -> bool:
 
 
 def _cut(error: BaseException, trace: TracebackType | None) -> TracebackType | None:
-    """Remove the frames above the script from the traceback: those of the command line and of runpy."""
+    """Remove the frames of the command line and of runpy from the traceback."""
     cut = trace
     while cut is not None and cut.tb_frame.f_code is not _run.__code__:
         cut = cut.tb_next
     if cut is None:
-        return trace  # of another thread, or of effllm itself
+        return trace  # an exception in another thread, or in effllm
     while cut is not None and cut.tb_frame.f_globals.get("__name__") in ("runpy", __name__):
         cut = cut.tb_next
     error.__traceback__ = cut

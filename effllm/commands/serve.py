@@ -1,4 +1,4 @@
-"""``effllm serve``: a separate aggregator."""
+"""``effllm serve``: runs a separate aggregator."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def main(bind: str, run_dir: str, run_name: str, job: str) -> int:
     """Serve one job; return 1 if the port is not available, 2 for wrong use."""
     options = {f"{PREFIX}RUN_DIR": run_dir, f"{PREFIX}RUN_NAME": run_name}
     environ = {**this_process(), **{name: value for name, value in options.items() if value}}
-    environ.pop(f"{PREFIX}ENDPOINT", None)  # meant for training, or left by an earlier aggregator
+    environ.pop(f"{PREFIX}ENDPOINT", None)  # an address for training processes
     wrong = problems(environ)
     match = _BIND.fullmatch(bind)
     if match is None or int(match["port"]) > 65535:
         wrong.append(f"--bind {bind} is not HOST:PORT, such as 127.0.0.1:5555")
     elif interface.is_wildcard(match["host"]):
-        wrong.append(f"--bind {bind} is every interface: name the address that the job reaches")
+        wrong.append(f"--bind {bind} means every interface: give an address that the job can reach")
     if wrong or match is None:
         return _complain(wrong, 2)
     config = replace(read_config(environ), endpoint=f"tcp://{match['host']}:{match['port']}")
@@ -49,7 +49,7 @@ def main(bind: str, run_dir: str, run_name: str, job: str) -> int:
         listener = listening.listen(match["host"].strip("[]"), int(match["port"]))
     except OSError as error:
         reason = error.strerror or str(error)
-        return _complain([f"{reason}; choose another port, or 0 for a free one"], 1)
+        return _complain([f"{reason}; choose another port, or 0 for any free port"], 1)
     endpoint = f"tcp://{match['host']}:{listener.getsockname()[1]}"
     orders = Orders(
         config=replace(config, run_name=name, endpoint=""),
@@ -63,11 +63,11 @@ def main(bind: str, run_dir: str, run_name: str, job: str) -> int:
     server = Server(orders, sys.stdout)
     signal.signal(signal.SIGINT, server.stop)
     signal.signal(signal.SIGTERM, server.stop)
-    print("An aggregator is ready. In the shell that trains:\n")
+    print("An aggregator is ready. Run in the shell of the training:\n")
     print(f"  export {PREFIX}ENDPOINT={endpoint}")
     if is_secured:
         print(f"  export {PREFIX}SECRET_FILE={shlex.quote(str(secret_path(config)))}")
-        print("\nOn a host that does not see this file: a copy of it, with mode 0600.")
+        print("\nA host without this file needs a copy of the file, with mode 0600.")
     else:
         print(f"  export {PREFIX}SECURITY=none")
     print(flush=True)
@@ -77,7 +77,7 @@ def main(bind: str, run_dir: str, run_name: str, job: str) -> int:
     was_there = base.exists()
     if server.run() == UNUSED:
         if not was_there:
-            with contextlib.suppress(OSError):  # not empty: another run may have begun in it
+            with contextlib.suppress(OSError):  # not empty: another run may have started in this folder
                 base.rmdir()
         print("effllm serve: ended before any rank connected; no run folder is left", flush=True)
     return 0

@@ -13,7 +13,7 @@ from msgspec import Struct
 
 MAX_BYTES = 8 * 1024 * 1024
 LIMIT_S = 5.0
-_GENERATED = ("vllm:generation_tokens_total", "vllm:generation_tokens")  # the second before prometheus_client 0.4
+_GENERATED = ("vllm:generation_tokens_total", "vllm:generation_tokens")  # second name: prometheus_client before 0.4
 _PROMPT = ("vllm:prompt_tokens_total", "vllm:prompt_tokens")
 _RUNNING = ("vllm:num_requests_running",)
 _WAITED_S = ("vllm:time_to_first_token_seconds_sum",)
@@ -25,22 +25,22 @@ Labelled = Mapping[str, float]
 
 
 class Unreachable(OSError):
-    """The page cannot be read now; the message is one sentence."""
+    """The page cannot be read now. The message is one sentence."""
 
 
 class NotVllm(ValueError):
-    """The page does not belong to a vLLM server; the message names the missing metrics."""
+    """The page is not a page of a vLLM server. The message names the missing metrics."""
 
 
 class Page(Struct, frozen=True):
-    """The values of a page by labels (a server may have several models and engines); ``None`` if missing."""
+    """The values of a page by labels: a server may have several models and engines. Missing values are ``None``."""
 
-    time_s: float  # of the monotonic clock
+    time_s: float  # monotonic time
     generated: Labelled | None
     prompt: Labelled | None
     running: float | None
     waited_s: Labelled | None  # sum of the times to first tokens
-    waited: Labelled | None  # their number
+    waited: Labelled | None  # number of first tokens
     started: Labelled | None
 
 
@@ -59,7 +59,7 @@ def address(url: str) -> tuple[str, str, int, str]:
     """Return the scheme, host, port and path of a page; the default path is /metrics.
 
     Raises:
-        ValueError: it is not an http or https URL.
+        ValueError: ``url`` is not an http or https URL.
     """
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query or parts.fragment:
@@ -72,8 +72,8 @@ def fetch(url: str) -> Page:
     """Return the current page.
 
     Raises:
-        Unreachable: there was no answer, or an error.
-        NotVllm: it is not the page of a vLLM server.
+        Unreachable: the server did not answer, or answered with an error.
+        NotVllm: the page is not a page of a vLLM server.
     """
     scheme, host, port, path = address(url)
     kind = http.client.HTTPSConnection if scheme == "https" else http.client.HTTPConnection
@@ -98,14 +98,14 @@ def _read(connection: http.client.HTTPConnection, path: str) -> bytes:
     answer = connection.getresponse()
     if answer.status != http.client.OK:
         to = f" to {answer.headers['Location'][:200]}" if answer.headers["Location"] else ""
-        raise Unreachable(f"it answers {answer.status} {answer.reason[:80]}{to}")
+        raise Unreachable(f"the server answers {answer.status} {answer.reason[:80]}{to}")
     text = b""
     while part := answer.read1(65536):
         text += part
         if len(text) > MAX_BYTES:
-            raise Unreachable(f"its page is longer than {MAX_BYTES // 2**20} MiB")
-        if time.monotonic() > until_s:  # the connection's own timeout applies to each packet
-            raise Unreachable(f"its page did not come within {LIMIT_S:.0f} s")
+            raise Unreachable(f"the page is longer than {MAX_BYTES // 2**20} MiB")
+        if time.monotonic() > until_s:  # the connection's timeout applies to each packet
+            raise Unreachable(f"the page was not complete within {LIMIT_S:.0f} s")
     return text
 
 
@@ -113,13 +113,13 @@ def parse(text: str, time_s: float) -> Page:
     """Read the names, labels and numbers of a page in the Prometheus text format.
 
     Raises:
-        NotVllm: none of its metrics is vLLM's.
+        NotVllm: the page has no metric of vLLM.
     """
     found: dict[str, dict[str, float]] = {}
     for line in text.splitlines():
         if not line or line.startswith("#"):
             continue
-        # Label values may contain any characters, also spaces and braces, but only numbers follow the last brace.
+        # Label values may contain spaces and braces. After the last brace there are only numbers.
         head, brace, tail = line.rpartition("}")
         name, _, labels = head.partition("{") if brace else (*line.split(None, 1), "", "")[:3]
         numbers = tail.split() if brace else line.split()[1:]
@@ -127,8 +127,8 @@ def parse(text: str, time_s: float) -> Page:
         if value is not None:
             found.setdefault(name.strip(), {})[labels if brace else ""] = value
     if not any(name.startswith("vllm:") for name in found):
-        names = "no metric at all" if not found else f"{len(found)} others, such as {next(iter(found))[:60]}"
-        raise NotVllm(f"this page is not a vLLM server's: {_GENERATED[0]} and all of vllm: is missing; it has {names}")
+        names = "no metric" if not found else f"{len(found)} other metrics, such as {next(iter(found))[:60]}"
+        raise NotVllm(f"not a page of a vLLM server: no {_GENERATED[0]} or other metric of vllm:, but {names}")
     running = _one(found, _RUNNING)
     return Page(
         time_s=time_s,
@@ -142,7 +142,7 @@ def parse(text: str, time_s: float) -> Page:
 
 
 def between(first: Page, second: Page) -> Interval:
-    """Return the difference of two pages, without tokens if the server restarted in between."""
+    """Return the difference of two pages; without tokens if the server was restarted between the pages."""
     counters = [(first.generated, second.generated), (first.prompt, second.prompt), (first.waited, second.waited)]
     is_another = None not in (first.started, second.started) and first.started != second.started
     restarted = is_another or any(_has_decreased(*pair) for pair in counters)
@@ -179,5 +179,5 @@ def _has_decreased(first: Labelled | None, second: Labelled | None) -> bool:
 def _grown(first: Labelled | None, second: Labelled | None) -> float | None:
     if second is None:
         return None
-    before = first or {}  # a metric that had no samples yet begins at 0
+    before = first or {}  # a metric without earlier samples begins at 0
     return sum(value - before.get(labels, 0.0) for labels, value in second.items())

@@ -1,4 +1,4 @@
-"""``effllm simulate``: simulates the agents of a job to measure the cost of its aggregator."""
+"""``effllm simulate``: simulates the agents of a job, and measures the cost of the aggregator."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ __all__ = ["SPREAD", "Simulation", "main"]
 
 
 def main(plan: Simulation, as_json: bool) -> int:
-    """Simulate; return 1 if reports were lost or the simulation failed, 2 for wrong use."""
+    """Run a simulation; return 1 for lost reports or a failed simulation, 2 for wrong use, 130 after Ctrl-C."""
     try:
         config = read_config(this_process())
     except ConfigError as error:
         return _complain(str(error), 2)
     if plan.endpoint and (plan.run_dir or (plan.security == "curve" and not secret_path(config).exists())):
-        wrong = "--run-dir belongs to the aggregator, which is another one here" if plan.run_dir else (
+        wrong = "--run-dir cannot be used with --endpoint: the aggregator has a run folder" if plan.run_dir else (
             f"--security curve: there is no secret {secret_path(config)}; copy it here, or set EFFICIENTLLM_SECRET_FILE"
         )  # fmt: skip
         return _complain(wrong, 2)
     if plan.run_dir and (Path(plan.run_dir) / "run.json").exists():
-        return _complain(f"--run-dir {plan.run_dir} holds a run already: name another folder", 2)
+        return _complain(f"--run-dir {plan.run_dir} already contains a run: give another folder", 2)
     if not plan.endpoint and (trouble := raise_limit(needed(plan.ranks))):
         return _complain(trouble, 1)
     run = SimulatedRun(plan, config)
@@ -46,7 +46,7 @@ def main(plan: Simulation, as_json: bool) -> int:
 
 
 def _stopped(found: Findings, plan: Simulation, as_json: bool) -> int:
-    found.status = ""  # it is unknown whether all reports were counted
+    found.status = ""  # some reports may not have been counted
     if sys.stderr.isatty():
         print(file=sys.stderr)
     if found.reports:
@@ -59,9 +59,12 @@ def json_text(found: Findings) -> str:
 
 
 def table(found: Findings) -> str:
-    """Return the results as lines of text; missing ones are left out."""
+    """Return the results as lines of text; missing results are left out."""
     lines = [
-        ("ranks", f"{found.ranks:,}, a report each every {found.interval_s:g} s, {found.arrival}, {_keys(found)}"),
+        (
+            "ranks",
+            f"{found.ranks:,}, one report per rank every {found.interval_s:g} s, {found.arrival}, {_keys(found)}",
+        ),
         ("joined in", f"{found.joined_s:.1f} s"),
         ("reports", f"{found.reports:,} in {found.windows:,} windows: {found.reports_per_s:,.0f}/s"),
     ]
@@ -78,7 +81,7 @@ def table(found: Findings) -> str:
         delays = sorted(found.delays_s)
         p99 = delays[round(0.99 * (len(delays) - 1))]
         shown = f"{statistics.median(delays):.3f} s median, {p99:.3f} s 99 %, {delays[-1]:.3f} s at most"
-        lines.append(("delay", f"{shown}, from a window's last report"))
+        lines.append(("delay", f"{shown}, after a window's last report"))
     if found.status:
         lines.append(("lost", f"{found.lost:,}, unconfirmed {found.unconfirmed:,}, duplicates {found.duplicates:,}"))
     if found.status not in ("", "played"):

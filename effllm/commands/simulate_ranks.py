@@ -1,4 +1,4 @@
-"""A process with some of the ranks of ``effllm simulate``: real sockets and messages, without training."""
+"""A process of ``effllm simulate`` with some of the ranks: real sockets and messages, without training."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from effllm.network.descriptors import raise_limit
 from effllm.network.transport import Link, Outbox, make_context
 from effllm.records.wire import Ack, ByeSeen, Heartbeat, Rejected, Reports, Welcome
 
-HEARTBEAT_S = 5.0  # as agents do
+HEARTBEAT_S = 5.0  # the period of real agents
 HELLO_AGAIN_S = 10.0  # ten thousand handshakes with keys take a few seconds
 END_S = 30.0
-CONFIRMED_S = 1.5  # the agents' wait too: the last message may be lost while both sides end
-CHECK_EVERY = 64  # peers between two checks of rank 0's messages
+CONFIRMED_S = 1.5  # wait of real agents for the last message, which may be lost when the connection ends
+CHECK_EVERY = 64  # number of peers between two checks of rank 0's messages
 IDLE_S = 0.005
-MAX_JOINING = 250  # concurrent handshakes of a process; on one machine more would only slow each other down
+MAX_JOINING = 250  # concurrent handshakes of a process; on one machine, more handshakes do not finish earlier
 MAX_ROWS = 100_000
 
 
@@ -41,21 +41,21 @@ class Part(Struct, frozen=True):
     log_interval: int
     interval_s: float
     windows: int
-    spread_s: float  # the time over which the reports of one window are sent
-    input_descriptor: int  # for one line: the time at which the first window begins
-    output_descriptor: int  # lines of Progress
-    secret_file: str = ""  # empty for no keys
+    spread_s: float  # seconds in which the reports of one window are sent
+    input_descriptor: int  # receives one line: the start time of the first window
+    output_descriptor: int  # receives lines of Progress
+    secret_file: str = ""  # empty: no keys
     salt: str = ""
 
 
 class Progress(Struct, omit_defaults=True):
-    """A line with the progress of the ranks; times are of the host's monotonic clock."""
+    """A line with the progress of the ranks; times are monotonic times of the host."""
 
     joined: int = 0
-    sent: int = 0  # reports so far
-    window: int = 0  # the window whose last report was sent ...
-    at_s: float = 0.0  # ... at this time
-    seen: int = 0  # the newest window whose values rank 0 has received
+    sent: int = 0  # number of sent reports
+    window: int = 0  # a window whose last report was sent at at_s
+    at_s: float = 0.0
+    seen: int = 0  # newest window with values at rank 0, received at at_s
     rejected: str = ""
     done: bool = False
     tokens: int = 0
@@ -75,11 +75,10 @@ class _SimulatedPeer:
         self.heartbeat_s = 0.0
         self.welcome = self.bye_sent = self.bye_seen = False
         self.rejected = ""
-        self.seen = 0  # iteration of the newest cluster report
+        self.seen = 0  # iteration of the newest received values
         self.bye_seen_s = 0.0
 
     def take(self) -> None:
-        """Process the received messages."""
         for message in self.link.receive():
             if isinstance(message, Ack):
                 self.outbox.acknowledged(message.sequence)
@@ -94,12 +93,12 @@ class _SimulatedPeer:
                 self.rejected = message.reason
 
     def introduce(self, now_s: float) -> None:
-        """Send HELLO repeatedly until the answer."""
+        """Send a HELLO, if no WELCOME was received and the last HELLO is old."""
         if not self.welcome and now_s - self.hello_s > HELLO_AGAIN_S and self.link.send(self.rank.hello()):
             self.hello_s = now_s
 
     def send_reports(self) -> int:
-        """Send the unsent reports; return their number."""
+        """Send the unsent reports; return the number of sent reports."""
         count = 0
         while rows := self.outbox.unsent():
             if not self.link.send(Reports(tuple(rows), self.outbox.lost)):
@@ -110,11 +109,11 @@ class _SimulatedPeer:
         return count
 
     def is_over(self, now_s: float) -> bool:
-        """Whether the rank may end."""
+        """Whether the BYE is confirmed and, within `CONFIRMED_S` after that, all reports are."""
         return self.bye_seen and (not len(self.outbox) or now_s - self.bye_seen_s > CONFIRMED_S)
 
     def heartbeat(self, now_s: float, ordinal: int) -> None:
-        """Send a heartbeat with the period of real agents."""
+        """Send a heartbeat if the last heartbeat or report is older than `HEARTBEAT_S`."""
         if now_s - self.heartbeat_s >= HEARTBEAT_S:
             self.heartbeat_s = now_s
             self.link.send(
@@ -123,7 +122,7 @@ class _SimulatedPeer:
 
 
 class SimulatedRanks:
-    """The ranks of one part, in one thread."""
+    """The ranks of this process, in one thread."""
 
     def __init__(self, part: Part) -> None:
         self._part = part
@@ -137,7 +136,7 @@ class SimulatedRanks:
         self._encoder = msgspec.json.Encoder()
 
     def run(self) -> None:
-        """Join, wait for the start, report every window, and leave."""
+        """Connect all ranks, wait for the start time, report every window, and leave the job."""
         self._join()
         began_s = self._start()
         for peer in self._peers:
@@ -199,7 +198,7 @@ class SimulatedRanks:
             time.sleep(min(rest_s, IDLE_S))
 
     def _check_rank_0(self) -> None:
-        """Report the time at which rank 0 received a window."""
+        """Write the time at which rank 0 received the values of a window."""
         first = self._peers[0]
         if first.rank.rank != 0:
             return
@@ -235,17 +234,17 @@ class SimulatedRanks:
     def _give_up_if_alone(self) -> None:
         poll = select.poll()
         poll.register(self._part.input_descriptor, 0)
-        if poll.poll(0):  # the pipe is closed: the command has ended
+        if poll.poll(0):  # the pipe is closed, because the command has ended
             raise SystemExit(1)
 
 
 def lines(buffer: bytes) -> Iterator[Progress]:
-    """Decode whole lines of progress."""
+    """Decode complete lines of progress."""
     decoder = msgspec.json.Decoder(Progress)
     yield from map(decoder.decode, buffer.splitlines())
 
 
 def main(arguments: list[str]) -> None:
-    """Simulate the ranks described by the JSON in ``arguments[0]``."""
+    """Simulate the ranks of a `Part`, which is in ``arguments[0]`` as JSON."""
     raise_limit()
     SimulatedRanks(msgspec.json.decode(arguments[0], type=Part)).run()

@@ -1,4 +1,4 @@
-"""One simulation of ``effllm simulate``: the processes of ranks, the aggregator, and the measured results."""
+"""One simulation of ``effllm simulate``: processes of ranks, aggregator, and measured results."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Simulation(Struct, frozen=True):
 
     @property
     def windows(self) -> int:
-        """The number of windows that each rank reports."""
+        """Number of windows of each rank."""
         return max(round(60 * self.minutes / self.interval_s), 1)
 
 
@@ -60,14 +60,14 @@ class Findings(Struct):
     reports: int = 0
     reports_per_s: float = 0.0
     joined_s: float = 0.0
-    join_cpu_s: float | None = None  # of the aggregator, until all had joined
-    cpu_s: float | None = None  # of the aggregator, while windows came
-    cpu_ratio: float | None = None  # of one core
+    join_cpu_s: float | None = None  # CPU time of the aggregator until all ranks had joined
+    cpu_s: float | None = None  # CPU time of the aggregator while windows were reported
+    cpu_ratio: float | None = None  # share of one core
     cpu_us_per_report: float | None = None
     rss_bytes: int | None = None
     rss_slope_bytes_per_s: float | None = None
     descriptors: int | None = None
-    delays_s: list[float] = []  # from the last report of a window to rank 0's receipt of its values
+    delays_s: list[float] = []  # seconds from the last report of each window to the receipt of its values at rank 0
     windows_published: int = 0
     tokens: int = 0
     tokens_true: int = 0
@@ -104,7 +104,7 @@ class _Part:
         os.write(self._input, f"{at_s!r}\n".encode())
 
     def progress(self) -> list[Progress]:
-        """Return its messages; its descriptor must be readable."""
+        """Return the new messages of the process; the descriptor must be readable."""
         data = os.read(self.output, 2**16)
         whole, _, self._rest = (self._rest + data).rpartition(b"\n")
         items = list(lines(whole))
@@ -113,7 +113,7 @@ class _Part:
             if one.done:
                 self.end = one
         if not data and self.end is None:
-            raise SimulationError("a process of simulated ranks ended early; its last words stand above")
+            raise SimulationError("a process of simulated ranks ended too early; its error is printed above")
         return items
 
     def close(self) -> None:
@@ -125,35 +125,35 @@ class _Part:
 
 
 class SimulationError(Exception):
-    """The simulation cannot continue; the message is one line."""
+    """The simulation cannot continue. The message is one line."""
 
 
 class MeasuredAggregator(Protocol):
-    """The measured aggregator, or a substitute."""
+    """The measured aggregator, or a substitute in tests."""
 
     endpoint: str
 
     def cpu_s(self) -> float:
-        """Return the used processor time."""
+        """Return the CPU time."""
 
     def rss_bytes(self) -> int:
-        """Return the used memory."""
+        """Return the resident memory."""
 
     def descriptors(self) -> int:
         """Return the number of open files."""
 
     def has_failed(self) -> bool:
-        """Whether it has ended with an error."""
+        """Whether the aggregator has ended with an error."""
 
     def summary(self) -> dict[str, Any]:
-        """Return the summary of the run; empty if there is none."""
+        """Return the summary of the run, or an empty dict if no summary was written."""
 
     def close(self, is_waited_for: bool) -> None:
-        """End it at once, or wait for its end."""
+        """Wait for the end of the aggregator, or kill it."""
 
 
 class OwnAggregator:
-    """The aggregator's process, as rank 0's agent would start it."""
+    """A process with an aggregator, started like an aggregator of rank 0's agent."""
 
     def __init__(self, config: Config, folder: str, output: int, job: str) -> None:
         listener = listening.listen("127.0.0.1")
@@ -230,7 +230,7 @@ class SimulatedRun:
         """Run the simulation.
 
         Raises:
-            SimulationError: it could not be run.
+            SimulationError: the simulation has failed.
         """
         with tempfile.TemporaryDirectory(prefix="effllm-simulate-") as scratch:
             output = os.open(os.devnull, os.O_WRONLY)
@@ -283,7 +283,7 @@ class SimulatedRun:
         cpu_s = self._aggregator.cpu_s() if self._aggregator else 0.0
         try:
             self._until(self._has_reported, asked.windows * asked.interval_s * 2 + 30.0, "reported")
-        except KeyboardInterrupt:  # keep the results up to now
+        except KeyboardInterrupt:  # compute the results of the reports so far
             self._sum_up(sum(part.sent for part in self._parts), time.monotonic() - start_s, cpu_s)
             self.found.windows = self.found.windows_published
             raise
@@ -298,7 +298,6 @@ class SimulatedRun:
         self._sum_up_delays()
 
     def _sum_up(self, reports: int, spent_s: float, cpu_before_s: float) -> None:
-        """Compute the results for this number of reports."""
         if not reports:
             return
         self._sum_up_delays()
@@ -339,7 +338,7 @@ class SimulatedRun:
                 self._note(one)
         if self._aggregator:
             if self._aggregator.has_failed():
-                raise SimulationError("the aggregator ended early; its last words stand above")
+                raise SimulationError("the aggregator ended too early; its error is printed above")
             is_due = not self._memory or time.monotonic() - self._memory[-1][0] >= 0.5
             if self._last_s and is_due and not self.found.reports:
                 self._memory.append((time.monotonic(), self._aggregator.rss_bytes()))
@@ -368,7 +367,7 @@ class SimulatedRun:
 
 
 def _slope(points: list[tuple[float, int]]) -> float | None:
-    """Return bytes per second, by least squares over the second half: in the first half buffers fill."""
+    """Return the slope in bytes/s, by least squares over the second half; during the first half, buffers grow."""
     points = points[len(points) // 2 :]
     if len(points) < 3 or points[0][0] == points[-1][0]:
         return None

@@ -1,6 +1,6 @@
-"""The messages of simulated ranks: windows of known length on simulated GPUs. No I/O.
+"""The messages of simulated ranks, with windows of known length on simulated GPUs. No I/O.
 
-The exact sums are known, and the summary must contain them to the last token.
+The exact sums are known; the sums in the summary must be equal to them, to the last token.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from effllm.records.wire import Bye, Hello
 
 RANKS_PER_NODE = 8
 PARAMETERS = 7_000_000_000
-TOKENS = 4096  # per iteration; a rank adds its number, so that each lost report changes the sum
+TOKENS = 4096  # tokens per iteration; each rank adds its rank number, so that any lost report changes the sum
 BUSY = 0.95  # step time as a share of an iteration
 CLOCK_HZ, TEMPERATURE_C, LIMIT_W = 1.7e9, 61.0, 700.0
 
@@ -25,10 +25,10 @@ class SimulatedRank:
     """One rank of a job: its HELLO, its windows, its BYE, and the sums of its reports.
 
     Args:
-        rank: its number.
-        world_size: the number of ranks.
+        rank: number of the rank.
+        world_size: number of ranks in the job.
         job: id of the job.
-        agent: id of its agent.
+        agent: id of the rank's agent.
         log_interval: iterations per window.
     """
 
@@ -60,7 +60,7 @@ class SimulatedRank:
         )
 
     def next_row(self, start_s: float, end_s: float, unix_minus_monotonic_s: float) -> RankReport:
-        """Return the report of the next window, between two times of the monotonic clock."""
+        """Return the report of the next window; ``start_s`` and ``end_s`` are monotonic times."""
         self._window += 1
         span_s, wave = end_s - start_s, self._wave
         last = self._window * self._log_interval

@@ -1,4 +1,4 @@
-"""Tests which metrics can be measured on this machine, by which sources and at which cost."""
+"""The tests of ``effllm check``: measurable metrics on this machine, their sources and their cost."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ READS, READS_APART_S = 15, 0.02
 STAMPS = 2000
 LOOPBACK_S = 5.0
 
-OK, BROKEN, MISSING = "ok", "broken", "missing"  # a run is measured despite missing parts
+OK, BROKEN, MISSING = "ok", "broken", "missing"  # a run with missing parts is measured, with broken parts not
 
 
 class Finding(Struct, frozen=True):
@@ -57,24 +57,24 @@ class Cost(Struct, frozen=True):
     """The cost of measuring on this machine."""
 
     read_ms: float | None = None  # median of a device read
-    core_share: float | None = None  # of a core, at the configured interval
+    core_share: float | None = None  # share of a core for device reads at the configured interval
     interval_s: float | None = None
-    stamps_us: float | None = None  # of the training thread, per iteration
+    stamps_us: float | None = None  # time of the training thread per iteration
 
 
 class Survey(Struct, frozen=True):
-    """All results."""
+    """The results of all tests."""
 
     measured: bool
     device: Device | None
     metrics: list[Measurable]
     findings: list[Finding]
     cost: Cost
-    sensor: Known | None = None  # of the GPU
+    sensor: Known | None = None  # calibration of the GPU's sensor
 
 
 def survey(environ: Mapping[str, str], device: str) -> Survey:
-    """Run all tests; ``device`` replaces the configured device, if given."""
+    """Run all tests; a ``device`` that is not empty replaces the configured device."""
     findings = [*_python(), *_settings(environ)]
     config = read_config(usable({**environ, f"{PREFIX}DEVICE": device} if device else environ))
     opened, sources, read_ms, read_cpu_s, sensor, about = _device(config, environ)
@@ -119,7 +119,7 @@ def _device(
     try:
         reader = open_device(config.device, site)
     except DeviceUnavailable as error:
-        advice = f"or set {PREFIX}DEVICE=auto to sample what there is"
+        advice = f"or set {PREFIX}DEVICE=auto to sample any available device"
         sources = dict.fromkeys((*READ, *GAUGES), InputSource(why_not="no device, see above"))
         return None, sources, None, None, None, Finding("device", BROKEN, f"{config.device}: {error}", advice)
     samples, failures, wall_s, cpu_s = _read(reader)
@@ -132,7 +132,7 @@ def _device(
 
 
 def _read(reader: Reader) -> tuple[list[Sample], dict[str, str], list[float], float]:
-    """Return samples, the reasons for failures, the elapsed times of reads, and their mean CPU time, in seconds."""
+    """Return samples, reasons of failures, elapsed seconds of each read, and mean CPU seconds per read."""
     wall_s, samples = [], []
     failures: dict[str, str] = {}
     cpu_s = time.thread_time()
@@ -153,7 +153,9 @@ def _sources(device: Device, samples: list[Sample], failures: Mapping[str, str])
         if any(getattr(sample, field) is not None for sample in samples for field in fields):
             return InputSource(by=f"{device.kind}: {by}")
         reasons = [why for name, why in missing if name == quantity] + [failures[f] for f in fields if f in failures]
-        return InputSource(why_not=f"{quantity}: {reasons[0] if reasons else f'device {device.kind} does not give it'}")
+        return InputSource(
+            why_not=f"{quantity}: {reasons[0] if reasons else f'device {device.kind} does not report it'}"
+        )
 
     def gauge(quantity: str, by: str, why_not: str, *names: str) -> InputSource:
         if any(name in sample.gauges for sample in samples for name in names):
@@ -164,16 +166,16 @@ def _sources(device: Device, samples: list[Sample], failures: Mapping[str, str])
         return InputSource(by=f"{device.kind}: {by}") if is_given else InputSource(why_not=why_not)
 
     limit, throttles = device.power_limit_w, any(sample.throttled_by is not None for sample in samples)
-    none = f"device {device.kind} does not give it"
-    gpm = f"{none}; NVIDIA's GPUs have GPM for it from Hopper on"
+    none = f"device {device.kind} does not report it"
+    gpm = f"{none}; NVIDIA GPUs from Hopper on report it through GPM"
     return {
-        "gpu": InputSource(by="") if device.is_gpu else InputSource(why_not=f"gpu: device {device.kind} is none"),
+        "gpu": InputSource(by="") if device.is_gpu else InputSource(why_not=f"gpu: device {device.kind} is not a GPU"),
         "memory": source("memory", "memory in use", "memory_bytes"),
         "utilization": source("utilization", "busy share of time", "utilization"),
         "energy": source("energy", _method(device), "energy_j", "power_w", "power_average_w"),
         "power": source("power", "power readings", "power_w"),
         "power limit": either(bool(limit), f"limit of {limit or 0:g} W", f"limit: {none}"),
-        "throttling": either(throttles, "why clocks are slowed down", f"throttling: {none}"),
+        "throttling": either(throttles, "reasons of lowered clocks", f"throttling: {none}"),
         "temperature": gauge("temperature", "temperature", none, "temperature_c"),
         "clocks": gauge("clocks", "clocks", none, "sm_clock_hz"),
         "activity": gauge("activity", "GPM", gpm, "sm_activity_ratio"),
@@ -191,14 +193,14 @@ def _energy_of(device: Device) -> str:
 
 
 def _node_power(config: Config, own: Device | None) -> tuple[list[Device], list[Finding]]:
-    """Open the node's sensors that the agent of local rank 0 would read in addition to its device."""
+    """Open the node sensors, which the agent of local rank 0 reads in addition to its device."""
     if own is not None and own.simulated:
         return [], []
     devices, findings = [], []
     credentials = Path(config.node_power_credentials) if config.node_power_credentials else None
     for opener in node_power.openers(config.node_power, platform.node(), credentials):
         if opener.name == "cpu" and own is not None and own.kind == "host":
-            continue  # the host device reads the CPUs itself
+            continue  # the host device already reads the power of the CPUs
         name = {"cpu": "CPU power", "psu": "node power"}.get(opener.name, opener.name)
         try:
             reader = opener.open()
@@ -237,8 +239,8 @@ def _peak(config: Config, device: Device | None) -> InputSource:
     known = peak_of(device.name) if device and device.is_gpu else None
     if known:
         return InputSource(by=f"peak: {known.text}")
-    unknown = f"the hardware table does not know {device.name!r}; " if device and device.is_gpu else ""
-    return InputSource(why_not=f"peak: {unknown}set {PREFIX}PEAK_TFLOPS to that of one device")
+    unknown = f"{device.name!r} is not in the hardware table; " if device and device.is_gpu else ""
+    return InputSource(why_not=f"peak: {unknown}set {PREFIX}PEAK_TFLOPS to the peak of one device")
 
 
 def _driver() -> Iterator[Finding]:
@@ -247,7 +249,7 @@ def _driver() -> Iterator[Finding]:
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
-        reason = f"no NVIDIA driver that answers ({error})"
+        reason = f"no NVIDIA driver answers ({error})"
         yield Finding("driver", MISSING, reason, "without a GPU, the host is sampled")
         return
     try:
@@ -258,7 +260,7 @@ def _driver() -> Iterator[Finding]:
         for index in range(pynvml.nvmlDeviceGetCount()):
             yield _gpu(pynvml, index)
     except pynvml.NVMLError as error:
-        yield Finding("driver", BROKEN, f"NVML fails: {error}", "nvidia-smi should say more; reload the driver")
+        yield Finding("driver", BROKEN, f"NVML fails: {error}", "run nvidia-smi for details; reload the driver")
     finally:
         pynvml.nvmlShutdown()
 
@@ -268,7 +270,7 @@ def _gpu(pynvml: Any, index: int) -> Finding:
         handle = pynvml.nvmlDeviceGetHandleByIndex(index)
         name, uuid = (text_of(ask(handle)) for ask in (pynvml.nvmlDeviceGetName, pynvml.nvmlDeviceGetUUID))
     except pynvml.NVMLError as error:
-        return Finding(f"GPU {index}", MISSING, f"cannot be read: {error}", "nvidia-smi should say more")
+        return Finding(f"GPU {index}", MISSING, f"cannot be read: {error}", "run nvidia-smi for details")
     return Finding(f"GPU {index}", OK, f"{name}, {uuid}")
 
 
@@ -278,7 +280,7 @@ def _python() -> Iterator[Finding]:
         yield Finding("Python", OK, f"{about}, torch {metadata.version('torch')}")
     except metadata.PackageNotFoundError:
         yield Finding("Python", OK, about)
-        advice = f"several ranks need it to find each other, or {PREFIX}ENDPOINT"
+        advice = f"a job with several ranks needs torch or {PREFIX}ENDPOINT, to find the aggregator"
         yield Finding("torch", MISSING, "not in this environment", advice)
 
 
@@ -298,14 +300,14 @@ def _sinks(config: Config) -> Iterator[Finding]:
         try:
             importlib.import_module(f"effllm.sinks.{name}")
         except ImportError as error:
-            advice = f"install it, or leave {name} out of {PREFIX}SINKS"
+            advice = f"install the package, or remove {name} from {PREFIX}SINKS"
             yield Finding("sinks", BROKEN, f"{name} cannot be imported: {error}", advice)
 
 
 def _run_folder(config: Config) -> Finding:
     folder = Path(config.run_dir).absolute()
     if reason := unwritable(folder):
-        return Finding("run folders", BROKEN, reason, f"set {PREFIX}RUN_DIR to a folder that can")
+        return Finding("run folders", BROKEN, reason, f"set {PREFIX}RUN_DIR to a writable folder")
     return Finding("run folders", OK, f"in {folder}")
 
 
@@ -328,10 +330,18 @@ def _loopback() -> Finding:
             arrived = server.receive()
         if arrived is None or decode_from_agent(arrived[1]) != sent:
             return Finding(
-                "ZeroMQ", BROKEN, f"no message over {address} in {LOOPBACK_S:g} s", "is loopback up? ip link"
+                "ZeroMQ",
+                BROKEN,
+                f"no message over {address} in {LOOPBACK_S:g} s",
+                "check with ip link that loopback is up",
             )
     except (zmq.ZMQError, FrameError) as error:
-        return Finding("ZeroMQ", BROKEN, f"loopback fails: {error}", "is loopback up, and not filtered? ip link")
+        return Finding(
+            "ZeroMQ",
+            BROKEN,
+            f"loopback fails: {error}",
+            "check with ip link that loopback is up, and that it is not filtered",
+        )
     finally:
         if link:
             link.close()
@@ -355,23 +365,25 @@ def _endpoint(config: Config) -> Iterator[Finding]:
 def _security(config: Config) -> Finding:
     path = secret_path(config)
     if config.security == "none":
-        text = "none: every process that reaches the port can read and forge reports"
+        text = "none: every process that can connect to the port can read and forge reports"
         return Finding("security", MISSING, text, f"unset {PREFIX}SECURITY")
     which = "curve" if config.security == "curve" else "auto: CURVE"
     try:
         secret.read(path)
     except secret.SecretError as error:
         if not os.path.lexists(path):
-            advice = "without a shared home, copy it to every host then"
-            return Finding("security", MISSING, f"{which}; no secret {path} yet: rank 0 makes it", advice)
-        # For a job on one host, rank 0 makes another secret in a folder for temporary files.
+            advice = "without a shared home, copy the file to every host after that"
+            return Finding(
+                "security", MISSING, f"{which}; the secret {path} does not exist: rank 0 will create it", advice
+            )
+            # For a job on one host, rank 0 creates another secret in a folder for temporary files.
         state = BROKEN if config.security == "curve" or config.endpoint else MISSING
-        return Finding("security", state, f"{which}; {error}", "until then no job spans hosts")
-    return Finding("security", OK, f"{which}; the secret {path} is yours alone")
+        return Finding("security", state, f"{which}; {error}", "correct this before a job on several hosts")
+    return Finding("security", OK, f"{which}; only you can read the secret {path}")
 
 
 def _shared_memory(config: Config) -> tuple[float | None, Finding]:
-    """Make a trainer's ring, and record iterations in it."""
+    """Create a trainer's ring, record iterations in it, and return the time per iteration in us."""
     size = ring_bytes(config.history_size)
     try:
         os.close(make_memory("effllm-check", size))
@@ -394,7 +406,7 @@ def _shared_memory(config: Config) -> tuple[float | None, Finding]:
 def _pidfd() -> Finding:
     descriptor = pidfd(os.getpid())
     if descriptor < 0:
-        advice = "agents look once a second instead, whether their trainer lives"
-        return Finding("pidfd", MISSING, "this kernel, or the container's seccomp profile, has none", advice)
+        advice = "agents check once a second whether their trainer is alive"
+        return Finding("pidfd", MISSING, "not supported by this kernel or by the container's seccomp profile", advice)
     os.close(descriptor)
     return Finding("pidfd", OK, "works")

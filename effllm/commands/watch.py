@@ -1,4 +1,4 @@
-"""``effllm watch``: the tokens of a running inference server, and the power of the machine's GPUs."""
+"""``effllm watch``: the tokens/s of a running inference server, and the power of the machine's GPUs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _COLUMNS = (
 
 
 def main(url: str, interval_s: float, count: int, *, as_json: bool) -> int:
-    """Watch until stopped; return 1 if no interval could be measured, 2 for wrong use."""
+    """Print intervals until stopped; return 1 if no interval was measured, 2 for wrong use."""
     try:
         address(url)
         config = read_config(this_process())
@@ -43,7 +43,7 @@ def main(url: str, interval_s: float, count: int, *, as_json: bool) -> int:
             watch.warn("stopped before anything was measured")
     except NotVllm as error:
         watch.warn(str(error))
-    except BrokenPipeError:  # `| head`
+    except BrokenPipeError:  # stdout was closed, as with `effllm watch | head`
         sys.stderr.close()
         return 0
     finally:
@@ -57,16 +57,16 @@ def _stop(_signal: int, _frame: FrameType | None) -> None:
 
 
 class _Watch:
-    """One watch: the last page, and the sums of all intervals."""
+    """The state of ``effllm watch``: the last page, and the sums of all intervals."""
 
     def __init__(self, url: str, interval_s: float, energy: GpuEnergy, as_json: bool) -> None:
         self._url, self._interval_s, self._energy, self._as_json = url, interval_s, energy, as_json
         self._last: Page | None = None
         self._wait_s = interval_s
         self._last_warning = ""
-        self.measured = 0  # intervals
+        self.measured = 0  # number of measured intervals
         self._tokens = self._joules = self._time_s = 0.0
-        self._energy_tokens = self._energy_s = 0.0  # sums over the intervals with known energy
+        self._energy_tokens = self._energy_s = 0.0  # sums over intervals with measured energy
 
     def begin(self) -> None:
         if self._as_json:
@@ -75,11 +75,11 @@ class _Watch:
         power = f"power of {gpus}" if self._energy.count else f"power is not measured: {self._energy.why_not}"
         print(textwrap.fill(f"Watching {self._url} every {self._interval_s:g} s; {power}", 80))
         if self._energy.is_simulated:
-            print("SIMULATED: no GPU is measured; the power is useful only for tests.")
+            print("SIMULATED: no GPU is measured; this power is only for tests.")
         sys.stdout.flush()
 
     def run(self, count: int) -> None:
-        """Read pages until stopped, or until ``count`` intervals have passed if it is not 0."""
+        """Read pages until stopped, or for ``count`` intervals if ``count`` is not 0."""
         next_s = time.monotonic()
         num_reads = 0
         while True:
@@ -87,7 +87,7 @@ class _Watch:
             num_reads += 1
             if count and num_reads > count:
                 return
-            # The period doubles while the server does not answer, because it may be down for hours.
+            # While the server does not answer, the period doubles, because a server may be down for hours.
             self._wait_s = self._interval_s if is_there else min(2 * self._wait_s, max(_MAX_WAIT_S, self._interval_s))
             next_s = max(next_s + self._wait_s, time.monotonic())
             time.sleep(next_s - time.monotonic() if next_s > time.monotonic() else 0.0)
@@ -96,8 +96,8 @@ class _Watch:
         try:
             page = fetch(self._url)
         except Unreachable as error:
-            self.warn(f"{error}; trying again")
-            self._last = None  # the server's work until the next page belongs to no interval
+            self.warn(f"{error}; the request is repeated")
+            self._last = None  # tokens before the next page are in no interval
             return False
         except NotVllm as error:
             if self._last is None and not self.measured:
@@ -106,7 +106,7 @@ class _Watch:
             self._last = None
             return False
         if page.generated is None:
-            self.warn("there is no vllm:generation_tokens_total on this page (yet)")
+            self.warn("this page has no vllm:generation_tokens_total yet")
         elif self._last_warning:
             self._last_warning = ""
         if self._last is not None:
@@ -145,7 +145,7 @@ class _Watch:
             print(json.dumps(row), flush=True)
             return
         if seen.restarted:
-            self.warn("the server has restarted; its tokens of this interval are unknown")
+            self.warn("the server was restarted; the tokens of this interval are unknown")
         if (self.measured - 1) % _HEADER_EVERY == 0 and tokens is not None:
             print(" ".join(f"{name:>{width}}" for name, width in _COLUMNS))
         names = ("tokens_per_second", "prompt_tokens_per_second", "watts", "joules_per_token", "joules_per_10k_tokens")
@@ -154,7 +154,7 @@ class _Watch:
         print(" ".join(f"{cell:>{width}}" for cell, (_, width) in zip(cells, _COLUMNS, strict=True)), flush=True)
 
     def warn(self, line: str) -> None:
-        """Print a line to stderr (a program may read stdout), unless it repeats the last one."""
+        """Print a line to stderr, because a program may read stdout; a repeated line is printed once."""
         if line != self._last_warning:
             self._last_warning = line
             print(f"effllm watch: {self._url}: {line}", file=sys.stderr, flush=True)

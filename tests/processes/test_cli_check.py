@@ -86,7 +86,7 @@ def test_simulated_device_measures_all_except_known_metrics(cli):
     assert metrics["aec_watts"]["by"] == ["simulated: energy counter (gpu)", "your loop: iterations"]
     assert metrics["power_limit_ratio"]["by"][1] == "simulated: limit of 650 W"
     assert metrics["mfu_ratio"]["why_not"] == [
-        "peak: the hardware table does not know 'simulated GPU'; set EFFICIENTLLM_PEAK_TFLOPS to that of one device"
+        "peak: 'simulated GPU' is not in the hardware table; set EFFICIENTLLM_PEAK_TFLOPS to the peak of one device"
     ]
     assert 0 < survey["cost"]["read_ms"] < 10
     assert 0 < survey["cost"]["stamps_us"] < 1000
@@ -179,7 +179,7 @@ def test_gpu_before_hopper_names_gpm_as_missing(cli, library, tmp_path):
     _, survey = found(cli, **trace.environment())
 
     [reason] = by_metric(survey)["sm_activity_ratio"]["why_not"]
-    assert reason == "activity: device nvml does not give it; NVIDIA's GPUs have GPM for it from Hopper on"
+    assert reason == "activity: device nvml does not report it; NVIDIA GPUs from Hopper on report it through GPM"
 
 
 def test_node_power_and_its_scope_are_shown(cli, library, tmp_path):
@@ -281,13 +281,13 @@ def test_security_and_state_of_the_secret_are_shown(cli, tmp_path):
 
     file = tmp_path / "secret"
     variables = {"EFFICIENTLLM_SECRET_FILE": str(file)}
-    assert security(**variables)[1].endswith(f"no secret {file} yet: rank 0 makes it")
+    assert security(**variables)[1].endswith(f"the secret {file} does not exist: rank 0 will create it")
 
     file.write_text("a" * 64)
     file.chmod(0o600)
     assert security(**variables) == (
         "ok",
-        f"auto: CURVE; the secret {file} is yours alone",
+        f"auto: CURVE; only you can read the secret {file}",
     )
 
     file.chmod(0o640)
@@ -296,4 +296,4 @@ def test_security_and_state_of_the_secret_are_shown(cli, tmp_path):
     assert security(**variables, EFFICIENTLLM_SECURITY="curve")[0] == "broken"
 
     state, text = security(EFFICIENTLLM_SECURITY="none")
-    assert (state, text) == ("missing", "none: every process that reaches the port can read and forge reports")
+    assert (state, text) == ("missing", "none: every process that can connect to the port can read and forge reports")

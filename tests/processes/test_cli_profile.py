@@ -155,7 +155,7 @@ def test_table_fits_80_columns_and_has_no_progress_lines(idle):
     assert "lag unknown: 0 ± 100 ms is assumed" in shown
     assert "install torch with CUDA in this environment and profile again" in shown
     assert "the idle GPU" not in shown
-    assert shown.endswith("Kept: runs on this model and driver use it from now on. The report is in h100.json.")
+    assert shown.endswith("Stored: later runs on this model and driver use this result. The report is in h100.json.")
 
 
 def test_lag_is_unknown_if_the_load_changes_no_sensor_value(cli, traced, stand_in_torch):
@@ -221,8 +221,8 @@ def test_check_shows_no_sensor_without_a_gpu(cli, device):
         ([], {}, "no GPU can be read: libnvidia-ml.so.1 is not here"),
         ([], {"EFFICIENTLLM_DEVICE": "simulated"}, "no GPU can be read: device 'simulated' is no GPU"),
         ([], {"EFFICIENTLLM_DEVICE": "host"}, "no GPU can be read: device 'host' is no GPU"),
-        (["--save", "no/such/folder.json"], {}, "--save no/such/folder.json: there is no such folder"),
-        (["--save", "."], {}, "--save .: there is no such folder, or it is one"),
+        (["--save", "no/such/folder.json"], {}, "--save no/such/folder.json: not a file in an existing folder"),
+        (["--save", "."], {}, "--save .: not a file in an existing folder"),
     ],
 )
 def test_unusable_gpu_or_option_is_one_line(cli, tmp_path, arguments, variables, why):

@@ -109,7 +109,7 @@ def test_script_without_effllm_calls_is_reported_in_one_line(cli):
 
     assert (done.returncode, done.stdout) == (0, "trained\n")
     assert done.stderr.count("\n") == 1
-    assert "made no call to effllm" in done.stderr
+    assert "did not call effllm" in done.stderr
 
 
 def test_no_secret_of_the_command_is_in_the_run_folder(cli):

@@ -76,15 +76,15 @@ def test_port_in_use_is_one_line_with_exit_status_1(cli):
 
     assert (done.returncode, done.stdout) == (1, "")
     reason = f"cannot listen on tcp://{bind}: Address already in use"
-    assert done.stderr == f"effllm serve: {reason}; choose another port, or 0 for a free one\n"
+    assert done.stderr == f"effllm serve: {reason}; choose another port, or 0 for any free port\n"
     assert not (cli.folder / "efficientllm_runs").exists()
 
 
 @pytest.mark.parametrize(
     ("arguments", "variables", "expected"),
     [
-        (["--bind", "0.0.0.0:5555"], {}, "is every interface: name the address that the job reaches"),
-        (["--bind", "[::]:5555"], {}, "is every interface"),
+        (["--bind", "0.0.0.0:5555"], {}, "means every interface: give an address that the job can reach"),
+        (["--bind", "[::]:5555"], {}, "means every interface"),
         (
             ["--bind", "10.0.0.1:5555"],
             {"EFFICIENTLLM_SECRET_FILE": "/dev/null"},

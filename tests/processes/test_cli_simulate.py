@@ -58,7 +58,7 @@ def test_existing_run_folder_is_not_written_to(cli):
     done = cli.run("simulate", "--ranks", "4", "--run-dir", str(folder))
 
     assert done.returncode == 2
-    assert done.stderr.startswith(f"effllm simulate: --run-dir {folder} holds a run already")
+    assert done.stderr.startswith(f"effllm simulate: --run-dir {folder} already contains a run")
 
 
 @pytest.mark.faults
