@@ -1,1 +1,1 @@
-"""The settings of a run, and the place of this process in its job, from environment variables."""
+"""The settings of a run and the place of this process in the job, both from environment variables."""

@@ -1,6 +1,6 @@
 """The place of a rank in its job, from the variables of torchrun, Open MPI or Slurm.
 
-Standard library only, because the training process imports it.
+Standard library only, because the training process imports this module.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from effllm.config.settings import ConfigError
 
 @dataclass(frozen=True)
 class Place:
-    """The place of this process in its job, from its launcher's variables."""
+    """The place of this process in its job."""
 
     rank: int = 0
     local_rank: int = 0
@@ -24,7 +24,7 @@ class Place:
     launcher: str = "none"
     run_id: str = ""
     restart_count: int = 0
-    launch_id: str = ""  # of one srun or mpirun, if the launcher sets one
+    launch_id: str = ""  # id of one srun or mpirun, if the launcher sets an id
 
     @property
     def one_host(self) -> bool:
@@ -32,7 +32,7 @@ class Place:
         return self.world_size == self.local_world_size
 
 
-#: Launcher -> its variables of rank, local rank, world size and local world size.
+#: Launcher -> variables with rank, local rank, world size and local world size.
 _LAUNCHERS: dict[str, tuple[str, str, str, str]] = {
     "torchrun": ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
     "openmpi": (
@@ -50,7 +50,7 @@ def _integer(environ: Mapping[str, str], name: str, default: int) -> int:
     if not text:
         return default
     try:
-        value = int(text.split(",")[0].split("(")[0])  # SLURM_NTASKS_PER_NODE may read "8(x4)", "8,4"
+        value = int(text.split(",")[0].split("(")[0])  # SLURM_NTASKS_PER_NODE may be "8(x4)" or "8,4"
     except ValueError:
         raise ConfigError(name, text, "must be a whole number, as launchers set it") from None
     if value < 0:
@@ -59,10 +59,10 @@ def _integer(environ: Mapping[str, str], name: str, default: int) -> int:
 
 
 def read_place(environ: Mapping[str, str]) -> Place:
-    """Return this process's rank and world from torchrun's, Open MPI's or Slurm's variables, in this order.
+    """Return this process's place, from the variables of torchrun, else of Open MPI, else of Slurm.
 
-    Slurm's variables are used only in a task of ``srun``. A batch script has ``SLURM_PROCID=0`` and the requested
-    number of tasks before any task has started; a program in it, or in the shell of ``salloc``, is one rank.
+    Slurm's variables are used only in a task of ``srun``. A batch script also has ``SLURM_PROCID=0`` and the requested
+    number of tasks, although no task has started. A program in a batch script or in a shell of ``salloc`` is one rank.
 
     Raises:
         ConfigError: a variable is not a number, or the rank is not below the world size.
@@ -76,7 +76,9 @@ def read_place(environ: Mapping[str, str]) -> Place:
         if rank >= max(world_size, 1):
             raise ConfigError(rank_name, rank, f"must be below {world_name}={world_size}")
         local_world_size = _integer(environ, local_world_name, 1 if world_size == 1 else 0)
-        if launcher == "slurm":  # exact if set; SLURM_NTASKS_PER_NODE is the requested number
+        if (
+            launcher == "slurm"
+        ):  # SLURM_STEP_TASKS_PER_NODE is the exact number, SLURM_NTASKS_PER_NODE the requested number
             local_world_size = _integer(environ, "SLURM_STEP_TASKS_PER_NODE", local_world_size)
         return Place(
             rank=rank,
@@ -93,7 +95,7 @@ def read_place(environ: Mapping[str, str]) -> Place:
     return Place(run_id=_run_id(environ))
 
 
-_FIRST_RESERVED_STEP = 0xFFFFFFF0  # the shell of salloc, a batch script, ...
+_FIRST_RESERVED_STEP = 0xFFFFFFF0  # reserved ids: a shell of salloc, a batch script, and similar steps
 
 
 def _is_srun_task(environ: Mapping[str, str]) -> bool:
@@ -103,12 +105,12 @@ def _is_srun_task(environ: Mapping[str, str]) -> bool:
 
 def _run_id(environ: Mapping[str, str]) -> str:
     torchrun = environ.get("TORCHELASTIC_RUN_ID", "").strip()
-    if torchrun and torchrun != "none":  # torchrun without --rdzv_id
+    if torchrun and torchrun != "none":  # "none": torchrun without --rdzv_id
         return torchrun
     return environ.get("SLURM_JOB_ID", "").strip()
 
 
 def _launch_id(environ: Mapping[str, str]) -> str:
     job, step = (environ.get(f"SLURM_{name}_ID", "").strip() for name in ("JOB", "STEP"))
-    # Two launches in one allocation are two jobs. Open MPI's mpirun sets PMIx's variable.
+    # Two launches in one allocation are two jobs. PMIX_NAMESPACE is set by Open MPI's mpirun.
     return f"{job}.{step}" if job and step else environ.get("PMIX_NAMESPACE", "").strip() or job

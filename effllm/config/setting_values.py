@@ -1,6 +1,6 @@
-"""Types of settings and of options of sinks: parsers, and descriptions of the allowed values.
+"""The types of settings and of sinks' options: parsers, and descriptions of the allowed values.
 
-Standard library only, because the training process imports it.
+Standard library only, because the training process imports this module.
 """
 
 from __future__ import annotations
@@ -18,31 +18,32 @@ _MAX_WHOLE = 10**9
 
 
 class ValueType(NamedTuple):
-    """One type of value."""
+    """A type of setting."""
 
-    read: Callable[[str], Any]  #: raises ValueError for a text that is not allowed
-    allowed: str  #: completes "must be ..."
+    read: Callable[[str], Any]  #: parses a text; raises ValueError if the text is not allowed
+    allowed: str  #: description of the allowed values, after the words "must be"
 
 
-def number(least: float, most: float = math.inf, what: str = "a number", unit: str = "") -> ValueType:
+def number(minimum: float, maximum: float = math.inf, what: str = "a number", unit: str = "") -> ValueType:
     def read(text: str) -> float:
         value = float(text)
-        if not least <= value <= most or math.isinf(value):
+        if not minimum <= value <= maximum or math.isinf(value):
             raise ValueError
         return value
 
-    bounds = f"of at least {least}" if math.isinf(most) else f"from {least} to {most}"
+    bounds = f"of at least {minimum}" if math.isinf(maximum) else f"from {minimum} to {maximum}"
     return ValueType(read, f"{what} {bounds}" + (f", in {unit}" if unit else ""))
 
 
-def whole(least: int, most: int | None = None, what: str = "a whole number") -> ValueType:
+def whole(minimum: int, maximum: int | None = None, what: str = "a whole number") -> ValueType:
     def read(text: str) -> int:
         value = int(text)
-        if not least <= value <= (_MAX_WHOLE if most is None else most):
+        if not minimum <= value <= (_MAX_WHOLE if maximum is None else maximum):
             raise ValueError
         return value
 
-    return ValueType(read, f"{what} of at least {least}" if most is None else f"{what} from {least} to {most}")
+    bounds = f"of at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
+    return ValueType(read, f"{what} {bounds}")
 
 
 def matching(pattern: str, allowed: str) -> ValueType:
@@ -59,9 +60,9 @@ def one_of(*allowed: str) -> ValueType:
 
 
 def parse_sinks(entries: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Return the sinks with their options as texts: ``prometheus:port=9788`` has ``{"port": "9788"}``.
+    """Return sinks with their options as texts: ``prometheus:port=9788`` becomes ``{"prometheus": {"port": "9788"}}``.
 
-    A colon begins an option only before ``name=``, because a folder's name may contain a colon.
+    A colon begins an option only if ``name=`` follows, because a folder's name may contain a colon.
 
     Raises:
         ValueError: an entry is not a name with options, or a sink has two entries.
@@ -126,7 +127,7 @@ SINKS = ValueType(
     "names of files in effllm/sinks/, each once, separated by commas, with options as in console:format=full, or none",
 )
 DEVICE = matching(_NAME.pattern, "auto, or the name of a file in effllm/devices/")
-# An address with credentials is not allowed: they belong in a file.
+# An address must not contain credentials: NODE_POWER_CREDENTIALS is a file.
 NODE_POWER = matching(
     r"auto|none|ipmi|https?://[^\s@]+", "auto, none, ipmi, or the https:// address of a Redfish service"
 )

@@ -1,4 +1,4 @@
-"""Starts effllm's own processes, without the current folder on their module path."""
+"""The start of effllm's processes, without the current folder on their module path."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-# `python -m` would put the current folder first on sys.path, where a training script's own json.py or
-# queue.py would shadow the standard library's; `python -c` puts it there as "", but not with safe paths.
+# With `python -m`, the current folder would be first on sys.path, and a json.py or queue.py beside a training script
+# would replace a module of the standard library. With `python -c`, the first path is "", except with safe paths.
 _PROGRAM = (
     "import sys; sys.path[:1] == [''] and sys.path.pop(0); sys.path.append({parent!r}); "
     "from importlib import import_module; import_module({module!r}).main(sys.argv[1:])"
@@ -19,10 +19,10 @@ _PROGRAM = (
 def spawn(
     module: str, arguments: Sequence[str], descriptors: Sequence[int], environ: Mapping[str, str] | None = None
 ) -> subprocess.Popen[bytes]:
-    """Start ``module.main(arguments)`` in its own session, with these descriptors and our stderr.
+    """Start ``module.main(arguments)`` as a process in its own session, with these descriptors and our stderr.
 
     The default environment is ours. Interpreter options that ignore variables are passed on. The process has its own
-    session because launchers kill process groups, and the rest of a job's last window is read after that.
+    session, because launchers kill process groups, and an agent must outlive its trainer to read the last window.
 
     Raises:
         OSError: the interpreter cannot be started.
@@ -52,7 +52,7 @@ def _interpreter_options() -> list[str]:
 
 
 def pidfd(pid: int) -> int:
-    """Return a descriptor that becomes readable when the process ends, or -1 if the kernel has no pidfd."""
+    """Return a descriptor that becomes readable at the end of the process, or -1 if the kernel has no pidfd."""
     try:
         return os.pidfd_open(pid)
     except (OSError, AttributeError):

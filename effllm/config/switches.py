@@ -1,6 +1,6 @@
-"""The only access to the environment, and the switches that every ``import torch`` reads.
+"""The only access to the environment, and the switches that are read at every ``import torch``.
 
-The other settings are in `settings`, whose import takes milliseconds.  Standard library only.
+The other settings are in `settings`, which takes milliseconds to import.  Standard library only.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _OFF = ("false", "0", "no", "off")
 
 
 def this_process() -> Mapping[str, str]:
-    """Return the environment of this process: the only place that names ``os.environ``."""
+    """Return the environment of this process; no other code reads ``os.environ``."""
     return os.environ
 
 
@@ -29,17 +29,17 @@ def set_default(name: str, value: str) -> None:
 
 
 def is_on(text: str) -> bool:
-    """Whether a switch is on: true, 1, yes or on; every other text is off, see `unclear`."""
+    """Whether a switch is on: true, 1, yes or on."""
     return text.strip().lower() in _ON
 
 
 def is_unclear(text: str) -> bool:
-    """Whether a switch is set to a text that is neither on nor off."""
+    """Whether the text of a switch is neither on, off nor empty."""
     return text.strip().lower() not in (*_ON, *_OFF, "")
 
 
 def unclear(environ: Mapping[str, str], *names: str) -> str:
-    """Return an error text for the first of these switches that is neither on nor off, or an empty string."""
+    """Return an error text for the first switch that is neither on nor off, or an empty string."""
     for name in names:
         if is_unclear(text := environ.get(name, "")):
             return f"{name}={text!r} is not usable: must be {ALLOWED}"
@@ -47,15 +47,15 @@ def unclear(environ: Mapping[str, str], *names: str) -> str:
 
 
 def is_enabled(environ: Mapping[str, str]) -> bool:
-    """Whether metrics are on; read before all other settings."""
+    """Whether metrics are on, which is the default."""
     return is_on(environ.get(METRICS_ENABLED, "").strip() or "true")
 
 
 def is_off(environ: Mapping[str, str]) -> bool:
-    """Whether metrics are set to off; a value that is neither on nor off is an error, raised by `read_config`."""
+    """Whether metrics are off; ``False`` for an invalid value, for which `read_config` raises an error."""
     return not is_enabled(environ) and not is_unclear(environ.get(METRICS_ENABLED, ""))
 
 
 def is_attached(environ: Mapping[str, str]) -> bool:
-    """Whether frameworks are hooked when they are imported; the config scripts set this."""
+    """Whether frameworks are hooked at their import; the config scripts set this switch."""
     return is_on(environ.get(ATTACH, "")) and is_enabled(environ)
