@@ -340,9 +340,7 @@ def unknown_variables(environ: Mapping[str, str]) -> list[str]:
         short = name.removeprefix(prefix or "")
         if prefix is not None and short not in ((*known, *OLD_NAMES) if prefix == PREFIX else ()):
             near = difflib.get_close_matches(short, known, n=1)
-            lines.append(
-                f"{name} is not read by this version" + (f"; did you mean {PREFIX}{near[0]}?" if near else "")
-            )
+            lines.append(f"{name} is not read by this version" + (f"; did you mean {PREFIX}{near[0]}?" if near else ""))
     return lines
 
 

@@ -1,12 +1,12 @@
-"""Every metric, one function each: totals of the cluster in, a number or ``None`` (not measured) out.
+"""All metrics. Each is a function from the totals of the cluster to a number, or to ``None`` if it was not measured.
 
-A function's name is the name and the TensorBoard tag of its metric, its docstring the help text; its decorator has the
-unit.  Console, TensorBoard, run folder and command line all use `METRICS`.
+The name of the function is the name of the metric, its docstring is the help text, and its decorator has the unit.
+Console, TensorBoard, run folder and command line use `METRICS`.
 
 Definitions: EfficientLLM, arXiv 2505.13840, section 5.1, equations 1 to 12; docs/metrics.md extends them to a cluster.
 """
 
-# Every output has the metrics in the order of these imports.
+# All outputs list the metrics in the order of these imports.
 # isort: off
 from effllm.metrics import contract, energy, throughput, health, goodput
 

@@ -23,13 +23,13 @@ def amu_gb(totals: ClusterTotals) -> float | None:
 
 @metric("ratio", console="PCU (Ratio): {:.3f}", error=_utilization_error)
 def pcu_ratio(totals: ClusterTotals) -> float | None:
-    """Peak compute utilization: share of time in which the device was busy; despite its name a mean (Eq. 2)."""
+    """Peak compute utilization: share of time in which the device was busy. It is a mean despite its name (Eq. 2)."""
     return totals.devices.utilization_mean
 
 
 @metric("s/iteration", console="AL (Seconds): {:.4f}")
 def al_seconds(totals: ClusterTotals) -> float | None:
-    """Average latency: computation and communication of a step, mean over steps, of the slowest rank (Eq. 3)."""
+    """Average latency: step time with computation and communication, mean over steps of the slowest rank (Eq. 3)."""
     return quotient(totals.loop.slowest_step_s, totals.loop.slowest_iterations)
 
 
@@ -47,7 +47,7 @@ def st_samples_per_param_per_sec(totals: ClusterTotals) -> float | None:
 
 @metric("W", console="AEC (Watts): {:.2f}")
 def aec_watts(totals: ClusterTotals) -> float | None:
-    """Average energy consumption: mean power of the whole job, despite its name (Eq. 8)."""
+    """Average energy consumption: mean power of the whole job. It is a power despite its name (Eq. 8)."""
     return energy_quotient(totals, totals.energy.joules, totals.energy.time_s)
 
 
@@ -65,13 +65,13 @@ def inference_throughput(generated_tokens: float, time_s: float) -> float | None
 def model_compression_ratio(
     original_bytes: float, compressed_bytes: float, original_score: float, compressed_score: float
 ) -> float:
-    """Return MCR (Eq. 9): the ratio of the sizes times the share of the score that was kept.
+    """Return MCR (Eq. 9): original size / compressed size x compressed score / original score.
 
     Raises:
-        ValueError: a size or the original's score is not above 0.
+        ValueError: a size or the original score is not above 0.
     """
     if not (original_bytes > 0 and compressed_bytes > 0 and original_score > 0):
-        raise ValueError("sizes and the original's score must be above 0")
+        raise ValueError("sizes and the original score must be above 0")
     return (original_bytes / compressed_bytes) * (compressed_score / original_score)
 
 

@@ -1,4 +1,4 @@
-"""Energy, power and their cost."""
+"""Metrics of energy, power and their cost."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ J_PER_WH = 3600.0
 
 @metric("W", group="energy", bases=("window",))
 def watts_per_gpu(totals: ClusterTotals) -> float | None:
-    """Mean power of one GPU, for any power scope of AEC. Rankings use it."""
+    """Mean power of one GPU, independent of the power scope of AEC. Rankings use this power."""
     power = energy_quotient(totals, totals.energy.gpus_j, totals.energy.time_s)
     return None if power is None else quotient(power, totals.constants.gpus)
 
 
 @metric("W", group="energy", bases=("run",))
 def p95_watts_per_gpu(totals: ClusterTotals) -> float | None:
-    """Power that a GPU exceeds in 5 % of the time, run to date: middle of a step of 10 W, at most the peak."""
+    """Power that a GPU exceeds in 5 % of the time, run to date: middle of a bar of 10 W, at most the peak power."""
     return power_percentile(totals, 0.95)
 
 
 @metric("W", group="energy", bases=("run",), chart=False)
 def median_watts_per_gpu(totals: ClusterTotals) -> float | None:
-    """Power that a GPU exceeds in half of the time, run to date: middle of a step of 10 W, at most the peak."""
+    """Power that a GPU exceeds in half of the time, run to date: middle of a bar of 10 W, at most the peak power."""
     return power_percentile(totals, 0.5)
 
 
@@ -37,38 +37,38 @@ def peak_watts_per_gpu(totals: ClusterTotals) -> float | None:
 
 @metric("ratio", group="energy", bases=("window",), chart=False)
 def power_limit_ratio(totals: ClusterTotals) -> float | None:
-    """Mean power of the GPUs over their enforced power limits."""
+    """Mean power of the GPUs divided by their enforced power limits."""
     power = energy_quotient(totals, totals.energy.gpus_j, totals.energy.time_s)
     return None if power is None or not totals.constants.power_limit_w else power / totals.constants.power_limit_w
 
 
 @metric("ratio", group="energy", bases=("run",), chart=False)
 def timing_error_ratio(totals: ClusterTotals) -> float | None:
-    """Random part of the error of energy, run to date: from window edges between two readings (95 %)."""
+    """Random error of the run-to-date energy as a share (95 %); cause: window edges between two readings."""
     return error_share(totals.energy.error_j, totals.energy.joules)
 
 
 @metric("ratio", group="energy", bases=("run",))
 def sensor_error_ratio(totals: ClusterTotals) -> float | None:
-    """Systematic part of the error of energy: the gain of the sensors (95 %); it does not average out."""
+    """Systematic error of energy as a share (95 %): the gain of the sensors. It does not average out."""
     return error_share(totals.energy.gain_j, totals.energy.joules)
 
 
 @metric("J", group="energy", bases=("job",))
 def total_joules(totals: ClusterTotals) -> float | None:
-    """Energy of the run so far; no value if a part of it was not measured."""
+    """Energy of the run so far; no value if a part of the energy was not measured."""
     return totals.energy.joules if totals.energy.is_complete else None
 
 
 @metric("J", group="energy", bases=("job",))
 def measured_joules(totals: ClusterTotals) -> float | None:
-    """Measured energy of the run so far; less than the total if a part was not measured."""
+    """Measured part of the energy of the run so far."""
     return totals.energy.measured_j
 
 
 @metric("J/token", group="energy", bases=("window", "run"))
 def joules_per_token(totals: ClusterTotals) -> float | None:
-    """Energy per token, both over the same windows."""
+    """Energy per token; energy and tokens are sums over the same windows."""
     return energy_quotient(totals, totals.energy.joules, totals.energy.counts.tokens)
 
 
@@ -92,7 +92,7 @@ def joules_per_generated_token(totals: ClusterTotals) -> float | None:
 
 @metric("Wh", group="energy", bases=("job",), chart=False, in_windows=False)
 def total_wh(totals: ClusterTotals) -> float | None:
-    """Energy of the run so far in watt-hours; no value if a part of it was not measured."""
+    """Energy of the run so far in watt-hours; no value if a part of the energy was not measured."""
     joules = total_joules(totals)
     return None if joules is None else joules / J_PER_WH
 
@@ -116,7 +116,7 @@ def tokens_per_joule(totals: ClusterTotals) -> float | None:
 
 @metric("J", group="energy", bases=("run",), chart=False)
 def joules_above_baseline(totals: ClusterTotals) -> float | None:
-    """Energy above the idle power measured before the first iteration; reported in addition to the energy."""
+    """Energy minus idle power times time; the idle power was measured before the first iteration."""
     if totals.energy.joules is None or totals.constants.baseline_w is None:
         return None
     return totals.energy.joules - totals.constants.baseline_w * totals.energy.time_s
@@ -124,7 +124,7 @@ def joules_above_baseline(totals: ClusterTotals) -> float | None:
 
 @metric("kg CO2e", group="energy", bases=("job",))
 def co2_kg(totals: ClusterTotals) -> float | None:
-    """Emissions of the energy so far: kWh times PUE times the carbon intensity in the settings."""
+    """CO2 emissions of the energy so far: kWh times PUE times the carbon intensity in the settings."""
     if total_joules(totals) is None or totals.constants.carbon_g_per_kwh is None:
         return None
     return _site_kwh(totals) * totals.constants.carbon_g_per_kwh / 1e3
@@ -132,7 +132,7 @@ def co2_kg(totals: ClusterTotals) -> float | None:
 
 @metric("money", group="energy", bases=("job",), chart=False)
 def electricity_cost(totals: ClusterTotals) -> float | None:
-    """Cost of the energy so far: kWh times PUE times the price in the settings, in its currency."""
+    """Cost of the energy so far: kWh times PUE times the price in the settings, in the currency of the price."""
     if total_joules(totals) is None or totals.constants.price_per_kwh is None:
         return None
     return _site_kwh(totals) * totals.constants.price_per_kwh
@@ -140,14 +140,14 @@ def electricity_cost(totals: ClusterTotals) -> float | None:
 
 @metric("money", group="energy", bases=("job",), chart=False)
 def gpu_cost(totals: ClusterTotals) -> float | None:
-    """Rent of the GPUs so far, in the currency of the price in the settings."""
+    """Cost of rented GPUs so far, in the currency of the price in the settings."""
     if totals.constants.price_per_gpu_hour is None or not totals.constants.gpus:
         return None
     return totals.constants.gpus * totals.loop.time_s / 3600 * totals.constants.price_per_gpu_hour
 
 
 def power_percentile(totals: ClusterTotals, share: float) -> float | None:
-    """Return the power below which GPUs were for a share of their time: the middle of a bar, at most the peak."""
+    """Return the power that GPUs did not exceed in a share of their time: middle of a bar, at most the peak."""
     whole_s = sum(totals.devices.power_histogram_s.values())
     passed_s = 0.0
     for step, seconds in sorted(totals.devices.power_histogram_s.items()):

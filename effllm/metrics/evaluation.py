@@ -1,4 +1,4 @@
-"""The values of all metrics for a report or a summary, with their errors."""
+"""The values and errors of all metrics for a report or a summary."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from msgspec.structs import replace
 from effllm.metrics.table import METRICS, Formula
 from effllm.records.job import ClusterTotals
 
-#: Rounding error of a float that is computed in two ways, as a share.
+#: Largest relative difference of two floats that only rounding errors explain.
 ROUNDING = 1e-9
 
 
 def evaluate(run: ClusterTotals, window: ClusterTotals, job: ClusterTotals) -> dict[str, float]:
-    """Return a window's values of every metric on each of its bases: tag -> value, if measured."""
+    """Return the measured values of a window, for each metric and base: tag -> value."""
     bases = {"run": run, "window": window, "job": job}
     shown = [(entry, base) for entry in METRICS.values() if entry.in_windows for base in entry.bases]
     values = {entry.tag(base): entry.formula(bases[base]) for entry, base in shown}
@@ -20,7 +20,7 @@ def evaluate(run: ClusterTotals, window: ClusterTotals, job: ClusterTotals) -> d
 
 
 def evaluate_run(run: ClusterTotals, job: ClusterTotals) -> dict[str, float]:
-    """Return a summary's values: tag -> value, if measured."""
+    """Return the measured values of a summary: tag -> value."""
     bases = {"run": run, "job": job}
     shown = [(entry, base) for entry in METRICS.values() for base in entry.run_bases]
     values = {entry.tag(base): entry.formula(bases[base]) for entry, base in shown}
@@ -28,10 +28,10 @@ def evaluate_run(run: ClusterTotals, job: ClusterTotals) -> dict[str, float]:
 
 
 def errors(run: ClusterTotals, job: ClusterTotals) -> dict[str, tuple[float, float]]:
-    """Return the random and the systematic error of a summary's values: tag -> half-widths, 95 %.
+    """Return the errors of a summary's values: tag -> (random, systematic), half-widths of 95 % intervals.
 
-    For energy and power, each error is the change of the metric when the energy changes by its own error. Means of
-    samples only have a random error.
+    For energy and power, an error is the change of the metric when the energy changes by the error of the energy. Means
+    of samples have only a random error.
     """
     bases = {"run": run, "job": job}
     found: dict[str, tuple[float, float]] = {}
@@ -67,7 +67,7 @@ def _moved(formula: Formula, totals: ClusterTotals, value: float, share: float, 
             inside_j2=energy.inside_j2 * scale**2,
         ),
     )
-    if gain:  # power readings of the same sensors have the same gain
+    if gain:  # the power readings of a sensor have the same gain error
         moved = replace(
             moved,
             constants=replace(totals.constants, baseline_w=_scaled(totals.constants.baseline_w, scale)),

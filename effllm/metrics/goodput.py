@@ -1,4 +1,4 @@
-"""The elapsed time of the job by class (docs/goodput.md), and the time spent waiting for stragglers."""
+"""Metrics of the job's elapsed time by class (docs/goodput.md), and of the time lost to stragglers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from effllm.records.job import ClusterTotals
 
 @metric("ratio", group="goodput", bases=("job",))
 def ratio(totals: ClusterTotals) -> float | None:
-    """Goodput: share of the elapsed time, over all attempts, in iterations that were kept and in generation."""
+    """Goodput: share of the elapsed time of all attempts in kept iterations and in generation."""
     return quotient(
         sum(totals.goodput.class_s.get(name, 0.0) for name in ("kept", "generation")), totals.goodput.elapsed_s
     )
@@ -17,7 +17,7 @@ def ratio(totals: ClusterTotals) -> float | None:
 
 @metric("ratio", group="goodput", bases=("job",), chart=False)
 def redone_ratio(totals: ClusterTotals) -> float | None:
-    """Share of the elapsed time in iterations that were lost and repeated after a restart."""
+    """Share of the elapsed time in iterations that were lost by a restart and repeated."""
     return _share_of_elapsed(totals, "redone")
 
 
@@ -47,14 +47,14 @@ def unknown_ratio(totals: ClusterTotals) -> float | None:
 
 @metric("J", group="goodput", bases=("job",), chart=False)
 def lost_joules(totals: ClusterTotals) -> float | None:
-    """Measured energy of lost time: repeated iterations, straggling, hangs."""
+    """Measured energy of lost time: repeated iterations, waits for stragglers, hangs."""
     lost = [totals.goodput.class_j.get(name) for name in ("redone", "straggling", "hang")]
     return None if None in lost else sum(joules for joules in lost if joules is not None)
 
 
 @metric("ranks", group="straggler", bases=("window",), chart=False)
 def named_ranks(totals: ClusterTotals) -> float | None:
-    """Ranks that are named as stragglers at the end of the window; no value if no rank has a sync point."""
+    """Number of named stragglers at the end of the window; no value if no rank has a sync point."""
     return None if totals.health.straggling_s is None else float(totals.health.stragglers)
 
 
@@ -66,13 +66,13 @@ def waiting_ratio(totals: ClusterTotals) -> float | None:
 
 @metric("GPU-s", group="straggler", bases=("job",), chart=False)
 def waiting_gpu_seconds(totals: ClusterTotals) -> float | None:
-    """Time that all ranks together have waited for named stragglers."""
+    """Sum of the time that each rank has waited for named stragglers."""
     return None if totals.health.straggling_s is None else totals.health.straggling_gpu_s
 
 
 @metric("J", group="straggler", bases=("job",), chart=False)
 def waiting_joules(totals: ClusterTotals) -> float | None:
-    """Energy of the devices of waiting ranks in this time, by their mean power in these windows."""
+    """Energy of waiting ranks' devices while they waited for named stragglers, by their mean power in a window."""
     return None if totals.health.straggling_s is None else totals.health.straggling_j
 
 

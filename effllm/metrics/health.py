@@ -1,4 +1,4 @@
-"""Memory and state of the devices, clocks, stalls, and the cost of measuring."""
+"""Metrics of device memory and device state, of clocks and stalls, and of the cost of measuring."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ def peak_gb(totals: ClusterTotals) -> float | None:
 
 @metric("GB", group="memory", bases=("window",))
 def smallest_mean_gb(totals: ClusterTotals) -> float | None:
-    """Memory of the device with the smallest mean over the window (2^30 bytes)."""
+    """Smallest mean memory of a device in the window (2^30 bytes)."""
     return None if totals.devices.memory_min_bytes is None else totals.devices.memory_min_bytes / GIB
 
 
 @metric("GB", group="memory", bases=("window",))
 def largest_mean_gb(totals: ClusterTotals) -> float | None:
-    """Memory of the device with the largest mean over the window (2^30 bytes)."""
+    """Largest mean memory of a device in the window (2^30 bytes)."""
     return None if totals.devices.memory_max_bytes is None else totals.devices.memory_max_bytes / GIB
 
 
@@ -33,7 +33,7 @@ def least_utilization_ratio(totals: ClusterTotals) -> float | None:
 
 @metric("ratio", group="health", bases=("window",))
 def throttled_ratio(totals: ClusterTotals) -> float | None:
-    """Share of GPU time in which heat or the board lowered a clock; the power limit does not count."""
+    """Share of GPU time in which heat or the board lowered a clock; time at the power limit is not counted."""
     return measured_quotient(totals.devices.throttled_s, totals.devices.throttle_covered_s)
 
 
@@ -45,19 +45,19 @@ def hottest_c(totals: ClusterTotals) -> float | None:
 
 @metric("MHz", group="health", bases=("window",))
 def sm_clock_mhz(totals: ClusterTotals) -> float | None:
-    """Clock of the streaming multiprocessors, mean over the window and the GPUs."""
+    """Clock of the streaming multiprocessors, mean over the window and over GPUs."""
     return None if totals.devices.sm_clock_hz is None else totals.devices.sm_clock_hz / 1e6
 
 
 @metric("ratio", group="health", bases=("window",))
 def sm_activity_ratio(totals: ClusterTotals) -> float | None:
-    """Share of SMs and time with work on them (GPM, Hopper and later); utilization shows only that some kernel ran."""
+    """Mean share of busy SMs (GPM, Hopper and later). Utilization only shows whether any kernel was running."""
     return totals.devices.sm_activity
 
 
 @metric("ratio", group="health", bases=("window",))
 def tensor_activity_ratio(totals: ClusterTotals) -> float | None:
-    """Share of time in which tensor cores worked (GPM, Hopper and later)."""
+    """Share of time in which tensor cores were busy (GPM, Hopper and later)."""
     return totals.devices.tensor_activity
 
 
@@ -69,7 +69,7 @@ def dram_activity_ratio(totals: ClusterTotals) -> float | None:
 
 @metric("s", group="health", bases=("window",), chart=False)
 def clock_error_s(totals: ClusterTotals) -> float | None:
-    """Largest error bound of a rank's clock offset to the aggregator."""
+    """Largest error bound of a rank's clock offset from the aggregator."""
     return totals.health.clock_error_s
 
 
@@ -81,27 +81,27 @@ def stalled_s(totals: ClusterTotals) -> float | None:
 
 @metric("ratio", group="health", bases=("job",), chart=False)
 def agent_cpu_ratio(totals: ClusterTotals) -> float | None:
-    """CPU seconds of the agents over the elapsed time of their ranks: the mean share of a core per agent."""
+    """CPU seconds of the agents divided by the elapsed time of their ranks: mean share of a core per agent."""
     spent = totals.overhead
     return None if spent is None else measured_quotient(spent.agents_cpu_s, totals.goodput.rank_seconds)
 
 
 @metric("ratio", group="health", bases=("job",), chart=False)
 def recorder_cpu_ratio(totals: ClusterTotals) -> float | None:
-    """CPU seconds in recorder calls, estimated from the cost of a call at the start, over the ranks' elapsed time."""
+    """CPU seconds in recorder calls divided by the ranks' elapsed time; estimated from a call's cost at the start."""
     spent = totals.overhead
     return None if spent is None else measured_quotient(spent.recorder_cpu_s, totals.goodput.rank_seconds)
 
 
 @metric("ratio", group="health", bases=("job",), chart=False)
 def aggregator_cpu_ratio(totals: ClusterTotals) -> float | None:
-    """CPU seconds of the aggregator and its sinks over the elapsed time: a share of one core."""
+    """CPU seconds of the aggregator and its sinks divided by the elapsed time: share of one core."""
     spent = totals.overhead
     return None if spent is None else measured_quotient(spent.aggregator_cpu_s, totals.goodput.elapsed_s)
 
 
 @metric("bytes/s", group="health", bases=("job",), chart=False)
 def sent_bytes_per_second(totals: ClusterTotals) -> float | None:
-    """Bytes that an agent sends, over the elapsed time, mean over ranks."""
+    """Sent bytes of an agent per second of elapsed time, mean over ranks."""
     spent = totals.overhead
     return None if spent is None else measured_quotient(spent.sent_bytes, totals.goodput.rank_seconds)

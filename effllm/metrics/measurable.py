@@ -1,4 +1,4 @@
-"""Derive each metric's inputs by removing them one by one and evaluating its formula."""
+"""The inputs of each metric: inputs without which its formula has no value, found by removal of each input."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _COMPLETE = ClusterTotals(
     overhead=Overhead(1.0, 1.0, 1.0, 1, 1),
 )  # fmt: skip
 
-#: Fields of `ClusterTotals`, or of its groups by name, with their values when an input is missing.
+#: The values of fields of `ClusterTotals`, or of fields of its groups, if an input is missing.
 Lack = dict[str, Any]
 
 GAUGES: dict[str, Lack] = {
@@ -64,7 +64,7 @@ GAUGES: dict[str, Lack] = {
     "activity": {"devices": {"sm_activity": None, "tensor_activity": None, "dram_activity": None}},
 }
 
-#: Input of a metric -> the totals without it.
+#: Input of a metric -> totals without the input.
 NEEDS: dict[str, Lack] = {
     "gpu": {
         "constants": {"gpus": 0, "power_limit_w": None},
@@ -101,10 +101,10 @@ NEEDS: dict[str, Lack] = {
     "clocks of ranks": {"health": {"clock_error_s": None}},
 }
 
-#: Read from the device, in addition to its gauges.
+#: Inputs from the device, in addition to `GAUGES`.
 READ = ("gpu", "memory", "utilization", "energy")
 
-#: Given by the training loop, not measured.
+#: Inputs from the training loop.
 FROM_LOOP = (
     "iterations",
     "tokens",
@@ -118,13 +118,13 @@ FROM_LOOP = (
     "own time",
 )
 
-#: Given by effllm's own processes in every job.
+#: Inputs from effllm's processes, available in every job.
 OWN = ("elapsed time", "own cost", "clocks of ranks")
 
-#: Given by the settings: the variable, and the meaning of its value.
+#: Inputs from settings: input -> (variable, meaning of its value).
 SET: dict[str, tuple[str, str]] = {
-    "profile": ("PROFILE_EVERY", "N to profile every Nth iteration, such as 200"),
-    "baseline": ("BASELINE_SECONDS", "the seconds before the first iteration in which idle power is measured"),
+    "profile": ("PROFILE_EVERY", "N: every Nth iteration is profiled; for example 200"),
+    "baseline": ("BASELINE_SECONDS", "the duration of the measurement of idle power before the first iteration"),
     "carbon intensity": ("CARBON_INTENSITY", "the carbon intensity of your electricity, in g CO2e per kWh"),
     "price": ("PRICE_PER_KWH", "the price of your electricity"),
     "rent": ("PRICE_PER_GPU_HOUR", "the price of your GPUs"),
@@ -132,14 +132,14 @@ SET: dict[str, tuple[str, str]] = {
 
 
 class InputSource(Struct, frozen=True):
-    """The source of a quantity on this machine, or the reason why it is missing, and the remedy."""
+    """The source of a quantity on this machine, or the reason and the remedy for a missing quantity."""
 
     by: str = ""
     why_not: str = ""
 
 
 class Measurable(Struct, frozen=True):
-    """Whether a metric can be measured on this machine."""
+    """Whether a metric can be measured on this machine, with its sources or the reasons."""
 
     metric: str
     tag: str
@@ -151,7 +151,7 @@ class Measurable(Struct, frozen=True):
 
 
 def needs_of(name: str) -> list[str]:
-    """Return the inputs that a metric needs.
+    """Return the inputs of a metric.
 
     >>> needs_of("tt_tokens_per_param_per_sec")
     ['iterations', 'tokens', 'parameters']
@@ -168,11 +168,11 @@ def _without(lack: Lack) -> ClusterTotals:
 
 
 def measurable(name: str, sources: Mapping[str, InputSource]) -> Measurable:
-    """Return whether and how a metric can be measured, or why not; ``sources`` has an entry for each of `NEEDS`."""
+    """Return whether a metric can be measured; ``sources`` must have an entry for each input in `NEEDS`."""
     entry, needs = METRICS[name], needs_of(name)
     lacking = [need for need in needs if sources[need].why_not]
     if "gpu" in lacking:
-        lacking = ["gpu"]  # the others would come from the GPU
+        lacking = ["gpu"]  # the other missing inputs are from the GPU
     why_not = list(dict.fromkeys(sources[need].why_not for need in lacking))
     by = [sources[need].by for need in needs if sources[need].by]
     return Measurable(name, entry.tag(entry.bases[0]), entry.unit, not why_not, needs, by, why_not)

@@ -1,4 +1,4 @@
-"""The table of metrics, and the decorator that adds a metric to it."""
+"""The table of metrics, and the decorator that adds a metric to the table."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ class Metric:
     unit: str
     help: str
     formula: Formula
-    console: str | None  # label and format of its line in the console block, for the contract's metrics
-    group: str  # TensorBoard group; empty for the contract's own tags
-    bases: tuple[str, ...]  # totals that it is evaluated on: run, window, job
-    chart: bool  # False: a form or a part of a metric that has a chart; only in summaries
-    error: Formula | None = None  # of a mean of samples: its random error, half-width, 95 %
-    in_windows: bool = True  # False: another unit of a metric; only in summaries
+    console: str | None  # label and format of a line in the console block; only metrics of the contract
+    group: str  # TensorBoard group; empty for metrics of the contract
+    bases: tuple[str, ...]  # totals on which the metric is evaluated: run, window, job
+    chart: bool  # False: no chart, because another metric's chart shows the same
+    error: Formula | None = None  # random error of a mean of samples: half-width of the 95 % interval
+    in_windows: bool = True  # False: only in summaries, because another metric has the same value in another unit
 
     def tag(self, base: str) -> str:
-        """Return the tag of this metric on one base, without the prefix ``efficientllm/``; each base has its own."""
+        """Return the tag of this metric for one base, without the prefix ``efficientllm/``."""
         if self.group:
             return f"{self.group}/{self.name}" if base == self.bases[0] else f"{base}_{self.group}/{self.name}"
         return self.name if base == "run" else f"{base}/{self.name}"
 
     @property
     def run_bases(self) -> tuple[str, ...]:
-        """The bases in a summary: the base window of a grouped metric becomes the run to date."""
+        """The bases in a summary; for a metric with a group, the base window is replaced by the run to date."""
         return tuple(
             dict.fromkeys(
                 "run" if self.group and base == "window" else base
@@ -58,10 +58,10 @@ def metric(
 ) -> Callable[[Formula], Formula]:
     """Add a formula to the table that all sinks use.
 
-    A metric of a ``group`` has the tag ``group/name`` on the first of its bases, and ``base_group/name`` on others.
+    A metric with a ``group`` has the tag ``group/name`` for the first of its bases, and ``base_group/name`` for others.
 
     Raises:
-        ValueError: the name is taken, or the function has no docstring.
+        ValueError: another metric has this name, or the function has no docstring.
     """
 
     def enter(formula: Formula) -> Formula:
@@ -84,5 +84,5 @@ def headline() -> Iterable[Metric]:
 
 
 def describe(tag: str) -> Metric | None:
-    """Return the metric of a tag, or ``None`` if it has none."""
+    """Return the metric of a tag, or ``None`` if the tag is unknown."""
     return METRICS.get(tag.rpartition("/")[2])

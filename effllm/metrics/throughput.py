@@ -1,4 +1,4 @@
-"""Tokens, iterations and FLOPs over time."""
+"""Metrics of tokens, samples, iterations and FLOPs over time."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from effllm.records.job import ClusterTotals
 
 @metric("tokens/s", group="throughput", bases=("window",))
 def tokens_per_second(totals: ClusterTotals) -> float | None:
-    """Tokens of the whole job per second, without padding if the loop counts it."""
+    """Tokens of the whole job per second, without padding if the loop counts padding."""
     return counted_quotient(totals.counts.tokens, totals.loop.time_s)
 
 
 @metric("tokens/s", group="throughput", bases=("window",))
 def tokens_per_second_per_gpu(totals: ClusterTotals) -> float | None:
-    """Tokens per second and GPU; per rank if there are no GPUs."""
+    """Tokens per second and GPU, or per second and rank if there are no GPUs."""
     return counted_quotient(
         totals.counts.tokens, totals.loop.time_s * (totals.constants.gpus or totals.constants.world_size)
     )
@@ -30,57 +30,57 @@ def samples_per_second(totals: ClusterTotals) -> float | None:
 
 @metric("s/iteration", group="throughput", bases=("window",))
 def seconds_per_iteration(totals: ClusterTotals) -> float | None:
-    """Iteration time: data wait and step, from the end of one iteration to the end of the next."""
+    """Iteration time: data wait and step, from the end of an iteration to the end of the next iteration."""
     return quotient(totals.loop.time_s, totals.counts.iterations)
 
 
 @metric("ratio", group="throughput", bases=("window",))
 def data_wait_ratio(totals: ClusterTotals) -> float | None:
-    """Share of iteration time spent between steps, waiting for data."""
+    """Share of iteration time between two steps, which is the wait for data."""
     return quotient(totals.loop.wait_s, totals.loop.time_s)
 
 
 @metric("ratio", group="throughput", bases=("window",))
 def exposed_communication_ratio(totals: ClusterTotals) -> float | None:
-    """Share of the profiled iterations' time with communication and without computation, over all ranks."""
+    """Share of the time of profiled iterations with communication but without computation, over all ranks."""
     return None if totals.profile is None else quotient(totals.profile.exposed_s, totals.profile.time_s)
 
 
 @metric("s/iteration", group="throughput", bases=("window",), chart=False)
 def exposed_seconds(totals: ClusterTotals) -> float | None:
-    """Part of AL with communication and without computation: AL times its share of the profiled iterations."""
+    """Part of AL with communication but without computation: AL times `exposed_communication_ratio`."""
     return _part_of_al(totals, exposed_communication_ratio(totals))
 
 
 @metric("s/iteration", group="throughput", bases=("window",), chart=False)
 def computation_seconds(totals: ClusterTotals) -> float | None:
-    """AL minus exposed communication, so that the two add up to AL; it includes idle time."""
+    """AL minus `exposed_seconds`. Idle time is included."""
     exposed = exposed_communication_ratio(totals)
     return None if exposed is None else _part_of_al(totals, 1.0 - exposed)
 
 
 @metric("s/iteration", group="throughput", bases=("window",), chart=False)
 def communication_seconds(totals: ClusterTotals) -> float | None:
-    """Part of AL with communication, hidden by computation or not; it overlaps computation: do not add the two."""
+    """Part of AL with communication. Do not add it to computation, because both can run at the same time."""
     profile = totals.profile
     return None if profile is None else _part_of_al(totals, quotient(profile.communication_s, profile.time_s))
 
 
 @metric("s/iteration", group="throughput", bases=("window",), chart=False)
 def device_step_seconds(totals: ClusterTotals) -> float | None:
-    """Step on the CUDA device, between events on its stream; mean over steps, of the slowest rank."""
+    """Step time on the CUDA device, between events on its stream; mean over steps of the slowest rank."""
     return quotient(totals.loop.device_step_s, totals.loop.device_steps)
 
 
 @metric("s", group="throughput", bases=("window",), chart=False)
 def profiling_seconds(totals: ClusterTotals) -> float | None:
-    """Additional cost of a profiled iteration for its rank: starting, stopping and reading the profiler."""
+    """Additional time of a profiled iteration for its rank: start, stop and evaluation of the profiler."""
     return None if totals.profile is None else quotient(totals.profile.cost_s, totals.profile.iterations)
 
 
 @metric("ratio", group="throughput", bases=("window",))
 def padding_ratio(totals: ClusterTotals) -> float | None:
-    """Share of the processed positions that are padding; no value if the loop counted no padding."""
+    """Share of padding in the processed positions; no value if the loop counted no padding."""
     if not totals.counts.tokens or totals.counts.tokens_processed <= totals.counts.tokens:
         return None
     return 1.0 - totals.counts.tokens / totals.counts.tokens_processed
@@ -98,18 +98,18 @@ def tflops_per_gpu(totals: ClusterTotals) -> float | None:
 
 @metric("ratio", group="throughput", bases=("window",))
 def mfu_ratio(totals: ClusterTotals) -> float | None:
-    """Model FLOPs utilization (PaLM, arXiv 2204.02311, appendix B): model FLOP/s over the job's peak."""
+    """Model FLOPs utilization (PaLM, arXiv 2204.02311, appendix B): model FLOP/s divided by the job's peak."""
     return _possible(share_of_peak(totals, totals.constants.flops_per_token))
 
 
 @metric("ratio", group="throughput", bases=("window",))
 def hfu_ratio(totals: ClusterTotals) -> float | None:
-    """Hardware FLOPs utilization (PaLM, arXiv 2204.02311, appendix B): includes recomputation."""
+    """Hardware FLOPs utilization (PaLM, arXiv 2204.02311, appendix B): like MFU, with recomputation."""
     return _possible(share_of_peak(totals, totals.constants.hardware_flops_per_token))
 
 
 def share_of_peak(totals: ClusterTotals, flops_per_token: float | None) -> float | None:
-    """Return FLOP/s over the job's peak, from the FLOPs per token; above 1 if one of these is wrong."""
+    """Return FLOP/s divided by the job's peak; above 1 if the peak or the FLOPs per token is wrong."""
     rate = counted_quotient(totals.counts.tokens, totals.loop.time_s)
     if rate is None or flops_per_token is None or not totals.constants.peak_flops_per_s:
         return None

@@ -1,9 +1,9 @@
-"""The sinks of reports.  A name in ``EFFICIENTLLM_SINKS`` is a file in this folder.
+"""The sinks of reports.  Each name in ``EFFICIENTLLM_SINKS`` is the name of a file in this folder.
 
-Each file has one function, ``open_sink(run: Run) -> Sink``, which raises `SinkUnavailable` with one sentence if the
-sink cannot work.  A sink with options also has ``OPTIONS``, a table of `Option`: with ``SINKS=prometheus:port=9788`` it
-reads ``run.options["port"]``.  Every sink is called from its own thread (effllm/server/writer.py), so it may block.
-Its exceptions become events, and the other sinks continue.
+Each file has a function ``open_sink(run: Run) -> Sink``, which raises `SinkUnavailable` with one sentence if the sink
+cannot work.  A sink with options also has ``OPTIONS``, a table of `Option`: ``SINKS=prometheus:port=9788`` sets
+``run.options["port"]``.  Each sink is called from a thread of its own (effllm/server/writer.py), so a sink may block.
+Exceptions of a sink become events, and the other sinks continue.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from effllm.records.job import ClusterReport, Summary
 
 
 class SinkUnavailable(Exception):
-    """The sink cannot work here; the message is one sentence with the reason and the remedy."""
+    """The sink cannot work here. The message is one sentence with the reason and the remedy."""
 
 
 class Option(NamedTuple):
@@ -39,13 +39,13 @@ class Run:
 
     config: Config
     attempt: int
-    folder: Path | None  # the run folder, if there is one
+    folder: Path | None  # run folder; None without a usable run folder
     tensorboard_dir: Path | None  # folder of event files; None without a usable folder or without this sink
     stdout: TextIO
     facts: dict[str, Any] = field(default_factory=dict)  # content of run.json
-    log: Callable[[str], None] = lambda _: None  # reports an event about the sink itself
-    summary: Callable[[], Summary | None] = lambda: None  # of the ended job; available before sinks are closed
-    options: Mapping[str, Any] = field(default_factory=dict)  # of the sink, including defaults; see `open_sink`
+    log: Callable[[str], None] = lambda _: None  # reports an event about the sink
+    summary: Callable[[], Summary | None] = lambda: None  # summary of the ended job; available before sinks are closed
+    options: Mapping[str, Any] = field(default_factory=dict)  # options of the sink, with defaults; see `open_sink`
 
 
 class Sink(Protocol):
@@ -58,7 +58,7 @@ class Sink(Protocol):
         """Write one window of the job."""
 
     def close(self) -> None:
-        """Write buffered data and release resources; may be called twice."""
+        """Write buffered data and release resources. May be called twice."""
 
 
 def sink_names() -> list[str]:
@@ -75,7 +75,7 @@ def open_sink(name: str, run: Run) -> Sink:
     """Open the sink ``name`` with its options from the run's settings.
 
     Raises:
-        SinkUnavailable: no such file, its library is missing, an option is wrong, or it cannot work here.
+        SinkUnavailable: unknown sink, missing library, wrong option, or the sink cannot work here.
     """
     if name not in sink_names():
         raise SinkUnavailable(no_such_sink(name))
@@ -85,20 +85,20 @@ def open_sink(name: str, run: Run) -> Sink:
 
 
 def options_of(name: str) -> dict[str, Option]:
-    """Return the options declared in the file of a sink.
+    """Return the options in the file of a sink.
 
     Raises:
-        SinkUnavailable: its library is missing.
+        SinkUnavailable: the library of the sink is missing.
     """
     declared: dict[str, Option] = getattr(import_sink(name), "OPTIONS", {})
     return declared
 
 
 def read_options(name: str, given: Mapping[str, str]) -> dict[str, Any]:
-    """Return the values of all options of a sink, from the given texts and the defaults.
+    """Return the values of all options of a sink, from texts and defaults.
 
     Raises:
-        SinkUnavailable: its library is missing, it has no such option, or the value is not allowed.
+        SinkUnavailable: missing library, unknown option, or invalid value.
     """
     options = options_of(name)
     for one in given:
@@ -119,7 +119,7 @@ def import_sink(name: str) -> Any:
     """Import the file of a sink.
 
     Raises:
-        SinkUnavailable: its library is missing; the message has the command that installs it.
+        SinkUnavailable: the library of the sink is missing; the message has the command of its installation.
     """
     try:
         return importlib.import_module(f"{__name__}.{name}")

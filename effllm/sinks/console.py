@@ -1,4 +1,4 @@
-"""The console: two or three lines per window on a terminal, elsewhere the block for scripts."""
+"""The console: two or three lines per window on a terminal, otherwise the block for scripts."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ OPTIONS = {
     "format": Option(
         "auto",
         one_of("auto", "short", "full"),
-        "A window is printed as two lines (short) or as the block that scripts parse (full). "
-        "auto is short on a terminal and full elsewhere.",
+        "Format of a window: two lines (short), or the block for scripts (full). "
+        "auto: short on a terminal, otherwise full.",
     ),
 }
 
-#: Lines of one kind of events that are shown once each; those of level ALWAYS are not limited.
+#: Maximum number of different lines per kind of events; kinds of level ALWAYS have no limit.
 MAX_EVENTS = 20
 
 _HEADER, _PROBLEM, _PLAIN, _ERASE = "\x1b[1;36m", "\x1b[1;31m", "\x1b[0m", "\r\x1b[K"
@@ -36,7 +36,7 @@ def open_sink(run: Run) -> Console:
 
 
 class Console:
-    """Prints each window once, in one write."""
+    """Prints each window once, with one write."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -47,11 +47,11 @@ class Console:
         form = run.options["format"]
         self._is_short = self._terminal if form == "auto" else form == "short"
         self._lost = 0
-        self._shown: dict[str, set[str]] = {}  # texts of events, by kind
+        self._shown: dict[str, set[str]] = {}  # texts of printed events, by kind
         self._is_closed = False
 
     def write(self, report: ClusterReport) -> None:
-        """Print one window, unless it has no iteration or is a correction."""
+        """Print a window, except corrections and windows without an iteration."""
         if report.correction or report.iteration_last < report.iteration_first:
             return
         width = _width(self._out) if self._terminal else 0
@@ -78,7 +78,7 @@ class Console:
         self._put([self._coloured(_PROBLEM, line) if is_problem(event.kind) else line])
 
     def close(self) -> None:
-        """Print the closing table; the stream stays open, because it belongs to the training."""
+        """Print the closing table; the stream stays open for the training."""
         summary = None if self._is_closed else self._run.summary()
         self._is_closed = True
         if summary is not None:
@@ -90,8 +90,9 @@ class Console:
     def _put(self, lines: Sequence[str]) -> None:
         text = "".join(f"{line}\n" for line in lines)
         if self._terminal:
-            # A progress bar of the training may have left the cursor inside a line. As many spaces as the terminal has
-            # columns move it to the next line then, and leave it on an empty line, as zsh's PROMPT_SP does.
+            # A progress bar of the training may have left the cursor inside a line. One space per column of the
+            # terminal moves the cursor from inside a line to the next line, but not from the start of a line (zsh's
+            # PROMPT_SP).
             text = " " * _width(self._out) + _ERASE + text
         self._out.write(_encodable(text, self._out))
         self._out.flush()

@@ -1,6 +1,6 @@
-"""Prometheus: the newest values of the job as gauges, its totals as counters, only on loopback.
+"""Prometheus: gauges with the newest values of the job and counters with its totals, only on loopback.
 
-A value that is no longer measured has no sample, so that no alert uses an old value.
+A value that is no longer measured has no sample: alerts must not use old values.
 """
 
 from __future__ import annotations
@@ -25,26 +25,24 @@ from effllm.records.rank import Event
 from effllm.sinks import Option, Run, SinkUnavailable
 
 OPTIONS = {
-    "port": Option(
-        "9788", whole(0, 65535, "a port"), "Metrics are served on this port of loopback. 0 is any free port."
-    ),
+    "port": Option("9788", whole(0, 65535, "a port"), "Port of the metrics page on loopback. 0: any free port."),
 }
 
 ADDRESS = "127.0.0.1"  # the page is neither encrypted nor authenticated
 PREFIX = "efficientllm"
-BASE = "over"  # label with the base of a value: run, window or job
+BASE = "over"  # label for the base of a value: run, window or job
 
-#: A report is shown for this many lengths of its window, and at least for FRESH_S.
+#: A report is shown for FRESH_WINDOWS times the duration of its window, or for FRESH_S if that is longer.
 FRESH_WINDOWS = 3.0
 FRESH_S = 60.0
-MAX_AT_ONCE = 16  # requests
-TIMEOUT_S = 5.0  # for each
+MAX_AT_ONCE = 16  # concurrent requests
+TIMEOUT_S = 5.0  # timeout of a request
 POLL_S = 0.1
 #: Fields of a `Spread` over ranks or GPUs: name -> start of the help text.
 PARTS = {"least": "Smallest", "p5": "Fifth percentile", "median": "Median", "p95": "95th percentile", "most": "Largest"}
-MAX_KINDS = len(KINDS) + 10  # limit of event kinds, because their names come from ranks
+MAX_KINDS = len(KINDS) + 10  # maximum number of event kinds, because ranks may send unknown kinds
 
-#: Base units for Prometheus: unit -> (part of the metric's name, its replacement, factor of the value).
+#: Base units for Prometheus: unit -> (word in the metric's name, replacement of the word, factor of the value).
 UNITS: dict[str, tuple[str, str, float]] = {
     "GB": ("gb", "bytes", 2.0**30),
     "MHz": ("mhz", "hertz", 1e6),
@@ -59,7 +57,7 @@ Samples = Sequence[tuple[dict[str, str], float]]
 
 
 def open_sink(run: Run) -> Prometheus:
-    """Serve the metrics of this run.
+    """Start to serve the metrics of this run.
 
     Raises:
         SinkUnavailable: the port is in use.
@@ -72,8 +70,8 @@ def open_sink(run: Run) -> Prometheus:
         server = make_server(ADDRESS, port, make_wsgi_app(registry), _Server, _Handler)
     except OSError as error:
         raise SinkUnavailable(
-            f"port {port} of {ADDRESS} cannot be listened on: {error.strerror or error}; "
-            "give another port, prometheus:port=9789 in EFFICIENTLLM_SINKS, or 0 for any"
+            f"the sink cannot listen on port {port} of {ADDRESS}: {error.strerror or error}; "
+            "set another port with prometheus:port=9789 in EFFICIENTLLM_SINKS, or 0 for any free port"
         ) from error
     if not port:
         run.log(f"metrics for Prometheus are at http://{ADDRESS}:{server.server_port}/metrics")
@@ -86,11 +84,11 @@ class _Handler(WSGIRequestHandler):
     timeout = TIMEOUT_S
 
     def log_message(self, *_: Any) -> None:
-        """Do not log: stderr belongs to the job."""
+        """Log nothing, because stderr belongs to the job."""
 
 
 class _Server(ThreadingMixIn, WSGIServer):
-    """A thread for each request, up to a limit, because every user of this host may connect."""
+    """Starts a thread for each request, with a limit, because every user of this host can connect."""
 
     daemon_threads = True
     request_queue_size = 128
@@ -112,7 +110,7 @@ class _Server(ThreadingMixIn, WSGIServer):
             self._free.release()
 
     def handle_error(self, *_: Any) -> None:
-        """Do not log interrupted connections."""
+        """Log nothing about interrupted connections."""
 
 
 class Prometheus:
@@ -128,11 +126,11 @@ class Prometheus:
         self._values.take(report)
 
     def event(self, event: Event) -> None:
-        """Count an event, or all events that its line represents."""
+        """Count an event, with the number of events in its line."""
         self._values.count(event.kind, event.count)
 
     def close(self) -> None:
-        """Stop serving; Prometheus sees the target down and its values stale."""
+        """Stop the server. Prometheus then marks the target as down and its values as stale."""
         if self._thread.is_alive():
             self._server.shutdown()
             self._server.server_close()
@@ -140,7 +138,7 @@ class Prometheus:
 
 
 class _Values(Collector):
-    """The served values: read by the server's threads, set by the sink's thread."""
+    """The served values, which the sink's thread writes and the server's threads read."""
 
     def __init__(self, run: str, job: str, clock: Callable[[], float]) -> None:
         self._labels = {"run": run, "run_id": job}
@@ -148,7 +146,7 @@ class _Values(Collector):
         self._lock = threading.Lock()
         self._report: ClusterReport | None = None
         self._since_s = 0.0
-        self._events = dict.fromkeys(KINDS, 0)  # served from the start, so that increase() includes the first event
+        self._events = dict.fromkeys(KINDS, 0)  # 0 from the start, so that increase() includes the first event
 
     def take(self, report: ClusterReport) -> None:
         with self._lock:
@@ -164,12 +162,14 @@ class _Values(Collector):
         with self._lock:
             report, age_s, events = self._report, self._clock() - self._since_s, dict(self._events)
         is_fresh = report is not None and age_s <= max(FRESH_WINDOWS * report.last.loop.time_s, FRESH_S)
-        yield self._gauge("fresh", "Whether a report of the job is new enough to be shown.", [({}, float(is_fresh))])
+        yield self._gauge(
+            "fresh", "1: the newest report of the job is new enough to be shown.", [({}, float(is_fresh))]
+        )
         counted = [({"kind": kind}, float(count)) for kind, count in sorted(events.items())]
-        yield self._counter("events", "Events, by kind; their texts are in events.jsonl.", counted)
+        yield self._counter("events", "Number of events by kind; their texts are in events.jsonl.", counted)
         if report is None:
             return
-        yield self._gauge("report_age_seconds", "Time since the newest report came.", [({}, age_s)])
+        yield self._gauge("report_age_seconds", "Time since the receipt of the newest report.", [({}, age_s)])
         for name, text, total in _totals(report):
             yield self._counter(name, text, [({}, float(total))])
         if is_fresh:
@@ -210,49 +210,57 @@ def name_of(entry: metrics.Metric) -> tuple[str, float]:
 
 def _totals(report: ClusterReport) -> Iterator[tuple[str, str, float]]:
     job = report.job
-    yield "iterations", "Iterations of every attempt.", job.counts.iterations
+    yield "iterations", "Iterations of all attempts.", job.counts.iterations
     counts = (
-        ("tokens", "Tokens without padding, each once.", job.counts.tokens),
+        ("tokens", "Tokens without padding.", job.counts.tokens),
         ("samples", "Samples.", job.counts.samples),
-        ("generated_tokens", "Tokens that were generated.", job.counts.generated_tokens),
+        ("generated_tokens", "Generated tokens.", job.counts.generated_tokens),
     )
-    yield from (one for one in counts if one[2])  # a counter that the loop does not use is unknown, not 0
-    yield "losses_not_finite", "Losses that were NaN or infinite, of all ranks.", job.counts.losses_not_finite
+    yield from (one for one in counts if one[2])  # 0: the loop does not report this count, so the value is unknown
+    yield "losses_not_finite", "Number of losses that were NaN or infinite, on all ranks.", job.counts.losses_not_finite
     if job.energy.measured_j is not None:
         yield (
             "energy_measured_joules",
-            "Measured energy: of all GPUs only at full coverage.",
+            "Measured energy. With coverage below 1, the energy of some GPUs or times is missing.",
             job.energy.measured_j,
         )
-    yield "reports_lost", "Reports lost.", report.coverage.reports_lost
-    yield "reports_late", "Reports that came after their window was closed.", report.coverage.reports_late
+    yield "reports_lost", "Number of lost reports.", report.coverage.reports_lost
+    yield (
+        "reports_late",
+        "Number of reports that were received after their window was closed.",
+        report.coverage.reports_late,
+    )
 
 
 def _beside(report: ClusterReport) -> Iterator[tuple[str, str, float]]:
-    """Yield values beside the job's metrics: its progress, its coverage and its slowest rank."""
+    """Yield values in addition to the metrics: progress, coverage, and the slowest rank of the job."""
     seen, slowest = report.coverage, report.straggler
-    yield "iteration", "The number of the newest iteration.", report.iteration
-    yield "attempt", "Which start of the job this is.", report.attempt
-    yield "ranks_expected", "Ranks of the job.", seen.ranks_expected
-    yield "ranks_reporting", "Ranks whose report of the window came.", seen.ranks_reporting
-    yield "gpus_expected", "GPUs of the job.", seen.gpus_expected
-    yield "gpus_measured", "GPUs that were measured in the window.", seen.gpus_measured
-    yield "simulated", "1: the devices are simulated, no number here was measured.", report.simulated
+    yield "iteration", "Number of the newest iteration.", report.iteration
+    yield "attempt", "Number of the attempt; the first start of the job is 1.", report.attempt
+    yield "ranks_expected", "Number of ranks in the job.", seen.ranks_expected
+    yield "ranks_reporting", "Number of ranks with a report of the window.", seen.ranks_reporting
+    yield "gpus_expected", "Number of GPUs in the job.", seen.gpus_expected
+    yield "gpus_measured", "Number of GPUs that were measured in the window.", seen.gpus_measured
+    yield "simulated", "1: the devices are simulated, and no value was measured.", report.simulated
     if report.loss is not None and math.isfinite(report.loss):
-        yield "loss", "The loss of the window.", report.loss
+        yield "loss", "Loss of the window.", report.loss
     if report.remaining_s is not None:
-        yield "remaining_seconds", "Time until the last iteration, at the rate so far.", report.remaining_s
+        yield "remaining_seconds", "Time until the last iteration, at the mean rate so far.", report.remaining_s
     if seen.energy is not None:
-        yield "energy_coverage_ratio", "Measured device-seconds of energy over expected ones.", seen.energy
+        yield (
+            "energy_coverage_ratio",
+            "Device-seconds with measured energy divided by expected device-seconds.",
+            seen.energy,
+        )
     if slowest is not None:
         yield (
             "straggler_rank",
-            "The slowest rank by own time, where noise does not explain it.",
+            "The slowest rank by own time, if it is slower than noise explains.",
             slowest.rank,
         )
         yield (
             "straggler_time_ratio",
-            "Own time of the slowest rank over that of the median rank.",
+            "Own time of the slowest rank divided by own time of the median rank.",
             slowest.time_s / slowest.median_s,
         )
     for name, spread in report.spread.items():

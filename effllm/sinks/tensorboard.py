@@ -1,6 +1,7 @@
-"""TensorBoard: one event file, written with TensorBoard's own record writer; no torch, no TensorFlow.
+"""TensorBoard: one event file, written by TensorBoard's record writer, without torch and TensorFlow.
 
-Its ``EventFileWriter`` is not used: its thread ends at the first full disk, and readers stop at a half-written record.
+TensorBoard's ``EventFileWriter`` is not used, because its thread ends when the disk is full, and readers stop at an
+incomplete record.
 """
 
 from __future__ import annotations
@@ -29,32 +30,35 @@ OPTIONS = {
     "dir": Option(
         "",
         FOLDER,
-        "The event file is in this folder; its name must not contain a comma. "
-        "Without it that is efficientllm/ in the framework's own folder, else tensorboard/ in the run folder.",
+        "Folder of the event file; its name must not contain a comma. "
+        "The default is efficientllm/ in the framework's folder, or tensorboard/ in the run folder.",
     ),
 }
 
 PREFIX = "efficientllm/"
 SUFFIX = "efficientllm"
 
-#: Values beside the job's metrics, about its coverage and its slowest rank: tag -> (unit, help).
+#: Values in addition to the metrics, about coverage and the slowest rank: tag -> (unit, help).
 BESIDE: dict[str, tuple[str, str]] = {
-    "health/ranks_reporting": ("ranks", "Ranks whose report of the window came."),
-    "health/gpus_measured": ("GPUs", "GPUs that were measured in the window."),
-    "health/reports_lost": ("reports", "Reports lost so far."),
-    "health/reports_late": ("reports", "Reports so far that came after their window was closed."),
-    "health/energy_coverage_ratio": ("ratio", "Measured device-seconds of energy over expected ones, in the window."),
-    "health/simulated": ("1 if so", "The devices are simulated: no number here was measured."),
+    "health/ranks_reporting": ("ranks", "Number of ranks with a report of the window."),
+    "health/gpus_measured": ("GPUs", "Number of GPUs that were measured in the window."),
+    "health/reports_lost": ("reports", "Number of reports that were lost so far."),
+    "health/reports_late": ("reports", "Number of reports so far that were received after their window was closed."),
+    "health/energy_coverage_ratio": (
+        "ratio",
+        "Device-seconds with measured energy divided by expected device-seconds.",
+    ),
+    "health/simulated": ("1 if so", "The devices are simulated, and no value was measured."),
     "straggler/worst_rank": (
         "rank",
-        "The slowest rank of the window by own time; no point if no rank is slower than noise explains.",
+        "The slowest rank of the window by own time; no value if no rank is slower than noise explains.",
     ),
     "straggler/worst_rank_slowdown_ratio": (
         "ratio",
-        "Own time of the slowest rank over the median rank's.",
+        "Own time of the slowest rank divided by own time of the median rank.",
     ),
-    "straggler/p95_step_seconds": ("s/iteration", "95th percentile over ranks of the mean step in the window."),
-    "health/p5_utilization_ratio": ("ratio", "5th percentile over GPUs of the utilization in the window."),
+    "straggler/p95_step_seconds": ("s/iteration", "95th percentile over ranks: mean step time in the window."),
+    "health/p5_utilization_ratio": ("ratio", "5th percentile over GPUs: utilization in the window."),
 }
 
 _BASES = {"run": "Run to date", "window": "The last window", "job": "The whole wall time"}
@@ -64,11 +68,11 @@ def open_sink(run: Run) -> TensorBoard:
     """Open a new event file.
 
     Raises:
-        SinkUnavailable: there is no folder for it, or it cannot be written.
+        SinkUnavailable: no folder for the event file, or a folder that cannot be written.
     """
     if run.tensorboard_dir is None:
         raise SinkUnavailable(
-            "there is no folder for TensorBoard's event file; give one, tensorboard:dir=FOLDER in EFFICIENTLLM_SINKS"
+            "there is no folder for TensorBoard's event file; set tensorboard:dir=FOLDER in EFFICIENTLLM_SINKS"
         )
     try:
         is_private = run.folder is not None and run.folder in run.tensorboard_dir.parents
@@ -76,13 +80,13 @@ def open_sink(run: Run) -> TensorBoard:
     except OSError as error:
         reason = error.strerror or error
         raise SinkUnavailable(
-            f"no event file can be made in {run.tensorboard_dir}: {reason}; "
-            "give another folder, tensorboard:dir=FOLDER in EFFICIENTLLM_SINKS"
+            f"no event file can be created in {run.tensorboard_dir}: {reason}; "
+            "set tensorboard:dir=FOLDER in EFFICIENTLLM_SINKS to another folder"
         ) from error
 
 
 class TensorBoard:
-    """Writes each report at once, so that a killed job has all of its points on disk."""
+    """Writes each report at once: a killed job must have all points on disk."""
 
     def __init__(self, file: _EventFile) -> None:
         self._file = file
@@ -99,17 +103,17 @@ class TensorBoard:
         values = {tag: value for tag, value in {**shown, **_beside(report)}.items() if math.isfinite(value)}
         step = report.iteration
         if self._step is None:
-            # TensorBoard removes points of the previous attempt from the first iteration of this one on.
+            # With this mark, TensorBoard drops points of the previous attempt at this and later steps.
             start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
             self._add(event_pb2.Event(wall_time=report.time_s, step=step, session_log=start))
         elif report.correction:
-            # A step before the last one would make TensorBoard drop the points between them.
+            # At a step before the last step, TensorBoard would drop all later points.
             step = max(step, self._step)
             values = {tag: value for tag, value in values.items() if _is_cumulative(tag)}
         new = {tag: value for tag, value in values.items() if tag not in self._described}
         if new:
-            # TensorBoard reads a tag's name and help only from tensors, but most scripts read only plain values from
-            # event files: the first point of each tag is written as both.
+            # TensorBoard reads a tag's name and help only from tensors, but most scripts read only plain values. So the
+            # first point of each tag is written as a tensor and as a plain value.
             described = [_described(tag, value, simulated=report.simulated) for tag, value in new.items()]
             self._add_summary(report.time_s, step, [*described, _layout(self._described | new.keys())])
             self._described |= new.keys()
@@ -128,17 +132,17 @@ class TensorBoard:
 
 
 class _EventFile:
-    """An event file with complete records only: a record that a full disk has cut short is removed."""
+    """An event file with complete records only; an incomplete record on a full disk is removed."""
 
     def __init__(self, folder: Path, is_private: bool) -> None:
         for missing in reversed([folder, *folder.parents]):
             if missing == folder or not missing.exists():
                 missing.mkdir(mode=0o700 if is_private else 0o755, exist_ok=True)
         second, rest_ns = divmod(time.time_ns(), 10**9)
-        # TensorBoard reads files in the order of their names; those of two attempts may start in one second.
+        # TensorBoard reads files in the order of their names, and two attempts may start in the same second.
         name = f"events.out.tfevents.{second:010d}.{rest_ns:09d}.{socket.gethostname()}.{os.getpid()}.{SUFFIX}"
         path = folder / name
-        # In a framework's own folder it is as readable as the framework's files.
+        # In a framework's folder, the event file has the permissions of the framework's files.
         mode = 0o600 if is_private else 0o644
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, mode)
         self._closed = False
@@ -180,7 +184,7 @@ def _beside(report: ClusterReport) -> dict[str, float]:
 
 
 def _known(tag: str) -> tuple[str, str]:
-    """Return unit and help of a tag; empty if it is unknown."""
+    """Return unit and help of a tag; empty for an unknown tag."""
     entry = describe(tag)
     if entry is None:
         return BESIDE.get(tag, ("", ""))
@@ -194,7 +198,7 @@ def _is_charted(tag: str) -> bool:
 
 
 def _is_cumulative(tag: str) -> bool:
-    """Whether a tag is a total of the run or the job, so that a late report may correct its newest point."""
+    """Whether a tag is a total of the run or the job; late reports correct its newest point."""
     if tag in BESIDE:
         return tag in ("health/reports_lost", "health/reports_late", "health/simulated")
     entry = describe(tag)
@@ -219,14 +223,14 @@ def _layout(tags: set[str]) -> summary_pb2.Summary.Value:
 
 
 def _categories(tags: set[str]) -> Iterator[tuple[str, list[layout_pb2.Chart]]]:
-    """Yield titles and charts; a chart is the same in every run, so that TensorBoard merges the runs."""
+    """Yield titles and charts; TensorBoard merges the charts of several runs only if they are identical."""
     contract = {f"{entry.name} ({entry.unit})": [entry.tag(base) for base in entry.bases] for entry in headline()}
     yield "efficiency: run to date, window, job", _charts(contract, tags)
     groups: dict[str, dict[str, list[str]]] = {}
     grouped = [(entry.tag(entry.bases[0]), entry.unit) for entry in metrics.METRICS.values() if entry.group]
     for tag, unit in grouped + [(tag, unit) for tag, (unit, _) in BESIDE.items()]:
         group, _, name = tag.partition("/")
-        # Levels of one unit share a chart; rates differ by orders of magnitude, so each has its own chart.
+        # Values of one unit share a chart, except rates, which differ by orders of magnitude.
         title = f"{name} ({unit})" if "/" in unit else f"{group} ({unit})"
         groups.setdefault(group, {}).setdefault(title, []).append(tag)
     for group, charts in groups.items():

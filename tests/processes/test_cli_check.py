@@ -120,7 +120,7 @@ def test_host_device_lists_gpu_metrics_as_missing(cli):
     assert (code, survey["device"]["kind"]) == (0, "host")
     assert metrics["amu_gb"]["by"] == ["host: memory in use"]
     for name in ("watts_per_gpu", "p95_watts_per_gpu", "gpu_cost", "sm_activity_ratio"):
-        assert metrics[name]["why_not"] == ["gpu: device host is none"]
+        assert metrics[name]["why_not"] == ["gpu: device host is not a GPU"]
 
 
 @pytest.fixture(scope="module")
@@ -203,7 +203,7 @@ def test_repeated_reason_is_replaced_by_see_above(cli):
     lines = cli.run("check", "--device", "host", "--all").stdout.splitlines()
 
     reasons = {line.split()[0]: " ".join(line.split()[1:]) for line in lines if " no " in line}
-    assert reasons["watts_per_gpu"] == "no gpu: device host is none"
+    assert reasons["watts_per_gpu"] == "no gpu: device host is not a GPU"
     assert reasons["p95_watts_per_gpu"] == "no gpu: see above"
 
 

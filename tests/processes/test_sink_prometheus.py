@@ -217,7 +217,7 @@ def test_port_in_use_disables_the_sink_with_one_message(tmp_path):
         listener.listen(1)
         port = listener.getsockname()[1]
 
-        with pytest.raises(SinkUnavailable, match=f"port {port} of 127.0.0.1 cannot be listened on: Address already"):
+        with pytest.raises(SinkUnavailable, match=f"cannot listen on port {port} of 127.0.0.1: Address already"):
             open_sink("prometheus", make_run(tmp_path, config=Config(sinks=(f"prometheus:port={port}",))))
 
 

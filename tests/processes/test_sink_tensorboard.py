@@ -246,9 +246,9 @@ def test_later_points_are_readable_after_a_full_disk(tmp_path):
 def test_unwritable_folder_is_reported_with_advice(tmp_path):
     (tmp_path / "tensorboard").write_text("a file")
 
-    with pytest.raises(SinkUnavailable, match=r"tensorboard: File exists; give another folder, tensorboard:dir="):
+    with pytest.raises(SinkUnavailable, match=r"tensorboard: File exists; set tensorboard:dir=FOLDER"):
         open_sink("tensorboard", make_run(tmp_path))
-    with pytest.raises(SinkUnavailable, match="give one, tensorboard:dir=FOLDER in EFFICIENTLLM_SINKS"):
+    with pytest.raises(SinkUnavailable, match="set tensorboard:dir=FOLDER in EFFICIENTLLM_SINKS"):
         open_sink("tensorboard", make_run())
 
 
