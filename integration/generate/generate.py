@@ -1,4 +1,4 @@
-"""A tiny Llama answers batches of prompts, some longer than others. This file has no effllm code.
+"""Generate text for batches of prompts of three lengths with a tiny Llama. This file has no effllm code.
 
 EFFICIENTLLM_ATTACH=1 python integration/generate/generate.py
 """
@@ -14,7 +14,7 @@ PAD, BEGIN, END = 0, 1, 2
 
 
 def model() -> LlamaForCausalLM:
-    """Return a Llama of half a million parameters, untrained."""
+    """Return an untrained Llama with half a million parameters."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3}
     tokens = {"pad_token_id": PAD, "bos_token_id": BEGIN, "eos_token_id": END}
@@ -23,7 +23,7 @@ def model() -> LlamaForCausalLM:
 
 
 def prompts(text: str, batch: int, length: int) -> torch.Tensor:
-    """Return the bytes of a text as prompts, from another place of it in each row."""
+    """Return the bytes of a text as prompts; each row begins one byte later."""
     ids = [3 + byte for byte in text.encode()]
     return torch.tensor([[BEGIN, *ids[row : row + length - 1]] for row in range(batch)])
 

@@ -1,4 +1,4 @@
-"""A small language model trained with Lightning; not one word in it is about metrics."""
+"""Train a small language model with Lightning. This file has no effllm code."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ class Model(lightning.LightningModule):
         return loss
 
     def validation_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
-        """Log the same of rows that are not trained on."""
+        """Log the loss of rows that are not used for training."""
         self.training_step(batch, batch_idx)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return the only optimizer."""
+        """Return an optimizer of all parameters."""
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
 def rows(num_rows: int) -> list[dict[str, torch.Tensor]]:
-    """Return sequences that count up, the last quarter of each being padding."""
+    """Return sequences of consecutive numbers; the last quarter of each sequence is padding."""
     found = []
     for row in range(num_rows):
         ids = (torch.arange(LENGTH) + row) % VOCABULARY

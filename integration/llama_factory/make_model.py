@@ -1,4 +1,4 @@
-"""Make what LLaMA-Factory needs to fine-tune without a download: a tiny Llama, its tokenizer, and data."""
+"""Create a tiny Llama, its tokenizer and data for LLaMA-Factory, without a download."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Real text that every machine with Python has: the language reference behind ``help()``, as bytes."""
+"""A text that is part of Python: the language reference of ``help()``, as bytes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ HELD_OUT = 0.05
 
 
 class Corpus:
-    """Cuts batches out of the text, the same ones in any layout of the processes."""
+    """Cuts batches from the text; the batches are the same in every layout of the processes."""
 
     def __init__(self, sequence_length: int, global_batch_size: int, seed: int) -> None:
         self._sequence_length = sequence_length
@@ -20,11 +20,11 @@ class Corpus:
         self._training, self._held_out = text[held_out:], text[:held_out]
 
     def training_batch(self, iteration: int, replica: int, replicas: int) -> torch.Tensor:
-        """Return one replica's rows of an iteration's global batch, each a sequence and one byte more."""
+        """Return one replica's rows of an iteration's global batch; a row is one byte longer than a sequence."""
         return self._rows(self._training, self._seed + iteration, replica, replicas)
 
     def held_out_batch(self, number: int, replica: int, replicas: int) -> torch.Tensor:
-        """Return one replica's rows of a batch that is never trained on."""
+        """Return one replica's rows of a batch that is not used for training."""
         return self._rows(self._held_out, number, replica, replicas)
 
     def _rows(self, text: torch.Tensor, seed: int, replica: int, replicas: int) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""Lets megatron-core train without a GPU: its calls of CUDA are replaced by the CPU.
+"""Lets megatron-core train without a GPU, by replacements of its CUDA calls.
 
-megatron-core names CUDA outright in its schedules, its gradient buffers and its optimizer.  Nothing
-of it is changed here; a handful of torch names are, and one mode translates devices on the way in.
+The schedules, gradient buffers and optimizer of megatron-core call CUDA explicitly.  Files of megatron-core are not
+changed: some functions of torch are replaced, and a torch function mode replaces device arguments.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from torch.overrides import TorchFunctionMode
 
 
 class CudaMeansCpu(TorchFunctionMode):
-    """Make every torch call with a CUDA device use the CPU, and CPU tensors report a CUDA device."""
+    """Lets every torch call with a CUDA device use the CPU, and lets CPU tensors report a CUDA type."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call ``function`` with its devices translated."""
+        """Call ``function`` with the CPU instead of CUDA devices."""
         named = {name: _on_cpu(name, value) for name, value in (kwargs or {}).items()}
         if function is torch.Tensor.cuda:
             return args[0]
         result = function(*args, **named)
-        # The optimizer sorts parameters by type name and refuses what is not called torch.cuda.
+        # The optimizer sorts parameters by type name, and accepts only names that begin with torch.cuda.
         is_type_name = function is torch.Tensor.type and isinstance(result, str)
         return result.replace("torch.", "torch.cuda.", 1) if is_type_name else result
 
@@ -33,7 +33,7 @@ def _on_cpu(name: str, value: Any) -> Any:
 
 
 class IdleStream:
-    """The stream of a machine without CUDA: everything is finished at once."""
+    """The stream of a machine without CUDA, on which all work is already complete."""
 
     cuda_stream = 0
 
@@ -47,8 +47,8 @@ class IdleStream:
         """Wait for nothing."""
 
 
-# One function for each replaced name: torch's compiler distinguishes torch functions by identity, and
-# fails when it meets the same object under two names.
+# One function for each replaced name: torch's compiler distinguishes torch functions by identity, and fails if
+# two names have the same object.
 
 
 def _current_device() -> torch.device:
@@ -80,7 +80,7 @@ def _set_rng_state(state: torch.Tensor, *_: object, **_options: object) -> None:
 
 
 def train_on_cpu() -> None:
-    """Install the translation for the rest of this process."""
+    """Replace the CUDA calls, for the rest of this process."""
     from megatron.core.tensor_parallel import random
 
     torch.cuda.current_device = _current_device

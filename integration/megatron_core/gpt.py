@@ -1,4 +1,4 @@
-"""A small GPT, its gradients and its optimizer, all by megatron-core."""
+"""A small GPT with its gradients and its optimizer, all of megatron-core."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ FLOPS_CONVENTION = (
 
 @dataclass(frozen=True)
 class Trainee:
-    """The objects that a training step needs."""
+    """The objects for a training step."""
 
-    chunks: list[Any]  # one per virtual pipeline stage of this rank; here always one
+    chunks: list[Any]  # one chunk per virtual pipeline stage of this rank; here always one chunk
     optimizer: Any
     schedule: OptimizerParamScheduler
     device: torch.device
 
 
 def build(settings: Settings, device: torch.device) -> Trainee:
-    """Build this rank's part of the model, seeded so that a layout always gives the same weights."""
+    """Build this rank's part of the model; in a layout, the initial weights are always the same."""
     model_parallel_cuda_manual_seed(settings.training.seed)
     torch.manual_seed(settings.training.seed + 100 * parallel_state.get_pipeline_model_parallel_rank())
     bf16 = device.type == "cuda"
@@ -52,7 +52,7 @@ def build(settings: Settings, device: torch.device) -> Trainee:
 
 
 def flops_per_token(model: Model, data: Data) -> float:
-    """Return the model FLOPs of one trained token, forward and backward, as FLOPS_CONVENTION counts."""
+    """Return the model FLOPs of one trained token, forward and backward, by `FLOPS_CONVENTION`."""
     weights = 12 * model.num_layers * model.hidden_size**2 + VOCABULARY * model.hidden_size
     return 6.0 * weights + 12.0 * model.num_layers * model.hidden_size * data.sequence_length
 
@@ -71,7 +71,7 @@ def _transformer_config(settings: Settings, bf16: bool) -> TransformerConfig:
         autocast_dtype=dtype,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        use_cpu_initialization=True,  # the same weights whether or not there is a GPU
+        use_cpu_initialization=True,  # the same initial weights with and without a GPU
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         bias_activation_fusion=False,

@@ -1,4 +1,4 @@
-"""The run configuration: a YAML file with a section per dataclass below, and the flags that override it."""
+"""The run configuration: a YAML file with a section for each dataclass below, and flags that override the file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SYSTEM = "megatron_core"
 
 
 class SettingsError(ValueError):
-    """An invalid run configuration; the message has the place and the reason."""
+    """An invalid run configuration. The message has the place and the reason."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Data:
-    """How the text is cut; a sample is one sequence."""
+    """Sizes of sequences and batches; a sample is one sequence."""
 
     sequence_length: int = 128
     micro_batch_size: int = 4
@@ -40,7 +40,7 @@ class Data:
 
 @dataclass(frozen=True)
 class Training:
-    """Length, learning rate and interruptions of the training; an interval of 0 means never."""
+    """Length, learning rate and interruptions of the training; with an interval of 0 there are no interruptions."""
 
     iterations: int = 60
     learning_rate: float = 0.001
@@ -53,7 +53,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Parallelism:
-    """Sizes of the model-parallel groups; the rest of the processes are data parallel."""
+    """Sizes of the model-parallel groups; all other parallelism is data parallelism."""
 
     tensor: int = 1
     pipeline: int = 1
@@ -68,7 +68,7 @@ class Metrics:
 
 @dataclass(frozen=True)
 class Settings:
-    """A whole run configuration."""
+    """A complete run configuration."""
 
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
@@ -104,7 +104,7 @@ def read_settings(path: Path) -> Settings:
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> Settings:
-    """Return the run configuration that the command line names."""
+    """Return the run configuration from the command line."""
     parser = argparse.ArgumentParser(description="Pre-train a small GPT with megatron-core, measured by effllm.")
     parser.add_argument("--config", type=Path, help="run configuration, such as configs/demo.yaml")
     for flag, (section, name) in FLAGS.items():
@@ -135,10 +135,10 @@ FLAGS = {
 
 
 def data_parallel_size(settings: Settings, world_size: int) -> int:
-    """Return how many replicas of the model ``world_size`` processes make.
+    """Return the number of replicas of the model in ``world_size`` processes.
 
     Raises:
-        SettingsError: model and batch do not divide evenly over the processes.
+        SettingsError: model or batch cannot be divided evenly over the processes.
     """
     tensor, pipeline = settings.parallelism.tensor, settings.parallelism.pipeline
     replicas = world_size // (tensor * pipeline) or 1

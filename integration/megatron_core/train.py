@@ -1,9 +1,8 @@
-"""Pre-train a small GPT with megatron-core, on real text, while effllm keeps the ledger of the job.
+"""Pre-train a small GPT on real text with megatron-core, measured by effllm.
 
     torchrun --nproc_per_node 2 integration/megatron_core/train.py --config configs/demo.yaml
 
-Lines that your training script needs are between the lines of dashes.  Without a GPU the same
-command trains on the CPU.
+The lines between dashes are the lines for your training script.  Without a GPU, this command trains on the CPU.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-if not sys.warnoptions:  # megatron-core repeats what is missing on a machine like this
+if not sys.warnoptions:  # megatron-core warns repeatedly about missing packages
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
 
 import torch
@@ -54,7 +53,7 @@ def main() -> None:
     device = join_processes(settings)
     job = prepare(settings, device, replicas)
 
-    # ---- effllm: each rank passes what it holds of the model; the sum over the ranks is the model ----
+    # ---- effllm: each rank passes its share of the parameters; the sum over all ranks is the model ---
     effllm.initialize_efficientllm_metrics(
         parameter_share=parameter_share(job.trainee.chunks),
         total_iterations=settings.training.iterations,
@@ -79,14 +78,14 @@ def train(job: Job) -> None:
     for iteration in range(1, training.iterations + 1):
         batch = job.corpus.training_batch(iteration, job.replica, job.replicas)
 
-        # ---- effllm: an iteration, and the tokens and samples that this rank answers for ------------
+        # ---- effllm: an iteration, and the tokens and samples that this rank reports ----------------
         collector.record_iteration_start()
         loss = train_step(job, batch)
         samples = len(batch) if reports_data() else 0
         collector.record_iteration_end(samples * job.settings.data.sequence_length, samples)
         if effllm.should_log_metrics(iteration):
             collector.log_metrics(iteration, None if loss is None else loss.item())
-        # ---- effllm: what is no training is marked, and does not make training look slow ------------
+        # ---- effllm: work other than training is marked, and is not counted as training time --------
         if is_due(training.evaluation_interval, iteration):
             with effllm.phase("evaluation"):
                 evaluate(job, iteration)
@@ -97,7 +96,7 @@ def train(job: Job) -> None:
 
 
 def join_processes(settings: Settings) -> torch.device:
-    """Make this process a rank of the job, on its GPU or else on the CPU."""
+    """Make this process a rank of the job, on its GPU, or on the CPU without a GPU."""
     if "RANK" not in os.environ:
         raise SystemExit("train.py: start it with torchrun, as its first lines show")
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -132,14 +131,14 @@ def prepare(settings: Settings, device: torch.device, replicas: int) -> Job:
 
 
 def train_step(job: Job, batch: torch.Tensor) -> torch.Tensor | None:
-    """Take one optimizer step; return the job's loss on the rank that reports it."""
+    """Run one optimizer step; return the job's loss on the rank that reports the loss, else ``None``."""
     for chunk in job.trainee.chunks:
         chunk.zero_grad_buffer()
     job.trainee.optimizer.zero_grad()
     loss = pass_through(job, batch, forward_only=False)
     job.trainee.optimizer.step()
     job.trainee.schedule.step(increment=1)
-    # In every iteration: ranks that wait for each other must not depend on whether one of them logs.
+    # In every iteration, because a collective must not depend on whether one rank logs.
     return mean_over_replicas(loss)
 
 
@@ -162,7 +161,7 @@ def evaluate(job: Job, iteration: int) -> None:
 
 
 def save_checkpoint(job: Job, iteration: int) -> None:
-    """Save the first replica, each of its ranks its part; the demo removes its checkpoint."""
+    """Save the first replica: each rank saves its part. The demo then removes the checkpoint."""
     if job.replica != 0:
         return
     state = {
@@ -175,7 +174,7 @@ def save_checkpoint(job: Job, iteration: int) -> None:
 
 
 def pass_through(job: Job, batch: torch.Tensor, *, forward_only: bool) -> torch.Tensor | None:
-    """Run the batch through the pipeline; return its mean loss on the last stage."""
+    """Run a batch through the pipeline; return the mean loss of the batch on the last stage, else ``None``."""
     data = job.settings.data
     microbatches = batch.split(data.micro_batch_size)
     losses = get_forward_backward_func()(
@@ -201,12 +200,12 @@ def forward_step(microbatches: Iterator[torch.Tensor], model: Any) -> tuple[torc
 
 def mean_loss(loss_of_tokens: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     loss = loss_of_tokens.float().mean()
-    # A copy, because the schedule divides the first one in place by the number of micro-batches.
+    # A copy, because the schedule divides the returned loss in place by the number of micro-batches.
     return loss, {"loss": loss.detach().clone()}
 
 
 def mean_over_replicas(loss: torch.Tensor | None) -> torch.Tensor | None:
-    """Return the job's loss on the rank that reports it, and None on all others."""
+    """Return the job's loss on the rank that reports the loss, and ``None`` on all other ranks."""
     if loss is None:
         return None
     dist.all_reduce(loss, group=parallel_state.get_data_parallel_group())
@@ -215,7 +214,7 @@ def mean_over_replicas(loss: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def facts(job: Job) -> dict[str, Any]:
-    """Return facts of this job for the run folder."""
+    """Return the facts of this job for the run folder."""
     settings = job.settings
     return {
         **settings.metrics.facts,

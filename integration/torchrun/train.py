@@ -1,4 +1,4 @@
-"""A data-parallel loop of plain torch; its only call of effllm counts the tokens, and is optional."""
+"""Train with a data-parallel loop of plain torch. The only call of effllm counts tokens and is optional."""
 
 import os
 

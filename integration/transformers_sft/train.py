@@ -1,4 +1,4 @@
-"""Fine-tune a tiny Llama on generated text, with the Trainer; this file has no effllm code."""
+"""Fine-tune a tiny Llama on generated text with the Trainer. This file has no effllm code."""
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers

@@ -1,4 +1,4 @@
-"""Train a tiny Llama with GRPO to write the letter a; this file has no effllm code."""
+"""Train a tiny Llama with GRPO to generate the letter a. This file has no effllm code."""
 
 import torch
 from datasets import Dataset

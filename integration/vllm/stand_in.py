@@ -1,4 +1,4 @@
-"""Serves the metrics page of a vLLM server that generates steadily, without a GPU or vLLM: to try `effllm watch` on.
+"""Serve the metrics page of a vLLM server with a constant rate, to try `effllm watch` without a GPU and vLLM.
 
 python integration/vllm/stand_in.py --port 8000 --tokens-per-second 1200
 """
@@ -34,7 +34,7 @@ vllm:time_to_first_token_seconds_sum{{engine="0",model_name="{model}"}} {waited}
 
 
 def page(started: float, now: float, tokens_per_second: float, model: str) -> str:
-    """Return the page of two engines that share the work; a request is 100 tokens of prompt and 200 of answer."""
+    """Return the page of two engines that share the work; a request has 100 prompt tokens and 200 generated tokens."""
     generated = int((now - started) * tokens_per_second / 2)
     requests = generated // 100
     return PAGE.format(
@@ -68,7 +68,7 @@ def main() -> None:
                 self.wfile.write(text)
 
         def log_message(self, *_: object) -> None:
-            """Do not log each request."""
+            """Log nothing for a request."""
 
     server = ThreadingHTTPServer(("127.0.0.1", given.port), Handler)
     print(f"http://127.0.0.1:{server.server_port}/metrics", flush=True)
