@@ -1,4 +1,4 @@
-# All targets work in a new clone with only Python and make: they install their packages into .venv.
+# All targets work in a new clone with only Python and make, because each target installs its packages into .venv.
 
 PYTHON ?= python3
 VENV := .venv
@@ -6,23 +6,23 @@ PEERS := .venv-peers
 FRAMEWORKS := .venv-frameworks
 LLAMA_FACTORY := .venv-llama-factory
 FUZZ_SECONDS ?= 60
-# Most tests wait for processes: three at a time take two cores.
+# Most tests wait for processes: three concurrent tests use two cores.
 PARALLEL ?= -n 3 --dist loadgroup
 BIN := $(VENV)/bin
-# $(call run_tests,PYTHON,MARKS,PARALLEL,OTHER ARGUMENTS): failed tests run once more, one after the other.  A test
-# that fails twice fails; a test that then passes depends on load, which is a defect of the test: its first failure
-# stays in the output.  pytest returns 5 if no test was selected, as ARGUMENTS="-k straggler" may cause in one of two
-# runs.
+# $(call run_tests,PYTHON,MARKS,PARALLEL,OTHER ARGUMENTS): failed tests run once more, one after the other.  If a test
+# fails twice, the target fails.  If a test passes the second time, it depends on load, which is a defect of the test;
+# its first failure stays in the output.  pytest returns 5 if no test was selected: with ARGUMENTS="-k straggler", one
+# of the two runs may have no tests.
 run_tests = { $(1) -m pytest $(3) -m $(2) $(4) $(ARGUMENTS) || { code=$$?; [ $$code = 5 ] && [ -n '$(subst ','\'',$(ARGUMENTS))' ]; } || \
-	{ [ $$code = 1 ] && echo 'Once more, alone, what failed:' && \
+	{ [ $$code = 1 ] && echo 'Failed tests run once more, alone:' && \
 	$(1) -m pytest --last-failed --last-failed-no-failures none -m $(2) $(4) $(ARGUMENTS) && \
-	echo 'WARNING: the tests above failed, and passed alone: they depend on load; mend them.'; }; }
-# $(call files,MARK): the files with tests of a mark, so that the others, which take seconds, are not imported.
+	echo 'WARNING: the tests above failed, but passed alone: they depend on load and must be fixed.'; }; }
+# $(call files,MARK): the files with tests of a mark; the import of all files takes seconds.
 files = $$(grep -rlE 'mark\.$(1)\>' --include='test_*.py' tests/unit tests/processes tests/faults)
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
-# Variables of the caller's shell that would make Python or pip use another folder than .venv, or make each of the
-# tests' thousand processes compile its modules again.
+# With these variables of the caller's shell, Python or pip may use a folder other than .venv, or each of the thousand
+# test processes may compile its modules again.
 unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME VIRTUAL_ENV PYTHONSAFEPATH PIP_USER PIP_TARGET \
 	PIP_PREFIX PIP_REQUIRE_VIRTUALENV
 
@@ -39,7 +39,7 @@ demo: $(VENV)/.ready ## Train a small GPT with Megatron on two processes and wat
 	echo && echo 'Demo complete.'
 
 # ARGUMENTS of all test targets: options of pytest, as in make test ARGUMENTS="-k straggler".
-test-unit: $(VENV)/.unit ## Run the tests that start no process and need no torch: a minute
+test-unit: $(VENV)/.unit ## Run the tests without processes and torch: a minute
 	@$(call run_tests,$(BIN)/python,"not slow and not long and not faults and not alone",-n 2 --dist loadgroup,tests/unit) && echo 'Unit tests passed.'
 
 test: $(VENV)/.ready ## Run the tests
@@ -59,7 +59,7 @@ test-faults-long: $(VENV)/.ready ## Run the long tests of faults
 test-frameworks: $(FRAMEWORKS)/.ready ## Run the tests with transformers, TRL and other frameworks
 	@$(call run_tests,$(FRAMEWORKS)/bin/python,"",$(PARALLEL),--timeout 300 tests/frameworks) && echo 'Tests with frameworks passed.'
 
-test-llama-factory: $(LLAMA_FACTORY)/.ready ## Run the tests with LLaMA-Factory, which needs older versions
+test-llama-factory: $(LLAMA_FACTORY)/.ready ## Run the tests with LLaMA-Factory, which needs older packages
 	@$(LLAMA_FACTORY)/bin/python -m pytest -m "" tests/frameworks/test_integrations.py -k llama_factory && echo 'Tests with LLaMA-Factory passed.'
 
 check: $(VENV)/.checkers ## Check the source: format, lint, types, unsafe calls
@@ -67,11 +67,11 @@ check: $(VENV)/.checkers ## Check the source: format, lint, types, unsafe calls
 	$(BIN)/bandit -q -c pyproject.toml -r effllm launch integration benchmarks tests/scripts && \
 	$(BIN)/python tests/code_report.py && echo 'Checks passed.'
 
-# Three minutes.  Inputs that fail are in build/fuzz; move them to tests/corpus once the defect is fixed.
-fuzz: $(VENV)/.fuzzer ## Look for bytes that do harm, in frames, rings and run folders
+# Three minutes.  Failing inputs are written to build/fuzz; move an input to tests/corpus when its defect is fixed.
+fuzz: $(VENV)/.fuzzer ## Search for bytes that cause errors, in frames, rings and run folders
 	@for target in frames ring runfolder; do mkdir -p build/fuzz/$$target && \
 	$(BIN)/python tests/fuzz_with_atheris.py $$target build/fuzz/$$target tests/corpus/$$target \
-		-artifact_prefix=build/fuzz/ -max_total_time=$(FUZZ_SECONDS) -max_len=8000 || exit; done && echo 'No harm was found.'
+		-artifact_prefix=build/fuzz/ -max_total_time=$(FUZZ_SECONDS) -max_len=8000 || exit; done && echo 'No errors were found.'
 
 bench: $(VENV)/.ready ## Measure the cost of measuring
 	@$(BIN)/python -m benchmarks
@@ -81,18 +81,18 @@ bench-scale: $(VENV)/.ready ## Measure an aggregator with ten thousand ranks
 	@$(BIN)/python -m benchmarks.scale $(ARGUMENTS)
 
 # Ten minutes.  ARGUMENTS: --keep, --quick, --set tuning, --tools effllm,Zeus
-bench-energy: $(VENV)/.ready $(PEERS)/.ready ## Measure the error of the energy of windows, beside other tools
+bench-energy: $(VENV)/.ready $(PEERS)/.ready ## Compare the error of the energy of windows with other tools
 	@$(BIN)/python -m benchmarks.energy $(ARGUMENTS)
 
 # Ten minutes, on a machine with a GPU.  ARGUMENTS: --keep, --quick, --device 3
 bench-gpu: $(VENV)/.ready ## Run all measurements on a machine with a GPU
 	@$(BIN)/python -m benchmarks.gpu $(ARGUMENTS)
 
-clean: ## Remove the files of these targets; run folders are kept
+clean: ## Remove the files of these targets, except run folders
 	rm -rf $(VENV) $(PEERS) $(FRAMEWORKS) $(LLAMA_FACTORY) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# A process for each GPU, at most two.  torch starts slowly, so it is only used if nvidia-smi lists a GPU.
+# One process per GPU, at most two.  The import of torch is slow, so torch is used only if nvidia-smi lists a GPU.
 NUM_PROCESSES = if nvidia-smi -L 2>/dev/null | grep -q GPU; \
 	then $(BIN)/python -c 'import torch; print(min(torch.cuda.device_count() or 2, 2))'; else echo 2; fi
 
@@ -101,7 +101,7 @@ $(VENV)/.unit: $(VENV)/.made pyproject.toml constraints.txt
 	@$(PIP_INSTALL) -e '.[test]'
 	@touch $@
 
-# Users install torch themselves; the demo and the tests install it here.
+# Users install torch themselves.  For the demo and the tests, this target installs torch.
 $(VENV)/.ready: $(VENV)/.made pyproject.toml constraints.txt
 	@echo 'Installing effllm, megatron-core and torch into $(VENV): a few minutes, once'
 	@$(PIP_INSTALL) -e '.[megatron,test]' torch
@@ -119,7 +119,7 @@ $(VENV)/.checkers: $(VENV)/.made pyproject.toml constraints.txt
 
 # Not in .venv: effllm does not need these tools, and they have many dependencies.
 $(PEERS)/.ready: $(VENV)/.made benchmarks/peers/requirements.txt
-	@echo 'Installing the tools to compare with into $(PEERS)'
+	@echo 'Installing the compared tools into $(PEERS)'
 	@'$(PYTHON)' -m venv --clear $(PEERS)
 	@$(PEERS)/bin/python -m pip install -qq --disable-pip-version-check -r benchmarks/peers/requirements.txt
 	@touch $@
@@ -141,10 +141,10 @@ $(LLAMA_FACTORY)/.ready: $(VENV)/.made pyproject.toml constraints.txt tests/fram
 
 $(VENV)/.made:
 	@command -v '$(PYTHON)' >/dev/null || \
-		{ echo "make: there is no $(PYTHON): install Python 3.10 or newer, or say PYTHON=/path/to/python3" >&2; exit 1; }
+		{ echo "make: there is no $(PYTHON): install Python 3.10 or newer, or set PYTHON=/path/to/python3" >&2; exit 1; }
 	@'$(PYTHON)' -c 'import sys; sys.exit(sys.version_info < (3, 10) and \
-		"make: Python 3.10 or newer is needed, and $(PYTHON) is %d.%d: say PYTHON=/path/to/python3" % sys.version_info[:2])'
+		"make: Python 3.10 or newer is needed, but $(PYTHON) is %d.%d: set PYTHON=/path/to/python3" % sys.version_info[:2])'
 	@'$(PYTHON)' -c 'import ensurepip, venv' 2>/dev/null || \
-		{ echo "make: $(PYTHON) cannot make virtual environments: on Debian and Ubuntu, apt install python3-venv" >&2; exit 1; }
+		{ echo "make: $(PYTHON) cannot create virtual environments: on Debian and Ubuntu, apt install python3-venv" >&2; exit 1; }
 	@'$(PYTHON)' -m venv --clear $(VENV)
 	@touch $@

@@ -1,4 +1,4 @@
-"""Everything is declared in pyproject.toml; this file serves tools that still call it."""
+"""The project is declared in pyproject.toml; this file is for tools that still call setup.py."""
 
 from setuptools import setup
 

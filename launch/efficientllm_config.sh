@@ -1,10 +1,10 @@
 # shellcheck shell=sh
-# Turns effllm's metrics on for every training job that is started from this shell:
+# Enables effllm's metrics for every training job that is started from this shell:
 #
 #   source launch/efficientllm_config.sh
 #
-# A variable that is already set is kept.  For bash and zsh, from any folder, as often as you like.
-# `effllm env` prints every variable with its meaning, and docs/configuration.md has more about some.
+# A variable that is already set is kept.  bash and zsh can source this file from any folder, also repeatedly.
+# `effllm env` prints every variable with its meaning.  docs/configuration.md has more explanations.
 
 export EFFICIENTLLM_METRICS_ENABLED="${EFFICIENTLLM_METRICS_ENABLED:-true}"
 export EFFICIENTLLM_COLLECTION_INTERVAL="${EFFICIENTLLM_COLLECTION_INTERVAL:-1.0}"
@@ -23,9 +23,9 @@ true | 1 | yes | on)
     'history' "$EFFICIENTLLM_HISTORY_SIZE iterations" \
     'sinks' "$EFFICIENTLLM_SINKS" \
     'run folders' "$EFFICIENTLLM_RUN_DIR"
-  # A package that only the current folder provides is not installed: the training script would not find it.
+  # effllm must be installed: a training script cannot import a package from the current folder.
   if ! "${PYTHON:-python3}" -c 'import sys; sys.path = [p for p in sys.path if p]; import effllm.records.wire' 2>/dev/null; then
-    printf '%s\n' "effllm: ${PYTHON:-python3} cannot import effllm: no metrics until it is installed in the environment that trains" >&2
+    printf '%s\n' "effllm: ${PYTHON:-python3} cannot import effllm: no metrics until effllm is installed in the environment of the training" >&2
   elif ! "${PYTHON:-python3}" -m effllm env --check; then
     printf '%s\n' 'effllm: correct the EFFICIENTLLM_* variables named above and source this file again' >&2
     return 1

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# One training job on two nodes (or more), with effllm's metrics of all of it.  Start it on every node:
+# One training job on two or more nodes, measured by effllm.  Start this script on every node:
 #
 #   MASTER_ADDR=node0 NODE_RANK=0 launch/torchrun_two_nodes.sh train.py ...    # on node0
 #   MASTER_ADDR=node0 NODE_RANK=1 launch/torchrun_two_nodes.sh train.py ...    # on node1
 #
-# Only node 0 prints metrics and keeps the run folder; the other nodes' agents report to it over the
-# network that torchrun's own rendezvous uses.
+# Only node 0 prints metrics and writes the run folder.  The agents of other nodes send their reports to node 0,
+# over the network of torchrun's rendezvous.
 set -euo pipefail
 
 : "${MASTER_ADDR:?set it to the address of the node with NODE_RANK=0}"

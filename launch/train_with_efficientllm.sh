@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains with effllm's metrics on: sources efficientllm_config.sh, then starts what it is given.
+# Trains with effllm's metrics: sources efficientllm_config.sh, then starts the given script.
 set -euo pipefail
 
 repository="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -9,12 +9,12 @@ usage() {
 usage: train_with_efficientllm.sh SCRIPT NUM_GPUS [ARGUMENTS...]
 
   SCRIPT     train.py        started by torchrun, one process per GPU
-             job.yaml        a run configuration: its 'system:' names the folder in integration/
-                             whose train.py runs it; one of LLaMA-Factory's, which has a
-                             'stage:', is llamafactory-cli's
-             pretrain.sh     run as it is, with GPUS_PER_NODE and NPROC_PER_NODE set to NUM_GPUS
-  NUM_GPUS   processes on this machine (on a machine without GPUs: processes on its CPUs)
-  ARGUMENTS  are handed on
+             job.yaml        a run configuration for integration/SYSTEM/train.py, with 'system: SYSTEM';
+                             or a configuration of LLaMA-Factory, with 'stage:', started by
+                             llamafactory-cli
+             pretrain.sh     started with bash; GPUS_PER_NODE and NPROC_PER_NODE are set to NUM_GPUS
+  NUM_GPUS   number of processes on this machine (without GPUs: processes on the CPU)
+  ARGUMENTS  arguments of SCRIPT
 
 examples:
   launch/train_with_efficientllm.sh configs/demo.yaml 2
@@ -22,7 +22,7 @@ examples:
   launch/train_with_efficientllm.sh my_training.py 8 --learning-rate 3e-4
   EFFICIENTLLM_LOG_INTERVAL=50 launch/train_with_efficientllm.sh run_mcore_qwen.sh 8 7B
 
-PYTHON names the interpreter that trains, where it is not the python3 and torchrun found on PATH.
+PYTHON is the interpreter of the training.  The default is python3 and torchrun on PATH.
 TEXT
 }
 
@@ -42,9 +42,9 @@ torchrun_here() { # NUM_PROCESSES SCRIPT [ARGUMENTS...]
   if [[ -n "${PYTHON:-}" ]]; then
     torchrun=("$PYTHON" -m torch.distributed.run)
   elif ! command -v torchrun >/dev/null; then
-    refuse 'torchrun is not on PATH: activate the environment that trains, or set PYTHON'
+    refuse 'torchrun is not on PATH: activate the environment of the training, or set PYTHON'
   fi
-  # A separate free port, so that two jobs on one machine do not collide.
+  # --standalone uses a free port, so that two jobs on one machine have different ports.
   exec "${torchrun[@]}" --standalone --local_addr 127.0.0.1 --nproc_per_node "$num_processes" "$@"
 }
 
@@ -63,7 +63,7 @@ case "$script" in
 *.yaml | *.yml)
   if grep -q '^stage:' "$script" && [[ -z "$(system_of "$script")" ]]; then
     command -v llamafactory-cli >/dev/null ||
-      refuse "$script is LLaMA-Factory's: llamafactory-cli is not on PATH, activate the environment that has it"
+      refuse "$script is for LLaMA-Factory, but llamafactory-cli is not on PATH: activate the environment with it"
     # shellcheck source=launch/efficientllm_config.sh
     source "$repository/launch/efficientllm_config.sh"
     export NPROC_PER_NODE="$num_gpus"
@@ -71,7 +71,7 @@ case "$script" in
     exec llamafactory-cli train "$script" "$@"
   fi
   system="$(system_of "$script")"
-  [[ -n "$system" ]] || refuse "$script has no 'system:' key, which says what runs it"
+  [[ -n "$system" ]] || refuse "$script has no 'system:' key, the name of a folder in integration/"
   system_script="$repository/integration/$system/train.py"
   [[ -f "$system_script" ]] || refuse "$script: there is no integration/$system/train.py"
   set -- --config "$script" "$@"
@@ -87,6 +87,6 @@ if [[ "$script" == *.sh ]]; then
   export GPUS_PER_NODE="$num_gpus" NPROC_PER_NODE="$num_gpus"
   exec bash "$script" "$@"
 fi
-# torchrun prints the same, in a banner.
+# The default of torchrun, which prints a banner if the variable is not set.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 torchrun_here "$num_gpus" "$script" "$@"
