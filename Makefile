@@ -73,7 +73,7 @@ fuzz: $(VENV)/.fuzzer ## Search for bytes that cause errors, in frames, rings an
 	$(BIN)/python tests/fuzz_with_atheris.py $$target build/fuzz/$$target tests/corpus/$$target \
 		-artifact_prefix=build/fuzz/ -max_total_time=$(FUZZ_SECONDS) -max_len=8000 || exit; done && echo 'No errors were found.'
 
-bench: $(VENV)/.ready ## Measure the cost of measuring
+bench: $(VENV)/.ready ## Measure the cost of the measurement
 	@$(BIN)/python -m benchmarks
 
 # Five minutes.  ARGUMENTS: --keep, --quick, --ranks 100,1000, --arrival even, --security none

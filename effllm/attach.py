@@ -1,6 +1,6 @@
 """The entry point that every ``import torch`` loads; it hooks frameworks if metrics are enabled.
 
-It also runs in processes that import torch but do not train, so it reads little more than the environment.
+The entry point also runs in processes that import torch but do not train, so it reads little more than the environment.
 Agents start with the first step of a training loop.  An exception here would break every ``import torch``.
 """
 
@@ -15,7 +15,7 @@ _NAMED_IN = "transformers.integrations.integration_utils"
 
 
 def autoload(asked: bool = False) -> None:
-    """Hook every known framework: now if it is imported, otherwise at its import. Torch calls this function last.
+    """Hook every imported framework now, and every other framework at its import. Torch calls this at its end.
 
     Args:
         asked: True for ``effllm run``; False if the environment decides.

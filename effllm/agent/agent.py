@@ -1,7 +1,7 @@
 """The agent's process; each rank has one.
 
-An agent is started with exec, never only with fork, in its own session. It watches its trainer with a pidfd. When
-the trainer has ended, the agent drains the ring, sends the remaining reports and a BYE, and exits within 5 s.
+An agent is started with exec, never only with fork, in its own session. The agent watches its trainer with a pidfd.
+When the trainer has ended, the agent drains the ring, sends the remaining reports and a BYE, and exits within 5 s.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Agent:
         else:
             self._look(measuring, conversation, self._trainer.descriptor in events or self._trainer.is_gone())
         if self._wake in events:
-            # Records of shorter iterations are read in batches.
+            # The records of shorter iterations are read several at a time.
             rest_s = MIN_LOOP_S - (time.monotonic() - began_s)
             if self._is_trainer_busy and rest_s > 0:
                 time.sleep(rest_s)
@@ -169,7 +169,7 @@ def main(arguments: list[str]) -> int:
         Agent(trainer, events, given.wake).run(given.ready)
     except Exception as error:  # noqa: BLE001 - the edge of the process: one line reports the error
         why = f"{type(error).__name__}: {error}"
-        write_notice(f"an agent stopped, its rank has no metrics from now on: {why}")
+        write_notice(f"an agent has stopped, and its rank has no metrics from now on: {why}")
         if events:
             events.report("agent", "".join(traceback.format_exception(error)).rstrip())
             events.close()

@@ -70,7 +70,7 @@ class AggregatorChild:
                 return
             delay_s = min(0.1 * 2 ** (self._started - 1), 5.0)
             self._again_s = now_s + delay_s
-            text = f"the aggregator died (exit {code}); starting another"
+            text = f"the aggregator died (exit {code}); another aggregator is started"
             self._report(Event(time.time(), "aggregator", text))
         if not self.done and now_s >= self._again_s:
             self.start()

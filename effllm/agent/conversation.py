@@ -41,14 +41,14 @@ REPLACED_WITHIN_S = 1.5  # a dead aggregator is replaced within this time; witho
 
 
 class Conversation:
-    """Sends messages when they are due, and handles received ones.
+    """Sends messages when they are due, and handles received messages.
 
     Args:
         trainer: the agent's trainer.
         measuring: makes the reports.
         connection: the connection to the aggregator.
         children: inspect the trainer at the aggregator's request.
-        events: the agent's events, for the aggregator and for a log in its run folder.
+        events: the agent's events, for the aggregator and for a log in the run folder.
         notices: report the reason of missing metrics.
     """
 
@@ -248,7 +248,7 @@ class Conversation:
             return
         if message.reason == self.refused and not message.whole_job:
             return
-        if message.whole_job and self._connection.disconnect():  # a place for another peer
+        if message.whole_job and self._connection.disconnect():  # frees a connection for another peer
             self._reset_link()
         self.refused = message.reason
         self._events.report("agent", f"rejected: {message.reason}")

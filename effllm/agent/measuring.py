@@ -20,7 +20,7 @@ FOLD_FROM, FOLD_EVERY_S = 600, 30.0  # samples are folded above this number; sec
 
 
 class Measuring:
-    """Cuts the windows of a rank; the first window includes the records before this start.
+    """Cuts the windows of a rank; the first window includes the existing records of the ring.
 
     Args:
         trainer: the rank's trainer.
@@ -72,7 +72,7 @@ class Measuring:
 
     def cut(self, now_s: float) -> None:
         """Make reports of the windows that have ended and whose edges are settled."""
-        # An edge needs the two ticks after it. The next window may end before them, so all edges are requested.
+        # An edge needs the two ticks after the edge. The next window may end before these ticks, so all are requested.
         for edge_ns in self._cutter.edges_ns:
             self.devices.ask(edge_ns)
         while (ended := self._cutter.ended) is not None:
@@ -113,7 +113,7 @@ class Measuring:
             one.fold(edges_ns, until_ns)
 
     def is_end_settled(self) -> bool:
-        """Request the samples at the trainer's end; return whether they are complete."""
+        """Request the samples at the trainer's end; return whether all samples have been read."""
         self.devices.ask(self.end_ns)
         self.devices.take()
         return self.devices.is_settled(self.end_ns)

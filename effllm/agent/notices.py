@@ -26,7 +26,7 @@ def silence_stderr() -> None:
 
 
 class Notices:
-    """The notices of one agent; each is also an event.
+    """The notices of one agent; each notice is also an event.
 
     Args:
         trainer: the agent's trainer.
@@ -59,7 +59,7 @@ class Notices:
         text = f"no aggregator answers at {where}" if where else "rank 0 has not published its address"
         self._events.report("agent", text)
         if self._trainer.is_first_of_host:
-            write_notice(f"{text}: no metrics are shown until one does; training goes on")
+            write_notice(f"{text}: no metrics without an aggregator; training goes on")
 
     def undelivered(self, num_reports: int) -> None:
         """Report the number of reports that were not delivered before the end."""

@@ -156,7 +156,7 @@ class RankDevices:
         credentials = Path(config.node_power_credentials) if config.node_power_credentials else None
         for opener in node_power.openers(config.node_power, self._trainer.facts.host, credentials):
             if opener.name == "cpu" and own is not None and own.kind == "host":
-                continue  # the host device already reads them
+                continue  # the host device already reads the power of the CPUs
             interval_s = max(opener.interval_s, self._interval_s)
             sampler = Sampler(opener.open, interval_s, self._report, self.wake_descriptor, is_node_sensor=True)
             self._tracks.append(DeviceTrack(sampler, interval_s))
@@ -170,5 +170,5 @@ class RankDevices:
 
 
 def _visible_gpus(gpus: Sequence[int], visible: str | None) -> list[int]:
-    """Return the GPUs from the process's facts that are in its list of visible devices."""
+    """Return the GPUs from the facts of a process that are in the process's list of visible devices."""
     return [index for index in gpus if visible is None or index < len(visible.split(","))]

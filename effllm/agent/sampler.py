@@ -157,7 +157,7 @@ class Sampler:
             self._set_unavailable(str(error))
             return
         except Exception as error:  # noqa: BLE001 - a device file may be a plug-in, and the thread has no caller
-            self._set_unavailable(f"its file has an error: {type(error).__name__}: {error}")
+            self._set_unavailable(f"the device file has an error: {type(error).__name__}: {error}")
             return
         self.device = opened = reader.device
         self._read(reader)
@@ -220,7 +220,7 @@ class Sampler:
         try:
             sensor = self._calibrate(opened, read, is_suspect)
         except Exception as error:  # noqa: BLE001 - the assumed sensor is used instead
-            self._event(f"its sensor could not be calibrated: {type(error).__name__}: {error}", reader.device.key)
+            self._event(f"the sensor could not be calibrated: {type(error).__name__}: {error}", reader.device.key)
         else:
             self.device = reader.device = replace(reader.device, sensor=sensor)
             self._samples.put(self.device)

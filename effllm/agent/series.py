@@ -38,7 +38,7 @@ class Series:
         self.device = device
         self._max_gap_ns = int(max_gap_s / NS)
         self._samples: deque[Sample] = deque()
-        self._folded: dict[int, DeviceWindow] = {}  # key: time of a sample; value: sums from it to the next kept sample
+        self._folded: dict[int, DeviceWindow] = {}  # key: time of a sample; value: sums from this sample to the next
         self.energy = EnergyLedger(device, max_gap_s)
         self._newest_ns = 0
         self._events: list[Event] = []
@@ -84,7 +84,7 @@ class Series:
         return events
 
     def is_settled(self, edge_ns: int) -> bool:
-        """Whether the value at an edge is final: no later sample can improve it."""
+        """Whether the value at an edge is final: later samples cannot improve this value."""
         return self.newest_ns >= edge_ns and self.energy.is_settled(edge_ns)
 
     @property
@@ -136,7 +136,7 @@ class Series:
         return Integrals(NOT_MEASURED, *memory.pair(), *utilization.pair())
 
     def window(self, start_ns: int, end_ns: int, phases: dict[str, Integrals]) -> DeviceWindow:
-        """Return the device's readings in ``[start_ns, end_ns]``; ``phases`` are the integrals of its phases."""
+        """Return the readings in ``[start_ns, end_ns]``; ``phases`` are the integrals of the window's phases."""
         sums = self._sums(start_ns, end_ns)
         return replace(
             sums,

@@ -87,7 +87,7 @@ class DeviceTrack:
         return self.series.is_settled(edge_ns) or self.sampler.stale_s() is not None
 
     def note_baseline(self, start_ns: int, end_ns: int) -> bool:
-        """Measure the device's idle power in a period before the first iteration; ``False``: try again later."""
+        """Measure the idle power in a period before the first iteration; ``False`` if later samples are needed."""
         if self.series is None or not self.is_settled(end_ns):
             return False
         idle = self.series.integrals(start_ns, end_ns).energy
@@ -113,7 +113,7 @@ class DeviceTrack:
         key = self.series.device.key if self.series else None
         name = key or "the device"
         if stale_s is not None and not was_stale:
-            text = f"{name} is stale: a read has not come back for {stale_s:.0f} s"
+            text = f"{name} is stale: a read has not returned for {stale_s:.0f} s"
             events.append(Event(time_s, "stale", text))
         elif was_stale and stale_s is None:
             events.append(Event(time_s, "stale", f"{name} answers again"))

@@ -30,7 +30,7 @@ class WindowCutter:
         log_interval: iterations per window.
         offset: iteration number minus ordinal at the start, equal on every rank.
         origin_ns: start of the first window.
-        unix_minus_monotonic_s: offset of unix times to monotonic ones.
+        unix_minus_monotonic_s: unix time minus monotonic time.
     """
 
     def __init__(

@@ -87,8 +87,8 @@ def check(
 ) -> None:
     """Check which metrics can be measured here, and by which sources.
 
-    The command tests sensors, their cost, the run folder and the network. For each metric that cannot be measured,
-    it prints the reason and the remedy. All test files are deleted.
+    The command tests sensors, their cost, the run folder and the network. It prints the reason and the remedy for each
+    metric that cannot be measured. All test files are deleted.
 
     \b
     Examples:
@@ -115,9 +115,9 @@ def profile(
 ) -> None:
     """Measure the behaviour of the sensors of one GPU.
 
-    The GPU is first idle. Then torch loads it with matrix products that are switched on and off. The results are the
-    periods and lags of energy counter and power, the measured share of the time, and the duration of calls. Later runs
-    on this model and driver use these results. The report has no host, user or serial number and can be published.
+    The GPU is first idle. Then torch loads the GPU with matrix products that are switched on and off. The results are
+    the periods and lags of energy counter and power, the measured share of the time, and the duration of calls. Later
+    runs on this model and driver use these results. The report has no host, user or serial number and can be published.
 
     No other program should use the GPU during the measurement. Without torch and CUDA, only the idle GPU is measured.
 
@@ -167,7 +167,7 @@ def run(
 ) -> None:
     """Run a training script and measure it.
 
-    The script runs unchanged, as with python. Its run folder is also completed after an error. Training loops of known
+    The script runs unchanged, as with python. The run folder is also completed after an error. Training loops of known
     frameworks (docs/systems.md lists them), and any other loop with a torch optimizer, are hooked at their import. A
     loop without torch calls effllm.monitor, or initialize_efficientllm_metrics(parameters), and
     record_iteration_start and record_iteration_end around each step.
@@ -205,8 +205,8 @@ def serve(
 ) -> None:
     """Run a separate aggregator that rank 0 does not start.
 
-    The command prints the variables for the training processes. It ends when all ranks have left, or after Ctrl-C or
-    SIGTERM, and writes the summary. LOG_INTERVAL must be the same in the training processes.
+    The command prints the variables for the training processes. The aggregator ends when all ranks have left, or after
+    Ctrl-C or SIGTERM, and writes the summary. LOG_INTERVAL must be the same in the training processes.
 
     \b
     Examples:

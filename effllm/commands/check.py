@@ -51,7 +51,7 @@ def _parts(found: Survey, show_all: bool) -> Iterator[Table | Padding | str]:
     if found.measured:
         yield "[bold green]A run would be measured here.[/]"
     else:
-        yield "[bold red]A run would not be measured here as it is configured:[/]"
+        yield "[bold red]A run with these settings would not be measured here:[/]"
         for finding in found.findings:
             if finding.state == BROKEN:
                 yield Padding(escape(f"{finding.name}: {_text(finding)}"), (0, 0, 0, 2))

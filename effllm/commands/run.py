@@ -42,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
 def _run(name: str, arguments: Sequence[str], *, is_module: bool) -> int:
     pid = os.getpid()
     sys.argv[:] = [name, *arguments]
-    # As python does, except with safe paths (-P, -I, PYTHONSAFEPATH).
+    # Python sets the same path, except with safe paths (-P, -I, PYTHONSAFEPATH).
     if not (getattr(sys.flags, "safe_path", False) or sys.flags.isolated):
         sys.path[0] = str(Path.cwd()) if is_module else str(Path(name).resolve().parent)
     show = sys.excepthook

@@ -109,7 +109,7 @@ class _SimulatedPeer:
         return count
 
     def is_over(self, now_s: float) -> bool:
-        """Whether the BYE is confirmed and, within `CONFIRMED_S` after that, all reports are."""
+        """Whether the BYE is confirmed, and either all reports are confirmed or `CONFIRMED_S` has passed."""
         return self.bye_seen and (not len(self.outbox) or now_s - self.bye_seen_s > CONFIRMED_S)
 
     def heartbeat(self, now_s: float, ordinal: int) -> None:

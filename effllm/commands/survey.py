@@ -41,7 +41,7 @@ READS, READS_APART_S = 15, 0.02
 STAMPS = 2000
 LOOPBACK_S = 5.0
 
-OK, BROKEN, MISSING = "ok", "broken", "missing"  # a run with missing parts is measured, with broken parts not
+OK, BROKEN, MISSING = "ok", "broken", "missing"  # MISSING: a run is measured without the part
 
 
 class Finding(Struct, frozen=True):
@@ -372,7 +372,7 @@ def _security(config: Config) -> Finding:
         secret.read(path)
     except secret.SecretError as error:
         if not os.path.lexists(path):
-            advice = "without a shared home, copy the file to every host after that"
+            advice = "if the hosts have no shared home, copy this file to every host"
             return Finding(
                 "security", MISSING, f"{which}; the secret {path} does not exist: rank 0 will create it", advice
             )

@@ -204,7 +204,7 @@ class Config:
         10_000,
         CLUSTER,
         whole(0),
-        "Maximum size of a run folder in MB. Then the oldest windows and rows of ranks are removed. With 0: no limit.",
+        "Maximum size of a run folder in MB. At this size, the oldest windows and rows are removed. With 0: no limit.",
     )
     stall_seconds: float = _setting(
         30.0,

@@ -1,4 +1,4 @@
-"""All metrics. Each is a function from the totals of the cluster to a number, or to ``None`` if it was not measured.
+"""All metrics. A metric is a function from the totals of the cluster to a number, or to ``None`` if not measured.
 
 The name of the function is the name of the metric, its docstring is the help text, and its decorator has the unit.
 Console, TensorBoard, run folder and command line use `METRICS`.

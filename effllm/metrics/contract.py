@@ -23,7 +23,7 @@ def amu_gb(totals: ClusterTotals) -> float | None:
 
 @metric("ratio", console="PCU (Ratio): {:.3f}", error=_utilization_error)
 def pcu_ratio(totals: ClusterTotals) -> float | None:
-    """Peak compute utilization: share of time in which the device was busy. It is a mean despite its name (Eq. 2)."""
+    """Peak compute utilization: share of time in which the device was busy; a mean, despite the name (Eq. 2)."""
     return totals.devices.utilization_mean
 
 
@@ -47,7 +47,7 @@ def st_samples_per_param_per_sec(totals: ClusterTotals) -> float | None:
 
 @metric("W", console="AEC (Watts): {:.2f}")
 def aec_watts(totals: ClusterTotals) -> float | None:
-    """Average energy consumption: mean power of the whole job. It is a power despite its name (Eq. 8)."""
+    """Average energy consumption: mean power of the whole job; a power, despite the name (Eq. 8)."""
     return energy_quotient(totals, totals.energy.joules, totals.energy.time_s)
 
 

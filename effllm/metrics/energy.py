@@ -50,7 +50,7 @@ def timing_error_ratio(totals: ClusterTotals) -> float | None:
 
 @metric("ratio", group="energy", bases=("run",))
 def sensor_error_ratio(totals: ClusterTotals) -> float | None:
-    """Systematic error of energy as a share (95 %): the gain of the sensors. It does not average out."""
+    """Systematic error of energy as a share (95 %): the gain of the sensors. This error does not average out."""
     return error_share(totals.energy.gain_j, totals.energy.joules)
 
 

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from effllm.metrics.table import METRICS, Formula
 from effllm.records.job import ClusterTotals
 
-#: Largest relative difference of two floats that only rounding errors explain.
+#: Maximum relative rounding error of a float.
 ROUNDING = 1e-9
 
 

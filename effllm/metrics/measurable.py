@@ -1,4 +1,4 @@
-"""The inputs of each metric: inputs without which its formula has no value, found by removal of each input."""
+"""The inputs of each metric. They are found by removal: without an input, the metric's formula has no value."""
 
 from __future__ import annotations
 

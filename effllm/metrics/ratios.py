@@ -35,5 +35,5 @@ def error_share(error: float, value: float | None) -> float | None:
 
 
 def counted_quotient(count: float, below: float) -> float | None:
-    """Return a quotient of a count, or ``None`` if the count is 0: a loop may not report this count."""
+    """Return a quotient of a count, or ``None`` if the count is 0, because then the loop does not report this count."""
     return quotient(count, below) if count > 0 else None

@@ -21,7 +21,7 @@ class Metric:
     console: str | None  # label and format of a line in the console block; only metrics of the contract
     group: str  # TensorBoard group; empty for metrics of the contract
     bases: tuple[str, ...]  # totals on which the metric is evaluated: run, window, job
-    chart: bool  # False: no chart, because another metric's chart shows the same
+    chart: bool  # False: no chart, because the chart of another metric has the same information
     error: Formula | None = None  # random error of a mean of samples: half-width of the 95 % interval
     in_windows: bool = True  # False: only in summaries, because another metric has the same value in another unit
 

@@ -14,7 +14,7 @@ VOCABULARY, LENGTH = 64, 32
 
 
 class Model(lightning.LightningModule):
-    """Predicts the next token from the previous one."""
+    """Predicts the next token from the previous token."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """Lets megatron-core train without a GPU, by replacements of its CUDA calls.
 
-The schedules, gradient buffers and optimizer of megatron-core call CUDA explicitly.  Files of megatron-core are not
-changed: some functions of torch are replaced, and a torch function mode replaces device arguments.
+The schedules, gradient buffers and optimizer of megatron-core call CUDA explicitly.  No file of megatron-core changes.
+Instead, some functions of torch are replaced, and a torch function mode replaces device arguments.
 """
 
 from __future__ import annotations

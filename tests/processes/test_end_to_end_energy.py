@@ -314,7 +314,7 @@ def test_rank_with_a_hanging_call_is_measured_until_the_hang(crippled):
     assert sum(row.energy_j for row in before) == pytest.approx(crippled.truth_j(B, *before), rel=0.01)
     assert sum(row.energy_j for row in known) == pytest.approx(crippled.truth_j(B, *known), rel=0.05)
     (text,) = crippled.event_texts("stale", rank=1)
-    assert f"{B.uuid} is stale: a read has not come back for" in text
+    assert f"{B.uuid} is stale: a read has not returned for" in text
 
 
 def test_rank_without_nvml_trains_and_reports_the_reason(crippled):

@@ -108,7 +108,7 @@ def test_python_without_effllm_prints_one_line_and_no_error(shell):
 
     assert done.returncode == 0
     assert done.stderr.count("\n") == 1
-    assert "false cannot import effllm: no metrics until it is installed" in done.stderr
+    assert "false cannot import effllm: no metrics until effllm is installed" in done.stderr
 
 
 def test_effllm_in_the_current_folder_is_not_an_installed_package(shell, tmp_path):

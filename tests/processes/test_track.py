@@ -287,7 +287,7 @@ def test_hanging_device_is_reported_once_without_waiting(tracked, monkeypatch):
     until(lambda: track.sampler.stale_s() is not None)
 
     assert track.is_settled(edge_ns)
-    assert events_of(track) == [("stale", "GPU-0 is stale: a read has not come back for 0 s")]
+    assert events_of(track) == [("stale", "GPU-0 is stale: a read has not returned for 0 s")]
     assert events_of(track) == []
     answer.set()
     until(lambda: track.sampler.stale_s() is None)

@@ -265,7 +265,8 @@ def test_error_in_a_device_file_is_reported_as_missing_device(wake):
     woken(wake)
 
     assert texts(events) == [
-        "no device is sampled: its file has an error: ValueError: invalid literal for int() with base 10: 'GPU-8d54'"
+        "no device is sampled: the device file has an error: ValueError: invalid literal for int() with base 10: "
+        "'GPU-8d54'"
     ]
     assert sampler.unavailable
     assert not sampler.is_opening
@@ -336,7 +337,7 @@ def test_failed_calibration_loses_no_sample(start, wake):
     woken(wake)
 
     assert texts(events) == [
-        "GPU-0: its sensor could not be calibrated: RuntimeError: Could not determine home directory."
+        "GPU-0: the sensor could not be calibrated: RuntimeError: Could not determine home directory."
     ]
     assert len(sampler.take()) == 2
     assert not sampler.is_calibrating
