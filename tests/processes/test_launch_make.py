@@ -84,7 +84,7 @@ def test_old_python_is_rejected_by_its_version(clone, target):
     done = make(clone, target, python_where(clone, "sys.version_info = (3, 9, 18)"))
 
     assert done.returncode != 0
-    assert done.stderr.startswith(f"make: Python 3.10 or newer is needed, and {clone}/python is 3.9: ")
+    assert done.stderr.startswith(f"make: Python 3.10 or newer is needed, but {clone}/python is 3.9: ")
 
 
 def test_missing_python_is_reported_with_its_name(clone):
