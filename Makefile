@@ -117,7 +117,7 @@ $(VENV)/.checkers: $(VENV)/.made pyproject.toml constraints.txt
 	@$(PIP_INSTALL) -e '.[check]'
 	@touch $@
 
-# Not in .venv: effllm does not need these tools, and they have many dependencies.
+# The compared tools are not in .venv: effllm does not need these tools, which have many dependencies.
 $(PEERS)/.ready: $(VENV)/.made benchmarks/peers/requirements.txt
 	@echo 'Installing the compared tools into $(PEERS)'
 	@'$(PYTHON)' -m venv --clear $(PEERS)

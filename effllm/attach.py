@@ -15,7 +15,7 @@ _NAMED_IN = "transformers.integrations.integration_utils"
 
 
 def autoload(asked: bool = False) -> None:
-    """Hook every imported framework now, and every other framework at its import. Torch calls this at its end.
+    """Hook every imported framework now, and every other framework at its import. Torch calls this function last.
 
     Args:
         asked: True for ``effllm run``; False if the environment decides.

@@ -44,7 +44,7 @@ class InspectionResult(Struct, frozen=True):
 
 
 def inspect(orders: InspectionOrders) -> InspectionResult:
-    """Inspect a trainer: at most ten seconds for its stacks and ten for the dump of its NCCL flight recorder."""
+    """Inspect a trainer: at most 10 s for its stacks, and at most 10 s for the dump of its NCCL flight recorder."""
     if has_ended(orders.trainer):
         return InspectionResult("the process has ended\n", "ended")
     began_s = time.time()

@@ -113,7 +113,7 @@ class _Part:
             if one.done:
                 self.end = one
         if not data and self.end is None:
-            raise SimulationError("a process of simulated ranks ended too early; its error is printed above")
+            raise SimulationError("a process of simulated ranks ended too early; the error is printed above")
         return items
 
     def close(self) -> None:
@@ -338,7 +338,7 @@ class SimulatedRun:
                 self._note(one)
         if self._aggregator:
             if self._aggregator.has_failed():
-                raise SimulationError("the aggregator ended too early; its error is printed above")
+                raise SimulationError("the aggregator ended too early; the error is printed above")
             is_due = not self._memory or time.monotonic() - self._memory[-1][0] >= 0.5
             if self._last_s and is_due and not self.found.reports:
                 self._memory.append((time.monotonic(), self._aggregator.rss_bytes()))

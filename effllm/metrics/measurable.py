@@ -1,4 +1,4 @@
-"""The inputs of each metric. They are found by removal: without an input, the metric's formula has no value."""
+"""The inputs of each metric. An input is found by removal: without the input, the formula has no value."""
 
 from __future__ import annotations
 

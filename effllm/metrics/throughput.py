@@ -61,7 +61,7 @@ def computation_seconds(totals: ClusterTotals) -> float | None:
 
 @metric("s/iteration", group="throughput", bases=("window",), chart=False)
 def communication_seconds(totals: ClusterTotals) -> float | None:
-    """Part of AL with communication. It overlaps with computation: do not add `computation_seconds` to this metric."""
+    """Part of AL with communication. This part overlaps with computation: do not add `computation_seconds`."""
     profile = totals.profile
     return None if profile is None else _part_of_al(totals, quotient(profile.communication_s, profile.time_s))
 

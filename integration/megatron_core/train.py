@@ -138,7 +138,7 @@ def train_step(job: Job, batch: torch.Tensor) -> torch.Tensor | None:
     loss = pass_through(job, batch, forward_only=False)
     job.trainee.optimizer.step()
     job.trainee.schedule.step(increment=1)
-    # In every iteration, because a collective must not depend on whether one rank logs.
+    # The mean is computed in every iteration, because a collective must not depend on whether one rank logs.
     return mean_over_replicas(loss)
 
 
