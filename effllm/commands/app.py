@@ -87,8 +87,8 @@ def check(
 ) -> None:
     """Check which metrics can be measured here, and by which sources.
 
-    The command tests sensors, their cost, the run folder and the network. For each metric that
-        cannot be measured, the reason and the remedy are printed. All test files are deleted.
+    The command tests sensors, their cost, the run folder and the network. For each metric that cannot be measured,
+    the reason and the remedy are printed. All test files are deleted.
 
     \b
     Examples:
