@@ -188,7 +188,7 @@ def _checked(name: str, value: Any, default: Any, where: str) -> Any:
     if type(value) is not type(default):
         raise SettingsError(f"{where}.{name}={value!r} must be of type {type(default).__name__}")
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        least = 0 if name in MAY_BE_ZERO else 1 if isinstance(value, int) else 1e-12
-        if not least <= value < math.inf:
-            raise SettingsError(f"{where}.{name}={value!r} must be at least {least}")
+        minimum = 0 if name in MAY_BE_ZERO else 1 if isinstance(value, int) else 1e-12
+        if not minimum <= value < math.inf:
+            raise SettingsError(f"{where}.{name}={value!r} must be at least {minimum}")
     return value
