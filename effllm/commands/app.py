@@ -149,7 +149,7 @@ def env(
     \b
     Examples:
       effllm env | less                             # every setting, by group
-      eval "$(effllm env)"                          # set every setting in this shell
+      eval "$(effllm env)"                          # set all settings here
       EFFICIENTLLM_WARMUP=60s effllm env --shell | grep WARMUP
       effllm env --check && torchrun ... train.py
 
@@ -265,7 +265,7 @@ def simulate(
       effllm simulate --ranks 1000
       effllm simulate --ranks 10000 --minutes 5 --json
       effllm simulate --ranks 512 --interval 10 --arrival even
-      effllm serve --bind 10.0.0.1:5555             # on the head node, before the next line
+      effllm serve --bind 10.0.0.1:5555             # on the head node, first
       effllm simulate --ranks 4000 --endpoint 10.0.0.1:5555
 
     Exit status: 0 all reports counted, 1 lost reports or failed simulation, 2 wrong use, 130 stopped with Ctrl-C.
