@@ -20,7 +20,7 @@ MODULES = {
 # A package may import the packages left of it.  Packages between two "<" do not import each other.
 LAYERS = """
 config < records < metrics < store < network, devices < energy < sinks, job < trainer, agent, server
-< hooks, sensor_profile < attach < effllm < commands < efficientllm_metrics, cli < __main__
+< instruments < hooks, sensor_profile < attach < effllm < commands < efficientllm_metrics, cli < __main__
 """
 LEVELS = {name.strip(): level for level, names in enumerate(LAYERS.split("<")) for name in names.split(",")}
 
@@ -39,6 +39,8 @@ IN_TRAINING = [
     "effllm.network.discovery",
     "effllm.attach",
     "effllm.hooks",
+    "effllm.instruments.metrics",
+    "effllm.instruments.profiling",
 ]
 
 

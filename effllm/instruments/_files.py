@@ -1,0 +1,35 @@
+"""JSON files of the instruments."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+
+def write_json(path: str | Path, body: Any) -> Path:
+    """Replace a file at once, so that a reader never sees half of it; NaN and infinite values become ``null``.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(_finite(body), indent=2, allow_nan=False) + "\n"
+    new = target.with_name(f".{target.name}.{os.getpid()}.new")
+    try:
+        new.write_text(text, encoding="utf-8")
+        new.replace(target)
+    finally:
+        new.unlink(missing_ok=True)
+    return target
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(name): _finite(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

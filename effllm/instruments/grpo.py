@@ -1,0 +1,93 @@
+"""Metrics of GRPO: those of a step, and the rewards within each group of completions."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from effllm.instruments._number import number
+from effllm.instruments._statistics import Statistics, std
+from effllm.instruments.tracker import MetricTracker
+
+#: Ranks within a group of which the mean reward is kept; larger groups are counted with their first ranks.
+MAX_RANKS = 256
+
+
+class GRPOMetricsTracker(MetricTracker):
+    """A `MetricTracker` with the values of GRPO steps and the rewards of groups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._rewards = Statistics(max_recent=1)
+        self._group_std = Statistics(max_recent=1)
+        self._by_rank: list[Statistics] = []
+        self._groups = self._empty = self._equal = 0
+
+    def update_grpo_step(
+        self,
+        step: int,
+        policy_loss: Any = None,
+        mean_reward: Any = None,
+        reward_components: Mapping[str, Any] | None = None,
+        kl_divergence: Any = None,
+        **others: Any,
+    ) -> None:
+        """Add the values of a step; ``None`` is left out.
+
+        Args:
+            step: number of the step.
+            policy_loss: loss of the policy.
+            mean_reward: mean over all completions of the step.
+            reward_components: mean of each reward function, kept as ``reward/NAME``.
+            kl_divergence: from the reference model.
+            others: more metrics by name.
+        """
+        values = {"policy_loss": policy_loss, "mean_reward": mean_reward, "kl_divergence": kl_divergence, **others}
+        values |= {f"reward/{name}": value for name, value in (reward_components or {}).items()}
+        self.update_batch({name: value for name, value in values.items() if value is not None}, step)
+
+    def update_group_rewards(self, rewards: Iterable[Any]) -> None:
+        """Add the rewards of one group: the completions of one prompt.
+
+        Rewards that are not finite numbers are counted and left out; a group without a finite reward counts as empty.
+        """
+        known = []
+        for given in rewards:
+            reward = number(given)
+            if reward is None:
+                warnings.warn(f"a reward of type {type(given).__name__} is not a number in memory", stacklevel=2)
+                continue
+            before = self._rewards.count
+            self._rewards.add(reward)
+            if self._rewards.count > before:
+                known.append(reward)
+        if not known:
+            self._empty += 1
+            return
+        self._groups += 1
+        if len(known) > 1:
+            self._equal += min(known) == max(known)
+            self._group_std.add(std(known))
+        for rank, reward in enumerate(sorted(known, reverse=True)[:MAX_RANKS]):
+            if rank == len(self._by_rank):
+                self._by_rank.append(Statistics(max_recent=1))
+            self._by_rank[rank].add(reward)
+
+    def get_reward_distribution(self) -> dict[str, Any]:
+        """Return the distribution of rewards over all groups; NaN without rewards.
+
+        ``rank_distribution`` has the mean reward of the best completion of each group as ``1``, of the second as ``2``,
+        and so on.  ``equal_groups`` counts groups whose rewards are all equal: their advantages are 0, so they teach
+        the policy nothing.
+        """
+        return {
+            "reward_mean": self._rewards.mean,
+            "reward_std": self._rewards.std,
+            "group_std_mean": self._group_std.mean,
+            "groups": self._groups,
+            "empty_groups": self._empty,
+            "equal_groups": self._equal,
+            "not_finite": dict(self._rewards.not_finite),
+            "rank_distribution": {str(rank): one.mean for rank, one in enumerate(self._by_rank, 1)},
+        }

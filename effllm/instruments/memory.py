@@ -1,0 +1,224 @@
+"""Memory of a training process: current and peak use, and growth over iterations."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import statistics
+import sys
+from itertools import combinations, pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from effllm.instruments._device import cuda_index
+from effllm.instruments._statistics import NAN, Statistics
+
+GB = 1e9
+#: Tags of `GPUMemoryProfiler.measure` with a trend of their own; later tags have none.
+MAX_TAGS = 32
+#: Blocks of measurements that a trend keeps; at this number they are merged in pairs.
+MAX_BLOCKS = 32
+#: Blocks, after the first quarter, from which a trend is judged, and from which one disorder in ten is accepted.
+MIN_BLOCKS, MANY_BLOCKS = 8, 12
+MIN_TAU = 0.8
+#: The median difference of two blocks must be this share of the mean: a few steps of the allocator are no leak.
+MIN_STEADY = 0.5
+_NORMAL_95 = 1.96
+#: Measurements of a tag before its trend is judged: caches fill in the first iterations.
+MIN_MEASUREMENTS = 128
+_CHECKS = "detect_leak"  # tag of the measurements of `GPUMemoryProfiler.detect_leak`: one in many iterations
+
+
+class MemoryTrend(NamedTuple):
+    """Growth of memory at one place of the loop, in bytes per 1,000 iterations, with its 95 % interval."""
+
+    growth_bytes: float
+    low_bytes: float
+    high_bytes: float
+    iterations: float  # from the first judged measurement to the last
+    is_growing: bool  # steadily, not by a few steps
+
+    @property
+    def certain_bytes(self) -> float:
+        """Growth over the judged iterations that is certain: by the lower bound."""
+        return max(self.low_bytes, 0.0) * self.iterations / 1000
+
+
+class _Blocks:
+    """The minimum of memory in consecutive blocks of measurements: a leak raises the floor, a long batch does not."""
+
+    def __init__(self) -> None:
+        self._done: list[tuple[float, float]] = []  # mean iteration and minimum of each complete block
+        self._size = 1
+        self._open: list[tuple[float, float]] = []
+        self._count = 0
+
+    def add(self, iteration: float | None, used_bytes: float) -> None:
+        self._count += 1
+        self._open.append((self._count if iteration is None else iteration, used_bytes))
+        if len(self._open) < self._size:
+            return
+        self._done.append(_joined(self._open))
+        self._open = []
+        if len(self._done) == MAX_BLOCKS:
+            self._done = [_joined(self._done[at : at + 2]) for at in range(0, MAX_BLOCKS, 2)]
+            self._size *= 2
+
+    @property
+    def count(self) -> int:
+        return self._count
+
+    def trend(self) -> MemoryTrend | None:
+        """Return the trend after the first quarter, in which caches fill; ``None`` with too few blocks."""
+        points = self._done[math.ceil(len(self._done) / 4) :]
+        if len(points) < MIN_BLOCKS:
+            return None
+        rises = [(b[0] - a[0], b[1] - a[1]) for a, b in combinations(points, 2) if b[0] > a[0]]
+        if not rises:
+            return None
+        # Theil-Sen's slope; its interval is Sen's (Journal of the American Statistical Association 63, 1968).
+        slopes = sorted(rise / run for run, rise in rises)
+        num = len(points)
+        spread = _NORMAL_95 * math.sqrt(num * (num - 1) * (2 * num + 5) / 18)
+        low = slopes[max(int((len(slopes) - spread) / 2), 0)]
+        high = slopes[min(math.ceil((len(slopes) + spread) / 2), len(slopes) - 1)]
+        middle = slopes[len(slopes) // 2]
+        return MemoryTrend(1000 * middle, 1000 * low, 1000 * high, points[-1][0] - points[0][0], _is_steady(points))
+
+
+def _joined(points: list[tuple[float, float]]) -> tuple[float, float]:
+    return sum(at for at, _ in points) / len(points), min(used for _, used in points)
+
+
+def _is_steady(points: list[tuple[float, float]]) -> bool:
+    """Whether memory grows from block to block: Kendall's tau is high, and no few differences make up the growth."""
+    signs = [(later > earlier) - (later < earlier) for (_, earlier), (_, later) in combinations(points, 2)]
+    tau = sum(signs) / len(signs)
+    if tau < (MIN_TAU if len(points) >= MANY_BLOCKS else 1.0):
+        return False
+    differences = [later - earlier for (_, earlier), (_, later) in pairwise(points)]
+    return statistics.median(differences) >= MIN_STEADY * statistics.fmean(differences)
+
+
+class GPUMemoryProfiler:
+    """Reads the memory that torch's allocator uses on a device; without CUDA, that of the process.
+
+    torch's peaks are read and never reset: they are the script's.  Without CUDA ``allocated`` is the private memory of
+    the process, and ``reserved`` all its memory, with files and libraries.
+
+    Args:
+        device: an index, ``"cuda:1"``, ``"cpu"``, or ``None`` for torch's current device.
+
+    Raises:
+        UnknownDevice: there cannot be such a device.
+    """
+
+    def __init__(self, device: Any = 0) -> None:
+        self.device = device
+        self._index = cuda_index(device)
+        self._baseline_bytes: float | None = None
+        self._allocated = Statistics(max_recent=1)
+        self._peak_bytes = 0.0
+        self._trends: dict[str, _Blocks] = {}
+
+    @property
+    def memory_of(self) -> str:
+        """The measured memory: ``cuda:N``, or ``process``."""
+        return "process" if self._index is None else f"cuda:{self._index}"
+
+    def measure(self, tag: str = "", iteration: int | None = None) -> dict[str, float]:
+        """Return allocated and reserved memory with their peaks, in GB (10^9 bytes).
+
+        Args:
+            tag: names the place in the loop; the trend compares measurements of one tag.
+            iteration: its number; by default measurements of a tag are counted.
+        """
+        allocated, reserved, max_allocated, max_reserved = self._read()
+        self._peak_bytes = max(self._peak_bytes, max_allocated, allocated)
+        self._allocated.add(allocated)
+        if tag in self._trends or len(self._trends) < MAX_TAGS:
+            self._trends.setdefault(tag, _Blocks()).add(iteration, allocated)
+        return {
+            "allocated_gb": allocated / GB,
+            "reserved_gb": reserved / GB,
+            "max_allocated_gb": self._peak_bytes / GB if self._index is None else max_allocated / GB,
+            "max_reserved_gb": max_reserved / GB,
+        }
+
+    def set_baseline(self) -> float:
+        """Take the memory in use now as the baseline, and forget the trend so far; return it in GB."""
+        self._baseline_bytes = self._read()[0]
+        self._trends = {}
+        return self._baseline_bytes / GB
+
+    def trend(self, tag: str | None = None) -> MemoryTrend | None:
+        """Return the trend of a tag, by default of the one measured most often; ``None`` if it is not known yet."""
+        if tag is None:
+            tag = max(self._trends, key=lambda one: self._trends[one].count, default="")
+        blocks = self._trends.get(tag)
+        if blocks is None or (tag != _CHECKS and blocks.count < MIN_MEASUREMENTS):
+            return None
+        return blocks.trend()
+
+    def detect_leak(self, threshold_gb: float = 0.1, method: str = "trend") -> bool:
+        """Measure, and return whether memory leaks.
+
+        Args:
+            threshold_gb: growth in GB (10^9 bytes) that is accepted.
+            method: ``"trend"``: memory grows steadily over iterations, by more than the threshold for certain.
+                ``"baseline"``: memory is above `set_baseline` by more than the threshold, which a longer batch or a
+                step of the allocator causes too.
+
+        Raises:
+            ValueError: the method is neither, or there is no baseline.
+        """
+        if method not in ("trend", "baseline"):
+            raise ValueError(f"method={method!r} is neither 'trend' nor 'baseline'")
+        used_bytes = self.measure(_CHECKS)["allocated_gb"] * GB
+        if method == "baseline":
+            if self._baseline_bytes is None:
+                raise ValueError("detect_leak(method='baseline') needs set_baseline() before")
+            return used_bytes - self._baseline_bytes > threshold_gb * GB
+        found = self.trend()
+        return found is not None and found.is_growing and found.certain_bytes > threshold_gb * GB
+
+    def get_summary(self) -> dict[str, Any]:
+        """Return peak and mean of the allocated memory and the baseline in GB, and the trend; NaN if not measured."""
+        found = self.trend()
+        is_measured = self._allocated.count > 0
+        summary: dict[str, Any] = {
+            "memory_of": self.memory_of,
+            "peak_allocated_gb": self._peak_bytes / GB if is_measured else NAN,
+            "mean_allocated_gb": self._allocated.mean / GB,
+            "baseline_gb": NAN if self._baseline_bytes is None else self._baseline_bytes / GB,
+        }
+        if found is not None:
+            summary["growth_gb_per_1000_iterations"] = found.growth_bytes / GB
+            summary["growth_interval_gb"] = [found.low_bytes / GB, found.high_bytes / GB]
+            summary["is_growing"] = found.is_growing
+        return summary
+
+    def _read(self) -> tuple[float, float, float, float]:
+        """Return allocated and reserved bytes and their peaks."""
+        if self._index is None:
+            return _process_memory()
+        cuda: Any = sys.modules["torch"].cuda
+        known = cuda.memory_stats(self._index)  # the four functions of torch.cuda read the same, four times
+        return tuple(  # type: ignore[return-value]
+            float(known.get(f"{name}_bytes.all.{kind}", 0))
+            for kind in ("current", "peak")
+            for name in ("allocated", "reserved")
+        )
+
+
+def _process_memory() -> tuple[float, float, float, float]:
+    """Return private and resident bytes of this process, and the peaks; the kernel keeps no peak of private bytes."""
+    known: dict[str, float] = {}
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
+            name, _, value = line.partition(":")
+            if name in ("RssAnon", "VmRSS", "VmHWM"):
+                known[name] = float(value.split()[0]) * 1024
+    resident = known.get("VmRSS", NAN)
+    private = known.get("RssAnon", resident)
+    return private, resident, private, known.get("VmHWM", resident)

@@ -1,0 +1,65 @@
+"""Memory, time and throughput of a loop in one instrument."""
+
+from __future__ import annotations
+
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from effllm.instruments._files import write_json
+from effllm.instruments.memory import GPUMemoryProfiler
+from effllm.instruments.throughput import ThroughputTracker
+from effllm.instruments.timer import ITERATION, TrainingTimer
+
+
+class ComprehensiveProfiler:
+    """Measures each iteration between `start_iteration` and `end_iteration`.
+
+    ``memory``, ``timer`` and ``throughput`` are the instruments inside, for more tags and timers.
+
+    Args:
+        device: an index, ``"cuda:1"``, ``"cpu"``, or ``None`` for torch's current device.
+        window_size: number of newest iterations for the throughput.
+        sync: wait for the GPU at each stop of a timer; this slows the training.
+
+    Raises:
+        UnknownDevice: there cannot be such a device.
+    """
+
+    def __init__(self, device: Any = 0, window_size: int = 100, sync: bool = False) -> None:
+        self.device = device
+        self.memory = GPUMemoryProfiler(device)
+        self.timer = TrainingTimer(device, sync)
+        self.throughput = ThroughputTracker(window_size)
+        self._has_begun = False
+
+    def start_iteration(self) -> None:
+        """Begin an iteration."""
+        if not self._has_begun:
+            self._has_begun = True
+            self.throughput.start()
+        self.timer.start(ITERATION)
+
+    def end_iteration(self, num_samples: int = 0, num_tokens: int = 0) -> None:
+        """End an iteration with its samples and tokens."""
+        self.timer.stop(ITERATION)
+        self.throughput.update(num_samples, num_tokens)
+        self.memory.measure(ITERATION)
+
+    def get_summary(self) -> dict[str, Any]:
+        """Return the statistics of all three instruments."""
+        return {
+            "timestamp": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "device": self.device if isinstance(self.device, int | str | None) else str(self.device),
+            "memory": self.memory.get_summary(),
+            "timing": self.timer.get_summary(),
+            "throughput": self.throughput.get_average_throughput(),
+        }
+
+    def export_to_json(self, path: str | Path) -> Path:
+        """Write the statistics as JSON, ``null`` for what is not measured; return the path.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        return write_json(path, self.get_summary())

@@ -1,0 +1,8 @@
+"""Instruments for memory and time: ``from effllm.instruments.profiling import ComprehensiveProfiler``."""
+
+from effllm.instruments.memory import GPUMemoryProfiler, MemoryTrend
+from effllm.instruments.profiler import ComprehensiveProfiler
+from effllm.instruments.throughput import ThroughputTracker
+from effllm.instruments.timer import TrainingTimer
+
+__all__ = ["ComprehensiveProfiler", "GPUMemoryProfiler", "MemoryTrend", "ThroughputTracker", "TrainingTimer"]

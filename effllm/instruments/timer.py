@@ -1,0 +1,165 @@
+"""Times of named parts of an iteration."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+import warnings
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from effllm.instruments._device import cuda_index
+from effllm.instruments._statistics import MAX_RECENT, NAN, Statistics, percentile
+
+#: Timer of whole iterations: shares of the other timers refer to it.
+ITERATION = "iteration"
+#: Pairs of events of one timer that the device has not reached yet; later ones are not measured.
+MAX_PENDING = 256
+MAX_NAMES = 256
+
+
+class _Timed:
+    """One named timer."""
+
+    __slots__ = ("is_open", "not_measured", "pending", "start", "statistics")
+
+    def __init__(self) -> None:
+        self.statistics = Statistics(MAX_RECENT)
+        self.is_open = False
+        self.start: Any = None  # a time in ns, or an event
+        self.pending: deque[tuple[Any, Any]] = deque()
+        self.not_measured = 0
+
+
+class TrainingTimer:
+    """Times parts of an iteration by name, by calls, ``with timer.time(name):``, or ``@timer.time(name)``.
+
+    On a GPU each start and stop records an event, and the times are read after the GPU has passed them, without a wait.
+    Timers of different names may be nested.  Of nested blocks of one name the outermost counts; a second `start` before
+    the stop replaces the first, so that a step that raised does not enter.
+
+    Args:
+        device: an index, ``"cuda:1"``, ``"cpu"``, or ``None`` for torch's current device.
+        sync: wait for the GPU at each stop, so that `stop` returns the time; this slows the training.
+
+    Raises:
+        UnknownDevice: there cannot be such a device.
+    """
+
+    def __init__(self, device: Any = 0, sync: bool = False) -> None:
+        self.device = device
+        self._index = cuda_index(device)
+        self._sync = sync
+        self._timers: dict[str, _Timed] = {}
+        self._free: list[Any] = []
+        self._warned: set[str] = set()
+
+    def start(self, name: str) -> None:
+        """Begin a part."""
+        timed = self._timers.get(name)
+        if timed is None:
+            if len(self._timers) >= MAX_NAMES:
+                self._warn_once(f"more than {MAX_NAMES} timers: {name} is not measured")
+                return
+            timed = self._timers[name] = _Timed()
+        if timed.is_open:
+            self._warn_once(f"timer {name} was started twice without a stop; the first start does not count")
+        timed.is_open = True
+        timed.start = time.monotonic_ns() if self._index is None else self._event()
+
+    def stop(self, name: str) -> float:
+        """End a part; return its seconds, or NaN if they are not known yet: on a GPU without ``sync``."""
+        timed = self._timers.get(name)
+        if timed is None or not timed.is_open:
+            self._warn_once(f"timer {name} was stopped without a start; ignored")
+            return NAN
+        timed.is_open = False
+        if self._index is None:
+            seconds = (time.monotonic_ns() - timed.start) * 1e-9
+            timed.statistics.add(seconds)
+            return seconds
+        return self._stop_on_device(timed)
+
+    @contextlib.contextmanager
+    def time(self, name: str) -> Iterator[None]:
+        """Time a block, or as a decorator a function; a part that raises is measured too."""
+        timed = self._timers.get(name)
+        if timed is not None and timed.is_open:
+            yield
+            return
+        self.start(name)
+        try:
+            yield
+        finally:
+            self.stop(name)
+
+    def get_summary(self) -> dict[str, dict[str, Any]]:
+        """Return the statistics of each timer in seconds, and its share of the timer ``iteration``; NaN if not known.
+
+        ``percentiles_of`` is the number of newest times from which the percentiles are.
+        """
+        for timed in self._timers.values():
+            self._read_passed(timed)
+        whole = self._timers.get(ITERATION)
+        total_s = whole.statistics.total if whole is not None else 0.0
+        return {name: _summary(timed, total_s) for name, timed in self._timers.items()}
+
+    # --- on a GPU ---
+
+    @property
+    def _cuda(self) -> Any:
+        return sys.modules["torch"].cuda
+
+    def _event(self) -> Any:
+        """Record an event on the device's current stream; ``None`` while a CUDA graph is captured."""
+        if self._cuda.is_current_stream_capturing():
+            return None
+        event = self._free.pop() if self._free else self._cuda.Event(enable_timing=True)
+        event.record(self._cuda.current_stream(self._index))
+        return event
+
+    def _stop_on_device(self, timed: _Timed) -> float:
+        self._read_passed(timed)
+        start, timed.start = timed.start, None
+        end = self._event() if start is not None and len(timed.pending) < MAX_PENDING else None
+        if end is None:
+            timed.not_measured += 1
+            return NAN
+        timed.pending.append((start, end))
+        if not self._sync:
+            return NAN
+        end.synchronize()
+        self._read_passed(timed)
+        return timed.statistics.recent[-1] if timed.statistics.recent else NAN
+
+    def _read_passed(self, timed: _Timed) -> None:
+        while timed.pending and timed.pending[0][1].query():
+            start, end = timed.pending.popleft()
+            timed.statistics.add(start.elapsed_time(end) * 1e-3)
+            self._free += (start, end)
+
+    def _warn_once(self, line: str) -> None:
+        if line not in self._warned and len(self._warned) < MAX_NAMES:
+            self._warned.add(line)
+            warnings.warn(line, stacklevel=3)
+
+
+def _summary(timed: _Timed, total_s: float) -> dict[str, Any]:
+    known = timed.statistics
+    ordered = sorted(known.recent)
+    found = {
+        "count": known.count,
+        "mean_sec": known.mean,
+        "std_sec": known.std,
+        "min_sec": known.minimum if known.count else NAN,
+        "max_sec": known.maximum if known.count else NAN,
+        "p50_sec": percentile(ordered, 50),
+        "p95_sec": percentile(ordered, 95),
+        "percentiles_of": len(ordered),
+        "total_sec": known.total,
+        "share_of_iteration": known.total / total_s if total_s > 0 else NAN,
+    }
+    missing = timed.not_measured + len(timed.pending)
+    return {**found, "not_measured": missing} if missing else found

@@ -1,0 +1,139 @@
+"""Memory of a process, and growth over iterations."""
+
+import random
+
+import pytest
+
+from effllm.instruments import memory
+from effllm.instruments._device import UnknownDevice
+from effllm.instruments.profiling import GPUMemoryProfiler
+
+MB = 1e6
+
+
+class Allocator:
+    """Gives a profiler its readings."""
+
+    def __init__(self, monkeypatch):
+        self.used = 1000 * MB
+        monkeypatch.setattr(memory, "_process_memory", lambda: (self.used, 2 * self.used, self.used, 2 * self.used))
+
+
+@pytest.fixture
+def allocator(monkeypatch):
+    return Allocator(monkeypatch)
+
+
+def healthy(random_numbers, iteration, level):
+    """Return the memory of a loop without a leak: batches of several lengths, and rare steps of the allocator."""
+    if random_numbers.random() < 0.01:
+        level[0] += random_numbers.choice((-1, 1)) * random_numbers.uniform(20, 200) * MB
+    warm_up = 300 * MB * min(iteration / 20, 1.0)
+    return level[0] + warm_up + random_numbers.expovariate(1.0) * 50 * MB + random_numbers.gauss(0.0, 1.0) * MB
+
+
+def test_measurement_has_four_amounts_in_gb(allocator):
+    assert GPUMemoryProfiler("cpu").measure("after_forward") == {
+        "allocated_gb": 1.0,
+        "reserved_gb": 2.0,
+        "max_allocated_gb": 1.0,
+        "max_reserved_gb": 2.0,
+    }
+
+
+def test_peak_remains_after_memory_is_freed(allocator):
+    profiler = GPUMemoryProfiler("cpu")
+    profiler.measure()
+    allocator.used = 500 * MB
+
+    assert profiler.measure()["max_allocated_gb"] == 1.0
+    assert profiler.get_summary()["peak_allocated_gb"] == 1.0
+    assert profiler.get_summary()["mean_allocated_gb"] == 0.75
+
+
+def test_memory_of_this_process_is_positive():
+    measured = GPUMemoryProfiler("cpu").measure()
+
+    assert 0.001 < measured["allocated_gb"] <= measured["reserved_gb"] <= measured["max_reserved_gb"]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_leak_of_1_mb_per_iteration_is_found_in_200(allocator, seed):
+    chance, level = random.Random(seed), [1000 * MB]
+    profiler = GPUMemoryProfiler("cpu")
+    profiler.set_baseline()
+    for iteration in range(200):
+        noise = chance.expovariate(1.0) * 10 * MB
+        allocator.used = level[0] + iteration * MB + noise
+        profiler.measure("end")
+
+    found = profiler.trend("end")
+    assert found.is_growing
+    assert found.low_bytes <= 1000 * MB <= found.high_bytes
+    assert profiler.detect_leak()
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_fragmented_memory_without_a_leak_is_no_leak(allocator, seed):
+    chance, level = random.Random(1000 + seed), [1000 * MB]
+    profiler = GPUMemoryProfiler("cpu")
+    profiler.set_baseline()
+    for iteration in range(1000):
+        allocator.used = healthy(chance, iteration, level)
+        profiler.measure("end")
+        if iteration % 10 == 9:
+            assert not profiler.detect_leak(threshold_gb=0.001)
+
+
+def test_three_steps_of_the_allocator_are_no_leak(allocator):
+    profiler = GPUMemoryProfiler("cpu")
+    for iteration in range(400):
+        allocator.used = (1000 + 100 * (iteration // 110)) * MB
+        profiler.measure("end")
+        assert not profiler.detect_leak(threshold_gb=0.001)
+
+
+def test_places_of_the_loop_are_not_compared_with_each_other(allocator):
+    profiler = GPUMemoryProfiler("cpu")
+    for _ in range(200):
+        for tag, used in (("forward", 2000 * MB), ("backward", 1000 * MB)):
+            allocator.used = used
+            profiler.measure(tag)
+
+    assert not profiler.trend().is_growing
+
+
+def test_leak_is_found_by_rare_checks_alone(allocator):
+    profiler = GPUMemoryProfiler("cpu")
+    found = []
+    for _ in range(12):
+        allocator.used += 100 * MB
+        found.append(profiler.detect_leak(threshold_gb=0.5))
+
+    assert found[-1]
+    assert not any(found[:8])
+
+
+def test_baseline_formula_is_available_by_name(allocator):
+    profiler = GPUMemoryProfiler("cpu")
+    profiler.set_baseline()
+    allocator.used += 600 * MB
+
+    assert profiler.detect_leak(threshold_gb=0.5, method="baseline")
+    assert not profiler.detect_leak(threshold_gb=0.5)
+
+
+def test_baseline_formula_needs_a_baseline(allocator):
+    with pytest.raises(ValueError, match="set_baseline"):
+        GPUMemoryProfiler("cpu").detect_leak(method="baseline")
+
+
+@pytest.mark.parametrize("device", [-1, "cuda:x", "gpu", 1.5, True])
+def test_impossible_device_is_an_error(device):
+    with pytest.raises(UnknownDevice, match="device="):
+        GPUMemoryProfiler(device)
+
+
+@pytest.mark.parametrize("device", [0, "cuda:1", "cpu", None])
+def test_without_cuda_the_process_is_measured(device):
+    assert GPUMemoryProfiler(device).memory_of == "process"

@@ -1,0 +1,183 @@
+"""Metrics of training, of GRPO, scores, and the logger of an experiment."""
+
+import json
+import math
+import random
+import statistics
+from types import SimpleNamespace
+
+import pytest
+
+from effllm.instruments.metrics import GRPOMetricsTracker, MetricTracker, ScoreDistributionTracker, TrainingLogger
+
+
+def test_mean_and_deviation_are_of_all_values():
+    chance = random.Random(1)
+    values = [chance.gauss(1e6, 1.0) for _ in range(30_000)]
+    tracker = MetricTracker(max_recent=100)
+    for step, value in enumerate(values):
+        tracker.update("loss", value, step=step)
+
+    assert tracker.get_mean("loss") == pytest.approx(statistics.fmean(values), rel=1e-12)
+    assert tracker.get_std("loss") == pytest.approx(statistics.stdev(values), rel=1e-6)
+    summary = tracker.get_summary("loss")
+    assert (summary["count"], summary["min"], summary["max"]) == (30_000, min(values), max(values))
+    assert summary["percentiles_of"] == 100
+    assert tracker.last_step == 29_999
+
+
+def test_window_is_of_the_newest_values():
+    tracker = MetricTracker()
+    for value in range(1000):
+        tracker.update("loss", value)
+
+    assert tracker.get_mean("loss", window=100) == pytest.approx(949.5)
+    assert tracker.get_summary("loss", window=100)["min"] == 900
+    assert tracker.get_summary("loss", window=100)["p95"] == pytest.approx(994.05)
+
+
+@pytest.mark.parametrize("window", [0, -1, 11])
+def test_window_beyond_the_kept_values_is_an_error(window):
+    tracker = MetricTracker(max_recent=10)
+    tracker.update("loss", 1.0)
+
+    with pytest.raises(ValueError, match="1 to 10"):
+        tracker.get_mean("loss", window=window)
+
+
+def test_nan_and_infinite_values_are_counted_and_not_averaged():
+    tracker = MetricTracker()
+    tracker.update_batch({"loss": 1.0}, step=1)
+    for value in (float("nan"), float("inf"), float("-inf"), float("nan")):
+        tracker.update("loss", value)
+
+    assert tracker.get_mean("loss") == 1.0
+    assert tracker.get_summary("loss")["not_finite"] == {"nan": 2, "inf": 1, "-inf": 1}
+
+
+def test_metric_without_values_is_not_measured():
+    assert math.isnan(MetricTracker().get_mean("loss"))
+    assert math.isnan(MetricTracker().get_std("loss", window=3))
+    assert MetricTracker().get_summary("loss")["count"] == 0
+
+
+def test_tensor_on_a_gpu_is_not_read_and_reported_once(recwarn):
+    class OnGpu:
+        device = SimpleNamespace(type="cuda")
+
+        def __float__(self):
+            raise AssertionError("a synchronisation")
+
+    tracker = MetricTracker()
+    tracker.update("loss", OnGpu())
+    tracker.update("loss", OnGpu())
+
+    assert [str(one.message) for one in recwarn] == [
+        "metric loss: OnGpu is not a number in memory; pass loss.item()",
+    ]
+    assert tracker.get_summary("loss")["count"] == 0
+
+
+def test_names_are_bounded():
+    tracker = MetricTracker(max_recent=1)
+    with pytest.warns(UserWarning, match="more than 1000 names"):
+        for number in range(1010):
+            tracker.update(f"metric {number}", 1.0)
+
+    assert len(tracker.names) == 1000
+
+
+def test_grpo_step_keeps_components_by_name():
+    tracker = GRPOMetricsTracker()
+    tracker.update_grpo_step(
+        step=100,
+        policy_loss=0.45,
+        mean_reward=0.72,
+        reward_components={"format": 1.0, "score": 0.68},
+        kl_divergence=0.012,
+    )
+
+    assert tracker.get_mean("policy_loss") == 0.45
+    assert tracker.get_mean("reward/format") == 1.0
+    assert tracker.names == ["policy_loss", "mean_reward", "kl_divergence", "reward/format", "reward/score"]
+
+
+def test_reward_distribution_has_the_mean_of_each_rank_in_its_group():
+    tracker = GRPOMetricsTracker()
+    tracker.update_group_rewards([0.3, 0.9, 0.5, 0.7])
+    tracker.update_group_rewards([0.5, 0.1, 0.3, 0.7])
+    found = tracker.get_reward_distribution()
+
+    assert found["reward_mean"] == pytest.approx(0.5)
+    assert found["reward_std"] == pytest.approx(statistics.stdev([0.3, 0.9, 0.5, 0.7, 0.5, 0.1, 0.3, 0.7]))
+    assert found["rank_distribution"] == pytest.approx({"1": 0.8, "2": 0.6, "3": 0.4, "4": 0.2})
+    assert (found["groups"], found["empty_groups"], found["equal_groups"]) == (2, 0, 0)
+
+
+def test_empty_and_equal_groups_are_counted():
+    tracker = GRPOMetricsTracker()
+    tracker.update_group_rewards([])
+    tracker.update_group_rewards([float("nan")])
+    tracker.update_group_rewards([1.0, 1.0])
+    found = tracker.get_reward_distribution()
+
+    assert (found["groups"], found["empty_groups"], found["equal_groups"]) == (1, 2, 1)
+    assert found["not_finite"] == {"nan": 1}
+
+
+def test_scores_of_the_example_are_counted():
+    tracker = ScoreDistributionTracker()
+    tracker.update([1.0, 0.5, None, 1.0, 0.0])
+    found = tracker.get_distribution()
+
+    assert found["total"] == 5
+    assert found["valid_count"] == 4
+    assert found["invalid_count"] == 1
+    assert found["invalid_rate"] == 0.2
+    assert found["score_counts"] == {"0.0": 1, "0.5": 1, "1.0": 2}
+    assert found["mean_score"] == 0.625
+
+
+def test_invalid_scores_are_counted_by_reason():
+    tracker = ScoreDistributionTracker(minimum=0.0, maximum=1.0)
+    tracker.update([None, "high", float("nan"), 7.0, -0.1])
+    found = tracker.get_distribution()
+
+    assert (found["missing_count"], found["not_finite_count"], found["out_of_range_count"]) == (2, 1, 2)
+    assert found["invalid_rate"] == 1.0
+    assert math.isnan(found["mean_score"])
+
+
+def test_different_scores_are_bounded():
+    tracker = ScoreDistributionTracker()
+    tracker.update(number / 5000 for number in range(5000))
+    found = tracker.get_distribution()
+
+    assert len(found["score_counts"]) == 1000
+    assert found["other_scores"] == 4000
+    assert found["valid_count"] == 5000
+
+
+def test_logger_writes_checkpoints_and_the_whole_experiment(tmp_path):
+    logger = TrainingLogger(log_dir=tmp_path / "logs", experiment_name="verifier_iter1")
+    for step in range(3):
+        logger.log_step(step=step, metrics={"loss": 0.5 - step / 10, "reward": float("nan")}, scores=[1.0, None])
+    first = json.loads(logger.save_checkpoint_metrics("step_100").read_text())
+    body = json.loads(logger.export_all().read_text())
+
+    assert first["checkpoint"] == "step_100"
+    assert body["experiment_name"] == "verifier_iter1"
+    assert body["metric_summaries"]["loss"]["mean"] == pytest.approx(0.4)
+    assert body["metric_summaries"]["reward"]["mean"] is None
+    assert body["score_distribution"]["mean_score"] == 1.0
+    assert body["raw_metrics"]["loss"] == pytest.approx([0.5, 0.4, 0.3])
+    assert sorted(one.name for one in (tmp_path / "logs").iterdir()) == [
+        "verifier_iter1_metrics.json",
+        "verifier_iter1_step_100.json",
+    ]
+
+
+@pytest.mark.parametrize("name", ["", "..", "../run", "a/b", "a\0b"])
+def test_name_that_could_leave_the_folder_is_an_error(tmp_path, name):
+    with pytest.raises(ValueError, match="must be a name"):
+        TrainingLogger(tmp_path, name)
