@@ -77,7 +77,7 @@ class TrainingTimer:
             return NAN
         timed.is_open = False
         if self._index is None:
-            seconds = (time.monotonic_ns() - timed.start) * 1e-9
+            seconds: float = (time.monotonic_ns() - timed.start) * 1e-9
             timed.statistics.add(seconds)
             return seconds
         return self._stop_on_device(timed)
