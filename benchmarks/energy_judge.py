@@ -19,7 +19,7 @@ HALF_WIDTHS_95 = 1.96
 class Verdict:
     """Errors of one window of a GPU, or of the sum over a group's GPUs, relative to the true energy."""
 
-    error: float  # signed; infinite without a measurement
+    error: float  # signed error; infinite without a measurement
     min_error: float  # the smallest error over all edges within the tool's calls
     random: float | None = None  # half-width (95 %) that the tool reports for random errors
     whole: float | None = None  # half-width (95 %) that the tool reports for random and sensor errors
@@ -65,7 +65,7 @@ class Measured:
 
     tool: str
     version: str
-    verdicts: dict[tuple[str, str, str], list[Verdict]]  # by group, by EACH or SUM, by length
+    verdicts: dict[tuple[str, str, str], list[Verdict]]  # verdicts by group, by EACH or SUM, by length
     cpu_shares: dict[str, float]  # CPU time of measuring one rank's GPUs as a share of a core, by length
     blocked_s: dict[str, list[float]]  # time in the two calls around a window, by length
 
@@ -102,7 +102,7 @@ def _verdict(row: dict[str, Any], places: Sequence[int], gpus: Sequence[Gpu]) ->
         random = HALF_WIDTHS_95 * math.sqrt(sum(row["random_j2"][place] for place in places)) / truth
         # The gains of different boards are independent.
         sensors = math.hypot(*(row["gain_error"][place] * row["joules"][place] for place in places)) / truth
-        whole = random + sensors  # added linearly: a gain error is a bound, not random
+        whole = random + sensors  # linear sum: a gain error is a bound, not random
     least = max(lowest - measured, measured - highest, 0.0) / truth
     return Verdict((measured - truth) / truth, least, random, whole)
 

@@ -1,8 +1,9 @@
 """Reported and true errors of window energies after five minutes, on sensors without a profile.
 
 ``python -m benchmarks.energy_unprofiled``.  Sensors, waves and agent are simulated in virtual time
-(`tests/sensor_model.py`).  A wave's period is one iteration; the agent receives its length.  Each run is measured
-twice: with the sensor of the hardware table, and with the exact lag as the reference.  Each set has its own seed.
+(`tests/sensor_model.py`).  A wave's period is one iteration; the agent receives the length of an iteration.  Each run
+is measured with the sensor of the hardware table, and, as the reference, with the exact lag.  Each set has its own
+seed.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class SensorKind:
     model: str
     tick_s: float
     duty: float
-    latest_s: float = 0.0  # largest lag of the counter; each run draws its own
+    latest_s: float = 0.0  # largest lag of the counter; each run draws its lag
 
 
 KINDS = (

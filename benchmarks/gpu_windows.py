@@ -1,8 +1,8 @@
 """The energy of windows on a real GPU, compared with the known energy of its load.
 
 The load is switched on and off at known times.  A window's energy is its length times the power at rest, plus its time
-under load times the additional power.  Both powers are fitted to all windows.  A window's residual is an upper bound
-of its error, because it includes variations of the load.
+under load times the additional power.  Power at rest and additional power are fitted to all windows.  The residual of a
+window is an upper bound of its error, because the residual includes variations of the load.
 """
 
 from __future__ import annotations

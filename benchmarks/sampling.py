@@ -1,9 +1,9 @@
 """CPU time per tick of effllm's sampler over that of its bare NVML calls, and CPU time per tick of other tools.
 
 The bare loop repeats the recorded calls of a reader through ctypes, with the same arguments and pauses: the lower
-bound for a sampler in Python.  Sampler and bare loop alternate in one process, on a traced GPU.  They are measured
-twice: with calls of a few microseconds, shorter than any driver's calls (the worst case), and with durations measured
-on a board.
+bound for a sampler in Python.  Sampler and bare loop alternate in one process, on a traced GPU.  The first measurement
+uses calls of a few microseconds, shorter than any driver's calls: the worst case.  The second measurement uses
+durations of calls on a board.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The cost of an aggregator of 10,000 ranks, compared with a loop that only decodes: ``python -m benchmarks.scale``.
 
-It measures CPU time, not wall time: on a shared machine, CPU time varies by about a fifth.
+The benchmark measures CPU time, not wall time: on a shared machine, CPU time varies by about a fifth.
 Each run measures the aggregator, then the loop, with the same ranks, connections and messages.
 """
 

@@ -85,7 +85,7 @@ def test_job_on_a_full_disk_ends_in_time_with_whole_files(run, disk):
     job.finish()
 
     assert_readable(ledger.folder)
-    assert ledger.summary.status == "running"  # from the last summary that could be written
+    assert ledger.summary.status == "running"  # status of the last summary that could be written
     shown = [report.iteration for report in ledger.windows]
     assert shown == list(range(10, 10 * len(shown) + 1, 10))
     assert "[EfficientLLM] Run completed" in job.stdout

@@ -26,7 +26,7 @@ def lives(tmp_path, monkeypatch):
 @pytest.mark.timeout(400)
 @pytest.mark.fault("aggregator-sigkill", "duplicates")
 def test_aggregator_killed_in_any_write_loses_no_line(lives, request, monkeypatch):
-    child, orders, _ = request.getfixturevalue("aggregator")  # starts after `lives` is set up
+    child, orders, _ = request.getfixturevalue("aggregator")  # the aggregator starts after `lives` is set up
     context = make_context()
     agents = [FakeAgent(context, orders.endpoint, rank, AGENTS) for rank in range(AGENTS)]
     began_s, measured = time.monotonic(), 0

@@ -71,7 +71,7 @@ def test_reports_of_a_cut_link_arrive_after_it_is_healed(job, seconds):
     three[2].cut()
     windows = started[0].num_windows
     time.sleep(seconds)
-    jobs.until(lambda: started[0].num_windows > windows + 1)  # from the deadline on, without rank 2
+    jobs.until(lambda: started[0].num_windows > windows + 1)  # windows close without rank 2 after the deadline
     grown = server.memory_info().rss - before
     three[2].heal()
     jobs.until(lambda: len(reporting(started[0])) == 3)

@@ -259,7 +259,7 @@ json.dump({"handlers": [before, handlers()], "threads": sorted(set(threads)), "b
            "over": time.monotonic(), "unix_s": time.time()}, open("truth.json", "w"))
 """
 
-#: Loaded by every process of the job: the wall clock is an hour ahead if a file exists.
+#: Every process of the job loads this module: if a file exists, the wall clock is an hour ahead.
 STEPPED = """
 import os, time
 _real = time.time
@@ -607,7 +607,7 @@ def test_perun_gpu_number_may_have_two_digits(trace):
 
 
 def test_perun_time_keeps_its_resolution_after_30_days():
-    # At this uptime float32 has steps of 0.25 s: a burst of 100 ms would last 0 or 250 ms.
+    # After 30 days, float32 has steps of 0.25 s: a burst of 100 ms would last 0 or 250 ms.
     month_s = 30 * 86_400
     one = fed(
         ledger(INSTANT),

@@ -66,7 +66,7 @@ def test_second_job_of_a_name_has_another_folder(launch):
     jobs.until(lambda: one.num_windows)
     two = launch.python(LOOP, "--until", "enough", "--tokens", 11, run_name="same", environ=environ)
     beside = jobs.Ledger(one.runs()[0].with_name("same-2"))
-    jobs.until(lambda: beside.num_windows)  # after a wait of six seconds for the first job's folder
+    jobs.until(lambda: beside.num_windows)  # the second job waits six seconds for the first job's folder
     second, first = two.finish(), one.finish()
 
     assert [folder.name for folder in one.runs()] == ["same", "same-2"]

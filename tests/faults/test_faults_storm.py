@@ -135,7 +135,7 @@ def test_repeatedly_killed_aggregator_loses_no_report(aggregator):
         assert now_s < deadline_s, [(one.rank, len(one.outbox), one.is_welcome) for one in agents if not one.is_over][
             :5
         ]
-        is_last = measured == WINDOWS - 1  # measured after the last kill
+        is_last = measured == WINDOWS - 1  # this window is measured after the last kill
         may_measure = measured < WINDOWS and (not is_last or (kills == KILLS and killed_s is None))
         if may_measure and now_s - began_s >= (measured + 1) * WINDOW_S:
             measured += 1

@@ -29,7 +29,7 @@ class Terminal:
         try:
             while text := os.read(self.keyboard, 65536):
                 self.shown += text
-        except OSError:  # closed by all other processes
+        except OSError:  # all other processes closed the terminal
             return
 
     @property

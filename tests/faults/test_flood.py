@@ -24,7 +24,7 @@ from effllm.store.reader import WindowLine
 pytestmark = [pytest.mark.faults, pytest.mark.fault("unauthenticated-peers")]
 
 FLOOD, HOSTILE = (Path(__file__).parents[1] / name for name in ("flood.py", "hostile_rank.py"))
-PEERS = 10_000  # at the same time; each takes one of the aggregator's 20,000 descriptors
+PEERS = 10_000  # simultaneous peers; each takes one of the aggregator's 20,000 descriptors
 KEYS = 500  # fewer peers: only these handshakes use cryptography in the aggregator
 
 
@@ -38,7 +38,7 @@ class Starved:
 
     def __init__(self, pids):
         self._tasks = [Path(f"/proc/{pid}/task") for pid in pids]
-        self._waited_s = {}  # by thread; ended threads stay
+        self._waited_s = {}  # seconds by thread; ended threads stay
         self._known = []  # (unix time, sum)
 
     def look(self):
@@ -187,7 +187,7 @@ def test_hostile_rank_delays_no_window_by_a_second(in_memory, tmp_path, seconds,
             num_sent = int(hostile.stdout.read())
     ledger = aggregator.ledger
     came_s = next(event.time_s for event in ledger.events if event.kind == "joined" and event.rank == 2)
-    late_s = windows.late_s(came_s)  # before that, the other ranks waited for rank 2
+    late_s = windows.late_s(came_s)  # until came_s, the other ranks waited for rank 2
     record_property("hostile_s", max(late_s))
     record_property("grown_mb", (peak - before) / 1e6)
     print(

@@ -133,7 +133,7 @@ def test_memory_and_state_do_not_grow_over_a_week_of_windows(tmp_path, capsys):
     # process's memory grows by whole arenas of 1 MiB; one arena is at most 347 bytes per window here.
     assert more_blocks < 1.0
     assert slope < 400.0
-    filled = list(items.values())[5:]  # limits by number of windows are reached before
+    filled = list(items.values())[5:]  # limits by number of windows are reached by then
     assert max(filled) <= filled[0] + MAX_LISTED_ITEMS
     sizes = list(states.values())
     assert sizes[-1] <= 1.02 * sizes[len(sizes) // 4]

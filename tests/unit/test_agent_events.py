@@ -52,7 +52,7 @@ def test_blocked_log_file_delays_no_event_and_no_close(tmp_path):
     events.close()
     assert time.monotonic() - began_s < 5.0
 
-    written = (tmp_path / "agent-0.log").read_text()  # reads until the log closes the FIFO
+    written = (tmp_path / "agent-0.log").read_text()  # this read ends when the log closes the FIFO
     assert [line.rpartition(" ")[2] for line in written.splitlines()] == [str(number) for number in range(100)]
 
 
@@ -82,7 +82,7 @@ def test_event_storm_gives_100_events_and_a_count(tmp_path):
 
 
 def test_events_above_the_limit_of_an_outage_are_counted(monkeypatch):
-    monkeypatch.setattr("effllm.records.event_limit.MINUTE_S", 0.0)  # each event in a separate minute
+    monkeypatch.setattr("effllm.records.event_limit.MINUTE_S", 0.0)  # each event is in a separate minute
     events = AgentEvents(0)
     for _ in range(1000):
         events.add(Event(1000.0, "ecc", "1 error"))

@@ -188,7 +188,7 @@ def test_a_third_attempt_redoes_work_of_both_earlier_attempts():
     run.restart().join(offset=20).window(1).bye()
     goodput = run.restart().join(offset=10).window(1).goodput()
 
-    # Redone: 11 to 30 of the first attempt, 21 to 30 of the second. After iteration 10, only the third is kept.
+    # Redone: 11 to 30 of the first attempt, 21 to 30 of the second. After iteration 10, only the third attempt counts.
     assert [one.redone_iterations for one in goodput.attempts] == [20, 10, 0]
     assert goodput.seconds["kept"] == pytest.approx(9.0 + 9.0)
 
@@ -289,7 +289,7 @@ def test_straggling_and_hangs_reduce_the_enclosing_classes():
     run = Run().join().window(1).window(2)
     ledger = run.aggregator.ledger
     ledger.goodput.attempt.note_straggling(2, 3.0)
-    ledger.note_hang(30.0)  # during the third window
+    ledger.note_hang(30.0)  # a hang in the third window
     assert run.wait(40).aggregator.tick(Now(run.now_s, run.time_s)) is None
     assert run.seconds(ended=False)["hang"] == pytest.approx(30.0), "no report has it yet"
     for rank in range(2):
@@ -510,7 +510,7 @@ def test_run_has_one_elapsed_time_from_its_first_rank():
 
 @pytest.mark.parametrize("says_bye", [True, False])
 def test_delayed_messages_do_not_lengthen_the_run(says_bye):
-    # The agent's clock is an hour ahead. Its last window ends after 20 s, and its messages arrive late.
+    # The agent's clock is an hour ahead. The agent's last window ends after 20 s, and its messages arrive late.
     run = Run(1).join(time_s=4600.0, start_time_s=4599.0).wait(60)
     for number in (1, 2):
         start_s = 4599.0 + 10.0 * (number - 1)

@@ -264,7 +264,7 @@ def test_one_iteration_ahead_in_lockstep_is_not_a_stall():
 def test_late_window_does_not_count_as_late_progress():
     job = Job(ranks=2)
     job.run(100)
-    # Both ranks reach iteration 105 by 104 s. Rank 0's window, which ended at 101 s, arrives after that.
+    # Both ranks reach iteration 105 by 104 s. Rank 0's window, which ended at 101 s, arrives at 104.5 s.
     job.heartbeat(1, 105, STEP, 0.0, 104)
     job.hang.row(row(0, 1, iteration_last=102), 104.5)
     job.heartbeat(0, 105, STEP, 0.7, 104.7)
@@ -322,7 +322,7 @@ def test_late_heartbeat_does_not_extend_the_stall():
 def test_fastest_heartbeat_gives_the_start_of_an_iteration():
     job = Job(ranks=1)
     job.run(100)
-    job.heartbeat(0, 102, STEP, 1.0, 110)  # arrived eight seconds late
+    job.heartbeat(0, 102, STEP, 1.0, 110)  # this heartbeat arrived eight seconds late
     job.heartbeat(0, 102, STEP, 4.0, 105 + 1)
 
     assert job.hang.ranks[0].since_s == 102.0

@@ -159,7 +159,7 @@ def test_unknown_stretch_stays_a_gap_in_the_ledger(powercap, rapl, clock):
         read(second)
 
     energy = ledger.energy(10**9, 10 * 10**9)
-    # Known are 1 to 4 s and 6 to 10 s: the 7th reading is the first with a valid difference after the reset.
+    # Energy is known from 1 to 4 s and 6 to 10 s: the 7th reading has the first valid difference after the reset.
     assert (energy.joules, energy.covered_s) == (pytest.approx(300 + 400), pytest.approx(3 + 4))
 
 

@@ -224,7 +224,7 @@ def test_a_problem_is_coloured_on_a_terminal(monkeypatch):
 
 
 def test_a_progress_bar_of_the_training_is_not_torn():
-    screen = pyte.Screen(80, 24)  # like a real terminal, wraps a full line only at the next character
+    screen = pyte.Screen(80, 24)  # a full line wraps only at the next character, as in real terminals
     terminal = pyte.Stream(screen)
     window = printed(make_report(100, straggler=None), terminal=True).replace("\n", "\r\n")
     bar = " 10%|#         | 10/100 [00:01<00:09, 6.78it/s]"

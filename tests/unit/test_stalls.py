@@ -183,7 +183,7 @@ def test_stall_then_failure_is_stalled_and_the_reverse_is_failed():
     job = Job()
     job.stall(BEHIND)
     for rank in range(4):
-        bye(job, rank, "failed", 150.0)  # its collectives ended at their timeout
+        bye(job, rank, "failed", 150.0)  # the collectives of this rank timed out
     assert job.summary().status == "stalled"
 
     job = Job()

@@ -400,4 +400,4 @@ def test_cost_of_10000_ranks_is_printed(capsys):
     with capsys.disabled():
         for ranks, seconds in took_s.items():
             print(f"\n  {ranks} ranks: {1e3 * seconds:.2f} ms a window", end="")
-    assert all(below < above for below, above in pairwise(took_s))  # compares the numbers of ranks, not the times
+    assert all(below < above for below, above in pairwise(took_s))  # `took_s` iterates over numbers of ranks, not times

@@ -29,7 +29,7 @@ class Cuda:
 
     def __init__(self):
         self.is_there, self.capturing, self.fails = True, False, False
-        self.now_ms, self.done_ms = 0.0, float("inf")  # events until done_ms have happened
+        self.now_ms, self.done_ms = 0.0, float("inf")  # events before done_ms are complete
         self.made = self.synchronized = 0
         cuda = self
 
@@ -203,7 +203,7 @@ def test_profiled_iterations_are_summed_in_their_window():
 def test_time_outside_al_is_not_idle_and_devices_have_own_time():
     with recording({1: SPLIT, 2: SPLIT._replace(duration_ns=140 * MS, idle_ns=55 * MS)}) as made:
         made.recorder.start(_now=lambda: 1)
-        made.recorder.waited(10 * MS)  # of 100 ms; 60 compute, 25 are exposed, so 5 are idle
+        made.recorder.waited(10 * MS)  # 100 ms: 10 wait, 60 compute, 25 exposed, so 5 idle
         made.recorder.end(_now=lambda: 100 * MS + 1)
         made.recorder._profile.is_of_device = True
         iterate(made.recorder, 1)

@@ -185,10 +185,10 @@ def test_row_spans_from_the_end_of_the_previous_row_to_its_own_end():
 
 def test_start_up_and_shut_down_are_phases_with_own_joules():
     with looping() as loop:
-        loop.phase("checkpoint", MADE_NS + 1 * NS, MADE_NS + 2 * NS)  # loads a checkpoint before iteration 1
+        loop.phase("checkpoint", MADE_NS + 1 * NS, MADE_NS + 2 * NS)  # the job loads a checkpoint before iteration 1
         loop.now_ns = MADE_NS + 3 * NS
         iterate(loop, 2)  # 3.5 to 6 s
-        loop.phase("checkpoint", MADE_NS + 6 * NS, MADE_NS + 7 * NS)  # saves a checkpoint after iteration 2
+        loop.phase("checkpoint", MADE_NS + 6 * NS, MADE_NS + 7 * NS)  # the job saves a checkpoint after iteration 2
         loop.recorder.finish()
         (row,) = cut_all(loop.slots(), steady(10), MADE_NS + 9 * NS)
 
