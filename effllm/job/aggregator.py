@@ -202,7 +202,7 @@ class Aggregator:
     # --- results ---
 
     def settle(self, now: Now) -> None:
-        """Add late reports to the totals, because a saved state must contain all earlier reports of a rank."""
+        """Add late reports to the totals: a saved state cannot record that older reports of a rank are missing."""
         if self.open.has_late(now.mono_s, for_s=-math.inf if is_large(self.ledger.world_size) else 0.0):
             self._take_late(now)
 
@@ -232,7 +232,7 @@ class Aggregator:
     def summary(self, time_s: float, ended: bool) -> Summary:
         kind = self._config.parameters
         summary = summary_of(self.ledger, self.roster, kind, self.closed.last_report, time_s, ended)
-        counts = {"rejected": self.garbage, "duplicate": self.duplicates}  # the counts of events are limited
+        counts = {"rejected": self.garbage, "duplicate": self.duplicates}  # exact counts
         events = summary.events | {kind: count for kind, count in counts.items() if count}
         status = "stalled" if self.stalls.is_status and summary.status != "completed" else summary.status
         return replace(summary, events=events, status=status)

@@ -43,7 +43,7 @@ class EventLog:
             self._events.append(event)
 
     def record_once(self, event: Event, key: str = "") -> None:
-        """Record an event only once per key, by default its text."""
+        """Record an event only once per key; the default key is the event's text."""
         stated, key = self._stated.setdefault(event.kind, set()), key or event.text
         if key not in stated and len(stated) < MAX_STATED:
             stated.add(key)

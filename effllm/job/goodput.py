@@ -90,7 +90,7 @@ class Goodput(Struct):
         self.attempt.ranks.leave(rank, self.clock.at_s or 0.0, end_time_s)
 
     def end_attempt(self, status: str) -> None:
-        """End this attempt and begin the next one."""
+        """End this attempt and begin the next attempt."""
         self.attempt.close(status)
         self.attempts.append(Attempt(self.attempt.number + 1))
         if len(self.attempts) > MAX_ATTEMPTS:
@@ -153,7 +153,7 @@ class Goodput(Struct):
     def _begun_after(self) -> list[tuple[float | None, bool]]:
         """Return for each attempt the smallest first number of later attempts, and whether its repeats are known.
 
-        Repeats are unknown if a later attempt has no numbers.  They are also unknown for an attempt without numbers,
+        Repeats are unknown if a later attempt has no numbers.  Repeats of an attempt without numbers are also unknown,
         except for the first attempt.
         """
         found: list[tuple[float | None, bool]] = []

@@ -110,7 +110,7 @@ class Attempt(Struct):
 
     @property
     def ended_s(self) -> float:
-        """End of the last rank's reports, or the time of the last message if this is unknown."""
+        """End of the last rank's reports, or the time of the last message if this end is unknown."""
         last_s = self.ranks.last_s
         return self.heard_s if math.isnan(last_s) else last_s
 

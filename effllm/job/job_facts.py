@@ -80,7 +80,7 @@ class JobFacts:
 
     @cached_property
     def power_limit_w(self) -> float | None:
-        """Sum of the power limits of all GPUs, if all are known; the first die may have the limit of a card."""
+        """Sum of the power limits of all GPUs, if all are known; one die may have the limit of the card."""
         owners: dict[str, float] = {}
         for key, device in self._devices.items():
             if device.is_gpu:

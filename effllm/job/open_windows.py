@@ -71,7 +71,7 @@ class OpenWindows:
         self._late: dict[int, dict[int, RankReport]] = {}  # reports of closed windows
         self._max_late = MAX_LATE
         self._late_s = -math.inf  # earliest time of the next turn of late reports
-        self._closed_s = -math.inf  # when the last window closed
+        self._closed_s = -math.inf  # time at which the last window closed
         self.is_closing = False  # other windows may be ready to close in the next `tick`
 
     # --- inputs ---
@@ -140,7 +140,7 @@ class OpenWindows:
     def take_ready(
         self, now_s: float, deadline_s: Callable[[], float], heard_until_s: float = -math.inf
     ) -> Iterator[OpenWindow]:
-        """Yield the windows that close now, in order, up to a limit; the caller must close each window before the next.
+        """Yield the windows that close now, in order, up to a limit; the caller must close each window at once.
 
         Args:
             now_s: current time.

@@ -1,4 +1,4 @@
-"""The acknowledgement of reports, after a state of the aggregator that includes them was written."""
+"""Acknowledges reports after a state of the aggregator with these reports was written."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Sequences = dict[int, int]  # rank -> last sequence of its reports in a state
 class Acknowledgement:
     """Writes windows and states through the store, and acknowledges the reports in a state after it was written.
 
-    This order makes a crash at any moment harmless.  First late reports are added to the sums, because a state must
-    contain all earlier reports of a rank.  Then the closed windows are written, and after them the state.  Agents send
-    unacknowledged reports again, and the sequences in the state show which reports the state already includes.
+    This order makes a crash at any moment harmless.  First late reports are added to the sums, because a state cannot
+    record that older reports of a rank are missing.  Then the closed windows are written, and after them the state.
+    Agents send unacknowledged reports again.  The sequences in the state show which reports the state includes.
 
     Args:
         aggregator: the source of windows and states.

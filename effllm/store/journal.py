@@ -141,7 +141,7 @@ class Journal:
             with contextlib.suppress(OSError):  # the file system may reject every change
                 os.ftruncate(self._descriptor, size)
             if error.errno == errno.EFBIG and self._segment_bytes and size:
-                self._open(self._number + 1)  # only the size of a file is limited, not the number of files
+                self._open(self._number + 1)  # this limit is per file, so the next file can be written
                 return False
             raise
         return True

@@ -2,7 +2,7 @@
 
 Page's CUSUM (Biometrika 41, 1954) sums the deviations of windows from the level, in robust standard deviations, each
 minus an allowance.  If a sum exceeds the threshold, the level changed at the window where the sum began to grow.
-With an allowance of 0.75 and a threshold of 6, normal windows cause one false alarm per 41,000 windows and direction
+With an allowance of 0.75 and a threshold of 6, normal windows cause one false alarm in 41,000 windows per direction
 (Siegmund's approximation, with b = 1.5 * (6 + 1.166): (exp(b) - b - 1) / 1.125).  A window counts as at most 2
 deviations.  So an alarm takes five windows, and rare long windows cause no alarm.
 """

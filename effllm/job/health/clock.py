@@ -83,7 +83,7 @@ class Exchanges:
         return now_ns
 
     def add(self, sent_ns: int, received_ns: int, answered_ns: int, heard_ns: int) -> bool:
-        """Add an answer; return ``False`` if the answer is to no message of this process, or has impossible times.
+        """Add an answer; return ``False`` for an answer to an unknown message, or with impossible times.
 
         Older exchanges whose bounds, including drift, do not overlap with the new bounds are dropped: the other clock
         was slewed or replaced.

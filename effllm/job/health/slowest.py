@@ -19,7 +19,7 @@ from effllm.records.job import Straggler
 SLOWER = 0.06
 #: Each rule has a number of slow windows, a number of last windows, and a number of deviations of a healthy rank.
 RULES = ((3, 3, 3.0), (4, 5, 2.0), (6, 10, 1.6), (12, 20, 1.2))
-#: A rank that was slow in none of this many last windows has recovered.
+#: A rank has recovered after this many windows in which it was not slow.
 RECENT = 3
 WINDOWS = max(windows for _, windows, _ in RULES)
 #: Number of windows that show the usual change of a healthy rank from window to window.
