@@ -1,7 +1,7 @@
-"""The devices that a rank can sample.  A name in ``EFFICIENTLLM_DEVICE`` is a file in this folder.
+"""The devices that a rank can sample.  ``EFFICIENTLLM_DEVICE`` names a file in this folder, or is ``auto``.
 
-Each file has one function, ``open_device(site: Site) -> Reader``.  It raises `DeviceUnavailable` with one sentence
-if the device cannot be read here.  An optional library is imported only by the file that needs it.
+Each file has one function, ``open_device(site: Site) -> Reader``, which raises `DeviceUnavailable` if the device
+cannot be read here.  An optional library is imported only by the file that needs it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from effllm.records.rank import Device, Sample
 
-#: The GPUs that ``auto`` tries, in this order, each with the file that exists while its driver is loaded.
+#: GPUs in the order in which ``auto`` tries them, each with a file that exists while the GPU's driver is loaded.
 _GPUS = {"nvml": Path("/dev/nvidiactl"), "amd": Path("/dev/kfd")}
 
 
@@ -31,17 +31,17 @@ class DeviceUnavailable(Exception):
 
 @dataclass(frozen=True)
 class Site:
-    """The rank that a device file samples for."""
+    """The rank whose device is opened."""
 
     local_rank: int = 0
     trainer_pid: int = 0
     host: str = ""
-    cuda_uuid: str = ""  # torch's current device, if the trainer has one
+    cuda_uuid: str = ""  # UUID of torch's current device, if torch has a device
     cuda_pci_bus_id: str = ""
-    visible_devices: str | None = None  # CUDA_VISIBLE_DEVICES, None where unset
-    rocr_visible_devices: str | None = None  # ROCR_VISIBLE_DEVICES; the next list counts within its devices
+    visible_devices: str | None = None  # CUDA_VISIBLE_DEVICES, or None if it is not set
+    rocr_visible_devices: str | None = None  # ROCR_VISIBLE_DEVICES; HIP_VISIBLE_DEVICES selects from this list
     hip_visible_devices: str | None = None  # HIP_VISIBLE_DEVICES; on ROCm it overrides CUDA_VISIBLE_DEVICES
-    power_scope: str = "auto"  # the scope to use if a device has more than one
+    power_scope: str = "auto"  # the scope to use if a device has more than one scope
     excluded_pids: frozenset[int] = field(default_factory=frozenset)  # effllm's own processes
 
 
@@ -51,15 +51,15 @@ class Reader(Protocol):
     device: Device
 
     def read(self) -> tuple[Sample, dict[str, str]]:
-        """Return a sample, and the failed reads: the reason by the field's name.
+        """Return a sample, and the failed fields with their reasons.
 
-        A quantity that the device does not have is ``None`` and not a failure.  Never raises.
+        A quantity that the device does not have is ``None``; it is not a failure.  This method never raises.
         """
 
     def read_energy(self) -> tuple[Sample, dict[str, str]]:
         """Return only energy and power, as cheaply as possible, in a sample marked ``energy_only``.
 
-        Optional: without this method `read` is used.
+        This method is optional; for a device without it, `read` is called.
         """
 
     def close(self) -> None:
@@ -74,10 +74,10 @@ def device_names() -> list[str]:
 
 
 def open_device(name: str, site: Site) -> Reader:
-    """Open the device ``name``; ``auto`` is a GPU if one can be read, else the host.
+    """Open the device ``name``.  For ``auto``, open a GPU; if no GPU can be read, open the host.
 
     Raises:
-        DeviceUnavailable: no such file, its library is missing, or the device cannot be read here.
+        DeviceUnavailable: the file or its library is missing, or the device cannot be read here.
     """
     if name == "auto":
         try:
@@ -99,9 +99,9 @@ def open_device(name: str, site: Site) -> Reader:
 
 
 def shown_to_rank(shown: Sequence[_T], num_entries: int, site: Site, source: str, num_here: int) -> _T:
-    """Return the device of a rank among the devices visible in its environment.
+    """Return the rank's device among the devices that are visible in the rank's environment.
 
-    A launcher may show each rank only its own GPU (``num_entries`` is 1): the local rank then counts ranks, not GPUs.
+    A launcher may make only one GPU visible to each rank (``num_entries`` is 1); this GPU is used for any local rank.
 
     Raises:
         DeviceUnavailable: there is no device for this rank.
@@ -109,15 +109,14 @@ def shown_to_rank(shown: Sequence[_T], num_entries: int, site: Site, source: str
     position = 0 if num_entries == 1 else site.local_rank
     if position < len(shown):
         return shown[position]
-    number = f"only {len(shown)} usable" if shown else "no usable"
-    raise DeviceUnavailable(f"local rank {site.local_rank} has no GPU: {source} shows {number} of the {num_here} here")
+    raise DeviceUnavailable(f"local rank {site.local_rank} has no GPU: {source} shows {len(shown)} of {num_here} GPUs")
 
 
 def open_gpu(name: str, site: Site) -> Reader:
-    """Open the device ``name``, where ``auto`` is a GPU of any vendor and never the host.
+    """Open the device ``name``.  For ``auto``, open a GPU of any vendor, never the host.
 
     Raises:
-        DeviceUnavailable: as `open_device`; for ``auto``, with the reason of the vendor whose driver is loaded.
+        DeviceUnavailable: see `open_device`; for ``auto``, the reason is from the vendor whose driver is loaded.
     """
     if name != "auto":
         return open_device(name, site)

@@ -9,8 +9,8 @@ from typing import NamedTuple
 #: Duration and period of the comparison when a device is opened.
 CHECK_S = 0.5
 CHECK_EVERY_S = 0.02
-#: The counter is not used if it and power differ by more.  A power reading that is a mean of 100 ms is up to 13 % low
-#: over half a second with a fivefold rise; faulty counters were slow by a factor of 100, constant, or decreasing.
+#: Largest relative difference between a good counter and integrated power.  The integral of 100-ms means is up to 13 %
+#: low if power rises fivefold in half a second.  Faulty counters were slow by a factor of 100, constant or decreasing.
 COUNTER_TOLERANCE = 0.25
 
 
@@ -24,39 +24,39 @@ class CounterReading(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """Whether a counter is used, and why not."""
+    """The result of the comparison; ``reason`` describes a fault or a missing check."""
 
     is_good: bool
     reason: str = ""
-    is_stale: bool = False  # no value changes, neither the counter nor any other
+    is_stale: bool = False  # AMD SMI repeats one reading of all values
 
 
 def judge_counter(readings: Sequence[CounterReading]) -> Verdict:
-    """Return whether an energy counter agrees with power, from readings of both over half a second.
+    """Return whether an energy counter agrees with power, from readings of counter and power over half a second.
 
-    Counters had a wrong rate (ROCm/amdsmi#38), did not change (#22) and decreased (#115).
+    Some counters had a wrong rate (ROCm/amdsmi#38), some did not change (#22), some decreased (#115).
     """
     counted = [reading for reading in readings if reading.energy_j is not None]
     joules = [reading.energy_j for reading in counted if reading.energy_j is not None]
     if len(counted) < 3:
-        return Verdict(False, "it could not be read")
+        return Verdict(False, "too few readings")
     steps = [after - before for before, after in pairwise(joules)]
     span_s = counted[-1].time_s - counted[0].time_s
     if not any(steps) and counted[0].stamp and len({reading.stamp for reading in counted}) == 1:
         return Verdict(False, f"AMD SMI repeats one reading for {span_s:.1f} s", is_stale=True)
     if min(steps) < 0:
-        return Verdict(False, f"it decreased by {-min(steps):.3g} J")
+        return Verdict(False, f"a decrease of {-min(steps):.3g} J")
     moves = [index for index, step in enumerate(steps, 1) if step > 0]
     if len(moves) < 2:
-        return Verdict(False, f"it {'changed once' if moves else 'did not change'} in {span_s:.1f} s")
-    # From change to change: the position of the counter's ticks between two readings then does not matter.
+        return Verdict(False, f"{'one change' if moves else 'no change'} in {span_s:.1f} s")
+    # Energy is compared between two changes of the counter, because the times of ticks between readings are unknown.
     first, last = moves[0], moves[-1]
     counted_j, span_s = joules[last] - joules[first], counted[last].time_s - counted[first].time_s
     power_j = _integral_of_power(counted[first : last + 1])
     if not power_j:
-        return Verdict(True, "there is no power to check it against")
-    if abs(counted_j - power_j) > COUNTER_TOLERANCE * power_j + 0.5 * span_s:  # power comes in whole watts
-        return Verdict(False, f"it counted {counted_j:.3g} J in {span_s:.1f} s in which power comes to {power_j:.3g} J")
+        return Verdict(True, "no power reading for the comparison")
+    if abs(counted_j - power_j) > COUNTER_TOLERANCE * power_j + 0.5 * span_s:  # power is in whole watts
+        return Verdict(False, f"a count of {counted_j:.3g} J in {span_s:.1f} s, but {power_j:.3g} J from power")
     return Verdict(True)
 
 

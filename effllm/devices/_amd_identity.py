@@ -1,4 +1,4 @@
-"""Finds the AMD GPU of a rank, and the die that reports the power of a two-die card."""
+"""The AMD GPU of a rank, and the die that reports the power of a two-die card."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Processor:
     handle: Any
     bus: tuple[int, int, int, int]  # domain, bus, device, function
     serial: str  # 16 hexadecimal digits, the id in ROCm's UUIDs; empty if the GPU has no id
-    names: frozenset[str]  # its UUIDs in the environment and in torch
+    names: frozenset[str]  # the GPU's UUIDs in environment variables and in torch
     model: str
     is_half: bool  # one die of an MI250 or MI250X
-    has_cpu: bool  # an MI300A: its power and energy are those of the socket with CPU and GPU
+    has_cpu: bool  # True for an MI300A, whose power and energy include the CPU in its socket
 
     def key(self, host: str) -> str:
         """Return the UUID of rocminfo and ROCR_VISIBLE_DEVICES, or else the PCI bus id with the host's name."""
@@ -35,7 +35,7 @@ class Processor:
 
 
 def _serial(answer: Any) -> str:
-    """Return the unique id in 16 digits; GPUs without one give zero, all bits or "N/A"."""
+    """Return the unique id in 16 digits; empty for the answers of GPUs without an id: zero, all bits set, or "N/A"."""
     try:
         number = int(str(answer), 16)
     except ValueError:
@@ -71,7 +71,7 @@ def _identify(smi: Any, handle: Any) -> Processor:
     asic = ask(smi, "amdsmi_get_gpu_asic_info", handle)
     serial = _serial(asic.get("asic_serial"))
     names = {serial}
-    if serial:  # without it the UUID contains only the model, and all GPUs of a model have the same UUID
+    if serial:  # without a serial, all GPUs of a model have the same UUID
         names |= {_plain(str(ask(smi, "amdsmi_get_gpu_device_uuid", handle) or ""))}
     model = str(asic.get("market_name", "")).replace("N/A", "")
     device_id = str(asic.get("device_id")).lower()  # a number up to ROCm 6.0, hexadecimal text since then
@@ -83,12 +83,12 @@ def _identify(smi: Any, handle: Any) -> Processor:
 def list_processors(smi: Any) -> list[Processor]:
     """Return all processors in HIP's order.
 
-    This is the order of the driver's KFD nodes, not of AMD SMI (pytorch#178398).  ROCm 6.4 reports HIP's number,
-    ROCm 6.3 the node's number.  For earlier releases the PCI bus order is used, the same order on most machines.
+    HIP's order is that of the driver's KFD nodes, not that of AMD SMI (pytorch#178398).  ROCm 6.4 reports HIP's number,
+    ROCm 6.3 the node's number.  For earlier releases the PCI bus order is used; on most machines both orders are equal.
     """
     found = []
     for handle in smi.amdsmi_get_processor_handles():
-        with contextlib.suppress(*errors_of(smi)):  # hidden from this container, or lost from the bus
+        with contextlib.suppress(*errors_of(smi)):  # GPUs that are hidden from this container, or lost
             found.append(_identify(smi, handle))
     found.sort(key=lambda one: one.bus)
     for call, field in (("amdsmi_get_gpu_enumeration_info", "hip_id"), ("amdsmi_get_gpu_kfd_info", "node_id")):
@@ -116,7 +116,7 @@ def _shown(listed: str | None, processors: Sequence[Processor]) -> tuple[list[Pr
 
 
 def find(site: Site, processors: Sequence[Processor]) -> Processor:
-    """Return the processor of the rank: torch's current one, else chosen among the processors visible to the rank.
+    """Return the processor of the rank: torch's current device, else the choice of the visibility variables.
 
     Raises:
         DeviceUnavailable: there is no processor for this rank.
@@ -125,7 +125,8 @@ def find(site: Site, processors: Sequence[Processor]) -> Processor:
         raise DeviceUnavailable(advice(None))
     if site.cuda_pci_bus_id or site.cuda_uuid:
         return _find_by_torch(site, processors)
-    # ROCm's runtime applies its list first.  HIP numbers the remaining devices, and accepts CUDA's variable as its own.
+    # ROCm's runtime applies ROCR_VISIBLE_DEVICES first.  HIP numbers the remaining devices; without
+    # HIP_VISIBLE_DEVICES it reads CUDA_VISIBLE_DEVICES.
     shown, entries = _shown(site.rocr_visible_devices, processors)
     hip = site.hip_visible_devices if site.hip_visible_devices is not None else site.visible_devices
     if hip is not None:
@@ -149,14 +150,14 @@ def _find_by_torch(site: Site, processors: Sequence[Processor]) -> Processor:
 
 
 def whole(processor: Processor, processors: Sequence[Processor]) -> Processor:
-    """Return the GPU of a partition; partitions share its sensors, and differ only in the function of the bus id."""
+    """Return the GPU of a partition; a GPU's partitions share sensors, and differ only in the bus id's function."""
     return min((one for one in processors if one.bus[:3] == processor.bus[:3]), key=lambda one: one.bus)
 
 
 def is_second_die(smi: Any, processor: Processor) -> bool:
-    """Whether this is the die of a card without power and energy readings: the first die reports those of both.
+    """Whether this is the second die of a card; power and energy of both dies are reported by the first die.
 
-    The driver sets both to 0 on the second die (aldebaran_get_gpu_metrics); rocm-smi also detects it by counter 0.
+    The driver sets the second die's power and energy to 0 (aldebaran_get_gpu_metrics); rocm-smi, too, tests for 0.
     """
     if not processor.is_half:
         return False
@@ -165,11 +166,11 @@ def is_second_die(smi: Any, processor: Processor) -> bool:
 
 
 def first_die(smi: Any, second: Processor, processors: Sequence[Processor]) -> Processor | None:
-    """Return the die that reports the power of a second one, if it is visible.
+    """Return the die that reports the power of a second die, or ``None`` if no such die is visible.
 
-    AMD SMI has no id of the card.  But the dies of a card have four links between them, all others at most two, and
-    the driver reports 50 GB/s a link (amdgpu_amdkfd_get_xgmi_bandwidth_mbytes).  Without that report the preceding
-    die on the PCI bus is assumed, as on the machines of ml-energy/zeus#203.
+    AMD SMI has no id of the card, so links are counted: the two dies of a card have four links, other pairs at most
+    two.  The driver reports 50 GB/s per link (amdgpu_amdkfd_get_xgmi_bandwidth_mbytes).  Without a reported bandwidth
+    the preceding die on the PCI bus is assumed, as on the machines of ml-energy/zeus#203.
     """
     others = [one for one in processors if one.is_half and one.bus != second.bus]
     call = "amdsmi_get_minmax_bandwidth_between_processors"

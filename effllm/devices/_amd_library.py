@@ -20,24 +20,24 @@ _NO_ACCESS = "this user may not open the AMD GPUs: grant access to /dev/kfd and 
 
 def import_library() -> Any:
     try:
-        with contextlib.redirect_stdout(io.StringIO()):  # it prints a message if its C library is missing
+        with contextlib.redirect_stdout(io.StringIO()):  # amdsmi prints a message if its C library is missing
             import amdsmi
     except ImportError as error:
         raise DeviceUnavailable(
-            "the Python package amdsmi is not installed: install that of your ROCm release, "
+            "the Python package amdsmi is not installed: install the version of your ROCm release, "
             "from /opt/rocm/share/amd_smi, or effllm[amd]"
         ) from error
     except (AttributeError, KeyError, OSError) as error:
-        # AttributeError and KeyError: libamd_smi.so is missing, or of another release.
+        # AttributeError and KeyError: libamd_smi.so is missing, or belongs to another release.
         raise DeviceUnavailable(
             f"the Python package amdsmi cannot use libamd_smi.so ({type(error).__name__}: {error}): "
-            "install ROCm's amd-smi-lib, of the package's release"
+            "install ROCm's amd-smi-lib of the same release"
         ) from error
     return amdsmi
 
 
 def advice(error: Exception | None) -> str:
-    """Return one sentence why there is no GPU."""
+    """Return one sentence with the reason for a missing GPU."""
     code = getattr(error, "err_code", None)
     nodes = [_DEVICE_NODES / "kfd", *sorted((_DEVICE_NODES / "dri").glob("renderD*"))]
     present = [node for node in nodes if node.exists()]
@@ -46,15 +46,15 @@ def advice(error: Exception | None) -> str:
     if code == _DRIVER_NOT_LOADED:
         return "the amdgpu driver is not loaded: load it, or choose another device"
     if error is None:
-        return "AMD SMI sees no GPU: give the container /dev/kfd and /dev/dri, or choose another device"
+        return "AMD SMI lists no GPU: give the container /dev/kfd and /dev/dri, or choose another device"
     return f"AMD SMI does not start: {sentence(error)}"
 
 
 def errors_of(smi: Any) -> tuple[type[Exception], ...]:
     """Return the exceptions that a call may raise.
 
-    Beside the library's own exception these are errors for a function missing in this release, and errors in its
-    wrapper after unexpected answers (5.7 fails to raise its AmdSmiRetryException).
+    These are the library's own exception, errors for a function that this release lacks, and errors in the Python
+    wrapper after unexpected answers (the wrapper of 5.7 fails to raise its AmdSmiRetryException).
     """
     return (smi.AmdSmiException, AttributeError, KeyError, OSError, TypeError, ValueError)
 
@@ -64,7 +64,7 @@ def sentence(error: Exception) -> str:
 
 
 def ask(smi: Any, call: str, *arguments: Any) -> Any:
-    """Return the answer of a call that some releases or GPUs lack; empty if the call fails."""
+    """Return the answer of a call that some releases or GPUs lack; an empty answer if the call fails."""
     with contextlib.suppress(*errors_of(smi)):
         return getattr(smi, call)(*arguments)
     return {}

@@ -1,4 +1,4 @@
-"""The readings of an AMD GPU: a function for each AMD SMI call, with the fields that it returns."""
+"""The readings of an AMD GPU: a function for each AMD SMI call, with the fields that the call returns."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _RESIDENCIES = {
 def number(value: Any, bits: Sequence[int] = (16, 32, 64)) -> float | None:
     """Return a reading as a number, or ``None`` if AMD SMI has no value.
 
-    A missing value is "N/A", or up to ROCm 6.0 a number with all bits of the driver's field set.
+    A missing value is "N/A"; up to ROCm 6.0 it is a number with all bits of the driver's field set.
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
@@ -34,7 +34,7 @@ def _scaled(scale: float, **answers: Any) -> dict[str, float]:
 
 
 def joules_of(answer: dict[str, Any]) -> float | None:
-    # Called "power" up to ROCm 6.2, both in 6.3.
+    # The field is called "power" up to ROCm 6.2; 6.3 has both names.
     count = number(answer.get("energy_accumulator", answer.get("power")), (64,))
     microjoules = number(answer.get("counter_resolution"))
     return None if count is None or microjoules is None else count * microjoules / 1e6
@@ -46,14 +46,14 @@ def energy(smi: Any, handle: Any) -> dict[str, float]:
 
 
 def power(smi: Any, handle: Any) -> dict[str, float]:
-    # MI300 and later return "current", earlier GPUs "average"; 7.0 adds "socket_power" with either value.
+    # MI300 and later return "current", earlier GPUs "average"; 7.0 adds "socket_power" with one of these values.
     info = smi.amdsmi_get_power_info(handle)
     named = _scaled(1.0, power_w=info.get("current_socket_power"), power_average_w=info.get("average_socket_power"))
     return named or _scaled(1.0, power_w=info.get("socket_power"))
 
 
 def _memory(smi: Any, handle: Any) -> dict[str, float]:
-    # In bytes; amdsmi_get_gpu_vram_usage gives MiB.
+    # This call returns bytes, amdsmi_get_gpu_vram_usage returns MiB.
     used = number(smi.amdsmi_get_gpu_memory_usage(handle, smi.AmdSmiMemoryType.VRAM), (64,))
     return {} if used is None else {"memory_bytes": used}
 
@@ -65,7 +65,7 @@ def activity(smi: Any, handle: Any) -> dict[str, float]:
 
 
 def _temperature(smi: Any, handle: Any) -> dict[str, float]:
-    # In degrees, contrary to the documentation of 6.x: the library divides the driver's value by 1000.
+    # The value is in degrees, contrary to the documentation of 6.x: the library divides the driver's value by 1000.
     # The hottest spot is read, because MI300 has no other sensor.
     sensor, metric = smi.AmdSmiTemperatureType.JUNCTION, smi.AmdSmiTemperatureMetric.CURRENT
     return _scaled(1.0, temperature_c=smi.amdsmi_get_temp_metric(handle, sensor, metric))
@@ -73,7 +73,7 @@ def _temperature(smi: Any, handle: Any) -> dict[str, float]:
 
 def _gfx_clock(smi: Any, handle: Any) -> dict[str, float]:
     answer = smi.amdsmi_get_clock_info(handle, smi.AmdSmiClkType.GFX)
-    return _scaled(1e6, sm_clock_hz=answer.get("clk", answer.get("cur_clk")))  # the latter up to ROCm 6.1
+    return _scaled(1e6, sm_clock_hz=answer.get("clk", answer.get("cur_clk")))  # "cur_clk" up to ROCm 6.1
 
 
 def _memory_clock(smi: Any, handle: Any) -> dict[str, float]:
@@ -83,15 +83,15 @@ def _memory_clock(smi: Any, handle: Any) -> dict[str, float]:
 
 def power_limit(smi: Any, handle: Any) -> dict[str, float]:
     cap = number(smi.amdsmi_get_power_cap_info(handle).get("power_cap"), (32, 64))
-    if not cap:  # 0 on the second die of a card; the limit of both is on the first
+    if not cap:  # 0 on the second die of a card; the first die has the limit of both dies
         return {}
-    # Watts up to ROCm 6.1, microwatts since then.  Limits are above 0.1 W and below 100 kW, so 1e5 separates the units.
+    # The unit is W up to ROCm 6.1, then uW.  Limits are above 0.1 W and below 100 kW, so 1e5 separates the units.
     return {"power_limit_w": cap / 1e6 if cap >= 1e5 else cap}
 
 
 Group = Callable[[Any, Any], dict[str, float]]
 
-#: The calls, and the fields that each may return.  Energy and power come first: their time is the sample's.
+#: The fields that each call may return.  Energy and power come first, because a sample gets the time of these calls.
 GROUPS: dict[Group, tuple[str, ...]] = {
     energy: ("energy_j",),
     power: ("power_w", "power_average_w"),
@@ -102,7 +102,7 @@ GROUPS: dict[Group, tuple[str, ...]] = {
     _memory_clock: ("memory_clock_hz",),
     power_limit: ("power_limit_w",),
 }
-#: The calls that read one common table of the driver: a stale table repeats the answers of all of them.
+#: The calls that read one common table of the driver; while the table is stale, these calls repeat their answers.
 FROM_TABLE = (energy, power, activity, _gfx_clock, _memory_clock)
 
 
@@ -115,7 +115,7 @@ def ask_group(smi: Any, group: Group, handle: Any) -> dict[str, float]:
 def throttle(smi: Any, handle: Any) -> tuple[dict[str, float], bool | None]:
     """Return the accumulated time under each limit, and for GPUs before MI300 whether any limit is active now.
 
-    amdsmi_get_violation_status is not used: it sleeps for a tenth of a second between two such readings.
+    amdsmi_get_violation_status is not used: it sleeps for a tenth of a second between two readings.
     """
     metrics = ask(smi, "amdsmi_get_gpu_metrics_info", handle)
     residencies = {reason: number(metrics.get(field), (64,)) for reason, field in _RESIDENCIES.items()}

@@ -1,7 +1,7 @@
-"""Prepared NVML calls: their arguments are built once, so that a reading costs little more than the driver's work.
+"""Prepared NVML calls: their arguments are built once, so that a reading takes little more than the driver's time.
 
-pynvml builds arrays and structures for every call, which took as long as the calls themselves.  Answers are
-unpacked from the memory that NVML writes, in a quarter of the time of a ctypes attribute.
+pynvml builds arrays and structures for every call, which took as long as the call itself.  Answers are unpacked from
+the memory that NVML writes, which takes a quarter of the time of a ctypes attribute.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 
 import pynvml
 
-#: Codes for features that a GPU or its driver lacks; for newer features a driver returns "invalid argument".
+#: Codes for features that a GPU or its driver lacks.  An old driver returns "invalid argument" for a new feature.
 LACKING_CODES = frozenset({
     pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_FUNCTION_NOT_FOUND, pynvml.NVML_ERROR_NO_PERMISSION,
     pynvml.NVML_ERROR_INVALID_ARGUMENT, pynvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH,
 })  # fmt: skip
 LACKING = (pynvml.NVMLError_NotSupported, pynvml.NVMLError_FunctionNotFound, pynvml.NVMLError_NoPermission)
 
-#: The largest numbers that are not NVML's mark for a value that is not available.
+#: The largest valid numbers; the next number is NVML's mark for an unavailable value.
 MAX_VALUE_32, MAX_VALUE_64 = 2**32 - 2, 2**64 - 2
 
 
@@ -39,17 +39,17 @@ def prepare(function: str, handle: Any, *arguments: Any) -> Callable[[], int]:
 
 
 def repoint(handle: Any, found: Any) -> None:
-    """Overwrite a handle in place, so that every call prepared with it uses the new one."""
+    """Overwrite a handle in place, so that every call prepared with the handle uses the found device."""
     ctypes.memmove(ctypes.byref(handle), ctypes.byref(found), ctypes.sizeof(handle))
 
 
 def why(code: int, number: int) -> str:
-    """Return why an answer has no valid value: from its return code, else from its number."""
+    """Return the reason for an invalid answer, from its return code, else from its number."""
     if code:
         return str(pynvml.NVMLError(code))
     if number in (MAX_VALUE_32 + 1, MAX_VALUE_64 + 1):
-        return f"NVML gave {number:#x}, its mark for a value that is not available"
-    return f"NVML gave {number}, more than can be"
+        return f"NVML returned {number:#x}, its mark for an unavailable value"
+    return f"NVML returned {number}, which is above the possible maximum"
 
 
 class Quantity:
@@ -58,11 +58,11 @@ class Quantity:
     Args:
         name: the name in values and failures.
         function: NVML's function.
-        handle: the GPU's, or the slice's.
+        handle: the handle of the GPU or slice.
         arguments: the call's arguments before the buffer.
-        buffer: receives NVML's answer.
+        buffer: memory for NVML's answer: a number or a structure.
         part: the member of the structure.
-        beside: the name of another number of the same structure, and its member; its failures are not reported.
+        beside: name and member of a second number of the structure; failures of this number are not reported.
         maximum: the largest possible value, in NVML's unit.
         divisor: the number of NVML's units in one base unit.
     """
@@ -97,17 +97,17 @@ class _Number(NamedTuple):
     offset: int
     size: int
     name: str
-    call: int  # index of the call that returns it
+    call: int  # index of the call that returns the number
     is_reported: bool
     maximum: int
     divisor: float
 
 
 class Readout:
-    """Numbers of a GPU that are read together: first all calls, then all answers in one step.
+    """Numbers of a GPU that are read together: all calls are made, then all answers are unpacked in one step.
 
     Args:
-        quantities: the numbers; their answers are moved into one common buffer.
+        quantities: the numbers; their buffers are moved into one common buffer.
     """
 
     def __init__(self, quantities: Iterable[Quantity]) -> None:
@@ -119,17 +119,17 @@ class Readout:
             for name, part, is_reported in parts:
                 at, size = _place(quantity.buffer, part)
                 numbers.append(_Number(offset + at, size, name, place, is_reported, quantity.maximum, quantity.divisor))
-            memory[offset : offset + ctypes.sizeof(quantity.buffer)] = bytes(quantity.buffer)  # NVML reads its version
+            memory[offset : offset + ctypes.sizeof(quantity.buffer)] = bytes(quantity.buffer)  # includes a version
             quantity.move(type(quantity.buffer).from_buffer(memory, offset))
             offset += _buffer_bytes(quantity)
         self._calls = [quantity.call for quantity in quantities]
-        self._numbers = sorted(numbers)  # by offset
+        self._numbers = sorted(numbers)  # by offset, the first field
         self._take = partial(Struct(_format(self._numbers)).unpack_from, memory)
         self._each = [(number.name, number.maximum, number.divisor) for number in self._numbers]
         self.names = frozenset(number.name for number in numbers)
 
     def read(self, failures: dict[str, str]) -> dict[str, float]:
-        """Return the numbers in base units by name; reasons for missing ones are added to ``failures``."""
+        """Return the numbers in base units by name; reasons for missing numbers are added to ``failures``."""
         codes = [call() for call in self._calls]
         raws = self._take()
         values = {
@@ -157,7 +157,7 @@ def _buffer_bytes(quantity: Quantity) -> int:
 
 
 def _place(buffer: Any, part: str) -> tuple[int, int]:
-    """Return the offset and the bytes of an unsigned number in a buffer."""
+    """Return the offset and the size in bytes of an unsigned number in a buffer."""
     member = getattr(type(buffer), part) if part else None
     return (member.offset, member.size) if member else (0, ctypes.sizeof(buffer))
 

@@ -11,7 +11,7 @@ import pynvml
 
 from effllm.devices._nvml_call import MAX_VALUE_64, Quantity, Readout, offered
 
-#: Clocks event reasons of a throttled GPU; an idle GPU and a clock set by the user have others.
+#: Clocks event reasons of a throttled GPU, without the reasons "idle" and "clock set by the user".
 _THROTTLES = {
     pynvml.nvmlClocksEventReasonSwPowerCap: "power_cap",
     pynvml.nvmlClocksEventReasonHwSlowdown: "hw_slowdown",
@@ -23,7 +23,7 @@ _THROTTLES = {
 
 
 class Chip:
-    """The readings of a GPU; for a slice its own memory, and the other readings of its GPU.
+    """The readings of a GPU; for a slice, the slice's own memory and the other readings of its GPU.
 
     Args:
         own: handle of the GPU or the slice.
@@ -32,7 +32,7 @@ class Chip:
 
     def __init__(self, own: Any, gpu: Any) -> None:
         memory = _memory(own)
-        utilization = _utilization(own) if own is gpu else None  # NVML has none for a slice
+        utilization = _utilization(own) if own is gpu else None  # NVML reports no utilization of slices
         gauges = (
             _throttles(gpu),
             _clock("sm_clock_hz", gpu, pynvml.NVML_CLOCK_SM),
@@ -50,7 +50,7 @@ class Chip:
         """Return memory and utilization by their names in `Sample`; reasons for failures are added to ``failures``.
 
         ``utilization`` is the share of time with a running kernel, averaged by the driver over 1/6 s to 1 s,
-        depending on the model.  With one sample per second it is close to the mean since the last sample.
+        depending on the model.  With one sample per second, utilization is close to the mean since the last sample.
         """
         return self._own.read(failures)
 
@@ -64,13 +64,13 @@ def throttles(reasons: float) -> tuple[str, ...]:
 
 
 def _memory(handle: Any) -> Quantity | None:
-    """Return the memory in use, and beside it the driver's own share."""
+    """Return the memory in use, with the memory that the driver reserves."""
     memory = partial(Quantity, "memory_bytes", part="used", maximum=MAX_VALUE_64)
     apart = pynvml.c_nvmlMemory_v2_t(version=pynvml.nvmlMemory_v2)
     beside = ("memory_reserved_bytes", "reserved")
     return offered(
         partial(memory, "nvmlDeviceGetMemoryInfo_v2", handle, buffer=apart, beside=beside),
-        # Drivers before 510, which count their own share as used.
+        # Drivers before 510 count the memory that they reserve as used.
         partial(memory, "nvmlDeviceGetMemoryInfo", handle, buffer=pynvml.c_nvmlMemory_t()),
     )
 
@@ -97,5 +97,5 @@ def _throttles(handle: Any) -> Quantity | None:
     reasons = partial(Quantity, "throttled_by", buffer=c_ulonglong())
     return offered(
         partial(reasons, "nvmlDeviceGetCurrentClocksEventReasons", handle),
-        partial(reasons, "nvmlDeviceGetCurrentClocksThrottleReasons", handle),  # its name before driver 535
+        partial(reasons, "nvmlDeviceGetCurrentClocksThrottleReasons", handle),  # the function's name before driver 535
     )

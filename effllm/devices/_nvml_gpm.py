@@ -12,7 +12,7 @@ import pynvml
 
 NS = 1e-9
 
-#: Samples closer together give no metrics (NVML documentation of nvmlGpmMetricsGet).
+#: Shortest time between two samples that have metrics (NVML documentation of nvmlGpmMetricsGet).
 MIN_APART_S = 0.1
 
 _METRICS = {
@@ -26,8 +26,8 @@ class Gpm:
     """The activity of a GPU, or of one of its GPU instances, since the last read.
 
     Args:
-        handle: the GPU's.
-        instance: id of the GPU instance, for a MIG slice; all its compute instances share one activity.
+        handle: the handle of the GPU.
+        instance: id of the GPU instance of a MIG slice; all compute instances of a GPU instance share one activity.
     """
 
     def __init__(self, handle: Any, instance: int | None) -> None:
@@ -47,7 +47,7 @@ class Gpm:
             self._samples = [pynvml.nvmlGpmSampleAlloc(), pynvml.nvmlGpmSampleAlloc()]
 
     def enter(self, gauges: dict[str, float], failures: dict[str, str], time_ns: int) -> None:
-        """Add the activities since the last read to ``gauges``; none at the first read or too soon after the last."""
+        """Add the activities since the last read to ``gauges``; the first read, and a read too soon, add nothing."""
         now_s = time_ns * NS
         if not self._samples or (self._last_s is not None and now_s - self._last_s < MIN_APART_S):
             return

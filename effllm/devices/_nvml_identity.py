@@ -1,4 +1,4 @@
-"""Finds the GPU or MIG slice of a rank, by UUID and bus id, never by index."""
+"""The GPU or MIG slice of a rank, found by UUID or bus id, never by index."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def choose_uuid(site: Site, uuids: Sequence[str]) -> str:
     """Return the UUID of the device that CUDA_VISIBLE_DEVICES assigns to a rank.
 
     ``uuids`` are the UUIDs of all GPUs in PCI bus order, CUDA's order under CUDA_DEVICE_ORDER=PCI_BUS_ID.  CUDA's
-    default, fastest first, is the same order on a node of equal GPUs.
+    default order (fastest first) is the same on a node of equal GPUs.
 
     Raises:
         DeviceUnavailable: no GPU is visible to this rank.
@@ -35,7 +35,7 @@ def _until_invalid(entries: Sequence[str], uuids: Sequence[str]) -> Iterator[str
         elif entry.startswith("GPU-") and len(alike := [uuid for uuid in uuids if uuid.startswith(entry)]) == 1:
             yield alike[0]
         else:
-            return  # as in CUDA: entries after the first invalid one are not visible
+            return  # as in CUDA, entries after the first invalid entry are not visible
 
 
 def text_of(answer: str | bytes) -> str:
@@ -45,7 +45,7 @@ def text_of(answer: str | bytes) -> str:
 def _uuids_in_bus_order() -> list[str]:
     found = []
     for index in range(pynvml.nvmlDeviceGetCount()):
-        # CUDA skips GPUs that are broken or hidden by the container, too.
+        # GPUs that are broken or hidden by the container are skipped, as in CUDA.
         with suppress(pynvml.NVMLError):
             handle = pynvml.nvmlDeviceGetHandleByIndex(index)
             pci = pynvml.nvmlDeviceGetPciInfo(handle)
@@ -54,7 +54,7 @@ def _uuids_in_bus_order() -> list[str]:
 
 
 def find(site: Site) -> Any:
-    """Return the handle of the rank's device: torch's current one, else chosen by CUDA_VISIBLE_DEVICES."""
+    """Return the handle of the rank's device: torch's current device, else the choice of CUDA_VISIBLE_DEVICES."""
     # Under some CUDA versions torch returns the GPU's UUID for a slice, so a slice is found by CUDA_VISIBLE_DEVICES.
     if (site.cuda_uuid or site.cuda_pci_bus_id) and not (site.visible_devices or "").strip().startswith("MIG-"):
         return _find_by_torch(site)
@@ -73,9 +73,9 @@ def _find_by_torch(site: Site) -> Any:
 
 
 def module_of(handle: Any, host: str) -> str:
-    """Return the key that all GPUs of a module share, so that its energy is counted once.
+    """Return the key that all GPUs of a module share, so that the module's energy is counted once.
 
-    The GPUs of a module have one serial number, the board's, but different module ids (GB200 and GB300 trays,
+    The GPUs of a module have the serial number of their board, but different module ids (GB200 and GB300 trays,
     NVIDIA/k8s-test-infra#727).  Without a serial number the energy is counted once per host, not once per GPU.
     """
     try:

@@ -22,7 +22,7 @@ _OF_MEMORY = pynvml.NVML_POWER_SCOPE_MEMORY
 
 
 class NvmlField(NamedTuple):
-    """A value of the batched call: millijoules, or milliwatts of a scope."""
+    """A value of the batched call: energy in millijoules, or a scope's power in milliwatts."""
 
     name: str
     id: int
@@ -33,10 +33,10 @@ class NvmlField(NamedTuple):
 _ENERGY = NvmlField("energy_j", pynvml.NVML_FI_DEV_TOTAL_ENERGY_CONSUMPTION, bits=64)
 _POWERS = (NvmlField("power_w", _INSTANT_ID), NvmlField("power_average_w", _AVERAGE_ID))
 _MODULE_POWERS = (NvmlField("power_w", _INSTANT_ID, _OF_MODULE), NvmlField("power_average_w", _AVERAGE_ID, _OF_MODULE))
-_MEMORY_POWER = NvmlField("memory_power_w", _AVERAGE_ID, _OF_MEMORY)  # no known board has the instant power
+_MEMORY_POWER = NvmlField("memory_power_w", _AVERAGE_ID, _OF_MEMORY)  # no known board has instant power
 
-#: Duration and period of the comparison that finds the counter's scope, by the powers of GPU and module: the
-#: duration has a few of the counter's ticks, and the period times them to a few percent.
+#: Duration and period of the readings in `_counted_scope`.  The counter ticks a few times in PROBE_S; the period is
+#: short enough to time the ticks to a few percent.
 PROBE_S, _PROBE_EVERY_S = 0.5, 0.01
 
 
@@ -44,21 +44,21 @@ class FieldBatch:
     """Fields of a GPU that are read in one call, and unpacked together from the memory that NVML writes.
 
     Args:
-        handle: the GPU's.
-        fields: the fields.
+        handle: the handle of the GPU.
+        fields: the fields to read.
         required: names of the fields whose failures are reported.
         share: the slice's share of the GPU's energy.
     """
 
     def __init__(self, handle: Any, fields: Sequence[NvmlField], required: frozenset[str], share: float = 1.0) -> None:
-        self._fields = [(field.name, 2**field.bits - 1) for field in fields]  # all bits set: no value
+        self._fields = [(field.name, 2**field.bits - 1) for field in fields]  # all bits set mean "no value"
         self._required = required
-        self._divisor = 1e3 / share  # mW and mJ
+        self._divisor = 1e3 / share  # NVML's units are mW and mJ
         answers = (pynvml.c_nvmlFieldValue_t * len(fields))()
         for answer, field in zip(answers, fields, strict=True):
             answer.fieldId, answer.scopeId = field.id, field.scope
         self._call = prepare("nvmlDeviceGetFieldValues", handle, c_int(len(fields)), byref(answers))
-        # An answer ends with the return code and the union with the value.
+        # An answer ends with the return code and the value, a union.
         code = f"{pynvml.c_nvmlFieldValue_t.nvmlReturn.offset}xI"
         form = "=" + "".join(code + ("Q" if field.bits == 64 else "I4x") for field in fields)
         self._unpack = partial(struct.Struct(form).unpack_from, answers)
@@ -91,9 +91,9 @@ class NvmlPower:
     """The energy and power of a GPU.
 
     Args:
-        handle: the GPU's.
-        name: its product name; the hardware table has the meaning of nvmlDeviceGetPowerUsage for it.
-        wanted: the scope to use if the GPU has more than one.
+        handle: the handle of the GPU.
+        name: the product name; the hardware table defines nvmlDeviceGetPowerUsage for each product.
+        wanted: the scope to use if the GPU has more than one scope.
         share: the slice's share of the GPU's energy.
     """
 
@@ -140,13 +140,13 @@ class _Offer(NamedTuple):
 def _choose(
     handle: Any, wanted: str, own: Iterable[NvmlField], of_module: Iterable[NvmlField], *, has_counter: bool
 ) -> _Offer:
-    """Choose the scope: ``wanted`` if the GPU has it, else the counter's."""
+    """Choose the scope: ``wanted`` if the GPU has this scope, else the counter's scope."""
     powers, module_powers = tuple(own), tuple(of_module)
     counted = GPU
     if has_counter and powers and module_powers:
         counted = _counted_scope(handle, powers[0], module_powers[0])
     scope = wanted if (wanted == GPU and powers) or (wanted == MODULE and module_powers) else counted
-    note = f"from its power, for the counter is the {counted}'s" if has_counter and scope != counted else ""
+    note = f"power is integrated: the energy counter measures the {counted}" if has_counter and scope != counted else ""
     counter = (_ENERGY,) if has_counter and not note else ()
     if scope == MODULE:
         return _Offer(MODULE, counter, module_powers, note=note)
@@ -165,12 +165,12 @@ def _has(handle: Any, field: NvmlField) -> bool:
         return field in (_ENERGY, _POWERS[0])
     if answer.nvmlReturn != pynvml.NVML_SUCCESS:
         return answer.nvmlReturn not in LACKING_CODES
-    # Some boards without such a sensor return 0, and a driver older than the scope may return the GPU's power.
+    # Some boards without such a sensor return 0; an older driver may ignore the scope and return the GPU's power.
     return not of_gpu or answer.value.uiVal not in (0, of_gpu[0].value.uiVal)
 
 
 def _counted_scope(handle: Any, own: NvmlField, of_module: NvmlField) -> str:
-    """Return the scope of the counter, the GPU or its whole module (Grace-Hopper), by comparing rates."""
+    """Return the scope whose power is nearer to the counter's rate: the GPU, or the whole module (Grace-Hopper)."""
     fields = (_ENERGY, own._replace(name="own"), of_module._replace(name="module"))
     batch = FieldBatch(handle, fields, frozenset())
     readings = []
@@ -184,7 +184,7 @@ def _counted_scope(handle: Any, own: NvmlField, of_module: NvmlField) -> str:
     if len(moves) < 2:
         return GPU
     (first_ns, first_j), (last_ns, last_j) = moves[0], moves[-1]
-    rate_w = (last_j - first_j) / (last_ns - first_ns) * 2e9  # times are sums of two
+    rate_w = (last_j - first_j) / (last_ns - first_ns) * 2e9  # each time is a sum of two times
     own_w, module_w = (sum(reading[place] for reading in readings) / len(readings) for place in (2, 3))
     return MODULE if abs(rate_w - module_w) < abs(rate_w - own_w) else GPU
 

@@ -11,19 +11,19 @@ import pynvml
 from effllm.devices._nvml_call import LACKING
 from effllm.devices._nvml_identity import text_of
 
-#: A GPU with a smaller share of free memory has no space for another slice: the smallest slice takes an eighth.
+#: Share of the memory that the smallest slice takes; with less free memory a GPU has no space for another slice.
 _SMALLEST = 1 / 8
-#: Compute slices of a GPU if NVML does not report them: all models have 7, except the A30 with 4.
+#: Number of a GPU's compute slices if NVML does not report it; all models have 7, except the A30 with 4.
 _USUAL = 7
 
 
 @dataclass(frozen=True)
 class Slice:
-    """A slice in its GPU.
+    """A MIG slice, with its share of the GPU's energy.
 
-    NVML counts no energy per slice.  The GPU's energy is divided among its slices in proportion to their compute
-    slices (or evenly, if NVML does not report them), so that each joule is counted once.  A container sees only its
-    own slices.  If the GPU has memory for other slices, the maximal number of compute slices is used for the GPU.
+    NVML reports no energy per slice.  The GPU's energy is divided among its slices in proportion to their compute
+    slices (or evenly, if NVML does not report compute slices), so that each joule is counted once.  A container lists
+    only its own slices: if the GPU has memory for other slices, its maximal number of compute slices is the divisor.
     """
 
     gpu: Any
@@ -74,7 +74,7 @@ def _weigh(handle: Any, gpu: Any) -> tuple[int, int, str]:
 
 
 def _capacity(gpu: Any) -> tuple[int, int]:
-    """Return the maximal number of slices of a GPU, equal to that of its compute slices, and its bytes of memory."""
+    """Return the maximal number of slices of a GPU (equal to its number of compute slices), and its memory in bytes."""
     most, total_bytes = _USUAL, 2**64
     with suppress(pynvml.NVMLError):
         most = pynvml.nvmlDeviceGetMaxMigDeviceCount(gpu)
@@ -85,14 +85,14 @@ def _capacity(gpu: Any) -> tuple[int, int]:
 def _slices(gpu: Any, most: int) -> dict[str, Any]:
     found = {}
     for index in range(most):
-        with suppress(pynvml.NVMLError):  # there is an index for every possible slice, and some are unused
+        with suppress(pynvml.NVMLError):  # every possible slice has an index; some indices are unused
             one = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu, index)
             found[text_of(pynvml.nvmlDeviceGetUUID(one))] = one
     return found
 
 
 def _shape(handle: Any) -> tuple[int, int | None, int]:
-    """Return the compute slices of a slice, its GPU instance, and the instance's bytes; zeros if NVML reports none."""
+    """Return the number of compute slices of a slice, its GPU instance and the instance's bytes; zeros if unknown."""
     try:
         attributes = pynvml.nvmlDeviceGetAttributes_v2(handle)
     except pynvml.NVMLError:

@@ -24,8 +24,8 @@ class Watch:
     """Polls the events of a GPU.
 
     Args:
-        handle: the GPU's.
-        now_s: the time.
+        handle: the handle of the GPU.
+        now_s: the current time.
     """
 
     def __init__(self, handle: Any, now_s: float) -> None:
@@ -42,7 +42,7 @@ class Watch:
         self.open()
 
     def open(self) -> None:
-        """Register for critical errors, where NVML reports them."""
+        """Register for critical errors, if NVML supports this."""
         with suppress(pynvml.NVMLError):
             self._events = pynvml.nvmlEventSetCreate()
             pynvml.nvmlDeviceRegisterEvents(self._handle, pynvml.nvmlEventTypeXidCriticalError, self._events)
@@ -51,8 +51,8 @@ class Watch:
         """Return the events since the last poll.
 
         Args:
-            now_s: the time.
-            is_there: whether the GPU answers; the last events of a lost GPU are read at once.
+            now_s: the current time.
+            is_there: False for a lost GPU, whose last events are read at once.
         """
         if now_s < self._xid_at_s and is_there:
             return ()
@@ -71,7 +71,7 @@ class Watch:
 
     def _critical(self) -> list[Event]:
         numbers: Counter[int] = Counter()
-        with suppress(pynvml.NVMLError):  # a timeout: there are no more events
+        with suppress(pynvml.NVMLError):  # a timeout means that there are no more events
             while self._events is not None and numbers.total() < _MAX_AT_ONCE:
                 numbers[pynvml.nvmlEventSetWait_v2(self._events, 0).eventData] += 1
         return [
@@ -91,7 +91,7 @@ class Watch:
         before, errors = self._num_errors, _read(self._errors)
         if errors is None:
             return []
-        self._num_errors = errors  # reset when the driver is loaded
+        self._num_errors = errors  # NVML's count is zero again after the driver is loaded
         new = int(errors - before) if before is not None else 0
         return [Event(time.time(), "ecc", f"{new} uncorrected memory errors", count=new)] if new > 0 else []
 

@@ -1,7 +1,7 @@
 """An AMD GPU, read through AMD SMI and identified by its unique id, never by an index.
 
-Not tested on an AMD GPU.  Names, units and shapes are taken from the sources of the Python package amdsmi, ROCm 5.7
-to 7.0, of its C library, and of the amdgpu driver; comments name open points.
+This file is not tested on an AMD GPU.  Names, units and shapes are taken from the sources of the Python package amdsmi
+(ROCm 5.7 to 7.0), of its C library, and of the amdgpu driver; comments name open points.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from effllm.devices._amd_readings import (
 from effllm.records.rank import AVERAGE, COUNTER, GAUGES, GPU, INSTANT, MODULE, Device, Sample, Sensor
 
 # The driver reads the sensors at most once a millisecond (ROCm/legacy-rocm-build#1649).  AMD does not document
-# the interval of its average power; "around 100 ms" (ROCm/ROC-smi#89).
+# the interval of the average power; it is "around 100 ms" in ROCm/ROC-smi#89.
 _SENSOR = Sensor(lag_error_s=0.1, average_s=0.1)
 
 _FIRST_RETRY_S, _LAST_RETRY_S = 1.0, 60.0
@@ -42,12 +42,12 @@ class _Source(NamedTuple):
 
     method: str | None
     note: str = ""
-    missing: str = ""  # why there is none
+    missing: str = ""  # reason if the device has no source
     key: str = ""
 
 
 class AmdReader:
-    """An open GPU; while it is lost every quantity fails, and `_reopen` retries with growing delays."""
+    """An open GPU; every read of a lost GPU fails, and `_reopen` retries with growing delays."""
 
     def __init__(
         self,
@@ -127,17 +127,17 @@ class AmdReader:
         if is_second_die(self._smi, processor):
             self._offered[energy] = self._offered[power] = ()
             first = first_die(self._smi, processor, processors)
-            where = f"the other one, {first.key(self._host)}, has" if first else "the other one, not visible here, has"
-            missing = f"energy: this is the second die of its card; {where} that of both"
+            where = f"the first die, {first.key(self._host)}," if first else "the first die, not visible here,"
+            missing = f"energy: this is the second die of its card; {where} reports the energy of both dies"
             return _Source(None, missing=missing, key=first.key(self._host) if first else "")
         source = self._counter_or_power()
         if processor.is_half and source.method:
-            note = "; ".join(part for part in ("of both dies of the card", source.note) if part)
+            note = "; ".join(part for part in ("energy of both dies of the card", source.note) if part)
             return source._replace(note=note, key=processor.key(self._host))
         return source
 
     def _counter_or_power(self) -> _Source:
-        verdict = judge_counter(self._read_counter()) if self._offered[energy] else Verdict(False, "it has none")
+        verdict = judge_counter(self._read_counter()) if self._offered[energy] else Verdict(False, "no counter found")
         if verdict.is_stale:
             self._offered.update(dict.fromkeys(FROM_TABLE, ()))
             return _Source(None, missing=f"energy: {verdict.reason}, as under ROCm 6.0 (ROCm/amdsmi#22)")
@@ -147,11 +147,9 @@ class AmdReader:
         self._offered[energy] = ()
         method = INSTANT if self._has("power_w") else AVERAGE if self._has("power_average_w") else None
         if method is None:
-            missing = (
-                f"energy: the energy counter of this GPU is not used, {verdict.reason}, and AMD SMI gives no power"
-            )
+            missing = f"energy: AMD SMI gives no power, and the energy counter is not used: {verdict.reason}"
             return _Source(None, missing=missing)
-        return _Source(method, f"power is integrated, for the energy counter is not used: {verdict.reason}")
+        return _Source(method, f"power is integrated, because the energy counter is not used: {verdict.reason}")
 
     def _read_counter(self) -> list[CounterReading]:
         readings: list[CounterReading] = []
@@ -173,7 +171,7 @@ class AmdReader:
             "utilization": ("utilization",),
             "power": ("power_w", "power_average_w"),
         }
-        missing = [f"{what}: AMD SMI does not give this GPU's" for what in sentences if not self._has(*sentences[what])]
+        missing = [f"{what}: AMD SMI does not report it" for what in sentences if not self._has(*sentences[what])]
         total = number(ask(smi, "amdsmi_get_gpu_memory_total", handle, smi.AmdSmiMemoryType.VRAM), (64,))
         return Device(
             key=processor.key(self._host),

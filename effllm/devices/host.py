@@ -26,7 +26,7 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 class Usage(NamedTuple):
     """The usage of one process; ``reaped_s`` is the CPU time of ended children that the process has waited for."""
 
-    has_ended: bool  # its parent has not waited for it yet, so its times are still readable
+    has_ended: bool  # the process has ended, but its parent has not waited for it: its times are still readable
     cpu_s: float
     reaped_s: float
     rss_bytes: int
@@ -34,9 +34,9 @@ class Usage(NamedTuple):
 
 
 class Process:
-    """A process by its open /proc files; they never refer to a later process with the same pid.
+    """A process by its open /proc files; these files never refer to a later process with the same pid.
 
-    Reading them takes 5 microseconds, psutil takes 25, and an agent may have a hundred processes to read.
+    One read of the files takes 5 microseconds, psutil takes 25; an agent may have to read a hundred processes.
     """
 
     def __init__(self, pid: int) -> None:
@@ -55,7 +55,7 @@ class Process:
             statm = os.pread(self._statm, 256, 0).split()
         except ProcessLookupError:
             return None
-        fields = stat[stat.rindex(b")") + 2 :].split()  # the preceding name may contain spaces and brackets
+        fields = stat[stat.rindex(b")") + 2 :].split()  # the process name may contain spaces and brackets
         user, system, reaped_user, reaped_system = map(int, fields[11:15])
         return Usage(
             has_ended=fields[0] in b"ZX",
@@ -68,7 +68,7 @@ class Process:
     def own_bytes(self, usage: Usage) -> int:
         """Return the private bytes of a descendant; its shared bytes are counted with the trainer."""
         unshared_bytes = usage.rss_bytes - usage.shared_bytes
-        # At most the unshared bytes: after exec a process has no inherited pages.
+        # After exec a process has no inherited pages: the unshared bytes are the maximum.
         self.inherited_bytes = min(self.inherited_bytes, unshared_bytes)
         return unshared_bytes - self.inherited_bytes
 
@@ -78,13 +78,13 @@ class Process:
 
 
 def _children(pid: int) -> list[int]:
-    # psutil would read the stat of every process of the host, thousands at 16 microseconds each.
+    # psutil would read the stat file of every process of the host: thousands of files, 16 microseconds each.
     if not _CHILDREN_OF_THIS_THREAD.exists():  # a kernel without CONFIG_PROC_CHILDREN
         with suppress(psutil.Error):
             return [child.pid for child in psutil.Process(pid).children()]
     children: list[int] = []
     for thread in Path(f"/proc/{pid}/task").glob("*"):
-        with suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
+        with suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
             children += map(int, (thread / "children").read_text().split())
     return children
 
@@ -99,14 +99,14 @@ def _descendants(pid: int, excluded: frozenset[int]) -> Iterator[int]:
 def _inherited_bytes(pid: int, usage: Usage) -> int:
     """Return the bytes that a forked process still shares, copy-on-write, with its parent.
 
-    They are counted for the parent.  Neither rss nor the shared pages of statm distinguish them, only smaps_rollup
-    does; it walks all page tables (0.16 ms for 14 MB), so it is read once per process.  It does not name the other
-    process: pages that two descendants share without the trainer are counted for neither.
+    Inherited bytes are counted for the parent.  Only smaps_rollup separates inherited bytes; rss and the shared pages
+    of statm do not.  The kernel walks all page tables for smaps_rollup (0.16 ms for 14 MB), so the file is read once
+    per process.  The file does not name the other process: a page that only two descendants share is not counted.
     """
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
     except OSError:
-        return 0  # before Linux 4.14, or it ended meanwhile
+        return 0  # the process has ended, or Linux is older than 4.14
     sizes = {name: int(size.split()[0]) * 1024 for name, size in (line.split(":") for line in lines)}
     private = sizes.get("Private_Clean", 0) + sizes.get("Private_Dirty", 0)
     return max(0, sizes.get("Rss", 0) - private - usage.shared_bytes)
@@ -115,14 +115,14 @@ def _inherited_bytes(pid: int, usage: Usage) -> int:
 class ProcessTree:
     """A trainer and its descendants, without effllm's own processes.
 
-    Descendants are listed every ten seconds; their usage is read every time.
+    Descendants are listed every ten seconds; their usage is read at every call of `read`.
     """
 
     def __init__(self, pid: int, excluded: frozenset[int], clock: Callable[[], float]) -> None:
         self._pid = pid
         self._excluded = excluded
         self._clock = clock
-        self._processes: dict[int, Process] = {}  # the trainer first, and every parent before its children
+        self._processes: dict[int, Process] = {}  # in this order: trainer, children, grandchildren of each child
         self._refresh_at_s = clock()
         self._last: dict[int, Usage] = {}
         with suppress(FileNotFoundError, ProcessLookupError):
@@ -149,7 +149,7 @@ class ProcessTree:
             self._remove(pid)
 
     def _usages(self) -> dict[int, Usage]:
-        """Return the usages; all are read again if a process ends meanwhile, since its parent then has its CPU time."""
+        """Return the usages; if a process ends, read all again, because its CPU time moves to its parent."""
         while True:
             usages = {pid: process.usage() for pid, process in self._processes.items()}
             present = {pid: usage for pid, usage in usages.items() if usage is not None}
@@ -168,7 +168,7 @@ class ProcessTree:
                 self._add(pid)
 
     def _add(self, pid: int) -> None:
-        with suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
+        with suppress(FileNotFoundError, ProcessLookupError):  # the process has ended
             process = self._processes[pid] = Process(pid)
             usage = process.usage()
             if usage is not None:
@@ -181,8 +181,8 @@ class ProcessTree:
 def _cpu_s(last: dict[int, Usage], now: dict[int, Usage]) -> float:
     """Return the CPU seconds between two reads of a tree.
 
-    The CPU time of an ended child is added to the parent that waits for it, so it stays in the sum over the tree.
-    Without a wait it is lost and the sum may decrease; the sum over the running processes is then a lower bound.
+    The CPU time of an ended child moves to the parent that waits for the child: the sum over the tree stays complete.
+    Without a wait the child's time is lost and the sum may decrease; the running processes give a lower bound.
     """
     total = sum(usage.cpu_s + usage.reaped_s for usage in now.values())
     total_before = sum(usage.cpu_s + usage.reaped_s for usage in last.values())
@@ -194,7 +194,7 @@ def _open_rapl(
     local_rank: int, clock: Callable[[], float], powercap: Path, perf: Path, pause: Callable[[float], None]
 ) -> tuple[Rapl | None, str]:
     if local_rank != 0:
-        return None, ""  # node power is read once per node
+        return None, ""  # node power is read only by local rank 0
     try:
         return open_rapl(clock, powercap, perf, pause=pause), ""
     except DeviceUnavailable as error:
@@ -206,11 +206,11 @@ def _cpu_name() -> str:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
-    return platform.machine()  # ARM has no model name
+    return platform.machine()  # on ARM, cpuinfo has no model name
 
 
 class HostReader:
-    """The open host, restricted to one rank."""
+    """The host as the open device of one rank."""
 
     def __init__(self, device: Device, tree: ProcessTree, rapl: Rapl | None) -> None:
         self.device = device
@@ -274,7 +274,7 @@ def open_device(
         energy_method=COUNTER if rapl else None,
         power_scope=CPU if rapl else None,
         not_measured=(why_not,) if why_not else (),
-        energy_key=f"cpu:{site.host}" if rapl else "",  # the key of the node's CPU sensor too, so it is counted once
+        energy_key=f"cpu:{site.host}" if rapl else "",  # also the key of the node's CPU sensor: no joule counts twice
         energy_note=rapl.note if rapl else "",
         sensor=SENSOR if rapl else Sensor(),
     )

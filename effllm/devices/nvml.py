@@ -22,7 +22,7 @@ from effllm.records.rank import GPU, MODULE, Device, Event, Sample
 __all__ = ["NvmlReader", "open_device"]
 
 _ADVICE = {
-    pynvml.NVML_ERROR_LIBRARY_NOT_FOUND: "libnvidia-ml.so.1 is not here: install the NVIDIA driver, "
+    pynvml.NVML_ERROR_LIBRARY_NOT_FOUND: "libnvidia-ml.so.1 is missing: install the NVIDIA driver, "
     "or start the container with the driver capability 'utility'",
     pynvml.NVML_ERROR_DRIVER_NOT_LOADED: "the NVIDIA driver is not loaded: load it, or choose another device",
     pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH: "the NVIDIA library and the loaded driver differ in version: "
@@ -35,7 +35,7 @@ _FIRST_RETRY_S, _LAST_RETRY_S = 1.0, 60.0
 
 
 class NvmlReader:
-    """An open GPU; while it is lost every quantity fails, and `_reopen` retries with growing delays."""
+    """An open GPU; every read of a lost GPU fails, and `_reopen` retries with growing delays."""
 
     def __init__(self, handle: Any, site: Site, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -99,13 +99,13 @@ class NvmlReader:
     def _not_measured(self) -> tuple[str, ...]:
         sentences = []
         if not self._chip.has_memory:
-            sentences.append("memory: NVML does not give this GPU's")
+            sentences.append("memory: NVML does not report it for this GPU")
         if self._slice:
             sentences.append("utilization: NVML does not report it for a MIG slice")
         elif not self._chip.has_utilization:
-            sentences.append("utilization: NVML does not give this GPU's")
+            sentences.append("utilization: NVML does not report it for this GPU")
         if not self._power.names & {"power_w", "power_average_w"}:
-            sentences.append("power: NVML does not give this GPU's")
+            sentences.append("power: NVML does not report it for this GPU")
         if self._power.method is None:
             sentences.append("energy: NVML gives neither an energy counter nor the power of this GPU")
         return tuple(sentences)
@@ -167,7 +167,7 @@ class NvmlReader:
         except pynvml.NVMLError:
             self._shut_down()  # the old handle is invalid after nvmlShutdown: no call may use it
             return False  # the caller reports the failures of the reading
-        # The quantities of the first opening are kept: a restarting driver rejects many calls at first.
+        # The quantities found at the first opening are kept, because a restarting driver first rejects many calls.
         repoint(self._handle, found)
         repoint(self._gpu, gpu)
         self._watch.open()

@@ -51,18 +51,18 @@ class Waveform:
         return math.sin(2 * math.pi * t / self.period_s + self.phase)
 
     def _sine_seconds(self, t0: float, t1: float) -> float:
-        # A product, because the difference of two cosines loses precision for short times.
+        # A product is used because the difference of two cosines loses precision for short times.
         middle, half_turn = (t0 + t1) / 2, math.pi * (t1 - t0) / self.period_s
         return self.period_s / math.pi * self._sine(middle) * math.sin(half_turn)
 
 
 def waveform_of(local_rank: int) -> Waveform:
-    """Return the wave of a local rank: an eighth of a turn behind that of the preceding rank, so that ranks differ."""
+    """Return the waveform of a local rank; its phase differs by an eighth of a turn from the preceding rank's."""
     return Waveform(phase=-local_rank * math.pi / 4)
 
 
 class SimulatedReader:
-    """An open simulated GPU; its energy counter counts from the origin of the monotonic clock."""
+    """An open simulated GPU; its energy counter is zero at the origin of the monotonic clock."""
 
     def __init__(self, device: Device, waveform: Waveform, clock_ns: Callable[[], int]) -> None:
         self.device = device

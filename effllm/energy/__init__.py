@@ -1,1 +1,1 @@
-"""Joules of windows and their errors, from sensors that tick, smooth and wrap."""
+"""Energy of windows with its error, from sensors that tick, average and wrap around."""

@@ -1,4 +1,4 @@
-"""The error of a sensor that measures only a part of each tick, and of iterations in step with the sensor. No I/O."""
+"""The error of a sensor that measures only a part of each tick, also for iterations in step with the sensor. No I/O."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from effllm.energy.tick_energy import beat, beat_of
 from effllm.records.energy import NORMAL_95
 from effllm.records.rank import COUNTER
 
-#: Iterations are in step with the sensor from this share of the maximal aliasing on; reported if the error is larger.
+#: Minimal share of the maximal aliasing if iterations are in step with the sensor, and the smallest reported error.
 LOCKED, LOCKED_ERROR = 0.25, 0.02
-#: Relative to independent ticks: the errors at both edges of a pulse of constant length cancel, or add up to twice the
-#: variance.  Which case applies, and whether the power of all iterations is equal, is unknown.
+#: Minimal variance relative to independent ticks.  The errors at the two edges of a pulse of constant length cancel, or
+#: add up to twice the variance.  It is unknown whether the errors cancel, and whether all iterations have equal power.
 MIN_INFLATION = 1.5
 #: Minimal number of iterations with a measurable rhythm.
 MIN_RHYTHM = 64
-#: Power rises once and falls once in an iteration, each at a uniformly distributed time within a tick: 2 / 12.
+#: Variance for one rise and one fall of power per iteration, at uniformly distributed times within a tick: 2 / 12.
 STEPS_J2 = 1 / 6
 
 
@@ -27,18 +27,18 @@ class Aliasing:
     """The aliasing error of one device's windows and of its run.
 
     Args:
-        timing: the times of its readings.
-        powers: the variation of its power.
+        timing: the times of the device's readings.
+        powers: the variation of the device's power.
     """
 
     def __init__(self, timing: SensorTiming, powers: PowerSpread) -> None:
         self._timing, self._powers = timing, powers
         self._rhythm: tuple[float, float] | None = None
         self._run_iterations = 0
-        self._run_j = 0.0  # of all windows
+        self._run_j = 0.0  # energy of all windows
 
     def set_rhythm(self, step_s: float, deviation_s: float) -> None:
-        """Set the mean and the deviation of the iteration time, since ticks may beat with iterations."""
+        """Set the mean and the deviation of the iteration time, because ticks may beat with iterations."""
         self._rhythm = (step_s, deviation_s)
 
     def variance_j2(self, span_s: float) -> float:
@@ -56,15 +56,15 @@ class Aliasing:
         return sensor.duty < 1.0 and self._timing.method == COUNTER and sensor.tick_s > 0
 
     def run_error(self, iterations: int, joules: float, durations_s: Sequence[float]) -> float | None:
-        """Return the error of the run to date if iterations are in step with the sensor; ``None`` if they are not.
+        """Return the error of the run to date if iterations are in step with the sensor, else ``None``.
 
-        It is a half-width of 95 % as a share of the energy, at most 1.  Call it once for each window, in order.
+        The error is the half-width of a 95 % interval as a share of the energy, at most 1.  Call this once per window.
         The sensor may miss the change of power within an iteration, so the largest difference of all readings is used.
 
         Args:
             iterations: the window's number of iterations.
             joules: the window's energy.
-            durations_s: durations of the last iterations, including this window's.
+            durations_s: durations of the last iterations, including the window's iterations.
         """
         self._run_iterations += iterations
         self._run_j += joules

@@ -1,8 +1,8 @@
 """The calibration of a device's energy sensor: measured at start in at most two seconds, cached per model and driver.
 
-Without a load three things are measured: the counter's period, whether the power reading changes with the counter,
-and the duration of a call.  The lag of readings is measurable only under a changing load; ``effllm profile`` applies
-one and stores its results in the same file.  See docs/calibration.md.
+Three things are measured without a load: the counter's period, whether the power reading changes with the counter,
+and the duration of a call.  The lag of readings can be measured only under a changing load; ``effllm profile``
+applies such a load and stores its results in the same file.  See docs/calibration.md.
 """
 
 from __future__ import annotations
@@ -29,35 +29,35 @@ from effllm.store import own_files
 MAX_S = 2.0
 #: The assumed period of an unmeasured counter: 100 ms on all GPUs from Turing on (docs/hardware.md).
 USUAL_TICK_S = 0.1
-#: Maximal age of a held power reading, in ticks: half a tick for its averaging, and one tick for which it is held.
+#: Maximal age of a held power reading, in ticks: half a tick of averaging, and one tick in which the value is held.
 MAX_AGE_TICKS = 1.5
-#: Minimal distance of two reads of a calibration, and the maximal share of time spent in calls.
+#: Minimal time between two reads of a calibration, and the maximal share of time spent in calls.
 MIN_APART_S, MAX_BUSY = 0.002, 0.25
-#: Firmware may change without a new driver version: an older calibration is measured again.
+#: Maximal age of a calibration, because firmware may change without a new driver version.
 KEPT_DAYS = 90
-#: Maximal relative difference of a measured tick from the cached tick ...
+#: Maximal relative difference of a measured tick from the cached tick.
 SAME_TICK = 0.02
-#: ... and after the readings of a run have contradicted the cached tick: jitter may shift it by this share.
+#: The same maximum after the readings of a run contradicted the cached tick; jitter may cause this difference.
 SUSPECT_TICK = 0.002
-#: A tick with a larger relative error, after delayed reads, is not compared with the cached tick.
+#: Maximal relative error of a tick that is compared with the cached tick; delayed reads cause larger errors.
 LOOSE_TICK = 0.05
 #: Minimal duration of the check of a cached calibration, in ticks and in seconds.
 CHECKED_TICKS, MIN_CHECK_S = 5.3, 0.53
 
 
 class Calibration(msgspec.Struct, frozen=True):
-    """A file of the cache: the sensor of a model under a driver."""
+    """A file of the cache: the sensor of one model with one driver version."""
 
     name: str
     driver: str
     date: str
     sensor: Sensor
-    measured_lag: bool = False  # the lag was measured under a load, not assumed
-    checked: str = ""  # the day of the last successful check, if it is not `date`
-    run_lag_s: float | None = None  # the lag found in a run, if it was not measured under a load
+    measured_lag: bool = False  # whether the lag was measured under a load
+    checked: str = ""  # the day of the last successful check, if this day is not `date`
+    run_lag_s: float | None = None  # the lag found in a run, if no lag was measured under a load
 
     def is_fresh(self) -> bool:
-        """Whether it may be used without a measurement at full length."""
+        """Whether the calibration may be used without a measurement at full length."""
         try:
             age = datetime.date.today() - datetime.date.fromisoformat(self.checked or self.date)
         except ValueError:
@@ -73,7 +73,7 @@ class Seen(msgspec.Struct, frozen=True):
     """The results of reading a device without a load."""
 
     call_s: float
-    tick: tuple[float, float] | None  # and the half-width of its error
+    tick: tuple[float, float] | None  # the tick and the half-width of the tick's error
     is_held: bool | None
 
 
@@ -86,14 +86,14 @@ def calibrate(
     is_suspect: bool = False,
     report: Callable[[str], None] | None = None,
 ) -> Sensor:
-    """Return the device's sensor: from the cache if a check confirms it, else measured now and cached.
+    """Return the device's sensor: from the cache if a check confirms the cache, else measured now and cached.
 
     Args:
         device: the opened device, with the sensor before calibration.
-        read: takes one sample; the caller also uses the samples as measurements.
-        folder: the cache; ``None`` disables it.
-        keep: whether new measurements are cached, and contradicted ones removed.
-        is_suspect: whether the readings of this run contradict the sensor; then it is measured at full length.
+        read: returns a new sample; the caller also uses the samples as measurements.
+        folder: the cache; ``None`` disables the cache.
+        keep: whether new measurements are cached, and contradicted calibrations removed.
+        is_suspect: whether the readings of this run contradict the sensor, which requires a full measurement.
         report: receives one line if a cached calibration is dropped because the device contradicts it.
     """
     if device.simulated or not device.is_gpu:
@@ -128,14 +128,14 @@ def calibrate(
 
 
 def assumed(device: Device) -> Sensor:
-    """Return the sensor of the hardware table, with missing values from the device file.
+    """Return the sensor of the hardware table; values missing in the table are those of the device file.
 
-    A GPU outside the table has the usual tick; the phase of the ticks is unknown in both cases.
+    A GPU outside the table has the usual tick.  The phase of the ticks is always unknown.
     """
     if device.simulated or not device.is_gpu or device.only_power:
         return device.sensor
     if device.energy_method == INSTANT:
-        # A reading may be the instant power, or the mean of the last tick, held for a tick.
+        # A reading may be instant power, or a mean over one tick that is held for the next tick.
         return replace(device.sensor, lag_error_s=MAX_AGE_TICKS * USUAL_TICK_S)
     if device.energy_method != COUNTER:
         return device.sensor
@@ -152,7 +152,7 @@ def _of_table(row: KnownSensor, sensor: Sensor) -> Sensor:
         tick_s=tick_s,
         duty=row.duty if row.duty is not None else sensor.duty,
         lag_s=row.lag_s or 0.0,
-        lag_error_s=0.0 if row.lag_s is not None else tick_s,  # one tested board lags by a tick
+        lag_error_s=0.0 if row.lag_s is not None else tick_s,  # one tested board had a lag of a tick
         is_held=True,
         average_s=1.0,
         gain_error=row.gain_error,
@@ -173,7 +173,7 @@ def with_seen(sensor: Sensor, seen: Seen) -> Sensor:
     if seen.tick is None:
         return replace(sensor, call_s=seen.call_s, source=f"{sensor.source}: no tick was found by the reads")
     tick_s, tick_error_s = seen.tick
-    lag_is_open = not sensor.lag_error_s or sensor.lag_error_s == sensor.tick_s  # unknown within one tick
+    lag_is_open = not sensor.lag_error_s or sensor.lag_error_s == sensor.tick_s  # the lag is unknown within one tick
     return replace(
         sensor,
         tick_s=tick_s,
@@ -186,11 +186,11 @@ def with_seen(sensor: Sensor, seen: Seen) -> Sensor:
 
 
 def with_power_seen(sensor: Sensor, samples: Sequence[Sample]) -> Sensor:
-    """Return a power-only sensor with the age of its readings, if they changed often enough to measure it."""
+    """Return a power-only sensor with the age of its readings, if the readings changed often enough."""
     readings = [(sample.time_ns, sample.power_w) for sample in samples if sample.power_w is not None]
     tick = tick_of(readings)
     if tick is not None and tick[1] <= SAME_TICK * tick[0] and tick[0] <= MAX_POWER_TICK_S:
-        # The instant power or the mean of the last tick, held for a tick.
+        # A reading is instant power, or a mean over one tick that is held for the next tick.
         lag_s = error_s = MAX_AGE_TICKS / 2 * tick[0]
     elif (tick_s := tick_of_means(readings)) is not None:
         lag_s, error_s = tick_s, tick_s / 2
@@ -200,14 +200,14 @@ def with_power_seen(sensor: Sensor, samples: Sequence[Sample]) -> Sensor:
 
 
 def _contradiction(sensor: Sensor, seen: Seen, same_tick: float = SAME_TICK) -> str:
-    """Return how measurements contradict a cached sensor; empty if they do not."""
+    """Return a text if measurements contradict a cached sensor, else an empty text."""
     if seen.tick is None or seen.tick[1] > LOOSE_TICK * seen.tick[0]:
         return ""
     tick_s, error_s = seen.tick
     if abs(tick_s - sensor.tick_s) > same_tick * sensor.tick_s + error_s + sensor.tick_error_s:
-        return f"the counter moves {_every(tick_s)}, not {_every(sensor.tick_s)}"
+        return f"the counter changes {_every(tick_s)}, not {_every(sensor.tick_s)}"
     if sensor.is_held and seen.is_held is False:
-        return "the power reading changes between the ticks of the counter, not with them"
+        return "the power reading changes between the counter's ticks, not at the ticks"
     return ""
 
 
@@ -216,7 +216,7 @@ def _every(tick_s: float) -> str:
 
 
 def _watch(read: Callable[[], Sample], span_s: float, apart_s: float) -> tuple[list[Sample], float]:
-    """Read densely; return the samples and the median time of a read."""
+    """Read at short intervals; return the samples and the median time of a read."""
     samples: list[Sample] = []
     calls_s: list[float] = []
     end_s = time.monotonic() + min(span_s, MAX_S)
@@ -257,13 +257,13 @@ def store(folder: Path, calibration: Calibration) -> None:
 
 
 def kept_lag_s(folder: Path, device: Device) -> float | None:
-    """Return the counter's lag found in an earlier run on this model and driver, if any."""
+    """Return the counter's lag that an earlier run found on this model and driver, or ``None``."""
     kept = load(folder, device.name, device.driver)
     return kept.run_lag_s if kept is not None else None
 
 
 def keep_lag(folder: Path, device: Device, lag_s: float) -> str:
-    """Store the lag found in this run; return how it contradicts an earlier run's lag, or an empty string."""
+    """Store the lag found in this run; return a text if it contradicts an earlier run's lag, else an empty text."""
     kept = load(folder, device.name, device.driver)
     if kept is None:
         return ""
@@ -282,7 +282,7 @@ def _remove(folder: Path, name: str, driver: str) -> None:
 
 
 def store_unless_profiled(folder: Path, calibration: Calibration) -> None:
-    """Store a calibration, unless it has no measured lag and would replace a fresh one with a measured lag."""
+    """Store a calibration.  A calibration without a measured lag does not replace a fresh one with a measured lag."""
     now = load(folder, calibration.name, calibration.driver)
     if now is None or calibration.measured_lag or not (now.measured_lag and now.is_fresh()):
         store(folder, calibration)
@@ -293,7 +293,7 @@ def _model(name: str) -> str:
 
 
 def _is_possible(sensor: Sensor) -> bool:
-    """Whether the values are possible; users may edit the file."""
+    """Whether the values are possible; the check is needed because users may edit the file."""
     return (
         0 <= sensor.tick_s <= 10
         and 0 <= sensor.tick_error_s <= 10

@@ -1,7 +1,7 @@
-"""The energy step of each reading: from the counter if it is plausible, else from power, else a hole. No I/O.
+"""The energy step of each reading: from the counter if its step is plausible, else from power, else a hole. No I/O.
 
-Each step of a counter must be physically possible.  If a counter fails (reset, frozen or unreadable), power fills
-the gap, marked as estimated; without power the gap is a hole, never zero.
+Each step of a counter must be physically possible.  If a counter fails (reset, frozen or unreadable), the gap is
+estimated from power and marked as estimated; without power the gap is a hole.  A gap never counts as zero energy.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from effllm.records.rank import AVERAGE, COUNTER, INSTANT, Sample
 
 #: A step of a counter may exceed the power limit by this factor (boosts, board losses).
 OVERSHOOT = 1.2
-#: The limit if none is known: no accelerator, module or node sensor exceeds it for long.
+#: Power limit for devices without a known limit: no accelerator, module or node exceeds this power for long.
 UNLIMITED_W = 20_000.0
 #: A counter that does not change while power integrates to this energy, and for this time, is frozen.
 FROZEN_J, MIN_FROZEN_S = 20.0, 0.5
@@ -29,7 +29,7 @@ class _Base(NamedTuple):
     counter_j: float
     total_j: float
     variances_j2: float
-    flow_j: float  # the total from power only
+    flow_j: float  # total of integrated power
 
 
 class CounterSteps:
@@ -40,8 +40,8 @@ class CounterSteps:
         timing: the times of the readings.
         powers: the variation of power.
         levels: the energy at the edges of windows; steps before the last edge are not replaced.
-        power_limit_w: the device's limit; 0 is unknown.
-        max_gap_ns: maximal distance of power readings; a larger one is a hole.
+        power_limit_w: the device's power limit, or 0 if it is unknown.
+        max_gap_ns: maximal time between power readings; a longer time is a hole.
     """
 
     def __init__(
@@ -58,9 +58,9 @@ class CounterSteps:
         self._limit_w = power_limit_w * OVERSHOOT or UNLIMITED_W
         self._last_counter: tuple[int, float] | None = None
         self._doubted: _Base | None = None  # the last plausible reading, while the counter is not used
-        self._left: _Base | None = None  # the last reading before the counter jumped: it may jump back
-        self._moved: _Base | None = None  # the last change
-        self._flow_j = 0.0  # running total from power only
+        self._left: _Base | None = None  # the last reading before a jump: the counter may jump back
+        self._moved: _Base | None = None  # the last change of the counter
+        self._flow_j = 0.0  # running total of integrated power
         self._is_doubt_reported = False
         self._events: list[str] = []
 
@@ -70,7 +70,7 @@ class CounterSteps:
 
     @property
     def bases_ns(self) -> list[int]:
-        """Times of the readings from which a step may still be taken."""
+        """Times of the readings at which a later step may begin."""
         return [base.time_ns for base in (self._doubted, self._left, self._moved) if base is not None]
 
     def take_events(self) -> list[str]:
@@ -78,11 +78,11 @@ class CounterSteps:
         return events
 
     def raise_limit(self, power_limit_w: float) -> None:
-        """Raise the limit of plausible power: the device's power limit can be raised during a run."""
+        """Raise the limit of plausible power, because the device's power limit can be raised during a run."""
         self._limit_w = max(self._limit_w, power_limit_w * OVERSHOOT)
 
     def step(self, sample: Sample, counter_j: float | None, power_w: float | None) -> Step:
-        """Return the step to a sample; a step of the counter may replace earlier steps."""
+        """Return the step from the last reading to a sample; a step of the counter may replace earlier steps."""
         if not self._readings:
             return HOLE
         last, method = self._readings[-1], self._timing.method
@@ -113,14 +113,14 @@ class CounterSteps:
         return (last.power_w + power_w) / 2 * span_s, self._powers.sampling_j2(span_s)
 
     def _by_counter(self, last: Point, time_ns: int, counter_j: float, expected_j: float | None) -> Step | None:
-        """Return the step from the counter, or ``None`` if it is not plausible."""
+        """Return the step from the counter, or ``None`` if the step is not plausible."""
         assert self._last_counter is not None
         before_ns, before_j = self._last_counter
         step_j = counter_j - before_j
         is_possible = 0.0 <= step_j <= self._max_j(time_ns - before_ns)
         if self._doubted is not None:
             return self._by_doubted(last, time_ns, counter_j, expected_j, is_possible)
-        if self._left is not None:  # it may have jumped back: compare with the expected or the mean power
+        if self._left is not None:  # if the counter jumped back, its step is nearer to the expected or mean power
             as_if_j = counter_j - self._left.counter_j - (last.total_j - self._left.total_j)
             returned = 0.0 <= as_if_j <= self._max_j(time_ns - before_ns)
             usual_j = self._powers.mean_w * (time_ns - before_ns) * NS or None
@@ -132,7 +132,7 @@ class CounterSteps:
         if step_j == 0.0 and self._is_frozen(time_ns):
             assert self._moved is not None
             flow_j = self._flow_j - self._moved.flow_j
-            self._doubt(self._moved, "it does not change while power flows")
+            self._doubt(self._moved, "no change while power flows")
             variance_j2 = self._powers.sampling_j2((time_ns - self._moved.time_ns) * NS)
             return self._corrected(time_ns, self._moved, flow_j, variance_j2, INSTANT)
         self._timing.add_tick_bounds(before_ns, time_ns, has_moved=step_j > 0.0)
@@ -141,7 +141,7 @@ class CounterSteps:
     def _by_doubted(
         self, last: Point, time_ns: int, counter_j: float, expected_j: float | None, is_possible: bool
     ) -> Step | None:
-        """Return the step from a doubted counter, if it jumped back or continues from a new value."""
+        """Return the step from a doubted counter if the counter jumped back or counts from a new value."""
         assert self._doubted is not None and self._last_counter is not None
         base, (before_ns, before_j) = self._doubted, self._last_counter
         since_j, entered_j = counter_j - base.counter_j, last.total_j - base.total_j
@@ -149,7 +149,7 @@ class CounterSteps:
         goes_on = is_possible and counter_j != before_j and base.time_ns < before_ns == last.time_ns
         if is_back and not (goes_on and _nearer(counter_j - before_j, since_j - entered_j, expected_j)):
             self._use_again()
-            # Windows reported meanwhile keep the variance of power.
+            # Windows that were reported in the meantime keep the variance of power.
             return self._corrected(time_ns, base, since_j, last.variances_j2 - base.variances_j2, COUNTER)
         if goes_on:
             self._left = base
@@ -174,7 +174,7 @@ class CounterSteps:
         return self._limit_w * (span_ns * NS + max(2 * sensor.tick_s, 0.1) + sensor.lag_s)
 
     def _is_frozen(self, time_ns: int) -> bool:
-        """Whether the counter has not changed for longer than its ticks explain, while power was drawn."""
+        """Whether the counter did not change for longer than its ticks explain, while power was drawn."""
         if self._moved is None:
             return False
         sensor = self._timing.sensor
@@ -189,13 +189,13 @@ class CounterSteps:
 
     def _use_again(self) -> None:
         self._doubted = None
-        if self._is_doubt_reported:  # the sampler reports failed reads itself
+        if self._is_doubt_reported:  # failed reads are reported by the sampler
             self._events.append("the energy counter is used again")
         self._is_doubt_reported = False
 
 
 def _describe(step_j: float) -> str:
-    return f"it decreased by {-step_j:.0f} J" if step_j < 0 else f"it jumped by {step_j:.0f} J"
+    return f"a decrease of {-step_j:.0f} J" if step_j < 0 else f"a jump of {step_j:.0f} J"
 
 
 def _nearer(one: float, other: float, target: float | None) -> bool:

@@ -8,7 +8,7 @@ from effllm.energy.power_spread import PowerSpread
 from effllm.energy.readings import NS
 
 CROSS_CHECK_S = 60.0
-#: Maximal relative difference of counter and power, unless sampling explains more.
+#: Maximal relative difference of counter and power, unless the sampling error is larger.
 DISAGREEMENT = 0.03
 
 
@@ -26,7 +26,7 @@ class CrossCheck:
         self._start = self._last = None
 
     def add(self, time_ns: int, total_j: float, power_w: float, powers: PowerSpread) -> str | None:
-        """Add a reading of both; return a text if a minute has passed and the agreement has changed.
+        """Add a reading of counter and power.  After each minute, return a text if a disagreement began or ended.
 
         Args:
             time_ns: time of the reading.

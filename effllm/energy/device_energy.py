@@ -24,7 +24,7 @@ class EnergyLedger:
 
     Args:
         device: the device with its sensor (tick, lag, duty), power limit and method.
-        max_gap_s: maximal distance of power readings; a larger one is a hole.
+        max_gap_s: maximal time between power readings; a longer time is a hole.
     """
 
     def __init__(self, device: Device, max_gap_s: float) -> None:
@@ -60,7 +60,7 @@ class EnergyLedger:
         return self._timing.is_contradicted
 
     def allow_gap(self, max_gap_s: float) -> None:
-        """Raise the maximal distance of power readings; a larger one is a hole."""
+        """Raise the maximal time between power readings; a longer time is a hole."""
         self._steps.max_gap_ns = max(self._steps.max_gap_ns, round(max_gap_s / NS))
 
     def set_rhythm(self, step_s: float, deviation_s: float) -> None:
@@ -69,14 +69,14 @@ class EnergyLedger:
     # --- readings in ---
 
     def add(self, sample: Sample) -> None:
-        """Add a reading; it must be newer than the last."""
+        """Add a reading, which must be newer than the last reading."""
         self._steps.raise_limit(sample.gauges.get("power_limit_w", 0.0))
         power_w = _usable(sample.power_w if sample.power_w is not None else sample.power_average_w)
         if power_w is not None and power_w > UNLIMITED_W:
             power_w = None
         counter_j = _usable(sample.energy_j) if self._timing.method == COUNTER else None
         if power_w is None and counter_j is None and self._steps.was_read:
-            return  # a failed read: the next reading of the counter includes its energy
+            return  # the read failed; the counter's next reading includes the missing energy
         if power_w is not None:
             is_repeated = self._timing.is_repeated(sample.time_ns)
             self._powers.add(sample.time_ns, power_w, self._timing.sensor.tick_s, is_repeated=is_repeated)
@@ -108,7 +108,7 @@ class EnergyLedger:
         return self._timing.reads_for(edge_ns)
 
     def is_settled(self, edge_ns: int) -> bool:
-        """Return whether no later reading could improve the energy at an edge."""
+        """Return whether the energy at an edge is final: later readings do not improve it."""
         return self._timing.is_settled(edge_ns, self._steps.max_gap_ns)
 
     # --- energy out ---
@@ -120,7 +120,7 @@ class EnergyLedger:
             return NOT_MEASURED
         if len(readings) == 1:
             return self._of_one_reading(start_ns, end_ns)
-        # A reading holds until the sensor's next update.
+        # A reading is valid until the sensor's next update.
         last_ns = readings[-1].time_ns + self._timing.reach_ns(self._steps.max_gap_ns)
         from_ns, to_ns = max(start_ns, readings[0].time_ns), min(end_ns, max(last_ns, start_ns))
         if to_ns <= from_ns:
@@ -130,11 +130,11 @@ class EnergyLedger:
         if covered_s <= 0:
             return NOT_MEASURED
         joules = max(end.joules - start.joules, 0.0)
-        # An error of time that both edges share shifts them equally: only the difference of their powers counts.
-        # An additional error at one edge shifts only this edge.
+        # An error of time that is common to both edges shifts the edges equally: only the difference of the power at
+        # the two edges counts.  An additional error at one edge shifts only this edge.
         both_s2 = min(start.shift_s2, end.shift_s2)
-        # This span's edges may have equal power, but a run's edges differ; and in a fast wave the power at an edge
-        # differs from the power next to it.
+        # The edges of this span may have equal power, but the edges of a run differ.  In a fast wave the power at an
+        # edge differs from the power next to the edge.
         spread_w2 = self._powers.variance_w2 * (1 + 3 * self._powers.fastness()) / 4
         rise_j2 = both_s2 * max((end.power_w - start.power_w) ** 2 / 2, spread_w2)
         before_j2, after_j2 = readings.variances_j2(from_ns), readings.variances_j2(to_ns)
@@ -167,7 +167,7 @@ class EnergyLedger:
     # --- removal of old readings ---
 
     def forget_before(self, time_ns: int) -> None:
-        """Drop the readings that spans after ``time_ns`` do not need."""
+        """Drop the readings that are not needed for spans after ``time_ns``."""
         self._readings.forget_before(time_ns - round(3 * self._timing.sensor.tick_s / NS))
         self._levels.forget_before(time_ns)
 

@@ -1,9 +1,9 @@
 """The lag of a counter behind the power reading, from reads of a run in which power changed. No I/O.
 
 A held power reading is the mean of the last tick, and changes once in each tick.  Two reads with different power
-bound the time of a change; all bounds together give the part of a tick by which the counter moves later.  The number
-of whole ticks follows from the counter's step over a tick, because it must equal the power reading of that tick.
-A delay common to counter and power is not found.
+bound the time of a change; all bounds together give the part of a tick by which the counter changes later.  The number
+of whole ticks follows from the counter's step over a tick, because this step must equal the tick's power reading.
+A delay that is common to counter and power is not found.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from effllm.devices.known import hardware
 from effllm.records.energy import NORMAL_95
 from effllm.records.rank import COUNTER, Device
 
-#: Minimal relative change of power from tick to tick from which whole ticks of lag are derived.
+#: Minimal relative change of power from tick to tick; smaller changes are not used for the whole ticks of lag.
 MIN_CHANGE = 0.1
 #: Minimal number of changes, and the maximal error of the number of ticks, in ticks.
 MIN_CHANGES, MAX_PART = 12, 0.02
@@ -25,18 +25,18 @@ MIN_CHANGES, MAX_PART = 12, 0.02
 MIN_CONFIRMING, SAME_S = 3, 0.001
 #: The smallest reported error.
 MIN_ERROR_S = 0.0002
-#: The distance of a probing read from a tick.
+#: Time between a tick and a probing read.
 NEAR_S = 0.0003
 #: Every Nth edge is still checked after the lag was found, or after MAX_PROBES reads without a result.
 CHECK_EVERY, MAX_PROBES = 16, 256
-#: Minimal distance of contradictory bounds.
+#: Smallest difference that is recorded for contradictory bounds.
 MIN_SPREAD_S = 0.0001
-#: For shorter ticks the measured share of a tick does not matter.
+#: The measured share of a shorter tick does not matter.
 MIN_SHARE_TICK_S = 0.005
 
 
 def measures_whole_tick(device: Device) -> bool:
-    """Return whether the sensor of this model measures the whole of each tick, by the hardware table."""
+    """Return whether, according to the hardware table, the sensor of this model measures during the whole tick."""
     row = hardware.find(device.name)
     return row is not None and row.sensor.duty == 1.0
 
@@ -52,7 +52,7 @@ def is_share_open(device: Device) -> bool:
 class TickRead(NamedTuple):
     """A reading of counter and power near an edge."""
 
-    since_s: float  # time after one tick near the edge, the same tick for all reads of the edge
+    since_s: float  # time since the tick before the edge
     total_j: float
     power_w: float
 
@@ -61,13 +61,13 @@ class LagEvidence:
     """The lag of a counter, estimated from the readings of a run.
 
     Args:
-        kept_s: the lag found in an earlier run; it is used after the readings of this run confirm it.
+        kept_s: the lag found in an earlier run; used after the readings of this run confirm this lag.
     """
 
     def __init__(self, kept_s: float | None = None) -> None:
         self._kept_s = kept_s
         self._bounds_s: tuple[float, float] | None = None  # bounds of the lag, without whole ticks
-        self._spread_s = 0.0  # distance of contradictory bounds
+        self._spread_s = 0.0  # difference of contradictory bounds
         self._probes = 0
         self._count = 0
         self._sum = self._squares = 0.0  # sums over the delays of the counter's steps, in ticks
@@ -76,7 +76,7 @@ class LagEvidence:
         """Add the reads around one edge, oldest first.
 
         Args:
-            reads: the reads, with times after the tick before the edge.
+            reads: the reads, with times since the tick before the edge.
             tick_s: the counter's period.
             open_s: half-width of the error of tick times.
         """
@@ -101,15 +101,15 @@ class LagEvidence:
                 self._add((levels[tick] - levels[tick - 1]) / tick_s, powers[tick], powers[tick - 1])
 
     def lag_s(self, tick_s: float) -> tuple[float, float] | None:
-        """Return the lag and the half-width of its error; ``None`` if it is not found."""
+        """Return the lag and the half-width of its error; ``None`` if no lag is found."""
         mean, half_width = self._late_ticks()
         ticks = round(mean)
         part = abs(mean - ticks) + half_width
         if self._bounds_s is None or ticks not in (0, 1) or part > MAX_PART:
-            return None  # with too few changes too, because then `part` is infinite
+            return None  # also after too few changes, because `part` is infinite
         low_s, high_s = (bound_s + ticks * tick_s for bound_s in self._bounds_s)
         if high_s < 0:
-            return None  # the power reading is later than the counter
+            return None  # the power reading changes later than the counter
         lag_s = 0.0 if low_s <= 0 else (low_s + high_s) / 2
         error_s = max(high_s - lag_s, lag_s - low_s, part * tick_s, MIN_ERROR_S)
         is_kept = self._kept_s is not None and error_s <= SAME_S and abs(lag_s - self._kept_s) <= error_s + SAME_S
@@ -120,7 +120,7 @@ class LagEvidence:
         return self._count >= MIN_CHANGES
 
     def probe_s(self, tick_s: float, open_s: float) -> float | None:
-        """Return the most useful time of a read, in seconds after a tick; ``None`` if none is needed."""
+        """Return the most useful time of a read, in seconds after a tick; ``None`` if a read is not needed."""
         low_s, high_s = self._bounds_s or (-tick_s / 2, tick_s / 2)
         self._probes += 1
         is_found = max(high_s, -low_s) <= MIN_ERROR_S or high_s - low_s <= 2 * MIN_ERROR_S
@@ -135,7 +135,7 @@ class LagEvidence:
         """Add the times of two reads with different power."""
         low_s, high_s = -until_s - self._spread_s, -after_s + self._spread_s
         if high_s - low_s >= tick_s:
-            return  # there may have been two changes
+            return  # two changes are possible
         if self._bounds_s is None:
             self._restart(low_s, high_s, tick_s)
             return
@@ -162,7 +162,7 @@ class LagEvidence:
         self._count, self._sum, self._squares = 0, 0.0, 0.0
 
     def _add(self, step_w: float, power_w: float, before_w: float) -> None:
-        """Add a tick's mean power by the counter, by the power reading, and the power reading of the tick before."""
+        """Add the delay in ticks, from a tick's mean power by the counter and the power readings of two ticks."""
         change_w = before_w - power_w
         if abs(change_w) < MIN_CHANGE * max(power_w, before_w) or not change_w:
             return
@@ -172,7 +172,7 @@ class LagEvidence:
         self._squares += ticks * ticks
 
     def _late_ticks(self) -> tuple[float, float]:
-        """Return the mean number of ticks and its half-width; 0 and infinity with too few changes."""
+        """Return the mean number of ticks and its half-width; 0 and infinity after too few changes."""
         if self._count < MIN_CONFIRMING:
             return 0.0, math.inf
         mean = self._sum / self._count

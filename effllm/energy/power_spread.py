@@ -1,4 +1,4 @@
-"""The variation of a device's power, overall and from tick to tick; errors are derived from it. No I/O."""
+"""The variation of a device's power, overall and from tick to tick, from which errors are derived. No I/O."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from operator import mul
 
 from effllm.energy.readings import NS
 
-#: The hidden variation of a tick with the same power as the adjacent ticks, relative to the usual one.
+#: The hidden variation of a tick with the same power as the adjacent ticks, relative to the usual hidden variation.
 CALM = 0.03
-#: `_slowness` of a wave of seven ticks; faster waves have larger values.
+#: `_slowness` of a wave with a period of seven ticks; faster waves have larger values.
 MIN_FAST = 0.4
 #: The hidden variation in a tick of a fast wave, and the addition if power alternates from tick to tick.
 FAST_HIDDEN, TURNING_HIDDEN = 0.5, 4.2
@@ -26,7 +26,7 @@ class PowerSpread:
         self.mean_w = self._square_w2 = 0.0
         self._count = 0
         self._near: deque[float] = deque(maxlen=96)  # changes between readings at most a few ticks apart
-        self._near_w2 = 0.0  # mean square of these changes
+        self._near_w2 = 0.0  # mean square of the changes in `_near`
         self._turns: deque[float] = deque(maxlen=96)  # products of two consecutive changes
         self._last_change_w: float | None = None
         self._last: tuple[int, float] | None = None
@@ -54,7 +54,7 @@ class PowerSpread:
             self._last = (time_ns, power_w)
             return
         apart_s = (time_ns - self._last[0]) * NS
-        # A lower bound of the changes from tick to tick, also from reads once a second.
+        # These sums give a lower bound of the changes from tick to tick, even from one read per second.
         keep = math.exp(-apart_s / 60)
         self._seen_s = keep * self._seen_s + apart_s
         self._seen_w2 = keep * self._seen_w2 + (power_w - self._last[1]) ** 2
@@ -86,8 +86,8 @@ class PowerSpread:
     def unseen_w2(self, change_w: float) -> float:
         """Return the variance of power within a tick that the adjacent ticks do not show.
 
-        The more ticks differ from the last one, the more likely are several steps within three ticks.  If all changes
-        are of equal size, power varies smoothly and no step is hidden.
+        The more often power changes from tick to tick, the more likely are several steps within three ticks.  If all
+        changes are of equal size, power varies smoothly and no step is hidden.
 
         Args:
             change_w: the difference of this tick from the adjacent ticks.
@@ -105,7 +105,7 @@ class PowerSpread:
     def _turning(self) -> float:
         """Return 0 if power keeps its direction, 1 if its changes alternate in sign from tick to tick.
 
-        Alternating power changes more than once in a tick, and a step or a parabola through three ticks misses it.
+        Alternating power changes more than once in a tick: a step or a parabola through three ticks is a poor model.
         """
         if not self._turns or self._near_w2 <= 0:
             return 0.0
@@ -113,7 +113,7 @@ class PowerSpread:
         return min(max((against - 0.1) / 0.9, 0.0), 1.0)
 
     def _roughness(self) -> float:
-        """Return 0 if all changes from tick to tick are of equal size (a slow wave), 1 if a few large ones dominate."""
+        """Return 0 if all changes from tick to tick have equal size (a slow wave), 1 if a few changes dominate."""
         typical_w = math.sqrt(self._change_w2())
         return 1 - min(self.noise_w() / (0.45 * typical_w), 1.0) if typical_w > 0 else 0.0
 
@@ -122,35 +122,35 @@ class PowerSpread:
         return min(self._change_w2() / (2 * self._square_w2), 1.0) if self._square_w2 > 0 else 1.0
 
     def fastness(self) -> float:
-        """Return 0 for waves of seven ticks and longer, 1 if the powers of consecutive ticks are independent.
+        """Return 0 for waves of seven ticks or longer, 1 if the powers of consecutive ticks are independent.
 
-        A level shorter than about two ticks fills no whole tick, so no step between such levels can be found.
+        A power level shorter than about two ticks fills no whole tick, so steps between such levels are not found.
         """
         return max((self._slowness() - MIN_FAST) / (1 - MIN_FAST), 0.0)
 
     def alias_w2(self, duty: float) -> float:
         """Return the variance of the difference between the means over part of a tick and over the whole tick."""
         fast = self._slowness()
-        # Changes of equal size come from a slow wave, or from one that alternates from tick to tick.
+        # Changes of equal size come from a slow wave, or from a wave that alternates from tick to tick.
         unseen = max(self._roughness(), self.fastness())
         change_w2 = max(self._near_w2 + self._missed_w2(), self._change_w2())
         return (1 - duty) ** 2 * change_w2 * (0.1 + 0.56 * fast * fast) * unseen
 
     def _missed_w2(self) -> float:
-        """Return the allowance in the mean square of changes for changes that few readings may have missed."""
+        """Return the addition to the mean square of changes for changes that too few readings may have missed."""
         if not self._near or not self._seen_w2:
             return 0.0
         return MISSED_CHANGES * self._seen_w4 / self._seen_w2 / len(self._near)
 
     def sampling_j2(self, span_s: float) -> float:
-        """Return the variance of a trapezoid over two readings of power."""
+        """Return the variance of the energy of a trapezoid between two readings of power."""
         fast = self._slowness()
         return self._square_w2 * span_s**2 * (1 / 6 + 5 / 6 * fast) * min(1.0, fast + 0.1)
 
     def jump_j2(self, span_s: float) -> float:
-        """Return the variance of constant power over a time span next to a reading."""
+        """Return the variance of the energy if power is assumed constant for a time next to a reading."""
         return self._square_w2 * span_s**2 / 3
 
     def bridge_j2(self, since_s: float, rest_s: float, change_w: float) -> float:
-        """Return the variance of a straight line between two readings, at a time between them."""
+        """Return the variance of the energy at a time between two readings, for a straight line of power."""
         return (self._square_w2 / 2 + change_w**2 / 12) * since_s * rest_s

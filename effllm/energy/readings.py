@@ -26,14 +26,14 @@ HOLE = Step(None, 0.0, 0.0, False)
 
 
 class Point(NamedTuple):
-    """A reading: the cumulative energy, and the method of the step before it."""
+    """A reading: the cumulative energy, and the method of the step before the reading."""
 
     time_ns: int
     total_j: float
     power_w: float | None
-    method: str | None  # of the step from the previous point; None for a hole
+    method: str | None  # method of the step; None for a hole
     estimated: bool
-    variance_j2: float  # of the same step
+    variance_j2: float  # variance of the step
     holes_ns: int  # running total of time in holes
     estimated_j: float  # running total
     variances_j2: float  # running total
@@ -85,22 +85,22 @@ class Readings:
         )
 
     def remove_steps_after(self, time_ns: int) -> Point:
-        """Remove the readings after a time, so that one step can replace their steps; return the last remaining one."""
+        """Remove the readings after a time, because one step replaces their steps; return the last kept reading."""
         while len(self._points) > 1 and self._points[-2].time_ns >= time_ns:
             self._points.pop()
         return self._points[-1]
 
     def forget_before(self, time_ns: int) -> None:
-        """Remove the readings that spans after a time do not need."""
+        """Remove the readings that are not needed for spans after a time."""
         while len(self._points) > 2 and self._points[1].time_ns <= time_ns:
             self._points.popleft()
 
     def fold(self, edges_ns: Collection[int], until_ns: int, margin_ns: int) -> None:
-        """Merge steps without a possible edge of a later span; running totals stay exact.
+        """Merge steps that contain no possible edge of a later span; running totals stay exact.
 
         Args:
             edges_ns: times at which a span may begin or end.
-            until_ns: after this time a span may begin or end at any time.
+            until_ns: any later time is also a possible edge.
             margin_ns: readings within this distance of an edge are kept.
         """
         times = [point.time_ns for point in self._points]
@@ -116,14 +116,14 @@ class Readings:
             self._points = deque([*points[: run.start + 1], step, *points[run.stop :]])
 
     def power_w(self, time_ns: int) -> float | None:
-        """Return the power of the reading before or after a time, whichever is nearer and has one."""
+        """Return the power of the reading before or after a time: the nearer reading that has a power."""
         index = self.index_from(time_ns)
         near = [self._points[i] for i in (index - 1, index) if 0 <= i < len(self._points)]
         known = [point for point in near if point.power_w is not None]
         return min(known, key=lambda point: abs(point.time_ns - time_ns)).power_w if known else None
 
     def mean_w(self, index: int, tick_s: float) -> float:
-        """Return the mean power around a step, over at least two ticks: within one a counter jumps or is constant."""
+        """Return the mean power around a step, over at least two ticks: a counter jumps once in each tick."""
         first = second = index
         tick_ns = tick_s / NS
         while first > 0 and (first == second or self._points[index].time_ns - self._points[first].time_ns < tick_ns):
@@ -170,12 +170,12 @@ class Readings:
 def runs_between(times_ns: Sequence[int], edges_ns: Collection[int], until_ns: int, margin_ns: int) -> Iterator[range]:
     """Yield the index ranges of at least three consecutive times that are further than a margin from every edge.
 
-    The last range comes first, so that removals from it do not shift the others.
+    The last range comes first, so that a removal from a range does not shift the ranges that follow.
 
     Args:
         times_ns: times in ascending order.
-        edges_ns: times that no range contains.
-        until_ns: the end of the ranges, before subtraction of the margin.
+        edges_ns: times that are outside of all ranges.
+        until_ns: the end of the last range, before the margin is subtracted.
         margin_ns: minimal distance from edges.
     """
     bounds = sorted({min(edge_ns, until_ns) for edge_ns in edges_ns} | {until_ns})

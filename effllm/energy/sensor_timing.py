@@ -1,4 +1,4 @@
-"""The times of a device's readings, corrected for the sensor's ticks and lag, and of its next reads. No I/O."""
+"""The times of a device's readings, corrected for the sensor's ticks and lag, and the times of next reads. No I/O."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from effllm.records.rank import AVERAGE, COUNTER, Device, Sensor
 
 #: The shortest tick that a clock tracks; RAPL's millisecond is too short.
 MIN_TICK_S = 0.005
-#: The largest relative error of a tick with which tick times can be derived.
+#: The largest relative error of a tick; with a larger error, tick times cannot be derived.
 MAX_OPEN = 0.1
 #: Readings closer to an edge are not merged.
 MIN_MARGIN_NS = 10_000_000_000
-#: A phase with a larger error is measured by one more reading at each edge.
+#: If the error of the phase is larger, each edge has one more reading to measure the phase.
 WIDE_NS = 100_000.0
-#: Readings with at least this distance, in ticks, belong to different ticks.
+#: Minimal time between readings that surely belong to different ticks, in ticks.
 SURE_TICK = 0.98
 
 
@@ -32,12 +32,12 @@ class SensorTiming:
     def __init__(self, device: Device, readings: Readings) -> None:
         self._device, self._readings = device, readings
         self.method = device.energy_method
-        self._fresh_ns = 0  # the last reading of power that was not repeated ...
-        self._held_ns: float | None = None  # ... and its tick, if known
+        self._fresh_ns = 0  # time of the last reading of power that was not repeated
+        self._held_ns: float | None = None  # the time of this reading's tick, if known
         self._take(device.sensor)
 
     def _take(self, sensor: Sensor) -> None:
-        self.sensor = self._known = sensor  # `sensor` later gets the lag found in this run
+        self.sensor = self._known = sensor  # `sensor` is replaced when a lag is found
         self._lag = LagEvidence() if measures_whole_tick(self._device) else None
         self.clock = _clock_of(sensor)
 
@@ -61,7 +61,7 @@ class SensorTiming:
         return self.clock is not None and self.clock.is_contradicted
 
     def is_repeated(self, time_ns: int) -> bool:
-        """Return whether a held power reading was or may have been read before; it then shows no change of power."""
+        """Return whether a held power reading was or may have been read before: such a reading shows no change."""
         if not self.sensor.is_held or self.clock is None:
             return False
         shown_ns, tick_ns = time_ns + self.sensor.lag_s / NS, self.clock.tick_ns
@@ -79,7 +79,7 @@ class SensorTiming:
     # --- the lag ---
 
     def expect_lag(self, kept_s: float) -> None:
-        """Set the lag found in an earlier run; it is used after the readings of this run confirm it."""
+        """Set the lag found in an earlier run; it is used after the readings of this run confirm this lag."""
         if self._lag is not None:
             self._lag = LagEvidence(kept_s)
 
@@ -90,7 +90,7 @@ class SensorTiming:
 
     @property
     def _is_lag_open(self) -> bool:
-        """Whether the lag is a guess that the readings of a run can improve."""
+        """Whether the lag is assumed, so that the readings of a run can improve it."""
         known = self._known
         is_alike = known.is_held and known.duty == 1.0 and not known.lag_s
         return self._lag is not None and is_alike and known.lag_error_s >= MIN_ERROR_S
@@ -131,7 +131,7 @@ class SensorTiming:
         return (self.sensor.lag_error_s**2 + phase_s**2) / 3
 
     def reach_ns(self, max_gap_ns: int) -> int:
-        """Return the time for which a power reading is valid: until the sensor's next update, or the next reading."""
+        """Return the time for which a power reading is valid: up to the sensor's next update, or the next reading."""
         if self.method == COUNTER:
             return 0
         next_ns = max_gap_ns // 5 if self._device.only_power else 0
@@ -149,26 +149,26 @@ class SensorTiming:
         """Return the times of the reads for the energy at an edge: at and after the edge, in order."""
         if self.clock is None or self.method != COUNTER:
             return [edge_ns, edge_ns + late_ns] if (late_ns := self._late_ns()) else [edge_ns]
-        shown_ns = edge_ns + max(round(self.sensor.lag_s / NS), 0)  # when the counter will show it
+        shown_ns = edge_ns + max(round(self.sensor.lag_s / NS), 0)  # time at which the counter shows the edge
         last = self.clock.before(shown_ns)
         tick_ns = self.clock.tick_ns
-        if last is None:  # find the ticks first
+        if last is None:  # dense reads find unknown ticks
             return [shown_ns + round(tick_ns * part / 8) for part in range(18)]
         next_ns, half_ns = last[0] + tick_ns, last[1]
         reads = [shown_ns, round(next_ns + tick_ns / 4), round(next_ns + 1.25 * tick_ns)]
         if half_ns > WIDE_NS and next_ns - shown_ns > half_ns:
-            reads.insert(1, round(next_ns))  # halves the error of the phase
+            reads.insert(1, round(next_ns))  # this read halves the error of the phase
         if self._lag is not None and self._is_lag_open:
             probe_s = self._lag.probe_s(tick_ns * NS, (half_ns + self.clock.spread_ns) * NS)
-            if probe_s is not None:  # between the last two
+            if probe_s is not None:  # this read is between the last two reads
                 since_ns = probe_s / NS
                 reads.insert(-1, round(next_ns + (since_ns if since_ns > tick_ns / 4 else tick_ns + since_ns)))
-        if shown_ns > edge_ns:  # one more read in the tick before
+        if shown_ns > edge_ns:  # add a read in the tick before
             reads.insert(0, max(edge_ns, shown_ns - round(tick_ns)))
         return reads
 
     def is_settled(self, edge_ns: int, max_gap_ns: int) -> bool:
-        """Return whether no later reading could improve the energy at an edge."""
+        """Return whether the energy at an edge is final: later readings do not improve it."""
         newest_ns = self._readings[-1].time_ns if self._readings else 0
         if self.clock is None or self.method != COUNTER:
             return newest_ns + self.reach_ns(max_gap_ns) >= edge_ns + self._late_ns()
@@ -178,7 +178,7 @@ class SensorTiming:
         return newest_ns >= (edge_ns + 2 * tick_ns if last is None else last[0] + 2.05 * tick_ns + last[1])
 
     def _late_ns(self) -> int:
-        """Return the delay until readings show an edge, for sensors without known ticks; 0 if a wait is not useful."""
+        """Return the delay of readings after an edge, for sensors without known ticks; 0 if the delay is too short."""
         late_ns = self.shift_ns()
         return late_ns if late_ns >= MIN_TICK_S / NS else 0
 

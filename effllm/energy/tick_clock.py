@@ -1,8 +1,8 @@
-"""The times at which an energy counter moves, estimated from the reads before and after each move. No I/O.
+"""The times at which an energy counter changes, estimated from the reads before and after each change. No I/O.
 
-A GPU's counter moves about every 100 ms, at unannounced times.  A pair of reads with different values bounds the
-time of one move.  All bounds together give an interval for the phase and one for the period, and every further pair
-narrows them: the estimate is the set of all clocks that explain the reads.
+A GPU's counter changes about every 100 ms, at unknown times.  A pair of reads with different values bounds the time of
+one change.  All bounds together give an interval for the phase and an interval for the period.  Every further pair
+narrows both intervals: the estimate is the set of all clocks that explain the reads.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import math
 
 #: The assumed jitter of ticks after reads have contradicted each other.
 MIN_JITTER_NS = 100_000.0
-#: The longest time over which the period is measured, since clocks drift with temperature.
+#: The longest time over which the period is measured, because clocks drift with temperature.
 LEVER_NS = 300e9
 #: Reads that contradict each other by this share of the tick show that the tick is wrong.
 CONTRADICTED = 0.05
 
 
 class TickClock:
-    """The past and future times of a counter's moves, with their bounds.
+    """The past and future times of a counter's ticks, with their bounds.
 
     Args:
         tick_s: period, as calibrated.
@@ -28,12 +28,12 @@ class TickClock:
     def __init__(self, tick_s: float, tick_error_s: float) -> None:
         self._nominal = ((tick_s - tick_error_s) * 1e9, (tick_s + tick_error_s) * 1e9)
         self._min_ns, self._max_ns = self._nominal
-        self._low_ns = self._high_ns = math.nan  # bounds of the reference tick; nan before the first
+        self._low_ns = self._high_ns = math.nan  # bounds of the reference tick; nan before the first tick
         self._jitter_ns = MIN_JITTER_NS
         self._old: list[tuple[float, float, int]] = []  # earlier references with their age in ticks, for the period
         self.conflicts = 0
         self._contradicted_ns = 0  # time of the last conflict
-        self._read_ns = self._still_ns = -1  # the last read, and the first with the same value
+        self._read_ns = self._still_ns = -1  # the last read, and the first read with the same value
 
     @property
     def tick_ns(self) -> float:
@@ -41,17 +41,17 @@ class TickClock:
 
     @property
     def is_contradicted(self) -> bool:
-        """Whether reads contradict the calibrated tick by more than sensors jitter."""
+        """Whether reads contradict the calibrated tick by more than the jitter of sensors."""
         return self.conflicts > 0 and self._jitter_ns > CONTRADICTED * self.tick_ns
 
     @property
     def reference_ns(self) -> float:
-        """Midpoint of the reference tick's bounds; nan before the first."""
+        """Midpoint of the reference tick's bounds; nan before the first tick."""
         return (self._low_ns + self._high_ns) / 2
 
     def moved(self, after_ns: int, until_ns: int) -> None:
         self._still_ns = self._read_ns = until_ns
-        if until_ns - after_ns < 0.9 * self._min_ns:  # otherwise there may have been two moves
+        if until_ns - after_ns < 0.9 * self._min_ns:  # after a longer time, two ticks are possible
             self._narrow(after_ns, until_ns)
 
     def did_not_move(self, after_ns: int, until_ns: int) -> None:
@@ -64,15 +64,15 @@ class TickClock:
         low_ns, high_ns = predicted[0] - predicted[1], predicted[0] + predicted[1]
         early_ns, late_ns = low_ns - self._still_ns, until_ns - high_ns
         if early_ns <= self.spread_ns:
-            return  # the tick may have been before the first of these reads
-        if late_ns > self.spread_ns:  # a tick was due and the counter did not move
+            return  # the tick may be before the first read with this value
+        if late_ns > self.spread_ns:  # a tick was due, but the counter did not change
             self._contradict(min(early_ns, late_ns), until_ns)
             self._restart(math.nan, math.nan)
         elif until_ns >= low_ns:  # the tick comes after this read
             self._narrow(until_ns, round(high_ns + self._jitter_ns) + 1)
 
     def before(self, time_ns: float) -> tuple[float, float] | None:
-        """Return the last tick at or before a time, as (middle, half-width) in ns; ``None`` if it is too uncertain."""
+        """Return the last tick at or before a time, as (middle, half-width) in ns; ``None`` if uncertain."""
         if math.isnan(self._low_ns):
             return None
         count = math.floor((time_ns - self.reference_ns) / self.tick_ns)
@@ -82,7 +82,7 @@ class TickClock:
         return self.reference_ns + count * self.tick_ns, half_ns
 
     def certain_before(self, time_ns: float) -> tuple[float, float] | None:
-        """Return the same as `before` if the time is outside of the bounds of all ticks, else ``None``."""
+        """Return the result of `before` if the time is outside of the bounds of all ticks, else ``None``."""
         last = self.before(time_ns)
         if last is None:
             return None
@@ -95,7 +95,7 @@ class TickClock:
         return self._jitter_ns if self.conflicts else 0.0
 
     def _narrow(self, after_ns: int, until_ns: int) -> None:
-        if until_ns - self._contradicted_ns > LEVER_NS:  # the jitter is reduced again: the counter may have been frozen
+        if until_ns - self._contradicted_ns > LEVER_NS:  # the counter may have been frozen: reduce the jitter
             self._jitter_ns = max(self._jitter_ns / 2, MIN_JITTER_NS)
             self._contradicted_ns = until_ns
         low_ns, high_ns = after_ns - self.spread_ns, until_ns + self.spread_ns
@@ -110,7 +110,7 @@ class TickClock:
         meets = [(max(low, low_ns), min(high, high_ns), count) for low, high, count in (first, second)]
         gaps_ns = [low - high for low, high, _ in meets]
         if max(gaps_ns) < 0:
-            return  # either tick is possible
+            return  # both ticks are possible
         if min(gaps_ns) >= 0:
             self._contradict(min(gaps_ns), until_ns)
             self._restart(after_ns - self._jitter_ns, until_ns + self._jitter_ns)
@@ -129,7 +129,7 @@ class TickClock:
         return self._low_ns + count * self._min_ns, self._high_ns + count * self._max_ns, count
 
     def _bound_period(self, count: int) -> None:
-        """Bound the period by the kept references only, since clocks drift."""
+        """Bound the period only by the kept references, because clocks drift."""
         self._old = [(low, high, ago + count) for low, high, ago in self._old]
         self._min_ns, self._max_ns = self._nominal
         for low, high, ago in self._old:

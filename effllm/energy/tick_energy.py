@@ -10,7 +10,7 @@ from effllm.energy.power_spread import PowerSpread
 
 #: A change of power is a step if it exceeds the usual change from tick to tick by this factor.
 STEP = 8.0
-#: The error of a parabola for a wave, relative to its bend (a sine of ten ticks: 0.016; others larger).
+#: The error of a parabola for a wave, relative to its bend (0.016 for a sine of ten ticks, larger for other waves).
 BEND = 0.04
 #: Harmonics of the tick at which the phases of iterations are added up.
 HARMONICS = (1, 2, 3)
@@ -19,10 +19,10 @@ HARMONICS = (1, 2, 3)
 def in_tick(
     since_s: float, tick_s: float, joules: float, before_w: float | None, after_w: float | None, powers: PowerSpread
 ) -> tuple[float, float, float]:
-    """Split the energy of one tick at a time: return the energy before that time, its variance, and the power there.
+    """Return the energy of a tick before a time in this tick, the variance of this energy, and the power at the time.
 
-    Power of training changes in steps.  The tick's energy and the power of the ticks before and after give the time
-    of one step.  If no single step fits, or power varies smoothly, the energy is distributed over the tick.
+    Power of training changes in steps.  The time of one step follows from the tick's energy and from the power of the
+    ticks before and after.  If no single step fits, or power varies smoothly, the energy is distributed over the tick.
     """
     mean_w = joules / tick_s
     rest_s = tick_s - since_s
@@ -32,7 +32,7 @@ def in_tick(
     rise_w = after_w - before_w
     low_w, high_w = min(before_w, after_w), max(before_w, after_w)
     noise_w = powers.noise_w()
-    # For smooth power: the parabola with these means over the three ticks.
+    # Smooth power is modelled by the parabola that has the mean powers of the three ticks.
     x = since_s / tick_s
     slope_w, bend_w = mean_w - before_w, (before_w + after_w - 2 * mean_w) / 2
     start_w = mean_w - slope_w / 2 - bend_w / 3
@@ -53,13 +53,13 @@ def in_tick(
 def beat(step_s: float, deviation_s: float, tick_s: float, span_s: float) -> float:
     """Return the variance of a span's aliasing error, relative to the variance for independent ticks.
 
-    Iterations with a duration of a multiple of the tick have the same phase each time, and their errors add up
-    instead of averaging out.  The phases of N iterations enter as the power of their Fourier sums at the first
-    harmonics of the tick, weighted as for a step function.
+    If the duration of iterations is a multiple of the tick, all iterations have the same phase, and their errors add
+    up instead of averaging out.  The variance is the power of the Fourier sums of the phases of N iterations, at the
+    first harmonics of the tick, weighted as for a step function.
 
     Args:
         step_s: iteration time.
-        deviation_s: its standard deviation.
+        deviation_s: standard deviation of the iteration time.
         tick_s: the sensor's period.
         span_s: length of the span.
     """
@@ -70,7 +70,7 @@ def beat(step_s: float, deviation_s: float, tick_s: float, span_s: float) -> flo
 
 
 def beat_of(durations_s: Sequence[float], tick_s: float, count: int) -> float:
-    """Return the same as `beat`, for ``count`` iterations with the distribution of these durations.
+    """Return the variance as `beat` does, for ``count`` iterations with the distribution of these durations.
 
     Args:
         durations_s: durations of consecutive iterations; at least one.

@@ -1,4 +1,4 @@
-"""The period at which a counter or a power reading changes, from dense reads of a device. No I/O."""
+"""The period at which a counter or a power reading changes, from reads at short intervals. No I/O."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from itertools import pairwise
 
 from effllm.records.rank import Sample
 
-#: Minimal number of changes from which a period is derived.
+#: Minimal number of changes; from fewer changes no period is derived.
 MIN_MOVES = 4
-#: A counter that moved between almost all reads is continuous, if the distance of the reads is at most this.
+#: Maximal time between reads for a continuous counter, which changes between almost all reads.
 DENSE_S = 0.006
-#: Minimal number of changes of the power reading that show whether it is held; with fewer the table is used.
+#: Minimal number of changes that show whether the power reading is held; after fewer changes the table is used.
 MIN_CHANGES = 8
-#: No power reading of a GPU is held for longer; slower changes come from the load.
+#: Longest time for which a GPU holds a power reading; slower changes come from the load.
 MAX_POWER_TICK_S = 0.12
 
 
 def tick_of(readings: Sequence[tuple[int, float]]) -> tuple[float, float] | None:
-    """Return the period of a counter and the half-width of its error, from dense readings; ``None`` if not found.
+    """Return the period of a counter and the half-width of the period's error; ``None`` if no period is found.
 
-    Each move is bounded by two reads, and the period must explain all moves.  A counter that moved between almost
+    Each change is bounded by two reads, and the period must explain all changes.  A counter that changed between almost
     all reads is continuous and has the period 0.
 
     Args:
@@ -52,10 +52,10 @@ def tick_of(readings: Sequence[tuple[int, float]]) -> tuple[float, float] | None
 
 
 def _runs(reads: Sequence[tuple[int, int, bool]], max_ns: float) -> list[list[tuple[int, int]]]:
-    """Return the moves, divided at delayed reads, so that consecutive moves of a part are one tick apart."""
+    """Return the changes, divided at delayed reads: consecutive changes of one part are one tick apart."""
     runs: list[list[tuple[int, int]]] = [[]]
     for after, until, has_moved in reads:
-        if until - after > max_ns:  # it may have moved more than once
+        if until - after > max_ns:  # more than one change is possible
             runs.append([])
         elif has_moved:
             runs[-1].append((after, until))
@@ -63,9 +63,9 @@ def _runs(reads: Sequence[tuple[int, int, bool]], max_ns: float) -> list[list[tu
 
 
 def is_held(samples: Sequence[Sample]) -> bool | None:
-    """Whether the power reading changes only with the counter, as with a sensor that measures once per tick.
+    """Whether the power reading changes only with the counter, because the sensor measures once per tick.
 
-    ``None`` if it changed too rarely.
+    The result is ``None`` if the power reading changed too rarely.
     """
     pairs = [
         (first, second)
@@ -80,10 +80,10 @@ def is_held(samples: Sequence[Sample]) -> bool | None:
 
 
 def tick_of_means(readings: Sequence[tuple[int, float]]) -> float | None:
-    """Return the seconds for which rarely changing means are held, or ``None`` if not found.
+    """Return the seconds for which rarely changing means are held, or ``None`` if they are not held.
 
     A load that switches between two levels gives at least three different readings, each held for a tick: the reading
-    of the tick with the switch is a mean of both levels.
+    of the tick in which the load switches is a mean of both levels.
     """
     moves = [(first[0] + second[0]) / 2e9 for first, second in pairwise(readings) if first[1] != second[1]]
     if len(moves) < MIN_MOVES or len({power_w for _, power_w in readings}) < 3:

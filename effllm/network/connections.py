@@ -14,7 +14,7 @@ from effllm.network.rejections import NO_KEY, NO_PROTOCOL, OTHER_SECRET, Rejecti
 from effllm.network.transport import receive_event
 
 _MECHANISM_MISMATCH = 0x11000002  # ZMQ_PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH of zmq.h, missing in pyzmq
-_MAX_EVENTS = 200  # per call: a few ms
+_MAX_EVENTS = 200  # per call; so many events take a few ms
 _RETRY_EVERY_S = 1.0
 _FIND_TIMEOUT_S = 0.1
 _HANDSHAKES = (
@@ -26,11 +26,11 @@ _HANDSHAKES = (
 
 
 class Connections:
-    """Watches a listening socket with a ZeroMQ monitor.
+    """Monitors the connections of a listening socket with a ZeroMQ monitor.
 
     Args:
-        watched: the socket; it already listens on a port.
-        rejections: counts failed handshakes; without it they are not watched.
+        watched: the socket, which already listens on a port.
+        rejections: counts failed handshakes; with ``None`` handshakes are not monitored.
     """
 
     def __init__(self, watched: zmq.Socket[bytes], rejections: Rejections | None = None) -> None:
@@ -57,7 +57,7 @@ class Connections:
         self._watched.monitor(address, events)
         monitor: zmq.Socket[bytes] = self._watched.context.socket(zmq.PAIR)
         monitor.set(zmq.LINGER, 0)
-        monitor.set(zmq.RCVHWM, 0)  # a full one would block ZeroMQ's own thread
+        monitor.set(zmq.RCVHWM, 0)  # a full queue would block ZeroMQ's own thread
         monitor.connect(address)
         self.socket = monitor
 
@@ -69,14 +69,14 @@ class Connections:
                 self._intake.resume()
         if self.socket is None and self._events and now_s >= self._retry_at_s:
             self._retry_at_s = now_s + _RETRY_EVERY_S
-            with contextlib.suppress(zmq.ZMQError):  # still no descriptors
+            with contextlib.suppress(zmq.ZMQError):  # all descriptors are still in use
                 self._attach(self._events)
         taken = 0
         while taken < _MAX_EVENTS and (events := self._unread or self._receive()):
             taken += len(events)
             found = {value: _peer_address(value) for event, value in events if event == zmq.EVENT_ACCEPTED}
-            # ZeroMQ reports a disconnection before it closes the descriptor.  So an address belongs to this
-            # connection unless a disconnection of its descriptor was reported.
+            # ZeroMQ reports a disconnection before it closes the descriptor.  So the address of a descriptor belongs
+            # to this connection until a disconnection of the descriptor is reported.
             self._unread = self._receive()
             for event, value in events:
                 self._take(event, value, now_s)
@@ -101,18 +101,18 @@ class Connections:
         elif event == zmq.EVENT_DISCONNECTED and self._rejections is not None:
             address = self._addresses.pop(value, "")
             # ZeroMQ's thread reports the reason of a failed handshake first, and the disconnection directly afterwards.
-            if self._why or not self.decided:  # more have ended than the gate decided on: this one never reached it
+            if self._why or not self.decided:  # no decision is left: this connection did not reach the gate
                 self._rejections.reject(address, self._why or NO_PROTOCOL)
                 self._why = ""
             else:
                 self.decided -= 1
 
     def _hold(self, now_s: float) -> None:
-        """Accept no connection for a second: ZeroMQ retries a failed accept 100,000 times a second."""
+        """Accept no connections for a second, because ZeroMQ retries a failed accept 100,000 times a second."""
         if self._intake.is_held:
             return  # the event is from before the hold
         is_held = self._intake.hold()
-        self._reserve.release()  # for files
+        self._reserve.release()  # the reserved descriptors are for files
         if not is_held and not (self._intake.find() and self._intake.hold()):
             self._detach()
         self._retry_at_s = now_s + _RETRY_EVERY_S

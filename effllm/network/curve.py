@@ -1,8 +1,8 @@
 """CURVE on ZeroMQ's sockets: the keys, derived from the user's secret, and the list of admitted keys.
 
-Without the list CURVE encrypts but admits any key that a peer makes up (RFC 26 leaves admission to ZAP, RFC 27).
-The list has one key, shared by all agents of this job and derived from the secret.  The server's key belongs to
-the user, not to the job: an agent of another job reaches the list and is distinguished from an unauthenticated peer.
+Without this list CURVE encrypts, but admits any key that a peer creates (RFC 26 leaves admission to ZAP, RFC 27).
+The list has one key, which is derived from the secret and shared by all agents of the job.  The server's key belongs
+to the user, not to the job: so an agent of another job is distinguished from an unauthenticated peer.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from effllm.network.secret import derive
 
 DOMAIN = b"effllm"
 _ZAP = "inproc://zeromq.zap.01"
-_MAX_REQUESTS = 100  # per call: a few ms
-_FRAMES = 9  # of a request: two of the router's, then version, id, domain, address, identity, mechanism, key
+_MAX_REQUESTS = 100  # per call; so many requests take a few ms
+_FRAMES = 9  # frames of a request: two of the router, version, id, domain, address, identity, mechanism, key
 
 
 @dataclass(frozen=True)
@@ -63,17 +63,17 @@ class ServerKeys:
         return cls(KeyPair.of(derive(secret, "server")), KeyPair.of(derive(secret, "agents", job)).public)
 
     def secure(self, socket: zmq.Socket[bytes]) -> None:
-        """Make a socket encrypt and use a `Gate`, before it listens."""
+        """Set encryption and the use of a `Gate` for a socket that does not listen yet."""
         socket.set(zmq.CURVE_SERVER, 1)
         socket.set(zmq.CURVE_SECRETKEY, self.own.secret)
         socket.set(zmq.ZAP_DOMAIN, DOMAIN)
-        socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a gate no peer is admitted; the default is every peer
+        socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a gate no peer is admitted; ZeroMQ's default is all
 
 
 class Gate:
     """Answers ZeroMQ's requests for authentication (ZAP): only peers with the agents' key are admitted.
 
-    One per context, made before the socket that uses it.  Its socket belongs into the same poller.
+    A context has one gate, created before the socket that uses it.  Register the gate's socket with the same poller.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: ServerKeys) -> None:
@@ -83,7 +83,7 @@ class Gate:
         self.socket.bind(_ZAP)
 
     def answer(self) -> list[tuple[str, bool]]:
-        """Answer all waiting peers; return the address of each, and whether it was admitted."""
+        """Answer all waiting peers; return each peer's address, and whether the peer was admitted."""
         answered = []
         for _ in range(_MAX_REQUESTS):
             try:
@@ -91,7 +91,7 @@ class Gate:
             except zmq.Again:
                 break
             if len(frames) < 5 or frames[2] != b"1.0":
-                continue  # not a ZAP request; ZeroMQ sends no other
+                continue  # not a ZAP request; ZeroMQ sends only ZAP requests
             mechanism, key = (frames[7], frames[8]) if len(frames) == _FRAMES else (b"", b"")
             is_admitted = frames[4] == DOMAIN and mechanism == b"CURVE" and key == self._admitted
             answered.append((frames[5].decode(errors="replace").removeprefix("::ffff:"), is_admitted))

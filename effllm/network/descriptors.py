@@ -1,4 +1,4 @@
-"""The limit of open files of a process; each connection takes one.  Standard library only."""
+"""The limit of open files of a process; each connection takes one file.  Standard library only."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import resource
 
 _UNLIMITED = resource.RLIM_INFINITY
 _OWN = 256  # for sinks, ZeroMQ, and connections before their handshake
-_MIN_OWN = 96  # an aggregator of two ranks has 21 open
-RESERVED = 16  # a window and its summary need six at once
+_MIN_OWN = 96  # an aggregator of two ranks has 21 open files
+RESERVED = 16  # a window and its summary need six files at once
 
 
 def needed(peers: int) -> int:
-    """Return the limit that an aggregator needs: one per peer, a fifth more for reconnections, and its own files."""
+    """Return the limit for an aggregator: a file per peer, a fifth more for reconnections, and its own files."""
     return peers + -(-peers // 5) + min(_OWN, _MIN_OWN + peers)
 
 
 def shortage(peers: int) -> str:
-    """Return why the limits of this process do not suffice for an aggregator of ``peers``, or an empty string.
+    """Return the remedy if the limits of this process are too low for an aggregator of ``peers``, or an empty string.
 
-    The limits stay unchanged, since the caller is a trainer.  The aggregator raises its own.
+    The limits stay unchanged, because the caller is a trainer.  The aggregator raises its own limits.
     """
     least = needed(peers)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -37,7 +37,7 @@ def shortage(peers: int) -> str:
 def raise_limit(least: int = 0) -> str:
     """Raise the soft limit to the hard limit, and the hard limit if permitted.
 
-    Return an empty string, or why the limit does not suffice.
+    Return the remedy if the limit is still too low, or an empty string.
 
     Args:
         least: the required number of files.
@@ -64,13 +64,13 @@ def _line(least: int, allowed: int) -> str:
 
 
 class Reserve:
-    """Reserved descriptors, so that files can still be opened when connections use all others."""
+    """Reserved descriptors, so that files can be opened after connections have used all other descriptors."""
 
     def __init__(self) -> None:
         self._descriptors: list[int] = []
 
     def take(self) -> bool:
-        """Reserve them, all or none; ``False`` if fewer than RESERVED and one more are free."""
+        """Reserve all descriptors, or none and return ``False`` if at most RESERVED descriptors are free."""
         if self._descriptors:
             return True
         try:

@@ -1,9 +1,9 @@
-"""How the ranks of a job find their aggregator.  Standard library, and torch if the trainer has imported it.
+"""Discovery of a job's aggregator by its ranks.  Imports the standard library; uses torch if the trainer imports torch.
 
 The address comes from ``EFFICIENTLLM_ENDPOINT``, else from torchrun's store, else (srun, mpirun) from a file beside
-the run folders; a job of one process uses loopback.  A record in the store or file may be of an earlier attempt.
-So a rank continues its search until the aggregator has welcomed its agent.  A record is valid only with a signature
-by the user's secret.
+the run folders; a job of one process uses loopback.  A record in the store or file may be from an earlier attempt,
+so a rank continues its search until the aggregator has sent a welcome to its agent.  A record is valid only if it is
+signed with the user's secret.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ from effllm.store import own_files
 PROBE_S = 0.5
 STORE_S = 5.0
 GIVE_UP_S = 300.0
-MIN_RECHECK_S, MAX_RECHECK_S = 0.5, 10.0  # period of the check whether a found address is still rank 0's
+MIN_RECHECK_S, MAX_RECHECK_S = 0.5, 10.0  # period of the check for a newer record of rank 0
 MAX_RECORD_BYTES = 4096
-TEMPORARY_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")  # noqa: S108 - for a folder in them that is checked
+TEMPORARY_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")  # noqa: S108 - a folder in these is used after a check
 
 is_loopback = interface.is_loopback
 
 
 def is_secured(config: Config) -> bool:
-    """Whether reports are encrypted and peers without the key rejected; on loopback too, which all users share."""
+    """Whether reports are encrypted and peers without the key are rejected, also on loopback (shared by all users)."""
     return config.security != "none"
 
 
 def find_secret(config: Config) -> Config:
-    """Make the user's secret if it is missing, for a job on one host; return settings with its path.
+    """Create the user's secret if it is missing, for a job on one host; return settings with the secret's path.
 
-    If the home folder cannot hold it (read-only, missing, without hard links), it is put into a private folder for
-    temporary files, where all ranks on the host find it.
+    If the secret cannot be written into the home folder (read-only, missing, without hard links), it is written into
+    a private temporary folder with a fixed name, which all ranks on the host read.
 
     Raises:
-        SecretError: no folder can hold it; the message names the first.
+        SecretError: the secret cannot be written into any folder; the message names the first folder.
     """
     try:
         secret.create(secret_path(config))
@@ -71,12 +71,12 @@ def find_secret(config: Config) -> Config:
 
 
 def host_of(endpoint: str) -> str:
-    """Return the host of an endpoint, an IPv6 address in its brackets."""
+    """Return the host of an endpoint; an IPv6 address has brackets."""
     return endpoint.removeprefix("tcp://").rpartition(":")[0]
 
 
 def openness(endpoint: str) -> str:
-    """Return the warning about an endpoint without keys: empty on loopback."""
+    """Return the warning about an endpoint without keys; empty for loopback."""
     if is_loopback(host_of(endpoint)):
         return ""
     return (
@@ -86,15 +86,15 @@ def openness(endpoint: str) -> str:
 
 
 class RecordSource(Protocol):
-    """A place where rank 0 publishes its record and other ranks read it."""
+    """A place where rank 0 publishes its record and other ranks read the record."""
 
-    key: str  # signed with the record, which so is valid in this place only
+    key: str  # is signed together with the record, so that the record is valid only in this place
 
     def connect(self) -> bool:
-        """Connect without a long wait; ``False`` if that is not possible now."""
+        """Connect without a long wait; ``False`` if a connection is not possible now."""
 
     def publish(self, record: dict[str, str]) -> bool:
-        """Set the record; ``False`` if that is not possible now."""
+        """Set the record; ``False`` if this is not possible now."""
 
     def read(self) -> dict[str, str] | None:
         """Return the record, if it exists."""
@@ -104,7 +104,7 @@ class Store:
     """A client of torchrun's key-value store.
 
     Raises:
-        DiscoveryError: torch is not in this process, so there is no client.
+        DiscoveryError: the trainer has not imported torch, which has the client.
     """
 
     def __init__(self, place: Place, generation: int) -> None:
@@ -115,7 +115,7 @@ class Store:
         self._store: Any = None
         self._distributed: Any = getattr(sys.modules.get("torch"), "distributed", None)
         if not self._distributed:
-            raise DiscoveryError("the store of torchrun needs torch imported first, or EFFICIENTLLM_ENDPOINT set")
+            raise DiscoveryError("torchrun's store needs torch: import torch first, or set EFFICIENTLLM_ENDPOINT")
 
     def connect(self) -> bool:
         address, port = self._place.master_addr, self._place.master_port
@@ -148,15 +148,15 @@ class SharedFile:
     """A file beside the run folders, for launchers without a store: srun and mpirun.
 
     Raises:
-        DiscoveryError: this launch has no id, from which the file's name is made.
+        DiscoveryError: this launch has no id, which is a part of the file's name.
     """
 
     def __init__(self, place: Place, config: Config, generation: int) -> None:
         launch = config.run_name or place.launch_id or place.run_id
         if not launch:
             raise DiscoveryError(
-                f"{place.launcher} gives this launch no id: set EFFICIENTLLM_RUN_NAME, or EFFICIENTLLM_ENDPOINT to an "
-                "aggregator that effllm serve has started"
+                f"{place.launcher} gives this launch no id: set EFFICIENTLLM_RUN_NAME, or set EFFICIENTLLM_ENDPOINT to "
+                "the address of effllm serve"
             )
         self.key = f"{launch}/{generation}"
         name = "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in launch)[:100]
@@ -197,16 +197,16 @@ def source(place: Place, config: Config, generation: int) -> RecordSource | None
     """Return the place of rank 0's record, or ``None`` for a job of one rank.
 
     Raises:
-        DiscoveryError: there is no such place.
+        DiscoveryError: a place for the record is missing.
     """
     if place.world_size == 1:
         return None
-    has_store = place.launcher in ("torchrun", "torch.distributed")  # the second: from an existing process group
+    has_store = place.launcher in ("torchrun", "torch.distributed")  # torch.distributed: a process group exists
     return Store(place, generation) if has_store else SharedFile(place, config, generation)
 
 
 def publish(source: RecordSource, record: dict[str, str], failed: Callable[[str], None]) -> None:
-    """Publish rank 0's record at once, or else in a thread that retries."""
+    """Publish rank 0's record at once; if this fails, retry in a thread."""
     if source.connect() and source.publish(record):
         return
 
@@ -218,15 +218,15 @@ def publish(source: RecordSource, record: dict[str, str], failed: Callable[[str]
 
 
 class Search:
-    """A rank's search for rank 0's record, until the aggregator has welcomed its agent.
+    """A rank's search for rank 0's record, until the aggregator has sent a welcome to the rank's agent.
 
     Args:
         source: the place of the record.
         config: the job's settings.
         is_secured: whether a record needs a signature.
-        found: is called with each new record, or with rank 0's reason why there is no aggregator.
+        found: is called with each new record, or with rank 0's reason for a missing aggregator.
         failed: is called with one line for the user.
-        is_welcome: whether the aggregator at an endpoint has welcomed the agent.
+        is_welcome: whether the aggregator at an endpoint has sent a welcome to the agent.
     """
 
     def __init__(
@@ -246,7 +246,7 @@ class Search:
         self._reported: set[str] = set()
 
     def start(self) -> None:
-        """Search at once, then in a daemon thread, the only thread of effllm in a trainer: it ends after start-up."""
+        """Search at once, then in a daemon thread: effllm's only thread in a trainer, which ends after start-up."""
         self._read()
         _in_thread(self._run)
 
@@ -264,7 +264,7 @@ class Search:
     def _read(self) -> None:
         self._is_connected = self._is_connected or self._source.connect()
         record = self._source.read() if self._is_connected else None
-        if self._record:  # up to ten thousand ranks may wait for their welcome: they read less and less often
+        if self._record:  # reads become less frequent, because ten thousand ranks may wait for a welcome
             self._read_at_s = time.monotonic() + self._pause_s
             self._pause_s = min(self._pause_s * 1.5, MAX_RECHECK_S)
         if record is None or record == self._record:
@@ -272,7 +272,7 @@ class Search:
         if "endpoint" not in record:
             if not self._is_refused and "refused" in record:
                 self._is_refused = True
-                self._found({"refused": record["refused"]})  # once, since rank 0 has logged it
+                self._found({"refused": record["refused"]})  # only once, because rank 0 has logged the reason
             return
         objection = self._objection(record)
         if not objection:
@@ -291,19 +291,19 @@ class Search:
             address = f"rank 0's address, {endpoint},"
             return f"no metrics of this rank: {address} is not on this host: another user or job wrote it"
         try:
-            known = secret.read(secret_path(self._config))  # each time: a slow file system may show it late
+            known = secret.read(secret_path(self._config))  # read each time: a slow file system may show it late
         except secret.SecretError as error:
             return f"no metrics of this rank: {error}"
         if secret.is_signed(known, record, self._source.key):
             return ""
         return (
             f"no metrics of this rank: rank 0's address is not signed with the secret {secret_path(self._config)}: "
-            "this host's is another than rank 0's, or another user or job wrote it"
+            "this host's secret differs from rank 0's secret, or another user or job wrote this address"
         )
 
 
 def _record(content: bytes | str) -> dict[str, str] | None:
-    """Decode a record, a flat object of text; ``None`` for any other content."""
+    """Decode a record, which is a flat object of text; return ``None`` for other content."""
     if len(content) > MAX_RECORD_BYTES:
         return None
     try:

@@ -1,10 +1,10 @@
-"""Pauses and resumes the accepting of connections on a ZeroMQ listening socket, while accept fails.
+"""Pauses and resumes the acceptance of connections on a ZeroMQ listening socket, while accept fails.
 
-libzmq has no such switch.  When accept fails without free descriptors, libzmq polls its epoll again at once, and
-the epoll reports the same connection again: this takes 0.77 of a core until descriptors are free.  An unbind would
-end every connection that the socket has accepted, because they are its children.  So the socket's entry in libzmq's
-epoll, a descriptor of this process, is set to no events, and later back.  The entry's data is read from
-/proc/self/fdinfo and kept.  Peers that connect meanwhile wait in the kernel's queue.
+libzmq cannot pause acceptance.  When accept fails without free descriptors, libzmq polls its epoll again at once, and
+the epoll reports the same connection again: this takes 0.77 of a core until descriptors are free.  An unbind would end
+all accepted connections, because they are children of the socket.  So the events in the socket's entry in libzmq's
+epoll (a descriptor of this process) are removed, and restored later.  The entry's data is read from /proc/self/fdinfo
+and kept.  Peers that connect during the pause wait in the kernel's queue.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class _Entry(NamedTuple):
     epoll: int
     descriptor: int
     events: int
-    data: int  # libzmq's own
+    data: int  # data of libzmq
 
 
 class Intake:
-    """Pauses and resumes the intake of ZeroMQ's listening socket on a port."""
+    """Pauses and resumes the acceptance of connections by ZeroMQ's listening socket on a port."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -41,19 +41,19 @@ class Intake:
         self.is_held = False
 
     def find(self) -> bool:
-        """Find the socket's entry; ZeroMQ's own thread makes it shortly after the bind.  Return whether it exists."""
+        """Return whether the socket's entry exists; ZeroMQ's own thread creates the entry shortly after the bind."""
         if self._entry is None:
             found = [one for one in _entries() if one.events & select.EPOLLIN and _listens(one.descriptor, self._port)]
             self._entry = found[0] if len(found) == 1 else None
         return self._entry is not None
 
     def hold(self) -> bool:
-        """Accept no connection; ``False`` if that is not possible."""
+        """Pause the acceptance of connections; ``False`` if this is not possible."""
         self.is_held = self.is_held or self._set(0)
         return self.is_held
 
     def resume(self) -> None:
-        """Accept connections again, including the waiting ones."""
+        """Accept connections again, also those that wait."""
         if self.is_held and self._entry and self._set(self._entry.events):
             self.is_held = False
 
@@ -67,7 +67,7 @@ class Intake:
 def _entries() -> Iterator[_Entry]:
     """Yield the entries of this process's epolls; none if /proc does not list them."""
     try:
-        numbers = [int(name) for name in os.listdir(_DESCRIPTORS)]  # noqa: PTH208 - Path makes an object of each
+        numbers = [int(name) for name in os.listdir(_DESCRIPTORS)]  # noqa: PTH208 - Path makes an object for each name
     except OSError:
         return
     for number in numbers:
@@ -93,7 +93,7 @@ def _listens(descriptor: int, port: int) -> bool:
     try:
         copy = os.dup(descriptor)
         one = socket.socket(fileno=copy)
-    except OSError:  # closed meanwhile, or not a socket
+    except OSError:  # the descriptor is closed, or is no socket
         if copy >= 0:
             os.close(copy)
         return False

@@ -1,4 +1,4 @@
-"""The address under which other hosts of a job reach this one, never a wildcard.  Standard library only."""
+"""The address under which other hosts of a job reach this host, never a wildcard.  Standard library only."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 
-_ANY_PORT = 9  # nothing is sent to it
-_REMOTE = ("192.0.2.1", "2001:db8::1")  # reserved for documentation: only a default route matches them
+_ANY_PORT = 9  # nothing is sent to this port
+_REMOTE = ("192.0.2.1", "2001:db8::1")  # reserved for documentation: only a default route matches these
 _SIOCGIFADDR = 0x8915
 _INET6 = Path("/proc/net/if_inet6")
 
@@ -28,7 +28,7 @@ def loopback() -> str:
     """Return the loopback address of this host, IPv4 if possible; empty if the interface is down."""
     for family, address in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
         with contextlib.suppress(OSError):
-            return _source(family, (address, _ANY_PORT))  # connects: a bind succeeds on an interface that is down too
+            return _source(family, (address, _ANY_PORT))  # not a bind, which succeeds even if the interface is down
     return ""
 
 
@@ -45,10 +45,10 @@ def endpoint(address: str, port: int) -> str:
 
 
 def towards(host: str) -> str:
-    """Return this host's address on the route to a host, itself included; empty if the route is loopback only.
+    """Return this host's address on the route to a host, or to itself; empty if all routes use loopback.
 
     Raises:
-        OSError: the name is unknown, or there is no route.
+        OSError: the host's name is unknown, or no route exists.
     """
     found = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)
     error: OSError | None = None
@@ -67,7 +67,7 @@ def towards(host: str) -> str:
 
 
 def by_default_route() -> str:
-    """Return this host's address on the default route; empty if there is none."""
+    """Return this host's address on the default route; empty without a default route."""
     for family, address in zip((socket.AF_INET, socket.AF_INET6), _REMOTE, strict=True):
         try:
             own = _source(family, (address, _ANY_PORT))
@@ -79,7 +79,7 @@ def by_default_route() -> str:
 
 
 def of(name: str) -> str:
-    """Return the address of an interface, or a given address unchanged; empty if there is no such interface."""
+    """Return the address of an interface, or a given address unchanged; empty for an unknown interface."""
     try:
         return str(ipaddress.ip_address(name.strip("[]")))
     except ValueError:
@@ -115,7 +115,7 @@ def _is_usable(address: str) -> bool:
 
 
 def _addresses(name: str) -> Iterator[str]:
-    """Yield the addresses of an interface, IPv4 first, without link-local ones: other hosts cannot use them."""
+    """Yield the addresses of an interface, IPv4 first, without link-local addresses: other hosts cannot use these."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))

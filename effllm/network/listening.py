@@ -20,7 +20,7 @@ def own_address(place: Place, config: Config) -> str:
     """Return the address on which rank 0 listens: reachable from the other ranks, never a wildcard.
 
     Raises:
-        DiscoveryError: there is none; the message names the setting to use.
+        DiscoveryError: no address is found; the message names the setting to use.
     """
     if place.one_host:
         # Settings are ignored here: without keys the aggregator listens on loopback only.
@@ -34,7 +34,7 @@ def own_address(place: Place, config: Config) -> str:
         if not address:
             raise DiscoveryError(f"EFFICIENTLLM_INTERFACE={config.interface}: this host has no such interface")
         if interface.is_wildcard(address):
-            raise DiscoveryError(f"EFFICIENTLLM_INTERFACE={config.interface} is every interface: name one of them")
+            raise DiscoveryError(f"EFFICIENTLLM_INTERFACE={config.interface} is every interface: name one interface")
         return address
     if place.master_addr:
         try:
@@ -42,7 +42,7 @@ def own_address(place: Place, config: Config) -> str:
         except OSError as error:
             raise DiscoveryError(
                 f"MASTER_ADDR={place.master_addr} cannot be reached ({error.strerror or error}): "
-                "set EFFICIENTLLM_INTERFACE to where rank 0 is to listen"
+                "set EFFICIENTLLM_INTERFACE to the interface on which rank 0 must listen"
             ) from error
         if address:
             return address
@@ -50,8 +50,8 @@ def own_address(place: Place, config: Config) -> str:
     address = interface.by_default_route()
     if not address:
         raise DiscoveryError(
-            f"MASTER_ADDR={place.master_addr} leads to no address of this host that others can reach, and there is no "
-            "default route: set EFFICIENTLLM_INTERFACE to where rank 0 is to listen"
+            f"MASTER_ADDR={place.master_addr} leads to no address that other hosts can reach, and there is no default "
+            "route: set EFFICIENTLLM_INTERFACE to the interface on which rank 0 must listen"
         )
     return address
 
@@ -64,11 +64,11 @@ def listen(address: str, port: int = 0) -> socket.socket:
     """
     listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
     try:
-        if port:  # connections of an earlier aggregator on this port may still be closing
+        if port:  # the kernel may still be closing connections of an earlier aggregator on this port
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((address, port))
-        # Accepted connections inherit the option, so that closing ones do not block this port for the next aggregator.
-        # It is set after bind: before it, port 0 could return a port on which another process is about to listen.
+        # Accepted connections inherit the option: while they close, the next aggregator can listen on this port.
+        # The option is set after bind: if set before, port 0 could get a port on which another process will listen.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.listen(BACKLOG)
     except OSError as error:
@@ -81,7 +81,7 @@ def listen_within(address: str, ports: str) -> socket.socket:
     """Return a socket that listens on the first free port of ``lo-hi``, or on any free port for an empty range.
 
     Raises:
-        DiscoveryError: all of them are in use.
+        DiscoveryError: all ports of the range are in use.
         OSError: the address is not this host's.
     """
     if not ports:

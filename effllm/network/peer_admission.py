@@ -16,8 +16,8 @@ class PeerAdmission:
     """Admission of the connections of one listening socket.
 
     Args:
-        context: the aggregator's; its socket is made after this object.
-        keys: the job's; without them every peer is admitted.
+        context: the aggregator's context; its socket is made after this object.
+        keys: the job's keys; without keys every peer is admitted.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: ServerKeys | None) -> None:
@@ -31,7 +31,7 @@ class PeerAdmission:
         self._connections = Connections(listening, self._rejections if self._gate else None)
 
     def wait_with(self, poller: zmq.Poller) -> None:
-        """Register the sockets of authentication and monitoring with a poller; call it before each poll."""
+        """Register the sockets of authentication and monitoring with a poller; call this before each poll."""
         sockets = [one.socket for one in (self._gate, self._connections) if one is not None and one.socket is not None]
         for socket in self._waited_on:
             if socket not in sockets:
@@ -43,7 +43,7 @@ class PeerAdmission:
 
     def poll(self, now_s: float) -> list[str]:
         """Admit or reject the waiting peers, and return the lines to report."""
-        answers = self._gate.answer() if self._gate else []  # before the ends of the same connections
+        answers = self._gate.answer() if self._gate else []  # before the connections' ends are read
         for address, is_admitted in answers:
             if is_admitted:
                 self._rejections.admit(address)

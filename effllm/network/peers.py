@@ -1,8 +1,8 @@
-"""The identity of each connection, taken from its HELLO, and its rate limit for frames and bytes; pure.
+"""The identity of each connection, taken from its HELLO, and its rate limit for frames and bytes. No I/O.
 
-A connection sends for one rank and one agent.  Messages before its HELLO, for another rank or beyond its rate are
-rejected, counted by kind, and reported with the host of its HELLO.  The frames of a throttled peer are dropped until
-it has sent another HELLO and the dropped reports again, so no honest report is lost.
+A connection sends for one rank and one agent.  Messages before the HELLO, for another rank or above the rate limit
+are rejected, counted by kind, and reported with the host of the HELLO.  The frames of a throttled peer are dropped
+until it sends another HELLO and then the dropped reports, so that no honest report is lost.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ import time
 from effllm.records.rank import Event
 from effllm.records.wire import FromAgent, Hello, Reports, Supersede
 
-# An honest agent sends at most one frame in 50 ms, and after an outage all kept reports, in frames of up to 128 kB.
+# An honest agent sends at most one frame in 50 ms.  After an outage all kept reports are sent, in frames up to 128 kB.
 FRAMES_PER_S = 50.0
 BYTES_PER_S = 4.0 * 2**20
 BURST_FRAMES = 512
 BURST_BYTES = 16 * 2**20
 ROW_BYTES = 16 * 1024  # a row with all gauges, phases and a wide histogram has 10 kB
-NO_HELLO_FRAMES = 32  # allowance before the HELLO, including it
+NO_HELLO_FRAMES = 32  # allowance up to and including the HELLO
 NO_HELLO_BYTES = 2**20
 MAX_PEERS_WITHOUT_HELLO = 4096
 AGAIN_EVERY_S = 1.0
-AGAIN_FRAMES = 64  # free frames of the allowance before a throttled peer is requested to send again
-REPORTED_FROM = 3  # the first two are not reported: a reconnecting agent may send a message before its HELLO
+AGAIN_FRAMES = 64  # minimal allowance of a throttled peer for a request to send the dropped frames again
+REPORTED_FROM = 3  # two messages are not reported: a reconnecting agent may send a message before its HELLO
 
 NO_HELLO, WRONG_RANK, THROTTLED, GARBAGE = "no_hello", "wrong_rank", "throttled", "garbage"
 REJECTED_HELLO = "rejected_hello"
-NOT_RESENT = "sent more before it had sent the dropped frames again"
+NOT_RESENT = "sent new frames before it sent the dropped frames again"
 UNKNOWN_PEER = "a connection without a HELLO"
 
 
@@ -37,13 +37,13 @@ class _Peer:
     __slots__ = ("again_s", "agent", "frames", "host", "is_held", "num_bytes", "rank", "rejected", "since_s")
 
     def __init__(self, now_s: float) -> None:
-        self.agent = ""  # empty before its HELLO
+        self.agent = ""  # empty before the HELLO
         self.rank = -1
         self.host = ""
         self.frames = NO_HELLO_FRAMES
         self.num_bytes = NO_HELLO_BYTES
         self.since_s = now_s  # time of the last refill
-        self.is_held = False  # only a HELLO is accepted, after a dropped frame
+        self.is_held = False  # whether only a HELLO is accepted, because a frame was dropped
         self.again_s = -AGAIN_EVERY_S + now_s
         self.rejected: dict[str, int] = {}  # by kind
 
@@ -63,7 +63,7 @@ class Peers:
         self._burst_frames = BURST_FRAMES + history_size
         self._burst_bytes = BURST_BYTES + history_size * ROW_BYTES
         self._peers: dict[bytes, _Peer] = {}
-        self._of_rank: dict[int, bytes] = {}  # those with a HELLO
+        self._of_rank: dict[int, bytes] = {}  # connections with a HELLO
         self._events: list[Event] = []
         self._repeated = 0  # rejections without an event since the last `take_repeated`
         self.rejected: dict[str, int] = {}  # messages and dropped frames by kind
@@ -72,20 +72,20 @@ class Peers:
         return len(self._peers)
 
     def admits(self, peer: bytes, num_bytes: int, now_s: float, is_hello: bool = False) -> bool:
-        """Return whether a frame may be decoded; of a throttled peer only the next HELLO is."""
+        """Return whether a frame may be decoded; a throttled peer may send only a HELLO."""
         one = self._peers.get(peer) or self._add(peer, now_s)
         if one.is_held and not is_hello:
             self._reject(one, THROTTLED, NOT_RESENT)
-            return False  # dropped frames are not charged
+            return False  # a dropped frame does not reduce the allowance
         one.frames -= 1
         one.num_bytes -= num_bytes
         return (one.frames >= 0 <= one.num_bytes) or self._is_refilled(one, num_bytes, now_s)
 
     def objection(self, peer: bytes, message: FromAgent) -> str:
-        """Return why a message is rejected, or an empty string: its rank must be that of the connection's HELLO."""
+        """Return the reason if a message is rejected, else an empty string: its rank must be the HELLO's rank."""
         one = self._peers.get(peer)
         if isinstance(message, Reports) and one is not None and one.agent and not one.is_held:
-            rank, agent = one.rank, one.agent  # local names: ten thousand calls a second
+            rank, agent = one.rank, one.agent  # local names are faster: there are ten thousand calls a second
             for row in message.rows:
                 if row.rank != rank or row.agent != agent:
                     return self._wrong_rank(one, row.rank)
@@ -93,8 +93,8 @@ class Peers:
         if isinstance(message, Hello):
             if one is None or not one.agent or (one.rank == message.rank and one.agent == message.agent):
                 return ""
-            return self._reject(one, WRONG_RANK, f"sent a HELLO of rank {message.rank} on {message.host} too")
-        if isinstance(message, Supersede):  # from another aggregator, without a rank
+            return self._reject(one, WRONG_RANK, f"also sent a HELLO of rank {message.rank} on {message.host}")
+        if isinstance(message, Supersede):  # this message is from another aggregator and has no rank
             return ""
         if one is None or not one.agent:
             return self._reject(one, NO_HELLO, "sent another message first")
@@ -109,7 +109,7 @@ class Peers:
         return self._reject(one, WRONG_RANK, f"sent a message of {whose}")
 
     def introduce(self, peer: bytes, message: Hello, now_s: float) -> None:
-        """Set the rank and agent of a connection from its HELLO; it replaces an earlier connection of the rank."""
+        """Set the rank and agent of a connection from its HELLO; replace an earlier connection of the rank."""
         earlier = self._of_rank.get(message.rank)
         before = self._peers.pop(earlier, None) if earlier is not None and earlier != peer else None
         one = self._peers.get(peer) or self._add(peer, now_s)
@@ -122,16 +122,16 @@ class Peers:
         self._of_rank[message.rank] = peer
 
     def hold(self, peer: bytes) -> None:
-        """Accept only a HELLO from a connection; after it the agent sends the dropped reports again."""
+        """Accept only a HELLO from a connection; after the HELLO the agent sends the dropped reports again."""
         if (one := self._peers.get(peer)) is not None:
             one.is_held = True
-            self._reject(one, THROTTLED, "has more reports that wait for others than an agent keeps")
+            self._reject(one, THROTTLED, "has more waiting reports than an agent keeps")
 
     def count_rejected_hello(self) -> None:
         self.rejected[REJECTED_HELLO] = self.rejected.get(REJECTED_HELLO, 0) + 1
 
     def garbage(self, peer: bytes, reason: str) -> str:
-        """Count a frame that could not be decoded; return the reason with the name of its peer."""
+        """Count a frame that could not be decoded; return the reason with the peer's name."""
         one = self._peers.get(peer)
         if one is None:
             return f"{reason} (from {UNKNOWN_PEER})"
@@ -157,13 +157,13 @@ class Peers:
         return events
 
     def take_repeated(self) -> int:
-        """Return the number of other rejections since the last call."""
+        """Return the number of rejections without an event since the last call."""
         repeated, self._repeated = self._repeated, 0
         return repeated
 
     def _add(self, peer: bytes, now_s: float) -> _Peer:
         if len(self._peers) - len(self._of_rank) >= MAX_PEERS_WITHOUT_HELLO:
-            # The oldest half is dropped, so that in a flood not every connection pays for this scan.
+            # The oldest half is dropped at once, because a scan for each connection of a flood would take too long.
             without_hello = [known for known, one in self._peers.items() if not one.agent]
             for known in without_hello[: MAX_PEERS_WITHOUT_HELLO // 2]:
                 del self._peers[known]
@@ -171,7 +171,7 @@ class Peers:
         return one
 
     def _is_refilled(self, one: _Peer, num_bytes: int, now_s: float) -> bool:
-        """Refill the allowance by the elapsed time; return whether a frame that exceeded it fits now."""
+        """Refill the allowance by the elapsed time; return whether a frame above the old allowance fits now."""
         passed_s = max(now_s - one.since_s, 0.0)
         max_frames = self._burst_frames if one.agent else NO_HELLO_FRAMES
         max_bytes = self._burst_bytes if one.agent else NO_HELLO_BYTES
@@ -181,14 +181,14 @@ class Peers:
         if is_enough:
             one.frames, one.num_bytes, one.since_s = frames - 1, left_bytes - num_bytes, now_s
             return True
-        one.frames += 1  # dropped frames are not charged
+        one.frames += 1  # a dropped frame does not reduce the allowance
         one.num_bytes += num_bytes
         one.is_held = one.is_held or bool(one.agent)
-        self._reject(one, THROTTLED, "sends too much; its frames are dropped for a while")
+        self._reject(one, THROTTLED, "exceeds its rate limit; its frames are now dropped")
         return False
 
     def _reject(self, one: _Peer | None, kind: str, what: str) -> str:
-        """Count a rejection, with an event for the first of its connection and kind; return it as a sentence."""
+        """Count a rejection and return a sentence; the first of a connection and kind also makes an event."""
         self.rejected[kind] = self.rejected.get(kind, 0) + 1
         name = one.name if one else UNKNOWN_PEER
         text = f"{name} {what}"

@@ -1,4 +1,4 @@
-"""Rejected peers: each is counted; each address and reason is reported once; pure."""
+"""Rejected peers: each peer is counted; each address and reason is reported once. No I/O."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ NO_KEY = "no key"
 NO_PROTOCOL = "not the protocol of agents"
 
 MAX_ADDRESSES = 1000
-MAX_UNSEEN = 10  # uncounted failed handshakes from unknown addresses: they may be those of killed agents
+MAX_UNSEEN = 10  # failed handshakes from unknown addresses that are not counted: agents may have been killed
 MAX_ADMITTED = 2**20
 
 
@@ -18,7 +18,7 @@ class Rejections:
     def __init__(self) -> None:
         self.count = 0
         self._unseen = 0
-        self._repeated = 0  # rejections without a line of their own since the last `take_repeated`
+        self._repeated = 0  # rejections without a separate line since the last `take_repeated`
         self._reported: set[tuple[str, str]] = set()
         self._admitted: set[str] = set()
         self._lines: list[str] = []
@@ -30,12 +30,12 @@ class Rejections:
     def reject(self, address: str, why: str) -> None:
         """Count a rejected peer.
 
-        A connection from the host of an admitted agent that ends in its handshake is not counted: an agent was
-        killed.  The first MAX_UNSEEN from unknown addresses are not counted either.
+        A connection that ends during its handshake is not counted if its host has an admitted agent: the agent was
+        killed.  The first MAX_UNSEEN such connections from unknown addresses are not counted either.
 
         Args:
-            address: the peer's; empty if unknown.
-            why: one of this module's reasons.
+            address: the peer's address; empty if it is unknown.
+            why: a reason, which is a constant of this module.
         """
         if why == NO_PROTOCOL and address in self._admitted:
             return
@@ -49,9 +49,9 @@ class Rejections:
             return
         self._reported.add((address, why))
         if len(self._reported) > MAX_ADDRESSES:
-            self._lines.append(f"peers at {MAX_ADDRESSES} addresses were rejected; further ones are only counted")
+            self._lines.append(f"peers at {MAX_ADDRESSES} addresses were rejected; further peers are only counted")
             return
-        where = f"at {address}" if address else "of unknown address"
+        where = f"at {address}" if address else "at an unknown address"
         self._lines.append(f"a peer {where} was rejected: {why}")
 
     def take(self) -> list[str]:
@@ -59,6 +59,6 @@ class Rejections:
         return lines
 
     def take_repeated(self) -> int:
-        """Return the number of rejections without a line of their own since the last call."""
+        """Return the number of rejections without a separate line since the last call."""
         repeated, self._repeated = self._repeated, 0
         return repeated

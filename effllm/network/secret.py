@@ -1,7 +1,7 @@
 """The secret of a user: a file that only its owner can read, and the keys derived from it.
 
-Only this file is secret.  Each process derives the keys and signatures that it needs (HKDF, RFC 5869), so no key
-is ever in a store, an argument, an environment or a log.  Standard library only, because the training process
+Only this file is secret.  Each process derives its keys and signatures (HKDF, RFC 5869), so that a store, argument,
+environment or log never contains a key.  This module uses only the standard library, because the training process
 imports it.
 """
 
@@ -24,14 +24,14 @@ _SIGNATURE = "signature"
 
 
 class SecretError(OSError):
-    """The secret is missing or not usable; the message is one line without any of its content."""
+    """The secret is missing or not usable; the message is one line without the secret's content."""
 
 
 def read(path: Path) -> bytes:
     """Return the secret in a file.
 
     Raises:
-        SecretError: it is missing, others can read it, or it is too short.
+        SecretError: the secret is missing or too short, or other users can read it.
     """
     try:
         secret = own_files.read_private(path, _MAX_BYTES, os.O_NOFOLLOW).strip()
@@ -39,8 +39,8 @@ def read(path: Path) -> bytes:
         raise SecretError(f"the secret {error}") from None
     except FileNotFoundError:
         raise SecretError(
-            f"there is no secret {path} on this host: copy it from rank 0's, "
-            "or set EFFICIENTLLM_SECRET_FILE to one that all hosts see"
+            f"there is no secret {path} on this host: copy it from rank 0's host, "
+            "or set EFFICIENTLLM_SECRET_FILE to a file that all hosts can read"
         ) from None
     except OSError as error:
         if path.is_symlink():
@@ -48,8 +48,8 @@ def read(path: Path) -> bytes:
         raise SecretError(f"the secret {path} cannot be read: {error.strerror}") from error
     if len(secret) < _BYTES:
         raise SecretError(
-            f"the secret {path} is too short ({len(secret)} bytes, {_BYTES} are the least): "
-            "remove it, and another is made"
+            f"the secret {path} is too short ({len(secret)} bytes, the minimum is {_BYTES}): "
+            "remove it, and a new secret is made"
         )
     return secret
 
@@ -58,7 +58,7 @@ def create(path: Path) -> bytes:
     """Return the secret in a file, which is created if missing; concurrent calls return the same secret.
 
     Raises:
-        SecretError: it cannot be made, or the existing file is not usable.
+        SecretError: the file cannot be created, or the existing file is not usable.
     """
     if not os.path.lexists(path):
         try:
@@ -80,7 +80,7 @@ def _place(path: Path, content: bytes) -> None:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        with contextlib.suppress(FileExistsError):  # another process was faster: its secret is used
+        with contextlib.suppress(FileExistsError):  # another process was faster, and its secret is used
             os.link(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -98,7 +98,7 @@ def hkdf(secret: bytes, salt: bytes, info: bytes) -> bytes:
 
 
 def sign(secret: bytes, record: Mapping[str, str], place: str) -> dict[str, str]:
-    """Return the record with a signature that is valid in one place only: one run's key of the store."""
+    """Return the record with a signature that is valid only in one place, such as a run's key of the store."""
     return {**record, _SIGNATURE: _signature(secret, record, place)}
 
 

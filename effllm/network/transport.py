@@ -1,6 +1,6 @@
 """Messages over ZeroMQ: frames, socket options, and the agent's outbox.
 
-Frames are typed, versioned and bounded; nothing is ever unpickled.  ``Outbox`` is pure.
+Frames are typed, versioned and bounded, and pickle is never used.  ``Outbox`` does no I/O.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_BYTES = 256 * 1024
 MAX_ROWS_BYTES = MAX_BYTES // 2  # a row with all gauges, phases and a wide histogram has 10 kB
 KINDS_KNOWN = frozenset(KINDS)
 
-# Plain numbers, for the same reason as in ServerSocket.receive.
+# These are plain numbers, because pyzmq's enumerations are slow.
 _NOBLOCK, _NOBLOCK_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 
@@ -40,7 +40,7 @@ Message = TypeVar("Message")
 
 
 class FrameError(ValueError):
-    """A frame that is foreign, of another version, or has impossible values."""
+    """A frame that is not effllm's, belongs to another version, or has impossible values."""
 
 
 def encode(message: FromAgent | FromAggregator) -> bytes:
@@ -51,22 +51,22 @@ def decode_from_agent(frame: bytes) -> FromAgent:
     """Return the message of an agent's frame.
 
     Raises:
-        FrameError: it is not such a frame, or has impossible values: a negative count, infinite seconds, ...
+        FrameError: the frame is not an agent's, or has impossible values: a negative count, infinite seconds, ...
     """
     message = _decode(_from_agent, frame)  # the bounds of every field are in the schema
     if isinstance(message, Reports):
         for row in message.rows:
             if row.iterations < -1:
-                raise FrameError("a count is negative: of iterations in a row")
+                raise FrameError("the count of iterations in a report is negative")
             if row.profile is not None and not KINDS_KNOWN.issuperset(row.profile.kinds):
-                raise FrameError("a kind of communication is not known")
+                raise FrameError("a kind of communication is unknown")
     elif isinstance(message, Hello) and not _is_plain(message):
-        raise FrameError("a name in it has control characters")
+        raise FrameError("a name in a HELLO has control characters")
     return message
 
 
 def is_hello(frame: bytes) -> bool:
-    """Whether a frame is a HELLO, by its first bytes only: a msgpack array of more than 15 items, and its tag."""
+    """Whether the first bytes of a frame are those of a HELLO: a msgpack array of more than 15 items, and its tag."""
     return frame[4:5] == b"\xdc" and frame[7:8] == b"\x01"
 
 
@@ -74,7 +74,7 @@ def decode_from_aggregator(frame: bytes) -> FromAggregator:
     """Return the message of an aggregator's frame.
 
     Raises:
-        FrameError: it is not such a frame.
+        FrameError: the frame is not an aggregator's.
     """
     return _decode(_from_aggregator, frame)
 
@@ -94,7 +94,7 @@ def _is_plain(message: Hello) -> bool:
 
 
 class Outbox:
-    """The unacknowledged reports of one agent, oldest first, bounded, each encoded once."""
+    """The unacknowledged reports of one agent, oldest first, limited in number; each report is encoded once."""
 
     def __init__(self, max_reports: int) -> None:
         self._rows: deque[tuple[int, msgspec.Raw]] = deque()  # sequence, and the encoded report
@@ -107,9 +107,9 @@ class Outbox:
         return len(self._rows)
 
     def add(self, row: RankReport) -> None:
-        """Append a report; a full outbox drops the oldest and counts it as lost if it was never sent.
+        """Append a report.  A full outbox drops the oldest report, and counts it as lost if the report was never sent.
 
-        A sent report may have arrived; if not, the aggregator detects the gap.
+        A sent report may have arrived; if it has not, the aggregator detects the gap.
         """
         if len(self._rows) >= self._max_reports:
             oldest, _ = self._rows.popleft()
@@ -122,8 +122,8 @@ class Outbox:
         return len(self._rows) - self._sent
 
     def unsent(self) -> Sequence[RankReport]:
-        """Return the next reports that are not in flight, encoded, as many as fit into one frame."""
-        rows: list[Any] = []  # msgspec puts them into a frame unchanged
+        """Return the next encoded reports that are not in flight, up to the size of one frame."""
+        rows: list[Any] = []  # msgspec puts encoded reports into a frame unchanged
         left_bytes = MAX_ROWS_BYTES
         for _, encoded in islice(self._rows, self._sent, self._sent + MAX_ROWS):
             left_bytes -= len(memoryview(encoded))
@@ -145,7 +145,7 @@ class Outbox:
             self._sent = max(self._sent - 1, 0)
 
     def send_again(self) -> None:
-        """Mark no report as in flight, for a new connection."""
+        """Mark all reports as unsent, because the connection is new."""
         self._sent = 0
 
 
@@ -158,15 +158,15 @@ def make_context() -> zmq.Context[zmq.Socket[bytes]]:
 
 def _set_common(socket: zmq.Socket[bytes]) -> None:
     options = {
-        zmq.IPV6: 1,  # without it a v6 address fails silently
-        zmq.MAXMSGSIZE: MAX_BYTES,  # with the default one peer can take all memory
+        zmq.IPV6: 1,  # without this option an IPv6 address fails silently
+        zmq.MAXMSGSIZE: MAX_BYTES,  # without a limit one peer can take all memory
         zmq.TCP_KEEPALIVE: 1,
         zmq.TCP_KEEPALIVE_IDLE: 30,
         zmq.TCP_KEEPALIVE_INTVL: 10,
         zmq.TCP_KEEPALIVE_CNT: 3,
         zmq.TCP_MAXRT: 60_000,  # keep-alive sends no probes while data is in flight
         zmq.HANDSHAKE_IVL: 30_000,  # ten thousand concurrent handshakes with keys take seconds of processor time
-        zmq.SNDBUF: 64 * 1024,  # bounds the messages of a peer in the kernel to about 200
+        zmq.SNDBUF: 64 * 1024,  # limits a peer's messages in the kernel to about 200
         zmq.RCVBUF: 64 * 1024,
     }
     for option, value in options.items():
@@ -174,7 +174,7 @@ def _set_common(socket: zmq.Socket[bytes]) -> None:
 
 
 def receive_event(monitor: zmq.Socket[bytes]) -> tuple[int, int]:
-    """Wait for the next event of a monitored socket; return one of ``zmq.Event`` and its value.
+    """Wait for the next event of a monitored socket; return the event (a ``zmq.Event``) and its value.
 
     pyzmq's own reader imports asyncio, which takes a third of the time of an agent's imports.
     """
@@ -183,27 +183,27 @@ def receive_event(monitor: zmq.Socket[bytes]) -> tuple[int, int]:
 
 
 def _has_message(socket: zmq.Socket[bytes]) -> bool:
-    """Whether a message waits; usually none does, and an exception instead would cost three times as much."""
+    """Whether a message waits.  Usually no message waits; an exception would then take three times as long."""
     return bool(socket.getsockopt(_EVENTS) & _POLLIN)  # type: ignore[operator]
 
 
 class Link:
-    """An agent's end of the connection: it never waits."""
+    """An agent's end of the connection; its methods never wait."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, keys: AgentKeys | None = None) -> None:
         self.socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
         _set_common(self.socket)
         if keys:
             keys.secure(self.socket)
-        # The kernel's probes detect a lost connection.  ZeroMQ's heartbeats are not used: libzmq 4.3.5 scans all its
-        # timers to stop one, half a core for ten thousand peers.  It also aborts (`!_io_error`) when a connection with
-        # a full queue breaks while a heartbeat waits behind its messages.
+        # The kernel's probes detect a lost connection.  ZeroMQ's heartbeats are not used: libzmq 4.3.5 scans all timers
+        # to stop a timer, which takes half a core for ten thousand peers.  In addition, libzmq aborts (`!_io_error`)
+        # if a connection with a full queue breaks while a heartbeat waits in this queue.
         self.socket.set(zmq.TCP_KEEPALIVE_IDLE, 10)
         self.socket.set(zmq.TCP_KEEPALIVE_INTVL, 5)
         self.socket.set(zmq.TCP_KEEPALIVE_CNT, 4)
         self.socket.set(zmq.TCP_MAXRT, 30_000)
         self.socket.set(zmq.LINGER, 500)
-        self.socket.set(zmq.IMMEDIATE, 1)  # nothing queues for a connection that does not exist
+        self.socket.set(zmq.IMMEDIATE, 1)  # messages are queued only for existing connections
         self.socket.set(zmq.SNDHWM, 8)  # a full ZeroMQ queue keeps the oldest messages; the outbox keeps the newest
         self.socket.set(zmq.RCVHWM, 32)
         self.socket.set(zmq.RECONNECT_IVL, random.randint(100, 500))  # noqa: S311 - spreads the load, protects nothing
@@ -215,7 +215,7 @@ class Link:
         self.socket.connect(self._endpoint)
 
     def send(self, message: FromAgent) -> bool:
-        """Send a message; ``False`` if that is not possible at once."""
+        """Send a message; ``False`` if this is not possible at once."""
         frame = encode(message)
         try:
             self.socket.send(frame, _NOBLOCK)
@@ -237,7 +237,7 @@ class Link:
         return messages
 
     def close(self) -> None:
-        """Close the socket; unsent messages get half a second."""
+        """Close the socket; unsent messages are still sent for half a second."""
         self.socket.close()
 
 
@@ -266,7 +266,7 @@ class AgentLink(Link):
 
 
 class ServerSocket:
-    """The aggregator's end: one ROUTER for all agents."""
+    """The aggregator's end of all connections: one ROUTER socket for all agents."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: ServerKeys | None = None) -> None:
         self.socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
@@ -275,16 +275,16 @@ class ServerSocket:
             keys.secure(self.socket)
         self.socket.set(zmq.LINGER, 500)
         self.socket.set(zmq.BACKLOG, 4096)
-        self.socket.set(zmq.RCVHWM, 32)  # per peer: 1000 peers at the default took 2.5 GB
+        self.socket.set(zmq.RCVHWM, 32)  # per peer; with the default, 1000 peers took 2.5 GB
         self.socket.set(zmq.SNDHWM, 32)
-        self.socket.set(zmq.ROUTER_MANDATORY, 1)  # reports disconnected peers, instead of dropping their messages
+        self.socket.set(zmq.ROUTER_MANDATORY, 1)  # a message to a disconnected peer is reported, not dropped
         self.received_bytes = 0
 
     def listen(self, endpoint: str, descriptor: int | None = None) -> str:
-        """Serve an address, or a socket that already listens on it; return the address.
+        """Serve an address, or a socket that already listens on this address; return the address.
 
         Raises:
-            zmq.ZMQError: the address is in use or not this host's.
+            zmq.ZMQError: the address is in use, or is not an address of this host.
         """
         if descriptor is not None:
             self.socket.set(zmq.USE_FD, descriptor)
@@ -293,9 +293,9 @@ class ServerSocket:
         return address.decode().rstrip("\0") if isinstance(address, bytes) else endpoint
 
     def receive(self) -> tuple[bytes, bytes] | None:
-        """Return (peer, frame), or ``None`` if none waits; malformed parts become an empty frame."""
-        # A frame object has a flag for a following part.  The socket option for it takes 2 us in pyzmq, four times
-        # as long as the receive itself, and recv_multipart reads it twice.
+        """Return (peer, frame), or ``None`` if no frame waits; a malformed message becomes an empty frame."""
+        # A frame object has a flag for a following part.  In pyzmq the socket option RCVMORE takes 2 us, four times
+        # as long as the receive itself, and recv_multipart reads this option twice.
         recv = self.socket.recv
         try:
             peer = recv(_NOBLOCK)
@@ -311,11 +311,11 @@ class ServerSocket:
         return peer, frame
 
     def send(self, peer: bytes, message: FromAggregator) -> bool:
-        """Answer a peer; the message is dropped if the peer is disconnected (``False``) or does not read."""
+        """Send a message to a peer; it is dropped if the peer is disconnected (``False``) or does not read."""
         return self.send_frame(peer, encode(message))
 
     def send_frame(self, peer: bytes, frame: bytes) -> bool:
-        """Answer a peer with an encoded message; a message to ten thousand peers is encoded once."""
+        """Send an encoded message to a peer; a message to ten thousand peers is encoded only once."""
         try:
             self.socket.send(peer, _NOBLOCK_MORE)
             self.socket.send(frame, _NOBLOCK)
@@ -328,5 +328,5 @@ class ServerSocket:
         return True
 
     def close(self) -> None:
-        """Close the socket; unsent messages get half a second."""
+        """Close the socket; unsent messages are still sent for half a second."""
         self.socket.close()

@@ -1,6 +1,6 @@
 """The behaviour of the sensors of one GPU without other work: idle, then under a known load.
 
-Reads are as dense as the driver allows and would disturb a job, so no other program should use the GPU.
+Reads are as frequent as the driver allows and would disturb a job, so no other program should use the GPU.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from effllm.sensor_profile.nvml_facts import Facts
 from effllm.sensor_profile.record import LoadEdge, SensorProfile
 from effllm.sensor_profile.watching import Timer, call_costs, watch
 
-IDLE_SHARE, MIN_IDLE_S = 0.15, 2.5  # of the time
+IDLE_SHARE, MIN_IDLE_S = 0.15, 2.5  # share of the total time
 
 Progress = Callable[[str, float], None]
 
@@ -33,8 +33,8 @@ def profile(
     """Measure the behaviour of the sensors of a GPU.
 
     Args:
-        reader: the GPU.
-        open_load: prepares the load; called after the idle GPU was measured, since a CUDA context raises its power.
+        reader: the open GPU.
+        open_load: prepares the load; called after the idle GPU was measured, because a CUDA context raises power.
         seconds: total duration of all measurements.
         facts: NVML's own data, for an NVIDIA GPU.
         progress: called with the stage and its progress, 0..1.

@@ -3,7 +3,7 @@
 A reading is modelled as the mean of power over a window that ends some time before the reading is shown.  The load
 switches power between two levels at known times, so the share of time under load is known for each window and delay.
 The estimate is the pair of window and delay with the best correlation of readings and shares.  Edges at varying
-phases of the sensor give both with an error far below a tick.  See docs/calibration.md.
+phases of the sensor make the error of window and delay far smaller than a tick.  See docs/calibration.md.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from effllm.sensor_profile.record import LoadEdge, Ratio, Response, Rhythm
 
 #: A reading that changed at more than this share of the reads is continuous.
 CONTINUOUS = 0.6
-#: Changes that are off a regular grid by more than this share of its period have no rhythm.
+#: Changes have no rhythm if they deviate from a regular grid by more than this share of the period.
 MAX_JITTER = 0.15
-#: With more jitter than this the measured length of each tick is used, not the period.
+#: If the jitter is larger, the measured length of each tick is used instead of the period.
 REGULAR_S = 0.001
 #: The smallest error of time stamps and of the times of ticks.
 MIN_ERROR_S = 0.0005
@@ -35,7 +35,7 @@ MAX_READINGS = 1200
 MIN_READINGS = 24
 #: The share of a reading's variance that the load must explain for an estimate of lag and window.
 MIN_FIT = 0.9
-#: Parts of which each is left out once, for the error of an estimate.
+#: Number of parts of the readings; each part is left out once, to find the error of an estimate.
 PARTS = 8
 _STUDENT_95 = {7: 2.365}
 
@@ -43,7 +43,7 @@ Readings = Sequence[tuple[float, float]]  # seconds and value
 
 
 class Tick(NamedTuple):
-    """A change of a reading: its time, its number of periods after the first, and the value after it."""
+    """A change of a reading: its time, the number of periods since the first change, and the new value."""
 
     at_s: float
     number: int
@@ -55,7 +55,7 @@ class Load:
 
     Args:
         edges: the edges in order of time.
-        origin_ns: the zero of seconds.
+        origin_ns: the time at which seconds are zero.
     """
 
     def __init__(self, edges: Sequence[LoadEdge], origin_ns: int) -> None:
@@ -87,7 +87,7 @@ class Load:
 def ticks_of(readings: Readings) -> tuple[Rhythm, list[Tick]] | None:
     """Return the rhythm of a reading and its changes; ``None`` if there are too few changes or no rhythm.
 
-    Each change is between two reads: on a regular grid where possible, else as near to it as possible.
+    The time of a change is a time of a regular grid, limited to the interval between the two reads around the change.
     """
     moves = [(before, after) for before, after in pairwise(readings) if before[1] != after[1]]
     if len(moves) < MIN_MOVES:
@@ -116,7 +116,7 @@ def ticks_of(readings: Readings) -> tuple[Rhythm, list[Tick]] | None:
 
 
 def _numbered(middles: Sequence[float]) -> list[int]:
-    """Number the changes in periods, the smallest common gap; some periods have no change."""
+    """Return the number of periods before each change; a period is the smallest common gap between changes."""
     gaps = [later - earlier for earlier, later in pairwise(middles)]
     period = sorted(gaps)[len(gaps) // 10]
     for _ in range(4):
@@ -159,10 +159,10 @@ def steps_w(ticks: Sequence[Tick], rhythm: Rhythm) -> list[tuple[float, float]]:
 
 
 def response(load: Load, readings: Readings, shortest_s: float = MIN_WINDOW_S) -> Response | None:
-    """Return window and delay of readings relative to the load; ``None`` if they do not follow it.
+    """Return window and delay of readings relative to the load; ``None`` if the readings do not follow the load.
 
     Args:
-        load: from before the first reading's window on.
+        load: the load, which begins before the first reading's window.
         readings: times at which values were first shown, and the values.
         shortest_s: minimal window.
     """
@@ -189,7 +189,7 @@ def response(load: Load, readings: Readings, shortest_s: float = MIN_WINDOW_S) -
 
 
 def _fit(load: Load, readings: Readings, middle_s: float, window_s: float) -> float:
-    """Return the share of the readings' variance explained by such windows; 0 where readings fall with load."""
+    """Return the share of the readings' variance that this window explains; 0 if readings decrease with load."""
     shares = [load.share(at_s - middle_s, window_s) for at_s, _ in readings]
     count = len(readings)
     mean_share, mean_value = sum(shares) / count, sum(value for _, value in readings) / count
@@ -219,7 +219,7 @@ def _best(load: Load, readings: Readings, shortest_s: float) -> tuple[float, flo
 def _refined(
     load: Load, readings: Readings, middle_s: float, window_s: float, shortest_s: float, step: float = 0.5
 ) -> tuple[float, float, float]:
-    """Search for the best fit near a window and delay; return both and the fit."""
+    """Search for the best fit near a window; return the middle and length of the best window, and its fit."""
     best = _fit(load, readings, middle_s, window_s)
     along_s, wider = step * max(window_s, 0.02), 1 + step
     while along_s > 5e-5 or wider > 1.002:
@@ -250,7 +250,7 @@ def _without_each_part(readings: Readings) -> list[Readings]:
 
 
 def _jackknife_95(values: Sequence[float]) -> float:
-    """Return the half-width of an estimate from the estimates without each part."""
+    """Return the 95 % half-width of an estimate, from the estimates that leave out one part each."""
     count, mean = len(values), statistics.fmean(values)
     return _STUDENT_95[count - 1] * math.sqrt((count - 1) / count * sum((value - mean) ** 2 for value in values))
 
@@ -259,7 +259,7 @@ def _jackknife_95(values: Sequence[float]) -> float:
 
 
 def ratio(counted: Sequence[Tick], powers: Readings, shift_s: float, start_s: float, end_s: float) -> Ratio | None:
-    """Return the ratio of the counter's energy to that of integrated power between two times.
+    """Return the counter's energy between two times, divided by the integral of power.
 
     Args:
         counted: the counter's ticks, with joules.

@@ -1,4 +1,4 @@
-"""The behaviour of the sensors of a GPU, from two records, one idle and one under load."""
+"""The behaviour of the sensors of a GPU, from a record of the idle GPU and a record of the loaded GPU."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ from effllm.sensor_profile.watching import READS_APART_S, Record
 MIN_LAG_ERROR_S = 0.005
 #: The smallest relative error of a tick: a profile applies to all boards of a model, whose clocks differ.
 MIN_TICK_ERROR = 5e-4
-#: A window of nearly the whole tick is the whole tick.
+#: A window that is longer than this share of a tick is taken for the whole tick.
 WHOLE_TICK = 0.97
 SETTLE_S = 1.0
-#: The counter is reported if it differs by more than this share from integrated power.
+#: A larger relative difference between counter and integrated power is reported.
 DISAGREEMENT = 0.03
 
-#: The source of a sensor: measured under load, or idle alone.
+#: The source of a sensor: measured under load, or only idle.
 PROFILED, MEASURED = "profiled here", "measured here"
 
 
@@ -55,7 +55,7 @@ class _Reading(NamedTuple):
 
 
 class SensorEvidence:
-    """The results so far."""
+    """The results of the measurements so far."""
 
     def __init__(self, device: Device, idle: Record, others: int | None) -> None:
         self._device, self._idle = device, idle
@@ -88,7 +88,7 @@ class SensorEvidence:
             self._warnings.append(f"{others} other processes compute on this GPU: stop them and profile again")
         elif busy > 0:
             self._warnings.append(
-                f"the GPU was {100 * busy:.0f} % busy before it was put under load: does another process use it?"
+                f"the GPU was {100 * busy:.0f} % busy before its load began: does another process use the GPU?"
             )
 
     def under_load(self, record: Record, edges: Sequence[LoadEdge], name: str) -> None:
@@ -110,7 +110,7 @@ class SensorEvidence:
             if followed is not None:
                 self._responses[part] = followed
             elif reading.values:
-                self.unmeasured.append(f"lag and window of the {_WORDS[part]}: it does not follow the load")
+                self.unmeasured.append(f"lag and window of the {_WORDS[part]}: this reading does not follow the load")
         self._is_held = self._find_held(parts["counter"], parts["power"])
         self._find_ratios(record, parts["counter"], load)
         long = load.longest(is_on=True)
@@ -210,7 +210,7 @@ class SensorEvidence:
             return sensor
         open_s = followed.middle_error_s
         if rhythm.period_s and followed.window_s > 1.3 * rhythm.period_s:
-            open_s += (followed.window_s - rhythm.period_s) / 2  # a lag cannot correct smoothing
+            open_s += (followed.window_s - rhythm.period_s) / 2  # the lag does not correct the counter's smoothing
         worst = max((abs(found.value - 1) for found in self._ratios.values()), default=0.0)
         return replace(
             sensor,
@@ -235,7 +235,7 @@ class SensorEvidence:
         }
         if off:
             parts = ", ".join(f"{100 * more:+.1f} % {name}" for name, more in off.items())
-            self._warnings.append(f"the counter counts {parts}, against integrated power: one of them is wrong")
+            self._warnings.append(f"the counter differs from integrated power by {parts}: counter or power is wrong")
         followed, rhythm = self._responses.get("counter"), self._counter.rhythm
         if followed and rhythm and rhythm.period_s and followed.window_s > 1.3 * rhythm.period_s:
             self._warnings.append(f"the counter is smoothed over {1e3 * followed.window_s:.0f} ms, more than its tick")

@@ -17,22 +17,22 @@ class Known(Struct, frozen=True):
     """A GPU's energy sensor, and the source of its values."""
 
     source: str
-    tick_s: float  # 0: continuous or unknown
+    tick_s: float  # 0 if the sensor is continuous, or if the tick is unknown
     tick_error_s: float
     is_held: bool
     lag_s: float
     lag_error_s: float
-    measured_lag: bool  # else assumed
+    measured_lag: bool  # whether the lag was measured, not assumed
     duty: float
     gain_error: float
     call_s: float
-    scopes: dict[str, list[str]] = {}  # of the driver, by field
+    scopes: dict[str, list[str]] = {}  # scopes that the driver supports, by field
 
 
 def known(reader: Reader, folder: Path) -> Known | None:
     """Return a GPU's sensor: from the cache, else measured now in two seconds and not cached.
 
-    ``None`` without a GPU with a sensor.
+    The result is ``None`` if the device is no GPU, or has no energy sensor.
     """
     device = reader.device
     if not device.is_gpu or device.simulated or device.energy_method is None:
@@ -66,16 +66,16 @@ def _scopes(uuid: str) -> dict[str, list[str]]:
 
 
 def as_text(sensor: Known) -> list[tuple[str, list[str]]]:
-    """Return the sensor as text: rows of a name and its lines."""
-    moves = f"moves every {1e3 * sensor.tick_s:.1f} ms" if sensor.tick_s else "no tick is known"
-    held = "power held with it" if sensor.is_held else "power not held"
+    """Return the sensor as text: rows with a name and lines."""
+    moves = f"a tick every {1e3 * sensor.tick_s:.1f} ms" if sensor.tick_s else "no tick is known"
+    held = "power is held for a tick" if sensor.is_held else "power is not held"
     call = f"; a read takes {1e3 * sensor.call_s:.2f} ms" if sensor.call_s else ""
     how = "both measured" if sensor.measured_lag else "both assumed"
     rows = [
         ("energy sensor", [
             f"{moves}, {held}{call}",
             f"lag {1e3 * sensor.lag_s:.1f} ± {1e3 * sensor.lag_error_s:.0f} ms, "
-            f"sees {100 * sensor.duty:.0f} % of the time: {how}",
+            f"measures {100 * sensor.duty:.0f} % of the time: {how}",
             f"gain ± {100 * sensor.gain_error:.0f} %",
             f"{sensor.source}" + ("" if sensor.measured_lag else "; effllm profile measures the lag"),
         ]),

@@ -21,7 +21,7 @@ END_S = 10.0
 
 
 class LoadUnavailable(Exception):
-    """The GPU cannot be loaded, or no longer; the message is one sentence."""
+    """The GPU cannot be put under load, or the load has ended; the message is one sentence."""
 
 
 class Loader(Protocol):
@@ -30,14 +30,14 @@ class Loader(Protocol):
     name: str
 
     def start(self, stretches_s: Sequence[float]) -> None:
-        """Start alternating load and pause with these durations, without a wait for their end.
+        """Start alternating load and pause with these durations, and return before the load ends.
 
         Raises:
             LoadUnavailable: the GPU cannot be loaded.
         """
 
     def take(self) -> list[LoadEdge] | None:
-        """Return the actual edges of the load after its end; before that ``None``.
+        """Return the actual edges of the load after the load has ended, else ``None``.
 
         Raises:
             LoadUnavailable: the load failed.
@@ -50,8 +50,8 @@ class Loader(Protocol):
 def pattern(seconds: float, tick_s: float) -> list[float]:
     """Return durations with load on, off, on, ...: first long, then short, then medium, never in step with ticks.
 
-    The long one shows the loaded GPU.  The short ones, some shorter than a tick, are at varying phases of the sensor.
-    The medium ones are long enough for means over a second.
+    The long duration shows the loaded GPU.  The short durations, some shorter than a tick, are at varying phases of the
+    sensor.  The medium durations are long enough for means over a second.
 
     Args:
         seconds: total duration.
@@ -71,7 +71,7 @@ class TorchLoad:
     """Matrix products by torch, in a separate process, so that load and reads do not share one interpreter lock.
 
     Args:
-        device: UUID of the GPU or slice; ``None`` is torch's first GPU.
+        device: UUID of the GPU or slice; ``None`` for torch's first GPU.
     """
 
     def __init__(self, device: str | None) -> None:
@@ -83,14 +83,14 @@ class TorchLoad:
         self._until_s = 0.0
 
     def opened(self) -> TorchLoad:
-        """Start the process, prepare the GPU, and return this.
+        """Start the process, prepare the GPU, and return this object.
 
         Raises:
             LoadUnavailable: torch is missing, or cannot compute on this GPU.
         """
         orders, self._orders = os.pipe()
         self._answers, answers = os.pipe()
-        environ = {**this_process(), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}  # not a training process: no metrics
+        environ = {**this_process(), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}  # the process is not measured
         if self._device:
             environ["CUDA_VISIBLE_DEVICES"] = self._device
         try:
@@ -134,10 +134,10 @@ class TorchLoad:
             self._process = None
 
     def _answer(self) -> dict[str, Any] | None:
-        """Return an answer of the process, or ``None`` before it has arrived.
+        """Return an answer of the process, or ``None`` if no answer has arrived.
 
         Raises:
-            LoadUnavailable: it cannot load the GPU, has ended, or does not answer in time.
+            LoadUnavailable: the process cannot load the GPU, has ended, or does not answer in time.
         """
         while b"\n" not in self._received and select.select([self._answers], [], [], 0)[0]:
             more = os.read(self._answers, 1 << 16)

@@ -38,7 +38,7 @@ class Facts:
     """NVML's data of one GPU.
 
     Args:
-        uuid: of the GPU or of a slice.
+        uuid: UUID of the GPU or of a slice.
     """
 
     def __init__(self, uuid: str) -> None:
@@ -63,7 +63,7 @@ class Facts:
         return {name: answer for name, ask in asked.items() if (answer := _or_none(ask)) is not None}
 
     def processes(self) -> int | None:
-        """Return the number of compute processes on the GPU; ``None`` where NVML does not report them."""
+        """Return the number of compute processes on the GPU; ``None`` if NVML does not report it."""
         found: int | None = _or_none(lambda: len(pynvml.nvmlDeviceGetComputeRunningProcesses(self._handle)))
         return found
 
@@ -78,7 +78,7 @@ class Facts:
         return found
 
     def powers(self) -> dict[str, Callable[[], float | None]]:
-        """Return the power readings that samples do not have, in W, by name."""
+        """Return functions by name; each reads a power, in W, that samples do not include."""
         average_id = _FIELDS["average power"][0]
 
         def average() -> float:
@@ -94,7 +94,7 @@ class Facts:
         return {name: partial(_or_none, ask) for name, ask in asked.items() if _or_none(ask) is not None}
 
     def calls(self, sleep: Callable[[float], None] = time.sleep) -> list[DriverCall]:
-        """Return the duration of each call, made separately, at the period of a sampler."""
+        """Return the duration of each call; between two calls there is a pause of ``APART_S``."""
         return [call for name, ask in self._timed() if (call := timed(name, ask, sleep)) is not None]
 
     def _answer_of(self, number: int, scope: int) -> str:
@@ -110,7 +110,7 @@ class Facts:
         return {
             "energy (own call)": lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(handle),
             "power usage (own call)": lambda: pynvml.nvmlDeviceGetPowerUsage(handle),
-            "ring of power samples": lambda: pynvml.nvmlDeviceGetSamples(handle, pynvml.NVML_TOTAL_POWER_SAMPLES, 0),
+            "buffer of power samples": lambda: pynvml.nvmlDeviceGetSamples(handle, pynvml.NVML_TOTAL_POWER_SAMPLES, 0),
         }
 
     def _timed(self) -> Iterator[tuple[str, Callable[[], Any]]]:

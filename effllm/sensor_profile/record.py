@@ -1,6 +1,6 @@
 """The profile of one GPU's sensors: plain values that can be published.
 
-It has no host, user, serial number or path, and only a short hash of the UUID.
+The profile has no host, user, serial number or path, and only a short hash of the UUID.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from effllm.records.rank import Sensor
 class LoadEdge(NamedTuple):
     """A time at which load was switched on or off."""
 
-    time_ns: int  # of the monotonic clock
+    time_ns: int  # time of the monotonic clock
     is_on: bool
 
 
 class Rhythm(Struct, frozen=True):
     """The period of the changes of a reading."""
 
-    period_s: float  # 0: continuous
+    period_s: float  # 0 if the reading is continuous
     error_s: float  # half-width, 95 %
     jitter_s: float  # standard deviation of the times from a regular grid
     changes: int
 
 
 class Response(Struct, frozen=True):
-    """The response of a reading to the load: each value is a mean over a window that ends before it is shown."""
+    """The response of a reading to the load: each value is a mean over a window that ends before the value is shown."""
 
     window_s: float
     window_error_s: float  # half-widths, 95 %
@@ -37,7 +37,7 @@ class Response(Struct, frozen=True):
     middle_s: float  # middle of the window, before the value is shown
     middle_error_s: float
     fit: float  # explained share of the reading's variance: r^2
-    idle_w: float  # of the fit
+    idle_w: float  # power of the idle GPU by the fit
     loaded_w: float
 
 
@@ -84,7 +84,7 @@ class BoardFacts(Struct, frozen=True):
     """The properties and settings of the GPU."""
 
     name: str
-    uuid: str  # the first characters of a hash of it
+    uuid: str  # the first characters of the UUID's hash
     driver: str
     traits: dict[str, str] = {}
     power_limit_w: float | None = None
@@ -97,19 +97,19 @@ class SensorProfile(Struct, frozen=True):
     date: str
     seconds: float
     board: BoardFacts
-    sensor: Sensor  # for runs on this model and driver
+    sensor: Sensor  # the sensor for runs on this model and driver
     measured_lag: bool
-    load: str = ""  # its name; empty without a load
+    load: str = ""  # name of the load; empty without a load
     counter: Rhythm | None = None
     counter_response: Response | None = None
     power: Rhythm | None = None
     power_response: Response | None = None
     average: Rhythm | None = None
     average_response: Response | None = None
-    usage: Rhythm | None = None  # of nvmlDeviceGetPowerUsage, whose meaning differs between boards
+    usage: Rhythm | None = None  # rhythm of nvmlDeviceGetPowerUsage, whose meaning differs between boards
     usage_response: Response | None = None
-    power_is_held: bool | None = None  # it changes at the counter's ticks, and is the power of the last tick
-    ratios: dict[str, Ratio] = {}  # counter over integrated power: idle, loaded, switched
+    power_is_held: bool | None = None  # whether power changes at the counter's ticks and is the last tick's mean
+    ratios: dict[str, Ratio] = {}  # ratio of counter to integrated power: idle, loaded, switched
     idle: State | None = None
     loaded: State | None = None
     calls: list[DriverCall] = []

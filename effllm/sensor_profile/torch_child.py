@@ -1,6 +1,7 @@
 """The process that loads a GPU: matrix products of given durations, by one CPU thread that records the edges.
 
-It gets orders as lines of JSON through a pipe, and ends when that is closed: a GPU is not left under load.
+The process receives orders as lines of JSON through a pipe.  When the pipe is closed, the process ends and the load
+stops.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 SIZE, SMALL = 8192, 2048
-#: Duration of a parcel of products, of which two are in flight at any time.
+#: Duration of a parcel of products; at any time two parcels are in flight.
 PARCEL_S = 0.001
 WARM_S = 1.0
 
@@ -36,7 +37,7 @@ def main(arguments: list[str]) -> None:
             line, _, received = received.partition(b"\n")
             try:
                 edges = products.switch(json.loads(line))
-            except RuntimeError as error:  # all errors of CUDA are of this type
+            except RuntimeError as error:  # all CUDA errors have this type
                 _send(answers, {"unavailable": f"torch failed under load ({type(error).__name__})"})
                 return
             if edges is None:
@@ -95,7 +96,7 @@ class _Products:
         return spent_s / done
 
     def switch(self, stretches_s: Sequence[float]) -> list[tuple[int, int]] | None:
-        """Alternate load and pause; return the start of each, or ``None`` after the parent process has ended."""
+        """Alternate load and pause; return the start times, or ``None`` after the parent process has ended."""
         edges: list[tuple[int, int]] = []
         for number, stretch_s in enumerate(stretches_s):
             is_on = number % 2 == 0

@@ -1,4 +1,4 @@
-"""Reads a GPU as densely as its driver allows, and records the samples."""
+"""Reads a GPU as often as the driver allows, and records the samples."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class Record(NamedTuple):
     """The samples of one time span."""
 
     samples: list[Sample]
-    full: list[Sample]  # those with all quantities
+    full: list[Sample]  # samples with all quantities
     calls_s: list[float]
-    beside: dict[str, list[tuple[int, float]]]  # other dense readings, by name
+    beside: dict[str, list[tuple[int, float]]]  # other readings, by name
 
     @property
     def origin_ns(self) -> int:
-        """The zero of the record's seconds."""
+        """The time at which the record's seconds are zero."""
         return self.samples[0].time_ns
 
     @property
@@ -61,7 +61,7 @@ def watch(
     until: Loader | None = None,
     edges: list[LoadEdge] | None = None,
 ) -> Record:
-    """Read densely for a duration, or until the end of the load, whose edges are appended to ``edges``."""
+    """Read for a duration, or until the load ends; then the edges of the load are appended to ``edges``."""
     read_energy = getattr(reader, "read_energy", reader.read)
     began_ns = full_ns = shown_ns = clock.monotonic_ns()
     record = Record([], [], [], {name: [] for name in beside})

@@ -194,9 +194,7 @@ def test_hostile_rank_delays_no_window_by_a_second(in_memory, tmp_path, seconds,
         f"{num_sent} frames, {len(late_s)} windows, {max(late_s):.2f} s late, grown by {(peak - before) / 1e6:.1f} MB"
     )
     assert len(late_s) >= 10
-    assert any(
-        "more reports that wait for others than an agent keeps" in text for text in ledger.event_texts("rejected")
-    )
+    assert any("more waiting reports than an agent keeps" in text for text in ledger.event_texts("rejected"))
     assert max(late_s) < 1.0
     assert peak - before < 50e6
 

@@ -170,7 +170,7 @@ def test_host_with_another_secret_reports_the_reason(hosts, launch, tmp_path):
     first, second = ranks(launch, pair, environ={1: {"EFFICIENTLLM_SECRET_FILE": str(tmp_path / "other")}})
 
     assert (first.wait(60).code, second.wait(60).code) == (0, 0)
-    assert "this host's is another than rank 0's" in our_lines(second)[0]
+    assert "this host's secret differs from rank 0's secret" in our_lines(second)[0]
     assert {row.rank for row in first.ledger.ranks} == {0}
 
 

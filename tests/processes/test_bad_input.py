@@ -227,7 +227,7 @@ def test_ranks_without_torch_or_endpoint_have_no_metrics(launch, rank, lines):
     job = launch.python(LOOP, "--iterations", 20, environ=environ).done()
 
     assert len(job.output()["steps"]) == 20
-    assert job.stderr.count("needs torch imported first, or EFFICIENTLLM_ENDPOINT set") == lines
+    assert job.stderr.count("torchrun's store needs torch: import torch first, or set EFFICIENTLLM_ENDPOINT") == lines
     assert job.stderr.count("\n") == lines
 
 

@@ -195,12 +195,12 @@ def test_second_start_reads_for_half_a_second(board, tmp_path, tick_s, phase_s):
 @pytest.mark.parametrize(
     ("kept_s", "true_s", "why"),
     [
-        (0.1, 0.02, "the counter moves every 20 ms, not every 100 ms"),
-        (0.02, 0.1, "the counter moves every 100 ms, not every 20 ms"),
-        (0.02, 0.25, "the counter moves every 250 ms, not every 20 ms"),
-        (0.1, 0.106, "the counter moves every 106 ms, not every 100 ms"),
-        (0.0, 0.1, "the counter moves every 100 ms, not all the time"),
-        (0.1, 0.001, "the counter moves all the time, not every 100 ms"),
+        (0.1, 0.02, "the counter changes every 20 ms, not every 100 ms"),
+        (0.02, 0.1, "the counter changes every 100 ms, not every 20 ms"),
+        (0.02, 0.25, "the counter changes every 250 ms, not every 20 ms"),
+        (0.1, 0.106, "the counter changes every 106 ms, not every 100 ms"),
+        (0.0, 0.1, "the counter changes every 100 ms, not all the time"),
+        (0.1, 0.001, "the counter changes all the time, not every 100 ms"),
     ],
 )
 def test_calibration_with_another_tick_is_dropped(board, tmp_path, profiled, kept_s, true_s, why):
@@ -225,7 +225,7 @@ def test_held_calibration_is_dropped_if_power_changes_between_ticks(board, tmp_p
     sensor = calibrate(H100, board(hold=False).read, tmp_path, report=lines.append)
 
     assert not sensor.is_held
-    assert lines[0].endswith("the power reading changes between the ticks of the counter, not with them")
+    assert lines[0].endswith("the power reading changes between the counter's ticks, not at the ticks")
 
 
 def test_suspect_calibration_is_measured_again_completely(board, tmp_path):

@@ -167,7 +167,7 @@ def test_lag_is_unknown_if_the_load_changes_no_sensor_value(cli, traced, stand_i
     assert done.returncode == 0
     assert found["load"] == "torch 9.9.0, CUDA 13.9: bfloat16 products of 8192 x 8192"
     assert found["edges"] > 10
-    assert found["unmeasured"][0] == "lag and window of the energy counter: it does not follow the load"
+    assert found["unmeasured"][0] == "lag and window of the energy counter: this reading does not follow the load"
     assert found["loaded"]["power_w"] == pytest.approx(80.0, rel=0.01)
 
 
@@ -201,8 +201,8 @@ def test_check_shows_the_profile(cli, traced):
     done = cli.run("check", **traced.environment())
 
     shown = " ".join(done.stdout.split())
-    assert "moves every 100.0 ms, power held with it" in shown
-    assert "lag -37.2 ± 5 ms, sees 25 % of the time: both measured" in shown
+    assert "a tick every 100.0 ms, power is held for a tick" in shown
+    assert "lag -37.2 ± 5 ms, measures 25 % of the time: both measured" in shown
     assert f"profiled {profile.date}, kept in the cache" in shown
     assert max(map(len, done.stdout.splitlines())) <= 80
 
@@ -237,7 +237,7 @@ def test_missing_gpu_is_reported(cli, traced):
     done = cli.run("profile", "--device", "7", **traced.environment())
 
     assert done.returncode == 2
-    assert "CUDA_VISIBLE_DEVICES='7' shows no usable of the 1 here" in done.stderr
+    assert "CUDA_VISIBLE_DEVICES='7' shows 0 of 1 GPUs" in done.stderr
 
 
 def test_too_short_duration_is_a_usage_error(cli):

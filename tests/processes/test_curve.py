@@ -171,7 +171,7 @@ def test_agent_is_admitted_after_peers_with_other_protocols(listener, word):
             raw.sendall(word)
         if secured.serve(lambda: secured.event_texts, within_s=1.0):
             break
-    where = ("at 127.0.0.1", "of unknown address")  # the text depends on the time at which the connection ends
+    where = ("at 127.0.0.1", "at an unknown address")  # the text depends on the time at which the connection ends
     assert secured.event_texts in [[f"a peer {one} was rejected: {NO_PROTOCOL}"] for one in where]
     assert secured.rejections.count == 1
 
@@ -244,7 +244,7 @@ def test_thousand_addresses_are_reported_and_more_are_counted():
     lines = rejections.take()
 
     assert len(lines) == MAX_ADDRESSES + 1
-    assert lines[-1] == "peers at 1000 addresses were rejected; further ones are only counted"
+    assert lines[-1] == "peers at 1000 addresses were rejected; further peers are only counted"
     assert rejections.count == MAX_ADDRESSES + 10
 
 
@@ -262,5 +262,5 @@ def test_agent_that_ends_during_its_handshake_is_not_rejected():
     rejections.reject("", NO_PROTOCOL)
     assert rejections.take() == [
         "a peer at 10.0.0.2 was rejected: no key",
-        f"a peer of unknown address was rejected: {NO_PROTOCOL}",
+        f"a peer at an unknown address was rejected: {NO_PROTOCOL}",
     ]

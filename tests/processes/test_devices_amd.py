@@ -360,7 +360,7 @@ def test_counter_that_fails_at_opening_is_not_used(library):
     sample, failures = reader.read()
 
     assert reader.device.energy_method == INSTANT
-    assert "could not be read" in reader.device.energy_note
+    assert "too few readings" in reader.device.energy_note
     assert (sample.energy_j, sample.power_w, failures) == (None, 400.0, {})
 
 
@@ -416,15 +416,15 @@ def readings(joules, watts=100.0, every_s=0.1, stamps=None):
         # is 30 J. The tolerance is 25 % (7.5 J) plus 0.5 W for 0.3 s (0.15 J).
         ([0, 10, 20, 30, 40], True, ""),
         ([0, 12.5, 25, 37.5, 50], True, ""),
-        ([0, 12.6, 25.2, 37.8, 50.4], False, "it counted 37.8 J in 0.3 s in which power comes to 30 J"),
+        ([0, 12.6, 25.2, 37.8, 50.4], False, "a count of 37.8 J in 0.3 s, but 30 J from power"),
         ([0, 7.5, 15, 22.5, 30], True, ""),
-        ([0, 7.4, 14.8, 22.2, 29.6], False, "it counted 22.2 J"),
-        ([0, 0.1, 0.2, 0.3, 0.4], False, "it counted 0.3 J"),
-        ([5, 5, 5, 5, 5], False, "it did not change in 0.4 s"),
-        ([5, 5, 6, 6, 6], False, "it changed once in 0.4 s"),
-        ([50, 40, 30, 20, 10], False, "it decreased by 10 J"),
-        ([0, 10, 20, 19, 30], False, "it decreased by 1 J"),
-        ([0, None, None, None, 40], False, "it could not be read"),
+        ([0, 7.4, 14.8, 22.2, 29.6], False, "a count of 22.2 J"),
+        ([0, 0.1, 0.2, 0.3, 0.4], False, "a count of 0.3 J"),
+        ([5, 5, 5, 5, 5], False, "no change in 0.4 s"),
+        ([5, 5, 6, 6, 6], False, "one change in 0.4 s"),
+        ([50, 40, 30, 20, 10], False, "a decrease of 10 J"),
+        ([0, 10, 20, 19, 30], False, "a decrease of 1 J"),
+        ([0, None, None, None, 40], False, "too few readings"),
         # Three changes with a tick of 0.2 s: 40 J from the first change to the last one, for every phase of the tick.
         ([0, 20, 20, 40, 40, 60, 60], True, ""),
         ([0, 0, 20, 20, 40, 40, 60], True, ""),
@@ -447,11 +447,11 @@ def test_small_power_has_a_tolerance_of_half_a_watt():
 def test_unchecked_counter_is_accepted_with_a_note():
     verdict = judge_counter(readings([0, 10, 20, 30], watts=None))
 
-    assert (verdict.is_good, verdict.reason) == (True, "there is no power to check it against")
+    assert (verdict.is_good, verdict.reason) == (True, "no power reading for the comparison")
 
 
 @pytest.mark.parametrize(
-    ("rate", "why"), [(0.01, "it counted"), (100.0, "it counted"), (0.0, "it did not change"), (-1.0, "it decreased")]
+    ("rate", "why"), [(0.01, "a count of"), (100.0, "a count of"), (0.0, "no change"), (-1.0, "a decrease of")]
 )
 @pytest.mark.parametrize(
     ("kind", "method", "field"), [("current", INSTANT, "power_w"), ("average", AVERAGE, "power_average_w")]
@@ -462,7 +462,7 @@ def test_power_replaces_a_counter_with_a_wrong_rate(library, rate, why, kind, me
     device = reader.device
 
     assert (device.energy_method, device.power_scope) == (method, GPU)
-    assert device.energy_note.startswith(f"power is integrated, for the energy counter is not used: {why}")
+    assert device.energy_note.startswith(f"power is integrated, because the energy counter is not used: {why}")
     assert (sample.energy_j, getattr(sample, field), failures) == (None, 400.0, {})
     assert device.not_measured == ()
 
@@ -473,14 +473,14 @@ def test_wrong_counter_without_power_gives_no_energy(library, rate):
     sample, _ = reader.read()
 
     assert (reader.device.energy_method, sample.energy_j) == (None, None)
-    assert reader.device.not_measured[-1].startswith("energy: the energy counter of this GPU is not used, it ")
+    assert "AMD SMI gives no power, and the energy counter is not used: " in reader.device.not_measured[-1]
 
 
 def test_counter_without_power_is_used_with_a_note(library):
     device = library.of(lacking=["amdsmi_get_power_info"]).device
 
     assert device.energy_method == COUNTER
-    assert device.energy_note == "the energy counter is not checked: there is no power to check it against"
+    assert device.energy_note == "the energy counter is not checked: no power reading for the comparison"
 
 
 def test_power_without_a_counter_is_integrated(library):
@@ -488,7 +488,7 @@ def test_power_without_a_counter_is_integrated(library):
     began_s = library.clock()
 
     assert reader.device.energy_method == INSTANT
-    assert reader.device.energy_note.endswith("is not used: it has none")
+    assert reader.device.energy_note.endswith("is not used: no counter found")
     assert library.clock() == began_s  # no counter exists to check
 
 
@@ -554,13 +554,13 @@ def test_two_dies_of_a_card_have_one_energy_key(library, release):
         COUNTER,
         GPU,
     )  # scope "module" would include a CPU
-    assert first.device.energy_note == "of both dies of the card"
+    assert first.device.energy_note == "energy of both dies of the card"
     assert (one.power_average_w, one.energy_j > 0) == (400.0, True)
     assert (second.device.energy_method, second.device.power_scope) == (None, None)
     assert (other.power_average_w, other.power_w, other.energy_j, failures) == (None, None, None, {})
     assert other.memory_bytes == 48 * GIB  # the second die has its own values except energy and power
     assert second.device.not_measured[-1] == (
-        f"energy: this is the second die of its card; the other one, {FIRST}, has that of both"
+        f"energy: this is the second die of its card; the first die, {FIRST}, reports the energy of both dies"
     )
     assert second.device.power_limit_w is None
 
@@ -601,7 +601,7 @@ def test_first_dies_of_two_cards_have_different_energy_keys(library):
 def test_two_die_card_without_a_name_is_identified_by_its_id(library, release, device_id):
     device = library.of(release, name="", device_id=device_id, power_kind="average").device
 
-    assert (device.name, device.energy_note) == ("", "of both dies of the card")
+    assert (device.name, device.energy_note) == ("", "energy of both dies of the card")
 
 
 @pytest.mark.parametrize("gpu", [{"name": "AMD Instinct MI300A"}, {"name": "", "device_id": 0x74A0}])
@@ -735,7 +735,7 @@ def test_missing_gpu_raises_with_one_sentence(library, monkeypatch, tmp_path):
     monkeypatch.setattr(_amd_library, "_DEVICE_NODES", tmp_path)
     library.write(gpus=[])
 
-    with pytest.raises(DeviceUnavailable, match="AMD SMI sees no GPU: give the container /dev/kfd and /dev/dri"):
+    with pytest.raises(DeviceUnavailable, match="AMD SMI lists no GPU: give the container /dev/kfd and /dev/dri"):
         library.open()
     assert library.module._state["references"] == 0
 

@@ -151,7 +151,7 @@ def test_power_is_integrated_for_scope_gpu_with_a_module_counter(trace):
     device, sample, failures = read_at(trace, Site(cuda_uuid=A, power_scope="gpu"))
 
     assert (device.power_scope, device.energy_method, device.energy_key) == ("gpu", "instant power", "")
-    assert device.energy_note == "from its power, for the counter is the module's"
+    assert device.energy_note == "power is integrated: the energy counter measures the module"
     assert (sample.energy_j, sample.power_w) == (None, milli(one.power_w(MOMENT_S)))
     assert device.power_limit_w == 700.0
     assert failures == {}
@@ -195,7 +195,7 @@ def test_failed_field_does_not_affect_other_fields(trace):
     assert sample.energy_j > 0
     assert sample.power_average_w > 0
     assert sample.gauges["memory_power_w"] == 40.0
-    assert failures == {"power_w": "NVML gave 0xffffffff, its mark for a value that is not available"}
+    assert failures == {"power_w": "NVML returned 0xffffffff, its mark for an unavailable value"}
 
 
 def test_failed_gauge_is_missing_and_no_failure(trace):
@@ -635,7 +635,7 @@ def test_slice_of_a_module_uses_the_power_of_its_gpu(trace):
     device, sample, _ = read_at(trace, Site(visible_devices="MIG-a"))
 
     assert (device.power_scope, device.energy_method, device.energy_key) == ("gpu", "instant power", "")
-    assert device.energy_note.endswith("by compute slices; from its power, for the counter is the module's")
+    assert device.energy_note.endswith("by compute slices; power is integrated: the energy counter measures the module")
     assert sample.power_w == pytest.approx(milli(one.power_w(MOMENT_S)) * 3 / 7, rel=1e-12)
     assert sample.energy_j is None
 

@@ -152,7 +152,7 @@ def test_frames_above_the_rate_are_dropped_and_reported_once(peers):
     assert passed == BURST
     assert peers.rejected == {THROTTLED: 500}
     (event,) = peers.take_events()
-    assert (event.rank, event.text) == (0, "rank 0 on node-0 sends too much; its frames are dropped for a while")
+    assert (event.rank, event.text) == (0, "rank 0 on node-0 exceeds its rate limit; its frames are now dropped")
 
 
 def test_bytes_above_the_rate_are_dropped(peers):

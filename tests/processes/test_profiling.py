@@ -138,7 +138,7 @@ def test_lag_is_unknown_if_readings_do_not_follow_the_load():
     assert not found.measured_lag
     assert (found.counter_response, found.power_response, found.average_response) == (None, None, None)
     assert found.sensor.lag_error_s == found.sensor.tick_s == pytest.approx(0.1, rel=TICK)
-    assert "lag and window of the energy counter: it does not follow the load" in found.unmeasured
+    assert "lag and window of the energy counter: this reading does not follow the load" in found.unmeasured
 
 
 def test_only_the_idle_gpu_is_measured_without_a_load():
@@ -194,7 +194,7 @@ def test_other_work_on_the_gpu_causes_a_warning():
 
     found = profiled(gpu, seconds=12.0)
 
-    assert found.warnings[0].startswith("the GPU was 30 % busy before it was put under load")
+    assert found.warnings[0].startswith("the GPU was 30 % busy before its load began")
 
 
 def test_gpu_without_readings_gives_no_calibration():

@@ -330,7 +330,7 @@ def test_texts_of_events_have_the_name_of_the_device(tracked, wake):
         ("xid", "GPU-0: a critical error: Xid 79"),
         (
             "energy_counter",
-            "GPU-0: the energy counter is not used: it decreased by 999995 J; power fills the gap",
+            "GPU-0: the energy counter is not used: a decrease of 999995 J; power fills the gap",
         ),
     ]
     assert events_of(track) == []

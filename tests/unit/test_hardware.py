@@ -387,7 +387,7 @@ def devices():
         remarks = [row.note] if row.note else []
         if row.gain_measured:
             low, high = row.gain_measured
-            remarks.append(f"against a meter its power sensor read {low:+.1%} to {high:+.1%}")
+            remarks.append(f"error of the power sensor against a meter: {low:+.1%} to {high:+.1%}")
         if row.names[1:]:
             remarks.append(f"also {', '.join(row.names[1:])}")
         if remarks:

@@ -84,7 +84,7 @@ def test_folder_and_pipe_are_rejected_without_waiting(tmp_path):
         (f"user = a\nuser = b\npassword = {SECRET}\n", "line 2 is not"),
         (f"password = {SECRET}\n", "has no user"),
         ("", "has no user and no password"),
-        (f"user = a\npassword = {SECRET}\nauthentication = {SECRET}\n", "authentication is basic or session"),
+        (f"user = a\npassword = {SECRET}\nauthentication = {SECRET}\n", "authentication must be basic or session"),
         (f"user = a\npassword = {SECRET}\nfingerprint = {SECRET}\n", "64 hexadecimal digits"),
     ],
 )

@@ -84,7 +84,7 @@ def test_without_a_socket_meter_rails_are_summed_with_a_note(tmp_path):
     hwmon = Hwmon(tmp_path, {"CPU Power Socket 0": 46.5, "SysIO Power Socket 0": 11.75})
 
     assert watts(hwmon) == 46.5 + 11.75
-    assert "may lack" in open_reader("node1", hwmon.root).device.energy_note
+    assert "may be missing" in open_reader("node1", hwmon.root).device.energy_note
 
 
 def test_device_gives_averaged_power_and_no_energy(grace_hopper):

@@ -93,7 +93,7 @@ def test_energy_is_right_over_several_ranges_of_65_kj(tmp_path, clock):
 
     assert round(AMD_RANGE_UJ / 1e6 / 280) == 234
     assert energy_j == pytest.approx(600 * 280.0)  # 2.5 times the counter's range
-    assert rapl.note == "RAPL through powercap: 1 CPU package without DRAM, for which there is no counter"
+    assert rapl.note == "RAPL through powercap: 1 CPU package without DRAM, which has no counter"
 
 
 def test_read_error_adds_no_full_counter_range(powercap, rapl, clock):
@@ -205,7 +205,7 @@ def test_dies_that_mirror_one_counter_are_counted_once(tmp_path, clock):
 
     assert flowed_j(rapl) == 100 + 130
     assert rapl.note.startswith("RAPL through powercap: 2 CPU packages without DRAM")
-    assert rapl.note.endswith("; 2 more packages always show the same numbers as these and are not counted again")
+    assert rapl.note.endswith("; 2 more packages repeat these counters and are not counted again")
 
 
 def test_mirrored_dies_are_found_across_a_wrap_around(tmp_path, clock):

@@ -99,7 +99,7 @@ def test_chassis_power_without_supplies_is_used_with_a_note(serve, opened):
     reader = opened(serve(tree(chassis("1", EnvironmentMetrics=link(path)), {path: environment})))
 
     assert watts(reader) == 374
-    assert reader.device.energy_note.startswith("EnvironmentMetrics of chassis 1: what the vendor counts into it")
+    assert reader.device.energy_note.startswith("EnvironmentMetrics of chassis 1: the vendor chooses the content")
     assert reader.device.sensor.gain_error == 0.10
 
 
@@ -169,7 +169,7 @@ def two_nodes():
 def test_two_separate_chassis_need_a_chassis_in_the_url(serve, credentials):
     text = why_not(serve(two_nodes()).url, credentials())
 
-    assert text.endswith("shows the power of 2 chassis: name one in the URL, such as /redfish/v1/Chassis/Node1")
+    assert text.endswith("shows the power of 2 chassis: name one chassis in the URL, such as /redfish/v1/Chassis/Node1")
 
 
 def test_chassis_in_the_url_is_used(serve, opened):
@@ -180,7 +180,7 @@ def test_supplies_of_several_systems_have_a_note(serve, opened):
     systems = [link("/redfish/v1/Systems/1"), link("/redfish/v1/Systems/2")]
     reader = opened(serve(tree(chassis("1", Links={"ComputerSystems": systems}), supply("1", "PSU0", 900.0))))
 
-    assert "; they feed 2 computer systems, as the service states" in reader.device.energy_note
+    assert "; the supplies feed 2 computer systems, as stated by the service" in reader.device.energy_note
 
 
 def test_service_without_power_readings_is_reported(serve, credentials):
@@ -207,7 +207,7 @@ def test_present_supply_without_reading_fails_by_name_and_recovers(serve, opened
     service.resources[f"{SECOND}/Metrics"] = {"InputPowerWatts": {"Reading": 1000.0}}
 
     assert failed.power_w is None
-    assert failures == {"power_w": "redfish: power supply PSU1 is present and gives no input power"}
+    assert failures == {"power_w": "redfish: power supply PSU1 is present but reports no input power"}
     assert watts(reader) == pytest.approx(1937.4)
 
 
@@ -242,13 +242,13 @@ def test_supply_without_reading_at_start_uses_chassis_power(serve, opened):
     reader = opened(serve(resources))
 
     assert watts(reader) == 344
-    assert "; power supply PSU1 is present and gives no input power" in reader.device.energy_note
+    assert "; power supply PSU1 is present but reports no input power" in reader.device.energy_note
 
 
 def test_one_supply_in_two_chassis_is_not_added_twice(serve, credentials):
     resources = tree(chassis("1"), chassis("2"), supply("1", "PSU0", 500.0), supply("2", "PSU0", 500.0))
 
-    assert "SN-PSU0 is in two chassis: name one of them in the URL" in why_not(serve(resources).url, credentials())
+    assert "SN-PSU0 is in two chassis: name one chassis in the URL" in why_not(serve(resources).url, credentials())
 
 
 # --- energy counters, and properties that sensors state ---
@@ -262,7 +262,7 @@ def test_energy_counter_with_fine_steps_is_used(serve, opened):
 
     assert sample.energy_j == pytest.approx((12.345 + 11.001) * 3.6e6)
     assert (reader.device.energy_method, sample.power_w) == ("counter", 1000.0)
-    assert reader.device.energy_note.endswith("; its energy counter")
+    assert reader.device.energy_note.endswith("; from the energy counter")
     assert reader.device.sensor.tick_s == pytest.approx(5.0)  # the assumed period is longer than 3.6 s
 
 
@@ -310,7 +310,7 @@ def test_period_and_error_are_the_worst_of_the_sensors(serve, opened):
     sensor = opened(serve(with_sensors(*sensors))).device.sensor
 
     assert (sensor.tick_s, sensor.gain_error) == (3.0, 0.025)
-    assert sensor.source == "period and error as the service states"
+    assert sensor.source == "period and error as stated by the service"
 
 
 def test_unstated_properties_are_marked_as_assumed(serve, opened):
@@ -384,14 +384,14 @@ def test_user_rejected_later_is_retried_after_ten_minutes(serve, opened):
     _, second = reader.read()
 
     assert "rejects the user" in first["power_w"]
-    assert "no other attempt for ten minutes" in second["power_w"]
+    assert "no new attempt for ten minutes" in second["power_w"]
     assert len(service.asked) == num_asked
 
 
 def test_missing_privilege_is_named(serve, credentials):
     service = serve({**TWO_SUPPLIES, "/redfish/v1/Chassis": lambda handler: handler.answer(403, {})})
 
-    assert "may not read /redfish/v1/Chassis (403): give it the privilege Login" in why_not(service.url, credentials())
+    assert "may not read /redfish/v1/Chassis (403): the privilege Login" in why_not(service.url, credentials())
 
 
 def test_missing_credentials_are_reported(serve):
@@ -656,7 +656,7 @@ def test_redirect_to_another_service_is_not_followed(serve, credentials):
     target = {"Location": other.url + "/"}
     service = serve({"/redfish/v1/": lambda handler: handler.answer(307, {}, target)})
 
-    assert "points to another one (127.0.0.1), which is not followed" in why_not(service.url, credentials())
+    assert "redirects to another service (127.0.0.1); this is not allowed" in why_not(service.url, credentials())
     assert other.num_connections == 0
 
 
@@ -678,7 +678,7 @@ def test_redirects_in_a_circle_end(serve, credentials):
 def test_link_to_another_service_is_not_followed(serve, credentials, elsewhere):
     service = serve({**TWO_SUPPLIES, "/redfish/v1/": {"Chassis": link(elsewhere)}})
 
-    assert "which is no path on it" in why_not(service.url, credentials())
+    assert "which is not a path" in why_not(service.url, credentials())
     assert service.paths() == ["/redfish/v1/"]
 
 

@@ -1,7 +1,7 @@
 """The peak performance and the power sensor of devices, by the name that the driver reports.
 
-Peaks are the vendor's: dense, at boost clock, of one device, on the fastest unit for the precision,
-accumulated in FP32 or wider.  Conventions and the whole table: docs/hardware.md.
+Peaks are the vendor's dense rates of one device at boost clock, on the fastest unit for the precision, with
+accumulation in FP32 or wider.  Definitions and the whole table: docs/hardware.md.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from effllm.devices.known.sensors import SENSORS, KnownSensor
 
 PRECISIONS = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4", "int8")
 
-# How a source was checked: the document was read, another text quotes its numbers, or neither.
+# Grade of a source: the document was read, another text that quotes its numbers was read, or neither was read.
 Evidence = Literal["read", "quoted", "unconfirmed"]
 
 
@@ -31,23 +31,23 @@ class Origin:
 
 @dataclass(frozen=True)
 class Hardware:
-    """One device in the driver's count: a GPU, or one die of a module with two."""
+    """One device as the driver counts devices: a GPU, or one die of a module with two dies."""
 
-    names: tuple[str, ...]  # the driver's name first
+    names: tuple[str, ...]  # the first is the driver's name
     architecture: str
-    flops_per_s: Mapping[str, float]  # by precision; only supported and published ones
+    flops_per_s: Mapping[str, float]  # by precision; without unsupported and unpublished precisions
     memory_bytes: int
     memory_bytes_per_s: float
     tdp_w: float | None
     source: Origin
     sensor: KnownSensor
     note: str = ""
-    gain_measured: tuple[float, float] | None = None  # relative error of its readings against a meter, if measured
-    sliced: bool = False  # the name was a slice's; all other values are the whole device's
+    gain_measured: tuple[float, float] | None = None  # range of the readings' relative error, measured with a meter
+    sliced: bool = False  # whether the name is a slice's; all values are those of the whole device
 
 
 def find(name: str) -> Hardware | None:
-    """Return the device of a name from NVML or amdsmi, or ``None`` if the table does not have it.
+    """Return the device with a name from NVML or amdsmi, or ``None`` if the table does not have this device.
 
     All words must match, in any order and case: an H800 PCIe is not an H800, and a laptop's 4090 is not a 4090.
     """
@@ -60,7 +60,7 @@ def peak_flops_per_s(name: str, precision: str = "bf16") -> float | None:
     """Return the dense peak of a device; ``None`` for an unknown device, a slice, or a precision without a peak.
 
     Raises:
-        ValueError: there is no such precision.
+        ValueError: the precision is unknown.
     """
     if precision not in PRECISIONS:
         raise ValueError(f"precision is {precision!r}, not one of {', '.join(PRECISIONS)}")
@@ -70,10 +70,10 @@ def peak_flops_per_s(name: str, precision: str = "bf16") -> float | None:
 
 # --- names ---------------------------------------------------------------------------------------
 
-# "... MIG 1g.10gb", and a virtual GPU's profile as in "NVIDIA A40-48Q"
+# Suffixes of a MIG slice ("... MIG 1g.10gb") and of a virtual GPU ("NVIDIA A40-48Q").
 _SLICE = re.compile(r"\s*(\bMIG\b.*|-\d+(-\d+)?[ABCQ])$", re.IGNORECASE)
 
-# Words that do not depend on the silicon; boards with a difference in any other word are different devices.
+# Words that are ignored in names; a difference in any other word means a different device.
 _NOISE = {
     *("nvidia", "tesla", "geforce", "generation", "edition", "graphics", "gpu"),
     *("amd", "instinct", "accelerator", "oam", "mcm", "mba", "ac", "vf"),
@@ -102,7 +102,7 @@ _AMD = "https://www.amd.com/content/dam/amd/en/documents/instinct-tech-docs"
 
 _P100 = Origin("NVIDIA Tesla P100 PCIe datasheet (2016)",
     f"{_NV}/Data-Center/tesla-p100/pdf/nvidia-tesla-p100-PCIe-datasheet.pdf", "quoted")
-_P100_SXM = Origin("NVIDIA, Ampere Architecture In-Depth (May 2020), its table of P100, V100 and A100",
+_P100_SXM = Origin("NVIDIA, Ampere Architecture In-Depth (May 2020), table of P100, V100 and A100",
     "https://developer.nvidia.com/blog/nvidia-ampere-architecture-in-depth/", "read")
 _P40 = Origin("NVIDIA Tesla P40 datasheet (2016)",
     "https://images.nvidia.com/content/pdf/tesla/184427-Tesla-P40-Datasheet-NV-Final-Letter-Web.pdf", "quoted")
@@ -116,7 +116,7 @@ _TURING = Origin("NVIDIA Turing GPU Architecture (2018), column of the Quadro RT
 _A100 = Origin("NVIDIA A100 datasheets 1758950 (June 2021) and 2188504 (May 2022)",
     f"{_NV}/Data-Center/a100/pdf/nvidia-a100-datasheet-nvidia-us-2188504-web.pdf", "quoted")
 _A800 = Origin(
-    "NVIDIA A100 datasheet 2188504 (May 2022); NVIDIA has withdrawn its page of the A800", _A100.url, "unconfirmed")
+    "NVIDIA A100 datasheet 2188504 (May 2022); NVIDIA has withdrawn the page of the A800", _A100.url, "unconfirmed")
 _A30 = Origin("NVIDIA A30 datasheet; NVIDIA/TensorRT-LLM, cluster_info.py",
     f"{_NV}/data-center/products/a30-gpu/pdf/a30-datasheet.pdf", "quoted")
 _A10 = Origin("NVIDIA A10 datasheet; NVIDIA/TensorRT-LLM, cluster_info.py",
@@ -128,14 +128,14 @@ _A40 = Origin("NVIDIA A40 datasheet; NVIDIA/TensorRT-LLM, cluster_info.py",
 _GA102 = Origin("NVIDIA Ampere GA102 GPU Architecture v2 (2021), table 3",
     "https://www.nvidia.com/content/PDF/nvidia-ampere-ga-102-gpu-architecture-whitepaper-v2.pdf", "quoted")
 _GA102_COUNTED = Origin(
-    "counted: SMs x 512 FLOP x boost clock, as the RTX 3090 of GA102 Architecture v2", _GA102.url, "unconfirmed")
+    "computed: SMs x 512 FLOP x boost clock, as for the RTX 3090 in GA102 Architecture v2", _GA102.url, "unconfirmed")
 _ADA = Origin("NVIDIA Ada GPU Architecture v2.1, appendix A",
     "https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf", "quoted")
 _ADA_COUNTED = Origin(
-    "counted: SMs x 512 FLOP x boost clock, as the RTX 4090 of Ada GPU Architecture v2.1", _ADA.url, "unconfirmed")
+    "computed: SMs x 512 FLOP x boost clock, as for the RTX 4090 in Ada GPU Architecture v2.1", _ADA.url, "unconfirmed")
 _L4 = Origin("NVIDIA Ada GPU Architecture v2.02 (2022), appendix D; L4 product brief PB-11316-001_v01 (March 2023)",
     _ADA.url, "quoted")
-_L20 = Origin("NVIDIA publishes no datasheet; dealers' tables and NVIDIA/TensorRT-LLM, cluster_info.py",
+_L20 = Origin("no datasheet is published; dealers' tables, and cluster_info.py of NVIDIA/TensorRT-LLM",
     "https://github.com/NVIDIA/TensorRT-LLM", "unconfirmed")
 _L40 = Origin("NVIDIA L40 datasheet 2436245 (Nov 2022)",
     f"{_NV}/design-visualization/support-guide/NVIDIA-L40-Datasheet-January-2023.pdf", "quoted")
@@ -152,23 +152,26 @@ _H100 = Origin("NVIDIA H100 GPU Architecture v1.04 (2022), tables 1 and 3; datas
     "https://nvdam.widen.net/s/95bdhpsgrs/nvidia_h100_tensor_core_gpu_architecture_whitepaper_v1.03", "quoted")
 _H100_PCIE = Origin(
     "NVIDIA H100 GPU Architecture v1.04 (2022); product brief PB-11133-001_v02 (Nov 2022)", _H100.url, "quoted")
-_H100_NVL = Origin("NVIDIA H100 datasheet 3440270 (Sept 2024), halved; product brief PB-11773-001_v01 (March 2024)",
+_H100_NVL = Origin("half the sparse rates of NVIDIA H100 datasheet 3440270 (Sept 2024); "
+    "product brief PB-11773-001_v01 (March 2024)",
     "https://www.nvidia.com/en-us/data-center/h100/", "quoted")
 _H200 = Origin("NVIDIA H200 datasheet 3367400 (July 2024); the chip and peaks of the H100",
     "https://www.nvidia.com/en-us/data-center/h200/", "quoted")
 _H200_NVL = Origin(
-    "NVIDIA H200 page (2026), halved; H200 NVL product brief PB-12128-001_v01 (April 2025)", _H200.url, "quoted")
+    "half the sparse rates of NVIDIA's H200 page (2026); H200 NVL product brief PB-12128-001_v01 (April 2025)",
+    _H200.url, "quoted")
 _H800 = Origin("NVIDIA H800 datasheet (2023); the chip and peaks of the H100",
     "https://chaoqing-i.com/upload/20231128/NVIDIA%20H800%20GPU%20Datasheet.pdf", "quoted")
-_H20 = Origin("NVIDIA publishes no datasheet; papers that train on it and NVIDIA/TensorRT-LLM, cluster_info.py",
+_H20 = Origin("no datasheet is published; papers on training with H20s, and cluster_info.py of NVIDIA/TensorRT-LLM",
     "https://github.com/NVIDIA/TensorRT-LLM", "unconfirmed")
-_GH200 = Origin("NVIDIA GH200 Grace Hopper Superchip datasheet (from memory); the chip and peaks of the H100",
+_GH200 = Origin("NVIDIA GH200 Grace Hopper Superchip datasheet (not checked); the chip and peaks of the H100",
     "https://resources.nvidia.com/en-us-grace-cpu/grace-hopper-superchip", "unconfirmed")
-_BLACKWELL = Origin("NVIDIA Blackwell datasheet 3384703, per GPU, halved; NVIDIA/exemplar-performance, README",
+_BLACKWELL = Origin("half the sparse rates per GPU of NVIDIA Blackwell datasheet 3384703; "
+    "README of NVIDIA/exemplar-performance",
     "https://nvdam.widen.net/s/wwnsxrhm2w/blackwell-datasheet-3384703", "quoted")
 _ULTRA = Origin("NVIDIA Blackwell Ultra datasheet (Oct 2025) and Blackwell Architecture Technical Brief v2.1, table 3",
     "https://resources.nvidia.com/en-us-blackwell-architecture/blackwell-ultra-datasheet", "quoted")
-_GB10 = Origin("NVIDIA DGX Spark page: 1 PFLOP of sparse FP4, 140 W; the rest by halving",
+_GB10 = Origin("NVIDIA DGX Spark page: 1 PFLOP of sparse FP4, 140 W; other rates by halving this rate",
     "https://docs.nvidia.com/dgx/dgx-spark/hardware.html", "unconfirmed")
 _MI100 = Origin("AMD, footnotes MI100-03 and -08 and CDNA-04 (Oct 2020)",
     "https://www.amd.com/en/products/accelerators/instinct/mi100.html", "read")
@@ -187,7 +190,7 @@ _MI355X = Origin("AMD Instinct MI355X brochure; Introducing AMD CDNA 4 Architect
 
 
 def _peaks(**tflops: float) -> Mapping[str, float]:
-    # From text, because 989.4 * 1e12 and 989.4e12 differ in the last bit.
+    # Text is converted, because 989.4 * 1e12 and 989.4e12 differ in the last bit.
     return MappingProxyType({precision: float(f"{rate}e12") for precision, rate in tflops.items()})
 
 
@@ -227,36 +230,36 @@ _GH100_NVL = _peaks(fp64=60, fp32=60, tf32=417.5, bf16=835.5, fp16=835.5, fp8=16
 _GH100_H800 = _peaks(fp32=66.9, tf32=494.7, bf16=989.4, fp16=989.4, fp8=1978.9, int8=1978.9)
 _MI300X = _peaks(fp64=163.4, fp32=163.4, tf32=653.7, bf16=1307.4, fp16=1307.4, fp8=2614.9, int8=2614.9)
 
-_A100_PCIE_READS = (-0.058, -0.055)  # energy and power against a meter
+_A100_PCIE_READS = (-0.058, -0.055)  # range of the error of energy and power against a meter
 _RTX_3090_READS = (-0.056, -0.040)
 
-_A100_PCIE = "which of the two PCIe boards was held against a meter is not known"
-_NO_TENSOR = "no tensor cores: FP16 adds up in FP16"
-_TURING_BOARD = "power is that of the GPU, from memory; the board with its outputs takes 295 W"
-_FOUNDERS = "clock and power of NVIDIA's own board; partners' differ"
-_MODULE = "power is the whole module's (CPU, GPU, memory), configurable from 450 W"
+_A100_PCIE = "one of the two PCIe boards was compared with a meter; which one is unknown"
+_NO_TENSOR = "no tensor cores: FP16 products are added up in FP16"
+_TURING_BOARD = "power of the GPU alone, not checked; the board with its outputs takes 295 W"
+_FOUNDERS = "clock and power of NVIDIA's own board; boards of partners differ"
+_MODULE = "power of the whole module (CPU, GPU, memory), configurable from 450 W"
 _GCD = (
-    "one of the two dies of a module, which is what the driver counts: half the module's numbers; "
-    "one die reports the power of both"
+    "one of the two dies of a module, because the driver counts dies: half the module's numbers; "
+    "one die reports the power of both dies"
 )
 
 ROWS: tuple[Hardware, ...] = (
     # Pascal, Volta, Turing
     _row("Tesla P100-PCIE-16GB", "Pascal", 16, 732, 250, _peaks(fp64=4.7, fp32=9.3, fp16=18.7), _P100, _NO_TENSOR),
     _row("Tesla P100-SXM2-16GB", "Pascal", 16, 720, 300, _peaks(fp64=5.3, fp32=10.6, fp16=21.2), _P100_SXM,
-         _NO_TENSOR + "; the datasheet says 732 GB/s"),
-    _row("Tesla P40", "Pascal", 24, 346, 250, _peaks(fp32=12, int8=47), _P40, "FP16 runs at 1/64 of FP32: left out"),
+         _NO_TENSOR + "; 732 GB/s in the datasheet"),
+    _row("Tesla P40", "Pascal", 24, 346, 250, _peaks(fp32=12, int8=47), _P40, "FP16 (1/64 of FP32) is left out"),
     _row("Tesla V100-SXM2-16GB", "Volta", 16, 900, 300, _GV100_SXM, _V100),
     _row("Tesla V100-SXM2-32GB", "Volta", 32, 900, 300, _GV100_SXM, _V100),
     _row("Tesla V100-PCIE-16GB", "Volta", 16, 900, 250, _GV100_PCIE, _V100),
     _row("Tesla V100-PCIE-32GB", "Volta", 32, 900, 250, _GV100_PCIE, _V100),
     _row("Tesla V100S-PCIE-32GB", "Volta", 32, 1134, 250, _peaks(fp64=8.2, fp32=16.4, fp16=130), _V100),
     _row("Tesla T4", "Turing", 16, 320, 70, _peaks(fp32=8.1, fp16=65, int8=130), _T4,
-         "editions of the datasheet say 300 and 320+ GB/s; 256 bit at 10 Gbit/s are 320"),
+         "300 or 320+ GB/s by edition of the datasheet; 256 bit at 10 Gbit/s give 320"),
     _row("Quadro RTX 6000", "Turing", 24, 672, 260, _TU102, _TURING, _TURING_BOARD),
     _row("Quadro RTX 8000", "Turing", 48, 672, 260, _TU102, _TURING,
          "GPU and clocks of the Quadro RTX 6000; " + _TURING_BOARD,
-         replace(SENSORS["Turing"], window_s=0.020, note="this board measures 20 ms of every 100")),
+         replace(SENSORS["Turing"], window_s=0.020, note="this board measures 20 ms of every 100 ms")),
     # Ampere
     _row("NVIDIA A100-SXM4-40GB, A100-SXM-40GB", "Ampere GA100", 40, 1555, 400, _GA100, _A100),
     _row("NVIDIA A100-SXM4-80GB, A100-SXM-80GB", "Ampere GA100", 80, 2039, 400, _GA100, _A100,
@@ -266,21 +269,21 @@ ROWS: tuple[Hardware, ...] = (
     _row("NVIDIA A100 80GB PCIe", "Ampere GA100", 80, 1935, 300, _GA100, _A100, _A100_PCIE,
          gain_measured=_A100_PCIE_READS),
     _row("NVIDIA A800-SXM4-80GB", "Ampere GA100", 80, 2039, 400, _GA100, _A800,
-         "an A100 with less NVLink; a cloud's table agrees"),
+         "an A100 with less NVLink; a cloud provider's table agrees"),
     _row("NVIDIA A800 80GB PCIe", "Ampere GA100", 80, 1935, 300, _GA100, _A800,
-         "an A100 with less NVLink; a cloud's table agrees"),
+         "an A100 with less NVLink; a cloud provider's table agrees"),
     _row("NVIDIA A30", "Ampere GA100", 24, 933, 165,
          _peaks(fp64=10.3, fp32=10.3, tf32=82, bf16=165, fp16=165, int8=330), _A30),
     _row("NVIDIA A10", "Ampere GA10x", 24, 600, 150, _peaks(fp32=31.2, tf32=62.5, bf16=125, fp16=125, int8=250), _A10),
     _row("NVIDIA A10G", "Ampere GA10x", 24, 600, 300, _peaks(tf32=35, bf16=70, fp16=70, int8=140), _A10G,
-         "power from memory of nvidia-smi; Lightning takes the A10's 125 TFLOP/s for it"),
+         "power as printed by nvidia-smi, not checked; Lightning uses 125 TFLOP/s, the rate of the A10"),
     _row("NVIDIA A40", "Ampere GA10x", 48, 696, 300, _peaks(fp32=37.4, tf32=74.8, bf16=149.7, fp16=149.7, int8=299.3),
          _A40),
     _row("NVIDIA RTX A6000", "Ampere GA10x", 48, 768, 300,
          _peaks(fp32=38.7, tf32=77.4, bf16=154.8, fp16=154.8, int8=309.7), _GA102),
     _row("NVIDIA GeForce RTX 3080", "Ampere GA10x", 10, 760, 320,
          _peaks(fp32=29.8, tf32=29.8, bf16=59.5, fp16=59.5, int8=238), _GA102_COUNTED,
-         "the board with 10 GB; one with 12 GB and 61.3 TFLOP/s has the same name"),
+         "the board with 10 GB; a board with 12 GB and 61.3 TFLOP/s has the same name"),
     _row("NVIDIA GeForce RTX 3090", "Ampere GA10x", 24, 936, 350,
          _peaks(fp32=35.6, tf32=35.6, bf16=71.2, fp16=71.2, int8=284), _RTX_50,
          _FOUNDERS + "; GA102 Architecture rounds to 71", gain_measured=_RTX_3090_READS),
@@ -291,79 +294,79 @@ ROWS: tuple[Hardware, ...] = (
          _L4, "TensorRT-LLM rounds to 120"),
     _row("NVIDIA L20", "Ada Lovelace", 48, 864, 275,
          _peaks(fp32=59.8, tf32=59.8, bf16=119.5, fp16=119.5, fp8=239, int8=239), _L20,
-         "TensorRT-LLM says 119 and 238, Alibaba Cloud 119 and 237"),
+         "119 and 238 in TensorRT-LLM, 119 and 237 at Alibaba Cloud"),
     _row("NVIDIA L40", "Ada Lovelace", 48, 864, 300,
          _peaks(fp32=90.5, tf32=90.5, bf16=181.05, fp16=181.05, fp8=362, int8=362), _L40,
-         "half the L40S: as on GeForce, adding up in FP32 halves the rate"),
+         "half the rate of the L40S: as on GeForce, adding up in FP32 halves the rate"),
     _row("NVIDIA L40S", "Ada Lovelace", 48, 864, 350,
          _peaks(fp32=91.6, tf32=183, bf16=362.05, fp16=362.05, fp8=733, int8=733), _L40S,
-         "the datasheet's own sparse 733 would be 366.5 dense"),
+         "362.05 is the datasheet's dense rate; half of its sparse rate, 733, would be 366.5"),
     _row("NVIDIA RTX 6000 Ada Generation", "Ada Lovelace", 48, 960, 300,
          _peaks(fp32=91.1, tf32=182.1, bf16=364.2, fp16=364.2, fp8=728.5, int8=728.5), _RTX_PRO,
-         "the table's 364 and 728 to one more digit; FP32 and TF32 from memory"),
+         "the table's 364 and 728 are given with one more digit; FP32 and TF32 are not checked"),
     _row("NVIDIA GeForce RTX 4080", "Ada Lovelace", 16, 717, 320,
          _peaks(fp32=48.7, tf32=48.7, bf16=97.5, fp16=97.5, fp8=194.9, int8=389.9), _ADA_COUNTED, _FOUNDERS),
     _row("NVIDIA GeForce RTX 4090", "Ada Lovelace", 24, 1008, 450,
          _peaks(fp32=82.6, tf32=82.6, bf16=165.2, fp16=165.2, fp8=330.3, int8=660.6), _ADA,
-         _FOUNDERS + "; before v2.02 the paper said 660.6 for FP8"),
+         _FOUNDERS + "; 660.6 for FP8 in the paper before v2.02"),
     # Hopper
     _row("NVIDIA H100 80GB HBM3, H100 SXM5 80GB", "Hopper", 80, 3350, 700, _GH100_SXM, _H100),
-    _row("NVIDIA H100 PCIe", "Hopper", 80, 2000, 350, _GH100_PCIE, _H100_PCIE, "the paper's 2039 GB/s was provisional"),
+    _row("NVIDIA H100 PCIe", "Hopper", 80, 2000, 350, _GH100_PCIE, _H100_PCIE, "the paper's 2039 GB/s was preliminary"),
     _row("NVIDIA H100 NVL", "Hopper", 94, 3938, 400, _GH100_NVL, _H100_NVL, "one card, not the pair of 188 GB"),
     _row("NVIDIA H200", "Hopper", 141, 4800, 700, _GH100_SXM, _H200),
     _row("NVIDIA H200 NVL", "Hopper", 141, 4813, 600, _GH100_NVL, _H200_NVL,
-         "the datasheet of July 2024 still gave it the peaks of the H200 SXM"),
+         "the datasheet of July 2024 still has the peaks of the H200 SXM for this card"),
     _row("NVIDIA GH200 480GB, NVIDIA GH200 120GB", "Hopper", 96, 4000, 1000, _GH100_SXM, _GH200,
-         _MODULE + "; the name counts the CPU's memory"),
+         _MODULE + "; the size in the name is the CPU's memory"),
     _row("NVIDIA GH200 144G HBM3e", "Hopper", 144, 4900, 1000, _GH100_SXM, _GH200, _MODULE),
     _row("NVIDIA H800", "Hopper", 80, 3350, 700, _GH100_H800, _H800,
-         "power from memory; FP64 is cut to about 1 TFLOP/s: left out"),
+         "power is not checked; FP64 (about 1 TFLOP/s) is left out"),
     _row("NVIDIA H20", "Hopper", 96, 4000, 500, _peaks(fp32=44, tf32=74, bf16=148, fp16=148, fp8=296, int8=296), _H20,
-         "power as nvidia-smi shows it, 400 W in early reports; TensorRT-LLM says 147 and 293"),
+         "power as printed by nvidia-smi (400 W in early reports); 147 and 293 TFLOP/s in TensorRT-LLM"),
     # Blackwell
     _row("NVIDIA B200", "Blackwell", 180, 7700, 1000,
          _peaks(fp64=37, fp32=75, tf32=1125, bf16=2250, fp16=2250, fp8=4500, fp4=9000, int8=4500), _BLACKWELL,
-         "HGX; TF32 from the total of eight, the row of one rounds to 1100"),
+         "HGX; TF32 is an eighth of the total of eight GPUs; the rate of one GPU is rounded to 1100"),
     _row("NVIDIA GB200", "Blackwell", 186, 8000, 1200,
          _peaks(fp64=40, fp32=80, tf32=1250, bf16=2500, fp16=2500, fp8=5000, fp4=10000, int8=5000), _BLACKWELL,
-         "NVIDIA's own benchmarks reckon with 2450, 4900 and 9800"),
+         "NVIDIA's own benchmarks use 2450, 4900 and 9800"),
     _row("NVIDIA B300 SXM6 AC, NVIDIA B300", "Blackwell", 270, 7700, 1100,
          _peaks(fp64=1.2, fp32=75, tf32=1125, bf16=2250, fp16=2250, fp8=4500, fp4=14000, int8=153.5), _ULTRA,
-         "FP4 is 13500 by the total of eight and in NVIDIA's own benchmarks; elsewhere NVIDIA says 288 GB and 8 TB/s"),
+         "FP4 is 13500 in NVIDIA's own benchmarks and by the total of eight GPUs; 288 GB and 8 TB/s elsewhere"),
     _row("NVIDIA GB300", "Blackwell", 279, 8000, 1400,
          _peaks(fp32=80, tf32=1250, bf16=2500, fp16=2500, fp8=5000, fp4=15000, int8=165), _ULTRA,
-         "NVIDIA's own benchmarks reckon with 2450, 4900 and 14700"),
+         "NVIDIA's own benchmarks use 2450, 4900 and 14700"),
     _row("NVIDIA GB10", "Blackwell", 128, 273, 140, _peaks(bf16=125, fp16=125, fp8=250, fp4=500), _GB10,
-         "only sparse FP4 is published; matrix products of 100 TFLOP/s in BF16 were measured; memory and power are "
-         "shared with the CPU"),
+         "only sparse FP4 is published; BF16 matrix products reached 100 TFLOP/s in a measurement; the CPU shares "
+         "memory and power"),
     _row("NVIDIA RTX PRO 6000 Blackwell Server Edition", "Blackwell", 96, 1597, 600,
          _peaks(fp32=120, bf16=500, fp16=500), _RTX_PRO_SERVER,
-         "the page says 1 PFLOP for BF16, here taken as sparse: the Workstation Edition has 503.8 dense"),
+         "1 PFLOP of BF16 on the page is assumed to be sparse, because the Workstation Edition has 503.8 dense"),
     _row("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "Blackwell", 96, 1792, 600,
          _peaks(bf16=503.8, fp16=503.8), _RTX_PRO),
     _row("NVIDIA GeForce RTX 5090", "Blackwell", 32, 1792, 575,
          _peaks(fp32=104.8, tf32=104.8, bf16=209.5, fp16=209.5, fp8=419, fp4=1676, int8=838), _RTX_50,
-         _FOUNDERS + "; FP4 is not halved by adding up in FP32; FP32, TF32 and INT8 from memory"),
+         _FOUNDERS + "; adding up in FP32 does not halve FP4; FP32, TF32 and INT8 are not checked"),
     # AMD
     _row("AMD Instinct MI100", "CDNA", 32, 1228.8, 300, _peaks(fp64=11.5, fp32=46.1, bf16=92.3, fp16=184.6, int8=184.6),
-         _MI100, "power and FP64 from memory"),
+         _MI100, "power and FP64 are not checked"),
     _row("AMD Instinct MI210", "CDNA 2", 64, 1638.4, 300, _peaks(fp64=45.3, fp32=45.3, bf16=181, fp16=181, int8=181),
-         _MI210, "power from memory"),
+         _MI210, "power is not checked"),
     _row("AMD Instinct MI250", "CDNA 2", 64, 1638.4, 250, _peaks(fp64=45.3, fp32=45.3, bf16=181, fp16=181, int8=181),
          _CDNA3, _GCD + "; the module: 500 W, 362.1 TFLOP/s"),
     _row("AMD Instinct MI250X", "CDNA 2", 64, 1638.4, 280,
          _peaks(fp64=47.85, fp32=47.85, bf16=191.5, fp16=191.5, int8=191.5), _CDNA3,
          _GCD + "; the module: 560 W, 383 TFLOP/s"),
     _row("AMD Instinct MI250X / MI250", "CDNA 2", 64, 1638.4, None, _peaks(), _CDNA3,
-         "libdrm's name of PCI device 740C, which may be either: peak and power are unknown; one of two dies"),
+         "libdrm's name of PCI device 740C, an MI250X or MI250: peak and power are unknown; one of two dies"),
     _row("AMD Instinct MI300A", "CDNA 3", 128, 5325, 760,
          _peaks(fp64=122.6, fp32=122.6, tf32=490.3, bf16=980.6, fp16=980.6, fp8=1961.2, int8=1961.2), _CDNA3,
-         "power is the whole socket's, CPU included, 550 W in another configuration"),
+         "power of the whole socket with its CPU; 550 W in another configuration"),
     _row("AMD Instinct MI300X", "CDNA 3", 192, 5325, 750, _MI300X, _CDNA3),
     _row("AMD Instinct MI325X", "CDNA 3", 256, 6000, 1000, _MI300X, _CDNA3),
     _row("AMD Instinct MI350X", "CDNA 4", 288, 8000, 1000,
          _peaks(fp64=72.1, fp32=144.2, bf16=2306.9, fp16=2306.9, fp8=4613.7, fp4=9227.5, int8=4613.7), _MI350X,
-         "the brochure prints 2309.6 for BF16, which neither its FP8 nor 256 CUs x 4096 x 2.2 GHz gives; no TF32"),
+         "the brochure prints 2309.6 for BF16; half of its FP8, and 256 CUs x 4096 x 2.2 GHz, are 2306.9; no TF32"),
     _row("AMD Instinct MI355X", "CDNA 4", 288, 8000, 1400,
          _peaks(fp64=78.6, fp32=157.3, bf16=2516.6, fp16=2516.6, fp8=5033.2, fp4=10066.3, int8=5033.2), _MI355X,
          "no TF32"),

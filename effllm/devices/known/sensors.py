@@ -10,15 +10,15 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class KnownSensor:
-    """The published data of an architecture's power sensor; ``None`` is unknown."""
+    """The published data of an architecture's power sensor; ``None`` means unknown."""
 
     update_s: float | None  # period of new values
     window_s: float | None  # measured part of each period
-    power_usage: Literal["instant", "1-s mean"] | None  # what nvmlDeviceGetPowerUsage returns
+    power_usage: Literal["instant", "1-s mean"] | None  # kind of power that nvmlDeviceGetPowerUsage returns
     counter: bool  # whether the driver counts energy
     rise_s: tuple[float, float] | None = None  # delay of a power step in the instantaneous reading
     lag_s: float | None = None  # constant delay of the energy counter
-    gain_error: float = 0.05  # at 95 %, common to all readings of a board, so it does not average out
+    gain_error: float = 0.05  # relative error at 95 %; common to all readings of a board, so it does not average out
     source: str = ""
     note: str = ""
 
@@ -33,13 +33,13 @@ _PAPER = "Yang, Adamek and Armour, arXiv 2312.02741 (SC24)"
 _PAPER_NVML = f"{_PAPER}; NVML's page of nvmlDeviceGetPowerUsage"
 _OLD = KnownSensor(
     update_s=None, window_s=None, power_usage="instant", counter=False, source=_PAPER,
-    note="15 to 100 ms with a slow, logarithmic response: drop the first second after a step; reads up to 9 % low, "
-    "small cards worse",
+    note="a new value every 15 to 100 ms; the response is slow and logarithmic: drop the first second after a step; "
+    "readings are up to 9 % low, on small cards even lower",
 )
 _RADEON = KnownSensor(
     update_s=None, window_s=None, power_usage=None, counter=True, source="ROCm/amdsmi issues 38 and 115",
-    note="the counter ran at a wrong rate, did not move or went backwards under some ROCm: check it against "
-    "integrated power; of a module with two dies, one shows the power of both",
+    note="under some ROCm releases the counter had a wrong rate, did not change or decreased: compare it with "
+    "integrated power; in a module with two dies, one die reports the power of both dies",
 )
 
 SENSORS: Mapping[str, KnownSensor] = MappingProxyType({
@@ -47,7 +47,7 @@ SENSORS: Mapping[str, KnownSensor] = MappingProxyType({
     "Maxwell": _OLD,
     "Pascal": KnownSensor(
         update_s=0.020, window_s=0.010, power_usage="instant", counter=False, source=_PAPER,
-        note="no counter: integrate power polled at 50 Hz or more, or NVML's ring of samples",
+        note="no counter: integrate power polled at 50 Hz or more, or the samples in NVML's buffer",
     ),
     "Volta": KnownSensor(
         update_s=0.020, window_s=0.010, power_usage="instant", counter=True, rise_s=(0.060, 0.085),
@@ -59,27 +59,27 @@ SENSORS: Mapping[str, KnownSensor] = MappingProxyType({
     ),
     "Ampere GA100": KnownSensor(
         update_s=0.100, window_s=0.025, power_usage="instant", counter=True, rise_s=(0.015, 0.110), source=_PAPER_NVML,
-        note="averaged power is not supported; whether the counter sees more than the 25 ms is not documented",
+        note="averaged power is not supported; it is not documented whether the counter measures more than the 25 ms",
     ),
     "Ampere GA10x": KnownSensor(
         update_s=0.100, window_s=0.100, power_usage="1-s mean", counter=True, source=_PAPER_NVML,
-        note="driver 530 alone returned the value of the last 100 ms as power usage",
+        note="only driver 530 returned the value of the last 100 ms as power usage",
     ),
     "Ada Lovelace": KnownSensor(
         update_s=0.100, window_s=0.100, power_usage="1-s mean", counter=True, source=_PAPER_NVML,
-        note="driver 530 as on GA10x",
+        note="driver 530 has the same exception as on GA10x",
     ),
     "Hopper": KnownSensor(
         update_s=0.100, window_s=0.025, power_usage="1-s mean", counter=True, rise_s=(0.075, 0.120),
         source=f"{_PAPER_NVML}; ml-energy/zeus pull 172",
-        note="measured on the H100 PCIe; whether the counter sees more than the 25 ms is not documented; on GH200 the "
-        "counter is the whole module's, CPU and memory included",
+        note="measured on the H100 PCIe; it is not documented whether the counter measures more than the 25 ms; on "
+        "GH200 the counter measures the whole module with its CPU and memory",
     ),
     "Blackwell": KnownSensor(
         update_s=None, window_s=None, power_usage="1-s mean", counter=True,
         source="NVML's page of nvmlDeviceGetPowerUsage; NVIDIA/k8s-test-infra issue 676; no published measurement",
-        note="probe the scopes GPU, module and memory; the energy call may take milliseconds; on GB200 and GB300 a "
-        "module's reading belongs to the module once, not to each GPU",
+        note="probe the scopes GPU, module and memory; the energy call may take milliseconds; on GB200 and GB300 "
+        "count a module's reading once, not once per GPU",
     ),
     "CDNA": _RADEON,
     "CDNA 2": _RADEON,

@@ -1,8 +1,8 @@
 """The power of a node's CPUs and of the whole node, read once per node.
 
-A sensor is an `effllm.devices.Reader` with an ``interval_s`` between readings.  Its device has the scope CPU or
-NODE_PSU and measures only power; its note and sensor describe the source and the error.  Opening and reading may
-take seconds, so both run in a separate thread.
+A sensor is an `effllm.devices.Reader` with an ``interval_s`` between readings.  The device has the scope CPU or
+NODE_PSU and measures only power; ``energy_note`` and ``sensor`` describe the source and the error.  To open or read a
+sensor may take seconds, so a separate thread does this.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from effllm.devices.node import hwmon, rapl
 from effllm.devices.node.reader import CPU_INTERVAL_S, PSU_INTERVAL_S, NodeReader
 
 AUTO, NONE, IPMI = "auto", "none", "ipmi"
-ALLOWED = "auto, none, ipmi, or the URL of a Redfish service or one of its chassis ({host} in it is the node's name)"
+ALLOWED = "auto, none, ipmi, or the URL of a Redfish service or one of its chassis ({host} stands for the node's name)"
 
 
 class Opener(NamedTuple):
@@ -29,12 +29,12 @@ class Opener(NamedTuple):
 
 
 def openers(choice: str, host: str, credentials: Path | None = None) -> list[Opener]:
-    """Return the sensors that this node may have, not opened yet.
+    """Return the sensors that this node may have; they are not open.
 
     Args:
         choice: ``auto`` means the CPUs and the management controller in-band, without use of the network; ``none``
-            means no sensor; ``ipmi`` or the URL of a Redfish service names the source of the whole node's power,
-            and the CPUs are read too.
+            means no sensor; ``ipmi`` or the URL of a Redfish service is the source of the whole node's power;
+            in this case the CPUs are read, too.
         host: the node's name, part of the devices' keys.
         credentials: file with the user and the password for the Redfish service.
 
@@ -60,7 +60,7 @@ def openers(choice: str, host: str, credentials: Path | None = None) -> list[Ope
 
 
 def missing(choice: str) -> str:
-    """Return which package the choice needs and how to install it; empty if it is installed or not needed."""
+    """Return a sentence with the missing package and the command that installs it; empty if none is missing."""
     if choice.startswith(("https://", "http://")):
         try:
             importlib.import_module("urllib3")
@@ -73,7 +73,7 @@ def open_cpu(host: str) -> NodeReader:
     """Open the CPUs by RAPL, else by hwmon.
 
     Raises:
-        DeviceUnavailable: neither can be read; the text is hwmon's if hwmon has a sensor, else RAPL's.
+        DeviceUnavailable: both fail; the reason is hwmon's if hwmon has a sensor, else RAPL's.
     """
     try:
         return rapl.open_reader(host)
@@ -85,6 +85,6 @@ def open_cpu(host: str) -> NodeReader:
 
 
 def _open(name: str, *arguments: object) -> NodeReader:
-    # Imported on demand: TLS takes as much memory as a small process.
+    # The module is imported on demand, because TLS takes as much memory as a small process.
     sensor: NodeReader = importlib.import_module(f"{__name__}.{name}").open_reader(*arguments)
     return sensor

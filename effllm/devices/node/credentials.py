@@ -13,7 +13,7 @@ _MAX_BYTES = 16 * 1024
 
 
 class CredentialsError(ValueError):
-    """The file is not usable; the message is one line without any of its content."""
+    """The file is not usable; the message is one line without the file's content."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Credentials:
     user: str
     password: str = field(repr=False)
     authentication: str = BASIC
-    ca_file: Path | None = None  # certificate authorities; None: the system's
+    ca_file: Path | None = None  # certificate authorities; None for those of the system
     fingerprint: bytes | None = None  # SHA-256 of the only accepted certificate; name and issuer are ignored
 
     @classmethod
@@ -31,7 +31,7 @@ class Credentials:
         """Read lines of the form ``key = value``; blank lines and lines that begin with ``#`` are ignored.
 
         Raises:
-            CredentialsError: others may read the file, or a key is wrong or missing.
+            CredentialsError: other users may read the file, or a key is wrong or missing.
         """
         values: dict[str, str] = {}
         for number, line in enumerate(_private_text(path).splitlines(), 1):
@@ -39,7 +39,7 @@ class Credentials:
                 continue
             key, equals, value = (part.strip() for part in line.partition("="))
             if not equals or key not in _KEYS or key in values:
-                raise CredentialsError(f"{path}: line {number} is not 'key = value' with {', '.join(_KEYS)}, each once")
+                raise CredentialsError(f"{path}: line {number} is not 'key = value' with a new key: {', '.join(_KEYS)}")
             values[key] = value
         missing = [key for key in ("user", "password") if not values.get(key)]
         if missing:
@@ -69,12 +69,12 @@ def _private_text(path: Path) -> str:
 
 def _authentication(path: Path, value: str) -> str:
     if value not in (BASIC, SESSION):
-        raise CredentialsError(f"{path}: authentication is {BASIC} or {SESSION}")
+        raise CredentialsError(f"{path}: authentication must be {BASIC} or {SESSION}")
     return value
 
 
 def _fingerprint(path: Path, value: str) -> bytes:
     digits = value.lower().removeprefix("sha256:").removeprefix("sha256 fingerprint=").replace(":", "")
     if not re.fullmatch("[0-9a-f]{64}", digits):
-        raise CredentialsError(f"{path}: fingerprint is the SHA-256 of the certificate, 64 hexadecimal digits")
+        raise CredentialsError(f"{path}: fingerprint must be the SHA-256 of the certificate, 64 hexadecimal digits")
     return bytes.fromhex(digits)

@@ -1,8 +1,8 @@
 """Requests to one HTTPS service over one connection, with limits of time and size, and never to another host.
 
-urllib3's connection is used without its pools, which follow redirects, retry, and have timeouts per attempt only.
-A socket's timeout applies to each packet: a service that sends a byte every four seconds would block a reader for
-ever.  So a timer ends the connection at the deadline.
+urllib3's connection is used without pools: a pool follows redirects, retries, and has only a timeout per attempt.
+A socket's timeout applies to each packet: a service that sends a byte every four seconds would block a reader
+forever.  So a timer ends the connection at the deadline.
 """
 
 from __future__ import annotations
@@ -53,26 +53,26 @@ class Address(NamedTuple):
         """Return the parts of a URL.
 
         Raises:
-            ValueError: it is not a URL, contains a password, or would send one in the clear over a network.
+            ValueError: the text is not a URL or contains a user, or the password would not be encrypted on a network.
         """
         try:
             parts = urlsplit(url)
             host, port = parts.hostname or "", parts.port
         except ValueError:
-            raise ValueError("the URL of the Redfish service cannot be understood") from None
+            raise ValueError("the URL of the Redfish service is not valid") from None
         if "@" in parts.netloc:
-            raise ValueError("the URL of the Redfish service has a user in it: that belongs into the credentials file")
+            raise ValueError("the URL of the Redfish service contains a user: write the user into the credentials file")
         if parts.scheme not in ("https", "http") or not host or parts.query or parts.fragment:
             raise ValueError(f"{url!r} is no URL of a Redfish service, such as https://bmc.example/redfish/v1")
         if parts.scheme == "http" and not is_own(host, link_local=False):
             raise ValueError(
-                f"{url!r} would send the password in the clear: plain http is for loopback addresses alone"
+                f"{url!r} would send the password in the clear: plain http is allowed only for loopback addresses"
             )
         return cls(parts.scheme, host, port or (443 if parts.scheme == "https" else 80), parts.path)
 
 
 def is_own(host: str, link_local: bool = True) -> bool:
-    """Whether a name or address means another machine on every node: loopback, or link-local unless excluded."""
+    """Whether an address means a different machine on every node: loopback, or link-local if ``link_local`` is set."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
@@ -90,10 +90,10 @@ class Service:
     """One service and one user; the connection is opened by the first request.
 
     Args:
-        address: the service's.
-        credentials: the user's; ``None`` for requests without a user.
-        limit_s: timeout of one request including connection and redirects; the resolution of the host's name
-            has the system's timeout instead.
+        address: the address of the service.
+        credentials: user and password; ``None`` for requests without a user.
+        limit_s: timeout of one request with its connection and redirects; the resolution of the host's name has
+            the system's timeout.
     """
 
     def __init__(self, address: Address, credentials: Credentials | None, limit_s: float = LIMIT_S) -> None:
@@ -108,14 +108,14 @@ class Service:
         """Return a resource.
 
         Raises:
-            NotFound: it does not exist.
-            PermissionError: the user may not read it.
-            OSError, ValueError: there was no answer in time, or no usable one.
+            NotFound: the resource does not exist.
+            PermissionError: the user may not read the resource.
+            OSError, ValueError: the answer is missing at the deadline, or is not usable.
         """
         if not path.startswith("/") or path.startswith("//"):
-            raise ValueError(f"the service points to {path[:100]!r}, which is no path on it")
+            raise ValueError(f"the service returned the link {path[:100]!r}, which is not a path")
         if time.monotonic() < self._locked_out_until_s:
-            raise PermissionError("the service rejected the user (401): no other attempt for ten minutes")
+            raise PermissionError("the service rejected the user (401): no new attempt for ten minutes")
         until_s = time.monotonic() + self._limit_s
         try:
             for _ in range(MAX_REDIRECTS + 1):
@@ -129,7 +129,7 @@ class Service:
             raise TimeoutError(f"no answer within {self._limit_s:g} s") from None
         except ssl.SSLCertVerificationError as error:
             raise OSError(
-                f"the service's certificate is not trusted ({error.verify_message}): name ca_file or fingerprint in "
+                f"the service's certificate is not trusted ({error.verify_message}): set ca_file or fingerprint in "
                 "the credentials file"
             ) from None
         except SSLError:
@@ -141,7 +141,7 @@ class Service:
         raise OSError(f"more than {MAX_REDIRECTS} redirects")
 
     def close(self) -> None:
-        """End the session, if there is one, and the connection; may be called twice."""
+        """End the session and the connection; may be called twice."""
         if self._session:
             with contextlib.suppress(OSError, ValueError, HTTPException, HTTPError):
                 self._exchange("DELETE", self._session, self._authorization(), b"", time.monotonic() + _LOGOUT_S)
@@ -184,7 +184,7 @@ class Service:
         if answer.status == 200:
             return answer.body
         if answer.status == 404:
-            raise NotFound(f"{path} is not there (404)")
+            raise NotFound(f"{path} does not exist (404)")
         if answer.status == 401 and self._credentials is None:
             raise PermissionError("the service requires a user (401): name a credentials file")
         if answer.status == 401:
@@ -192,21 +192,21 @@ class Service:
             raise PermissionError("the service rejects the user or the password of the credentials file (401)")
         if answer.status == 403:
             raise PermissionError(
-                f"the user may not read {path} (403): give it the privilege Login (the role ReadOnly)"
+                f"the user may not read {path} (403): the privilege Login (the role ReadOnly) is missing"
             )
-        raise OSError(f"{path} answers {answer.status}")
+        raise OSError(f"the answer to {path} has the status {answer.status}")
 
     def _redirected(self, path: str, location: str) -> str:
         """Return the path of a redirect within the service.
 
         Raises:
-            ValueError: it points to another service.
+            ValueError: the redirect leads to another service.
         """
         own = self._address
         origin = f"{own.scheme}://{f'[{own.host}]' if ':' in own.host else own.host}:{own.port}"
         target = Address.parse(urljoin(origin + path, location))
         if target[:3] != own[:3]:
-            raise ValueError(f"the service points to another one ({target.host}), which is not followed")
+            raise ValueError(f"the service redirects to another service ({target.host}); this is not allowed")
         return target.path
 
     # --- one exchange ---
@@ -240,8 +240,8 @@ class Service:
 def _content(path: str, response: HTTPResponse) -> bytes:
     content = response.read(MAX_BYTES + 1, decode_content=False)
     if len(content) > MAX_BYTES:
-        raise ValueError(f"{path} is larger than {MAX_BYTES // 1024} KiB, which no power reading is")
-    response.read(1)  # raises where the body was shorter than announced
+        raise ValueError(f"{path} is larger than {MAX_BYTES // 1024} KiB, the limit for a resource")
+    response.read(1)  # raises if the body is shorter than announced
     return content
 
 
@@ -257,7 +257,7 @@ def _ended_at(until_s: float, sock: socket.socket) -> Iterator[None]:
     def end() -> None:
         is_over.set()
         with contextlib.suppress(OSError):
-            socket.socket.shutdown(sock, socket.SHUT_RDWR)  # below TLS, whose object the reader is using
+            socket.socket.shutdown(sock, socket.SHUT_RDWR)  # bypasses TLS, whose object the reading thread uses
 
     timer = threading.Timer(until_s - time.monotonic(), end)
     timer.daemon = True
@@ -271,10 +271,10 @@ def _ended_at(until_s: float, sock: socket.socket) -> Iterator[None]:
 
 
 def _connection(address: Address, credentials: Credentials | None) -> HTTPConnection:
-    """Return a connection, not opened yet.
+    """Return a connection that is not open.
 
     Raises:
-        ValueError: the file with the authorities is not usable.
+        ValueError: the file with the certificate authorities is not usable.
     """
     if address.scheme == "http":
         return HTTPConnection(address.host, address.port)
@@ -283,7 +283,7 @@ def _connection(address: Address, credentials: Credentials | None) -> HTTPConnec
     except OSError as error:
         raise ValueError(f"ca_file of the credentials file cannot be used: {error.strerror or error}") from error
     pinned = credentials.fingerprint if credentials else None
-    if pinned is not None:  # name and issuer are not checked: with a pinned certificate they are often wrong
+    if pinned is not None:  # a pinned certificate often has a wrong name and issuer, so they are not checked
         tls.check_hostname, tls.verify_mode = False, ssl.CERT_NONE
     return HTTPSConnection(
         address.host, address.port, ssl_context=tls, assert_fingerprint=pinned.hex() if pinned else None

@@ -1,23 +1,21 @@
 """Power of the CPUs through hwmon: NVIDIA's Grace, and AMD's EPYC if RAPL is not readable.
 
-Grace has power readings but no energy counter.  Its firmware describes ACPI power meters, one per rail, identified by
-``power1_oem_info`` (Documentation/hwmon/acpi_power_meter.rst, and NVIDIA's Grace Performance Tuning Guide):
+Grace has power readings but no energy counter.  Grace's firmware describes ACPI power meters, one per rail; their names
+are in ``power1_oem_info`` (Documentation/hwmon/acpi_power_meter.rst, and NVIDIA's Grace Performance Tuning Guide):
 
-==========================  ==============================================================================
-``Module Power Socket 0``   the whole module: Grace, GPU, HBM, regulators.  Never read here.
-``Grace Power Socket 0``    the whole CPU side of the socket, including the two rails below.  This is read.
-``CPU Power Socket 0``      the rail of the cores
-``SysIO Power Socket 0``    the rail of the SoC
-==========================  ==============================================================================
+- ``Module Power Socket 0``: the whole module with Grace, GPU, HBM and regulators; this meter is not read.
+- ``Grace Power Socket 0``: the whole CPU side of the socket with the two rails below; this meter is read.
+- ``CPU Power Socket 0``: the rail of the cores.
+- ``SysIO Power Socket 0``: the rail of the SoC.
 
-CPU and SysIO are *not* added to Grace: they are parts of it, 53 to 58 W of 93 to 104 W in NVIDIA's own traces
-(srt-slurm, ``cpu_rails.py``).  Without a Grace meter they are summed, and the note names the missing parts.
+The CPU and SysIO rails are *not* added to Grace, because Grace includes them: 53 to 58 W of 93 to 104 W in NVIDIA's
+own traces (srt-slurm, ``cpu_rails.py``).  Without a Grace meter the rails are summed, and the note names missing parts.
 
-If there is a Module meter too, the GPU is in the same module, and NVML's counter may count the whole module
-including this CPU.  The CPU's device then has the energy key ``module-cpu:<host>``, and sums over devices leave
-it out on hosts whose GPUs have the scope MODULE.
+A Module meter means that the GPU is in the same module; NVML's counter may then measure the whole module with this
+CPU.  In this case the CPU's device has the energy key ``module-cpu:<host>``, and sums over devices exclude the CPU
+on hosts whose GPUs have the scope MODULE.
 
-Not tested on real hardware.
+This file is not tested on real hardware.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ from effllm.records.rank import AVERAGE, CPU, INSTANT, Sensor
 
 HWMON = Path("/sys/class/hwmon")
 
-NO_HWMON = "energy: no hwmon sensor shows the power of the CPUs (Grace's, or amd_hsmp on EPYC)"
+NO_HWMON = "energy: no hwmon sensor reports the power of the CPUs (ACPI power meters on Grace, amd_hsmp on EPYC)"
 
 # The kernel returns an unknown ACPI reading (0xFFFFFFFF mW) as 4.3 MW.
 _MAX_W = 10_000.0
@@ -59,7 +57,7 @@ class Meter(NamedTuple):
         """Return the power.
 
         Raises:
-            OSError, ValueError: it cannot be read, or is not a possible power of a running CPU.
+            OSError, ValueError: the power cannot be read, or is impossible for a running CPU.
         """
         watts = int(self.path.read_text()) / 1e6
         if not 0.0 < watts < _MAX_W:
@@ -102,7 +100,7 @@ def open_reader(host: str, root: Path = HWMON) -> NodeReader:
     """Open the CPUs of a node.
 
     Raises:
-        DeviceUnavailable: no sensor has their power, or it cannot be read.
+        DeviceUnavailable: no sensor reports the power of the CPUs, or the sensor cannot be read.
     """
     try:
         rails = grace_meters(root)
@@ -122,13 +120,13 @@ def _grace(host: str, rails: Mapping[tuple[str, int], Meter]) -> NodeReader | No
     note = "the whole CPU side of the socket"
     if not meters:
         meters = [meter for (kind, _), meter in rails.items() if kind in _PARTS]
-        note = "the rails that have a meter: memory or regulators may lack"
+        note = "only rails with a meter: memory or regulators may be missing"
     if not meters:
         return None
     in_module = any(kind == "module" for kind, _ in rails)
     intervals_s = {meter.average_s for meter in meters}
     average_s = max((interval_s for interval_s in intervals_s if interval_s is not None), default=1.0)
-    average = "averaging interval assumed" if None in intervals_s else f"averages over {average_s:g} s, as it reports"
+    average = "averaging interval assumed" if None in intervals_s else f"the meter averages over {average_s:g} s"
     device = node_device(
         host,
         CPU,
@@ -153,8 +151,8 @@ def _epyc(host: str, meters: list[Meter]) -> NodeReader | None:
         kind="hwmon",
         name="AMD EPYC",
         method=INSTANT,
-        note=f"{', '.join(meter.label for meter in meters)}: integrated power, for RAPL cannot be read; no DRAM",
-        sensor=Sensor(tick_s=0.001, source=f"tick assumed as RAPL's; {_ERROR}"),
+        note=f"{', '.join(meter.label for meter in meters)}: power is integrated (RAPL cannot be read); no DRAM",
+        sensor=Sensor(tick_s=0.001, source=f"tick assumed to be RAPL's; {_ERROR}"),
         driver="amd_hsmp",
     )
     return NodeReader(device, CPU_INTERVAL_S, lambda: Measured(power_w=sum(meter.watts() for meter in meters)))

@@ -1,7 +1,7 @@
 """The power of a node from its management controller, in-band: the DCMI reading of ipmi-dcmi or ipmitool.
 
-Vendor-specific sensors are not read: only DCMI's reading has the same meaning everywhere, though not an exact one.
-Not tested on real hardware; the arguments and the output are those of freeipmi 1.6.10 and ipmitool 1.8.19.
+Vendor-specific sensors are not read: only DCMI's reading has the same, though inexact, meaning on all machines.
+This file is not tested on real hardware; arguments and output are those of freeipmi 1.6.10 and ipmitool 1.8.19.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ SENSOR = Sensor(
     tick_error_s=5.0,
     is_held=True,
     gain_error=0.10,
-    source="assumed: DCMI states neither error nor period; several seconds were seen (Chameleon Cloud's "
-    "documentation), and power supplies themselves may be off by 5 % (Intel E72797-009, table 17)",
+    source="assumed: DCMI states neither error nor period; a period of several seconds is known (Chameleon Cloud's "
+    "documentation), and meters of power supplies have errors up to 5 % (Intel E72797-009, table 17)",
 )
 
 NO_DEVICE = (
-    "node power: no IPMI device (/dev/ipmi0) is here: load the kernel modules ipmi_si and ipmi_devintf; virtual "
-    "machines have none, and containers need --device=/dev/ipmi0"
+    "node power: there is no IPMI device (/dev/ipmi0): load the kernel modules ipmi_si and ipmi_devintf; a container "
+    "needs --device=/dev/ipmi0; virtual machines have no such device"
 )
 NO_PERMISSION = (
-    "node power: {device} is closed to this user; run as root, or let root give it a group (a udev rule such as "
-    'KERNEL=="ipmi*", GROUP="ipmi", MODE="0660"), or hand it to the job alone (the scheduler\'s prolog: '
-    "setfacl -m u:USER:rw {device}); mind that write access also permits to switch the node off"
+    "node power: this user may not open {device}; run as root, or let root set the device's group (a udev rule such as "
+    'KERNEL=="ipmi*", GROUP="ipmi", MODE="0660"), or let the scheduler\'s prolog open the device to the job '
+    "(setfacl -m u:USER:rw {device}); a user with write access can also switch the node off"
 )
 NO_TOOL = "node power: neither ipmi-dcmi (freeipmi) nor ipmitool is installed"
 
@@ -87,7 +87,7 @@ def watts(tool: Tool, text: str) -> float:
         raise ValueError(f"{tool.name} shows no power: {_last_line(text)}")
     if state is not None and state[1] is None:
         raise ValueError(f"{tool.name} shows no power: the measurement is off ({state[0].strip()})")
-    if int(reading[1]) == 0:  # a controller with the command but without a meter
+    if int(reading[1]) == 0:  # the controller has the command but no meter
         raise ValueError(f"{tool.name} shows 0 W, which a running node cannot draw")
     return float(reading[1])
 
@@ -147,7 +147,7 @@ class Command:
         return True
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:
-        """Kill the process and its children; it is reaped last: until then its group's number cannot be reused."""
+        """Kill the process and its children, then reap the process; its number is not reused before it is reaped."""
         assert process.stdout is not None
         process.stdout.close()
         with contextlib.suppress(ProcessLookupError):
@@ -172,7 +172,7 @@ def open_reader(
     """Open the node's power with the first tool that prints it.
 
     Raises:
-        DeviceUnavailable: there is no device, no permission, no tool, or no tool that prints power.
+        DeviceUnavailable: a device, a permission, or a tool that prints power is missing.
     """
     present = [device for device in devices if device.exists()]
     if not present:
@@ -201,8 +201,8 @@ def _reader(host: str, tool: Tool, command: Command, call_s: float) -> NodeReade
         kind="ipmi",
         name="node",
         method=INSTANT,
-        note="DCMI's power reading, whole watts: its source is the vendor's choice, and on some boards it leaves out "
-        "GPUs, fans or the losses of the power supplies",
+        note="DCMI's power reading in whole watts: the vendor chooses its source; on some boards it excludes GPUs, "
+        "fans or the losses of the power supplies",
         sensor=msgspec.structs.replace(SENSOR, call_s=call_s),
         driver=tool.name,
     )

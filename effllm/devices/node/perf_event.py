@@ -36,7 +36,7 @@ class PerfEvent:
 def _open(kind: int, config: int, cpu: int) -> int:
     number = _SYSCALLS.get(platform.machine())
     if number is None:
-        raise OSError(f"perf_event_open has no known number on {platform.machine()}")
+        raise OSError(f"the number of the system call perf_event_open is unknown on {platform.machine()}")
     libc = ctypes.CDLL(None, use_errno=True)
     libc.syscall.restype = ctypes.c_long
     attributes = ctypes.create_string_buffer(struct.pack("=IIQ", kind, _ATTRIBUTES_BYTES, config), _ATTRIBUTES_BYTES)

@@ -1,6 +1,6 @@
-"""RAPL, the energy counters of Intel's and AMD's CPUs, read through powercap, or through perf if powercap is closed.
+"""RAPL, the energy counters of Intel's and AMD's CPUs, read through powercap, else through perf.
 
-Energy is never estimated from a TDP.  Not tested on real hardware; the tests use recorded trees.
+Energy is never estimated from a TDP.  This file is not tested on real hardware; the tests use recorded trees.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from effllm.devices.node.rapl_counters import PERF, POWERCAP, Counter, OpenEvent
 from effllm.devices.node.reader import CPU_INTERVAL_S, Measured, NodeReader, node_device
 from effllm.records.rank import COUNTER, CPU, Sensor
 
-# No CPU package draws more.  A counter that rose faster was reset.  A counter that was not read for longer than its
-# range lasts at this power may have wrapped twice.
+# Upper limit of the power of a CPU package.  A counter that rose faster was reset.  A counter may have wrapped twice if
+# the time between two reads is longer than its range divided by this power.
 _PACKAGE_MAX_W = 1000.0
 
-# The start of the total, and its decrease after an unknown period: larger than the energy until the next reading,
-# so that the difference across that period is negative and is not counted as energy.
+# The start of the total, and the total's decrease after a period of unknown energy.  The decrease is larger than the
+# energy until the next reading: the total's difference over that period is negative and is not counted as energy.
 _START_J, _BACK_J = 1e9, 1e6
 
-# Dies that mirror one counter agree in each of these comparisons; counters of two sockets differ in the first.
+# Dies that mirror one counter agree in each comparison; counters of two sockets differ in the first comparison.
 _COMPARISONS, _PAUSE_S, _MIN_MOVES = 8, 0.01, 3
 
 SENSOR = Sensor(
     tick_s=0.001,
     gain_error=0.10,
-    source="assumed, for neither Intel nor AMD states an error: Intel measures since Haswell "
-    "(doi 10.1109/IPDPSW.2015.70) with DRAM off by a constant (doi 10.1145/2989081.2989088), AMD's Zen 2 models "
-    "(arXiv 2108.00808)",
+    source="assumed, because neither Intel nor AMD states an error: Intel's CPUs measure since Haswell "
+    "(doi 10.1109/IPDPSW.2015.70), with a constant error of DRAM (doi 10.1145/2989081.2989088); AMD's Zen 2 uses a "
+    "model (arXiv 2108.00808)",
 )
 
 NO_RAPL = (
-    "energy: this machine exposes no RAPL power sensor; virtual machines have none, and containers hide "
+    "energy: this machine exposes no RAPL power sensor; virtual machines have no such sensor, and containers hide "
     "/sys/devices/virtual/powercap unless it is mounted into them"
 )
 RAPL_UNREADABLE = (
@@ -59,16 +59,16 @@ class Rapl:
         self._shortest_j = min(counter.range / counter.per_joule for counter in counters)
 
     def energy_j(self) -> float:
-        """Return a total; only its differences have a meaning.
+        """Return the total energy; only differences of totals have a meaning.
 
-        A failed read does not change the total, and the next read includes its energy.  After an unknown period
-        the total is lower than before.
+        A failed read does not change the total; the next read includes the missing energy.  After a period of
+        unknown energy the total is lower than before.
 
         Raises:
             OSError, ValueError: a counter cannot be read, or its count since the last read is unknown.
         """
         counts, now_s = [counter.read() for counter in self._counters], self._clock()
-        # A decrease is a wrap-around: modulo the range the difference is right.
+        # A counter that decreased has wrapped around; the difference modulo the range is right.
         spent_j = [
             (now - last) % counter.range / counter.per_joule
             for counter, now, last in zip(self._counters, counts, self._last, strict=True)
@@ -102,9 +102,9 @@ class _TwoReads(NamedTuple):
 def mirrors(counters: Sequence[Counter], pause: Callable[[float], None]) -> set[int]:
     """Return the indices of the packages that repeat the counter of an earlier package.
 
-    Linux lists one package per die, and on some AMD processors every die has the counter of the whole socket: their
-    sum is twice the energy, or twelve times (CodeCarbon issues 1274 and 1379; kernel commits 26096aed255f and
-    8d72eba1cf8c).
+    Linux lists one package per die.  On some AMD processors every die has the counter of the whole socket: the sum
+    over the dies is two or twelve times the energy (CodeCarbon issues 1274 and 1379; kernel commits 26096aed255f
+    and 8d72eba1cf8c).
     """
     packages = [index for index, counter in enumerate(counters) if counter.is_package]
     pairs = {
@@ -146,7 +146,7 @@ def open_rapl(
     """Open the counters of all packages and their DRAM, through powercap or else through perf.
 
     Raises:
-        DeviceUnavailable: there are no counters, or they are not readable.
+        DeviceUnavailable: the counters do not exist, or are not readable.
     """
     ways: dict[str, Callable[[], Sequence[Counter]]] = {
         "powercap": lambda: powercap_zones(powercap),
@@ -158,7 +158,7 @@ def open_rapl(
             counters = find()
             if counters:
                 return _without_copies(counters, clock, way, pause)
-        except PermissionError:  # since Linux 5.10, for CVE-2020-8694
+        except PermissionError:  # root only since Linux 5.10, because of CVE-2020-8694
             why_not = RAPL_UNREADABLE
         except (OSError, ValueError) as error:
             why_not = why_not or f"energy: the RAPL counters cannot be read through {way}: {error}"
@@ -184,10 +184,10 @@ def _without_copies(
 def _note(counters: Sequence[Counter], num_copies: int, way: str) -> str:
     num_packages = sum(counter.is_package for counter in counters)
     packages = f"{num_packages} CPU package{'s' if num_packages > 1 else ''}"
-    dram = "with DRAM" if num_packages < len(counters) else "without DRAM, for which there is no counter"
+    dram = "with DRAM" if num_packages < len(counters) else "without DRAM, which has no counter"
     note = f"RAPL through {way}: {packages} {dram}"
     if num_copies:
-        note += f"; {num_copies} more packages always show the same numbers as these and are not counted again"
+        note += f"; {num_copies} more packages repeat these counters and are not counted again"
     return note
 
 
@@ -195,7 +195,7 @@ def open_reader(host: str, rapl: Rapl | None = None) -> NodeReader:
     """Open the CPUs of a node, with their DRAM if it has counters.
 
     Raises:
-        DeviceUnavailable: there are no counters, or they are not readable.
+        DeviceUnavailable: the counters do not exist, or are not readable.
     """
     if rapl is None:
         rapl = open_rapl()

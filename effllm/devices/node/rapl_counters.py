@@ -21,17 +21,17 @@ OpenEvent = Callable[[int, int, int], PerfEvent]
 class Counter(NamedTuple):
     """One energy counter that wraps."""
 
-    is_package: bool  # else DRAM
-    range: int  # counts until it wraps
+    is_package: bool  # False for DRAM
+    range: int  # number of counts until the counter wraps
     per_joule: float
     read: Callable[[], int]  # raises OSError or ValueError
     close: Callable[[], None] = lambda: None  # may be called twice
 
 
 def powercap_zones(root: Path) -> list[Counter]:
-    """Return the packages and their DRAM, without psys (it contains them) and cores (they are contained)."""
+    """Return the packages and their DRAM, but not psys, which contains packages, and not cores, a part of packages."""
     zones = []
-    for path in sorted(root.glob("intel-rapl:*")):  # the same names on AMD; intel-rapl-mmio shows a package twice
+    for path in sorted(root.glob("intel-rapl:*")):  # AMD has the same names; intel-rapl-mmio repeats a package
         try:
             name = (path / "name").read_text().strip()
         except FileNotFoundError:  # in a container with masked zones only the folders are visible
@@ -50,14 +50,14 @@ def perf_events(root: Path, open_event: OpenEvent = PerfEvent) -> list[Counter]:
     """Return the packages and their DRAM as counters of the power PMU; an empty list without such a PMU.
 
     Raises:
-        OSError, ValueError: the PMU may not be used, or is not as documented.
+        OSError, ValueError: this user may not use the PMU, or its files are not as documented.
     """
     if not (root / "type").exists():
         return []
     kind, cpus = int((root / "type").read_text()), _cpus((root / "cpumask").read_text())
     events = []
     with ExitStack() as opened:
-        for name in ("energy-pkg", "energy-ram"):  # neither -psys nor -cores nor -gpu
+        for name in ("energy-pkg", "energy-ram"):  # energy-psys, energy-cores and energy-gpu are left out
             if (root / "events" / name).exists():
                 config, per_joule = _event(root / "events", name)
                 for cpu in cpus:
@@ -80,7 +80,7 @@ def _event(folder: Path, name: str) -> tuple[int, float]:
 
 
 def _cpus(mask: str) -> list[int]:
-    """Return the CPUs in a list such as ``0,28`` or ``0-1``: the kernel names one per package or die."""
+    """Return the CPUs in a list such as ``0,28`` or ``0-1``: the kernel lists one CPU per package or die."""
     cpus: list[int] = []
     for part in mask.strip().split(","):
         first, _, last = part.partition("-")

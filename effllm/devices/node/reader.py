@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from effllm.records.rank import AVERAGE, COUNTER, CPU, INSTANT, Device, Sample, Sensor
 
-#: Seconds between readings of the CPUs, and of the power supplies: their controller is a slow, shared computer.
+#: Seconds between readings of CPUs, and of power supplies, whose controller is a slow, shared computer.
 CPU_INTERVAL_S, PSU_INTERVAL_S = 1.0, 10.0
 
 _FIELDS = {COUNTER: "energy_j", INSTANT: "power_w", AVERAGE: "power_average_w"}
@@ -55,9 +55,9 @@ class NodeReader:
     """An open sensor of the node, an `effllm.devices.Reader`.
 
     Args:
-        device: the sensor's; its energy method names the field in reported failures.
-        interval_s: between readings, at least the sensor's own period.
-        measure: takes one reading, or raises OSError or ValueError with the reason.
+        device: the sensor's device; its energy method selects the field name of failures.
+        interval_s: time between readings, at least the sensor's own period.
+        measure: returns one reading, or raises OSError or ValueError with the reason.
         close: releases the sensor; may be called twice.
     """
 

@@ -1,8 +1,8 @@
 """The power of a node from its management controller's Redfish service, over HTTPS.
 
-The power of a node is the sum of the inputs of its power supplies, if the service has them; else the chassis'
-power value is used, whose content is the vendor's choice.  A supply that is present but has no reading fails the
-whole reading, since a sum without it would be wrong.  Not tested on real hardware.
+The power of a node is the sum of the inputs of its power supplies.  If the service does not report inputs, the power
+of the chassis is used, and the vendor chooses its content.  A supply that is present but has no reading fails the
+whole reading, because a sum without this supply would be wrong.  This file is not tested on real hardware.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from effllm.records.rank import COUNTER, INSTANT, NODE_PSU, Sensor
 
 #: Timeout of all requests of one reading.
 READ_LIMIT_S = 10.0
-#: Timeout of the search through all chassis, once.
+#: Timeout of the search through all chassis, which runs once.
 SEARCH_LIMIT_S = 120.0
 MAX_CHASSIS = 128
 MAX_SUPPLIES = 64
 
 ROOT = "/redfish/v1/"
-_TICK_S = 5.0  # assumed if the service does not state its period
+_TICK_S = 5.0  # assumed if the service does not state the period
 
 
 # --- the search ---
@@ -66,7 +66,7 @@ def find_source(get: Get, path: str) -> tuple[Source, str]:
     """Return the best source of the node's power, and the name of the machine.
 
     Raises:
-        OSError, ValueError: there is none, or more than one.
+        OSError, ValueError: the service has no source, or more than one source.
     """
     found = [Found(one, get(one, Chassis)) for one in _chassis_paths(get, path)]
     top = [one for one in found if one.chassis.links is None or one.chassis.links.contained_by is None] or found
@@ -88,12 +88,12 @@ def find_source(get: Get, path: str) -> tuple[Source, str]:
     if not sources:
         raise ValueError("; ".join(["the service shows no power of a whole chassis", *why_not]))
     raise ValueError(
-        f"the service shows the power of {len(sources)} chassis: name one in the URL, such as {top[0].path}"
+        f"the service shows the power of {len(sources)} chassis: name one chassis in the URL, such as {top[0].path}"
     )
 
 
 def _chassis_paths(get: Get, path: str) -> list[str]:
-    """Return the paths of the chassis: the chassis in the URL, or all of the service."""
+    """Return the path of the chassis in the URL, or the paths of all chassis of the service."""
     if re.fullmatch(r"/redfish/v1/Chassis/[^/]+", path):
         return [path]
     if path not in ("", "/redfish", "/redfish/v1", "/redfish/v1/Chassis"):
@@ -111,11 +111,11 @@ def _supplies(get: Get, found: Iterable[Found]) -> Source | None:
         for path in _supply_paths(get, one.chassis):
             supply = get(path, Supply)
             if supply.serial and homes.setdefault(supply.serial, one.path) != one.path and path not in supplies:
-                raise ValueError(f"power supply {supply.serial} is in two chassis: name one of them in the URL")
+                raise ValueError(f"power supply {supply.serial} is in two chassis: name one chassis in the URL")
             if supply.metrics is not None:
                 supplies[path] = SupplyPath(supply.id, path, supply.metrics.path)
             elif not is_off(supply.status, has_no_line=False):
-                raise ValueError(f"power supply {supply.id} measures nothing")
+                raise ValueError(f"power supply {supply.id} has no measurements")
     if not supplies:
         return None
     source = SupplyInputs(list(supplies.values()))
@@ -124,7 +124,7 @@ def _supplies(get: Get, found: Iterable[Found]) -> Source | None:
 
 
 def _supply_paths(get: Get, chassis: Chassis) -> list[str]:
-    """Return the supplies of a chassis including empty slots: a supply may be inserted later."""
+    """Return the supplies of a chassis with its empty slots, because a supply may be inserted later."""
     subsystem = optional(get, chassis.subsystem.path, Subsystem) if chassis.subsystem is not None else None
     if subsystem is None or subsystem.supplies is None:
         return []
@@ -146,7 +146,7 @@ def _old_supplies(get: Get, found: Iterable[Found]) -> Source | None:
 
 
 def _of_chassis(get: Get, one: Found) -> list[Source]:
-    """Return the source of a whole chassis' power, in the newer form or else the older; empty if it has neither."""
+    """Return the source of a chassis' power, in the newer form, else in the older form; empty without a source."""
     if one.chassis.environment is not None:
         environment = optional(get, one.chassis.environment.path, Environment)
         if environment is not None and environment.watts is not None and environment.watts.value is not None:
@@ -160,14 +160,14 @@ def _of_chassis(get: Get, one: Found) -> list[Source]:
 
 def _shared_by(found: Iterable[Found]) -> str:
     num_systems = max((len(one.chassis.links.systems) for one in found if one.chassis.links is not None), default=1)
-    return f"; they feed {num_systems} computer systems, as the service states" if num_systems > 1 else ""
+    return f"; the supplies feed {num_systems} computer systems, as stated by the service" if num_systems > 1 else ""
 
 
 # --- the sensor ---
 
 
 def describe(get: Get, source: Source, sensors: Iterable[str | None]) -> tuple[float, float, str]:
-    """Return the period and the relative error of a source's sensors, and a text with their origin."""
+    """Return the period and the relative error of a source's sensors, and a text with the origin of both numbers."""
     intervals_s: list[float | None] = []
     errors: list[float | None] = []
     for path in sensors:
@@ -178,7 +178,7 @@ def describe(get: Get, source: Source, sensors: Iterable[str | None]) -> tuple[f
         errors.append(_relative_error(sensor))
     tick_s, error = _worst(intervals_s), _worst(errors)
     stated = [word for word, value in (("period", tick_s), ("error", error)) if value is not None]
-    by_service = f"{' and '.join(stated)} as the service states" if stated else ""
+    by_service = f"{' and '.join(stated)} as stated by the service" if stated else ""
     assumed = [source.error_source] if error is None else []
     assumed += [f"a period of {_TICK_S:g} s assumed"] if tick_s is None else []
     gain_error = error if error is not None else source.gain_error
@@ -186,7 +186,7 @@ def describe(get: Get, source: Source, sensors: Iterable[str | None]) -> tuple[f
 
 
 def _worst(values: Sequence[float | None]) -> float | None:
-    """Return the largest value, or ``None`` if any is unknown."""
+    """Return the largest value, or ``None`` if a value is unknown."""
     known = [value for value in values if value is not None]
     return max(known) if known and len(known) == len(values) else None
 
@@ -233,7 +233,7 @@ def _open(host: str, address: Address, service: Service) -> NodeReader:
     power = source.read(Get(service, READ_LIMIT_S))
     call_s = time.monotonic() - began_s
     tick_s, gain_error, where_from = describe(search, source, power.sensors)
-    # If the counter steps less often than it is read, integrated power is more exact.
+    # If the counter changes less often than it is read, integrated power is more exact.
     is_counted = power.joules is not None and 0 < power.step_j / power.watts <= PSU_INTERVAL_S
     device = node_device(
         host,
@@ -241,7 +241,7 @@ def _open(host: str, address: Address, service: Service) -> NodeReader:
         kind="redfish",
         name=name or "node",
         method=COUNTER if is_counted else INSTANT,
-        note=f"{source.note}; {'its energy counter' if is_counted else 'integrated power'}",
+        note=f"{source.note}; {'from the energy counter' if is_counted else 'power is integrated'}",
         sensor=Sensor(
             tick_s=max(tick_s, power.step_j / power.watts) if is_counted else tick_s,
             tick_error_s=tick_s,

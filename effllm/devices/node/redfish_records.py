@@ -14,7 +14,7 @@ class ResourceLink(Struct):
 
 
 class Root(Struct):
-    """The service itself."""
+    """The root resource of a service."""
 
     chassis: ResourceLink | None = field(name="Chassis", default=None)
 
@@ -39,7 +39,7 @@ class Reading(Struct):
 
 
 class ChassisLinks(Struct):
-    """The parents of a chassis."""
+    """The parent of a chassis, and its computer systems."""
 
     contained_by: ResourceLink | None = field(name="ContainedBy", default=None)
     systems: list[ResourceLink] = field(name="ComputerSystems", default_factory=list)
@@ -89,7 +89,7 @@ class Environment(Struct):
 
 
 class Control(Struct):
-    """The power of a chassis or a part of it, in the older form."""
+    """The power of a chassis or of one of its parts, in the older form."""
 
     watts: float | None = field(name="PowerConsumedWatts", default=None)
     member: str | None = field(name="MemberId", default=None)

@@ -14,13 +14,13 @@ from msgspec import Struct
 from effllm.devices.node.https import NotFound, Service
 from effllm.devices.node.redfish_records import Control, Environment, OldPower, Status, Supply, SupplyMetrics
 
-#: Relative error of a supply's meter above a fifth of its load; below, 15 % are allowed.
+#: Relative error of a supply's meter above a fifth of the full load; at a lower load 15 % are allowed.
 SUPPLY_ERROR = 0.05
 _SUPPLY_SOURCE = "5 % is required of the meters of server supplies (Intel E72797-009, table 17)"
 CHASSIS_ERROR = 0.10
-_CHASSIS_SOURCE = "10 % assumed: the service does not state the source of its figure"
+_CHASSIS_SOURCE = "10 % assumed: the service does not state the source of this value"
 
-_VENDORS = "what the vendor counts into it"
+_VENDORS = "the vendor chooses the content"
 
 _MAX_W = 1e6
 _MAX_COUNT = 1e15
@@ -30,7 +30,7 @@ Resource = TypeVar("Resource", bound=Struct)
 
 
 class Get:
-    """Gets resources before one common deadline."""
+    """Requests resources from a service, with one deadline for all requests."""
 
     def __init__(self, service: Service, limit_s: float) -> None:
         self._service = service
@@ -41,7 +41,7 @@ class Get:
         """Return a resource.
 
         Raises:
-            OSError, ValueError: it does not exist, or is not of its kind.
+            OSError, ValueError: the resource does not exist, or is of another kind.
         """
         if time.monotonic() > self._until_s:
             raise TimeoutError(f"the service took more than {self._limit_s:g} s for all its answers")
@@ -65,7 +65,7 @@ class Power(NamedTuple):
     watts: float
     joules: float | None = None  # running total, if there is a counter
     step_j: float = 0.0  # resolution of the counter
-    sensors: tuple[str | None, ...] = (None,)  # path of each addend's sensor, if the service has one
+    sensors: tuple[str | None, ...] = (None,)  # path of each addend's sensor, or None
 
 
 class Source(Protocol):
@@ -76,7 +76,7 @@ class Source(Protocol):
     error_source: str
 
     def read(self, get: Get) -> Power:
-        """Return the power; raises OSError or ValueError if a part of it cannot be read."""
+        """Return the power; raises OSError or ValueError if a part of the power cannot be read."""
 
 
 class SupplyPath(NamedTuple):
@@ -95,12 +95,12 @@ class SupplyInputs:
 
     def __init__(self, supplies: Sequence[SupplyPath]) -> None:
         self._supplies = supplies
-        self._joules: dict[str, float] = {}  # by supply; a removed supply keeps its last value
+        self._joules: dict[str, float] = {}  # energy by supply; a removed supply keeps its last value
         self._has_energy = True
         self.note = f"sum of the inputs of {len(supplies)} power supplies"
 
     def read(self, get: Get) -> Power:
-        """Return the sum; a removed or unplugged supply counts as 0 W, any other missing reading is an error."""
+        """Return the sum; a removed or unplugged supply counts as 0 W, other missing readings raise an error."""
         watts, step_j, sensors = 0.0, 0.0, []
         for one in self._supplies:
             metrics = optional(get, one.metrics, SupplyMetrics)
@@ -120,11 +120,11 @@ class SupplyInputs:
     def _check_off(self, get: Get, one: SupplyPath) -> None:
         supply = optional(get, one.supply, Supply)
         if supply is not None and not is_off(supply.status, supply.line == "LossOfInput"):
-            raise ValueError(f"power supply {one.name} is present and gives no input power")
+            raise ValueError(f"power supply {one.name} is present but reports no input power")
 
 
 class OldSupplyInputs:
-    """The same sum in the older form, where one resource has all supplies of a chassis."""
+    """The sum of the line inputs in the older form, in which one resource has all supplies of a chassis."""
 
     gain_error = SUPPLY_ERROR
     error_source = _SUPPLY_SOURCE
@@ -150,7 +150,7 @@ class ChassisPower:
     def read(self, get: Get) -> Power:
         metrics = get(self._path, Environment)
         if metrics.watts is None or metrics.watts.value is None:
-            raise ValueError("the chassis gives no power")
+            raise ValueError("the chassis reports no power")
         watts = _drawn(_watts(metrics.watts.value))
         for reading, unit_j in ((metrics.joules, 1.0), (metrics.kwh, _KWH_J)):
             if reading is not None and reading.value is not None:
@@ -166,7 +166,7 @@ class ControlPower:
 
     def __init__(self, path: str, chassis: str, controls: Sequence[Control]) -> None:
         self._path = path
-        # Some services also list parts (CPU, memory) beside the whole; parts are not added to it.
+        # Some services list the whole chassis and also its parts (CPU, memory); parts are not added.
         named = [control for control in controls if control.context == "Chassis"] or controls
         self._place, chosen = max(
             ((place, control) for place, control in enumerate(controls) if control in named),
@@ -182,12 +182,12 @@ class ControlPower:
             chosen = control.member == self._member if self._member is not None else place == self._place
             if chosen and control.watts is not None:
                 return Power(_drawn(_watts(control.watts)))
-        raise ValueError("the chassis gives no power")
+        raise ValueError("the chassis reports no power")
 
 
 def _watts(value: Decimal | float) -> float:
     if not math.isfinite(value) or not 0 <= value < _MAX_W:
-        raise ValueError(f"{value} W is no power")
+        raise ValueError(f"{value} W is not a possible power")
     return float(value)
 
 
@@ -201,12 +201,12 @@ def _energy(value: Decimal, unit_j: float) -> tuple[float, float]:
     """Return a counter's joules, and its resolution in joules."""
     exponent = value.as_tuple().exponent
     if not isinstance(exponent, int) or not 0 <= value < _MAX_COUNT:
-        raise ValueError(f"{value} is no energy")
+        raise ValueError(f"{value} is not a possible energy")
     return float(value) * unit_j, 10.0**exponent * unit_j
 
 
 def is_off(status: Status | None, has_no_line: bool) -> bool:
-    """Whether a supply draws no power, so that it needs no reading."""
+    """Whether a supply draws no power and so needs no reading."""
     return has_no_line or (status is not None and status.state == "Absent")
 
 
@@ -215,4 +215,4 @@ def _old_inputs(power: OldPower) -> Iterator[float]:
         if supply.watts is not None:
             yield _watts(supply.watts)
         elif not is_off(supply.status, supply.volts == 0):
-            raise ValueError(f"power supply {supply.name or supply.member} is present and gives no input power")
+            raise ValueError(f"power supply {supply.name or supply.member} is present but reports no input power")
