@@ -91,7 +91,7 @@ def test_device_is_node_power_with_a_note_on_its_limits(tools):
 
     assert (device.key, device.kind, device.driver) == ("psu:node1", "ipmi", "ipmi-dcmi")
     assert (device.energy_method, device.power_scope, device.only_power) == ("instant power", "node-psu", True)
-    assert "leaves out" in device.energy_note
+    assert "excludes" in device.energy_note
     assert (reader.interval_s, device.sensor.tick_s, device.sensor.gain_error) == (10.0, 5.0, 0.10)
     assert 0 < device.sensor.call_s < 5
 

@@ -82,7 +82,7 @@ def test_the_inputs_of_all_power_supplies_add_up(serve, opened):
     reader = opened(serve(TWO_SUPPLIES))
 
     assert watts(reader) == pytest.approx(937.4 + 1021.1)
-    assert reader.device.energy_note == "sum of the inputs of 2 power supplies; integrated power"
+    assert reader.device.energy_note == "sum of the inputs of 2 power supplies; power is integrated"
 
 
 def test_older_form_with_all_supplies_in_one_resource_is_read(serve, opened):
