@@ -934,7 +934,7 @@ def test_iterations_synchronous_with_the_sensor_are_reported():
         if found:
             (event,) = found
             assert event.kind == "energy_aliasing"
-            stated = int(re.search(r"off by up to (\d+) %", event.text)[1])
+            stated = int(re.search(r"wrong by up to (\d+) %", event.text)[1])
             assert stated <= 100
             covered += true_error <= stated / 100
 
