@@ -87,6 +87,6 @@ if [[ "$script" == *.sh ]]; then
   export GPUS_PER_NODE="$num_gpus" NPROC_PER_NODE="$num_gpus"
   exec bash "$script" "$@"
 fi
-# The default of torchrun, which prints a banner if the variable is not set.
+# torchrun also uses 1 if the variable is not set, but then it prints a banner.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 torchrun_here "$num_gpus" "$script" "$@"

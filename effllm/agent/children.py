@@ -94,7 +94,7 @@ class Children:
             self._watch("inspection", self._inspection.descriptor)
 
     def stop_inspection(self) -> None:
-        """Stop a running inspection; the aggregator needs no stop."""
+        """Stop a running inspection. The aggregator is not stopped, because it ends when the job is over."""
         self._inspection.stop()
 
     def _watch(self, child: str, descriptor: int) -> None:

@@ -46,7 +46,7 @@ class Variable(NamedTuple):
     word: str = ""  #: text of the default, if it differs from the field's value
 
     def read(self, given: object, name: str = "") -> Any:
-        """Parse a value of the variable, or of an argument of a function; ``name`` is the name in an error.
+        """Parse the text ``given``; ``name`` replaces the variable's name in an error message.
 
         Raises:
             ConfigError: the value is not allowed.

@@ -57,8 +57,8 @@ BESIDE: dict[str, tuple[str, str]] = {
         "ratio",
         "Own time of the slowest rank divided by own time of the median rank.",
     ),
-    "straggler/p95_step_seconds": ("s/iteration", "95th percentile over ranks: mean step time in the window."),
-    "health/p5_utilization_ratio": ("ratio", "5th percentile over GPUs: utilization in the window."),
+    "straggler/p95_step_seconds": ("s/iteration", "95th percentile over ranks of the mean step time in the window."),
+    "health/p5_utilization_ratio": ("ratio", "5th percentile over GPUs of the utilization in the window."),
 }
 
 _BASES = {"run": "Run to date", "window": "The last window", "job": "The whole wall time"}
