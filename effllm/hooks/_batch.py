@@ -29,8 +29,8 @@ class Batch:
     samples: Any = 0
     tokens: Any = 0
     tokens_loss: Any = 0
-    source: str = ""  # how `tokens` were counted; empty for a batch without text
-    width: int | None = None  # positions of a sequence, if every row is one sequence
+    source: str = ""  # source of the count `tokens`; empty for a batch without text
+    width: int | None = None  # number of positions of a row, if every row is one sequence
 
 
 def read_batch(inputs: Any, is_encoder_decoder: bool = False) -> Batch | None:

@@ -40,7 +40,7 @@ class EvalMode:
         self._waited_ns = 0  # data wait while the model is in eval mode
         self._marks: tuple[int, ...] = ()
         self._is_in_this = False
-        self._was_in_last = True  # assumed for the first iteration
+        self._was_in_last = True  # assumed before the first iteration
 
     def follow(self, parameters: Iterable[Any]) -> None:
         """Set the trained parameters; a module with all these parameters is a model."""

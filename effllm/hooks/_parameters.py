@@ -22,7 +22,7 @@ class Parameters:
 
     total: int
     trainable: int
-    active: int | None  # number that one token uses; ``None`` if all, or if unknown
+    active: int | None  # parameters that one token uses; ``None``: all, or unknown
     active_trainable: int
 
     def share(self, counts_them: bool) -> dict[str, int]:

@@ -64,7 +64,7 @@ class Rounds:
             if self._plain_steps < MIN_STEPS and any(one.grad is not None for one in _parameters(optimizer)):
                 self._plain_steps += 1
                 if self._plain_steps == MIN_STEPS:
-                    no_metrics("its optimizer steps plain tensors, which are not the parameters of a model")
+                    no_metrics("the optimizer updates plain tensors, which are not the parameters of a model")
             return False
         self._begin()
         return True

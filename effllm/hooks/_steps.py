@@ -240,7 +240,7 @@ def rank() -> int:
 
 
 def place() -> Place | None:
-    """Return the place of this rank from torch, or ``None`` if the environment has the same place.
+    """Return the place of this rank, or ``None`` if the environment has the right place.
 
     A spawned process gets only its rank, and a container may set WORLD_SIZE for a single process.
     """

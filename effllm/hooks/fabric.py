@@ -4,8 +4,8 @@ optimizer that ``Fabric.setup`` has wrapped.
 An iteration begins with the first forward pass with gradients after a step, and ends with the wrapped optimizer's
 ``step``.  With gradient accumulation, an iteration has several micro-batches.  The data wait is the time of torch's
 DataLoader, and the time between the step and the next forward pass.  If there are several optimizers, the iteration
-ends with a step of the leader: the optimizer that stepped last before the iteration.  If a model was trained in
-``train`` mode, a forward pass in ``eval`` mode begins an evaluation; it lasts to the next forward pass that trains.
+ends with a step of the leader: the optimizer that stepped last before the iteration.  If a model was trained in train
+mode, a forward pass in ``eval`` mode begins an evaluation; the evaluation lasts to the next forward pass that trains.
 
 The parameters of all models that train are counted; tokens and samples are read from the arguments of the first model.
 A loop whose forward pass is not wrapped (a method of a LightningModule on one device, a wrapper that was compiled

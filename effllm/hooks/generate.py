@@ -1,7 +1,7 @@
 """``GenerationMixin.generate`` of transformers: generated tokens, counted from the shapes of arguments and results.
 
 Shapes are available without a synchronisation.  In a result on the CPU, positions after the end of a sequence are not
-counted.  On a GPU, a search for this end would be a synchronisation, so all rows count up to the longest sequence.
+counted.  On a GPU, a search for the end would be a synchronisation, so every row counts as long as the longest row.
 """
 
 from __future__ import annotations

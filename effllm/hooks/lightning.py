@@ -189,7 +189,7 @@ class LightningTraining:
         loop = getattr(getattr(trainer, "fit_loop", None), "epoch_loop", None)
         step = getattr(loop, "_batches_that_stepped", self._step)
         every = trainer.log_every_n_steps
-        known = {name: value for name, value in values.items() if value == value}  # nan is not measured
+        known = {name: value for name, value in values.items() if value == value}  # nan: not measured
         if known and every and (step + 1) % every == 0 and trainer.is_global_zero:
             for logger in trainer.loggers:
                 logger.log_metrics(known, step=step)

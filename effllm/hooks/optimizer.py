@@ -83,4 +83,4 @@ class _Fetch:
             if self._batches < MIN_BATCHES:
                 self._batches += 1
                 if self._batches == MIN_BATCHES:
-                    no_metrics("it read batches of a DataLoader, but no step of a torch optimizer was detected")
+                    no_metrics("a DataLoader returned batches, but no step of a torch optimizer was detected")

@@ -165,7 +165,7 @@ class TitanTraining:
         self._tokens, self._wait_s = 0, 0.0
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        known = {name: value for name, value in values.items() if value == value}  # nan is not measured
+        known = {name: value for name, value in values.items() if value == value}  # nan: not measured
         if known:
             self.processor.logger.log(known, step)
 

@@ -3,8 +3,8 @@
 A recipe is a script without a module name to hook.  The class of a recipe is a subclass of `FTRecipeInterface`; this
 interface is hooked.
 An iteration begins with the transfer of its first batch to the device, and ends when the recipe steps its profiler
-after ``global_step`` has increased.  Before this, the recipe reads its loss, so a GPU has completed the iteration.  The
-time of torch's DataLoader for later micro-batches is a data wait.
+after ``global_step`` has increased.  The recipe has read its loss before the end, so a GPU has completed the iteration.
+The time of torch's DataLoader for later micro-batches is a data wait.
 
 Tokens are all positions except the tokenizer's padding; the recipe weighs its loss by the positions with a label.
 Batches are counted on the CPU before their transfer, so nothing waits for a GPU.  Recipes with other batches (DPO, PPO)

@@ -31,7 +31,7 @@ class EventLimit:
         self._since_s: float | None = None
         self._lines: dict[tuple[str, int | None], int] = {}  # in this minute
         self._left: dict[str, int] = {}  # number of further lines of a kind
-        self._left_out: dict[tuple[str, int | None], Event] = {}  # the newest omitted event, with the count of all
+        self._left_out: dict[tuple[str, int | None], Event] = {}  # newest omitted event, with the total count
 
     def admits(self, event: Event) -> bool:
         """Return whether an event becomes a line; count an event without a line."""

@@ -144,7 +144,7 @@ def device_kind(name: str) -> str:
 def host_kind(name: str) -> str | None:
     """Return the kind of a host's record: one of `KINDS`, "" for computation, ``None`` for any other record.
 
-    Python functions, annotations and operators that only call other operators are other records: some of them wait.
+    Python functions, annotations, and operators that only call other operators have no kind, because some of them wait.
     """
     if name.startswith(_BACKENDS):
         return _operation(name.lower())

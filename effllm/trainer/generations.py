@@ -32,7 +32,7 @@ class Generations:
         self._counters = counters
         self._phase_start, self._phase_end = phase_start, phase_end
         self._changed, self._warn = changed, warn
-        self._open: list[tuple[int, int]] = []  # for each open generation: generated and prompt tokens in it
+        self._open: list[tuple[int, int]] = []  # generated tokens and prompt tokens of each open generation
         self._start_ns = 0
         self._is_phase = False
         self.total_ns = 0  #: time of all generations; the phase ``generation`` has only a part of this time

@@ -10,8 +10,8 @@ PHASES = ("evaluation", "checkpoint", "other", "generation")
 class Phases:
     """Times of all phases, and the times to subtract from steps and data waits.
 
-    A nested phase is a part of the outer phase.  If an iteration starts or ends during a phase, the phase is cut in
-    two: every nanosecond belongs to exactly one class.
+    A nested phase is a part of the outer phase.  If an iteration starts or ends during a phase, the phase is split, and
+    every nanosecond belongs to exactly one class.
     """
 
     def __init__(self) -> None:

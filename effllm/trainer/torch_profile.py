@@ -24,7 +24,7 @@ from effllm.records.timeline import Interval, Split, device_kind, group_kind, ho
 #: If one of these variables is set, Nsight or another tool uses CUPTI, and CUPTI allows only one user.
 HOLDERS = ("NSYS_PROFILING_SESSION_ID", "CUDA_INJECTION64_PATH")
 
-#: Limit of the records of one iteration; reading this many takes about 2 s.
+#: Limit of the records of one iteration; reading this number of records takes about 2 s.
 MAX_RECORDS = 1_000_000
 #: Profiling ends after this many consecutive profiles without records.
 MAX_FAILURES = 2

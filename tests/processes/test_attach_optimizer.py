@@ -216,7 +216,7 @@ def test_optimizer_steps_of_plain_tensors_start_no_run(launch):
     )
     assert job.runs() == []
     (line,) = job.our_errors
-    assert "ran without metrics: its optimizer steps plain tensors" in line
+    assert "ran without metrics: the optimizer updates plain tensors" in line
     assert "effllm.monitor(parameters=n)" in line
 
 
