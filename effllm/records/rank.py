@@ -89,9 +89,9 @@ class Device(Struct, frozen=True):
     """A device that a rank samples: a GPU, a MIG slice, the host, or a power sensor of the node.
 
     With ``shared``, memory and utilization are this rank's share of the device (on the host: the share of the rank's
-    process tree), and the shares add up over ranks. Without ``shared``, they are values of the whole device, and equal
-    on every rank that uses the device. Energy is always the energy of the whole device; a MIG slice has its share of
-    the energy of its GPU.
+    process tree), and the shares add up over ranks. Without ``shared``, memory and utilization are values of the whole
+    device, and equal on every rank that uses the device. Energy is always the energy of the whole device; a MIG slice
+    has its share of the energy of its GPU.
     """
 
     key: Word  # identifies the device: a UUID, never an index

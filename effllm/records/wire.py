@@ -49,7 +49,7 @@ class Hello(Struct, frozen=True, array_like=True, tag=1):
     is_numbered: bool = False  # whether the number of the first iteration is known and not assumed
     time_s: Number | None = None  # time of sending, on the clock of reports
     start_time_s: Number | None = None  # start of the first report, on the clock of reports
-    style: Word = ""  # this and the next two fields are as in `RankFacts`; only rank 0 sends them, like `facts`
+    style: Word = ""  # this and the next two fields are copies from `RankFacts`; only rank 0 sends these fields
     evaluation_in_iterations: bool = False
     iterations_not_measured: Count = 0
 

@@ -16,7 +16,7 @@ class Counted:
         self.has_any = False  #: whether a count is more than 0
 
     def add(self, tokens: Any, samples: Any, tokens_processed: Any, tokens_loss: Any, loss: Any) -> str:
-        """Add the arguments of `effllm.count`; return an error text, or an empty string if they are valid."""
+        """Add the arguments of `effllm.count`; return an error text; the text is empty for valid arguments."""
         tokens, tokens_processed = (
             tokens_processed if tokens is None else tokens,
             tokens if tokens_processed is None else tokens_processed,
