@@ -57,9 +57,7 @@ class DeviceTrack:
                     self.series.energy.expect_lag(kept_s)
                 is_new = True
         if self.series is not None and self.series.energy.is_contradicted and not self._has_learnt_again:
-            self._has_learnt_again = (
-                True  # only once, because samples of a sensor with jitter contradict every calibration
-            )
+            self._has_learnt_again = True  # only once: samples of a sensor with jitter contradict any calibration
             self.sampler.learn_again()
         self._keep_lag()
         return is_new
