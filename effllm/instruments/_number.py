@@ -6,7 +6,7 @@ from typing import Any
 
 
 def number(value: Any) -> float | None:
-    """Return a number, or a tensor of one number in the host's memory, as a float.
+    """Return a number, or a tensor of one number in the host's memory, as a float; ``True`` is 1.
 
     ``None`` for everything else: a tensor on a GPU is not read, because that waits for the GPU.
     """
@@ -14,10 +14,11 @@ def number(value: Any) -> float | None:
     if device != "cpu" or isinstance(value, str | bytes):
         return None
     try:
-        return float(value)
+        # item(): torch warns about float() of a loss that has a gradient, and NumPy about that of an array.
+        return float(value.item() if hasattr(value, "item") else value)
     except OverflowError:
         return float("inf") if value > 0 else float("-inf")
-    except (TypeError, ValueError, RuntimeError):
+    except Exception:  # noqa: BLE001 - the value is the script's, and its loop must go on
         return None
 
 
@@ -25,3 +26,14 @@ def whole(value: Any) -> int | None:
     """Return a count of at least 0; ``None`` for everything else."""
     found = number(value)
     return int(found) if found is not None and 0 <= found < 2**53 and found == int(found) else None
+
+
+def each(values: Any) -> list[Any]:
+    """Return the members of a list, a tensor or another iterable; of a single value, this value alone."""
+    if isinstance(values, str | bytes):
+        return [values]
+    try:
+        members = iter(values)
+    except TypeError:
+        return [values]
+    return list(members)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import islice
 
 NAN = float("nan")
-#: Newest values that are kept of each series: 80 kB as floats in a deque.
+#: Newest values that are kept of each series: 320 kB, a float in a deque takes 32 bytes.
 MAX_RECENT = 10_000
 
 

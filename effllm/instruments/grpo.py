@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from effllm.instruments._number import number
+from effllm.instruments._number import each, number
 from effllm.instruments._statistics import Statistics, std
 from effllm.instruments.tracker import MetricTracker
 
@@ -22,7 +21,7 @@ class GRPOMetricsTracker(MetricTracker):
         self._rewards = Statistics(max_recent=1)
         self._group_std = Statistics(max_recent=1)
         self._by_rank: list[Statistics] = []
-        self._groups = self._empty = self._equal = 0
+        self._groups = self._empty = self._equal = self._missing = 0
 
     def update_grpo_step(
         self,
@@ -44,19 +43,25 @@ class GRPOMetricsTracker(MetricTracker):
             others: more metrics by name.
         """
         values = {"policy_loss": policy_loss, "mean_reward": mean_reward, "kl_divergence": kl_divergence, **others}
-        values |= {f"reward/{name}": value for name, value in (reward_components or {}).items()}
+        if isinstance(reward_components, Mapping):
+            values |= {f"reward/{name}": value for name, value in reward_components.items()}
+        elif reward_components is not None:
+            self._warn_once("components", f"reward_components is {type(reward_components).__name__}, not a dictionary")
         self.update_batch({name: value for name, value in values.items() if value is not None}, step)
 
     def update_group_rewards(self, rewards: Iterable[Any]) -> None:
         """Add the rewards of one group: the completions of one prompt.
 
-        Rewards that are not finite numbers are counted and left out; a group without a finite reward counts as empty.
+        ``None``, and rewards that are not finite numbers, are counted and left out; a group without a finite reward
+        counts as empty.
         """
         known = []
-        for given in rewards:
+        for given in each(rewards):
             reward = number(given)
             if reward is None:
-                warnings.warn(f"a reward of type {type(given).__name__} is not a number in memory", stacklevel=2)
+                self._missing += 1
+                if given is not None:
+                    self._warn_once("rewards", f"a reward of type {type(given).__name__} is not a number in memory")
                 continue
             before = self._rewards.count
             self._rewards.add(reward)
@@ -88,6 +93,7 @@ class GRPOMetricsTracker(MetricTracker):
             "groups": self._groups,
             "empty_groups": self._empty,
             "equal_groups": self._equal,
+            "missing_rewards": self._missing,
             "not_finite": dict(self._rewards.not_finite),
             "rank_distribution": {str(rank): one.mean for rank, one in enumerate(self._by_rank, 1)},
         }

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from effllm.instruments._device import cuda_index
+from effllm.instruments._number import number
 from effllm.instruments._statistics import NAN, Statistics
 
 GB = 1e9
@@ -134,10 +135,12 @@ class GPUMemoryProfiler:
             iteration: its number; by default measurements of a tag are counted.
         """
         allocated, reserved, max_allocated, max_reserved = self._read()
-        self._peak_bytes = max(self._peak_bytes, max_allocated, allocated)
         self._allocated.add(allocated)
+        if math.isnan(allocated):  # a system without /proc
+            return dict.fromkeys(("allocated_gb", "reserved_gb", "max_allocated_gb", "max_reserved_gb"), NAN)
+        self._peak_bytes = max(self._peak_bytes, max_allocated, allocated)
         if tag in self._trends or len(self._trends) < MAX_TAGS:
-            self._trends.setdefault(tag, _Blocks()).add(iteration, allocated)
+            self._trends.setdefault(tag, _Blocks()).add(number(iteration), allocated)
         return {
             "allocated_gb": allocated / GB,
             "reserved_gb": reserved / GB,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
-from effllm.instruments._number import number
+from effllm.instruments._number import each, number
 from effllm.instruments._statistics import Statistics
 
 #: Different scores that are counted separately; more are counted together.
@@ -31,19 +32,27 @@ class ScoreDistributionTracker:
         self._counts: dict[float, int] = {}
         self._uncounted = 0  # valid scores beyond MAX_SCORES different ones
         self._missing = self._not_finite = self._out_of_range = 0
+        self._has_warned = False
 
     def update(self, scores: Iterable[Any]) -> None:
         """Count a batch of scores."""
-        for given in scores:
+        for given in each(scores):
             score = number(given)
             if score is None:
                 self._missing += 1
+                self._warn_of(given)
             elif not math.isfinite(score):
                 self._not_finite += 1
             elif not self._minimum <= score <= self._maximum:
                 self._out_of_range += 1
             else:
-                self._add(score)
+                self._add(score + 0.0)  # -0.0 becomes 0.0: one text for both
+
+    def _warn_of(self, given: Any) -> None:
+        if given is not None and not self._has_warned:
+            self._has_warned = True
+            line = f"a score of type {type(given).__name__} is not a number in memory; it counts as missing"
+            warnings.warn(line, stacklevel=3)
 
     def _add(self, score: float) -> None:
         self._statistics.add(score)

@@ -11,11 +11,35 @@ from effllm.instruments._number import whole
 from effllm.instruments._statistics import NAN
 
 
+class _Total:
+    """Samples or tokens so far."""
+
+    __slots__ = ("count", "is_given", "num_unknown")
+
+    def __init__(self) -> None:
+        self.count = self.num_unknown = 0
+        self.is_given = False
+
+    def add(self, count: int | None) -> None:
+        self.count += count or 0
+        self.num_unknown += count is None
+        self.is_given = self.is_given or count != 0
+
+    def mark(self) -> tuple[int, int]:
+        return self.count, self.num_unknown
+
+    def rate(self, first: tuple[int, int], last: tuple[int, int], seconds: float) -> float:
+        """Return the count per second between two marks; NaN if it was never given, or one between them is unknown."""
+        if seconds <= 0 or not self.is_given or first[1] != last[1]:
+            return NAN
+        return (last[0] - first[0]) / seconds
+
+
 class ThroughputTracker:
     """Counts samples and tokens between calls of `update`.
 
     The time begins at the first `update`, whose own counts do not enter: their work was done before it.  `start` lets
-    it begin earlier.  What is not measured is NaN.
+    it begin earlier.  What is not measured is NaN: also a rate over an update whose count was not readable.
 
     Args:
         window_size: number of newest updates for `get_current_throughput`.
@@ -24,10 +48,10 @@ class ThroughputTracker:
     def __init__(self, window_size: int = 100) -> None:
         if window_size < 1:
             raise ValueError(f"window_size={window_size} must be at least 1")
-        self._first: tuple[float, int, int] | None = None
-        self._samples = self._tokens = 0
-        self._recent: deque[tuple[float, int, int]] = deque(maxlen=window_size + 1)  # time, total samples and tokens
-        self._has_tokens = False
+        self._first: tuple[float, Any, Any] | None = None
+        self._samples, self._tokens = _Total(), _Total()
+        self._recent: deque[tuple[float, Any, Any]] = deque(maxlen=window_size + 1)  # time, totals then
+        self._has_warned = False
 
     def start(self) -> None:
         """Begin the time now, before the work of the first `update`."""
@@ -36,17 +60,18 @@ class ThroughputTracker:
     def update(self, num_samples: int = 0, num_tokens: int = 0) -> None:
         """Count the work that has just ended."""
         now_s = time.monotonic()
-        counts = [whole(one) for one in (num_samples, num_tokens)]
-        if None in counts:
-            warnings.warn("ThroughputTracker.update takes counts of at least 0; others are not counted", stacklevel=2)
+        samples, tokens = whole(num_samples), whole(num_tokens)
+        if None in (samples, tokens) and not self._has_warned:
+            self._has_warned = True
+            line = "ThroughputTracker.update takes counts of at least 0 in memory; a rate over others is NaN"
+            warnings.warn(line, stacklevel=2)
         if self._first is not None:
-            self._samples += counts[0] or 0
-            self._tokens += counts[1] or 0
-        self._has_tokens = self._has_tokens or bool(counts[1])
+            self._samples.add(samples)
+            self._tokens.add(tokens)
         self._mark(now_s)
 
     def _mark(self, now_s: float) -> None:
-        mark = (now_s, self._samples, self._tokens)
+        mark = (now_s, self._samples.mark(), self._tokens.mark())
         self._first = self._first or mark
         self._recent.append(mark)
 
@@ -59,9 +84,10 @@ class ThroughputTracker:
         return self._rates(self._first)
 
     def _rates(self, first: Any) -> dict[str, float]:
-        seconds = self._recent[-1][0] - first[0] if first is not None else 0.0
-        if seconds <= 0:
+        if first is None:
             return {"samples_per_sec": NAN, "tokens_per_sec": NAN}
-        _, samples, tokens = self._recent[-1]
-        per_token = (tokens - first[2]) / seconds if self._has_tokens else NAN
-        return {"samples_per_sec": (samples - first[1]) / seconds, "tokens_per_sec": per_token}
+        now_s, samples, tokens = self._recent[-1]
+        return {
+            "samples_per_sec": self._samples.rate(first[1], samples, now_s - first[0]),
+            "tokens_per_sec": self._tokens.rate(first[2], tokens, now_s - first[0]),
+        }

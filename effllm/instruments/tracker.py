@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from effllm.instruments._number import number
+from effllm.instruments._number import number, whole
 from effllm.instruments._statistics import MAX_RECENT, NAN, Statistics, mean, percentile, std
 
 PERCENTILES = (5, 25, 50, 75, 95, 99)
@@ -51,11 +51,13 @@ class MetricTracker:
                 return
             found = self._metrics[name] = Statistics(self._max_recent)
         found.add(read)
-        if step is not None:
-            self.last_step = step
+        self.last_step = self.last_step if (known := whole(step)) is None else known
 
     def update_batch(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Add a value of each metric."""
+        if not isinstance(metrics, Mapping):
+            self._warn_once("batch", f"metrics are a dictionary, not {type(metrics).__name__}; not added")
+            return
         for name, value in metrics.items():
             self.update(name, value, step)
 

@@ -1,5 +1,6 @@
 """Memory of a process, and growth over iterations."""
 
+import math
 import random
 
 import pytest
@@ -137,3 +138,23 @@ def test_impossible_device_is_an_error(device):
 @pytest.mark.parametrize("device", [0, "cuda:1", "cpu", None])
 def test_without_cuda_the_process_is_measured(device):
     assert GPUMemoryProfiler(device).memory_of == "process"
+
+
+def test_memory_that_the_system_does_not_show_is_not_measured(monkeypatch):
+    monkeypatch.setattr(memory, "_process_memory", lambda: (math.nan,) * 4)
+    profiler = GPUMemoryProfiler("cpu")
+
+    assert all(math.isnan(value) for value in profiler.measure().values())
+    assert math.isnan(profiler.get_summary()["peak_allocated_gb"])
+    assert profiler.get_summary()["memory_of"] == "process"
+    assert not profiler.detect_leak(threshold_gb=0.0)
+
+
+def test_tags_are_bounded(allocator):
+    profiler = GPUMemoryProfiler("cpu")
+    for number in range(2 * memory.MAX_TAGS):
+        for _ in range(200):
+            profiler.measure(f"tag {number}")
+
+    assert profiler.trend(f"tag {memory.MAX_TAGS - 1}") is not None
+    assert profiler.trend(f"tag {memory.MAX_TAGS}") is None

@@ -4,6 +4,8 @@ import json
 import math
 import random
 import statistics
+from decimal import Decimal
+from fractions import Fraction
 from types import SimpleNamespace
 
 import pytest
@@ -78,6 +80,54 @@ def test_tensor_on_a_gpu_is_not_read_and_reported_once(recwarn):
     assert tracker.get_summary("loss")["count"] == 0
 
 
+class RaisesAsANumber:
+    def __float__(self):
+        raise RuntimeError("of the script")
+
+
+@pytest.mark.parametrize("value", [None, "0.5", b"0.5", 1j, [0.5], RaisesAsANumber(), Decimal("sNaN")])
+def test_value_that_is_no_number_is_left_out_with_a_warning(value):
+    tracker = MetricTracker()
+    with pytest.warns(UserWarning, match="metric loss"):
+        tracker.update("loss", value, step=1)
+
+    assert (tracker.names, tracker.last_step) == ([], None)
+
+
+@pytest.mark.parametrize("value", [True, 1, Decimal(1), Fraction(1), 1.0])
+def test_every_type_of_number_is_a_value(value):
+    tracker = MetricTracker()
+    tracker.update("accuracy", value)
+
+    assert tracker.get_mean("accuracy") == 1.0
+
+
+def test_integer_beyond_all_floats_is_infinite():
+    tracker = MetricTracker()
+    tracker.update("loss", -(10**400))
+
+    assert tracker.get_summary("loss")["not_finite"] == {"-inf": 1}
+
+
+@pytest.mark.parametrize("metrics", [None, 0.5, ["loss"]])
+def test_batch_that_is_no_dictionary_is_left_out_with_a_warning(metrics):
+    tracker = MetricTracker()
+    with pytest.warns(UserWarning, match="a dictionary"):
+        tracker.update_batch(metrics, step=1)
+
+    assert tracker.names == []
+
+
+@pytest.mark.parametrize(("percent", "value"), [("p5", 5.95), ("p25", 25.75), ("p75", 75.25), ("p99", 99.01)])
+def test_percentiles_are_linear_between_two_values(percent, value):
+    """NumPy's default: the value at position (100 - 1) x percent / 100 of the sorted values 1 to 100."""
+    tracker = MetricTracker()
+    for number in range(100, 0, -1):
+        tracker.update("loss", number)
+
+    assert tracker.get_summary("loss")[percent] == pytest.approx(value)
+
+
 def test_names_are_bounded():
     tracker = MetricTracker(max_recent=1)
     with pytest.warns(UserWarning, match="more than 1000 names"):
@@ -125,6 +175,32 @@ def test_empty_and_equal_groups_are_counted():
     assert found["not_finite"] == {"nan": 1}
 
 
+def test_rewards_that_are_no_numbers_are_counted_as_missing(recwarn):
+    tracker = GRPOMetricsTracker()
+    tracker.update_group_rewards([None, 1.0, None])
+    tracker.update_group_rewards(["good", "bad", 0.0])
+    found = tracker.get_reward_distribution()
+
+    assert (found["groups"], found["missing_rewards"], found["reward_mean"]) == (2, 4, 0.5)
+    assert [str(one.message) for one in recwarn] == ["a reward of type str is not a number in memory"]
+
+
+def test_single_reward_is_a_group_of_one_completion():
+    tracker = GRPOMetricsTracker()
+    tracker.update_group_rewards(0.5)
+
+    assert tracker.get_reward_distribution()["rank_distribution"] == {"1": 0.5}
+    assert math.isnan(tracker.get_reward_distribution()["group_std_mean"])
+
+
+def test_components_that_are_no_dictionary_are_left_out():
+    tracker = GRPOMetricsTracker()
+    with pytest.warns(UserWarning, match="reward_components is list"):
+        tracker.update_grpo_step(step=1, policy_loss=0.5, reward_components=[1.0])
+
+    assert tracker.names == ["policy_loss"]
+
+
 def test_scores_of_the_example_are_counted():
     tracker = ScoreDistributionTracker()
     tracker.update([1.0, 0.5, None, 1.0, 0.0])
@@ -140,12 +216,37 @@ def test_scores_of_the_example_are_counted():
 
 def test_invalid_scores_are_counted_by_reason():
     tracker = ScoreDistributionTracker(minimum=0.0, maximum=1.0)
-    tracker.update([None, "high", float("nan"), 7.0, -0.1])
+    with pytest.warns(UserWarning, match="type str is not a number"):
+        tracker.update([None, "high", float("nan"), 7.0, -0.1])
     found = tracker.get_distribution()
 
     assert (found["missing_count"], found["not_finite_count"], found["out_of_range_count"]) == (2, 1, 2)
     assert found["invalid_rate"] == 1.0
     assert math.isnan(found["mean_score"])
+
+
+@pytest.mark.parametrize("scores", [0.5, [0.5], (0.5,), {0.5}, iter([0.5]), Decimal("0.5")])
+def test_scores_are_any_iterable_or_one_score(scores):
+    tracker = ScoreDistributionTracker()
+    tracker.update(scores)
+
+    assert tracker.get_distribution()["score_counts"] == {"0.5": 1}
+
+
+def test_boolean_scores_and_minus_zero_are_numbers():
+    tracker = ScoreDistributionTracker()
+    tracker.update([-0.0, False, True])
+
+    assert tracker.get_distribution()["score_counts"] == {"0.0": 2, "1.0": 1}
+
+
+def test_no_scores_are_not_measured():
+    tracker = ScoreDistributionTracker()
+    tracker.update([])
+    found = tracker.get_distribution()
+
+    assert (found["total"], found["score_counts"]) == (0, {})
+    assert math.isnan(found["invalid_rate"]) and math.isnan(found["mean_score"])
 
 
 def test_different_scores_are_bounded():

@@ -235,14 +235,38 @@ def test_throughput_before_two_updates_is_not_measured():
 
 
 @pytest.mark.parametrize("count", [-1, 1.5, "many", float("nan"), None])
-def test_invalid_counts_of_throughput_are_reported(clock, count):
-    tracker = ThroughputTracker()
+def test_rate_over_an_unknown_count_is_not_measured(clock, count):
+    tracker = ThroughputTracker(window_size=1)
     tracker.start()
     clock.move(1.0)
     with pytest.warns(UserWarning, match="counts"):
         tracker.update(num_samples=count, num_tokens=10)
+    assert math.isnan(tracker.get_current_throughput()["samples_per_sec"])
 
-    assert tracker.get_average_throughput() == {"samples_per_sec": 0.0, "tokens_per_sec": pytest.approx(10.0)}
+    clock.move(1.0)
+    tracker.update(num_samples=8, num_tokens=10)
+
+    assert tracker.get_current_throughput() == pytest.approx({"samples_per_sec": 8.0, "tokens_per_sec": 10.0})
+    assert math.isnan(tracker.get_average_throughput()["samples_per_sec"])
+    assert tracker.get_average_throughput()["tokens_per_sec"] == pytest.approx(10.0)
+
+
+def test_unknown_counts_are_reported_once(recwarn):
+    tracker = ThroughputTracker()
+    for _ in range(3):
+        tracker.update(num_samples=-1)
+
+    assert len(recwarn) == 1
+
+
+def test_count_that_was_never_given_is_not_measured(clock):
+    tracker = ThroughputTracker()
+    tracker.start()
+    clock.move(1.0)
+    tracker.update(num_tokens=10)
+
+    assert math.isnan(tracker.get_current_throughput()["samples_per_sec"])
+    assert tracker.get_current_throughput()["tokens_per_sec"] == pytest.approx(10.0)
 
 
 def test_profiler_exports_memory_timing_and_throughput(tmp_path):
