@@ -51,7 +51,7 @@ class Rejections:
         if len(self._reported) > MAX_ADDRESSES:
             self._lines.append(f"peers at {MAX_ADDRESSES} addresses were rejected; further peers are only counted")
             return
-        where = f"at {address}" if address else "at an unknown address"
+        where = f"at {address}" if address else "with an unknown address"
         self._lines.append(f"a peer {where} was rejected: {why}")
 
     def take(self) -> list[str]:

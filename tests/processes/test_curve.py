@@ -171,7 +171,7 @@ def test_agent_is_admitted_after_peers_with_other_protocols(listener, word):
             raw.sendall(word)
         if secured.serve(lambda: secured.event_texts, within_s=1.0):
             break
-    where = ("at 127.0.0.1", "at an unknown address")  # the text depends on the time at which the connection ends
+    where = ("at 127.0.0.1", "with an unknown address")  # the text depends on the time at which the connection ends
     assert secured.event_texts in [[f"a peer {one} was rejected: {NO_PROTOCOL}"] for one in where]
     assert secured.rejections.count == 1
 
@@ -262,5 +262,5 @@ def test_agent_that_ends_during_its_handshake_is_not_rejected():
     rejections.reject("", NO_PROTOCOL)
     assert rejections.take() == [
         "a peer at 10.0.0.2 was rejected: no key",
-        f"a peer at an unknown address was rejected: {NO_PROTOCOL}",
+        f"a peer with an unknown address was rejected: {NO_PROTOCOL}",
     ]
