@@ -23,7 +23,7 @@ NO_HELLO_BYTES = 2**20
 MAX_PEERS_WITHOUT_HELLO = 4096
 AGAIN_EVERY_S = 1.0
 AGAIN_FRAMES = 64  # minimal allowance of a throttled peer for a request to send the dropped frames again
-REPORTED_FROM = 3  # two messages are not reported: a reconnecting agent may send a message before its HELLO
+REPORTED_FROM = 3  # the first two messages are not reported: a reconnecting agent may send one before its HELLO
 
 NO_HELLO, WRONG_RANK, THROTTLED, GARBAGE = "no_hello", "wrong_rank", "throttled", "garbage"
 REJECTED_HELLO = "rejected_hello"

@@ -213,7 +213,7 @@ def test_mark_of_a_missing_value_is_a_failure(trace, field, name, value):
 
     assert getattr(sample, name) is None
     assert list(failures) == [name]
-    assert "not available" in failures[name]
+    assert "unavailable value" in failures[name]
 
 
 def test_utilization_above_one_is_a_failure(trace):
