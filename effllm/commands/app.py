@@ -234,22 +234,14 @@ def simulate(
         str, typer.Option(metavar="HOST:PORT", help="Address of a running aggregator. [default: a new aggregator]")
     ] = "",
     processes: Annotated[
-        int,
-        typer.Option(
-            min=0, max=256, metavar="K", show_default=False, help="Number of sender processes. [default: by ranks]"
-        ),
+        int, typer.Option(min=0, max=256, metavar="K", show_default=False, help="Sender processes. [default: by ranks]")
     ] = 0,
     arrival: Annotated[
-        str,
-        typer.Option(
-            metavar="HOW",
-            help="burst: all ranks end a window at the same time; even: the ends are spread over a window.",
-        ),
+        str, typer.Option(metavar="HOW", help="burst: all ranks end a window together; even: the ends are spread.")
     ] = "burst",
     security: Annotated[str, typer.Option(metavar="HOW", help="curve: with keys; none: without keys.")] = "curve",
     run_dir: Annotated[
-        str,
-        typer.Option(metavar="FOLDER", help="Keep the run folder at this path. [default: the run folder is deleted]"),
+        str, typer.Option(metavar="FOLDER", help="Keep the run folder at this path. [default: it is deleted]")
     ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
 ) -> None:

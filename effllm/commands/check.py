@@ -11,7 +11,8 @@ from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
 
-from effllm.commands.survey import BROKEN, MISSING, Cost, Finding, Survey, survey
+from effllm.commands.survey import Cost, Survey, survey
+from effllm.commands.survey_host import BROKEN, MISSING, Finding
 from effllm.config.switches import this_process
 from effllm.devices import device_names
 from effllm.metrics import METRICS
