@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from effllm.hooks import Unknown
+from effllm.hooks._rewards import attach_rewards
 from effllm.hooks._wrap import Call, Guard, around
 from effllm.hooks.transformers import running
 from effllm.trainer.collector import get_metrics_collector
@@ -37,6 +38,7 @@ def attach(module: ModuleType) -> None:
         around(trainer, "_generate_single_turn", _GUARD, before=_generates, after=_generated, failed=_generation_failed)
         around(trainer, "_generate", _GUARD, before=_rolls_out, after=_rolled_out, failed=_generation_failed)
         around(trainer, "_prepare_inputs", _GUARD, after=_prepared)
+        attach_rewards(trainer)
 
 
 def _generates(call: Call) -> Any:

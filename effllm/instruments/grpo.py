@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -97,3 +98,23 @@ class GRPOMetricsTracker(MetricTracker):
             "not_finite": dict(self._rewards.not_finite),
             "rank_distribution": {str(rank): one.mean for rank, one in enumerate(self._by_rank, 1)},
         }
+
+
+_tracker: GRPOMetricsTracker | None = None
+_trainer: weakref.ref[Any] | None = None  # whose metrics are in the tracker
+
+
+def grpo_tracker() -> GRPOMetricsTracker:
+    """Return the tracker that TRL's GRPO training in this process fills; that of the newest trainer, if of several."""
+    global _tracker
+    _tracker = _tracker or GRPOMetricsTracker()
+    return _tracker
+
+
+def tracker_of(trainer: Any) -> GRPOMetricsTracker:
+    """Return the tracker of a trainer; for another trainer than before, a new tracker."""
+    global _tracker, _trainer
+    if _trainer is None or _trainer() is not trainer:
+        _tracker = None if _trainer is not None else _tracker
+        _trainer = weakref.ref(trainer)
+    return grpo_tracker()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import statistics
+
 import pytest
 from systems import RAN
 
@@ -138,8 +141,6 @@ def test_trainable_parameters_are_only_those_of_adapters(frameworks):
 
 
 def _parameters(folder):
-    import json
-
     return json.loads((folder / "summary.json").read_text())["parameters"]
 
 
@@ -187,3 +188,104 @@ def test_counts_of_two_grpo_processes_are_added(frameworks):
     assert job.ledger.summary.samples == 2 * 16
     assert job.ledger.summary.tokens == job.output()["history"][3]["num_tokens"]
     assert not job.our_errors
+
+
+# In evaluation there are other rewards, which may not enter.
+TRACKED = """
+import json
+from pathlib import Path
+from effllm.instruments.metrics import grpo_tracker
+
+early, seen = grpo_tracker(), []
+def letters(completions, **_):
+    found = [float(one.count("a")) for one in completions]
+    if trainer.model.training:
+        seen.append(found)
+    return found if trainer.model.training else [-100.0 for _ in completions]
+def sometimes(completions, **_):
+    return [None if i % 4 == 0 else 0.5 for i, _ in enumerate(completions)]
+trainer = trl.GRPOTrainer(model=model(), reward_funcs=[letters, sometimes], args=arguments, train_dataset=rows,
+                          eval_dataset=rows.select(range(2)), processing_class=words)
+trainer.train()
+tracker = grpo_tracker()
+body = {"is_early": tracker is early, "seen": seen, "history": trainer.state.log_history,
+        "distribution": tracker.get_reward_distribution(), "last_step": tracker.last_step,
+        "recent": {name: tracker.get_recent(name) for name in tracker.names}}
+Path(f"tracked{os.environ.get('RANK', '0')}.json").write_text(json.dumps(body))
+tiny.end()
+"""
+
+
+def tracked(frameworks, ranks=1, beta=0.0):
+    """Run GRPO with two reward functions and return what the tracker of each rank has."""
+    options = f'reward_weights=[1.0, 2.0], beta={beta}, eval_strategy="steps", eval_steps=2'
+    code = grpo(options).split("def reward(")[0] + TRACKED
+    job = frameworks.run(code, ranks=ranks)
+    assert not job.our_errors
+    return [json.loads((job.folder / f"tracked{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def test_grpo_run_fills_the_tracker(frameworks):
+    (found,) = tracked(frameworks, beta=0.1)
+
+    # each group has 4 completions; the second function has the reward None for the first of them, and weight 2
+    groups = [[one + 2.0 * 0.5 * (i > 0) for i, one in enumerate(group)] for group in found["seen"]]
+    rewards = [one for group in groups for one in group]
+    distribution, logged = found["distribution"], [one for one in found["history"] if "loss" in one]
+    assert (found["is_early"], len(groups), found["last_step"]) == (True, 4, 4)
+    assert (distribution["groups"], distribution["empty_groups"]) == (4, 0)
+    assert distribution["equal_groups"] == sum(len(set(group)) == 1 for group in groups)
+    assert distribution["reward_mean"] == pytest.approx(statistics.fmean(rewards))
+    assert distribution["reward_std"] == pytest.approx(statistics.stdev(rewards))
+    best = statistics.fmean(max(group) for group in groups)
+    assert distribution["rank_distribution"]["1"] == pytest.approx(best)
+    assert list(distribution["rank_distribution"]) == ["1", "2", "3", "4"]
+    # TRL's own log of the same steps
+    recent = found["recent"]
+    assert recent["mean_reward"] == pytest.approx([one["reward"] for one in logged])
+    assert recent["reward/letters"] == pytest.approx([one["rewards/letters/mean"] for one in logged])
+    assert recent["reward/sometimes"] == [0.5] * 4
+    assert recent["kl_divergence"] == pytest.approx([one["kl"] for one in logged])
+    assert recent["policy_loss"] == [one["loss"] for one in logged]
+
+
+def test_trackers_of_all_ranks_have_the_groups_of_the_job(frameworks):
+    found = tracked(frameworks, ranks=2)
+
+    seen = [one for step in zip(*(rank["seen"] for rank in found), strict=True) for group in step for one in group]
+    for rank in found:
+        assert rank["distribution"]["groups"] == 2 * 4
+        assert rank["distribution"]["reward_mean"] == pytest.approx(statistics.fmean(seen) + 2.0 * 0.5 * 3 / 4)
+
+
+def test_each_trainer_of_a_process_has_its_own_tracker(frameworks):
+    code = grpo(
+        before="""
+from effllm.instruments.metrics import grpo_tracker
+trainer.train()
+first = grpo_tracker()
+second = trl.GRPOTrainer(model=model(), reward_funcs=reward, args=arguments, train_dataset=rows,
+                         processing_class=words)
+second.train()
+assert grpo_tracker() is not first
+assert [one.get_reward_distribution()["groups"] for one in (first, grpo_tracker())] == [4, 4]
+open("passed", "w").close()
+raise SystemExit
+"""
+    )
+
+    assert (frameworks.run(code).folder / "passed").exists()
+
+
+def test_rewards_of_rloo_are_tracked(frameworks):
+    code = grpo(
+        before="""
+from effllm.instruments.metrics import grpo_tracker
+trainer.train()
+assert grpo_tracker().get_reward_distribution()["groups"] == 4
+open("passed", "w").close()
+raise SystemExit
+"""
+    )
+
+    assert (frameworks.run(code.replace("trl.GRPO", "trl.RLOO")).folder / "passed").exists()
