@@ -116,8 +116,9 @@ def profile(
     """Measure the behaviour of the sensors of one GPU.
 
     The GPU is first idle. Then torch loads the GPU with matrix products that are switched on and off. The results are
-    the periods and lags of energy counter and power, the measured share of the time, and the duration of calls. Later
-    runs on this model and driver use these results. The report has no host, user or serial number and can be published.
+    the period and the lag of the energy counter and of the power reading, the share of each tick that the sensor
+    measures, and the duration of a read. Later runs on this model and driver use these results. The report has no host,
+    user or serial number and can be published.
 
     No other program should use the GPU during the measurement. Without torch and CUDA, only the idle GPU is measured.
 

@@ -100,7 +100,7 @@ def list_processors(smi: Any) -> list[Processor]:
 
 
 def _shown(listed: str | None, processors: Sequence[Processor]) -> tuple[list[Processor], int]:
-    """Return the processors in a list of indices and UUIDs, up to the first invalid entry, and the list's length."""
+    """Return the processors of ``listed`` (indices or UUIDs) up to its first invalid entry, and its length."""
     if listed is None:
         return list(processors), len(processors)
     shown: list[Processor] = []

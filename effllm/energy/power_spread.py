@@ -54,7 +54,7 @@ class PowerSpread:
             self._last = (time_ns, power_w)
             return
         apart_s = (time_ns - self._last[0]) * NS
-        # These sums give a lower bound of the changes from tick to tick, even from one read per second.
+        # These sums give a lower bound of the changes from tick to tick, even with one read per second.
         keep = math.exp(-apart_s / 60)
         self._seen_s = keep * self._seen_s + apart_s
         self._seen_w2 = keep * self._seen_w2 + (power_w - self._last[1]) ** 2

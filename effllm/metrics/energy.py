@@ -19,13 +19,13 @@ def watts_per_gpu(totals: ClusterTotals) -> float | None:
 
 @metric("W", group="energy", bases=("run",))
 def p95_watts_per_gpu(totals: ClusterTotals) -> float | None:
-    """Power that a GPU exceeds in 5 % of the time, run to date: middle of a bar of 10 W, at most the peak power."""
+    """Power that a GPU exceeds in 5 % of the time, run to date (middle of a 10 W bin, at most the peak power)."""
     return power_percentile(totals, 0.95)
 
 
 @metric("W", group="energy", bases=("run",), chart=False)
 def median_watts_per_gpu(totals: ClusterTotals) -> float | None:
-    """Power that a GPU exceeds in half of the time, run to date: middle of a bar of 10 W, at most the peak power."""
+    """Power that a GPU exceeds in half of the time, run to date (middle of a 10 W bin, at most the peak power)."""
     return power_percentile(totals, 0.5)
 
 
@@ -147,7 +147,7 @@ def gpu_cost(totals: ClusterTotals) -> float | None:
 
 
 def power_percentile(totals: ClusterTotals, share: float) -> float | None:
-    """Return the power that GPUs did not exceed in a share of their time: middle of a bar, at most the peak."""
+    """Return the power that GPUs did not exceed in a share of their time: the middle of a bin, at most the peak."""
     whole_s = sum(totals.devices.power_histogram_s.values())
     passed_s = 0.0
     for step, seconds in sorted(totals.devices.power_histogram_s.items()):

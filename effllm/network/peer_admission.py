@@ -43,7 +43,7 @@ class PeerAdmission:
 
     def poll(self, now_s: float) -> list[str]:
         """Admit or reject the waiting peers, and return the lines to report."""
-        answers = self._gate.answer() if self._gate else []  # before the connections' ends are read
+        answers = self._gate.answer() if self._gate else []  # before disconnections are processed
         for address, is_admitted in answers:
             if is_admitted:
                 self._rejections.admit(address)

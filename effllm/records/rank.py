@@ -221,7 +221,7 @@ class Gauge(Struct, frozen=True, array_like=True, gc=False):
         return Gauge(value_seconds, covered_s, min(self.least, other.least), max(self.most, other.most))
 
 
-#: Number of bars of the power histogram; the last bar also has all higher powers (no GPU draws 4 kW).
+#: Number of bins of the power histogram; the last bin also has all higher powers (no GPU draws 4 kW).
 NUM_POWER_BARS = 400
 PowerBar = Annotated[int, Meta(ge=0, lt=NUM_POWER_BARS)]
 
@@ -247,7 +247,7 @@ class DeviceWindow(Struct, frozen=True, array_like=True, gc=False):
         return reduce(sub, self.phases.values(), self.wall)
 
 
-#: Width of a bar of the power histogram; percentiles are computed from this histogram.
+#: Width of a bin of the power histogram; percentiles are computed from this histogram.
 POWER_STEP_W = 10.0
 
 

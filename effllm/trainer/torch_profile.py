@@ -1,8 +1,8 @@
 """Profiles every Nth iteration with torch.profiler, to measure its exposed communication.
 
-This module is only used if EFFICIENTLLM_PROFILE_EVERY is set.  The code runs in the training process, and torch is the
-module that the training has imported.  Another profiler always has priority: a second profiler takes the session of the
-first profiler, and then both profilers have no records.
+This module is only used if EFFICIENTLLM_PROFILE_EVERY is set.  The code runs in the training process and uses
+the torch that the training has imported.  Another profiler always has priority: a second profiler takes the session
+of the first profiler, and then both profilers have no records.
 """
 
 from __future__ import annotations
