@@ -218,7 +218,7 @@ def test_estimated_energy_is_marked_and_a_reset_is_an_event(disturbed):
 
     assert 1 <= len(filled) <= 2  # a second row only if the reset is at an edge
     assert all(0 < row.energy_estimated_j <= row.energy_j for row in filled)
-    assert ["decreased" in text for text in texts] == [True, False]
+    assert ["a decrease of" in text for text in texts] == [True, False]
     assert texts[1].endswith("used again")
 
 
