@@ -6,12 +6,13 @@ import math
 import time
 
 from effllm.agent.rank_devices import RankDevices
+from effllm.agent.spans import Spans
 from effllm.agent.track import EDGE_WAIT_S
 from effllm.agent.trainer import Trainer
 from effllm.agent.window import WindowCutter
 from effllm.network.transport import Outbox
 from effllm.records.ring import END as END_RECORD
-from effllm.records.ring import ITERATION, STATUSES, STEP, Slot
+from effllm.records.ring import ITERATION, SPAN, STATUSES, STEP, Slot
 
 CALIBRATION_S = 3.0  # maximum wait for a calibration before a window is cut
 LOSS_WAIT_S = 0.5  # maximum wait for the loss of a window, which is recorded after the window's end
@@ -33,6 +34,7 @@ class Measuring:
         self.status: str | None = None  # final status of the trainer
         self.end_ns = 0
         self._next_fold_s = 0.0
+        self._spans = Spans(trainer.board)
         slots, origin_ns = self._origin()
         self._cutter = WindowCutter(
             agent=trainer.agent,
@@ -71,10 +73,11 @@ class Measuring:
             self.status, self.end_ns = "killed", time.monotonic_ns()
 
     def cut(self, now_s: float) -> None:
-        """Make reports of the windows that have ended and whose edges are settled."""
+        """Make reports of the windows that have ended and whose edges are settled, and answer requests of spans."""
         # An edge needs the two ticks after the edge. The next window may end before these ticks, so all are requested.
-        for edge_ns in self._cutter.edges_ns:
+        for edge_ns in sorted({*self._cutter.edges_ns, *self._spans.edges_ns}):
             self.devices.ask(edge_ns)
+        self._spans.answer(self.devices, now_s)
         while (ended := self._cutter.ended) is not None:
             is_settled = self.devices.is_settled(ended.end_ns)
             _, ordinal, _, _ = self._trainer.ring.state()
@@ -88,12 +91,13 @@ class Measuring:
                 self.outbox.add(report)
 
     def due_s(self, now_s: float) -> float:
-        """Return the time of the next check of an ended window; infinite if no window waits."""
-        if (ended := self._cutter.ended) is None:
+        """Return the time of the next check of an ended window or span; infinite if neither waits."""
+        ends_ns = [*self._cutter.edges_ns[:1], *self._spans.edges_ns[:1]]
+        if not ends_ns:
             return math.inf
         for wait_s in (LOSS_WAIT_S, EDGE_WAIT_S):
-            if ended.end_ns * 1e-9 + wait_s > now_s:
-                return ended.end_ns * 1e-9 + wait_s
+            if min(ends_ns) * 1e-9 + wait_s > now_s:
+                return min(ends_ns) * 1e-9 + wait_s
         return now_s + (AGAIN_S if self.devices.is_calibrating else 0.0)
 
     def fold(self, now_s: float) -> None:
@@ -106,7 +110,7 @@ class Measuring:
             return
         until_ns = time.monotonic_ns()
         self._add(self._trainer.ring.read())
-        edges_ns = [*self._cutter.moments_ns, self._trainer.ring.state()[2]]
+        edges_ns = [*self._cutter.moments_ns, *self._spans.moments_ns, self._trainer.ring.state()[2]]
         if self.devices.missing_baseline:
             edges_ns += self._trainer.facts.baseline_ns
         for one in series:
@@ -122,6 +126,7 @@ class Measuring:
         """Make the remaining reports."""
         self._trainer.ring.skip_torn()
         self._add(self._trainer.ring.read())
+        self._spans.answer(self.devices, time.monotonic(), is_end=True)
         while (report := self._cutter.cut(self.devices.series)) is not None:
             self.outbox.add(report)
         self.outbox.add(self._cutter.cut_rest(self.devices.series, self.end_ns))
@@ -144,4 +149,7 @@ class Measuring:
         for slot in slots:
             if slot.kind == END_RECORD and self.status is None:
                 self.status, self.end_ns = STATUSES[slot.what], slot.end_ns
-            self._cutter.add(slot)
+            if slot.kind == SPAN:
+                self._spans.add(slot)
+            else:
+                self._cutter.add(slot)

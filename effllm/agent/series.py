@@ -42,6 +42,7 @@ class Series:
         self.energy = EnergyLedger(device, max_gap_s)
         self._newest_ns = 0
         self._events: list[Event] = []
+        self.held_ns: int | None = None  # start of the oldest requested span; its samples are kept
 
     @property
     def newest_ns(self) -> int:
@@ -112,7 +113,9 @@ class Series:
         self.energy.fold(edges_ns, until_ns, margin_ns)
 
     def forget_before(self, time_ns: int) -> None:
-        """Drop the samples that periods after ``time_ns`` do not need."""
+        """Drop the samples that periods after ``time_ns``, and the requested spans, do not need."""
+        if self.held_ns is not None:
+            time_ns = min(time_ns, self.held_ns)
         while len(self._samples) > 1 and self._samples[1].time_ns <= time_ns:
             self._folded.pop(self._samples.popleft().time_ns, None)
         self.energy.forget_before(time_ns)

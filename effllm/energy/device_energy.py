@@ -151,6 +151,9 @@ class EnergyLedger:
     def method_in(self, from_ns: int, to_ns: int) -> str | None:
         return self._readings.method(from_ns, to_ns)
 
+    def power_range_w(self, from_ns: int, to_ns: int) -> tuple[float | None, float | None]:
+        return self._readings.power_range_w(from_ns, to_ns)
+
     def _of_one_reading(self, start_ns: int, end_ns: int) -> EnergyAmount:
         point = self._readings[0]
         reach_ns = self._timing.reach_ns(self._steps.max_gap_ns)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import islice, pairwise
 from typing import NamedTuple
 
@@ -37,6 +37,8 @@ class Point(NamedTuple):
     holes_ns: int  # running total of time in holes
     estimated_j: float  # running total
     variances_j2: float  # running total
+    least_w: float | None = None  # extremes of the power readings of this point and, after `fold`, of its step
+    most_w: float | None = None
 
 
 class Readings:
@@ -81,6 +83,8 @@ class Readings:
                 holes_ns=holes_ns,
                 estimated_j=estimated_j + (step.joules if step.is_estimated else 0.0),
                 variances_j2=variances_j2 + step.variance_j2,
+                least_w=power_w,
+                most_w=power_w,
             )
         )
 
@@ -112,6 +116,8 @@ class Readings:
                 method=max(methods, key=METHODS.index) if methods else None,
                 estimated=last.estimated_j - first.estimated_j > (last.total_j - first.total_j) / 2,
                 variance_j2=last.variances_j2 - first.variances_j2,
+                least_w=_extreme(min, (point.least_w for point in points[run.start + 1 : run.stop])),
+                most_w=_extreme(max, (point.most_w for point in points[run.start + 1 : run.stop])),
             )
             self._points = deque([*points[: run.start + 1], step, *points[run.stop :]])
 
@@ -121,6 +127,12 @@ class Readings:
         near = [self._points[i] for i in (index - 1, index) if 0 <= i < len(self._points)]
         known = [point for point in near if point.power_w is not None]
         return min(known, key=lambda point: abs(point.time_ns - time_ns)).power_w if known else None
+
+    def power_range_w(self, from_ns: int, to_ns: int) -> tuple[float | None, float | None]:
+        """Return the least and the most power of the readings from one time to another, ``None`` without readings."""
+        inside = list(islice(self._points, self.index_from(from_ns), self.index_after(to_ns)))
+        least_w = _extreme(min, (point.least_w for point in inside))
+        return least_w, _extreme(max, (point.most_w for point in inside))
 
     def mean_w(self, index: int, tick_s: float) -> float:
         """Return the mean power around a step, over at least two ticks: a counter jumps once in each tick."""
@@ -184,6 +196,10 @@ def runs_between(times_ns: Sequence[int], edges_ns: Collection[int], until_ns: i
         stop = bisect.bisect_left(times_ns, after_ns - margin_ns)
         if stop - start >= 3:
             yield range(start, stop)
+
+
+def _extreme(of: Callable[..., float | None], values: Iterable[float | None]) -> float | None:
+    return of((value for value in values if value is not None), default=None)
 
 
 def _time_ns(point: Point) -> int:

@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 
 from effllm.records.facts import from_document, to_document
 from effllm.records.shared_memory import RingError, SharedDocument, make_memory
+from effllm.records.spans import ANSWERS_BYTES, SpanAnswers
 
-BOARD_BYTES = 32 * 1024
+_STATE_BYTES, _DEVICES_BYTES = 32 * 1024, 8 * 1024
+BOARD_BYTES = _STATE_BYTES + _DEVICES_BYTES + ANSWERS_BYTES
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class JobState:
 
 
 class Board:
-    """A shared map with one `JobState`.
+    """A shared map with one `JobState`, the facts of the rank's devices, and the answers to requests of spans.
 
     Args:
         descriptor: descriptor of the map; by default a new map is made.
@@ -41,7 +43,9 @@ class Board:
         if os.fstat(self.descriptor).st_size < BOARD_BYTES:
             raise RingError("this is not a board of effllm: it is too short")
         self._map = mmap.mmap(self.descriptor, BOARD_BYTES)
-        self._document = SharedDocument(self._map, 0, BOARD_BYTES)
+        self._document = SharedDocument(self._map, 0, _STATE_BYTES)
+        self.devices = SharedDocument(self._map, _STATE_BYTES, _DEVICES_BYTES)  # `SpanPart.device` -> facts
+        self.spans = SpanAnswers(self._map, _STATE_BYTES + _DEVICES_BYTES)
         self._state = JobState()
 
     def write(self, state: JobState) -> bool:

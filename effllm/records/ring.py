@@ -20,6 +20,8 @@ from effllm.records.shared_memory import RingError, SharedDocument, make_memory
 
 MAGIC = b"EFFLRNG2"
 ITERATION, PHASE, LOSS, RESET, END, PROFILE, DEVICE_TIME, OWN_TIME = 1, 2, 3, 4, 5, 6, 7, 8
+SPAN = 10  # a request for the readings of a span of time; records/spans.py has the answer
+MAX_CHAINS = 16  # chains of consecutive spans in one ring
 #: Final statuses of a loop; the record END has an index into this tuple.
 STATUSES = ("completed", "failed", "killed", "interrupted")
 
@@ -41,6 +43,7 @@ _WHAT = {
     PROFILE: (COMPUTING, _KINDS),
     DEVICE_TIME: (0, 1),
     OWN_TIME: (0, 1),
+    SPAN: (0, MAX_CHAINS),
 }
 
 _HEADER = struct.Struct("<8sIII")
@@ -65,11 +68,11 @@ class Slot(NamedTuple):
     sequence: int
     kind: int
     # PHASE: index into records.rank.MARKED_PHASES; END: index into STATUSES; PROFILE: index into timeline.KINDS, WHOLE
-    # or COMPUTING; LOSS: 1 if the loss is missing.
+    # or COMPUTING; LOSS: 1 if the loss is missing; SPAN: number of the chain.
     what: int
     ordinal: int
     # ITERATION: own time in ns, 0 unknown; LOSS: iteration number of the caller; PROFILE: time in ns; DEVICE_TIME and
-    # OWN_TIME: number of timed iterations.
+    # OWN_TIME: number of timed iterations; SPAN: number of the request.
     number: int
     start_ns: int
     end_ns: int

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import sys
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from effllm.config.place import Place, read_place
 from effllm.config.settings import VARIABLES, Config, ConfigError, read_config
 from effllm.config.switches import is_off, this_process
 from effllm.network.listening import DiscoveryError
+from effllm.records.board import Board
 from effllm.records.shared_memory import RingError
 from effllm.trainer.declared import Declared
 from effllm.trainer.recorder import Recorder
@@ -41,6 +43,7 @@ class Lifecycle:
         self._given_place: Place | None = None
         self._session: Session | None = None
         self._values = JobValues()
+        self.chains: weakref.WeakSet[Any] = weakref.WeakSet()  #: `SpanChain`s, which also read the last answers
 
     def configure(self, collection_interval_s: float | None = None, place: Place | None = None) -> None:
         """Set values that replace the environment's settings at the next start; ``None`` changes nothing."""
@@ -80,7 +83,11 @@ class Lifecycle:
         if session is None:
             return
         began_s = time.time()
+        for chain in list(self.chains):
+            chain.cut()
         session.finish(status)
+        for chain in list(self.chains):
+            chain.read(session.board)
         self.values().replace(session.final_values(began_s))
         self._session = self.recorder = None
         session.close()
@@ -91,6 +98,11 @@ class Lifecycle:
         if self._session is not None:
             self._values.read(self._session.board)
         return self._values
+
+    @property
+    def board(self) -> Board | None:
+        """The agent's board, while a session runs."""
+        return self._session.board if self._session is not None else None
 
     def warn(self, line: str) -> None:
         """Log a line through the agent, once, if a session runs."""

@@ -20,6 +20,7 @@ from effllm.trainer.generations import Generations
 from effllm.trainer.phases import Phases
 
 _NO_TOKENS = 0
+NEAR_NS = 10_000_000  # an iteration that ended within this time ends a span
 
 _live: weakref.WeakSet[Recorder] = weakref.WeakSet()
 
@@ -274,6 +275,28 @@ class Recorder:
         if self._on and line[:24] not in self._warned:
             self._warned.add(line[:24])
             self._warn(line)
+
+
+def request_span(recorder: Recorder, chain: int, number: int, start_ns: int | None, end_ns: int | None = None) -> int:
+    """Request the readings of the devices in a span, without waiting; return the end of the span, 0 after the end.
+
+    Args:
+        recorder: the recorder of this rank.
+        chain: number of the chain of consecutive spans.
+        number: number of the request.
+        start_ns: start of the span; ``None`` begins a chain.
+        end_ns: end of the span. By default now, or the end of an iteration that has just ended: then spans and windows
+            have the same edges.
+    """
+    if not recorder._on:
+        return 0
+    if end_ns is None:
+        end_ns, last_ns = time.monotonic_ns(), recorder._end_ns
+        if start_ns is not None and start_ns < last_ns and end_ns - last_ns < NEAR_NS:
+            end_ns = last_ns
+    recorder._put(ring.SPAN, chain, recorder.ordinal, number, end_ns if start_ns is None else start_ns, end_ns, 0.0)
+    recorder._wake()
+    return end_ns
 
 
 def pair_s(batches: int = 5, pairs: int = 40) -> float | None:

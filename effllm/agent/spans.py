@@ -1,0 +1,209 @@
+"""The answers to requests of spans, from the same samples and ledgers as the windows.
+
+The spans of a chain follow each other. The agent keeps the samples of a chain since the end of its last span, at most
+for `ROLL_S`: after this time the readings so far are summed up, and the next answer includes these sums.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from msgspec.structs import replace
+
+from effllm.agent.rank_devices import RankDevices
+from effllm.agent.series import Series
+from effllm.agent.track import EDGE_WAIT_S
+from effllm.energy.readings import NS
+from effllm.records.board import Board
+from effllm.records.rank import DeviceWindow, Gauge
+from effllm.records.ring import Slot
+from effllm.records.spans import ALONE, NAN, SpanPart
+
+ROLL_S = 60.0
+SETTLED_S = 3.0  # a sum within a span ends this long before now, so that its edge is settled
+MAX_PENDING = 1024  # unanswered requests; older requests are dropped during a hanging device call
+CALIBRATION_S = 3.0  # maximum wait for a calibration
+
+
+@dataclass
+class _Chain:
+    """The end of the last span, and the sums since then."""
+
+    start_ns: int
+    from_ns: int  # end of the sums; the samples after this time are kept
+    sums: dict[str, _Sums] = field(default_factory=dict)  # by the key of the device
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """The readings of one device in a span."""
+
+    window: DeviceWindow
+    least_w: float | None
+    most_w: float | None
+
+    def then(self, later: _Sums) -> _Sums:
+        """Return the readings in this span and the next span."""
+        one, other = self.window, later.window
+        gauges = {**one.gauges, **other.gauges}
+        gauges |= {name: one.gauges[name] + other.gauges[name] for name in one.gauges.keys() & other.gauges.keys()}
+        window = replace(
+            other,
+            wall=one.wall.then(other.wall),
+            gauges=gauges,
+            memory_peak_bytes=_most(one.memory_peak_bytes, other.memory_peak_bytes),
+        )
+        return _Sums(window, _least(self.least_w, later.least_w), _most(self.most_w, later.most_w))
+
+
+class Spans:
+    """The requests of one training process.
+
+    Args:
+        board: receives the answers.
+    """
+
+    def __init__(self, board: Board) -> None:
+        self._board = board
+        self._pending: deque[Slot] = deque(maxlen=MAX_PENDING)  # in the order of the requests
+        self._chains: dict[int, _Chain] = {}
+        self._devices: list[str] = []  # keys of the devices; a device keeps its position
+        self._written: list[dict[str, Any]] = []
+
+    def add(self, request: Slot) -> None:
+        """Add a request; an empty span begins a chain and has no answer."""
+        self._pending.append(request)
+
+    @property
+    def edges_ns(self) -> list[int]:
+        """Ends of the requested spans without an answer, oldest first."""
+        return [request.end_ns for request in self._pending]
+
+    @property
+    def moments_ns(self) -> list[int]:
+        """Times at which the sums of a later answer may begin or end."""
+        known = [moment for request in self._pending for moment in (request.start_ns, request.end_ns)]
+        return known + [chain.from_ns for chain in self._chains.values()]
+
+    def hold(self, series: Sequence[Series]) -> None:
+        """Keep the samples that a later answer may need."""
+        held_ns = min(self.moments_ns, default=None)
+        for one in series:
+            one.held_ns = held_ns
+
+    def answer(self, devices: RankDevices, now_s: float, is_end: bool = False) -> None:
+        """Answer the requests whose end is settled; at the end of the trainer, all requests."""
+        patience_s = CALIBRATION_S if devices.is_calibrating else EDGE_WAIT_S
+        while self._pending:
+            request = self._pending[0]
+            if request.end_ns > request.start_ns:
+                is_late = is_end or now_s - request.end_ns * NS > patience_s
+                if not is_late and not devices.is_settled(request.end_ns):
+                    break
+                self._answer(request, devices.series)
+            if request.what != ALONE:
+                self._chains[request.what] = _Chain(request.end_ns, request.end_ns)
+            self._pending.popleft()
+        self._roll(devices.series, now_s)
+        self.hold(devices.series)
+
+    def _answer(self, request: Slot, series: Sequence[Series]) -> None:
+        self._write_devices(series)
+        chain = self._chains.get(request.what)
+        if chain is None or chain.start_ns != request.start_ns:  # a request was overwritten, or stands alone
+            chain = _Chain(request.start_ns, request.start_ns)
+        found = list(self._sums(chain, request.end_ns, series))
+        about = (request.number, len(found), request.start_ns, request.end_ns)
+        for device, sums in found:
+            self._board.spans.write(_part(about, device, sums))
+        if not found:
+            self._board.spans.write(SpanPart(request.number, -1, 0, request.start_ns, request.end_ns))
+
+    def _sums(self, chain: _Chain, end_ns: int, series: Sequence[Series]) -> Iterator[tuple[int, _Sums]]:
+        """Yield each device's position, and its readings from the start of the chain."""
+        for one in series:
+            window = one.window(chain.from_ns, end_ns, {})
+            sums = _Sums(window, *one.energy.power_range_w(chain.from_ns, end_ns))
+            before = chain.sums.get(one.device.key)
+            yield self._devices.index(one.device.key), before.then(sums) if before else sums
+
+    def _roll(self, series: Sequence[Series], now_s: float) -> None:
+        """Sum up the readings of chains without a request for a long time."""
+        until_ns = int((now_s - SETTLED_S) / NS)
+        for number, chain in self._chains.items():
+            is_asked = any(request.what == number for request in self._pending)
+            if not is_asked and (now_s - chain.from_ns * NS) > ROLL_S:
+                self._write_devices(series)
+                found = dict(self._sums(chain, until_ns, series))
+                chain.sums |= {self._devices[device]: sums for device, sums in found.items()}
+                chain.from_ns = until_ns
+
+    def _write_devices(self, series: Sequence[Series]) -> None:
+        known = {one.device.key: one.device for one in series}
+        self._devices += [key for key in known if key not in self._devices]
+        facts = [
+            {
+                "name": device.name,
+                "is_gpu": device.is_gpu,
+                "only_power": device.only_power,
+                "simulated": device.simulated,
+                "energy_method": device.energy_method,
+                "not_measured": device.not_measured,
+            }
+            if (device := known.get(key)) is not None
+            else {}
+            for key in self._devices
+        ]
+        if facts != self._written:
+            self._written = facts
+            if not self._board.devices.write({"devices": facts}):  # too long
+                self._board.devices.write({"devices": [{**fact, "not_measured": ()} for fact in facts]})
+
+
+def _part(about: tuple[int, int, int, int], device: int, sums: _Sums) -> SpanPart:
+    number, num_devices, start_ns, end_ns = about
+    wall, energy = sums.window.wall, sums.window.wall.energy
+    heat = _of_gauge(sums.window.gauges.get("temperature_c"))
+    return SpanPart(
+        number,
+        device,
+        num_devices,
+        start_ns,
+        end_ns,
+        joules=_number(energy.joules),
+        covered_s=energy.covered_s,
+        start_j2=energy.start_j2,
+        end_j2=energy.end_j2,
+        inside_j2=energy.inside_j2,
+        gain_j=energy.gain_j,
+        estimated_j=energy.estimated_j,
+        power_least_w=_number(sums.least_w),
+        power_most_w=_number(sums.most_w),
+        temperature_c_seconds=heat[0],
+        temperature_covered_s=heat[1],
+        temperature_most_c=heat[2],
+        utilization_seconds=_number(wall.utilization_seconds),
+        utilization_covered_s=wall.utilization_covered_s,
+        memory_byte_seconds=_number(wall.memory_byte_seconds),
+        memory_covered_s=wall.memory_covered_s,
+        memory_most_bytes=_number(sums.window.memory_peak_bytes),
+    )
+
+
+def _of_gauge(gauge: Gauge | None) -> tuple[float, float, float]:
+    return (gauge.value_seconds, gauge.covered_s, gauge.most) if gauge is not None else (NAN, 0.0, NAN)
+
+
+def _number(value: float | None) -> float:
+    return NAN if value is None else value
+
+
+def _least(one: float | None, other: float | None) -> float | None:
+    return min((value for value in (one, other) if value is not None), default=None)
+
+
+def _most(one: float | None, other: float | None) -> float | None:
+    return max((value for value in (one, other) if value is not None), default=None)

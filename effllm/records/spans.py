@@ -1,0 +1,112 @@
+"""The answers of an agent to its training process: the readings of each device in a requested span of time.
+
+The newest answers are in shared memory; the oldest are overwritten. Neither process waits for the other process. A
+half-written answer has a wrong checksum, and is read again later. Standard library only.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+import zlib
+from typing import NamedTuple
+
+NUM_ANSWERS = 512
+ALONE = 0  # chain of the spans that do not follow each other
+NAN = float("nan")
+
+
+class SpanPart(NamedTuple):
+    """The readings of one device in one span; a quantity that was not measured is ``nan`` with 0 covered seconds.
+
+    Sums are time integrals over the covered seconds. ``start_j2``, ``end_j2``, ``inside_j2`` and ``gain_j`` have the
+    meaning of the fields of `effllm.records.energy.EnergyAmount`.
+    """
+
+    number: int  # number of the request
+    device: int  # position in the board's list of devices; -1: the rank has no device
+    num_devices: int  # number of parts with this number
+    start_ns: int
+    end_ns: int
+    joules: float = NAN
+    covered_s: float = 0.0
+    start_j2: float = 0.0
+    end_j2: float = 0.0
+    inside_j2: float = 0.0
+    gain_j: float = 0.0
+    estimated_j: float = 0.0
+    power_least_w: float = NAN
+    power_most_w: float = NAN
+    temperature_c_seconds: float = NAN
+    temperature_covered_s: float = 0.0
+    temperature_most_c: float = NAN
+    utilization_seconds: float = NAN
+    utilization_covered_s: float = 0.0
+    memory_byte_seconds: float = NAN
+    memory_covered_s: float = 0.0
+    memory_most_bytes: float = NAN
+
+
+_NEWEST = struct.Struct("<Q")
+_BODY = struct.Struct("<Q5q17d")  # running number of the answer, then the fields of `SpanPart`
+_CHECKSUM = struct.Struct("<I")
+_SLOT_BYTES = 192
+_SLOTS_AT = 64
+ANSWERS_BYTES = _SLOTS_AT + NUM_ANSWERS * _SLOT_BYTES
+if _BODY.size + _CHECKSUM.size > _SLOT_BYTES:  # pragma: no cover - a mistake in this file
+    raise AssertionError(_BODY.size)
+
+
+class SpanAnswers:
+    """The newest answers, in a part of a shared map.
+
+    Args:
+        memory: the map.
+        at: offset of the part; its size is `ANSWERS_BYTES`.
+    """
+
+    def __init__(self, memory: mmap.mmap, at: int) -> None:
+        self._memory, self._at = memory, at
+
+    @property
+    def newest(self) -> int:
+        """Running number of the newest answer, 0 before the first."""
+        return int(_NEWEST.unpack_from(self._memory, self._at)[0])
+
+    def write(self, part: SpanPart) -> None:
+        """Add an answer; only the agent calls this method."""
+        sequence = self.newest + 1
+        body = _BODY.pack(sequence, *part)
+        at = self._slot_at(sequence)
+        self._memory[at : at + len(body)] = body
+        _CHECKSUM.pack_into(self._memory, at + len(body), zlib.crc32(body))
+        _NEWEST.pack_into(self._memory, self._at, sequence)
+
+    def read(self, after: int) -> tuple[list[SpanPart], int, int]:
+        """Return the complete answers after a running number, without waiting.
+
+        Args:
+            after: running number of the last answer that was read, 0 at first.
+
+        Returns:
+            The answers, oldest first; the running number of the last one; the number of overwritten answers.
+        """
+        newest, parts = self.newest, list[SpanPart]()
+        first = max(after + 1, newest - NUM_ANSWERS + 1)
+        lost, after = first - 1 - after, first - 1
+        for sequence in range(first, newest + 1):
+            at = self._slot_at(sequence)
+            body = self._memory[at : at + _BODY.size]
+            written, *fields = _BODY.unpack(body)
+            is_whole = zlib.crc32(body) == _CHECKSUM.unpack_from(self._memory, at + len(body))[0]
+            if not is_whole or written < sequence:
+                break  # half-written: read it at the next call
+            after = sequence
+            if written == sequence:
+                parts.append(SpanPart(*fields))
+            else:
+                lost += 1  # overwritten meanwhile
+        return parts, after, lost
+
+    def _slot_at(self, sequence: int) -> int:
+        return self._at + _SLOTS_AT + sequence % NUM_ANSWERS * _SLOT_BYTES

@@ -1,0 +1,125 @@
+"""Consecutive spans of time of this rank, with the readings of its devices, which the agent returns.
+
+This code runs on the training thread: standard library only, no wait.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from effllm.records.board import Board
+from effllm.records.ring import MAX_CHAINS
+from effllm.records.spans import ALONE, SpanPart
+from effllm.trainer.lifecycle import Lifecycle
+from effllm.trainer.recorder import Recorder, request_span
+
+MAX_WAITING = 1024  # requests without an answer: the agent has ended or hangs; until an answer, the span continues
+_next_chain = _newest_request = 0  # common to all chains of this process, whose answers are in one memory
+
+
+@dataclass(frozen=True)
+class Span:
+    """The readings in one span, with a part for each device; without parts, the rank has no device."""
+
+    number: int
+    start_ns: int
+    end_ns: int
+    parts: tuple[SpanPart, ...]
+
+
+class SpanChain:
+    """A chain of spans: each begins where the last span has ended.
+
+    Args:
+        lifecycle: the metrics of this process.
+    """
+
+    def __init__(self, lifecycle: Lifecycle) -> None:
+        global _next_chain
+        self._number = 1 + _next_chain % (MAX_CHAINS - 1)
+        _next_chain += 1
+        self._lifecycle = lifecycle
+        self._recorder: Recorder | None = None
+        self._edge_ns = 0
+        self._read = 0  # running number of the last answer that was read
+        self._asked: set[int] = set()  # numbers of the requests without an answer
+        self._parts: dict[int, list[SpanPart]] = {}
+        self._spans: list[Span] = []
+        self.devices: list[dict[str, object]] = []  #: facts of the devices, by `SpanPart.device`
+        self.lost = 0  #: number of requests whose request or answer was overwritten before it was read
+
+    @property
+    def waiting(self) -> int:
+        """Number of the requests without an answer."""
+        return len(self._asked)
+
+    @property
+    def edge_ns(self) -> int:
+        """End of the last span, on the monotonic clock."""
+        return self._edge_ns
+
+    def begin(self) -> bool:
+        """Begin the first span now; ``False`` if no agent runs."""
+        self._recorder = recorder = self._lifecycle.recorder
+        board = self._lifecycle.board
+        if recorder is None or board is None:
+            return False
+        self._read = board.spans.newest
+        self._asked.clear()
+        self._parts.clear()
+        self._edge_ns = request_span(recorder, self._number, 0, None)
+        self._lifecycle.chains.add(self)
+        return self._edge_ns > 0
+
+    def cut(self) -> int:
+        """End the span, and begin the next span; return the number of the request, 0 without an agent."""
+        return self._request(self._number, self._edge_ns)
+
+    def cut_alone(self, start_ns: int, end_ns: int) -> int:
+        """Request a span of past time that is not a part of the chain; return the number, 0 without an agent."""
+        return self._request(ALONE, start_ns, end_ns) if start_ns < end_ns else 0
+
+    def take(self) -> list[Span]:
+        """Return the new answers, oldest first, without waiting."""
+        if self._running() is not None and (board := self._lifecycle.board) is not None:
+            self.read(board)
+        spans, self._spans = self._spans, []
+        return spans
+
+    def read(self, board: Board) -> None:
+        """Read the new answers from a board."""
+        parts, self._read, _ = board.spans.read(self._read)
+        if any(part.device >= len(self.devices) for part in parts):
+            self.devices = (board.devices.read() or {}).get("devices", [])
+        for part in parts:
+            if part.number in self._asked:
+                self._take(part)
+        # Answers have the order of their requests, so an older request without an answer has lost its answer.
+        for number in [number for number in self._asked if parts and number < parts[-1].number]:
+            self._asked.discard(number)
+            self._parts.pop(number, None)
+            self.lost += 1
+
+    def _take(self, part: SpanPart) -> None:
+        found = self._parts.setdefault(part.number, [])
+        if part.num_devices:
+            found.append(part)
+        if len(found) == part.num_devices:
+            self._asked.discard(part.number)
+            self._spans.append(Span(part.number, part.start_ns, part.end_ns, tuple(self._parts.pop(part.number))))
+
+    def _running(self) -> Recorder | None:
+        return self._recorder if self._recorder is not None and self._recorder is self._lifecycle.recorder else None
+
+    def _request(self, chain: int, start_ns: int, end_ns: int | None = None) -> int:
+        global _newest_request
+        recorder = self._running()
+        if len(self._asked) >= MAX_WAITING:
+            return 0
+        if recorder is None or not (end_ns := request_span(recorder, chain, _newest_request + 1, start_ns, end_ns)):
+            return 0
+        _newest_request += 1
+        self._asked.add(_newest_request)
+        if chain != ALONE:
+            self._edge_ns = end_ns
+        return _newest_request

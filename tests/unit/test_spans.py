@@ -1,0 +1,147 @@
+"""Spans: answers in shared memory, and the sums of chains in the agent."""
+
+import mmap
+from types import SimpleNamespace
+
+import pytest
+from builders import NS
+
+from effllm.agent.series import Series
+from effllm.agent.spans import ROLL_S, Spans
+from effllm.records.board import Board
+from effllm.records.rank import COUNTER, Device, Sample
+from effllm.records.ring import SPAN
+from effllm.records.spans import ANSWERS_BYTES, NUM_ANSWERS, SpanAnswers, SpanPart
+
+START_S = 1000
+
+
+@pytest.fixture
+def memory():
+    with mmap.mmap(-1, ANSWERS_BYTES) as memory:
+        yield memory
+
+
+def test_answers_are_read_once_and_in_order(memory):
+    answers = SpanAnswers(memory, 0)
+    written = [SpanPart(number, 0, 1, number * 10, number * 10 + 5, joules=number / 3) for number in (1, 2, 3)]
+    for part in written:
+        answers.write(part)
+
+    assert repr(answers.read(0)) == repr((written, 3, 0))  # nan is not equal to nan
+    assert answers.read(3) == ([], 3, 0)
+
+
+def test_overwritten_answers_are_counted(memory):
+    answers = SpanAnswers(memory, 0)
+    for number in range(1, NUM_ANSWERS + 8):
+        answers.write(SpanPart(number, 0, 1, number, number + 1))
+    parts, newest, lost = answers.read(0)
+
+    assert (len(parts), newest, lost) == (NUM_ANSWERS, NUM_ANSWERS + 7, 7)
+    assert parts[0].number == 8
+
+
+def test_half_written_answer_is_read_again(memory):
+    answers = SpanAnswers(memory, 0)
+    for number in (1, 2):
+        answers.write(SpanPart(number, 0, 1, number, number + 1))
+    at = answers._slot_at(2) + 20
+    whole = memory[at]
+    memory[at] = whole ^ 1
+
+    assert [part.number for part in answers.read(0)[0]] == [1]
+    memory[at] = whole
+    assert [part.number for part in answers.read(1)[0]] == [2]
+
+
+class Agent:
+    """An agent whose GPU draws as many watts as the second has; its samples follow the clock of the test."""
+
+    def __init__(self):
+        self.board = Board()
+        self.spans = Spans(self.board)
+        self.series = [Series(Device("GPU-0", "fake", name="Fake", energy_method=COUNTER), 5.0)]
+        self.second = START_S
+
+    @property
+    def devices(self):
+        return SimpleNamespace(series=self.series, is_calibrating=False, is_settled=lambda _edge_ns: True)
+
+    def ask(self, number, start_s, end_s, chain=1):
+        self.spans.add(SimpleNamespace(kind=SPAN, what=chain, number=number, start_ns=start_s * NS, end_ns=end_s * NS))
+
+    def run_to(self, second):
+        """Take samples each second, answer requests, and drop the samples that no window needs."""
+        while self.second <= second:
+            power_w, at = float(self.second - START_S), self.second
+            joules = (power_w**2) / 2
+            gauges = {"temperature_c": power_w}
+            self.series[0].add(Sample(at * NS, 1e9, 0.5, power_w, joules, gauges=gauges))
+            self.spans.answer(self.devices, float(at))
+            self.series[0].forget_before(at * NS)
+            self.second += 1
+
+    def answers(self):
+        return self.board.spans.read(0)[0]
+
+
+@pytest.fixture
+def agent():
+    agent = Agent()
+    yield agent
+    agent.board.close()
+
+
+def test_chain_keeps_its_samples_over_the_end_of_windows(agent):
+    agent.ask(0, START_S, START_S)
+    agent.run_to(START_S + 20)
+    agent.ask(1, START_S, START_S + 20)
+    agent.run_to(START_S + 21)
+    (part,) = agent.answers()
+
+    assert (part.number, part.num_devices, part.covered_s) == (1, 1, 20.0)
+    assert part.joules == pytest.approx(20**2 / 2)
+    assert (part.power_least_w, part.power_most_w) == (0.0, 20.0)
+    assert part.temperature_most_c == 20.0
+
+
+def test_long_span_has_all_of_its_energy_and_few_samples(agent):
+    agent.ask(0, START_S, START_S)
+    agent.run_to(START_S + 1000)
+    assert agent.series[0].num_kept <= ROLL_S + 5
+    agent.ask(1, START_S, START_S + 1000)
+    agent.run_to(START_S + 1001)
+    (part,) = agent.answers()
+
+    assert part.covered_s == pytest.approx(1000.0)
+    assert part.joules == pytest.approx(1000**2 / 2)
+    assert part.temperature_c_seconds == pytest.approx(1000**2 / 2)
+    assert (part.power_least_w, part.power_most_w) == (0.0, 1000.0)
+    assert part.memory_byte_seconds == pytest.approx(1000 * 1e9)
+
+
+def test_span_without_samples_is_answered_with_its_covered_time(agent):
+    agent.run_to(START_S + 100)
+    agent.ask(1, START_S, START_S + 100, chain=0)
+    agent.run_to(START_S + 101)
+    (part,) = agent.answers()
+
+    assert part.covered_s < 10.0
+    assert part.joules == pytest.approx(part.covered_s * 100, rel=0.1)
+
+
+def test_rank_without_a_device_has_an_answer_without_a_part(agent):
+    agent.series.clear()
+    agent.ask(1, START_S, START_S + 5)
+    agent.spans.answer(agent.devices, START_S + 6.0)
+    (part,) = agent.answers()
+
+    assert (part.device, part.num_devices) == (-1, 0)
+    assert part.joules != part.joules
+
+
+def test_samples_are_dropped_if_no_span_was_requested(agent):
+    agent.run_to(START_S + 100)
+
+    assert agent.series[0].num_kept <= 2
