@@ -98,7 +98,7 @@ NUM_PROCESSES = if nvidia-smi -L 2>/dev/null | grep -q GPU; \
 
 $(VENV)/.unit: $(VENV)/.made pyproject.toml constraints.txt
 	@echo 'Installing effllm and pytest into $(VENV)'
-	@$(PIP_INSTALL) -e '.[test]'
+	@$(PIP_INSTALL) --no-compile -e '.[test]'
 	@touch $@
 
 # Users install torch themselves.  For the demo and the tests, this target installs torch.

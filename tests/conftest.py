@@ -52,9 +52,10 @@ def clean_environment(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def own_calibrations(clean_environment, tmp_path, monkeypatch):
-    """Give each test a separate calibration cache, because two traces may use one name for different GPUs."""
+def own_user_folders(clean_environment, tmp_path, monkeypatch):
+    """Give each test folders for its secret and calibrations: two traces may use one name for different GPUs."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
 
 
 @pytest.fixture
@@ -69,18 +70,20 @@ def metric_table():
 
 
 @pytest.fixture(autouse=True)
-def own_secret(clean_environment, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+def no_process_is_left(clean_environment, no_shared_memory_is_left):
+    """Fail a test if its processes remain; the search for shared memory comes after their end."""
+    before = set(jobs.processes_of_session())
+    yield
+    left = jobs.wait_until_gone(lambda: set(jobs.processes_of_session()) - before, jobs.GONE_WITHIN_S)
+    assert not left, f"still running: {[jobs.describe(pid) for pid in left]}"
 
 
 @pytest.fixture(autouse=True)
-def no_process_is_left(clean_environment):
-    """Fail a test if its processes or its named shared memory remain."""
-    before = set(jobs.processes_of_session()), _shared_memory()
+def no_shared_memory_is_left():
+    """Fail a test if its named shared memory remains."""
+    before = _shared_memory()
     yield
-    left = jobs.wait_until_gone(lambda: set(jobs.processes_of_session()) - before[0], jobs.GONE_WITHIN_S)
-    assert not left, f"still running: {[jobs.describe(pid) for pid in left]}"
-    assert _shared_memory() <= before[1]
+    assert _shared_memory() <= before
 
 
 def _shared_memory():

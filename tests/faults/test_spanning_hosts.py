@@ -79,12 +79,6 @@ def run_json(job):
     return json.loads((job.ledger.folder / "run.json").read_bytes())
 
 
-@pytest.fixture
-def own_secret(own_secret):
-    """Return the path of the secret in the home folder, which all hosts share."""
-    return secret_path(Config())
-
-
 def is_one_job(jobs_of_hosts, num_ranks, iterations=ITERATIONS):
     first = jobs_of_hosts[0]
     summary = first.ledger.summary
