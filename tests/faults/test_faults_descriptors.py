@@ -50,7 +50,7 @@ def rank_of_mpirun(launch, rank, *prefix):
     return launch._job().start(command, {**launch.environ({}), **environ})
 
 
-def test_job_above_the_hard_limit_trains_without_metrics(launch):
+def test_job_without_enough_descriptors_trains_without_metrics(launch):
     first = rank_of_mpirun(launch, 0, *limited(120))
     folder = launch._folder / "runs"
     jobs.until(lambda: list(folder.glob(".address-*")))
@@ -89,7 +89,7 @@ def serving(launch, *prefix, **settings):
     job.done()
 
 
-def test_rejected_job_of_one_rank_ends_at_once_as_refused(launch):
+def test_rejected_job_of_one_rank_ends_at_once_with_status_refused(launch):
     job = launch._job()
     loop = [sys.executable, str(jobs.SCRIPTS / "loop.py")]
     environ = launch.environ({}, **jobs.long_timeouts())
@@ -102,7 +102,7 @@ def test_rejected_job_of_one_rank_ends_at_once_as_refused(launch):
     assert "Run refused" in job.stdout
 
 
-def test_serve_rejects_a_job_above_its_limit(launch):
+def test_serve_rejects_a_job_that_needs_too_many_descriptors(launch):
     with serving(launch, *limited(120)) as (aggregator, endpoint):
         ranks = [
             launch.python(LOOP, "--iterations", 100, environ=jobs.rank_environ(rank, 200), endpoint=endpoint)

@@ -55,7 +55,7 @@ def troubles(ledger):
 
 
 @pytest.mark.fault("disk-full")
-def test_windows_of_a_full_disk_are_written_when_there_is_room(run, disk):
+def test_windows_are_written_when_a_full_disk_has_space_again(run, disk):
     job, ledger = run()
     stretch = []
     with fault(stretch):
@@ -92,7 +92,7 @@ def test_job_on_a_full_disk_ends_in_time_with_whole_files(run, disk):
 
 
 @pytest.mark.fault("read-only")
-def test_read_only_file_system_loses_no_window_once_repaired(run, disk):
+def test_windows_are_written_after_repair_of_a_read_only_disk(run, disk):
     job, ledger = run()
     stretch = []
     with fault(stretch):

@@ -40,7 +40,7 @@ class World:
         assert [job.left() for job in self.jobs] == [set()] * self.size
 
 
-def test_world_of_eight_seven_and_eight_ranks_is_one_run(launch):
+def test_job_of_eight_then_seven_then_eight_ranks_is_one_run(launch):
     eight = World(launch, 1, 8, "--kill-rank", 5, "--at", 34)
     jobs.until(lambda: eight.jobs[5].process.poll() is not None)
     jobs.until(lambda: eight.begun == (35, 35, 35, 35, 35, 34, 35, 35))

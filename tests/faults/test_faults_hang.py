@@ -163,7 +163,7 @@ def test_stall_of_one_rank_is_reported_while_other_ranks_run(launch, meeting):
 
 
 @pytest.mark.fault("trainer-stopped")
-def test_job_killed_in_a_stall_has_stalled(launch, meeting):
+def test_job_killed_in_a_stall_has_the_status_stalled(launch, meeting):
     aggregator = launch.aggregator(stall_seconds=2)
     ranks = launch.ranks(aggregator, 2, LOCKSTEP, meeting, "--until", "for ever", stall_seconds=2)
     ledger = aggregator.ledger
@@ -184,7 +184,7 @@ def test_job_killed_in_a_stall_has_stalled(launch, meeting):
 
 
 @pytest.mark.fault("trainer-stopped", "aggregator-sigkill")
-def test_replaced_aggregator_keeps_the_stall(launch):
+def test_new_aggregator_keeps_a_running_stall(launch):
     job = launch.python("loop.py", "--until", "enough", stall_seconds=2)
     jobs.until(lambda: job.num_windows >= 3)
     stopped_s = time.monotonic()

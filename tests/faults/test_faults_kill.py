@@ -91,7 +91,7 @@ def kill(job):
 
 
 @pytest.mark.fault("scheduler-stop")
-def test_job_ended_by_sigterm_is_complete_and_killed(launch):
+def test_job_ended_by_sigterm_has_all_rows_and_status_killed(launch):
     job = launch.python("loop.py", "--until", "enough", environ=jobs.long_timeouts())
     jobs.until(lambda: job.num_windows >= 5)
     send(job, signal.SIGTERM)
@@ -105,7 +105,7 @@ def test_job_ended_by_sigterm_is_complete_and_killed(launch):
 
 
 @pytest.mark.fault("scheduler-stop")
-def test_job_killed_after_sigterm_has_its_last_second(launch):
+def test_files_of_a_job_killed_after_sigterm_have_its_last_second(launch):
     job = launch.code(SAVES, log_interval=LOG_INTERVAL)
     jobs.until(lambda: job.num_windows >= 5)
     ledger = job.ledger
@@ -125,7 +125,7 @@ def test_job_killed_after_sigterm_has_its_last_second(launch):
 
 
 @pytest.mark.fault("scheduler-stop")
-def test_job_that_survives_sigterm_is_completed(launch):
+def test_job_that_survives_sigterm_has_the_status_completed(launch):
     job = launch.code(SAVES + "effllm.finalize_efficientllm_metrics()\n", log_interval=LOG_INTERVAL)
     jobs.until(lambda: job.num_windows >= 5)
     send(job, signal.SIGTERM)

@@ -50,7 +50,7 @@ def test_ranks_of_plain_mpirun_make_one_run_folder(mpirun, count):
     assert not list(job.ledger.folder.parent.glob(".address-*"))
 
 
-def test_job_ended_by_mpirun_after_a_death_is_killed(mpirun):
+def test_job_ended_by_mpirun_after_a_killed_rank_has_status_killed(mpirun):
     job = mpirun(2, "--iterations", 5000)
     jobs.until(lambda: job.num_windows >= 5)
     first = min(pid for pid in jobs.processes(job.token) if jobs.describe(pid).startswith(f"{sys.executable} {LOOP}"))

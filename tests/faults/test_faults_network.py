@@ -64,7 +64,7 @@ def server_of(job):
 
 @pytest.mark.fault("network-cut")
 @pytest.mark.parametrize("seconds", [7, pytest.param(45, marks=[pytest.mark.long, pytest.mark.timeout(240)])])
-def test_reports_of_a_cut_link_arrive_after_it_is_healed(job, seconds):
+def test_reports_arrive_after_a_cut_link_is_restored(job, seconds):
     three, started = job()
     server = server_of(started[0])
     before = server.memory_info().rss
@@ -101,7 +101,7 @@ def test_slow_and_lossy_network_changes_no_total(job):
 
 
 @pytest.mark.fault("host-lost")
-def test_lost_host_is_missing_and_the_job_ends(job):
+def test_ranks_of_a_lost_host_are_missing_and_the_job_ends(job):
     three, started = job()
     three[2].cut()
     for pid in list(jobs.processes(started[2].token)):

@@ -18,7 +18,7 @@ def value(job, tag):
 
 
 @pytest.mark.alone
-def test_1_tt_and_st_do_not_grow_beyond_the_history(launch):
+def test_1_tt_and_st_do_not_grow_after_history_size_iterations(launch):
     job = launch.python(LOOP, "--iterations", 400, "--step-s", 0.002, history_size=16).done()
     steps = job.output()["steps"]
     seconds = steps[-1][1] - steps[0][0]
@@ -224,7 +224,7 @@ def test_9_the_console_needs_no_writer(launch):
 
 
 @pytest.mark.parametrize("end", ["exit", "raise"])
-def test_9_early_end_is_finalised(launch, end):
+def test_9_run_that_ends_early_is_finalised(launch, end):
     job = launch.python(LOOP, "--at", 14, "--end", end).wait()
 
     assert not job.left(within_s=5.0)
@@ -364,7 +364,7 @@ def test_12_only_rank_0_prints(launch):
     assert [rank.stderr for rank in ranks] == ["", "", ""]
 
 
-def test_12_counts_of_the_loop_precede_the_declared_batch(launch):
+def test_12_counts_of_the_loop_replace_the_declared_batch_size(launch):
     job = launch.code(
         """
 import effllm.efficientllm_metrics as effllm

@@ -128,7 +128,7 @@ def test_megatron_1_rank_reads_its_own_gpu_and_not_index_0(wrapped):
     assert job.summary.metrics["aec_watts"].value == pytest.approx(100 + 250, rel=0.02)
 
 
-def test_megatron_4_first_line_has_its_own_power(wrapped):
+def test_megatron_4_power_of_the_first_iteration_is_measured(wrapped):
     job, *_ = wrapped
     first = next(window for window in job.windows if "window/aec_watts" in window.values)
 
@@ -140,7 +140,7 @@ def test_megatron_4_first_line_has_its_own_power(wrapped):
 
 
 @pytest.mark.alone
-def test_megatron_5_total_has_evaluation_and_checkpoints(wrapped):
+def test_megatron_5_total_energy_includes_evaluation_and_checkpoints(wrapped):
     job, _, _, phases = wrapped
     energy = job.summary.energy
     gap_j = 350 * (1 - energy.time_coverage) * job.summary.elapsed_s  # energy in gaps on a busy machine
@@ -204,7 +204,7 @@ def broken(library, tmp_path_factory):
         yield aggregator.ledger, ranks
 
 
-def test_megatron_2_node_without_nvml_trains_on(broken):
+def test_megatron_2_training_on_a_node_without_nvml_continues(broken):
     job, ranks = broken
 
     assert [len(rank.output()["steps"]) for rank in ranks] == [60, 60, 60]
@@ -389,7 +389,7 @@ def test_zeus_1_visible_devices_may_be_uuid_prefixes(trace, visible):
         assert reader.read()[0].memory_bytes == 2 * GIB
 
 
-def test_zeus_1_torchs_gpu_is_right_in_any_cuda_order(trace):
+def test_zeus_1_gpu_of_torch_is_measured_with_any_cuda_device_order(trace):
     # CUDA_DEVICE_ORDER is fastest-first by default: on unequal GPUs, CUDA's first GPU is not NVML's first GPU.
     trace.write(Gpu("GPU-slow", "0:01:00"), Gpu("GPU-fast", "0:02:00"))
 
@@ -523,7 +523,7 @@ answer = [found.joules, found.covered_s, found.estimated_j, [event.text for even
 
 
 @pytest.mark.alone
-def test_codecarbon_2_lost_gpu_affects_only_itself(trace):
+def test_codecarbon_2_lost_gpu_does_not_affect_other_gpus(trace):
     answer = reading(
         trace,
         [Gpu(f"GPU-{n}", f"0:0{n}:00", power=flat(100.0 * (n + 1))) for n in range(8)],

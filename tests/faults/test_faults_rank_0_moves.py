@@ -47,7 +47,7 @@ def stop(job, module):
 
 @pytest.mark.fault("rank-0-moves")
 @pytest.mark.parametrize("first_host", ["is lost", "still has an aggregator, which waits for a rank"])
-def test_rank_0_on_another_host_continues_the_folder(hosts, start, first_host):
+def test_rank_0_on_another_host_continues_the_run_folder(hosts, start, first_host):
     one, two, three = hosts(3)
     first, second = start(one, two, arguments=FOR_EVER)
     jobs.until(lambda: first.num_windows >= 5 and reporting(first) == 2)

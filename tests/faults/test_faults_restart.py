@@ -66,7 +66,7 @@ def test_restarted_job_counts_redone_iterations(launch):
 
 
 @pytest.mark.fault("elastic-restart")
-def test_shrinking_and_growing_world_is_one_run(launch, tmp_path):
+def test_job_whose_world_size_changes_is_one_run(launch, tmp_path):
     quick = "last_call_timeout=1,keep_alive_interval=2,keep_alive_max_attempt=5,join_timeout=120"
     port = jobs.unused_port()
     options = [

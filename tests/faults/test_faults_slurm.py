@@ -50,7 +50,7 @@ def test_plain_program_in_a_batch_script_is_one_rank(launch, slurm):
     assert (summary.status, summary.coverage.ranks_expected, summary.tokens) == ("completed", 1, 2000)
 
 
-def test_cancelled_job_is_killed_with_its_last_iterations(srun, slurm, tmp_path):
+def test_cancelled_job_has_status_killed_and_its_last_iterations(srun, slurm, tmp_path):
     meeting = tmp_path / "meeting"
     meeting.write_bytes(bytes(64))
     job = srun("lockstep.py", meeting, "--step-s", 0.01, "--until", "for ever")
@@ -67,7 +67,7 @@ def test_cancelled_job_is_killed_with_its_last_iterations(srun, slurm, tmp_path)
     assert summary.iterations == max(done.values())
 
 
-def test_step_ended_by_slurm_after_a_death_is_killed(srun):
+def test_job_ended_by_slurm_after_a_killed_rank_has_status_killed(srun):
     job = srun("loop.py", "--until", "for ever", options=["--kill-on-bad-exit=1"])
     jobs.until(lambda: job.num_windows >= 5)
     trainers = [pid for pid in jobs.processes(job.token) if "loop.py" in jobs.describe(pid)]

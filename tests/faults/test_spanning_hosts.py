@@ -102,7 +102,7 @@ def test_ranks_on_two_hosts_are_one_job_with_keys(hosts, launch, family):
     assert stat.S_IMODE(secret_path(Config()).stat().st_mode) == 0o600
 
 
-def test_ranks_meet_by_a_c10d_rendezvous(hosts, launch):
+def test_ranks_find_the_aggregator_with_a_c10d_rendezvous(hosts, launch):
     pair = hosts(2)
     options = ("--rdzv_backend", "c10d", "--rdzv_endpoint", f"{pair[0].address}:{PORT}", "--rdzv_id", "job-1")
 
@@ -114,7 +114,7 @@ def test_ranks_meet_by_a_c10d_rendezvous(hosts, launch):
     assert nodes[0].ledger.folder.name == "job-1"
 
 
-def test_ranks_without_a_store_meet_by_a_temporary_file(hosts, launch, tmp_path):
+def test_ranks_without_a_torch_store_use_an_address_file(hosts, launch, tmp_path):
     pair = hosts(2)
     runs = tmp_path / "runs"
     runs.mkdir()
@@ -168,7 +168,7 @@ def test_host_with_another_secret_reports_the_reason(hosts, launch, tmp_path):
     assert {row.rank for row in first.ledger.ranks} == {0}
 
 
-def test_rank_0_rejects_a_secret_that_others_can_read(hosts, launch):
+def test_rank_0_rejects_a_secret_that_other_users_can_read(hosts, launch):
     pair = hosts(2)
     file = secret_path(Config())
     secret.create(file)

@@ -93,7 +93,7 @@ def test_flops_use_the_width_of_each_batch(frameworks):
     assert job.ledger.facts["sequence_length"] == round(width, 1)
 
 
-def test_model_is_counted_once_if_every_rank_is_first_in_its_world(frameworks):
+def test_model_is_counted_once_if_every_rank_is_in_a_world_of_one(frameworks):
     """For transformers, each rank is the first rank of a world of one, as with DeepSpeed without ``use_cpu``."""
     code = "import os, torch\ntorch.distributed.init_process_group('gloo')\n"
     code += "[os.environ.pop(name) for name in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE')]\n"

@@ -77,7 +77,7 @@ def test_known_modules_and_imports_are_found():
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_packages_import_only_from_packages_left_of_them(module):
+def test_packages_import_only_from_packages_of_lower_layers(module):
     own = package(module)
 
     for other in {package(name) for name in imports(module)} - {own}:

@@ -376,7 +376,7 @@ def test_steps_skipped_by_a_gradient_scaler_are_not_counted(launch):
     assert iterations(job) == 7  # 12 steps: 4 are skipped and the first is not measured
 
 
-def test_closures_pickles_and_compiled_steps_work(launch):
+def test_closures_pickling_and_compiled_steps_work_with_the_hook(launch):
     job = train(
         launch,
         """

@@ -131,16 +131,16 @@ class SameGpu:
 # --- windows ---
 
 
-def test_two_levels_fit_all_windows():
+def test_two_power_levels_are_fitted_to_all_windows():
     # 1 s idle: 100 J; 1 s idle and 1 s loaded: 700 J; 1 s idle and 3 s loaded: 1900 J. The levels are 100 W and 600 W.
     assert two_levels([1.0, 2.0, 4.0], [0.0, 1.0, 3.0], [100.0, 700.0, 1900.0]) == pytest.approx((100.0, 500.0))
 
 
-def test_windows_with_equal_load_give_no_levels():
+def test_windows_with_equal_load_give_no_power_levels():
     assert two_levels([1.0, 2.0], [0.5, 1.0], [350.0, 700.0]) is None
 
 
-def test_error_of_a_window_is_its_residual_from_two_levels():
+def test_error_of_a_window_is_relative_to_two_fitted_power_levels():
     edges = [LoadEdge(second * NS, second % 2 == 1) for second in range(1, 12)]  # load in 1..2, 3..4, ...
     exact = [Window(1.5, start * NS, start * NS + 3 * NS // 2, on_s * 500.0 + 150.0, 1.0) for start, on_s in
              [(1, 1.0), (2, 0.5), (3, 1.0), (4, 0.5), (5, 1.0), (6, 0.5)]]  # fmt: skip

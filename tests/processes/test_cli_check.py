@@ -56,11 +56,11 @@ def broken(survey):
         ("tensor_activity_ratio", ["gpu", "activity"]),
     ],
 )
-def test_needs_of_a_metric_are_derived_from_its_formula(metric, needs):
+def test_inputs_of_a_metric_are_derived_from_its_formula(metric, needs):
     assert needs_of(metric) == needs
 
 
-def test_every_metric_has_needs_and_every_need_is_used():
+def test_every_metric_has_an_input_and_every_input_is_used():
     needed = {name: needs_of(name) for name in METRICS}
 
     assert all(needed.values())
@@ -73,7 +73,7 @@ PROFILED = {
 }  # fmt: skip
 
 
-def test_simulated_device_measures_all_except_known_metrics(cli):
+def test_metrics_that_a_simulated_device_cannot_measure_are_known(cli):
     code, survey = found(cli, "--device", "simulated")
 
     metrics = by_metric(survey)
@@ -102,7 +102,7 @@ SETTINGS = {
 }
 
 
-def test_missing_setting_is_named_and_enables_the_metric(cli):
+def test_metric_without_its_setting_names_it_and_works_with_it(cli):
     _, without = found(cli, "--device", "simulated")
     variables = {f"EFFICIENTLLM_{name}": value for name, value in SETTINGS.values()}
     _, survey = found(cli, "--device", "simulated", **variables)

@@ -160,7 +160,7 @@ def lines(run, stem):
     return [json.loads(line) for path in sorted(run.glob(f"{stem}*.jsonl")) for line in path.read_text().splitlines()]
 
 
-def test_each_extension_changes_the_promised_number_of_places():
+def test_each_extension_changes_the_documented_number_of_places():
     hunks = {heading: re.findall(r"^@@ -(\d+),.*@@", diff, re.MULTILINE) for heading, diff in diffs().items()}
 
     assert {heading: len(places) for heading, places in hunks.items()} == PLACES

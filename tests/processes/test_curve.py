@@ -122,7 +122,7 @@ def test_key_of_another_job_is_rejected_with_its_address(listener):
     assert secured.heard == 0
 
 
-def test_random_key_is_rejected_at_the_gate(listener):
+def test_random_key_is_rejected_by_the_zap_gate(listener):
     secured = listener()
     secured.link(AgentKeys(KeyPair.of(os.urandom(32)), AgentKeys.of(SECRET, JOB).server_public))
 
@@ -130,7 +130,7 @@ def test_random_key_is_rejected_at_the_gate(listener):
     assert secured.heard == 0
 
 
-def test_every_key_is_admitted_without_a_gate(listener):
+def test_every_key_is_admitted_without_a_zap_gate_and_domain(listener):
     secured = listener(gated=False)
     secured.link(AgentKeys(KeyPair.of(os.urandom(32)), AgentKeys.of(SECRET, JOB).server_public))
 
@@ -237,7 +237,7 @@ def test_address_is_reported_once_per_reason_and_counted():
     assert (rejections.count, rejections.take_repeated(), rejections.take_repeated()) == (4, 2, 0)
 
 
-def test_thousand_addresses_are_reported_and_more_are_counted():
+def test_addresses_above_a_thousand_are_only_counted():
     rejections = Rejections()
     for i in range(MAX_ADDRESSES + 10):
         rejections.reject(f"10.0.{i // 256}.{i % 256}", NO_KEY)

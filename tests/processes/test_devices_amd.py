@@ -249,7 +249,7 @@ def test_read_of_energy_only_takes_two_calls(library, kind):
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_device_has_its_name_key_and_limits(library, release):
+def test_device_has_a_name_and_a_key_and_limits(library, release):
     reader = library.of(release, serial=0x1234567890ABCDEF, power_kind="average")
     device = reader.device
 
@@ -577,7 +577,7 @@ def test_card_of_a_die_is_found_by_its_links_and_not_by_the_bus(library):
 
 
 @pytest.mark.parametrize("max_bandwidth", [{"1": 100_000}, {}])
-def test_second_die_without_a_visible_first_has_no_energy(library, max_bandwidth):
+def test_second_die_without_a_visible_first_die_has_no_energy(library, max_bandwidth):
     # The only other visible die belongs to another card: the links show this, or the other die is also a second die.
     other_card = CARD_1[1] | {"serial": 0x22, "bdf": "0000:c2:00.0", "max_bandwidth": {}}
     library.write(gpus=[CARD_1[1] | {"max_bandwidth": max_bandwidth}, other_card])
@@ -667,7 +667,7 @@ def test_delay_between_searches_for_a_lost_gpu_increases(library):
     assert back.memory_bytes == 48 * GIB
 
 
-def test_delay_between_searches_is_reset_for_the_next_loss(library):
+def test_delay_between_searches_is_reset_after_the_gpu_returns(library):
     reader = library.of()
     library.fault(LOST)
     for _ in range(4):  # four searches without success: the next delay would be 16 s
@@ -722,7 +722,7 @@ def test_closed_reader_has_failures_and_does_not_open_again(library):
         (18, "AMD SMI does not start: AMDSMI_STATUS_INIT_ERROR - Initialization error"),
     ],
 )
-def test_library_that_does_not_start_raises_with_one_sentence(library, monkeypatch, tmp_path, error, advice):
+def test_library_that_does_not_start_raises_a_one_sentence_error(library, monkeypatch, tmp_path, error, advice):
     monkeypatch.setattr(_amd_library, "_DEVICE_NODES", tmp_path)
     library.fault(("amdsmi_init", error))
 
@@ -731,7 +731,7 @@ def test_library_that_does_not_start_raises_with_one_sentence(library, monkeypat
     assert "\n" not in str(raised.value)
 
 
-def test_missing_gpu_raises_with_one_sentence(library, monkeypatch, tmp_path):
+def test_missing_gpu_raises_an_error_of_one_sentence(library, monkeypatch, tmp_path):
     monkeypatch.setattr(_amd_library, "_DEVICE_NODES", tmp_path)
     library.write(gpus=[])
 
@@ -755,7 +755,7 @@ def test_device_node_without_permission_is_reported_as_the_reason(library, monke
         library.open()
 
 
-def test_missing_package_raises_with_one_sentence(monkeypatch):
+def test_missing_package_raises_an_error_of_one_sentence(monkeypatch):
     monkeypatch.setitem(sys.modules, "amdsmi", None)
 
     with pytest.raises(DeviceUnavailable, match="the Python package amdsmi is not installed: install"):
@@ -763,7 +763,7 @@ def test_missing_package_raises_with_one_sentence(monkeypatch):
 
 
 @pytest.mark.parametrize("error", ["KeyError", "AttributeError", "OSError"])
-def test_package_without_its_library_raises_with_one_sentence(library, capfd, error):
+def test_package_without_its_library_raises_a_one_sentence_error(library, capfd, error):
     library.write(import_error=error)
 
     with pytest.raises(DeviceUnavailable, match=r"cannot use libamd_smi.so .* install ROCm's amd-smi-lib"):

@@ -102,7 +102,7 @@ def test_failure_of_another_gpu_does_not_affect_a_rank(trace):
     assert device_of(trace, visible_devices="1") == (B, 2)
 
 
-def test_device_has_its_name_key_and_limits(trace):
+def test_device_has_a_name_and_a_key_and_limits(trace):
     with trace.reader(Site(cuda_uuid=A)) as reader:
         device = reader.device
 
@@ -295,7 +295,7 @@ def test_delay_between_searches_for_a_lost_gpu_increases(trace):
     assert back.memory_bytes == 1 * GIB
 
 
-def test_delay_between_searches_is_reset_for_the_next_loss(trace):
+def test_delay_between_searches_is_reset_after_the_gpu_returns(trace):
     with trace.reader(Site(cuda_uuid=A)) as reader:
         trace.fault("1 * lost")
         for _ in range(4):  # four searches without success: the next delay would be 16 s
@@ -470,7 +470,7 @@ def test_closed_reader_has_failures_and_does_not_open_again(trace):
 
 
 @pytest.mark.parametrize(("error", "advice"), [(9, "driver is not loaded"), (18, "differ in version"), (20, "Memory")])
-def test_driver_that_does_not_start_raises_with_advice(trace, error, advice):
+def test_driver_that_does_not_start_raises_an_error_with_advice(trace, error, advice):
     trace.fault(f"init * error {error}")
 
     with pytest.raises(DeviceUnavailable, match=advice), trace.reader(Site()):
@@ -484,7 +484,7 @@ def run_python(code, *arguments, **environ):
     return done.stdout
 
 
-def test_missing_library_raises_with_advice():
+def test_missing_library_raises_an_error_with_advice():
     code = """
 import pynvml
 def fail(name): raise OSError(name)

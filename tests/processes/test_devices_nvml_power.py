@@ -251,7 +251,7 @@ def test_chip_without_averaged_power_reports_none(trace):
         ("NVIDIA H100 80GB HBM3", "average", "power_average_w"),
     ],
 )
-def test_older_calls_are_used_without_field_values(trace, name, usage, expected):
+def test_older_nvml_calls_are_used_without_field_values(trace, name, usage, expected):
     (one,) = trace.write(gpu(name=name, power_usage=usage, unsupported=("fields",)))
 
     device, sample, failures = read_at(trace)
@@ -771,7 +771,7 @@ def test_unreadable_values_raise_no_events(trace, fault):
     assert (events, after) == ((), ())
 
 
-def test_limit_first_read_later_raises_no_event(trace):
+def test_power_limit_whose_first_read_is_late_raises_no_event(trace):
     trace.write(gpu())
     trace.fault(f"0 limit error {UNKNOWN_ERROR}")
 

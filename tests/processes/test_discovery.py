@@ -188,7 +188,7 @@ def test_search_continues_until_the_agent_is_admitted(monkeypatch):
     assert (rank.records, rank.lines) == ([FIRST, SECOND], [])
 
 
-def test_rejection_by_rank_0_is_not_an_address():
+def test_rejection_by_rank_0_is_returned_once_to_the_agent():
     source = Source({"refused": "no way", "job": ""})
     rank = Found(source)
     rank.search._read()
@@ -244,7 +244,7 @@ def test_address_file_is_private_and_removed_with_its_job(tmp_path):
     assert list(source.path.parent.iterdir()) == []
 
 
-def test_launch_without_an_id_raises_with_advice():
+def test_launch_without_an_id_raises_an_error_with_advice():
     with pytest.raises(DiscoveryError, match="set EFFICIENTLLM_RUN_NAME"):
         discovery.source(Place(world_size=2, launcher="openmpi"), Config(), 1)
     assert SharedFile(Place(world_size=2, launcher="openmpi"), Config(run_name="mine"), 1).key == "mine/1"
@@ -271,14 +271,14 @@ def test_launch_id_with_slashes_does_not_change_the_folder(tmp_path):
     ],
     ids=range(9),
 )
-def test_invalid_record_is_ignored(tmp_path, content):
+def test_invalid_address_record_is_ignored(tmp_path, content):
     source = SharedFile(OVER_HOSTS, Config(run_dir=str(tmp_path)), 1)
     source.path.write_bytes(content.encode(errors="surrogatepass"))
 
     assert source.read() is None
 
 
-def test_symlink_and_pipe_are_not_records(tmp_path):
+def test_symlink_and_pipe_are_not_read_as_address_records(tmp_path):
     source = SharedFile(OVER_HOSTS, Config(run_dir=str(tmp_path)), 1)
     (tmp_path / "real").write_text(json.dumps(FIRST))
     source.path.symlink_to("real")
@@ -291,7 +291,7 @@ def test_symlink_and_pipe_are_not_records(tmp_path):
 
 @pytest.mark.faults
 @pytest.mark.skipif(os.geteuid() != 0, reason="another user's file needs root")
-def test_file_of_another_user_is_not_a_record(tmp_path):
+def test_file_of_another_user_is_not_read_as_address_record(tmp_path):
     source = SharedFile(OVER_HOSTS, Config(run_dir=str(tmp_path)), 1)
     source.path.write_text(json.dumps(FIRST))
     assert source.read() is not None

@@ -26,7 +26,7 @@ effllm.finalize_efficientllm_metrics()
 """
 
 
-def test_parameters_set_before_the_answer_reach_the_aggregator(tmp_path):
+def test_parameters_set_before_the_answer_to_hello_are_received(tmp_path):
     context = make_context()
     socket = ServerSocket(context)
     port = socket.listen("tcp://127.0.0.1:*").rpartition(":")[2]

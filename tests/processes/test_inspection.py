@@ -137,7 +137,7 @@ Thread 77 (active): "MainThread"
 """
 
 
-def test_top_is_the_innermost_frame_of_the_main_thread():
+def test_top_of_a_stack_is_the_last_frame_of_the_main_thread():
     assert top_of(STACKS, 77) == "all_reduce (torch/distributed/distributed_c10d.py:2501)"
     assert top_of(STACKS.replace(': "MainThread"', ""), 77).startswith("all_reduce")
     assert top_of(STACKS, 1).startswith("all_reduce")

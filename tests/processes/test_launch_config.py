@@ -124,7 +124,7 @@ def test_effllm_in_the_current_folder_is_not_an_installed_package(shell, tmp_pat
     assert "cannot import effllm" in done.stderr
 
 
-def test_wrong_value_fails_and_does_not_exit_the_shell(shell):
+def test_wrong_value_is_an_error_that_does_not_exit_the_shell(shell):
     done = run(
         shell,
         f"source '{CONFIG}' || echo status $?; echo alive",
@@ -136,7 +136,7 @@ def test_wrong_value_fails_and_does_not_exit_the_shell(shell):
     assert "EFFICIENTLLM_LOG_INTERVAL='0'" in done.stderr
 
 
-def test_misspelt_variable_fails_with_the_correct_name(shell):
+def test_error_for_a_misspelt_variable_has_the_correct_name(shell):
     done = run(shell, f"set -e; source '{CONFIG}'; echo on", PYTHON=sys.executable, EFFICIENTLLM_LOG_INTERVALL="5")
 
     assert done.returncode != 0
@@ -145,7 +145,7 @@ def test_misspelt_variable_fails_with_the_correct_name(shell):
 
 
 @pytest.mark.parametrize("python", ["true", "false"])
-def test_only_exports_remain_in_the_shell(shell, tmp_path, python):
+def test_only_exported_variables_remain_in_the_shell(shell, tmp_path, python):
     before, after = tmp_path / "before", tmp_path / "after"
     listing = LISTING[shell]
 

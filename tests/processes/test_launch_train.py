@@ -63,7 +63,7 @@ def test_torchrun_starts_a_python_script_with_a_process_per_gpu(commands, tmp_pa
     assert called_with(done) == [*TORCHRUN_HERE, "8", "my training.py", "--lr", "3e-4"]
 
 
-def test_run_configuration_starts_the_training_system_in_it(commands, tmp_path):
+def test_run_configuration_starts_its_training_system(commands, tmp_path):
     demo = str(REPOSITORY / "configs" / "demo.yaml")
 
     done = start(TRAIN, demo, "2", "--tp", "2", commands=commands, cwd=tmp_path)

@@ -113,7 +113,7 @@ def test_lag_of_a_continuous_counter_is_found():
         ({"lag_s": 0.1}, False),  # power changes with the counter, but belongs to the next tick
     ],
 )
-def test_power_is_held_if_it_equals_the_previous_tick(traits, is_held):
+def test_power_that_is_held_between_ticks_is_found(traits, is_held):
     assert profiled(SensedGpu(tick_s=0.1, **traits)).sensor.is_held is is_held
 
 

@@ -42,14 +42,14 @@ def test_commit_and_dirty_state_are_recorded(repository):
     assert [facts["git_dirty"] for facts in (clean, untracked, dirty)] == [False, False, True]
 
 
-def test_staged_change_is_dirty(repository):
+def test_repository_with_a_staged_change_is_dirty(repository):
     (repository / "train.py").write_text("2\n")
     git(repository, "add", ".")
 
     assert git_facts(repository)["git_dirty"] is True
 
 
-def test_repository_with_other_file_times_is_clean(repository):
+def test_repository_with_changed_file_times_only_is_clean(repository):
     os.utime(repository / "train.py", (1, 1))
 
     assert git_facts(repository)["git_dirty"] is False

@@ -100,7 +100,7 @@ def test_unknown_phase_is_recorded_as_other(loop):
     assert phases_ns(loop.iterations()[0]) == (0, 0, 200)
 
 
-def test_second_start_replaces_the_first_start(loop):
+def test_second_start_of_an_iteration_replaces_the_first_start(loop):
     loop.start(2000)
     loop.end(2100)
     loop.start(2200)

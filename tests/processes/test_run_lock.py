@@ -47,7 +47,7 @@ def test_next_attempt_retries_until_the_folder_is_released(tmp_path):
 
 
 @pytest.mark.parametrize("one", [OTHER, Holder(job="another"), Holder()])
-def test_another_job_gets_another_folder_without_a_request(tmp_path, one):
+def test_another_job_gets_another_folder_and_requests_no_release(tmp_path, one):
     first = take(tmp_path / "one", FIRST if one.run else Holder(job="first"))
     requests = []
 

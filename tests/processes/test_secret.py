@@ -122,7 +122,7 @@ def test_derivation_gives_the_results_of_rfc_5869():
     )
 
 
-def test_each_purpose_job_and_secret_gives_other_bytes():
+def test_derived_keys_differ_by_purpose_job_and_secret():
     made = {
         secret.derive(own, purpose, job)
         for own in (b"a" * 64, b"b" * 64)

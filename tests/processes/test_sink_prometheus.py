@@ -289,7 +289,7 @@ def test_promtool_accepts_the_metrics_page(sink):
     assert "error" not in done.stderr.lower()
 
 
-def test_event_with_a_count_adds_this_count(sink):
+def test_event_with_a_count_increases_the_counter_by_its_count(sink):
     sink.event(Event(1.0, "ecc", "1 uncorrected memory errors"))
     sink.event(Event(1.0, "ecc", "more events", count=999_999))
 

@@ -136,7 +136,7 @@ def test_first_value_of_a_tag_has_help_and_unit(tmp_path):
     assert "efficientllm/new" in described
 
 
-def test_every_description_marks_a_simulated_run(tmp_path):
+def test_every_chart_description_marks_a_simulated_run(tmp_path):
     written(tmp_path, make_report(simulated=True))
 
     texts = [

@@ -123,7 +123,7 @@ def test_tool_that_uses_cupti_disables_profiling_with_a_warning(monkeypatch, war
     assert holder in line
 
 
-def test_torch_is_restored_when_the_metrics_end(warned):
+def test_torch_profiler_functions_are_restored_on_close(warned):
     module = torch.autograd.profiler
     before = module._prepare_profiler, module._enable_profiler, module._disable_profiler
     profile = TorchProfile(1, warned.append)
@@ -173,7 +173,7 @@ def test_child_forked_in_an_iteration_records_nothing(profile, warned):
     assert warned == []
 
 
-def test_records_of_older_versions_are_in_microseconds():
+def test_profiler_records_of_older_torch_are_in_microseconds():
     class Older(Record):
         start_ns = duration_ns = property()
 

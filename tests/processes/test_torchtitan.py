@@ -142,7 +142,7 @@ def test_run_with_a_failed_training_has_failed(start):
     assert (job.ledger.summary.iterations, job.ledger.summary.status) == (4, "failed")
 
 
-def test_version_without_a_trainer_is_reported_and_continues(launch, tmp_path):
+def test_torchtitan_without_a_trainer_class_is_reported_and_runs(launch, tmp_path):
     (tmp_path / "torchtitan" / "components").mkdir(parents=True)
     (tmp_path / "torchtitan" / "__init__.py").write_text("")
     (tmp_path / "torchtitan" / "train.py").write_text("def main(): pass\n")

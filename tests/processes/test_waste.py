@@ -145,7 +145,7 @@ def test_uncounted_tokens_with_known_flops_are_reported():
     ]
 
 
-def test_replaced_aggregator_keeps_the_state():
+def test_new_aggregator_keeps_the_saved_idle_and_token_states():
     run = Run({IDLE: 2, BUSY: 1, NO_TOKENS: 1})
     run.windows(50, busy=0.1, tokens=0)
     assert run.events == []

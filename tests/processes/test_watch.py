@@ -48,7 +48,7 @@ def test_tokens_and_time_to_first_token_are_computed_from_two_pages():
     assert not found.restarted
 
 
-def test_counters_with_both_names_are_read():
+def test_counters_with_an_old_or_a_new_name_are_read():
     assert seen(page(10, name=""), page(25, name="")).generation_tokens == 15.0
 
 

@@ -38,7 +38,7 @@ def test_wrong_setting_is_reported_again_at_the_end(cli, name, value):
 
 
 @pytest.mark.parametrize("name", ["METRICS_ENABLED", "ATTACH"])
-def test_invalid_switch_is_reported_at_the_end(cli, name):
+def test_invalid_value_of_a_switch_variable_is_reported_at_the_end(cli, name):
     [last] = stderr_of(cli, ATTACHED, **{f"EFFICIENTLLM_{name}": "perhaps"})
 
     assert last.startswith(f"[EfficientLLM] this job ran without metrics: EFFICIENTLLM_{name}='perhaps'")
@@ -56,7 +56,7 @@ def test_invalid_switch_is_reported_at_the_end(cli, name):
     ],
     ids=["right", "off", "rank 1", "no stderr", "launcher", "forked"],
 )
-def test_no_line_is_printed_without_a_wrong_setting(cli, code, variables):
+def test_process_without_a_wrong_setting_prints_no_line(cli, code, variables):
     assert stderr_of(cli, code, **variables) == []
 
 

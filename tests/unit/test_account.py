@@ -157,7 +157,7 @@ def half_covered_row(rank, window, covered_s):
     return row(rank, window, devices=(device_window(f"GPU-{rank}", wall=wall),))
 
 
-def test_window_below_min_coverage_enters_no_sum():
+def test_window_below_min_coverage_is_not_in_the_energy_of_the_run():
     windows = [[row(0, 1), row(1, 1)], [row(0, 2), half_covered_row(1, 2, 4.0)]]
 
     totals = totals_of(windows, *gpus(2))
@@ -169,14 +169,14 @@ def test_window_below_min_coverage_enters_no_sum():
     assert metrics.energy.total_joules(totals) is None
 
 
-def test_min_coverage_applies_per_window():
+def test_each_window_is_compared_with_min_coverage():
     windows = [[row(0, 1), row(1, 1)], [row(0, 2), half_covered_row(1, 2, 4.0)]]
 
     assert totals_of(windows, *gpus(2), least=0.7).energy.joules == 3400.0
     assert totals_of(windows, *gpus(2), least=0.71).energy.joules == 2000.0
 
 
-def test_total_needs_every_device_of_every_window():
+def test_total_energy_needs_every_device_of_every_window():
     windows = [[row(0, 1), row(1, 1)], [row(0, 2), half_covered_row(1, 2, 4.0)]]
 
     assert not totals_of(windows, *gpus(2), least=0.7).energy.is_complete

@@ -289,7 +289,7 @@ def test_late_report_corrects_totals_but_not_its_window():
 
 
 @pytest.mark.fault("duplicates")
-def test_correction_emits_only_the_late_row():
+def test_correction_has_only_the_row_of_the_late_rank():
     job, _ = late_job()
     job.send(row(1, busy_s=12.0))
     (correction,) = job.aggregator.closed.take()
@@ -466,7 +466,7 @@ def test_aggregator_without_a_job_takes_the_first_job():
     assert aggregator.hello(hello(1, job="second"), Now(0.0, 0.0)) == "it belongs to another job"
 
 
-def test_parameter_disagreement_gives_an_event_and_the_first_is_used():
+def test_first_count_of_parameters_is_used_and_others_give_one_event():
     job = Job(3).join(0).join(1, parameters=ParameterCount(total=2000)).join(2, parameters=ParameterCount(total=3000))
 
     (event,) = job.events("disagreement")
@@ -474,7 +474,7 @@ def test_parameter_disagreement_gives_an_event_and_the_first_is_used():
     assert job.aggregator.roster.job.parameters == 1000
 
 
-def test_a_rank_may_correct_its_own_count():
+def test_rank_may_correct_its_count_of_parameters():
     job = Job().join(0, parameters=ParameterCount()).join(0).join(0, parameters=ParameterCount(total=5000))
 
     assert job.aggregator.roster.job.parameters == 5000
@@ -706,7 +706,7 @@ def test_slowest_rank_is_not_named_without_own_step_times():
     assert (job.summary().slowest, job.summary().windows_compared) == ({}, 0)
 
 
-def test_report_states_simulation_style_and_power_scope():
+def test_report_has_the_simulation_mark_the_style_and_the_scope():
     job = Job(1).join(devices=(gpu(simulated=True),), style="Step")
     (report,) = run_of(job, 1)
 
@@ -808,7 +808,7 @@ def test_no_energy_sensor_gives_no_energy_and_no_scope():
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
-def test_not_measured_does_not_depend_on_join_order(order):
+def test_reasons_for_missing_metrics_do_not_depend_on_join_order(order):
     host = {"name": "host:vm", "is_gpu": False, "shared": True, "energy_method": None, "power_scope": None}
     job = Job(3)
     reasons = {0: ("energy: no RAPL",), 2: ("memory: no cgroup",)}  # only local rank 0 opens the sensor of the node
@@ -870,7 +870,7 @@ def test_unknown_tick_share_is_reported_once_per_job(name, source, is_open):
     assert all(name in text and "`effllm profile`" in text for text in sentences)
 
 
-def test_counter_without_ticks_has_no_unknown_share():
+def test_counter_without_ticks_has_no_unknown_tick_share():
     device = msgspec.structs.replace(gpu("GPU-0"), name="NVIDIA X1000", sensor=Sensor(tick_s=0.0))
 
     assert Job(1).join(devices=(device,)).summary().not_measured == ()
@@ -913,7 +913,7 @@ def test_restored_aggregator_does_not_wait_for_a_departed_rank():
 
 
 @pytest.mark.fault("disk-full", "duplicates")
-def test_gap_in_reports_is_counted_once_over_a_replacement():
+def test_new_aggregator_counts_a_gap_in_reports_once():
     job = Job().join()
     job.send(row(0, 1), row(1, 1))
     job.send(row(0, 4))  # reports 2 and 3 are missing; window 4 is open
@@ -1227,7 +1227,7 @@ def test_the_same_job_gets_the_same_advice_in_each_run(num_ranks, runs):
 
 
 @pytest.mark.slow
-def test_single_short_windows_raise_no_event():
+def test_large_error_of_every_third_window_raises_no_event():
     for seed in range(50):
         chance = random.Random(seed)
         job = Job(1).join()
@@ -1317,7 +1317,7 @@ def test_peak_is_from_the_hardware_table_if_all_gpus_are_listed():
     assert other.summary().peak == ""
 
 
-def test_summary_has_run_values_of_the_window_charts():
+def test_summary_has_run_values_and_no_window_values():
     job = Job(peak_tflops=1000.0).join(flops_per_token=5e12)
     run_of(job, 2)
     metrics = job.summary().metrics
@@ -1397,7 +1397,7 @@ def totals_in(summary):
     return [name for name in names if f"energy/{name}" in summary.metrics]
 
 
-def test_total_of_all_reports_has_a_value_and_full_coverage():
+def test_total_energy_of_all_reports_has_a_value_and_full_coverage():
     job = whole_run()
     summary = job.summary(ended=True)
 
@@ -1431,14 +1431,14 @@ def test_missing_window_gives_energy_coverage_but_no_total(without, reason):
     assert "run_energy/joules_per_token" in summary.metrics, "the same windows in numerator and divisor"
 
 
-def test_total_without_a_window_of_one_rank_has_no_value():
+def test_total_energy_is_missing_without_one_window_of_a_rank():
     summary = whole_run(without=[(1, 3)]).summary(ended=True)
 
     assert summary.energy.total_joules is None
     assert summary.energy.iterations_coverage == pytest.approx(0.875)
 
 
-def test_lost_reports_of_an_earlier_attempt_leave_no_total():
+def test_total_energy_is_missing_if_an_earlier_attempt_lost_reports():
     first = whole_run(without=[(0, 2), (1, 2)])
     second = Job(2, restore(first.aggregator.snapshot()).next_attempt("job")).join()
     second.send(row(0, 1, final=True), row(1, 1, final=True))

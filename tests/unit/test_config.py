@@ -125,13 +125,13 @@ def test_invalid_value_error_names_variable_and_allowed_values(name, text):
 
 
 @pytest.mark.parametrize("word", ["true", "1", "yes", "on", "TRUE", "Yes", " on ", ""])
-def test_these_words_mean_on(word):
+def test_each_word_for_on_enables_metrics(word):
     assert is_enabled({"EFFICIENTLLM_METRICS_ENABLED": word})
     assert read_config({"EFFICIENTLLM_METRICS_ENABLED": word}).metrics_enabled
 
 
 @pytest.mark.parametrize("word", ["false", "0", "no", "off", "FALSE", " Off "])
-def test_these_words_mean_off(word):
+def test_each_word_for_off_disables_metrics(word):
     assert not is_enabled({"EFFICIENTLLM_METRICS_ENABLED": word})
     assert not read_config({"EFFICIENTLLM_METRICS_ENABLED": word}).metrics_enabled
 
@@ -216,7 +216,7 @@ def test_known_variables_are_not_reported():
     assert unknown_variables({**known, "EFFICIENTLLM_ATTACH": "1"}) == []
 
 
-def test_config_round_trips_to_the_aggregator():
+def test_aggregator_reads_the_settings_unchanged():
     orders = Orders(Config(sinks=("csv",), peak_tflops=1.5, run_name="x"), "job", "tcp://127.0.0.1:1", "")
 
     assert msgspec.json.decode(msgspec.json.encode(orders), type=Orders) == orders

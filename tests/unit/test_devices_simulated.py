@@ -19,7 +19,7 @@ def test_whole_period_has_the_mean_power():
     assert WAVE.energy_j(1.3, 5.3) == pytest.approx(400.0 * 4.0)
 
 
-def test_the_first_half_period_has_the_upper_half_wave():
+def test_power_is_above_the_mean_in_the_first_half_period():
     # The half wave of a sine of amplitude 1 and period 4 has the area 2 * 4 / (2 pi) = 4 / pi.
     assert WAVE.energy_j(0.0, 2.0) == pytest.approx(400.0 * 2.0 + 100.0 * 4.0 / math.pi)
     assert WAVE.power_w(1.0) == pytest.approx(500.0)
@@ -37,7 +37,7 @@ def test_integral_is_the_sum_of_many_small_steps(value, integral):
 
 
 @given(st.floats(0, 1e6), st.floats(0, 100), st.floats(0, 100))
-def test_integrals_of_two_stretches_add_up(start, first, second):
+def test_integrals_of_two_adjacent_intervals_add_up(start, first, second):
     middle, end = start + first, start + first + second
 
     total = WAVE.energy_j(start, middle) + WAVE.energy_j(middle, end)

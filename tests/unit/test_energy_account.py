@@ -141,7 +141,7 @@ def test_order_of_windows_does_not_matter(windows, random):
 @settings(deadline=None)
 @given(st.lists(AMOUNTS, min_size=1, max_size=40), st.sets(st.integers(1, 40)))
 @pytest.mark.slow
-def test_error_of_a_sum_follows_from_its_contiguous_parts(windows, holes):
+def test_error_of_a_sum_has_the_edges_of_each_contiguous_part(windows, holes):
     kept = [(number, one) for number, one in enumerate(windows, start=1) if number not in holes]
     ends_j2 = sum(one.start_j2 for number, one in kept if number - 1 not in dict(kept))
     ends_j2 += sum(one.end_j2 for number, one in kept if number + 1 not in dict(kept))
@@ -150,7 +150,7 @@ def test_error_of_a_sum_follows_from_its_contiguous_parts(windows, holes):
     assert variance(summed(*kept)) == pytest.approx(expected_j2, rel=1e-9, abs=1e-9)
 
 
-def test_sum_round_trips_to_another_aggregator():
+def test_restored_sum_is_equal_to_the_saved_sum():
     sums = summed((1, amount()), (2, amount()), (4, amount()))
 
     again = msgspec.json.decode(msgspec.json.encode(sums, enc_hook=to_json), type=EnergyTotals, dec_hook=from_json)
@@ -192,7 +192,7 @@ def test_errors_cancel_at_a_shared_edge():
     assert one + other == EnergyAmount(2000.0, 20.0, 1.0, 4.0, 8.0 + 2.0 + 3.0, 100.0)
 
 
-def test_unmeasured_amount_shares_no_edge():
+def test_edge_beside_an_unmeasured_amount_remains():
     one = amount(start=1.0, end=2.0)
 
     assert one.then(EnergyAmount()) == EnergyAmount(1000.0, 10.0, 1.0, 0.0, 4.0 + 2.0, 50.0)
@@ -200,7 +200,7 @@ def test_unmeasured_amount_shares_no_edge():
     assert EnergyAmount() + EnergyAmount() == EnergyAmount()
 
 
-def test_difference_has_the_edges_of_the_part_inside():
+def test_difference_of_amounts_has_the_outer_and_the_inner_edges():
     whole, part = (
         EnergyAmount(1000.0, 10.0, 1.0, 2.0, 9.0, 50.0, 8.0),
         EnergyAmount(400.0, 4.0, 3.0, 4.0, 5.0, 20.0, 6.0),

@@ -59,7 +59,7 @@ def plug_in(tmp_path, monkeypatch):
     return put
 
 
-def test_new_device_is_one_file(plug_in):
+def test_new_device_needs_one_file(plug_in):
     plug_in(effllm.devices, "steady", DEVICE)
 
     assert "steady" in device_names()
@@ -77,7 +77,7 @@ def run_through(name, *iterations):
     return texts
 
 
-def test_new_sink_is_one_file_and_may_raise(plug_in):
+def test_new_sink_needs_one_file_and_may_raise(plug_in):
     plug_in(effllm.sinks, "recording", SINK)
 
     assert "recording" in sink_names()
@@ -101,7 +101,7 @@ def open_sink(run):
 """
 
 
-def test_a_new_option_of_a_sink_is_one_line_of_its_file(plug_in, capsys):
+def test_new_option_of_a_sink_needs_one_line_in_its_file(plug_in, capsys):
     plug_in(effllm.sinks, "thinned", OPTION)
 
     def opened(entry):
@@ -158,7 +158,7 @@ def test_broken_sink_file_gives_one_line(plug_in):
     assert run_through("broken", 10) == ["sink broken failed to open: ZeroDivisionError: division by zero"]
 
 
-def test_new_metric_is_one_function_and_every_sink_shows_it(metric_table, tmp_path):
+def test_new_metric_needs_one_function_and_is_in_every_sink(metric_table, tmp_path):
     @metrics.metric("tokens", console="Tokens (Millions): {:.1f}")
     def million_tokens(totals):
         """Tokens so far, in millions."""

@@ -136,7 +136,7 @@ def test_gaps_stay_gaps():
     alike(found, plain.integrals(12 * NS, 2999 * NS))
 
 
-def test_cut_block_is_divided_by_time():
+def test_integrals_divide_a_folded_block_by_time():
     one = series(energy_method=None)
     for at_s in range(10, 1011):
         one.add(Sample(at_s * NS, memory_bytes=1000.0))
@@ -147,7 +147,7 @@ def test_cut_block_is_divided_by_time():
     assert one.integrals(510 * NS, 1010 * NS).memory_byte_seconds == approx(500 * 1000.0)
 
 
-def test_block_shorter_than_a_gap_counts_once():
+def test_folded_block_shorter_than_a_gap_counts_once():
     one = series(energy_method=None)
     for at_s in range(10, 61):
         one.add(Sample(at_s * NS, memory_bytes=1000.0))
@@ -157,7 +157,7 @@ def test_block_shorter_than_a_gap_counts_once():
     assert one.integrals(10 * NS, 60 * NS).memory_byte_seconds == approx(50 * 1000.0)
 
 
-def test_window_of_a_long_hang_has_the_same_values():
+def test_folding_does_not_change_the_window_of_a_long_hang():
     device = Device(4)
     rows = []
     for folding in (False, True):

@@ -74,7 +74,7 @@ def test_one_gpu_per_rank_uses_the_running_sums():
         ("shares of one", [("GPU-0",), ("GPU-1",)], [gpu("GPU-0", shared=True), gpu("GPU-1")]),
     ],
 )
-def test_other_layouts_are_computed_from_the_rows(why, rows, devices):
+def test_layouts_without_one_gpu_per_rank_are_computed_from_rows(why, rows, devices):
     rows = [row(rank, devices=tuple(read(key, 50.0 + rank) for key in keys)) for rank, keys in enumerate(rows)]
     known = {device.key: device for device in devices}
 

@@ -104,7 +104,7 @@ def adds_up(goodput):
 @pytest.mark.slow
 @settings(deadline=None, max_examples=30)
 @given(st.lists(st.floats(0.001, 30.0), min_size=1, max_size=8))
-def test_rounding_is_in_no_class(lengths_s):
+def test_rounding_errors_are_in_no_badput_class(lengths_s):
     run = Run().wait(0.1).join()
     for number, seconds in enumerate(lengths_s, 1):
         run.wait(seconds)
@@ -115,7 +115,7 @@ def test_rounding_is_in_no_class(lengths_s):
     assert all(seconds == 0 or seconds > 1e-9 * goodput.elapsed_s for seconds in goodput.seconds.values())
 
 
-def test_less_than_a_microsecond_is_in_no_class():
+def test_time_below_a_microsecond_is_in_no_badput_class():
     run = Run().join().wait(10 + 3e-7)  # unix times in seconds are multiples of 0.24 µs
     for rank in range(2):
         run.send(rank, 1, busy_s=9.0, wait_s=1.0)
@@ -208,7 +208,7 @@ def test_unnumbered_iterations_have_a_remark_and_no_redone_time():
     assert "number of repeated iterations unknown" in " ".join(summary_text(summary, None, None).split())
 
 
-def test_repeats_are_unknown_without_the_numbers_of_two_attempts():
+def test_redone_work_is_unknown_without_the_numbers_of_iterations():
     run = Run(1).join().window(1).bye().restart().join(is_numbered=False).window(1).bye()
     run.restart().join(offset=5).window(1).bye()
     goodput = run.restart().join(offset=10).window(1).goodput()
@@ -337,7 +337,7 @@ def test_attempt_with_another_world_size_has_its_own_mean():
     assert adds_up(goodput)
 
 
-def test_replaced_aggregator_continues_the_account():
+def test_new_aggregator_continues_the_goodput_account():
     run = Run().join().window(1).restore().wait(3).join().wait(7)
     for rank in range(2):
         run.send(rank, 2)
@@ -366,7 +366,7 @@ def test_gap_on_the_same_boot_uses_the_monotonic_clock():
     assert "set by +3600 s" in text
 
 
-def test_axis_continues_by_unix_time_on_another_machine():
+def test_time_axis_continues_by_unix_time_on_another_machine():
     axis = Axis()
     axis.advance(10.0, 1000.0, "here")
     axis.advance(15.0, 1005.0, "here")
@@ -377,7 +377,7 @@ def test_axis_continues_by_unix_time_on_another_machine():
 
 
 @pytest.mark.slow
-def test_restart_history_is_bounded_and_finest_at_the_end():
+def test_restart_history_is_bounded_and_newest_spans_are_shortest():
     goodput = Goodput()
     goodput.clock.advance(0.0, 0.0)
     goodput.hear()
@@ -535,7 +535,7 @@ def test_lost_rank_ends_with_its_last_message():
     assert adds_up(goodput)
 
 
-def test_rank_keeps_its_length_without_first_and_last_report():
+def test_rank_without_first_and_last_report_keeps_its_elapsed_time():
     run = Run(1).join(time_s=1000.0, start_time_s=1000.0).wait(15)
     run.window(2, sequence=2)
     run.aggregator.bye(Bye(run.agent(0), 0, "killed", 30, end_time_s=1030.0), Now(run.now_s + 99.0, run.time_s + 99.0))

@@ -60,7 +60,7 @@ def test_arguments_are_found_by_name_in_any_position():
     assert seen == [["d", None, "-"], ["d", "c", "-"]]
 
 
-def test_result_of_before_is_passed_to_after():
+def test_result_of_the_before_hook_is_passed_to_the_after_hook():
     framework, seen = module(), []
     around(
         framework, "train_step", Guard("x"), before=lambda call: 7, after=lambda token, call, result: seen.append(token)

@@ -98,7 +98,7 @@ def test_gpu_sums_are_read_after_their_event_without_waiting(gpu):
     assert not any(event.was_waited_for for event in events)
 
 
-def test_at_the_end_the_rest_is_read_and_totals_are_exact(gpu):
+def test_sums_without_a_finished_event_are_read_at_the_end(gpu):
     sums, events, _ = gpu
     for value in (1, 2, 3):
         sums.add((1, OnDevice(value)))

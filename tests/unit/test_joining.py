@@ -227,7 +227,7 @@ def test_rank_with_a_full_buffer_loses_no_report():
     assert job.closed()[-1].report.run.counts.tokens == 1500 * 1000
 
 
-def test_joined_row_has_the_sums_of_its_parts():
+def test_joined_row_has_the_sums_of_the_rows_in_it():
     one = short(0, 1, loss=2.0, own_steps=2, own_median_s=1.0, reset=True, phases_s={"evaluation": 1.0})
     two = short(0, 2, loss=None, own_steps=2, own_median_s=3.0, final=True, losses_not_finite=1, first_not_finite=7)
     device = device_window(

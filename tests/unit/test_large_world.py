@@ -81,7 +81,7 @@ def test_small_worlds_get_no_requests_to_slow_down():
     assert pacing.report_every_s(1001) > 0
 
 
-def test_quiet_time_at_the_end_grows_with_the_world():
+def test_maximum_quiet_time_at_the_end_grows_with_the_world_size():
     assert pacing.quiet_s(1000) <= 1.0 < 2.0 < pacing.quiet_s(10_000)
 
 
@@ -136,7 +136,7 @@ def test_late_rows_are_merged_together_and_joules_counted_once():
     assert late[0].text.startswith("10 ranks reported window 2 after it had closed: 0, 1, 2")
 
 
-def test_replaced_aggregator_of_a_large_world_has_the_same_sums():
+def test_new_aggregator_of_a_large_world_has_unchanged_sums():
     aggregator = aggregator_of(RANKS)
     for window in (1, 2):
         report(aggregator, window, range(RANKS), float(window), tokens=1000 + window)

@@ -155,7 +155,7 @@ COMPLETE = with_keys(TOTALS, energy_complete=True)
 
 
 @pytest.mark.parametrize(("name", "expected"), BY_HAND.items())
-def test_formula_gives_the_value_worked_by_hand(name, expected):
+def test_formula_gives_the_value_computed_by_hand(name, expected):
     value = METRICS[name].formula(TOTALS)
 
     assert value is None if expected is None else value == pytest.approx(expected, rel=1e-12)

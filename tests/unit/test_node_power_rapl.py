@@ -142,7 +142,7 @@ def test_counter_unread_until_it_may_have_wrapped_twice_fails(tmp_path, clock):
         rapl.energy_j()
 
 
-def test_unknown_stretch_stays_a_gap_in_the_ledger(powercap, rapl, clock):
+def test_unknown_energy_after_a_counter_reset_stays_a_gap(powercap, rapl, clock):
     reader = open_reader("node1", rapl)
     ledger = EnergyLedger(reader.device, max_gap_s=5.0)
 

@@ -116,14 +116,14 @@ CPUS = {"MemberId": "1", "Name": "CPU Sub-system Power", "PowerConsumedWatts": 1
 MEMORY = {"MemberId": "2", "Name": "Memory Sub-system Power", "PowerConsumedWatts": 23}
 
 
-def test_parts_of_a_chassis_are_not_added_to_the_whole(serve, opened):
+def test_power_of_chassis_components_is_not_added_to_its_power(serve, opened):
     reader = opened(serve(control(CPUS, SERVER, MEMORY)))
 
     assert watts(reader) == 344
     assert reader.device.energy_note.startswith("PowerControl 'Server Power Control', the largest of 3, of chassis 1")
 
 
-def test_whole_chassis_is_kept_when_the_order_changes(serve, opened):
+def test_chassis_control_is_read_after_a_change_of_the_order(serve, opened):
     service = serve(control(SERVER, CPUS))
     reader = opened(service)
     service.resources[f"{CHASSIS}/Power"] = {"PowerControl": [CPUS, {**SERVER, "PowerConsumedWatts": 150}]}
@@ -131,13 +131,13 @@ def test_whole_chassis_is_kept_when_the_order_changes(serve, opened):
     assert watts(reader) == 150
 
 
-def test_control_with_chassis_context_precedes_a_larger_control(serve, opened):
+def test_chassis_control_is_used_instead_of_a_larger_control(serve, opened):
     reader = opened(serve(control({**SERVER, "PhysicalContext": "Chassis"}, {**CPUS, "PowerConsumedWatts": 9000})))
 
     assert watts(reader) == 344
 
 
-def test_supplies_precede_the_chassis_reading(serve, opened):
+def test_supplies_are_used_instead_of_the_chassis_reading(serve, opened):
     resources = tree(
         chassis("1", Power=link(f"{CHASSIS}/Power")),
         supply("1", "PSU0", 500.0),
@@ -302,7 +302,7 @@ def with_sensors(*sensors):
     return tree(*parts)
 
 
-def test_period_and_error_are_the_worst_of_the_sensors(serve, opened):
+def test_largest_period_and_error_of_all_sensors_are_used(serve, opened):
     sensors = (
         {"Reading": 500.0, "SensingInterval": "PT3S", "ReadingAccuracy": 5.0},  # 5 W of 500 W: 1 %
         {"Reading": 500.0, "SensingInterval": "PT0.5S", "Accuracy": 2.5},

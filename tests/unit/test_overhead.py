@@ -29,7 +29,7 @@ def test_overhead_of_agents_is_summed_and_never_decreases():
     assert (spent.agents_cpu_s, spent.sent_bytes, spent.recorder_cpu_s) == (3.25, 4500, 0.875)
 
 
-def test_overhead_adds_up_over_replacements_and_attempts():
+def test_overhead_of_all_agents_and_attempts_is_summed():
     first = served()
     first.hello(hello(0, 1), Now(0.0, 1000.0))
     first.reports(reports(row(0), agent_cpu_s=1.0, sent_bytes=100), Now(10.0, 1010.0))
@@ -71,5 +71,5 @@ def test_each_window_has_the_overhead_as_metrics():
     assert metrics.describe("health/recorder_cpu_ratio").unit == "ratio"
 
 
-def test_cost_of_a_pair_of_stamps_is_measured():
+def test_time_of_a_pair_of_timestamps_is_measured():
     assert 0.0 < pair_s() < 0.01

@@ -12,7 +12,7 @@ def unowned(monkeypatch):
     monkeypatch.setattr(ownership, "_name", "")
 
 
-def test_first_claim_counts_and_can_be_repeated():
+def test_first_claim_gets_the_ownership_and_can_be_repeated():
     assert ownership.claim(OPTIMIZER, "torch")
     assert ownership.claim(OPTIMIZER, "torch")
     assert ownership.holds(OPTIMIZER, "torch")

@@ -109,7 +109,7 @@ def test_program_in_a_batch_script_or_shell_is_one_rank(step):
     assert place.run_id == "777"
 
 
-def test_started_slurm_tasks_precede_requested_tasks():
+def test_number_of_started_slurm_tasks_replaces_the_requested_one():
     one_node = {**SLURM, "SLURM_NTASKS": "8", "SLURM_NTASKS_PER_NODE": "", "SLURM_STEP_TASKS_PER_NODE": "8"}
 
     assert read_place(one_node).one_host

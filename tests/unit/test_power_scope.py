@@ -276,7 +276,7 @@ def test_requested_scope_stays_with_a_gap_from_the_start():
 
 
 @pytest.mark.parametrize(("least", "expected_j"), [(1.0, None), (0.5, 1000.0)])
-def test_window_without_a_supply_is_judged_by_min_coverage(least, expected_j):
+def test_window_without_a_supply_needs_at_least_min_coverage(least, expected_j):
     job = Cluster((gpu("GPU-0"), psu()), (gpu("GPU-1"), psu("node1")), min_coverage=least)
     job.window(1)
     report = job.window(2, without=("psu:node1",))

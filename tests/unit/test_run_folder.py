@@ -461,7 +461,7 @@ def test_removed_folder_is_made_again_with_its_facts(folder):
 
 
 @pytest.mark.fault("aggregator-sigkill", "duplicates")
-def test_replacement_repeats_no_line_of_its_predecessor(folder):
+def test_new_aggregator_writes_no_line_twice(folder):
     store = RunFolder(folder, {})
     for iteration in (100, 110, 120):
         store.write(make_report(iteration), [make_row(rank, iteration) for rank in range(2)])
@@ -544,7 +544,7 @@ def test_every_line_is_written_once_after_a_kill_at_any_call(folder, monkeypatch
     assert 20 <= moment < 199
 
 
-def test_another_job_in_the_folder_writes_equal_window_numbers(folder):
+def test_another_job_may_write_equal_window_numbers_into_a_folder(folder):
     # The first job was killed before it saved a state, so the second job has attempt 1 too.
     RunFolder(folder, {}).write(make_report(100, time_s=150.0), [make_row(start_time_s=100.0)])
     RunFolder(folder, {}).write(make_report(100, time_s=250.0), [make_row(start_time_s=200.0)])
@@ -636,7 +636,7 @@ def test_state_file_is_replaced_whole(folder):
 
 
 @pytest.mark.parametrize("ranks", [["node1"], {"x": "node1"}, {"0": {"role": "trainer"}}, {"0": 5}, None])
-def test_facts_without_hosts_lose_no_row(folder, ranks):
+def test_rows_of_ranks_without_a_known_host_are_written(folder, ranks):
     RunFolder(folder, {"ranks": ranks}).write(make_report(), [make_row(0)])
 
     assert [row.host for row in read_ranks(folder)] == [None]

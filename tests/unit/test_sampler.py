@@ -117,7 +117,7 @@ def test_two_requests_at_once_are_both_answered(start, wake):
     assert times_ns == sorted(times_ns)
 
 
-def test_first_request_reads_all_and_later_requests_read_energy(start, wake):
+def test_first_requested_sample_is_complete_and_others_are_energy(start, wake):
     class TwoCalls(FakeReader):
         edges = 0
 

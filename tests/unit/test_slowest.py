@@ -93,7 +93,7 @@ def test_neither_of_two_halves_is_slow():
     assert [slowest.add(range(4), [1.0, 1.0, 2.0, 2.0]) for _ in range(20)] == [None] * 20
 
 
-def test_times_shown_belong_to_the_window():
+def test_times_of_a_straggler_are_of_the_reported_window():
     slowest = Slowest()
     for _ in range(2):
         slowest.add([0, 1, 2], [0.5, 0.5, 0.6])

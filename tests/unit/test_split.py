@@ -17,7 +17,7 @@ def test_computation_on_two_streams_counts_once():
     assert split(0, 50, [(20, 50), (0, 40)], [("tp", 10, 45)]) == Split(50, 35, 0, 50, 0, {"tp": (35, 0)})
 
 
-def test_overlap_of_two_groups_counts_once_in_the_total():
+def test_overlapping_communication_of_two_groups_counts_once():
     # dp 10-30 and tp 20-40 are 30 of communication in total; computation at 0-15 hides 5 of dp's 20.
     found = split(0, 40, [(0, 15)], [("dp", 10, 30), ("tp", 20, 40)])
 
@@ -39,7 +39,7 @@ def test_empty_and_backward_intervals_change_nothing():
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_parts_add_up_for_any_intervals(seed):
+def test_split_equals_a_count_of_nanoseconds_for_any_intervals(seed):
     draw = random.Random(seed)
 
     def intervals(count):

@@ -170,7 +170,7 @@ def bye(job: Job, rank: int, status: str, now_s: float) -> None:
     job.aggregator.bye(Bye(f"agent-{rank}", rank, status, 10), Now(now_s, UNIX_S + now_s))
 
 
-def test_job_killed_in_a_stall_has_stalled():
+def test_job_killed_in_a_stall_has_the_status_stalled():
     job = Job()
     job.stall(BEHIND)
     for rank in range(4):
@@ -225,7 +225,7 @@ def test_rank_that_joined_again_has_not_left():
     assert "gone" not in stalled
 
 
-def test_replacement_counts_the_time_of_a_stall_once():
+def test_new_aggregator_counts_the_time_of_a_stall_once():
     job = Job()
     state = job.aggregator.snapshot()
     job.stall(BEHIND)

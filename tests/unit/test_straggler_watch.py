@@ -76,7 +76,7 @@ def test_closing_table_names_the_straggler():
     assert "  stragglers    rank 2 (24 s): GPU time of the ranks that waited" in lines  # 8 * 3 * 0.98 s
 
 
-def test_replacement_keeps_the_totals_and_finds_the_verdict_again():
+def test_new_aggregator_keeps_totals_and_names_the_straggler_again():
     job = Job().run(1, 8)
     before = job.summary().stragglers[0].gpu_seconds
 
@@ -110,7 +110,7 @@ def test_without_own_times_there_is_no_straggler_metric():
     assert not any(tag.startswith("straggler/") for tag in report.values)
 
 
-def test_error_of_the_worst_clock_is_published_and_grows():
+def test_largest_clock_error_of_all_ranks_grows_and_is_published():
     job = Job()
     job.heartbeat(0, 1.0, 1e6, 1e-5)
     job.heartbeat(1, 2.0, -1e6, 2e-5)
@@ -121,7 +121,7 @@ def test_error_of_the_worst_clock_is_published_and_grows():
     assert report.values["health/clock_error_s"] == pytest.approx(1e-5 + 20 * DRIFT)  # of rank 0
 
 
-def test_another_agent_of_a_rank_has_another_clock():
+def test_clock_error_of_a_rank_is_dropped_with_its_old_agent():
     job = Job()
     job.heartbeat(0, 1.0, 1e6, 1e-5)
     job.aggregator.hello(hello(0, 4, agent="another"), Now(100.0, 1100.0))

@@ -348,7 +348,7 @@ def test_persistence_rule_bounds_false_alarms():
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=60))
-def test_median_distance_equals_the_full_computation(values):
+def test_median_distance_equals_the_median_of_all_distances(values):
     ordered = sorted(values)
     centre = median(ordered)
 
@@ -371,7 +371,7 @@ def test_change_is_reported_with_its_first_window():
     assert found.index(change) == 44, "five windows: 5 * (2 - 0.75) is more than 6, 4 are not"
 
 
-def test_change_and_return_are_reported_unless_small():
+def test_large_change_of_a_level_and_its_return_are_reported():
     level = WindowLevel()
     values = [1.0] * 30 + [1.1] * 40 + [1.0] * 40 + [1.03] * 40
     changes = [change for window, value in enumerate(values) if (change := level.add(window, value))]

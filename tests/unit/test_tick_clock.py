@@ -73,7 +73,7 @@ def reads_of_an_agent(counter, edges_ns):
         next_ns = max(next_ns, round(times[-1]) + 1)
 
 
-def test_a_move_between_two_near_reads_locks_the_clock():
+def test_counter_change_between_two_near_reads_locks_the_clock():
     clock = TickClock(0.1, 1e-5)
     assert clock.before(START_NS) is None
 
@@ -94,7 +94,7 @@ def test_reads_further_apart_than_a_tick_are_ignored():
     assert clock.before(START_NS + NS) is None
 
 
-def test_move_within_most_of_a_tick_does_not_lock_the_clock():
+def test_counter_change_between_distant_reads_does_not_lock_the_clock():
     clock = TickClock(0.1, 1e-5)
 
     clock.moved(START_NS, START_NS + 60_000_000)
@@ -177,7 +177,7 @@ def test_true_phase_and_period_are_within_bounds_for_any_reads(reads, phase, off
 
 @settings(deadline=None, max_examples=80)
 @given(READS, PARTS, st.floats(-1.0, 1.0), st.lists(PARTS, min_size=1, max_size=9))
-def test_stated_last_tick_before_a_time_is_true(reads, phase, off, moments):
+def test_time_of_the_last_certain_tick_is_within_its_error(reads, phase, off, moments):
     clock = TickClock(0.1, 2e-5)
     counter = Counter(clock, TICK_NS * (1 + off * 2e-4), phase * TICK_NS)
     *_, last_ns = read_near_ticks(counter, reads)

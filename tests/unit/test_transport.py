@@ -387,7 +387,7 @@ def connected(link, within_s=30.0):
         select.select([], [], [], 0.005)
 
 
-def test_messages_go_both_ways(context, server):
+def test_agent_and_aggregator_send_messages_to_each_other(context, server):
     link = AgentLink(context, server.address)
     connected(link)
     assert link.send(FROM_AGENT[0])
@@ -420,7 +420,7 @@ def test_invalid_answer_is_dropped_by_the_agent(context, server):
     link.close()
 
 
-def test_message_with_other_parts_is_an_empty_frame(context, server):
+def test_message_with_a_wrong_number_of_parts_is_an_empty_frame(context, server):
     raw = context.socket(zmq.DEALER)
     raw.connect(server.address)
     raw.send_multipart((b"", b"a", b"b"))

@@ -86,7 +86,7 @@ def test_an_iteration_is_read_when_the_next_iteration_ends():
     assert (device.iterations, device.total_ns) == (2, 35 * MS)
 
 
-def test_device_that_is_behind_causes_no_wait_and_no_new_events():
+def test_late_device_causes_no_wait_and_no_new_cuda_events():
     cuda = Cuda()
     device = DeviceTime(cuda)
     cuda.done_ms = -1
@@ -105,7 +105,7 @@ def test_device_that_is_behind_causes_no_wait_and_no_new_events():
 
 
 @pytest.mark.parametrize("why", ["no CUDA yet", "a graph is captured"])
-def test_no_event_is_recorded_where_forbidden(why):
+def test_no_cuda_event_is_recorded_without_cuda_or_in_a_capture(why):
     cuda = Cuda()
     cuda.is_there, cuda.capturing = why != "no CUDA yet", why == "a graph is captured"
     device = DeviceTime(cuda)
@@ -117,7 +117,7 @@ def test_no_event_is_recorded_where_forbidden(why):
     assert device.total_ns == 10 * MS
 
 
-def test_start_of_a_capture_loses_only_the_current_iteration():
+def test_graph_capture_loses_the_time_of_one_iteration_only():
     cuda = Cuda()
     device = DeviceTime(cuda)
     cuda.now_ms = 10
@@ -212,7 +212,7 @@ def test_time_outside_al_is_not_idle_and_devices_have_own_time():
     assert first.time_s == approx(0.090 + 0.140)
 
 
-def test_profile_after_the_cut_belongs_to_the_next_window():
+def test_profile_that_arrives_after_a_cut_is_in_the_next_window():
     with recording({2: SPLIT}) as made:
         iterate(made.recorder, 4)
         slots = made.reader.read()
@@ -306,7 +306,7 @@ def test_impossible_profile_is_rejected():
             decode_from_agent(encode(builders.reports(builders.row(0, profile=wrong))))
 
 
-def test_the_kinds_fit_into_a_slot():
+def test_kinds_of_collectives_fit_into_a_profile_record():
     assert len(KINDS) < 2**15 and ring.WHOLE not in range(len(KINDS)) and ring.COMPUTING not in range(len(KINDS))
     assert watched.KINDS is KINDS
 

@@ -79,7 +79,7 @@ def test_linear_power_and_memory_integrals_are_exact(steps_ms, base, slope, data
 @pytest.mark.slow
 @settings(deadline=None, max_examples=100)
 @given(STEPS_MS, st.data())
-def test_integrals_of_adjacent_stretches_add_up_for_any_reading(steps_ms, data):
+def test_integrals_of_adjacent_intervals_add_up_for_any_reading(steps_ms, data):
     reading = st.none() | WATTS
     samples, at_ns = [], 1
     for step in steps_ms:
@@ -210,7 +210,7 @@ def test_a_run_without_an_iteration_is_all_start_up():
     assert row.devices[0].phases["startup"].energy.joules == pytest.approx(400.0)
 
 
-def test_rest_after_the_last_boundary_is_in_the_next_window():
+def test_time_after_the_last_boundary_is_in_the_next_window():
     with looping(log_interval=2) as loop:
         iterate(loop, 2)
         rows = cut_all(loop.slots(), steady(10), loop.now_ns + NS, log_interval=2)
