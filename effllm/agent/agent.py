@@ -101,8 +101,10 @@ class Agent:
         for descriptor in (self._wake, self._devices.wake_descriptor):
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(descriptor)
-        self._take_facts(conversation)
         measuring.take(is_trainer_gone=is_trainer_gone)
+        self._take_facts(conversation)  # after the records, because the facts have the names of their values
+        if line := measuring.values.take_notice():
+            self._events.report("warning", line)
         measuring.cut(now_s)
         self._children.look(now_s)
         conversation.talk(now_s)

@@ -5,14 +5,18 @@ from __future__ import annotations
 import math
 import time
 
+from msgspec.structs import replace
+
 from effllm.agent.rank_devices import RankDevices
 from effllm.agent.spans import Spans
 from effllm.agent.track import EDGE_WAIT_S
 from effllm.agent.trainer import Trainer
+from effllm.agent.values import InstrumentValues
 from effllm.agent.window import WindowCutter
 from effllm.network.transport import Outbox
+from effllm.records.rank import RankReport
 from effllm.records.ring import END as END_RECORD
-from effllm.records.ring import ITERATION, SPAN, STATUSES, STEP, Slot
+from effllm.records.ring import ITERATION, SPAN, STATUSES, STEP, VALUE, Slot
 
 CALIBRATION_S = 3.0  # maximum wait for a calibration before a window is cut
 LOSS_WAIT_S = 0.5  # maximum wait for the loss of a window, which is recorded after the window's end
@@ -35,6 +39,7 @@ class Measuring:
         self.end_ns = 0
         self._next_fold_s = 0.0
         self._spans = Spans(trainer.board)
+        self.values = InstrumentValues()
         slots, origin_ns = self._origin()
         self._cutter = WindowCutter(
             agent=trainer.agent,
@@ -88,7 +93,7 @@ class Measuring:
                 return
             report = self._cutter.cut(self.devices.series)
             if report is not None:
-                self.outbox.add(report)
+                self._send(report)
 
     def due_s(self, now_s: float) -> float:
         """Return the time of the next check of an ended window or span; infinite if neither waits."""
@@ -128,8 +133,12 @@ class Measuring:
         self._add(self._trainer.ring.read())
         self._spans.answer(self.devices, time.monotonic(), is_end=True)
         while (report := self._cutter.cut(self.devices.series)) is not None:
-            self.outbox.add(report)
-        self.outbox.add(self._cutter.cut_rest(self.devices.series, self.end_ns))
+            self._send(report)
+        self._send(self._cutter.cut_rest(self.devices.series, self.end_ns))
+
+    def _send(self, report: RankReport) -> None:
+        values = self.values.take(report.window, self._trainer.facts.value_names, is_last=report.final)
+        self.outbox.add(replace(report, values=values) if values else report)
 
     def _origin(self) -> tuple[list[Slot], int]:
         """Return the existing records, and the start of the first window."""
@@ -151,5 +160,7 @@ class Measuring:
                 self.status, self.end_ns = STATUSES[slot.what], slot.end_ns
             if slot.kind == SPAN:
                 self._spans.add(slot)
+            elif slot.kind == VALUE:
+                self.values.add(slot, self._cutter.window_of(slot.ordinal))
             else:
                 self._cutter.add(slot)

@@ -7,54 +7,32 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import islice
 
+from effllm.records.moments import Moments
+
 NAN = float("nan")
 #: Newest values that are kept of each series: 320 kB, a float in a deque takes 32 bytes.
 MAX_RECENT = 10_000
 
 
-class Statistics:
+class Statistics(Moments):
     """Counts, mean, deviation and range of all values; percentiles of the newest.
-
-    NaN and infinite values are counted, and enter nothing else.
 
     Args:
         max_recent: number of newest values that are kept.
     """
 
-    __slots__ = ("_mean", "_squares", "count", "maximum", "minimum", "not_finite", "recent", "total")
+    __slots__ = ("recent",)
 
     def __init__(self, max_recent: int = MAX_RECENT) -> None:
-        self.count = 0  # finite values
-        self.total = 0.0
-        self.minimum, self.maximum = math.inf, -math.inf
-        self.not_finite: dict[str, int] = {}  # by "nan", "inf", "-inf"
+        super().__init__()
         self.recent: deque[float] = deque(maxlen=max_recent)
-        self._mean = self._squares = 0.0
 
-    def add(self, value: float) -> None:
-        """Add a value."""
-        if not math.isfinite(value):
-            name = str(value)
-            self.not_finite[name] = self.not_finite.get(name, 0) + 1
-            return
-        # Welford's update: a sum of squares would lose the deviation of large values.
-        self.count += 1
-        difference = value - self._mean
-        self._mean += difference / self.count
-        self._squares += difference * (value - self._mean)
-        self.total += value
-        self.minimum = min(self.minimum, value)
-        self.maximum = max(self.maximum, value)
+    def add(self, value: float) -> bool:
+        """Add a value; return whether it is finite."""
+        if not super().add(value):
+            return False
         self.recent.append(value)
-
-    @property
-    def mean(self) -> float:
-        return self._mean if self.count else NAN
-
-    @property
-    def std(self) -> float:
-        """Sample standard deviation; NaN below two values."""
-        return math.sqrt(self._squares / (self.count - 1)) if self.count > 1 else NAN
+        return True
 
     def newest(self, window: int | None) -> list[float]:
         """Return the newest values, at most ``window`` of them.

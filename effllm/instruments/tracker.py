@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+from effllm.instruments._active_run import record
 from effllm.instruments._number import number, whole
 from effllm.instruments._statistics import MAX_RECENT, NAN, Statistics, mean, percentile, std
 
@@ -51,6 +52,7 @@ class MetricTracker:
                 return
             found = self._metrics[name] = Statistics(self._max_recent)
         found.add(read)
+        record(name, read)
         self.last_step = self.last_step if (known := whole(step)) is None else known
 
     def update_batch(self, metrics: Mapping[str, Any], step: int | None = None) -> None:

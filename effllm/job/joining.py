@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from effllm.records.counters import FIELDS
 from effllm.records.rank import METHODS, DeviceWindow, Gauge, Integrals, RankReport, add_profiles
+from effllm.records.values import merged_by_name
 
 MAX_WAIT_S = 2.5  # timeout of a joined window; twice this time until most ranks have reported
 MAX_ENDS = 1024  # number of stored ends of joined windows, for late reports
@@ -186,6 +187,7 @@ def join(rows: Sequence[RankReport], window: int) -> RankReport:
         reset=any(row.reset for row in rows),
         profile=add_profiles(*(row.profile for row in rows)),
         own_median_s=statistics.median(medians_s) if medians_s else None,
+        values=merged_by_name(row.values for row in rows),
     )
 
 

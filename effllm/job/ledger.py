@@ -15,7 +15,8 @@ from effllm.job.merged import Merged
 from effllm.job.rows import Rows
 from effllm.records.columns import from_json, to_json
 from effllm.records.job import SCHEMA_VERSION, Overhead, Straggler, StragglerVerdict
-from effllm.records.rank import MARKED_PHASES, SHUTDOWN, STARTUP, RankReport
+from effllm.records.rank import MARKED_PHASES, SHUTDOWN, STARTUP, RankReport, ValueStatistics
+from effllm.records.values import merged_by_name
 
 CLASSES = ("iterations", *MARKED_PHASES, STARTUP, SHUTDOWN)
 #: Maximum number of ranks in `Ledger.slowest`.
@@ -131,6 +132,7 @@ class Ledger(Struct):
     waited: Waited = msgspec.field(default_factory=Waited)  # waits in the last window
     schema_version: int = SCHEMA_VERSION  # version of state.json
     slowest: dict[int, int] = {}  # rank -> number of windows in which this rank was the slowest
+    values: dict[str, ValueStatistics] = {}  # of instruments in the whole run, by name
     windows_compared: int = 0  # windows in which own times of ranks were compared
 
     def next_attempt(self, job: str) -> Ledger:
@@ -170,6 +172,8 @@ class Ledger(Struct):
         for name, seconds in {"iterations": float(rows.numbers["time_s"].sum()), **rows.phases_s}.items():
             self.classes_s[name] = self.classes_s.get(name, 0.0) + seconds
         self.goodput.attempt.count_rows(window, rows)
+        if rows.values:
+            self.values = merged_by_name((self.values, rows.values))
 
     def count_devices(
         self,

@@ -31,6 +31,7 @@ from effllm.records.job import (
     Value,
 )
 from effllm.records.rank import RankReport
+from effllm.records.values import summaries
 
 #: Limit for a window's end in the future: clocks of nodes differ by much less, but the aggregator's time may be old.
 MAX_AHEAD_S = 5.0
@@ -189,6 +190,7 @@ def report_of(
         time_by_class=ledger.time_by_class(),
         stragglers=waited.verdicts,
         spread={} if correction else window_spread(rows, window.merged, roster.expected(window.ranks)),
+        instruments={} if correction else summaries(rows.values),
         energy_doubtful=(metrics.energy.timing_error_ratio(own) or 0.0) > MAX_RANDOM_ERROR,
     )
 
@@ -274,6 +276,7 @@ def summary_of(
         slowest=dict(sorted(ledger.slowest.items(), key=lambda one: -one[1])),
         windows_compared=ledger.windows_compared,
         goodput=goodput,
+        instruments=summaries(ledger.values),
     )
 
 

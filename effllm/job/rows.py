@@ -11,7 +11,8 @@ import numpy as np
 from effllm.job.gathered import Gathered, GpuReadings
 from effllm.records.columns import Array, fields_of
 from effllm.records.counters import FIELDS
-from effllm.records.rank import Profile, RankReport, add_profiles
+from effllm.records.rank import Profile, RankReport, ValueStatistics, add_profiles
+from effllm.records.values import merged_by_name
 
 
 class Rows(list[RankReport]):
@@ -60,6 +61,11 @@ class Rows(list[RankReport]):
         return add_profiles(*map(attrgetter("profile"), self))
 
     @cached_property
+    def values(self) -> dict[str, ValueStatistics]:
+        """Statistics of the values of instruments over all ranks, by name."""
+        return merged_by_name(filter(None, map(attrgetter("values"), self)))
+
+    @cached_property
     def phases_s(self) -> dict[str, float]:
         """Seconds of each phase, summed over reports."""
         sums: dict[str, float] = {}
@@ -86,6 +92,7 @@ class Rows(list[RankReport]):
         both.iterations = max(self.iterations, more.iterations)
         both.loss = more.loss if self.loss is None else self.loss
         both.profile = add_profiles(self.profile, more.profile)
+        both.values = merged_by_name((self.values, more.values))
         both.phases_s = {name: self.phases_s.get(name, 0.0) + more.phases_s.get(name, 0.0) for name in phases}
         both.is_final = self.is_final or more.is_final
         return both

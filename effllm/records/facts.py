@@ -65,6 +65,7 @@ class RankFacts:
     peer_group: str = ""
     replica: str = ""
     serves_requests: bool = False
+    value_names: tuple[str, ...] = ()  # names of the values of instruments; a record of the ring has the index
     warnings: tuple[str, ...] = ()  # lines for the user, each once
 
 

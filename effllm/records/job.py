@@ -10,6 +10,7 @@ from msgspec.structs import fields
 from effllm.records.counters import FIELDS, Counters
 from effllm.records.energy import EnergyAmount
 from effllm.records.rank import Profile
+from effllm.records.values import ValueSummary
 
 #: Version of the files in a run folder; it is incremented when a field is removed or changes its meaning.
 SCHEMA_VERSION = 3
@@ -238,6 +239,7 @@ class WindowReport(Struct, frozen=True, omit_defaults=True):
     time_by_class: dict[str, float] = {}
     energy_doubtful: bool = False  # the window's energy has a random error of more than 5 %
     stragglers: tuple[StragglerVerdict, ...] = ()  # current stragglers, at most 16, the costliest first
+    instruments: dict[str, ValueSummary] = {}  # values of instruments in the window, by name
     spread: dict[str, Spread] = {}  # distributions in the window, by the names in SPREADS
 
 
@@ -336,5 +338,6 @@ class Summary(Struct, frozen=True):
     slowest: dict[int, int] = {}  # rank -> number of windows in which this rank was the slowest; at most 64 ranks
     windows_compared: int = 0  # number of windows in which own times of ranks were compared
     goodput: GoodputSummary | None = None
+    instruments: dict[str, ValueSummary] = {}  # values of instruments in the whole run, by name
     is_over: bool = True  # False: the run continues or is stalled, and this file will be written again
     schema_version: int = SCHEMA_VERSION

@@ -289,6 +289,26 @@ def add_profiles(*profiles: Profile | None) -> Profile | None:
     return reduce(add, known) if known else None
 
 
+#: Names of values in one report; a report with this many names and full digests has 100 kB of values.
+MAX_NAMES = 200
+#: Limits of the centroids of a name: in the report of a rank, and in sums over ranks and windows.
+WINDOW_CENTROIDS, SUM_CENTROIDS = 32, 100
+Weight = Annotated[int, Meta(ge=1, le=2**53)]
+Centroids = Annotated[tuple[tuple[Number, Weight], ...], Meta(max_length=SUM_CENTROIDS)]
+
+
+class ValueStatistics(Struct, frozen=True, array_like=True, gc=False):
+    """Exact statistics of the values of one name, and a digest for percentiles."""
+
+    count: Count = 0  # number of finite values
+    total: Finite = 0.0
+    squares: Finite = 0.0  # sum of squared differences from the mean
+    least: Finite = 0.0  # 0 without values
+    most: Finite = 0.0
+    not_finite: tuple[Count, Count, Count] = (0, 0, 0)  # numbers of NaN, infinite and negative infinite values
+    centroids: Centroids = ()  # (mean, number of values); empty if the library of digests is not installed
+
+
 class RankReport(CountedOnWire, Struct, frozen=True, array_like=True, gc=False):
     """One window of one rank: the wall time since the end of its previous window, with all energy in this time.
 
@@ -329,6 +349,7 @@ class RankReport(CountedOnWire, Struct, frozen=True, array_like=True, gc=False):
     aliasing_error: Amount | None = None
     losses_not_finite: Count = 0  # number of losses that were NaN or infinite
     first_not_finite: Position | None = None  # number shown of the first iteration with such a loss
+    values: Annotated[dict[Word, ValueStatistics], Meta(max_length=MAX_NAMES)] = {}  # of instruments, by name
 
     @property
     def iterations(self) -> int:

@@ -20,6 +20,7 @@ from effllm.records.shared_memory import RingError, SharedDocument, make_memory
 
 MAGIC = b"EFFLRNG2"
 ITERATION, PHASE, LOSS, RESET, END, PROFILE, DEVICE_TIME, OWN_TIME = 1, 2, 3, 4, 5, 6, 7, 8
+VALUE = 9  # a value of an instrument
 SPAN = 10  # a request for the readings of a span of time; records/spans.py has the answer
 MAX_CHAINS = 16  # chains of consecutive spans in one ring
 #: Final statuses of a loop; the record END has an index into this tuple.
@@ -32,6 +33,7 @@ _KINDS = 12  # length of timeline.KINDS
 STARTUP, BETWEEN, STEP, PHASE_STATE, FINISHED = 0, 1, 2, 3, 4
 STATE_NAMES = ("startup", "between iterations", "in an iteration", "in a marked phase", "finished")
 
+MAX_VALUE_NAMES = 200  # records.rank.MAX_NAMES
 _PHASES = 4  # length of records.rank.MARKED_PHASES: a record has a total of each phase
 #: Kind -> range of `Slot.what`: the first value, and the last value plus 1.
 _WHAT = {
@@ -44,6 +46,7 @@ _WHAT = {
     DEVICE_TIME: (0, 1),
     OWN_TIME: (0, 1),
     SPAN: (0, MAX_CHAINS),
+    VALUE: (0, MAX_VALUE_NAMES),
 }
 
 _HEADER = struct.Struct("<8sIII")
@@ -68,16 +71,17 @@ class Slot(NamedTuple):
     sequence: int
     kind: int
     # PHASE: index into records.rank.MARKED_PHASES; END: index into STATUSES; PROFILE: index into timeline.KINDS, WHOLE
-    # or COMPUTING; LOSS: 1 if the loss is missing; SPAN: number of the chain.
+    # or COMPUTING; LOSS: 1 if the loss is missing; VALUE: index into `RankFacts.value_names`; SPAN: number of the
+    # chain.
     what: int
     ordinal: int
     # ITERATION: own time in ns, 0 unknown; LOSS: iteration number of the caller; PROFILE: time in ns; DEVICE_TIME and
-    # OWN_TIME: number of timed iterations; SPAN: number of the request.
+    # OWN_TIME: number of timed iterations; VALUE: number of values so far; SPAN: number of the request.
     number: int
     start_ns: int
     end_ns: int
     # ITERATION: arrival at the sync point, in ns; LOSS: the loss; PROFILE: exposed seconds, or (COMPUTING) the cost;
-    # DEVICE_TIME and OWN_TIME: seconds of the timed iterations.
+    # DEVICE_TIME and OWN_TIME: seconds of the timed iterations; VALUE: the value, also NaN and infinite.
     value: float
     step_ns: int
     wait_ns: int

@@ -40,6 +40,7 @@ class MetricsCollector:
         self.declared = self.lifecycle.declared
         self._counted = Counted()
         self._counts = False  # whether the loop itself calls record_iteration_end
+        self._value_indices: dict[str, int] = {}  # -1: there are too many names
         self._batch = (0, 0)  # tokens and samples of a step, from set_batch_config
 
     @property
@@ -237,6 +238,22 @@ class MetricsCollector:
     def record_facts(self, **facts: str | float | bool | None) -> None:
         """Add facts of the run to ``run.json``; only the facts of rank 0 are used."""
         self.declared.learn_run(facts)
+
+    def record_value(self, name: str, value: float) -> None:
+        """Record a value of an instrument for the run folder; does nothing while metrics are not collected.
+
+        Args:
+            name: for example ``loss``, or with its unit ``timing/forward_seconds``.
+            value: NaN and infinite values are counted; a value that is not a float is ignored, with a warning.
+        """
+        if (recorder := self.lifecycle.recorder) is not None:
+            index = self._value_indices.get(name)
+            if index is None:
+                index = self._value_indices[name] = self.declared.value_index(name)
+            if index >= 0 and isinstance(value, float):
+                recorder.value(index, value)
+            elif index >= 0:
+                self.warn(f"value {name} must be a float, not {type(value).__name__}; ignored")
 
     def calculate_amu(self) -> float:
         """Return the average memory utilization in GB."""

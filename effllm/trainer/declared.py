@@ -7,6 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from effllm.records.facts import DeclaredParameters, RankFacts
+from effllm.records.ring import MAX_VALUE_NAMES
+
+#: Limits of the names of values: of one name, and of all names, because the facts have 64 kB.
+MAX_NAME_LETTERS, MAX_NAMES_LETTERS = 100, 5000
 
 
 class Declared:
@@ -58,6 +62,19 @@ class Declared:
         first = count(first_iteration)
         is_known = (True if first else None) if is_numbered is None else bool(is_numbered)
         self.learn(first_iteration=first or (None if keeps_earlier else 0), is_numbered=is_known)
+
+    def value_index(self, name: Any) -> int:
+        """Return the index of a name of values, which is sent to the agent if it is new; -1: there are too many."""
+        names, new = self.facts.value_names, text(name)[:MAX_NAME_LETTERS]
+        if new in names:
+            return names.index(new)
+        if len(names) >= MAX_VALUE_NAMES or sum(map(len, names)) + len(new) > MAX_NAMES_LETTERS:
+            line = f"instruments: the run folder has no values of {new} and later names: at most {MAX_VALUE_NAMES}"
+            if not any(one.startswith("instruments:") for one in self.facts.warnings):
+                self.learn(warnings=(*self.facts.warnings, line))
+            return -1
+        self.learn(value_names=(*names, new))
+        return len(names)
 
     def forget_training(self) -> None:
         """Reset the facts that are only valid for an earlier training in this process."""

@@ -21,6 +21,8 @@ from effllm.trainer.phases import Phases
 
 _NO_TOKENS = 0
 NEAR_NS = 10_000_000  # an iteration that ended within this time ends a span
+#: Values of instruments after which the agent reads the ring; the ring has 1,000 slots by default.
+WAKE_VALUES = 250
 
 _live: weakref.WeakSet[Recorder] = weakref.WeakSet()
 
@@ -59,6 +61,7 @@ class Recorder:
         self._own_ns = self._arrival_ns = 0  # own time before the sync point, and time of the sync point
         self._boundary = False  # a window has ended and the next iteration has not started
         self._step_ns = self._wait_ns = 0
+        self._num_values = 0
         self._counters = RunningCounts()
         self._phases = Phases()
         self.generations = Generations(self._counters, self.phase_start, self.phase_end, self._write_totals, self._once)
@@ -242,6 +245,16 @@ class Recorder:
         if self._on and (checked := self._losses.checked(number, loss)) is not None:
             now_ns = time.monotonic_ns()
             self._put(ring.LOSS, loss is None, self.ordinal, checked[0], now_ns, now_ns, checked[1])
+
+    def value(self, index: int, value: float) -> None:
+        """Record a value of an instrument; ``index`` is the position of its name in the facts."""
+        if self._on:
+            self._num_values += 1
+            now_ns = time.monotonic_ns()
+            ordinal = self.ordinal + (self._start_ns > 0)
+            self._put(ring.VALUE, index, ordinal, self._num_values, now_ns, now_ns, value)
+            if self._num_values % WAKE_VALUES == 0:
+                self._wake()  # before values overwrite iterations in the ring
 
     def reset(self) -> None:
         """Reset the run-to-date values at the end of the current window."""

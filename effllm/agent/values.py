@@ -1,0 +1,82 @@
+"""The values of the instruments of one rank, by window. No I/O."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from effllm.records import ring
+from effllm.records.moments import Moments
+from effllm.records.rank import WINDOW_CENTROIDS, ValueStatistics
+from effllm.records.values import MAX_VALUE, centroids_of, digest_type, merged_by_name
+
+#: Open windows with values of their own; later values enter the newest window.
+MAX_WINDOWS = 64
+_NO_DIGEST = (
+    "percentiles of instruments: not measured, because fastdigest is missing: pip install 'effllm[instruments]'"
+)
+
+
+class _Name(Moments):
+    """The values of one name in one window."""
+
+    __slots__ = ("_digest",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        made: Any = digest_type()
+        self._digest = made(WINDOW_CENTROIDS) if made is not None else None
+
+    def add(self, value: float) -> bool:
+        if abs(value) > MAX_VALUE:
+            value = math.copysign(math.inf, value)
+        is_finite = super().add(value)
+        if is_finite and self._digest is not None:
+            self._digest.update(value)
+        return is_finite
+
+    def statistics(self) -> ValueStatistics:
+        nan, infinite, negative = (self.not_finite.get(name, 0) for name in ("nan", "inf", "-inf"))
+        return ValueStatistics(
+            count=self.count,
+            total=self.total,
+            squares=self.squares,
+            least=self.minimum if self.count else 0.0,
+            most=self.maximum if self.count else 0.0,
+            not_finite=(nan, infinite, negative),
+            centroids=centroids_of(self._digest) if self._digest is not None else (),
+        )
+
+
+class InstrumentValues:
+    """Statistics of values by window and name, until the report of the window."""
+
+    def __init__(self) -> None:
+        self._windows: dict[int, dict[int, _Name]] = {}  # by window and index of the name
+        self._notices: list[str] | None = None  # lines for the user; None before the first value
+
+    def add(self, slot: ring.Slot, window: int) -> None:
+        """Add a record of the kind VALUE."""
+        if self._notices is None:
+            self._notices = [_NO_DIGEST] if digest_type() is None else []
+        names = self._windows.get(window)
+        if names is None:
+            if len(self._windows) >= MAX_WINDOWS:
+                window = max(self._windows)
+            names = self._windows.setdefault(window, {})
+        if slot.what not in names:
+            names[slot.what] = _Name()
+        names[slot.what].add(slot.value)
+
+    def take(self, window: int, names: Sequence[str], *, is_last: bool) -> dict[str, ValueStatistics]:
+        """Return the values up to a window by name, or all values if ``is_last``."""
+        taken = sorted(number for number in self._windows if is_last or number <= window)
+        parts = [self._windows.pop(number) for number in taken]
+        return merged_by_name(
+            {names[index]: one.statistics() for index, one in part.items() if index < len(names)} for part in parts
+        )
+
+    def take_notice(self) -> str:
+        """Return a line for the user, once."""
+        return self._notices.pop() if self._notices else ""

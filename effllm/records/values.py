@@ -1,0 +1,141 @@
+"""The values of instruments: statistics of one name that can be added over ranks and windows.
+
+Percentiles are from a t-digest (Dunning and Ertl, arXiv 1902.04023) of the library fastdigest, which the extra
+``instruments`` installs. Without the library there are no percentiles.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from msgspec import Struct
+
+from effllm.records.rank import MAX_COUNT, MAX_NAMES, SUM_CENTROIDS, ValueStatistics
+
+#: Larger values count as infinite: sums of this many cannot overflow.
+MAX_VALUE = 1e30
+_MAX_FINITE = 1.7e308
+PERCENTILES = (5, 25, 50, 75, 95, 99)
+
+
+class ValueSummary(Struct, frozen=True, omit_defaults=True):
+    """The values of one name, in windows-*.jsonl and in summary.json; a missing field was not measured."""
+
+    count: int  # finite values of all ranks
+    unit: str = ""
+    total: float | None = None
+    mean: float | None = None
+    std: float | None = None  # sample standard deviation
+    least: float | None = None
+    most: float | None = None
+    percentiles: dict[str, float] = {}  # estimates: p5, p25, ...
+    not_finite: dict[str, int] = {}  # numbers of values that are in nothing else: by nan, inf, -inf
+
+
+@cache
+def digest_type() -> Any:
+    """Return the class of digests, or ``None`` if the library is not installed."""
+    try:
+        from fastdigest import TDigest
+    except ImportError:
+        return None
+    return TDigest
+
+
+def centroids_of(digest: Any) -> tuple[tuple[float, int], ...]:
+    return tuple((mean, round(weight)) for mean, weight in digest.centroids)
+
+
+def merged(parts: Sequence[ValueStatistics]) -> ValueStatistics:
+    """Return the statistics of all values of the parts."""
+    if len(parts) == 1:
+        return parts[0]
+    filled = [part for part in parts if part.count]
+    count, total, squares = 0, 0.0, 0.0
+    for part in filled:
+        if count:
+            difference = part.total / part.count - total / count
+            squares += difference * difference * count * (part.count / (count + part.count))
+        squares, total, count = squares + part.squares, total + part.total, count + part.count
+    return ValueStatistics(
+        count=min(count, MAX_COUNT),
+        total=_limited(total),
+        squares=_limited(squares),
+        least=min((part.least for part in filled), default=0.0),
+        most=max((part.most for part in filled), default=0.0),
+        not_finite=tuple(
+            min(sum(counts), MAX_COUNT) for counts in zip(*(one.not_finite for one in parts), strict=True)
+        ),
+        centroids=_merged_centroids(filled),
+    )
+
+
+def _merged_centroids(parts: Sequence[ValueStatistics]) -> tuple[tuple[float, int], ...]:
+    """Return the centroids of all parts; empty if a part has none, because percentiles of a part would mislead."""
+    if not all(part.centroids for part in parts):
+        return ()
+    known = [centroid for part in parts for centroid in part.centroids]
+    if len(known) <= SUM_CENTROIDS:
+        return tuple(known)
+    digest = _digest(known)
+    return centroids_of(digest) if digest is not None else ()
+
+
+def _digest(centroids: Sequence[tuple[float, int]]) -> Any:
+    if (made := digest_type()) is None or not centroids:
+        return None
+    means, weights = zip(*centroids, strict=True)
+    return made.from_values(means, [float(weight) for weight in weights], max_centroids=SUM_CENTROIDS)
+
+
+def merged_by_name(parts: Iterable[Mapping[str, ValueStatistics]]) -> dict[str, ValueStatistics]:
+    """Return the statistics of all values by name: at most `MAX_NAMES` names, the first ones."""
+    known: dict[str, list[ValueStatistics]] = {}
+    for part in parts:
+        for name, one in part.items():
+            if name in known:
+                known[name].append(one)
+            elif len(known) < MAX_NAMES:
+                known[name] = [one]
+    return {name: merged(ones) for name, ones in known.items()}
+
+
+def summaries(values: Mapping[str, ValueStatistics]) -> dict[str, ValueSummary]:
+    """Return the statistics as they are in the files of a run."""
+    return {name: _summary(name, one) for name, one in sorted(values.items())}
+
+
+def percentiles(centroids: Sequence[tuple[float, int]]) -> dict[str, float]:
+    """Return estimates of the `PERCENTILES`; empty without centroids or without the library."""
+    digest = _digest(centroids)
+    return {} if digest is None else {f"p{percent}": digest.percentile(percent) for percent in PERCENTILES}
+
+
+def _summary(name: str, one: ValueStatistics) -> ValueSummary:
+    numbers = zip(("nan", "inf", "-inf"), one.not_finite, strict=True)
+    not_finite = {kind: number for kind, number in numbers if number}
+    unit = next((unit for end, unit in UNITS.items() if name.endswith(end)), "")
+    if not one.count:
+        return ValueSummary(0, unit, not_finite=not_finite)
+    return ValueSummary(
+        count=one.count,
+        unit=unit,
+        total=one.total,
+        mean=one.total / one.count,
+        std=math.sqrt(max(one.squares, 0.0) / (one.count - 1)) if one.count > 1 else None,
+        least=one.least,
+        most=one.most,
+        percentiles=percentiles(one.centroids),
+        not_finite=not_finite,
+    )
+
+
+#: End of a name -> unit.
+UNITS = {"_seconds": "s", "_bytes": "bytes", "_joules": "J"}
+
+
+def _limited(value: float) -> float:
+    return min(max(value, -_MAX_FINITE), _MAX_FINITE)

@@ -1,0 +1,101 @@
+"""Statistics of values of instruments: merged over parts, by window of a rank, and after a restart."""
+
+import math
+import random
+import statistics
+
+import pytest
+
+from effllm.agent import values as agent_values
+from effllm.agent.values import InstrumentValues
+from effllm.job.ledger import Ledger, restore
+from effllm.records import ring, values
+from effllm.records.values import merged, merged_by_name, summaries
+
+
+def slot(value, index=0, ordinal=1):
+    return ring.Slot(1, ring.VALUE, index, ordinal, 1, 0, 0, value, 0, 0, (), 0, ())
+
+
+def statistics_of(numbers):
+    taken = InstrumentValues()
+    for number in numbers:
+        taken.add(slot(number), 1)
+    return taken.take(1, ["loss"], is_last=False)["loss"]
+
+
+def test_merged_parts_equal_the_statistics_of_all_values():
+    randoms = random.Random(7)
+    parts = [[randoms.gauss(5, 2) for _ in range(size)] for size in (500, 1, 3000)]
+    everything = [number for part in parts for number in part]
+    whole = summaries({"loss": merged([statistics_of(part) for part in parts])})["loss"]
+
+    assert (whole.count, whole.least, whole.most) == (3501, min(everything), max(everything))
+    assert whole.mean == pytest.approx(statistics.fmean(everything))
+    assert whole.std == pytest.approx(statistics.stdev(everything))
+    cuts = statistics.quantiles(everything, n=100)
+    assert whole.percentiles == pytest.approx({f"p{n}": cuts[n - 1] for n in values.PERCENTILES}, abs=0.2)
+
+
+def test_nan_and_infinite_values_are_counted_and_not_averaged():
+    numbers = [1.0, math.nan, math.inf, -math.inf, 1e31, 3.0]
+    found = summaries({"loss": statistics_of(numbers)})["loss"]
+
+    assert (found.count, found.mean, found.not_finite) == (2, 2.0, {"nan": 1, "inf": 2, "-inf": 1})
+
+
+def test_name_without_finite_values_has_a_count_and_no_mean():
+    found = summaries({"loss": statistics_of([math.nan])})["loss"]
+
+    assert (found.count, found.mean, found.percentiles, found.not_finite) == (0, None, {}, {"nan": 1})
+
+
+def test_unit_is_from_the_end_of_the_name():
+    one = statistics_of([1.0])
+    found = summaries({"timing/forward_seconds": one, "memory/peak_bytes": one, "loss": one})
+
+    assert {name: value.unit for name, value in found.items()} == {
+        "loss": "", "memory/peak_bytes": "bytes", "timing/forward_seconds": "s",
+    }  # fmt: skip
+
+
+def test_values_are_in_the_report_of_their_window():
+    taken = InstrumentValues()
+    taken.add(slot(1.0), 1)
+    taken.add(slot(2.0), 2)
+
+    assert taken.take(1, ["loss"], is_last=False)["loss"].total == 1.0
+    assert taken.take(5, ["loss"], is_last=False)["loss"].total == 2.0
+    assert taken.take(5, ["loss"], is_last=True) == {}
+
+
+def test_without_the_library_percentiles_are_missing_and_one_line_says_so(monkeypatch):
+    monkeypatch.setattr(agent_values, "digest_type", lambda: None)
+    taken = InstrumentValues()
+    taken.add(slot(1.0), 1)
+    taken.add(slot(2.0), 1)
+    found = summaries(taken.take(1, ["loss"], is_last=False))["loss"]
+
+    assert (found.count, found.total, found.percentiles) == (2, 3.0, {})
+    assert "pip install 'effllm[instruments]'" in taken.take_notice()
+    assert taken.take_notice() == ""
+
+
+def test_names_are_limited_to_the_first():
+    one = statistics_of([1.0])
+    many = merged_by_name({str(number): one} for number in range(values.MAX_NAMES + 5))
+
+    assert list(many) == [str(number) for number in range(values.MAX_NAMES)]
+
+
+def test_restarted_aggregator_keeps_the_values():
+    ledger = Ledger(attempt=1, job="", started_time_s=0.0)
+    ledger.values = {"loss": statistics_of([1.0, math.nan, 4.0])}
+
+    assert restore(ledger.encode({})).values == ledger.values
+
+
+def test_sums_of_the_largest_numbers_stay_finite():
+    huge = merged([values.ValueStatistics(1, number, 0.0, number, number) for number in (1.7e308, -1.7e308, 1.7e308)])
+
+    assert all(map(math.isfinite, (huge.total, huge.squares)))
