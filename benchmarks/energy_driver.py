@@ -1,4 +1,4 @@
-"""The process of a measured tool: it begins and ends windows at given times, and stamps both calls.
+"""The process of a measured tool: it begins and ends windows at given times, and records the times of both calls.
 
 This module imports only the standard library, because it also runs in the environment of the compared tools.
 """

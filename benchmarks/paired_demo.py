@@ -1,6 +1,6 @@
 """The demo's training with metrics alternately on and off; training.py starts it with torchrun.
 
-Off is the bare job: the loop makes no calls, and SIGSTOP stops agent and aggregator.
+While metrics are off, the loop makes no calls of effllm, and agent and aggregator are stopped with SIGSTOP.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class Bare:
 
 
 def main(arguments: list[str]) -> None:
-    """Serve on a descriptor until the benchmark ends."""
+    """Serve on the socket with this descriptor until the benchmark ends."""
     endpoint, descriptor, secret_file, parent = json.loads(arguments[0])
     raise_limit()
     context = make_context()
