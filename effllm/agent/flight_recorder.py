@@ -23,7 +23,6 @@ MAX_BYTES = 256 * 2**20
 
 
 def dump_paths(rank: int, environ: Mapping[str, str]) -> list[Path]:
-    """Return the possible paths of a rank's dump."""
     named = [environ[name] for name in PREFIXES if environ.get(name)]
     if named:
         return [Path(f"{named[0]}{rank}")]

@@ -70,7 +70,6 @@ class Measuring:
         return self._cutter.unix_s(time.monotonic_ns())
 
     def take(self, *, is_trainer_gone: bool) -> None:
-        """Read new records and samples."""
         self.devices.take()
         self._add(self._trainer.ring.read())
         if is_trainer_gone and self.status is None:
@@ -128,7 +127,6 @@ class Measuring:
         return self.devices.is_settled(self.end_ns)
 
     def finish(self) -> None:
-        """Make the remaining reports."""
         self._trainer.ring.skip_torn()
         self._add(self._trainer.ring.read())
         self._spans.answer(self.devices, time.monotonic(), is_end=True)

@@ -15,7 +15,6 @@ from effllm.records.wire import Heartbeat, Hello
 
 
 def hello(trainer: Trainer, measuring: Measuring) -> Hello:
-    """Return the HELLO of a rank, with its current facts."""
     facts = trainer.facts
     of_run = facts if trainer.rank == 0 else RankFacts()
     return Hello(

@@ -39,7 +39,6 @@ class Notices:
         self._is_explained = False  # whether the reason of the missing aggregator was reported
 
     def no_metrics(self, text: str) -> None:
-        """Report the reason of this rank's missing metrics."""
         self._events.report("agent", text)
         if self._trainer.is_first_of_host:
             self._is_explained = True
@@ -62,7 +61,6 @@ class Notices:
             write_notice(f"{text}: no metrics without an aggregator; training goes on")
 
     def undelivered(self, num_reports: int) -> None:
-        """Report the number of reports that were not delivered before the end."""
         text = f"{num_reports} reports could not be delivered to {self._trainer.facts.endpoint or 'no address'}"
         self._events.report("agent", text)
         if self._trainer.is_first_of_host:

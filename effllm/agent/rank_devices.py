@@ -63,12 +63,10 @@ class RankDevices:
 
     @property
     def series(self) -> list[Series]:
-        """The samples of the open devices."""
         return [track.series for track in self._tracks if track.series is not None]
 
     @property
     def is_calibrating(self) -> bool:
-        """Whether the sensor of a device is being calibrated."""
         return any(track.sampler.is_calibrating for track in self._tracks)
 
     @property

@@ -130,7 +130,6 @@ class Sampler:
 
     @property
     def is_opening(self) -> bool:
-        """Whether the device is still being opened."""
         return self.device is None and not self.unavailable
 
     @property

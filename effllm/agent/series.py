@@ -121,7 +121,6 @@ class Series:
         self.energy.forget_before(time_ns)
 
     def integrals(self, start_ns: int, end_ns: int) -> Integrals:
-        """Return the integrals over ``[start_ns, end_ns]``."""
         return replace(self._levels(start_ns, end_ns), energy=self.energy.energy(start_ns, end_ns))
 
     def _levels(self, start_ns: int, end_ns: int) -> Integrals:

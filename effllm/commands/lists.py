@@ -11,14 +11,12 @@ from effllm.records.events import KINDS, Kind
 
 
 def print_metrics() -> None:
-    """Print the TensorBoard tag, the unit, the bases and the help text of every metric."""
     for entry in METRICS.values():
         over = ", ".join(entry.bases) + ("" if entry.chart else "; no chart")
         _print(f"efficientllm/{entry.tag(entry.bases[0])}", f" {entry.unit} ({over})", entry.help)
 
 
 def print_events(*, as_markdown: bool) -> None:
-    """Print all kinds of events, as text or as the table of docs/events.md."""
     if as_markdown:
         rows = [f"| `{name}` | {_place(kind)} | {kind.help} |" for name, kind in KINDS.items()]
         print("\n".join(["| kind | where | meaning |", "|---|---|---|", *rows]))

@@ -98,7 +98,6 @@ class _SimulatedPeer:
             self.hello_s = now_s
 
     def send_reports(self) -> int:
-        """Send the unsent reports; return the number of sent reports."""
         count = 0
         while rows := self.outbox.unsent():
             if not self.link.send(Reports(tuple(rows), self.outbox.lost)):

@@ -45,7 +45,6 @@ class Simulation(Struct, frozen=True):
 
     @property
     def windows(self) -> int:
-        """Number of windows of each rank."""
         return max(round(60 * self.minutes / self.interval_s), 1)
 
 

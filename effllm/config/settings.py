@@ -62,7 +62,6 @@ class Variable(NamedTuple):
         return self.word or _text(getattr(Config(), self.field))
 
     def value(self, config: Config) -> str:
-        """Return the setting of ``config`` as text for a shell."""
         return self.word if self.word and config.min_window_s else _text(getattr(config, self.field))
 
 
@@ -253,7 +252,6 @@ class Config:
         return float(self.warmup[:-1]) if self.warmup.endswith("s") else 0.0
 
     def sink_options(self) -> dict[str, dict[str, str]]:
-        """Return each sink with its options as texts."""
         return parse_sinks(self.sinks)
 
 
@@ -345,7 +343,6 @@ def unknown_variables(environ: Mapping[str, str]) -> list[str]:
 
 
 def secret_path(config: Config) -> Path:
-    """Return the path of the user's secret."""
     if config.secret_file:
         return Path(config.secret_file).expanduser().absolute()
     base = this_process().get("XDG_CONFIG_HOME", "").strip()
@@ -353,7 +350,6 @@ def secret_path(config: Config) -> Path:
 
 
 def cache_folder() -> Path:
-    """Return the user's cache folder, for calibrations of sensors."""
     base = this_process().get("XDG_CACHE_HOME", "").strip()
     return (Path(base) if base else _home() / ".cache") / "efficientllm"
 

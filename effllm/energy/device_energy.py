@@ -114,7 +114,6 @@ class EnergyLedger:
     # --- energy out ---
 
     def energy(self, start_ns: int, end_ns: int) -> EnergyAmount:
-        """Return the energy in ``[start_ns, end_ns]``."""
         readings = self._readings
         if not readings or end_ns <= start_ns:
             return NOT_MEASURED

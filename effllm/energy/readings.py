@@ -95,7 +95,6 @@ class Readings:
         return self._points[-1]
 
     def forget_before(self, time_ns: int) -> None:
-        """Remove the readings that are not needed for spans after a time."""
         while len(self._points) > 2 and self._points[1].time_ns <= time_ns:
             self._points.popleft()
 

@@ -235,7 +235,6 @@ def version(package: str) -> str:
 
 
 def rank() -> int:
-    """Return the rank of this process in the metrics."""
     return (place() or read_place(this_process())).rank
 
 

@@ -224,7 +224,6 @@ class Aggregator:
         self.events.record(Event(time_s, "rank_lost", f"rank {rank} is lost: its agent ended without a BYE", rank))
 
     def close_all(self) -> None:
-        """Close all windows, at the end of the job."""
         for window in self.open.take_all():
             self._close(window)
         self.events.roll()

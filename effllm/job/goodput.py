@@ -34,7 +34,6 @@ class Goodput(Struct):
 
     @property
     def attempt(self) -> Attempt:
-        """The running attempt."""
         return self.attempts[-1]
 
     def hear(self, ago_s: float = 0.0) -> None:

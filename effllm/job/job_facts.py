@@ -99,7 +99,6 @@ class JobFacts:
 
     @cached_property
     def flops_per_token(self) -> float | None:
-        """Model FLOPs per token, if a rank has declared them."""
         return next((hello.flops_per_token for hello in self._hellos.values() if hello.flops_per_token), None)
 
     @cached_property
@@ -110,7 +109,6 @@ class JobFacts:
 
     @cached_property
     def total_iterations(self) -> int | None:
-        """Number of iterations of the job, if a rank has declared it."""
         return next((hello.total_iterations for hello in self._hellos.values() if hello.total_iterations), None)
 
     @cached_property
@@ -134,7 +132,6 @@ class JobFacts:
 
     @cached_property
     def measures_energy(self) -> bool:
-        """Whether any device has an energy or power sensor."""
         return any(device.energy_method for device in self._devices.values())
 
     @cached_property

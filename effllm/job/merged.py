@@ -31,7 +31,6 @@ class Expected(dict[str, Device]):
 
     @classmethod
     def of(cls, devices: Mapping[str, Device]) -> Expected:
-        """Convert a mapping of devices to this class."""
         return devices if isinstance(devices, Expected) else cls(devices)
 
     @cached_property
@@ -62,7 +61,6 @@ class Expected(dict[str, Device]):
 
     @cached_property
     def has_only_gpus(self) -> bool:
-        """Whether all devices are GPUs."""
         return bool(self.is_gpu.all())
 
     @cached_property

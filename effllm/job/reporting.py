@@ -49,7 +49,6 @@ class Window(Struct):
 
     @property
     def ranks(self) -> Collection[int]:
-        """The ranks that reported this window."""
         return self.rows if self.rows or self.by_rank is None else frozenset(self.by_rank.ranks)
 
     def without_reports(self) -> Window:
@@ -60,7 +59,6 @@ class Window(Struct):
 
     @property
     def ordered(self) -> Rows:
-        """The reports in the order of ranks."""
         if self.by_rank is None:
             self.by_rank = Rows.by_rank(self.rows)
         return self.by_rank

@@ -57,7 +57,6 @@ class Rows(list[RankReport]):
 
     @cached_property
     def profile(self) -> Profile | None:
-        """Sum of the profiles."""
         return add_profiles(*map(attrgetter("profile"), self))
 
     @cached_property
@@ -99,7 +98,6 @@ class Rows(list[RankReport]):
 
     @classmethod
     def of(cls, rows: Iterable[RankReport]) -> Rows:
-        """Convert reports to this class."""
         return rows if isinstance(rows, Rows) else cls(rows)
 
     @classmethod

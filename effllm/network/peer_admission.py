@@ -65,7 +65,6 @@ class PeerAdmission:
 
     @property
     def counts(self) -> dict[str, int]:
-        """The numbers of rejected connections, by kind."""
         return {"unauthenticated": self._rejections.count} if self._rejections.count else {}
 
     def close(self) -> None:

@@ -70,7 +70,6 @@ class Admission:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Number of rejected messages and connections, by kind."""
         return {**self._peers.rejected, **self._peer_admission.counts}
 
     def _shortage(self, hello: Hello, now_s: float) -> str:

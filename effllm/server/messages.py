@@ -101,7 +101,6 @@ class Messages:
                 self._socket.send_frame(peer, frame)
 
     def request_stacks(self) -> None:
-        """Request the stacks of trainers in a stall."""
         for rank in self._aggregator.stalls.take_asked():
             if (peer := self._peers.of_rank(rank)) is not None:
                 self._socket.send(peer, Inspect("the job has stalled"))

@@ -158,7 +158,6 @@ class _Values(Collector):
             self._events[kind] = self._events.get(kind, 0) + count
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the current metrics."""
         with self._lock:
             report, age_s, events = self._report, self._clock() - self._since_s, dict(self._events)
         is_fresh = report is not None and age_s <= max(FRESH_WINDOWS * report.last.loop.time_s, FRESH_S)

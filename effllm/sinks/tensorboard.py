@@ -96,7 +96,6 @@ class TensorBoard:
         self._add(event_pb2.Event(wall_time=time.time(), file_version="brain.Event:2"))
 
     def write(self, report: ClusterReport) -> None:
-        """Write the values of one report as scalars of its iteration."""
         if not report.values:
             return
         shown = {tag: value for tag, value in report.values.items() if _is_charted(tag)}

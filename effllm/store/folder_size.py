@@ -23,7 +23,6 @@ def segment_bytes(limit_mb: int, largest: int) -> int:
 
 
 def size_bytes(folder: Path) -> int:
-    """Return the bytes of all files below a folder."""
     total = 0
     for place, _, names in os.walk(folder):
         for name in names:

@@ -75,7 +75,6 @@ def outcome(status: str) -> str:
 
 
 def summary_text(summary: Summary, folder: Path | None, tensorboard_dir: Path | None) -> str:
-    """Return the text of summary.txt."""
     return "".join(f"{line}\n" for line in _lines(summary, folder, tensorboard_dir))
 
 

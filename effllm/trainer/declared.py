@@ -26,7 +26,6 @@ class Declared:
 
     @property
     def has_parameters(self) -> bool:
-        """Whether the model's number of parameters is known."""
         return self.facts.parameters.total is not None
 
     def set(self, **facts: Any) -> None:
