@@ -161,7 +161,7 @@ class VirtualAgent:
             if what == "edge":
                 edge_ns = round(now_s * NS)
                 waiting.append(edge_ns)
-                for time_ns in self._ledger.reads_for(edge_ns):
+                for time_ns in self._ledger.timing.reads_for(edge_ns):
                     heapq.heappush(due, (max(time_ns / NS, now_s + 2e-4), "asked"))
             else:
                 self.read(now_s)
@@ -224,7 +224,7 @@ def simulate(
     sensor = BoardSensor(power, tick_s, duty, chance.uniform(0, tick_s), lag_s)
     ledger = ledger_of(sensor.known(chance, lag_is_known), name=name)
     if step_s > 0:
-        ledger.set_rhythm(step_s, 0.0)
+        ledger.aliasing.set_rhythm(step_s, 0.0)
     agent = VirtualAgent(ledger, sensor, chance)
     edges_s = [agent.calibrate(BEGIN_S) + 2.5]
     for length_s in [*lead_s, *[window_s] * count]:

@@ -139,7 +139,7 @@ class Conversation:
         if link is None or not self._welcome or self._outbox.num_unsent or self._bye_sent:
             return
         measuring, status = self._measuring, self._measuring.status or "killed"
-        ends = (measuring.last_ordinal, self._outbox.lost, *self._cost(), measuring.end_time_s)
+        ends = (measuring.cutter.last_ordinal, self._outbox.lost, *self._cost(), measuring.end_time_s)
         self._bye_sent = link.send(Bye(self._trainer.agent, self._trainer.rank, status, *ends))
 
     def is_over(self, now_s: float) -> bool:
@@ -208,7 +208,7 @@ class Conversation:
     def _cost(self) -> tuple[float, int, float | None]:
         """Return the cost of the measurement: CPU seconds of the agent, sent bytes, seconds of the recorder."""
         pair_s = self._trainer.facts.recorder_pair_s
-        return time.process_time(), self._connection.sent_bytes, pair_s and pair_s * self._measuring.last_ordinal
+        return time.process_time(), self._connection.sent_bytes, pair_s and pair_s * self._measuring.cutter.last_ordinal
 
     # --- received messages ---
 

@@ -41,7 +41,7 @@ class Measuring:
         self._spans = Spans(trainer.board)
         self.values = InstrumentValues()
         slots, origin_ns = self._origin()
-        self._cutter = WindowCutter(
+        self.cutter = WindowCutter(
             agent=trainer.agent,
             rank=trainer.rank,
             log_interval=trainer.config.log_interval,
@@ -52,22 +52,13 @@ class Measuring:
         self._add(slots)
 
     @property
-    def start_time_s(self) -> float:
-        """Start of the first report, by the clock of reports."""
-        return self._cutter.start_time_s
-
-    @property
-    def last_ordinal(self) -> int:
-        return self._cutter.last_ordinal
-
-    @property
     def end_time_s(self) -> float:
         """End of the trainer, by the clock of reports."""
-        return self._cutter.unix_s(self.end_ns)
+        return self.cutter.unix_s(self.end_ns)
 
     def time_s(self) -> float:
         """Return the current time of the clock of reports."""
-        return self._cutter.unix_s(time.monotonic_ns())
+        return self.cutter.unix_s(time.monotonic_ns())
 
     def take(self, *, is_trainer_gone: bool) -> None:
         self.devices.take()
@@ -79,24 +70,24 @@ class Measuring:
     def cut(self, now_s: float) -> None:
         """Make reports of the windows that have ended and whose edges are settled, and answer requests of spans."""
         # An edge needs the two ticks after the edge. The next window may end before these ticks, so all are requested.
-        for edge_ns in sorted({*self._cutter.edges_ns, *self._spans.edges_ns}):
+        for edge_ns in sorted({*self.cutter.edges_ns, *self._spans.edges_ns}):
             self.devices.ask(edge_ns)
         self._spans.answer(self.devices, now_s)
-        while (ended := self._cutter.ended) is not None:
+        while (ended := self.cutter.ended) is not None:
             is_settled = self.devices.is_settled(ended.end_ns)
             _, ordinal, _, _ = self._trainer.ring.state()
-            moved_on = ordinal > ended.ordinal or self._cutter.last_ordinal > ended.ordinal or self.status is not None
+            moved_on = ordinal > ended.ordinal or self.cutter.last_ordinal > ended.ordinal or self.status is not None
             waited_s = now_s - ended.end_ns * 1e-9
             patience_s = CALIBRATION_S if self.devices.is_calibrating else EDGE_WAIT_S
             if (not is_settled and waited_s < patience_s) or (not moved_on and waited_s < LOSS_WAIT_S):
                 return
-            report = self._cutter.cut(self.devices.series)
+            report = self.cutter.cut(self.devices.series)
             if report is not None:
                 self._send(report)
 
     def due_s(self, now_s: float) -> float:
         """Return the time of the next check of an ended window or span; infinite if neither waits."""
-        ends_ns = [*self._cutter.edges_ns[:1], *self._spans.edges_ns[:1]]
+        ends_ns = [*self.cutter.edges_ns[:1], *self._spans.edges_ns[:1]]
         if not ends_ns:
             return math.inf
         for wait_s in (LOSS_WAIT_S, EDGE_WAIT_S):
@@ -114,7 +105,7 @@ class Measuring:
             return
         until_ns = time.monotonic_ns()
         self._add(self._trainer.ring.read())
-        edges_ns = [*self._cutter.moments_ns, *self._spans.moments_ns, self._trainer.ring.state()[2]]
+        edges_ns = [*self.cutter.moments_ns, *self._spans.moments_ns, self._trainer.ring.state()[2]]
         if self.devices.missing_baseline:
             edges_ns += self._trainer.facts.baseline_ns
         for one in series:
@@ -130,9 +121,9 @@ class Measuring:
         self._trainer.ring.skip_torn()
         self._add(self._trainer.ring.read())
         self._spans.answer(self.devices, time.monotonic(), is_end=True)
-        while (report := self._cutter.cut(self.devices.series)) is not None:
+        while (report := self.cutter.cut(self.devices.series)) is not None:
             self._send(report)
-        self._send(self._cutter.cut_rest(self.devices.series, self.end_ns))
+        self._send(self.cutter.cut_rest(self.devices.series, self.end_ns))
 
     def _send(self, report: RankReport) -> None:
         values = self.values.take(report.window, self._trainer.facts.value_names, is_last=report.final)
@@ -159,6 +150,6 @@ class Measuring:
             if slot.kind == SPAN:
                 self._spans.add(slot)
             elif slot.kind == VALUE:
-                self.values.add(slot, self._cutter.window_of(slot.ordinal))
+                self.values.add(slot, self.cutter.window_of(slot.ordinal))
             else:
-                self._cutter.add(slot)
+                self.cutter.add(slot)

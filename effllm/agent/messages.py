@@ -39,7 +39,7 @@ def hello(trainer: Trainer, measuring: Measuring) -> Hello:
         peer_group=facts.peer_group,
         replica=facts.replica,
         time_s=measuring.time_s(),
-        start_time_s=measuring.start_time_s,
+        start_time_s=measuring.cutter.start_time_s,
         style=of_run.style,
         evaluation_in_iterations=of_run.evaluation_in_iterations,
         iterations_not_measured=of_run.iterations_not_measured,

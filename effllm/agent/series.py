@@ -77,7 +77,7 @@ class Series:
     def calibrate(self, device: Device) -> None:
         """Set the sensor's calibration, which is known only after the first samples."""
         self.device = replace(self.device, sensor=device.sensor)
-        self.energy.calibrate(device.sensor)
+        self.energy.timing.calibrate(device.sensor)
 
     def take_events(self, time_s: float) -> list[Event]:
         """Return the new events of the device and its measurement; ``time_s``: unix time of the newest sample."""
@@ -101,7 +101,7 @@ class Series:
             edges_ns: possible edges of later periods before ``until_ns``.
             until_ns: after this time, any time is a possible edge.
         """
-        margin_ns = max(self.energy.margin_ns, 2 * self._max_gap_ns)
+        margin_ns = max(self.energy.timing.margin_ns, 2 * self._max_gap_ns)
         for run in runs_between([sample.time_ns for sample in self._samples], edges_ns, until_ns, margin_ns):
             samples = list(self._samples)
             first, last = samples[run.start], samples[run.stop - 1]
@@ -144,7 +144,7 @@ class Series:
             sums,
             wall=replace(sums.wall, energy=self.energy.energy(start_ns, end_ns)),
             phases=phases,
-            energy_method=self.energy.method_in(start_ns, end_ns),
+            energy_method=self.energy.readings.method(start_ns, end_ns),
         )
 
     def _sums(self, start_ns: int, end_ns: int) -> DeviceWindow:

@@ -126,7 +126,7 @@ class Spans:
         """Yield each device's position, and its readings from the start of the chain."""
         for one in series:
             window = one.window(chain.from_ns, end_ns, {})
-            sums = _Sums(window, *one.energy.power_range_w(chain.from_ns, end_ns))
+            sums = _Sums(window, *one.energy.readings.power_range_w(chain.from_ns, end_ns))
             before = chain.sums.get(one.device.key)
             yield self._devices.index(one.device.key), before.then(sums) if before else sums
 

@@ -54,9 +54,9 @@ class DeviceTrack:
             elif isinstance(item, Device) and self.series is not None:
                 self.series.calibrate(item)
                 if self._calibrations and (kept_s := kept_lag_s(self._calibrations, item)) is not None:
-                    self.series.energy.expect_lag(kept_s)
+                    self.series.energy.timing.expect_lag(kept_s)
                 is_new = True
-        if self.series is not None and self.series.energy.is_contradicted and not self._has_learnt_again:
+        if self.series is not None and self.series.energy.timing.is_contradicted and not self._has_learnt_again:
             self._has_learnt_again = True  # only once: samples of a sensor with jitter contradict any calibration
             self.sampler.learn_again()
         self._keep_lag()
@@ -65,7 +65,7 @@ class DeviceTrack:
     def _keep_lag(self) -> None:
         if self.series is None or self._calibrations is None or self._has_kept_lag:
             return
-        if (lag_s := self.series.energy.found_lag_s()) is not None:
+        if (lag_s := self.series.energy.timing.found_lag_s()) is not None:
             self._has_kept_lag = True
             self._contradicted = keep_lag(self._calibrations, self.series.device, lag_s)
 
@@ -75,7 +75,7 @@ class DeviceTrack:
             return
         since_s = (edge_ns - self._asked_ns) * 1e-9 if self._asked_ns else 1.0
         self._asked_ns = edge_ns
-        times = self.series.energy.reads_for(edge_ns) if self.series else [edge_ns]
+        times = self.series.energy.timing.reads_for(edge_ns) if self.series else [edge_ns]
         self.sampler.ask(times, within_s=max(since_s, 0.0))
 
     def is_settled(self, edge_ns: int) -> bool:

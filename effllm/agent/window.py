@@ -201,10 +201,10 @@ class WindowCutter:
         if len(self._durations_s) > 1:
             step_s, deviation_s = statistics.median(self._durations_s), _deviation(self._durations_s)
             for one in series:
-                one.energy.set_rhythm(step_s, deviation_s)
+                one.energy.aliasing.set_rhythm(step_s, deviation_s)
         devices = tuple(self._device(one, end_ns, inside, phases_s) for one in series)
         errors = [
-            one.energy.aliasing_error(iterations, device.wall.energy, self._durations_s)
+            one.energy.aliasing.run_error(iterations, device.wall.energy.joules or 0.0, self._durations_s)
             for one, device in zip(series, devices, strict=True)
         ]
         return devices, max((error for error in errors if error is not None), default=None)

@@ -40,7 +40,7 @@ class Chip:
             _temperature(gpu),
         )
         self._own = Readout(quantity for quantity in (memory, utilization) if quantity is not None)
-        self._gauges = Readout(gauge for gauge in gauges if gauge is not None)
+        self.gauges = Readout(gauge for gauge in gauges if gauge is not None)
         self.has_memory = memory is not None
         self.has_utilization = utilization is not None
         total_bytes = memory.buffer.total if memory is not None else 0
@@ -53,9 +53,6 @@ class Chip:
         depending on the model.  With one sample per second, utilization is close to the mean since the last sample.
         """
         return self._own.read(failures)
-
-    def read_gauges(self, failures: dict[str, str]) -> dict[str, float]:
-        return self._gauges.read(failures)
 
 
 @functools.lru_cache(maxsize=64)

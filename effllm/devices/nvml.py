@@ -124,7 +124,7 @@ class NvmlReader:
         values |= self._chip.read(failures)
         is_there = bool(values) or not failures
         if is_there:  # a lost GPU has no further readings
-            values |= self._chip.read_gauges(failures)
+            values |= self._chip.gauges.read(failures)
             self._enter_gauges(values, power_w, failures, time_ns)
         reasons = values.pop("throttled_by", None)
         sample = Sample(

@@ -6,7 +6,7 @@ docs/energy.md describes the error model.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 from effllm.energy.aliasing import Aliasing
 from effllm.energy.counter_steps import UNLIMITED_W, CounterSteps
@@ -16,7 +16,7 @@ from effllm.energy.power_spread import PowerSpread
 from effllm.energy.readings import NS, Readings
 from effllm.energy.sensor_timing import SensorTiming
 from effllm.records.energy import NOT_MEASURED, EnergyAmount
-from effllm.records.rank import COUNTER, Device, Event, Sample, Sensor
+from effllm.records.rank import COUNTER, Device, Event, Sample
 
 
 class EnergyLedger:
@@ -28,45 +28,25 @@ class EnergyLedger:
     """
 
     def __init__(self, device: Device, max_gap_s: float) -> None:
-        self._readings = Readings()
+        self.readings = Readings()
         self._powers = PowerSpread()
-        self._timing = SensorTiming(device, self._readings)
-        self._levels = EdgeLevels(self._readings, self._timing, self._powers)
+        self.timing = SensorTiming(device, self.readings)
+        self._levels = EdgeLevels(self.readings, self.timing, self._powers)
         self._steps = CounterSteps(
-            self._readings,
-            self._timing,
+            self.readings,
+            self.timing,
             self._powers,
             self._levels,
             power_limit_w=device.power_limit_w or 0.0,
             max_gap_ns=round(max_gap_s / NS),
         )
-        self._aliasing = Aliasing(self._timing, self._powers)
+        self.aliasing = Aliasing(self.timing, self._powers)
         self._check = CrossCheck()
         self._events: list[tuple[str, str]] = []
-
-    # --- the sensor ---
-
-    def calibrate(self, sensor: Sensor) -> None:
-        self._timing.calibrate(sensor)
-
-    def expect_lag(self, kept_s: float) -> None:
-        self._timing.expect_lag(kept_s)
-
-    def found_lag_s(self) -> float | None:
-        return self._timing.found_lag_s()
-
-    @property
-    def is_contradicted(self) -> bool:
-        return self._timing.is_contradicted
 
     def allow_gap(self, max_gap_s: float) -> None:
         """Raise the maximal time between power readings; a longer time is a hole."""
         self._steps.max_gap_ns = max(self._steps.max_gap_ns, round(max_gap_s / NS))
-
-    def set_rhythm(self, step_s: float, deviation_s: float) -> None:
-        self._aliasing.set_rhythm(step_s, deviation_s)
-
-    # --- readings in ---
 
     def add(self, sample: Sample) -> None:
         """Add a reading, which must be newer than the last reading."""
@@ -74,25 +54,25 @@ class EnergyLedger:
         power_w = _usable(sample.power_w if sample.power_w is not None else sample.power_average_w)
         if power_w is not None and power_w > UNLIMITED_W:
             power_w = None
-        counter_j = _usable(sample.energy_j) if self._timing.method == COUNTER else None
+        counter_j = _usable(sample.energy_j) if self.timing.method == COUNTER else None
         if power_w is None and counter_j is None and self._steps.was_read:
             return  # the read failed; the counter's next reading includes the missing energy
         if power_w is not None:
-            is_repeated = self._timing.is_repeated(sample.time_ns)
-            self._powers.add(sample.time_ns, power_w, self._timing.sensor.tick_s, is_repeated=is_repeated)
+            is_repeated = self.timing.is_repeated(sample.time_ns)
+            self._powers.add(sample.time_ns, power_w, self.timing.sensor.tick_s, is_repeated=is_repeated)
         step = self._steps.step(sample, counter_j, power_w)
         self._events += [("energy_counter", text) for text in self._steps.take_events()]
-        self._readings.add(sample.time_ns, power_w, step)
+        self.readings.add(sample.time_ns, power_w, step)
         if counter_j is not None:
             self._steps.entered(sample.time_ns, counter_j)
         self._cross_check()
 
     def _cross_check(self) -> None:
-        point = self._readings[-1]
-        before = self._readings[-2] if len(self._readings) > 1 else point
+        point = self.readings[-1]
+        before = self.readings[-2] if len(self.readings) > 1 else point
         is_near = point.time_ns - before.time_ns <= self._steps.max_gap_ns
         is_counted = point is before or (point.method == COUNTER and not point.estimated)
-        if self._timing.method != COUNTER or point.power_w is None or not (is_near and is_counted):
+        if self.timing.method != COUNTER or point.power_w is None or not (is_near and is_counted):
             self._check.reset()
         elif text := self._check.add(point.time_ns, point.total_j, point.power_w, self._powers):
             self._events.append(("energy_disagreement", text))
@@ -102,25 +82,18 @@ class EnergyLedger:
         events, self._events = self._events, []
         return [Event(time_s, kind, text) for kind, text in events]
 
-    # --- when to read ---
-
-    def reads_for(self, edge_ns: int) -> list[int]:
-        return self._timing.reads_for(edge_ns)
-
     def is_settled(self, edge_ns: int) -> bool:
         """Return whether the energy at an edge is final: later readings do not improve it."""
-        return self._timing.is_settled(edge_ns, self._steps.max_gap_ns)
-
-    # --- energy out ---
+        return self.timing.is_settled(edge_ns, self._steps.max_gap_ns)
 
     def energy(self, start_ns: int, end_ns: int) -> EnergyAmount:
-        readings = self._readings
+        readings = self.readings
         if not readings or end_ns <= start_ns:
             return NOT_MEASURED
         if len(readings) == 1:
             return self._of_one_reading(start_ns, end_ns)
         # A reading is valid until the sensor's next update.
-        last_ns = readings[-1].time_ns + self._timing.reach_ns(self._steps.max_gap_ns)
+        last_ns = readings[-1].time_ns + self.timing.reach_ns(self._steps.max_gap_ns)
         from_ns, to_ns = max(start_ns, readings[0].time_ns), min(end_ns, max(last_ns, start_ns))
         if to_ns <= from_ns:
             return NOT_MEASURED
@@ -142,44 +115,29 @@ class EnergyLedger:
             covered_s=covered_s,
             start_j2=start.variance_j2 + rise_j2 + (start.shift_s2 - both_s2) * start.power_w**2,
             end_j2=end.variance_j2 + rise_j2 + (end.shift_s2 - both_s2) * end.power_w**2,
-            inside_j2=after_j2 - before_j2 + self._aliasing.variance_j2(covered_s),
-            gain_j=self._timing.sensor.gain_error * joules,
+            inside_j2=after_j2 - before_j2 + self.aliasing.variance_j2(covered_s),
+            gain_j=self.timing.sensor.gain_error * joules,
             estimated_j=max(end.estimated_j - start.estimated_j, 0.0),
         )
 
-    def method_in(self, from_ns: int, to_ns: int) -> str | None:
-        return self._readings.method(from_ns, to_ns)
-
-    def power_range_w(self, from_ns: int, to_ns: int) -> tuple[float | None, float | None]:
-        return self._readings.power_range_w(from_ns, to_ns)
-
     def _of_one_reading(self, start_ns: int, end_ns: int) -> EnergyAmount:
-        point = self._readings[0]
-        reach_ns = self._timing.reach_ns(self._steps.max_gap_ns)
+        point = self.readings[0]
+        reach_ns = self.timing.reach_ns(self._steps.max_gap_ns)
         from_ns, to_ns = max(start_ns, point.time_ns), min(end_ns, point.time_ns + reach_ns)
         if to_ns <= from_ns or point.power_w is None:
             return NOT_MEASURED
         covered_s = (to_ns - from_ns) * NS
         joules = point.power_w * covered_s
-        return EnergyAmount(joules, covered_s, gain_j=self._timing.sensor.gain_error * joules)
-
-    def aliasing_error(self, iterations: int, energy: EnergyAmount, durations_s: Sequence[float]) -> float | None:
-        return self._aliasing.run_error(iterations, energy.joules or 0.0, durations_s)
-
-    # --- removal of old readings ---
+        return EnergyAmount(joules, covered_s, gain_j=self.timing.sensor.gain_error * joules)
 
     def forget_before(self, time_ns: int) -> None:
         """Drop the readings that are not needed for spans after ``time_ns``."""
-        self._readings.forget_before(time_ns - round(3 * self._timing.sensor.tick_s / NS))
+        self.readings.forget_before(time_ns - round(3 * self.timing.sensor.tick_s / NS))
         self._levels.forget_before(time_ns)
-
-    @property
-    def margin_ns(self) -> int:
-        return self._timing.margin_ns
 
     def fold(self, edges_ns: Collection[int], until_ns: int, margin_ns: int) -> None:
         edges_ns = [*edges_ns, *self._levels.edges_ns, *self._steps.bases_ns]
-        self._readings.fold(edges_ns, until_ns, margin_ns)
+        self.readings.fold(edges_ns, until_ns, margin_ns)
 
 
 def _usable(reading: float | None) -> float | None:

@@ -415,7 +415,7 @@ def test_zeus_3_readings_are_kept_for_the_open_window_only():
         one.add(Sample(second * NS + 1, 1.0, 0.5, 100.0, 100.0 * second))
         if second % 10 == 9:
             one.forget_before(second * NS + 1)
-            kept.append(len(one._samples) + len(one.energy._readings))
+            kept.append(len(one._samples) + len(one.energy.readings))
 
     assert max(kept[10:]) < 20
 
@@ -451,7 +451,7 @@ def test_zeus_6_counter_without_ticks_is_not_polled(tmp_path):
     assert len(reads) <= 2.6 / 0.002  # two checks at the start, with 2 ms per read
     one = EnergyLedger(msgspec.structs.replace(gpu, sensor=sensor), 5.0)
     fed(one, (0, 1.0, 0.0), (1, 1.0, 1.0))
-    assert len(one.reads_for(NS)) == 1
+    assert len(one.timing.reads_for(NS)) == 1
 
 
 def test_zeus_6_stuck_sensor_is_reported(trace):

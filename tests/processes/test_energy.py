@@ -47,7 +47,7 @@ def energy(one, start_s, end_s):
 
 
 def method(one, start_s, end_s):
-    return one.method_in(at(start_s), at(end_s))
+    return one.readings.method(at(start_s), at(end_s))
 
 
 def joules(one, start_s, end_s):
@@ -164,7 +164,7 @@ def test_sum_of_windows_is_the_energy_while_the_phase_is_estimated(seed, late, t
     while waiting:
         shown_s = BEGIN_S + now_s
         one.add(Sample(at(now_s), power_w=sensor.power_w(shown_s), energy_j=sensor.counter_j(shown_s)))
-        if one._readings[-1].time_ns >= at(waiting[0]) and (not late or one.is_settled(at(waiting[0]))):
+        if one.readings[-1].time_ns >= at(waiting[0]) and (not late or one.is_settled(at(waiting[0]))):
             cut_s.append(waiting.pop(0))
             if len(cut_s) > 1:
                 windows.append(energy(one, *cut_s[-2:]).joules)
@@ -231,7 +231,7 @@ def test_faulty_counter_gives_no_negative_or_excess_energy(seed, faults, power):
         counter_j = 10_000.0 + power.integral(BEGIN_S, BEGIN_S + now_s)
         watts, shown_j = broken(now_s, power.at(BEGIN_S + now_s), counter_j, faults, power)
         one.add(Sample(at(now_s), power_w=watts, energy_j=shown_j))
-        while waiting and one._readings[-1].time_ns >= at(waiting[0]):
+        while waiting and one.readings[-1].time_ns >= at(waiting[0]):
             cut_s.append(waiting.pop(0))
             if len(cut_s) > 1:
                 windows.append((cut_s[-1] - cut_s[-2], energy(one, *cut_s[-2:])))
@@ -500,7 +500,7 @@ def test_edge_waits_for_the_reading_after_it(method, sensor, later_s):
         one.add(Sample(at(second), power_w=100.0, power_average_w=100.0, energy_j=100.0 * second))
     edge_ns = at(2.3)
 
-    assert one.reads_for(edge_ns)[-1] == edge_ns + round(later_s * NS)
+    assert one.timing.reads_for(edge_ns)[-1] == edge_ns + round(later_s * NS)
     one.add(Sample(edge_ns + round(later_s * NS) - 1000, power_w=100.0, energy_j=230.0))
     assert not one.is_settled(edge_ns)
     one.add(Sample(edge_ns + round(later_s * NS), power_w=100.0, energy_j=230.0))
@@ -655,7 +655,7 @@ def half_widths_with(kept_s, lag_s, seed):
     sensor = BoardSensor(power, phase_s=chance.uniform(0, 0.1), lag_s=lag_s)
     one = ledger_of(sensor.known(chance, lag_is_known=False), name="NVIDIA L40S")
     if kept_s is not None:
-        one.expect_lag(kept_s)
+        one.timing.expect_lag(kept_s)
     agent = VirtualAgent(one, sensor, chance)
     start_s = agent.calibrate(BEGIN_S) + 2.5
     windows = agent.windows([start_s + 1.07 * n for n in range(100)])
@@ -748,10 +748,12 @@ def contradicted_after(true_s, kept_s, seed, count=60):
     edges_s = [agent.calibrate(BEGIN_S) + 2.5]
     for _ in range(count):
         edges_s.append(edges_s[-1] + chance.uniform(0.9, 1.1))
-    detected = next((n for n in range(1, count) if agent.windows(edges_s[n - 1 : n + 1]) and one.is_contradicted), None)
+    detected = next(
+        (n for n in range(1, count) if agent.windows(edges_s[n - 1 : n + 1]) and one.timing.is_contradicted), None
+    )
     if detected is None:
         return None, 0.0
-    one.calibrate(sensor.known(chance))
+    one.timing.calibrate(sensor.known(chance))
     rest_s = [edge_s + 3.0 for edge_s in edges_s[detected:]]
     truths = [power.integral(*pair) for pair in pairwise(rest_s)]
     windows = agent.windows(rest_s)[5:]
@@ -859,7 +861,7 @@ def test_beat_increases_the_error_of_a_partial_duty_sensor():
         sensor = BoardSensor(square(100.0, 500.0, 0.4), 0.1, 0.25)
         one = ledger_of(sensor.known(chance))
         if rhythm:
-            one.set_rhythm(*rhythm)
+            one.aliasing.set_rhythm(*rhythm)
         (window,) = VirtualAgent(one, sensor, chance).windows([BEGIN_S + 5.0, BEGIN_S + 35.0])
         return window.inside_j2
 
@@ -899,7 +901,9 @@ def aliasing_events(lengths, seed, *, duty=0.25, count=150, per_window=10):
     watch = EnergyWatch(lambda kind: bool(found), found.append)
     for first in range(skipped, skipped + count, per_window):
         (energy,) = agent.windows([power.ends_s[first], power.ends_s[first + per_window]])
-        error = one.aliasing_error(per_window, energy, lengths_s[max(first + per_window - 64, 0) : first + per_window])
+        error = one.aliasing.run_error(
+            per_window, energy.joules or 0.0, lengths_s[max(first + per_window - 64, 0) : first + per_window]
+        )
         watch.close([row(0, aliasing_error=error)], SimpleNamespace(time_s=0.0, final=True))
         errors.append(energy.joules - power.integral(power.ends_s[first], power.ends_s[first + per_window]))
     whole_j = power.integral(power.ends_s[skipped], power.ends_s[skipped + count])
@@ -1015,7 +1019,7 @@ def test_memory_and_precision_are_constant_for_a_week_of_samples():
                 estimated_j += window.estimated_j
                 one.forget_before(at(second))
                 one.take_events(0.0)
-                held.append(len(one._readings) + len(one._levels.edges_ns) + len(one._timing.clock._old))
+                held.append(len(one.readings) + len(one._levels.edges_ns) + len(one.timing.clock._old))
             second += pause_s
 
     assert max(held) < 20

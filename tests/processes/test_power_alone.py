@@ -61,7 +61,7 @@ def windows(power, seed, *, held_s=0.0, window_s=1.0, count=30):
     edges_s = [begin_s + 1.0]
     for _ in range(count):
         edges_s.append(edges_s[-1] + window_s * chance.uniform(0.9, 1.1))
-    reads_s = [at_ns / NS for edge_s in edges_s for at_ns in one.reads_for(round(edge_s * NS))]
+    reads_s = [at_ns / NS for edge_s in edges_s for at_ns in one.timing.reads_for(round(edge_s * NS))]
     at_s = begin_s
     while at_s < edges_s[-1] + 1.0:
         reads_s.append(at_s)

@@ -160,13 +160,13 @@ def test_existing_series_uses_a_later_calibration(tracked):
     track = tracked(reader, calibrate=learn)
     track.take()
     edge_ns = track.series.newest_ns
-    assert len(track.series.energy.reads_for(edge_ns)) == 1
+    assert len(track.series.energy.timing.reads_for(edge_ns)) == 1
     learnt.set()
     until(lambda: reader.device.sensor.tick_s)
 
     assert track.take(), "the calibration is reported"
     assert track.series.device.sensor.tick_s == 0.04
-    assert len(track.series.energy.reads_for(edge_ns)) == 18
+    assert len(track.series.energy.timing.reads_for(edge_ns)) == 18
 
 
 def test_tick_that_readings_contradict_is_calibrated_again_once(tracked, wake):

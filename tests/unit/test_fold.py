@@ -79,7 +79,7 @@ def test_day_of_samples_needs_no_more_memory_than_a_minute():
 
     assert plain.num_kept == len(range(10, DAY_S + 1, 4))
     assert most < 120
-    assert len(folding.energy._readings) < 240
+    assert len(folding.energy.readings) < 240
     whole, kept = (one.window(edges_ns[0], end_ns, {}) for one in (folding, plain))
     alike(whole.wall, kept.wall)
     assert whole.wall.energy.joules == approx(
@@ -207,5 +207,5 @@ def test_readings_near_an_edge_are_kept_for_slow_sensors():
     fast = Series(gpu(sensor=Sensor(tick_s=0.1)), 5.0)
     slow = Series(gpu(sensor=Sensor(tick_s=30.0, lag_s=5.0)), 5.0)
 
-    assert fast.energy.margin_ns == MIN_MARGIN_NS
-    assert slow.energy.margin_ns == 186 * NS
+    assert fast.energy.timing.margin_ns == MIN_MARGIN_NS
+    assert slow.energy.timing.margin_ns == 186 * NS
