@@ -41,7 +41,7 @@ class Site:
     visible_devices: str | None = None  # CUDA_VISIBLE_DEVICES, or None if it is not set
     rocr_visible_devices: str | None = None  # ROCR_VISIBLE_DEVICES; HIP_VISIBLE_DEVICES selects from this list
     hip_visible_devices: str | None = None  # HIP_VISIBLE_DEVICES; on ROCm it overrides CUDA_VISIBLE_DEVICES
-    power_scope: str = "auto"  # the scope to use if a device has more than one scope
+    power_scope: str = "auto"  # the power scope to use if a device has more than one
     excluded_pids: frozenset[int] = field(default_factory=frozenset)  # effllm's own processes
 
 
@@ -116,7 +116,7 @@ def open_gpu(name: str, site: Site) -> Reader:
     """Open the device ``name``.  For ``auto``, open a GPU of any vendor, never the host.
 
     Raises:
-        DeviceUnavailable: see `open_device`; for ``auto``, the reason is from the vendor whose driver is loaded.
+        DeviceUnavailable: see `open_device`; for ``auto``, the reason is that of the vendor whose driver is loaded.
     """
     if name != "auto":
         return open_device(name, site)

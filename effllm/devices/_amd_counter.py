@@ -28,7 +28,7 @@ class Verdict(NamedTuple):
 
     is_good: bool
     reason: str = ""
-    is_stale: bool = False  # AMD SMI repeats one reading of all values
+    is_stale: bool = False  # AMD SMI returned the same old values in every reading
 
 
 def judge_counter(readings: Sequence[CounterReading]) -> Verdict:
@@ -49,7 +49,7 @@ def judge_counter(readings: Sequence[CounterReading]) -> Verdict:
     moves = [index for index, step in enumerate(steps, 1) if step > 0]
     if len(moves) < 2:
         return Verdict(False, f"{'one change' if moves else 'no change'} in {span_s:.1f} s")
-    # Energy is compared between two changes of the counter, because the times of ticks between readings are unknown.
+    # Energy is compared between two changes of the counter, because a tick's time between two readings is unknown.
     first, last = moves[0], moves[-1]
     counted_j, span_s = joules[last] - joules[first], counted[last].time_s - counted[first].time_s
     power_j = _integral_of_power(counted[first : last + 1])

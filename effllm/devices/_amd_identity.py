@@ -29,13 +29,13 @@ class Processor:
     has_cpu: bool  # True for an MI300A, whose power and energy include the CPU in its socket
 
     def key(self, host: str) -> str:
-        """Return the UUID of rocminfo and ROCR_VISIBLE_DEVICES, or else the PCI bus id with the host's name."""
+        """Return the UUID as rocminfo prints it; without a UUID, the host's name and the PCI bus id."""
         domain, bus, device, function = self.bus
         return f"GPU-{self.serial}" if self.serial else f"{host}-{domain:04x}:{bus:02x}:{device:02x}.{function:x}"
 
 
 def _serial(answer: Any) -> str:
-    """Return the unique id in 16 digits; empty for the answers of GPUs without an id: zero, all bits set, or "N/A"."""
+    """Return the unique id in 16 digits; empty if the answer means "no id": zero, all bits set, or "N/A"."""
     try:
         number = int(str(answer), 16)
     except ValueError:
@@ -84,7 +84,7 @@ def list_processors(smi: Any) -> list[Processor]:
     """Return all processors in HIP's order.
 
     HIP's order is that of the driver's KFD nodes, not that of AMD SMI (pytorch#178398).  ROCm 6.4 reports HIP's number,
-    ROCm 6.3 the node's number.  For earlier releases the PCI bus order is used; on most machines both orders are equal.
+    ROCm 6.3 the node's number.  For earlier releases the PCI bus order is used; on most machines it is the same order.
     """
     found = []
     for handle in smi.amdsmi_get_processor_handles():
@@ -100,7 +100,10 @@ def list_processors(smi: Any) -> list[Processor]:
 
 
 def _shown(listed: str | None, processors: Sequence[Processor]) -> tuple[list[Processor], int]:
-    """Return the processors of ``listed`` (indices or UUIDs) up to its first invalid entry, and its length."""
+    """Return the processors that the entries of ``listed`` (indices or UUIDs) select, and the number of entries.
+
+    Entries after the first invalid entry select nothing.
+    """
     if listed is None:
         return list(processors), len(processors)
     shown: list[Processor] = []
@@ -150,7 +153,7 @@ def _find_by_torch(site: Site, processors: Sequence[Processor]) -> Processor:
 
 
 def whole(processor: Processor, processors: Sequence[Processor]) -> Processor:
-    """Return the GPU of a partition; a GPU's partitions share sensors, and differ only in the bus id's function."""
+    """Return the GPU of a partition; its partitions share sensors, and their bus ids differ only in the function."""
     return min((one for one in processors if one.bus[:3] == processor.bus[:3]), key=lambda one: one.bus)
 
 
@@ -168,9 +171,9 @@ def is_second_die(smi: Any, processor: Processor) -> bool:
 def first_die(smi: Any, second: Processor, processors: Sequence[Processor]) -> Processor | None:
     """Return the die that reports the power of a second die, or ``None`` if no such die is visible.
 
-    AMD SMI has no id of the card, so links are counted: the two dies of a card have four links, other pairs at most
-    two.  The driver reports 50 GB/s per link (amdgpu_amdkfd_get_xgmi_bandwidth_mbytes).  Without a reported bandwidth
-    the preceding die on the PCI bus is assumed, as on the machines of ml-energy/zeus#203.
+    AMD SMI has no id of the card, so the links between dies are counted: the two dies of a card have four, other pairs
+    at most two.  The driver reports 50 GB/s per link (amdgpu_amdkfd_get_xgmi_bandwidth_mbytes).  Without a reported
+    bandwidth the preceding die on the PCI bus is assumed, as on the machines of ml-energy/zeus#203.
     """
     others = [one for one in processors if one.is_half and one.bus != second.bus]
     call = "amdsmi_get_minmax_bandwidth_between_processors"

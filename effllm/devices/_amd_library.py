@@ -37,7 +37,7 @@ def import_library() -> Any:
 
 
 def advice(error: Exception | None) -> str:
-    """Return one sentence with the reason for a missing GPU."""
+    """Return one sentence with the reason why no GPU can be read, and the remedy."""
     code = getattr(error, "err_code", None)
     nodes = [_DEVICE_NODES / "kfd", *sorted((_DEVICE_NODES / "dri").glob("renderD*"))]
     present = [node for node in nodes if node.exists()]
@@ -53,8 +53,8 @@ def advice(error: Exception | None) -> str:
 def errors_of(smi: Any) -> tuple[type[Exception], ...]:
     """Return the exceptions that a call may raise.
 
-    These are the library's own exception, errors for a function that this release lacks, and errors in the Python
-    wrapper after unexpected answers (the wrapper of 5.7 fails to raise its AmdSmiRetryException).
+    These are: the library's own exception; the errors if this release lacks the function; and the errors of the Python
+    wrapper after an unexpected answer (the wrapper of ROCm 5.7 fails while it raises AmdSmiRetryException).
     """
     return (smi.AmdSmiException, AttributeError, KeyError, OSError, TypeError, ValueError)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from effllm.devices._amd_library import ask, errors_of
 
-#: Accumulated time under each limit, on MI300 and later.
+#: Names of the fields with the total time for which each limit was active, on MI300 and later.
 _RESIDENCIES = {
     "prochot": "prochot_residency_acc",
     "power_cap": "ppt_residency_acc",
@@ -34,7 +34,7 @@ def _scaled(scale: float, **answers: Any) -> dict[str, float]:
 
 
 def joules_of(answer: dict[str, Any]) -> float | None:
-    # The field is called "power" up to ROCm 6.2; 6.3 has both names.
+    # The field is called "power" up to ROCm 6.2; ROCm 6.3 has both names.
     count = number(answer.get("energy_accumulator", answer.get("power")), (64,))
     microjoules = number(answer.get("counter_resolution"))
     return None if count is None or microjoules is None else count * microjoules / 1e6
@@ -46,7 +46,7 @@ def energy(smi: Any, handle: Any) -> dict[str, float]:
 
 
 def power(smi: Any, handle: Any) -> dict[str, float]:
-    # MI300 and later return "current", earlier GPUs "average"; 7.0 adds "socket_power" with one of these values.
+    # MI300 and later return "current", earlier GPUs "average"; ROCm 7.0 adds "socket_power", which is one of the two.
     info = smi.amdsmi_get_power_info(handle)
     named = _scaled(1.0, power_w=info.get("current_socket_power"), power_average_w=info.get("average_socket_power"))
     return named or _scaled(1.0, power_w=info.get("socket_power"))
@@ -91,7 +91,7 @@ def power_limit(smi: Any, handle: Any) -> dict[str, float]:
 
 Group = Callable[[Any, Any], dict[str, float]]
 
-#: The fields that each call may return.  Energy and power come first, because a sample gets the time of these calls.
+#: The fields that each call may return.  Energy and power come first: the time of these calls is the sample's time.
 GROUPS: dict[Group, tuple[str, ...]] = {
     energy: ("energy_j",),
     power: ("power_w", "power_average_w"),
@@ -102,7 +102,7 @@ GROUPS: dict[Group, tuple[str, ...]] = {
     _memory_clock: ("memory_clock_hz",),
     power_limit: ("power_limit_w",),
 }
-#: The calls that read one common table of the driver; while the table is stale, these calls repeat their answers.
+#: The calls that read one common table of the driver.  While the driver does not update it, their answers repeat.
 FROM_TABLE = (energy, power, activity, _gfx_clock, _memory_clock)
 
 
@@ -113,7 +113,7 @@ def ask_group(smi: Any, group: Group, handle: Any) -> dict[str, float]:
 
 
 def throttle(smi: Any, handle: Any) -> tuple[dict[str, float], bool | None]:
-    """Return the accumulated time under each limit, and for GPUs before MI300 whether any limit is active now.
+    """Return the total time for which each limit was active; for GPUs before MI300, whether a limit is active now.
 
     amdsmi_get_violation_status is not used: it sleeps for a tenth of a second between two readings.
     """

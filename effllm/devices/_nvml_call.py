@@ -44,7 +44,7 @@ def repoint(handle: Any, found: Any) -> None:
 
 
 def why(code: int, number: int) -> str:
-    """Return the reason for an invalid answer, from its return code, else from its number."""
+    """Return why an answer is invalid: the text of its return code, or what is wrong with its number."""
     if code:
         return str(pynvml.NVMLError(code))
     if number in (MAX_VALUE_32 + 1, MAX_VALUE_64 + 1):
@@ -62,7 +62,7 @@ class Quantity:
         arguments: the call's arguments before the buffer.
         buffer: memory for NVML's answer: a number or a structure.
         part: the member of the structure.
-        beside: name and member of a second number of the structure; failures of this number are not reported.
+        beside: the name and the member of a second number in the structure; its failures are not reported.
         maximum: the largest possible value, in NVML's unit.
         divisor: the number of NVML's units in one base unit.
     """

@@ -11,7 +11,7 @@ import pynvml
 
 from effllm.devices._nvml_call import MAX_VALUE_64, Quantity, Readout, offered
 
-#: Clocks event reasons of a throttled GPU, without the reasons "idle" and "clock set by the user".
+#: Clocks event reasons of a throttled GPU, but not the reasons "idle" and "clock set by the user".
 _THROTTLES = {
     pynvml.nvmlClocksEventReasonSwPowerCap: "power_cap",
     pynvml.nvmlClocksEventReasonHwSlowdown: "hw_slowdown",
@@ -61,7 +61,7 @@ def throttles(reasons: float) -> tuple[str, ...]:
 
 
 def _memory(handle: Any) -> Quantity | None:
-    """Return the memory in use, with the memory that the driver reserves."""
+    """Return the reader of the memory in use, and of the memory that the driver reserves."""
     memory = partial(Quantity, "memory_bytes", part="used", maximum=MAX_VALUE_64)
     apart = pynvml.c_nvmlMemory_v2_t(version=pynvml.nvmlMemory_v2)
     beside = ("memory_reserved_bytes", "reserved")

@@ -12,7 +12,7 @@ import pynvml
 
 NS = 1e-9
 
-#: Shortest time between two samples that have metrics (NVML documentation of nvmlGpmMetricsGet).
+#: Minimal time between the two samples of a pair (NVML documentation of nvmlGpmMetricsGet).
 MIN_APART_S = 0.1
 
 _METRICS = {
@@ -27,7 +27,7 @@ class Gpm:
 
     Args:
         handle: the handle of the GPU.
-        instance: id of the GPU instance of a MIG slice; all compute instances of a GPU instance share one activity.
+        instance: id of the GPU instance of a MIG slice; its compute instances have no activity of their own.
     """
 
     def __init__(self, handle: Any, instance: int | None) -> None:

@@ -33,7 +33,8 @@ class NvmlField(NamedTuple):
 _ENERGY = NvmlField("energy_j", pynvml.NVML_FI_DEV_TOTAL_ENERGY_CONSUMPTION, bits=64)
 _POWERS = (NvmlField("power_w", _INSTANT_ID), NvmlField("power_average_w", _AVERAGE_ID))
 _MODULE_POWERS = (NvmlField("power_w", _INSTANT_ID, _OF_MODULE), NvmlField("power_average_w", _AVERAGE_ID, _OF_MODULE))
-_MEMORY_POWER = NvmlField("memory_power_w", _AVERAGE_ID, _OF_MEMORY)  # no known board has instant power
+# No known board has instant power of the memory.
+_MEMORY_POWER = NvmlField("memory_power_w", _AVERAGE_ID, _OF_MEMORY)
 
 #: Duration and period of the readings in `_counted_scope`.  The counter ticks a few times in PROBE_S; the period is
 #: short enough to time the ticks to a few percent.
@@ -58,7 +59,7 @@ class FieldBatch:
         for answer, field in zip(answers, fields, strict=True):
             answer.fieldId, answer.scopeId = field.id, field.scope
         self._call = prepare("nvmlDeviceGetFieldValues", handle, c_int(len(fields)), byref(answers))
-        # An answer ends with the return code and the value, a union.
+        # An answer ends with the return code and with the value, which is a C union.
         code = f"{pynvml.c_nvmlFieldValue_t.nvmlReturn.offset}xI"
         form = "=" + "".join(code + ("Q" if field.bits == 64 else "I4x") for field in fields)
         self._unpack = partial(struct.Struct(form).unpack_from, answers)
@@ -165,7 +166,7 @@ def _has(handle: Any, field: NvmlField) -> bool:
         return field in (_ENERGY, _POWERS[0])
     if answer.nvmlReturn != pynvml.NVML_SUCCESS:
         return answer.nvmlReturn not in LACKING_CODES
-    # Some boards without such a sensor return 0; an older driver may ignore the scope and return the GPU's power.
+    # Some boards without this sensor return 0; an older driver may ignore the scope and return the GPU's power.
     return not of_gpu or answer.value.uiVal not in (0, of_gpu[0].value.uiVal)
 
 
@@ -184,7 +185,7 @@ def _counted_scope(handle: Any, own: NvmlField, of_module: NvmlField) -> str:
     if len(moves) < 2:
         return GPU
     (first_ns, first_j), (last_ns, last_j) = moves[0], moves[-1]
-    rate_w = (last_j - first_j) / (last_ns - first_ns) * 2e9  # each time is a sum of two times
+    rate_w = (last_j - first_j) / (last_ns - first_ns) * 2e9  # each time in `moves` is a sum of two times
     own_w, module_w = (sum(reading[place] for reading in readings) / len(readings) for place in (2, 3))
     return MODULE if abs(rate_w - module_w) < abs(rate_w - own_w) else GPU
 

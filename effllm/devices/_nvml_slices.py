@@ -11,7 +11,7 @@ import pynvml
 from effllm.devices._nvml_call import LACKING
 from effllm.devices._nvml_identity import text_of
 
-#: Share of the memory that the smallest slice takes; with less free memory a GPU has no space for another slice.
+#: The smallest slice takes this share of the GPU's memory; with less free memory, no other slice can exist.
 _SMALLEST = 1 / 8
 #: Number of a GPU's compute slices if NVML does not report it; all models have 7, except the A30 with 4.
 _USUAL = 7
@@ -23,7 +23,7 @@ class Slice:
 
     NVML reports no energy per slice.  The GPU's energy is divided among its slices in proportion to their compute
     slices (or evenly, if NVML does not report compute slices), so that each joule is counted once.  A container lists
-    only its own slices: if the GPU has memory for other slices, its maximal number of compute slices is the divisor.
+    only its own slices: if the GPU has memory for other slices, the divisor is its maximal number of compute slices.
     """
 
     gpu: Any
@@ -58,7 +58,7 @@ def _instance_of(handle: Any) -> int | None:
 
 
 def _weigh(handle: Any, gpu: Any) -> tuple[int, int, str]:
-    """Return the weight of a slice, the weight of its GPU, and their unit."""
+    """Return a slice's share of its GPU as numerator, denominator, and the name of what they count."""
     most, total_bytes = _capacity(gpu)
     own = text_of(pynvml.nvmlDeviceGetUUID(handle))
     slices = _slices(gpu, most) | {own: handle}
@@ -85,14 +85,14 @@ def _capacity(gpu: Any) -> tuple[int, int]:
 def _slices(gpu: Any, most: int) -> dict[str, Any]:
     found = {}
     for index in range(most):
-        with suppress(pynvml.NVMLError):  # every possible slice has an index; some indices are unused
+        with suppress(pynvml.NVMLError):  # no slice has this index
             one = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu, index)
             found[text_of(pynvml.nvmlDeviceGetUUID(one))] = one
     return found
 
 
 def _shape(handle: Any) -> tuple[int, int | None, int]:
-    """Return the number of compute slices of a slice, its GPU instance and the instance's bytes; zeros if unknown."""
+    """Return the number of compute slices, the GPU instance and the memory of a slice; 0, None and 0 if unknown."""
     try:
         attributes = pynvml.nvmlDeviceGetAttributes_v2(handle)
     except pynvml.NVMLError:

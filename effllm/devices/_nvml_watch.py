@@ -15,7 +15,7 @@ import pynvml
 from effllm.devices._nvml_call import MAX_VALUE_64, Quantity, Readout, offered
 from effllm.records.rank import Event
 
-#: A critical error often ends the training, so Xids are read often; the power limit and memory errors rarely change.
+#: A critical error often ends the training, so Xids are read often.  The power limit and memory errors rarely change.
 XID_EVERY_S, ERRORS_EVERY_S = 1.0, 10.0
 _MAX_AT_ONCE = 16
 
@@ -52,7 +52,7 @@ class Watch:
 
         Args:
             now_s: the current time.
-            is_there: False for a lost GPU, whose last events are read at once.
+            is_there: False for a lost GPU: then its last Xids are read at once, and nothing else.
         """
         if now_s < self._xid_at_s and is_there:
             return ()
@@ -91,7 +91,7 @@ class Watch:
         before, errors = self._num_errors, _read(self._errors)
         if errors is None:
             return []
-        self._num_errors = errors  # NVML's count is zero again after the driver is loaded
+        self._num_errors = errors  # NVML's count restarts at zero when the driver is loaded again
         new = int(errors - before) if before is not None else 0
         return [Event(time.time(), "ecc", f"{new} uncorrected memory errors", count=new)] if new > 0 else []
 

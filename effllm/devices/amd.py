@@ -31,7 +31,7 @@ from effllm.devices._amd_readings import (
 from effllm.records.rank import AVERAGE, COUNTER, GAUGES, GPU, INSTANT, MODULE, Device, Sample, Sensor
 
 # The driver reads the sensors at most once a millisecond (ROCm/legacy-rocm-build#1649).  AMD does not document
-# the interval of the average power; it is "around 100 ms" in ROCm/ROC-smi#89.
+# the time over which power is averaged; ROCm/ROC-smi#89 says "around 100 ms".
 _SENSOR = Sensor(lag_error_s=0.1, average_s=0.1)
 
 _FIRST_RETRY_S, _LAST_RETRY_S = 1.0, 60.0
@@ -42,7 +42,7 @@ class _Source(NamedTuple):
 
     method: str | None
     note: str = ""
-    missing: str = ""  # reason if the device has no source
+    missing: str = ""  # why the device has no source of energy
     key: str = ""
 
 

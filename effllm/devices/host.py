@@ -68,7 +68,7 @@ class Process:
     def own_bytes(self, usage: Usage) -> int:
         """Return the private bytes of a descendant; its shared bytes are counted with the trainer."""
         unshared_bytes = usage.rss_bytes - usage.shared_bytes
-        # After exec a process has no inherited pages: the unshared bytes are the maximum.
+        # After exec a process has no inherited pages: never count more of them than the unshared bytes.
         self.inherited_bytes = min(self.inherited_bytes, unshared_bytes)
         return unshared_bytes - self.inherited_bytes
 
@@ -100,7 +100,7 @@ def _inherited_bytes(pid: int, usage: Usage) -> int:
     """Return the bytes that a forked process still shares, copy-on-write, with its parent.
 
     Inherited bytes are counted for the parent.  Only smaps_rollup separates inherited bytes; rss and the shared pages
-    of statm do not.  The kernel walks all page tables for smaps_rollup (0.16 ms for 14 MB), so the file is read once
+    of statm do not.  For smaps_rollup the kernel walks all page tables (0.16 ms for 14 MB), so the file is read once
     per process.  The file does not name the other process: a page that only two descendants share is not counted.
     """
     try:
@@ -182,7 +182,7 @@ def _cpu_s(last: dict[int, Usage], now: dict[int, Usage]) -> float:
     """Return the CPU seconds between two reads of a tree.
 
     The CPU time of an ended child moves to the parent that waits for the child: the sum over the tree stays complete.
-    Without a wait the child's time is lost and the sum may decrease; the running processes give a lower bound.
+    If no parent waits, the child's time is lost and the sum may decrease; the running processes give a lower bound.
     """
     total = sum(usage.cpu_s + usage.reaped_s for usage in now.values())
     total_before = sum(usage.cpu_s + usage.reaped_s for usage in last.values())
@@ -274,7 +274,8 @@ def open_device(
         energy_method=COUNTER if rapl else None,
         power_scope=CPU if rapl else None,
         not_measured=(why_not,) if why_not else (),
-        energy_key=f"cpu:{site.host}" if rapl else "",  # also the key of the node's CPU sensor: no joule counts twice
+        # The node's CPU sensor has the same key, so no joule is counted twice.
+        energy_key=f"cpu:{site.host}" if rapl else "",
         energy_note=rapl.note if rapl else "",
         sensor=SENSOR if rapl else Sensor(),
     )

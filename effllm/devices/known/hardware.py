@@ -16,7 +16,7 @@ from effllm.devices.known.sensors import SENSORS, KnownSensor
 
 PRECISIONS = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4", "int8")
 
-# Grade of a source: the document was read, another text that quotes its numbers was read, or neither was read.
+# How a document's numbers were checked: it was read, a text that quotes them was read, or nothing was read.
 Evidence = Literal["read", "quoted", "unconfirmed"]
 
 
@@ -35,7 +35,7 @@ class Hardware:
 
     names: tuple[str, ...]  # the first is the driver's name
     architecture: str
-    flops_per_s: Mapping[str, float]  # by precision; without unsupported and unpublished precisions
+    flops_per_s: Mapping[str, float]  # by precision; unsupported and unpublished precisions are left out
     memory_bytes: int
     memory_bytes_per_s: float
     tdp_w: float | None
@@ -43,7 +43,7 @@ class Hardware:
     sensor: KnownSensor
     note: str = ""
     gain_measured: tuple[float, float] | None = None  # range of the readings' relative error, measured with a meter
-    sliced: bool = False  # whether the name is a slice's; all values are those of the whole device
+    sliced: bool = False  # whether the driver's name is that of a slice; all values are those of the whole device
 
 
 def find(name: str) -> Hardware | None:
@@ -155,23 +155,23 @@ _H100_PCIE = Origin(
 _H100_NVL = Origin("half the sparse rates of NVIDIA H100 datasheet 3440270 (Sept 2024); "
     "product brief PB-11773-001_v01 (March 2024)",
     "https://www.nvidia.com/en-us/data-center/h100/", "quoted")
-_H200 = Origin("NVIDIA H200 datasheet 3367400 (July 2024); the chip and peaks of the H100",
+_H200 = Origin("NVIDIA H200 datasheet 3367400 (July 2024); chip and peaks are those of the H100",
     "https://www.nvidia.com/en-us/data-center/h200/", "quoted")
 _H200_NVL = Origin(
     "half the sparse rates of NVIDIA's H200 page (2026); H200 NVL product brief PB-12128-001_v01 (April 2025)",
     _H200.url, "quoted")
-_H800 = Origin("NVIDIA H800 datasheet (2023); the chip and peaks of the H100",
+_H800 = Origin("NVIDIA H800 datasheet (2023); chip and peaks are those of the H100",
     "https://chaoqing-i.com/upload/20231128/NVIDIA%20H800%20GPU%20Datasheet.pdf", "quoted")
 _H20 = Origin("no datasheet is published; papers on training with H20s, and cluster_info.py of NVIDIA/TensorRT-LLM",
     "https://github.com/NVIDIA/TensorRT-LLM", "unconfirmed")
-_GH200 = Origin("NVIDIA GH200 Grace Hopper Superchip datasheet (not checked); the chip and peaks of the H100",
+_GH200 = Origin("NVIDIA GH200 Grace Hopper Superchip datasheet (not checked); chip and peaks are those of the H100",
     "https://resources.nvidia.com/en-us-grace-cpu/grace-hopper-superchip", "unconfirmed")
 _BLACKWELL = Origin("half the sparse rates per GPU of NVIDIA Blackwell datasheet 3384703; "
     "README of NVIDIA/exemplar-performance",
     "https://nvdam.widen.net/s/wwnsxrhm2w/blackwell-datasheet-3384703", "quoted")
 _ULTRA = Origin("NVIDIA Blackwell Ultra datasheet (Oct 2025) and Blackwell Architecture Technical Brief v2.1, table 3",
     "https://resources.nvidia.com/en-us-blackwell-architecture/blackwell-ultra-datasheet", "quoted")
-_GB10 = Origin("NVIDIA DGX Spark page: 1 PFLOP of sparse FP4, 140 W; other rates by halving this rate",
+_GB10 = Origin("NVIDIA DGX Spark page: 1 PFLOP of sparse FP4, 140 W; the other rates are computed by halving this rate",
     "https://docs.nvidia.com/dgx/dgx-spark/hardware.html", "unconfirmed")
 _MI100 = Origin("AMD, footnotes MI100-03 and -08 and CDNA-04 (Oct 2020)",
     "https://www.amd.com/en/products/accelerators/instinct/mi100.html", "read")
@@ -233,13 +233,13 @@ _MI300X = _peaks(fp64=163.4, fp32=163.4, tf32=653.7, bf16=1307.4, fp16=1307.4, f
 _A100_PCIE_READS = (-0.058, -0.055)  # range of the error of energy and power against a meter
 _RTX_3090_READS = (-0.056, -0.040)
 
-_A100_PCIE = "one of the two PCIe boards was compared with a meter; which one is unknown"
+_A100_PCIE = "one of the two A100 PCIe boards (40 or 80 GB) was compared with a meter; which one is unknown"
 _NO_TENSOR = "no tensor cores: FP16 products are added up in FP16"
-_TURING_BOARD = "power of the GPU alone, not checked; the board with its outputs takes 295 W"
+_TURING_BOARD = "power of the GPU alone, not checked; the whole board with its outputs draws 295 W"
 _FOUNDERS = "clock and power of NVIDIA's own board; boards of partners differ"
 _MODULE = "power of the whole module (CPU, GPU, memory), configurable from 450 W"
 _GCD = (
-    "one of the two dies of a module, because the driver counts dies: half the module's numbers; "
+    "the driver lists each of the module's two dies as a device: the numbers are half the module's; "
     "one die reports the power of both dies"
 )
 
@@ -255,7 +255,7 @@ ROWS: tuple[Hardware, ...] = (
     _row("Tesla V100-PCIE-32GB", "Volta", 32, 900, 250, _GV100_PCIE, _V100),
     _row("Tesla V100S-PCIE-32GB", "Volta", 32, 1134, 250, _peaks(fp64=8.2, fp32=16.4, fp16=130), _V100),
     _row("Tesla T4", "Turing", 16, 320, 70, _peaks(fp32=8.1, fp16=65, int8=130), _T4,
-         "300 or 320+ GB/s by edition of the datasheet; 256 bit at 10 Gbit/s give 320"),
+         "the editions of the datasheet state 300 or 320+ GB/s; 256 bits at 10 Gbit/s give 320 GB/s"),
     _row("Quadro RTX 6000", "Turing", 24, 672, 260, _TU102, _TURING, _TURING_BOARD),
     _row("Quadro RTX 8000", "Turing", 48, 672, 260, _TU102, _TURING,
          "GPU and clocks of the Quadro RTX 6000; " + _TURING_BOARD,
@@ -294,7 +294,7 @@ ROWS: tuple[Hardware, ...] = (
          _L4, "TensorRT-LLM rounds to 120"),
     _row("NVIDIA L20", "Ada Lovelace", 48, 864, 275,
          _peaks(fp32=59.8, tf32=59.8, bf16=119.5, fp16=119.5, fp8=239, int8=239), _L20,
-         "119 and 238 in TensorRT-LLM, 119 and 237 at Alibaba Cloud"),
+         "TensorRT-LLM states 119 (16 bits) and 238 (8 bits), Alibaba Cloud 119 and 237"),
     _row("NVIDIA L40", "Ada Lovelace", 48, 864, 300,
          _peaks(fp32=90.5, tf32=90.5, bf16=181.05, fp16=181.05, fp8=362, int8=362), _L40,
          "half the rate of the L40S: as on GeForce, adding up in FP32 halves the rate"),
@@ -303,12 +303,12 @@ ROWS: tuple[Hardware, ...] = (
          "362.05 is the datasheet's dense rate; half of its sparse rate, 733, would be 366.5"),
     _row("NVIDIA RTX 6000 Ada Generation", "Ada Lovelace", 48, 960, 300,
          _peaks(fp32=91.1, tf32=182.1, bf16=364.2, fp16=364.2, fp8=728.5, int8=728.5), _RTX_PRO,
-         "the table's 364 and 728 are given with one more digit; FP32 and TF32 are not checked"),
+         "364.2 and 728.5 are the document's 364 and 728 with one more digit; FP32 and TF32 are not checked"),
     _row("NVIDIA GeForce RTX 4080", "Ada Lovelace", 16, 717, 320,
          _peaks(fp32=48.7, tf32=48.7, bf16=97.5, fp16=97.5, fp8=194.9, int8=389.9), _ADA_COUNTED, _FOUNDERS),
     _row("NVIDIA GeForce RTX 4090", "Ada Lovelace", 24, 1008, 450,
          _peaks(fp32=82.6, tf32=82.6, bf16=165.2, fp16=165.2, fp8=330.3, int8=660.6), _ADA,
-         _FOUNDERS + "; 660.6 for FP8 in the paper before v2.02"),
+         _FOUNDERS + "; versions of the paper before v2.02 state 660.6 for FP8"),
     # Hopper
     _row("NVIDIA H100 80GB HBM3, H100 SXM5 80GB", "Hopper", 80, 3350, 700, _GH100_SXM, _H100),
     _row("NVIDIA H100 PCIe", "Hopper", 80, 2000, 350, _GH100_PCIE, _H100_PCIE, "the paper's 2039 GB/s was preliminary"),
@@ -322,20 +322,20 @@ ROWS: tuple[Hardware, ...] = (
     _row("NVIDIA H800", "Hopper", 80, 3350, 700, _GH100_H800, _H800,
          "power is not checked; FP64 (about 1 TFLOP/s) is left out"),
     _row("NVIDIA H20", "Hopper", 96, 4000, 500, _peaks(fp32=44, tf32=74, bf16=148, fp16=148, fp8=296, int8=296), _H20,
-         "power as printed by nvidia-smi (400 W in early reports); 147 and 293 TFLOP/s in TensorRT-LLM"),
+         "power as printed by nvidia-smi (400 W in early reports); TensorRT-LLM states 147 (16 bits) and 293 (8 bits)"),
     # Blackwell
     _row("NVIDIA B200", "Blackwell", 180, 7700, 1000,
          _peaks(fp64=37, fp32=75, tf32=1125, bf16=2250, fp16=2250, fp8=4500, fp4=9000, int8=4500), _BLACKWELL,
-         "HGX; TF32 is an eighth of the total of eight GPUs; the rate of one GPU is rounded to 1100"),
+         "GPU of an HGX; TF32 is an eighth of the total of eight GPUs; the stated rate of one GPU is rounded to 1100"),
     _row("NVIDIA GB200", "Blackwell", 186, 8000, 1200,
          _peaks(fp64=40, fp32=80, tf32=1250, bf16=2500, fp16=2500, fp8=5000, fp4=10000, int8=5000), _BLACKWELL,
-         "NVIDIA's own benchmarks use 2450, 4900 and 9800"),
+         "NVIDIA's own benchmarks use 2450 (BF16), 4900 (FP8) and 9800 (FP4)"),
     _row("NVIDIA B300 SXM6 AC, NVIDIA B300", "Blackwell", 270, 7700, 1100,
          _peaks(fp64=1.2, fp32=75, tf32=1125, bf16=2250, fp16=2250, fp8=4500, fp4=14000, int8=153.5), _ULTRA,
-         "FP4 is 13500 in NVIDIA's own benchmarks and by the total of eight GPUs; 288 GB and 8 TB/s elsewhere"),
+         "FP4 is 13500 in NVIDIA's own benchmarks, and an eighth of eight GPUs' total; 288 GB and 8 TB/s elsewhere"),
     _row("NVIDIA GB300", "Blackwell", 279, 8000, 1400,
          _peaks(fp32=80, tf32=1250, bf16=2500, fp16=2500, fp8=5000, fp4=15000, int8=165), _ULTRA,
-         "NVIDIA's own benchmarks use 2450, 4900 and 14700"),
+         "NVIDIA's own benchmarks use 2450 (BF16), 4900 (FP8) and 14700 (FP4)"),
     _row("NVIDIA GB10", "Blackwell", 128, 273, 140, _peaks(bf16=125, fp16=125, fp8=250, fp4=500), _GB10,
          "only sparse FP4 is published; BF16 matrix products reached 100 TFLOP/s in a measurement; the CPU shares "
          "memory and power"),
@@ -366,7 +366,7 @@ ROWS: tuple[Hardware, ...] = (
     _row("AMD Instinct MI325X", "CDNA 3", 256, 6000, 1000, _MI300X, _CDNA3),
     _row("AMD Instinct MI350X", "CDNA 4", 288, 8000, 1000,
          _peaks(fp64=72.1, fp32=144.2, bf16=2306.9, fp16=2306.9, fp8=4613.7, fp4=9227.5, int8=4613.7), _MI350X,
-         "the brochure prints 2309.6 for BF16; half of its FP8, and 256 CUs x 4096 x 2.2 GHz, are 2306.9; no TF32"),
+         "the brochure prints 2309.6 for BF16; half of its FP8 is 2306.9, as is 256 CUs x 4096 x 2.2 GHz; no TF32"),
     _row("AMD Instinct MI355X", "CDNA 4", 288, 8000, 1400,
          _peaks(fp64=78.6, fp32=157.3, bf16=2516.6, fp16=2516.6, fp8=5033.2, fp4=10066.3, int8=5033.2), _MI355X,
          "no TF32"),

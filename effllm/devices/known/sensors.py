@@ -13,10 +13,10 @@ class KnownSensor:
     """The published data of an architecture's power sensor; ``None`` means unknown."""
 
     update_s: float | None  # period of new values
-    window_s: float | None  # measured part of each period
+    window_s: float | None  # part of each period in which power is measured
     power_usage: Literal["instant", "1-s mean"] | None  # kind of power that nvmlDeviceGetPowerUsage returns
     counter: bool  # whether the driver counts energy
-    rise_s: tuple[float, float] | None = None  # delay of a power step in the instantaneous reading
+    rise_s: tuple[float, float] | None = None  # delay until the instant power shows a power step
     lag_s: float | None = None  # constant delay of the energy counter
     gain_error: float = 0.05  # relative error at 95 %; common to all readings of a board, so it does not average out
     source: str = ""
@@ -33,7 +33,7 @@ _PAPER = "Yang, Adamek and Armour, arXiv 2312.02741 (SC24)"
 _PAPER_NVML = f"{_PAPER}; NVML's page of nvmlDeviceGetPowerUsage"
 _OLD = KnownSensor(
     update_s=None, window_s=None, power_usage="instant", counter=False, source=_PAPER,
-    note="a new value every 15 to 100 ms; the response is slow and logarithmic: drop the first second after a step; "
+    note="a new value every 15 to 100 ms; the response is slow and logarithmic: ignore the first second after a step; "
     "readings are up to 9 % low, on small cards even lower",
 )
 _RADEON = KnownSensor(
@@ -59,20 +59,20 @@ SENSORS: Mapping[str, KnownSensor] = MappingProxyType({
     ),
     "Ampere GA100": KnownSensor(
         update_s=0.100, window_s=0.025, power_usage="instant", counter=True, rise_s=(0.015, 0.110), source=_PAPER_NVML,
-        note="averaged power is not supported; it is not documented whether the counter measures more than the 25 ms",
+        note="averaged power is not supported; it is not documented whether the counter, too, measures only 25 ms",
     ),
     "Ampere GA10x": KnownSensor(
         update_s=0.100, window_s=0.100, power_usage="1-s mean", counter=True, source=_PAPER_NVML,
-        note="only driver 530 returned the value of the last 100 ms as power usage",
+        note="with driver 530 alone, nvmlDeviceGetPowerUsage returned the value of the last 100 ms",
     ),
     "Ada Lovelace": KnownSensor(
         update_s=0.100, window_s=0.100, power_usage="1-s mean", counter=True, source=_PAPER_NVML,
-        note="driver 530 has the same exception as on GA10x",
+        note="with driver 530 alone, nvmlDeviceGetPowerUsage returned the value of the last 100 ms",
     ),
     "Hopper": KnownSensor(
         update_s=0.100, window_s=0.025, power_usage="1-s mean", counter=True, rise_s=(0.075, 0.120),
         source=f"{_PAPER_NVML}; ml-energy/zeus pull 172",
-        note="measured on the H100 PCIe; it is not documented whether the counter measures more than the 25 ms; on "
+        note="measured on the H100 PCIe; it is not documented whether the counter, too, measures only 25 ms; on "
         "GH200 the counter measures the whole module with its CPU and memory",
     ),
     "Blackwell": KnownSensor(

@@ -29,13 +29,13 @@ class Opener(NamedTuple):
 
 
 def openers(choice: str, host: str, credentials: Path | None = None) -> list[Opener]:
-    """Return the sensors that this node may have; they are not open.
+    """Return the sensors that this node may have, before they are opened.
 
     Args:
-        choice: ``auto`` means the CPUs and the management controller in-band, without use of the network; ``none``
-            means no sensor; ``ipmi`` or the URL of a Redfish service is the source of the whole node's power;
-            in this case the CPUs are read, too.
-        host: the node's name, part of the devices' keys.
+        choice: ``auto`` or ``ipmi``: the CPUs, and the whole node from its management controller, without use of
+            the network; the URL of a Redfish service: the CPUs, and the whole node from this service; ``none``: no
+            sensor.
+        host: the node's name, a part of each device's key.
         credentials: file with the user and the password for the Redfish service.
 
     Raises:

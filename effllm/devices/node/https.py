@@ -1,8 +1,8 @@
 """Requests to one HTTPS service over one connection, with limits of time and size, and never to another host.
 
-urllib3's connection is used without pools: a pool follows redirects, retries, and has only a timeout per attempt.
+urllib3's connection is used without pools: a pool follows redirects, retries, and has only a timeout for each attempt.
 A socket's timeout applies to each packet: a service that sends a byte every four seconds would block a reader
-forever.  So a timer ends the connection at the deadline.
+forever.  So a timer closes the connection at the deadline.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ class Service:
     Args:
         address: the address of the service.
         credentials: user and password; ``None`` for requests without a user.
-        limit_s: timeout of one request with its connection and redirects; the resolution of the host's name has
-            the system's timeout.
+        limit_s: timeout of one request, including the connection and redirects; for the resolution of the host's
+            name the system's timeout applies.
     """
 
     def __init__(self, address: Address, credentials: Credentials | None, limit_s: float = LIMIT_S) -> None:

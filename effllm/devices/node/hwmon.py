@@ -8,10 +8,10 @@ are in ``power1_oem_info`` (Documentation/hwmon/acpi_power_meter.rst, and NVIDIA
 - ``CPU Power Socket 0``: the rail of the cores.
 - ``SysIO Power Socket 0``: the rail of the SoC.
 
-The CPU and SysIO rails are *not* added to Grace, because Grace includes them: 53 to 58 W of 93 to 104 W in NVIDIA's
+The CPU and SysIO rails are *not* added to the Grace meter, which includes them: 53 to 58 W of 93 to 104 W in NVIDIA's
 own traces (srt-slurm, ``cpu_rails.py``).  Without a Grace meter the rails are summed, and the note names missing parts.
 
-A Module meter means that the GPU is in the same module; NVML's counter may then measure the whole module with this
+If there is a Module meter, the GPU is in the same module, and NVML's counter may measure the whole module with this
 CPU.  In this case the CPU's device has the energy key ``module-cpu:<host>``, and sums over devices exclude the CPU
 on hosts whose GPUs have the scope MODULE.
 
@@ -33,7 +33,7 @@ HWMON = Path("/sys/class/hwmon")
 
 NO_HWMON = "energy: no hwmon sensor reports the power of the CPUs (ACPI power meters on Grace, amd_hsmp on EPYC)"
 
-# The kernel returns an unknown ACPI reading (0xFFFFFFFF mW) as 4.3 MW.
+# If an ACPI meter has no value (0xFFFFFFFF mW), the kernel returns 4.3 MW.
 _MAX_W = 10_000.0
 
 # Grace's successor calls its rails "Total Power Socket 0" and so on.
@@ -151,7 +151,7 @@ def _epyc(host: str, meters: list[Meter]) -> NodeReader | None:
         kind="hwmon",
         name="AMD EPYC",
         method=INSTANT,
-        note=f"{', '.join(meter.label for meter in meters)}: power is integrated (RAPL cannot be read); no DRAM",
+        note=f"{', '.join(meter.label for meter in meters)}: power is integrated (RAPL cannot be read); without DRAM",
         sensor=Sensor(tick_s=0.001, source=f"tick assumed to be RAPL's; {_ERROR}"),
         driver="amd_hsmp",
     )

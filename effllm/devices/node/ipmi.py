@@ -1,7 +1,7 @@
 """The power of a node from its management controller, in-band: the DCMI reading of ipmi-dcmi or ipmitool.
 
 Vendor-specific sensors are not read: only DCMI's reading has the same, though inexact, meaning on all machines.
-This file is not tested on real hardware; arguments and output are those of freeipmi 1.6.10 and ipmitool 1.8.19.
+This file is not tested on real hardware; arguments and output have the form of freeipmi 1.6.10 and ipmitool 1.8.19.
 """
 
 from __future__ import annotations

@@ -16,12 +16,12 @@ from effllm.devices.node.rapl_counters import PERF, POWERCAP, Counter, OpenEvent
 from effllm.devices.node.reader import CPU_INTERVAL_S, Measured, NodeReader, node_device
 from effllm.records.rank import COUNTER, CPU, Sensor
 
-# Upper limit of the power of a CPU package.  A counter that rose faster was reset.  A counter may have wrapped twice if
-# the time between two reads is longer than its range divided by this power.
+# Upper limit of the power of a CPU package.  If a counter rose faster, it was reset.  If the time between two reads is
+# longer than the counter's range divided by this power, the counter may have wrapped twice.
 _PACKAGE_MAX_W = 1000.0
 
-# The start of the total, and the total's decrease after a period of unknown energy.  The decrease is larger than the
-# energy until the next reading: the total's difference over that period is negative and is not counted as energy.
+# The total's first value, and its decrease after a period of unknown energy.  The decrease is larger than the energy
+# until the next reading, so the total's difference over that period is negative, and is not counted as energy.
 _START_J, _BACK_J = 1e9, 1e6
 
 # Dies that mirror one counter agree in each comparison; counters of two sockets differ in the first comparison.
@@ -93,7 +93,7 @@ class Rapl:
 
 
 class _TwoReads(NamedTuple):
-    """All counters read in order, twice: mirrored counters have a common value between the two reads."""
+    """Two reads of all counters, one after the other; mirrored counters had the same value at one time in between."""
 
     first: list[int]
     second: list[int]
@@ -103,7 +103,7 @@ def mirrors(counters: Sequence[Counter], pause: Callable[[float], None]) -> set[
     """Return the indices of the packages that repeat the counter of an earlier package.
 
     Linux lists one package per die.  On some AMD processors every die has the counter of the whole socket: the sum
-    over the dies is two or twelve times the energy (CodeCarbon issues 1274 and 1379; kernel commits 26096aed255f
+    over the dies would be two or twelve times the energy (CodeCarbon issues 1274 and 1379; kernel commits 26096aed255f
     and 8d72eba1cf8c).
     """
     packages = [index for index, counter in enumerate(counters) if counter.is_package]
@@ -121,7 +121,7 @@ def mirrors(counters: Sequence[Counter], pause: Callable[[float], None]) -> set[
         now = _read_twice(counters)
         for (one, other), moves in list(pairs.items()):
             size = counters[one].range
-            least = now.first[one] - last.second[one]  # minimal count of `one`; `width` is the possible excess
+            least = now.first[one] - last.second[one]  # `one` counted at least this, at most `width` more
             width = (now.second[one] - now.first[one]) % size + (last.second[one] - last.first[one]) % size
             counted = (now.first[other] - last.first[other]) % size
             if (counted - least) % size <= width:
@@ -158,7 +158,7 @@ def open_rapl(
             counters = find()
             if counters:
                 return _without_copies(counters, clock, way, pause)
-        except PermissionError:  # root only since Linux 5.10, because of CVE-2020-8694
+        except PermissionError:  # readable only for root since Linux 5.10, because of CVE-2020-8694
             why_not = RAPL_UNREADABLE
         except (OSError, ValueError) as error:
             why_not = why_not or f"energy: the RAPL counters cannot be read through {way}: {error}"

@@ -14,7 +14,7 @@ from effllm.devices.node.perf_event import PerfEvent
 POWERCAP = Path("/sys/class/powercap")
 PERF = Path("/sys/bus/event_source/devices/power")
 
-#: Opens a counter by the PMU's number, the event's configuration, and the CPU.
+#: Opens a counter; the arguments are the PMU's number, the event's configuration, and the CPU.
 OpenEvent = Callable[[int, int, int], PerfEvent]
 
 
@@ -29,12 +29,12 @@ class Counter(NamedTuple):
 
 
 def powercap_zones(root: Path) -> list[Counter]:
-    """Return the packages and their DRAM, but not psys, which contains packages, and not cores, a part of packages."""
+    """Return the packages and their DRAM, but not psys, which contains the packages, or cores, a part of a package."""
     zones = []
     for path in sorted(root.glob("intel-rapl:*")):  # AMD has the same names; intel-rapl-mmio repeats a package
         try:
             name = (path / "name").read_text().strip()
-        except FileNotFoundError:  # in a container with masked zones only the folders are visible
+        except FileNotFoundError:  # a container that masks the zones shows only their folders
             continue
         if name.startswith("package") or name == "dram":
             size = int((path / "max_energy_range_uj").read_text())

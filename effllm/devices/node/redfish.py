@@ -1,8 +1,8 @@
 """The power of a node from its management controller's Redfish service, over HTTPS.
 
 The power of a node is the sum of the inputs of its power supplies.  If the service does not report inputs, the power
-of the chassis is used, and the vendor chooses its content.  A supply that is present but has no reading fails the
-whole reading, because a sum without this supply would be wrong.  This file is not tested on real hardware.
+of the chassis is used; the vendor chooses which parts it includes.  If a supply is present but has no reading, the
+whole reading fails, because a sum without this supply would be wrong.  This file is not tested on real hardware.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def _supplies(get: Get, found: Iterable[Found]) -> Source | None:
 
 
 def _supply_paths(get: Get, chassis: Chassis) -> list[str]:
-    """Return the supplies of a chassis with its empty slots, because a supply may be inserted later."""
+    """Return the paths of a chassis' supplies, and of its empty slots, because a supply may be inserted later."""
     subsystem = optional(get, chassis.subsystem.path, Subsystem) if chassis.subsystem is not None else None
     if subsystem is None or subsystem.supplies is None:
         return []
@@ -146,7 +146,7 @@ def _old_supplies(get: Get, found: Iterable[Found]) -> Source | None:
 
 
 def _of_chassis(get: Get, one: Found) -> list[Source]:
-    """Return the source of a chassis' power, in the newer form, else in the older form; empty without a source."""
+    """Return the source of a chassis' power, from the newer resource, else from the older one; empty without either."""
     if one.chassis.environment is not None:
         environment = optional(get, one.chassis.environment.path, Environment)
         if environment is not None and environment.watts is not None and environment.watts.value is not None:
@@ -167,12 +167,12 @@ def _shared_by(found: Iterable[Found]) -> str:
 
 
 def describe(get: Get, source: Source, sensors: Iterable[str | None]) -> tuple[float, float, str]:
-    """Return the period and the relative error of a source's sensors, and a text with the origin of both numbers."""
+    """Return the longest period and the largest relative error of a source's sensors, and where both come from."""
     intervals_s: list[float | None] = []
     errors: list[float | None] = []
     for path in sensors:
         sensor = SensorResource()
-        with contextlib.suppress(OSError, ValueError):  # many services have links to missing sensors
+        with contextlib.suppress(OSError, ValueError):  # many services link to sensors that do not exist
             sensor = get(path, SensorResource) if path else sensor
         intervals_s.append(_seconds(sensor.interval))
         errors.append(_relative_error(sensor))
