@@ -14,7 +14,7 @@ from effllm.network.rejections import NO_KEY, NO_PROTOCOL, OTHER_SECRET, Rejecti
 from effllm.network.transport import receive_event
 
 _MECHANISM_MISMATCH = 0x11000002  # ZMQ_PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH of zmq.h, missing in pyzmq
-_MAX_EVENTS = 200  # per call; so many events take a few ms
+_MAX_EVENTS = 200  # per call of `poll`; so many events take a few ms
 _RETRY_EVERY_S = 1.0
 _FIND_TIMEOUT_S = 0.1
 _HANDSHAKES = (
@@ -39,7 +39,7 @@ class Connections:
         self._events = _HANDSHAKES if rejections is not None else 0
         self._addresses: dict[int, str] = {}  # by descriptor
         self._unread: list[tuple[int, int]] = []
-        self._why = ""  # reason of the last failed handshake, until its disconnection is reported
+        self._why = ""  # why the last handshake failed, until its disconnection is reported
         self.decided = 0  # open connections that the gate has admitted or rejected
         self.accept_error = 0  # errno of the first connection that could not be accepted
         self._retry_at_s = 0.0
@@ -75,8 +75,8 @@ class Connections:
         while taken < _MAX_EVENTS and (events := self._unread or self._receive()):
             taken += len(events)
             found = {value: _peer_address(value) for event, value in events if event == zmq.EVENT_ACCEPTED}
-            # ZeroMQ reports a disconnection before it closes the descriptor.  So the address of a descriptor belongs
-            # to this connection until a disconnection of the descriptor is reported.
+            # ZeroMQ reports a disconnection before it closes the descriptor.  Until then the descriptor's
+            # address is that of this connection.
             self._unread = self._receive()
             for event, value in events:
                 self._take(event, value, now_s)
@@ -101,7 +101,7 @@ class Connections:
         elif event == zmq.EVENT_DISCONNECTED and self._rejections is not None:
             address = self._addresses.pop(value, "")
             # ZeroMQ's thread reports the reason of a failed handshake first, and the disconnection directly afterwards.
-            if self._why or not self.decided:  # no decision is left: this connection did not reach the gate
+            if self._why or not self.decided:  # 0: this connection ended before the gate's decision
                 self._rejections.reject(address, self._why or NO_PROTOCOL)
                 self._why = ""
             else:
@@ -110,9 +110,9 @@ class Connections:
     def _hold(self, now_s: float) -> None:
         """Accept no connections for a second, because ZeroMQ retries a failed accept 100,000 times a second."""
         if self._intake.is_held:
-            return  # the event is from before the hold
+            return  # this event is older than the pause
         is_held = self._intake.hold()
-        self._reserve.release()  # the reserved descriptors are for files
+        self._reserve.release()  # files may now use the reserved descriptors
         if not is_held and not (self._intake.find() and self._intake.hold()):
             self._detach()
         self._retry_at_s = now_s + _RETRY_EVERY_S

@@ -2,7 +2,7 @@
 
 Without this list CURVE encrypts, but admits any key that a peer creates (RFC 26 leaves admission to ZAP, RFC 27).
 The list has one key, which is derived from the secret and shared by all agents of the job.  The server's key belongs
-to the user, not to the job: so an agent of another job is distinguished from an unauthenticated peer.
+to the user, not to the job: so an agent of another job differs from an unauthenticated peer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from effllm.network.secret import derive
 
 DOMAIN = b"effllm"
 _ZAP = "inproc://zeromq.zap.01"
-_MAX_REQUESTS = 100  # per call; so many requests take a few ms
+_MAX_REQUESTS = 100  # per call of `answer`; so many requests take a few ms
 _FRAMES = 9  # frames of a request: two of the router, version, id, domain, address, identity, mechanism, key
 
 
@@ -63,17 +63,17 @@ class ServerKeys:
         return cls(KeyPair.of(derive(secret, "server")), KeyPair.of(derive(secret, "agents", job)).public)
 
     def secure(self, socket: zmq.Socket[bytes]) -> None:
-        """Set encryption and the use of a `Gate` for a socket that does not listen yet."""
+        """Set a socket to encrypt and to ask a `Gate` for each admission; the socket must not listen yet."""
         socket.set(zmq.CURVE_SERVER, 1)
         socket.set(zmq.CURVE_SECRETKEY, self.own.secret)
         socket.set(zmq.ZAP_DOMAIN, DOMAIN)
-        socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a gate no peer is admitted; ZeroMQ's default is all
+        socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a gate no peer is admitted; by ZeroMQ's default all are
 
 
 class Gate:
     """Answers ZeroMQ's requests for authentication (ZAP): only peers with the agents' key are admitted.
 
-    A context has one gate, created before the socket that uses it.  Register the gate's socket with the same poller.
+    A context has one gate, created before the socket that uses it.  Both use the same poller.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: ServerKeys) -> None:

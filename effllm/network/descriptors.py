@@ -9,16 +9,16 @@ import resource
 _UNLIMITED = resource.RLIM_INFINITY
 _OWN = 256  # for sinks, ZeroMQ, and connections before their handshake
 _MIN_OWN = 96  # an aggregator of two ranks has 21 open files
-RESERVED = 16  # a window and its summary need six files at once
+RESERVED = 16  # a window and its summary need six open files at once
 
 
 def needed(peers: int) -> int:
-    """Return the limit for an aggregator: a file per peer, a fifth more for reconnections, and its own files."""
+    """Return how many open files an aggregator needs: one per peer, a fifth more for reconnections, and its own."""
     return peers + -(-peers // 5) + min(_OWN, _MIN_OWN + peers)
 
 
 def shortage(peers: int) -> str:
-    """Return the remedy if the limits of this process are too low for an aggregator of ``peers``, or an empty string.
+    """Return the remedy if this process' limits are too low for an aggregator of ``peers``, else an empty text.
 
     The limits stay unchanged, because the caller is a trainer.  The aggregator raises its own limits.
     """
@@ -37,10 +37,10 @@ def shortage(peers: int) -> str:
 def raise_limit(least: int = 0) -> str:
     """Raise the soft limit to the hard limit, and the hard limit if permitted.
 
-    Return the remedy if the limit is still too low, or an empty string.
+    Return the remedy if the limit is still too low, else an empty text.
 
     Args:
-        least: the required number of files.
+        least: the required number of open files.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != _UNLIMITED and hard < least:

@@ -33,7 +33,7 @@ from effllm.store import own_files
 PROBE_S = 0.5
 STORE_S = 5.0
 GIVE_UP_S = 300.0
-MIN_RECHECK_S, MAX_RECHECK_S = 0.5, 10.0  # period of the check for a newer record of rank 0
+MIN_RECHECK_S, MAX_RECHECK_S = 0.5, 10.0  # time between two checks for a newer record of rank 0
 MAX_RECORD_BYTES = 4096
 TEMPORARY_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")  # noqa: S108 - a folder in these is used after a check
 
@@ -88,13 +88,13 @@ def openness(endpoint: str) -> str:
 class RecordSource(Protocol):
     """A place where rank 0 publishes its record and other ranks read the record."""
 
-    key: str  # is signed together with the record, so that the record is valid only in this place
+    key: str  # is part of the signed text, so that the record is valid only in this place
 
     def connect(self) -> bool:
         """Connect without a long wait; ``False`` if a connection is not possible now."""
 
     def publish(self, record: dict[str, str]) -> bool:
-        """Set the record; ``False`` if this is not possible now."""
+        """Publish the record; ``False`` if this is not possible now."""
 
     def read(self) -> dict[str, str] | None:
         """Return the record, if it exists."""
@@ -201,7 +201,7 @@ def source(place: Place, config: Config, generation: int) -> RecordSource | None
     """
     if place.world_size == 1:
         return None
-    has_store = place.launcher in ("torchrun", "torch.distributed")  # torch.distributed: a process group exists
+    has_store = place.launcher in ("torchrun", "torch.distributed")  # the latter: a process group exists
     return Store(place, generation) if has_store else SharedFile(place, config, generation)
 
 
@@ -224,7 +224,7 @@ class Search:
         source: the place of the record.
         config: the job's settings.
         is_secured: whether a record needs a signature.
-        found: is called with each new record, or with rank 0's reason for a missing aggregator.
+        found: is called with each new record, or with the reason from rank 0 why there is no aggregator.
         failed: is called with one line for the user.
         is_welcome: whether the aggregator at an endpoint has sent a welcome to the agent.
     """
@@ -246,7 +246,7 @@ class Search:
         self._reported: set[str] = set()
 
     def start(self) -> None:
-        """Search at once, then in a daemon thread: effllm's only thread in a trainer, which ends after start-up."""
+        """Search at once, then in a daemon thread: the only thread of effllm in a trainer; it ends after start-up."""
         self._read()
         _in_thread(self._run)
 
@@ -264,7 +264,7 @@ class Search:
     def _read(self) -> None:
         self._is_connected = self._is_connected or self._source.connect()
         record = self._source.read() if self._is_connected else None
-        if self._record:  # reads become less frequent, because ten thousand ranks may wait for a welcome
+        if self._record:  # the record is read less often, because ten thousand ranks may wait for a welcome
             self._read_at_s = time.monotonic() + self._pause_s
             self._pause_s = min(self._pause_s * 1.5, MAX_RECHECK_S)
         if record is None or record == self._record:
@@ -303,7 +303,7 @@ class Search:
 
 
 def _record(content: bytes | str) -> dict[str, str] | None:
-    """Decode a record, which is a flat object of text; return ``None`` for other content."""
+    """Decode a record: a JSON object whose values are text; return ``None`` for other content."""
     if len(content) > MAX_RECORD_BYTES:
         return None
     try:

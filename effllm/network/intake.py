@@ -1,7 +1,7 @@
-"""Pauses and resumes the acceptance of connections on a ZeroMQ listening socket, while accept fails.
+"""Pauses the acceptance of connections on a listening socket of ZeroMQ while accept fails, and resumes it.
 
-libzmq cannot pause acceptance.  When accept fails without free descriptors, libzmq polls its epoll again at once, and
-the epoll reports the same connection again: this takes 0.77 of a core until descriptors are free.  An unbind would end
+libzmq cannot pause acceptance.  When accept fails because no descriptor is free, libzmq polls its epoll at once,
+which reports the same connection again: this takes 0.77 of a core until a descriptor is free.  An unbind would end
 all accepted connections, because they are children of the socket.  So the events in the socket's entry in libzmq's
 epoll (a descriptor of this process) are removed, and restored later.  The entry's data is read from /proc/self/fdinfo
 and kept.  Peers that connect during the pause wait in the kernel's queue.
@@ -53,7 +53,7 @@ class Intake:
         return self.is_held
 
     def resume(self) -> None:
-        """Accept connections again, also those that wait."""
+        """Accept connections again, also those that wait in the kernel's queue."""
         if self.is_held and self._entry and self._set(self._entry.events):
             self.is_held = False
 

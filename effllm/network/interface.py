@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _ANY_PORT = 9  # nothing is sent to this port
-_REMOTE = ("192.0.2.1", "2001:db8::1")  # reserved for documentation: only a default route matches these
+_REMOTE = ("192.0.2.1", "2001:db8::1")  # addresses for documentation: only a default route leads to them
 _SIOCGIFADDR = 0x8915
 _INET6 = Path("/proc/net/if_inet6")
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address cannot be reached from another host."""
+    """Whether an address is loopback, which other hosts cannot reach."""
     try:
         return ipaddress.ip_address(address.strip("[]")).is_loopback
     except ValueError:
@@ -33,7 +33,7 @@ def loopback() -> str:
 
 
 def is_wildcard(address: str) -> bool:
-    """Whether an address means every interface of the host."""
+    """Whether an address is a wildcard, which means every interface of the host."""
     try:
         return ipaddress.ip_address(address.strip("[]")).is_unspecified
     except ValueError:
@@ -45,7 +45,7 @@ def endpoint(address: str, port: int) -> str:
 
 
 def towards(host: str) -> str:
-    """Return this host's address on the route to a host, or to itself; empty if all routes use loopback.
+    """Return this host's address on the route to ``host`` (it may be this host); empty if all routes use loopback.
 
     Raises:
         OSError: the host's name is unknown, or no route exists.

@@ -46,7 +46,7 @@ def own_address(place: Place, config: Config) -> str:
             ) from error
         if address:
             return address
-    # Debian writes 127.0.1.1 into /etc/hosts, so a host's own name may resolve to loopback.
+    # Debian writes 127.0.1.1 into /etc/hosts, so the host's own name in MASTER_ADDR may resolve to loopback.
     address = interface.by_default_route()
     if not address:
         raise DiscoveryError(
@@ -67,7 +67,7 @@ def listen(address: str, port: int = 0) -> socket.socket:
         if port:  # the kernel may still be closing connections of an earlier aggregator on this port
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((address, port))
-        # Accepted connections inherit the option: while they close, the next aggregator can listen on this port.
+        # Accepted connections inherit this option, so the next aggregator can listen here while they still close.
         # The option is set after bind: if set before, port 0 could get a port on which another process will listen.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.listen(BACKLOG)

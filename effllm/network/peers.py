@@ -1,7 +1,7 @@
 """The identity of each connection, taken from its HELLO, and its rate limit for frames and bytes. No I/O.
 
-A connection sends for one rank and one agent.  Messages before the HELLO, for another rank or above the rate limit
-are rejected, counted by kind, and reported with the host of the HELLO.  The frames of a throttled peer are dropped
+A connection sends for one rank and one agent.  Messages before the HELLO, of another rank or above the rate limit
+are rejected, counted by kind, and reported with the host in the HELLO.  The frames of a throttled peer are dropped
 until it sends another HELLO and then the dropped reports, so that no honest report is lost.
 """
 
@@ -12,17 +12,17 @@ import time
 from effllm.records.rank import Event
 from effllm.records.wire import FromAgent, Hello, Reports, Supersede
 
-# An honest agent sends at most one frame in 50 ms.  After an outage all kept reports are sent, in frames up to 128 kB.
+# An honest agent sends at most one frame in 50 ms.  After an outage it sends all kept reports, in frames up to 128 kB.
 FRAMES_PER_S = 50.0
 BYTES_PER_S = 4.0 * 2**20
 BURST_FRAMES = 512
 BURST_BYTES = 16 * 2**20
 ROW_BYTES = 16 * 1024  # a row with all gauges, phases and a wide histogram has 10 kB
-NO_HELLO_FRAMES = 32  # allowance up to and including the HELLO
+NO_HELLO_FRAMES = 32  # allowance of frames up to and including the HELLO
 NO_HELLO_BYTES = 2**20
 MAX_PEERS_WITHOUT_HELLO = 4096
 AGAIN_EVERY_S = 1.0
-AGAIN_FRAMES = 64  # minimal allowance of a throttled peer for a request to send the dropped frames again
+AGAIN_FRAMES = 64  # a throttled peer is asked for its dropped frames when it may send this many
 REPORTED_FROM = 3  # the first two messages are not reported: a reconnecting agent may send one before its HELLO
 
 NO_HELLO, WRONG_RANK, THROTTLED, GARBAGE = "no_hello", "wrong_rank", "throttled", "garbage"
@@ -66,7 +66,7 @@ class Peers:
         self._of_rank: dict[int, bytes] = {}  # connections with a HELLO
         self._events: list[Event] = []
         self._repeated = 0  # rejections without an event since the last `take_repeated`
-        self.rejected: dict[str, int] = {}  # messages and dropped frames by kind
+        self.rejected: dict[str, int] = {}  # number of rejected messages and dropped frames, by kind
 
     def __len__(self) -> int:
         return len(self._peers)
@@ -82,7 +82,7 @@ class Peers:
         return (one.frames >= 0 <= one.num_bytes) or self._is_refilled(one, num_bytes, now_s)
 
     def objection(self, peer: bytes, message: FromAgent) -> str:
-        """Return the reason if a message is rejected, else an empty string: its rank must be the HELLO's rank."""
+        """Return why a message is rejected, else an empty text: it must have the rank and agent of the HELLO."""
         one = self._peers.get(peer)
         if isinstance(message, Reports) and one is not None and one.agent and not one.is_held:
             rank, agent = one.rank, one.agent  # local names are faster: there are ten thousand calls a second
@@ -94,7 +94,7 @@ class Peers:
             if one is None or not one.agent or (one.rank == message.rank and one.agent == message.agent):
                 return ""
             return self._reject(one, WRONG_RANK, f"also sent a HELLO of rank {message.rank} on {message.host}")
-        if isinstance(message, Supersede):  # this message is from another aggregator and has no rank
+        if isinstance(message, Supersede):  # the sender is another aggregator and has no rank
             return ""
         if one is None or not one.agent:
             return self._reject(one, NO_HELLO, "sent another message first")
@@ -152,7 +152,7 @@ class Peers:
         return True
 
     def take_events(self) -> list[Event]:
-        """Return an event for the first rejection of each connection and kind, since the last call."""
+        """Return the events since the last call: one for the first rejection of each kind by each connection."""
         events, self._events = self._events, []
         return events
 
@@ -163,7 +163,7 @@ class Peers:
 
     def _add(self, peer: bytes, now_s: float) -> _Peer:
         if len(self._peers) - len(self._of_rank) >= MAX_PEERS_WITHOUT_HELLO:
-            # The oldest half is dropped at once, because a scan for each connection of a flood would take too long.
+            # Half of them are dropped at once: in a flood, a scan of all peers for each connection would take too long.
             without_hello = [known for known, one in self._peers.items() if not one.agent]
             for known in without_hello[: MAX_PEERS_WITHOUT_HELLO // 2]:
                 del self._peers[known]
@@ -171,7 +171,7 @@ class Peers:
         return one
 
     def _is_refilled(self, one: _Peer, num_bytes: int, now_s: float) -> bool:
-        """Refill the allowance by the elapsed time; return whether a frame above the old allowance fits now."""
+        """Refill the allowance by the elapsed time; return whether it now suffices for the frame that exceeded it."""
         passed_s = max(now_s - one.since_s, 0.0)
         max_frames = self._burst_frames if one.agent else NO_HELLO_FRAMES
         max_bytes = self._burst_bytes if one.agent else NO_HELLO_BYTES

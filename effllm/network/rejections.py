@@ -8,7 +8,7 @@ NO_KEY = "no key"
 NO_PROTOCOL = "not the protocol of agents"
 
 MAX_ADDRESSES = 1000
-MAX_UNSEEN = 10  # failed handshakes from unknown addresses that are not counted: agents may have been killed
+MAX_UNSEEN = 10  # so many failed handshakes from unknown addresses are not counted, because agents may have been killed
 MAX_ADMITTED = 2**20
 
 
@@ -18,7 +18,7 @@ class Rejections:
     def __init__(self) -> None:
         self.count = 0
         self._unseen = 0
-        self._repeated = 0  # rejections without a separate line since the last `take_repeated`
+        self._repeated = 0  # rejections since the last `take_repeated` that have no line of their own
         self._reported: set[tuple[str, str]] = set()
         self._admitted: set[str] = set()
         self._lines: list[str] = []
@@ -30,7 +30,7 @@ class Rejections:
     def reject(self, address: str, why: str) -> None:
         """Count a rejected peer.
 
-        A connection that ends during its handshake is not counted if its host has an admitted agent: the agent was
+        A connection that ends during its handshake is not counted if its host has an admitted agent: an agent was
         killed.  The first MAX_UNSEEN such connections from unknown addresses are not counted either.
 
         Args:
@@ -59,6 +59,6 @@ class Rejections:
         return lines
 
     def take_repeated(self) -> int:
-        """Return the number of rejections without a separate line since the last call."""
+        """Return the number of rejections since the last call that have no line of their own."""
         repeated, self._repeated = self._repeated, 0
         return repeated

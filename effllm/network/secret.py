@@ -55,7 +55,7 @@ def read(path: Path) -> bytes:
 
 
 def create(path: Path) -> bytes:
-    """Return the secret in a file, which is created if missing; concurrent calls return the same secret.
+    """Return the secret in a file; create a missing file.  Concurrent calls return the same secret.
 
     Raises:
         SecretError: the file cannot be created, or the existing file is not usable.
@@ -80,7 +80,7 @@ def _place(path: Path, content: bytes) -> None:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        with contextlib.suppress(FileExistsError):  # another process was faster, and its secret is used
+        with contextlib.suppress(FileExistsError):  # another process was faster: its secret is used
             os.link(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -92,13 +92,13 @@ def derive(secret: bytes, purpose: str, job: str = "") -> bytes:
 
 
 def hkdf(secret: bytes, salt: bytes, info: bytes) -> bytes:
-    """Return the first block, 32 bytes, of HKDF with SHA-256 (RFC 5869)."""
+    """Return the first 32 bytes of HKDF's output with SHA-256 (RFC 5869)."""
     extracted = hmac.digest(salt or bytes(32), secret, hashlib.sha256)
     return hmac.digest(extracted, info + b"\x01", hashlib.sha256)
 
 
 def sign(secret: bytes, record: Mapping[str, str], place: str) -> dict[str, str]:
-    """Return the record with a signature that is valid only in one place, such as a run's key of the store."""
+    """Return the record with a signature that is valid only in one place, such as a run's key in torchrun's store."""
     return {**record, _SIGNATURE: _signature(secret, record, place)}
 
 

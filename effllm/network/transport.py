@@ -51,7 +51,7 @@ def decode_from_agent(frame: bytes) -> FromAgent:
     """Return the message of an agent's frame.
 
     Raises:
-        FrameError: the frame is not an agent's, or has impossible values: a negative count, infinite seconds, ...
+        FrameError: the frame is not an agent's, or has impossible values: such as a negative count or infinite seconds
     """
     message = _decode(_from_agent, frame)  # the bounds of every field are in the schema
     if isinstance(message, Reports):
@@ -97,10 +97,10 @@ class Outbox:
     """The unacknowledged reports of one agent, oldest first, limited in number; each report is encoded once."""
 
     def __init__(self, max_reports: int) -> None:
-        self._rows: deque[tuple[int, msgspec.Raw]] = deque()  # sequence, and the encoded report
+        self._rows: deque[tuple[int, msgspec.Raw]] = deque()  # a report's sequence number, and the encoded report
         self._max_reports = max_reports
         self._sent = 0  # number of reports in flight, counted from the oldest
-        self._newest_sent = 0  # sequence
+        self._newest_sent = 0  # sequence number of the newest sent report
         self.lost = 0
 
     def __len__(self) -> int:
@@ -164,7 +164,7 @@ def _set_common(socket: zmq.Socket[bytes]) -> None:
         zmq.TCP_KEEPALIVE_IDLE: 30,
         zmq.TCP_KEEPALIVE_INTVL: 10,
         zmq.TCP_KEEPALIVE_CNT: 3,
-        zmq.TCP_MAXRT: 60_000,  # keep-alive sends no probes while data is in flight
+        zmq.TCP_MAXRT: 60_000,  # used in place of keep-alive, which sends no probes while data is in flight
         zmq.HANDSHAKE_IVL: 30_000,  # ten thousand concurrent handshakes with keys take seconds of processor time
         zmq.SNDBUF: 64 * 1024,  # limits a peer's messages in the kernel to about 200
         zmq.RCVBUF: 64 * 1024,
@@ -183,7 +183,7 @@ def receive_event(monitor: zmq.Socket[bytes]) -> tuple[int, int]:
 
 
 def _has_message(socket: zmq.Socket[bytes]) -> bool:
-    """Whether a message waits.  Usually no message waits; an exception would then take three times as long."""
+    """Whether a message waits.  Usually none waits; the exception of a receive would take three times as long."""
     return bool(socket.getsockopt(_EVENTS) & _POLLIN)  # type: ignore[operator]
 
 
@@ -203,7 +203,7 @@ class Link:
         self.socket.set(zmq.TCP_KEEPALIVE_CNT, 4)
         self.socket.set(zmq.TCP_MAXRT, 30_000)
         self.socket.set(zmq.LINGER, 500)
-        self.socket.set(zmq.IMMEDIATE, 1)  # messages are queued only for existing connections
+        self.socket.set(zmq.IMMEDIATE, 1)  # without a connection no message is queued
         self.socket.set(zmq.SNDHWM, 8)  # a full ZeroMQ queue keeps the oldest messages; the outbox keeps the newest
         self.socket.set(zmq.RCVHWM, 32)
         self.socket.set(zmq.RECONNECT_IVL, random.randint(100, 500))  # noqa: S311 - spreads the load, protects nothing

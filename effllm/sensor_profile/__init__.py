@@ -1,4 +1,4 @@
-"""The behaviour of the sensors of one GPU without other work: idle, then under a known load.
+"""Measures the sensors of one GPU that has no other work: idle, then under a known load.
 
 Reads are as frequent as the driver allows and would disturb a job, so no other program should use the GPU.
 """
@@ -16,7 +16,7 @@ from effllm.sensor_profile.nvml_facts import Facts
 from effllm.sensor_profile.record import LoadEdge, SensorProfile
 from effllm.sensor_profile.watching import Timer, call_costs, watch
 
-IDLE_SHARE, MIN_IDLE_S = 0.15, 2.5  # share of the total time
+IDLE_SHARE, MIN_IDLE_S = 0.15, 2.5  # the idle GPU's share of the time of all measurements
 
 Progress = Callable[[str, float], None]
 
@@ -34,10 +34,10 @@ def profile(
 
     Args:
         reader: the open GPU.
-        open_load: prepares the load; called after the idle GPU was measured, because a CUDA context raises power.
+        open_load: prepares the load; called only after the idle GPU was measured, because a CUDA context raises power.
         seconds: total duration of all measurements.
         facts: NVML's own data, for an NVIDIA GPU.
-        progress: called with the stage and its progress, 0..1.
+        progress: called with the name of a stage and with the part of the stage that is done, 0..1.
         clock: the time.
     """
     others = facts.processes() if facts else None

@@ -2,8 +2,8 @@
 
 A reading is modelled as the mean of power over a window that ends some time before the reading is shown.  The load
 switches power between two levels at known times, so the share of time under load is known for each window and delay.
-The estimate is the pair of window and delay with the best correlation of readings and shares.  Edges at varying
-phases of the sensor make the error of window and delay far smaller than a tick.  See docs/calibration.md.
+The estimate is the pair of window and delay for which readings and shares correlate best.  The load's edges are at
+varying phases of the sensor, so the error of window and delay is far smaller than a tick.  See docs/calibration.md.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from effllm.energy.readings import NS
 from effllm.energy.tick_period import DENSE_S, MIN_MOVES
 from effllm.sensor_profile.record import LoadEdge, Ratio, Response, Rhythm
 
-#: A reading that changed at more than this share of the reads is continuous.
+#: If more than this share of the reads shows a new value, the reading is continuous.
 CONTINUOUS = 0.6
-#: Changes have no rhythm if they deviate from a regular grid by more than this share of the period.
+#: If the times of changes deviate from a regular grid by more than this share of the period, they have no rhythm.
 MAX_JITTER = 0.15
-#: If the jitter is larger, the measured length of each tick is used instead of the period.
+#: If the ticks' jitter is larger, the measured length of each tick is used instead of the period.
 REGULAR_S = 0.001
 #: The smallest error of time stamps and of the times of ticks.
 MIN_ERROR_S = 0.0005
-#: The range of windows and delays.
+#: The windows and delays that are tried.
 MIN_WINDOW_S, MAX_WINDOW_S = 0.004, 2.5
 MAX_DELAY_S = 0.6
 #: More readings than this make a fit slow, not better.
 MAX_READINGS = 1200
 MIN_READINGS = 24
-#: The share of a reading's variance that the load must explain for an estimate of lag and window.
+#: Lag and window are estimated only if the load explains at least this share of the reading's variance.
 MIN_FIT = 0.9
 #: Number of parts of the readings; each part is left out once, to find the error of an estimate.
 PARTS = 8
@@ -54,8 +54,8 @@ class Load:
     """A load that was switched at known times.
 
     Args:
-        edges: the edges in order of time.
-        origin_ns: the time at which seconds are zero.
+        edges: the times of switching on and off, in order.
+        origin_ns: the time from which seconds are counted.
     """
 
     def __init__(self, edges: Sequence[LoadEdge], origin_ns: int) -> None:
@@ -87,7 +87,7 @@ class Load:
 def ticks_of(readings: Readings) -> tuple[Rhythm, list[Tick]] | None:
     """Return the rhythm of a reading and its changes; ``None`` if there are too few changes or no rhythm.
 
-    The time of a change is a time of a regular grid, limited to the interval between the two reads around the change.
+    The time of a change is that of a regular grid, but never outside of the two reads between which the change was.
     """
     moves = [(before, after) for before, after in pairwise(readings) if before[1] != after[1]]
     if len(moves) < MIN_MOVES:
@@ -116,7 +116,7 @@ def ticks_of(readings: Readings) -> tuple[Rhythm, list[Tick]] | None:
 
 
 def _numbered(middles: Sequence[float]) -> list[int]:
-    """Return the number of periods before each change; a period is the smallest common gap between changes."""
+    """Return how many periods after the first change each change is; a period is the smallest usual gap of changes."""
     gaps = [later - earlier for earlier, later in pairwise(middles)]
     period = sorted(gaps)[len(gaps) // 10]
     for _ in range(4):
@@ -141,7 +141,7 @@ def is_together(ones: Sequence[Tick], others: Sequence[Tick], within_s: float) -
 
 
 def steps_w(ticks: Sequence[Tick], rhythm: Rhythm) -> list[tuple[float, float]]:
-    """Return the power of each step of a counter; steps over several ticks are left out."""
+    """Return the time and the mean power of each step of a counter, without steps over several ticks."""
     is_regular = rhythm.period_s > 0 and rhythm.jitter_s < REGULAR_S
     pairs = [(before, after) for before, after in pairwise(ticks) if after.at_s > before.at_s]
     if rhythm.period_s > 0:
@@ -159,10 +159,10 @@ def steps_w(ticks: Sequence[Tick], rhythm: Rhythm) -> list[tuple[float, float]]:
 
 
 def response(load: Load, readings: Readings, shortest_s: float = MIN_WINDOW_S) -> Response | None:
-    """Return window and delay of readings relative to the load; ``None`` if the readings do not follow the load.
+    """Return the window of readings and its delay behind the load; ``None`` if readings do not follow the load.
 
     Args:
-        load: the load, which begins before the first reading's window.
+        load: the load, switched on before the window of the first reading begins.
         readings: times at which values were first shown, and the values.
         shortest_s: minimal window.
     """
@@ -189,7 +189,7 @@ def response(load: Load, readings: Readings, shortest_s: float = MIN_WINDOW_S) -
 
 
 def _fit(load: Load, readings: Readings, middle_s: float, window_s: float) -> float:
-    """Return the share of the readings' variance that this window explains; 0 if readings decrease with load."""
+    """Return the share of the readings' variance that this window explains; 0 if readings fall when load rises."""
     shares = [load.share(at_s - middle_s, window_s) for at_s, _ in readings]
     count = len(readings)
     mean_share, mean_value = sum(shares) / count, sum(value for _, value in readings) / count
@@ -250,7 +250,7 @@ def _without_each_part(readings: Readings) -> list[Readings]:
 
 
 def _jackknife_95(values: Sequence[float]) -> float:
-    """Return the 95 % half-width of an estimate, from the estimates that leave out one part each."""
+    """Return an estimate's 95 % half-width, from the estimates that each leave out one part of the readings."""
     count, mean = len(values), statistics.fmean(values)
     return _STUDENT_95[count - 1] * math.sqrt((count - 1) / count * sum((value - mean) ** 2 for value in values))
 
@@ -264,7 +264,7 @@ def ratio(counted: Sequence[Tick], powers: Readings, shift_s: float, start_s: fl
     Args:
         counted: the counter's ticks, with joules.
         powers: readings of power, in W, with linear interpolation.
-        shift_s: delay of the power reading behind the counter.
+        shift_s: how much later than the counter the power reading is.
         start_s: start of the time span.
         end_s: end of the time span.
     """

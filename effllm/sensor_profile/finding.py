@@ -32,11 +32,11 @@ from effllm.sensor_profile.nvml_facts import Facts
 from effllm.sensor_profile.record import BoardFacts, DriverCall, LoadEdge, Ratio, Response, Rhythm, SensorProfile, State
 from effllm.sensor_profile.watching import READS_APART_S, Record
 
-#: The smallest error of a lag: power itself follows a kernel with a delay.
+#: The smallest error of a lag, because power itself rises some time after a kernel starts.
 MIN_LAG_ERROR_S = 0.005
-#: The smallest relative error of a tick: a profile applies to all boards of a model, whose clocks differ.
+#: The smallest relative error of a tick, because a profile is used for all boards of a model, and their clocks differ.
 MIN_TICK_ERROR = 5e-4
-#: A window that is longer than this share of a tick is taken for the whole tick.
+#: A measured window that is longer than this share of a tick counts as the whole tick.
 WHOLE_TICK = 0.97
 SETTLE_S = 1.0
 #: A larger relative difference between counter and integrated power is reported.
@@ -64,7 +64,7 @@ class SensorEvidence:
         self._load, self._edges = "", 0
         self._responses: dict[str, Response] = {}
         self._ratios: dict[str, Ratio] = {}
-        self._shift_s = 0.0  # delay of the power reading behind the counter
+        self._shift_s = 0.0  # how much later than the counter the power reading is
         self._loaded: State | None = None
         self._is_held: bool | None = None
         self._counter = _analysed(idle.series("energy_j"), is_counter=True)
@@ -78,7 +78,7 @@ class SensorEvidence:
 
     @property
     def tick_s(self) -> float:
-        """The period of the counter, else of power; 0 if unknown."""
+        """The counter's tick, or else the power reading's; 0 if both are unknown."""
         rhythms = (self._counter.rhythm, self._power.rhythm)
         return next((rhythm.period_s for rhythm in rhythms if rhythm is not None), 0.0)
 
@@ -118,7 +118,7 @@ class SensorEvidence:
             self._loaded = _state(record, parts["counter"].ticks, long[0] + SETTLE_S, long[1])
 
     def _find_held(self, counter: _Reading, power: _Reading) -> bool | None:
-        """Return whether power changes at the counter's ticks, and each reading is the mean of the last tick."""
+        """Return whether power changes only at the counter's ticks, where each reading is the mean of the last tick."""
         if counter.rhythm is None or not counter.rhythm.period_s or not power.values:
             return None
         tick_s = counter.rhythm.period_s
@@ -129,7 +129,7 @@ class SensorEvidence:
 
     @property
     def _lag_s(self) -> float | None:
-        """The age of the counter's energy: the delay of a tick after the end of the covered time."""
+        """The counter's lag: a tick shows the energy up to a time that is this much earlier."""
         followed, rhythm = self._responses.get("counter"), self._counter.rhythm
         return None if followed is None or rhythm is None else followed.middle_s - rhythm.period_s / 2
 
@@ -204,7 +204,7 @@ class SensorEvidence:
         if average is not None:
             sensor = replace(sensor, average_s=average.window_s)
         followed, lag_s = self._responses.get("counter"), self._lag_s
-        if self._device.energy_method != COUNTER:  # only a counter has this lag
+        if self._device.energy_method != COUNTER:  # the lag is that of an energy counter
             return replace(sensor, source=PROFILED) if self._responses and tick is not None else sensor
         if followed is None or rhythm is None or lag_s is None:
             return sensor
@@ -222,7 +222,7 @@ class SensorEvidence:
         )
 
     def _rhythm(self) -> Rhythm | None:
-        """Return the rhythm of the reading from which energy is derived."""
+        """Return the rhythm of the counter or the power reading from which energy is derived."""
         if self._device.energy_method == COUNTER:
             return self._counter.rhythm
         return (self._average if self._device.energy_method == AVERAGE else self._power).rhythm

@@ -66,7 +66,7 @@ def _scopes(uuid: str) -> dict[str, list[str]]:
 
 
 def as_text(sensor: Known) -> list[tuple[str, list[str]]]:
-    """Return the sensor as text: rows with a name and lines."""
+    """Return the sensor as text: rows, each with a name and its lines."""
     moves = f"a tick every {1e3 * sensor.tick_s:.1f} ms" if sensor.tick_s else "no tick is known"
     held = "power is held for a tick" if sensor.is_held else "power is not held"
     call = f"; a read takes {1e3 * sensor.call_s:.2f} ms" if sensor.call_s else ""

@@ -48,14 +48,14 @@ class Loader(Protocol):
 
 
 def pattern(seconds: float, tick_s: float) -> list[float]:
-    """Return durations with load on, off, on, ...: first long, then short, then medium, never in step with ticks.
+    """Return durations of load, pause, load, ...: first long, then short, then medium; never in step with ticks.
 
-    The long duration shows the loaded GPU.  The short durations, some shorter than a tick, are at varying phases of the
-    sensor.  The medium durations are long enough for means over a second.
+    The long ones show the state of the loaded GPU.  The short ones, some shorter than a tick, begin at varying phases
+    of the sensor.  The medium ones are long enough for readings that are means over a second.
 
     Args:
         seconds: total duration.
-        tick_s: the sensor's tick, measured or assumed.
+        tick_s: the sensor's tick, measured with the idle GPU or assumed.
     """
     chance = random.Random(20261120)  # noqa: S311 - the same pattern each time
     tick_s = min(max(tick_s, 0.04), 0.5)

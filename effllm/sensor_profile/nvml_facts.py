@@ -78,7 +78,7 @@ class Facts:
         return found
 
     def powers(self) -> dict[str, Callable[[], float | None]]:
-        """Return functions by name; each reads a power, in W, that samples do not include."""
+        """Return functions that read power, in W, by the reading's name; samples do not include these readings."""
         average_id = _FIELDS["average power"][0]
 
         def average() -> float:

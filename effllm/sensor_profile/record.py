@@ -29,15 +29,15 @@ class Rhythm(Struct, frozen=True):
 
 
 class Response(Struct, frozen=True):
-    """The response of a reading to the load: each value is a mean over a window that ends before the value is shown."""
+    """How a reading follows the load: each value is the mean of a window that ends before the value is shown."""
 
     window_s: float
-    window_error_s: float  # half-widths, 95 %
-    ends_s: float  # end of the window, before the value is shown
-    middle_s: float  # middle of the window, before the value is shown
+    window_error_s: float  # 95 % half-width, as of `middle_error_s`
+    ends_s: float  # from the end of the window until the value is shown
+    middle_s: float  # from the middle of the window until the value is shown
     middle_error_s: float
-    fit: float  # explained share of the reading's variance: r^2
-    idle_w: float  # power of the idle GPU by the fit
+    fit: float  # share of the reading's variance that the load explains: r^2
+    idle_w: float  # power of the idle GPU, by the fitted model
     loaded_w: float
 
 
@@ -45,7 +45,7 @@ class Ratio(Struct, frozen=True):
     """The ratio of the counter's energy to integrated power."""
 
     value: float
-    low: float  # 95 %
+    low: float  # ends of the 95 % interval
     high: float
     seconds: float
 
@@ -77,7 +77,7 @@ class State(Struct, frozen=True):
     sm_clock_hz: float | None = None
     memory_clock_hz: float | None = None
     temperature_c: float | None = None
-    throttled: dict[str, float] = {}  # share of the reads by reason
+    throttled: dict[str, float] = {}  # by reason, the share of reads with this reason
 
 
 class BoardFacts(Struct, frozen=True):
@@ -106,9 +106,9 @@ class SensorProfile(Struct, frozen=True):
     power_response: Response | None = None
     average: Rhythm | None = None
     average_response: Response | None = None
-    usage: Rhythm | None = None  # rhythm of nvmlDeviceGetPowerUsage, whose meaning differs between boards
+    usage: Rhythm | None = None  # of nvmlDeviceGetPowerUsage: instant or averaged power, by board
     usage_response: Response | None = None
-    power_is_held: bool | None = None  # whether power changes at the counter's ticks and is the last tick's mean
+    power_is_held: bool | None = None  # whether power is the mean of the counter's last tick
     ratios: dict[str, Ratio] = {}  # ratio of counter to integrated power: idle, loaded, switched
     idle: State | None = None
     loaded: State | None = None

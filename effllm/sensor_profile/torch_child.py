@@ -15,13 +15,13 @@ from collections.abc import Sequence
 from typing import Any
 
 SIZE, SMALL = 8192, 2048
-#: Duration of a parcel of products; at any time two parcels are in flight.
+#: Matrix products are queued in parcels of this duration, at most two parcels at a time.
 PARCEL_S = 0.001
 WARM_S = 1.0
 
 
 def main(arguments: list[str]) -> None:
-    """Process orders until their pipe is closed; ``arguments`` are the descriptors of orders and answers."""
+    """Process orders until their pipe is closed; ``arguments`` are the file descriptors of both pipes."""
     orders, answers = map(int, arguments)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # torch prints long warnings; the reason is reported below
     try:
@@ -96,7 +96,7 @@ class _Products:
         return spent_s / done
 
     def switch(self, stretches_s: Sequence[float]) -> list[tuple[int, int]] | None:
-        """Alternate load and pause; return the start times, or ``None`` after the parent process has ended."""
+        """Alternate load and pause; return when each began and the last ended; ``None`` if the parent has ended."""
         edges: list[tuple[int, int]] = []
         for number, stretch_s in enumerate(stretches_s):
             is_on = number % 2 == 0

@@ -17,7 +17,7 @@ FULL_READS_APART_S = 0.5
 
 
 class Timer(Protocol):
-    """The used part of the module ``time``."""
+    """The functions of the module ``time`` that are used here."""
 
     def monotonic_ns(self) -> int: ...
 
@@ -30,11 +30,11 @@ class Record(NamedTuple):
     samples: list[Sample]
     full: list[Sample]  # samples with all quantities
     calls_s: list[float]
-    beside: dict[str, list[tuple[int, float]]]  # other readings, by name
+    beside: dict[str, list[tuple[int, float]]]  # readings that samples do not include, by name
 
     @property
     def origin_ns(self) -> int:
-        """The time at which the record's seconds are zero."""
+        """The time from which the record's seconds are counted: that of the first sample."""
         return self.samples[0].time_ns
 
     @property

@@ -239,7 +239,7 @@ _TURING_BOARD = "power of the GPU alone, not checked; the whole board with its o
 _FOUNDERS = "clock and power of NVIDIA's own board; boards of partners differ"
 _MODULE = "power of the whole module (CPU, GPU, memory), configurable from 450 W"
 _GCD = (
-    "the driver lists each of the module's two dies as a device: the numbers are half the module's; "
+    "one of the two dies of a module: the driver lists each die as a device; the numbers are half the module's; "
     "one die reports the power of both dies"
 )
 
