@@ -154,7 +154,7 @@ def test_job_that_ends_without_free_descriptors_keeps_totals(launch):
     assert_whole(ledger, {rank: job.output() for rank, job in enumerate(ranks)})
 
 
-def test_exhausted_descriptors_cost_little_cpu_and_recover(launch):
+def test_aggregator_without_descriptors_uses_little_cpu_and_recovers(launch):
     enough = launch._folder / "enough"
     with serving(launch, "prlimit", "--nofile=60:120") as (aggregator, endpoint):
         ledger = jobs.Ledger(launch._folder / "runs" / "one")

@@ -129,7 +129,7 @@ def test_ranks_without_a_torch_store_use_an_address_file(hosts, launch, tmp_path
     assert not list(runs.glob(".*"))
 
 
-def test_unsigned_record_is_ignored_and_reported_once(hosts, launch, tmp_path):
+def test_unsigned_address_record_is_ignored_and_reported_once(hosts, launch, tmp_path):
     pair = hosts(2)
     runs = tmp_path / "runs"
     runs.mkdir()

@@ -441,7 +441,7 @@ class Mesh:
         ({"pp": 1, "fsdp": 0, "tp": 0}, False),
     ],
 )
-def test_only_the_first_rank_of_a_batch_counts_it(places, counts):
+def test_one_of_the_ranks_with_the_same_batch_counts_this_batch(places, counts):
     """The test calls only the selection of the rank, because accelerate runs no tensor or context parallelism on a
     CPU."""
     from effllm.hooks._trainer_layout import counts_its_batch

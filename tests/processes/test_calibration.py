@@ -80,7 +80,7 @@ def test_tick_is_found_in_two_seconds(board, tmp_path, tick_s):
 
 
 @pytest.mark.parametrize("call_s", [0.03, 0.5, 1.5])
-def test_slow_driver_adds_at_most_one_call_to_the_duration(board, call_s):
+def test_slow_driver_extends_calibration_by_at_most_one_call(board, call_s):
     watched = board(call_s=call_s)
 
     sensor = calibrate(H100, watched.read, None)
@@ -155,7 +155,7 @@ def test_tick_of_a_constant_counter_is_unknown():
     assert tick_of([(step * 2_000_000, 7.0 + (step > 300) + (step > 700)) for step in range(1000)]) is None
 
 
-def test_duty_and_gain_of_the_table_are_kept(board, tmp_path):
+def test_duty_and_gain_of_the_hardware_table_are_kept(board, tmp_path):
     sensor = calibrate(H100, board(tick_s=0.05).read, tmp_path)
 
     # Table, H100: duty 25 of 100 ms, gain error 5 % (not compared with a meter), no lag, so a lag error of one tick.
@@ -176,7 +176,7 @@ def test_is_held_is_unknown_for_constant_power():
 
 @pytest.mark.parametrize("tick_s", [0.02, 0.1, 0.106])
 @pytest.mark.parametrize("phase_s", [0.0, 0.003, 0.031, 0.077])
-def test_second_start_reads_for_half_a_second(board, tmp_path, tick_s, phase_s):
+def test_calibration_with_a_cached_result_lasts_half_a_second(board, tmp_path, tick_s, phase_s):
     first = calibrate(H100, board(tick_s=tick_s).read, tmp_path)
     watched, lines = board(tick_s=tick_s), []
     watched.now_s += phase_s
@@ -279,7 +279,7 @@ def test_calibration_is_not_written_if_keep_is_false(board, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_another_driver_is_calibrated_again(board, tmp_path):
+def test_sensor_is_calibrated_again_with_another_driver(board, tmp_path):
     calibrate(H100, board().read, tmp_path)
 
     again = calibrate(replace(H100, driver="570.2"), board().read, tmp_path)
@@ -345,7 +345,7 @@ def test_old_profile_with_another_tick_is_dropped(board, tmp_path):
 
 
 @pytest.mark.parametrize("date", ["yesterday", "", "2999-01-01"])
-def test_invalid_date_is_not_fresh(date):
+def test_profile_with_an_invalid_date_is_not_fresh(date):
     assert not replace(PROFILE, date=date).is_fresh()
 
 
@@ -373,7 +373,7 @@ def test_profile_written_during_a_calibration_is_kept(board, tmp_path):
         '{"name": "NVIDIA H100 80GB HBM3", "driver": "570-1", "date": "2026-11-01", "sensor": [0.1]}',
     ],
 )
-def test_invalid_file_is_ignored(board, tmp_path, text):
+def test_invalid_calibration_file_is_ignored(board, tmp_path, text):
     store(tmp_path, PROFILE)
     [path] = tmp_path.iterdir()
     path.write_text(text)
@@ -382,7 +382,7 @@ def test_invalid_file_is_ignored(board, tmp_path, text):
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"[" * 5000, b'{"name": "\xff"}', bytes(1000)])
-def test_binary_file_is_ignored(board, tmp_path, content):
+def test_binary_calibration_file_is_ignored(board, tmp_path, content):
     store(tmp_path, PROFILE)
     [path] = tmp_path.iterdir()
     path.write_bytes(content)

@@ -131,7 +131,7 @@ def library(tmp_path_factory):
     return folder
 
 
-def test_gpu_is_named_by_uuid_and_gaps_have_the_reason_of_nvml(cli, library, tmp_path):
+def test_check_shows_the_uuid_and_reasons_for_missing_metrics(cli, library, tmp_path):
     trace = Trace(library, tmp_path / "trace")
     trace.write(Gpu(UUID, "00000000:01:00.0", name="Tracer", unsupported=("energy", "power")))
 

@@ -12,7 +12,7 @@ from effllm.store.summary_text import outcome
 SHORT = ["--ranks", "2", "--iterations", "20", "--step-seconds", "0.02", "--log-interval", "10"]
 
 
-def test_demo_summary_counts_every_token_and_is_simulated(cli):
+def test_demo_summary_has_every_token_and_is_marked_as_simulated(cli):
     done = cli.run("demo", *SHORT)
 
     assert (done.returncode, done.stderr) == (0, "")
@@ -27,7 +27,7 @@ def test_demo_summary_counts_every_token_and_is_simulated(cli):
     assert 6 * 0.02 <= summary["time_by_class"]["evaluation"] < summary["time_by_class"]["iterations"]
 
 
-def test_windows_last_a_second_by_default(cli):
+def test_windows_of_the_demo_last_a_second_by_default(cli):
     done = cli.run("demo", "--ranks", "2", "--iterations", "600", "--step-seconds", "0.005")
 
     assert done.returncode == 0

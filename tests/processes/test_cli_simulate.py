@@ -124,12 +124,12 @@ def limits(monkeypatch):
     return state
 
 
-def test_soft_limit_is_raised_to_the_hard_limit(limits):
+def test_soft_descriptor_limit_is_raised_to_the_hard_limit(limits):
     assert descriptors.raise_limit(4000) == ""
     assert limits == [4096, 4096]
 
 
-def test_too_low_hard_limit_is_reported_with_the_needed_number(limits):
+def test_too_low_descriptor_limit_is_reported_with_the_needed_limit(limits):
     least = descriptors.needed(10_000)
 
     assert least == 12_256
@@ -145,7 +145,7 @@ def test_small_worlds_need_few_descriptors():
     assert [descriptors.needed(peers) for peers in (2, 8, 100, 160, 200)] == [101, 114, 316, 448, 496]
 
 
-def test_shortage_does_not_change_the_limits(limits):
+def test_calculating_a_descriptor_shortage_changes_no_limit(limits):
     assert descriptors.shortage(3000) == ""  # 3,856
     assert descriptors.shortage(10_000).startswith("12256 open files are needed and 4096 are allowed: ")
     limits.most = 12_256

@@ -227,7 +227,7 @@ def test_repr_does_not_contain_keys():
 # --- reports of rejections, without sockets
 
 
-def test_address_is_reported_once_per_reason_and_counted():
+def test_rejected_address_is_reported_once_per_reason_and_counted():
     rejections = Rejections()
     for why in (OTHER_JOB, OTHER_JOB, NO_KEY, OTHER_JOB):
         rejections.reject("10.9.0.7", why)

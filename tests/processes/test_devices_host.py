@@ -350,7 +350,7 @@ def test_local_rank_0_measures_the_host_with_scope_cpu(trainer, powercap, clock)
     assert (sample.energy_j - before.energy_j, sample.power_w, failures) == (300.0, None, {})
 
 
-def test_cpu_job_and_node_sensor_share_the_energy_key(trainer, powercap, clock):
+def test_host_device_and_rapl_node_sensor_share_the_energy_key(trainer, powercap, clock):
     with opened(Site(trainer_pid=trainer.pid, host="node1"), clock, powercap.root) as reader:
         by_device = reader.device
     by_node = rapl.open_reader("node1", rapl.open_rapl(clock, powercap.root, pause=lambda _: None)).device

@@ -206,7 +206,7 @@ def test_permission_that_is_lost_later_is_a_failure(trace, call, name):
         ("energy", "energy_j", NOT_AVAILABLE_64),
     ],
 )
-def test_mark_of_a_missing_value_is_a_failure(trace, field, name, value):
+def test_mark_of_nvml_for_a_missing_value_is_a_failure(trace, field, name, value):
     with trace.reader(Site(cuda_uuid=A)) as reader:
         trace.fault(f"1 {field} value {value}")
         sample, failures = reader.read()

@@ -84,7 +84,7 @@ def run_job(num_ranks, script, *arguments, **variables):
     return printed
 
 
-def test_sum_of_the_shares_of_all_ranks_is_the_model(layout):
+def test_sum_of_parameter_shares_of_all_ranks_is_the_model_size(layout):
     name, ranks = layout
 
     total = sum(rank["share"]["total"] for rank in ranks)
@@ -106,7 +106,7 @@ def test_frozen_parameters_are_counted_but_not_trainable(layout):
     assert sum(rank["share"]["total"] - rank["share"]["trainable"] for rank in ranks) == frozen
 
 
-def test_sum_of_local_parameters_is_not_the_model(two_ranks):
+def test_sum_of_local_parameters_is_not_the_model_size(two_ranks):
     held = {name: sum(rank["held"] for rank in ranks) for name, ranks in two_ranks.items()}
 
     assert held["dense:1:1:1:1"] == 2 * DENSE_MODEL  # each replica has the whole model

@@ -37,7 +37,7 @@ def test_cpu_and_node_sensors_have_different_periods(choice):
 
 
 @pytest.mark.parametrize("choice", ["", "Auto", "redfish", "ftp://bmc.example", "bmc.example"])
-def test_unknown_choice_is_rejected_with_the_allowed_choices(choice):
+def test_unknown_node_sensor_is_rejected_with_the_allowed_names(choice):
     with pytest.raises(ValueError, match="auto, none, ipmi, or the URL"):
         node_power.openers(choice, "node1")
 

@@ -192,7 +192,7 @@ def test_frames_after_a_drop_are_rejected_until_a_new_hello(peers):
     assert not peers.is_to_send_again(b"a", 9.0)
 
 
-def test_limit_of_a_rank_is_not_reset_by_a_new_connection(peers):
+def test_rate_limit_of_a_rank_is_not_reset_by_a_new_connection(peers):
     while peers.admits(b"a", 10, 0.0):
         pass
     assert peers.admits(b"new", 300, 1.0, is_hello=True)

@@ -289,7 +289,7 @@ def test_irregular_changes_have_no_period():
 
 
 @pytest.mark.parametrize("tick_s", [0.0, 0.02, 0.1, 2.0])
-def test_pattern_has_the_allowed_length_and_avoids_tick_phases(tick_s):
+def test_load_pattern_has_its_length_and_avoids_equal_tick_phases(tick_s):
     stretches = pattern(51.0, tick_s)
 
     assert 51.0 <= sum(stretches) <= 56.0

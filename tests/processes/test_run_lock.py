@@ -60,7 +60,7 @@ def test_another_job_gets_another_folder_and_requests_no_release(tmp_path, one):
         lock.release()
 
 
-def test_wait_for_a_holder_has_a_timeout(tmp_path):
+def test_wait_for_the_holder_of_a_lock_has_a_timeout(tmp_path):
     lock = take(tmp_path / "one", FIRST)
 
     beside = take(tmp_path / "one", NEXT, wait_s=0.2)

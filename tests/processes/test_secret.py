@@ -111,7 +111,7 @@ def test_unwritable_folder_is_reported(path):
         secret.create(path)
 
 
-def test_derivation_gives_the_results_of_rfc_5869():
+def test_key_derivation_gives_the_results_of_rfc_5869():
     # Test case 1 of appendix A, the first 32 of 42 bytes.
     made = secret.hkdf(b"\x0b" * 22, bytes(range(13)), bytes(range(0xF0, 0xFA)))
 

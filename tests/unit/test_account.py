@@ -91,7 +91,7 @@ HOST = {"node0": gpu("node0", kind="host", is_gpu=False, shared=True)}
 
 
 @pytest.mark.parametrize("wall", [False, True])
-def test_host_shares_are_summed_but_host_energy_is_not(wall):
+def test_memory_and_cpu_of_ranks_are_summed_but_not_host_energy(wall):
     rows = [host_row(0, watts=300.0), host_row(1, memory_bytes=3 * GIB, utilization=0.5)]
 
     totals = totals_of([rows], HOST, {"node0": {0, 1}}, wall=wall)
@@ -102,13 +102,13 @@ def test_host_shares_are_summed_but_host_energy_is_not(wall):
     assert totals.energy.joules == 3000.0
 
 
-def test_mean_shares_are_summed_over_different_spans():
+def test_memory_of_ranks_is_summed_over_windows_of_unequal_length():
     rows = [host_row(0, wall_s=10.0), host_row(1, wall_s=20.0)]
 
     assert totals_of([rows], HOST, {"node0": {0, 1}}).devices.memory_mean_bytes == pytest.approx(2 * GIB)
 
 
-def test_host_shares_have_no_value_without_every_rank():
+def test_memory_and_cpu_of_a_host_are_missing_without_every_rank():
     totals = totals_of([[host_row(0, watts=300.0)]], HOST, {"node0": {0, 1}})
 
     assert (totals.devices.memory_mean_bytes, totals.devices.utilization_mean, totals.devices.memory_peak_bytes) == (
@@ -312,7 +312,7 @@ def test_shared_gpu_energy_is_counted_once_with_jitter(edges_s):
     assert totals.energy.joules == pytest.approx(100.0 * sum(spans_s[0] for spans_s in edges_s))
 
 
-def test_host_shares_do_not_change_the_energy_error():
+def test_rank_without_host_energy_does_not_change_the_energy_error():
     energy = EnergyAmount(3000.0, 10.0, start_j2=4.0, end_j2=5.0, estimated_j=7.0)
     wall = Integrals(energy, GIB * 10.0, 10.0, 5.0, 10.0)
     rows = [row(0, devices=(device_window("node0", wall=wall),)), host_row(1)]

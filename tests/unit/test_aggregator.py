@@ -334,7 +334,7 @@ def test_late_rank_on_a_shared_gpu_adds_tokens_and_no_energy():
     )
 
 
-def test_late_host_share_completes_the_memory_in_use():
+def test_late_row_of_a_rank_completes_the_memory_of_its_host():
     host = gpu("node0", kind="host", is_gpu=False, shared=True)
     job = Job().join(devices=(host,))
     job.send(row(0, devices=(device_window("node0"),)))

@@ -107,7 +107,7 @@ def test_early_or_late_answer_is_not_an_exchange():
     assert clocks.offset(13 * S) is None
 
 
-def test_first_sixteen_exchanges_are_quick_then_slow():
+def test_exchanges_are_less_frequent_after_the_first_sixteen():
     clocks = Exchanges(2)
     assert clocks.due_s(1.0) == 1.0
 

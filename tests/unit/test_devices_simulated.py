@@ -53,7 +53,7 @@ def test_device_is_marked_as_simulated():
     assert device.memory_total_bytes == 80 * 2**30
 
 
-def test_samples_are_on_the_wave():
+def test_samples_have_the_values_of_the_wave():
     times = iter([5_000_000_000, 7_500_000_000])
     reader = open_simulated(Site(local_rank=1), clock_ns=lambda: next(times))
     wave = reader.waveform

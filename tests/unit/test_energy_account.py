@@ -97,7 +97,7 @@ def test_error_of_a_thousand_windows_equals_error_of_one_window():
     assert len(sums.packed()["edges"]) <= OPEN_WINDOWS + 1
 
 
-def test_gain_and_estimated_energy_are_summed_linearly():
+def test_errors_of_gain_and_of_estimated_energy_are_summed_linearly():
     sums = summed(*[(number, amount(estimated=1.0)) for number in range(1, 101)])
 
     total = sums.total()

@@ -96,7 +96,7 @@ def test_day_of_samples_needs_no_more_memory_than_a_minute():
         )
 
 
-def test_values_at_announced_edges_do_not_change():
+def test_folding_does_not_change_values_at_announced_edges():
     device = Device(1)
     edges_ns = [round(at_s * NS) for at_s in (12.3, 100.05, 333.33, 334.0, 1000.71)]
     plain, folding = series(), series()

@@ -285,7 +285,7 @@ def test_attempt_begins_with_its_earliest_row():
     assert adds_up(run.goodput(ended=False))
 
 
-def test_straggling_and_hangs_reduce_the_enclosing_classes():
+def test_straggling_and_hang_time_is_subtracted_from_other_classes():
     run = Run().join().window(1).window(2)
     ledger = run.aggregator.ledger
     ledger.goodput.attempt.note_straggling(2, 3.0)
@@ -401,7 +401,7 @@ def test_restart_history_is_bounded_and_newest_spans_are_shortest():
 
 
 @pytest.mark.slow
-def test_a_thousand_restarts_stay_bounded_and_add_up():
+def test_state_is_bounded_and_classes_add_up_after_1000_restarts():
     goodput = Goodput()
     for attempt in range(1100):
         goodput.clock.advance(100.0 * attempt, 100.0 * attempt)
@@ -488,7 +488,7 @@ def test_classes_add_up_to_elapsed_time_for_any_events(steps, data):
     assert joules == pytest.approx(energy, rel=1e-6, abs=1e-3)
 
 
-def test_first_bye_of_a_rank_counts():
+def test_later_byes_of_a_rank_do_not_change_its_end():
     tiles = Tiles()
     tiles.leave(3, 10.0)
     tiles.leave(5, 11.0)

@@ -89,7 +89,7 @@ def test_timeout_is_three_median_iterations_if_longer():
     assert [660 <= when_s <= 670 for when_s, _ in reported] == [True]
 
 
-def test_iteration_time_comes_from_heartbeats_before_windows():
+def test_iteration_time_is_from_heartbeats_before_the_first_window():
     job = Job()
     for now_s, ordinal in ((20, 1), (40, 2), (60, 3), (80, 4)):  # three iterations of 20 s are a minute
         job.all_heartbeat(ordinal, STEP, 0.0, now_s)
@@ -119,7 +119,7 @@ def test_new_aggregator_finds_a_stall_by_heartbeats():
     assert stall.unmoved_s == pytest.approx(600.5)
 
 
-def test_new_aggregator_takes_earlier_iteration_time():
+def test_new_aggregator_uses_the_saved_iteration_time():
     job = Job(ranks=1, at_s=1000)
     job.hang = Hang(30.0, earlier_s=300.0)
     job.hang.join(0, "trainer", None, True, 1000)
@@ -319,7 +319,7 @@ def test_late_heartbeat_does_not_extend_the_stall():
     assert job.hang.ranks[0].since_s == 100.0
 
 
-def test_fastest_heartbeat_gives_the_start_of_an_iteration():
+def test_earliest_start_in_heartbeats_is_the_start_of_an_iteration():
     job = Job(ranks=1)
     job.run(100)
     job.heartbeat(0, 102, STEP, 1.0, 110)  # this heartbeat arrived eight seconds late
@@ -336,7 +336,7 @@ def line(job: Job, stall: Stall, now_s: float, lost_s=None, left=None, missing=0
     return stall_text(stall, job.hang.ranks, names, now_s, lost_s or {}, left or {}, missing)
 
 
-def test_line_has_position_duration_and_device_readings():
+def test_stall_line_has_position_duration_and_device_readings():
     job = Job()
     job.run(100)
     for now_s in range(105, 135, 5):
@@ -352,7 +352,7 @@ def test_line_has_position_duration_and_device_readings():
     )
 
 
-def test_line_names_stopped_ranks_at_equal_iterations():
+def test_stall_line_names_stopped_ranks_at_equal_iterations():
     job = Job()
     job.run(100)
     for now_s in range(105, 140, 5):
@@ -365,7 +365,7 @@ def test_line_names_stopped_ranks_at_equal_iterations():
     )
 
 
-def test_line_names_idle_ranks_at_equal_iterations():
+def test_stall_line_names_idle_ranks_at_equal_iterations():
     job = Job()
     job.run(100)
     for now_s in range(105, 140, 5):
@@ -378,7 +378,7 @@ def test_line_names_idle_ranks_at_equal_iterations():
     )
 
 
-def test_line_is_short_for_8192_ranks():
+def test_stall_line_is_short_for_8192_ranks():
     job = Job(ranks=8192)
     job.run(20)
     for now_s in (25, 55):
@@ -391,7 +391,7 @@ def test_line_is_short_for_8192_ranks():
     assert len(reported) < 1000
 
 
-def test_more_than_eight_ranks_behind_are_counted():
+def test_eight_ranks_behind_are_listed_and_all_are_counted():
     job = Job(ranks=30)
     job.run(20)
     for now_s in (25, 55):

@@ -420,7 +420,7 @@ def with_tables(page):
     return page
 
 
-def test_the_page_shows_the_table():
+def test_hardware_page_has_the_tables_of_the_code():
     page = PAGE.read_text()
 
     assert page == with_tables(page), "run: python tests/unit/test_hardware.py"

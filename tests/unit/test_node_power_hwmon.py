@@ -110,7 +110,7 @@ def test_cpu_in_a_module_with_a_gpu_has_a_shared_energy_key(grace_hopper, tmp_pa
     assert (beside_a_gpu.energy_key, alone.energy_key) == ("module-cpu:node1", "")
 
 
-def test_newer_kernels_have_the_files_one_folder_higher(tmp_path):
+def test_files_of_newer_kernels_are_found_one_folder_higher(tmp_path):
     assert watts(Hwmon(tmp_path, GRACE_HOPPER, below=".")) == 104.25
 
 

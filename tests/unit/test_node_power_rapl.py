@@ -74,7 +74,7 @@ def test_the_energy_of_both_packages_and_their_dram_adds_up(powercap, rapl, cloc
     assert rapl.note == "RAPL through powercap: 2 CPU packages with DRAM"
 
 
-def test_counting_continues_over_a_wrap_around(powercap, clock):
+def test_energy_continues_after_a_wrap_around_of_the_counter(powercap, clock):
     powercap.set_j("intel-rapl:0", INTEL_RANGE_UJ / 1e6 - 30)
     rapl = opened(powercap, clock)
     clock.now_s += 1.0
@@ -83,7 +83,7 @@ def test_counting_continues_over_a_wrap_around(powercap, clock):
     assert flowed_j(rapl) == 30 + 70
 
 
-def test_energy_is_right_over_several_ranges_of_65_kj(tmp_path, clock):
+def test_energy_is_correct_over_several_counter_ranges_of_65_kj(tmp_path, clock):
     powercap = Powercap(tmp_path / "amd", AMD)
     rapl = opened(powercap, clock)
     for _ in range(600):

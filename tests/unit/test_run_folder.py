@@ -244,7 +244,7 @@ def test_segments_rotate_and_are_read_in_order(folder):
     assert [row.iteration_last for row in read_ranks(folder)] == list(range(10, 310, 10))
 
 
-def test_oldest_detail_is_removed_at_the_size_limit(folder):
+def test_oldest_detail_files_are_removed_at_the_size_limit(folder):
     warnings = []
     store = RunFolder(folder, {"model": "7B"}, limit_mb=1, warn=warnings.append)
     store.write_events([Event(1.0, "reports_lost", "rank 3 is gone", 3)])
@@ -560,7 +560,7 @@ def test_line_is_written_with_values_that_are_not_finite(folder):
     assert (report.values, report.loss) == ({"al_seconds": 1.0}, None)
 
 
-def test_the_summary_is_replaced_whole(folder):
+def test_summary_file_is_replaced_atomically(folder):
     store = RunFolder(folder, {})
     store.write_summary(make_summary("running"))
     store.write_summary(make_summary("completed"))
@@ -626,7 +626,7 @@ def test_later_facts_are_merged_into_run_json(folder):
     assert [row.host for row in read_ranks(folder)] == ["node1"]
 
 
-def test_state_file_is_replaced_whole(folder):
+def test_state_file_is_replaced_atomically(folder):
     store = open_run_folder(folder, {})
     store.save_state(b"old and longer")
     store.save_state(b"new")

@@ -290,7 +290,7 @@ def test_missing_node_sensor_is_not_reported(wake):
 # --- calibration ---
 
 
-def test_calibration_result_follows_the_samples_of_the_calibration(start, wake):
+def test_calibration_result_is_returned_after_its_samples(start, wake):
     def learn(device, read, is_suspect):
         for _ in range(3):
             assert isinstance(read(), Sample)

@@ -129,7 +129,7 @@ def watched_energy(**changes):
     return [part for part in window_text.watched(make_report(last=last)) if "W/GPU" in part or "J/token" in part]
 
 
-def test_window_line_has_both_errors_of_the_energy():
+def test_window_line_has_timing_error_and_sensor_error_of_energy():
     # 24.48 J of 20,171.52 J are 0.1214 %.
     assert watched_energy() == ["612 W/GPU", "0.0308 J/token ±0.13 % timing ±5 % sensor"]
 
@@ -425,7 +425,7 @@ def test_table_has_every_measured_metric_once_with_its_unit():
         assert len(hits) == 1 and f" {entry.unit} " in hits[0]
 
 
-def test_table_has_both_errors_of_an_energy_with_their_names():
+def test_table_has_named_timing_and_sensor_errors_of_energy():
     lines = final_table(complete_totals(100))
 
     # 24.48 J of 201,715 J are 0.0121 %.
@@ -455,7 +455,7 @@ def last_part(**changes):
     return summary_text(summary, None, None).split("-" * 78)[2]
 
 
-def test_energy_of_a_run_is_in_kwh_with_both_errors():
+def test_energy_of_a_run_is_in_kwh_with_timing_and_sensor_errors():
     # 10,085,760 J are 2.8016 kWh, 5,000 J 0.00139 kWh, 5 % of it 0.14008 kWh.
     assert fact(last_part(), "energy") == "2.80 kWh ±0.0014 timing ±0.15 sensor (10,085,760 J)"
     small = last_part(total_joules=1234.0, error_joules=12.3, gain_error=None)

@@ -88,7 +88,7 @@ def test_pipeline_stages_of_unequal_work_are_not_compared():
     assert named(job, 40) == [None] * 40
 
 
-def test_neither_of_two_halves_is_slow():
+def test_no_rank_is_named_if_half_of_the_ranks_are_slow():
     slowest = Slowest()
     assert [slowest.add(range(4), [1.0, 1.0, 2.0, 2.0]) for _ in range(20)] == [None] * 20
 

@@ -57,7 +57,7 @@ class Job:
 BEHIND = {0: (11, STEP), 1: (11, STEP), 2: (10, BETWEEN), 3: (11, STEP)}
 
 
-def test_event_has_logged_iteration_numbers_host_and_device():
+def test_stall_event_has_logged_iterations_host_and_device():
     job = Job()
     job.stall(BEHIND, utilization=1.0, power_w=210.4)
 

@@ -49,7 +49,7 @@ class Job:
         self.aggregator.heartbeat(message, Now(now_s, 1000.0 + now_s))
 
 
-def test_named_rank_is_in_events_reports_totals_and_summary():
+def test_straggler_is_in_events_reports_totals_and_summary():
     job = Job().run(1, 8)
     reports_of = job.closed()
 
@@ -167,7 +167,7 @@ def test_verdicts_are_bounded_for_many_slow_ranks():
     assert len(job.events_of("straggler")) == 20, "a line for each node of two"
 
 
-def test_calls_do_nothing_without_collection(monkeypatch):
+def test_sync_point_and_peer_group_are_accepted_without_metrics(monkeypatch):
     monkeypatch.setattr(module, "_collector", None)
 
     effllm.sync_point()
@@ -178,7 +178,7 @@ def test_calls_do_nothing_without_collection(monkeypatch):
 
 
 @pytest.mark.parametrize("name", [None, 7, "x" * 10_000, object()])
-def test_any_group_name_fits_the_wire(monkeypatch, name):
+def test_any_peer_group_name_becomes_a_short_string(monkeypatch, name):
     monkeypatch.setattr(module, "_collector", None)
     effllm.set_peer_group(name)
 

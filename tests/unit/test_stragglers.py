@@ -104,7 +104,7 @@ def test_ranks_of_a_slow_node_are_named_in_one_line():
     assert " % slower than its 24 peers since iteration 51: " in line.text
 
 
-def test_neither_half_of_a_group_is_named():
+def test_no_rank_is_named_if_half_of_its_group_is_slow():
     # The reference is more than half of the ranks; two equal halves give no reference.
     assert SynchronousJob(16, slow=slowed(set(range(8, 16)))).run(20).named_ranks == set()
 
@@ -338,7 +338,7 @@ def test_cost_is_zero_without_stragglers_and_none_without_own_times():
 # --- the arithmetic below ----------------------------------------------------------------------------
 
 
-def test_persistence_rule_bounds_false_alarms():
+def test_number_of_required_slow_windows_limits_false_alarms():
     # 10,000 ranks, each an outlier in one of 1,000 windows by chance.  "3 of 5 windows" would name
     # 10,000 * 10 * 1e-9 = 1e-4 ranks per window, "4 of 5 windows" 10,000 * 5 * 1e-12 = 5e-8 ranks.
     assert persistence(10_000, 1e-3) == 4
@@ -362,7 +362,7 @@ def test_median_distance_estimates_a_normal_deviation():
     assert MAD_SIGMA * median_distance(ordered, median(ordered)) == pytest.approx(1.0, rel=2e-3)
 
 
-def test_change_is_reported_with_its_first_window():
+def test_change_of_a_level_is_reported_with_its_first_window():
     level = WindowLevel()
     found = [level.add(window, 1.0 if window < 40 else 1.1) for window in range(60)]
 
@@ -379,7 +379,7 @@ def test_large_change_of_a_level_and_its_return_are_reported():
     assert [(change.since, round(change.ratio, 3)) for change in changes] == [(30, 0.1), (70, -0.091)]
 
 
-def test_first_values_set_the_level_without_a_change():
+def test_first_values_set_the_level_and_report_no_change():
     level = WindowLevel()
     assert all(level.add(window, 1.0 + window) is None for window in range(LEVEL_WINDOWS))
 

@@ -103,7 +103,7 @@ def test_counter_change_between_distant_reads_does_not_lock_the_clock():
     assert clock.certain_before(START_NS + NS) is None
 
 
-def test_unmoved_counter_at_a_due_tick_narrows_the_clock():
+def test_unchanged_counter_at_a_due_tick_reduces_the_clock_error():
     clock = TickClock(0.1, 0.0)
     clock.moved(START_NS, START_NS + 10_000_000)
 
@@ -112,7 +112,7 @@ def test_unmoved_counter_at_a_due_tick_narrows_the_clock():
     assert clock.before(START_NS + 120_000_000) == pytest.approx((START_NS + 108_000_000, 2_000_000))
 
 
-def test_unmoved_counter_after_a_possible_tick_is_ignored():
+def test_unchanged_counter_after_a_possible_tick_is_ignored():
     clock = TickClock(0.1, 0.0)
     clock.moved(START_NS, START_NS + 10_000_000)
     clock.moved(START_NS + 10_000_000, START_NS + NS + 104_000_000)  # reads too far apart to locate a tick
@@ -199,7 +199,7 @@ def test_moments_near_an_uncertain_tick_are_rejected():
     assert stated == [*range(-20, -5), *range(6, 95)]
 
 
-def test_reads_that_fit_two_ticks_change_nothing():
+def test_reads_that_fit_two_ticks_do_not_change_the_clock():
     # Ticks are expected from -20 to 20 and from 80 to 120 ms; a move from 15 to 95 ms fits both ticks.
     clock = TickClock(0.1, 0.0)
     clock.moved(START_NS - 20_000_000, START_NS + 20_000_000)
@@ -272,7 +272,7 @@ def test_clock_follows_temperature_drift_for_days():
     assert counter.off_ns(edges_ns[-1]) < 1_000_000
 
 
-def test_clock_keeps_a_few_references():
+def test_clock_keeps_at_most_four_old_references():
     clock = TickClock(0.1, 2e-5)
     counter = Counter(clock, phase_ns=31_700_000)
 

@@ -227,7 +227,7 @@ def test_boundaries_use_the_iteration_number_at_start():
     assert [(r.window, r.iteration_shown, r.iterations) for r in rows] == [(3, 30, 5), (4, 32, 2)]
 
 
-def test_shown_number_follows_log_metrics_but_boundaries_do_not():
+def test_logged_number_changes_the_shown_number_and_no_boundary():
     with looping(log_interval=2) as loop:
         iterate(loop, 1)
         loop.recorder.loss(5001, None)
@@ -477,7 +477,7 @@ def test_windows_of_any_length_have_the_same_totals(run, log_interval):
 
 @settings(deadline=None, max_examples=50)
 @given(runs(), st.integers(1, 4))
-def test_cutting_live_gives_the_same_rows_as_at_the_end(run, log_interval):
+def test_rows_cut_during_a_run_equal_rows_cut_at_its_end(run, log_interval):
     slots, samples, end_ns = run
     live, rows = cutter(log_interval), []
     one = series(*samples)
