@@ -39,7 +39,7 @@ class Measuring:
         self.end_ns = 0
         self._next_fold_s = 0.0
         self._spans = Spans(trainer.board)
-        self.values = InstrumentValues()
+        self.values = InstrumentValues(trainer.board.values.write)
         slots, origin_ns = self._origin()
         self.cutter = WindowCutter(
             agent=trainer.agent,
@@ -126,7 +126,9 @@ class Measuring:
         self._send(self.cutter.cut_rest(self.devices.series, self.end_ns))
 
     def _send(self, report: RankReport) -> None:
-        values = self.values.take(report.window, self._trainer.facts.value_names, is_last=report.final)
+        values = self.values.take(
+            report.window, self._trainer.facts.value_names, time.monotonic(), is_last=report.final
+        )
         self.outbox.add(replace(report, values=values) if values else report)
 
     def _origin(self) -> tuple[list[Slot], int]:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from effllm.records import ring
 from effllm.records.moments import Moments
 from effllm.records.rank import WINDOW_CENTROIDS, ValueStatistics
-from effllm.records.values import MAX_VALUE, centroids_of, digest_type, merged_by_name
+from effllm.records.values import MAX_VALUE, centroids_of, digest_type, merged, merged_by_name, percentiles
 
 #: Open windows with values of their own; later values enter the newest window.
 MAX_WINDOWS = 64
+PUBLISH_EVERY_S = 1.0
 _NO_DIGEST = (
     "percentiles of instruments: not measured, because fastdigest is missing: pip install 'effllm[instruments]'"
 )
@@ -50,10 +52,16 @@ class _Name(Moments):
 
 
 class InstrumentValues:
-    """Statistics of values by window and name, until the report of the window."""
+    """Statistics of values by window and name, until the report of the window.
 
-    def __init__(self) -> None:
+    Args:
+        publish: writes percentiles of the whole run for the training process; ``False`` if there is no room.
+    """
+
+    def __init__(self, publish: Callable[[Mapping[str, Any]], bool] = lambda _: True) -> None:
         self._windows: dict[int, dict[int, _Name]] = {}  # by window and index of the name
+        self._run: dict[str, ValueStatistics] = {}  # by name: all values so far
+        self._publish, self._published_s = publish, -math.inf
         self._notices: list[str] | None = None  # lines for the user; None before the first value
 
     def add(self, slot: ring.Slot, window: int) -> None:
@@ -69,13 +77,26 @@ class InstrumentValues:
             names[slot.what] = _Name()
         names[slot.what].add(slot.value)
 
-    def take(self, window: int, names: Sequence[str], *, is_last: bool) -> dict[str, ValueStatistics]:
+    def take(self, window: int, names: Sequence[str], now_s: float, *, is_last: bool) -> dict[str, ValueStatistics]:
         """Return the values up to a window by name, or all values if ``is_last``."""
         taken = sorted(number for number in self._windows if is_last or number <= window)
         parts = [self._windows.pop(number) for number in taken]
-        return merged_by_name(
+        values = merged_by_name(
             {names[index]: one.statistics() for index, one in part.items() if index < len(names)} for part in parts
         )
+        for name, one in values.items():
+            if one.centroids:
+                self._run[name] = merged([self._run[name], one]) if name in self._run else one
+        if is_last or now_s - self._published_s >= PUBLISH_EVERY_S:
+            self._published_s = now_s
+            self._publish_percentiles()
+        return values
+
+    def _publish_percentiles(self) -> None:
+        """Publish as many names as there is room for, the first ones."""
+        known = {name: [one.count, *percentiles(one.centroids).values()] for name, one in self._run.items()}
+        while known and not self._publish(known):
+            known = dict(islice(known.items(), len(known) // 2))
 
     def take_notice(self) -> str:
         """Return a line for the user, once."""

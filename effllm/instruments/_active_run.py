@@ -11,3 +11,12 @@ def record(name: str, value: float) -> None:
     module: Any = sys.modules.get("effllm.trainer.collector")
     if module is not None:
         module.get_metrics_collector().record_value(name, value)
+
+
+def percentiles_of_run(name: str) -> tuple[int, list[float]] | None:
+    """Return the number of values in the run so far, and their percentiles, as the agent last published them."""
+    module: Any = sys.modules.get("effllm.trainer.collector")
+    known: tuple[int, list[float]] | None = None
+    if module is not None:
+        known = module.get_metrics_collector().value_percentiles(name)
+    return known

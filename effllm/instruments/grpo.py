@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from effllm.instruments._active_run import record
 from effllm.instruments._number import each, number
 from effllm.instruments._statistics import Statistics, std
 from effllm.instruments.tracker import MetricTracker
@@ -64,17 +65,17 @@ class GRPOMetricsTracker(MetricTracker):
                 if given is not None:
                     self._warn_once("rewards", f"a reward of type {type(given).__name__} is not a number in memory")
                 continue
-            before = self._rewards.count
-            self._rewards.add(reward)
-            if self._rewards.count > before:
+            if self._rewards.add(reward):
                 known.append(reward)
+            record("group/reward", reward)
         if not known:
             self._empty += 1
             return
         self._groups += 1
         if len(known) > 1:
             self._equal += min(known) == max(known)
-            self._group_std.add(std(known))
+            self._group_std.add(deviation := std(known))
+            record("group/reward_std", deviation)
         for rank, reward in enumerate(sorted(known, reverse=True)[:MAX_RANKS]):
             if rank == len(self._by_rank):
                 self._by_rank.append(Statistics(max_recent=1))

@@ -10,6 +10,7 @@ from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from effllm.instruments._active_run import record
 from effllm.instruments._device import cuda_index
 from effllm.instruments._number import number
 from effllm.instruments._statistics import NAN, Statistics
@@ -139,6 +140,8 @@ class GPUMemoryProfiler:
         if math.isnan(allocated):  # a system without /proc
             return dict.fromkeys(("allocated_gb", "reserved_gb", "max_allocated_gb", "max_reserved_gb"), NAN)
         self._peak_bytes = max(self._peak_bytes, max_allocated, allocated)
+        record("memory/allocated_bytes", allocated)
+        record("memory/reserved_bytes", reserved)
         if tag in self._trends or len(self._trends) < MAX_TAGS:
             self._trends.setdefault(tag, _Blocks()).add(number(iteration), allocated)
         return {

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterable
 from typing import Any
 
+from effllm.instruments._active_run import record
 from effllm.instruments._number import each, number
 from effllm.instruments._statistics import Statistics
 
@@ -41,10 +42,13 @@ class ScoreDistributionTracker:
             if score is None:
                 self._missing += 1
                 self._warn_of(given)
+                record("scores/missing", 1.0)
             elif not math.isfinite(score):
                 self._not_finite += 1
+                record("scores/valid", score)
             elif not self._minimum <= score <= self._maximum:
                 self._out_of_range += 1
+                record("scores/out_of_range", score)
             else:
                 self._add(score + 0.0)  # -0.0 becomes 0.0: one text for both
 
@@ -56,6 +60,7 @@ class ScoreDistributionTracker:
 
     def _add(self, score: float) -> None:
         self._statistics.add(score)
+        record("scores/valid", score)
         if score in self._counts or len(self._counts) < MAX_SCORES:
             self._counts[score] = self._counts.get(score, 0) + 1
         else:

@@ -7,6 +7,7 @@ import warnings
 from collections import deque
 from typing import Any
 
+from effllm.instruments._active_run import record
 from effllm.instruments._number import whole
 from effllm.instruments._statistics import NAN
 
@@ -68,6 +69,9 @@ class ThroughputTracker:
         if self._first is not None:
             self._samples.add(samples)
             self._tokens.add(tokens)
+            record("throughput/update_seconds", now_s - self._recent[-1][0])
+            record("throughput/samples", NAN if samples is None else float(samples))
+            record("throughput/tokens", NAN if tokens is None else float(tokens))
         self._mark(now_s)
 
     def _mark(self, now_s: float) -> None:

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
+from effllm.instruments._active_run import record
 from effllm.instruments._device import cuda_index
 from effllm.instruments._statistics import MAX_RECENT, NAN, Statistics, percentile
 
@@ -23,14 +24,19 @@ MAX_NAMES = 256
 class _Timed:
     """One named timer."""
 
-    __slots__ = ("is_open", "not_measured", "pending", "start", "statistics")
+    __slots__ = ("is_open", "not_measured", "pending", "record_as", "start", "statistics")
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
         self.statistics = Statistics(MAX_RECENT)
+        self.record_as = f"timing/{name}_seconds"
         self.is_open = False
         self.start: Any = None  # a time in ns, or an event
         self.pending: deque[tuple[Any, Any]] = deque()
         self.not_measured = 0
+
+    def add(self, seconds: float) -> None:
+        self.statistics.add(seconds)
+        record(self.record_as, seconds)
 
 
 class TrainingTimer:
@@ -63,7 +69,7 @@ class TrainingTimer:
             if len(self._timers) >= MAX_NAMES:
                 self._warn_once(f"more than {MAX_NAMES} timers: {name} is not measured")
                 return
-            timed = self._timers[name] = _Timed()
+            timed = self._timers[name] = _Timed(name)
         if timed.is_open:
             self._warn_once(f"timer {name} was started twice without a stop; the first start does not count")
         timed.is_open = True
@@ -78,7 +84,7 @@ class TrainingTimer:
         timed.is_open = False
         if self._index is None:
             seconds: float = (time.monotonic_ns() - timed.start) * 1e-9
-            timed.statistics.add(seconds)
+            timed.add(seconds)
             return seconds
         return self._stop_on_device(timed)
 
@@ -137,7 +143,7 @@ class TrainingTimer:
     def _read_passed(self, timed: _Timed) -> None:
         while timed.pending and timed.pending[0][1].query():
             start, end = timed.pending.popleft()
-            timed.statistics.add(start.elapsed_time(end) * 1e-3)
+            timed.add(start.elapsed_time(end) * 1e-3)
             self._free += (start, end)
 
     def _warn_once(self, line: str) -> None:

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from effllm.instruments._active_run import record
+from effllm.instruments._active_run import percentiles_of_run, record
 from effllm.instruments._number import number, whole
 from effllm.instruments._statistics import MAX_RECENT, NAN, Statistics, mean, percentile, std
 
@@ -18,7 +18,8 @@ MAX_NAMES = 1000
 class MetricTracker:
     """Statistics of named values, in bounded memory.
 
-    Counts, mean, deviation and range are of all values.  Percentiles, and statistics of a window, are of the newest.
+    Counts, mean, deviation and range are of all values.  Percentiles, and statistics of a window, are of the newest;
+    in an active run, percentiles of more values come from the agent, and the run folder has all values.
 
     Args:
         max_recent: number of newest values that are kept of each metric.
@@ -80,21 +81,25 @@ class MetricTracker:
     def get_summary(self, name: str, window: int | None = None) -> dict[str, Any]:
         """Return count, mean, std, min, max and percentiles; without values, a count of 0 and NaN.
 
-        ``percentiles_of`` is the number of newest values from which the percentiles are, and ``not_finite`` has the
-        numbers of NaN and infinite values, which are in nothing else.
+        ``percentiles_of`` is the number of values from which the percentiles are: exact ones of the newest values, or
+        estimates of more values from the agent, if a run has been active and had more than are kept here.
+        ``not_finite`` has the numbers of NaN and infinite values, which are in nothing else.
         """
         found = self._metrics.get(name) or Statistics(self._max_recent)
         values = found.newest(window)
         is_all = window is None
         ordered = sorted(values)
+        num, shown = len(ordered), [percentile(ordered, percent) for percent in PERCENTILES]
+        if is_all and found.count > num and (run := percentiles_of_run(name)) is not None and run[0] > num:
+            num, shown = run
         return {
             "count": found.count if is_all else len(values),
             "mean": found.mean if is_all else mean(values),
             "std": found.std if is_all else std(values),
             "min": (found.minimum if is_all else ordered[0]) if values else NAN,
             "max": (found.maximum if is_all else ordered[-1]) if values else NAN,
-            **{f"p{percent}": percentile(ordered, percent) for percent in PERCENTILES},
-            "percentiles_of": len(ordered),
+            **{f"p{percent}": value for percent, value in zip(PERCENTILES, shown, strict=True)},
+            "percentiles_of": num,
             "not_finite": dict(found.not_finite),
         }
 

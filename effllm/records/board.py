@@ -14,8 +14,9 @@ from effllm.records.facts import from_document, to_document
 from effllm.records.shared_memory import RingError, SharedDocument, make_memory
 from effllm.records.spans import ANSWERS_BYTES, SpanAnswers
 
-_STATE_BYTES, _DEVICES_BYTES = 32 * 1024, 8 * 1024
-BOARD_BYTES = _STATE_BYTES + _DEVICES_BYTES + ANSWERS_BYTES
+_STATE_BYTES, _DEVICES_BYTES, _VALUES_BYTES = 32 * 1024, 8 * 1024, 16 * 1024
+_VALUES_AT = _STATE_BYTES + _DEVICES_BYTES + ANSWERS_BYTES
+BOARD_BYTES = _VALUES_AT + _VALUES_BYTES
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class JobState:
 
 
 class Board:
-    """A shared map with one `JobState`, the facts of the rank's devices, and the answers to requests of spans.
+    """A shared map with one `JobState`, the facts of the rank's devices, answers to requests of spans, and percentiles.
 
     Args:
         descriptor: descriptor of the map; by default a new map is made.
@@ -46,6 +47,8 @@ class Board:
         self._document = SharedDocument(self._map, 0, _STATE_BYTES)
         self.devices = SharedDocument(self._map, _STATE_BYTES, _DEVICES_BYTES)  # `SpanPart.device` -> facts
         self.spans = SpanAnswers(self._map, _STATE_BYTES + _DEVICES_BYTES)
+        # Name of an instrument's value -> number of values of this rank so far, and their `values.PERCENTILES`.
+        self.values = SharedDocument(self._map, _VALUES_AT, _VALUES_BYTES)
         self._state = JobState()
 
     def write(self, state: JobState) -> bool:

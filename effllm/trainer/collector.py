@@ -19,6 +19,8 @@ from effllm.trainer.lifecycle import Lifecycle
 from effllm.trainer.recorder import Recorder
 from effllm.trainer.values import NAN, EfficientLLMMetrics
 
+#: Names of values that are looked up quickly; most of them are over the limit of names, and left out.
+MAX_KNOWN_NAMES = 1000
 #: A stop releases these owners of the iterations, because another training may follow in this process.
 _OWN_LEVELS = (
     (ownership.EXPLICIT, "calls"),
@@ -249,11 +251,23 @@ class MetricsCollector:
         if (recorder := self.lifecycle.recorder) is not None:
             index = self._value_indices.get(name)
             if index is None:
+                if len(self._value_indices) >= MAX_KNOWN_NAMES:
+                    return
                 index = self._value_indices[name] = self.declared.value_index(name)
             if index >= 0 and isinstance(value, float):
                 recorder.value(index, value)
             elif index >= 0:
                 self.warn(f"value {name} must be a float, not {type(value).__name__}; ignored")
+
+    def value_percentiles(self, name: str) -> tuple[int, list[float]] | None:
+        """Return the number of values of a name in this rank's run, and percentiles 5, 25, 50, 75, 95, 99.
+
+        ``None`` before the agent has published them, or without the library of the extra ``instruments``.
+        """
+        found = self.lifecycle.percentiles().get(name)
+        if not isinstance(found, list) or len(found) != 7 or not all(isinstance(one, int | float) for one in found):
+            return None
+        return int(found[0]), found[1:]
 
     def calculate_amu(self) -> float:
         """Return the average memory utilization in GB."""

@@ -43,6 +43,7 @@ class Lifecycle:
         self._given_place: Place | None = None
         self._session: Session | None = None
         self._values = JobValues()
+        self._percentiles: dict[str, Any] = {}
         self.chains: weakref.WeakSet[Any] = weakref.WeakSet()  #: `SpanChain`s, which also read the last answers
 
     def configure(self, collection_interval_s: float | None = None, place: Place | None = None) -> None:
@@ -59,6 +60,7 @@ class Lifecycle:
             self._place = self._given_place or read_place(this_process())
             self.config = _config_with(self.overrides)
             self._values = JobValues()  # a new run counts its own reports
+            self._percentiles = {}
             self._session = Session(self.config, self._place, self.declared)
             self.recorder = self._session.recorder
             self._session.start()
@@ -88,6 +90,7 @@ class Lifecycle:
         session.finish(status)
         for chain in list(self.chains):
             chain.read(session.board)
+        self.percentiles()  # of the whole run
         self.values().replace(session.final_values(began_s))
         self._session = self.recorder = None
         session.close()
@@ -98,6 +101,12 @@ class Lifecycle:
         if self._session is not None:
             self._values.read(self._session.board)
         return self._values
+
+    def percentiles(self) -> Mapping[str, Any]:
+        """Return the agent's newest document in `Board.values`, also after the end of the session."""
+        if self._session is not None and (document := self._session.board.values.take()) is not None:
+            self._percentiles = document
+        return self._percentiles
 
     @property
     def board(self) -> Board | None:

@@ -1,23 +1,27 @@
 """Values of instruments in the run folder: from the training process to the files, over ranks and windows."""
 
 import statistics
+import sys
 
+import jobs
 import pytest
 
 RANKS = 2
 LOSSES = [float(rank + iteration) for rank in range(RANKS) for iteration in range(1, 21)]
 
 
-@pytest.fixture
-def ledger(launch):
-    aggregator = launch.aggregator()
-    for rank in launch.ranks(aggregator, RANKS, "instruments_loop.py"):
-        rank.done()
-    aggregator.job.done()
-    return aggregator.ledger
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    """Return the run folder of two ranks, and what each rank has written."""
+    with jobs.launching(tmp_path_factory.mktemp("instruments")) as launch:
+        aggregator = launch.aggregator()
+        ranks = [rank.done() for rank in launch.ranks(aggregator, RANKS, "instruments_loop.py")]
+        aggregator.job.done()
+        yield aggregator.ledger, [rank.output() for rank in ranks]
 
 
-def test_values_of_all_ranks_are_in_summary_and_windows(ledger):
+def test_values_of_all_ranks_are_in_summary_and_windows(ran):
+    ledger, _ = ran
     loss, windows = ledger.summary.instruments["loss"], ledger.windows
 
     assert (loss.count, loss.total, loss.least, loss.most) == (40, sum(LOSSES), 1.0, 21.0)
@@ -25,6 +29,43 @@ def test_values_of_all_ranks_are_in_summary_and_windows(ledger):
     assert loss.not_finite == {"nan": RANKS}
     assert loss.percentiles["p50"] == pytest.approx(statistics.median(LOSSES), abs=0.5)
     assert [window.instruments["loss"].total for window in windows[:2]] == [120.0, 320.0]
-    assert {name: one.count for name, one in ledger.summary.instruments.items()} == {
-        "loss": 40, "only/0": 20, "only/1": 20,
-    }  # fmt: skip
+
+
+def test_every_instrument_feeds_the_run_folder(ran):
+    ledger, truths = ran
+    found = ledger.summary.instruments
+
+    assert {name: (one.count, one.unit) for name, one in found.items()} == {
+        "group/reward": (80, ""),
+        "group/reward_std": (40, ""),
+        "loss": (40, ""),
+        "memory/allocated_bytes": (40, "bytes"),
+        "memory/reserved_bytes": (40, "bytes"),
+        "only/0": (20, ""),
+        "only/1": (20, ""),
+        "scores/missing": (40, ""),
+        "scores/valid": (40, ""),
+        "throughput/samples": (40, ""),
+        "throughput/tokens": (40, ""),
+        "throughput/update_seconds": (40, "s"),
+        "timing/iteration_seconds": (40, "s"),
+    }
+    measured_s = sum(truth["timing"]["iteration"]["total_sec"] for truth in truths)
+    assert found["timing/iteration_seconds"].total == pytest.approx(measured_s)
+    assert found["throughput/tokens"].total == 4000
+
+
+def test_percentiles_of_more_values_than_are_kept_come_from_the_agent(ran):
+    for rank, truth in enumerate(ran[1]):
+        assert truth["loss"]["percentiles_of"] == 20
+        assert truth["loss"]["p50"] == pytest.approx(rank + 10.5, abs=0.5)
+
+
+def test_instruments_in_a_run_start_no_thread_and_open_no_file(ran):
+    for truth in ran[1]:
+        before, after = truth["before"], truth["after"]
+        tops = {name.split(".")[0] for name in set(after["modules"]) - set(before["modules"])}
+
+        assert (after["threads"], after["files"]) == (before["threads"], before["files"])
+        assert tops - {"effllm"} <= sys.stdlib_module_names
+        assert not {"fastdigest", "msgspec"} & set(after["modules"])

@@ -1,25 +1,47 @@
 """A training loop without torch that uses the instruments; rank r has losses of r + 1, 2, 3, ... in its iterations."""
 
+import json
 import os
+import sys
+import threading
 import time
+from pathlib import Path
 
 import effllm
-from effllm.instruments.metrics import MetricTracker
+from effllm.instruments.metrics import GRPOMetricsTracker, MetricTracker, ScoreDistributionTracker
+from effllm.instruments.profiling import ComprehensiveProfiler
 from effllm.trainer import session
 
 session.READY_S = 60.0  # long wait: the first window must have a device, even on a busy machine
 
-ITERATIONS = 20
+ITERATIONS, RECENT = 20, 5
 rank = int(os.environ.get("RANK", "0"))
-tracker = MetricTracker()
+
+
+def state():
+    """Return the numbers of threads and open files, and the imported modules."""
+    tasks, files = (len(list(Path(f"/proc/self/{name}").iterdir())) for name in ("task", "fd"))
+    return {"threads": [threading.active_count(), tasks], "files": files, "modules": sorted(sys.modules)}
+
+
 effllm.initialize_efficientllm_metrics(1000)
 collector = effllm.get_metrics_collector()
+before = state()
+tracker, profiler = MetricTracker(max_recent=RECENT), ComprehensiveProfiler("cpu")
+scores, groups = ScoreDistributionTracker(), GRPOMetricsTracker()
 for iteration in range(1, ITERATIONS + 1):
     collector.record_iteration_start()
+    profiler.start_iteration()
     time.sleep(0.01)
     tracker.update("loss", float(rank + iteration), iteration)
+    tracker.update(f"only/{rank}", 1.0)
+    scores.update([0.5, None])
+    groups.update_group_rewards([0.0, 1.0])
+    profiler.end_iteration(2, 100)
     collector.record_iteration_end(100, 2)
     if iteration == 3:
         tracker.update("loss", float("nan"), iteration)
-    tracker.update(f"only/{rank}", 1.0)
+after = state()
 effllm.finalize_efficientllm_metrics()
+truth = {"before": before, "after": after, "loss": tracker.get_summary("loss")}
+Path("truth.json").write_text(json.dumps(truth | {"timing": profiler.timer.get_summary()}))

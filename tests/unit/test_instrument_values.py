@@ -21,7 +21,7 @@ def statistics_of(numbers):
     taken = InstrumentValues()
     for number in numbers:
         taken.add(slot(number), 1)
-    return taken.take(1, ["loss"], is_last=False)["loss"]
+    return taken.take(1, ["loss"], 0.0, is_last=False)["loss"]
 
 
 def test_merged_parts_equal_the_statistics_of_all_values():
@@ -64,9 +64,9 @@ def test_values_are_in_the_report_of_their_window():
     taken.add(slot(1.0), 1)
     taken.add(slot(2.0), 2)
 
-    assert taken.take(1, ["loss"], is_last=False)["loss"].total == 1.0
-    assert taken.take(5, ["loss"], is_last=False)["loss"].total == 2.0
-    assert taken.take(5, ["loss"], is_last=True) == {}
+    assert taken.take(1, ["loss"], 0.0, is_last=False)["loss"].total == 1.0
+    assert taken.take(5, ["loss"], 0.0, is_last=False)["loss"].total == 2.0
+    assert taken.take(5, ["loss"], 0.0, is_last=True) == {}
 
 
 def test_without_the_library_percentiles_are_missing_and_one_line_says_so(monkeypatch):
@@ -74,7 +74,7 @@ def test_without_the_library_percentiles_are_missing_and_one_line_says_so(monkey
     taken = InstrumentValues()
     taken.add(slot(1.0), 1)
     taken.add(slot(2.0), 1)
-    found = summaries(taken.take(1, ["loss"], is_last=False))["loss"]
+    found = summaries(taken.take(1, ["loss"], 0.0, is_last=False))["loss"]
 
     assert (found.count, found.total, found.percentiles) == (2, 3.0, {})
     assert "pip install 'effllm[instruments]'" in taken.take_notice()
