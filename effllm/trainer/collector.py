@@ -56,6 +56,11 @@ class MetricsCollector:
         return self.lifecycle.recorder
 
     @property
+    def run_folder(self) -> str:
+        """Path of the newest run's folder on rank 0; empty before the first run, on other ranks, without a folder."""
+        return self.declared.facts.run_folder
+
+    @property
     def has_counted(self) -> bool:
         """Whether the loop has called `count` in the running iteration."""
         return self._counted.has_any

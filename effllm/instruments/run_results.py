@@ -1,0 +1,126 @@
+"""The measured values of a finished run, from its run folder, for a table of runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+MB = 2**20  # as nvidia-smi counts
+
+#: Part of the last line of a file of windows; a line has a few kilobytes.
+_MAX_LINE_BYTES = 2**22
+
+
+@dataclass
+class RunResults:
+    """Values by column of `results_csv.MEASURED`; a value that was not measured is ``None``."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    not_measured: list[str] = field(default_factory=list)  #: reasons, each in one line
+    status: str = ""  #: status of the run: completed, failed, ...
+    is_simulated: bool = False  #: whether the energy belongs to simulated devices
+
+
+def read_results(folder: str | Path) -> RunResults:
+    """Return the results of a run folder.
+
+    Energy, tokens and power are those of the iterations after the warm-up.  `RunResults.not_measured` has the reasons
+    for missing values, also for a folder that cannot be read; no exception is raised.
+    """
+    try:
+        return _read(Path(folder))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        return RunResults(not_measured=[f"the run folder cannot be read: {type(error).__name__}: {error}"])
+
+
+def _read(folder: Path) -> RunResults:
+    summary = json.loads((folder / "summary.json").read_bytes())
+    last = _last_totals(folder)
+    run, job = last["run"], last["job"]
+    results = RunResults(status=summary["status"], is_simulated=summary["simulated"])
+    results.values = {
+        "tokens_processed": run.get("tokens") or None,
+        "wall_s": summary["elapsed_s"],
+        "warmup_s": _warmup_s(folder),
+        **_energy(run),
+        **_memory(run, job, summary["coverage"]["gpus_expected"]),
+    }
+    if run.get("time_s") and run.get("tokens"):
+        results.values["tok_per_s"] = run["tokens"] / run["time_s"]
+    results.not_measured = _reasons(summary, run, results.values)
+    return results
+
+
+def _energy(run: dict[str, Any]) -> dict[str, Any]:
+    """Return the energy columns; quotients cover the windows with measured energy, the joules need all windows."""
+    joules, time_s, tokens = run.get("energy_j"), run.get("energy_time_s"), run.get("energy_tokens")
+    if joules is None or not time_s:
+        return {}
+    per_token = joules / tokens if tokens else None
+    return {
+        "energy_J": joules if run.get("energy_complete") else None,
+        "avg_power_W": joules / time_s,
+        "peak_power_W": run.get("power_peak_w"),
+        "J_per_token": per_token,
+        "E10k_J": None if per_token is None else 1e4 * per_token,
+    }
+
+
+def _memory(run: dict[str, Any], job: dict[str, Any], gpus: int) -> dict[str, Any]:
+    """Return the memory of GPUs; without GPUs the readings are the memory of processes, which is not VRAM."""
+    peak, mean = job.get("memory_peak_bytes"), run.get("memory_mean_bytes")
+    if not gpus:
+        return {}
+    return {"vram_peak_MB": peak / MB if peak else None, "vram_avg_MB": mean / MB if mean else None}
+
+
+def _reasons(summary: dict[str, Any], run: dict[str, Any], values: dict[str, Any]) -> list[str]:
+    if not run.get("iterations"):
+        return [f"the run ended inside its warm-up ({summary['iterations']} iterations)"]
+    reasons = []
+    if values["tokens_processed"] is None:
+        reasons.append("tokens: the training counted no tokens")
+    reasons += [text for text in summary["not_measured"] if text.startswith("energy")]
+    if values.get("energy_J") is None and not any(text.startswith("energy") for text in reasons):
+        reasons.append("energy: a part of the iterations has no measured energy")
+    return reasons
+
+
+def _last_totals(folder: Path) -> dict[str, Any]:
+    """Return the last line with totals to date; a torn line of a killed writer is skipped."""
+    path = _files(folder)[-1]
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _MAX_LINE_BYTES))
+        lines = file.read().splitlines()
+    for line in reversed(lines):
+        if b'"run":{' in line and b'"job":{' in line:
+            try:
+                found: dict[str, Any] = json.loads(line)
+            except ValueError:
+                continue
+            return found
+    raise ValueError(f"{path.name} has no totals")
+
+
+def _warmup_s(folder: Path) -> float:
+    """Return the iteration time of the windows at the start that run-to-date values exclude."""
+    seconds: dict[tuple[int, int], float] = {}
+    for line in _lines(folder):
+        if not line.get("warming_up"):
+            break
+        seconds[line["attempt"], line["window"]] = line["last"]["time_s"]
+    return sum(seconds.values())
+
+
+def _lines(folder: Path) -> Iterator[dict[str, Any]]:
+    for path in _files(folder):
+        with path.open("rb") as file:
+            for line in file:
+                yield json.loads(line)
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("windows-*.jsonl"), key=lambda path: int(path.stem.partition("-")[2]))

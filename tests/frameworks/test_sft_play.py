@@ -1,0 +1,174 @@
+"""integration/sft_play: a training appends one row with its energy to a CSV file."""
+
+from __future__ import annotations
+
+import csv
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers", reason="needs transformers")
+yaml = pytest.importorskip("yaml", reason="needs PyYAML")
+
+FOLDER = Path(__file__).parents[2] / "integration" / "sft_play"
+#: The columns in their order.
+MEASURED = ["tokens_processed", "wall_s", "warmup_s", "energy_J", "avg_power_W", "peak_power_W", "tok_per_s"]
+MEASURED += ["J_per_token", "E10k_J", "vram_peak_MB", "vram_avg_MB"]
+METADATA = ["model", "dataset", "backend", "optimizer", "batch_size", "grad_accum", "seq_len", "precision", "seed"]
+METADATA += ["notes"]
+ENERGY = ["energy_J", "avg_power_W", "peak_power_W", "J_per_token", "E10k_J"]
+
+
+class Play:
+    """Starts scripts/train.py with changes to configs/run_adamw.yaml, in a folder of its own."""
+
+    def __init__(self, launch):
+        self._launch = launch
+
+    def start(self, environ=None, settings=None, script="", **sections):
+        body = yaml.safe_load((FOLDER / "configs" / "run_adamw.yaml").read_text())
+        body["model"]["llama"] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+        body["model"]["llama"]["num_attention_heads"] = 2
+        body["train"] |= {"max_steps": 12, "batch_size": 4}
+        body["metrics"]["warmup_s"] = 0.0
+        for name, changes in sections.items():
+            body[name] |= changes
+        job = self._launch._job()
+        (job.folder / "run.yaml").write_text(yaml.safe_dump(body))
+        chosen = self._launch.environ({"device": "host", **(settings or {})}, HF_HUB_OFFLINE="1", **(environ or {}))
+        run = ["-c", script] if script else [str(FOLDER / "scripts" / "train.py")]
+        return job.start([sys.executable, *run, "--config", "run.yaml"], chosen)
+
+    def run(self, **settings):
+        return self.start(**settings).done(within_s=100.0)
+
+
+@pytest.fixture
+def play(launch):
+    return Play(launch)
+
+
+def rows(job, name="outputs/energy_results.csv"):
+    with (job.folder / name).open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_run_appends_a_row_with_all_columns(play):
+    job = play.run(settings={"device": "simulated"})
+
+    (row,) = rows(job)
+    assert list(row) == MEASURED + METADATA
+    assert [name for name, cell in row.items() if not cell] == []
+    joules, tokens = float(row["energy_J"]), int(row["tokens_processed"])
+    assert float(row["J_per_token"]) == pytest.approx(joules / tokens, rel=1e-6)
+    assert float(row["E10k_J"]) == pytest.approx(1e4 * joules / tokens, rel=1e-6)
+    assert float(row["avg_power_W"]) == pytest.approx(float(row["J_per_token"]) * float(row["tok_per_s"]), rel=1e-6)
+    assert 0 < joules / float(row["avg_power_W"]) < float(row["wall_s"])
+    assert row["notes"] == "full fine-tuning, simulated devices"
+
+
+def test_metadata_are_the_arguments_of_the_trainer(play):
+    lora = {"lora": {"r": 4, "alpha": 8, "dropout": 0.1}}
+
+    job = play.run(train={"optim": "adafactor", "grad_accum": 2, "seed": 7, "bf16": True}, tuning=lora)
+
+    (row,) = rows(job)
+    assert {name: row[name] for name in METADATA} == {
+        "model": "tiny-llama",
+        "dataset": "sft",
+        "backend": "torch",
+        "optimizer": "adafactor",
+        "batch_size": "4",
+        "grad_accum": "2",
+        "seq_len": "256",
+        "precision": "bf16",
+        "seed": "7",
+        "notes": "LoRA r=4 alpha=8 dropout=0.1",
+    }
+
+
+def test_cells_are_empty_without_a_sensor_and_one_line_says_why(play):
+    job = play.run()
+
+    (row,) = rows(job)
+    if row["energy_J"]:
+        pytest.skip("this machine has a power sensor")
+    assert [row[name] for name in [*ENERGY, "vram_peak_MB", "vram_avg_MB"]] == [""] * 7
+    assert int(row["tokens_processed"]) > 0
+    assert float(row["wall_s"]) > 0
+    assert len([line for line in job.stdout.splitlines() if line.startswith("[train] not measured: energy")]) == 1
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("packing", [False, True])
+def test_every_token_is_counted_once(play, packing, workers):
+    """12 steps of 4 rows; row i has i + 2 tokens, and the Trainer's sampler takes each of the 48 rows once."""
+    folder = play._launch._folder
+    texts = "".join(f'{{"text": "{"a" * (i + 2)}"}}\n' for i in range(48))
+    (folder / "rows.jsonl").write_text(texts)
+
+    job = play.run(data={"path": str(folder / "rows.jsonl"), "packing": packing}, train={"num_workers": workers})
+
+    (row,) = rows(job)
+    assert int(row["tokens_processed"]) == sum(i + 2 for i in range(48))
+
+
+RAISES_IN_STEP_7 = """
+import sys, transformers
+sys.path.insert(0, {scripts!r})
+step = transformers.Trainer.compute_loss
+def compute_loss(self, *arguments, **more):
+    if self.state.global_step == 6:
+        raise RuntimeError("in mid-step")
+    return step(self, *arguments, **more)
+transformers.Trainer.compute_loss = compute_loss
+import train
+sys.exit(train.main())
+"""
+
+
+def test_a_training_that_raises_in_mid_step_appends_no_row(play):
+    job = play.start(script=RAISES_IN_STEP_7.format(scripts=str(FOLDER / "scripts"))).wait(100.0)
+
+    assert job.code == 1
+    assert job.stderr.rstrip().endswith("RuntimeError: in mid-step")
+    assert "[train] no row in outputs/energy_results.csv: the training did not complete" in job.stdout
+    assert not (job.folder / "outputs" / "energy_results.csv").exists()
+    assert job.ledger.summary.status == "failed"
+
+
+@pytest.mark.parametrize(
+    ("section", "change", "line"),
+    [
+        (
+            "metrics",
+            {"sample_intervall_s": 1},
+            "metrics.sample_intervall_s is not a key; did you mean sample_interval_s?",
+        ),
+        ("metrics", {"warmup_s": "soon"}, "metrics.warmup_s: 'soon' must be of type float"),
+        ("tuning", {"backend": "tpu"}, "tuning.backend: 'tpu' must be one of bnb, unsloth, torch"),
+        ("train", {"optim": "adamv"}, "train: adamv is not a valid OptimizerNames"),
+    ],
+)
+def test_wrong_settings_are_one_line(play, section, change, line):
+    job = play.start(**{section: change}).wait(100.0)
+
+    assert job.code == 2
+    assert job.stdout.splitlines()[-1].startswith(f"[train] run.yaml: {line}")
+    assert "Traceback" not in job.stderr
+
+
+@pytest.mark.parametrize("backend", ["bnb", "unsloth"])
+def test_backend_of_a_gpu_says_in_one_line_that_there_is_none(play, backend):
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+
+    job = play.start(tuning={"backend": backend}).wait(100.0)
+
+    assert job.code == 1
+    assert job.stdout.splitlines()[1:] == [
+        f"[train] backend {backend} needs an NVIDIA GPU, and torch finds none; on a CPU: make measure-adamw"
+    ]
