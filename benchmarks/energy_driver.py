@@ -47,11 +47,11 @@ class Tool:
         raise NotImplementedError
 
     def begin(self, key: int) -> None:
-        """Open window ``key``; the caller is blocked."""
+        """Open window ``key``; the caller waits until the tool has opened the window."""
         raise NotImplementedError
 
     def end(self, key: int) -> None:
-        """Close window ``key``; the caller is blocked."""
+        """Close window ``key``; the caller waits until the tool has closed the window."""
         raise NotImplementedError
 
     def reading(self, key: int, calls: Calls) -> Reading:

@@ -20,7 +20,7 @@ class Verdict:
     """Errors of one window of a GPU, or of the sum over a group's GPUs, relative to the true energy."""
 
     error: float  # signed error; infinite without a measurement
-    min_error: float  # the smallest error over all edges within the tool's calls
+    min_error: float  # the smallest error over all possible edges within the tool's calls
     random: float | None = None  # half-width (95 %) that the tool reports for random errors
     whole: float | None = None  # half-width (95 %) that the tool reports for random and sensor errors
 

@@ -3,7 +3,7 @@
 The bare loop repeats the recorded calls of a reader through ctypes, with the same arguments and pauses: the lower
 bound for a sampler in Python.  Sampler and bare loop alternate in one process, on a traced GPU.  The first measurement
 uses calls of a few microseconds, shorter than any driver's calls: the worst case.  The second measurement uses
-durations of calls on a board.
+the durations that calls had on a real board.
 """
 
 from __future__ import annotations
