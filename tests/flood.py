@@ -23,8 +23,8 @@ from zmq.utils.monitor import recv_monitor_message
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
 READY = b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
 AT_ONE_SOCKET = 100  # number of connections with keys per ROUTER socket
-BATCH = 200  # number of connections that are started between two polls of the open ones
-MAX_S = 120.0  # after SECONDS: a busy machine may need long to start all connections
+BATCH = 200  # number of connections that are started between two polls of the open connections
+MAX_S = 120.0  # maximum time after SECONDS, because a busy machine may need long to start all connections
 
 
 def first_bytes(kind: str) -> bytes:

@@ -28,7 +28,7 @@ from effllm.records.rank import Device, Sample
 
 SOURCES = Path(__file__).parent / "nvml"
 GIB = 2**30
-ORIGIN_AGO_S = 60.0  # begin of the energy sums without a closed form
+ORIGIN_AGO_S = 60.0  # age of the first time in the energy sums of curves without a closed form
 
 
 def build(folder: Path) -> Path | None:

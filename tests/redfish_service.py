@@ -38,7 +38,7 @@ def chassis(name, **more):
 
 
 def tree(*parts):
-    """Return the resources of a service: the parts, the root, and the collections of chassis and power supplies."""
+    """Return the resources of a service: those in `parts`, the root, and the collections of chassis and supplies."""
     resources = {path: value for part in parts for path, value in part.items()}
     boxes = [path for path in resources if path.count("/") == 4 and path.startswith("/redfish/v1/Chassis/")]
     resources["/redfish/v1/"] = {"RedfishVersion": "1.15.0", "Chassis": link("/redfish/v1/Chassis")}

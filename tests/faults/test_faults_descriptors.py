@@ -183,6 +183,6 @@ def test_aggregator_without_descriptors_uses_little_cpu_and_recovers(launch):
 
     assert is_kept_out
     assert line == "no further rank can connect: Too many open files; the limit of open files (ulimit -n) is 120"
-    assert busy < 0.2  # an aggregator that kept polling used 0.77
+    assert busy < 0.2  # an aggregator that polled continuously used 0.77 of a core
     assert_whole(ledger, {0: first.output(), 1: second.output()})
     assert sum("no further rank can connect" in text for text in ledger.event_texts("rejected")) == 1

@@ -124,7 +124,7 @@ def test_megatron_1_rank_reads_its_own_gpu_and_not_index_0(wrapped):
     job, *_ = wrapped
 
     assert {row.rank: row.device for row in job.ranks} == {0: "GPU-b", 1: "GPU-c"}
-    # Two readings of index 0 would be 800 W.
+    # If both ranks read the GPU with index 0, AEC would be 800 W.
     assert job.summary.metrics["aec_watts"].value == pytest.approx(100 + 250, rel=0.02)
 
 
@@ -448,7 +448,7 @@ def test_zeus_6_counter_without_ticks_is_not_polled(tmp_path):
     sensor = calibrate(gpu, lambda: reads.append(1) or Sample(len(reads)), tmp_path)
 
     assert sensor.tick_s == 0.0
-    assert len(reads) <= 2.6 / 0.002  # two checks at the start, with 2 ms per read
+    assert len(reads) <= 2.6 / 0.002  # the two checks at the start take 2.6 s, each read 2 ms
     one = EnergyLedger(msgspec.structs.replace(gpu, sensor=sensor), 5.0)
     fed(one, (0, 1.0, 0.0), (1, 1.0, 1.0))
     assert len(one.timing.reads_for(NS)) == 1

@@ -57,7 +57,7 @@ def test_restarted_job_counts_redone_iterations(launch):
     assert goodput.seconds["restart_gap"] == second.gap_before_s > 0.0
     assert goodput.joules["restart_gap"] is None
     assert adds_up(goodput)
-    # The lost rows: the window of 21 to 30, and the rest.
+    # The lost rows: the window of the iterations 21 to 30, and the window of 31 to 34.
     lost = [row for row in job.ledger.ranks if row.attempt == 1 and row.iteration_first > 20]
     assert goodput.rank_seconds["redone"] == pytest.approx(sum(row.busy_s for row in lost), rel=1e-6)
     assert goodput.joules["redone"] > 0.0

@@ -61,7 +61,7 @@ def test_two_jobs_on_a_node_are_independent(launch):
 
 @pytest.mark.fault("two-jobs")
 def test_second_job_with_a_used_run_name_has_another_folder(launch):
-    environ = {"SLURM_JOB_ID": "4711"}  # also with one Slurm job id, as for attempts of a job
+    environ = {"SLURM_JOB_ID": "4711"}  # both jobs have one Slurm job id, like two attempts of a job
     one = launch.python(LOOP, "--until", "enough", "--tokens", 7, run_name="same", environ=environ)
     jobs.until(lambda: one.num_windows)
     two = launch.python(LOOP, "--until", "enough", "--tokens", 11, run_name="same", environ=environ)
@@ -103,7 +103,7 @@ def test_trainer_killed_before_its_agent_joined_is_recorded(launch):
     jobs.until(lambda: job.find("effllm.server.process") or not set(jobs.processes(job.token)))
     with suppress(ProcessLookupError):
         os.kill(agent, signal.SIGSTOP)
-        time.sleep(2.5)  # the aggregator checks repeatedly whether the job has ended
+        time.sleep(2.5)  # meanwhile the aggregator checks several times whether the job has ended
         os.kill(agent, signal.SIGCONT)
     assert not job.left()
 

@@ -79,7 +79,7 @@ def test_stopped_terminal_does_not_delay_the_end(on_terminal, terminal):
     (job.folder / "enough").touch()
     job.wait()
 
-    assert job.output()["end_held_s"] < 30.0  # with the long timeouts, a wait would take 50 s
+    assert job.output()["end_held_s"] < 30.0  # with the long timeouts, a wait for the terminal would take 50 s
     count = job.finish()
     summary = assert_whole(job.ledger, {0: count})
     assert summary.left_out["console"] > count - terminal.blocks - 200

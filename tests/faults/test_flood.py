@@ -38,7 +38,7 @@ class Starved:
 
     def __init__(self, pids):
         self._tasks = [Path(f"/proc/{pid}/task") for pid in pids]
-        self._waited_s = {}  # seconds by thread; ended threads stay
+        self._waited_s = {}  # seconds by thread, also of ended threads
         self._known = []  # (unix time, sum)
 
     def look(self):
@@ -57,7 +57,7 @@ class Starved:
 
 
 class Windows:
-    """Reads the windows of a run while they are written, and calculates their delay minus that of a busy machine.
+    """Reads the windows of a run while they are written, and calculates their delay without the wait for CPUs.
 
     Args:
         aggregator: aggregator of the run.

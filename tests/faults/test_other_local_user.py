@@ -40,7 +40,7 @@ def intruder():
         link.connect()
         answers = []
         if keys is None:
-            # A ZeroMQ peer often disconnects first, like a killed agent; this plain connection waits.
+            # A ZeroMQ peer often disconnects before its rejection, like a killed agent; this plain connection waits.
             plain.append(socket.create_connection(("127.0.0.1", port)))
             plain[-1].sendall(GREETING)
 

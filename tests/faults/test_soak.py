@@ -83,7 +83,7 @@ class Week:
         for one in rows[: RANKS - late]:
             aggregator.reports(reports(one), Now(self.now_s, self.now_s))
         if late:
-            for _ in range(40):  # the late rank's agent is lost for 200 s
+            for _ in range(40):  # the agent of the late rank sends no heartbeat for 200 s
                 self.now_s += 5.0
                 for rank in range(RANKS - 1):
                     heartbeat = Heartbeat(f"agent-{rank}", rank, 10 * number, "between iterations", 5.0)
@@ -130,10 +130,10 @@ def test_memory_and_state_do_not_grow_over_a_week_of_windows(tmp_path, capsys):
         )
     assert week.aggregator.summary(week.now_s, ended=False).tokens == WEEK * RANKS * 1000
     # 10,080 windows of 8 kB are 80 MB: a leak of 1 % per window is detected in Python's blocks of at most 512 bytes.  A
-    # process's memory grows by whole arenas of 1 MiB; one arena is at most 347 bytes per window here.
+    # process's memory grows by whole arenas of 1 MiB; one arena is a slope of at most 347 bytes.
     assert more_blocks < 1.0
     assert slope < 400.0
-    filled = list(items.values())[5:]  # limits by number of windows are reached by then
+    filled = list(items.values())[5:]  # before that, the limits on numbers of windows are not reached
     assert max(filled) <= filled[0] + MAX_LISTED_ITEMS
     sizes = list(states.values())
     assert sizes[-1] <= 1.02 * sizes[len(sizes) // 4]
@@ -143,7 +143,7 @@ def test_memory_and_state_do_not_grow_over_a_week_of_windows(tmp_path, capsys):
     assert json.loads(segments[-1].read_text().splitlines()[-1])["window"] == WEEK
 
 
-#: Logged texts are kept, so that each text is logged once: 1000 texts per kind; here, one per hundred windows.
+#: Up to 1000 logged texts per kind are kept, so that none is logged twice; this job logs one per hundred windows.
 MAX_LISTED_ITEMS = 3 * WEEK // 100
 
 
@@ -231,7 +231,7 @@ def test_memory_of_an_agent_without_sensors_does_not_grow(tracks):
         tracemalloc.stop()
 
     assert len(outbox) == 1000
-    assert bytes_used[-1] - bytes_used[2] < 100_000, bytes_used  # stored requests of 3,000 windows had 0.5 MB
+    assert bytes_used[-1] - bytes_used[2] < 100_000, bytes_used  # kept requests of 3,000 windows were 0.5 MB
 
 
 def test_recovered_device_is_measured_again(tracks):

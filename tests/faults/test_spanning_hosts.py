@@ -239,7 +239,7 @@ def listeners(pid):
 
 def test_loopback_master_address_uses_the_default_route(hosts, launch):
     one, two = pair = hosts(2)
-    one.resolve("head", "127.0.1.1")  # Debian's installer writes this for the host's own name
+    one.resolve("head", "127.0.1.1")  # Debian's installer gives a host's own name this address
     two.resolve("head", one.address)
     environ = {rank: {"MASTER_ADDR": "head"} for rank in (0, 1)}
 
@@ -260,7 +260,7 @@ def test_unauthenticated_peers_are_rejected_counted_and_named(hosts, launch):
     kinds = ["no key", "another secret", "another job's key", "a key made up"]
 
     answers = []
-    for pair in ((0, 2), (1, 3)):  # in each pair, admission rejects one peer; the other is rejected before
+    for pair in ((0, 2), (1, 3)):  # admission rejects one peer of each pair; encryption rejects the other
         asking = [
             others[i].start(
                 *(sys.executable, "-c", PEER, kinds[i], f"tcp://{one.address}:29700", "5", known), stdout=-1

@@ -71,7 +71,7 @@ def test_import_of_torch_starts_no_process_and_writes_no_file(tmp_path):
     assert run(program, ON | {"EFFICIENTLLM_RUN_DIR": str(tmp_path / "runs")}, cwd=tmp_path) == ("[] []\n", "")
 
 
-GONE = "raise ModuleNotFoundError('gone')"  # an editable install would find a missing file
+GONE = "raise ModuleNotFoundError('gone')"  # not a removed file: an editable install would still find the original
 BROKEN = {
     "a hook file that is no Python": ("hooks/optimizer.py", "this is not Python"),
     "hooks that are no Python": ("hooks/__init__.py", "def ("),
@@ -164,7 +164,7 @@ def test_unmodified_loop_is_measured_and_has_the_same_losses(tmp_path):
     assert losses == without.splitlines()
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["status"] == "completed"
-    assert summary["iterations"] in (5, 6)  # the first iteration may have no start
+    assert summary["iterations"] in (5, 6)  # the start of the first iteration may be unknown
 
 
 def test_launch_script_needs_only_the_shell_file(tmp_path):

@@ -198,7 +198,7 @@ def test_second_optimizer_is_counted_after_the_first_one_stops(launch):
             """
         ),
     )
-    # 3 steps without the first one, one long iteration of 17 steps, 13 iterations of the other optimizer
+    # two of the first three steps, one long iteration of 17 steps, 13 iterations of the second optimizer
     assert iterations(job) == 2 + 1 + 13
 
 

@@ -179,7 +179,7 @@ def test_endpoint_without_a_listener_is_reported_in_one_line(launch):
     assert job.our_errors == [f"[EfficientLLM] rank 0: 3 reports could not be delivered to tcp://{endpoint}"]
     assert (
         time.monotonic() - job.output()["steps"][-1][1] < 20
-    )  # the trainer waits for five seconds, the agent for four
+    )  # the trainer waits five seconds for the summary; the agent tries to send for four seconds
     assert not job.runs()
 
 
@@ -366,7 +366,7 @@ def loop(launch, body, **settings):
     job = launch.code(CALLS.format(body=body), **{"log_interval": 5, **settings}).done()
     assert (
         "trained" in job.stdout.splitlines()
-    )  # the end waits at most five seconds for the summary, so "trained" may not be the last line
+    )  # the script waits at most five seconds for the summary, so "trained" may not be the last line
     assert job.stderr == ""
     return job
 

@@ -136,7 +136,7 @@ def test_varying_call_times_do_not_reduce_the_precision():
 
     tick_s, error_s = tick_of(reads)
 
-    assert abs(tick_s - 0.1) <= error_s < 5e-4  # the first and the last of nineteen ticks are known to some ms
+    assert abs(tick_s - 0.1) <= error_s < 5e-4  # of nineteen ticks, the first and the last are known to some ms
 
 
 @pytest.mark.parametrize("tick_s", [0.02, 0.1])

@@ -372,7 +372,7 @@ def test_growing_residency_of_a_limit_is_throttling(library):
     then_s = library.clock()
     first, _ = reader.read()
     library.clock.sleep(1.0)
-    over = 0.4 * then_s / library.clock()  # this limit was active before, but not after the first read
+    over = 0.4 * then_s / library.clock()  # this limit was active before the first read, but not after it
     library.write(gpus=[{"residencies": {"ppt": 0.5, "vr_thm": over, "hbm_thm": 0.0}}])
     second, failures = reader.read()
 
@@ -489,7 +489,7 @@ def test_power_without_a_counter_is_integrated(library):
 
     assert reader.device.energy_method == INSTANT
     assert reader.device.energy_note.endswith("is not used: no counter found")
-    assert library.clock() == began_s  # no counter exists to check
+    assert library.clock() == began_s  # no time passes, because there is no counter to check
 
 
 def test_stale_library_gives_no_energy_and_no_power(library):
@@ -855,9 +855,9 @@ def test_job_on_an_amd_gpu_has_the_true_power(launch, library, tmp_path, rate, m
     ("rocr", "hip", "cuda", "expected"),
     [
         ("2,0", None, None, "2"),
-        ("2,0", "1", None, "0"),  # HIP's positions count within the list of ROCR
+        ("2,0", "1", None, "0"),  # HIP counts positions in the list of ROCR
         ("2,0", None, "1", "0"),  # HIP reads CUDA's variable too
-        (None, "1", "0", "1"),  # HIP's own variable precedes CUDA's variable
+        (None, "1", "0", "1"),  # HIP's own variable is used instead of CUDA's variable
     ],
 )
 def test_visible_device_lists_of_rocm_are_nested(library, rocr, hip, cuda, expected):

@@ -230,7 +230,7 @@ def test_cpu_time_of_a_short_lived_child_is_counted(trainer, reader):
 
 def test_cpu_time_of_a_reaped_child_is_counted_once(trainer, reader, clock):
     child = trainer.do("fork_waiting(lambda: burn(0.3))")
-    memory_mib(reader, clock)  # this read finds the child with its 0.3 s
+    memory_mib(reader, clock)  # this read finds the child, which has used 0.3 s of CPU time
 
     assert cpu_s_between(reader, lambda: trainer.do(f"(os.kill({child}, 9), os.waitpid({child}, 0))")) < 0.1
 

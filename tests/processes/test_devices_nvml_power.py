@@ -644,7 +644,7 @@ def test_returned_slice_has_its_share_of_the_energy(trace):
     one, *_ = trace.write(gpu(**WHOLE), part("a", 1, 3, 40, memory=flat(5.0 * GIB)), part("b", 2, 4, 40))
 
     with trace.reader(Site(visible_devices="MIG-a")) as reader:
-        # During the loss another GPU is added, and the order of NVML changes.
+        # While the GPU is lost, another GPU is added, and the order of NVML changes.
         moved = part("a", 1, 3, 40, memory=flat(5.0 * GIB))
         trace.write(gpu(B, "0:02:00", power=flat(99.0)), gpu(**WHOLE), Gpu(**vars(moved) | {"parent": 1}))
         trace.fault("0 * lost")
@@ -698,7 +698,7 @@ def test_events_of_a_failing_gpu_are_read_immediately(trace):
         trace.fault(
             "0 xid event 79", *(f"0 {call} error {UNKNOWN_ERROR}" for call in ("fields", "memory", "utilization"))
         )
-        events = events_of(reader)  # read again in the same second
+        events = events_of(reader)  # the second read is in the same second
 
     assert [kind for kind, _ in events] == ["xid"]
 

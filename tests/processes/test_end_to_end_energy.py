@@ -23,7 +23,7 @@ LOOP = "loop.py"
 STEP_S, LOG_INTERVAL = 0.02, 25  # a window lasts half a second
 INTERVAL_S = 0.2
 LOW_W, HIGH_W = 180.0, 620.0
-#: Each window has two edges. A change of power in the tick of an edge hides up to 440 W for 0.05 s on average.
+#: Each window has two edges. A change of power in the tick of an edge is an error of at most 220 W * 0.05 s.
 EDGES_J = 2 * (HIGH_W - LOW_W) * 0.1 / 4
 MAX_WRONG = 0.05  # share of a window's energy, independent of the stated error
 #: A stored calibration of this GPU model; without it each job would calibrate for two seconds.
@@ -43,7 +43,7 @@ class Run:
     """A completed job."""
 
     ledger: jobs.Ledger
-    iterations_ended_s: float  # monotonic time, on the last rank
+    iterations_ended_s: float  # monotonic time of the end of the last iteration on any rank
     ended_s: float  # monotonic time when all processes had ended
     to_monotonic_s: float
     fault_s: float  # monotonic time of the fault
@@ -216,7 +216,7 @@ def test_estimated_energy_is_marked_and_a_reset_is_an_event(disturbed):
     filled = [row for row in disturbed.rows(0) if row.energy_estimated_j]
     texts = disturbed.event_texts("energy_counter", rank=0)
 
-    assert 1 <= len(filled) <= 2  # a second row only if the reset is at an edge
+    assert 1 <= len(filled) <= 2  # two rows have estimated energy only if the reset is at an edge
     assert all(0 < row.energy_estimated_j <= row.energy_j for row in filled)
     assert ["a decrease of" in text for text in texts] == [True, False]
     assert texts[1].endswith("used again")

@@ -238,7 +238,7 @@ def test_faulty_counter_gives_no_negative_or_excess_energy(seed, faults, power):
         now_s += chance.choice([0.25, 1.0, 1.0, 1.0])
         readings += 1
         if readings > 200:
-            return  # all later reads fail
+            return  # after 200 readings all reads fail
 
     for length_s, window in windows:
         if window.joules is not None:
@@ -650,7 +650,7 @@ def test_lag_of_a_counter_is_found_during_the_run(lag_s):
 
 
 def half_widths_with(kept_s, lag_s, seed):
-    """Return the half-widths divided by the energy of the first hundred windows of a run with an expected lag."""
+    """Return the relative half-widths of the first hundred windows of a run with an expected lag."""
     chance, power = random.Random(seed), square(100.0, 500.0, 1.97 + 0.01 * seed)
     sensor = BoardSensor(power, phase_s=chance.uniform(0, 0.1), lag_s=lag_s)
     one = ledger_of(sensor.known(chance, lag_is_known=False), name="NVIDIA L40S")
@@ -786,7 +786,7 @@ def test_unknown_lag_shifts_both_edges_equally():
         *((s, 100.0, 100.0 * s) for s in range(6)),
         *((s, 500.0, 500.0 + 500.0 * (s - 5.0)) for s in range(6, 11)),
     )
-    one._powers.__init__()  # power changes are not part of this test
+    one._powers.__init__()  # removes the recorded changes of power, which are not part of this test
     rising, level = energy(one, 2, 8), energy(one, 7, 9)
 
     assert math.sqrt(rising.start_j2 + rising.end_j2) == pytest.approx(400.0 * 0.1 / math.sqrt(3), rel=1e-3)

@@ -73,7 +73,7 @@ def test_calls_of_the_script_replace_the_schedule_hook(launch, monkeypatch, tmp_
 
     assert job.ledger.summary.iterations == 12
     assert job.ledger.summary.samples == SAMPLES
-    assert job.ledger.facts["framework"].startswith("megatron-core ")  # the name in the script's own call
+    assert job.ledger.facts["framework"].startswith("megatron-core ")  # the script sets this name in its own call
     assert "flops_convention" in job.ledger.facts
 
 

@@ -1,4 +1,4 @@
-"""The PerformanceMonitor of the original project for evaluation harnesses: the same names, without its errors."""
+"""PerformanceMonitor for evaluation harnesses: it has the names of the original project, but not its errors."""
 
 import json
 import math

@@ -236,7 +236,7 @@ def test_totals_do_not_exceed_the_range_of_a_record(loop):
 
 
 def test_counts_of_other_number_types_are_accepted(loop):
-    class Scalar:  # like scalars of NumPy and torch
+    class Scalar:  # a number like the scalars of NumPy and torch
         def __int__(self):
             return 7
 
@@ -544,7 +544,7 @@ def test_nested_generation_is_counted_once(loop):
     recorder.generations.end(30, 4)
     generate(loop, 2400, 2500, 12, 1)
     loop.now_ns = 2600
-    recorder.generations.end()  # without counts: 30 + 12 of the inner generations
+    recorder.generations.end()  # no counts are given: those of the inner generations are used, 30 + 12
     generate(loop, 3000, 3100, 8)
     loop.start(4000)
     loop.end(4100)

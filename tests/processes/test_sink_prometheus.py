@@ -139,7 +139,7 @@ def test_value_that_is_not_measured_any_more_has_no_sample(sink):
 def test_old_values_are_removed_and_totals_are_kept():
     now_s = 1000.0
     values = prometheus._Values("mine", "abc", lambda: now_s)
-    report = make_report(100)  # the window has 4.12 s, so its values are fresh for a minute
+    report = make_report(100)  # the window lasts 4.12 s, so its values are served for a minute
     values.take(report)
 
     def names():

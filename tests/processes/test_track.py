@@ -174,7 +174,7 @@ def test_tick_that_readings_contradict_is_calibrated_again_once(tracked, wake):
 
     def learn(device, read, is_suspect):
         calibrations_made.append((device.sensor.tick_s, is_suspect))
-        return Sensor(tick_s=0.055, tick_error_s=1e-5)  # a wrong tick, also the second time
+        return Sensor(tick_s=0.055, tick_error_s=1e-5)  # the tick of both calibrations is wrong
 
     track = tracked(Gpu(tick_s=0.04), calibrate=learn)
     deadline_s = time.monotonic() + 20.0
@@ -363,7 +363,7 @@ def test_samples_of_a_slow_device_have_no_gaps(tracked):
     track = tracked(Gpu(INSTANT), interval_s=1.0)
     track.take()
     begin_ns = track.series.newest_ns
-    track.sampler._call_s = 0.1  # reads are so slow that they are every 10 s
+    track.sampler._call_s = 0.1  # a call of 0.1 s is so slow that reads are 10 s apart
 
     track.take()
     for second in (10, 20):

@@ -13,7 +13,7 @@ from pathlib import Path
 import effllm.efficientllm_metrics as effllm
 from effllm.trainer import session
 
-session.READY_S = 60.0  # long wait: the first window must have a device, even on a busy machine
+session.READY_S = 60.0  # long timeout: the first window must have a device, even on a busy machine
 
 ENDS = {
     "raise": lambda: 1 / 0,

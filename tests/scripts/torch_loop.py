@@ -22,7 +22,7 @@ parser.add_argument("--until", type=Path, help="a file: after the iterations, co
 parser.add_argument("--values-within-s", type=float, default=0.0, help="maximum wait for values of the job")
 given = parser.parse_args()
 
-session.READY_S = 60.0  # long wait: the first window must have a device, even on a busy machine
+session.READY_S = 60.0  # long timeout: the first window must have a device, even on a busy machine
 dist.init_process_group("gloo")
 rank, world_size = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(1)

@@ -688,7 +688,7 @@ def test_remaining_time_follows_from_remaining_iterations():
 def test_slowest_rank_is_named_from_the_third_window_on():
     job = Job(3).join()
     for window in range(1, 5):
-        for rank, own_s in enumerate((0.5, 0.5, 0.6)):  # an iteration takes 1 s: the ranks wait in the rest
+        for rank, own_s in enumerate((0.5, 0.5, 0.6)):  # an iteration takes 1 s; after its own time a rank waits
             job.send(row(rank, window, own_steps=10, own_step_s=10 * own_s, own_median_s=own_s))
 
     slowest = [report.straggler for report in job.closed()]
@@ -1102,7 +1102,7 @@ def test_waiting_late_rows_are_counted_once_over_a_crash(monkeypatch):
     crashing = CrashingJob(rows, 1.0)
     crashing.send(0)
     crashing.job.wait(31, 0, 1)  # window 1 is overdue
-    for rank in (1, 1, 0):  # rank 1's first row is late; the other two rows close window 2
+    for rank in (1, 1, 0):  # the first row of rank 1 is late; its second row and the row of rank 0 close window 2
         crashing.send(rank)
     crashing.hand_out()
     for _ in range(2):

@@ -278,7 +278,7 @@ TOTALS = make_totals(
         ("run_energy/tokens_per_joule", 8 - 8 / 1.001, 8 - 8 / 1.05),
         # 60,000 - 500 x 40: the baseline has no timing error, but the gain error applies to the baseline too.
         ("energy/joules_above_baseline", 60.0, 0.05 * 40_000),
-        # Power readings have no timing error, but the gain error.
+        # The peak power has the gain error, but no timing error.
         ("energy/peak_watts_per_gpu", 0.0, 35.0),
         ("energy/median_watts_per_gpu", 0.0, 605 * 0.05),
         ("energy/p95_watts_per_gpu", 0.0, 615 * 0.05),

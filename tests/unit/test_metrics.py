@@ -95,7 +95,7 @@ BY_HAND = {
     "power_limit_ratio": 0.75,  # 48,000 / 40 / 1600
     "timing_error_ratio": 0.002,  # 120 / 60,000
     "sensor_error_ratio": 0.05,
-    "total_joules": None,  # a part was not measured
+    "total_joules": None,  # a part of the run was not measured
     "stalled_s": 45.0,
     "clock_error_s": 2e-5,
     "named_ranks": 1.0,

@@ -351,7 +351,7 @@ def test_controller_on_loopback_is_separate_for_each_node(serve, opened):
 
 
 def test_nodes_with_one_controller_share_its_energy_key(serve, opened, monkeypatch):
-    monkeypatch.setattr("effllm.devices.node.redfish.is_own", lambda _: False)  # like an address on a network
+    monkeypatch.setattr("effllm.devices.node.redfish.is_own", lambda _: False)  # as for a controller on the network
     service = serve(TWO_SUPPLIES)
     keys = {opened(service, host=host).device.energy_key for host in ("node1", "node2")}
 

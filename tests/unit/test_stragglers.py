@@ -147,7 +147,7 @@ def test_slow_data_loader_is_named_by_its_waits():
 
 
 def test_rank_is_not_named_if_its_waits_delay_no_other_rank():
-    # One rank waits and has longer iterations; the other ranks do not: they do not train together.
+    # Only the iterations of the rank with data waits are longer, so the ranks do not train together.
     job = SynchronousJob(8)
     for _ in range(12):
         rows = job.rows()
@@ -180,7 +180,7 @@ def test_slowdown_of_all_ranks_is_reported_without_names():
 
 
 def test_last_arriving_rank_is_named_with_accurate_clocks():
-    # The delay is after the sync point of the previous iteration: it is in the arrival, but not in own times.
+    # The delay is after the sync point of the previous iteration: the arrival is later, but own times are equal.
     def jobs(error_s):
         waits = {3: 0.08}
         job = SynchronousJob(8, waits=lambda rank, window: waits.get(rank, 0.001), clock_error_s=error_s, jitter=0.01)

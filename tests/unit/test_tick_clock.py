@@ -107,7 +107,7 @@ def test_unchanged_counter_at_a_due_tick_reduces_the_clock_error():
     clock = TickClock(0.1, 0.0)
     clock.moved(START_NS, START_NS + 10_000_000)
 
-    clock.did_not_move(START_NS + 90_000_000, START_NS + 106_000_000)  # the tick due at 100-110 ms is at 106-110 ms
+    clock.did_not_move(START_NS + 90_000_000, START_NS + 106_000_000)  # so the tick due at 100-110 ms is after 106 ms
 
     assert clock.before(START_NS + 120_000_000) == pytest.approx((START_NS + 108_000_000, 2_000_000))
 
@@ -167,7 +167,7 @@ def test_true_phase_and_period_are_within_bounds_for_any_reads(reads, phase, off
     counter = Counter(clock, TICK_NS * (1 + off * error), phase * TICK_NS)
 
     for at_ns in read_near_ticks(counter, reads):
-        for ahead in (0, 1, 7, 100):  # a wrong period fails here, even with the right phase
+        for ahead in (0, 1, 7, 100):  # a clock with the right phase and a wrong period fails here
             known = clock.before(at_ns + ahead * TICK_NS)
             if known is not None:
                 assert counter.off_ns(at_ns + ahead * TICK_NS) <= known[1] + 2
@@ -200,7 +200,7 @@ def test_moments_near_an_uncertain_tick_are_rejected():
 
 
 def test_reads_that_fit_two_ticks_do_not_change_the_clock():
-    # Ticks are expected from -20 to 20 and from 80 to 120 ms; a move from 15 to 95 ms fits both ticks.
+    # Ticks are expected from -20 to 20 and from 80 to 120 ms; a change between 15 and 95 ms fits both ticks.
     clock = TickClock(0.1, 0.0)
     clock.moved(START_NS - 20_000_000, START_NS + 20_000_000)
 
@@ -247,7 +247,7 @@ def test_clock_recovers_from_a_counter_that_froze_once():
     counter = Counter(clock, phase_ns=31_700_000)
     reads_of_an_agent(counter, [START_NS + (5 + 3 * i) * NS + i * 7_340_000 for i in range(30)])
     tick_ns = round(clock.before(START_NS + 100 * NS)[0])
-    clock.did_not_move(tick_ns - 40_000_000, tick_ns + 40_000_000)  # no move, although a tick was due
+    clock.did_not_move(tick_ns - 40_000_000, tick_ns + 40_000_000)  # no change of the counter, although a tick was due
 
     def refused(at_ns):
         return sum(clock.certain_before(at_ns + i * TICK_NS / 200) is None for i in range(200))

@@ -99,7 +99,7 @@ def test_late_device_causes_no_wait_and_no_new_cuda_events():
     step(device, cuda, 210, 217)
     step(device, cuda, 220, 227)
 
-    # Four iterations of 5 ms had events, 16 had none; then one iteration of 7 ms was read.
+    # Events were recorded in four iterations of 5 ms, but not in 16; then one iteration of 7 ms was read.
     assert (device.iterations, device.total_ns) == (MAX_PENDING + 1, 27 * MS)
     assert cuda.made == 2 * MAX_PENDING
 
@@ -203,7 +203,7 @@ def test_profiled_iterations_are_summed_in_their_window():
 def test_time_outside_al_is_not_idle_and_devices_have_own_time():
     with recording({1: SPLIT, 2: SPLIT._replace(duration_ns=140 * MS, idle_ns=55 * MS)}) as made:
         made.recorder.start(_now=lambda: 1)
-        made.recorder.waited(10 * MS)  # 100 ms: 10 wait, 60 compute, 25 exposed, so 5 idle
+        made.recorder.waited(10 * MS)  # 100 ms: 10 of wait, 60 of computation, 25 of exposed communication, so 5 idle
         made.recorder.end(_now=lambda: 100 * MS + 1)
         made.recorder._profile.is_of_device = True
         iterate(made.recorder, 1)
@@ -235,7 +235,7 @@ def test_device_times_belong_to_the_window_of_their_reading():
         made.recorder.finish()
         first, second, rest = rows(made.reader.read())
 
-    # Iteration n takes 100 + n ms and is read at the end of iteration n + 1: windows have 1 | 2, 3 | 4.
+    # Iteration n takes 100 + n ms and is read at the end of iteration n + 1: the windows have (1), (2, 3), (4).
     assert [row.device_steps for row in (first, second, rest)] == [1, 2, 1]
     assert [row.device_step_s for row in (first, second, rest)] == [approx(0.101), approx(0.205), approx(0.104)]
 
@@ -329,7 +329,7 @@ def test_own_time_on_the_device_ends_at_its_sync_point():
         made.recorder.finish()
         first, second, rest = rows(made.reader.read())
 
-    # Iteration n reaches its sync point after 60 + n ms; windows have 1 | 2, 3 | 4, as above.
+    # Iteration n reaches its sync point after 60 + n ms; the windows have the iterations (1), (2, 3), (4).
     assert [row.device_own_steps for row in (first, second, rest)] == [1, 2, 1]
     assert [row.device_own_step_s for row in (first, second, rest)] == [approx(0.061), approx(0.125), approx(0.064)]
     assert first.own_median_s == approx(0.005)  # on the host

@@ -33,9 +33,9 @@ GPU = {
     "rate": 1.0,  # measured energy divided by true energy
     "tick_s": 0.0,  # period of the energy counter's updates
     "residencies": {},  # limit -> share of the time in which it throttles the GPU
-    "throttled": None,  # throttle status of GPUs before MI300, which has no reason
+    "throttled": None,  # throttle status of GPUs before MI300; it has no reason
     "second_die": False,
-    "max_bandwidth": {},  # to another GPU, by its position
+    "max_bandwidth": {},  # position of another GPU -> bandwidth of the link to this GPU
     "lacking": [],  # calls
     "no_value": [],  # fields
 }
