@@ -94,12 +94,19 @@ def _before(file: int, size: int, path: Path) -> str:
     if not size:
         return _line(COLUMNS)
     first = os.pread(file, 4096, 0).decode("utf-8-sig", errors="replace").partition("\n")[0]
-    columns = next(csv.reader([first]), [])
+    columns = _columns(first)
     if tuple(columns) != COLUMNS:
         missing = [name for name in COLUMNS if name not in columns]
         other = f"without {missing[0]}" if missing else "in another order or with further columns"
         raise OtherColumns(f"{path} has other columns ({other})")
     return "" if os.pread(file, 1, size - 1) == b"\n" else "\n"
+
+
+def _columns(line: str) -> list[str]:
+    try:
+        return next(csv.reader([line]), [])
+    except csv.Error:  # a NUL, before Python 3.11
+        return []
 
 
 def _line(cells: Any) -> str:
