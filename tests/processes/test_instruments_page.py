@@ -1,0 +1,31 @@
+"""Every example of docs/instruments.md runs; its asserts are the expected values."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from effllm.instruments import metrics, profiling
+
+PAGE = (Path(__file__).parents[2] / "docs" / "instruments.md").read_text()
+SECTIONS = {section.split("\n")[0]: section for section in PAGE.split("\n## ")[1:]}
+EXAMPLES = {
+    title: example for title, section in SECTIONS.items() for example in re.findall(r"```python\n([^`]*)```", section)
+}
+
+
+def test_every_python_block_is_an_example():
+    assert len(EXAMPLES) == PAGE.count("```python\n") == 8
+
+
+@pytest.mark.parametrize("title", EXAMPLES)
+def test_example_runs(title, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    exec(compile(EXAMPLES[title], title, "exec"), {"__name__": "example"})
+
+
+@pytest.mark.parametrize("name", sorted({*profiling.__all__, *metrics.__all__} - {"MemoryTrend"}))
+def test_every_instrument_is_described(name):
+    assert f"`{name}`" in PAGE or f"`{name}()`" in PAGE
