@@ -26,7 +26,7 @@ def attach_rewards(trainer: Any) -> None:
 
 def _scored(_token: None, call: Call, _result: Any) -> None:
     trainer = call.args[0]
-    if not trainer.model.training:
+    if not _is_fed(trainer):
         return
     tracker, size = tracker_of(trainer), trainer.num_generations
     count = len(call.get("inputs")) * trainer.accelerator.num_processes
@@ -41,12 +41,17 @@ def _scored(_token: None, call: Call, _result: Any) -> None:
 
 def _logs(call: Call) -> None:
     trainer = call.args[0]
-    if not trainer.model.training:
+    if not _is_fed(trainer):
         return
     tracker, step = tracker_of(trainer), trainer.state.global_step
     tracker.update_grpo_step(step, policy_loss=call.get("logs").get("loss"))
     for value in trainer._metrics["train"].get("kl", ()):  # of each micro-batch since the last logging
         tracker.update_grpo_step(step, kl_divergence=value)
+
+
+def _is_fed(trainer: Any) -> bool:
+    """Whether these are values of training, in the first process: TRL has the same values in all of them."""
+    return bool(trainer.model.training and trainer.accelerator.is_main_process)
 
 
 def _newest(values: Sequence[float], count: int) -> list[float]:

@@ -106,7 +106,10 @@ _trainer: weakref.ref[Any] | None = None  # whose metrics are in the tracker
 
 
 def grpo_tracker() -> GRPOMetricsTracker:
-    """Return the tracker that TRL's GRPO training in this process fills; that of the newest trainer, if of several."""
+    """Return the tracker that TRL's GRPO training fills: that of the newest trainer in this process.
+
+    The first process has the groups of the whole job.  In the other processes the tracker remains empty.
+    """
     global _tracker
     _tracker = _tracker or GRPOMetricsTracker()
     return _tracker

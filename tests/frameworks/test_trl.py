@@ -222,7 +222,9 @@ def tracked(frameworks, ranks=1, beta=0.0):
     code = grpo(options).split("def reward(")[0] + TRACKED
     job = frameworks.run(code, ranks=ranks)
     assert not job.our_errors
-    return [json.loads((job.folder / f"tracked{rank}.json").read_text()) for rank in range(ranks)]
+    (folder,) = job.runs()
+    more = {"instruments": json.loads((folder / "summary.json").read_text())["instruments"]}
+    return [json.loads((job.folder / f"tracked{rank}.json").read_text()) | more for rank in range(ranks)]
 
 
 def test_grpo_run_fills_the_tracker(frameworks):
@@ -249,13 +251,15 @@ def test_grpo_run_fills_the_tracker(frameworks):
     assert recent["policy_loss"] == [one["loss"] for one in logged]
 
 
-def test_trackers_of_all_ranks_have_the_groups_of_the_job(frameworks):
-    found = tracked(frameworks, ranks=2)
+def test_first_of_two_ranks_tracks_the_groups_of_both(frameworks):
+    first, second = tracked(frameworks, ranks=2)
 
-    seen = [one for step in zip(*(rank["seen"] for rank in found), strict=True) for group in step for one in group]
-    for rank in found:
-        assert rank["distribution"]["groups"] == 2 * 4
-        assert rank["distribution"]["reward_mean"] == pytest.approx(statistics.fmean(seen) + 2.0 * 0.5 * 3 / 4)
+    seen = [one for rank in (first, second) for group in rank["seen"] for one in group]
+    assert first["distribution"]["groups"] == 2 * 4
+    assert first["distribution"]["reward_mean"] == pytest.approx(statistics.fmean(seen) + 2.0 * 0.5 * 3 / 4)
+    assert second["distribution"]["groups"] == 0
+    # each reward counts once in the run folder
+    assert (first["instruments"]["group/reward"]["count"], len(seen)) == (32, 32)
 
 
 def test_each_trainer_of_a_process_has_its_own_tracker(frameworks):
