@@ -12,14 +12,14 @@ from effllm.energy.tick_energy import beat, beat_of
 from effllm.records.energy import NORMAL_95
 from effllm.records.rank import COUNTER
 
-#: Minimal share of the maximal aliasing if iterations are in step with the sensor, and the smallest reported error.
+#: Iterations are in step with the sensor from this share of the maximal aliasing on; smaller errors are not reported.
 LOCKED, LOCKED_ERROR = 0.25, 0.02
-#: Minimal variance relative to independent ticks.  The errors at the two edges of a pulse of constant length cancel, or
-#: add up to twice the variance.  It is unknown whether the errors cancel, and whether all iterations have equal power.
+#: Minimal variance, as a multiple of that of independent ticks.  The errors at the two edges of a pulse of constant
+#: length may cancel, or add up to twice the variance; also, it is unknown whether all iterations have equal power.
 MIN_INFLATION = 1.5
-#: Minimal number of iterations with a measurable rhythm.
+#: With fewer iterations, a run's rhythm is not measured.
 MIN_RHYTHM = 64
-#: Variance for one rise and one fall of power per iteration, at uniformly distributed times within a tick: 2 / 12.
+#: Variance for one rise and one fall of power per iteration, at random times within a tick: 2 / 12.
 STEPS_J2 = 1 / 6
 
 
@@ -38,7 +38,7 @@ class Aliasing:
         self._run_j = 0.0  # energy of all windows
 
     def set_rhythm(self, step_s: float, deviation_s: float) -> None:
-        """Set the mean and the deviation of the iteration time, because ticks may beat with iterations."""
+        """Set mean and standard deviation of the iteration time: iterations in step with ticks have a larger error."""
         self._rhythm = (step_s, deviation_s)
 
     def variance_j2(self, span_s: float) -> float:

@@ -27,19 +27,19 @@ from effllm.records.rank import COUNTER, INSTANT, Device, Sample, Sensor
 from effllm.store import own_files
 
 MAX_S = 2.0
-#: The assumed period of an unmeasured counter: 100 ms on all GPUs from Turing on (docs/hardware.md).
+#: The period assumed for a counter that was not measured: 100 ms on all GPUs since Turing (docs/hardware.md).
 USUAL_TICK_S = 0.1
 #: Maximal age of a held power reading, in ticks: half a tick of averaging, and one tick in which the value is held.
 MAX_AGE_TICKS = 1.5
-#: Minimal time between two reads of a calibration, and the maximal share of time spent in calls.
+#: In a calibration: minimal time between two reads, and maximal share of time in calls of the driver.
 MIN_APART_S, MAX_BUSY = 0.002, 0.25
 #: Maximal age of a calibration, because firmware may change without a new driver version.
 KEPT_DAYS = 90
 #: Maximal relative difference of a measured tick from the cached tick.
 SAME_TICK = 0.02
-#: The same maximum after the readings of a run contradicted the cached tick; jitter may cause this difference.
+#: The maximum if readings of a run contradicted the cached tick: jitter alone may cause a smaller difference.
 SUSPECT_TICK = 0.002
-#: Maximal relative error of a tick that is compared with the cached tick; delayed reads cause larger errors.
+#: A measured tick with a larger relative error, caused by delayed reads, is not compared with the cached tick.
 LOOSE_TICK = 0.05
 #: Minimal duration of the check of a cached calibration, in ticks and in seconds.
 CHECKED_TICKS, MIN_CHECK_S = 5.3, 0.53
@@ -53,11 +53,11 @@ class Calibration(msgspec.Struct, frozen=True):
     date: str
     sensor: Sensor
     measured_lag: bool = False  # whether the lag was measured under a load
-    checked: str = ""  # the day of the last successful check, if this day is not `date`
+    checked: str = ""  # the day of the last successful check, if it is later than `date`
     run_lag_s: float | None = None  # the lag found in a run, if no lag was measured under a load
 
     def is_fresh(self) -> bool:
-        """Whether the calibration may be used without a measurement at full length."""
+        """Whether a short check is enough to use the calibration, in place of a measurement of two seconds."""
         try:
             age = datetime.date.today() - datetime.date.fromisoformat(self.checked or self.date)
         except ValueError:
@@ -70,7 +70,7 @@ class Calibration(msgspec.Struct, frozen=True):
 
 
 class Seen(msgspec.Struct, frozen=True):
-    """The results of reading a device without a load."""
+    """What reads of a device without a load have shown."""
 
     call_s: float
     tick: tuple[float, float] | None  # the tick and the half-width of the tick's error
@@ -90,10 +90,10 @@ def calibrate(
 
     Args:
         device: the opened device, with the sensor before calibration.
-        read: returns a new sample; the caller also uses the samples as measurements.
+        read: returns a new sample; the caller keeps these samples as measurements, too.
         folder: the cache; ``None`` disables the cache.
         keep: whether new measurements are cached, and contradicted calibrations removed.
-        is_suspect: whether the readings of this run contradict the sensor, which requires a full measurement.
+        is_suspect: whether readings of this run contradict the sensor; then it is measured again in full.
         report: receives one line if a cached calibration is dropped because the device contradicts it.
     """
     if device.simulated or not device.is_gpu:
@@ -128,7 +128,7 @@ def calibrate(
 
 
 def assumed(device: Device) -> Sensor:
-    """Return the sensor of the hardware table; values missing in the table are those of the device file.
+    """Return the sensor of the hardware table; for values that the table does not have, those of the device file.
 
     A GPU outside the table has the usual tick.  The phase of the ticks is always unknown.
     """
@@ -152,7 +152,7 @@ def _of_table(row: KnownSensor, sensor: Sensor) -> Sensor:
         tick_s=tick_s,
         duty=row.duty if row.duty is not None else sensor.duty,
         lag_s=row.lag_s or 0.0,
-        lag_error_s=0.0 if row.lag_s is not None else tick_s,  # one tested board had a lag of a tick
+        lag_error_s=0.0 if row.lag_s is not None else tick_s,  # on one tested board the lag was a tick
         is_held=True,
         average_s=1.0,
         gain_error=row.gain_error,
@@ -173,7 +173,7 @@ def with_seen(sensor: Sensor, seen: Seen) -> Sensor:
     if seen.tick is None:
         return replace(sensor, call_s=seen.call_s, source=f"{sensor.source}: no tick was found by the reads")
     tick_s, tick_error_s = seen.tick
-    lag_is_open = not sensor.lag_error_s or sensor.lag_error_s == sensor.tick_s  # the lag is unknown within one tick
+    lag_is_open = not sensor.lag_error_s or sensor.lag_error_s == sensor.tick_s  # the lag is anything up to a tick
     return replace(
         sensor,
         tick_s=tick_s,
@@ -186,7 +186,7 @@ def with_seen(sensor: Sensor, seen: Seen) -> Sensor:
 
 
 def with_power_seen(sensor: Sensor, samples: Sequence[Sample]) -> Sensor:
-    """Return a power-only sensor with the age of its readings, if the readings changed often enough."""
+    """Return the sensor of a device without a counter; its lag is measured if the readings changed often enough."""
     readings = [(sample.time_ns, sample.power_w) for sample in samples if sample.power_w is not None]
     tick = tick_of(readings)
     if tick is not None and tick[1] <= SAME_TICK * tick[0] and tick[0] <= MAX_POWER_TICK_S:
@@ -200,7 +200,7 @@ def with_power_seen(sensor: Sensor, samples: Sequence[Sample]) -> Sensor:
 
 
 def _contradiction(sensor: Sensor, seen: Seen, same_tick: float = SAME_TICK) -> str:
-    """Return a text if measurements contradict a cached sensor, else an empty text."""
+    """Return how measurements contradict a cached sensor; empty if they do not."""
     if seen.tick is None or seen.tick[1] > LOOSE_TICK * seen.tick[0]:
         return ""
     tick_s, error_s = seen.tick
@@ -244,7 +244,7 @@ def load(folder: Path, name: str, driver: str) -> Calibration | None:
 
 
 def store(folder: Path, calibration: Calibration) -> None:
-    """Store a calibration; without a writable folder the next start takes two seconds longer."""
+    """Store a calibration.  If the folder is not writable, nothing is stored, and the next start measures again."""
     calibration = replace(calibration, name=_model(calibration.name))
     path = _path(folder, calibration.name, calibration.driver)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
@@ -263,7 +263,7 @@ def kept_lag_s(folder: Path, device: Device) -> float | None:
 
 
 def keep_lag(folder: Path, device: Device, lag_s: float) -> str:
-    """Store the lag found in this run; return a text if it contradicts an earlier run's lag, else an empty text."""
+    """Store the lag found in this run; return how it contradicts an earlier run's lag, empty if it does not."""
     kept = load(folder, device.name, device.driver)
     if kept is None:
         return ""
@@ -282,7 +282,7 @@ def _remove(folder: Path, name: str, driver: str) -> None:
 
 
 def store_unless_profiled(folder: Path, calibration: Calibration) -> None:
-    """Store a calibration.  A calibration without a measured lag does not replace a fresh one with a measured lag."""
+    """Store a calibration.  If it has no measured lag, it does not replace a fresh calibration that has one."""
     now = load(folder, calibration.name, calibration.driver)
     if now is None or calibration.measured_lag or not (now.measured_lag and now.is_fresh()):
         store(folder, calibration)

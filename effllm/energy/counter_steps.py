@@ -14,11 +14,11 @@ from effllm.energy.readings import HOLE, NS, Point, Readings, Step
 from effllm.energy.sensor_timing import SensorTiming
 from effllm.records.rank import AVERAGE, COUNTER, INSTANT, Sample
 
-#: A step of a counter may exceed the power limit by this factor (boosts, board losses).
+#: The power in a step of a counter may exceed the power limit by this factor (boosts, board losses).
 OVERSHOOT = 1.2
 #: Power limit for devices without a known limit: no accelerator, module or node exceeds this power for long.
 UNLIMITED_W = 20_000.0
-#: A counter that does not change while power integrates to this energy, and for this time, is frozen.
+#: A counter is frozen if it does not change for this time while integrated power grows by this energy.
 FROZEN_J, MIN_FROZEN_S = 20.0, 0.5
 
 
@@ -29,7 +29,7 @@ class _Base(NamedTuple):
     counter_j: float
     total_j: float
     variances_j2: float
-    flow_j: float  # total of integrated power
+    flow_j: float  # running total of integrated power
 
 
 class CounterSteps:
@@ -58,7 +58,7 @@ class CounterSteps:
         self._limit_w = power_limit_w * OVERSHOOT or UNLIMITED_W
         self._last_counter: tuple[int, float] | None = None
         self._doubted: _Base | None = None  # the last plausible reading, while the counter is not used
-        self._left: _Base | None = None  # the last reading before a jump: the counter may jump back
+        self._left: _Base | None = None  # the last reading before a jump, because the counter may jump back
         self._moved: _Base | None = None  # the last change of the counter
         self._flow_j = 0.0  # running total of integrated power
         self._is_doubt_reported = False
@@ -70,7 +70,7 @@ class CounterSteps:
 
     @property
     def bases_ns(self) -> list[int]:
-        """Times of the readings at which a later step may begin."""
+        """Times of the readings from which a later step may be computed."""
         return [base.time_ns for base in (self._doubted, self._left, self._moved) if base is not None]
 
     def take_events(self) -> list[str]:
@@ -78,7 +78,7 @@ class CounterSteps:
         return events
 
     def raise_limit(self, power_limit_w: float) -> None:
-        """Raise the limit of plausible power, because the device's power limit can be raised during a run."""
+        """Raise the limit of plausible power if the device's power limit is raised during a run."""
         self._limit_w = max(self._limit_w, power_limit_w * OVERSHOOT)
 
     def step(self, sample: Sample, counter_j: float | None, power_w: float | None) -> Step:
@@ -120,7 +120,7 @@ class CounterSteps:
         is_possible = 0.0 <= step_j <= self._max_j(time_ns - before_ns)
         if self._doubted is not None:
             return self._by_doubted(last, time_ns, counter_j, expected_j, is_possible)
-        if self._left is not None:  # if the counter jumped back, its step is nearer to the expected or mean power
+        if self._left is not None:  # it may have jumped back: the step nearer to the expected power is right
             as_if_j = counter_j - self._left.counter_j - (last.total_j - self._left.total_j)
             returned = 0.0 <= as_if_j <= self._max_j(time_ns - before_ns)
             usual_j = self._powers.mean_w * (time_ns - before_ns) * NS or None
@@ -141,7 +141,7 @@ class CounterSteps:
     def _by_doubted(
         self, last: Point, time_ns: int, counter_j: float, expected_j: float | None, is_possible: bool
     ) -> Step | None:
-        """Return the step from a doubted counter if the counter jumped back or counts from a new value."""
+        """Return the step of a counter that is not used, if it has jumped back or now counts from a new value."""
         assert self._doubted is not None and self._last_counter is not None
         base, (before_ns, before_j) = self._doubted, self._last_counter
         since_j, entered_j = counter_j - base.counter_j, last.total_j - base.total_j
@@ -174,7 +174,7 @@ class CounterSteps:
         return self._limit_w * (span_ns * NS + max(2 * sensor.tick_s, 0.1) + sensor.lag_s)
 
     def _is_frozen(self, time_ns: int) -> bool:
-        """Whether the counter did not change for longer than its ticks explain, while power was drawn."""
+        """Whether the counter stayed constant for longer than its ticks explain, while the device drew power."""
         if self._moved is None:
             return False
         sensor = self._timing.sensor

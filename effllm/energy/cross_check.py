@@ -22,7 +22,7 @@ class CrossCheck:
         self._is_suspect = False
 
     def reset(self) -> None:
-        """Restart the comparison after the counter was not read or not used."""
+        """Restart the comparison, because the counter was not read or is not used."""
         self._start = self._last = None
 
     def add(self, time_ns: int, total_j: float, power_w: float, powers: PowerSpread) -> str | None:

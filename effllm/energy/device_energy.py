@@ -92,21 +92,21 @@ class EnergyLedger:
             return NOT_MEASURED
         if len(readings) == 1:
             return self._of_one_reading(start_ns, end_ns)
-        # A reading is valid until the sensor's next update.
+        # The last reading is valid until the sensor's next update.
         last_ns = readings[-1].time_ns + self.timing.reach_ns(self._steps.max_gap_ns)
         from_ns, to_ns = max(start_ns, readings[0].time_ns), min(end_ns, max(last_ns, start_ns))
         if to_ns <= from_ns:
             return NOT_MEASURED
         covered_s = (to_ns - from_ns - (readings.holes_ns(to_ns) - readings.holes_ns(from_ns))) * NS
-        start, end = self._levels.at(from_ns), self._levels.at(to_ns)  # also in holes: no joule is reported twice
+        start, end = self._levels.at(from_ns), self._levels.at(to_ns)  # also for holes: no joule is reported twice
         if covered_s <= 0:
             return NOT_MEASURED
         joules = max(end.joules - start.joules, 0.0)
-        # An error of time that is common to both edges shifts the edges equally: only the difference of the power at
-        # the two edges counts.  An additional error at one edge shifts only this edge.
+        # If the times of both edges have the same error, both edges are shifted: only the difference of the power at
+        # both counts.  An additional error of one edge shifts only this edge.
         both_s2 = min(start.shift_s2, end.shift_s2)
-        # The edges of this span may have equal power, but the edges of a run differ.  In a fast wave the power at an
-        # edge differs from the power next to the edge.
+        # Even if power is equal at both edges of this span, it may differ at the edges of the run.  In a fast wave, the
+        # power at an edge also differs from the power next to it.
         spread_w2 = self._powers.variance_w2 * (1 + 3 * self._powers.fastness()) / 4
         rise_j2 = both_s2 * max((end.power_w - start.power_w) ** 2 / 2, spread_w2)
         before_j2, after_j2 = readings.variances_j2(from_ns), readings.variances_j2(to_ns)

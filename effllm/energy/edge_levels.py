@@ -53,7 +53,7 @@ class EdgeLevels:
             self._timing.update_lag(time_ns)
             anchors = self._anchors(time_ns)
             level = self._between_ticks(time_ns, anchors) if anchors else self._between_readings(time_ns)
-            # New readings may contradict a reported level, but the energy of a window must not be negative.
+            # A later reading may contradict a level that was reported, but no window may have negative energy.
             min_j = max((edge.joules for at_ns, edge in self._levels.items() if at_ns < time_ns), default=-math.inf)
             max_j = min((edge.joules for at_ns, edge in self._levels.items() if at_ns > time_ns), default=math.inf)
             joules = min(max(level.joules, min_j), max_j)
@@ -65,9 +65,9 @@ class EdgeLevels:
         return self._levels[time_ns]
 
     def _anchors(self, time_ns: int) -> dict[int, float] | None:
-        """Return the counter's levels at the ticks around a time; key 0 is the tick at or before the time.
+        """Return the counter's levels at the ticks around a time, by number; 0 is the last tick up to the time.
 
-        The result is ``None`` if the clock is unknown, or if the levels at both of the nearest ticks are unknown.
+        The result is ``None`` if the times of ticks are unknown, or the levels at both of the nearest ticks.
         """
         clock, sensor = self._timing.clock, self._timing.sensor
         last = clock.before(time_ns + sensor.lag_s / NS) if clock is not None else None
@@ -84,7 +84,7 @@ class EdgeLevels:
                 continue
             tick = round((at[0] - last[0]) / tick_ns)
             anchors[tick] = point.total_j
-            # A held power reading is the mean of the last tick; a counter with a lag still shows the tick before.
+            # A held power reading is the mean of the last tick, while a counter with a lag still shows the tick before.
             is_of_tick = sensor.is_held and point.time_ns - at[0] < tick_ns - sensor.lag_s / NS
             if is_of_tick and point.power_w is not None:
                 implied.setdefault(tick - 1, point.total_j - point.power_w * tick_ns * NS)
@@ -106,7 +106,7 @@ class EdgeLevels:
             )
             return Level(anchors[0] + joules, variance_j2, power_w)
         local_w = self._readings.power_w(time_ns)
-        # Only one end of the tick was read: its level and power give the energy.
+        # If only one end of the tick was read, its level and the power give the energy.
         if 0 in anchors:
             power_w = local_w or before_w or 0.0
             return Level(anchors[0] + power_w * since_s, self._powers.jump_j2(since_s), power_w)
@@ -127,7 +127,7 @@ class EdgeLevels:
         first_w = first.power_w if first.power_w is not None else mean_w
         second_w = second.power_w if second.power_w is not None else mean_w
         tick_j2 = (mean_w * tick_s) ** 2 / 12 if self._timing.method == COUNTER else 0.0
-        if not 0.0 <= since_s <= span_s:  # the shifted time is before the first or after the last reading
+        if not 0.0 <= since_s <= span_s:  # the time plus the lag is outside of both readings
             return Level(
                 (first.total_j if since_s < 0 else second.total_j)
                 + (first_w * since_s if since_s < 0 else second_w * (since_s - span_s)),
@@ -140,7 +140,7 @@ class EdgeLevels:
         local_w = first_w + (second_w - first_w) * since_s / span_s
         share_j = (first_w + local_w) / 2 * since_s
         total_j = (first_w + second_w) / 2 * span_s
-        # The counter's step is exact; the difference from power is distributed in proportion to time.
+        # The counter's step is exact; its difference from integrated power is distributed evenly over the time.
         share_j += (joules - total_j) * since_s / span_s
         variance_j2 = self._powers.bridge_j2(since_s, rest_s, second_w - first_w)
         return Level(first.total_j + min(max(share_j, 0.0), joules), tick_j2 + variance_j2, local_w)

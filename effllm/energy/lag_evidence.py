@@ -1,7 +1,7 @@
 """The lag of a counter behind the power reading, from reads of a run in which power changed. No I/O.
 
 A held power reading is the mean of the last tick, and changes once in each tick.  Two reads with different power
-bound the time of a change; all bounds together give the part of a tick by which the counter changes later.  The number
+bound the time of a change.  All bounds together give the part of a tick by which the counter is late.  The number
 of whole ticks follows from the counter's step over a tick, because this step must equal the tick's power reading.
 A delay that is common to counter and power is not found.
 """
@@ -17,26 +17,26 @@ from effllm.devices.known import hardware
 from effllm.records.energy import NORMAL_95
 from effllm.records.rank import COUNTER, Device
 
-#: Minimal relative change of power from tick to tick; smaller changes are not used for the whole ticks of lag.
+#: Smaller relative changes of power from tick to tick are not used to find the lag's number of whole ticks.
 MIN_CHANGE = 0.1
-#: Minimal number of changes, and the maximal error of the number of ticks, in ticks.
+#: To find the lag: minimal number of changes, and maximal error of the number of whole ticks, in ticks.
 MIN_CHANGES, MAX_PART = 12, 0.02
-#: Minimal number of changes that confirm the lag of an earlier run, and the maximal difference from that lag.
+#: To confirm the lag of an earlier run: minimal number of changes, and maximal difference from that lag.
 MIN_CONFIRMING, SAME_S = 3, 0.001
-#: The smallest reported error.
+#: The smallest error of a lag that is reported.
 MIN_ERROR_S = 0.0002
-#: Time between a tick and a probing read.
+#: Time between a tick and a read that probes the lag.
 NEAR_S = 0.0003
-#: Every Nth edge is still checked after the lag was found, or after MAX_PROBES reads without a result.
+#: After the lag was found, or MAX_PROBES reads have not found it, only every Nth edge has a probing read.
 CHECK_EVERY, MAX_PROBES = 16, 256
-#: Smallest difference that is recorded for contradictory bounds.
+#: If bounds contradict each other, they are widened by at least this.
 MIN_SPREAD_S = 0.0001
-#: The measured share of a shorter tick does not matter.
+#: If a tick is shorter, it does not matter which share of it is measured.
 MIN_SHARE_TICK_S = 0.005
 
 
 def measures_whole_tick(device: Device) -> bool:
-    """Return whether, according to the hardware table, the sensor of this model measures during the whole tick."""
+    """Return whether the hardware table says that this model's sensor measures during the whole tick."""
     row = hardware.find(device.name)
     return row is not None and row.sensor.duty == 1.0
 
@@ -66,8 +66,8 @@ class LagEvidence:
 
     def __init__(self, kept_s: float | None = None) -> None:
         self._kept_s = kept_s
-        self._bounds_s: tuple[float, float] | None = None  # bounds of the lag, without whole ticks
-        self._spread_s = 0.0  # difference of contradictory bounds
+        self._bounds_s: tuple[float, float] | None = None  # bounds of the lag without its whole ticks
+        self._spread_s = 0.0  # the most by which bounds contradicted each other
         self._probes = 0
         self._count = 0
         self._sum = self._squares = 0.0  # sums over the delays of the counter's steps, in ticks
@@ -132,10 +132,10 @@ class LagEvidence:
         return -(low_s + high_s) / 2 % tick_s
 
     def _changed(self, after_s: float, until_s: float, tick_s: float) -> None:
-        """Add the times of two reads with different power."""
+        """Bound the lag by the times of two reads with different power."""
         low_s, high_s = -until_s - self._spread_s, -after_s + self._spread_s
         if high_s - low_s >= tick_s:
-            return  # two changes are possible
+            return  # there may have been two changes
         if self._bounds_s is None:
             self._restart(low_s, high_s, tick_s)
             return
@@ -154,7 +154,7 @@ class LagEvidence:
             self._restart(low_s - gap_s, high_s + gap_s, tick_s)
         low_s, high_s = self._bounds_s
         if high_s - low_s < tick_s / 8 and low_s + high_s > 1.75 * tick_s:
-            self._restart(low_s, high_s, tick_s)  # a slightly negative lag is more likely than almost a whole tick
+            self._restart(low_s, high_s, tick_s)  # slightly below zero is more likely than almost a tick
 
     def _restart(self, low_s: float, high_s: float, tick_s: float) -> None:
         turns = math.floor((low_s + high_s) / 2 / tick_s + 1 / 8)
@@ -162,7 +162,7 @@ class LagEvidence:
         self._count, self._sum, self._squares = 0, 0.0, 0.0
 
     def _add(self, step_w: float, power_w: float, before_w: float) -> None:
-        """Add the delay in ticks, from a tick's mean power by the counter and the power readings of two ticks."""
+        """Add the counter's delay in ticks: its mean power in a tick, compared with the power readings of two ticks."""
         change_w = before_w - power_w
         if abs(change_w) < MIN_CHANGE * max(power_w, before_w) or not change_w:
             return
@@ -172,7 +172,7 @@ class LagEvidence:
         self._squares += ticks * ticks
 
     def _late_ticks(self) -> tuple[float, float]:
-        """Return the mean number of ticks and its half-width; 0 and infinity after too few changes."""
+        """Return the counter's mean delay in ticks, and its half-width; 0 and infinity after too few changes."""
         if self._count < MIN_CONFIRMING:
             return 0.0, math.inf
         mean = self._sum / self._count

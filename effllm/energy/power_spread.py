@@ -8,14 +8,14 @@ from operator import mul
 
 from effllm.energy.readings import NS
 
-#: The hidden variation of a tick with the same power as the adjacent ticks, relative to the usual hidden variation.
+#: If a tick has the same power as the adjacent ticks, its hidden variation is this share of the usual one.
 CALM = 0.03
 #: `_slowness` of a wave with a period of seven ticks; faster waves have larger values.
 MIN_FAST = 0.4
-#: The hidden variation in a tick of a fast wave, and the addition if power alternates from tick to tick.
+#: The hidden variation within a tick of a fast wave, and what is added if power alternates from tick to tick.
 FAST_HIDDEN, TURNING_HIDDEN = 0.5, 4.2
-#: Allowance for missed changes of power between adjacent readings: with k changes, a 95 % interval by Student's t with
-#: 2k degrees of freedom has about 1 + 1.5 / k times the variance.
+#: Adjacent readings may have missed changes of power: with k changes, a 95 % interval by Student's t with 2k degrees
+#: of freedom has about 1 + 1.5 / k times the variance.
 MISSED_CHANGES = 1.5
 
 
@@ -54,7 +54,7 @@ class PowerSpread:
             self._last = (time_ns, power_w)
             return
         apart_s = (time_ns - self._last[0]) * NS
-        # These sums give a lower bound of the changes from tick to tick, even with one read per second.
+        # These sums give a lower bound of the changes from tick to tick, even if power is read only once per second.
         keep = math.exp(-apart_s / 60)
         self._seen_s = keep * self._seen_s + apart_s
         self._seen_w2 = keep * self._seen_w2 + (power_w - self._last[1]) ** 2
@@ -80,11 +80,11 @@ class PowerSpread:
         return max(self._near_w2, seen_w2)
 
     def noise_w(self) -> float:
-        """Return the usual change of power from one tick to the next, without steps."""
+        """Return the usual change of power from one tick to the next; large steps are left out."""
         return sorted(self._near)[len(self._near) // 4] + 0.05 if self._near else 0.05
 
     def unseen_w2(self, change_w: float) -> float:
-        """Return the variance of power within a tick that the adjacent ticks do not show.
+        """Return the variance of power within a tick that is not visible in the adjacent ticks.
 
         The more often power changes from tick to tick, the more likely are several steps within three ticks.  If all
         changes are of equal size, power varies smoothly and no step is hidden.
@@ -105,7 +105,7 @@ class PowerSpread:
     def _turning(self) -> float:
         """Return 0 if power keeps its direction, 1 if its changes alternate in sign from tick to tick.
 
-        Alternating power changes more than once in a tick: a step or a parabola through three ticks is a poor model.
+        If it alternates, it changes more than once per tick: then a step or a parabola through three ticks is wrong.
         """
         if not self._turns or self._near_w2 <= 0:
             return 0.0
@@ -137,20 +137,20 @@ class PowerSpread:
         return (1 - duty) ** 2 * change_w2 * (0.1 + 0.56 * fast * fast) * unseen
 
     def _missed_w2(self) -> float:
-        """Return the addition to the mean square of changes for changes that too few readings may have missed."""
+        """Return what to add to the mean square of changes, because too few readings may have missed some changes."""
         if not self._near or not self._seen_w2:
             return 0.0
         return MISSED_CHANGES * self._seen_w4 / self._seen_w2 / len(self._near)
 
     def sampling_j2(self, span_s: float) -> float:
-        """Return the variance of the energy of a trapezoid between two readings of power."""
+        """Return the variance of the energy between two readings of power, computed as a trapezoid."""
         fast = self._slowness()
         return self._square_w2 * span_s**2 * (1 / 6 + 5 / 6 * fast) * min(1.0, fast + 0.1)
 
     def jump_j2(self, span_s: float) -> float:
-        """Return the variance of the energy if power is assumed constant for a time next to a reading."""
+        """Return the variance of the energy of a span next to a reading, if power is assumed constant in it."""
         return self._square_w2 * span_s**2 / 3
 
     def bridge_j2(self, since_s: float, rest_s: float, change_w: float) -> float:
-        """Return the variance of the energy at a time between two readings, for a straight line of power."""
+        """Return the variance of the energy up to a time between two readings, if power is assumed to be linear."""
         return (self._square_w2 / 2 + change_w**2 / 12) * since_s * rest_s

@@ -89,7 +89,7 @@ class Readings:
         )
 
     def remove_steps_after(self, time_ns: int) -> Point:
-        """Remove the readings after a time, because one step replaces their steps; return the last kept reading."""
+        """Remove the readings after a time, because one step will replace their steps; return the last reading left."""
         while len(self._points) > 1 and self._points[-2].time_ns >= time_ns:
             self._points.pop()
         return self._points[-1]
@@ -99,7 +99,7 @@ class Readings:
             self._points.popleft()
 
     def fold(self, edges_ns: Collection[int], until_ns: int, margin_ns: int) -> None:
-        """Merge steps that contain no possible edge of a later span; running totals stay exact.
+        """Merge the steps in which no later span can begin or end; running totals stay exact.
 
         Args:
             edges_ns: times at which a span may begin or end.
@@ -134,7 +134,7 @@ class Readings:
         return least_w, _extreme(max, (point.most_w for point in inside))
 
     def mean_w(self, index: int, tick_s: float) -> float:
-        """Return the mean power around a step, over at least two ticks: a counter jumps once in each tick."""
+        """Return the mean power around a step, over at least two ticks, because a counter jumps once in each tick."""
         first = second = index
         tick_ns = tick_s / NS
         while first > 0 and (first == second or self._points[index].time_ns - self._points[first].time_ns < tick_ns):
@@ -179,9 +179,9 @@ class Readings:
 
 
 def runs_between(times_ns: Sequence[int], edges_ns: Collection[int], until_ns: int, margin_ns: int) -> Iterator[range]:
-    """Yield the index ranges of at least three consecutive times that are further than a margin from every edge.
+    """Yield ranges of indices: at least three consecutive times, each further than a margin from every edge.
 
-    The last range comes first, so that a removal from a range does not shift the ranges that follow.
+    The last range comes first, so that a caller who removes its times does not shift the next ranges.
 
     Args:
         times_ns: times in ascending order.

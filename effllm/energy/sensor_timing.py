@@ -11,13 +11,13 @@ from effllm.records.rank import AVERAGE, COUNTER, Device, Sensor
 
 #: The shortest tick that a clock tracks; RAPL's millisecond is too short.
 MIN_TICK_S = 0.005
-#: The largest relative error of a tick; with a larger error, tick times cannot be derived.
+#: If the relative error of the tick is larger, the times of ticks cannot be derived.
 MAX_OPEN = 0.1
-#: Readings closer to an edge are not merged.
+#: Readings that are closer to an edge are not merged.
 MIN_MARGIN_NS = 10_000_000_000
-#: If the error of the phase is larger, each edge has one more reading to measure the phase.
+#: If the error of the ticks' phase is larger, one more reading at each edge measures the phase.
 WIDE_NS = 100_000.0
-#: Minimal time between readings that surely belong to different ticks, in ticks.
+#: Readings that are this far apart, in ticks, surely belong to different ticks.
 SURE_TICK = 0.98
 
 
@@ -33,7 +33,7 @@ class SensorTiming:
         self._device, self._readings = device, readings
         self.method = device.energy_method
         self._fresh_ns = 0  # time of the last reading of power that was not repeated
-        self._held_ns: float | None = None  # the time of this reading's tick, if known
+        self._held_ns: float | None = None  # the time of the tick of that reading, if known
         self._take(device.sensor)
 
     def _take(self, sensor: Sensor) -> None:
@@ -61,7 +61,7 @@ class SensorTiming:
         return self.clock is not None and self.clock.is_contradicted
 
     def is_repeated(self, time_ns: int) -> bool:
-        """Return whether a held power reading was or may have been read before: such a reading shows no change."""
+        """Return whether a held power reading was, or may have been, read before: then it is no new value."""
         if not self.sensor.is_held or self.clock is None:
             return False
         shown_ns, tick_ns = time_ns + self.sensor.lag_s / NS, self.clock.tick_ns
@@ -79,18 +79,18 @@ class SensorTiming:
     # --- the lag ---
 
     def expect_lag(self, kept_s: float) -> None:
-        """Set the lag found in an earlier run; it is used after the readings of this run confirm this lag."""
+        """Set the lag found in an earlier run; it is used once readings of this run confirm it."""
         if self._lag is not None:
             self._lag = LagEvidence(kept_s)
 
     def found_lag_s(self) -> float | None:
-        """Return the lag found in this run with an error of at most `SAME_S`; ``None`` if it was not found."""
+        """Return the lag if this run has found it with an error of at most `SAME_S`, else ``None``."""
         is_found = self._is_lag_open and self._lag is not None and self._lag.is_shown
         return self.sensor.lag_s if is_found and self.sensor.lag_error_s <= SAME_S else None
 
     @property
     def _is_lag_open(self) -> bool:
-        """Whether the lag is assumed, so that the readings of a run can improve it."""
+        """Whether the lag is only assumed, so that readings of this run may improve it."""
         known = self._known
         is_alike = known.is_held and known.duty == 1.0 and not known.lag_s
         return self._lag is not None and is_alike and known.lag_error_s >= MIN_ERROR_S
@@ -119,7 +119,7 @@ class SensorTiming:
     # --- the times of readings ---
 
     def shift_ns(self) -> int:
-        """Return the mean age of readings."""
+        """Return the mean age of the energy or power that a reading shows."""
         if self.method == COUNTER:
             return round((self.sensor.lag_s + self.sensor.tick_s / 2) / NS)
         return round((self.sensor.average_s / 2 if self.method == AVERAGE else self.sensor.lag_s) / NS)
@@ -131,7 +131,7 @@ class SensorTiming:
         return (self.sensor.lag_error_s**2 + phase_s**2) / 3
 
     def reach_ns(self, max_gap_ns: int) -> int:
-        """Return the time for which a power reading is valid: up to the sensor's next update, or the next reading."""
+        """Return how long a power reading is valid: until the sensor's next update, or until the next reading."""
         if self.method == COUNTER:
             return 0
         next_ns = max_gap_ns // 5 if self._device.only_power else 0
@@ -139,7 +139,7 @@ class SensorTiming:
 
     @property
     def margin_ns(self) -> int:
-        """The maximal distance of readings that may affect the energy at a time."""
+        """Readings that are further than this from a time do not change the energy at this time."""
         sensor = self.sensor
         return max(round((6 * sensor.tick_s + sensor.lag_s + sensor.average_s) / NS), MIN_MARGIN_NS)
 
@@ -149,10 +149,10 @@ class SensorTiming:
         """Return the times of the reads for the energy at an edge: at and after the edge, in order."""
         if self.clock is None or self.method != COUNTER:
             return [edge_ns, edge_ns + late_ns] if (late_ns := self._late_ns()) else [edge_ns]
-        shown_ns = edge_ns + max(round(self.sensor.lag_s / NS), 0)  # time at which the counter shows the edge
+        shown_ns = edge_ns + max(round(self.sensor.lag_s / NS), 0)  # when the counter shows the energy at the edge
         last = self.clock.before(shown_ns)
         tick_ns = self.clock.tick_ns
-        if last is None:  # dense reads find unknown ticks
+        if last is None:  # the ticks' times are unknown: dense reads find them
             return [shown_ns + round(tick_ns * part / 8) for part in range(18)]
         next_ns, half_ns = last[0] + tick_ns, last[1]
         reads = [shown_ns, round(next_ns + tick_ns / 4), round(next_ns + 1.25 * tick_ns)]

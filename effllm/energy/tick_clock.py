@@ -1,8 +1,8 @@
 """The times at which an energy counter changes, estimated from the reads before and after each change. No I/O.
 
 A GPU's counter changes about every 100 ms, at unknown times.  A pair of reads with different values bounds the time of
-one change.  All bounds together give an interval for the phase and an interval for the period.  Every further pair
-narrows both intervals: the estimate is the set of all clocks that explain the reads.
+one change.  All bounds together give an interval for the phase of the ticks and one for their period.  Every further
+pair narrows both intervals, so the estimate is all phases and periods that explain the reads.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ import math
 MIN_JITTER_NS = 100_000.0
 #: The longest time over which the period is measured, because clocks drift with temperature.
 LEVER_NS = 300e9
-#: Reads that contradict each other by this share of the tick show that the tick is wrong.
+#: If reads contradict each other by this share of the tick, the calibrated tick is wrong.
 CONTRADICTED = 0.05
 
 
 class TickClock:
-    """The past and future times of a counter's ticks, with their bounds.
+    """Computes past and future times of a counter's ticks, with their bounds.
 
     Args:
-        tick_s: period, as calibrated.
+        tick_s: the calibrated period.
         tick_error_s: half-width of the period's error.
     """
 
     def __init__(self, tick_s: float, tick_error_s: float) -> None:
         self._nominal = ((tick_s - tick_error_s) * 1e9, (tick_s + tick_error_s) * 1e9)
         self._min_ns, self._max_ns = self._nominal
-        self._low_ns = self._high_ns = math.nan  # bounds of the reference tick; nan before the first tick
+        self._low_ns = self._high_ns = math.nan  # bounds of the tick from which others are computed; nan before it
         self._jitter_ns = MIN_JITTER_NS
-        self._old: list[tuple[float, float, int]] = []  # earlier references with their age in ticks, for the period
+        self._old: list[tuple[float, float, int]] = []  # bounds of earlier reference ticks, with their age in ticks
         self.conflicts = 0
         self._contradicted_ns = 0  # time of the last conflict
         self._read_ns = self._still_ns = -1  # the last read, and the first read with the same value
@@ -46,12 +46,12 @@ class TickClock:
 
     @property
     def reference_ns(self) -> float:
-        """Midpoint of the reference tick's bounds; nan before the first tick."""
+        """Middle of the bounds of the reference tick; nan before the first tick."""
         return (self._low_ns + self._high_ns) / 2
 
     def moved(self, after_ns: int, until_ns: int) -> None:
         self._still_ns = self._read_ns = until_ns
-        if until_ns - after_ns < 0.9 * self._min_ns:  # after a longer time, two ticks are possible
+        if until_ns - after_ns < 0.9 * self._min_ns:  # in a longer time there may have been two ticks
             self._narrow(after_ns, until_ns)
 
     def did_not_move(self, after_ns: int, until_ns: int) -> None:
@@ -82,7 +82,7 @@ class TickClock:
         return self.reference_ns + count * self.tick_ns, half_ns
 
     def certain_before(self, time_ns: float) -> tuple[float, float] | None:
-        """Return the result of `before` if the time is outside of the bounds of all ticks, else ``None``."""
+        """Return the result of `before`, or ``None`` if the time is within the bounds of a tick."""
         last = self.before(time_ns)
         if last is None:
             return None
@@ -95,7 +95,7 @@ class TickClock:
         return self._jitter_ns if self.conflicts else 0.0
 
     def _narrow(self, after_ns: int, until_ns: int) -> None:
-        if until_ns - self._contradicted_ns > LEVER_NS:  # the counter may have been frozen: reduce the jitter
+        if until_ns - self._contradicted_ns > LEVER_NS:  # the counter may have been frozen, so the jitter is reduced
             self._jitter_ns = max(self._jitter_ns / 2, MIN_JITTER_NS)
             self._contradicted_ns = until_ns
         low_ns, high_ns = after_ns - self.spread_ns, until_ns + self.spread_ns
@@ -110,7 +110,7 @@ class TickClock:
         meets = [(max(low, low_ns), min(high, high_ns), count) for low, high, count in (first, second)]
         gaps_ns = [low - high for low, high, _ in meets]
         if max(gaps_ns) < 0:
-            return  # both ticks are possible
+            return  # the change may be either of both ticks
         if min(gaps_ns) >= 0:
             self._contradict(min(gaps_ns), until_ns)
             self._restart(after_ns - self._jitter_ns, until_ns + self._jitter_ns)
@@ -120,7 +120,7 @@ class TickClock:
         self._keep_reference()
 
     def _contradict(self, by_ns: float, time_ns: int) -> None:
-        """Record a tick that was at least ``by_ns`` outside of its bounds."""
+        """Count a tick that was outside of its bounds by at least ``by_ns``, and assume more jitter."""
         self.conflicts += 1
         self._jitter_ns = min(self._jitter_ns + max(by_ns, self._jitter_ns), self.tick_ns)
         self._contradicted_ns = time_ns
@@ -129,7 +129,7 @@ class TickClock:
         return self._low_ns + count * self._min_ns, self._high_ns + count * self._max_ns, count
 
     def _bound_period(self, count: int) -> None:
-        """Bound the period only by the kept references, because clocks drift."""
+        """Compute the bounds of the period only from the stored reference ticks, because clocks drift."""
         self._old = [(low, high, ago + count) for low, high, ago in self._old]
         self._min_ns, self._max_ns = self._nominal
         for low, high, ago in self._old:
@@ -138,7 +138,7 @@ class TickClock:
                 self._max_ns = min(self._max_ns, max((self._high_ns - low) / ago, self._min_ns))
 
     def _keep_reference(self) -> None:
-        """Keep references of the last minutes: the older the reference, the more exact the period."""
+        """Store reference ticks of the last minutes: an older one makes the period more exact."""
         if not self._old or self._old[-1][2] * self.tick_ns > LEVER_NS / 2:
             self._old.append((self._low_ns, self._high_ns, 0))
         if self._old[0][2] * self.tick_ns > LEVER_NS and len(self._old) > 1:

@@ -10,18 +10,18 @@ from effllm.energy.power_spread import PowerSpread
 
 #: A change of power is a step if it exceeds the usual change from tick to tick by this factor.
 STEP = 8.0
-#: The error of a parabola for a wave, relative to its bend (0.016 for a sine of ten ticks, larger for other waves).
+#: The error if a wave is taken for a parabola, relative to its bend (0.016 for a sine of ten ticks, else larger).
 BEND = 0.04
-#: Harmonics of the tick at which the phases of iterations are added up.
+#: The harmonics of the tick for which the phases of iterations are added up.
 HARMONICS = (1, 2, 3)
 
 
 def in_tick(
     since_s: float, tick_s: float, joules: float, before_w: float | None, after_w: float | None, powers: PowerSpread
 ) -> tuple[float, float, float]:
-    """Return the energy of a tick before a time in this tick, the variance of this energy, and the power at the time.
+    """Return the part of a tick's energy before a time in this tick, its variance, and the power at the time.
 
-    Power of training changes in steps.  The time of one step follows from the tick's energy and from the power of the
+    Training power changes in steps.  The time of one step follows from the tick's energy and from the power of the
     ticks before and after.  If no single step fits, or power varies smoothly, the energy is distributed over the tick.
     """
     mean_w = joules / tick_s
@@ -32,7 +32,7 @@ def in_tick(
     rise_w = after_w - before_w
     low_w, high_w = min(before_w, after_w), max(before_w, after_w)
     noise_w = powers.noise_w()
-    # Smooth power is modelled by the parabola that has the mean powers of the three ticks.
+    # Smooth power is taken for the parabola that has the mean powers of all three ticks.
     x = since_s / tick_s
     slope_w, bend_w = mean_w - before_w, (before_w + after_w - 2 * mean_w) / 2
     start_w = mean_w - slope_w / 2 - bend_w / 3
@@ -54,14 +54,14 @@ def beat(step_s: float, deviation_s: float, tick_s: float, span_s: float) -> flo
     """Return the variance of a span's aliasing error, relative to the variance for independent ticks.
 
     If the duration of iterations is a multiple of the tick, all iterations have the same phase, and their errors add
-    up instead of averaging out.  The variance is the power of the Fourier sums of the phases of N iterations, at the
-    first harmonics of the tick, weighted as for a step function.
+    up instead of averaging out.  The variance is the squared Fourier sum of the phases of N iterations, over the
+    first harmonics of the tick, with the weights of a step function.
 
     Args:
         step_s: iteration time.
         deviation_s: standard deviation of the iteration time.
         tick_s: the sensor's period.
-        span_s: length of the span.
+        span_s: duration of the period that the error is for.
     """
     count = span_s / step_s if step_s > 0 else 1.0
     turn = 2 * math.pi / tick_s
@@ -70,12 +70,12 @@ def beat(step_s: float, deviation_s: float, tick_s: float, span_s: float) -> flo
 
 
 def beat_of(durations_s: Sequence[float], tick_s: float, count: int) -> float:
-    """Return the variance as `beat` does, for ``count`` iterations with the distribution of these durations.
+    """Return the variance as `beat` does, for ``count`` iterations whose durations are distributed like these.
 
     Args:
         durations_s: durations of consecutive iterations; at least one.
         tick_s: the sensor's period.
-        count: number of iterations in the span.
+        count: number of iterations in the period that the error is for.
     """
     turn = 2j * math.pi / tick_s
     return _inflation(
@@ -84,7 +84,7 @@ def beat_of(durations_s: Sequence[float], tick_s: float, count: int) -> float:
 
 
 def _inflation(phases: Sequence[complex], count: float) -> float:
-    """Return the power of the Fourier sums of the iterations' phases, relative to one iteration.
+    """Return the squared Fourier sum of the iterations' phases, relative to that of one iteration.
 
     Args:
         phases: mean phase factor from one iteration to the next, at each harmonic.

@@ -8,11 +8,11 @@ from itertools import pairwise
 
 from effllm.records.rank import Sample
 
-#: Minimal number of changes; from fewer changes no period is derived.
+#: Minimal number of changes from which a period is derived.
 MIN_MOVES = 4
-#: Maximal time between reads for a continuous counter, which changes between almost all reads.
+#: A counter that changes between almost all reads is continuous only if the reads are at most this far apart.
 DENSE_S = 0.006
-#: Minimal number of changes that show whether the power reading is held; after fewer changes the table is used.
+#: Minimal number of changes that show whether the power reading is held; with fewer, the hardware table decides.
 MIN_CHANGES = 8
 #: Longest time for which a GPU holds a power reading; slower changes come from the load.
 MAX_POWER_TICK_S = 0.12
@@ -46,13 +46,13 @@ def tick_of(readings: Sequence[tuple[int, float]]) -> tuple[float, float] | None
             for ticks, (after, until) in enumerate(run[i + 1 :], 1):
                 shortest = max(shortest, (after - before) / ticks)
                 longest = min(longest, (until - since) / ticks)
-    if shortest > longest:  # the jitter is larger than the distance between reads
+    if shortest > longest:  # the ticks' jitter is larger than the time between reads
         return period / 1e9, max((shortest - longest) / 2, 0.002 * period) / 1e9
     return (shortest + longest) / 2e9, max((longest - shortest) / 2e9, 1e-7)
 
 
 def _runs(reads: Sequence[tuple[int, int, bool]], max_ns: float) -> list[list[tuple[int, int]]]:
-    """Return the changes, divided at delayed reads: consecutive changes of one part are one tick apart."""
+    """Return the changes, divided at delayed reads, so that consecutive changes of a part are one tick apart."""
     runs: list[list[tuple[int, int]]] = [[]]
     for after, until, has_moved in reads:
         if until - after > max_ns:  # more than one change is possible
@@ -80,10 +80,10 @@ def is_held(samples: Sequence[Sample]) -> bool | None:
 
 
 def tick_of_means(readings: Sequence[tuple[int, float]]) -> float | None:
-    """Return the seconds for which rarely changing means are held, or ``None`` if they are not held.
+    """Return for how many seconds each mean power is held, from readings that rarely change; ``None`` if not held.
 
-    A load that switches between two levels gives at least three different readings, each held for a tick: the reading
-    of the tick in which the load switches is a mean of both levels.
+    If a load switches between two levels, there are at least three different readings, each held for a tick: the third
+    is that of a tick in which the load switches, a mean of both levels.
     """
     moves = [(first[0] + second[0]) / 2e9 for first, second in pairwise(readings) if first[1] != second[1]]
     if len(moves) < MIN_MOVES or len({power_w for _, power_w in readings}) < 3:
