@@ -35,7 +35,7 @@ def fields_of(items: Sequence[Any], names: Sequence[str]) -> Array:
 
 
 def means(sums: Array, covered_s: Array) -> Array:
-    """Return means over time, without rows that cover no time."""
+    """Return the means over time; rows that cover no time are left out."""
     there = covered_s > 0
     found: Array = sums[there] / covered_s[there]
     return found
@@ -87,7 +87,7 @@ class Table:
         return found
 
     def position(self, key: Key) -> int:
-        """Return the row of one key; a new key gets a row.  The keys in the cache of `find` do not change."""
+        """Return the row of one key; a new key gets a row.  No row moves, so the cache of `find` stays valid."""
         at = self._positions.get(key)
         if at is None:
             at = self._positions[key] = len(self._positions)
@@ -107,7 +107,7 @@ class Table:
 
     @classmethod
     def unpacked(cls, stored: Mapping[str, Any]) -> Table:
-        """Return the table of a result of `packed`, in which JSON has changed the bytes to Base64 text.
+        """Return the table from a result of `packed`, whose bytes JSON has stored as Base64 text.
 
         Raises:
             ValueError: the stored values are not a table.

@@ -13,7 +13,7 @@ from effllm.records.rank import Event
 #: Limit of the lines of one kind and rank in a minute.
 MAX_PER_MINUTE = 100
 MINUTE_S = 60.0
-#: Limit of the lines of one kind over all ranks: at first, and its increase in each minute.
+#: Limit of the lines of one kind over all ranks: its first value, and how much it grows in each minute.
 MAX_OF_KIND, MORE_OF_KIND = 20_000, 300
 #: A longer text counts as several lines of this many bytes.
 LINE_BYTES = 500
@@ -30,8 +30,8 @@ class EventLimit:
         self._max_per_minute = max_per_minute
         self._since_s: float | None = None
         self._lines: dict[tuple[str, int | None], int] = {}  # in this minute
-        self._left: dict[str, int] = {}  # number of further lines of a kind
-        self._left_out: dict[tuple[str, int | None], Event] = {}  # newest omitted event, with the total count
+        self._left: dict[str, int] = {}  # how many lines a kind may still have
+        self._left_out: dict[tuple[str, int | None], Event] = {}  # newest event without a line, with the count of all
 
     def admits(self, event: Event) -> bool:
         """Return whether an event becomes a line; count an event without a line."""
@@ -54,7 +54,7 @@ class EventLimit:
         self._left_out[key] = Event(event.time_s, event.kind, text, key[1], attempt=event.attempt, count=count)
 
     def roll(self, now_s: float) -> list[Event]:
-        """Return, once a minute, one line for each kind and rank with omitted events.
+        """Return, once a minute, one line for each kind and rank that has events without a line.
 
         Args:
             now_s: monotonic time; ``math.inf`` at the end.

@@ -14,7 +14,7 @@ from effllm.config.place import Place
 from effllm.config.settings import Config
 
 Fact = str | int | float | bool | list[str] | None
-_MAX_WHOLE = 2**63  # the limit of the wire format
+_MAX_WHOLE = 2**63  # the wire format has no larger integers
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class RankFacts:
     trainer_pid: int = 0
     job: str = ""
     endpoint: str = ""  # of the aggregator
-    secured: bool = False  # whether connections have keys from the user's secret
+    secured: bool = False  # whether connections use keys derived from the user's secret
     run_folder: str = ""
     address_file: str = ""  # the file in which rank 0 has published its address
     listen_descriptor: int = -1  # descriptor of the aggregator's socket, on rank 0
@@ -50,14 +50,14 @@ class RankFacts:
     cuda_pci_bus_id: str = ""  # PCI bus id of torch's current device
     gpus: tuple[int, ...] = ()  # GPUs of an inference process, as positions in CUDA_VISIBLE_DEVICES
     baseline_ns: tuple[int, ...] = ()  # start and end of the idle time before the first iteration
-    recorder_pair_s: float | None = None  # cost of a call at the start and a call at the end of an iteration
+    recorder_pair_s: float | None = None  # time of the two calls at the start and the end of an iteration
     # Declared by the training script and the hooks.
     parameters: DeclaredParameters = DeclaredParameters()
     run: Mapping[str, Fact] = field(default_factory=dict)  # facts of the run from the caller, only for run.json
     style: str = ""  # ``Step`` if the console calls an iteration a step
-    evaluation_in_iterations: bool = False  # iterations last from step to step and may include evaluations
-    iterations_not_measured: int = 0  # iterations that had ended before the metrics started
-    first_iteration: int = 0  # iterations completed by earlier attempts of the job
+    evaluation_in_iterations: bool = False  # an iteration lasts from one step to the next and may include evaluations
+    iterations_not_measured: int = 0  # number of iterations that ended before the metrics started
+    first_iteration: int = 0  # number of iterations completed by earlier attempts of the job
     is_numbered: bool = False  # whether first_iteration is known and not assumed
     total_iterations: int | None = None
     flops_per_token: float | None = None

@@ -56,7 +56,7 @@ class Counts(Counted, Struct, frozen=True):
 
 
 class LoopTimes(Struct, frozen=True):
-    """Times of the iterations; each time is from the rank that is slowest by this time."""
+    """Times of the iterations; each is that of the slowest rank, which the field's comment defines."""
 
     time_s: float = 0.0  # T: maximum over ranks of the sum of iteration times (on the base job: of wall times)
     slowest_step_s: float = 0.0  # sum of the steps of the rank with the largest mean step
@@ -88,7 +88,7 @@ class DeviceTotals(Struct, frozen=True):
     utilization_mean: float | None = None
     utilization_min: float | None = None
     utilization_max: float | None = None
-    utilization_error: float | None = None  # sampling error of utilization_mean; None without sampling
+    utilization_error: float | None = None  # sampling error of utilization_mean; None if there is no GPU
     power_peak_w: float | None = None  # the largest reading of one GPU
     power_histogram_s: dict[int, float] = {}  # GPU-seconds by power, in steps of POWER_STEP_W
     throttled_s: float | None = None  # GPU-seconds in which heat or the board lowered the clock
@@ -103,12 +103,12 @@ class DeviceTotals(Struct, frozen=True):
 class HealthTotals(Struct, frozen=True):
     """Stragglers, stalls and clock errors."""
 
-    clock_error_s: float | None = None  # bound (half-width) of the largest error of a rank's clock offset
-    straggling_s: float | None = None  # time in which ranks waited for stragglers; None if no own time is known
+    clock_error_s: float | None = None  # largest half-width, over ranks, of the error of the clock offset
+    straggling_s: float | None = None  # time in which ranks waited for stragglers; None if no rank has an own time
     straggling_gpu_s: float = 0.0  # time that ranks waited for stragglers, summed over the waiting ranks
     straggling_j: float | None = None  # energy of the waiting ranks' devices while they waited
     stalled_s: float | None = None  # time of the whole run in which no rank made progress
-    stragglers: int = 0  # ranks named as stragglers at the end of the window
+    stragglers: int = 0  # number of stragglers at the end of the window
 
 
 class GoodputTotals(Struct, frozen=True):
@@ -123,7 +123,7 @@ class GoodputTotals(Struct, frozen=True):
 class Overhead(Struct, frozen=True):
     """The cost of measurement: CPU seconds, summed over the processes of each kind."""
 
-    recorder_cpu_s: float | None = None  # estimate: cost of a call, measured at the start, times number of calls
+    recorder_cpu_s: float | None = None  # estimated: time of a call, measured at the start, times number of calls
     agents_cpu_s: float | None = None
     aggregator_cpu_s: float | None = None  # sum over all consecutive aggregators of the run
     sent_bytes: int | None = None  # counted by the agents
@@ -171,7 +171,7 @@ class StragglerVerdict(Struct, frozen=True):
     device: str
     since_iteration: int  # the number shown
     slowdown: float  # time of the rank over the median of its peers, minus one
-    z: float  # the slowdown in robust standard deviations
+    z: float  # the slowdown, as a multiple of the robust standard deviation
     peers: int  # number of ranks in the comparison
     evidence: str  # one of EVIDENCE
     why: str = "unknown"
@@ -189,12 +189,12 @@ class Coverage(Struct, frozen=True):
     reports_lost: int
     reports_late: int
     missing_ranks: tuple[int, ...] = ()
-    energy: float | None = None  # measured device-seconds over expected device-seconds, in the window
+    energy: float | None = None  # measured share of the window's device-seconds
     memory: float | None = None
     utilization: float | None = None
 
 
-#: Values of a window with a `Spread`: name -> meaning.
+#: The values of a window that have a `Spread`: name -> meaning.
 STEP_SECONDS, GPU_WATTS, UTILIZATION_RATIO = "step_seconds", "gpu_watts", "utilization_ratio"
 SPREADS: dict[str, str] = {
     STEP_SECONDS: "mean step of a rank in the window, over ranks",
@@ -222,11 +222,11 @@ class WindowReport(Struct, frozen=True, omit_defaults=True):
     iteration: int  # the number shown
     iteration_first: int  # ordinals within the attempt
     iteration_last: int
-    time_s: float  # unix time of the end of the window on the last rank
+    time_s: float  # unix time at which the last rank ended the window
     loss: float | None
     values: dict[str, float]  # tag without its prefix -> value; metrics that were not measured are absent
     coverage: Coverage
-    straggler: Straggler | None = None  # None if noise explains all differences, or if no own time is known
+    straggler: Straggler | None = None  # None if noise explains all differences, or no rank has an own time
     total_iterations: int | None = None  # None if the length of the job is unknown
     remaining_s: float | None = None
     style: str = "Iteration"  # or "Step"
@@ -240,7 +240,7 @@ class WindowReport(Struct, frozen=True, omit_defaults=True):
     energy_doubtful: bool = False  # the window's energy has a random error of more than 5 %
     stragglers: tuple[StragglerVerdict, ...] = ()  # current stragglers, at most 16, the costliest first
     instruments: dict[str, ValueSummary] = {}  # values of instruments in the window, by name
-    spread: dict[str, Spread] = {}  # distributions in the window, by the names in SPREADS
+    spread: dict[str, Spread] = {}  # distributions over ranks or GPUs in the window, by name in SPREADS
 
 
 class ClusterReport(WindowReport, frozen=True, kw_only=True):
@@ -292,7 +292,7 @@ class AttemptSummary(Struct, frozen=True):
     iterations: int
     first: int | None = None  # the number shown
     last: int | None = None
-    redone_iterations: int | None = 0  # iterations that a later attempt repeated; None if a number is missing
+    redone_iterations: int | None = 0  # iterations that a later attempt repeated; None if unknown
 
 
 class GoodputSummary(Struct, frozen=True):
@@ -329,7 +329,7 @@ class Summary(Struct, frozen=True):
     samples: int | None = None
     loss: float | None = None  # the last loss; None if it is not finite
     losses_not_finite: int = 0  # number of losses of all ranks that were NaN or infinite
-    first_not_finite: int | None = None  # number shown of the first iteration with a loss that is not finite
+    first_not_finite: int | None = None  # number, as shown, of the first iteration with such a loss
     events: dict[str, int] = {}  # kind -> number of events
     peak: str = ""  # peak FLOP/s of a device for MFU, with its source
     profile: Profile | None = None  # sums over the run to date and all ranks

@@ -20,6 +20,6 @@ class Orders(Struct, frozen=True):
     trainer_descriptor: int = -1  # pidfd of rank 0's trainer
     facts: dict[str, Fact] = {}
     run: str = ""  # identifies the job over all its attempts, see effllm/store/run_lock.py
-    secured: bool = False  # whether connections have keys from the user's secret and the salt
+    secured: bool = False  # whether connections use keys derived from the user's secret and the salt
     salt: str = ""  # the salt of the keys: the job's id, if the agents have it
     by_agent: bool = False  # whether rank 0's agent started the aggregator and is its parent

@@ -1,4 +1,4 @@
-"""Untrusted text as one printable line, without control of the cursor and without forged lines."""
+"""Makes untrusted text one printable line, which can neither move the cursor nor forge a line."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ MAX_SHOWN = 2000
 
 
 def one_line(text: str, most: int = MAX_SHOWN) -> str:
-    r"""Return a text without control characters, escape sequences, line breaks and marks of direction.
+    r"""Return a text without control characters, escape sequences, line breaks and marks of writing direction.
 
     >>> one_line("node\x1b[2J7\n[EfficientLLM] all is well")
     'node [2J7 [EfficientLLM] all is well'

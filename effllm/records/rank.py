@@ -19,9 +19,9 @@ from effllm.records.energy import MAX_AMOUNT, MIN_COVERED_S, NOT_MEASURED, Amoun
 # false, so a bounded number is never nan. Sums of numbers below 1e30 never become infinite.
 MAX_COUNT = 2**62 - 1
 Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
-MAX_EVENT_COUNT = 2**32  # limit of the count of one event from an agent
+MAX_EVENT_COUNT = 2**32  # maximal count in one event from an agent
 EventCount = Annotated[int, Meta(ge=1, lt=2**62)]
-Position = Annotated[int, Meta(gt=-(2**62), lt=2**62)]  # the number shown of an iteration
+Position = Annotated[int, Meta(gt=-(2**62), lt=2**62)]  # the number of an iteration, as shown to users
 Number = Annotated[float, Meta(ge=-1e30, le=1e30)]
 Finite = Annotated[float, Meta(ge=-1.7e308, le=1.7e308)]  # never summed
 Word = Annotated[str, Meta(max_length=255)]  # the name of a host, a device or a phase
@@ -29,7 +29,7 @@ MAX_TEXT = 8000
 Sentence = Annotated[str, Meta(max_length=MAX_TEXT)]
 Sentences = Annotated[tuple[Sentence, ...], Meta(max_length=64)]
 Amounts = Annotated[dict[Word, Amount], Meta(max_length=64)]
-MAX_DEVICES = 64  # limit of the devices of one rank: its GPUs and the sensors of its node
+MAX_DEVICES = 64  # maximal number of devices of one rank: its GPUs and the sensors of its node
 
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Phase(Struct, frozen=True, gc=False):
 #: Sources of a device's energy, in order of preference.
 COUNTER = "counter"  # the sensor's own energy counter
 INSTANT = "instant power"  # instantaneous power, integrated
-AVERAGE = "average power"  # average power from the driver, without its lag, integrated
+AVERAGE = "average power"  # the driver's average power, corrected for its lag and integrated
 METHODS = (COUNTER, INSTANT, AVERAGE)
 
 #: Scopes of a power reading, from the narrowest to the widest.
@@ -75,12 +75,12 @@ class Sensor(Struct, frozen=True, array_like=True):
 
     tick_s: Amount = 0.0  # time between two changes of the counter; 0: the counter changes continuously
     tick_error_s: Amount = 0.0  # half-width of the error of the tick
-    lag_s: Number = 0.0  # a reading is the energy up to the time of the reading minus this lag
+    lag_s: Number = 0.0  # a reading shows the energy up to this long before the reading
     lag_error_s: Amount = 0.0
     duty: Amount = 1.0  # share of each tick in which the sensor measures power
     is_held: bool = False  # whether the power reading also changes only at ticks
-    average_s: Amount = 1.0  # averaging time of the averaged power
-    gain_error: Amount = UNCALIBRATED_GAIN_ERROR  # half-width, 95 %, of one factor common to all readings
+    average_s: Amount = 1.0  # time over which averaged power is a mean
+    gain_error: Amount = UNCALIBRATED_GAIN_ERROR  # relative, half-width, 95 %; the same error in all readings
     call_s: Amount = 0.0  # duration of one reading
     source: Sentence = "assumed"  # or "measured ...", "cached ...", "table ..."
 
@@ -105,8 +105,8 @@ class Device(Struct, frozen=True):
     energy_method: Word | None = None  # one of METHODS, or None: not measured
     power_scope: Word | None = None  # GPU, MODULE, CPU or NODE_PSU
     not_measured: Sentences = ()  # a sentence for each quantity that this device cannot measure
-    energy_key: Word = ""  # identifies the energy that several devices report together (of a module); else empty
-    energy_note: Sentence = ""  # the derivation of the energy, if it is not read directly: "3/7 of its GPU's, ..."
+    energy_key: Word = ""  # the same for all devices that report the same energy (a module's); else empty
+    energy_note: Sentence = ""  # how energy is derived if it is not read directly: "3/7 of its GPU's, ..."
     sensor: Sensor = Sensor()
     driver: Word = ""  # name and version of the interface to the device
     only_power: bool = False  # whether this is a power sensor of the node, without memory and utilization
@@ -116,7 +116,7 @@ class Device(Struct, frozen=True):
 class Event(Struct, frozen=True):
     """An event of the job, of a device, or of the measurement."""
 
-    time_s: Number  # unix time of the event, and not of its receipt, on the clock of the event's host
+    time_s: Number  # unix time of the event (not of its receipt), by the clock of the event's host
     kind: Annotated[str, Meta(pattern="^[a-z_]{1,40}$")]  # one of effllm.records.events.KINDS
     text: Sentence  # one line
     rank: Count | None = None
@@ -141,7 +141,7 @@ class Sample(Struct, frozen=True, gc=False):
     gauges: dict[str, float] = {}  # other readings, by the names in GAUGES
     throttled_by: tuple[str, ...] | None = None  # NVML's current clocks event reasons
     events: tuple[Event, ...] = ()  # Xid, ECC, ...
-    energy_only: bool = False  # whether only energy was read, so missing quantities are no failure
+    energy_only: bool = False  # whether only energy and power were read; then other quantities are no failures
 
 
 #: Further readings of a sample: name -> (unit, meaning).  Ratios are 0..1.
@@ -236,7 +236,7 @@ class DeviceWindow(Struct, frozen=True, array_like=True, gc=False):
     power_peak_w: Amount | None = None
     energy_method: Word | None = None  # method of this window: one of METHODS
     gauges: Annotated[dict[Word, Gauge], Meta(max_length=64)] = {}
-    throttled_s: Amounts = {}  # reason -> seconds; reasons may overlap; "any": because of heat or of the board
+    throttled_s: Amounts = {}  # reason -> seconds; reasons may overlap; "any": any reason that is heat or the board
     throttle_covered_s: Amount = 0.0
     # Seconds by power, in steps of POWER_STEP_W.
     power_histogram_s: Annotated[dict[PowerBar, Amount], Meta(max_length=NUM_POWER_BARS)] = {}
@@ -318,11 +318,11 @@ class RankReport(CountedOnWire, Struct, frozen=True, array_like=True, gc=False):
     agent: Word  # random id of the sending agent; (agent, sequence) identifies a report
     sequence: Count
     rank: Count
-    # Equal on all ranks: ceil((ordinal + offset at start) / LOG_INTERVAL); joined windows have consecutive numbers.
+    # Equal on all ranks: ceil((ordinal + offset at start) / LOG_INTERVAL); 1, 2, 3, ... after windows are joined.
     window: Count
     iteration_first: Count  # ordinals; first > last in a report without iterations
     iteration_last: Count
-    iteration_shown: Position  # the number shown of the last iteration
+    iteration_shown: Position  # the number of the last iteration, as shown
     start_time_s: Number  # unix
     end_time_s: Number
     wall_s: Amount
@@ -348,7 +348,7 @@ class RankReport(CountedOnWire, Struct, frozen=True, array_like=True, gc=False):
     # If iterations are in step with a sensor: error (half-width, 95 %) of its energy, run to date, as a share.
     aliasing_error: Amount | None = None
     losses_not_finite: Count = 0  # number of losses that were NaN or infinite
-    first_not_finite: Position | None = None  # number shown of the first iteration with such a loss
+    first_not_finite: Position | None = None  # number, as shown, of the first iteration with such a loss
     values: Annotated[dict[Word, ValueStatistics], Meta(max_length=MAX_NAMES)] = {}  # of instruments, by name
 
     @property

@@ -99,6 +99,6 @@ def checksum(version: int, payload: bytes) -> int:
     """Return the checksum of a document.
 
     The checksum includes the version and the length, because the fields of a header are stored one after another.
-    Otherwise a first header with a version, but without a length and a checksum, would mean a valid empty document.
+    Otherwise, if only the version of the first header were stored so far, it would seem a valid empty document.
     """
     return zlib.crc32(payload, zlib.crc32(version.to_bytes(8, "little") + len(payload).to_bytes(4, "little")))

@@ -152,7 +152,7 @@ def host_kind(name: str) -> str | None:
 
 
 def group_kind(description: str) -> str | None:
-    """Return the kind of a group from its description, or ``None``."""
+    """Return the kind of a process group from its description, or ``None`` if no kind matches."""
     lowered = description.lower()
     return next((kind for part, kind in _GROUPS if part in lowered), None)
 

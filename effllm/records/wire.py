@@ -21,7 +21,7 @@ from effllm.records.rank import (
     Word,
 )
 
-MAX_ROWS = 256  # limit of the reports in one frame: about 110 kB without details
+MAX_ROWS = 256  # maximal number of reports in one frame: about 110 kB without details
 
 
 class Hello(Struct, frozen=True, array_like=True, tag=1):
@@ -47,8 +47,8 @@ class Hello(Struct, frozen=True, array_like=True, tag=1):
     peer_group: Word = ""  # ranks of one role and group do equal work, such as the ranks of a pipeline stage
     replica: Word = ""  # replica of the model: its ranks wait for each other inside an iteration
     is_numbered: bool = False  # whether the number of the first iteration is known and not assumed
-    time_s: Number | None = None  # time of sending, on the clock of reports
-    start_time_s: Number | None = None  # start of the first report, on the clock of reports
+    time_s: Number | None = None  # unix time of sending, by the clock that stamps reports
+    start_time_s: Number | None = None  # start of the first report, by the same clock
     style: Word = ""  # this and the next two fields are copies from `RankFacts`; only rank 0 sends these fields
     evaluation_in_iterations: bool = False
     iterations_not_measured: Count = 0
@@ -58,7 +58,7 @@ class Reports(Struct, frozen=True, array_like=True, tag=2, gc=False):
     """Reports of one rank, oldest first."""
 
     rows: Annotated[tuple[RankReport, ...], Meta(max_length=MAX_ROWS)]
-    lost: Count = 0  # total of reports that the agent's full buffer dropped
+    lost: Count = 0  # number of reports that the agent's full buffer has dropped so far
     agent_cpu_s: Amount = 0.0
     sent_bytes: Count = 0  # total so far, like the CPU times
     recorder_cpu_s: Amount | None = None
@@ -75,11 +75,11 @@ class Heartbeat(Struct, frozen=True, array_like=True, tag=3, gc=False):
     lost: Count = 0
     sent_ns: Count = 0  # time of sending on the agent's clock, if the agent requests a `Clock`; else 0
     offset_s: Number | None = None  # the aggregator's clock minus the agent's clock, estimated by the agent
-    offset_error_s: Amount | None = None  # a bound of the error of the offset
+    offset_error_s: Amount | None = None  # maximal error of this difference
     utilization: Amount | None = None  # newest reading of the rank's first device
     power_w: Amount | None = None
     process: Annotated[str, Meta(max_length=1)] = ""  # state of the trainer's process in /proc: R, S, D, T, ...
-    time_s: Number | None = None  # time of sending, on the clock of reports
+    time_s: Number | None = None  # unix time of sending, by the clock that stamps reports
 
 
 class AgentEvent(Struct, frozen=True, array_like=True, tag=4):
@@ -101,7 +101,7 @@ class Bye(Struct, frozen=True, array_like=True, tag=5):
     agent_cpu_s: Amount = 0.0
     sent_bytes: Count = 0
     recorder_cpu_s: Amount | None = None
-    end_time_s: Number | None = None  # end of the last report, on the clock of reports
+    end_time_s: Number | None = None  # end of the last report, by the clock that stamps reports
 
 
 class Welcome(Struct, frozen=True, array_like=True, tag=6):
@@ -119,7 +119,7 @@ class Ack(Struct, frozen=True, array_like=True, tag=7):
     sequence: int
     iteration: int = 0
     values: dict[str, float] = {}
-    report: int = 0  # number of the cluster report, needed to show each report once
+    report: int = 0  # number of the cluster report: the trainer shows each report once
 
 
 class Rejected(Struct, frozen=True, array_like=True, tag=8):
