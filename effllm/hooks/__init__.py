@@ -1,8 +1,8 @@
 """The hooks of training systems, one file per system, and the table of hooked modules.
 
 A hook file has a function ``attach(module)``, and similar functions for further modules.  Such a function raises
-`Unknown` for a module of an unknown version: one line is printed, and this system is not measured.  Hooks run in the
-training process, so they import only the standard library and the modules of the training.
+`Unknown` if the module's version is unknown: then one line is printed, and this system is not measured.  Hooks run in
+the training process, so they import only the standard library and the modules of the training.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def attach_names() -> None:
 
 
 class _Hook:
-    """Imports a hook file on demand and calls one of its functions."""
+    """Imports a hook file when its module is imported, and calls one of its functions."""
 
     def __init__(self, file: str, function: str) -> None:
         self._file, self._function = file, function

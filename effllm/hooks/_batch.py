@@ -29,7 +29,7 @@ class Batch:
     samples: Any = 0
     tokens: Any = 0
     tokens_loss: Any = 0
-    source: str = ""  # source of the count `tokens`; empty for a batch without text
+    source: str = ""  # from what `tokens` was counted; empty for a batch without text
     width: int | None = None  # number of positions of a row, if every row is one sequence
 
 
@@ -38,7 +38,7 @@ def read_batch(inputs: Any, is_encoder_decoder: bool = False) -> Batch | None:
 
     Args:
         inputs: tensors by name.
-        is_encoder_decoder: whether the labels are the input of the decoder.
+        is_encoder_decoder: whether the model's decoder reads the labels as its input.
     """
     if not isinstance(inputs, Mapping):
         return None

@@ -43,21 +43,21 @@ class Batches:
         """Set the model whose FLOPs are computed at the first batch with text; called after the metrics have begun."""
         self._model, self._parameters, self._source = weakref.ref(model), parameters, ""
         atexit.unregister(self._at_exit)
-        atexit.register(self._at_exit)  # called before the session's handler, which is registered earlier
+        atexit.register(self._at_exit)  # runs before the session's handler, because that was registered earlier
 
     def add(self, inputs: Any, counts_samples: bool = True) -> None:
-        """Count tokens and samples of a micro-batch, or of a `Batch` from a hook; without text, count only samples."""
+        """Count tokens and samples of a micro-batch, or of a hook's `Batch`; if it has no text, only samples."""
         seen = inputs if isinstance(inputs, Batch) else batch_of(inputs)
         if seen.source and seen.source != self._source:
             self._learn(seen)
         self._processed += seen.tokens_processed
         samples = seen.samples if counts_samples else 0
         if not self._late.add((samples, seen.tokens, seen.tokens_loss)):
-            # This accelerator cannot be read without a wait, so positions count as tokens.
+            # Counts on this accelerator cannot be read without a wait, so all positions count as tokens.
             self._late.add((samples if isinstance(samples, int) else 1, seen.tokens_processed, 0))
 
     def end(self, at_ns: int | None = None) -> None:
-        """End the iteration with the sums; counts of `effllm.count` take precedence.
+        """End the iteration with the sums; if `effllm.count` was called, its counts are used instead.
 
         For ``at_ns`` see `Steps.end`.
         """
@@ -76,7 +76,7 @@ class Batches:
             self._steps.add(samples=samples, tokens=tokens, tokens_loss=tokens_loss)
 
     def _count_rest(self) -> None:
-        """Add counts that the GPU has computed since the end of the last iteration, without a wait for other counts."""
+        """Add the counts that the GPU has computed since the last iteration's end; do not wait for the others."""
         samples, tokens, tokens_loss = self._late.take()
         if self._source and self._processed == 0:
             self._steps.add(samples=samples, tokens=tokens, tokens_loss=tokens_loss)
@@ -93,7 +93,7 @@ class Batches:
 
 
 def batch_of(inputs: Any) -> Batch:
-    """Return the counts of a batch of any type; without text, only the samples of its first tensor."""
+    """Return the counts of a batch of any type; if it has no text, only the samples of its first tensor."""
     seen = read_batch(inputs)
     if seen is None or not seen.source:
         first = next(_tensors(inputs, _DEPTH), None)

@@ -1,6 +1,6 @@
 """Sums of tensors on a GPU, read without a wait after the GPU has computed them.
 
-Each sum is copied into pinned memory, and a CUDA event is recorded after the copy.  When this event has happened,
+Each sum is copied into pinned memory, and a CUDA event is recorded after the copy.  After this event,
 usually one iteration later, the number is read.  The logic is tested with a fake event and fake memory; its cost on a
 GPU was not measured.
 """
@@ -20,7 +20,7 @@ def pinned(num_values: int) -> Any:
 
 
 def recorded_event() -> Any:
-    """Record and return an event after all work of the current stream."""
+    """Return an event that happens after all work that the current stream has now."""
     torch: Any = sys.modules["torch"]
     event = torch.cuda.Event()
     event.record()
@@ -47,14 +47,14 @@ class LateSums:
         self._num_sums = num_sums
         self._make_buffer, self._make_event, self._devices = make_buffer, make_event, devices
         self._known = [0] * num_sums
-        self._coming: deque[tuple[Any, Any]] = deque()  # event and buffer, in the order of the stream
+        self._coming: deque[tuple[Any, Any]] = deque()  # event and buffer of each copy, oldest first
         self._spare: list[Any] = []
 
     def add(self, values: Sequence[Any]) -> bool:
         """Add numbers, or tensors of one number each, without a wait for a GPU.
 
         Returns:
-            ``False`` if nothing is counted: without CUDA's interface, the tensors of an accelerator cannot be read.
+            ``False`` if nothing is counted, because the tensors are on an accelerator without CUDA's interface.
         """
         types = [value.device.type if hasattr(value, "device") else "cpu" for value in values]
         if not set(types) <= {"cpu", *self._devices}:

@@ -1,9 +1,10 @@
 """Evaluations of a loop that is measured only by its optimizer: from the model's ``eval()`` to its ``train()``.
 
 ``torch.nn.Module.train`` (``eval`` calls it) is wrapped on the class when such a loop begins.  Modules get no
-additional attributes, and compiled calls are passed through.  At its end, a period in eval mode counts as evaluation
-under three conditions: no optimizer stepped in the period, no phase or generation was marked in it, and the last
-iteration had no such period.  Because of the last condition, rollouts in every iteration are no evaluations.
+additional attributes, and compiled calls are passed through.  When a period in eval mode ends, it counts as an
+evaluation under three conditions: no optimizer stepped in the period, no phase or generation was marked in it, and the
+last iteration had no such period.  Because of the last condition, rollouts in every iteration do not count as
+evaluations.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from effllm.hooks._steps import Steps
 from effllm.hooks._wrap import Guard
 from effllm.trainer.collector import get_metrics_collector
 
-MAX_MODULES = 64  # limit of modules with known parameters; a loop sets only a few modules to eval mode
+MAX_MODULES = 64  # maximal number of remembered modules; a loop sets only a few modules to eval mode
 
 _GUARD = Guard("evaluation by the model's eval()")
 _listeners: list[EvalMode] = []
@@ -63,17 +64,17 @@ class EvalMode:
         self._is_in_this = True
         if not self._was_in_last and self._marks == _marks():
             self._steps.evaluated(self._since_ns, now_ns)
-            self._since_ns = 0  # waits inside the evaluation do not count for the iteration
+            self._since_ns = 0  # waits inside the evaluation are no data waits
         self._drop()
 
     def stepped(self, is_end: bool) -> None:
-        """End a possible evaluation at an optimizer's step, because the model is trained in eval mode."""
+        """Drop a possible evaluation at an optimizer's step: the model is being trained in eval mode."""
         self._drop()
         if is_end:
             self._was_in_last, self._is_in_this = self._is_in_this, False
 
     def waited(self, spent_ns: int) -> bool:
-        """Store a data wait in a possible evaluation; return whether it was stored."""
+        """Keep a data wait that is inside a possible evaluation; return whether it is inside."""
         if self._since_ns:
             self._waited_ns += spent_ns
         return bool(self._since_ns)

@@ -22,7 +22,7 @@ class Parameters:
 
     total: int
     trainable: int
-    active: int | None  # parameters that one token uses; ``None``: all, or unknown
+    active: int | None  # parameters that one token uses; ``None`` if these are all, or if it is unknown
     active_trainable: int
 
     def share(self, counts_them: bool) -> dict[str, int]:
@@ -34,7 +34,7 @@ class Parameters:
 
 
 def parameters_of(model: Any) -> Parameters:
-    """Return the counts of a model; it may be compiled, wrapped, sharded or quantised, and have adapters."""
+    """Return the parameter counts of a model; it may be compiled, wrapped, sharded or quantised, and have adapters."""
     active_share = _active_share(config_of(model))
     total = trainable = 0
     active = active_trainable = 0.0
@@ -60,7 +60,7 @@ def each_parameter(model: Any) -> Iterator[tuple[str, int, bool]]:
 
 
 def size_of(parameter: Any) -> int:
-    """Return the number of elements of a whole parameter, also if it is sharded."""
+    """Return the number of elements of a whole parameter, even if this rank has only a shard."""
     whole = getattr(parameter, "ds_numel", None)  # under ZeRO-3 the parameter itself is an empty tensor
     if whole is not None:
         return int(whole)
@@ -69,7 +69,7 @@ def size_of(parameter: Any) -> int:
         if shape is not None:
             return int(shape.numel())
         if getattr(parameter, "bnb_quantized", not parameter.is_floating_point()):
-            return int(parameter.numel()) * 2 * int(parameter.element_size())  # two elements per byte
+            return int(parameter.numel()) * 2 * int(parameter.element_size())  # 4 bits: two elements per byte
     return int(parameter.numel())  # for a DTensor this is the size of the whole tensor
 
 
@@ -102,7 +102,7 @@ def unwrapped(model: Any) -> Any:
 
 
 def _active_share(config: Any) -> float | None:
-    """Return the share of the experts that a token uses, ``None`` for a model without experts."""
+    """Return the share of the experts that a token uses; ``None`` for a model without experts."""
     names = ("num_local_experts", "num_experts", "n_routed_experts")
     experts = next((count for name in names if (count := getattr(config, name, None))), None)
     chosen = getattr(config, "num_experts_per_tok", None)
@@ -131,7 +131,7 @@ def flops_per_token(model: Any, counted: Parameters, sequence_length: int | None
 
 
 class FlopsByWidth:
-    """The FLOPs of a token if batches are padded to different widths; the attention grows with the width.
+    """The FLOPs of a token if batches are padded to different widths: attention needs more at a larger width.
 
     Args:
         short: FLOPs of a token at a width of 0, in total and forward, from `flops_per_token`.
@@ -159,11 +159,11 @@ class FlopsByWidth:
         return self._weighted / self._tokens if self._tokens else 0.0
 
     def has_changed(self, tolerance: float) -> bool:
-        """Whether the relative difference between the mean and the last reported width exceeds ``tolerance``."""
+        """Whether the mean width differs from the last reported width by more than the share ``tolerance``."""
         return bool(self._slopes and self._weighted) and abs(self.mean_width / self._width - 1) > tolerance
 
     def at(self, width: float) -> tuple[float, float]:
-        """Return the FLOPs of a token at this width, in total and forward, and store the width as reported."""
+        """Return the FLOPs of a token at this width, in total and forward; it is the reported width from now on."""
         self._width = width
         return self._short[0] + self._slopes[0] * width, self._short[1] + self._slopes[1] * width
 

@@ -1,6 +1,6 @@
 """Rewards and step metrics of TRL's trainers with groups of completions: GRPO and RLOO.
 
-TRL gathers the rewards of all ranks and keeps them for its own logs as Python numbers, and its step metrics too.  Only
+TRL gathers the rewards of all ranks, and keeps them and its step metrics as Python numbers for its own logs.  Only
 these numbers are read, so there is no further synchronisation.
 """
 
@@ -18,7 +18,7 @@ _GUARD = Guard("the rewards of TRL")
 
 
 def attach_rewards(trainer: Any) -> None:
-    """Feed the process's `GRPOMetricsTracker` from a class of trainers with groups of completions."""
+    """Hook a class of trainers, to fill the process's `GRPOMetricsTracker` from its rewards and logs."""
     if "_generate_and_score_completions" in trainer.__dict__:
         around(trainer, "_generate_and_score_completions", _GUARD, after=_scored)
         around(trainer, "log", _GUARD, before=_logs)
@@ -45,7 +45,7 @@ def _logs(call: Call) -> None:
         return
     tracker, step = tracker_of(trainer), trainer.state.global_step
     tracker.update_grpo_step(step, policy_loss=call.get("logs").get("loss"))
-    for value in trainer._metrics["train"].get("kl", ()):  # of each micro-batch since the last logging
+    for value in trainer._metrics["train"].get("kl", ()):  # one of each micro-batch since TRL's last log
         tracker.update_grpo_step(step, kl_divergence=value)
 
 
@@ -59,7 +59,7 @@ def _newest(values: Sequence[float], count: int) -> list[float]:
 
 
 def _totals(columns: list[list[float]], weights: Sequence[float] | None) -> Iterator[float]:
-    """Yield the reward of each completion as TRL adds it: NaN is a function without a reward, and left out."""
+    """Yield the reward of each completion as TRL computes it: functions whose reward is NaN are left out."""
     for rewards in zip(*columns, strict=True):
         known = [
             weight * reward

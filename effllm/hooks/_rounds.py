@@ -1,15 +1,16 @@
 """The iterations of a loop that is measured only by the steps of its optimizers.
 
-An iteration is the time from the end of one step to the end of the next step, less the data wait: the time of torch's
-DataLoader for the batches.  An iteration includes waits for batches from other sources (run.json records this), and
-evaluations that neither `_modes` nor `effllm.phase` marks (the summary records this).  The first step starts the
-metrics and is not measured, because the start of its iteration is unknown.
+An iteration is the time from the end of one step to the end of the next step, without the data wait, which is the
+time of torch's DataLoader for the batches.  An iteration includes waits for batches from other sources (run.json
+records this), and evaluations that neither `_modes` nor `effllm.phase` marks (the summary records this).  The first
+step starts the metrics and is not measured, because the start of its iteration is unknown.
 
 Several optimizers share one iteration.  The optimizer that steps first in a process is the leader, and its step ends
-the iteration.  Later work of the other optimizers is part of the next iteration, so sums of counts and times are right,
-but shifted by less than an iteration.  A new optimizer with the leader's parameters becomes the leader at its first
-step.  If the leader was deleted, the next optimizer that steps becomes the leader.  If other optimizers make more than
-16 steps without a step of the leader, the last of these optimizers becomes the leader; the steps are one iteration.
+the iteration.  What other optimizers do after this step is part of the next iteration, so sums of counts and times are
+right, but shifted by less than an iteration.  A new optimizer with the leader's parameters becomes the leader at its
+first step.  If the leader was deleted, the next optimizer that steps becomes the leader.  If other optimizers make more
+than 16 steps without a step of the leader, the last of these optimizers becomes the leader; all these steps are one
+iteration.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from effllm.hooks._wrap import no_metrics
 from effllm.trainer import ownership
 from effllm.trainer.collector import get_metrics_collector
 
-MIN_STEPS = 3  # fewer steps of plain tensors are not considered training
-PATIENCE_STEPS = 16  # after more steps of other optimizers, a leader without a step is replaced
+MIN_STEPS = 3  # with fewer steps, an optimizer of plain tensors does not count as training
+PATIENCE_STEPS = 16  # if others make more steps while the leader makes none, it is replaced
 
 
 class Rounds:
@@ -45,12 +46,12 @@ class Rounds:
         self._leader: Any = None  # a weak reference
         self._leaders_parameters: frozenset[int] = frozenset()
         self._steps_of_others = 0
-        self._plain_steps = 0  # steps of optimizers of plain tensors; counted up to MIN_STEPS
+        self._plain_steps = 0  # number of steps on plain tensors; counted up to MIN_STEPS
         self._joined: weakref.WeakSet[Any] = weakref.WeakSet()
         self._counted: set[int] = set()  # ids of parameters, because two optimizers may share parameters
         self._share = {"total": 0, "trainable": 0}
         self._watches_cells = False
-        self._between_cells: Any = None  # the recorder at the end of a notebook cell
+        self._between_cells: Any = None  # the recorder that was running when a notebook cell ended
         listen_to_waits(self)
 
     def claim(self, optimizer: Any) -> bool:
@@ -153,7 +154,7 @@ def _parameters(optimizer: Any) -> Iterator[Any]:
 
 
 def _trains_a_model(optimizer: Any) -> bool:
-    """Whether a model's parameter has a gradient; some loops step without gradients, to avoid a scheduler's warning."""
+    """Whether a model's parameter has a gradient; to avoid a scheduler's warning, some loops step without gradients."""
     parameter_type = sys.modules["torch"].nn.Parameter
     return any(isinstance(one, parameter_type) and one.grad is not None for one in _parameters(optimizer))
 
@@ -165,5 +166,5 @@ def _size(parameter: Any) -> int:
 
 
 def _is_shard(parameter: Any) -> bool:
-    """Whether FSDP1 has reduced this original parameter to a shard; other parameters have the whole shape."""
+    """Whether FSDP1 has left only a shard of this original parameter; other parameters have the whole shape."""
     return bool(getattr(parameter, "_fsdp_flattened", False) and not getattr(parameter, "_is_flat_param", False))

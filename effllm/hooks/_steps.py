@@ -23,11 +23,11 @@ class Steps:
         style: the framework's word for an iteration, ``Iteration`` or ``Step``.
     """
 
-    _parameters: Any = None  # last declaration by a hook, perhaps for an earlier training; hooks may replace it
+    _parameters: Any = None  # a hook's last declaration, perhaps for an earlier training; only this may be replaced
 
     def __init__(self, level: int, name: str, style: str = "Iteration") -> None:
         self.level, self.name, self.style = level, name, style
-        self.open_phases = 0  # number of running functions that `mark_phase` has wrapped
+        self.open_phases = 0  # number of functions wrapped by `mark_phase` that run now
 
     @property
     def is_owner(self) -> bool:
@@ -40,7 +40,7 @@ class Steps:
         return get_metrics_collector().recorder if self.is_owner else None
 
     def claim(self) -> bool:
-        """Become the owner, unless a nearer framework is the owner; return whether these steps are counted."""
+        """Become the owner, unless the owner is nearer to the user; return whether these steps are counted."""
         return ownership.claim(self.level, self.name)
 
     @property
@@ -125,13 +125,13 @@ class Steps:
     def end_counted(self, samples: int = 0) -> None:
         """Record the end of a step with the counts of `effllm.count`, for a hook that cannot count tokens.
 
-        ``samples`` is the count of the hook, used if `effllm.count` had no samples.
+        ``samples`` is the hook's own count; it is used if `effllm.count` was not given samples.
         """
         if self.is_owner:
             get_metrics_collector().end_counted(samples)
 
     def waited(self, spent_ns: int) -> None:
-        """Count a part of the running step as data wait."""
+        """Count this time of the running step as data wait."""
         if (recorder := self.recorder) is not None:
             recorder.waited(spent_ns)
 
@@ -193,7 +193,7 @@ class Steps:
         return around(holder, name, guard, before=start, after=end, failed=end)
 
     def may_evaluate(self) -> None:
-        """Set this rank's state to a possible evaluation; `evaluated` confirms the evaluation at its end."""
+        """Publish that this rank may be in an evaluation; `evaluated` confirms it when it has ended."""
         if (recorder := self.recorder) is not None:
             recorder.may_evaluate()
 
@@ -239,7 +239,7 @@ def rank() -> int:
 
 
 def place() -> Place | None:
-    """Return the place of this rank, or ``None`` if the environment has the right place.
+    """Return the place of this rank (rank, world_size, ...), or ``None`` if that of the environment is right.
 
     A spawned process gets only its rank, and a container may set WORLD_SIZE for a single process.
     """
@@ -272,7 +272,7 @@ def place() -> Place | None:
 
 
 def _store_address(distributed: Any) -> tuple[str, int]:
-    """Return host and port of the store of torch's process group; with ``tcp://`` they are not in the environment."""
+    """Return host and port of the process group's store in torch; after ``tcp://`` the environment lacks both."""
     get_store = getattr(getattr(distributed, "distributed_c10d", None), "_get_default_store", None)
     try:
         store: Any = get_store() if get_store is not None else None

@@ -11,7 +11,7 @@ from effllm.hooks._parameters import unwrapped
 def counts_its_batch(trainer: Any) -> tuple[bool, bool]:
     """Return whether this rank counts the positions of its batch, and whether it counts the samples.
 
-    Tensor, context and pipeline parallel peers get the same batch, so only the first rank of a group counts the batch.
+    Tensor, context and pipeline parallel peers get the same batch, so only the first rank of each group counts it.
     Sequence parallel peers of DeepSpeed get parts of the same sequences, so only the first rank counts the samples.
     """
     sizes = getattr(getattr(trainer, "accelerator", None), "parallelism_config", None)
@@ -28,7 +28,7 @@ def counts_its_batch(trainer: Any) -> tuple[bool, bool]:
 
 
 def meshes(trainer: Any) -> list[Any]:
-    """Return the device meshes of accelerate, and of transformers if the model was sharded at its loading."""
+    """Return the device meshes of accelerate, and of transformers if it sharded the model while loading it."""
     found = (
         getattr(getattr(trainer, "accelerator", None), "torch_device_mesh", None),
         getattr(unwrapped(getattr(trainer, "model", None)), "_device_mesh", None),

@@ -24,7 +24,7 @@ def say_once(line: str) -> None:
 
 
 def no_metrics(reason: str) -> None:
-    """Print this reason, and calls that measure a loop, at the end of rank 0, unless the job was measured."""
+    """At the end of rank 0, print this reason and the calls that measure a loop, unless the job was measured."""
     with contextlib.suppress(Exception):
         from effllm.trainer.without_metrics import suggest_at_exit
 
@@ -44,7 +44,7 @@ def _is_first_rank() -> bool:
 
 
 class Guard:
-    """Calls the functions of a hook; after the first failure it prints a line and makes no further calls.
+    """Calls the functions of a hook; after the first failure it prints a line and calls none of them again.
 
     Args:
         name: name of the hooked system, for the printed line.
@@ -120,7 +120,7 @@ class Call:
         self._bound: dict[str, Any] | None = None
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return the argument of this name, or its default; ``default`` if the function has no such parameter."""
+        """Return the argument of this name, else the parameter's default; ``default`` if there is no such parameter."""
         if name in self.kwargs:
             return self.kwargs[name]
         if self._bound is None:

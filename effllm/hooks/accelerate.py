@@ -1,4 +1,4 @@
-"""accelerate: a step of accelerate's optimizer counts, unless gradients are accumulated.
+"""accelerate: each step of its optimizer is measured, except steps that only accumulate gradients.
 
 `_rounds` defines the iterations.  A step that the gradient scaler skips after an overflow counts too, because its work
 was done.  With DeepSpeed, accelerate calls DeepSpeed's engine, which has its own hook.

@@ -5,8 +5,9 @@ An iteration begins with the first forward pass after an optimizer step and ends
 ``step`` and the next forward pass is the data wait.  A forward pass without gradients, or of a model in ``eval`` mode,
 begins an evaluation; the evaluation lasts to the next training pass.
 
-If there are several engines, the first engine that trains is the leader.  The parameter count is for the whole model,
-in any stage of ZeRO; it is unknown with tensor parallelism or experts.  In a Trainer, the steps of the Trainer count.
+If there are several engines, the first engine that trains is the leader.  Parameters are counted for the whole model,
+in any stage of ZeRO; with tensor parallelism or experts their number is unknown.  In a Trainer, the steps of the
+Trainer count.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class _DeepSpeedLoop:
         self._batches = Batches(self._steps)
         self._leader: Any = None  # a weak reference
         self._is_running = self._is_evaluating = False
-        self._idle_since_ns = 0  # the end of a micro-batch without an optimizer step; else 0
+        self._idle_since_ns = 0  # end of a micro-batch without an optimizer step, until the next begins; else 0
         self._counts_data = self._counts_samples = True
 
     # --- the engine ---

@@ -4,8 +4,9 @@ optimizer that ``Fabric.setup`` has wrapped.
 An iteration begins with the first forward pass with gradients after a step, and ends with the wrapped optimizer's
 ``step``.  With gradient accumulation, an iteration has several micro-batches.  The data wait is the time of torch's
 DataLoader, and the time between the step and the next forward pass.  If there are several optimizers, the iteration
-ends with a step of the leader: the optimizer that stepped last before the iteration.  If a model was trained in train
-mode, a forward pass in ``eval`` mode begins an evaluation; the evaluation lasts to the next forward pass that trains.
+ends with a step of the leader: the optimizer that made the last step before the iteration.  If a model was trained in
+train mode, a forward pass in ``eval`` mode begins an evaluation; the evaluation lasts to the next forward pass that
+trains.
 
 The parameters of all models that train are counted; tokens and samples are read from the arguments of the first model.
 A loop whose forward pass is not wrapped (a method of a LightningModule on one device, a wrapper that was compiled
@@ -32,7 +33,7 @@ from effllm.trainer.collector import get_metrics_collector
 _GUARD = Guard("Lightning Fabric")
 _SYNC_GUARD = Guard("Lightning Fabric's own time of ranks")
 _COUNTING = Guard("the parameter count of Lightning Fabric's model")
-_PATIENCE_STEPS = 16  # after more steps of other optimizers, a leader without a step is replaced
+_PATIENCE_STEPS = 16  # if others make more steps while the leader makes none, it is replaced
 
 
 def attach(module: ModuleType) -> None:
@@ -107,7 +108,7 @@ class _FabricLoop:
         if model not in self._found or _alive(self._counted) is None:
             self._join(model)
             if _alive(self._counted) is None:
-                return  # this model is frozen, and no other model has been trained yet
+                return  # this model is frozen, and no other model has trained so far
         if is_training_mode:
             self._in_train_mode.add(model)
         self._end_evaluation()

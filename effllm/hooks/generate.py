@@ -37,7 +37,7 @@ def _describe(model: Any) -> InferenceProcess:
     gpus = {one.device.index or 0 for one in parameters if one.device.type == "cuda"}
     if len(gpus) == 1 and gpus == {sys.modules["torch"].cuda.current_device()}:
         gpus = set()  # CUDA's current device
-    count = getattr(model, "num_parameters", None)  # this method accounts for quantised storage
+    count = getattr(model, "num_parameters", None)  # this method is right for quantised parameters, too
     return InferenceProcess(
         {"framework": "transformers", "model": type(model).__name__},
         count() if count is not None else sum(one.numel() for one in parameters) or None,
@@ -56,7 +56,7 @@ def _generated(begun: Any, call: Call, result: Any) -> None:
 
 
 def _count(call: Call, sequences: Any) -> tuple[int, int, int]:
-    """Return the numbers of generated tokens, of tokens in prompts, and of prompts."""
+    """Return three numbers: generated tokens, tokens in prompts, prompts."""
     rows, length = _shape(sequences)
     prompts, prompt_length = _shape(_prompt(call))
     first = _prefix(call, prompt_length)

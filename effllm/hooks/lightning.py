@@ -7,7 +7,7 @@ device and Lightning's own work between batches are the data wait.
 
 Tokens are read from batches with ``input_ids``.  For other batches, the first dimension of the first tensor is the
 number of samples, and tokens are only measured if the module calls `effllm.count`.  FSDP, DeepSpeed and tensor
-parallelism are implemented but were not run.
+parallelism are implemented, but were never tested.
 """
 
 from __future__ import annotations
@@ -73,11 +73,11 @@ class _Callback:
         return callback_of, (self.package,)  # a Trainer that spawns its ranks sends its callbacks to the ranks
 
     def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:
-        """Start the metrics before an evaluation that precedes training."""
+        """Start the metrics before the sanity check, an evaluation that runs before training."""
         self._begin(trainer, pl_module)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Start the metrics, unless an evaluation has preceded training."""
+        """Start the metrics, unless the sanity check has started them."""
         self._begin(trainer, pl_module)
 
     def _begin(self, trainer: Any, module: Any) -> None:
@@ -96,7 +96,7 @@ class _Callback:
             _LOGGING(self._training.log)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """Begin an evaluation, also an evaluation before training."""
+        """Begin an evaluation, which may also run before training."""
         if self._training is not None:
             _GUARD(_STEPS.phase_start, "evaluation")
 
@@ -127,7 +127,7 @@ class LightningTraining:
 
     def __init__(self, trainer: Any, module: Any) -> None:
         self._trainer, self._module = trainer, module
-        self._idle_since_ns = 0  # the end of a micro-batch without an optimizer's step; 0 between iterations
+        self._idle_since_ns = 0  # end of a micro-batch without an optimizer step; 0 between iterations
         self._step = 0
         self._ended = False  # whether the last batch ended an iteration
         self._loss: float | None = None
@@ -162,7 +162,7 @@ class LightningTraining:
             _STEPS.start()
 
     def evaluated(self) -> None:
-        """Restart the wait for a micro-batch after an evaluation between two micro-batches."""
+        """After an evaluation between two micro-batches, measure the wait for the second from now on."""
         if self._idle_since_ns:
             self._idle_since_ns = time.monotonic_ns()
 

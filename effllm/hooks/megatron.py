@@ -16,7 +16,7 @@ def parameter_share(model_chunks: Iterable[Any]) -> dict[str, int]:
     If several ranks have the same tensor, only the first rank counts it: replicas of data and context parallelism,
     tensors that tensor parallelism does not split, and the last stage's copy of a tied embedding.  ``active`` is the
     number of parameters that one token uses; the router chooses a share of the experts.  ``active`` is missing if there
-    are experts and no chunk has the number of experts.
+    are experts, but no chunk's configuration has their number.
     """
     total = trainable = experts = 0
     chosen: tuple[int, int] | None = None

@@ -4,7 +4,7 @@ An iteration begins with the first pass through a schedule after an optimizer st
 evaluation.  Users' own loops, NeMo, Megatron-Bridge and verl are measured in this way.
 
 The counts are computed from arguments of the schedule: number of micro-batches, micro-batch size, sequence length.
-With ``variable_seq_lengths`` the schedule ignores size and length, so tokens and samples are not counted.
+With ``variable_seq_lengths`` the schedule ignores the size and the length, so tokens and samples are not counted.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def attach_optimizer(module: ModuleType) -> None:
 
 
 def attach_gradients(module: ModuleType) -> None:
-    """Hook ``finalize_model_grads``: there a rank first waits for other ranks, after its last backward pass.
+    """Hook ``finalize_model_grads``: after its last backward pass, a rank first waits for other ranks there.
 
     Raises:
         Unknown: the module has no ``finalize_model_grads``.
@@ -86,7 +86,7 @@ class _Iterations:
         self._reports = False
 
     def pass_starts(self, call: Call) -> str:
-        """Start an iteration at its first pass; a forward-only pass starts an evaluation."""
+        """Start an iteration at its first pass; but if the pass is forward-only, start an evaluation."""
         if call.get("forward_only"):
             self._steps.phase_start("evaluation")
             return "evaluation"

@@ -1,7 +1,7 @@
 """Megatron-LM and systems with its loop: a step is a call of ``train_step`` in ``megatron.training.training``.
 
 The module's functions are looked up at each call, so they are wrapped in the module.  The positions of arguments
-differ between versions, so arguments are read by name (versions 0.8 to 0.19 are known).
+differ between versions (0.8 to 0.19 are known), so arguments are read by name.
 
 ``train_step`` itself fetches micro-batches.  From 0.10 on, micro-batches come from Megatron's own iterator class.
 Megatron requires this class, so its ``__next__`` is wrapped, and AL excludes the wait for data.  In older versions, and
@@ -26,7 +26,7 @@ from effllm.trainer.collector import get_metrics_collector
 
 NAME = "megatron"
 
-#: Function outside of iterations -> its phase; in some versions, one of these functions calls another.
+#: Function whose calls are outside of iterations -> phase; in some versions, one of these functions calls another.
 PHASES = {
     "evaluate": "evaluation",
     "evaluate_and_print_results": "evaluation",
@@ -114,7 +114,7 @@ class _Training:
         self._reset()
 
     def _reset(self) -> None:
-        self._has_begun = False  # whether a start of the metrics was tried
+        self._has_begun = False  # whether this run has tried to start the metrics
         self._reports = self._reports_loss = False
         self._replicas, self._replica = 1, 0
         self._ended: tuple[int, int, int] | None = None  # end time and counts of a step that is not recorded yet
@@ -161,7 +161,7 @@ class _Training:
         self._depth += 1
 
     def leaves(self, *_: Any) -> None:
-        """End the metrics with the outer call, because ``pretrain`` evaluates and saves after the last step."""
+        """End the metrics with the outermost call, because ``pretrain`` evaluates and saves after the last step."""
         self._depth -= 1
         if self._depth == 0:
             self._finish("completed")
@@ -170,7 +170,7 @@ class _Training:
         """End the metrics at once, because an exception ends this run even if it is caught."""
         self._depth -= 1
         error = sys.exc_info()[1]
-        if isinstance(error, SystemExit):  # Megatron's stop at an iteration, at a time, or after a signal
+        if isinstance(error, SystemExit):  # Megatron stops in this way at an iteration, at a time, or after a signal
             self._finish("failed" if error.code else "completed")
         else:
             self._finish("interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
@@ -223,7 +223,7 @@ class _Training:
             self._steps.end(processed, samples, tokens, at_ns=ended_ns)
 
     def is_about_to_log(self, call: Call) -> None:
-        """Read the arguments of Megatron's log: the tokens of packed sequences, and the loss at the end of a window."""
+        """Read the arguments of Megatron's log: tokens of packed sequences; at the end of a window, also the loss."""
         if not self._steps.is_owner:
             return
         self._report_end(self._real_tokens(call.get("total_real_tokens_in_batch")))
@@ -246,7 +246,7 @@ class _Training:
             self._loss = None
 
     def _real_tokens(self, of_all: Any) -> int | None:
-        """Return this rank's share of a count of the whole job; 0 if this rank does not report data."""
+        """Return this rank's share of the whole job's token count; 0 if this rank does not report data."""
         if isinstance(of_all, bool) or not isinstance(of_all, int | float):
             return None
         if not self._reports:

@@ -1,7 +1,7 @@
 """Any torch loop: optimizer steps are measured with torch's own global hook, without a change of the loop.
 
 `_rounds` defines the iterations.  If a gradient scaler skips a step, the iteration continues until the next step.
-Optimizers of plain tensors are not measured: the tensors may be an image, which is no training of a model, or
+Optimizers of plain tensors are not measured: such tensors may be an image (then no model is trained) or
 DeepSpeed's partitions.  A step under ``torch.compile`` is measured, at the cost of one more graph break.
 
 Every ``import torch`` runs this module, so the counting part (15 ms) is imported only at the first step.
@@ -18,7 +18,7 @@ from typing import Any
 from effllm.hooks import Unknown
 from effllm.hooks._wrap import Guard, around, no_metrics
 
-MIN_BATCHES = 10  # a loop with fewer batches is not considered training
+MIN_BATCHES = 10  # a loop with fewer batches does not count as training
 
 _guard = Guard("torch's optimizer")
 

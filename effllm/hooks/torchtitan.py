@@ -1,9 +1,9 @@
 """torchtitan: the steps of its Trainer, and the tokens that torchtitan counts.
 
 An iteration is a ``train_step`` without the data wait: the time in which torchtitan loads its batches.  The tokens are
-the positions of the labels; padding is unknown.  Peers in tensor, context and pipeline parallelism have the same batch,
-so only the first peer counts the batch.  A DTensor has the shape of the whole parameter, so the first rank of a
-pipeline stage counts all parameters of the stage.
+all positions of the labels; torchtitan does not report padding.  Peers in tensor, context and pipeline parallelism have
+the same batch, so only the first peer counts the batch.  A DTensor has the shape of the whole parameter, so the first
+rank of a pipeline stage counts all parameters of the stage.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def attach(module: ModuleType) -> None:
     if processor is None or not around(processor, "log", _GUARD, before=_before_log, after=_after_log):
         raise Unknown("torchtitan.components.metrics has no MetricsProcessor.log")
     # With `-m torchtitan.train`, older versions define the Trainer in __main__, and this import cannot be hooked. The
-    # class exists when the metrics are made.
+    # class exists by the time when the metrics object is made.
     around(processor, "__init__", _GUARD, after=_look_in_main)
 
 
@@ -72,7 +72,7 @@ def _after_step(training: Any, call: Call, result: Any) -> None:
 
 
 def _failed_step(training: Any) -> None:
-    # An exception at the end of the data is normal; any other exception reaches `train` or the end of the process.
+    # The exception at the end of the data is normal; any other exception also ends `train` or the process.
     if training is not None:
         training.cancel()
 
@@ -142,14 +142,14 @@ class TitanTraining:
         _STEPS.start()
 
     def take(self) -> None:
-        """Add torchtitan's counts since the last call; torchtitan's log resets these counts."""
+        """Add what torchtitan has counted since the last call; torchtitan's log sets its counts to 0."""
         tokens, waits = self.processor.ntokens_since_last_log, self._waits()
         self._tokens += tokens - self._tokens_seen
         self._wait_s += sum(waits[self._waits_seen :])
         self._tokens_seen, self._waits_seen = tokens, len(waits)
 
     def reset(self) -> None:
-        """Read torchtitan's counts after its log has set them to 0."""
+        """Count from torchtitan's new values on, after its log has set them to 0."""
         self._tokens_seen, self._waits_seen = self.processor.ntokens_since_last_log, len(self._waits())
 
     def end(self) -> None:
@@ -160,7 +160,7 @@ class TitanTraining:
         _STEPS.end(tokens, tokens // self._length if self._length else 0)
 
     def cancel(self) -> None:
-        """Drop the batches of a step that did not end."""
+        """Drop the tokens and waits of a step that did not end."""
         self.take()
         self._tokens, self._wait_s = 0, 0.0
 

@@ -1,12 +1,12 @@
 """torchtune's fine-tuning recipes, full, LoRA, QAT and knowledge distillation: scripts that `tune run` starts.
 
-A recipe is a script without a module name to hook.  The class of a recipe is a subclass of `FTRecipeInterface`; this
-interface is hooked.
+A recipe is a script, so it has no module name that could be hooked.  Its class is a subclass of `FTRecipeInterface`,
+which is hooked instead.
 An iteration begins with the transfer of its first batch to the device, and ends when the recipe steps its profiler
 after ``global_step`` has increased.  The recipe has read its loss before the end, so a GPU has completed the iteration.
 The time of torch's DataLoader for later micro-batches is a data wait.
 
-Tokens are all positions except the tokenizer's padding; the recipe weighs its loss by the positions with a label.
+Tokens are all positions except the tokenizer's padding; the recipe's loss is weighted by the positions with a label.
 Batches are counted on the CPU before their transfer, so nothing waits for a GPU.  Recipes with other batches (DPO, PPO)
 are measured by the hook of torch's optimizers.
 """

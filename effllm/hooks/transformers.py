@@ -1,9 +1,9 @@
 """Hugging Face Trainer, and systems built on it: TRL's trainers, LLaMA-Factory.
 
 A step begins after its micro-batches were fetched and ends before logging, evaluation and saving.  So AL is
-computation and communication, and the fetch is the data wait.  The callback records the steps.
-``Trainer.training_step`` is wrapped to count tokens and samples, and other methods of the Trainer are wrapped to time
-evaluations and checkpoints.
+computation and communication, and the data wait is the time in which micro-batches are fetched.  The callback records
+the steps. ``Trainer.training_step`` is wrapped to count tokens and samples, and other methods of the Trainer are
+wrapped to time evaluations and checkpoints.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from effllm.hooks._trainer_layout import counts_its_batch, mesh_text, tensor_par
 from effllm.hooks._wrap import Call, Guard, around
 from effllm.trainer import ownership
 
-#: FLOPs are reported again if the mean width of the batches has changed by more than this share.
+#: If the mean width of the batches changes by more than this share, the FLOPs are reported again.
 WIDTH_TOLERANCE = 0.01
 
-#: Method of a Trainer outside of iterations -> its phase.
+#: Method of a Trainer whose calls are outside of iterations -> phase.
 PHASES = {
     "evaluate": "evaluation",
     "predict": "evaluation",
@@ -72,7 +72,7 @@ def _wrap(module: ModuleType) -> None:
 
 
 def _wrap_inside(trainer: Any) -> None:
-    """Wrap the methods that a Trainer calls in training, also those that a subclass defines."""
+    """Wrap the methods that a Trainer calls in training, including those that a subclass defines."""
     around(trainer, "training_step", _GUARD, before=_micro_batch, after=_micro_batch_ended, failed=_micro_batch_failed)
     for name, phase in PHASES.items():
         _STEPS.mark_phase(trainer, name, phase, _GUARD, _training_of)
@@ -146,14 +146,14 @@ class TrainerRun:
     def __init__(self, callback: EfficientLLMCallback, trainer: Any) -> None:
         self.callback, self.trainer = callback, trainer
         self.is_begun = False
-        self.depth = 0  # depth of nested calls of training_step: a subclass calls the method of its parent
+        self.depth = 0  # depth of nested calls: the training_step of a subclass calls that of its parent
         self._late = LateSums(4)  # samples, tokens, tokens with a label, tokens x width of the batch
-        self._not_finite = LateSums(1)  # losses that the Trainer replaces before logging
+        self._not_finite = LateSums(1)  # number of losses that are not finite; the Trainer logs others in their place
         self._flops = FlopsByWidth()
         self._processed = 0
         self._has_unknown = False  # whether there was a batch whose tokens cannot be summed
         self._num_batches = 0
-        self._tokens_seen = 0  # the Trainer's own count of tokens
+        self._tokens_seen = 0  # the Trainer's own count of tokens, at the last step
         self._source = ""
         self._is_encoder_decoder = False
         self._counts = self._counts_samples = True
@@ -167,7 +167,7 @@ class TrainerRun:
         self._tokens_seen = state.num_input_tokens_seen
         self._model = model
         self._parameters = _COUNTING(parameters_of, model) if model is not None else None
-        # The metrics' rank is used, because in transformers each rank may appear as a job of one process.
+        # The rank of the metrics is used, because to transformers each rank may seem a job of one process.
         self.is_begun = _STEPS.begin(
             parameter_share=self._parameters.share(rank() == 0) if self._parameters else None,
             first_iteration=state.global_step,
@@ -194,13 +194,13 @@ class TrainerRun:
             self._late.add((samples if isinstance(samples, int) else 1, 0, 0, 0))
 
     def see_loss(self, loss: Any) -> None:
-        """Record a loss that is NaN or infinite, if the Trainer will log a mean of other losses instead."""
+        """Count a loss that is NaN or infinite, if the Trainer will log a mean of other losses in its place."""
         is_replaced = getattr(getattr(self.trainer, "args", None), "logging_nan_inf_filter", False)
         if is_replaced and hasattr(loss, "dim") and loss.dim() == 0:
             self._not_finite.add([loss.detach() * 0 != 0])
 
     def end_step(self, args: Any, state: Any) -> None:
-        """Record the end of a step, and a loss that is not finite; on a GPU, the loss may be from an earlier step."""
+        """Record the end of a step, and whether a loss was not finite: on a GPU, perhaps a loss of an earlier step."""
         self._end_step(args, state)
         if self._not_finite.take()[0]:
             _STEPS.loss(state.global_step, float("nan"))
@@ -208,7 +208,8 @@ class TrainerRun:
     def _end_step(self, args: Any, state: Any) -> None:
         seen, self._tokens_seen = state.num_input_tokens_seen - self._tokens_seen, state.num_input_tokens_seen
         if not self._num_batches:
-            # A subclass called training_step without a readable batch.  The Trainer's own count is for the whole job.
+            # A subclass called training_step with a batch that cannot be read.  The Trainer's own count is for the
+            # whole job.
             tokens = int(seen) if state.is_world_process_zero else 0
             samples = args.per_device_train_batch_size * args.gradient_accumulation_steps
             _STEPS.end(tokens, samples if self._counts_samples else 0)
@@ -240,7 +241,7 @@ class TrainerRun:
         _STEPS.learn(flops_per_token=flops, hardware_flops_per_token=flops + more, facts=facts)
 
     def _learn(self, batch: Batch) -> None:
-        """Send facts from the first batch: the source of the token count, and the sequence length."""
+        """Send what a batch shows: how tokens are counted; from the first batch, also the sequence length."""
         is_first, self._source = not self._source, batch.source or "no text in the batch"
         facts: dict[str, Any] = {"token_source": self._source}
         flops = hardware = None
@@ -313,7 +314,7 @@ def _train_begins(call: Call) -> Any:
     global _trainer
     before, _trainer = _trainer, call.args[0]
     _wrap_inside(type(_trainer))
-    # The first of effllm's callbacks counts, and is moved to the front: all later callbacks log its values.
+    # The first of effllm's callbacks measures; it is moved to the front, so that all others log its values.
     callbacks = getattr(getattr(_trainer, "callback_handler", None), "callbacks", [])
     first = next((one for one in callbacks if isinstance(one, EfficientLLMCallback)), None)
     if first is not None:
@@ -343,7 +344,7 @@ def _micro_batch(call: Call) -> Any:
         return None
     training.depth += 1
     if training.depth == 1:
-        # In TRL, the method may have *args; every call has (self, model, inputs, ...).
+        # In TRL, the method's parameters may be *args; every call passes (self, model, inputs, ...).
         training.see(call.get("inputs", call.args[2] if len(call.args) > 2 else None))
     return training
 
