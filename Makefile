@@ -73,7 +73,7 @@ fuzz: $(VENV)/.fuzzer ## Search for bytes that cause errors, in frames, rings an
 	$(BIN)/python tests/fuzz_with_atheris.py $$target build/fuzz/$$target tests/corpus/$$target \
 		-artifact_prefix=build/fuzz/ -max_total_time=$(FUZZ_SECONDS) -max_len=8000 || exit; done && echo 'No errors were found.'
 
-bench: $(VENV)/.ready ## Measure the cost of the measurement
+bench: $(VENV)/.ready ## Measure the cost of effllm in a training job
 	@$(BIN)/python -m benchmarks
 
 # Five minutes.  ARGUMENTS: --keep, --quick, --ranks 100,1000, --arrival even, --security none
@@ -81,7 +81,7 @@ bench-scale: $(VENV)/.ready ## Measure an aggregator with ten thousand ranks
 	@$(BIN)/python -m benchmarks.scale $(ARGUMENTS)
 
 # Ten minutes.  ARGUMENTS: --keep, --quick, --set tuning, --tools effllm,Zeus
-bench-energy: $(VENV)/.ready $(PEERS)/.ready ## Compare the error of the energy of windows with other tools
+bench-energy: $(VENV)/.ready $(PEERS)/.ready ## Compare the errors of window energies, of effllm and of other tools
 	@$(BIN)/python -m benchmarks.energy $(ARGUMENTS)
 
 # Ten minutes, on a machine with a GPU.  ARGUMENTS: --keep, --quick, --device 3

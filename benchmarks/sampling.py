@@ -32,7 +32,7 @@ PEERS_PYTHON = ROOT / ".venv-peers" / "bin" / "python"
 PEERS = ("nvitop", "zeus")
 INTERVAL_S = 0.02
 ROUNDS, TICKS = 15, 60
-#: Reported durations of driver calls in s: INSTANT power, memory, utilization. Energy counters took 2.4 ms.
+#: Reported durations of driver calls in s: INSTANT power, memory, utilization. Reads of energy counters took 2.4 ms.
 #: https://github.com/flightlessmango/MangoHud/pull/2104
 DRIVER_CALLS_S = {"fields": 170e-6, "memory": 12e-6, "utilization": 2.5e-6}
 

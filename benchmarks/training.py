@@ -1,4 +1,4 @@
-"""Iteration time of the demo: metrics on over metrics off, in alternating pairs within one job."""
+"""Iteration time of the demo with metrics, divided by the time without metrics, in alternating pairs within one job."""
 
 from __future__ import annotations
 
