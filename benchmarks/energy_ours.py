@@ -190,7 +190,7 @@ class Ours(Tool):
         )
 
     def cpu_s(self) -> float:
-        """Return the mean CPU time of the agents (one GPU each).  The scheduler counts in ns, psutil in steps of 10 ms."""
+        """Return the mean CPU time of the agents, from the scheduler's counters in ns (psutil: steps of 10 ms)."""
         tasks = [task for pid in self._agents for task in Path(f"/proc/{pid}/task").iterdir()]
         spent_ns = sum(int((task / "schedstat").read_text().split()[0]) for task in tasks)
         return spent_ns / 1e9 / len(self._agents)

@@ -110,8 +110,8 @@ class Row:
     median_error: float
     median_half_width: float
     ratio: float
-    #: The smallest half-width that contains the errors of 90 % of a wave's windows, divided by the median error.  For ALL
-    #: waves, the median of these half-widths is used.
+    #: The smallest half-width that contains the errors of 90 % of a wave's windows, divided by the median error.  For
+    #: ALL waves, the median of these half-widths is used.
     needed_ratio: float
     known_covered: float
     known_median_error: float

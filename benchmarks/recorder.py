@@ -16,7 +16,7 @@ ROUNDS, CALLS = 40, 5000
 
 
 def measure() -> list[Figure]:
-    """Measure calls and lower bound in turns, with a running agent; the time of an empty call is subtracted from both."""
+    """Measure calls and lower bound in turns, with a running agent; the time of an empty call is subtracted."""
     fields = struct.Struct("<Qhhqqqqdqqqqqqqqq")
     memory = mmap.mmap(-1, 4096)
     pack, now = fields.pack_into, time.monotonic_ns
