@@ -53,7 +53,7 @@ assert not {"zmq", "pynvml", "msgspec"} & set(sys.modules)
 
 
 @pytest.mark.parametrize("off", ["false", "0", "no", "off", "FALSE"])
-def test_2_disabled_metrics_make_no_process_file_or_line(launch, off):
+def test_2_disabled_metrics_start_no_process_and_write_nothing(launch, off):
     job = launch.code(DISABLED, metrics_enabled=off, log_interval="also nonsense").done()
 
     assert (job.stdout, job.stderr) == ("", "")
@@ -217,7 +217,7 @@ def test_7_disagreement_on_the_model_gives_one_event(launch):
 # 9. Nothing was printed without a TensorBoard writer, and an early end skipped the finalisation.
 
 
-def test_9_the_console_needs_no_writer(launch):
+def test_9_console_prints_without_a_tensorboard_writer(launch):
     job = launch.python(LOOP, sinks="console").done()
 
     assert [block["iteration"] for block in job.blocks] == ["10", "20"]
@@ -233,7 +233,7 @@ def test_9_run_that_ends_early_is_finalised(launch, end):
     assert "[EfficientLLM] Run" in job.stdout
 
 
-def test_9_writer_gets_each_report_once_under_its_tags(launch):
+def test_9_writer_receives_each_report_once_with_its_tags(launch):
     job = launch.code(
         """
 import json, time
@@ -271,7 +271,7 @@ json.dump(writer.got, open("truth.json", "w"))
 # 10. A second initialisation leaked a thread; evaluation was in AMU, PCU and AEC, but not in AL and TT.
 
 
-def test_10_repeated_initialisation_leaks_nothing(launch):
+def test_10_repeated_initialisation_leaks_no_thread_process_or_file(launch):
     job = launch.code(
         """
 import json, os, threading

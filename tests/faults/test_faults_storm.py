@@ -176,7 +176,7 @@ def test_repeatedly_killed_aggregator_loses_no_report(aggregator):
 
 
 @pytest.mark.timeout(300)
-def test_million_memory_errors_delay_no_window(aggregator):
+def test_events_of_a_million_memory_errors_delay_no_window(aggregator):
     child, orders, _ = aggregator
     context, windows, notes = make_context(), 20, 400
     agents = [FakeAgent(context, orders.endpoint, rank, world_size=4) for rank in range(4)]

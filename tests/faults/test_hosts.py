@@ -70,7 +70,7 @@ def test_hosts_have_own_names_and_addresses_and_are_removed(hosts, echo):
     assert one.namespace not in subprocess.run(["ip", "netns"], capture_output=True, text=True, check=True).stdout
 
 
-def test_cut_link_drops_packets_until_it_is_healed(hosts, echo):
+def test_cut_link_drops_packets_until_it_is_restored(hosts, echo):
     one, two = hosts(2)
     echo(two)
 

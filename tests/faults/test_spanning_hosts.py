@@ -144,7 +144,7 @@ def test_unsigned_address_record_is_ignored_and_reported_once(hosts, launch, tmp
     assert "10.77.0.2:9" not in second.stderr
 
 
-def test_host_without_the_secret_reports_the_reason_and_trains_on(hosts, launch, tmp_path):
+def test_host_without_the_secret_reports_the_reason_and_still_trains(hosts, launch, tmp_path):
     pair = hosts(2)
     first, second = ranks(launch, pair, environ={1: {"XDG_CONFIG_HOME": str(tmp_path / "other")}})
 
@@ -377,7 +377,7 @@ effllm.finalize_efficientllm_metrics()
 
 @pytest.mark.long
 @pytest.mark.fault("elastic-restart")
-def test_restart_ignores_the_address_of_the_first_attempt(hosts, launch, tmp_path):
+def test_next_attempt_ignores_the_address_of_the_first_attempt(hosts, launch, tmp_path):
     pair = hosts(2)
     script = tmp_path / "restarted.py"
     script.write_text(RESTARTED)

@@ -196,7 +196,7 @@ HAND = "__import__('effllm').EfficientLLMCallback()"
 
 
 @pytest.mark.parametrize("attach", ["0", "1"])
-def test_callback_added_by_the_script_counts_once(frameworks, attach):
+def test_iterations_are_counted_once_with_a_callback_of_the_script(frameworks, attach):
     job = frameworks.run(script(more=f"callbacks=[{HAND}]"), attach=attach)
 
     assert (job.ledger.summary.iterations, job.ledger.summary.samples) == (6, 12)
@@ -212,7 +212,7 @@ def test_callback_can_be_requested_by_name(frameworks, attach):
     assert job.ledger.summary.tokens > 0
 
 
-def test_nothing_is_measured_without_attaching(frameworks):
+def test_nothing_is_measured_if_effllm_is_not_attached(frameworks):
     job = frameworks.run(script(), attach="0")
 
     assert job.runs() == []
@@ -230,7 +230,7 @@ class Later(TrainerCallback):
 
 
 @pytest.mark.parametrize("attach", ["0", "1"])
-def test_logs_of_callbacks_before_ours_contain_the_metrics(frameworks, attach):
+def test_logs_that_earlier_callbacks_receive_contain_the_metrics(frameworks, attach):
     """If effllm's callback ran last, it would add metrics to logs that TensorBoard has already written."""
     code = f"""
 from transformers import Trainer, TrainerCallback
@@ -295,7 +295,7 @@ tiny.losses(trainer)
     assert not job.our_errors
 
 
-def test_compiled_model_has_the_same_counts(frameworks):
+def test_compiled_model_has_the_counts_of_an_uncompiled_model(frameworks):
     """The backend "eager" compiles no code; it wraps the model like other backends."""
     job = frameworks.run(script("torch_compile=True, torch_compile_backend='eager'"))
 

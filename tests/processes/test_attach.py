@@ -150,7 +150,7 @@ for step in range(6):
 """
 
 
-def test_unmodified_loop_is_measured_and_has_the_same_losses(tmp_path):
+def test_unmodified_loop_is_measured_and_its_losses_are_unchanged(tmp_path):
     environ = ON | {
         "EFFICIENTLLM_RUN_DIR": str(tmp_path),
         "EFFICIENTLLM_RUN_NAME": "run",

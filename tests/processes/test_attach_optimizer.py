@@ -308,7 +308,7 @@ EACH_ITERATION = """
 
 
 @pytest.mark.parametrize("loop", [NO_EVALUATIONS, EACH_ITERATION], ids=["other reasons", "each iteration"])
-def test_eval_mode_for_other_reasons_is_part_of_the_iteration(launch, loop):
+def test_eval_mode_without_an_evaluation_is_part_of_the_iteration(launch, loop):
     summary = train(launch, dedent(NET) + dedent(loop)).ledger.summary
 
     assert "evaluation" not in summary.time_by_class
@@ -507,7 +507,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("way", ["env", "tcp"])
-def test_spawned_ranks_find_each_other(launch, tmp_path, way):
+def test_spawned_ranks_are_one_run(launch, tmp_path, way):
     script = tmp_path / "spawned.py"
     script.write_text(SPAWNED)
     job = launch.python(script, way, jobs.unused_port(), environ=ON).done(300)

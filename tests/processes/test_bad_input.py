@@ -84,7 +84,7 @@ def test_wrong_argument_is_reported_like_a_wrong_setting(launch, arguments):
     assert_disabled(job, "collection_interval=")
 
 
-def test_old_setting_name_disables_metrics_with_the_new_name(launch):
+def test_old_setting_name_disables_metrics_and_shows_the_new_name(launch):
     job = launch.python(LOOP, "--iterations", 3, warmup_seconds=60).done()
 
     assert_disabled(job, "EFFICIENTLLM_WARMUP_SECONDS='60' is not usable: write EFFICIENTLLM_WARMUP=60s instead")
@@ -475,7 +475,7 @@ def test_finalize_without_initialize_prints_nothing(launch):
     assert (job.stdout, job.stderr) == ("", "")
 
 
-def test_time_of_crossed_and_unknown_phases_is_complete(launch):
+def test_time_of_overlapping_and_unknown_phases_adds_up_to_wall_time(launch):
     job = loop(
         launch,
         "whole = collector.phase('evaluation')\nwhole.__enter__()\nstep(10, 1)\nwhole.__exit__(None, None, None)\n"
@@ -547,7 +547,7 @@ def test_full_ring_loses_details_but_no_iterations_or_tokens(launch, history_siz
     assert summary.coverage.reports_lost == 0
 
 
-def test_more_windows_than_the_queue_of_a_sink_are_all_written(launch):
+def test_windows_beyond_the_queue_length_of_a_sink_are_written(launch):
     job = launch.code(FAST, history_size=10_000, log_interval=50, sinks="console").done()
     summary = job.ledger.summary
 

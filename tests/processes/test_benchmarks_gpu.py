@@ -46,7 +46,7 @@ def test_missing_gpu_is_reported_in_one_line(tmp_path):
     assert not (tmp_path / "results").exists()
 
 
-def test_missing_parts_are_listed_without_cuda(library, tmp_path):
+def test_benchmark_without_cuda_lists_the_missing_figures(library, tmp_path):
     trace = Trace(library, tmp_path / "trace")
     trace.write(Gpu(UUID, "00000000:01:00.0", H100, flat(80.0), tick_s=0.1, power_mode="held"), driver="570.86.15")
     (tmp_path / "site" / "torch").mkdir(parents=True)

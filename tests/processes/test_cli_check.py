@@ -102,7 +102,7 @@ SETTINGS = {
 }
 
 
-def test_metric_without_its_setting_names_it_and_works_with_it(cli):
+def test_check_names_the_setting_that_enables_a_metric(cli):
     _, without = found(cli, "--device", "simulated")
     variables = {f"EFFICIENTLLM_{name}": value for name, value in SETTINGS.values()}
     _, survey = found(cli, "--device", "simulated", **variables)
@@ -172,7 +172,7 @@ def test_hopper_gpu_has_a_peak_and_gpm_activity(cli, library, tmp_path):
     }  # fmt: skip
 
 
-def test_gpu_before_hopper_names_gpm_as_missing(cli, library, tmp_path):
+def test_gpm_is_listed_as_missing_on_a_gpu_before_hopper(cli, library, tmp_path):
     trace = Trace(library, tmp_path / "trace")
     trace.write(Gpu(UUID, "00000000:01:00.0", name="NVIDIA A10"))
 

@@ -28,7 +28,7 @@ def test_evaluated_output_exports_every_default(cli, statement):
     assert values == {variable.name: variable.default for variable in VARIABLES if variable.default}
 
 
-def test_set_variables_are_kept_and_quoted(cli):
+def test_variables_that_are_already_set_are_kept_and_quoted(cli):
     awkward = "my runs; it's $(false)"
 
     values = evaluated(cli, 'eval "$(effllm env)"', EFFICIENTLLM_RUN_DIR=awkward, EFFICIENTLLM_LOG_INTERVAL="7")
@@ -114,7 +114,7 @@ def test_redfish_without_its_package_shows_the_pip_command(cli):
     assert "pip install 'effllm[redfish]'" in done.stderr
 
 
-def test_wrong_prefix_is_reported_with_the_correct_name(cli):
+def test_correct_name_is_reported_for_a_variable_with_a_wrong_prefix(cli):
     done = cli.run("env", "--check", EFFLLM_LOG_INTERVAL="5")
 
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)

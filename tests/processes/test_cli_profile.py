@@ -133,7 +133,7 @@ def test_without_cuda_only_the_idle_gpu_is_measured(idle):
     assert {"energy", "utilization", "memory", "SM clock"} <= {one["name"] for one in found["calls"]}
 
 
-def test_profile_is_kept_for_runs(idle):
+def test_measured_profile_is_stored_in_the_cache(idle):
     assert idle.kept.sensor.tick_s == pytest.approx(0.1, rel=0.01)
     assert (idle.kept.sensor.duty, idle.kept.sensor.gain_error, idle.kept.measured_lag) == (0.25, 0.05, False)
 
@@ -225,7 +225,7 @@ def test_check_shows_no_sensor_without_a_gpu(cli, device):
         (["--save", "."], {}, "--save .: not a file in an existing folder"),
     ],
 )
-def test_unusable_gpu_or_option_is_one_line(cli, tmp_path, arguments, variables, why):
+def test_unusable_gpu_or_option_is_reported_in_one_line(cli, tmp_path, arguments, variables, why):
     done = cli.run("profile", *arguments, LD_LIBRARY_PATH=str(tmp_path), **variables)
 
     assert (done.returncode, done.stdout) == (2, "")

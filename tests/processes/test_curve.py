@@ -213,7 +213,7 @@ def test_agent_is_admitted_after_exhausted_descriptors_are_freed(listener):
     assert secured.serve(lambda: secured.heard, within_s=20.0)
 
 
-def test_repr_does_not_contain_keys():
+def test_printed_key_objects_do_not_contain_keys():
     keys = ServerKeys.of(SECRET, JOB)
 
     assert keys.own.secret.decode() not in repr(keys)

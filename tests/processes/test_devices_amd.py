@@ -142,7 +142,7 @@ def test_permuted_visible_devices_select_the_correct_gpu(library, visible, local
     ("visible", "local_rank"),
     [("", 0), ("-1", 0), ("0,1", 2), (None, 3), ("1,99,0", 1), ("GPU-none", 0)],
 )
-def test_rank_without_a_visible_gpu_raises(library, visible, local_rank):
+def test_rank_without_a_visible_gpu_raises_an_error(library, visible, local_rank):
     with pytest.raises(DeviceUnavailable, match=f"local rank {local_rank} has no GPU"):
         library.open(visible_devices=visible, local_rank=local_rank)
 
@@ -179,7 +179,7 @@ def test_uuid_of_torch_is_found_in_every_spelling(library, uuid):
 
 
 @pytest.mark.parametrize("site", [{"cuda_uuid": "GPU-gone"}, {"cuda_pci_bus_id": "00000000:01:00.0"}])
-def test_unknown_gpu_of_torch_raises(library, site):
+def test_unknown_gpu_of_torch_raises_an_error(library, site):
     with pytest.raises(DeviceUnavailable, match="does not list the GPU"):
         library.open(**site)
 
@@ -236,7 +236,7 @@ def test_sample_is_in_base_units_for_every_release(library, release):
 
 
 @pytest.mark.parametrize("kind", ["current", "average"])
-def test_read_of_energy_only_takes_two_calls(library, kind):
+def test_read_of_energy_alone_makes_two_library_calls(library, kind):
     reader = library.of(power_kind=kind)
     every = [*FIELDS.values(), "amdsmi_get_gpu_metrics_info"]
     library.fault(*[(call, IO_ERROR) for call in every if "energy" not in call and "power_info" not in call])
@@ -275,7 +275,7 @@ def test_device_has_a_name_and_a_key_and_limits(library, release):
         ("energy_accumulator", "energy_j"),
     ],
 )
-def test_missing_value_is_none_and_no_failure(library, release, no_value, gone):
+def test_missing_value_is_none_and_is_not_a_failure(library, release, no_value, gone):
     reader = library.of(release, no_value=[no_value])
     sample, failures = reader.read()
 
@@ -521,7 +521,7 @@ def test_correct_counter_is_accepted_for_every_tick_and_load(library, power, tic
     assert (device.energy_method, device.energy_note) == (COUNTER, "")
 
 
-def test_counter_that_decreases_later_is_returned_unchanged(library):
+def test_accepted_counter_that_decreases_is_returned_unchanged(library):
     reader = library.of()
     first, _ = reader.read()
     library.write(gpus=[{"rate": 0.5}])
@@ -700,7 +700,7 @@ def test_reader_recovers_after_a_driver_reload(library):
     assert sample.memory_bytes == 48 * GIB
 
 
-def test_closed_reader_has_failures_and_does_not_open_again(library):
+def test_closed_reader_returns_failures_and_does_not_open_again(library):
     reader = library.of()
     reader.close()
     reader.close()

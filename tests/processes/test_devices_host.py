@@ -197,7 +197,7 @@ reader.close()
     assert measured < alone + 50 * MIB
 
 
-def test_first_read_has_no_utilization_and_no_failure(reader):
+def test_first_read_has_no_utilization_and_reports_no_failure(reader):
     sample, failures = reader.read()
 
     assert (sample.utilization, failures) == (None, {})
@@ -266,7 +266,7 @@ def wait_until(is_true):
         time.sleep(0.005)
 
 
-def test_search_for_descendants_is_every_ten_seconds(trainer, reader, clock):
+def test_reader_searches_descendants_every_ten_seconds(trainer, reader, clock):
     before = memory_mib(reader, clock)
     trainer.do("fork_waiting(lambda: grow(50))")
 
@@ -279,7 +279,7 @@ def test_search_for_descendants_is_every_ten_seconds(trainer, reader, clock):
     assert late.memory_bytes / MIB - before > 40
 
 
-def test_ended_trainer_is_a_failure(trainer, reader):
+def test_reading_of_an_ended_trainer_is_a_failure(trainer, reader):
     reader.read()
     trainer.end()
 
@@ -309,7 +309,7 @@ def num_open_files():
     return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
-def test_close_closes_all_files_and_can_be_repeated(trainer, clock, no_rapl):
+def test_closed_reader_has_no_open_files_and_can_be_closed_again(trainer, clock, no_rapl):
     trainer.do("fork_waiting(lambda: None)")
     before = num_open_files()
     reader = open_device(Site(trainer_pid=trainer.pid), clock=clock, powercap=no_rapl, perf=no_rapl)
@@ -359,7 +359,7 @@ def test_host_device_and_rapl_node_sensor_share_the_energy_key(trainer, powercap
     assert (by_device.energy_note, by_device.sensor) == (by_node.energy_note, by_node.sensor)
 
 
-def test_other_local_ranks_measure_no_energy(trainer, powercap, clock):
+def test_local_ranks_other_than_0_measure_no_energy(trainer, powercap, clock):
     with opened(Site(trainer_pid=trainer.pid, local_rank=1), clock, powercap.root) as reader:
         sample, failures = reader.read()
 

@@ -68,7 +68,7 @@ def test_permuted_visible_devices_select_the_correct_gpu(trace, visible, local_r
         ("GPU-none", 0),
     ],
 )
-def test_rank_without_a_visible_gpu_raises(trace, visible, local_rank):
+def test_rank_without_a_visible_gpu_raises_an_error(trace, visible, local_rank):
     with (
         pytest.raises(DeviceUnavailable, match=f"local rank {local_rank} has no GPU"),
         trace.reader(Site(visible_devices=visible, local_rank=local_rank)),
@@ -85,7 +85,7 @@ def test_bus_id_of_torch_selects_the_gpu(trace):
     assert device_of(trace, cuda_pci_bus_id="0000:C1:00.0", visible_devices="0,1", local_rank=1) == (C, 3)
 
 
-def test_unknown_gpu_of_torch_raises(trace):
+def test_unknown_gpu_of_torch_raises_an_error(trace):
     with pytest.raises(DeviceUnavailable, match="does not list the GPU"), trace.reader(Site(cuda_uuid="GPU-gone")):
         pass
 
@@ -171,7 +171,7 @@ def test_failed_reading_is_none_until_the_next_successful_read(trace, field):
         ),
     ],
 )
-def test_call_without_permission_is_no_failure(trace, call, missing):
+def test_call_without_permission_is_not_a_failure(trace, call, missing):
     trace.fault(f"1 {call} error {NO_PERMISSION}")
 
     with trace.reader(Site(cuda_uuid=A)) as reader:
@@ -459,7 +459,7 @@ def test_slice_is_found_by_its_uuid_without_the_prefix_mig(trace):
     assert device_of(trace, cuda_uuid=MIG.uuid.removeprefix("MIG-")) == (MIG.uuid, 5)
 
 
-def test_closed_reader_has_failures_and_does_not_open_again(trace):
+def test_closed_reader_returns_failures_and_does_not_open_again(trace):
     with trace.reader(Site(cuda_uuid=A)) as reader:
         reader.close_device()
         reader.close_device()

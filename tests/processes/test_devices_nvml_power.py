@@ -198,7 +198,7 @@ def test_failed_field_does_not_affect_other_fields(trace):
     assert failures == {"power_w": "NVML returned 0xffffffff, its mark for an unavailable value"}
 
 
-def test_failed_gauge_is_missing_and_no_failure(trace):
+def test_failed_gauge_is_missing_and_is_not_a_failure(trace):
     trace.write(gpu(memory_power=flat(40.0)))
 
     _, sample, failures = read_at(trace, faults=["0 power.average.memory error 999"])
@@ -207,7 +207,7 @@ def test_failed_gauge_is_missing_and_no_failure(trace):
     assert failures == {}
 
 
-def test_64_bit_energy_can_have_the_value_of_the_32_bit_mark(trace):
+def test_64_bit_energy_may_equal_the_32_bit_mark_of_a_missing_value(trace):
     trace.write(gpu())
 
     _, sample, failures = read_at(trace, faults=[f"0 energy value {NOT_AVAILABLE_32}"])
@@ -307,7 +307,7 @@ def run_on_old_driver(trace, missing, code):
     return done.stdout.split()
 
 
-def test_older_functions_are_used_with_an_old_driver(trace):
+def test_older_nvml_functions_are_used_with_an_old_driver(trace):
     missing = ["nvmlDeviceGetFieldValues", "nvmlDeviceGetMemoryInfo_v2", "nvmlDeviceGetCurrentClocksEventReasons"]
     missing += ["nvmlGpmQueryDeviceSupport", "nvmlDeviceIsMigDeviceHandle", "nvmlEventSetCreate"]
     trace.write(gpu(power=flat(250.0), memory=flat(3.0 * GIB), memory_reserved=GIB, throttle=0x4))
@@ -372,7 +372,7 @@ def test_gauges_are_in_base_units(trace):
         ("temperature", NOT_AVAILABLE_32 - 4, "temperature_c"),  # -5 read as unsigned
     ],
 )
-def test_impossible_gauge_is_missing_and_a_failure(trace, call, value, name):
+def test_impossible_gauge_is_missing_and_is_a_failure(trace, call, value, name):
     trace.write(gpu())
 
     _, sample, failures = read_at(trace, faults=[f"0 {call} value {value}"])
@@ -383,7 +383,7 @@ def test_impossible_gauge_is_missing_and_a_failure(trace, call, value, name):
     } - {name}  # fmt: skip
 
 
-def test_marks_of_missing_values_at_opening_are_ignored(trace):
+def test_missing_values_at_the_opening_of_a_gpu_are_ignored(trace):
     trace.write(gpu(memory_total=NOT_AVAILABLE_64, memory_reserved=NOT_AVAILABLE_64))
     trace.fault(f"0 limit value {NOT_AVAILABLE_32}", f"0 ecc value {NOT_AVAILABLE_64}", f"0 memory value {GIB}")
 
@@ -456,7 +456,7 @@ def read_twice(trace, reader, first_s, last_s, *faults):
     return first, last, failures | more
 
 
-def test_activities_are_means_between_two_samples(trace):
+def test_gpm_activities_are_means_between_two_samples(trace):
     trace.write(gpu(gpm=1, utilization=flat(0.9), **ACTIVITIES))
 
     with trace.reader(AT_A) as reader:
@@ -484,7 +484,7 @@ def test_gpm_samples_have_a_minimum_distance(trace):
 
 
 @pytest.mark.parametrize("value", ["nan", "250", "-1"])
-def test_impossible_activity_is_missing_and_no_failure(trace, value):
+def test_impossible_activity_is_missing_and_is_not_a_failure(trace, value):
     trace.write(gpu(gpm=1, **ACTIVITIES))
 
     with trace.reader(AT_A) as reader:
@@ -717,7 +717,7 @@ def test_events_of_a_returned_gpu_are_read(trace):
     assert [kind for kind, _ in events] == ["xid"]
 
 
-def test_memory_errors_are_counted_since_the_opening(trace):
+def test_memory_errors_are_counted_since_the_gpu_was_opened(trace):
     trace.write(gpu(ecc_uncorrected=2, ecc_corrected=7))
 
     with trace.reader(AT_A) as reader:
@@ -821,7 +821,7 @@ def test_read_at_an_edge_makes_one_call(trace):
     assert calls == Counter({"nvmlDeviceGetFieldValues": 1})
 
 
-def test_gpm_adds_two_nvml_calls(trace):
+def test_gpm_metrics_need_two_more_nvml_calls_per_read(trace):
     trace.write(gpu(gpm=1, **ACTIVITIES))
     trace.count_calls()
 
@@ -835,7 +835,7 @@ def test_gpm_adds_two_nvml_calls(trace):
     assert calls == PLAIN + Counter({"nvmlGpmSampleGet": 1, "nvmlGpmMetricsGet": 1})
 
 
-def test_limit_and_memory_errors_are_read_every_ten_seconds(trace):
+def test_power_limit_and_memory_errors_are_read_every_ten_seconds(trace):
     trace.write(gpu())
     trace.count_calls()
 

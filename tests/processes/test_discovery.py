@@ -141,7 +141,7 @@ def test_configured_interface_or_address_is_used():
             own_address(OVER_HOSTS, Config(interface=every))
 
 
-def test_address_is_on_the_route_to_the_master(monkeypatch):
+def test_published_address_is_on_the_route_to_the_master(monkeypatch):
     monkeypatch.setattr(interface, "by_default_route", lambda: "")
     with pytest.raises(
         DiscoveryError, match=r"MASTER_ADDR=127.0.0.1 leads to no address .* set EFFICIENTLLM_INTERFACE"
@@ -202,7 +202,7 @@ def test_rejection_by_rank_0_is_returned_once_to_the_agent():
     assert rank.records[1:] == [FIRST], "the record of the next start is used"
 
 
-def test_only_records_signed_for_this_run_are_valid(tmp_path):
+def test_only_address_records_signed_for_this_run_are_valid(tmp_path):
     config = Config(secret_file=str(tmp_path / "secret"))
     source = Source(FIRST)
     rank = Found(source, True, config)
@@ -300,7 +300,7 @@ def test_file_of_another_user_is_not_read_as_address_record(tmp_path):
     assert source.read() is None
 
 
-def test_loopback_and_wildcard_are_found_in_every_spelling():
+def test_loopback_and_wildcard_addresses_are_recognized_in_any_form():
     assert all(interface.is_loopback(one) for one in ("127.0.0.1", "127.0.1.1", "::1", "[::1]", "localhost"))
     assert not any(interface.is_loopback(one) for one in ("10.0.0.1", "fd00::1", "node7", "0.0.0.0", "::"))
     assert all(interface.is_wildcard(one) for one in ("0.0.0.0", "::", "[::]", "*", ""))

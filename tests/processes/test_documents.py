@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("integration/**/*.md")])
 
 
-def test_configuration_page_has_the_printed_tables(cli):
+def test_configuration_page_has_the_tables_of_effllm_env(cli):
     """After a change, copy the output of ``effllm env --markdown``."""
     page = (ROOT / "docs" / "configuration.md").read_text()
     tables = cli.run("env", "--markdown").stdout.strip().split("\n\n## ")
@@ -31,7 +31,7 @@ def test_metrics_page_has_every_metric_of_a_group():
     assert [name for name, entry in METRICS.items() if entry.group and f"`{name}`" not in page] == []
 
 
-def test_events_page_ends_with_the_printed_table(cli):
+def test_events_page_ends_with_the_table_of_effllm_events(cli):
     """After a change, copy the output of ``effllm events --markdown``."""
     page = (ROOT / "docs" / "events.md").read_text()
     table = cli.run("events", "--markdown").stdout
@@ -55,7 +55,7 @@ def test_links_to_files_are_valid(document):
     assert [link for link in local if not (document.parent / link).exists()] == []
 
 
-def test_systems_page_is_generated_from_results():
+def test_systems_page_is_generated_from_test_results():
     assert (ROOT / "docs" / "systems.md").read_text() == systems.page()
 
 

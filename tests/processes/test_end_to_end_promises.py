@@ -146,7 +146,7 @@ def test_iterations_and_status_are_recorded_for_every_kind_of_end(launch, end, c
 
 
 @pytest.mark.fault("exits")
-def test_job_with_a_failed_rank_has_failed(launch):
+def test_job_with_a_failed_rank_has_the_status_failed(launch):
     aggregator = launch.aggregator()
     endpoint = aggregator.endpoint
     first = launch.python(LOOP, environ=jobs.rank_environ(0, 2), endpoint=endpoint)

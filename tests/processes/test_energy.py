@@ -280,7 +280,7 @@ def test_impossible_jump_of_a_counter_is_replaced_by_power(by_j):
 
 
 @pytest.mark.parametrize("wrong_j", [0.0, 4294967.295, 2**64 / 1000, 1e300])
-def test_single_wrong_counter_value_is_corrected(wrong_j):
+def test_single_wrong_counter_value_does_not_change_the_total_energy(wrong_j):
     one = fed(ledger(), *every_second(lambda s: wrong_j if s == 9 else 7000.0 + 500.0 * s))
     whole = energy(one, 0, 20)
 
@@ -387,7 +387,7 @@ def test_counter_that_is_constant_between_ticks_or_at_0_w_is_used():
 
 
 @pytest.mark.parametrize(("watts", "by_j"), [(500.0, 2e6), (500.0, 900.0), (500.0, 505.0), (60.0, 500.0), (60.0, 2e6)])
-def test_energy_is_not_counted_twice_after_a_low_counter(watts, by_j):
+def test_energy_is_counted_once_after_a_too_low_counter_value(watts, by_j):
     one = fed(
         ledger(), *every_second(lambda s: 3e6 + watts * s - (by_j if 5 <= s < 12 else 0.0), watts=watts, until_s=25)
     )
@@ -494,7 +494,7 @@ def test_averaged_power_is_shifted_by_half_its_window():
         (COUNTER, {"tick_s": 0.001}, 0.0),
     ],
 )
-def test_edge_waits_for_the_reading_after_it(method, sensor, later_s):
+def test_edge_is_settled_by_the_next_reading(method, sensor, later_s):
     one = ledger(method, **sensor)
     for second in range(3):
         one.add(Sample(at(second), power_w=100.0, power_average_w=100.0, energy_j=100.0 * second))
@@ -542,7 +542,7 @@ def test_edges_have_the_variance_of_a_tick_if_the_phase_is_unknown():
     assert statistics.pstdev(error_j for error_j, _ in found) == pytest.approx(stated_j, rel=0.15)
 
 
-def test_edge_between_equal_reads_has_the_error_of_other_edges():
+def test_error_of_an_edge_between_equal_reads_is_not_smaller():
     # For 300 W and a tick of about 100 ms with an unknown phase, the error is 30 J sqrt(1 / 12) = 8.66 J at each edge.
     one = ledger(tick_s=0.1, tick_error_s=0.1)
     for read_s in (tenth / 100 for tenth in range(301)):  # nine of ten readings equal the previous one
@@ -608,7 +608,7 @@ def covered(windows):
     return sum(abs(window.error_j) <= 1.96 * window.deviation_j for window in windows) / len(windows)
 
 
-def test_stated_intervals_cover_95_percent():
+def test_stated_intervals_contain_95_percent_of_true_energies():
     windows = pooled()
 
     assert len(windows) > 4000
@@ -770,7 +770,7 @@ def test_wrong_tick_is_detected(true_s, kept_s):
     assert max(error for _, error in found) < 0.005
 
 
-def test_correct_tick_is_never_contradicted():
+def test_correct_tick_is_never_reported_as_wrong():
     for seed in range(30):
         assert contradicted_after(0.1, 0.1, seed) == (None, 0.0)
 
@@ -977,7 +977,7 @@ def test_counter_with_a_wrong_rate_is_one_event(rate, text):
     assert method(one, 100, 200) == COUNTER
 
 
-def test_counter_that_agrees_again_is_an_event():
+def test_counter_that_agrees_with_power_again_is_an_event():
     one = ledger()
     total_j = 0.0
     for second in range(400):

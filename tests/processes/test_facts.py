@@ -69,7 +69,7 @@ def test_value_of_a_wrong_type_gives_the_default(name, value):
         ("parameters", {"total": "many", "is_share": "yes"}),
     ],
 )
-def test_wrong_value_is_treated_as_missing(name, value):
+def test_wrong_value_of_a_fact_is_treated_as_missing(name, value):
     assert from_document(RankFacts, {name: value}) == RankFacts()
 
 

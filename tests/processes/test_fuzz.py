@@ -34,7 +34,7 @@ def of_corpus(target):
 
 
 @pytest.mark.parametrize("target", fuzz.TARGETS)
-def test_damaged_corpus_is_handled(target):
+def test_damaged_inputs_of_the_corpus_raise_no_unexpected_error(target):
     @settings(deadline=None, max_examples=60)
     @given(of_corpus(target) | st.binary(max_size=300))
     def try_it(data):
@@ -62,7 +62,7 @@ def is_a_message(path):
     return True
 
 
-def test_accepted_frames_of_the_corpus_are_the_known_ones():
+def test_only_known_frames_of_the_corpus_are_accepted():
     assert {path.name for path in fuzz.corpus("frames") if is_a_message(path)} == set(POSSIBLE.split())
 
 

@@ -85,7 +85,7 @@ def test_package_and_a_module_in_it_are_hooked(package):
     assert seen == ["family.child", "family"]
 
 
-def test_failed_import_raises_the_same_error_and_can_be_repeated(package):
+def test_failed_import_raises_its_own_error_and_can_be_repeated(package):
     package("fails", "raise ValueError('as ever')")
     seen = []
     _imports.when_imported("fails", seen.append)
@@ -99,7 +99,7 @@ def test_failed_import_raises_the_same_error_and_can_be_repeated(package):
     assert importlib.import_module("fails").fine
 
 
-def test_missing_module_raises_the_same_error(package):
+def test_missing_module_raises_the_usual_import_error(package):
     _imports.when_imported("no_such_module", pytest.fail)
 
     with pytest.raises(ModuleNotFoundError, match="no_such_module"):

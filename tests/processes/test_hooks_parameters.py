@@ -182,5 +182,5 @@ def test_every_rank_counts_the_whole_model_with_fsdp(tmp_path):
         assert lines[2].startswith("2 90 57 6")
 
 
-def test_each_parameter_has_its_name():
+def test_each_parameter_has_its_name_size_and_trainable_flag():
     assert ("layers.0.weight", 16, True) in list(each_parameter(Tiny()))

@@ -119,7 +119,7 @@ def test_threads_are_counted_by_the_place_of_their_wait():
     assert sum(counts) >= 4
 
 
-def test_ended_process_has_no_state():
+def test_ended_process_has_no_reported_state():
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         process.wait()
 
@@ -144,7 +144,7 @@ def test_top_of_a_stack_is_the_last_frame_of_the_main_thread():
     assert top_of("nothing of the kind", 1) == ""
 
 
-def test_sent_text_has_a_maximum_length():
+def test_sent_text_of_an_inspection_has_a_maximum_length():
     assert bounded("x" * MAX_STACK) == "x" * MAX_STACK
     assert len(bounded("x" * (MAX_STACK + 1))) <= MAX_STACK
     assert bounded("x" * (MAX_STACK + 1)).endswith("(cut off)\n")
@@ -168,7 +168,7 @@ def test_inspections_run_in_the_background_one_at_a_time(no_recorder):
     assert child.due_s == float("inf")
 
 
-def test_inspection_has_a_timeout(no_recorder, monkeypatch):
+def test_inspection_of_a_trainer_has_a_timeout(no_recorder, monkeypatch):
     child = InspectionChild()
     monkeypatch.setattr(
         "effllm.agent.inspection_child.spawn", lambda *_: subprocess.Popen(["sleep", "60"], start_new_session=True)

@@ -115,7 +115,7 @@ def test_interpreter_in_variable_python_is_used(commands, tmp_path):
     assert called_with(done)[-7:] == ["torch.distributed.run", *TORCHRUN_HERE, "1", "train.py"]
 
 
-def test_exit_status_is_the_exit_status_of_the_training(commands, tmp_path):
+def test_launch_script_returns_the_exit_status_of_the_training(commands, tmp_path):
     add_command(commands, "torchrun", "exit 7")
     (tmp_path / "train.py").touch()
 

@@ -178,7 +178,7 @@ def test_tensorboard_file_is_below_the_folder_of_megatron(train, tmp_path):
     assert job.ledger.facts["tensorboard_dir"] == str(folder)
 
 
-def test_run_with_a_step_that_raises_has_failed(train):
+def test_run_with_an_exception_in_a_step_has_the_status_failed(train):
     job = train(NEW, fails_at=6).wait()
 
     assert job.code == 1

@@ -65,7 +65,7 @@ def test_reason_of_a_failed_hwmon_sensor_replaces_the_rapl_reason(bare):
         node_power.open_cpu("node1")
 
 
-def test_hwmon_is_read_without_rapl(bare):
+def test_hwmon_sensors_are_read_on_hosts_without_rapl(bare):
     chip = bare / "hwmon0" / "device"
     chip.mkdir(parents=True)
     (chip / "power1_oem_info").write_text("Grace Power Socket 0\n")
@@ -74,7 +74,7 @@ def test_hwmon_is_read_without_rapl(bare):
     assert node_power.open_cpu("node1").device.kind == "hwmon"
 
 
-def test_auto_never_uses_the_network():
+def test_sensor_choice_auto_never_uses_the_network():
     """In a new interpreter, "auto" opens all its sensors without loading a module for network connections."""
     program = (
         "import contextlib, sys; from effllm import devices\nfrom effllm.devices import node as node_power\n"

@@ -144,7 +144,7 @@ answer = [
     assert ask(trace, code) == [1, "MIG-a", 1, "GPU-a"]
 
 
-def test_lost_device_is_lost_until_nvml_is_initialized_again(trace):
+def test_lost_device_is_not_found_until_nvml_is_initialized_again(trace):
     trace.write(Gpu("GPU-a", "0:01:00"))
     faults = f"{trace.path}.faults"
     code = f"""
@@ -575,7 +575,7 @@ answer += [id for id, value in zip((83, 185, 186), fields(83, 185, 186)) if valu
         ("mig", "nvmlDeviceGetMigMode, handle"),
     ],
 )
-def test_every_group_of_calls_can_fail(trace, word, call):
+def test_faults_exist_for_every_group_of_calls(trace, word, call):
     trace.write(Gpu("GPU-a", "0:01:00", gpm=1))
     code = f"""{EVENTS_CODE}
 fault("0 {word} error 999")

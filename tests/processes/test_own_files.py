@@ -306,7 +306,7 @@ def test_link_that_replaces_the_run_folder_is_not_followed(project):
     assert is_untouched(project.parent / "precious")
 
 
-def test_circle_of_links_is_an_error(tmp_path):
+def test_circle_of_links_to_a_run_folder_is_an_error(tmp_path):
     (tmp_path / "a").symlink_to(tmp_path / "b")
     (tmp_path / "b").symlink_to(tmp_path / "a")
 
@@ -323,7 +323,7 @@ def test_relative_links_and_dots_are_followed(tmp_path):
     assert (tmp_path / "deep" / "er" / "mine").is_dir()
 
 
-def test_all_descriptors_are_closed(project):
+def test_own_files_closes_all_descriptors(project):
     before = len(list(Path("/proc/self/fd").iterdir()))
     own_files.make_folder(project / "runs" / "mine")
     for path in (project / "runs" / "mine" / "file", project / "missing" / "file"):
@@ -346,7 +346,7 @@ def test_job_does_not_change_a_run_behind_a_link_of_another_user(launch, project
     assert is_untouched(project.parent / "precious")
 
 
-def test_link_of_this_user_is_followed(tmp_path):
+def test_run_folder_behind_a_link_of_this_user_is_used(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "mine").symlink_to(tmp_path / "elsewhere")
     RunFolder(tmp_path / "mine", {"job": "x"}).close()

@@ -28,7 +28,7 @@ def monitor(scenario="inference", parameters=None):
     return one
 
 
-def test_every_value_is_nan_without_a_request():
+def test_every_value_of_the_monitor_is_nan_without_a_request():
     found = monitor().get_metrics()
 
     assert set(found) == KEYS | {"IT"}
@@ -93,7 +93,7 @@ def test_latency_as_second_positional_argument_warns():
 
 
 @pytest.mark.parametrize("bad", [float("nan"), -1, "x", None, [1]])
-def test_invalid_numbers_never_raise(bad):
+def test_invalid_numbers_never_raise_an_exception(bad):
     one = monitor()
     with pytest.warns(UserWarning):
         one.record_request(bad, bad, bad, bad, bad)

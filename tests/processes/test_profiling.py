@@ -69,7 +69,7 @@ def test_gain_of_the_counter_relative_to_power_is_found(counts):
     assert len(found.warnings) == (abs(counts - 1) > 0.03)
 
 
-def test_gain_common_to_counter_and_power_is_not_found():
+def test_gain_error_common_to_counter_and_power_is_not_found():
     found = profiled(SensedGpu(tick_s=0.1, gain=1.05))
 
     assert found.ratios["loaded"].value == pytest.approx(1.0, abs=RATIO)
@@ -117,7 +117,7 @@ def test_power_that_is_held_between_ticks_is_found(traits, is_held):
     assert profiled(SensedGpu(tick_s=0.1, **traits)).sensor.is_held is is_held
 
 
-def test_values_of_the_idle_and_the_loaded_gpu_are_found():
+def test_power_and_temperature_of_idle_and_loaded_gpu_are_measured():
     found = profiled(SensedGpu(tick_s=0.1))
 
     assert (found.idle.power_w, found.idle.counter_w) == pytest.approx((IDLE_W, IDLE_W), rel=0.01)

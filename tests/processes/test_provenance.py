@@ -55,7 +55,7 @@ def test_repository_with_changed_file_times_only_is_clean(repository):
     assert git_facts(repository)["git_dirty"] is False
 
 
-def test_index_is_not_rewritten(repository):
+def test_git_index_is_not_rewritten(repository):
     os.utime(repository / "train.py", (1, 1))  # with locks, git would write the new time to its index
     before = (repository / ".git" / "index").read_bytes()
 

@@ -298,7 +298,7 @@ ANYTHING = st.one_of(
 
 @settings(deadline=None, max_examples=100)
 @given(st.data())
-def test_calls_with_any_arguments_never_raise(data):
+def test_calls_with_any_arguments_never_raise_an_exception(data):
     with looping(log_interval=2) as loop:
         for at_ns in range(2000, 2008, 2):
             loop.start(at_ns)
@@ -346,7 +346,7 @@ def test_agent_is_woken_at_window_end_and_next_iteration():
     assert woken == [0, 1, 2, 2, 3]
 
 
-def test_state_of_a_new_recorder_is_startup():
+def test_new_recorder_is_in_the_state_startup():
     with looping() as loop:
         assert loop.reader.state() == (ring.STARTUP, 0, MADE_NS, 0)
 

@@ -75,7 +75,7 @@ LONGS = st.integers(0, 2**62)
 
 @settings(deadline=None, max_examples=50)
 @given(st.lists(LONGS, min_size=9, max_size=9), st.lists(LONGS, min_size=7, max_size=7), LONGS, st.integers(0, 2**53))
-def test_iteration_writes_the_same_record_as_put(often, rare, own_ns, arrival_ns):
+def test_methods_iteration_and_put_write_equal_records(often, rare, own_ns, arrival_ns):
     ordinal, start_ns, end_ns, step_ns, wait_ns, *frequent = sorted(often)
     counted = counters(*frequent, *rare[5:])
     writer = RingWriter(16)
@@ -206,7 +206,7 @@ def test_reader_of_a_busy_writer_reads_increasing_totals(writer, reader):
     assert len(seen) + reader.overrun == last
 
 
-def test_state_of_the_loop_is_read(writer, reader):
+def test_ring_reader_returns_the_state_of_the_loop(writer, reader):
     writer.state(ring.PHASE_STATE, 12, 345, 1)
 
     assert reader.state() == (ring.PHASE_STATE, 12, 345, 1)
@@ -272,7 +272,7 @@ def open_rings():
     return sum("effllm-ring" in str(one.readlink()) for one in Path("/proc/self/fd").iterdir() if one.is_symlink())
 
 
-def test_missing_memory_for_the_ring_raises_ring_error(monkeypatch):
+def test_missing_memory_raises_an_error_for_the_ring(monkeypatch):
     def full(descriptor, offset, size):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -284,7 +284,7 @@ def test_missing_memory_for_the_ring_raises_ring_error(monkeypatch):
     assert open_rings() == before
 
 
-def test_limit_on_file_sizes_raises_ring_error():
+def test_limit_on_file_sizes_raises_an_error_for_the_ring():
     # In a new process, because the limit cannot be raised again and the signal of the limit would kill the tests.
     program = (
         "import resource, signal\n"

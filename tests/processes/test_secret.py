@@ -62,7 +62,7 @@ def test_secret_readable_by_other_users_is_rejected_with_advice(path, mode):
     assert stat.S_IMODE(path.stat().st_mode) == mode, "the mode must not be changed"
 
 
-def test_link_folder_and_pipe_are_rejected(path):
+def test_link_folder_and_pipe_are_rejected_as_secret_file(path):
     write(path.with_name("real"))
     path.symlink_to("real")
     with pytest.raises(SecretError, match="is a link"):
@@ -103,7 +103,7 @@ def test_short_secret_is_rejected_and_not_shown(path, content):
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root can write anywhere")
-def test_unwritable_folder_is_reported(path):
+def test_unwritable_folder_of_the_secret_is_reported(path):
     path.parent.mkdir(parents=True)
     path.parent.chmod(0o500)
 

@@ -42,7 +42,7 @@ def test_event_file_is_below_the_folder_of_the_framework(run, tmp_path):
     assert not event_files(folder / "tensorboard")
 
 
-def test_folder_on_another_host_is_not_used(run, tmp_path):
+def test_event_folder_of_the_framework_on_another_host_is_not_used(run, tmp_path):
     folder = run(tmp_path / "elsewhere")
 
     assert len(event_files(folder / "tensorboard")) == 1

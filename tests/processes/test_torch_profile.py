@@ -145,7 +145,7 @@ def test_iteration_without_an_end_has_no_result(profile):
     assert profile.end(time.monotonic_ns()) is not None
 
 
-def test_iteration_ends_at_the_given_time(profile):
+def test_profiled_iteration_ends_at_the_given_time(profile):
     profile.start(2)
     began_ns = time.monotonic_ns()
     work()

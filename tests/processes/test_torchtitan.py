@@ -135,7 +135,7 @@ def test_loggers_of_torchtitan_receive_the_metrics(start):
     assert "efficientllm/al_seconds" in start("0.3", "wait").done().stdout
 
 
-def test_run_with_a_failed_training_has_failed(start):
+def test_run_with_a_failed_training_has_the_status_failed(start):
     job = start("0.3", "fail").wait()
     assert job.code == 1
     assert not job.left(within_s=8.0)

@@ -91,12 +91,12 @@ def test_lines_that_are_not_samples_are_skipped():
 @pytest.mark.parametrize(
     "url", ["", "localhost:8000", "ftp://h/metrics", "file:///etc/passwd", "http://", "http://u:p@h/", "http://h:x/"]
 )
-def test_invalid_address_is_rejected(url):
+def test_watch_rejects_an_invalid_server_address(url):
     with pytest.raises(ValueError, match=r"http|port|Port"):
         address(url)
 
 
-def test_default_path_is_metrics():
+def test_default_path_of_the_watched_page_is_metrics():
     assert address("http://127.0.0.1:8000") == ("http", "127.0.0.1", 8000, "/metrics")
     assert address("https://h/a/metrics") == ("https", "h", 443, "/a/metrics")
 
@@ -147,7 +147,7 @@ def serve():
         server.close()
 
 
-def test_errors_and_redirects_are_rejected(serve):
+def test_watch_rejects_error_and_redirect_answers_of_a_server(serve):
     with pytest.raises(Unreachable, match="500"):
         fetch(serve(500))
     with pytest.raises(Unreachable, match="302 Found to http://elsewhere/"):

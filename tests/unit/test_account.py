@@ -141,7 +141,7 @@ def test_spread_uses_device_means_and_peak_uses_readings():
     assert totals.devices.memory_peak_bytes == 5 * GIB
 
 
-def test_phases_count_in_wall_time_and_not_in_iterations():
+def test_time_of_phases_is_in_wall_time_and_not_in_iterations():
     evaluation = {"evaluation": full(5.0, watts=40.0)}
     window = device_window("GPU-0", wall=full(15.0, watts=80.0), phases=evaluation)
     rows = [row(0, phases_s={"evaluation": 5.0}, devices=(window,))]
@@ -183,7 +183,7 @@ def test_total_energy_needs_every_device_of_every_window():
     assert totals_of(windows, *gpus(2), least=0.4).energy.is_complete
 
 
-def test_means_have_values_without_energy():
+def test_memory_and_utilization_means_have_values_without_energy():
     totals = totals_of([[half_covered_row(0, 1, 0.0)]], *gpus(1))
 
     assert (totals.energy.joules, totals.devices.utilization_mean) == (None, 0.0)

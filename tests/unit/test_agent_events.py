@@ -11,7 +11,7 @@ from effllm.records.rank import Event
 from effllm.records.wire import AgentEvent
 
 
-def test_lines_before_the_folder_is_known_are_written_in_order(tmp_path):
+def test_log_lines_before_the_folder_is_known_are_written_in_order(tmp_path):
     events = AgentEvents(3)
     events.report("agent", "one")
     events.attach(tmp_path / "logs")

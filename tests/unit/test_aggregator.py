@@ -452,7 +452,7 @@ def test_new_agent_replaces_a_lost_or_departed_agent():
     assert [report.run.counts.tokens for report in job.closed()] == [2000]
 
 
-def test_same_agent_may_send_hello_again():
+def test_agent_may_send_its_hello_again():
     job = Job().join().join()
 
     assert len(job.events("joined")) == 2
@@ -1077,7 +1077,7 @@ def test_a_crash_at_any_point_changes_no_total(rows, steps, data, min_coverage):
 @settings(deadline=None, max_examples=50)
 @given(jobs(), STEPS, st.data())
 @pytest.mark.fault("duplicates")
-def test_crash_with_late_reports_loses_or_doubles_nothing(rows, steps, data):
+def test_crash_with_late_reports_loses_and_doubles_no_report(rows, steps, data):
     crashing = CrashingJob(rows, 1.0)
     for step in steps:
         rank = data.draw(st.sampled_from(sorted(rows)))
@@ -1208,7 +1208,7 @@ def test_energy_with_an_error_above_20_percent_is_not_shown():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_ranks", "runs"), [(1, 50), (8, 10)])
-def test_the_same_job_gets_the_same_advice_in_each_run(num_ranks, runs):
+def test_advice_on_doubtful_energy_does_not_vary_between_runs(num_ranks, runs):
     texts = set()
     for seed in range(runs):
         chance = random.Random(seed)
@@ -1465,7 +1465,7 @@ def test_reports_that_arrive_are_not_counted_as_lost():
 # --- limits per rank ---------------------------------------------------------------------------------
 
 
-def test_windows_of_few_ranks_close_a_few_at_a_time():
+def test_many_waiting_windows_close_a_few_at_a_time():
     job = Job(2).join()
     job.send(*(row(1, window) for window in range(1, 201)))
     job.aggregator.bye(Bye("agent-0", 0, "completed", 0), Now(1.0, 1001.0))
@@ -1518,7 +1518,7 @@ def test_rank_far_ahead_does_not_make_other_ranks_late():
 
 
 @pytest.mark.slow
-def test_late_reports_are_accepted_in_small_parts():
+def test_many_late_reports_are_accepted_a_few_at_a_time():
     job = Job(2).join()
     for window in range(1, 201):
         job.send(row(0, window, final=window == 200))

@@ -210,7 +210,7 @@ def test_settings_are_grouped_and_described_in_sentences():
     assert len(groups) == len(set(groups)), "each group is in one piece"
 
 
-def test_known_variables_are_not_reported():
+def test_known_variables_are_not_reported_as_unknown():
     known = {PREFIX + variable.name: "x" for variable in VARIABLES}
 
     assert unknown_variables({**known, "EFFICIENTLLM_ATTACH": "1"}) == []

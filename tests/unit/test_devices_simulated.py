@@ -15,7 +15,7 @@ WAVE = Waveform(period_s=4.0, power_mean_w=400.0, power_amplitude_w=100.0)
 PAIRS = [("power_w", "energy_j"), ("memory_bytes", "memory_byte_seconds"), ("utilization", "utilization_seconds")]
 
 
-def test_whole_period_has_the_mean_power():
+def test_energy_of_a_whole_period_is_its_length_times_the_mean_power():
     assert WAVE.energy_j(1.3, 5.3) == pytest.approx(400.0 * 4.0)
 
 
@@ -74,7 +74,7 @@ def test_ranks_have_different_values_at_the_same_time():
 
 
 @given(st.floats(0, 1e6), st.integers(0, 1000))
-def test_values_stay_within_bounds(t, rank):
+def test_values_of_a_simulated_device_stay_within_bounds(t, rank):
     wave = waveform_of(rank)
 
     assert 0 < wave.power_w(t) <= 650.0

@@ -54,7 +54,7 @@ def test_throttled_seconds_add_up_and_unknown_gauges_are_ignored():
     assert readings.gauges["temperature_c"].covered_s == 10.0
 
 
-def test_one_gpu_per_rank_uses_the_running_sums():
+def test_running_sums_are_used_for_one_gpu_per_rank():
     rows = [row(rank, devices=(read(f"GPU-{rank}", 50.0 + rank),)) for rank in range(3)]
     devices = {f"GPU-{rank}": gpu(f"GPU-{rank}") for rank in range(3)}
     gathered = gathered_of(rows)

@@ -356,7 +356,7 @@ def test_clock_set_back_gives_an_event_and_no_negative_gap():
     assert adds_up(run.goodput(ended=False))
 
 
-def test_gap_on_the_same_boot_uses_the_monotonic_clock():
+def test_gap_without_a_reboot_uses_the_monotonic_clock():
     run = Run().join().window(1).bye().wait(5)
     run.time_s += 3600
     run.restart().join(offset=10).window(1)

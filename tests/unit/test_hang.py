@@ -157,7 +157,7 @@ def test_the_seconds_of_a_running_stall_are_counted():
 
 
 @pytest.mark.parametrize(("name", "phase_s", "allowed_s"), [("checkpoint", 0, 600), ("evaluation", 120, 1200)])
-def test_phase_may_take_ten_minutes_or_ten_times_the_longest(name, phase_s, allowed_s):
+def test_phase_may_take_10_minutes_or_10_times_the_longest_phase(name, phase_s, allowed_s):
     job = Job()
     for rank in range(4):
         job.hang.row(row(rank, 1, phases_s={name: phase_s}), 90)
@@ -249,7 +249,7 @@ def test_ranks_that_wait_for_a_rank_in_a_phase_have_not_stalled():
     assert job.reported(105, 400, positions) == []
 
 
-def test_one_iteration_ahead_in_lockstep_is_not_a_stall():
+def test_difference_of_one_iteration_in_lockstep_is_not_a_stall():
     job = Job()
     job.run(100)
     for now_s in range(105, 300, 5):
@@ -261,7 +261,7 @@ def test_one_iteration_ahead_in_lockstep_is_not_a_stall():
         assert job.check(now_s) == []
 
 
-def test_late_window_does_not_count_as_late_progress():
+def test_late_window_is_not_progress_at_its_arrival():
     job = Job(ranks=2)
     job.run(100)
     # Both ranks reach iteration 105 by 104 s. Rank 0's window, which ended at 101 s, arrives at 104.5 s.
@@ -274,7 +274,7 @@ def test_late_window_does_not_count_as_late_progress():
         assert job.check(now_s) == []
 
 
-def test_delayed_heartbeat_makes_no_rank_slower():
+def test_delayed_heartbeat_causes_no_stall_of_a_rank():
     job = Job(ranks=2)
     job.run(100)
     # Rank 1 reached iteration 140 by 104 s and saves; its heartbeat of 103 s (iteration 130) arrived 1.5 s late.

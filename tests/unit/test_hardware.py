@@ -133,7 +133,7 @@ def test_memory_is_in_powers_of_two_and_its_rate_in_powers_of_ten():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_case_brand_and_order_of_the_words_do_not_matter(name):
+def test_case_brand_and_word_order_of_a_device_name_are_ignored(name):
     row = find(name)
     without_brand = name.removeprefix("NVIDIA ").removeprefix("AMD ").removeprefix("Tesla ")
 
@@ -260,7 +260,7 @@ def test_two_rows_of_one_name_are_rejected():
 
 
 @given(st.lists(st.sampled_from(WORDS), min_size=1, max_size=6), st.integers())
-def test_order_of_the_table_does_not_matter(words, seed):
+def test_order_of_hardware_rows_does_not_change_the_found_device(words, seed):
     shuffled = list(ROWS)
     random.Random(seed).shuffle(shuffled)
     index = hardware._index(shuffled)
@@ -278,7 +278,7 @@ def test_peaks_are_without_sparsity(name, precision, sparse_tflops):
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.names[0])
-def test_every_row_is_sourced_and_plausible(row):
+def test_every_hardware_row_has_a_source_and_plausible_numbers(row):
     assert row.source.title
     assert row.source.url.startswith("https://")
     assert row.source.evidence in {"read", "quoted", "unconfirmed"}

@@ -97,7 +97,7 @@ def test_failing_hook_warns_once_and_the_function_continues(place, capsys):
     )
 
 
-def test_only_the_first_rank_warns(monkeypatch, capsys):
+def test_only_the_first_rank_warns_of_a_failing_hook(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
 
@@ -133,7 +133,7 @@ class Trainer:
         return (cls, data)
 
 
-def test_wrapped_methods_keep_their_kind():
+def test_wrapped_static_and_class_methods_keep_their_kind():
     class Framework(Trainer):
         step, free, made = Trainer.step, staticmethod(Trainer.free), classmethod(Trainer.made.__func__)
 

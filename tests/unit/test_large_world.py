@@ -153,7 +153,7 @@ def test_new_aggregator_of_a_large_world_has_unchanged_sums():
     assert other.summary(3.0, ended=False).energy.by_device == aggregator.summary(3.0, ended=False).energy.by_device
 
 
-def test_invalid_state_is_rejected():
+def test_aggregator_rejects_an_invalid_saved_state():
     text = msgspec.json.encode(Ledger(1, "job", 0.0), enc_hook=to_json).replace(b'"values":""', b'"values":"AAAA"')
     with pytest.raises(msgspec.ValidationError):
         msgspec.json.decode(text, type=Ledger, dec_hook=from_json)

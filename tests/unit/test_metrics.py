@@ -361,7 +361,7 @@ def test_a_percentile_of_power_is_not_above_the_peak():
     assert metrics.energy.median_watts_per_gpu(with_keys(totals, power_peak_w=509.0)) == 505.0
 
 
-def test_padding_needs_both_counts():
+def test_padding_ratio_needs_tokens_and_processed_tokens():
     assert metrics.throughput.padding_ratio(with_keys(TOTALS, tokens_processed=0)) is None
     assert metrics.throughput.padding_ratio(with_keys(TOTALS, tokens_processed=600_000)) is None
 

@@ -58,14 +58,14 @@ def test_file_that_others_can_read_is_rejected_with_a_command(write, mode):
     assert refusal(file).endswith(f"chmod 600 {file}")
 
 
-def test_file_of_another_user_is_rejected(write, monkeypatch):
+def test_credentials_file_of_another_user_is_rejected(write, monkeypatch):
     file = write(f"user = monitor\npassword = {SECRET}\n")
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
 
     assert refusal(file).endswith("belongs to another user: it must belong to the user who runs the job")
 
 
-def test_missing_file_is_reported(tmp_path):
+def test_missing_credentials_file_is_reported(tmp_path):
     assert refusal(tmp_path / "nowhere").endswith("cannot be read: No such file or directory")
 
 
@@ -88,7 +88,7 @@ def test_folder_and_pipe_are_rejected_without_waiting(tmp_path):
         (f"user = a\npassword = {SECRET}\nfingerprint = {SECRET}\n", "64 hexadecimal digits"),
     ],
 )
-def test_errors_give_the_line_number_and_never_its_text(write, text, reason):
+def test_errors_give_the_line_number_and_never_the_text_of_the_line(write, text, reason):
     assert reason in refusal(write(text))
 
 

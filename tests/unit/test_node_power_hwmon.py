@@ -72,7 +72,7 @@ def test_rails_are_not_added_to_the_power_of_grace(grace_hopper):
     assert watts(grace_hopper) == 104.25  # not the rails (46.5 and 11.75), not the module (612.4)
 
 
-def test_two_sockets_add_up(tmp_path):
+def test_power_of_two_sockets_is_summed(tmp_path):
     assert watts(Hwmon(tmp_path, GRACE_GRACE)) == 210.5 + 190.25
 
 

@@ -292,7 +292,7 @@ def test_unreadable_counters_are_reported_with_three_ways_to_open(powercap, cloc
         assert way in text
 
 
-def test_unexpected_tree_is_described(powercap, clock):
+def test_unexpected_powercap_tree_is_described_in_the_error(powercap, clock):
     powercap.break_zone("intel-rapl:0")
 
     assert why_not(clock, powercap.root).startswith(
@@ -348,7 +348,7 @@ def pmu(tmp_path):
     return Pmu(tmp_path / "power")
 
 
-def test_perf_counts_without_permission_for_powercap(powercap, pmu, clock, monkeypatch):
+def test_perf_is_used_without_permission_for_powercap(powercap, pmu, clock, monkeypatch):
     close_powercap(monkeypatch)
     rapl = open_rapl(clock, powercap.root, pmu.root, pmu, pause=lambda _: None)
     clock.now_s += 1.0

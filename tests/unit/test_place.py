@@ -49,7 +49,7 @@ def test_torchrun_gives_the_master_and_the_restart_count():
     assert (place.master_addr, place.master_port, place.restart_count) == ("node0", 29500, 2)
 
 
-def test_torchrun_under_slurm_is_torchrun():
+def test_variables_of_torchrun_are_used_under_slurm():
     place = read_place({**SLURM, **TORCHRUN, "RANK": "3"})
 
     assert (place.launcher, place.rank, place.run_id) == ("torchrun", 3, "abc")

@@ -70,7 +70,7 @@ def test_cpu_inside_a_module_is_not_added_again():
     assert choose([node], "gpu+cpu").complaint == "", "a module is both"
 
 
-def test_scope_of_modules_and_plain_gpus_names_both():
+def test_scope_of_modules_and_plain_gpus_names_both_kinds():
     assert chosen((module("GPU-0"),), (gpu("GPU-1"), cpu("node1")))[0] == "gpu+module+cpu"
     assert chosen((module("GPU-0"),), (gpu("GPU-1"),))[0] == "gpu+module"
 
@@ -126,7 +126,7 @@ def test_missing_requested_scope_is_reported_with_the_used_scope(wanted, node, u
     assert (scope.label, scope.complaint) == (used, f"power scope: not every node has {wanted}; {used} is used")
 
 
-def test_modules_are_used_on_request():
+def test_module_scope_is_used_if_it_is_requested():
     assert choose([(module("GPU-0"), psu())], "module").label == "module"
     assert choose([(module("GPU-0"), psu())], "module").complaint == ""
 

@@ -97,7 +97,7 @@ def test_token_of_a_known_service_is_removed(token, place):
     ],
     ids=lambda command: " ".join(command)[:40],
 )
-def test_other_words_are_kept(command):
+def test_words_of_a_command_that_are_not_secrets_are_kept(command):
     assert redacted(command) == command
 
 

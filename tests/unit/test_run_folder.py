@@ -693,7 +693,7 @@ WHOLE = msgspec.json.encode(Event(1.0, "reports_lost", "rank 3 is gone"))
         )
     )
 )
-def test_readers_skip_and_count_garbage(tmp_path, pieces):
+def test_readers_skip_and_count_invalid_lines(tmp_path, pieces):
     (tmp_path / "events.jsonl").write_bytes(b"\n".join(pieces))
     lines = [line for line in b"\n".join(pieces).split(b"\n") if line.strip()]
 

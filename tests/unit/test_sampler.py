@@ -188,7 +188,7 @@ def test_slow_node_sensor_is_read_at_its_interval(start, wake):
     until(lambda: reader.reads >= 25)
 
 
-def test_samples_are_not_periodic(start, wake):
+def test_samples_are_at_random_times_within_their_intervals(start, wake):
     # Samples at full seconds would always be at the same point of 1 s iterations.
     reader = FakeReader()
     sampler = start(reader, interval_s=0.02)

@@ -138,7 +138,7 @@ def test_without_tokens_the_errors_follow_the_power():
     assert watched_energy(energy_tokens=0) == ["612 W/GPU ±0.13 % timing ±5 % sensor"]
 
 
-def test_unknown_error_is_left_out():
+def test_unknown_error_of_energy_is_left_out():
     assert watched_energy(energy_error_j=0.0)[1] == "0.0308 J/token ±5 % sensor"
     assert watched_energy(energy_error_j=None, energy_gain_error_j=None)[1] == "0.0308 J/token"
 
@@ -536,7 +536,7 @@ def test_an_error_is_rounded_up_to_two_digits(error, text):
     assert rounded_up(error) == text
 
 
-def test_small_error_is_shown_as_a_ten_thousandth():
+def test_small_error_is_rounded_up_to_a_hundredth_of_a_percent():
     assert errors_text(2.4e-6, 0.05) == "±0.01 % timing ±5 % sensor"
     assert errors_text(None, 0.0) == ""
 

@@ -179,7 +179,7 @@ def test_job_killed_in_a_stall_has_the_status_stalled():
     assert job.summary().status == "stalled"
 
 
-def test_stall_then_failure_is_stalled_and_the_reverse_is_failed():
+def test_status_is_the_first_of_stall_and_failure():
     job = Job()
     job.stall(BEHIND)
     for rank in range(4):
@@ -196,7 +196,7 @@ def test_stall_then_failure_is_stalled_and_the_reverse_is_failed():
     assert job.summary().status == "failed"
 
 
-def test_job_that_completes_after_a_stall_has_completed():
+def test_job_that_ends_after_a_stall_has_the_status_completed():
     job = Job()
     job.stall(BEHIND)
     for rank in range(4):

@@ -228,7 +228,7 @@ def hot(rank, window, wall_s):
     return gpu_window(rank, wall_s)
 
 
-def test_line_has_rank_start_reason_and_cost():
+def test_line_of_a_straggler_has_rank_start_reason_and_cost():
     job = SynchronousJob(64, slow=slowed({17}), device=hot, tail=0.0).run(20)
 
     (line,) = job.events("straggler")
@@ -320,7 +320,7 @@ def test_two_stragglers_share_the_waited_time():
     assert after[2,] - before[2,] == pytest.approx(2.25)
 
 
-def test_joules_with_a_gap_are_none():
+def test_cost_in_joules_is_none_with_an_energy_gap():
     def device(rank, window, wall_s):
         return gpu_window(rank if rank != 1 else 99, wall_s)  # the device of rank 1 is not read
 

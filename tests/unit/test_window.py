@@ -267,7 +267,7 @@ def test_missing_loss_is_not_counted():
     assert (rows[0].loss, rows[0].losses_not_finite, rows[0].first_not_finite) == (None, 0, None)
 
 
-def test_reset_is_in_one_window():
+def test_reset_is_reported_in_one_window():
     with looping(log_interval=2) as loop:
         iterate(loop, 3)
         loop.recorder.reset()
@@ -455,7 +455,7 @@ def test_rows_cover_the_run_without_gaps(run, log_interval):
 @pytest.mark.slow
 @settings(deadline=None, max_examples=80)
 @given(runs(), st.integers(2, 12))
-def test_windows_of_any_length_have_the_same_totals(run, log_interval):
+def test_totals_do_not_depend_on_the_length_of_windows(run, log_interval):
     slots, samples, end_ns = run
 
     def totals(rows):
