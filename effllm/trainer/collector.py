@@ -259,7 +259,7 @@ class MetricsCollector:
                 if len(self._value_indices) >= MAX_KNOWN_NAMES:
                     return
                 index = self._value_indices[name] = self.declared.value_index(name)
-            if index >= 0 and isinstance(value, float):
+            if type(value) is float and index >= 0:
                 recorder.value(index, value)
             elif index >= 0:
                 self.warn(f"value {name} must be a float, not {type(value).__name__}; ignored")

@@ -250,9 +250,10 @@ class Recorder:
         """Record a value of an instrument; ``index`` is the position of its name in the facts."""
         if self._on:
             self._num_values += 1
-            now_ns = time.monotonic_ns()
-            ordinal = self.ordinal + (self._start_ns > 0)
-            self._put(ring.VALUE, index, ordinal, self._num_values, now_ns, now_ns, value)
+            ordinal = self.ordinal + (self._start_ns > 0)  # without a time: the iteration gives the window
+            self._writer.put(
+                ring.VALUE, index, ordinal, self._num_values, 0, 0, value, self._step_ns, self._wait_ns, self._counters
+            )
             if self._num_values % WAKE_VALUES == 0:
                 self._wake()  # before values overwrite iterations in the ring
 
