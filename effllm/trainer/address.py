@@ -28,8 +28,8 @@ class AggregatorAddress:
         config: settings of this rank.
         place: rank, local_rank and world_size of this rank.
         declared: facts of this rank; the endpoint, the job and ``secured`` are set here.
-        write: called with the result of the search, perhaps in the search thread.
-        board: the board; its ``welcome`` is the endpoint that has admitted the agent.
+        write: called with the result of the search for the address, perhaps in the search's thread.
+        board: the board; its method ``welcome`` returns the endpoint that has admitted the agent.
     """
 
     _generation = 0
@@ -99,7 +99,7 @@ class AggregatorAddress:
         return listening.own_address(self._place, self._config)
 
     def _has_secret(self) -> bool:
-        """Whether the job has a secret; ``True`` without a check if the job is not on one host."""
+        """Whether the job has a secret; if the job is not on one host, ``True`` is returned without a check."""
         config, place = self._config, self._place
         if config.security != "auto" or config.endpoint or not place.one_host:
             return True
@@ -117,7 +117,7 @@ class AggregatorAddress:
         if self._place.rank == 0 and not facts.secured and (line := discovery.openness(facts.endpoint)):
             print_line(line)
 
-    # The next three methods may run in the search thread.
+    # The next three methods may run in the thread of the search.
 
     def _found(self, record: Mapping[str, str]) -> None:
         self._write(from_document(FoundAddress, record))

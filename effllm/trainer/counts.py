@@ -7,8 +7,8 @@ from typing import Any
 
 from effllm.records.counters import Counters
 
-MAX_TOTAL = 2**62  # limit of a running total
-FEW_BITS = 30  # counts of at most this size cannot make a total overflow
+MAX_TOTAL = 2**62  # maximal running total
+FEW_BITS = 30  # counts of at most so many bits cannot make a total overflow
 
 
 class RunningCounts(Counters):
@@ -43,7 +43,7 @@ class Losses:
         self._number = 0
 
     def checked(self, number: Any, loss: Any) -> tuple[int, float] | None:
-        """Return (number, loss), with nan for a loss of ``None``; return ``None`` for an invalid argument."""
+        """Return number and loss (nan for a loss of ``None``), or ``None`` if an argument is invalid."""
         try:
             number = int(number)
             value = float("nan") if loss is None else float(loss)

@@ -1,8 +1,8 @@
 """Times iterations on the device with two CUDA events each, without waiting for them.
 
 The host may be far ahead of the device, so the host's stamps only show launches.  The events of an iteration are read
-when a later iteration ends, and only if the device has passed them.  Only the standard library is imported: torch is
-the module that the training has imported.
+when a later iteration ends, and only if the device has passed them.  Only the standard library is imported: the
+caller passes the ``torch.cuda`` of the training.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-#: If the device is more than this number of iterations behind the host, iterations are not measured.
+#: While the device is more than so many iterations behind the host, no iteration is measured.
 MAX_PENDING = 4
 
 
@@ -60,7 +60,7 @@ class DeviceTime:
             self._open.has_sync = True
 
     def end(self) -> None:
-        """Mark the end of an iteration on the device; read the events of earlier iterations that have ended there."""
+        """Mark the end of an iteration on the device; read the events of iterations that the device has completed."""
         if not self._can_record():
             self._drop()
             return

@@ -17,7 +17,7 @@ class Generations:
         counters: totals to which tokens are added.
         phase_start: called with ``generation`` at the start of a generation that is a phase.
         phase_end: called at the end of a generation that is a phase.
-        changed: called when the totals have changed.
+        changed: called after each change of the totals.
         warn: called with a line for the user.
     """
 
@@ -35,7 +35,7 @@ class Generations:
         self._open: list[tuple[int, int]] = []  # generated tokens and prompt tokens of each open generation
         self._start_ns = 0
         self._is_phase = False
-        self.total_ns = 0  #: time of all generations; the phase ``generation`` has only a part of this time
+        self.total_ns = 0  #: time of all generations, also of those that are not in the phase ``generation``
 
     @property
     def depth(self) -> int:
@@ -61,7 +61,7 @@ class Generations:
 
         Args:
             tokens: generated tokens on this rank; by default the sum of the nested generations.
-            prompt_tokens: tokens of the prompts; not used if ``tokens`` has its default.
+            prompt_tokens: tokens of the prompts; ignored if ``tokens`` is not given.
         """
         if not self._open:
             self._warn("a generation ended without a start; ignored")
@@ -82,7 +82,7 @@ class Generations:
     def add(self, tokens: Any, time_ns: Any, prompt_tokens: Any = 0) -> None:
         """Count a completed generation; its time stays in the step or phase that includes it.
 
-        If another hook may count the same code, use `start` and `end` around it.
+        If another hook may count the same generation, call `start` and `end` around it instead.
 
         Args:
             tokens: generated tokens, without prompts.

@@ -1,7 +1,7 @@
-"""Requests, which replace iterations in a process that only infers.
+"""Requests, which count as iterations in a process that does not train.
 
 One request, or one batch of requests, is one iteration.  AL is the time of an iteration; IT is the number of generated
-tokens divided by the time.  In a process that trains, generated tokens only add to IT.
+tokens divided by the time of the iterations.  In a process that trains, generated tokens only add to IT.
 """
 
 from __future__ import annotations
@@ -49,15 +49,16 @@ class Requests:
     def ready(self, describe: Callable[[], InferenceProcess] | None = None) -> Recorder | None:
         """Start the metrics if needed, and return the recorder; ``None`` if the metrics cannot start.
 
-        In a job of several ranks, a hook's request does not start the metrics, because perhaps not all ranks generate.
+        In a job of several ranks, a hook's request does not start the metrics, because perhaps some ranks generate
+        nothing.
 
         Args:
-            describe: called before a start of the metrics.
+            describe: returns facts of this process; called only before the metrics are started.
         """
         collector = get_metrics_collector()
         if collector.is_collecting:
             if self.level == ownership.EXPLICIT and not ownership.holder():
-                ownership.claim(self.level, self.name)  # not for a hook's request: the process may train
+                ownership.claim(self.level, self.name)  # with a hook's request, the process may train
                 collector.declared.learn(serves_requests=True)
             return collector.recorder
         try:
@@ -82,7 +83,8 @@ class Requests:
         is_iteration = self.is_owner and not recorder.generations.depth
         if is_iteration:
             recorder.start()
-        # If the loop itself stamps iterations, they include generation; otherwise generation in a training is a phase.
+        # If a training loop itself stamps iterations, they include generations; else, a generation in training is a
+        # phase.
         recorder.generations.start(is_phase=not self.is_owner and not ownership.is_explicit())
         return _Open(recorder, is_iteration)
 
@@ -104,7 +106,7 @@ class _Open:
         self.recorder, self.is_iteration = recorder, is_iteration
 
 
-#: The requests that the program itself declares.
+#: The requests that the program itself declares, not a hook.
 DECLARED = Requests(ownership.EXPLICIT, "requests")
 
 

@@ -59,7 +59,7 @@ class Lifecycle:
         try:
             self._place = self._given_place or read_place(this_process())
             self.config = _config_with(self.overrides)
-            self._values = JobValues()  # a new run counts its own reports
+            self._values = JobValues()  # the reports of a new run are numbered from 1 again
             self._percentiles = {}
             self._session = Session(self.config, self._place, self.declared)
             self.recorder = self._session.recorder
@@ -119,7 +119,7 @@ class Lifecycle:
             self._session.warn(line)
 
     def greet(self) -> None:
-        """Print the original's two lines on rank 0, if a session runs."""
+        """Print the two lines of the original EfficientLLM on rank 0, if a session runs."""
         config, given = self.config, self.declared.facts.parameters
         if config is None or self.recorder is None or self._place.rank != 0:
             return

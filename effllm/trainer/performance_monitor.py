@@ -1,4 +1,4 @@
-"""The original's monitor for evaluation harnesses, with the original's names; the agent of this rank measures.
+"""The monitor of the original EfficientLLM for evaluation harnesses, with its names; this rank's agent measures.
 
 A value that is not measured is ``nan``, never 0.  Requests are counted and not stored.  Only the GPUs of this process
 are measured.
@@ -22,7 +22,7 @@ from effllm.trainer.inference import DECLARED, InferenceProcess, record_request
 
 NAN = float("nan")
 
-#: Name of a scenario -> metric of its throughput.
+#: Name of a scenario -> the metric that is its throughput.
 SCENARIOS = {
     "pretraining": "TT", "pretrain": "TT", "training": "TT",
     "finetuning": "ST", "finetune": "ST", "sft": "ST", "peft": "ST",
@@ -33,9 +33,10 @@ SCENARIOS = {
 class PerformanceMonitor:
     """Measures the requests of this process: AMU, PCU, AL, AEC, MCR, and one of TT, ST and IT.
 
-    The agent measures AMU, PCU and AEC during requests, up to the last ``EFFICIENTLLM_LOG_INTERVAL``th request, and
-    after `stop` for all requests.  AL and the throughput use the times of `record_request`; without a time, AL is
-    ``nan`` and the throughput assumes the time since the previous request.
+    The agent measures AMU, PCU and AEC during requests.  Their values include the requests up to the last
+    ``EFFICIENTLLM_LOG_INTERVAL``th one; after `stop` they include all.  AL and the throughput use the times that
+    `record_request` is given; without a time, AL is ``nan``, and for the throughput the time since the previous request
+    is assumed.
 
     Args:
         device_id: index of the GPU, if neither CUDA_VISIBLE_DEVICES nor torch shows the GPUs of this process.
@@ -52,7 +53,7 @@ class PerformanceMonitor:
         self._is_ours = False
         self._requests = self._tokens = self._samples = self._generated = 0
         self._given_s = 0.0
-        self._assumed_s = 0.0  # for requests without a time: time since the previous request
+        self._assumed_s = 0.0  # sum over the requests without a time: time since the previous request
         self._num_assumed = 0
         self._measured: tuple[float, float, float] = (NAN, NAN, NAN)
 
@@ -149,7 +150,7 @@ class PerformanceMonitor:
         return {**found, "total_time": NAN if began_s is None else ended_s - began_s, "num_requests": self._requests}
 
     def save(self, path: str | Path) -> None:
-        """Write the metrics as JSON, ``null`` for missing values; in a folder as ``performance_metrics.json``."""
+        """Write the metrics as JSON, with ``null`` for missing values; a folder gets ``performance_metrics.json``."""
         known = {name: value if math.isfinite(value) else None for name, value in self.get_metrics().items()}
         target = Path(path) / "performance_metrics.json" if Path(path).is_dir() else Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -8,22 +8,22 @@ PHASES = ("evaluation", "checkpoint", "other", "generation")
 
 
 class Phases:
-    """Times of all phases, and the times to subtract from steps and data waits.
+    """Times of all phases, and how much of them to subtract from the step and the data wait of an iteration.
 
-    A nested phase is a part of the outer phase.  If an iteration starts or ends during a phase, the phase is split, and
-    every nanosecond belongs to exactly one class.
+    A nested phase is a part of the outer phase.  If an iteration starts or ends during a phase, the phase is split
+    there, so that every nanosecond is counted exactly once.
     """
 
     def __init__(self) -> None:
         self.total_ns = [0] * len(PHASES)
         self.depth = 0
         self.index = -1  # index of the open phase in `PHASES`
-        self.between_ns = 0  # time of phases since the last iteration
+        self.between_ns = 0  # time of phases between the last iteration and the next
         self.inside_ns = 0  # time of phases in the running iteration
         self._start_ns = 0
 
     def begin(self, name: Any, now_ns: int) -> bool:
-        """Begin a phase, with ``other`` for an unknown name; return whether no phase was open."""
+        """Begin a phase (an unknown name counts as ``other``); return whether it is not inside another phase."""
         self.depth += 1
         if self.depth > 1:
             return False
@@ -50,7 +50,7 @@ class Phases:
             self.between_ns += spent_ns
 
     def start_iteration(self) -> None:
-        """Begin an iteration; if the last iteration did not end, its phases count as before this iteration."""
+        """Begin an iteration; if the last iteration did not end, its phases count as phases before this one."""
         self.between_ns, self.inside_ns = self.between_ns + self.inside_ns, 0
 
     def end_iteration(self) -> tuple[int, int]:

@@ -36,11 +36,11 @@ def problems(environ: Mapping[str, str]) -> list[str]:
 
 
 def doubts(environ: Mapping[str, str]) -> list[str]:
-    """Return one line for each setting that would be wrong on this host; the job may run on another host."""
+    """Return one line for each setting that is wrong if the job runs on this host; it may run on another."""
     config = read_config(usable(environ))
     found = []
     if config.interface:
-        from effllm.network import interface  # imported only if needed: the import takes as long as all other work
+        from effllm.network import interface  # imported only if needed: this import takes as long as all other checks
 
         if not interface.is_here(config.interface):
             names = ", ".join(interface.names())

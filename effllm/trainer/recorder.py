@@ -54,7 +54,7 @@ class Recorder:
         # a phase, after the end of a window, or after recording has stopped.
         self._is_special = True
         self.ordinal = 0
-        self._boundary_ordinal = log_interval - offset % log_interval  # the next iteration that ends a window
+        self._boundary_ordinal = log_interval - offset % log_interval  # ordinal of the next that ends a window
         self._start_ns = 0  # 0 while no iteration runs
         self._end_ns = 0  # 0 until the first iteration has ended
         self._made_ns = time.monotonic_ns()
@@ -66,7 +66,7 @@ class Recorder:
         self._phases = Phases()
         self.generations = Generations(self._counters, self.phase_start, self.phase_end, self._write_totals, self._once)
         self._losses = Losses(self._once)
-        writer.state(ring.STARTUP, 0, self._made_ns)  # startup begins now, and not at the boot of the host
+        writer.state(ring.STARTUP, 0, self._made_ns)  # without this, startup would begin at the host's boot
         _live.add(self)
 
     def start(self, _now: Any = time.monotonic_ns) -> None:
@@ -175,7 +175,7 @@ class Recorder:
         self._own_ns = now_ns - self._start_ns - self._phases.inside_ns
 
     def waited(self, spent_ns: int) -> None:
-        """Count a part of the running iteration as data wait: the iteration starts later by this time."""
+        """Count this time of the running iteration as data wait: the iteration's start is moved by this time."""
         if self._on and self._start_ns and not self._phases.depth:
             self._start_ns += spent_ns
 
@@ -223,12 +223,12 @@ class Recorder:
         return (self._phases.depth, self.generations.depth, *self._phases.total_ns, self.generations.total_ns)
 
     def may_evaluate(self) -> None:
-        """Set this rank's state to a possible evaluation; `evaluated` confirms the evaluation at its end."""
+        """Publish that this rank may be in an evaluation; `evaluated` confirms it when it has ended."""
         if self._on and not self._phases.depth:
             self._writer.state(ring.PHASE_STATE, self.ordinal, time.monotonic_ns(), 0)
 
     def evaluated(self, start_ns: int, end_ns: int) -> None:
-        """Count a period of the running iteration as evaluation; the period must not contain phases or data waits."""
+        """Count a part of the running iteration as an evaluation; the part must contain no phase and no data wait."""
         if self._on and self._start_ns and not self._phases.depth:
             self._writer.state(ring.STEP, self.ordinal + 1, self._start_ns)
             self._is_special = True
@@ -314,9 +314,9 @@ def request_span(recorder: Recorder, chain: int, number: int, start_ns: int | No
 
 
 def pair_s(batches: int = 5, pairs: int = 40) -> float | None:
-    """Return the time that a start and an end of an iteration take on this host; ``None`` without memory.
+    """Return the time that recording an iteration's start and end takes on this host; ``None`` if memory is short.
 
-    The result is a median, measured within 1 ms, and a lower bound, because the caches of a real loop are colder.
+    The result is a median, measured within 1 ms.  It is a lower bound, because a real loop has colder caches.
     """
     try:
         writer = ring.RingWriter(16)

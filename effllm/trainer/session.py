@@ -36,7 +36,7 @@ from effllm.trainer.declared import Declared, text
 from effllm.trainer.recorder import Recorder, pair_s
 
 READY_S = 2.0  # the agent's first sample takes about 0.3 s, or longer with a busy file system
-FIRST_RANK_ENDS_S = 5.0  # rank 0 waits for the summary, because a container ends with its launcher
+FIRST_RANK_ENDS_S = 5.0  # rank 0 waits for the summary: in a container, the launcher's end would kill the aggregator
 OTHER_RANKS_END_S = 1.0
 MAX_WARNINGS = 20
 
@@ -139,7 +139,7 @@ class Session:
             "rocr_visible_devices": this_process().get("ROCR_VISIBLE_DEVICES"),
             **_cuda_identity(),
             "recorder_pair_s": pair_s(),
-            # The following values replace values of an earlier session.
+            # The following values remove those of an earlier session.
             "job": "",
             "endpoint": "",
             "run_folder": "",
@@ -205,7 +205,7 @@ class Session:
     def final_values(self, since_s: float) -> dict[str, float]:
         """Return the values of the run's summary on rank 0; empty if the summary is older than ``since_s``.
 
-        The summary is needed because the aggregator's last message may be lost while agent and aggregator end.
+        The summary is read because the aggregator's last message may be lost while agent and aggregator end.
         """
         folder = self._declared.facts.run_folder
         if not folder:
@@ -269,7 +269,7 @@ def _how_it_ended() -> str:
 
 
 def _cuda_identity() -> dict[str, str]:
-    """Return UUID and PCI bus id of torch's current device, if torch has one; CUDA is never started."""
+    """Return UUID and PCI bus id of torch's current device, if CUDA has been started; it is not started here."""
     torch = sys.modules.get("torch")
     cuda = getattr(torch, "cuda", None)
     if cuda is None or not getattr(cuda, "is_initialized", lambda: False)():
@@ -304,7 +304,7 @@ def _wanted_folder(config: Config, place: Place) -> Path:
         return parent / config.run_name
     if run_id and not _UUID.fullmatch(run_id):
         return parent / run_id
-    # Without an id, torchrun makes a random id; a restart of the job finds the folder by the end of its name.
+    # If the user gives no id, torchrun makes a random one; after a restart, the folder is found by the end of its name.
     end = run_id[:8] or secrets.token_hex(4)
     earlier = sorted(parent.glob(f"????????-??????-{end}")) if run_id else []
     return earlier[-1] if earlier else parent / f"{time.strftime('%Y%m%d-%H%M%S')}-{end}"

@@ -24,7 +24,7 @@ from effllm.records.timeline import Interval, Split, device_kind, group_kind, ho
 #: If one of these variables is set, Nsight or another tool uses CUPTI, and CUPTI allows only one user.
 HOLDERS = ("NSYS_PROFILING_SESSION_ID", "CUDA_INJECTION64_PATH")
 
-#: Limit of the records of one iteration; reading this number of records takes about 2 s.
+#: Maximal number of records of one iteration; to read so many takes about 2 s.
 MAX_RECORDS = 1_000_000
 #: Profiling ends after this many consecutive profiles without records.
 MAX_FAILURES = 2
@@ -33,14 +33,14 @@ MAX_FAILURES = 2
 QUIET = ("KINETO_LOG_LEVEL", "6")
 
 
-_profiling: weakref.WeakSet[TorchProfile] = weakref.WeakSet()  # profilers that have started at least once
+_profiling: weakref.WeakSet[TorchProfile] = weakref.WeakSet()  # the profilers to stop before a fork
 
 
 class Profiled(NamedTuple):
     """The profile of one iteration, and its cost."""
 
     split: Split
-    is_of_device: bool  # whether the times are from a device, and not from the host's stamps
+    is_of_device: bool  # whether the times are those of a device, not of the host
     cost_ns: int  # time to start, stop and read the profiler, outside of the iteration
 
 
@@ -119,7 +119,7 @@ class TorchProfile:
                 self._give_up(f"{type(error).__name__}: {error}")
 
     def abandon_before_fork(self) -> None:
-        """Stop profiling before a fork: the child process would continue to record until its end."""
+        """Stop profiling before a fork: else, the child process would record until it ends."""
         if threading.get_ident() == self._thread:
             self.abandon()
 
@@ -127,7 +127,8 @@ class TorchProfile:
         """Stop profiling for ever, and restore torch's functions.
 
         Args:
-            failed: whether the training failed; then a communication may never end, and a stop on the device may hang.
+            failed: whether the training failed; then a communication may never end, and to stop a profile of the device
+                may hang.
         """
         if failed and self._on_device:
             self._profiler = None
@@ -162,7 +163,7 @@ class TorchProfile:
         self._on_device = bool(cuda is not None and cuda.is_initialized())
         if self._on_device and _has_compiled_graphs():
             raise RuntimeError("CUDA graphs of torch.compile are on, and CUPTI is known to crash with them")
-        # The class of this name in torch.profiler uses this class, but its start also imports the compiler.
+        # torch.profiler.profile uses this class, too, but its start also imports the compiler.
         profile = self._torch.autograd.profiler.profile
         named: dict[str, Any] = {"use_kineto": True, "use_cpu": not self._on_device}
         if self._on_device:
@@ -207,7 +208,7 @@ class TorchProfile:
 
 
 def _let_go(profiler: Any) -> None:
-    """Free the records (10 MB for 8,000 records): only the garbage collector would free their reference cycle."""
+    """Free the records (10 MB for 8,000 records), which else only the garbage collector would free, as a cycle."""
     profiler.kineto_results = None
 
 
@@ -247,7 +248,7 @@ class Neighbours:
 
     @contextlib.contextmanager
     def away(self) -> Iterator[None]:
-        """Ignore all calls in this period, because they are our own."""
+        """Ignore all calls in this ``with`` block, because they are effllm's own."""
         self._is_away = True
         try:
             yield
@@ -255,7 +256,7 @@ class Neighbours:
             self._is_away = False
 
     def leave(self) -> None:
-        """Restore torch's functions, except a function that other code has replaced since."""
+        """Restore torch's functions, except those that other code has replaced in the meantime."""
         for name, (original, watched) in self._replaced.items():
             if getattr(self._module, name, None) is watched:
                 setattr(self._module, name, original)
@@ -269,8 +270,8 @@ def host_split(events: Any, start_ns: int, end_ns: int) -> Split | None:
 def device_split(events: Any) -> Split | None:
     """Return the split from the records of devices; ``None`` without such a record.
 
-    The device runs behind the host, so the iteration is measured on the device, from the first record to the last
-    record.  Records begin with the first kernel that was launched in the iteration.
+    The device runs behind the host, so the iteration is measured on the device, from its first record to its last.
+    The first record is that of the first kernel that was launched in the iteration.
     """
     on_device = [event for event in events if not _is_host(event)]
     if not on_device:
@@ -280,7 +281,7 @@ def device_split(events: Any) -> Split | None:
 
 
 def _split(events: Any, start_ns: int, end_ns: int, kind_of: Callable[[str], str | None]) -> Split | None:
-    kinds: dict[str, str | None] = {}  # few operators are called, but often
+    kinds: dict[str, str | None] = {}  # there are few operators, each called often
     computing: list[Interval] = []
     communicating: list[tuple[str, int, int]] = []
     for event in events:
@@ -307,7 +308,7 @@ def _times(event: Any) -> Interval:
 
 
 def _is_host(event: Any) -> bool:
-    """Whether a record is not work of a device: it is from the host, or it is a range that the program marked."""
+    """Whether a record is no work of a device: it is of the host, or a range that the program has marked."""
     if str(event.device_type()).endswith("CPU"):
         return True
     activity = str(event.activity_type()) if hasattr(event, "activity_type") else ""

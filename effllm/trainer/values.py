@@ -10,7 +10,7 @@ from effllm.records.board import Board
 
 NAN = float("nan")
 
-#: Name of the value in the original's methods -> one of the contract's six tags.
+#: Name of a value in the original EfficientLLM's methods -> one of the contract's six tags.
 HEADLINE = {
     "amu": "amu_gb",
     "pcu": "pcu_ratio",
@@ -70,7 +70,7 @@ class JobValues:
         return {f"efficientllm/{tag}": self._by_tag.get(tag, NAN) for tag in HEADLINE.values()}
 
     def write(self, writer: Any) -> None:
-        """Pass the measured values of a new report to a writer, once; the writer's exceptions are not caught."""
+        """Pass the measured values of a new report to a writer, each report once; its exceptions are not caught."""
         if self._report > self._written:
             self._written = self._report
             for tag in HEADLINE.values():

@@ -1,4 +1,4 @@
-"""A recorder that also measures inside iterations: every Nth iteration with a profiler, all with CUDA events.
+"""A recorder that also profiles every Nth iteration, and times all iterations on the device by CUDA events.
 
 `WatchedRecorder` replaces `Recorder` only if a profiler or a device is used, because `Recorder` must stay fast.
 """
@@ -18,7 +18,7 @@ _NS = 1e-9
 
 
 class WatchedRecorder(Recorder):
-    """Records the stamps of `Recorder`, and the profiles and device times of iterations.
+    """Records what `Recorder` records, and the profiles and device times of iterations.
 
     Args:
         arguments: arguments of `Recorder`.
@@ -65,7 +65,7 @@ class WatchedRecorder(Recorder):
             except Exception as error:  # noqa: BLE001 - as above
                 self._without_device(error)
             if (self.ordinal + 1 + self._offset) % self._log_interval == 0:
-                self._put_device(self.ordinal + 1)  # must precede the record that ends the window
+                self._put_device(self.ordinal + 1)  # written before the record that ends the window
         step_ns = self._step_ns
         super().end(tokens_processed, samples, tokens, tokens_loss, _now)
         if self._profile is not None and (found := self._profile.end(self._end_ns)) is not None:

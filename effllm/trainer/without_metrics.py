@@ -8,7 +8,7 @@ import sys
 
 _reason = ""
 _is_registered = False
-_has_run = False  # metrics were collected, or their start failed on a rank that does not print the reason
+_has_run = False  # metrics were collected, or failed to start on a rank other than 0
 
 
 def suggest_at_exit(reason: str) -> None:
@@ -18,7 +18,7 @@ def suggest_at_exit(reason: str) -> None:
 
 
 def repeat_at_exit(reason: str) -> None:
-    """Print the reason at the end of the process; an empty reason means collected metrics, and nothing is printed."""
+    """Print the reason at the end of the process; empty means that metrics were collected: nothing is printed."""
     global _reason, _is_registered, _has_run
     _reason = reason
     _has_run = _has_run or not reason
