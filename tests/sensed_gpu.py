@@ -57,7 +57,7 @@ class Clock:
         return self.now_ns
 
     def sleep(self, seconds):
-        self.now_ns += round(seconds * NS) + 60_000  # the kernel also wakes a process late
+        self.now_ns += round(seconds * NS) + 60_000  # late, as a kernel wakes a process
 
 
 class SensedGpu:

@@ -1,4 +1,4 @@
-"""Agents that crash or cannot start: training continues, a line has the reason, and the job ends without delay."""
+"""Agents that crash or cannot start: training continues, a line on stderr has the reason, and the job ends in time."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Too few file descriptors: a job that needs more is rejected at its start, or descriptors run out later."""
+"""Too few file descriptors for a job, which is rejected at its start; or descriptors that run out later."""
 
 import os
 import re

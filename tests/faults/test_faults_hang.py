@@ -25,7 +25,7 @@ STALL = re.compile(
 
 @pytest.fixture
 def meeting(tmp_path):
-    """Return the file by which the ranks synchronize."""
+    """Return the file through which the ranks synchronize."""
     path = tmp_path / "meeting"
     path.write_bytes(bytes(64))
     return path

@@ -25,7 +25,7 @@ FRESH_SUMMARY = FRESH + TICK_S / STEP_S  # after SIGTERM, each tick rewrites the
 #: test has long timeouts.
 USUAL_END_S = 30.0
 
-#: Trains on after SIGTERM, like a trainer that saves a checkpoint; the progress is in a file.
+#: Continues to train after SIGTERM, like a trainer that saves a checkpoint; the progress is in a file.
 SAVES = """
 import itertools, os, signal, struct, sys, time
 import effllm.efficientllm_metrics as effllm

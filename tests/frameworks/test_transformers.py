@@ -139,7 +139,7 @@ def test_losses_are_unchanged_to_the_last_digit(frameworks, ranks):
 
 
 def test_al_does_not_include_evaluation_and_checkpoints(frameworks):
-    """Each evaluation and each checkpoint has an extra 0.2 s; AL must not include this time."""
+    """Each evaluation and each checkpoint sleeps for an extra 0.2 s; AL must not include this time."""
     slow = """
 import time
 inner = trainer.prediction_step

@@ -145,7 +145,7 @@ def _parameters(folder):
 
 
 def test_generation_is_counted_but_not_in_al(frameworks):
-    """Each generation has an extra 0.2 s."""
+    """Each generation sleeps for an extra 0.2 s."""
     slow = """
 inner = trainer.model.generate
 trainer.model.generate = lambda *a, **k: (time.sleep(0.2), inner(*a, **k))[1]

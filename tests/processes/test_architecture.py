@@ -1,4 +1,4 @@
-"""Layers of packages: modules import only from lower layers, and the import of the package is cheap."""
+"""Layers of packages: modules import only from lower layers, and the import of effllm is cheap."""
 
 import ast
 import importlib

@@ -1,4 +1,4 @@
-"""Loops of plain torch, attached only by environment variables: counts of iterations, also with unusual launches."""
+"""Loops of plain torch, attached only by environment variables: counts of iterations, also after unusual starts."""
 
 from __future__ import annotations
 

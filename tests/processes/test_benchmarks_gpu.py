@@ -150,7 +150,7 @@ def test_error_of_a_window_is_relative_to_two_fitted_power_levels():
     [right], [wrong] = judged(OURS, exact, edges), judged(OURS, off, edges)
 
     assert right.value == pytest.approx(0.0, abs=1e-9)
-    assert wrong.value == pytest.approx(2.0, abs=1e-6)  # the two fitted levels are between the values
+    assert wrong.value == pytest.approx(2.0, abs=1e-6)  # the fitted levels are between +2 % and -2 %
     assert (right.detail["in_stated_interval"], wrong.detail["in_stated_interval"]) == (1.0, 0.0)
 
 

@@ -1,4 +1,4 @@
-"""Other readings of a GPU: energy and power by scope, GPM, clocks, events, and shares of MIG slices.
+"""More readings of a GPU: energy and power by scope, GPM, clocks, events, and shares of MIG slices.
 
 The values follow the curves of the NVML library of the tests. ``frozen`` stops the time of the library, so the values
 are exact. NVML truncates values to whole mW and mJ.

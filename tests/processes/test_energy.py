@@ -242,7 +242,7 @@ def test_faulty_counter_gives_no_negative_or_excess_energy(seed, faults, power):
 
     for length_s, window in windows:
         if window.joules is not None:
-            # A step of the counter may include 0.1 s of the adjacent steps, and its halves may have different energy.
+            # The increase between two reads may include 0.1 s before or after them, and may be uneven in time.
             assert 0.0 <= window.joules <= 1.2 * LIMIT_W * (length_s + 0.5)
             assert 0.0 <= window.estimated_j <= window.joules + 1e-6
         assert 0.0 <= window.covered_s <= length_s + 1e-9
@@ -780,7 +780,7 @@ def test_stated_intervals_include_an_unknown_lag():
 
 
 def test_unknown_lag_shifts_both_edges_equally():
-    # A lag of up to 100 ms is 0 J at a constant 500 W, and 400 W * 100 ms / sqrt(3) = 23.1 J from 100 W to 500 W.
+    # Error of a lag up to 100 ms: 0 J at a constant 500 W; 400 W * 100 ms / sqrt(3) = 23.1 J from 100 W to 500 W.
     one = fed(
         ledger(lag_error_s=0.1),
         *((s, 100.0, 100.0 * s) for s in range(6)),

@@ -194,7 +194,7 @@ WAVE = square(100.0, 700.0, 0.37, 0.6)
 def test_values_of_sensors_are_equal_to_values_computed_in_python(trace, settings):
     [gpu] = trace.write(Gpu("GPU-a", "0:01:00", **({"power": WAVE} | settings)))
     now_s = time.monotonic()
-    moments = [now_s - 50 + 0.7391 * i for i in range(60)] + [-1.234, -0.037]  # and two before the clock started
+    moments = [now_s - 50 + 0.7391 * i for i in range(60)] + [-1.234, -0.037]  # the last two are before time 0
     code = f"""
 def read():
     counter, usage = pynvml.nvmlDeviceGetTotalEnergyConsumption(handle), pynvml.nvmlDeviceGetPowerUsage(handle)

@@ -269,7 +269,7 @@ def test_count_on_a_gpu_is_not_read_to_avoid_a_synchronization(loop):
 
 
 class Hostile:
-    """A value that raises in every operation."""
+    """A value that raises an exception in every operation."""
 
     def _raise(self, *_):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")

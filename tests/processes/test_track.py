@@ -340,7 +340,7 @@ def test_five_intervals_without_a_sample_are_a_gap(tracked):
     track = tracked(Gpu(INSTANT), interval_s=0.01)
     track.take()
     first_ns = track.series.newest_ns
-    for at_s in (0.9, 1.8, 2.9):  # gaps are above 5 x 0.2 s, the minimum interval
+    for at_s in (0.9, 1.8, 2.9):  # a gap is longer than five times the minimum interval of 0.2 s
         track.series.add(Sample(first_ns + round(at_s * NS), power_w=100.0))
 
     found = track.series.integrals(first_ns, first_ns + round(2.9 * NS))

@@ -40,7 +40,7 @@ def test_cluster_time_is_the_largest_sum_of_a_rank():
 
     totals = totals_of(windows, *gpus(2))
 
-    # Rank 0: 10 + 21 s, rank 1: 20 + 10 s.  The sum of the maxima would be 20 + 21 s.
+    # Rank 0: 10 + 21 s, rank 1: 20 + 10 s.  The sum of the largest times of the windows would be 20 + 21 s.
     assert totals.loop.time_s == 31.0
     assert totals.loop.wait_s == 3.0, "of the rank with the largest T"
 
@@ -411,7 +411,7 @@ def test_inference_throughput_uses_the_longest_generation_time():
 
     totals = totals_of(windows, *gpus(2))
 
-    # Rank 0: 2 + 1 s, rank 1: 1 + 3 s, at the same time.  The sum of the maxima would be 2 + 3 s.
+    # Rank 0: 2 + 1 s, rank 1: 1 + 3 s, at the same time.  The sum of the largest times of the windows would be 2 + 3 s.
     assert (totals.counts.generated_tokens, totals.loop.generation_s, totals.counts.prompt_tokens) == (2000, 4.0, 100)
     assert metrics.contract.it_tokens_per_sec(totals) == 500.0
     assert totals.counts.tokens == 4000, "what is generated is not what is trained on"

@@ -303,7 +303,7 @@ def test_late_report_completes_the_energy_of_its_window():
     job.send(row(1))
 
     run = job.closed()[0].run
-    # Two GPUs at 100 W for 10 s; the divisor has the tokens of both ranks.
+    # Two GPUs at 100 W for 10 s; the divisor of J/token has the tokens of both ranks.
     assert (run.energy.joules, run.energy.measured_j, run.energy.is_complete) == (2000.0, 2000.0, True)
     assert (run.energy.counts.tokens, run.energy.counts.samples, run.energy.time_s) == (2000, 20, 10.0)
     assert job.summary().energy.by_device == {"GPU-0": 1000.0, "GPU-1": 1000.0}

@@ -1,4 +1,4 @@
-"""effllm/job/energy_account.py: the combined error of windows and GPUs, by hand and as properties."""
+"""effllm/job/energy_account.py: the combined error of windows and GPUs, compared with errors computed by hand."""
 
 import math
 

@@ -106,8 +106,8 @@ BY_HAND = {
     "joules_per_token": 0.125,  # 60,000 / 480,000
     "joules_per_iteration": 750.0,  # 60,000 / 80
     "joules_per_sample": 250.0,  # 60,000 / 240
-    "joules_per_generated_token": None,  # a part was not measured
-    "total_wh": None,  # a part was not measured
+    "joules_per_generated_token": None,  # a part of the run was not measured
+    "total_wh": None,  # a part of the run was not measured
     "joules_per_10k_tokens": 1250.0,
     "tokens_per_joule": 8.0,  # 480,000 / 60,000
     "joules_above_baseline": 48_000.0,  # 60,000 - 300 * 40

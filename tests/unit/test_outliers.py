@@ -9,6 +9,6 @@ def test_iterations_too_short_for_a_clock_name_no_rank():
     track = OutlierTrack()
     for window in range(3):
         rows = [row(rank, window) for rank in range(3)]
-        track.look(rows, [5e-324, 5e-324, 1.0])  # the shares exceed the range of a float
+        track.look(rows, [5e-324, 5e-324, 1.0])  # the ratio to the median exceeds the range of a float
 
     assert not track.looks

@@ -1,4 +1,4 @@
-"""effllm/job/health/slowdown.py: a slower job is reported, and load of its host is not reported."""
+"""effllm/job/health/slowdown.py: a slower job is reported, but a short load of its host is not."""
 
 import random
 
