@@ -9,11 +9,11 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from effllm.hooks._batch import Batch, read_batch
 from effllm.hooks._late import LateSums
 from effllm.hooks._parameters import CONVENTION, Parameters, flops_per_token
 from effllm.hooks._steps import Steps
 from effllm.hooks._wrap import Guard
+from effllm.trainer.batch import Batch, read_batch
 from effllm.trainer.collector import get_metrics_collector
 
 _DEPTH = 4  # maximal depth of the search for a tensor in a batch of unknown type

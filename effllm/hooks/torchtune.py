@@ -19,12 +19,12 @@ from types import ModuleType
 from typing import Any
 
 from effllm.hooks import Unknown
-from effllm.hooks._batch import UNKNOWN, Batch
 from effllm.hooks._batches import Batches
 from effllm.hooks._parameters import parameters_of
 from effllm.hooks._steps import Steps, listen_to_waits, rank, version
 from effllm.hooks._wrap import Call, Guard, around
 from effllm.trainer import ownership
+from effllm.trainer.batch import UNKNOWN, Batch
 
 PHASES = {"validate": "evaluation", "save_checkpoint": "checkpoint"}
 

@@ -15,13 +15,14 @@ from typing import Any
 from transformers.trainer_callback import TrainerCallback
 
 from effllm.hooks import Unknown
-from effllm.hooks._batch import Batch, read_batch
 from effllm.hooks._late import LateSums
 from effllm.hooks._parameters import CONVENTION, FlopsByWidth, Parameters, config_of, flops_per_token, parameters_of
 from effllm.hooks._steps import Steps, rank, version
 from effllm.hooks._trainer_layout import counts_its_batch, mesh_text, tensor_parallel
 from effllm.hooks._wrap import Call, Guard, around
+from effllm.instruments.token_counter import CountingCollator
 from effllm.trainer import ownership
+from effllm.trainer.batch import Batch, read_batch
 
 #: If the mean width of the batches changes by more than this share, the FLOPs are reported again.
 WIDTH_TOLERANCE = 0.01
@@ -179,6 +180,9 @@ class TrainerRun:
     def see(self, inputs: Any) -> None:
         """Count a micro-batch."""
         batch = read_batch(inputs, self._is_encoder_decoder)
+        collator = getattr(self.trainer, "data_collator", None)
+        if isinstance(collator, CountingCollator):
+            collator.arrived(batch)
         if batch is None or self._model is None:
             return
         self._num_batches += 1

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import csv
+import json
 import sys
+import time
 from pathlib import Path
 
 import pytest
+from nvml_library import GIB, Gpu, flat, square
+
+from effllm.energy.calibration import Calibration, store
+from effllm.records.rank import Sensor
 
 pytest.importorskip("transformers", reason="needs transformers")
 yaml = pytest.importorskip("yaml", reason="needs PyYAML")
@@ -172,3 +178,63 @@ def test_backend_of_a_gpu_says_in_one_line_that_there_is_none(play, backend):
     assert job.stdout.splitlines()[1:] == [
         f"[train] backend {backend} needs an NVIDIA GPU, and torch finds none; on a CPU: make measure-adamw"
     ]
+
+
+COUNTS = """
+import tiny
+from transformers import Trainer
+from effllm.instruments.token_counter import CountingCollator
+
+collator = CountingCollator(tiny.collate)
+more = {"dataloader_num_workers": 2, "gradient_accumulation_steps": 2}
+Trainer(tiny.llama(), tiny.arguments(**more), data_collator=collator, train_dataset=tiny.rows(60)).train()
+print("counted", collator.batches, collator.samples, collator.tokens, collator.tokens_loss)
+"""
+
+
+def test_counting_collator_of_a_trainer_counts_the_trained_batches(frameworks):
+    """6 steps of 2 micro-batches with 2 rows; the rows have 5 and 8 tokens, the first of which has no label."""
+    job = frameworks.run(COUNTS)
+
+    _, batches, samples, tokens, tokens_loss = job.stdout.splitlines()[-1].split()
+    summary = job.ledger.summary
+    assert (int(batches), int(samples)) == (12, 24)
+    assert (int(tokens), int(samples)) == (summary.tokens, summary.samples)
+    assert int(tokens_loss) == int(tokens) - 24
+    assert 24 * 5 <= int(tokens) <= 24 * 8
+
+
+@pytest.mark.alone
+def test_joules_of_a_gpu_agree_with_its_known_power(play, trace, tmp_path):
+    """The power is a square wave of 180 and 620 W; the counter of energy has ticks of 0.1 s."""
+    wave = square(180.0, 620.0, 0.83, 0.6)
+    memory = {"memory": flat(40.0 * GIB), "memory_total": 80 * GIB}
+    (gpu,) = trace.write(Gpu("GPU-a", "0:01:00", power=wave, power_mode="held", tick_s=0.1, **memory))
+    known = Sensor(tick_s=0.1, tick_error_s=1e-5, lag_error_s=0.001, is_held=True, source="measured")
+    today = time.strftime("%Y-%m-%d")
+    store(
+        tmp_path / "cache" / "efficientllm" / "calibration",
+        Calibration("Traced", "570.0", today, known, measured_lag=True),
+    )
+    settings = {"device": "nvml", "collection_interval": 0.1, "log_interval": 25}
+
+    job = play.run(
+        environ=trace.environment() | {"CUDA_VISIBLE_DEVICES": "0"},
+        settings=settings,
+        train={"max_steps": 300},
+        metrics={"warmup_s": 1.0},
+    )
+
+    to_monotonic_s = time.monotonic() - time.time()
+    (row,) = rows(job)
+    warming = {window.window for window in job.ledger.windows if window.warming_up}
+    measured = [one for one in job.ledger.ranks if one.window not in warming and one.tokens]
+    start_s, end_s = measured[0].start_time_s, measured[-1].end_time_s
+    truth_j = gpu.energy_j(start_s + to_monotonic_s, end_s + to_monotonic_s)
+    last = json.loads((job.ledger.folder / "windows-0001.jsonl").read_bytes().splitlines()[-1])
+    error_j = last["run"]["energy_error_j"]  # half-width of a 95 % interval
+    assert warming
+    assert float(row["energy_J"]) == pytest.approx(truth_j, abs=3 * error_j)
+    assert float(row["peak_power_W"]) == 620.0
+    assert 180.0 < float(row["avg_power_W"]) < 620.0
+    assert (float(row["vram_peak_MB"]), float(row["vram_avg_MB"])) == (40960.0, 40960.0)

@@ -41,6 +41,9 @@ IN_TRAINING = [
     "effllm.hooks",
     "effllm.instruments.metrics",
     "effllm.instruments.profiling",
+    "effllm.instruments.results_csv",
+    "effllm.instruments.run_results",
+    "effllm.instruments.token_counter",
 ]
 
 

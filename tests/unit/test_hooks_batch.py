@@ -4,7 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs PyTorch")
 
-from effllm.hooks._batch import read_batch  # noqa: E402
+from effllm.trainer.batch import read_batch  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

@@ -1,0 +1,107 @@
+"""Tokens of the batches that a collator makes, counted in the training process: each batch once, for any workers."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from effllm.instruments._statistics import NAN
+from effllm.trainer.batch import Batch, read_batch
+from effllm.trainer.collector import get_metrics_collector
+
+
+class CountingCollator:
+    """A collator with the counts of its batches.
+
+    A collator may run in a worker process, and a worker may make batches that are never used.  Therefore a batch is
+    counted when it arrives: by `over` in a plain loop, or by the hook of the Trainer, which has this collator as
+    ``data_collator``.  Padding that a mask shows is not counted, and packed rows have none.
+
+        collator = CountingCollator(collator)
+        loader = DataLoader(rows, collate_fn=collator, num_workers=4)
+        for batch in collator.over(loader): ...
+
+    Args:
+        collator: the collator, a function of the rows of a batch.
+
+    Raises:
+        TypeError: ``collator`` is not callable.
+    """
+
+    def __init__(self, collator: Callable[[Any], Any]) -> None:
+        if not callable(collator):
+            raise TypeError(f"collator={collator!r} is not callable")
+        self.collator = collator
+        self.batches = 0  #: number of batches that arrived
+        self._sums: list[Any] = [0, 0, 0, 0]  # samples, positions, tokens, tokens with a label; tensors on a GPU
+        self._has_text = self._has_unknown = False
+
+    def __call__(self, features: Any) -> Any:
+        """Return the batch of the collator."""
+        return self.collator(features)
+
+    def over(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """Yield the batches of a loader, and count each; the counts on a CPU are those of `effllm.count`, too.
+
+        A framework's hook that counts tokens itself does not use the counts of `effllm.count`.
+        """
+        for batch in loader:
+            counts = self._read(batch)
+            self.arrived(counts)
+            if counts is not None and counts.source and not hasattr(counts.tokens, "is_cuda"):
+                get_metrics_collector().count(
+                    counts.tokens, counts.samples, counts.tokens_processed, counts.tokens_loss
+                )
+            yield batch
+
+    def arrived(self, counts: Batch | None) -> None:
+        """Add the counts of a batch that is trained now; ``None`` for a batch of an unknown kind."""
+        self.batches += 1
+        if counts is None:
+            if not self._has_unknown:
+                warnings.warn("a batch without named tensors: its tokens cannot be counted", stacklevel=3)
+            self._has_unknown = True
+            return
+        self._has_text = self._has_text or bool(counts.source)
+        more = (counts.samples, counts.tokens_processed, counts.tokens, counts.tokens_loss)
+        self._sums = [before + value for before, value in zip(self._sums, more, strict=True)]
+
+    @property
+    def samples(self) -> float:
+        """Sequences; NaN if a batch could not be counted, or none arrived."""
+        return NAN if self._has_unknown or not self.batches else int(self._sums[0])
+
+    @property
+    def tokens_processed(self) -> float:
+        """Positions, padding included; NaN if a batch could not be counted, or none had text."""
+        return self._count(1)
+
+    @property
+    def tokens(self) -> float:
+        """Positions without padding; NaN as `tokens_processed`.  For batches on a GPU, a read waits for the GPU."""
+        return self._count(2)
+
+    @property
+    def tokens_loss(self) -> float:
+        """Positions with a label; NaN as `tokens_processed`.  For batches on a GPU, a read waits for the GPU."""
+        return self._count(3)
+
+    def _count(self, index: int) -> float:
+        return NAN if self._has_unknown or not self._has_text else int(self._sums[index])
+
+    def _read(self, batch: Any) -> Batch | None:
+        try:
+            counts = read_batch(batch)
+        except Exception:  # noqa: BLE001 - the loop must not end because of a batch of an unknown kind
+            return None
+        return None if counts is None else _in_memory(counts)
+
+
+def _in_memory(counts: Batch) -> Batch:
+    """Replace tensors in the host's memory by numbers; a tensor on a GPU is not read, because that waits."""
+    for name in ("samples", "tokens", "tokens_loss"):
+        value = getattr(counts, name)
+        if getattr(getattr(value, "device", None), "type", "") == "cpu":
+            setattr(counts, name, int(value))
+    return counts
