@@ -43,7 +43,7 @@ def main(device: str, *, show_all: bool, as_json: bool) -> int:
 def _parts(found: Survey, show_all: bool) -> Iterator[Table | Padding | str]:
     yield _findings(found.findings)
     yield ""
-    yield _metrics([one for one in found.metrics if show_all or _is_usual(one.metric)])
+    yield _metrics([one for one in found.metrics if show_all or METRICS[one.metric].console or one.metric in _USUAL])
     yield ""
     if found.sensor:
         yield _sensor(found.sensor)
@@ -121,10 +121,6 @@ def _costs(found: Survey) -> Iterator[str]:
         )
     if cost.stamps_us is not None:
         yield f"The training thread spends {cost.stamps_us:.1f} µs per iteration on records."
-
-
-def _is_usual(name: str) -> bool:
-    return bool(METRICS[name].console) or name in _USUAL
 
 
 def _label(name: str) -> str:

@@ -113,7 +113,8 @@ def calibrate(
     seen = _measure(read)
     if kept is not None and (why := _contradiction(kept.sensor, seen, SUSPECT_TICK if is_suspect else SAME_TICK)):
         if folder and keep:
-            _remove(folder, device.name, device.driver)
+            with suppress(OSError):
+                own_files.remove_file(_path(folder, _model(device.name), device.driver))
         if report is not None:
             report(f"the calibration of {kept.date} from the cache was dropped and measured again: {why}")
     elif kept is not None and (kept.measured_lag or (kept.is_fresh() and (seen.tick is None or is_suspect))):
@@ -274,11 +275,6 @@ def keep_lag(folder: Path, device: Device, lag_s: float) -> str:
     if is_same or before_s is None:
         return ""
     return f"the lag of {1e3 * before_s:.3g} ms from the cache was dropped: the counter is {1e3 * lag_s:.3g} ms late"
-
-
-def _remove(folder: Path, name: str, driver: str) -> None:
-    with suppress(OSError):
-        own_files.remove_file(_path(folder, _model(name), driver))
 
 
 def store_unless_profiled(folder: Path, calibration: Calibration) -> None:

@@ -158,7 +158,9 @@ class _DeepSpeedLoop:
 
     def _begin(self, engine: Any) -> None:
         model_parallel = _size(engine, "get_tensor_model_parallel_world_size", "get_model_parallel_world_size")
-        self._counts_data = model_parallel == 1 or _rank_in(engine) == 0
+        self._counts_data = (
+            model_parallel == 1 or _size(engine, "get_tensor_model_parallel_rank", "get_model_parallel_rank") == 0
+        )
         split = getattr(engine, "sequence_parallel_size", 1) or 1
         own_rank = rank()
         self._counts_samples = own_rank % split == 0
@@ -209,10 +211,6 @@ def _size(engine: Any, *names: str) -> int:
     groups = getattr(engine, "mpu", None)
     found = next((getattr(groups, name) for name in names if hasattr(groups, name)), None)
     return int(found()) if found is not None else 1
-
-
-def _rank_in(engine: Any) -> int:
-    return _size(engine, "get_tensor_model_parallel_rank", "get_model_parallel_rank")
 
 
 _LOOP = _DeepSpeedLoop()

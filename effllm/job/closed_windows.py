@@ -12,7 +12,6 @@ from msgspec.structs import replace
 from effllm.config.settings import Config
 from effllm.job.event_log import EventLog
 from effllm.job.gathered import Gathered
-from effllm.job.health import losses
 from effllm.job.health.energy_watch import EnergyWatch
 from effllm.job.health.straggler_watch import StragglerWatch
 from effllm.job.health.waste import WasteWatch
@@ -178,8 +177,20 @@ class ClosedWindows:
     # --- reports ---
 
     def _judge_losses(self, rows: Rows, time_s: float) -> None:
-        if (event := losses.judge(rows, self._ledger, time_s)) is not None:
-            self._events.record(event)
+        """Record in the ledger whether a window's loss is finite, and an event after a change."""
+        ledger, first = self._ledger, rows.first_not_finite
+        if rows.counts["losses_not_finite"]:
+            if ledger.first_not_finite is None:
+                ledger.first_not_finite = first
+            if ledger.is_loss_finite:
+                ledger.is_loss_finite = False
+                text = f"the loss is NaN or infinite at iteration {first}"
+                self._events.record(Event(time_s, "loss_not_finite", text))
+        elif rows.loss is not None and not ledger.is_loss_finite:
+            ledger.is_loss_finite = True
+            shown, total = max(row.iteration_shown for row in rows), ledger.whole.counts.get("losses_not_finite", 0)
+            after = f"after {total} losses of the run that were NaN or infinite"
+            self._events.record(Event(time_s, "loss_finite", f"the loss is finite again at iteration {shown}, {after}"))
 
     def _report(self, window: Window, late: Window | None = None) -> None:
         """Report a window; a correction has only the late rows, because the other rows were already written."""

@@ -249,7 +249,7 @@ def summary_of(
         parameters=run.constants.parameters,
         parameters_kind=kind,
         metrics={
-            tag: Value(value, entry.unit, *_error_of(errors.get(tag)))
+            tag: Value(value, entry.unit, *(errors.get(tag) or (None, None)))
             for tag, value in values.items()
             if (entry := metrics.describe(tag))
         },
@@ -352,10 +352,6 @@ def doubts(report: ClusterReport, roster: Roster) -> Iterator[tuple[str, str]]:
                 f"{name} would be {share:.3g}, which is impossible, so it is not shown: the {flops:.3g} FLOPs per "
                 f"token, the tokens or the peak ({roster.job.peak_source}) are wrong",
             )
-
-
-def _error_of(parts: tuple[float, float] | None) -> tuple[float | None, float | None]:
-    return (None, None) if parts is None else parts
 
 
 def _remaining_s(whole: ClusterTotals, total: int | None, shown: int) -> float | None:

@@ -20,14 +20,9 @@ LINE_BYTES = 500
 
 
 class EventLimit:
-    """Selects the events that become lines.
+    """Selects the events that become lines: at most `MAX_PER_MINUTE` of one kind and rank in a minute."""
 
-    Args:
-        max_per_minute: limit of the lines of one kind and rank in a minute.
-    """
-
-    def __init__(self, max_per_minute: int = MAX_PER_MINUTE) -> None:
-        self._max_per_minute = max_per_minute
+    def __init__(self) -> None:
         self._since_s: float | None = None
         self._lines: dict[tuple[str, int | None], int] = {}  # in this minute
         self._left: dict[str, int] = {}  # how many lines a kind may still have
@@ -37,7 +32,7 @@ class EventLimit:
         """Return whether an event becomes a line; count an event without a line."""
         key, lines = (event.kind, event.rank), 1 + len(event.text) // LINE_BYTES
         used, left = self._lines.get(key, 0), self._left.get(event.kind, MAX_OF_KIND)
-        if used + 1 > self._max_per_minute or left < 1:
+        if used + 1 > MAX_PER_MINUTE or left < 1:
             self.leave_out(event, of_all_ranks=left < 1)
             return False
         self._lines[key] = used + lines

@@ -5,14 +5,14 @@ from __future__ import annotations
 MAX_SHOWN = 2000
 
 
-def one_line(text: str, most: int = MAX_SHOWN) -> str:
+def one_line(text: str) -> str:
     r"""Return a text without control characters, escape sequences, line breaks and marks of writing direction.
 
     >>> one_line("node\x1b[2J7\n[EfficientLLM] all is well")
     'node [2J7 [EfficientLLM] all is well'
     """
-    if len(text) > most:
-        text = text[: most - 1] + "…"
+    if len(text) > MAX_SHOWN:
+        text = text[: MAX_SHOWN - 1] + "…"
     if text.isprintable():
         return text
     return " ".join("".join(c if c.isprintable() else " " for c in text).split())

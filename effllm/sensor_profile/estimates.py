@@ -158,22 +158,21 @@ def steps_w(ticks: Sequence[Tick], rhythm: Rhythm) -> list[tuple[float, float]]:
 # --- the response to the load --------------------------------------------------------------------
 
 
-def response(load: Load, readings: Readings, shortest_s: float = MIN_WINDOW_S) -> Response | None:
+def response(load: Load, readings: Readings) -> Response | None:
     """Return the window of readings and its delay behind the load; ``None`` if readings do not follow the load.
 
     Args:
         load: the load, switched on before the window of the first reading begins.
         readings: times at which values were first shown, and the values.
-        shortest_s: minimal window.
     """
     readings = _thinned(readings, MAX_READINGS)
     if len(readings) < MIN_READINGS:
         return None
-    middle_s, window_s = _best(load, readings, shortest_s)
-    middle_s, window_s, fit = _refined(load, readings, middle_s, window_s, shortest_s)
+    middle_s, window_s = _best(load, readings)
+    middle_s, window_s, fit = _refined(load, readings, middle_s, window_s)
     if fit < MIN_FIT:
         return None
-    spread = [_refined(load, part, middle_s, window_s, shortest_s, 0.1)[:2] for part in _without_each_part(readings)]
+    spread = [_refined(load, part, middle_s, window_s, 0.1)[:2] for part in _without_each_part(readings)]
     middle_error_s, window_error_s = (max(_jackknife_95([one[i] for one in spread]), MIN_ERROR_S) for i in (0, 1))
     idle_w, rise_w = _line([load.share(at_s - middle_s, window_s) for at_s, _ in readings], [w for _, w in readings])
     return Response(
@@ -202,9 +201,9 @@ def _fit(load: Load, readings: Readings, middle_s: float, window_s: float) -> fl
     return both * both / (own * others) if both > 0 and own > 0 and others > 0 else 0.0
 
 
-def _best(load: Load, readings: Readings, shortest_s: float) -> tuple[float, float]:
+def _best(load: Load, readings: Readings) -> tuple[float, float]:
     few = _thinned(readings, MAX_READINGS // 3)
-    candidates, window_s = [], shortest_s
+    candidates, window_s = [], MIN_WINDOW_S
     while window_s <= MAX_WINDOW_S:
         step_s = max(window_s, 0.04) / 3
         middle_s = -window_s / 2
@@ -217,7 +216,7 @@ def _best(load: Load, readings: Readings, shortest_s: float) -> tuple[float, flo
 
 
 def _refined(
-    load: Load, readings: Readings, middle_s: float, window_s: float, shortest_s: float, step: float = 0.5
+    load: Load, readings: Readings, middle_s: float, window_s: float, step: float = 0.5
 ) -> tuple[float, float, float]:
     """Search for the best fit near a window; return the middle and length of the best window, and its fit."""
     best = _fit(load, readings, middle_s, window_s)
@@ -227,7 +226,7 @@ def _refined(
             (middle_s + along_s, window_s),
             (middle_s - along_s, window_s),
             (middle_s, min(window_s * wider, MAX_WINDOW_S)),
-            (middle_s, max(window_s / wider, shortest_s)),
+            (middle_s, max(window_s / wider, MIN_WINDOW_S)),
         ]
         fits = [_fit(load, readings, *place) for place in around]
         if max(fits) > best:

@@ -12,7 +12,7 @@ from typing import Any
 
 from effllm.config.place import Place
 from effllm.trainer import ownership
-from effllm.trainer.counted import Counted
+from effllm.trainer.counts import Counted
 from effllm.trainer.declared import count as positive_count
 from effllm.trainer.declared import positive, text
 from effllm.trainer.lifecycle import Lifecycle

@@ -313,11 +313,12 @@ def request_span(recorder: Recorder, chain: int, number: int, start_ns: int | No
     return end_ns
 
 
-def pair_s(batches: int = 5, pairs: int = 40) -> float | None:
+def pair_s() -> float | None:
     """Return the time that recording an iteration's start and end takes on this host; ``None`` if memory is short.
 
     The result is a median, measured within 1 ms.  It is a lower bound, because a real loop has colder caches.
     """
+    batches, pairs = 5, 40
     try:
         writer = ring.RingWriter(16)
     except RingError:

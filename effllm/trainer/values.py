@@ -36,14 +36,10 @@ class EfficientLLMMetrics:
 
 
 class JobValues:
-    """The values of the newest report that this rank has read.
+    """The values of the newest report that this rank has read."""
 
-    Args:
-        by_tag: values before the first report.
-    """
-
-    def __init__(self, by_tag: Mapping[str, float] | None = None) -> None:
-        self._by_tag: Mapping[str, float] = by_tag or {}
+    def __init__(self) -> None:
+        self._by_tag: Mapping[str, float] = {}
         self._report = self._iteration = 0
         self._written = 0  # number of the newest report that was passed to a writer
 

@@ -1,4 +1,4 @@
-"""effllm/job/health/lost_agents.py: an agent without a connection for two seconds is lost."""
+"""effllm/server/job_end.py: an agent without a connection for two seconds is lost."""
 
 import jobs
 import pytest
@@ -6,10 +6,10 @@ from builders import hello
 
 from effllm.config.settings import Config
 from effllm.job.aggregator import Aggregator
-from effllm.job.health.lost_agents import LostAgents
 from effllm.network.transport import AgentLink, ServerSocket, make_context
 from effllm.records.clock import Now
 from effllm.records.wire import Ack, Bye
+from effllm.server.job_end import LostAgents
 
 
 def test_agent_is_lost_after_two_seconds_without_connection():
