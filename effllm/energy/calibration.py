@@ -37,7 +37,7 @@ MIN_APART_S, MAX_BUSY = 0.002, 0.25
 KEPT_DAYS = 90
 #: Maximal relative difference of a measured tick from the cached tick.
 SAME_TICK = 0.02
-#: The maximum if readings of a run contradicted the cached tick: jitter alone may cause a smaller difference.
+#: The same maximum, if readings of a run have contradicted the cached tick; jitter alone may cause such a difference.
 SUSPECT_TICK = 0.002
 #: A measured tick with a larger relative error, caused by delayed reads, is not compared with the cached tick.
 LOOSE_TICK = 0.05
@@ -174,7 +174,7 @@ def with_seen(sensor: Sensor, seen: Seen) -> Sensor:
     if seen.tick is None:
         return replace(sensor, call_s=seen.call_s, source=f"{sensor.source}: no tick was found by the reads")
     tick_s, tick_error_s = seen.tick
-    lag_is_open = not sensor.lag_error_s or sensor.lag_error_s == sensor.tick_s  # the lag is anything up to a tick
+    lag_is_open = not sensor.lag_error_s or sensor.lag_error_s == sensor.tick_s  # the lag is between 0 and a tick
     return replace(
         sensor,
         tick_s=tick_s,

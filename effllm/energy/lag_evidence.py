@@ -153,8 +153,9 @@ class LagEvidence:
             self._spread_s = min(self._spread_s + max(gap_s, MIN_SPREAD_S), tick_s)
             self._restart(low_s - gap_s, high_s + gap_s, tick_s)
         low_s, high_s = self._bounds_s
+        # A lag slightly below zero is more likely than a lag of almost a tick.
         if high_s - low_s < tick_s / 8 and low_s + high_s > 1.75 * tick_s:
-            self._restart(low_s, high_s, tick_s)  # slightly below zero is more likely than almost a tick
+            self._restart(low_s, high_s, tick_s)
 
     def _restart(self, low_s: float, high_s: float, tick_s: float) -> None:
         turns = math.floor((low_s + high_s) / 2 / tick_s + 1 / 8)

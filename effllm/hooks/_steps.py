@@ -272,7 +272,7 @@ def place() -> Place | None:
 
 
 def _store_address(distributed: Any) -> tuple[str, int]:
-    """Return host and port of the process group's store in torch; after ``tcp://`` the environment lacks both."""
+    """Return host and port of the store of torch's process group; for ``tcp://`` the environment has neither."""
     get_store = getattr(getattr(distributed, "distributed_c10d", None), "_get_default_store", None)
     try:
         store: Any = get_store() if get_store is not None else None

@@ -201,7 +201,8 @@ def source(place: Place, config: Config, generation: int) -> RecordSource | None
     """
     if place.world_size == 1:
         return None
-    has_store = place.launcher in ("torchrun", "torch.distributed")  # the latter: a process group exists
+    # With the launcher "torch.distributed", a process group exists, so there is a store.
+    has_store = place.launcher in ("torchrun", "torch.distributed")
     return Store(place, generation) if has_store else SharedFile(place, config, generation)
 
 

@@ -6,7 +6,7 @@ import math
 
 
 class Moments:
-    """The moments of all finite values; NaN and infinite values are counted, and enter nothing else."""
+    """The moments of all finite values; NaN and infinite values are only counted."""
 
     __slots__ = ("_mean", "count", "maximum", "minimum", "not_finite", "squares", "total")
 

@@ -32,7 +32,7 @@ class ValueSummary(Struct, frozen=True, omit_defaults=True):
     least: float | None = None
     most: float | None = None
     percentiles: dict[str, float] = {}  # estimates: p5, p25, ...
-    not_finite: dict[str, int] = {}  # numbers of values that are in nothing else: by nan, inf, -inf
+    not_finite: dict[str, int] = {}  # numbers of nan, inf and -inf, which no other field includes
 
 
 @cache
@@ -133,7 +133,7 @@ def _summary(name: str, one: ValueStatistics) -> ValueSummary:
     )
 
 
-#: End of a name -> unit.
+#: End of a value's name -> unit of the value.
 UNITS = {"_seconds": "s", "_bytes": "bytes", "_joules": "J"}
 
 

@@ -41,7 +41,7 @@ class MetricsCollector:
         self.lifecycle = Lifecycle(collection_interval_s=collection_interval, history_size=history_size)
         self.declared = self.lifecycle.declared
         self._counted = Counted()
-        self._counts = False  # whether the loop itself calls record_iteration_end
+        self._counts = False  # whether the loop's own calls, not those of a hook, count the iterations
         self._value_indices: dict[str, int] = {}  # -1: there are too many names
         self._batch = (0, 0)  # tokens and samples of a step, from set_batch_config
 
@@ -80,7 +80,7 @@ class MetricsCollector:
                 ownership.release(level, name)
 
     def end_requests(self) -> None:
-        """End a run that a request started: a training that follows has its own run."""
+        """End a run that a request has started, because the training that now begins has its own run."""
         if self.lifecycle.is_for_requests:
             self.stop_collection()
             self.declared.forget_requests()
@@ -195,7 +195,7 @@ class MetricsCollector:
         step: int | None = None,
         tb_writer: Any = None,
     ) -> dict[str, float]:
-        """Record the loss; return the newest received values of the whole job, without waiting.
+        """Record the loss; return the newest values of the whole job that this rank has received, without waiting.
 
         Args:
             iteration: number of the last completed iteration, as shown to users.
@@ -209,11 +209,11 @@ class MetricsCollector:
         """
         iteration, writer = step if iteration is None else iteration, tb_writer if writer is None else writer
         if not self.declared.facts.is_numbered and self.is_collecting:
-            self.declared.learn(is_numbered=True)  # set once; needed to count iterations repeated after a restart
+            self.declared.learn(is_numbered=True)  # set once, to count iterations repeated after a restart
         return self.log_own(iteration, loss, writer)
 
     def log_own(self, iteration: int | None, loss: float | None = None, writer: Any = None) -> dict[str, float]:
-        """Like `log_metrics`, with an iteration number that effllm counts; it may restart at 0 in the next attempt."""
+        """Like `log_metrics`, with an iteration number counted by effllm; it may restart at 0 in the next attempt."""
         if (recorder := self.lifecycle.recorder) is not None:
             if getattr(loss, "is_cuda", False):
                 self.warn("log_metrics was given a loss on the GPU, which is not read: pass loss.item()")

@@ -13,7 +13,8 @@ from effllm.records.spans import ALONE, SpanPart
 from effllm.trainer.lifecycle import Lifecycle
 from effllm.trainer.recorder import Recorder, request_span
 
-MAX_WAITING = 1024  # at so many requests without an answer (no agent, or a hang) the span continues until one
+#: If so many requests have no answer, the agent has ended or hangs; then spans do not end until an answer arrives.
+MAX_WAITING = 1024
 _next_chain = _newest_request = 0  # common to all chains of this process, whose answers are in one memory
 
 
