@@ -123,7 +123,7 @@ class Readout:
             quantity.move(type(quantity.buffer).from_buffer(memory, offset))
             offset += _buffer_bytes(quantity)
         self._calls = [quantity.call for quantity in quantities]
-        self._numbers = sorted(numbers)  # by offset, the first field
+        self._numbers = sorted(numbers)  # sorted by offset, the first field of `_Number`
         self._take = partial(Struct(_format(self._numbers)).unpack_from, memory)
         self._each = [(number.name, number.maximum, number.divisor) for number in self._numbers]
         self.names = frozenset(number.name for number in numbers)

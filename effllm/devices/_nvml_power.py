@@ -93,7 +93,7 @@ class NvmlPower:
 
     Args:
         handle: the handle of the GPU.
-        name: the product name; the hardware table defines nvmlDeviceGetPowerUsage for each product.
+        name: the product name, to find in the hardware table what nvmlDeviceGetPowerUsage returns.
         wanted: the scope to use if the GPU has more than one scope.
         share: the slice's share of the GPU's energy.
     """
