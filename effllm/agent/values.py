@@ -62,6 +62,7 @@ class InstrumentValues:
         self._windows: dict[int, dict[int, _Name]] = {}  # by window and index of the name
         self._run: dict[str, ValueStatistics] = {}  # by name: all values so far
         self._publish, self._published_s = publish, -math.inf
+        self._num = self._lost = 0  # values written by the training process; values that were overwritten in the ring
         self._notices: list[str] | None = None  # lines for the user; None before the first value
 
     def add(self, slot: ring.Slot, window: int) -> None:
@@ -73,6 +74,9 @@ class InstrumentValues:
             if len(self._windows) >= MAX_WINDOWS:
                 window = max(self._windows)
             names = self._windows.setdefault(window, {})
+        if slot.number > self._num + 1:
+            self._lost += slot.number - self._num - 1
+        self._num = max(slot.number, self._num)
         if slot.what not in names:
             names[slot.what] = _Name()
         names[slot.what].add(slot.value)
@@ -100,4 +104,8 @@ class InstrumentValues:
 
     def take_notice(self) -> str:
         """Return a line for the user, once."""
+        if self._lost:
+            line = f"{self._lost} values of instruments are missing: they were overwritten before the agent read them"
+            self._lost = 0
+            return line
         return self._notices.pop() if self._notices else ""

@@ -187,7 +187,7 @@ def join(rows: Sequence[RankReport], window: int) -> RankReport:
         reset=any(row.reset for row in rows),
         profile=add_profiles(*(row.profile for row in rows)),
         own_median_s=statistics.median(medians_s) if medians_s else None,
-        values=merged_by_name(row.values for row in rows),
+        values=merged_by_name(row.values for row in rows if row.values) or None,
     )
 
 

@@ -349,7 +349,7 @@ class RankReport(CountedOnWire, Struct, frozen=True, array_like=True, gc=False):
     aliasing_error: Amount | None = None
     losses_not_finite: Count = 0  # number of losses that were NaN or infinite
     first_not_finite: Position | None = None  # number, as shown, of the first iteration with such a loss
-    values: Annotated[dict[Word, ValueStatistics], Meta(max_length=MAX_NAMES)] = {}  # of instruments, by name
+    values: Annotated[dict[Word, ValueStatistics], Meta(max_length=MAX_NAMES)] | None = None  # of instruments, by name
 
     @property
     def iterations(self) -> int:

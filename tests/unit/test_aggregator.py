@@ -21,7 +21,7 @@ from effllm.network.transport import Outbox
 from effllm.records.clock import Now
 from effllm.records.energy import NORMAL_95, NOT_MEASURED
 from effllm.records.job import JobConstants, Straggler
-from effllm.records.rank import Event, ParameterCount, RankReport, Sensor
+from effllm.records.rank import Event, ParameterCount, RankReport, Sensor, ValueStatistics
 from effllm.records.wire import AgentEvent, Bye, Heartbeat
 from effllm.server.acknowledgement import Acknowledgement
 
@@ -262,10 +262,10 @@ def test_job_is_lost_when_every_remaining_rank_is_lost():
 # --- late reports and duplicates -----------------------------------------------------------------
 
 
-def late_job(**settings):
+def late_job(values=None, **settings):
     """Return a job whose first window closed without rank 1, and the report of that window."""
     job = Job(**settings).join()
-    job.send(row(0))
+    job.send(row(0, values=values))
     job.wait(31, 0, 1)
     (report,) = job.closed()
     return job, report
@@ -286,6 +286,19 @@ def test_late_report_corrects_totals_but_not_its_window():
     assert correction.time_by_class == {"iterations": 11.5}, "the mean of 10 and 13"
     assert job.aggregator.ledger.reports == 2
     assert [event.rank for event in job.events("late")] == [1]
+
+
+def test_values_of_a_late_or_repeated_report_are_counted_once():
+    values = {"loss": ValueStatistics(2, 3.0, 0.5, 1.0, 2.0, (1, 0, 0), ((1.0, 1), (2.0, 1)))}
+    job, report = late_job(values=values)
+    assert report.instruments["loss"].total == 3.0
+    for _ in range(2):
+        job.send(row(1, busy_s=12.0, values=values))
+
+    (correction,) = job.closed()
+    loss = job.summary().instruments["loss"]
+    assert correction.instruments == {}
+    assert (loss.count, loss.total, loss.not_finite) == (4, 6.0, {"nan": 2})
 
 
 @pytest.mark.fault("duplicates")

@@ -13,8 +13,8 @@ from effllm.records import ring, values
 from effllm.records.values import merged, merged_by_name, summaries
 
 
-def slot(value, index=0, ordinal=1):
-    return ring.Slot(1, ring.VALUE, index, ordinal, 1, 0, 0, value, 0, 0, (), 0, ())
+def slot(value, index=0, ordinal=1, number=0):
+    return ring.Slot(1, ring.VALUE, index, ordinal, number, 0, 0, value, 0, 0, (), 0, ())
 
 
 def statistics_of(numbers):
@@ -79,6 +79,35 @@ def test_without_the_library_percentiles_are_missing_and_one_line_says_so(monkey
     assert (found.count, found.total, found.percentiles) == (2, 3.0, {})
     assert "pip install 'effllm[instruments]'" in taken.take_notice()
     assert taken.take_notice() == ""
+
+
+def test_overwritten_values_are_counted_in_one_line():
+    taken = InstrumentValues()
+    for number in (1, 2, 6):
+        taken.add(slot(1.0, number=number), 1)
+
+    assert taken.take_notice().startswith("3 values of instruments are missing")
+    assert taken.take_notice() == ""
+
+
+def test_published_percentiles_are_of_the_whole_run():
+    published = []
+    taken = InstrumentValues(lambda known: published.append(known) or len(known) < 2)
+    for window in (1, 2):
+        for index in (0, 1):
+            taken.add(slot(float(window), index), window)
+        taken.take(window, ["loss", "reward"], float(window), is_last=False)
+
+    assert [list(known) for known in published] == [["loss", "reward"], ["loss"]] * 2, "without room: half of the names"
+    assert published[-1]["loss"][0] == 2
+    assert published[-1]["loss"][3] == pytest.approx(1.5)
+
+
+def test_value_of_a_name_that_is_not_read_yet_is_left_out():
+    taken = InstrumentValues()
+    taken.add(slot(1.0, index=1), 1)
+
+    assert taken.take(1, ["loss"], 0.0, is_last=False) == {}
 
 
 def test_names_are_limited_to_the_first():
