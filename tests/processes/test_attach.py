@@ -112,7 +112,7 @@ def test_torch_trains_with_a_broken_effllm(what, tmp_path):
     assert "Traceback" not in errors
 
 
-def test_torch_can_be_imported_without_our_dependencies(tmp_path):
+def test_torch_can_be_imported_without_dependencies_of_effllm(tmp_path):
     program = """
         import sys
         for name in ("msgspec", "zmq", "psutil", "tensorboard", "rich", "typer"):

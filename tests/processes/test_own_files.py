@@ -93,7 +93,7 @@ THINGS = [pipe, link, link_to_nothing, second_name, folder, placed_by_root(devic
 
 @pytest.mark.parametrize("place", THINGS)
 @pytest.mark.parametrize("flags", [os.O_RDONLY, os.O_WRONLY | os.O_CREAT, os.O_RDWR | os.O_CREAT | os.O_APPEND])
-def test_file_that_is_not_ours_is_not_opened(tmp_path, place, flags):
+def test_only_regular_files_of_this_user_are_opened(tmp_path, place, flags):
     place(tmp_path / "file")
 
     with pytest.raises(OSError):
@@ -106,7 +106,7 @@ def test_file_that_is_not_ours_is_not_opened(tmp_path, place, flags):
 
 @pytest.mark.parametrize("place", [pipe, link, second_name])
 @pytest.mark.parametrize("name", ["events.jsonl", "windows-0001.jsonl", "ranks-0001.jsonl"])
-def test_run_folder_does_not_write_through_foreign_files(tmp_path, place, name):
+def test_run_folder_does_not_write_through_pipes_and_links(tmp_path, place, name):
     place(tmp_path / name)
 
     with pytest.raises(OSError, match=r"not a regular file of this user|Too many levels"):
@@ -135,7 +135,7 @@ def test_pipe_or_link_instead_of_a_file_is_not_written_to(tmp_path, place, name)
 
 
 @pytest.mark.parametrize("place", [pipe, link, second_name])
-def test_lock_file_that_is_not_ours_is_not_locked(tmp_path, place):
+def test_pipe_or_link_instead_of_a_lock_file_is_not_locked(tmp_path, place):
     place(tmp_path / "lock")
 
     with pytest.raises(OSError):

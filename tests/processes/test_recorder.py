@@ -315,7 +315,7 @@ def test_calls_with_any_arguments_never_raise_an_exception(data):
         assert len(loop.warnings) <= 4
 
 
-def test_loss_has_the_last_iteration_and_the_given_number(loop):
+def test_loss_is_recorded_with_the_last_and_the_given_iteration(loop):
     loop.end(2000)
     loop.recorder.loss(5001, 3.25)
     loop.recorder.loss(5001, None)

@@ -297,7 +297,7 @@ def test_event_with_a_count_increases_the_counter_by_its_count(sink):
     assert value == 1_000_000
 
 
-def test_rules_use_only_served_metrics(sink):
+def test_prometheus_rules_use_only_served_metrics(sink):
     run = complete_totals(100)
     sink.write(msgspec.structs.replace(make_report(100), values=metrics.evaluate(run, run, run)))
     sink.event(Event(1.0, "rejected", "rank 0 sent a message of rank 1"))

@@ -194,7 +194,7 @@ def test_custom_scalars_page_groups_all_tags(tmp_path):
     assert (first.title, len(first.multiline.tag)) == ("amu_gb (GB)", 3)
 
 
-def test_charts_without_values_are_not_on_the_page(tmp_path):
+def test_charts_without_values_are_not_on_the_custom_scalars_page(tmp_path):
     written(tmp_path, make_report(values={"amu_gb": 45.0}))
 
     titles = [chart.title for category in layout(tmp_path).category for chart in category.chart]

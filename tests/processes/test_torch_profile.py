@@ -69,7 +69,7 @@ def test_running_profiler_is_not_disturbed(profile, warned):
     assert warned == []
 
 
-def test_profiler_that_was_started_before_ours_is_not_disturbed(profile):
+def test_profiler_that_runs_before_our_profile_is_not_disturbed(profile):
     with torch.profiler.profile(activities=CPU) as theirs:
         profile.start(2)
         work()
@@ -78,7 +78,7 @@ def test_profiler_that_was_started_before_ours_is_not_disturbed(profile):
     assert "aten::mm" in names(theirs)
 
 
-def test_profiler_that_starts_in_an_iteration_replaces_ours(profile, warned):
+def test_other_profiler_that_starts_in_an_iteration_ends_our_profile(profile, warned):
     profile.start(2)
     theirs = torch.profiler.profile(activities=CPU)
     theirs.start()

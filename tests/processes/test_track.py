@@ -69,7 +69,7 @@ def test_first_sample_makes_a_series_and_is_reported_once(tracked):
     assert not track.take()
 
 
-def test_edge_is_requested_once(tracked, wake):
+def test_each_window_edge_is_requested_once(tracked, wake):
     reader = Gpu()
     track = tracked(reader)
     track.take()

@@ -10,7 +10,7 @@ import effllm
 from effllm.trainer import session
 from effllm.trainer.spans import SpanChain
 
-session.READY_S = 60.0  # long wait: the first span must have a device, even on a busy machine
+session.READY_S = 60.0  # long timeout: the first span must have a device, even on a busy machine
 iterations, step_s = int(sys.argv[1]), float(sys.argv[2])
 
 

@@ -358,7 +358,7 @@ def test_late_row_of_a_rank_completes_the_memory_of_its_host():
     assert job.closed()[0].run.devices.memory_mean_bytes == pytest.approx(2 * GIB)
 
 
-def test_late_report_after_a_reset_counts_in_the_job_only():
+def test_late_report_after_a_reset_is_counted_only_in_the_job():
     job = Job().join()
     job.send(row(0, reset=True))
     job.wait(31, 0, 1)
@@ -379,7 +379,7 @@ def test_late_report_of_the_warm_up_is_not_in_the_run():
     assert (correction.run.counts.tokens, correction.job.counts.tokens) == (0, 2000)
 
 
-def test_very_late_report_still_counts_its_tokens():
+def test_tokens_of_a_very_late_report_are_counted():
     job, _ = late_job()
     job.join(1, agent="agent-1")
     for window in range(2, RECENT + 3):

@@ -147,7 +147,7 @@ def test_integrals_divide_a_folded_block_by_time():
     assert one.integrals(510 * NS, 1010 * NS).memory_byte_seconds == approx(500 * 1000.0)
 
 
-def test_folded_block_shorter_than_a_gap_counts_once():
+def test_folded_block_shorter_than_a_gap_is_counted_once():
     one = series(energy_method=None)
     for at_s in range(10, 61):
         one.add(Sample(at_s * NS, memory_bytes=1000.0))

@@ -140,7 +140,7 @@ def test_unknown_interval_is_marked_as_assumed(tmp_path):
 
 
 @pytest.mark.parametrize("microwatts", [0xFFFFFFFF * 1000, 0, -5, "", "N/A"])
-def test_implausible_reading_fails_and_the_next_good_reading_counts(grace_hopper, microwatts):
+def test_implausible_reading_fails_and_the_next_good_one_is_used(grace_hopper, microwatts):
     reader = open_reader("node1", grace_hopper.root)
     grace_hopper.files["Grace Power Socket 0"].write_text(f"{microwatts}\n")
     failed, failures = reader.read()
@@ -184,7 +184,7 @@ def test_unreadable_meter_is_named(grace_hopper, monkeypatch):
     assert "Permission denied" in why_not(grace_hopper.root)
 
 
-def test_epycs_sockets_are_read_through_hsmp(tmp_path):
+def test_power_of_epyc_sockets_is_read_through_hsmp(tmp_path):
     hwmon = Hwmon(tmp_path)
     for microwatts in (245_000_000, 251_500_000):
         (hwmon.chip("amd_hsmp_hwmon") / "power1_input").write_text(f"{microwatts}\n")

@@ -55,7 +55,7 @@ def rapl(powercap, clock):
 # --- powercap ---
 
 
-def test_packages_and_dram_count_but_neither_psys_nor_cores(powercap):
+def test_packages_and_dram_are_counted_but_not_psys_and_cores(powercap):
     names = ["intel-rapl:0", "intel-rapl:0:1", "intel-rapl:1", "intel-rapl:1:0"]
     zones = powercap_zones(powercap.root)
 
@@ -220,7 +220,7 @@ def test_mirrored_dies_are_found_across_a_wrap_around(tmp_path, clock):
     assert flowed_j(rapl) == pytest.approx(100 + 130)
 
 
-def test_two_sockets_are_distinguished_by_one_pause(powercap, clock):
+def test_two_sockets_are_distinguished_after_one_pause(powercap, clock):
     draw = Dies(powercap, (("intel-rapl:0",), ("intel-rapl:1",)), (100.0, 100.01))
     rapl = opened(powercap, clock, draw)
     clock.now_s += 1.0

@@ -62,7 +62,7 @@ def test_each_window_has_the_overhead_as_metrics():
     aggregator.reports(reports(row(0), agent_cpu_s=1.0, sent_bytes=100, recorder_cpu_s=0.001), Now(10.0, 1010.0))
     ((report, *_),) = aggregator.closed.take()
 
-    # Ratios to the ten seconds of one rank.
+    # The ratios are shares of the ten seconds of one rank.
     assert report.values["health/agent_cpu_ratio"] == 0.1
     assert report.values["health/recorder_cpu_ratio"] == pytest.approx(0.0001)
     assert report.values["health/aggregator_cpu_ratio"] == 0.05

@@ -40,7 +40,7 @@ def chosen(*nodes, wanted="auto"):
     return scope.label, set(scope.keys)
 
 
-def test_choices_equal_the_allowed_values_of_the_variable():
+def test_scope_choices_equal_the_allowed_values_of_the_variable():
     [variable] = [one for one in VARIABLES if one.name == "POWER_SCOPE"]
 
     for choice in CHOICES:
@@ -91,7 +91,7 @@ def test_host_without_a_sensor_is_a_gap():
     assert chosen((gpu("GPU-0"),), (blind,)) == ("gpu", {"GPU-0", "node1"})
 
 
-def test_two_sensors_of_the_same_supplies_count_once():
+def test_supplies_with_two_sensors_are_counted_once():
     scope = choose([(*BOTH, psu("node0-again"))], "auto")
 
     assert (scope.label, len(scope.keys)) == ("node-psu", 1)

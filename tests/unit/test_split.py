@@ -1,4 +1,4 @@
-"""effllm/records/timeline.py: intervals by hand; communication is exposed while no computation runs."""
+"""effllm/records/timeline.py: values computed by hand; communication is exposed while no computation runs."""
 
 import random
 
@@ -12,12 +12,12 @@ def test_communication_beside_computation_is_not_exposed():
     assert split(0, 100, [(0, 60)], [("dp", 50, 80)]) == Split(100, 30, 20, 60, 20, {"dp": (30, 20)})
 
 
-def test_computation_on_two_streams_counts_once():
+def test_computation_on_two_streams_is_counted_once():
     # Computation at 0-40 and 20-50 takes 50 in total, and hides the communication at 10-45.
     assert split(0, 50, [(20, 50), (0, 40)], [("tp", 10, 45)]) == Split(50, 35, 0, 50, 0, {"tp": (35, 0)})
 
 
-def test_overlapping_communication_of_two_groups_counts_once():
+def test_overlapping_communication_of_two_groups_is_counted_once():
     # dp 10-30 and tp 20-40 are 30 of communication in total; computation at 0-15 hides 5 of dp's 20.
     found = split(0, 40, [(0, 15)], [("dp", 10, 30), ("tp", 20, 40)])
 
@@ -25,7 +25,7 @@ def test_overlapping_communication_of_two_groups_counts_once():
     assert found.kinds == {"dp": (20, 15), "tp": (20, 20)}
 
 
-def test_time_outside_the_iteration_does_not_count():
+def test_time_outside_the_iteration_is_not_counted():
     # The iteration is 20-100: of 0-30 and 90-130, only 20-30 and 90-100 are inside. The copy at 5-15 is outside.
     assert split(20, 100, [(0, 30), (5, 15)], [("ep", 90, 130)]) == Split(80, 10, 10, 10, 60, {"ep": (10, 10)})
 

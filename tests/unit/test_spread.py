@@ -1,4 +1,4 @@
-"""The spread of a window's values over ranks and GPUs: by hand, and against numpy and statistics for 10,000 values."""
+"""The spread of a window's values over ranks and GPUs, compared with values by hand, of numpy and of statistics."""
 
 import random
 import statistics
@@ -88,7 +88,7 @@ def test_spread_omits_unmeasured_ranks_and_ranks_without_steps():
     assert report.spread["gpu_watts"].count == 2
 
 
-def test_power_of_a_module_with_two_dies_counts_once():
+def test_power_of_a_module_with_two_dies_is_counted_once():
     def devices(rank):
         return (gpu(f"GPU-{rank}", energy_key="module"),)
 

@@ -17,7 +17,7 @@ from effllm.job.health.straggler_text import ranks_text
 
 
 def slowed(ranks, by=1.1, first=6, last=10**9):
-    """Return a factor on the computation of these ranks, in the windows from `first` to `last`."""
+    """Return a function with the slowdown of each rank and window: `by` for these ranks from `first` to `last`."""
     return lambda rank, window: by if rank in ranks and first <= window <= last else 1.0
 
 

@@ -570,7 +570,7 @@ def test_power_cap_is_a_separate_reason_and_no_slowdown():
     assert window.throttled_s == {"power_cap": 2.0, "hw_thermal": 1.0, "any": 1.0, "sync_boost": 1.0}
 
 
-def test_power_above_the_last_bin_counts_in_the_last_bin():
+def test_power_above_the_last_bin_is_counted_in_the_last_bin():
     series = Series(gpu(), 5.0)
     for second, power_w in enumerate((100.0, 3995.0, 9000.0, 9000.0)):
         series.add(Sample(time_ns=(second + 1) * 10**9, power_w=power_w))
