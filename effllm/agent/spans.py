@@ -44,6 +44,7 @@ class _Sums:
     window: DeviceWindow
     least_w: float | None
     most_w: float | None
+    num_readings: int
 
     def then(self, later: _Sums) -> _Sums:
         """Return the readings in this span and the next span."""
@@ -56,7 +57,8 @@ class _Sums:
             gauges=gauges,
             memory_peak_bytes=_most(one.memory_peak_bytes, other.memory_peak_bytes),
         )
-        return _Sums(window, _least(self.least_w, later.least_w), _most(self.most_w, later.most_w))
+        least_w, most_w = _least(self.least_w, later.least_w), _most(self.most_w, later.most_w)
+        return _Sums(window, least_w, most_w, self.num_readings + later.num_readings)
 
 
 class Spans:
@@ -190,6 +192,7 @@ def _part(about: tuple[int, int, int, int], device: int, sums: _Sums) -> SpanPar
         memory_byte_seconds=_number(wall.memory_byte_seconds),
         memory_covered_s=wall.memory_covered_s,
         memory_most_bytes=_number(sums.window.memory_peak_bytes),
+        num_readings=sums.num_readings,
     )
 
 

@@ -127,11 +127,12 @@ class Readings:
         known = [point for point in near if point.power_w is not None]
         return min(known, key=lambda point: abs(point.time_ns - time_ns)).power_w if known else None
 
-    def power_range_w(self, from_ns: int, to_ns: int) -> tuple[float | None, float | None]:
-        """Return the least and the most power of the readings from one time to another, ``None`` without readings."""
+    def power_range_w(self, from_ns: int, to_ns: int) -> tuple[float | None, float | None, int]:
+        """Return the least and the most power from one time to another, and the number of readings with power."""
         inside = list(islice(self._points, self.index_from(from_ns), self.index_after(to_ns)))
+        known = [point for point in inside if point.power_w is not None]
         least_w = _extreme(min, (point.least_w for point in inside))
-        return least_w, _extreme(max, (point.most_w for point in inside))
+        return least_w, _extreme(max, (point.most_w for point in inside)), len(known)
 
     def mean_w(self, index: int, tick_s: float) -> float:
         """Return the mean power around a step, over at least two ticks, because a counter jumps once in each tick."""

@@ -321,9 +321,10 @@ def _train_begins(call: Call) -> Any:
     # The first of effllm's callbacks measures; it is moved to the front, so that all others log its values.
     callbacks = getattr(getattr(_trainer, "callback_handler", None), "callbacks", [])
     first = next((one for one in callbacks if isinstance(one, EfficientLLMCallback)), None)
-    if first is not None:
-        callbacks.remove(first)
-        callbacks.insert(0, first)
+    for one in [*(one for one in callbacks if getattr(one, "adds_to_logs", False)), first]:
+        if one is not None:
+            callbacks.remove(one)
+            callbacks.insert(0, one)
     return before, _trainer
 
 

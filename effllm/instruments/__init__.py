@@ -1,4 +1,25 @@
-"""Instruments that a training script calls itself: memory, timers, throughput, metrics of training.
+"""Instruments that a training script calls itself: memory, timers, throughput, metrics of training, energy.
 
 They run in the training process: standard library, and the torch that the script has imported; no thread and no wait.
 """
+
+from __future__ import annotations
+
+from typing import Any
+
+_HOMES = {
+    "EnergyMetrics": "effllm.instruments.energy",
+    "EnergyTrackingCallback": "effllm.hooks.energy_callback",  # needs transformers
+    "RobustGPUMonitor": "effllm.instruments.energy",
+}
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    value = getattr(import_module(home), name)
+    globals()[name] = value
+    return value

@@ -6,10 +6,12 @@ half-written answer has a wrong checksum, and is read again later. Standard libr
 
 from __future__ import annotations
 
+import math
 import mmap
 import struct
 import zlib
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 NUM_ANSWERS = 512
 ALONE = 0  # chain of the spans that do not follow each other
@@ -45,12 +47,44 @@ class SpanPart(NamedTuple):
     memory_byte_seconds: float = NAN
     memory_covered_s: float = 0.0
     memory_most_bytes: float = NAN
+    num_readings: float = 0.0  # number of power readings
+
+    @property
+    def error_j(self) -> float:
+        """Half-width, 95 %, of the random error of the energy."""
+        return NORMAL_95 * math.sqrt(self.start_j2 + self.end_j2 + self.inside_j2)
+
+    def then(self, later: SpanPart) -> SpanPart:
+        """Return the readings in this span and the next span, which share an edge: there the errors cancel.
+
+        The rules are those of `effllm.records.energy.EnergyAmount.then`, which needs more than the standard library.
+        """
+        is_shared = self.joules == self.joules and later.joules == later.joules and self.end_ns == later.start_ns
+        merged: dict[str, Any] = {}
+        for names, combine in ((_SUMS, sum), (_LEAST, min), (_MOST, max)):
+            merged |= {name: _known(combine, getattr(self, name), getattr(later, name)) for name in names}
+        merged["inside_j2"] += 0.0 if is_shared else self.end_j2 + later.start_j2
+        return later._replace(start_ns=self.start_ns, start_j2=self.start_j2, **merged)
+
+
+_SUMS = (
+    "joules", "covered_s", "inside_j2", "gain_j", "estimated_j", "temperature_c_seconds", "temperature_covered_s",
+    "utilization_seconds", "utilization_covered_s", "memory_byte_seconds", "memory_covered_s", "num_readings",
+)  # fmt: skip
+_LEAST, _MOST = ("power_least_w",), ("power_most_w", "temperature_most_c", "memory_most_bytes")
+NORMAL_95 = 1.96  # half-width of a 95 % interval of a normal distribution, in standard deviations
+
+
+def _known(combine: Callable[..., float], *values: float) -> float:
+    """Combine the values that are not nan; nan without such values."""
+    known = [value for value in values if value == value]
+    return combine(known) if known else NAN
 
 
 _NEWEST = struct.Struct("<Q")
-_BODY = struct.Struct("<Q5q17d")  # running number of the answer, then the fields of `SpanPart`
+_BODY = struct.Struct("<Q5q18d")  # running number of the answer, then the fields of `SpanPart`
 _CHECKSUM = struct.Struct("<I")
-_SLOT_BYTES = 192
+_SLOT_BYTES = 256
 _SLOTS_AT = 64
 ANSWERS_BYTES = _SLOTS_AT + NUM_ANSWERS * _SLOT_BYTES
 if _BODY.size + _CHECKSUM.size > _SLOT_BYTES:  # pragma: no cover - a mistake in this file

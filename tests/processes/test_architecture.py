@@ -39,6 +39,7 @@ IN_TRAINING = [
     "effllm.network.discovery",
     "effllm.attach",
     "effllm.hooks",
+    "effllm.instruments.energy",
     "effllm.instruments.metrics",
     "effllm.instruments.profiling",
     "effllm.instruments.results_csv",

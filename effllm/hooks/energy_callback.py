@@ -1,0 +1,218 @@
+"""A callback of the Hugging Face Trainer: the energy of each step and of intervals of steps, on this rank's devices."""
+
+from __future__ import annotations
+
+import atexit
+import math
+from collections import deque
+from importlib import import_module
+from typing import Any
+
+from transformers.trainer_callback import TrainerCallback
+
+from effllm.hooks import transformers as trainer_hook
+from effllm.hooks._wrap import Guard, say_once
+from effllm.instruments import energy_report
+from effllm.instruments._energy import amounts, checked
+from effllm.instruments.energy import ANSWER_S, RobustGPUMonitor
+from effllm.instruments.energy_report import Block
+
+MAX_HISTORY = 20_000  # newest entries of each history; older entries are counted
+
+_TRAINING_LOGS = ("loss", "train_runtime")  # keys of the logs of steps, and of the last log of a training
+_ATTACHING = Guard("the run of a Trainer")
+_active: EnergyTrackingCallback | None = None  # the callback that measures the running training
+
+
+class EnergyTrackingCallback(TrainerCallback):  # type: ignore[misc] # transformers is not installed where types are checked
+    """Logs the energy of steps and intervals, and writes a report and four JSON files after the training.
+
+    The values are of the devices of this rank; the first rank logs and writes. A step lasts from the end of the step
+    before it to its own end, with its data wait. An interval ends with the first step that ends at least
+    ``sync_interval_s`` after the interval's start, because nothing runs between steps. Values reach the logs as soon as
+    the agent has answered, one or more steps later: ``energy_step/step`` and ``energy_interval/step`` are the last
+    steps of the values. Step values are sums over the steps since the last log.
+
+    If a Trainer has several of these callbacks, only the first one measures.
+
+    Args:
+        gpu_monitor: the monitor; by default a new one.
+        sync_interval_s: minimum duration of an interval.
+        output_dir: folder of the JSON files; ``None`` for no files.
+        carbon_intensity_kg_per_kwh: carbon intensity of the electricity; without one there is no estimate.
+        carbon_intensity: ``document`` for 0.5 kg/kWh.
+        language: language of the final report, ``en`` or ``pt``.
+
+    Raises:
+        ValueError: an argument is not valid.
+    """
+
+    adds_to_logs = True  #: the hook of transformers moves this callback before the callbacks that send logs
+
+    def __init__(
+        self,
+        gpu_monitor: RobustGPUMonitor | None = None,
+        sync_interval_s: float = 10.0,
+        *,
+        output_dir: str | None = "results",
+        carbon_intensity_kg_per_kwh: float | None = None,
+        carbon_intensity: str | None = None,
+        language: str = "en",
+    ) -> None:
+        self._interval_s = checked(sync_interval_s, "sync_interval_s", lambda s: s > 0, "a number above 0")
+        self._carbon = energy_report.intensity(carbon_intensity_kg_per_kwh, carbon_intensity)
+        if language not in energy_report.LANGUAGES:
+            raise ValueError(f"language={language!r} must be one of {', '.join(energy_report.LANGUAGES)}")
+        if gpu_monitor is not None and not isinstance(gpu_monitor, RobustGPUMonitor):
+            raise ValueError(f"gpu_monitor is {type(gpu_monitor).__name__}, not a RobustGPUMonitor")
+        self.monitor = gpu_monitor or RobustGPUMonitor()
+        self._folder, self._language = output_dir, language
+        self._guard = Guard("the energy of steps")
+        _ATTACHING(lambda: trainer_hook.attach(import_module("transformers.trainer")))
+        self._forget()
+
+    def _forget(self) -> None:
+        self._state: Any = None  # state of the Trainer; None outside of a training
+        self._asked: dict[int, tuple[int, float]] = {}  # number of a span -> step and epoch
+        self._last_step = -1
+        self._has_started = self._owns_monitoring = False
+        self._final: dict[str, float] | None = None
+        self.total, self._since_log, self._interval = Block(), Block(), Block()
+        self._new_logs: dict[str, float] = {}
+        self.step_history: deque[dict[str, Any]] = deque(maxlen=MAX_HISTORY)  #: entries of the answered steps
+        self.interval_history: deque[dict[str, Any]] = deque(maxlen=MAX_HISTORY)
+        self._num_steps = self._num_intervals = 0
+
+    # --- the Trainer's events ---
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Begin a training."""
+        self._guard(self._begin, state)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Begin the first step."""
+        if self._state is not None and not self._has_started:
+            self._has_started = True
+            self._guard(self._start)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Request the readings of the step, and take the answers to earlier requests."""
+        if self._state is not None and state.global_step != self._last_step:
+            self._guard(self._end_step, state)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        """Add new values to the logs; the last log of a training also gets the final values."""
+        if self._state is not None and isinstance(logs, dict) and not logs.keys().isdisjoint(_TRAINING_LOGS):
+            self._guard(self._log, state, logs)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Write the files, and print the final report."""
+        if self._state is not None:
+            self._guard(self._finish, state.is_world_process_zero)
+
+    # --- inside ---
+
+    def _begin(self, state: Any) -> None:
+        global _active
+        if _active is not None and _active._state is state:
+            if _active is not self:
+                say_once("a Trainer has two EnergyTrackingCallbacks; only the first one measures")
+            return
+        if _active is not None:  # its training has failed
+            _active._guard(_active._finish, _active._state.is_world_process_zero)
+        self._forget()
+        self._state, _active = state, self
+        atexit.register(self._at_exit)
+        self._owns_monitoring = not self.monitor.is_monitoring
+        self.monitor.start_monitoring()
+
+    def _start(self) -> None:
+        self.monitor.measure_baseline()
+        self.monitor.cut()  # the time before the first step is not a part of a step
+
+    def _at_exit(self) -> None:
+        if self._state is not None:  # the training has failed
+            self._guard(self._finish, self._state.is_world_process_zero)
+
+    def _end_step(self, state: Any) -> None:
+        self._last_step = state.global_step
+        if number := self.monitor.cut():
+            self._asked[number] = (state.global_step, float(state.epoch or 0.0))
+            if len(self._asked) > 2 * MAX_HISTORY:  # spans whose answers were lost
+                self._asked.pop(next(iter(self._asked)))
+        self._take()
+
+    def _take(self) -> None:
+        for span, readings in self.monitor.take():
+            asked = self._asked.pop(span.number, None)
+            if asked is None:
+                continue  # a span of another user of the monitor
+            step, epoch = asked
+            for block in (self.total, self._since_log, self._interval):
+                block.add(readings, span.start_ns, span.end_ns)
+            metrics = self.monitor.metrics(readings, span.start_ns, span.end_ns, step, epoch)
+            done = Block(readings, 1, span.start_ns, span.end_ns)
+            self._num_steps += 1
+            self.step_history.append(energy_report.entry(metrics, done, self.monitor.baseline))
+            self._new_logs |= energy_report.step_logs(self._since_log, step)
+            if self._interval.duration_s >= self._interval_s:
+                self._end_interval(step, epoch)
+
+    def _end_interval(self, step: int, epoch: float) -> None:
+        done, self._interval = self._interval, Block()
+        metrics = self.monitor.metrics(done.readings, done.start_ns, done.end_ns, step, epoch)
+        self._num_intervals += 1
+        self.interval_history.append(energy_report.entry(metrics, done, self.monitor.baseline))
+        self._new_logs |= energy_report.interval_logs(done, step)
+
+    def _log(self, state: Any, logs: dict[str, Any]) -> None:
+        if "train_runtime" in logs:  # the training has ended
+            self.monitor.wait(ANSWER_S)
+            self._take()
+            self._final = energy_report.final_values(self.total, float(state.epoch or 0.0), self._carbon)
+            self._new_logs |= {name: value for name, value in self._final.items() if not math.isnan(value)}
+        if state.is_world_process_zero:
+            logs.update(self._new_logs)
+        self._new_logs, self._since_log = {}, Block()
+
+    def _finish(self, is_first_rank: bool) -> None:
+        global _active
+        state, self._state = self._state, None
+        _active = None if _active is self else _active
+        atexit.unregister(self._at_exit)
+        self.monitor.wait(ANSWER_S)
+        self._take()
+        if self._owns_monitoring:
+            self.monitor.stop_monitoring()
+        self.monitor.warn_if_unmeasured()
+        if self._interval.steps:
+            last = self.step_history[-1]
+            self._end_interval(last["step"], last["epoch"])
+        if is_first_rank:
+            self._write(float(state.epoch or 0.0))
+
+    def _write(self, epochs: float) -> None:
+        final = energy_report.final_values(self.total, epochs, self._carbon)
+        summary = {
+            **{name.removeprefix("final_energy/"): value for name, value in final.items()},
+            "carbon_intensity_kg_per_kwh": self._carbon,
+            "steps": self.total.steps,
+            "epochs": epochs,
+            "duration_s": self.total.duration_s,
+            "power_avg_w": self.total.readings.power_w,
+            "temperature_avg_c": self.total.readings.temperature_c,
+            "utilization_avg_percent": self.total.readings.utilization * 100.0,
+            "baseline_power_w": self.monitor.baseline.power_w,
+            **amounts(self.total.readings, self.monitor.baseline),
+            "steps_in_history": len(self.step_history),
+            "steps_left_out_of_history": self._num_steps - len(self.step_history),
+            "intervals_left_out_of_history": self._num_intervals - len(self.interval_history),
+            "steps_without_an_answer": len(self._asked),
+        }
+        if self._folder is not None:
+            bodies = (list(self.step_history), list(self.interval_history), summary, self.monitor.summary())
+            try:
+                energy_report.write_files(self._folder, bodies)
+            except OSError as error:
+                say_once(f"the files of energy were not written: {error}")
+        print(energy_report.report(self.total, epochs, self._carbon, self._language))  # noqa: T201 - after the training

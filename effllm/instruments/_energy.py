@@ -1,0 +1,170 @@
+"""The readings of the devices of this rank in a span of time, with the formulas of the energy instruments."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from effllm.records.spans import NAN, SpanPart
+
+J_PER_WH = 3600.0
+BYTES_PER_MB = 1e6
+MIN_UTILIZATION = 0.01  # floor of the utilization in the efficiency score
+
+
+@dataclass(frozen=True)
+class SpanReadings:
+    """The readings of devices in one span; a value that was not measured is ``nan``.
+
+    Args:
+        parts: position of each device, and its readings.
+    """
+
+    parts: dict[int, SpanPart] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, parts: Iterable[SpanPart]) -> SpanReadings:
+        return cls({part.device: part for part in parts})
+
+    def then(self, later: SpanReadings) -> SpanReadings:
+        """Return the readings in this span and the next span."""
+        merged = {**self.parts, **later.parts}
+        both = self.parts.keys() & later.parts.keys()
+        return SpanReadings(merged | {device: self.parts[device].then(later.parts[device]) for device in both})
+
+    @property
+    def joules(self) -> float:
+        """Energy of all devices."""
+        return _total(part.joules for part in self.parts.values())
+
+    @property
+    def covered_s(self) -> float:
+        """Seconds with energy readings, of the least covered device."""
+        return min((part.covered_s for part in self.parts.values()), default=0.0)
+
+    @property
+    def error_j(self) -> float:
+        """Half-width, 95 %, of the random error of the energy."""
+        return math.hypot(*(part.error_j for part in self.parts.values())) if self.is_measured else NAN
+
+    @property
+    def gain_j(self) -> float:
+        """Half-width, 95 %, of the error from the gain of the sensors, which is common to all spans."""
+        return sum(part.gain_j for part in self.parts.values()) if self.is_measured else NAN
+
+    @property
+    def is_measured(self) -> bool:
+        return not math.isnan(self.joules)
+
+    @property
+    def power_w(self) -> float:
+        """Mean power over the covered seconds: the sum of the devices."""
+        return _total(_ratio(part.joules, part.covered_s) for part in self.parts.values())
+
+    @property
+    def power_most_w(self) -> float:
+        """Largest power; with several devices, the sum of their largest powers."""
+        return _total(part.power_most_w for part in self.parts.values())
+
+    @property
+    def power_least_w(self) -> float:
+        return _total(part.power_least_w for part in self.parts.values())
+
+    @property
+    def temperature_c(self) -> float:
+        """Mean temperature over time and devices."""
+        return self._mean("temperature_c_seconds", "temperature_covered_s")
+
+    @property
+    def temperature_most_c(self) -> float:
+        return max((t for part in self.parts.values() if (t := part.temperature_most_c) == t), default=NAN)
+
+    @property
+    def utilization(self) -> float:
+        """Mean utilization over time and devices, 0..1."""
+        return self._mean("utilization_seconds", "utilization_covered_s")
+
+    @property
+    def memory_bytes(self) -> float:
+        """Mean memory in use: the sum of the devices."""
+        return _total(_ratio(part.memory_byte_seconds, part.memory_covered_s) for part in self.parts.values())
+
+    @property
+    def num_readings(self) -> int:
+        return int(sum(part.num_readings for part in self.parts.values()))
+
+    def _mean(self, name: str, covered: str) -> float:
+        known = [part for part in self.parts.values() if getattr(part, name) == getattr(part, name)]
+        return _ratio(sum(getattr(part, name) for part in known), sum(getattr(part, covered) for part in known))
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """The power before the first step; ``nan`` if it was not measured."""
+
+    power_w: float = NAN
+    error_w: float = NAN
+    covered_s: float = 0.0
+
+    @classmethod
+    def of(cls, readings: SpanReadings, min_covered_s: float) -> Baseline:
+        covered_s = readings.covered_s
+        if not readings.is_measured or covered_s < min_covered_s:
+            return cls(covered_s=covered_s)
+        return cls(readings.power_w, readings.error_j / covered_s, covered_s)
+
+
+def above_baseline_j(readings: SpanReadings, baseline: Baseline) -> tuple[float, float]:
+    """Return the energy above the baseline, at least 0, and the half-width, 95 %, of its random error.
+
+    The error of the baseline's power is multiplied by the covered seconds, and added as an independent error.
+    """
+    above_j = readings.joules - baseline.power_w * readings.covered_s
+    error_j = math.hypot(readings.error_j, baseline.error_w * readings.covered_s)
+    return (NAN, NAN) if math.isnan(above_j) else (max(above_j, 0.0), error_j)
+
+
+def amounts(readings: SpanReadings, baseline: Baseline) -> dict[str, float]:
+    """Return the energy, total and above the baseline, with errors and covered seconds."""
+    above_j, above_error_j = above_baseline_j(readings, baseline)
+    return {
+        "energy_consumed_wh": readings.joules / J_PER_WH,
+        "energy_error_wh": readings.error_j / J_PER_WH,
+        "energy_gain_error_wh": readings.gain_j / J_PER_WH,
+        "covered_s": readings.covered_s,
+        "energy_above_baseline_wh": above_j / J_PER_WH,
+        "energy_above_baseline_error_wh": above_error_j / J_PER_WH,
+    }
+
+
+def efficiency_score(wh_per_step: float, utilization: float) -> float:
+    """Return energy per step over utilization (at least 0.01): the smaller, the better; ``nan`` without either."""
+    return NAN if math.isnan(utilization) else wh_per_step / max(MIN_UTILIZATION, utilization)
+
+
+def carbon_kg(kwh: float, intensity_kg_per_kwh: float | None) -> float:
+    """Return the mass of CO2 of an energy; ``nan`` without an intensity."""
+    return NAN if intensity_kg_per_kwh is None else kwh * intensity_kg_per_kwh
+
+
+def _total(values: Iterable[float]) -> float:
+    """Return the sum; ``nan`` without values, or if one value is ``nan``: a part is never shown as the whole."""
+    known = list(values)
+    return sum(known) if known else NAN
+
+
+def _ratio(value: float, by: float) -> float:
+    return value / by if by > 0 else NAN
+
+
+def checked(value: Any, name: str, is_valid: Callable[[float], bool], rule: str) -> float:
+    """Return an argument as a number.
+
+    Raises:
+        ValueError: the argument is not a number, or is not valid.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or not is_valid(value):
+        raise ValueError(f"{name}={value!r} must be {rule}")
+    return float(value)

@@ -1,0 +1,298 @@
+"""Energy of the devices of this rank between any two times, as the rank's agent has measured it.
+
+The monitor runs in the training process, but reads no device: it requests spans of time, and reads the answers of the
+agent from shared memory. It has no thread, and its calls do not wait, unless a wait is an argument.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from effllm.instruments._energy import BYTES_PER_MB, J_PER_WH, Baseline, SpanReadings, amounts, checked
+from effllm.trainer.collector import MetricsCollector, get_metrics_collector
+from effllm.trainer.spans import Span, SpanChain
+
+BASELINE_S = 5.0
+MIN_BASELINE_S = 0.2  # a baseline from less covered time is not measured
+MAX_KEPT = 10_000  # newest spans that are kept for `get_metrics_since_timestamp`; the total has all spans
+MAX_MARKERS = 1000
+FEW_SPANS = 10  # without energy in more spans than this, a line says why
+ANSWER_S = 2.0  # maximum wait for the last answers after the end of the monitoring
+_NEAR_NS = 20_000_000  # a span that began this long before a timestamp counts as a span after it
+
+
+@dataclass
+class EnergyMetrics:
+    """The energy of a span of time; a value that was not measured is ``nan``."""
+
+    timestamp: float  # end of the span, in unix time
+    step: int
+    epoch: float
+    power_avg_w: float
+    power_max_w: float  # with several devices, the sum of their maxima
+    power_min_w: float
+    energy_consumed_wh: float  # total energy; the energy above the baseline is a separate value
+    temperature_avg_c: float
+    temperature_max_c: float
+    utilization_avg_percent: float
+    memory_used_avg_mb: float  # 1 MB = 1,000,000 bytes
+    gpu_name: str
+    duration_s: float
+    samples_count: int  # number of power readings
+
+
+class RobustGPUMonitor:
+    """Measures the energy of this rank's devices with the rank's agent, and starts an agent if no run is active.
+
+    Args:
+        sampling_interval: seconds between samples, if the monitor starts the agent; by default the setting
+            ``EFFICIENTLLM_COLLECTION_INTERVAL``. A running agent keeps its interval. The energy at the edges of a span
+            does not depend on the interval, because the agent reads the energy counter at each edge.
+        enable_high_precision: measure the baseline: the mean power in the 5 s before the first span, or before the
+            first step of a training. Only samples that exist are used; nothing waits. A monitor that is started some
+            seconds before the training has such samples.
+        baseline_wait_s: seconds that `start_monitoring` waits, to have samples for the baseline.
+        device_index: position of the only device to measure, among the devices of this rank; by default all GPUs, or
+            the host's processors on a machine without a GPU.
+
+    Raises:
+        ValueError: an argument is not valid.
+    """
+
+    def __init__(
+        self,
+        sampling_interval: float | None = None,
+        enable_high_precision: bool = True,
+        *,
+        baseline_wait_s: float = 0.0,
+        device_index: int | None = None,
+    ) -> None:
+        self._interval_s = None
+        if sampling_interval is not None:
+            self._interval_s = checked(sampling_interval, "sampling_interval", lambda s: s > 0, "a number above 0")
+        self._baseline_wait_s = checked(baseline_wait_s, "baseline_wait_s", lambda s: 0 <= s <= 60, "from 0 to 60")
+        if device_index is not None:
+            checked(device_index, "device_index", lambda n: n >= 0 and n == int(n), "a whole number of at least 0")
+        self._device_index = device_index
+        self._has_baseline = bool(enable_high_precision)
+        self._collector: MetricsCollector = get_metrics_collector()
+        self._chain: SpanChain | None = None
+        self._is_on = False
+        self._owns_agent = False
+        self._begin_ns = 0
+        self._baseline_numbers: set[int] = set()
+        self._spans: deque[tuple[Span, SpanReadings]] = deque(maxlen=MAX_KEPT)
+        self._new: deque[tuple[Span, SpanReadings]] = deque(maxlen=MAX_KEPT)
+        self._warned: set[str] = set()
+        self.baseline = Baseline()
+        self.total = SpanReadings()  #: the readings of all spans with an answer
+        self.markers: deque[dict[str, Any]] = deque(maxlen=MAX_MARKERS)
+
+    # --- start and stop ---
+
+    @property
+    def is_monitoring(self) -> bool:
+        """Whether the monitor was started and not stopped."""
+        return self._is_on
+
+    @property
+    def lost(self) -> int:
+        """Number of spans whose readings were lost, because the requests were not answered in time."""
+        return self._chain.lost if self._chain is not None else 0
+
+    def start_monitoring(self) -> bool:
+        """Begin the first span; ``False`` if no energy can be measured. A second start does nothing."""
+        if self._is_on:
+            return True
+        if not self._collector.is_collecting:
+            self._collector.lifecycle.configure(self._interval_s)
+            self._collector.start_collection()
+            self._owns_agent = self._collector.is_collecting
+        if self._baseline_wait_s:
+            time.sleep(self._baseline_wait_s)
+        chain = SpanChain(self._collector.lifecycle)
+        if not chain.begin():
+            self._warn("energy is not measured: no agent of effllm runs in this process")
+            return False
+        self._chain, self._is_on = chain, True
+        self._spans.clear()
+        self._new.clear()
+        self._baseline_numbers.clear()
+        self.markers.clear()
+        self.total, self.baseline = SpanReadings(), Baseline()
+        self._begin_ns = chain.edge_ns
+        self.measure_baseline()
+        return True
+
+    def stop_monitoring(self, wait_s: float = ANSWER_S) -> EnergyMetrics:
+        """End the last span; return the energy since the start.
+
+        Args:
+            wait_s: maximum wait for the last answers of the agent.
+        """
+        if self._chain is None or not self._is_on:
+            return self.metrics(self.total, 0, 0)
+        self._chain.cut()
+        self.wait(wait_s)
+        if self._owns_agent:
+            self._collector.stop_collection()
+            self._read()
+            self._owns_agent = False
+        self.warn_if_unmeasured()
+        self._is_on = False
+        return self.metrics(self.total, self._begin_ns, self._chain.edge_ns)
+
+    # --- spans ---
+
+    def cut(self) -> int:
+        """End the running span and begin the next; return the number of the ended span, 0 without an agent."""
+        return self._chain.cut() if self._chain is not None and self._is_on else 0
+
+    def take(self) -> list[tuple[Span, SpanReadings]]:
+        """Return the newly answered spans with their readings, oldest first, without waiting."""
+        self._read()
+        found = list(self._new)
+        self._new.clear()
+        return found
+
+    def _read(self) -> None:
+        for span in self._chain.take() if self._chain is not None else ():
+            readings = self._readings(span)
+            if span.number in self._baseline_numbers:
+                self.baseline = Baseline.of(readings, MIN_BASELINE_S)
+                continue
+            self.total = self.total.then(readings)
+            self._spans.append((span, readings))
+            self._new.append((span, readings))
+        if len(self._spans) > FEW_SPANS:
+            self.warn_if_unmeasured()
+
+    def measure_baseline(self) -> None:
+        """Request the mean power in the last 5 s, from the samples that exist; nothing waits."""
+        if self._chain is not None and self._has_baseline:
+            end_ns = time.monotonic_ns()
+            self._baseline_numbers.add(self._chain.cut_alone(max(end_ns - int(BASELINE_S * 1e9), 1), end_ns))
+
+    def wait(self, wait_s: float) -> None:
+        """Wait for the answers of all requested spans, at most ``wait_s``; for use after the training."""
+        until_s = time.monotonic() + wait_s
+        while self._chain is not None and self._collector.is_collecting:
+            self._read()
+            if not self._chain.waiting or time.monotonic() >= until_s:
+                return
+            time.sleep(0.01)
+
+    def add_sync_marker(self, name: str) -> float:
+        """Mark the current time: a span ends and begins here; return the time in unix time."""
+        self.cut()
+        edge_ns = self._chain.edge_ns if self._chain is not None else time.monotonic_ns()
+        at_s = unix_s(edge_ns)
+        self.markers.append({"name": str(name), "timestamp": at_s})
+        return at_s
+
+    def get_metrics_since_timestamp(self, timestamp: float, wait_s: float = 0.0) -> EnergyMetrics:
+        """Return the energy of the answered spans since a time; the running span ends and begins at this call.
+
+        Args:
+            timestamp: unix time; exact if a span begins at this time, as at a marker and at this call. A span that
+                began before this time is left out.
+            wait_s: maximum wait for the agent's answer; without a wait, the newest span is usually missing, and
+                ``duration_s`` is shorter by this span.
+        """
+        self.cut()
+        if wait_s > 0:
+            self.wait(wait_s)
+        self._read()
+        since_ns = int(timestamp * 1e9) - _unix_minus_monotonic_ns() - _NEAR_NS
+        found = [(span, readings) for span, readings in self._spans if span.start_ns >= since_ns]
+        whole = SpanReadings()
+        for _, readings in found:
+            whole = whole.then(readings)
+        return self.metrics(whole, found[0][0].start_ns, found[-1][0].end_ns) if found else self.metrics(whole, 0, 0)
+
+    def metrics(
+        self, readings: SpanReadings, start_ns: int, end_ns: int, step: int = 0, epoch: float = 0.0
+    ) -> EnergyMetrics:
+        """Return readings between two monotonic times as `EnergyMetrics`."""
+        return EnergyMetrics(
+            timestamp=unix_s(end_ns) if end_ns else time.time(),
+            step=step,
+            epoch=epoch,
+            power_avg_w=readings.power_w,
+            power_max_w=readings.power_most_w,
+            power_min_w=readings.power_least_w,
+            energy_consumed_wh=readings.joules / J_PER_WH,
+            temperature_avg_c=readings.temperature_c,
+            temperature_max_c=readings.temperature_most_c,
+            utilization_avg_percent=readings.utilization * 100.0,
+            memory_used_avg_mb=readings.memory_bytes / BYTES_PER_MB,
+            gpu_name=self.device_name,
+            duration_s=(end_ns - start_ns) * 1e-9,
+            samples_count=readings.num_readings,
+        )
+
+    # --- devices ---
+
+    @property
+    def device_name(self) -> str:
+        """Names of the measured devices; empty before the first answer."""
+        chosen = [str(self._chain.devices[n].get("name", "")) for n in self._chosen()] if self._chain else []
+        return ", ".join(dict.fromkeys(chosen))
+
+    def summary(self) -> dict[str, Any]:
+        """Return the total, the baseline, the devices and the markers, for a JSON file."""
+        devices = [self._chain.devices[n] for n in self._chosen()] if self._chain is not None else []
+        return {
+            "devices": devices,
+            **amounts(self.total, self.baseline),
+            "baseline_power_w": self.baseline.power_w,
+            "baseline_error_w": self.baseline.error_w,
+            "baseline_covered_s": self.baseline.covered_s,
+            "lost_spans": self.lost,
+            "markers": list(self.markers),
+        }
+
+    def _chosen(self) -> list[int]:
+        """Return the positions of the measured devices."""
+        devices = self._chain.devices if self._chain is not None else []
+        own = [n for n, device in enumerate(devices) if device and not device.get("only_power")]
+        if self._device_index is None:
+            return own
+        return own[self._device_index : self._device_index + 1]
+
+    def _readings(self, span: Span) -> SpanReadings:
+        chosen = self._chosen()
+        return SpanReadings.of(part for part in span.parts if part.device in chosen)
+
+    def warn_if_unmeasured(self) -> None:
+        """Warn once with the reason, if spans were answered and no energy was measured."""
+        if self._spans and not self.total.is_measured:
+            self._warn(f"energy is not measured: {self._reason()}")
+
+    def _reason(self) -> str:
+        chosen = self._chosen()
+        devices = self._chain.devices if self._chain is not None else []
+        if not chosen and self._device_index is not None:
+            return f"this rank has no device {self._device_index}"
+        if not chosen:
+            return "this rank has no device that effllm can read"
+        reasons = [str(one) for n in chosen for one in devices[n].get("not_measured", ())]  # type: ignore[attr-defined]
+        return next((one for one in reasons if "energy" in one), f"{self.device_name} has no reading of energy here")
+
+    def _warn(self, line: str) -> None:
+        if line not in self._warned and len(self._warned) < 10:
+            self._warned.add(line)
+            warnings.warn(line, stacklevel=3)
+
+
+def unix_s(monotonic_ns: int) -> float:
+    """Return a monotonic time as unix time, by the present clocks."""
+    return (monotonic_ns + _unix_minus_monotonic_ns()) * 1e-9
+
+
+def _unix_minus_monotonic_ns() -> int:
+    return time.time_ns() - time.monotonic_ns()

@@ -1,0 +1,173 @@
+"""The results of `EnergyTrackingCallback`: entries of its histories, the final values, the report, the files."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+from effllm.instruments._energy import (
+    J_PER_WH,
+    Baseline,
+    SpanReadings,
+    amounts,
+    carbon_kg,
+    efficiency_score,
+)
+from effllm.instruments._files import write_json
+from effllm.instruments._number import number
+from effllm.instruments.energy import EnergyMetrics
+from effllm.records.spans import NAN
+
+#: The world's mean carbon intensity in kg/kWh, as some trackers assume it; used only if ``document`` is requested.
+DOCUMENT_KG_PER_KWH = 0.5
+FILES = ("energy_step_history", "energy_interval_history", "energy_monitoring_summary", "robust_gpu_energy")
+
+_LABELS = {
+    "en": (
+        "FINAL ENERGY REPORT", "Duration", "Steps", "Epochs", "Total energy", "Mean power", "Energy per step",
+        "Energy per epoch", "Efficiency score", "Estimated carbon footprint", "not measured",
+    ),
+    "pt": (
+        "RELATÓRIO ENERGÉTICO FINAL", "Duração", "Steps", "Épocas", "Energia total", "Potência média",
+        "Energia por step", "Energia por época", "Score de eficiência", "Pegada de carbono estimada", "não medido",
+    ),
+}  # fmt: skip
+LANGUAGES = tuple(_LABELS)
+
+
+@dataclasses.dataclass
+class Block:
+    """The steps of one interval, or of the whole training."""
+
+    readings: SpanReadings = dataclasses.field(default_factory=SpanReadings)
+    steps: int = 0
+    start_ns: int = 0
+    end_ns: int = 0
+
+    def add(self, readings: SpanReadings, start_ns: int, end_ns: int) -> None:
+        """Add the readings of a step; spans without steps between two steps are not a part of a block."""
+        self.readings = self.readings.then(readings)
+        self.start_ns = self.start_ns or start_ns
+        self.end_ns = end_ns
+        self.steps += 1
+
+    @property
+    def duration_s(self) -> float:
+        return (self.end_ns - self.start_ns) * 1e-9
+
+    @property
+    def wh_per_step(self) -> float:
+        """Energy per step in Wh."""
+        return self.readings.joules / J_PER_WH / self.steps if self.steps else NAN
+
+    @property
+    def efficiency(self) -> float:
+        return efficiency_score(self.wh_per_step, self.readings.utilization)
+
+
+def step_logs(block: Block, step: int) -> dict[str, float]:
+    """Return the values of the steps since the last log; ``step`` is the last of these steps."""
+    return _measured(
+        {
+            "energy_step/power_avg_w": block.readings.power_w,
+            "energy_step/energy_per_step_wh": block.wh_per_step,
+            "energy_step/energy_efficiency": block.efficiency,
+            "energy_step/temperature_avg_c": block.readings.temperature_c,
+        },
+        "energy_step/step",
+        step,
+    )
+
+
+def interval_logs(block: Block, step: int) -> dict[str, float]:
+    """Return the values of an interval; ``step`` is its last step."""
+    return _measured(
+        {
+            "energy_interval/power_avg_w": block.readings.power_w,
+            "energy_interval/energy_consumed_wh": block.readings.joules / J_PER_WH,
+            "energy_interval/efficiency_wh_per_step": block.wh_per_step,
+            "energy_interval/temperature_avg_c": block.readings.temperature_c,
+            "energy_interval/gpu_utilization_avg_percent": block.readings.utilization * 100.0,
+        },
+        "energy_interval/step",
+        step,
+    )
+
+
+def _measured(values: dict[str, float], step_key: str, step: int) -> dict[str, float]:
+    known = {name: value for name, value in values.items() if not math.isnan(value)}
+    return {**known, step_key: step} if known else {}
+
+
+def final_values(block: Block, epochs: float, intensity_kg_per_kwh: float | None) -> dict[str, float]:
+    """Return the final values; ``nan`` for a value that was not measured, or has no carbon intensity."""
+    kwh = block.readings.joules / J_PER_WH / 1000.0
+    return {
+        "final_energy/total_energy_consumed_kwh": kwh,
+        "final_energy/energy_per_step_wh": block.wh_per_step,
+        "final_energy/energy_per_epoch_kwh": kwh / epochs if epochs > 0 else NAN,
+        "final_energy/energy_efficiency_score": block.efficiency,
+        "final_energy/carbon_footprint_estimate_kg": carbon_kg(kwh, intensity_kg_per_kwh),
+    }
+
+
+def entry(metrics: EnergyMetrics, block: Block, baseline: Baseline) -> dict[str, Any]:
+    """Return an entry of a history: the fields of the metrics, the amounts of energy, the number of steps."""
+    about = {"steps": block.steps, "energy_efficiency": block.efficiency}
+    return {**dataclasses.asdict(metrics), **amounts(block.readings, baseline), **about}
+
+
+def report(block: Block, epochs: float, intensity_kg_per_kwh: float | None, language: str = "en") -> str:
+    """Return the final report; a line of a quantity that was not measured says so."""
+    title, *labels, missing = _LABELS[language]
+    final = final_values(block, epochs, intensity_kg_per_kwh)
+    values = [
+        f"{block.duration_s:.0f}s ({block.duration_s / 3600.0:.2f}h)",
+        f"{block.steps}",
+        _text(epochs, "{:.2f}", missing),
+        _text(final["final_energy/total_energy_consumed_kwh"], "{:.4f} kWh", missing),
+        _text(block.readings.power_w, "{:.1f}W", missing),
+        _text(final["final_energy/energy_per_step_wh"], "{:.4f}Wh", missing),
+        _text(final["final_energy/energy_per_epoch_kwh"], "{:.4f}kWh", missing),
+        _text(final["final_energy/energy_efficiency_score"], "{:.4f}", missing),
+        _text(final["final_energy/carbon_footprint_estimate_kg"], "{:.6f}kg CO2", missing),
+    ]
+    if intensity_kg_per_kwh is None:  # without an intensity there is no estimate, and no line
+        labels, values = labels[:-1], values[:-1]
+    return "\n".join([f"{title}:", *(f"• {label}: {value}" for label, value in zip(labels, values, strict=True))])
+
+
+def _text(value: float, shape: str, missing: str) -> str:
+    return missing if math.isnan(value) else shape.format(value)
+
+
+def intensity(kg_per_kwh: float | None, name: str | None) -> float | None:
+    """Return the carbon intensity; ``None``, which means no estimate, without an argument.
+
+    Raises:
+        ValueError: both are given, the number is negative or not finite, or the name is unknown.
+    """
+    if kg_per_kwh is not None and name is not None:
+        raise ValueError("carbon_intensity_kg_per_kwh and carbon_intensity exclude each other")
+    if name is not None:
+        if name != "document":
+            raise ValueError(f"carbon_intensity={name!r} must be 'document' (0.5 kg/kWh)")
+        return DOCUMENT_KG_PER_KWH
+    known = None if kg_per_kwh is None else number(kg_per_kwh)
+    if kg_per_kwh is not None and (known is None or not 0 <= known < math.inf):
+        raise ValueError(f"carbon_intensity_kg_per_kwh={kg_per_kwh!r} must be a number of at least 0")
+    return known
+
+
+def write_files(folder: str, bodies: tuple[Any, Any, Any, Any]) -> list[Path]:
+    """Write the four files, named by the present time; return their paths.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    now = time.strftime("%Y%m%d_%H%M%S")
+    paths = [Path(folder) / f"{name}_{now}.json" for name in FILES]
+    return [write_json(path, body) for path, body in zip(paths, bodies, strict=True)]

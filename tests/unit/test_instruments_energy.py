@@ -1,0 +1,166 @@
+"""Energy instruments: formulas, the document's example, bad arguments, and sums of spans."""
+
+import dataclasses
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from effllm.instruments import EnergyMetrics, RobustGPUMonitor
+from effllm.instruments._energy import Baseline, SpanReadings, above_baseline_j, carbon_kg, efficiency_score
+from effllm.instruments.energy_report import Block, final_values, intensity, report, write_files
+from effllm.records.energy import EnergyAmount
+from effllm.records.spans import SpanPart
+
+NAN = float("nan")
+
+
+def part(joules, seconds, start_s=0.0, device=0, **more):
+    ends = {"start_ns": round(start_s * 1e9), "end_ns": round((start_s + seconds) * 1e9)}
+    return SpanPart(1, device, 1, **ends, joules=joules, covered_s=seconds, **more)
+
+
+def block(joules, seconds, steps, **more):
+    return Block(SpanReadings.of([part(joules, seconds, **more)]), steps, 1, 1 + round(seconds * 1e9))
+
+
+#: One hour at 550 W, 1,000 steps, 3 epochs.
+HOUR = block(550.0 * 3600, 3600.0, 1000, utilization_seconds=0.9 * 3600, utilization_covered_s=3600.0)
+
+
+def test_energy_per_step_of_the_example_is_550_mwh():
+    final = final_values(HOUR, 3.0, intensity(None, "document"))
+
+    assert final["final_energy/total_energy_consumed_kwh"] == pytest.approx(0.55)
+    assert final["final_energy/energy_per_step_wh"] == pytest.approx(0.55)
+    assert final["final_energy/energy_per_step_wh"] * 3.6 == pytest.approx(1.98)  # the example's 1.98 "Wh" are kJ
+    assert final["final_energy/energy_per_epoch_kwh"] == pytest.approx(0.1833, abs=1e-4)
+
+
+def test_carbon_of_the_example_is_1000_times_larger():
+    final = final_values(HOUR, 3.0, intensity(None, "document"))
+
+    assert final["final_energy/carbon_footprint_estimate_kg"] == pytest.approx(0.275)
+    assert final["final_energy/carbon_footprint_estimate_kg"] == pytest.approx(1000 * 0.000275)
+
+
+def test_report_has_the_values_in_two_languages():
+    english, portuguese = report(HOUR, 3.0, 0.5), report(HOUR, 3.0, 0.5, "pt")
+
+    assert "• Total energy: 0.5500 kWh\n" in english
+    assert "• Duration: 3600s (1.00h)\n" in english
+    assert english.endswith("• Estimated carbon footprint: 0.275000kg CO2")
+    assert "• Energia por step: 0.5500Wh\n" in portuguese
+    assert portuguese.startswith("RELATÓRIO ENERGÉTICO FINAL:\n• Duração: 3600s (1.00h)\n")
+
+
+def test_report_of_unmeasured_energy_has_no_number():
+    empty = Block(SpanReadings(), 5, 0, 10**9)
+
+    assert "• Total energy: not measured\n" in report(empty, 1.0, 0.5)
+    assert all(math.isnan(value) for value in final_values(empty, 1.0, 0.5).values())
+
+
+def test_carbon_needs_an_intensity():
+    assert math.isnan(carbon_kg(2.0, intensity(None, None)))
+    assert carbon_kg(2.0, intensity(0.3, None)) == pytest.approx(0.6)
+    assert "carbon" not in report(HOUR, 3.0, None)
+
+
+@pytest.mark.parametrize(
+    "wrong", [(-1.0, None), (NAN, None), (math.inf, None), ("much", None), (None, "world"), (0.5, "document")]
+)
+def test_wrong_carbon_intensity_raises(wrong):
+    with pytest.raises(ValueError, match="carbon_intensity"):
+        intensity(*wrong)
+
+
+def test_efficiency_score_is_energy_per_step_over_utilization():
+    assert efficiency_score(0.6, 0.5) == pytest.approx(1.2)
+    assert efficiency_score(0.6, 0.0) == pytest.approx(60.0)
+    assert math.isnan(efficiency_score(0.6, NAN))
+
+
+def test_energy_above_the_baseline_is_never_negative():
+    readings = SpanReadings.of([part(1000.0, 10.0, inside_j2=25.0)])
+
+    assert above_baseline_j(readings, Baseline(60.0, 0.5, 5.0)) == (
+        pytest.approx(400.0), pytest.approx(math.hypot(1.96 * 5.0, 5.0))
+    )  # fmt: skip
+    assert above_baseline_j(readings, Baseline(200.0, 0.5, 5.0))[0] == 0.0
+    assert math.isnan(above_baseline_j(readings, Baseline())[0])
+
+
+def test_baseline_of_too_few_samples_is_not_measured():
+    assert math.isnan(Baseline.of(SpanReadings.of([part(5.0, 0.1)]), 0.2).power_w)
+    assert Baseline.of(SpanReadings.of([part(100.0, 2.0)]), 0.2).power_w == pytest.approx(50.0)
+
+
+AMOUNTS = st.lists(st.floats(0.0, 1e6), min_size=5, max_size=5)
+
+
+@given(AMOUNTS, AMOUNTS, st.booleans())
+def test_sum_of_spans_is_the_sum_of_the_ledger(one, other, is_shared):
+    names = ("joules", "start_j2", "end_j2", "inside_j2", "gain_j")
+    first, second = (EnergyAmount(**dict(zip(names, values, strict=True)), covered_s=1.0) for values in (one, other))
+    start_s = 1.0 if is_shared else 1.5
+    spans = [
+        part(a.joules, 1.0, s, start_j2=a.start_j2, end_j2=a.end_j2, inside_j2=a.inside_j2, gain_j=a.gain_j)
+        for a, s in ((first, 0.0), (second, start_s))
+    ]
+    found = spans[0].then(spans[1])
+    known = first.then(second) if is_shared else first + second
+
+    assert {name: getattr(found, name) for name in (*names, "covered_s")} == pytest.approx(
+        {name: getattr(known, name) for name in (*names, "covered_s")}
+    )
+    assert found.error_j == pytest.approx(known.error_j)
+
+
+def test_energy_of_several_devices_is_added():
+    readings = SpanReadings.of([part(100.0, 10.0, device=0), part(300.0, 10.0, device=1)])
+
+    assert (readings.joules, readings.power_w, readings.covered_s) == (400.0, 40.0, 10.0)
+
+
+def test_energy_without_one_of_the_devices_is_not_measured():
+    readings = SpanReadings.of([part(100.0, 10.0, device=0), part(NAN, 0.0, device=1)])
+
+    assert math.isnan(readings.joules)
+    assert math.isnan(readings.power_w)
+
+
+def test_metrics_have_the_fields_of_the_document():
+    assert [field.name for field in dataclasses.fields(EnergyMetrics)] == [
+        "timestamp", "step", "epoch", "power_avg_w", "power_max_w", "power_min_w", "energy_consumed_wh",
+        "temperature_avg_c", "temperature_max_c", "utilization_avg_percent", "memory_used_avg_mb", "gpu_name",
+        "duration_s", "samples_count",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"sampling_interval": 0}, {"sampling_interval": "fast"}, {"baseline_wait_s": -1.0}, {"device_index": -1},
+     {"sampling_interval": NAN}, {"device_index": True}],
+)  # fmt: skip
+def test_wrong_argument_of_the_monitor_raises(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        RobustGPUMonitor(**wrong)
+
+
+def test_monitor_that_was_not_started_has_no_values():
+    found = RobustGPUMonitor().get_metrics_since_timestamp(0.0)
+
+    assert math.isnan(found.energy_consumed_wh)
+    assert math.isnan(found.power_avg_w)
+    assert found.samples_count == 0
+
+
+def test_files_have_the_names_of_the_document(tmp_path):
+    paths = write_files(str(tmp_path / "results"), ([], [], {"energy": NAN}, {}))
+
+    assert [path.name[:-21] for path in paths] == [
+        "energy_step_history", "energy_interval_history", "energy_monitoring_summary", "robust_gpu_energy",
+    ]  # fmt: skip
+    assert '"energy": null' in paths[2].read_text()
