@@ -9,8 +9,9 @@ from typing import NamedTuple
 #: Duration and period of the comparison when a device is opened.
 CHECK_S = 0.5
 CHECK_EVERY_S = 0.02
-#: Largest relative difference between a good counter and integrated power.  The integral of 100-ms means is up to 13 %
-#: low if power rises fivefold in half a second.  Faulty counters were slow by a factor of 100, constant or decreasing.
+#: Largest relative difference between a good counter and integrated power.  Power is a mean over
+#: 100 ms: its integral is up to 13 % too low if power rises fivefold in half a second.  Faulty counters were a hundred
+#: times too slow, did not change, or decreased.
 COUNTER_TOLERANCE = 0.25
 
 

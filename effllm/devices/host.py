@@ -179,7 +179,7 @@ class ProcessTree:
 
 
 def _cpu_s(last: dict[int, Usage], now: dict[int, Usage]) -> float:
-    """Return the CPU seconds between two reads of a tree.
+    """Return the CPU seconds that a process tree used between two reads.
 
     The CPU time of an ended child moves to the parent that waits for the child: the sum over the tree stays complete.
     If no parent waits, the child's time is lost and the sum may decrease; the running processes give a lower bound.

@@ -20,10 +20,10 @@ MIN_COVERED_S = 1e-6
 class EnergyAmount(Struct, frozen=True, array_like=True, gc=False):
     """The energy of a period, with its errors.
 
-    Random errors are variances.  The variances of the two ends are separate fields: at an edge that two periods share,
-    the errors of the periods are opposite and cancel in the sum.  The gain of a sensor is common to all readings and
-    may be common to all boards of a model, so its error adds up linearly and never averages out (arXiv 2312.02741,
-    section 5).
+    Random errors are stored as variances.  The variances of the two ends are separate fields: at an edge that two
+    periods share, the errors of the periods are opposite and cancel in the sum.  The gain of a sensor is common to all
+    readings and may be common to all boards of a model, so its error adds up linearly and never averages out (arXiv
+    2312.02741, section 5).
     """
 
     joules: Amount | None = None  # None: not measured

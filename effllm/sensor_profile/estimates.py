@@ -87,7 +87,7 @@ class Load:
 def ticks_of(readings: Readings) -> tuple[Rhythm, list[Tick]] | None:
     """Return the rhythm of a reading and its changes; ``None`` if there are too few changes or no rhythm.
 
-    The time of a change is that of a regular grid, but never outside of the two reads between which the change was.
+    The time of a change is that of a regular grid, limited to the time between the two reads that show the change.
     """
     moves = [(before, after) for before, after in pairwise(readings) if before[1] != after[1]]
     if len(moves) < MIN_MOVES:
@@ -116,7 +116,7 @@ def ticks_of(readings: Readings) -> tuple[Rhythm, list[Tick]] | None:
 
 
 def _numbered(middles: Sequence[float]) -> list[int]:
-    """Return how many periods after the first change each change is; a period is the smallest usual gap of changes."""
+    """Return the number of periods from the first change to each change; the period is found from the smallest gaps."""
     gaps = [later - earlier for earlier, later in pairwise(middles)]
     period = sorted(gaps)[len(gaps) // 10]
     for _ in range(4):

@@ -19,7 +19,7 @@ from effllm.trainer.lifecycle import Lifecycle
 from effllm.trainer.recorder import Recorder
 from effllm.trainer.values import NAN, EfficientLLMMetrics
 
-#: Names of values that are looked up quickly; most of them are over the limit of names, and left out.
+#: So many names of values are remembered; later names are ignored, as are names above the limit of names in a report.
 MAX_KNOWN_NAMES = 1000
 #: A stop releases these owners of the iterations, because another training may follow in this process.
 _OWN_LEVELS = (

@@ -63,11 +63,11 @@ SENSORS: Mapping[str, KnownSensor] = MappingProxyType({
     ),
     "Ampere GA10x": KnownSensor(
         update_s=0.100, window_s=0.100, power_usage="1-s mean", counter=True, source=_PAPER_NVML,
-        note="with driver 530 alone, nvmlDeviceGetPowerUsage returned the value of the last 100 ms",
+        note="only with driver 530, nvmlDeviceGetPowerUsage returned the value of the last 100 ms",
     ),
     "Ada Lovelace": KnownSensor(
         update_s=0.100, window_s=0.100, power_usage="1-s mean", counter=True, source=_PAPER_NVML,
-        note="with driver 530 alone, nvmlDeviceGetPowerUsage returned the value of the last 100 ms",
+        note="only with driver 530, nvmlDeviceGetPowerUsage returned the value of the last 100 ms",
     ),
     "Hopper": KnownSensor(
         update_s=0.100, window_s=0.025, power_usage="1-s mean", counter=True, rise_s=(0.075, 0.120),
