@@ -23,7 +23,7 @@ class Steps:
         style: the framework's word for an iteration, ``Iteration`` or ``Step``.
     """
 
-    _parameters: Any = None  # a hook's last declaration, perhaps for an earlier training; only this may be replaced
+    _parameters: Any = None  # a hook's last declaration, perhaps for an earlier training; hooks replace only this
 
     def __init__(self, level: int, name: str, style: str = "Iteration") -> None:
         self.level, self.name, self.style = level, name, style

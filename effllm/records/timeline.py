@@ -17,7 +17,8 @@ KINDS = (
     "all_reduce", "reduce_scatter", "all_gather", "all_to_all", "send_recv", "broadcast", "other",
 )  # fmt: skip
 
-#: Part of a group name -> kind; the first match counts. Names are Megatron's descriptions, and dimensions of meshes.
+#: Part of a group name -> kind; the first match counts. The parts are from Megatron's descriptions of groups, and from
+#: names of mesh dimensions.
 _GROUPS = (
     ("expert_data", "dp"), ("expert_tensor", "tp"), ("tensor_model", "tp"), ("pipeline", "pp"), ("context", "cp"),
     ("embedding", "pp"), ("expert", "ep"), ("data_parallel", "dp"), ("mesh_dp", "dp"), ("mesh_tp", "tp"),

@@ -73,7 +73,7 @@ def open_cpu(host: str) -> NodeReader:
     """Open the CPUs by RAPL, else by hwmon.
 
     Raises:
-        DeviceUnavailable: both fail; the reason is hwmon's if hwmon has a sensor, else RAPL's.
+        DeviceUnavailable: RAPL and hwmon both fail; the reason is hwmon's if hwmon has a sensor, else RAPL's.
     """
     try:
         return rapl.open_reader(host)
