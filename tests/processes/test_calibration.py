@@ -167,7 +167,7 @@ def test_power_that_changes_between_ticks_is_not_held(board):
     assert not calibrate(H100, board(hold=False).read, None).is_held
 
 
-def test_is_held_is_unknown_for_constant_power():
+def test_whether_power_is_held_is_unknown_for_constant_power():
     samples = [Sample(step, power_w=60.0, energy_j=step // 5) for step in range(100)]
 
     assert is_held(samples) is None
@@ -203,7 +203,7 @@ def test_calibration_with_a_cached_result_lasts_half_a_second(board, tmp_path, t
         (0.1, 0.001, "the counter changes all the time, not every 100 ms"),
     ],
 )
-def test_calibration_with_another_tick_is_dropped(board, tmp_path, profiled, kept_s, true_s, why):
+def test_cached_calibration_with_another_tick_is_dropped(board, tmp_path, profiled, kept_s, true_s, why):
     kept = replace(PROFILE, sensor=replace(PROFILE.sensor, tick_s=kept_s), measured_lag=profiled, date=day(3))
     store(tmp_path, kept)
     lines = []

@@ -226,7 +226,7 @@ def test_missing_device_is_a_broken_finding_with_advice(cli, tmp_path):
         ("settings", {"EFFICIENTLLM_SINKS": "consol"}),
     ],
 )
-def test_broken_required_setting_exits_with_1(cli, name, variables):
+def test_check_exits_with_1_for_a_broken_required_setting(cli, name, variables):
     code, survey = found(cli, "--device", "simulated", **variables)
 
     assert (code, survey["measured"]) == (1, False)

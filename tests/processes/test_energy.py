@@ -73,7 +73,7 @@ STEPS_MS = st.lists(st.integers(1, 4900), min_size=2, max_size=30)
 @pytest.mark.parametrize("shown", ["counter and power", "counter", "power", "average power"])
 @settings(deadline=None, max_examples=60)
 @given(STEPS_MS, WATTS, st.data())
-def test_constant_power_is_watts_times_seconds(shown, steps_ms, watts, data):
+def test_energy_of_constant_power_is_watts_times_seconds(shown, steps_ms, watts, data):
     one = ledger({"power": INSTANT, "average power": AVERAGE}.get(shown, COUNTER))
     at_ms = 0
     for step in [0, *steps_ms]:
@@ -357,7 +357,7 @@ def test_counter_includes_the_time_of_failed_reads():
 
 @pytest.mark.parametrize("pause_s", [0.125, 0.25, 1.0])
 @pytest.mark.parametrize("catches_up", [True, False])
-def test_frozen_counter_is_filled_from_power(pause_s, catches_up):
+def test_gap_of_a_frozen_counter_is_filled_from_power(pause_s, catches_up):
     # The power is 500 W. The counter is constant from 5 s to 9 s; then it adds the missing 2 kJ or never adds them.
     def counter(s):
         return 500.0 * (s if s < 5 else 5.0 if s < 9 else s if catches_up else s - 4)
@@ -918,13 +918,13 @@ RANDOM_LENGTHS = [
 ]
 
 
-def test_random_iteration_lengths_raise_no_event():
+def test_random_iteration_lengths_raise_no_aliasing_event():
     fired = [seed for seed in range(200) if aliasing_events(RANDOM_LENGTHS[seed % len(RANDOM_LENGTHS)], seed)[0]]
 
     assert fired == []
 
 
-def test_steady_iterations_at_all_phases_raise_no_event():
+def test_steady_iterations_at_all_phases_raise_no_aliasing_event():
     for seed, step_s in enumerate([0.237, 0.331, 0.1618, 0.414, 0.73] * 4):
         assert aliasing_events(lambda chance, step_s=step_s: chance.gauss(step_s, 0.001), seed)[0] == []
 
@@ -946,7 +946,7 @@ def test_iterations_synchronous_with_the_sensor_are_reported():
     assert covered >= 0.93 * fired
 
 
-def test_full_duty_sensor_raises_no_event():
+def test_full_duty_sensor_raises_no_aliasing_event():
     for seed in range(10):
         assert aliasing_events(lambda _chance: 0.2, seed, duty=1.0)[0] == []
 
@@ -1045,7 +1045,7 @@ def test_time_keeps_its_resolution_after_a_month():
     ],
     ids=["almost five ticks", "eighteen ticks", "unlike iterations"],
 )
-def test_stated_intervals_cover_with_a_partial_duty_sensor(power, tick_s, duty):
+def test_partial_duty_sensor_has_true_energy_in_stated_intervals(power, tick_s, duty):
     windows = [
         window
         for seed in range(4)

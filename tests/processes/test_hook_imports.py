@@ -73,7 +73,7 @@ def test_hook_added_during_an_import_runs_at_the_end_of_the_import(package):
     assert type(sys.modules["half"].__spec__) is importlib.machinery.ModuleSpec
 
 
-def test_package_and_a_module_in_it_are_hooked(package):
+def test_package_and_one_of_its_modules_are_hooked(package):
     package("family.__init__", "from family.child import name")
     package("family.child", "name = 'child'")
     seen = []

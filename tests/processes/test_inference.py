@@ -83,7 +83,7 @@ def test_all_answers_to_a_prompt_are_counted_as_generated():
         ([], {2}, 0, 0),
     ],
 )
-def test_padding_is_after_the_end_token(row, ends, pad, padding):
+def test_positions_after_the_end_token_are_padding(row, ends, pad, padding):
     assert _padding(row, ends, pad) == padding
 
 

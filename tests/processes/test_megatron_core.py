@@ -92,7 +92,7 @@ def test_sum_of_parameter_shares_of_all_ranks_is_the_model_size(layout):
     assert total == (DENSE_MODEL if name.startswith("dense") else EXPERTS_MODEL)
 
 
-def test_one_of_two_experts_is_active(layout):
+def test_parameters_of_one_of_two_experts_are_active(layout):
     name, ranks = layout
     idle = 0 if name.startswith("dense") else LAYERS * MLP
 

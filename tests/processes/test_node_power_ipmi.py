@@ -78,7 +78,7 @@ def test_current_power_is_read_and_not_the_mean_since_boot(tools, name, text, wa
     assert (sample.power_w, sample.energy_j, failures) == (watts, None, {})
 
 
-def test_warning_before_the_reading_is_ignored(tools):
+def test_warning_of_a_tool_before_its_reading_is_ignored(tools):
     tools.add_output("ipmitool", "IANA PEN registry open failed: No such file or directory\n" + IPMITOOL)
 
     assert tools.open().read()[0].power_w == 173.0
@@ -217,7 +217,7 @@ def test_missing_tools_are_reported_with_the_package_to_install(tools):
     assert tools.why_not() == NO_TOOL
 
 
-def test_tools_are_found_on_the_path(tools, monkeypatch):
+def test_ipmi_tools_are_found_on_the_path(tools, monkeypatch):
     tools.add_output("ipmitool", IPMITOOL)
     monkeypatch.setenv("PATH", f"{tools.folder}:{os.environ['PATH']}")
 

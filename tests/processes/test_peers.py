@@ -155,7 +155,7 @@ def test_frames_above_the_rate_are_dropped_and_reported_once(peers):
     assert (event.rank, event.text) == (0, "rank 0 on node-0 exceeds its rate limit; its frames are now dropped")
 
 
-def test_bytes_above_the_rate_are_dropped(peers):
+def test_frames_above_the_byte_rate_are_dropped(peers):
     room = BURST_BYTES + HISTORY * ROW_BYTES
     passed = sum(peers.admits(b"a", MAX_BYTES, 0.0) for _ in range(300))
 

@@ -94,7 +94,7 @@ def test_stated_intervals_cover_each_kind_of_trace(trace, held_s):
         assert statistics.fmean(abs(error) <= half_width for error, half_width in found) >= 0.93
 
 
-def test_constant_power_is_exact():
+def test_energy_of_constant_power_is_exact():
     assert max(abs(error) for error, _ in windows(flat(400.0), 1)) < 1e-6
 
 

@@ -78,7 +78,7 @@ FUNCTIONS = {
 
 
 @pytest.mark.parametrize(("name", "expected"), METHODS.items())
-def test_collector_has_the_methods_of_the_original(name, expected):
+def test_collector_has_the_methods_of_the_original_project(name, expected):
     found = parameters(getattr(MetricsCollector, name))
 
     assert {key: found[key] for key in expected} == expected
@@ -88,11 +88,11 @@ def test_collector_has_the_methods_of_the_original(name, expected):
 
 
 @pytest.mark.parametrize(("name", "expected"), FUNCTIONS.items())
-def test_module_has_the_functions_of_the_original(name, expected):
+def test_module_has_the_functions_of_the_original_project(name, expected):
     assert parameters(getattr(original, name)) == expected
 
 
-def test_collector_has_the_arguments_of_the_original():
+def test_collector_has_the_arguments_of_the_original_project():
     assert list(parameters(MetricsCollector)) == ["collection_interval", "history_size"]
     MetricsCollector(1.0, 1000)
     MetricsCollector(collection_interval=0.5, history_size=100)
@@ -134,7 +134,7 @@ def test_names_of_llama_factory_are_aliases():
     assert original.get_efficientllm_collector() is original.get_metrics_collector()
 
 
-def test_values_have_the_fields_of_the_original():
+def test_values_have_the_fields_of_the_original_project():
     values = effllm.EfficientLLMMetrics()
 
     assert list(vars(values)) == ["amu", "pcu", "al", "tt", "st", "it", "aec"]

@@ -95,7 +95,7 @@ def test_methods_iteration_and_put_write_equal_records(often, rare, own_ns, arri
 
 @settings(deadline=None, max_examples=50)
 @given(bursts=st.lists(st.integers(0, 40), max_size=12))
-def test_overrun_loses_records_but_no_tokens(bursts):
+def test_overrun_of_the_ring_loses_records_but_no_tokens(bursts):
     writer = RingWriter(16)
     reader = RingReader(writer.descriptor)
     written, seen, newest = 0, 0, None

@@ -69,7 +69,7 @@ def test_late_window_in_a_gap_reduces_four_edges_to_two():
 
 
 @pytest.mark.parametrize("first", [1, 3], ids=["from the start", "where the last one ended"])
-def test_attempts_share_no_edge(first):
+def test_windows_of_two_attempts_share_no_edge(first):
     sums = summed((1, amount(start=1.0)), (2, amount(end=2.0)))
     sums.close()
     summed((first, amount(start=3.0)), (first + 1, amount()), (first + 2, amount(end=4.0)), sums=sums)
@@ -211,7 +211,7 @@ def test_difference_of_amounts_has_the_outer_and_the_inner_edges():
     assert whole - whole == EnergyAmount(), "a rounding error is no time"
 
 
-def test_error_of_two_gpus_and_windows_matches_by_hand():
+def test_error_of_two_gpus_and_windows_equals_a_result_by_hand():
     def wall(rank, start, end):
         joules, gain = 1000.0 * (rank + 1), (0.05, 0.1)[rank]
         return Integrals(amount(joules, start, end, 1.0, gain, joules / 100))
@@ -284,7 +284,7 @@ TOTALS = make_totals(
         ("energy/p95_watts_per_gpu", 0.0, 615 * 0.05),
     ],
 )
-def test_errors_of_metrics_match_errors_by_hand(tag, random, systematic):
+def test_errors_of_metrics_equal_errors_computed_by_hand(tag, random, systematic):
     found = metrics.errors(TOTALS, TOTALS)
 
     assert found[tag] == (pytest.approx(random, rel=1e-9), pytest.approx(systematic, rel=1e-9))
@@ -302,7 +302,7 @@ def test_metrics_without_energy_have_no_energy_error():
 
 
 @pytest.mark.parametrize("lacking", [{"energy_j": None}, {"energy_j": 0.0}])
-def test_no_energy_gives_no_errors(lacking):
+def test_totals_without_energy_have_no_errors(lacking):
     totals = with_keys(TOTALS, **lacking)
 
     assert metrics.errors(totals, totals) == {}

@@ -99,7 +99,7 @@ def test_iteration_time_is_from_heartbeats_before_the_first_window():
     assert [140 <= when_s <= 150 for when_s, _ in reported] == [True]
 
 
-def test_second_iteration_is_compared_with_the_first():
+def test_stall_timeout_of_the_second_iteration_is_from_the_first():
     job = Job(ranks=1)
     job.heartbeat(0, 1, STEP, 0.0, 20)
     reported = [job.check(20)]

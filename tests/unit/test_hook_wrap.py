@@ -70,7 +70,7 @@ def test_result_of_the_before_hook_is_passed_to_the_after_hook():
     assert seen == [7]
 
 
-def test_exception_of_the_framework_passes_and_calls_failed():
+def test_exception_of_the_framework_is_raised_after_the_failed_hook():
     framework, seen = module(), []
     around(framework, "train_step", Guard("x"), before=lambda call: 7, after=pytest.fail, failed=seen.append)
 

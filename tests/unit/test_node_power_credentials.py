@@ -40,7 +40,7 @@ def test_all_keys_of_the_file_are_read(write):
     assert credentials.fingerprint == bytes([0xAB]) * 32
 
 
-def test_user_and_password_are_enough(write):
+def test_credentials_file_with_user_and_password_is_enough(write):
     credentials = Credentials.read(write(f"user = monitor\npassword = {SECRET}\n"))
 
     assert (credentials.authentication, credentials.ca_file, credentials.fingerprint) == ("basic", None, None)

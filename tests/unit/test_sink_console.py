@@ -249,7 +249,7 @@ def test_corrections_and_windows_without_iterations_print_nothing():
     assert printed(make_report(correction=True), make_report(iteration_first=101, iteration_last=100)) == ""
 
 
-def test_a_final_window_with_iterations_prints():
+def test_final_window_with_iterations_is_printed():
     assert "it 100/5000" in printed(make_report(100, final=True), terminal=True)
 
 

@@ -153,7 +153,7 @@ def test_clock_answer_survives_encoding():
     assert decode_from_aggregator(encode(Clock(1, 2, 3))) == Clock(1, 2, 3)
 
 
-def test_verdicts_are_bounded_for_many_slow_ranks():
+def test_number_of_verdicts_is_bounded_for_many_slow_ranks():
     job = Job(ranks=100)
     for window in range(1, 9):
         for rank in job.ranks:
