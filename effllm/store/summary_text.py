@@ -6,17 +6,22 @@ import math
 import shlex
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 
 from effllm.metrics import METRICS, describe
 from effllm.records.job import EnergySummary, GoodputSummary, StragglerVerdict, Summary, Value
+from effllm.records.plain_text import one_line
 from effllm.records.rank import Profile
+from effllm.records.values import ValueSummary
 
 WIDTH = 78
 
 J_PER_KWH = 3.6e6
 #: A smaller energy is shown in joules, not in kilowatt-hours.
 MIN_KWH = 0.01
+#: Names of instruments' values in the table.
+MAX_SHOWN_NAMES = 40
 #: A smaller share would be shown as 0.0 %.
 MIN_SHARE = 0.0005
 
@@ -91,6 +96,9 @@ def _lines(summary: Summary, folder: Path | None, tensorboard_dir: Path | None) 
     yield from _facts(_how_measured(summary))
     for sentence in summary.not_measured:
         yield from textwrap.wrap(sentence, WIDTH, initial_indent="  not measured: ", subsequent_indent="    ")
+    if summary.instruments:
+        yield "-" * WIDTH
+        yield from _instruments(summary.instruments)
     if folder is not None or tensorboard_dir is not None:
         yield "-" * WIDTH
     if folder is not None:
@@ -205,6 +213,19 @@ def _metrics(values: Mapping[str, Value]) -> Iterator[str]:
             yield _row(tag, values[tag], "")
     if any(value.error or value.sensor_error for value in values.values()):
         yield "  ± half-widths of 95 %: by timing, then by the gain of the sensors"
+
+
+def _instruments(values: Mapping[str, ValueSummary]) -> Iterator[str]:
+    """Yield a table of the values of instruments: the first names, because summary.json has all."""
+    yield f"  {'instrument':<30}{'count':>9}{'mean':>9}{'p50':>9}{'p95':>9}{'most':>9}"
+    for name, one in islice(values.items(), MAX_SHOWN_NAMES):
+        numbers = (one.mean, one.percentiles.get("p50"), one.percentiles.get("p95"), one.most)
+        cells = "".join(f"{'' if number is None else f'{number:.4g}':>9}" for number in numbers)
+        yield f"  {textwrap.shorten(one_line(name), 29, placeholder='…'):<30}{one.count:>9,}{cells}".rstrip()
+        if one.not_finite:
+            yield "    not finite: " + ", ".join(f"{count:,} {kind}" for kind, count in one.not_finite.items())
+    if len(values) > MAX_SHOWN_NAMES:
+        yield f"  {len(values) - MAX_SHOWN_NAMES} more names are in summary.json"
 
 
 def _row(name: str, value: Value, over: str) -> str:

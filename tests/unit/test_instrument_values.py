@@ -5,12 +5,15 @@ import random
 import statistics
 
 import pytest
+from sink_examples import make_summary
 
 from effllm.agent import values as agent_values
 from effllm.agent.values import InstrumentValues
 from effllm.job.ledger import Ledger, restore
 from effllm.records import ring, values
 from effllm.records.values import merged, merged_by_name, summaries
+from effllm.store.summary_text import summary_text
+from effllm.trainer.declared import Declared
 
 
 def slot(value, index=0, ordinal=1, number=0):
@@ -128,3 +131,39 @@ def test_sums_of_the_largest_numbers_stay_finite():
     huge = merged([values.ValueStatistics(1, number, 0.0, number, number) for number in (1.7e308, -1.7e308, 1.7e308)])
 
     assert all(map(math.isfinite, (huge.total, huge.squares)))
+
+
+def test_text_of_the_summary_has_a_table_of_the_first_names():
+    found = summaries({"loss": statistics_of([1.0, 2.0, 3.0, math.nan]), "a\x1b[2J": statistics_of([5.0])})
+    many = {f"metric/{number:02}": found["loss"] for number in range(41)}
+    lines = summary_text(make_summary(instruments=found | many), None, None).splitlines()
+    table = [line.split() for line in lines]
+
+    assert ["loss", "3", "2", "2", "2.9", "3"] in table
+    assert "    not finite: 1 nan" in lines
+    assert "  3 more names are in summary.json" in lines
+    assert max(map(len, lines)) <= 80
+    assert all(line.isprintable() for line in lines)
+
+
+def test_names_beyond_the_limit_are_left_out_with_one_line():
+    sent = []
+    declared = Declared(lambda: sent.append(len(declared.facts.value_names)))
+    indices = [declared.value_index(f"metric/{number}") for number in range(ring.MAX_VALUE_NAMES + 2)]
+
+    assert indices == [*range(ring.MAX_VALUE_NAMES), -1, -1]
+    assert declared.value_index("metric/3") == 3
+    (line,) = declared.facts.warnings
+    assert "no values of metric/200 and later names" in line
+    assert len(sent) == ring.MAX_VALUE_NAMES + 1
+
+
+def test_facts_with_the_most_and_longest_names_fit_into_the_ring():
+    declared = Declared()
+    for number in range(ring.MAX_VALUE_NAMES):
+        declared.value_index(f"{number:03}" + "\N{SNOWMAN}" * 97)
+    writer = ring.RingWriter(16)
+
+    assert writer.write_facts(declared.facts)
+    assert ring.RingReader(writer.descriptor).facts().value_names == declared.facts.value_names
+    writer.close()
