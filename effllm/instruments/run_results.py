@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,20 +25,32 @@ class RunResults:
     is_simulated: bool = False  #: whether the energy belongs to simulated devices
 
 
-def read_results(folder: str | Path) -> RunResults:
-    """Return the results of a run folder.
+def read_results(folder: str | Path, within_s: float = 0.0) -> RunResults:
+    """Return the results of a run folder; wait up to ``within_s`` for the end of the run.
 
     Energy, tokens and power are those of the iterations after the warm-up.  `RunResults.not_measured` has the reasons
-    for missing values, also for a folder that cannot be read; no exception is raised.
+    for missing values, also for a folder that cannot be read, and for a run that has not ended; no exception is raised.
     """
+    deadline_s = time.monotonic() + within_s
+    while not _has_ended(Path(folder)) and time.monotonic() < deadline_s:
+        time.sleep(0.1)
     try:
         return _read(Path(folder))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         return RunResults(not_measured=[f"the run folder cannot be read: {type(error).__name__}: {error}"])
 
 
+def _has_ended(folder: Path) -> bool:
+    try:
+        return bool(json.loads((folder / "summary.json").read_bytes())["is_over"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
 def _read(folder: Path) -> RunResults:
     summary = json.loads((folder / "summary.json").read_bytes())
+    if not summary["is_over"]:
+        return RunResults(status=summary["status"], not_measured=["the summary of the run is not complete yet"])
     last = _last_totals(folder)
     run, job = last["run"], last["job"]
     results = RunResults(status=summary["status"], is_simulated=summary["simulated"])

@@ -32,7 +32,7 @@ class Play:
     def __init__(self, launch):
         self._launch = launch
 
-    def start(self, environ=None, settings=None, script="", **sections):
+    def start(self, environ=None, settings=None, script="", options=(), **sections):
         body = yaml.safe_load((FOLDER / "configs" / "run_adamw.yaml").read_text())
         body["model"]["llama"] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
         body["model"]["llama"]["num_attention_heads"] = 2
@@ -44,7 +44,7 @@ class Play:
         (job.folder / "run.yaml").write_text(yaml.safe_dump(body))
         chosen = self._launch.environ({"device": "host", **(settings or {})}, HF_HUB_OFFLINE="1", **(environ or {}))
         run = ["-c", script] if script else [str(FOLDER / "scripts" / "train.py")]
-        return job.start([sys.executable, *run, "--config", "run.yaml"], chosen)
+        return job.start([sys.executable, *run, "--config", "run.yaml", *options], chosen)
 
     def run(self, **settings):
         return self.start(**settings).done(within_s=100.0)
@@ -176,8 +176,46 @@ def test_backend_of_a_gpu_says_in_one_line_that_there_is_none(play, backend):
 
     assert job.code == 1
     assert job.stdout.splitlines()[1:] == [
-        f"[train] backend {backend} needs an NVIDIA GPU, and torch finds none; on a CPU: make measure-adamw"
+        f"[train] backend {backend} needs an NVIDIA GPU; on a CPU: make measure-adamw"
     ]
+
+
+def test_row_goes_beside_a_file_with_other_columns(play, tmp_path):
+    other = tmp_path / "results.csv"
+    other.write_text("run,joules\n1,2\n")
+
+    job = play.run(metrics={"results_csv": str(other)})
+
+    assert other.read_text() == "run,joules\n1,2\n"
+    assert len(rows(job, tmp_path / "results.effllm.csv")) == 1
+    assert (
+        f"[train] {other} has other columns (without tokens_processed); the row goes to results.effllm.csv"
+        in job.stdout
+    )
+
+
+def test_training_inside_its_warmup_has_a_row_without_energy(play):
+    job = play.run(settings={"device": "simulated"}, metrics={"warmup_s": 600.0})
+
+    (row,) = rows(job)
+    assert [row[name] for name in ["tokens_processed", "tok_per_s", *ENERGY]] == [""] * 7
+    assert float(row["wall_s"]) >= float(row["warmup_s"]) > 0
+    assert "[train] not measured: the run ended inside its warm-up (12 iterations)\n" in job.stdout
+
+
+def test_training_without_energy_logging_has_no_row_and_no_run(play):
+    job = play.run(metrics={"enable_energy_logging": False})
+
+    assert not (job.folder / "outputs" / "energy_results.csv").exists()
+    assert job.runs() == []
+
+
+def test_option_tensorboard_prints_the_command_for_its_folder(play):
+    job = play.run(settings={"device": "simulated"}, options=["--tensorboard"])
+
+    assert job.stdout.splitlines()[-1] == "[train] TensorBoard: tensorboard --logdir outputs/adamw"
+    events = b"".join(path.read_bytes() for path in (job.folder / "outputs" / "adamw").rglob("events*"))
+    assert b"efficientllm/window/aec_watts" in events
 
 
 COUNTS = """

@@ -130,9 +130,9 @@ def test_folder_in_place_of_the_file_is_an_error(path):
 # --- the values of a run folder ---
 
 
-def run_folder(folder, *, run, job=None, gpus=1, not_measured=(), warming=(), tokens=100):
+def run_folder(folder, *, run, job=None, gpus=1, not_measured=(), warming=(), is_over=True):
     """Write the parts of a run folder that are read."""
-    summary = {"status": "completed", "simulated": False, "elapsed_s": 30.0, "iterations": 20}
+    summary = {"status": "completed", "simulated": False, "elapsed_s": 30.0, "iterations": 20, "is_over": is_over}
     summary |= {"not_measured": list(not_measured), "coverage": {"gpus_expected": gpus}}
     (folder / "summary.json").write_text(json.dumps(summary))
     lines = [
@@ -221,3 +221,10 @@ def test_run_folder_that_cannot_be_read_is_a_reason(tmp_path, name):
 
     assert results.values == {}
     assert results.not_measured[0].startswith("the run folder cannot be read")
+
+
+def test_run_that_has_not_ended_has_no_values(tmp_path):
+    results = read_results(run_folder(tmp_path, run=MEASURED, is_over=False), within_s=0.05)
+
+    assert results.values == {}
+    assert results.not_measured == ["the summary of the run is not complete yet"]

@@ -104,7 +104,7 @@ def text(rows: list[Row], name: str) -> str:
     for row in rows:
         key = " ".join(row[column] for column in GROUPED_BY)
         groups.setdefault(key, Group(key)).rows.append(row)
-    lines = [f"{name}: {len(rows)} runs", ""]
+    lines = [f"{name}: {_runs(len(rows))}", ""]
     lines.append(f"{'':<31}{'runs':>4}{'tokens/s':>11}{'mJ/token':>10}{'E10k_J':>9}{'W':>6}{'peak MB':>9}")
     for group in groups.values():
         per_token = group.joules_per_token
@@ -133,12 +133,16 @@ def _compared(group: Group, first: Group) -> list[str]:
 def _warnings(rows: list[Row]) -> list[str]:
     lines = []
     if without := sum(not row["energy_J"] for row in rows):
-        lines.append(f"without energy: {without} of {len(rows)} runs")
+        lines.append(f"without energy: {without} of {_runs(len(rows))}")
     values = {column: sorted({row[column] for row in rows}) for column in SAME_IN_A_FAIR_COMPARISON}
     lines += [f"the runs differ in {name}: {', '.join(found)}" for name, found in values.items() if len(found) > 1]
     if any("simulated" in row.get("notes", "") for row in rows):
         lines.append("some energy is of simulated devices")
     return lines
+
+
+def _runs(count: int) -> str:
+    return f"{count} run" if count == 1 else f"{count} runs"
 
 
 def _number(row: Row, name: str) -> float | None:

@@ -23,7 +23,7 @@ def missing(backend: str) -> str:
     if package is None:
         return ""
     if not torch.cuda.is_available():
-        return f"backend {backend} needs an NVIDIA GPU, and torch finds none"
+        return f"backend {backend} needs an NVIDIA GPU"
     return "" if importlib.util.find_spec(package) else f"backend {backend} needs the package {package}"
 
 

@@ -11,11 +11,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from settings import Metrics, Settings, WrongSettings, read_settings
+from settings import Settings, WrongSettings, read_settings
 
 from effllm.instruments.results_csv import MEASURED, OtherColumns, append_row
 from effllm.instruments.run_results import RunResults, read_results
 
+SUMMARY_WITHIN_S = 30.0  # the summary is written while the training ends; on a busy machine it is later
 UNITS = {"energy_J": "J", "avg_power_W": "W", "peak_power_W": "W", "wall_s": "s", "warmup_s": "s", "E10k_J": "J"}
 UNITS |= {"tokens_processed": "tokens", "tok_per_s": "tokens/s", "J_per_token": "J/token"}
 UNITS |= {"vram_peak_MB": "MB", "vram_avg_MB": "MB"}
@@ -36,7 +37,7 @@ def main() -> int:
 
 
 def train(settings: Settings, tensorboard: bool) -> int:
-    configure(settings.metrics, tensorboard)  # before transformers is imported
+    configure(settings, tensorboard)  # before transformers is imported
     import models
 
     if reason := models.missing(settings.tuning.backend):
@@ -59,14 +60,15 @@ def train(settings: Settings, tensorboard: bool) -> int:
     return 0
 
 
-def configure(metrics: Metrics, tensorboard: bool) -> None:
+def configure(settings: Settings, tensorboard: bool) -> None:
     """Set effllm's environment variables from the section ``metrics``; a variable that is set already is kept."""
+    metrics, charts = settings.metrics, Path(settings.train.output_dir).absolute() / "efficientllm"
     interval_s = min(metrics.sample_interval_s, metrics.log_vram_every_s)  # one reading has power and memory
     defaults = {
         "METRICS_ENABLED": str(metrics.enable_energy_logging).lower(),
         "COLLECTION_INTERVAL": f"{interval_s:g}",
         "WARMUP": f"{metrics.warmup_s:g}s",
-        "SINKS": "tensorboard" if tensorboard else "none",
+        "SINKS": f"tensorboard:dir={charts}" if tensorboard else "none",
         "RUN_DIR": "outputs/runs",
     }
     for name, value in defaults.items():
@@ -134,7 +136,7 @@ def report(settings: Settings, arguments: Any) -> None:
     from effllm import get_metrics_collector
 
     folder = get_metrics_collector().run_folder
-    results = read_results(folder) if folder else RunResults(not_measured=["no run folder"])
+    results = read_results(folder, SUMMARY_WITHIN_S) if folder else RunResults(not_measured=["no run folder"])
     row = {**results.values, **metadata(settings, arguments, results)}
     for reason in results.not_measured:
         say(f"not measured: {reason.partition(';')[0]}")
@@ -179,7 +181,7 @@ def metadata(settings: Settings, arguments: Any, results: RunResults) -> dict[st
 def show(row: dict[str, Any]) -> None:
     for name in MEASURED:
         value = row.get(name)
-        text = "-" if value is None else f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
+        text = "-" if value is None else f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:,.4g}"
         print(f"  {name:<17}{text:>12} {'' if value is None else UNITS[name]}".rstrip())
 
 
