@@ -14,7 +14,7 @@ from typing import Any
 from effllm.hooks._wrap import Call, Guard, around
 from effllm.instruments.grpo import tracker_of
 
-_GUARD = Guard("the rewards of TRL")
+_GUARD = Guard("the reward of groups in TRL")
 
 
 def attach_rewards(trainer: Any) -> None:

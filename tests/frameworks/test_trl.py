@@ -190,12 +190,25 @@ def test_counts_of_two_grpo_processes_are_added(frameworks):
     assert not job.our_errors
 
 
-# In evaluation there are other rewards, which may not enter.
+# In evaluation there are other rewards, which may not enter.  An operation of torch in the hook would end it.
 TRACKED = """
 import json
 from pathlib import Path
+from torch.overrides import TorchFunctionMode
+from effllm.hooks._wrap import Guard
 from effllm.instruments.metrics import grpo_tracker
 
+class NoTensors(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        raise AssertionError(f"the hook calls {function}")
+
+def guarded(self, *args, called=Guard.__call__, **named):
+    if self.name != "the reward of groups in TRL":
+        return called(self, *args, **named)
+    with NoTensors():
+        return called(self, *args, **named)
+
+Guard.__call__ = guarded
 early, seen = grpo_tracker(), []
 def letters(completions, **_):
     found = [float(one.count("a")) for one in completions]
