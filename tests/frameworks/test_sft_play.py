@@ -94,7 +94,7 @@ def test_metadata_are_the_arguments_of_the_trainer(play):
     }
 
 
-def test_cells_are_empty_without_a_sensor_and_one_line_says_why(play):
+def test_cells_are_empty_without_a_sensor_with_the_reason_in_one_line(play):
     job = play.run()
 
     (row,) = rows(job)
@@ -157,7 +157,7 @@ def test_a_training_that_raises_in_mid_step_appends_no_row(play):
         ("train", {"optim": "adamv"}, "train: adamv is not a valid OptimizerNames"),
     ],
 )
-def test_wrong_settings_are_one_line(play, section, change, line):
+def test_wrong_setting_is_reported_in_one_line(play, section, change, line):
     job = play.start(**{section: change}).wait(100.0)
 
     assert job.code == 2
@@ -166,7 +166,7 @@ def test_wrong_settings_are_one_line(play, section, change, line):
 
 
 @pytest.mark.parametrize("backend", ["bnb", "unsloth"])
-def test_backend_of_a_gpu_says_in_one_line_that_there_is_none(play, backend):
+def test_missing_gpu_of_a_backend_is_reported_in_one_line(play, backend):
     import torch
 
     if torch.cuda.is_available():

@@ -72,7 +72,7 @@ def test_values_are_in_the_report_of_their_window():
     assert taken.take(5, ["loss"], 0.0, is_last=True) == {}
 
 
-def test_without_the_library_percentiles_are_missing_and_one_line_says_so(monkeypatch):
+def test_percentiles_without_the_library_are_missing_with_one_notice(monkeypatch):
     monkeypatch.setattr(agent_values, "digest_type", lambda: None)
     taken = InstrumentValues()
     taken.add(slot(1.0), 1)
@@ -113,14 +113,14 @@ def test_value_of_a_name_that_is_not_read_yet_is_left_out():
     assert taken.take(1, ["loss"], 0.0, is_last=False) == {}
 
 
-def test_names_are_limited_to_the_first():
+def test_only_the_first_names_up_to_the_limit_are_kept():
     one = statistics_of([1.0])
     many = merged_by_name({str(number): one} for number in range(values.MAX_NAMES + 5))
 
     assert list(many) == [str(number) for number in range(values.MAX_NAMES)]
 
 
-def test_restarted_aggregator_keeps_the_values():
+def test_restarted_aggregator_keeps_the_values_of_instruments():
     ledger = Ledger(attempt=1, job="", started_time_s=0.0)
     ledger.values = {"loss": statistics_of([1.0, math.nan, 4.0])}
 
