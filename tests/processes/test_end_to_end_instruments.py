@@ -1,5 +1,7 @@
 """Values of instruments in the run folder: from the training process to the files, over ranks and windows."""
 
+import os
+import signal
 import statistics
 import sys
 
@@ -69,3 +71,19 @@ def test_instruments_in_a_run_start_no_thread_and_open_no_file(ran):
         assert (after["threads"], after["files"]) == (before["threads"], before["files"])
         assert tops - {"effllm"} <= sys.stdlib_module_names
         assert not {"fastdigest", "msgspec"} & set(after["modules"])
+
+
+@pytest.mark.fault("aggregator-sigkill")
+def test_killed_aggregator_loses_no_value(launch):
+    job = launch.python("instruments_loop.py", "enough")
+    jobs.until(lambda: job.num_windows >= 3)
+    (pid,) = job.find("effllm.server.process")
+    os.kill(pid, signal.SIGKILL)
+    jobs.until(lambda: job.num_windows >= 10)
+    (job.folder / "enough").touch()
+    loss = job.done().output()["loss"]
+    found = job.ledger.summary.instruments["loss"]
+
+    assert (found.count, found.least, found.most) == (loss["count"], loss["min"], loss["max"])
+    assert found.mean == pytest.approx(loss["mean"])
+    assert found.not_finite == loss["not_finite"] == {"nan": 1}

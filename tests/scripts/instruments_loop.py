@@ -5,6 +5,7 @@ import os
 import sys
 import threading
 import time
+from itertools import count
 from pathlib import Path
 
 import effllm
@@ -15,6 +16,7 @@ from effllm.trainer import session
 session.READY_S = 60.0  # long wait: the first window must have a device, even on a busy machine
 
 ITERATIONS, RECENT = 20, 5
+until = Path(sys.argv[1]) if sys.argv[1:] else None  # a file: after the iterations, continue until it exists
 rank = int(os.environ.get("RANK", "0"))
 
 
@@ -29,7 +31,9 @@ collector = effllm.get_metrics_collector()
 before = state()
 tracker, profiler = MetricTracker(max_recent=RECENT), ComprehensiveProfiler("cpu")
 scores, groups = ScoreDistributionTracker(), GRPOMetricsTracker()
-for iteration in range(1, ITERATIONS + 1):
+for iteration in count(1):
+    if iteration > ITERATIONS and (not until or until.exists()):
+        break
     collector.record_iteration_start()
     profiler.start_iteration()
     time.sleep(0.01)
