@@ -10,7 +10,7 @@ def record(name: str, value: float) -> None:
     """Record a value; without an active run this is one look into ``sys.modules``."""
     module: Any = sys.modules.get("effllm.trainer.collector")
     if module is not None:
-        module.get_metrics_collector().record_value(name, value)
+        module.get_metrics_collector().instruments.record(name, value)
 
 
 def percentiles_of_run(name: str) -> tuple[int, list[float]] | None:
@@ -18,5 +18,5 @@ def percentiles_of_run(name: str) -> tuple[int, list[float]] | None:
     module: Any = sys.modules.get("effllm.trainer.collector")
     known: tuple[int, list[float]] | None = None
     if module is not None:
-        known = module.get_metrics_collector().value_percentiles(name)
+        known = module.get_metrics_collector().instruments.percentiles(name)
     return known

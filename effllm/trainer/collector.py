@@ -16,11 +16,10 @@ from effllm.trainer.counts import Counted
 from effllm.trainer.declared import count as positive_count
 from effllm.trainer.declared import positive, text
 from effllm.trainer.lifecycle import Lifecycle
+from effllm.trainer.recorded_values import RecordedValues
 from effllm.trainer.recorder import Recorder
 from effllm.trainer.values import NAN, EfficientLLMMetrics
 
-#: So many names of values are remembered; later names are ignored, as are names above the limit of names in a report.
-MAX_KNOWN_NAMES = 1000
 #: A stop releases these owners of the iterations, because another training may follow in this process.
 _OWN_LEVELS = (
     (ownership.EXPLICIT, "calls"),
@@ -42,7 +41,7 @@ class MetricsCollector:
         self.declared = self.lifecycle.declared
         self._counted = Counted()
         self._counts = False  # whether the loop's own calls, not those of a hook, count the iterations
-        self._value_indices: dict[str, int] = {}  # -1: there are too many names
+        self.instruments = RecordedValues(self.lifecycle)
         self._batch = (0, 0)  # tokens and samples of a step, from set_batch_config
 
     @property
@@ -88,8 +87,6 @@ class MetricsCollector:
     def warn(self, line: str) -> None:
         """Log a line through the agent, once."""
         self.lifecycle.warn(line)
-
-    # --- the loop's calls ---
 
     def record_iteration_start(self) -> None:
         """Stamp the start of an iteration: one optimizer step."""
@@ -246,34 +243,6 @@ class MetricsCollector:
         """Add facts of the run to ``run.json``; only the facts of rank 0 are used."""
         self.declared.learn_run(facts)
 
-    def record_value(self, name: str, value: float) -> None:
-        """Record a value of an instrument for the run folder; does nothing while metrics are not collected.
-
-        Args:
-            name: for example ``loss``, or with its unit ``timing/forward_seconds``.
-            value: NaN and infinite values are counted; a value that is not a float is ignored, with a warning.
-        """
-        if (recorder := self.lifecycle.recorder) is not None:
-            index = self._value_indices.get(name)
-            if index is None:
-                if len(self._value_indices) >= MAX_KNOWN_NAMES:
-                    return
-                index = self._value_indices[name] = self.declared.value_index(name)
-            if type(value) is float and index >= 0:
-                recorder.value(index, value)
-            elif index >= 0:
-                self.warn(f"value {name} must be a float, not {type(value).__name__}; ignored")
-
-    def value_percentiles(self, name: str) -> tuple[int, list[float]] | None:
-        """Return the number of values of a name in this rank's run, and percentiles 5, 25, 50, 75, 95, 99.
-
-        ``None`` before the agent has published them, or without the library of the extra ``instruments``.
-        """
-        found = self.lifecycle.percentiles().get(name)
-        if not isinstance(found, list) or len(found) != 7 or not all(isinstance(one, int | float) for one in found):
-            return None
-        return int(found[0]), found[1:]
-
     def calculate_amu(self) -> float:
         """Return the average memory utilization in GB."""
         return self.lifecycle.values().value("amu")
@@ -308,10 +277,8 @@ class MetricsCollector:
 
     def should_log(self, iteration: int | None) -> bool:
         """Whether a window ends at ``iteration``; ``False`` while metrics are off."""
-        config = self.lifecycle.config
-        if not self.is_collecting or config is None or iteration is None:
-            return False
-        return iteration % config.log_interval == 0
+        config = self.lifecycle.config if self.is_collecting else None
+        return config is not None and iteration is not None and iteration % config.log_interval == 0
 
 
 #: LLaMA-Factory's name.

@@ -67,6 +67,24 @@ class Counted:
         return counts, loss
 
 
+class WarnOnce:
+    """Passes on the first warning of each kind: lines with the same first 24 letters are of one kind.
+
+    Args:
+        warn: called with a line for the user.
+    """
+
+    def __init__(self, warn: Callable[[str], None]) -> None:
+        self._warn = warn
+        self._kinds: set[str] = set()
+        self.is_on = True
+
+    def __call__(self, line: str) -> None:
+        if self.is_on and line[:24] not in self._kinds:
+            self._kinds.add(line[:24])
+            self._warn(line)
+
+
 class Losses:
     """Checks losses and iteration numbers that a caller passes.
 

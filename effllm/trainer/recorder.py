@@ -15,14 +15,11 @@ from typing import Any
 
 from effllm.records import ring
 from effllm.records.shared_memory import RingError
-from effllm.trainer.counts import FEW_BITS, Losses, RunningCounts
+from effllm.trainer.counts import FEW_BITS, Losses, RunningCounts, WarnOnce
 from effllm.trainer.generations import Generations
 from effllm.trainer.phases import Phases
 
 _NO_TOKENS = 0
-NEAR_NS = 10_000_000  # an iteration that ended within this time ends a span
-#: Values of instruments after which the agent reads the ring; the ring has 1,000 slots by default.
-WAKE_VALUES = 250
 
 _live: weakref.WeakSet[Recorder] = weakref.WeakSet()
 
@@ -46,10 +43,9 @@ class Recorder:
         wake: Callable[[], None] = lambda: None,
         warn: Callable[[str], None] = lambda _line: None,
     ) -> None:
-        self._writer, self._wake, self._warn = writer, wake, warn
+        self._writer, self.wake, self._warn, self._once = writer, wake, warn, WarnOnce(warn)
         self._log_interval, self._offset = log_interval, offset
-        self._warned: set[str] = set()
-        self._on = True
+        self.is_on = True
         # Whether the next start or end must do more than stamp: before the first iteration has ended, during or after
         # a phase, after the end of a window, or after recording has stopped.
         self._is_special = True
@@ -61,7 +57,6 @@ class Recorder:
         self._own_ns = self._arrival_ns = 0  # own time before the sync point, and time of the sync point
         self._boundary = False  # a window has ended and the next iteration has not started
         self._step_ns = self._wait_ns = 0
-        self._num_values = 0
         self._counters = RunningCounts()
         self._phases = Phases()
         self.generations = Generations(self._counters, self.phase_start, self.phase_end, self._write_totals, self._once)
@@ -80,7 +75,7 @@ class Recorder:
         self._writer.state(ring.STEP, self.ordinal + 1, start_ns)
 
     def _start_specially(self, start_ns: int) -> None:
-        if not self._on:
+        if not self.is_on:
             return
         phases = self._phases
         if phases.depth:
@@ -92,7 +87,7 @@ class Recorder:
         self._is_special = not self._end_ns or phases.depth > 0 or phases.between_ns > 0
         if self._boundary:
             self._boundary = False
-            self._wake()
+            self.wake()
 
     def end(
         self,
@@ -113,7 +108,7 @@ class Recorder:
         end_ns = _now()
         start_ns = self._start_ns
         if self._is_special or not start_ns:
-            if not self._on:
+            if not self.is_on:
                 return
             start_ns = self._settle(end_ns)
         self._wait_ns = wait_ns = self._wait_ns + (start_ns - self._end_ns)
@@ -145,7 +140,7 @@ class Recorder:
         if ordinal == self._boundary_ordinal:
             self._boundary_ordinal += self._log_interval
             self._boundary = self._is_special = True
-            self._wake()
+            self.wake()
 
     def _settle(self, end_ns: int) -> int:
         """Subtract phases from data wait and step; return the start of the iteration that ends now."""
@@ -165,28 +160,28 @@ class Recorder:
         return start_ns
 
     def sync_point(self, _now: Any = time.monotonic_ns) -> None:
-        """Stamp the first point in the running iteration at which this rank waits for others; ignore later calls.
+        """Stamp where this rank first waits for other ranks in the running iteration; the time before is its own time.
 
-        The time before this point, without data waits and phases, is the rank's own time.
+        Own time excludes data waits and phases.  Later calls in the iteration do nothing.
         """
-        if self._own_ns or not self._start_ns or self._phases.depth or not self._on:
+        if self._own_ns or not self._start_ns or self._phases.depth or not self.is_on:
             return
         self._arrival_ns = now_ns = _now()
         self._own_ns = now_ns - self._start_ns - self._phases.inside_ns
 
     def waited(self, spent_ns: int) -> None:
         """Count this time of the running iteration as data wait: the iteration's start is moved by this time."""
-        if self._on and self._start_ns and not self._phases.depth:
+        if self.is_on and self._start_ns and not self._phases.depth:
             self._start_ns += spent_ns
 
     def add(self, samples: int = 0, tokens: int = 0, tokens_loss: int = 0) -> None:
         """Add counts that became known after the end of their iteration; the next record includes them."""
-        if self._on and not self._counters.add(0, samples, tokens, tokens_loss):
+        if self.is_on and not self._counters.add(0, samples, tokens, tokens_loss):
             self._once("counts added after an iteration must be whole numbers of at least 0; ignored")
 
     def phase_start(self, name: str) -> None:
         """Begin a phase; a nested phase is a part of the outer phase."""
-        if not self._on:
+        if not self.is_on:
             return
         self._is_special = True
         now_ns = time.monotonic_ns()
@@ -195,7 +190,7 @@ class Recorder:
 
     def phase_end(self) -> None:
         """End the phase that the last `phase_start` began."""
-        if not self._on or self._phases.depth == 0:
+        if not self.is_on or self._phases.depth == 0:
             self._once("a phase ended without a start; ignored")
             return
         if not self._phases.end():
@@ -210,7 +205,12 @@ class Recorder:
     def _cut_phase(self, at_ns: int) -> None:
         start_ns = self._phases.cut(at_ns, is_inside=self._start_ns > 0)
         self._write_totals()
-        self._put(ring.PHASE, self._phases.index, self.ordinal, 0, start_ns, at_ns, 0.0)
+        self.put(ring.PHASE, self._phases.index, 0, start_ns, at_ns, 0.0)
+
+    @property
+    def running_ordinal(self) -> int:
+        """Ordinal of the running iteration; between iterations, of the last iteration."""
+        return self.ordinal + (self._start_ns > 0)
 
     @property
     def free_ns(self) -> int:
@@ -224,93 +224,56 @@ class Recorder:
 
     def may_evaluate(self) -> None:
         """Publish that this rank may be in an evaluation; `evaluated` confirms it when it has ended."""
-        if self._on and not self._phases.depth:
+        if self.is_on and not self._phases.depth:
             self._writer.state(ring.PHASE_STATE, self.ordinal, time.monotonic_ns(), 0)
 
     def evaluated(self, start_ns: int, end_ns: int) -> None:
         """Count a part of the running iteration as an evaluation; the part must contain no phase and no data wait."""
-        if self._on and self._start_ns and not self._phases.depth:
+        if self.is_on and self._start_ns and not self._phases.depth:
             self._writer.state(ring.STEP, self.ordinal + 1, self._start_ns)
             self._is_special = True
             self._phases.add(0, end_ns - start_ns, is_inside=True)
             self._write_totals()
-            self._put(ring.PHASE, 0, self.ordinal, 0, start_ns, end_ns, 0.0)
+            self.put(ring.PHASE, 0, 0, start_ns, end_ns, 0.0)
 
     def _write_totals(self) -> None:
-        if self._on:
+        if self.is_on:
             self._writer.take(self._phases.total_ns, self.generations.total_ns, self._counters)
 
     def loss(self, number: int | None, loss: float | None) -> None:
         """Record the loss of the last completed iteration, with the caller's number of this iteration."""
-        if self._on and (checked := self._losses.checked(number, loss)) is not None:
+        if self.is_on and (checked := self._losses.checked(number, loss)) is not None:
             now_ns = time.monotonic_ns()
-            self._put(ring.LOSS, loss is None, self.ordinal, checked[0], now_ns, now_ns, checked[1])
-
-    def value(self, index: int, value: float) -> None:
-        """Record a value of an instrument; ``index`` is the position of its name in the facts."""
-        if self._on:
-            self._num_values += 1
-            ordinal = self.ordinal + (self._start_ns > 0)  # without a time: the iteration gives the window
-            self._writer.put(
-                ring.VALUE, index, ordinal, self._num_values, 0, 0, value, self._step_ns, self._wait_ns, self._counters
-            )
-            if self._num_values % WAKE_VALUES == 0:
-                self._wake()  # before values overwrite iterations in the ring
+            self.put(ring.LOSS, loss is None, checked[0], now_ns, now_ns, checked[1])
 
     def reset(self) -> None:
         """Reset the run-to-date values at the end of the current window."""
-        if self._on:
-            now_ns = time.monotonic_ns()
-            self._put(ring.RESET, 0, self.ordinal, 0, now_ns, now_ns, 0.0)
+        self.put(ring.RESET, 0, 0, (now_ns := time.monotonic_ns()), now_ns, 0.0)
 
     def finish(self, status: str = "completed") -> None:
         """Record the final status of the loop and stop recording; later calls do nothing."""
-        if not self._on:
+        if not self.is_on:
             return
         while self._phases.depth:  # an exception may have left a phase open
             self.phase_end()
         now_ns = time.monotonic_ns()
         known = isinstance(status, str) and status in ring.STATUSES
-        self._put(ring.END, ring.STATUSES.index(status if known else "failed"), self.ordinal, 0, now_ns, now_ns, 0.0)
+        self.put(ring.END, ring.STATUSES.index(status if known else "failed"), 0, now_ns, now_ns, 0.0)
         self._writer.state(ring.FINISHED, self.ordinal, now_ns)
         self.disable()
-        self._wake()
+        self.wake()
 
     def disable(self) -> None:
         """Stop recording without a final status, as in a forked child."""
-        self._on, self._is_special = False, True
+        self.is_on, self._is_special, self._once.is_on = False, True, False
 
-    def _put(self, kind: int, what: int, ordinal: int, number: int, start_ns: int, end_ns: int, value: float) -> None:
-        self._writer.put(
-            kind, what, ordinal, number, start_ns, end_ns, value, self._step_ns, self._wait_ns, self._counters
-        )
-
-    def _once(self, line: str) -> None:
-        if self._on and line[:24] not in self._warned:
-            self._warned.add(line[:24])
-            self._warn(line)
-
-
-def request_span(recorder: Recorder, chain: int, number: int, start_ns: int | None, end_ns: int | None = None) -> int:
-    """Request the readings of the devices in a span, without waiting; return the end of the span, 0 after the end.
-
-    Args:
-        recorder: the recorder of this rank.
-        chain: number of the chain of consecutive spans.
-        number: number of the request.
-        start_ns: start of the span; ``None`` begins a chain.
-        end_ns: end of the span. By default now, or the end of an iteration that has just ended: then spans and windows
-            have the same edges.
-    """
-    if not recorder._on:
-        return 0
-    if end_ns is None:
-        end_ns, last_ns = time.monotonic_ns(), recorder._end_ns
-        if start_ns is not None and start_ns < last_ns and end_ns - last_ns < NEAR_NS:
-            end_ns = last_ns
-    recorder._put(ring.SPAN, chain, recorder.ordinal, number, end_ns if start_ns is None else start_ns, end_ns, 0.0)
-    recorder._wake()
-    return end_ns
+    def put(
+        self, kind: int, what: int, number: int, start_ns: int, end_ns: int, value: float, ordinal: int = 0
+    ) -> None:
+        """Write a record with the totals so far, unless recording has stopped; by default of the last iteration."""
+        if self.is_on:
+            of, step_ns, wait_ns = ordinal or self.ordinal, self._step_ns, self._wait_ns
+            self._writer.put(kind, what, of, number, start_ns, end_ns, value, step_ns, wait_ns, self._counters)
 
 
 def pair_s() -> float | None:

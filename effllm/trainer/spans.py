@@ -5,16 +5,18 @@ This code runs on the training thread: standard library only, no wait.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 from effllm.records.board import Board
-from effllm.records.ring import MAX_CHAINS
+from effllm.records.ring import MAX_CHAINS, SPAN
 from effllm.records.spans import ALONE, SpanPart
 from effllm.trainer.lifecycle import Lifecycle
-from effllm.trainer.recorder import Recorder, request_span
+from effllm.trainer.recorder import Recorder
 
 #: If so many requests have no answer, the agent has ended or hangs; then spans do not end until an answer arrives.
 MAX_WAITING = 1024
+NEAR_NS = 10_000_000  # an iteration that ended within this time ends a span
 _next_chain = _newest_request = 0  # common to all chains of this process, whose answers are in one memory
 
 
@@ -68,7 +70,7 @@ class SpanChain:
         self._read = board.spans.newest
         self._asked.clear()
         self._parts.clear()
-        self._edge_ns = request_span(recorder, self._number, 0, None)
+        self._edge_ns = _put_request(recorder, self._number, 0, None)
         self._lifecycle.chains.add(self)
         return self._edge_ns > 0
 
@@ -117,10 +119,27 @@ class SpanChain:
         recorder = self._running()
         if len(self._asked) >= MAX_WAITING:
             return 0
-        if recorder is None or not (end_ns := request_span(recorder, chain, _newest_request + 1, start_ns, end_ns)):
+        if recorder is None or not (end_ns := _put_request(recorder, chain, _newest_request + 1, start_ns, end_ns)):
             return 0
         _newest_request += 1
         self._asked.add(_newest_request)
         if chain != ALONE:
             self._edge_ns = end_ns
         return _newest_request
+
+
+def _put_request(recorder: Recorder, chain: int, number: int, start_ns: int | None, end_ns: int | None = None) -> int:
+    """Request the readings of the devices in a span, without waiting; return the end of the span, 0 after the run.
+
+    Without ``end_ns``, the span ends now, or at the end of an iteration that has just ended: then spans and windows
+    have the same edges.  Without ``start_ns``, the request begins a chain.
+    """
+    if not recorder.is_on:
+        return 0
+    if end_ns is None:
+        end_ns, free_ns = time.monotonic_ns(), recorder.free_ns
+        if start_ns is not None and start_ns < free_ns and end_ns - free_ns < NEAR_NS:
+            end_ns = free_ns
+    recorder.put(SPAN, chain, number, end_ns if start_ns is None else start_ns, end_ns, 0.0)
+    recorder.wake()
+    return end_ns

@@ -37,7 +37,7 @@ class WatchedRecorder(Recorder):
 
     def start(self, _now: Any = time.monotonic_ns) -> None:
         """Stamp the start of an iteration; the profiler starts before the stamp."""
-        if not self._on:
+        if not self.is_on:
             return
         if self._profile is not None:
             self._profile.start(self.ordinal + 1 + self._offset)
@@ -57,7 +57,7 @@ class WatchedRecorder(Recorder):
         _now: Any = time.monotonic_ns,
     ) -> None:
         """Stamp the end of an iteration, as `Recorder.end`; the profiler stops after the stamp."""
-        if not self._on:
+        if not self.is_on:
             return
         if self._device is not None:
             try:
@@ -82,7 +82,7 @@ class WatchedRecorder(Recorder):
 
     def finish(self, status: str = "completed") -> None:
         """Record the final status of the loop, and stop profiling."""
-        if self._on:
+        if self.is_on:
             if self._profile is not None:
                 self._profile.close(failed=status != "completed")
             self._put_device(self.ordinal)
@@ -97,15 +97,15 @@ class WatchedRecorder(Recorder):
             (ring.WHOLE, split.communication_ns, split.exposed_ns),
             *((KINDS.index(kind), *times) for kind, times in split.kinds.items()),
         ):
-            self._put(ring.PROFILE, what, self.ordinal, communication_ns, begin_ns, end_ns, exposed_ns * _NS)
-        self._put(ring.PROFILE, ring.COMPUTING, self.ordinal, split.computing_ns, begin_ns, end_ns, found.cost_ns * _NS)
+            self.put(ring.PROFILE, what, communication_ns, begin_ns, end_ns, exposed_ns * _NS)
+        self.put(ring.PROFILE, ring.COMPUTING, split.computing_ns, begin_ns, end_ns, found.cost_ns * _NS)
 
     def _put_device(self, ordinal: int) -> None:
         if self._device is not None and self._device.iterations:
             total_s = self._device.total_ns * _NS
-            self._put(ring.DEVICE_TIME, 0, ordinal, self._device.iterations, 0, 0, total_s)
+            self.put(ring.DEVICE_TIME, 0, self._device.iterations, 0, 0, total_s, ordinal)
             if self._device.own_iterations:
-                self._put(ring.OWN_TIME, 0, ordinal, self._device.own_iterations, 0, 0, self._device.own_ns * _NS)
+                self.put(ring.OWN_TIME, 0, self._device.own_iterations, 0, 0, self._device.own_ns * _NS, ordinal)
 
     def _without_device(self, error: Exception) -> None:
         self._device = None
