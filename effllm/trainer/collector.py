@@ -153,7 +153,6 @@ class MetricsCollector:
                 recorder.loss(self.declared.facts.first_iteration + recorder.ordinal, loss)
 
     def _claim(self) -> None:
-        """Make the loop the owner of the iterations, in place of a framework's hook."""
         self._counts = ownership.claim(ownership.EXPLICIT, "calls")
 
     def record_step_start(self) -> None:
