@@ -1,0 +1,78 @@
+"""RobustGPUMonitor alone: it starts an agent, and its spans and markers have the energy of a known trace."""
+
+import pytest
+from nvml_library import Gpu, flat
+
+SCRIPT = """
+import dataclasses, json, os, sys, threading, time
+from effllm.instruments import RobustGPUMonitor
+from effllm.trainer import session
+
+session.READY_S = 60.0
+monitor = RobustGPUMonitor(0.1{arguments})
+assert monitor.start_monitoring()
+time.sleep(0.5)
+began_s = time.time()
+first_s = monitor.add_sync_marker("first")
+time.sleep(1.0)
+since = monitor.get_metrics_since_timestamp(first_s, wait_s=5.0)
+held_s = []
+for _ in range(50):
+    before_s = time.monotonic()
+    monitor.get_metrics_since_timestamp(first_s)
+    held_s.append(time.monotonic() - before_s)
+threads, modules = threading.active_count(), sorted({{"msgspec", "zmq", "pynvml"}} & set(sys.modules))
+total = monitor.stop_monitoring()
+found = dict(since=dataclasses.asdict(since), total=dataclasses.asdict(total), summary=monitor.summary())
+found |= dict(held_s=sorted(held_s), threads=threads, modules=modules)
+json.dump(found, open("truth.json", "w"))
+"""
+
+
+@pytest.fixture
+def monitored(launch, trace):
+    """Return a function that monitors a GPU of 300 W, and returns the output and the job."""
+
+    def monitored(arguments="", **gpu):
+        trace.write(Gpu("GPU-a", "0:01:00", power=flat(300.0), **gpu))
+        code = SCRIPT.format(arguments=arguments)
+        job = launch.code(code, environ=trace.environment(), device="nvml", collection_interval=0.1).done()
+        return job.output(), job
+
+    return monitored
+
+
+def test_energy_since_a_marker_is_watts_times_seconds(monitored):
+    found, _ = monitored(", baseline_wait_s=1.0")
+    since = found["since"]
+
+    assert since["duration_s"] == pytest.approx(1.0, abs=0.2)
+    assert since["energy_consumed_wh"] * 3600 == pytest.approx(300.0 * since["duration_s"], rel=0.02)
+    assert (since["power_avg_w"], since["power_max_w"], since["power_min_w"]) == pytest.approx((300.0,) * 3, rel=0.02)
+    assert (since["temperature_avg_c"], since["utilization_avg_percent"]) == pytest.approx((50.0, 50.0))
+    assert since["gpu_name"] == "Traced"
+    assert found["total"]["energy_consumed_wh"] * 3600 == pytest.approx(300.0 * found["total"]["duration_s"], rel=0.02)
+    assert found["summary"]["baseline_power_w"] == pytest.approx(300.0, rel=0.02)
+    assert found["summary"]["energy_above_baseline_wh"] * 3600 < 0.02 * 300.0 * found["total"]["duration_s"]
+    assert [one["name"] for one in found["summary"]["markers"]] == ["first"]
+
+
+def test_monitor_has_no_thread_and_does_not_wait(monitored):
+    found, _ = monitored()
+
+    assert (found["threads"], found["modules"]) == (1, [])
+    assert found["held_s"][len(found["held_s"]) // 2] < 1e-3
+
+
+def test_device_that_the_rank_does_not_have_is_not_measured(monitored):
+    found, job = monitored(", device_index=3")
+
+    assert found["since"]["energy_consumed_wh"] != found["since"]["energy_consumed_wh"]
+    assert job.stderr.count("energy is not measured: this rank has no device 3") == 1
+
+
+def test_gpu_without_power_is_not_measured(monitored):
+    found, job = monitored(unsupported=("power", "energy"))
+
+    assert found["total"]["energy_consumed_wh"] != found["total"]["energy_consumed_wh"]
+    assert job.stderr.count("energy is not measured:") == 1
