@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 from pathlib import Path
 
@@ -71,3 +72,18 @@ def test_llama_factory(launch, method, ranks):
     assert job.ledger.facts["trainer"] == "CustomSeq2SeqTrainer"
     events = b"".join(path.read_bytes() for path in job.folder.rglob("*_sft/**/events*"))
     assert b"efficientllm/al_seconds" in events
+
+
+@pytest.mark.system("transformers", how=RAN)
+def test_energy_callback(launch):
+    script = INTEGRATION / "energy_callback" / "train.py"
+    job = run(launch, [sys.executable, str(script)], collection_interval=0.2)
+    (summary,) = (job.folder / "out" / "energy_callback" / "results").glob("energy_monitoring_summary_*.json")
+    written = json.loads(summary.read_text())
+
+    assert (job.ledger.summary.status, job.ledger.summary.iterations) == ("completed", 40)
+    assert written["steps"] == 40
+    # All devices of these tests are simulated: 250 to 650 W.
+    assert 250 < written["energy_consumed_wh"] * 3600 / written["covered_s"] < 650
+    assert "FINAL ENERGY REPORT:" in job.stdout
+    assert not job.our_errors
