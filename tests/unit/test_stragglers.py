@@ -1,8 +1,6 @@
 """effllm/job/health/stragglers.py and its imported modules, with a seeded model of synchronous training."""
 
 import re
-import time
-from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -386,18 +384,3 @@ def test_first_values_set_the_level_and_report_no_change():
 
 def test_ranks_are_written_as_ranges():
     assert ranks_text((0, 1, 2, 5, 7, 8)) == "0-2, 5, 7-8"
-
-
-def test_cost_of_10000_ranks_is_printed(capsys):
-    took_s = {}
-    for ranks in (100, 10_000):
-        job = SynchronousJob(ranks)
-        windows = [job.rows() for _ in range(6)]
-        began_s = time.process_time()
-        for rows in windows:
-            job.stragglers.close(rows)
-        took_s[ranks] = (time.process_time() - began_s) / len(windows)
-    with capsys.disabled():
-        for ranks, seconds in took_s.items():
-            print(f"\n  {ranks} ranks: {1e3 * seconds:.2f} ms a window", end="")
-    assert all(below < above for below, above in pairwise(took_s))  # `took_s` iterates over numbers of ranks, not times
