@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from effllm.records.ring import VALUE
 from effllm.trainer.lifecycle import Lifecycle
+from effllm.trainer.recorder import Recorder
 
 #: Names whose index is kept here; of a loop that makes up names, later names are ignored.
 MAX_KNOWN_NAMES = 1000
@@ -24,7 +25,8 @@ class RecordedValues:
     def __init__(self, lifecycle: Lifecycle) -> None:
         self._lifecycle = lifecycle
         self._indices: dict[str, int] = {}  # -1: there are too many names
-        self._count = 0
+        self._recorder: Recorder | None = None  # of the last value
+        self._count = 0  # values of this recorder
 
     def record(self, name: str, value: float) -> None:
         """Record a value for the run folder; does nothing while metrics are not collected.
@@ -34,8 +36,10 @@ class RecordedValues:
             value: NaN and infinite values are counted; a value that is not a float is ignored, with a warning.
         """
         recorder = self._lifecycle.recorder
-        if recorder is None:
+        if recorder is None or not recorder.is_on:  # a forked child must not add names
             return
+        if recorder is not self._recorder:
+            self._recorder, self._count = recorder, 0  # each run counts its own values
         index = self._indices.get(name)
         if index is None:
             if len(self._indices) >= MAX_KNOWN_NAMES:

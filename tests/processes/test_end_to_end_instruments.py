@@ -38,6 +38,7 @@ def test_every_instrument_feeds_the_run_folder(ran):
     found = ledger.summary.instruments
 
     assert {name: (one.count, one.unit) for name, one in found.items()} == {
+        "after the fork": (2, ""),
         "group/reward": (80, ""),
         "group/reward_std": (40, ""),
         "loss": (40, ""),

@@ -46,6 +46,15 @@ for iteration in count(1):
     if iteration == 3:
         tracker.update("loss", float("nan"), iteration)
 after = state()
+reading, writing = os.pipe()
+if (child := os.fork()) == 0:  # such as a worker of a DataLoader
+    os.read(reading, 1)
+    tracker.update("of a child", 1.0)
+    tracker.update("loss", 1e6)
+    os._exit(0)
+tracker.update("after the fork", 1.0)
+os.write(writing, b"x")
+os.waitpid(child, 0)
 effllm.finalize_efficientllm_metrics()
 truth = {"before": before, "after": after, "loss": tracker.get_summary("loss")}
 Path("truth.json").write_text(json.dumps(truth | {"timing": profiler.timer.get_summary()}))
