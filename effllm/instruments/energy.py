@@ -14,7 +14,7 @@ from typing import Any
 
 from effllm.instruments._energy import BYTES_PER_MB, J_PER_WH, Baseline, SpanReadings, amounts, checked
 from effllm.trainer.collector import MetricsCollector, get_metrics_collector
-from effllm.trainer.spans import Span, SpanChain
+from effllm.trainer.spans import AnsweredSpan, SpanChain
 
 BASELINE_S = 5.0
 MIN_BASELINE_S = 0.2  # a baseline from less covered time is not measured
@@ -85,8 +85,8 @@ class RobustGPUMonitor:
         self._owns_agent = False
         self._begin_ns = 0
         self._baseline_numbers: set[int] = set()
-        self._spans: deque[tuple[Span, SpanReadings]] = deque(maxlen=MAX_KEPT)
-        self._new: deque[tuple[Span, SpanReadings]] = deque(maxlen=MAX_KEPT)
+        self._spans: deque[tuple[AnsweredSpan, SpanReadings]] = deque(maxlen=MAX_KEPT)
+        self._new: deque[tuple[AnsweredSpan, SpanReadings]] = deque(maxlen=MAX_KEPT)
         self._warned: set[str] = set()
         self.baseline = Baseline()
         self.total = SpanReadings()  #: the readings of all spans with an answer
@@ -152,7 +152,7 @@ class RobustGPUMonitor:
         """End the running span and begin the next; return the number of the ended span, 0 without an agent."""
         return self._chain.cut() if self._chain is not None and self._is_on else 0
 
-    def take(self) -> list[tuple[Span, SpanReadings]]:
+    def take(self) -> list[tuple[AnsweredSpan, SpanReadings]]:
         """Return the newly answered spans with their readings, oldest first, without waiting."""
         self._read()
         found = list(self._new)
@@ -264,7 +264,7 @@ class RobustGPUMonitor:
             return own
         return own[self._device_index : self._device_index + 1]
 
-    def _readings(self, span: Span) -> SpanReadings:
+    def _readings(self, span: AnsweredSpan) -> SpanReadings:
         chosen = self._chosen()
         return SpanReadings.of(part for part in span.parts if part.device in chosen)
 

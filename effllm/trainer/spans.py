@@ -21,7 +21,7 @@ _next_chain = _newest_request = 0  # common to all chains of this process, whose
 
 
 @dataclass(frozen=True)
-class Span:
+class AnsweredSpan:
     """The readings in one span, with a part for each device; without parts, the rank has no device."""
 
     number: int
@@ -47,7 +47,7 @@ class SpanChain:
         self._read = 0  # running number of the last answer that was read
         self._asked: set[int] = set()  # numbers of the requests without an answer
         self._parts: dict[int, list[SpanPart]] = {}
-        self._spans: list[Span] = []
+        self._spans: list[AnsweredSpan] = []
         self.devices: list[dict[str, object]] = []  #: facts of the devices, by `SpanPart.device`
         self.lost = 0  #: number of requests whose request or answer was overwritten before it was read
 
@@ -82,7 +82,7 @@ class SpanChain:
         """Request a span of past time that is not a part of the chain; return the number, 0 without an agent."""
         return self._request(ALONE, start_ns, end_ns) if start_ns < end_ns else 0
 
-    def take(self) -> list[Span]:
+    def take(self) -> list[AnsweredSpan]:
         """Return the new answers, oldest first, without waiting."""
         if self._running() is not None and (board := self._lifecycle.board) is not None:
             self.read(board)
@@ -109,7 +109,9 @@ class SpanChain:
             found.append(part)
         if len(found) == part.num_devices:
             self._asked.discard(part.number)
-            self._spans.append(Span(part.number, part.start_ns, part.end_ns, tuple(self._parts.pop(part.number))))
+            self._spans.append(
+                AnsweredSpan(part.number, part.start_ns, part.end_ns, tuple(self._parts.pop(part.number)))
+            )
 
     def _running(self) -> Recorder | None:
         return self._recorder if self._recorder is not None and self._recorder is self._lifecycle.recorder else None
