@@ -148,16 +148,17 @@ class Account(Struct):
         memory = _mean_min_max(*self.devices.values[:, :2].T)
         utilization = _mean_min_max(*self.devices.values[:, 2:4].T)
         ranks = dict(zip(RankSums.NAMES, self.ranks.values.T, strict=True))
-        longest = int(ranks["time_s"].argmax()) if len(self.ranks) else -1
+        time_s = _largest(ranks["time_s"])
+        is_longest = ranks["time_s"] == time_s  # of several ranks, the longest wait: no order of ranks changes totals
         slowest = _slowest(ranks["busy_s"], ranks["iterations"])
         slowest_device = _slowest(ranks["device_step_s"], ranks["device_steps"])
         return ClusterTotals(
             counts=Counts(iterations=int(_largest(ranks["iterations"])), **self.counts),
             loop=LoopTimes(
-                time_s=_at(ranks["time_s"], longest),
+                time_s=time_s,
                 slowest_step_s=_at(ranks["busy_s"], slowest),
                 slowest_iterations=int(_at(ranks["iterations"], slowest)),
-                wait_s=_at(ranks["wait_s"], longest),
+                wait_s=_largest(ranks["wait_s"][is_longest]),
                 generation_s=_largest(ranks["generation_s"]),
                 device_steps=int(_at(ranks["device_steps"], slowest_device)),
                 device_step_s=_at(ranks["device_step_s"], slowest_device),

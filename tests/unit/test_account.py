@@ -32,6 +32,12 @@ def totals_of(windows, devices, members, *, wall=False, least=1.0, absent=0):
     return account.totals(JobConstants(parameters=1000, gpus=len(devices), world_size=2))
 
 
+def test_longest_wait_counts_if_ranks_have_equal_times():
+    rows = [row(0, 1, busy_s=9.0, wait_s=1.0), row(1, 1, busy_s=8.0, wait_s=2.0)]
+
+    assert totals_of([rows], *gpus(2)).loop.wait_s == totals_of([rows[::-1]], *gpus(2)).loop.wait_s == 2.0
+
+
 def test_cluster_time_is_the_largest_sum_of_a_rank():
     windows = [
         [row(0, 1, busy_s=9.0, wait_s=1.0), row(1, 1, busy_s=18.0, wait_s=2.0)],
