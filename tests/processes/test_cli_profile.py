@@ -218,7 +218,7 @@ def test_check_shows_no_sensor_without_a_gpu(cli, device):
 @pytest.mark.parametrize(
     ("arguments", "variables", "why"),
     [
-        ([], {}, "no GPU can be read: libnvidia-ml.so.1 is not here"),
+        ([], {}, "no GPU can be read: libnvidia-ml.so.1 is missing"),
         ([], {"EFFICIENTLLM_DEVICE": "simulated"}, "no GPU can be read: device 'simulated' is no GPU"),
         ([], {"EFFICIENTLLM_DEVICE": "host"}, "no GPU can be read: device 'host' is no GPU"),
         (["--save", "no/such/folder.json"], {}, "--save no/such/folder.json: not a file in an existing folder"),

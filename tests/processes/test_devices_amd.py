@@ -774,7 +774,7 @@ def test_package_without_its_library_raises_a_one_sentence_error(library, capfd,
 @pytest.fixture
 def no_nvidia(monkeypatch):
     def open_device(_site):
-        raise DeviceUnavailable("libnvidia-ml.so.1 is not here")
+        raise DeviceUnavailable("libnvidia-ml.so.1 is missing")
 
     monkeypatch.setattr(nvml, "open_device", open_device)
     monkeypatch.setattr(devices, "_GPUS", {"nvml": Path("/nonexistent"), "amd": Path("/nonexistent")})
