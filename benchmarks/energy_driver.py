@@ -26,8 +26,8 @@ class Calls(NamedTuple):
 class Reading:
     """A tool's result for one window, and the time that the result covers.
 
-    ``start_ns`` and ``end_ns`` are the tool's own stamps, if the tool reports stamps.  The calls of a tool can take a
-    while, so the true energy is calculated between these stamps.
+    ``start_ns`` and ``end_ns`` are the tool's own stamps, if the tool reports stamps.  A call of a tool takes time,
+    so the true energy is calculated between the tool's own stamps, not between the calls.
     """
 
     start_ns: int

@@ -91,7 +91,7 @@ def _ticking(gpu: Gpu, chance: random.Random, tick_s: float) -> Gpu:
     return replace(gpu, tick_s=tick_s, tick_phase_s=round(chance.uniform(0.0, tick_s), 6), power_mode="held")
 
 
-# The board names fit the sensors: these boards measure like this (arXiv 2312.02741, raw table).
+# The names of the boards fit the simulated sensors: the real boards have such sensors (arXiv 2312.02741, raw table).
 
 
 def _whole_100(gpu: Gpu, chance: random.Random) -> Gpu:

@@ -1,8 +1,9 @@
 """All measurements that need a GPU, in one command: ``python -m benchmarks.gpu --keep``, or ``make bench-gpu``.
 
-The steps measure the sensors (the report of ``effllm profile``), the counter against integrated power under square
-waves, window energies against the known energy of the load, the cost of calls and of an agent on this driver, and
-training with metrics on and off.  Without CUDA, the steps that need CUDA are skipped and listed.
+The first steps measure the sensors (the report of ``effllm profile``), compare the counter with integrated power under
+square waves, and compare window energies with the known energy of the load.  Further steps measure the cost of calls
+and of an agent on this driver, and training with metrics on and off.  Without CUDA, the steps that need CUDA are
+skipped and listed.
 """
 
 from __future__ import annotations

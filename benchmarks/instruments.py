@@ -1,4 +1,4 @@
-"""The cost of the instruments in a training loop with an active run, beside torch's and Megatron's own."""
+"""The cost of the instruments in a training loop with an active run, compared with tools of torch and Megatron."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ METRICS = ("loss", "learning_rate", "grad_norm", "reward", "kl_divergence")
 
 
 def measure() -> list[Figure]:
-    """Time each call in turns, stand-alone and in a run; then loops of 20 ms with every instrument in use."""
+    """Time each call in turns, stand-alone and in a run; then time loops of 20 ms with every instrument in use."""
     alone = {name: _cost_ns(call) for name, call in _calls()}
     with tempfile.TemporaryDirectory() as folder:
         os.environ["EFFICIENTLLM_RUN_DIR"] = folder

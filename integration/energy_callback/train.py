@@ -8,7 +8,7 @@ from effllm.instruments import EnergyTrackingCallback, RobustGPUMonitor
 
 def main():
     monitor = RobustGPUMonitor(sampling_interval=0.5)
-    monitor.start_monitoring()  # before the model is built: its samples are the baseline
+    monitor.start_monitoring()  # before the model is built, because the baseline needs earlier samples
     torch.manual_seed(1)
     config = LlamaConfig(
         vocab_size=256, hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4

@@ -23,7 +23,7 @@ def model() -> LlamaForCausalLM:
 
 
 def prompts(text: str, batch: int, length: int) -> torch.Tensor:
-    """Return the bytes of a text as prompts; each row begins one byte later."""
+    """Return the bytes of a text as prompts; each row begins one byte after the row before."""
     ids = [3 + byte for byte in text.encode()]
     return torch.tensor([[BEGIN, *ids[row : row + length - 1]] for row in range(batch)])
 

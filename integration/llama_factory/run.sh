@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Fine-tunes a tiny Llama with LLaMA-Factory and measures it: run.sh [lora|full] [NUM_PROCESSES]
+# Fine-tunes a tiny Llama with LLaMA-Factory, measured by effllm: run.sh [lora|full] [NUM_PROCESSES]
 set -euo pipefail
 
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
@@ -8,7 +8,8 @@ python="${PYTHON:-python3}"
 
 "$python" "$here/make_model.py" out/llama_factory
 
-# LLaMA-Factory imports torchaudio, but does not use it for text. If torchaudio is missing, an empty module is sufficient.
+# LLaMA-Factory imports torchaudio, but does not use torchaudio for text. If torchaudio is missing, an empty module is
+# sufficient.
 if ! "$python" -c 'import torchaudio' 2>/dev/null; then
   mkdir -p out/llama_factory/stand_in
   : >out/llama_factory/stand_in/torchaudio.py

@@ -35,7 +35,7 @@ class Trainee:
 
 
 def build(settings: Settings, device: torch.device) -> Trainee:
-    """Build this rank's part of the model; in a layout, the initial weights are always the same."""
+    """Build this rank's part of the model; all runs of a layout have the same initial weights."""
     model_parallel_cuda_manual_seed(settings.training.seed)
     torch.manual_seed(settings.training.seed + 100 * parallel_state.get_pipeline_model_parallel_rank())
     bf16 = device.type == "cuda"

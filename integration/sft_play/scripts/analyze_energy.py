@@ -3,7 +3,8 @@
     python scripts/analyze_energy.py outputs/energy_results.csv
 
 Runs with the same backend, optimizer and precision are one group. Each value of a group is a quotient of sums over its
-runs, and a run without a value is not in its sums. The other groups are compared with the first.
+runs, and a run without a value is not in its sums. The other groups are compared with
+the first group.
 """
 
 from __future__ import annotations

@@ -10,13 +10,13 @@ from typing import Any
 
 from settings import Settings, WrongSettings
 
-PADDING = 256  # of the tiny model, whose tokens are bytes
+PADDING = 256  # padding token of the tiny model, whose other tokens are bytes
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 PACKAGES = {"bnb": "bitsandbytes", "unsloth": "unsloth"}
 
 
 def missing(backend: str) -> str:
-    """Return why a backend cannot run here, or an empty text."""
+    """Return the reason why a backend cannot run here, or an empty text."""
     import torch
 
     package = PACKAGES.get(backend)
@@ -151,7 +151,7 @@ class Padded:
 
 
 def collator(settings: Settings, padding: int) -> Any:
-    """Return the collator: padded rows, or all rows of a batch packed into one row without padding."""
+    """Return the collator, which either pads the rows of a batch or packs all rows into one row without padding."""
     if not settings.data.packing:
         return Padded(padding)
     from transformers import DataCollatorWithFlattening

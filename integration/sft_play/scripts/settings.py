@@ -19,7 +19,7 @@ class WrongSettings(ValueError):
 
 @dataclass
 class Model:
-    """Which model; without the section, a tiny one."""
+    """The model; without this section, a tiny Llama."""
 
     name: str = "tiny-llama"
     revision: str = "main"  # branch or commit on the Hub
@@ -29,10 +29,10 @@ class Model:
 
 @dataclass
 class Data:
-    """Which texts."""
+    """The texts for the training."""
 
     type: str = "sft"
-    path: str = ""  # JSON lines with "text", or "prompt" and "completion"; empty: generated text
+    path: str = ""  # JSON lines with "text", or "prompt" and "completion"; if empty, the text is generated
     packing: bool = False
 
 
@@ -47,7 +47,7 @@ class Lora:
 
 @dataclass
 class Tuning:
-    """How the model is trained, and by which library."""
+    """The method of training, and the library that trains the model."""
 
     backend: str = "torch"
     lora: Lora = field(default_factory=Lora)
@@ -72,7 +72,7 @@ class Train:
 
 @dataclass
 class Metrics:
-    """What is measured, and where the row goes."""
+    """The settings of the measurement, and the CSV file for the row."""
 
     enable_energy_logging: bool = True
     sample_interval_s: float = 0.05

@@ -16,7 +16,7 @@ from settings import Settings, WrongSettings, read_settings
 from effllm.instruments.results_csv import MEASURED, OtherColumns, append_row
 from effllm.instruments.run_results import RunResults, read_results
 
-SUMMARY_WITHIN_S = 30.0  # the summary is written while the training ends; on a busy machine it is later
+SUMMARY_WITHIN_S = 30.0  # timeout: the summary is written while the training ends, later on a busy machine
 UNITS = {"energy_J": "J", "avg_power_W": "W", "peak_power_W": "W", "wall_s": "s", "warmup_s": "s", "E10k_J": "J"}
 UNITS |= {"tokens_processed": "tokens", "tok_per_s": "tokens/s", "J_per_token": "J/token"}
 UNITS |= {"vram_peak_MB": "MB", "vram_avg_MB": "MB"}
@@ -63,7 +63,7 @@ def train(settings: Settings, tensorboard: bool) -> int:
 def configure(settings: Settings, tensorboard: bool) -> None:
     """Set effllm's environment variables from the section ``metrics``; a variable that is set already is kept."""
     metrics, charts = settings.metrics, Path(settings.train.output_dir).absolute() / "efficientllm"
-    interval_s = min(metrics.sample_interval_s, metrics.log_vram_every_s)  # one reading has power and memory
+    interval_s = min(metrics.sample_interval_s, metrics.log_vram_every_s)  # each reading has both power and memory
     defaults = {
         "METRICS_ENABLED": str(metrics.enable_energy_logging).lower(),
         "COLLECTION_INTERVAL": f"{interval_s:g}",
@@ -106,7 +106,7 @@ def build(settings: Settings, tensorboard: bool) -> Any:
         train_dataset=models.rows(settings, tokens_of),
         data_collator=models.collator(settings, padding),
     )
-    trainer.remove_callback(PrinterCallback)  # its lines are longer than a terminal
+    trainer.remove_callback(PrinterCallback)  # the lines of this callback are longer than a terminal
     trainer.add_callback(_progress(TrainerCallback))
     if settings.metrics.enable_energy_logging:
         from effllm import EfficientLLMCallback
@@ -118,7 +118,7 @@ def build(settings: Settings, tensorboard: bool) -> Any:
 def _arguments(kind: Any, **values: Any) -> Any:
     try:
         return kind(**values)
-    except ValueError as error:  # an optimizer that does not exist, bf16 on hardware without it
+    except ValueError as error:  # such as an unknown optimizer, or bf16 on hardware without bf16
         raise WrongSettings(f"train: {str(error).splitlines()[0].partition(', please')[0]}") from error
 
 
