@@ -56,7 +56,7 @@ def launched(launch, script, accumulate):
     return job.start([*command, str(jobs.unused_port()), str(script), str(accumulate)], launch.environ({}, **ON))
 
 
-def test_accumulated_micro_batches_are_one_iteration(launch, script):
+def test_accumulated_micro_batches_count_as_one_iteration(launch, script):
     job = launch.python(script, 3, environ=ON).done(60)
     summary = job.ledger.summary
     # 24 batches are 8 steps; the first step is not measured: 7 steps of 3 batches of 4 rows of 8 tokens

@@ -57,7 +57,7 @@ def losses(job):
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_deepspeed_engine_is_counted_and_losses_are_unchanged(frameworks, stage):
+def test_deepspeed_iterations_are_counted_and_losses_unchanged(frameworks, stage):
     """Each of 2 ranks has 12 micro-batches of 4 x 8 tokens, 2 per iteration; the evaluation batch is not counted."""
     job = frameworks.run(SCRIPT, stage, ranks=2, environ=CPU)
 
@@ -68,7 +68,8 @@ def test_deepspeed_engine_is_counted_and_losses_are_unchanged(frameworks, stage)
     assert summary.time_by_class["checkpoint"] > 0
     assert (facts["framework"], facts["zero_stage"]) == ("deepspeed", stage)
     assert not job.our_errors
-    # Stages 0 to 2 first synchronize ranks in the last backward pass, stage 3 in the first forward pass (all-gather).
+    # In stages 0 to 2, ranks first synchronize in the last backward pass. In stage 3, ranks first synchronize in the
+    # first forward pass, in an all-gather of parameters.
     assert (job.ledger.windows[-1].run.health.straggling_s is not None) is (stage < 3)
 
     without = frameworks.run(SCRIPT, stage, ranks=2, environ=CPU, attach="0")

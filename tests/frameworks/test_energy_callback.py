@@ -54,12 +54,12 @@ def read(job, name):
 
 
 def energy_j(one):
-    """Return the true energy of the simulated device in the time of an entry; the clocks are of this host."""
+    """Return the true energy of the simulated device between the times of an entry; both clocks are of this host."""
     end_s = one["timestamp"] - (time.time() - time.monotonic())
     return Waveform().energy_j(end_s - one["duration_s"], end_s)
 
 
-def test_steps_intervals_and_totals_have_the_known_energy(frameworks):
+def test_energy_of_steps_and_intervals_agrees_with_the_simulation(frameworks):
     job = frameworks.run(script("RobustGPUMonitor(baseline_wait_s=1.0), 0.7, carbon_intensity='document'"))
     steps, intervals = read(job, "energy_step_history"), read(job, "energy_interval_history")
     summary, monitor = read(job, "energy_monitoring_summary"), read(job, "robust_gpu_energy")
@@ -92,7 +92,7 @@ def test_callbacks_that_send_logs_receive_the_energy(frameworks):
     assert any("energy_interval/energy_consumed_wh" in logs for _, logs in sent)
     assert final["final_energy/total_energy_consumed_kwh"] > 0
     assert final["final_energy/energy_per_epoch_kwh"] > 0
-    assert "final_energy/carbon_footprint_estimate_kg" not in final  # no intensity was given
+    assert "final_energy/carbon_footprint_estimate_kg" not in final  # the script gives no carbon intensity
 
 
 def test_losses_are_the_same_with_and_without_the_callback(frameworks):
@@ -102,14 +102,14 @@ def test_losses_are_the_same_with_and_without_the_callback(frameworks):
     assert with_it == without
 
 
-def test_callback_that_is_added_twice_measures_once(frameworks):
+def test_energy_is_measured_once_if_the_callback_is_added_twice(frameworks):
     job = frameworks.run(script(more=", energy, EnergyTrackingCallback()", step_s=0.1))
 
     assert [one["step"] for one in read(job, "energy_step_history")] == [1, 2, 3, 4, 5, 6]
     assert job.stdout.count("FINAL ENERGY REPORT:") == 1
 
 
-def test_steps_before_an_error_are_written(frameworks):
+def test_energy_of_steps_before_an_error_is_written(frameworks):
     train = "try:\n    trainer.train()\nexcept ZeroDivisionError:\n    print('went on')"
     job = frameworks.run(script(at_step="1 / (state.global_step - 3)", train=train))
 

@@ -75,7 +75,7 @@ def lines(job, word):
 
 
 @pytest.mark.parametrize(("ranks", "package"), [(2, "lightning.fabric"), (1, "lightning_fabric")])
-def test_fabric_loop_is_counted_and_losses_are_unchanged(frameworks, ranks, package):
+def test_fabric_iterations_are_counted_and_losses_unchanged(frameworks, ranks, package):
     """Each rank has 12 micro-batches of 4 x 8 tokens, 2 per iteration; the evaluation batch is not counted."""
     pytest.importorskip(package, reason=f"needs {package}")
     job = frameworks.run(script(LOOP, package), ranks, ranks=ranks, environ=CPU)
@@ -115,8 +115,8 @@ for step in range(6):
 """
 
 
-def test_alternating_steps_of_two_models_are_one_iteration(frameworks):
-    """Parameters of the two trained models are counted, batches only of the first; a frozen model is not counted."""
+def test_alternating_steps_of_two_models_count_as_one_iteration(frameworks):
+    """Parameters are counted for both trained models, and batches only for the first; a frozen model is not counted."""
     summary = frameworks.run(script(GAN), environ=CPU).ledger.summary
 
     assert (summary.iterations, summary.parameters) == (6, 2 * 1550)
@@ -146,8 +146,8 @@ print("graphs", counter.frame_count)
 
 @pytest.mark.parametrize(("place", "framework", "iterations"), [("inside", "fabric", 6), ("outside", "torch", 5)])
 def test_hooks_do_not_change_compiled_graphs(frameworks, place, framework, iterations):
-    """torch.compile around Fabric's wrapper hides the forward pass; then optimizer steps except the first are
-    iterations."""
+    """torch.compile around Fabric's wrapper hides the forward pass; then each optimizer step except the first one
+    counts as an iteration."""
     job = frameworks.run(script(COMPILED), place, environ=CPU)
     without = frameworks.run(script(COMPILED), place, environ=CPU, attach="0")
 

@@ -29,7 +29,7 @@ def generated(job):
     return sum(row.generated_tokens for row in job.ledger.ranks)
 
 
-def test_each_generate_call_is_an_iteration(frameworks):
+def test_each_generate_call_is_counted_as_an_iteration(frameworks):
     job = frameworks.run(
         MODEL
         + """
@@ -50,7 +50,7 @@ json.dump({"count": count}, open("truth.json", "w"))
     assert not job.our_errors
 
 
-def test_only_returned_tokens_of_beams_and_sequences_are_counted(frameworks):
+def test_only_tokens_that_generate_returns_are_counted(frameworks):
     job = frameworks.run(
         MODEL
         + """

@@ -83,7 +83,7 @@ def test_energy_callback(launch):
 
     assert (job.ledger.summary.status, job.ledger.summary.iterations) == ("completed", 40)
     assert written["steps"] == 40
-    # All devices of these tests are simulated: 250 to 650 W.
+    # All devices of these tests are simulated, with a power of 250 to 650 W.
     assert 250 < written["energy_consumed_wh"] * 3600 / written["covered_s"] < 650
     assert "FINAL ENERGY REPORT:" in job.stdout
     assert not job.our_errors

@@ -12,7 +12,7 @@ pytest.importorskip("lightning", reason="needs Lightning")
 pytestmark = [*jobs.needs_torch, pytest.mark.system("lightning", how="ran")]
 
 JOB = Path(__file__).parent.parent.parent / "integration" / "lightning" / "train.py"
-PARAMETERS = 64 * 16 + 16 * 64 + 64  # embedding, weights and bias of the head
+PARAMETERS = 64 * 16 + 16 * 64 + 64  # weights of the embedding, then weights and bias of the head
 ON = {"EFFICIENTLLM_ATTACH": "1", "EFFICIENTLLM_SINKS": "none"}
 SCRIPT = """
 import logging, sys, warnings
@@ -64,7 +64,7 @@ def test_losses_are_equal_with_and_without_effllm(launch):
     assert on == off != []
 
 
-def test_ranks_that_lightning_launches_are_one_run(launch):
+def test_ranks_launched_by_lightning_share_one_run(launch):
     job = launch.python(JOB, "--folder", ".", "--devices", 2, "--accumulate", 2, environ=ON).done(300)
     summary = job.ledger.summary
     assert (summary.coverage.ranks_reporting, summary.coverage.ranks_expected) == (2, 2)
@@ -73,7 +73,7 @@ def test_ranks_that_lightning_launches_are_one_run(launch):
 
 
 @pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
-def test_samples_of_a_batch_without_token_names_are_counted(launch, package):
+def test_batches_without_tokens_are_counted_in_samples(launch, package):
     pytest.importorskip(package.split(".")[0])
     job = train(launch, "pl.Trainer(accumulate_grad_batches=3, **quiet).fit(Module(), loader)", package)
     summary = job.ledger.summary
@@ -81,7 +81,7 @@ def test_samples_of_a_batch_without_token_names_are_counted(launch, package):
     assert not summary.tokens
 
 
-def test_tokens_counted_by_the_module_are_used(launch):
+def test_tokens_that_the_module_counts_are_reported(launch):
     job = train(
         launch,
         """
@@ -96,7 +96,7 @@ def test_tokens_counted_by_the_module_are_used(launch):
     assert (job.ledger.summary.tokens, job.ledger.summary.samples) == (12 * 4 * 8, 48)
 
 
-def test_steps_of_two_manual_optimizers_are_one_iteration(launch):
+def test_steps_of_two_manual_optimizers_count_as_one_iteration(launch):
     job = train(
         launch,
         """

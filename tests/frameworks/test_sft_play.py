@@ -18,7 +18,7 @@ pytest.importorskip("transformers", reason="needs transformers")
 yaml = pytest.importorskip("yaml", reason="needs PyYAML")
 
 FOLDER = Path(__file__).parents[2] / "integration" / "sft_play"
-#: The columns in their order.
+#: Columns of the CSV file with measured values, in the order of the file.
 MEASURED = ["tokens_processed", "wall_s", "warmup_s", "energy_J", "avg_power_W", "peak_power_W", "tok_per_s"]
 MEASURED += ["J_per_token", "E10k_J", "vram_peak_MB", "vram_avg_MB"]
 METADATA = ["model", "dataset", "backend", "optimizer", "batch_size", "grad_accum", "seq_len", "precision", "seed"]
@@ -74,7 +74,7 @@ def test_a_run_appends_a_row_with_all_columns(play):
     assert row["notes"] == "full fine-tuning, simulated devices"
 
 
-def test_metadata_are_the_arguments_of_the_trainer(play):
+def test_metadata_of_a_row_equal_the_arguments_of_the_trainer(play):
     lora = {"lora": {"r": 4, "alpha": 8, "dropout": 0.1}}
 
     job = play.run(train={"optim": "adafactor", "grad_accum": 2, "seed": 7, "bf16": True}, tuning=lora)
@@ -94,7 +94,7 @@ def test_metadata_are_the_arguments_of_the_trainer(play):
     }
 
 
-def test_cells_are_empty_without_a_sensor_with_the_reason_in_one_line(play):
+def test_missing_sensor_leaves_empty_cells_and_logs_one_reason(play):
     job = play.run()
 
     (row,) = rows(job)
@@ -180,7 +180,7 @@ def test_missing_gpu_of_a_backend_is_reported_in_one_line(play, backend):
     ]
 
 
-def test_row_goes_beside_a_file_with_other_columns(play, tmp_path):
+def test_row_is_written_to_a_second_file_if_the_columns_differ(play, tmp_path):
     other = tmp_path / "results.csv"
     other.write_text("run,joules\n1,2\n")
 
@@ -194,7 +194,7 @@ def test_row_goes_beside_a_file_with_other_columns(play, tmp_path):
     )
 
 
-def test_training_inside_its_warmup_has_a_row_without_energy(play):
+def test_training_that_ends_in_its_warmup_writes_a_row_without_energy(play):
     job = play.run(settings={"device": "simulated"}, metrics={"warmup_s": 600.0})
 
     (row,) = rows(job)
@@ -203,14 +203,14 @@ def test_training_inside_its_warmup_has_a_row_without_energy(play):
     assert "[train] not measured: the run ended inside its warm-up (12 iterations)\n" in job.stdout
 
 
-def test_training_without_energy_logging_has_no_row_and_no_run(play):
+def test_disabled_energy_logging_writes_no_row_and_no_run_folder(play):
     job = play.run(metrics={"enable_energy_logging": False})
 
     assert not (job.folder / "outputs" / "energy_results.csv").exists()
     assert job.runs() == []
 
 
-def test_option_tensorboard_prints_the_command_for_its_folder(play):
+def test_option_tensorboard_prints_the_command_to_open_its_folder(play):
     job = play.run(settings={"device": "simulated"}, options=["--tensorboard"])
 
     assert job.stdout.splitlines()[-1] == "[train] TensorBoard: tensorboard --logdir outputs/adamw"
@@ -231,7 +231,7 @@ print("counted", collator.batches, collator.samples, collator.tokens, collator.t
 
 
 def test_counting_collator_of_a_trainer_counts_the_trained_batches(frameworks):
-    """6 steps of 2 micro-batches with 2 rows; the rows have 5 and 8 tokens, the first of which has no label."""
+    """6 steps of 2 micro-batches with 2 rows; a row has 5 or 8 tokens, and its first token has no label."""
     job = frameworks.run(COUNTS)
 
     _, batches, samples, tokens, tokens_loss = job.stdout.splitlines()[-1].split()
@@ -243,7 +243,7 @@ def test_counting_collator_of_a_trainer_counts_the_trained_batches(frameworks):
 
 
 @pytest.mark.alone
-def test_joules_of_a_gpu_agree_with_its_known_power(play, trace, tmp_path):
+def test_measured_joules_agree_with_the_known_power_of_the_gpu(play, trace, tmp_path):
     """The power is a square wave of 180 and 620 W; the counter of energy has ticks of 0.1 s."""
     wave = square(180.0, 620.0, 0.83, 0.6)
     memory = {"memory": flat(40.0 * GIB), "memory_total": 80 * GIB}

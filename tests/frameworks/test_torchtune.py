@@ -102,7 +102,7 @@ def run(frameworks, recipe, ranks, packed=False, in_backward=False, attach="1"):
 
 
 @pytest.mark.parametrize(("recipe", "ranks"), [("full_finetune_single_device", 1), ("full_finetune_distributed", 2)])
-def test_torchtune_recipe_is_counted_and_losses_are_unchanged(frameworks, recipe, ranks):
+def test_torchtune_iterations_are_counted_and_losses_unchanged(frameworks, recipe, ranks):
     """Each rank has two epochs of 24 rows with 5 or 8 tokens; a batch has four rows, an iteration two batches."""
     job = run(frameworks, recipe, ranks)
 
@@ -119,7 +119,7 @@ def test_torchtune_recipe_is_counted_and_losses_are_unchanged(frameworks, recipe
     assert losses(job) == losses(without)
 
 
-def test_packed_rows_are_counted_with_an_optimizer_in_backward(frameworks):
+def test_packed_rows_are_counted_if_the_optimizer_runs_in_backward(frameworks):
     """A pack of 16 positions has two of the 24 rows, with 5 and 8 tokens; an iteration is a batch of four packs."""
     summary = run(frameworks, "full_finetune_single_device", 1, packed=True, in_backward=True).ledger.summary
 

@@ -38,7 +38,7 @@ def counts(job):
     return tuple(sum(getattr(row, name) for row in rows) for name in ("tokens", "tokens_processed", "tokens_loss"))
 
 
-def test_script_that_imports_transformers_first_is_attached(frameworks):
+def test_effllm_attaches_to_a_script_that_imports_transformers(frameworks):
     """The import of transformers loads torch and the hooks of effllm."""
     job = frameworks.run(script())
 
@@ -58,7 +58,7 @@ def test_tokens_padding_and_labels_are_counted(frameworks):
     """The test replaces the random sampler, so that every batch has rows of both lengths."""
     job = frameworks.run(script(before="trainer._get_train_sampler = lambda *_: range(48)"))
 
-    # 6 steps of two rows, 5 tokens padded to 8 and 8 tokens; the first token of a row has no label
+    # 6 steps of two rows: 5 tokens padded to 8 positions, and 8 tokens; the first token of a row has no label
     assert counts(job) == (6 * (5 + 8), 6 * 2 * 8, 6 * (4 + 7)) == (78, 96, 66)
     assert job.ledger.summary.tokens == 78
     assert job.ledger.summary.parameters == 4656
@@ -80,8 +80,8 @@ trainer.compute_loss_func = lambda outputs, labels, **_: outputs["logits"].sum()
     assert [loss for loss in job.output()["losses"] if loss == loss][:4] == [1.0, 1.0, 2.0, 1.0]
 
 
-def test_flops_use_the_width_of_each_batch(frameworks):
-    """Batches of 2 x 3 and of 2 x 8 tokens alternate: a token attends to (3 x 6 x 3 + 3 x 16 x 8) / 66 positions."""
+def test_flops_are_computed_from_the_width_of_each_batch(frameworks):
+    """Batches of 2 x 3 and 2 x 8 tokens alternate; the mean width of a token is (3 x 6 x 3 + 3 x 16 x 8) / 66."""
     code = script(before="trainer._get_train_sampler = lambda *_: range(48)")
     code = code.replace("tiny.rows(48)", "tiny.rows(48, (3, 3, 8, 8))")
 
@@ -93,7 +93,7 @@ def test_flops_use_the_width_of_each_batch(frameworks):
     assert job.ledger.facts["sequence_length"] == round(width, 1)
 
 
-def test_model_is_counted_once_if_every_rank_is_in_a_world_of_one(frameworks):
+def test_parameters_are_counted_once_for_ranks_in_worlds_of_one(frameworks):
     """For transformers, each rank is the first rank of a world of one, as with DeepSpeed without ``use_cpu``."""
     code = "import os, torch\ntorch.distributed.init_process_group('gloo')\n"
     code += "[os.environ.pop(name) for name in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE')]\n"
@@ -105,7 +105,7 @@ def test_model_is_counted_once_if_every_rank_is_in_a_world_of_one(frameworks):
     assert job.ledger.summary.parameters == 4656
 
 
-def test_accumulated_micro_batches_are_one_step(frameworks):
+def test_accumulated_micro_batches_count_as_one_step(frameworks):
     code = script("gradient_accumulation_steps=2", before="trainer._get_train_sampler = lambda *_: range(48)")
 
     job = frameworks.run(code)
@@ -157,7 +157,7 @@ trainer._save = lambda *a, **k: (time.sleep(0.2), save(*a, **k))[1]
     assert summary.time_by_class["iterations"] < 0.4
 
 
-def test_evaluate_and_predict_outside_training_are_not_counted(frameworks):
+def test_batches_of_evaluate_and_predict_are_not_counted(frameworks):
     calls = "trainer.evaluate(); trainer.predict(tiny.rows(4))"
 
     job = frameworks.run(script(before=calls, after=calls))
@@ -175,7 +175,7 @@ def test_second_training_in_a_process_is_a_separate_run(frameworks):
 
 
 @pytest.mark.parametrize(("error", "status"), [("RuntimeError", "failed"), ("KeyboardInterrupt", "interrupted")])
-def test_exception_in_a_step_is_raised_and_ends_the_run(frameworks, error, status):
+def test_exception_in_a_step_reaches_the_script_and_ends_the_run(frameworks, error, status):
     breaking = f"""
 step = trainer.compute_loss
 def compute_loss(*a, **k):
@@ -212,7 +212,7 @@ def test_callback_can_be_requested_by_name(frameworks, attach):
     assert job.ledger.summary.tokens > 0
 
 
-def test_nothing_is_measured_if_effllm_is_not_attached(frameworks):
+def test_no_run_folder_is_written_if_effllm_is_not_attached(frameworks):
     job = frameworks.run(script(), attach="0")
 
     assert job.runs() == []
@@ -257,7 +257,7 @@ tiny.losses(trainer)
     assert not any("efficientllm" in tag for one in job.output()["history"] for tag in one)
 
 
-def test_tensorboard_has_the_metrics(frameworks):
+def test_metrics_are_written_to_the_event_file_of_tensorboard(frameworks):
     pytest.importorskip("tensorboard")
     waiting = """
 import time
@@ -273,7 +273,7 @@ trainer.add_callback(Slow)
     assert b"train/efficientllm/al_seconds" in events
 
 
-def test_image_model_has_samples_and_no_tokens(frameworks):
+def test_samples_but_no_tokens_of_an_image_model_are_counted(frameworks):
     code = """
 from transformers import Trainer, ViTConfig, ViTForImageClassification
 import tiny, torch
@@ -295,7 +295,7 @@ tiny.losses(trainer)
     assert not job.our_errors
 
 
-def test_compiled_model_has_the_counts_of_an_uncompiled_model(frameworks):
+def test_counts_of_a_compiled_and_an_uncompiled_model_are_equal(frameworks):
     """The backend "eager" compiles no code; it wraps the model like other backends."""
     job = frameworks.run(script("torch_compile=True, torch_compile_backend='eager'"))
 
@@ -303,7 +303,7 @@ def test_compiled_model_has_the_counts_of_an_uncompiled_model(frameworks):
     assert job.ledger.facts["model_type"] == "llama"
 
 
-def test_overridden_training_step_is_counted(frameworks):
+def test_tokens_are_counted_if_training_step_is_overridden(frameworks):
     code = """
 from transformers import Trainer
 import tiny
@@ -338,13 +338,13 @@ Seq2SeqTrainer(model=model, args=arguments, train_dataset=[row] * 16).train()
 """
     job = frameworks.run(code)
 
-    # 4 steps of 2 rows; tokens: 5 of 6 positions in the encoder, 3 of 4 in the decoder
+    # 4 steps of 2 rows; 5 of 6 positions in the encoder and 3 of 4 positions in the decoder are tokens
     assert job.ledger.summary.samples == 8
     assert counts(job) == (64, 80, 24)
     assert job.ledger.facts["trainer"] == "Seq2SeqTrainer"
 
 
-def test_sequences_in_packed_rows_are_samples_without_padding(frameworks):
+def test_packed_sequences_are_counted_as_samples_without_padding(frameworks):
     code = """
 from transformers import DataCollatorWithFlattening, Trainer
 import tiny
@@ -372,7 +372,7 @@ def test_accelerate_launch_works(frameworks):
     assert (job.ledger.summary.iterations, job.ledger.summary.samples) == (6, 12)
 
 
-def test_resumed_training_continues_the_step_numbers(frameworks, launch):
+def test_step_numbers_continue_after_a_training_is_resumed(frameworks, launch):
     code = script("max_steps=4, save_strategy='steps', save_steps=2", after="trainer.train('out/checkpoint-2')")
 
     job = frameworks.run(code)
@@ -382,7 +382,7 @@ def test_resumed_training_continues_the_step_numbers(frameworks, launch):
     assert "Step 4:" in job.stdout
 
 
-def test_accelerate_launch_with_two_processes_is_counted(frameworks, tmp_path):
+def test_counts_of_two_processes_of_accelerate_launch_are_added(frameworks, tmp_path):
     settings = ["compute_environment: LOCAL_MACHINE", "distributed_type: FSDP", "use_cpu: true", "num_processes: 2"]
     settings += ["num_machines: 1", "mixed_precision: 'no'", "fsdp_config: {fsdp_version: 2}"]
     file = tmp_path / "accelerate.yaml"
@@ -395,7 +395,7 @@ def test_accelerate_launch_with_two_processes_is_counted(frameworks, tmp_path):
     assert counts(job) == (2 * 78, 2 * 96, 2 * 66)
 
 
-def test_parameters_of_a_sharded_model_are_all_counted(frameworks):
+def test_all_parameters_of_a_sharded_model_are_counted(frameworks):
     """FSDP2 shards the model during loading: each parameter is a DTensor, and each rank has half of its elements."""
     code = """
 from transformers import LlamaForCausalLM, Trainer
@@ -441,7 +441,7 @@ class Mesh:
         ({"pp": 1, "fsdp": 0, "tp": 0}, False),
     ],
 )
-def test_one_of_the_ranks_with_the_same_batch_counts_this_batch(places, counts):
+def test_only_one_of_the_ranks_that_share_a_batch_counts_it(places, counts):
     """The test calls only the selection of the rank, because accelerate runs no tensor or context parallelism on a
     CPU."""
     from effllm.hooks._trainer_layout import counts_its_batch
@@ -454,8 +454,8 @@ def test_one_of_the_ranks_with_the_same_batch_counts_this_batch(places, counts):
 
 
 def test_active_parameters_of_mixtral_exclude_unused_experts(frameworks):
-    """Two of four experts are active; an expert has three matrices of 16 x 32, so half of 6,144 numbers are not
-    active."""
+    """Two of four experts are active; an expert has three matrices of 16 x 32, so half of the 6,144 parameters are
+    not active."""
     code = """
 from transformers import MixtralConfig, MixtralForCausalLM, Trainer
 import json, tiny

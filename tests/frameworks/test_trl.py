@@ -87,18 +87,18 @@ def grpo(more="", before=""):
     return GRPO.format(usual=USUAL, more=f", {more}" if more else "", before=before)
 
 
-def test_script_that_imports_trl_first_is_attached(frameworks):
+def test_effllm_attaches_to_a_script_that_imports_trl_first(frameworks):
     job = frameworks.run(sft())
 
     summary = job.ledger.summary
     assert (summary.status, summary.iterations, summary.samples) == ("completed", 4, 8)
-    # 4 steps of two rows, 8 tokens and 5 tokens padded to 8; every token of a row has a label in TRL
+    # 4 steps of two rows: 8 tokens, and 5 tokens padded to 8 positions; in TRL every token of a row has a label
     assert counts(job) == (4 * 13, 4 * 16, 4 * 13)
     assert job.ledger.facts["trainer"] == "SFTTrainer"
     assert not job.our_errors
 
 
-def test_packed_sequences_have_no_padding(frameworks):
+def test_no_padding_is_counted_for_packed_sequences(frameworks):
     """A packed row has at most 16 positions; TRL packs sequences of 8 and 5 tokens with the best-fit method."""
     job = frameworks.run(sft("packing=True, max_length=16"))
 
@@ -118,7 +118,7 @@ def test_losses_are_unchanged_to_the_last_digit(frameworks, code):
     assert with_it == without
 
 
-def test_both_answers_of_a_pair_are_counted_with_their_prompt(frameworks):
+def test_tokens_of_the_prompt_are_counted_with_each_answer_of_a_pair(frameworks):
     job = frameworks.run(DPO.format(usual=USUAL))
 
     # 4 steps of 2 pairs: the prompt "ab" with the answers "cde" and "f" and an end token; only answers have labels
@@ -126,7 +126,7 @@ def test_both_answers_of_a_pair_are_counted_with_their_prompt(frameworks):
     assert counts(job) == (4 * 2 * (2 + 4 + 2 + 2), 4 * 2 * 2 * 6, 4 * 2 * (4 + 2))
 
 
-def test_trainable_parameters_are_only_those_of_adapters(frameworks):
+def test_only_parameters_of_adapters_are_counted_as_trainable(frameworks):
     """LoRA of rank 4 on q and v of one layer of width 16: 2 x (4 x 16 + 16 x 4) = 256 parameters."""
     given = 'peft_config=__import__("peft").LoraConfig(r=4, target_modules=["q_proj", "v_proj"])'
     whole = frameworks.run(sft()).ledger.summary.parameters
@@ -144,7 +144,7 @@ def _parameters(folder):
     return json.loads((folder / "summary.json").read_text())["parameters"]
 
 
-def test_generation_is_counted_but_not_in_al(frameworks):
+def test_generated_tokens_are_counted_and_al_excludes_generation(frameworks):
     """Each generation sleeps for an extra 0.2 s."""
     slow = """
 inner = trainer.model.generate
@@ -165,7 +165,7 @@ trainer.model.generate = lambda *a, **k: (time.sleep(0.2), inner(*a, **k))[1]
     assert summary.metrics["job/it_tokens_per_sec"].value == pytest.approx(generated / seconds, rel=0.01)
 
 
-def test_reused_completions_are_trained_twice_and_generated_once(frameworks):
+def test_tokens_of_reused_completions_are_counted_as_generated_once(frameworks):
     job = frameworks.run(grpo("num_iterations=2"))
 
     generated = sum(row.generated_tokens for row in job.ledger.ranks)
@@ -173,7 +173,7 @@ def test_reused_completions_are_trained_twice_and_generated_once(frameworks):
     assert job.ledger.summary.tokens == 2 * job.output()["history"][2]["num_tokens"]
 
 
-def test_rloo_generation_is_counted(frameworks):
+def test_tokens_that_rloo_generates_are_counted(frameworks):
     code = grpo().replace("GRPO", "RLOO")
 
     job = frameworks.run(code)
@@ -190,7 +190,7 @@ def test_counts_of_two_grpo_processes_are_added(frameworks):
     assert not job.our_errors
 
 
-# In evaluation there are other rewards, which may not enter.  An operation of torch in the hook would end it.
+# The evaluation has other rewards, which must not be tracked. An operation of torch in the hook would end the script.
 TRACKED = """
 import json
 from pathlib import Path
@@ -240,10 +240,10 @@ def tracked(frameworks, ranks=1, beta=0.0):
     return [json.loads((job.folder / f"tracked{rank}.json").read_text()) | more for rank in range(ranks)]
 
 
-def test_grpo_run_fills_the_tracker(frameworks):
+def test_tracker_receives_the_rewards_of_a_grpo_run(frameworks):
     (found,) = tracked(frameworks, beta=0.1)
 
-    # each group has 4 completions; the second function has the reward None for the first of them, and weight 2
+    # Each group has 4 completions. The second reward function has weight 2 and returns None for the first completion.
     groups = [[one + 2.0 * 0.5 * (i > 0) for i, one in enumerate(group)] for group in found["seen"]]
     rewards = [one for group in groups for one in group]
     distribution, logged = found["distribution"], [one for one in found["history"] if "loss" in one]
@@ -264,7 +264,7 @@ def test_grpo_run_fills_the_tracker(frameworks):
     assert recent["policy_loss"] == [one["loss"] for one in logged]
 
 
-def test_first_of_two_ranks_tracks_the_groups_of_both(frameworks):
+def test_groups_of_both_ranks_are_tracked_on_the_first_rank(frameworks):
     first, second = tracked(frameworks, ranks=2)
 
     seen = [one for rank in (first, second) for group in rank["seen"] for one in group]

@@ -7,7 +7,7 @@ import torch
 
 
 def llama(**changes):
-    """Return a tiny Llama with 4,656 parameters, including 2 x 64 x 16 in the token tables."""
+    """Return a tiny Llama with 4,656 parameters, including 2 x 64 x 16 in the embedding and the head."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -18,7 +18,7 @@ def llama(**changes):
 
 
 def rows(count, lengths=(5, 8)):
-    """Return rows of alternating lengths."""
+    """Return rows of tokens; their numbers of tokens alternate between the given lengths."""
     return [{"input_ids": list(range(1, 1 + lengths[i % len(lengths)]))} for i in range(count)]
 
 

@@ -34,8 +34,8 @@ def measured(tokens, tokens_per_second, joules, peak_mb, **metadata):
     return {**SAME, **values, **metadata}
 
 
-def test_groups_have_quotients_of_sums(tmp_path):
-    # bnb: 260 kJ, 4 M tokens, 200 s + 600 s; unsloth: 60 kJ, 2 M tokens, 200 s
+def test_values_of_a_group_are_quotients_of_sums_over_its_runs(tmp_path):
+    # Sums: bnb has 260 kJ, 4 M tokens and 200 s + 600 s; unsloth has 60 kJ, 2 M tokens and 200 s.
     append_row(tmp_path / "r.csv", measured(1_000_000, 5000.0, 50e3, 9000.0, **BNB))
     append_row(tmp_path / "r.csv", measured(3_000_000, 5000.0, 210e3, 9100.0, **BNB))
     append_row(tmp_path / "r.csv", measured(2_000_000, 10_000.0, 60e3, 6000.0, **UNSLOTH))
@@ -52,7 +52,7 @@ def test_groups_have_quotients_of_sums(tmp_path):
     assert max(map(len, lines)) <= 80
 
 
-def test_runs_without_energy_are_counted_and_not_summed(tmp_path):
+def test_runs_without_energy_are_counted_but_not_in_the_sums(tmp_path):
     append_row(tmp_path / "r.csv", measured(1_000_000, 5000.0, 50e3, None, **BNB))
     append_row(tmp_path / "r.csv", measured(9_000_000, 5000.0, None, None, **BNB))
 
@@ -62,7 +62,7 @@ def test_runs_without_energy_are_counted_and_not_summed(tmp_path):
     assert lines[-1] == "without energy: 1 of 2 runs"
 
 
-def test_differences_that_make_a_comparison_unfair_are_named(tmp_path):
+def test_settings_that_make_a_comparison_unfair_are_listed(tmp_path):
     append_row(tmp_path / "r.csv", measured(1_000_000, 5000.0, 50e3, None, **BNB))
     append_row(tmp_path / "r.csv", {**measured(1_000_000, 5000.0, 50e3, None, **UNSLOTH), "seq_len": 1024})
 
@@ -83,7 +83,7 @@ def write(tmp_path, text):
         ("HEADER", "r.csv has no row"),
     ],
 )
-def test_file_that_cannot_be_analysed_is_one_line(tmp_path, text, line):
+def test_file_that_cannot_be_analysed_is_reported_in_one_line(tmp_path, text, line):
     if text in ("ROW", "HEADER"):
         append_row(tmp_path / "r.csv", {**measured(1, 1.0, None, None, **BNB), "energy_J": "many"})
         text = "".join((tmp_path / "r.csv").read_text().splitlines(keepends=True)[: 1 + (text == "ROW")])

@@ -88,7 +88,7 @@ def test_packages_import_only_from_packages_of_lower_layers(module):
         assert LEVELS[other] < LEVELS[own], f"{module} imports from {other}, which is not left of {own}"
 
 
-def test_imports_of_modules_have_no_cycle():
+def test_modules_do_not_import_each_other_in_a_cycle():
     order = list(TopologicalSorter({module: set(imports(module)) for module in MODULES}).static_order())
 
     assert set(order) == set(MODULES)
@@ -118,7 +118,7 @@ def test_only_the_module_switches_reads_the_environment(module):
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_no_module_has_a_catch_all_name(module):
+def test_no_module_has_a_generic_name_such_as_utils(module):
     words = {"utils", "util", "common", "helpers", "helper", "misc", "manager", "base", "core"}
 
     assert not set(module.split(".")) & words

@@ -71,7 +71,8 @@ def test_import_of_torch_starts_no_process_and_writes_no_file(tmp_path):
     assert run(program, ON | {"EFFICIENTLLM_RUN_DIR": str(tmp_path / "runs")}, cwd=tmp_path) == ("[] []\n", "")
 
 
-GONE = "raise ModuleNotFoundError('gone')"  # not a removed file: an editable install would still find the original
+# The file is not removed, because an editable install would then find the original file.
+GONE = "raise ModuleNotFoundError('gone')"
 BROKEN = {
     "a hook file that is no Python": ("hooks/optimizer.py", "this is not Python"),
     "hooks that are no Python": ("hooks/__init__.py", "def ("),
@@ -86,7 +87,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("what", BROKEN)
-def test_torch_trains_with_a_broken_effllm(what, tmp_path):
+def test_training_with_torch_works_if_effllm_is_broken(what, tmp_path):
     shutil.copytree(PACKAGE, tmp_path / "effllm", ignore=shutil.ignore_patterns("__pycache__"))
     file, text = BROKEN[what]
     (tmp_path / "effllm" / file).write_text(text)
@@ -108,7 +109,7 @@ def test_torch_trains_with_a_broken_effllm(what, tmp_path):
     assert where.startswith(str(tmp_path))
     assert weight == "[-0.5, -0.5]"
     lines = [line for line in errors.splitlines() if line.startswith("[EfficientLLM]")]
-    assert 1 <= len(lines) <= 3, errors  # one line for each module that cannot be hooked, and one at the end
+    assert 1 <= len(lines) <= 3, errors  # one line for each module that cannot be hooked, and one line at the end
     assert "Traceback" not in errors
 
 
@@ -167,7 +168,7 @@ def test_unmodified_loop_is_measured_and_its_losses_are_unchanged(tmp_path):
     assert summary["iterations"] in (5, 6)  # the start of the first iteration may be unknown
 
 
-def test_launch_script_needs_only_the_shell_file(tmp_path):
+def test_script_is_measured_after_sourcing_only_the_shell_file(tmp_path):
     root = PACKAGE.parent
     script = tmp_path / "train.py"
     script.write_text(LOOP)

@@ -92,7 +92,7 @@ def test_losses_are_equal_with_metrics_on_and_off(launch):
 
 
 @pytest.mark.alone
-def test_al_contains_only_the_iteration(launch):
+def test_al_excludes_data_wait_between_iterations(launch):
     job = train(
         launch,
         """
@@ -125,7 +125,7 @@ def test_al_contains_only_the_iteration(launch):
 
 
 @pytest.mark.alone
-def test_prefetch_inside_an_iteration_is_data_wait(launch):
+def test_prefetch_inside_an_iteration_is_counted_as_data_wait(launch):
     job = train(
         launch,
         """
@@ -161,13 +161,13 @@ TWO = """
     ],
     ids=["two in each step", "alternating", "one of them five times as often"],
 )
-def test_steps_of_two_optimizers_are_one_iteration(launch, loop, expected):
+def test_steps_of_two_optimizers_count_as_one_iteration(launch, loop, expected):
     job = train(launch, dedent(TWO) + loop)
     assert iterations(job) == expected
     assert job.ledger.summary.parameters == 36 + 18
 
 
-def test_new_optimizer_continues_the_run_of_the_old_one(launch):
+def test_steps_of_a_new_optimizer_are_counted_in_the_same_run(launch):
     job = train(
         launch,
         """
@@ -183,7 +183,7 @@ def test_new_optimizer_continues_the_run_of_the_old_one(launch):
     assert job.ledger.summary.parameters == 36
 
 
-def test_second_optimizer_is_counted_after_the_first_one_stops(launch):
+def test_second_optimizer_is_counted_when_the_first_makes_no_steps(launch):
     job = train(
         launch,
         dedent(TWO)
@@ -220,7 +220,7 @@ def test_optimizer_steps_of_plain_tensors_start_no_run(launch):
     assert "effllm.monitor(parameters=n)" in line
 
 
-def test_batches_without_a_step_are_reported_at_the_end(launch):
+def test_batches_without_an_optimizer_step_are_reported_at_the_end(launch):
     loop = "for batch in torch.utils.data.DataLoader(torch.ones({}, 8)): model(batch)"
 
     (line,) = train(launch, loop.format(20)).our_errors
@@ -230,7 +230,7 @@ def test_batches_without_a_step_are_reported_at_the_end(launch):
 
 
 @pytest.mark.parametrize(("how", "times"), [("torch.no_grad()", 1), ("effllm.phase('evaluation')", 0)])
-def test_evaluation_without_a_phase_is_reported_as_part_of_al(launch, how, times):
+def test_undeclared_evaluation_is_reported_as_part_of_al(launch, how, times):
     loop = """
     for _ in range(6):
         backward()
@@ -252,7 +252,7 @@ NET = """
     """
 
 
-def test_time_from_eval_to_train_is_an_evaluation(launch):
+def test_time_between_calls_of_eval_and_train_is_evaluation(launch):
     loop = """
         for step in range(12):
             backward(net)
@@ -308,7 +308,7 @@ EACH_ITERATION = """
 
 
 @pytest.mark.parametrize("loop", [NO_EVALUATIONS, EACH_ITERATION], ids=["other reasons", "each iteration"])
-def test_eval_mode_without_an_evaluation_is_part_of_the_iteration(launch, loop):
+def test_eval_mode_during_training_is_not_counted_as_evaluation(launch, loop):
     summary = train(launch, dedent(NET) + dedent(loop)).ledger.summary
 
     assert "evaluation" not in summary.time_by_class
@@ -401,7 +401,7 @@ def test_closures_pickling_and_compiled_steps_work_with_the_hook(launch):
     assert iterations(job) == 7
 
 
-def test_calls_of_the_loop_replace_the_optimizer_hook(launch):
+def test_iteration_calls_of_the_script_replace_the_optimizer_hook(launch):
     job = train(
         launch,
         """
@@ -421,7 +421,7 @@ def test_calls_of_the_loop_replace_the_optimizer_hook(launch):
     assert (summary.iterations, summary.tokens) == (2 + 5, 500)
 
 
-def test_framework_hook_and_script_replace_the_optimizer_hook(launch):
+def test_optimizer_hook_stops_if_a_framework_or_script_counts_steps(launch):
     job = train(
         launch,
         """
@@ -450,7 +450,7 @@ def test_framework_hook_and_script_replace_the_optimizer_hook(launch):
     assert (second.summary.iterations, second.summary.parameters) == (3, 1000)
 
 
-def test_counted_tokens_are_used_if_iteration_has_no_tokens(launch):
+def test_tokens_from_count_are_used_if_iteration_gets_no_tokens(launch):
     job = train(
         launch,
         """
@@ -507,7 +507,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("way", ["env", "tcp"])
-def test_spawned_ranks_are_one_run(launch, tmp_path, way):
+def test_spawned_ranks_share_one_run(launch, tmp_path, way):
     script = tmp_path / "spawned.py"
     script.write_text(SPAWNED)
     job = launch.python(script, way, jobs.unused_port(), environ=ON).done(300)
@@ -516,7 +516,7 @@ def test_spawned_ranks_are_one_run(launch, tmp_path, way):
     assert (summary.iterations, summary.parameters, summary.tokens) == (5, 36, 2 * 5 * 16)
 
 
-def test_old_world_size_in_the_environment_causes_no_wait(launch):
+def test_unused_world_size_variable_causes_no_wait_for_ranks(launch):
     left = {"WORLD_SIZE": "8", "RANK": "0", "MASTER_ADDR": "10.9.9.9", "MASTER_PORT": "29500", "LOCAL_RANK": "0"}
     code = dedent(MODEL) + "for _ in range(4):\n    backward()\n    optimizer.step()\n"
     job = launch.code(code, environ={**ON, **left}).done(300)
@@ -524,7 +524,7 @@ def test_old_world_size_in_the_environment_causes_no_wait(launch):
     assert iterations(job) == 3
 
 
-def test_ranks_of_torchrun_count_the_model_once(launch):
+def test_parameters_are_counted_once_for_all_ranks_of_torchrun(launch):
     options = ["--standalone", "--local_addr", "127.0.0.1", "--nproc_per_node", "2"]
     job = launch.torchrun(options, str(TORCHRUN), attach=1, sinks="none").done(300)
     summary = job.ledger.summary
@@ -602,7 +602,7 @@ def test_import_of_torch_starts_no_run(launch):
     assert job.our_errors == []
 
 
-def test_cells_of_an_interpreter_are_one_run(launch):
+def test_cells_of_a_notebook_are_measured_in_one_run(launch):
     cells = [
         dedent(MODEL) + "\n",
         "for _ in range(4):\n    backward()\n    optimizer.step()\n",
@@ -621,7 +621,7 @@ for cell in {cells!r}:
 
 
 @pytest.mark.alone
-def test_time_between_notebook_cells_is_not_in_iterations(launch):
+def test_iterations_do_not_include_time_between_notebook_cells(launch):
     job = train(
         launch,
         """
@@ -650,7 +650,7 @@ def test_time_between_notebook_cells_is_not_in_iterations(launch):
     assert job.ledger.event_texts("warning") == []
 
 
-def test_script_from_standard_input_is_counted(launch, tmp_path):
+def test_iterations_of_a_script_from_standard_input_are_counted(launch, tmp_path):
     script = dedent(MODEL) + "for _ in range(4):\n    backward()\n    optimizer.step()\n"
     job = launch.code(
         f"import subprocess, sys\nsubprocess.run([sys.executable, '-'], input={script!r}, text=True, check=True)",

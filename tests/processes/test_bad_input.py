@@ -91,7 +91,7 @@ def test_old_setting_name_disables_metrics_and_shows_the_new_name(launch):
     assert len(job.output()["steps"]) == 3
 
 
-def test_unknown_sink_or_option_does_not_affect_other_sinks(launch):
+def test_unknown_sink_or_unknown_option_does_not_affect_other_sinks(launch):
     job = launch.python(*SERVED, sinks="nosuch,tensorboard:where=x,console").done()
 
     assert len(job.blocks) == 2
@@ -112,7 +112,7 @@ def test_time_and_tokens_are_measured_with_an_unknown_device(launch):
 # --- folders ---
 
 
-def test_unwritable_run_folder_is_reported_once(launch, tmp_path):
+def test_run_folder_that_cannot_be_created_is_reported_once(launch, tmp_path):
     (tmp_path / "file").touch()
     job = launch.python(LOOP, run_dir=tmp_path / "file" / "runs").done()
 
@@ -135,7 +135,7 @@ def test_symlink_instead_of_a_file_is_not_followed(launch, tmp_path, name):
     assert len(job.blocks) == 2
 
 
-def test_run_folder_can_be_a_link(launch, tmp_path):
+def test_link_to_a_run_folder_is_followed(launch, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "mine").symlink_to(tmp_path / "elsewhere")
@@ -157,7 +157,7 @@ def test_folder_of_another_running_job_is_not_used(launch):
     assert [jobs.Ledger(folder).summary.iterations for folder in first.runs()] == counts
 
 
-def test_invalid_state_file_is_reported_and_totals_restart(launch, tmp_path):
+def test_totals_start_at_zero_after_an_invalid_state_file(launch, tmp_path):
     folder = tmp_path / "runs" / "mine"
     folder.mkdir(parents=True)
     (folder / "state.json").write_text('{"attempt": "many"}')
@@ -280,7 +280,7 @@ UNKNOWN_PEERS = {
 
 
 def send_raw_bytes(port):
-    """Open connections without ZeroMQ: half a greeting on an open connection, an HTTP request, a reset connection."""
+    """Connect without ZeroMQ: send half a greeting and stay connected, send HTTP requests, and reset a connection."""
     held = socket.create_connection(("127.0.0.1", port))
     held.sendall(b"\xff\0\0\0")
     with socket.create_connection(("127.0.0.1", port)) as browser:
@@ -302,7 +302,7 @@ def send_frames(port, frames):
     context.term()
 
 
-def test_hostile_bytes_at_the_port_do_not_change_the_job(launch):
+def test_hostile_bytes_at_the_port_do_not_affect_a_running_job(launch):
     aggregator = launch.aggregator()
     ledger = aggregator.ledger
     rank = launch.python(LOOP, "--until", "enough", endpoint=aggregator.endpoint)
@@ -403,7 +403,7 @@ def test_loss_that_is_not_a_number_is_not_shown(launch, loss):
 
 
 @pytest.mark.parametrize("loss", ["'2.5'", "fractions.Fraction(5, 2)", "decimal.Decimal('2.5')"])
-def test_loss_that_converts_to_a_number_is_shown(launch, loss):
+def test_loss_that_can_be_converted_to_a_number_is_shown(launch, loss):
     job = loop(
         launch,
         f"import fractions, decimal\nfor i in range(1, 11):\n    step(10, 1)\n    collector.log_metrics(i, {loss})",
@@ -444,7 +444,7 @@ def test_second_call_of_initialize_updates_the_settings(launch):
     assert len(job.runs()) == 1
 
 
-def test_unpaired_iteration_calls_cause_one_warning(launch):
+def test_iteration_end_without_a_start_causes_one_warning(launch):
     job = loop(
         launch,
         "for i in range(10):\n    collector.record_iteration_end(10, 1)\n"
@@ -475,7 +475,7 @@ def test_finalize_without_initialize_prints_nothing(launch):
     assert (job.stdout, job.stderr) == ("", "")
 
 
-def test_time_of_overlapping_and_unknown_phases_adds_up_to_wall_time(launch):
+def test_times_of_overlapping_and_unknown_phases_add_up_to_wall_time(launch):
     job = loop(
         launch,
         "whole = collector.phase('evaluation')\nwhole.__enter__()\nstep(10, 1)\nwhole.__exit__(None, None, None)\n"
@@ -511,7 +511,7 @@ def test_tt_and_st_are_missing_without_a_valid_parameter_count(launch, parameter
         "total_iterations='all'",
     ],
 )
-def test_invalid_facts_do_not_disable_metrics(launch, arguments):
+def test_facts_with_invalid_values_do_not_disable_metrics(launch, arguments):
     job = launch.code(
         "import math\nimport effllm.efficientllm_metrics as effllm\n"
         f"effllm.initialize_efficientllm_metrics(1000, {arguments})\n"
@@ -536,7 +536,7 @@ effllm.finalize_efficientllm_metrics()
 
 
 @pytest.mark.parametrize("history_size", [16, 1000])
-def test_full_ring_loses_details_but_no_iterations_or_tokens(launch, history_size):
+def test_full_ring_loses_records_but_no_iterations_or_tokens(launch, history_size):
     job = launch.code(FAST, history_size=history_size, log_interval=10_000).done()
     summary, rows = job.ledger.summary, job.ledger.ranks
 
@@ -547,7 +547,7 @@ def test_full_ring_loses_details_but_no_iterations_or_tokens(launch, history_siz
     assert summary.coverage.reports_lost == 0
 
 
-def test_windows_beyond_the_queue_length_of_a_sink_are_written(launch):
+def test_all_windows_are_written_if_they_exceed_the_queue_of_a_sink(launch):
     job = launch.code(FAST, history_size=10_000, log_interval=50, sinks="console").done()
     summary = job.ledger.summary
 
@@ -587,7 +587,7 @@ for i in range(11, 21):
 
 @pytest.mark.torch
 @jobs.skip_without_torch
-def test_tensors_of_one_element_are_used_as_numbers(launch):
+def test_tensors_of_one_element_are_accepted_as_numbers(launch):
     job = loop(launch, TENSORS)
 
     assert (job.ledger.summary.tokens, job.ledger.summary.iterations) == (100, 20)
@@ -616,7 +616,7 @@ for _ in range(2):
 """
 
 
-def test_second_run_in_a_process_has_its_own_reports(launch):
+def test_values_of_two_runs_in_one_process_are_not_mixed(launch):
     job = launch.code(TWO_RUNS, log_interval=5).done()
 
     written = [json.loads(line.split(maxsplit=1)[1]) for line in job.stdout.splitlines() if line.startswith("written")]

@@ -3,7 +3,7 @@
 from benchmarks import latency
 
 
-def test_latency_is_measured_from_report_to_console():
+def test_latency_benchmark_returns_a_time_in_milliseconds():
     (figure,) = latency.measure(ranks=3, windows=8)
 
     assert figure.unit == "ms"

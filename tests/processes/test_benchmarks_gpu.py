@@ -46,7 +46,7 @@ def test_missing_gpu_is_reported_in_one_line(tmp_path):
     assert not (tmp_path / "results").exists()
 
 
-def test_benchmark_without_cuda_lists_the_missing_figures(library, tmp_path):
+def test_benchmark_without_cuda_lists_the_figures_it_cannot_measure(library, tmp_path):
     trace = Trace(library, tmp_path / "trace")
     trace.write(Gpu(UUID, "00000000:01:00.0", H100, flat(80.0), tick_s=0.1, power_mode="held"), driver="570.86.15")
     (tmp_path / "site" / "torch").mkdir(parents=True)
@@ -74,7 +74,7 @@ def test_benchmark_without_cuda_lists_the_missing_figures(library, tmp_path):
     assert UUID not in path.read_text() + done.stdout
 
 
-def test_make_has_the_target_bench_gpu(tmp_path):
+def test_make_target_bench_gpu_is_defined(tmp_path):
     done = subprocess.run(
         ["make", "-n", "bench-gpu", "ARGUMENTS=--keep"], cwd=REPOSITORY, capture_output=True, text=True, check=True
     )
@@ -101,7 +101,7 @@ def test_dense_power_readings_agree_with_the_counter(traits):
     assert [figure.value for figure in dense] == pytest.approx([1 / traits.get("counts", 1.0)] * 3, rel=0.01)
 
 
-def test_power_polled_once_a_second_has_a_larger_error():
+def test_reading_power_once_a_second_gives_a_wider_interval():
     gpu = SensedGpu(tick_s=0.1)
     found = profile(gpu, lambda: gpu, 30.0, clock=gpu.clock)
 
@@ -131,12 +131,12 @@ class SameGpu:
 # --- windows ---
 
 
-def test_two_power_levels_are_fitted_to_all_windows():
+def test_idle_and_load_power_are_fitted_to_all_windows():
     # 1 s idle: 100 J; 1 s idle and 1 s loaded: 700 J; 1 s idle and 3 s loaded: 1900 J. The levels are 100 W and 600 W.
     assert two_levels([1.0, 2.0, 4.0], [0.0, 1.0, 3.0], [100.0, 700.0, 1900.0]) == pytest.approx((100.0, 500.0))
 
 
-def test_windows_with_equal_load_give_no_power_levels():
+def test_no_power_levels_are_fitted_if_all_windows_have_equal_load():
     assert two_levels([1.0, 2.0], [0.5, 1.0], [350.0, 700.0]) is None
 
 
@@ -150,11 +150,11 @@ def test_error_of_a_window_is_relative_to_two_fitted_power_levels():
     [right], [wrong] = judged(OURS, exact, edges), judged(OURS, off, edges)
 
     assert right.value == pytest.approx(0.0, abs=1e-9)
-    assert wrong.value == pytest.approx(2.0, abs=1e-6)  # the fitted levels are between +2 % and -2 %
+    assert wrong.value == pytest.approx(2.0, abs=1e-6)  # the errors of the windows are +2 % and -2 %
     assert (right.detail["in_stated_interval"], wrong.detail["in_stated_interval"]) == (1.0, 0.0)
 
 
-def test_windows_through_nvml_are_within_the_stated_error(library, tmp_path):
+def test_energy_of_windows_through_nvml_is_within_the_stated_error(library, tmp_path):
     trace = Trace(library, tmp_path / "trace")
     power = bursts(90.0, 620.0, 0.73, 0.5, 3)
     trace.write(Gpu(UUID, "00000000:01:00.0", H100, power, tick_s=0.1, lag_s=0.03, power_mode="held"))

@@ -68,7 +68,7 @@ def lasted_s(board):
 
 
 @pytest.mark.parametrize("tick_s", [0.02, 0.1, 0.106, 0.25])
-def test_tick_is_found_in_two_seconds(board, tmp_path, tick_s):
+def test_tick_of_a_counter_is_found_in_two_seconds(board, tmp_path, tick_s):
     watched = board(tick_s=tick_s)
 
     sensor = calibrate(H100, watched.read, tmp_path)
@@ -89,7 +89,7 @@ def test_slow_driver_extends_calibration_by_at_most_one_call(board, call_s):
     assert sensor.call_s == pytest.approx(call_s)
 
 
-def test_sparse_reads_do_not_exclude_a_tick(board):
+def test_tick_of_the_hardware_table_is_kept_if_reads_are_too_sparse(board):
     # A call takes 30 ms and the pause after it 90 ms. In these 120 ms a counter with a tick of 100 ms always changes.
     sensor = calibrate(H100, board(call_s=0.03).read, None)
 
@@ -97,7 +97,7 @@ def test_sparse_reads_do_not_exclude_a_tick(board):
     assert sensor.source == "hardware table: no tick was found by the reads"
 
 
-def test_counter_that_changes_at_every_read_has_no_tick():
+def test_counter_that_changes_at_every_read_is_continuous():
     assert tick_of([(step * 2_000_000, 0.6 * step) for step in range(1000)]) == (0.0, 0.0)
 
 
@@ -120,7 +120,7 @@ def readings(tick_s, apart_s, seed, jitter_s=0.0, delay_s=0.0):
 @pytest.mark.parametrize("tick_s", [0.01, 0.02, 0.1, 0.106])
 @pytest.mark.parametrize("part", [0.03, 0.1, 0.4, 0.45, 0.5])
 @pytest.mark.parametrize("delay_s", [0.0, 0.3])
-def test_true_tick_is_within_the_error_for_every_read_period(tick_s, part, delay_s):
+def test_tick_is_found_within_its_error_for_every_read_period(tick_s, part, delay_s):
     for seed in range(10):
         found_s, error_s = tick_of(readings(tick_s, part * tick_s, seed, delay_s=delay_s))
 
@@ -128,7 +128,7 @@ def test_true_tick_is_within_the_error_for_every_read_period(tick_s, part, delay
         assert error_s < 0.1 * tick_s
 
 
-def test_varying_call_times_do_not_reduce_the_precision():
+def test_varying_call_times_do_not_reduce_the_precision_of_a_tick():
     chance, reads, now_s = random.Random(1), [], 1000.0
     while now_s < 1002.0:
         reads.append((round(now_s * NS), 30.0 * math.floor(now_s / 0.1)))
@@ -136,11 +136,12 @@ def test_varying_call_times_do_not_reduce_the_precision():
 
     tick_s, error_s = tick_of(reads)
 
-    assert abs(tick_s - 0.1) <= error_s < 5e-4  # of nineteen ticks, the first and the last are known to some ms
+    # The times of the first and the last of nineteen ticks are known with an error of some milliseconds.
+    assert abs(tick_s - 0.1) <= error_s < 5e-4
 
 
 @pytest.mark.parametrize("tick_s", [0.02, 0.1])
-def test_tick_with_jitter_has_a_larger_error(tick_s):
+def test_jitter_increases_the_error_of_a_tick(tick_s):
     for seed in range(10):
         jittering = tick_of(readings(tick_s, 0.002, seed, jitter_s=0.4 * tick_s))
         steady = tick_of(readings(tick_s, 0.002, seed))
@@ -155,19 +156,20 @@ def test_tick_of_a_constant_counter_is_unknown():
     assert tick_of([(step * 2_000_000, 7.0 + (step > 300) + (step > 700)) for step in range(1000)]) is None
 
 
-def test_duty_and_gain_of_the_hardware_table_are_kept(board, tmp_path):
+def test_calibration_keeps_duty_and_gain_of_the_hardware_table(board, tmp_path):
     sensor = calibrate(H100, board(tick_s=0.05).read, tmp_path)
 
-    # Table, H100: duty 25 of 100 ms, gain error 5 % (not compared with a meter), no lag, so a lag error of one tick.
+    # The table has for an H100 a duty of 25 of 100 ms, a gain error of 5 % (not compared with a meter), and no lag; so
+    # the error of the lag is one tick.
     assert (sensor.duty, sensor.gain_error, sensor.lag_s) == (0.25, 0.05, 0.0)
     assert sensor.lag_error_s == sensor.tick_s == pytest.approx(0.05, abs=1e-4)
 
 
-def test_power_that_changes_between_ticks_is_not_held(board):
+def test_power_is_not_called_held_if_it_changes_between_ticks(board):
     assert not calibrate(H100, board(hold=False).read, None).is_held
 
 
-def test_whether_power_is_held_is_unknown_for_constant_power():
+def test_constant_power_leaves_unknown_if_the_reading_is_held():
     samples = [Sample(step, power_w=60.0, energy_j=step // 5) for step in range(100)]
 
     assert is_held(samples) is None
@@ -176,7 +178,7 @@ def test_whether_power_is_held_is_unknown_for_constant_power():
 
 @pytest.mark.parametrize("tick_s", [0.02, 0.1, 0.106])
 @pytest.mark.parametrize("phase_s", [0.0, 0.003, 0.031, 0.077])
-def test_calibration_with_a_cached_result_lasts_half_a_second(board, tmp_path, tick_s, phase_s):
+def test_calibration_is_confirmed_in_half_a_second(board, tmp_path, tick_s, phase_s):
     first = calibrate(H100, board(tick_s=tick_s).read, tmp_path)
     watched, lines = board(tick_s=tick_s), []
     watched.now_s += phase_s
@@ -203,7 +205,7 @@ def test_calibration_with_a_cached_result_lasts_half_a_second(board, tmp_path, t
         (0.1, 0.001, "the counter changes all the time, not every 100 ms"),
     ],
 )
-def test_cached_calibration_with_another_tick_is_dropped(board, tmp_path, profiled, kept_s, true_s, why):
+def test_cached_calibration_is_dropped_if_its_tick_is_wrong(board, tmp_path, profiled, kept_s, true_s, why):
     kept = replace(PROFILE, sensor=replace(PROFILE.sensor, tick_s=kept_s), measured_lag=profiled, date=day(3))
     store(tmp_path, kept)
     lines = []
@@ -218,7 +220,7 @@ def test_cached_calibration_with_another_tick_is_dropped(board, tmp_path, profil
     assert len(lines) == 1, "the next start agrees with the new cache"
 
 
-def test_held_calibration_is_dropped_if_power_changes_between_ticks(board, tmp_path):
+def test_calibration_for_held_power_is_dropped_if_power_is_not_held(board, tmp_path):
     store(tmp_path, replace(PROFILE, sensor=replace(PROFILE.sensor, is_held=True), date=day(3)))
     lines = []
 
@@ -228,7 +230,7 @@ def test_held_calibration_is_dropped_if_power_changes_between_ticks(board, tmp_p
     assert lines[0].endswith("the power reading changes between the counter's ticks, not at the ticks")
 
 
-def test_suspect_calibration_is_measured_again_completely(board, tmp_path):
+def test_calibration_that_energy_readings_contradict_is_repeated(board, tmp_path):
     store(tmp_path, replace(PROFILE, date=day(3)))
     lines = []
 
@@ -240,7 +242,7 @@ def test_suspect_calibration_is_measured_again_completely(board, tmp_path):
     assert len(lines) == 1
 
 
-def test_suspect_profile_is_kept_if_its_tick_is_confirmed(board, tmp_path):
+def test_contradicted_profile_is_kept_if_its_tick_is_confirmed(board, tmp_path):
     store(tmp_path, replace(PROFILE, date=day(3)))
     lines = []
 
@@ -263,7 +265,7 @@ def test_delayed_reads_do_not_change_the_calibration(board, tmp_path):
 
 
 @pytest.mark.parametrize("call_s", [0.03, 0.5])
-def test_too_slow_reads_do_not_drop_the_calibration(board, tmp_path, call_s):
+def test_cached_calibration_is_kept_if_reads_are_too_slow(board, tmp_path, call_s):
     store(tmp_path, replace(PROFILE, date=day(3)))
     lines = []
 
@@ -273,13 +275,13 @@ def test_too_slow_reads_do_not_drop_the_calibration(board, tmp_path, call_s):
     assert load(tmp_path, H100.name, H100.driver).sensor == PROFILE.sensor
 
 
-def test_calibration_is_not_written_if_keep_is_false(board, tmp_path):
+def test_calibration_is_not_written_with_argument_keep_false(board, tmp_path):
     calibrate(H100, board().read, tmp_path, keep=False)
 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_sensor_is_calibrated_again_with_another_driver(board, tmp_path):
+def test_sensor_is_calibrated_again_after_a_change_of_the_driver(board, tmp_path):
     calibrate(H100, board().read, tmp_path)
 
     again = calibrate(replace(H100, driver="570.2"), board().read, tmp_path)
@@ -287,7 +289,7 @@ def test_sensor_is_calibrated_again_with_another_driver(board, tmp_path):
     assert again.source == "measured here"
 
 
-def test_calibration_uses_the_profile(board, tmp_path):
+def test_lag_of_the_profile_is_used_by_the_calibration(board, tmp_path):
     store(tmp_path, replace(PROFILE, date=day(3)))
 
     sensor = calibrate(H100, board().read, tmp_path)
@@ -295,7 +297,7 @@ def test_calibration_uses_the_profile(board, tmp_path):
     assert sensor == replace(PROFILE.sensor, source=f"profiled {day(3)}, kept in the cache")
 
 
-def test_mig_slice_has_the_sensor_of_its_gpu(board, tmp_path):
+def test_profile_of_a_gpu_is_used_for_its_mig_slices(board, tmp_path):
     store(tmp_path, replace(PROFILE, date=day(3)))
 
     sensor = calibrate(replace(H100, name=f"{H100.name} MIG 1g.10gb"), board().read, tmp_path)
@@ -334,7 +336,7 @@ def test_old_profile_is_kept_if_its_tick_is_confirmed(board, tmp_path):
     assert kept.is_fresh()
 
 
-def test_old_profile_with_another_tick_is_dropped(board, tmp_path):
+def test_old_profile_is_dropped_if_its_tick_is_wrong(board, tmp_path):
     store(tmp_path, replace(PROFILE, date=day(KEPT_DAYS + 1)))
 
     sensor = calibrate(H100, board(tick_s=0.05).read, tmp_path)
@@ -433,7 +435,7 @@ def calibrated(trace, tmp_path):
 
 
 @pytest.mark.alone
-def test_calibration_through_nvml_finds_the_tick_and_is_kept(calibrated):
+def test_calibration_through_nvml_finds_and_stores_the_tick(calibrated):
     gpu = Gpu("GPU-a", "0:01:00", power=square(100.0, 600.0, 0.33), tick_s=0.1, duty_s=0.025, power_mode="held")
 
     measured, took_s = calibrated(gpu)
@@ -448,7 +450,7 @@ def test_calibration_through_nvml_finds_the_tick_and_is_kept(calibrated):
 
 
 @pytest.mark.alone
-def test_tick_is_unknown_with_too_slow_nvml_calls(calibrated):
+def test_tick_is_unknown_if_nvml_calls_are_too_slow(calibrated):
     sensor, took_s = calibrated(Gpu("GPU-a", "0:01:00", tick_s=0.02), "0 energy delay 0.02")
 
     # Most GPUs have a tick of 0.1 s. The error is a whole tick, so the tick is not used to compute times.

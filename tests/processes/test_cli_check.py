@@ -73,7 +73,7 @@ PROFILED = {
 }  # fmt: skip
 
 
-def test_metrics_that_a_simulated_device_cannot_measure_are_known(cli):
+def test_check_lists_metrics_that_a_simulated_device_cannot_measure(cli):
     code, survey = found(cli, "--device", "simulated")
 
     metrics = by_metric(survey)
@@ -102,7 +102,7 @@ SETTINGS = {
 }
 
 
-def test_check_names_the_setting_that_enables_a_metric(cli):
+def test_check_shows_the_setting_that_enables_a_metric(cli):
     _, without = found(cli, "--device", "simulated")
     variables = {f"EFFICIENTLLM_{name}": value for name, value in SETTINGS.values()}
     _, survey = found(cli, "--device", "simulated", **variables)
@@ -155,7 +155,7 @@ H100 = Gpu(
 )
 
 
-def test_hopper_gpu_has_a_peak_and_gpm_activity(cli, library, tmp_path):
+def test_check_shows_the_peak_and_gpm_activity_of_a_hopper_gpu(cli, library, tmp_path):
     trace = Trace(library, tmp_path / "trace")
     trace.write(H100)
 
@@ -199,7 +199,7 @@ def test_node_power_and_its_scope_are_shown(cli, library, tmp_path):
     assert (scope["state"], scope["text"]) == ("missing", "not every node has gpu+cpu; gpu is used")
 
 
-def test_repeated_reason_is_replaced_by_see_above(cli):
+def test_repeated_reason_is_shown_as_see_above(cli):
     lines = cli.run("check", "--device", "host", "--all").stdout.splitlines()
 
     reasons = {line.split()[0]: " ".join(line.split()[1:]) for line in lines if " no " in line}
@@ -207,7 +207,7 @@ def test_repeated_reason_is_replaced_by_see_above(cli):
     assert reasons["p95_watts_per_gpu"] == "no gpu: see above"
 
 
-def test_missing_device_is_a_broken_finding_with_advice(cli, tmp_path):
+def test_missing_device_is_reported_as_broken_with_advice(cli, tmp_path):
     code, survey = found(cli, "--device", "nvml", LD_LIBRARY_PATH=str(tmp_path), CUDA_VISIBLE_DEVICES="99")
 
     assert code == 1
@@ -226,14 +226,14 @@ def test_missing_device_is_a_broken_finding_with_advice(cli, tmp_path):
         ("settings", {"EFFICIENTLLM_SINKS": "consol"}),
     ],
 )
-def test_check_exits_with_1_for_a_broken_required_setting(cli, name, variables):
+def test_check_exits_with_status_1_for_a_wrong_setting(cli, name, variables):
     code, survey = found(cli, "--device", "simulated", **variables)
 
     assert (code, survey["measured"]) == (1, False)
     assert name in broken(survey)
 
 
-def test_endpoint_without_an_aggregator_is_a_broken_finding(cli):
+def test_endpoint_without_an_aggregator_is_reported_as_broken(cli):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         variables = {"EFFICIENTLLM_ENDPOINT": f"127.0.0.1:{listener.getsockname()[1]}", "EFFICIENTLLM_SECURITY": "none"}
         with_one, _ = found(cli, "--device", "simulated", **variables)
@@ -258,7 +258,7 @@ def test_table_in_a_pipe_fits_80_columns_and_has_no_colours(cli, arguments):
     assert "\x1b" not in done.stdout
 
 
-def test_table_ends_with_broken_findings(cli):
+def test_table_of_check_ends_with_what_is_broken(cli):
     done = cli.run("check", EFFICIENTLLM_RUN_DIR="/dev/null/runs", EFFICIENTLLM_LOG_INTERVAL="0")
 
     end = " ".join(done.stdout.split("would not be measured")[1].split())
@@ -267,7 +267,7 @@ def test_table_ends_with_broken_findings(cli):
     assert "run folders: /dev/null/runs cannot be written" in end
 
 
-def test_unknown_device_is_a_usage_error(cli):
+def test_unknown_device_exits_with_a_usage_error(cli):
     done = cli.run("check", "--device", "tpu")
 
     assert (done.returncode, done.stdout) == (2, "")

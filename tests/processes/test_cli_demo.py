@@ -12,7 +12,7 @@ from effllm.store.summary_text import outcome
 SHORT = ["--ranks", "2", "--iterations", "20", "--step-seconds", "0.02", "--log-interval", "10"]
 
 
-def test_demo_summary_has_every_token_and_is_marked_as_simulated(cli):
+def test_summary_of_the_demo_counts_all_tokens_as_simulated(cli):
     done = cli.run("demo", *SHORT)
 
     assert (done.returncode, done.stderr) == (0, "")
@@ -38,7 +38,7 @@ def test_windows_of_the_demo_last_a_second_by_default(cli):
     assert len(rows) <= span_s + 2, "the last window has the remaining iterations"
 
 
-def test_slow_rank_of_the_demo_is_named(cli):
+def test_demo_reports_which_rank_is_slow(cli):
     shown = cli.run("demo", "--ranks", "3", "--iterations", "50", "--step-seconds", "0.05").stdout
 
     assert "slowest rank 2 +" in shown
@@ -57,7 +57,7 @@ def test_demo_ignores_settings_of_another_job(cli):
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "killed")])
-def test_signal_ends_the_demo_and_the_summary_has_every_rank(cli, number, status):
+def test_signal_ends_the_demo_after_its_summary_of_every_rank(cli, number, status):
     process = cli.start("demo", "--ranks", "2", "--iterations", "2000", "--log-interval", "10")
     read_until(process, "Iteration 10:")
 
@@ -93,7 +93,7 @@ def test_usage_error_starts_no_job(cli, wrong):
     assert wrong[0] in done.stderr
 
 
-def test_wrong_setting_is_one_line_on_stderr(cli):
+def test_wrong_setting_prints_one_line_on_stderr(cli):
     done = cli.run("demo", EFFICIENTLLM_LOG_INTERVAL="0")
 
     assert (done.returncode, done.stdout) == (2, "")

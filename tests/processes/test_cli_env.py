@@ -57,7 +57,7 @@ def test_check_of_valid_settings_prints_nothing(cli):
 
 
 @pytest.mark.parametrize("option", [[], ["--check"], ["--shell"]])
-def test_each_wrong_value_has_a_line_and_nothing_is_exported(cli, option):
+def test_wrong_values_print_one_line_each_and_export_nothing(cli, option):
     done = cli.run("env", *option, EFFICIENTLLM_LOG_INTERVAL="0", EFFICIENTLLM_MIN_COVERAGE="2")
 
     assert (done.returncode, done.stdout) == (2, "")
@@ -86,7 +86,7 @@ def test_each_wrong_value_has_a_line_and_nothing_is_exported(cli, option):
         ("WARMUP_SECONDS", "60", "write EFFICIENTLLM_WARMUP=60s instead"),
     ],
 )
-def test_unknown_names_are_reported_with_the_valid_names(cli, name, value, expected):
+def test_unknown_setting_names_are_reported_with_the_valid_names(cli, name, value, expected):
     done = cli.run("env", "--check", **{PREFIX + name: value})
 
     assert done.returncode == 2
@@ -122,7 +122,7 @@ def test_correct_name_is_reported_for_a_variable_with_a_wrong_prefix(cli):
     assert "did you mean EFFICIENTLLM_LOG_INTERVAL?" in done.stderr
 
 
-def test_unknown_interface_is_a_warning(cli):
+def test_unknown_interface_prints_a_warning(cli):
     unknown = cli.run("env", "--check", EFFICIENTLLM_INTERFACE="ib7")
     known = cli.run("env", "--check", EFFICIENTLLM_INTERFACE="lo")
 
@@ -131,7 +131,7 @@ def test_unknown_interface_is_a_warning(cli):
     assert known.stderr == ""
 
 
-def test_unknown_option_is_a_usage_error(cli):
+def test_unknown_option_exits_with_a_usage_error(cli):
     done = cli.run("env", "--chekc")
 
     assert (done.returncode, done.stdout) == (2, "")
@@ -139,7 +139,7 @@ def test_unknown_option_is_a_usage_error(cli):
 
 
 @pytest.mark.parametrize("command", [["env", "--check"], ["run", "train.py"]])
-def test_env_and_run_import_no_terminal_packages(cli, command):
+def test_commands_env_and_run_import_no_terminal_packages(cli, command):
     cli.script("")
     start = [sys.executable, "-X", "importtime", "-m", "effllm", *command]
 

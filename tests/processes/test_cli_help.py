@@ -10,7 +10,7 @@ COMMANDS = ["demo", "check", "profile", "env", "run", "serve", "simulate", "watc
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_has_examples_that_fit_80_columns(cli, command):
+def test_help_of_every_command_shows_examples_in_80_columns(cli, command):
     done = cli.run(command, "--help")
 
     assert (done.returncode, done.stderr) == (0, "")
@@ -18,7 +18,7 @@ def test_every_command_has_examples_that_fit_80_columns(cli, command):
     assert max(map(len, done.stdout.splitlines())) <= 80
 
 
-def test_run_help_mentions_hooked_loops(cli):
+def test_help_of_run_describes_loops_that_hooks_measure(cli):
     help_text = " ".join(cli.run("run", "--help").stdout.split())
 
     assert "any other loop with a torch optimizer, are hooked" in help_text
@@ -36,7 +36,7 @@ def test_version_option_prints_the_package_version(cli):
     assert cli.run("--version").stdout == f"effllm {__version__}\n"
 
 
-def test_unknown_command_is_a_usage_error(cli):
+def test_unknown_command_exits_with_a_usage_error(cli):
     done = cli.run("dmeo")
 
     assert (done.returncode, done.stdout) == (2, "")

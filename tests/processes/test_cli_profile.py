@@ -120,7 +120,7 @@ def idle(library, tmp_path_factory):
 # --- the report ---
 
 
-def test_without_cuda_only_the_idle_gpu_is_measured(idle):
+def test_only_idle_values_are_measured_if_torch_lacks_cuda(idle):
     found = idle.found
 
     assert found["unmeasured"] == ["lag, windows and the loaded GPU: torch 9.9.0 is built without CUDA"]
@@ -133,7 +133,7 @@ def test_without_cuda_only_the_idle_gpu_is_measured(idle):
     assert {"energy", "utilization", "memory", "SM clock"} <= {one["name"] for one in found["calls"]}
 
 
-def test_measured_profile_is_stored_in_the_cache(idle):
+def test_profile_is_stored_in_the_cache_after_its_measurement(idle):
     assert idle.kept.sensor.tick_s == pytest.approx(0.1, rel=0.01)
     assert (idle.kept.sensor.duty, idle.kept.sensor.gain_error, idle.kept.measured_lag) == (0.25, 0.05, False)
 
@@ -240,11 +240,11 @@ def test_missing_gpu_is_reported(cli, traced):
     assert "CUDA_VISIBLE_DEVICES='7' shows 0 of 1 GPUs" in done.stderr
 
 
-def test_too_short_duration_is_a_usage_error(cli):
+def test_too_short_duration_exits_with_a_usage_error(cli):
     assert cli.run("profile", "--seconds", "1").returncode == 2
 
 
-def test_help_has_examples_that_fit_80_columns(cli):
+def test_help_of_profile_shows_examples_in_80_columns(cli):
     done = cli.run("profile", "--help")
 
     assert "effllm profile --save" in done.stdout.split("Examples:")[1]
@@ -280,7 +280,7 @@ def edges_of(load):
     return edges
 
 
-def test_load_has_timestamps_of_its_begin_and_end(stand_in_torch):
+def test_times_of_start_and_end_of_a_load_are_recorded(stand_in_torch):
     stand_in_torch()
     load = TorchLoad(UUID).opened()
 
@@ -307,7 +307,7 @@ def test_load_process_can_use_only_its_gpu(stand_in_torch):
 
 
 @pytest.mark.parametrize("stretches_s", [[60.0], [0.01, 60.0]])
-def test_load_stops_when_it_is_closed(stand_in_torch, stretches_s):
+def test_closing_a_load_ends_its_process(stand_in_torch, stretches_s):
     stand_in_torch()
     load = TorchLoad(UUID).opened()
     load.start(stretches_s)
@@ -338,7 +338,7 @@ def mm(one, other, out):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_after_a_signal_no_load_process_and_no_result_remain(cli, traced, stand_in_torch, number):
+def test_signal_ends_the_load_process_and_no_result_is_written(cli, traced, stand_in_torch, number):
     stand_in_torch()
     process = subprocess.Popen(
         [sys.executable, "-m", "effllm", "profile", "--seconds", "20"],
@@ -363,7 +363,7 @@ def children_of(pid):
 # --- through the real library, in real time ---
 
 
-def test_profile_through_nvml_finds_the_known_tick_lag_and_window(library, tmp_path):
+def test_profile_through_nvml_finds_the_true_tick_lag_and_window(library, tmp_path):
     power = bursts(90.0, 620.0, 0.45, 0.5, 11)
     trace = Trace(library, tmp_path / "trace")
     trace.write(Gpu(UUID, "00000000:01:00.0", name=H100, power=power, lag_s=0.04, tick_phase_s=0.02, **SENSOR))

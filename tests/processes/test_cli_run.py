@@ -54,7 +54,7 @@ def test_interrupted_script_ends_by_sigint(cli):
 
 
 @pytest.mark.parametrize("text", ["def step():\n    raise KeyError('x')\n\nstep()\n", "x = = 3\n", "import nowhere\n"])
-def test_traceback_is_the_same_as_with_python(cli, text):
+def test_traceback_of_a_script_is_the_same_as_with_python(cli, text):
     script = cli.script(text)
     expected = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False).stderr
 
@@ -112,7 +112,7 @@ def test_script_without_effllm_calls_is_reported_in_one_line(cli):
     assert "did not call effllm" in done.stderr
 
 
-def test_no_secret_of_the_command_is_in_the_run_folder(cli):
+def test_secrets_in_the_command_are_redacted_in_the_run_folder(cli):
     cli.run("run", cli.script(MEASURED), "--api-key", "-Zx81Qw9", "hf_AbCdEfGhIjKlMnOpQrSt", **QUIET)
 
     [path] = cli.folder.glob("efficientllm_runs/*/run.json")
@@ -136,7 +136,7 @@ def test_off_means_off(cli):
         (["--lr", "1"], "there is no option --lr"),
     ],
 )
-def test_usage_error_is_one_line_with_exit_status_2(cli, arguments, expected):
+def test_usage_error_prints_one_line_and_exits_with_status_2(cli, arguments, expected):
     done = cli.run("run", *arguments)
 
     assert (done.returncode, done.stdout) == (2, "")
@@ -145,7 +145,7 @@ def test_usage_error_is_one_line_with_exit_status_2(cli, arguments, expected):
 
 
 @pytest.mark.torch
-def test_all_ranks_of_torchrun_are_in_one_run(cli):
+def test_all_ranks_of_torchrun_share_one_run(cli):
     pytest.importorskip("torch")
     script = cli.script("import torch.distributed\n" + MEASURED)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local_addr", "127.0.0.1"]

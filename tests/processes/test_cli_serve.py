@@ -68,7 +68,7 @@ def test_existing_folder_of_a_run_without_ranks_is_kept(cli):
     assert (cli.folder / "runs" / "one" / "notes.txt").read_text() == "mine"
 
 
-def test_port_in_use_is_one_line_with_exit_status_1(cli):
+def test_port_in_use_prints_one_line_and_exits_with_status_1(cli):
     with socket.create_server(("127.0.0.1", 0)) as other:
         bind = f"127.0.0.1:{other.getsockname()[1]}"
 
@@ -96,7 +96,7 @@ def test_port_in_use_is_one_line_with_exit_status_1(cli):
         ([], {"EFFICIENTLLM_SINKS": "consol"}, "there is no sink 'consol'"),
     ],
 )
-def test_usage_error_is_one_line_with_exit_status_2(cli, arguments, variables, expected):
+def test_usage_error_prints_one_line_and_exits_with_status_2(cli, arguments, variables, expected):
     done = cli.run("serve", *arguments, **variables)
 
     assert (done.returncode, done.stdout) == (2, "")

@@ -25,7 +25,7 @@ def test_simulated_rank_reports_its_counts():
     assert all(row.wall_s == pytest.approx(row.busy_s + row.wait_s) for row in rows)
 
 
-def test_eight_simulated_ranks_share_a_host_but_no_gpu():
+def test_every_eight_simulated_ranks_share_a_host_but_no_gpu():
     ranks = [SimulatedRank(number, 20, "job", "agent", 10).hello() for number in range(20)]
 
     assert [ranks[number].host for number in (0, 7, 8, 19)] == ["node00000", "node00000", "node00001", "node00002"]
@@ -43,7 +43,7 @@ def test_eight_simulated_ranks_share_a_host_but_no_gpu():
         ([], "--ranks"),
     ],
 )
-def test_usage_error_names_the_option(cli, arguments, named):
+def test_usage_error_shows_the_wrong_option(cli, arguments, named):
     done = cli.run("simulate", *arguments)
 
     assert (done.returncode, done.stdout) == (2, "")
@@ -63,7 +63,7 @@ def test_existing_run_folder_is_not_written_to(cli):
 
 @pytest.mark.faults
 @pytest.mark.parametrize(("security", "arrival"), [("curve", "burst"), ("none", "even")])
-def test_two_hundred_ranks_are_counted_to_the_last_token(cli, security, arrival):
+def test_every_token_of_two_hundred_ranks_is_counted(cli, security, arrival):
     options = ["--minutes", "0.1", "--processes", "2", "--security", security, "--arrival", arrival, "--json"]
     done = cli.run("simulate", "--ranks", "200", *options)
 
@@ -140,12 +140,12 @@ def test_too_low_descriptor_limit_is_reported_with_the_needed_limit(limits):
     assert "\n" not in line
 
 
-def test_small_worlds_need_few_descriptors():
-    # For n ranks: 1.2 n + min(256, 96 + n), rounded up.
+def test_needed_descriptors_depend_on_the_world_size():
+    # For n ranks, 1.2 n + min(256, 96 + n) descriptors are needed, rounded up.
     assert [descriptors.needed(peers) for peers in (2, 8, 100, 160, 200)] == [101, 114, 316, 448, 496]
 
 
-def test_calculating_a_descriptor_shortage_changes_no_limit(limits):
+def test_descriptor_shortage_is_computed_without_changing_a_limit(limits):
     assert descriptors.shortage(3000) == ""  # 3,856
     assert descriptors.shortage(10_000).startswith("12256 open files are needed and 4096 are allowed: ")
     limits.most = 12_256

@@ -160,7 +160,7 @@ def lines(run, stem):
     return [json.loads(line) for path in sorted(run.glob(f"{stem}*.jsonl")) for line in path.read_text().splitlines()]
 
 
-def test_each_extension_changes_the_documented_number_of_places():
+def test_each_diff_changes_the_documented_number_of_places():
     hunks = {heading: re.findall(r"^@@ -(\d+),.*@@", diff, re.MULTILINE) for heading, diff in diffs().items()}
 
     assert {heading: len(places) for heading, places in hunks.items()} == PLACES
@@ -194,7 +194,7 @@ def test_new_sink_receives_the_reports(run):
     assert "sink" not in read(run / "summary.json")["events"]
 
 
-def test_new_metric_is_listed_and_has_a_chart(run, tree):
+def test_new_metric_is_listed_and_drawn_in_a_chart(run, tree):
     assert "efficientllm/throughput/tokens_per_iteration tokens/iteration" in effllm(tree, run, "metrics").stdout
     [file] = (run / "tensorboard").iterdir()
     events = EventAccumulator(str(file)).Reload()
@@ -209,7 +209,7 @@ def test_new_event_kind_is_listed_and_recorded(run, tree):
     assert (event["rank"], event["device"][:7]) == (0, "MEMORY-")
 
 
-def test_new_counter_is_in_totals_and_rows(run):
+def test_new_counter_is_written_in_totals_and_rows(run):
     assert lines(run, "windows")[-1]["run"]["marked_phases"] == 2  # the two checkpoints
     assert sum(row.get("marked_phases", 0) for row in lines(run, "ranks")) == 2
 

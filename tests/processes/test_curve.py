@@ -113,7 +113,7 @@ def test_agent_of_the_job_is_admitted_on_an_inherited_listener(listener, address
     assert (secured.refused, secured.event_texts) == ([], [])
 
 
-def test_key_of_another_job_is_rejected_with_its_address(listener):
+def test_peer_with_the_key_of_another_job_is_rejected_and_reported(listener):
     secured = listener()
     secured.link(AgentKeys.of(SECRET, "job-2"))
 
@@ -130,7 +130,7 @@ def test_random_key_is_rejected_by_the_zap_gate(listener):
     assert secured.heard == 0
 
 
-def test_every_key_is_admitted_without_a_zap_gate_and_domain(listener):
+def test_every_key_is_admitted_if_the_zap_gate_and_domain_are_missing(listener):
     secured = listener(gated=False)
     secured.link(AgentKeys(KeyPair.of(os.urandom(32)), AgentKeys.of(SECRET, JOB).server_public))
 
@@ -213,7 +213,7 @@ def test_agent_is_admitted_after_exhausted_descriptors_are_freed(listener):
     assert secured.serve(lambda: secured.heard, within_s=20.0)
 
 
-def test_printed_key_objects_do_not_contain_keys():
+def test_text_of_a_key_object_does_not_contain_the_key():
     keys = ServerKeys.of(SECRET, JOB)
 
     assert keys.own.secret.decode() not in repr(keys)
@@ -237,7 +237,7 @@ def test_rejected_address_is_reported_once_per_reason_and_counted():
     assert (rejections.count, rejections.take_repeated(), rejections.take_repeated()) == (4, 2, 0)
 
 
-def test_addresses_above_a_thousand_are_only_counted():
+def test_rejected_addresses_above_a_thousand_are_only_counted():
     rejections = Rejections()
     for i in range(MAX_ADDRESSES + 10):
         rejections.reject(f"10.0.{i // 256}.{i % 256}", NO_KEY)

@@ -134,7 +134,7 @@ def device_of(library, **site):
         ("1,99,0", 0, (KEY_C, 3)),
     ],
 )
-def test_permuted_visible_devices_select_the_correct_gpu(library, visible, local_rank, expected):
+def test_visible_devices_in_any_order_select_the_correct_gpu(library, visible, local_rank, expected):
     assert device_of(library, visible_devices=visible, local_rank=local_rank) == expected
 
 
@@ -142,7 +142,7 @@ def test_permuted_visible_devices_select_the_correct_gpu(library, visible, local
     ("visible", "local_rank"),
     [("", 0), ("-1", 0), ("0,1", 2), (None, 3), ("1,99,0", 1), ("GPU-none", 0)],
 )
-def test_rank_without_a_visible_gpu_raises_an_error(library, visible, local_rank):
+def test_opening_a_rank_without_a_visible_gpu_raises_an_error(library, visible, local_rank):
     with pytest.raises(DeviceUnavailable, match=f"local rank {local_rank} has no GPU"):
         library.open(visible_devices=visible, local_rank=local_rank)
 
@@ -152,17 +152,17 @@ def test_rank_without_a_visible_gpu_raises_an_error(library, visible, local_rank
     [
         ((7, 0), [KEY_B, KEY_C, KEY_A]),  # HIP's own numbers
         ((6, 3), [KEY_B, KEY_C, KEY_A]),  # the node numbers of the driver, from which HIP derives its order
-        ((6, 1), [KEY_C, KEY_A, KEY_B]),  # HIP's and the driver's numbers are unknown: PCI bus order
+        ((6, 1), [KEY_C, KEY_A, KEY_B]),  # HIP's and the driver's numbers are unknown, so GPUs have PCI bus order
     ],
 )
-def test_gpus_have_the_order_of_hip_and_not_of_amd_smi(library, release, order):
+def test_gpus_are_numbered_as_in_hip_and_not_as_in_amd_smi(library, release, order):
     library.write(release=release)
 
     assert [device_of(library, local_rank=rank)[0] for rank in range(3)] == order
 
 
 @pytest.mark.parametrize("bus", ["00000000:5E:00.0", "0000:5e:00.0"])
-def test_bus_id_of_torch_selects_the_gpu(library, bus):
+def test_pci_bus_id_that_torch_returns_selects_the_gpu(library, bus):
     assert device_of(library, cuda_pci_bus_id=bus, visible_devices="0,1", local_rank=1) == (KEY_A, 1)
 
 
@@ -179,7 +179,7 @@ def test_uuid_of_torch_is_found_in_every_spelling(library, uuid):
 
 
 @pytest.mark.parametrize("site", [{"cuda_uuid": "GPU-gone"}, {"cuda_pci_bus_id": "00000000:01:00.0"}])
-def test_unknown_gpu_of_torch_raises_an_error(library, site):
+def test_gpu_of_torch_that_is_not_found_raises_an_error(library, site):
     with pytest.raises(DeviceUnavailable, match="does not list the GPU"):
         library.open(**site)
 
@@ -200,7 +200,7 @@ def test_gpus_without_a_serial_are_distinguished_by_pci_bus(library, release, se
     assert found == {("node7-0000:5e:00.0", 1), ("node7-0000:c1:00.0", 2)}
 
 
-def test_partitions_of_a_gpu_are_one_device(library):
+def test_partitions_of_a_gpu_share_one_device_key(library):
     partitions = [A | {"bdf": f"0000:5e:00.{function}", "hip_id": function} for function in (0, 1, 2)]
     partitions[1] |= {"serial": None}  # since 7.12 AMD SMI returns a serial only for the first partition
     library.write(gpus=[partitions[1], partitions[0], partitions[2], B | {"hip_id": 3}])
@@ -249,7 +249,7 @@ def test_read_of_energy_alone_makes_two_library_calls(library, kind):
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_device_has_a_name_and_a_key_and_limits(library, release):
+def test_name_key_and_limits_of_a_device_are_read(library, release):
     reader = library.of(release, serial=0x1234567890ABCDEF, power_kind="average")
     device = reader.device
 
@@ -275,7 +275,7 @@ def test_device_has_a_name_and_a_key_and_limits(library, release):
         ("energy_accumulator", "energy_j"),
     ],
 )
-def test_missing_value_is_none_and_is_not_a_failure(library, release, no_value, gone):
+def test_missing_value_is_none_and_not_reported_as_a_failure(library, release, no_value, gone):
     reader = library.of(release, no_value=[no_value])
     sample, failures = reader.read()
 
@@ -295,14 +295,14 @@ def test_device_lists_values_that_are_not_measured(library):
     assert (device.energy_method, device.power_scope) == (None, None)
 
 
-def test_memory_activity_before_mi300_is_not_dram_activity(library):
+def test_memory_activity_before_mi300_is_not_reported_as_dram(library):
     sample, _ = library.of(name="AMD Instinct MI210").read()
 
     assert sample.utilization == 0.75
     assert "dram_activity_ratio" not in sample.gauges
 
 
-def test_activity_above_100_percent_is_a_failure(library):
+def test_activity_above_100_percent_is_reported_as_a_failure(library):
     reader = library.of()
     library.write(gpus=[{"gfx_activity": 250}])
     sample, failures = reader.read()
@@ -332,7 +332,7 @@ def test_failed_reading_is_none_until_the_next_successful_read(library, field, e
     assert failures == {}
 
 
-def test_exception_that_cannot_be_constructed_is_one_failure(library):
+def test_broken_exception_class_of_amdsmi_causes_one_failed_reading(library):
     reader = library.of((5, 7), power_kind="average")
     library.fault(("amdsmi_get_gpu_activity", RETRY))
     sample, failures = reader.read()
@@ -367,7 +367,7 @@ def test_counter_that_fails_at_opening_is_not_used(library):
 # --- throttling ---
 
 
-def test_growing_residency_of_a_limit_is_throttling(library):
+def test_growing_residency_of_a_limit_is_reported_as_throttling(library):
     reader = library.of(residencies={"ppt": 0.5, "vr_thm": 0.4, "hbm_thm": 0.0})
     then_s = library.clock()
     first, _ = reader.read()
@@ -383,13 +383,13 @@ def test_growing_residency_of_a_limit_is_throttling(library):
 
 @pytest.mark.parametrize("release", [(6, 0), (7, 0)])
 @pytest.mark.parametrize(("throttled", "expected"), [(True, ("unspecified",)), (False, ()), (None, None)])
-def test_throttling_before_mi300_has_no_reason(library, release, throttled, expected):
+def test_throttling_before_mi300_is_reported_without_a_reason(library, release, throttled, expected):
     sample, failures = library.of(release, throttled=throttled).read()
 
     assert (sample.throttled_by, failures) == (expected, {})
 
 
-def test_unreadable_limits_are_a_failure(library):
+def test_unreadable_throttle_limits_are_reported_as_a_failure(library):
     reader = library.of(residencies={"ppt": 0.5})
     library.fault(("amdsmi_get_gpu_metrics_info", IO_ERROR))
     sample, failures = reader.read()
@@ -438,13 +438,13 @@ def test_counter_is_accepted_if_it_matches_the_power(joules, is_good, reason):
     assert not verdict.is_stale
 
 
-def test_small_power_has_a_tolerance_of_half_a_watt():
+def test_tolerance_for_small_power_includes_half_a_watt():
     # 2 W for 0.3 s are 0.6 J. The tolerance is 25 % (0.15 J) plus half a watt of rounding (0.15 J).
     assert judge_counter(readings([0, 0.29, 0.58, 0.87, 1.16], watts=2.0)).is_good
     assert not judge_counter(readings([0, 0.31, 0.62, 0.93, 1.24], watts=2.0)).is_good
 
 
-def test_unchecked_counter_is_accepted_with_a_note():
+def test_counter_that_cannot_be_checked_is_accepted_with_a_note():
     verdict = judge_counter(readings([0, 10, 20, 30], watts=None))
 
     assert (verdict.is_good, verdict.reason) == (True, "no power reading for the comparison")
@@ -456,7 +456,7 @@ def test_unchecked_counter_is_accepted_with_a_note():
 @pytest.mark.parametrize(
     ("kind", "method", "field"), [("current", INSTANT, "power_w"), ("average", AVERAGE, "power_average_w")]
 )
-def test_power_replaces_a_counter_with_a_wrong_rate(library, rate, why, kind, method, field):
+def test_power_is_integrated_if_the_counter_has_a_wrong_rate(library, rate, why, kind, method, field):
     reader = library.of(rate=rate, power_kind=kind)
     sample, failures = reader.read()
     device = reader.device
@@ -468,7 +468,7 @@ def test_power_replaces_a_counter_with_a_wrong_rate(library, rate, why, kind, me
 
 
 @pytest.mark.parametrize("rate", [0.0, -1.0])
-def test_wrong_counter_without_power_gives_no_energy(library, rate):
+def test_no_energy_is_measured_with_a_wrong_counter_and_no_power(library, rate):
     reader = library.of(rate=rate, lacking=["amdsmi_get_power_info"])
     sample, _ = reader.read()
 
@@ -476,14 +476,14 @@ def test_wrong_counter_without_power_gives_no_energy(library, rate):
     assert "AMD SMI gives no power, and the energy counter is not used: " in reader.device.not_measured[-1]
 
 
-def test_counter_without_power_is_used_with_a_note(library):
+def test_counter_is_used_with_a_note_if_power_is_missing(library):
     device = library.of(lacking=["amdsmi_get_power_info"]).device
 
     assert device.energy_method == COUNTER
     assert device.energy_note == "the energy counter is not checked: no power reading for the comparison"
 
 
-def test_power_without_a_counter_is_integrated(library):
+def test_power_is_integrated_if_the_counter_is_missing(library):
     reader = library.of(no_value=["energy_accumulator"])
     began_s = library.clock()
 
@@ -492,7 +492,7 @@ def test_power_without_a_counter_is_integrated(library):
     assert library.clock() == began_s  # no time passes, because there is no counter to check
 
 
-def test_stale_library_gives_no_energy_and_no_power(library):
+def test_no_energy_is_measured_if_the_library_returns_stale_values(library):
     library.fault(("*", "stale"))
     reader = library.of((6, 0))
     library.clock.sleep(10)
@@ -543,7 +543,7 @@ FIRST, SECOND = "GPU-0000000000000011", "GPU-0000000000000012"
 
 
 @pytest.mark.parametrize("release", [(5, 7), (6, 0), (7, 0)])
-def test_two_dies_of_a_card_have_one_energy_key(library, release):
+def test_two_dies_of_a_card_share_one_energy_key(library, release):
     library.write(gpus=CARD_1, release=release)
     first, second = library.open(local_rank=0), library.open(local_rank=1)
     (one, _), (other, failures) = first.read(), second.read()
@@ -577,8 +577,9 @@ def test_card_of_a_die_is_found_by_its_links_and_not_by_the_bus(library):
 
 
 @pytest.mark.parametrize("max_bandwidth", [{"1": 100_000}, {}])
-def test_second_die_without_a_visible_first_die_has_no_energy(library, max_bandwidth):
-    # The only other visible die belongs to another card: the links show this, or the other die is also a second die.
+def test_second_die_measures_no_energy_if_its_first_die_is_hidden(library, max_bandwidth):
+    # The only other visible die belongs to another card. In one case the links show this; in the other case both dies
+    # are second dies.
     other_card = CARD_1[1] | {"serial": 0x22, "bdf": "0000:c2:00.0", "max_bandwidth": {}}
     library.write(gpus=[CARD_1[1] | {"max_bandwidth": max_bandwidth}, other_card])
 
@@ -598,7 +599,7 @@ def test_first_dies_of_two_cards_have_different_energy_keys(library):
 
 @pytest.mark.parametrize("release", [(5, 7), (7, 0)])
 @pytest.mark.parametrize("device_id", [0x7408, 0x740C])
-def test_two_die_card_without_a_name_is_identified_by_its_id(library, release, device_id):
+def test_card_with_two_dies_and_no_name_is_identified_by_its_id(library, release, device_id):
     device = library.of(release, name="", device_id=device_id, power_kind="average").device
 
     assert (device.name, device.energy_note) == ("", "energy of both dies of the card")
@@ -606,13 +607,13 @@ def test_two_die_card_without_a_name_is_identified_by_its_id(library, release, d
 
 @pytest.mark.parametrize("gpu", [{"name": "AMD Instinct MI300A"}, {"name": "", "device_id": 0x74A0}])
 @pytest.mark.parametrize("release", [(6, 0), (7, 0)])
-def test_energy_of_an_mi300a_has_the_scope_module(library, release, gpu):
+def test_energy_of_an_mi300a_is_measured_with_scope_module(library, release, gpu):
     device = library.of(release, **gpu).device
 
     assert (device.power_scope, device.energy_key) == (MODULE, "")
 
 
-def test_mi210_has_one_die_and_no_shared_energy(library):
+def test_mi210_with_one_die_shares_no_energy(library):
     device = library.of(name="AMD Instinct MI210", device_id=0x740F, power_kind="average").device
 
     assert (device.energy_key, device.power_scope, device.energy_note) == ("", GPU, "")
@@ -722,7 +723,7 @@ def test_closed_reader_returns_failures_and_does_not_open_again(library):
         (18, "AMD SMI does not start: AMDSMI_STATUS_INIT_ERROR - Initialization error"),
     ],
 )
-def test_library_that_does_not_start_raises_a_one_sentence_error(library, monkeypatch, tmp_path, error, advice):
+def test_library_that_does_not_start_raises_an_error_in_one_sentence(library, monkeypatch, tmp_path, error, advice):
     monkeypatch.setattr(_amd_library, "_DEVICE_NODES", tmp_path)
     library.fault(("amdsmi_init", error))
 
@@ -731,7 +732,7 @@ def test_library_that_does_not_start_raises_a_one_sentence_error(library, monkey
     assert "\n" not in str(raised.value)
 
 
-def test_missing_gpu_raises_an_error_of_one_sentence(library, monkeypatch, tmp_path):
+def test_missing_gpu_raises_an_error_in_one_sentence(library, monkeypatch, tmp_path):
     monkeypatch.setattr(_amd_library, "_DEVICE_NODES", tmp_path)
     library.write(gpus=[])
 
@@ -755,7 +756,7 @@ def test_device_node_without_permission_is_reported_as_the_reason(library, monke
         library.open()
 
 
-def test_missing_package_raises_an_error_of_one_sentence(monkeypatch):
+def test_missing_package_raises_an_error_in_one_sentence(monkeypatch):
     monkeypatch.setitem(sys.modules, "amdsmi", None)
 
     with pytest.raises(DeviceUnavailable, match="the Python package amdsmi is not installed: install"):
@@ -763,7 +764,7 @@ def test_missing_package_raises_an_error_of_one_sentence(monkeypatch):
 
 
 @pytest.mark.parametrize("error", ["KeyError", "AttributeError", "OSError"])
-def test_package_without_its_library_raises_a_one_sentence_error(library, capfd, error):
+def test_missing_library_of_a_package_raises_an_error_in_one_sentence(library, capfd, error):
     library.write(import_error=error)
 
     with pytest.raises(DeviceUnavailable, match=r"cannot use libamd_smi.so .* install ROCm's amd-smi-lib"):
@@ -833,7 +834,7 @@ def train(launch, script, gpu, **settings):
 
 
 @pytest.mark.parametrize(("rate", "method"), [(1.0, COUNTER), (0.01, INSTANT)])
-def test_job_on_an_amd_gpu_has_the_true_power(launch, library, tmp_path, rate, method):
+def test_job_on_an_amd_gpu_reports_the_true_power(launch, library, tmp_path, rate, method):
     gpu = {"serial": 0xA, "power": [400.0, 100.0, 1.3], "gfx_activity": 25, "rate": rate}
     job = train(launch, tmp_path / "job.json", gpu)
     ledger, summary = job.ledger, job.ledger.summary

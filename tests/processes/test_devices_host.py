@@ -129,7 +129,7 @@ def memory_mib(reader, clock):
     return sample.memory_bytes / MIB
 
 
-def test_host_device_is_shared_and_has_no_energy_without_rapl(reader):
+def test_host_device_is_shared_and_measures_no_energy_without_rapl(reader):
     device = reader.device
 
     assert (device.key, device.kind, device.is_gpu, device.shared) == ("host:node1", "host", False, True)
@@ -197,7 +197,7 @@ reader.close()
     assert measured < alone + 50 * MIB
 
 
-def test_first_read_has_no_utilization_and_reports_no_failure(reader):
+def test_first_read_returns_no_utilization_and_no_failure(reader):
     sample, failures = reader.read()
 
     assert (sample.utilization, failures) == (None, {})
@@ -212,12 +212,12 @@ def cpu_s_between(reader, act):
 
 
 @pytest.mark.alone
-def test_busy_trainer_is_measured(trainer, reader):
+def test_utilization_of_a_busy_trainer_is_measured(trainer, reader):
     assert cpu_s_between(reader, lambda: trainer.do("burn(time.process_time() + 0.3)")) == pytest.approx(0.3, abs=0.06)
 
 
 @pytest.mark.alone
-def test_idle_trainer_is_measured(trainer, reader):
+def test_utilization_of_an_idle_trainer_is_measured(trainer, reader):
     assert cpu_s_between(reader, lambda: trainer.do("time.sleep(0.2)")) == pytest.approx(0.0, abs=0.03)
 
 
@@ -279,7 +279,7 @@ def test_reader_searches_descendants_every_ten_seconds(trainer, reader, clock):
     assert late.memory_bytes / MIB - before > 40
 
 
-def test_reading_of_an_ended_trainer_is_a_failure(trainer, reader):
+def test_reading_an_ended_trainer_is_reported_as_a_failure(trainer, reader):
     reader.read()
     trainer.end()
 
@@ -298,7 +298,7 @@ def test_zombie_trainer_is_reported_as_ended(trainer, reader):
     assert failures["memory_bytes"] == "the trainer has ended"
 
 
-def test_reads_with_an_invalid_trainer_pid_are_failures(clock, no_rapl):
+def test_reads_with_an_invalid_trainer_pid_are_reported_as_failures(clock, no_rapl):
     with opened(Site(trainer_pid=0), clock, no_rapl) as reader:
         _, failures = reader.read()
 
@@ -309,7 +309,7 @@ def num_open_files():
     return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
-def test_closed_reader_has_no_open_files_and_can_be_closed_again(trainer, clock, no_rapl):
+def test_closed_reader_keeps_no_file_open_and_can_be_closed_again(trainer, clock, no_rapl):
     trainer.do("fork_waiting(lambda: None)")
     before = num_open_files()
     reader = open_device(Site(trainer_pid=trainer.pid), clock=clock, powercap=no_rapl, perf=no_rapl)
@@ -339,7 +339,7 @@ def powercap(tmp_path):
     return Powercap(tmp_path / "powercap")
 
 
-def test_local_rank_0_measures_the_host_with_scope_cpu(trainer, powercap, clock):
+def test_local_rank_0_measures_energy_of_the_host_with_scope_cpu(trainer, powercap, clock):
     with opened(Site(trainer_pid=trainer.pid, local_rank=0), clock, powercap.root) as reader:
         before, _ = reader.read()
         clock.now_s += 1.0

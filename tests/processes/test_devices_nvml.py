@@ -52,7 +52,7 @@ def device_of(trace, **site):
         ("1,99,0", 0, (B, 2)),
     ],
 )
-def test_permuted_visible_devices_select_the_correct_gpu(trace, visible, local_rank, expected):
+def test_visible_devices_in_any_order_select_the_correct_gpu(trace, visible, local_rank, expected):
     assert device_of(trace, visible_devices=visible, local_rank=local_rank) == expected
 
 
@@ -68,7 +68,7 @@ def test_permuted_visible_devices_select_the_correct_gpu(trace, visible, local_r
         ("GPU-none", 0),
     ],
 )
-def test_rank_without_a_visible_gpu_raises_an_error(trace, visible, local_rank):
+def test_opening_a_rank_without_a_visible_gpu_raises_an_error(trace, visible, local_rank):
     with (
         pytest.raises(DeviceUnavailable, match=f"local rank {local_rank} has no GPU"),
         trace.reader(Site(visible_devices=visible, local_rank=local_rank)),
@@ -77,15 +77,15 @@ def test_rank_without_a_visible_gpu_raises_an_error(trace, visible, local_rank):
 
 
 @pytest.mark.parametrize("uuid", [C, C.removeprefix("GPU-")])
-def test_uuid_of_torch_selects_the_gpu(trace, uuid):
+def test_uuid_that_torch_returns_selects_the_gpu(trace, uuid):
     assert device_of(trace, cuda_uuid=uuid, visible_devices="0,1", local_rank=1) == (C, 3)
 
 
-def test_bus_id_of_torch_selects_the_gpu(trace):
+def test_pci_bus_id_that_torch_returns_selects_the_gpu(trace):
     assert device_of(trace, cuda_pci_bus_id="0000:C1:00.0", visible_devices="0,1", local_rank=1) == (C, 3)
 
 
-def test_unknown_gpu_of_torch_raises_an_error(trace):
+def test_gpu_of_torch_that_is_not_found_raises_an_error(trace):
     with pytest.raises(DeviceUnavailable, match="does not list the GPU"), trace.reader(Site(cuda_uuid="GPU-gone")):
         pass
 
@@ -102,7 +102,7 @@ def test_failure_of_another_gpu_does_not_affect_a_rank(trace):
     assert device_of(trace, visible_devices="1") == (B, 2)
 
 
-def test_device_has_a_name_and_a_key_and_limits(trace):
+def test_name_key_and_limits_of_a_device_are_read(trace):
     with trace.reader(Site(cuda_uuid=A)) as reader:
         device = reader.device
 
@@ -111,7 +111,7 @@ def test_device_has_a_name_and_a_key_and_limits(trace):
     assert (device.energy_method, device.power_scope, device.not_measured) == ("counter", "gpu", ())
 
 
-def test_sample_has_the_values_at_its_timestamp(trace):
+def test_values_of_a_sample_are_those_at_its_timestamp(trace):
     trace.write(Gpu(A, "0:01:00", power=flat(300.0), utilization=flat(0.37)))
 
     with trace.reader(Site(cuda_uuid=A)) as reader:
@@ -171,7 +171,7 @@ def test_failed_reading_is_none_until_the_next_successful_read(trace, field):
         ),
     ],
 )
-def test_call_without_permission_is_not_a_failure(trace, call, missing):
+def test_call_without_permission_is_not_reported_as_a_failure(trace, call, missing):
     trace.fault(f"1 {call} error {NO_PERMISSION}")
 
     with trace.reader(Site(cuda_uuid=A)) as reader:
@@ -189,7 +189,7 @@ def test_call_without_permission_is_not_a_failure(trace, call, missing):
     ("call", "name"),
     [("memory", "memory_bytes"), ("energy", "energy_j"), ("clocks.sm", "sm_clock_hz"), ("throttle", "throttled_by")],
 )
-def test_permission_that_is_lost_later_is_a_failure(trace, call, name):
+def test_permission_that_is_lost_later_is_reported_as_a_failure(trace, call, name):
     with trace.reader(Site(cuda_uuid=A)) as reader:
         trace.fault(f"1 {call} error {NO_PERMISSION}")
         _, failures = reader.read()
@@ -206,7 +206,7 @@ def test_permission_that_is_lost_later_is_a_failure(trace, call, name):
         ("energy", "energy_j", NOT_AVAILABLE_64),
     ],
 )
-def test_mark_of_nvml_for_a_missing_value_is_a_failure(trace, field, name, value):
+def test_nvml_mark_of_a_missing_value_is_reported_as_a_failure(trace, field, name, value):
     with trace.reader(Site(cuda_uuid=A)) as reader:
         trace.fault(f"1 {field} value {value}")
         sample, failures = reader.read()
@@ -216,7 +216,7 @@ def test_mark_of_nvml_for_a_missing_value_is_a_failure(trace, field, name, value
     assert "unavailable value" in failures[name]
 
 
-def test_utilization_above_one_is_a_failure(trace):
+def test_utilization_above_one_is_reported_as_a_failure(trace):
     with trace.reader(Site(cuda_uuid=A)) as reader:
         trace.fault("1 utilization value 250")
         sample, failures = reader.read()
@@ -225,7 +225,7 @@ def test_utilization_above_one_is_a_failure(trace):
     assert "250" in failures["utilization"]
 
 
-def test_gpu_without_energy_counter_uses_power(trace):
+def test_power_is_integrated_for_a_gpu_without_energy_counter(trace):
     trace.write(Gpu(A, "0:01:00", power=flat(250.0), unsupported=("energy",)))
 
     with trace.reader(Site(cuda_uuid=A)) as reader:
@@ -237,7 +237,7 @@ def test_gpu_without_energy_counter_uses_power(trace):
     assert failures == {}  # an unsupported value is not a failure
 
 
-def test_gpu_without_energy_lists_energy_as_not_measured(trace):
+def test_energy_is_listed_as_not_measured_without_counter_and_power(trace):
     trace.write(Gpu(A, "0:01:00", unsupported=("energy", "power", "utilization")))
 
     with trace.reader(Site(cuda_uuid=A)) as reader:
@@ -249,7 +249,7 @@ def test_gpu_without_energy_lists_energy_as_not_measured(trace):
     assert (sample.utilization, sample.power_w, sample.energy_j, failures) == (None, None, None, {})
 
 
-def test_counter_that_fails_at_opening_is_a_failure(trace):
+def test_energy_counter_that_fails_at_opening_is_a_failure(trace):
     trace.fault(f"1 energy error {UNKNOWN_ERROR}")
 
     with trace.reader(Site(cuda_uuid=A)) as reader:
@@ -421,7 +421,7 @@ print(json.dumps(result | {"events": events, "lines": lines}))
 """
 
 
-def test_hanging_call_makes_the_device_stale_without_blocking(trace):
+def test_hanging_call_marks_the_device_as_stale_without_blocking(trace):
     result = json.loads(run_python(HANGS, "30", **trace.environment()))
 
     assert [kind for kind, _ in result["events"]] == ["stale"]
@@ -442,7 +442,7 @@ def test_energy_is_complete_after_a_hanging_call(trace):
     assert result["stopped"]
 
 
-def test_only_slice_of_a_gpu_has_all_energy(trace):
+def test_all_energy_of_a_gpu_belongs_to_its_only_slice(trace):
     with trace.reader(Site(visible_devices=MIG.uuid, cuda_uuid=B)) as reader:  # torch may return the GPU's UUID
         sample, failures = reader.read()
         device = reader.device
@@ -514,7 +514,7 @@ print(open_device("nvml", Site(visible_devices="0")).device.key == {A!r})
 
 
 @pytest.mark.gpu
-def test_real_gpu_has_memory_utilization_and_energy():
+def test_memory_utilization_and_energy_of_a_real_gpu_are_measured():
     try:
         reader = open_device("nvml", Site())
     except DeviceUnavailable as error:

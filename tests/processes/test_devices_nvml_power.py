@@ -65,7 +65,7 @@ def test_energy_and_power_are_exact_to_the_millijoule(trace):
     assert failures == {}
 
 
-def test_each_power_scope_has_its_own_gauge(trace):
+def test_power_of_each_scope_is_a_separate_gauge(trace):
     (one,) = trace.write(gpu(module_power=sine(500.0, 900.0, 2.3), memory_power=sine(30.0, 90.0, 0.7)))
 
     device, sample, _ = read_at(trace)
@@ -75,7 +75,7 @@ def test_each_power_scope_has_its_own_gauge(trace):
     assert sample.gauges["memory_power_w"] == milli(one.power_w(MOMENT_S, "average", "memory"))
 
 
-def test_board_with_one_scope_has_no_gauges_of_other_scopes(trace):
+def test_board_with_one_power_scope_reports_only_its_gauge(trace):
     trace.write(gpu())
 
     _, sample, failures = read_at(trace)
@@ -113,7 +113,7 @@ def test_module_counter_is_found_by_comparing_rates(trace):
     assert (device.power_limit_w, sample.gauges["power_limit_w"]) == (None, 700.0)
 
 
-def test_gpus_of_one_module_have_one_energy_key(trace):
+def test_gpus_of_one_module_share_one_energy_key(trace):
     trace.write(*superchip(), *(gpu(f"GPU-{n}", f"0:0{n}:00", **SECOND) for n in (3, 4)))
 
     keys = {}
@@ -128,7 +128,7 @@ def test_gpus_of_one_module_have_one_energy_key(trace):
 SECOND = {"module_power": flat(800.0), "energy_scope": "module", "tick_s": 0.05, "serial": "S2"}
 
 
-def test_modules_without_a_serial_have_one_energy_key_per_host(trace):
+def test_modules_without_a_serial_share_one_energy_key_per_host(trace):
     # NVML's module ids distinguish GPUs, not modules: on a tray of two superchips the ids are 1 to 4.
     trace.write(*superchip(serial=None, module_id=2))
 
@@ -137,7 +137,7 @@ def test_modules_without_a_serial_have_one_energy_key_per_host(trace):
     assert device.energy_key == "module:node0"
 
 
-def test_gpu_counter_of_a_board_with_a_module_sensor_is_used(trace):
+def test_counter_of_the_gpu_is_used_on_a_board_with_a_module_sensor(trace):
     trace.write(gpu(module_power=sine(900.0, 1100.0, 1.1), tick_s=0.1))
 
     device, _, _ = read_at(trace)
@@ -198,7 +198,7 @@ def test_failed_field_does_not_affect_other_fields(trace):
     assert failures == {"power_w": "NVML returned 0xffffffff, its mark for an unavailable value"}
 
 
-def test_failed_gauge_is_missing_and_is_not_a_failure(trace):
+def test_failed_gauge_is_missing_and_not_reported_as_a_failure(trace):
     trace.write(gpu(memory_power=flat(40.0)))
 
     _, sample, failures = read_at(trace, faults=["0 power.average.memory error 999"])
@@ -216,7 +216,7 @@ def test_64_bit_energy_may_equal_the_32_bit_mark_of_a_missing_value(trace):
     assert failures == {}
 
 
-def test_reads_at_edges_have_only_energy_and_power(trace):
+def test_reads_at_edges_return_only_energy_and_power(trace):
     (one,) = trace.write(gpu(memory_power=flat(40.0)))
 
     with trace.reader(AT_A) as reader:
@@ -251,7 +251,7 @@ def test_chip_without_averaged_power_reports_none(trace):
         ("NVIDIA H100 80GB HBM3", "average", "power_average_w"),
     ],
 )
-def test_older_nvml_calls_are_used_without_field_values(trace, name, usage, expected):
+def test_older_nvml_calls_replace_missing_field_values(trace, name, usage, expected):
     (one,) = trace.write(gpu(name=name, power_usage=usage, unsupported=("fields",)))
 
     device, sample, failures = read_at(trace)
@@ -325,7 +325,7 @@ def test_older_nvml_functions_are_used_with_an_old_driver(trace):
 @pytest.mark.parametrize(
     ("capability", "field"), [((7, 5), "power_w"), ((8, 0), "power_w"), ((8, 6), "power_average_w")]
 )
-def test_unknown_board_has_the_kind_of_power_of_its_chip(trace, capability, field):
+def test_kind_of_power_of_an_unknown_board_is_that_of_its_chip(trace, capability, field):
     trace.write(gpu(name="NVIDIA Something New", power=flat(250.0), unsupported=("fields",)))
     patch = f"import pynvml; pynvml.nvmlDeviceGetCudaComputeCapability = lambda handle: {capability}"
 
@@ -372,7 +372,7 @@ def test_gauges_are_in_base_units(trace):
         ("temperature", NOT_AVAILABLE_32 - 4, "temperature_c"),  # -5 read as unsigned
     ],
 )
-def test_impossible_gauge_is_missing_and_is_a_failure(trace, call, value, name):
+def test_impossible_gauge_is_missing_and_reported_as_a_failure(trace, call, value, name):
     trace.write(gpu())
 
     _, sample, failures = read_at(trace, faults=[f"0 {call} value {value}"])
@@ -420,7 +420,7 @@ def test_throttle_reasons_are_named(trace, bits, names):
 
 
 @pytest.mark.parametrize("fault", [f"value {NOT_AVAILABLE_64}", f"value {NOT_AVAILABLE_32}", f"error {UNKNOWN_ERROR}"])
-def test_unreadable_throttle_reasons_are_none(trace, fault):
+def test_throttle_reasons_are_none_if_they_cannot_be_read(trace, fault):
     trace.write(gpu(throttle=0x4))
 
     _, sample, failures = read_at(trace, faults=[f"0 throttle {fault}"])
@@ -429,7 +429,7 @@ def test_unreadable_throttle_reasons_are_none(trace, fault):
     assert list(failures) == ["throttled_by"]
 
 
-def test_gpu_without_throttle_reasons_reports_none(trace):
+def test_throttle_reasons_are_none_if_the_gpu_does_not_support_them(trace):
     trace.write(gpu(unsupported=("throttle",)))
 
     _, sample, failures = read_at(trace)
@@ -469,7 +469,7 @@ def test_gpm_activities_are_means_between_two_samples(trace):
     assert failures == {}
 
 
-def test_gpm_samples_have_a_minimum_distance(trace):
+def test_gpm_samples_are_taken_with_a_minimum_distance(trace):
     trace.write(gpu(gpm=1, **ACTIVITIES))
     trace.count_calls()
 
@@ -484,7 +484,7 @@ def test_gpm_samples_have_a_minimum_distance(trace):
 
 
 @pytest.mark.parametrize("value", ["nan", "250", "-1"])
-def test_impossible_activity_is_missing_and_is_not_a_failure(trace, value):
+def test_impossible_activity_is_missing_and_not_a_failure(trace, value):
     trace.write(gpu(gpm=1, **ACTIVITIES))
 
     with trace.reader(AT_A) as reader:
@@ -494,7 +494,7 @@ def test_impossible_activity_is_missing_and_is_not_a_failure(trace, value):
     assert failures == {}
 
 
-def test_failed_gpm_sample_is_a_separate_failure(trace):
+def test_failed_gpm_sample_is_reported_as_a_separate_failure(trace):
     trace.write(gpu(gpm=1, **ACTIVITIES))
 
     with trace.reader(AT_A) as reader:
@@ -504,7 +504,7 @@ def test_failed_gpm_sample_is_a_separate_failure(trace):
     assert last.gauges["temperature_c"] == 50.0
 
 
-def test_chip_before_hopper_has_no_activities_and_no_failure(trace):
+def test_chip_before_hopper_reports_no_activities_and_no_failure(trace):
     trace.write(gpu(**ACTIVITIES))
 
     with trace.reader(AT_A) as reader:
@@ -545,7 +545,7 @@ def open_slice(trace, name: str, *faults: str) -> Device:
         return reader.device
 
 
-def test_slices_have_shares_of_the_energy(trace):
+def test_energy_of_a_gpu_is_divided_among_its_slices(trace):
     one, *_ = trace.write(gpu(**WHOLE), part("a", 1, 3, 40), part("b", 2, 2, 20), part("c", 3, 2, 20))
 
     device_a, sample_a, _ = read_at(trace, Site(visible_devices="MIG-a"))
@@ -562,7 +562,7 @@ def test_slices_have_shares_of_the_energy(trace):
     assert (device_a.energy_key, device_a.power_scope, device_a.energy_method) == ("", "gpu", "counter")
 
 
-def test_each_compute_instance_has_a_share_of_the_energy(trace):
+def test_energy_of_a_gpu_is_divided_among_compute_instances(trace):
     trace.write(gpu(**WHOLE), part("a", 1, 3, 40, compute_slices=2), part("b", 1, 3, 40, compute_instance=1,
                 compute_slices=1), part("c", 2, 4, 40))  # fmt: skip
 
@@ -578,14 +578,14 @@ def test_shared_memory_of_compute_instances_is_counted_once(trace):
     assert open_slice(trace, "a").energy_note.startswith("2/7 of")
 
 
-def test_slices_that_use_all_memory_share_all_energy(trace):
+def test_slices_that_use_all_memory_get_all_energy(trace):
     # Two 3g.40gb slices use all memory, so the seventh compute slice cannot be used.
     trace.write(gpu(**WHOLE), part("a", 1, 3, 40), part("b", 2, 3, 40))
 
     assert open_slice(trace, "a").energy_note.startswith("3/6 of")
 
 
-def test_only_visible_slice_has_only_its_share_of_the_energy(trace):
+def test_only_visible_slice_gets_only_its_share_of_the_energy(trace):
     trace.write(gpu(**WHOLE), part("a", 1, 1, 10))
 
     assert open_slice(trace, "a").energy_note.startswith("1/7 of")
@@ -597,7 +597,7 @@ def test_slice_without_permission_for_other_slices_is_measured(trace):
     assert open_slice(trace, "a", "0 mig error 4").energy_note.startswith("1/7 of")
 
 
-def test_slices_of_unknown_size_have_equal_shares(trace):
+def test_energy_is_divided_equally_among_slices_of_unknown_size(trace):
     trace.write(gpu(**WHOLE), part("a", 1, None), part("b", 2, None), part("c", 3, None))
 
     device = open_slice(trace, "b")
@@ -605,7 +605,7 @@ def test_slices_of_unknown_size_have_equal_shares(trace):
     assert device.energy_note == f"1/3 of {A}'s energy, by number of slices"
 
 
-def test_activities_of_a_slice_are_values_of_its_gpu_instance(trace):
+def test_activities_of_a_slice_are_those_of_its_gpu_instance(trace):
     trace.write(
         gpu(**WHOLE, sm_activity=flat(0.9)),
         part("a", 1, 3, sm_activity=flat(0.4)),
@@ -619,7 +619,7 @@ def test_activities_of_a_slice_are_values_of_its_gpu_instance(trace):
     assert (last.utilization, failures) == (None, {})
 
 
-def test_slice_of_an_unknown_instance_has_no_activities(trace):
+def test_slice_of_an_unknown_instance_reports_no_activities(trace):
     trace.write(gpu(**WHOLE, sm_activity=flat(0.9)), part("a", -1, 3, sm_activity=flat(0.4)))
 
     with trace.reader(Site(visible_devices="MIG-a")) as reader:
@@ -640,7 +640,7 @@ def test_slice_of_a_module_uses_the_power_of_its_gpu(trace):
     assert sample.energy_j is None
 
 
-def test_returned_slice_has_its_share_of_the_energy(trace):
+def test_slice_gets_its_share_of_the_energy_after_it_returns(trace):
     one, *_ = trace.write(gpu(**WHOLE), part("a", 1, 3, 40, memory=flat(5.0 * GIB)), part("b", 2, 4, 40))
 
     with trace.reader(Site(visible_devices="MIG-a")) as reader:
@@ -667,7 +667,7 @@ def events_of(reader, pass_s: float = 0.0):
     return tuple((event.kind, event.text) for event in reader.read()[0].events)
 
 
-def test_critical_error_is_one_event(trace):
+def test_critical_error_is_reported_as_one_event(trace):
     trace.write(gpu())
 
     with trace.reader(AT_A) as reader:
@@ -679,7 +679,7 @@ def test_critical_error_is_one_event(trace):
     assert events == [(("xid", "Xid 79: a critical error of the GPU, see the driver's log"),), (), ()]
 
 
-def test_repeated_error_is_one_event(trace):
+def test_repeated_error_is_reported_as_one_event(trace):
     trace.write(gpu())
 
     with trace.reader(AT_A) as reader:
@@ -717,7 +717,7 @@ def test_events_of_a_returned_gpu_are_read(trace):
     assert [kind for kind, _ in events] == ["xid"]
 
 
-def test_memory_errors_are_counted_since_the_gpu_was_opened(trace):
+def test_memory_errors_are_counted_from_the_opening_of_the_gpu(trace):
     trace.write(gpu(ecc_uncorrected=2, ecc_corrected=7))
 
     with trace.reader(AT_A) as reader:
@@ -735,7 +735,7 @@ def test_memory_errors_are_counted_since_the_gpu_was_opened(trace):
     assert again == (("ecc", "1 uncorrected memory errors"),)
 
 
-def test_changed_power_limit_is_one_event_and_a_gauge(trace):
+def test_changed_power_limit_is_reported_in_one_event_and_a_gauge(trace):
     trace.write(gpu())
 
     with trace.reader(AT_A) as reader:
@@ -771,7 +771,7 @@ def test_unreadable_values_raise_no_events(trace, fault):
     assert (events, after) == ((), ())
 
 
-def test_power_limit_whose_first_read_is_late_raises_no_event(trace):
+def test_late_first_read_of_the_power_limit_raises_no_event(trace):
     trace.write(gpu())
     trace.fault(f"0 limit error {UNKNOWN_ERROR}")
 
@@ -858,7 +858,7 @@ def test_energy_without_field_values_takes_two_calls(trace):
     assert calls == Counter({"nvmlDeviceGetTotalEnergyConsumption": 1, "nvmlDeviceGetPowerUsage": 1})
 
 
-def test_secondary_values_of_a_lost_gpu_are_not_read(trace):
+def test_gauges_and_events_of_a_lost_gpu_are_not_read(trace):
     trace.write(gpu(gpm=1, **ACTIVITIES))
     trace.count_calls()
 

@@ -73,7 +73,7 @@ def threads():
         (Config(endpoint="tcp://node7:1", security="none"), False),
     ],
 )
-def test_keys_are_used_unless_security_is_none(config, expected):
+def test_keys_are_used_unless_the_setting_security_is_none(config, expected):
     assert is_secured(config) == expected
 
 
@@ -188,7 +188,7 @@ def test_search_continues_until_the_agent_is_admitted(monkeypatch):
     assert (rank.records, rank.lines) == ([FIRST, SECOND], [])
 
 
-def test_rejection_by_rank_0_is_returned_once_to_the_agent():
+def test_rejection_by_rank_0_is_given_to_the_agent_once():
     source = Source({"refused": "no way", "job": ""})
     rank = Found(source)
     rank.search._read()

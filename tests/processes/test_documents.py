@@ -26,7 +26,7 @@ def test_configuration_page_has_the_tables_of_effllm_env(cli):
     assert [one.name for one in ALL_VARIABLES if f"| `{one.name}` | " not in "".join(tables)] == []
 
 
-def test_metrics_page_has_every_metric_of_a_group():
+def test_metrics_page_lists_every_metric_of_a_group():
     page = (ROOT / "docs" / "metrics.md").read_text()
     assert [name for name, entry in METRICS.items() if entry.group and f"`{name}`" not in page] == []
 
@@ -59,7 +59,7 @@ def test_systems_page_is_generated_from_test_results():
     assert (ROOT / "docs" / "systems.md").read_text() == systems.page()
 
 
-def test_every_hooked_training_system_is_in_the_systems_page():
+def test_systems_page_lists_every_training_system_with_a_hook():
     hooked = {target.split(".")[0] for target in TARGETS}
     page = (ROOT / "docs" / "systems.md").read_text()
     names = {

@@ -80,7 +80,7 @@ def test_tt_and_st_equal_the_values_from_the_rows_of_the_ranks(world):
     assert metrics["st_samples_per_param_per_sec"].value == pytest.approx(st, rel=1e-9)
 
 
-def test_al_is_the_largest_mean_step_of_a_rank(world):
+def test_al_is_the_mean_step_time_of_the_slowest_rank(world):
     job, world_size = world
     rows = job.ledger.ranks
     steps = [sum(row.busy_s for row in rows if row.rank == rank) / ITERATIONS for rank in range(world_size)]
@@ -108,7 +108,7 @@ def test_aec_times_t_is_the_energy_of_the_iterations(world):
     assert (summary.energy.total_joules is None) == any(row.coverage < 1 - 1e-6 for row in rows)
 
 
-def test_each_rank_has_one_row_per_window_without_overlap(world):
+def test_each_rank_writes_one_row_per_window_without_overlap(world):
     job, world_size = world
     for rank in range(world_size):
         rows = [row for row in job.ledger.ranks if row.rank == rank]
@@ -197,13 +197,13 @@ def test_run_folder_records_the_facts_of_the_job(world):
     assert len({row.device for row in job.ledger.ranks}) == world_size
 
 
-def test_normal_run_has_only_joined_and_left_events(world):
+def test_only_joined_and_left_events_are_recorded_in_a_normal_run(world):
     job, world_size = world
 
     assert job.ledger.summary.events == {"joined": world_size, "left": world_size}
 
 
-def test_nan_loss_is_on_the_console_in_the_summary_and_an_event(launch):
+def test_nan_loss_is_reported_on_console_in_summary_and_as_an_event(launch):
     job = launch.python("loop.py", "--iterations", 30, "--nan-from", 15).done()
     (line,) = [line for line in job.stdout.splitlines() if "NaN" in line and line.startswith("[EfficientLLM]")]
     summary = job.ledger.summary
@@ -222,7 +222,7 @@ def test_agents_and_aggregator_end_soon_after_the_job(launch):
     assert job.ledger.summary.overhead.agents_cpu_s < 2.0
 
 
-def test_two_nodes_are_one_job_with_one_run_folder(launch):
+def test_two_nodes_of_a_job_write_one_run_folder(launch):
     master = ["--master_addr", "127.0.0.1", "--master_port", str(jobs.unused_port())]
     nodes = [
         launch.torchrun(
@@ -282,7 +282,7 @@ effllm.finalize_efficientllm_metrics()
 """
 
 
-def test_data_loader_workers_record_nothing_and_have_no_port(launch):
+def test_data_loader_workers_record_nothing_and_open_no_port(launch):
     job = launch.code(LOADER, log_interval=5).done()
     summary = job.ledger.summary
 

@@ -75,7 +75,7 @@ def tick_error_w(gpu, seconds):
 
 
 @pytest.mark.alone
-def test_power_of_two_gpus_is_summed_and_other_values_averaged(launch, trace):
+def test_power_of_two_gpus_is_summed_and_other_values_are_averaged(launch, trace):
     aggregator, truths = train_on(launch, trace, "--iterations", 150)
     summary = aggregator.ledger.summary
     values = {tag: value.value for tag, value in summary.metrics.items()}
@@ -122,7 +122,7 @@ def test_power_of_a_shared_gpu_is_counted_once(launch, trace):
     ],
     ids=["unset", "reordered", "by UUID", "by part of a UUID", "one per rank"],
 )
-def test_row_of_a_rank_has_the_gpu_that_cuda_selects(launch, trace, visible, expected):
+def test_row_of_a_rank_describes_the_gpu_that_cuda_selects(launch, trace, visible, expected):
     aggregator, _ = train_on(launch, trace, visible=visible)
 
     named = {row.rank: row.device for row in aggregator.ledger.ranks}
@@ -130,7 +130,7 @@ def test_row_of_a_rank_has_the_gpu_that_cuda_selects(launch, trace, visible, exp
     assert named == {rank: gpu.uuid for rank, gpu in enumerate(expected)}
 
 
-def test_windows_without_the_energy_of_one_gpu_have_no_aec(launch, trace):
+def test_no_aec_is_reported_for_windows_without_the_energy_of_a_gpu(launch, trace):
     aggregator, ranks = start_on(launch, trace, "--until", "enough", "--step-s", 0.02, log_interval=25)
     ledger = aggregator.ledger
     to_unix_s = time.time() - time.monotonic()
@@ -180,7 +180,7 @@ def test_windows_without_the_energy_of_one_gpu_have_no_aec(launch, trace):
     assert summary.metrics["aec_watts"].value == pytest.approx(both_w, rel=0.2)
 
 
-def test_console_has_no_energy_line_without_energy(launch, trace):
+def test_console_prints_no_energy_line_without_energy(launch, trace):
     trace.write(Gpu("GPU-a", "0:01:00", memory=flat(4 * GIB), unsupported=("energy", "power")))
     aggregator, _ = train_on(launch, trace, visible=(None,))
     summary = aggregator.ledger.summary
@@ -191,7 +191,7 @@ def test_console_has_no_energy_line_without_energy(launch, trace):
     assert any(text.startswith("energy: NVML gives neither") for text in summary.not_measured)
 
 
-def test_metrics_of_a_rank_without_a_gpu_are_only_time_and_tokens(launch, trace):
+def test_only_time_and_tokens_of_a_rank_without_a_gpu_are_reported(launch, trace):
     aggregator, _ = train_on(launch, trace, visible=("",))
     summary = aggregator.ledger.summary
 

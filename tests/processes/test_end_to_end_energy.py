@@ -23,9 +23,9 @@ LOOP = "loop.py"
 STEP_S, LOG_INTERVAL = 0.02, 25  # a window lasts half a second
 INTERVAL_S = 0.2
 LOW_W, HIGH_W = 180.0, 620.0
-#: Each window has two edges. A change of power in the tick of an edge is an error of at most 220 W * 0.05 s.
+#: Each window has two edges. A change of power in the tick of an edge causes an error of at most 220 W * 0.05 s.
 EDGES_J = 2 * (HIGH_W - LOW_W) * 0.1 / 4
-MAX_WRONG = 0.05  # share of a window's energy, independent of the stated error
+MAX_WRONG = 0.05  # maximum error as a share of a window's energy, independent of the stated error
 #: A stored calibration of this GPU model; without it each job would calibrate for two seconds.
 SENSOR = Sensor(tick_s=0.1, tick_error_s=1e-5, lag_error_s=0.001, is_held=True, source="measured")
 
@@ -130,7 +130,7 @@ def test_energy_of_a_window_is_within_its_stated_error(shared):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_energy_of_a_run_has_a_smaller_error_than_its_windows(shared, rank):
+def test_energy_of_a_run_is_within_half_a_percent_of_the_truth(shared, rank):
     rows = shared.rows(rank)
 
     assert sum(row.energy_j for row in rows) == pytest.approx(shared.truth_j(A, *rows), rel=0.005)
@@ -164,7 +164,7 @@ def sliced(library, folder):
 
 
 @pytest.mark.parametrize(("rank", "name", "share"), [(0, "MIG-three", 3 / 7), (1, "MIG-two", 2 / 7)])
-def test_slice_has_its_share_of_the_energy_of_the_gpu(sliced, rank, name, share):
+def test_slice_gets_its_share_of_the_energy_of_the_gpu(sliced, rank, name, share):
     rows = sliced.rows(rank)
 
     assert {row.device for row in rows} == {name}
@@ -198,7 +198,7 @@ def disturbed(library, folder):
     return run_job(folder / "disturbed", [showing(trace, str(index)) for index in range(3)], 9.0, disturb)
 
 
-def test_counter_reset_gives_no_wrong_energy_and_no_gap(disturbed):
+def test_counter_reset_causes_no_wrong_energy_and_no_gap(disturbed):
     rows = disturbed.rows(0)
 
     wrong_j = [abs(row.energy_j - disturbed.truth_j(A, row)) for row in rows]
@@ -212,7 +212,7 @@ def test_counter_reset_gives_no_wrong_energy_and_no_gap(disturbed):
     assert disturbed.summary.energy.by_device[A.uuid] == pytest.approx(disturbed.truth_j(A, *rows), abs=unseen_j)
 
 
-def test_estimated_energy_is_marked_and_a_reset_is_an_event(disturbed):
+def test_estimated_energy_is_marked_and_a_reset_raises_an_event(disturbed):
     filled = [row for row in disturbed.rows(0) if row.energy_estimated_j]
     texts = disturbed.event_texts("energy_counter", rank=0)
 
@@ -259,7 +259,7 @@ def test_windows_after_a_lost_gpu_returns_are_as_precise_as_before(disturbed, ra
 
 
 @pytest.mark.fault("device-lost")
-def test_run_with_a_gap_has_measured_energy_but_no_total(disturbed):
+def test_run_with_a_gap_reports_measured_energy_but_no_total(disturbed):
     energy = disturbed.summary.energy
 
     assert energy.total_joules is None
@@ -291,7 +291,7 @@ def test_hanging_call_does_not_delay_the_end_of_the_job(crippled):
     assert crippled.summary.coverage.reports_lost == 0
 
 
-def test_healthy_rank_is_measured_until_the_end(crippled):
+def test_energy_of_a_healthy_rank_is_measured_until_the_end(crippled):
     rows = crippled.rows(0)
 
     assert sum(row.energy_covered_s for row in rows) == pytest.approx(sum(row.wall_s for row in rows))
@@ -300,7 +300,7 @@ def test_healthy_rank_is_measured_until_the_end(crippled):
 
 
 @pytest.mark.fault("device-lost")
-def test_rank_with_a_hanging_call_is_measured_until_the_hang(crippled):
+def test_energy_of_a_rank_is_measured_until_a_call_hangs(crippled):
     rows = crippled.rows(1)
     known = [row for row in rows if row.coverage == pytest.approx(1.0)]
     lost = [row for row in rows if row.energy_j is None]

@@ -33,7 +33,7 @@ def test_values_of_all_ranks_are_in_summary_and_windows(ran):
     assert [window.instruments["loss"].total for window in windows[:2]] == [120.0, 320.0]
 
 
-def test_every_instrument_feeds_the_run_folder(ran):
+def test_values_of_every_instrument_are_in_the_run_folder(ran):
     ledger, truths = ran
     found = ledger.summary.instruments
 

@@ -30,7 +30,7 @@ def train(launch, trace, *arguments, **settings):
 
 
 @pytest.mark.alone
-def test_node_power_is_used_if_its_power_supplies_are_readable(launch, trace):
+def test_node_power_is_used_if_power_supplies_are_readable(launch, trace):
     with Service(tree(chassis("1"), supply("1", "0", 500.0), supply("1", "1", 400.0)), password=None) as service:
         ledger = train(launch, trace, "--iterations", 150, node_power=service.url)
     summary = ledger.summary
@@ -46,7 +46,7 @@ def test_node_power_is_used_if_its_power_supplies_are_readable(launch, trace):
     assert (row.device, [key.partition(":")[0] for key in row.other_devices_j]) == (A.uuid, ["psu"])
 
 
-def test_configured_power_scope_replaces_the_widest_scope(launch, trace):
+def test_configured_power_scope_is_used_and_not_the_widest_scope(launch, trace):
     with Service(tree(chassis("1"), supply("1", "0", 500.0)), password=None) as service:
         ledger = train(launch, trace, "--iterations", 100, node_power=service.url, power_scope="gpu")
 

@@ -65,7 +65,7 @@ def without_agent(launch):
 
 
 @pytest.mark.fault("agent-killed")
-def test_rank_with_a_killed_agent_continues_and_is_missing(without_agent):
+def test_rank_with_a_killed_agent_trains_on_and_is_reported_missing(without_agent):
     aggregator, ranks = without_agent
     ledger = aggregator.ledger
     jobs.until(lambda: any("closed without rank 1" in text for text in ledger.event_texts("missing")))
@@ -95,7 +95,7 @@ def test_last_iteration_of_a_killed_trainer_is_recorded(launch):
 
 
 @pytest.mark.fault("exits")
-def test_trainer_killed_before_an_iteration_has_a_summary(launch):
+def test_summary_is_written_for_a_trainer_killed_before_an_iteration(launch):
     job = launch.code(
         "import os, signal, effllm\neffllm.initialize_efficientllm_metrics(5)\nos.kill(os.getpid(), signal.SIGKILL)\n"
     ).wait()
@@ -135,7 +135,7 @@ def test_stopped_agent_and_aggregator_lose_no_iterations(launch):
     ],
 )
 @pytest.mark.fault("exits")
-def test_iterations_and_status_are_recorded_for_every_kind_of_end(launch, end, code, status):
+def test_iterations_and_status_are_recorded_however_a_job_ends(launch, end, code, status):
     job = launch.python(LOOP, "--served", "--at", 15, "--end", end).wait()
 
     assert job.code == code
@@ -146,7 +146,7 @@ def test_iterations_and_status_are_recorded_for_every_kind_of_end(launch, end, c
 
 
 @pytest.mark.fault("exits")
-def test_job_with_a_failed_rank_has_the_status_failed(launch):
+def test_status_of_a_job_with_a_failed_rank_is_failed(launch):
     aggregator = launch.aggregator()
     endpoint = aggregator.endpoint
     first = launch.python(LOOP, environ=jobs.rank_environ(0, 2), endpoint=endpoint)
@@ -170,7 +170,7 @@ def test_end_of_a_job_waits_only_for_the_summary(launch):
 # --- cost ---
 
 
-def test_trainer_has_only_its_main_thread(launch):
+def test_effllm_starts_no_thread_in_the_trainer(launch):
     job = launch.python(LOOP).done()
 
     assert job.output()["threads"] == ["MainThread"]
@@ -254,7 +254,7 @@ effllm.finalize_efficientllm_metrics()
 
 
 @pytest.mark.fault("forked-worker")
-def test_forked_children_record_nothing_and_have_no_port(launch):
+def test_forked_children_record_nothing_and_open_no_port(launch):
     job = launch.code(FORKS, log_interval=5).done()
     summary = job.ledger.summary
 

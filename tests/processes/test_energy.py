@@ -103,13 +103,13 @@ def test_energy_includes_the_time_of_repeated_readings():
 @pytest.mark.parametrize("tick_s", [0.02, 0.1])
 @pytest.mark.parametrize("duty", [0.25, 1.0])
 @pytest.mark.parametrize("window_s", [0.2, 3.0])
-def test_constant_power_is_exact_with_a_ticking_counter(tick_s, duty, window_s):
+def test_energy_of_constant_power_is_exact_with_a_ticking_counter(tick_s, duty, window_s):
     for window in simulate(flat(500.0), 1, tick_s=tick_s, duty=duty, window_s=window_s):
-        # The remaining error is a change of the estimated phase between the edges, of about a millisecond.
+        # The estimated phase changes by about a millisecond between the edges; this change causes the remaining error.
         assert abs(window.error_j) < 500 * 1.2e-3
 
 
-def test_square_wave_is_split_exactly_within_a_tick():
+def test_energy_of_a_square_wave_is_split_exactly_within_a_tick():
     # The power changes 30 ms after the start of the tick: 100 W * 30 ms + 500 W * 70 ms = 38 J.
     for since_s, before_j in [(0.01, 1.0), (0.03, 3.0), (0.05, 3.0 + 10.0), (0.09, 3.0 + 30.0)]:
         found_j, variance_j2, power_w = in_tick(since_s, 0.1, 38.0, 100.0, 500.0, PowerSpread())
@@ -120,7 +120,7 @@ def test_square_wave_is_split_exactly_within_a_tick():
 
 
 @pytest.mark.parametrize("period_s", [2.03, 1.31, 0.93])
-def test_windows_of_a_square_wave_are_exact(period_s):
+def test_energy_of_windows_on_a_square_wave_is_exact(period_s):
     # Ticks of 100 ms add no error: there is at most one step of power between two ticks, and the energy of the tick
     # gives the time of the step.
     for seed in range(3):
@@ -129,7 +129,7 @@ def test_windows_of_a_square_wave_are_exact(period_s):
 
 
 @pytest.mark.parametrize("period_s", [1.07, 4.3])
-def test_sine_is_split_as_a_parabola_through_three_ticks(period_s):
+def test_energy_of_a_sine_is_split_with_a_parabola_of_three_ticks(period_s):
     # A parabola for a wave of 150 W has an error of about 150 W * T (omega T)^3 / 24 at each edge, 0.13 J for 1.07 s.
     # Another error is the change of the estimated phase between two edges, at most 1.5 ms.
     turn = 2 * math.pi * 0.1 / period_s
@@ -139,8 +139,8 @@ def test_sine_is_split_as_a_parabola_through_three_ticks(period_s):
             assert abs(window.error_j) < bound_j
 
 
-def test_energy_before_an_edge_in_a_tick_with_a_burst_is_uncertain():
-    # The power is 60 W, and 600 W for 20 ms at an unknown time of the tick: 6 + 10.8 J.
+def test_burst_in_a_tick_increases_the_error_of_an_edge_in_this_tick():
+    # The power is 60 W, and 600 W for 20 ms at an unknown time of the tick, so the tick has 6 + 10.8 J.
     found_j, variance_j2, _ = in_tick(0.05, 0.1, 16.8, 60.0, 60.0, PowerSpread())
 
     assert 60 * 0.05 <= found_j <= 60 * 0.05 + 10.8
@@ -153,7 +153,7 @@ def test_energy_before_an_edge_in_a_tick_with_a_burst_is_uncertain():
 
 @settings(deadline=None, max_examples=80)
 @given(st.integers(0, 10**6), st.booleans(), st.sampled_from([0.0, 0.02, 0.1]))
-def test_sum_of_windows_is_the_energy_while_the_phase_is_estimated(seed, late, tick_s):
+def test_sum_of_windows_is_correct_while_the_phase_is_estimated(seed, late, tick_s):
     chance = random.Random(seed)
     power = chance.choice([square(100.0, 600.0, 0.7), sine(100.0, 600.0, 1.1), Telegraph(60.0, 650.0, 0.3, seed % 50)])
     sensor = BoardSensor(power, tick_s or 0.1, chance.choice([1.0, 0.25]), chance.uniform(0, 0.1))
@@ -177,7 +177,7 @@ def test_sum_of_windows_is_the_energy_while_the_phase_is_estimated(seed, late, t
     )
 
 
-def test_reported_energy_at_an_edge_is_not_changed():
+def test_energy_that_was_reported_at_an_edge_is_not_changed():
     # At 500 W, 25 J were reported for the next 50 ms. The power fell to 0, so 19 J would be correct.
     one = fed(ledger(INSTANT, tick_s=0.1), (0, 100.0, None), (1, 500.0, None))
     windows = [joules(one, 0, 1.05)]
@@ -223,7 +223,7 @@ def broken(seconds, watts, counter_j, faults, power):
 @settings(deadline=None, max_examples=300)
 @example(1623, [("jump", 10.0, 7.0, 3305.0), ("nothing", 9.5, 7.0, 1.0)], square(60.0, 690.0, 1.3))
 @given(st.integers(0, 10**6), FAULTS, st.sampled_from([square(60.0, 690.0, 1.3), steps(0.0, 700.0, 0.6), flat(300.0)]))
-def test_faulty_counter_gives_no_negative_or_excess_energy(seed, faults, power):
+def test_faulty_counter_causes_no_negative_or_excess_energy(seed, faults, power):
     chance = random.Random(seed)
     one = ledger()
     edges_s = sorted(chance.uniform(1, 29) for _ in range(chance.choice([2, 5, 25])))
@@ -243,8 +243,9 @@ def test_faulty_counter_gives_no_negative_or_excess_energy(seed, faults, power):
 
     for length_s, window in windows:
         if window.joules is not None:
-            # The increase between two reads may include 0.1 s before or after them.  In seconds without a reading, the
-            # readings before and after them give the course of the power: a part may have more than the mean power.
+            # The increase between two reads may include 0.1 s before or after the reads. In seconds without a reading,
+            # the course of the power comes from the readings before and after this gap; so the power in a part of the
+            # gap may be above the mean power of the gap.
             assert 0.0 <= window.joules <= 2.0 * LIMIT_W * (length_s + 0.5)
             assert 0.0 <= window.estimated_j <= window.joules + 1e-6
         assert 0.0 <= window.covered_s <= length_s + 1e-9
@@ -293,7 +294,7 @@ def test_single_wrong_counter_value_does_not_change_the_total_energy(wrong_j):
 
 
 @pytest.mark.parametrize("wrong", [None, math.nan, math.inf, -1.0])
-def test_counter_value_that_is_not_a_number_is_a_failed_read(wrong):
+def test_counter_value_that_is_not_a_number_counts_as_a_failed_read(wrong):
     one = fed(ledger(), *every_second(lambda s: wrong if 5 <= s < 9 else 500.0 * s, watts=450.0))
     whole = energy(one, 0, 20)
 
@@ -302,7 +303,7 @@ def test_counter_value_that_is_not_a_number_is_a_failed_read(wrong):
     assert event_texts(one) == [], "the sampler reports failed reads"
 
 
-def test_windows_during_failed_reads_remain_estimates():
+def test_energy_of_windows_with_failed_reads_remains_an_estimate():
     one, windows = ledger(), []
     for second, _, counter_j in every_second(lambda s: None if 5 <= s < 9 else 500.0 * s, until_s=13):
         fed(one, (second, 480.0 + 20.0 * (second % 2), counter_j))
@@ -331,7 +332,7 @@ def test_late_counter_energy_is_limited_by_the_power_limit():
     assert windows[65].joules == pytest.approx(500.0)
 
 
-def test_windows_without_reads_get_no_energy_later():
+def test_no_energy_is_added_later_to_windows_without_reads():
     one, windows = ledger(), []
     for second, watts, counter_j in every_second(lambda s: 500.0 * s, until_s=12):
         fed(one, (second, None, None) if 5 <= second < 9 else (second, watts, counter_j))
@@ -348,7 +349,7 @@ def test_windows_without_reads_get_no_energy_later():
     ]
 
 
-def test_counter_includes_the_time_of_failed_reads():
+def test_counter_measures_the_energy_during_failed_reads():
     rows = [row for row in every_second(lambda s: 500.0 * s) if not 5 <= row[0] < 9]
     one = fed(ledger(), *rows[:5], (5, None, None), (6, None, None), (7.5, None, None), *rows[5:])
 
@@ -374,7 +375,7 @@ def test_gap_of_a_frozen_counter_is_filled_from_power(pause_s, catches_up):
     assert event_texts(one) == []
 
 
-def test_counter_that_is_constant_between_ticks_or_at_0_w_is_used():
+def test_counter_is_used_if_it_is_constant_between_ticks_or_at_0_w():
     # The tick is 1 s and reads are every 0.4 s: up to 400 J seem to be missing, but they come with the next tick.
     one = fed(ledger(tick_s=1.0), *((0.4 * i, 400.0, 400.0 * math.floor(0.4 * i)) for i in range(50)))
     assert event_texts(one) == []
@@ -389,7 +390,7 @@ def test_counter_that_is_constant_between_ticks_or_at_0_w_is_used():
 
 
 @pytest.mark.parametrize(("watts", "by_j"), [(500.0, 2e6), (500.0, 900.0), (500.0, 505.0), (60.0, 500.0), (60.0, 2e6)])
-def test_energy_is_counted_once_after_a_too_low_counter_value(watts, by_j):
+def test_energy_after_a_too_low_counter_value_is_counted_once(watts, by_j):
     one = fed(
         ledger(), *every_second(lambda s: 3e6 + watts * s - (by_j if 5 <= s < 12 else 0.0), watts=watts, until_s=25)
     )
@@ -399,7 +400,7 @@ def test_energy_is_counted_once_after_a_too_low_counter_value(watts, by_j):
     assert joules(one, 13, 25) == pytest.approx(12 * watts, abs=1.0)
 
 
-def test_counter_with_random_values_is_replaced_by_power():
+def test_power_is_integrated_if_the_counter_has_random_values():
     chance = random.Random(1)
     one = fed(ledger(), *every_second(lambda s: chance.uniform(0, 1e9)))
     whole = energy(one, 0, 20)
@@ -409,7 +410,7 @@ def test_counter_with_random_values_is_replaced_by_power():
     assert len(event_texts(one)) == 1
 
 
-def test_gap_without_counter_and_power_is_not_measured():
+def test_energy_is_not_measured_in_a_gap_of_counter_and_power():
     # The counter is reset at 5.3 s, and reads of power fail from 5 s to 8 s.
     one = fed(
         ledger(),
@@ -424,21 +425,21 @@ def test_gap_without_counter_and_power_is_not_measured():
     assert energy(one, 5.2, 5.8).covered_s == 0.0
 
 
-def test_sparse_power_readings_leave_a_gap():
+def test_sparse_power_readings_leave_a_gap_in_the_energy():
     one = fed(ledger(INSTANT), (0, 100.0, None), (2, 100.0, None), (2 + GAP_S + 0.1, 100.0, None), (8, 100.0, None))
     whole = energy(one, 0, 8)
 
     assert (whole.joules, whole.covered_s) == (pytest.approx(290.0), pytest.approx(2.9))
 
 
-def test_impossible_power_is_not_measured():
+def test_impossible_power_is_treated_as_not_measured():
     one = fed(ledger(INSTANT), (0, 100.0, None), (1, 4294967.295, None), (2, 100.0, None), (3, 100.0, None))
     whole = energy(one, 0, 3)
 
     assert (whole.joules, whole.covered_s) == (pytest.approx(100.0), pytest.approx(1.0))
 
 
-def test_raised_power_limit_is_used():
+def test_raised_power_limit_is_used_for_later_readings():
     one = ledger(limit_w=300.0)
     for second in range(21):
         watts = 300.0 if second < 10 else 650.0
@@ -456,7 +457,7 @@ def test_raised_power_limit_is_used():
     assert method(one, 0, 20) == COUNTER
 
 
-def test_energy_without_reads_is_none():
+def test_energy_of_an_interval_without_reads_is_none():
     assert energy(ledger(), 0, 1).joules is None
     assert energy(fed(ledger(), (0, 1.0, 1.0)), 0, 1).joules is None
     assert energy(fed(ledger(), (0, 1.0, 1.0), (1, 1.0, 2.0)), 5, 6).joules is None
@@ -466,7 +467,7 @@ def test_energy_without_reads_is_none():
 # --- power alone ---
 
 
-def test_energy_method_is_reported_for_each_interval():
+def test_method_of_energy_measurement_is_reported_for_each_interval():
     assert method(fed(ledger(INSTANT), (0, 9.0, None), (1, 9.0, None)), 0, 1) == INSTANT
     assert method(fed(ledger(COUNTER), (0, None, 1.0), (1, None, 9.0)), 0, 1) == COUNTER
     one = fed(ledger(), *every_second(lambda s: 500.0 * s if s < 5.3 else 500.0 * (s - 5.3)))
@@ -496,7 +497,7 @@ def test_averaged_power_is_shifted_by_half_its_window():
         (COUNTER, {"tick_s": 0.001}, 0.0),
     ],
 )
-def test_edge_is_settled_by_the_next_reading(method, sensor, later_s):
+def test_energy_at_an_edge_is_final_after_the_next_reading(method, sensor, later_s):
     one = ledger(method, **sensor)
     for second in range(3):
         one.add(Sample(at(second), power_w=100.0, power_average_w=100.0, energy_j=100.0 * second))
@@ -535,7 +536,7 @@ def unlocked(power, seed, count=200, window_s=1.0):
     return found
 
 
-def test_edges_have_the_variance_of_a_tick_if_the_phase_is_unknown():
+def test_variance_of_an_edge_is_that_of_a_tick_with_unknown_phase():
     # sigma = T sqrt(P0^2 + P1^2) / sqrt(12): at 500 W and 100 ms, 50 J sqrt(2 / 12) = 20.4 J.
     found = unlocked(flat(500.0), 1)
     stated_j = math.sqrt(found[0][1].start_j2 + found[0][1].end_j2)
@@ -544,7 +545,7 @@ def test_edges_have_the_variance_of_a_tick_if_the_phase_is_unknown():
     assert statistics.pstdev(error_j for error_j, _ in found) == pytest.approx(stated_j, rel=0.15)
 
 
-def test_error_of_an_edge_between_equal_reads_is_not_smaller():
+def test_equal_reads_around_an_edge_do_not_reduce_its_error():
     # For 300 W and a tick of about 100 ms with an unknown phase, the error is 30 J sqrt(1 / 12) = 8.66 J at each edge.
     one = ledger(tick_s=0.1, tick_error_s=0.1)
     for read_s in (tenth / 100 for tenth in range(301)):  # nine of ten readings equal the previous one
@@ -623,7 +624,7 @@ WAVES = [square(100.0, 500.0, 2.03), sine(150.0, 500.0, 3.1), square(90.0, 640.0
 
 
 def after_5_minutes(name, lag_s=0.0, duty=1.0):
-    """Return the median relative half-width of windows of a second, and the share of windows within the half-width."""
+    """Return the median relative half-width of windows of a second, and the share of windows whose error is smaller."""
     found = []
     for seed in range(8):
         known = {"lag_is_known": False, "lag_s": lag_s, "duty": duty, "name": name}
@@ -634,7 +635,7 @@ def after_5_minutes(name, lag_s=0.0, duty=1.0):
     return statistics.median(shares), statistics.fmean(covered)
 
 
-def test_load_changes_reduce_the_error_of_the_lag():
+def test_changes_of_the_load_reduce_the_error_of_the_lag():
     before, _ = after_5_minutes("a model that is not in the table")
     after, covered = after_5_minutes("NVIDIA L40S")
 
@@ -643,7 +644,7 @@ def test_load_changes_reduce_the_error_of_the_lag():
 
 
 @pytest.mark.parametrize("lag_s", [0.04, 0.1])
-def test_lag_of_a_counter_is_found_during_the_run(lag_s):
+def test_lag_of_a_counter_is_estimated_during_the_run(lag_s):
     before, _ = after_5_minutes("a model that is not in the table", lag_s)
     after, covered = after_5_minutes("NVIDIA L40S", lag_s)
 
@@ -693,7 +694,7 @@ class LatePower(BoardSensor):
 
 
 @pytest.mark.parametrize("late_s", [lambda t: 0.04, lambda t: 0.05 * (1 + math.sin(1e4 * t))])
-def test_interval_remains_wide_if_the_power_reading_is_late(late_s):
+def test_stated_interval_remains_wide_if_the_power_reading_is_late(late_s):
     power, chance = square(100.0, 500.0, 2.03), random.Random(5)
     sensor = LatePower(late_s, power)
     agent = VirtualAgent(ledger_of(sensor.known(chance, lag_is_known=False), name="NVIDIA L40S"), sensor, chance)
@@ -704,7 +705,7 @@ def test_interval_remains_wide_if_the_power_reading_is_late(late_s):
     assert statistics.median(half_widths) > 0.005
 
 
-def test_interval_remains_wide_if_the_duty_is_unknown():
+def test_stated_interval_remains_wide_if_the_duty_is_unknown():
     assert after_5_minutes("NVIDIA H100 80GB HBM3", duty=0.25)[0] > 0.05
 
 
@@ -777,7 +778,7 @@ def test_correct_tick_is_never_reported_as_wrong():
         assert contradicted_after(0.1, 0.1, seed) == (None, 0.0)
 
 
-def test_stated_intervals_include_an_unknown_lag():
+def test_stated_intervals_include_the_error_of_an_unknown_lag():
     assert covered(pooled(lag_is_known=False)) >= 0.95
 
 
@@ -795,7 +796,7 @@ def test_unknown_lag_shifts_both_edges_equally():
     assert math.sqrt(level.start_j2 + level.end_j2) == pytest.approx(0.0, abs=1e-6)
 
 
-def test_variance_of_a_run_is_not_the_sum_of_its_windows():
+def test_variance_of_a_run_is_less_than_the_sum_of_its_windows():
     # At a common edge, the errors of two windows have opposite signs, so the sum of the windows does not have this
     # error.
     chance = random.Random(5)
@@ -842,7 +843,7 @@ def test_beat_of_iterations_and_ticks_agrees_with_monte_carlo(step_s, deviation_
     assert beat(step_s, deviation_s, 0.1, 12.0) == pytest.approx(expected, rel=0.25, abs=0.45)
 
 
-def test_beat_from_lengths_agrees_with_beat_from_their_spread():
+def test_beat_agrees_if_computed_from_lengths_or_their_deviation():
     chance = random.Random(4)
     for step_s, deviation_s in [(0.2, 0.0), (0.2, 0.005), (0.237, 0.004)]:
         lengths_s = [chance.gauss(step_s, deviation_s) for _ in range(2000)]
@@ -850,14 +851,14 @@ def test_beat_from_lengths_agrees_with_beat_from_their_spread():
         assert beat_of(lengths_s, 0.1, 50) == pytest.approx(expected, rel=0.1, abs=0.05)
 
 
-def test_errors_of_iterations_of_whole_ticks_do_not_average_out():
+def test_errors_of_iterations_that_last_whole_ticks_do_not_cancel():
     assert beat(0.3, 0.0, 0.1, 30.0) == pytest.approx(100.0)  # all hundred iterations have the same error
     assert beat(0.3, 0.05, 0.1, 30.0) == pytest.approx(1.0, abs=0.1)  # the length of iterations varies by half a tick
     assert beat(0.0, 0.0, 0.1, 30.0) == 1.0
     assert beat(60.0, 0.0, 0.1, 30.0) == 1.0
 
 
-def test_beat_increases_the_error_of_a_partial_duty_sensor():
+def test_beat_increases_the_stated_error_of_a_partial_duty_sensor():
     def stated_j2(rhythm):
         chance = random.Random(3)
         sensor = BoardSensor(square(100.0, 500.0, 0.4), 0.1, 0.25)
@@ -931,7 +932,7 @@ def test_steady_iterations_at_all_phases_raise_no_aliasing_event():
         assert aliasing_events(lambda chance, step_s=step_s: chance.gauss(step_s, 0.001), seed)[0] == []
 
 
-def test_iterations_synchronous_with_the_sensor_are_reported():
+def test_aliasing_is_reported_for_iterations_synchronous_with_ticks():
     fired = covered = 0
     for seed in range(200):
         step_s = (0.1, 0.2, 0.3, 0.4)[seed % 4]
@@ -969,7 +970,7 @@ def test_full_duty_sensor_raises_no_aliasing_event():
         ),
     ],
 )
-def test_counter_with_a_wrong_rate_is_one_event(rate, text):
+def test_counter_with_a_wrong_rate_raises_one_event(rate, text):
     one = fed(ledger(), *every_second(lambda s: rate * 300.0 * s, watts=300.0, until_s=59))
     assert one.take_events(0.0) == [], "there is no event before the end of a minute"
 
@@ -979,7 +980,7 @@ def test_counter_with_a_wrong_rate_is_one_event(rate, text):
     assert method(one, 100, 200) == COUNTER
 
 
-def test_counter_that_agrees_with_power_again_is_an_event():
+def test_counter_that_agrees_with_power_again_raises_an_event():
     one = ledger()
     total_j = 0.0
     for second in range(400):
@@ -992,7 +993,7 @@ def test_counter_that_agrees_with_power_again_is_an_event():
 
 
 @pytest.mark.parametrize("period_s", [0.37, 0.5, 0.731, 1.0, 1.01, 1.31, 2.0, 7.7])
-def test_correct_counter_is_accepted_with_undersampled_power(period_s):
+def test_correct_counter_raises_no_event_if_power_is_undersampled(period_s):
     power = square(100.0, 500.0, period_s)
     for seed in range(5):
         chance = random.Random(seed)
@@ -1029,7 +1030,7 @@ def test_memory_and_precision_are_constant_for_a_week_of_samples():
     assert estimated_j == 0.0
 
 
-def test_time_keeps_its_resolution_after_a_month():
+def test_resolution_of_time_does_not_decrease_after_a_month():
     # After 30 days, two consecutive float32 values differ by 0.25 s; these readings differ by 0.1 s.
     month_s = 30 * 86_400
     one = fed(ledger(INSTANT), (month_s, 100.0, None), (month_s + 0.1, 100.0, None), (month_s + 0.2, 900.0, None))
@@ -1047,7 +1048,7 @@ def test_time_keeps_its_resolution_after_a_month():
     ],
     ids=["almost five ticks", "eighteen ticks", "unlike iterations"],
 )
-def test_partial_duty_sensor_has_true_energy_in_stated_intervals(power, tick_s, duty):
+def test_stated_intervals_of_a_partial_duty_sensor_cover_the_truth(power, tick_s, duty):
     windows = [
         window
         for seed in range(4)
@@ -1081,7 +1082,7 @@ def test_stated_intervals_include_rare_steps_of_power():
     assert covered(windows) >= 0.95
 
 
-def test_sine_on_a_lagging_counter_is_not_a_step():
+def test_sine_on_a_lagging_counter_is_not_mistaken_for_a_step():
     # A held power value that is read twice in one tick seems constant; the lag shows whether the reads are in one tick.
     windows = simulate(
         sine(76.0, 486.0, 2.796),

@@ -57,21 +57,21 @@ def test_energy_since_a_marker_is_watts_times_seconds(monitored):
     assert [one["name"] for one in found["summary"]["markers"]] == ["first"]
 
 
-def test_monitor_has_no_thread_and_does_not_wait(monitored):
+def test_monitor_starts_no_thread_and_does_not_wait(monitored):
     found, _ = monitored()
 
     assert (found["threads"], found["modules"]) == (1, [])
     assert found["held_s"][len(found["held_s"]) // 2] < 1e-3
 
 
-def test_device_that_the_rank_does_not_have_is_not_measured(monitored):
+def test_values_of_a_device_outside_the_rank_are_not_measured(monitored):
     found, job = monitored(", device_index=3")
 
     assert found["since"]["energy_consumed_wh"] != found["since"]["energy_consumed_wh"]
     assert job.stderr.count("energy is not measured: this rank has no device 3") == 1
 
 
-def test_gpu_without_power_is_not_measured(monitored):
+def test_energy_is_not_measured_on_a_gpu_without_power(monitored):
     found, job = monitored(unsupported=("power", "energy"))
 
     assert found["total"]["energy_consumed_wh"] != found["total"]["energy_consumed_wh"]

@@ -33,7 +33,7 @@ def test_record_round_trips(record):
     assert carried(record) == record
 
 
-def test_missing_fields_have_defaults_and_new_fields_are_ignored():
+def test_missing_fields_get_defaults_and_new_fields_are_ignored():
     assert from_document(RankFacts, {"host": "a", "colour": "red", "total_iterations": None}) == RankFacts(host="a")
 
 
@@ -42,7 +42,7 @@ WRONG = [None, "text", "7", -1.5, True, 2**63, [], ["a", None], [1.5], {}, {"a":
 
 @pytest.mark.parametrize("name", [one.name for one in fields(RankFacts)])
 @pytest.mark.parametrize("value", WRONG, ids=repr)
-def test_value_of_a_wrong_type_gives_the_default(name, value):
+def test_value_of_a_wrong_type_is_replaced_by_the_default(name, value):
     facts = from_document(RankFacts, {"host": "a", "trainer_pid": 7, name: value})
 
     default, found = getattr(RankFacts(), name), getattr(facts, name)

@@ -52,7 +52,7 @@ def test_hook_runs_once_after_the_code_of_its_module(package):
     assert seen == [1]
 
 
-def test_from_import_gets_the_hooked_function(package):
+def test_from_import_statement_gets_the_hooked_function(package):
     package("library", "def step(): return 1")
     package("script", "from library import step\nresult = step()")
     _imports.when_imported("library", lambda module: setattr(module, "step", lambda: 2))
@@ -73,7 +73,7 @@ def test_hook_added_during_an_import_runs_at_the_end_of_the_import(package):
     assert type(sys.modules["half"].__spec__) is importlib.machinery.ModuleSpec
 
 
-def test_package_and_one_of_its_modules_are_hooked(package):
+def test_hooks_of_a_package_and_of_its_module_both_run(package):
     package("family.__init__", "from family.child import name")
     package("family.child", "name = 'child'")
     seen = []
@@ -119,7 +119,7 @@ def test_loader_of_a_hooked_module_is_restored(package):
     assert "x = 1" in module.__loader__.get_source("plain")
 
 
-def test_module_with_a_hook_can_be_run_with_option_m(package, tmp_path):
+def test_module_with_a_hook_can_be_run_with_python_m(package, tmp_path):
     package("runs", "print('ran', __name__)")
     program = (
         "import runpy; from effllm.hooks import _imports; _imports.when_imported('runs', print);"

@@ -57,7 +57,7 @@ def test_compiled_and_nested_models_are_unwrapped():
     assert unwrapped(inside) is model
 
 
-def test_empty_tensor_of_zero_3_has_its_full_size():
+def test_empty_tensor_of_zero_3_is_counted_with_its_full_size():
     model = Tiny()
     for parameter in model.parameters():
         parameter.ds_numel = parameter.numel()
@@ -97,7 +97,7 @@ def test_active_parameters_include_only_chosen_experts():
 
 
 def test_token_flops_exclude_embeddings_and_frozen_gradients():
-    """6 x (32 + 40) weights + 12 x 2 layers x width 4 x length 8; the factor is 4 for weights without a gradient."""
+    """6 FLOPs for each of 32 + 40 weights (4 without a gradient); attention: 12 x 2 layers x width 4 x length 8."""
     model = Tiny()
     attention = 12 * 2 * 4 * 8
     assert flops_per_token(model, parameters_of(model), 8) == (6 * 72 + attention, 2 * 72 + attention / 3)
@@ -182,5 +182,5 @@ def test_every_rank_counts_the_whole_model_with_fsdp(tmp_path):
         assert lines[2].startswith("2 90 57 6")
 
 
-def test_each_parameter_has_its_name_size_and_trainable_flag():
+def test_name_size_and_trainable_flag_of_parameters_are_listed():
     assert ("layers.0.weight", 16, True) in list(each_parameter(Tiny()))

@@ -59,17 +59,17 @@ def test_only_the_shape_of_a_gpu_tensor_is_read():
     assert counted(result, model(), input_ids=PROMPT) == (8, 6, 2)
 
 
-def test_encoder_decoder_answer_has_a_start_token_and_no_prompt():
+def test_start_token_of_an_encoder_decoder_answer_is_not_counted():
     assert counted(Tensor([[0, 9, 9, 2], [0, 9, 2, 0]]), model(True), input_ids=PROMPT) == (5, 6, 2)
 
 
-def test_result_for_input_embeddings_has_no_prompt_tokens():
+def test_no_prompt_tokens_are_subtracted_for_input_embeddings():
     embeddings = SimpleNamespace(shape=(1, 7, 64))
 
     assert counted(Tensor([[9, 9, 2]]), model(), inputs_embeds=embeddings) == (3, 7, 1)
 
 
-def test_all_answers_to_a_prompt_are_counted_as_generated():
+def test_tokens_of_all_answers_to_a_prompt_are_counted_as_generated():
     assert counted(Tensor([[1, 5, 9, 9]] * 3), model(), input_ids=Tensor([[1, 5]])) == (6, 2, 1)
 
 
@@ -83,7 +83,7 @@ def test_all_answers_to_a_prompt_are_counted_as_generated():
         ([], {2}, 0, 0),
     ],
 )
-def test_positions_after_the_end_token_are_padding(row, ends, pad, padding):
+def test_positions_after_the_end_token_are_counted_as_padding(row, ends, pad, padding):
     assert _padding(row, ends, pad) == padding
 
 
@@ -126,7 +126,7 @@ class Run:
 
 
 @pytest.mark.alone
-def test_requests_are_iterations_of_an_inference_process(tmp_path):
+def test_requests_of_an_inference_process_count_as_iterations(tmp_path):
     _, (run_,) = run(
         tmp_path,
         """
@@ -170,7 +170,7 @@ effllm.record_request(generated_tokens="many", time_s=float("nan"))
     assert run_.values["st_samples_per_param_per_sec"] > 0
 
 
-def test_first_request_before_the_metrics_is_reported_as_not_counted(tmp_path):
+def test_request_before_the_start_of_metrics_is_reported_as_uncounted(tmp_path):
     done, (run_,) = run(tmp_path, "import effllm\nfor _ in range(3):\n    effllm.record_request(1, 10, 0.001)\n")
 
     assert (run_.summary["iterations"], run_.sum("generated_tokens")) == (2, 20)
@@ -210,7 +210,7 @@ llm = LLM()
 
 
 @pytest.mark.system("vllm", how="stand-in")
-def test_vllm_calls_are_requests_and_a_chat_is_one_request(tmp_path):
+def test_each_generate_or_chat_call_of_vllm_is_one_request(tmp_path):
     _, (run_,) = run(tmp_path, ENGINE + "llm.generate(['a', 'b'])\nllm.chat(['c'])\nllm.chat(['d'])\n")
 
     assert (run_.summary["iterations"], run_.summary["samples"]) == (3, 4)
@@ -221,7 +221,7 @@ def test_vllm_calls_are_requests_and_a_chat_is_one_request(tmp_path):
     assert run_.facts["framework"] == "vllm"
 
 
-def test_request_with_an_engine_call_inside_is_one_request(tmp_path):
+def test_engine_call_inside_a_request_is_not_a_second_request(tmp_path):
     _, (run_,) = run(
         tmp_path, ENGINE + "for _ in range(2):\n    with effllm.request():\n        llm.chat(['a', 'b'])\n"
     )
@@ -231,7 +231,7 @@ def test_request_with_an_engine_call_inside_is_one_request(tmp_path):
 
 @pytest.mark.alone
 @pytest.mark.system("vllm", how="stand-in")
-def test_generation_in_a_training_step_is_not_part_of_the_step(tmp_path):
+def test_step_time_excludes_generation_in_a_training_step(tmp_path):
     _, (run_,) = run(
         tmp_path,
         ENGINE
@@ -254,7 +254,7 @@ steps.finish()
     assert run_.summary["time_by_class"]["generation"] == pytest.approx(run_.sum("generation_s"), rel=0.05)
 
 
-def test_generation_in_a_manual_loop_is_part_of_the_iterations(tmp_path):
+def test_iteration_time_includes_generation_in_a_manual_loop(tmp_path):
     _, (run_,) = run(
         tmp_path,
         ENGINE
@@ -300,7 +300,7 @@ def test_generation_with_several_ranks_starts_no_metrics(tmp_path):
     assert runs == []
 
 
-def test_unknown_engine_result_stops_counting_with_one_warning(tmp_path):
+def test_unknown_engine_result_ends_counting_and_logs_one_warning(tmp_path):
     done, (run_,) = run(
         tmp_path,
         ENGINE
@@ -322,7 +322,7 @@ print(len(odd_holder().generate(["a"])), len(odd_holder().generate(["a"])))
     assert (run_.summary["iterations"], run_.sum("generated_tokens")) == (1, 0)
 
 
-def test_failed_request_is_counted(tmp_path):
+def test_request_that_raises_an_exception_is_counted(tmp_path):
     _, (run_,) = run(
         tmp_path,
         """

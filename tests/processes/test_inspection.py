@@ -60,7 +60,7 @@ def no_recorder(monkeypatch, tmp_path):
 @needs_py_spy
 @pytest.mark.fault("trainer-stopped")
 @pytest.mark.parametrize(("body", "stopped"), [("time.sleep(0.01)", True), ("ctypes_sleep", False)])
-def test_stack_of_a_hanging_trainer_is_found(no_recorder, body, stopped):
+def test_stack_of_a_hanging_trainer_is_reported(no_recorder, body, stopped):
     body = "__import__('ctypes').CDLL(None).sleep(100)" if body == "ctypes_sleep" else body
     with trainer(body, stopped=stopped, arguments=["--token=secret"]) as (pid, descriptor):
         found = inspect(orders(pid, descriptor))
@@ -119,7 +119,7 @@ def test_threads_are_counted_by_the_place_of_their_wait():
     assert sum(counts) >= 4
 
 
-def test_ended_process_has_no_reported_state():
+def test_state_of_an_ended_process_is_not_reported():
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         process.wait()
 
@@ -144,7 +144,7 @@ def test_top_of_a_stack_is_the_last_frame_of_the_main_thread():
     assert top_of("nothing of the kind", 1) == ""
 
 
-def test_sent_text_of_an_inspection_has_a_maximum_length():
+def test_text_of_an_inspection_is_cut_to_a_maximum_length():
     assert bounded("x" * MAX_STACK) == "x" * MAX_STACK
     assert len(bounded("x" * (MAX_STACK + 1))) <= MAX_STACK
     assert bounded("x" * (MAX_STACK + 1)).endswith("(cut off)\n")
@@ -168,7 +168,7 @@ def test_inspections_run_in_the_background_one_at_a_time(no_recorder):
     assert child.due_s == float("inf")
 
 
-def test_inspection_of_a_trainer_has_a_timeout(no_recorder, monkeypatch):
+def test_inspection_of_a_trainer_ends_at_its_timeout(no_recorder, monkeypatch):
     child = InspectionChild()
     monkeypatch.setattr(
         "effllm.agent.inspection_child.spawn", lambda *_: subprocess.Popen(["sleep", "60"], start_new_session=True)
@@ -244,7 +244,7 @@ def test_flight_recorder_dump_is_requested_and_copied_unchanged(monkeypatch, tmp
     assert stat.S_IMODE(copied.stat().st_mode) == 0o600
 
 
-def test_path_of_a_dump_by_torch_is_reported_if_it_is_recent(monkeypatch, tmp_path):
+def test_path_of_a_recent_dump_of_torch_is_reported(monkeypatch, tmp_path):
     monkeypatch.delenv(flight_recorder.PIPE, raising=False)
     monkeypatch.setenv(flight_recorder.PREFIXES[1], f"{tmp_path}/old_name_")
     monkeypatch.delenv(flight_recorder.PREFIXES[0], raising=False)
@@ -260,7 +260,7 @@ def test_path_of_a_dump_by_torch_is_reported_if_it_is_recent(monkeypatch, tmp_pa
     assert f"dump of the NCCL flight recorder: {dump}" in later.text
 
 
-def test_no_dump_is_requested_without_a_pipe_and_a_reader(tmp_path):
+def test_no_dump_is_requested_if_the_pipe_or_its_reader_is_missing(tmp_path):
     environ = {flight_recorder.PIPE: f"{tmp_path}/pipe_"}
     assert not flight_recorder.ask(0, environ)
     (tmp_path / "pipe_0.pipe").write_text("")
@@ -293,7 +293,7 @@ def test_dumps_are_searched_in_the_folders_of_torch(monkeypatch):
 # --- permission to trace ---
 
 
-def test_agent_may_trace_the_trainer_only_for_ptrace_scope_1(tmp_path):
+def test_trainer_allows_tracing_by_the_agent_only_at_ptrace_scope_1(tmp_path):
     scope = tmp_path / "ptrace_scope"
     assert not ptracer.allow(os.getpid(), scope)  # no Yama: the file does not exist
     for value in ("0", "2"):

@@ -92,7 +92,7 @@ def test_tensors_of_rewards_and_scores_are_read():
 
 
 @pytest.mark.torch
-def test_tensor_without_memory_is_missing():
+def test_value_of_a_tensor_without_memory_is_missing():
     torch = pytest.importorskip("torch")
     scores = ScoreDistributionTracker()
     with pytest.warns(UserWarning, match="Tensor is not a number in memory"):

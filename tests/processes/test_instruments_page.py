@@ -16,7 +16,7 @@ EXAMPLES = {
 }
 
 
-def test_every_python_block_is_an_example():
+def test_every_python_block_of_the_page_is_an_example():
     assert len(EXAMPLES) == PAGE.count("```python\n") == 8
 
 
@@ -27,5 +27,5 @@ def test_example_runs(title, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", sorted({*profiling.__all__, *metrics.__all__} - {"MemoryTrend"}))
-def test_every_instrument_is_described(name):
+def test_page_describes_every_instrument(name):
     assert f"`{name}`" in PAGE or f"`{name}()`" in PAGE

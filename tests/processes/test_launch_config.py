@@ -55,7 +55,7 @@ def test_strict_shell_can_source_the_file_twice_in_any_folder(shell, tmp_path):
     assert done.stdout.endswith("done\n")
 
 
-def test_defaults_are_equal_to_the_defaults_of_the_package(shell):
+def test_defaults_of_the_shell_file_equal_those_of_the_package(shell):
     defaults = {PREFIX + variable.name: variable.default for variable in VARIABLES}
 
     values = exported(shell)
@@ -72,7 +72,7 @@ def test_variable_that_is_already_set_is_kept(shell):
     assert exported(shell, EFFICIENTLLM_LOG_INTERVAL="7")["EFFICIENTLLM_LOG_INTERVAL"] == "7"
 
 
-def test_summary_is_a_heading_and_aligned_lines(shell):
+def test_summary_of_the_shell_file_prints_a_heading_and_aligned_lines(shell):
     heading, *lines = run(shell, f"source '{CONFIG}'", EFFICIENTLLM_LOG_INTERVAL="25").stdout.splitlines()
 
     assert heading == "EfficientLLM metrics"
@@ -81,7 +81,7 @@ def test_summary_is_a_heading_and_aligned_lines(shell):
 
 
 @pytest.mark.parametrize("switch", ["false", "0", " OFF "])
-def test_disabled_metrics_print_one_line_without_checks(shell, switch):
+def test_disabled_metrics_print_one_line_and_skip_all_checks(shell, switch):
     done = run(shell, f"source '{CONFIG}'", EFFICIENTLLM_METRICS_ENABLED=switch, PYTHON="/nowhere/python")
 
     assert done.returncode == 0
@@ -111,7 +111,7 @@ def test_python_without_effllm_prints_one_line_and_no_error(shell):
     assert "false cannot import effllm: no metrics until effllm is installed" in done.stderr
 
 
-def test_effllm_in_the_current_folder_is_not_an_installed_package(shell, tmp_path):
+def test_effllm_in_the_current_folder_is_not_taken_as_installed(shell, tmp_path):
     libraries = sysconfig.get_path("purelib")
     if (Path(libraries) / "effllm").exists():
         pytest.skip("effllm is not an editable install, so its libraries cannot be used without it")
@@ -124,7 +124,7 @@ def test_effllm_in_the_current_folder_is_not_an_installed_package(shell, tmp_pat
     assert "cannot import effllm" in done.stderr
 
 
-def test_wrong_value_is_an_error_that_does_not_exit_the_shell(shell):
+def test_wrong_value_prints_an_error_and_does_not_exit_the_shell(shell):
     done = run(
         shell,
         f"source '{CONFIG}' || echo status $?; echo alive",
@@ -136,7 +136,7 @@ def test_wrong_value_is_an_error_that_does_not_exit_the_shell(shell):
     assert "EFFICIENTLLM_LOG_INTERVAL='0'" in done.stderr
 
 
-def test_error_for_a_misspelt_variable_has_the_correct_name(shell):
+def test_error_for_a_misspelt_variable_shows_the_correct_name(shell):
     done = run(shell, f"set -e; source '{CONFIG}'; echo on", PYTHON=sys.executable, EFFICIENTLLM_LOG_INTERVALL="5")
 
     assert done.returncode != 0

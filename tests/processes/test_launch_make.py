@@ -101,7 +101,7 @@ def test_python_without_venv_is_reported_with_the_package_to_install(clone):
     assert not (clone / ".venv").exists()
 
 
-def test_every_pinned_requirement_is_declared(clone):
+def test_every_pinned_requirement_is_declared_in_pyproject(clone):
     requirement = re.compile(r'"([\w-]+)(?:>=[^"]*)?"')
     declared = {name.lower() for name in requirement.findall((clone / "pyproject.toml").read_text())}
     pinned = set(re.findall(r"^([\w-]+)==", (clone / "constraints.txt").read_text(), re.MULTILINE))

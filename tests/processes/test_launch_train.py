@@ -96,7 +96,7 @@ def test_missing_llama_factory_is_reported(commands, tmp_path):
     assert "llamafactory-cli is not on PATH" in done.stderr
 
 
-def test_shell_script_gets_the_number_of_gpus(commands, tmp_path):
+def test_number_of_gpus_is_given_to_a_shell_script(commands, tmp_path):
     script = tmp_path / "pretrain.sh"
     script.write_text('echo "$GPUS_PER_NODE $NPROC_PER_NODE $EFFICIENTLLM_METRICS_ENABLED $*"')
 
@@ -105,7 +105,7 @@ def test_shell_script_gets_the_number_of_gpus(commands, tmp_path):
     assert called_with(done) == ["4 4 true 7B bf16"]
 
 
-def test_interpreter_in_variable_python_is_used(commands, tmp_path):
+def test_interpreter_that_the_variable_python_sets_is_used(commands, tmp_path):
     add_command(commands, "chosen", 'case "$1" in -m) shift; printf "%s\\n" "$@" ;; esac')
     add_command(commands, "torchrun", "echo the wrong one")
     (tmp_path / "train.py").touch()
@@ -185,7 +185,7 @@ def free_port():
 
 
 @pytest.mark.torch
-def test_two_torchruns_on_one_machine_are_one_job_of_two_nodes(commands, tmp_path):
+def test_two_torchruns_on_one_machine_run_one_job_of_two_nodes(commands, tmp_path):
     pytest.importorskip("torch")
     script = tmp_path / "say.py"
     script.write_text("import os\nprint('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])\n")

@@ -52,7 +52,7 @@ def test_send_fails_for_closed_peers_but_not_for_slow_peers(context):
     server.close()
 
 
-def test_ending_job_does_not_wait_for_lost_ranks():
+def test_end_of_a_job_does_not_wait_for_lost_ranks():
     aggregator = Aggregator(Config(), "job", 1, 1000.0)
     for rank in (0, 1):
         assert aggregator.hello(hello(rank), Now(0.0, 1000.0)) == ""

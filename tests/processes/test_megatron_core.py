@@ -92,14 +92,14 @@ def test_sum_of_parameter_shares_of_all_ranks_is_the_model_size(layout):
     assert total == (DENSE_MODEL if name.startswith("dense") else EXPERTS_MODEL)
 
 
-def test_parameters_of_one_of_two_experts_are_active(layout):
+def test_parameters_of_only_one_of_two_experts_count_as_active(layout):
     name, ranks = layout
     idle = 0 if name.startswith("dense") else LAYERS * MLP
 
     assert sum(rank["share"]["total"] - rank["share"]["active"] for rank in ranks) == idle
 
 
-def test_frozen_parameters_are_counted_but_not_trainable(layout):
+def test_frozen_parameters_are_counted_but_not_as_trainable(layout):
     name, ranks = layout
     frozen = 0 if name.startswith("dense") else VOCABULARY * HIDDEN
 
@@ -124,7 +124,7 @@ def test_each_sample_is_reported_by_one_rank(layout):
 
 
 @pytest.mark.parametrize("layout", TRAINED, ids=" on ".join, indirect=True)
-def test_one_rank_has_the_loss_of_the_job(layout):
+def test_loss_of_the_job_is_reported_by_one_rank(layout):
     _, ranks = layout
 
     (losses,) = [rank["losses"] for rank in ranks if rank["losses"][0] is not None]
@@ -145,7 +145,7 @@ def test_losses_of_tensor_and_data_parallelism_are_equal(two_ranks, four_ranks):
     [(1, ()), (2, ()), (2, ("--tp", "2")), (2, ("--pp", "2")), (4, ("--tp", "2", "--pp", "2"))],
     ids=["1 rank", "DP2", "TP2", "PP2", "TP2xPP2"],
 )
-def test_run_folder_of_a_job_has_its_parameters_and_counts(tmp_path, num_ranks, flags):
+def test_parameters_and_counts_of_a_job_are_in_its_run_folder(tmp_path, num_ranks, flags):
     job = tmp_path / "job.yaml"
     job.write_text(
         f"model: {{hidden_size: {HIDDEN}, num_layers: {LAYERS}}}\n"
@@ -212,7 +212,7 @@ def test_wrong_run_configuration_is_rejected_with_the_reason(settings, tmp_path,
     assert message in str(refusal.value)
 
 
-def test_omitted_keys_have_their_defaults(settings, tmp_path):
+def test_omitted_keys_get_their_defaults(settings, tmp_path):
     path = write(tmp_path, "training: {iterations: 3, learning_rate: 1}\nmodel:\n")
 
     assert settings.read_settings(path) == settings.Settings(

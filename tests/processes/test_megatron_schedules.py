@@ -30,7 +30,7 @@ def loop(launch, monkeypatch):
 
 
 @pytest.mark.parametrize(("num_ranks", "layout"), [(2, "1:1"), (2, "1:2")], ids=["DP2", "PP2"])
-def test_iterations_end_at_optimizer_steps(loop, num_ranks, layout):
+def test_each_iteration_ends_at_an_optimizer_step(loop, num_ranks, layout):
     job = loop(num_ranks, layout).done()
 
     summary, facts = job.ledger.summary, job.ledger.facts
@@ -45,7 +45,7 @@ def test_iterations_end_at_optimizer_steps(loop, num_ranks, layout):
     assert ("run_straggler/named_ranks" in summary.metrics) == (layout == "1:1")
 
 
-def test_several_schedule_runs_before_a_step_are_one_iteration(loop):
+def test_several_schedule_runs_before_a_step_count_as_one_iteration(loop):
     summary = loop(1, "1:1", 2).done().ledger.summary
 
     assert (summary.iterations, summary.samples) == (12, SAMPLES)
@@ -60,7 +60,7 @@ def test_losses_are_equal_to_a_run_without_effllm(loop):
         assert losses == alone.output(f"losses-{rank}.json")
 
 
-def test_calls_of_the_script_replace_the_schedule_hook(launch, monkeypatch, tmp_path):
+def test_iteration_calls_of_the_script_replace_the_schedule_hook(launch, monkeypatch, tmp_path):
     monkeypatch.setenv("PYTHONPATH", str(INTEGRATION))
     config = tmp_path / "job.yaml"
     config.write_text(

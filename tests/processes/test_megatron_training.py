@@ -92,7 +92,7 @@ def test_losses_are_equal_to_a_run_without_effllm(train, tmp_path, era):
     assert with_it == without
 
 
-def test_two_replicas_have_one_model_and_half_of_the_samples_each(train):
+def test_model_of_two_replicas_is_counted_once_and_each_sample_once(train):
     job = train("0_16", ranks=2).done()
 
     summary = job.ledger.summary
@@ -122,7 +122,7 @@ def test_real_tokens_of_packed_sequences_are_counted(train):
     assert summary.samples == 12 * 8
 
 
-def test_skipped_iteration_is_counted_and_has_no_loss(train):
+def test_skipped_iteration_is_counted_without_a_loss(train):
     job = train("0_16", skipped=[4, 5]).done()
 
     assert job.ledger.summary.iterations == 12
@@ -131,7 +131,7 @@ def test_skipped_iteration_is_counted_and_has_no_loss(train):
 
 
 @pytest.mark.alone
-def test_al_has_only_iterations_and_other_times_have_classes(train):
+def test_al_excludes_data_loading_evaluation_and_checkpoints(train):
     # An iteration computes for 20 ms, loads data 4 times for 20 ms, and logs for 10 ms.  There are 2 + 1 evaluations
     # and 3 + 1 checkpoints; one of each is at the end.
     job = train(
@@ -155,13 +155,13 @@ def test_al_has_only_iterations_and_other_times_have_classes(train):
     assert summary.metrics["tt_tokens_per_param_per_sec"].value == pytest.approx(12 * 8 * LENGTH / MODEL / trained_s)
 
 
-def test_al_includes_data_loading_without_iterators_of_megatron(train):
+def test_al_includes_data_loading_if_megatron_iterators_are_not_used(train):
     summary = train(OLD, data_s=0.02, train_iters=4).done().ledger.summary
 
     assert summary.metrics["al_seconds"].value >= 4 * 0.02
 
 
-def test_mfu_uses_the_operation_count_of_megatron(train):
+def test_mfu_is_computed_from_the_operation_count_of_megatron(train):
     # 6 operations per parameter (144) and token, divided by a peak of 1e12 operations per second
     values = train("0_16", peak_tflops=1).done().ledger.summary.metrics
 
@@ -169,7 +169,7 @@ def test_mfu_uses_the_operation_count_of_megatron(train):
     assert values["run_throughput/mfu_ratio"].value == pytest.approx(6 * MODEL * tokens_per_s / 1e12)
 
 
-def test_tensorboard_file_is_below_the_folder_of_megatron(train, tmp_path):
+def test_event_file_is_written_below_the_folder_of_megatron(train, tmp_path):
     folder = tmp_path / "tensorboard"
 
     job = train("0_16", tensorboard_dir=str(folder)).done()
@@ -178,7 +178,7 @@ def test_tensorboard_file_is_below_the_folder_of_megatron(train, tmp_path):
     assert job.ledger.facts["tensorboard_dir"] == str(folder)
 
 
-def test_run_with_an_exception_in_a_step_has_the_status_failed(train):
+def test_status_of_a_run_with_an_exception_in_a_step_is_failed(train):
     job = train(NEW, fails_at=6).wait()
 
     assert job.code == 1
@@ -187,13 +187,13 @@ def test_run_with_an_exception_in_a_step_has_the_status_failed(train):
     assert (job.ledger.summary.status, job.ledger.summary.iterations) == ("failed", 5)
 
 
-def test_exit_at_an_iteration_is_not_a_failure(train):
+def test_exit_at_a_configured_iteration_is_not_reported_as_a_failure(train):
     summary = train("0_14", exits_at=7).done().ledger.summary
 
     assert (summary.status, summary.iterations) == ("completed", 7)
 
 
-def test_run_without_training_has_no_metrics(train):
+def test_run_without_training_writes_no_metrics(train):
     job = train("0_16", skip_train=True, train_iters=0).done()
 
     assert job.runs() == []
@@ -224,13 +224,13 @@ def test_steps_are_counted_if_other_functions_are_missing(train):
 
 
 @pytest.mark.system("pai-megatron", how="stand-in")
-def test_loop_of_pai_megatron_patch_is_counted(train):
+def test_iterations_of_pai_megatron_patch_are_counted(train):
     job = train(OLD, module="megatron_patch.training").done()
 
     assert (job.ledger.summary.iterations, job.ledger.summary.samples) == (12, 96)
 
 
-def test_counts_of_the_loop_replace_the_megatron_hook(train):
+def test_calls_of_the_loop_replace_the_megatron_hook(train):
     def count(text):
         return text.replace(
             "        iteration += 1\n", "        collector.record_iteration_end(1, 1)\n        iteration += 1\n"
@@ -325,7 +325,7 @@ class OnGpu:
         raise AssertionError("that would be a synchronisation")
 
 
-def test_loss_on_a_gpu_is_read_after_it_was_copied(monkeypatch):
+def test_loss_on_a_gpu_is_read_only_after_its_copy_is_complete(monkeypatch):
     from effllm.hooks.megatron import LazyNumber
 
     class Buffer:

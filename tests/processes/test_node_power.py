@@ -29,7 +29,7 @@ def test_none_is_nothing():
 
 
 @pytest.mark.parametrize("choice", ["auto", "ipmi", "https://bmc.example/redfish/v1"])
-def test_cpu_and_node_sensors_have_different_periods(choice):
+def test_cpu_and_node_sensors_are_read_at_different_periods(choice):
     assert [(opener.name, opener.interval_s) for opener in node_power.openers(choice, "node1")] == [
         ("cpu", 1.0),
         ("psu", 10.0),
@@ -49,7 +49,7 @@ def test_no_sensor_is_accessed_before_it_is_opened():
         assert service.num_connections == 0
 
 
-def test_each_unreadable_sensor_has_a_reason(bare):
+def test_reason_is_reported_for_each_unreadable_sensor(bare):
     for opener, why_not in zip(node_power.openers("auto", "node1"), (rapl.NO_RAPL, ipmi.NO_DEVICE), strict=True):
         with pytest.raises(DeviceUnavailable) as caught:
             opener.open()

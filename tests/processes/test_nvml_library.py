@@ -128,7 +128,7 @@ answer = [
     assert ask(trace, code) == [2, "GPU-b", "GPU-b", 1, "00000001:3B:00.0"]
 
 
-def test_slice_belongs_to_its_gpu_and_is_not_counted(trace):
+def test_slice_belongs_to_its_gpu_and_is_not_counted_as_a_device(trace):
     trace.write(Gpu("GPU-a", "0:01:00"), Gpu("MIG-a", parent=0))
     code = """
 parent = pynvml.nvmlDeviceGetHandleByIndex(0)
@@ -191,10 +191,10 @@ WAVE = square(100.0, 700.0, 0.37, 0.6)
     ],
     ids=lambda settings: "-".join(settings) or "exact",
 )
-def test_values_of_sensors_are_equal_to_values_computed_in_python(trace, settings):
+def test_values_of_sensors_equal_those_computed_in_python(trace, settings):
     [gpu] = trace.write(Gpu("GPU-a", "0:01:00", **({"power": WAVE} | settings)))
     now_s = time.monotonic()
-    moments = [now_s - 50 + 0.7391 * i for i in range(60)] + [-1.234, -0.037]  # the last two are before time 0
+    moments = [now_s - 50 + 0.7391 * i for i in range(60)] + [-1.234, -0.037]  # the last two moments are before time 0
     code = f"""
 def read():
     counter, usage = pynvml.nvmlDeviceGetTotalEnergyConsumption(handle), pynvml.nvmlDeviceGetPowerUsage(handle)
@@ -217,15 +217,16 @@ def test_integral_of_bursts_and_steps_is_the_sum_of_values():
         assert {100.0 <= value <= 700.0 for value in fine} == {True}
 
 
-def test_each_period_has_one_burst_at_a_random_time():
+def test_one_burst_occurs_in_each_period_at_a_random_time():
     curve = bursts(0.0, 1.0, 1.0, 0.25)
 
     assert [curve.integral(n, n + 1.0) for n in range(1000, 1020)] == pytest.approx([0.25] * 20)
     assert len({round(curve.integral(n, n + 0.5), 3) for n in range(1000, 1020)}) > 5
 
 
-def test_sensor_with_a_duty_of_a_quarter_can_miss_all_high_power():
-    # Each tick of 100 ms has 50 ms at 700 W and then 50 ms at 100 W. The mean is 400 W, but 100 W in the last 25 ms.
+def test_sensor_with_a_duty_of_25_percent_can_miss_all_high_power():
+    # Each tick of 100 ms has 50 ms at 700 W and then 50 ms at 100 W. The mean power of a tick is 400 W, but the mean
+    # power of its last 25 ms is 100 W.
     fooled = Gpu("GPU-a", power=square(100.0, 700.0, 0.1), tick_s=0.1, duty_s=0.025).traced()
     t = time.monotonic()
 
@@ -242,7 +243,7 @@ def test_held_power_is_the_mean_of_the_last_measured_part():
     assert gpu.power_w(1.15) == pytest.approx(180.0)
 
 
-def test_ticks_with_jitter_are_in_order_and_near_their_times():
+def test_ticks_with_jitter_come_in_order_and_near_their_times():
     gpu = Gpu("GPU-a", tick_s=0.1, tick_jitter_s=0.04)
     moments = [gpu.tick_moment_s(tick) for tick in range(10_000, 10_500)]
 
@@ -265,13 +266,13 @@ def test_power_has_scopes(trace):
     assert ask(trace, code) == [300_000, 500_000, "error 3", 80_000, "error 3", "error 2", "error 3"]
 
 
-def test_board_without_a_module_has_no_module_power(trace):
+def test_board_without_a_module_returns_no_module_power(trace):
     trace.write(Gpu("GPU-a", "0:01:00", power=flat(300.0), unsupported=("power.average",)))
 
     assert ask(trace, "answer = fields((186, 1), (185, 2), (185, 0), (186, 0))") == ["error 3"] * 3 + [300_000]
 
 
-def test_each_field_has_a_timestamp_of_the_wall_clock(trace):
+def test_each_field_value_is_returned_with_its_wall_clock_time(trace):
     trace.write(Gpu("GPU-a", "0:01:00"))
     code = """
 before = time.time()
@@ -392,7 +393,7 @@ answer = [*metrics(sample(1000.0), sample(1000.09), 2, 61), result(metrics, samp
     assert ask(trace, code) == ["error 21", "error 3", "error 2"]
 
 
-def test_gpm_of_a_slice_uses_its_instance(trace):
+def test_gpm_values_of_a_slice_are_those_of_its_gpu_instance(trace):
     trace.write(
         Gpu("GPU-a", "0:01:00", **GPM),
         Gpu("MIG-a", parent=0, instance=1, sm_activity=flat(0.1)),
@@ -494,7 +495,7 @@ answer += [time.monotonic(), read(handle)]
 
 
 @pytest.mark.parametrize(("verb", "offset_j"), [("back 500", -500), ("jump 500", 500)])
-def test_counter_has_an_offset_during_the_fault(trace, verb, offset_j):
+def test_fault_offset_is_added_to_the_counter(trace, verb, offset_j):
     trace.write(Gpu("GPU-a", "0:01:00", power=flat(300.0)))
     code = f"""
 read, now = pynvml.nvmlDeviceGetTotalEnergyConsumption, time.monotonic()
@@ -507,7 +508,7 @@ for window in ("", now - 1, f"{{now - 2}} {{now - 1}}", now + 60):
     assert ask(trace, code) == [300_000_000 + 1000 * offset for offset in (offset_j, offset_j, 0, 0)]
 
 
-def test_fault_hang_occurs_once_and_delay_and_spin_each_time(trace):
+def test_fault_hang_occurs_once_and_faults_delay_and_spin_repeat(trace):
     trace.write(Gpu("GPU-a", "0:01:00"))
     code = """
 def lasts(*lines):
@@ -547,7 +548,7 @@ answer += [lasts("0 energy hang 0.1"), lasts("0 power hang 0.1 0 1")]
         ("gpm", []),
     ],
 )
-def test_call_name_of_a_fault_is_a_prefix(trace, word, failing):
+def test_fault_affects_all_calls_that_begin_with_its_name(trace, word, failing):
     trace.write(Gpu("GPU-a", "0:01:00"))
     code = f"""
 names = "MemoryInfo UtilizationRates PowerUsage TotalEnergyConsumption EnforcedPowerLimit PowerManagementLimit "
@@ -575,7 +576,7 @@ answer += [id for id, value in zip((83, 185, 186), fields(83, 185, 186)) if valu
         ("mig", "nvmlDeviceGetMigMode, handle"),
     ],
 )
-def test_faults_exist_for_every_group_of_calls(trace, word, call):
+def test_fault_can_be_set_for_every_group_of_calls(trace, word, call):
     trace.write(Gpu("GPU-a", "0:01:00", gpm=1))
     code = f"""{EVENTS_CODE}
 fault("0 {word} error 999")
@@ -587,7 +588,7 @@ answer += [result(pynvml.{call}) == "error 999"]
     assert ask(trace, code) == ["error 999", False]
 
 
-def test_slices_of_a_lost_gpu_are_lost(trace):
+def test_slices_are_lost_together_with_their_gpu(trace):
     trace.write(Gpu("GPU-a", "0:01:00"), Gpu("MIG-a", parent=0), Gpu("GPU-b", "0:02:00"))
     code = """
 handles = [pynvml.nvmlDeviceGetHandleByUUID(uuid) for uuid in ("MIG-a", "GPU-a", "GPU-b")]

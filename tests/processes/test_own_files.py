@@ -173,7 +173,7 @@ def public(tmp_path):
     return tmp_path / "public"
 
 
-def test_run_folder_in_a_folder_like_tmp_is_private(public):
+def test_run_folder_in_a_folder_with_the_mode_of_tmp_is_private(public):
     own_files.make_folder(public / "runs" / "mine")
 
     assert mode(public / "runs") == mode(public / "runs" / "mine") == 0o700
@@ -306,7 +306,7 @@ def test_link_that_replaces_the_run_folder_is_not_followed(project):
     assert is_untouched(project.parent / "precious")
 
 
-def test_circle_of_links_to_a_run_folder_is_an_error(tmp_path):
+def test_circle_of_links_to_a_run_folder_raises_an_error(tmp_path):
     (tmp_path / "a").symlink_to(tmp_path / "b")
     (tmp_path / "b").symlink_to(tmp_path / "a")
 
@@ -337,7 +337,7 @@ def test_own_files_closes_all_descriptors(project):
 
 @needs_root
 @pytest.mark.faults
-def test_job_does_not_change_a_run_behind_a_link_of_another_user(launch, project):
+def test_job_writes_no_run_behind_a_link_of_another_user(launch, project):
     link_of_another(project / "runs", project.parent / "precious")
     job = launch.python("loop.py", run_dir=project / "runs", run_name="mine").done()
 
@@ -384,7 +384,7 @@ def test_run_folder_of_another_user_is_reported(launch, public):
 
 
 @pytest.mark.faults
-def test_pipe_instead_of_a_summary_does_not_block(launch, tmp_path):
+def test_pipe_in_the_place_of_a_summary_does_not_block_its_reader(launch, tmp_path):
     (tmp_path / "runs" / "mine").mkdir(parents=True)
     os.mkfifo(tmp_path / "runs" / "mine" / "summary.json")
     job = launch.python("loop.py", run_name="mine").done()

@@ -106,7 +106,7 @@ def test_message_before_hello_is_rejected(peers, message):
     assert event.text == "a connection without a HELLO sent another message first"
 
 
-def test_aggregator_of_the_next_attempt_needs_no_hello(peers):
+def test_request_of_the_next_attempt_is_accepted_without_a_hello(peers):
     peers.admits(b"next", 10, 1.0)
 
     assert peers.objection(b"next", Supersede("run", "job")) == ""
@@ -142,7 +142,7 @@ def test_reports_kept_during_an_outage_are_accepted_immediately(peers):
     assert all(peers.admits(b"b", ROW_BYTES, 100.0) for _ in range(HISTORY))
 
 
-def test_peer_within_its_rate_is_never_throttled(peers):
+def test_peer_that_sends_within_its_rate_is_never_throttled(peers):
     assert all(peers.admits(b"a", 300, number / FRAMES_PER_S) for number in range(20_000))
 
 
@@ -162,7 +162,7 @@ def test_frames_above_the_byte_rate_are_dropped(peers):
     assert passed == room // MAX_BYTES
 
 
-def test_peer_without_hello_has_a_low_limit(peers):
+def test_rate_of_a_peer_without_hello_is_limited_to_less(peers):
     assert sum(peers.admits(b"unknown", 10, 0.0) for _ in range(1000)) == NO_HELLO_FRAMES
     assert not peers.admits(b"loud", MAX_BYTES * 8, 0.0)
 
@@ -203,7 +203,7 @@ def test_rate_limit_of_a_rank_is_not_reset_by_a_new_connection(peers):
 
 
 @pytest.mark.parametrize("message", [hello(), hello(facts={"a": "b"}), *of_rank(0)], ids=lambda one: type(one).__name__)
-def test_hello_is_recognized_before_decoding(message):
+def test_hello_frame_is_recognized_before_it_is_decoded(message):
     assert is_hello(encode(message)) == isinstance(message, Hello)
 
 
@@ -225,7 +225,7 @@ def test_text_from_a_rank_becomes_one_line_without_escapes():
     assert aggregator.events.take()[-1].text == "rank 0: [2J [EfficientLLM] Run completed"
 
 
-def test_events_of_one_rank_are_limited_without_effect_on_others():
+def test_limit_on_events_of_one_rank_does_not_affect_other_ranks():
     aggregator = aggregator_of(hello(0), hello(1))
     for number in range(5000):
         aggregator.agent_event(AgentEvent("agent-0", 0, Event(1.0, "agent", f"line {number}")), Now(1.0, 1001.0))

@@ -28,7 +28,7 @@ def monitor(scenario="inference", parameters=None):
     return one
 
 
-def test_every_value_of_the_monitor_is_nan_without_a_request():
+def test_every_value_of_the_monitor_is_nan_before_a_request():
     found = monitor().get_metrics()
 
     assert set(found) == KEYS | {"IT"}
@@ -51,7 +51,7 @@ def test_latency_is_the_mean_of_computation_and_communication_time():
     ("scenario", "key", "value"),
     [("pretraining", "TT", 150 / 1000 / 1.5), ("fine-tuning", "ST", 6 / 1000 / 1.5), ("Inference", "IT", 60 / 1.5)],
 )
-def test_each_scenario_has_its_own_throughput(scenario, key, value):
+def test_throughput_is_computed_separately_for_each_scenario(scenario, key, value):
     one = monitor(scenario, 1000)
     one.record_request(100, 4, 40, 1.0)
     one.record_request(50, 2, 20, 0.25, 0.25)
@@ -61,7 +61,7 @@ def test_each_scenario_has_its_own_throughput(scenario, key, value):
     assert found[key] == pytest.approx(value)
 
 
-def test_throughput_per_parameter_needs_the_parameters():
+def test_throughput_per_parameter_is_nan_without_a_parameter_count():
     one = monitor("pretraining")
     one.record_request(100, computation_time=1.0)
 
@@ -73,7 +73,7 @@ def test_unknown_scenario_is_rejected():
         monitor("cooking")
 
 
-def test_request_without_a_time_has_no_latency():
+def test_latency_is_nan_for_a_request_without_a_time():
     one = monitor()
     one.record_request(10, 1, 5)
 
@@ -101,7 +101,7 @@ def test_invalid_numbers_never_raise_an_exception(bad):
     assert one.get_metrics()["num_requests"] == 1
 
 
-def test_compression_is_size_ratio_times_performance_ratio():
+def test_compression_score_is_size_ratio_times_performance_ratio():
     one = monitor()
     assert math.isnan(one.get_metrics()["MCR"])
 
@@ -124,7 +124,7 @@ def test_memory_does_not_grow_with_requests(monkeypatch):
     assert not any(isinstance(value, (list, dict, set)) for value in vars(one).values())
 
 
-def test_saved_json_has_null_for_unmeasured_values(tmp_path):
+def test_unmeasured_values_are_null_in_the_saved_json(tmp_path):
     path = tmp_path / "deep" / "metrics.json"
     with PerformanceMonitorContext("inference", save_path=path) as one:
         one.record_request(10, 1, 5, 0.5)
@@ -136,14 +136,14 @@ def test_saved_json_has_null_for_unmeasured_values(tmp_path):
     assert (tmp_path / "performance_metrics.json").exists()
 
 
-def test_unwritable_path_does_not_raise(tmp_path):
+def test_path_that_cannot_be_written_raises_no_exception(tmp_path):
     (tmp_path / "file").write_text("")
     context = PerformanceMonitorContext("inference", save_path=tmp_path / "file" / "metrics.json")
     with pytest.warns(UserWarning, match="could not be written"), context:
         pass
 
 
-def test_measured_gpus_are_the_visible_gpus(monkeypatch):
+def test_monitor_measures_only_the_visible_gpus(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     assert list(PerformanceMonitor(7)._gpus()) == [0, 1]
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")

@@ -42,7 +42,7 @@ def is_number(value):
     return isinstance(value, float) and math.isfinite(value)
 
 
-def test_memory_after_the_forward_pass(training):
+def test_memory_is_measured_after_the_forward_pass(training):
     profiler = GPUMemoryProfiler(device=0)
     training.model(training.loader[0])
     stats = profiler.measure("after_forward")
@@ -51,7 +51,7 @@ def test_memory_after_the_forward_pass(training):
     assert all(is_number(one) and one > 0 for one in stats.values())
 
 
-def test_leak_is_checked_every_100th_step(training):
+def test_memory_leak_is_checked_every_100th_step(training):
     profiler = GPUMemoryProfiler(device=0)
     profiler.set_baseline()
     found = []
@@ -63,7 +63,7 @@ def test_leak_is_checked_every_100th_step(training):
     assert found == [False] * 10
 
 
-def test_times_of_forward_backward_and_optimizer(training):
+def test_times_of_forward_backward_and_optimizer_are_measured(training):
     timer = TrainingTimer(device=0)
     for batch in training.loader:
         timer.start("forward")
@@ -81,7 +81,7 @@ def test_times_of_forward_backward_and_optimizer(training):
     assert all(one["count"] == 5 and one["mean_sec"] > 0 for one in summary.values())
 
 
-def test_throughput_of_a_loop(training):
+def test_throughput_of_a_loop_is_measured(training):
     tracker = ThroughputTracker(window_size=100)
     for batch in training.loader:
         training.step(batch)
@@ -92,7 +92,7 @@ def test_throughput_of_a_loop(training):
     assert throughput["tokens_per_sec"] == pytest.approx(8 * throughput["samples_per_sec"])
 
 
-def test_profile_of_iterations_as_json(training, tmp_path):
+def test_profile_of_iterations_is_written_as_json(training, tmp_path):
     profiler = ComprehensiveProfiler(device=0)
     profiler.memory.set_baseline()
     for _epoch in range(2):
@@ -111,7 +111,7 @@ def test_profile_of_iterations_as_json(training, tmp_path):
     assert all(is_number(body["throughput"][name]) for name in ("samples_per_sec", "tokens_per_sec"))
 
 
-def test_statistics_of_a_metric(training):
+def test_statistics_of_a_metric_are_computed(training):
     tracker = MetricTracker()
     for step in range(200):
         loss, _, _ = training.step(training.loader[step % 5])
@@ -126,7 +126,7 @@ def test_statistics_of_a_metric(training):
     assert tracker.get_summary("kl_div")["mean"] == 0.01
 
 
-def test_step_and_group_rewards_of_grpo():
+def test_step_and_group_rewards_of_grpo_are_tracked():
     tracker = GRPOMetricsTracker()
     components = {"format": 1.0, "score": 0.68, "meta": 0.85}
     tracker.update_grpo_step(
@@ -136,13 +136,13 @@ def test_step_and_group_rewards_of_grpo():
     found = tracker.get_reward_distribution()
 
     assert found["reward_mean"] == pytest.approx(0.6)
-    # of a sample: the squares of 0.3, 0.1, 0.1 and 0.3 over 3
+    # The variance of a sample is the sum of the squares of 0.3, 0.1, 0.1 and 0.3, divided by 3.
     assert found["reward_std"] == pytest.approx(math.sqrt(0.2 / 3))
     assert found["rank_distribution"] == {"1": 0.9, "2": 0.7, "3": 0.5, "4": 0.3}
     assert tracker.get_summary("reward/meta")["mean"] == 0.85
 
 
-def test_distribution_of_verification_scores():
+def test_distribution_of_verification_scores_counts_invalid_scores():
     tracker = ScoreDistributionTracker()
     tracker.update([1.0, 0.5, None, 1.0, 0.0])
     expected = {"total": 5, "valid_count": 4, "invalid_count": 1, "invalid_rate": 0.2, "mean_score": 0.625}
@@ -151,7 +151,7 @@ def test_distribution_of_verification_scores():
     assert tracker.get_distribution()["score_counts"] == {"0.0": 1, "0.5": 1, "1.0": 2}
 
 
-def test_logs_of_an_experiment_as_json(training, tmp_path):
+def test_logs_of_an_experiment_are_written_as_json(training, tmp_path):
     logger = TrainingLogger(log_dir=str(tmp_path / "experiments" / "logs"), experiment_name="verifier_iter1")
     for step in range(200):
         loss, reward, _ = training.step(training.loader[step % 5])
@@ -173,7 +173,7 @@ def test_logs_of_an_experiment_as_json(training, tmp_path):
     assert files["verifier_iter1_step_100.json"]["metric_summaries"]["loss"]["count"] == 101
 
 
-def test_profiler_and_logger_in_one_loop(training, tmp_path):
+def test_profiler_and_logger_work_in_one_loop(training, tmp_path):
     profiler = ComprehensiveProfiler(device=0)
     logger = TrainingLogger(tmp_path / "logs", "verifier_iter1")
     for epoch in range(2):

@@ -35,7 +35,7 @@ TRACES = {
 
 
 class PowerSensor:
-    """Returns the current power, or with ``held_s`` the mean of the last tick."""
+    """Returns the current power; with ``held_s`` it returns the mean power of the last tick."""
 
     def __init__(self, power, held_s, phase_s):
         self.power, self._held_s, self._phase_s = power, held_s, phase_s
@@ -135,14 +135,14 @@ def test_power_is_read_between_the_samples():
 
 
 @pytest.mark.parametrize("traits", [{"energy_method": COUNTER}, {"is_gpu": False}, {"only_power": True}])
-def test_only_integrated_power_of_gpus_is_read_often(traits):
+def test_power_is_read_often_only_if_it_is_integrated(traits):
     sampler = Sampler(lambda: FakeReader(), 1.0, lambda _event: None, -1)
 
     assert sampler._next_power_ns(replace(GPU, **traits)) == NEVER_NS
     assert sampler._next_power_ns(GPU) < NEVER_NS
 
 
-def test_power_is_read_less_often_with_slow_calls(monkeypatch):
+def test_power_is_read_less_often_if_calls_are_slow(monkeypatch):
     sampler = Sampler(lambda: FakeReader(), 1.0, lambda _event: None, -1)
     monkeypatch.setattr("effllm.agent.sampler.time.monotonic_ns", lambda: 0)
     sampler._call_s = 0.0024

@@ -30,7 +30,7 @@ def profiled(gpu, seconds=40.0, open_load=None):
 
 
 @pytest.mark.parametrize("tick_s", [0.02, 0.1, 0.106, 0.25])
-def test_tick_of_counter_and_power_is_found(tick_s):
+def test_ticks_of_counter_and_power_are_found(tick_s):
     found = profiled(SensedGpu(tick_s=tick_s, tick_phase_s=0.37 * tick_s))
 
     assert found.counter.period_s == pytest.approx(tick_s, rel=TICK)
@@ -141,7 +141,7 @@ def test_lag_is_unknown_if_readings_do_not_follow_the_load():
     assert "lag and window of the energy counter: this reading does not follow the load" in found.unmeasured
 
 
-def test_only_the_idle_gpu_is_measured_without_a_load():
+def test_idle_values_are_measured_if_there_is_no_load():
     def unavailable():
         raise LoadUnavailable("torch is not installed")
 
@@ -197,7 +197,7 @@ def test_other_work_on_the_gpu_causes_a_warning():
     assert found.warnings[0].startswith("the GPU was 30 % busy before its load began")
 
 
-def test_gpu_without_readings_gives_no_calibration():
+def test_no_calibration_is_returned_for_a_gpu_without_readings():
     found = profiled(SensedGpu(tick_s=0.1, has=()), seconds=12.0)
 
     assert to_calibration(found) is None
@@ -279,7 +279,7 @@ def test_ticks_without_a_change_are_counted():
     assert [tick.at_s for tick in ticks] == pytest.approx([0.01, 0.02, 0.05, 0.06, 0.07, 0.08])
 
 
-def test_irregular_changes_have_no_period():
+def test_no_period_is_found_for_irregular_changes():
     chance, at_s, readings = random.Random(3), 0.0, []
     for value in range(40):
         readings += [(at_s + 0.001 * step, value) for step in range(9)]
@@ -289,7 +289,7 @@ def test_irregular_changes_have_no_period():
 
 
 @pytest.mark.parametrize("tick_s", [0.0, 0.02, 0.1, 2.0])
-def test_load_pattern_has_its_length_and_avoids_equal_tick_phases(tick_s):
+def test_load_pattern_lasts_its_length_at_changing_tick_phases(tick_s):
     stretches = pattern(51.0, tick_s)
 
     assert 51.0 <= sum(stretches) <= 56.0

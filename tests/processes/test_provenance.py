@@ -31,7 +31,7 @@ def git(folder, *arguments):
     return subprocess.run(["git", "-C", folder, *arguments], check=True, capture_output=True, text=True).stdout
 
 
-def test_commit_and_dirty_state_are_recorded(repository):
+def test_commit_and_dirty_state_of_the_code_are_recorded(repository):
     clean = git_facts(repository)
     (repository / "notes.txt").write_text("not part of it")
     untracked = git_facts(repository)
@@ -42,14 +42,14 @@ def test_commit_and_dirty_state_are_recorded(repository):
     assert [facts["git_dirty"] for facts in (clean, untracked, dirty)] == [False, False, True]
 
 
-def test_repository_with_a_staged_change_is_dirty(repository):
+def test_repository_with_a_staged_change_is_recorded_as_dirty(repository):
     (repository / "train.py").write_text("2\n")
     git(repository, "add", ".")
 
     assert git_facts(repository)["git_dirty"] is True
 
 
-def test_repository_with_changed_file_times_only_is_clean(repository):
+def test_repository_is_clean_if_only_file_times_have_changed(repository):
     os.utime(repository / "train.py", (1, 1))
 
     assert git_facts(repository)["git_dirty"] is False
@@ -65,7 +65,7 @@ def test_git_index_is_not_rewritten(repository):
 
 
 @pytest.mark.parametrize("setting", ["core.fsmonitor", "filter.slow.clean", "filter.slow.process"])
-def test_programs_of_the_repository_are_not_run(repository, tmp_path, setting):
+def test_programs_that_the_repository_configures_are_not_run(repository, tmp_path, setting):
     git(repository, "config", setting, f"touch {tmp_path}/ran; false")
     (repository / ".git" / "info" / "attributes").write_text("* filter=slow\n")
     os.utime(repository / "train.py", (1, 1))
@@ -75,7 +75,7 @@ def test_programs_of_the_repository_are_not_run(repository, tmp_path, setting):
     assert not (tmp_path / "ran").exists()
 
 
-def test_dirty_is_unknown_for_a_changed_file_with_a_filter(repository):
+def test_dirty_state_is_unknown_for_a_changed_file_with_a_filter(repository):
     git(repository, "config", "filter.large.clean", "cat")
     git(repository, "config", "filter.large.required", "true")
     (repository / ".git" / "info" / "attributes").write_text("*.bin filter=large\n")
@@ -121,7 +121,7 @@ while true; do sleep 0.1; done
     return folder
 
 
-def test_slow_git_is_terminated_and_dirty_is_unknown(repository, slow_git):
+def test_slow_git_is_terminated_and_the_dirty_state_is_unknown(repository, slow_git):
     facts = git_facts(repository)
 
     assert len(facts["git_commit"]) == 40

@@ -78,7 +78,7 @@ FUNCTIONS = {
 
 
 @pytest.mark.parametrize(("name", "expected"), METHODS.items())
-def test_collector_has_the_methods_of_the_original_project(name, expected):
+def test_methods_of_the_original_collector_are_unchanged(name, expected):
     found = parameters(getattr(MetricsCollector, name))
 
     assert {key: found[key] for key in expected} == expected
@@ -88,11 +88,11 @@ def test_collector_has_the_methods_of_the_original_project(name, expected):
 
 
 @pytest.mark.parametrize(("name", "expected"), FUNCTIONS.items())
-def test_module_has_the_functions_of_the_original_project(name, expected):
+def test_functions_of_the_original_module_are_unchanged(name, expected):
     assert parameters(getattr(original, name)) == expected
 
 
-def test_collector_has_the_arguments_of_the_original_project():
+def test_arguments_of_the_original_collector_are_unchanged():
     assert list(parameters(MetricsCollector)) == ["collection_interval", "history_size"]
     MetricsCollector(1.0, 1000)
     MetricsCollector(collection_interval=0.5, history_size=100)
@@ -129,12 +129,12 @@ def test_keywords_of_llama_factory_are_accepted(launch):
     assert job.ledger.summary.parameters == 2000
 
 
-def test_names_of_llama_factory_are_aliases():
+def test_names_that_llama_factory_imports_are_aliases():
     assert original.EfficientLLMCollector is original.MetricsCollector
     assert original.get_efficientllm_collector() is original.get_metrics_collector()
 
 
-def test_values_have_the_fields_of_the_original_project():
+def test_fields_of_the_original_metrics_are_unchanged():
     values = effllm.EfficientLLMMetrics()
 
     assert list(vars(values)) == ["amu", "pcu", "al", "tt", "st", "it", "aec"]
@@ -173,7 +173,7 @@ def test_every_value_is_nan_before_initialize():
     assert f"{logged['efficientllm/aec_watts']:.2f}" == "nan", "users format the values in their loops"
 
 
-def test_process_has_one_collector():
+def test_every_call_in_a_process_returns_one_collector():
     assert effllm.get_metrics_collector() is effllm.get_metrics_collector() is original.get_metrics_collector()
 
 
@@ -223,7 +223,7 @@ def test_wrong_argument_of_a_collector_is_reported_with_its_name(capfd, argument
     assert named in capfd.readouterr().err
 
 
-def test_should_log_is_false_without_collection():
+def test_should_log_metrics_returns_false_without_a_run():
     assert not any(effllm.should_log_metrics(iteration) for iteration in range(100))
 
 
@@ -247,7 +247,7 @@ def test_initialize_accepts_arguments_in_both_original_orders(off):
     assert (llama_factory._batch, llama_factory.lifecycle.overrides["collection_interval_s"]) == ((6, 3), 4.0)
 
 
-def test_share_of_the_parameters_is_marked_as_a_share(off):
+def test_parameter_share_of_a_rank_is_marked_as_a_share(off):
     collector = effllm.initialize_efficientllm_metrics(parameter_share={"total": 5, "trainable": 0})
 
     assert collector.declared.facts.parameters == DeclaredParameters(total=5, trainable=0, is_share=True)
@@ -296,7 +296,7 @@ def test_phase_does_not_suppress_exceptions_of_the_loop(off):
 
 
 @pytest.mark.parametrize("name", [name for name in effllm.__all__ if name != "__version__"])
-def test_public_names_have_docstrings(name):
+def test_every_public_name_has_a_docstring(name):
     found = getattr(effllm, name)
     methods = inspect.getmembers(found, lambda one: inspect.isroutine(one) or isinstance(one, property))
     documented = {name: found} | ({of: one for of, one in methods if of[0] != "_"} if inspect.isclass(found) else {})

@@ -24,7 +24,7 @@ def phases_ns(slot):
     return slot.phases_ns[:3]
 
 
-def test_iteration_has_step_and_separate_data_wait(loop):
+def test_step_time_and_data_wait_of_an_iteration_are_separate(loop):
     loop.start(2000)
     loop.end(2900)
     loop.start(3000)  # 100 of wait
@@ -35,7 +35,7 @@ def test_iteration_has_step_and_separate_data_wait(loop):
     assert (second.start_ns, second.end_ns, second.step_ns, second.wait_ns) == (3000, 3500, 1400, 100)
 
 
-def test_time_of_phases_is_not_in_wait_or_step(loop):
+def test_data_wait_and_step_time_exclude_phases(loop):
     loop.start(2000)
     loop.phase("checkpoint", 2100, 2400)
     loop.end(3000)  # 1000 less 300
@@ -48,7 +48,7 @@ def test_time_of_phases_is_not_in_wait_or_step(loop):
     assert phases_ns(slot) == (800, 300, 0)
 
 
-def test_evaluation_that_is_reported_later_is_not_in_a_step(loop):
+def test_step_time_excludes_an_evaluation_that_is_reported_later(loop):
     loop.start(2000)
     loop.recorder.evaluated(2100, 2400)
     loop.recorder.waited(50)
@@ -62,7 +62,7 @@ def test_evaluation_that_is_reported_later_is_not_in_a_step(loop):
     assert (second.step_ns, second.wait_ns, phases_ns(second)) == (650 + 300, 200, (300, 0, 0))
 
 
-def test_time_of_a_nested_phase_belongs_to_the_outer_phase(loop):
+def test_time_of_a_nested_phase_is_counted_in_the_outer_phase(loop):
     loop.start(2000)
     loop.now_ns = 2100
     loop.recorder.phase_start("evaluation")
@@ -74,7 +74,7 @@ def test_time_of_a_nested_phase_belongs_to_the_outer_phase(loop):
     assert phases_ns(loop.iterations()[0]) == (500, 0, 0)
 
 
-def test_time_of_iterations_in_a_phase_belongs_to_the_phase(loop):
+def test_time_of_iterations_in_a_phase_is_counted_in_the_phase(loop):
     loop.start(2000)
     loop.end(2500)
     loop.now_ns = 2600
@@ -87,7 +87,7 @@ def test_time_of_iterations_in_a_phase_belongs_to_the_phase(loop):
     loop.end(3400)
 
     slot = loop.iterations()[-1]
-    # wait is 2500 to 2600 and 3000 to 3100; step is 2000 to 2500 and 3100 to 3400
+    # Data wait is from 2500 to 2600 and from 3000 to 3100; the step is from 2000 to 2500 and from 3100 to 3400.
     assert (slot.step_ns, slot.wait_ns, phases_ns(slot)) == (800, 200, (400, 0, 0))
 
 
@@ -123,7 +123,7 @@ def test_phase_is_kept_when_its_iteration_starts_again(loop):
     assert (slot.step_ns, slot.wait_ns, phases_ns(slot)) == (200, 300, (0, 300, 0))
 
 
-def test_end_without_start_ends_an_iteration_since_the_last_end(loop):
+def test_iteration_end_without_a_start_counts_from_the_last_end(loop):
     loop.phase("other", 1100, 1300)
     loop.end(2000)  # from 1000, less 200
     loop.end(2600)
@@ -139,7 +139,7 @@ COMMANDS = st.tuples(st.integers(0, 5), st.sampled_from(["start", "end", "evalua
 
 @settings(deadline=None, max_examples=200)
 @given(st.lists(COMMANDS, max_size=60))
-def test_every_nanosecond_has_exactly_one_class(commands):
+def test_every_nanosecond_is_assigned_to_exactly_one_class(commands):
     # The model of this test sums up time until an end assigns this time to wait, step or start-up.
     phases, between, inside, step, wait, startup = {}, 0, 0, 0, 0, 0
     started = ended = False
@@ -198,7 +198,7 @@ def test_phase_records_do_not_overlap_and_their_sum_is_the_total(commands):
             assert sum(slot.end_ns - slot.start_ns for slot in marked if slot.what == what) == total_ns
 
 
-def test_counts_are_totals_and_tokens_are_processed_by_default(loop):
+def test_counts_are_added_and_processed_tokens_are_real_by_default(loop):
     loop.start(2000)
     loop.end(2100, 512, 4)
     loop.start(2200)
@@ -227,7 +227,7 @@ def test_invalid_count_is_ignored_with_one_warning(loop, bad, place):
     assert "iteration 1 has no counts" in loop.warnings[0]
 
 
-def test_totals_do_not_exceed_the_range_of_a_record(loop):
+def test_totals_never_exceed_the_number_range_of_a_record(loop):
     for ordinal in range(1, 6):
         loop.end(MADE_NS + ordinal, 2**60)
 
@@ -246,7 +246,7 @@ def test_counts_of_other_number_types_are_accepted(loop):
     assert slot.counts[:4] == (1, 7, 0, 3)
 
 
-def test_count_on_a_gpu_is_not_read_to_avoid_a_synchronization(loop):
+def test_count_on_a_gpu_is_not_read_because_a_read_would_wait(loop):
     reads = []
 
     class OnGpu:
@@ -394,8 +394,8 @@ def test_phase_end_without_start_warns_once_and_is_ignored(loop):
 
 
 def test_forked_child_records_nothing_and_the_parent_continues():
-    # In a new process, because the test process can have threads: since Python 3.12 a fork of such a process logs a
-    # warning.
+    # The fork is in a new process, because the test process can have threads. Since Python 3.12, a fork of a process
+    # with threads logs a warning.
     program = """
 import os
 from effllm.trainer.recorder import Recorder
@@ -463,7 +463,7 @@ def generate(loop, from_ns, to_ns, *counts, is_phase=False):
     loop.recorder.generations.end(*counts)
 
 
-def test_generated_tokens_and_time_are_totals_in_every_record(loop):
+def test_every_record_contains_totals_of_generated_tokens_and_time(loop):
     loop.start(2000)
     loop.recorder.generations.add(120, 300, 40)
     loop.end(3000)
@@ -511,7 +511,7 @@ def test_gpu_tensor_is_not_read_for_the_count_of_a_generation(loop):
     assert len(loop.warnings) == 1
 
 
-def test_time_of_a_generation_phase_is_not_in_step_or_wait(loop):
+def test_step_time_and_data_wait_exclude_a_generation_phase(loop):
     loop.start(2000)
     generate(loop, 2100, 2700, 60, 5, is_phase=True)
     loop.end(3000)  # 1000 less 600
@@ -524,7 +524,7 @@ def test_time_of_a_generation_phase_is_not_in_step_or_wait(loop):
     assert generated(slots[1]) == (60, 600, 5)
 
 
-def test_time_of_a_generation_without_phase_is_in_the_step(loop):
+def test_step_time_includes_a_generation_without_a_phase(loop):
     loop.start(2000)
     generate(loop, 2100, 2700, 60)
     loop.end(3000)
@@ -544,7 +544,7 @@ def test_nested_generation_is_counted_once(loop):
     recorder.generations.end(30, 4)
     generate(loop, 2400, 2500, 12, 1)
     loop.now_ns = 2600
-    recorder.generations.end()  # no counts are given: those of the inner generations are used, 30 + 12
+    recorder.generations.end()  # no counts are given, so the counts of the inner generations are used: 30 + 12
     generate(loop, 3000, 3100, 8)
     loop.start(4000)
     loop.end(4100)
@@ -563,7 +563,7 @@ def test_generation_end_without_start_warns_once(loop):
     assert len(loop.warnings) == 1
 
 
-def test_time_of_a_generation_in_an_evaluation_is_evaluation(loop):
+def test_time_of_a_generation_in_an_evaluation_counts_as_evaluation(loop):
     loop.now_ns = 2000
     loop.recorder.phase_start("evaluation")
     generate(loop, 2100, 2300, 10, is_phase=True)
@@ -576,7 +576,7 @@ def test_time_of_a_generation_in_an_evaluation_is_evaluation(loop):
     assert (slot.phases_ns[0], slot.phases_ns[3], generated(slot)) == (500, 0, (10, 200, 0))
 
 
-def test_own_time_until_the_sync_point_has_no_waits_or_phases(loop):
+def test_time_until_the_sync_point_excludes_data_wait_and_phases(loop):
     loop.start(2000)
     loop.recorder.waited(100)  # data wait: the step begins 100 ns later
     loop.phase("other", 2300, 2500)

@@ -3,19 +3,19 @@
 import reliability
 
 
-def test_every_fault_has_a_test():
+def test_every_fault_of_the_table_has_a_test():
     assert set(reliability.FAULTS) <= {name for name, tests in reliability.marked().items() if tests}
 
 
-def test_every_mark_has_the_name_of_a_fault():
+def test_every_fault_mark_of_a_test_names_a_fault_of_the_table():
     assert [name for name in reliability.marked() if name not in reliability.FAULTS] == []
 
 
-def test_page_is_generated_from_the_table_and_the_results():
+def test_reliability_page_equals_the_page_generated_from_results():
     assert reliability.PAGE.read_text() == reliability.page()
 
 
-def test_result_of_a_row_is_the_sum_of_its_tests():
+def test_result_of_a_row_is_the_sum_over_its_tests():
     ran_on = {"python": "3.11", "kernel": "Linux 6.1"}
     ran = [{"passed": 3, "skipped": 1, **ran_on}, {"passed": 2, **ran_on}]
 

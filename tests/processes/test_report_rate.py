@@ -57,7 +57,7 @@ def serve(socket, trainer, every_s):
 
 @pytest.mark.faults
 @pytest.mark.parametrize("every_s", [0.0, 1.0])
-def test_windows_of_1_ms_are_batched_and_totals_are_exact(listening, tmp_path, every_s):
+def test_windows_of_1_ms_are_sent_together_and_totals_are_exact(listening, tmp_path, every_s):
     socket, endpoint = listening
     settings = {"ENDPOINT": endpoint, "LOG_INTERVAL": "1", "DEVICE": "simulated", "RUN_DIR": str(tmp_path)}
     settings["SECURITY"] = "none"

@@ -272,7 +272,7 @@ def open_rings():
     return sum("effllm-ring" in str(one.readlink()) for one in Path("/proc/self/fd").iterdir() if one.is_symlink())
 
 
-def test_missing_memory_raises_an_error_for_the_ring(monkeypatch):
+def test_full_shared_memory_raises_an_error_of_the_ring(monkeypatch):
     def full(descriptor, offset, size):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -284,8 +284,8 @@ def test_missing_memory_raises_an_error_for_the_ring(monkeypatch):
     assert open_rings() == before
 
 
-def test_limit_on_file_sizes_raises_an_error_for_the_ring():
-    # In a new process, because the limit cannot be raised again and the signal of the limit would kill the tests.
+def test_file_size_limit_raises_an_error_when_a_ring_is_created():
+    # The limit is set in a new process, because it cannot be raised again and its signal would kill the tests.
     program = (
         "import resource, signal\n"
         "from effllm.records.ring import RingWriter\n"
@@ -309,7 +309,7 @@ def test_memory_of_a_new_ring_is_reserved(writer):
 # --- data that no recorder writes ---
 
 
-def test_limits_of_indices_are_the_lengths_of_the_tables():
+def test_index_limits_of_the_ring_equal_the_lengths_of_its_tables():
     assert len(KINDS) == ring._KINDS
     assert len(MARKED_PHASES) == ring._PHASES
 

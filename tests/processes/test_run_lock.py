@@ -18,7 +18,7 @@ NEXT = Holder(run="77", job="second", endpoint="tcp://127.0.0.1:5001", host="nod
 OTHER = Holder(run="78", job="third", endpoint="tcp://127.0.0.1:5002", host="node0", pid=3)
 
 
-def test_lock_file_has_the_holder_and_is_private(tmp_path):
+def test_lock_file_names_its_holder_and_is_private(tmp_path):
     lock = take(tmp_path / "runs" / "one", FIRST)
 
     assert (lock.folder, lock.instead_of) == (tmp_path / "runs" / "one", None)
@@ -60,7 +60,7 @@ def test_another_job_gets_another_folder_and_requests_no_release(tmp_path, one):
         lock.release()
 
 
-def test_wait_for_the_holder_of_a_lock_has_a_timeout(tmp_path):
+def test_wait_for_the_holder_of_a_lock_ends_at_its_timeout(tmp_path):
     lock = take(tmp_path / "one", FIRST)
 
     beside = take(tmp_path / "one", NEXT, wait_s=0.2)
@@ -99,7 +99,7 @@ def test_only_a_run_that_is_not_completed_is_continued(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"run": 7}', b"\xff" * 9000])
-def test_lock_with_an_invalid_lock_file_is_not_free(tmp_path, content):
+def test_lock_with_an_invalid_lock_file_is_treated_as_held(tmp_path, content):
     lock = take(tmp_path / "one", FIRST)
     (tmp_path / "one" / "lock").write_bytes(content)
     requests = []
@@ -141,7 +141,7 @@ def test_lock_descriptor_is_not_inherited(tmp_path):
         ({}, ""),
     ],
 )  # fmt: skip
-def test_attempts_of_a_run_have_one_name(place, name):
+def test_all_attempts_of_a_run_share_one_name(place, name):
     assert name_of_run(Place(**place), "node0") == name
 
 

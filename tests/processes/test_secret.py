@@ -32,7 +32,7 @@ def test_created_secret_is_private_and_can_be_read(path):
     assert [one.name for one in path.parent.iterdir()] == ["secret"]
 
 
-def test_ten_processes_started_together_have_one_secret(path):
+def test_ten_processes_started_together_read_the_same_secret(path):
     create = "from effllm.network import secret; print(secret.create(Path(sys.argv[1])))"
     code = f"import sys; from pathlib import Path; {create}"
     command = [sys.executable, "-c", code, str(path)]
@@ -62,7 +62,7 @@ def test_secret_readable_by_other_users_is_rejected_with_advice(path, mode):
     assert stat.S_IMODE(path.stat().st_mode) == mode, "the mode must not be changed"
 
 
-def test_link_folder_and_pipe_are_rejected_as_secret_file(path):
+def test_secret_file_is_rejected_if_it_is_a_link_folder_or_pipe(path):
     write(path.with_name("real"))
     path.symlink_to("real")
     with pytest.raises(SecretError, match="is a link"):
@@ -103,7 +103,7 @@ def test_short_secret_is_rejected_and_not_shown(path, content):
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root can write anywhere")
-def test_unwritable_folder_of_the_secret_is_reported(path):
+def test_secret_folder_without_write_permission_is_reported(path):
     path.parent.mkdir(parents=True)
     path.parent.chmod(0o500)
 

@@ -68,7 +68,7 @@ def served(sink):
     return samples(sink.page())
 
 
-def test_spread_of_ranks_has_five_numbers(sink):
+def test_spread_of_ranks_is_served_as_five_numbers(sink):
     sink.write(make_report(spread={"step_seconds": Spread(8, 0.5, 0.5, 0.625, 0.75, 1.0)}))
 
     shown = {name: value for (name, *_), value in served(sink).items() if name.endswith(("step_seconds", "gpu_watts"))}
@@ -82,7 +82,7 @@ def test_spread_of_ranks_has_five_numbers(sink):
     }
 
 
-def test_newest_values_are_gauges_in_base_units(sink):
+def test_newest_values_are_served_as_gauges_in_base_units(sink):
     sink.write(make_report(90))
     sink.write(report := make_report(100))
 
@@ -96,7 +96,7 @@ def test_newest_values_are_gauges_in_base_units(sink):
     assert seen["efficientllm_fresh",] == 1
 
 
-def test_totals_are_counters_and_the_coverage_is_served(sink):
+def test_totals_and_coverage_of_a_job_are_served(sink):
     sink.write(report := make_report(100))
 
     seen = served(sink)
@@ -109,7 +109,7 @@ def test_totals_are_counters_and_the_coverage_is_served(sink):
     assert seen["efficientllm_straggler_rank",] == report.straggler.rank
 
 
-def test_uncounted_quantities_have_no_total(sink):
+def test_no_totals_are_served_for_quantities_that_are_not_counted(sink):
     sink.write(make_report(100, job=with_keys(totals(100), tokens=0, samples=0)))
 
     assert not {"efficientllm_tokens_total", "efficientllm_samples_total"} & {name for name, *_ in served(sink)}
@@ -123,7 +123,7 @@ def test_only_event_counters_are_served_before_the_first_window(sink):
     assert set(seen.values()) == {0.0}, "increase() needs 0 before the first event of a kind"
 
 
-def test_value_that_is_not_measured_any_more_has_no_sample(sink):
+def test_no_sample_is_served_for_a_value_that_is_no_longer_measured(sink):
     report = make_report(100)
     sink.write(report)
     assert ("efficientllm_aec_watts", ("over", "run")) in served(sink)
@@ -158,7 +158,7 @@ def test_old_values_are_removed_and_totals_are_kept():
     assert "efficientllm_aec_watts" not in names()
 
 
-def test_labels_have_no_ranks_and_a_limited_number_of_event_kinds(sink):
+def test_labels_contain_no_ranks_and_few_event_kinds(sink):
     for number in range(1000):
         sink.event(Event(1.0, f"kind_{number}", "text", rank=number))
     sink.write(make_report(100))
@@ -177,7 +177,7 @@ BASE_UNITS = {
 }  # fmt: skip
 
 
-def test_every_metric_has_a_unique_name_in_base_units():
+def test_name_of_every_metric_is_unique_and_in_base_units():
     charted = [entry for entry in metrics.METRICS.values() if entry.chart]
     names = [prometheus.name_of(entry)[0] for entry in charted]
 

@@ -73,20 +73,20 @@ def test_every_value_of_a_report_is_a_scalar_at_its_iteration(tmp_path):
     assert back.Scalars("efficientllm/amu_gb")[0].wall_time == report.time_s
 
 
-def test_second_unit_of_a_metric_has_no_chart(tmp_path):
+def test_no_chart_is_drawn_for_the_second_unit_of_a_metric(tmp_path):
     tags = set(written(tmp_path, whole_report()).Tags()["scalars"])
 
     assert "efficientllm/energy/total_joules" in tags
     assert not {"efficientllm/energy/total_wh", "efficientllm/energy/joules_per_10k_tokens"} & tags
 
 
-def test_six_tags_of_the_contract_are_written(tmp_path):
+def test_six_tags_of_the_metrics_contract_are_written(tmp_path):
     names = "amu_gb pcu_ratio al_seconds tt_tokens_per_param_per_sec st_samples_per_param_per_sec aec_watts"
 
     assert {f"efficientllm/{name}" for name in names.split()} <= set(written(tmp_path, make_report()).Tags()["scalars"])
 
 
-def test_health_and_the_slowest_rank_have_charts(tmp_path):
+def test_charts_are_drawn_of_health_and_of_the_slowest_rank(tmp_path):
     back = written(tmp_path, make_report(coverage=Coverage(8, 6, 8, 5, 4, 3, (1, 2), energy=0.625), simulated=True))
 
     expected = {"ranks_reporting": 6, "gpus_measured": 5, "reports_lost": 4, "reports_late": 3}
@@ -97,7 +97,7 @@ def test_health_and_the_slowest_rank_have_charts(tmp_path):
     assert points(back, "straggler/worst_rank_slowdown_ratio") == [(100, pytest.approx(4.2 / 4.04))]
 
 
-def test_spread_of_ranks_and_gpus_has_charts(tmp_path):
+def test_charts_are_drawn_of_the_spread_of_ranks_and_gpus(tmp_path):
     spread = {
         "step_seconds": Spread(8, 0.5, 0.5, 0.625, 0.75, 1.0),
         "gpu_watts": Spread(8, 100.0, 110.0, 400.0, 512.0, 600.0),
@@ -110,7 +110,7 @@ def test_spread_of_ranks_and_gpus_has_charts(tmp_path):
     assert points(back, "health/p5_utilization_ratio") == [(100, 0.25)]
 
 
-def test_10000_ranks_have_the_same_tags_as_8_ranks(tmp_path):
+def test_tags_are_the_same_for_10000_and_for_8_ranks(tmp_path):
     missing = tuple(range(0, 10_000, 3))
     coverage = Coverage(10_000, 6_666, 10_000, 6_666, 9, 9, missing, 0.6, 0.6, 0.6)
     spread = dict.fromkeys(SPREADS, Spread(10_000, 0.0, 0.1, 0.2, 0.3, 0.4))
@@ -121,7 +121,7 @@ def test_10000_ranks_have_the_same_tags_as_8_ranks(tmp_path):
     assert many.Tags()["scalars"] == few.Tags()["scalars"]
 
 
-def test_first_value_of_a_tag_has_help_and_unit(tmp_path):
+def test_first_value_of_a_tag_is_written_with_help_and_unit(tmp_path):
     written(tmp_path, make_report(100, values={"amu_gb": 45.0}), make_report(110, values={"amu_gb": 45.0, "new": 1.0}))
 
     described = {
@@ -180,7 +180,7 @@ def layout(folder: Path) -> layout_pb2.Layout:
     return layout_pb2.Layout.FromString(pages[-1])
 
 
-def test_custom_scalars_page_groups_all_tags(tmp_path):
+def test_every_tag_is_in_a_group_of_the_custom_scalars_page(tmp_path):
     back = written(tmp_path, make_report(90, values={"window/amu_gb": 1.0}), whole_report(simulated=True))
     page = layout(tmp_path)
 

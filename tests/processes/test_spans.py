@@ -20,7 +20,7 @@ def parts(truth):
 
 
 def error_j(part):
-    """Return the half-width, 95 %, of the random error."""
+    """Return the half-width of the 95 % interval of the random error."""
     return 1.96 * (part["start_j2"] + part["end_j2"] + part["inside_j2"]) ** 0.5
 
 
@@ -36,7 +36,7 @@ def traced(launch, trace):
     return traced
 
 
-def test_span_has_the_energy_of_a_known_trace(traced):
+def test_energy_of_a_span_agrees_with_the_trace(traced):
     gpu = Gpu("GPU-a", "0:01:00", power=square(180.0, 620.0, 0.83, 0.6), memory=flat(40.0 * GIB), tick_s=0.0)
     truth = traced(gpu, 12, 0.3)
     found = parts(truth)
@@ -60,7 +60,7 @@ def test_spans_of_a_chain_share_their_edges(traced):
     assert (truth["lost"], truth["waiting"]) == (0, 0)
 
 
-def test_span_has_power_temperature_utilization_and_memory(traced):
+def test_power_temperature_utilization_and_memory_are_in_a_span(traced):
     gpu = Gpu("GPU-a", "0:01:00", power=flat(300.0), memory=flat(40.0 * GIB), utilization=flat(0.5))
     truth = traced(gpu, 4, 0.5)
     part = parts(truth)[2]
@@ -74,7 +74,7 @@ def test_span_has_power_temperature_utilization_and_memory(traced):
     assert truth["devices"][0]["name"] == "Traced"
 
 
-def test_span_of_past_time_is_answered(traced):
+def test_span_of_past_time_is_answered_with_its_readings(traced):
     gpu = Gpu("GPU-a", "0:01:00", power=flat(300.0))
     truth = traced(gpu, 6, 0.3, log_interval=1000)
     (part,) = next(span["parts"] for span in truth["spans"] if span["number"] == truth["alone"])
@@ -82,7 +82,7 @@ def test_span_of_past_time_is_answered(traced):
     assert part["joules"] == pytest.approx(300.0 * 0.4, rel=0.02)
 
 
-def test_span_of_a_simulated_device_has_its_energy(launch):
+def test_energy_of_a_simulated_device_is_in_a_span(launch):
     truth = launch.python(LOOP, 6, 0.2).done().output()
 
     for part in parts(truth):
@@ -90,7 +90,7 @@ def test_span_of_a_simulated_device_has_its_energy(launch):
         assert part["joules"] == pytest.approx(true_j, rel=0.02)
 
 
-def test_spans_are_requested_without_a_wait(launch):
+def test_requests_for_spans_do_not_wait_for_the_agent(launch):
     held_s = launch.python(LOOP, 200, 0.002).done().output()["held_s"]
 
     assert statistics.median(held_s) < 0.5e-3

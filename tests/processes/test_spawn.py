@@ -58,7 +58,7 @@ def test_modules_are_imported_from_the_paths_of_the_trainer(tmp_path, options, v
 
 @since_3_11
 @pytest.mark.faults
-def test_job_with_safe_path_has_metrics_of_modules_on_pythonpath(launch, tmp_path):
+def test_modules_on_pythonpath_are_found_if_safe_path_is_set(launch, tmp_path):
     first = tmp_path / "first"
     first.mkdir()
     import msgspec

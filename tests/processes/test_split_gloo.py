@@ -31,7 +31,7 @@ def test_all_ranks_profile_the_same_iterations(job):
     assert {row.rank for row in rows} == set(range(WORLD))
 
 
-def test_al_is_the_sum_of_computation_and_exposed_communication(job):
+def test_al_is_computation_plus_exposed_communication(job):
     summary = job.ledger.summary
     values = {tag.rpartition("/")[2]: value.value for tag, value in summary.metrics.items() if "job/" not in tag}
 
@@ -47,13 +47,13 @@ def test_exposed_communication_is_the_wait_of_the_loop(job):
 
     assert profile.computing_s + profile.exposed_s <= profile.time_s
     # Waits of DDP are also exposed, so the value can be larger. The hidden all-reduce of the script is as long as
-    # the exposed one, and is not included.
+    # the exposed all-reduce, but its time is not included.
     assert 0.7 * waited_s < profile.exposed_s < profile.communication_s
     assert profile.communication_s > profile.exposed_s + 0.2 * waited_s
     assert profile.kinds == {"all_reduce": (approx(profile.communication_s), approx(profile.exposed_s))}
 
 
-def test_mean_of_profiled_iterations_is_near_al(job):
+def test_mean_time_of_profiled_iterations_is_near_al(job):
     profile, summary = job.ledger.summary.profile, job.ledger.summary
     mean_s = profile.time_s / profile.iterations
 

@@ -49,7 +49,7 @@ def test_event_folder_of_the_framework_on_another_host_is_not_used(run, tmp_path
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_setting_of_the_user_replaces_the_folder_of_the_framework(run, tmp_path):
+def test_folder_setting_of_the_user_replaces_the_framework_folder(run, tmp_path):
     framework = tmp_path / "framework"
     framework.mkdir()
 

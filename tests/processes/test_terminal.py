@@ -34,7 +34,7 @@ WHOLE = re.compile(
 )
 
 
-def test_lines_between_updates_of_a_progress_bar_are_complete(launch, tmp_path):
+def test_console_lines_between_progress_bar_updates_are_complete(launch, tmp_path):
     keyboard, output = pty.openpty()
     shown = bytearray()
 

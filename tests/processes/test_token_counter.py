@@ -54,7 +54,7 @@ def test_only_batches_that_arrive_are_counted():
 
 
 @pytest.mark.parametrize("collate", [as_tuple, lambda rows: rows, lambda rows: None])
-def test_batch_of_an_unknown_kind_has_no_count_and_one_warning(collate):
+def test_batch_of_an_unknown_kind_is_not_counted_and_warns_once(collate):
     collator = CountingCollator(collate)
 
     with pytest.warns(UserWarning, match="cannot be counted") as warned:
@@ -64,7 +64,7 @@ def test_batch_of_an_unknown_kind_has_no_count_and_one_warning(collate):
     assert str(collator.tokens) == str(collator.samples) == "nan"
 
 
-def test_batches_without_text_have_samples_and_no_tokens():
+def test_samples_but_no_tokens_of_batches_without_text_are_counted():
     collator = CountingCollator(lambda rows: {"pixel_values": torch.zeros(len(rows), 3)})
 
     list(collator.over(DataLoader(ROWS, batch_size=10, collate_fn=collator)))
@@ -72,7 +72,7 @@ def test_batches_without_text_have_samples_and_no_tokens():
     assert (collator.samples, str(collator.tokens)) == (30, "nan")
 
 
-def test_nothing_counted_is_nan():
+def test_counts_are_nan_before_the_first_batch():
     assert str(CountingCollator(padded).tokens) == "nan"
 
 

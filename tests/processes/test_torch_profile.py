@@ -69,7 +69,7 @@ def test_running_profiler_is_not_disturbed(profile, warned):
     assert warned == []
 
 
-def test_profiler_that_runs_before_our_profile_is_not_disturbed(profile):
+def test_profiler_that_runs_before_effllm_is_not_disturbed(profile):
     with torch.profiler.profile(activities=CPU) as theirs:
         profile.start(2)
         work()
@@ -78,7 +78,7 @@ def test_profiler_that_runs_before_our_profile_is_not_disturbed(profile):
     assert "aten::mm" in names(theirs)
 
 
-def test_other_profiler_that_starts_in_an_iteration_ends_our_profile(profile, warned):
+def test_profile_ends_if_another_profiler_starts_in_an_iteration(profile, warned):
     profile.start(2)
     theirs = torch.profiler.profile(activities=CPU)
     theirs.start()
@@ -136,7 +136,7 @@ def test_torch_profiler_functions_are_restored_on_close(warned):
     assert not torch.autograd._profiler_enabled()
 
 
-def test_iteration_without_an_end_has_no_result(profile):
+def test_iteration_without_an_end_returns_no_profile(profile):
     profile.start(2)
     profile.start(3)
     assert profile.end(time.monotonic_ns()) is None
@@ -309,7 +309,7 @@ class Record:
         return self._values[5]
 
 
-def test_iteration_on_a_device_is_from_the_first_to_the_last_record():
+def test_iteration_on_a_device_lasts_from_first_to_last_record():
     nccl = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL"
     group = '"Process Group Name": "3", "Process Group Description": "TENSOR_MODEL_PARALLEL_GROUP"'
     found = device_split([
@@ -322,10 +322,10 @@ def test_iteration_on_a_device_is_from_the_first_to_the_last_record():
         Record("Memcpy DtoH", 290, 300, activity="gpu_memcpy"),
     ])  # fmt: skip
 
-    # The iteration is 100-300 ns. Computation is 100-180 and 290-300: 90 ns. Communication is 60 + 10 ns; 170-180 is
-    # hidden.
+    # The iteration lasts from 100 to 300 ns. Computation is from 100 to 180 and from 290 to 300, together 90 ns.
+    # Communication lasts 60 + 10 ns; its part from 170 to 180 is hidden behind computation.
     assert found == timeline.Split(200, 70, 60, 90, 50, {"tp": (10, 10), "all_reduce": (60, 50)})
 
 
-def test_split_is_missing_without_records_of_a_device():
+def test_computation_and_communication_are_none_without_records():
     assert device_split([Record("cudaLaunchKernel", 0, 9, "DeviceType.CPU", "cuda_runtime")]) is None

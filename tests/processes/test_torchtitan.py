@@ -135,14 +135,14 @@ def test_loggers_of_torchtitan_receive_the_metrics(start):
     assert "efficientllm/al_seconds" in start("0.3", "wait").done().stdout
 
 
-def test_run_with_a_failed_training_has_the_status_failed(start):
+def test_status_of_a_run_with_a_failed_training_is_failed(start):
     job = start("0.3", "fail").wait()
     assert job.code == 1
     assert not job.left(within_s=8.0)
     assert (job.ledger.summary.iterations, job.ledger.summary.status) == (4, "failed")
 
 
-def test_torchtitan_without_a_trainer_class_is_reported_and_runs(launch, tmp_path):
+def test_torchtitan_without_a_trainer_class_runs_without_metrics(launch, tmp_path):
     (tmp_path / "torchtitan" / "components").mkdir(parents=True)
     (tmp_path / "torchtitan" / "__init__.py").write_text("")
     (tmp_path / "torchtitan" / "train.py").write_text("def main(): pass\n")

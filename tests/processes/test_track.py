@@ -58,7 +58,7 @@ def tracked(wake):
         assert sampler.stop(5.0)
 
 
-def test_first_sample_makes_a_series_and_is_reported_once(tracked):
+def test_series_begins_at_the_first_sample_which_is_reported_once(tracked):
     track = tracked(Gpu())
     assert track.series is None
     assert track.is_settled(time.monotonic_ns()), "an edge does not wait for a first sample"
@@ -109,7 +109,7 @@ def test_edge_of_a_counter_with_ticks_is_read_several_times(tracked, wake):
     assert 2 < reader.reads <= 19  # if a busy machine misses several reads, only the last is made
 
 
-def test_frequent_edges_have_fewer_reads(tracked, wake):
+def test_frequent_edges_cause_fewer_reads_per_edge(tracked, wake):
     def learn(device, read, is_suspect):
         return Sensor(tick_s=0.04)
 
@@ -121,13 +121,13 @@ def test_frequent_edges_have_fewer_reads(tracked, wake):
     track.ask(edge_ns)
     woken(wake)
     before = reader.reads
-    track.ask(edge_ns + 10_000_000)  # 10 ms later, so only one read remains
+    track.ask(edge_ns + 10_000_000)  # the second edge is 10 ms later, so it gets only one read
     woken(wake)
 
     assert reader.reads - before == 1
 
 
-def test_edge_of_integrated_power_is_settled_after_one_read(tracked, wake):
+def test_energy_of_an_edge_is_final_after_one_read_of_power(tracked, wake):
     track = tracked(Gpu(INSTANT))
     track.take()
     edge_ns = time.monotonic_ns()
@@ -169,7 +169,7 @@ def test_existing_series_uses_a_later_calibration(tracked):
     assert len(track.series.energy.timing.reads_for(edge_ns)) == 18
 
 
-def test_tick_that_readings_contradict_is_calibrated_again_once(tracked, wake):
+def test_tick_that_readings_contradict_is_measured_again_once(tracked, wake):
     calibrations_made = []
 
     def learn(device, read, is_suspect):
@@ -238,7 +238,7 @@ def run_of(lag_s, calibrations):
     return [event.text for event in track.take_events(before_ns, 0.0) if event.kind == "energy_calibration"]
 
 
-def test_found_lag_is_kept_for_the_next_run(tmp_path):
+def test_lag_that_a_run_found_is_stored_for_the_next_run(tmp_path):
     device = Device("GPU-1", "nvml", "NVIDIA L40S", driver="1")
 
     assert run_of(0.04, tmp_path) == []
@@ -256,7 +256,7 @@ def test_contradicted_lag_is_dropped_and_reported(tmp_path):
     assert kept_lag_s(tmp_path, device) == pytest.approx(0.0, abs=1e-3)
 
 
-def test_edges_are_not_settled_during_calibration(tracked):
+def test_energy_of_edges_is_not_final_during_calibration(tracked):
     learnt = threading.Event()
 
     def learn(device, read, is_suspect):
@@ -298,7 +298,7 @@ def events_of(track):
     return [(event.kind, event.text) for event in track.take_events(time.monotonic_ns(), time.time())]
 
 
-def test_event_has_the_device_key_and_its_time_and_count(tracked, wake):
+def test_event_contains_device_key_time_and_count(tracked, wake):
     class Faulty(Gpu):
         def read(self):
             sample, failures = super().read()
@@ -313,7 +313,7 @@ def test_event_has_the_device_key_and_its_time_and_count(tracked, wake):
     assert (event.time_s, event.device, event.count) == (910.0, "GPU-0", 3)
 
 
-def test_texts_of_events_have_the_name_of_the_device(tracked, wake):
+def test_texts_of_events_contain_the_name_of_the_device(tracked, wake):
     class Reset(Gpu):
         def read(self):
             sample, failures = super().read()
@@ -359,7 +359,7 @@ def test_baseline_power_is_the_mean_of_the_baseline_time(tracked):
     assert track.series.device.baseline_w == pytest.approx(60.0)
 
 
-def test_samples_of_a_slow_device_have_no_gaps(tracked):
+def test_slow_device_causes_no_gaps_between_samples(tracked):
     track = tracked(Gpu(INSTANT), interval_s=1.0)
     track.take()
     begin_ns = track.series.newest_ns

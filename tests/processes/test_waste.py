@@ -8,7 +8,7 @@ from sink_examples import make_report, totals, with_keys
 
 from effllm.job.health.waste import BUSY, IDLE, NO_TOKENS, TOKENS, WasteWatch
 
-REPORT = make_report()  # made once, because the metrics of ninety thousand windows take ten seconds
+REPORT = make_report()  # one report for all windows: the metrics of ninety thousand windows would take ten seconds
 
 
 class Run:
@@ -137,7 +137,7 @@ def test_missing_tokens_and_their_return_are_reported_once():
     assert run.kinds == [NO_TOKENS, TOKENS]
 
 
-def test_uncounted_tokens_with_known_flops_are_reported():
+def test_missing_tokens_are_reported_if_flops_per_token_are_known():
     run = Run().windows(300, tokens=0)
 
     assert run.events == [

@@ -154,7 +154,7 @@ def test_watch_rejects_error_and_redirect_answers_of_a_server(serve):
         fetch(serve(302))
 
 
-def test_missing_server_is_unreachable(serve):
+def test_missing_server_is_reported_as_unreachable(serve):
     with pytest.raises(Unreachable, match="no answer"):
         fetch("http://127.0.0.1:1/metrics")
 
@@ -192,7 +192,7 @@ def test_gpu_with_a_late_first_read_is_counted(monkeypatch):
         time.sleep(0.3)
         return gpus.joules(start_s, start_s + 0.2)
 
-    joules = jobs.until(joules_of_a_while)  # None if a reading was late
+    joules = jobs.until(joules_of_a_while)  # no value is returned while a reading is late
     count = gpus.count
     gpus.close()
 
@@ -204,7 +204,7 @@ def watch(cli, url, *arguments, **variables):
     return cli.run("watch", "--vllm", url, "--interval", "0.5", *arguments, **variables)
 
 
-def test_json_has_one_line_per_interval_with_joules_per_token(cli, serve):
+def test_json_output_has_one_line_per_interval_with_joules_per_token(cli, serve):
     url = serve(page(1000, 10), page(1500, 20), page(1700, 20))
 
     done = watch(cli, url, "--count", "2", "--json", EFFICIENTLLM_DEVICE="simulated")
@@ -220,7 +220,7 @@ def test_json_has_one_line_per_interval_with_joules_per_token(cli, serve):
         assert row["joules_per_10k_tokens"] == pytest.approx(1e4 * row["joules_per_token"])
 
 
-def test_table_of_80_columns_ends_with_the_sum(cli, serve):
+def test_table_fits_80_columns_and_ends_with_the_sum(cli, serve):
     done = watch(cli, serve(page(1000), page(1500), page(2500)), "--count", "2", EFFICIENTLLM_DEVICE="simulated")
 
     lines = done.stdout.splitlines()
@@ -250,7 +250,7 @@ def test_watch_continues_after_a_restart_and_an_outage(cli, serve):
     assert done.returncode == 0
 
 
-def test_exit_status_is_1_without_a_vllm_server(cli, serve):
+def test_watch_exits_with_status_1_if_no_vllm_server_answers(cli, serve):
     away = watch(cli, "http://127.0.0.1:1/metrics", "--count", "1", EFFICIENTLLM_DEVICE="simulated")
     other = watch(cli, serve("up 1\n"), EFFICIENTLLM_DEVICE="simulated")
 
@@ -260,12 +260,12 @@ def test_exit_status_is_1_without_a_vllm_server(cli, serve):
     assert "Traceback" not in away.stderr + other.stderr
 
 
-def test_exit_status_is_2_after_a_usage_error(cli):
+def test_watch_exits_with_status_2_after_a_usage_error(cli):
     assert watch(cli, "file:///etc/passwd").returncode == 2
     assert cli.run("watch", "--interval", "0").returncode == 2
 
 
-def test_fake_server_of_the_integration_can_be_watched(cli):
+def test_watch_reads_the_fake_server_of_the_integration(cli):
     server = subprocess.Popen(
         [sys.executable, str(STAND_IN), "--port", "0", "--tokens-per-second", "1000"], stdout=subprocess.PIPE, text=True
     )

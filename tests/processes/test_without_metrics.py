@@ -60,7 +60,7 @@ def test_process_without_a_wrong_setting_prints_no_line(cli, code, variables):
     assert stderr_of(cli, code, **variables) == []
 
 
-def test_metrics_started_by_the_loop_are_not_reported(cli):
+def test_metrics_that_the_loop_starts_are_not_reported_as_missing(cli):
     lines = stderr_of(cli, ATTACHED + LOOP, EFFICIENTLLM_ATTACH="perhaps", EFFICIENTLLM_SINKS="none")
 
     assert [line for line in lines if "ran without metrics" in line] == []
