@@ -222,7 +222,7 @@ def test_multi_host_job_with_a_readable_secret_is_rejected(launch, tmp_path):
 
 
 @pytest.mark.parametrize(("rank", "lines"), [(0, 2), (1, 0)])
-def test_ranks_without_torch_or_endpoint_have_no_metrics(launch, rank, lines):
+def test_ranks_without_torch_or_endpoint_train_without_metrics(launch, rank, lines):
     environ = {**jobs.rank_environ(rank, 2), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(jobs.unused_port())}
     job = launch.python(LOOP, "--iterations", 20, environ=environ).done()
 

@@ -86,7 +86,7 @@ def test_make_target_bench_gpu_is_defined(tmp_path):
 
 
 @pytest.mark.parametrize("traits", [{}, {"lag_s": 0.04}, {"counts": 1.06}])
-def test_dense_power_readings_agree_with_the_counter(traits):
+def test_energy_from_dense_power_readings_agrees_with_the_counter(traits):
     gpu = SensedGpu(tick_s=0.1, **traits)
     found = profile(gpu, lambda: gpu, 30.0, clock=gpu.clock)
 

@@ -305,7 +305,7 @@ def test_profile_of_a_gpu_is_used_for_its_mig_slices(board, tmp_path):
     assert sensor.lag_s == 0.04
 
 
-def test_gpu_without_a_counter_uses_its_profile(tmp_path):
+def test_profile_is_used_for_a_gpu_without_a_counter(tmp_path):
     store(tmp_path, replace(PROFILE, date=day(3)))
 
     sensor = calibrate(
@@ -315,7 +315,7 @@ def test_gpu_without_a_counter_uses_its_profile(tmp_path):
     assert sensor.lag_s == 0.04
 
 
-def test_old_calibration_is_measured_again(board, tmp_path):
+def test_sensor_is_measured_again_if_its_calibration_is_old(board, tmp_path):
     old = Calibration(H100.name, H100.driver, day(KEPT_DAYS + 1), Sensor(tick_s=0.2))
     store(tmp_path, old)
 

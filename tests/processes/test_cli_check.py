@@ -113,7 +113,7 @@ def test_check_shows_the_setting_that_enables_a_metric(cli):
         assert f"EFFICIENTLLM_{variable}={value}" in by_metric(survey)[metric]["by"]
 
 
-def test_host_device_lists_gpu_metrics_as_missing(cli):
+def test_check_lists_gpu_metrics_as_missing_for_the_host_device(cli):
     code, survey = found(cli, "--device", "host")
 
     metrics = by_metric(survey)

@@ -34,7 +34,7 @@ for _ in range(10):
         ("raise KeyError('step')", 1, "failed"),
     ],
 )
-def test_exit_status_of_the_script_is_returned_and_in_the_summary(cli, ending, code, status):
+def test_exit_status_of_the_script_is_returned_and_recorded(cli, ending, code, status):
     done = cli.run("run", cli.script(MEASURED + ending), **QUIET)
 
     assert done.returncode == code

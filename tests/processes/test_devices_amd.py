@@ -184,7 +184,7 @@ def test_gpu_of_torch_that_is_not_found_raises_an_error(library, site):
         library.open(**site)
 
 
-def test_hidden_gpu_is_not_counted(library):
+def test_hidden_gpu_gets_no_device_number(library):
     library.fault(("amdsmi_get_gpu_device_bdf", NO_PERMISSION, 1))  # B is hidden, as in a container with A and C
 
     assert device_of(library, visible_devices="0") == (KEY_C, 3)
@@ -781,14 +781,14 @@ def no_nvidia(monkeypatch):
     monkeypatch.setattr(devices, "_GPUS", {"nvml": Path("/nonexistent"), "amd": Path("/nonexistent")})
 
 
-def test_auto_finds_an_amd_gpu(library, no_nvidia):
+def test_device_auto_finds_an_amd_gpu(library, no_nvidia):
     reader = open_named("auto", Site())
     reader.close()
 
     assert (reader.device.kind, reader.device.key) == ("amd", KEY_B)
 
 
-def test_auto_reports_an_amd_gpu_that_it_cannot_read(monkeypatch, no_nvidia, tmp_path):
+def test_device_auto_reports_an_amd_gpu_that_it_cannot_read(monkeypatch, no_nvidia, tmp_path):
     monkeypatch.setitem(sys.modules, "amdsmi", None)
     without_driver = open_named("auto", Site()).device
     monkeypatch.setitem(devices._GPUS, "amd", tmp_path)  # the driver is loaded
@@ -861,7 +861,7 @@ def test_job_on_an_amd_gpu_reports_the_true_power(launch, library, tmp_path, rat
         (None, "1", "0", "1"),  # HIP's own variable is used instead of CUDA's variable
     ],
 )
-def test_visible_device_lists_of_rocm_are_nested(library, rocr, hip, cuda, expected):
+def test_visible_devices_of_hip_are_positions_in_the_list_of_rocr(library, rocr, hip, cuda, expected):
     whole = [device_of(library, visible_devices=str(index))[0] for index in range(3)]
 
     found, _ = device_of(library, rocr_visible_devices=rocr, hip_visible_devices=hip, visible_devices=cuda)

@@ -90,7 +90,7 @@ def test_gpu_of_torch_that_is_not_found_raises_an_error(trace):
         pass
 
 
-def test_hidden_gpu_is_not_counted(trace):
+def test_hidden_gpu_gets_no_device_number(trace):
     trace.fault("1 handle error 4")  # no permission for A, as in a container with B and C
 
     assert device_of(trace, visible_devices="0") == (B, 2)

@@ -232,7 +232,7 @@ def test_reads_at_edges_return_only_energy_and_power(trace):
 # --- older boards and drivers ---
 
 
-def test_chip_without_averaged_power_reports_none(trace):
+def test_averaged_power_is_none_if_the_chip_does_not_support_it(trace):
     trace.write(gpu(name="Tesla T4", unsupported=("power.average",)))
 
     device, sample, failures = read_at(trace)
@@ -263,7 +263,7 @@ def test_older_nvml_calls_replace_missing_field_values(trace, name, usage, expec
     assert failures == {}
 
 
-def test_chip_without_a_counter_uses_instant_power(trace):
+def test_instant_power_is_integrated_for_a_chip_without_a_counter(trace):
     (one,) = trace.write(gpu(name="Tesla P100-PCIE-16GB", unsupported=("fields", "energy")))
 
     device, sample, failures = read_at(trace)
@@ -273,7 +273,7 @@ def test_chip_without_a_counter_uses_instant_power(trace):
     assert failures == {}
 
 
-def test_chip_without_instant_power_uses_averaged_power(trace):
+def test_averaged_power_is_integrated_without_instant_power(trace):
     (one,) = trace.write(gpu(name="NVIDIA A10", power_usage="average", unsupported=("fields", "energy")))
 
     device, sample, _ = read_at(trace)
@@ -410,7 +410,7 @@ def test_missing_values_at_the_opening_of_a_gpu_are_ignored(trace):
         (0x4 | 0x1_0000, ("power_cap",)),  # bit 0x10000 is an unknown reason
     ],
 )
-def test_throttle_reasons_are_named(trace, bits, names):
+def test_throttle_reasons_are_returned_by_name(trace, bits, names):
     trace.write(gpu(throttle=bits))
 
     _, sample, failures = read_at(trace)
@@ -514,7 +514,7 @@ def test_chip_before_hopper_reports_no_activities_and_no_failure(trace):
     assert failures == {}
 
 
-def test_returned_gpu_starts_new_gpm_pairs(trace):
+def test_new_pairs_of_gpm_samples_begin_when_a_gpu_returns(trace):
     trace.write(gpu(gpm=1, **ACTIVITIES))
 
     with trace.reader(AT_A) as reader:

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("integration/**/*.md")])
 
 
-def test_configuration_page_has_the_tables_of_effllm_env(cli):
+def test_configuration_page_contains_the_tables_of_effllm_env(cli):
     """After a change, copy the output of ``effllm env --markdown``."""
     page = (ROOT / "docs" / "configuration.md").read_text()
     tables = cli.run("env", "--markdown").stdout.strip().split("\n\n## ")

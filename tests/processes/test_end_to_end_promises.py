@@ -65,7 +65,7 @@ def without_agent(launch):
 
 
 @pytest.mark.fault("agent-killed")
-def test_rank_with_a_killed_agent_trains_on_and_is_reported_missing(without_agent):
+def test_rank_with_a_killed_agent_continues_and_is_reported_missing(without_agent):
     aggregator, ranks = without_agent
     ledger = aggregator.ledger
     jobs.until(lambda: any("closed without rank 1" in text for text in ledger.event_texts("missing")))

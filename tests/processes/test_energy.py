@@ -666,7 +666,7 @@ def half_widths_with(kept_s, lag_s, seed):
 
 
 @pytest.mark.parametrize("lag_s", [0.0, 0.04])
-def test_cached_lag_is_used_after_fewer_changes(lag_s):
+def test_cached_lag_is_used_after_fewer_changes_of_power(lag_s):
     def until_narrow(kept_s, seed):
         return next(n for n, half_width in enumerate(half_widths_with(kept_s, lag_s, seed)) if half_width < 0.01)
 
@@ -677,7 +677,7 @@ def test_cached_lag_is_used_after_fewer_changes(lag_s):
 
 
 @pytest.mark.parametrize(("kept_s", "lag_s"), [(0.03, 0.0), (0.0, 0.04), (0.0, 0.1), (0.1, 0.0)])
-def test_wrong_cached_lag_does_not_reduce_the_error(kept_s, lag_s):
+def test_wrong_cached_lag_does_not_reduce_the_stated_error(kept_s, lag_s):
     for seed in range(3):
         assert half_widths_with(kept_s, lag_s, seed) == half_widths_with(None, lag_s, seed)
 
@@ -1009,7 +1009,7 @@ def test_correct_counter_raises_no_event_if_power_is_undersampled(period_s):
 # --- long runs ---
 
 
-def test_memory_and_precision_are_constant_for_a_week_of_samples():
+def test_memory_and_precision_stay_constant_for_a_week_of_samples():
     # One day with a reading every second, then a week with a reading every ten seconds; windows of a minute.
     one, watts = ledger(tick_s=0.1, tick_error_s=1e-5), 512.7
     total_j, estimated_j, second, held = 0.0, 0.0, 0, []
@@ -1061,7 +1061,7 @@ def test_stated_intervals_of_a_partial_duty_sensor_cover_the_truth(power, tick_s
     assert covered >= 0.9 * len(windows)
 
 
-def test_stated_intervals_include_rare_steps_of_power():
+def test_stated_intervals_include_the_error_of_rare_power_steps():
     # Only one reading in 5 s can show a change of power within a tick, so some runs see almost none of their bursts.
     windows = [
         window

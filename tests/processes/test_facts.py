@@ -73,5 +73,5 @@ def test_wrong_value_of_a_fact_is_treated_as_missing(name, value):
     assert from_document(RankFacts, {name: value}) == RankFacts()
 
 
-def test_job_values_that_are_not_numbers_are_ignored():
+def test_values_of_a_job_that_are_not_numbers_are_ignored():
     assert from_document(JobState, {"report": 2, "values": {"al": "fast"}}) == JobState(report=2)

@@ -104,7 +104,7 @@ def test_ended_trainer_is_not_inspected(no_recorder):
         os.close(descriptor)
 
 
-def test_threads_are_counted_by_the_place_of_their_wait():
+def test_threads_are_grouped_by_the_place_where_they_wait():
     done = threading.Event()
     threads = [threading.Thread(target=done.wait) for _ in range(3)]
     for thread in threads:

@@ -80,7 +80,7 @@ def test_values_of_torch_and_numpy_are_read_without_a_warning(kind):
 
 
 @pytest.mark.torch
-def test_tensors_of_rewards_and_scores_are_read():
+def test_rewards_and_scores_in_tensors_are_read():
     torch = pytest.importorskip("torch")
     groups, scores = GRPOMetricsTracker(), ScoreDistributionTracker()
     groups.update_group_rewards(torch.tensor([0.25, 0.75, float("nan")]))

@@ -161,7 +161,7 @@ def test_wrong_arguments_print_the_reason_and_the_usage(commands, tmp_path, argu
     assert "usage: train_with_efficientllm.sh" in done.stderr
 
 
-def test_help_of_the_launch_script_has_examples_and_exits_with_0(commands):
+def test_help_of_the_launch_script_shows_examples_and_exits_with_0(commands):
     done = start(TRAIN, "-h", commands=commands)
 
     assert (done.returncode, done.stderr) == (0, "")

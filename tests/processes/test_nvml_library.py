@@ -76,7 +76,7 @@ for _ in range(50):
         assert lowest - 0.002 <= millijoules / 1e3 <= highest + 0.002
 
 
-def test_counter_changes_at_ticks(trace):
+def test_counter_changes_only_at_ticks(trace):
     trace.write(Gpu("GPU-a", "0:01:00", power=flat(300.0), tick_s=0.5))
 
     millijoules = ask(

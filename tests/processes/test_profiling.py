@@ -217,7 +217,7 @@ def test_report_contains_no_uuid_and_no_host_name():
 
 
 @pytest.mark.parametrize("traits", [{"duty_s": 0.025}, {"lag_s": 0.1}, {"duty_s": 0.025, "lag_s": 0.1}])
-def test_windows_that_end_at_power_jumps_are_unbiased(traits):
+def test_energy_of_windows_that_end_at_power_jumps_is_unbiased(traits):
     gpu = SensedGpu(tick_s=0.1, tick_phase_s=0.043, **traits)
     profile_of_it = profiled(gpu).sensor
     sensors = (profile_of_it, replace(profile_of_it, lag_s=0.0, is_held=True))

@@ -177,7 +177,7 @@ def test_every_call_in_a_process_returns_one_collector():
     assert effllm.get_metrics_collector() is effllm.get_metrics_collector() is original.get_metrics_collector()
 
 
-def test_calculate_it_depends_only_on_its_arguments():
+def test_function_calculate_it_depends_only_on_its_arguments():
     collector = effllm.get_metrics_collector()
 
     assert collector.calculate_it(900, 30.0) == 30.0
@@ -200,7 +200,7 @@ def test_disabled_metrics_do_nothing(monkeypatch, capfd, tmp_path, word):
     assert capfd.readouterr() == ("", "")
 
 
-def test_wrong_setting_disables_metrics_with_one_line(monkeypatch, capfd, tmp_path):
+def test_wrong_setting_disables_metrics_and_prints_one_line(monkeypatch, capfd, tmp_path):
     monkeypatch.setenv("EFFICIENTLLM_LOG_INTERVAL", "0")
     collector = effllm.initialize_efficientllm_metrics(1000)
     collector.record_iteration_start()

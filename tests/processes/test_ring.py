@@ -176,7 +176,7 @@ def test_skip_torn_does_not_skip_complete_records(writer, reader):
     assert [slot.ordinal for slot in reader.read()] == [1]
 
 
-def test_record_overwritten_while_it_is_read_is_counted(writer, reader):
+def test_record_that_is_overwritten_during_a_read_is_counted(writer, reader):
     put(writer, 1)
     for ordinal in range(2, 18):  # the 17th record replaces the first one
         put(writer, ordinal)

@@ -58,7 +58,7 @@ def whole_report(iteration=100, **changes):
     return make_report(iteration, run=whole, last=whole, job=whole, **changes)
 
 
-def test_every_value_of_a_report_is_a_scalar_at_its_iteration(tmp_path):
+def test_every_value_of_a_report_is_written_at_its_iteration(tmp_path):
     report = whole_report()
     back = written(tmp_path, report)
 
@@ -212,7 +212,7 @@ def test_correction_is_written_at_the_newest_step(tmp_path):
     assert [step for step, _ in points(back, "window/amu_gb")] == [100, 200]
 
 
-def test_later_points_are_replaced_by_an_attempt_from_an_earlier_step(tmp_path):
+def test_attempt_from_an_earlier_step_replaces_later_points(tmp_path):
     written(tmp_path, make_report(100), make_report(200), make_report(300))
     back = written(tmp_path, make_report(210), make_report(220), attempt=2)
 

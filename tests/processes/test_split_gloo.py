@@ -41,7 +41,7 @@ def test_al_is_computation_plus_exposed_communication(job):
     assert values["profiling_seconds"] > 0
 
 
-def test_exposed_communication_is_the_wait_of_the_loop(job):
+def test_exposed_communication_is_the_time_that_the_loop_waits(job):
     profile = job.ledger.summary.profile
     waited_s = sum(job.output(f"truth-{rank}.json")["waited_s"] for rank in range(WORLD))
 

@@ -89,7 +89,7 @@ def test_each_window_edge_is_requested_once(tracked, wake):
     assert reader.reads == 3
 
 
-def test_edge_of_a_counter_with_ticks_is_read_several_times(tracked, wake):
+def test_counter_with_ticks_is_read_several_times_at_an_edge(tracked, wake):
     # The phase of the ticks is unknown: reads for a little more than two ticks of 40 ms, eight per tick.
     def learn(device, read, is_suspect):
         return Sensor(tick_s=0.04)
@@ -336,7 +336,7 @@ def test_texts_of_events_contain_the_name_of_the_device(tracked, wake):
     assert events_of(track) == []
 
 
-def test_five_intervals_without_a_sample_are_a_gap(tracked):
+def test_five_intervals_without_a_sample_count_as_a_gap(tracked):
     track = tracked(Gpu(INSTANT), interval_s=0.01)
     track.take()
     first_ns = track.series.newest_ns

@@ -108,7 +108,7 @@ def test_idle_gpus_and_their_recovery_are_reported_once(seed):
     assert run.kinds == [IDLE, BUSY]
 
 
-def test_idle_event_has_power_and_data_wait():
+def test_idle_event_contains_power_and_data_wait():
     run = Run().windows(3)
     run.windows(6, busy=0.1, time_s=20.0, last={"wait_s": 16.0})
 

@@ -69,14 +69,14 @@ def test_tokens_are_unknown_in_an_interval_with_a_restart(after):
     assert (found.restarted, found.generation_tokens, found.prompt_tokens) == (True, None, None)
 
 
-def test_page_before_the_first_token_has_no_token_counter():
+def test_missing_token_counter_before_the_first_token_counts_as_0():
     found = seen('vllm:num_requests_running{model_name="m"} 0\n', page(12))
 
     assert (found.generation_tokens, found.restarted) == (12.0, False)
 
 
 @pytest.mark.parametrize("text", ["", "<html>hello</html>", 'go_goroutines 8\nhttp_requests_total{code="200"} 3\n'])
-def test_page_of_another_server_is_rejected_with_missing_metrics(text):
+def test_rejection_of_another_page_lists_the_missing_metrics(text):
     with pytest.raises(NotVllm, match="vllm:generation_tokens_total"):
         parse(text, 0.0)
 
