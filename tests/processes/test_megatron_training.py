@@ -1,7 +1,7 @@
 """Megatron's training loop, attached only by environment variables; expected counts are computed by hand.
 
-The loops are fakes with the arguments and results of five eras of ``megatron.training.training``. The process groups,
-the micro-batch calculator and the iterators are those of megatron-core.
+The loops are fakes with the arguments and results of ``megatron.training.training`` in five eras (ranges of
+versions). The process groups, the micro-batch calculator and the iterators are those of megatron-core.
 """
 
 import importlib.util

@@ -109,8 +109,8 @@ def test_lag_of_a_continuous_counter_is_found():
         ({}, True),
         ({"duty_s": 0.025}, True),
         ({"power_mode": "exact"}, False),
-        ({"lag_s": 0.04}, False),  # power changes between two changes of the counter
-        ({"lag_s": 0.1}, False),  # power changes with the counter, but belongs to the next tick
+        ({"lag_s": 0.04}, False),  # the power reading changes between two changes of the counter
+        ({"lag_s": 0.1}, False),  # the power reading changes with the counter, but its value belongs to the next tick
     ],
 )
 def test_power_that_is_held_between_ticks_is_found(traits, is_held):

@@ -165,7 +165,7 @@ def test_report_is_on_disk_when_write_returns(tmp_path):
     sink = open_sink("tensorboard", make_run(tmp_path))
     sink.write(make_report(100))
 
-    assert len(points(read(tmp_path), "amu_gb")) == 1  # while the sink is still open
+    assert len(points(read(tmp_path), "amu_gb")) == 1  # the file is read while the sink is still open
     sink.close()
     sink.close()
 
