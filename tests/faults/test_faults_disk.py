@@ -109,7 +109,7 @@ def test_windows_are_written_after_repair_of_a_read_only_disk(run, disk):
 
 
 @pytest.mark.fault("read-only")
-def test_unmounted_disk_gets_every_window_after_a_remount(run, disk):
+def test_every_window_is_written_after_a_disk_is_mounted_again(run, disk):
     job, ledger = run()
     disk.unmount()
     jobs.until(lambda: f"cannot be written: nothing is mounted at {disk.path}" in job.stdout)

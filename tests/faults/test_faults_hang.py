@@ -184,7 +184,7 @@ def test_job_killed_in_a_stall_has_the_status_stalled(launch, meeting):
 
 
 @pytest.mark.fault("trainer-stopped", "aggregator-sigkill")
-def test_new_aggregator_keeps_a_running_stall(launch):
+def test_stall_continues_when_the_aggregator_is_replaced(launch):
     job = launch.python("loop.py", "--until", "enough", stall_seconds=2)
     jobs.until(lambda: job.num_windows >= 3)
     stopped_s = time.monotonic()

@@ -105,7 +105,7 @@ def test_job_ended_by_sigterm_has_all_rows_and_status_killed(launch):
 
 
 @pytest.mark.fault("scheduler-stop")
-def test_files_of_a_job_killed_after_sigterm_have_its_last_second(launch):
+def test_files_include_the_last_second_before_a_kill_after_sigterm(launch):
     job = launch.code(SAVES, log_interval=LOG_INTERVAL)
     jobs.until(lambda: job.num_windows >= 5)
     ledger = job.ledger

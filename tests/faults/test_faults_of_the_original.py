@@ -62,7 +62,7 @@ def test_2_disabled_metrics_start_no_process_and_write_nothing(launch, off):
 
 
 @pytest.mark.parametrize("on", ["true", "True", "1", "yes", "on"])
-def test_2_each_word_for_on_enables_metrics(launch, on):
+def test_2_every_spelling_of_on_enables_metrics(launch, on):
     job = launch.python(LOOP, "--iterations", 2, metrics_enabled=on, log_interval=1).done()
 
     assert job.ledger.summary.iterations == 2
@@ -84,7 +84,7 @@ def test_2_each_word_for_on_enables_metrics(launch, on):
         ("history_size", "-1", "a whole number from 16 to 1000000"),
     ],
 )
-def test_3_wrong_number_disables_metrics_with_one_line(launch, name, wrong, allowed):
+def test_3_invalid_number_disables_metrics_and_does_not_stop_the_loop(launch, name, wrong, allowed):
     job = launch.python(LOOP, "--iterations", 12, "--step-s", 0.001, **{name: wrong}).done()
     variable = f"EFFICIENTLLM_{name.upper()}"
 
@@ -325,7 +325,7 @@ effllm.finalize_efficientllm_metrics()
 
 
 @pytest.mark.alone
-def test_10_evaluation_and_checkpoints_are_in_no_metric(launch, trace):
+def test_10_no_metric_includes_evaluation_or_checkpoints(launch, trace):
     trace.write(
         Gpu(
             "GPU-a",

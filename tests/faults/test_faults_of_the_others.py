@@ -120,7 +120,7 @@ def wrapped(library, tmp_path_factory):
 
 
 @pytest.mark.alone
-def test_megatron_1_rank_reads_its_own_gpu_and_not_index_0(wrapped):
+def test_megatron_1_rank_reads_its_own_gpu_and_not_gpu_0(wrapped):
     job, *_ = wrapped
 
     assert {row.rank: row.device for row in job.ranks} == {0: "GPU-b", 1: "GPU-c"}
@@ -310,7 +310,7 @@ def test_zeus_5_wall_clock_step_changes_no_energy(troubled):
     assert sum(row.wall_s for row in troubled.ledger.ranks) < truth["over"] - truth["born"]
 
 
-def test_codecarbon_4_no_thread_per_second_is_started(troubled):
+def test_codecarbon_4_trainer_never_has_more_than_one_thread(troubled):
     assert troubled.output()["threads"] == [1]
 
 
@@ -420,7 +420,7 @@ def test_zeus_3_readings_are_kept_for_the_open_window_only():
     assert max(kept[10:]) < 20
 
 
-def test_zeus_5_energy_has_the_time_of_its_read(trace):
+def test_zeus_5_energy_is_stored_with_the_time_of_its_read(trace):
     # Memory and utilization take 60 ms each; with a wrong time, 500 W * 60 ms = 30 J would be misplaced.
     trace.write(Gpu("GPU-a", "0:01:00", power=flat(500.0)))
     trace.fault("0 memory delay 0.06", "0 utilization delay 0.06")
@@ -618,7 +618,7 @@ def test_perun_time_keeps_its_resolution_after_30_days():
 
 
 @pytest.mark.alone
-def test_perun_cpu_is_measured_between_samples(monkeypatch, tmp_path):
+def test_perun_cpu_utilization_is_measured_between_two_samples(monkeypatch, tmp_path):
     # psutil.cpu_percent uses the last call of any caller as the reference.
     monkeypatch.setattr(psutil, "cpu_percent", lambda *_, **__: pytest.fail("not through psutil's one reference"))
     reader = host.open_device(

@@ -60,7 +60,7 @@ def test_two_jobs_on_a_node_are_independent(launch):
 
 
 @pytest.mark.fault("two-jobs")
-def test_second_job_with_a_used_run_name_has_another_folder(launch):
+def test_second_job_with_a_used_run_name_writes_to_another_folder(launch):
     environ = {"SLURM_JOB_ID": "4711"}  # both jobs have one Slurm job id, like two attempts of a job
     one = launch.python(LOOP, "--until", "enough", "--tokens", 7, run_name="same", environ=environ)
     jobs.until(lambda: one.num_windows)

@@ -83,7 +83,7 @@ exec(loop)
 
 @pytest.mark.fault("tmpfs-full")
 @pytest.mark.parametrize("kind", ["memory", "descriptors"])
-def test_trainer_without_room_for_its_ring_has_no_metrics(launch, kind):
+def test_job_without_space_for_shared_memory_trains_without_metrics(launch, kind):
     script = launch._folder / "without.py"
     script.write_text(WITHOUT)
     job = launch.python(script, kind, LOOP, "--iterations", 50).done()

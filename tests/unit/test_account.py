@@ -38,7 +38,7 @@ def test_longest_wait_counts_if_ranks_have_equal_times():
     assert totals_of([rows], *gpus(2)).loop.wait_s == totals_of([rows[::-1]], *gpus(2)).loop.wait_s == 2.0
 
 
-def test_cluster_time_is_the_largest_sum_of_a_rank():
+def test_cluster_time_is_the_largest_total_time_of_a_rank():
     windows = [
         [row(0, 1, busy_s=9.0, wait_s=1.0), row(1, 1, busy_s=18.0, wait_s=2.0)],
         [row(0, 2, busy_s=19.0, wait_s=2.0), row(1, 2, busy_s=9.0, wait_s=1.0)],
@@ -51,7 +51,7 @@ def test_cluster_time_is_the_largest_sum_of_a_rank():
     assert totals.loop.wait_s == 3.0, "of the rank with the largest T"
 
 
-def test_latency_is_the_largest_mean_step_of_a_rank():
+def test_latency_is_the_largest_mean_step_time_of_a_rank():
     totals = totals_of([[row(0, busy_s=9.0), row(1, busy_s=12.0)]], *gpus(2))
 
     assert (totals.loop.slowest_step_s, totals.loop.slowest_iterations) == (12.0, 10)
@@ -77,7 +77,7 @@ def test_gpu_shared_by_two_ranks_is_counted_once():
     assert totals.devices.utilization_mean == 0.5
 
 
-def test_shared_gpu_uses_the_rank_with_most_coverage():
+def test_energy_of_a_shared_gpu_is_from_the_rank_with_most_coverage():
     half = device_window("GPU-0", wall=Integrals(EnergyAmount(500.0, 5.0), GIB * 5.0, 5.0, 2.5, 5.0))
     rows = [row(0, devices=(half,)), row(1, devices=(device_window("GPU-0", 10.0),))]
 
@@ -97,7 +97,7 @@ HOST = {"node0": gpu("node0", kind="host", is_gpu=False, shared=True)}
 
 
 @pytest.mark.parametrize("wall", [False, True])
-def test_memory_and_cpu_of_ranks_are_summed_but_not_host_energy(wall):
+def test_memory_and_cpu_of_ranks_are_summed_and_host_energy_is_not(wall):
     rows = [host_row(0, watts=300.0), host_row(1, memory_bytes=3 * GIB, utilization=0.5)]
 
     totals = totals_of([rows], HOST, {"node0": {0, 1}}, wall=wall)
@@ -114,7 +114,7 @@ def test_memory_of_ranks_is_summed_over_windows_of_unequal_length():
     assert totals_of([rows], HOST, {"node0": {0, 1}}).devices.memory_mean_bytes == pytest.approx(2 * GIB)
 
 
-def test_memory_and_cpu_of_a_host_are_missing_without_every_rank():
+def test_memory_and_cpu_of_a_host_need_reports_of_all_its_ranks():
     totals = totals_of([[host_row(0, watts=300.0)]], HOST, {"node0": {0, 1}})
 
     assert (totals.devices.memory_mean_bytes, totals.devices.utilization_mean, totals.devices.memory_peak_bytes) == (
@@ -301,7 +301,7 @@ def test_removing_a_window_restores_the_sums(cluster, wall):
 
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.tuples(SECONDS, SECONDS), min_size=1, max_size=8))
-def test_shared_gpu_energy_is_counted_once_with_jitter(edges_s):
+def test_shared_gpu_energy_is_counted_once_if_window_lengths_differ(edges_s):
     # Each rank's windows are adjacent; their lengths differ between the ranks. The GPU always draws 100 W.
     devices, members = {"GPU-0": gpu()}, {"GPU-0": {0, 1}}
     windows = [
@@ -423,7 +423,7 @@ def test_inference_throughput_uses_the_longest_generation_time():
     assert totals.counts.tokens == 4000, "what is generated is not what is trained on"
 
 
-def test_no_generation_gives_no_inference_throughput():
+def test_without_generation_inference_throughput_has_no_value():
     assert metrics.contract.it_tokens_per_sec(totals_of([[row(0), row(1)]], *gpus(2))) is None
 
 
@@ -443,7 +443,7 @@ def sampled(values, peak):
     return account.totals(JobConstants(gpus=1), sample_s=1.0)
 
 
-def test_sampling_error_of_means_covers_95_percent():
+def test_mean_differs_by_less_than_its_sampling_error_in_95_percent():
     chance = np.random.default_rng(0)
     covered = 0
     for _ in range(400):

@@ -358,7 +358,7 @@ def test_late_row_of_a_rank_completes_the_memory_of_its_host():
     assert job.closed()[0].run.devices.memory_mean_bytes == pytest.approx(2 * GIB)
 
 
-def test_late_report_after_a_reset_is_counted_only_in_the_job():
+def test_late_report_after_a_reset_counts_only_in_totals_of_the_job():
     job = Job().join()
     job.send(row(0, reset=True))
     job.wait(31, 0, 1)
@@ -479,7 +479,7 @@ def test_aggregator_without_a_job_takes_the_first_job():
     assert aggregator.hello(hello(1, job="second"), Now(0.0, 0.0)) == "it belongs to another job"
 
 
-def test_first_count_of_parameters_is_used_and_others_give_one_event():
+def test_later_counts_of_parameters_give_one_event_and_are_not_used():
     job = Job(3).join(0).join(1, parameters=ParameterCount(total=2000)).join(2, parameters=ParameterCount(total=3000))
 
     (event,) = job.events("disagreement")
@@ -506,7 +506,7 @@ def test_parameter_shares_are_summed_when_all_ranks_joined():
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("total", 300), ("trainable", 30), ("active", None)])
-def test_the_configured_kind_of_parameters_is_the_divisor(kind, expected):
+def test_throughput_is_divided_by_the_configured_kind_of_parameters(kind, expected):
     job = Job(parameters=kind)
     job.join(0, parameters=ParameterCount(100, 10, 5, is_share=True)).join(
         1, parameters=ParameterCount(200, 20, is_share=True)
@@ -526,7 +526,7 @@ def test_host_has_a_sensor_if_a_rank_reads_it():
     assert job.closed()[0].coverage.energy == 1.0
 
 
-def test_equal_device_errors_are_each_recorded_and_counted():
+def test_device_errors_with_equal_texts_are_all_recorded_and_counted():
     job = Job().join()
     for text in ("Xid 79", "Xid 79", "Xid 48"):
         job.aggregator.agent_event(AgentEvent("agent-0", 0, Event(1000.0, "xid", text)), Now(0.0, 1000.0))
@@ -683,7 +683,7 @@ def test_reset_restarts_the_run_after_the_current_window():
     assert job.summary().tokens == 4000
 
 
-def test_job_has_wall_time_and_run_has_iteration_time():
+def test_base_job_uses_wall_time_and_base_run_uses_iteration_time():
     changes = {"phases_s": {"evaluation": 5.0}}
     (report,) = run_of(Job().join(), 1, **changes)
 
@@ -719,7 +719,7 @@ def test_slowest_rank_is_not_named_without_own_step_times():
     assert (job.summary().slowest, job.summary().windows_compared) == ({}, 0)
 
 
-def test_report_has_the_simulation_mark_the_style_and_the_scope():
+def test_report_has_the_style_the_scope_and_the_mark_of_a_simulation():
     job = Job(1).join(devices=(gpu(simulated=True),), style="Step")
     (report,) = run_of(job, 1)
 
@@ -902,7 +902,7 @@ def test_energy_read_by_one_rank_is_not_listed_as_missing(order):
 # --- another aggregator --------------------------------------------------------------------------
 
 
-def test_snapshot_leaves_out_reports_of_open_windows():
+def test_saved_state_leaves_out_reports_of_open_windows():
     job = Job().join()
     job.send(row(0, 1), row(0, 2))
     job.bye(0)
@@ -1340,7 +1340,7 @@ def test_summary_has_run_values_and_no_window_values():
     assert not [tag for tag in metrics if tag.startswith("window/")]
 
 
-def test_summary_errors_come_from_the_two_outer_edges():
+def test_summary_errors_come_from_the_two_outer_edges_of_the_run():
     job = Job(1).join()
     job.send(*[uncertain(number=number, error_j=40.0) for number in (1, 2, 3, 4)])
     summary = job.summary()
@@ -1353,7 +1353,7 @@ def test_summary_errors_come_from_the_two_outer_edges():
     assert (aec.value, aec.error, aec.sensor_error) == pytest.approx((100.0, 1.0, 5.0))
 
 
-def test_total_energy_includes_warm_up_as_a_separate_value():
+def test_total_energy_includes_the_separately_shown_warm_up_energy():
     job = Job(1, warmup="15").join()
     job.send(row(0, 1), row(0, 2), row(0, 3), row(0, 4))
     energy = job.summary().energy
@@ -1428,7 +1428,7 @@ def test_total_energy_of_all_reports_has_a_value_and_full_coverage():
         ([(0, 4), (1, 4)], "the last report of 2 ranks never arrived"),
     ],
 )
-def test_missing_window_gives_energy_coverage_but_no_total(without, reason):
+def test_missing_window_gives_energy_coverage_but_no_total_energy(without, reason):
     job = whole_run(without=without)
     for rank in range(2):
         job.aggregator.bye(Bye(f"agent-{rank}", rank, "killed", 40, end_time_s=1040.0), Now(job.now_s, 1040.0))

@@ -125,13 +125,13 @@ def test_invalid_value_error_names_variable_and_allowed_values(name, text):
 
 
 @pytest.mark.parametrize("word", ["true", "1", "yes", "on", "TRUE", "Yes", " on ", ""])
-def test_each_word_for_on_enables_metrics(word):
+def test_every_spelling_of_on_enables_metrics(word):
     assert is_enabled({"EFFICIENTLLM_METRICS_ENABLED": word})
     assert read_config({"EFFICIENTLLM_METRICS_ENABLED": word}).metrics_enabled
 
 
 @pytest.mark.parametrize("word", ["false", "0", "no", "off", "FALSE", " Off "])
-def test_each_word_for_off_disables_metrics(word):
+def test_every_spelling_of_off_disables_metrics(word):
     assert not is_enabled({"EFFICIENTLLM_METRICS_ENABLED": word})
     assert not read_config({"EFFICIENTLLM_METRICS_ENABLED": word}).metrics_enabled
 
@@ -178,12 +178,12 @@ def test_old_setting_name_raises_an_error_with_the_new_name(old, text, sinks, in
     read_config(new)
 
 
-def test_empty_old_setting_name_is_ignored():
+def test_old_setting_with_an_empty_value_is_ignored():
     assert read_config({PREFIX + old: " " for old in OLD_NAMES}) == read_config({})
     assert unknown_variables({f"{PREFIX}CONSOL": "full"}) == ["EFFICIENTLLM_CONSOL is not read by this version"]
 
 
-def test_warm_up_is_in_iterations_or_seconds():
+def test_warm_up_may_be_given_in_iterations_or_in_seconds():
     iterations, seconds = (read_config({f"{PREFIX}WARMUP": text}) for text in ("20", "1.5s"))
 
     assert (iterations.warmup_iterations, iterations.warmup_seconds) == (20, 0.0)
@@ -216,7 +216,7 @@ def test_known_variables_are_not_reported_as_unknown():
     assert unknown_variables({**known, "EFFICIENTLLM_ATTACH": "1"}) == []
 
 
-def test_aggregator_reads_the_settings_unchanged():
+def test_settings_are_unchanged_after_the_transfer_to_the_aggregator():
     orders = Orders(Config(sinks=("csv",), peak_tflops=1.5, run_name="x"), "job", "tcp://127.0.0.1:1", "")
 
     assert msgspec.json.decode(msgspec.json.encode(orders), type=Orders) == orders

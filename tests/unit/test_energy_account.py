@@ -161,7 +161,7 @@ def test_restored_sum_is_equal_to_the_saved_sum():
 # --- side by side --------------------------------------------------------------------------------
 
 
-def test_random_errors_of_gpus_add_in_squares_and_gains_linearly():
+def test_random_errors_add_in_squares_and_gain_errors_add_linearly():
     eight = total_of(fields_of([amount()] * 8, AMOUNT))
 
     assert eight.joules == 8000.0
@@ -192,7 +192,7 @@ def test_errors_cancel_at_a_shared_edge():
     assert one + other == EnergyAmount(2000.0, 20.0, 1.0, 4.0, 8.0 + 2.0 + 3.0, 100.0)
 
 
-def test_edge_beside_an_unmeasured_amount_remains():
+def test_error_of_an_edge_beside_an_unmeasured_window_remains():
     one = amount(start=1.0, end=2.0)
 
     assert one.then(EnergyAmount()) == EnergyAmount(1000.0, 10.0, 1.0, 0.0, 4.0 + 2.0, 50.0)
@@ -200,7 +200,7 @@ def test_edge_beside_an_unmeasured_amount_remains():
     assert EnergyAmount() + EnergyAmount() == EnergyAmount()
 
 
-def test_difference_of_amounts_has_the_outer_and_the_inner_edges():
+def test_difference_of_a_sum_and_its_part_has_the_edges_of_both():
     whole, part = (
         EnergyAmount(1000.0, 10.0, 1.0, 2.0, 9.0, 50.0, 8.0),
         EnergyAmount(400.0, 4.0, 3.0, 4.0, 5.0, 20.0, 6.0),
@@ -211,7 +211,7 @@ def test_difference_of_amounts_has_the_outer_and_the_inner_edges():
     assert whole - whole == EnergyAmount(), "a rounding error is no time"
 
 
-def test_error_of_two_gpus_and_windows_equals_a_result_by_hand():
+def test_error_of_two_gpus_in_two_windows_equals_a_result_by_hand():
     def wall(rank, start, end):
         joules, gain = 1000.0 * (rank + 1), (0.05, 0.1)[rank]
         return Integrals(amount(joules, start, end, 1.0, gain, joules / 100))

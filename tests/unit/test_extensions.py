@@ -77,7 +77,7 @@ def run_through(name, *iterations):
     return texts
 
 
-def test_new_sink_needs_one_file_and_may_raise(plug_in):
+def test_new_sink_needs_one_file_and_may_raise_an_error(plug_in):
     plug_in(effllm.sinks, "recording", SINK)
 
     assert "recording" in sink_names()
@@ -152,7 +152,7 @@ def test_blocked_sink_drops_and_counts_reports(plug_in):
     assert texts == ["sink stalled is too slow: reports are dropped"]
 
 
-def test_broken_sink_file_gives_one_line(plug_in):
+def test_broken_sink_file_is_reported_in_one_line(plug_in):
     plug_in(effllm.sinks, "broken", "open_sink = 1 / 0")
 
     assert run_through("broken", 10) == ["sink broken failed to open: ZeroDivisionError: division by zero"]

@@ -136,7 +136,7 @@ def test_gaps_stay_gaps():
     alike(found, plain.integrals(12 * NS, 2999 * NS))
 
 
-def test_integrals_divide_a_folded_block_by_time():
+def test_integrals_split_a_folded_block_in_proportion_to_time():
     one = series(energy_method=None)
     for at_s in range(10, 1011):
         one.add(Sample(at_s * NS, memory_bytes=1000.0))
@@ -194,7 +194,7 @@ def test_folding_does_not_change_the_window_of_a_long_hang():
     alike(folded.devices[0].phases["startup"], plain.devices[0].phases["startup"])
 
 
-def test_samples_near_edges_and_the_newest_are_not_folded():
+def test_newest_samples_and_samples_near_edges_are_not_folded():
     times = list(range(0, 1000, 10))
     runs = list(runs_between(times, [500], 990, 100))
 

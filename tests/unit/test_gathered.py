@@ -31,7 +31,7 @@ def merged_of(rows, devices, gathered=None):
     return merge_devices(by_rank, devices, members)
 
 
-def test_gauges_of_arriving_rows_are_summed_with_their_maximum():
+def test_sum_and_maximum_of_gauges_are_updated_by_each_arriving_row():
     rows = [row(1, devices=(read("GPU-1", 70.0),)), row(0, devices=(read("GPU-0", 50.0, 5.0),))]
 
     readings = gathered_of(rows).readings
@@ -54,7 +54,7 @@ def test_throttled_seconds_add_up_and_unknown_gauges_are_ignored():
     assert readings.gauges["temperature_c"].covered_s == 10.0
 
 
-def test_running_sums_are_used_for_one_gpu_per_rank():
+def test_running_sums_are_used_if_each_rank_has_one_gpu():
     rows = [row(rank, devices=(read(f"GPU-{rank}", 50.0 + rank),)) for rank in range(3)]
     devices = {f"GPU-{rank}": gpu(f"GPU-{rank}") for rank in range(3)}
     gathered = gathered_of(rows)
@@ -74,7 +74,7 @@ def test_running_sums_are_used_for_one_gpu_per_rank():
         ("shares of one", [("GPU-0",), ("GPU-1",)], [gpu("GPU-0", shared=True), gpu("GPU-1")]),
     ],
 )
-def test_layouts_without_one_gpu_per_rank_are_computed_from_rows(why, rows, devices):
+def test_gauges_are_computed_from_rows_unless_each_rank_has_one_gpu(why, rows, devices):
     rows = [row(rank, devices=tuple(read(key, 50.0 + rank) for key in keys)) for rank, keys in enumerate(rows)]
     known = {device.key: device for device in devices}
 

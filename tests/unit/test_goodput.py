@@ -158,7 +158,7 @@ def test_generation_is_productive_and_a_separate_class():
     assert PRODUCTIVE == ("kept", "generation")
 
 
-def test_restart_from_checkpoint_makes_the_first_execution_redone():
+def test_first_execution_of_repeated_iterations_counts_as_redone():
     run = Run().join().window(1).window(2).window(3).bye()
     goodput = run.wait(5).restart().join(offset=10).window(1).bye(status="completed").goodput()
 
@@ -175,7 +175,7 @@ def test_restart_from_checkpoint_makes_the_first_execution_redone():
     assert adds_up(goodput)
 
 
-def test_part_of_a_window_is_redone_by_its_share_of_iterations():
+def test_redone_part_of_a_window_is_its_share_of_repeated_iterations():
     goodput = Run().join().window(1).window(2).bye().restart().join(offset=14).window(1).goodput()
 
     # Iterations 15 to 20 are redone: six of the ten in the second window.
@@ -218,7 +218,7 @@ def test_redone_work_is_unknown_without_the_numbers_of_iterations():
     assert goodput.redone_iterations is None
 
 
-def test_iteration_number_reported_later_moves_redone_work():
+def test_redone_work_is_computed_after_a_late_iteration_number():
     run = Run(1).join(is_numbered=False).window(1).window(2).bye().restart().join(is_numbered=False)
     run.window(1)
     assert run.goodput(ended=False).redone_iterations is None
@@ -303,7 +303,7 @@ def test_straggling_and_hang_time_is_subtracted_from_other_classes():
     assert adds_up(goodput)
 
 
-def test_hang_that_ended_in_a_kill_reduces_shutdown():
+def test_hang_that_ended_in_a_kill_is_subtracted_from_shutdown_time():
     run = Run(1).join().window(1)
     run.aggregator.ledger.note_hang(30.0)
     run.wait(35)
@@ -319,14 +319,14 @@ def test_hang_that_ended_in_a_kill_reduces_shutdown():
     assert adds_up(goodput)
 
 
-def test_straggling_is_at_most_the_kept_time():
+def test_straggling_time_is_at_most_the_kept_time():
     run = Run(1).join().window(1)
     run.aggregator.ledger.goodput.attempt.note_straggling(1, 50.0)
 
     assert run.seconds() == pytest.approx({"straggling": 9.0, "data": 1.0})
 
 
-def test_attempt_with_another_world_size_has_its_own_mean():
+def test_seconds_of_an_attempt_are_means_over_its_own_world_size():
     run = Run(3).join().window(1).bye().wait(6).restart(world_size=2).join(offset=10).window(1).bye()
     goodput = run.restart(world_size=3).join(offset=20).window(1).goodput()
 

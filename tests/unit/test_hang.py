@@ -66,7 +66,7 @@ def test_job_that_makes_progress_has_no_stall():
     Job().run(600)
 
 
-def test_stall_is_reported_once_with_the_rank_behind_first():
+def test_single_report_of_a_stall_names_first_the_rank_behind():
     job = Job()
     job.run(100)
     reported = job.reported(
@@ -79,7 +79,7 @@ def test_stall_is_reported_once_with_the_rank_behind_first():
     assert stall.unmoved_s == pytest.approx(when_s - 102)  # time since the last progress of any rank
 
 
-def test_timeout_is_three_median_iterations_if_longer():
+def test_stall_timeout_is_at_least_three_median_iterations():
     job = Job(at_s=0)
     for window in (1, 2, 3):
         for rank in range(4):
@@ -99,7 +99,7 @@ def test_iteration_time_is_from_heartbeats_before_the_first_window():
     assert [140 <= when_s <= 150 for when_s, _ in reported] == [True]
 
 
-def test_stall_timeout_of_the_second_iteration_is_from_the_first():
+def test_stall_timeout_of_iteration_2_follows_from_iteration_1():
     job = Job(ranks=1)
     job.heartbeat(0, 1, STEP, 0.0, 20)
     reported = [job.check(20)]
@@ -170,7 +170,7 @@ def test_phase_may_take_10_minutes_or_10_times_the_longest_phase(name, phase_s, 
     assert ranks_of(reported[0][1])[0] == [0]
 
 
-def test_stopped_process_gets_no_longer_timeout_in_a_phase():
+def test_phase_does_not_extend_the_timeout_of_a_stopped_process():
     job = Job()
     job.run(100)
     for now_s in range(105, 145, 5):

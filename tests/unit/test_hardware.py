@@ -116,7 +116,7 @@ def test_device_is_found_by_the_name_its_driver_prints(name, bf16_tflops, tdp_w)
     assert peak_flops_per_s(name) == row.flops_per_s.get("bf16") == expected
 
 
-def test_volta_and_older_have_fp16_peaks_but_no_bf16():
+def test_volta_and_older_gpus_have_fp16_peaks_but_no_bf16_peaks():
     assert peak_flops_per_s("Tesla V100-SXM2-32GB", "fp16") == 125e12
     assert peak_flops_per_s("Tesla V100-PCIE-16GB", "fp16") == 112e12
     assert peak_flops_per_s("Tesla V100S-PCIE-32GB", "fp16") == 130e12
@@ -124,7 +124,7 @@ def test_volta_and_older_have_fp16_peaks_but_no_bf16():
     assert peak_flops_per_s("Quadro RTX 8000", "fp16") == 130.5e12
 
 
-def test_memory_is_in_powers_of_two_and_its_rate_in_powers_of_ten():
+def test_memory_sizes_use_powers_of_two_and_bandwidths_powers_of_ten():
     assert find("NVIDIA H100 80GB HBM3").memory_bytes == 80 * 2**30
     assert find("NVIDIA H100 80GB HBM3").memory_bytes_per_s == 3.35e12
     assert find("NVIDIA H200").memory_bytes == 141 * 2**30
@@ -189,7 +189,7 @@ def test_name_parts_unrelated_to_the_chip_are_ignored(name, same):
         "MIG 1g.10gb",
     ],
 )
-def test_unlisted_device_is_unknown_and_not_a_similar_device(name):
+def test_unlisted_device_gets_no_numbers_of_a_similar_device(name):
     assert find(name) is None
     assert peak_flops_per_s(name) is None
 
@@ -291,7 +291,7 @@ def test_every_hardware_row_has_a_source_and_plausible_numbers(row):
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.names[0])
-def test_each_halving_of_the_width_doubles_the_rate(row):
+def test_peak_rate_doubles_when_the_number_of_bits_is_halved(row):
     rate = row.flops_per_s
     # A sparse value in this table would give a ratio of 1 or 4.  Below FP8, the ratios differ between vendors.
     for wide, narrow in [("bf16", "fp8"), ("fp16", "fp8")]:
@@ -306,7 +306,7 @@ def test_each_halving_of_the_width_doubles_the_rate(row):
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.names[0])
-def test_bf16_equals_fp16_from_ampere_on_and_is_absent_before(row):
+def test_bf16_peak_is_the_fp16_peak_since_ampere_and_absent_before(row):
     if row.architecture in {"Pascal", "Volta", "Turing"}:
         assert "bf16" not in row.flops_per_s
     elif row.flops_per_s and row.architecture != "CDNA":
@@ -347,7 +347,7 @@ def test_devices_before_volta_have_no_energy_counter():
     assert {name for name, sensor in SENSORS.items() if not sensor.counter} == {"Kepler", "Maxwell", "Pascal"}
 
 
-def test_every_sensor_has_a_source_and_a_plausible_duty():
+def test_every_sensor_has_a_source_and_a_plausible_tick_share():
     for sensor in [*SENSORS.values(), *(row.sensor for row in ROWS)]:
         assert sensor.source
         assert sensor.gain_error == 0.05

@@ -51,7 +51,7 @@ def test_each_packed_sequence_is_a_sample_without_padding():
     assert read_batch({"input_ids": flat, "position_ids": places}).source == "packed, without padding"
 
 
-def test_the_prompt_of_a_pair_is_read_with_each_answer():
+def test_prompt_of_a_pair_is_counted_with_each_answer():
     """Names of TRL's DPO up to version 0.24; 2 x 10 positions of prompts, 10 of chosen and 10 of rejected answers."""
     pair = {"prompt": IDS, "chosen": IDS, "rejected": IDS}
     batch = {f"{name}_input_ids": ids for name, ids in pair.items()}
@@ -68,7 +68,7 @@ def test_a_pair_of_sentence_transformers_is_one_sample():
     assert held(triplet)[:2] == (30, 2)
 
 
-def test_decoder_of_an_encoder_decoder_reads_the_labels():
+def test_labels_count_as_decoder_tokens_of_an_encoder_decoder():
     labels = torch.tensor([[3, 4, -100], [3, 4, 5]])
     batch = {"input_ids": IDS, "attention_mask": MASK, "labels": labels}
 
@@ -80,7 +80,7 @@ def test_labelled_pictures_are_samples_without_tokens():
     assert held({"pixel_values": torch.zeros(6, 3, 4, 4), "labels": torch.zeros(6, dtype=torch.long)}) == (0, 6, 0, 0)
 
 
-def test_a_label_per_row_is_not_a_label_per_position():
+def test_one_label_per_row_gives_no_learned_tokens():
     assert held({"input_ids": IDS, "attention_mask": MASK, "labels": torch.tensor([1, 0])}) == (10, 2, 8, 0)
 
 

@@ -27,7 +27,7 @@ def statistics_of(numbers):
     return taken.take(1, ["loss"], 0.0, is_last=False)["loss"]
 
 
-def test_merged_parts_equal_the_statistics_of_all_values():
+def test_merged_statistics_of_parts_equal_statistics_of_all_values():
     randoms = random.Random(7)
     parts = [[randoms.gauss(5, 2) for _ in range(size)] for size in (500, 1, 3000)]
     everything = [number for part in parts for number in part]
@@ -53,7 +53,7 @@ def test_name_without_finite_values_has_a_count_and_no_mean():
     assert (found.count, found.mean, found.percentiles, found.not_finite) == (0, None, {}, {"nan": 1})
 
 
-def test_unit_is_from_the_end_of_the_name():
+def test_unit_is_read_from_the_end_of_the_name():
     one = statistics_of([1.0])
     found = summaries({"timing/forward_seconds": one, "memory/peak_bytes": one, "loss": one})
 
@@ -72,7 +72,7 @@ def test_values_are_in_the_report_of_their_window():
     assert taken.take(5, ["loss"], 0.0, is_last=True) == {}
 
 
-def test_percentiles_without_the_library_are_missing_with_one_notice(monkeypatch):
+def test_missing_percentile_library_is_reported_once(monkeypatch):
     monkeypatch.setattr(agent_values, "digest_type", lambda: None)
     taken = InstrumentValues()
     taken.add(slot(1.0), 1)
@@ -93,7 +93,7 @@ def test_overwritten_values_are_counted_in_one_line():
     assert taken.take_notice() == ""
 
 
-def test_published_percentiles_are_of_the_whole_run():
+def test_published_percentiles_cover_the_whole_run():
     published = []
     taken = InstrumentValues(lambda known: published.append(known) or len(known) < 2)
     for window in (1, 2):
@@ -106,7 +106,7 @@ def test_published_percentiles_are_of_the_whole_run():
     assert published[-1]["loss"][3] == pytest.approx(1.5)
 
 
-def test_value_of_a_name_that_is_not_read_yet_is_left_out():
+def test_value_is_left_out_before_the_agent_has_its_name():
     taken = InstrumentValues()
     taken.add(slot(1.0, index=1), 1)
 
@@ -133,7 +133,7 @@ def test_sums_of_the_largest_numbers_stay_finite():
     assert all(map(math.isfinite, (huge.total, huge.squares)))
 
 
-def test_text_of_the_summary_has_a_table_of_the_first_names():
+def test_summary_text_has_a_table_of_the_first_40_instrument_names():
     found = summaries({"loss": statistics_of([1.0, 2.0, 3.0, math.nan]), "a\x1b[2J": statistics_of([5.0])})
     many = {f"metric/{number:02}": found["loss"] for number in range(41)}
     lines = summary_text(make_summary(instruments=found | many), None, None).splitlines()
@@ -146,7 +146,7 @@ def test_text_of_the_summary_has_a_table_of_the_first_names():
     assert all(line.isprintable() for line in lines)
 
 
-def test_names_beyond_the_limit_are_left_out_with_one_line():
+def test_names_beyond_the_limit_are_left_out_and_give_one_warning():
     sent = []
     declared = Declared(lambda: sent.append(len(declared.facts.value_names)))
     indices = [declared.value_index(f"metric/{number}") for number in range(ring.MAX_VALUE_NAMES + 2)]
@@ -158,7 +158,7 @@ def test_names_beyond_the_limit_are_left_out_with_one_line():
     assert len(sent) == ring.MAX_VALUE_NAMES + 1
 
 
-def test_facts_with_the_most_and_longest_names_fit_into_the_ring():
+def test_largest_number_of_longest_names_fits_into_the_ring():
     declared = Declared()
     for number in range(ring.MAX_VALUE_NAMES):
         declared.value_index(f"{number:03}" + "\N{SNOWMAN}" * 97)

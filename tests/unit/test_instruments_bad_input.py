@@ -69,7 +69,7 @@ def test_odd_value_never_raises_and_leaves_results_readable(tmp_path, value):
         assert json.loads(path.read_text())
 
 
-def test_each_mistake_of_a_loop_is_one_warning(recwarn):
+def test_each_mistake_of_a_loop_gives_one_warning(recwarn):
     tracker, groups, scores = MetricTracker(), GRPOMetricsTracker(), ScoreDistributionTracker()
     throughput, profiler = ThroughputTracker(), ComprehensiveProfiler("cpu")
     for _ in range(5):

@@ -38,7 +38,7 @@ def test_energy_per_step_of_the_example_is_550_mwh():
     assert final["final_energy/energy_per_epoch_kwh"] == pytest.approx(0.1833, abs=1e-4)
 
 
-def test_carbon_of_the_example_is_1000_times_larger():
+def test_correct_carbon_mass_is_1000_times_that_of_the_document():
     final = final_values(HOUR, 3.0, intensity(None, "document"))
 
     assert final["final_energy/carbon_footprint_estimate_kg"] == pytest.approx(0.275)
@@ -62,7 +62,7 @@ def test_report_of_unmeasured_energy_has_no_number():
     assert all(math.isnan(value) for value in final_values(empty, 1.0, 0.5).values())
 
 
-def test_carbon_needs_an_intensity():
+def test_carbon_estimate_needs_a_carbon_intensity():
     assert math.isnan(carbon_kg(2.0, intensity(None, None)))
     assert carbon_kg(2.0, intensity(0.3, None)) == pytest.approx(0.6)
     assert "carbon" not in report(HOUR, 3.0, None)
@@ -71,7 +71,7 @@ def test_carbon_needs_an_intensity():
 @pytest.mark.parametrize(
     "wrong", [(-1.0, None), (NAN, None), (math.inf, None), ("much", None), (None, "world"), (0.5, "document")]
 )
-def test_wrong_carbon_intensity_raises(wrong):
+def test_invalid_carbon_intensity_raises_an_error(wrong):
     with pytest.raises(ValueError, match="carbon_intensity"):
         intensity(*wrong)
 
@@ -101,7 +101,7 @@ AMOUNTS = st.lists(st.floats(0.0, 1e6), min_size=5, max_size=5)
 
 
 @given(AMOUNTS, AMOUNTS, st.booleans())
-def test_sum_of_spans_is_the_sum_of_the_ledger(one, other, is_shared):
+def test_sum_of_spans_has_the_energy_and_errors_of_the_aggregator(one, other, is_shared):
     names = ("joules", "start_j2", "end_j2", "inside_j2", "gain_j")
     first, second = (EnergyAmount(**dict(zip(names, values, strict=True)), covered_s=1.0) for values in (one, other))
     start_s = 1.0 if is_shared else 1.5
@@ -144,7 +144,7 @@ def test_metrics_have_the_fields_of_the_document():
     [{"sampling_interval": 0}, {"sampling_interval": "fast"}, {"baseline_wait_s": -1.0}, {"device_index": -1},
      {"sampling_interval": NAN}, {"device_index": True}],
 )  # fmt: skip
-def test_wrong_argument_of_the_monitor_raises(wrong):
+def test_invalid_argument_of_the_monitor_raises_an_error(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         RobustGPUMonitor(**wrong)
 

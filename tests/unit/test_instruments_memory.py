@@ -59,7 +59,7 @@ def test_memory_of_this_process_is_positive():
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_leak_of_1_mb_per_iteration_is_found_in_200(allocator, seed):
+def test_leak_of_1_mb_per_iteration_is_found_in_200_iterations(allocator, seed):
     chance, level = random.Random(seed), [1000 * MB]
     profiler = GPUMemoryProfiler("cpu")
     profiler.set_baseline()
@@ -75,7 +75,7 @@ def test_leak_of_1_mb_per_iteration_is_found_in_200(allocator, seed):
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_fragmented_memory_without_a_leak_is_no_leak(allocator, seed):
+def test_fragmented_memory_is_not_reported_as_a_leak(allocator, seed):
     chance, level = random.Random(1000 + seed), [1000 * MB]
     profiler = GPUMemoryProfiler("cpu")
     profiler.set_baseline()
@@ -86,7 +86,7 @@ def test_fragmented_memory_without_a_leak_is_no_leak(allocator, seed):
             assert not profiler.detect_leak(threshold_gb=0.001)
 
 
-def test_three_steps_of_the_allocator_are_no_leak(allocator):
+def test_three_steps_of_the_allocator_are_not_reported_as_a_leak(allocator):
     profiler = GPUMemoryProfiler("cpu")
     for iteration in range(400):
         allocator.used = (1000 + 100 * (iteration // 110)) * MB
@@ -130,7 +130,7 @@ def test_baseline_formula_needs_a_baseline(allocator):
 
 
 @pytest.mark.parametrize("device", [-1, "cuda:x", "gpu", 1.5, True])
-def test_impossible_device_is_an_error(device):
+def test_impossible_device_raises_an_error(device):
     with pytest.raises(UnknownDevice, match="device="):
         GPUMemoryProfiler(device)
 

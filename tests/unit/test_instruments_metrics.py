@@ -13,7 +13,7 @@ import pytest
 from effllm.instruments.metrics import GRPOMetricsTracker, MetricTracker, ScoreDistributionTracker, TrainingLogger
 
 
-def test_mean_and_deviation_are_of_all_values():
+def test_mean_and_deviation_cover_all_values():
     chance = random.Random(1)
     values = [chance.gauss(1e6, 1.0) for _ in range(30_000)]
     tracker = MetricTracker(max_recent=100)
@@ -28,7 +28,7 @@ def test_mean_and_deviation_are_of_all_values():
     assert tracker.last_step == 29_999
 
 
-def test_window_is_of_the_newest_values():
+def test_window_covers_the_newest_values():
     tracker = MetricTracker()
     for value in range(1000):
         tracker.update("loss", value)
@@ -39,7 +39,7 @@ def test_window_is_of_the_newest_values():
 
 
 @pytest.mark.parametrize("window", [0, -1, 11])
-def test_window_beyond_the_kept_values_is_an_error(window):
+def test_window_above_the_number_of_kept_values_raises_an_error(window):
     tracker = MetricTracker(max_recent=10)
     tracker.update("loss", 1.0)
 
@@ -63,7 +63,7 @@ def test_metric_without_values_is_not_measured():
     assert MetricTracker().get_summary("loss")["count"] == 0
 
 
-def test_tensor_on_a_gpu_is_not_read_and_reported_once(recwarn):
+def test_tensor_on_a_gpu_gives_one_warning_and_is_not_read(recwarn):
     class OnGpu:
         device = SimpleNamespace(type="cuda")
 
@@ -95,14 +95,14 @@ def test_value_that_is_no_number_is_left_out_with_a_warning(value):
 
 
 @pytest.mark.parametrize("value", [True, 1, Decimal(1), Fraction(1), 1.0])
-def test_every_type_of_number_is_a_value(value):
+def test_every_type_of_number_is_accepted(value):
     tracker = MetricTracker()
     tracker.update("accuracy", value)
 
     assert tracker.get_mean("accuracy") == 1.0
 
 
-def test_integer_beyond_all_floats_is_infinite():
+def test_integer_above_the_largest_float_counts_as_infinite():
     tracker = MetricTracker()
     tracker.update("loss", -(10**400))
 
@@ -119,7 +119,7 @@ def test_batch_that_is_no_dictionary_is_left_out_with_a_warning(metrics):
 
 
 @pytest.mark.parametrize(("percent", "value"), [("p5", 5.95), ("p25", 25.75), ("p75", 75.25), ("p99", 99.01)])
-def test_percentiles_are_linear_between_two_values(percent, value):
+def test_percentiles_are_interpolated_between_two_values(percent, value):
     """NumPy's default: the value at position (100 - 1) x percent / 100 of the sorted values 1 to 100."""
     tracker = MetricTracker()
     for number in range(100, 0, -1):
@@ -137,7 +137,7 @@ def test_names_are_bounded():
     assert len(tracker.names) == 1000
 
 
-def test_grpo_step_keeps_components_by_name():
+def test_grpo_step_keeps_reward_components_by_name():
     tracker = GRPOMetricsTracker()
     tracker.update_grpo_step(
         step=100,
@@ -152,7 +152,7 @@ def test_grpo_step_keeps_components_by_name():
     assert tracker.names == ["policy_loss", "mean_reward", "kl_divergence", "reward/format", "reward/score"]
 
 
-def test_reward_distribution_has_the_mean_of_each_rank_in_its_group():
+def test_reward_distribution_has_the_mean_of_each_rank_in_a_group():
     tracker = GRPOMetricsTracker()
     tracker.update_group_rewards([0.3, 0.9, 0.5, 0.7])
     tracker.update_group_rewards([0.5, 0.1, 0.3, 0.7])
@@ -164,7 +164,7 @@ def test_reward_distribution_has_the_mean_of_each_rank_in_its_group():
     assert (found["groups"], found["empty_groups"], found["equal_groups"]) == (2, 0, 0)
 
 
-def test_empty_and_equal_groups_are_counted():
+def test_groups_without_rewards_or_with_equal_rewards_are_counted():
     tracker = GRPOMetricsTracker()
     tracker.update_group_rewards([])
     tracker.update_group_rewards([float("nan")])
@@ -193,7 +193,7 @@ def test_single_reward_is_a_group_of_one_completion():
     assert math.isnan(tracker.get_reward_distribution()["group_std_mean"])
 
 
-def test_components_that_are_no_dictionary_are_left_out():
+def test_reward_components_that_are_no_dictionary_are_left_out():
     tracker = GRPOMetricsTracker()
     with pytest.warns(UserWarning, match="reward_components is list"):
         tracker.update_grpo_step(step=1, policy_loss=0.5, reward_components=[1.0])
@@ -226,7 +226,7 @@ def test_invalid_scores_are_counted_by_reason():
 
 
 @pytest.mark.parametrize("scores", [0.5, [0.5], (0.5,), {0.5}, iter([0.5]), Decimal("0.5")])
-def test_scores_are_any_iterable_or_one_score(scores):
+def test_scores_may_be_any_iterable_or_one_number(scores):
     tracker = ScoreDistributionTracker()
     tracker.update(scores)
 
@@ -240,7 +240,7 @@ def test_boolean_scores_and_minus_zero_are_numbers():
     assert tracker.get_distribution()["score_counts"] == {"0.0": 2, "1.0": 1}
 
 
-def test_no_scores_are_not_measured():
+def test_distribution_without_scores_has_no_mean_score():
     tracker = ScoreDistributionTracker()
     tracker.update([])
     found = tracker.get_distribution()
@@ -249,7 +249,7 @@ def test_no_scores_are_not_measured():
     assert math.isnan(found["invalid_rate"]) and math.isnan(found["mean_score"])
 
 
-def test_different_scores_are_bounded():
+def test_number_of_different_scores_is_bounded():
     tracker = ScoreDistributionTracker()
     tracker.update(number / 5000 for number in range(5000))
     found = tracker.get_distribution()

@@ -108,7 +108,7 @@ def test_failed_write_leaves_the_old_file(path, monkeypatch):
     assert path.read_bytes() == before
 
 
-def test_file_that_stays_locked_is_an_error(path, monkeypatch):
+def test_file_that_stays_locked_raises_an_error(path, monkeypatch):
     append_row(path, {"model": "a"})
     monkeypatch.setattr(results_csv, "LOCK_WITHIN_S", 0.05)
 
@@ -120,7 +120,7 @@ def test_file_that_stays_locked_is_an_error(path, monkeypatch):
     assert len(rows(path)) == 1
 
 
-def test_folder_in_place_of_the_file_is_an_error(path):
+def test_folder_in_place_of_the_file_raises_an_error(path):
     path.mkdir(parents=True)
 
     with pytest.raises(IsADirectoryError):
@@ -149,7 +149,7 @@ MEASURED = {"iterations": 10, "tokens": 2000, "time_s": 8.0, "energy_j": 400.0, 
 MEASURED |= {"energy_tokens": 2000, "energy_complete": True, "power_peak_w": 60.0, "memory_mean_bytes": 3.0 * 2**30}
 
 
-def test_values_of_a_run_are_quotients_of_its_sums(tmp_path):
+def test_values_of_a_run_are_computed_from_its_sums(tmp_path):
     job = {**MEASURED, "memory_peak_bytes": 4.0 * 2**30}
 
     results = read_results(run_folder(tmp_path, run=MEASURED, job=job, warming=(2.0, 0.5)))
@@ -170,7 +170,7 @@ def test_values_of_a_run_are_quotients_of_its_sums(tmp_path):
     }
 
 
-def test_energy_with_a_gap_has_quotients_and_no_total(tmp_path):
+def test_run_with_an_energy_gap_has_mean_power_and_no_total_energy(tmp_path):
     run = {**MEASURED, "energy_j": 200.0, "energy_time_s": 4.0, "energy_tokens": 800}
     del run["energy_complete"]
 
@@ -181,7 +181,7 @@ def test_energy_with_a_gap_has_quotients_and_no_total(tmp_path):
     assert results.not_measured == ["energy: a part of the iterations has no measured energy"]
 
 
-def test_run_without_tokens_has_energy_and_no_quotient_of_tokens(tmp_path):
+def test_run_without_tokens_has_energy_and_no_energy_per_token(tmp_path):
     run = {name: value for name, value in MEASURED.items() if "tokens" not in name}
 
     results = read_results(run_folder(tmp_path, run=run))
@@ -198,7 +198,7 @@ def test_memory_of_a_process_is_not_vram(tmp_path):
     assert not {"vram_peak_MB", "vram_avg_MB"} & set(results.values)
 
 
-def test_run_inside_its_warmup_has_one_reason(tmp_path):
+def test_run_that_ends_in_its_warm_up_has_one_reason_for_no_values(tmp_path):
     results = read_results(run_folder(tmp_path, run={"power_histogram_s": {}}, not_measured=["energy: no sensor"]))
 
     assert results.not_measured == ["the run ended inside its warm-up (20 iterations)"]
@@ -214,7 +214,7 @@ def test_torn_last_line_is_skipped(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["summary.json", "windows-0001.jsonl"])
-def test_run_folder_that_cannot_be_read_is_a_reason(tmp_path, name):
+def test_unreadable_run_folder_gives_a_reason_and_no_values(tmp_path, name):
     (run_folder(tmp_path, run=MEASURED) / name).unlink()
 
     results = read_results(tmp_path)

@@ -53,7 +53,7 @@ def test_summary_has_statistics_and_shares(clock):
     assert summary["forward"]["share_of_iteration"] == pytest.approx(0.5)
 
 
-def test_timer_is_a_decorator(clock):
+def test_timer_works_as_a_decorator(clock):
     timer = TrainingTimer("cpu")
 
     @timer.time("step")
@@ -78,7 +78,7 @@ def test_timers_of_different_names_may_overlap(clock):
     assert timer.stop("b") == pytest.approx(2.0)
 
 
-def test_of_nested_blocks_of_one_name_the_outermost_counts(clock):
+def test_only_the_outermost_of_nested_blocks_of_one_name_counts(clock):
     timer = TrainingTimer("cpu")
     with timer.time("a"):
         clock.move(1.0)
@@ -89,7 +89,7 @@ def test_of_nested_blocks_of_one_name_the_outermost_counts(clock):
     assert timer.get_summary()["a"]["total_sec"] == pytest.approx(2.0)
 
 
-def test_second_start_replaces_the_first_with_one_warning(clock):
+def test_second_start_replaces_the_first_start_and_gives_a_warning(clock):
     timer = TrainingTimer("cpu")
     timer.start("a")
     clock.move(100.0)
@@ -100,7 +100,7 @@ def test_second_start_replaces_the_first_with_one_warning(clock):
     assert timer.stop("a") == pytest.approx(1.0)
 
 
-def test_stop_without_start_is_ignored_with_one_warning():
+def test_stop_without_start_is_ignored_and_gives_one_warning():
     timer = TrainingTimer("cpu")
     with pytest.warns(UserWarning, match="without a start"):
         assert math.isnan(timer.stop("a"))
@@ -179,7 +179,7 @@ def test_times_on_a_gpu_are_read_later_without_a_wait(cuda):
     assert cuda.waits == 0
 
 
-def test_sync_waits_and_returns_the_time_on_the_gpu(cuda):
+def test_stop_with_sync_waits_and_returns_the_time_on_the_gpu(cuda):
     timer = TrainingTimer(1, sync=True)
     timer.start("forward")
 
@@ -187,7 +187,7 @@ def test_sync_waits_and_returns_the_time_on_the_gpu(cuda):
     assert cuda.waits == 1
 
 
-def test_events_of_a_gpu_are_reused_and_bounded(cuda):
+def test_gpu_events_are_reused_and_their_number_is_bounded(cuda):
     timer = TrainingTimer("cuda:1")
     for _ in range(2 * timer_module.MAX_PENDING):
         timer.start("a")
@@ -208,7 +208,7 @@ def test_nothing_is_recorded_while_a_cuda_graph_is_captured(cuda):
     assert timer.get_summary()["a"]["not_measured"] == 1
 
 
-def test_throughput_is_of_the_newest_updates(clock):
+def test_current_throughput_covers_only_the_newest_updates(clock):
     tracker = ThroughputTracker(window_size=2)
     tracker.start()
     for seconds in (10.0, 1.0, 1.0):
@@ -288,7 +288,7 @@ def test_profiler_exports_memory_timing_and_throughput(tmp_path):
     assert body["throughput"]["tokens_per_sec"] == pytest.approx(25 * body["throughput"]["samples_per_sec"])
 
 
-def test_export_without_iterations_has_null_for_what_is_not_measured(tmp_path):
+def test_export_without_iterations_has_null_for_unmeasured_values(tmp_path):
     path = ComprehensiveProfiler("cpu").export_to_json(tmp_path / "profiling.json")
 
     assert json.loads(path.read_text())["memory"]["peak_allocated_gb"] is None

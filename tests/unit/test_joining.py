@@ -90,7 +90,7 @@ def test_windows_of_a_second_are_not_joined():
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.slow
-def test_totals_are_exact_and_edges_equal_at_any_speed(seed):
+def test_totals_are_exact_and_edges_are_equal_at_any_speed_of_ranks(seed):
     chance = random.Random(seed)
     ranks, last = chance.choice([1, 2, 3]), 160
     job, plain = Job(ranks), Job(ranks, min_window_s=0.0)
@@ -136,7 +136,7 @@ def test_totals_are_exact_and_edges_equal_at_any_speed(seed):
         assert numbers[0] == pytest.approx(numbers[1])
 
 
-def test_a_restart_counts_each_row_once():
+def test_each_row_is_counted_once_after_a_restart():
     job = Job(2)
     rows = {rank: [short(rank, window, final=window == 400) for window in range(1, 401)] for rank in (0, 1)}
     for at in range(0, 230, 10):

@@ -47,7 +47,7 @@ def test_a_small_world_is_acknowledged_after_every_window():
     assert not pace.is_due(100.0, 8, is_ending=False)
 
 
-def test_large_world_is_acknowledged_every_second_per_1000_ranks():
+def test_world_of_10000_ranks_is_acknowledged_every_10_seconds():
     pace = Pace(1000)
     pace.closed(1)
     assert pace.is_due(0.0, 10_000, is_ending=False), "the first"
@@ -104,7 +104,7 @@ def test_rank_with_unread_reports_is_not_late(is_behind, closes_at_s):
     assert closed_at_s == [closes_at_s]
 
 
-def test_late_rows_are_merged_together_and_joules_counted_once():
+def test_late_rows_are_merged_together_and_joules_are_counted_once():
     aggregator = aggregator_of(RANKS)
     report(aggregator, 1, range(RANKS), 1.0)
     for window in (2, 3):

@@ -211,7 +211,7 @@ def test_full_report_has_every_metric():
     assert {describe(tag).name for tag in metrics.evaluate_run(COMPLETE, COMPLETE)} == set(METRICS)
 
 
-def test_headline_has_the_lines_of_the_contract_in_order():
+def test_headline_lines_are_in_the_order_of_the_contract():
     labels = [entry.console.partition(":")[0] for entry in headline()]
 
     assert labels[:6] == [
@@ -339,7 +339,7 @@ def test_joules_above_baseline_may_be_negative():
     assert metrics.energy.joules_per_token(idle) == metrics.energy.joules_per_token(TOTALS)
 
 
-def test_metrics_without_a_chart_are_listed():
+def test_list_of_metrics_without_a_chart_is_unchanged():
     hidden = {entry.name for entry in METRICS.values() if not entry.chart}
 
     assert hidden == {

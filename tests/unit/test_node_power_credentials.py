@@ -51,7 +51,7 @@ def test_printed_credentials_hide_the_password(write):
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o601, 0o777])
-def test_file_that_others_can_read_is_rejected_with_a_command(write, mode):
+def test_credentials_readable_by_others_are_rejected_with_a_remedy(write, mode):
     file = write(f"user = monitor\npassword = {SECRET}\n", mode)
 
     assert refusal(file).startswith(f"{file} can be read by other users: ")

@@ -127,7 +127,7 @@ def test_sensor_names_of_the_successor_of_grace_are_found(tmp_path, label):
     assert watts(Hwmon(tmp_path, {label: 300.0, "CPU Rail Power Socket 0": 200.0})) == 300.0
 
 
-def test_longer_interval_of_the_sensor_is_used(tmp_path):
+def test_long_averaging_interval_is_the_interval_of_reads(tmp_path):
     reader = open_reader("node1", Hwmon(tmp_path, GRACE_HOPPER, interval_ms="2000").root)
 
     assert (reader.interval_s, reader.device.sensor.average_s) == (2.0, 2.0)

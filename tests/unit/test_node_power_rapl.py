@@ -283,7 +283,7 @@ def test_zones_masked_by_a_container_count_as_missing(tmp_path, clock):
     assert why_not(clock, tmp_path) == NO_RAPL
 
 
-def test_unreadable_counters_are_reported_with_three_ways_to_open(powercap, clock, monkeypatch):
+def test_report_of_unreadable_counters_has_three_remedies(powercap, clock, monkeypatch):
     close_powercap(monkeypatch)
     text = why_not(clock, powercap.root)
 

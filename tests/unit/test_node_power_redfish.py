@@ -199,7 +199,7 @@ def test_implausible_power_is_rejected(serve, credentials, reading):
 # --- absent supplies ---
 
 
-def test_present_supply_without_reading_fails_by_name_and_recovers(serve, opened):
+def test_error_names_the_supply_without_a_reading_until_it_recovers(serve, opened):
     service = serve({**TWO_SUPPLIES})
     reader = opened(service)
     service.resources[f"{SECOND}/Metrics"] = {"InputPowerWatts": {"Reading": None}}
@@ -331,7 +331,7 @@ def test_missing_sensors_are_ignored(serve, opened):
 # --- the device and its node ---
 
 
-def test_device_is_node_power_by_supplies(serve, opened):
+def test_device_measures_the_power_of_the_node_by_its_supplies(serve, opened):
     reader = opened(serve(TWO_SUPPLIES))
     device = reader.device
 
@@ -375,7 +375,7 @@ def test_wrong_password_is_reported_in_one_line_but_not_printed(serve, credentia
     assert len(service.asked) == 1
 
 
-def test_user_rejected_later_is_retried_after_ten_minutes(serve, opened):
+def test_rejected_login_is_not_repeated_within_ten_minutes(serve, opened):
     service = serve({**TWO_SUPPLIES})
     reader = opened(service)
     service.password = "changed"
@@ -407,7 +407,7 @@ def test_service_without_authentication_gets_no_user(serve):
     reader.close()
 
 
-def test_a_session_is_opened_once_used_and_ended(serve, opened, credentials):
+def test_one_session_is_opened_then_used_and_then_ended(serve, opened, credentials):
     service = serve(TWO_SUPPLIES)
     reader = opened(service, file=credentials(authentication="session"))
     watts(reader)
@@ -719,7 +719,7 @@ def test_service_with_older_http_is_read(serve, opened):
     assert watts(opened(service)) == pytest.approx(1958.5)
 
 
-def test_closing_twice_and_reading_afterwards_works(serve, opened):
+def test_reader_works_again_after_it_was_closed_twice(serve, opened):
     reader = opened(serve(TWO_SUPPLIES))
     reader.close()
     reader.close()

@@ -141,7 +141,7 @@ def test_scope_of_a_run_is_kept_if_new_nodes_lack_its_sensors():
     )
 
 
-def test_scope_of_a_run_is_kept_over_a_later_request():
+def test_later_request_does_not_change_the_scope_of_a_run():
     scope = keep([BOTH], "node-psu", "gpu")
 
     assert scope.label == "node-psu"
@@ -251,7 +251,7 @@ def test_sensor_found_later_does_not_change_the_scope():
     )
 
 
-def test_sensor_without_first_window_is_not_in_the_scope():
+def test_sensor_unread_in_the_first_window_is_not_in_the_scope():
     job = Cluster((gpu("GPU-0"), cpu(), psu()))
     report = job.window(1, without=("psu:node0",))
 
@@ -268,7 +268,7 @@ def test_scope_is_the_widest_measured_in_the_first_window(covered_s, label, cove
     assert (report.power_scope, report.coverage.energy) == (label, pytest.approx(coverage))
 
 
-def test_requested_scope_stays_with_a_gap_from_the_start():
+def test_requested_scope_is_used_without_a_reading_at_the_start():
     job = Cluster((gpu("GPU-0"), psu()), power_scope="node-psu")
     report = job.window(1, without=("psu:node0",))
 

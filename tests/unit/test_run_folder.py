@@ -88,7 +88,7 @@ def test_every_file_has_its_schema_version_once(folder):
         assert (first["schema_version"], second.keys()) == (SCHEMA_VERSION, first.keys() - once)
 
 
-def test_constants_of_the_job_are_written_when_they_change(folder):
+def test_changed_constants_of_the_job_are_written(folder):
     store = RunFolder(folder, {})
     for iteration, parameters in ((100, 7e9), (110, 7e9), (120, 8e9), (130, 8e9)):
         known = with_keys(totals(10), parameters=int(parameters))
@@ -100,7 +100,7 @@ def test_constants_of_the_job_are_written_when_they_change(folder):
     assert [row.last.constants.parameters for row in read_windows(folder)] == [7e9, 7e9, 8e9, 8e9]
 
 
-def test_each_segment_of_windows_has_the_constants(folder):
+def test_each_file_of_windows_contains_the_constants_of_the_job(folder):
     store = RunFolder(folder, {}, segment_bytes=10_000)
     for iteration in range(10, 310, 10):
         store.write(make_report(iteration), ())

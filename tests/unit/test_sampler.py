@@ -117,7 +117,7 @@ def test_two_requests_at_once_are_both_answered(start, wake):
     assert times_ns == sorted(times_ns)
 
 
-def test_first_requested_sample_is_complete_and_others_are_energy(start, wake):
+def test_only_the_first_requested_sample_has_more_than_energy(start, wake):
     class TwoCalls(FakeReader):
         edges = 0
 
@@ -224,7 +224,7 @@ def test_device_is_stale_while_a_read_hangs(start, wake, monkeypatch):
     assert sampler.stale_s() is None, "nothing is being read"
 
 
-def test_failing_quantity_is_reported_once_and_when_it_recovers(start, wake):
+def test_failure_and_recovery_of_a_quantity_are_each_reported_once(start, wake):
     events = []
     broken = {"power_w": "GPU is lost"}
     sampler = start(

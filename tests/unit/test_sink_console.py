@@ -88,7 +88,7 @@ def test_a_job_that_warms_up_prints_its_window_but_no_block():
     assert printed(make_report(10, warming_up=True)) == (GOLDEN / "console_warming_up.txt").read_text()
 
 
-def test_inference_throughput_is_between_block_and_coverage():
+def test_inference_throughput_is_printed_before_the_coverage_line():
     lines = printed(make_report(100, run=complete_totals())).splitlines()
 
     assert lines[-2:] == ["  IT (Tokens/Sec): 2500.00", lines[-1]]
@@ -425,7 +425,7 @@ def test_table_has_every_measured_metric_once_with_its_unit():
         assert len(hits) == 1 and f" {entry.unit} " in hits[0]
 
 
-def test_table_has_named_timing_and_sensor_errors_of_energy():
+def test_table_names_the_timing_and_sensor_errors_of_energy():
     lines = final_table(complete_totals(100))
 
     # 24.48 J of 201,715 J are 0.0121 %.
@@ -462,7 +462,7 @@ def test_energy_of_a_run_is_in_kwh_with_timing_and_sensor_errors():
     assert fact(small, "energy") == "1,234 J ±13 timing"
 
 
-def test_energy_has_scope_method_estimated_and_warm_up_shares():
+def test_table_has_scope_method_warm_up_and_estimate_of_the_energy():
     part = last_part(scope="gpu+cpu", method="counter+average power", estimated_joules=201_715.2, warmup_joules=1e6)
 
     assert fact(part, "power") == "scope gpu+cpu, from counter+average power"

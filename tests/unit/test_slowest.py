@@ -23,7 +23,7 @@ def job_of(ranks, iterations, jitter, **changes):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "iterations", "jitter"), JOBS)
-def test_a_rank_ten_percent_slower_is_named_in_95_percent(ranks, iterations, jitter):
+def test_rank_ten_percent_slower_is_named_in_95_percent_of_windows(ranks, iterations, jitter):
     slow = ranks // 2
     job = job_of(ranks, iterations, jitter, seed=ranks, slow=lambda rank, _: 1.1 if rank == slow else 1.0)
 
@@ -93,7 +93,7 @@ def test_no_rank_is_named_if_half_of_the_ranks_are_slow():
     assert [slowest.add(range(4), [1.0, 1.0, 2.0, 2.0]) for _ in range(20)] == [None] * 20
 
 
-def test_times_of_a_straggler_are_of_the_reported_window():
+def test_times_of_a_straggler_are_from_the_reported_window():
     slowest = Slowest()
     for _ in range(2):
         slowest.add([0, 1, 2], [0.5, 0.5, 0.6])
@@ -101,7 +101,7 @@ def test_times_of_a_straggler_are_of_the_reported_window():
     assert slowest.add([0, 1, 2], [0.5, 0.5, 0.7]) == Straggler(2, 0.7, 0.5)
 
 
-def test_windows_that_lack_a_rank_are_compared_rank_by_rank():
+def test_rank_is_named_although_each_window_lacks_another_rank():
     slowest = Slowest()
     values = {0: 0.5, 1: 0.5, 2: 0.5, 3: 0.6}
     found = []

@@ -131,7 +131,7 @@ def test_span_without_samples_is_answered_with_its_covered_time(agent):
     assert part.joules == pytest.approx(part.covered_s * 100, rel=0.1)
 
 
-def test_rank_without_a_device_has_an_answer_without_a_part(agent):
+def test_answer_to_a_rank_without_a_device_has_no_energy(agent):
     agent.series.clear()
     agent.ask(1, START_S, START_S + 5)
     agent.spans.answer(agent.devices, START_S + 6.0)

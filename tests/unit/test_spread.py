@@ -35,7 +35,7 @@ def test_median_of_an_even_number_of_values_is_the_mean_of_two():
     assert spread_of(np.array([4.0, 1.0, 2.0, 8.0])).median == 3.0
 
 
-def test_spread_of_one_value_is_this_value_and_of_no_value_is_none():
+def test_one_value_is_its_own_spread_and_no_value_has_no_spread():
     assert spread_of(np.array([7.0])) == Spread(1, 7.0, 7.0, 7.0, 7.0, 7.0)
     assert spread_of(np.array([])) is None
 

@@ -84,7 +84,7 @@ def test_at_most_nine_stacks_are_requested():
     assert sorted(job.aggregator.stalls.take_asked()) == [*range(8), 30]
 
 
-def test_stacks_become_files_and_one_event_when_complete():
+def test_complete_stacks_are_written_as_files_with_one_event():
     job = Job()
     job.stall(BEHIND)
     job.events()

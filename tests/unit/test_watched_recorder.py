@@ -200,7 +200,7 @@ def test_profiled_iterations_are_summed_in_their_window():
         assert getattr(second.profile, name) == approx(2 * seconds)
 
 
-def test_time_outside_al_is_not_idle_and_devices_have_own_time():
+def test_data_wait_before_a_profiled_step_is_not_idle_time():
     with recording({1: SPLIT, 2: SPLIT._replace(duration_ns=140 * MS, idle_ns=55 * MS)}) as made:
         made.recorder.start(_now=lambda: 1)
         made.recorder.waited(10 * MS)  # 100 ms: 10 of wait, 60 of computation, 25 of exposed communication, so 5 idle
@@ -272,7 +272,7 @@ def test_profiler_is_closed_at_the_end_and_not_called_again():
         assert made.recorder._profile.number is None
 
 
-def test_profiles_of_ranks_add_up_to_al():
+def test_exposed_time_and_computation_add_up_to_latency():
     profile = Profile(2, 1.0, 0.5, 0.2, 0.6, 0.05, {"dp": (0.5, 0.2)})
     other = Profile(1, 0.5, 0.2, 0.1, 0.4, 0.02, {"dp": (0.1, 0.1), "tp": (0.1, 0.0)})
     account = Account()

@@ -124,7 +124,7 @@ def test_long_gap_affects_every_integral_except_the_counter():
     assert one.integrals(1, 10 * NS + 1) == Integrals(amount(1234.0, 10.0))
 
 
-def test_unread_quantity_is_none_without_coverage():
+def test_unread_quantity_is_none_and_has_no_coverage():
     assert series().integrals(1, NS) == Integrals()
     assert series(Sample(1), Sample(NS)).integrals(1, NS) == Integrals()
     assert series(*steady(3)).integrals(10 * NS, 20 * NS) == Integrals()
@@ -219,7 +219,7 @@ def test_time_after_the_last_boundary_is_in_the_next_window():
     assert rows[-1].phases_s == pytest.approx({"shutdown": 1.0})
 
 
-def test_boundaries_use_the_iteration_number_at_start():
+def test_windows_end_at_multiples_of_the_interval_after_a_resume():
     with looping(log_interval=10, offset=25) as loop:
         iterate(loop, 7)  # 26 to 32
         rows = cut_all(loop.slots(), steady(20), loop.now_ns, log_interval=10, offset=25)
@@ -227,7 +227,7 @@ def test_boundaries_use_the_iteration_number_at_start():
     assert [(r.window, r.iteration_shown, r.iterations) for r in rows] == [(3, 30, 5), (4, 32, 2)]
 
 
-def test_logged_number_changes_the_shown_number_and_no_boundary():
+def test_logged_number_changes_the_shown_number_but_not_the_windows():
     with looping(log_interval=2) as loop:
         iterate(loop, 1)
         loop.recorder.loss(5001, None)
@@ -287,7 +287,7 @@ def test_a_reset_at_a_boundary_belongs_to_the_window_that_ended():
     assert [row.reset for row in rows] == [True, False, False]
 
 
-def test_overrun_of_a_boundary_makes_one_longer_window():
+def test_overwritten_boundary_makes_the_next_window_longer():
     with looping(log_interval=2, slots=64) as loop:
         iterate(loop, 6)
         slots = [slot for slot in loop.slots() if slot.ordinal not in (3, 4)]  # the second window's
@@ -560,7 +560,7 @@ def test_arrival_comes_from_the_last_iteration_only():
     assert (second.own_steps, second.own_step_s, second.own_median_s) == (0, 0.0, None)
 
 
-def test_power_cap_is_a_separate_reason_and_no_slowdown():
+def test_power_cap_is_a_separate_reason_and_not_a_slowdown():
     series = Series(gpu(), 5.0)
     reasons = [(), ("power_cap",), ("power_cap", "hw_thermal"), ("sync_boost",)]
     for second, throttled_by in enumerate(reasons):
