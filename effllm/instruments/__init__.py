@@ -1,6 +1,7 @@
 """Instruments that a training script calls itself: memory, timers, throughput, metrics of training, energy.
 
-They run in the training process: standard library, and the torch that the script has imported; no thread and no wait.
+The instruments run in the training process. They use only the standard library and the torch that the script has
+imported, start no thread, and do not wait.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def record(name: str, value: float) -> None:
-    """Record a value; without an active run this is one look into ``sys.modules``."""
+    """Record a value; without an active run, the call only reads ``sys.modules``."""
     module: Any = sys.modules.get("effllm.trainer.collector")
     if module is not None:
         module.get_metrics_collector().instruments.record(name, value)

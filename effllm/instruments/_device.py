@@ -14,13 +14,13 @@ class UnknownDevice(ValueError):
 def cuda_index(device: Any) -> int | None:
     """Return the index of a CUDA device; ``None`` if the instrument follows the process on the CPU.
 
-    An index or a CUDA name on a machine without CUDA follows the CPU, as the same script does.
+    On a machine without CUDA, an instrument with an index or a CUDA name follows the process on the CPU.
 
     Args:
         device: an index, ``"cuda"``, ``"cuda:1"``, ``"cpu"``, a ``torch.device``, or ``None`` for the current device.
 
     Raises:
-        UnknownDevice: the name or index is not one of these, or CUDA has fewer devices.
+        UnknownDevice: the argument has none of these forms, or CUDA has fewer devices.
     """
     cuda: Any = getattr(sys.modules.get("torch"), "cuda", None)
     if isinstance(device, bool) or (isinstance(device, int) and device < 0):

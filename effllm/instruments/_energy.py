@@ -11,7 +11,7 @@ from effllm.records.spans import NAN, SpanPart
 
 J_PER_WH = 3600.0
 BYTES_PER_MB = 1e6
-MIN_UTILIZATION = 0.01  # floor of the utilization in the efficiency score
+MIN_UTILIZATION = 0.01  # minimum of the utilization in the efficiency score
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def amounts(readings: SpanReadings, baseline: Baseline) -> dict[str, float]:
 
 
 def efficiency_score(wh_per_step: float, utilization: float) -> float:
-    """Return energy per step over utilization (at least 0.01): the smaller, the better; ``nan`` without either."""
+    """Return energy per step divided by utilization (at least 0.01), or ``nan``; a smaller value is better."""
     return NAN if math.isnan(utilization) else wh_per_step / max(MIN_UTILIZATION, utilization)
 
 
@@ -150,7 +150,7 @@ def carbon_kg(kwh: float, intensity_kg_per_kwh: float | None) -> float:
 
 
 def _total(values: Iterable[float]) -> float:
-    """Return the sum; ``nan`` without values, or if one value is ``nan``: a part is never shown as the whole."""
+    """Return the sum; ``nan`` without values, or if one value is ``nan``, because a part is not shown as the whole."""
     known = list(values)
     return sum(known) if known else NAN
 

@@ -14,7 +14,8 @@ def number(value: Any) -> float | None:
     if device != "cpu" or isinstance(value, str | bytes):
         return None
     try:
-        # item(): torch warns about float() of a loss that has a gradient, and NumPy about that of an array.
+        # item() is used, because torch warns about float() of a loss that has a gradient, and NumPy about float() of an
+        # array.
         return float(value.item() if hasattr(value, "item") else value)
     except OverflowError:
         return float("inf") if value > 0 else float("-inf")
@@ -29,7 +30,7 @@ def whole(value: Any) -> int | None:
 
 
 def each(values: Any) -> list[Any]:
-    """Return the members of a list, a tensor or another iterable; of a single value, this value alone."""
+    """Return the members of a list, a tensor or another iterable; a single value is its own only member."""
     if isinstance(values, str | bytes):
         return [values]
     try:

@@ -10,12 +10,12 @@ from itertools import islice
 from effllm.records.moments import Moments
 
 NAN = float("nan")
-#: Newest values that are kept of each series: 320 kB, a float in a deque takes 32 bytes.
+#: Number of newest values that are kept of each series: they take 320 kB, as a float in a deque takes 32 bytes.
 MAX_RECENT = 10_000
 
 
 class Statistics(Moments):
-    """Counts, mean, deviation and range of all values; percentiles of the newest.
+    """Counts, mean, deviation and range of all values, and percentiles of the newest values.
 
     Args:
         max_recent: number of newest values that are kept.
@@ -62,7 +62,7 @@ def std(values: Sequence[float]) -> float:
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Return a percentile of sorted values, linear between two of them as in NumPy; NaN without values."""
+    """Return a percentile of sorted values, interpolated linearly between values as in NumPy; NaN without values."""
     if not ordered:
         return NAN
     at = (len(ordered) - 1) * percent / 100

@@ -1,7 +1,7 @@
-"""Energy of the devices of this rank between any two times, as the rank's agent has measured it.
+"""Energy of the devices of this rank between any two times, measured by the rank's agent.
 
 The monitor runs in the training process, but reads no device: it requests spans of time, and reads the answers of the
-agent from shared memory. It has no thread, and its calls do not wait, unless a wait is an argument.
+agent from shared memory. The monitor has no thread, and its calls wait only if an argument requests a wait.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from effllm.trainer.spans import AnsweredSpan, SpanChain
 
 BASELINE_S = 5.0
 MIN_BASELINE_S = 0.2  # a baseline from less covered time is not measured
-MAX_KEPT = 10_000  # newest spans that are kept for `get_metrics_since_timestamp`; the total has all spans
+MAX_KEPT = 10_000  # number of newest spans kept for `get_metrics_since_timestamp`; the total has all spans
 MAX_MARKERS = 1000
-FEW_SPANS = 10  # without energy in more spans than this, a line says why
+FEW_SPANS = 10  # if more spans than this have no energy, a warning gives the reason
 ANSWER_S = 2.0  # maximum wait for the last answers after the end of the monitoring
-_NEAR_NS = 20_000_000  # a span that began this long before a timestamp counts as a span after it
+_NEAR_NS = 20_000_000  # a span that began this long before a timestamp counts as a span after the timestamp
 
 
 @dataclass
@@ -33,7 +33,7 @@ class EnergyMetrics:
     step: int
     epoch: float
     power_avg_w: float
-    power_max_w: float  # with several devices, the sum of their maxima
+    power_max_w: float  # with several devices, the sum of the devices' maxima
     power_min_w: float
     energy_consumed_wh: float  # total energy; the energy above the baseline is a separate value
     temperature_avg_c: float
@@ -52,10 +52,10 @@ class RobustGPUMonitor:
         sampling_interval: seconds between samples, if the monitor starts the agent; by default the setting
             ``EFFICIENTLLM_COLLECTION_INTERVAL``. A running agent keeps its interval. The energy at the edges of a span
             does not depend on the interval, because the agent reads the energy counter at each edge.
-        enable_high_precision: measure the baseline: the mean power in the 5 s before the first span, or before the
-            first step of a training. Only samples that exist are used; nothing waits. A monitor that is started some
-            seconds before the training has such samples.
-        baseline_wait_s: seconds that `start_monitoring` waits, to have samples for the baseline.
+        enable_high_precision: measure the baseline, which is the mean power in the 5 s before the first span, or before
+            the first step of a training. Only samples that exist are used; nothing waits. Such samples exist if the
+            monitor is started some seconds before the training.
+        baseline_wait_s: seconds that `start_monitoring` waits for samples of the baseline.
         device_index: position of the only device to measure, among the devices of this rank; by default all GPUs, or
             the host's processors on a machine without a GPU.
 
@@ -187,7 +187,7 @@ class RobustGPUMonitor:
             time.sleep(0.01)
 
     def add_sync_marker(self, name: str) -> float:
-        """Mark the current time: a span ends and begins here; return the time in unix time."""
+        """End the running span and begin the next span at the current time; return this time as unix time."""
         self.cut()
         edge_ns = self._chain.edge_ns if self._chain is not None else time.monotonic_ns()
         at_s = unix_s(edge_ns)
@@ -198,8 +198,8 @@ class RobustGPUMonitor:
         """Return the energy of the answered spans since a time; the running span ends and begins at this call.
 
         Args:
-            timestamp: unix time; exact if a span begins at this time, as at a marker and at this call. A span that
-                began before this time is left out.
+            timestamp: unix time; the energy is exact if a span begins at this time, as after a marker or a call of this
+                method. A span that began before this time is left out.
             wait_s: maximum wait for the agent's answer; without a wait, the newest span is usually missing, and
                 ``duration_s`` is shorter by this span.
         """

@@ -21,7 +21,7 @@ from effllm.instruments._number import number
 from effllm.instruments.energy import EnergyMetrics
 from effllm.records.spans import NAN
 
-#: The world's mean carbon intensity in kg/kWh, as some trackers assume it; used only if ``document`` is requested.
+#: The world's mean carbon intensity in kg/kWh that some trackers assume; used only if ``document`` is requested.
 DOCUMENT_KG_PER_KWH = 0.5
 FILES = ("energy_step_history", "energy_interval_history", "energy_monitoring_summary", "robust_gpu_energy")
 
@@ -103,7 +103,7 @@ def _measured(values: dict[str, float], step_key: str, step: int) -> dict[str, f
 
 
 def final_values(block: Block, epochs: float, intensity_kg_per_kwh: float | None) -> dict[str, float]:
-    """Return the final values; ``nan`` for a value that was not measured, or has no carbon intensity."""
+    """Return the final values; ``nan`` for an unmeasured value, and for CO2 without a carbon intensity."""
     kwh = block.readings.joules / J_PER_WH / 1000.0
     return {
         "final_energy/total_energy_consumed_kwh": kwh,
@@ -121,7 +121,7 @@ def entry(metrics: EnergyMetrics, block: Block, baseline: Baseline) -> dict[str,
 
 
 def report(block: Block, epochs: float, intensity_kg_per_kwh: float | None, language: str = "en") -> str:
-    """Return the final report; a line of a quantity that was not measured says so."""
+    """Return the final report; a quantity that was not measured has a line without a number."""
     title, *labels, missing = _LABELS[language]
     final = final_values(block, epochs, intensity_kg_per_kwh)
     values = [
@@ -145,10 +145,10 @@ def _text(value: float, shape: str, missing: str) -> str:
 
 
 def intensity(kg_per_kwh: float | None, name: str | None) -> float | None:
-    """Return the carbon intensity; ``None``, which means no estimate, without an argument.
+    """Return the carbon intensity; without an argument return ``None``, which means no estimate.
 
     Raises:
-        ValueError: both are given, the number is negative or not finite, or the name is unknown.
+        ValueError: both arguments are given, the number is negative or not finite, or the name is unknown.
     """
     if kg_per_kwh is not None and name is not None:
         raise ValueError("carbon_intensity_kg_per_kwh and carbon_intensity exclude each other")

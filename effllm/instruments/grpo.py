@@ -1,4 +1,4 @@
-"""Metrics of GRPO: those of a step, and the rewards within each group of completions."""
+"""Metrics of GRPO: the values of a step, and the rewards within each group of completions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from effllm.instruments._number import each, number
 from effllm.instruments._statistics import Statistics, std
 from effllm.instruments.tracker import MetricTracker
 
-#: Ranks within a group of which the mean reward is kept; larger groups are counted with their first ranks.
+#: Number of ranks within a group whose mean reward is kept; of a larger group, only the first ranks count.
 MAX_RANKS = 256
 
 
@@ -41,7 +41,7 @@ class GRPOMetricsTracker(MetricTracker):
             policy_loss: loss of the policy.
             mean_reward: mean over all completions of the step.
             reward_components: mean of each reward function, kept as ``reward/NAME``.
-            kl_divergence: from the reference model.
+            kl_divergence: divergence from the reference model.
             others: more metrics by name.
         """
         values = {"policy_loss": policy_loss, "mean_reward": mean_reward, "kl_divergence": kl_divergence, **others}
@@ -85,8 +85,8 @@ class GRPOMetricsTracker(MetricTracker):
         """Return the distribution of rewards over all groups; NaN without rewards.
 
         ``rank_distribution`` has the mean reward of the best completion of each group as ``1``, of the second as ``2``,
-        and so on.  ``equal_groups`` counts groups whose rewards are all equal: their advantages are 0, so they teach
-        the policy nothing.
+        and so on.  ``equal_groups`` counts groups whose rewards are all equal: their advantages are 0, so these groups
+        do not change the policy.
         """
         return {
             "reward_mean": self._rewards.mean,
@@ -102,11 +102,11 @@ class GRPOMetricsTracker(MetricTracker):
 
 
 _tracker: GRPOMetricsTracker | None = None
-_trainer: weakref.ref[Any] | None = None  # whose metrics are in the tracker
+_trainer: weakref.ref[Any] | None = None  # the trainer whose metrics are in the tracker
 
 
 def grpo_tracker() -> GRPOMetricsTracker:
-    """Return the tracker that TRL's GRPO training fills: that of the newest trainer in this process.
+    """Return the tracker that the newest GRPO trainer of TRL in this process fills.
 
     The first process has the groups of the whole job.  In the other processes the tracker remains empty.
     """
@@ -116,7 +116,7 @@ def grpo_tracker() -> GRPOMetricsTracker:
 
 
 def tracker_of(trainer: Any) -> GRPOMetricsTracker:
-    """Return the tracker of a trainer; for another trainer than before, a new tracker."""
+    """Return the tracker of a trainer; a trainer other than the last one gets a new tracker."""
     global _tracker, _trainer
     if _trainer is None or _trainer() is not trainer:
         _tracker = None if _trainer is not None else _tracker

@@ -18,7 +18,7 @@ class TrainingLogger:
 
     Args:
         log_dir: folder of the files; made when the first file is written.
-        experiment_name: begins the name of each file.
+        experiment_name: first part of the name of each file.
         min_score: smallest valid score.
         max_score: largest valid score.
     """
@@ -45,7 +45,7 @@ class TrainingLogger:
 
         Raises:
             OSError: the file cannot be written.
-            ValueError: the name is not the name of a file.
+            ValueError: the name cannot be part of a file's name.
         """
         name = f"{self._name}_{_file_part(checkpoint_name, 'checkpoint_name')}.json"
         return write_json(self._folder / name, {"checkpoint": checkpoint_name, **self._body()})
@@ -71,7 +71,7 @@ class TrainingLogger:
 
 
 def _file_part(name: str, argument: str) -> str:
-    """Return a name that is a part of a file's name; one with a slash could leave the folder."""
+    """Return a name that can be part of a file's name; a file whose name has a slash could be outside the folder."""
     if not name or "/" in name or "\0" in name or name in (".", ".."):
         raise ValueError(f"{argument}={name!r} must be a name without '/'")
     return name

@@ -17,19 +17,19 @@ from effllm.instruments._number import number
 from effllm.instruments._statistics import NAN, Statistics
 
 GB = 1e9
-#: Tags of `GPUMemoryProfiler.measure` with a trend of their own; later tags have none.
+#: Maximum number of tags of `GPUMemoryProfiler.measure` with their own trend; later tags have no trend.
 MAX_TAGS = 32
-#: Blocks of measurements that a trend keeps; at this number they are merged in pairs.
+#: Maximum number of blocks of measurements in a trend; at this number the blocks are merged in pairs.
 MAX_BLOCKS = 32
-#: Blocks, after the first quarter, from which a trend is judged, and from which one disorder in ten is accepted.
+#: Minimum numbers of blocks after the first quarter: to judge a trend, and to accept one disorder in ten.
 MIN_BLOCKS, MANY_BLOCKS = 8, 12
 MIN_TAU = 0.8
-#: The median difference of two blocks must be this share of the mean: a few steps of the allocator are no leak.
+#: The median difference of two blocks must be this share of the mean, because a few steps of the allocator are no leak.
 MIN_STEADY = 0.5
 _NORMAL_95 = 1.96
-#: Measurements of a tag before its trend is judged: caches fill in the first iterations.
+#: Number of measurements of a tag before its trend is judged, because caches fill in the first iterations.
 MIN_MEASUREMENTS = 128
-_CHECKS = "detect_leak"  # tag of the measurements of `GPUMemoryProfiler.detect_leak`: one in many iterations
+_CHECKS = "detect_leak"  # tag of the rare measurements of `GPUMemoryProfiler.detect_leak`
 
 
 class MemoryTrend(NamedTuple):
@@ -39,11 +39,11 @@ class MemoryTrend(NamedTuple):
     low_bytes: float
     high_bytes: float
     iterations: float  # from the first judged measurement to the last
-    is_growing: bool  # steadily, not by a few steps
+    is_growing: bool  # whether memory grows steadily, not by a few steps
 
     @property
     def certain_bytes(self) -> float:
-        """Growth over the judged iterations that is certain: by the lower bound."""
+        """Certain growth over the judged iterations, from the lower bound of the interval."""
         return max(self.low_bytes, 0.0) * self.iterations / 1000
 
 
@@ -94,7 +94,7 @@ def _joined(points: list[tuple[float, float]]) -> tuple[float, float]:
 
 
 def _is_steady(points: list[tuple[float, float]]) -> bool:
-    """Whether memory grows from block to block: Kendall's tau is high, and no few differences make up the growth."""
+    """Whether memory grows from block to block: Kendall's tau is high, and the growth is not from a few differences."""
     signs = [(later > earlier) - (later < earlier) for (_, earlier), (_, later) in combinations(points, 2)]
     tau = sum(signs) / len(signs)
     if tau < (MIN_TAU if len(points) >= MANY_BLOCKS else 1.0):
@@ -104,10 +104,10 @@ def _is_steady(points: list[tuple[float, float]]) -> bool:
 
 
 class GPUMemoryProfiler:
-    """Reads the memory that torch's allocator uses on a device; without CUDA, that of the process.
+    """Reads the memory that torch's allocator uses on a device; without CUDA, the memory of the process.
 
-    torch's peaks are read and never reset: they are the script's.  Without CUDA ``allocated`` is the private memory of
-    the process, and ``reserved`` all its memory, with files and libraries.
+    torch's peaks are read and never reset, because the script may use them.  Without CUDA ``allocated`` is the private
+    memory of the process, and ``reserved`` is all memory of the process, including files and libraries.
 
     Args:
         device: an index, ``"cuda:1"``, ``"cpu"``, or ``None`` for torch's current device.
@@ -133,8 +133,8 @@ class GPUMemoryProfiler:
         """Return allocated and reserved memory with their peaks, in GB (10^9 bytes).
 
         Args:
-            tag: names the place in the loop; the trend compares measurements of one tag.
-            iteration: its number; by default measurements of a tag are counted.
+            tag: name of the place in the loop; a trend compares only measurements with the same tag.
+            iteration: number of the iteration; by default, the number of measurements with this tag.
         """
         allocated, reserved, max_allocated, max_reserved = self._read()
         self._allocated.add(allocated)
@@ -153,13 +153,13 @@ class GPUMemoryProfiler:
         }
 
     def set_baseline(self) -> float:
-        """Take the memory in use now as the baseline, and forget the trend so far; return it in GB."""
+        """Take the memory in use now as the baseline, and drop the trend so far; return the baseline in GB."""
         self._baseline_bytes = self._read()[0]
         self._trends = {}
         return self._baseline_bytes / GB
 
     def trend(self, tag: str | None = None) -> MemoryTrend | None:
-        """Return the trend of a tag, by default of the one measured most often; ``None`` if it is not known yet."""
+        """Return the trend of a tag, by default of the tag with most measurements; ``None`` if it is not known yet."""
         if tag is None:
             tag = max(self._trends, key=lambda one: self._trends[one].count, default="")
         blocks = self._trends.get(tag)
@@ -172,12 +172,12 @@ class GPUMemoryProfiler:
 
         Args:
             threshold_gb: growth in GB (10^9 bytes) that is accepted.
-            method: ``"trend"``: memory grows steadily over iterations, by more than the threshold for certain.
-                ``"baseline"``: memory is above `set_baseline` by more than the threshold, which a longer batch or a
-                step of the allocator causes too.
+            method: with ``"trend"``, a leak is steady growth that is certainly above the threshold; with
+                ``"baseline"``, a leak is memory above `set_baseline` by more than the threshold, which a longer batch
+                or a step of the allocator can also cause.
 
         Raises:
-            ValueError: the method is neither, or there is no baseline.
+            ValueError: the method is unknown, or there is no baseline.
         """
         if method not in ("trend", "baseline"):
             raise ValueError(f"method={method!r} is neither 'trend' nor 'baseline'")
@@ -210,7 +210,7 @@ class GPUMemoryProfiler:
         if self._index is None:
             return _process_memory()
         cuda: Any = sys.modules["torch"].cuda
-        known = cuda.memory_stats(self._index)  # the four functions of torch.cuda read the same, four times
+        known = cuda.memory_stats(self._index)  # torch.cuda's four functions would read these statistics four times
         return tuple(  # type: ignore[return-value]
             float(known.get(f"{name}_bytes.all.{kind}", 0))
             for kind in ("current", "peak")
@@ -226,7 +226,7 @@ def _process_memory() -> tuple[float, float, float, float]:
     """Return private and resident bytes of this process, and the peaks; the kernel keeps no peak of private bytes."""
     known: dict[bytes, float] = {}
     with contextlib.suppress(OSError, ValueError):
-        # Half the time of `Path.read_bytes` if the caches are cold: 75 us and not 166 us.
+        # With cold caches this takes 75 us, and `Path.read_bytes` takes 166 us.
         status = os.open("/proc/self/status", os.O_RDONLY | os.O_CLOEXEC)
         try:
             known = {name: float(kilobytes) * 1024 for name, kilobytes in _MEMORY.findall(os.read(status, 8192))}

@@ -15,7 +15,7 @@ from effllm.instruments.timer import ITERATION, TrainingTimer
 class ComprehensiveProfiler:
     """Measures each iteration between `start_iteration` and `end_iteration`.
 
-    ``memory``, ``timer`` and ``throughput`` are the instruments inside, for more tags and timers.
+    The attributes ``memory``, ``timer`` and ``throughput`` are its instruments, to which tags and timers can be added.
 
     Args:
         device: an index, ``"cuda:1"``, ``"cpu"``, or ``None`` for torch's current device.
@@ -57,7 +57,7 @@ class ComprehensiveProfiler:
         }
 
     def export_to_json(self, path: str | Path) -> Path:
-        """Write the statistics as JSON, ``null`` for what is not measured; return the path.
+        """Write the statistics as JSON, with ``null`` for unmeasured values; return the path.
 
         Raises:
             OSError: the file cannot be written.

@@ -25,7 +25,7 @@ MEASURED = (
     "vram_peak_MB",
     "vram_avg_MB",
 )
-#: What the run was.
+#: Columns that describe the run.
 METADATA = (
     "model",
     "dataset",

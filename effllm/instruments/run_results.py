@@ -11,7 +11,7 @@ from typing import Any
 
 MB = 2**20  # as nvidia-smi counts
 
-#: Part of the last line of a file of windows; a line has a few kilobytes.
+#: Maximum number of bytes that are read at the end of a file of windows; a line has a few kilobytes.
 _MAX_LINE_BYTES = 2**22
 
 
@@ -28,7 +28,7 @@ class RunResults:
 def read_results(folder: str | Path, within_s: float = 0.0) -> RunResults:
     """Return the results of a run folder; wait up to ``within_s`` for the end of the run.
 
-    Energy, tokens and power are those of the iterations after the warm-up.  `RunResults.not_measured` has the reasons
+    Energy, tokens and power cover the iterations after the warm-up.  `RunResults.not_measured` has the reasons
     for missing values, also for a folder that cannot be read, and for a run that has not ended; no exception is raised.
     """
     deadline_s = time.monotonic() + within_s

@@ -11,7 +11,7 @@ from effllm.instruments._active_run import record
 from effllm.instruments._number import each, number
 from effllm.instruments._statistics import Statistics
 
-#: Different scores that are counted separately; more are counted together.
+#: Maximum number of different scores that are counted separately; further scores are counted together.
 MAX_SCORES = 1000
 
 
@@ -67,10 +67,10 @@ class ScoreDistributionTracker:
             self._uncounted += 1
 
     def get_distribution(self) -> dict[str, Any]:
-        """Return counts, the share of invalid scores, and the mean of valid ones; NaN without scores.
+        """Return counts, the share of invalid scores, and the mean of valid scores; NaN without scores.
 
-        ``score_counts`` has the number of each valid score by its text; ``other_scores`` counts those beyond the first
-        1,000 different scores.
+        ``score_counts`` has the number of each valid score by its text; ``other_scores`` counts the valid scores beyond
+        the first 1,000 different scores.
         """
         valid = self._statistics.count
         invalid = self._missing + self._not_finite + self._out_of_range

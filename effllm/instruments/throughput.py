@@ -30,7 +30,7 @@ class _Total:
         return self.count, self.num_unknown
 
     def rate(self, first: tuple[int, int], last: tuple[int, int], seconds: float) -> float:
-        """Return the count per second between two marks; NaN if it was never given, or one between them is unknown."""
+        """Return the count per second between two marks; NaN if no count was given, or a count between is unknown."""
         if seconds <= 0 or not self.is_given or first[1] != last[1]:
             return NAN
         return (last[0] - first[0]) / seconds
@@ -39,8 +39,9 @@ class _Total:
 class ThroughputTracker:
     """Counts samples and tokens between calls of `update`.
 
-    The time begins at the first `update`, whose own counts do not enter: their work was done before it.  `start` lets
-    it begin earlier.  What is not measured is NaN: also a rate over an update whose count was not readable.
+    The time begins at the first `update`, whose counts are left out, because the work was done earlier.  A call of
+    `start` begins the time earlier.  Unmeasured values are NaN, for example a rate over an update with an unreadable
+    count.
 
     Args:
         window_size: number of newest updates for `get_current_throughput`.

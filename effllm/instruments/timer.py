@@ -14,9 +14,9 @@ from effllm.instruments._active_run import record
 from effllm.instruments._device import cuda_index
 from effllm.instruments._statistics import MAX_RECENT, NAN, Statistics, percentile
 
-#: Timer of whole iterations: shares of the other timers refer to it.
+#: Timer of whole iterations; the shares of all other timers are shares of this timer.
 ITERATION = "iteration"
-#: Pairs of events of one timer that the device has not reached yet; later ones are not measured.
+#: Maximum number of pairs of events of one timer that the device has not reached; further times are not measured.
 MAX_PENDING = 256
 MAX_NAMES = 256
 
@@ -40,11 +40,11 @@ class _Timed:
 
 
 class TrainingTimer:
-    """Times parts of an iteration by name, by calls, ``with timer.time(name):``, or ``@timer.time(name)``.
+    """Times named parts of an iteration, with calls, with ``with timer.time(name):``, or with ``@timer.time(name)``.
 
     On a GPU each start and stop records an event, and the times are read after the GPU has passed them, without a wait.
-    Timers of different names may be nested.  Of nested blocks of one name the outermost counts; a second `start` before
-    the stop replaces the first, so that a step that raised does not enter.
+    Timers of different names may be nested.  Of nested blocks of one name, only the outermost block counts.  A second
+    `start` before the stop replaces the first start, so that the time of a step that raised an exception is left out.
 
     Args:
         device: an index, ``"cuda:1"``, ``"cpu"``, or ``None`` for torch's current device.
@@ -76,7 +76,7 @@ class TrainingTimer:
         timed.start = time.monotonic_ns() if self._index is None else self._event()
 
     def stop(self, name: str) -> float:
-        """End a part; return its seconds, or NaN if they are not known yet: on a GPU without ``sync``."""
+        """End a part; return its seconds, or NaN if they are not known yet, as on a GPU without ``sync``."""
         timed = self._timers.get(name)
         if timed is None or not timed.is_open:
             self._warn_once(f"timer {name} was stopped without a start; ignored")
@@ -90,7 +90,7 @@ class TrainingTimer:
 
     @contextlib.contextmanager
     def time(self, name: str) -> Iterator[None]:
-        """Time a block, or as a decorator a function; a part that raises is measured too."""
+        """Time a block, or a function if used as a decorator; a part that raises an exception is measured too."""
         timed = self._timers.get(name)
         if timed is not None and timed.is_open:
             yield

@@ -1,4 +1,4 @@
-"""Tokens of the batches that a collator makes, counted in the training process: each batch once, for any workers."""
+"""Tokens of a collator's batches, counted in the training process, each batch once with any number of workers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class CountingCollator:
 
     A collator may run in a worker process, and a worker may make batches that are never used.  Therefore a batch is
     counted when it arrives: by `over` in a plain loop, or by the hook of the Trainer, which has this collator as
-    ``data_collator``.  Padding that a mask shows is not counted, and packed rows have none.
+    ``data_collator``.  Padding that a mask shows is not counted, and packed rows have no padding.
 
         collator = CountingCollator(collator)
         loader = DataLoader(rows, collate_fn=collator, num_workers=4)
@@ -42,7 +42,7 @@ class CountingCollator:
         return self.collator(features)
 
     def over(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """Yield the batches of a loader, and count each; the counts on a CPU are those of `effllm.count`, too.
+        """Yield the batches of a loader, and count each batch; counts on a CPU are also given to `effllm.count`.
 
         A framework's hook that counts tokens itself does not use the counts of `effllm.count`.
         """
@@ -69,22 +69,22 @@ class CountingCollator:
 
     @property
     def samples(self) -> float:
-        """Sequences; NaN if a batch could not be counted, or none arrived."""
+        """Number of sequences; NaN if a batch could not be counted, or no batch arrived."""
         return NAN if self._has_unknown or not self.batches else int(self._sums[0])
 
     @property
     def tokens_processed(self) -> float:
-        """Positions, padding included; NaN if a batch could not be counted, or none had text."""
+        """Number of positions, including padding; NaN if a batch could not be counted, or no batch had text."""
         return self._count(1)
 
     @property
     def tokens(self) -> float:
-        """Positions without padding; NaN as `tokens_processed`.  For batches on a GPU, a read waits for the GPU."""
+        """Positions without padding; NaN if `tokens_processed` is NaN.  On a GPU, a read waits for the GPU."""
         return self._count(2)
 
     @property
     def tokens_loss(self) -> float:
-        """Positions with a label; NaN as `tokens_processed`.  For batches on a GPU, a read waits for the GPU."""
+        """Positions with a label; NaN if `tokens_processed` is NaN.  On a GPU, a read waits for the GPU."""
         return self._count(3)
 
     def _count(self, index: int) -> float:

@@ -11,15 +11,15 @@ from effllm.instruments._number import number, whole
 from effllm.instruments._statistics import MAX_RECENT, NAN, Statistics, mean, percentile, std
 
 PERCENTILES = (5, 25, 50, 75, 95, 99)
-#: Names of metrics in one tracker; a loop that makes up new names would fill the memory.
+#: Maximum number of names in one tracker; a loop that always uses new names would fill the memory.
 MAX_NAMES = 1000
 
 
 class MetricTracker:
     """Statistics of named values, in bounded memory.
 
-    Counts, mean, deviation and range are of all values.  Percentiles, and statistics of a window, are of the newest;
-    in an active run, percentiles of more values come from the agent, and the run folder has all values.
+    Counts, mean, deviation and range cover all values.  Percentiles and statistics of a window cover the newest values.
+    In an active run, the agent returns percentiles of more values, and the run folder covers all values.
 
     Args:
         max_recent: number of newest values that are kept of each metric.
@@ -81,9 +81,9 @@ class MetricTracker:
     def get_summary(self, name: str, window: int | None = None) -> dict[str, Any]:
         """Return count, mean, std, min, max and percentiles; without values, a count of 0 and NaN.
 
-        ``percentiles_of`` is the number of values from which the percentiles are: exact ones of the newest values, or
-        estimates of more values from the agent, if a run has been active and had more than are kept here.
-        ``not_finite`` has the numbers of NaN and infinite values, which are in nothing else.
+        ``percentiles_of`` is the number of values from which the percentiles were computed. Percentiles of the newest
+        values are exact; if a run was active and had more values than are kept here, the percentiles are the agent's
+        estimates. ``not_finite`` has the numbers of NaN and infinite values, which no other result includes.
         """
         found = self._metrics.get(name) or Statistics(self._max_recent)
         values = found.newest(window)

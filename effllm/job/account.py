@@ -149,7 +149,7 @@ class Account(Struct):
         utilization = _mean_min_max(*self.devices.values[:, 2:4].T)
         ranks = dict(zip(RankSums.NAMES, self.ranks.values.T, strict=True))
         time_s = _largest(ranks["time_s"])
-        is_longest = ranks["time_s"] == time_s  # of several ranks, the longest wait: no order of ranks changes totals
+        is_longest = ranks["time_s"] == time_s  # of equal ranks the longest wait counts, in any order of the ranks
         slowest = _slowest(ranks["busy_s"], ranks["iterations"])
         slowest_device = _slowest(ranks["device_step_s"], ranks["device_steps"])
         return ClusterTotals(

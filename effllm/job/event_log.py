@@ -37,7 +37,7 @@ class EventLog:
             kind = OTHER
         counts[kind] = counts.get(kind, 0) + event.count
         if rank is not None and not 0 <= rank < self._ledger.world_size:
-            rank = None  # a peer may send any number
+            rank = None  # a peer may send any number as its rank
         event = replace(event, kind=kind, text=one_line(event.text), rank=rank, attempt=self._ledger.attempt)
         if self._limit.admits(event):
             self._events.append(event)

@@ -110,7 +110,7 @@ class Ledger(Struct):
     classes_s: dict[str, float] = {}
     late: int = 0
     loss: float | None = None  # the last finite loss
-    is_loss_finite: bool = True  # in the last window with a loss
+    is_loss_finite: bool = True  # whether the losses of the last window with a loss were finite
     first_not_finite: int | None = None  # displayed iteration of the first loss that was NaN or infinite
     iteration_last: int = 0
     iteration_shown: int = 0
@@ -132,7 +132,7 @@ class Ledger(Struct):
     waited: Waited = msgspec.field(default_factory=Waited)  # waits in the last window
     schema_version: int = SCHEMA_VERSION  # version of state.json
     slowest: dict[int, int] = {}  # rank -> number of windows in which this rank was the slowest
-    values: dict[str, ValueStatistics] = {}  # of instruments in the whole run, by name
+    values: dict[str, ValueStatistics] = {}  # values of instruments in the whole run, by name
     windows_compared: int = 0  # windows in which own times of ranks were compared
 
     def next_attempt(self, job: str) -> Ledger:

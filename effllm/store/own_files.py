@@ -59,7 +59,7 @@ def open_folder(folder: Path, make: bool = False) -> int:
         OSError: the folder does not exist, or its path contains a link or a world-writable folder of another user.
     """
     path = os.path.abspath(folder)  # noqa: PTH100 - links are not resolved
-    Path(path, "_").exists()  # this triggers automatic mounts; O_PATH does not
+    Path(path, "_").exists()  # exists() triggers automatic mounts; O_PATH does not
     parts = list(reversed(path.split("/")))
     num_links = 0
     at = os.open("/", _FOLDER)
@@ -171,7 +171,7 @@ def replace_file(path: Path, content: bytes, *, durable: bool = True) -> None:
         durable: whether the new file is synced to disk before it replaces the old file, because the machine may crash.
 
     Raises:
-        OSError: the file cannot be written, or see `open_folder`.
+        OSError: the file cannot be written, or its folder cannot be opened (reasons: `open_folder`).
     """
     scratch = f".{path.name}.new"  # one writer at a time; a file left by a killed writer is removed here
     at = open_folder(path.parent)

@@ -45,7 +45,8 @@ class Git:
     def facts(self) -> dict[str, Any]:
         """Return the commit, and whether tracked files differ from it; empty outside a repository.
 
-        This may take seconds.  ``git_dirty`` is ``"unknown"`` if git is slow, or if a file with a filter differs.
+        The calls of git may take seconds.  ``git_dirty`` is ``"unknown"`` if git is slow, or if a file with a filter
+        differs.
         """
         try:
             commit = self._run("rev-parse", "HEAD")
@@ -61,7 +62,7 @@ class Git:
 
     def _is_dirty(self) -> bool | str:
         try:
-            # A filter without a value is not started; with "required" this would be an error.
+            # A filter without a value is not started; without a value, a filter with "required" would be an error.
             filters = (self._run("config", "--name-only", "--get-regexp", r"^filter\.") or "").split("\n")
             without_filters = [f"{name}={'false' if name.endswith('.required') else ''}" for name in filters if name]
             changed = self._run(*_GIT_STATUS, settings=without_filters)

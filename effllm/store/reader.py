@@ -25,7 +25,7 @@ Row = TypeVar("Row", bound=Struct)
 
 #: Significant digits of a number in a line: no sensor has as many, and further digits are rounding errors of sums.
 DIGITS = 12
-_UNIX_TIMES = frozenset({"start_time_s", "end_time_s"})  # these are not rounded to DIGITS
+_UNIX_TIMES = frozenset({"start_time_s", "end_time_s"})  # unix times are not rounded to DIGITS
 
 
 class WindowLine(WindowReport, frozen=True, kw_only=True):
@@ -62,7 +62,7 @@ def _without_totals(report: WindowReport) -> dict[str, Any]:
     return {name: getattr(report, name) for name in WindowReport.__struct_fields__}
 
 
-#: The groups of `ClusterTotals` whose fields are keys of a line; the fields of `constants` are in another object.
+#: Groups of `ClusterTotals`. Their fields are keys in a line's totals; the line's ``constants`` has the other group.
 _GROUPS = ("counts", "loop", "devices", "health", "goodput")
 #: Keys of energy whose names differ from the fields of `JobEnergy`.
 _ENERGY = {"joules": "energy_j", "gain_j": "energy_gain_error_j", "is_complete": "energy_complete"}
@@ -170,7 +170,7 @@ class RankRow(Counted, Struct, frozen=True, omit_defaults=True):
     utilization_seconds: float | None = None
     utilization_covered_s: float = 0.0
     power_peak_w: float | None = None
-    coverage: float | None = None  # share of wall_s with measured energy, or with memory if energy is not measured
+    coverage: float | None = None  # measured share of wall_s, from `coverage_of`
     other_devices_j: dict[str, float | None] = {}  # energy of the other devices, by key
     final: bool = False
     iterations_overrun: int = 0
@@ -240,7 +240,7 @@ def _gauge_row(gauge: Gauge) -> GaugeRow:
 
 
 def coverage_of(row: RankReport) -> float | None:
-    """Return the share of a window with measured energy, or with memory if energy is not measured."""
+    """Return the share of a window with measured energy; without energy, return the share with measured memory."""
     if not row.devices or row.wall_s <= 0:
         return None
     wall = row.devices[0].wall

@@ -216,7 +216,7 @@ def _metrics(values: Mapping[str, Value]) -> Iterator[str]:
 
 
 def _instruments(values: Mapping[str, ValueSummary]) -> Iterator[str]:
-    """Yield a table of the values of instruments: the first names, because summary.json has all."""
+    """Yield a table of the values of instruments, only for the first names; summary.json has all names."""
     yield f"  {'instrument':<30}{'count':>9}{'mean':>9}{'p50':>9}{'p95':>9}{'most':>9}"
     for name, one in islice(values.items(), MAX_SHOWN_NAMES):
         numbers = (one.mean, one.percentiles.get("p50"), one.percentiles.get("p95"), one.most)

@@ -1,4 +1,4 @@
-"""Too few file descriptors for a job, which is rejected at its start; or descriptors that run out later."""
+"""A job with too few file descriptors is rejected at its start; descriptors can also run out later."""
 
 import os
 import re
@@ -22,7 +22,7 @@ FLOOD = str(jobs.Path(__file__).parents[1] / "flood.py")
 #: A world of 200 ranks needs 1.2 * 200 + 256 open files.
 TOO_FEW = "496 open files are needed and 120 are allowed: raise the hard limit, by ulimit -Hn 496 in the shell of root"
 
-#: Trains, and checks that the limits of the process did not change.
+#: A script that trains, and checks that the limits of the process did not change.
 KEEPS_ITS_LIMITS = """
 import resource, sys
 before = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -119,7 +119,7 @@ def test_serve_rejects_a_job_that_needs_too_many_descriptors(launch):
     assert aggregator.ledger.windows == []
 
 
-#: Trains until a file exists.
+#: A script that trains until a file exists.
 TRAIN = """
 import json, sys, time
 from pathlib import Path

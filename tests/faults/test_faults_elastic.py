@@ -58,7 +58,8 @@ def test_job_of_eight_then_seven_then_eight_ranks_is_one_run(launch):
     ledger = again.jobs[0].ledger  # all ranks have the same folder
     summary, goodput = ledger.summary, ledger.summary.goodput
 
-    # Checkpoints are from iterations 20 and 40: eight ranks did 1 to 34, seven ranks 21 to 55, eight ranks 41 to 80.
+    # Jobs continue from the checkpoints of iterations 20 and 40, so the iterations are 1 to 34 with eight ranks, 21 to
+    # 55 with seven ranks, and 41 to 80 with eight ranks.
     assert (summary.status, summary.attempts) == ("completed", 3)
     assert summary.iterations == 34 + 35 + 40
     assert summary.tokens == 100 * (8 * 34 + 7 * 35 + 8 * 40)

@@ -121,7 +121,7 @@ def test_long_checkpoint_is_not_a_stall(launch, meeting):
     assert assert_whole(aggregator.ledger, dict.fromkeys(range(2), 60)).metrics["health/stalled_s"].value == 0.0
 
 
-#: Starts slowly, like a job that compiles or loads a checkpoint.
+#: A script that starts slowly, like a job that compiles or loads a checkpoint.
 STARTS_LATE = """
 import time
 import effllm.efficientllm_metrics as effllm
@@ -170,7 +170,7 @@ def test_job_killed_in_a_stall_has_the_status_stalled(launch, meeting):
     jobs.until(lambda: ledger.num_windows >= 2)
     os.kill(ranks[0].process.pid, signal.SIGSTOP)
     jobs.until(lambda: in_event_file(ledger, "stalled"))
-    jobs.until(lambda: ledger.summary.status == "stalled")  # already during the stall: a kill may end all processes
+    jobs.until(lambda: ledger.summary.status == "stalled")  # before the kill, which may end all processes
     assert "Run stalled" not in aggregator.job.stdout
     for rank in ranks:
         os.kill(rank.process.pid, signal.SIGKILL)

@@ -25,7 +25,7 @@ FRESH_SUMMARY = FRESH + TICK_S / STEP_S  # after SIGTERM, each tick rewrites the
 #: test has long timeouts.
 USUAL_END_S = 30.0
 
-#: Continues to train after SIGTERM, like a trainer that saves a checkpoint; the progress is in a file.
+#: A script that continues to train after SIGTERM, like a trainer that saves a checkpoint; its progress is in a file.
 SAVES = """
 import itertools, os, signal, struct, sys, time
 import effllm.efficientllm_metrics as effllm
@@ -180,7 +180,7 @@ def test_attempt_killed_before_its_first_window_is_counted(launch):
     assert (summary.status, summary.attempts, summary.tokens) == ("completed", 3, 10_000)
 
 
-#: Exits in one of the ways of a trainer, and records the time.
+#: A script that exits in one of the ways of a trainer, and records the time.
 ENDS = """
 import os, signal, struct, sys, time
 import effllm.efficientllm_metrics as effllm
@@ -235,7 +235,7 @@ def test_trainer_ends_quickly_and_keeps_its_last_iteration(launch, end, code, st
     assert took_s < USUAL_END_S
 
 
-#: Loads data with workers that are forked after the start of metrics.
+#: A script that loads data with workers that are forked after the start of metrics.
 LOADER = """
 import json, os, time, torch
 import effllm.efficientllm_metrics as effllm

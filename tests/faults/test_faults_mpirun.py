@@ -18,7 +18,8 @@ pytestmark = [
 
 LOOP = str(jobs.SCRIPTS / "loop.py")
 
-#: Replaces ssh, with which mpirun starts its daemon on another host. The hosts are namespaces of this machine.
+#: A script in place of ssh, with which mpirun starts its daemon on another host. The hosts are namespaces of this
+#: machine.
 SHELL = """#!/bin/sh
 host=$1; shift
 exec ip netns exec "{prefix}-${{host#host}}" unshare --uts sh -c "hostname $host; exec $*"

@@ -58,7 +58,7 @@ def ledger(method=COUNTER):
 
 
 def fed(one, *rows):
-    """Add readings: (second, watts, joules)."""
+    """Add readings as tuples of (second, watts, joules)."""
     for seconds, watts, joules in rows:
         one.add(Sample(round(seconds * NS) + 1, power_w=watts, energy_j=joules))
     return one
@@ -421,7 +421,7 @@ def test_zeus_3_readings_are_kept_for_the_open_window_only():
 
 
 def test_zeus_5_energy_is_stored_with_the_time_of_its_read(trace):
-    # Memory and utilization take 60 ms each; with a wrong time, 500 W * 60 ms = 30 J would be misplaced.
+    # Reads of memory and utilization take 60 ms each; a wrong time of a read would misplace 500 W * 60 ms = 30 J.
     trace.write(Gpu("GPU-a", "0:01:00", power=flat(500.0)))
     trace.fault("0 memory delay 0.06", "0 utilization delay 0.06")
 
@@ -448,7 +448,7 @@ def test_zeus_6_counter_without_ticks_is_not_polled(tmp_path):
     sensor = calibrate(gpu, lambda: reads.append(1) or Sample(len(reads)), tmp_path)
 
     assert sensor.tick_s == 0.0
-    assert len(reads) <= 2.6 / 0.002  # the two checks at the start take 2.6 s, each read 2 ms
+    assert len(reads) <= 2.6 / 0.002  # the two checks at the start take 2.6 s; each read takes 2 ms
     one = EnergyLedger(msgspec.structs.replace(gpu, sensor=sensor), 5.0)
     fed(one, (0, 1.0, 0.0), (1, 1.0, 1.0))
     assert len(one.timing.reads_for(NS)) == 1

@@ -14,7 +14,8 @@ pytestmark = pytest.mark.faults
 
 LOOP = str(jobs.SCRIPTS / "loop.py")
 
-#: Runs a command in a mount namespace in which /dev/shm and the temporary folder have 64 MB each and are full.
+#: A script that runs a command in a mount namespace in which /dev/shm and the temporary folder have 64 MB each and are
+#: full.
 FULL = """
 mount -t tmpfs -o size=64m tmpfs /dev/shm && mount -t tmpfs -o size=64m tmpfs "$TMPDIR" || exit 77
 for folder in /dev/shm "$TMPDIR"; do dd if=/dev/zero of="$folder/taken" bs=1M count=65 2>/dev/null; done
@@ -48,7 +49,7 @@ def test_job_with_full_dev_shm_and_tmp_is_measured(in_full_container):
     assert job.our_errors == []
 
 
-#: Removes a resource until metrics have tried to start, then trains.
+#: A script that removes a resource until metrics have tried to start, and then trains.
 WITHOUT = """
 import argparse, json, os, resource, sys, threading
 import shutil  # of argparse
@@ -96,7 +97,7 @@ def test_job_without_space_for_shared_memory_trains_without_metrics(launch, kind
     assert job.find("effllm.agent.agent") == []
 
 
-#: Trains with steps that compute: other processes on the same core slow these steps down.
+#: A script that trains with steps that compute; other processes on the same core slow these steps down.
 BUSY = """
 import os, sys, time
 os.sched_setaffinity(0, {int(sys.argv[1])})

@@ -1,4 +1,4 @@
-"""An aggregator that is killed repeatedly; forty agents send ten reports per second each."""
+"""An aggregator is killed repeatedly, while each of forty agents sends ten reports per second."""
 
 import contextlib
 import os

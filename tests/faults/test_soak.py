@@ -133,7 +133,7 @@ def test_memory_and_state_do_not_grow_over_a_week_of_windows(tmp_path, capsys):
     # process's memory grows by whole arenas of 1 MiB; one arena is a slope of at most 347 bytes.
     assert more_blocks < 1.0
     assert slope < 400.0
-    filled = list(items.values())[5:]  # before that, the limits on numbers of windows are not reached
+    filled = list(items.values())[5:]  # in earlier windows, the limits on numbers of windows are not reached
     assert max(filled) <= filled[0] + MAX_LISTED_ITEMS
     sizes = list(states.values())
     assert sizes[-1] <= 1.02 * sizes[len(sizes) // 4]
@@ -143,7 +143,8 @@ def test_memory_and_state_do_not_grow_over_a_week_of_windows(tmp_path, capsys):
     assert json.loads(segments[-1].read_text().splitlines()[-1])["window"] == WEEK
 
 
-#: Up to 1000 logged texts per kind are kept, so that none is logged twice; this job logs one per hundred windows.
+#: Up to 1000 logged texts per kind are kept, so that no text is logged twice; this job logs one text per hundred
+#: windows.
 MAX_LISTED_ITEMS = 3 * WEEK // 100
 
 

@@ -19,7 +19,7 @@ ITERATIONS, TOKENS = 40, 100
 PORT = 29555
 LOOP = jobs.SCRIPTS / "loop.py"
 
-#: Sends heartbeats to an aggregator with one kind of keys; prints whether the peer was admitted.
+#: A script that sends heartbeats to an aggregator with one kind of keys, and prints whether the peer was admitted.
 PEER = """
 import sys, time, os
 from effllm.network.curve import AgentKeys, KeyPair
@@ -239,7 +239,7 @@ def listeners(pid):
 
 def test_loopback_master_address_uses_the_default_route(hosts, launch):
     one, two = pair = hosts(2)
-    one.resolve("head", "127.0.1.1")  # Debian's installer gives a host's own name this address
+    one.resolve("head", "127.0.1.1")  # Debian's installer assigns this address to a host's own name
     two.resolve("head", one.address)
     environ = {rank: {"MASTER_ADDR": "head"} for rank in (0, 1)}
 
@@ -260,7 +260,7 @@ def test_unauthenticated_peers_are_rejected_counted_and_named(hosts, launch):
     kinds = ["no key", "another secret", "another job's key", "a key made up"]
 
     answers = []
-    for pair in ((0, 2), (1, 3)):  # admission rejects one peer of each pair; encryption rejects the other
+    for pair in ((0, 2), (1, 3)):  # admission rejects one peer of each pair; encryption rejects the other peer
         asking = [
             others[i].start(
                 *(sys.executable, "-c", PEER, kinds[i], f"tcp://{one.address}:29700", "5", known), stdout=-1

@@ -330,7 +330,7 @@ def test_rank_without_host_energy_does_not_change_the_energy_error():
 
 
 def test_power_percentiles_weight_ten_watt_bins_by_time():
-    # 94 s between 300 and 310 W, 5 s between 500 and 510 W, 1 s between 690 and 700 W
+    # The power is 300 to 310 W for 94 s, 500 to 510 W for 5 s, and 690 to 700 W for 1 s.
     busy = device_window("GPU-0", power_peak_w=699.0, power_histogram_s={30: 44.0, 50: 5.0})
     idle = device_window("GPU-1", power_histogram_s={30: 50.0, 69: 1.0})
 
@@ -417,7 +417,8 @@ def test_inference_throughput_uses_the_longest_generation_time():
 
     totals = totals_of(windows, *gpus(2))
 
-    # Rank 0: 2 + 1 s, rank 1: 1 + 3 s, at the same time.  The sum of the largest times of the windows would be 2 + 3 s.
+    # Rank 0 generates for 2 + 1 s, and at the same time rank 1 generates for 1 + 3 s.  The sum of the largest times of
+    # the windows would be 2 + 3 s.
     assert (totals.counts.generated_tokens, totals.loop.generation_s, totals.counts.prompt_tokens) == (2000, 4.0, 100)
     assert metrics.contract.it_tokens_per_sec(totals) == 500.0
     assert totals.counts.tokens == 4000, "what is generated is not what is trained on"

@@ -1464,7 +1464,7 @@ def test_total_energy_is_missing_if_an_earlier_attempt_lost_reports():
 def test_reports_that_arrive_are_not_counted_as_lost():
     outbox, job = Outbox(2), Job(1).join()
     arriving = []
-    for window in range(1, 6):  # no report is acknowledged, and each is sent immediately
+    for window in range(1, 6):  # no report is acknowledged, and each report is sent immediately
         outbox.add(row(0, window, final=window == 5))
         arriving += [msgspec.msgpack.decode(encoded, type=RankReport) for encoded in outbox.unsent()]
         outbox.sent(1)

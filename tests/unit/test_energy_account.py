@@ -51,7 +51,7 @@ def test_error_of_a_window_has_an_edge_part_and_an_inner_part():
 def test_adjacent_windows_have_the_error_of_the_outer_edges():
     sums = summed((1, amount(end=16.0)), (2, amount(start=25.0, end=36.0)), (3, amount(start=49.0, end=64.0)))
 
-    # 9 at the start of the first window, 64 at the end of the last window, 4 within each window
+    # The variance is 9 at the start of the first window, 64 at the end of the last window, and 4 within each window.
     assert variance(sums) == pytest.approx(9 + 64 + 3 * 4)
     assert sums.total().joules == 3000.0
 
@@ -187,7 +187,8 @@ def test_each_device_has_its_own_edges():
 def test_errors_cancel_at_a_shared_edge():
     one, other = amount(start=1.0, end=2.0), amount(start=3.0, end=4.0)
 
-    # Each variance inside is 4; 2 (end of `one`) and 3 (start of `other`) cancel only at a shared edge.
+    # The variance inside each amount is 4; the variances 2 (end of `one`) and 3 (start of `other`) cancel only at a
+    # shared edge.
     assert one.then(other) == EnergyAmount(2000.0, 20.0, 1.0, 4.0, 8.0, 100.0)
     assert one + other == EnergyAmount(2000.0, 20.0, 1.0, 4.0, 8.0 + 2.0 + 3.0, 100.0)
 
@@ -224,7 +225,7 @@ def test_error_of_two_gpus_in_two_windows_equals_a_result_by_hand():
         account.add_energy(number, window_energy(merged, devices, 0), rows, 1.0)
     totals = account.totals(JobConstants(gpus=2))
 
-    # Each GPU: 4 at its start, 16 at its end, 1 within each of two windows.
+    # Each GPU has the variances 4 at its start, 16 at its end, and 1 within each of the two windows.
     assert totals.energy.error_j == pytest.approx(1.96 * math.sqrt(2 * (4 + 16 + 2)))
     # 2 x 1000 J at 5 %, 2 x 2000 J at 10 %
     assert totals.energy.gain_j == pytest.approx(100 + 400)
@@ -276,7 +277,8 @@ TOTALS = make_totals(
         ("energy/electricity_cost", 0.0075 * 0.001, 0.0075 * 0.05),
         # The lower bounds are 8 / 1.001 and 8 / 1.05 tokens/J.
         ("run_energy/tokens_per_joule", 8 - 8 / 1.001, 8 - 8 / 1.05),
-        # 60,000 - 500 x 40: the baseline has no timing error, but the gain error applies to the baseline too.
+        # The energy above the baseline is 60,000 - 500 x 40 J; the baseline has no timing error, but it has the gain
+        # error.
         ("energy/joules_above_baseline", 60.0, 0.05 * 40_000),
         # The peak power has the gain error, but no timing error.
         ("energy/peak_watts_per_gpu", 0.0, 35.0),

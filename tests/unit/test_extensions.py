@@ -142,7 +142,7 @@ def test_blocked_sink_drops_and_counts_reports(plug_in):
         while iteration == 1 and thread.unfinished and not thread._at_work:
             time.sleep(0.001)
     assert (thread.left_out, thread.unfinished) == (5, 5)  # one report is being written, four reports wait in the queue
-    thread.stop()  # stop() adds two items to the queue; they replace the two oldest reports
+    thread.stop()  # stop() adds two items to the queue; these items replace the two oldest reports
     assert not thread.join(0.0)
     assert (thread.left_out, thread.unfinished) == (7, 3)
 

@@ -151,7 +151,7 @@ def test_folded_block_shorter_than_a_gap_is_counted_once():
     one = series(energy_method=None)
     for at_s in range(10, 61):
         one.add(Sample(at_s * NS, memory_bytes=1000.0))
-    one.fold([10 * NS, 34 * NS, 60 * NS], 60 * NS)  # kept: 10 s around each edge; folded: 21-23, 45-49 s
+    one.fold([10 * NS, 34 * NS, 60 * NS], 60 * NS)  # only samples at 21-23 and 45-49 s are over 10 s from an edge
 
     assert one.num_kept == 51 - 1 - 3
     assert one.integrals(10 * NS, 60 * NS).memory_byte_seconds == approx(50 * 1000.0)

@@ -188,7 +188,8 @@ def test_a_third_attempt_redoes_work_of_both_earlier_attempts():
     run.restart().join(offset=20).window(1).bye()
     goodput = run.restart().join(offset=10).window(1).goodput()
 
-    # Redone: 11 to 30 of the first attempt, 21 to 30 of the second. After iteration 10, only the third attempt counts.
+    # The redone iterations are 11 to 30 of the first attempt and 21 to 30 of the second attempt. After iteration 10,
+    # only the third attempt counts.
     assert [one.redone_iterations for one in goodput.attempts] == [20, 10, 0]
     assert goodput.seconds["kept"] == pytest.approx(9.0 + 9.0)
 

@@ -34,7 +34,7 @@ def test_mask_of_sequence_numbers_is_counted_not_summed():
 
 
 def test_mask_of_four_dimensions_is_read_by_its_diagonal():
-    """On the diagonal, a mask is true (additive masks: 0) except for padding."""
+    """On the diagonal, a mask is true except for padding; an additive mask has 0 in place of true."""
     causal = torch.tril(torch.ones(5, 5, dtype=torch.bool)) & MASK[:, None, :].bool() & MASK[:, :, None].bool()
     added = torch.where(causal, 0.0, torch.finfo(torch.float32).min)
 
@@ -52,7 +52,7 @@ def test_each_packed_sequence_is_a_sample_without_padding():
 
 
 def test_prompt_of_a_pair_is_counted_with_each_answer():
-    """Names of TRL's DPO up to version 0.24; 2 x 10 positions of prompts, 10 of chosen and 10 of rejected answers."""
+    """TRL's DPO has these names up to version 0.24; prompts have 2 x 10 positions, and each kind of answer has 10."""
     pair = {"prompt": IDS, "chosen": IDS, "rejected": IDS}
     batch = {f"{name}_input_ids": ids for name, ids in pair.items()}
     batch |= {f"{name}_attention_mask": MASK for name in pair}

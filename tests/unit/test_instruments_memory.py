@@ -13,7 +13,7 @@ MB = 1e6
 
 
 class Allocator:
-    """Gives a profiler its readings."""
+    """Supplies the readings of a profiler."""
 
     def __init__(self, monkeypatch):
         self.used = 1000 * MB

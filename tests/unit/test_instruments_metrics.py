@@ -1,4 +1,4 @@
-"""Metrics of training, of GRPO, scores, and the logger of an experiment."""
+"""Metrics of training and of GRPO, distributions of scores, and the logger of an experiment."""
 
 import json
 import math

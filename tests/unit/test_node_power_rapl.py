@@ -43,7 +43,7 @@ def opened(powercap, clock, pause=lambda _: None):
 
 
 def flowed_j(rapl):
-    """Return the energy since the start in J; the total starts at 1e9 J, so it can also decrease."""
+    """Return the energy since the start in J; the total starts at 1e9 J, so that the total can also decrease."""
     return round(rapl.energy_j() - 1e9, 6)
 
 

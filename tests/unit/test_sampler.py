@@ -153,7 +153,8 @@ def test_requests_are_thinned_out_with_slow_calls(start, wake):
 
 @pytest.mark.parametrize(("within_s", "expected"), [(0.0, [0]), (0.04, [0]), (0.1, [0, 15, 16, 17]), (1.0, range(18))])
 def test_frequent_requests_are_thinned_out(start, wake, monkeypatch, within_s, expected):
-    # The limit is 0.5 % of a core: 4 wake-ups of 110 us within 0.1 s, with the first and the last.
+    # The limit is 0.5 % of a core, which is 4 wake-ups of 110 us within 0.1 s, including the first and the last
+    # wake-up.
     monkeypatch.setattr(sampler_module, "WAKE_S", 110e-6)
     sampler = start(FakeReader())
     woken(wake)

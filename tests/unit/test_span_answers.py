@@ -56,7 +56,7 @@ def test_half_written_answer_is_read_again(memory):
 
 
 class Agent:
-    """An agent whose GPU draws as many watts as the second has; its samples follow the clock of the test."""
+    """An agent whose GPU draws N watts in second N; its samples follow the clock of the test."""
 
     def __init__(self):
         self.board = Board()

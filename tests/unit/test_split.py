@@ -8,7 +8,7 @@ from effllm.records.timeline import KINDS, Split, device_kind, group_kind, host_
 
 
 def test_communication_beside_computation_is_not_exposed():
-    # Computation 0-60, communication 50-80 (30 in total): 60-80 is exposed, 80-100 is idle.
+    # Computation runs at 0-60 and communication at 50-80, which is 30 in total; 60-80 is exposed, and 80-100 is idle.
     assert split(0, 100, [(0, 60)], [("dp", 50, 80)]) == Split(100, 30, 20, 60, 20, {"dp": (30, 20)})
 
 
@@ -18,7 +18,7 @@ def test_computation_on_two_streams_is_counted_once():
 
 
 def test_overlapping_communication_of_two_groups_is_counted_once():
-    # dp 10-30 and tp 20-40 are 30 of communication in total; computation at 0-15 hides 5 of dp's 20.
+    # dp at 10-30 and tp at 20-40 are 30 of communication in total; computation at 0-15 hides 5 of dp's 20.
     found = split(0, 40, [(0, 15)], [("dp", 10, 30), ("tp", 20, 40)])
 
     assert (found.communication_ns, found.exposed_ns) == (30, 25)
@@ -26,7 +26,8 @@ def test_overlapping_communication_of_two_groups_is_counted_once():
 
 
 def test_time_outside_the_iteration_is_not_counted():
-    # The iteration is 20-100: of 0-30 and 90-130, only 20-30 and 90-100 are inside. The copy at 5-15 is outside.
+    # The iteration is 20-100, so only 20-30 of the computation and 90-100 of the communication are inside.  The copy at
+    # 5-15 is outside.
     assert split(20, 100, [(0, 30), (5, 15)], [("ep", 90, 130)]) == Split(80, 10, 10, 10, 60, {"ep": (10, 10)})
 
 
@@ -49,7 +50,7 @@ def test_split_equals_a_count_of_nanoseconds_for_any_intervals(seed):
     communicating = [(draw.choice(KINDS), begin, end) for begin, end in intervals(draw.randint(0, 30))]
     found = split(0, 200, computing, communicating)
 
-    # The expected values, by counting each nanosecond.
+    # The expected values come from a count of each nanosecond.
     busy = {moment for begin, end in computing for moment in range(max(begin, 0), min(end, 200))}
     moving = {moment for _, begin, end in communicating for moment in range(max(begin, 0), min(end, 200))}
     assert found[:5] == (200, len(moving), len(moving - busy), len(busy), 200 - len(moving | busy))

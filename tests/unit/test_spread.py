@@ -55,7 +55,8 @@ def test_spread_of_10000_values_matches_numpy_and_statistics(count):
 
 
 def test_window_has_the_spread_of_steps_power_and_utilization():
-    # Three ranks with ten iterations in 10 s each: steps of 0.8, 0.9, 1.0 s, and 100, 200, 300 W.
+    # Each of three ranks has ten iterations in 10 s; the steps take 0.8, 0.9 and 1.0 s, and the power is 100, 200 and
+    # 300 W.
     rows = [
         row(
             rank,

@@ -15,7 +15,7 @@ from effllm.job.health.straggler_text import ranks_text
 
 
 def slowed(ranks, by=1.1, first=6, last=10**9):
-    """Return a function with the slowdown of each rank and window: `by` for these ranks from `first` to `last`."""
+    """Return a function of rank and window: the slowdown is `by` for these ranks from window `first` to `last`."""
     return lambda rank, window: by if rank in ranks and first <= window <= last else 1.0
 
 
@@ -308,7 +308,8 @@ def test_cost_is_time_and_energy_of_the_waiting_ranks():
 def test_two_stragglers_share_the_waited_time():
     job = SynchronousJob(8, jitter=0.0, tail=0.0, slow=lambda rank, _: {2: 1.1, 5: 1.3}.get(rank, 1.0)).run(12)
 
-    # The slower rank takes 0.15 s more in each of ten iterations: six ranks wait for 1.5 s, shared 0.05 : 0.15.
+    # The slower rank takes 0.15 s more in each of ten iterations: six ranks wait for 1.5 s, and both share this cost
+    # 0.05 : 0.15.
     assert job.seen[-1].seconds == pytest.approx(1.5)
     assert job.seen[-1].rank_seconds == pytest.approx(9.0)
     before = {verdict.ranks: verdict.gpu_seconds for verdict in job.stragglers.verdicts}

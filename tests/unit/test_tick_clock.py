@@ -135,7 +135,8 @@ def test_phase_is_known_to_200_us_after_30_edges():
 
 # --- the truth is never excluded ---
 
-#: A read: number of ticks since the last read, and position relative to the tick. Most reads are near a tick.
+#: A read is given by the number of ticks since the last read and by its position relative to the tick. Most reads are
+#: near a tick.
 READS = st.lists(
     st.tuples(
         st.sampled_from([0, 0, 0, 1, 2, 3, 10, 40, 3000, 30_000]),

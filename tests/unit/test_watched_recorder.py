@@ -82,7 +82,7 @@ def test_an_iteration_is_read_when_the_next_iteration_ends():
     step(device, cuda, 40, 55)
     step(device, cuda, 60, 70)
 
-    # 20 ms and 15 ms; the last iteration is not read yet.
+    # The two read iterations took 20 ms and 15 ms; the last iteration is not read yet.
     assert (device.iterations, device.total_ns) == (2, 35 * MS)
 
 

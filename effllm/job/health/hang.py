@@ -213,7 +213,7 @@ class Hang:
         active = {rank: one for rank, one in here.items() if one.state not in ("", FINISHED)}
         if not active:
             return verdicts
-        limits: dict[tuple[str, ...], float | None] = {}  # by kind; 10,000 ranks have few kinds
+        limits: dict[tuple[str, ...], float | None] = {}  # timeouts by kind; 10,000 ranks have few kinds
         stalled = {rank for rank, one in active.items() if self._has_stalled(one, limits)}
         if len(stalled) == len(active):
             self._alone = {}

@@ -116,7 +116,7 @@ class Stalls:
 
     @property
     def is_status(self) -> bool:
-        """Whether the job is stalled, and no rank failed before the stall; then this is the job's final status."""
+        """Whether the job is stalled, and no rank failed before the stall; if so, the job's final status is stalled."""
         return self._hang.since_s is not None and not self._failed_before
 
     # --- events ---
