@@ -29,7 +29,7 @@ class SpanReadings:
         return cls({part.device: part for part in parts})
 
     def then(self, later: SpanReadings) -> SpanReadings:
-        """Return the readings in this span and the next span."""
+        """Return the combined readings of this span and the next span."""
         merged = {**self.parts, **later.parts}
         both = self.parts.keys() & later.parts.keys()
         return SpanReadings(merged | {device: self.parts[device].then(later.parts[device]) for device in both})

@@ -50,7 +50,7 @@ class ScoreDistributionTracker:
                 self._out_of_range += 1
                 record("scores/out_of_range", score)
             else:
-                self._add(score + 0.0)  # -0.0 becomes 0.0: one text for both
+                self._add(score + 0.0)  # -0.0 becomes 0.0, so that both have one text
 
     def _warn_of(self, given: Any) -> None:
         if given is not None and not self._has_warned:

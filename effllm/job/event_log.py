@@ -12,7 +12,7 @@ from effllm.records.events import KINDS
 from effllm.records.plain_text import one_line
 from effllm.records.rank import Event
 
-MAX_STATED = 1000  # stored keys per kind, for events that are recorded once
+MAX_STATED = 1000  # number of stored keys per kind, for events that are recorded once
 MAX_KINDS = 100  # events of further kinds are counted as OTHER
 OTHER = "other"
 

@@ -150,7 +150,8 @@ class Goodput(Struct):
         return attempt.ended_s if is_over else max(attempt.heard_s, self.clock.at_s or 0.0)
 
     def _begun_after(self) -> list[tuple[float | None, bool]]:
-        """Return for each attempt the smallest first number of later attempts, and whether its repeats are known.
+        """Return for each attempt the smallest first number of later attempts, and whether the attempt's repeats are
+        known.
 
         Repeats are unknown if a later attempt has no numbers.  Repeats of an attempt without numbers are also unknown,
         except for the first attempt.

@@ -23,8 +23,8 @@ CLASSES = (
 #: Classes of the time in a span.
 PARTS = (KEPT, DATA, STRAGGLING, HANG)
 
-MAX_SPANS = 512  # per attempt; at twice this number, pairs of older spans are merged
-MAX_HANGS = 1000  # hangs that are not in a report yet
+MAX_SPANS = 512  # spans per attempt; at twice this number, pairs of older spans are merged
+MAX_HANGS = 1000  # number of stored hangs that are not in a report yet
 
 
 class Span(Struct, array_like=True):

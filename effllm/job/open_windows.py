@@ -21,7 +21,7 @@ from effllm.job.pacing import is_large
 from effllm.job.presence import Presence
 from effllm.records.rank import RankReport
 
-MAX_PENDING_BYTES = 2 * 2**20  # encoded reports of one rank; in memory they take eight times as much
+MAX_PENDING_BYTES = 2 * 2**20  # size of one rank's encoded reports; in memory they take eight times as much
 MAX_LATE = 32  # late windows in one turn: each of them causes a report, which takes about a millisecond
 LATE_WINDOW_S = 0.005  # delay of the next turn per late window
 MAX_CLOSING_ROWS = 1000  # reports of incomplete windows per turn, because outputs must wait during a turn
@@ -77,7 +77,7 @@ class OpenWindows:
     # --- inputs ---
 
     def has_room(self, rank: int, num_bytes: int) -> bool:
-        """Return whether a rank may have one more open report; then the report is counted, and `add` must follow."""
+        """Return whether a rank may have one more open report; if so, the report is counted, and `add` must follow."""
         held = self._held.get(rank)
         if held is None:
             held = self._held[rank] = _Held()

@@ -85,7 +85,7 @@ def constants_of(ledger: Ledger, roster: Roster) -> JobConstants:
 def to_date(
     ledger: Ledger, roster: Roster, goodput: GoodputSummary, lacks: bool
 ) -> tuple[ClusterTotals, ClusterTotals]:
-    """Return the totals on the bases run and job; ``lacks``: whether reports are missing."""
+    """Return the totals on the bases run and job; ``lacks`` means that reports are missing."""
     constants, sample_s = constants_of(ledger, roster), roster.config.collection_interval_s
     health = HealthTotals(
         clock_error_s=ledger.waited.clock_error_s,

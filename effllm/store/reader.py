@@ -62,7 +62,8 @@ def _without_totals(report: WindowReport) -> dict[str, Any]:
     return {name: getattr(report, name) for name in WindowReport.__struct_fields__}
 
 
-#: Groups of `ClusterTotals`. Their fields are keys in a line's totals; the line's ``constants`` has the other group.
+#: Groups of `ClusterTotals` whose fields are keys of the totals in a line. The fields of the group `constants` are keys
+#: of the line's field `constants`.
 _GROUPS = ("counts", "loop", "devices", "health", "goodput")
 #: Keys of energy whose names differ from the fields of `JobEnergy`.
 _ENERGY = {"joules": "energy_j", "gain_j": "energy_gain_error_j", "is_complete": "energy_complete"}

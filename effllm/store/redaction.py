@@ -1,7 +1,6 @@
 """Removes likely secrets from a command line, before the command line is written to the run folder.
 
-This code runs in the training process.  The code needs only the standard library, and its time is linear in the text's
-length.
+This code runs in the training process, uses only the standard library, and its time is linear in the text's length.
 """
 
 from __future__ import annotations

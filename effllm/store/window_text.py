@@ -46,7 +46,7 @@ def _percent(ratio: float) -> str:
 
 
 def short_lines(report: ClusterReport, width: int, *, lost_before: int) -> tuple[list[str], str]:
-    """Return two lines of a window, and a third line with its problems or ""; no line is wider than ``width``.
+    """Return two lines of a window, and a third line with the window's problems or ""; no line is wider than ``width``.
 
     ``lost_before`` is the number of lost reports at the previous window.
     """

@@ -321,7 +321,7 @@ def test_codecarbon_5_no_signal_handler_is_installed_or_replaced(troubled):
     assert "exit_signal_handler" in after[0]
 
 
-def test_carbontracker_failed_power_reading_gives_one_line(troubled):
+def test_carbontracker_failed_power_reading_is_reported_in_one_line(troubled):
     assert troubled.code == 0
     assert troubled.ledger.summary.status == "completed"
     said = troubled.ledger.event_texts("agent")
@@ -408,7 +408,7 @@ def test_zeus_2_unchanged_readings_are_not_dropped():
     assert joules(one, 2.4, 2.6) == pytest.approx(20.0), "between two readings too"
 
 
-def test_zeus_3_readings_are_kept_for_the_open_window_only():
+def test_zeus_3_only_readings_of_the_open_window_are_kept():
     one = Series(Device("GPU-0", "nvml", energy_method=COUNTER), 5.0)
     kept = []
     for second in range(2000):
@@ -479,7 +479,7 @@ answer = [[event.kind, event.text] for event in ledger.take_events(0.0)]
 # --- CodeCarbon ---
 
 
-def test_codecarbon_1_uuid_prefix_is_not_a_set_of_characters(trace):
+def test_codecarbon_1_uuid_prefix_is_removed_only_as_a_whole(trace):
     # "GPU-8d54...".lstrip("MIG-") is "PU-8d54..."; "MIG-377e..." must also keep its prefix.
     assert "GPU-8d54".lstrip("MIG-") == "PU-8d54"
     gpu = Gpu("GPU-8d54aaaa-0000-4000-8000-00000000000b", "0:01:00", memory_total=80 * GIB)

@@ -60,7 +60,7 @@ def test_recovered_straggler_is_reported(tmp_path):
     assert (1,) in [verdict.ranks for verdict in ledger.summary.stragglers]
 
 
-def test_slow_data_loader_is_named_without_own_times(tmp_path):
+def test_slow_data_loader_is_named_if_no_own_times_are_measured(tmp_path):
     enough = tmp_path / "enough"
     options = ("--waits", 3, "--silent", "--until", enough)
     aggregator, _ = run(tmp_path, *options, after=[("straggler", enough)])

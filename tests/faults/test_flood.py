@@ -199,7 +199,7 @@ def test_hostile_rank_delays_no_window_by_a_second(in_memory, tmp_path, seconds,
     assert peak - before < 50e6
 
 
-def test_changing_facts_of_a_rank_do_not_grow_run_json_or_memory(in_memory, tmp_path, record_property):
+def test_changing_facts_of_a_rank_do_not_fill_run_json_or_memory(in_memory, tmp_path, record_property):
     with honest_ranks(in_memory, tmp_path) as (aggregator, _, key):
         server = psutil.Process(aggregator.job.process.pid)
         before = server.memory_info().rss

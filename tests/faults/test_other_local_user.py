@@ -86,7 +86,7 @@ def test_other_local_user_does_not_take_the_place_of_a_rank(launch, intruder, re
     assert (first.our_errors, second.our_errors) == ([], [])
 
 
-def test_ranks_without_a_usable_home_folder_have_keys(launch, tmp_path, monkeypatch):
+def test_ranks_without_a_usable_home_folder_connect_with_keys(launch, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CONFIG_HOME", "/dev/null")
     runtime = tmp_path / "runtime"
     runtime.mkdir(mode=0o700)

@@ -65,7 +65,7 @@ def taken(events):
     return found
 
 
-def test_event_storm_gives_100_events_and_a_count(tmp_path):
+def test_event_storm_is_limited_to_100_events_and_a_count(tmp_path):
     events = AgentEvents(0)
     events.attach(tmp_path)
     for number in range(100_000):

@@ -556,7 +556,7 @@ def test_event_time_is_clamped_to_the_job(event_s, time_s):
 
 
 @pytest.mark.fault("hostile-frames")
-def test_event_storm_gives_100_lines_a_minute_and_a_count():
+def test_event_storm_is_limited_to_100_lines_a_minute_and_a_count():
     job = Job()
     for minute in (1, 2):
         for _ in range(2000):
@@ -846,7 +846,7 @@ def test_reasons_for_missing_metrics_do_not_depend_on_join_order(order):
         ({"tokens": 0, "samples": 0, "generated_tokens": 50, "generation_s": 1.0}, ()),
     ],
 )
-def test_counts_missing_in_the_loop_are_null_with_a_reason(counted, reasons):
+def test_counts_that_the_loop_does_not_make_are_null_with_a_reason(counted, reasons):
     job = Job(1).join()
     job.send(row(0, **counted))
     job.closed()

@@ -89,7 +89,7 @@ def test_stall_timeout_is_at_least_three_median_iterations():
     assert [660 <= when_s <= 670 for when_s, _ in reported] == [True]
 
 
-def test_iteration_time_is_from_heartbeats_before_the_first_window():
+def test_heartbeats_give_the_iteration_time_before_the_first_window():
     job = Job()
     for now_s, ordinal in ((20, 1), (40, 2), (60, 3), (80, 4)):  # three iterations of 20 s are a minute
         job.all_heartbeat(ordinal, STEP, 0.0, now_s)

@@ -32,19 +32,19 @@ def test_first_row_creates_the_folder_and_the_header(path):
 
 
 @pytest.mark.parametrize("value", [None, float("nan"), float("inf"), float("-inf")])
-def test_value_that_was_not_measured_is_an_empty_cell(path, value):
+def test_unmeasured_value_is_written_as_an_empty_cell(path, value):
     append_row(path, {"energy_J": value})
 
     assert set(rows(path)[0].values()) == {""}
 
 
-def test_measured_zero_is_a_zero(path):
+def test_measured_zero_is_written_as_zero(path):
     append_row(path, {"energy_J": 0.0, "warmup_s": 0})
 
     assert (rows(path)[0]["energy_J"], rows(path)[0]["warmup_s"]) == ("0", "0")
 
 
-def test_text_with_commas_quotes_and_newlines_is_one_line(path):
+def test_text_with_commas_quotes_and_newlines_is_written_as_one_line(path):
     append_row(path, {"notes": 'r=32, "alpha"\n=32'})
 
     assert len(path.read_text().splitlines()) == 2

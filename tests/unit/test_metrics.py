@@ -191,7 +191,7 @@ def test_no_tag_has_two_bases():
         assert name not in of_run
 
 
-def test_headline_metrics_have_three_bases_and_other_metrics_one():
+def test_headline_metrics_have_three_bases_and_others_have_one_base():
     job = with_keys(TOTALS, utilization_mean=0.3, energy_complete=True)
     window = with_keys(TOTALS, utilization_mean=0.6, gpus=2)
 

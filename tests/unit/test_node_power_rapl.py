@@ -55,7 +55,7 @@ def rapl(powercap, clock):
 # --- powercap ---
 
 
-def test_packages_and_dram_are_counted_but_not_psys_and_cores(powercap):
+def test_packages_and_dram_are_counted_and_psys_and_cores_are_not(powercap):
     names = ["intel-rapl:0", "intel-rapl:0:1", "intel-rapl:1", "intel-rapl:1:0"]
     zones = powercap_zones(powercap.root)
 

@@ -90,7 +90,7 @@ def test_torchrun_gives_every_field_of_a_place():
     assert read_place(TORCHRUN) == Place(5, 1, 8, 4, "node0", 29500, "torchrun", "abc", 2)
 
 
-def test_launches_in_one_allocation_have_own_ids():
+def test_launches_in_one_allocation_have_different_ids():
     first, second = ({**SLURM, "SLURM_STEP_ID": step} for step in ("0", "1"))
 
     assert [read_place(one).launch_id for one in (first, second)] == ["777.0", "777.1"]

@@ -80,12 +80,12 @@ def test_scope_of_a_job_on_cpus_is_cpu():
     assert chosen((host_device(),), BOTH[:2])[0] == "gpu+cpu"
 
 
-def test_gpu_without_a_sensor_is_a_gap():
+def test_gpu_without_a_sensor_counts_as_a_gap_in_energy():
     assert chosen((gpu("GPU-0"), BLIND)) == ("gpu", {"GPU-0", "GPU-blind"})
     assert chosen((gpu("GPU-0"),), (BLIND,)) == ("gpu", {"GPU-0", "GPU-blind"})
 
 
-def test_host_without_a_sensor_is_a_gap():
+def test_host_without_a_sensor_counts_as_a_gap_in_energy():
     blind = host_device("node1", energy_method=None)
 
     assert chosen((gpu("GPU-0"),), (blind,)) == ("gpu", {"GPU-0", "node1"})
@@ -292,7 +292,7 @@ def send(aggregator, rank, number, *keys):
     aggregator.reports(reports(row(rank, number, devices=windows)), Now(0.0, 1000.0))
 
 
-def test_late_node_without_the_scope_is_a_gap():
+def test_late_node_without_the_scope_counts_as_a_gap_in_energy():
     aggregator = Aggregator(Config(), "job", 1, 1000.0)
     aggregator.hello(hello(0, devices=(gpu("GPU-0"), psu()), host="node0"), Now(0.0, 1000.0))
     send(aggregator, 0, 1, "GPU-0", "psu:node0")
@@ -316,7 +316,7 @@ def test_next_aggregator_and_attempt_keep_the_scope(next_attempt):
     assert (report.power_scope, report.job.energy.joules) == ("gpu+cpu", 4000.0)
 
 
-def test_rank_without_a_device_is_a_gap():
+def test_rank_without_a_device_counts_as_a_gap_in_energy():
     report = Cluster((gpu("GPU-0"),), ()).window(1)
 
     assert report.coverage.energy == pytest.approx(0.5)
@@ -330,7 +330,7 @@ def test_node_power_includes_ranks_without_a_device():
     assert (report.power_scope, report.last.energy.joules, report.last.energy.gpus_j) == ("node-psu", 1000.0, None)
 
 
-def test_node_sensor_is_a_gap_after_its_rank_left():
+def test_node_sensor_counts_as_a_gap_after_its_rank_has_left():
     aggregator = Aggregator(Config(), "job", 1, 1000.0)
     nodes = {0: ("node0", gpu("GPU-0"), psu()), 1: ("node0", gpu("GPU-1")), 2: ("node1", gpu("GPU-2"), psu("node1"))}
     for rank, (host, *devices) in nodes.items():

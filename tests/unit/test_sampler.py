@@ -136,7 +136,7 @@ def test_only_the_first_requested_sample_has_more_than_energy(start, wake):
     assert [sample.energy_only for sample in sampler.take()] == [False, False, True, True]
 
 
-def test_requests_are_thinned_out_with_slow_calls(start, wake):
+def test_requests_are_thinned_out_if_calls_are_slow(start, wake):
     reader = FakeReader(call_s=0.15)
     sampler = start(reader)
     woken(wake)

@@ -238,7 +238,7 @@ def test_a_progress_bar_of_the_training_is_not_torn():
     assert lines[0] == lines[3] == bar
 
 
-def test_a_report_is_one_write_and_one_flush():
+def test_a_report_is_printed_with_one_write_and_one_flush():
     stream = Stream(terminal=True)
     open_sink("console", make_run(stdout=stream)).write(make_report())
 
@@ -404,7 +404,7 @@ def test_closing_table_is_at_most_20_lines_of_80_columns():
 
 
 @pytest.mark.parametrize(("windows", "is_shown"), [(5, True), (4, False)])
-def test_closing_table_has_a_rank_slow_in_a_tenth_of_windows(windows, is_shown):
+def test_closing_table_names_a_rank_slow_in_a_tenth_of_windows(windows, is_shown):
     text = closing_text(make_summary(slowest={3: windows, 1: 1}, windows_compared=50), None, None)
 
     assert (f"  slowest rank  rank 3, in {windows} of 50 windows\n" in text) is is_shown

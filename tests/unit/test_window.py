@@ -490,7 +490,7 @@ def test_rows_cut_during_a_run_equal_rows_cut_at_its_end(run, log_interval):
     assert rows == cut_all(slots, samples, end_ns, log_interval=log_interval)
 
 
-def test_window_without_phases_is_iterations_only():
+def test_window_without_phases_has_only_time_of_iterations():
     wall = Integrals(amount(10.0, 2.0), 4.0, 2.0, 1.0, 2.0)
 
     assert DeviceWindow("GPU-0", wall).iterations == wall
