@@ -239,8 +239,7 @@ class Ledger(Struct):
         return self.spent.reports_lost + sum(rank.lost for rank in self.ranks.values())
 
     def unfinished(self, is_over: bool) -> int:
-        """Return the number of ranks without a last report, over all attempts; ``is_over`` means that the job has
-        ended."""
+        """Return the number of ranks without a last report, over all attempts; ``is_over`` means the job has ended."""
         now = self.world_size - sum(rank.is_over for rank in self.ranks.values()) if is_over else 0
         return self.spent.unfinished + max(now, 0)
 
