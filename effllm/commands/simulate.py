@@ -25,7 +25,8 @@ def main(plan: Simulation, as_json: bool) -> int:
         return _complain(str(error), 2)
     if plan.endpoint and (plan.run_dir or (plan.security == "curve" and not secret_path(config).exists())):
         wrong = "--run-dir cannot be used with --endpoint: the aggregator has a run folder" if plan.run_dir else (
-            f"--security curve: there is no secret {secret_path(config)}; copy it here, or set EFFICIENTLLM_SECRET_FILE"
+            f"--security curve: {secret_path(config)} does not exist; copy the aggregator's secret to this "
+            "path, or set EFFICIENTLLM_SECRET_FILE"
         )  # fmt: skip
         return _complain(wrong, 2)
     if plan.run_dir and (Path(plan.run_dir) / "run.json").exists():

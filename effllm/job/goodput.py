@@ -84,7 +84,7 @@ class Goodput(Struct):
         self.attempt.ranks.hear(rank, self.clock.at_s or 0.0, time_s)
 
     def leave(self, rank: int, end_time_s: float | None = None, last_ordinal: int = 0) -> None:
-        """Record a rank's last message, with the rank's end on the agent's clock and the rank's last iteration."""
+        """Record a rank's last message: the time of its end by the agent's clock, and its last iteration."""
         self.attempt.reached = max(self.attempt.reached, last_ordinal)
         self.attempt.ranks.leave(rank, self.clock.at_s or 0.0, end_time_s)
 

@@ -178,8 +178,8 @@ class JobFacts:
         if not models:
             return ()
         text = (
-            f"share of each tick that the energy counter measures ({', '.join(sorted(models))}): unknown, so timing "
-            "errors include every possible share; `effllm profile` measures the share, once per model and driver"
+            f"share of each tick that the energy counter measures ({', '.join(sorted(models))}): unknown; timing "
+            "errors are computed for every possible share; `effllm profile` measures it, once per model and driver"
         )
         return (one_line(text),)
 

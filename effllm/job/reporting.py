@@ -159,7 +159,7 @@ def report_of(
     shown_of_window = own if own.counts.iterations > 0 and not correction else ClusterTotals()
     numbers = rows.numbers
     coverage = coverage_of(window, ledger, roster)
-    if window.energy is None and last:  # a late report of a window without stored reports
+    if window.energy is None and last:  # late: no other report of its window is in memory
         coverage = replace(last.coverage, reports_late=ledger.late)
     shown = int(numbers["iteration_shown"].max())
     return ClusterReport(

@@ -49,7 +49,7 @@ class Acknowledgement:
         """Write the closed windows, and the state if it is due."""
         aggregator = self._aggregator
         has_closed, is_slow = self._put(aggregator.closed.take()), is_large(aggregator.ledger.world_size)
-        if has_closed and (is_slow or len(self._unsaved) > 1):  # the acknowledgement is sent later
+        if has_closed and (is_slow or len(self._unsaved) > 1):  # values do not wait for the acknowledgement
             self._send_values()
         if not self._pace.is_due(now.mono_s, aggregator.ledger.world_size, aggregator.presence.num_left > 0):
             return

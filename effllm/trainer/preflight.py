@@ -49,7 +49,9 @@ def doubts(environ: Mapping[str, str]) -> list[str]:
                 f"host needs it; this host has: {names}"
             )
     if not Path(config.run_dir).is_absolute() and (reason := unwritable(Path(config.run_dir))):
-        found.append(f"{PREFIX}RUN_DIR={config.run_dir!r}: {reason}, if the job starts in this folder")
+        found.append(
+            f"{PREFIX}RUN_DIR={config.run_dir!r} is relative: if the job starts in the current folder, {reason}"
+        )
     return found
 
 

@@ -54,7 +54,7 @@ def read(job, name):
 
 
 def energy_j(one):
-    """Return the true energy of the simulated device between the times of an entry; both clocks are of this host."""
+    """Return the true energy of the simulated device from the start to the end of an entry."""
     end_s = one["timestamp"] - (time.time() - time.monotonic())
     return Waveform().energy_j(end_s - one["duration_s"], end_s)
 

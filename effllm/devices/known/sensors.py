@@ -33,12 +33,12 @@ _PAPER = "Yang, Adamek and Armour, arXiv 2312.02741 (SC24)"
 _PAPER_NVML = f"{_PAPER}; NVML's page of nvmlDeviceGetPowerUsage"
 _OLD = KnownSensor(
     update_s=None, window_s=None, power_usage="instant", counter=False, source=_PAPER,
-    note="a new value every 15 to 100 ms; the response is slow and logarithmic: ignore the first second after a step; "
-    "readings are up to 9 % low, on small cards even lower",
+    note="a new value every 15 to 100 ms; the response is slow and logarithmic: ignore the first second after a "
+    "change; readings are up to 9 % low, on small cards even lower",
 )
 _RADEON = KnownSensor(
     update_s=None, window_s=None, power_usage=None, counter=True, source="ROCm/amdsmi issues 38 and 115",
-    note="under some ROCm releases the counter had a wrong rate, did not change or decreased: compare it with "
+    note="under some ROCm releases the counter had a wrong rate, stopped or decreased: compare it with "
     "integrated power; in a module with two dies, one die reports the power of both dies",
 )
 
