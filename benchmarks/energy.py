@@ -1,7 +1,8 @@
 """Errors of window energies measured by effllm and by other tools: ``make bench-energy``.
 
-The tools measure the same hosts of traced GPUs one after another, so no tool disturbs another.  Every tool gets the
-same lengths and pauses.  Each result is compared with the exact energy between the start and end that the tool reports.
+The tools measure the same hosts of traced GPUs one after another, so no tool disturbs another.  Every tool measures
+windows of the same lengths, with the same pauses.  Each result is compared with the exact energy between the start and
+end that the tool reports.
 """
 
 from __future__ import annotations

@@ -268,7 +268,7 @@ def test_dropped_reports_are_unknown_time():
     assert run.seconds(ended=False) == pytest.approx({"kept": 18.0, "data": 2.0, "unknown": 20.0})
 
 
-def test_late_rows_are_placed_at_their_own_time():
+def test_late_reports_are_placed_at_the_time_of_their_windows():
     run = Run(1).join().wait(100)
     for number in range(1, 11):
         run.send(0, number)

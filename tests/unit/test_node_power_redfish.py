@@ -528,7 +528,7 @@ def raw(handler, body, status="200 OK"):
     handler.wfile.write(f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
 
 
-def test_hanging_service_ends_at_the_timeout_and_recovers(serve, opened):
+def test_read_of_a_hanging_service_ends_at_the_timeout(serve, opened):
     service = serve({**TWO_SUPPLIES})
     reader = opened(service, limit_s=0.4)
     metrics = service.resources[f"{SECOND}/Metrics"]
