@@ -33,7 +33,8 @@ def intruder():
     context, links, plain = make_context(), [], []
 
     def intrude(job, keys):
-        (server,) = jobs.until(lambda: job.find("effllm.server.process"))
+        # A child that the aggregator has just forked has the same command line until its exec.
+        (server,) = jobs.until(lambda: len(found := job.find("effllm.server.process")) == 1 and found)
         (port,) = jobs.until(lambda: jobs.listening_ports(server))
         link = AgentLink(context, f"tcp://127.0.0.1:{port}", keys)
         links.append(link)
