@@ -113,7 +113,7 @@ def restore_state(folder: Path, job: str, warn: Callable[[str, str], None]) -> L
         return None
     if state.job == job or not job:
         return state
-    before = f"attempt {state.attempt} ({state.status()}, iteration {state.iteration_shown})"
+    before = f"attempt {state.attempt}, which was {state.status()} at iteration {state.iteration_shown}"
     warn(f"attempt {state.attempt + 1} continues in {folder} after {before}", "restarted")
     return state.next_attempt(job)
 
