@@ -24,12 +24,12 @@ MAX_NAMES = 256
 class _Timed:
     """One named timer."""
 
-    __slots__ = ("is_open", "not_measured", "pending", "record_as", "start", "statistics")
+    __slots__ = ("in_block", "is_open", "not_measured", "pending", "record_as", "start", "statistics")
 
     def __init__(self, name: str) -> None:
         self.statistics = Statistics(MAX_RECENT)
         self.record_as = f"timing/{name}_seconds"
-        self.is_open = False
+        self.is_open = self.in_block = False
         self.start: Any = None  # a time in ns, or an event
         self.pending: deque[tuple[Any, Any]] = deque()
         self.not_measured = 0
@@ -92,13 +92,19 @@ class TrainingTimer:
     def time(self, name: str) -> Iterator[None]:
         """Time a block, or a function if used as a decorator; a part that raises an exception is measured too."""
         timed = self._timers.get(name)
-        if timed is not None and timed.is_open:
+        if timed is not None and timed.in_block:
             yield
             return
-        self.start(name)
+        self.start(name)  # also after a `start` whose stop an exception has left out
+        timed = self._timers.get(name)
+        if timed is None:
+            yield
+            return
+        timed.in_block = True
         try:
             yield
         finally:
+            timed.in_block = False
             self.stop(name)
 
     def get_summary(self) -> dict[str, dict[str, Any]]:

@@ -118,6 +118,19 @@ def test_a_block_that_raises_is_measured(clock):
     assert timer.get_summary()["a"]["count"] == 1
 
 
+def test_blocks_are_timed_after_a_start_without_a_stop(clock):
+    timer = TrainingTimer("cpu")
+    timer.start("a")
+    clock.move(100.0)
+    with pytest.warns(UserWarning, match="started twice"), timer.time("a"):
+        clock.move(1.0)
+    with timer.time("a"):
+        clock.move(1.0)
+
+    assert timer.get_summary()["a"]["count"] == 2
+    assert timer.get_summary()["a"]["total_sec"] == pytest.approx(2.0)
+
+
 class FakeCuda:
     """A device that reaches events when ``passed`` is advanced; an event's time is its number in ms."""
 
