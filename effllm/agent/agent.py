@@ -74,10 +74,10 @@ class Agent:
     def _step(self, measuring: Measuring, conversation: Conversation) -> None:
         events = dict(self._poller.poll(self._timeout_ms(measuring, conversation)))
         began_s = time.monotonic()
-        conversation.receive()  # first, because its receive time is part of the clock measurement
+        conversation.receive()  # first: the receive time of a message is part of the clock measurement
         link = self._connection.link
         if link is not None and events.keys() == {link.socket}:
-            conversation.talk(began_s)  # only a message was received; periodic work follows in the next step
+            conversation.talk(began_s)  # only messages have arrived; a later call does the periodic work
         else:
             self._look(measuring, conversation, self._trainer.descriptor in events or self._trainer.is_gone())
         if self._wake in events:
@@ -102,7 +102,7 @@ class Agent:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(descriptor)
         measuring.take(is_trainer_gone=is_trainer_gone)
-        self._take_facts(conversation)  # after the records, because the facts have the names of their values
+        self._take_facts(conversation)  # after the records: the facts then have the names of all values in the records
         if line := measuring.values.take_notice():
             self._events.report("warning", line)
         measuring.cut(now_s)
@@ -160,7 +160,7 @@ def main(arguments: list[str]) -> int:
     for name in ("ring", "board", "trainer", "wake", "ready"):
         parser.add_argument(f"--{name}", type=int, required=True)
     given = parser.parse_args(arguments)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the agent ends after its trainer, not before
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a signal to the job must not end the agent before its trainer
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with contextlib.suppress(OSError):
         os.nice(5)

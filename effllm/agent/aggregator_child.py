@@ -33,7 +33,7 @@ class AggregatorChild:
         self.done = False
 
     def start(self) -> None:
-        """Start an aggregator on the listening socket, which stays open here for a replacement."""
+        """Start an aggregator on the listening socket; the agent keeps the socket open for a replacement."""
         body = msgspec.json.encode(self._orders)
         memory = os.memfd_create("effllm-orders", 0)
         os.write(memory, body)

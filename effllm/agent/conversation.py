@@ -35,7 +35,7 @@ from effllm.records.wire import (
 
 HEARTBEAT_S = 5.0
 HELLO_AGAIN_S = 2.0
-REPORT_EVERY_S = 0.25  # between two frames of reports: 256 reports per frame suffice for windows of a millisecond
+REPORT_EVERY_S = 0.25  # between two frames; a frame has at most 256 reports, enough even for windows of a millisecond
 SEND_AGAIN_S = 0.1
 REPLACED_WITHIN_S = 1.5  # a dead aggregator is replaced within this time; without a replacement, the job is over
 
@@ -113,7 +113,7 @@ class Conversation:
         if self._welcome is None:
             self._warn_without_aggregator(now_s)
             return
-        if self._has_new_facts:  # the last HELLO may be older than the WELCOME
+        if self._has_new_facts:  # the facts have changed after the last HELLO
             self._send_hello(now_s)
         self._send_reports(link, now_s)
         self._send_events(link)
@@ -201,7 +201,7 @@ class Conversation:
         self._next_heartbeat_s = now_s + self._heartbeat_s
         offset = self._clock.offset(time.monotonic_ns())
         message = heartbeat(self._trainer, self._measuring, now_s, offset)
-        if now_s >= self._clock.due_s(now_s):  # last, so that sent_ns is close to the time of sending
+        if now_s >= self._clock.due_s(now_s):  # set last, so that sent_ns is close to the time of sending
             message = msgspec.structs.replace(message, sent_ns=self._clock.ask(time.monotonic_ns()))
         link.send(message)
 
@@ -248,7 +248,7 @@ class Conversation:
             return
         if message.reason == self.refused and not message.whole_job:
             return
-        if message.whole_job and self._connection.disconnect():  # frees a connection for another peer
+        if message.whole_job and self._connection.disconnect():  # another peer may then use the connection
             self._reset_link()
         self.refused = message.reason
         self._events.report("agent", f"rejected: {message.reason}")

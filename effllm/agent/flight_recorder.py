@@ -15,8 +15,8 @@ from pathlib import Path
 
 from effllm.store import own_files
 
-PIPE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"  # prefix of each rank's pipe, PREFIX<rank>.pipe: any byte requests a dump
-PREFIXES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")  # prefixes of each rank's file, PREFIX<rank>
+PIPE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"  # prefix of a rank's pipe, PREFIX<rank>.pipe; any byte requests a dump
+PREFIXES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")  # prefixes of a rank's dump, PREFIX<rank>
 WAIT_S = 10.0  # torch reads its pipe once a second
 SETTLED_S = 1.0  # a dump is complete when it has not grown for this time
 MAX_BYTES = 256 * 2**20

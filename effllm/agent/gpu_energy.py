@@ -102,7 +102,7 @@ class GpuEnergy:
             except DeviceUnavailable as error:
                 self.why_not = "" if found else str(error)
                 break
-            if reader.device.key in found:  # only one GPU is visible
+            if reader.device.key in found:  # with one visible GPU, every local rank opens this GPU
                 reader.close()
                 break
             found[reader.device.key] = reader

@@ -14,7 +14,7 @@ from effllm.records.timeline import KINDS
 
 
 class IterationValues:
-    """Stores the values of iterations until the report of their window; late values are accepted."""
+    """Stores the values of iterations, which may arrive late, until the report of their window."""
 
     def __init__(self) -> None:
         self._losses: deque[tuple[int, int, float]] = deque()  # ordinal, number, loss
@@ -38,7 +38,7 @@ class IterationValues:
     def take(self, first: int, last: int) -> dict[str, Any]:
         """Return the fields of `RankReport` with the values of the iterations from ``first`` to ``last``.
 
-        Late profiles of earlier iterations are included. Late losses are dropped.
+        Late profiles of earlier windows are included. Late losses of earlier windows are dropped.
         """
         losses = [(number, loss) for ordinal, number, loss in self._losses if first <= ordinal <= last]
         not_finite = [number for number, loss in losses if not math.isfinite(loss)]
@@ -71,7 +71,7 @@ class IterationValues:
 
 
 class TimedIterations:
-    """Number of timed iterations and sum of their seconds: running totals by ordinal."""
+    """Running totals by ordinal: the number of timed iterations, and the sum of their seconds."""
 
     def __init__(self) -> None:
         self._totals: deque[tuple[int, int, float]] = deque()  # ordinal, iterations, seconds

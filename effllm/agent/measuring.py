@@ -21,7 +21,7 @@ from effllm.records.ring import ITERATION, SPAN, STATUSES, STEP, VALUE, Slot
 CALIBRATION_S = 3.0  # maximum wait for a calibration before a window is cut
 LOSS_WAIT_S = 0.5  # maximum wait for the loss of a window, which is recorded after the window's end
 AGAIN_S = 0.05  # seconds between two checks of a sensor that is being calibrated
-FOLD_FROM, FOLD_EVERY_S = 600, 30.0  # samples are folded above this number; seconds between two checks
+FOLD_FROM, FOLD_EVERY_S = 600, 30.0  # more samples than this are folded; seconds between two checks of their number
 
 
 class Measuring:
@@ -68,8 +68,9 @@ class Measuring:
             self.status, self.end_ns = "killed", time.monotonic_ns()
 
     def cut(self, now_s: float) -> None:
-        """Make reports of the windows that have ended and whose edges are settled, and answer requests of spans."""
-        # An edge needs the two ticks after the edge. The next window may end before these ticks, so all are requested.
+        """Make reports of the windows that have ended and whose edges are settled, and answer requests for spans."""
+        # An edge needs samples of the two ticks after the edge. The next window may end before these ticks, so the
+        # samples for all open edges are requested.
         for edge_ns in sorted({*self.cutter.edges_ns, *self._spans.edges_ns}):
             self.devices.ask(edge_ns)
         self._spans.answer(self.devices, now_s)
@@ -86,7 +87,7 @@ class Measuring:
                 self._send(report)
 
     def due_s(self, now_s: float) -> float:
-        """Return the time of the next check of an ended window or span; infinite if neither waits."""
+        """Return the time of the next check of an ended window or span; infinite if there is none."""
         ends_ns = [*self.cutter.edges_ns[:1], *self._spans.edges_ns[:1]]
         if not ends_ns:
             return math.inf
@@ -96,7 +97,10 @@ class Measuring:
         return now_s + (AGAIN_S if self.devices.is_calibrating else 0.0)
 
     def fold(self, now_s: float) -> None:
-        """Sum up samples while no window ends: during a stall of days, 0.9 kB per sample would be 75 MB per day."""
+        """Sum up samples while no window ends.
+
+        During a long stall, samples of 0.9 kB would otherwise need 75 MB of memory per day.
+        """
         if now_s < self._next_fold_s:
             return
         self._next_fold_s = now_s + FOLD_EVERY_S

@@ -57,7 +57,7 @@ class RankDevices:
                 break
             self._wait(0.05)
         self._start_node_sensors()
-        # The scope of the job's power is chosen when its first window closes.
+        # When the job's first window closes, the scope of the job's power is chosen from the open devices.
         while any(track.sampler.is_opening for track in self._tracks) and time.monotonic() < until_s:
             self._wait(0.05)
 
@@ -168,5 +168,5 @@ class RankDevices:
 
 
 def _visible_gpus(gpus: Sequence[int], visible: str | None) -> list[int]:
-    """Return the GPUs from the facts of a process that are in the process's list of visible devices."""
+    """Return the indices of ``gpus`` for which the list ``visible`` has an entry; all without a list."""
     return [index for index in gpus if visible is None or index < len(visible.split(","))]

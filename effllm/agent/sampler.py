@@ -18,18 +18,19 @@ from effllm.records.rank import INSTANT, Device, Event, Sample, Sensor
 
 NS = 1e-9
 
-#: Limit of the CPU time of additional reads at window edges, with the thread's wake-ups, as a share of a core.
+#: Maximum CPU time of the additional reads at window edges, including the thread's wake-ups, as a share of a core.
 MAX_EDGE_SHARE = 0.005
 WAKE_S = 110e-6  # CPU time of a wake-up, measured at 10 Hz (0.11 % of a core)
-#: Limit of the CPU time of regular sampling, as a share of a core; slower devices are read less often.
+#: Maximum CPU time of regular sampling, as a share of a core; devices with slow calls are read less often.
 MAX_SAMPLING_SHARE = 0.001
-#: GPUs without an energy counter: period of power readings, and limit of their CPU time as a share of a core.
+#: For GPUs without an energy counter: the period of power readings, and their maximum CPU time as a share of a core.
 POWER_EVERY_S, MAX_POWER_SHARE = 0.09, 0.003
-#: A slower call may hold the driver's lock, which kernel launches also need.
+#: A call that takes longer than this may hold the driver's lock, which kernel launches also need.
 SLOW_CALL_S = 0.020
 MAX_INTERVAL_S = 30.0
 NEVER_NS = 2**63 - 1
-#: Weights of a call duration above and below the average: the average stays close to the slow calls.
+#: Weights of a call that is slower or faster than the average (so the average stays close to the slow calls), and the
+#: maximum duration that a call adds to the average.
 CALL_RISE, CALL_FALL, MAX_COUNTED_S = 0.2, 0.05, 0.2
 #: Duration of an unfinished read after which the device is stale.
 STALE_AFTER_S = 5.0
@@ -89,7 +90,7 @@ class Sampler:
         """Request samples at monotonic times; samples for past times are taken at once.
 
         Requests to a missing device are ignored.  At most ``MAX_REQUESTS`` requests wait during a hanging call.  If
-        calls are slow or requests are frequent, fewer samples are taken, but always the first of a request.
+        calls are slow or requests are frequent, fewer samples are taken, but the first of a request is always taken.
 
         Args:
             times_ns: the times in ascending order; empty means the current time.
@@ -230,7 +231,7 @@ class Sampler:
         sample, failures = getattr(reader, "read_energy", reader.read)() if energy_only else reader.read()
         self._reading_since_s = None
         took_s = time.monotonic() - began_s
-        # An average is used, because other processes on the core delay one reading in a hundred.
+        # The average duration is used, because other processes on the core delay about one reading in a hundred.
         took_s = min(took_s, MAX_COUNTED_S)  # after one hanging call, sampling must not be slow for an hour
         self._call_s += (took_s - self._call_s) * (CALL_RISE if took_s > self._call_s else CALL_FALL)
         self._samples.put(sample)

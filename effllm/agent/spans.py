@@ -1,7 +1,7 @@
-"""The answers to requests of spans, from the same samples and ledgers as the windows.
+"""The answers to requests for spans, from the same samples and ledgers as the windows.
 
-The spans of a chain follow each other. The agent keeps the samples of a chain since the end of its last span, at most
-for `ROLL_S`: after this time the readings so far are summed up, and the next answer includes these sums.
+A chain is a series of adjacent spans. The agent keeps the samples since the end of the chain's last span, at most for
+`ROLL_S`. After this time the samples are summed up, and the answer for the chain's next span includes these sums.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from effllm.records.ring import Slot
 from effllm.records.spans import ALONE, NAN, SpanPart
 
 ROLL_S = 60.0
-SETTLED_S = 3.0  # a sum within a span ends this long before now, so that its edge is settled
+SETTLED_S = 3.0  # samples are summed up until this time before now, so that the energy at the end of the sum is final
 MAX_PENDING = 1024  # unanswered requests; older requests are dropped during a hanging device call
 CALIBRATION_S = 3.0  # maximum wait for a calibration
 
 
 @dataclass
 class _Chain:
-    """The end of the last span, and the sums since then."""
+    """The end of a chain's last span, and the sums since then."""
 
     start_ns: int
     from_ns: int  # end of the sums; the samples after this time are kept
@@ -39,7 +39,7 @@ class _Chain:
 
 @dataclass(frozen=True)
 class _Sums:
-    """The readings of one device in a span."""
+    """The sums of one device's readings in a span."""
 
     window: DeviceWindow
     least_w: float | None
@@ -47,7 +47,7 @@ class _Sums:
     num_readings: int
 
     def then(self, later: _Sums) -> _Sums:
-        """Return the readings in this span and the next span."""
+        """Return the sums over this span and the next span."""
         one, other = self.window, later.window
         gauges = {**one.gauges, **other.gauges}
         gauges |= {name: one.gauges[name] + other.gauges[name] for name in one.gauges.keys() & other.gauges.keys()}
@@ -97,7 +97,7 @@ class Spans:
             one.held_ns = held_ns
 
     def answer(self, devices: RankDevices, now_s: float, is_end: bool = False) -> None:
-        """Answer the requests whose end is settled; at the end of the trainer, all requests."""
+        """Answer the requests whose samples are complete; at the end of the trainer, answer all requests."""
         patience_s = CALIBRATION_S if devices.is_calibrating else EDGE_WAIT_S
         while self._pending:
             request = self._pending[0]
@@ -115,7 +115,7 @@ class Spans:
     def _answer(self, request: Slot, series: Sequence[Series]) -> None:
         self._write_devices(series)
         chain = self._chains.get(request.what)
-        if chain is None or chain.start_ns != request.start_ns:  # a request was overwritten, or stands alone
+        if chain is None or chain.start_ns != request.start_ns:  # the previous request is lost, or there is no chain
             chain = _Chain(request.start_ns, request.start_ns)
         found = list(self._sums(chain, request.end_ns, series))
         about = (request.number, len(found), request.start_ns, request.end_ns)
@@ -125,7 +125,7 @@ class Spans:
             self._board.spans.write(SpanPart(request.number, -1, 0, request.start_ns, request.end_ns))
 
     def _sums(self, chain: _Chain, end_ns: int, series: Sequence[Series]) -> Iterator[tuple[int, _Sums]]:
-        """Yield each device's position, and its readings from the start of the chain."""
+        """Yield each device's position, and the sums of its readings from the start of the chain."""
         for one in series:
             window = one.window(chain.from_ns, end_ns, {})
             sums = _Sums(window, *one.energy.readings.power_range_w(chain.from_ns, end_ns))
@@ -133,7 +133,7 @@ class Spans:
             yield self._devices.index(one.device.key), before.then(sums) if before else sums
 
     def _roll(self, series: Sequence[Series], now_s: float) -> None:
-        """Sum up the readings of chains without a request for a long time."""
+        """Sum up the readings of chains that have had no request for `ROLL_S`."""
         until_ns = int((now_s - SETTLED_S) / NS)
         for number, chain in self._chains.items():
             is_asked = any(request.what == number for request in self._pending)

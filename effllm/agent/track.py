@@ -15,7 +15,7 @@ MAX_GAP_INTERVALS = 5
 MIN_INTERVAL_S = 0.2
 #: Devices with a longer interval are not read at edges, because their values also change rarely.
 MAX_PROMPT_S = 2.0
-#: Timeout of the sample at an edge.
+#: Timeout of the samples for an edge.
 EDGE_WAIT_S = 1.0
 
 

@@ -43,7 +43,7 @@ class Trainer:
         return self.place.local_rank == 0
 
     def is_gone(self) -> bool:
-        """Whether the trainer has ended; always ``False`` with a pidfd."""
+        """Whether a trainer without a pidfd has ended; with a pidfd, the agent's poll reports the end."""
         return self.descriptor < 0 and os.getppid() != self.pid
 
     def take_address(self) -> FoundAddress:

@@ -12,7 +12,7 @@ from effllm.records.moments import Moments
 from effllm.records.rank import WINDOW_CENTROIDS, ValueStatistics
 from effllm.records.values import MAX_VALUE, centroids_of, digest_type, merged, merged_by_name, percentiles
 
-#: Open windows with values of their own; later values enter the newest window.
+#: Maximum number of open windows; values of further windows are added to the newest window.
 MAX_WINDOWS = 64
 PUBLISH_EVERY_S = 1.0
 _NO_DIGEST = (
@@ -82,7 +82,7 @@ class InstrumentValues:
         names[slot.what].add(slot.value)
 
     def take(self, window: int, names: Sequence[str], now_s: float, *, is_last: bool) -> dict[str, ValueStatistics]:
-        """Return the values up to a window by name, or all values if ``is_last``."""
+        """Return the statistics by name of the values up to a window, or of all values if ``is_last``."""
         taken = sorted(number for number in self._windows if is_last or number <= window)
         parts = [self._windows.pop(number) for number in taken]
         values = merged_by_name(
@@ -97,7 +97,7 @@ class InstrumentValues:
         return values
 
     def _publish_percentiles(self) -> None:
-        """Publish as many names as there is room for, the first ones."""
+        """Publish the percentiles of all names or, if there is no room, of the first half, quarter and so on."""
         known = {name: [one.count, *percentiles(one.centroids).values()] for name, one in self._run.items()}
         while known and not self._publish(known):
             known = dict(islice(known.items(), len(known) // 2))

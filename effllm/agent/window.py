@@ -45,7 +45,7 @@ class WindowCutter:
         self._agent, self._rank = agent, rank
         self._log_interval, self._offset = log_interval, offset
         self._unix_minus_monotonic_s = unix_minus_monotonic_s
-        # The next report: its start, the ordinal of its first iteration, and the totals at its start.
+        # For the next report: its start, the ordinal of its first iteration, and the totals at its start.
         self._start_ns = self._origin_ns = origin_ns
         self._first = 1
         self._totals, self._overrun_before = _NO_TOTALS, 0
@@ -195,7 +195,7 @@ class WindowCutter:
     def _devices(
         self, series: Sequence[Series], end_ns: int, phases_s: dict[str, float], iterations: int
     ) -> tuple[tuple[DeviceWindow, ...], float | None]:
-        """Return the readings of the devices, and the largest aliasing error (iterations in step with a sensor)."""
+        """Return the readings of the devices, and the largest aliasing error of a device."""
         inside = [phase for phase in self._phases if phase.end_ns <= end_ns]
         self._phases = [phase for phase in self._phases if phase.end_ns > end_ns]
         if len(self._durations_s) > 1:

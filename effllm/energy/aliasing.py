@@ -12,10 +12,12 @@ from effllm.energy.tick_energy import beat, beat_of
 from effllm.records.energy import NORMAL_95
 from effllm.records.rank import COUNTER
 
-#: Iterations are in step with the sensor from this share of the maximal aliasing on; smaller errors are not reported.
+#: Iterations are in step with the sensor if their aliasing is at least this share of the maximum.  An error up to
+#: `LOCKED_ERROR` is not reported.
 LOCKED, LOCKED_ERROR = 0.25, 0.02
-#: Minimal variance, as a multiple of that of independent ticks.  The errors at the two edges of a pulse of constant
-#: length may cancel, or add up to twice the variance; also, it is unknown whether all iterations have equal power.
+#: Minimal variance, as a multiple of the variance of independent ticks.  The errors at the two edges of a pulse of
+#: constant length may cancel, or add up to twice the variance.  It is also unknown whether all iterations have equal
+#: power.
 MIN_INFLATION = 1.5
 #: With fewer iterations, a run's rhythm is not measured.
 MIN_RHYTHM = 64
@@ -38,7 +40,7 @@ class Aliasing:
         self._run_j = 0.0  # energy of all windows
 
     def set_rhythm(self, step_s: float, deviation_s: float) -> None:
-        """Set mean and standard deviation of the iteration time: iterations in step with ticks have a larger error."""
+        """Set median and deviation of the iteration time: iterations in step with ticks have a larger error."""
         self._rhythm = (step_s, deviation_s)
 
     def variance_j2(self, span_s: float) -> float:

@@ -37,7 +37,8 @@ MIN_APART_S, MAX_BUSY = 0.002, 0.25
 KEPT_DAYS = 90
 #: Maximal relative difference of a measured tick from the cached tick.
 SAME_TICK = 0.02
-#: The same maximum, if readings of a run have contradicted the cached tick; jitter alone may cause such a difference.
+#: The same maximum after readings of a run have contradicted the cached tick.  It is not 0, because jitter alone may
+#: cause such a contradiction.
 SUSPECT_TICK = 0.002
 #: A measured tick with a larger relative error, caused by delayed reads, is not compared with the cached tick.
 LOOSE_TICK = 0.05
@@ -57,7 +58,7 @@ class Calibration(msgspec.Struct, frozen=True):
     run_lag_s: float | None = None  # the lag found in a run, if no lag was measured under a load
 
     def is_fresh(self) -> bool:
-        """Whether a short check is enough to use the calibration, in place of a measurement of two seconds."""
+        """Whether a short check is enough to use the calibration, without a measurement of two seconds."""
         try:
             age = datetime.date.today() - datetime.date.fromisoformat(self.checked or self.date)
         except ValueError:
@@ -70,7 +71,7 @@ class Calibration(msgspec.Struct, frozen=True):
 
 
 class Seen(msgspec.Struct, frozen=True):
-    """What reads of a device without a load have shown."""
+    """The results of the reads of a device without a load."""
 
     call_s: float
     tick: tuple[float, float] | None  # the tick and the half-width of the tick's error
@@ -129,7 +130,7 @@ def calibrate(
 
 
 def assumed(device: Device) -> Sensor:
-    """Return the sensor of the hardware table; for values that the table does not have, those of the device file.
+    """Return the sensor from the hardware table; values that the table does not have are from ``device.sensor``.
 
     A GPU outside the table has the usual tick.  The phase of the ticks is always unknown.
     """
@@ -278,7 +279,7 @@ def keep_lag(folder: Path, device: Device, lag_s: float) -> str:
 
 
 def store_unless_profiled(folder: Path, calibration: Calibration) -> None:
-    """Store a calibration.  If it has no measured lag, it does not replace a fresh calibration that has one."""
+    """Store a calibration.  Without a measured lag, it does not replace a fresh one with a measured lag."""
     now = load(folder, calibration.name, calibration.driver)
     if now is None or calibration.measured_lag or not (now.measured_lag and now.is_fresh()):
         store(folder, calibration)

@@ -98,12 +98,12 @@ class EnergyLedger:
         if to_ns <= from_ns:
             return NOT_MEASURED
         covered_s = (to_ns - from_ns - (readings.holes_ns(to_ns) - readings.holes_ns(from_ns))) * NS
-        start, end = self._levels.at(from_ns), self._levels.at(to_ns)  # also for holes: no joule is reported twice
+        start, end = self._levels.at(from_ns), self._levels.at(to_ns)  # also for a hole: no joule is reported twice
         if covered_s <= 0:
             return NOT_MEASURED
         joules = max(end.joules - start.joules, 0.0)
-        # If the times of both edges have the same error, both edges are shifted: only the difference of the power at
-        # both counts.  An additional error of one edge shifts only this edge.
+        # If the times of both edges have the same error, both edges are shifted by the same time, and only the
+        # difference between their powers changes the energy.  An additional error of one edge shifts only this edge.
         both_s2 = min(start.shift_s2, end.shift_s2)
         # Even if power is equal at both edges of this span, it may differ at the edges of the run.  In a fast wave, the
         # power at an edge also differs from the power next to it.

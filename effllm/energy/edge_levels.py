@@ -65,9 +65,9 @@ class EdgeLevels:
         return self._levels[time_ns]
 
     def _anchors(self, time_ns: int) -> dict[int, float] | None:
-        """Return the counter's levels at the ticks around a time, by number; 0 is the last tick up to the time.
+        """Return the counter's levels at the ticks around a time; the key 0 is the last tick up to the time.
 
-        The result is ``None`` if the times of ticks are unknown, or the levels at both of the nearest ticks.
+        The result is ``None`` if the times of ticks are unknown, or if neither of the nearest ticks has a known level.
         """
         clock, sensor = self._timing.clock, self._timing.sensor
         last = clock.before(time_ns + sensor.lag_s / NS) if clock is not None else None

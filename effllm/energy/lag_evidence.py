@@ -17,7 +17,7 @@ from effllm.devices.known import hardware
 from effllm.records.energy import NORMAL_95
 from effllm.records.rank import COUNTER, Device
 
-#: Smaller relative changes of power from tick to tick are not used to find the lag's number of whole ticks.
+#: Minimal relative change of power between two ticks that is used to find the lag's number of whole ticks.
 MIN_CHANGE = 0.1
 #: To find the lag: minimal number of changes, and maximal error of the number of whole ticks, in ticks.
 MIN_CHANGES, MAX_PART = 12, 0.02
@@ -31,7 +31,7 @@ NEAR_S = 0.0003
 CHECK_EVERY, MAX_PROBES = 16, 256
 #: If bounds contradict each other, they are widened by at least this.
 MIN_SPREAD_S = 0.0001
-#: If a tick is shorter, it does not matter which share of it is measured.
+#: If a tick is shorter than this, it does not matter which share of the tick is measured.
 MIN_SHARE_TICK_S = 0.005
 
 
@@ -67,7 +67,7 @@ class LagEvidence:
     def __init__(self, kept_s: float | None = None) -> None:
         self._kept_s = kept_s
         self._bounds_s: tuple[float, float] | None = None  # bounds of the lag without its whole ticks
-        self._spread_s = 0.0  # the most by which bounds contradicted each other
+        self._spread_s = 0.0  # widening of new bounds, because earlier bounds contradicted each other
         self._probes = 0
         self._count = 0
         self._sum = self._squares = 0.0  # sums over the delays of the counter's steps, in ticks

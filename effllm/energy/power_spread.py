@@ -8,11 +8,11 @@ from operator import mul
 
 from effllm.energy.readings import NS
 
-#: If a tick has the same power as the adjacent ticks, its hidden variation is this share of the usual one.
+#: If a tick has the same power as the adjacent ticks, its hidden variation is this share of the usual variation.
 CALM = 0.03
 #: `_slowness` of a wave with a period of seven ticks; faster waves have larger values.
 MIN_FAST = 0.4
-#: The hidden variation within a tick of a fast wave, and what is added if power alternates from tick to tick.
+#: The hidden variation within a tick of a fast wave, and its increase if power alternates from tick to tick.
 FAST_HIDDEN, TURNING_HIDDEN = 0.5, 4.2
 #: Adjacent readings may have missed changes of power: with k changes, a 95 % interval by Student's t with 2k degrees
 #: of freedom has about 1 + 1.5 / k times the variance.
@@ -80,14 +80,14 @@ class PowerSpread:
         return max(self._near_w2, seen_w2)
 
     def noise_w(self) -> float:
-        """Return the usual change of power from one tick to the next; large steps are left out."""
+        """Return the usual change of power from one tick to the next; large changes are left out."""
         return sorted(self._near)[len(self._near) // 4] + 0.05 if self._near else 0.05
 
     def unseen_w2(self, change_w: float) -> float:
         """Return the variance of power within a tick that is not visible in the adjacent ticks.
 
-        The more often power changes from tick to tick, the more likely are several steps within three ticks.  If all
-        changes are of equal size, power varies smoothly and no step is hidden.
+        The more often power changes from tick to tick, the more likely are several changes within three ticks.  If all
+        changes are of equal size, power varies smoothly and no change is hidden.
 
         Args:
             change_w: the difference of this tick from the adjacent ticks.
@@ -103,9 +103,10 @@ class PowerSpread:
         return hidden * min(max(change_w**2, CALM * change_w2), change_w2)
 
     def _turning(self) -> float:
-        """Return 0 if power keeps its direction, 1 if its changes alternate in sign from tick to tick.
+        """Return 0 if power keeps rising or falling, 1 if its changes alternate in sign from tick to tick.
 
-        If it alternates, it changes more than once per tick: then a step or a parabola through three ticks is wrong.
+        If they alternate, power changes more than once per tick.  Neither a single change nor a parabola through three
+        ticks then describes the power.
         """
         if not self._turns or self._near_w2 <= 0:
             return 0.0
@@ -124,7 +125,7 @@ class PowerSpread:
     def fastness(self) -> float:
         """Return 0 for waves of seven ticks or longer, 1 if the powers of consecutive ticks are independent.
 
-        A power level shorter than about two ticks fills no whole tick, so steps between such levels are not found.
+        A power level shorter than about two ticks fills no whole tick, so changes between such levels are not found.
         """
         return max((self._slowness() - MIN_FAST) / (1 - MIN_FAST), 0.0)
 
@@ -137,7 +138,7 @@ class PowerSpread:
         return (1 - duty) ** 2 * change_w2 * (0.1 + 0.56 * fast * fast) * unseen
 
     def _missed_w2(self) -> float:
-        """Return what to add to the mean square of changes, because too few readings may have missed some changes."""
+        """Return an addition to the mean square of changes, because too few readings may have missed some changes."""
         if not self._near or not self._seen_w2:
             return 0.0
         return MISSED_CHANGES * self._seen_w4 / self._seen_w2 / len(self._near)
@@ -148,7 +149,7 @@ class PowerSpread:
         return self._square_w2 * span_s**2 * (1 / 6 + 5 / 6 * fast) * min(1.0, fast + 0.1)
 
     def jump_j2(self, span_s: float) -> float:
-        """Return the variance of the energy of a span next to a reading, if power is assumed constant in it."""
+        """Return the variance of the energy of a span next to a reading, if power is assumed to be constant."""
         return self._square_w2 * span_s**2 / 3
 
     def bridge_j2(self, since_s: float, rest_s: float, change_w: float) -> float:

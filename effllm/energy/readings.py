@@ -37,7 +37,7 @@ class Point(NamedTuple):
     holes_ns: int  # running total of time in holes
     estimated_j: float  # running total
     variances_j2: float  # running total
-    least_w: float | None = None  # extremes of the power readings of this point and, after `fold`, of its step
+    least_w: float | None = None  # minimum power of this point and, after `fold`, of its step; next: maximum
     most_w: float | None = None
 
 
@@ -182,7 +182,7 @@ class Readings:
 def runs_between(times_ns: Sequence[int], edges_ns: Collection[int], until_ns: int, margin_ns: int) -> Iterator[range]:
     """Yield ranges of indices: at least three consecutive times, each further than a margin from every edge.
 
-    The last range comes first, so that a caller who removes its times does not shift the next ranges.
+    The last range comes first, so that the next ranges stay valid after its times are removed.
 
     Args:
         times_ns: times in ascending order.

@@ -11,11 +11,11 @@ from effllm.records.rank import AVERAGE, COUNTER, Device, Sensor
 
 #: The shortest tick that a clock tracks; RAPL's millisecond is too short.
 MIN_TICK_S = 0.005
-#: If the relative error of the tick is larger, the times of ticks cannot be derived.
+#: If the relative error of the tick is larger than this, the times of ticks cannot be derived.
 MAX_OPEN = 0.1
-#: Readings that are closer to an edge are not merged.
+#: Readings that are closer to an edge than this are not merged.
 MIN_MARGIN_NS = 10_000_000_000
-#: If the error of the ticks' phase is larger, one more reading at each edge measures the phase.
+#: If the error of the ticks' phase is larger than this, one more reading at each edge measures the phase.
 WIDE_NS = 100_000.0
 #: Readings that are this far apart, in ticks, surely belong to different ticks.
 SURE_TICK = 0.98
@@ -61,7 +61,7 @@ class SensorTiming:
         return self.clock is not None and self.clock.is_contradicted
 
     def is_repeated(self, time_ns: int) -> bool:
-        """Return whether a held power reading was, or may have been, read before: then it is no new value."""
+        """Return whether a held power reading was, or may have been, read before and is then no new value."""
         if not self.sensor.is_held or self.clock is None:
             return False
         shown_ns, tick_ns = time_ns + self.sensor.lag_s / NS, self.clock.tick_ns
@@ -149,7 +149,7 @@ class SensorTiming:
         """Return the times of the reads for the energy at an edge: at and after the edge, in order."""
         if self.clock is None or self.method != COUNTER:
             return [edge_ns, edge_ns + late_ns] if (late_ns := self._late_ns()) else [edge_ns]
-        shown_ns = edge_ns + max(round(self.sensor.lag_s / NS), 0)  # when the counter shows the energy at the edge
+        shown_ns = edge_ns + max(round(self.sensor.lag_s / NS), 0)  # then the counter shows the energy at the edge
         last = self.clock.before(shown_ns)
         tick_ns = self.clock.tick_ns
         if last is None:  # the ticks' times are unknown: dense reads find them
@@ -178,7 +178,7 @@ class SensorTiming:
         return newest_ns >= (edge_ns + 2 * tick_ns if last is None else last[0] + 2.05 * tick_ns + last[1])
 
     def _late_ns(self) -> int:
-        """Return the delay of readings after an edge, for sensors without known ticks; 0 if the delay is too short."""
+        """Return the delay of readings after an edge, for sensors without known ticks; 0 below `MIN_TICK_S`."""
         late_ns = self.shift_ns()
         return late_ns if late_ns >= MIN_TICK_S / NS else 0
 

@@ -2,7 +2,7 @@
 
 A GPU's counter changes about every 100 ms, at unknown times.  A pair of reads with different values bounds the time of
 one change.  All bounds together give an interval for the phase of the ticks and one for their period.  Every further
-pair narrows both intervals, so the estimate is all phases and periods that explain the reads.
+pair narrows both intervals.  The estimate consists of all phases and periods that explain the reads.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class TickClock:
     def __init__(self, tick_s: float, tick_error_s: float) -> None:
         self._nominal = ((tick_s - tick_error_s) * 1e9, (tick_s + tick_error_s) * 1e9)
         self._min_ns, self._max_ns = self._nominal
-        self._low_ns = self._high_ns = math.nan  # bounds of the tick from which others are computed; nan before it
+        self._low_ns = self._high_ns = math.nan  # bounds of the reference tick; nan before the first tick
         self._jitter_ns = MIN_JITTER_NS
         self._old: list[tuple[float, float, int]] = []  # bounds of earlier reference ticks, with their age in ticks
         self.conflicts = 0
@@ -110,7 +110,7 @@ class TickClock:
         meets = [(max(low, low_ns), min(high, high_ns), count) for low, high, count in (first, second)]
         gaps_ns = [low - high for low, high, _ in meets]
         if max(gaps_ns) < 0:
-            return  # the change may be either of both ticks
+            return  # the change may belong to either of the two ticks
         if min(gaps_ns) >= 0:
             self._contradict(min(gaps_ns), until_ns)
             self._restart(after_ns - self._jitter_ns, until_ns + self._jitter_ns)
@@ -138,7 +138,7 @@ class TickClock:
                 self._max_ns = min(self._max_ns, max((self._high_ns - low) / ago, self._min_ns))
 
     def _keep_reference(self) -> None:
-        """Store reference ticks of the last minutes: an older one makes the period more exact."""
+        """Store reference ticks of the last minutes: an older reference tick makes the period more exact."""
         if not self._old or self._old[-1][2] * self.tick_ns > LEVER_NS / 2:
             self._old.append((self._low_ns, self._high_ns, 0))
         if self._old[0][2] * self.tick_ns > LEVER_NS and len(self._old) > 1:

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 
 from effllm.energy.power_spread import PowerSpread
 
-#: A change of power is a step if it exceeds the usual change from tick to tick by this factor.
+#: A change of power is abrupt if it exceeds the usual change from tick to tick by this factor.
 STEP = 8.0
-#: The error if a wave is taken for a parabola, relative to its bend (0.016 for a sine of ten ticks, else larger).
+#: The error of a wave that is approximated by a parabola, relative to the bend of the parabola.  For a sine with a
+#: period of ten ticks, this error is 0.016; for other waves, it is larger.
 BEND = 0.04
 #: The harmonics of the tick for which the phases of iterations are added up.
 HARMONICS = (1, 2, 3)
@@ -21,8 +22,9 @@ def in_tick(
 ) -> tuple[float, float, float]:
     """Return the part of a tick's energy before a time in this tick, its variance, and the power at the time.
 
-    Training power changes in steps.  The time of one step follows from the tick's energy and from the power of the
-    ticks before and after.  If no single step fits, or power varies smoothly, the energy is distributed over the tick.
+    Training power changes abruptly.  The time of a single change follows from the tick's energy and from the power of
+    the ticks before and after.  If a single change does not explain the tick's energy, or if power varies smoothly,
+    the energy is distributed over the tick.
     """
     mean_w = joules / tick_s
     rest_s = tick_s - since_s
@@ -32,7 +34,7 @@ def in_tick(
     rise_w = after_w - before_w
     low_w, high_w = min(before_w, after_w), max(before_w, after_w)
     noise_w = powers.noise_w()
-    # Smooth power is taken for the parabola that has the mean powers of all three ticks.
+    # Smooth power is approximated by the parabola that has the mean powers of all three ticks.
     x = since_s / tick_s
     slope_w, bend_w = mean_w - before_w, (before_w + after_w - 2 * mean_w) / 2
     start_w = mean_w - slope_w / 2 - bend_w / 3
@@ -70,7 +72,7 @@ def beat(step_s: float, deviation_s: float, tick_s: float, span_s: float) -> flo
 
 
 def beat_of(durations_s: Sequence[float], tick_s: float, count: int) -> float:
-    """Return the variance as `beat` does, for ``count`` iterations whose durations are distributed like these.
+    """Return the variance as `beat` does, for ``count`` iterations with durations like those in ``durations_s``.
 
     Args:
         durations_s: durations of consecutive iterations; at least one.
@@ -84,7 +86,7 @@ def beat_of(durations_s: Sequence[float], tick_s: float, count: int) -> float:
 
 
 def _inflation(phases: Sequence[complex], count: float) -> float:
-    """Return the squared Fourier sum of the iterations' phases, relative to that of one iteration.
+    """Return the squared Fourier sum of the iterations' phases, relative to the sum for one iteration.
 
     Args:
         phases: mean phase factor from one iteration to the next, at each harmonic.

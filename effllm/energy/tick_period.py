@@ -80,10 +80,10 @@ def is_held(samples: Sequence[Sample]) -> bool | None:
 
 
 def tick_of_means(readings: Sequence[tuple[int, float]]) -> float | None:
-    """Return for how many seconds each mean power is held, from readings that rarely change; ``None`` if not held.
+    """Return the seconds for which each mean power is held, from readings that rarely change; ``None`` if not held.
 
-    If a load switches between two levels, there are at least three different readings, each held for a tick: the third
-    is that of a tick in which the load switches, a mean of both levels.
+    If a load switches between two levels, there are at least three different readings, each held for a tick.  The third
+    reading is from a tick in which the load switches, and is a mean of both levels.
     """
     moves = [(first[0] + second[0]) / 2e9 for first, second in pairwise(readings) if first[1] != second[1]]
     if len(moves) < MIN_MOVES or len({power_w for _, power_w in readings}) < 3:
