@@ -78,7 +78,7 @@ class Account(Struct):
     power_peak_w: float | None = None
 
     def add_rows(self, rows: Iterable[RankReport]) -> None:
-        """Add the times and counts of rows; each row may be added only once."""
+        """Add the times and counts of reports; each report may be added only once."""
         rows = Rows.of(rows)
         numbers = rows.numbers
         columns = ["iterations", "wall_s" if self.wall else "time_s", "busy_s", "wait_s", *SUMMED]
@@ -116,7 +116,7 @@ class Account(Struct):
     ) -> None:
         """Add a window's energy, with its seconds and counts, if its coverage is high enough.
 
-        With a sign of -1 subtract them, before a late report is added.
+        A sign of -1 subtracts these values again, before a late report is added.
         """
         amount = energy.wall if self.wall else energy.iterations
         self.measured_j += sign * (amount.joules or 0.0)
@@ -149,7 +149,8 @@ class Account(Struct):
         utilization = _mean_min_max(*self.devices.values[:, 2:4].T)
         ranks = dict(zip(RankSums.NAMES, self.ranks.values.T, strict=True))
         time_s = _largest(ranks["time_s"])
-        is_longest = ranks["time_s"] == time_s  # of equal ranks the longest wait counts, in any order of the ranks
+        # If several ranks have the longest time, the longest wait of these ranks is used, in any order of the ranks.
+        is_longest = ranks["time_s"] == time_s
         slowest = _slowest(ranks["busy_s"], ranks["iterations"])
         slowest_device = _slowest(ranks["device_step_s"], ranks["device_steps"])
         return ClusterTotals(
@@ -227,7 +228,7 @@ class Account(Struct):
         return self.gauges.get(name) or GaugeSums()
 
 
-#: Positions of the columns of a row in the sums of a rank.
+#: Positions in `RankSums` of the columns that `add_rows` adds.
 _OF_ROWS = [RankSums.NAMES.index(name) for name in ("iterations", "time_s", "busy_s", "wait_s", *SUMMED)]
 
 
@@ -247,7 +248,7 @@ def _largest(column: Array) -> float:
 
 
 def _slowest(seconds: Array, steps: Array) -> int:
-    """Return the row with the largest mean step, or -1 without steps."""
+    """Return the position of the rank with the longest mean step, or -1 without steps."""
     if not (steps > 0).any():
         return -1
     mean_s = np.full(len(steps), -1.0)

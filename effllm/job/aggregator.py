@@ -94,7 +94,7 @@ class Aggregator:
             ``False`` if the rank has more open windows than an agent stores.  Then the rest of the message and all
             following reports must be rejected until the agent sends the rest again.
         """
-        # This runs ten thousand times a second.
+        # This method is called up to ten thousand times a second.
         rows, now_s, windows = message.rows, now.mono_s, self.open
         row_bytes, is_all = num_bytes // (len(rows) or 1), True
         for row in rows:
@@ -202,7 +202,7 @@ class Aggregator:
     # --- results ---
 
     def settle(self, now: Now) -> None:
-        """Add late reports to the totals: a saved state cannot record that older reports of a rank are missing."""
+        """Add late reports to the totals before the state is saved, because the state cannot record missing reports."""
         if self.open.has_late(now.mono_s, for_s=-math.inf if is_large(self.ledger.world_size) else 0.0):
             self._take_late(now)
 

@@ -177,7 +177,7 @@ class ClosedWindows:
     # --- reports ---
 
     def _judge_losses(self, rows: Rows, time_s: float) -> None:
-        """Record in the ledger whether a window's loss is finite, and an event after a change."""
+        """Record in the ledger whether a window's loss is finite; after a change, also record an event."""
         ledger, first = self._ledger, rows.first_not_finite
         if rows.counts["losses_not_finite"]:
             if ledger.first_not_finite is None:
@@ -193,7 +193,7 @@ class ClosedWindows:
             self._events.record(Event(time_s, "loss_finite", f"the loss is finite again at iteration {shown}, {after}"))
 
     def _report(self, window: Window, late: Window | None = None) -> None:
-        """Report a window; a correction has only the late rows, because the other rows were already written."""
+        """Report a window; a correction has only the late reports, because the other reports were already written."""
         minimum, last, correction = self._config.min_coverage, self.last_report, late is not None
         report = report_of(window, self._ledger, self._roster, minimum, last, correction)
         self._ledger.reports += 1

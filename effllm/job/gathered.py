@@ -90,5 +90,5 @@ class Gathered(Struct):
             self.is_simple = False
 
     def of(self, num_devices: int, num_rows: int) -> GpuReadings | None:
-        """Return the readings, for these numbers of GPUs and reports; ``None`` unless each rank has one GPU."""
+        """Return the readings, or ``None`` unless each rank has one GPU and all ``num_rows`` reports were added."""
         return self.readings if self.is_simple and num_devices == num_rows == self.num_rows else None

@@ -17,7 +17,7 @@ from effllm.records.rank import GENERATION
 
 #: The classes of productive time.
 PRODUCTIVE = (KEPT, GENERATION)
-#: A smaller share of the elapsed time, or a shorter time, is a rounding error of unix times.
+#: A class with a smaller share of the elapsed time, or with a shorter time, is a rounding error of unix times.
 MIN_SHARE, MIN_CLASS_S = 1e-9, 1e-6
 #: Classes without energy, because no agent reports in them.
 UNREPORTED = (RESTART_GAP, IDLE, UNKNOWN)
@@ -150,11 +150,11 @@ class Goodput(Struct):
         return attempt.ended_s if is_over else max(attempt.heard_s, self.clock.at_s or 0.0)
 
     def _begun_after(self) -> list[tuple[float | None, bool]]:
-        """Return for each attempt the smallest first number of later attempts, and whether the attempt's repeats are
-        known.
+        """Return for each attempt the smallest first iteration number of all later attempts, and whether the attempt's
+        repeated iterations are known.
 
-        Repeats are unknown if a later attempt has no numbers.  Repeats of an attempt without numbers are also unknown,
-        except for the first attempt.
+        They are unknown if a later attempt has no iteration numbers.  They are also unknown for an attempt without
+        iteration numbers, except for the first attempt.
         """
         found: list[tuple[float | None, bool]] = []
         smallest: float | None = None

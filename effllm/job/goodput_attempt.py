@@ -32,7 +32,7 @@ class Span(Struct, array_like=True):
 
     window_first: int
     window_last: int
-    first: int = 1  # ordinals of the attempt; first > last if no iteration ended
+    first: int = 1  # first and last ordinal of the iterations; first > last if no iteration ended
     last: int = 0
     kept_s: float = 0.0
     data_s: float = 0.0
@@ -101,9 +101,9 @@ class Attempt(Struct):
     offset: int = 0  # displayed number minus ordinal
     offset_at_start: int = 0
     is_numbered: bool = False  # whether the offset was given, not assumed
-    first: int = 0  # ordinals of the iterations so far
+    first: int = 0  # first and last ordinal of the iterations so far
     last: int = 0
-    reached: int = 0  # the last ordinal in a BYE
+    reached: int = 0  # largest last ordinal of a rank, from its BYE
     idle_s: float = 0.0  # rank-seconds; set at the end of the attempt
     redone_from: float | None = None  # the smallest repeated number, for which `redone` was computed
     redone: Redone = msgspec.field(default_factory=Redone)
@@ -129,7 +129,7 @@ class Attempt(Struct):
         first, last = (int(firsts[worked].min()), int(lasts[worked].max())) if worked.any() else (1, 0)
         if last:
             self.first, self.last = min(self.first or first, first), max(self.last, last)
-        # The loop's own numbers replace the initial numbers when a rank reports them.
+        # The training loop's iteration numbers replace the initial numbers when a rank reports them.
         offsets = (shown - lasts)[shown - lasts != self.offset_at_start]
         if offsets.size:
             self.offset = int(offsets[0])
@@ -294,7 +294,7 @@ class Attempt(Struct):
         Args:
             span_s: duration so far.
             gap_s: seconds since the end of the previous attempt.
-            status: status if the attempt is running.
+            status: status of the attempt if it is running.
             knows_repeats: whether the repeated iterations are known.
         """
         begin_s = self.zero_time_s + (self.begin_s or 0.0)

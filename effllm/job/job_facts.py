@@ -43,7 +43,7 @@ class JobFacts:
 
     @cached_property
     def parameters(self) -> int | None:
-        """P of the configured kind, declared for the whole model, or the sum of shares after all ranks have joined."""
+        """Parameter count of the configured kind: of the whole model if declared, else the sum of all ranks' shares."""
         kind = self._config.parameters
         if self._whole_model_rank is not None:
             value = getattr(self._hellos[self._whole_model_rank].parameters, kind)
@@ -60,7 +60,7 @@ class JobFacts:
 
     @cached_property
     def peak_flops_per_s(self) -> float | None:
-        """Peak of the whole job, from the configured peak per device, or from the hardware table if it has all GPUs."""
+        """Peak of the whole job: from the configured peak per device, or from the hardware table if it has all GPUs."""
         peak = self._config.peak_tflops
         if peak:
             return peak * 1e12 * (self.num_gpus or self._ledger.world_size)
@@ -70,7 +70,7 @@ class JobFacts:
 
     @cached_property
     def peak_source(self) -> str:
-        """The peak of MFU and its source as text; empty without a peak."""
+        """The peak FLOP/s of the devices and their source, as text; empty without a peak."""
         if self.peak_flops_per_s is None:
             return ""
         if self._config.peak_tflops:
@@ -165,7 +165,7 @@ class JobFacts:
             one_line(text)
             for hello in self._hellos.values()
             for device in hello.devices
-            # If another agent reads a device's energy, the sentences of an agent that cannot read it do not count.
+            # If another agent reads a device's energy, the sentences of an agent that cannot read it are ignored.
             if device.energy_method or not self._devices[device.key].energy_method
             for text in device.not_measured
         }

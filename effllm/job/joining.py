@@ -161,8 +161,8 @@ def put(rows: dict[int, RankReport], row: RankReport) -> None:
 def join(rows: Sequence[RankReport], window: int) -> RankReport:
     """Return the exact sum of consecutive reports of one rank.
 
-    The own median of the sum is the median of the reports' own medians. If a report is missing, the first iteration is
-    the last iteration minus the iterations of the known reports plus one.
+    The median own time of the sum is the median of the reports' median own times. If a report is missing, the first
+    iteration is the last iteration minus the iterations of the known reports plus one.
 
     Args:
         rows: reports of one rank, oldest first.
@@ -176,7 +176,7 @@ def join(rows: Sequence[RankReport], window: int) -> RankReport:
         last,
         **{name: sum(getattr(row, name) for row in rows) for name in _SUMS},
         window=window,
-        sequence=min(row.sequence for row in rows),  # no report is acknowledged before the sum is written
+        sequence=min(row.sequence for row in rows),  # no report is acknowledged before its sum is written
         iteration_first=last.iteration_last - sum(row.iterations for row in rows) + 1,
         start_time_s=first.start_time_s,
         phases_s=_sums(row.phases_s for row in rows),

@@ -88,7 +88,7 @@ class Waited(Struct):
     joules: float | None = None  # energy of the waiting ranks' devices during these waits
     verdicts: tuple[StragglerVerdict, ...] = ()
     num_named: int = 0  # number of named ranks
-    clock_error_s: float | None = None  # largest error of the ranks' clocks
+    clock_error_s: float | None = None  # largest error of the ranks' clock offsets
     slowest: Straggler | None = None  # the slowest rank
 
 

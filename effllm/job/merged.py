@@ -151,7 +151,7 @@ class Merged(Struct, dict=True, eq=False):
 
     @cached_property
     def energy_coverage(self) -> Array:
-        """Measured share of the span of each device's energy."""
+        """For each device: the share of ``span_s`` in which its energy was measured."""
         covered = np.zeros(len(self))
         np.divide(self.wall.energy[:, COVERED_S], self.span_s, out=covered, where=self.span_s > 0)
         return np.minimum(covered, 1.0)
@@ -174,7 +174,7 @@ class Merged(Struct, dict=True, eq=False):
         return means(np.nan_to_num(levels[at, BUSY]), levels[at, BUSY_S])
 
     def covered_s(self) -> tuple[float, float, float]:
-        """Return the spans of computing devices, and the seconds with measured memory and utilization."""
+        """Return seconds of computing devices: wall time, time with measured memory, time with measured utilization."""
         computing = ~np.array([device.only_power for device in self.devices], bool)
         memory_s, busy_s = self.wall.levels[computing][:, [MEMORY_S, BUSY_S]].T
         return float(self.span_s[computing].sum()), float(memory_s.sum()), float(busy_s.sum())
@@ -193,7 +193,7 @@ def merge_devices(rows: Iterable[RankReport], devices: Mapping[str, Device], mem
     share of a rank is missing, the device is not measured, because a partial sum would be wrong.
 
     Args:
-        rows: the window's rows.
+        rows: the window's reports.
         devices: every known device by its key.
         members: the ranks that use each device.
     """

@@ -22,7 +22,7 @@ from effllm.job.presence import Presence
 from effllm.records.rank import RankReport
 
 MAX_PENDING_BYTES = 2 * 2**20  # size of one rank's encoded reports; in memory they take eight times as much
-MAX_LATE = 32  # late windows in one turn: each of them causes a report, which takes about a millisecond
+MAX_LATE = 32  # late windows in one turn: each late window causes a report, which takes about a millisecond
 LATE_WINDOW_S = 0.005  # delay of the next turn per late window
 MAX_CLOSING_ROWS = 1000  # reports of incomplete windows per turn, because outputs must wait during a turn
 CLOSING_ROWS = 30  # time for closing a window, as a number of reports
@@ -132,7 +132,7 @@ class OpenWindows:
     # --- outputs ---
 
     def may_close(self) -> bool:
-        # This runs for every report of 10,000 ranks, so it compares only counts; `take_ready` handles other cases.
+        # Called for every report of 10,000 ranks, so only counts are compared; `take_ready` handles other cases.
         if not self._windows:
             return False
         return len(self._windows[self._order[0]].rows) + self._presence.num_away >= self._ledger.world_size

@@ -59,7 +59,7 @@ class Presence:
         return True
 
     def newly_lost(self, now_s: float) -> dict[int, float]:
-        """Return the ranks that are lost since the last call, with the seconds since their last message."""
+        """Return the ranks that were lost since the last call, with the seconds since their last message."""
         fallen = {
             rank: now_s - heard_s
             for rank, heard_s in self._heard_s.items()

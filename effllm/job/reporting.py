@@ -33,7 +33,8 @@ from effllm.records.job import (
 from effllm.records.rank import RankReport
 from effllm.records.values import summaries
 
-#: Limit for a window's end in the future: clocks of nodes differ by much less, but the aggregator's time may be old.
+#: A window's end may be at most this far in the future.  Clocks of nodes differ by much less, but the aggregator's
+#: time may be old.
 MAX_AHEAD_S = 5.0
 
 
@@ -52,7 +53,7 @@ class Window(Struct):
         return self.rows if self.rows or self.by_rank is None else frozenset(self.by_rank.ranks)
 
     def without_reports(self) -> Window:
-        """Return the window with only its sums, which need a thousandth of the objects."""
+        """Return the window with its sums, but without its reports, which have a thousand times as many objects."""
         sums = Window(self.number, {}, self.merged, self.energy, self.warming)
         sums.by_rank = self.ordered.merge(Rows())
         return sums
@@ -233,7 +234,7 @@ def summary_of(
     time_s: float,
     ended: bool,
 ) -> Summary:
-    """Return the summary of the run so far; ``kind`` is the kind of parameters in P."""
+    """Return the summary of the run so far; ``kind`` is the kind of the counted parameters."""
     lacking = _lacking(ledger, ended)
     status = ledger.status() if ended else "running"
     goodput = ledger.goodput.summary(ended, roster.job.measures_energy, status)

@@ -79,7 +79,7 @@ class Rows(list[RankReport]):
         return bool(self.numbers["final"].any())
 
     def gathered_of(self, num_devices: int) -> GpuReadings | None:
-        """Return the sums made at receipt, for this number of GPUs; ``None`` without such sums."""
+        """Return the sums made at the receipt of reports; ``None`` unless each report has one GPU."""
         return self.gathered.of(num_devices, len(self)) if self.gathered is not None else None
 
     def merge(self, more: Rows) -> Rows:

@@ -32,7 +32,7 @@ def _at(ordered: Array, share: float) -> float:
 
 
 def window_spread(rows: Rows, merged: Merged | None, expected: Expected) -> dict[str, Spread]:
-    """Return the percentiles of the ranks' mean steps, and of the power and utilization of GPUs in their iterations.
+    """Return the percentiles of the ranks' mean step times, and of the power and utilization of GPUs in iterations.
 
     Ranks without a completed iteration and GPUs that were not measured are left out.
 

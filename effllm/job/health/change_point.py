@@ -2,9 +2,9 @@
 
 Page's CUSUM (Biometrika 41, 1954) sums the deviations of windows from the level, in robust standard deviations, each
 minus an allowance.  If a sum exceeds the threshold, the level changed at the window where the sum began to grow.
-With an allowance of 0.75 and a threshold of 6, normal windows cause one false alarm in 41,000 windows per direction
-(Siegmund's approximation, with b = 1.5 * (6 + 1.166): (exp(b) - b - 1) / 1.125).  A window counts as at most 2
-deviations.  So an alarm takes five windows, and rare long windows cause no alarm.
+With an allowance of 0.75 and a threshold of 6, normal windows cause one false alarm in 41,000 windows per direction.
+This number is Siegmund's approximation (exp(b) - b - 1) / 1.125, with b = 1.5 * (6 + 1.166).  A window counts as at
+most 2 deviations.  So an alarm takes five windows, and rare long windows cause no alarm.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from effllm.job.health.robust import MAD_SIGMA
 ALLOWANCE = 0.75
 THRESHOLD = 6.0
 MAX_DEVIATIONS = 2.0
-#: Windows whose median is the level.
+#: Number of windows whose median is the level.
 LEVEL_WINDOWS = 16
 #: Minimum of the standard deviation, as a share of the level.
 FLOOR = 0.01
@@ -45,7 +45,7 @@ class WindowLevel:
         self._windows_s: list[float] = []
         self._reported_s: float | None = None
         self._sums = [0.0, 0.0]  # sums of deviations above and below the level
-        self._runs: list[list[tuple[int, float]]] = [[], []]  # for each sum: windows since it was zero
+        self._runs: list[list[tuple[int, float]]] = [[], []]  # for each sum: windows since the sum was zero
 
     def add(self, mark: int, value_s: float) -> Change | None:
         """Add the next window's median; return a change if this window confirms it.

@@ -22,13 +22,13 @@ MAX_EXCHANGES = 16
 DRIFT = 100e-6
 
 #: Seconds between exchanges, and maximum rate, for the first `MAX_EXCHANGES` and for later exchanges.  At 10,000 ranks
-#: the first rate lasts five minutes.  An exchange takes about 30 us of the aggregator: 1.5 % of a core at the first
-#: rate, 0.6 % at the later rate.  In small worlds every heartbeat has an exchange, which takes 270 us of an agent.  In
-#: 5 s clocks drift by at most half a millisecond.
+#: the first rate lasts five minutes.  An exchange takes about 30 us of CPU time in the aggregator: 1.5 % of a core at
+#: the first rate, 0.6 % at the later rate.  In jobs with few ranks every heartbeat has an exchange, which takes 270 us
+#: in an agent.  In 5 s clocks drift by at most half a millisecond.
 FIRST_PACE_S, FIRST_RANKS_PER_S = 0.25, 500
 PACE_S, RANKS_PER_S = 5.0, 200
 
-#: A longer round trip means a lost or delayed message, whose estimate is useless.
+#: A round trip that is longer than this has a lost or delayed message, and its estimate is useless.
 MAX_S = 10.0
 
 
@@ -57,7 +57,7 @@ class Exchanges:
     """The exchanges between this process and the process whose clock is estimated.
 
     Args:
-        world_size: number of ranks that send messages to the other process; a larger world has longer pauses.
+        world_size: number of ranks that send messages to the other process; with more ranks, pauses are longer.
         rank: rank of this process; the first exchanges of different ranks have different delays.
     """
 

@@ -64,7 +64,7 @@ class PeerGroups:
         return {rank for name, ranks in self.replicas.items() if name and len(ranks) > 1 for rank in ranks}
 
     def at_work(self, rows: Sequence[RankReport]) -> Sequence[RankReport]:
-        """Return the rows of known ranks that contain an iteration."""
+        """Return the reports of known ranks that contain an iteration."""
         if isinstance(rows, Rows) and rows.numbers["iterations"].min(initial=1) > 0 and self._has_all(rows.ranks):
             return rows
         return [row for row in rows if row.iterations > 0 and row.rank in self.known]
@@ -100,12 +100,12 @@ def gather(
     Args:
         tracks: tracks to which the results are added.
         group: name of the group.
-        rows: rows of at least two ranks, each with at least one iteration.
+        rows: reports of at least two ranks, each with at least one iteration.
         whole_s: duration of an iteration.
         offsets: known offsets of the ranks' clocks from the aggregator's clock.
-        is_named_for_data: whether a rank is named for its data wait; then data waits are always judged.
+        is_named_for_data: whether a rank is named for its data wait, so that data waits must be judged.
     """
-    # Ten thousand rows take a few milliseconds, because of the maps and the early checks for missing evidence.
+    # Ten thousand reports take only a few milliseconds, because of the maps and the early checks for missing evidence.
     measured, values = own_times(rows)
     if len(measured) > 1:
         _track(tracks, group, OWN_TIME).look(measured, values)
@@ -125,10 +125,10 @@ def gather(
 
 
 def own_times(rows: Sequence[RankReport]) -> tuple[Sequence[RankReport], Sequence[float]]:
-    """Return the rows with own times, and the own time per iteration of each row.
+    """Return the reports with own times, and the own time per iteration of each report.
 
-    Times of devices are used if all rows have device times.  A time of the host is the median of the window, so a
-    disturbed iteration has no effect.
+    Own times on the device are used if all reports have them.  An own time on the host is the median of the window, so
+    a disturbed iteration has no effect.
     """
     if all(row.device_own_steps for row in rows):
         return rows, [row.device_own_step_s / row.device_own_steps for row in rows]

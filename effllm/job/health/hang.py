@@ -160,7 +160,7 @@ class Hang:
         last = row.iteration_last
         if last >= row.iteration_first:
             of_role = self._windows.get(position.role)
-            if of_role is None:  # `setdefault` would create a deque for each of ten thousand rows
+            if of_role is None:  # `setdefault` would create a deque for each of ten thousand reports
                 of_role = self._windows[position.role] = deque(maxlen=16)
             if not of_role or of_role[-1][0] < row.window:
                 of_role.append((row.window, row.time_s / row.iterations))
@@ -305,11 +305,11 @@ IDLE, BUSY = 0.1, 0.5
 
 
 def _groups(active: Mapping[int, RankPosition]) -> list[tuple[RankPosition, list[int]]]:
-    """Return ranks by position, the furthest behind first; at one position idle ranks come first."""
+    """Return ranks by position, the furthest behind first; if all positions are equal, idle ranks come first."""
     by_place: dict[tuple[int, bool, str, bool], list[int]] = {}
     for rank, one in active.items():
         by_place.setdefault(one.place, []).append(rank)
-    # At one iteration the stopped ranks come first, because the other ranks wait for them.
+    # Of the ranks in the same iteration, stopped ranks come first, because the other ranks wait for them.
     order = sorted(by_place, key=lambda place: (*place[:2], not place[3], len(by_place[place])))
     if len(order) == 1:
         idle = [rank for rank, one in active.items() if one.utilization is not None and one.utilization < IDLE]

@@ -20,7 +20,7 @@ from effllm.records.rank import RankReport
 
 #: A rank is an outlier at a robust z of `Z` or more, until z falls below `Z_CLEAR`.
 Z, Z_CLEAR = 5.0, 2.5
-#: Shorter iterations are invalid: no clock can measure such a time, and shares of it exceed the range of a float.
+#: Iterations shorter than this are invalid: no clock can measure them, and shares of them exceed the range of a float.
 SHORTEST_S = 1e-9
 #: Minimum of a deviation, as a share of the median, or of the iteration if values are parts of an iteration.
 FLOOR = 0.01
@@ -34,7 +34,7 @@ FALSE_ALARMS = 1e-6
 HISTORY = 50
 #: Number of assumed windows with one outlier, added to the count: a few windows without outliers prove little.
 ASSUMED = 100
-#: Smaller groups use the scatter of several windows, because the scatter of a few values may be small by chance.
+#: Groups smaller than this use the scatter of several windows: the scatter of a few values may be small by chance.
 FEW = 64
 
 _RANK = attrgetter("rank")
@@ -62,7 +62,7 @@ class OutlierTrack:
 
     def __init__(self) -> None:
         self.looks: deque[Look] = deque(maxlen=WINDOWS)
-        self._flags: deque[tuple[int, tuple[int, ...]]] = deque(maxlen=HISTORY)  # judged ranks, and outliers
+        self._flags: deque[tuple[int, tuple[int, ...]]] = deque(maxlen=HISTORY)  # number of judged ranks; the outliers
         self._scatter: deque[NDArray[np.float64]] = deque(maxlen=WINDOWS)  # for small groups, as shares of base_s
 
     def look(
@@ -75,8 +75,8 @@ class OutlierTrack:
         """Judge the ranks of a window by one value per rank.
 
         Args:
-            rows: rows of the ranks.
-            values: one value per row, in seconds per iteration.
+            rows: reports of the ranks.
+            values: one value per report, in seconds per iteration.
             whole_s: duration of an iteration, if the values are parts of iterations.
             is_late: returns whether the value at an index, with its seconds above the median, may be an outlier.
         """

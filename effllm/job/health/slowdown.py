@@ -7,8 +7,8 @@ import statistics
 from effllm.job.health.change_point import Change, WindowLevel
 from effllm.records.rank import Event, RankReport
 
-#: Shorter windows are judged together. The load of a host changes about every second, and affects many short windows
-#: alike: a loop that only slept had 314 false changes in 73,009 windows of 13 ms.
+#: Windows shorter than this are judged together. The load of a host changes about every second, and affects many short
+#: windows alike: a loop that only slept had 314 false changes in 73,009 windows of 13 ms.
 JUDGED_S = 5.0
 #: Number of windows before an unexplained change is reported: a rank may be named in this time.
 PATIENCE = 2
@@ -31,7 +31,7 @@ class Slowdown:
         """Add the medians of a window; return an event if the job became slower or faster.
 
         Args:
-            row: any row of the window.
+            row: any report of the window.
             whole_s: median iteration time.
             own_s: median own time of the ranks, if known.
             is_explained: whether a rank is named.

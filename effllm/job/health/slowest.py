@@ -17,14 +17,14 @@ from effllm.records.job import Straggler
 
 #: A rank is slow in a window if its own time is at least this share above the median of its peers.
 SLOWER = 0.06
-#: Each rule has a number of slow windows, a number of last windows, and a number of deviations of a healthy rank.
+#: A rule (n, m, d) names a rank that was slow in n of the last m windows, by at least d deviations of a healthy rank.
 RULES = ((3, 3, 3.0), (4, 5, 2.0), (6, 10, 1.6), (12, 20, 1.2))
 #: A rank has recovered after this many windows in which it was not slow.
 RECENT = 3
 WINDOWS = max(windows for _, windows, _ in RULES)
 #: Number of windows that show the usual change of a healthy rank from window to window.
 HISTORY = 50
-#: Clocks cannot measure shorter own times.
+#: Clocks cannot measure own times that are shorter than this.
 SHORTEST_S = 1e-9
 
 Ranks = NDArray[np.int64]
@@ -60,7 +60,7 @@ class Slowest:
         is_slow = self._is_slow(known)
         # Outputs show the values of this window, so the rank must be slower in this window too.
         named = [at for at in np.flatnonzero(is_slow & (shares > 0)).tolist() if ranks[at] not in skipped]
-        is_half = len(values) > 2 and 2 * int(is_slow.sum()) >= len(values)  # then no rank is named
+        is_half = len(values) > 2 and 2 * int(is_slow.sum()) >= len(values)  # if so, no rank is named
         if not named or is_half:
             return None
         history = np.array([_aligned(known, *one) for one in self._last])

@@ -36,7 +36,7 @@ def reason(
         peers: the ranks of the job.
         verdict: verdict on the slow rank.
         look: data waits of the window, if the verdict is based on data waits.
-        rows: rows of the window.
+        rows: reports of the window.
         named: ranks with a verdict, which are not compared with the slow rank.
     """
     by_rank = {row.rank: row for row in rows}

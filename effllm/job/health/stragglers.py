@@ -89,7 +89,7 @@ class Stragglers:
         """Judge the next window; windows come in ascending order.
 
         Args:
-            rows: one row per rank.
+            rows: one report per rank.
             offsets: known offsets of the ranks' clocks from the aggregator's clock.
         """
         worked = self._peers.at_work(rows)
@@ -141,7 +141,7 @@ class Stragglers:
         return self._tracks[self._peers.known[rank].group, evidence]
 
     def _name(self, looks: Mapping[Key, Look], window: int) -> list[Unit]:
-        """Name the ranks that are outliers in enough windows; return those that are new.
+        """Name the ranks that are outliers in enough windows; return the newly named ranks.
 
         Ranks of one replica wait for each other before the sync point, so they are late together. Unless computation or
         data wait identifies the slow rank, all ranks of the replica share one verdict.

@@ -24,9 +24,9 @@ IDLE, BUSY, NO_TOKENS, TOKENS = "gpus_idle", "gpus_busy", "no_tokens", "tokens_a
 
 
 class WasteWatch:
-    """Judges closed windows.
+    """Judges closed windows, except the first window, the last window and windows in warm-up.
 
-    Warm-up, phases (evaluation, checkpoint, generation), the first and the last window are not judged.
+    The time of phases (evaluation, checkpoint, generation) is not judged.
 
     Args:
         events: number of earlier events by kind; a restarted aggregator restores its state from these numbers.
@@ -95,7 +95,7 @@ class WasteWatch:
 
 
 def _evidence(window: ClusterTotals) -> list[str]:
-    """Return further evidence of idle GPUs: power below its limit, and data wait."""
+    """Return further evidence of idle GPUs: the power per GPU with its limit, and a long data wait."""
     texts = []
     watts = metrics.energy.watts_per_gpu(window)
     if watts is not None:
