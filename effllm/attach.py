@@ -65,7 +65,7 @@ def _register_name() -> None:
 
 
 class _NameFinder:
-    """Registers the hooks at the first import of `_NAMED_IN`; then the hooks' finder finds `_NAMED_IN`."""
+    """Registers effllm's name at the first import of `_NAMED_IN`, and passes this import to the finder of the hooks."""
 
     def __init__(self) -> None:
         self._has_registered = False
@@ -73,7 +73,7 @@ class _NameFinder:
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name != _NAMED_IN or self._has_registered:
             return None
-        self._has_registered = True  # stays in sys.meta_path: a removal during the iteration would skip the next finder
+        self._has_registered = True  # the finder is not removed here: the import system would skip the next finder
         try:
             from effllm.hooks import attach_names
             from effllm.hooks._imports import FINDER

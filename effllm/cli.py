@@ -1,7 +1,7 @@
 """The command line: ``effllm COMMAND``, or ``python -m effllm COMMAND``.
 
-Two commands do not import typer and rich, which takes a tenth of a second: every sourced shell runs ``env``, and
-the process of ``run`` becomes the training process.
+The commands ``env`` and ``run`` do not import typer and rich, because this import takes a tenth of a second: the config
+scripts that users source run ``env``, and the process of ``run`` becomes the training process.
 """
 
 from __future__ import annotations

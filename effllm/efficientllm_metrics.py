@@ -1,4 +1,4 @@
-"""The module name of the original: to port a script, replace the package name in its import."""
+"""The module name of the original EfficientLLM: to port a script, replace the package name in its import."""
 
 from __future__ import annotations
 

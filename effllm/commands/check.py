@@ -20,12 +20,12 @@ from effllm.metrics.measurable import Measurable
 from effllm.sensor_profile.known import Known
 from effllm.sensor_profile.known import as_text as sensor_lines
 
-_USUAL = ("mfu_ratio", "joules_per_token")  # in addition to the console's metrics
+_USUAL = ("mfu_ratio", "joules_per_token")  # metrics that are always shown, in addition to the console's metrics
 _MARKS = {BROKEN: "[bold red]broken[/]", MISSING: "[yellow]none[/]"}
 
 
 def main(device: str, *, show_all: bool, as_json: bool) -> int:
-    """Print the results; return 0, 1 if a run would not be measured, 2 for wrong use."""
+    """Print the results; return 1 if a run would not be measured, 2 for wrong use, otherwise 0."""
     if device and device not in ("auto", *device_names()):
         names = ", ".join(("auto", *device_names()))
         print(f"effllm check: --device {device}: there is no such device; there are: {names}", file=sys.stderr)
@@ -86,7 +86,7 @@ def _metrics(metrics: list[Measurable]) -> Table:
 
 
 def _once(reasons: list[str], shown: set[str]) -> Iterator[str]:
-    """Yield the reasons; a reason that was shown before is shortened."""
+    """Yield the reasons why a metric is not measured; a reason that was shown before is shortened."""
     for reason in reasons:
         head, _, tail = reason.partition(": ")
         yield f"{head}: see above" if reason in shown and tail else reason
@@ -103,7 +103,7 @@ def _sensor(sensor: Known) -> Table:
 
 
 def _joined(sources: list[str]) -> Iterator[str]:
-    """Yield the sources, grouped by the text before the colon."""
+    """Yield the sources of a metric; sources with the same text before the colon are joined."""
     merged: dict[str, list[str]] = {}
     for source in sources:
         head, _, tail = source.partition(": ")

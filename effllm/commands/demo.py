@@ -25,7 +25,7 @@ SAMPLES_PER_S = 10
 
 
 def main(ranks: int, iterations: int, step_seconds: float, log_interval: int | None, run_dir: str) -> int:
-    """Run the demo; return 0, 1 for an incomplete demo, 2 for wrong use, or 128 + signal number for a stopped demo."""
+    """Run the demo; return 1 if it is incomplete, 2 for wrong use, 128 + signal number after a signal, otherwise 0."""
     try:
         folder = Path(run_dir or read_config(this_process()).run_dir).absolute()
     except ConfigError as error:

@@ -62,7 +62,7 @@ def _train(collector: effllm.MetricsCollector, iterations: int, step_s: float) -
         time.sleep(DATA_SHARE * step_s)
         collector.record_iteration_start()
         time.sleep((1 - DATA_SHARE) * step_s * (SLOWDOWN if is_slow else 1.0))
-        effllm.sync_point()  # place where a real rank first waits for other ranks
+        effllm.sync_point()  # the point at which a real rank first waits for other ranks
         collector.record_iteration_end(tokens_processed=TOKENS, samples_processed=SAMPLES)
         collector.log_metrics(iteration, loss=loss(iteration))
         if iteration == iterations // 2:

@@ -33,7 +33,12 @@ _ADVICE = "install torch with CUDA in this environment and profile again"
 
 
 def main(device: str, seconds: float, *, as_json: bool, save: str) -> int:
-    """Profile one GPU and print the report; return 1 for an unwritten report, 2 without a GPU, 130 after Ctrl-C."""
+    """Profile one GPU and print the report.
+
+    Returns:
+        1 if the report could not be written to ``save``, 2 without a GPU or with a wrong ``save``, 130 after Ctrl-C,
+        otherwise 0.
+    """
     if save and (not Path(save).absolute().parent.is_dir() or Path(save).is_dir()):
         print(f"effllm profile: --save {save}: not a file in an existing folder", file=sys.stderr)
         return 2
@@ -107,7 +112,7 @@ def _profile(reader: Reader, seconds: float) -> SensorProfile:
 
 
 def _json(found: SensorProfile) -> str:
-    """Return the report as JSON; the sensor, an array in messages, is an object with named fields."""
+    """Return the report as JSON; here the sensor is an object with named fields, but in messages it is an array."""
     plain = msgspec.to_builtins(found) | {"sensor": asdict(found.sensor)}
     return msgspec.json.format(msgspec.json.encode(plain)).decode() + "\n"
 
@@ -212,7 +217,7 @@ def _mean(response: Response | None) -> str:
 
 
 def _ends(response: Response) -> str:
-    """Return the end of the measured time, relative to the time at which the value is shown."""
+    """Return the end of the period that a value measures, relative to the time at which the value is shown."""
     if abs(response.ends_s) <= response.middle_error_s + response.window_error_s / 2:
         return "the value is shown"
     return f"{1e3 * response.ends_s:.1f} ms before the value is shown"

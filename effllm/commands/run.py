@@ -64,7 +64,7 @@ def _run(name: str, arguments: Sequence[str], *, is_module: bool) -> int:
         status = "interrupted"
         raise
     finally:
-        if os.getpid() == pid:  # false in a child that the script forked
+        if os.getpid() == pid:  # this process is not a child that the script has forked
             _close(name, status)
     return 0
 

@@ -26,7 +26,7 @@ def main(bind: str, run_dir: str, run_name: str, job: str) -> int:
     """Serve one job; return 1 if the port is not available, 2 for wrong use."""
     options = {f"{PREFIX}RUN_DIR": run_dir, f"{PREFIX}RUN_NAME": run_name}
     environ = {**this_process(), **{name: value for name, value in options.items() if value}}
-    environ.pop(f"{PREFIX}ENDPOINT", None)  # an address for training processes
+    environ.pop(f"{PREFIX}ENDPOINT", None)  # this variable is the address for training processes
     wrong = problems(environ)
     match = _BIND.fullmatch(bind)
     if match is None or int(match["port"]) > 65535:
@@ -77,7 +77,7 @@ def main(bind: str, run_dir: str, run_name: str, job: str) -> int:
     was_there = base.exists()
     if server.run() == UNUSED:
         if not was_there:
-            with contextlib.suppress(OSError):  # not empty: another run may have started in this folder
+            with contextlib.suppress(OSError):  # the folder is not empty if another run has started in it
                 base.rmdir()
         print("effllm serve: ended before any rank connected; no run folder is left", flush=True)
     return 0

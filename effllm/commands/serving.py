@@ -142,7 +142,7 @@ def parse(text: str, time_s: float) -> Page:
 
 
 def between(first: Page, second: Page) -> Interval:
-    """Return the difference of two pages; without tokens if the server was restarted between the pages."""
+    """Return the difference of two pages; it has no tokens if the server was restarted between the pages."""
     counters = [(first.generated, second.generated), (first.prompt, second.prompt), (first.waited, second.waited)]
     is_another = None not in (first.started, second.started) and first.started != second.started
     restarted = is_another or any(_has_decreased(*pair) for pair in counters)
@@ -179,5 +179,5 @@ def _has_decreased(first: Labelled | None, second: Labelled | None) -> bool:
 def _grown(first: Labelled | None, second: Labelled | None) -> float | None:
     if second is None:
         return None
-    before = first or {}  # a metric without earlier samples begins at 0
+    before = first or {}  # a metric that the first page does not have began at 0
     return sum(value - before.get(labels, 0.0) for labels, value in second.items())

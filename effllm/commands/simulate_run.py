@@ -27,7 +27,7 @@ from effllm.records.orders import Orders
 RANKS_OF_A_PROCESS = 2500
 JOIN_S = 300.0
 ENDS_S = 40.0
-SPREAD = {"burst": 0.02, "even": 0.9}  # share of the interval in which the reports of a window are sent
+SPREAD = {"burst": 0.02, "even": 0.9}  # the ranks send their reports of a window in this share of `interval_s`
 
 
 class Simulation(Struct, frozen=True):
@@ -152,7 +152,7 @@ class MeasuredAggregator(Protocol):
 
 
 class OwnAggregator:
-    """A process with an aggregator, started like an aggregator of rank 0's agent."""
+    """A process with an aggregator, started in the same way as by the agent of rank 0."""
 
     def __init__(self, config: Config, folder: str, output: int, job: str) -> None:
         listener = listening.listen("127.0.0.1")

@@ -30,7 +30,7 @@ from effllm.trainer.recorder import Recorder
 STAMPS = 2000
 LOOPBACK_S = 5.0
 
-OK, BROKEN, MISSING = "ok", "broken", "missing"  # MISSING: a run is measured without the part
+OK, BROKEN, MISSING = "ok", "broken", "missing"  # MISSING: a run is measured, but without this part
 
 
 class Finding(Struct, frozen=True):
@@ -144,7 +144,7 @@ def security(config: Config) -> Finding:
             return Finding(
                 "security", MISSING, f"{which}; the secret {path} does not exist: rank 0 will create it", advice
             )
-            # For a job on one host, rank 0 creates another secret in a folder for temporary files.
+            # Without a usable secret, rank 0 of a job on one host creates a secret in a folder for temporary files.
         state = BROKEN if config.security == "curve" or config.endpoint else MISSING
         return Finding("security", state, f"{which}; {error}", "correct this before a job on several hosts")
     return Finding("security", OK, f"{which}; only you can read the secret {path}")

@@ -24,7 +24,7 @@ _COLUMNS = (
 
 
 def main(url: str, interval_s: float, count: int, *, as_json: bool) -> int:
-    """Print intervals until stopped; return 1 if no interval was measured, 2 for wrong use."""
+    """Print a line for each interval until stopped; return 1 if no interval was measured, 2 for wrong use."""
     try:
         address(url)
         config = read_config(this_process())
@@ -66,7 +66,7 @@ class _Watch:
         self._last_warning = ""
         self.measured = 0  # number of measured intervals
         self._tokens = self._joules = self._time_s = 0.0
-        self._energy_tokens = self._energy_s = 0.0  # sums over intervals with measured energy
+        self._energy_tokens = self._energy_s = 0.0  # tokens and time of the intervals in which energy was measured
 
     def begin(self) -> None:
         if self._as_json:
@@ -97,7 +97,7 @@ class _Watch:
             page = fetch(self._url)
         except Unreachable as error:
             self.warn(f"{error}; the request is repeated")
-            self._last = None  # tokens before the next page are in no interval
+            self._last = None  # tokens before the next page are not counted in an interval
             return False
         except NotVllm as error:
             if self._last is None and not self.measured:
@@ -178,7 +178,7 @@ def _ratio(above: float | None, below: float | None, times: float = 1.0) -> floa
 
 
 def _shown(value: Any, whole: bool = False) -> str:
-    """Return a number with at least four digits, or a dash if it is not measured.
+    """Return a number with at least four significant digits, or a dash if it is not measured.
 
     >>> _shown(1234.5), _shown(0.01234), _shown(None)
     ('1,234', '0.01234', '-')

@@ -95,7 +95,7 @@ def read_place(environ: Mapping[str, str]) -> Place:
     return Place(run_id=_run_id(environ))
 
 
-_FIRST_RESERVED_STEP = 0xFFFFFFF0  # reserved ids: a shell of salloc, a batch script, and similar steps
+_FIRST_RESERVED_STEP = 0xFFFFFFF0  # ids from here on are reserved: a shell of salloc, a batch script, ...
 
 
 def _is_srun_task(environ: Mapping[str, str]) -> bool:

@@ -19,10 +19,11 @@ _PROGRAM = (
 def spawn(
     module: str, arguments: Sequence[str], descriptors: Sequence[int], environ: Mapping[str, str] | None = None
 ) -> subprocess.Popen[bytes]:
-    """Start ``module.main(arguments)`` as a process in its own session, with these descriptors and our stderr.
+    """Start ``module.main(arguments)`` as a process in its own session.
 
-    The default environment is ours. Interpreter options that ignore variables are passed on. The process has its own
-    session, because launchers kill process groups, and an agent must outlive its trainer to read the last window.
+    The new process gets these descriptors, the stderr of this process, and by default its environment.  It also gets
+    the interpreter options of this process that affect the module path.  The new process has its own session, because
+    launchers kill process groups, and an agent must outlive its trainer to read the last window.
 
     Raises:
         OSError: the interpreter cannot be started.

@@ -45,7 +45,7 @@ TARGETS: dict[str, str] = {
     "torch.utils.data.dataloader": "optimizer:attach_loader",
 }
 
-#: Modules of `TARGETS` in which effllm's name is registered, so that users can name it in the framework's settings.
+#: Modules of `TARGETS` in which effllm's name is registered, so that users can select effllm in a framework's settings.
 NAMES = ("transformers.integrations.integration_utils",)
 
 _is_attached = False

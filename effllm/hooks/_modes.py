@@ -36,12 +36,13 @@ class EvalMode:
     def __init__(self, steps: Steps) -> None:
         self._steps = steps
         self._trained: frozenset[int] = frozenset()  # ids of the trained parameters
-        self._known: dict[int, tuple[weakref.ref[Any], bool]] = {}  # module id -> module, whether it has all `_trained`
-        self._since_ns = 0  # 0 while the model is not in eval mode
+        # module id -> module, and whether the module has all trained parameters
+        self._known: dict[int, tuple[weakref.ref[Any], bool]] = {}
+        self._since_ns = 0  # start of the eval mode; 0 while the model is not in eval mode
         self._waited_ns = 0  # data wait while the model is in eval mode
         self._marks: tuple[int, ...] = ()
         self._is_in_this = False
-        self._was_in_last = True  # assumed before the first iteration
+        self._was_in_last = True  # whether the last iteration had a period in eval mode; before the first: True
 
     def follow(self, parameters: Iterable[Any]) -> None:
         """Set the trained parameters; a module with all these parameters is a model."""

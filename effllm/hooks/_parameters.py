@@ -131,7 +131,7 @@ def flops_per_token(model: Any, counted: Parameters, sequence_length: int | None
 
 
 class FlopsByWidth:
-    """The FLOPs of a token if batches are padded to different widths: attention needs more at a larger width.
+    """The FLOPs of a token if batches are padded to different widths: attention needs more FLOPs at a larger width.
 
     Args:
         short: FLOPs of a token at a width of 0, in total and forward, from `flops_per_token`.

@@ -18,7 +18,7 @@ _GUARD = Guard("the reward of groups in TRL")
 
 
 def attach_rewards(trainer: Any) -> None:
-    """Hook a class of trainers, to fill the process's `GRPOMetricsTracker` from its rewards and logs."""
+    """Hook a class of trainers: their rewards and logs are added to the process's `GRPOMetricsTracker`."""
     if "_generate_and_score_completions" in trainer.__dict__:
         around(trainer, "_generate_and_score_completions", _GUARD, after=_scored)
         around(trainer, "log", _GUARD, before=_logs)
@@ -45,12 +45,12 @@ def _logs(call: Call) -> None:
         return
     tracker, step = tracker_of(trainer), trainer.state.global_step
     tracker.update_grpo_step(step, policy_loss=call.get("logs").get("loss"))
-    for value in trainer._metrics["train"].get("kl", ()):  # one of each micro-batch since TRL's last log
+    for value in trainer._metrics["train"].get("kl", ()):  # a value of each micro-batch since TRL's last log
         tracker.update_grpo_step(step, kl_divergence=value)
 
 
 def _is_fed(trainer: Any) -> bool:
-    """Whether these are values of training, in the first process: TRL has the same values in all of them."""
+    """Whether these are values of training, in the first process; in all processes TRL has the same values."""
     return bool(trainer.model.training and trainer.accelerator.is_main_process)
 
 

@@ -6,7 +6,7 @@ records this), and evaluations that neither `_modes` nor `effllm.phase` marks (t
 step starts the metrics and is not measured, because the start of its iteration is unknown.
 
 Several optimizers share one iteration.  The optimizer that steps first in a process is the leader, and its step ends
-the iteration.  What other optimizers do after this step is part of the next iteration, so sums of counts and times are
+the iteration.  Later steps of other optimizers are part of the next iteration, so sums of counts and times are
 right, but shifted by less than an iteration.  A new optimizer with the leader's parameters becomes the leader at its
 first step.  If the leader was deleted, the next optimizer that steps becomes the leader.  If other optimizers make more
 than 16 steps without a step of the leader, the last of these optimizers becomes the leader; all these steps are one
@@ -28,7 +28,7 @@ from effllm.trainer import ownership
 from effllm.trainer.collector import get_metrics_collector
 
 MIN_STEPS = 3  # with fewer steps, an optimizer of plain tensors does not count as training
-PATIENCE_STEPS = 16  # if others make more steps while the leader makes none, it is replaced
+PATIENCE_STEPS = 16  # the leader is replaced if other optimizers make more steps than this while it makes none
 
 
 class Rounds:

@@ -23,7 +23,9 @@ class Steps:
         style: the framework's word for an iteration, ``Iteration`` or ``Step``.
     """
 
-    _parameters: Any = None  # a hook's last declaration, perhaps for an earlier training; hooks replace only this
+    # The last number of parameters that a hook has declared, perhaps for an earlier training.  Hooks may replace this
+    # number, but not a number that the training script has declared.
+    _parameters: Any = None
 
     def __init__(self, level: int, name: str, style: str = "Iteration") -> None:
         self.level, self.name, self.style = level, name, style
@@ -193,7 +195,7 @@ class Steps:
         return around(holder, name, guard, before=start, after=end, failed=end)
 
     def may_evaluate(self) -> None:
-        """Publish that this rank may be in an evaluation; `evaluated` confirms it when it has ended."""
+        """Publish that this rank may be in an evaluation; `evaluated` confirms the evaluation after its end."""
         if (recorder := self.recorder) is not None:
             recorder.may_evaluate()
 
@@ -239,7 +241,7 @@ def rank() -> int:
 
 
 def place() -> Place | None:
-    """Return the place of this rank (rank, world_size, ...), or ``None`` if that of the environment is right.
+    """Return the place of this rank (rank, world_size, ...), or ``None`` if the environment has the right place.
 
     A spawned process gets only its rank, and a container may set WORLD_SIZE for a single process.
     """
@@ -272,7 +274,7 @@ def place() -> Place | None:
 
 
 def _store_address(distributed: Any) -> tuple[str, int]:
-    """Return host and port of the store of torch's process group; for ``tcp://`` the environment has neither."""
+    """Return host and port of the store of torch's process group; with ``tcp://`` the environment lacks them."""
     get_store = getattr(getattr(distributed, "distributed_c10d", None), "_get_default_store", None)
     try:
         store: Any = get_store() if get_store is not None else None

@@ -37,7 +37,7 @@ def meshes(trainer: Any) -> list[Any]:
 
 
 def mesh_text(trainer: Any) -> str | None:
-    """Return the sizes of the first mesh by name; ``None`` without a mesh."""
+    """Return the dimensions of the first device mesh, as names with sizes; ``None`` without a mesh."""
     sizes = (f"{name}={mesh.size(i)}" for mesh in meshes(trainer)[:1] for i, name in enumerate(mesh.mesh_dim_names))
     return " ".join(sizes) or None
 

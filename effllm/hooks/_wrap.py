@@ -80,7 +80,7 @@ def around(
     Args:
         holder: the module or class; repeated calls wrap the same function once.
         name: the function's name.
-        guard: calls the next three functions.
+        guard: the `Guard` that calls ``before``, ``after`` and ``failed``.
         before: called with the `Call`; its result is passed to ``after`` and ``failed``.
         after: called with the result of ``before``, the `Call`, and the function's result.
         failed: called with the result of ``before`` if the function raises; the exception is raised again.

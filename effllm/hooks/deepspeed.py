@@ -6,8 +6,8 @@ An iteration begins with the first forward pass after an optimizer step and ends
 begins an evaluation; the evaluation lasts to the next training pass.
 
 If there are several engines, the first engine that trains is the leader.  Parameters are counted for the whole model,
-in any stage of ZeRO; with tensor parallelism or experts their number is unknown.  In a Trainer, the steps of the
-Trainer count.
+in any stage of ZeRO; with tensor parallelism or experts their number is unknown.  In a Hugging Face Trainer, the steps
+of the Trainer are counted instead of the engine's steps.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class _DeepSpeedLoop:
         self._batches = Batches(self._steps)
         self._leader: Any = None  # a weak reference
         self._is_running = self._is_evaluating = False
-        self._idle_since_ns = 0  # end of a micro-batch without an optimizer step, until the next begins; else 0
+        self._idle_since_ns = 0  # end of the last micro-batch if no optimizer step followed; 0 during a micro-batch
         self._counts_data = self._counts_samples = True
 
     # --- the engine ---

@@ -17,9 +17,9 @@ from effllm.instruments._energy import amounts, checked
 from effllm.instruments.energy import ANSWER_S, RobustGPUMonitor
 from effllm.instruments.energy_report import Block
 
-MAX_HISTORY = 20_000  # newest entries of each history; older entries are counted
+MAX_HISTORY = 20_000  # maximal number of entries in each history; the oldest entries are dropped and counted
 
-_TRAINING_LOGS = ("loss", "train_runtime")  # keys of the logs of steps, and of the last log of a training
+_TRAINING_LOGS = ("loss", "train_runtime")  # "loss" is in the logs of steps, "train_runtime" in a training's last log
 _ATTACHING = Guard("the run of a Trainer")
 _active: EnergyTrackingCallback | None = None  # the callback that measures the running training
 
@@ -27,11 +27,12 @@ _active: EnergyTrackingCallback | None = None  # the callback that measures the 
 class EnergyTrackingCallback(TrainerCallback):  # type: ignore[misc] # transformers is not installed where types are checked
     """Logs the energy of steps and intervals, and writes a report and four JSON files after the training.
 
-    The values are of the devices of this rank; the first rank logs and writes. A step lasts from the end of the step
-    before it to its own end, with its data wait. An interval ends with the first step that ends at least
-    ``sync_interval_s`` after the interval's start, because nothing runs between steps. Values reach the logs as soon as
-    the agent has answered, one or more steps later: ``energy_step/step`` and ``energy_interval/step`` are the last
-    steps of the values. Step values are sums over the steps since the last log.
+    The values are of the devices of this rank; only the first rank logs them and writes the files. A step lasts from
+    the end of the step before it to its own end, with its data wait. An interval ends with the first step that ends at
+    least ``sync_interval_s`` after the interval's start, because the callback runs only at the ends of steps. Values
+    reach the logs as soon as the agent has answered, one or more steps later: ``energy_step/step`` and
+    ``energy_interval/step`` are the last steps that the values include. Step values are sums over the steps since the
+    last log.
 
     If a Trainer has several of these callbacks, only the first one measures.
 
@@ -118,7 +119,7 @@ class EnergyTrackingCallback(TrainerCallback):  # type: ignore[misc] # transform
             if _active is not self:
                 say_once("a Trainer has two EnergyTrackingCallbacks; only the first one measures")
             return
-        if _active is not None:  # its training has failed
+        if _active is not None:  # the training of the active callback has failed
             _active._guard(_active._finish, _active._state.is_world_process_zero)
         self._forget()
         self._state, _active = state, self
@@ -138,7 +139,7 @@ class EnergyTrackingCallback(TrainerCallback):  # type: ignore[misc] # transform
         self._last_step = state.global_step
         if number := self.monitor.cut():
             self._asked[number] = (state.global_step, float(state.epoch or 0.0))
-            if len(self._asked) > 2 * MAX_HISTORY:  # spans whose answers were lost
+            if len(self._asked) > 2 * MAX_HISTORY:  # some answers were lost
                 self._asked.pop(next(iter(self._asked)))
         self._take()
 

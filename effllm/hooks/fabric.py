@@ -33,7 +33,7 @@ from effllm.trainer.collector import get_metrics_collector
 _GUARD = Guard("Lightning Fabric")
 _SYNC_GUARD = Guard("Lightning Fabric's own time of ranks")
 _COUNTING = Guard("the parameter count of Lightning Fabric's model")
-_PATIENCE_STEPS = 16  # if others make more steps while the leader makes none, it is replaced
+_PATIENCE_STEPS = 16  # the leader is replaced if other optimizers make more steps than this while it makes none
 
 
 def attach(module: ModuleType) -> None:
@@ -86,7 +86,7 @@ class _FabricLoop:
         self._has_optimizer = self._is_running = self._is_evaluating = False
         self._found: weakref.WeakKeyDictionary[Any, Parameters | None] = weakref.WeakKeyDictionary()  # by model
         self._in_train_mode: weakref.WeakSet[Any] = weakref.WeakSet()  # models that have trained in train mode
-        self._counted: Any = None  # the model whose batches are counted; a weak reference, like the next three
+        self._counted: Any = None  # model whose batches are counted; a weak reference, like the next 3 attributes
         self._called_last: Any = None
         self._leader: Any = None  # the optimizer whose step ends the iteration
         self._stepped_last: Any = None

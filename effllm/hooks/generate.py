@@ -1,7 +1,8 @@
 """``GenerationMixin.generate`` of transformers: generated tokens, counted from the shapes of arguments and results.
 
 Shapes are available without a synchronisation.  In a result on the CPU, positions after the end of a sequence are not
-counted.  On a GPU, a search for the end would be a synchronisation, so every row counts as long as the longest row.
+counted.  On a GPU, a search for the end would be a synchronisation, so every sequence is counted with the length of the
+longest sequence.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def _describe(model: Any) -> InferenceProcess:
     gpus = {one.device.index or 0 for one in parameters if one.device.type == "cuda"}
     if len(gpus) == 1 and gpus == {sys.modules["torch"].cuda.current_device()}:
         gpus = set()  # CUDA's current device
-    count = getattr(model, "num_parameters", None)  # this method is right for quantised parameters, too
+    count = getattr(model, "num_parameters", None)  # this method also counts quantised parameters correctly
     return InferenceProcess(
         {"framework": "transformers", "model": type(model).__name__},
         count() if count is not None else sum(one.numel() for one in parameters) or None,
@@ -83,7 +84,7 @@ def _prefix(call: Call, prompt_length: int) -> int:
     if getattr(getattr(call.args[0], "config", None), "is_encoder_decoder", False):
         return max(_shape(call.kwargs.get("decoder_input_ids"))[1], 1)
     if call.kwargs.get("inputs_embeds") is not None:
-        return _shape(call.kwargs.get("input_ids"))[1]  # embeddings are not in the result
+        return _shape(call.kwargs.get("input_ids"))[1]  # the result does not contain embeddings of the prompt
     return prompt_length or 1
 
 

@@ -162,7 +162,7 @@ class LightningTraining:
             _STEPS.start()
 
     def evaluated(self) -> None:
-        """After an evaluation between two micro-batches, measure the wait for the second from now on."""
+        """After an evaluation between two micro-batches, measure the data wait from now on."""
         if self._idle_since_ns:
             self._idle_since_ns = time.monotonic_ns()
 

@@ -170,7 +170,7 @@ class _Training:
         """End the metrics at once, because an exception ends this run even if it is caught."""
         self._depth -= 1
         error = sys.exc_info()[1]
-        if isinstance(error, SystemExit):  # Megatron stops in this way at an iteration, at a time, or after a signal
+        if isinstance(error, SystemExit):  # Megatron exits in this way at a set iteration or time, or after a signal
             self._finish("failed" if error.code else "completed")
         else:
             self._finish("interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
@@ -217,7 +217,7 @@ class _Training:
         return int(get_num_microbatches())
 
     def _report_end(self, tokens: int | None = None) -> None:
-        """Record the end of the last step; from 0.18 on, the tokens without padding are known only after the end."""
+        """Record the end of the last step; from Megatron 0.18 on, tokens without padding are known after the end."""
         if self._ended is not None:
             (ended_ns, processed, samples), self._ended = self._ended, None
             self._steps.end(processed, samples, tokens, at_ns=ended_ns)

@@ -29,8 +29,8 @@ def attach(module: ModuleType) -> None:
     processor = getattr(module, "MetricsProcessor", None)
     if processor is None or not around(processor, "log", _GUARD, before=_before_log, after=_after_log):
         raise Unknown("torchtitan.components.metrics has no MetricsProcessor.log")
-    # With `-m torchtitan.train`, older versions define the Trainer in __main__, and this import cannot be hooked. The
-    # class exists by the time when the metrics object is made.
+    # With `-m torchtitan.train`, older versions define the Trainer in __main__, and this import cannot be hooked.  When
+    # the metrics object is created, the class of the Trainer exists.
     around(processor, "__init__", _GUARD, after=_look_in_main)
 
 
@@ -142,7 +142,7 @@ class TitanTraining:
         _STEPS.start()
 
     def take(self) -> None:
-        """Add what torchtitan has counted since the last call; torchtitan's log sets its counts to 0."""
+        """Add torchtitan's counts of tokens and waits since the last call; torchtitan's log sets these counts to 0."""
         tokens, waits = self.processor.ntokens_since_last_log, self._waits()
         self._tokens += tokens - self._tokens_seen
         self._wait_s += sum(waits[self._waits_seen :])

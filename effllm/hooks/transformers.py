@@ -120,7 +120,7 @@ class EfficientLLMCallback(TrainerCallback):  # type: ignore[misc] # transformer
         global _training
         if _training is not None and _training.callback is not self:
             if _training.trainer is _trainer and _training.is_begun:
-                return  # another callback of this Trainer is already counted
+                return  # another callback of this Trainer already counts the steps
             _finish("failed")
         if _training is None:
             _training = TrainerRun(self, _trainer)
@@ -149,7 +149,7 @@ class TrainerRun:
         self.is_begun = False
         self.depth = 0  # depth of nested calls: the training_step of a subclass calls that of its parent
         self._late = LateSums(4)  # samples, tokens, tokens with a label, tokens x width of the batch
-        self._not_finite = LateSums(1)  # number of losses that are not finite; the Trainer logs others in their place
+        self._not_finite = LateSums(1)  # number of losses that are NaN or infinite; the Trainer does not log them
         self._flops = FlopsByWidth()
         self._processed = 0
         self._has_unknown = False  # whether there was a batch whose tokens cannot be summed
@@ -168,7 +168,7 @@ class TrainerRun:
         self._tokens_seen = state.num_input_tokens_seen
         self._model = model
         self._parameters = _COUNTING(parameters_of, model) if model is not None else None
-        # The rank of the metrics is used, because to transformers each rank may seem a job of one process.
+        # The rank of the metrics is used, because transformers may treat each rank as a job of one process.
         self.is_begun = _STEPS.begin(
             parameter_share=self._parameters.share(rank() == 0) if self._parameters else None,
             first_iteration=state.global_step,
@@ -245,7 +245,7 @@ class TrainerRun:
         _STEPS.learn(flops_per_token=flops, hardware_flops_per_token=flops + more, facts=facts)
 
     def _learn(self, batch: Batch) -> None:
-        """Send what a batch shows: how tokens are counted; from the first batch, also the sequence length."""
+        """Send the facts of a batch: the source of its token count; from the first batch, also the sequence length."""
         is_first, self._source = not self._source, batch.source or "no text in the batch"
         facts: dict[str, Any] = {"token_source": self._source}
         flops = hardware = None
@@ -318,7 +318,7 @@ def _train_begins(call: Call) -> Any:
     global _trainer
     before, _trainer = _trainer, call.args[0]
     _wrap_inside(type(_trainer))
-    # The first of effllm's callbacks measures; it is moved to the front, so that all others log its values.
+    # The first of effllm's callbacks measures; it is moved to the front, so that all other callbacks log its values.
     callbacks = getattr(getattr(_trainer, "callback_handler", None), "callbacks", [])
     first = next((one for one in callbacks if isinstance(one, EfficientLLMCallback)), None)
     for one in [*(one for one in callbacks if getattr(one, "adds_to_logs", False)), first]:

@@ -99,7 +99,7 @@ class AggregatorAddress:
         return listening.own_address(self._place, self._config)
 
     def _has_secret(self) -> bool:
-        """Whether the job has a secret; if the job is not on one host, ``True`` is returned without a check."""
+        """Whether the job has a secret; this is only checked for a job on one host, otherwise ``True`` is returned."""
         config, place = self._config, self._place
         if config.security != "auto" or config.endpoint or not place.one_host:
             return True

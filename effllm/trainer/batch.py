@@ -29,7 +29,7 @@ class Batch:
     samples: Any = 0
     tokens: Any = 0
     tokens_loss: Any = 0
-    source: str = ""  # from what `tokens` was counted; empty for a batch without text
+    source: str = ""  # the source of the count `tokens`, such as the mask; empty for a batch without text
     width: int | None = None  # number of positions of a row, if every row is one sequence
 
 

@@ -1,4 +1,4 @@
-"""The public class and functions of the original; they start and stop the agent and call the recorder.
+"""The public class and functions of the original EfficientLLM; they start and stop the agent and call the recorder.
 
 This module runs in the training process, so it imports only the standard library and never raises into the loop.
 After an error, one line is printed and the metrics are missing.
@@ -56,7 +56,7 @@ class MetricsCollector:
 
     @property
     def run_folder(self) -> str:
-        """Path of the newest run's folder on rank 0; empty before the first run, on other ranks, without a folder."""
+        """Path of the newest run folder on rank 0; empty on other ranks, before the first run, or without a folder."""
         return self.declared.facts.run_folder
 
     @property
@@ -205,7 +205,7 @@ class MetricsCollector:
         """
         iteration, writer = step if iteration is None else iteration, tb_writer if writer is None else writer
         if not self.declared.facts.is_numbered and self.is_collecting:
-            self.declared.learn(is_numbered=True)  # set once, to count iterations repeated after a restart
+            self.declared.learn(is_numbered=True)  # with numbers, iterations repeated after a restart are counted
         return self.log_own(iteration, loss, writer)
 
     def log_own(self, iteration: int | None, loss: float | None = None, writer: Any = None) -> dict[str, float]:
@@ -332,7 +332,7 @@ def initialize_efficientllm_metrics(
         hardware_flops_per_token: hardware FLOPs per token, including recomputation, for HFU.
         facts: facts of the run, for ``run.json``.
         place: rank, local_rank and world_size, if the environment does not have them.
-        is_numbered: whether ``first_iteration`` is known and not assumed; by default whether it is above 0.
+        is_numbered: whether ``first_iteration`` is known and not assumed; by default it is known if it is above 0.
     """
     if len(positional) == 1:
         collection_interval = positional[0]

@@ -8,7 +8,7 @@ from typing import Any
 from effllm.records.counters import Counters
 
 MAX_TOTAL = 2**62  # maximal running total
-FEW_BITS = 30  # counts of at most so many bits cannot make a total overflow
+FEW_BITS = 30  # counts of at most this many bits cannot make a total overflow
 
 
 class RunningCounts(Counters):

@@ -9,7 +9,7 @@ from typing import Any
 from effllm.records.facts import DeclaredParameters, RankFacts
 from effllm.records.ring import MAX_VALUE_NAMES
 
-#: Limits of the names of values: of one name, and of all names, because the facts have 64 kB.
+#: Maximum letters in one name of values, and in all names together, because the memory of the facts has 64 kB.
 MAX_NAME_LETTERS, MAX_NAMES_LETTERS = 100, 5000
 
 
@@ -55,7 +55,7 @@ class Declared:
 
         Args:
             first_iteration: the number of completed iterations.
-            is_numbered: whether the number is known and not assumed; ``None``: known if it is above 0.
+            is_numbered: whether the number is known and not assumed; with ``None`` it is known if it is above 0.
             keeps_earlier: whether a number of 0 keeps an earlier declaration.
         """
         first = count(first_iteration)
@@ -63,7 +63,7 @@ class Declared:
         self.learn(first_iteration=first or (None if keeps_earlier else 0), is_numbered=is_known)
 
     def value_index(self, name: Any) -> int:
-        """Return the index of a name of values, which is sent to the agent if it is new; -1: there are too many."""
+        """Return the index of a name of values, or -1 if there are too many names; a new name is sent to the agent."""
         names, new = self.facts.value_names, text(name)[:MAX_NAME_LETTERS]
         if new in names:
             return names.index(new)

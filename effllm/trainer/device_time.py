@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-#: While the device is more than so many iterations behind the host, no iteration is measured.
+#: While the device is more than this many iterations behind the host, no iteration is measured.
 MAX_PENDING = 4
 
 
@@ -53,7 +53,7 @@ class DeviceTime:
             self._open.start.record()
 
     def sync_point(self) -> None:
-        """Mark the first point in an iteration at which this rank waits for others."""
+        """Mark the first point in an iteration at which this rank waits for other ranks."""
         if self._open is not None and not self._open.has_sync and self._can_record():
             self._open.sync = self._open.sync or self._cuda.Event(enable_timing=True)
             self._open.sync.record()

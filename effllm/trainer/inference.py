@@ -58,7 +58,7 @@ class Requests:
         collector = get_metrics_collector()
         if collector.is_collecting:
             if self.level == ownership.EXPLICIT and not ownership.holder():
-                ownership.claim(self.level, self.name)  # with a hook's request, the process may train
+                ownership.claim(self.level, self.name)  # not for a hook's request: the process may train
                 collector.declared.learn(serves_requests=True)
             return collector.recorder
         try:
@@ -83,8 +83,8 @@ class Requests:
         is_iteration = self.is_owner and not recorder.generations.depth
         if is_iteration:
             recorder.start()
-        # If a training loop itself stamps iterations, they include generations; else, a generation in training is a
-        # phase.
+        # If the training loop itself calls effllm, its iterations include the generations.  Otherwise, a generation
+        # during training is a phase.
         recorder.generations.start(is_phase=not self.is_owner and not ownership.is_explicit())
         return _Open(recorder, is_iteration)
 
@@ -106,7 +106,7 @@ class _Open:
         self.recorder, self.is_iteration = recorder, is_iteration
 
 
-#: The requests that the program itself declares, not a hook.
+#: The requests that the program itself declares; requests of hooks are separate.
 DECLARED = Requests(ownership.EXPLICIT, "requests")
 
 

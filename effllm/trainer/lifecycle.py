@@ -90,7 +90,7 @@ class Lifecycle:
         session.finish(status)
         for chain in list(self.chains):
             chain.read(session.board)
-        self.percentiles()  # of the whole run
+        self.percentiles()  # keeps the percentiles of the whole run
         self.values().replace(session.final_values(began_s))
         self._session = self.recorder = None
         session.close()
@@ -119,7 +119,7 @@ class Lifecycle:
             self._session.warn(line)
 
     def greet(self) -> None:
-        """Print the two lines of the original EfficientLLM on rank 0, if a session runs."""
+        """Print the two start lines of the original EfficientLLM on rank 0, if a session runs."""
         config, given = self.config, self.declared.facts.parameters
         if config is None or self.recorder is None or self._place.rank != 0:
             return

@@ -41,7 +41,7 @@ def count(
         samples: number of sequences.
         tokens_processed: number of all positions; by default ``tokens``.
         tokens_loss: number of positions with a label.
-        loss: loss of the iteration, as a number; the last call with a loss counts.
+        loss: loss of the iteration, as a number; if several calls have a loss, the last loss is used.
     """
     get_metrics_collector().count(tokens, samples, tokens_processed, tokens_loss, loss)
 

@@ -33,10 +33,10 @@ SCENARIOS = {
 class PerformanceMonitor:
     """Measures the requests of this process: AMU, PCU, AL, AEC, MCR, and one of TT, ST and IT.
 
-    The agent measures AMU, PCU and AEC during requests.  Their values include the requests up to the last
-    ``EFFICIENTLLM_LOG_INTERVAL``th one; after `stop` they include all.  AL and the throughput use the times that
-    `record_request` is given; without a time, AL is ``nan``, and for the throughput the time since the previous request
-    is assumed.
+    The agent measures AMU, PCU and AEC during requests.  Their values include the requests up to the end of the last
+    window (``EFFICIENTLLM_LOG_INTERVAL``); after `stop` they include all requests.  AL and the throughput use the times
+    that are passed to `record_request`.  Without a time, AL is ``nan``, and the throughput uses the time since the
+    previous request.
 
     Args:
         device_id: index of the GPU, if neither CUDA_VISIBLE_DEVICES nor torch shows the GPUs of this process.
@@ -53,7 +53,7 @@ class PerformanceMonitor:
         self._is_ours = False
         self._requests = self._tokens = self._samples = self._generated = 0
         self._given_s = 0.0
-        self._assumed_s = 0.0  # sum over the requests without a time: time since the previous request
+        self._assumed_s = 0.0  # for requests without a time: sum of the times since the previous request
         self._num_assumed = 0
         self._measured: tuple[float, float, float] = (NAN, NAN, NAN)
 

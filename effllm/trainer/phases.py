@@ -8,7 +8,7 @@ PHASES = ("evaluation", "checkpoint", "other", "generation")
 
 
 class Phases:
-    """Times of all phases, and how much of them to subtract from the step and the data wait of an iteration.
+    """Times of all phases, and the parts of these times to subtract from the step and data wait of an iteration.
 
     A nested phase is a part of the outer phase.  If an iteration starts or ends during a phase, the phase is split
     there, so that every nanosecond is counted exactly once.
@@ -50,7 +50,7 @@ class Phases:
             self.between_ns += spent_ns
 
     def start_iteration(self) -> None:
-        """Begin an iteration; if the last iteration did not end, its phases count as phases before this one."""
+        """Begin an iteration; phases of an earlier iteration that did not end count as phases between iterations."""
         self.between_ns, self.inside_ns = self.between_ns + self.inside_ns, 0
 
     def end_iteration(self) -> tuple[int, int]:

@@ -36,7 +36,7 @@ def problems(environ: Mapping[str, str]) -> list[str]:
 
 
 def doubts(environ: Mapping[str, str]) -> list[str]:
-    """Return one line for each setting that is wrong if the job runs on this host; it may run on another."""
+    """Return one line for each setting that is wrong if the job runs on this host; the job may run on another host."""
     config = read_config(usable(environ))
     found = []
     if config.interface:

@@ -193,7 +193,7 @@ class Session:
                     self._report_death(code, until_s)
 
     def _report_death(self, code: int, until_s: float) -> None:
-        """Print that the agent has died; on rank 0, wait for the aggregator until ``until_s``, as the agent does."""
+        """Print that the agent has died; on rank 0, wait for the aggregator's end until ``until_s``, as agents do."""
         rank = self._place.rank
         with contextlib.suppress(OSError):
             text = f"the agent of rank {rank} {_how_it_died(code)}: after that, no metric includes rank {rank}"
@@ -304,7 +304,8 @@ def _wanted_folder(config: Config, place: Place) -> Path:
         return parent / config.run_name
     if run_id and not _UUID.fullmatch(run_id):
         return parent / run_id
-    # If the user gives no id, torchrun makes a random one; after a restart, the folder is found by the end of its name.
+    # Without an id from the user, torchrun's run id is random.  The folder's name ends with the first letters of this
+    # id, so the folder is found after a restart.
     end = run_id[:8] or secrets.token_hex(4)
     earlier = sorted(parent.glob(f"????????-??????-{end}")) if run_id else []
     return earlier[-1] if earlier else parent / f"{time.strftime('%Y%m%d-%H%M%S')}-{end}"

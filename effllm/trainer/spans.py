@@ -14,7 +14,7 @@ from effllm.records.spans import ALONE, SpanPart
 from effllm.trainer.lifecycle import Lifecycle
 from effllm.trainer.recorder import Recorder
 
-#: If so many requests have no answer, the agent has ended or hangs; then spans do not end until an answer arrives.
+#: If this many requests have no answer, the agent has ended or hangs; then spans do not end until an answer arrives.
 MAX_WAITING = 1024
 NEAR_NS = 10_000_000  # an iteration that ended within this time ends a span
 _next_chain = _newest_request = 0  # common to all chains of this process, whose answers are in one memory

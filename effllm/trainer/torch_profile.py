@@ -24,7 +24,7 @@ from effllm.records.timeline import Interval, Split, device_kind, group_kind, ho
 #: If one of these variables is set, Nsight or another tool uses CUPTI, and CUPTI allows only one user.
 HOLDERS = ("NSYS_PROFILING_SESSION_ID", "CUDA_INJECTION64_PATH")
 
-#: Maximal number of records of one iteration; to read so many takes about 2 s.
+#: Maximal number of records of one iteration; reading this many records takes about 2 s.
 MAX_RECORDS = 1_000_000
 #: Profiling ends after this many consecutive profiles without records.
 MAX_FAILURES = 2
@@ -124,11 +124,11 @@ class TorchProfile:
             self.abandon()
 
     def close(self, failed: bool = False) -> None:
-        """Stop profiling for ever, and restore torch's functions.
+        """Stop profiling permanently, and restore torch's functions.
 
         Args:
-            failed: whether the training failed; then a communication may never end, and to stop a profile of the device
-                may hang.
+            failed: whether the training failed; then a communication may never end, and stopping a profile of the
+                device may hang.
         """
         if failed and self._on_device:
             self._profiler = None
@@ -208,7 +208,7 @@ class TorchProfile:
 
 
 def _let_go(profiler: Any) -> None:
-    """Free the records (10 MB for 8,000 records), which else only the garbage collector would free, as a cycle."""
+    """Free the records now (10 MB for 8,000 records); their cycle would keep them until a garbage collection."""
     profiler.kineto_results = None
 
 
@@ -281,7 +281,7 @@ def device_split(events: Any) -> Split | None:
 
 
 def _split(events: Any, start_ns: int, end_ns: int, kind_of: Callable[[str], str | None]) -> Split | None:
-    kinds: dict[str, str | None] = {}  # there are few operators, each called often
+    kinds: dict[str, str | None] = {}  # kinds by name: there are few names, but many records of each
     computing: list[Interval] = []
     communicating: list[tuple[str, int, int]] = []
     for event in events:
@@ -308,7 +308,7 @@ def _times(event: Any) -> Interval:
 
 
 def _is_host(event: Any) -> bool:
-    """Whether a record is no work of a device: it is of the host, or a range that the program has marked."""
+    """Whether a record is not work of a device: a record of the host, or a range that the program has marked."""
     if str(event.device_type()).endswith("CPU"):
         return True
     activity = str(event.activity_type()) if hasattr(event, "activity_type") else ""

@@ -1,6 +1,7 @@
 """A recorder that also profiles every Nth iteration, and times all iterations on the device by CUDA events.
 
-`WatchedRecorder` replaces `Recorder` only if a profiler or a device is used, because `Recorder` must stay fast.
+`WatchedRecorder` replaces `Recorder` only if iterations are profiled or timed on a device, because `Recorder` must stay
+fast.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class WatchedRecorder(Recorder):
             except Exception as error:  # noqa: BLE001 - as above
                 self._without_device(error)
             if (self.ordinal + 1 + self._offset) % self._log_interval == 0:
-                self._put_device(self.ordinal + 1)  # written before the record that ends the window
+                self._put_device(self.ordinal + 1)  # before the record that ends the window is written
         step_ns = self._step_ns
         super().end(tokens_processed, samples, tokens, tokens_loss, _now)
         if self._profile is not None and (found := self._profile.end(self._end_ns)) is not None:

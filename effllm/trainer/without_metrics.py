@@ -18,7 +18,7 @@ def suggest_at_exit(reason: str) -> None:
 
 
 def repeat_at_exit(reason: str) -> None:
-    """Print the reason at the end of the process; empty means that metrics were collected: nothing is printed."""
+    """Print the reason at the end of the process; an empty reason means that metrics were collected."""
     global _reason, _is_registered, _has_run
     _reason = reason
     _has_run = _has_run or not reason
