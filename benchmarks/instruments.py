@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from importlib import import_module
+from statistics import fmean
 
 import psutil
 
@@ -16,7 +17,7 @@ from effllm.instruments.metrics import GRPOMetricsTracker, MetricTracker, ScoreD
 from effllm.instruments.profiling import ComprehensiveProfiler, GPUMemoryProfiler, ThroughputTracker, TrainingTimer
 
 ROUNDS, CALLS = 20, 1000
-ITERATIONS, ITERATION_S = 300, 0.02
+ITERATIONS, ITERATION_S = 600, 0.02
 PARTS = ("data", "forward", "backward", "optimizer", "logging")
 METRICS = ("loss", "learning_rate", "grad_norm", "reward", "kl_divergence")
 
@@ -111,7 +112,7 @@ def _loop(collector: effllm.MetricsCollector) -> tuple[float, float, float]:
         spent_s.append(first_s + clock() - at)
         collector.record_iteration_end(4096, 8)
     share = (sum(agent.cpu_times()[:2]) - before) / (time.monotonic() - began_s)
-    return median(spent_s), agent.memory_info().rss / 1e6, share
+    return fmean(spent_s[-ITERATIONS // 2 :]), agent.memory_info().rss / 1e6, share
 
 
 def _cost_ns(call: Callable[[], None]) -> float:

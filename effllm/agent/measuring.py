@@ -16,7 +16,7 @@ from effllm.agent.window import WindowCutter
 from effllm.network.transport import Outbox
 from effllm.records.rank import RankReport
 from effllm.records.ring import END as END_RECORD
-from effllm.records.ring import ITERATION, SPAN, STATUSES, STEP, VALUE, Slot
+from effllm.records.ring import ITERATION, SPAN, STATUSES, STEP, VALUES, Slot
 
 CALIBRATION_S = 3.0  # maximum wait for a calibration before a window is cut
 LOSS_WAIT_S = 0.5  # maximum wait for the loss of a window, which is recorded after the window's end
@@ -155,7 +155,7 @@ class Measuring:
                 self.status, self.end_ns = STATUSES[slot.what], slot.end_ns
             if slot.kind == SPAN:
                 self._spans.add(slot)
-            elif slot.kind == VALUE:
+            elif slot.kind == VALUES:
                 self.values.add(slot, self.cutter.window_of(slot.ordinal))
             else:
                 self.cutter.add(slot)

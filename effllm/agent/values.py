@@ -66,7 +66,7 @@ class InstrumentValues:
         self._notices: list[str] | None = None  # lines for the user; None before the first value
 
     def add(self, slot: ring.Slot, window: int) -> None:
-        """Add a record of the kind VALUE."""
+        """Add a record of the kind VALUES."""
         if self._notices is None:
             self._notices = [_NO_DIGEST] if digest_type() is None else []
         names = self._windows.get(window)
@@ -74,12 +74,12 @@ class InstrumentValues:
             if len(self._windows) >= MAX_WINDOWS:
                 window = max(self._windows)
             names = self._windows.setdefault(window, {})
-        if slot.number > self._num + 1:
-            self._lost += slot.number - self._num - 1
+        self._lost += max(slot.number - self._num - len(slot.values), 0)
         self._num = max(slot.number, self._num)
-        if slot.what not in names:
-            names[slot.what] = _Name()
-        names[slot.what].add(slot.value)
+        for index, value in slot.values:
+            if index not in names:
+                names[index] = _Name()
+            names[index].add(value)
 
     def take(self, window: int, names: Sequence[str], now_s: float, *, is_last: bool) -> dict[str, ValueStatistics]:
         """Return the statistics by name of the values up to a window, or of all values if ``is_last``."""

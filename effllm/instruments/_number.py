@@ -10,6 +10,10 @@ def number(value: Any) -> float | None:
 
     ``None`` for everything else: a tensor on a GPU is not read, because that waits for the GPU.
     """
+    if type(value) is float:
+        return value
+    if value is None:
+        return None  # without the exception below, which takes 2 us
     device = getattr(getattr(value, "device", None), "type", "cpu")
     if device != "cpu" or isinstance(value, str | bytes):
         return None

@@ -20,7 +20,7 @@ from effllm.records.shared_memory import RingError, SharedDocument, make_memory
 
 MAGIC = b"EFFLRNG2"
 ITERATION, PHASE, LOSS, RESET, END, PROFILE, DEVICE_TIME, OWN_TIME = 1, 2, 3, 4, 5, 6, 7, 8
-VALUE = 9  # a value of an instrument
+VALUES = 9  # values of instruments
 SPAN = 10  # a request for the readings of a span of time; records/spans.py has the answer
 MAX_CHAINS = 16  # chains of consecutive spans in one ring
 #: Final statuses of a loop; the record END has an index into this tuple.
@@ -34,6 +34,7 @@ STARTUP, BETWEEN, STEP, PHASE_STATE, FINISHED = 0, 1, 2, 3, 4
 STATE_NAMES = ("startup", "between iterations", "in an iteration", "in a marked phase", "finished")
 
 MAX_VALUE_NAMES = 200  # records.rank.MAX_NAMES
+MAX_VALUES = 12  # in one record
 _PHASES = 4  # length of records.rank.MARKED_PHASES: a record has a total of each phase
 #: Kind -> range of `Slot.what`: the first value, and the last value plus 1.
 _WHAT = {
@@ -46,7 +47,7 @@ _WHAT = {
     DEVICE_TIME: (0, 1),
     OWN_TIME: (0, 1),
     SPAN: (0, MAX_CHAINS),
-    VALUE: (0, MAX_VALUE_NAMES),
+    VALUES: (1, MAX_VALUES + 1),
 }
 
 _HEADER = struct.Struct("<8sIII")
@@ -71,23 +72,24 @@ class Slot(NamedTuple):
     sequence: int
     kind: int
     # PHASE: index into records.rank.MARKED_PHASES; END: index into STATUSES; PROFILE: index into timeline.KINDS, WHOLE
-    # or COMPUTING; LOSS: 1 if the loss is missing; VALUE: index into `RankFacts.value_names`; SPAN: number of the
-    # chain.
+    # or COMPUTING; LOSS: 1 if the loss is missing; VALUES: number of values; SPAN: number of the chain.
     what: int
     ordinal: int
     # ITERATION: own time in ns, 0 unknown; LOSS: iteration number of the caller; PROFILE: time in ns; DEVICE_TIME and
-    # OWN_TIME: number of timed iterations; VALUE: number of values so far; SPAN: number of the request.
+    # OWN_TIME: number of timed iterations; VALUES: number of values so far; SPAN: number of the request.
     number: int
     start_ns: int
     end_ns: int
     # ITERATION: arrival at the sync point, in ns; LOSS: the loss; PROFILE: exposed seconds, or (COMPUTING) the cost;
-    # DEVICE_TIME and OWN_TIME: seconds of the timed iterations; VALUE: the value, also NaN and infinite.
+    # DEVICE_TIME and OWN_TIME: seconds of the timed iterations.
     value: float
     step_ns: int
     wait_ns: int
     phases_ns: tuple[int, ...]  # in the order of records.rank.MARKED_PHASES
     generation_ns: int  # time of all generations; the phase ``generation`` has only a part of it
     counts: tuple[int, ...]  # in the order of the fields of `Counters`
+    # VALUES: values, also NaN and infinite, each with its index into `RankFacts.value_names`.
+    values: tuple[tuple[int, float], ...] = ()
 
 
 # A record has three parts: fields that change in every iteration, fields about its kind, and totals that rarely change.
@@ -97,7 +99,13 @@ _OFTEN = struct.Struct(f"@L{5 + NUM_FREQUENT}l")  # sequence, ordinal, start and
 _ABOUT = struct.Struct("@hhld")  # kind, what, number, value
 _RARE = struct.Struct(f"@{_PHASES + 1 + len(FIELDS) - NUM_FREQUENT}l")  # phases, generation, the other counters
 _SEALED = struct.Struct(f"@{_OFTEN.size}s{_ABOUT.size}s{_RARE.size}sI")
-if _SEALED.size > _SLOT_BYTES or _NEWEST.size != 8:  # pragma: no cover - a mistake in this file, or no 64-bit machine
+# A record of values has no times and totals: the values and their indices fill the room of both.
+_VALUES = struct.Struct(f"@{MAX_VALUES}d{MAX_VALUES}h")
+_VALUES_OFTEN = struct.Struct(f"@LL{_OFTEN.size - 16}s")  # sequence, ordinal, first part of the values
+_VALUES_SPLIT = _OFTEN.size - 16
+if (
+    _VALUES.size != _VALUES_SPLIT + _RARE.size or _SEALED.size > _SLOT_BYTES or _NEWEST.size != 8
+):  # pragma: no cover - a mistake in this file, or no 64-bit machine
     raise AssertionError(_SEALED.size)
 
 
@@ -200,6 +208,25 @@ class RingWriter:
         _seal(self._map, _SLOTS_AT + sequence % self._slots * _SLOT_BYTES, often, about, self._rare, checksum)
         _NEWEST.pack_into(self._map, _NEWEST_AT, sequence)
 
+    def values(self, ordinal: int, number: int, indices: Sequence[int], values: Sequence[float]) -> None:
+        """Write a record of at most `MAX_VALUES` values.
+
+        Args:
+            ordinal: number of the iteration.
+            number: number of all values so far, these values included.
+            indices: index of each value's name.
+            values: the values.
+        """
+        self._sequence = sequence = self._sequence + 1
+        num = len(values)
+        empty = (0,) * (MAX_VALUES - num)
+        packed = _VALUES.pack(*values, *empty, *indices, *empty)
+        often = _VALUES_OFTEN.pack(sequence, ordinal, packed[:_VALUES_SPLIT])
+        about, rest = _pack_about(VALUES, num, number, 0.0), packed[_VALUES_SPLIT:]
+        checksum = _crc32(often, _crc32(about, _crc32(rest)))
+        _seal(self._map, _SLOTS_AT + sequence % self._slots * _SLOT_BYTES, often, about, rest, checksum)
+        _NEWEST.pack_into(self._map, _NEWEST_AT, sequence)
+
     def state(self, state: int, ordinal: int, since_ns: int, what: int = 0) -> None:
         """Publish the position of the training loop; the agent detects stalls from this position."""
         _pack_status(self._map, _STATUS_AT, state, ordinal, since_ns, what)
@@ -273,6 +300,10 @@ class RingReader:
             return None
         sequence, ordinal, start_ns, end_ns, step_ns, wait_ns, *frequent = _OFTEN.unpack(often)
         kind, what, number, value = _ABOUT.unpack(about)
+        if kind == VALUES:
+            numbers = _VALUES.unpack(often[16:] + rare)
+            values = tuple(zip(numbers[MAX_VALUES:], numbers, strict=False))[:what]
+            return Slot(sequence, kind, what, ordinal, number, 0, 0, 0.0, 0, 0, (), 0, (), values)
         totals = _RARE.unpack(rare)
         return Slot(
             sequence, kind, what, ordinal, number, start_ns, end_ns, value, step_ns, wait_ns,
@@ -318,5 +349,7 @@ def _is_valid(slot: Slot) -> bool:
     if slot.kind in (ITERATION, PROFILE, DEVICE_TIME, OWN_TIME) and not (
         slot.number >= 0 and 0 <= slot.value < math.inf
     ):
+        return False
+    if not all(0 <= index < MAX_VALUE_NAMES for index, _ in slot.values):
         return False
     return min(slot.ordinal, slot.step_ns, slot.wait_ns, *slot.phases_ns, slot.generation_ns, *slot.counts) >= 0

@@ -5,14 +5,10 @@ This code runs on the training thread: standard library only, no wait.
 
 from __future__ import annotations
 
-from effllm.records.ring import VALUE
 from effllm.trainer.lifecycle import Lifecycle
-from effllm.trainer.recorder import Recorder
 
 #: Names whose index is kept here; of a loop that makes up names, later names are ignored.
 MAX_KNOWN_NAMES = 1000
-#: Values after which the agent reads the ring; the ring has 1,000 slots by default.
-WAKE_VALUES = 250
 
 
 class RecordedValues:
@@ -25,8 +21,6 @@ class RecordedValues:
     def __init__(self, lifecycle: Lifecycle) -> None:
         self._lifecycle = lifecycle
         self._indices: dict[str, int] = {}  # -1: there are too many names
-        self._recorder: Recorder | None = None  # of the last value
-        self._count = 0  # values of this recorder
 
     def record(self, name: str, value: float) -> None:
         """Record a value for the run folder; does nothing while metrics are not collected.
@@ -38,19 +32,13 @@ class RecordedValues:
         recorder = self._lifecycle.recorder
         if recorder is None or not recorder.is_on:  # a forked child must not add names
             return
-        if recorder is not self._recorder:
-            self._recorder, self._count = recorder, 0  # each run counts its own values
         index = self._indices.get(name)
         if index is None:
             if len(self._indices) >= MAX_KNOWN_NAMES:
                 return
             index = self._indices[name] = self._lifecycle.declared.value_index(name)
         if type(value) is float and index >= 0:
-            self._count += 1
-            # A value has no time: its iteration gives its window.
-            recorder.put(VALUE, index, self._count, 0, 0, value, recorder.running_ordinal)
-            if self._count % WAKE_VALUES == 0:
-                recorder.wake()  # before values overwrite iterations in the ring
+            recorder.value(index, value)
         elif index >= 0:
             self._lifecycle.warn(f"value {name} must be a float, not {type(value).__name__}; ignored")
 

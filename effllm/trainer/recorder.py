@@ -18,6 +18,7 @@ from effllm.records.shared_memory import RingError
 from effllm.trainer.counts import FEW_BITS, Losses, RunningCounts, WarnOnce
 from effllm.trainer.generations import Generations
 from effllm.trainer.phases import Phases
+from effllm.trainer.value_buffer import ValueBuffer
 
 _NO_TOKENS = 0
 
@@ -61,6 +62,7 @@ class Recorder:
         self._phases = Phases()
         self.generations = Generations(self._counters, self.phase_start, self.phase_end, self._write_totals, self._once)
         self._losses = Losses(self._once)
+        self._values = ValueBuffer(writer)
         writer.state(ring.STARTUP, 0, self._made_ns)  # without this, startup would begin at the host's boot
         _live.add(self)
 
@@ -80,6 +82,7 @@ class Recorder:
         phases = self._phases
         if phases.depth:
             self._cut_phase(start_ns)
+        self._write_values()
         self._start_ns = start_ns
         phases.start_iteration()
         self._own_ns = 0
@@ -147,6 +150,7 @@ class Recorder:
         phases = self._phases
         if phases.depth:
             self._cut_phase(end_ns)
+        self._write_values()  # before the record of the iteration, which may end the window
         if not (start_ns := self._start_ns):
             self._once("an iteration ended without a start; it counts from the end of the previous iteration")
             start_ns = self.free_ns
@@ -246,6 +250,20 @@ class Recorder:
             now_ns = time.monotonic_ns()
             self.put(ring.LOSS, loss is None, checked[0], now_ns, now_ns, checked[1])
 
+    def value(self, index: int, value: float) -> None:
+        """Record a value of an instrument; values of a running iteration are written together, at its end."""
+        if not self.is_on:
+            return
+        self._values.add(index, value)
+        if self._start_ns and not self._values.is_full:
+            self._is_special = True
+        else:
+            self._write_values()
+
+    def _write_values(self) -> None:
+        if self._values.write(self.running_ordinal):
+            self.wake()
+
     def reset(self) -> None:
         """Reset the run-to-date values at the end of the current window."""
         self.put(ring.RESET, 0, 0, (now_ns := time.monotonic_ns()), now_ns, 0.0)
@@ -256,6 +274,7 @@ class Recorder:
             return
         while self._phases.depth:  # an exception may have left a phase open
             self.phase_end()
+        self._write_values()
         now_ns = time.monotonic_ns()
         known = isinstance(status, str) and status in ring.STATUSES
         self.put(ring.END, ring.STATUSES.index(status if known else "failed"), 0, now_ns, now_ns, 0.0)

@@ -613,3 +613,68 @@ def test_sync_point_outside_an_iteration_is_ignored(loop):
     loop.recorder.sync_point(_now=loop.clock)
 
     assert [slot.number for slot in loop.iterations()] == [0]
+
+
+# --- values of instruments ---
+
+
+def values(slots):
+    return [(slot.ordinal, [value for _, value in slot.values]) for slot in slots if slot.kind == ring.VALUES]
+
+
+def test_values_of_an_iteration_are_written_together_before_it_ends(loop):
+    loop.start(2000)
+    for number in range(ring.MAX_VALUES + 2):
+        loop.recorder.value(3, float(number))
+    loop.end(2100)
+
+    slots = loop.slots()
+    assert values(slots) == [(1, [float(number) for number in range(12)]), (1, [12.0, 13.0])]
+    assert [slot.kind for slot in slots] == [ring.VALUES, ring.VALUES, ring.ITERATION], "the end may end a window"
+    assert [(slot.number, {index for index, _ in slot.values}) for slot in slots[:2]] == [(12, {3}), (14, {3})]
+
+
+def test_value_between_iterations_is_written_at_once(loop):
+    loop.recorder.value(0, 1.0)
+    loop.start(2000)
+    loop.end(2100)
+    loop.recorder.value(0, 2.0)
+
+    assert values(loop.slots()) == [(0, [1.0]), (1, [2.0])]
+
+
+def test_values_are_written_when_an_iteration_starts_again(loop):
+    loop.start(2000)
+    loop.recorder.value(0, 1.0)
+    loop.start(2100)
+    loop.end(2200)
+
+    slots = loop.slots()
+    assert values(slots) == [(1, [1.0])]
+    assert slots[-1].start_ns == 2100
+
+
+def test_values_are_written_when_the_loop_finishes_inside_an_iteration(loop):
+    loop.start(2000)
+    loop.recorder.value(0, 1.0)
+    loop.recorder.finish("failed")
+    loop.recorder.value(0, 2.0)
+
+    assert values(loop.slots()) == [(1, [1.0])]
+
+
+def test_values_do_not_change_the_times_of_iterations(loop):
+    for at_ns in (2000, 3000):
+        loop.start(at_ns)
+        loop.recorder.value(0, 1.0)
+        loop.end(at_ns + 600)
+
+    assert [(slot.step_ns, slot.wait_ns) for slot in loop.iterations()] == [(600, 0), (1200, 400)]
+
+
+def test_agent_is_woken_before_values_fill_the_ring():
+    with looping() as loop:
+        for _ in range(250):
+            loop.recorder.value(0, 1.0)
+
+        assert loop.wakes == 1

@@ -67,7 +67,7 @@ def test_every_field_of_a_record_is_read(writer, reader):
     writer.take((3, 4, 5, 9), 11, counters(*counts))
     writer.put(ring.PHASE, 2, 7, -9, 11, 12, 3.25, 1, 2, counters(*counts))
 
-    assert reader.read() == [(1, ring.PHASE, 2, 7, -9, 11, 12, 3.25, 1, 2, (3, 4, 5, 9), 11, counts)]
+    assert reader.read() == [(1, ring.PHASE, 2, 7, -9, 11, 12, 3.25, 1, 2, (3, 4, 5, 9), 11, counts, ())]
 
 
 LONGS = st.integers(0, 2**62)
@@ -112,6 +112,28 @@ def test_overrun_of_the_ring_loses_records_but_no_tokens(bursts):
         assert newest is None or newest.counts[0] == 100 * written
     reader.close()
     writer.close()
+
+
+@pytest.mark.parametrize("num", [1, ring.MAX_VALUES])
+def test_record_of_values_is_read_with_every_value(writer, reader, num):
+    given = [*(float(number) for number in range(num - 1)), float("-inf")]
+    put(writer, 1, 10)
+    writer.values(2, 40, range(num), given)
+    put(writer, 2, 20)
+
+    before, slot, after = reader.read()
+    assert (slot.kind, slot.what, slot.ordinal, slot.number) == (ring.VALUES, num, 2, 40)
+    assert slot.values == tuple(enumerate(given))
+    assert (before.counts[0], after.counts[0], reader.overrun) == (10, 20, 0)
+
+
+@pytest.mark.parametrize("index", [-1, ring.MAX_VALUE_NAMES])
+def test_value_without_a_possible_name_is_skipped_and_counted(writer, reader, index):
+    writer.values(1, 1, [index], [1.0])
+    put(writer, 2, 20)
+
+    assert [slot.ordinal for slot in reader.read()] == [2]
+    assert reader.overrun == 1
 
 
 def test_newest_sixteen_records_are_read_after_an_overrun(writer, reader):

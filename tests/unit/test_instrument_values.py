@@ -17,7 +17,7 @@ from effllm.trainer.declared import Declared
 
 
 def slot(value, index=0, ordinal=1, number=0):
-    return ring.Slot(1, ring.VALUE, index, ordinal, number, 0, 0, value, 0, 0, (), 0, ())
+    return ring.Slot(1, ring.VALUES, 1, ordinal, number, 0, 0, 0.0, 0, 0, (), 0, (), ((index, value),))
 
 
 def statistics_of(numbers):

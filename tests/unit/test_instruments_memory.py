@@ -5,9 +5,9 @@ import random
 
 import pytest
 
-from effllm.instruments import memory
+from effllm.instruments import memory, profiler
 from effllm.instruments._device import UnknownDevice
-from effllm.instruments.profiling import GPUMemoryProfiler
+from effllm.instruments.profiling import ComprehensiveProfiler, GPUMemoryProfiler
 
 MB = 1e6
 
@@ -158,3 +158,35 @@ def test_tags_are_bounded(allocator):
 
     assert profiler.trend(f"tag {memory.MAX_TAGS - 1}") is not None
     assert profiler.trend(f"tag {memory.MAX_TAGS}") is None
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock whose time only the test changes."""
+    now_s = [1000.0]
+    monkeypatch.setattr(profiler.time, "monotonic", lambda: now_s[0])
+    return now_s
+
+
+def test_profiler_reads_memory_ten_times_a_second_after_256_iterations(allocator, clock, monkeypatch):
+    reads, measured = [], ComprehensiveProfiler("cpu")
+    monkeypatch.setattr(measured.memory, "measure", lambda _tag, iteration: reads.append(iteration))
+    for _ in range(356):
+        measured.start_iteration()
+        clock[0] += 1 / 32
+        measured.end_iteration()
+
+    assert reads[:256] == list(range(1, 257))
+    assert reads[256:] == list(range(260, 357, 4))
+
+
+@pytest.mark.parametrize("iteration_s", [0.001, 0.02, 1.0])
+def test_profiler_finds_a_leak_of_1_mb_per_iteration_in_200_iterations(allocator, clock, iteration_s):
+    measured = ComprehensiveProfiler("cpu")
+    for _ in range(200):
+        measured.start_iteration()
+        clock[0] += iteration_s
+        allocator.used += MB
+        measured.end_iteration()
+
+    assert measured.memory.detect_leak()
