@@ -29,8 +29,8 @@ POWER_EVERY_S, MAX_POWER_SHARE = 0.09, 0.003
 SLOW_CALL_S = 0.020
 MAX_INTERVAL_S = 30.0
 NEVER_NS = 2**63 - 1
-#: Weights of a call that is slower or faster than the average (so the average stays close to the slow calls), and the
-#: maximum duration that a call adds to the average.
+#: Weights in the average duration, for a call that is slower and a call that is faster than the average.  The average
+#: stays close to the slow calls.  The last value is the maximum counted duration of a call.
 CALL_RISE, CALL_FALL, MAX_COUNTED_S = 0.2, 0.05, 0.2
 #: Duration of an unfinished read after which the device is stale.
 STALE_AFTER_S = 5.0

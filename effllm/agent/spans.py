@@ -23,7 +23,7 @@ from effllm.records.ring import Slot
 from effllm.records.spans import ALONE, NAN, SpanPart
 
 ROLL_S = 60.0
-SETTLED_S = 3.0  # samples are summed up until this time before now, so that the energy at the end of the sum is final
+SETTLED_S = 3.0  # sums end this many seconds before now, so that the energy at their end is final
 MAX_PENDING = 1024  # unanswered requests; older requests are dropped during a hanging device call
 CALIBRATION_S = 3.0  # maximum wait for a calibration
 

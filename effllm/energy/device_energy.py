@@ -102,8 +102,8 @@ class EnergyLedger:
         if covered_s <= 0:
             return NOT_MEASURED
         joules = max(end.joules - start.joules, 0.0)
-        # If the times of both edges have the same error, both edges are shifted by the same time, and only the
-        # difference between their powers changes the energy.  An additional error of one edge shifts only this edge.
+        # If the times of both edges have the same error, both edges are shifted by the same time.  Only the difference
+        # between their powers then changes the energy.  An additional error of one edge shifts only this edge.
         both_s2 = min(start.shift_s2, end.shift_s2)
         # Even if power is equal at both edges of this span, it may differ at the edges of the run.  In a fast wave, the
         # power at an edge also differs from the power next to it.

@@ -37,8 +37,8 @@ class Point(NamedTuple):
     holes_ns: int  # running total of time in holes
     estimated_j: float  # running total
     variances_j2: float  # running total
-    least_w: float | None = None  # minimum power of this point and, after `fold`, of its step; next: maximum
-    most_w: float | None = None
+    least_w: float | None = None  # minimum of the power readings of this point and, after `fold`, of its step
+    most_w: float | None = None  # maximum of these power readings
 
 
 class Readings:

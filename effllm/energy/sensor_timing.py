@@ -61,7 +61,7 @@ class SensorTiming:
         return self.clock is not None and self.clock.is_contradicted
 
     def is_repeated(self, time_ns: int) -> bool:
-        """Return whether a held power reading was, or may have been, read before and is then no new value."""
+        """Return whether a held power reading was, or may have been, read before, so that it is no new value."""
         if not self.sensor.is_held or self.clock is None:
             return False
         shown_ns, tick_ns = time_ns + self.sensor.lag_s / NS, self.clock.tick_ns
@@ -149,7 +149,7 @@ class SensorTiming:
         """Return the times of the reads for the energy at an edge: at and after the edge, in order."""
         if self.clock is None or self.method != COUNTER:
             return [edge_ns, edge_ns + late_ns] if (late_ns := self._late_ns()) else [edge_ns]
-        shown_ns = edge_ns + max(round(self.sensor.lag_s / NS), 0)  # then the counter shows the energy at the edge
+        shown_ns = edge_ns + max(round(self.sensor.lag_s / NS), 0)  # the counter then shows the energy at the edge
         last = self.clock.before(shown_ns)
         tick_ns = self.clock.tick_ns
         if last is None:  # the ticks' times are unknown: dense reads find them

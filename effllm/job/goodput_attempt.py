@@ -103,7 +103,7 @@ class Attempt(Struct):
     is_numbered: bool = False  # whether the offset was given, not assumed
     first: int = 0  # first and last ordinal of the iterations so far
     last: int = 0
-    reached: int = 0  # largest last ordinal of a rank, from its BYE
+    reached: int = 0  # largest last ordinal in a BYE
     idle_s: float = 0.0  # rank-seconds; set at the end of the attempt
     redone_from: float | None = None  # the smallest repeated number, for which `redone` was computed
     redone: Redone = msgspec.field(default_factory=Redone)

@@ -1,4 +1,4 @@
-"""Periods of the aggregator of a large world: saved states, acknowledgements and received messages. No I/O.
+"""The periods of saved states, acknowledgements and reads of messages; they are longer with many ranks. No I/O.
 
 In a world of up to a thousand ranks the state is saved, and reports are acknowledged, after every window.  Ten thousand
 acknowledgements per second would take as much time as the reports.  Agents can store a thousand reports.

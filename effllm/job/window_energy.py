@@ -72,7 +72,7 @@ def window_energy(
 def _shown(
     merged: Merged, expected: Expected, rows: Positions, chosen: NDArray[np.bool_]
 ) -> tuple[list[str], Positions]:
-    """Return each energy key once, with the row of its device with the best coverage; -1 without a row."""
+    """Return each energy key once, with the row of the device with the best coverage, or -1 without a row."""
     if chosen.all():
         owners, found = expected.owners, rows
     else:

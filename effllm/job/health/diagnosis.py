@@ -17,8 +17,8 @@ UNKNOWN = "unknown"
 #: Maximum number of compared peers: their median is as good as the median of all peers.
 MAX_PEERS = 64
 
-#: Minimum differences from the peers: relative differences of the clock and of the power limit, differences of the
-#: throttled and of the busy share of time, and difference of the temperature in degrees.
+#: Minimum differences from the peers, in this order: SM clock (relative), power limit (relative), throttled share of
+#: time, busy share of time, and temperature in degrees.
 SLOWER_CLOCK, LOWER_LIMIT, OFTENER_THROTTLED, IDLER, HOTTER_C = 0.02, 0.02, 0.1, 0.05, 8.0
 
 #: Display names of clocks event reasons.

@@ -1,4 +1,4 @@
-"""Connects the aggregator with the detection of stragglers: ranks, clock offsets, and costs in the ledger."""
+"""Passes peers, clock offsets and windows to the detection of stragglers, and records its results in the ledger."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Detects idle GPUs and missing token counts: one event at the start, one at the end. No I/O."""
+"""Reports the start and the end of a time with idle GPUs, or without counted tokens. No I/O."""
 
 from __future__ import annotations
 
