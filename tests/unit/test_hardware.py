@@ -387,11 +387,11 @@ def devices():
         remarks = [row.note] if row.note else []
         if row.gain_measured:
             low, high = row.gain_measured
-            remarks.append(f"error of the power sensor against a meter: {low:+.1%} to {high:+.1%}")
+            remarks.append(f"The power sensor had an error of {low:+.1%} to {high:+.1%} against a meter.")
         if row.names[1:]:
-            remarks.append(f"also {', '.join(row.names[1:])}")
+            remarks.append(f"Another name is {', '.join(row.names[1:])}.")
         if remarks:
-            yield f"- **{row.names[0]}**: {'; '.join(remarks)}"
+            yield f"- **{row.names[0]}**: {' '.join(remarks)}"
 
 
 def sensors():
@@ -408,7 +408,7 @@ def sensors():
         )
     yield ""
     for name, sensor in SENSORS.items():
-        yield f"- **{name}**: {sensor.note} ({sensor.source})"
+        yield f"- **{name}**: {sensor.note.removesuffix('.')} ({sensor.source})."
 
 
 def with_tables(page):

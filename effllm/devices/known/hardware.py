@@ -233,143 +233,152 @@ _MI300X = _peaks(fp64=163.4, fp32=163.4, tf32=653.7, bf16=1307.4, fp16=1307.4, f
 _A100_PCIE_READS = (-0.058, -0.055)  # range of the error of energy and power against a meter
 _RTX_3090_READS = (-0.056, -0.040)
 
-_A100_PCIE = "one of the two A100 PCIe boards (40 or 80 GB) was compared with a meter; which one is unknown"
-_NO_TENSOR = "no tensor cores: FP16 products are added up in FP16"
-_TURING_BOARD = "power of the GPU alone, not checked; the whole board with its outputs draws 295 W"
-_FOUNDERS = "clock and power of NVIDIA's own board; boards of partners differ"
-_MODULE = "power of the whole module (CPU, GPU, memory), configurable from 450 W"
+_A100_PCIE = "It is not known which of the two A100 PCIe boards (40 or 80 GB) was compared with a meter."
+_NO_TENSOR = "The board has no tensor cores and adds up FP16 products in FP16."
+_TURING_BOARD = "The power is that of the GPU alone and was not checked. The whole board with its outputs draws 295 W."
+_FOUNDERS = "Clock and power are those of NVIDIA's own board. Boards of other makers differ."
+_MODULE = "The power is that of the whole module (CPU, GPU, memory) and can be configured from 450 W on."
 _GCD = (
-    "one of the two dies of a module: the driver lists each die as a device; the numbers are half the module's; "
-    "one die reports the power of both dies"
+    "This row describes one of the two dies of a module, because the driver lists each die as a device. "
+    "The numbers are half of the module's numbers. One die reports the power of both dies."
 )
 
 ROWS: tuple[Hardware, ...] = (
     # Pascal, Volta, Turing
     _row("Tesla P100-PCIE-16GB", "Pascal", 16, 732, 250, _peaks(fp64=4.7, fp32=9.3, fp16=18.7), _P100, _NO_TENSOR),
     _row("Tesla P100-SXM2-16GB", "Pascal", 16, 720, 300, _peaks(fp64=5.3, fp32=10.6, fp16=21.2), _P100_SXM,
-         _NO_TENSOR + "; 732 GB/s in the datasheet"),
-    _row("Tesla P40", "Pascal", 24, 346, 250, _peaks(fp32=12, int8=47), _P40, "FP16 (1/64 of FP32) is left out"),
+         _NO_TENSOR + " The datasheet states 732 GB/s."),
+    _row("Tesla P40", "Pascal", 24, 346, 250, _peaks(fp32=12, int8=47), _P40,
+         "The rate of FP16 (1/64 of FP32) is left out."),
     _row("Tesla V100-SXM2-16GB", "Volta", 16, 900, 300, _GV100_SXM, _V100),
     _row("Tesla V100-SXM2-32GB", "Volta", 32, 900, 300, _GV100_SXM, _V100),
     _row("Tesla V100-PCIE-16GB", "Volta", 16, 900, 250, _GV100_PCIE, _V100),
     _row("Tesla V100-PCIE-32GB", "Volta", 32, 900, 250, _GV100_PCIE, _V100),
     _row("Tesla V100S-PCIE-32GB", "Volta", 32, 1134, 250, _peaks(fp64=8.2, fp32=16.4, fp16=130), _V100),
     _row("Tesla T4", "Turing", 16, 320, 70, _peaks(fp32=8.1, fp16=65, int8=130), _T4,
-         "the editions of the datasheet state 300 or 320+ GB/s; 256 bits at 10 Gbit/s give 320 GB/s"),
+         "The editions of the datasheet state 300 or 320+ GB/s. A bus of 256 bits at 10 Gbit/s gives 320 GB/s."),
     _row("Quadro RTX 6000", "Turing", 24, 672, 260, _TU102, _TURING, _TURING_BOARD),
     _row("Quadro RTX 8000", "Turing", 48, 672, 260, _TU102, _TURING,
-         "GPU and clocks of the Quadro RTX 6000; " + _TURING_BOARD,
-         replace(SENSORS["Turing"], window_s=0.020, note="this board measures 20 ms of every 100 ms")),
+         "The GPU and its clocks are those of the Quadro RTX 6000. " + _TURING_BOARD,
+         replace(SENSORS["Turing"], window_s=0.020, note="This board measures 20 ms of every 100 ms.")),
     # Ampere
     _row("NVIDIA A100-SXM4-40GB, A100-SXM-40GB", "Ampere GA100", 40, 1555, 400, _GA100, _A100),
     _row("NVIDIA A100-SXM4-80GB, A100-SXM-80GB", "Ampere GA100", 80, 2039, 400, _GA100, _A100,
-         "nvidia-smi on some servers shows a limit of 500 W"),
+         "On some servers nvidia-smi shows a limit of 500 W."),
     _row("NVIDIA A100-PCIE-40GB", "Ampere GA100", 40, 1555, 250, _GA100, _A100, _A100_PCIE,
          gain_measured=_A100_PCIE_READS),
     _row("NVIDIA A100 80GB PCIe", "Ampere GA100", 80, 1935, 300, _GA100, _A100, _A100_PCIE,
          gain_measured=_A100_PCIE_READS),
     _row("NVIDIA A800-SXM4-80GB", "Ampere GA100", 80, 2039, 400, _GA100, _A800,
-         "an A100 with less NVLink; a cloud provider's table agrees"),
+         "The board is an A100 with less NVLink. A cloud provider's table has the same numbers."),
     _row("NVIDIA A800 80GB PCIe", "Ampere GA100", 80, 1935, 300, _GA100, _A800,
-         "an A100 with less NVLink; a cloud provider's table agrees"),
+         "The board is an A100 with less NVLink. A cloud provider's table has the same numbers."),
     _row("NVIDIA A30", "Ampere GA100", 24, 933, 165,
          _peaks(fp64=10.3, fp32=10.3, tf32=82, bf16=165, fp16=165, int8=330), _A30),
     _row("NVIDIA A10", "Ampere GA10x", 24, 600, 150, _peaks(fp32=31.2, tf32=62.5, bf16=125, fp16=125, int8=250), _A10),
     _row("NVIDIA A10G", "Ampere GA10x", 24, 600, 300, _peaks(tf32=35, bf16=70, fp16=70, int8=140), _A10G,
-         "power as printed by nvidia-smi, not checked; Lightning uses 125 TFLOP/s, the rate of the A10"),
+         "The power was printed by nvidia-smi and was not checked. Lightning uses 125 TFLOP/s, the rate of the A10."),
     _row("NVIDIA A40", "Ampere GA10x", 48, 696, 300, _peaks(fp32=37.4, tf32=74.8, bf16=149.7, fp16=149.7, int8=299.3),
          _A40),
     _row("NVIDIA RTX A6000", "Ampere GA10x", 48, 768, 300,
          _peaks(fp32=38.7, tf32=77.4, bf16=154.8, fp16=154.8, int8=309.7), _GA102),
     _row("NVIDIA GeForce RTX 3080", "Ampere GA10x", 10, 760, 320,
          _peaks(fp32=29.8, tf32=29.8, bf16=59.5, fp16=59.5, int8=238), _GA102_COUNTED,
-         "the board with 10 GB; a board with 12 GB and 61.3 TFLOP/s has the same name"),
+         "This row describes the board with 10 GB. A board with 12 GB and 61.3 TFLOP/s has the same name."),
     _row("NVIDIA GeForce RTX 3090", "Ampere GA10x", 24, 936, 350,
          _peaks(fp32=35.6, tf32=35.6, bf16=71.2, fp16=71.2, int8=284), _RTX_50,
-         _FOUNDERS + "; GA102 Architecture rounds to 71", gain_measured=_RTX_3090_READS),
+         _FOUNDERS + " GA102 Architecture rounds the BF16 rate to 71.", gain_measured=_RTX_3090_READS),
     _row("NVIDIA GeForce RTX 3090 Ti", "Ampere GA10x", 24, 1008, 450,
          _peaks(fp32=40, tf32=40, bf16=80, fp16=80, int8=320), _GA102_COUNTED, _FOUNDERS),
     # Ada Lovelace
     _row("NVIDIA L4", "Ada Lovelace", 24, 300, 72, _peaks(fp32=30.3, tf32=60, bf16=121, fp16=121, fp8=242, int8=242),
-         _L4, "TensorRT-LLM rounds to 120"),
+         _L4, "TensorRT-LLM rounds the BF16 rate to 120."),
     _row("NVIDIA L20", "Ada Lovelace", 48, 864, 275,
          _peaks(fp32=59.8, tf32=59.8, bf16=119.5, fp16=119.5, fp8=239, int8=239), _L20,
-         "TensorRT-LLM states 119 (16 bits) and 238 (8 bits), Alibaba Cloud 119 and 237"),
+         "TensorRT-LLM states 119 (16 bits) and 238 (8 bits). Alibaba Cloud states 119 and 237."),
     _row("NVIDIA L40", "Ada Lovelace", 48, 864, 300,
          _peaks(fp32=90.5, tf32=90.5, bf16=181.05, fp16=181.05, fp8=362, int8=362), _L40,
-         "half the rate of the L40S: as on GeForce, adding up in FP32 halves the rate"),
+         "The rate is half the rate of the L40S, because accumulation in FP32 halves the rate as on GeForce."),
     _row("NVIDIA L40S", "Ada Lovelace", 48, 864, 350,
          _peaks(fp32=91.6, tf32=183, bf16=362.05, fp16=362.05, fp8=733, int8=733), _L40S,
-         "362.05 is the datasheet's dense rate; half of its sparse rate, 733, would be 366.5"),
+         "The datasheet's dense rate is 362.05. Half of its sparse rate, 733, would be 366.5."),
     _row("NVIDIA RTX 6000 Ada Generation", "Ada Lovelace", 48, 960, 300,
          _peaks(fp32=91.1, tf32=182.1, bf16=364.2, fp16=364.2, fp8=728.5, int8=728.5), _RTX_PRO,
-         "364.2 and 728.5 are the document's 364 and 728 with one more digit; FP32 and TF32 are not checked"),
+         "The rates 364.2 and 728.5 are the document's 364 and 728 with one more digit. FP32 and TF32 were not "
+         "checked."),
     _row("NVIDIA GeForce RTX 4080", "Ada Lovelace", 16, 717, 320,
          _peaks(fp32=48.7, tf32=48.7, bf16=97.5, fp16=97.5, fp8=194.9, int8=389.9), _ADA_COUNTED, _FOUNDERS),
     _row("NVIDIA GeForce RTX 4090", "Ada Lovelace", 24, 1008, 450,
          _peaks(fp32=82.6, tf32=82.6, bf16=165.2, fp16=165.2, fp8=330.3, int8=660.6), _ADA,
-         _FOUNDERS + "; versions of the paper before v2.02 state 660.6 for FP8"),
+         _FOUNDERS + " Versions of the paper before v2.02 state 660.6 for FP8."),
     # Hopper
     _row("NVIDIA H100 80GB HBM3, H100 SXM5 80GB", "Hopper", 80, 3350, 700, _GH100_SXM, _H100),
-    _row("NVIDIA H100 PCIe", "Hopper", 80, 2000, 350, _GH100_PCIE, _H100_PCIE, "the paper's 2039 GB/s was preliminary"),
-    _row("NVIDIA H100 NVL", "Hopper", 94, 3938, 400, _GH100_NVL, _H100_NVL, "one card, not the pair of 188 GB"),
+    _row("NVIDIA H100 PCIe", "Hopper", 80, 2000, 350, _GH100_PCIE, _H100_PCIE,
+         "The paper's 2039 GB/s was preliminary."),
+    _row("NVIDIA H100 NVL", "Hopper", 94, 3938, 400, _GH100_NVL, _H100_NVL,
+         "This row describes one card, not the pair of 188 GB."),
     _row("NVIDIA H200", "Hopper", 141, 4800, 700, _GH100_SXM, _H200),
     _row("NVIDIA H200 NVL", "Hopper", 141, 4813, 600, _GH100_NVL, _H200_NVL,
-         "the datasheet of July 2024 still has the peaks of the H200 SXM for this card"),
+         "The datasheet of July 2024 still has the peaks of the H200 SXM for this card."),
     _row("NVIDIA GH200 480GB, NVIDIA GH200 120GB", "Hopper", 96, 4000, 1000, _GH100_SXM, _GH200,
-         _MODULE + "; the size in the name is the CPU's memory"),
+         _MODULE + " The size in the name is the CPU's memory."),
     _row("NVIDIA GH200 144G HBM3e", "Hopper", 144, 4900, 1000, _GH100_SXM, _GH200, _MODULE),
     _row("NVIDIA H800", "Hopper", 80, 3350, 700, _GH100_H800, _H800,
-         "power is not checked; FP64 (about 1 TFLOP/s) is left out"),
+         "The power was not checked. The rate of FP64 (about 1 TFLOP/s) is left out."),
     _row("NVIDIA H20", "Hopper", 96, 4000, 500, _peaks(fp32=44, tf32=74, bf16=148, fp16=148, fp8=296, int8=296), _H20,
-         "power as printed by nvidia-smi (400 W in early reports); TensorRT-LLM states 147 (16 bits) and 293 (8 bits)"),
+         "The power was printed by nvidia-smi (400 W in early reports). TensorRT-LLM states 147 (16 bits) and 293 "
+         "(8 bits)."),
     # Blackwell
     _row("NVIDIA B200", "Blackwell", 180, 7700, 1000,
          _peaks(fp64=37, fp32=75, tf32=1125, bf16=2250, fp16=2250, fp8=4500, fp4=9000, int8=4500), _BLACKWELL,
-         "GPU of an HGX; TF32 is an eighth of the total of eight GPUs; the stated rate of one GPU is rounded to 1100"),
+         "This row describes a GPU of an HGX. TF32 is an eighth of the total of eight GPUs, because the stated rate of "
+         "one GPU is rounded to 1100."),
     _row("NVIDIA GB200", "Blackwell", 186, 8000, 1200,
          _peaks(fp64=40, fp32=80, tf32=1250, bf16=2500, fp16=2500, fp8=5000, fp4=10000, int8=5000), _BLACKWELL,
-         "NVIDIA's own benchmarks use 2450 (BF16), 4900 (FP8) and 9800 (FP4)"),
+         "NVIDIA's own benchmarks use 2450 (BF16), 4900 (FP8) and 9800 (FP4)."),
     _row("NVIDIA B300 SXM6 AC, NVIDIA B300", "Blackwell", 270, 7700, 1100,
          _peaks(fp64=1.2, fp32=75, tf32=1125, bf16=2250, fp16=2250, fp8=4500, fp4=14000, int8=153.5), _ULTRA,
-         "FP4 is 13500 in NVIDIA's own benchmarks, and an eighth of eight GPUs' total; 288 GB and 8 TB/s elsewhere"),
+         "NVIDIA's own benchmarks use 13500 for FP4, which is also an eighth of the total of eight GPUs. Other "
+         "documents state 288 GB and 8 TB/s."),
     _row("NVIDIA GB300", "Blackwell", 279, 8000, 1400,
          _peaks(fp32=80, tf32=1250, bf16=2500, fp16=2500, fp8=5000, fp4=15000, int8=165), _ULTRA,
-         "NVIDIA's own benchmarks use 2450 (BF16), 4900 (FP8) and 14700 (FP4)"),
+         "NVIDIA's own benchmarks use 2450 (BF16), 4900 (FP8) and 14700 (FP4)."),
     _row("NVIDIA GB10", "Blackwell", 128, 273, 140, _peaks(bf16=125, fp16=125, fp8=250, fp4=500), _GB10,
-         "only sparse FP4 is published; BF16 matrix products reached 100 TFLOP/s in a measurement; the CPU shares "
-         "memory and power"),
+         "Only the rate of sparse FP4 is published. BF16 matrix products reached 100 TFLOP/s in a measurement. GPU and "
+         "CPU share memory and power."),
     _row("NVIDIA RTX PRO 6000 Blackwell Server Edition", "Blackwell", 96, 1597, 600,
          _peaks(fp32=120, bf16=500, fp16=500), _RTX_PRO_SERVER,
-         "1 PFLOP of BF16 on the page is assumed to be sparse, because the Workstation Edition has 503.8 dense"),
+         "The page's 1 PFLOP of BF16 is assumed to be sparse, because the Workstation Edition has a dense "
+         "rate of 503.8."),
     _row("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "Blackwell", 96, 1792, 600,
          _peaks(bf16=503.8, fp16=503.8), _RTX_PRO),
     _row("NVIDIA GeForce RTX 5090", "Blackwell", 32, 1792, 575,
          _peaks(fp32=104.8, tf32=104.8, bf16=209.5, fp16=209.5, fp8=419, fp4=1676, int8=838), _RTX_50,
-         _FOUNDERS + "; adding up in FP32 does not halve FP4; FP32, TF32 and INT8 are not checked"),
+         _FOUNDERS + " Accumulation in FP32 does not halve the rate of FP4. FP32, TF32 and INT8 were not checked."),
     # AMD
     _row("AMD Instinct MI100", "CDNA", 32, 1228.8, 300, _peaks(fp64=11.5, fp32=46.1, bf16=92.3, fp16=184.6, int8=184.6),
-         _MI100, "power and FP64 are not checked"),
+         _MI100, "Power and FP64 were not checked."),
     _row("AMD Instinct MI210", "CDNA 2", 64, 1638.4, 300, _peaks(fp64=45.3, fp32=45.3, bf16=181, fp16=181, int8=181),
-         _MI210, "power is not checked"),
+         _MI210, "The power was not checked."),
     _row("AMD Instinct MI250", "CDNA 2", 64, 1638.4, 250, _peaks(fp64=45.3, fp32=45.3, bf16=181, fp16=181, int8=181),
-         _CDNA3, _GCD + "; the module: 500 W, 362.1 TFLOP/s"),
+         _CDNA3, _GCD + " The module has 500 W and 362.1 TFLOP/s."),
     _row("AMD Instinct MI250X", "CDNA 2", 64, 1638.4, 280,
          _peaks(fp64=47.85, fp32=47.85, bf16=191.5, fp16=191.5, int8=191.5), _CDNA3,
-         _GCD + "; the module: 560 W, 383 TFLOP/s"),
+         _GCD + " The module has 560 W and 383 TFLOP/s."),
     _row("AMD Instinct MI250X / MI250", "CDNA 2", 64, 1638.4, None, _peaks(), _CDNA3,
-         "libdrm's name of PCI device 740C, an MI250X or MI250: peak and power are unknown; one of two dies"),
+         "This is libdrm's name of PCI device 740C, one die of an MI250X or MI250. Peak and power are unknown."),
     _row("AMD Instinct MI300A", "CDNA 3", 128, 5325, 760,
          _peaks(fp64=122.6, fp32=122.6, tf32=490.3, bf16=980.6, fp16=980.6, fp8=1961.2, int8=1961.2), _CDNA3,
-         "power of the whole socket with its CPU; 550 W in another configuration"),
+         "The power is that of the whole socket with its CPU. Another configuration has 550 W."),
     _row("AMD Instinct MI300X", "CDNA 3", 192, 5325, 750, _MI300X, _CDNA3),
     _row("AMD Instinct MI325X", "CDNA 3", 256, 6000, 1000, _MI300X, _CDNA3),
     _row("AMD Instinct MI350X", "CDNA 4", 288, 8000, 1000,
          _peaks(fp64=72.1, fp32=144.2, bf16=2306.9, fp16=2306.9, fp8=4613.7, fp4=9227.5, int8=4613.7), _MI350X,
-         "the brochure prints 2309.6 for BF16; half of its FP8 is 2306.9, as is 256 CUs x 4096 x 2.2 GHz; no TF32"),
+         "The brochure prints 2309.6 for BF16. Half of its FP8 rate is 2306.9, which is also 256 CUs x 4096 x 2.2 GHz. "
+         "The device has no TF32."),
     _row("AMD Instinct MI355X", "CDNA 4", 288, 8000, 1400,
          _peaks(fp64=78.6, fp32=157.3, bf16=2516.6, fp16=2516.6, fp8=5033.2, fp4=10066.3, int8=5033.2), _MI355X,
-         "no TF32"),
+         "The device has no TF32."),
 )
 # fmt: on
 

@@ -33,13 +33,13 @@ _PAPER = "Yang, Adamek and Armour, arXiv 2312.02741 (SC24)"
 _PAPER_NVML = f"{_PAPER}; NVML's page of nvmlDeviceGetPowerUsage"
 _OLD = KnownSensor(
     update_s=None, window_s=None, power_usage="instant", counter=False, source=_PAPER,
-    note="a new value every 15 to 100 ms; the response is slow and logarithmic: ignore the first second after a "
-    "change; readings are up to 9 % low, on small cards even lower",
+    note="The sensor has a new value every 15 to 100 ms. Its response is slow and logarithmic: ignore the first second "
+    "after a change. Readings are up to 9 % too low, and even lower on small cards.",
 )
 _RADEON = KnownSensor(
     update_s=None, window_s=None, power_usage=None, counter=True, source="ROCm/amdsmi issues 38 and 115",
-    note="under some ROCm releases the counter had a wrong rate, stopped or decreased: compare it with "
-    "integrated power; in a module with two dies, one die reports the power of both dies",
+    note="Under some ROCm releases the counter had a wrong rate, stopped or decreased: compare it with integrated "
+    "power. In a module with two dies, one die reports the power of both dies.",
 )
 
 SENSORS: Mapping[str, KnownSensor] = MappingProxyType({
@@ -47,39 +47,39 @@ SENSORS: Mapping[str, KnownSensor] = MappingProxyType({
     "Maxwell": _OLD,
     "Pascal": KnownSensor(
         update_s=0.020, window_s=0.010, power_usage="instant", counter=False, source=_PAPER,
-        note="no counter: integrate power polled at 50 Hz or more, or the samples in NVML's buffer",
+        note="There is no counter: integrate power readings at 50 Hz or more, or the readings in NVML's buffer.",
     ),
     "Volta": KnownSensor(
         update_s=0.020, window_s=0.010, power_usage="instant", counter=True, rise_s=(0.060, 0.085),
-        source=f"{_PAPER}; gpuopenanalytics/pynvml pull 18", note="the counter ticks every 10 to 20 ms",
+        source=f"{_PAPER}; gpuopenanalytics/pynvml pull 18", note="The counter ticks every 10 to 20 ms.",
     ),
     "Turing": KnownSensor(
         update_s=0.100, window_s=0.100, power_usage="instant", counter=True, source=_PAPER,
-        note="averaged power is not supported",
+        note="Averaged power is not supported.",
     ),
     "Ampere GA100": KnownSensor(
         update_s=0.100, window_s=0.025, power_usage="instant", counter=True, rise_s=(0.015, 0.110), source=_PAPER_NVML,
-        note="averaged power is not supported; it is not documented whether the counter, too, measures only 25 ms",
+        note="Averaged power is not supported. No document states whether the counter, too, measures only 25 ms.",
     ),
     "Ampere GA10x": KnownSensor(
         update_s=0.100, window_s=0.100, power_usage="1-s mean", counter=True, source=_PAPER_NVML,
-        note="only with driver 530, nvmlDeviceGetPowerUsage returned the value of the last 100 ms",
+        note="Only with driver 530, nvmlDeviceGetPowerUsage returned the value of the last 100 ms.",
     ),
     "Ada Lovelace": KnownSensor(
         update_s=0.100, window_s=0.100, power_usage="1-s mean", counter=True, source=_PAPER_NVML,
-        note="only with driver 530, nvmlDeviceGetPowerUsage returned the value of the last 100 ms",
+        note="Only with driver 530, nvmlDeviceGetPowerUsage returned the value of the last 100 ms.",
     ),
     "Hopper": KnownSensor(
         update_s=0.100, window_s=0.025, power_usage="1-s mean", counter=True, rise_s=(0.075, 0.120),
         source=f"{_PAPER_NVML}; ml-energy/zeus pull 172",
-        note="measured on the H100 PCIe; it is not documented whether the counter, too, measures only 25 ms; on "
-        "GH200 the counter measures the whole module with its CPU and memory",
+        note="These values were measured on the H100 PCIe. No document states whether the counter, too, measures only "
+        "25 ms. On GH200 the counter measures the whole module with its CPU and memory.",
     ),
     "Blackwell": KnownSensor(
         update_s=None, window_s=None, power_usage="1-s mean", counter=True,
         source="NVML's page of nvmlDeviceGetPowerUsage; NVIDIA/k8s-test-infra issue 676; no published measurement",
-        note="probe the scopes GPU, module and memory; the energy call may take milliseconds; on GB200 and GB300 "
-        "count a module's reading once, not once per GPU",
+        note="The scopes GPU, module and memory must be tested on the device. A read of the energy may take "
+        "milliseconds. On GB200 and GB300 the reading of a module must be counted once, not once per GPU.",
     ),
     "CDNA": _RADEON,
     "CDNA 2": _RADEON,
