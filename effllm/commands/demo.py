@@ -68,7 +68,7 @@ class _Job:
             for rank in range(self._num_ranks):
                 environ = _environment(self._config, endpoint, rank, self._num_ranks)
                 self._ranks.append(spawn("effllm.commands.demo_rank", self._arguments, [], environ))
-            if self._signal:  # a signal during the start: also stop the ranks that were started after it
+            if self._signal:  # a signal during the start: also stop the ranks that were started after the signal
                 self._stop(self._signal, None)
             status = Server(self._orders(endpoint, listener.detach()), sys.stdout).run()
         finally:

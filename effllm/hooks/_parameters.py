@@ -22,7 +22,7 @@ class Parameters:
 
     total: int
     trainable: int
-    active: int | None  # parameters that one token uses; ``None`` if these are all, or if it is unknown
+    active: int | None  # parameters that one token uses; ``None`` if it uses all parameters, or if this is unknown
     active_trainable: int
 
     def share(self, counts_them: bool) -> dict[str, int]:

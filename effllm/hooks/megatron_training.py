@@ -161,7 +161,7 @@ class _Training:
         self._depth += 1
 
     def leaves(self, *_: Any) -> None:
-        """End the metrics with the outermost call, because ``pretrain`` evaluates and saves after the last step."""
+        """End the metrics at the end of the outermost call: ``pretrain`` evaluates and saves after the last step."""
         self._depth -= 1
         if self._depth == 0:
             self._finish("completed")

@@ -4,7 +4,8 @@
 Optimizers of plain tensors are not measured: such tensors may be an image (then no model is trained) or
 DeepSpeed's partitions.  A step under ``torch.compile`` is measured, at the cost of one more graph break.
 
-Every ``import torch`` runs this module, so the counting part (15 ms) is imported only at the first step.
+Every ``import torch`` runs this module.  The import of the counting part takes 15 ms, so this part is imported only at
+the first step.
 """
 
 from __future__ import annotations

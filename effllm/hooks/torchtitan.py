@@ -149,7 +149,7 @@ class TitanTraining:
         self._tokens_seen, self._waits_seen = tokens, len(waits)
 
     def reset(self) -> None:
-        """Count from torchtitan's new values on, after its log has set them to 0."""
+        """Store torchtitan's new counts, after its log has set them to 0; later counts are compared with these."""
         self._tokens_seen, self._waits_seen = self.processor.ntokens_since_last_log, len(self._waits())
 
     def end(self) -> None:

@@ -66,7 +66,7 @@ def _generation_failed(recorder: Any) -> None:
 
 
 def _rolls_out(call: Call) -> Any:
-    # A user's own rollout replaces _generate_single_turn; the time of the tools in it counts as generation.
+    # A user's own rollout replaces _generate_single_turn; the time of tools in the rollout counts as generation.
     return _generates(call) if getattr(call.args[0], "rollout_func", None) is not None else None
 
 

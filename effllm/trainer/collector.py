@@ -209,7 +209,7 @@ class MetricsCollector:
         return self.log_own(iteration, loss, writer)
 
     def log_own(self, iteration: int | None, loss: float | None = None, writer: Any = None) -> dict[str, float]:
-        """Like `log_metrics`, with an iteration number counted by effllm; it may restart at 0 in the next attempt."""
+        """Like `log_metrics`, with an iteration number that effllm counts; each attempt may count from 0."""
         if (recorder := self.lifecycle.recorder) is not None:
             if getattr(loss, "is_cuda", False):
                 self.warn("log_metrics was given a loss on the GPU, which is not read: pass loss.item()")

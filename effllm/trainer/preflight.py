@@ -56,7 +56,7 @@ def doubts(environ: Mapping[str, str]) -> list[str]:
 
 
 def unwritable(folder: Path) -> str:
-    """Return the reason why a folder cannot be written, else an empty string; the folder need not exist yet."""
+    """Return the reason why a folder cannot be written, else an empty string; a missing folder is allowed."""
     existing = next(one for one in (folder.absolute(), *folder.absolute().parents) if one.exists())
     try:
         with tempfile.TemporaryFile(dir=existing):

@@ -29,7 +29,7 @@ MAX_RECORDS = 1_000_000
 #: Profiling ends after this many consecutive profiles without records.
 MAX_FAILURES = 2
 
-#: From PyTorch 2.13 on, Kineto logs two lines at each start and stop, unless this is set before the first start.
+#: Set before the first start of Kineto: otherwise, from PyTorch 2.13 on, it logs two lines at each start and stop.
 QUIET = ("KINETO_LOG_LEVEL", "6")
 
 
@@ -263,12 +263,12 @@ class Neighbours:
 
 
 def host_split(events: Any, start_ns: int, end_ns: int) -> Split | None:
-    """Return the split from the host's records of operators and communication; ``None`` without a record."""
+    """Return the split of an iteration from the host's records of operators and communication; ``None`` without any."""
     return _split(events, start_ns, end_ns, host_kind)
 
 
 def device_split(events: Any) -> Split | None:
-    """Return the split from the records of devices; ``None`` without such a record.
+    """Return the split of an iteration from the records of devices; ``None`` without such a record.
 
     The device runs behind the host, so the iteration is measured on the device, from its first record to its last.
     The first record is that of the first kernel that was launched in the iteration.
