@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from effllm.trainer.lifecycle import Lifecycle
 
-#: Names whose index is kept here; of a loop that makes up names, later names are ignored.
+#: Maximum number of names whose index is stored here; if a loop creates more names, the later names are ignored.
 MAX_KNOWN_NAMES = 1000
 
 

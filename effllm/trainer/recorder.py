@@ -2,7 +2,7 @@
 
 This code runs on the training thread: standard library only, no thread, no lock, no exception, no growing memory.
 ``record_iteration_start`` and ``record_iteration_end`` together take 2 to 4 microseconds: four times the time of two
-clock reads and a pack (benchmarks/).
+clock reads and one ``pack_into`` (benchmarks/).
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class Recorder:
         self._writer, self.wake, self._warn, self._once = writer, wake, warn, WarnOnce(warn)
         self._log_interval, self._offset = log_interval, offset
         self.is_on = True
-        # Whether the next start or end must do more than stamp: before the first iteration has ended, during or after
-        # a phase, after the end of a window, or after recording has stopped.
+        # Whether the next `start` or `end` must do more than write a stamp: before the first iteration has ended,
+        # during or after a phase, after the end of a window, or after recording has stopped.
         self._is_special = True
         self.ordinal = 0
-        self._boundary_ordinal = log_interval - offset % log_interval  # ordinal of the next that ends a window
+        self._boundary_ordinal = log_interval - offset % log_interval  # ordinal of the iteration that ends the window
         self._start_ns = 0  # 0 while no iteration runs
         self._end_ns = 0  # 0 until the first iteration has ended
         self._made_ns = time.monotonic_ns()
@@ -63,7 +63,7 @@ class Recorder:
         self.generations = Generations(self._counters, self.phase_start, self.phase_end, self._write_totals, self._once)
         self._losses = Losses(self._once)
         self._values = ValueBuffer(writer)
-        writer.state(ring.STARTUP, 0, self._made_ns)  # without this, startup would begin at the host's boot
+        writer.state(ring.STARTUP, 0, self._made_ns)  # without this state, startup would begin at the host's boot
         _live.add(self)
 
     def start(self, _now: Any = time.monotonic_ns) -> None:
@@ -150,7 +150,7 @@ class Recorder:
         phases = self._phases
         if phases.depth:
             self._cut_phase(end_ns)
-        self._write_values()  # before the record of the iteration, which may end the window
+        self._write_values()  # values are written before the iteration's record, which may end the window
         if not (start_ns := self._start_ns):
             self._once("an iteration ended without a start; it counts from the end of the previous iteration")
             start_ns = self.free_ns
@@ -164,9 +164,10 @@ class Recorder:
         return start_ns
 
     def sync_point(self, _now: Any = time.monotonic_ns) -> None:
-        """Stamp where this rank first waits for other ranks in the running iteration; the time before is its own time.
+        """Stamp the sync point of the running iteration: the point at which this rank first waits for other ranks.
 
-        Own time excludes data waits and phases.  Later calls in the iteration do nothing.
+        The time from the start of the iteration to this point is the rank's own time.  Own time excludes data waits and
+        phases.  Later calls in the iteration do nothing.
         """
         if self._own_ns or not self._start_ns or self._phases.depth or not self.is_on:
             return
@@ -227,7 +228,7 @@ class Recorder:
         return (self._phases.depth, self.generations.depth, *self._phases.total_ns, self.generations.total_ns)
 
     def may_evaluate(self) -> None:
-        """Publish that this rank may be in an evaluation; `evaluated` confirms it when it has ended."""
+        """Publish that this rank may be in an evaluation; `evaluated` confirms the evaluation after its end."""
         if self.is_on and not self._phases.depth:
             self._writer.state(ring.PHASE_STATE, self.ordinal, time.monotonic_ns(), 0)
 
@@ -289,7 +290,10 @@ class Recorder:
     def put(
         self, kind: int, what: int, number: int, start_ns: int, end_ns: int, value: float, ordinal: int = 0
     ) -> None:
-        """Write a record with the totals so far, unless recording has stopped; by default of the last iteration."""
+        """Write a record with the totals so far, unless recording has stopped.
+
+        By default, the record is of the last completed iteration.
+        """
         if self.is_on:
             of, step_ns, wait_ns = ordinal or self.ordinal, self._step_ns, self._wait_ns
             self._writer.put(kind, what, of, number, start_ns, end_ns, value, step_ns, wait_ns, self._counters)
