@@ -32,7 +32,7 @@ class Play:
     def __init__(self, launch):
         self._launch = launch
 
-    def start(self, environ=None, settings=None, script="", options=(), **sections):
+    def start(self, environ=None, settings=None, script="", options=(), ranks=1, **sections):
         body = yaml.safe_load((FOLDER / "configs" / "run_adamw.yaml").read_text())
         body["model"]["llama"] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
         body["model"]["llama"]["num_attention_heads"] = 2
@@ -44,7 +44,16 @@ class Play:
         (job.folder / "run.yaml").write_text(yaml.safe_dump(body))
         chosen = self._launch.environ({"device": "host", **(settings or {})}, HF_HUB_OFFLINE="1", **(environ or {}))
         run = ["-c", script] if script else [str(FOLDER / "scripts" / "train.py")]
-        return job.start([sys.executable, *run, "--config", "run.yaml", *options], chosen)
+        launcher = [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--local_addr=127.0.0.1",
+            f"--nproc_per_node={ranks}",
+        ]
+        return job.start(
+            [sys.executable, *(launcher if ranks > 1 else ()), *run, "--config", "run.yaml", *options], chosen
+        )
 
     def run(self, **settings):
         return self.start(**settings).done(within_s=100.0)
@@ -118,6 +127,20 @@ def test_every_token_is_counted_once(play, packing, workers):
 
     (row,) = rows(job)
     assert int(row["tokens_processed"]) == sum(i + 2 for i in range(48))
+
+
+def test_two_ranks_append_one_row_with_the_tokens_of_both(play):
+    folder = play._launch._folder
+    (folder / "rows.jsonl").write_text("".join(f'{{"text": "{"a" * (i + 2)}"}}\n' for i in range(96)))
+
+    job = play.run(data={"path": str(folder / "rows.jsonl")}, settings={"device": "simulated"}, ranks=2)
+
+    (row,) = rows(job)
+    summary = job.ledger.summary
+    assert int(row["tokens_processed"]) == sum(i + 2 for i in range(96))
+    assert (summary.coverage.ranks_expected, len(summary.energy.by_device)) == (2, 2)
+    assert 0 < float(row["energy_J"]) <= sum(summary.energy.by_device.values())
+    assert job.stdout.count("a row was appended") == 1
 
 
 RAISES_IN_STEP_7 = """
