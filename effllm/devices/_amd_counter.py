@@ -50,13 +50,14 @@ def judge_counter(readings: Sequence[CounterReading]) -> Verdict:
     moves = [index for index, step in enumerate(steps, 1) if step > 0]
     if len(moves) < 2:
         return Verdict(False, f"{'one change' if moves else 'no change'} in {span_s:.1f} s")
-    # Energy is compared between two changes of the counter, because a tick's time between two readings is unknown.
+    # Energy is compared between two changes of the counter, because the counter changes at an unknown time between two
+    # readings.
     first, last = moves[0], moves[-1]
     counted_j, span_s = joules[last] - joules[first], counted[last].time_s - counted[first].time_s
     power_j = _integral_of_power(counted[first : last + 1])
     if not power_j:
         return Verdict(True, "no power reading for the comparison")
-    if abs(counted_j - power_j) > COUNTER_TOLERANCE * power_j + 0.5 * span_s:  # power is in whole watts
+    if abs(counted_j - power_j) > COUNTER_TOLERANCE * power_j + 0.5 * span_s:  # AMD SMI returns whole watts
         return Verdict(False, f"a count of {counted_j:.3g} J in {span_s:.1f} s, but {power_j:.3g} J from power")
     return Verdict(True)
 

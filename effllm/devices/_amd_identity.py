@@ -71,7 +71,7 @@ def _identify(smi: Any, handle: Any) -> Processor:
     asic = ask(smi, "amdsmi_get_gpu_asic_info", handle)
     serial = _serial(asic.get("asic_serial"))
     names = {serial}
-    if serial:  # without a serial, all GPUs of a model have the same UUID
+    if serial:  # without a serial number, all GPUs of a model have the same UUID
         names |= {_plain(str(ask(smi, "amdsmi_get_gpu_device_uuid", handle) or ""))}
     model = str(asic.get("market_name", "")).replace("N/A", "")
     device_id = str(asic.get("device_id")).lower()  # a number up to ROCm 6.0, hexadecimal text since then
@@ -153,12 +153,15 @@ def _find_by_torch(site: Site, processors: Sequence[Processor]) -> Processor:
 
 
 def whole(processor: Processor, processors: Sequence[Processor]) -> Processor:
-    """Return the GPU of a partition; its partitions share sensors, and their bus ids differ only in the function."""
+    """Return the GPU of a partition.
+
+    The partitions of a GPU share sensors, and their bus ids differ only in the function number.
+    """
     return min((one for one in processors if one.bus[:3] == processor.bus[:3]), key=lambda one: one.bus)
 
 
 def is_second_die(smi: Any, processor: Processor) -> bool:
-    """Whether this is the second die of a card; power and energy of both dies are reported by the first die.
+    """Whether this is the second die of a card; the first die reports the power and energy of both dies.
 
     The driver sets the second die's power and energy to 0 (aldebaran_get_gpu_metrics); rocm-smi, too, tests for 0.
     """
@@ -171,9 +174,10 @@ def is_second_die(smi: Any, processor: Processor) -> bool:
 def first_die(smi: Any, second: Processor, processors: Sequence[Processor]) -> Processor | None:
     """Return the die that reports the power of a second die, or ``None`` if no such die is visible.
 
-    AMD SMI has no id of the card, so the links between dies are counted: the two dies of a card have four, other pairs
-    at most two.  The driver reports 50 GB/s per link (amdgpu_amdkfd_get_xgmi_bandwidth_mbytes).  Without a reported
-    bandwidth the preceding die on the PCI bus is assumed, as on the machines of ml-energy/zeus#203.
+    AMD SMI has no id of the card, so the links between dies are counted.  The two dies of a card have four links;
+    other pairs of dies have at most two links.  The driver reports 50 GB/s per link
+    (amdgpu_amdkfd_get_xgmi_bandwidth_mbytes).  If no bandwidth is reported, the preceding die on the PCI bus is used,
+    as on the machines of ml-energy/zeus#203.
     """
     others = [one for one in processors if one.is_half and one.bus != second.bus]
     call = "amdsmi_get_minmax_bandwidth_between_processors"

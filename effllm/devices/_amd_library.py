@@ -53,8 +53,8 @@ def advice(error: Exception | None) -> str:
 def errors_of(smi: Any) -> tuple[type[Exception], ...]:
     """Return the exceptions that a call may raise.
 
-    These are: the library's own exception; the errors if this release lacks the function; and the errors of the Python
-    wrapper after an unexpected answer (the wrapper of ROCm 5.7 fails while it raises AmdSmiRetryException).
+    The library has one exception of its own.  Other exceptions are raised if this release lacks the function, or if the
+    Python wrapper receives an unexpected answer (the wrapper of ROCm 5.7 fails while it raises AmdSmiRetryException).
     """
     return (smi.AmdSmiException, AttributeError, KeyError, OSError, TypeError, ValueError)
 

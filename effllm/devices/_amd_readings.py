@@ -83,7 +83,7 @@ def _memory_clock(smi: Any, handle: Any) -> dict[str, float]:
 
 def power_limit(smi: Any, handle: Any) -> dict[str, float]:
     cap = number(smi.amdsmi_get_power_cap_info(handle).get("power_cap"), (32, 64))
-    if not cap:  # 0 on the second die of a card; the first die has the limit of both dies
+    if not cap:  # the second die of a card reports 0; the first die has the limit of both dies
         return {}
     # The unit is W up to ROCm 6.1, then uW.  Limits are above 0.1 W and below 100 kW, so 1e5 separates the units.
     return {"power_limit_w": cap / 1e6 if cap >= 1e5 else cap}
@@ -102,7 +102,8 @@ GROUPS: dict[Group, tuple[str, ...]] = {
     _memory_clock: ("memory_clock_hz",),
     power_limit: ("power_limit_w",),
 }
-#: The calls that read one common table of the driver.  While the driver does not update it, their answers repeat.
+#: The calls that read one common table of the driver.  Until the driver updates the table, these calls return the same
+#: values again.
 FROM_TABLE = (energy, power, activity, _gfx_clock, _memory_clock)
 
 

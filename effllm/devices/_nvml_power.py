@@ -93,7 +93,7 @@ class NvmlPower:
 
     Args:
         handle: the handle of the GPU.
-        name: the product name, to find in the hardware table what nvmlDeviceGetPowerUsage returns.
+        name: the product name; the hardware table has the kind of power that nvmlDeviceGetPowerUsage returns.
         wanted: the scope to use if the GPU has more than one scope.
         share: the slice's share of the GPU's energy.
     """
@@ -185,7 +185,7 @@ def _counted_scope(handle: Any, own: NvmlField, of_module: NvmlField) -> str:
     if len(moves) < 2:
         return GPU
     (first_ns, first_j), (last_ns, last_j) = moves[0], moves[-1]
-    rate_w = (last_j - first_j) / (last_ns - first_ns) * 2e9  # each time in `moves` is a sum of two times
+    rate_w = (last_j - first_j) / (last_ns - first_ns) * 2e9  # each time in `moves` is a sum of two readings' times
     own_w, module_w = (sum(reading[place] for reading in readings) / len(readings) for place in (2, 3))
     return MODULE if abs(rate_w - module_w) < abs(rate_w - own_w) else GPU
 

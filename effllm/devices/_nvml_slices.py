@@ -58,7 +58,7 @@ def _instance_of(handle: Any) -> int | None:
 
 
 def _weigh(handle: Any, gpu: Any) -> tuple[int, int, str]:
-    """Return a slice's share of its GPU as numerator, denominator, and the name of what they count."""
+    """Return a slice's share of its GPU as numerator, denominator, and the name of the counted parts."""
     most, total_bytes = _capacity(gpu)
     own = text_of(pynvml.nvmlDeviceGetUUID(handle))
     slices = _slices(gpu, most) | {own: handle}

@@ -52,7 +52,7 @@ class Watch:
 
         Args:
             now_s: the current time.
-            is_there: False for a lost GPU: then its last Xids are read at once, and nothing else.
+            is_there: False for a lost GPU: then only its last Xids are read, without a delay.
         """
         if now_s < self._xid_at_s and is_there:
             return ()

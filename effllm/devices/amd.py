@@ -191,7 +191,7 @@ class AmdReader:
     # --- at every reading ---
 
     def _read_offered(self, groups: Iterable[Group]) -> tuple[int, dict[str, float], dict[str, str]]:
-        """Return the time of the energy (or else of the power), the values, and the reasons for missing values."""
+        """Return the time of the first call, the values, and the reasons for missing values."""
         values: dict[str, float] = {}
         failures: dict[str, str] = {}
         began_s = self._clock()

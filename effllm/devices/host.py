@@ -34,9 +34,10 @@ class Usage(NamedTuple):
 
 
 class Process:
-    """A process by its open /proc files; these files never refer to a later process with the same pid.
+    """A process, read through open files in /proc; an open file never refers to a later process with the same pid.
 
-    One read of the files takes 5 microseconds, psutil takes 25; an agent may have to read a hundred processes.
+    One read of the files takes 5 microseconds; psutil takes 25 microseconds.  An agent may have to read a hundred
+    processes.
     """
 
     def __init__(self, pid: int) -> None:
@@ -68,7 +69,7 @@ class Process:
     def own_bytes(self, usage: Usage) -> int:
         """Return the private bytes of a descendant; its shared bytes are counted with the trainer."""
         unshared_bytes = usage.rss_bytes - usage.shared_bytes
-        # After exec a process has no inherited pages: never count more of them than the unshared bytes.
+        # After exec a process has no inherited pages, so the inherited bytes are limited to the unshared bytes.
         self.inherited_bytes = min(self.inherited_bytes, unshared_bytes)
         return unshared_bytes - self.inherited_bytes
 
@@ -182,7 +183,8 @@ def _cpu_s(last: dict[int, Usage], now: dict[int, Usage]) -> float:
     """Return the CPU seconds that a process tree used between two reads.
 
     The CPU time of an ended child moves to the parent that waits for the child: the sum over the tree stays complete.
-    If no parent waits, the child's time is lost and the sum may decrease; the running processes give a lower bound.
+    If no parent waits, the child's time is lost and the sum may decrease.  Then the CPU seconds of the running
+    processes are returned, as a lower bound.
     """
     total = sum(usage.cpu_s + usage.reaped_s for usage in now.values())
     total_before = sum(usage.cpu_s + usage.reaped_s for usage in last.values())

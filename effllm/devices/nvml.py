@@ -63,7 +63,7 @@ class NvmlReader:
         return sample, failures
 
     def read_energy(self) -> tuple[Sample, dict[str, str]]:
-        """Return only energy and power, in one call, for the edges of windows."""
+        """Return only energy and power, which are read in one call; used at the edges of windows."""
         failures: dict[str, str] = {}
         values, time_ns = self._power.read(failures, energy_only=True)
         power_w, average_w, energy_j = (values.get(field) for field in ("power_w", "power_average_w", "energy_j"))

@@ -14,7 +14,7 @@ from effllm.network.rejections import NO_KEY, NO_PROTOCOL, OTHER_SECRET, Rejecti
 from effllm.network.transport import receive_event
 
 _MECHANISM_MISMATCH = 0x11000002  # ZMQ_PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH of zmq.h, missing in pyzmq
-_MAX_EVENTS = 200  # per call of `poll`; so many events take a few ms
+_MAX_EVENTS = 200  # limit for one call of `poll`; this many events take a few ms
 _RETRY_EVERY_S = 1.0
 _FIND_TIMEOUT_S = 0.1
 _HANDSHAKES = (

@@ -16,7 +16,7 @@ from effllm.network.secret import derive
 
 DOMAIN = b"effllm"
 _ZAP = "inproc://zeromq.zap.01"
-_MAX_REQUESTS = 100  # per call of `answer`; so many requests take a few ms
+_MAX_REQUESTS = 100  # limit for one call of `answer`; this many requests take a few ms
 _FRAMES = 9  # frames of a request: two of the router, version, id, domain, address, identity, mechanism, key
 
 
@@ -67,7 +67,7 @@ class ServerKeys:
         socket.set(zmq.CURVE_SERVER, 1)
         socket.set(zmq.CURVE_SECRETKEY, self.own.secret)
         socket.set(zmq.ZAP_DOMAIN, DOMAIN)
-        socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a gate no peer is admitted; by ZeroMQ's default all are
+        socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a gate no peer is admitted; ZeroMQ's default admits all peers
 
 
 class Gate:

@@ -7,13 +7,16 @@ import os
 import resource
 
 _UNLIMITED = resource.RLIM_INFINITY
-_OWN = 256  # for sinks, ZeroMQ, and connections before their handshake
+_OWN = 256  # open files for sinks, ZeroMQ, and connections before their handshake
 _MIN_OWN = 96  # an aggregator of two ranks has 21 open files
 RESERVED = 16  # a window and its summary need six open files at once
 
 
 def needed(peers: int) -> int:
-    """Return how many open files an aggregator needs: one per peer, a fifth more for reconnections, and its own."""
+    """Return how many open files an aggregator needs.
+
+    Each peer needs one file, reconnections need a fifth more, and the aggregator has up to 256 other files.
+    """
     return peers + -(-peers // 5) + min(_OWN, _MIN_OWN + peers)
 
 

@@ -1,4 +1,6 @@
-"""Discovery of a job's aggregator by its ranks.  Imports the standard library; uses torch if the trainer imports torch.
+"""Discovery of a job's aggregator by its ranks.
+
+This module imports only the standard library; it uses torch if the trainer has imported torch.
 
 The address comes from ``EFFICIENTLLM_ENDPOINT``, else from torchrun's store, else (srun, mpirun) from a file beside
 the run folders; a job of one process uses loopback.  A record in the store or file may be from an earlier attempt,
@@ -247,7 +249,10 @@ class Search:
         self._reported: set[str] = set()
 
     def start(self) -> None:
-        """Search at once, then in a daemon thread: the only thread of effllm in a trainer; it ends after start-up."""
+        """Search at once, then in a daemon thread.
+
+        It is the only thread of effllm in a trainer, and ends after start-up.
+        """
         self._read()
         _in_thread(self._run)
 
@@ -273,7 +278,7 @@ class Search:
         if "endpoint" not in record:
             if not self._is_refused and "refused" in record:
                 self._is_refused = True
-                self._found({"refused": record["refused"]})  # only once, because rank 0 has logged the reason
+                self._found({"refused": record["refused"]})  # called only once, because rank 0 has logged the reason
             return
         objection = self._objection(record)
         if not objection:
@@ -292,7 +297,7 @@ class Search:
             address = f"rank 0's address, {endpoint},"
             return f"no metrics of this rank: {address} is not on this host: another user or job wrote it"
         try:
-            known = secret.read(secret_path(self._config))  # read each time: a slow file system may show it late
+            known = secret.read(secret_path(self._config))  # read each time: a new file may appear late
         except secret.SecretError as error:
             return f"no metrics of this rank: {error}"
         if secret.is_signed(known, record, self._source.key):

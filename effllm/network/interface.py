@@ -28,7 +28,7 @@ def loopback() -> str:
     """Return the loopback address of this host, IPv4 if possible; empty if the interface is down."""
     for family, address in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
         with contextlib.suppress(OSError):
-            return _source(family, (address, _ANY_PORT))  # not a bind, which succeeds even if the interface is down
+            return _source(family, (address, _ANY_PORT))  # a bind would succeed even if the interface is down
     return ""
 
 
@@ -45,7 +45,7 @@ def endpoint(address: str, port: int) -> str:
 
 
 def towards(host: str) -> str:
-    """Return this host's address on the route to ``host`` (it may be this host); empty if all routes use loopback.
+    """Return this host's address on the route to ``host``, which may be this host; empty if all routes use loopback.
 
     Raises:
         OSError: the host's name is unknown, or no route exists.

@@ -1,4 +1,4 @@
-"""Admission of peers to an aggregator: authenticates them, reports rejected ones, detects descriptor exhaustion."""
+"""Admission of peers to an aggregator: authenticates peers, reports rejected peers, detects descriptor exhaustion."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class PeerAdmission:
 
     def poll(self, now_s: float) -> list[str]:
         """Admit or reject the waiting peers, and return the lines to report."""
-        answers = self._gate.answer() if self._gate else []  # before disconnections are processed
+        answers = self._gate.answer() if self._gate else []  # the gate decides before disconnections are processed
         for address, is_admitted in answers:
             if is_admitted:
                 self._rejections.admit(address)

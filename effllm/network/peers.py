@@ -1,8 +1,8 @@
 """The identity of each connection, taken from its HELLO, and its rate limit for frames and bytes. No I/O.
 
-A connection sends for one rank and one agent.  Messages before the HELLO, of another rank or above the rate limit
-are rejected, counted by kind, and reported with the host in the HELLO.  The frames of a throttled peer are dropped
-until it sends another HELLO and then the dropped reports, so that no honest report is lost.
+A connection sends the messages of one rank and one agent.  Messages before the HELLO, of another rank or above the rate
+limit are rejected, counted by kind, and reported with the host in the HELLO.  The frames of a throttled peer are
+dropped until the peer sends another HELLO and then the dropped reports.  So an honest agent loses no report.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ FRAMES_PER_S = 50.0
 BYTES_PER_S = 4.0 * 2**20
 BURST_FRAMES = 512
 BURST_BYTES = 16 * 2**20
-ROW_BYTES = 16 * 1024  # a row with all gauges, phases and a wide histogram has 10 kB
+ROW_BYTES = 16 * 1024  # a report with all gauges, phases and a wide histogram has 10 kB
 NO_HELLO_FRAMES = 32  # allowance of frames up to and including the HELLO
 NO_HELLO_BYTES = 2**20
 MAX_PEERS_WITHOUT_HELLO = 4096
 AGAIN_EVERY_S = 1.0
-AGAIN_FRAMES = 64  # a throttled peer is asked for its dropped frames when it may send this many
-REPORTED_FROM = 3  # the first two messages are not reported: a reconnecting agent may send one before its HELLO
+AGAIN_FRAMES = 64  # dropped frames are requested again when the peer's allowance is this many frames
+REPORTED_FROM = 3  # two messages without a HELLO make no event: a reconnecting agent may send one
 
 NO_HELLO, WRONG_RANK, THROTTLED, GARBAGE = "no_hello", "wrong_rank", "throttled", "garbage"
 REJECTED_HELLO = "rejected_hello"
@@ -163,7 +163,7 @@ class Peers:
 
     def _add(self, peer: bytes, now_s: float) -> _Peer:
         if len(self._peers) - len(self._of_rank) >= MAX_PEERS_WITHOUT_HELLO:
-            # Half of them are dropped at once: in a flood, a scan of all peers for each connection would take too long.
+            # Half of these peers are removed at once: in a flood, a scan of all peers per connection takes too long.
             without_hello = [known for known, one in self._peers.items() if not one.agent]
             for known in without_hello[: MAX_PEERS_WITHOUT_HELLO // 2]:
                 del self._peers[known]

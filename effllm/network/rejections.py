@@ -8,7 +8,7 @@ NO_KEY = "no key"
 NO_PROTOCOL = "not the protocol of agents"
 
 MAX_ADDRESSES = 1000
-MAX_UNSEEN = 10  # so many failed handshakes from unknown addresses are not counted, because agents may have been killed
+MAX_UNSEEN = 10  # failed handshakes from unknown addresses that are not counted: agents may have been killed
 MAX_ADMITTED = 2**20
 
 
@@ -30,8 +30,9 @@ class Rejections:
     def reject(self, address: str, why: str) -> None:
         """Count a rejected peer.
 
-        A connection that ends during its handshake is not counted if its host has an admitted agent: an agent was
-        killed.  The first MAX_UNSEEN such connections from unknown addresses are not counted either.
+        A connection that ends during its handshake is not counted if its host has an admitted agent, because
+        an agent was probably killed.  The first MAX_UNSEEN such connections from unknown addresses are also not
+        counted.
 
         Args:
             address: the peer's address; empty if it is unknown.

@@ -23,7 +23,7 @@ from effllm.records.wire import MAX_ROWS, FromAgent, FromAggregator, Hello, Repo
 
 MAGIC = b"EFL1"
 MAX_BYTES = 256 * 1024
-MAX_ROWS_BYTES = MAX_BYTES // 2  # a row with all gauges, phases and a wide histogram has 10 kB
+MAX_ROWS_BYTES = MAX_BYTES // 2  # a report with all gauges, phases and a wide histogram has 10 kB
 KINDS_KNOWN = frozenset(KINDS)
 
 # These are plain numbers, because pyzmq's enumerations are slow.
@@ -40,7 +40,7 @@ Message = TypeVar("Message")
 
 
 class FrameError(ValueError):
-    """A frame that is not effllm's, belongs to another version, or has impossible values."""
+    """A frame that another program or another version of effllm sent, or that has impossible values."""
 
 
 def encode(message: FromAgent | FromAggregator) -> bytes:
@@ -51,7 +51,8 @@ def decode_from_agent(frame: bytes) -> FromAgent:
     """Return the message of an agent's frame.
 
     Raises:
-        FrameError: the frame is not an agent's, or has impossible values: such as a negative count or infinite seconds
+        FrameError: the frame is not an agent's, or has impossible values, such as a negative count or
+            infinite seconds.
     """
     message = _decode(_from_agent, frame)  # the bounds of every field are in the schema
     if isinstance(message, Reports):
@@ -164,7 +165,7 @@ def _set_common(socket: zmq.Socket[bytes]) -> None:
         zmq.TCP_KEEPALIVE_IDLE: 30,
         zmq.TCP_KEEPALIVE_INTVL: 10,
         zmq.TCP_KEEPALIVE_CNT: 3,
-        zmq.TCP_MAXRT: 60_000,  # used in place of keep-alive, which sends no probes while data is in flight
+        zmq.TCP_MAXRT: 60_000,  # timeout for data in flight, during which keep-alive sends no probes
         zmq.HANDSHAKE_IVL: 30_000,  # ten thousand concurrent handshakes with keys take seconds of processor time
         zmq.SNDBUF: 64 * 1024,  # limits a peer's messages in the kernel to about 200
         zmq.RCVBUF: 64 * 1024,
@@ -183,7 +184,10 @@ def receive_event(monitor: zmq.Socket[bytes]) -> tuple[int, int]:
 
 
 def _has_message(socket: zmq.Socket[bytes]) -> bool:
-    """Whether a message waits.  Usually none waits; the exception of a receive would take three times as long."""
+    """Whether a message waits.
+
+    Usually no message waits; then a receive would raise an exception, which takes three times as long.
+    """
     return bool(socket.getsockopt(_EVENTS) & _POLLIN)  # type: ignore[operator]
 
 
@@ -299,7 +303,7 @@ class ServerSocket:
         recv = self.socket.recv
         try:
             peer = recv(_NOBLOCK)
-            part = recv(_NOBLOCK, False)  # a router delivers complete messages, with a part after the peer
+            part = recv(_NOBLOCK, False)  # messages are complete: a part follows the peer's part
         except zmq.Again:
             return None
         frame = part.bytes
@@ -311,7 +315,7 @@ class ServerSocket:
         return peer, frame
 
     def send(self, peer: bytes, message: FromAggregator) -> bool:
-        """Send a message to a peer; it is dropped if the peer is disconnected (``False``) or does not read."""
+        """Send a message to a peer; the message is dropped if the peer is disconnected (``False``) or does not read."""
         return self.send_frame(peer, encode(message))
 
     def send_frame(self, peer: bytes, frame: bytes) -> bool:

@@ -30,7 +30,7 @@ class JobState:
 
 
 class Board:
-    """A shared map with one `JobState`, the facts of the rank's devices, answers to requests of spans, and percentiles.
+    """A shared map with one `JobState`, the facts of the rank's devices, the answers about spans, and percentiles.
 
     Args:
         descriptor: descriptor of the map; by default a new map is made.

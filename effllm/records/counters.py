@@ -1,4 +1,5 @@
-"""The counters of a training loop.  The training process imports this module: standard library only.
+"""The counters of a training loop.  The training process imports this module, so the module uses only the
+standard library.
 
 To add a counter, append a field to `Counters` and increment it in the recorder.  The ring, the reports, the totals and
 the files have the fields of this class.
@@ -11,7 +12,10 @@ from typing import Any
 
 
 class Counters:
-    """Counts: running totals of one rank in the recorder and the ring; elsewhere sums of a window, or of all ranks."""
+    """Counts of a training loop.
+
+    The recorder and the ring have running totals of one rank.  Other records have sums over a window or over all ranks.
+    """
 
     # The next four fields may change in every iteration: `RingWriter` packs these fields by name.
     tokens: int = 0  # positions without padding

@@ -13,7 +13,7 @@ Amount = Annotated[float, Meta(ge=0.0, le=MAX_AMOUNT)]
 
 #: Half-width of a 95 % interval of a normal distribution, in standard deviations.
 NORMAL_95 = 1.96
-#: A shorter duration is only the rounding error of a difference; a division by it gives noise.
+#: A shorter duration is only the rounding error of a difference; a division by such a duration gives noise.
 MIN_COVERED_S = 1e-6
 
 
@@ -30,13 +30,13 @@ class EnergyAmount(Struct, frozen=True, array_like=True, gc=False):
     covered_s: Amount = 0.0
     start_j2: Amount = 0.0  # variance of the reading at the start
     end_j2: Amount = 0.0  # variance of the reading at the end
-    inside_j2: Amount = 0.0  # variance inside: aliasing, gaps, integration of power, inner edges not shared
+    inside_j2: Amount = 0.0  # variance of the rest: aliasing, gaps, integration of power, unshared inner edges
     gain_j: Amount = 0.0  # half-width, 95 %, of the error from the sensor's gain
     estimated_j: Amount = 0.0  # part of joules that was estimated from power, because the counter had no value
 
     @property
     def error_j(self) -> float:
-        """Half-width, 95 %, of the random error of this amount."""
+        """The random error of this amount: half-width of the 95 % interval."""
         return NORMAL_95 * sqrt(self.start_j2 + self.end_j2 + self.inside_j2)
 
     def __add__(self, later: EnergyAmount) -> EnergyAmount:

@@ -13,7 +13,7 @@ from effllm.records.rank import Event
 #: Limit of the lines of one kind and rank in a minute.
 MAX_PER_MINUTE = 100
 MINUTE_S = 60.0
-#: Limit of the lines of one kind over all ranks: its first value, and how much it grows in each minute.
+#: Limit of the lines of one kind over all ranks: its first value, and its growth in each minute.
 MAX_OF_KIND, MORE_OF_KIND = 20_000, 300
 #: A longer text counts as several lines of this many bytes.
 LINE_BYTES = 500
@@ -25,8 +25,8 @@ class EventLimit:
     def __init__(self) -> None:
         self._since_s: float | None = None
         self._lines: dict[tuple[str, int | None], int] = {}  # in this minute
-        self._left: dict[str, int] = {}  # how many lines a kind may still have
-        self._left_out: dict[tuple[str, int | None], Event] = {}  # newest event without a line, with the count of all
+        self._left: dict[str, int] = {}  # number of lines that a kind may still have
+        self._left_out: dict[tuple[str, int | None], Event] = {}  # newest event without a line; its count is the total
 
     def admits(self, event: Event) -> bool:
         """Return whether an event becomes a line; count an event without a line."""

@@ -1,4 +1,4 @@
-"""The facts of a rank, from its training process to its agent; standard library only.
+"""The facts of a rank, from its training process to its agent. This module uses only the standard library.
 
 The facts are JSON in shared memory, and shared memory is not trusted. `from_document` ignores unknown names. A field
 that is missing or has another type gets its default.

@@ -56,7 +56,7 @@ class Counts(Counted, Struct, frozen=True):
 
 
 class LoopTimes(Struct, frozen=True):
-    """Times of the iterations; each is that of the slowest rank, which the field's comment defines."""
+    """Times of the iterations.  Each field is of the slowest rank, which the field's comment defines."""
 
     time_s: float = 0.0  # T: maximum over ranks of the sum of iteration times (on the base job: of wall times)
     slowest_step_s: float = 0.0  # sum of the steps of the rank with the largest mean step
@@ -74,7 +74,7 @@ class JobEnergy(SummedEnergy, frozen=True, array_like=False, kw_only=True):
     counts: Counts = Counts()  # counts of the windows with sufficient coverage
     is_complete: bool = False  # whether all windows are included, so joules is the total
     measured_j: float | None = None  # measured energy of all windows, also without sufficient coverage; not a total
-    gpus_j: float | None = None  # energy of only the GPUs in the same windows, for any power scope
+    gpus_j: float | None = None  # energy of the GPUs without other devices, in the same windows
 
 
 class DeviceTotals(Struct, frozen=True):
@@ -90,7 +90,7 @@ class DeviceTotals(Struct, frozen=True):
     utilization_max: float | None = None
     utilization_error: float | None = None  # sampling error of utilization_mean; None if there is no GPU
     power_peak_w: float | None = None  # the largest reading of one GPU
-    power_histogram_s: dict[int, float] = {}  # GPU-seconds by power, in steps of POWER_STEP_W
+    power_histogram_s: dict[int, float] = {}  # bin -> GPU-seconds; a bin is POWER_STEP_W wide
     throttled_s: float | None = None  # GPU-seconds in which heat or the board lowered the clock
     throttle_covered_s: float = 0.0
     temperature_max_c: float | None = None
@@ -123,7 +123,7 @@ class GoodputTotals(Struct, frozen=True):
 class Overhead(Struct, frozen=True):
     """The cost of measurement: CPU seconds, summed over the processes of each kind."""
 
-    recorder_cpu_s: float | None = None  # estimated: time of a call, measured at the start, times number of calls
+    recorder_cpu_s: float | None = None  # estimated: duration of a call (measured at the start) times number of calls
     agents_cpu_s: float | None = None
     aggregator_cpu_s: float | None = None  # sum over all consecutive aggregators of the run
     sent_bytes: int | None = None  # counted by the agents
@@ -234,7 +234,7 @@ class WindowReport(Struct, frozen=True, omit_defaults=True):
     power_scope: str | None = None
     warming_up: bool = False
     final: bool = False
-    correction: bool = False  # whether this is no new window, but totals after a late report
+    correction: bool = False  # True: new totals after a late report, not a new window
     energy_by_class: dict[str, float | None] = {}
     time_by_class: dict[str, float] = {}
     energy_doubtful: bool = False  # the window's energy has a random error of more than 5 %
@@ -272,8 +272,8 @@ class EnergySummary(Struct, frozen=True):
     joules_per_token: float | None = None
     by_device: dict[str, float] = {}
     error_by_device: dict[str, float] = {}  # random part of the error, half-width, 95 %
-    estimated_joules: float | None = None  # part of the total: estimated from power, because a counter had no value
-    warmup_joules: float | None = None  # part of the total: the warm-up, which is not in run-to-date values
+    estimated_joules: float | None = None  # part of the total, estimated from power because a counter had no value
+    warmup_joules: float | None = None  # part of the total, used in the warm-up; run-to-date values exclude this part
     by_class: dict[str, float | None] = {}
     time_coverage: float | None = None  # measured share of the elapsed time (without restart gaps), mean over devices
     iterations_coverage: float | None = None  # measured share of the iterations, mean over devices

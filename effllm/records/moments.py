@@ -1,4 +1,7 @@
-"""Count, sum, deviation and range of a series of numbers; standard library only, for both processes of a rank."""
+"""Count, sum, deviation and range of a series of numbers, for both processes of a rank.
+
+This module uses only the standard library.
+"""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class Sensor(Struct, frozen=True, array_like=True):
 
     tick_s: Amount = 0.0  # time between two changes of the counter; 0: the counter changes continuously
     tick_error_s: Amount = 0.0  # half-width of the error of the tick
-    lag_s: Number = 0.0  # a reading shows the energy up to this long before the reading
+    lag_s: Number = 0.0  # delay: a reading shows the energy up to a time `lag_s` before the reading
     lag_error_s: Amount = 0.0
     duty: Amount = 1.0  # share of each tick in which the sensor measures power
     is_held: bool = False  # whether the power reading also changes only at ticks
@@ -105,7 +105,7 @@ class Device(Struct, frozen=True):
     energy_method: Word | None = None  # one of METHODS, or None: not measured
     power_scope: Word | None = None  # GPU, MODULE, CPU or NODE_PSU
     not_measured: Sentences = ()  # a sentence for each quantity that this device cannot measure
-    energy_key: Word = ""  # the same for all devices that report the same energy (a module's); else empty
+    energy_key: Word = ""  # shared by all devices that report the energy of one module; else empty
     energy_note: Sentence = ""  # how energy is derived if it is not read directly: "3/7 of its GPU's, ..."
     sensor: Sensor = Sensor()
     driver: Word = ""  # name and version of the interface to the device
@@ -234,11 +234,11 @@ class DeviceWindow(Struct, frozen=True, array_like=True, gc=False):
     phases: Annotated[dict[Word, Integrals], Meta(max_length=32)] = {}  # parts of the window outside its iterations
     memory_peak_bytes: Amount | None = None
     power_peak_w: Amount | None = None
-    energy_method: Word | None = None  # method of this window: one of METHODS
+    energy_method: Word | None = None  # source of the energy in this window: one of METHODS
     gauges: Annotated[dict[Word, Gauge], Meta(max_length=64)] = {}
-    throttled_s: Amounts = {}  # reason -> seconds; reasons may overlap; "any": any reason that is heat or the board
+    throttled_s: Amounts = {}  # reason -> seconds; reasons may overlap; "any": at least one heat or board reason
     throttle_covered_s: Amount = 0.0
-    # Seconds by power, in steps of POWER_STEP_W.
+    # Bin of the power histogram -> seconds; a bin is POWER_STEP_W wide.
     power_histogram_s: Annotated[dict[PowerBar, Amount], Meta(max_length=NUM_POWER_BARS)] = {}
 
     @property
@@ -289,7 +289,7 @@ def add_profiles(*profiles: Profile | None) -> Profile | None:
     return reduce(add, known) if known else None
 
 
-#: Names of values in one report; a report with this many names and full digests has 100 kB of values.
+#: Maximal number of names of values in one report; a report with this many names and full digests has 100 kB of values.
 MAX_NAMES = 200
 #: Limits of the centroids of a name: in the report of a rank, and in sums over ranks and windows.
 WINDOW_CENTROIDS, SUM_CENTROIDS = 32, 100
@@ -318,7 +318,8 @@ class RankReport(CountedOnWire, Struct, frozen=True, array_like=True, gc=False):
     agent: Word  # random id of the sending agent; (agent, sequence) identifies a report
     sequence: Count
     rank: Count
-    # Equal on all ranks: ceil((ordinal + offset at start) / LOG_INTERVAL); 1, 2, 3, ... after windows are joined.
+    # Number of the window, equal on all ranks: ceil((ordinal + offset at start) / LOG_INTERVAL); 1, 2, 3, ... after
+    # windows are joined.
     window: Count
     iteration_first: Count  # ordinals; first > last in a report without iterations
     iteration_last: Count
@@ -345,11 +346,12 @@ class RankReport(CountedOnWire, Struct, frozen=True, array_like=True, gc=False):
     arrival_ns: Count = 0  # arrival at the sync point in the window's last iteration; 0: not known
     device_own_steps: Count = 0  # number of iterations with an own time on the device
     device_own_step_s: Amount = 0.0
-    # If iterations are in step with a sensor: error (half-width, 95 %) of its energy, run to date, as a share.
+    # Relative error (half-width, 95 %) of the energy run to date, if iterations are synchronous with a sensor's ticks.
     aliasing_error: Amount | None = None
     losses_not_finite: Count = 0  # number of losses that were NaN or infinite
     first_not_finite: Position | None = None  # number, as shown, of the first iteration with such a loss
-    values: Annotated[dict[Word, ValueStatistics], Meta(max_length=MAX_NAMES)] | None = None  # of instruments, by name
+    # Statistics of the values of instruments, by name.
+    values: Annotated[dict[Word, ValueStatistics], Meta(max_length=MAX_NAMES)] | None = None
 
     @property
     def iterations(self) -> int:

@@ -75,8 +75,8 @@ class Slot(NamedTuple):
     # or COMPUTING; LOSS: 1 if the loss is missing; VALUES: number of values; SPAN: number of the chain.
     what: int
     ordinal: int
-    # ITERATION: own time in ns, 0 unknown; LOSS: iteration number of the caller; PROFILE: time in ns; DEVICE_TIME and
-    # OWN_TIME: number of timed iterations; VALUES: number of values so far; SPAN: number of the request.
+    # ITERATION: own time in ns (0 if unknown); LOSS: iteration number of the caller; PROFILE: time in ns; DEVICE_TIME
+    # and OWN_TIME: number of timed iterations; VALUES: number of values so far; SPAN: number of the request.
     number: int
     start_ns: int
     end_ns: int
@@ -232,7 +232,7 @@ class RingWriter:
         _pack_status(self._map, _STATUS_AT, state, ordinal, since_ns, what)
 
     def write_facts(self, facts: RankFacts) -> bool:
-        """Replace the facts; ``False`` if they are too large: then the old facts stay."""
+        """Replace the facts; if the new facts are too large, keep the old facts and return ``False``."""
         return self._facts.write(to_document(facts))
 
     def write_address(self, address: FoundAddress) -> bool:

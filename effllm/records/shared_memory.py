@@ -1,4 +1,6 @@
-"""Memory that a training process shares with its agent, and documents in this memory; standard library only.
+"""Memory that a training process shares with its agent, and documents in this memory.
+
+This module uses only the standard library.
 
 The memory is a memfd that the agent inherits: it has no name and leaves no file. Neither process waits for the other
 process. A half-written document has a wrong checksum, and is read again later. Without a checksum, a half-written
@@ -59,7 +61,7 @@ class SharedDocument:
         self._version = 0  # version of the newest document that `take` has returned
 
     def write(self, document: Mapping[str, Any]) -> bool:
-        """Replace the document; ``False`` if it is too large: then the old document stays."""
+        """Replace the document; if the new document is too large, keep the old document and return ``False``."""
         payload = json.dumps(document, separators=(",", ":")).encode()
         if len(payload) > self._room - DOCUMENT_HEADER.size:
             return False
@@ -99,6 +101,7 @@ def checksum(version: int, payload: bytes) -> int:
     """Return the checksum of a document.
 
     The checksum includes the version and the length, because the fields of a header are stored one after another.
-    Otherwise, if only the version of the first header were stored so far, it would seem a valid empty document.
+    While only the version of the first header is stored, the length and the checksum in this header are 0.  These are
+    also the length and the checksum of empty content, so without the version in the checksum the header would be valid.
     """
     return zlib.crc32(payload, zlib.crc32(version.to_bytes(8, "little") + len(payload).to_bytes(4, "little")))

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 NUM_ANSWERS = 512
-ALONE = 0  # chain of the spans that do not follow each other
+ALONE = 0  # number of the chain for spans that do not follow each other
 NAN = float("nan")
 
 
@@ -27,7 +27,7 @@ class SpanPart(NamedTuple):
 
     number: int  # number of the request
     device: int  # position in the board's list of devices; -1: the rank has no device
-    num_devices: int  # number of parts with this number
+    num_devices: int  # number of parts that answer the same request
     start_ns: int
     end_ns: int
     joules: float = NAN
@@ -51,11 +51,11 @@ class SpanPart(NamedTuple):
 
     @property
     def error_j(self) -> float:
-        """Half-width, 95 %, of the random error of the energy."""
+        """The random error of the energy: half-width of the 95 % interval."""
         return NORMAL_95 * math.sqrt(self.start_j2 + self.end_j2 + self.inside_j2)
 
     def then(self, later: SpanPart) -> SpanPart:
-        """Return the readings in this span and the next span, which share an edge: there the errors cancel.
+        """Return the readings in this span and the next span, which share an edge; the errors at this edge cancel.
 
         The rules are those of `effllm.records.energy.EnergyAmount.then`, which needs more than the standard library.
         """

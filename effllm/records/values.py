@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from effllm.records.rank import MAX_COUNT, MAX_NAMES, SUM_CENTROIDS, ValueStatistics
 
-#: Larger values count as infinite: sums of this many cannot overflow.
+#: A larger value counts as infinite, so that sums of values cannot overflow.
 MAX_VALUE = 1e30
 _MAX_FINITE = 1.7e308
 PERCENTILES = (5, 25, 50, 75, 95, 99)
@@ -24,7 +24,7 @@ PERCENTILES = (5, 25, 50, 75, 95, 99)
 class ValueSummary(Struct, frozen=True, omit_defaults=True):
     """The values of one name, in windows-*.jsonl and in summary.json; a missing field was not measured."""
 
-    count: int  # finite values of all ranks
+    count: int  # number of finite values of all ranks
     unit: str = ""
     total: float | None = None
     mean: float | None = None
@@ -74,7 +74,7 @@ def merged(parts: Sequence[ValueStatistics]) -> ValueStatistics:
 
 
 def _merged_centroids(parts: Sequence[ValueStatistics]) -> tuple[tuple[float, int], ...]:
-    """Return the centroids of all parts; empty if a part has none, because percentiles of a part would mislead."""
+    """Return the centroids of all parts; empty if a part has none, because then percentiles would be wrong."""
     if not all(part.centroids for part in parts):
         return ()
     known = [centroid for part in parts for centroid in part.centroids]
@@ -92,7 +92,7 @@ def _digest(centroids: Sequence[tuple[float, int]]) -> Any:
 
 
 def merged_by_name(parts: Iterable[Mapping[str, ValueStatistics]]) -> dict[str, ValueStatistics]:
-    """Return the statistics of all values by name: at most `MAX_NAMES` names, the first ones."""
+    """Return the statistics of all values by name, for the first `MAX_NAMES` names."""
     known: dict[str, list[ValueStatistics]] = {}
     for part in parts:
         for name, one in part.items():
@@ -104,7 +104,7 @@ def merged_by_name(parts: Iterable[Mapping[str, ValueStatistics]]) -> dict[str, 
 
 
 def summaries(values: Mapping[str, ValueStatistics]) -> dict[str, ValueSummary]:
-    """Return the statistics as they are in the files of a run."""
+    """Return the statistics in the form of the files of a run."""
     return {name: _summary(name, one) for name, one in sorted(values.items())}
 
 

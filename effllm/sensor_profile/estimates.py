@@ -141,7 +141,7 @@ def is_together(ones: Sequence[Tick], others: Sequence[Tick], within_s: float) -
 
 
 def steps_w(ticks: Sequence[Tick], rhythm: Rhythm) -> list[tuple[float, float]]:
-    """Return the time and the mean power of each step of a counter, without steps over several ticks."""
+    """Return the time and the mean power of each increase of a counter; increases over several ticks are left out."""
     is_regular = rhythm.period_s > 0 and rhythm.jitter_s < REGULAR_S
     pairs = [(before, after) for before, after in pairwise(ticks) if after.at_s > before.at_s]
     if rhythm.period_s > 0:
@@ -249,7 +249,7 @@ def _without_each_part(readings: Readings) -> list[Readings]:
 
 
 def _jackknife_95(values: Sequence[float]) -> float:
-    """Return an estimate's 95 % half-width, from the estimates that each leave out one part of the readings."""
+    """Return an estimate's 95 % half-width, from estimates, each of which omits one part of the readings."""
     count, mean = len(values), statistics.fmean(values)
     return _STUDENT_95[count - 1] * math.sqrt((count - 1) / count * sum((value - mean) ** 2 for value in values))
 

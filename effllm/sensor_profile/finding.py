@@ -42,7 +42,7 @@ SETTLE_S = 1.0
 #: A larger relative difference between counter and integrated power is reported.
 DISAGREEMENT = 0.03
 
-#: The source of a sensor: measured under load, or only idle.
+#: The source of a sensor's values: measured under load, or measured only on the idle GPU.
 PROFILED, MEASURED = "profiled here", "measured here"
 
 
@@ -78,7 +78,7 @@ class SensorEvidence:
 
     @property
     def tick_s(self) -> float:
-        """The counter's tick, or else the power reading's; 0 if both are unknown."""
+        """The tick of the counter, else the tick of the power reading; 0 if both are unknown."""
         rhythms = (self._counter.rhythm, self._power.rhythm)
         return next((rhythm.period_s for rhythm in rhythms if rhythm is not None), 0.0)
 
@@ -129,7 +129,7 @@ class SensorEvidence:
 
     @property
     def _lag_s(self) -> float | None:
-        """The counter's lag: a tick shows the energy up to a time that is this much earlier."""
+        """The counter's lag: a tick shows the energy up to a time `_lag_s` before the tick."""
         followed, rhythm = self._responses.get("counter"), self._counter.rhythm
         return None if followed is None or rhythm is None else followed.middle_s - rhythm.period_s / 2
 
@@ -204,7 +204,7 @@ class SensorEvidence:
         if average is not None:
             sensor = replace(sensor, average_s=average.window_s)
         followed, lag_s = self._responses.get("counter"), self._lag_s
-        if self._device.energy_method != COUNTER:  # the lag is that of an energy counter
+        if self._device.energy_method != COUNTER:  # `lag_s` is the lag of the energy counter only
             return replace(sensor, source=PROFILED) if self._responses and tick is not None else sensor
         if followed is None or rhythm is None or lag_s is None:
             return sensor

@@ -50,8 +50,8 @@ class Loader(Protocol):
 def pattern(seconds: float, tick_s: float) -> list[float]:
     """Return durations of load, pause, load, ...: first long, then short, then medium; never in step with ticks.
 
-    The long ones show the state of the loaded GPU.  The short ones, some shorter than a tick, begin at varying phases
-    of the sensor.  The medium ones are long enough for readings that are means over a second.
+    Long loads show the state of the loaded GPU.  Short loads, some shorter than a tick, begin at varying phases of the
+    sensor.  Medium loads are long enough for readings that are means over a second.
 
     Args:
         seconds: total duration.

@@ -29,7 +29,7 @@ class Rhythm(Struct, frozen=True):
 
 
 class Response(Struct, frozen=True):
-    """How a reading follows the load: each value is the mean of a window that ends before the value is shown."""
+    """The response of a reading to the load: each value is the mean of a window that ends before the value is shown."""
 
     window_s: float
     window_error_s: float  # 95 % half-width, as of `middle_error_s`
@@ -106,7 +106,7 @@ class SensorProfile(Struct, frozen=True):
     power_response: Response | None = None
     average: Rhythm | None = None
     average_response: Response | None = None
-    usage: Rhythm | None = None  # of nvmlDeviceGetPowerUsage: instant or averaged power, by board
+    usage: Rhythm | None = None  # rhythm of nvmlDeviceGetPowerUsage: instant or averaged power, by board
     usage_response: Response | None = None
     power_is_held: bool | None = None  # whether power is the mean of the counter's last tick
     ratios: dict[str, Ratio] = {}  # ratio of counter to integrated power: idle, loaded, switched

@@ -96,7 +96,7 @@ class _Products:
         return spent_s / done
 
     def switch(self, stretches_s: Sequence[float]) -> list[tuple[int, int]] | None:
-        """Alternate load and pause; return when each began and the last ended; ``None`` if the parent has ended."""
+        """Alternate load and pause; return the edges of the load, or ``None`` if the parent has ended."""
         edges: list[tuple[int, int]] = []
         for number, stretch_s in enumerate(stretches_s):
             is_on = number % 2 == 0

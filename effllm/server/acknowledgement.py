@@ -9,7 +9,7 @@ from effllm.job.closed_windows import Closed
 from effllm.job.pacing import Pace, is_large
 from effllm.records.clock import Now
 
-MAX_UNSAVED = 64  # states that are not written yet
+MAX_UNSAVED = 64  # limit of the states that wait for a write
 
 Sequences = dict[int, int]  # rank -> last sequence of its reports in a state
 
@@ -49,7 +49,7 @@ class Acknowledgement:
         """Write the closed windows, and the state if it is due."""
         aggregator = self._aggregator
         has_closed, is_slow = self._put(aggregator.closed.take()), is_large(aggregator.ledger.world_size)
-        if has_closed and (is_slow or len(self._unsaved) > 1):  # values do not wait for the acknowledgement
+        if has_closed and (is_slow or len(self._unsaved) > 1):  # the newest values are sent before the acknowledgement
             self._send_values()
         if not self._pace.is_due(now.mono_s, aggregator.ledger.world_size, aggregator.presence.num_left > 0):
             return
@@ -91,7 +91,7 @@ class Acknowledgement:
         self._send({rank: self._acknowledged.get(rank, 0) for rank in shown})
 
     def _relieve(self) -> None:
-        """Acknowledge unwritten states if a stalled disk causes half of an agent's buffer to be full."""
+        """Acknowledge the reports in unwritten states if an agent's buffer is half full because of a stalled disk."""
         while len(self._unsaved) > 1:
             oldest, newest = self._unsaved[0], self._unsaved[-1]
             waiting = max((sequence - oldest.get(rank, 0) for rank, sequence in newest.items()), default=0)

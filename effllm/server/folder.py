@@ -79,7 +79,7 @@ class _Predecessor:
     def ask_to_end(self, holder: run_lock.Holder) -> None:
         address = holder.endpoint.removeprefix("tcp://").rpartition(":")[0]
         if holder.host != platform.node() and is_loopback(address):
-            return  # a loopback address of another host
+            return  # the loopback address of another host cannot be reached
         if self._link is None:
             keys = None
             if holder.secured:

@@ -1,4 +1,4 @@
-"""The end of a job if ranks send no BYE."""
+"""The end of a job in which ranks send no BYE."""
 
 from __future__ import annotations
 

@@ -28,8 +28,8 @@ from effllm.records.wire import (
 )
 from effllm.server.acknowledgement import Sequences
 
-MAX_FRAMES = 1000  # received frames in one turn of the loop
-MAX_RECEIVE_S = 0.1  # duration of a turn: on a busy machine frames may arrive as fast as they are received
+MAX_FRAMES = 1000  # limit of the frames received in one turn of the loop
+MAX_RECEIVE_S = 0.1  # limit of a turn's duration: on a busy machine frames may arrive as fast as they are received
 MAX_REJECTED = 32  # after this many consecutive rejected frames, plus one per peer, no valid frame waits
 
 
@@ -60,7 +60,7 @@ class Messages:
         self._folder = folder
         self._admit = admit
         self._supersede = supersede
-        self.is_flooded = False  # frames were rejected in the last complete read of the socket
+        self.is_flooded = False  # True: the last complete read of the socket ended with rejected frames
 
     def receive(self) -> bool:
         """Receive at most `MAX_FRAMES` messages; return whether all messages of peers below their rate were read."""
@@ -91,7 +91,7 @@ class Messages:
         report = self._aggregator.closed.last_report
         values = {tag: value for tag, value in report.values.items() if "/" not in tag} if report else {}
         iteration, count = report.iteration if report else 0, self._aggregator.ledger.reports
-        frames: dict[int, bytes] = {}  # by sequence; ten thousand ranks have few different sequences
+        frames: dict[int, bytes] = {}  # frames by sequence; ten thousand ranks have few different sequences
         for rank, sequence in sequences.items():
             peer = self._peers.of_rank(rank)
             if peer is not None:

@@ -194,7 +194,7 @@ class Server:
         refused = self._admission.hello(peer, message, objection, is_trainer_gone, now)
         if refused is None:
             self._has_learned = True
-            if self._facts.learn(message) and is_large(message.world_size):  # before the first windows
+            if self._facts.learn(message) and is_large(message.world_size):  # done before the first windows
                 self._collect()
             if not self._has_begun:  # the state shows this attempt, even if it is killed before its first window
                 self._has_begun = True
@@ -216,9 +216,9 @@ class Server:
         self._aggregator.ledger.note_own(time.process_time(), self._socket.received_bytes)
         self._end.give_up_lost(now.mono_s)
         self._aggregator.tick(now, self._heard_until_s)
-        # The facts of ten thousand ranks are 8 MB.
+        # The facts of ten thousand ranks are 8 MB, so larger worlds write them less often.
         self._update_facts(max(keep_every_s(self._aggregator.ledger.world_size), FACTS_EVERY_S))
-        if now.mono_s < self._killed_until_s:  # the correct status if a kill comes before the next tick
+        if now.mono_s < self._killed_until_s:  # this status is correct if a kill comes before the next tick
             self._outputs.write_summary(msgspec.structs.replace(self._summary(ended=False), status="killed"))
 
     def _update_facts(self, every_s: float = 0.0) -> None:

@@ -14,8 +14,8 @@ from effllm.store.provenance import Git, gather
 
 #: Fields of HELLO that are facts of the run with the same names.
 OF_LOOP = ("style", "evaluation_in_iterations", "iterations_not_measured")
-MAX_FACTS = 1000  # facts of a run; rank 0 sends about twenty facts
-MAX_FACTS_BYTES = 256 * 1024  # size of the facts sent by ranks
+MAX_FACTS = 1000  # limit of the facts of a run; rank 0 sends about twenty
+MAX_FACTS_BYTES = 256 * 1024  # limit of the size of the facts sent by ranks
 
 
 class GitFacts(NamedTuple):
@@ -36,7 +36,7 @@ class RunFacts:
         }
         self._git = Git(Path.cwd())
         self._has_git = self._is_changed = False
-        self.has_new_rank = False  # since the last `take`
+        self.has_new_rank = False  # whether a rank has joined since the last `take`
         self._num_bytes = 0  # size of the facts sent by ranks
         self._taken_s = float("-inf")
 

@@ -11,7 +11,7 @@ from effllm.store.reader import segments
 MB = 1_000_000
 #: Kinds of files with the detail of a run, from which totals were computed.
 DETAIL = ("windows", "ranks")
-MIN_SEGMENTS = 16  # number of files in a folder at its limit, so that one removed file is a small part
+MIN_SEGMENTS = 16  # number of files in a full folder, so that each removed file is only a small part of it
 MEASURED_S = 30.0  # period over which the rate of windows is measured
 #: A higher rate of windows causes a warning: a window should last at least a second.
 MAX_WINDOWS_PER_S = 1.2

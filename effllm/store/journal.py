@@ -1,4 +1,4 @@
-"""JSON Lines in numbered files: unwritten lines wait in memory, and a full disk tears no line."""
+"""JSON Lines in numbered files: unwritten lines wait in memory, and a full disk leaves no partial line."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class Journal:
             self._descriptor = -1
 
     def _check_file(self) -> None:
-        """Open a new file if the current one is too large or no longer has its name."""
+        """Open a new file if the current file is too large, or was removed or renamed."""
         if self._descriptor < 0 or not self._is_in_place():
             self._open(self._number)
         if self._segment_bytes and os.fstat(self._descriptor).st_size >= self._segment_bytes:
@@ -131,7 +131,7 @@ class Journal:
         size = self._without_torn_line()
         if size and os.pread(self._descriptor, 1, size - 1) != b"\n":
             text = b"\n" + text
-        if not size and text.startswith(b'{"'):  # once per file, not on each line
+        if not size and text.startswith(b'{"'):  # the version is written once per file
             text = b'{"schema_version":%d,%b' % (SCHEMA_VERSION, text[1:])
         left = text
         try:
@@ -141,7 +141,7 @@ class Journal:
             with contextlib.suppress(OSError):  # the file system may reject every change
                 os.ftruncate(self._descriptor, size)
             if error.errno == errno.EFBIG and self._segment_bytes and size:
-                self._open(self._number + 1)  # this limit is per file, so the next file can be written
+                self._open(self._number + 1)  # EFBIG is a limit per file, so the next file can be written
                 return False
             raise
         return True

@@ -14,7 +14,7 @@ import stat
 from pathlib import Path
 
 _FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
-_MAX_LINKS = 40  # in one path, as in the kernel
+_MAX_LINKS = 40  # limit of links in one path, as in the kernel
 _UNMAPPED_USER = 65534  # the owner that a user namespace shows for files of the host's root
 _WRITTEN_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
@@ -115,7 +115,7 @@ def _open_part(part: str, at: int, make: bool) -> int:
 
 
 def _check_part(about: os.stat_result, at: int, part: str, folder: Path) -> None:
-    """Reject a part that another user may have created in a folder ``at`` to which other users can write.
+    """Reject a path's part that another user may have created in a folder ``at`` to which other users can write.
 
     In a group's folder, folders of its members are accepted, but links of its members are not followed.
     """

@@ -62,7 +62,7 @@ class Git:
 
     def _is_dirty(self) -> bool | str:
         try:
-            # A filter without a value is not started; without a value, a filter with "required" would be an error.
+            # Git starts no filter whose command is empty.  A "required" filter with an empty command would be an error.
             filters = (self._run("config", "--name-only", "--get-regexp", r"^filter\.") or "").split("\n")
             without_filters = [f"{name}={'false' if name.endswith('.required') else ''}" for name in filters if name]
             changed = self._run(*_GIT_STATUS, settings=without_filters)

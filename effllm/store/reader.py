@@ -1,4 +1,4 @@
-"""The rows in the files of a run folder, and functions that read them; torn lines of killed writers are skipped."""
+"""The decoded lines of the files in a run folder, and functions that read the lines; torn lines are skipped."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class WindowLine(WindowReport, frozen=True, kw_only=True):
     last: dict[str, Any]
     run: dict[str, Any] | None = None
     job: dict[str, Any] | None = None
-    constants: JobConstants | None = None  # for this and the following lines; in schema 1 all totals have constants
+    constants: JobConstants | None = None  # constants of this and the next lines; in schema 1 all totals have constants
 
 
 class WindowRow(WindowReport, frozen=True, kw_only=True):
@@ -311,7 +311,7 @@ def read_windows(folder: Path) -> WindowRows:
 
 
 def read_ranks(folder: Path) -> JsonLines[RankRow]:
-    """Read the rows of ranks of a run, oldest first."""
+    """Read the rank reports of a run, oldest first."""
     return JsonLines(segments(folder, "ranks"), RankRow)
 
 

@@ -29,7 +29,8 @@ from effllm.store.window_text import block_lines
 
 #: Name of the run folder in the counts of unwritten windows.
 NAME = "runfolder"
-#: In worlds up to this size all rows are written; in larger worlds at most this many per window, the largest outliers.
+#: In worlds up to this size the reports of all ranks are written.  In larger worlds at most this many reports are
+#: written per window: the largest outliers.
 MAX_ROWS = 256
 #: Robust z-score (Iglewicz and Hoaglin, 1993) above which a rank's step time is an outlier.
 OUTLIER_Z = 3.5
@@ -64,18 +65,18 @@ def open_run_folder(folder: Path, facts: Mapping[str, Any], **options: Any) -> R
 
 
 class RunFolder:
-    """Writes every window, the rows of its ranks, the events, the facts and the summary of a run.
+    """Writes every window, the reports of its ranks, the events, the facts and the summary of a run.
 
     While the folder cannot be written, lines wait in memory, up to a limit, and are written later.
 
     Args:
         folder: the folder, which is made if missing; the files of an earlier attempt are continued.
         facts: facts for run.json, added to the facts of an earlier attempt.
-        segment_bytes: size at which the next file of windows or rows is started.
+        segment_bytes: size at which the next file of windows or rank reports is started.
         max_waiting_bytes: limit of the waiting lines, for each kind.
         warn: called with one line about the folder.
         tensorboard_dir: folder of TensorBoard's event file, which summary.txt contains.
-        limit_mb: size above which the oldest windows and rows are removed; 0 means no limit.
+        limit_mb: size above which the oldest windows and rank reports are removed; 0 means no limit.
         log_interval: iterations per window.
 
     Raises:
@@ -121,7 +122,7 @@ class RunFolder:
         self.update_facts({**_facts_of_earlier_attempt(folder / "run.json"), **facts})
 
     def write(self, report: ClusterReport, rows: Sequence[RankReport]) -> None:
-        """Append one window and the rows of its ranks; in worlds above 256 ranks only the rows of outliers."""
+        """Append one window and the reports of its ranks; in worlds above 256 ranks only the reports of outliers."""
         num_bytes, num_reports = 0, len(rows)
         if report.correction or not self._written.has_window(report, rows):
             has_totals = report.final or report.correction or abs(report.time_s - self._totals_s) >= TOTALS_EVERY_S
@@ -203,7 +204,7 @@ class RunFolder:
 
     def _flush(self) -> None:
         """Write waiting lines; a file that cannot be written does not block other files."""
-        # Empty journals are skipped, because a system call takes as much time as a line.
+        # Empty journals are skipped, because the check of the disk in `_do` takes as much time as a line.
         waiting = [journal.flush for journal in self._journals if journal]
         done = [self._do(work) for work in (self._write_facts, *waiting)]
         if all(done):
@@ -277,7 +278,7 @@ class RunFolder:
 
 
 def outliers(rows: Sequence[RankReport]) -> list[RankReport]:
-    """Return the rows with a step time far from the median, and the rows with gaps in their measurement, in order."""
+    """Return the reports with a step time far from the median or with gaps in their measurement, in order."""
     if not rows:
         return []
     busy_s = np.array([row.busy_s for row in rows])

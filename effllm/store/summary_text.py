@@ -20,14 +20,14 @@ WIDTH = 78
 J_PER_KWH = 3.6e6
 #: A smaller energy is shown in joules, not in kilowatt-hours.
 MIN_KWH = 0.01
-#: Names of instruments' values in the table.
+#: Maximum number of names of instruments' values in the table.
 MAX_SHOWN_NAMES = 40
 #: A smaller share would be shown as 0.0 %.
 MIN_SHARE = 0.0005
 
 
 def readable(value: float) -> str:
-    """Return a number for display: three significant digits, or from a thousand on a whole number with separators."""
+    """Return a number for display: three significant digits below 1,000, a whole number with separators above."""
     if value == 0:
         return "0"
     if 999.5 <= abs(value) < 1e10:

@@ -28,7 +28,7 @@ class _Line(Struct):
 
 
 class Written:
-    """The windows and rows of ranks at the end of a run folder's files.
+    """The windows and rank reports at the end of a run folder's files.
 
     The state does not show which lines are written: it may be missing, unreadable, or from the previous attempt.
 
@@ -42,12 +42,15 @@ class Written:
         self._rows = {(line.attempt, line.rank, line.window, line.start_time_s) for line in _newest(folder, "ranks")}
 
     def has_window(self, report: ClusterReport, rows: Sequence[RankReport]) -> bool:
-        """Whether a window is written; a written window that ended before the start of this window is another job's."""
+        """Whether a window is written.
+
+        A written window with the same number that ended before the start of this window is another job's.
+        """
         end_s = self._ends_s.get((report.attempt, report.window))
         return end_s is not None and (not rows or end_s >= min(row.start_time_s for row in rows))
 
     def has_row(self, attempt: int, row: RankReport) -> bool:
-        """Whether a row is written: a row that an agent sends again has exactly the same time."""
+        """Whether a report is written; a report that an agent sends again has exactly the same start time."""
         return (attempt, row.rank, row.window, row.start_time_s) in self._rows
 
 
@@ -56,7 +59,7 @@ def _newest(folder: Path, stem: str) -> Iterator[_Line]:
     for path in reversed(segments(folder, stem)):
         if left_bytes <= 0:
             break
-        size = path.lstat().st_size  # a link is rejected below
+        size = path.lstat().st_size  # size of a link itself; opening the link fails below
         tails.append((path, max(size - left_bytes, 0)))
         left_bytes -= size
     decoder = msgspec.json.Decoder(_Line)

@@ -185,7 +185,7 @@ def watched(report: ClusterReport) -> Iterator[str]:
         yield "loss is not finite"
     energy = metrics.energy
     errors = errors_text(energy.timing_error_ratio(last), energy.sensor_error_ratio(last))
-    # The errors also apply to the power: without tokens they are written after the power.
+    # Energy and power have the same errors: if there is no energy per token, the errors are written after the power.
     with_errors = energy.watts_per_gpu if energy.joules_per_token(last) is None else energy.joules_per_token
     for formula, to_text, template in _WATCHED:
         value = formula(last)

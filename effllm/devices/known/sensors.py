@@ -16,7 +16,7 @@ class KnownSensor:
     window_s: float | None  # part of each period in which power is measured
     power_usage: Literal["instant", "1-s mean"] | None  # kind of power that nvmlDeviceGetPowerUsage returns
     counter: bool  # whether the driver counts energy
-    rise_s: tuple[float, float] | None = None  # delay until the instant power shows a power step
+    rise_s: tuple[float, float] | None = None  # delay until the instant power shows a change of power
     lag_s: float | None = None  # constant delay of the energy counter
     gain_error: float = 0.05  # relative error at 95 %; common to all readings of a board, so it does not average out
     source: str = ""

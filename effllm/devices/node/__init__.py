@@ -1,8 +1,8 @@
 """The power of a node's CPUs and of the whole node, read once per node.
 
 A sensor is an `effllm.devices.Reader` with an ``interval_s`` between readings.  The device has the scope CPU or
-NODE_PSU and measures only power; ``energy_note`` and ``sensor`` describe the source and the error.  To open or read a
-sensor may take seconds, so a separate thread does this.
+NODE_PSU and measures only power; ``energy_note`` and ``sensor`` describe the source and the error.  A separate thread
+opens and reads the sensors, because this may take seconds.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class Credentials:
     user: str
     password: str = field(repr=False)
     authentication: str = BASIC
-    ca_file: Path | None = None  # certificate authorities; None for those of the system
+    ca_file: Path | None = None  # certificate authorities; None: the system's authorities
     fingerprint: bytes | None = None  # SHA-256 of the only accepted certificate; name and issuer are ignored
 
     @classmethod

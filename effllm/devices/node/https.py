@@ -1,6 +1,7 @@
-"""Requests to one HTTPS service over one connection, with limits of time and size, and never to another host.
+"""Requests to one HTTPS service over one connection, with limits of time and size; redirects to other hosts fail.
 
-urllib3's connection is used without pools: a pool follows redirects, retries, and has only a timeout for each attempt.
+urllib3's connection is used without pools: a pool follows redirects, retries, and has no timeout for all attempts
+together.
 A socket's timeout applies to each packet: a service that sends a byte every four seconds would block a reader
 forever.  So a timer closes the connection at the deadline.
 """

@@ -29,7 +29,10 @@ class Counter(NamedTuple):
 
 
 def powercap_zones(root: Path) -> list[Counter]:
-    """Return the packages and their DRAM, but not psys, which contains the packages, or cores, a part of a package."""
+    """Return the packages and their DRAM.
+
+    The zones psys and cores are left out: psys contains the packages, and cores is a part of a package.
+    """
     zones = []
     for path in sorted(root.glob("intel-rapl:*")):  # AMD has the same names; intel-rapl-mmio repeats a package
         try:

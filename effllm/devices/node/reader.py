@@ -10,7 +10,8 @@ from msgspec.structs import replace
 
 from effllm.records.rank import AVERAGE, COUNTER, CPU, INSTANT, Device, Sample, Sensor
 
-#: Seconds between readings of the CPUs, and of the power supplies, whose controller is slow and shared.
+#: Seconds between readings of the CPUs, and between readings of the power supplies.  The controller of the power
+#: supplies is slow and shared.
 CPU_INTERVAL_S, PSU_INTERVAL_S = 1.0, 10.0
 
 _FIELDS = {COUNTER: "energy_j", INSTANT: "power_w", AVERAGE: "power_average_w"}

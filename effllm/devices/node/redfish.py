@@ -49,7 +49,7 @@ MAX_CHASSIS = 128
 MAX_SUPPLIES = 64
 
 ROOT = "/redfish/v1/"
-_TICK_S = 5.0  # assumed if the service does not state the period
+_TICK_S = 5.0  # period of the sensor, assumed if the service does not state the period
 
 
 # --- the search ---
@@ -167,7 +167,7 @@ def _shared_by(found: Iterable[Found]) -> str:
 
 
 def describe(get: Get, source: Source, sensors: Iterable[str | None]) -> tuple[float, float, str]:
-    """Return the longest period and the largest relative error of a source's sensors, and where both come from."""
+    """Return the longest period and the largest relative error of a source's sensors, and the origin of both values."""
     intervals_s: list[float | None] = []
     errors: list[float | None] = []
     for path in sensors:

@@ -100,7 +100,7 @@ class SupplyInputs:
         self.note = f"sum of the inputs of {len(supplies)} power supplies"
 
     def read(self, get: Get) -> Power:
-        """Return the sum; a removed or unplugged supply counts as 0 W, other missing readings raise an error."""
+        """Return the sum; a removed or unplugged supply counts as 0 W, any other missing reading is an error."""
         watts, step_j, sensors = 0.0, 0.0, []
         for one in self._supplies:
             metrics = optional(get, one.metrics, SupplyMetrics)
