@@ -73,7 +73,7 @@ class _NameFinder:
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name != _NAMED_IN or self._has_registered:
             return None
-        self._has_registered = True  # the finder is not removed here: the import system would skip the next finder
+        self._has_registered = True  # a removal of this finder here would make the import system skip the next finder
         try:
             from effllm.hooks import attach_names
             from effllm.hooks._imports import FINDER

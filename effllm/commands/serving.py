@@ -179,5 +179,5 @@ def _has_decreased(first: Labelled | None, second: Labelled | None) -> bool:
 def _grown(first: Labelled | None, second: Labelled | None) -> float | None:
     if second is None:
         return None
-    before = first or {}  # a metric that the first page does not have began at 0
+    before = first or {}  # if the first page does not have this metric, its values began at 0
     return sum(value - before.get(labels, 0.0) for labels, value in second.items())

@@ -23,7 +23,7 @@ from effllm.records.wire import Ack, ByeSeen, Heartbeat, Rejected, Reports, Welc
 HEARTBEAT_S = 5.0  # the period of real agents
 HELLO_AGAIN_S = 10.0  # ten thousand handshakes with keys take a few seconds
 END_S = 30.0
-CONFIRMED_S = 1.5  # wait of real agents for the last message, which may be lost when the connection ends
+CONFIRMED_S = 1.5  # real agents wait this long for the last message, which may be lost when the connection ends
 CHECK_EVERY = 64  # number of peers between two checks of rank 0's messages
 IDLE_S = 0.005
 MAX_JOINING = 250  # concurrent handshakes of a process; on one machine, more handshakes do not finish earlier

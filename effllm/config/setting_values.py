@@ -127,7 +127,7 @@ SINKS = ValueType(
     "names of files in effllm/sinks/, each once, separated by commas, with options as in console:format=full, or none",
 )
 DEVICE = matching(_NAME.pattern, "auto, or the name of a file in effllm/devices/")
-# An address must not contain credentials: NODE_POWER_CREDENTIALS is a file.
+# An address must not contain credentials: they are in the file NODE_POWER_CREDENTIALS.
 NODE_POWER = matching(
     r"auto|none|ipmi|https?://[^\s@]+", "auto, none, ipmi, or the https:// address of a Redfish service"
 )

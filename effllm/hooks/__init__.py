@@ -72,7 +72,7 @@ def attach_names() -> None:
 
 
 class _Hook:
-    """Imports a hook file when its module is imported, and calls one of its functions."""
+    """Imports a hook file when the hooked module is imported, and calls a function of the hook file."""
 
     def __init__(self, file: str, function: str) -> None:
         self._file, self._function = file, function

@@ -76,7 +76,7 @@ class Batches:
             self._steps.add(samples=samples, tokens=tokens, tokens_loss=tokens_loss)
 
     def _count_rest(self) -> None:
-        """Add the counts that the GPU has computed since the last iteration's end; do not wait for the others."""
+        """Add the counts that the GPU has computed since the last iteration's end; do not wait for other counts."""
         samples, tokens, tokens_loss = self._late.take()
         if self._source and self._processed == 0:
             self._steps.add(samples=samples, tokens=tokens, tokens_loss=tokens_loss)

@@ -207,7 +207,7 @@ class _DeepSpeedLoop:
 
 
 def _size(engine: Any, *names: str) -> int:
-    """Return the result of the first of these methods that the engine's process groups have; 1 without a method."""
+    """Call the first of these methods that the engine's process groups have, and return its result; else return 1."""
     groups = getattr(engine, "mpu", None)
     found = next((getattr(groups, name) for name in names if hasattr(groups, name)), None)
     return int(found()) if found is not None else 1

@@ -27,10 +27,10 @@ _active: EnergyTrackingCallback | None = None  # the callback that measures the 
 class EnergyTrackingCallback(TrainerCallback):  # type: ignore[misc] # transformers is not installed where types are checked
     """Logs the energy of steps and intervals, and writes a report and four JSON files after the training.
 
-    The values are of the devices of this rank; only the first rank logs them and writes the files. A step lasts from
-    the end of the step before it to its own end, with its data wait. An interval ends with the first step that ends at
-    least ``sync_interval_s`` after the interval's start, because the callback runs only at the ends of steps. Values
-    reach the logs as soon as the agent has answered, one or more steps later: ``energy_step/step`` and
+    The values are of the devices of this rank; only the first rank logs them and writes the files. Here a step lasts
+    from the end of the previous step to its own end, so it includes the data wait. An interval ends with the first step
+    that ends at least ``sync_interval_s`` after the interval's start, because the callback runs only at the ends of
+    steps. Values reach the logs as soon as the agent has answered, one or more steps later: ``energy_step/step`` and
     ``energy_interval/step`` are the last steps that the values include. Step values are sums over the steps since the
     last log.
 
@@ -40,8 +40,8 @@ class EnergyTrackingCallback(TrainerCallback):  # type: ignore[misc] # transform
         gpu_monitor: the monitor; by default a new one.
         sync_interval_s: minimum duration of an interval.
         output_dir: folder of the JSON files; ``None`` for no files.
-        carbon_intensity_kg_per_kwh: carbon intensity of the electricity; without one there is no estimate.
-        carbon_intensity: ``document`` for 0.5 kg/kWh.
+        carbon_intensity_kg_per_kwh: carbon intensity of the electricity; without it, no emissions are estimated.
+        carbon_intensity: ``document`` sets an intensity of 0.5 kg/kWh.
         language: language of the final report, ``en`` or ``pt``.
 
     Raises:

@@ -1,5 +1,6 @@
-"""Lightning Fabric, under both package names, and systems built on it such as litgpt: loops with a model and an
-optimizer that ``Fabric.setup`` has wrapped.
+"""Lightning Fabric (``lightning.fabric`` or ``lightning_fabric``), and systems built on it such as litgpt.
+
+Loops with a model and an optimizer that ``Fabric.setup`` has wrapped are measured.
 
 An iteration begins with the first forward pass with gradients after a step, and ends with the wrapped optimizer's
 ``step``.  With gradient accumulation, an iteration has several micro-batches.  The data wait is the time of torch's

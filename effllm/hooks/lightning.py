@@ -1,4 +1,4 @@
-"""Lightning, under both package names: its Trainer loads effllm's callback from the entry points.
+"""Lightning (``lightning.pytorch`` or ``pytorch_lightning``): its Trainer loads effllm's callback from entry points.
 
 An iteration ends with the micro-batch that increases ``trainer.global_step``.  An iteration may have several
 micro-batches, because of ``accumulate_grad_batches`` or manual optimization.  Two optimizers that step in one batch

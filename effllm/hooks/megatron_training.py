@@ -3,9 +3,9 @@
 The module's functions are looked up at each call, so they are wrapped in the module.  The positions of arguments
 differ between versions (0.8 to 0.19 are known), so arguments are read by name.
 
-``train_step`` itself fetches micro-batches.  From 0.10 on, micro-batches come from Megatron's own iterator class.
-Megatron requires this class, so its ``__next__`` is wrapped, and AL excludes the wait for data.  In older versions, and
-on ranks that get their data from a peer, AL includes the wait.
+``train_step`` itself fetches micro-batches.  From Megatron 0.10 on, micro-batches come from Megatron's own iterator
+class.  Megatron requires this class, so its ``__next__`` is wrapped, and AL excludes the wait for data.  In older
+versions, and on ranks that get their data from a peer, AL includes the wait.
 """
 
 from __future__ import annotations
