@@ -60,6 +60,6 @@ def _processes(trainer: int) -> tuple[psutil.Process, psutil.Process]:
 
 
 def _cpu_s(process: psutil.Process) -> float:
-    # The scheduler counts in ns. psutil counts in steps of 10 ms. The goal, 0.1 % of a minute, is 60 ms.
+    # The scheduler counts in ns. psutil counts in units of 10 ms. The goal, 0.1 % of a minute, is 60 ms.
     threads = Path(f"/proc/{process.pid}/task").iterdir()
     return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9

@@ -32,7 +32,7 @@ from effllm.records.energy import EnergyAmount
 from effllm.records.rank import Device, Event, Sample, Sensor
 
 NICENESS = 5  # as in effllm.agent.agent.main
-#: Environment variable: set if the sensors' lag (0 in all traces) is given, as after `effllm profile`.
+#: If this environment variable is set, the agents use the exact lag of the sensors (0), as after `effllm profile`.
 PROFILED = "BENCHMARK_PROFILED"
 
 
@@ -190,7 +190,7 @@ class Ours(Tool):
         )
 
     def cpu_s(self) -> float:
-        """Return the mean CPU time of the agents, from the scheduler's counters in ns (psutil: steps of 10 ms)."""
+        """Return the mean CPU time of the agents, from the scheduler's counters in ns (psutil: units of 10 ms)."""
         tasks = [task for pid in self._agents for task in Path(f"/proc/{pid}/task").iterdir()]
         spent_ns = sum(int((task / "schedstat").read_text().split()[0]) for task in tasks)
         return spent_ns / 1e9 / len(self._agents)

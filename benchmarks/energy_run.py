@@ -58,7 +58,7 @@ def measure(
             stack.callback(run.stop)
         seconds = 0.0
         for number, (run, place) in enumerate(zip(runs, places, strict=True)):
-            chance = random.Random(number)  # every tool gets the same windows
+            chance = random.Random(number)  # every tool measures windows with the same lengths and pauses
             blocks = [{"name": length.name, "windows": length.windows(chance)} for length in lengths]
             seconds += sum(sum(window) for block in blocks for window in block["windows"])
             run.send({"gpus": sum(len(group.gpus) for group in place.groups), "blocks": blocks})

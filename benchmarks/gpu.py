@@ -1,8 +1,8 @@
 """All measurements that need a GPU, in one command: ``python -m benchmarks.gpu --keep``, or ``make bench-gpu``.
 
-The first steps measure the sensors (the report of ``effllm profile``), compare the counter with integrated power under
-square waves, and compare window energies with the known energy of the load.  Further steps measure the cost of calls
-and of an agent on this driver, and training with metrics on and off.  Without CUDA, the steps that need CUDA are
+The first parts measure the sensors (the report of ``effllm profile``), compare the counter with integrated power under
+square waves, and compare window energies with the known energy of the load.  Further parts measure the cost of calls
+and of an agent on this driver, and training with metrics on and off.  Without CUDA, the parts that need CUDA are
 skipped and listed.
 """
 
@@ -83,7 +83,7 @@ def open_gpu(which: str) -> Reader:
 
 
 class _Bench:
-    """The steps of the benchmark, and their results."""
+    """The parts of the benchmark, and their results."""
 
     def __init__(self, reader: Reader, load: str, *, quick: bool) -> None:
         self.figures: list[Figure] = []

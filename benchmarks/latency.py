@@ -20,7 +20,7 @@ from tests.builders import hello, row
 
 RANKS, WINDOWS = 64, 50
 WARM_UP_WINDOWS = 5
-DEADLINE_S = 10.0  # maximum duration of a step; without a limit, a hanging benchmark would look like a slow benchmark
+DEADLINE_S = 10.0  # timeout of each wait; without a timeout, a hanging benchmark would look like a slow one
 
 
 def measure(ranks: int = RANKS, windows: int = WINDOWS) -> list[Figure]:

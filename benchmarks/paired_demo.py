@@ -24,7 +24,7 @@ import effllm
 from effllm.hooks.megatron import parameter_share
 
 DEMO = Path(__file__).resolve().parent.parent / "configs" / "demo.yaml"
-UNTIMED = 2  # iterations after each change between on and off
+UNTIMED = 2  # iterations that are not timed, after each change between on and off
 
 
 def main(times: Path, pairs: int, iterations: int) -> None:

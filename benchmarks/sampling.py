@@ -1,6 +1,6 @@
-"""CPU time per tick of effllm's sampler over that of its bare NVML calls, and CPU time per tick of other tools.
+"""CPU time per tick of effllm's sampler, divided by the CPU time of a bare loop; CPU time per tick of other tools.
 
-The bare loop repeats the recorded calls of a reader through ctypes, with the same arguments and pauses: the lower
+The bare loop repeats the recorded NVML calls of a reader through ctypes, with the same arguments and pauses: the lower
 bound for a sampler in Python.  Sampler and bare loop alternate in one process, on a traced GPU.  The first measurement
 uses calls of a few microseconds, shorter than any driver's calls: the worst case.  The second measurement uses
 the durations that calls had on a real board.

@@ -35,7 +35,7 @@ def assert_whole(
     assert (summary.iterations, summary.tokens) == (max(iterations.values()), tokens * sum(iterations.values()))
     rows = {rank: [row for row in ledger.ranks if row.rank == rank] for rank in iterations}
     for rank, count in iterations.items():
-        rows[rank].sort(key=lambda row: (row.attempt, row.window))  # the late rows are at the end of the file
+        rows[rank].sort(key=lambda row: (row.attempt, row.window))  # late reports are at the end of the file
         held = [i for row in rows[rank] for i in range(row.iteration_first, row.iteration_last + 1)]
         truth = set(range(1, count + 1))
         twice = {one for one in held if held.count(one) > 1}
@@ -52,10 +52,10 @@ def assert_whole(
 
 
 def _assert_energy(rank: int, rows: Sequence[Any], local_rank: int) -> None:
-    """Compare the energy of rows with the true energy; the tolerance includes the gaps in the coverage of each row.
+    """Compare the energy in a rank's reports with the true energy.
 
-    On a busy machine samples can be missing, mostly at the edges of short windows. During a gap the power is between
-    the minimum and the maximum of the waveform.
+    On a busy machine samples can be missing, mostly at the edges of short windows. During such a gap the power is
+    between the minimum and the maximum of the waveform, so the tolerance of a report includes its gaps.
     """
     measured = [row for row in rows if row.energy_j is not None]
     assert measured, f"rank {rank}: no row has energy"
@@ -74,7 +74,7 @@ def _assert_energy(rank: int, rows: Sequence[Any], local_rank: int) -> None:
 
 
 def true_j(rows: Sequence[Any], local_rank: int) -> float:
-    """Return the energy of the simulated device of a local rank during these rows."""
+    """Return the true energy of a local rank's simulated device in the windows of these reports."""
     unix_s, wave = time.time() - time.monotonic(), waveform_of(local_rank)
     return sum(wave.energy_j(row.start_time_s - unix_s, row.end_time_s - unix_s) for row in rows)
 
@@ -99,7 +99,8 @@ def assert_undisturbed(job: Job, between_s: tuple[float, float], max_s: float = 
 def assert_readable(folder: Path, unfinished: bool = False) -> None:
     """Check that every JSON file of a run folder is complete and that no temporary file of effllm remains.
 
-    unfinished: whether a writer still runs or was killed, so a temporary file may remain; the next start removes it.
+    unfinished: whether a temporary file may remain, because a writer still runs or was killed. The next start removes
+    this file.
     """
     for path in folder.glob("*.json"):
         msgspec.json.decode(path.read_bytes())

@@ -153,5 +153,5 @@ def hello(rank: int = 0, world_size: int = 2, **changes: Any) -> Hello:
 
 
 def reports(*rows: RankReport, **changes: Any) -> Reports:
-    """Return a message with these rows."""
+    """Return a message with these reports."""
     return Reports(rows, **changes)

@@ -71,7 +71,7 @@ def metric_table():
 
 @pytest.fixture(autouse=True)
 def no_process_is_left(clean_environment, no_shared_memory_is_left):
-    """Fail a test if its processes remain; the search for shared memory comes after their end."""
+    """Fail a test if its processes remain; after their end, the other fixture searches for shared memory."""
     before = set(jobs.processes_of_session())
     yield
     left = jobs.wait_until_gone(lambda: set(jobs.processes_of_session()) - before, jobs.GONE_WITHIN_S)
@@ -100,7 +100,7 @@ def launch(tmp_path):
 
 @pytest.fixture
 def cli(tmp_path):
-    """Return the command line, which runs in the test's folder."""
+    """Return a `CommandLine` that runs effllm in the test's folder."""
     command_line = cli_process.CommandLine(tmp_path)
     yield command_line
     command_line.close()

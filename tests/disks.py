@@ -62,7 +62,7 @@ class Disk:
         _run("fsfreeze", "-u", str(self.path))
 
     def trigger_error(self) -> None:
-        """Trigger an error in the kernel: the file system becomes read-only; earlier writes remain."""
+        """Make the kernel report an error of the file system, which becomes read-only; earlier writes remain."""
         trigger = Path("/sys/fs/ext4") / Path(self._device).name / "trigger_fs_error"
         if not trigger.exists():
             pytest.skip("this kernel cannot trigger an error in a file system")
@@ -96,7 +96,7 @@ class Disk:
             pass  # the last unmount deletes a loop device
 
     def _synchronise(self) -> None:
-        _run("sync", "-f", str(self.path))  # only this disk: other disks of the machine may have much data to write
+        _run("sync", "-f", str(self.path))  # not all disks: other disks may have much data to write
 
     def _mount(self) -> None:
         self._device = _run("losetup", "-f", "--show", str(self._image)).strip()

@@ -2,8 +2,8 @@
 
 KIND: ``silent`` connects and sends nothing, ``garbage`` sends random bytes, ``null`` uses ZeroMQ without keys, ``key``
 uses ZeroMQ with an unknown key. COUNT connections are open at a time; a connection that the other end closes is
-replaced. The flood lasts SECONDS, or longer until COUNT connections were started (``key``: rejected), but at most
-SECONDS + MAX_S. Prints the number of connections and their maximum at one time, as JSON.
+replaced. The flood lasts at least SECONDS, and until COUNT connections were started (``key``: rejected), but at most
+SECONDS + MAX_S. The program prints two numbers as JSON: all started connections, and the most open at one time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def first_bytes(kind: str) -> bytes:
 
 
 def flood(kind: str, port: int, count: int, seconds: float) -> dict[str, int]:
-    """Keep COUNT plain connections open for SECONDS, or longer until COUNT connections were started."""
+    """Keep `count` plain connections open for at least `seconds`, and until `count` connections were started."""
     selector, text = selectors.DefaultSelector(), first_bytes(kind)
     began = most = 0
     enough_s = time.monotonic() + seconds
@@ -68,7 +68,7 @@ def flood(kind: str, port: int, count: int, seconds: float) -> dict[str, int]:
 
 
 def flood_with_keys(port: int, count: int, seconds: float, server_key: bytes) -> dict[str, int]:
-    """Keep COUNT connections with unknown keys open for SECONDS, or longer until COUNT connections were rejected."""
+    """Keep `count` connections with unknown keys open for at least `seconds`, and until `count` were rejected."""
     context = zmq.Context()
     peers, monitors = [], []
     for _ in range(0, count, AT_ONE_SOCKET):

@@ -1,9 +1,9 @@
 """A rank with a valid key that sends at full rate: ``hostile_rank.py KIND ENDPOINT SECRET WORLD_SIZE SECONDS
 COUNT``.
 
-KIND: ``rows`` sends reports of windows far ahead, ten rows with wide histograms per frame; ``facts`` repeats HELLO with
-new facts each time. The rank sends for SECONDS, or longer until it has sent COUNT frames, but for at most SECONDS +
-MAX_S. Prints the number of sent frames.
+KIND: ``rows`` sends ten reports per frame, of windows far ahead and with wide histograms; ``facts`` repeats HELLO with
+new facts each time. The rank sends for at least SECONDS, and until it has sent COUNT frames, but for at most SECONDS +
+MAX_S. The program prints the number of sent frames.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def frame(kind: str, number: int, world_size: int) -> FromAgent:
 
 
 def main(kind: str, endpoint: str, path: str, world_size: int, seconds: float, count: int) -> None:
-    """Send until both SECONDS and COUNT are reached, at most MAX_S longer."""
+    """Send for at least `seconds`, and until `count` frames are sent, but for at most `seconds` + MAX_S."""
     link = AgentLink(make_context(), endpoint, AgentKeys.of(secret.read(Path(path)), ""))
     link.connect()
     num_sent, is_new, until_s = 0, False, time.monotonic() + seconds

@@ -48,7 +48,7 @@ class Host:
 
     @property
     def prefix(self) -> list[str]:
-        """Return the prefix of commands on this host; the command has the pid of the started process."""
+        """Return a prefix that runs a command on this host; the pid of the started process stays the command's pid."""
         named = f'hostname {self.name}; exec "$@"'
         return ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "sh", "-c", named, "sh"]
 

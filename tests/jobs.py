@@ -168,12 +168,12 @@ class Ledger:
 
     @property
     def windows(self) -> list[WindowRow]:
-        """Return all rows of windows-*.jsonl; fail if a line is damaged."""
+        """Return all reports in windows-*.jsonl; fail if a line is damaged."""
         return _whole(read_windows(self.folder))
 
     @property
     def ranks(self) -> list[RankRow]:
-        """Return all rows of ranks-*.jsonl; fail if a line is damaged."""
+        """Return all reports in ranks-*.jsonl; fail if a line is damaged."""
         return _whole(read_ranks(self.folder))
 
     @property
@@ -338,7 +338,7 @@ class Launcher:
     def environ(self, settings: dict[str, Any], **variables: str) -> dict[str, str]:
         """Return an environment with these settings; the defaults make a short job with simulated devices."""
         defaults = {"device": "simulated", "collection_interval": 0.05, "run_dir": self._folder / "runs"}
-        defaults["log_interval"] = 10  # windows of ten iterations, also if they are short
+        defaults["log_interval"] = 10  # a window has ten iterations, also if they are short
         if "127.0.0.1" in str(settings.get("endpoint", "")) and "secret_file" not in settings:
             defaults["security"] = "none"  # as in `Aggregator`
         chosen = {f"EFFICIENTLLM_{name.upper()}": str(value) for name, value in {**defaults, **settings}.items()}

@@ -1,4 +1,4 @@
-"""The load of a trace of the tests' NVML library: it switches no GPU, and its edges are exact."""
+"""A load for tests of sensor profiles: a trace has the power of this load, so its edges are exact and no GPU runs."""
 
 import os
 import time

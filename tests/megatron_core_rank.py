@@ -42,7 +42,7 @@ def dense(tensor, pipeline):
 
 
 def experts(tensor, pipeline, expert, expert_tensor):
-    """Build a mixture of two experts without training, because the training needs more than a CPU."""
+    """Build a mixture of two experts without training, because the training needs a GPU."""
     config = TransformerConfig(
         num_layers=MODEL.num_layers,
         hidden_size=MODEL.hidden_size,

@@ -28,7 +28,7 @@ from effllm.records.rank import Device, Sample
 
 SOURCES = Path(__file__).parent / "nvml"
 GIB = 2**30
-ORIGIN_AGO_S = 60.0  # age of the first time in the energy sums of curves without a closed form
+ORIGIN_AGO_S = 60.0  # age of the counter's zero, for curves whose energy is a sum without a closed form
 
 
 def build(folder: Path) -> Path | None:
@@ -68,7 +68,7 @@ def _draw(seed: int, number: int) -> float:
 
 @dataclass(frozen=True)
 class Curve:
-    """A function of the monotonic clock, and its integral; the same operations as in nvml/curves.c."""
+    """A function of the monotonic clock, and its integral; the operations are the same as in nvml/curves.c."""
 
     shape: str
     low: float
@@ -333,7 +333,7 @@ class Trace:
         }
 
     def count_calls(self) -> None:
-        """Set the number of counted calls to zero; only processes whose `environment` is made after this call count."""
+        """Set the number of counted calls to zero; calls are counted in processes whose `environment` is made later."""
         self._calls.write_text("")
 
     def call_count(self, pid: int | None = None) -> Counter[str]:

@@ -57,7 +57,7 @@ class Clock:
         return self.now_ns
 
     def sleep(self, seconds):
-        self.now_ns += round(seconds * NS) + 60_000  # late, as a kernel wakes a process
+        self.now_ns += round(seconds * NS) + 60_000  # 60 us late, because a kernel also wakes a process late
 
 
 class SensedGpu:

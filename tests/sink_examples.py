@@ -41,7 +41,7 @@ def make_run(folder: Path | None = None, stdout: Any = None, **changes: Any) -> 
 
 
 def make_totals(**keys: Any) -> ClusterTotals:
-    """Return totals from their keys in a line of the run folder, with the constants of the job."""
+    """Return totals with these values; the keys are those of windows-*.jsonl and of the job's constants."""
     return totals_of(keys)
 
 
@@ -80,7 +80,7 @@ def totals(iterations: int, gpus: int = 8) -> ClusterTotals:
         energy_complete=True,
         energy_measured_j=612.0 * gpus * time_s,
         energy_gpus_j=612.0 * gpus * time_s,
-        energy_error_j=612.0 * gpus * 0.005,  # 5 ms of the power of all GPUs
+        energy_error_j=612.0 * gpus * 0.005,  # energy of all GPUs in 5 ms
         energy_gain_error_j=0.05 * 612.0 * gpus * time_s,
         energy_estimated_j=0.0,
         gpus=gpus,

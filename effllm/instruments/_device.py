@@ -12,9 +12,9 @@ class UnknownDevice(ValueError):
 
 
 def cuda_index(device: Any) -> int | None:
-    """Return the index of a CUDA device; ``None`` if the instrument follows the process on the CPU.
+    """Return the index of a CUDA device; ``None`` if the instrument measures the process on the CPU.
 
-    On a machine without CUDA, an instrument with an index or a CUDA name follows the process on the CPU.
+    On a machine without CUDA, an instrument with an index or a CUDA name measures the process on the CPU.
 
     Args:
         device: an index, ``"cuda"``, ``"cuda:1"``, ``"cpu"``, a ``torch.device``, or ``None`` for the current device.

@@ -60,7 +60,7 @@ class SpanReadings:
 
     @property
     def power_w(self) -> float:
-        """Mean power over the covered seconds: the sum of the devices."""
+        """Mean power over the covered seconds, summed over the devices."""
         return _total(_ratio(part.joules, part.covered_s) for part in self.parts.values())
 
     @property
@@ -88,7 +88,7 @@ class SpanReadings:
 
     @property
     def memory_bytes(self) -> float:
-        """Mean memory in use: the sum of the devices."""
+        """Mean memory in use, summed over the devices."""
         return _total(_ratio(part.memory_byte_seconds, part.memory_covered_s) for part in self.parts.values())
 
     @property

@@ -34,7 +34,7 @@ def whole(value: Any) -> int | None:
 
 
 def each(values: Any) -> list[Any]:
-    """Return the members of a list, a tensor or another iterable; a single value is its own only member."""
+    """Return the members of a list, a tensor or another iterable; a single value is its only member."""
     if isinstance(values, str | bytes):
         return [values]
     try:

@@ -290,7 +290,7 @@ class RobustGPUMonitor:
 
 
 def unix_s(monotonic_ns: int) -> float:
-    """Return a monotonic time as unix time, by the present clocks."""
+    """Return a monotonic time as unix time, with the present offset between the two clocks."""
     return (monotonic_ns + _unix_minus_monotonic_ns()) * 1e-9
 
 

@@ -21,10 +21,11 @@ GB = 1e9
 MAX_TAGS = 32
 #: Maximum number of blocks of measurements in a trend; at this number the blocks are merged in pairs.
 MAX_BLOCKS = 32
-#: Minimum numbers of blocks after the first quarter: to judge a trend, and to accept one disorder in ten.
+#: Numbers of blocks after the first quarter. A trend needs at least MIN_BLOCKS; from MANY_BLOCKS on, one pair of blocks
+#: in ten may show a decrease.
 MIN_BLOCKS, MANY_BLOCKS = 8, 12
 MIN_TAU = 0.8
-#: The median difference of two blocks must be this share of the mean, because a few steps of the allocator are no leak.
+#: The median difference of two blocks must be this share of the mean, because a few jumps of the memory are no leak.
 MIN_STEADY = 0.5
 _NORMAL_95 = 1.96
 #: Number of measurements of a tag before its trend is judged, because caches fill in the first iterations.
@@ -39,7 +40,7 @@ class MemoryTrend(NamedTuple):
     low_bytes: float
     high_bytes: float
     iterations: float  # from the first judged measurement to the last
-    is_growing: bool  # whether memory grows steadily, not by a few steps
+    is_growing: bool  # whether memory grows steadily, not by a few jumps
 
     @property
     def certain_bytes(self) -> float:
@@ -48,7 +49,7 @@ class MemoryTrend(NamedTuple):
 
 
 class _Blocks:
-    """The minimum of memory in consecutive blocks of measurements: a leak raises the floor, a long batch does not."""
+    """The minimum of memory in consecutive blocks of measurements: a leak raises the minimum, a long batch does not."""
 
     def __init__(self) -> None:
         self._done: list[tuple[float, float]] = []  # mean iteration and minimum of each complete block
@@ -72,7 +73,7 @@ class _Blocks:
         return self._count
 
     def trend(self) -> MemoryTrend | None:
-        """Return the trend after the first quarter, in which caches fill; ``None`` with too few blocks."""
+        """Return the trend of the blocks after the first quarter, in which caches fill; ``None`` if these are few."""
         points = self._done[math.ceil(len(self._done) / 4) :]
         if len(points) < MIN_BLOCKS:
             return None
@@ -174,7 +175,7 @@ class GPUMemoryProfiler:
             threshold_gb: growth in GB (10^9 bytes) that is accepted.
             method: with ``"trend"``, a leak is steady growth that is certainly above the threshold; with
                 ``"baseline"``, a leak is memory above `set_baseline` by more than the threshold, which a longer batch
-                or a step of the allocator can also cause.
+                or a jump of the allocator can also cause.
 
         Raises:
             ValueError: the method is unknown, or there is no baseline.

@@ -68,7 +68,7 @@ def _read(folder: Path) -> RunResults:
 
 
 def _energy(run: dict[str, Any]) -> dict[str, Any]:
-    """Return the energy columns; quotients cover the windows with measured energy, the joules need all windows."""
+    """Return the energy columns; means cover the windows with measured energy, the joules need complete energy."""
     joules, time_s, tokens = run.get("energy_j"), run.get("energy_time_s"), run.get("energy_tokens")
     if joules is None or not time_s:
         return {}
@@ -119,7 +119,7 @@ def _last_totals(folder: Path) -> dict[str, Any]:
 
 
 def _warmup_s(folder: Path) -> float:
-    """Return the iteration time of the windows at the start that run-to-date values exclude."""
+    """Return the iteration time of the warm-up, whose windows run-to-date values exclude."""
     seconds: dict[tuple[int, int], float] = {}
     for line in _lines(folder):
         if not line.get("warming_up"):

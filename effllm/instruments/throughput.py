@@ -30,7 +30,7 @@ class _Total:
         return self.count, self.num_unknown
 
     def rate(self, first: tuple[int, int], last: tuple[int, int], seconds: float) -> float:
-        """Return the count per second between two marks; NaN if no count was given, or a count between is unknown."""
+        """Return the count per second between two marks; NaN if a count between them is unknown, or none was given."""
         if seconds <= 0 or not self.is_given or first[1] != last[1]:
             return NAN
         return (last[0] - first[0]) / seconds

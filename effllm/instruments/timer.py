@@ -95,7 +95,7 @@ class TrainingTimer:
         if timed is not None and timed.in_block:
             yield
             return
-        self.start(name)  # also after a `start` whose stop an exception has left out
+        self.start(name)  # also if an exception left out the stop after an earlier `start`
         timed = self._timers.get(name)
         if timed is None:
             yield

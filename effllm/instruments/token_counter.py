@@ -99,7 +99,7 @@ class CountingCollator:
 
 
 def _in_memory(counts: Batch) -> Batch:
-    """Replace tensors in the host's memory by numbers; a tensor on a GPU is not read, because that waits."""
+    """Replace tensors in the host's memory by numbers; a tensor on a GPU is not read, because a read waits."""
     for name in ("samples", "tokens", "tokens_loss"):
         value = getattr(counts, name)
         if getattr(getattr(value, "device", None), "type", "") == "cpu":

@@ -117,4 +117,4 @@ def test_agent_that_cannot_start_is_reported_with_the_reason(launch, breaks, why
     assert again.startswith("[EfficientLLM] this job ran without metrics: ")
     assert why in line
     assert "Traceback" not in job.stderr
-    assert float(job.stdout) < 10.0  # no wait of 20 s for a crashed agent
+    assert float(job.stdout) < 10.0  # the script did not wait 20 s for the crashed agent

@@ -41,7 +41,7 @@ def clock(tmp_path):
 
 
 def assert_busy(job, rows):
-    """Compare the time in steps with the loop's own measurements around and within the steps."""
+    """Check that the reported time in steps is between two times of the loop: inside and around the steps."""
     truth = job.output()
     outer_s = sum(end - start for start, end in truth["steps"])
     assert sum(truth["inner_s"]) - 1e-6 <= sum(row.busy_s for row in rows) <= outer_s + 1e-6

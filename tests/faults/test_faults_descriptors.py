@@ -33,7 +33,7 @@ assert resource.getrlimit(resource.RLIMIT_NOFILE) == before
 
 
 def limited(hard):
-    """Return the prefix that gives a command this hard limit of open files, without the right to raise the limit."""
+    """Return a command prefix that sets this hard limit of open files; the command cannot raise the limit."""
     if not shutil.which("prlimit") or (os.geteuid() == 0 and not shutil.which("setpriv")):
         pytest.skip("there is no prlimit or no setpriv, to drop root's right to raise limits")
     least = ["setpriv", "--bounding-set=-sys_resource", "--inh-caps=-sys_resource"] if os.geteuid() == 0 else []

@@ -158,7 +158,7 @@ def test_removed_run_folder_is_made_again(launch, tmp_path):
     job = launch.python(*LOOP)
     jobs.until(lambda: job.num_windows >= 5)
     (folder,) = job.runs()
-    removed = folder.rename(tmp_path / "removed")  # one atomic step, because the job still writes to the folder
+    removed = folder.rename(tmp_path / "removed")  # atomic, because the job still writes to the folder
     jobs.until(lambda: shutil.rmtree(removed, ignore_errors=True) or not removed.exists())
     jobs.until(lambda: "was removed" in job.stdout)
     more_blocks(job, 5)
@@ -197,7 +197,7 @@ def test_reports_lost_with_a_killed_aggregator_are_counted(run, disk):
     job, ledger = run(history_size=40)
     disk.fill()
     jobs.until(lambda: "cannot be written" in job.stdout)
-    more_blocks(job, 30)  # from 20 waiting windows on, unwritten reports are acknowledged
+    more_blocks(job, 30)  # if 20 windows wait for the disk, reports are acknowledged before they are written
     (server,) = job.find("effllm.server.process")
     os.kill(job.process.pid, signal.SIGSTOP)  # otherwise the outbox overflows if the next aggregator starts slowly
     os.kill(server, signal.SIGKILL)
@@ -213,7 +213,7 @@ def test_reports_lost_with_a_killed_aggregator_are_counted(run, disk):
     lost = summary.coverage.reports_lost
     assert 0 < lost <= unwritten + 40
     assert summary.tokens == 100 * count - 1000 * lost
-    # Rows of some lost windows may be on the disk, although it had no room for the state.
+    # Reports of some lost windows may be on the disk, although the disk had no room for the state.
     written = [row.window for row in ledger.ranks]
     assert len(written) == len(set(written)) >= summary.tokens / 1000
     assert any("died before they were written" in text for text in ledger.event_texts("reports_lost"))

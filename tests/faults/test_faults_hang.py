@@ -170,7 +170,7 @@ def test_job_killed_in_a_stall_has_the_status_stalled(launch, meeting):
     jobs.until(lambda: ledger.num_windows >= 2)
     os.kill(ranks[0].process.pid, signal.SIGSTOP)
     jobs.until(lambda: in_event_file(ledger, "stalled"))
-    jobs.until(lambda: ledger.summary.status == "stalled")  # already in the stall, because a kill may end all processes
+    jobs.until(lambda: ledger.summary.status == "stalled")  # set during the stall: later, a kill may end all processes
     assert "Run stalled" not in aggregator.job.stdout
     for rank in ranks:
         os.kill(rank.process.pid, signal.SIGKILL)

@@ -122,7 +122,7 @@ def test_ranks_of_a_lost_host_are_missing_and_the_job_ends(job):
         assert sum(row.tokens for row in ledger.ranks if row.rank == rank) == 100 * done
     assert ledger.windows[-1].coverage.missing_ranks == (2,)
     assert summary.coverage.missing_ranks == (2,)
-    assert summary.energy.total_joules is None  # a part was not measured: only measured_joules has a value
+    assert summary.energy.total_joules is None  # energy is missing in part, so there is no total
     assert summary.energy.measured_joules == pytest.approx(
         sum(row.energy_j for row in ledger.ranks if row.energy_j is not None), rel=1e-6
     )

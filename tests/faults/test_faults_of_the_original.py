@@ -128,7 +128,8 @@ def test_4_amu_and_aec_are_weighted_by_time_not_by_samples(launch, trace):
         BURSTS, environ=trace.environment(), device="nvml", log_interval=1, collection_interval=0.06
     ).done()
 
-    # Values are high for a quarter of the time, but in half of the samples, as each window ends with a sample.
+    # The values are high for a quarter of the time. They are high in half of the samples, because each window ends with
+    # a sample.
     assert value(job, "amu_gb") == pytest.approx(0.25 * 72 + 0.75 * 8, abs=3.0)
     assert value(job, "aec_watts") == pytest.approx(0.25 * 900 + 0.75 * 100, abs=30.0)
 

@@ -132,7 +132,7 @@ def test_megatron_4_power_of_the_first_iteration_is_measured(wrapped):
     job, *_ = wrapped
     first = next(window for window in job.windows if "window/aec_watts" in window.values)
 
-    # This is the first iteration, unless samples are missing on a busy machine.
+    # `first` is the window of the first iteration, unless samples are missing on a busy machine.
     assert first.iteration_first == first.iteration_last
     before = [row for row in job.ranks if row.iteration_last < first.iteration_first]
     assert {row.window for row in before if (row.coverage or 0.0) < 1.0} == {row.window for row in before}
@@ -143,7 +143,7 @@ def test_megatron_4_power_of_the_first_iteration_is_measured(wrapped):
 def test_megatron_5_total_energy_includes_evaluation_and_checkpoints(wrapped):
     job, _, _, phases = wrapped
     energy = job.summary.energy
-    gap_j = 350 * (1 - energy.time_coverage) * job.summary.elapsed_s  # energy in gaps on a busy machine
+    gap_j = 350 * (1 - energy.time_coverage) * job.summary.elapsed_s  # unmeasured energy: a busy machine causes gaps
 
     for phase in ("evaluation", "checkpoint"):
         truth_j = 100 * phases[0][phase] + 250 * phases[1][phase]
@@ -607,7 +607,7 @@ def test_perun_gpu_number_may_have_two_digits(trace):
 
 
 def test_perun_time_keeps_its_resolution_after_30_days():
-    # After 30 days, float32 has steps of 0.25 s: a burst of 100 ms would last 0 or 250 ms.
+    # After 30 days, consecutive float32 times differ by 0.25 s: a burst of 100 ms would last 0 or 250 ms.
     month_s = 30 * 86_400
     one = fed(
         ledger(INSTANT),
@@ -631,7 +631,7 @@ def test_perun_cpu_utilization_is_measured_between_two_samples(monkeypatch, tmp_
     after, _ = reader.read()
     reader.close()
 
-    # 20 kernel ticks (0.2 s) of CPU time, as a share of the time of all CPUs.
+    # The utilization is 20 kernel ticks (0.2 s) of CPU time, as a share of the time of all CPUs.
     capacity_s = (after.time_ns - before.time_ns) / NS * (psutil.cpu_count() or 1)
     assert after.utilization * capacity_s == pytest.approx(0.2, abs=0.04)
 

@@ -57,7 +57,7 @@ def test_restarted_job_counts_redone_iterations(launch):
     assert goodput.seconds["restart_gap"] == second.gap_before_s > 0.0
     assert goodput.joules["restart_gap"] is None
     assert adds_up(goodput)
-    # The lost rows: the window of the iterations 21 to 30, and the window of 31 to 34.
+    # The lost reports are those of two windows: iterations 21 to 30 and iterations 31 to 34.
     lost = [row for row in job.ledger.ranks if row.attempt == 1 and row.iteration_first > 20]
     assert goodput.rank_seconds["redone"] == pytest.approx(sum(row.busy_s for row in lost), rel=1e-6)
     assert goodput.joules["redone"] > 0.0
@@ -100,8 +100,8 @@ def test_job_whose_world_size_changes_is_one_run(launch, tmp_path):
     # On a busy machine torchrun may start a world more than once, or a world without a late process.
     assert [size for size, _ in groupby(attempt.world_size for attempt in attempts)][-3:] == [2, 1, 2]
     assert [(one.world_size, one.first) for one in attempts] == [(one["world_size"], one["first"]) for one in begun]
-    # A restart before the first checkpoint begins at iteration 1 and has no iteration number.  Redone iterations are
-    # counted only after such a restart.
+    # After a restart before the first checkpoint, the loop begins at iteration 1 and passes no first iteration. Redone
+    # iterations are known only for the attempts that follow.
     known_from = max((i + 1 for i, start in enumerate(begun) if i and start["first"] == 1), default=0)
     redone = [
         max(attempt.last - start["first"] + 1, 0) if i >= known_from else None

@@ -84,7 +84,7 @@ def test_job_restarted_under_its_name_is_the_next_attempt(launch):
     summary = two.ledger.summary
 
     assert (summary.status, summary.attempts, summary.iterations) == ("completed", 2, 57 + 30)
-    # The second job logs iteration numbers from 1 again.
+    # The second job begins at iteration 1 again, so all 57 iterations of the first job count as redone.
     assert summary.goodput.redone_iterations == 57
     assert summary.goodput.attempts[1].gap_before_s > 0.0
     assert "attempt 2 continues" in two.stdout and "killed at iteration 57" in two.stdout

@@ -27,7 +27,7 @@ TOKENS = 7
 
 
 class FakeAgent:
-    """Sends an agent's messages, with rows from the test."""
+    """Sends an agent's messages, with reports from the test."""
 
     def __init__(self, context, endpoint, rank, world_size=AGENTS):
         self.rank, self.id = rank, f"agent-{rank}"

@@ -12,7 +12,7 @@ RANKS = 4
 
 
 def run(tmp_path, *arguments, after=()):
-    """Run a job, and create files after events of these kinds; return the aggregator, and own times by rank."""
+    """Run a job; create files after events of these kinds; return the aggregator and the own time of each rank."""
     meeting = tmp_path / "meeting"
     meeting.write_bytes(bytes(8 * (RANKS + 1)))
     with jobs.launching(tmp_path) as launcher:

@@ -69,10 +69,10 @@ class Windows:
         self._read = 0
         agents = [pid for rank in ranks for pid in rank.find("effllm.agent.agent")]
         self._starved = Starved([aggregator.job.process.pid, *agents, *(rank.process.pid for rank in ranks), "self"])
-        self.seen = []  # (end of a window, time at which the test read it)
+        self.seen = []  # (end of a window, time at which the test read its line)
 
     def look(self):
-        """Read the new lines."""
+        """Read the new lines of the window file."""
         self._starved.look()
         text = self._path.read_bytes()[self._read :] if self._path.exists() else b""
         whole = text[: text.rfind(b"\n") + 1]

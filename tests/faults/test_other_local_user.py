@@ -33,7 +33,7 @@ def intruder():
     context, links, plain = make_context(), [], []
 
     def intrude(job, keys):
-        # A child that the aggregator has just forked has the same command line until its exec.
+        # A child that the aggregator has just forked has the aggregator's command line until its exec.
         (server,) = jobs.until(lambda: len(found := job.find("effllm.server.process")) == 1 and found)
         (port,) = jobs.until(lambda: jobs.listening_ports(server))
         link = AgentLink(context, f"tcp://127.0.0.1:{port}", keys)
@@ -41,7 +41,8 @@ def intruder():
         link.connect()
         answers = []
         if keys is None:
-            # A ZeroMQ peer often disconnects before its rejection, like a killed agent; this plain connection waits.
+            # A ZeroMQ peer often disconnects before it is rejected, as a killed agent does. This plain connection waits
+            # for its rejection.
             plain.append(socket.create_connection(("127.0.0.1", port)))
             plain[-1].sendall(GREETING)
 

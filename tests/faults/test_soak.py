@@ -129,8 +129,8 @@ def test_memory_and_state_do_not_grow_over_a_week_of_windows(tmp_path, capsys):
             f"state {min(states.values())} to {max(states.values())} bytes"
         )
     assert week.aggregator.summary(week.now_s, ended=False).tokens == WEEK * RANKS * 1000
-    # 10,080 windows of 8 kB are 80 MB: a leak of 1 % per window is detected in Python's blocks of at most 512 bytes.  A
-    # process's memory grows by whole arenas of 1 MiB; one arena is a slope of at most 347 bytes.
+    # A window has 8 kB, so a week has 80 MB. The number of Python's blocks (at most 512 bytes each) shows a leak of 1 %
+    # of each window. The memory of a process grows by whole arenas of 1 MiB; one arena adds at most 347 bytes a window.
     assert more_blocks < 1.0
     assert slope < 400.0
     filled = list(items.values())[5:]  # in earlier windows, the limits on numbers of windows are not reached
@@ -232,7 +232,7 @@ def test_memory_of_an_agent_without_sensors_does_not_grow(tracks):
         tracemalloc.stop()
 
     assert len(outbox) == 1000
-    assert bytes_used[-1] - bytes_used[2] < 100_000, bytes_used  # kept requests of 3,000 windows were 0.5 MB
+    assert bytes_used[-1] - bytes_used[2] < 100_000, bytes_used  # if all requests were kept, 3,000 windows took 0.5 MB
 
 
 def test_recovered_device_is_measured_again(tracks):

@@ -118,7 +118,7 @@ def test_ranks_without_a_torch_store_use_an_address_file(hosts, launch, tmp_path
     pair = hosts(2)
     runs = tmp_path / "runs"
     runs.mkdir()
-    stale = {"endpoint": f"tcp://{pair[0].address}:9", "job": "0123456789abcdef"}  # an earlier job's record
+    stale = {"endpoint": f"tcp://{pair[0].address}:9", "job": "0123456789abcdef"}  # address of an earlier job
     known = secret.create(secret_path(Config()))
     file = runs / ".address-4711.0-1"
     file.write_text(json.dumps(secret.sign(known, stale, "4711.0/1")))

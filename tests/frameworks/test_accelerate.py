@@ -59,7 +59,8 @@ def launched(launch, script, accumulate):
 def test_accumulated_micro_batches_count_as_one_iteration(launch, script):
     job = launch.python(script, 3, environ=ON).done(60)
     summary = job.ledger.summary
-    # 24 batches are 8 steps; the first step is not measured: 7 steps of 3 batches of 4 rows of 8 tokens
+    # The 24 batches are 8 steps, and the first step is not measured. Each of the other 7 steps has 3 batches of 4 rows
+    # of 8 tokens.
     assert (summary.iterations, summary.samples, summary.tokens) == (7, 84, 84 * 8)
     assert summary.parameters == 36
     assert job.ledger.facts["framework"] == "accelerate"

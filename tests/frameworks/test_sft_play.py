@@ -27,7 +27,7 @@ ENERGY = ["energy_J", "avg_power_W", "peak_power_W", "J_per_token", "E10k_J"]
 
 
 class Play:
-    """Starts scripts/train.py with changes to configs/run_adamw.yaml, in a folder of its own."""
+    """Starts scripts/train.py with changes to configs/run_adamw.yaml, in a separate folder."""
 
     def __init__(self, launch):
         self._launch = launch
@@ -267,7 +267,7 @@ def test_counting_collator_of_a_trainer_counts_the_trained_batches(frameworks):
 
 @pytest.mark.alone
 def test_measured_joules_agree_with_the_known_power_of_the_gpu(play, trace, tmp_path):
-    """The power is a square wave of 180 and 620 W; the counter of energy has ticks of 0.1 s."""
+    """The power is a square wave of 180 and 620 W; the energy counter has a tick of 0.1 s."""
     wave = square(180.0, 620.0, 0.83, 0.6)
     memory = {"memory": flat(40.0 * GIB), "memory_total": 80 * GIB}
     (gpu,) = trace.write(Gpu("GPU-a", "0:01:00", power=wave, power_mode="held", tick_s=0.1, **memory))

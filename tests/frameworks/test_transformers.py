@@ -81,7 +81,7 @@ trainer.compute_loss_func = lambda outputs, labels, **_: outputs["logits"].sum()
 
 
 def test_flops_are_computed_from_the_width_of_each_batch(frameworks):
-    """Batches of 2 x 3 and 2 x 8 tokens alternate; the mean width of a token is (3 x 6 x 3 + 3 x 16 x 8) / 66."""
+    """Batches of 2 x 3 and 2 x 8 tokens alternate; the mean batch width of a token is (3 x 6 x 3 + 3 x 16 x 8) / 66."""
     code = script(before="trainer._get_train_sampler = lambda *_: range(48)")
     code = code.replace("tiny.rows(48)", "tiny.rows(48, (3, 3, 8, 8))")
 
@@ -94,7 +94,7 @@ def test_flops_are_computed_from_the_width_of_each_batch(frameworks):
 
 
 def test_parameters_are_counted_once_for_ranks_in_worlds_of_one(frameworks):
-    """For transformers, each rank is the first rank of a world of one, as with DeepSpeed without ``use_cpu``."""
+    """In transformers, each process is rank 0 of a world of one, as with DeepSpeed without ``use_cpu``."""
     code = "import os, torch\ntorch.distributed.init_process_group('gloo')\n"
     code += "[os.environ.pop(name) for name in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE')]\n"
     code += script(before="assert trainer.state.is_world_process_zero")

@@ -230,7 +230,7 @@ tiny.end()
 
 
 def tracked(frameworks, ranks=1, beta=0.0):
-    """Run GRPO with two reward functions and return what the tracker of each rank has."""
+    """Run GRPO with two reward functions; return the contents of each rank's tracker."""
     options = f'reward_weights=[1.0, 2.0], beta={beta}, eval_strategy="steps", eval_steps=2'
     code = grpo(options).split("def reward(")[0] + TRACKED
     job = frameworks.run(code, ranks=ranks)
@@ -255,7 +255,7 @@ def test_tracker_receives_the_rewards_of_a_grpo_run(frameworks):
     best = statistics.fmean(max(group) for group in groups)
     assert distribution["rank_distribution"]["1"] == pytest.approx(best)
     assert list(distribution["rank_distribution"]) == ["1", "2", "3", "4"]
-    # TRL's own log of the same steps
+    # TRL logs the same values for these steps
     recent = found["recent"]
     assert recent["mean_reward"] == pytest.approx([one["reward"] for one in logged])
     assert recent["reward/letters"] == pytest.approx([one["rewards/letters/mean"] for one in logged])

@@ -1,4 +1,7 @@
-"""Megatron 0.10 to 0.13: train_step returns seven values; checkpointing contexts; data iterators that can be rerun."""
+"""Megatron 0.10 to 0.13: train_step returns seven values.
+
+There are checkpointing contexts, and data iterators that can be rerun.
+"""
 
 from megatron.core.num_microbatches_calculator import get_num_microbatches  # noqa: F401 - a name of the loop's module
 from megatron.core.rerun_state_machine import RerunDataIterator

@@ -1,4 +1,7 @@
-"""Megatron 0.16 and 0.17: train_step returns eight values; the iteration is a keyword argument; one learning rate."""
+"""Megatron 0.16 and 0.17: train_step returns eight values.
+
+The iteration is a keyword argument. The log has one learning rate.
+"""
 
 from megatron.core.num_microbatches_calculator import get_num_microbatches  # noqa: F401 - a name of the loop's module
 from megatron.core.rerun_state_machine import RerunDataIterator

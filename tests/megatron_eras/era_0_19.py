@@ -1,4 +1,7 @@
-"""Megatron 0.18 and later: a configuration container, swapped arguments of the setup function, and real tokens."""
+"""Megatron 0.18 and later: a configuration container, and swapped arguments of the setup function.
+
+The FLOPs of a step are computed from the number of its real tokens, which are the tokens without padding.
+"""
 
 from megatron.core.num_microbatches_calculator import get_num_microbatches  # noqa: F401 - a name of the loop's module
 from megatron.core.rerun_state_machine import RerunDataIterator

@@ -1,4 +1,4 @@
-"""Megatron 0.8 and 0.9: train_step returns four values; two learning rates; no data iterator class."""
+"""Megatron 0.8 and 0.9: train_step returns four values; there are two learning rates and no class of data iterators."""
 
 from megatron.core.num_microbatches_calculator import get_num_microbatches  # noqa: F401 - a name of the loop's module
 from stand_in import (

@@ -153,7 +153,7 @@ def set_batch():
 
 
 def operations(args, batch_size):
-    """Six operations per parameter and token."""
+    """Return six operations per parameter and token."""
     return 6 * 144 * batch_size * args.seq_length
 
 

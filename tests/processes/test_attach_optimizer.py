@@ -198,7 +198,7 @@ def test_second_optimizer_is_counted_when_the_first_makes_no_steps(launch):
             """
         ),
     )
-    # two of the first three steps, one long iteration of 17 steps, 13 iterations of the second optimizer
+    # The count has two of the first three steps, one long iteration of 17 steps, and 13 of the second optimizer.
     assert iterations(job) == 2 + 1 + 13
 
 

@@ -132,7 +132,7 @@ class SameGpu:
 
 
 def test_idle_and_load_power_are_fitted_to_all_windows():
-    # 1 s idle: 100 J; 1 s idle and 1 s loaded: 700 J; 1 s idle and 3 s loaded: 1900 J. The levels are 100 W and 600 W.
+    # The power is 100 W without load and 600 W with load. Each window has 1 s without load, and 0, 1 or 3 s with load.
     assert two_levels([1.0, 2.0, 4.0], [0.0, 1.0, 3.0], [100.0, 700.0, 1900.0]) == pytest.approx((100.0, 500.0))
 
 

@@ -159,8 +159,8 @@ def test_tick_of_a_constant_counter_is_unknown():
 def test_calibration_keeps_duty_and_gain_of_the_hardware_table(board, tmp_path):
     sensor = calibrate(H100, board(tick_s=0.05).read, tmp_path)
 
-    # The table has for an H100 a duty of 25 of 100 ms, a gain error of 5 % (not compared with a meter), and no lag; so
-    # the error of the lag is one tick.
+    # For an H100, the hardware table has a duty of 25 ms in 100 ms, a gain error of 5 % (the sensor was not compared
+    # with a meter), and no lag. So the error of the lag is one tick.
     assert (sensor.duty, sensor.gain_error, sensor.lag_s) == (0.25, 0.05, 0.0)
     assert sensor.lag_error_s == sensor.tick_s == pytest.approx(0.05, abs=1e-4)
 
@@ -446,7 +446,7 @@ def test_calibration_through_nvml_finds_and_stores_the_tick(calibrated):
     assert 0.0 < measured.call_s < 0.02
     assert took_s < 2.5
     assert (kept.tick_s, kept.source.partition(" ")[0]) == (measured.tick_s, "measured")
-    assert again_s < 1.0  # half a second of reads, and a margin for a busy machine
+    assert again_s < 1.0  # the check reads for half a second; a busy machine takes longer
 
 
 @pytest.mark.alone

@@ -184,7 +184,7 @@ def test_new_device_is_sampled(run):
     [device] = read(run / "run.json")["ranks"]["0"]["devices"]
 
     assert (device["kind"], device["key"][:7]) == ("host_memory", "MEMORY-")
-    assert read(run / "summary.json")["metrics"]["amu_gb"]["value"] == 1.0  # 1 of 2 GiB is available
+    assert read(run / "summary.json")["metrics"]["amu_gb"]["value"] == 1.0  # 1 GiB of 2 GiB is in use
 
 
 def test_new_sink_receives_the_reports(run):

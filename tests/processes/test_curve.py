@@ -28,7 +28,7 @@ from effllm.records.wire import Heartbeat
 
 SECRET, JOB = b"s" * 64, "job-1"
 BEAT = Heartbeat("agent", 0, 0, "step", 0.0)
-WHERE = ("at 127.0.0.1", "with an unknown address")  # depends on the time at which the connection ends
+WHERE = ("at 127.0.0.1", "with an unknown address")  # the text depends on the time at which the connection ends
 
 
 class Listener:
@@ -156,7 +156,7 @@ class _WithoutDomain:
 def test_peer_without_the_secret_is_rejected_and_counted(listener, keys, why):
     secured = listener()
     # A peer without CURVE can close its connection before the server has read its mechanism or its address.
-    # ZeroMQ's client does not connect again after a failed handshake, so that the test connects further peers.
+    # ZeroMQ's client does not connect again after a failed handshake, so the test connects further peers.
     reasons = (why,) if keys else (why, NO_PROTOCOL)
     expected = {f"a peer {where} was rejected: {one}" for where in WHERE for one in reasons}
     for _ in range(2 * MAX_UNSEEN):

@@ -629,7 +629,7 @@ def test_lost_gpu_is_read_again(library):
     library.fault(LOST)
     lost, failures = reader.read()
     library.fault()
-    waiting, _ = reader.read()  # a restart of AMD SMI has failed: the next one is after a second
+    waiting, _ = reader.read()  # a restart of AMD SMI has failed; the next restart is after a second
     library.clock.sleep(1.0)
     back, no_failures = reader.read()
 
@@ -654,7 +654,7 @@ def test_returned_gpu_is_found_at_another_list_position(library):
 def test_delay_between_searches_for_a_lost_gpu_increases(library):
     reader = library.of()
     library.fault(LOST)
-    reader.read()  # first search immediately, without success; then after 1, 2, 4, 8 s
+    reader.read()  # the first search is immediate; the next searches are after 1, 2, 4, 8 s
     for delay_s in (1.0, 2.0, 4.0):
         library.clock.sleep(delay_s)
         reader.read()

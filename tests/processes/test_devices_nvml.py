@@ -267,7 +267,7 @@ def test_lost_gpu_is_read_again(trace):
         trace.fault("1 * lost")
         lost, failures = reader.read()
         trace.fault()
-        waiting, _ = reader.read()  # a restart of NVML has failed: the next one is after a second
+        waiting, _ = reader.read()  # a restart of NVML has failed; the next restart is after a second
         reader.pass_time(1.0)
         back, no_failures = reader.read()
 
@@ -281,7 +281,7 @@ def test_lost_gpu_is_read_again(trace):
 def test_delay_between_searches_for_a_lost_gpu_increases(trace):
     with trace.reader(Site(cuda_uuid=A)) as reader:
         trace.fault("1 * lost")
-        reader.read()  # first search immediately, without success; then after 1, 2, 4, 8 s
+        reader.read()  # the first search is immediate; the next searches are after 1, 2, 4, 8 s
         for delay_s in (1.0, 2.0, 4.0):
             reader.pass_time(delay_s)
             reader.read()

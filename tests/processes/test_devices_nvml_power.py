@@ -299,7 +299,7 @@ sample, failures = reader.read()
 
 
 def run_on_old_driver(trace, missing, code):
-    """Run code after a first read with a library without the functions in ``missing``; return the printed words."""
+    """Read once with an NVML that lacks the functions in ``missing``, then run the code; return its printed words."""
     script = OLD_DRIVER.format(missing=set(missing)) + code
     environ = os.environ | trace.environment()
     done = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True, check=False)

@@ -44,7 +44,7 @@ def tensorboard(folder):
 
 
 def seconds_of(rows):
-    """Return T: the largest iteration time of a rank."""
+    """Return T: the time in iterations of the rank with the most such time."""
     by_rank = {}
     for row in rows:
         by_rank[row.rank] = by_rank.get(row.rank, 0.0) + row.busy_s + row.wait_s
@@ -52,7 +52,7 @@ def seconds_of(rows):
 
 
 def joules_of_iterations(rows):
-    """Return the measured energy of the rows without phases; a device without measurements counts as 0."""
+    """Return the measured energy of these reports without phases; a device without measurements counts as 0."""
     return sum((row.energy_j or 0.0) - sum(joules or 0.0 for joules in row.phases_j.values()) for row in rows)
 
 

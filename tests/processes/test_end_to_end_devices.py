@@ -136,7 +136,7 @@ def test_no_aec_is_reported_for_windows_without_the_energy_of_a_gpu(launch, trac
     to_unix_s = time.time() - time.monotonic()
 
     def windows(start_s, end_s=math.inf):
-        """Return the windows whose rows are all between two times of the monotonic clock."""
+        """Return the windows whose reports are all between two times of the monotonic clock."""
         found, rows = ledger.windows, ledger.ranks
         outside = {row.window for row in rows if row.start_time_s < start_s + to_unix_s}
         outside |= {row.window for row in rows if row.end_time_s > end_s + to_unix_s}

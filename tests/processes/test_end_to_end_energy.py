@@ -53,14 +53,14 @@ class Run:
         return self.ledger.summary
 
     def rows(self, rank: int) -> list[RankRow]:
-        """Return the rows of a rank, except the row of its shutdown, which lasts about a millisecond."""
+        """Return the reports of a rank, except the report of its shutdown, which lasts about a millisecond."""
         return [row for row in self.ledger.ranks if row.rank == rank and row.wall_s > 0.1]
 
     def event_texts(self, kind: str, rank: int) -> list[str]:
         return [event.text for event in self.ledger.events if (event.kind, event.rank) == (kind, rank)]
 
     def truth_j(self, gpu: Gpu, *rows: RankRow) -> float:
-        """Return the true energy of a GPU during consecutive rows."""
+        """Return the true energy of a GPU in the windows of consecutive reports."""
         start_s, end_s = rows[0].start_time_s, rows[-1].end_time_s
         return gpu.energy_j(start_s + self.to_monotonic_s, end_s + self.to_monotonic_s)
 
@@ -216,7 +216,7 @@ def test_estimated_energy_is_marked_and_a_reset_raises_an_event(disturbed):
     filled = [row for row in disturbed.rows(0) if row.energy_estimated_j]
     texts = disturbed.event_texts("energy_counter", rank=0)
 
-    assert 1 <= len(filled) <= 2  # two rows have estimated energy only if the reset is at an edge
+    assert 1 <= len(filled) <= 2  # two reports have estimated energy only if the reset is at an edge
     assert all(0 < row.energy_estimated_j <= row.energy_j for row in filled)
     assert ["a decrease of" in text for text in texts] == [True, False]
     assert texts[1].endswith("used again")

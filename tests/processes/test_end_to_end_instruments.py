@@ -14,7 +14,7 @@ LOSSES = [float(rank + iteration) for rank in range(RANKS) for iteration in rang
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
-    """Return the run folder of two ranks, and what each rank has written."""
+    """Return the run folder of two ranks, and the output of each rank."""
     with jobs.launching(tmp_path_factory.mktemp("instruments")) as launch:
         aggregator = launch.aggregator()
         ranks = [rank.done() for rank in launch.ranks(aggregator, RANKS, "instruments_loop.py")]

@@ -41,7 +41,7 @@ def test_node_power_is_used_if_power_supplies_are_readable(launch, trace):
     assert summary.energy.method == "instant power"
     (device,) = summary.energy.by_device
     assert device.startswith("psu:")
-    # A row has the GPU of the rank, and also the energy of the other devices.
+    # A rank's report has the rank's GPU, and also the energy of the other devices.
     (row, *_) = ledger.ranks
     assert (row.device, [key.partition(":")[0] for key in row.other_devices_j]) == (A.uuid, ["psu"])
 

@@ -121,8 +121,8 @@ def test_energy_of_a_square_wave_is_split_exactly_within_a_tick():
 
 @pytest.mark.parametrize("period_s", [2.03, 1.31, 0.93])
 def test_energy_of_windows_on_a_square_wave_is_exact(period_s):
-    # Ticks of 100 ms add no error: there is at most one step of power between two ticks, and the energy of the tick
-    # gives the time of the step.
+    # Ticks of 100 ms add no error: the power changes at most once between two ticks, and the energy of the tick gives
+    # the time of this change.
     for seed in range(3):
         for window in simulate(square(100.0, 500.0, period_s), seed, window_s=0.7):
             assert abs(window.error_j) < 2e-3 * window.truth_j + 0.2
@@ -130,8 +130,8 @@ def test_energy_of_windows_on_a_square_wave_is_exact(period_s):
 
 @pytest.mark.parametrize("period_s", [1.07, 4.3])
 def test_energy_of_a_sine_is_split_with_a_parabola_of_three_ticks(period_s):
-    # A parabola for a wave of 150 W has an error of about 150 W * T (omega T)^3 / 24 at each edge, 0.13 J for 1.07 s.
-    # Another error is the change of the estimated phase between two edges, at most 1.5 ms.
+    # For a sine with an amplitude of 150 W, a parabola has an error of about 150 W * T (omega T)^3 / 24 at each edge:
+    # 0.13 J for a period of 1.07 s. The estimated phase also changes between two edges, by at most 1.5 ms.
     turn = 2 * math.pi * 0.1 / period_s
     bound_j = 2 * 150.0 * 0.1 * turn**3 / 24 + 500.0 * 1.5e-3
     for seed in range(3):
@@ -395,7 +395,7 @@ def test_energy_after_a_too_low_counter_value_is_counted_once(watts, by_j):
         ledger(), *every_second(lambda s: 3e6 + watts * s - (by_j if 5 <= s < 12 else 0.0), watts=watts, until_s=25)
     )
 
-    # A wrong step of the counter remains undetected only if the power limit allows its energy in one second.
+    # A wrong change of the counter remains undetected only if the power limit allows its energy in one second.
     assert joules(one, 0, 25) == pytest.approx(25 * watts, abs=1.0)
     assert joules(one, 13, 25) == pytest.approx(12 * watts, abs=1.0)
 
@@ -624,7 +624,7 @@ WAVES = [square(100.0, 500.0, 2.03), sine(150.0, 500.0, 3.1), square(90.0, 640.0
 
 
 def after_5_minutes(name, lag_s=0.0, duty=1.0):
-    """Return the median relative half-width of windows of a second, and the share of windows whose error is smaller."""
+    """Return the median relative half-width of windows of 1 s, and the share of windows within their half-width."""
     found = []
     for seed in range(8):
         known = {"lag_is_known": False, "lag_s": lag_s, "duty": duty, "name": name}
@@ -783,7 +783,8 @@ def test_stated_intervals_include_the_error_of_an_unknown_lag():
 
 
 def test_unknown_lag_shifts_both_edges_equally():
-    # Error of a lag up to 100 ms: 0 J at a constant 500 W; 400 W * 100 ms / sqrt(3) = 23.1 J from 100 W to 500 W.
+    # A lag of up to 100 ms causes no error at constant power. If the power is 100 W at one edge and 500 W at the other
+    # edge, the error is 400 W * 100 ms / sqrt(3) = 23.1 J.
     one = fed(
         ledger(lag_error_s=0.1),
         *((s, 100.0, 100.0 * s) for s in range(6)),

@@ -165,7 +165,7 @@ os._exit(0)  # on a busy machine torch's own threads end with "terminate called 
 
 
 def test_every_rank_counts_the_whole_model_with_fsdp(tmp_path):
-    """FSDP1 with original parameters, FSDP1 with flat parameters, and FSDP2, on two processes."""
+    """Two processes use FSDP1 with original parameters, FSDP1 with flat parameters, and FSDP2."""
     script = tmp_path / "script.py"
     script.write_text(SHARDED)
     options = ["--standalone", "--local_addr", "127.0.0.1", "--nproc_per_node", "2", "--log_dir", str(tmp_path)]

@@ -138,7 +138,7 @@ def test_reports_kept_during_an_outage_are_accepted_immediately(peers):
     frames, in_a_frame = -(-HISTORY // MAX_ROWS), 250 * MAX_ROWS
 
     assert all(peers.admits(b"a", in_a_frame, 100.0) for _ in range(frames))
-    # Rows of 16 kB are also accepted; a frame has room for only a few of these rows.
+    # Reports of 16 kB are also accepted; a frame has room for only a few of these reports.
     assert all(peers.admits(b"b", ROW_BYTES, 100.0) for _ in range(HISTORY))
 
 
@@ -337,7 +337,7 @@ def test_windows_are_written_between_the_frames_of_a_burst(launch, hand_agent):
     while confirmed[-1] < 2000:
         confirmed.append(agent.receive("Ack", within_s=120.0).sequence)
 
-    # Without a limit on frames per loop turn, all frames would be confirmed at the same time.
+    # If the aggregator read all waiting frames at once, it would also confirm all these frames at once.
     assert max(after - before for before, after in pairwise(confirmed)) < 1000
     agent.send(Bye("secret-0", 0, "completed", 20_000))
     agent.receive("ByeSeen")

@@ -112,11 +112,11 @@ def test_secret_folder_without_write_permission_is_reported(path):
 
 
 def test_key_derivation_gives_the_results_of_rfc_5869():
-    # Test case 1 of appendix A, the first 32 of 42 bytes.
+    # Test case 1 of the RFC's appendix A; only the first 32 of its 42 bytes are compared.
     made = secret.hkdf(b"\x0b" * 22, bytes(range(13)), bytes(range(0xF0, 0xFA)))
 
     assert made.hex() == "3cb25f25faacd57a90434f64d0362f2a2d2d0a90cf1a5a4c5db02d56ecc4c5bf"
-    # Test case 3: no salt and no info.
+    # Test case 3 of the RFC has no salt and no info.
     assert secret.hkdf(b"\x0b" * 22, b"", b"").hex() == (
         "8da4e775a563c18f715f802a063c5a31b8a11f5c5ee1879ec3454e5f3c738d2d"
     )

@@ -13,7 +13,7 @@ LOOP = "span_loop.py"
 
 
 def parts(truth):
-    """Return the only part of each span of the chain."""
+    """Return the part of each span of the chain; each span has one part."""
     chained = [span for span in truth["spans"] if span["number"] in truth["asked"]]
     assert [span["number"] for span in chained] == truth["asked"]
     return [part for span in chained for part in span["parts"]]

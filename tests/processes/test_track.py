@@ -90,7 +90,8 @@ def test_each_window_edge_is_requested_once(tracked, wake):
 
 
 def test_counter_with_ticks_is_read_several_times_at_an_edge(tracked, wake):
-    # The phase of the ticks is unknown: reads for a little more than two ticks of 40 ms, eight per tick.
+    # The phase of the ticks is unknown, so the counter is read eight times per tick of 40 ms, for a little more than
+    # two ticks.
     def learn(device, read, is_suspect):
         return Sensor(tick_s=0.04)
 

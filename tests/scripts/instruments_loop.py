@@ -16,7 +16,7 @@ from effllm.trainer import session
 session.READY_S = 60.0  # long wait: the first window must have a device, even on a busy machine
 
 ITERATIONS, RECENT = 20, 5
-until = Path(sys.argv[1]) if sys.argv[1:] else None  # a file: after the iterations, continue until it exists
+until = Path(sys.argv[1]) if sys.argv[1:] else None  # continue after ITERATIONS until this file exists
 rank = int(os.environ.get("RANK", "0"))
 
 
@@ -47,7 +47,7 @@ for iteration in count(1):
         tracker.update("loss", float("nan"), iteration)
 after = state()
 reading, writing = os.pipe()
-if (child := os.fork()) == 0:  # such as a worker of a DataLoader
+if (child := os.fork()) == 0:  # a child, such as a worker of a DataLoader
     os.read(reading, 1)
     tracker.update("of a child", 1.0)
     tracker.update("loss", 1e6)

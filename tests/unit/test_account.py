@@ -46,7 +46,7 @@ def test_cluster_time_is_the_largest_total_time_of_a_rank():
 
     totals = totals_of(windows, *gpus(2))
 
-    # Rank 0: 10 + 21 s, rank 1: 20 + 10 s.  The sum of the largest times of the windows would be 20 + 21 s.
+    # Rank 0 takes 10 + 21 s, and rank 1 takes 20 + 10 s.  The sum of each window's largest time would be 20 + 21 s.
     assert totals.loop.time_s == 31.0
     assert totals.loop.wait_s == 3.0, "of the rank with the largest T"
 
@@ -168,7 +168,7 @@ def test_window_below_min_coverage_is_not_in_the_energy_of_the_run():
 
     totals = totals_of(windows, *gpus(2))
 
-    # The second window is covered for 14 of 20 device seconds.
+    # In the second window, 14 of the 20 seconds of the two devices are covered.
     assert (totals.energy.joules, totals.energy.time_s, totals.energy.counts.tokens) == (2000.0, 10.0, 2000)
     assert (totals.energy.is_complete, totals.energy.measured_j) == (False, 2000.0 + 1000.0 + 400.0)
     assert metrics.contract.aec_watts(totals) == 200.0
@@ -417,8 +417,8 @@ def test_inference_throughput_uses_the_longest_generation_time():
 
     totals = totals_of(windows, *gpus(2))
 
-    # Rank 0 generates for 2 + 1 s, and at the same time rank 1 generates for 1 + 3 s.  The sum of the largest times of
-    # the windows would be 2 + 3 s.
+    # Rank 0 generates for 2 + 1 s, and at the same time rank 1 generates for 1 + 3 s.  The sum of each window's
+    # largest time would be 2 + 3 s.
     assert (totals.counts.generated_tokens, totals.loop.generation_s, totals.counts.prompt_tokens) == (2000, 4.0, 100)
     assert metrics.contract.it_tokens_per_sec(totals) == 500.0
     assert totals.counts.tokens == 4000, "what is generated is not what is trained on"

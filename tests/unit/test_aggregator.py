@@ -1034,7 +1034,7 @@ class CrashingJob:
         for rank in self.rows:
             self.job.bye(rank)
         if not self.job.aggregator.finished(self.job.now_s):
-            self.job.wait(1)  # late rows are accepted a few milliseconds apart
+            self.job.wait(1)  # late reports are accepted a few milliseconds apart
         assert self.job.aggregator.finished(self.job.now_s)
         kept = restore(self.job.aggregator.snapshot())
         return self.job.summary(ended=True), tuple(one.totals(JobConstants()) for one in (kept.run, kept.whole))
@@ -1042,7 +1042,7 @@ class CrashingJob:
 
 @st.composite
 def jobs(draw):
-    """Return the rows of one to three ranks, up to five windows each, by rank."""
+    """Return the reports of one to three ranks, by rank; a rank has up to five windows."""
     ranks, windows = draw(st.integers(1, 3)), draw(st.integers(1, 5))
     return {
         rank: [
@@ -1115,7 +1115,7 @@ def test_waiting_late_rows_are_counted_once_over_a_crash(monkeypatch):
     crashing = CrashingJob(rows, 1.0)
     crashing.send(0)
     crashing.job.wait(31, 0, 1)  # window 1 is overdue
-    for rank in (1, 1, 0):  # the first row of rank 1 is late; its second row and the row of rank 0 close window 2
+    for rank in (1, 1, 0):  # the first report of rank 1 is late; the other two reports close window 2
         crashing.send(rank)
     crashing.hand_out()
     for _ in range(2):
@@ -1192,7 +1192,7 @@ def test_summary_counts_rejected_frames_and_duplicates():
 
 
 def uncertain(rank=0, number=1, error_j=100.0, **changes):
-    """Return a row of 1000 J with this random error (half-width); the whole error is at the window's edges."""
+    """Return a report of 1000 J with this random error (half-width); the whole error is at the window's edges."""
     edge_j2 = (error_j / NORMAL_95) ** 2 / 2
     wall = msgspec.structs.replace(full(10.0), energy=amount(1000.0, 10.0, start_j2=edge_j2, end_j2=edge_j2))
     return row(rank, number, devices=(device_window(f"GPU-{rank}", wall=wall),), **changes)
@@ -1253,7 +1253,7 @@ def test_large_error_of_every_third_window_raises_no_event():
 
 
 def keeps_step(job, number, errors):
-    """Send a window's rows, one per rank, with these aliasing errors of the run to date."""
+    """Send a report of each rank, with these aliasing errors of the run to date."""
     job.send(*(row(rank, number, aliasing_error=error) for rank, error in enumerate(errors)))
 
 

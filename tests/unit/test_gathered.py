@@ -1,4 +1,4 @@
-"""Running sums over arriving rows equal the sums over all rows."""
+"""Sums that are updated with each report equal the sums over all reports."""
 
 import pytest
 from builders import device_window, gpu, hello, reports, row

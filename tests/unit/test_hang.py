@@ -74,7 +74,7 @@ def test_single_report_of_a_stall_names_first_the_rank_behind():
     )
 
     ((when_s, stall),) = reported
-    assert 132 <= when_s <= 142  # timeout of 30 s after 102 s; a heartbeat and a check follow within 10 s
+    assert 132 <= when_s <= 142  # the timeout ends at 102 s + 30 s; a heartbeat and a check follow within 10 s
     assert ranks_of(stall) == [[2], [0, 1, 3]]
     assert stall.unmoved_s == pytest.approx(when_s - 102)  # time since the last progress of any rank
 

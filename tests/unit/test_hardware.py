@@ -172,7 +172,7 @@ def test_name_parts_unrelated_to_the_chip_are_ignored(name, same):
         "NVIDIA H1000",
         "NVIDIA A100X",
         "NVIDIA A100",  # the name has no form factor and no memory size
-        "NVIDIA A100-SXM-64GB",  # another chip, with more SMs
+        "NVIDIA A100-SXM-64GB",  # this chip has more SMs than other A100
         "NVIDIA H800 PCIe",
         "NVIDIA H20-3e",
         "NVIDIA H200 PCIe",

@@ -26,7 +26,7 @@ def allocator(monkeypatch):
 
 
 def healthy(random_numbers, iteration, level):
-    """Return the memory of a loop without a leak: batches of several lengths, and rare steps of the allocator."""
+    """Return the memory of a loop without a leak: batches of several lengths, and rare jumps."""
     if random_numbers.random() < 0.01:
         level[0] += random_numbers.choice((-1, 1)) * random_numbers.uniform(20, 200) * MB
     warm_up = 300 * MB * min(iteration / 20, 1.0)

@@ -19,7 +19,7 @@ from effllm.records.wire import Bye
 
 
 def short(rank, window, window_s=0.01, **changes):
-    """Return a row of ten iterations in `window_s`."""
+    """Return a report of ten iterations in `window_s`."""
     end_s = 1000.0 + window * window_s
     values = {
         "start_time_s": end_s - window_s,
@@ -148,7 +148,7 @@ def test_each_row_is_counted_once_after_a_restart():
 
     second = Job(2, restore(job.aggregator.snapshot()))
     for rank in (0, 1):
-        second.send(*rows[rank][150:])  # rows 151 to 200 are already acknowledged
+        second.send(*rows[rank][150:])  # reports 151 to 200 are already acknowledged
         second.bye(rank)
     second.tick()
 

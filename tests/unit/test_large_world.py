@@ -1,4 +1,4 @@
-"""Large worlds: pace of acknowledgements, merging of late rows, exact medians."""
+"""Large worlds: pace of acknowledgements, merging of late reports, exact medians."""
 
 import msgspec
 import numpy as np

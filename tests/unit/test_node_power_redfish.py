@@ -255,7 +255,7 @@ def test_one_supply_in_two_chassis_is_not_added_twice(serve, credentials):
 
 
 def test_energy_counter_with_fine_steps_is_used(serve, opened):
-    # A step of 0.001 kWh is 3.6 kJ: 3.6 s at 1,000 W.
+    # The counter has a resolution of 0.001 kWh, which is 3.6 kJ: 3.6 s at 1,000 W.
     service = serve(tree(chassis("1"), supply("1", "PSU0", 600.0, 12.345), supply("1", "PSU1", 400.0, 11.001)))
     reader = opened(service)
     sample, _ = reader.read()
@@ -267,7 +267,7 @@ def test_energy_counter_with_fine_steps_is_used(serve, opened):
 
 
 def test_coarse_energy_counter_is_replaced_by_integrated_power(serve, opened):
-    # A step of 0.1 kWh is 360 kJ: six minutes at 1,000 W.
+    # The counter has a resolution of 0.1 kWh, which is 360 kJ: six minutes at 1,000 W.
     reader = opened(serve(tree(chassis("1"), supply("1", "PSU0", 600.0, 12.3), supply("1", "PSU1", 400.0, 11.1))))
 
     assert (reader.device.energy_method, reader.read()[0].energy_j) == ("instant power", None)
@@ -351,7 +351,7 @@ def test_controller_on_loopback_is_separate_for_each_node(serve, opened):
 
 
 def test_nodes_with_one_controller_share_its_energy_key(serve, opened, monkeypatch):
-    monkeypatch.setattr("effllm.devices.node.redfish.is_own", lambda _: False)  # as for a controller on the network
+    monkeypatch.setattr("effllm.devices.node.redfish.is_own", lambda _: False)  # a controller on the network
     service = serve(TWO_SUPPLIES)
     keys = {opened(service, host=host).device.energy_key for host in ("node1", "node2")}
 

@@ -1,4 +1,7 @@
-"""effllm/records/timeline.py: values computed by hand; communication is exposed while no computation runs."""
+"""effllm/records/timeline.py: values computed by hand; communication is exposed while no computation runs.
+
+All times are in ns.
+"""
 
 import random
 

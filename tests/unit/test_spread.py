@@ -1,4 +1,4 @@
-"""The spread of a window's values over ranks and GPUs, compared with values by hand, of numpy and of statistics."""
+"""The spread of a window's values over ranks and GPUs, compared with values by hand, from numpy and from statistics."""
 
 import random
 import statistics

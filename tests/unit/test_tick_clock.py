@@ -107,7 +107,7 @@ def test_unchanged_counter_at_a_due_tick_reduces_the_clock_error():
     clock = TickClock(0.1, 0.0)
     clock.moved(START_NS, START_NS + 10_000_000)
 
-    clock.did_not_move(START_NS + 90_000_000, START_NS + 106_000_000)  # so the tick due at 100-110 ms is after 106 ms
+    clock.did_not_move(START_NS + 90_000_000, START_NS + 106_000_000)  # the tick due at 100-110 ms is after 106 ms
 
     assert clock.before(START_NS + 120_000_000) == pytest.approx((START_NS + 108_000_000, 2_000_000))
 

@@ -225,7 +225,7 @@ def test_names_with_control_characters_are_rejected(text):
 
 
 def crowded_row(sequence=1):
-    """Return a row with all quantities of a GPU and two sensors of its node."""
+    """Return a report with all quantities of a GPU and two sensors of its node."""
     part = full(1 / 3)
     phases = dict.fromkeys(("evaluation", "checkpoint", "other", "startup", "shutdown"), part)
     gauges = dict.fromkeys(GAUGES, Gauge(1 / 3, 1 / 3, 1 / 3, 1 / 3))

@@ -29,7 +29,7 @@ CALLS = {
 
 SAFE_LOADERS = {"SafeLoader", "CSafeLoader", "yaml.SafeLoader", "yaml.CSafeLoader"}
 
-#: Exceptions, with the reason.
+#: Unsafe calls that are allowed, with the reason.
 ALLOWED = {
     "effllm/commands/run.py": dict.fromkeys(
         ("exec", "compile", "runpy.run_path", "runpy.run_module"), "the training script that it is asked to run"

@@ -29,7 +29,7 @@ def cutter(log_interval=10, offset=0, origin_ns=MADE_NS):
 
 
 def cut_all(slots, samples, end_ns, **arguments):
-    """Return the rows of a whole run, with the windows of its one device."""
+    """Return the reports of a whole run, with the windows of its only device."""
     one, all_series = cutter(**arguments), [series(*samples)]
     for slot in slots:
         one.add(slot)
@@ -84,7 +84,7 @@ def test_integrals_of_adjacent_intervals_add_up_for_any_reading(steps_ms, data):
     samples, at_ns = [], 1
     for step in steps_ms:
         samples.append(Sample(at_ns, *data.draw(st.tuples(reading, reading, reading, reading))))
-        at_ns += step * 2_000_000  # steps up to 8 s: some are gaps
+        at_ns += step * 2_000_000  # samples are up to 8 s apart, so gaps occur
     edges = [1, *sorted(data.draw(st.lists(st.integers(2, at_ns), max_size=4))), at_ns + 1]
     one = series(*samples)
 

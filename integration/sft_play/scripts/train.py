@@ -37,7 +37,7 @@ def main() -> int:
 
 
 def train(settings: Settings, tensorboard: bool) -> int:
-    configure(settings, tensorboard)  # before transformers is imported
+    configure(settings, tensorboard)  # must be called before the import of transformers
     import models
 
     if reason := models.missing(settings.tuning.backend):

@@ -23,7 +23,7 @@ GPU = {
     "memory_total": 192 * 2**30,
     "memory_used": 48 * 2**30,
     "power": [400.0, 0.0, 10.0],  # mean, amplitude and period of a sine
-    "power_kind": "current",  # "average" up to MI200 and on Radeon
+    "power_kind": "current",  # "average" on GPUs up to MI200 and on Radeon GPUs
     "gfx_activity": 75,
     "umc_activity": 40,
     "junction": 65,
