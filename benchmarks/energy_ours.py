@@ -1,6 +1,6 @@
 """effllm as a measured tool: one process per GPU samples like an agent and receives the edges through a pipe.
 
-Only `_Agent` uses effllm's own code; it opens, samples and integrates as `effllm.agent.agent` does.
+Only `_Agent` uses effllm's code: it opens, samples and integrates a device as `effllm.agent.agent` does.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def measure(ranks: int = RANKS, windows: int = WINDOWS) -> list[Figure]:
 def _window(links: list[AgentLink], console: int, window: int) -> float:
     for rank, link in enumerate(links[:-1]):
         _send(link, Reports((row(rank, window),)))
-    time.sleep(0.05)  # these reports have arrived when the last one is sent
+    time.sleep(0.05)  # these reports must arrive before the last report is sent
     for link in links:
         link.receive()
     began_s = time.monotonic()

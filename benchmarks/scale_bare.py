@@ -22,7 +22,7 @@ EVERYTHING = 2**61  # a sequence number that acknowledges all reports
 
 
 class Bare:
-    """The loop in its own process.
+    """Runs the loop in a separate process.
 
     Args:
         secret_file: file of the keys' secret; empty without keys.

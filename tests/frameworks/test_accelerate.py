@@ -43,7 +43,8 @@ def script(tmp_path):
 
 def launched(launch, script, accumulate):
     job = launch._job()
-    # With --cpu, accelerate starts one process. With --multi_gpu, it starts torchrun; the script selects the CPU.
+    # With --cpu, accelerate starts one process. With --multi_gpu, accelerate starts torchrun; the script selects the
+    # CPU.
     options = ["--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no"]
     command = [
         sys.executable,

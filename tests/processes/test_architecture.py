@@ -17,7 +17,7 @@ MODULES = {
     for path in sorted(PACKAGE.rglob("*.py"))
 }
 
-# A package may import the packages left of it.  Packages between two "<" do not import each other.
+# A package may import only the packages to its left.  Packages between two "<" do not import each other.
 LAYERS = """
 config < records < metrics < store < network, devices < energy < sinks, job < trainer, agent, server
 < instruments < hooks, sensor_profile < attach < effllm < commands < efficientllm_metrics, cli < __main__

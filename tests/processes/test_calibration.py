@@ -90,7 +90,8 @@ def test_slow_driver_extends_calibration_by_at_most_one_call(board, call_s):
 
 
 def test_tick_of_the_hardware_table_is_kept_if_reads_are_too_sparse(board):
-    # A call takes 30 ms and the pause after it 90 ms. In these 120 ms a counter with a tick of 100 ms always changes.
+    # A call takes 30 ms, and the pause after the call takes 90 ms. In these 120 ms a counter with a tick of 100 ms
+    # always changes.
     sensor = calibrate(H100, board(call_s=0.03).read, None)
 
     assert sensor.tick_s == 0.1

@@ -1001,7 +1001,7 @@ def test_correct_counter_raises_no_event_if_power_is_undersampled(period_s):
         sensor = BoardSensor(power, 0.1, 1.0, chance.uniform(0, 0.1))
         one = ledger_of(Sensor(tick_s=0.1))
         for i in range(400):
-            shown_s = BEGIN_S + i + chance.random()  # at a random time of each second, as in effllm/agent/sampler.py
+            shown_s = BEGIN_S + i + chance.random()  # samples at random times of each second, as in agent/sampler.py
             one.add(Sample(round(shown_s * NS), power_w=power.at(shown_s), energy_j=sensor.counter_j(shown_s)))
 
         assert one.take_events(0.0) == []
@@ -1063,7 +1063,7 @@ def test_stated_intervals_of_a_partial_duty_sensor_cover_the_truth(power, tick_s
 
 
 def test_stated_intervals_include_the_error_of_rare_power_steps():
-    # Only one reading in 5 s can show a change of power within a tick, so some runs see almost none of their bursts.
+    # Only one reading in 5 s can show a change of power within a tick, so some runs record almost none of their bursts.
     windows = [
         window
         for seed in range(12)

@@ -158,7 +158,7 @@ def test_reports_without_values_write_nothing(tmp_path):
     back = written(tmp_path, make_report(values={}, warming_up=True))
 
     assert back.Tags()["scalars"] == []
-    assert len(raw_events(tmp_path)) == 1  # only the header of the file
+    assert len(raw_events(tmp_path)) == 1  # the file has only its header
 
 
 def test_report_is_on_disk_when_write_returns(tmp_path):

@@ -122,7 +122,7 @@ def test_frequent_edges_cause_fewer_reads_per_edge(tracked, wake):
     track.ask(edge_ns)
     woken(wake)
     before = reader.reads
-    track.ask(edge_ns + 10_000_000)  # the second edge is 10 ms later, so it gets only one read
+    track.ask(edge_ns + 10_000_000)  # for this edge, which is only 10 ms later, one read is enough
     woken(wake)
 
     assert reader.reads - before == 1

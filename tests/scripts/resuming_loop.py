@@ -33,7 +33,7 @@ effllm.initialize_efficientllm_metrics(1000, first_iteration=done)
 collector = effllm.get_metrics_collector()
 with starts.open("a") as file:
     file.write(json.dumps({"world_size": world_size, "first": done + 1, "pid": os.getpid()}) + "\n")
-dist.barrier()  # rank 0 has published its address; all ranks find it before one is killed
+dist.barrier()  # rank 0 has published its address; all ranks find this address before a rank is killed
 gradient = torch.ones(1)
 iteration = done
 while True:

@@ -148,7 +148,7 @@ def test_rank_that_skipped_a_window_is_not_waited_for():
     job = Job().join()
 
     job.send(row(0, 1))
-    job.send(row(1, 2))  # the end of window 1 was overwritten in the ring
+    job.send(row(1, 2))  # rank 1 sends no report of window 1: its records were overwritten
     job.wait(1, 0, 1)
 
     assert [report.coverage.missing_ranks for report in job.closed()] == [(1,)]
@@ -178,7 +178,7 @@ def test_gpu_of_a_departed_rank_is_not_expected():
     first, second = job.closed()
     assert (first.coverage.gpus_expected, second.coverage.gpus_expected) == (2, 1)
     assert second.coverage.energy == 1.0
-    # Two GPUs at 100 W for 10 s, then one GPU for 10 s. In the second window, the other GPU's power is missing.
+    # The first window has two GPUs at 100 W for 10 s. In the second window, the energy of one of the GPUs is missing.
     energy = job.summary().energy
     assert (energy.total_joules, energy.measured_joules) == (None, pytest.approx(3000.0))
     assert energy.iterations_coverage == pytest.approx(0.75)
@@ -316,7 +316,7 @@ def test_late_report_completes_the_energy_of_its_window():
     job.send(row(1))
 
     run = job.closed()[0].run
-    # Two GPUs at 100 W for 10 s; the divisor of J/token has the tokens of both ranks.
+    # Two GPUs draw 100 W each for 10 s; the divisor of J/token has the tokens of both ranks.
     assert (run.energy.joules, run.energy.measured_j, run.energy.is_complete) == (2000.0, 2000.0, True)
     assert (run.energy.counts.tokens, run.energy.counts.samples, run.energy.time_s) == (2000, 20, 10.0)
     assert job.summary().energy.by_device == {"GPU-0": 1000.0, "GPU-1": 1000.0}

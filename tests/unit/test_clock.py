@@ -122,7 +122,7 @@ def test_exchanges_are_less_frequent_after_the_first_sixteen():
 def test_exchange_rate_of_ten_thousand_ranks_is_bounded():
     ranks = [Exchanges(10_000, rank) for rank in range(0, 10_000, 7)]
     first = [clocks.due_s(0.0) for clocks in ranks]
-    assert min(first) < 0.4 and 19.0 < max(first) < 20.0  # spread over the first 20 s
+    assert min(first) < 0.4 and 19.0 < max(first) < 20.0  # the ranks are spread over the first 20 s
 
     for i in range(MAX_EXCHANGES + 1):
         exchange(ranks[0], 100 * S * (i + 1), 1, 1, 1)

@@ -167,7 +167,7 @@ def test_folding_does_not_change_the_window_of_a_long_hang():
             ended = set()
             at_s = 10.0
             while at_s <= 6_000:
-                ordinal = int((at_s - 20) // 2) + 1  # iterations of 2 s from 20 s on; the seventh hangs from 33 s on
+                ordinal = int((at_s - 20) // 2) + 1  # iterations take 2 s, from 20 s on; the seventh hangs at 33 s
                 if 1 <= ordinal <= 6 and ordinal not in ended and at_s >= 20 + 2 * ordinal:
                     ended.add(ordinal)
                 if at_s in (20, 22, 24, 26, 28, 30, 32):

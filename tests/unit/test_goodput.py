@@ -178,7 +178,7 @@ def test_first_execution_of_repeated_iterations_counts_as_redone():
 def test_redone_part_of_a_window_is_its_share_of_repeated_iterations():
     goodput = Run().join().window(1).window(2).bye().restart().join(offset=14).window(1).goodput()
 
-    # Iterations 15 to 20 are redone: six of the ten in the second window.
+    # Iterations 15 to 20 are redone: six of the ten iterations of the second window.
     assert goodput.redone_iterations == 6
     assert goodput.seconds["redone"] == pytest.approx(0.6 * 9.0)
 
@@ -299,7 +299,7 @@ def test_straggling_and_hang_time_is_subtracted_from_other_classes():
 
     assert (goodput.seconds["straggling"], goodput.seconds["hang"]) == pytest.approx((1.5, 30.0))
     assert goodput.seconds["kept"] == pytest.approx(9.0 + 9.0 - 1.5 + 8.0)
-    # 200 W for 10 s; 1.5 s of this time were lost.
+    # The power is 200 W, and 1.5 s were lost.
     assert goodput.joules["straggling"] == pytest.approx(300.0)
     assert adds_up(goodput)
 

@@ -69,7 +69,7 @@ def why_not(root):
 
 
 def test_rails_are_not_added_to_the_power_of_grace(grace_hopper):
-    assert watts(grace_hopper) == 104.25  # without the rails (46.5 and 11.75 W) and the module (612.4 W)
+    assert watts(grace_hopper) == 104.25  # the rails (46.5 and 11.75 W) and the module (612.4 W) are not added
 
 
 def test_power_of_two_sockets_is_summed(tmp_path):

@@ -92,7 +92,7 @@ def test_energy_is_correct_over_several_counter_ranges_of_65_kj(tmp_path, clock)
         energy_j = flowed_j(rapl)
 
     assert round(AMD_RANGE_UJ / 1e6 / 280) == 234
-    assert energy_j == pytest.approx(600 * 280.0)  # 2.5 times the counter's range
+    assert energy_j == pytest.approx(600 * 280.0)  # this energy is 2.5 times the counter's range
     assert rapl.note == "RAPL through powercap: 1 CPU package without DRAM, which has no counter"
 
 
@@ -154,7 +154,7 @@ def test_unknown_energy_after_a_counter_reset_stays_a_gap(powercap, rapl, clock)
             energy_j = None
         ledger.add(Sample(time_ns=second * 10**9, energy_j=energy_j))
 
-    for second in range(1, 11):  # 100 W; a reset between the 4th and the 5th reading
+    for second in range(1, 11):  # the power is 100 W; a reset is between the 4th and the 5th reading
         powercap.set_j("intel-rapl:0", 1000 + 100 * second if second < 5 else 100 * (second - 5))
         read(second)
 
@@ -373,7 +373,7 @@ def test_perf_is_not_used_if_powercap_is_readable(powercap, pmu, clock):
 
 
 def test_mirrored_dies_are_counted_once_through_perf(pmu, clock):
-    (pmu.root / "cpumask").write_text("0-2\n")  # three dies of one socket; no DRAM on AMD
+    (pmu.root / "cpumask").write_text("0-2\n")  # one AMD socket with three dies; it has no DRAM events
     for path in (pmu.root / "events").glob("energy-ram*"):
         path.unlink()
 

@@ -87,7 +87,7 @@ def test_new_aggregator_keeps_totals_and_names_the_straggler_again():
 
 
 def test_ranks_of_other_groups_and_roles_are_not_peers():
-    stages = Job(peer_group=lambda rank: f"stage {rank // 2}").run(1, 8)  # one of two ranks must be much slower
+    stages = Job(peer_group=lambda rank: f"stage {rank // 2}").run(1, 8)  # of two ranks, one must be much slower
     assert stages.events_of("straggler") == []
     roles = Job(role=lambda rank: "trainer" if rank == 2 else "rollout").run(1, 8)
     assert roles.events_of("straggler") == []

@@ -64,7 +64,7 @@ def test_light_stage_without_groups_names_no_rank():
     weights = (1.0, 1.0, 1.0, 0.4)
     job = SynchronousJob(32, weight=lambda rank: weights[rank // 8])
 
-    assert job.run(30).named_ranks == set()  # most ranks are equal, and near the median
+    assert job.run(30).named_ranks == set()  # most ranks are equally slow, and near the median
 
 
 @pytest.mark.slow
@@ -308,8 +308,8 @@ def test_cost_is_time_and_energy_of_the_waiting_ranks():
 def test_two_stragglers_share_the_waited_time():
     job = SynchronousJob(8, jitter=0.0, tail=0.0, slow=lambda rank, _: {2: 1.1, 5: 1.3}.get(rank, 1.0)).run(12)
 
-    # The slower rank takes 0.15 s more in each of ten iterations: six ranks wait for 1.5 s, and both share this cost
-    # 0.05 : 0.15.
+    # The slower rank takes 0.15 s more in each of ten iterations: six ranks wait for 1.5 s. The two stragglers share
+    # this cost in the ratio 0.05 : 0.15.
     assert job.seen[-1].seconds == pytest.approx(1.5)
     assert job.seen[-1].rank_seconds == pytest.approx(9.0)
     before = {verdict.ranks: verdict.gpu_seconds for verdict in job.stragglers.verdicts}

@@ -203,7 +203,7 @@ def test_profiled_iterations_are_summed_in_their_window():
 def test_data_wait_before_a_profiled_step_is_not_idle_time():
     with recording({1: SPLIT, 2: SPLIT._replace(duration_ns=140 * MS, idle_ns=55 * MS)}) as made:
         made.recorder.start(_now=lambda: 1)
-        made.recorder.waited(10 * MS)  # 100 ms: 10 of wait, 60 of computation, 25 of exposed communication, so 5 idle
+        made.recorder.waited(10 * MS)  # of 100 ms: wait 10, computation 60, exposed communication 25, so idle 5
         made.recorder.end(_now=lambda: 100 * MS + 1)
         made.recorder._profile.is_of_device = True
         iterate(made.recorder, 1)
