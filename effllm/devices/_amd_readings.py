@@ -34,7 +34,7 @@ def _scaled(scale: float, **answers: Any) -> dict[str, float]:
 
 
 def joules_of(answer: dict[str, Any]) -> float | None:
-    # The field is called "power" up to ROCm 6.2; ROCm 6.3 has both names.
+    # The field is called "power" up to ROCm 6.2; ROCm 6.3 has the fields "power" and "energy_accumulator".
     count = number(answer.get("energy_accumulator", answer.get("power")), (64,))
     microjoules = number(answer.get("counter_resolution"))
     return None if count is None or microjoules is None else count * microjoules / 1e6

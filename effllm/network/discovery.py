@@ -251,7 +251,7 @@ class Search:
     def start(self) -> None:
         """Search at once, then in a daemon thread.
 
-        It is the only thread of effllm in a trainer, and ends after start-up.
+        The daemon thread is the only thread of effllm in a trainer, and ends after start-up.
         """
         self._read()
         _in_thread(self._run)

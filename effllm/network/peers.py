@@ -171,7 +171,7 @@ class Peers:
         return one
 
     def _is_refilled(self, one: _Peer, num_bytes: int, now_s: float) -> bool:
-        """Refill the allowance by the elapsed time; return whether it now suffices for the frame that exceeded it."""
+        """Refill the allowance for the elapsed time; return whether the allowance now suffices for the frame."""
         passed_s = max(now_s - one.since_s, 0.0)
         max_frames = self._burst_frames if one.agent else NO_HELLO_FRAMES
         max_bytes = self._burst_bytes if one.agent else NO_HELLO_BYTES

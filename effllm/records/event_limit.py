@@ -26,7 +26,7 @@ class EventLimit:
         self._since_s: float | None = None
         self._lines: dict[tuple[str, int | None], int] = {}  # in this minute
         self._left: dict[str, int] = {}  # number of lines that a kind may still have
-        self._left_out: dict[tuple[str, int | None], Event] = {}  # newest event without a line; its count is the total
+        self._left_out: dict[tuple[str, int | None], Event] = {}  # the total of the events without a line
 
     def admits(self, event: Event) -> bool:
         """Return whether an event becomes a line; count an event without a line."""

@@ -66,7 +66,7 @@ class RankFacts:
     replica: str = ""
     serves_requests: bool = False
     value_names: tuple[str, ...] = ()  # names of the values of instruments; a record of the ring has the index
-    warnings: tuple[str, ...] = ()  # lines for the user, each once
+    warnings: tuple[str, ...] = ()  # lines for the user; each line becomes one event
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ MAGIC = b"EFFLRNG2"
 ITERATION, PHASE, LOSS, RESET, END, PROFILE, DEVICE_TIME, OWN_TIME = 1, 2, 3, 4, 5, 6, 7, 8
 VALUES = 9  # values of instruments
 SPAN = 10  # a request for the readings of a span of time; records/spans.py has the answer
-MAX_CHAINS = 16  # chains of consecutive spans in one ring
+MAX_CHAINS = 16  # limit of the chains of consecutive spans in one ring
 #: Final statuses of a loop; the record END has an index into this tuple.
 STATUSES = ("completed", "failed", "killed", "interrupted")
 
@@ -99,7 +99,7 @@ _OFTEN = struct.Struct(f"@L{5 + NUM_FREQUENT}l")  # sequence, ordinal, start and
 _ABOUT = struct.Struct("@hhld")  # kind, what, number, value
 _RARE = struct.Struct(f"@{_PHASES + 1 + len(FIELDS) - NUM_FREQUENT}l")  # phases, generation, the other counters
 _SEALED = struct.Struct(f"@{_OFTEN.size}s{_ABOUT.size}s{_RARE.size}sI")
-# A record of values has no times and totals: the values and their indices fill the room of both.
+# A record of values has values and their indices in place of the times and totals.
 _VALUES = struct.Struct(f"@{MAX_VALUES}d{MAX_VALUES}h")
 _VALUES_OFTEN = struct.Struct(f"@LL{_OFTEN.size - 16}s")  # sequence, ordinal, first part of the values
 _VALUES_SPLIT = _OFTEN.size - 16
@@ -263,7 +263,7 @@ class RingReader:
         self._facts = SharedDocument(self._map, _FACTS_AT, _FACTS_BYTES)
         self._address = SharedDocument(self._map, _ADDRESS_AT, _ADDRESS_BYTES)
         self._look: tuple[int, int, int, int] = (STARTUP, 0, 0, 0)
-        self.overrun = 0  # records that were overwritten before they were read, or are not valid
+        self.overrun = 0  # number of records that were overwritten before they were read, or are not valid
 
     def read(self) -> list[Slot]:
         """Return the records since the last call, oldest first.

@@ -32,8 +32,8 @@ class Admission:
         self._peer_admission = peer_admission
         self._warn = warn
         self._has_room_for = 0  # number of ranks that the limit of open files allows
-        self.has_shortage = False  # the job was rejected for lack of descriptors
-        self.has_refused_all = False  # a job of one rank was rejected, so no other agent will connect
+        self.has_shortage = False  # whether the job was rejected for lack of descriptors
+        self.has_refused_all = False  # whether a job of one rank was rejected, so that no other agent will connect
 
     def hello(self, peer: bytes, message: Hello, objection: str, is_trainer_gone: bool, now: Now) -> Rejected | None:
         """Handle a HELLO; return the answer if the HELLO is rejected.

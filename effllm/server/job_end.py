@@ -18,9 +18,10 @@ GONE_AFTER_S = 2.0
 
 
 class LostAgents:
-    """Ranks whose agents have lost their connections, because the kernel closes a killed agent's connection.
+    """Ranks whose agents have lost their connections.
 
-    Used at the end of a job, so that the job does not wait three heartbeat periods for a dead agent.
+    The kernel closes the connection of a killed agent.  The lost agents are used at the end of a job,
+    so that the job does not wait three heartbeat periods for a dead agent.
     """
 
     def __init__(self) -> None:

@@ -216,7 +216,7 @@ class Server:
         self._aggregator.ledger.note_own(time.process_time(), self._socket.received_bytes)
         self._end.give_up_lost(now.mono_s)
         self._aggregator.tick(now, self._heard_until_s)
-        # The facts of ten thousand ranks are 8 MB, so larger worlds write them less often.
+        # The facts of ten thousand ranks are 8 MB, so larger worlds write their facts less often.
         self._update_facts(max(keep_every_s(self._aggregator.ledger.world_size), FACTS_EVERY_S))
         if now.mono_s < self._killed_until_s:  # this status is correct if a kill comes before the next tick
             self._outputs.write_summary(msgspec.structs.replace(self._summary(ended=False), status="killed"))
@@ -321,7 +321,7 @@ def _event_files(config: Config, folder: Path | None, facts: Mapping[str, Any]) 
 def main(arguments: list[str]) -> int:
     """Run an aggregator with the `Orders` on the descriptor ``arguments[0]``, as JSON."""
     # The aggregator ends after the BYEs of its job: a scheduler's SIGTERM also reaches trainers, which may still save.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # until the server handles this signal
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # SIGTERM is ignored until the server handles this signal
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     descriptor = int(arguments[0])
     os.lseek(descriptor, 0, os.SEEK_SET)

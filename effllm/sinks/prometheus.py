@@ -1,6 +1,6 @@
 """Prometheus: gauges with the newest values of the job and counters with its totals, only on loopback.
 
-A value that is no longer measured has no sample: alerts must not use old values.
+A value that is no longer measured is not served, because alerts must not use old values.
 """
 
 from __future__ import annotations

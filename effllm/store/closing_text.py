@@ -28,7 +28,7 @@ from effllm.store.window_text import contract_parts, fitted, scaled
 
 #: Maximum number of lines about missing measurements and slow ranks; summary.txt has all lines.
 MAX_DOUBTS = 3
-#: A rank that was the slowest in fewer windows is only in summary.txt.
+#: A rank that was the slowest in a smaller share of the windows is only in summary.txt.
 MIN_SLOWEST_SHARE = 0.1
 
 

@@ -58,12 +58,12 @@ class Journal:
         return self._number
 
     def put(self, rows: Iterable[Any], constants: Any = None) -> int:
-        """Queue rows for `flush`; return their size in bytes.
+        """Queue rows for `flush`; return the size of their lines in bytes.
 
         If too many lines wait, the oldest lines are dropped and counted.
 
         Args:
-            rows: rows of one line each.
+            rows: each row becomes one line.
             constants: written as a field of a line if they differ from the previous constants in the file.
         """
         known = _encoder.encode(constants) if constants is not None else b""

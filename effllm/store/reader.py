@@ -261,7 +261,7 @@ def segments(folder: Path, stem: str) -> list[Path]:
 
 
 class JsonLines(Generic[Row]):
-    """The rows of JSON Lines files; torn and invalid lines are skipped and counted."""
+    """The decoded lines of JSON Lines files; torn and invalid lines are skipped and counted."""
 
     def __init__(self, paths: Sequence[Path], row: type[Row]) -> None:
         self.skipped = 0

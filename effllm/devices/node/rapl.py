@@ -93,7 +93,10 @@ class Rapl:
 
 
 class _TwoReads(NamedTuple):
-    """Two reads of all counters, one after the other; mirrored counters had the same value at one time in between."""
+    """Two reads of all counters, one after the other.
+
+    At the moment between the two reads, mirrored counters have the same value.
+    """
 
     first: list[int]
     second: list[int]
