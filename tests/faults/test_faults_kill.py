@@ -91,7 +91,7 @@ def kill(job):
 
 
 @pytest.mark.fault("scheduler-stop")
-def test_job_ended_by_sigterm_has_all_rows_and_status_killed(launch):
+def test_job_ended_by_sigterm_has_all_iterations_and_status_killed(launch):
     job = launch.python("loop.py", "--until", "enough", environ=jobs.long_timeouts())
     jobs.until(lambda: job.num_windows >= 5)
     send(job, signal.SIGTERM)
@@ -105,7 +105,7 @@ def test_job_ended_by_sigterm_has_all_rows_and_status_killed(launch):
 
 
 @pytest.mark.fault("scheduler-stop")
-def test_files_include_the_last_second_before_a_kill_after_sigterm(launch):
+def test_files_are_up_to_date_at_a_sigkill_after_a_sigterm(launch):
     job = launch.code(SAVES, log_interval=LOG_INTERVAL)
     jobs.until(lambda: job.num_windows >= 5)
     ledger = job.ledger

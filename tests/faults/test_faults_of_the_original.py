@@ -199,7 +199,7 @@ def test_7_parameters_and_tokens_cover_the_whole_job(launch):
     assert summary.metrics["tt_tokens_per_param_per_sec"].value == pytest.approx(6000 / 1000 / seconds, rel=1e-9)
 
 
-def test_7_ranks_that_disagree_on_the_model_give_one_event(launch):
+def test_7_different_parameter_counts_of_ranks_give_one_event(launch):
     aggregator = launch.aggregator()
     endpoint = aggregator.endpoint
     ranks = [

@@ -439,7 +439,7 @@ def test_zeus_5_decreasing_counter_gives_no_negative_energy():
     assert [joules(one, s, s + 1) for s in range(10)] == pytest.approx([300.0] * 10)
 
 
-def test_zeus_6_counter_without_ticks_is_not_polled(tmp_path):
+def test_zeus_6_counter_without_ticks_is_read_once_per_edge(tmp_path):
     gpu = Device("GPU-a", "nvml", "A board", energy_method=COUNTER, driver="1")
     today = time.strftime("%Y-%m-%d")
     store(tmp_path, Calibration(gpu.name, gpu.driver, today, Sensor(tick_s=0.0)))
@@ -595,7 +595,7 @@ def test_codecarbon_4_samples_start_no_threads():
 # --- perun ---
 
 
-def test_perun_gpu_number_may_have_two_digits(trace):
+def test_perun_gpu_with_a_two_digit_number_is_found(trace):
     uuids = [f"GPU-{n:02d}" for n in range(16)]
     assert choose_uuid(Site(0, visible_devices="12"), uuids) == "GPU-12"
     assert choose_uuid(Site(12), uuids) == "GPU-12"
@@ -670,7 +670,7 @@ answer = [(last.energy_j - first.energy_j) / (last.time_ns - first.time_ns) * 1e
 
 
 @pytest.mark.alone
-def test_millijoules_and_milliwatts_are_converted(trace):
+def test_energy_and_power_are_converted_to_joules_and_watts(trace):
     # pyJoules#32: units were wrong by a factor of 1000.
     trace.write(Gpu("GPU-a", "0:01:00", power=flat(300.0), power_limit_w=700.0))
 

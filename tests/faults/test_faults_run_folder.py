@@ -48,7 +48,7 @@ def test_aggregator_restarted_by_hand_continues_the_run(cli, launch):
 
 
 @pytest.mark.fault("two-jobs")
-def test_two_jobs_on_a_node_are_independent(launch):
+def test_two_jobs_on_a_node_write_two_complete_run_folders(launch):
     one = launch.python(LOOP, "--iterations", 200, "--tokens", 7, run_name="one")
     two = launch.python(LOOP, "--iterations", 300, "--tokens", 11, run_name="two")
     one.done()

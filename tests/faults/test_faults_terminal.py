@@ -72,7 +72,7 @@ def test_stopped_terminal_stops_only_the_console(on_terminal, terminal):
     assert job.max_step_s() < 0.2
 
 
-def test_stopped_terminal_does_not_delay_the_end(on_terminal, terminal):
+def test_stopped_terminal_does_not_delay_the_end_of_a_job(on_terminal, terminal):
     job = on_terminal()
     windows = job.num_windows
     jobs.until(lambda: job.num_windows > windows + 400)

@@ -150,7 +150,7 @@ MAX_LISTED_ITEMS = 3 * WEEK // 100
 
 # The outbox counts only reports that were never sent; the aggregator counts sent reports that are lost.
 @pytest.mark.parametrize(("is_sent", "lost"), [(True, 0), (False, 19_000)])
-def test_full_outbox_counts_only_reports_that_were_never_sent(is_sent, lost):
+def test_full_outbox_counts_only_unsent_reports_as_lost(is_sent, lost):
     outbox = Outbox(1000)
     for number in range(1, 20_001):
         outbox.add(row(window=number, devices=()))

@@ -47,7 +47,7 @@ def test_loopback_without_ipv4_is_used(launch):
 
 
 @needs_namespaces
-def test_without_loopback_metrics_are_off_with_the_reason(launch):
+def test_missing_loopback_disables_metrics_and_is_reported(launch):
     job = in_a_network_namespace(launch, 'exec "$@"', sys.executable, str(jobs.SCRIPTS / "loop.py")).done()
 
     assert len(job.output()["steps"]) == 20

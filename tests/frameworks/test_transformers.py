@@ -273,7 +273,7 @@ trainer.add_callback(Slow)
     assert b"train/efficientllm/al_seconds" in events
 
 
-def test_samples_but_no_tokens_of_an_image_model_are_counted(frameworks):
+def test_batches_of_an_image_model_are_counted_as_samples_only(frameworks):
     code = """
 from transformers import Trainer, ViTConfig, ViTForImageClassification
 import tiny, torch

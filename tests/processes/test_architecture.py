@@ -74,7 +74,7 @@ def test_agent_does_not_import_the_aggregator():
     assert done.stdout.strip() == "set()"
 
 
-def test_known_modules_and_imports_are_found():
+def test_module_search_finds_known_modules_and_imports():
     assert {"effllm", "effllm.records.rank", "effllm.devices", "effllm.devices.nvml"} <= set(MODULES)
     assert "effllm.records.rank" in set(imports("effllm.job.account"))
     assert "effllm.metrics" in set(imports("effllm.job.reporting")), "from effllm import metrics"

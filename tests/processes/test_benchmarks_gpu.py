@@ -101,7 +101,7 @@ def test_energy_from_dense_power_readings_agrees_with_the_counter(traits):
     assert [figure.value for figure in dense] == pytest.approx([1 / traits.get("counts", 1.0)] * 3, rel=0.01)
 
 
-def test_reading_power_once_a_second_gives_a_wider_interval():
+def test_power_read_each_second_gives_a_wider_confidence_interval():
     gpu = SensedGpu(tick_s=0.1)
     found = profile(gpu, lambda: gpu, 30.0, clock=gpu.clock)
 

@@ -166,11 +166,11 @@ def test_calibration_keeps_duty_and_gain_of_the_hardware_table(board, tmp_path):
     assert sensor.lag_error_s == sensor.tick_s == pytest.approx(0.05, abs=1e-4)
 
 
-def test_power_is_not_called_held_if_it_changes_between_ticks(board):
+def test_power_that_changes_between_ticks_is_not_marked_as_held(board):
     assert not calibrate(H100, board(hold=False).read, None).is_held
 
 
-def test_constant_power_leaves_unknown_if_the_reading_is_held():
+def test_property_held_is_unknown_for_constant_power():
     samples = [Sample(step, power_w=60.0, energy_j=step // 5) for step in range(100)]
 
     assert is_held(samples) is None

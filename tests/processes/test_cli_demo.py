@@ -38,7 +38,7 @@ def test_windows_of_the_demo_last_a_second_by_default(cli):
     assert len(rows) <= span_s + 2, "the last window has the remaining iterations"
 
 
-def test_demo_reports_which_rank_is_slow(cli):
+def test_demo_names_the_slow_rank(cli):
     shown = cli.run("demo", "--ranks", "3", "--iterations", "50", "--step-seconds", "0.05").stdout
 
     assert "slowest rank 2 +" in shown

@@ -214,7 +214,7 @@ def test_new_counter_is_written_in_totals_and_rows(run):
     assert sum(row.get("marked_phases", 0) for row in lines(run, "ranks")) == 2
 
 
-def test_new_setting_is_printed_documented_and_kept(run, tree):
+def test_new_setting_is_printed_documented_and_recorded(run, tree):
     printed = effllm(tree, run, "env", EFFICIENTLLM_PROJECT="llama-2026").stdout
 
     assert "export EFFICIENTLLM_PROJECT=llama-2026\n" in printed

@@ -184,7 +184,7 @@ def test_gpu_of_torch_that_is_not_found_raises_an_error(library, site):
         library.open(**site)
 
 
-def test_hidden_gpu_gets_no_device_number(library):
+def test_hidden_gpu_is_not_counted_in_visible_devices(library):
     library.fault(("amdsmi_get_gpu_device_bdf", NO_PERMISSION, 1))  # B is hidden, as in a container with A and C
 
     assert device_of(library, visible_devices="0") == (KEY_C, 3)

@@ -90,7 +90,7 @@ def test_gpu_of_torch_that_is_not_found_raises_an_error(trace):
         pass
 
 
-def test_hidden_gpu_gets_no_device_number(trace):
+def test_hidden_gpu_is_not_counted_in_visible_devices(trace):
     trace.fault("1 handle error 4")  # no permission for A, as in a container with B and C
 
     assert device_of(trace, visible_devices="0") == (B, 2)
@@ -111,7 +111,7 @@ def test_name_key_and_limits_of_a_device_are_read(trace):
     assert (device.energy_method, device.power_scope, device.not_measured) == ("counter", "gpu", ())
 
 
-def test_values_of_a_sample_are_those_at_its_timestamp(trace):
+def test_sample_has_the_values_at_its_timestamp(trace):
     trace.write(Gpu(A, "0:01:00", power=flat(300.0), utilization=flat(0.37)))
 
     with trace.reader(Site(cuda_uuid=A)) as reader:
@@ -249,7 +249,7 @@ def test_energy_is_listed_as_not_measured_without_counter_and_power(trace):
     assert (sample.utilization, sample.power_w, sample.energy_j, failures) == (None, None, None, {})
 
 
-def test_energy_counter_that_fails_at_opening_is_a_failure(trace):
+def test_counter_that_fails_at_opening_is_read_again(trace):
     trace.fault(f"1 energy error {UNKNOWN_ERROR}")
 
     with trace.reader(Site(cuda_uuid=A)) as reader:

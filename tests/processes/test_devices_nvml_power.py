@@ -325,7 +325,7 @@ def test_older_nvml_functions_are_used_with_an_old_driver(trace):
 @pytest.mark.parametrize(
     ("capability", "field"), [((7, 5), "power_w"), ((8, 0), "power_w"), ((8, 6), "power_average_w")]
 )
-def test_kind_of_power_of_an_unknown_board_is_that_of_its_chip(trace, capability, field):
+def test_unknown_board_has_the_kind_of_power_of_its_chip(trace, capability, field):
     trace.write(gpu(name="NVIDIA Something New", power=flat(250.0), unsupported=("fields",)))
     patch = f"import pynvml; pynvml.nvmlDeviceGetCudaComputeCapability = lambda handle: {capability}"
 
@@ -585,7 +585,7 @@ def test_slices_that_use_all_memory_get_all_energy(trace):
     assert open_slice(trace, "a").energy_note.startswith("3/6 of")
 
 
-def test_only_visible_slice_gets_only_its_share_of_the_energy(trace):
+def test_single_visible_slice_gets_only_its_share_of_the_energy(trace):
     trace.write(gpu(**WHOLE), part("a", 1, 1, 10))
 
     assert open_slice(trace, "a").energy_note.startswith("1/7 of")

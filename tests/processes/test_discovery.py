@@ -77,7 +77,7 @@ def test_keys_are_used_unless_the_setting_security_is_none(config, expected):
     assert is_secured(config) == expected
 
 
-def test_secret_is_in_the_home_folder_if_possible(tmp_path):
+def test_secret_is_created_in_a_writable_home_folder(tmp_path):
     config = Config(secret_file=str(tmp_path / "home" / "secret"))
 
     assert find_secret(config) == config

@@ -58,7 +58,7 @@ def test_values_of_every_instrument_are_in_the_run_folder(ran):
     assert found["throughput/tokens"].total == 4000
 
 
-def test_percentiles_of_more_values_than_are_kept_come_from_the_agent(ran):
+def test_percentiles_of_many_values_are_computed_by_the_agent(ran):
     for rank, truth in enumerate(ran[1]):
         assert truth["loss"]["percentiles_of"] == 20
         assert truth["loss"]["p50"] == pytest.approx(rank + 10.5, abs=0.5)

@@ -536,7 +536,7 @@ def unlocked(power, seed, count=200, window_s=1.0):
     return found
 
 
-def test_variance_of_an_edge_is_that_of_a_tick_with_unknown_phase():
+def test_edge_variance_follows_from_the_unknown_phase_of_the_tick():
     # sigma = T sqrt(P0^2 + P1^2) / sqrt(12): at 500 W and 100 ms, 50 J sqrt(2 / 12) = 20.4 J.
     found = unlocked(flat(500.0), 1)
     stated_j = math.sqrt(found[0][1].start_j2 + found[0][1].end_j2)
@@ -725,7 +725,7 @@ FAST_AND_SLOW = {
 
 @pytest.mark.long
 @pytest.mark.parametrize("lag_s", [0.0, 0.01, 0.04])
-def test_stated_intervals_cover_each_wave_at_every_lag(lag_s):
+def test_stated_intervals_cover_the_energy_of_waves_at_every_lag(lag_s):
     covered = {}
     for (kind, curve), window_s in product(FAST_AND_SLOW.items(), (0.2, 1.0, 5.0)):
         count = {0.2: 400, 1.0: 140, 5.0: 45}[window_s]
@@ -782,7 +782,7 @@ def test_stated_intervals_include_the_error_of_an_unknown_lag():
     assert covered(pooled(lag_is_known=False)) >= 0.95
 
 
-def test_unknown_lag_shifts_both_edges_equally():
+def test_unknown_lag_adds_error_only_if_the_power_at_edges_differs():
     # A lag of up to 100 ms causes no error at constant power. If the power is 100 W at one edge and 500 W at the other
     # edge, the error is 400 W * 100 ms / sqrt(3) = 23.1 J.
     one = fed(
@@ -837,14 +837,14 @@ def monte_carlo(step_s, deviation_s, tick_s, span_s, seed):
 
 
 @pytest.mark.parametrize(("step_s", "deviation_s"), [(0.1, 0.0), (0.2, 0.001), (0.3, 0.01), (0.33, 0.0), (0.337, 0.02)])
-def test_beat_of_iterations_and_ticks_agrees_with_monte_carlo(step_s, deviation_s):
+def test_computed_beat_variance_agrees_with_monte_carlo(step_s, deviation_s):
     expected = monte_carlo(step_s, deviation_s, 0.1, 12.0, 1)
 
     # `beat` sums three harmonics of the tick; the other harmonics add less than half of an iteration's variance.
     assert beat(step_s, deviation_s, 0.1, 12.0) == pytest.approx(expected, rel=0.25, abs=0.45)
 
 
-def test_beat_agrees_if_computed_from_lengths_or_their_deviation():
+def test_beat_of_iteration_lengths_equals_beat_of_their_deviation():
     chance = random.Random(4)
     for step_s, deviation_s in [(0.2, 0.0), (0.2, 0.005), (0.237, 0.004)]:
         lengths_s = [chance.gauss(step_s, deviation_s) for _ in range(2000)]
@@ -1062,7 +1062,7 @@ def test_stated_intervals_of_a_partial_duty_sensor_cover_the_truth(power, tick_s
     assert covered >= 0.9 * len(windows)
 
 
-def test_stated_intervals_include_the_error_of_rare_power_steps():
+def test_stated_intervals_include_the_error_of_rare_power_changes():
     # Only one reading in 5 s can show a change of power within a tick, so some runs record almost none of their bursts.
     windows = [
         window
@@ -1083,7 +1083,7 @@ def test_stated_intervals_include_the_error_of_rare_power_steps():
     assert covered(windows) >= 0.95
 
 
-def test_sine_on_a_lagging_counter_is_not_mistaken_for_a_step():
+def test_sine_on_a_lagging_counter_is_not_mistaken_for_a_jump():
     # A held power value that is read twice in one tick seems constant; the lag shows whether the reads are in one tick.
     windows = simulate(
         sine(76.0, 486.0, 2.796),

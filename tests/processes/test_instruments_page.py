@@ -16,7 +16,7 @@ EXAMPLES = {
 }
 
 
-def test_every_python_block_of_the_page_is_an_example():
+def test_every_python_block_of_the_page_is_run_as_an_example():
     assert len(EXAMPLES) == PAGE.count("```python\n") == 8
 
 

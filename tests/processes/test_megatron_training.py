@@ -62,7 +62,7 @@ def losses(job):
 
 
 @pytest.mark.parametrize("era", NAMES)
-def test_counts_of_every_era_agree_with_counts_computed_by_hand(train, era):
+def test_counts_of_every_megatron_version_agree_with_known_counts(train, era):
     job = train(era, eval_interval=6, save_interval=8).done()
 
     summary, facts = job.ledger.summary, job.ledger.facts

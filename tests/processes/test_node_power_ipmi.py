@@ -84,7 +84,7 @@ def test_warning_of_a_tool_before_its_reading_is_ignored(tools):
     assert tools.open().read()[0].power_w == 173.0
 
 
-def test_device_measures_node_power_and_its_note_states_the_limits(tools):
+def test_device_measures_node_power_with_a_note_on_its_limits(tools):
     tools.add_output("ipmi-dcmi", IPMI_DCMI)
     reader = tools.open()
     device = reader.device

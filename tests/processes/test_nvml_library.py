@@ -208,7 +208,7 @@ answer = [at(t, read) for t in {moments}]
         assert shown == [int(1e3 * value) for value in (joules, usage_w, joules, instant_w, average_w)]
 
 
-def test_integral_of_bursts_and_steps_is_the_sum_of_values():
+def test_integral_of_bursts_and_jumps_equals_the_sum_of_values():
     for curve in (bursts(100.0, 700.0, 0.31, 0.4, seed=3), steps(100.0, 700.0, 0.31, seed=4)):
         fine = [curve.at(1000.0 + (i + 0.5) / 20_000) for i in range(40_000)]
 
@@ -324,7 +324,7 @@ answer = [
     assert set(ask(trace, code)) == {"error 3"}
 
 
-def test_reserved_memory_is_used_memory_only_in_the_first_version(trace):
+def test_only_the_first_memory_call_counts_reserved_memory_as_used(trace):
     trace.write(Gpu("GPU-a", memory=flat(10 * GIB), memory_total=80 * GIB, memory_reserved=GIB))
     code = """
 first, second = pynvml.nvmlDeviceGetMemoryInfo(handle), pynvml.nvmlDeviceGetMemoryInfo(handle, pynvml.nvmlMemory_v2)

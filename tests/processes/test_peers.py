@@ -162,7 +162,7 @@ def test_frames_above_the_byte_rate_are_dropped(peers):
     assert passed == room // MAX_BYTES
 
 
-def test_rate_of_a_peer_without_hello_is_limited_to_less(peers):
+def test_peer_without_hello_has_a_lower_rate_limit(peers):
     assert sum(peers.admits(b"unknown", 10, 0.0) for _ in range(1000)) == NO_HELLO_FRAMES
     assert not peers.admits(b"loud", MAX_BYTES * 8, 0.0)
 

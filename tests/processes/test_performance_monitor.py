@@ -82,7 +82,7 @@ def test_latency_is_nan_for_a_request_without_a_time():
     assert found["IT"] > 0
 
 
-def test_latency_as_second_positional_argument_warns():
+def test_latency_as_second_positional_argument_gives_a_warning():
     one = monitor()
     with pytest.warns(UserWarning, match="counts first and times by name"):
         one.record_request(120, 0.73)

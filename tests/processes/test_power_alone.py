@@ -85,7 +85,7 @@ def test_mean_error_for_a_square_wave_of_2_s_is_below_5_percent(held_s):
 
 @pytest.mark.parametrize("held_s", [0.0, pytest.param(0.02, marks=pytest.mark.long), 0.1])
 @pytest.mark.parametrize("trace", TRACES)
-def test_stated_intervals_cover_each_kind_of_trace(trace, held_s):
+def test_stated_intervals_cover_the_energy_of_each_kind_of_trace(trace, held_s):
     for window_s in (0.2, 1.0, 5.0):
         found = []
         for seed in range(10):

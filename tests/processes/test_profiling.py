@@ -289,7 +289,7 @@ def test_no_period_is_found_for_irregular_changes():
 
 
 @pytest.mark.parametrize("tick_s", [0.0, 0.02, 0.1, 2.0])
-def test_load_pattern_lasts_its_length_at_changing_tick_phases(tick_s):
+def test_load_pattern_has_the_given_length_and_different_phases(tick_s):
     stretches = pattern(51.0, tick_s)
 
     assert 51.0 <= sum(stretches) <= 56.0

@@ -86,7 +86,7 @@ def test_six_tags_of_the_metrics_contract_are_written(tmp_path):
     assert {f"efficientllm/{name}" for name in names.split()} <= set(written(tmp_path, make_report()).Tags()["scalars"])
 
 
-def test_charts_are_drawn_of_health_and_of_the_slowest_rank(tmp_path):
+def test_charts_of_health_and_of_the_slowest_rank_are_drawn(tmp_path):
     back = written(tmp_path, make_report(coverage=Coverage(8, 6, 8, 5, 4, 3, (1, 2), energy=0.625), simulated=True))
 
     expected = {"ranks_reporting": 6, "gpus_measured": 5, "reports_lost": 4, "reports_late": 3}
@@ -97,7 +97,7 @@ def test_charts_are_drawn_of_health_and_of_the_slowest_rank(tmp_path):
     assert points(back, "straggler/worst_rank_slowdown_ratio") == [(100, pytest.approx(4.2 / 4.04))]
 
 
-def test_charts_are_drawn_of_the_spread_of_ranks_and_gpus(tmp_path):
+def test_charts_of_the_spread_of_ranks_and_gpus_are_drawn(tmp_path):
     spread = {
         "step_seconds": Spread(8, 0.5, 0.5, 0.625, 0.75, 1.0),
         "gpu_watts": Spread(8, 100.0, 110.0, 400.0, 512.0, 600.0),

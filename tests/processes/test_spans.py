@@ -52,7 +52,7 @@ def test_energy_of_a_span_agrees_with_the_trace(traced):
     assert sum(part["joules"] for part in found) == pytest.approx(sum(truths_j), rel=0.01)
 
 
-def test_spans_of_a_chain_share_their_edges(traced):
+def test_span_of_a_chain_begins_at_the_end_of_the_previous_span(traced):
     truth = traced(Gpu("GPU-a", "0:01:00"), 8, 0.1)
     found = parts(truth)
 
@@ -74,7 +74,7 @@ def test_power_temperature_utilization_and_memory_are_in_a_span(traced):
     assert truth["devices"][0]["name"] == "Traced"
 
 
-def test_span_of_past_time_is_answered_with_its_readings(traced):
+def test_span_of_past_time_has_its_measured_energy(traced):
     gpu = Gpu("GPU-a", "0:01:00", power=flat(300.0))
     truth = traced(gpu, 6, 0.3, log_interval=1000)
     (part,) = next(span["parts"] for span in truth["spans"] if span["number"] == truth["alone"])
@@ -82,7 +82,7 @@ def test_span_of_past_time_is_answered_with_its_readings(traced):
     assert part["joules"] == pytest.approx(300.0 * 0.4, rel=0.02)
 
 
-def test_energy_of_a_simulated_device_is_in_a_span(launch):
+def test_span_has_the_true_energy_of_a_simulated_device(launch):
     truth = launch.python(LOOP, 6, 0.2).done().output()
 
     for part in parts(truth):

@@ -64,7 +64,7 @@ def test_batch_of_an_unknown_kind_is_not_counted_and_warns_once(collate):
     assert str(collator.tokens) == str(collator.samples) == "nan"
 
 
-def test_samples_but_no_tokens_of_batches_without_text_are_counted():
+def test_batches_without_text_are_counted_as_samples_only():
     collator = CountingCollator(lambda rows: {"pixel_values": torch.zeros(len(rows), 3)})
 
     list(collator.over(DataLoader(ROWS, batch_size=10, collate_fn=collator)))

@@ -58,7 +58,7 @@ def tracked(wake):
         assert sampler.stop(5.0)
 
 
-def test_series_begins_at_the_first_sample_which_is_reported_once(tracked):
+def test_first_sample_begins_the_series_and_is_reported_once(tracked):
     track = tracked(Gpu())
     assert track.series is None
     assert track.is_settled(time.monotonic_ns()), "an edge does not wait for a first sample"

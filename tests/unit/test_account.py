@@ -32,7 +32,7 @@ def totals_of(windows, devices, members, *, wall=False, least=1.0, absent=0):
     return account.totals(JobConstants(parameters=1000, gpus=len(devices), world_size=2))
 
 
-def test_longest_wait_counts_if_ranks_have_equal_times():
+def test_longest_data_wait_is_used_if_ranks_have_equal_times():
     rows = [row(0, 1, busy_s=9.0, wait_s=1.0), row(1, 1, busy_s=8.0, wait_s=2.0)]
 
     assert totals_of([rows], *gpus(2)).loop.wait_s == totals_of([rows[::-1]], *gpus(2)).loop.wait_s == 2.0
@@ -201,7 +201,7 @@ def test_absent_rank_counts_as_one_unmeasured_device():
     assert energy.coverage == pytest.approx(0.5)
 
 
-def test_no_energy_sensor_means_no_energy_coverage():
+def test_energy_coverage_is_none_without_energy_sensors():
     devices = {"GPU-0": gpu(energy_method=None)}
     window = device_window("GPU-0", wall=Integrals(NOT_MEASURED, GIB, 10.0, 5.0, 10.0))
 
@@ -424,7 +424,7 @@ def test_inference_throughput_uses_the_longest_generation_time():
     assert totals.counts.tokens == 4000, "what is generated is not what is trained on"
 
 
-def test_without_generation_inference_throughput_has_no_value():
+def test_inference_throughput_has_no_value_without_generation():
     assert metrics.contract.it_tokens_per_sec(totals_of([[row(0), row(1)]], *gpus(2))) is None
 
 
@@ -444,7 +444,7 @@ def sampled(values, peak):
     return account.totals(JobConstants(gpus=1), sample_s=1.0)
 
 
-def test_mean_differs_by_less_than_its_sampling_error_in_95_percent():
+def test_sampling_error_covers_the_true_mean_in_95_percent_of_runs():
     chance = np.random.default_rng(0)
     covered = 0
     for _ in range(400):

@@ -77,7 +77,7 @@ class Job:
 # --- late ranks --------------------------------------------------------------------------------
 
 
-def test_rank_after_the_death_of_rank_0_joins_the_next_attempt():
+def test_new_agent_after_the_end_of_rank_0_joins_the_next_attempt():
     job = Job(3).join(0, 1)
 
     assert job.aggregator.roster.is_too_late(hello(1, 3, agent="another"))
@@ -719,7 +719,7 @@ def test_slowest_rank_is_not_named_without_own_step_times():
     assert (job.summary().slowest, job.summary().windows_compared) == ({}, 0)
 
 
-def test_report_has_the_style_the_scope_and_the_mark_of_a_simulation():
+def test_report_has_style_and_scope_and_is_marked_as_simulated():
     job = Job(1).join(devices=(gpu(simulated=True),), style="Step")
     (report,) = run_of(job, 1)
 
@@ -1109,7 +1109,7 @@ def test_crash_with_late_reports_loses_and_doubles_no_report(rows, steps, data):
 
 
 @pytest.mark.fault("duplicates")
-def test_waiting_late_rows_are_counted_once_over_a_crash(monkeypatch):
+def test_waiting_late_rows_are_counted_once_after_a_crash(monkeypatch):
     monkeypatch.setattr("effllm.job.aggregator.is_large", lambda world_size: True)
     rows = {rank: [row(rank, window, tokens=1) for window in (1, 2)] for rank in range(2)}
     crashing = CrashingJob(rows, 1.0)
@@ -1167,7 +1167,7 @@ def test_ten_thousand_ranks_give_reports_of_the_usual_size():
     assert len(closed[-1].values) <= 60
 
 
-def test_event_names_eight_of_a_thousand_missing_ranks():
+def test_missing_event_lists_only_the_first_eight_ranks():
     job = Job(1000).join(0)
     job.send(row(0))
     job.wait(31, 0)
@@ -1276,7 +1276,7 @@ def test_short_aliasing_raises_no_event():
     assert job.events("energy_aliasing") == []
 
 
-def test_errors_of_a_hundred_gpus_average_out():
+def test_relative_error_of_a_hundred_gpus_is_a_tenth():
     job = Job(100).join()
     for rank in range(100):
         job.send(uncertain(rank, error_j=400.0))

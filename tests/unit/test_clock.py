@@ -87,7 +87,7 @@ def test_true_offset_is_within_the_error_on_any_network(seed):
         assert abs(offset.offset_s - truth_s) <= offset.error_s * 1.0001 + 1e-9
 
 
-def test_unsolicited_answer_is_not_an_exchange():
+def test_unsolicited_answer_is_ignored():
     clocks = Exchanges(2)
     clocks.ask(1 * S)
 
@@ -97,7 +97,7 @@ def test_unsolicited_answer_is_not_an_exchange():
     assert clocks.offset(3 * S) is None
 
 
-def test_early_or_late_answer_is_not_an_exchange():
+def test_early_or_late_answer_is_ignored():
     clocks = Exchanges(2)
     clocks.ask(1 * S)
     assert not clocks.add(1 * S, 0, 0, 1 * S - 1)

@@ -26,7 +26,7 @@ def test_power_is_above_the_mean_in_the_first_half_period():
 
 
 @pytest.mark.parametrize(("value", "integral"), PAIRS)
-def test_integral_is_the_sum_of_many_small_steps(value, integral):
+def test_integral_equals_the_sum_over_small_intervals(value, integral):
     wave = waveform_of(3)
     steps = 2000
     width = 7.0 / steps

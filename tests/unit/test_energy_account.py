@@ -212,7 +212,7 @@ def test_difference_of_a_sum_and_its_part_has_the_edges_of_both():
     assert whole - whole == EnergyAmount(), "a rounding error is no time"
 
 
-def test_error_of_two_gpus_in_two_windows_equals_a_result_by_hand():
+def test_error_of_two_gpus_equals_the_error_computed_by_hand():
     def wall(rank, start, end):
         joules, gain = 1000.0 * (rank + 1), (0.05, 0.1)[rank]
         return Integrals(amount(joules, start, end, 1.0, gain, joules / 100))

@@ -109,7 +109,7 @@ def test_folding_does_not_change_values_at_announced_edges():
 
 
 @pytest.mark.parametrize("changes", [{}, {"energy_method": "instant power"}], ids=["counter", "power"])
-def test_counter_failing_for_hours_gives_the_same_energy_when_folded(changes):
+def test_folding_does_not_change_energy_while_a_counter_fails(changes):
     device, edges_ns = Device(2), [12 * NS]
     plain, folding = series(**changes), series(**changes)
 

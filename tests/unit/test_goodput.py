@@ -200,7 +200,7 @@ def test_restart_from_iteration_zero_redoes_everything():
     assert run.join().window(1).goodput().redone_iterations == 10
 
 
-def test_unnumbered_iterations_have_a_remark_and_no_redone_time():
+def test_unnumbered_iterations_give_a_remark_and_no_redone_time():
     run = Run(1).join(is_numbered=False).window(1).bye().restart().join(is_numbered=False).window(1)
     summary = run.aggregator.summary(run.time_s, True)
 
@@ -262,13 +262,13 @@ def test_time_after_the_last_report_of_a_lost_host_is_unknown():
     assert adds_up(run.goodput(ended=False))
 
 
-def test_dropped_reports_are_unknown_time():
+def test_time_of_dropped_reports_is_unknown():
     run = Run(1).join().window(1).wait(20).window(4, sequence=4)
 
     assert run.seconds(ended=False) == pytest.approx({"kept": 18.0, "data": 2.0, "unknown": 20.0})
 
 
-def test_late_reports_are_placed_at_the_time_of_their_windows():
+def test_late_reports_count_at_the_time_of_their_windows():
     run = Run(1).join().wait(100)
     for number in range(1, 11):
         run.send(0, number)
@@ -525,7 +525,7 @@ def test_delayed_messages_do_not_lengthen_the_run(says_bye):
     assert adds_up(goodput)
 
 
-def test_lost_rank_ends_with_its_last_message():
+def test_time_of_a_lost_rank_ends_at_its_last_message():
     run = Run(1).join(time_s=1000.0, start_time_s=1000.0).window(1).wait(100)
     heartbeat = Heartbeat(run.agent(0), 0, 15, "in an iteration", 5.0, time_s=1015.0)
     run.aggregator.heartbeat(heartbeat, Now(run.now_s, run.time_s))

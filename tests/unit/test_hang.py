@@ -66,7 +66,7 @@ def test_job_that_makes_progress_has_no_stall():
     Job().run(600)
 
 
-def test_single_report_of_a_stall_names_first_the_rank_behind():
+def test_stall_is_reported_once_and_lists_first_the_rank_behind():
     job = Job()
     job.run(100)
     reported = job.reported(
@@ -214,7 +214,7 @@ def test_completed_rank_ends_a_stall_and_killed_rank_does_not():
     assert job.check(203) == [Resumed(103.0)]
 
 
-def test_rank_without_heartbeats_is_in_no_stall():
+def test_lost_rank_is_not_listed_in_a_stall():
     job = Job()
     job.run(100)
     job.lost = {3}
@@ -261,7 +261,7 @@ def test_difference_of_one_iteration_in_lockstep_is_not_a_stall():
         assert job.check(now_s) == []
 
 
-def test_late_window_is_not_progress_at_its_arrival():
+def test_late_window_does_not_count_as_progress():
     job = Job(ranks=2)
     job.run(100)
     # Both ranks reach iteration 105 by 104 s. Rank 0's window, which ended at 101 s, arrives at 104.5 s.
@@ -319,7 +319,7 @@ def test_late_heartbeat_does_not_extend_the_stall():
     assert job.hang.ranks[0].since_s == 100.0
 
 
-def test_earliest_start_in_heartbeats_is_the_start_of_an_iteration():
+def test_iteration_start_is_the_earliest_start_of_its_heartbeats():
     job = Job(ranks=1)
     job.run(100)
     job.heartbeat(0, 102, STEP, 1.0, 110)  # this heartbeat arrived eight seconds late

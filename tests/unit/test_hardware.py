@@ -224,7 +224,7 @@ def test_slice_has_the_numbers_of_its_device_but_no_peak(name, whole):
     assert peak_flops_per_s(name) is None, "its share is not guessed here"
 
 
-def test_module_of_two_dies_is_two_devices_with_half_the_values():
+def test_die_of_a_module_has_half_of_the_values_of_the_module():
     die = find("AMD Instinct MI250X")
 
     assert 2 * die.flops_per_s["bf16"] == 383e12

@@ -22,7 +22,7 @@ def test_mask_gives_padding_and_labels_give_learned_tokens():
     assert held({"input_ids": IDS, "attention_mask": MASK, "labels": LABELS}) == (10, 2, 8, 8)
 
 
-def test_without_a_mask_padding_is_unknown_with_a_warning():
+def test_missing_mask_gives_unknown_padding_and_a_warning():
     batch = read_batch({"input_ids": IDS, "labels": LABELS})
 
     assert int(batch.tokens) == 10
@@ -76,7 +76,7 @@ def test_labels_count_as_decoder_tokens_of_an_encoder_decoder():
     assert held({**batch, "decoder_input_ids": labels.clamp(min=0)}, is_encoder_decoder=True) == (16, 2, 13, 5)
 
 
-def test_labelled_pictures_are_samples_without_tokens():
+def test_labelled_pictures_are_counted_as_samples_without_tokens():
     assert held({"pixel_values": torch.zeros(6, 3, 4, 4), "labels": torch.zeros(6, dtype=torch.long)}) == (0, 6, 0, 0)
 
 

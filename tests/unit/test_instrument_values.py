@@ -47,7 +47,7 @@ def test_nan_and_infinite_values_are_counted_and_not_averaged():
     assert (found.count, found.mean, found.not_finite) == (2, 2.0, {"nan": 1, "inf": 2, "-inf": 1})
 
 
-def test_name_without_finite_values_has_a_count_and_no_mean():
+def test_name_without_finite_values_has_count_0_and_no_mean():
     found = summaries({"loss": statistics_of([math.nan])})["loss"]
 
     assert (found.count, found.mean, found.percentiles, found.not_finite) == (0, None, {}, {"nan": 1})

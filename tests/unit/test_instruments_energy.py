@@ -38,7 +38,7 @@ def test_energy_per_step_of_the_example_is_550_mwh():
     assert final["final_energy/energy_per_epoch_kwh"] == pytest.approx(0.1833, abs=1e-4)
 
 
-def test_correct_carbon_mass_is_1000_times_that_of_the_document():
+def test_correct_carbon_mass_is_1000_times_the_documented_mass():
     final = final_values(HOUR, 3.0, intensity(None, "document"))
 
     assert final["final_energy/carbon_footprint_estimate_kg"] == pytest.approx(0.275)
@@ -101,7 +101,7 @@ AMOUNTS = st.lists(st.floats(0.0, 1e6), min_size=5, max_size=5)
 
 
 @given(AMOUNTS, AMOUNTS, st.booleans())
-def test_sum_of_spans_has_the_energy_and_errors_of_the_aggregator(one, other, is_shared):
+def test_sum_of_spans_equals_the_sum_of_the_aggregator(one, other, is_shared):
     names = ("joules", "start_j2", "end_j2", "inside_j2", "gain_j")
     first, second = (EnergyAmount(**dict(zip(names, values, strict=True)), covered_s=1.0) for values in (one, other))
     start_s = 1.0 if is_shared else 1.5

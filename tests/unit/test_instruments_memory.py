@@ -86,7 +86,7 @@ def test_fragmented_memory_is_not_reported_as_a_leak(allocator, seed):
             assert not profiler.detect_leak(threshold_gb=0.001)
 
 
-def test_three_steps_of_the_allocator_are_not_reported_as_a_leak(allocator):
+def test_three_jumps_of_allocated_memory_are_not_reported_as_leak(allocator):
     profiler = GPUMemoryProfiler("cpu")
     for iteration in range(400):
         allocator.used = (1000 + 100 * (iteration // 110)) * MB
@@ -94,7 +94,7 @@ def test_three_steps_of_the_allocator_are_not_reported_as_a_leak(allocator):
         assert not profiler.detect_leak(threshold_gb=0.001)
 
 
-def test_places_of_the_loop_are_not_compared_with_each_other(allocator):
+def test_memory_at_different_places_of_a_loop_is_not_compared(allocator):
     profiler = GPUMemoryProfiler("cpu")
     for _ in range(200):
         for tag, used in (("forward", 2000 * MB), ("backward", 1000 * MB)):
@@ -136,7 +136,7 @@ def test_impossible_device_raises_an_error(device):
 
 
 @pytest.mark.parametrize("device", [0, "cuda:1", "cpu", None])
-def test_without_cuda_the_process_is_measured(device):
+def test_memory_of_the_process_is_measured_without_cuda(device):
     assert GPUMemoryProfiler(device).memory_of == "process"
 
 

@@ -192,7 +192,7 @@ def test_run_without_tokens_has_energy_and_no_energy_per_token(tmp_path):
     assert results.not_measured == ["tokens: the training counted no tokens"]
 
 
-def test_memory_of_a_process_is_not_vram(tmp_path):
+def test_memory_of_a_process_is_not_reported_as_vram(tmp_path):
     results = read_results(run_folder(tmp_path, run={**MEASURED, "memory_peak_bytes": 2.0**30}, gpus=0))
 
     assert not {"vram_peak_MB", "vram_avg_MB"} & set(results.values)

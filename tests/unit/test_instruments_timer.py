@@ -53,7 +53,7 @@ def test_summary_has_statistics_and_shares(clock):
     assert summary["forward"]["share_of_iteration"] == pytest.approx(0.5)
 
 
-def test_timer_works_as_a_decorator(clock):
+def test_timer_measures_a_decorated_function(clock):
     timer = TrainingTimer("cpu")
 
     @timer.time("step")
@@ -232,7 +232,7 @@ def test_current_throughput_covers_only_the_newest_updates(clock):
     assert tracker.get_average_throughput() == pytest.approx({"samples_per_sec": 2.0, "tokens_per_sec": 250.0})
 
 
-def test_first_update_without_start_only_begins_the_time(clock):
+def test_rate_without_start_is_measured_from_the_first_update(clock):
     tracker = ThroughputTracker()
     tracker.update(num_samples=1000)
     clock.move(2.0)
@@ -248,7 +248,7 @@ def test_throughput_before_two_updates_is_not_measured():
 
 
 @pytest.mark.parametrize("count", [-1, 1.5, "many", float("nan"), None])
-def test_rate_over_an_unknown_count_is_not_measured(clock, count):
+def test_rate_is_not_measured_if_a_count_is_unknown(clock, count):
     tracker = ThroughputTracker(window_size=1)
     tracker.start()
     clock.move(1.0)

@@ -176,7 +176,7 @@ def test_joined_row_is_acknowledged_after_its_window_closes():
     assert job.aggregator.open.safe() == {0: 100, 1: 100, 2: 100}
 
 
-def test_pause_does_not_hold_back_received_rows():
+def test_received_rows_are_reported_after_the_maximum_wait():
     job = Job(2)
     for rank in (0, 1):
         job.send(*(short(rank, window) for window in range(1, 31)))

@@ -89,7 +89,7 @@ def test_maximum_quiet_time_at_the_end_grows_with_the_world_size():
 
 
 @pytest.mark.parametrize(("is_behind", "closes_at_s"), [(False, 17), (True, 32)])
-def test_rank_with_unread_reports_is_not_late(is_behind, closes_at_s):
+def test_aggregator_with_unread_reports_waits_longer_for_ranks(is_behind, closes_at_s):
     aggregator = aggregator_of(2)
     report(aggregator, 1, [0, 1], 1.0)
     report(aggregator, 2, [0], 2.0)

@@ -234,7 +234,7 @@ def test_tag_is_mapped_to_its_metric():
     assert describe("health/late_reports") is None
 
 
-def test_a_new_metric_is_one_decorated_function(metric_table):
+def test_new_metric_needs_only_one_decorated_function(metric_table):
     metric_table.clear()
 
     @metrics.metric("iterations", console="Iterations: {:.0f}")
@@ -293,7 +293,7 @@ def test_mfu_needs_a_peak_and_the_flops_of_a_token():
     assert metrics.throughput.mfu_ratio(with_keys(TOTALS, flops_per_token=None)) is None
 
 
-def test_without_counted_tokens_throughput_is_none_not_zero():
+def test_throughput_is_none_and_not_zero_without_counted_tokens():
     uncounted = with_keys(TOTALS, tokens=0, samples=0, energy_tokens=0)
 
     for name in ("tokens_per_second", "tokens_per_second_per_gpu", "samples_per_second", "joules_per_token"):
@@ -305,7 +305,7 @@ def test_throughput_per_parameter_needs_the_parameters():
     assert metrics.contract.st_samples_per_param_per_sec(with_keys(TOTALS, parameters=0)) is None
 
 
-def test_without_gpus_throughput_is_per_rank():
+def test_throughput_is_per_rank_without_gpus():
     # 12,000 tokens/s on 8 ranks
     assert metrics.throughput.tokens_per_second_per_gpu(with_keys(TOTALS, gpus=0)) == 1500.0
     assert metrics.energy.watts_per_gpu(with_keys(TOTALS, gpus=0)) is None

@@ -63,7 +63,7 @@ def test_packages_and_dram_are_counted_and_psys_and_cores_are_not(powercap):
     assert [zone.read() for zone in zones] == [int((powercap.root / name / "energy_uj").read_text()) for name in names]
 
 
-def test_the_energy_of_both_packages_and_their_dram_adds_up(powercap, rapl, clock):
+def test_energy_is_the_sum_of_both_packages_and_their_dram(powercap, rapl, clock):
     clock.now_s += 1.0
     powercap.set_j("intel-rapl:0", 1200)
     powercap.set_j("intel-rapl:1", 1100)
@@ -111,7 +111,7 @@ def test_read_error_adds_no_full_counter_range(powercap, rapl, clock):
     assert flowed_j(rapl) == 250
 
 
-def test_read_error_fails_the_reading_and_is_never_zero(powercap, rapl, clock):
+def test_read_error_gives_a_failure_and_no_zero_energy(powercap, rapl, clock):
     reader = open_reader("node1", rapl)
     powercap.break_zone("intel-rapl:1:0")
     sample, failures = reader.read()
@@ -132,7 +132,7 @@ def test_counter_reset_is_not_a_wrap_around(powercap, rapl, clock):
     assert rapl.energy_j() - before_j == 50
 
 
-def test_counter_unread_until_it_may_have_wrapped_twice_fails(tmp_path, clock):
+def test_counter_fails_if_it_may_have_wrapped_twice_between_reads(tmp_path, clock):
     powercap = Powercap(tmp_path / "amd", AMD)
     rapl = opened(powercap, clock)
     clock.now_s += 65.0  # at 1,000 W the range of 65.5 kJ lasts 65.5 s

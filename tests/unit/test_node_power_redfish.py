@@ -78,7 +78,7 @@ def watts(reader):
 # --- the forms of answers ---
 
 
-def test_the_inputs_of_all_power_supplies_add_up(serve, opened):
+def test_power_is_the_sum_of_the_inputs_of_all_supplies(serve, opened):
     reader = opened(serve(TWO_SUPPLIES))
 
     assert watts(reader) == pytest.approx(937.4 + 1021.1)
@@ -212,7 +212,7 @@ def test_error_names_the_supply_without_a_reading_until_it_recovers(serve, opene
 
 
 @pytest.mark.parametrize("how", [{"Status": {"State": "Absent"}}, {"LineInputStatus": "LossOfInput"}])
-def test_absent_or_unpowered_supply_draws_nothing(serve, opened, how):
+def test_absent_or_unpowered_supply_counts_as_0_watts(serve, opened, how):
     service = serve({**TWO_SUPPLIES})
     reader = opened(service)
     service.resources[SECOND] = {**service.resources[SECOND], **how}
@@ -398,7 +398,7 @@ def test_missing_credentials_are_reported(serve):
     assert why_not(serve(TWO_SUPPLIES).url, None).endswith("requires a user (401): name a credentials file")
 
 
-def test_service_without_authentication_gets_no_user(serve):
+def test_no_user_is_sent_to_a_service_without_authentication(serve):
     service = serve(TWO_SUPPLIES, password=None)
     reader = open_reader("node1", service.url)
 
@@ -452,7 +452,7 @@ def fingerprint(certificate):
     return ":".join(digits[n : n + 2] for n in range(0, 64, 2))
 
 
-def test_untrusted_certificate_gets_no_password(serve, credentials, certificate):
+def test_no_password_is_sent_for_an_untrusted_certificate(serve, credentials, certificate):
     service = serve(TWO_SUPPLIES, certificate=certificate)
 
     assert "certificate is not trusted" in why_not(service.url, credentials())
@@ -481,7 +481,7 @@ def test_a_certificate_for_another_name_is_not_trusted(serve, credentials, certi
     assert service.asked == []
 
 
-def test_certificate_with_another_fingerprint_gets_no_password(serve, credentials, certificate):
+def test_no_password_is_sent_for_a_different_fingerprint(serve, credentials, certificate):
     service = serve(TWO_SUPPLIES, certificate=certificate)
     text = why_not(service.url, credentials(fingerprint="00" * 32))
 
@@ -571,7 +571,7 @@ def test_slow_body_over_tls_ends_at_the_timeout(serve, credentials, certificate)
     assert why_not(service.url, file, limit_s=2.0).endswith("no answer within 2 s")
 
 
-def test_slow_body_without_length_is_not_an_answer(serve, credentials):
+def test_slow_body_without_length_ends_at_the_timeout(serve, credentials):
     def slow(handler):
         handler.close_connection = True
         handler.wfile.write(b"HTTP/1.0 200 OK\r\n\r\n{}")
@@ -583,7 +583,7 @@ def test_slow_body_without_length_is_not_an_answer(serve, credentials):
     assert why_not(service.url, credentials(), limit_s=0.4).endswith("no answer within 0.4 s")
 
 
-def test_without_urllib3_the_pip_command_is_named(monkeypatch):
+def test_missing_urllib3_is_reported_with_the_pip_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "urllib3", None)
     (node,) = [one for one in node_power.openers("https://bmc.example/redfish/v1", "node1") if one.name == "psu"]
 
@@ -668,7 +668,7 @@ def test_a_redirect_on_the_same_service_is_followed(serve, opened):
     assert watts(opened(service)) == pytest.approx(1958.5)
 
 
-def test_redirects_in_a_circle_end(serve, credentials):
+def test_circle_of_redirects_ends_with_an_error(serve, credentials):
     service = serve({"/redfish/v1/": lambda handler: handler.answer(302, {}, {"Location": "/redfish/v1/"})})
 
     assert "more than 3 redirects" in why_not(service.url, credentials())

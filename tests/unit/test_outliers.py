@@ -5,7 +5,7 @@ from builders import row
 from effllm.job.health.outliers import OutlierTrack
 
 
-def test_iterations_too_short_for_a_clock_name_no_rank():
+def test_no_rank_is_named_for_iterations_too_short_to_measure():
     track = OutlierTrack()
     for window in range(3):
         rows = [row(rank, window) for rank in range(3)]

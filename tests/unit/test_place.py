@@ -66,7 +66,7 @@ def test_slurm_tasks_per_node_give_the_local_world_size():
     assert read_place({**SLURM, "SLURM_NTASKS_PER_NODE": "8(x4)"}).local_world_size == 8
 
 
-def test_a_job_of_unknown_local_world_size_is_not_on_one_host():
+def test_job_without_local_world_size_counts_as_several_hosts():
     assert not read_place({"RANK": "0", "WORLD_SIZE": "2"}).one_host
     assert read_place({"RANK": "0", "WORLD_SIZE": "1"}).one_host
 

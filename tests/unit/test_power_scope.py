@@ -97,7 +97,7 @@ def test_supplies_with_two_sensors_are_counted_once():
     assert (scope.label, len(scope.keys)) == ("node-psu", 1)
 
 
-def test_without_energy_sensors_there_is_no_scope():
+def test_scope_is_none_without_energy_sensors():
     assert choose([(BLIND,), ()], "auto").label is None
     assert choose([(BLIND,)], "node-psu").complaint == ("power scope: node-psu is set, but no device measures energy")
     assert scopes([]) == []
@@ -199,7 +199,7 @@ def test_module_energy_shown_by_two_gpus_is_counted_once():
     assert job.summary().energy.by_device == {"module:node0:1": 9000.0}
 
 
-def test_two_dies_are_measured_by_the_die_with_energy():
+def test_energy_of_two_dies_is_measured_by_the_die_with_a_sensor():
     dies = gpu("die-0", energy_key="die-0"), gpu("die-1", energy_key="die-0", energy_method=None, power_scope=None)
     report = Cluster(dies).window(1)
 

@@ -269,7 +269,7 @@ def test_oldest_detail_files_are_removed_at_the_size_limit(folder):
     assert "the oldest windows and rows of ranks are removed from now on; totals and events are kept" in line
 
 
-def test_without_a_limit_no_file_is_removed(folder):
+def test_no_file_is_removed_without_a_limit(folder):
     store = RunFolder(folder, {}, limit_mb=0, segment_bytes=10_000)
     for iteration in range(10, 1010, 10):
         store.write(make_report(iteration), ())

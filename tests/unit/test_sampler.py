@@ -117,7 +117,7 @@ def test_two_requests_at_once_are_both_answered(start, wake):
     assert times_ns == sorted(times_ns)
 
 
-def test_only_the_first_requested_sample_has_more_than_energy(start, wake):
+def test_requested_samples_after_the_first_have_only_energy(start, wake):
     class TwoCalls(FakeReader):
         edges = 0
 
@@ -136,7 +136,7 @@ def test_only_the_first_requested_sample_has_more_than_energy(start, wake):
     assert [sample.energy_only for sample in sampler.take()] == [False, False, True, True]
 
 
-def test_requests_are_thinned_out_if_calls_are_slow(start, wake):
+def test_some_requests_are_skipped_if_calls_are_slow(start, wake):
     reader = FakeReader(call_s=0.15)
     sampler = start(reader)
     woken(wake)
@@ -152,7 +152,7 @@ def test_requests_are_thinned_out_if_calls_are_slow(start, wake):
 
 
 @pytest.mark.parametrize(("within_s", "expected"), [(0.0, [0]), (0.04, [0]), (0.1, [0, 15, 16, 17]), (1.0, range(18))])
-def test_frequent_requests_are_thinned_out(start, wake, monkeypatch, within_s, expected):
+def test_too_frequent_requests_are_skipped(start, wake, monkeypatch, within_s, expected):
     # The limit is 0.5 % of a core, which is 4 wake-ups of 110 us within 0.1 s, including the first and the last
     # wake-up.
     monkeypatch.setattr(sampler_module, "WAKE_S", 110e-6)
@@ -365,7 +365,7 @@ def test_hanging_device_does_not_delay_the_end(wake):
     assert reader.closed
 
 
-def test_driver_that_hangs_on_opening_blocks_nothing(wake):
+def test_driver_that_hangs_on_opening_does_not_block_the_agent(wake):
     answer, reader = threading.Event(), FakeReader()
 
     def open_slowly():

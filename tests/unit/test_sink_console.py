@@ -134,7 +134,7 @@ def test_window_line_has_timing_error_and_sensor_error_of_energy():
     assert watched_energy() == ["612 W/GPU", "0.0308 J/token ±0.13 % timing ±5 % sensor"]
 
 
-def test_without_tokens_the_errors_follow_the_power():
+def test_errors_are_after_the_power_if_no_tokens_are_counted():
     assert watched_energy(energy_tokens=0) == ["612 W/GPU ±0.13 % timing ±5 % sensor"]
 
 
@@ -223,7 +223,7 @@ def test_a_problem_is_coloured_on_a_terminal(monkeypatch):
     assert "\x1b[1;31m" not in printed(report, terminal=True)
 
 
-def test_a_progress_bar_of_the_training_is_not_torn():
+def test_report_does_not_overwrite_a_progress_bar_of_the_training():
     screen = pyte.Screen(80, 24)  # a full line wraps only at the next character, as in real terminals
     terminal = pyte.Stream(screen)
     window = printed(make_report(100, straggler=None), terminal=True).replace("\n", "\r\n")
@@ -337,7 +337,7 @@ def test_event_of_unregistered_kind_is_shown():
     assert stream.getvalue() == "[EfficientLLM] something happened\n"
 
 
-def test_limit_of_lines_is_per_kind_of_event():
+def test_each_kind_of_event_has_its_own_limit_of_lines():
     stream = Stream()
     sink = open_sink("console", make_run(stdout=stream))
     for number in range(100):
@@ -347,7 +347,7 @@ def test_limit_of_lines_is_per_kind_of_event():
     assert stream.getvalue().endswith("\n[EfficientLLM] rank 0: loss is a CUDA tensor\n")
 
 
-def test_a_problem_is_coloured_on_a_terminal_and_has_its_count(monkeypatch):
+def test_event_of_a_problem_is_coloured_and_shows_its_count(monkeypatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
     stream = Stream(terminal=True)

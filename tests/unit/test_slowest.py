@@ -63,7 +63,7 @@ def test_at_most_one_of_1000_healthy_windows_names_a_rank(ranks, iterations, jit
     assert len(found) - found.count(None) <= 1
 
 
-def test_without_own_times_no_window_names_a_rank():
+def test_no_window_names_a_rank_without_own_times():
     job = SynchronousJob(4, has_sync_point=False, slow=lambda rank, _: 1.5 if rank == 2 else 1.0)
 
     assert named(job, 100) == [None] * 100

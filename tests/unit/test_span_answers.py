@@ -93,7 +93,7 @@ def agent():
     agent.board.close()
 
 
-def test_chain_keeps_its_samples_over_the_end_of_windows(agent):
+def test_samples_of_a_chain_are_kept_after_the_end_of_a_window(agent):
     agent.ask(0, START_S, START_S)
     agent.run_to(START_S + 20)
     agent.ask(1, START_S, START_S + 20)
@@ -121,7 +121,7 @@ def test_long_span_has_all_of_its_energy_and_few_samples(agent):
     assert part.memory_byte_seconds == pytest.approx(1000 * 1e9)
 
 
-def test_span_without_samples_is_answered_with_its_covered_time(agent):
+def test_late_request_of_a_span_covers_only_the_remaining_samples(agent):
     agent.run_to(START_S + 100)
     agent.ask(1, START_S, START_S + 100, chain=0)
     agent.run_to(START_S + 101)

@@ -10,7 +10,7 @@ import pytest
 from effllm.records.timeline import KINDS, Split, device_kind, group_kind, host_kind, overlap, split, union
 
 
-def test_communication_beside_computation_is_not_exposed():
+def test_communication_during_computation_is_not_exposed():
     # Computation runs at 0-60 and communication at 50-80, which is 30 in total; 60-80 is exposed, and 80-100 is idle.
     assert split(0, 100, [(0, 60)], [("dp", 50, 80)]) == Split(100, 30, 20, 60, 20, {"dp": (30, 20)})
 

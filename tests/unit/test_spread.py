@@ -35,7 +35,7 @@ def test_median_of_an_even_number_of_values_is_the_mean_of_two():
     assert spread_of(np.array([4.0, 1.0, 2.0, 8.0])).median == 3.0
 
 
-def test_one_value_is_its_own_spread_and_no_value_has_no_spread():
+def test_spread_is_the_value_for_one_value_and_none_for_no_value():
     assert spread_of(np.array([7.0])) == Spread(1, 7.0, 7.0, 7.0, 7.0, 7.0)
     assert spread_of(np.array([])) is None
 
@@ -99,7 +99,7 @@ def test_power_of_a_module_with_two_dies_is_counted_once():
     assert report.spread["utilization_ratio"].count == 2
 
 
-def test_without_gpus_there_is_only_the_spread_of_steps():
+def test_only_the_spread_of_steps_is_reported_without_gpus():
     def devices(rank):
         return (gpu(f"GPU-{rank}", is_gpu=False),)
 

@@ -179,7 +179,7 @@ def test_job_killed_in_a_stall_has_the_status_stalled():
     assert job.summary().status == "stalled"
 
 
-def test_status_is_the_first_of_stall_and_failure():
+def test_earlier_of_stall_and_failure_gives_the_status():
     job = Job()
     job.stall(BEHIND)
     for rank in range(4):
@@ -215,7 +215,7 @@ def test_rank_without_its_agent_is_lost_not_stalled():
     assert 2 not in job.aggregator.stalls.take_asked()
 
 
-def test_rank_that_joined_again_has_not_left():
+def test_rank_that_joined_again_is_not_reported_as_left():
     job = Job()
     bye(job, 3, "killed", 100.0)
     job.aggregator.hello(hello(3, 4, agent="another", devices=()), Now(101.0, UNIX_S + 101))

@@ -100,7 +100,7 @@ def test_a_sensor_of_the_node_is_not_the_device_of_a_rank():
     assert job.summary().stragglers[0].device == "GPU-2"
 
 
-def test_without_own_times_there_is_no_straggler_metric():
+def test_no_straggler_metric_is_reported_without_own_times():
     job = Job()
     for rank in job.ranks:
         job.aggregator.reports(reports(row(rank)), Now(10.0, 1010.0))
@@ -110,7 +110,7 @@ def test_without_own_times_there_is_no_straggler_metric():
     assert not any(tag.startswith("straggler/") for tag in report.values)
 
 
-def test_largest_clock_error_of_all_ranks_grows_and_is_published():
+def test_published_clock_error_is_the_largest_and_grows_with_age():
     job = Job()
     job.heartbeat(0, 1.0, 1e6, 1e-5)
     job.heartbeat(1, 2.0, -1e6, 2e-5)
@@ -149,7 +149,7 @@ def test_thermal_slowdown_is_found_in_reports():
     assert " since iteration 1: thermal slowdown; cost " in event.text
 
 
-def test_clock_answer_survives_encoding():
+def test_decoded_clock_answer_equals_the_encoded_answer():
     assert decode_from_aggregator(encode(Clock(1, 2, 3))) == Clock(1, 2, 3)
 
 

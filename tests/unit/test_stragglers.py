@@ -160,7 +160,7 @@ def test_rank_is_not_named_if_its_waits_delay_no_other_rank():
     assert job.named_ranks == set()
 
 
-def test_without_a_sync_point_only_the_time_is_reported():
+def test_no_rank_is_named_in_a_slowdown_without_a_sync_point():
     job = SynchronousJob(8, has_sync_point=False, tail=0.0, slow=slowed({3}, 1.2, first=30)).run(50)
 
     assert job.named_ranks == set()
@@ -267,7 +267,7 @@ def test_reading_shared_with_the_peers_is_not_a_reason():
     assert explain(gpu_window(0, WALL_S, throttled={"power_cap": 0.55}), capped) == UNKNOWN
 
 
-def test_equally_slow_node_is_named_with_its_rank():
+def test_reason_of_a_slow_rank_includes_its_slow_node():
     node = [gpu_window(rank, WALL_S, clock_hz=1.2e9) for rank in (8, 9)]
 
     assert explain(gpu_window(0, WALL_S, clock_hz=1.1e9), PEERS, node) == (
@@ -275,7 +275,7 @@ def test_equally_slow_node_is_named_with_its_rank():
     )
 
 
-def test_without_readings_the_reason_is_unknown():
+def test_reason_is_unknown_without_readings():
     assert explain(None, PEERS) == explain(gpu_window(0, WALL_S), []) == UNKNOWN
 
 

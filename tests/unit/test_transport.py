@@ -49,12 +49,12 @@ FROM_AGGREGATOR = [
 
 
 @pytest.mark.parametrize("message", FROM_AGENT, ids=lambda message: type(message).__name__)
-def test_messages_of_an_agent_survive_encoding(message):
+def test_decoded_message_of_an_agent_equals_the_encoded_message(message):
     assert decode_from_agent(encode(message)) == message
 
 
 @pytest.mark.parametrize("message", FROM_AGGREGATOR, ids=lambda message: type(message).__name__)
-def test_messages_of_an_aggregator_survive_encoding(message):
+def test_decoded_message_of_an_aggregator_equals_the_encoded_one(message):
     assert decode_from_aggregator(encode(message)) == message
 
 

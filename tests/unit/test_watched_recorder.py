@@ -73,7 +73,7 @@ def step(device, cuda, start_ms, end_ms):
     device.end()
 
 
-def test_an_iteration_is_read_when_the_next_iteration_ends():
+def test_iteration_time_is_read_when_the_next_iteration_ends():
     cuda = Cuda()
     device = DeviceTime(cuda)
 
@@ -240,7 +240,7 @@ def test_device_times_belong_to_the_window_of_their_reading():
     assert [row.device_step_s for row in (first, second, rest)] == [approx(0.101), approx(0.205), approx(0.104)]
 
 
-def test_profiled_iterations_use_the_logged_numbers():
+def test_profiled_iterations_have_the_logged_iteration_numbers():
     numbers = []
     with recording(offset=1000) as made:
         made.recorder._profile.start = numbers.append

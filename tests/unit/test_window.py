@@ -199,7 +199,7 @@ def test_start_up_and_shut_down_are_phases_with_own_joules():
     assert row.devices[0].iterations.energy.joules == pytest.approx(250.0)
 
 
-def test_a_run_without_an_iteration_is_all_start_up():
+def test_run_without_iterations_has_only_start_up_and_phases():
     with looping() as loop:
         loop.phase("other", MADE_NS + NS, MADE_NS + 2 * NS)
         loop.recorder.finish("failed")
@@ -227,7 +227,7 @@ def test_windows_end_at_multiples_of_the_interval_after_a_resume():
     assert [(r.window, r.iteration_shown, r.iterations) for r in rows] == [(3, 30, 5), (4, 32, 2)]
 
 
-def test_logged_number_changes_the_shown_number_but_not_the_windows():
+def test_logged_iteration_number_is_shown_and_changes_no_window():
     with looping(log_interval=2) as loop:
         iterate(loop, 1)
         loop.recorder.loss(5001, None)
@@ -299,7 +299,7 @@ def test_overwritten_boundary_makes_the_next_window_longer():
     assert [r.iterations_overrun for r in rows] == [0, 2, 0], "those of the row, not of the run"
 
 
-def test_loop_started_before_its_agent_begins_at_its_first_record():
+def test_first_window_includes_records_from_before_the_agent_start():
     with looping() as loop:
         loop.phase("checkpoint", MADE_NS + 1 * NS, MADE_NS + 2 * NS)
         iterate(loop, 1)
@@ -420,7 +420,7 @@ def close(value):
 @pytest.mark.slow
 @settings(deadline=None, max_examples=80)
 @given(runs(), st.integers(1, 12))
-def test_seconds_and_joules_of_a_row_are_in_one_class(run, log_interval):
+def test_each_second_and_joule_of_a_row_is_in_one_class(run, log_interval):
     slots, samples, end_ns = run
 
     rows = cut_all(slots, samples, end_ns, log_interval=log_interval)
@@ -546,7 +546,7 @@ def test_window_has_sum_median_and_last_arrival_of_own_times():
     assert (rest.own_steps, rest.arrival_ns) == (1, 6250)
 
 
-def test_arrival_comes_from_the_last_iteration_only():
+def test_arrival_time_is_only_from_the_last_iteration():
     with looping(log_interval=2) as loop:
         for i in range(4):
             loop.start(2000 + 1000 * i)
