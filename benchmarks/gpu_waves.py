@@ -20,7 +20,7 @@ SETTLE_S = 2.0
 
 
 def waves(reader: Reader, loader: Loader, found: SensorProfile, cycles: int, clock: Timer = time) -> list[Figure]:
-    """For each period, return integrated power over the counter's energy, from dense and from polled readings."""
+    """Return the ratio of integrated power to the counter's energy for each period, from dense and polled readings."""
     figures = []
     for period_s in PERIODS_S:
         seconds = SETTLE_S + min(max(cycles * period_s, MIN_S if cycles > 3 else 0.0), MAX_S)

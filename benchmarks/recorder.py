@@ -1,4 +1,4 @@
-"""The cost of the two calls in a training loop, over their lower bound: two clock reads and one pack."""
+"""The cost of the two calls in a training loop, divided by their lower bound: two clock reads and one pack."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def _switches(mean_s: float, seed: int) -> tuple[list[float], list[float]]:
 
 @dataclass
 class BoardSensor:
-    """A sensor that measures power in the last part of each tick, for the whole tick; it updates at ticks, with a lag.
+    """A sensor that uses the power in the last part of each tick for the whole tick; it updates at ticks, with a lag.
 
     Args:
         power: true power.

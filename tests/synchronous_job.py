@@ -45,8 +45,8 @@ def gpu_window(
 class SynchronousJob:
     """Ranks that train in lockstep.
 
-    ``slow(rank, window)`` is a factor of a rank's computation time, ``waits(rank, window)`` its data wait in seconds
-    per iteration, ``weight(rank)`` the share of the full work in its pipeline stage.
+    ``slow(rank, window)`` is a factor of a rank's computation time. ``waits(rank, window)`` is its data wait in seconds
+    per iteration. ``weight(rank)`` is the work of its pipeline stage, as a share of the work of a full stage.
     """
 
     ranks: int

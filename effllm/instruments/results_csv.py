@@ -90,7 +90,7 @@ def _lock(file: int, path: Path) -> None:
 
 
 def _before(file: int, size: int, path: Path) -> str:
-    """Return the text before the row: the header of an empty file, or the end of a line that a killed writer left."""
+    """Return the text before the row: the header if the file is empty, a line break if the last line has none."""
     if not size:
         return _line(COLUMNS)
     first = os.pread(file, 4096, 0).decode("utf-8-sig", errors="replace").partition("\n")[0]
@@ -120,7 +120,7 @@ def _cell(value: Any) -> str:
         return "" if value is None else str(value).lower()
     if isinstance(value, float):
         return f"{value:.{DIGITS}g}" if abs(value) < float("inf") else ""
-    return " ".join(str(value).split())  # one run is one line
+    return " ".join(str(value).split())  # without line breaks, because one run is one line
 
 
 def _write(file: int, text: str) -> None:

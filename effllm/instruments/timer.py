@@ -42,7 +42,8 @@ class _Timed:
 class TrainingTimer:
     """Times named parts of an iteration, with calls, with ``with timer.time(name):``, or with ``@timer.time(name)``.
 
-    On a GPU each start and stop records an event, and the times are read after the GPU has passed them, without a wait.
+    On a GPU each start and stop records an event. The time of an event is read after the GPU has reached it, without a
+    wait.
     Timers of different names may be nested.  Of nested blocks of one name, only the outermost block counts.  A second
     `start` before the stop replaces the first start, so that the time of a step that raised an exception is left out.
 
@@ -95,7 +96,7 @@ class TrainingTimer:
         if timed is not None and timed.in_block:
             yield
             return
-        self.start(name)  # also if an exception left out the stop after an earlier `start`
+        self.start(name)  # replaces an earlier `start` without a stop, as after an exception
         timed = self._timers.get(name)
         if timed is None:
             yield

@@ -29,7 +29,7 @@ class Clock:
         subprocess.run(command, check=True, capture_output=True)
 
     def step(self, seconds):
-        with self._file.open("r+b") as file:  # changed in place, because processes have mapped the file
+        with self._file.open("r+b") as file:  # the file is changed in place, because processes have mapped it
             file.write(struct.pack("q", seconds))
 
 

@@ -85,7 +85,7 @@ def test_job_on_a_full_disk_ends_in_time_with_complete_files(run, disk):
     job.finish()
 
     assert_readable(ledger.folder)
-    assert ledger.summary.status == "running"  # status of the last summary that could be written
+    assert ledger.summary.status == "running"  # the last summary that could be written has this status
     shown = [report.iteration for report in ledger.windows]
     assert shown == list(range(10, 10 * len(shown) + 1, 10))
     assert "[EfficientLLM] Run completed" in job.stdout
@@ -158,7 +158,7 @@ def test_removed_run_folder_is_made_again(launch, tmp_path):
     job = launch.python(*LOOP)
     jobs.until(lambda: job.num_windows >= 5)
     (folder,) = job.runs()
-    removed = folder.rename(tmp_path / "removed")  # atomic, because the job still writes to the folder
+    removed = folder.rename(tmp_path / "removed")  # one atomic rename, because the job still writes to the folder
     jobs.until(lambda: shutil.rmtree(removed, ignore_errors=True) or not removed.exists())
     jobs.until(lambda: "was removed" in job.stdout)
     more_blocks(job, 5)

@@ -180,7 +180,7 @@ def test_attempt_killed_before_its_first_window_is_counted(launch):
     assert (summary.status, summary.attempts, summary.tokens) == ("completed", 3, 10_000)
 
 
-#: A script that exits in one of the ways of a trainer, and records the time.
+#: A script that ends in one of the ways in which trainers end; before its end it records the time.
 ENDS = """
 import os, signal, struct, sys, time
 import effllm.efficientllm_metrics as effllm

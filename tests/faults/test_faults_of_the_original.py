@@ -169,7 +169,7 @@ def test_6_gpus_of_other_jobs_are_not_measured(launch, trace):
     assert value(job, "amu_gb") == pytest.approx(30.0, rel=1e-9)
 
 
-# 7. One rank's values were used for the job: parameters of a shard, tokens of one replica, and zeros.
+# 7. The values of one rank were used for the job: parameters of a shard, tokens of one replica, or zeros.
 
 SHARES = """
 import os, time

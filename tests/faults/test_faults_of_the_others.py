@@ -1,6 +1,6 @@
 """Energy faults of Megatron, Zeus, CodeCarbon, carbontracker and perun; each test would fail with that tool.
 
-The numbers in the names are from a list of defects, which were found in the tools' sources.
+The numbers in the test names are from a list of defects, which were found in the tools' sources.
 """
 
 import json

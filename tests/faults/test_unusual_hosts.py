@@ -30,7 +30,7 @@ def test_folder_name_that_is_not_utf8_disables_only_the_run_folder(launch):
 
 
 def in_a_network_namespace(launch, script, *command):
-    """Run a command by a shell script in a separate network namespace."""
+    """Run a command with a shell script in a separate network namespace."""
     job = launch._job()
     job.start(["unshare", "--net", "sh", "-c", script, "sh", *command], launch.environ({})).wait()
     if "unshare:" in job.stderr:

@@ -190,7 +190,7 @@ def test_hidden_gpu_is_not_counted_in_visible_devices(library):
     assert device_of(library, visible_devices="0") == (KEY_C, 3)
 
 
-@pytest.mark.parametrize("release", [(6, 0), (7, 0)])  # missing values: all bits set, and "N/A"
+@pytest.mark.parametrize("release", [(6, 0), (7, 0)])  # missing values have all bits set (6.0), or are "N/A" (7.0)
 @pytest.mark.parametrize("serial", [None, 0])
 def test_gpus_without_a_serial_are_distinguished_by_pci_bus(library, release, serial):
     library.write(gpus=[A | {"serial": serial}, B | {"serial": serial}], release=release)

@@ -178,7 +178,7 @@ def test_sum_of_windows_is_correct_while_the_phase_is_estimated(seed, late, tick
 
 
 def test_energy_that_was_reported_at_an_edge_is_not_changed():
-    # At 500 W, 25 J were reported for the next 50 ms. The power fell to 0, so 19 J would be correct.
+    # Up to the edge at 1.05 s, 25 J were reported for 50 ms at 500 W. The power is 0 W at 1.1 s, so 19 J are correct.
     one = fed(ledger(INSTANT, tick_s=0.1), (0, 100.0, None), (1, 500.0, None))
     windows = [joules(one, 0, 1.05)]
     fed(one, (1.1, 0.0, None))
@@ -243,9 +243,9 @@ def test_faulty_counter_causes_no_negative_or_excess_energy(seed, faults, power)
 
     for length_s, window in windows:
         if window.joules is not None:
-            # The increase between two reads may include 0.1 s before or after the reads. In seconds without a reading,
-            # the course of the power comes from the readings before and after this gap; so the power in a part of the
-            # gap may be above the mean power of the gap.
+            # The increase between two reads may include 0.1 s before or after the reads. In a gap, the power over time
+            # is derived from the readings before and after the gap, so the power in a part of the gap may be above the
+            # mean power of the gap.
             assert 0.0 <= window.joules <= 2.0 * LIMIT_W * (length_s + 0.5)
             assert 0.0 <= window.estimated_j <= window.joules + 1e-6
         assert 0.0 <= window.covered_s <= length_s + 1e-9

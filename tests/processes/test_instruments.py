@@ -1,4 +1,4 @@
-"""The instruments in a training process: with torch's values, and without threads, files and further modules."""
+"""Instruments in a training process return torch's values, start no threads, and import only the standard library."""
 
 from __future__ import annotations
 

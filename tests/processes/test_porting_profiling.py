@@ -1,4 +1,4 @@
-"""Scripts for other modules named profiling and metrics run; docs/porting.md lists the differences."""
+"""effllm runs scripts that use other modules named profiling and metrics; docs/porting.md lists the differences."""
 
 from __future__ import annotations
 

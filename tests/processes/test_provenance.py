@@ -56,7 +56,7 @@ def test_repository_is_clean_if_only_file_times_have_changed(repository):
 
 
 def test_git_index_is_not_rewritten(repository):
-    os.utime(repository / "train.py", (1, 1))  # with locks, git would write the new time to its index
+    os.utime(repository / "train.py", (1, 1))  # if git used locks, it would write this time to its index
     before = (repository / ".git" / "index").read_bytes()
 
     git_facts(repository)
@@ -106,7 +106,7 @@ def test_submodules_are_ignored(repository, tmp_path_factory):
 
 @pytest.fixture
 def slow_git(tmp_path, monkeypatch):
-    """Put a fake git on the path that hangs in ``git status`` and writes a file when SIGTERM ends it."""
+    """Put a fake git on the path; it hangs in ``git status``, and writes a file when SIGTERM ends it."""
     folder = tmp_path / "bin"
     folder.mkdir()
     program = f"""#!/bin/sh

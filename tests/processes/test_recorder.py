@@ -343,7 +343,7 @@ def test_agent_is_woken_at_window_end_and_next_iteration():
             loop.end(at_ns + 50)
             woken.append(loop.wakes)
 
-    # The iterations have the numbers 2 to 6; windows end at 3 and 6, the second and the fifth iteration.
+    # The iterations have the numbers 2 to 6. Windows end after the numbers 3 and 6: the second and the fifth iteration.
     assert woken == [0, 1, 2, 2, 3]
 
 

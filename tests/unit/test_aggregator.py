@@ -701,7 +701,7 @@ def test_remaining_time_follows_from_remaining_iterations():
 def test_slowest_rank_is_named_from_the_third_window_on():
     job = Job(3).join()
     for window in range(1, 5):
-        for rank, own_s in enumerate((0.5, 0.5, 0.6)):  # an iteration takes 1 s; after its own time a rank waits
+        for rank, own_s in enumerate((0.5, 0.5, 0.6)):  # an iteration takes 1 s: a rank waits when its own time is over
             job.send(row(rank, window, own_steps=10, own_step_s=10 * own_s, own_median_s=own_s))
 
     slowest = [report.straggler for report in job.closed()]

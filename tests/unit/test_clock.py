@@ -23,7 +23,7 @@ def test_offset_is_exact_with_equal_delays():
 
     # received - sent is 1000.003 s and answered - heard is 999.997 s
     assert clocks.offset(heard_ns).offset_s == pytest.approx(1000.0, abs=1e-9)
-    # Half of the network delay of 6 ms; the 40 ms at the other end are not included. The drift is 0.6 us.
+    # The error is half of the network delay of 6 ms, plus a drift of 0.6 us; the 40 ms at the other end do not count.
     assert clocks.offset(heard_ns).error_s == pytest.approx(3.0006e-3)
 
 

@@ -351,7 +351,7 @@ def test_cutter_keeps_no_data_of_cut_windows():
 
         tracemalloc.start()
         try:
-            iterations(2500)  # before the measurement, because Python keeps up to 2000 tuples for reuse
+            iterations(2500)  # not measured: during these iterations, Python keeps up to 2000 tuples for reuse
             before, _ = tracemalloc.get_traced_memory()
             iterations(2000)
             after, _ = tracemalloc.get_traced_memory()

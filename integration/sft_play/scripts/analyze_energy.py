@@ -36,19 +36,19 @@ class Group:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens of the runs over their time."""
+        """Tokens of the runs, divided by the time of the runs."""
         pairs = self._pairs("tokens_processed", "tok_per_s")
         return _quotient(sum(tokens for tokens, _ in pairs), sum(tokens / rate for tokens, rate in pairs if rate))
 
     @property
     def joules_per_token(self) -> float | None:
-        """Energy of the runs over their tokens."""
+        """Energy of the runs, divided by the tokens of the runs."""
         pairs = self._pairs("energy_J", "tokens_processed")
         return _quotient(sum(joules for joules, _ in pairs), sum(tokens for _, tokens in pairs))
 
     @property
     def watts(self) -> float | None:
-        """Energy of the runs over their time."""
+        """Energy of the runs, divided by the time of the runs."""
         pairs = [(joules, watts) for joules, watts in self._pairs("energy_J", "avg_power_W") if watts]
         return _quotient(sum(joules for joules, _ in pairs), sum(joules / watts for joules, watts in pairs))
 

@@ -13,7 +13,8 @@ LIVES = 16  # later aggregators are not killed
 
 
 def dying(call, left):
-    """Return ``call`` with a countdown: call number ``left`` writes only half or nothing, and kills the process."""
+    """Return ``call`` with a countdown: call number ``left`` kills the process; a write first writes half of its
+    data."""
 
     def counted(first, *rest, **keywords):
         if isinstance(first, int) and not stat.S_ISREG(os.fstat(first).st_mode):
