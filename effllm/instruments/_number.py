@@ -13,7 +13,7 @@ def number(value: Any) -> float | None:
     if type(value) is float:
         return value
     if value is None:
-        return None  # without the exception below, which takes 2 us
+        return None  # this return avoids the exception below, which takes 2 us
     device = getattr(getattr(value, "device", None), "type", "cpu")
     if device != "cpu" or isinstance(value, str | bytes):
         return None

@@ -17,7 +17,7 @@ from effllm.trainer.collector import MetricsCollector, get_metrics_collector
 from effllm.trainer.spans import AnsweredSpan, SpanChain
 
 BASELINE_S = 5.0
-MIN_BASELINE_S = 0.2  # a baseline from less covered time is not measured
+MIN_BASELINE_S = 0.2  # with less covered time, there is no baseline
 MAX_KEPT = 10_000  # number of newest spans kept for `get_metrics_since_timestamp`; the total has all spans
 MAX_MARKERS = 1000
 FEW_SPANS = 10  # if more spans than this have no energy, a warning gives the reason
@@ -195,7 +195,7 @@ class RobustGPUMonitor:
         return at_s
 
     def get_metrics_since_timestamp(self, timestamp: float, wait_s: float = 0.0) -> EnergyMetrics:
-        """Return the energy of the answered spans since a time; the running span ends and begins at this call.
+        """Return the energy of the answered spans since a time; this call ends the running span and begins the next.
 
         Args:
             timestamp: unix time; the energy is exact if a span begins at this time, as after a marker or a call of this

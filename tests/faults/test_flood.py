@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.faults, pytest.mark.fault("unauthenticated-peers")]
 
 FLOOD, HOSTILE = (Path(__file__).parents[1] / name for name in ("flood.py", "hostile_rank.py"))
 PEERS = 10_000  # simultaneous peers; each takes one of the aggregator's 20,000 descriptors
-KEYS = 500  # fewer peers: only these handshakes use cryptography in the aggregator
+KEYS = 500  # fewer peers, because their handshakes use cryptography in the aggregator
 
 
 needs_schedstat = pytest.mark.skipif(
@@ -42,7 +42,7 @@ class Starved:
         self._known = []  # (unix time, sum)
 
     def look(self):
-        """Record the current sum."""
+        """Record the time so far."""
         for path in [path for task in self._tasks for path in task.glob("*/schedstat")]:
             with contextlib.suppress(OSError):  # ended meanwhile
                 self._waited_s[path] = int(path.read_text().split()[1]) / 1e9

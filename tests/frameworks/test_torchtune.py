@@ -103,7 +103,7 @@ def run(frameworks, recipe, ranks, packed=False, in_backward=False, attach="1"):
 
 @pytest.mark.parametrize(("recipe", "ranks"), [("full_finetune_single_device", 1), ("full_finetune_distributed", 2)])
 def test_torchtune_iterations_are_counted_and_losses_unchanged(frameworks, recipe, ranks):
-    """Each rank has two epochs of 24 rows with 5 or 8 tokens; a batch has four rows, an iteration two batches."""
+    """Each rank has two epochs of 24 rows with 5 or 8 tokens; a batch has four rows; an iteration has two batches."""
     job = run(frameworks, recipe, ranks)
 
     summary, facts = job.ledger.summary, job.ledger.facts

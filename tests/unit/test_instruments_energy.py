@@ -25,7 +25,7 @@ def block(joules, seconds, steps, **more):
     return Block(SpanReadings.of([part(joules, seconds, **more)]), steps, 1, 1 + round(seconds * 1e9))
 
 
-#: One hour at 550 W, 1,000 steps, 3 epochs.
+#: The training takes one hour at 550 W, with 1,000 steps in 3 epochs.
 HOUR = block(550.0 * 3600, 3600.0, 1000, utilization_seconds=0.9 * 3600, utilization_covered_s=3600.0)
 
 

@@ -1,4 +1,4 @@
-"""effllm/metrics/: each formula, compared with values by hand, and the table that all sinks use."""
+"""effllm/metrics/: each formula, compared with values computed by hand, and the table that all sinks use."""
 
 import pytest
 from sink_examples import make_totals, with_keys

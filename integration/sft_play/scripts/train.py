@@ -16,7 +16,7 @@ from settings import Settings, WrongSettings, read_settings
 from effllm.instruments.results_csv import MEASURED, OtherColumns, append_row
 from effllm.instruments.run_results import RunResults, read_results
 
-SUMMARY_WITHIN_S = 30.0  # timeout: the summary is written while the training ends, later on a busy machine
+SUMMARY_WITHIN_S = 30.0  # timeout: on a busy machine, the summary is written after the end of the training
 UNITS = {"energy_J": "J", "avg_power_W": "W", "peak_power_W": "W", "wall_s": "s", "warmup_s": "s", "E10k_J": "J"}
 UNITS |= {"tokens_processed": "tokens", "tok_per_s": "tokens/s", "J_per_token": "J/token"}
 UNITS |= {"vram_peak_MB": "MB", "vram_avg_MB": "MB"}
