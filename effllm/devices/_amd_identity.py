@@ -128,8 +128,8 @@ def find(site: Site, processors: Sequence[Processor]) -> Processor:
         raise DeviceUnavailable(advice(None))
     if site.cuda_pci_bus_id or site.cuda_uuid:
         return _find_by_torch(site, processors)
-    # ROCm's runtime applies ROCR_VISIBLE_DEVICES first.  HIP numbers the remaining devices; without
-    # HIP_VISIBLE_DEVICES it reads CUDA_VISIBLE_DEVICES.
+    # ROCm's runtime applies ROCR_VISIBLE_DEVICES first.  HIP numbers the devices that are left.  If
+    # HIP_VISIBLE_DEVICES is not set, HIP reads CUDA_VISIBLE_DEVICES.
     shown, entries = _shown(site.rocr_visible_devices, processors)
     hip = site.hip_visible_devices if site.hip_visible_devices is not None else site.visible_devices
     if hip is not None:

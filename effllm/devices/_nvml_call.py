@@ -104,7 +104,7 @@ class _Number(NamedTuple):
 
 
 class Readout:
-    """Numbers of a GPU that are read together: all calls are made, then all answers are unpacked in one step.
+    """Numbers of a GPU that are read together: all calls are made, then all answers are unpacked together.
 
     Args:
         quantities: the numbers; their buffers are moved into one common buffer.

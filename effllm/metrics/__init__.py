@@ -3,7 +3,8 @@
 The name of the function is the name of the metric, its docstring is the help text, and its decorator has the unit.
 Console, TensorBoard, run folder and command line use `METRICS`.
 
-Definitions: EfficientLLM, arXiv 2505.13840, section 5.1, equations 1 to 12; docs/metrics.md extends them to a cluster.
+Definitions: EfficientLLM, arXiv 2505.13840, section 5.1, equations 1 to 12; docs/metrics.md has
+the definitions for a cluster.
 """
 
 # All outputs list the metrics in the order of these imports.

@@ -67,8 +67,9 @@ def listen(address: str, port: int = 0) -> socket.socket:
         if port:  # the kernel may still be closing connections of an earlier aggregator on this port
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((address, port))
-        # Accepted connections inherit this option, so the next aggregator can listen here while they still close.
-        # The option is set after bind: if set before, port 0 could get a port on which another process will listen.
+        # Accepted connections inherit this option, so the next aggregator can listen here before all connections
+        # are closed.  The option is set after bind.  If it were set before bind, port 0 could get a port on which
+        # another process will listen.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.listen(BACKLOG)
     except OSError as error:

@@ -188,7 +188,7 @@ class Peers:
         return False
 
     def _reject(self, one: _Peer | None, kind: str, what: str) -> str:
-        """Count a rejection and return a sentence; the first of a connection and kind also makes an event."""
+        """Count a rejection and return a sentence; the first rejection of a kind also makes an event."""
         self.rejected[kind] = self.rejected.get(kind, 0) + 1
         name = one.name if one else UNKNOWN_PEER
         text = f"{name} {what}"

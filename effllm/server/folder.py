@@ -97,7 +97,7 @@ class _Predecessor:
 
 
 def restore_state(folder: Path, job: str, warn: Callable[[str, str], None]) -> Ledger | None:
-    """Return the state of an earlier aggregator, or ``None``; the state of another job becomes the next attempt.
+    """Return the state of an earlier aggregator, or ``None``; with another job id the next attempt is started.
 
     Args:
         folder: the run folder.
