@@ -46,7 +46,7 @@ class InspectionResult(Struct, frozen=True):
 def inspect(orders: InspectionOrders) -> InspectionResult:
     """Inspect a trainer: at most 10 s for its stacks, and at most 10 s for the dump of its NCCL flight recorder."""
     if has_ended(orders.trainer):
-        return InspectionResult("the process has ended\n", "ended")
+        return InspectionResult("the training process has ended\n", "ended")
     began_s = time.time()
     environ = this_process()
     # The trainer writes the dump while py-spy reads the stacks; a stopped process writes no dump.

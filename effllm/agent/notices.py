@@ -61,7 +61,7 @@ class Notices:
             write_notice(f"{text}: no metrics without an aggregator; training goes on")
 
     def undelivered(self, num_reports: int) -> None:
-        text = f"{num_reports} reports could not be delivered to {self._trainer.facts.endpoint or 'no address'}"
+        text = f"{num_reports} reports could not be delivered to {self._trainer.facts.endpoint or 'rank 0'}"
         self._events.report("agent", text)
         if self._trainer.is_first_of_host:
             write_notice(f"rank {self._trainer.rank}: {text}")

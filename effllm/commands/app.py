@@ -54,7 +54,7 @@ def demo(
     ] = 0.05,
     log_interval: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="Iterations per report. [default: 10, or more if 10 take less than 1 s]"),
+        typer.Option(min=1, metavar="N", help="Iterations per report. [default: at least 10, and at least 1 s]"),
     ] = None,
     run_dir: Annotated[
         str, typer.Option(metavar="FOLDER", help="Parent folder of the run folder. [default: EFFICIENTLLM_RUN_DIR]")
@@ -107,16 +107,18 @@ def check(
 @app.command()
 def profile(
     device: Annotated[
-        str, typer.Option(metavar="GPU", help="Index in bus order, or UUID. [default: first visible GPU]")
+        str, typer.Option(metavar="GPU", help="UUID or PCI-order index of the GPU. [default: first visible GPU]")
     ] = "",
-    seconds: Annotated[float, typer.Option(min=10.0, max=600.0, metavar="S", help="Total duration in seconds.")] = 60.0,
+    seconds: Annotated[
+        float, typer.Option(min=10.0, max=600.0, metavar="S", help="Duration of the measurement in seconds.")
+    ] = 60.0,
     save: Annotated[str, typer.Option(metavar="FILE", help="Write the report to this file, as JSON.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Measure the behaviour of the sensors of one GPU.
 
     The GPU is first idle. Then torch loads the GPU with matrix products that are switched on and off. The results are
-    the period and the lag of the energy counter and of the power reading, the share of each tick that the sensor
+    the period and the lag of the energy counter and of the power reading, the share of each period that the sensor
     measures, and the duration of a read. Later runs on this model and driver use these results. The report has no host,
     user or serial number and can be published.
 
@@ -143,9 +145,9 @@ def env(
 ) -> None:
     """Print the settings as export commands of a shell, or check the settings.
 
-    Each setting has the value for a run: the value of its variable, or the default. The most common settings are
-    first. An unknown name is an error with the nearest known name. A name of an earlier version is an error with the
-    new name.
+    Each setting is printed with its value: the value of its variable, or the default. The most common settings are
+    first. For an unknown name, an error with the nearest known name is printed. For a name of an earlier version, an
+    error with the new name is printed.
 
     \b
     Examples:
@@ -169,9 +171,9 @@ def run(
     """Run a training script and measure it.
 
     The script runs unchanged, as with python. The run folder is also completed after an error. Training loops of known
-    frameworks (docs/systems.md lists them), and any other loop with a torch optimizer, are hooked at their import. A
-    loop without torch calls effllm.monitor, or initialize_efficientllm_metrics(parameters), and
-    record_iteration_start and record_iteration_end around each step.
+    frameworks (docs/systems.md lists them) and any other loop with a torch optimizer are measured without a change. A
+    loop without torch needs a call of effllm.monitor. The alternative is a call of initialize_efficientllm_metrics
+    with the number of parameters, and record_iteration_start and record_iteration_end around each step.
 
     The exit status and the traceback are those of the script. A run with an exception, or with an exit status other
     than 0, has the status "failed".
@@ -191,7 +193,7 @@ def run(
 @app.command()
 def serve(
     bind: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="Address of the aggregator; port 0: any free port.")
+        str, typer.Option(metavar="HOST:PORT", help="Address of the aggregator. With port 0, any free port is used.")
     ] = ("127.0.0.1:0"),
     run_dir: Annotated[
         str, typer.Option(metavar="FOLDER", help="Parent folder of the run folder. [default: EFFICIENTLLM_RUN_DIR]")
@@ -201,13 +203,14 @@ def serve(
         typer.Option(metavar="NAME", help="Name of the run folder. [default: EFFICIENTLLM_RUN_NAME, else time and id]"),
     ] = "",
     job: Annotated[
-        str, typer.Option(metavar="ID", help="Id of the job; in an existing run folder, a new id is the next attempt.")
+        str, typer.Option(metavar="ID", help="Id of the job. In an existing run folder, a new id starts a new attempt.")
     ] = "",
 ) -> None:
-    """Run a separate aggregator that rank 0 does not start.
+    """Run a separate aggregator, which replaces the aggregator of rank 0.
 
-    The command prints the variables for the training processes. The aggregator ends when all ranks have left, or after
-    Ctrl-C or SIGTERM, and writes the summary. LOG_INTERVAL must be the same in the training processes.
+    The command prints the variables for the training processes. After the last rank has left, or after Ctrl-C or
+    SIGTERM, the aggregator writes the summary and ends. LOG_INTERVAL must have the same value for this command and for
+    the training processes.
 
     \b
     Examples:
@@ -238,7 +241,7 @@ def simulate(
         int, typer.Option(min=0, max=256, metavar="K", show_default=False, help="Sender processes. [default: by ranks]")
     ] = 0,
     arrival: Annotated[
-        str, typer.Option(metavar="HOW", help="burst: all ranks end a window together; even: the ends are spread.")
+        str, typer.Option(metavar="HOW", help="burst: all ranks report within 2 % of the interval; even: within 90 %.")
     ] = "burst",
     security: Annotated[str, typer.Option(metavar="HOW", help="curve: with keys; none: without keys.")] = "curve",
     run_dir: Annotated[
@@ -300,7 +303,7 @@ def watch(
     Tokens are read from the server's metrics page, for all models and engines. Power is read from the GPUs of this
     machine in CUDA_VISIBLE_DEVICES: run the command on the server's machine, with the server's CUDA_VISIBLE_DEVICES.
     The server needs no change. While the server does not answer, the request is repeated. After a restart of the
-    server, one interval has no tokens.
+    server, the tokens of one interval are unknown.
 
     \b
     Examples:
@@ -322,7 +325,7 @@ def events(
 ) -> None:
     """List every kind of event with its output and meaning.
 
-    Each event of a run is counted, and is a line of events.jsonl in the run folder.
+    Each event of a run is counted, and written to events.jsonl in the run folder.
 
     \b
     Examples:

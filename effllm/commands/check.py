@@ -116,11 +116,11 @@ def _costs(found: Survey) -> Iterator[str]:
     cost: Cost = found.cost
     if found.device and cost.read_ms is not None and cost.core_share is not None:
         yield (
-            f"A read of the device takes {cost.read_ms:.2f} ms: every {cost.interval_s:g} s, "
-            f"{100 * cost.core_share:.2g} % of a core per rank."
+            f"A read of the device takes {cost.read_ms:.2f} ms. "
+            f"One read every {cost.interval_s:g} s needs {100 * cost.core_share:.2g} % of a core per rank."
         )
     if cost.stamps_us is not None:
-        yield f"The training thread spends {cost.stamps_us:.1f} µs per iteration on records."
+        yield f"The training thread needs {cost.stamps_us:.1f} µs per iteration to record times."
 
 
 def _label(name: str) -> str:

@@ -45,7 +45,7 @@ def main(ranks: int, iterations: int, step_seconds: float, log_interval: int | N
     except SecretError:  # a simulation needs no keys
         config = replace(config, security="none")
     print(f"effllm demo: {ranks} simulated ranks, {iterations} iterations of {step_seconds:g} s")
-    print("No hardware is measured: these GPUs, their watts and their bytes are simulated.\n", flush=True)
+    print("No hardware is measured: GPUs, their power and their memory are simulated.\n", flush=True)
     return _Job(config, ranks, [str(iterations), str(step_seconds)]).run()
 
 

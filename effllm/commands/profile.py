@@ -25,7 +25,7 @@ from effllm.trainer.preflight import usable
 
 _STAGES = {
     "idle": "the idle GPU",
-    "calls": "the duration of calls",
+    "calls": "the duration of driver calls",
     "load": "the GPU under load",
     "estimates": "the estimates",
 }
@@ -163,13 +163,13 @@ def _sensors(found: SensorProfile) -> list[tuple[str, list[str]]]:
     power = [_moves(found.power, "changes"), _mean(found.power_response)]
     if found.power_is_held is not None:
         power.append(
-            "held: the power of the counter's last tick"
+            "held: a reading is the power of the counter's last tick"
             if found.power_is_held
-            else "independent of the counter's ticks"
+            else "not held: readings are independent of the counter's ticks"
         )
     average = [_moves(found.average, "changes"), _mean(found.average_response)]
     usage = [_moves(found.usage, "changes"), _mean(found.usage_response)] if found.usage else []
-    gain = f"± {100 * sensor.gain_error:.1f} % of all readings: only a second meter could show this error"
+    gain = f"± {100 * sensor.gain_error:.1f} % of each reading; only a comparison with a second meter shows this error"
     return [
         ("energy counter", [line for line in counter if line]),
         ("power", [line for line in power if line]),
@@ -203,7 +203,7 @@ def _measures(found: SensorProfile) -> str:
     if response is None:
         return "the measured share of each tick is unknown" + (f": {100 * duty:.0f} % is assumed" if duty < 1 else "")
     if duty == 1.0:
-        return "measures all of each tick"
+        return "measures during the whole tick"
     return (
         f"measures {1e3 * response.window_s:.1f} ± {1e3 * response.window_error_s:.1f} ms of each tick, "
         f"until {_ends(response)}"
@@ -217,10 +217,10 @@ def _mean(response: Response | None) -> str:
 
 
 def _ends(response: Response) -> str:
-    """Return the end of the period that a value measures, relative to the time at which the value is shown."""
+    """Return the end of the period that a value measures, relative to the update of the sensor's value."""
     if abs(response.ends_s) <= response.middle_error_s + response.window_error_s / 2:
-        return "the value is shown"
-    return f"{1e3 * response.ends_s:.1f} ms before the value is shown"
+        return "the sensor updates its value"
+    return f"{1e3 * response.ends_s:.1f} ms before the sensor updates its value"
 
 
 def _ratio(name: str, found: SensorProfile) -> str:

@@ -67,7 +67,7 @@ def main(bind: str, run_dir: str, run_name: str, job: str) -> int:
     print(f"  export {PREFIX}ENDPOINT={endpoint}")
     if is_secured:
         print(f"  export {PREFIX}SECRET_FILE={shlex.quote(str(secret_path(config)))}")
-        print("\nA host without this file needs a copy of the file, with mode 0600.")
+        print("\nCopy the secret file to every host that does not have it, with mode 0600.")
     else:
         print(f"  export {PREFIX}SECURITY=none")
     print(flush=True)
@@ -79,7 +79,7 @@ def main(bind: str, run_dir: str, run_name: str, job: str) -> int:
         if not was_there:
             with contextlib.suppress(OSError):  # the folder is not empty if another run has started in it
                 base.rmdir()
-        print("effllm serve: ended before any rank connected; no run folder is left", flush=True)
+        print("effllm serve: ended before any rank connected; there is no run folder", flush=True)
     return 0
 
 

@@ -127,8 +127,8 @@ def parse(text: str, time_s: float) -> Page:
         if value is not None:
             found.setdefault(name.strip(), {})[labels if brace else ""] = value
     if not any(name.startswith("vllm:") for name in found):
-        names = "no metric" if not found else f"{len(found)} other metrics, such as {next(iter(found))[:60]}"
-        raise NotVllm(f"not a page of a vLLM server: no {_GENERATED[0]} or other metric of vllm:, but {names}")
+        names = "none" if not found else f"{len(found)} other metrics, such as {next(iter(found))[:60]}"
+        raise NotVllm(f"not a page of a vLLM server: expected metrics such as {_GENERATED[0]}, but found {names}")
     running = _one(found, _RUNNING)
     return Page(
         time_s=time_s,

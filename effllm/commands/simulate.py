@@ -74,15 +74,15 @@ def table(found: Findings) -> str:
         lines.append(("aggregator", f"{100 * found.cpu_ratio:.1f} % of a core, {each}"))
     if found.rss_bytes is not None:
         slope = found.rss_slope_bytes_per_s
-        growth = "" if slope is None else f", {60 * slope / 2**20:+.1f} MiB a minute in the second half"
+        growth = "" if slope is None else f", {60 * slope / 2**20:+.1f} MiB a minute in the second half of the run"
         lines.append(("memory", f"{found.rss_bytes / 2**20:.0f} MiB at most{growth}"))
     if found.descriptors is not None:
         lines.append(("descriptors", f"{found.descriptors:,}"))
     if found.delays_s:
         delays = sorted(found.delays_s)
         p99 = delays[round(0.99 * (len(delays) - 1))]
-        shown = f"{statistics.median(delays):.3f} s median, {p99:.3f} s 99 %, {delays[-1]:.3f} s at most"
-        lines.append(("delay", f"{shown}, after a window's last report"))
+        shown = f"{statistics.median(delays):.3f} s median, {p99:.3f} s 99th percentile, {delays[-1]:.3f} s maximum"
+        lines.append(("delay", f"{shown}, from the last report of a window to its values at rank 0"))
     if found.status:
         lines.append(("lost", f"{found.lost:,}, unconfirmed {found.unconfirmed:,}, duplicates {found.duplicates:,}"))
     if found.status not in ("", "played"):

@@ -137,7 +137,7 @@ def _sources(device: Device, samples: list[Sample], failures: Mapping[str, str])
             return InputSource(by=f"{device.kind}: {by}")
         reasons = [why for name, why in missing if name == quantity] + [failures[f] for f in fields if f in failures]
         return InputSource(
-            why_not=f"{quantity}: {reasons[0] if reasons else f'device {device.kind} does not report it'}"
+            why_not=f"{quantity}: {reasons[0] if reasons else f'not reported by device {device.kind}'}"
         )
 
     def gauge(quantity: str, by: str, why_not: str, *names: str) -> InputSource:
@@ -149,16 +149,16 @@ def _sources(device: Device, samples: list[Sample], failures: Mapping[str, str])
         return InputSource(by=f"{device.kind}: {by}") if is_given else InputSource(why_not=why_not)
 
     limit, throttles = device.power_limit_w, any(sample.throttled_by is not None for sample in samples)
-    none = f"device {device.kind} does not report it"
-    gpm = f"{none}; NVIDIA GPUs from Hopper on report it through GPM"
+    none = f"not reported by device {device.kind}"
+    gpm = f"{none}; NVIDIA GPUs report their activity through GPM, from Hopper on"
     return {
         "gpu": InputSource(by="") if device.is_gpu else InputSource(why_not=f"gpu: device {device.kind} is not a GPU"),
         "memory": source("memory", "memory in use", "memory_bytes"),
-        "utilization": source("utilization", "busy share of time", "utilization"),
+        "utilization": source("utilization", "share of time in which the device was busy", "utilization"),
         "energy": source("energy", _method(device), "energy_j", "power_w", "power_average_w"),
         "power": source("power", "power readings", "power_w"),
-        "power limit": either(bool(limit), f"limit of {limit or 0:g} W", f"limit: {none}"),
-        "throttling": either(throttles, "reasons of lowered clocks", f"throttling: {none}"),
+        "power limit": either(bool(limit), f"power limit of {limit or 0:g} W", f"limit: {none}"),
+        "throttling": either(throttles, "reasons for lower clocks", f"throttling: {none}"),
         "temperature": gauge("temperature", "temperature", none, "temperature_c"),
         "clocks": gauge("clocks", "clocks", none, "sm_clock_hz"),
         "activity": gauge("activity", "GPM", gpm, "sm_activity_ratio"),
@@ -223,7 +223,7 @@ def _peak(config: Config, device: Device | None) -> InputSource:
     if known:
         return InputSource(by=f"peak: {known.text}")
     unknown = f"{device.name!r} is not in the hardware table; " if device and device.is_gpu else ""
-    return InputSource(why_not=f"peak: {unknown}set {PREFIX}PEAK_TFLOPS to the peak of one device")
+    return InputSource(why_not=f"peak: {unknown}set {PREFIX}PEAK_TFLOPS to the peak TFLOP/s of one device")
 
 
 def _driver() -> Iterator[Finding]:

@@ -106,7 +106,7 @@ class _Watch:
             self._last = None
             return False
         if page.generated is None:
-            self.warn("this page has no vllm:generation_tokens_total yet")
+            self.warn("the page has no vllm:generation_tokens_total yet")
         elif self._last_warning:
             self._last_warning = ""
         if self._last is not None:

@@ -84,7 +84,7 @@ class Config:
         10,
         MOST,
         whole(1)._replace(allowed="a whole number of at least 1, or auto"),
-        "Number of iterations per window. With auto, windows of ten iterations are joined until they last a second.",
+        "Number of iterations per window. With auto: ten, or more if ten iterations take less than a second.",
         word="auto",
     )
     sinks: tuple[str, ...] = _setting(
@@ -98,7 +98,7 @@ class Config:
         "",
         MOST,
         values.FOLDER_NAME,
-        "Name of the run folder. The default is the job's id, or a time and eight letters.",
+        "Name of the run folder. The default is the id of the job, or the start time and eight hexadecimal digits.",
     )
     peak_tflops: float | None = _setting(
         None,
@@ -129,7 +129,7 @@ class Config:
         1.0,
         COST,
         number(1, 10, "a ratio"),
-        "Power of the site over power of its machines. CO2 and the cost of electricity are multiplied by this ratio.",
+        "Power of the site divided by the power of its machines. CO2 and energy cost are multiplied by this ratio.",
     )
 
     device: str = _setting(
@@ -149,7 +149,7 @@ class Config:
         1000,
         MEASURED,
         whole(16, 1_000_000),
-        "Maximum number of iterations in the memory shared with the agent, and of unsent reports in the agent.",
+        "Maximum number of iterations in the memory shared with the agent. It also limits the unsent reports.",
     )
     parameters: str = _setting(
         "total",
@@ -181,7 +181,7 @@ class Config:
         "auto",
         POWER,
         one_of("auto", "gpu", "module", "gpu+cpu", "node-psu"),
-        "Scope of the power in AEC and energy. With auto: the widest scope that every node can measure.",
+        "Power scope of AEC and of the energy metrics. With auto: the widest scope that every node can measure.",
     )
     node_power: str = _setting(
         "auto",
@@ -196,14 +196,14 @@ class Config:
         0.0,
         POWER,
         number(0, 600, "a number of seconds"),
-        "Idle power is measured for this time before the first iteration, which is delayed. With 0: no measurement.",
+        "Duration of the measurement of idle power. It delays the first iteration. With 0: no measurement.",
     )
 
     run_folder_mb: int = _setting(
         10_000,
         CLUSTER,
         whole(0),
-        "Maximum size of a run folder in MB. At this size, the oldest windows and rows are removed. With 0: no limit.",
+        "Maximum size of a run folder in MB. Above it, the oldest windows and reports are removed. With 0: no limit.",
     )
     stall_seconds: float = _setting(
         30.0,
@@ -236,7 +236,7 @@ class Config:
         "",
         CLUSTER,
         values.SECRET_FILE,
-        "File with the secret of the keys. The default is efficientllm/secret in the user's config folder.",
+        "File with the secret from which keys are derived. The default is efficientllm/secret in the config folder.",
     )
 
     min_window_s: float = 0.0  # not a setting: shorter windows are joined; see `read_config`
@@ -276,7 +276,7 @@ VARIABLES = tuple(_variables())
 ATTACH_SWITCH = Variable(
     ATTACH.removeprefix(PREFIX),
     values.SWITCH,
-    "Whether known training loops are hooked at the import of torch.",
+    "Whether known training loops are hooked when torch is imported.",
     MOST,
 )
 #: All known variables, in display order.

@@ -12,20 +12,20 @@ J_PER_WH = 3600.0
 
 @metric("W", group="energy", bases=("window",))
 def watts_per_gpu(totals: ClusterTotals) -> float | None:
-    """Mean power of one GPU, independent of the power scope of AEC. Rankings use this power."""
+    """Mean power of one GPU, independent of the power scope of AEC. Jobs with different scopes can be compared."""
     power = energy_quotient(totals, totals.energy.gpus_j, totals.energy.time_s)
     return None if power is None else quotient(power, totals.constants.gpus)
 
 
 @metric("W", group="energy", bases=("run",))
 def p95_watts_per_gpu(totals: ClusterTotals) -> float | None:
-    """Power that a GPU exceeds in 5 % of the time, run to date (middle of a 10 W bin, at most the peak power)."""
+    """Power that a GPU exceeds in 5 % of the time, run to date; rounded to bins of 10 W, and at most the peak power."""
     return power_percentile(totals, 0.95)
 
 
 @metric("W", group="energy", bases=("run",), chart=False)
 def median_watts_per_gpu(totals: ClusterTotals) -> float | None:
-    """Power that a GPU exceeds in half of the time, run to date (middle of a 10 W bin, at most the peak power)."""
+    """Power that a GPU exceeds in half of the time, run to date; in bins of 10 W, and at most the peak power."""
     return power_percentile(totals, 0.5)
 
 
@@ -44,13 +44,13 @@ def power_limit_ratio(totals: ClusterTotals) -> float | None:
 
 @metric("ratio", group="energy", bases=("run",), chart=False)
 def timing_error_ratio(totals: ClusterTotals) -> float | None:
-    """Random error of the run-to-date energy as a share (95 %); cause: window edges between two readings."""
+    """Random error of the run-to-date energy as a share (95 %), because windows begin and end between two readings."""
     return error_share(totals.energy.error_j, totals.energy.joules)
 
 
 @metric("ratio", group="energy", bases=("run",))
 def sensor_error_ratio(totals: ClusterTotals) -> float | None:
-    """Systematic error of energy as a share (95 %): the gain of the sensors. This error does not average out."""
+    """Systematic error of the energy as a share (95 %), from the gain of the sensors. It does not average out."""
     return error_share(totals.energy.gain_j, totals.energy.joules)
 
 

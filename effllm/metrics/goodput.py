@@ -9,7 +9,7 @@ from effllm.records.job import ClusterTotals
 
 @metric("ratio", group="goodput", bases=("job",))
 def ratio(totals: ClusterTotals) -> float | None:
-    """Goodput: share of the elapsed time of all attempts in kept iterations and in generation."""
+    """Goodput: share of the elapsed time of all attempts that was spent in kept iterations and in generation."""
     return quotient(
         sum(totals.goodput.class_s.get(name, 0.0) for name in ("kept", "generation")), totals.goodput.elapsed_s
     )
@@ -17,7 +17,7 @@ def ratio(totals: ClusterTotals) -> float | None:
 
 @metric("ratio", group="goodput", bases=("job",), chart=False)
 def redone_ratio(totals: ClusterTotals) -> float | None:
-    """Share of the elapsed time in iterations that were lost by a restart and repeated."""
+    """Share of the elapsed time that was spent in iterations that a restart repeated."""
     return _share_of_elapsed(totals, "redone")
 
 
@@ -54,25 +54,25 @@ def lost_joules(totals: ClusterTotals) -> float | None:
 
 @metric("ranks", group="straggler", bases=("window",), chart=False)
 def named_ranks(totals: ClusterTotals) -> float | None:
-    """Number of named stragglers at the end of the window; no value if no rank has a sync point."""
+    """Number of reported stragglers at the end of the window; no value if no rank has a sync point."""
     return None if totals.health.straggling_s is None else float(totals.health.stragglers)
 
 
 @metric("ratio", group="straggler", bases=("window",), chart=False)
 def waiting_ratio(totals: ClusterTotals) -> float | None:
-    """Share of iteration time in which the job waited for named stragglers."""
+    """Share of iteration time in which the job waited for reported stragglers."""
     return measured_quotient(totals.health.straggling_s, totals.loop.time_s)
 
 
 @metric("GPU-s", group="straggler", bases=("job",), chart=False)
 def waiting_gpu_seconds(totals: ClusterTotals) -> float | None:
-    """Sum of the time that each rank has waited for named stragglers."""
+    """Sum over ranks of the time in which a rank waited for reported stragglers."""
     return None if totals.health.straggling_s is None else totals.health.straggling_gpu_s
 
 
 @metric("J", group="straggler", bases=("job",), chart=False)
 def waiting_joules(totals: ClusterTotals) -> float | None:
-    """Energy of waiting ranks' devices while they waited for named stragglers, by their mean power in a window."""
+    """Energy of devices while their ranks waited for reported stragglers, from the mean power in each window."""
     return None if totals.health.straggling_s is None else totals.health.straggling_j
 
 

@@ -69,7 +69,7 @@ def dram_activity_ratio(totals: ClusterTotals) -> float | None:
 
 @metric("s", group="health", bases=("window",), chart=False)
 def clock_error_s(totals: ClusterTotals) -> float | None:
-    """Largest error bound of a rank's clock offset from the aggregator."""
+    """Largest error bound of the offset between the clocks of a rank and of the aggregator."""
     return totals.health.clock_error_s
 
 
@@ -88,7 +88,7 @@ def agent_cpu_ratio(totals: ClusterTotals) -> float | None:
 
 @metric("ratio", group="health", bases=("job",), chart=False)
 def recorder_cpu_ratio(totals: ClusterTotals) -> float | None:
-    """CPU seconds in recorder calls divided by the ranks' elapsed time; estimated from a call's cost at the start."""
+    """CPU seconds in recorder calls divided by the ranks' elapsed time; a call's cost is measured at the start."""
     spent = totals.overhead
     return None if spent is None else measured_quotient(spent.recorder_cpu_s, totals.goodput.rank_seconds)
 

@@ -123,7 +123,7 @@ OWN = ("elapsed time", "own cost", "clocks of ranks")
 
 #: Inputs from settings: input -> (variable, meaning of its value).
 SET: dict[str, tuple[str, str]] = {
-    "profile": ("PROFILE_EVERY", "N: every Nth iteration is profiled; for example 200"),
+    "profile": ("PROFILE_EVERY", "N, for example 200, to profile every Nth iteration"),
     "baseline": ("BASELINE_SECONDS", "seconds of idle power before the first iteration"),
     "carbon intensity": ("CARBON_INTENSITY", "the carbon intensity of your electricity, in g CO2e per kWh"),
     "price": ("PRICE_PER_KWH", "the price of your electricity"),

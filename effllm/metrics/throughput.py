@@ -42,13 +42,13 @@ def data_wait_ratio(totals: ClusterTotals) -> float | None:
 
 @metric("ratio", group="throughput", bases=("window",))
 def exposed_communication_ratio(totals: ClusterTotals) -> float | None:
-    """Share of the time of profiled iterations with communication but without computation, over all ranks."""
+    """Time with communication but without computation, divided by the time of profiled iterations, over all ranks."""
     return None if totals.profile is None else quotient(totals.profile.exposed_s, totals.profile.time_s)
 
 
 @metric("s/iteration", group="throughput", bases=("window",), chart=False)
 def exposed_seconds(totals: ClusterTotals) -> float | None:
-    """Part of AL with communication but without computation: AL times `exposed_communication_ratio`."""
+    """Part of AL that has communication without computation: AL times `exposed_communication_ratio`."""
     return _part_of_al(totals, exposed_communication_ratio(totals))
 
 
@@ -61,7 +61,7 @@ def computation_seconds(totals: ClusterTotals) -> float | None:
 
 @metric("s/iteration", group="throughput", bases=("window",), chart=False)
 def communication_seconds(totals: ClusterTotals) -> float | None:
-    """Part of AL with communication. This part overlaps with computation: do not add `computation_seconds`."""
+    """Part of AL with communication; a part of it overlaps with computation: do not add `computation_seconds`."""
     profile = totals.profile
     return None if profile is None else _part_of_al(totals, quotient(profile.communication_s, profile.time_s))
 

@@ -25,8 +25,8 @@ class Kind:
 KINDS: dict[str, Kind] = {
     # Ranks and agents
     "joined": Kind(FILE, "A rank's agent connected."),
-    "left": Kind(FILE, "A rank ended; the text has its status."),
-    "rank_lost": Kind(ONCE, "A rank's agent sent no heartbeat for 15 s, or its process has ended.", is_problem=True),
+    "left": Kind(FILE, "A rank ended; the text has the rank's status."),
+    "rank_lost": Kind(ONCE, "A rank's agent sent no heartbeat for 15 s, or the agent died.", is_problem=True),
     "back": Kind(ONCE, "The agent of a lost rank sends heartbeats again."),
     "missing": Kind(FILE, "A window closed without the report of a rank."),
     "late": Kind(FILE, "A report arrived after its window had closed; the totals were corrected."),
@@ -40,7 +40,7 @@ KINDS: dict[str, Kind] = {
         ONCE, "A peer was rejected; a repeated rejection is counted, but has no line of its own.", is_problem=True
     ),
     "garbage": Kind(ONCE, "A frame was rejected because it could not be decoded.", is_problem=True),
-    "security": Kind(FILE, "The protection of connections: encryption and keys."),
+    "security": Kind(FILE, "Connections have no encryption and no keys."),
     "descriptors": Kind(ALWAYS, "The limit of open files is too low for the job.", is_problem=True),
     # The aggregator and its sinks
     "aggregator": Kind(ALWAYS, "The aggregator could not be started, or died and was replaced.", is_problem=True),
@@ -57,7 +57,7 @@ KINDS: dict[str, Kind] = {
     "energy_disagreement": Kind(ONCE, "A GPU's energy counter disagrees with its power readings.", is_problem=True),
     "energy_calibration": Kind(ONCE, "The calibration of a GPU in the cache is wrong, and was removed."),
     "energy_aliasing": Kind(
-        ONCE, "Iterations are in step with power sensors: the energy of a GPU has a larger error.", is_problem=True
+        ONCE, "Iterations are synchronous with a power sensor: the energy has a larger error.", is_problem=True
     ),
     "energy_doubtful": Kind(
         ONCE, "Most windows are too short for the power sensors; the energy of windows is not shown.", is_problem=True
@@ -68,7 +68,7 @@ KINDS: dict[str, Kind] = {
     ),
     "loss_not_finite": Kind(ALWAYS, "The loss has become NaN or infinite.", is_problem=True),
     "loss_finite": Kind(ALWAYS, "The loss is finite again."),
-    "gpus_idle": Kind(ALWAYS, "The GPUs were busy for less than 20 % of several windows.", is_problem=True),
+    "gpus_idle": Kind(ALWAYS, "The GPUs were busy for less than 20 % of the time in several windows.", is_problem=True),
     "gpus_busy": Kind(ALWAYS, "The GPUs work again after an idle time."),
     "no_tokens": Kind(ALWAYS, "Iterations continue, but tokens are not counted any more.", is_problem=True),
     "tokens_again": Kind(ALWAYS, "Tokens are counted again."),

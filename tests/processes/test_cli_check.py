@@ -84,9 +84,9 @@ def test_check_lists_metrics_that_a_simulated_device_cannot_measure(cli):
         "dram_activity_ratio", *PROFILED,
     }  # fmt: skip
     assert metrics["aec_watts"]["by"] == ["simulated: energy counter (gpu)", "your loop: iterations"]
-    assert metrics["power_limit_ratio"]["by"][1] == "simulated: limit of 650 W"
+    assert metrics["power_limit_ratio"]["by"][1] == "simulated: power limit of 650 W"
     assert metrics["mfu_ratio"]["why_not"] == [
-        "peak: 'simulated GPU' is not in the hardware table; set EFFICIENTLLM_PEAK_TFLOPS to the peak of one device"
+        "peak: 'simulated GPU' is not in the hardware table; set EFFICIENTLLM_PEAK_TFLOPS to the peak TFLOP/s of one device"
     ]
     assert 0 < survey["cost"]["read_ms"] < 10
     assert 0 < survey["cost"]["stamps_us"] < 1000
@@ -140,7 +140,7 @@ def test_check_shows_the_uuid_and_reasons_for_missing_metrics(cli, library, tmp_
     metrics = by_metric(survey)
     [gpu] = [one for one in survey["findings"] if one["name"] == "GPU 0"]
     assert (code, gpu["text"]) == (0, f"Tracer, {UUID}")
-    assert metrics["pcu_ratio"]["by"] == ["nvml: busy share of time"]
+    assert metrics["pcu_ratio"]["by"] == ["nvml: share of time in which the device was busy"]
     assert metrics["aec_watts"]["why_not"] == ["energy: NVML gives neither an energy counter nor the power of this GPU"]
 
 
@@ -179,7 +179,7 @@ def test_gpm_is_listed_as_missing_on_a_gpu_before_hopper(cli, library, tmp_path)
     _, survey = found(cli, **trace.environment())
 
     [reason] = by_metric(survey)["sm_activity_ratio"]["why_not"]
-    assert reason == "activity: device nvml does not report it; NVIDIA GPUs from Hopper on report it through GPM"
+    assert reason == "activity: not reported by device nvml; NVIDIA GPUs report their activity through GPM, from Hopper on"
 
 
 def test_node_power_and_its_scope_are_shown(cli, library, tmp_path):
@@ -281,7 +281,7 @@ def test_security_and_state_of_the_secret_are_shown(cli, tmp_path):
 
     file = tmp_path / "secret"
     variables = {"EFFICIENTLLM_SECRET_FILE": str(file)}
-    assert security(**variables)[1].endswith(f"the secret {file} does not exist: rank 0 will create it")
+    assert security(**variables)[1].endswith(f"the secret {file} does not exist yet; rank 0 will create it")
 
     file.write_text("a" * 64)
     file.chmod(0o600)

@@ -51,7 +51,7 @@ def test_folder_of_a_run_without_ranks_is_removed(cli, number):
 
     shown, _ = process.communicate(timeout=60)
     assert process.returncode == 0
-    assert shown.splitlines()[-1] == "effllm serve: ended before any rank connected; no run folder is left"
+    assert shown.splitlines()[-1] == "effllm serve: ended before any rank connected; there is no run folder"
     assert "Run killed" not in shown
     assert not (cli.folder / "efficientllm_runs").exists()
 
