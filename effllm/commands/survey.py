@@ -136,9 +136,7 @@ def _sources(device: Device, samples: list[Sample], failures: Mapping[str, str])
         if any(getattr(sample, field) is not None for sample in samples for field in fields):
             return InputSource(by=f"{device.kind}: {by}")
         reasons = [why for name, why in missing if name == quantity] + [failures[f] for f in fields if f in failures]
-        return InputSource(
-            why_not=f"{quantity}: {reasons[0] if reasons else f'not reported by device {device.kind}'}"
-        )
+        return InputSource(why_not=f"{quantity}: {reasons[0] if reasons else f'not reported by device {device.kind}'}")
 
     def gauge(quantity: str, by: str, why_not: str, *names: str) -> InputSource:
         if any(name in sample.gauges for sample in samples for name in names):

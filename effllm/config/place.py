@@ -52,9 +52,9 @@ def _integer(environ: Mapping[str, str], name: str, default: int) -> int:
     try:
         value = int(text.split(",")[0].split("(")[0])  # SLURM_NTASKS_PER_NODE may be "8(x4)" or "8,4"
     except ValueError:
-        raise ConfigError(name, text, "must be a whole number, as launchers set it") from None
+        raise ConfigError(name, text, "must be a whole number of at least 0") from None
     if value < 0:
-        raise ConfigError(name, text, "must be a whole number, as launchers set it")
+        raise ConfigError(name, text, "must be a whole number of at least 0")
     return value
 
 

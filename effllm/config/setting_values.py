@@ -118,13 +118,16 @@ def _read_ports(text: str) -> str:
 SWITCH = ValueType(_read_switch, ALLOWED)
 FOLDER = ValueType(str, "a folder")
 SECRET_FILE = ValueType(str, "a file of mode 0600")
-FOLDER_NAME = matching(_SAFE_NAME.pattern, "at most 100 letters, digits, '.', '_' and '-', the first a letter or digit")
+FOLDER_NAME = matching(
+    _SAFE_NAME.pattern, "at most 100 letters, digits, '.', '_' and '-', beginning with a letter or digit"
+)
 ROLE = matching(_SAFE_NAME.pattern, "a word, such as trainer or rollout")
 TFLOPS = ValueType(_read_positive, "a number above 0, in TFLOP/s of one device")
 WARMUP = ValueType(_read_warmup, "a whole number of iterations, such as 100, or a number of seconds, such as 60s")
 SINKS = ValueType(
     _read_sinks,
-    "names of files in effllm/sinks/, each once, separated by commas, with options as in console:format=full, or none",
+    "none, or different names of files in effllm/sinks/, separated by commas; options follow a colon, as in "
+    "console:format=full",
 )
 DEVICE = matching(_NAME.pattern, "auto, or the name of a file in effllm/devices/")
 # An address must not contain credentials: they are in the file NODE_POWER_CREDENTIALS.

@@ -44,7 +44,7 @@ def judge_counter(readings: Sequence[CounterReading]) -> Verdict:
     steps = [after - before for before, after in pairwise(joules)]
     span_s = counted[-1].time_s - counted[0].time_s
     if not any(steps) and counted[0].stamp and len({reading.stamp for reading in counted}) == 1:
-        return Verdict(False, f"AMD SMI repeats one reading for {span_s:.1f} s", is_stale=True)
+        return Verdict(False, f"AMD SMI returned the same reading for {span_s:.1f} s", is_stale=True)
     if min(steps) < 0:
         return Verdict(False, f"a decrease of {-min(steps):.3g} J")
     moves = [index for index, step in enumerate(steps, 1) if step > 0]
@@ -58,7 +58,9 @@ def judge_counter(readings: Sequence[CounterReading]) -> Verdict:
     if not power_j:
         return Verdict(True, "no power reading for the comparison")
     if abs(counted_j - power_j) > COUNTER_TOLERANCE * power_j + 0.5 * span_s:  # AMD SMI returns whole watts
-        return Verdict(False, f"a count of {counted_j:.3g} J in {span_s:.1f} s, but {power_j:.3g} J from power")
+        return Verdict(
+            False, f"a count of {counted_j:.3g} J in {span_s:.1f} s, but {power_j:.3g} J from integrated power"
+        )
     return Verdict(True)
 
 

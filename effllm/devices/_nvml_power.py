@@ -147,7 +147,11 @@ def _choose(
     if has_counter and powers and module_powers:
         counted = _counted_scope(handle, powers[0], module_powers[0])
     scope = wanted if (wanted == GPU and powers) or (wanted == MODULE and module_powers) else counted
-    note = f"power is integrated: the energy counter measures the {counted}" if has_counter and scope != counted else ""
+    note = (
+        f"power is integrated, because the energy counter measures the {counted}"
+        if has_counter and scope != counted
+        else ""
+    )
     counter = (_ENERGY,) if has_counter and not note else ()
     if scope == MODULE:
         return _Offer(MODULE, counter, module_powers, note=note)

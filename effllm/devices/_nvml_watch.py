@@ -85,7 +85,7 @@ class Watch:
         self.limit_w = limit_w
         if not before_w:
             return []
-        return [Event(time.time(), "power_limit", f"the power limit went from {before_w:g} W to {limit_w:g} W")]
+        return [Event(time.time(), "power_limit", f"the power limit was changed from {before_w:g} W to {limit_w:g} W")]
 
     def _memory_errors(self) -> list[Event]:
         before, errors = self._num_errors, _read(self._errors)

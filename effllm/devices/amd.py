@@ -171,7 +171,7 @@ class AmdReader:
             "utilization": ("utilization",),
             "power": ("power_w", "power_average_w"),
         }
-        missing = [f"{what}: AMD SMI does not report it" for what in sentences if not self._has(*sentences[what])]
+        missing = [f"{what}: not reported by AMD SMI" for what in sentences if not self._has(*sentences[what])]
         total = number(ask(smi, "amdsmi_get_gpu_memory_total", handle, smi.AmdSmiMemoryType.VRAM), (64,))
         return Device(
             key=processor.key(self._host),

@@ -99,13 +99,13 @@ class NvmlReader:
     def _not_measured(self) -> tuple[str, ...]:
         sentences = []
         if not self._chip.has_memory:
-            sentences.append("memory: NVML does not report it for this GPU")
+            sentences.append("memory: not reported by NVML for this GPU")
         if self._slice:
-            sentences.append("utilization: NVML does not report it for a MIG slice")
+            sentences.append("utilization: not reported by NVML for a MIG slice")
         elif not self._chip.has_utilization:
-            sentences.append("utilization: NVML does not report it for this GPU")
+            sentences.append("utilization: not reported by NVML for this GPU")
         if not self._power.names & {"power_w", "power_average_w"}:
-            sentences.append("power: NVML does not report it for this GPU")
+            sentences.append("power: not reported by NVML for this GPU")
         if self._power.method is None:
             sentences.append("energy: NVML gives neither an energy counter nor the power of this GPU")
         return tuple(sentences)

@@ -32,10 +32,10 @@ def assert_disabled(job, text):
 @pytest.mark.parametrize(
     ("name", "wrong", "allowed"),
     [
-        ("run_name", "../x", "at most 100 letters, digits, '.', '_' and '-', the first a letter or digit"),
-        ("run_name", "/tmp/x", "at most 100 letters, digits, '.', '_' and '-', the first a letter or digit"),
-        ("run_name", "..", "at most 100 letters, digits, '.', '_' and '-', the first a letter or digit"),
-        ("sinks", "console,../x", "names of files in effllm/sinks/, each once, separated by commas"),
+        ("run_name", "../x", "at most 100 letters, digits, '.', '_' and '-', beginning with a letter or digit"),
+        ("run_name", "/tmp/x", "at most 100 letters, digits, '.', '_' and '-', beginning with a letter or digit"),
+        ("run_name", "..", "at most 100 letters, digits, '.', '_' and '-', beginning with a letter or digit"),
+        ("sinks", "console,../x", "none, or different names of files in effllm/sinks/, separated by commas"),
         ("device", "../nvml", "auto, or the name of a file in effllm/devices/"),
         ("endpoint", "here", "host:port or tcp://host:port"),
         ("endpoint", "tcp://127.0.0.1:99999", "host:port or tcp://host:port"),

@@ -86,7 +86,8 @@ def test_check_lists_metrics_that_a_simulated_device_cannot_measure(cli):
     assert metrics["aec_watts"]["by"] == ["simulated: energy counter (gpu)", "your loop: iterations"]
     assert metrics["power_limit_ratio"]["by"][1] == "simulated: power limit of 650 W"
     assert metrics["mfu_ratio"]["why_not"] == [
-        "peak: 'simulated GPU' is not in the hardware table; set EFFICIENTLLM_PEAK_TFLOPS to the peak TFLOP/s of one device"
+        "peak: 'simulated GPU' is not in the hardware table; "
+        "set EFFICIENTLLM_PEAK_TFLOPS to the peak TFLOP/s of one device"
     ]
     assert 0 < survey["cost"]["read_ms"] < 10
     assert 0 < survey["cost"]["stamps_us"] < 1000
@@ -179,7 +180,9 @@ def test_gpm_is_listed_as_missing_on_a_gpu_before_hopper(cli, library, tmp_path)
     _, survey = found(cli, **trace.environment())
 
     [reason] = by_metric(survey)["sm_activity_ratio"]["why_not"]
-    assert reason == "activity: not reported by device nvml; NVIDIA GPUs report their activity through GPM, from Hopper on"
+    assert (
+        reason == "activity: not reported by device nvml; NVIDIA GPUs report their activity through GPM, from Hopper on"
+    )
 
 
 def test_node_power_and_its_scope_are_shown(cli, library, tmp_path):

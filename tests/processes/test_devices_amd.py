@@ -416,7 +416,7 @@ def readings(joules, watts=100.0, every_s=0.1, stamps=None):
         # is 30 J. The tolerance is 25 % (7.5 J) plus 0.5 W for 0.3 s (0.15 J).
         ([0, 10, 20, 30, 40], True, ""),
         ([0, 12.5, 25, 37.5, 50], True, ""),
-        ([0, 12.6, 25.2, 37.8, 50.4], False, "a count of 37.8 J in 0.3 s, but 30 J from power"),
+        ([0, 12.6, 25.2, 37.8, 50.4], False, "a count of 37.8 J in 0.3 s, but 30 J from integrated power"),
         ([0, 7.5, 15, 22.5, 30], True, ""),
         ([0, 7.4, 14.8, 22.2, 29.6], False, "a count of 22.2 J"),
         ([0, 0.1, 0.2, 0.3, 0.4], False, "a count of 0.3 J"),
@@ -501,7 +501,7 @@ def test_no_energy_is_measured_if_the_library_returns_stale_values(library):
 
     assert (device.energy_method, device.power_scope) == (None, None)
     assert [sentence.split(":")[0] for sentence in device.not_measured] == ["utilization", "power", "energy"]
-    assert "repeats one reading for 0.5 s" in device.not_measured[-1]
+    assert "returned the same reading for 0.5 s" in device.not_measured[-1]
     assert (sample.energy_j, sample.power_w, sample.utilization, failures) == (None, None, None, {})
     assert sample.memory_bytes == 48 * GIB
 

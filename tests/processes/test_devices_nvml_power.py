@@ -151,7 +151,7 @@ def test_power_is_integrated_for_scope_gpu_with_a_module_counter(trace):
     device, sample, failures = read_at(trace, Site(cuda_uuid=A, power_scope="gpu"))
 
     assert (device.power_scope, device.energy_method, device.energy_key) == ("gpu", "instant power", "")
-    assert device.energy_note == "power is integrated: the energy counter measures the module"
+    assert device.energy_note == "power is integrated, because the energy counter measures the module"
     assert (sample.energy_j, sample.power_w) == (None, milli(one.power_w(MOMENT_S)))
     assert device.power_limit_w == 700.0
     assert failures == {}
@@ -635,7 +635,8 @@ def test_slice_of_a_module_uses_the_power_of_its_gpu(trace):
     device, sample, _ = read_at(trace, Site(visible_devices="MIG-a"))
 
     assert (device.power_scope, device.energy_method, device.energy_key) == ("gpu", "instant power", "")
-    assert device.energy_note.endswith("by compute slices; power is integrated: the energy counter measures the module")
+    note = "by compute slices; power is integrated, because the energy counter measures the module"
+    assert device.energy_note.endswith(note)
     assert sample.power_w == pytest.approx(milli(one.power_w(MOMENT_S)) * 3 / 7, rel=1e-12)
     assert sample.energy_j is None
 
@@ -745,7 +746,7 @@ def test_changed_power_limit_is_reported_in_one_event_and_a_gauge(trace):
         after = events_of(reader, 10.0)
 
     (event,) = sample.events
-    assert (event.kind, event.text) == ("power_limit", "the power limit went from 700 W to 350 W")
+    assert (event.kind, event.text) == ("power_limit", "the power limit was changed from 700 W to 350 W")
     assert after == ()
     with trace.reader(AT_A) as reader:
         assert reader.read()[0].gauges["power_limit_w"] == 350.0

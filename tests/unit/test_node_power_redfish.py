@@ -99,7 +99,9 @@ def test_chassis_power_without_supplies_is_used_with_a_note(serve, opened):
     reader = opened(serve(tree(chassis("1", EnvironmentMetrics=link(path)), {path: environment})))
 
     assert watts(reader) == 374
-    assert reader.device.energy_note.startswith("EnvironmentMetrics of chassis 1: the vendor chooses the content")
+    assert reader.device.energy_note.startswith(
+        "EnvironmentMetrics of chassis 1: the vendor chooses the measured parts"
+    )
     assert reader.device.sensor.gain_error == 0.10
 
 
@@ -317,7 +319,7 @@ def test_unstated_properties_are_marked_as_assumed(serve, opened):
     sensor = opened(serve(with_sensors({"Reading": 500.0, "Accuracy": 1.0}, {"Reading": 500.0}))).device.sensor
 
     assert (sensor.tick_s, sensor.gain_error) == (5.0, 0.05)
-    assert sensor.source.startswith("5 % is required of the meters of server supplies")
+    assert sensor.source.startswith("error of 5 % assumed, which is the limit for meters of server power supplies")
     assert sensor.source.endswith("a period of 5 s assumed")
 
 
@@ -384,7 +386,7 @@ def test_rejected_login_is_not_repeated_within_ten_minutes(serve, opened):
     _, second = reader.read()
 
     assert "rejects the user" in first["power_w"]
-    assert "no new attempt for ten minutes" in second["power_w"]
+    assert "the next login is in ten minutes" in second["power_w"]
     assert len(service.asked) == num_asked
 
 
@@ -395,7 +397,8 @@ def test_missing_privilege_is_named(serve, credentials):
 
 
 def test_missing_credentials_are_reported(serve):
-    assert why_not(serve(TWO_SUPPLIES).url, None).endswith("requires a user (401): name a credentials file")
+    missing = why_not(serve(TWO_SUPPLIES).url, None)
+    assert missing.endswith("requires a user (401): set NODE_POWER_CREDENTIALS to a file")
 
 
 def test_no_user_is_sent_to_a_service_without_authentication(serve):
@@ -614,7 +617,7 @@ def test_refused_connection_is_reported(serve, credentials):
 def test_garbage_is_reported(serve, credentials, body):
     service = serve({**TWO_SUPPLIES, "/redfish/v1/Chassis": lambda handler: raw(handler, body)})
 
-    assert "/redfish/v1/Chassis is no Redfish resource of this kind" in why_not(service.url, credentials())
+    assert "/redfish/v1/Chassis is not a valid Redfish resource" in why_not(service.url, credentials())
 
 
 def test_answer_that_is_not_http_is_reported(serve, credentials):

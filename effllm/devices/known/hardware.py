@@ -287,36 +287,38 @@ ROWS: tuple[Hardware, ...] = (
          "This row describes the board with 10 GB. A board with 12 GB and 61.3 TFLOP/s has the same name."),
     _row("NVIDIA GeForce RTX 3090", "Ampere GA10x", 24, 936, 350,
          _peaks(fp32=35.6, tf32=35.6, bf16=71.2, fp16=71.2, int8=284), _RTX_50,
-         _FOUNDERS + " GA102 Architecture rounds the BF16 rate to 71.", gain_measured=_RTX_3090_READS),
+         _FOUNDERS + " GA102 Architecture rounds the BF16 rate to 71 TFLOP/s.", gain_measured=_RTX_3090_READS),
     _row("NVIDIA GeForce RTX 3090 Ti", "Ampere GA10x", 24, 1008, 450,
          _peaks(fp32=40, tf32=40, bf16=80, fp16=80, int8=320), _GA102_COUNTED, _FOUNDERS),
     # Ada Lovelace
     _row("NVIDIA L4", "Ada Lovelace", 24, 300, 72, _peaks(fp32=30.3, tf32=60, bf16=121, fp16=121, fp8=242, int8=242),
-         _L4, "TensorRT-LLM rounds the BF16 rate to 120."),
+         _L4, "TensorRT-LLM rounds the BF16 rate to 120 TFLOP/s."),
     _row("NVIDIA L20", "Ada Lovelace", 48, 864, 275,
          _peaks(fp32=59.8, tf32=59.8, bf16=119.5, fp16=119.5, fp8=239, int8=239), _L20,
-         "TensorRT-LLM states 119 (16 bits) and 238 (8 bits). Alibaba Cloud states 119 and 237."),
+         "TensorRT-LLM states 119 TFLOP/s (16 bits) and 238 TFLOP/s (8 bits). Alibaba Cloud states 119 and 237 "
+         "TFLOP/s."),
     _row("NVIDIA L40", "Ada Lovelace", 48, 864, 300,
          _peaks(fp32=90.5, tf32=90.5, bf16=181.05, fp16=181.05, fp8=362, int8=362), _L40,
          "The rate is half the rate of the L40S, because accumulation in FP32 halves the rate as on GeForce."),
     _row("NVIDIA L40S", "Ada Lovelace", 48, 864, 350,
          _peaks(fp32=91.6, tf32=183, bf16=362.05, fp16=362.05, fp8=733, int8=733), _L40S,
-         "The datasheet's dense rate is 362.05. Half of its sparse rate, 733, would be 366.5."),
+         "The datasheet's dense rate is 362.05 TFLOP/s. Half of its sparse rate of 733 TFLOP/s would be 366.5 "
+         "TFLOP/s."),
     _row("NVIDIA RTX 6000 Ada Generation", "Ada Lovelace", 48, 960, 300,
          _peaks(fp32=91.1, tf32=182.1, bf16=364.2, fp16=364.2, fp8=728.5, int8=728.5), _RTX_PRO,
-         "The rates 364.2 and 728.5 are the document's 364 and 728 with one more digit. FP32 and TF32 were not "
+         "The document rounds the rates of 364.2 and 728.5 TFLOP/s to 364 and 728 TFLOP/s. FP32 and TF32 were not "
          "checked."),
     _row("NVIDIA GeForce RTX 4080", "Ada Lovelace", 16, 717, 320,
          _peaks(fp32=48.7, tf32=48.7, bf16=97.5, fp16=97.5, fp8=194.9, int8=389.9), _ADA_COUNTED, _FOUNDERS),
     _row("NVIDIA GeForce RTX 4090", "Ada Lovelace", 24, 1008, 450,
          _peaks(fp32=82.6, tf32=82.6, bf16=165.2, fp16=165.2, fp8=330.3, int8=660.6), _ADA,
-         _FOUNDERS + " Versions of the paper before v2.02 state 660.6 for FP8."),
+         _FOUNDERS + " Versions of the paper before v2.02 state 660.6 TFLOP/s for FP8."),
     # Hopper
     _row("NVIDIA H100 80GB HBM3, H100 SXM5 80GB", "Hopper", 80, 3350, 700, _GH100_SXM, _H100),
     _row("NVIDIA H100 PCIe", "Hopper", 80, 2000, 350, _GH100_PCIE, _H100_PCIE,
-         "The paper's 2039 GB/s was preliminary."),
+         "The 2039 GB/s in NVIDIA's paper were preliminary."),
     _row("NVIDIA H100 NVL", "Hopper", 94, 3938, 400, _GH100_NVL, _H100_NVL,
-         "This row describes one card, not the pair of 188 GB."),
+         "This row describes one card. A pair of cards has 188 GB."),
     _row("NVIDIA H200", "Hopper", 141, 4800, 700, _GH100_SXM, _H200),
     _row("NVIDIA H200 NVL", "Hopper", 141, 4813, 600, _GH100_NVL, _H200_NVL,
          "The datasheet of July 2024 still has the peaks of the H200 SXM for this card."),
@@ -326,30 +328,30 @@ ROWS: tuple[Hardware, ...] = (
     _row("NVIDIA H800", "Hopper", 80, 3350, 700, _GH100_H800, _H800,
          "The power was not checked. The rate of FP64 (about 1 TFLOP/s) is left out."),
     _row("NVIDIA H20", "Hopper", 96, 4000, 500, _peaks(fp32=44, tf32=74, bf16=148, fp16=148, fp8=296, int8=296), _H20,
-         "The power was printed by nvidia-smi (400 W in early reports). TensorRT-LLM states 147 (16 bits) and 293 "
-         "(8 bits)."),
+         "The power was printed by nvidia-smi (400 W in early reports). TensorRT-LLM states 147 TFLOP/s "
+         "(16 bits) and 293 TFLOP/s (8 bits)."),
     # Blackwell
     _row("NVIDIA B200", "Blackwell", 180, 7700, 1000,
          _peaks(fp64=37, fp32=75, tf32=1125, bf16=2250, fp16=2250, fp8=4500, fp4=9000, int8=4500), _BLACKWELL,
          "This row describes a GPU of an HGX. TF32 is an eighth of the total of eight GPUs, because the stated rate of "
-         "one GPU is rounded to 1100."),
+         "one GPU is rounded to 1100 TFLOP/s."),
     _row("NVIDIA GB200", "Blackwell", 186, 8000, 1200,
          _peaks(fp64=40, fp32=80, tf32=1250, bf16=2500, fp16=2500, fp8=5000, fp4=10000, int8=5000), _BLACKWELL,
-         "NVIDIA's own benchmarks use 2450 (BF16), 4900 (FP8) and 9800 (FP4)."),
+         "NVIDIA's own benchmarks use 2450 TFLOP/s for BF16, 4900 TFLOP/s for FP8 and 9800 TFLOP/s for FP4."),
     _row("NVIDIA B300 SXM6 AC, NVIDIA B300", "Blackwell", 270, 7700, 1100,
          _peaks(fp64=1.2, fp32=75, tf32=1125, bf16=2250, fp16=2250, fp8=4500, fp4=14000, int8=153.5), _ULTRA,
-         "NVIDIA's own benchmarks use 13500 for FP4, which is also an eighth of the total of eight GPUs. Other "
+         "NVIDIA's own benchmarks use 13500 TFLOP/s for FP4, which is also an eighth of the total of eight GPUs. Other "
          "documents state 288 GB and 8 TB/s."),
     _row("NVIDIA GB300", "Blackwell", 279, 8000, 1400,
          _peaks(fp32=80, tf32=1250, bf16=2500, fp16=2500, fp8=5000, fp4=15000, int8=165), _ULTRA,
-         "NVIDIA's own benchmarks use 2450 (BF16), 4900 (FP8) and 14700 (FP4)."),
+         "NVIDIA's own benchmarks use 2450 TFLOP/s for BF16, 4900 TFLOP/s for FP8 and 14700 TFLOP/s for FP4."),
     _row("NVIDIA GB10", "Blackwell", 128, 273, 140, _peaks(bf16=125, fp16=125, fp8=250, fp4=500), _GB10,
          "Only the rate of sparse FP4 is published. BF16 matrix products reached 100 TFLOP/s in a measurement. GPU and "
          "CPU share memory and power."),
     _row("NVIDIA RTX PRO 6000 Blackwell Server Edition", "Blackwell", 96, 1597, 600,
          _peaks(fp32=120, bf16=500, fp16=500), _RTX_PRO_SERVER,
          "The page's 1 PFLOP of BF16 is assumed to be sparse, because the Workstation Edition has a dense "
-         "rate of 503.8."),
+         "rate of 503.8 TFLOP/s."),
     _row("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "Blackwell", 96, 1792, 600,
          _peaks(bf16=503.8, fp16=503.8), _RTX_PRO),
     _row("NVIDIA GeForce RTX 5090", "Blackwell", 32, 1792, 575,
@@ -374,8 +376,8 @@ ROWS: tuple[Hardware, ...] = (
     _row("AMD Instinct MI325X", "CDNA 3", 256, 6000, 1000, _MI300X, _CDNA3),
     _row("AMD Instinct MI350X", "CDNA 4", 288, 8000, 1000,
          _peaks(fp64=72.1, fp32=144.2, bf16=2306.9, fp16=2306.9, fp8=4613.7, fp4=9227.5, int8=4613.7), _MI350X,
-         "The brochure prints 2309.6 for BF16. Half of its FP8 rate is 2306.9, which is also 256 CUs x 4096 x 2.2 GHz. "
-         "The device has no TF32."),
+         "The brochure prints 2309.6 TFLOP/s for BF16. Half of its FP8 rate is 2306.9 TFLOP/s, which is also 256 CUs x "
+         "4096 FLOP x 2.2 GHz. The device has no TF32."),
     _row("AMD Instinct MI355X", "CDNA 4", 288, 8000, 1400,
          _peaks(fp64=78.6, fp32=157.3, bf16=2516.6, fp16=2516.6, fp8=5033.2, fp4=10066.3, int8=5033.2), _MI355X,
          "The device has no TF32."),

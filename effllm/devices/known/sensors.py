@@ -59,7 +59,7 @@ SENSORS: Mapping[str, KnownSensor] = MappingProxyType({
     ),
     "Ampere GA100": KnownSensor(
         update_s=0.100, window_s=0.025, power_usage="instant", counter=True, rise_s=(0.015, 0.110), source=_PAPER_NVML,
-        note="Averaged power is not supported. No document states whether the counter, too, measures only 25 ms.",
+        note="Averaged power is not supported. No document states whether the counter also measures only 25 of 100 ms.",
     ),
     "Ampere GA10x": KnownSensor(
         update_s=0.100, window_s=0.100, power_usage="1-s mean", counter=True, source=_PAPER_NVML,
@@ -72,8 +72,8 @@ SENSORS: Mapping[str, KnownSensor] = MappingProxyType({
     "Hopper": KnownSensor(
         update_s=0.100, window_s=0.025, power_usage="1-s mean", counter=True, rise_s=(0.075, 0.120),
         source=f"{_PAPER_NVML}; ml-energy/zeus pull 172",
-        note="These values were measured on the H100 PCIe. No document states whether the counter, too, measures only "
-        "25 ms. On GH200 the counter measures the whole module with its CPU and memory.",
+        note="These values were measured on the H100 PCIe. No document states whether the counter also measures only "
+        "25 of 100 ms. On GH200 the counter measures the whole module with its CPU and memory.",
     ),
     "Blackwell": KnownSensor(
         update_s=None, window_s=None, power_usage="1-s mean", counter=True,

@@ -39,7 +39,10 @@ class Credentials:
                 continue
             key, equals, value = (part.strip() for part in line.partition("="))
             if not equals or key not in _KEYS or key in values:
-                raise CredentialsError(f"{path}: line {number} is not 'key = value' with a new key: {', '.join(_KEYS)}")
+                raise CredentialsError(
+                    f"{path}: line {number} must be 'key = value', with each key at most once; the keys are "
+                    f"{', '.join(_KEYS)}"
+                )
             values[key] = value
         missing = [key for key in ("user", "password") if not values.get(key)]
         if missing:

@@ -116,7 +116,7 @@ class Service:
         if not path.startswith("/") or path.startswith("//"):
             raise ValueError(f"the service returned the link {path[:100]!r}, which is not a path")
         if time.monotonic() < self._locked_out_until_s:
-            raise PermissionError("the service rejected the user (401): no new attempt for ten minutes")
+            raise PermissionError("the service rejected the user (401): the next login is in ten minutes")
         until_s = time.monotonic() + self._limit_s
         try:
             for _ in range(MAX_REDIRECTS + 1):
@@ -187,7 +187,7 @@ class Service:
         if answer.status == 404:
             raise NotFound(f"{path} does not exist (404)")
         if answer.status == 401 and self._credentials is None:
-            raise PermissionError("the service requires a user (401): name a credentials file")
+            raise PermissionError("the service requires a user (401): set NODE_POWER_CREDENTIALS to a file")
         if answer.status == 401:
             self._locked_out_until_s = time.monotonic() + LOCKED_OUT_S
             raise PermissionError("the service rejects the user or the password of the credentials file (401)")

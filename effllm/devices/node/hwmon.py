@@ -43,7 +43,7 @@ _RAIL = re.compile(
 )
 _PARTS = ("cores", "soc", "dram")
 
-_ERROR = "gain error assumed, as for an uncalibrated board: no accuracy is published"
+_ERROR = "gain error of an uncalibrated board assumed, because no accuracy is published"
 
 
 class Meter(NamedTuple):
@@ -151,8 +151,8 @@ def _epyc(host: str, meters: list[Meter]) -> NodeReader | None:
         kind="hwmon",
         name="AMD EPYC",
         method=INSTANT,
-        note=f"{', '.join(meter.label for meter in meters)}: power is integrated (RAPL cannot be read); without DRAM",
-        sensor=Sensor(tick_s=0.001, source=f"tick assumed to be RAPL's; {_ERROR}"),
+        note=f"{', '.join(meter.label for meter in meters)}: power is integrated, because RAPL cannot be read; no DRAM",
+        sensor=Sensor(tick_s=0.001, source=f"tick of RAPL assumed; {_ERROR}"),
         driver="amd_hsmp",
     )
     return NodeReader(device, CPU_INTERVAL_S, lambda: Measured(power_w=sum(meter.watts() for meter in meters)))

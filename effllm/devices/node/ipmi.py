@@ -35,8 +35,9 @@ SENSOR = Sensor(
     tick_error_s=5.0,
     is_held=True,
     gain_error=0.10,
-    source="assumed: DCMI states neither error nor period; a period of several seconds is known (Chameleon Cloud's "
-    "documentation), and meters of power supplies have errors up to 5 % (Intel E72797-009, table 17)",
+    source="period and error assumed, because DCMI does not state them; a period of several seconds is known "
+    "(Chameleon Cloud's documentation), and meters of power supplies have errors up to 5 % (Intel E72797-009, "
+    "table 17)",
 )
 
 NO_DEVICE = (

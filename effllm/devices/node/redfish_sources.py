@@ -16,11 +16,13 @@ from effllm.devices.node.redfish_records import Control, Environment, OldPower, 
 
 #: Relative error of a supply's meter above a fifth of the full load; at a lower load 15 % are allowed.
 SUPPLY_ERROR = 0.05
-_SUPPLY_SOURCE = "5 % is required of the meters of server supplies (Intel E72797-009, table 17)"
+_SUPPLY_SOURCE = (
+    "error of 5 % assumed, which is the limit for meters of server power supplies (Intel E72797-009, table 17)"
+)
 CHASSIS_ERROR = 0.10
-_CHASSIS_SOURCE = "10 % assumed: the service does not state the source of this value"
+_CHASSIS_SOURCE = "error of 10 % assumed, because the service does not state how it measures power"
 
-_VENDORS = "the vendor chooses the content"
+_VENDORS = "the vendor chooses the measured parts"
 
 _MAX_W = 1e6
 _MAX_COUNT = 1e15
@@ -49,7 +51,7 @@ class Get:
         try:
             return msgspec.json.decode(content, type=kind)
         except (msgspec.MsgspecError, RecursionError, ArithmeticError, ValueError) as error:
-            raise ValueError(f"{path} is no Redfish resource of this kind: {str(error)[:150]}") from None
+            raise ValueError(f"{path} is not a valid Redfish resource: {str(error)[:150]}") from None
 
 
 def optional(get: Get, path: str, kind: type[Resource]) -> Resource | None:
