@@ -62,7 +62,7 @@ def test_runs_without_energy_are_counted_but_not_in_the_sums(tmp_path):
     assert lines[-1] == "without energy: 1 of 2 runs"
 
 
-def test_settings_that_make_a_comparison_unfair_are_listed(tmp_path):
+def test_settings_that_differ_between_runs_are_listed(tmp_path):
     append_row(tmp_path / "r.csv", measured(1_000_000, 5000.0, 50e3, None, **BNB))
     append_row(tmp_path / "r.csv", {**measured(1_000_000, 5000.0, 50e3, None, **UNSLOTH), "seq_len": 1024})
 

@@ -254,7 +254,7 @@ def test_rejected_addresses_above_a_thousand_are_only_counted():
     assert rejections.count == MAX_ADDRESSES + 10
 
 
-def test_agent_that_ends_during_its_handshake_is_not_rejected():
+def test_agent_that_ends_in_its_handshake_is_not_counted_as_rejected():
     rejections = Rejections()
     rejections.admit("10.0.0.2")
     rejections.reject("10.0.0.2", NO_PROTOCOL)

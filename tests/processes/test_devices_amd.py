@@ -444,7 +444,7 @@ def test_tolerance_for_small_power_includes_half_a_watt():
     assert not judge_counter(readings([0, 0.31, 0.62, 0.93, 1.24], watts=2.0)).is_good
 
 
-def test_counter_that_cannot_be_checked_is_accepted_with_a_note():
+def test_counter_that_cannot_be_checked_is_accepted_with_a_reason():
     verdict = judge_counter(readings([0, 10, 20, 30], watts=None))
 
     assert (verdict.is_good, verdict.reason) == (True, "no power reading for the comparison")

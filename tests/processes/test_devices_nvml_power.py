@@ -207,7 +207,7 @@ def test_failed_gauge_is_missing_and_not_reported_as_a_failure(trace):
     assert failures == {}
 
 
-def test_64_bit_energy_may_equal_the_32_bit_mark_of_a_missing_value(trace):
+def test_64_bit_energy_equal_to_the_32_bit_missing_mark_is_accepted(trace):
     trace.write(gpu())
 
     _, sample, failures = read_at(trace, faults=[f"0 energy value {NOT_AVAILABLE_32}"])

@@ -89,7 +89,7 @@ def test_al_is_the_mean_step_time_of_the_slowest_rank(world):
     assert max(steps) > STEP_S  # the loop's sleep
 
 
-def test_aec_times_t_is_the_energy_of_the_iterations(world):
+def test_aec_times_iteration_time_is_the_energy_of_iterations(world):
     job, _ = world
     summary, rows = job.ledger.summary, job.ledger.ranks
     aec = summary.metrics["aec_watts"].value

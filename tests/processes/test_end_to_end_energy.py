@@ -240,7 +240,7 @@ def test_no_energy_is_counted_twice_after_a_lost_gpu_returns(disturbed, rank, gp
 
 @pytest.mark.parametrize(("rank", "gpu"), [(1, B), (2, C)])
 @pytest.mark.fault("device-lost")
-def test_energy_is_as_precise_as_before_after_a_lost_gpu_returns(disturbed, rank, gpu):
+def test_precision_of_energy_is_unchanged_after_a_lost_gpu_returns(disturbed, rank, gpu):
     rows, to_monotonic_s = disturbed.rows(rank), disturbed.to_monotonic_s
     before = [row for row in rows if row.end_time_s + to_monotonic_s < disturbed.fault_s]
     after = [row for row in rows if row.start_time_s + to_monotonic_s > disturbed.fault_s + LOST_S + 2.5]

@@ -31,7 +31,7 @@ def test_an_agent_without_events_leaves_no_file(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_unwritten_events_go_to_the_users_state_folder(tmp_path, monkeypatch):
+def test_events_without_a_run_folder_are_in_the_users_state_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     events = AgentEvents(0)
     events.report("agent", "no aggregator answers")

@@ -516,7 +516,7 @@ def test_throughput_is_divided_by_the_configured_kind_of_parameters(kind, expect
     assert job.summary().parameters_kind == kind
 
 
-def test_host_has_a_sensor_if_a_rank_reads_it():
+def test_host_energy_is_covered_if_one_rank_measures_it():
     blind = gpu("node0", is_gpu=False, shared=True, energy_method=None)
     job = Job(3).join(0, devices=(blind,)).join(1, devices=(gpu("node0", is_gpu=False, shared=True),))
     job.join(2, devices=(blind,))

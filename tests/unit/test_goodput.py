@@ -194,7 +194,7 @@ def test_a_third_attempt_redoes_work_of_both_earlier_attempts():
     assert goodput.seconds["kept"] == pytest.approx(9.0 + 9.0)
 
 
-def test_restart_from_iteration_zero_redoes_everything():
+def test_restart_from_iteration_zero_redoes_all_iterations():
     run = Run(1).join().window(1).bye().restart()
 
     assert run.join().window(1).goodput().redone_iterations == 10
@@ -357,7 +357,7 @@ def test_clock_set_back_gives_an_event_and_no_negative_gap():
     assert adds_up(run.goodput(ended=False))
 
 
-def test_gap_without_a_reboot_uses_the_monotonic_clock():
+def test_restart_gap_without_a_reboot_ignores_wall_clock_changes():
     run = Run().join().window(1).bye().wait(5)
     run.time_s += 3600
     run.restart().join(offset=10).window(1)

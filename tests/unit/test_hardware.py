@@ -313,7 +313,7 @@ def test_bf16_peak_is_the_fp16_peak_since_ampere_and_absent_before(row):
         assert row.flops_per_s["bf16"] == row.flops_per_s["fp16"]
 
 
-def test_unconfirmed_board_has_a_note():
+def test_unconfirmed_board_is_marked_as_unconfirmed():
     assert find("NVIDIA GB10").source.evidence == "unconfirmed"
     assert find("NVIDIA H20").source.evidence == "unconfirmed"
     assert find("AMD Instinct MI300X").source.evidence == "read"
@@ -354,7 +354,7 @@ def test_every_sensor_has_a_source_and_a_plausible_tick_share():
         assert sensor.duty is None or 0 < sensor.duty <= 1
 
 
-def test_boards_compared_with_a_meter_show_too_low_power():
+def test_gain_of_boards_compared_with_a_meter_is_negative():
     assert find("NVIDIA A100-PCIE-40GB").gain_measured == (-0.058, -0.055)
     assert find("NVIDIA GeForce RTX 3090").gain_measured == (-0.056, -0.040)
     assert find("NVIDIA H100 80GB HBM3").gain_measured is None

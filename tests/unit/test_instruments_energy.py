@@ -131,7 +131,7 @@ def test_energy_without_one_of_the_devices_is_not_measured():
     assert math.isnan(readings.power_w)
 
 
-def test_metrics_have_the_fields_of_the_document():
+def test_metrics_have_the_documented_fields():
     assert [field.name for field in dataclasses.fields(EnergyMetrics)] == [
         "timestamp", "step", "epoch", "power_avg_w", "power_max_w", "power_min_w", "energy_consumed_wh",
         "temperature_avg_c", "temperature_max_c", "utilization_avg_percent", "memory_used_avg_mb", "gpu_name",
@@ -157,7 +157,7 @@ def test_monitor_that_was_not_started_has_no_values():
     assert found.samples_count == 0
 
 
-def test_files_have_the_names_of_the_document(tmp_path):
+def test_files_have_the_documented_names(tmp_path):
     paths = write_files(str(tmp_path / "results"), ([], [], {"energy": NAN}, {}))
 
     assert [path.name[:-21] for path in paths] == [

@@ -178,7 +178,7 @@ def test_chassis_in_the_url_is_used(serve, opened):
     assert watts(opened(serve(two_nodes()), "/Chassis/Node2/")) == 900
 
 
-def test_supplies_of_several_systems_have_a_note(serve, opened):
+def test_note_states_that_supplies_feed_several_systems(serve, opened):
     systems = [link("/redfish/v1/Systems/1"), link("/redfish/v1/Systems/2")]
     reader = opened(serve(tree(chassis("1", Links={"ComputerSystems": systems}), supply("1", "PSU0", 900.0))))
 
@@ -256,7 +256,7 @@ def test_one_supply_in_two_chassis_is_not_added_twice(serve, credentials):
 # --- energy counters, and properties that sensors state ---
 
 
-def test_energy_counter_with_fine_steps_is_used(serve, opened):
+def test_energy_counter_with_a_fine_resolution_is_used(serve, opened):
     # The counter has a resolution of 0.001 kWh, which is 3.6 kJ: 3.6 s at 1,000 W.
     service = serve(tree(chassis("1"), supply("1", "PSU0", 600.0, 12.345), supply("1", "PSU1", 400.0, 11.001)))
     reader = opened(service)

@@ -413,7 +413,7 @@ def test_partly_written_line_is_removed(folder):
 
 
 @pytest.mark.fault("disk-full")
-def test_waiting_lines_are_bounded_and_dropped_lines_counted(folder):
+def test_waiting_lines_are_bounded_and_dropped_lines_are_counted(folder):
     warnings, line = [], len(msgspec.json.encode(window_line(make_report(110), has_totals=False)))
     store = RunFolder(folder, {}, max_waiting_bytes=int(2.5 * line), warn=warnings.append)
     with largest_file(0):

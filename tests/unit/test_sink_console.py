@@ -506,7 +506,7 @@ def test_no_heading_is_in_the_table_twice():
     assert len(headings) == len(set(headings)) > 3
 
 
-def test_tensorboard_command_is_quoted_and_empty_classes_omitted():
+def test_tensorboard_command_is_quoted_and_empty_classes_are_omitted():
     text = summary_text(
         make_summary(time_by_class={"iterations": 5.0, "evaluation": 0.0, "shutdown": 0.002}),
         None,

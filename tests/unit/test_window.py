@@ -108,7 +108,7 @@ def test_utilization_is_the_mean_since_the_previous_sample():
     assert (found.utilization_seconds, found.utilization_covered_s) == (0.25 + 1.0, 2.0)
 
 
-def test_failed_reading_is_a_gap_and_no_zero():
+def test_failed_reading_is_a_gap_and_not_zero():
     readings = [100.0, 100.0, None, 100.0, 100.0]
     one = series(*[Sample(i * NS + 1, memory_bytes=r, power_w=r) for i, r in enumerate(readings)])
 
@@ -248,7 +248,7 @@ def test_loss_after_the_end_of_an_iteration_is_in_its_window():
 
 
 @pytest.mark.parametrize("loss", [float("inf"), float("-inf"), float("nan")])
-def test_non_finite_loss_is_counted_and_not_a_loss(loss):
+def test_non_finite_loss_is_counted_and_gives_no_loss_value(loss):
     with looping(log_interval=3) as loop:
         for value in (2.0, loss, loss):
             iterate(loop, 1)
