@@ -132,7 +132,7 @@ class CounterSteps:
         if step_j == 0.0 and self._is_frozen(time_ns):
             assert self._moved is not None
             flow_j = self._flow_j - self._moved.flow_j
-            self._doubt(self._moved, "no change while power flows")
+            self._doubt(self._moved, "no change while the device draws power")
             variance_j2 = self._powers.sampling_j2((time_ns - self._moved.time_ns) * NS)
             return self._corrected(time_ns, self._moved, flow_j, variance_j2, INSTANT)
         self._timing.add_tick_bounds(before_ns, time_ns, has_moved=step_j > 0.0)

@@ -88,7 +88,7 @@ class Batches:
         if is_first and seen.width and self._parameters is not None:
             facts["sequence_length"] = seen.width
             if found := _COUNTING(flops_per_token, self._model(), self._parameters, seen.width):
-                flops, facts["flops_convention"] = found[0], f"{CONVENTION}; at the width of the first batch"
+                flops, facts["flops_convention"] = found[0], f"{CONVENTION}; sequence length: width of the first batch"
         self._steps.learn(flops_per_token=flops, facts=facts)
 
 

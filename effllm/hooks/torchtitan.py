@@ -130,7 +130,7 @@ class TitanTraining:
             facts={
                 "framework_version": version("torchtitan"),
                 "sequence_length": self._length,
-                "token_source": "all positions, padding not known",
+                "token_source": "all positions, because padding is unknown",
                 "flops_convention": "torchtitan's num_flops_per_token",
             },
         )

@@ -259,7 +259,11 @@ class TrainerRun:
                 if batch.width and (short := _COUNTING(flops_per_token, self._model, self._parameters, 0)):
                     self._flops = FlopsByWidth(short, found, batch.width)
                 hardware = flops + (forward if _is_checkpointing(args) else 0.0)
-                facts["flops_convention"] = CONVENTION if length else f"{CONVENTION} (no attention: length unknown)"
+                facts["flops_convention"] = (
+                    CONVENTION
+                    if length
+                    else f"{CONVENTION} ; attention is left out, because the sequence length is unknown"
+                )
         _STEPS.learn(flops_per_token=flops, hardware_flops_per_token=hardware, facts=facts)
 
     def _facts(self, args: Any) -> dict[str, Any]:

@@ -63,7 +63,7 @@ class GRPOMetricsTracker(MetricTracker):
             if reward is None:
                 self._missing += 1
                 if given is not None:
-                    self._warn_once("rewards", f"a reward of type {type(given).__name__} is not a number in memory")
+                    self._warn_once("rewards", f"a reward of type {type(given).__name__} is not a number in CPU memory")
                 continue
             if self._rewards.add(reward):
                 known.append(reward)

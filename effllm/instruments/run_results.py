@@ -92,7 +92,7 @@ def _memory(run: dict[str, Any], job: dict[str, Any], gpus: int) -> dict[str, An
 
 def _reasons(summary: dict[str, Any], run: dict[str, Any], values: dict[str, Any]) -> list[str]:
     if not run.get("iterations"):
-        return [f"the run ended inside its warm-up ({summary['iterations']} iterations)"]
+        return [f"the run ended during its warm-up ({summary['iterations']} iterations)"]
     reasons = []
     if values["tokens_processed"] is None:
         reasons.append("tokens: the training counted no tokens")

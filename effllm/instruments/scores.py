@@ -55,7 +55,7 @@ class ScoreDistributionTracker:
     def _warn_of(self, given: Any) -> None:
         if given is not None and not self._has_warned:
             self._has_warned = True
-            line = f"a score of type {type(given).__name__} is not a number in memory; it counts as missing"
+            line = f"a score of type {type(given).__name__} is not a number in CPU memory; it counts as missing"
             warnings.warn(line, stacklevel=3)
 
     def _add(self, score: float) -> None:

@@ -65,7 +65,9 @@ class ThroughputTracker:
         samples, tokens = whole(num_samples), whole(num_tokens)
         if None in (samples, tokens) and not self._has_warned:
             self._has_warned = True
-            line = "ThroughputTracker.update takes counts of at least 0 in memory; a rate over others is NaN"
+            line = (
+                "ThroughputTracker.update was given a count below 0 or a tensor on a GPU; rates with this count are NaN"
+            )
             warnings.warn(line, stacklevel=2)
         if self._first is not None:
             self._samples.add(samples)

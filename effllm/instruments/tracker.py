@@ -44,7 +44,9 @@ class MetricTracker:
         """
         read = number(value)
         if read is None:
-            self._warn_once(name, f"metric {name}: {type(value).__name__} is not a number in memory; pass loss.item()")
+            self._warn_once(
+                name, f"metric {name}: {type(value).__name__} is not a number in CPU memory; pass loss.item()"
+            )
             return
         found = self._metrics.get(name)
         if found is None:

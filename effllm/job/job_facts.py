@@ -179,7 +179,8 @@ class JobFacts:
             return ()
         text = (
             f"share of each tick that the energy counter measures ({', '.join(sorted(models))}): unknown; timing "
-            "errors are computed for every possible share; `effllm profile` measures it, once per model and driver"
+            "errors are computed for every possible share; `effllm profile` measures this share, once per model and "
+            "driver"
         )
         return (one_line(text),)
 

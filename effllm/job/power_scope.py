@@ -56,7 +56,7 @@ def choose(nodes: Sequence[Node], wanted: str) -> Scope:
     chosen = next((scope for scope in offered if wanted in (scope.choice, scope.label)), offered[0])
     if wanted == AUTO or _is_wanted(chosen, wanted):
         return chosen
-    return replace(chosen, complaint=f"power scope: not every node has {wanted}; {chosen.label} is used")
+    return replace(chosen, complaint=f"power scope: not every node can measure {wanted}; {chosen.label} is used")
 
 
 def keep(nodes: Sequence[Node], choice: str, wanted: str) -> Scope:
@@ -72,7 +72,9 @@ def keep(nodes: Sequence[Node], choice: str, wanted: str) -> Scope:
         return now
     kept = _scope([_offers(node) for node in nodes], choice)
     if kept.lacking or not now.label:
-        complaint = f"the run began with {kept.label}, which not every node has: its energy is incomplete"
+        complaint = (
+            f"the run began with {kept.label}, but not every node can measure it: the run's energy is incomplete"
+        )
     elif wanted == AUTO:
         complaint = f"{now.label} was not measured from the start of the run, so {kept.label} is still used"
     else:

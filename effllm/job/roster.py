@@ -55,25 +55,25 @@ class Roster:
         """Return the reason why a HELLO is rejected, or an empty string."""
         state = self._ledger
         if state.job and message.job and message.job != state.job:
-            return "it belongs to another job"
+            return "the agent belongs to another job"
         if message.world_size > MAX_RANKS:
             return f"a world of {message.world_size} ranks exceeds the limit of {MAX_RANKS}"
         if not 0 <= message.rank < message.world_size:
             return f"rank {message.rank} lies outside a world of {message.world_size}"
         if state.world_size and message.world_size != state.world_size:
-            return f"its world has {message.world_size} ranks, the job has {state.world_size}"
+            return f"the agent's world has {message.world_size} ranks, but the job has {state.world_size} ranks"
         if message.log_interval != self.config.log_interval:
-            return f"its LOG_INTERVAL is {message.log_interval}, but {self.config.log_interval} in the job"
+            return f"LOG_INTERVAL is {message.log_interval} for this rank, but {self.config.log_interval} for the job"
         first = next(iter(self.hellos.values()), message)
         if message.offset % message.log_interval != first.offset % first.log_interval:
-            return f"its first iteration is {message.offset}, but {first.offset} on rank {first.rank}"
+            return f"the first iteration is {message.offset} on this rank, but {first.offset} on rank {first.rank}"
         devices = {device.key for device in message.devices if message.rank not in self.members.get(device.key, ())}
         if self._num_devices.get(message.rank, 0) + len(devices) > MAX_DEVICES:
-            return f"it has reported more than {MAX_DEVICES} devices"
+            return f"the rank has reported more than {MAX_DEVICES} devices"
         known = state.ranks.get(message.rank)
         heard_s = self.presence.heard_s.get(message.rank)
         if known and known.agent != message.agent and not known.bye and heard_s is not None:
-            return f"rank {message.rank} has an agent already" if now_s - heard_s < LOST_AFTER_S else ""
+            return f"rank {message.rank} already has an agent" if now_s - heard_s < LOST_AFTER_S else ""
         return ""
 
     def admit(self, message: Hello, now_s: float) -> bool:

@@ -82,7 +82,7 @@ def openness(endpoint: str) -> str:
     if is_loopback(host_of(endpoint)):
         return ""
     return (
-        f"EFFICIENTLLM_SECURITY=none: reports are neither encrypted nor checked, "
+        f"EFFICIENTLLM_SECURITY=none: reports are neither encrypted nor checked, so "
         f"every process that reaches {endpoint} can read and forge them"
     )
 
@@ -295,7 +295,7 @@ class Search:
             if self._config.security == "none" or is_loopback(host_of(endpoint)):
                 return ""
             address = f"rank 0's address, {endpoint},"
-            return f"no metrics of this rank: {address} is not on this host: another user or job wrote it"
+            return f"no metrics of this rank: {address} is not on this host: another user or job wrote this address"
         try:
             known = secret.read(secret_path(self._config))  # read each time: a new file may appear late
         except secret.SecretError as error:

@@ -197,7 +197,7 @@ class Coverage(Struct, frozen=True):
 #: The values of a window that have a `Spread`: name -> meaning.
 STEP_SECONDS, GPU_WATTS, UTILIZATION_RATIO = "step_seconds", "gpu_watts", "utilization_ratio"
 SPREADS: dict[str, str] = {
-    STEP_SECONDS: "mean step of a rank in the window, over ranks",
+    STEP_SECONDS: "mean step time of a rank in the window, over ranks",
     GPU_WATTS: "mean power of a GPU in the window's iterations, over GPUs",
     UTILIZATION_RATIO: "utilization of a GPU in the window's iterations, over GPUs",
 }

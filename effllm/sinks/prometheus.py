@@ -220,7 +220,7 @@ def _totals(report: ClusterReport) -> Iterator[tuple[str, str, float]]:
     if job.energy.measured_j is not None:
         yield (
             "energy_measured_joules",
-            "Measured energy. With coverage below 1, the energy of some GPUs or times is missing.",
+            "Measured energy. With a coverage below 1, a part of the energy was not measured.",
             job.energy.measured_j,
         )
     yield "reports_lost", "Number of lost reports.", report.coverage.reports_lost
@@ -254,7 +254,7 @@ def _beside(report: ClusterReport) -> Iterator[tuple[str, str, float]]:
     if slowest is not None:
         yield (
             "straggler_rank",
-            "The slowest rank by own time, if it is slower than noise explains.",
+            "The slowest rank by own time, if its delay is larger than the noise.",
             slowest.rank,
         )
         yield (

@@ -51,7 +51,7 @@ BESIDE: dict[str, tuple[str, str]] = {
     "health/simulated": ("1 if so", "The devices are simulated, and no value was measured."),
     "straggler/worst_rank": (
         "rank",
-        "The slowest rank of the window by own time; no value if no rank is slower than noise explains.",
+        "The slowest rank of the window by own time; no value if no delay is larger than the noise.",
     ),
     "straggler/worst_rank_slowdown_ratio": (
         "ratio",

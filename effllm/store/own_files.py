@@ -38,10 +38,10 @@ def _check_own(folder: Path, descriptor: int) -> None:
         if not stat.S_ISDIR(about.st_mode):
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
         if not _is_ours(about, folder):
-            raise PermissionError(errno.EPERM, "it belongs to another user", str(folder))
+            raise PermissionError(errno.EPERM, "the folder belongs to another user", str(folder))
         if about.st_mode & _WRITTEN_BY_OTHERS and _keeps_modes(folder):
             writers, mode = ("everybody", "o-w") if about.st_mode & stat.S_IWOTH else ("its group", "g-w")
-            raise PermissionError(errno.EPERM, f"{writers} can write to it: chmod {mode}", str(folder))
+            raise PermissionError(errno.EPERM, f"{writers} can write to the folder: chmod {mode}", str(folder))
     finally:
         os.close(descriptor)
 
@@ -159,7 +159,9 @@ def open_file(path: Path, flags: int) -> int:
     if stat.S_ISREG(about.st_mode) and about.st_nlink <= 1 and _is_ours(about, path.parent):
         return descriptor
     os.close(descriptor)
-    raise PermissionError(errno.EPERM, "it is not a regular file of this user, or it has two names", str(path))
+    raise PermissionError(
+        errno.EPERM, "the path is not a regular file of this user, or the file has two names", str(path)
+    )
 
 
 def replace_file(path: Path, content: bytes, *, durable: bool = True) -> None:

@@ -225,7 +225,7 @@ class RunFolder:
             self._has_removed = True
             self._warn(
                 f"run folder {self._folder} has reached {self._limit_mb:,} MB (EFFICIENTLLM_RUN_FOLDER_MB): the oldest "
-                "windows and rows of ranks are removed from now on; totals and events are kept"
+                "windows and reports of ranks are removed from now on; totals and events are kept"
             )
 
     def _write_facts(self) -> None:

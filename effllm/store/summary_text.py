@@ -142,7 +142,7 @@ def stragglers_text(verdicts: Sequence[StragglerVerdict]) -> str:
     """Return the costliest stragglers, each with the waiting time of the other ranks."""
     named = [f"rank {','.join(map(str, one.ranks))} ({duration(one.gpu_seconds)})" for one in verdicts[:3]]
     more = f", and {len(verdicts) - 3} more" if len(verdicts) > 3 else ""
-    return f"{', '.join(named)}{more}: GPU time of the ranks that waited"
+    return f"GPU time of waiting ranks: {', '.join(named)}{more}"
 
 
 def slowest_text(summary: Summary) -> str:
@@ -164,7 +164,9 @@ def goodput_text(goodput: GoodputSummary) -> str:
 
 def _profiled(profile: Profile) -> str:
     moving, exposed = (100 * part_s / profile.time_s for part_s in (profile.communication_s, profile.exposed_s))
-    return f"{profile.iterations:,} over all ranks: communication {moving:.0f} % of the time, exposed {exposed:.0f} %"
+    return (
+        f"{profile.iterations:,} on all ranks: {moving:.0f} % of the time with communication, {exposed:.0f} % exposed"
+    )
 
 
 def _how_measured(summary: Summary) -> Iterator[tuple[str, str]]:
@@ -179,7 +181,7 @@ def _how_measured(summary: Summary) -> Iterator[tuple[str, str]]:
         )
     if energy.estimated_joules and joules:
         share = _percent(energy.estimated_joules / joules)
-        yield "estimated", f"{share} of the energy, from power during gaps of the counter"
+        yield "estimated", f"{share} of the energy, computed from power in gaps of the counter"
     if any(energy.by_class.values()):
         yield "energy in", shares({name: joules for name, joules in energy.by_class.items() if joules is not None})
     if energy.warmup_joules and joules:
@@ -212,7 +214,7 @@ def _metrics(values: Mapping[str, Value]) -> Iterator[str]:
         if tag not in shown and describe(tag) is None:
             yield _row(tag, values[tag], "")
     if any(value.error or value.sensor_error for value in values.values()):
-        yield "  ± half-widths of 95 %: by timing, then by the gain of the sensors"
+        yield "  ± (half-widths, 95 %): the first error is by timing, the second by sensor gain"
 
 
 def _instruments(values: Mapping[str, ValueSummary]) -> Iterator[str]:

@@ -13,7 +13,7 @@ MASK, PACKED, LABELS, UNKNOWN = (
     "attention mask",
     "packed, without padding",
     "labels",
-    "all positions, padding not known",
+    "all positions, because padding is unknown",
 )
 
 _IDS = "input_ids"

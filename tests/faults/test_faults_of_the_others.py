@@ -473,7 +473,7 @@ answer = [[event.kind, event.text] for event in ledger.take_events(0.0)]
     )
 
     assert [kind for kind, _ in answer] == ["energy_counter"]
-    assert "no change while power flows" in answer[0][1]
+    assert "no change while the device draws power" in answer[0][1]
 
 
 # --- CodeCarbon ---

@@ -186,7 +186,7 @@ def test_job_without_keys_works_and_warns_on_every_start(hosts, launch):
 
     assert first.ledger.summary.tokens == 2 * ITERATIONS * TOKENS
     warning = (
-        "EFFICIENTLLM_SECURITY=none: reports are neither encrypted nor checked, "
+        "EFFICIENTLLM_SECURITY=none: reports are neither encrypted nor checked, so "
         "every process that reaches tcp://10.77.0.1:29700 can read and forge them"
     )
     assert our_lines(first) == [f"[EfficientLLM] {warning}"]

@@ -223,7 +223,7 @@ def test_training_that_ends_in_its_warmup_writes_a_row_without_energy(play):
     (row,) = rows(job)
     assert [row[name] for name in ["tokens_processed", "tok_per_s", *ENERGY]] == [""] * 7
     assert float(row["wall_s"]) >= float(row["warmup_s"]) > 0
-    assert "[train] not measured: the run ended inside its warm-up (12 iterations)\n" in job.stdout
+    assert "[train] not measured: the run ended during its warm-up (12 iterations)\n" in job.stdout
 
 
 def test_disabled_energy_logging_writes_no_row_and_no_run_folder(play):

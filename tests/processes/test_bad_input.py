@@ -310,9 +310,9 @@ def test_hostile_bytes_at_the_port_do_not_affect_a_running_job(launch):
     with send_raw_bytes(aggregator.port):
         send_frames(aggregator.port, UNKNOWN_PEERS.values())
         for reason in (
-            "rank 0 has an agent already",
+            "rank 0 already has an agent",
             "lies outside a world",
-            "its LOG_INTERVAL is 7, but 10 in the job",
+            "LOG_INTERVAL is 7 for this rank, but 10 for the job",
         ):
             jobs.until(lambda reason=reason: any(reason in text for text in ledger.event_texts("rejected")))
         jobs.until(lambda: len(ledger.event_texts("garbage")) >= 5)

@@ -199,7 +199,7 @@ def test_node_power_and_its_scope_are_shown(cli, library, tmp_path):
     assert by_metric(survey)["aec_watts"]["by"][0].startswith("redfish: power readings, integrated (node-psu)")
     assert by_metric(survey)["watts_per_gpu"]["measured"]
     [scope] = [one for one in narrow["findings"] if one["name"] == "power scope"]
-    assert (scope["state"], scope["text"]) == ("missing", "not every node has gpu+cpu; gpu is used")
+    assert (scope["state"], scope["text"]) == ("missing", "not every node can measure gpu+cpu; gpu is used")
 
 
 def test_repeated_reason_is_shown_as_see_above(cli):

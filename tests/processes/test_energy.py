@@ -371,7 +371,10 @@ def test_gap_of_a_frozen_counter_is_filled_from_power(pause_s, catches_up):
     assert whole.joules == pytest.approx(18 * 500.0, abs=500 * (0.1 + pause_s))
     assert joules(one, 5.5, 8.5) == pytest.approx(1500.0, abs=500 * 0.1)
     assert whole.covered_s == pytest.approx(18.0)
-    assert event_texts(one)[0] == "the energy counter is not used: no change while power flows; power fills the gap"
+    assert (
+        event_texts(one)[0]
+        == "the energy counter is not used: no change while the device draws power; power fills the gap"
+    )
     assert event_texts(one) == []
 
 

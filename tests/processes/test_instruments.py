@@ -95,7 +95,7 @@ def test_rewards_and_scores_in_tensors_are_read():
 def test_value_of_a_tensor_without_memory_is_missing():
     torch = pytest.importorskip("torch")
     scores = ScoreDistributionTracker()
-    with pytest.warns(UserWarning, match="Tensor is not a number in memory"):
+    with pytest.warns(UserWarning, match="Tensor is not a number in CPU memory"):
         scores.update(torch.empty(3, device="meta"))
 
     assert scores.get_distribution()["missing_count"] == 3

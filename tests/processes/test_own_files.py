@@ -149,10 +149,10 @@ def test_folder_of_another_user_is_rejected_with_the_reason(tmp_path):
     theirs.mkdir()
     os.chown(theirs, OTHER_USER, OTHER_USER)
 
-    with pytest.raises(PermissionError, match="it belongs to another user"):
+    with pytest.raises(PermissionError, match="the folder belongs to another user"):
         own_files.make_folder(theirs)
     with pytest.raises(
-        StoreUnavailable, match="cannot be written: it belongs to another user; set EFFICIENTLLM_RUN_DIR"
+        StoreUnavailable, match="cannot be written: the folder belongs to another user; set EFFICIENTLLM_RUN_DIR"
     ):
         open_run_folder(theirs, {})
 
@@ -161,7 +161,7 @@ def test_world_writable_folder_is_rejected(tmp_path):
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
 
-    with pytest.raises(PermissionError, match="everybody can write to it: chmod o-w"):
+    with pytest.raises(PermissionError, match="everybody can write to the folder: chmod o-w"):
         own_files.make_folder(tmp_path / "open")
 
 
@@ -276,7 +276,7 @@ def test_group_writable_run_folder_is_rejected(project):
     (project / "mine").mkdir()
     (project / "mine").chmod(0o2770)
 
-    with pytest.raises(PermissionError, match="its group can write to it: chmod g-w"):
+    with pytest.raises(PermissionError, match="its group can write to the folder: chmod g-w"):
         own_files.make_folder(project / "mine")
 
 

@@ -242,7 +242,7 @@ def test_rank_with_too_many_devices_is_rejected():
     answers = [aggregator.hello(hello(0, devices=(gpu(f"GPU-new-{n}"),)), Now(0.0, 1000.0)) for n in range(MAX_DEVICES)]
 
     assert answers[: MAX_DEVICES - 1] == [""] * (MAX_DEVICES - 1)
-    assert answers[-1] == f"it has reported more than {MAX_DEVICES} devices"
+    assert answers[-1] == f"the rank has reported more than {MAX_DEVICES} devices"
     assert aggregator.hello(hello(0), Now(0.0, 1000.0)) == "", "known devices can be introduced again"
 
 
@@ -302,7 +302,7 @@ def test_rank_that_sends_for_another_rank_is_reported(launch, hand_agent):
     other = hand_agent(aggregator.port)
     other.send(introduction(5), msgspec.structs.replace(introduction(1), job="another"))
     assert other.receive("Rejected").reason.startswith("rank 5 lies outside")
-    assert other.receive("Rejected").reason == "it belongs to another job"
+    assert other.receive("Rejected").reason == "the agent belongs to another job"
 
     # Rank 0 is a member of the job and uses the secret agent id of rank 1.
     stolen = row(1, agent="secret-1", tokens=10**9, devices=())

@@ -84,7 +84,7 @@ def test_latency_is_nan_for_a_request_without_a_time():
 
 def test_latency_as_second_positional_argument_gives_a_warning():
     one = monitor()
-    with pytest.warns(UserWarning, match="counts first and times by name"):
+    with pytest.warns(UserWarning, match="a count or a time that is not a number"):
         one.record_request(120, 0.73)
 
     found = one.get_metrics()

@@ -423,14 +423,14 @@ def test_lost_reports_of_an_agent_are_counted_once():
 def test_rank_of_another_job_is_rejected_with_the_reason():
     job = Job().join(0)
 
-    assert job.refused(1, job="another") == "it belongs to another job"
+    assert job.refused(1, job="another") == "the agent belongs to another job"
     assert job.refused(2) == "rank 2 lies outside a world of 2"
     assert job.refused(-1) == "rank -1 lies outside a world of 2"
-    assert job.refused(1, world_size=4) == "its world has 4 ranks, the job has 2"
-    assert job.refused(1, log_interval=20) == "its LOG_INTERVAL is 20, but 10 in the job"
-    assert job.refused(1, offset=5) == "its first iteration is 5, but 0 on rank 0"
-    assert job.refused(0, agent="another") == "rank 0 has an agent already"
-    assert job.refused(1, log_interval=0) == "its LOG_INTERVAL is 0, but 10 in the job"
+    assert job.refused(1, world_size=4) == "the agent's world has 4 ranks, but the job has 2 ranks"
+    assert job.refused(1, log_interval=20) == "LOG_INTERVAL is 20 for this rank, but 10 for the job"
+    assert job.refused(1, offset=5) == "the first iteration is 5 on this rank, but 0 on rank 0"
+    assert job.refused(0, agent="another") == "rank 0 already has an agent"
+    assert job.refused(1, log_interval=0) == "LOG_INTERVAL is 0 for this rank, but 10 for the job"
     assert job.refused(0, world_size=0) == "rank 0 lies outside a world of 0"
     assert job.refused(0, world_size=2**40) == f"a world of {2**40} ranks exceeds the limit of {2**20}"
     assert len(job.events("rejected")) == 10
@@ -476,7 +476,7 @@ def test_aggregator_without_a_job_takes_the_first_job():
 
     assert aggregator.hello(hello(0, job="first"), Now(0.0, 0.0)) == ""
     assert aggregator.ledger.job == "first"
-    assert aggregator.hello(hello(1, job="second"), Now(0.0, 0.0)) == "it belongs to another job"
+    assert aggregator.hello(hello(1, job="second"), Now(0.0, 0.0)) == "the agent belongs to another job"
 
 
 def test_later_counts_of_parameters_give_one_event_and_are_not_used():
@@ -931,7 +931,7 @@ def test_new_aggregator_counts_a_gap_in_reports_once():
     job.send(row(0, 1), row(1, 1))
     job.send(row(0, 4))  # reports 2 and 3 are missing; window 4 is open
     assert [event.text for event in job.events("reports_lost")] == [
-        "rank 0 lost 2 reports: an aggregator died before they were written"
+        "rank 0 lost 2 reports: an aggregator died before it wrote these reports"
     ]
     second = Job(snapshot=restore(job.aggregator.snapshot())).join()
     second.send(row(0, 4), row(1, 4))

@@ -26,7 +26,7 @@ def test_missing_mask_gives_unknown_padding_and_a_warning():
     batch = read_batch({"input_ids": IDS, "labels": LABELS})
 
     assert int(batch.tokens) == 10
-    assert batch.source == "all positions, padding not known"
+    assert batch.source == "all positions, because padding is unknown"
 
 
 def test_mask_of_sequence_numbers_is_counted_not_summed():

@@ -75,7 +75,7 @@ def test_tensor_on_a_gpu_gives_one_warning_and_is_not_read(recwarn):
     tracker.update("loss", OnGpu())
 
     assert [str(one.message) for one in recwarn] == [
-        "metric loss: OnGpu is not a number in memory; pass loss.item()",
+        "metric loss: OnGpu is not a number in CPU memory; pass loss.item()",
     ]
     assert tracker.get_summary("loss")["count"] == 0
 
@@ -182,7 +182,7 @@ def test_rewards_that_are_no_numbers_are_counted_as_missing(recwarn):
     found = tracker.get_reward_distribution()
 
     assert (found["groups"], found["missing_rewards"], found["reward_mean"]) == (2, 4, 0.5)
-    assert [str(one.message) for one in recwarn] == ["a reward of type str is not a number in memory"]
+    assert [str(one.message) for one in recwarn] == ["a reward of type str is not a number in CPU memory"]
 
 
 def test_single_reward_is_a_group_of_one_completion():

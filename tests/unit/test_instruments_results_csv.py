@@ -201,7 +201,7 @@ def test_memory_of_a_process_is_not_reported_as_vram(tmp_path):
 def test_run_that_ends_in_its_warm_up_has_one_reason_for_no_values(tmp_path):
     results = read_results(run_folder(tmp_path, run={"power_histogram_s": {}}, not_measured=["energy: no sensor"]))
 
-    assert results.not_measured == ["the run ended inside its warm-up (20 iterations)"]
+    assert results.not_measured == ["the run ended during its warm-up (20 iterations)"]
     assert results.values["tokens_processed"] is None
 
 

@@ -123,7 +123,7 @@ def test_requested_scope_is_used_if_every_node_has_it(wanted):
 def test_missing_requested_scope_is_reported_with_the_used_scope(wanted, node, used):
     scope = choose([node], wanted)
 
-    assert (scope.label, scope.complaint) == (used, f"power scope: not every node has {wanted}; {used} is used")
+    assert (scope.label, scope.complaint) == (used, f"power scope: not every node can measure {wanted}; {used} is used")
 
 
 def test_module_scope_is_used_if_it_is_requested():
@@ -137,7 +137,7 @@ def test_scope_of_a_run_is_kept_if_new_nodes_lack_its_sensors():
     assert (scope.label, set(scope.keys), scope.lacking) == ("node-psu", {"psu:node0"}, 1)
     assert (
         scope.complaint
-        == "power scope: the run began with node-psu, which not every node has: its energy is incomplete"
+        == "power scope: the run began with node-psu, but not every node can measure it: the run's energy is incomplete"
     )
 
 
@@ -234,7 +234,7 @@ def test_missing_requested_scope_is_listed_as_not_measured():
     job = Cluster((gpu("GPU-0"),), power_scope="node-psu")
     job.window(1)
 
-    assert job.summary().not_measured == ("power scope: not every node has node-psu; gpu is used",)
+    assert job.summary().not_measured == ("power scope: not every node can measure node-psu; gpu is used",)
     assert job.summary().energy.scope == "gpu"
 
 

@@ -266,7 +266,7 @@ def test_oldest_detail_files_are_removed_at_the_size_limit(folder):
     assert (folder / "summary.json").exists()
     assert json.loads((folder / "run.json").read_text())["model"] == "7B"
     (line,) = [line for line in warnings if "1 MB" in line]
-    assert "the oldest windows and rows of ranks are removed from now on; totals and events are kept" in line
+    assert "the oldest windows and reports of ranks are removed from now on; totals and events are kept" in line
 
 
 def test_no_file_is_removed_without_a_limit(folder):

@@ -432,7 +432,7 @@ def test_table_names_the_timing_and_sensor_errors_of_energy():
     assert "  aec_watts                           4,896  W ±0.013 % ±5 %            run" in lines
     assert "    peak_watts_per_gpu                  698  W ±5 % sensor              run" in lines
     assert "    gpu_cost                          0.229  money                      job" in lines
-    assert "  ± half-widths of 95 %: by timing, then by the gain of the sensors" in lines
+    assert "  ± (half-widths, 95 %): the first error is by timing, the second by sensor gain" in lines
 
 
 @pytest.mark.parametrize(("iterations", "gpus"), [(1, 1), (5000, 8), (10_000_000, 16_384)])
@@ -466,7 +466,7 @@ def test_table_has_scope_method_warm_up_and_estimate_of_the_energy():
     part = last_part(scope="gpu+cpu", method="counter+average power", estimated_joules=201_715.2, warmup_joules=1e6)
 
     assert fact(part, "power") == "scope gpu+cpu, from counter+average power"
-    assert fact(part, "estimated") == "2 % of the energy, from power during gaps of the counter"
+    assert fact(part, "estimated") == "2 % of the energy, computed from power in gaps of the counter"
     assert fact(part, "warm-up") == "9.9 % of the energy, left out of run-to-date values"
     assert fact(part, "peak") == "989 TFLOP/s per device, as configured"
     assert "estimated" not in last_part(estimated_joules=0.0)
@@ -478,7 +478,7 @@ def test_profile_is_in_the_summary_and_in_its_window_line():
     summary = summary_text(make_summary(profile=profile), None, None)
     last = with_keys(make_report().last, profile=profile)
 
-    assert fact(summary, "profiled") == "8 over all ranks: communication 50 % of the time, exposed 25 %"
+    assert fact(summary, "profiled") == "8 on all ranks: 50 % of the time with communication, 25 % exposed"
     assert "  profiled" not in summary_text(make_summary(), None, None)
     assert "exposed comm 25 %" in list(window_text.watched(make_report(last=last)))
     assert not any("exposed" in part for part in window_text.watched(make_report()))

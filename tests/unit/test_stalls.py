@@ -113,7 +113,7 @@ def test_missing_stack_does_not_block_the_event():
     job.stall(BEHIND, from_s=145.0, until_s=175.0)
 
     ((_, text),) = job.events()
-    assert text.endswith("rank 2: all_reduce (dist.py:88); rank 0: its agent has not answered")
+    assert text.endswith("rank 2: all_reduce (dist.py:88); rank 0: the agent has not answered")
 
 
 @pytest.mark.parametrize("who", [1, 3, 7])

@@ -73,7 +73,7 @@ def test_straggler_is_in_events_reports_totals_and_summary():
 def test_closing_table_names_the_straggler():
     lines = summary_text(Job().run(1, 8).summary(), None, None).splitlines()
 
-    assert "  stragglers    rank 2 (24 s): GPU time of the ranks that waited" in lines  # 8 * 3 * 0.98 s
+    assert "  stragglers    GPU time of waiting ranks: rank 2 (24 s)" in lines  # 8 * 3 * 0.98 s
 
 
 def test_new_aggregator_keeps_totals_and_names_the_straggler_again():

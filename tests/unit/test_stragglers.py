@@ -271,7 +271,7 @@ def test_reason_of_a_slow_rank_includes_its_slow_node():
     node = [gpu_window(rank, WALL_S, clock_hz=1.2e9) for rank in (8, 9)]
 
     assert explain(gpu_window(0, WALL_S, clock_hz=1.1e9), PEERS, node) == (
-        "SM clock 1.10 GHz against 1.70 (low on its whole node)"
+        "SM clock 1.10 GHz against 1.70 (also low on other GPUs of the node)"
     )
 
 

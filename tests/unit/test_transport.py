@@ -43,7 +43,7 @@ FROM_AGENT = [
 FROM_AGGREGATOR = [
     Welcome(2, "/runs/a"),
     Ack(7, 70, {"aec_watts": 612.5}, 3),
-    Rejected("it belongs to another job"),
+    Rejected("the agent belongs to another job"),
     ByeSeen(3),
 ]
 

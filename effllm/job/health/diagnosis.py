@@ -91,7 +91,9 @@ def _clock(own: DeviceWindow, peers: Sequence[DeviceWindow], node: Sequence[Devi
     if pair is None or pair[0] >= (1 - SLOWER_CLOCK) * pair[1]:
         return []
     beside = _median(node, lambda window: mean_of(window, "sm_clock_hz"))
-    also = " (low on its whole node)" if beside is not None and beside < (1 - SLOWER_CLOCK) * pair[1] else ""
+    also = (
+        " (also low on other GPUs of the node)" if beside is not None and beside < (1 - SLOWER_CLOCK) * pair[1] else ""
+    )
     return [f"SM clock {pair[0] / 1e9:.2f} GHz against {pair[1] / 1e9:.2f}{also}"]
 
 
@@ -116,7 +118,7 @@ def _temperature(own: DeviceWindow, peers: Sequence[DeviceWindow], node: Sequenc
     if pair is None or pair[0] < pair[1] + HOTTER_C:
         return []
     beside = _median(node, lambda window: mean_of(window, "temperature_c"))
-    also = " (high on its whole node)" if beside is not None and beside >= pair[1] + HOTTER_C else ""
+    also = " (also high on other GPUs of the node)" if beside is not None and beside >= pair[1] + HOTTER_C else ""
     return [f"{pair[0]:.0f} degC against {pair[1]:.0f}{also}"]
 
 

@@ -92,7 +92,7 @@ class Stalls:
         overdue = [rank for rank, until_s in self._asked.items() if now.mono_s > until_s]
         for rank in overdue:
             del self._asked[rank]
-            self._tops[rank] = "its agent has not answered"
+            self._tops[rank] = "the agent has not answered"
         if overdue:
             self._report_stacks(now.unix_s)
 
