@@ -164,9 +164,7 @@ def goodput_text(goodput: GoodputSummary) -> str:
 
 def _profiled(profile: Profile) -> str:
     moving, exposed = (100 * part_s / profile.time_s for part_s in (profile.communication_s, profile.exposed_s))
-    return (
-        f"{profile.iterations:,} on all ranks: {moving:.0f} % of the time with communication, {exposed:.0f} % exposed"
-    )
+    return f"{profile.iterations:,} iterations, all ranks: communication time {moving:.0f} %, exposed {exposed:.0f} %"
 
 
 def _how_measured(summary: Summary) -> Iterator[tuple[str, str]]:

@@ -120,7 +120,8 @@ class PerformanceMonitor:
         if None in counts or None in times:
             # An evaluator of the original passed a latency in place of the samples.
             warnings.warn(
-                "record_request was given a count or a time that is not a number of at least 0 in CPU memory; it was ignored",
+                "record_request was given a count or a time that is not a number of at least 0 in CPU memory; it was "
+                "ignored",
                 stacklevel=2,
             )
         all_tokens, all_samples, generated = (one or 0 for one in counts)

@@ -478,7 +478,7 @@ def test_profile_is_in_the_summary_and_in_its_window_line():
     summary = summary_text(make_summary(profile=profile), None, None)
     last = with_keys(make_report().last, profile=profile)
 
-    assert fact(summary, "profiled") == "8 on all ranks: 50 % of the time with communication, 25 % exposed"
+    assert fact(summary, "profiled") == "8 iterations, all ranks: communication time 50 %, exposed 25 %"
     assert "  profiled" not in summary_text(make_summary(), None, None)
     assert "exposed comm 25 %" in list(window_text.watched(make_report(last=last)))
     assert not any("exposed" in part for part in window_text.watched(make_report()))
