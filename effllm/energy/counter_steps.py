@@ -185,7 +185,7 @@ class CounterSteps:
     def _doubt(self, base: _Base, why: str) -> None:
         self._doubted = base
         self._is_doubt_reported = True
-        self._events.append(f"the energy counter is not used: {why}; power fills the gap")
+        self._events.append(f"the energy counter is not used: {why}; integrated power is used instead")
 
     def _use_again(self) -> None:
         self._doubted = None

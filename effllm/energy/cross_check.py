@@ -58,6 +58,6 @@ class CrossCheck:
             return "the energy counter and integrated power agree again"
         percent = 100 * (counter_j / self._power_j - 1) if self._power_j else math.inf
         return (
-            f"over {span_s:.0f} s the energy counter shows {counter_j:.0f} J and power integrates to "
+            f"over {span_s:.0f} s the energy counter shows {counter_j:.0f} J and integrated power is "
             f"{self._power_j:.0f} J ({percent:+.1f} %): the counter is used"
         )

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 CONVENTION = (
-    "per token: 6 x multiplied weights (4 x frozen weights: no weight gradient), without embedding lookups and "
-    "inactive experts; attention 12 x layers x width x sequence length, without causality"
+    "FLOPs per token: 6 x multiplied weights, or 4 x frozen weights, which have no weight gradient; embedding lookups "
+    "and inactive experts are left out; attention: 12 x layers x width x sequence length, without causality"
 )
 
 

@@ -267,7 +267,7 @@ def test_reset_counter_is_used_from_its_new_value():
     assert (whole.joules, whole.covered_s, method(one, 0, 20)) == (pytest.approx(10_000.0), 20.0, INSTANT)
     assert whole.estimated_j == pytest.approx(500.0), "one second with the reset"
     assert event_texts(one) == [
-        "the energy counter is not used: a decrease of 2150 J; power fills the gap",
+        "the energy counter is not used: a decrease of 2150 J; integrated power is used instead",
         "the energy counter is used again",
     ]
 
@@ -279,7 +279,10 @@ def test_impossible_jump_of_a_counter_is_replaced_by_power(by_j):
 
     assert joules(one, 0, 20) == pytest.approx(10_000.0)
     assert energy(one, 0, 20).estimated_j == pytest.approx(500.0)
-    assert event_texts(one)[0] == f"the energy counter is not used: a jump of {500 + by_j:.0f} J; power fills the gap"
+    assert (
+        event_texts(one)[0]
+        == f"the energy counter is not used: a jump of {500 + by_j:.0f} J; integrated power is used instead"
+    )
 
 
 @pytest.mark.parametrize("wrong_j", [0.0, 4294967.295, 2**64 / 1000, 1e300])
@@ -373,7 +376,7 @@ def test_gap_of_a_frozen_counter_is_filled_from_power(pause_s, catches_up):
     assert whole.covered_s == pytest.approx(18.0)
     assert (
         event_texts(one)[0]
-        == "the energy counter is not used: no change while the device draws power; power fills the gap"
+        == "the energy counter is not used: no change while the device draws power; integrated power is used instead"
     )
     assert event_texts(one) == []
 
@@ -966,11 +969,11 @@ def test_full_duty_sensor_raises_no_aliasing_event():
     [
         (
             0.8,
-            "over 60 s the energy counter shows 14400 J and power integrates to 18000 J (-20.0 %): the counter is used",
+            "over 60 s the energy counter shows 14400 J and integrated power is 18000 J (-20.0 %): the counter is used",
         ),
         (
             1.1,
-            "over 60 s the energy counter shows 19800 J and power integrates to 18000 J (+10.0 %): the counter is used",
+            "over 60 s the energy counter shows 19800 J and integrated power is 18000 J (+10.0 %): the counter is used",
         ),
     ],
 )

@@ -331,7 +331,7 @@ def test_texts_of_events_contain_the_name_of_the_device(tracked, wake):
         ("xid", "GPU-0: a critical error: Xid 79"),
         (
             "energy_counter",
-            "GPU-0: the energy counter is not used: a decrease of 999995 J; power fills the gap",
+            "GPU-0: the energy counter is not used: a decrease of 999995 J; integrated power is used instead",
         ),
     ]
     assert events_of(track) == []
