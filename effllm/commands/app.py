@@ -5,6 +5,7 @@ Each command imports its module when it is called.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -317,6 +318,27 @@ def watch(
     from effllm.commands import watch as command
 
     raise typer.Exit(command.main(vllm, interval, count, as_json=as_json))
+
+
+@app.command()
+def inspect(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder, or its summary.json.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Print where the device time and the energy of a run went: parts that add up to the whole.
+
+    A running job has the parts of its time so far.  `effllm inspect` reads only summary.json of the run folder.
+
+    \b
+    Examples:
+      effllm inspect efficientllm_runs/20260101-120000-1a2b3c4d
+      effllm inspect RUN --json | jq '.waterfall.parts[] | {name, share}'
+
+    Exit status: 0 success, 1 no summary can be read, 2 wrong use.
+    """
+    from effllm.commands import inspect as command
+
+    raise typer.Exit(command.main(run, as_json))
 
 
 @app.command()

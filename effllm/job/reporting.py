@@ -17,6 +17,7 @@ from effllm.job.merged import Expected, Merged
 from effllm.job.roster import Roster
 from effllm.job.rows import Rows
 from effllm.job.spread import window_spread
+from effllm.job.waterfall import waterfall
 from effllm.job.window_energy import ROUNDING
 from effllm.records.job import (
     ClusterReport,
@@ -276,6 +277,7 @@ def summary_of(
         windows_compared=ledger.windows_compared,
         goodput=goodput,
         instruments=summaries(ledger.values),
+        waterfall=waterfall(goodput, whole),
     )
 
 

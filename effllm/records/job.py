@@ -11,6 +11,7 @@ from effllm.records.counters import FIELDS, Counters
 from effllm.records.energy import EnergyAmount
 from effllm.records.rank import Profile
 from effllm.records.values import ValueSummary
+from effllm.records.waterfall import Waterfall
 
 #: Version of the files in a run folder; it is incremented when a field is removed or changes its meaning.
 SCHEMA_VERSION = 3
@@ -339,5 +340,6 @@ class Summary(Struct, frozen=True):
     windows_compared: int = 0  # number of windows in which own times of ranks were compared
     goodput: GoodputSummary | None = None
     instruments: dict[str, ValueSummary] = {}  # values of instruments in the whole run, by name
+    waterfall: Waterfall | None = None
     is_over: bool = True  # False: the run continues or is stalled, and this file will be written again
     schema_version: int = SCHEMA_VERSION

@@ -68,6 +68,16 @@ def test_totals_do_not_depend_on_the_number_of_ranks(worlds):
         assert (summary.coverage.reports_lost, summary.coverage.reports_late) == (0, 0)
 
 
+def test_waterfall_adds_up_to_the_time_and_energy_of_all_classes(world):
+    summary = world[0].ledger.summary
+    goodput, found = summary.goodput, summary.waterfall
+
+    assert sum(part.device_seconds for part in found.parts) == pytest.approx(sum(goodput.rank_seconds.values()))
+    assert sum(part.share for part in found.parts) == pytest.approx(1.0)
+    measured = [goodput.joules[name] or 0.0 for name in goodput.joules if goodput.seconds[name] > 0]
+    assert sum(part.joules or 0.0 for part in found.parts) == pytest.approx(sum(measured))
+
+
 def test_tt_and_st_equal_the_values_from_the_rows_of_the_ranks(world):
     job, _ = world
     rows, metrics = job.ledger.ranks, job.ledger.summary.metrics

@@ -1,0 +1,105 @@
+"""``effllm inspect``: where the device time of a finished or running job went."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from effllm.records.job import Summary
+from effllm.records.plain_text import one_line
+from effllm.records.waterfall import Part, Waterfall
+from effllm.store.summary_text import duration, readable
+
+WIDTH = 80
+MIN_H, J_PER_KWH, MIN_KWH = 1.0, 3.6e6, 0.01
+
+
+def main(run: Path, as_json: bool) -> int:
+    """Print the waterfall of a run; return the exit status."""
+    path = run / "summary.json" if run.is_dir() else run
+    try:
+        summary = msgspec.json.decode(path.read_bytes(), type=Summary)
+    except OSError as error:
+        return _fail(
+            f"{path}: {error.strerror}; RUN is a run folder, such as efficientllm_runs/20260101-120000-1a2b3c4d"
+        )
+    except msgspec.MsgspecError as error:
+        return _fail(f"{path} is not a summary of this version of effllm: {error}")
+    if summary.waterfall is None:
+        return _fail(f"{path} has no waterfall: no rank had reported any time, or an older effllm wrote the file")
+    if as_json:
+        print(json.dumps(_document(summary, summary.waterfall), indent=1, allow_nan=False))
+    else:
+        _print(summary, summary.waterfall)
+    return 0
+
+
+def _fail(line: str) -> int:
+    print(f"effllm inspect: {one_line(line)}", file=sys.stderr)
+    return 1
+
+
+def _document(summary: Summary, found: Waterfall) -> dict[str, Any]:
+    return {
+        "status": summary.status,
+        "is_over": summary.is_over,
+        "simulated": summary.simulated,
+        "waterfall": msgspec.to_builtins(found),
+        "versions": {"summary": summary.schema_version},
+    }
+
+
+def _print(summary: Summary, found: Waterfall) -> None:
+    console = Console(width=WIDTH, highlight=False)
+    simulated = "; simulated devices" if summary.simulated else ""
+    console.print(f"{summary.status} after {duration(summary.elapsed_s)}{simulated}")
+    units = _Units.of(found)
+    table = Table("part", "share", units.time, box=None, pad_edge=False)
+    for column in (*([units.energy] if units.energy else []), *(["cost"] if units.has_cost else []), "gain"):
+        table.add_column(column, no_wrap=True)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for part in found.parts:
+        table.add_row(*map(Text, _row(part, units)))
+    console.print(table)
+    console.print("gain: most that the throughput can gain if the part becomes useful work")
+    if any(part.is_split_by_time for part in found.parts):
+        console.print("~: a share of the energy of all steps, in proportion to time")
+    for line in found.unknown:
+        console.print(Text(f"unknown: {line}"))
+
+
+class _Units(NamedTuple):
+    """The units of the table; no unit of energy if no energy was measured."""
+
+    time: str
+    seconds: float
+    energy: str
+    joules: float
+    has_cost: bool
+
+    @classmethod
+    def of(cls, found: Waterfall) -> _Units:
+        time = ("hours", 3600.0) if found.device_seconds >= 3600 * MIN_H else ("seconds", 1.0)
+        energy = ("", 1.0)
+        if found.joules is not None:
+            energy = ("kWh", J_PER_KWH) if found.joules >= MIN_KWH * J_PER_KWH else ("J", 1.0)
+        return cls(*time, *energy, any(part.cost is not None for part in found.parts))
+
+
+def _row(part: Part, units: _Units) -> list[str]:
+    cells = [part.name.replace("_", " "), f"{100 * part.share:.1f} %", readable(part.device_seconds / units.seconds)]
+    if units.energy:
+        mark = "~" if part.is_split_by_time else ""
+        cells.append("-" if part.joules is None else mark + readable(part.joules / units.joules))
+    if units.has_cost:
+        cells.append("-" if part.cost is None else readable(part.cost))
+    cells.append("" if part.max_gain is None else f"{100 * part.max_gain:.1f} %")
+    return cells

@@ -1,0 +1,53 @@
+"""The waterfall: the device-seconds of a job in parts that add up to the whole."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+#: Part -> meaning, in the order of the waterfall: time without training, other work, waits, iterations, useful work.
+PARTS: dict[str, str] = {
+    "restart_gap": "between two attempts",
+    "startup": "before an attempt's first iteration",
+    "shutdown": "after an attempt's last iteration",
+    "hang": "no rank made progress",
+    "idle": "before a rank joined or after it left",
+    "unreported": "no report covers this time",
+    "evaluation": "marked evaluation",
+    "checkpoint": "marked checkpoint",
+    "other": "other marked phases",
+    "redone": "steps that a later attempt repeated",
+    "data": "data wait between steps",
+    "straggling": "waits for the slowest rank",
+    "generation": "marked generation: productive",
+    "exposed_communication": "steps: communication alone",
+    "device_idle": "steps: neither kernels nor transfers",
+    "padding": "steps: FLOPs of padding at the peak",
+    "recomputation": "steps: repeated FLOPs at the peak",
+    "below_peak": "steps: the rest, below the peak",
+    "steps": "steps, useful work included",
+    "useful": "steps: model FLOPs at the peak",
+}
+#: Parts that are work, not loss.
+PRODUCTIVE = ("generation", "useful", "steps")
+
+
+class Part(Struct, frozen=True, omit_defaults=True):
+    """One part of the waterfall; a part without time is left out."""
+
+    name: str  # a name of PARTS
+    device_seconds: float
+    share: float  # of all device-seconds
+    joules: float | None = None  # None if not measured
+    is_split_by_time: bool = False  # the joules are a share of the joules of steps, in proportion to time
+    cost: float | None = None  # in the currency of PRICE_PER_GPU_HOUR
+    # Upper bound of the gain in throughput if this part were removed and its time became useful work.
+    max_gain: float | None = None
+
+
+class Waterfall(Struct, frozen=True):
+    """The device-seconds of a job: of each GPU, or of each rank without a GPU."""
+
+    device_seconds: float
+    joules: float | None  # measured in the reports; None without a measurement
+    parts: tuple[Part, ...]  # in the order of PARTS; their device-seconds add up to the whole
+    unknown: tuple[str, ...] = ()  # what is not known, and the setting that resolves it

@@ -1,0 +1,85 @@
+"""``effllm inspect``: the waterfall of a run folder as a table and as JSON."""
+
+import json
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+from sink_examples import make_summary
+from typer.testing import CliRunner
+
+from effllm.commands.app import app
+from effllm.records.waterfall import PARTS, Part, Waterfall
+
+
+@pytest.fixture
+def inspect(tmp_path):
+    """Write a summary with a waterfall, and call the command with options."""
+
+    def run(found, *options, **changes):
+        summary = replace(make_summary(), waterfall=found, **changes)
+        (tmp_path / "summary.json").write_bytes(msgspec.json.encode(summary))
+        return CliRunner().invoke(app, ["inspect", str(tmp_path), *options])
+
+    return run
+
+
+def of(*parts, unknown=()):
+    total = sum(seconds for _, seconds, _ in parts)
+    made = tuple(Part(name, seconds, seconds / total, joules, max_gain=0.125) for name, seconds, joules in parts)
+    return Waterfall(total, sum(joules for _, _, joules in parts), made, unknown)
+
+
+def test_table_has_a_line_for_each_part_and_each_unknown_quantity(inspect):
+    found = of(("data", 3600.0, 7.2e6), ("steps", 10800.0, 3.6e6), unknown=("useful work: no peak",))
+
+    lines = inspect(found).stdout.splitlines()
+
+    assert lines[1].split() == ["part", "share", "hours", "kWh", "gain"]
+    assert lines[2].split() == ["data", "25.0", "%", "1.00", "2.00", "12.5", "%"]
+    assert lines[3].split()[:5] == ["steps", "75.0", "%", "3.00", "1.00"]
+    assert lines[-1] == "unknown: useful work: no peak"
+
+
+def test_short_run_is_shown_in_seconds_and_joules(inspect):
+    lines = inspect(of(("data", 1.5, 30.0))).stdout.splitlines()
+
+    assert lines[1].split() == ["part", "share", "seconds", "J", "gain"]
+    assert lines[2].split()[3:5] == ["1.50", "30.0"]
+
+
+def test_table_with_all_parts_has_lines_of_at_most_80_columns(inspect):
+    parts = [Part(name, 123456.0, 0.05, 9.9e9, True, 99999.0, 12.5) for name in PARTS]
+
+    lines = inspect(Waterfall(1e8, 1e12, tuple(parts), ("useful work: " + "x " * 60,))).stdout.splitlines()
+
+    assert max(map(len, lines)) <= 80
+    assert [line.split("  ")[0] for line in lines[2:22]] == [name.replace("_", " ") for name in PARTS]
+
+
+def test_json_has_the_parts_and_stays_below_8_kb(inspect):
+    parts = [Part(name, 123456.789012, 0.0512345678, 9.87654321e9, True, 99999.123, 0.12345678) for name in PARTS]
+
+    done = inspect(Waterfall(1e8, 1e12, tuple(parts)), "--json")
+
+    assert [part["name"] for part in json.loads(done.stdout)["waterfall"]["parts"]] == list(PARTS)
+    assert len(done.stdout) < 8000
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        (None, "No such file or directory"),
+        (b"{", "is not a summary of this version of effllm"),
+        (msgspec.json.encode(make_summary()), "has no waterfall"),
+    ],
+)
+def test_folder_without_a_waterfall_gives_one_line(tmp_path, content, line):
+    if content is not None:
+        (tmp_path / "summary.json").write_bytes(content)
+
+    done = CliRunner().invoke(app, ["inspect", str(tmp_path)])
+
+    assert done.exit_code == 1
+    assert line in done.stderr
+    assert len(done.stderr.splitlines()) == 1

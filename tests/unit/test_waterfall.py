@@ -1,0 +1,164 @@
+"""The waterfall: parts of a job's device-seconds and joules, which add up to the whole."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from effllm.job.goodput_attempt import CLASSES
+from effllm.job.waterfall import ABOVE_PEAK, NO_FLOPS, NO_PEAK, NO_PROFILE, NO_TOKENS, RENAMED, waterfall
+from effllm.records.job import ClusterTotals, Counts, GoodputSummary, JobConstants
+from effllm.records.rank import Profile
+from effllm.records.waterfall import PARTS
+
+PEAK = 1e15  # FLOP/s of one device
+
+
+def goodput(joules=None, **rank_seconds):
+    rank_seconds = dict.fromkeys(CLASSES, 0.0) | rank_seconds
+    joules = dict.fromkeys(CLASSES) | (joules or {})
+    return GoodputSummary(sum(rank_seconds.values()), None, rank_seconds, rank_seconds, joules)
+
+
+def totals(tokens=0, processed=None, profile=None, ranks=4, gpus=4, peak=4 * PEAK, **constants):
+    known = JobConstants(world_size=ranks, gpus=gpus, peak_flops_per_s=peak, **constants)
+    counts = Counts(tokens=tokens, tokens_processed=tokens if processed is None else processed)
+    return ClusterTotals(constants=known, counts=counts, profile=profile)
+
+
+def seconds(found):
+    return {part.name: part.device_seconds for part in found.parts}
+
+
+amount = st.floats(0.0, 1e9)
+optional = st.one_of(st.none(), amount)
+profiles = st.one_of(
+    st.none(),
+    st.builds(lambda a, b, c: Profile(1, a + b + c, exposed_s=a, computing_s=b), *3 * [st.floats(0.0, 1e6)]),
+)
+
+
+@given(
+    st.fixed_dictionaries(dict.fromkeys(CLASSES, amount)),
+    st.fixed_dictionaries(dict.fromkeys(CLASSES, optional)),
+    profiles,
+    st.integers(0, 10**15),
+    st.integers(0, 10**15),
+    st.integers(1, 10**5),
+    st.integers(0, 8),
+    st.sampled_from([None, 1e9, 1e12]),
+    st.sampled_from([None, 1.3e12]),
+)
+def test_parts_add_up_to_the_time_and_joules_of_all_classes(
+    rank_seconds, joules, profile, tokens, padding, ranks, per_rank, flops, hardware_flops
+):
+    whole = totals(
+        tokens,
+        tokens + padding,
+        profile,
+        ranks,
+        ranks * per_rank,
+        flops_per_token=flops,
+        hardware_flops_per_token=hardware_flops,
+    )
+    found = waterfall(goodput(joules, **rank_seconds), whole)
+    expected = sum(rank_seconds.values()) * max(per_rank, 1)
+    if found is None:
+        assert not expected
+        return
+
+    assert found.device_seconds == pytest.approx(expected, rel=1e-9)
+    assert math.fsum(seconds(found).values()) == pytest.approx(expected, rel=1e-9)
+    assert math.fsum(part.share for part in found.parts) == pytest.approx(1.0, rel=1e-9)
+    assert [part.name for part in found.parts] == [name for name in PARTS if name in seconds(found)]
+    assert all(part.device_seconds > 0 for part in found.parts)
+    known = [value for name, value in joules.items() if value is not None and rank_seconds[name] > 0]
+    assert (found.joules or 0.0) == pytest.approx(math.fsum(known), rel=1e-9)
+
+
+def test_useful_work_is_the_flops_of_kept_tokens_at_the_peak():
+    """Of 100 s of four devices, 25 s are redone; 3e14 tokens need 3e17 FLOPs, that are 300 s at the peak."""
+    found = waterfall(goodput(kept=300.0, redone=100.0), totals(3 * 10**14, flops_per_token=1e3))
+
+    assert seconds(found) == pytest.approx({"redone": 100.0, "below_peak": 75.0, "useful": 225.0})
+
+
+def test_padding_and_recomputation_are_time_at_the_peak():
+    found = waterfall(
+        goodput(kept=400.0), totals(10**14, 15 * 10**13, flops_per_token=1e3, hardware_flops_per_token=4e3 / 3)
+    )
+
+    assert seconds(found) == pytest.approx(
+        {"padding": 50.0, "recomputation": 100 / 3, "below_peak": 400 - 550 / 3, "useful": 100.0}
+    )
+
+
+def test_profile_splits_steps_and_stragglers_are_not_counted_twice():
+    """In profiled iterations, 30 % is exposed communication and 10 % is idle; 20 of 120 s are waits for a straggler."""
+    profile = Profile(10, 10.0, exposed_s=3.0, computing_s=6.0)
+
+    found = waterfall(goodput(kept=100.0, straggling=20.0), totals(profile=profile))
+
+    expected = {"straggling": 20.0, "exposed_communication": 16.0, "device_idle": 10.0, "steps": 74.0}
+    assert seconds(found) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("whole", "reason"),
+    [
+        (totals(10**14), NO_FLOPS),
+        (totals(10**14, peak=None, flops_per_token=1e3), NO_PEAK),
+        (totals(0, flops_per_token=1e3), NO_TOKENS),
+        (totals(10**15, flops_per_token=1e3), ABOVE_PEAK),
+    ],
+)
+def test_steps_without_known_flops_stay_whole_and_the_reason_is_given(whole, reason):
+    found = waterfall(goodput(kept=400.0), whole)
+
+    assert seconds(found) == {"steps": 400.0}
+    assert found.unknown[:2] == (NO_PROFILE, reason)
+
+
+def test_joules_of_kept_steps_are_split_in_proportion_to_time():
+    found = waterfall(
+        goodput({"kept": 600.0, "data": 50.0}, kept=300.0, data=10.0), totals(10**14, flops_per_token=1e3)
+    )
+
+    assert {part.name: (part.joules, part.is_split_by_time) for part in found.parts} == {
+        "data": (50.0, False),
+        "below_peak": (pytest.approx(400.0), True),
+        "useful": (pytest.approx(200.0), True),
+    }
+    assert found.joules == pytest.approx(650.0)
+
+
+def test_gain_of_a_part_is_bounded_by_its_share():
+    found = waterfall(goodput(kept=300.0, data=100.0), totals())
+
+    gains = {part.name: part.max_gain for part in found.parts}
+    assert gains == {"data": pytest.approx(1 / 3), "steps": None}
+
+
+def test_price_of_an_hour_gives_the_cost_of_each_part():
+    found = waterfall(goodput(kept=3600.0, data=1800.0), totals(price_per_gpu_hour=2.0))
+    without = waterfall(goodput(kept=3600.0), totals(gpus=0, price_per_gpu_hour=2.0))
+
+    assert {part.name: part.cost for part in found.parts} == {"data": 1.0, "steps": 2.0}
+    assert [part.cost for part in without.parts] == [None]
+
+
+def test_time_is_counted_for_each_gpu_of_a_rank():
+    found = waterfall(goodput(kept=100.0, startup=10.0), totals(ranks=4, gpus=8))
+
+    assert seconds(found) == {"startup": 20.0, "steps": 200.0}
+
+
+def test_job_without_reported_time_has_no_waterfall():
+    assert waterfall(goodput(), totals()) is None
+    assert waterfall(goodput(kept=1.0), replace(totals(), constants=JobConstants())) is None
+
+
+def test_every_class_of_goodput_is_a_part():
+    assert {RENAMED.get(name, name) for name in CLASSES} - {"kept"} <= set(PARTS)
