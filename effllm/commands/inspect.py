@@ -62,8 +62,8 @@ def _print(summary: Summary, found: Waterfall) -> None:
     console.print(f"{summary.status} after {duration(summary.elapsed_s)}{simulated}")
     units = _Units.of(found)
     table = Table("part", "share", units.time, box=None, pad_edge=False)
-    for column in (*([units.energy] if units.energy else []), *(["cost"] if units.has_cost else []), "gain"):
-        table.add_column(column, no_wrap=True)
+    for name in (*([units.energy] if units.energy else []), *(["cost"] if units.has_cost else []), "gain"):
+        table.add_column(name, no_wrap=True)
     for column in table.columns[1:]:
         column.justify = "right"
     for part in found.parts:
