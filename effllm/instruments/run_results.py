@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ MB = 2**20  # as nvidia-smi counts
 
 #: Maximum number of bytes that are read at the end of a file of windows; a line has a few kilobytes.
 _MAX_LINE_BYTES = 2**22
+_NO_DEVICE = "no device is sampled: "  #: part of the agent's event about a device that cannot be opened
 
 
 @dataclass
@@ -63,7 +65,7 @@ def _read(folder: Path) -> RunResults:
     }
     if run.get("time_s") and run.get("tokens"):
         results.values["tok_per_s"] = run["tokens"] / run["time_s"]
-    results.not_measured = _reasons(summary, run, results.values)
+    results.not_measured = _reasons(folder, summary, run, results.values)
     return results
 
 
@@ -90,16 +92,32 @@ def _memory(run: dict[str, Any], job: dict[str, Any], gpus: int) -> dict[str, An
     return {"vram_peak_MB": peak / MB if peak else None, "vram_avg_MB": mean / MB if mean else None}
 
 
-def _reasons(summary: dict[str, Any], run: dict[str, Any], values: dict[str, Any]) -> list[str]:
+def _reasons(folder: Path, summary: dict[str, Any], run: dict[str, Any], values: dict[str, Any]) -> list[str]:
     if not run.get("iterations"):
         return [f"the run ended during its warm-up ({summary['iterations']} iterations)"]
     reasons = []
     if values["tokens_processed"] is None:
         reasons.append("tokens: the training counted no tokens")
+    # "GPU" is first: a GPU that cannot be read explains why the sensors of the host were read.
+    reasons += [text for text in summary["not_measured"] if text.startswith("GPU")]
     reasons += [text for text in summary["not_measured"] if text.startswith("energy")]
     if values.get("energy_J") is None and not any(text.startswith("energy") for text in reasons):
-        reasons.append("energy: a part of the iterations has no measured energy")
+        why = _unavailable_device(folder) or "a part of the iterations has no measured energy"
+        reasons.append(f"energy: {why}")
     return reasons
+
+
+def _unavailable_device(folder: Path) -> str:
+    """Return the first event about a rank without a device, or an empty text."""
+    try:
+        lines = (folder / "events.jsonl").read_bytes().splitlines()
+    except OSError:
+        return ""
+    for line in lines:
+        if _NO_DEVICE.encode() in line:
+            with suppress(ValueError, KeyError):  # the last line may be torn
+                return str(json.loads(line)["text"])
+    return ""
 
 
 def _last_totals(folder: Path) -> dict[str, Any]:

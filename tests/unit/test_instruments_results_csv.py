@@ -205,6 +205,35 @@ def test_run_that_ends_in_its_warm_up_has_one_reason_for_no_values(tmp_path):
     assert results.values["tokens_processed"] is None
 
 
+WITHOUT_ENERGY = {name: value for name, value in MEASURED.items() if "energy" not in name}
+
+
+def test_reason_of_a_missing_device_is_the_text_of_its_event(tmp_path):
+    texts = ["rank 0 joined from a", "rank 0: no device is sampled: there is no driver", "rank 1: no device is sampled"]
+    lines = [json.dumps({"kind": "agent", "text": text}) + "\n" for text in texts]
+    (tmp_path / "events.jsonl").write_text("".join(lines))
+
+    results = read_results(run_folder(tmp_path, run=WITHOUT_ENERGY))
+
+    assert results.not_measured == ["energy: rank 0: no device is sampled: there is no driver"]
+
+
+def test_torn_event_gives_the_general_reason(tmp_path):
+    (tmp_path / "events.jsonl").write_text('{"kind": "agent", "text": "rank 0: no device is sampled: there')
+
+    results = read_results(run_folder(tmp_path, run=WITHOUT_ENERGY))
+
+    assert results.not_measured == ["energy: a part of the iterations has no measured energy"]
+
+
+def test_unreadable_gpu_is_the_first_reason(tmp_path):
+    gaps = ["GPU: the driver is not loaded", "energy: no RAPL power sensor"]
+
+    results = read_results(run_folder(tmp_path, run=WITHOUT_ENERGY, not_measured=gaps))
+
+    assert results.not_measured == gaps
+
+
 def test_torn_last_line_is_skipped(tmp_path):
     folder = run_folder(tmp_path, run=MEASURED)
     with (folder / "windows-0001.jsonl").open("a") as file:
