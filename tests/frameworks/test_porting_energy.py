@@ -1,0 +1,400 @@
+"""Scripts with a Trainer for another energy callback and another energy log run; docs/porting.md lists them."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jobs
+import pytest
+from nvml_library import GIB, Gpu, Trace, flat
+from systems import RAN
+
+from effllm.instruments.results_csv import append_row
+
+pytest.importorskip("transformers", reason="needs transformers")
+pytest.importorskip("accelerate", reason="needs accelerate")
+yaml = pytest.importorskip("yaml", reason="needs PyYAML")
+
+pytestmark = pytest.mark.system("transformers", how=RAN)
+
+FOLDER = Path(__file__).parents[2] / "integration" / "sft_play"
+WITHOUT_NETWORK = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+# --- the energy callback ---
+
+#: The class with the pipeline belongs to the project of the script: here it trains a tiny model, without a login.
+PIPELINE = """
+import json, time
+from pathlib import Path
+from effllm.instruments import EnergyTrackingCallback, RobustGPUMonitor
+from effllm.trainer import session
+from transformers import Trainer, TrainerCallback
+import tiny
+
+session.READY_S = 60.0
+
+class Slow(TrainerCallback):
+    def on_step_begin(self, args, state, control, **_):
+        time.sleep(0.6)
+
+class Logs(TrainerCallback):
+    "Stands for the callback of W&B, which sends the logs."
+    sent = []
+    def on_log(self, args, state, control, logs=None, **_):
+        self.sent.append(dict(logs))
+
+class LlamaFineTuner:
+    def __init__(self, wandb_key, hf_token):
+        self.gpu_monitor = RobustGPUMonitor(
+            sampling_interval=0.5,
+            enable_high_precision=True
+        )
+        self.gpu_monitor.start_monitoring()
+
+    def run_complete_pipeline(self, dataset_path):
+        rows = [json.loads(line) for line in Path(dataset_path).read_text().splitlines()]
+        energy_callback = EnergyTrackingCallback(
+            gpu_monitor=self.gpu_monitor,
+            sync_interval_s=5.0,
+            carbon_intensity="document",
+            language="pt",
+        )
+        arguments = tiny.arguments(max_steps=12, num_train_epochs=1)
+        trainer = Trainer(model=tiny.llama(), args=arguments, train_dataset=rows, data_collator=tiny.collate,
+                          callbacks=[Logs(), Slow(), energy_callback])
+        trainer.train()
+        return trainer
+
+wandb_key = hf_token = ""
+dataset_path = "rows.jsonl"
+Path(dataset_path).write_text("".join(json.dumps(row) + "\\n" for row in tiny.rows(24)))
+
+fine_tuner = LlamaFineTuner(wandb_key, hf_token)
+trainer = fine_tuner.run_complete_pipeline(dataset_path)
+
+fine_tuner.gpu_monitor.stop_monitoring()
+json.dump(Logs.sent, open("logs.json", "w"))
+tiny.losses(trainer)
+"""
+STEP = {"power_avg_w", "energy_per_step_wh", "energy_efficiency", "temperature_avg_c"}
+INTERVAL = {"power_avg_w", "energy_consumed_wh", "efficiency_wh_per_step", "temperature_avg_c"}
+INTERVAL |= {"gpu_utilization_avg_percent"}
+FINAL = {"total_energy_consumed_kwh", "energy_per_step_wh", "energy_per_epoch_kwh", "energy_efficiency_score"}
+FINAL |= {"carbon_footprint_estimate_kg"}
+
+
+@pytest.fixture(scope="module")
+def pipeline(tmp_path_factory, library):
+    """Return the finished job of the pipeline: 12 steps of at least 0.6 s on a GPU with 300 W, 50 °C and 80 %."""
+    folder = tmp_path_factory.mktemp("pipeline")
+    trace = Trace(library, folder / "trace")
+    trace.write(Gpu("GPU-a", "0:01:00", power=flat(300.0), utilization=flat(0.8), memory=flat(8e9)))
+    more = {"PYTHONPATH": str(Path(__file__).parent), **WITHOUT_NETWORK}
+    with jobs.launching(folder) as launch:
+        yield launch.code(PIPELINE, environ={**trace.environment(), **more}, device="nvml", attach="1").done(100.0)
+
+
+def keys_of(logs, group):
+    return {key.removeprefix(group) for key in logs if key.startswith(group)}
+
+
+def test_pipeline_with_the_callback_returns_its_trainer(pipeline):
+    assert len(pipeline.output()["losses"]) == 12
+    assert not pipeline.our_errors
+
+
+def test_logs_of_steps_and_intervals_have_all_keys(pipeline):
+    logs = pipeline.output("logs.json")
+    of_steps = [one for one in logs if keys_of(one, "energy_step/")]
+    of_intervals = [one for one in logs if keys_of(one, "energy_interval/")]
+
+    assert {frozenset(keys_of(one, "energy_step/")) for one in of_steps} == {frozenset({*STEP, "step"})}
+    assert {frozenset(keys_of(one, "energy_interval/")) for one in of_intervals} == {frozenset({*INTERVAL, "step"})}
+    for one in of_steps:
+        assert one["energy_step/power_avg_w"] == pytest.approx(300.0, rel=0.02)
+        assert one["energy_step/temperature_avg_c"] == pytest.approx(50.0)
+        assert one["energy_step/energy_efficiency"] == pytest.approx(one["energy_step/energy_per_step_wh"] / 0.8)
+    for one in of_intervals:
+        assert one["energy_interval/gpu_utilization_avg_percent"] == pytest.approx(80.0)
+
+
+def test_last_log_has_all_final_values(pipeline):
+    last = pipeline.output("logs.json")[-1]
+    kwh = last["final_energy/total_energy_consumed_kwh"]
+
+    assert keys_of(last, "final_energy/") == FINAL
+    assert last["final_energy/energy_per_step_wh"] == pytest.approx(1000.0 * kwh / 12)
+    assert last["final_energy/energy_per_epoch_kwh"] == pytest.approx(kwh)  # 24 rows in 12 steps are one epoch
+    assert last["final_energy/energy_efficiency_score"] == pytest.approx(1000.0 * kwh / 12 / 0.8)
+    assert last["final_energy/carbon_footprint_estimate_kg"] == pytest.approx(0.5 * kwh)
+
+
+def test_four_files_of_a_training_have_one_time(pipeline):
+    names = sorted(path.name for path in (pipeline.folder / "results").iterdir())
+    stamps = {re.fullmatch(r"[a-z_]+_(\d{8}_\d{6})\.json", name)[1] for name in names}
+    history = json.loads((pipeline.folder / "results" / names[1]).read_text())
+
+    assert len(stamps) == 1
+    assert [name[: -len("_20250728_143022.json")] for name in names] == [
+        "energy_interval_history",
+        "energy_monitoring_summary",
+        "energy_step_history",
+        "robust_gpu_energy",
+    ]
+    assert history["steps"] == 12
+
+
+def test_interval_of_5_s_ends_with_the_first_later_step(pipeline):
+    (path,) = (pipeline.folder / "results").glob("energy_interval_history_*.json")
+    first, *_ = json.loads(path.read_text())
+    (path,) = (pipeline.folder / "results").glob("energy_step_history_*.json")
+    steps = json.loads(path.read_text())
+
+    before_s = sum(one["duration_s"] for one in steps[: first["steps"] - 1])
+    assert before_s < 5.0 <= first["duration_s"]
+    assert (steps[0]["gpu_name"], steps[0]["samples_count"] > 0) == ("Traced", True)
+    assert steps[0]["memory_used_avg_mb"] == pytest.approx(8000.0)
+
+
+def test_final_report_of_a_training_is_portuguese(pipeline):
+    lines = pipeline.stdout[pipeline.stdout.index("RELATÓRIO ENERGÉTICO FINAL:") :].splitlines()[:10]
+
+    shapes = [
+        r"RELATÓRIO ENERGÉTICO FINAL:",
+        r"• Duração: \d+s \(\d+\.\d\dh\)",
+        r"• Steps: 12",
+        r"• Épocas: 1\.00",
+        r"• Energia total: \d+\.\d{4} kWh",
+        r"• Potência média: 300\.0W",
+        r"• Energia por step: \d+\.\d{4}Wh",
+        r"• Energia por época: \d+\.\d{4}kWh",
+        r"• Score de eficiência: \d+\.\d{4}",
+        r"• Pegada de carbono estimada: \d+\.\d{6}kg CO2",
+    ]
+    assert [line for shape, line in zip(shapes, lines, strict=True) if not re.fullmatch(shape, line)] == []
+
+
+# --- the energy log of fine-tuning ---
+
+#: The loop over all configurations, and then the comparison of their rows.
+ALL_CONFIGURATIONS = """
+for config in configs/run_*.yaml; do
+    echo "Testing $config"
+    python scripts/train.py --config $config
+done
+python scripts/analyze_energy.py outputs/energy_results.csv
+"""
+#: Preparing the data is not part of effllm; without bnb and unsloth, two optimizers are compared.
+WORKFLOW = """
+set -e
+make PYTHON=python measure-adamw
+make PYTHON=python measure-adafactor
+python analyze_results.py
+"""
+ANALYZE_RESULTS = """
+import csv
+with open("outputs/energy_results.csv", newline="") as file:
+    for row in csv.DictReader(file):
+        print(row["optimizer"], float(row["energy_J"]) > 0)
+"""
+SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+@pytest.fixture
+def shell(tmp_path, launch):
+    """Return a function that runs shell lines in a copy of the folder, with short trainings on a simulated GPU."""
+    folder = shutil.copytree(FOLDER, tmp_path / "sft_play")
+    for name in ("run_adamw", "run_adafactor"):
+        path = folder / "configs" / f"{name}.yaml"
+        body = yaml.safe_load(path.read_text())
+        body["model"]["llama"] = SMALL
+        body["train"] |= {"max_steps": 8, "batch_size": 4}
+        body["metrics"]["warmup_s"] = 0.0
+        path.write_text(yaml.safe_dump(body))
+    (folder / "analyze_results.py").write_text(ANALYZE_RESULTS)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    (tmp_path / "bin" / "python").chmod(0o755)
+
+    def shell(lines, environ=None, **settings):
+        job = launch._job()
+        chosen = launch.environ({"run_dir": "outputs/runs", **settings}, **WITHOUT_NETWORK, **(environ or {}))
+        chosen["PATH"] = f"{tmp_path / 'bin'}:{chosen['PATH']}"
+        job.folder = folder
+        return job.start(["bash", "-c", lines], chosen).wait(250.0)
+
+    return shell
+
+
+def rows(job):
+    with (job.folder / "outputs" / "energy_results.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_all_configurations_are_measured_and_compared(shell):
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    job = shell(ALL_CONFIGURATIONS)
+    lines = job.stdout.splitlines()
+
+    names = [line.split("/")[1] for line in lines if line.startswith("Testing configs/")]
+    assert names == ["run_adafactor.yaml", "run_adamw.yaml", "run_bnb.yaml", "run_unsloth.yaml"]
+    assert [row["optimizer"] for row in rows(job)] == ["adafactor", "adamw_torch"]
+    assert job.stdout.count("needs an NVIDIA GPU; on a CPU: make measure-adamw") == 2
+    assert "outputs/energy_results.csv: 2 runs" in lines
+    assert "torch adamw_torch fp32, compared with torch adafactor fp32:" in lines
+    assert lines[-1] == "some energy is of simulated devices"
+    assert job.code == 0
+
+
+def test_workflow_measures_twice_and_runs_its_own_analysis(shell):
+    job = shell(WORKFLOW)
+
+    assert job.stdout.splitlines()[-2:] == ["adamw_torch True", "adafactor True"]
+    assert job.code == 0
+
+
+def test_target_with_tensorboard_writes_a_row_and_an_event_file(shell):
+    job = shell("make PYTHON=python train-adamw-tb")
+
+    assert job.code == 0
+    assert len(rows(job)) == 1
+    assert len(list((job.folder / "outputs" / "adamw").rglob("events.out.tfevents.*"))) >= 1
+    assert job.stdout.splitlines()[-1] == "[train] TensorBoard: tensorboard --logdir outputs/adamw"
+
+
+SECTIONS_UNSLOTH = """
+tuning:
+  backend: torch
+  lora:
+    r: 32
+    alpha: 32
+    dropout: 0.05
+
+train:
+  bf16: true
+  fp16: false
+  optim: adamw_torch
+"""
+
+
+def test_lora_in_bf16_of_a_configuration_is_trained(shell, tmp_path):
+    pytest.importorskip("peft", reason="needs peft")
+    body = yaml.safe_load(SECTIONS_UNSLOTH)
+    body["train"] |= {"max_steps": 8, "batch_size": 4}
+    body |= {"model": {"llama": SMALL}, "metrics": {"warmup_s": 0.0}}
+    (tmp_path / "sft_play" / "configs" / "own.yaml").write_text(yaml.safe_dump(body))
+    job = shell("python scripts/train.py --config configs/own.yaml")
+
+    (row,) = rows(job)
+    assert (row["precision"], row["optimizer"]) == ("bf16", "adamw_torch")
+    assert row["notes"] == "LoRA r=32 alpha=32 dropout=0.05, simulated devices"
+
+
+def missing_package(tmp_path, trace):
+    """Make the import of pynvml fail."""
+    (tmp_path / "without" / "pynvml").mkdir(parents=True)
+    text = "raise ModuleNotFoundError(\"No module named 'pynvml'\", name='pynvml')\n"
+    (tmp_path / "without" / "pynvml" / "__init__.py").write_text(text)
+    return {"PYTHONPATH": str(tmp_path / "without")}
+
+
+def failing_driver(tmp_path, trace):
+    """Make NVML fail because no driver is loaded."""
+    trace.write(Gpu("GPU-a", "0:01:00"))
+    trace.fault("init * error 9")
+    return trace.environment()
+
+
+def forbidden_driver(tmp_path, trace):
+    """Make NVML fail because the user may not open the driver."""
+    trace.write(Gpu("GPU-a", "0:01:00"))
+    trace.fault("init * error 4")
+    return trace.environment()
+
+
+@pytest.mark.parametrize(
+    ("cause", "reason"),
+    [
+        (missing_package, "device 'nvml' needs a package that is not installed: No module named 'pynvml'"),
+        (failing_driver, "the NVIDIA driver is not loaded: load it, or choose another device"),
+        (forbidden_driver, "this user may not open the NVIDIA driver: grant access to /dev/nvidia*"),
+    ],
+)
+def test_missing_nvml_is_reported_and_training_continues(shell, trace, tmp_path, cause, reason):
+    job = shell("make PYTHON=python measure-adamw", cause(tmp_path, trace), device="nvml")
+    reasons = [line for line in job.stdout.splitlines() if line.startswith("[train] not measured: ")]
+
+    assert job.code == 0
+    assert reasons == [f"[train] not measured: energy: rank 0: no device is sampled: {reason}"]
+    (row,) = rows(job)
+    assert int(row["tokens_processed"]) > 0
+    assert float(row["wall_s"]) > 0
+    assert {row[name] for name in ("energy_J", "avg_power_W", "J_per_token", "E10k_J", "vram_peak_MB")} == {""}
+
+
+def test_counted_tokens_and_gpu_energy_make_the_row(shell, trace):
+    """Tokens of the collator and joules of the GPU: 300 W, so joules are 300 times the seconds; 8 GiB are in use."""
+    trace.write(Gpu("GPU-a", "0:01:00", power=flat(300.0), memory=flat(8.0 * GIB)))
+    job = shell("make PYTHON=python measure-adamw", trace.environment(), device="nvml")
+
+    (row,) = rows(job)
+    tokens, joules = int(row["tokens_processed"]), float(row["energy_J"])
+    assert float(row["avg_power_W"]) == pytest.approx(300.0, rel=0.02)
+    assert joules == pytest.approx(300.0 * tokens / float(row["tok_per_s"]), rel=0.02)
+    assert float(row["J_per_token"]) == pytest.approx(joules / tokens, rel=1e-6)
+    assert (row["vram_peak_MB"], row["vram_avg_MB"]) == ("8192", "8192")
+
+
+COMPARISON = """
+import pandas as pd
+
+df = pd.read_csv('outputs/energy_results.csv')
+
+bnb_runs = df[df['backend'] == 'bnb']
+unsloth_runs = df[df['backend'] == 'unsloth']
+
+print(f"BnB avg efficiency: {bnb_runs['J_per_token'].mean():.3f} J/token")
+print(f"Unsloth avg efficiency: {unsloth_runs['J_per_token'].mean():.3f} J/token")
+print(f"Speedup: {bnb_runs['tok_per_s'].mean() / unsloth_runs['tok_per_s'].mean():.2f}x")
+
+energy_savings = (bnb_runs['E10k_J'].mean() - unsloth_runs['E10k_J'].mean()) / bnb_runs['E10k_J'].mean() * 100
+print(f"Energy savings with Unsloth: {energy_savings:.1f}%")
+
+vram_savings = (bnb_runs['vram_peak_MB'].mean() - unsloth_runs['vram_peak_MB'].mean()) \\
+    / bnb_runs['vram_peak_MB'].mean() * 100
+print(f"VRAM savings with Unsloth: {vram_savings:.1f}%")
+"""
+
+
+def test_file_of_results_is_read_by_pandas(tmp_path):
+    """Means: bnb has 0.06 J/token, 4,000 tokens/s and 9,000 MB; unsloth has 0.03, 8,000 and 6,000."""
+    pytest.importorskip("pandas", reason="needs pandas")
+    for per_token, rate, peak, backend in (
+        (0.05, 3000.0, 8900.0, "bnb"),
+        (0.07, 5000.0, 9100.0, "bnb"),
+        (None, 4000.0, None, "bnb"),  # a run without energy is in no mean of energy
+        (0.03, 8000.0, 6000.0, "unsloth"),
+    ):
+        measured = {"J_per_token": per_token, "tok_per_s": rate, "vram_peak_MB": peak, "backend": backend}
+        if per_token is not None:
+            measured["E10k_J"] = 1e4 * per_token
+        append_row(tmp_path / "outputs" / "energy_results.csv", measured)
+    done = subprocess.run([sys.executable, "-c", COMPARISON], cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    assert done.stderr == ""
+    assert done.stdout.splitlines() == [
+        "BnB avg efficiency: 0.060 J/token",
+        "Unsloth avg efficiency: 0.030 J/token",
+        "Speedup: 0.50x",
+        "Energy savings with Unsloth: 50.0%",
+        "VRAM savings with Unsloth: 33.3%",
+    ]
