@@ -21,7 +21,7 @@ def test_help_of_every_command_shows_examples_in_80_columns(cli, command):
 def test_help_of_run_describes_loops_that_hooks_measure(cli):
     help_text = " ".join(cli.run("run", "--help").stdout.split())
 
-    assert "any other loop with a torch optimizer, are hooked" in help_text
+    assert "any other loop with a torch optimizer are measured" in help_text
     assert "later version" not in help_text
 
 
