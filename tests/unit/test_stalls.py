@@ -222,7 +222,7 @@ def test_rank_that_joined_again_is_not_reported_as_left():
     job.stall({rank: place for rank, place in BEHIND.items() if rank != 3}, from_s=105.0)
 
     (stalled,) = [text for kind, text in job.events() if kind == "stalled"]
-    assert "gone" not in stalled
+    assert "left:" not in stalled
 
 
 def test_new_aggregator_counts_the_time_of_a_stall_once():
