@@ -29,10 +29,16 @@ WITHOUT_NETWORK = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 # --- the energy callback ---
 
-#: The class with the pipeline belongs to the project of the script: here it trains a tiny model, without a login.
+#: The class of the script, with a tiny model in place of a download, and an object in place of the package wandb.
 PIPELINE = """
-import json, time
+import importlib.machinery, json, sys, time
 from pathlib import Path
+from unittest.mock import MagicMock
+
+wandb = MagicMock(__path__=[], __spec__=importlib.machinery.ModuleSpec("wandb", None))  # stands for the package
+sys.modules.update({name: wandb for name in ("wandb", "wandb.sdk", "wandb.sdk.lib", "wandb.sdk.lib.config_util")})
+wandb.ConfigError = ValueError
+
 from effllm.instruments import EnergyTrackingCallback, RobustGPUMonitor
 from effllm.trainer import session
 from transformers import Trainer, TrainerCallback
@@ -45,13 +51,14 @@ class Slow(TrainerCallback):
         time.sleep(0.6)
 
 class Logs(TrainerCallback):
-    "Stands for the callback of W&B, which sends the logs."
+    "Keeps the logs; as the callbacks that send logs, it is before the callback that adds the energy."
     sent = []
     def on_log(self, args, state, control, logs=None, **_):
         self.sent.append(dict(logs))
 
 class LlamaFineTuner:
     def __init__(self, wandb_key, hf_token):
+        wandb.login(key=wandb_key)
         self.gpu_monitor = RobustGPUMonitor(
             sampling_interval=0.5,
             enable_high_precision=True
@@ -66,7 +73,7 @@ class LlamaFineTuner:
             carbon_intensity="document",
             language="pt",
         )
-        arguments = tiny.arguments(max_steps=12, num_train_epochs=1)
+        arguments = tiny.arguments(max_steps=12, num_train_epochs=1, report_to=["wandb", "tensorboard"])
         trainer = Trainer(model=tiny.llama(), args=arguments, train_dataset=rows, data_collator=tiny.collate,
                           callbacks=[Logs(), Slow(), energy_callback])
         trainer.train()
@@ -81,6 +88,7 @@ trainer = fine_tuner.run_complete_pipeline(dataset_path)
 
 fine_tuner.gpu_monitor.stop_monitoring()
 json.dump(Logs.sent, open("logs.json", "w"))
+json.dump([call.args[0] for call in wandb.log.call_args_list], open("wandb.json", "w"))
 tiny.losses(trainer)
 """
 STEP = {"power_avg_w", "energy_per_step_wh", "energy_efficiency", "temperature_avg_c"}
@@ -134,6 +142,24 @@ def test_last_log_has_all_final_values(pipeline):
     assert last["final_energy/energy_per_epoch_kwh"] == pytest.approx(kwh)  # 24 rows in 12 steps are one epoch
     assert last["final_energy/energy_efficiency_score"] == pytest.approx(1000.0 * kwh / 12 / 0.8)
     assert last["final_energy/carbon_footprint_estimate_kg"] == pytest.approx(0.5 * kwh)
+
+
+def charts(folder):
+    """Return the names in the event files of TensorBoard."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    accumulators = [EventAccumulator(str(path)) for path in folder.rglob("events.out.tfevents.*")]
+    return {name for one in accumulators for name in one.Reload().Tags()["scalars"]}
+
+
+def test_trackers_put_train_before_each_key(pipeline):
+    expected = {f"train/energy_step/{name}" for name in STEP}
+    expected |= {f"train/energy_interval/{name}" for name in INTERVAL}
+    expected |= {f"train/final_energy/{name}" for name in FINAL}
+    sent = {name for logs in pipeline.output("wandb.json") for name in logs if "energy" in name}
+
+    assert sent - {"train/energy_step/step", "train/energy_interval/step"} == expected
+    assert expected <= charts(pipeline.folder)
 
 
 def test_four_files_of_a_training_have_one_time(pipeline):
