@@ -281,7 +281,9 @@ class RobustGPUMonitor:
         if not chosen:
             return "this rank has no device that effllm can read"
         reasons = [str(one) for n in chosen for one in devices[n].get("not_measured", ())]  # type: ignore[attr-defined]
-        return next((one for one in reasons if "energy" in one), f"{self.device_name} has no reading of energy here")
+        reasons.sort(key=lambda text: not text.startswith("GPU"))  # why the sensors of the host were read
+        about_energy = (text for text in reasons if text.startswith("GPU") or "energy" in text)
+        return next(about_energy, f"{self.device_name} has no reading of energy here")
 
     def _warn(self, line: str) -> None:
         if line not in self._warned and len(self._warned) < 10:

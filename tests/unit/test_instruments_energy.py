@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -155,6 +156,17 @@ def test_monitor_that_was_not_started_has_no_values():
     assert math.isnan(found.energy_consumed_wh)
     assert math.isnan(found.power_avg_w)
     assert found.samples_count == 0
+
+
+def test_warning_names_the_gpu_that_could_not_be_read(monkeypatch):
+    gaps = ["energy: this machine exposes no RAPL power sensor", "GPU: the NVIDIA driver is not loaded"]
+    monitor = RobustGPUMonitor()
+    host = {"name": "host", "is_gpu": False, "only_power": False, "not_measured": gaps}
+    monkeypatch.setattr(monitor, "_chain", SimpleNamespace(devices=[host]))
+    monitor._spans.append((None, SpanReadings()))
+
+    with pytest.warns(UserWarning, match="energy is not measured: GPU: the NVIDIA driver is not loaded"):
+        monitor.warn_if_unmeasured()
 
 
 def test_files_have_the_documented_names(tmp_path):
