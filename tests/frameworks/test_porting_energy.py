@@ -152,7 +152,7 @@ def charts(folder):
     return {name for one in accumulators for name in one.Reload().Tags()["scalars"]}
 
 
-def test_trackers_put_train_before_each_key(pipeline):
+def test_each_key_in_a_tracker_begins_with_train(pipeline):
     expected = {f"train/energy_step/{name}" for name in STEP}
     expected |= {f"train/energy_interval/{name}" for name in INTERVAL}
     expected |= {f"train/final_energy/{name}" for name in FINAL}
@@ -162,7 +162,7 @@ def test_trackers_put_train_before_each_key(pipeline):
     assert expected <= charts(pipeline.folder)
 
 
-def test_four_files_of_a_training_have_one_time(pipeline):
+def test_names_of_the_four_files_have_the_same_time(pipeline):
     names = sorted(path.name for path in (pipeline.folder / "results").iterdir())
     stamps = {re.fullmatch(r"[a-z_]+_(\d{8}_\d{6})\.json", name)[1] for name in names}
     history = json.loads((pipeline.folder / "results" / names[1]).read_text())
@@ -281,7 +281,7 @@ def test_all_configurations_are_measured_and_compared(shell):
     assert job.code == 0
 
 
-def test_workflow_measures_twice_and_runs_its_own_analysis(shell):
+def test_workflow_measures_two_optimizers_and_prints_their_results(shell):
     job = shell(WORKFLOW)
 
     assert job.stdout.splitlines()[-2:] == ["adamw_torch True", "adafactor True"]
@@ -312,7 +312,7 @@ train:
 """
 
 
-def test_lora_in_bf16_of_a_configuration_is_trained(shell, tmp_path):
+def test_lora_and_bf16_of_a_configuration_are_used_in_the_training(shell, tmp_path):
     pytest.importorskip("peft", reason="needs peft")
     body = yaml.safe_load(SECTIONS_UNSLOTH)
     body["train"] |= {"max_steps": 8, "batch_size": 4}
@@ -367,7 +367,7 @@ def test_missing_nvml_is_reported_and_training_continues(shell, trace, tmp_path,
     assert {row[name] for name in ("energy_J", "avg_power_W", "J_per_token", "E10k_J", "vram_peak_MB")} == {""}
 
 
-def test_counted_tokens_and_gpu_energy_make_the_row(shell, trace):
+def test_row_has_the_counted_tokens_and_the_energy_of_the_gpu(shell, trace):
     """Tokens of the collator and joules of the GPU: 300 W, so joules are 300 times the seconds; 8 GiB are in use."""
     trace.write(Gpu("GPU-a", "0:01:00", power=flat(300.0), memory=flat(8.0 * GIB)))
     job = shell("make PYTHON=python measure-adamw", trace.environment(), device="nvml")

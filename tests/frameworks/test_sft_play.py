@@ -157,7 +157,7 @@ sys.exit(train.main())
 """
 
 
-def test_a_training_that_raises_in_mid_step_appends_no_row(play):
+def test_training_that_fails_during_a_step_appends_no_row(play):
     job = play.start(script=RAISES_IN_STEP_7.format(scripts=str(FOLDER / "scripts"))).wait(100.0)
 
     assert job.code == 1

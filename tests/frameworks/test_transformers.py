@@ -93,7 +93,7 @@ def test_flops_are_computed_from_the_width_of_each_batch(frameworks):
     assert job.ledger.facts["sequence_length"] == round(width, 1)
 
 
-def test_parameters_are_counted_once_for_ranks_in_worlds_of_one(frameworks):
+def test_parameters_are_counted_once_if_each_process_is_rank_0(frameworks):
     """In transformers, each process is rank 0 of a world of one, as with DeepSpeed without ``use_cpu``."""
     code = "import os, torch\ntorch.distributed.init_process_group('gloo')\n"
     code += "[os.environ.pop(name) for name in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE')]\n"
@@ -138,7 +138,7 @@ def test_losses_are_unchanged_to_the_last_digit(frameworks, ranks):
     assert with_it == without
 
 
-def test_al_does_not_include_evaluation_and_checkpoints(frameworks):
+def test_latency_does_not_include_evaluation_and_checkpoints(frameworks):
     """Each evaluation and each checkpoint sleeps for an extra 0.2 s; AL must not include this time."""
     slow = """
 import time
@@ -196,7 +196,7 @@ HAND = "__import__('effllm').EfficientLLMCallback()"
 
 
 @pytest.mark.parametrize("attach", ["0", "1"])
-def test_iterations_are_counted_once_with_a_callback_of_the_script(frameworks, attach):
+def test_iterations_are_counted_once_if_the_script_adds_the_callback(frameworks, attach):
     job = frameworks.run(script(more=f"callbacks=[{HAND}]"), attach=attach)
 
     assert (job.ledger.summary.iterations, job.ledger.summary.samples) == (6, 12)

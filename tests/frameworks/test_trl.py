@@ -144,7 +144,7 @@ def _parameters(folder):
     return json.loads((folder / "summary.json").read_text())["parameters"]
 
 
-def test_generated_tokens_are_counted_and_al_excludes_generation(frameworks):
+def test_generated_tokens_are_counted_and_latency_excludes_generation(frameworks):
     """Each generation sleeps for an extra 0.2 s."""
     slow = """
 inner = trainer.model.generate

@@ -460,7 +460,7 @@ def test_constant_memory_has_no_sampling_error():
     assert sampled(np.ones(100), 8.0 * GIB).devices.memory_error_bytes == 0.0
 
 
-def test_amu_and_pcu_have_errors_in_the_summary():
+def test_mean_memory_and_utilization_have_errors_in_the_summary():
     totals = sampled(np.array([0.0, 1.0] * 50), 8.0 * GIB)
 
     found = metrics.errors(totals, totals)

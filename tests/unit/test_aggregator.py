@@ -302,7 +302,7 @@ def test_values_of_a_late_or_repeated_report_are_counted_once():
 
 
 @pytest.mark.fault("duplicates")
-def test_correction_has_only_the_row_of_the_late_rank():
+def test_correction_has_only_the_report_of_the_late_rank():
     job, _ = late_job()
     job.send(row(1, busy_s=12.0))
     (correction,) = job.aggregator.closed.take()
@@ -323,7 +323,7 @@ def test_late_report_completes_the_energy_of_its_window():
     assert job.summary().energy.by_class == {"iterations": 2000.0}
 
 
-def test_late_report_of_a_covered_window_adds_joules_and_tokens():
+def test_late_report_adds_joules_to_a_window_above_min_coverage():
     job, report = late_job(min_coverage=0.5)
     assert (report.run.energy.joules, report.run.energy.counts.tokens) == (1000.0, 1000)
     job.send(row(1))
@@ -347,7 +347,7 @@ def test_late_rank_on_a_shared_gpu_adds_tokens_and_no_energy():
     )
 
 
-def test_late_row_of_a_rank_completes_the_memory_of_its_host():
+def test_late_report_of_a_rank_completes_the_memory_of_its_host():
     host = gpu("node0", kind="host", is_gpu=False, shared=True)
     job = Job().join(devices=(host,))
     job.send(row(0, devices=(device_window("node0"),)))
@@ -471,7 +471,7 @@ def test_agent_may_send_its_hello_again():
     assert len(job.events("joined")) == 2
 
 
-def test_aggregator_without_a_job_takes_the_first_job():
+def test_aggregator_without_a_job_accepts_the_job_of_the_first_agent():
     aggregator = Aggregator(Config(), "", 1, 0.0)
 
     assert aggregator.hello(hello(0, job="first"), Now(0.0, 0.0)) == ""
@@ -665,7 +665,7 @@ def test_warm_up_iterations_are_rounded_up_to_whole_windows():
     assert closed[0].values["window/aec_watts"] == pytest.approx(200.0)
 
 
-def test_warm_up_seconds_are_iteration_time():
+def test_warm_up_in_seconds_counts_only_iteration_time():
     closed = run_of(Job(warmup="15s").join(), 3, phases_s={"evaluation": 100.0})
 
     # Windows of 10 s and an evaluation: the second window begins at 10 s, within the warm-up of 15 s.
@@ -966,7 +966,7 @@ def test_next_attempt_keeps_sums_and_starts_with_new_ranks():
 
 
 @pytest.mark.parametrize("warmup", ["0", "15s"])
-def test_next_attempt_has_own_warm_up_and_ignores_old_reset(warmup):
+def test_next_attempt_has_its_own_warm_up_and_ignores_an_old_reset(warmup):
     first = Job(1, warmup=warmup).join()
     first.send(row(0, 1), row(0, 2), row(0, 3, reset=True))
     second = Job(1, restore(first.aggregator.snapshot()).next_attempt("job"), warmup=warmup).join()
@@ -1109,7 +1109,7 @@ def test_crash_with_late_reports_loses_and_doubles_no_report(rows, steps, data):
 
 
 @pytest.mark.fault("duplicates")
-def test_waiting_late_rows_are_counted_once_after_a_crash(monkeypatch):
+def test_waiting_late_reports_are_counted_once_after_a_crash(monkeypatch):
     monkeypatch.setattr("effllm.job.aggregator.is_large", lambda world_size: True)
     rows = {rank: [row(rank, window, tokens=1) for window in (1, 2)] for rank in range(2)}
     crashing = CrashingJob(rows, 1.0)
@@ -1276,7 +1276,7 @@ def test_short_aliasing_raises_no_event():
     assert job.events("energy_aliasing") == []
 
 
-def test_relative_error_of_a_hundred_gpus_is_a_tenth():
+def test_relative_error_is_ten_times_smaller_for_100_gpus():
     job = Job(100).join()
     for rank in range(100):
         job.send(uncertain(rank, error_j=400.0))
@@ -1340,7 +1340,7 @@ def test_summary_has_run_values_and_no_window_values():
     assert not [tag for tag in metrics if tag.startswith("window/")]
 
 
-def test_summary_errors_come_from_the_two_outer_edges_of_the_run():
+def test_energy_error_of_a_run_comes_from_its_two_outer_edges():
     job = Job(1).join()
     job.send(*[uncertain(number=number, error_j=40.0) for number in (1, 2, 3, 4)])
     summary = job.summary()
@@ -1444,7 +1444,7 @@ def test_missing_window_gives_energy_coverage_but_no_total_energy(without, reaso
     assert "run_energy/joules_per_token" in summary.metrics, "the same windows in numerator and divisor"
 
 
-def test_total_energy_is_missing_without_one_window_of_a_rank():
+def test_total_energy_is_missing_if_a_rank_lacks_one_window():
     summary = whole_run(without=[(1, 3)]).summary(ended=True)
 
     assert summary.energy.total_joules is None

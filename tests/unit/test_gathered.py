@@ -31,7 +31,7 @@ def merged_of(rows, devices, gathered=None):
     return merge_devices(by_rank, devices, members)
 
 
-def test_sum_and_maximum_of_gauges_are_updated_by_each_arriving_row():
+def test_each_arriving_report_updates_sum_and_maximum_of_gauges():
     rows = [row(1, devices=(read("GPU-1", 70.0),)), row(0, devices=(read("GPU-0", 50.0, 5.0),))]
 
     readings = gathered_of(rows).readings
@@ -74,7 +74,7 @@ def test_running_sums_are_used_if_each_rank_has_one_gpu():
         ("shares of one", [("GPU-0",), ("GPU-1",)], [gpu("GPU-0", shared=True), gpu("GPU-1")]),
     ],
 )
-def test_gauges_are_computed_from_rows_unless_each_rank_has_one_gpu(why, rows, devices):
+def test_gauges_are_computed_from_reports_unless_each_rank_has_one_gpu(why, rows, devices):
     rows = [row(rank, devices=tuple(read(key, 50.0 + rank) for key in keys)) for rank, keys in enumerate(rows)]
     known = {device.key: device for device in devices}
 
@@ -85,7 +85,7 @@ def test_gauges_are_computed_from_rows_unless_each_rank_has_one_gpu(why, rows, d
     assert merged.gpus.gauges["temperature_c"].covered_s == 10.0 * len(gpus), why
 
 
-def test_second_row_of_a_rank_in_a_window_replaces_the_first():
+def test_second_report_of_a_rank_in_a_window_replaces_the_first():
     aggregator = Aggregator(Config(), "job", 1, 0.0)
     for rank in range(2):
         assert aggregator.hello(hello(rank, 2), Now(0.0, 0.0)) == ""

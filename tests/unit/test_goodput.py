@@ -277,7 +277,7 @@ def test_late_reports_count_at_the_time_of_their_windows():
     assert run.goodput().elapsed_s == pytest.approx(100.0)
 
 
-def test_attempt_begins_with_its_earliest_row():
+def test_attempt_begins_with_its_earliest_report():
     # The rank had trained for 8 s when the aggregator started.
     run = Run(1).join().wait(2)
     run.send(0, 1)
@@ -327,7 +327,7 @@ def test_straggling_time_is_at_most_the_kept_time():
     assert run.seconds() == pytest.approx({"straggling": 9.0, "data": 1.0})
 
 
-def test_seconds_of_an_attempt_are_means_over_its_own_world_size():
+def test_seconds_of_an_attempt_are_means_over_the_ranks_of_the_attempt():
     run = Run(3).join().window(1).bye().wait(6).restart(world_size=2).join(offset=10).window(1).bye()
     goodput = run.restart(world_size=3).join(offset=20).window(1).goodput()
 

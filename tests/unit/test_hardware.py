@@ -252,7 +252,7 @@ def test_missing_precision_is_none_and_unknown_precision_is_an_error():
 # --- the order of the rows has no effect ----------------------------------------------------------
 
 
-def test_two_rows_of_one_name_are_rejected():
+def test_two_hardware_rows_with_the_same_name_are_rejected():
     twice = [find("NVIDIA L4"), find("NVIDIA L40"), find("NVIDIA L4")]
 
     with pytest.raises(ValueError, match="NVIDIA L4 and NVIDIA L4 share the name l4"):
@@ -273,7 +273,7 @@ def test_order_of_hardware_rows_does_not_change_the_found_device(words, seed):
 
 
 @pytest.mark.parametrize(("name", "precision", "sparse_tflops"), SPARSE)
-def test_peaks_are_without_sparsity(name, precision, sparse_tflops):
+def test_peaks_do_not_include_sparsity(name, precision, sparse_tflops):
     assert peak_flops_per_s(name, precision) == pytest.approx(sparse_tflops * 1e12 / 2, rel=0.005)
 
 

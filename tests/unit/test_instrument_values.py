@@ -113,7 +113,7 @@ def test_value_is_left_out_before_the_agent_has_its_name():
     assert taken.take(1, ["loss"], 0.0, is_last=False) == {}
 
 
-def test_only_the_first_names_up_to_the_limit_are_kept():
+def test_merged_names_above_the_limit_are_not_kept():
     one = statistics_of([1.0])
     many = merged_by_name({str(number): one} for number in range(values.MAX_NAMES + 5))
 

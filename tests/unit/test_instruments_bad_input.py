@@ -41,7 +41,7 @@ ODD = {
 
 
 @pytest.mark.parametrize("value", ODD.values(), ids=ODD)
-def test_odd_value_never_raises_an_error_and_results_stay_readable(tmp_path, value):
+def test_invalid_value_raises_no_error_and_results_are_readable(tmp_path, value):
     tracker, groups, scores = MetricTracker(), GRPOMetricsTracker(), ScoreDistributionTracker()
     logger, throughput = TrainingLogger(tmp_path, "odd"), ThroughputTracker()
     profiler, memory = ComprehensiveProfiler("cpu"), GPUMemoryProfiler("cpu")

@@ -104,7 +104,7 @@ def test_memory_at_different_places_of_a_loop_is_not_compared(allocator):
     assert not profiler.trend().is_growing
 
 
-def test_leak_is_found_by_rare_checks_alone(allocator):
+def test_leak_is_found_if_memory_is_rarely_checked(allocator):
     profiler = GPUMemoryProfiler("cpu")
     found = []
     for _ in range(12):
@@ -115,7 +115,7 @@ def test_leak_is_found_by_rare_checks_alone(allocator):
     assert not any(found[:8])
 
 
-def test_baseline_formula_is_available_by_name(allocator):
+def test_baseline_formula_is_used_if_it_is_requested_by_name(allocator):
     profiler = GPUMemoryProfiler("cpu")
     profiler.set_baseline()
     allocator.used += 600 * MB

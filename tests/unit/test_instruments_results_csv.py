@@ -198,7 +198,7 @@ def test_memory_of_a_process_is_not_reported_as_vram(tmp_path):
     assert not {"vram_peak_MB", "vram_avg_MB"} & set(results.values)
 
 
-def test_run_that_ends_in_its_warm_up_has_one_reason_for_no_values(tmp_path):
+def test_run_that_ends_in_its_warm_up_has_no_values_and_one_reason(tmp_path):
     results = read_results(run_folder(tmp_path, run={"power_histogram_s": {}}, not_measured=["energy: no sensor"]))
 
     assert results.not_measured == ["the run ended during its warm-up (20 iterations)"]
@@ -218,7 +218,7 @@ def test_reason_of_a_missing_device_is_the_text_of_its_event(tmp_path):
     assert results.not_measured == ["energy: rank 0: no device is sampled: there is no driver"]
 
 
-def test_torn_event_gives_the_general_reason(tmp_path):
+def test_general_reason_is_given_if_the_event_is_torn(tmp_path):
     (tmp_path / "events.jsonl").write_text('{"kind": "agent", "text": "rank 0: no device is sampled: there')
 
     results = read_results(run_folder(tmp_path, run=WITHOUT_ENERGY))

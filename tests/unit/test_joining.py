@@ -90,7 +90,7 @@ def test_windows_of_a_second_are_not_joined():
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.slow
-def test_totals_are_exact_and_edges_are_equal_at_any_speed_of_ranks(seed):
+def test_joined_windows_have_exact_totals_and_equal_edges_on_all_ranks(seed):
     chance = random.Random(seed)
     ranks, last = chance.choice([1, 2, 3]), 160
     job, plain = Job(ranks), Job(ranks, min_window_s=0.0)
@@ -136,7 +136,7 @@ def test_totals_are_exact_and_edges_are_equal_at_any_speed_of_ranks(seed):
         assert numbers[0] == pytest.approx(numbers[1])
 
 
-def test_each_row_is_counted_once_after_a_restart():
+def test_each_report_is_counted_once_after_a_restart():
     job = Job(2)
     rows = {rank: [short(rank, window, final=window == 400) for window in range(1, 401)] for rank in (0, 1)}
     for at in range(0, 230, 10):
@@ -159,7 +159,7 @@ def test_each_row_is_counted_once_after_a_restart():
     assert report.window > 2
 
 
-def test_waiting_rows_are_not_acknowledged():
+def test_waiting_reports_are_not_acknowledged():
     job = Job(2)
     job.send(*(short(0, window) for window in range(1, 121)))
     assert job.aggregator.open.safe() == {0: 0, 1: 0}
@@ -167,7 +167,7 @@ def test_waiting_rows_are_not_acknowledged():
     assert job.aggregator.open.safe() == {0: 100, 1: 100}
 
 
-def test_joined_row_is_acknowledged_after_its_window_closes():
+def test_joined_reports_are_acknowledged_after_their_window_closes():
     job = Job(3)
     for rank in (0, 1):
         job.send(*(short(rank, window) for window in range(1, 101)))
@@ -176,7 +176,7 @@ def test_joined_row_is_acknowledged_after_its_window_closes():
     assert job.aggregator.open.safe() == {0: 100, 1: 100, 2: 100}
 
 
-def test_received_rows_are_reported_after_the_maximum_wait():
+def test_window_closes_with_the_received_reports_after_the_maximum_wait():
     job = Job(2)
     for rank in (0, 1):
         job.send(*(short(rank, window) for window in range(1, 31)))
@@ -186,7 +186,7 @@ def test_received_rows_are_reported_after_the_maximum_wait():
     assert [one.report.iteration_last for one in job.closed()] == [300]
 
 
-def test_all_rows_of_a_late_rank_are_counted():
+def test_all_reports_of_a_late_rank_are_counted():
     job = Job(3)
     for window in range(1, 101):
         job.send(short(0, window))
@@ -227,7 +227,7 @@ def test_rank_with_a_full_buffer_loses_no_report():
     assert job.closed()[-1].report.run.counts.tokens == 1500 * 1000
 
 
-def test_joined_row_has_the_sums_of_the_rows_in_it():
+def test_joined_report_has_the_sums_of_its_parts():
     one = short(0, 1, loss=2.0, own_steps=2, own_median_s=1.0, reset=True, phases_s={"evaluation": 1.0})
     two = short(0, 2, loss=None, own_steps=2, own_median_s=3.0, final=True, losses_not_finite=1, first_not_finite=7)
     device = device_window(
@@ -249,7 +249,7 @@ def test_joined_row_has_the_sums_of_the_rows_in_it():
     assert math.isclose(whole.wall_s, 0.02)
 
 
-def test_missing_row_adds_no_iterations():
+def test_missing_report_adds_no_iterations():
     whole = join([short(0, 1), short(0, 3)], 3)
 
     assert (whole.iterations, whole.iteration_last, whole.tokens) == (20, 30, 2000)

@@ -76,12 +76,12 @@ def test_fast_windows_leave_seven_eighths_of_the_buffers_free():
     assert pace.is_due(0.1, 10_000, is_ending=False)
 
 
-def test_small_worlds_get_no_requests_to_slow_down():
+def test_small_world_has_no_pauses_between_reports():
     assert (pacing.report_every_s(1000), pacing.pause_s(1000), pacing.late_every_s(1000)) == (0.0, 0.0, 0.0)
     assert pacing.report_every_s(1001) > 0
 
 
-def test_maximum_quiet_time_at_the_end_grows_with_the_world_size():
+def test_connection_of_a_quiet_rank_is_tested_later_in_a_large_world():
     assert pacing.quiet_s(1000) <= 1.0 < 2.0 < pacing.quiet_s(10_000)
 
 
@@ -104,7 +104,7 @@ def test_aggregator_with_unread_reports_waits_longer_for_ranks(is_behind, closes
     assert closed_at_s == [closes_at_s]
 
 
-def test_late_rows_are_merged_together_and_joules_are_counted_once():
+def test_late_reports_are_merged_and_joules_are_counted_once():
     aggregator = aggregator_of(RANKS)
     report(aggregator, 1, range(RANKS), 1.0)
     for window in (2, 3):

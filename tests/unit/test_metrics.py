@@ -339,7 +339,7 @@ def test_joules_above_baseline_may_be_negative():
     assert metrics.energy.joules_per_token(idle) == metrics.energy.joules_per_token(TOTALS)
 
 
-def test_list_of_metrics_without_a_chart_is_unchanged():
+def test_metrics_without_a_chart_are_exactly_the_listed_metrics():
     hidden = {entry.name for entry in METRICS.values() if not entry.chart}
 
     assert hidden == {

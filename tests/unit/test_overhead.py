@@ -71,5 +71,5 @@ def test_each_window_has_the_overhead_as_metrics():
     assert metrics.describe("health/recorder_cpu_ratio").unit == "ratio"
 
 
-def test_time_of_a_pair_of_timestamps_is_measured():
+def test_time_needed_for_two_timestamps_is_measured():
     assert 0.0 < pair_s() < 0.01

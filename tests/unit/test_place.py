@@ -66,7 +66,7 @@ def test_slurm_tasks_per_node_give_the_local_world_size():
     assert read_place({**SLURM, "SLURM_NTASKS_PER_NODE": "8(x4)"}).local_world_size == 8
 
 
-def test_job_without_local_world_size_counts_as_several_hosts():
+def test_job_without_local_world_size_is_treated_as_several_hosts():
     assert not read_place({"RANK": "0", "WORLD_SIZE": "2"}).one_host
     assert read_place({"RANK": "0", "WORLD_SIZE": "1"}).one_host
 
@@ -109,7 +109,7 @@ def test_program_in_a_batch_script_or_shell_is_one_rank(step):
     assert place.run_id == "777"
 
 
-def test_number_of_started_slurm_tasks_replaces_the_requested_one():
+def test_started_slurm_tasks_are_used_instead_of_requested_tasks():
     one_node = {**SLURM, "SLURM_NTASKS": "8", "SLURM_NTASKS_PER_NODE": "", "SLURM_STEP_TASKS_PER_NODE": "8"}
 
     assert read_place(one_node).one_host

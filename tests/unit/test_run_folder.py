@@ -544,7 +544,7 @@ def test_every_line_is_written_once_after_a_kill_at_any_call(folder, monkeypatch
     assert 20 <= moment < 199
 
 
-def test_another_job_may_write_equal_window_numbers_into_a_folder(folder):
+def test_windows_of_two_jobs_are_kept_if_their_numbers_are_equal(folder):
     # The first job was killed before it saved a state, so the second job has attempt 1 too.
     RunFolder(folder, {}).write(make_report(100, time_s=150.0), [make_row(start_time_s=100.0)])
     RunFolder(folder, {}).write(make_report(100, time_s=250.0), [make_row(start_time_s=200.0)])

@@ -101,7 +101,7 @@ def test_times_of_a_straggler_are_from_the_reported_window():
     assert slowest.add([0, 1, 2], [0.5, 0.5, 0.7]) == Straggler(2, 0.7, 0.5)
 
 
-def test_rank_is_named_although_each_window_lacks_another_rank():
+def test_slow_rank_is_named_if_each_window_lacks_a_different_rank():
     slowest = Slowest()
     values = {0: 0.5, 1: 0.5, 2: 0.5, 3: 0.6}
     found = []
@@ -112,7 +112,7 @@ def test_rank_is_named_although_each_window_lacks_another_rank():
     assert found[2:] == [Straggler(3, 0.6, 0.5)] * 7
 
 
-def test_zero_own_times_name_no_rank():
+def test_no_rank_is_named_if_an_own_time_is_zero():
     slowest = Slowest()
 
     assert [slowest.add([0, 1], [0.0, 1.0]) for _ in range(5)] == [None] * 5

@@ -93,7 +93,7 @@ def agent():
     agent.board.close()
 
 
-def test_samples_of_a_chain_are_kept_after_the_end_of_a_window(agent):
+def test_samples_of_chained_spans_are_kept_after_the_end_of_a_window(agent):
     agent.ask(0, START_S, START_S)
     agent.run_to(START_S + 20)
     agent.ask(1, START_S, START_S + 20)

@@ -38,7 +38,7 @@ def test_an_iteration_without_a_record_is_idle():
     assert split(5, 25, [], []) == Split(20, 0, 0, 0, 20, {})
 
 
-def test_empty_and_backward_intervals_are_ignored():
+def test_interval_that_does_not_end_after_its_start_is_ignored():
     assert split(0, 10, [(3, 3), (7, 5)], [("pp", 4, 4)]) == Split(10, 0, 0, 0, 10, {})
 
 

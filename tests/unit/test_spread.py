@@ -35,7 +35,7 @@ def test_median_of_an_even_number_of_values_is_the_mean_of_two():
     assert spread_of(np.array([4.0, 1.0, 2.0, 8.0])).median == 3.0
 
 
-def test_spread_is_the_value_for_one_value_and_none_for_no_value():
+def test_quantiles_of_one_value_are_equal_and_no_value_has_no_spread():
     assert spread_of(np.array([7.0])) == Spread(1, 7.0, 7.0, 7.0, 7.0, 7.0)
     assert spread_of(np.array([])) is None
 

@@ -39,7 +39,7 @@ def test_slow_rank_of_1024_is_named_within_three_windows():
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_light_pipeline_stage_names_no_rank(seed):
+def test_no_rank_is_named_for_a_light_pipeline_stage(seed):
     weights = (1.0, 1.0, 1.0, 0.4)  # compared with the light last stage, all other stages would be slow
     job = SynchronousJob(
         32, seed=seed, weight=lambda rank: weights[rank // 8], group=lambda rank: f"trainer stage {rank // 8}"
@@ -60,7 +60,7 @@ def test_slow_rank_of_a_light_stage_is_named_among_its_peers():
     assert (verdict.ranks, verdict.peers) == ((30,), 7)
 
 
-def test_light_stage_without_groups_names_no_rank():
+def test_no_rank_is_named_for_a_light_stage_without_groups():
     weights = (1.0, 1.0, 1.0, 0.4)
     job = SynchronousJob(32, weight=lambda rank: weights[rank // 8])
 
@@ -69,14 +69,14 @@ def test_light_stage_without_groups_names_no_rank():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "windows"), [(8, 40), (64, 20), pytest.param(1024, 12, marks=pytest.mark.long)])
-def test_noise_names_no_rank_in_50_runs(ranks, windows):
+def test_no_rank_is_named_for_noise_in_50_runs(ranks, windows):
     jobs = (SynchronousJob(ranks, seed=seed, jitter=0.01 + 0.02 * (seed % 2)) for seed in range(50))
 
     assert [job.run(windows).named_ranks for job in jobs] == [set()] * 50
 
 
 @pytest.mark.slow
-def test_heavy_tailed_noise_names_no_rank():
+def test_no_rank_is_named_for_heavy_tailed_noise():
     jobs = (SynchronousJob(16, seed=seed, jitter=0.03, iterations=1, tail=0.02) for seed in range(30))
 
     assert [job.run(40).named_ranks for job in jobs] == [set()] * 30

@@ -54,7 +54,7 @@ def test_decoded_message_of_an_agent_equals_the_encoded_message(message):
 
 
 @pytest.mark.parametrize("message", FROM_AGGREGATOR, ids=lambda message: type(message).__name__)
-def test_decoded_message_of_an_aggregator_equals_the_encoded_one(message):
+def test_decoded_message_of_an_aggregator_equals_the_encoded_message(message):
     assert decode_from_aggregator(encode(message)) == message
 
 
@@ -116,14 +116,14 @@ NAN, INFINITE = float("nan"), float("inf")
 
 @pytest.mark.parametrize("bad", [-1, 2**62])
 @pytest.mark.parametrize("field", ["tokens", "tokens_processed", "tokens_loss", "samples", "sequence", "window"])
-def test_row_with_an_impossible_count_is_rejected(field, bad):
+def test_report_with_an_impossible_count_is_rejected(field, bad):
     with pytest.raises(FrameError, match="Expected `int`"):
         decode_from_agent(encode(reports(row(), msgspec.structs.replace(row(), **{field: bad}))))
 
 
 @pytest.mark.parametrize("bad", [NAN, INFINITE, -INFINITE, -1.0])
 @pytest.mark.parametrize("field", ["wall_s", "busy_s", "wait_s", "start_time_s", "loss", "evaluation", "agent_cpu_s"])
-def test_row_with_an_impossible_number_is_rejected(field, bad):
+def test_report_with_an_impossible_number_is_rejected(field, bad):
     if bad == -1.0 and field in ("start_time_s", "loss"):
         bad = NAN  # start_time_s and loss may be negative
     good = row(busy_s=9.0, wait_s=1.0)
@@ -252,7 +252,7 @@ def test_a_full_frame_is_well_below_the_limit():
     assert max(sizes) < 0.6 * MAX_BYTES
 
 
-def test_frames_are_filled_and_a_large_row_is_sent_alone(monkeypatch):
+def test_frames_are_filled_and_a_large_report_is_sent_alone(monkeypatch):
     outbox = Outbox(1000)
     for sequence in range(1, 401):
         outbox.add(row(sequence=sequence))

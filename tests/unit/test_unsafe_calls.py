@@ -112,7 +112,7 @@ def test_searched_files_exist():
         "pandas.read_pickle('f')",
     ],
 )
-def test_unsafe_source_is_found(source):
+def test_unsafe_source_is_reported(source):
     assert unsafe(source)
 
 
@@ -126,5 +126,5 @@ def test_unsafe_source_is_found(source):
         "run(c, shell=False)",
     ],
 )
-def test_safe_source_is_not_found(source):
+def test_safe_source_is_not_reported(source):
     assert not unsafe(source)

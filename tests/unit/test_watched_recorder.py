@@ -117,7 +117,7 @@ def test_no_cuda_event_is_recorded_without_cuda_or_in_a_capture(why):
     assert device.total_ns == 10 * MS
 
 
-def test_graph_capture_loses_the_time_of_one_iteration_only():
+def test_only_the_captured_iteration_has_no_device_time():
     cuda = Cuda()
     device = DeviceTime(cuda)
     cuda.now_ms = 10

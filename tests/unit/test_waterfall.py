@@ -78,14 +78,14 @@ def test_parts_add_up_to_the_time_and_joules_of_all_classes(
     assert (found.joules or 0.0) == pytest.approx(math.fsum(known), rel=1e-9)
 
 
-def test_useful_work_is_the_flops_of_kept_tokens_at_the_peak():
+def test_useful_time_is_the_flops_of_kept_tokens_over_the_peak():
     """Of 100 s of four devices, 25 s are redone; 3e14 tokens need 3e17 FLOPs, that are 300 s at the peak."""
     found = waterfall(goodput(kept=300.0, redone=100.0), totals(3 * 10**14, flops_per_token=1e3))
 
     assert seconds(found) == pytest.approx({"redone": 100.0, "below_peak": 75.0, "useful": 225.0})
 
 
-def test_padding_and_recomputation_are_time_at_the_peak():
+def test_time_of_padding_and_recomputation_is_computed_at_the_peak():
     found = waterfall(
         goodput(kept=400.0), totals(10**14, 15 * 10**13, flops_per_token=1e3, hardware_flops_per_token=4e3 / 3)
     )
@@ -95,7 +95,7 @@ def test_padding_and_recomputation_are_time_at_the_peak():
     )
 
 
-def test_profile_splits_steps_and_stragglers_are_not_counted_twice():
+def test_profiled_steps_are_split_without_counting_stragglers_twice():
     """In profiled iterations, 30 % is exposed communication and 10 % is idle; 20 of 120 s are waits for a straggler."""
     profile = Profile(10, 10.0, exposed_s=3.0, computing_s=6.0)
 

@@ -165,7 +165,7 @@ def iterate(loop, count, step_s=1.0, wait_s=0.5, tokens=100, samples=4):
         loop.end(start_ns + int(step_s * NS), tokens, samples)
 
 
-def test_row_spans_from_the_end_of_the_previous_row_to_its_own_end():
+def test_report_begins_at_the_end_of_the_previous_report():
     with looping(log_interval=2) as loop:
         iterate(loop, 5)
         loop.recorder.finish()
@@ -319,7 +319,7 @@ def test_unix_times_are_shifted_monotonic_times():
     assert rows[0].devices[0].wall == Integrals()
 
 
-def test_peaks_are_the_largest_readings_of_the_row():
+def test_peaks_are_the_largest_readings_of_the_window():
     with looping(log_interval=1) as loop:
         iterate(loop, 2, step_s=2.0, wait_s=0.0)
         samples = [
@@ -420,7 +420,7 @@ def close(value):
 @pytest.mark.slow
 @settings(deadline=None, max_examples=80)
 @given(runs(), st.integers(1, 12))
-def test_each_second_and_joule_of_a_row_is_in_one_class(run, log_interval):
+def test_each_second_and_joule_of_a_report_is_in_one_class(run, log_interval):
     slots, samples, end_ns = run
 
     rows = cut_all(slots, samples, end_ns, log_interval=log_interval)
@@ -440,7 +440,7 @@ def test_each_second_and_joule_of_a_row_is_in_one_class(run, log_interval):
 
 @settings(deadline=None, max_examples=80)
 @given(runs(), st.integers(1, 12))
-def test_rows_cover_the_run_without_gaps(run, log_interval):
+def test_reports_cover_the_run_without_gaps(run, log_interval):
     slots, samples, end_ns = run
 
     rows = cut_all(slots, samples, end_ns, log_interval=log_interval)
@@ -477,7 +477,7 @@ def test_totals_do_not_depend_on_the_length_of_windows(run, log_interval):
 
 @settings(deadline=None, max_examples=50)
 @given(runs(), st.integers(1, 4))
-def test_rows_cut_during_a_run_equal_rows_cut_at_its_end(run, log_interval):
+def test_reports_made_during_a_run_equal_reports_made_at_its_end(run, log_interval):
     slots, samples, end_ns = run
     live, rows = cutter(log_interval), []
     one = series(*samples)
@@ -496,7 +496,7 @@ def test_window_without_phases_has_only_time_of_iterations():
     assert DeviceWindow("GPU-0", wall).iterations == wall
 
 
-def test_phase_names_of_ring_and_rows_are_equal():
+def test_phase_names_of_ring_and_reports_are_equal():
     with looping() as loop:
         for name in ("evaluation", "checkpoint", "other"):
             loop.phase(name, loop.now_ns, loop.now_ns + NS)
@@ -505,7 +505,7 @@ def test_phase_names_of_ring_and_rows_are_equal():
     assert row.phases_s == pytest.approx({"startup": 3.0})
 
 
-def test_row_has_generated_tokens_and_the_generation_phase():
+def test_report_has_generated_tokens_and_the_generation_phase():
     with looping(log_interval=2) as loop:
         for second in range(1, 5):
             loop.start(MADE_NS + second * NS)
