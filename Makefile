@@ -84,7 +84,7 @@ bench-scale: $(VENV)/.ready ## Measure an aggregator with ten thousand ranks
 bench-energy: $(VENV)/.ready $(PEERS)/.ready ## Compare the errors of window energies, of effllm and of other tools
 	@$(BIN)/python -m benchmarks.energy $(ARGUMENTS)
 
-# Ten minutes, on a machine with a GPU.  ARGUMENTS: --keep, --quick, --device 3
+# This takes ten minutes.  ARGUMENTS: --keep, --quick, --device 3
 bench-gpu: $(VENV)/.ready ## Run all measurements on a machine with a GPU
 	@$(BIN)/python -m benchmarks.gpu $(ARGUMENTS)
 

@@ -30,7 +30,7 @@ class Length:
 
     name: str
     seconds: float
-    count: int  # windows in each process
+    count: int  # number of windows in each process
 
     def windows(self, chance: random.Random) -> list[tuple[float, float]]:
         """Return the pause before each window and the window's length, in s."""

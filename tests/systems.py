@@ -30,7 +30,7 @@ class System:
     attached_by: str
     tokens_from: str
     not_tested: str = ""
-    by_hand: str = ""  # runs by hand, outside of the tests
+    by_hand: str = ""  # manual runs, outside of the tests
 
 
 SYSTEMS = {

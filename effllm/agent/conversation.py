@@ -35,9 +35,9 @@ from effllm.records.wire import (
 
 HEARTBEAT_S = 5.0
 HELLO_AGAIN_S = 2.0
-REPORT_EVERY_S = 0.25  # between two frames; a frame has at most 256 reports, enough even for windows of a millisecond
+REPORT_EVERY_S = 0.25  # time between two frames; a frame can have 256 reports, enough for windows of a millisecond
 SEND_AGAIN_S = 0.1
-REPLACED_WITHIN_S = 1.5  # a dead aggregator is replaced within this time; without a replacement, the job is over
+REPLACED_WITHIN_S = 1.5  # maximum time until a dead aggregator is replaced; without a replacement, the job is over
 
 
 class Conversation:

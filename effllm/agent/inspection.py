@@ -33,7 +33,7 @@ class InspectionOrders(Struct, frozen=True):
     rank: int
     trainer: int  # pidfd, or -1
     folder: str  # folder for copies of dumps; empty: no copies
-    name: str  # name of the copies
+    name: str  # name of the copied files
 
 
 class InspectionResult(Struct, frozen=True):

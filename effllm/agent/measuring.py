@@ -21,7 +21,8 @@ from effllm.records.ring import ITERATION, SPAN, STATUSES, STEP, VALUES, Slot
 CALIBRATION_S = 3.0  # maximum wait for a calibration before a window is cut
 LOSS_WAIT_S = 0.5  # maximum wait for the loss of a window, which is recorded after the window's end
 AGAIN_S = 0.05  # seconds between two checks of a sensor that is being calibrated
-FOLD_FROM, FOLD_EVERY_S = 600, 30.0  # more samples than this are folded; seconds between two checks of their number
+#: Samples are folded if a device has more samples than FOLD_FROM; their number is checked every FOLD_EVERY_S.
+FOLD_FROM, FOLD_EVERY_S = 600, 30.0
 
 
 class Measuring:

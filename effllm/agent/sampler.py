@@ -29,8 +29,9 @@ POWER_EVERY_S, MAX_POWER_SHARE = 0.09, 0.003
 SLOW_CALL_S = 0.020
 MAX_INTERVAL_S = 30.0
 NEVER_NS = 2**63 - 1
-#: Weights in the average duration, for a call that is slower and a call that is faster than the average.  The average
-#: stays close to the slow calls.  The last value is the maximum counted duration of a call.
+#: Weights of a new call in the average duration: the first if the call is slower than the average, the second if it is
+#: faster.  So the average stays close to the slow calls.  A call that takes longer than the third value counts as this
+#: value.
 CALL_RISE, CALL_FALL, MAX_COUNTED_S = 0.2, 0.05, 0.2
 #: Duration of an unfinished read after which the device is stale.
 STALE_AFTER_S = 5.0
@@ -63,7 +64,7 @@ class Sampler:
         is_node_sensor: bool = False,
     ) -> None:
         self.device: Device | None = None  # None until the device is open
-        self.unavailable = ""  # reason of a missing device
+        self.unavailable = ""  # reason why no device was opened
         self.is_calibrating = False
         self._open_reader = open_reader
         self._interval_s = interval_s
@@ -74,7 +75,7 @@ class Sampler:
         self._samples: queue.SimpleQueue[Sample | Device] = queue.SimpleQueue()
         # The thread sleeps in this queue's get(): an event with a timeout takes 25 us more per wake-up.
         self._requests: queue.SimpleQueue[Sequence[int]] = queue.SimpleQueue()
-        self._due: list[tuple[int, bool, bool]] = []  # requested times: (time, is first, is last of its request)
+        self._due: list[tuple[int, bool, bool]] = []  # requested times, and whether each begins or ends its request
         self._stopped = False
         self._learns_again = False
         self._failing: dict[str, str] = {}

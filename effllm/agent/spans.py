@@ -24,7 +24,7 @@ from effllm.records.spans import ALONE, NAN, SpanPart
 
 ROLL_S = 60.0
 SETTLED_S = 3.0  # sums end this many seconds before now, so that the energy at their end is final
-MAX_PENDING = 1024  # unanswered requests; older requests are dropped during a hanging device call
+MAX_PENDING = 1024  # maximum number of unanswered requests; during a hanging device call, older ones are dropped
 CALIBRATION_S = 3.0  # maximum wait for a calibration
 
 
@@ -34,7 +34,7 @@ class _Chain:
 
     start_ns: int
     from_ns: int  # end of the sums; the samples after this time are kept
-    sums: dict[str, _Sums] = field(default_factory=dict)  # by the key of the device
+    sums: dict[str, _Sums] = field(default_factory=dict)  # sums of each device, by its key
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Spans:
 
     def __init__(self, board: Board) -> None:
         self._board = board
-        self._pending: deque[Slot] = deque(maxlen=MAX_PENDING)  # in the order of the requests
+        self._pending: deque[Slot] = deque(maxlen=MAX_PENDING)  # unanswered requests, the oldest first
         self._chains: dict[int, _Chain] = {}
         self._devices: list[str] = []  # keys of the devices; a device keeps its position
         self._written: list[dict[str, Any]] = []

@@ -35,7 +35,7 @@ class Trainer:
         self.rank = self.place.rank
         self.pid = facts.trainer_pid
         self.agent = uuid.uuid4().hex[:16]  # identifies the agent in all messages
-        self._address = FoundAddress()  # result of the address search, after the start
+        self._address = FoundAddress()  # result of the search for the aggregator
 
     @property
     def is_first_of_host(self) -> bool:

@@ -59,8 +59,8 @@ class InstrumentValues:
     """
 
     def __init__(self, publish: Callable[[Mapping[str, Any]], bool] = lambda _: True) -> None:
-        self._windows: dict[int, dict[int, _Name]] = {}  # by window and index of the name
-        self._run: dict[str, ValueStatistics] = {}  # by name: all values so far
+        self._windows: dict[int, dict[int, _Name]] = {}  # values of open windows, by window and index of the name
+        self._run: dict[str, ValueStatistics] = {}  # statistics of all values so far, by name
         self._publish, self._published_s = publish, -math.inf
         self._num = self._lost = 0  # values written by the training process; values that were overwritten in the ring
         self._notices: list[str] | None = None  # lines for the user; None before the first value

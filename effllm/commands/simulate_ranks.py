@@ -20,7 +20,7 @@ from effllm.network.descriptors import raise_limit
 from effllm.network.transport import Link, Outbox, make_context
 from effllm.records.wire import Ack, ByeSeen, Heartbeat, Rejected, Reports, Welcome
 
-HEARTBEAT_S = 5.0  # the period of real agents
+HEARTBEAT_S = 5.0  # the period of heartbeats of real agents
 HELLO_AGAIN_S = 10.0  # ten thousand handshakes with keys take a few seconds
 END_S = 30.0
 CONFIRMED_S = 1.5  # real agents wait this long for the last message, which may be lost when the connection ends

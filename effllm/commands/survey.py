@@ -36,7 +36,7 @@ class Cost(Struct, frozen=True):
     read_ms: float | None = None  # median of a device read
     core_share: float | None = None  # share of a core for device reads at the configured interval
     interval_s: float | None = None
-    stamps_us: float | None = None  # time of the training thread per iteration
+    stamps_us: float | None = None  # time that the training thread needs to record an iteration's times
 
 
 class Survey(Struct, frozen=True):

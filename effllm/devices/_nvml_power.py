@@ -134,7 +134,7 @@ class _Offer(NamedTuple):
     scope: str
     counter: tuple[NvmlField, ...]
     powers: tuple[NvmlField, ...]
-    beside: tuple[NvmlField, ...] = ()  # fields of the other scope
+    beside: tuple[NvmlField, ...] = ()  # field with the power of the module
     note: str = ""
 
 

@@ -42,7 +42,7 @@ class _Source(NamedTuple):
 
     method: str | None
     note: str = ""
-    missing: str = ""  # why the device has no source of energy
+    missing: str = ""  # reason why the device has no source of energy
     key: str = ""
 
 

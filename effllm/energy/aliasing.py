@@ -19,7 +19,7 @@ LOCKED, LOCKED_ERROR = 0.25, 0.02
 #: constant length may cancel, or add up to twice the variance.  It is also unknown whether all iterations have equal
 #: power.
 MIN_INFLATION = 1.5
-#: With fewer iterations, a run's rhythm is not measured.
+#: Minimal number of iterations to find whether a run is in step with a sensor.
 MIN_RHYTHM = 64
 #: Variance for one rise and one fall of power per iteration, at random times within a tick: 2 / 12.
 STEPS_J2 = 1 / 6

@@ -149,7 +149,7 @@ class CounterSteps:
         goes_on = is_possible and counter_j != before_j and base.time_ns < before_ns == last.time_ns
         if is_back and not (goes_on and _nearer(counter_j - before_j, since_j - entered_j, expected_j)):
             self._use_again()
-            # Windows that were reported in the meantime keep the variance of power.
+            # Windows that were reported in the meantime keep the variance of integrated power.
             return self._corrected(time_ns, base, since_j, last.variances_j2 - base.variances_j2, COUNTER)
         if goes_on:
             self._left = base

@@ -98,7 +98,8 @@ class EnergyLedger:
         if to_ns <= from_ns:
             return NOT_MEASURED
         covered_s = (to_ns - from_ns - (readings.holes_ns(to_ns) - readings.holes_ns(from_ns))) * NS
-        start, end = self._levels.at(from_ns), self._levels.at(to_ns)  # also for a hole: no joule is reported twice
+        # Both levels are also computed for a hole, so that no joule is reported twice.
+        start, end = self._levels.at(from_ns), self._levels.at(to_ns)
         if covered_s <= 0:
             return NOT_MEASURED
         joules = max(end.joules - start.joules, 0.0)

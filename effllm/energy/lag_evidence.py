@@ -29,7 +29,7 @@ MIN_ERROR_S = 0.0002
 NEAR_S = 0.0003
 #: After the lag was found, or MAX_PROBES reads have not found it, only every Nth edge has a probing read.
 CHECK_EVERY, MAX_PROBES = 16, 256
-#: If bounds contradict each other, they are widened by at least this.
+#: If bounds contradict each other, they are widened by at least this time.
 MIN_SPREAD_S = 0.0001
 #: If a tick is shorter than this, it does not matter which share of the tick is measured.
 MIN_SHARE_TICK_S = 0.005
@@ -106,7 +106,7 @@ class LagEvidence:
         ticks = round(mean)
         part = abs(mean - ticks) + half_width
         if self._bounds_s is None or ticks not in (0, 1) or part > MAX_PART:
-            return None  # also after too few changes, because `part` is infinite
+            return None  # after too few changes, `part` is infinite
         low_s, high_s = (bound_s + ticks * tick_s for bound_s in self._bounds_s)
         if high_s < 0:
             return None  # the power reading changes later than the counter
@@ -135,7 +135,7 @@ class LagEvidence:
         """Bound the lag by the times of two reads with different power."""
         low_s, high_s = -until_s - self._spread_s, -after_s + self._spread_s
         if high_s - low_s >= tick_s:
-            return  # there may have been two changes
+            return  # the value may have changed twice in this time
         if self._bounds_s is None:
             self._restart(low_s, high_s, tick_s)
             return

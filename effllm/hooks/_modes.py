@@ -42,7 +42,7 @@ class EvalMode:
         self._waited_ns = 0  # data wait while the model is in eval mode
         self._marks: tuple[int, ...] = ()
         self._is_in_this = False
-        self._was_in_last = True  # whether the last iteration had a period in eval mode; before the first: True
+        self._was_in_last = True  # whether the last iteration had a period in eval mode; True before the first
 
     def follow(self, parameters: Iterable[Any]) -> None:
         """Set the trained parameters; a module with all these parameters is a model."""

@@ -79,7 +79,7 @@ class Rounds:
             "iteration_start": "the end of the previous optimizer step; the time of torch's DataLoader is excluded",
             **({"parameters_from": "optimizer"} if declares_parameters else {}),
         }
-        # An earlier call of the loop may have set the first iteration; otherwise 1 is assumed.
+        # An earlier call of the loop may have set the number of the first iteration; without such a call, 1 is assumed.
         first = None if collector.is_collecting else 1
         declared = {"iterations_not_measured": 1, "evaluation_in_iterations": True}
         if self._steps.begin(first_iteration=first, facts=facts, is_numbered=first is None, declared=declared):

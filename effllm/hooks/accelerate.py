@@ -39,7 +39,7 @@ def attach_accelerator(module: ModuleType) -> None:
 
 
 def _backward(call: Call) -> None:
-    if call.args[0].sync_gradients:  # otherwise gradients are accumulated without communication
+    if call.args[0].sync_gradients:  # False: gradients are accumulated without communication
         get_metrics_collector().sync_point()
 
 

@@ -71,7 +71,7 @@ def _see_forward(model: Any) -> None:
 
     @functools.wraps(forward)
     def seen(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not is_compiling():  # otherwise the compiler would break its graph here
+        if not is_compiling():  # during compilation, this call would break the compiler's graph
             _GUARD(_LOOP.forward_begins, self, args, kwargs)
         return forward(self, *args, **kwargs)
 

@@ -281,7 +281,8 @@ class RobustGPUMonitor:
         if not chosen:
             return "this rank has no device that effllm can read"
         reasons = [str(one) for n in chosen for one in devices[n].get("not_measured", ())]  # type: ignore[attr-defined]
-        reasons.sort(key=lambda text: not text.startswith("GPU"))  # why the sensors of the host were read
+        # A reason about the GPU comes first, because it explains why the sensors of the host were read.
+        reasons.sort(key=lambda text: not text.startswith("GPU"))
         about_energy = (text for text in reasons if text.startswith("GPU") or "energy" in text)
         return next(about_energy, f"{self.device_name} has no reading of energy here")
 

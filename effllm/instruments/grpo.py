@@ -11,7 +11,7 @@ from effllm.instruments._number import each, number
 from effllm.instruments._statistics import Statistics, std
 from effllm.instruments.tracker import MetricTracker
 
-#: Number of ranks within a group whose mean reward is kept; of a larger group, only the first ranks count.
+#: Maximum number of completions of a group, the best first, in the statistics of rewards by position.
 MAX_RANKS = 256
 
 

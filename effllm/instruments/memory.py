@@ -21,11 +21,11 @@ GB = 1e9
 MAX_TAGS = 32
 #: Maximum number of blocks of measurements in a trend; at this number the blocks are merged in pairs.
 MAX_BLOCKS = 32
-#: Numbers of blocks after the first quarter. A trend needs at least MIN_BLOCKS; from MANY_BLOCKS on, one pair of blocks
-#: in ten may show a decrease.
+#: The first quarter of the blocks is ignored. A trend needs at least MIN_BLOCKS other blocks; from MANY_BLOCKS on, one
+#: pair of blocks in ten may show a decrease.
 MIN_BLOCKS, MANY_BLOCKS = 8, 12
 MIN_TAU = 0.8
-#: The median difference of two blocks must be this share of the mean, because a few jumps of the memory are no leak.
+#: The median difference of two blocks must be at least this share of the mean: a few jumps of the memory are no leak.
 MIN_STEADY = 0.5
 _NORMAL_95 = 1.96
 #: Number of measurements of a tag before its trend is judged, because caches fill in the first iterations.
@@ -39,7 +39,7 @@ class MemoryTrend(NamedTuple):
     growth_bytes: float
     low_bytes: float
     high_bytes: float
-    iterations: float  # from the first judged measurement to the last
+    iterations: float  # number of iterations between the first and the last judged measurement
     is_growing: bool  # whether memory grows steadily, not by a few jumps
 
     @property

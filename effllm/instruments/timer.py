@@ -16,7 +16,7 @@ from effllm.instruments._statistics import MAX_RECENT, NAN, Statistics, percenti
 
 #: Timer of whole iterations; the shares of all other timers are shares of this timer.
 ITERATION = "iteration"
-#: Maximum number of pairs of events of one timer that the device has not reached; further times are not measured.
+#: If a timer has this many pairs of events that the device has not reached, its further times are not measured.
 MAX_PENDING = 256
 MAX_NAMES = 256
 

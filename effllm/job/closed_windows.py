@@ -29,8 +29,8 @@ from effllm.records.rank import Event, RankReport
 
 MIN_DEADLINE_S = 5.0
 RECENT = 8  # number of closed windows that a late report can still complete
-MAX_SCOPE_COVERAGE = 0.5  # scopes with a higher coverage are equivalent: the widest scope is used
-MAX_NAMED = 8  # ranks in the text of an event
+MAX_SCOPE_COVERAGE = 0.5  # of all scopes with a higher coverage, the widest scope is used
+MAX_NAMED = 8  # maximum number of ranks in the text of an event
 
 
 class Closed(NamedTuple):

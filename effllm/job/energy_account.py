@@ -32,7 +32,7 @@ def total_of(amounts: Array) -> EnergyAmount:
 class WindowEnergy(Struct, frozen=True):
     """The energy of one window of the cluster."""
 
-    coverage: float | None  # measured device-seconds over expected device-seconds; None without any sensor
+    coverage: float | None  # measured device-seconds over expected device-seconds; None if there is no sensor
     wall: EnergyAmount
     iterations: EnergyAmount
     phases_j: dict[str, float]
@@ -42,7 +42,7 @@ class WindowEnergy(Struct, frozen=True):
     gpus_wall_j: float = 0.0
     gpus_iterations_j: float = 0.0
     num_owners: int = 0  # devices whose energy belongs to the window
-    lowest_coverage: float = 1.0  # 0 if a device or a rank is missing
+    lowest_coverage: float = 1.0  # coverage of the device with the lowest coverage; 0 if a device or a rank is missing
     num_left: int = 0  # devices whose ranks have left while other ranks train; not in any coverage
 
     @property
@@ -67,7 +67,7 @@ class EnergyTotals(Table):
 
     def __init__(self) -> None:
         super().__init__()
-        self._edges: dict[int, Array] = {}  # by boundary: variances on both sides, or nan
+        self._edges: dict[int, Array] = {}  # by boundary: variances on both sides, nan if not known
         self._newest = 0
 
     def add(self, window: int, keys: Sequence[str], amounts: Array, sign: int = 1) -> None:

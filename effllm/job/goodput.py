@@ -22,8 +22,8 @@ MIN_SHARE, MIN_CLASS_S = 1e-9, 1e-6
 #: Classes without energy, because no agent reports in them.
 UNREPORTED = (RESTART_GAP, IDLE, UNKNOWN)
 
-MAX_OLD_SPANS = 4096  # spans of all attempts except the newest two
-MAX_ATTEMPTS = 1000  # older attempts are merged
+MAX_OLD_SPANS = 4096  # maximum number of spans of all attempts except the newest two
+MAX_ATTEMPTS = 1000  # maximum number of attempts; older attempts are merged
 
 
 class Goodput(Struct):

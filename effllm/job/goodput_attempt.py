@@ -23,8 +23,8 @@ CLASSES = (
 #: Classes of the time in a span.
 PARTS = (KEPT, DATA, STRAGGLING, HANG)
 
-MAX_SPANS = 512  # spans per attempt; at twice this number, pairs of older spans are merged
-MAX_HANGS = 1000  # number of stored hangs that are not in a report yet
+MAX_SPANS = 512  # number of spans after a merge; above twice this number, pairs of older spans are merged
+MAX_HANGS = 1000  # maximum number of windows with stored hangs that are not in a report yet
 
 
 class Span(Struct, array_like=True):
@@ -38,7 +38,7 @@ class Span(Struct, array_like=True):
     data_s: float = 0.0
     straggling_s: float = 0.0
     hang_s: float = 0.0
-    shutdown_s: float = 0.0  # not part of this span's sums; reduced by hangs
+    shutdown_s: float = 0.0  # shutdown time without hangs; not part of this span's sums
     joules: float = 0.0
 
     @property
@@ -86,7 +86,7 @@ class Attempt(Struct):
     """One attempt of the job."""
 
     number: int
-    begin_s: float | None = None  # on the axis of the run
+    begin_s: float | None = None  # start of the attempt on the time axis of the run
     heard_s: float = 0.0  # time of the last message
     end_s: float | None = None
     zero_time_s: float = 0.0  # unix time at position 0 of the axis, by this attempt's clock
@@ -98,13 +98,13 @@ class Attempt(Struct):
     spans: list[Span] = []
     hangs: dict[int, float] = {}  # by window: rank-seconds that are not in a report yet
     hang_at_end_s: float = 0.0  # rank-seconds that were subtracted from the shutdown
-    offset: int = 0  # displayed number minus ordinal
+    offset: int = 0  # displayed number of an iteration minus its ordinal
     offset_at_start: int = 0
     is_numbered: bool = False  # whether the offset was given, not assumed
     first: int = 0  # first and last ordinal of the iterations so far
     last: int = 0
-    reached: int = 0  # largest last ordinal in a BYE
-    idle_s: float = 0.0  # rank-seconds; set at the end of the attempt
+    reached: int = 0  # the largest ordinal of an iteration in a BYE
+    idle_s: float = 0.0  # idle rank-seconds; set at the end of the attempt
     redone_from: float | None = None  # the smallest repeated number, for which `redone` was computed
     redone: Redone = msgspec.field(default_factory=Redone)
 

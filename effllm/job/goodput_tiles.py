@@ -24,7 +24,7 @@ class Axis(Struct):
     now_s: float = 0.0
     time_s: float = 0.0
     at_s: float | None = None
-    is_resumed: bool = False  # another process continues from the stored state
+    is_resumed: bool = False  # whether another process continues from the stored state
 
     def advance(self, now_s: float, time_s: float | None, boot: str = "") -> float | None:
         """Advance to the current time; return the seconds by which the wall clock was set, or ``None``.
@@ -60,12 +60,12 @@ class Tiles(Table):
 
     NAMES = (
         "covered_s",
-        "clock_s",  # position minus time at the same moment: the smallest difference so far
-        "start_s",  # time: start of the first report
-        "end_s",  # time: end of the newest report
-        "begin_s",  # position: start of the first report
-        "heard_s",  # position: sending of the last message
-        "left_s",  # position: receipt of the BYE
+        "clock_s",  # smallest difference so far between the position and the time of one moment
+        "start_s",  # time at the start of the first report
+        "end_s",  # time at the end of the newest report
+        "begin_s",  # position at the start of the first report
+        "heard_s",  # position at the sending of the last message
+        "left_s",  # position at the receipt of the BYE
         "away_s",  # seconds between leaving and rejoining
         "is_broken",  # reports before the first received report were lost, or the rank left and rejoined
         "is_over",  # `end_s` is the end of the rank

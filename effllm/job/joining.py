@@ -48,7 +48,7 @@ class WindowJoiner:
         self._is_new = number == 0
         self._long: dict[int, int] = {}  # rank -> window at which the rank's part is long enough
         self._since_s: float | None = None  # receipt of the first report of the open joined window
-        self._waiting: dict[int, list[RankReport]] = {}  # by rank: reports of one joined window
+        self._waiting: dict[int, list[RankReport]] = {}  # reports of one joined window, by rank
 
     def add(self, row: RankReport, num_ranks: int, closed: int, is_full: bool, now_s: float) -> list[Joined]:
         """Add a report; return the joined reports that are complete now.

@@ -128,7 +128,7 @@ class Ledger(Struct):
     stragglers: dict[str, StragglerVerdict] = {}  # verdicts by ranks, with the total cost
     straggling_s: float | None = None  # wait of each rank for named ranks
     straggling_gpu_s: float = 0.0
-    straggling_j: float | None = 0.0  # None: a part was not measured
+    straggling_j: float | None = 0.0  # None if a part was not measured
     waited: Waited = msgspec.field(default_factory=Waited)  # waits in the last window
     schema_version: int = SCHEMA_VERSION  # version of state.json
     slowest: dict[int, int] = {}  # rank -> number of windows in which this rank was the slowest

@@ -21,10 +21,10 @@ from effllm.job.pacing import is_large
 from effllm.job.presence import Presence
 from effllm.records.rank import RankReport
 
-MAX_PENDING_BYTES = 2 * 2**20  # size of one rank's encoded reports; in memory they take eight times as much
-MAX_LATE = 32  # late windows in one turn: each late window causes a report, which takes about a millisecond
+MAX_PENDING_BYTES = 2 * 2**20  # maximum size of a rank's encoded reports; in memory they take eight times as much
+MAX_LATE = 32  # maximum number of late windows in one turn: each causes a report, which takes about a millisecond
 LATE_WINDOW_S = 0.005  # delay of the next turn per late window
-MAX_CLOSING_ROWS = 1000  # reports of incomplete windows per turn, because outputs must wait during a turn
+MAX_CLOSING_ROWS = 1000  # maximum number of reports of incomplete windows in a turn, in which outputs must wait
 CLOSING_ROWS = 30  # time for closing a window, as a number of reports
 
 
@@ -72,7 +72,7 @@ class OpenWindows:
         self._max_late = MAX_LATE
         self._late_s = -math.inf  # earliest time of the next turn of late reports
         self._closed_s = -math.inf  # time at which the last window closed
-        self.is_closing = False  # other windows may be ready to close in the next `tick`
+        self.is_closing = False  # whether other windows may be ready to close in the next `tick`
 
     # --- inputs ---
 

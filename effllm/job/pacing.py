@@ -9,8 +9,8 @@ from __future__ import annotations
 LARGE_WORLD = 1000  # a world with more ranks is large
 RANKS_PER_S = 1000.0  # acknowledged ranks per second in a large world
 SHARE_OF_BUFFER = 8  # an eighth of an agent's buffer may wait for an acknowledgement
-ENDING_S = 1.0  # after its BYE an agent waits four seconds for the last acknowledgement
-LARGE_PAUSE_S = 0.002  # between two reads of the socket; a wake-up takes more time than a frame
+ENDING_S = 1.0  # maximum wait for a state at the end; after its BYE an agent waits four seconds for its last Ack
+LARGE_PAUSE_S = 0.002  # pause between two reads of the socket; a wake-up takes more time than a frame
 QUIET_S, LARGE_QUIET_S = 1.0, 3.0  # see `quiet_s`; reports may be a second apart
 LARGE_REPORT_EVERY_S = 0.5  # at most two frames a second from each agent of a large world
 

@@ -52,7 +52,7 @@ _COMPLETE = ClusterTotals(
     overhead=Overhead(1.0, 1.0, 1.0, 1, 1),
 )  # fmt: skip
 
-#: The values of fields of `ClusterTotals`, or of fields of its groups, if an input is missing.
+#: Fields of `ClusterTotals` or of its groups, with their values if an input is missing.
 Lack = dict[str, Any]
 
 GAUGES: dict[str, Lack] = {

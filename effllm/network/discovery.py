@@ -90,7 +90,7 @@ def openness(endpoint: str) -> str:
 class RecordSource(Protocol):
     """A place where rank 0 publishes its record and other ranks read the record."""
 
-    key: str  # is part of the signed text, so that the record is valid only in this place
+    key: str  # a part of the signed text, so that the record is valid only in this place
 
     def connect(self) -> bool:
         """Connect without a long wait; ``False`` if a connection is not possible now."""

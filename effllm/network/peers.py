@@ -23,7 +23,7 @@ NO_HELLO_BYTES = 2**20
 MAX_PEERS_WITHOUT_HELLO = 4096
 AGAIN_EVERY_S = 1.0
 AGAIN_FRAMES = 64  # dropped frames are requested again when the peer's allowance is this many frames
-REPORTED_FROM = 3  # two messages without a HELLO make no event: a reconnecting agent may send one
+REPORTED_FROM = 3  # two messages without a HELLO cause no event: a reconnecting agent may send such a message
 
 NO_HELLO, WRONG_RANK, THROTTLED, GARBAGE = "no_hello", "wrong_rank", "throttled", "garbage"
 REJECTED_HELLO = "rejected_hello"

@@ -82,7 +82,7 @@ class Sensor(Struct, frozen=True, array_like=True):
     average_s: Amount = 1.0  # time over which averaged power is a mean
     gain_error: Amount = UNCALIBRATED_GAIN_ERROR  # relative, half-width, 95 %; the same error in all readings
     call_s: Amount = 0.0  # duration of one reading
-    source: Sentence = "assumed"  # or "measured ...", "cached ...", "table ..."
+    source: Sentence = "assumed"  # source of these values: "assumed", "measured ...", "cached ..." or "table ..."
 
 
 class Device(Struct, frozen=True):
@@ -105,8 +105,8 @@ class Device(Struct, frozen=True):
     energy_method: Word | None = None  # one of METHODS, or None: not measured
     power_scope: Word | None = None  # GPU, MODULE, CPU or NODE_PSU
     not_measured: Sentences = ()  # a sentence for each quantity that this device cannot measure
-    energy_key: Word = ""  # shared by all devices that report the energy of one module; else empty
-    energy_note: Sentence = ""  # how energy is derived if it is not read directly: "3/7 of its GPU's, ..."
+    energy_key: Word = ""  # common to all devices that report the energy of one module; empty for other devices
+    energy_note: Sentence = ""  # derivation of the energy, if it is not read directly: "3/7 of its GPU's, ..."
     sensor: Sensor = Sensor()
     driver: Word = ""  # name and version of the interface to the device
     only_power: bool = False  # whether this is a power sensor of the node, without memory and utilization

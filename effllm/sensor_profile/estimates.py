@@ -21,7 +21,7 @@ from effllm.sensor_profile.record import LoadEdge, Ratio, Response, Rhythm
 
 #: If more than this share of the reads shows a new value, the reading is continuous.
 CONTINUOUS = 0.6
-#: If the times of changes deviate from a regular grid by more than this share of the period, they have no rhythm.
+#: If the times of changes deviate from a regular grid by more than this share of the period, they are irregular.
 MAX_JITTER = 0.15
 #: If the ticks' jitter is larger, the measured length of each tick is used instead of the period.
 REGULAR_S = 0.001

@@ -64,7 +64,7 @@ class SensorEvidence:
         self._load, self._edges = "", 0
         self._responses: dict[str, Response] = {}
         self._ratios: dict[str, Ratio] = {}
-        self._shift_s = 0.0  # how much later than the counter the power reading is
+        self._shift_s = 0.0  # delay of the power reading relative to the counter
         self._loaded: State | None = None
         self._is_held: bool | None = None
         self._counter = _analysed(idle.series("energy_j"), is_counter=True)

@@ -90,7 +90,7 @@ class TorchLoad:
         """
         orders, self._orders = os.pipe()
         self._answers, answers = os.pipe()
-        environ = {**this_process(), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}  # the process is not measured
+        environ = {**this_process(), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}  # effllm does not measure this process
         if self._device:
             environ["CUDA_VISIBLE_DEVICES"] = self._device
         try:

@@ -33,8 +33,8 @@ class Response(Struct, frozen=True):
 
     window_s: float
     window_error_s: float  # 95 % half-width, as of `middle_error_s`
-    ends_s: float  # from the end of the window until the value is shown
-    middle_s: float  # from the middle of the window until the value is shown
+    ends_s: float  # time from the end of the window until the value is shown
+    middle_s: float  # time from the middle of the window until the value is shown
     middle_error_s: float
     fit: float  # share of the reading's variance that the load explains: r^2
     idle_w: float  # power of the idle GPU, by the fitted model
@@ -77,7 +77,7 @@ class State(Struct, frozen=True):
     sm_clock_hz: float | None = None
     memory_clock_hz: float | None = None
     temperature_c: float | None = None
-    throttled: dict[str, float] = {}  # by reason, the share of reads with this reason
+    throttled: dict[str, float] = {}  # reason -> share of reads with this reason
 
 
 class BoardFacts(Struct, frozen=True):
@@ -106,7 +106,7 @@ class SensorProfile(Struct, frozen=True):
     power_response: Response | None = None
     average: Rhythm | None = None
     average_response: Response | None = None
-    usage: Rhythm | None = None  # rhythm of nvmlDeviceGetPowerUsage: instant or averaged power, by board
+    usage: Rhythm | None = None  # changes of nvmlDeviceGetPowerUsage; some boards return averaged power
     usage_response: Response | None = None
     power_is_held: bool | None = None  # whether power is the mean of the counter's last tick
     ratios: dict[str, Ratio] = {}  # ratio of counter to integrated power: idle, loaded, switched

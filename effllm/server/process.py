@@ -194,7 +194,8 @@ class Server:
         refused = self._admission.hello(peer, message, objection, is_trainer_gone, now)
         if refused is None:
             self._has_learned = True
-            if self._facts.learn(message) and is_large(message.world_size):  # done before the first windows
+            # Garbage is collected before the first windows.
+            if self._facts.learn(message) and is_large(message.world_size):
                 self._collect()
             if not self._has_begun:  # the state shows this attempt, even if it is killed before its first window
                 self._has_begun = True

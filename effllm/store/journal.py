@@ -22,7 +22,7 @@ MAX_WAITING_BYTES = 32 * 2**20
 _AT_ONCE_BYTES = 2**20
 _BACK_BYTES = 2**12
 
-_encoder = msgspec.json.Encoder(enc_hook=str)  # facts may contain paths and similar types
+_encoder = msgspec.json.Encoder(enc_hook=str)  # facts may contain types that JSON lacks, such as paths
 
 
 class Journal:

@@ -293,7 +293,7 @@ def outliers(rows: Sequence[RankReport]) -> list[RankReport]:
     return [rows[at] for at in sorted(farthest.tolist()) if far[at] > OUTLIER_Z]
 
 
-_encoder = msgspec.json.Encoder(enc_hook=str)  # facts may contain paths and similar types
+_encoder = msgspec.json.Encoder(enc_hook=str)  # facts may contain types that JSON lacks, such as paths
 
 
 def _pretty(value: Any) -> bytes:

@@ -56,7 +56,7 @@ class Recorder:
         self._end_ns = 0  # 0 until the first iteration has ended
         self._made_ns = time.monotonic_ns()
         self._own_ns = self._arrival_ns = 0  # own time before the sync point, and time of the sync point
-        self._boundary = False  # a window has ended and the next iteration has not started
+        self._boundary = False  # whether a window has ended and the next iteration has not started
         self._step_ns = self._wait_ns = 0
         self._counters = RunningCounts()
         self._phases = Phases()

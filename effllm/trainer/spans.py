@@ -49,7 +49,7 @@ class SpanChain:
         self._parts: dict[int, list[SpanPart]] = {}
         self._spans: list[AnsweredSpan] = []
         self.devices: list[dict[str, object]] = []  #: facts of the devices, by `SpanPart.device`
-        self.lost = 0  #: number of requests whose request or answer was overwritten before it was read
+        self.lost = 0  #: number of lost requests: the request or its answer was overwritten before it was read
 
     @property
     def waiting(self) -> int:

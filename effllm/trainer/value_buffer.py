@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from effllm.records.ring import MAX_VALUES, RingWriter
 
-#: Records of values after which the agent is woken, so that it reads the ring before records are overwritten.  By
+#: After this many records of values, the agent is woken, so that it reads the ring before records are overwritten.  By
 #: default, the ring has 1,000 slots.
 WAKE_RECORDS = 250
 

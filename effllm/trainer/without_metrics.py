@@ -8,7 +8,7 @@ import sys
 
 _reason = ""
 _is_registered = False
-_has_run = False  # metrics were collected, or failed to start on a rank other than 0
+_has_run = False  # whether metrics were collected, or failed to start on a rank other than 0
 
 
 def suggest_at_exit(reason: str) -> None:

@@ -199,7 +199,7 @@ def test_reports_lost_with_a_killed_aggregator_are_counted(run, disk):
     jobs.until(lambda: "cannot be written" in job.stdout)
     more_blocks(job, 30)  # if 20 windows wait for the disk, reports are acknowledged before they are written
     (server,) = job.find("effllm.server.process")
-    os.kill(job.process.pid, signal.SIGSTOP)  # otherwise the outbox overflows if the next aggregator starts slowly
+    os.kill(job.process.pid, signal.SIGSTOP)  # a running job could fill the outbox before the next aggregator starts
     os.kill(server, signal.SIGKILL)
     jobs.until(lambda: not psutil.pid_exists(server))
     unwritten = blocks(job) - ledger.num_windows

@@ -209,7 +209,7 @@ def test_final_report_of_a_training_is_portuguese(pipeline):
 
 # --- the energy log of fine-tuning ---
 
-#: The loop over all configurations, and then the comparison of their rows.
+#: Commands that run all configurations, and then compare their lines of the results file.
 ALL_CONFIGURATIONS = """
 for config in configs/run_*.yaml; do
     echo "Testing $config"

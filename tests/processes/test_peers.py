@@ -355,7 +355,7 @@ def test_throttled_rank_resends_dropped_reports(launch, hand_agent):
     agent.send(reports(*rows[:10]))
     agent.receive("Ack")
 
-    agent.send(*[MAGIC + b"\xc1"] * 3000)  # above the burst limit of 528 frames
+    agent.send(*[MAGIC + b"\xc1"] * 3000)  # more frames than the burst limit of 528
     agent.send(reports(*rows[10:]))
 
     def must_send_again():

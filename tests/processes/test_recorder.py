@@ -140,8 +140,8 @@ COMMANDS = st.tuples(st.integers(0, 5), st.sampled_from(["start", "end", "evalua
 @settings(deadline=None, max_examples=200)
 @given(st.lists(COMMANDS, max_size=60))
 def test_every_nanosecond_is_assigned_to_exactly_one_class(commands):
-    # The test computes the classes itself: it sums up time until the end of an iteration shows the class of this time,
-    # which is wait, step or start-up.
+    # The test computes the classes itself.  It adds up time until an iteration ends.  Only then the class of this time
+    # is known: wait, step or start-up.
     phases, between, inside, step, wait, startup = {}, 0, 0, 0, 0, 0
     started = ended = False
     open_phases = []

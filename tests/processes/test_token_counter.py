@@ -13,7 +13,7 @@ from effllm.instruments.token_counter import CountingCollator  # noqa: E402
 
 pytestmark = jobs.needs_torch
 
-ROWS = [[1] * (1 + i % 5) for i in range(30)]  # each row has 1 to 5 tokens; all rows have 90 tokens
+ROWS = [[1] * (1 + i % 5) for i in range(30)]  # each row has 1 to 5 tokens; all rows together have 90 tokens
 
 
 def padded(rows):

@@ -32,7 +32,8 @@ with Path(given.meeting).open("r+b") as file:
 
 def all_reduce(iteration):
     if rank == 0 and iteration >= given.iterations and (not given.until or given.until.exists()):
-        struct.pack_into("<q", counters, 8 * world_size, iteration)  # all ranks read this, as the counter is later
+        # All ranks read this value, because the counter of rank 0 is written later.
+        struct.pack_into("<q", counters, 8 * world_size, iteration)
     struct.pack_into("<q", counters, 8 * rank, iteration)
     while min(struct.unpack_from(f"<{world_size}q", counters)) < iteration:
         time.sleep(0.0005)

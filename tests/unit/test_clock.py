@@ -91,7 +91,7 @@ def test_unsolicited_answer_is_ignored():
     clocks = Exchanges(2)
     clocks.ask(1 * S)
 
-    assert not clocks.add(2 * S, 0, 0, 3 * S)  # no question at 2 s
+    assert not clocks.add(2 * S, 0, 0, 3 * S)  # there was no question at 2 s
     assert not clocks.add(1 * S, 5, 4, 3 * S)  # the answer's time is before the receive time
     assert not clocks.add(1 * S, 4, 5, 3 * S)  # second answer to the question at 1 s
     assert clocks.offset(3 * S) is None

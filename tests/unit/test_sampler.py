@@ -200,7 +200,7 @@ def test_samples_are_at_random_times_within_their_intervals(start, wake):
     assert phases[0] < 0.25
     assert phases[-1] > 0.75
     assert sum(0.25 < phase < 0.75 for phase in phases) > 10
-    # One sample in each interval; a busy machine may skip intervals.
+    # There is one sample in each interval; a busy machine may skip intervals.
     assert (taken[-1].time_ns - taken[0].time_ns) / len(taken) > 0.015 * NS
 
 

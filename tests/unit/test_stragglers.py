@@ -103,7 +103,7 @@ def test_ranks_of_a_slow_node_are_named_in_one_line():
 
 
 def test_no_rank_is_named_if_half_of_its_group_is_slow():
-    # The reference is more than half of the ranks; two equal halves give no reference.
+    # The reference must have more than half of the ranks, so two equal halves give no reference.
     assert SynchronousJob(16, slow=slowed(set(range(8, 16)))).run(20).named_ranks == set()
 
 

@@ -99,7 +99,7 @@ def test_late_device_causes_no_wait_and_no_new_cuda_events():
     step(device, cuda, 210, 217)
     step(device, cuda, 220, 227)
 
-    # Events were recorded in four iterations of 5 ms, but not in 16; then one iteration of 7 ms was read.
+    # Events were recorded in 4 of the 20 iterations of 5 ms; then one iteration of 7 ms was read.
     assert (device.iterations, device.total_ns) == (MAX_PENDING + 1, 27 * MS)
     assert cuda.made == 2 * MAX_PENDING
 
@@ -235,7 +235,8 @@ def test_device_times_belong_to_the_window_of_their_reading():
         made.recorder.finish()
         first, second, rest = rows(made.reader.read())
 
-    # Iteration n takes 100 + n ms and is read at the end of iteration n + 1: the windows have (1), (2, 3), (4).
+    # Iteration n takes 100 + n ms and is read at the end of iteration n + 1.  So the windows have the iterations (1),
+    # (2, 3), (4).
     assert [row.device_steps for row in (first, second, rest)] == [1, 2, 1]
     assert [row.device_step_s for row in (first, second, rest)] == [approx(0.101), approx(0.205), approx(0.104)]
 

@@ -33,7 +33,7 @@ class Origin:
 class Hardware:
     """One device as the driver counts devices: a GPU, or one die of a module with two dies."""
 
-    names: tuple[str, ...]  # the first is the driver's name
+    names: tuple[str, ...]  # the first name is the name that the driver uses
     architecture: str
     flops_per_s: Mapping[str, float]  # by precision; unsupported and unpublished precisions are left out
     memory_bytes: int

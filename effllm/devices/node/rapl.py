@@ -124,7 +124,7 @@ def mirrors(counters: Sequence[Counter], pause: Callable[[float], None]) -> set[
         now = _read_twice(counters)
         for (one, other), moves in list(pairs.items()):
             size = counters[one].range
-            least = now.first[one] - last.second[one]  # `one` counted between `least` and `least + width`
+            least = now.first[one] - last.second[one]  # `one` increased by `least` to `least + width`
             width = (now.second[one] - now.first[one]) % size + (last.second[one] - last.first[one]) % size
             counted = (now.first[other] - last.first[other]) % size
             if (counted - least) % size <= width:

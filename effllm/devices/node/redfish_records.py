@@ -120,5 +120,5 @@ class SensorResource(Struct):
 
     value: float | None = field(name="Reading", default=None)
     interval: str | None = field(name="SensingInterval", default=None)
-    accuracy: float | None = field(name="ReadingAccuracy", default=None)  # in the unit of the reading
+    accuracy: float | None = field(name="ReadingAccuracy", default=None)  # maximum error, in the unit of the reading
     accuracy_percent: float | None = field(name="Accuracy", default=None)

@@ -67,7 +67,7 @@ class Power(NamedTuple):
     watts: float
     joules: float | None = None  # running total, if there is a counter
     step_j: float = 0.0  # resolution of the counter
-    sensors: tuple[str | None, ...] = (None,)  # path of the sensor of each summand, or None
+    sensors: tuple[str | None, ...] = (None,)  # path of each summand's sensor; None if not known
 
 
 class Source(Protocol):

@@ -101,7 +101,7 @@ class Hang:
         self._windows: dict[str, deque[tuple[int, float]]] = {}  # by role: windows and their seconds per iteration
         self._durations_s: dict[str, deque[float]] = {}  # by role: seconds per iteration before the first window
         self._max_phase_s: dict[str, float] = {}  # by phase
-        self._two_more_s = 0.0  # a rank has ended two iterations since this time
+        self._two_more_s = 0.0  # the latest time after which a rank has ended two iterations
         self._moved_s = 0.0  # time of the last progress of any rank
         self._next_check_s = self._next_alone_s = 0.0
         self._checked_s = 0.0

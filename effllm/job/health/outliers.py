@@ -26,13 +26,13 @@ SHORTEST_S = 1e-9
 FLOOR = 0.01
 #: In a group of two ranks, a rank is an outlier if it takes longer than its peer by this share.
 PAIR = 0.2
-#: A rank is named if it was an outlier in 3 of the last 5 windows, or in more if noise often makes outliers.
+#: A rank is named if it was an outlier in 3 of the last 5 windows; if noise often causes outliers, in more windows.
 PERSIST, WINDOWS = 3, 5
 #: Maximum number of ranks that noise may name per window; the required number of outliers depends on this limit.
 FALSE_ALARMS = 1e-6
 #: Number of windows over which outliers by chance are counted.
 HISTORY = 50
-#: Number of assumed windows with one outlier, added to the count: a few windows without outliers prove little.
+#: One outlier in this many judgements is added to the counts: a few windows without outliers prove little.
 ASSUMED = 100
 #: Groups smaller than this use the scatter of several windows: the scatter of a few values may be small by chance.
 FEW = 64
@@ -62,8 +62,9 @@ class OutlierTrack:
 
     def __init__(self) -> None:
         self.looks: deque[Look] = deque(maxlen=WINDOWS)
-        self._flags: deque[tuple[int, tuple[int, ...]]] = deque(maxlen=HISTORY)  # number of judged ranks; the outliers
-        self._scatter: deque[NDArray[np.float64]] = deque(maxlen=WINDOWS)  # for small groups, as shares of base_s
+        self._flags: deque[tuple[int, tuple[int, ...]]] = deque(maxlen=HISTORY)  # (number of judged ranks, outliers)
+        # Only for small groups: the scatter of each window, as shares of base_s.
+        self._scatter: deque[NDArray[np.float64]] = deque(maxlen=WINDOWS)
 
     def look(
         self,

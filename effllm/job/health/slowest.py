@@ -60,7 +60,7 @@ class Slowest:
         is_slow = self._is_slow(known)
         # Outputs show the values of this window, so the rank must be slower in this window too.
         named = [at for at in np.flatnonzero(is_slow & (shares > 0)).tolist() if ranks[at] not in skipped]
-        is_half = len(values) > 2 and 2 * int(is_slow.sum()) >= len(values)  # if so, no rank is named
+        is_half = len(values) > 2 and 2 * int(is_slow.sum()) >= len(values)  # then no rank is named
         if not named or is_half:
             return None
         history = np.array([_aligned(known, *one) for one in self._last])

@@ -14,7 +14,7 @@ from effllm.records.clock import Now
 from effllm.records.rank import Event, RankReport
 from effllm.records.wire import Heartbeat, Hello, Stack
 
-MAX_STACKS = 100  # stack files per aggregator
+MAX_STACKS = 100  # maximum number of stack files per aggregator
 ANSWER_S = 30.0  # timeout of a request for a stack
 
 
@@ -39,7 +39,7 @@ class Stalls:
         self._hang = Hang(config.stall_seconds, ledger.iteration_s())
         self._roster, self._ledger, self._report = roster, ledger, report
         self._shown_minus_ordinal: int | None = None
-        self._asked: dict[int, float] = {}  # ranks with a requested stack, and the deadline of the answer
+        self._asked: dict[int, float] = {}  # rank with a requested stack -> deadline of the answer
         self._tops: dict[int, str] = {}  # innermost frame of each received stack
         self._to_ask: list[int] = []
         self._files: list[StackFile] = []

@@ -10,7 +10,7 @@ from effllm.job.health.outliers import Look
 from effllm.records.job import DATA_WAIT, StragglerVerdict
 from effllm.records.rank import DeviceWindow, RankReport
 
-MAX_POWERS = 1024  # ranks whose power is read per window
+MAX_POWERS = 1024  # maximum number of ranks whose power is read in a window
 
 
 def waiting_w(peers: PeerGroups, rows: Sequence[RankReport], named: Collection[int]) -> float | None:

@@ -8,7 +8,7 @@ from effllm.job.health.diagnosis import UNKNOWN
 from effllm.records.job import ARRIVAL, DATA_WAIT, StragglerVerdict
 from effllm.records.rank import Event
 
-MAX_LINES = 8  # events per kind and window; further verdicts are only counted
+MAX_LINES = 8  # maximum number of events per kind and window; further verdicts are only counted
 
 
 def events_of(

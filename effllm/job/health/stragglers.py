@@ -49,7 +49,7 @@ class _Named(Struct):
     """A current verdict."""
 
     verdict: StragglerVerdict
-    lows: deque[bool]  # for each of the last windows: whether z was low
+    lows: deque[bool]  # whether z was low, for each of the last windows
 
 
 class Stragglers:

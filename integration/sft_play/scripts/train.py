@@ -118,7 +118,7 @@ def build(settings: Settings, tensorboard: bool) -> Any:
 def _arguments(kind: Any, **values: Any) -> Any:
     try:
         return kind(**values)
-    except ValueError as error:  # such as an unknown optimizer, or bf16 on hardware without bf16
+    except ValueError as error:  # a wrong setting, such as an unknown optimizer
         raise WrongSettings(f"train: {str(error).splitlines()[0].partition(', please')[0]}") from error
 
 
