@@ -71,7 +71,7 @@ def metric_table():
 
 @pytest.fixture(autouse=True)
 def no_process_is_left(clean_environment, no_shared_memory_is_left):
-    """Fail a test if its processes remain; after their end, the other fixture searches for shared memory."""
+    """Fail a test if its processes remain; `no_shared_memory_is_left` runs after their end."""
     before = set(jobs.processes_of_session())
     yield
     left = jobs.wait_until_gone(lambda: set(jobs.processes_of_session()) - before, jobs.GONE_WITHIN_S)

@@ -1,7 +1,7 @@
 """Jobs of real processes: starts them, finds their processes, reads their output.
 
-Every process of a test has two tokens in its environment, one of the test session and one of its job. By the tokens,
-tests also find agents and aggregators, which run in separate process sessions.
+Every process of a test has two tokens in its environment, one of the test session and one of its job. With these
+tokens, tests also find agents and aggregators, which run in separate process sessions.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def make_run(folder: Path | None = None, stdout: Any = None, **changes: Any) -> 
 
 
 def make_totals(**keys: Any) -> ClusterTotals:
-    """Return totals with these values; the keys are those of windows-*.jsonl and of the job's constants."""
+    """Return totals with these values; the keys are the same as in windows-*.jsonl and in the job's constants."""
     return totals_of(keys)
 
 

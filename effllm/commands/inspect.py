@@ -1,4 +1,4 @@
-"""``effllm inspect``: where the device time of a finished or running job went."""
+"""``effllm inspect``: the parts of the device time of a finished or running job."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def is_on(text: str) -> bool:
 
 
 def is_unclear(text: str) -> bool:
-    """Whether the text of a switch is neither on, off nor empty."""
+    """Whether the text of a switch has another value than on, off or empty."""
     return text.strip().lower() not in (*_ON, *_OFF, "")
 
 

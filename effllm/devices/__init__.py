@@ -116,7 +116,7 @@ def open_gpu(name: str, site: Site) -> Reader:
     """Open the device ``name``.  For ``auto``, open a GPU of any vendor, never the host.
 
     Raises:
-        DeviceUnavailable: see `open_device`; for ``auto``, the reason is that of the vendor whose driver is loaded.
+        DeviceUnavailable: see `open_device`; for ``auto``, the reason is for the vendor whose driver is loaded.
     """
     if name != "auto":
         return open_device(name, site)

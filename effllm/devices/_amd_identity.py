@@ -83,7 +83,7 @@ def _identify(smi: Any, handle: Any) -> Processor:
 def list_processors(smi: Any) -> list[Processor]:
     """Return all processors in HIP's order.
 
-    HIP's order is that of the driver's KFD nodes, not that of AMD SMI (pytorch#178398).  ROCm 6.4 reports HIP's number,
+    HIP's order is the order of the driver's KFD nodes, not of AMD SMI (pytorch#178398).  ROCm 6.4 reports HIP's number,
     ROCm 6.3 the node's number.  For earlier releases the PCI bus order is used; on most machines it is the same order.
     """
     found = []

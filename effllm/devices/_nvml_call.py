@@ -44,7 +44,7 @@ def repoint(handle: Any, found: Any) -> None:
 
 
 def why(code: int, number: int) -> str:
-    """Return why an answer is invalid: the text of its return code, or a description of its wrong number."""
+    """Return the reason why an answer is invalid: the text of its return code, or a description of its wrong number."""
     if code:
         return str(pynvml.NVMLError(code))
     if number in (MAX_VALUE_32 + 1, MAX_VALUE_64 + 1):

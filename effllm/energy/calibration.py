@@ -202,7 +202,7 @@ def with_power_seen(sensor: Sensor, samples: Sequence[Sample]) -> Sensor:
 
 
 def _contradiction(sensor: Sensor, seen: Seen, same_tick: float = SAME_TICK) -> str:
-    """Return how measurements contradict a cached sensor; empty if they do not."""
+    """Return the contradiction between measurements and a cached sensor as text; empty if they agree."""
     if seen.tick is None or seen.tick[1] > LOOSE_TICK * seen.tick[0]:
         return ""
     tick_s, error_s = seen.tick
@@ -265,7 +265,7 @@ def kept_lag_s(folder: Path, device: Device) -> float | None:
 
 
 def keep_lag(folder: Path, device: Device, lag_s: float) -> str:
-    """Store the lag found in this run; return how it contradicts an earlier run's lag, empty if it does not."""
+    """Store the lag found in this run; return the contradiction to an earlier run's lag as text, or an empty text."""
     kept = load(folder, device.name, device.driver)
     if kept is None:
         return ""
@@ -279,7 +279,7 @@ def keep_lag(folder: Path, device: Device, lag_s: float) -> str:
 
 
 def store_unless_profiled(folder: Path, calibration: Calibration) -> None:
-    """Store a calibration.  One without a measured lag does not replace a fresh one with a measured lag."""
+    """Store a calibration; without a measured lag, it does not replace a fresh calibration with a measured lag."""
     now = load(folder, calibration.name, calibration.driver)
     if now is None or calibration.measured_lag or not (now.measured_lag and now.is_fresh()):
         store(folder, calibration)

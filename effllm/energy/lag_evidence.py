@@ -36,7 +36,7 @@ MIN_SHARE_TICK_S = 0.005
 
 
 def measures_whole_tick(device: Device) -> bool:
-    """Return whether the hardware table says that this model's sensor measures during the whole tick."""
+    """Return whether this model's sensor measures during the whole tick, according to the hardware table."""
     row = hardware.find(device.name)
     return row is not None and row.sensor.duty == 1.0
 

@@ -131,7 +131,7 @@ class SensorTiming:
         return (self.sensor.lag_error_s**2 + phase_s**2) / 3
 
     def reach_ns(self, max_gap_ns: int) -> int:
-        """Return how long a power reading is valid: until the sensor's next update, or until the next reading."""
+        """Return the time for which a power reading is valid: until the sensor's next update or the next reading."""
         if self.method == COUNTER:
             return 0
         next_ns = max_gap_ns // 5 if self._device.only_power else 0
@@ -139,7 +139,7 @@ class SensorTiming:
 
     @property
     def margin_ns(self) -> int:
-        """Readings that are further than this from a time do not change the energy at this time."""
+        """Maximum distance from a time at which a reading can change the energy at this time."""
         sensor = self.sensor
         return max(round((6 * sensor.tick_s + sensor.lag_s + sensor.average_s) / NS), MIN_MARGIN_NS)
 

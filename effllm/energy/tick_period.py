@@ -52,7 +52,7 @@ def tick_of(readings: Sequence[tuple[int, float]]) -> tuple[float, float] | None
 
 
 def _runs(reads: Sequence[tuple[int, int, bool]], max_ns: float) -> list[list[tuple[int, int]]]:
-    """Return the changes, divided at delayed reads, so that consecutive changes of a part are one tick apart."""
+    """Return the changes in parts: a delayed read begins a new part, so the changes of a part are one tick apart."""
     runs: list[list[tuple[int, int]]] = [[]]
     for after, until, has_moved in reads:
         if until - after > max_ns:  # more than one change is possible

@@ -20,7 +20,7 @@ def pinned(num_values: int) -> Any:
 
 
 def recorded_event() -> Any:
-    """Return an event that happens after all work that the current stream has now."""
+    """Return an event that happens after all work that is already queued on the current stream."""
     torch: Any = sys.modules["torch"]
     event = torch.cuda.Event()
     event.record()

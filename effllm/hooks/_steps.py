@@ -47,7 +47,7 @@ class Steps:
 
     @property
     def may_declare_parameters(self) -> bool:
-        """``True`` unless the training script itself has declared the number of parameters."""
+        """Whether a hook may declare the number of parameters; ``False`` if the training script has declared it."""
         collector = get_metrics_collector()
         return not collector.declared.has_parameters or collector.declared.facts.parameters is Steps._parameters
 

@@ -73,7 +73,7 @@ def _wrap(module: ModuleType) -> None:
 
 
 def _wrap_inside(trainer: Any) -> None:
-    """Wrap the methods that a Trainer calls in training, including those that a subclass defines."""
+    """Wrap the methods that a Trainer calls in training, including methods that a subclass defines."""
     around(trainer, "training_step", _GUARD, before=_micro_batch, after=_micro_batch_ended, failed=_micro_batch_failed)
     for name, phase in PHASES.items():
         _STEPS.mark_phase(trainer, name, phase, _GUARD, _training_of)

@@ -10,7 +10,7 @@ from typing import Any
 
 
 def write_json(path: str | Path, body: Any) -> Path:
-    """Replace a file at once, so that no process reads half of it; NaN and infinite values become ``null``.
+    """Replace a file atomically, so that no process reads half of it; NaN and infinite values become ``null``.
 
     Raises:
         OSError: the file cannot be written.

@@ -48,7 +48,7 @@ class Block:
     end_ns: int = 0
 
     def add(self, readings: SpanReadings, start_ns: int, end_ns: int) -> None:
-        """Add the readings of a step's span; the caller leaves out other spans, such as those that a marker ended."""
+        """Add the readings of a step's span; the caller leaves out spans that a marker ended."""
         self.readings = self.readings.then(readings)
         self.start_ns = self.start_ns or start_ns
         self.end_ns = end_ns

@@ -44,7 +44,7 @@ class MemoryTrend(NamedTuple):
 
     @property
     def certain_bytes(self) -> float:
-        """Certain growth over the judged iterations, from the lower bound of the interval."""
+        """Smallest growth over the judged iterations that the 95 % interval allows; at least 0."""
         return max(self.low_bytes, 0.0) * self.iterations / 1000
 
 
@@ -73,7 +73,7 @@ class _Blocks:
         return self._count
 
     def trend(self) -> MemoryTrend | None:
-        """Return the trend of the blocks after the first quarter, in which caches fill; ``None`` if these are few."""
+        """Return the trend of the blocks after the first quarter, in which caches fill; ``None`` for too few blocks."""
         points = self._done[math.ceil(len(self._done) / 4) :]
         if len(points) < MIN_BLOCKS:
             return None

@@ -70,7 +70,7 @@ def _read(folder: Path) -> RunResults:
 
 
 def _energy(run: dict[str, Any]) -> dict[str, Any]:
-    """Return the energy columns; means cover the windows with measured energy, the joules need complete energy."""
+    """Return the energy columns: means over the windows with measured energy, and joules if these are complete."""
     joules, time_s, tokens = run.get("energy_j"), run.get("energy_time_s"), run.get("energy_tokens")
     if joules is None or not time_s:
         return {}

@@ -1,4 +1,4 @@
-"""The distribution of scores, such as those of a verifier."""
+"""The distribution of scores, such as the scores of a verifier."""
 
 from __future__ import annotations
 

@@ -39,9 +39,9 @@ class _Total:
 class ThroughputTracker:
     """Counts samples and tokens between calls of `update`.
 
-    The time begins at the first `update`, whose counts are left out, because the work was done earlier.  A call of
-    `start` begins the time earlier.  Unmeasured values are NaN, for example a rate over an update with an unreadable
-    count.
+    The time begins at the first `update`, whose counts are left out, because the work was done earlier.  If
+    `start` is called earlier, the time begins at this call.  Unmeasured values are NaN, for example a rate over an
+    update with an unreadable count.
 
     Args:
         window_size: number of newest updates for `get_current_throughput`.

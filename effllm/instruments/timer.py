@@ -111,7 +111,7 @@ class TrainingTimer:
     def get_summary(self) -> dict[str, dict[str, Any]]:
         """Return the statistics of each timer in seconds, and its share of the timer ``iteration``; NaN if not known.
 
-        ``percentiles_of`` is the number of newest times from which the percentiles are.
+        ``percentiles_of`` is the number of newest times from which the percentiles were computed.
         """
         for timed in self._timers.values():
             self._read_passed(timed)

@@ -158,7 +158,7 @@ class Merged(Struct, dict=True, eq=False):
 
     @cached_property
     def is_measured(self) -> NDArray[np.bool_]:
-        """Whether any quantity of each device was measured."""
+        """For each device: whether any of its quantities was measured."""
         levels_s = self.wall.levels[:, [MEMORY_S, BUSY_S]].sum(axis=1)
         measured: NDArray[np.bool_] = self.wall.energy[:, COVERED_S] + levels_s > 0
         return measured

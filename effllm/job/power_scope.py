@@ -97,7 +97,7 @@ def _scope(offers: Sequence[Mapping[str, Node]], choice: str) -> Scope:
 
 
 def _offers(node: Node) -> dict[str, Node]:
-    """Return the devices of a node by choice, including devices without a sensor.
+    """Return the devices of a node for each possible `Scope.choice`, including devices without a sensor.
 
     The narrowest choice always exists: a GPU without a sensor makes the sum incomplete, not smaller.
     """

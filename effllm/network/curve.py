@@ -73,7 +73,7 @@ class ServerKeys:
 class Gate:
     """Answers ZeroMQ's requests for authentication (ZAP): only peers with the agents' key are admitted.
 
-    A context has one gate, created before the socket that uses it.  Both use the same poller.
+    A context has one gate, created before the socket that uses it.  The gate and this socket use the same poller.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: ServerKeys) -> None:

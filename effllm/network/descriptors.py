@@ -13,7 +13,7 @@ RESERVED = 16  # a window and its summary need six open files at once
 
 
 def needed(peers: int) -> int:
-    """Return how many open files an aggregator needs.
+    """Return the number of open files that an aggregator needs.
 
     Each peer needs one file, reconnections need a fifth more, and the aggregator has up to 256 other files.
     """

@@ -82,7 +82,7 @@ class Peers:
         return (one.frames >= 0 <= one.num_bytes) or self._is_refilled(one, num_bytes, now_s)
 
     def objection(self, peer: bytes, message: FromAgent) -> str:
-        """Return why a message is rejected, else an empty text: it must have the rank and agent of the HELLO."""
+        """Return the error text of a message with another rank or agent than the HELLO; else an empty text."""
         one = self._peers.get(peer)
         if isinstance(message, Reports) and one is not None and one.agent and not one.is_held:
             rank, agent = one.rank, one.agent  # local names are faster: there are ten thousand calls a second

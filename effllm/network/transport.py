@@ -67,7 +67,7 @@ def decode_from_agent(frame: bytes) -> FromAgent:
 
 
 def is_hello(frame: bytes) -> bool:
-    """Whether the first bytes of a frame are those of a HELLO: a msgpack array of more than 15 items, and its tag."""
+    """Whether the first bytes of a frame belong to a HELLO: a msgpack array of more than 15 items, and its tag."""
     return frame[4:5] == b"\xdc" and frame[7:8] == b"\x01"
 
 

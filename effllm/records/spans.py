@@ -57,7 +57,7 @@ class SpanPart(NamedTuple):
     def then(self, later: SpanPart) -> SpanPart:
         """Return the readings in this span and the next span, which share an edge; the errors at this edge cancel.
 
-        The rules are those of `effllm.records.energy.EnergyAmount.then`, which needs more than the standard library.
+        The rules of `effllm.records.energy.EnergyAmount.then` apply; its module needs more than the standard library.
         """
         is_shared = self.joules == self.joules and later.joules == later.joules and self.end_ns == later.start_ns
         merged: dict[str, Any] = {}

@@ -85,9 +85,9 @@ class Load:
 
 
 def ticks_of(readings: Readings) -> tuple[Rhythm, list[Tick]] | None:
-    """Return the rhythm of a reading and its changes; ``None`` if there are too few changes or no rhythm.
+    """Return the period and the changes of a reading; ``None`` if the changes are too few or not periodic.
 
-    The time of a change is that of a regular grid, limited to the time between the two reads that show the change.
+    The time of a change is a time of a regular grid, limited to the time between the two reads that show the change.
     """
     moves = [(before, after) for before, after in pairwise(readings) if before[1] != after[1]]
     if len(moves) < MIN_MOVES:

@@ -47,7 +47,7 @@ PROFILED, MEASURED = "profiled here", "measured here"
 
 
 class _Reading(NamedTuple):
-    """An analysed reading: its rhythm, its changes, and the values to compare with the load."""
+    """An analysed reading: the period of its changes, the changes, and the values to compare with the load."""
 
     rhythm: Rhythm | None
     ticks: list[Tick]
@@ -222,7 +222,7 @@ class SensorEvidence:
         )
 
     def _rhythm(self) -> Rhythm | None:
-        """Return the rhythm of the counter or the power reading from which energy is derived."""
+        """Return the period of the counter or power reading from which energy is derived."""
         if self._device.energy_method == COUNTER:
             return self._counter.rhythm
         return (self._average if self._device.energy_method == AVERAGE else self._power).rhythm

@@ -34,7 +34,7 @@ class Record(NamedTuple):
 
     @property
     def origin_ns(self) -> int:
-        """The time from which the record's seconds are counted: that of the first sample."""
+        """The time of the first sample, from which the record's seconds are counted."""
         return self.samples[0].time_ns
 
     @property

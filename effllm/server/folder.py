@@ -97,7 +97,7 @@ class _Predecessor:
 
 
 def restore_state(folder: Path, job: str, warn: Callable[[str, str], None]) -> Ledger | None:
-    """Return the state of an earlier aggregator, or ``None``; with another job id the next attempt is started.
+    """Return the state of an earlier aggregator, or ``None``; if its job id differs, start the next attempt.
 
     Args:
         folder: the run folder.

@@ -115,7 +115,7 @@ def _open_part(part: str, at: int, make: bool) -> int:
 
 
 def _check_part(about: os.stat_result, at: int, part: str, folder: Path) -> None:
-    """Reject a path's part that another user may have created in a folder ``at`` to which other users can write.
+    """Reject a part of a path that another user may have created in a folder ``at`` to which other users can write.
 
     In a group's folder, folders of its members are accepted, but links of its members are not followed.
     """

@@ -44,7 +44,7 @@ class Written:
     def has_window(self, report: ClusterReport, rows: Sequence[RankReport]) -> bool:
         """Whether a window is written.
 
-        A written window with the same number that ended before the start of this window is another job's.
+        A written window with the same number that ended before the start of this window belongs to another job.
         """
         end_s = self._ends_s.get((report.attempt, report.window))
         return end_s is not None and (not rows or end_s >= min(row.start_time_s for row in rows))

@@ -79,7 +79,7 @@ class MetricsCollector:
                 ownership.release(level, name)
 
     def end_requests(self) -> None:
-        """End a run that a request has started, because the training that now begins has its own run."""
+        """End a run that began with a request for inference; the training that now begins has a separate run."""
         if self.lifecycle.is_for_requests:
             self.stop_collection()
             self.declared.forget_requests()

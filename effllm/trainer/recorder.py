@@ -214,7 +214,7 @@ class Recorder:
 
     @property
     def running_ordinal(self) -> int:
-        """Ordinal of the running iteration; between iterations, of the last iteration."""
+        """Ordinal of the running iteration; between two iterations, the ordinal of the last iteration."""
         return self.ordinal + (self._start_ns > 0)
 
     @property
@@ -292,7 +292,7 @@ class Recorder:
     ) -> None:
         """Write a record with the totals so far, unless recording has stopped.
 
-        By default, the record is of the last completed iteration.
+        The default of ``ordinal`` is the last completed iteration.
         """
         if self.is_on:
             of, step_ns, wait_ns = ordinal or self.ordinal, self._step_ns, self._wait_ns
@@ -300,7 +300,7 @@ class Recorder:
 
 
 def pair_s() -> float | None:
-    """Return the time that recording an iteration's start and end takes on this host; ``None`` if memory is short.
+    """Return the time to record an iteration's start and end on this host; ``None`` if there is not enough memory.
 
     The result is a median, measured within 1 ms.  It is a lower bound, because a real loop has colder caches.
     """

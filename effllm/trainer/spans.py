@@ -131,7 +131,7 @@ class SpanChain:
 
 
 def _put_request(recorder: Recorder, chain: int, number: int, start_ns: int | None, end_ns: int | None = None) -> int:
-    """Request the readings of the devices in a span, without waiting; return the end of the span, 0 after the run.
+    """Request the readings of the devices in a span, without waiting; return the span's end, or 0 after the run.
 
     Without ``end_ns``, the span ends now, or at the end of an iteration that has just ended: then spans and windows
     have the same edges.  Without ``start_ns``, the request begins a chain.

@@ -119,7 +119,7 @@ class TorchProfile:
                 self._give_up(f"{type(error).__name__}: {error}")
 
     def abandon_before_fork(self) -> None:
-        """Stop profiling before a fork: else, the child process would record until it ends."""
+        """Stop profiling before a fork, because the child process would record until it ends."""
         if threading.get_ident() == self._thread:
             self.abandon()
 
@@ -208,7 +208,7 @@ class TorchProfile:
 
 
 def _let_go(profiler: Any) -> None:
-    """Free the records now (10 MB for 8,000 records); their cycle would keep them until a garbage collection."""
+    """Free the records now (10 MB for 8,000 records); a reference cycle would keep them in memory for longer."""
     profiler.kineto_results = None
 
 
@@ -256,14 +256,14 @@ class Neighbours:
             self._is_away = False
 
     def leave(self) -> None:
-        """Restore torch's functions, except those that other code has replaced in the meantime."""
+        """Restore torch's functions, except functions that other code has replaced in the meantime."""
         for name, (original, watched) in self._replaced.items():
             if getattr(self._module, name, None) is watched:
                 setattr(self._module, name, original)
 
 
 def host_split(events: Any, start_ns: int, end_ns: int) -> Split | None:
-    """Return the split of an iteration from the host's records of operators and communication; ``None`` without any."""
+    """Return the split of an iteration from the host's records of operators and communication, or ``None``."""
     return _split(events, start_ns, end_ns, host_kind)
 
 
@@ -271,7 +271,7 @@ def device_split(events: Any) -> Split | None:
     """Return the split of an iteration from the records of devices; ``None`` without such a record.
 
     The device runs behind the host, so the iteration is measured on the device, from its first record to its last.
-    The first record is that of the first kernel that was launched in the iteration.
+    The first record belongs to the first kernel that was launched in the iteration.
     """
     on_device = [event for event in events if not _is_host(event)]
     if not on_device:

@@ -19,7 +19,7 @@ _NS = 1e-9
 
 
 class WatchedRecorder(Recorder):
-    """Records what `Recorder` records, and the profiles and device times of iterations.
+    """A `Recorder` that also records the profiles and device times of iterations.
 
     Args:
         arguments: arguments of `Recorder`.

@@ -402,7 +402,7 @@ print(f"VRAM savings with Unsloth: {vram_savings:.1f}%")
 
 
 def test_file_of_results_is_read_by_pandas(tmp_path):
-    """Means: bnb has 0.06 J/token, 4,000 tokens/s and 9,000 MB; unsloth has 0.03, 8,000 and 6,000."""
+    """The means of bnb are 0.06 J/token, 4,000 tokens/s and 9,000 MB, of unsloth 0.03, 8,000 and 6,000."""
     pytest.importorskip("pandas", reason="needs pandas")
     for per_token, rate, peak, backend in (
         (0.05, 3000.0, 8900.0, "bnb"),

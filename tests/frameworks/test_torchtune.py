@@ -1,4 +1,4 @@
-"""torchtune's recipes for full fine-tuning on the CPU, started like `tune run` does."""
+"""torchtune's recipes for full fine-tuning on the CPU, started in the same way as by `tune run`."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ EMBEDDED = 32 * 32 + 32 * 32 + 32  # of sharded_loop.py
 
 
 def check(job, num_ranks, parameters):
-    """Check that counts equal those computed by hand, and that TT agrees with the ranks' reports."""
+    """Compare the counts with counts computed by hand, and TT with the ranks' reports."""
     summary, rows = job.ledger.summary, job.ledger.ranks
     assert (summary.status, summary.iterations) == ("completed", ITERATIONS)
     assert summary.parameters == parameters

@@ -1,7 +1,7 @@
 """Megatron's training loop, attached only by environment variables; expected counts are computed by hand.
 
 The loops are fakes with the arguments and results of ``megatron.training.training`` in five eras (ranges of
-versions). The process groups, the micro-batch calculator and the iterators are those of megatron-core.
+versions). The process groups, the micro-batch calculator and the iterators are megatron-core's own.
 """
 
 import importlib.util

@@ -1,4 +1,4 @@
-"""The NVML library of the tests with the real pynvml; its values are compared with those computed in Python."""
+"""The NVML library of the tests with the real pynvml; its values are compared with values computed in Python."""
 
 import json
 import os

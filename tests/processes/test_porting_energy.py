@@ -78,9 +78,9 @@ json.dump(found, open("truth.json", "w"))
 
 @pytest.fixture
 def monitored(launch, trace):
-    """Return a function that monitors a GPU of 100 W, from ``after_s`` on of 400 W; it returns the GPU and the values.
+    """Return a function that monitors a GPU and returns the GPU and the values; the power is 100 W, later 400 W.
 
-    The wave is low before its first period ends, and high after that.
+    The power changes ``after_s`` seconds after the start.
     """
 
     def monitored(after_s, has_baseline, wait_s):

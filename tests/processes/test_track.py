@@ -19,7 +19,7 @@ from effllm.records.rank import COUNTER, INSTANT, Device, Event, Sample, Sensor
 
 
 class Gpu(FakeReader):
-    """A GPU with a power of 100 W; its energy counter changes every ``tick_s``, or continuously for 0."""
+    """A GPU with a power of 100 W; its energy counter changes every ``tick_s``, or continuously if this is 0."""
 
     def __init__(self, method=COUNTER, tick_s=0.0, **traits):
         super().__init__(**traits)

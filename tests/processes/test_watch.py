@@ -1,4 +1,4 @@
-"""The command effllm watch: values from two metrics pages of a server; no answer of a server causes a traceback."""
+"""The command effllm watch: values from two metrics pages of a server, and wrong answers, which cause no traceback."""
 
 import json
 import signal

@@ -1,4 +1,4 @@
-"""A training loop without torch that uses the instruments; rank r has losses of r + 1, 2, 3, ... in its iterations."""
+"""A training loop without torch that uses the instruments; the loss is the rank plus the iteration number."""
 
 import json
 import os

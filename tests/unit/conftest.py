@@ -19,7 +19,7 @@ sys.addaudithook(_refuse_processes)  # an audit hook cannot be removed: _in_test
 
 @pytest.fixture(autouse=True)
 def no_process_is_left():
-    """Raise an error if the test starts a process; then no search for processes that remain is necessary."""
+    """Raise an error if the test starts a process; so no search for remaining processes is necessary."""
     global _in_test
     _in_test = True
     yield

@@ -1,4 +1,4 @@
-"""The spread of a window's values over ranks and GPUs, compared with values by hand, numpy and statistics."""
+"""The spread of a window's values over ranks and GPUs, compared with hand calculation, numpy and statistics."""
 
 import random
 import statistics

@@ -79,7 +79,7 @@ def test_parts_add_up_to_the_time_and_joules_of_all_classes(
 
 
 def test_useful_time_is_the_flops_of_kept_tokens_over_the_peak():
-    """Of 100 s of four devices, 25 s are redone; 3e14 tokens need 3e17 FLOPs, that are 300 s at the peak."""
+    """Of 100 s of four devices, 25 s are redone; 3e14 tokens need 3e17 FLOPs, which take 300 s at the peak."""
     found = waterfall(goodput(kept=300.0, redone=100.0), totals(3 * 10**14, flops_per_token=1e3))
 
     assert seconds(found) == pytest.approx({"redone": 100.0, "below_peak": 75.0, "useful": 225.0})

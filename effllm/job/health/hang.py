@@ -59,7 +59,7 @@ class RankPosition(Struct):
 
     @property
     def place(self) -> tuple[int, bool, str, bool]:
-        """Key of a group: completed iterations, whether a step has begun, state, whether the process is stopped."""
+        """Key of the group of ranks with this position: iterations, running step, state, stopped process."""
         return (self.completed, self.state == STEP, self.state, self.process == STOPPED)
 
     @property

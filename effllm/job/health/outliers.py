@@ -145,7 +145,7 @@ class OutlierTrack:
 
 
 def persistence(ranks: int, share: float) -> float:
-    """Return the required number of outliers in `WINDOWS` windows, so that noise names at most `FALSE_ALARMS` ranks.
+    """Return the required number of outliers in `WINDOWS` windows for at most `FALSE_ALARMS` ranks named by chance.
 
     Args:
         ranks: number of judged ranks.
