@@ -73,7 +73,7 @@ def test_wall_clock_step_changes_no_duration_or_energy(launch, clock, step_s):
 
 
 @pytest.mark.fault("clock-off")
-def test_wrong_clock_of_a_node_changes_no_window_or_verdict(launch, clock, tmp_path):
+def test_wrong_clock_of_a_node_changes_no_window_and_causes_no_event(launch, clock, tmp_path):
     meeting = tmp_path / "meeting"
     meeting.write_bytes(bytes(64))
     loop = ("lockstep.py", meeting, "--step-s", 0.01)

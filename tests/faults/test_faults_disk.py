@@ -77,7 +77,7 @@ def test_windows_are_written_when_a_full_disk_has_space_again(run, disk):
 
 
 @pytest.mark.fault("disk-full")
-def test_job_on_a_full_disk_ends_in_time_with_complete_files(run, disk):
+def test_job_on_a_full_disk_completes_and_its_files_are_readable(run, disk):
     job, ledger = run()
     disk.fill()
     jobs.until(lambda: "cannot be written" in job.stdout)

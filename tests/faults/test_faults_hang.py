@@ -147,7 +147,7 @@ def test_slow_startup_is_not_a_stall(launch):
 
 @pytest.mark.long
 @pytest.mark.fault("trainer-stopped")
-def test_stall_of_one_rank_is_reported_while_other_ranks_run(launch, meeting):
+def test_hang_of_one_rank_is_reported_while_other_ranks_run(launch, meeting):
     aggregator = launch.aggregator(stall_seconds=1)
     options = ("--iterations", 600, "--stand", 40, "--seconds", 10, "--lone")
     ranks = launch.ranks(aggregator, 2, LOCKSTEP, meeting, *options, stall_seconds=1)

@@ -222,7 +222,7 @@ with open("began", "wb") as file:
         ("SIGKILL", -signal.SIGKILL, "killed"),
     ],
 )
-def test_trainer_ends_quickly_and_keeps_its_last_iteration(launch, end, code, status):
+def test_trainer_ends_quickly_and_its_last_iteration_is_recorded(launch, end, code, status):
     script = launch._folder / "ends.py"
     script.write_text(ENDS)
     job = launch.python(script, end, environ=jobs.long_timeouts()).wait()

@@ -41,7 +41,7 @@ def mpirun(launch, tmp_path):
 
 
 @pytest.mark.parametrize("count", [2, 4])
-def test_ranks_of_plain_mpirun_make_one_run_folder(mpirun, count):
+def test_ranks_of_plain_mpirun_share_one_run_folder(mpirun, count):
     job = mpirun(count, "--iterations", 200).done()
 
     assert_whole(job.ledger, dict.fromkeys(range(count), 200))

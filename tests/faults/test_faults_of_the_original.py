@@ -62,7 +62,7 @@ def test_2_disabled_metrics_start_no_process_and_write_nothing(launch, off):
 
 
 @pytest.mark.parametrize("on", ["true", "True", "1", "yes", "on"])
-def test_2_every_spelling_of_on_enables_metrics(launch, on):
+def test_2_every_on_value_enables_metrics(launch, on):
     job = launch.python(LOOP, "--iterations", 2, metrics_enabled=on, log_interval=1).done()
 
     assert job.ledger.summary.iterations == 2

@@ -77,7 +77,7 @@ def test_second_job_with_a_used_run_name_writes_to_another_folder(launch):
 
 
 @pytest.mark.fault("everything-killed")
-def test_job_restarted_under_its_name_is_the_next_attempt(launch):
+def test_job_restarted_with_the_same_run_name_is_the_next_attempt(launch):
     one = launch.python(LOOP, "--iterations", 100, "--at", 57, "--end", "kill", run_name="same").wait()
     two = launch.python(LOOP, "--iterations", 30, run_name="same").done()
     assert not one.left()

@@ -120,7 +120,7 @@ def cpu_s(pid):
 
 
 @pytest.mark.fault("one-core")
-def test_agents_share_their_trainers_core_at_low_priority(launch):
+def test_agents_use_the_core_of_their_trainer_at_low_priority(launch):
     core = min(os.sched_getaffinity(0))
     script = launch._folder / "busy.py"
     script.write_text(BUSY)

@@ -26,7 +26,7 @@ def srun(launch, slurm):
     return start
 
 
-def test_ranks_of_plain_srun_share_the_jobs_run_folder(srun):
+def test_ranks_of_plain_srun_share_one_run_folder(srun):
     job = srun("loop.py", "--iterations", 300).done()
 
     (folder,) = job.runs()

@@ -60,7 +60,7 @@ def test_recovered_straggler_is_reported(tmp_path):
     assert (1,) in [verdict.ranks for verdict in ledger.summary.stragglers]
 
 
-def test_slow_data_loader_is_named_if_no_own_times_are_measured(tmp_path):
+def test_rank_with_a_slow_data_loader_is_named_without_a_sync_point(tmp_path):
     enough = tmp_path / "enough"
     options = ("--waits", 3, "--silent", "--until", enough)
     aggregator, _ = run(tmp_path, *options, after=[("straggler", enough)])
@@ -71,7 +71,7 @@ def test_slow_data_loader_is_named_if_no_own_times_are_measured(tmp_path):
     assert float(its_ms) >= 10.0 and float(its_ms) - float(theirs_ms) == pytest.approx(10.0, rel=0.5)
 
 
-def test_no_rank_is_named_without_a_sync_point(tmp_path):
+def test_rank_with_slow_steps_is_not_named_without_a_sync_point(tmp_path):
     ledger = run(tmp_path, "--slow", 2, "--by", 1.3, "--silent")[0].ledger
 
     assert ledger.summary.stragglers == () and not ledger.event_texts("straggler")

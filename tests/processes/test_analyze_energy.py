@@ -52,7 +52,7 @@ def test_values_of_a_group_are_quotients_of_sums_over_its_runs(tmp_path):
     assert max(map(len, lines)) <= 80
 
 
-def test_runs_without_energy_are_counted_but_not_in_the_sums(tmp_path):
+def test_runs_without_energy_are_counted_but_not_summed(tmp_path):
     append_row(tmp_path / "r.csv", measured(1_000_000, 5000.0, 50e3, None, **BNB))
     append_row(tmp_path / "r.csv", measured(9_000_000, 5000.0, None, None, **BNB))
 

@@ -161,14 +161,14 @@ def home_of(name):
 
 
 @pytest.mark.parametrize("name", names())
-def test_public_names_can_be_imported_from_both_packages(name):
+def test_effllm_and_the_original_module_export_the_same_objects(name):
     home = home_of(name)
     original = importlib.import_module("effllm.efficientllm_metrics")
 
     assert getattr(effllm, name) is getattr(original, name) is getattr(home, name)
 
 
-def test_dir_returns_the_public_names():
+def test_function_dir_returns_the_public_names():
     original = importlib.import_module("effllm.efficientllm_metrics")
 
     assert sorted(dir(effllm)) == sorted(effllm.__all__)

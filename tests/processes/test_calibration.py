@@ -231,7 +231,7 @@ def test_calibration_for_held_power_is_dropped_if_power_is_not_held(board, tmp_p
     assert lines[0].endswith("the power reading changes between the counter's ticks, not at the ticks")
 
 
-def test_calibration_that_energy_readings_contradict_is_repeated(board, tmp_path):
+def test_calibration_is_repeated_if_energy_readings_contradict_it(board, tmp_path):
     store(tmp_path, replace(PROFILE, date=day(3)))
     lines = []
 
@@ -276,7 +276,7 @@ def test_cached_calibration_is_kept_if_reads_are_too_slow(board, tmp_path, call_
     assert load(tmp_path, H100.name, H100.driver).sensor == PROFILE.sensor
 
 
-def test_calibration_is_not_written_with_argument_keep_false(board, tmp_path):
+def test_calibration_is_not_written_if_argument_keep_is_false(board, tmp_path):
     calibrate(H100, board().read, tmp_path, keep=False)
 
     assert list(tmp_path.iterdir()) == []

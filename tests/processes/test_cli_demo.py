@@ -57,7 +57,7 @@ def test_demo_ignores_settings_of_another_job(cli):
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "killed")])
-def test_signal_ends_the_demo_after_its_summary_of_every_rank(cli, number, status):
+def test_demo_ended_by_a_signal_writes_the_reports_of_every_rank(cli, number, status):
     process = cli.start("demo", "--ranks", "2", "--iterations", "2000", "--log-interval", "10")
     read_until(process, "Iteration 10:")
 

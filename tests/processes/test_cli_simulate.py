@@ -25,7 +25,7 @@ def test_simulated_rank_reports_its_counts():
     assert all(row.wall_s == pytest.approx(row.busy_s + row.wait_s) for row in rows)
 
 
-def test_every_eight_simulated_ranks_share_a_host_but_no_gpu():
+def test_simulated_host_has_up_to_eight_ranks_with_separate_gpus():
     ranks = [SimulatedRank(number, 20, "job", "agent", 10).hello() for number in range(20)]
 
     assert [ranks[number].host for number in (0, 7, 8, 19)] == ["node00000", "node00000", "node00001", "node00002"]
@@ -153,7 +153,7 @@ def test_descriptor_shortage_is_computed_without_changing_a_limit(limits):
     assert limits == [1024, 4096]
 
 
-def test_reserved_descriptors_are_free_for_files():
+def test_reserved_descriptors_can_be_used_after_their_release():
     before, reserve, taken = resource.getrlimit(resource.RLIMIT_NOFILE), descriptors.Reserve(), []
     with open(os.devnull) as last:  # noqa: PTH123
         resource.setrlimit(resource.RLIMIT_NOFILE, (last.fileno() + 64, before[1]))

@@ -209,7 +209,7 @@ def test_new_event_kind_is_listed_and_recorded(run, tree):
     assert (event["rank"], event["device"][:7]) == (0, "MEMORY-")
 
 
-def test_new_counter_is_written_in_totals_and_rows(run):
+def test_new_counter_is_written_for_the_run_and_for_each_rank(run):
     assert lines(run, "windows")[-1]["run"]["marked_phases"] == 2  # the two checkpoints
     assert sum(row.get("marked_phases", 0) for row in lines(run, "ranks")) == 2
 

@@ -142,7 +142,7 @@ def test_visible_devices_in_any_order_select_the_correct_gpu(library, visible, l
     ("visible", "local_rank"),
     [("", 0), ("-1", 0), ("0,1", 2), (None, 3), ("1,99,0", 1), ("GPU-none", 0)],
 )
-def test_opening_a_rank_without_a_visible_gpu_raises_an_error(library, visible, local_rank):
+def test_local_rank_without_a_visible_gpu_causes_an_error(library, visible, local_rank):
     with pytest.raises(DeviceUnavailable, match=f"local rank {local_rank} has no GPU"):
         library.open(visible_devices=visible, local_rank=local_rank)
 

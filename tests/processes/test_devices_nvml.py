@@ -68,7 +68,7 @@ def test_visible_devices_in_any_order_select_the_correct_gpu(trace, visible, loc
         ("GPU-none", 0),
     ],
 )
-def test_opening_a_rank_without_a_visible_gpu_raises_an_error(trace, visible, local_rank):
+def test_local_rank_without_a_visible_gpu_causes_an_error(trace, visible, local_rank):
     with (
         pytest.raises(DeviceUnavailable, match=f"local rank {local_rank} has no GPU"),
         trace.reader(Site(visible_devices=visible, local_rank=local_rank)),
@@ -206,7 +206,7 @@ def test_permission_that_is_lost_later_is_reported_as_a_failure(trace, call, nam
         ("energy", "energy_j", NOT_AVAILABLE_64),
     ],
 )
-def test_nvml_mark_of_a_missing_value_is_reported_as_a_failure(trace, field, name, value):
+def test_unavailable_value_of_nvml_is_reported_as_a_failure(trace, field, name, value):
     with trace.reader(Site(cuda_uuid=A)) as reader:
         trace.fault(f"1 {field} value {value}")
         sample, failures = reader.read()

@@ -207,7 +207,7 @@ def test_failed_gauge_is_missing_and_not_reported_as_a_failure(trace):
     assert failures == {}
 
 
-def test_64_bit_energy_equal_to_the_32_bit_missing_mark_is_accepted(trace):
+def test_32_bit_mark_of_a_missing_value_is_a_valid_64_bit_energy(trace):
     trace.write(gpu())
 
     _, sample, failures = read_at(trace, faults=[f"0 energy value {NOT_AVAILABLE_32}"])
@@ -484,7 +484,7 @@ def test_gpm_samples_are_taken_with_a_minimum_distance(trace):
 
 
 @pytest.mark.parametrize("value", ["nan", "250", "-1"])
-def test_impossible_activity_is_missing_and_not_a_failure(trace, value):
+def test_impossible_activity_is_missing_and_not_reported_as_a_failure(trace, value):
     trace.write(gpu(gpm=1, **ACTIVITIES))
 
     with trace.reader(AT_A) as reader:
@@ -514,7 +514,7 @@ def test_chip_before_hopper_reports_no_activities_and_no_failure(trace):
     assert failures == {}
 
 
-def test_new_pairs_of_gpm_samples_begin_when_a_gpu_returns(trace):
+def test_gpm_means_exclude_the_time_when_the_gpu_is_lost(trace):
     trace.write(gpu(gpm=1, **ACTIVITIES))
 
     with trace.reader(AT_A) as reader:

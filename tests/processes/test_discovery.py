@@ -109,7 +109,7 @@ def test_all_ranks_find_one_secret_without_a_usable_home_folder(tmp_path, monkey
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can change the owner of a folder")
-def test_secret_is_not_in_a_folder_of_another_user(tmp_path, monkeypatch):
+def test_folder_of_another_user_is_not_used_for_the_secret(tmp_path, monkeypatch):
     theirs, ours = tmp_path / "one" / f"effllm-{os.geteuid()}", tmp_path / "two"
     theirs.mkdir(parents=True)
     os.chown(theirs, 12345, 12345)
@@ -188,7 +188,7 @@ def test_search_continues_until_the_agent_is_admitted(monkeypatch):
     assert (rank.records, rank.lines) == ([FIRST, SECOND], [])
 
 
-def test_rejection_by_rank_0_is_given_to_the_agent_once():
+def test_rejection_by_rank_0_is_returned_to_the_agent_once():
     source = Source({"refused": "no way", "job": ""})
     rank = Found(source)
     rank.search._read()

@@ -78,7 +78,7 @@ def test_waterfall_adds_up_to_the_time_and_energy_of_all_classes(world):
     assert sum(part.joules or 0.0 for part in found.parts) == pytest.approx(sum(measured))
 
 
-def test_tt_and_st_equal_the_values_from_the_rows_of_the_ranks(world):
+def test_tt_and_st_equal_the_values_from_the_reports_of_ranks(world):
     job, _ = world
     rows, metrics = job.ledger.ranks, job.ledger.summary.metrics
     time_s = seconds_of(rows)
@@ -118,7 +118,7 @@ def test_aec_times_iteration_time_is_the_energy_of_iterations(world):
     assert (summary.energy.total_joules is None) == any(row.coverage < 1 - 1e-6 for row in rows)
 
 
-def test_each_rank_writes_one_row_per_window_without_overlap(world):
+def test_each_window_has_one_report_of_each_rank_without_overlap(world):
     job, world_size = world
     for rank in range(world_size):
         rows = [row for row in job.ledger.ranks if row.rank == rank]

@@ -122,7 +122,7 @@ def test_power_of_a_shared_gpu_is_counted_once(launch, trace):
     ],
     ids=["unset", "reordered", "by UUID", "by part of a UUID", "one per rank"],
 )
-def test_row_of_a_rank_describes_the_gpu_that_cuda_selects(launch, trace, visible, expected):
+def test_report_of_a_rank_describes_the_gpu_that_cuda_selects(launch, trace, visible, expected):
     aggregator, _ = train_on(launch, trace, visible=visible)
 
     named = {row.rank: row.device for row in aggregator.ledger.ranks}

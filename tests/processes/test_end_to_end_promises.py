@@ -135,7 +135,7 @@ def test_stopped_agent_and_aggregator_lose_no_iterations(launch):
     ],
 )
 @pytest.mark.fault("exits")
-def test_iterations_and_status_are_recorded_for_each_kind_of_end(launch, end, code, status):
+def test_iterations_and_status_are_recorded_for_each_kind_of_exit(launch, end, code, status):
     job = launch.python(LOOP, "--served", "--at", 15, "--end", end).wait()
 
     assert job.code == code

@@ -563,7 +563,7 @@ def test_equal_reads_around_an_edge_do_not_reduce_its_error():
         assert math.sqrt(window.end_j2) == pytest.approx(8.66, rel=0.15)
 
 
-def test_half_tick_delay_of_an_unknown_phase_is_corrected():
+def test_counter_delay_of_half_a_tick_is_corrected():
     # After a change from idle to load, the error is (P0 - P1) T / 2 without a correction: the counter is T / 2 late.
     class Step:
         """Power of 60 W until 25 s, then 660 W."""
@@ -850,7 +850,7 @@ def test_computed_beat_variance_agrees_with_monte_carlo(step_s, deviation_s):
     assert beat(step_s, deviation_s, 0.1, 12.0) == pytest.approx(expected, rel=0.25, abs=0.45)
 
 
-def test_beat_of_iteration_lengths_equals_beat_of_their_deviation():
+def test_beat_from_lengths_equals_beat_from_mean_and_deviation():
     chance = random.Random(4)
     for step_s, deviation_s in [(0.2, 0.0), (0.2, 0.005), (0.237, 0.004)]:
         lengths_s = [chance.gauss(step_s, deviation_s) for _ in range(2000)]
@@ -934,7 +934,7 @@ def test_random_iteration_lengths_raise_no_aliasing_event():
     assert fired == []
 
 
-def test_steady_iterations_at_all_phases_raise_no_aliasing_event():
+def test_iterations_asynchronous_with_ticks_raise_no_aliasing_event():
     for seed, step_s in enumerate([0.237, 0.331, 0.1618, 0.414, 0.73] * 4):
         assert aliasing_events(lambda chance, step_s=step_s: chance.gauss(step_s, 0.001), seed)[0] == []
 

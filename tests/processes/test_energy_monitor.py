@@ -64,7 +64,7 @@ def test_monitor_starts_no_thread_and_does_not_wait(monitored):
     assert found["held_s"][len(found["held_s"]) // 2] < 1e-3
 
 
-def test_energy_of_a_device_that_the_rank_lacks_is_not_measured(monitored):
+def test_no_energy_is_measured_for_a_missing_device_index(monitored):
     found, job = monitored(", device_index=3")
 
     assert found["since"]["energy_consumed_wh"] != found["since"]["energy_consumed_wh"]

@@ -66,6 +66,6 @@ def test_only_known_frames_of_the_corpus_are_accepted():
     assert {path.name for path in fuzz.corpus("frames") if is_a_message(path)} == set(POSSIBLE.split())
 
 
-def test_frame_with_too_many_rows_is_rejected():
+def test_frame_with_too_many_reports_is_rejected():
     with pytest.raises(FrameError, match=f"length <= {MAX_ROWS}"):
         decode_from_agent(encode(Reports((row(devices=()),) * (MAX_ROWS + 1))))

@@ -74,7 +74,7 @@ class Params4bit(torch.nn.Parameter):
 
 @pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16])
 @pytest.mark.parametrize("has_shape", [True, False])
-def test_weights_of_four_bits_are_counted_by_their_unpacked_number(storage, has_shape):
+def test_every_packed_four_bit_weight_is_counted(storage, has_shape):
     """16 weights of 4 bits need 8 bytes in every storage format."""
     layer = torch.nn.Linear(4, 4, bias=False)
     packed = torch.zeros(8, dtype=torch.uint8).view(storage)[:, None]

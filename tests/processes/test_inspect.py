@@ -57,7 +57,7 @@ def test_table_with_all_parts_has_lines_of_at_most_80_columns(inspect):
     assert [line.split("  ")[0] for line in lines[2:22]] == [name.replace("_", " ") for name in PARTS]
 
 
-def test_json_has_the_parts_and_stays_below_8_kb(inspect):
+def test_json_contains_every_part_and_is_shorter_than_8_kb(inspect):
     parts = [Part(name, 123456.789012, 0.0512345678, 9.87654321e9, True, 99999.123, 0.12345678) for name in PARTS]
 
     done = inspect(Waterfall(1e8, 1e12, tuple(parts)), "--json")
@@ -74,7 +74,7 @@ def test_json_has_the_parts_and_stays_below_8_kb(inspect):
         (msgspec.json.encode(make_summary()), "has no waterfall"),
     ],
 )
-def test_folder_without_a_waterfall_gives_one_line(tmp_path, content, line):
+def test_folder_without_a_waterfall_is_reported_in_one_line(tmp_path, content, line):
     if content is not None:
         (tmp_path / "summary.json").write_bytes(content)
 

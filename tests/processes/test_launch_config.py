@@ -90,7 +90,7 @@ def test_disabled_metrics_print_one_line_and_skip_all_checks(shell, switch):
 
 
 @pytest.mark.parametrize("switch", ["true", "TRUE", " yes ", "on", "1"])
-def test_every_word_that_means_on_in_the_package_is_accepted(shell, switch):
+def test_every_on_value_of_the_package_is_accepted(shell, switch):
     done = run(shell, f"source '{CONFIG}'", EFFICIENTLLM_METRICS_ENABLED=switch)
 
     assert done.stdout.startswith("EfficientLLM metrics\n")

@@ -105,7 +105,7 @@ def test_number_of_gpus_is_given_to_a_shell_script(commands, tmp_path):
     assert called_with(done) == ["4 4 true 7B bf16"]
 
 
-def test_interpreter_that_the_variable_python_sets_is_used(commands, tmp_path):
+def test_interpreter_in_the_variable_python_is_used(commands, tmp_path):
     add_command(commands, "chosen", 'case "$1" in -m) shift; printf "%s\\n" "$@" ;; esac')
     add_command(commands, "torchrun", "echo the wrong one")
     (tmp_path / "train.py").touch()

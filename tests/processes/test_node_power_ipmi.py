@@ -96,7 +96,7 @@ def test_device_measures_node_power_with_a_note_on_its_limits(tools):
     assert 0 < device.sensor.call_s < 5
 
 
-def test_tools_only_request_the_reading_from_the_kernel_driver(tools):
+def test_tools_are_called_only_to_read_power_from_the_kernel_driver(tools):
     commands = tools.root / "arguments"
     tools.put("ipmi-dcmi", f"echo \"$@\" >> '{commands}'; exit 1")
     tools.put("ipmitool", f"echo \"$@\" >> '{commands}'; exit 1")

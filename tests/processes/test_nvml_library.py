@@ -100,7 +100,7 @@ answer = [before, pynvml.nvmlDeviceGetTotalEnergyConsumption(pynvml.nvmlDeviceGe
     assert 300 * (before_s - 0.5) - 0.01 <= millijoules / 1e3 <= 300 * (after_s - 0.5) + 0.01
 
 
-def test_field_and_call_return_the_same_power(trace):
+def test_power_field_and_power_call_return_the_same_value(trace):
     trace.write(Gpu("GPU-a", "0:01:00", power=flat(312.0)))
     code = """
 handle = pynvml.nvmlDeviceGetHandleByIndex(0)
@@ -324,7 +324,7 @@ answer = [
     assert set(ask(trace, code)) == {"error 3"}
 
 
-def test_only_the_first_memory_call_counts_reserved_memory_as_used(trace):
+def test_memory_call_without_a_version_counts_reserved_memory_as_used(trace):
     trace.write(Gpu("GPU-a", memory=flat(10 * GIB), memory_total=80 * GIB, memory_reserved=GIB))
     code = """
 first, second = pynvml.nvmlDeviceGetMemoryInfo(handle), pynvml.nvmlDeviceGetMemoryInfo(handle, pynvml.nvmlMemory_v2)

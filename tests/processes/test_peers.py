@@ -83,7 +83,7 @@ def test_message_for_another_rank_or_agent_is_rejected_and_reported(peers, messa
     assert peers.rejected == {WRONG_RANK: 2}
 
 
-def test_frame_with_a_row_of_another_rank_is_rejected(peers):
+def test_frame_with_a_report_of_another_rank_is_rejected(peers):
     assert "sent a message of rank 1" in peers.objection(b"a", reports(row(0), row(1)))
 
 

@@ -93,7 +93,7 @@ def monitored(launch, trace):
 
 
 @pytest.mark.alone
-def test_energy_above_a_baseline_of_5_s_excludes_its_power(monitored):
+def test_energy_above_baseline_excludes_the_baseline_power(monitored):
     gpu, found = monitored(12.0, has_baseline=True, wait_s=5.0)
     began_s, total, duration_s = found["began_s"], found["total"], found["total"]["duration_s"]
     truth_j = gpu.energy_j(began_s, began_s + duration_s)
@@ -141,7 +141,7 @@ def test_carbon_mass_is_half_a_kilogram_per_kilowatt_hour():
     assert final["final_energy/carbon_footprint_estimate_kg"] == pytest.approx(1.0)
 
 
-def test_four_files_of_energy_have_one_time_in_their_names(tmp_path):
+def test_names_of_the_four_energy_files_contain_the_same_time(tmp_path):
     paths = write_files(str(tmp_path / "results"), ([], [], {}, {}))
 
     stamp = paths[0].stem.removeprefix("energy_step_history_")
@@ -270,7 +270,7 @@ def make(folder, *targets):
 
 @pytest.mark.torch
 @pytest.mark.parametrize("backend", ["bnb", "unsloth"])
-def test_target_of_a_backend_needs_a_gpu(folder, backend):
+def test_make_target_of_a_backend_is_rejected_without_a_gpu(folder, backend):
     torch = pytest.importorskip("torch")
     pytest.importorskip("yaml", reason="needs PyYAML")
     if torch.cuda.is_available():
@@ -285,7 +285,7 @@ def test_target_of_a_backend_needs_a_gpu(folder, backend):
 
 
 @pytest.mark.parametrize("backend", ["bnb", "unsloth"])
-def test_targets_of_a_backend_start_its_configuration(folder, backend):
+def test_make_targets_of_a_backend_use_its_configuration(folder, backend):
     """``make -n`` prints the commands of a target."""
     plain, charts = (make(folder, "-n", name) for name in (f"measure-{backend}", f"train-{backend}-tb"))
 

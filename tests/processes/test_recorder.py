@@ -123,7 +123,7 @@ def test_phase_is_kept_when_its_iteration_starts_again(loop):
     assert (slot.step_ns, slot.wait_ns, phases_ns(slot)) == (200, 300, (0, 300, 0))
 
 
-def test_iteration_end_without_a_start_counts_from_the_last_end(loop):
+def test_iteration_without_a_start_begins_at_the_previous_end(loop):
     loop.phase("other", 1100, 1300)
     loop.end(2000)  # from 1000, less 200
     loop.end(2600)
@@ -335,7 +335,7 @@ def test_decreasing_iteration_number_warns_once_and_is_kept(loop):
     assert "decreased from 10 to 9" in loop.warnings[0]
 
 
-def test_agent_is_woken_at_window_end_and_next_iteration():
+def test_agent_is_woken_at_a_window_end_and_in_the_next_iteration():
     with looping(log_interval=3, offset=1) as loop:
         woken = []
         for at_ns in range(2000, 2500, 100):

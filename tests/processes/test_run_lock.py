@@ -145,5 +145,5 @@ def test_all_attempts_of_a_run_share_one_name(place, name):
     assert name_of_run(Place(**place), "node0") == name
 
 
-def test_lock_wait_is_longer_than_an_aggregator_needs_to_end():
+def test_lock_wait_exceeds_the_time_in_which_an_aggregator_ends():
     assert 5.0 < run_lock.LOCK_WAIT_S < 10.0

@@ -133,7 +133,7 @@ def test_derived_keys_differ_by_purpose_job_and_secret():
     assert {len(one) for one in made} == {32}
 
 
-def test_signature_is_valid_for_one_record_place_and_secret():
+def test_signature_is_valid_only_for_one_record_place_and_secret():
     own, record = b"a" * 64, {"endpoint": "tcp://10.0.0.1:5555", "job": "4711"}
     signed = secret.sign(own, record, "run/1")
 

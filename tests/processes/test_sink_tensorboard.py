@@ -212,7 +212,7 @@ def test_correction_is_written_at_the_newest_step(tmp_path):
     assert [step for step, _ in points(back, "window/amu_gb")] == [100, 200]
 
 
-def test_attempt_from_an_earlier_step_replaces_later_points(tmp_path):
+def test_attempt_from_an_earlier_iteration_replaces_later_points(tmp_path):
     written(tmp_path, make_report(100), make_report(200), make_report(300))
     back = written(tmp_path, make_report(210), make_report(220), attempt=2)
 

@@ -43,7 +43,7 @@ def test_tokens_without_padding_are_counted_once(collate, workers):
     assert collator.tokens_processed == sum(batch["input_ids"].numel() for batch in batches)
 
 
-def test_only_batches_that_arrive_are_counted():
+def test_only_batches_that_the_loop_receives_are_counted():
     """Two workers have made more batches than the loop uses."""
     collator = CountingCollator(padded)
     loader = iter(collator.over(DataLoader(ROWS, batch_size=5, collate_fn=collator, num_workers=2)))

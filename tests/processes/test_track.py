@@ -170,7 +170,7 @@ def test_existing_series_uses_a_later_calibration(tracked):
     assert len(track.series.energy.timing.reads_for(edge_ns)) == 18
 
 
-def test_tick_that_readings_contradict_is_measured_again_once(tracked, wake):
+def test_contradicted_tick_is_measured_again_only_once(tracked, wake):
     calibrations_made = []
 
     def learn(device, read, is_suspect):

@@ -230,7 +230,7 @@ def test_table_fits_80_columns_and_ends_with_the_sum(cli, serve):
     assert "J/token" in lines[-1]
 
 
-def test_power_without_a_gpu_is_reported_as_not_measured(cli, serve):
+def test_power_is_reported_as_not_measured_without_a_gpu(cli, serve):
     done = watch(cli, serve(page(1), page(2)), "--count", "1", EFFICIENTLLM_DEVICE="host")
     rows = watch(cli, serve(page(1), page(2)), "--count", "1", "--json", EFFICIENTLLM_DEVICE="host")
 
