@@ -24,7 +24,7 @@ def main() -> None:
     parser.add_argument("--keep", action="store_true", help="keep the figures in benchmarks/results/")
     given = parser.parse_args()
     if unknown := set(given.names) - set(NAMES):
-        parser.error(f"there is no benchmark {', '.join(sorted(unknown))}; there are: {', '.join(NAMES)}")
+        parser.error(f"there is no benchmark {', '.join(sorted(unknown))}; available benchmarks: {', '.join(NAMES)}")
     console = Console()
     figures: list[Figure] = []
     for name in given.names or NAMES:

@@ -50,7 +50,7 @@ def main() -> None:
     given = parser.parse_args()
     names = given.tools.split(",")
     if unknown := set(names) - set(TOOLS):
-        parser.error(f"there is no tool {', '.join(sorted(unknown))}; there are: {', '.join(TOOLS)}")
+        parser.error(f"there is no tool {', '.join(sorted(unknown))}; available tools: {', '.join(TOOLS)}")
     if given.keep and given.quick:
         parser.error("figures of a quick run are not worth keeping")
     if set(names) - {"effllm"} and not PEERS_PYTHON.exists():

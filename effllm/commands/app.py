@@ -176,8 +176,8 @@ def run(
     loop without torch needs a call of effllm.monitor. The alternative is a call of initialize_efficientllm_metrics
     with the number of parameters, and record_iteration_start and record_iteration_end around each step.
 
-    The exit status and the traceback are those of the script. A run with an exception, or with an exit status other
-    than 0, has the status "failed".
+    The command ends with the exit status and the traceback of the script. A run with an exception, or with an exit
+    status other than 0, has the status "failed".
 
     \b
     Examples:
@@ -242,9 +242,15 @@ def simulate(
         int, typer.Option(min=0, max=256, metavar="K", show_default=False, help="Sender processes. [default: by ranks]")
     ] = 0,
     arrival: Annotated[
-        str, typer.Option(metavar="HOW", help="burst: all ranks report within 2 % of the interval; even: within 90 %.")
+        str,
+        typer.Option(
+            metavar="HOW",
+            help="burst: all ranks report within 2 % of the interval; even: all ranks report within 90 % of it.",
+        ),
     ] = "burst",
-    security: Annotated[str, typer.Option(metavar="HOW", help="curve: with keys; none: without keys.")] = "curve",
+    security: Annotated[
+        str, typer.Option(metavar="HOW", help="curve: connections with keys; none: connections without keys.")
+    ] = "curve",
     run_dir: Annotated[
         str, typer.Option(metavar="FOLDER", help="Keep the run folder at this path. [default: it is deleted]")
     ] = "",
@@ -325,9 +331,9 @@ def inspect(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder, or its summary.json.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Print where the device time and the energy of a run went: parts that add up to the whole.
+    """Print the parts of a run's device time and energy; the parts add up to the whole.
 
-    A running job has the parts of its time so far.  `effllm inspect` reads only summary.json of the run folder.
+    For a running job, the parts cover the time so far. `effllm inspect` reads only summary.json of the run folder.
 
     \b
     Examples:

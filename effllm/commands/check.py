@@ -28,7 +28,7 @@ def main(device: str, *, show_all: bool, as_json: bool) -> int:
     """Print the results; return 1 if a run would not be measured, 2 for wrong use, otherwise 0."""
     if device and device not in ("auto", *device_names()):
         names = ", ".join(("auto", *device_names()))
-        print(f"effllm check: --device {device}: there is no such device; there are: {names}", file=sys.stderr)
+        print(f"effllm check: --device {device}: there is no such device; available devices: {names}", file=sys.stderr)
         return 2
     found = survey(this_process(), device)
     if as_json:

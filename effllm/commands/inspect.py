@@ -69,7 +69,7 @@ def _print(summary: Summary, found: Waterfall) -> None:
     for part in found.parts:
         table.add_row(*map(Text, _row(part, units)))
     console.print(table)
-    console.print("gain: most that the throughput can gain if the part becomes useful work")
+    console.print("gain: maximum gain in throughput if the part becomes useful work")
     if any(part.is_split_by_time for part in found.parts):
         console.print("~: a share of the energy of all steps, in proportion to time")
     for line in found.unknown:

@@ -138,4 +138,4 @@ ENDPOINT = ValueType(_read_endpoint, "host:port or tcp://host:port")
 INTERFACE = matching(
     r"[A-Za-z0-9_.:@%-]{1,64}", "the name of an interface, such as ib0, or an address of rank 0's host"
 )
-PORTS = ValueType(_read_ports, "two ports, such as 29700-29799")
+PORTS = ValueType(_read_ports, "the first and the last port of a range, such as 29700-29799")

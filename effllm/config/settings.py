@@ -104,7 +104,7 @@ class Config:
         None,
         MOST,
         values.TFLOPS,
-        "Peak of one device, for MFU. The default is the peak of the GPU in docs/hardware.md.",
+        "Peak FLOP/s of one device, for MFU. The default is the peak of the GPU in docs/hardware.md.",
     )
 
     price_per_gpu_hour: float | None = _setting(
@@ -196,7 +196,8 @@ class Config:
         0.0,
         POWER,
         number(0, 600, "a number of seconds"),
-        "Duration of the measurement of idle power. It delays the first iteration. With 0: no measurement.",
+        "Duration of the measurement of idle power. The measurement delays the first iteration. "
+        "With 0: no measurement.",
     )
 
     run_folder_mb: int = _setting(

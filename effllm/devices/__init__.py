@@ -89,7 +89,7 @@ def open_device(name: str, site: Site) -> Reader:
                 host.device = replace(host.device, not_measured=missing)
             return host
     if name not in device_names():
-        raise DeviceUnavailable(f"there is no device {name!r}; there are: {', '.join(device_names())}")
+        raise DeviceUnavailable(f"there is no device {name!r}; available devices: {', '.join(device_names())}")
     try:
         module = importlib.import_module(f"{__name__}.{name}")
     except ImportError as error:

@@ -215,5 +215,5 @@ class EnergyTrackingCallback(TrainerCallback):  # type: ignore[misc] # transform
             try:
                 energy_report.write_files(self._folder, bodies)
             except OSError as error:
-                say_once(f"the files of energy were not written: {error}")
+                say_once(f"the energy files were not written: {error}")
         print(energy_report.report(self.total, epochs, self._carbon, self._language))  # noqa: T201 - after the training

@@ -79,7 +79,7 @@ class _Iterations:
     def __init__(self) -> None:
         self._steps = Steps(ownership.CORE, "megatron.core", "Iteration")
         self._parameters = Guard("the parameter count of megatron.core's model")
-        self._peers = Guard("the peer group of megatron.core's ranks")
+        self._peers = Guard("the rank's peer group in megatron.core")
         self._runs = False  # whether there was a pass since the last optimizer step
         self._depth = 0  # depth of nested optimizer steps
         self._samples = self._tokens = 0

@@ -109,7 +109,7 @@ class _Training:
         self._steps = Steps(ownership.FRAMEWORK, NAME)
         self._flops = Guard("Megatron's number of floating-point operations")
         self._parameters = Guard("the parameter count of Megatron's model")
-        self._peers = Guard("the peer group of Megatron's ranks")
+        self._peers = Guard("the rank's peer group in Megatron")
         self._depth = 0  # depth of nested calls of `pretrain` and `train`
         self._reset()
 

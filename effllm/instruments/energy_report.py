@@ -151,7 +151,7 @@ def intensity(kg_per_kwh: float | None, name: str | None) -> float | None:
         ValueError: both arguments are given, the number is negative or not finite, or the name is unknown.
     """
     if kg_per_kwh is not None and name is not None:
-        raise ValueError("carbon_intensity_kg_per_kwh and carbon_intensity exclude each other")
+        raise ValueError("carbon_intensity_kg_per_kwh and carbon_intensity cannot be used together")
     if name is not None:
         if name != "document":
             raise ValueError(f"carbon_intensity={name!r} must be 'document' (0.5 kg/kWh)")

@@ -23,7 +23,7 @@ NO_FLOPS = (
 NO_PEAK = "useful work: the peak FLOP/s of the device is unknown; EFFICIENTLLM_PEAK_TFLOPS sets it"
 NO_TOKENS = "useful work: the loop counted no tokens; effllm.count(tokens=...) counts them"
 ABOVE_PEAK = "useful work: the FLOPs of the tokens exceed the time of the steps at the peak, so FLOPs or peak are wrong"
-UNUSED = "GPUs that were allocated and used by no rank: not looked for"
+UNUSED = "allocated GPUs that no rank used: these GPUs are not detected"
 
 
 class _Steps(NamedTuple):

@@ -36,7 +36,7 @@ def seconds_per_iteration(totals: ClusterTotals) -> float | None:
 
 @metric("ratio", group="throughput", bases=("window",))
 def data_wait_ratio(totals: ClusterTotals) -> float | None:
-    """Share of iteration time between two steps, which is the wait for data."""
+    """Data wait (the time between two steps) divided by iteration time."""
     return quotient(totals.loop.wait_s, totals.loop.time_s)
 
 

@@ -42,7 +42,7 @@ class Board:
     def __init__(self, descriptor: int | None = None) -> None:
         self.descriptor = make_memory("effllm-board", BOARD_BYTES) if descriptor is None else descriptor
         if os.fstat(self.descriptor).st_size < BOARD_BYTES:
-            raise RingError("this is not a board of effllm: it is too short")
+            raise RingError("the shared memory is too short for a board of effllm")
         self._map = mmap.mmap(self.descriptor, BOARD_BYTES)
         self._document = SharedDocument(self._map, 0, _STATE_BYTES)
         self.devices = SharedDocument(self._map, _STATE_BYTES, _DEVICES_BYTES)  # `SpanPart.device` -> facts

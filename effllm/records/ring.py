@@ -253,7 +253,7 @@ class RingReader:
     def __init__(self, descriptor: int) -> None:
         self._room = os.fstat(descriptor).st_size - _SLOTS_AT
         if self._room < 0:
-            raise RingError("this is not a ring of effllm: it is too short")
+            raise RingError("the shared memory is too short for a ring of effllm")
         self._map = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
         magic, self._slots, slot_bytes, _ = _HEADER.unpack_from(self._map, 0)
         if magic != MAGIC or slot_bytes != _SLOT_BYTES or not 0 < ring_bytes(self._slots) - _SLOTS_AT <= self._room:

@@ -6,12 +6,12 @@ from msgspec import Struct
 
 #: Part -> meaning, in the order of the waterfall: time without training, other work, waits, iterations, useful work.
 PARTS: dict[str, str] = {
-    "restart_gap": "between two attempts",
-    "startup": "before an attempt's first iteration",
-    "shutdown": "after an attempt's last iteration",
-    "hang": "no rank made progress",
-    "idle": "before a rank joined or after it left",
-    "unreported": "no report covers this time",
+    "restart_gap": "time between two attempts",
+    "startup": "time before the first iteration of an attempt",
+    "shutdown": "time after the last iteration of an attempt",
+    "hang": "time in which no rank made progress",
+    "idle": "time before a rank joined or after a rank left",
+    "unreported": "time that no report covers",
     "evaluation": "marked evaluation",
     "checkpoint": "marked checkpoint",
     "other": "other marked phases",
@@ -20,11 +20,11 @@ PARTS: dict[str, str] = {
     "straggling": "waits for the slowest rank",
     "generation": "marked generation: productive",
     "exposed_communication": "steps: communication alone",
-    "device_idle": "steps: neither kernels nor transfers",
+    "device_idle": "steps: time without kernels and transfers",
     "padding": "steps: FLOPs of padding at the peak",
     "recomputation": "steps: repeated FLOPs at the peak",
-    "below_peak": "steps: the rest, below the peak",
-    "steps": "steps, useful work included",
+    "below_peak": "steps: remaining time, with computation below the peak",
+    "steps": "whole steps with useful work",
     "useful": "steps: model FLOPs at the peak",
 }
 #: Parts that are work, not loss.

@@ -57,7 +57,7 @@ def lock_folder(
     if lock.instead_of is not None:
         warn(
             f"another run is writing to {lock.instead_of}: this run is written to {lock.folder}; "
-            "set EFFICIENTLLM_RUN_NAME for another name"
+            "set EFFICIENTLLM_RUN_NAME to use another name"
         )
     is_over = False
     try:

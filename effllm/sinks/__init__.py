@@ -68,7 +68,7 @@ def sink_names() -> list[str]:
 
 def no_such_sink(name: str) -> str:
     """Return the error text for a sink without a file."""
-    return f"there is no sink {name!r}; there are: {', '.join(sink_names())} (the run folder is always written)"
+    return f"there is no sink {name!r}; available sinks: {', '.join(sink_names())} (the run folder is always written)"
 
 
 def open_sink(name: str, run: Run) -> Sink:
@@ -103,7 +103,9 @@ def read_options(name: str, given: Mapping[str, str]) -> dict[str, Any]:
     options = options_of(name)
     for one in given:
         if one not in options:
-            raise SinkUnavailable(f"sink {name!r} has no option {one!r}; it has: {', '.join(options) or 'none'}")
+            raise SinkUnavailable(
+                f"sink {name!r} has no option {one!r}; available options: {', '.join(options) or 'none'}"
+            )
     values = {}
     for one, option in options.items():
         text = given.get(one, option.default)

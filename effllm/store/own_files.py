@@ -256,7 +256,8 @@ def read_private(path: Path, max_bytes: int, flags: int = 0) -> bytes:
             raise NotPrivateError(f"{path} belongs to another user: it must belong to the user who runs the job")
         if about.st_mode & 0o077:
             raise NotPrivateError(
-                f"{path} can be read by other users: replace the secret if a user may know it, and chmod 600 {path}"
+                f"{path} can be read by other users: replace the secret if another user may have read it, "
+                f"and chmod 600 {path}"
             )
         return os.read(descriptor, max_bytes)
     finally:

@@ -219,7 +219,8 @@ class RunFolder:
         try:
             removed = folder_size.remove_oldest_detail(self._folder, self._limit_mb)
         except OSError as error:
-            self._warn(f"the oldest detail of run folder {self._folder} cannot be removed: {error.strerror or error}")
+            why = error.strerror or error
+            self._warn(f"the oldest windows and reports in run folder {self._folder} cannot be removed: {why}")
             return
         if removed and not self._has_removed:
             self._has_removed = True

@@ -68,7 +68,10 @@ class Declared:
         if new in names:
             return names.index(new)
         if len(names) >= MAX_VALUE_NAMES or sum(map(len, names)) + len(new) > MAX_NAMES_LETTERS:
-            line = f"instruments: the run folder has no values of {new} and later names: at most {MAX_VALUE_NAMES}"
+            line = (
+                f"instruments: the run folder has no values of {new} and later names: at most {MAX_VALUE_NAMES} names "
+                f"with {MAX_NAMES_LETTERS:,} characters are stored"
+            )
             if not any(one.startswith("instruments:") for one in self.facts.warnings):
                 self.learn(warnings=(*self.facts.warnings, line))
             return -1

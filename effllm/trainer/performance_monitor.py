@@ -83,7 +83,7 @@ class PerformanceMonitor:
         """
         known = SCENARIOS.get("".join(letter for letter in str(scenario).lower() if letter.isalpha()))
         if known is None:
-            raise ValueError(f"scenario {scenario!r} is unknown; known are {', '.join(SCENARIOS)}")
+            raise ValueError(f"scenario {scenario!r} is unknown; available scenarios: {', '.join(SCENARIOS)}")
         self._throughput = known
         if model_parameters is not None:
             self._parameters = model_parameters
@@ -120,8 +120,8 @@ class PerformanceMonitor:
         if None in counts or None in times:
             # An evaluator of the original passed a latency in place of the samples.
             warnings.warn(
-                "record_request was given a count or a time that is not a number of at least 0 in CPU memory; it was "
-                "ignored",
+                "record_request was given a count or a time that is not a number of at least 0 in CPU memory; this "
+                "value was ignored",
                 stacklevel=2,
             )
         all_tokens, all_samples, generated = (one or 0 for one in counts)

@@ -91,7 +91,7 @@ def _wrong_folders(config: Config) -> Iterator[ConfigError]:
 def _wrong_names(config: Config) -> Iterator[ConfigError]:
     devices, sinks = device_names(), sink_names()
     if config.device not in ("auto", *devices):
-        allowed = f"there is no such device; there are: auto, {', '.join(devices)}"
+        allowed = f"there is no such device; available devices: auto, {', '.join(devices)}"
         yield ConfigError(f"{PREFIX}DEVICE", config.device, allowed)
     for name, options in config.sink_options().items():
         if name not in sinks:

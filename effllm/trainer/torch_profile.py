@@ -162,7 +162,7 @@ class TorchProfile:
         cuda = getattr(self._torch, "cuda", None)
         self._on_device = bool(cuda is not None and cuda.is_initialized())
         if self._on_device and _has_compiled_graphs():
-            raise RuntimeError("CUDA graphs of torch.compile are on, and CUPTI is known to crash with them")
+            raise RuntimeError("CUDA graphs of torch.compile are on, and CUPTI is known to crash with CUDA graphs")
         # torch.profiler.profile uses this class, too, but its start also imports the compiler.
         profile = self._torch.autograd.profiler.profile
         named: dict[str, Any] = {"use_kineto": True, "use_cpu": not self._on_device}

@@ -95,7 +95,7 @@ def test_unknown_sink_or_unknown_option_does_not_affect_other_sinks(launch):
     job = launch.python(*SERVED, sinks="nosuch,tensorboard:where=x,console").done()
 
     assert len(job.blocks) == 2
-    assert any("has no option 'where'; it has: dir" in text for text in job.ledger.event_texts("sink"))
+    assert any("has no option 'where'; available options: dir" in text for text in job.ledger.event_texts("sink"))
     assert any("there is no sink 'nosuch'" in text for text in job.ledger.event_texts("sink"))
     assert job.ledger.summary.tokens == 2000
 
@@ -216,8 +216,8 @@ def test_multi_host_job_with_a_readable_secret_is_rejected(launch, tmp_path):
     assert job.stdout == "trained\n"
     assert_disabled(
         job,
-        f"the secret {tmp_path}/secret can be read by other users: replace the secret if a user may know it, "
-        f"and chmod 600 {tmp_path}/secret",
+        f"the secret {tmp_path}/secret can be read by other users: replace the secret if another user may have read "
+        f"it, and chmod 600 {tmp_path}/secret",
     )
 
 

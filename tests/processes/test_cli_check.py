@@ -274,7 +274,7 @@ def test_unknown_device_exits_with_a_usage_error(cli):
     done = cli.run("check", "--device", "tpu")
 
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.endswith(f"there is no such device; there are: auto, {', '.join(device_names())}\n")
+    assert done.stderr.endswith(f"there is no such device; available devices: auto, {', '.join(device_names())}\n")
 
 
 def test_security_and_state_of_the_secret_are_shown(cli, tmp_path):

@@ -69,7 +69,7 @@ def test_throughput_per_parameter_is_nan_without_a_parameter_count():
 
 
 def test_unknown_scenario_is_rejected():
-    with pytest.raises(ValueError, match="'cooking' is unknown; known are pretraining"):
+    with pytest.raises(ValueError, match="'cooking' is unknown; available scenarios: pretraining"):
         monitor("cooking")
 
 

@@ -110,7 +110,7 @@ def test_new_option_of_a_sink_needs_one_line_in_its_file(plug_in, capsys):
     assert (opened("thinned").every, opened("thinned:every=5").every) == (1, 5)
     with pytest.raises(SinkUnavailable, match="must be a whole number of at least 1"):
         opened("thinned:every=0")
-    with pytest.raises(SinkUnavailable, match="sink 'thinned' has no option 'each'; it has: every"):
+    with pytest.raises(SinkUnavailable, match="sink 'thinned' has no option 'each'; available options: every"):
         opened("thinned:each=5")
     assert env.main(["--markdown"]) == 0
     line = "| `thinned:every=` | `1` | A line is written every Nth window. | a whole number of at least 1 |"

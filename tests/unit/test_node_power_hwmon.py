@@ -136,7 +136,7 @@ def test_long_averaging_interval_is_the_interval_of_reads(tmp_path):
 def test_unknown_interval_is_marked_as_assumed(tmp_path):
     sensor = open_reader("node1", Hwmon(tmp_path, GRACE_HOPPER, interval_ms=None).root).device.sensor
 
-    assert (sensor.average_s, sensor.source.split(";")[0]) == (1.0, "averaging interval assumed")
+    assert (sensor.average_s, sensor.source.split(";")[0]) == (1.0, "the averaging interval is assumed")
 
 
 @pytest.mark.parametrize("microwatts", [0xFFFFFFFF * 1000, 0, -5, "", "N/A"])

@@ -312,15 +312,15 @@ def test_largest_period_and_error_of_all_sensors_are_used(serve, opened):
     sensor = opened(serve(with_sensors(*sensors))).device.sensor
 
     assert (sensor.tick_s, sensor.gain_error) == (3.0, 0.025)
-    assert sensor.source == "period and error as stated by the service"
+    assert sensor.source == "stated by the service: period and error"
 
 
 def test_unstated_properties_are_marked_as_assumed(serve, opened):
     sensor = opened(serve(with_sensors({"Reading": 500.0, "Accuracy": 1.0}, {"Reading": 500.0}))).device.sensor
 
     assert (sensor.tick_s, sensor.gain_error) == (5.0, 0.05)
-    assert sensor.source.startswith("error of 5 % assumed, which is the limit for meters of server power supplies")
-    assert sensor.source.endswith("a period of 5 s assumed")
+    assert sensor.source.startswith("an error of 5 % is assumed, the limit for meters of server power supplies")
+    assert sensor.source.endswith("a period of 5 s is assumed")
 
 
 def test_missing_sensors_are_ignored(serve, opened):

@@ -135,7 +135,7 @@ _ADA_COUNTED = Origin(
     "computed: SMs x 512 FLOP x boost clock, as for the RTX 4090 in Ada GPU Architecture v2.1", _ADA.url, "unconfirmed")
 _L4 = Origin("NVIDIA Ada GPU Architecture v2.02 (2022), appendix D; L4 product brief PB-11316-001_v01 (March 2023)",
     _ADA.url, "quoted")
-_L20 = Origin("no datasheet is published; dealers' tables, and cluster_info.py of NVIDIA/TensorRT-LLM",
+_L20 = Origin("tables of dealers and cluster_info.py of NVIDIA/TensorRT-LLM, because NVIDIA has published no datasheet",
     "https://github.com/NVIDIA/TensorRT-LLM", "unconfirmed")
 _L40 = Origin("NVIDIA L40 datasheet 2436245 (Nov 2022)",
     f"{_NV}/design-visualization/support-guide/NVIDIA-L40-Datasheet-January-2023.pdf", "quoted")
@@ -155,16 +155,17 @@ _H100_PCIE = Origin(
 _H100_NVL = Origin("half the sparse rates of NVIDIA H100 datasheet 3440270 (Sept 2024); "
     "product brief PB-11773-001_v01 (March 2024)",
     "https://www.nvidia.com/en-us/data-center/h100/", "quoted")
-_H200 = Origin("NVIDIA H200 datasheet 3367400 (July 2024); chip and peaks are those of the H100",
+_H200 = Origin("NVIDIA H200 datasheet 3367400 (July 2024); the H100 has the same chip and peaks",
     "https://www.nvidia.com/en-us/data-center/h200/", "quoted")
 _H200_NVL = Origin(
     "half the sparse rates of NVIDIA's H200 page (2026); H200 NVL product brief PB-12128-001_v01 (April 2025)",
     _H200.url, "quoted")
-_H800 = Origin("NVIDIA H800 datasheet (2023); chip and peaks are those of the H100",
+_H800 = Origin("NVIDIA H800 datasheet (2023); the H100 has the same chip and peaks",
     "https://chaoqing-i.com/upload/20231128/NVIDIA%20H800%20GPU%20Datasheet.pdf", "quoted")
-_H20 = Origin("no datasheet is published; papers on training with H20s, and cluster_info.py of NVIDIA/TensorRT-LLM",
+_H20 = Origin("cluster_info.py of NVIDIA/TensorRT-LLM and papers on training with H20s, because NVIDIA has "
+    "published no datasheet",
     "https://github.com/NVIDIA/TensorRT-LLM", "unconfirmed")
-_GH200 = Origin("NVIDIA GH200 Grace Hopper Superchip datasheet (not checked); chip and peaks are those of the H100",
+_GH200 = Origin("NVIDIA GH200 Grace Hopper Superchip datasheet (not checked); the H100 has the same chip and peaks",
     "https://resources.nvidia.com/en-us-grace-cpu/grace-hopper-superchip", "unconfirmed")
 _BLACKWELL = Origin("half the sparse rates per GPU of NVIDIA Blackwell datasheet 3384703; "
     "README of NVIDIA/exemplar-performance",
@@ -236,7 +237,7 @@ _RTX_3090_READS = (-0.056, -0.040)
 _A100_PCIE = "It is not known which of the two A100 PCIe boards (40 or 80 GB) was compared with a meter."
 _NO_TENSOR = "The board has no tensor cores and adds up FP16 products in FP16."
 _TURING_BOARD = "The power is that of the GPU alone and was not checked. The whole board with its outputs draws 295 W."
-_FOUNDERS = "Clock and power are those of NVIDIA's own board. Boards of other makers differ."
+_FOUNDERS = "Clock and power are given for NVIDIA's own board. Boards of other makers differ."
 _MODULE = "The power is that of the whole module (CPU, GPU, memory) and can be configured from 450 W on."
 _GCD = (
     "This row describes one of the two dies of a module, because the driver lists each die as a device. "
@@ -259,7 +260,7 @@ ROWS: tuple[Hardware, ...] = (
          "The editions of the datasheet state 300 or 320+ GB/s. A bus of 256 bits at 10 Gbit/s gives 320 GB/s."),
     _row("Quadro RTX 6000", "Turing", 24, 672, 260, _TU102, _TURING, _TURING_BOARD),
     _row("Quadro RTX 8000", "Turing", 48, 672, 260, _TU102, _TURING,
-         "The GPU and its clocks are those of the Quadro RTX 6000. " + _TURING_BOARD,
+         "The Quadro RTX 6000 has the same GPU and the same clocks. " + _TURING_BOARD,
          replace(SENSORS["Turing"], window_s=0.020, note="This board measures 20 ms of every 100 ms.")),
     # Ampere
     _row("NVIDIA A100-SXM4-40GB, A100-SXM-40GB", "Ampere GA100", 40, 1555, 400, _GA100, _A100),

@@ -43,7 +43,7 @@ _RAIL = re.compile(
 )
 _PARTS = ("cores", "soc", "dram")
 
-_ERROR = "gain error of an uncalibrated board assumed, because no accuracy is published"
+_ERROR = "the gain error of an uncalibrated board is assumed, because no accuracy is published"
 
 
 class Meter(NamedTuple):
@@ -126,7 +126,7 @@ def _grace(host: str, rails: Mapping[tuple[str, int], Meter]) -> NodeReader | No
     in_module = any(kind == "module" for kind, _ in rails)
     intervals_s = {meter.average_s for meter in meters}
     average_s = max((interval_s for interval_s in intervals_s if interval_s is not None), default=1.0)
-    average = "averaging interval assumed" if None in intervals_s else f"the meter averages over {average_s:g} s"
+    average = "the averaging interval is assumed" if None in intervals_s else f"the meter averages over {average_s:g} s"
     device = node_device(
         host,
         CPU,
@@ -151,8 +151,9 @@ def _epyc(host: str, meters: list[Meter]) -> NodeReader | None:
         kind="hwmon",
         name="AMD EPYC",
         method=INSTANT,
-        note=f"{', '.join(meter.label for meter in meters)}: power is integrated, because RAPL cannot be read; no DRAM",
-        sensor=Sensor(tick_s=0.001, source=f"tick of RAPL assumed; {_ERROR}"),
+        note=f"{', '.join(meter.label for meter in meters)}: power is integrated, because RAPL cannot be read; "
+        "DRAM is not measured",
+        sensor=Sensor(tick_s=0.001, source=f"the tick of RAPL is assumed; {_ERROR}"),
         driver="amd_hsmp",
     )
     return NodeReader(device, CPU_INTERVAL_S, lambda: Measured(power_w=sum(meter.watts() for meter in meters)))

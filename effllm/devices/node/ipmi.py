@@ -35,7 +35,7 @@ SENSOR = Sensor(
     tick_error_s=5.0,
     is_held=True,
     gain_error=0.10,
-    source="period and error assumed, because DCMI does not state them; a period of several seconds is known "
+    source="period and error are assumed, because DCMI does not state them; a period of several seconds is known "
     "(Chameleon Cloud's documentation), and meters of power supplies have errors up to 5 % (Intel E72797-009, "
     "table 17)",
 )
@@ -132,7 +132,7 @@ class Command:
         while piece := self._wait(process.stdout.fileno(), until_s) and os.read(process.stdout.fileno(), 8192):
             output += piece
             if len(output) > MAX_BYTES:
-                raise OSError(f"{self._name} prints more than a power reading")
+                raise OSError(f"{self._name} printed more text than a power reading has")
         ended = os.pidfd_open(process.pid)
         try:
             self._wait(ended, until_s)

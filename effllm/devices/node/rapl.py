@@ -30,9 +30,9 @@ _COMPARISONS, _PAUSE_S, _MIN_MOVES = 8, 0.01, 3
 SENSOR = Sensor(
     tick_s=0.001,
     gain_error=0.10,
-    source="error assumed, because neither Intel nor AMD states an error; Intel's CPUs measure their power since "
-    "Haswell (doi 10.1109/IPDPSW.2015.70), and the error of DRAM is constant (doi 10.1145/2989081.2989088); AMD's "
-    "Zen 2 computes its power with a model (arXiv 2108.00808)",
+    source="the error is assumed, because neither Intel nor AMD states an error; Intel's CPUs measure their power "
+    "since Haswell (doi 10.1109/IPDPSW.2015.70), and the error of DRAM is constant (doi 10.1145/2989081.2989088); "
+    "AMD's Zen 2 computes its power with a model (arXiv 2108.00808)",
 )
 
 NO_RAPL = (

@@ -178,9 +178,9 @@ def describe(get: Get, source: Source, sensors: Iterable[str | None]) -> tuple[f
         errors.append(_relative_error(sensor))
     tick_s, error = _worst(intervals_s), _worst(errors)
     stated = [word for word, value in (("period", tick_s), ("error", error)) if value is not None]
-    by_service = f"{' and '.join(stated)} as stated by the service" if stated else ""
+    by_service = f"stated by the service: {' and '.join(stated)}" if stated else ""
     assumed = [source.error_source] if error is None else []
-    assumed += [f"a period of {_TICK_S:g} s assumed"] if tick_s is None else []
+    assumed += [f"a period of {_TICK_S:g} s is assumed"] if tick_s is None else []
     gain_error = error if error is not None else source.gain_error
     return tick_s or _TICK_S, gain_error, "; ".join(part for part in (by_service, *assumed) if part)
 

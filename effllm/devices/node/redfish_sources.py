@@ -17,10 +17,10 @@ from effllm.devices.node.redfish_records import Control, Environment, OldPower, 
 #: Relative error of a supply's meter above a fifth of the full load; at a lower load 15 % are allowed.
 SUPPLY_ERROR = 0.05
 _SUPPLY_SOURCE = (
-    "error of 5 % assumed, which is the limit for meters of server power supplies (Intel E72797-009, table 17)"
+    "an error of 5 % is assumed, the limit for meters of server power supplies (Intel E72797-009, table 17)"
 )
 CHASSIS_ERROR = 0.10
-_CHASSIS_SOURCE = "error of 10 % assumed, because the service does not state how it measures power"
+_CHASSIS_SOURCE = "an error of 10 % is assumed, because the service does not state how it measures power"
 
 _VENDORS = "the vendor chooses the measured parts"
 

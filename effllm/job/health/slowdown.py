@@ -66,7 +66,10 @@ class Slowdown:
             return "ranks cannot be compared: no rank has a sync point (effllm.sync_point)"
         if self._own_rose:
             return "no rank is slower than others: own times are longer on all ranks"
-        return "no rank is slower than others: own times did not change, so communication or later work is slower"
+        return (
+            "no rank is slower than others: own times did not change, so communication, or work after the sync point, "
+            "is slower"
+        )
 
 
 def _change_text(change: Change) -> str:
