@@ -50,7 +50,7 @@ json.dump({"count": count}, open("truth.json", "w"))
     assert not job.our_errors
 
 
-def test_only_tokens_that_generate_returns_are_counted(frameworks):
+def test_only_tokens_returned_by_generate_are_counted(frameworks):
     job = frameworks.run(
         MODEL
         + """

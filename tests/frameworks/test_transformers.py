@@ -66,7 +66,7 @@ def test_tokens_padding_and_labels_are_counted(frameworks):
 
 
 @pytest.mark.parametrize("is_filtered", [True, False])
-def test_non_finite_losses_that_the_trainer_replaces_are_counted(frameworks, is_filtered):
+def test_non_finite_losses_are_counted_if_the_trainer_replaces_them(frameworks, is_filtered):
     """By default the Trainer logs a mean of other losses instead of NaN; the weights do not change in this test."""
     broken = """
 losses = iter([0, 0, 1, 0, float("inf"), float("nan")] * 2)
@@ -230,7 +230,7 @@ class Later(TrainerCallback):
 
 
 @pytest.mark.parametrize("attach", ["0", "1"])
-def test_logs_that_earlier_callbacks_receive_contain_the_metrics(frameworks, attach):
+def test_earlier_callbacks_receive_logs_with_the_metrics(frameworks, attach):
     """If effllm's callback ran last, it would add metrics to logs that TensorBoard has already written."""
     code = f"""
 from transformers import Trainer, TrainerCallback
@@ -441,7 +441,7 @@ class Mesh:
         ({"pp": 1, "fsdp": 0, "tp": 0}, False),
     ],
 )
-def test_only_one_of_the_ranks_that_share_a_batch_counts_it(places, counts):
+def test_shared_batch_is_counted_by_only_one_rank(places, counts):
     """The test calls only the selection of the rank, because accelerate runs no tensor or context parallelism on a
     CPU."""
     from effllm.hooks._trainer_layout import counts_its_batch

@@ -165,7 +165,7 @@ trainer.model.generate = lambda *a, **k: (time.sleep(0.2), inner(*a, **k))[1]
     assert summary.metrics["job/it_tokens_per_sec"].value == pytest.approx(generated / seconds, rel=0.01)
 
 
-def test_tokens_of_reused_completions_are_counted_as_generated_once(frameworks):
+def test_generated_tokens_are_counted_once_if_completions_are_reused(frameworks):
     job = frameworks.run(grpo("num_iterations=2"))
 
     generated = sum(row.generated_tokens for row in job.ledger.ranks)

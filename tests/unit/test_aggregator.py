@@ -727,7 +727,7 @@ def test_report_has_style_and_scope_and_is_marked_as_simulated():
     assert job.summary().simulated
 
 
-def test_loss_comes_from_the_first_rank_that_has_it():
+def test_loss_is_from_the_first_report_with_a_loss():
     job = Job().join()
     job.send(row(0))
     job.send(row(1, loss=3.5))
@@ -846,7 +846,7 @@ def test_reasons_for_missing_metrics_do_not_depend_on_join_order(order):
         ({"tokens": 0, "samples": 0, "generated_tokens": 50, "generation_s": 1.0}, ()),
     ],
 )
-def test_counts_that_the_loop_does_not_make_are_null_with_a_reason(counted, reasons):
+def test_missing_counts_of_the_loop_are_null_with_a_reason(counted, reasons):
     job = Job(1).join()
     job.send(row(0, **counted))
     job.closed()
@@ -883,7 +883,7 @@ def test_unknown_tick_share_is_reported_once_per_job(name, source, is_open):
     assert all(name in text and "`effllm profile`" in text for text in sentences)
 
 
-def test_counter_without_ticks_has_no_unknown_tick_share():
+def test_no_tick_share_is_needed_for_a_counter_without_ticks():
     device = msgspec.structs.replace(gpu("GPU-0"), name="NVIDIA X1000", sensor=Sensor(tick_s=0.0))
 
     assert Job(1).join(devices=(device,)).summary().not_measured == ()

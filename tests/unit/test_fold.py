@@ -203,7 +203,7 @@ def test_newest_samples_and_samples_near_edges_are_not_folded():
     assert list(runs_between([], [5], 10, 1)) == []
 
 
-def test_readings_near_an_edge_are_kept_for_slow_sensors():
+def test_more_readings_near_an_edge_are_kept_for_slow_sensors():
     fast = Series(gpu(sensor=Sensor(tick_s=0.1)), 5.0)
     slow = Series(gpu(sensor=Sensor(tick_s=30.0, lag_s=5.0)), 5.0)
 

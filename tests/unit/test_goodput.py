@@ -499,7 +499,7 @@ def test_later_byes_of_a_rank_do_not_change_its_end():
     assert tiles.column("left_s").tolist() == [10.0, 11.0]
 
 
-def test_run_has_one_elapsed_time_from_its_first_rank():
+def test_all_parts_of_a_summary_have_the_same_elapsed_time():
     run = Run(1).join().wait(2)
     run.send(0, 1)
     summary = run.bye(status="completed").aggregator.summary(run.time_s, ended=True)

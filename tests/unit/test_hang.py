@@ -66,7 +66,7 @@ def test_job_that_makes_progress_has_no_stall():
     Job().run(600)
 
 
-def test_stall_is_reported_once_and_lists_first_the_rank_behind():
+def test_stall_is_reported_once_with_the_rank_behind_listed_first():
     job = Job()
     job.run(100)
     reported = job.reported(

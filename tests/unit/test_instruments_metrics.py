@@ -152,7 +152,7 @@ def test_grpo_step_keeps_reward_components_by_name():
     assert tracker.names == ["policy_loss", "mean_reward", "kl_divergence", "reward/format", "reward/score"]
 
 
-def test_reward_distribution_has_the_mean_of_each_rank_in_a_group():
+def test_reward_distribution_has_a_mean_for_each_place_in_a_group():
     tracker = GRPOMetricsTracker()
     tracker.update_group_rewards([0.3, 0.9, 0.5, 0.7])
     tracker.update_group_rewards([0.5, 0.1, 0.3, 0.7])

@@ -226,7 +226,7 @@ def test_general_reason_is_given_if_the_event_is_torn(tmp_path):
     assert results.not_measured == ["energy: a part of the iterations has no measured energy"]
 
 
-def test_unreadable_gpu_is_the_first_reason(tmp_path):
+def test_unreadable_gpu_is_listed_as_the_first_reason(tmp_path):
     gaps = ["GPU: the driver is not loaded", "energy: no RAPL power sensor"]
 
     results = read_results(run_folder(tmp_path, run=WITHOUT_ENERGY, not_measured=gaps))

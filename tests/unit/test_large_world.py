@@ -136,7 +136,7 @@ def test_late_reports_are_merged_and_joules_are_counted_once():
     assert late[0].text.startswith("10 ranks reported window 2 after it had closed: 0, 1, 2")
 
 
-def test_new_aggregator_of_a_large_world_has_unchanged_sums():
+def test_new_aggregator_of_a_large_world_keeps_all_sums():
     aggregator = aggregator_of(RANKS)
     for window in (1, 2):
         report(aggregator, window, range(RANKS), float(window), tokens=1000 + window)

@@ -110,7 +110,7 @@ def test_no_straggler_metric_is_reported_without_own_times():
     assert not any(tag.startswith("straggler/") for tag in report.values)
 
 
-def test_published_clock_error_is_the_largest_and_grows_with_age():
+def test_clock_errors_grow_with_age_and_the_largest_is_published():
     job = Job()
     job.heartbeat(0, 1.0, 1e6, 1e-5)
     job.heartbeat(1, 2.0, -1e6, 2e-5)

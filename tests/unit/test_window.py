@@ -309,7 +309,7 @@ def test_first_window_includes_records_from_before_the_agent_start():
     assert row.wall_s == pytest.approx(2.5)
 
 
-def test_unix_times_are_shifted_monotonic_times():
+def test_unix_times_are_monotonic_times_plus_an_offset():
     with looping(log_interval=1) as loop:
         iterate(loop, 1, step_s=2.0, wait_s=0.0)
         rows = cut_all(loop.slots(), [], loop.now_ns, log_interval=1)
@@ -546,7 +546,7 @@ def test_window_has_sum_median_and_last_arrival_of_own_times():
     assert (rest.own_steps, rest.arrival_ns) == (1, 6250)
 
 
-def test_arrival_time_is_only_from_the_last_iteration():
+def test_only_the_last_iteration_gives_an_arrival_time():
     with looping(log_interval=2) as loop:
         for i in range(4):
             loop.start(2000 + 1000 * i)
