@@ -67,8 +67,8 @@ Path("steps.json").write_text(json.dumps(steps + 1))
 
 
 def diffs():
-    """Return the diff below each heading of "To extend it"."""
-    sections = (ROOT / "CONTRIBUTING.md").read_text().partition("\n## To extend it\n")[2].split("\n### ")[1:]
+    """Return the diff below each heading of "Extensions"."""
+    sections = (ROOT / "CONTRIBUTING.md").read_text().partition("\n## Extensions\n")[2].split("\n### ")[1:]
     return {
         section.partition("\n")[0]: re.search(r"^```diff\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)[1]
         for section in sections
