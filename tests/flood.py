@@ -3,7 +3,8 @@
 KIND: ``silent`` connects and sends nothing, ``garbage`` sends random bytes, ``null`` uses ZeroMQ without keys, ``key``
 uses ZeroMQ with an unknown key. COUNT connections are open at a time; a connection that the other end closes is
 replaced. The flood lasts at least SECONDS, and until COUNT connections were started (``key``: rejected), but at most
-SECONDS + MAX_S. The program prints two numbers as JSON: all started connections, and the most open at one time.
+SECONDS + MAX_S. The program prints two numbers as JSON: the number of started connections, and the largest number of
+open connections at one time.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Zeus: `ZeusMonitor.begin_window` and `end_window`, as in its documentation.
 
 Both calls read the clock before the counters, so the starts of the calls are the edges of Zeus's window.
-``sync_execution`` is off because there is neither torch nor GPU work here.
+``sync_execution`` is off, because this process does not use torch and starts no work on a GPU.
 """
 
 from __future__ import annotations

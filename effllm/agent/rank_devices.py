@@ -168,5 +168,5 @@ class RankDevices:
 
 
 def _visible_gpus(gpus: Sequence[int], visible: str | None) -> list[int]:
-    """Return the indices of ``gpus`` for which the list ``visible`` has an entry; all without a list."""
+    """Return the indices of ``gpus`` for which the list ``visible`` has an entry; without a list, all indices."""
     return [index for index in gpus if visible is None or index < len(visible.split(","))]

@@ -59,7 +59,7 @@ def _integer(environ: Mapping[str, str], name: str, default: int) -> int:
 
 
 def read_place(environ: Mapping[str, str]) -> Place:
-    """Return this process's place, from the variables of torchrun, else of Open MPI, else of Slurm.
+    """Return this process's place from its variables; torchrun has priority over Open MPI, and Open MPI over Slurm.
 
     Slurm's variables are used only in a task of ``srun``. A batch script also has ``SLURM_PROCID=0`` and the requested
     number of tasks, although no task has started. A program in a batch script or in a shell of ``salloc`` is one rank.

@@ -34,12 +34,12 @@ def is_on(text: str) -> bool:
 
 
 def is_unclear(text: str) -> bool:
-    """Whether the text of a switch has another value than on, off or empty."""
+    """Whether the text of a switch is invalid; a valid text means on or off, or is empty."""
     return text.strip().lower() not in (*_ON, *_OFF, "")
 
 
 def unclear(environ: Mapping[str, str], *names: str) -> str:
-    """Return an error text for the first switch that is neither on nor off, or an empty string."""
+    """Return an error text for the first switch with an invalid value, or an empty string."""
     for name in names:
         if is_unclear(text := environ.get(name, "")):
             return f"{name}={text!r} is not usable: must be {ALLOWED}"

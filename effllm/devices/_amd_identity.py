@@ -119,7 +119,7 @@ def _shown(listed: str | None, processors: Sequence[Processor]) -> tuple[list[Pr
 
 
 def find(site: Site, processors: Sequence[Processor]) -> Processor:
-    """Return the processor of the rank: torch's current device, else the one that visibility variables select.
+    """Return the processor of the rank: torch's current device, or else the processor that visibility variables select.
 
     Raises:
         DeviceUnavailable: there is no processor for this rank.

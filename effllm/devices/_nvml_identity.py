@@ -54,7 +54,7 @@ def _uuids_in_bus_order() -> list[str]:
 
 
 def find(site: Site) -> Any:
-    """Return the handle of the rank's device: torch's current device, else the one in CUDA_VISIBLE_DEVICES."""
+    """Return the handle of torch's current device, or else of the rank's device in CUDA_VISIBLE_DEVICES."""
     # Under some CUDA versions torch returns the GPU's UUID for a slice, so a slice is found by CUDA_VISIBLE_DEVICES.
     if (site.cuda_uuid or site.cuda_pci_bus_id) and not (site.visible_devices or "").strip().startswith("MIG-"):
         return _find_by_torch(site)

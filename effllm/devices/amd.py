@@ -38,7 +38,7 @@ _FIRST_RETRY_S, _LAST_RETRY_S = 1.0, 60.0
 
 
 class _Source(NamedTuple):
-    """The source of a device's energy; the fields correspond to the fields of `Device`."""
+    """The source of a device's energy; the fields have the meaning of the fields of `Device`."""
 
     method: str | None
     note: str = ""

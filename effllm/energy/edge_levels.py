@@ -67,7 +67,7 @@ class EdgeLevels:
     def _anchors(self, time_ns: int) -> dict[int, float] | None:
         """Return the counter's levels at the ticks around a time; the key 0 is the last tick up to the time.
 
-        The result is ``None`` if the times of ticks are unknown, or if neither of the nearest ticks has a known level.
+        The result is ``None`` if the times of ticks are unknown, or if both of the nearest ticks have unknown levels.
         """
         clock, sensor = self._timing.clock, self._timing.sensor
         last = clock.before(time_ns + sensor.lag_s / NS) if clock is not None else None

@@ -47,7 +47,7 @@ def parameters_of(model: Any) -> Parameters:
 
 
 def each_parameter(model: Any) -> Iterator[tuple[str, int, bool]]:
-    """Yield each parameter of the whole model once: name, number of elements, whether it is trained."""
+    """Yield each parameter of the whole model once, as (name, number of elements, is_trained)."""
     flats = _flat_parameters(model)
     views = {id(one) for flat in flats.values() for one in getattr(flat, "_params", None) or ()}
     for name, parameter in model.named_parameters():  # tied parameters are listed once

@@ -44,7 +44,7 @@ def _is_first_rank() -> bool:
 
 
 class Guard:
-    """Calls the functions of a hook; after the first failure it prints a line and calls none of them again.
+    """Calls the functions of a hook; after the first failure it prints a line and makes no more calls.
 
     Args:
         name: name of the hooked system, for the printed line.
@@ -120,7 +120,7 @@ class Call:
         self._bound: dict[str, Any] | None = None
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return the argument of this name, else the parameter's default; ``default`` if there is no such parameter."""
+        """Return the argument of this name, else the parameter's default; ``default`` for an unknown parameter."""
         if name in self.kwargs:
             return self.kwargs[name]
         if self._bound is None:

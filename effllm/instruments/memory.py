@@ -114,7 +114,7 @@ class GPUMemoryProfiler:
         device: an index, ``"cuda:1"``, ``"cpu"``, or ``None`` for torch's current device.
 
     Raises:
-        UnknownDevice: there cannot be such a device.
+        UnknownDevice: the device cannot exist.
     """
 
     def __init__(self, device: Any = 0) -> None:

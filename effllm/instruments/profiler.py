@@ -28,7 +28,7 @@ class ComprehensiveProfiler:
         sync: wait for the GPU at each stop of a timer; this slows the training.
 
     Raises:
-        UnknownDevice: there cannot be such a device.
+        UnknownDevice: the device cannot exist.
     """
 
     def __init__(self, device: Any = 0, window_size: int = 100, sync: bool = False) -> None:

@@ -52,7 +52,7 @@ class TrainingTimer:
         sync: wait for the GPU at each stop, so that `stop` returns the time; this slows the training.
 
     Raises:
-        UnknownDevice: there cannot be such a device.
+        UnknownDevice: the device cannot exist.
     """
 
     def __init__(self, device: Any = 0, sync: bool = False) -> None:

@@ -43,7 +43,7 @@ def scopes(nodes: Sequence[Node]) -> list[Scope]:
 
 
 def choose(nodes: Sequence[Node], wanted: str) -> Scope:
-    """Return the configured scope if every node has this scope, else the widest scope of all nodes, with a complaint.
+    """Return the configured scope if every node has this scope; else the widest scope of all nodes, with a reason.
 
     Args:
         nodes: the devices of each node.

@@ -119,7 +119,7 @@ class Roster:
         return not is_known and first is not None and first.bye != "completed"
 
     def absent(self, reporting: Collection[int]) -> set[int]:
-        """Return the ranks of the world that neither report nor have left."""
+        """Return the ranks of the world that have not left and do not report."""
         if len(reporting) == self._ledger.world_size:
             return set()
         return set(range(self._ledger.world_size)).difference(reporting) - self.presence.gone

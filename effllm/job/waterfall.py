@@ -27,7 +27,7 @@ UNUSED = "allocated GPUs that no rank used: these GPUs are not detected"
 
 
 class _Steps(NamedTuple):
-    """The device-seconds of kept steps by part, and what is unknown."""
+    """The device-seconds of kept steps by part, and texts about the unknown parts."""
 
     seconds: dict[str, float]
     unknown: tuple[str, ...]

@@ -263,7 +263,7 @@ def ratio(counted: Sequence[Tick], powers: Readings, shift_s: float, start_s: fl
     Args:
         counted: the counter's ticks, with joules.
         powers: readings of power, in W, with linear interpolation.
-        shift_s: how much later than the counter the power reading is.
+        shift_s: delay of the power reading relative to the counter.
         start_s: start of the time span.
         end_s: end of the time span.
     """

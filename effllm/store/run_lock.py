@@ -64,7 +64,7 @@ class Lock:
 
 
 def name_of_run(place: Place, host: str) -> str:
-    """Return a name that all attempts of a job share and no other running job has; empty without such a name.
+    """Return a name that all attempts of a job share and no other running job has; empty if there is none.
 
     The name is the scheduler's or torchrun's id.  Without an id the name is the address of torchrun's store, because
     two stores cannot listen on one address at a time.

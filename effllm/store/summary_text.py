@@ -146,7 +146,7 @@ def stragglers_text(verdicts: Sequence[StragglerVerdict]) -> str:
 
 
 def slowest_text(summary: Summary) -> str:
-    """Return the rank that was most often the slowest; the summary must contain such a rank."""
+    """Return the rank that was most often the slowest; the summary must contain a slowest rank."""
     rank, windows = next(iter(summary.slowest.items()))
     return f"rank {rank}, in {windows:,} of {summary.windows_compared:,} windows"
 

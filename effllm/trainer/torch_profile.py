@@ -268,7 +268,7 @@ def host_split(events: Any, start_ns: int, end_ns: int) -> Split | None:
 
 
 def device_split(events: Any) -> Split | None:
-    """Return the split of an iteration from the records of devices; ``None`` without such a record.
+    """Return the split of an iteration from the records of devices; ``None`` if there are no records.
 
     The device runs behind the host, so the iteration is measured on the device, from its first record to its last.
     The first record belongs to the first kernel that was launched in the iteration.

@@ -1,4 +1,4 @@
-"""The command effllm run: a script runs as with python, and its run folder is complete."""
+"""The command effllm run: a script runs in the same way as with python, and its run folder is complete."""
 
 import json
 import signal

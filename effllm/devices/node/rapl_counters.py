@@ -50,7 +50,7 @@ def _read_count(path: Path) -> int:
 
 
 def perf_events(root: Path, open_event: OpenEvent = PerfEvent) -> list[Counter]:
-    """Return the packages and their DRAM as counters of the power PMU; an empty list without such a PMU.
+    """Return the packages and their DRAM as counters of the power PMU; an empty list if there is no power PMU.
 
     Raises:
         OSError, ValueError: this user may not use the PMU, or its files are not as documented.

@@ -146,7 +146,7 @@ def _old_supplies(get: Get, found: Iterable[Found]) -> Source | None:
 
 
 def _of_chassis(get: Get, one: Found) -> list[Source]:
-    """Return the source of a chassis' power, from the newer resource, else from the older one; empty without either."""
+    """Return the source of a chassis' power, from the newer or else the older resource; empty if both are missing."""
     if one.chassis.environment is not None:
         environment = optional(get, one.chassis.environment.path, Environment)
         if environment is not None and environment.watts is not None and environment.watts.value is not None:

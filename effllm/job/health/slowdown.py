@@ -34,7 +34,7 @@ class Slowdown:
             row: any report of the window.
             whole_s: median iteration time.
             own_s: median own time of the ranks, if known.
-            is_explained: whether a rank is named.
+            is_explained: whether a named straggler explains slower iterations.
         """
         self._windows.append((row.iteration_shown - row.iterations + 1, whole_s, own_s))
         self._windows_s += whole_s * row.iterations

@@ -171,7 +171,7 @@ class Stragglers:
         return fresh
 
     def _with_node(self, track: OutlierTrack, ranks: list[int]) -> list[int]:
-        """Return the candidates, and all ranks of a node if each of them was an outlier in nearly enough windows."""
+        """Return the candidates, and all ranks of a node if each was an outlier in at least ``PERSIST - 1`` windows."""
         found = dict.fromkeys(ranks)
         for host in {self._peers.known[rank].host for rank in ranks}:
             mates = self._peers.hosts[host]
