@@ -212,7 +212,7 @@ def test_energy_coverage_is_none_without_energy_sensors():
     assert energy.owners == []
 
 
-def test_full_coverage_tolerates_float_rounding():
+def test_float_rounding_does_not_reduce_full_coverage():
     assert is_covered(1.0 - 1e-9, 1.0)
     assert not is_covered(0.999, 1.0)
 

@@ -84,7 +84,7 @@ def test_one_label_per_row_gives_no_learned_tokens():
     assert held({"input_ids": IDS, "attention_mask": MASK, "labels": torch.tensor([1, 0])}) == (10, 2, 8, 0)
 
 
-def test_positions_are_counted_from_embeddings_without_tokens():
+def test_positions_of_embeddings_are_counted_if_there_are_no_tokens():
     assert held({"inputs_embeds": torch.zeros(2, 5, 4), "attention_mask": MASK}) == (10, 2, 8, 0)
 
 

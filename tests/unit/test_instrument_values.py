@@ -106,7 +106,7 @@ def test_published_percentiles_cover_the_whole_run():
     assert published[-1]["loss"][3] == pytest.approx(1.5)
 
 
-def test_value_is_left_out_before_the_agent_has_its_name():
+def test_value_is_left_out_before_its_name_is_known():
     taken = InstrumentValues()
     taken.add(slot(1.0, index=1), 1)
 

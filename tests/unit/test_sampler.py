@@ -391,7 +391,7 @@ def test_constructor_starts_nothing(wake):
     assert (threading.active_count(), reader.reads) == (before, 0)
 
 
-def test_a_stopped_sampler_closes_its_device_and_stops_at_once(wake):
+def test_sampler_stops_at_once_and_closes_its_device(wake):
     reader = FakeReader()
     sampler = Sampler(lambda: reader, LONG_INTERVAL_S, lambda _event: None, wake)
     sampler.start()
