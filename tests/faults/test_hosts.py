@@ -56,7 +56,7 @@ def ask(host, address, timeout_s=30.0, num_bytes=4):
     return float(done.stdout) if done.returncode == 0 else None
 
 
-def test_hosts_have_own_names_and_addresses_and_are_removed(hosts, echo):
+def test_hosts_have_separate_names_and_addresses_until_removal(hosts, echo):
     one, two = hosts(2)
     echo(two)
 

@@ -170,7 +170,7 @@ def test_power_that_changes_between_ticks_is_not_marked_as_held(board):
     assert not calibrate(H100, board(hold=False).read, None).is_held
 
 
-def test_property_held_is_unknown_for_constant_power():
+def test_function_is_held_returns_none_for_constant_power():
     samples = [Sample(step, power_w=60.0, energy_j=step // 5) for step in range(100)]
 
     assert is_held(samples) is None

@@ -261,7 +261,7 @@ def test_table_in_a_pipe_fits_80_columns_and_has_no_colours(cli, arguments):
     assert "\x1b" not in done.stdout
 
 
-def test_table_of_check_ends_with_each_broken_part(cli):
+def test_table_of_check_ends_with_the_list_of_broken_parts(cli):
     done = cli.run("check", EFFICIENTLLM_RUN_DIR="/dev/null/runs", EFFICIENTLLM_LOG_INTERVAL="0")
 
     end = " ".join(done.stdout.split("would not be measured")[1].split())

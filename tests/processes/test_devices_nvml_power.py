@@ -469,7 +469,7 @@ def test_gpm_activities_are_means_between_two_samples(trace):
     assert failures == {}
 
 
-def test_gpm_samples_are_taken_with_a_minimum_distance(trace):
+def test_time_between_gpm_samples_has_a_minimum(trace):
     trace.write(gpu(gpm=1, **ACTIVITIES))
     trace.count_calls()
 

@@ -141,7 +141,7 @@ def test_configured_interface_or_address_is_used():
             own_address(OVER_HOSTS, Config(interface=every))
 
 
-def test_published_address_is_on_the_route_to_the_master(monkeypatch):
+def test_address_of_the_default_route_is_used_for_a_loopback_master(monkeypatch):
     monkeypatch.setattr(interface, "by_default_route", lambda: "")
     with pytest.raises(
         DiscoveryError, match=r"MASTER_ADDR=127.0.0.1 leads to no address .* set EFFICIENTLLM_INTERFACE"

@@ -300,7 +300,7 @@ def test_generation_with_several_ranks_starts_no_metrics(tmp_path):
     assert runs == []
 
 
-def test_unknown_engine_result_ends_counting_and_logs_one_warning(tmp_path):
+def test_unknown_engine_result_stops_counting_and_logs_one_warning(tmp_path):
     done, (run_,) = run(
         tmp_path,
         ENGINE

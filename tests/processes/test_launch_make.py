@@ -80,7 +80,7 @@ def test_make_without_target_lists_the_targets(clone):
         "bench",
     ],
 )
-def test_old_python_is_rejected_by_its_version(clone, target):
+def test_python_older_than_3_10_is_rejected(clone, target):
     done = make(clone, target, python_where(clone, "sys.version_info = (3, 9, 18)"))
 
     assert done.returncode != 0

@@ -29,7 +29,7 @@ def test_none_is_nothing():
 
 
 @pytest.mark.parametrize("choice", ["auto", "ipmi", "https://bmc.example/redfish/v1"])
-def test_cpu_and_node_sensors_are_read_at_different_periods(choice):
+def test_cpu_and_node_sensors_are_read_with_different_periods(choice):
     assert [(opener.name, opener.interval_s) for opener in node_power.openers(choice, "node1")] == [
         ("cpu", 1.0),
         ("psu", 10.0),

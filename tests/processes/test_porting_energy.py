@@ -124,7 +124,7 @@ def test_efficiency_divides_energy_per_step_by_utilization(utilization, score):
     assert final_values(of_steps, 1.0, None)["final_energy/energy_efficiency_score"] == pytest.approx(score)
 
 
-def test_efficiency_of_an_entry_follows_from_its_own_fields():
+def test_efficiency_of_an_entry_is_computed_from_its_fields():
     of_step = block(720.0, 2.0, 1, 0.8)
     metrics = EnergyMetrics(0.0, 1, 0.0, 360.0, 360.0, 360.0, 0.2, 60.0, 60.0, 80.0, 0.0, "", 2.0, 4)
     written = entry(metrics, of_step, Baseline())
@@ -227,7 +227,7 @@ def read(path):
     return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
-def test_section_metrics_sets_the_variables_of_effllm(tmp_path):
+def test_configuration_section_metrics_sets_the_effllm_variables(tmp_path):
     pytest.importorskip("yaml", reason="needs PyYAML")
     (tmp_path / "run.yaml").write_text(SECTION_METRICS)
     settings, variables = read(tmp_path / "run.yaml")

@@ -111,7 +111,7 @@ def test_profile_of_iterations_is_written_as_json(training, tmp_path):
     assert all(is_number(body["throughput"][name]) for name in ("samples_per_sec", "tokens_per_sec"))
 
 
-def test_statistics_of_a_metric_are_numbers_and_count_its_values(training):
+def test_statistics_of_a_metric_include_the_number_of_its_values(training):
     tracker = MetricTracker()
     for step in range(200):
         loss, _, _ = training.step(training.loader[step % 5])

@@ -74,7 +74,7 @@ def test_power_temperature_utilization_and_memory_are_in_a_span(traced):
     assert truth["devices"][0]["name"] == "Traced"
 
 
-def test_span_of_past_time_has_its_measured_energy(traced):
+def test_energy_of_a_span_in_the_past_is_measured(traced):
     gpu = Gpu("GPU-a", "0:01:00", power=flat(300.0))
     truth = traced(gpu, 6, 0.3, log_interval=1000)
     (part,) = next(span["parts"] for span in truth["spans"] if span["number"] == truth["alone"])

@@ -337,7 +337,7 @@ def test_texts_of_events_contain_the_name_of_the_device(tracked, wake):
     assert events_of(track) == []
 
 
-def test_five_intervals_without_a_sample_count_as_a_gap(tracked):
+def test_time_between_samples_above_five_intervals_is_a_gap(tracked):
     track = tracked(Gpu(INSTANT), interval_s=0.01)
     track.take()
     first_ns = track.series.newest_ns

@@ -56,7 +56,7 @@ def test_time_to_first_token_is_missing_without_requests():
     assert seen(page(10), page(10)).time_to_first_token_s is None
 
 
-def test_counters_of_a_later_model_begin_at_zero():
+def test_counters_of_a_model_that_is_loaded_later_begin_at_zero():
     later = page(30) + 'vllm:generation_tokens_total{engine="9",model_name="new"} 7\n'
 
     assert seen(page(10), later).generation_tokens == 27.0
