@@ -34,7 +34,7 @@ class AgentEvents:
         self.add(Event(time.time(), kind, text))
 
     def add(self, event: Event) -> None:
-        """Add an event; of many equal events, most are only counted."""
+        """Add an event; if there are many equal events, most of them are only counted."""
         event = replace(event, text=event.text[:MAX_TEXT], count=min(event.count, MAX_EVENT_COUNT))
         with self._lock:
             self._roll(time.monotonic())

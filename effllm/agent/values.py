@@ -97,7 +97,7 @@ class InstrumentValues:
         return values
 
     def _publish_percentiles(self) -> None:
-        """Publish the percentiles of all names or, if there is no room, of the first half, quarter and so on."""
+        """Publish the percentiles of all names or, if there is no room, of the first half or quarter of the names."""
         known = {name: [one.count, *percentiles(one.centroids).values()] for name, one in self._run.items()}
         while known and not self._publish(known):
             known = dict(islice(known.items(), len(known) // 2))

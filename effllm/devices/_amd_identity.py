@@ -163,7 +163,7 @@ def whole(processor: Processor, processors: Sequence[Processor]) -> Processor:
 def is_second_die(smi: Any, processor: Processor) -> bool:
     """Whether this is the second die of a card; the first die reports the power and energy of both dies.
 
-    The driver sets the second die's power and energy to 0 (aldebaran_get_gpu_metrics); rocm-smi, too, tests for 0.
+    The driver sets the second die's power and energy to 0 (aldebaran_get_gpu_metrics); rocm-smi also tests for 0.
     """
     if not processor.is_half:
         return False

@@ -279,7 +279,7 @@ def keep_lag(folder: Path, device: Device, lag_s: float) -> str:
 
 
 def store_unless_profiled(folder: Path, calibration: Calibration) -> None:
-    """Store a calibration; without a measured lag, it does not replace a fresh calibration with a measured lag."""
+    """Store a calibration, unless only the stored calibration has a measured lag, and is fresh."""
     now = load(folder, calibration.name, calibration.driver)
     if now is None or calibration.measured_lag or not (now.measured_lag and now.is_fresh()):
         store(folder, calibration)

@@ -41,7 +41,7 @@ class SpanReadings:
 
     @property
     def covered_s(self) -> float:
-        """Seconds with energy readings, of the least covered device."""
+        """Seconds with energy readings; with several devices, the smallest number of seconds."""
         return min((part.covered_s for part in self.parts.values()), default=0.0)
 
     @property

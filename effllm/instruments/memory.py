@@ -44,7 +44,7 @@ class MemoryTrend(NamedTuple):
 
     @property
     def certain_bytes(self) -> float:
-        """Smallest growth over the judged iterations that the 95 % interval allows; at least 0."""
+        """Lower bound of the 95 % interval of the growth over the judged iterations; at least 0."""
         return max(self.low_bytes, 0.0) * self.iterations / 1000
 
 

@@ -44,7 +44,7 @@ def tensorboard(folder):
 
 
 def seconds_of(rows):
-    """Return T: the time in iterations, of the rank with the longest time."""
+    """Return T: the longest time in iterations of any rank."""
     by_rank = {}
     for row in rows:
         by_rank[row.rank] = by_rank.get(row.rank, 0.0) + row.busy_s + row.wait_s
