@@ -72,7 +72,7 @@ class Run:
 
     def windows(self, length_s: float, *, lag_is_known: bool) -> list[MeasuredWindow]:
         """Return the windows of this length that follow the first five minutes."""
-        lead_s = max(length_s, 1.0)  # conservative: with shorter windows the agent would have more edges
+        lead_s = max(length_s, 1.0)  # a conservative choice: with shorter windows the agent would have more edges
         return simulate(
             self.curve,
             self.seed,

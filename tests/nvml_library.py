@@ -28,7 +28,7 @@ from effllm.records.rank import Device, Sample
 
 SOURCES = Path(__file__).parent / "nvml"
 GIB = 2**30
-ORIGIN_AGO_S = 60.0  # age of the counter's zero, for curves whose energy is a sum without a closed form
+ORIGIN_AGO_S = 60.0  # time since the counter was 0, for curves without a formula for their energy
 
 
 def build(folder: Path) -> Path | None:

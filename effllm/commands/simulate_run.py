@@ -61,7 +61,7 @@ class Findings(Struct):
     joined_s: float = 0.0
     join_cpu_s: float | None = None  # CPU time of the aggregator until all ranks had joined
     cpu_s: float | None = None  # CPU time of the aggregator while windows were reported
-    cpu_ratio: float | None = None  # used share of one core
+    cpu_ratio: float | None = None  # CPU time as a share of one core
     cpu_us_per_report: float | None = None
     rss_bytes: int | None = None
     rss_slope_bytes_per_s: float | None = None

@@ -29,7 +29,7 @@ class Verdict(NamedTuple):
 
     is_good: bool
     reason: str = ""
-    is_stale: bool = False  # AMD SMI returned the same old values in every reading
+    is_stale: bool = False  # whether AMD SMI returned the same old values in every reading
 
 
 def judge_counter(readings: Sequence[CounterReading]) -> Verdict:

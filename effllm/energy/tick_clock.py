@@ -95,7 +95,8 @@ class TickClock:
         return self._jitter_ns if self.conflicts else 0.0
 
     def _narrow(self, after_ns: int, until_ns: int) -> None:
-        if until_ns - self._contradicted_ns > LEVER_NS:  # the counter may have been frozen, so the jitter is reduced
+        # The last conflict was long ago, and may have come from a frozen counter, so the jitter is reduced.
+        if until_ns - self._contradicted_ns > LEVER_NS:
             self._jitter_ns = max(self._jitter_ns / 2, MIN_JITTER_NS)
             self._contradicted_ns = until_ns
         low_ns, high_ns = after_ns - self.spread_ns, until_ns + self.spread_ns

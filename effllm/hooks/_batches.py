@@ -43,7 +43,7 @@ class Batches:
         """Set the model whose FLOPs are computed at the first batch with text; called after the metrics have begun."""
         self._model, self._parameters, self._source = weakref.ref(model), parameters, ""
         atexit.unregister(self._at_exit)
-        atexit.register(self._at_exit)  # runs before the session's handler, because that was registered earlier
+        atexit.register(self._at_exit)  # handlers run in reverse order: this one runs before the session's handler
 
     def add(self, inputs: Any, counts_samples: bool = True) -> None:
         """Count tokens and samples of a micro-batch, or of a hook's `Batch`; if it has no text, only samples."""

@@ -45,7 +45,7 @@ def _logs(call: Call) -> None:
         return
     tracker, step = tracker_of(trainer), trainer.state.global_step
     tracker.update_grpo_step(step, policy_loss=call.get("logs").get("loss"))
-    for value in trainer._metrics["train"].get("kl", ()):  # a value of each micro-batch since TRL's last log
+    for value in trainer._metrics["train"].get("kl", ()):  # one value for each micro-batch since TRL's last log
         tracker.update_grpo_step(step, kl_divergence=value)
 
 

@@ -11,7 +11,7 @@ from effllm.instruments._number import each, number
 from effllm.instruments._statistics import Statistics, std
 from effllm.instruments.tracker import MetricTracker
 
-#: Maximum number of completions of a group, the best first, in the statistics of rewards by position.
+#: Maximum number of positions in a group, from the best reward, whose mean rewards are stored.
 MAX_RANKS = 256
 
 

@@ -52,7 +52,7 @@ class _Blocks:
     """The minimum of memory in consecutive blocks of measurements: a leak raises the minimum, a long batch does not."""
 
     def __init__(self) -> None:
-        self._done: list[tuple[float, float]] = []  # mean iteration and minimum of each complete block
+        self._done: list[tuple[float, float]] = []  # mean iteration number and minimum of each complete block
         self._size = 1
         self._open: list[tuple[float, float]] = []
         self._count = 0

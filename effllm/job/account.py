@@ -63,9 +63,9 @@ class Account(Struct):
     energy: EnergyTotals = msgspec.field(default_factory=EnergyTotals)  # energy of the covered windows
     energy_counts: dict[str, int] = {}  # counts and iterations of the covered windows
     energy_windows: int = 0
-    holes: int = 0  # windows whose energy is not in the sum
-    partial: int = 0  # windows in which a device is missing or only partly measured, including the holes
-    left_windows: int = 0  # windows in which a device is missing because the ranks of the device had left
+    holes: int = 0  # number of windows whose energy is not in the sum
+    partial: int = 0  # number of windows in which a device is missing or only partly measured, including the holes
+    left_windows: int = 0  # number of windows in which a device is missing because its ranks had left
     covered_s: float = 0.0  # wall time with measured energy, mean over devices
     covered_iterations: float = 0.0
     measured_j: float = 0.0

@@ -41,9 +41,9 @@ class WindowEnergy(Struct, frozen=True):
     gpus_coverage: float | None = None  # coverage of the GPUs, in any scope
     gpus_wall_j: float = 0.0
     gpus_iterations_j: float = 0.0
-    num_owners: int = 0  # devices whose energy belongs to the window
+    num_owners: int = 0  # number of devices whose energy belongs to the window
     lowest_coverage: float = 1.0  # coverage of the device with the lowest coverage; 0 if a device or a rank is missing
-    num_left: int = 0  # devices whose ranks have left while other ranks train; not in any coverage
+    num_left: int = 0  # number of devices whose ranks have left while other ranks train; not in any coverage
 
     @property
     def share(self) -> float:

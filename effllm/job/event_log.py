@@ -28,7 +28,7 @@ class EventLog:
         self._ledger = ledger
         self._limit = EventLimit()
         self._events: list[Event] = []
-        self._stated: dict[str, set[str]] = {}  # separate for each kind, so that one kind cannot suppress others
+        self._stated: dict[str, set[str]] = {}  # keys by kind: one kind cannot suppress events of other kinds
 
     def record(self, event: Event) -> None:
         """Count an event, and store it unless there are too many events."""

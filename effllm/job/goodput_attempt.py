@@ -96,7 +96,7 @@ class Attempt(Struct):
     seconds: dict[str, float] = {}  # by class: rank-seconds of all reports
     joules: dict[str, float] = {}
     spans: list[Span] = []
-    hangs: dict[int, float] = {}  # by window: rank-seconds that are not in a report yet
+    hangs: dict[int, float] = {}  # by window: rank-seconds of hangs that are not in a report yet
     hang_at_end_s: float = 0.0  # rank-seconds that were subtracted from the shutdown
     offset: int = 0  # displayed number of an iteration minus its ordinal
     offset_at_start: int = 0

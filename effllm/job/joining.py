@@ -17,8 +17,8 @@ from effllm.records.counters import FIELDS
 from effllm.records.rank import METHODS, DeviceWindow, Gauge, Integrals, RankReport, add_profiles
 from effllm.records.values import merged_by_name
 
-MAX_WAIT_S = 2.5  # timeout of a joined window; twice this time until most ranks have reported
-MAX_ENDS = 1024  # number of stored ends of joined windows, for late reports
+MAX_WAIT_S = 2.5  # timeout of a joined window; until most ranks have reported, the timeout is twice as long
+MAX_ENDS = 1024  # maximum number of stored ends of joined windows, which late reports need
 
 
 class Joined(NamedTuple):

@@ -39,7 +39,7 @@ class RankState(Struct):
     gaps: int = 0  # missing reports before the last accepted report
     newest_gap: int = 0  # missing reports in the newest gap
     newest_gap_before: int = 0  # sequence of the report after the newest gap
-    is_over: bool = False  # the last report of the rank was accepted
+    is_over: bool = False  # whether the last report of the rank was accepted
 
     def spend(self, agent_cpu_s: float, sent_bytes: int, recorder_cpu_s: float | None) -> None:
         """Update the costs of the rank's agent and recorder; an older message does not lower a cost."""
@@ -83,7 +83,7 @@ class Spent(Struct):
 class Waited(Struct):
     """The stragglers of the last window."""
 
-    seconds: float | None = None  # wait of each rank for the slowest straggler; None: no rank measures its own time
+    seconds: float | None = None  # wait of each rank for the slowest straggler; None if no rank measures its own time
     rank_seconds: float = 0.0  # sum of the waits of all ranks
     joules: float | None = None  # energy of the waiting ranks' devices during these waits
     verdicts: tuple[StragglerVerdict, ...] = ()

@@ -125,7 +125,7 @@ class Merged(Struct, dict=True, eq=False):
     wall: DeviceColumns
     iterations: DeviceColumns  # wall time without phases
     peaks: Array  # bytes
-    phases_j: dict[int, dict[str, float | None]]  # joules of phases, by row
+    phases_j: dict[int, dict[str, float | None]]  # row of a device -> joules of its phases
     gpus: GpuReadings
 
     def __len__(self) -> int:

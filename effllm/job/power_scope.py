@@ -27,10 +27,10 @@ Node = Sequence[Device]
 class Scope(Struct, frozen=True):
     """The devices whose energy is counted as the energy of the job."""
 
-    label: str | None = None  # for display; None: no device measures energy
+    label: str | None = None  # name for display; None if no device measures energy
     choice: str = AUTO  # one of WIDEST_FIRST, from which `keep` restores this scope
     keys: frozenset[str] = frozenset()
-    lacking: int = 0  # nodes without a sensor of this scope: expected, but not measured
+    lacking: int = 0  # number of nodes without a sensor of this scope; their energy counts as not measured
     complaint: str = ""  # one sentence, if the configured scope is not available
 
 

@@ -35,7 +35,7 @@ class Roster:
         self._num_devices: dict[int, int] = {}  # by rank
         self._blind: set[int] = set()
         self._job: JobFacts | None = None
-        self._expected: tuple[set[int], Expected] | None = None  # ranks that left; devices without those ranks
+        self._expected: tuple[set[int], Expected] | None = None  # ranks that left, and the devices without these ranks
 
     @property
     def job(self) -> JobFacts:

@@ -40,7 +40,7 @@ class Connections:
         self._addresses: dict[int, str] = {}  # by descriptor
         self._unread: list[tuple[int, int]] = []
         self._why = ""  # reason of the last failed handshake, until its disconnection is reported
-        self.decided = 0  # open connections that the gate has admitted or rejected
+        self.decided = 0  # number of open connections that the gate has admitted or rejected
         self.accept_error = 0  # errno of the first connection that could not be accepted
         self._retry_at_s = 0.0
         self.socket: zmq.Socket[bytes] | None = None

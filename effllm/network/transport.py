@@ -30,7 +30,7 @@ KINDS_KNOWN = frozenset(KINDS)
 _NOBLOCK, _NOBLOCK_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 
-_EVENT = struct.Struct("=hi")  # zmq_socket_monitor(3); the endpoint is a second frame
+_EVENT = struct.Struct("=hi")  # first frame of an event of zmq_socket_monitor(3); the second frame is the endpoint
 
 _encoder = msgspec.msgpack.Encoder()
 _from_agent: msgspec.msgpack.Decoder[FromAgent] = msgspec.msgpack.Decoder(FromAgent)

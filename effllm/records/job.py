@@ -157,9 +157,9 @@ class Straggler(Struct, frozen=True):
 
 
 #: The evidence of a verdict, from the strongest to the weakest.
-OWN_TIME = "own time"  # from an iteration's start to the sync point
+OWN_TIME = "own time"  # time from an iteration's start to the sync point
 PROFILE = "profile"  # computation in profiled iterations
-DATA_WAIT = "data wait"  # waiting for data, while other ranks wait for this rank
+DATA_WAIT = "data wait"  # wait for data, during which other ranks wait for this rank
 ARRIVAL = "arrival"  # the order of arrival at the sync point, by aligned clocks
 EVIDENCE = (OWN_TIME, PROFILE, DATA_WAIT, ARRIVAL)
 

@@ -36,10 +36,10 @@ class Part(Struct, frozen=True, omit_defaults=True):
 
     name: str  # a name of PARTS
     device_seconds: float
-    share: float  # of all device-seconds
+    share: float  # share of all device-seconds
     joules: float | None = None  # None if not measured
-    is_split_by_time: bool = False  # the joules are a share of the joules of steps, in proportion to time
-    cost: float | None = None  # in the currency of PRICE_PER_GPU_HOUR
+    is_split_by_time: bool = False  # whether the joules are a share of the joules of steps, in proportion to time
+    cost: float | None = None  # cost in the currency of PRICE_PER_GPU_HOUR
     # Upper bound of the gain in throughput if this part were removed and its time became useful work.
     max_gain: float | None = None
 

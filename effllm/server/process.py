@@ -194,7 +194,7 @@ class Server:
         refused = self._admission.hello(peer, message, objection, is_trainer_gone, now)
         if refused is None:
             self._has_learned = True
-            # Garbage is collected before the first windows.
+            # In a large world, garbage is collected before the first windows.
             if self._facts.learn(message) and is_large(message.world_size):
                 self._collect()
             if not self._has_begun:  # the state shows this attempt, even if it is killed before its first window

@@ -40,7 +40,7 @@ def test_aggregator_killed_in_any_write_loses_no_line(lives, request, monkeypatc
                 agent.measure(measured)
         for agent in agents:
             agent.talk(measured == WINDOWS)
-        child._started = 0  # otherwise the delay before a start would increase with each start
+        child._started = 0  # without this line, the delay before a start would increase with each start
         child.look(now_s)
         time.sleep(0.005)
     for agent in agents:

@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.faults, pytest.mark.fault("unauthenticated-peers")]
 
 FLOOD, HOSTILE = (Path(__file__).parents[1] / name for name in ("flood.py", "hostile_rank.py"))
 PEERS = 10_000  # number of simultaneous peers; each takes one of the aggregator's 20,000 descriptors
-KEYS = 500  # fewer peers, because their handshakes use cryptography in the aggregator
+KEYS = 500  # fewer peers with keys, because their handshakes use cryptography in the aggregator
 
 
 needs_schedstat = pytest.mark.skipif(

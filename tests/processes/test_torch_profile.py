@@ -105,7 +105,8 @@ def test_profiler_in_warm_up_is_not_disturbed(profile):
             theirs.step()
 
     assert len(records) == 1 and "aten::mm" in records[0]
-    # Iterations of the other profiler: 1 wait, 2 and 3 warm-up, 4 and 5 active, no profile from 6 on.
+    # The other profiler waits in iteration 1, warms up in 2 and 3, and is active in 4 and 5.  It does not profile later
+    # iterations.
     assert given == [False, False, False, False, False, True, False, True]
 
 

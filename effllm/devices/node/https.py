@@ -258,7 +258,8 @@ def _ended_at(until_s: float, sock: socket.socket) -> Iterator[None]:
     def end() -> None:
         is_over.set()
         with contextlib.suppress(OSError):
-            socket.socket.shutdown(sock, socket.SHUT_RDWR)  # bypasses TLS, whose object the reading thread uses
+            # This call bypasses the TLS object, because the reading thread uses it.
+            socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
     timer = threading.Timer(until_s - time.monotonic(), end)
     timer.daemon = True

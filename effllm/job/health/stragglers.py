@@ -33,7 +33,7 @@ MAX_VERDICTS, MAX_KEPT = 16, 64
 class Straggling(NamedTuple):
     """The stragglers of one window, and their costs."""
 
-    seconds: float | None = None  # wait of each rank for the slowest named rank; None: no rank measures its own time
+    seconds: float | None = None  # wait of each rank for the slowest named rank; None if no rank measures its own time
     rank_seconds: float = 0.0  # sum of the waits of all ranks
     joules: float | None = None  # energy of the waiting ranks' devices during these waits
     by_window: Mapping[int, float] = {}  # rank-seconds by window, also earlier windows of newly named ranks
