@@ -117,7 +117,9 @@ def calibrate(
             with suppress(OSError):
                 own_files.remove_file(_path(folder, _model(device.name), device.driver))
         if report is not None:
-            report(f"the calibration of {kept.date} from the cache was dropped and measured again: {why}")
+            report(
+                f"the calibration of {kept.date} was removed from the cache, and the sensor was measured again: {why}"
+            )
     elif kept is not None and (kept.measured_lag or (kept.is_fresh() and (seen.tick is None or is_suspect))):
         again = replace(kept, checked=_today())
         if folder and keep and seen.tick is not None:
@@ -173,7 +175,7 @@ def _measure(read: Callable[[], Sample], span_s: float = MAX_S) -> Seen:
 
 def with_seen(sensor: Sensor, seen: Seen) -> Sensor:
     if seen.tick is None:
-        return replace(sensor, call_s=seen.call_s, source=f"{sensor.source}: no tick was found by the reads")
+        return replace(sensor, call_s=seen.call_s, source=f"{sensor.source}: the reads found no tick")
     tick_s, tick_error_s = seen.tick
     lag_is_open = not sensor.lag_error_s or sensor.lag_error_s == sensor.tick_s  # the lag is between 0 and a tick
     return replace(

@@ -80,7 +80,7 @@ class TrainingTimer:
         """End a part; return its seconds, or NaN if they are not known yet, as on a GPU without ``sync``."""
         timed = self._timers.get(name)
         if timed is None or not timed.is_open:
-            self._warn_once(f"timer {name} was stopped without a start; ignored")
+            self._warn_once(f"timer {name} was stopped without a start; this stop is ignored")
             return NAN
         timed.is_open = False
         if self._index is None:

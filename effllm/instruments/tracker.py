@@ -61,7 +61,7 @@ class MetricTracker:
     def update_batch(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Add a value of each metric."""
         if not isinstance(metrics, Mapping):
-            self._warn_once("batch", f"metrics are a dictionary, not {type(metrics).__name__}; not added")
+            self._warn_once("batch", f"metrics must be a dictionary, not {type(metrics).__name__}; nothing is added")
             return
         for name, value in metrics.items():
             self.update(name, value, step)

@@ -302,7 +302,7 @@ def _gaps(
     ):
         yield (
             "evaluation: no period from the model's eval() to its train() was seen; other evaluation between steps is "
-            "in AL, unless it is inside `with effllm.phase('evaluation'):`"
+            "counted in AL; `with effllm.phase('evaluation'):` excludes an evaluation from AL"
         )
     if roster.job.begins_with_a_step and whole.counts.iterations:
         yield "first iteration: not measured, because the metrics began at its optimizer step"

@@ -104,7 +104,7 @@ def mfu_ratio(totals: ClusterTotals) -> float | None:
 
 @metric("ratio", group="throughput", bases=("window",))
 def hfu_ratio(totals: ClusterTotals) -> float | None:
-    """Hardware FLOPs utilization (PaLM, arXiv 2204.02311, appendix B): like MFU, with recomputation."""
+    """Hardware FLOPs utilization (PaLM, arXiv 2204.02311, appendix B): like MFU, with the FLOPs of recomputation."""
     return _possible(share_of_peak(totals, totals.constants.hardware_flops_per_token))
 
 

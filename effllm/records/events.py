@@ -55,7 +55,7 @@ KINDS: dict[str, Kind] = {
     # Energy
     "energy_counter": Kind(ONCE, "The energy counter of a GPU is not used, or is used again.", is_problem=True),
     "energy_disagreement": Kind(ONCE, "A GPU's energy counter disagrees with its power readings.", is_problem=True),
-    "energy_calibration": Kind(ONCE, "The calibration of a GPU in the cache is wrong, and was removed."),
+    "energy_calibration": Kind(ONCE, "The calibration of a GPU was wrong, and was removed from the cache."),
     "energy_aliasing": Kind(
         ONCE, "Iterations are synchronous with a power sensor: the energy has a larger error.", is_problem=True
     ),
@@ -76,7 +76,7 @@ KINDS: dict[str, Kind] = {
     "faster": Kind(FILE, "The job became faster."),
     "stalled": Kind(ALWAYS, "No rank makes progress; the position of each rank is listed.", is_problem=True),
     "resumed": Kind(ALWAYS, "The job makes progress again after a stall."),
-    "stack": Kind(ONCE, "Stacks of stalled ranks were written; the text has the files."),
+    "stack": Kind(ONCE, "Stacks of stalled ranks were written; the text lists the files."),
     "straggler": Kind(ALWAYS, "A rank is slower than its peers and delays the job.", is_problem=True),
     "recovered": Kind(ALWAYS, "A straggler is as fast as its peers again."),
 }

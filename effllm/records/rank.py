@@ -153,7 +153,7 @@ GAUGES: dict[str, tuple[str, str]] = {
     "memory_power_w": ("W", "power of the memory"),
     "module_power_w": ("W", "power of the whole module: GPU, CPU and memory"),
     "memory_reserved_bytes": ("bytes", "memory that the driver keeps for itself"),
-    "sm_activity_ratio": ("ratio", "share of time and SMs in which a warp was resident (GPM); not utilization"),
+    "sm_activity_ratio": ("ratio", "share of SMs with a resident warp, mean over time (GPM); not utilization"),
     "tensor_activity_ratio": ("ratio", "share of time in which the tensor cores worked (GPM)"),
     "dram_activity_ratio": ("ratio", "share of the memory bandwidth in use (GPM)"),
 }

@@ -272,7 +272,7 @@ class RunFolder:
         left_out = self._windows.left_out
         if self._troubles <= MAX_TROUBLES:
             self._warn(
-                f"run folder {self._folder} is written again: {self._waited} windows waited"
+                f"run folder {self._folder} is written again: {self._waited} windows had to wait"
                 + (f", {left_out} did not fit into memory and were dropped" if left_out else "")
             )
         self._is_in_trouble, self._waited = False, 0

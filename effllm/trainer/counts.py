@@ -51,7 +51,9 @@ class Counted:
         except Exception:  # noqa: BLE001 - whatever the objects of the caller raise must not end the loop
             is_right = False
         if not is_right:
-            return "effllm.count takes counts of at least 0 that are numbers, not tensors on a GPU; call ignored"
+            return (
+                "effllm.count takes counts of at least 0 that are numbers, not tensors on a GPU; this call is ignored"
+            )
         self._counts = [before + now for before, now in zip(self._counts, given, strict=True)]
         self.has_any = any(self._counts)
         if getattr(loss, "is_cuda", False):
@@ -102,10 +104,10 @@ class Losses:
             number = int(number)
             value = float("nan") if loss is None else float(loss)
         except Exception:  # noqa: BLE001 - whatever the objects of the caller raise must not end the loop
-            self._warn("log_metrics takes an iteration number and a loss that is a number; loss ignored")
+            self._warn("log_metrics takes an iteration number and a loss that is a number; the loss is ignored")
             return None
         if not -MAX_TOTAL < number < MAX_TOTAL:
-            self._warn("log_metrics was given an iteration number out of range; loss ignored")
+            self._warn("log_metrics was given an iteration number out of range; the loss is ignored")
             return None
         if number < self._number:
             self._warn(f"the iteration number decreased from {self._number} to {number}; counting continues")

@@ -64,7 +64,7 @@ class Generations:
             prompt_tokens: tokens of the prompts; ignored if ``tokens`` is not given.
         """
         if not self._open:
-            self._warn("a generation ended without a start; ignored")
+            self._warn("a generation ended without a start; this end is ignored")
             return
         inside = self._open.pop()
         if tokens is None:

@@ -46,7 +46,7 @@ def doubts(environ: Mapping[str, str]) -> list[str]:
             names = ", ".join(interface.names())
             found.append(
                 f"{PREFIX}INTERFACE={config.interface!r}: this host has no such interface or address, and rank 0's "
-                f"host needs it; this host has: {names}"
+                f"host needs it; interfaces of this host: {names}"
             )
     if not Path(config.run_dir).is_absolute() and (reason := unwritable(Path(config.run_dir))):
         found.append(

@@ -40,7 +40,7 @@ class RecordedValues:
         if type(value) is float and index >= 0:
             recorder.value(index, value)
         elif index >= 0:
-            self._lifecycle.warn(f"value {name} must be a float, not {type(value).__name__}; ignored")
+            self._lifecycle.warn(f"value {name} must be a float, not {type(value).__name__}; the value is ignored")
 
     def percentiles(self, name: str) -> tuple[int, list[float]] | None:
         """Return the number of values of a name in this rank's run, and percentiles 5, 25, 50, 75, 95, 99.

@@ -182,7 +182,7 @@ class Recorder:
     def add(self, samples: int = 0, tokens: int = 0, tokens_loss: int = 0) -> None:
         """Add counts that became known after the end of their iteration; the next record includes them."""
         if self.is_on and not self._counters.add(0, samples, tokens, tokens_loss):
-            self._once("counts added after an iteration must be whole numbers of at least 0; ignored")
+            self._once("counts added after an iteration must be whole numbers of at least 0; these counts are ignored")
 
     def phase_start(self, name: str) -> None:
         """Begin a phase; a nested phase is a part of the outer phase."""
@@ -196,7 +196,7 @@ class Recorder:
     def phase_end(self) -> None:
         """End the phase that the last `phase_start` began."""
         if not self.is_on or self._phases.depth == 0:
-            self._once("a phase ended without a start; ignored")
+            self._once("a phase ended without a start; this end is ignored")
             return
         if not self._phases.end():
             return

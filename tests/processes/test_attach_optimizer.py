@@ -312,7 +312,7 @@ def test_eval_mode_during_training_is_not_counted_as_evaluation(launch, loop):
     summary = train(launch, dedent(NET) + dedent(loop)).ledger.summary
 
     assert "evaluation" not in summary.time_by_class
-    assert [line for line in summary.not_measured if "other evaluation between steps is in AL" in line]
+    assert [line for line in summary.not_measured if "other evaluation between steps is counted in AL" in line]
 
 
 def test_eval_detection_does_not_change_training(launch, tmp_path):

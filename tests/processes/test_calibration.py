@@ -95,7 +95,7 @@ def test_tick_of_the_hardware_table_is_kept_if_reads_are_too_sparse(board):
     sensor = calibrate(H100, board(call_s=0.03).read, None)
 
     assert sensor.tick_s == 0.1
-    assert sensor.source == "hardware table: no tick was found by the reads"
+    assert sensor.source == "hardware table: the reads found no tick"
 
 
 def test_counter_that_changes_at_every_read_is_continuous():
@@ -213,7 +213,9 @@ def test_cached_calibration_is_dropped_if_its_tick_is_wrong(board, tmp_path, pro
 
     sensor = calibrate(H100, board(tick_s=true_s).read, tmp_path, report=lines.append)
 
-    assert lines == [f"the calibration of {day(3)} from the cache was dropped and measured again: {why}"]
+    assert lines == [
+        f"the calibration of {day(3)} was removed from the cache, and the sensor was measured again: {why}"
+    ]
     assert sensor.source == "measured here"
     assert sensor.tick_s == pytest.approx(true_s if true_s > 0.005 else 0.0, abs=1e-3)
     assert load(tmp_path, H100.name, H100.driver).sensor == sensor
@@ -456,6 +458,6 @@ def test_tick_is_unknown_if_nvml_calls_are_too_slow(calibrated):
 
     # Most GPUs have a tick of 0.1 s. The error is a whole tick, so the tick is not used to compute times.
     assert (sensor.tick_s, sensor.tick_error_s) == (0.1, 0.1)
-    assert sensor.source == "assumed: no tick was found by the reads"
+    assert sensor.source == "assumed: the reads found no tick"
     assert sensor.call_s == pytest.approx(0.02, abs=0.015)
     assert took_s < 2.5

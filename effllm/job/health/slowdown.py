@@ -74,6 +74,6 @@ class Slowdown:
 
 def _change_text(change: Change) -> str:
     return (
-        f"iterations take {change.after_s:.3g} s since iteration {change.since}, and took {change.before_s:.3g} s "
-        f"before ({100 * change.ratio:+.0f} %)"
+        f"iterations have taken {change.after_s:.3g} s since iteration {change.since}, and took "
+        f"{change.before_s:.3g} s before ({100 * change.ratio:+.0f} %)"
     )
