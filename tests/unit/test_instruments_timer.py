@@ -252,7 +252,7 @@ def test_rate_is_not_measured_if_a_count_is_unknown(clock, count):
     tracker = ThroughputTracker(window_size=1)
     tracker.start()
     clock.move(1.0)
-    with pytest.warns(UserWarning, match="counts"):
+    with pytest.warns(UserWarning, match="a count below 0"):
         tracker.update(num_samples=count, num_tokens=10)
     assert math.isnan(tracker.get_current_throughput()["samples_per_sec"])
 
