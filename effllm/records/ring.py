@@ -100,9 +100,9 @@ _ABOUT = struct.Struct("@hhld")  # kind, what, number, value
 _RARE = struct.Struct(f"@{_PHASES + 1 + len(FIELDS) - NUM_FREQUENT}l")  # phases, generation, the other counters
 _SEALED = struct.Struct(f"@{_OFTEN.size}s{_ABOUT.size}s{_RARE.size}sI")
 # A record of values has values and their indices in place of the times and totals.
-_VALUES = struct.Struct(f"@{MAX_VALUES}d{MAX_VALUES}h")
-_VALUES_OFTEN = struct.Struct(f"@LL{_OFTEN.size - 16}s")  # sequence, ordinal, first part of the values
 _VALUES_SPLIT = _OFTEN.size - 16
+_VALUES = struct.Struct(f"@{MAX_VALUES}d{MAX_VALUES}h{max(_VALUES_SPLIT + _RARE.size - 10 * MAX_VALUES, 0)}x")
+_VALUES_OFTEN = struct.Struct(f"@LL{_VALUES_SPLIT}s")  # sequence, ordinal, first part of the values
 if (
     _VALUES.size != _VALUES_SPLIT + _RARE.size or _SEALED.size > _SLOT_BYTES or _NEWEST.size != 8
 ):  # pragma: no cover - a mistake in this file, or no 64-bit machine

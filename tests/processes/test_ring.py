@@ -278,7 +278,7 @@ def test_memory_that_is_not_a_ring_is_rejected(size):
     foreign = os.memfd_create("foreign")
     os.truncate(foreign, size)
 
-    with pytest.raises(RingError, match="not a ring"):
+    with pytest.raises(RingError, match=r"not a ring|too short for a ring"):
         RingReader(foreign)
     os.close(foreign)
 
