@@ -89,6 +89,18 @@ def config_of(model: Any) -> Any:
     return getattr(config, "text_config", None) or config
 
 
+def model_name(model: Any) -> str:
+    """Return the name under which transformers has loaded the model, without its folder, or the name of its class."""
+    inner = unwrapped(model)
+    try:
+        name = getattr(getattr(inner, "config", None), "_name_or_path", None)
+    except Exception:  # noqa: BLE001 - any object can be named ``config``
+        name = None
+    if not isinstance(name, str) or not name.strip("/. "):
+        return type(inner).__name__
+    return name.rstrip("/").rpartition("/")[2] if name.startswith(("/", ".")) or name.count("/") > 1 else name
+
+
 def unwrapped(model: Any) -> Any:
     """Return the model inside of DDP, FSDP, DeepSpeed and torch.compile."""
     for _ in range(8):

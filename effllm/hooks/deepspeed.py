@@ -20,7 +20,7 @@ from typing import Any
 
 from effllm.hooks import Unknown
 from effllm.hooks._batches import Batches, inputs_of
-from effllm.hooks._parameters import parameters_of
+from effllm.hooks._parameters import model_name, parameters_of
 from effllm.hooks._steps import Steps, rank, version
 from effllm.hooks._wrap import Call, Guard, around
 from effllm.trainer import ownership
@@ -175,6 +175,7 @@ class _DeepSpeedLoop:
             first_iteration=engine.global_steps if is_new else None,
             facts={
                 "framework_version": version("deepspeed"),
+                "model": model_name(engine.module),
                 "zero_stage": engine.zero_optimization_stage(),
                 "precision": "bf16" if engine.bfloat16_enabled() else "fp16" if engine.fp16_enabled() else "fp32",
                 "gradient_accumulation_steps": engine.gradient_accumulation_steps(),

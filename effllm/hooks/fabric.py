@@ -25,7 +25,7 @@ from typing import Any
 
 from effllm.hooks import Unknown
 from effllm.hooks._batches import Batches, inputs_of
-from effllm.hooks._parameters import Parameters, parameters_of
+from effllm.hooks._parameters import Parameters, model_name, parameters_of
 from effllm.hooks._steps import Steps, listen_to_waits, rank, version
 from effllm.hooks._wrap import Call, Guard, around
 from effllm.trainer import ownership
@@ -176,6 +176,7 @@ class _FabricLoop:
             is_numbered=False,
             facts={
                 "framework_version": version(type(model).__module__),
+                "model": model_name(model.module),
                 "strategy": type(strategy).__name__,
                 "precision": str(getattr(strategy.precision, "precision", "unknown")),
             },

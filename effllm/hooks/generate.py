@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from effllm.hooks import Unknown
+from effllm.hooks._parameters import model_name
 from effllm.hooks._wrap import Call, Guard, around
 from effllm.trainer import ownership
 from effllm.trainer.inference import InferenceProcess, Requests
@@ -40,7 +41,7 @@ def _describe(model: Any) -> InferenceProcess:
         gpus = set()  # CUDA's current device
     count = getattr(model, "num_parameters", None)  # this method also counts quantised parameters correctly
     return InferenceProcess(
-        {"framework": "transformers", "model": type(model).__name__},
+        {"framework": "transformers", "model": model_name(model)},
         count() if count is not None else sum(one.numel() for one in parameters) or None,
         sorted(gpus),
     )

@@ -145,6 +145,7 @@ class LightningTraining:
             total_iterations=_total(trainer, self._module),
             facts={
                 "framework_version": version(type(trainer).__module__),
+                "model": type(self._module).__name__,
                 "strategy": type(trainer.strategy).__name__,
                 "precision": str(trainer.precision),
                 "gradient_accumulation_steps": trainer.accumulate_grad_batches,

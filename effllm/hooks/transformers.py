@@ -16,7 +16,15 @@ from transformers.trainer_callback import TrainerCallback
 
 from effllm.hooks import Unknown
 from effllm.hooks._late import LateSums
-from effllm.hooks._parameters import CONVENTION, FlopsByWidth, Parameters, config_of, flops_per_token, parameters_of
+from effllm.hooks._parameters import (
+    CONVENTION,
+    FlopsByWidth,
+    Parameters,
+    config_of,
+    flops_per_token,
+    model_name,
+    parameters_of,
+)
 from effllm.hooks._steps import Steps, rank, version
 from effllm.hooks._trainer_layout import counts_its_batch, mesh_text, tensor_parallel
 from effllm.hooks._wrap import Call, Guard, around
@@ -273,6 +281,7 @@ class TrainerRun:
         found = {
             "framework_version": version("transformers"),
             "trainer": type(self.trainer).__name__ if self.trainer is not None else None,
+            "model": None if self._model is None else model_name(self._model),
             "model_type": getattr(config_of(self._model), "model_type", None),
             "per_device_batch_size": args.per_device_train_batch_size,
             "gradient_accumulation_steps": args.gradient_accumulation_steps,

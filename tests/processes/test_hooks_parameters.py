@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs PyTorch")
 
-from effllm.hooks._parameters import each_parameter, flops_per_token, parameters_of, unwrapped  # noqa: E402
+from effllm.hooks._parameters import each_parameter, flops_per_token, model_name, parameters_of, unwrapped  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -184,3 +184,26 @@ def test_every_rank_counts_the_whole_model_with_fsdp(tmp_path):
 
 def test_name_size_and_trainable_flag_of_parameters_are_listed():
     assert ("layers.0.weight", 16, True) in list(each_parameter(Tiny()))
+
+
+@pytest.mark.parametrize(
+    ("loaded_from", "name"),
+    [
+        ("meta-llama/Llama-2-7b", "meta-llama/Llama-2-7b"),
+        ("/home/alice/models/tiny/", "tiny"),
+        ("../out/checkpoint-500", "checkpoint-500"),
+        ("", "Tiny"),
+        (None, "Tiny"),
+    ],
+)
+def test_name_of_a_model_is_the_name_it_was_loaded_from_without_folders(loaded_from, name):
+    assert model_name(Tiny(_name_or_path=loaded_from)) == name
+    assert model_name(SimpleNamespace(module=Tiny(_name_or_path=loaded_from))) == name
+
+
+def test_model_whose_config_cannot_be_read_has_the_name_of_its_class():
+    class Strange:
+        def __getattr__(self, name):
+            raise KeyError(name)
+
+    assert model_name(SimpleNamespace(config=Strange())) == "SimpleNamespace"
