@@ -85,9 +85,9 @@ def looping(log_interval=10, offset=0, slots=256):
             loop.writer.close()
 
 
-def gpu(name: str = "GPU-0", **changes: Any) -> Device:
-    """Return a GPU with an energy counter."""
-    known: dict[str, Any] = {"key": name, "kind": "nvml", "energy_method": "counter", "power_scope": "gpu"}
+def gpu(key: str = "GPU-0", **changes: Any) -> Device:
+    """Return a GPU with an energy counter; its key is the first argument."""
+    known: dict[str, Any] = {"key": key, "kind": "nvml", "energy_method": "counter", "power_scope": "gpu"}
     return Device(**{**known, **changes})
 
 

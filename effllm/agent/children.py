@@ -12,7 +12,7 @@ from effllm.agent.inspection import InspectionOrders, InspectionResult
 from effllm.agent.inspection_child import InspectionChild
 from effllm.agent.trainer import Trainer
 from effllm.records.orders import Orders
-from effllm.store.run_lock import name_of_run
+from effllm.store.run_lock import restart_id_of
 
 
 class Children:
@@ -47,7 +47,7 @@ class Children:
             stdout_descriptor=facts.stdout_descriptor,
             trainer_descriptor=self._trainer.descriptor,
             facts=dict(facts.run),
-            run=name_of_run(self._trainer.place, facts.host),
+            restart_id=restart_id_of(self._trainer.place, facts.host),
             secured=facts.secured,
             salt=facts.job,
         )

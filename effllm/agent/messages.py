@@ -6,9 +6,11 @@ from effllm import __version__
 from effllm.agent import trainer_process
 from effllm.agent.measuring import Measuring
 from effllm.agent.trainer import Trainer
+from effllm.config.switches import this_process
 from effllm.job.health.clock import Offset
 from effllm.job.health.hang import WAITING
 from effllm.records.facts import RankFacts, to_document
+from effllm.records.identity import read_submission
 from effllm.records.rank import MARKED_PHASES, ParameterCount
 from effllm.records.ring import BETWEEN, PHASE_STATE, STARTUP, STATE_NAMES
 from effllm.records.wire import Heartbeat, Hello
@@ -43,6 +45,8 @@ def hello(trainer: Trainer, measuring: Measuring) -> Hello:
         style=of_run.style,
         evaluation_in_iterations=of_run.evaluation_in_iterations,
         iterations_not_measured=of_run.iterations_not_measured,
+        # The agent has the environment of its trainer.
+        submission=read_submission(this_process(), trainer.config.tags) if trainer.rank == 0 else None,
     )
 
 

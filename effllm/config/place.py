@@ -22,7 +22,7 @@ class Place:
     master_addr: str = ""
     master_port: int = 0
     launcher: str = "none"
-    run_id: str = ""
+    restart_id: str = ""  # shared by all restarts of a job: the run id of torchrun, else the job id of Slurm
     restart_count: int = 0
     launch_id: str = ""  # id of one srun or mpirun, if the launcher sets an id
 
@@ -88,11 +88,11 @@ def read_place(environ: Mapping[str, str]) -> Place:
             master_addr=environ.get("MASTER_ADDR", "").strip(),
             master_port=_integer(environ, "MASTER_PORT", 0),
             launcher=launcher,
-            run_id=_run_id(environ),
+            restart_id=_restart_id(environ),
             restart_count=_integer(environ, "TORCHELASTIC_RESTART_COUNT", 0),
             launch_id=_launch_id(environ),
         )
-    return Place(run_id=_run_id(environ))
+    return Place(restart_id=_restart_id(environ))
 
 
 _FIRST_RESERVED_STEP = 0xFFFFFFF0  # ids from here on are reserved: a shell of salloc, a batch script, ...
@@ -103,7 +103,7 @@ def _is_srun_task(environ: Mapping[str, str]) -> bool:
     return step.isdecimal() and int(step) < _FIRST_RESERVED_STEP
 
 
-def _run_id(environ: Mapping[str, str]) -> str:
+def _restart_id(environ: Mapping[str, str]) -> str:
     torchrun = environ.get("TORCHELASTIC_RUN_ID", "").strip()
     if torchrun and torchrun != "none":  # "none": torchrun without --rdzv_id
         return torchrun

@@ -15,6 +15,8 @@ from effllm.config.switches import ALLOWED, is_on, is_unclear
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _MAX_WHOLE = 10**9
+_TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/@:+-]*(=[A-Za-z0-9._/@:+-]+)?")
+MAX_TAGS, MAX_TAG_LETTERS = 16, 64
 
 
 class ValueType(NamedTuple):
@@ -115,6 +117,16 @@ def _read_ports(text: str) -> str:
     return text
 
 
+def _read_tags(text: str) -> str:
+    tags = [tag.strip() for tag in text.split(",")]
+    if len(tags) > MAX_TAGS or any(len(tag) > MAX_TAG_LETTERS or not _TAG.fullmatch(tag) for tag in tags):
+        raise ValueError
+    names = {tag.partition("=")[0] for tag in tags}
+    if len(names) < len(tags):
+        raise ValueError
+    return ",".join(sorted(tags))
+
+
 SWITCH = ValueType(_read_switch, ALLOWED)
 FOLDER = ValueType(str, "a folder")
 SECRET_FILE = ValueType(str, "a file of mode 0600")
@@ -139,3 +151,8 @@ INTERFACE = matching(
     r"[A-Za-z0-9_.:@%-]{1,64}", "the name of an interface, such as ib0, or an address of rank 0's host"
 )
 PORTS = ValueType(_read_ports, "the first and the last port of a range, such as 29700-29799")
+TAGS = ValueType(
+    _read_tags,
+    f"at most {MAX_TAGS} words or name=value, each name once, separated by commas, each of at most {MAX_TAG_LETTERS} "
+    "letters, digits, '.', '_', '/', '@', ':', '+' and '-'",
+)

@@ -100,6 +100,12 @@ class Config:
         values.FOLDER_NAME,
         "Name of the run folder. The default is the id of the job, or the start time and eight hexadecimal digits.",
     )
+    tags: str = _setting(
+        "",
+        MOST,
+        values.TAGS,
+        "Tags of the run, in run.json, summary.json and the sink prometheus, such as team=vision,ablation=3.",
+    )
     peak_tflops: float | None = _setting(
         None,
         MOST,

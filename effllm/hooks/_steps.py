@@ -84,6 +84,7 @@ class Steps:
         if not collector.is_collecting:  # an earlier training may have left declarations
             collector.declared.forget_training()
         collector.declared.set(style=self.style, **(declared or {}))
+        model = collector.declared.facts.run.get("model")  # a name from the training script has priority
         initialize_efficientllm_metrics(
             parameters,
             parameter_share=parameter_share,
@@ -92,7 +93,7 @@ class Steps:
             total_iterations=total_iterations,
             flops_per_token=flops_per_token,
             hardware_flops_per_token=hardware_flops_per_token,
-            facts={"framework": self.name, **(facts or {})},
+            facts={"framework": self.name, **(facts or {}), **({"model": model} if model else {})},
             place=place(),
         )
         if parameters is not None or parameter_share is not None:
@@ -254,7 +255,7 @@ def place() -> Place | None:
             or "TORCHELASTIC_RUN_ID" in environ
             or "TORCHELASTIC_USE_AGENT_STORE" in environ
         )
-        return None if known.world_size == 1 or is_launched else Place(run_id=known.run_id)
+        return None if known.world_size == 1 or is_launched else Place(restart_id=known.restart_id)
     own_rank, world_size = distributed.get_rank(), distributed.get_world_size()
     if (own_rank, world_size) == (known.rank, known.world_size) and (known.master_addr or world_size == 1):
         return None
@@ -269,7 +270,7 @@ def place() -> Place | None:
         master_addr=address,
         master_port=port or int(environ.get("MASTER_PORT", "") or 0),
         launcher="torch.distributed",
-        run_id=known.run_id,
+        restart_id=known.restart_id,
     )
 
 

@@ -98,6 +98,17 @@ class Goodput(Struct):
             old.merge_spans(max(MAX_OLD_SPANS // len(self.attempts), 1))
         self.clock.is_resumed = True
 
+    @property
+    def start_time_s(self) -> float | None:
+        """Unix time at which the first attempt started; ``None`` before the first rank has joined."""
+        return next((one.zero_time_s + one.begin_s for one in self.attempts if one.begin_s is not None), None)
+
+    @property
+    def end_time_s(self) -> float | None:
+        """Unix time of the end of the last attempt, which must be over; ``None`` if no rank has joined it."""
+        last = self.attempts[-1] if self.attempts else None
+        return None if last is None or last.begin_s is None else last.zero_time_s + max(last.ended_s, last.begin_s)
+
     def summary(self, is_over: bool = False, measures_energy: bool = True, status: str = "running") -> GoodputSummary:
         """Return the classes so far.
 

@@ -14,7 +14,7 @@ from effllm.job.goodput import Goodput
 from effllm.job.merged import Merged
 from effllm.job.rows import Rows
 from effllm.records.columns import from_json, to_json
-from effllm.records.job import SCHEMA_VERSION, Overhead, Straggler, StragglerVerdict
+from effllm.records.job import SAME_STATE, SCHEMA_VERSION, Overhead, Straggler, StragglerVerdict
 from effllm.records.rank import MARKED_PHASES, SHUTDOWN, STARTUP, RankReport, ValueStatistics
 from effllm.records.values import merged_by_name
 
@@ -296,7 +296,7 @@ def restore(state: bytes) -> Ledger:
         msgspec.MsgspecError: the state is not a ledger, or has another version.
     """
     ledger = _decode(state)
-    if ledger.schema_version != SCHEMA_VERSION:
+    if ledger.schema_version not in SAME_STATE:
         raise msgspec.ValidationError(f"it has schema_version {ledger.schema_version}, not {SCHEMA_VERSION}")
     ledger.goodput.clock.is_resumed = True
     ledger.spent.aggregator_cpu_s += ledger.serving_cpu_s

@@ -258,7 +258,8 @@ def summary_of(
         energy=_energy_summary(whole, ledger, roster, values, shares),
         coverage=last.coverage if last else coverage_of(None, ledger, roster),
         overhead=ledger.overhead(),
-        started_time_s=next((one.start_time_s for one in goodput.attempts if one.elapsed_s > 0), ledger.started_time_s),
+        started_time_s=first_start_s(ledger),
+        ended_time_s=ledger.goodput.end_time_s if ended else None,
         updated_time_s=time_s,
         elapsed_s=goodput.elapsed_s,
         time_by_class=ledger.time_by_class(),
@@ -279,6 +280,11 @@ def summary_of(
         instruments=summaries(ledger.values),
         waterfall=waterfall(goodput, whole),
     )
+
+
+def first_start_s(ledger: Ledger) -> float:
+    """Return the unix time at which the first rank of the first attempt started."""
+    return ledger.goodput.start_time_s or ledger.started_time_s
 
 
 def _gaps(

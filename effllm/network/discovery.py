@@ -112,7 +112,7 @@ class Store:
     def __init__(self, place: Place, generation: int) -> None:
         # torchrun's restart count is per node, so it identifies an attempt only in a job of one node.
         attempt = place.restart_count if place.one_host else 0
-        self.key = f"efficientllm/{place.run_id}/{attempt}/{generation}/endpoint"
+        self.key = f"efficientllm/{place.restart_id}/{attempt}/{generation}/endpoint"
         self._place = place
         self._store: Any = None
         self._distributed: Any = getattr(sys.modules.get("torch"), "distributed", None)
@@ -154,7 +154,7 @@ class SharedFile:
     """
 
     def __init__(self, place: Place, config: Config, generation: int) -> None:
-        launch = config.run_name or place.launch_id or place.run_id
+        launch = config.run_name or place.launch_id or place.restart_id
         if not launch:
             raise DiscoveryError(
                 f"{place.launcher} gives this launch no id: set EFFICIENTLLM_RUN_NAME, or set EFFICIENTLLM_ENDPOINT to "

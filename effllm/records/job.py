@@ -9,12 +9,15 @@ from msgspec.structs import fields
 
 from effllm.records.counters import FIELDS, Counters
 from effllm.records.energy import EnergyAmount
+from effllm.records.identity import Identity
 from effllm.records.rank import Profile
 from effllm.records.values import ValueSummary
 from effllm.records.waterfall import Waterfall
 
 #: Version of the files in a run folder; it is incremented when a field is removed or changes its meaning.
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
+#: Versions with the state.json of this version: version 4 changed only `run_id` in run.json.
+SAME_STATE = (3, 4)
 
 
 if TYPE_CHECKING:
@@ -308,8 +311,8 @@ class GoodputSummary(Struct, frozen=True):
     attempts: tuple[AttemptSummary, ...] = ()
 
 
-class Summary(Struct, frozen=True):
-    """The content of summary.json: the run so far; it is written every minute and at the end."""
+class Summary(Identity, Struct, frozen=True, kw_only=True):
+    """The content of summary.json: the identity of the run, and the run so far; written every minute and at the end."""
 
     status: str  # running, completed, failed, interrupted (Ctrl-C), killed, stalled
     iterations: int
@@ -320,7 +323,6 @@ class Summary(Struct, frozen=True):
     energy: EnergySummary
     coverage: Coverage
     overhead: Overhead
-    started_time_s: float
     updated_time_s: float
     elapsed_s: float
     time_by_class: dict[str, float] = {}

@@ -8,6 +8,7 @@ from msgspec import Meta, Struct
 
 from effllm.records.energy import Amount
 from effllm.records.facts import Fact
+from effllm.records.identity import Submission
 from effllm.records.rank import (
     MAX_DEVICES,
     Count,
@@ -52,6 +53,7 @@ class Hello(Struct, frozen=True, array_like=True, tag=1):
     style: Word = ""  # this and the next two fields are copies from `RankFacts`; only rank 0 sends these fields
     evaluation_in_iterations: bool = False
     iterations_not_measured: Count = 0
+    submission: Submission | None = None  # only from rank 0
 
 
 class Reports(Struct, frozen=True, array_like=True, tag=2, gc=False):
@@ -147,7 +149,7 @@ class Clock(Struct, frozen=True, array_like=True, tag=10):
 class Supersede(Struct, frozen=True, array_like=True, tag=12):
     """The next attempt's aggregator asks the previous aggregator to write its summary and to release the run folder."""
 
-    run: Word  # identifies the job, from the lock file
+    restart_id: Word  # shared by all attempts of the job, from the lock file
     job: Word  # job id of the sender
 
 

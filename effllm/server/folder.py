@@ -43,7 +43,9 @@ def lock_folder(
     if not orders.folder:
         yield None
         return
-    own = run_lock.Holder(orders.run, orders.job, address, platform.node(), os.getpid(), orders.secured, orders.salt)
+    own = run_lock.Holder(
+        orders.restart_id, orders.job, address, platform.node(), os.getpid(), orders.secured, orders.salt
+    )
     predecessor = _Predecessor(orders, context, read_secret)
     try:
         lock = run_lock.take(Path(orders.folder), own, predecessor.ask_to_end)
@@ -89,7 +91,7 @@ class _Predecessor:
                     return
             self._link = Link(self._context, holder.endpoint, keys)
             self._link.connect()
-        self._link.send(Supersede(self._orders.run, self._orders.job))
+        self._link.send(Supersede(self._orders.restart_id, self._orders.job))
 
     def close(self) -> None:
         if self._link is not None:

@@ -65,7 +65,7 @@ class JobEnd:
     def makes_room(self, message: Supersede) -> bool:
         """Whether this aggregator must end for the next attempt of its job: only if its own trainer has ended."""
         orders = self._orders
-        is_ours = bool(orders.run) and message.run == orders.run and message.job != orders.job
+        is_ours = bool(orders.restart_id) and message.restart_id == orders.restart_id and message.job != orders.job
         return is_ours and (orders.trainer_descriptor < 0 or self.has_trainer_ended())
 
     def give_up_lost(self, now_s: float) -> None:

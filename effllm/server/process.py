@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -23,6 +24,7 @@ from effllm.config.settings import Config, secret_path
 from effllm.job.aggregator import Aggregator
 from effllm.job.closed_windows import Closed
 from effllm.job.pacing import is_large, keep_every_s, pause_s
+from effllm.job.reporting import first_start_s
 from effllm.network import secret
 from effllm.network.curve import ServerKeys
 from effllm.network.descriptors import raise_limit
@@ -42,7 +44,7 @@ from effllm.server.inbox import Inbox
 from effllm.server.job_end import JobEnd
 from effllm.server.messages import Messages
 from effllm.server.outputs import Outputs
-from effllm.server.run_facts import GitFacts, RunFacts
+from effllm.server.run_facts import RunFacts, SlowFacts
 from effllm.sinks import Run
 from effllm.store.provenance import boot_id
 
@@ -68,7 +70,7 @@ class Server:
         self._is_stopping = False
         self._killed_until_s = 0.0
         self.address = ""  # set by `run`
-        self._inbox: Inbox[Event | Sequences | GitFacts] = Inbox()
+        self._inbox: Inbox[Event | Sequences | SlowFacts] = Inbox()
         self._secret = secret.read(secret_path(self._config)) if orders.secured else b""
         self._peers = Peers(self._config.history_size)
         self._facts = RunFacts(orders)
@@ -129,9 +131,10 @@ class Server:
         state = restore_state(folder, orders.job, self._warn) if folder is not None else None
         attempt = state.attempt if state else 1
         self._aggregator = aggregator = Aggregator(config, orders.job, attempt, time.time(), state, boot_id())
-        facts = self._facts.values
+        facts = self._facts.begin(folder)
         charts = _event_files(config, folder, facts)
-        self._outputs = Outputs(Run(config, aggregator.ledger.attempt, folder, charts, self._stdout, facts, self._warn))
+        run = Run(config, aggregator.ledger.attempt, folder, charts, self._stdout, facts, self._warn)
+        self._outputs = Outputs(replace(run, identity=lambda: self._facts.identity))
         self._messages = Messages(
             self._socket, self._peers, aggregator, str(folder or ""), self._admit, self._supersede
         )
@@ -145,7 +148,11 @@ class Server:
         self._admission = Admission(aggregator, self._peers, self._peer_admission, self._warn)
         self._end = JobEnd(aggregator, orders, self._messages.reaches)
         self._outputs.start()
-        threading.Thread(target=lambda: self._inbox.put(self._facts.ask_git()), name="git", daemon=True).start()
+        threading.Thread(target=self._ask, name="slow facts", daemon=True).start()
+
+    def _ask(self) -> None:
+        for ask in (self._facts.ask_git, self._facts.ask_user):
+            self._inbox.put(ask())
 
     def _read_secret(self) -> bytes:
         return self._secret or secret.read(secret_path(self._config))
@@ -222,7 +229,9 @@ class Server:
         if now.mono_s < self._killed_until_s:  # this status is correct if a kill comes before the next tick
             self._outputs.write_summary(msgspec.structs.replace(self._summary(ended=False), status="killed"))
 
-    def _update_facts(self, every_s: float = 0.0) -> None:
+    def _update_facts(self, every_s: float = 0.0, is_over: bool = False) -> None:
+        ledger = self._aggregator.ledger
+        self._facts.add_times(first_start_s(ledger), ledger.goodput.end_time_s if is_over else None)
         facts = self._facts.take(time.monotonic(), every_s, lambda: self._aggregator.roster.job.parameters)
         if facts is not None:
             self._outputs.update_facts(facts)
@@ -231,8 +240,8 @@ class Server:
         for item in self._inbox.take():
             if isinstance(item, Event):
                 self._aggregator.events.record(item)
-            elif isinstance(item, GitFacts):
-                self._facts.add_git(item)
+            elif isinstance(item, SlowFacts):
+                self._facts.add_slow(item)
             else:
                 self._acknowledgement.saved(item)
         self._acknowledgement.hand_out(Now.read())
@@ -261,7 +270,7 @@ class Server:
         summary = self._aggregator.summary(time.time(), ended)
         is_refused = ended and self._admission.has_shortage and not self._aggregator.ledger.world_size
         return msgspec.structs.replace(
-            summary,
+            self._facts.identify(summary),
             events={**summary.events, **self._admission.counts},
             left_out=self._outputs.left_out(ended),
             status="refused" if is_refused else summary.status,
@@ -281,6 +290,7 @@ class Server:
         # The store is stopped last, because its summary counts the windows that the sinks have not written.
         self._outputs.stop_sinks(self._summary(ended=True), SINKS_STOP_S)
         self._hand_out()
+        self._update_facts(is_over=True)
         summary = self._summary(ended=True)
         # The state includes the BYEs, from which the next attempt computes the status of this attempt.
         self._outputs.stop_store(self._aggregator.snapshot(), summary)

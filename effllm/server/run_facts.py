@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import pwd
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+from msgspec.structs import asdict, replace
 
+from effllm.records.identity import Identity, Submission, cleaned, read_tags, with_facts
+from effllm.records.job import Summary
 from effllm.records.orders import Orders
 from effllm.records.wire import Hello
 from effllm.store.provenance import Git, gather
+from effllm.store.run_folder import identity_of
 
 #: Fields of HELLO that are facts of the run with the same names.
 OF_LOOP = ("style", "evaluation_in_iterations", "iterations_not_measured")
@@ -18,8 +24,8 @@ MAX_FACTS = 1000  # limit of the facts of a run; rank 0 sends about twenty
 MAX_FACTS_BYTES = 256 * 1024  # limit of the size of the facts sent by ranks
 
 
-class GitFacts(NamedTuple):
-    """Git's facts about the user's code."""
+class SlowFacts(NamedTuple):
+    """Facts from a separate thread: git's facts about the user's code, or the user of this process."""
 
     facts: Mapping[str, Any]
 
@@ -34,18 +40,51 @@ class RunFacts:
             "config": msgspec.to_builtins(orders.config),
             "job": orders.job,
         }
+        self._tags = read_tags(orders.config.tags)
+        self._submission: Submission | None = None
+        self._name = Path(orders.folder).name or orders.job
+        self.identity = Identity(run_id=self._name)
         self._git = Git(Path.cwd())
         self._has_git = self._is_changed = False
         self.has_new_rank = False  # whether a rank has joined since the last `take`
         self._num_bytes = 0  # size of the facts sent by ranks
         self._taken_s = float("-inf")
 
-    def ask_git(self) -> GitFacts:
-        """Return the commit of the user's code; must run in a separate thread, because git may take seconds."""
-        return GitFacts(self._git.facts())
+    def begin(self, folder: Path | None) -> dict[str, Any]:
+        """Continue the identity of the earlier attempts in the run folder; return the content of run.json."""
+        earlier = identity_of(folder) if folder is not None else Identity()
+        name = folder.name if folder is not None else self._name
+        self.identity = replace(earlier, run_id=name, ended_time_s=None, tags=self._tags or earlier.tags)
+        self._identify()
+        return {**self.values, **asdict(self.identity)}
 
-    def add_git(self, answer: GitFacts) -> None:
-        """Add git's facts, without a change of existing facts."""
+    def add_times(self, started_time_s: float, ended_time_s: float | None = None) -> None:
+        """Add the start and the end of the run to its identity."""
+        times = {"started_time_s": started_time_s, "ended_time_s": ended_time_s or self.identity.ended_time_s}
+        if any(getattr(self.identity, name) != time_s for name, time_s in times.items()):
+            self.identity, self._is_changed = replace(self.identity, **times), True
+
+    def identify(self, summary: Summary) -> Summary:
+        """Return the summary with the identity of the run; the summary has the newer times."""
+        known = asdict(self.identity)
+        return replace(summary, **{name: known[name] for name in known if not name.endswith("_time_s")})
+
+    def _identify(self) -> None:
+        self.identity = with_facts(self.identity, self._submission, self.values, self.values.get("ranks", {}))
+
+    def ask_git(self) -> SlowFacts:
+        """Return the commit of the user's code; must run in a separate thread, because git may take seconds."""
+        return SlowFacts(self._git.facts())
+
+    def ask_user(self) -> SlowFacts:
+        """Return the user of this process; must run in a separate thread, because a directory service may hang."""
+        try:
+            return SlowFacts({"user": pwd.getpwuid(os.getuid()).pw_name})
+        except (KeyError, OSError):  # the user has no name, as in some containers
+            return SlowFacts({})
+
+    def add_slow(self, answer: SlowFacts) -> None:
+        """Add facts without a change of existing facts; git's facts are the first."""
         self.values, self._is_changed, self._has_git = {**answer.facts, **self.values}, True, True
 
     def stop_git(self) -> None:
@@ -63,6 +102,9 @@ class RunFacts:
             "devices": [msgspec.to_builtins(device) for device in hello.devices],
         }
         is_changed = ranks.get(str(hello.rank)) != entry
+        if hello.rank == 0 and hello.submission is not None:
+            before, self._submission = self._submission, cleaned(hello.submission, self._tags)
+            is_changed = is_changed or self._submission != before
         facts = hello.facts | {name: value for name in OF_LOOP if (value := getattr(hello, name))}
         new = [name for name in facts if name not in self.values] if self._num_bytes < MAX_FACTS_BYTES else []
         for name in new[: max(MAX_FACTS - len(self.values), 0)]:
@@ -80,4 +122,6 @@ class RunFacts:
         if not self._is_changed or now_s - self._taken_s < every_s:
             return None
         self._is_changed, self.has_new_rank, self._taken_s = False, False, now_s
-        return {**self.values, "ranks": dict(self.values.get("ranks", {})), "parameters": parameters()}
+        self._identify()
+        ranks = dict(self.values.get("ranks", {}))
+        return {**self.values, "ranks": ranks, "parameters": parameters(), **asdict(self.identity)}

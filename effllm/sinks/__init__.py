@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol, TextIO
 
 from effllm.config.setting_values import ValueType
 from effllm.config.settings import Config
+from effllm.records.identity import Identity
 from effllm.records.job import ClusterReport, Summary
 
 
@@ -45,6 +46,7 @@ class Run:
     facts: dict[str, Any] = field(default_factory=dict)  # content of run.json
     log: Callable[[str], None] = lambda _: None  # reports an event about the sink
     summary: Callable[[], Summary | None] = lambda: None  # summary of the ended job; available before sinks are closed
+    identity: Callable[[], Identity] = Identity  # newest identity of the run; any thread may call this
     options: Mapping[str, Any] = field(default_factory=dict)  # options of the sink, with defaults; see `open_sink`
 
 

@@ -13,6 +13,7 @@ from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
+from msgspec.structs import asdict
 from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -20,6 +21,7 @@ from prometheus_client.registry import Collector
 from effllm import metrics
 from effllm.config.setting_values import whole
 from effllm.records.events import KINDS
+from effllm.records.identity import Identity
 from effllm.records.job import SPREADS, ClusterReport
 from effllm.records.rank import Event
 from effllm.sinks import Option, Run, SinkUnavailable
@@ -40,6 +42,7 @@ TIMEOUT_S = 5.0  # timeout of a request
 POLL_S = 0.1
 #: Fields of a `Spread` over ranks or GPUs: name -> start of the help text.
 PARTS = {"least": "Smallest", "p5": "Fifth percentile", "median": "Median", "p95": "95th percentile", "most": "Largest"}
+MAX_LABEL_LETTERS = 1000
 MAX_KINDS = len(KINDS) + 10  # maximum number of event kinds, because ranks may send unknown kinds
 
 #: Base units for Prometheus: unit -> (word in the metric's name, replacement of the word, factor of the value).
@@ -63,7 +66,7 @@ def open_sink(run: Run) -> Prometheus:
         SinkUnavailable: the port is in use.
     """
     port = run.options["port"]
-    values = _Values(run.folder.name if run.folder else "", str(run.facts.get("job", "")), time.monotonic)
+    values = _Values(run.identity, time.monotonic)
     registry = CollectorRegistry(auto_describe=False)
     registry.register(values)
     try:
@@ -140,8 +143,9 @@ class Prometheus:
 class _Values(Collector):
     """The served values, which the sink's thread writes and the server's threads read."""
 
-    def __init__(self, run: str, job: str, clock: Callable[[], float]) -> None:
-        self._labels = {"run": run, "run_id": job}
+    def __init__(self, identity: Callable[[], Identity], clock: Callable[[], float]) -> None:
+        self._identity = identity
+        self._labels = {"run_id": identity().run_id or ""}
         self._clock = clock
         self._lock = threading.Lock()
         self._report: ClusterReport | None = None
@@ -166,6 +170,7 @@ class _Values(Collector):
         )
         counted = [({"kind": kind}, float(count)) for kind, count in sorted(events.items())]
         yield self._counter("events", "Number of events by kind; their texts are in events.jsonl.", counted)
+        yield self._gauge("run_info", "1: the labels are the identity of the run.", [(_labels(self._identity()), 1.0)])
         if report is None:
             return
         yield self._gauge("report_age_seconds", "Time since the receipt of the newest report.", [({}, age_s)])
@@ -205,6 +210,14 @@ def name_of(entry: metrics.Metric) -> tuple[str, float]:
     word, base, factor = UNITS.get(entry.unit, ("", "", 1.0))
     words = [base if base and part == word else part for part in entry.name.split("_")]
     return "_".join([entry.group, *words] if entry.group else words), factor
+
+
+def _labels(identity: Identity) -> dict[str, str]:
+    """Return the labels of the info series; an unknown value is empty, and a long one is cut."""
+    # The page ends before the run, so its identity has no end.
+    facts = {name: value for name, value in asdict(identity).items() if name not in ("run_id", "ended_time_s")}
+    texts = {name: ",".join(value) if isinstance(value, tuple) else value for name, value in facts.items()}
+    return {name: "" if value is None else str(value)[:MAX_LABEL_LETTERS] for name, value in texts.items()}
 
 
 def _totals(report: ClusterReport) -> Iterator[tuple[str, str, float]]:

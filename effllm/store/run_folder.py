@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from effllm.records.identity import Identity
 from effllm.records.job import SCHEMA_VERSION, ClusterReport, Summary
 from effllm.records.rank import Event, RankReport
 from effllm.store import folder_size, own_files, text_log
@@ -317,3 +318,11 @@ def _facts_of_earlier_attempt(path: Path) -> dict[str, Any]:
         return msgspec.json.decode(own_files.read_file(path), type=dict[str, Any])
     except (FileNotFoundError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return {}
+
+
+def identity_of(folder: Path) -> Identity:
+    """Return the identity in the run.json of an earlier attempt; empty if there is none that can be read."""
+    try:
+        return msgspec.json.decode(own_files.read_file(folder / "run.json"), type=Identity)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return Identity()

@@ -30,7 +30,7 @@ MAX_NAMES = 1000
 class Holder(Struct, frozen=True):
     """The holder of a lock, as stored in the lock file; without secrets."""
 
-    run: str = ""  # identifies the job over all its attempts; empty if unknown
+    restart_id: str = ""  # shared by all attempts of the job, see `restart_id_of`; empty if unknown
     job: str = ""
     endpoint: str = ""
     host: str = ""
@@ -63,14 +63,14 @@ class Lock:
             self._descriptor = -1
 
 
-def name_of_run(place: Place, host: str) -> str:
-    """Return a name that all attempts of a job share and no other running job has; empty if there is none.
+def restart_id_of(place: Place, host: str) -> str:
+    """Return an id that all attempts of a job share and no other running job has; empty if there is none.
 
-    The name is the scheduler's or torchrun's id.  Without an id the name is the address of torchrun's store, because
-    two stores cannot listen on one address at a time.
+    This is the restart id of the place, from torchrun or the scheduler.  Without a restart id, it is the address of
+    torchrun's store, because two stores cannot listen on one address at a time.
     """
-    if place.run_id:
-        return place.run_id
+    if place.restart_id:
+        return place.restart_id
     if place.launcher == "torchrun" and place.master_port:
         return f"{place.master_addr}:{place.master_port} on {host}"
     return ""
@@ -148,7 +148,7 @@ def _lock(path: Path, own: Holder, ask: Callable[[Holder], None], wait_s: float)
         if now_s >= next_ask_s:
             next_ask_s = now_s + ASK_EVERY_S
             other = holder_of(path)
-            if other is not None and own.run and other.run == own.run and other.job != own.job:
+            if other is not None and own.restart_id and other.restart_id == own.restart_id and other.job != own.job:
                 ask(other)
         time.sleep(0.05)
 

@@ -10,6 +10,7 @@ from itertools import islice
 from pathlib import Path
 
 from effllm.metrics import METRICS, describe
+from effllm.records.identity import Identity
 from effllm.records.job import EnergySummary, GoodputSummary, StragglerVerdict, Summary, Value
 from effllm.records.plain_text import one_line
 from effllm.records.rank import Profile
@@ -108,6 +109,7 @@ def _lines(summary: Summary, folder: Path | None, tensorboard_dir: Path | None) 
 
 
 def _what_ran(summary: Summary) -> Iterator[tuple[str, str]]:
+    yield from ((name, one_line(text)) for name, text in _identity(summary) if text)
     again = f" in {summary.attempts} attempts" if summary.attempts > 1 else ""
     yield "iterations", f"{summary.iterations:,}{again}"
     yield "elapsed", duration(summary.elapsed_s)
@@ -127,6 +129,24 @@ def _what_ran(summary: Summary) -> Iterator[tuple[str, str]]:
         yield "stragglers", stragglers_text(summary.stragglers)
     if summary.slowest:
         yield "slowest rank", slowest_text(summary)
+
+
+def _identity(run: Identity) -> Iterator[tuple[str, str]]:
+    """Yield the known facts of a run's identity, as name and text; an unknown fact has an empty text."""
+    yield "run id", run.run_id or ""
+    yield "user", run.user or ""
+    job = (run.job_id, _named("name", run.job_name), _named("partition", run.partition), _named("account", run.account))
+    yield "job id", ", ".join(part for part in job if part) if run.job_id else ""
+    yield "hosts", _some(run.hosts, run.host_count)
+    yield "GPU models", _some(run.gpu_models, run.gpu_model_count)
+    yield "model", run.model or ""
+    yield "git commit", run.git_commit or ""
+    yield "tags", ", ".join(run.tags)
+
+
+def _some(names: Sequence[str], count: int | None) -> str:
+    more = (count or 0) - len(names)
+    return ", ".join(names) + (f", and {more:,} more" if more > 0 else "")
 
 
 def loss_text(summary: Summary, form: str = ".6g") -> str:

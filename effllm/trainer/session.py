@@ -152,7 +152,12 @@ class Session:
 
     def _choose_run_folder(self) -> None:
         place = self._place
-        run = {"command": _command(), "launcher": place.launcher, "run_id": place.run_id, **self._declared.facts.run}
+        run = {
+            "command": _command(),
+            "launcher": place.launcher,
+            "restart_id": place.restart_id,
+            **self._declared.facts.run,
+        }
         self._declared.set(run_folder=_run_folder(self._config, place), run=run)
         if not self._declared.facts.run_folder:
             print_line(
@@ -299,20 +304,20 @@ def _is_utf8(name: str) -> bool:
 
 
 def _wanted_folder(config: Config, place: Place) -> Path:
-    parent, run_id = Path(config.run_dir).absolute(), _safe(place.run_id)
+    parent, restart_id = Path(config.run_dir).absolute(), _safe(place.restart_id)
     if config.run_name:
         return parent / config.run_name
-    if run_id and not _UUID.fullmatch(run_id):
-        return parent / run_id
+    if restart_id and not _UUID.fullmatch(restart_id):
+        return parent / restart_id
     # Without an id from the user, torchrun's run id is random.  The folder's name ends with the first letters of this
     # id, so the folder is found after a restart.
-    end = run_id[:8] or secrets.token_hex(4)
-    earlier = sorted(parent.glob(f"????????-??????-{end}")) if run_id else []
+    end = restart_id[:8] or secrets.token_hex(4)
+    earlier = sorted(parent.glob(f"????????-??????-{end}")) if restart_id else []
     return earlier[-1] if earlier else parent / f"{time.strftime('%Y%m%d-%H%M%S')}-{end}"
 
 
-def _safe(run_id: str) -> str:
-    return "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in run_id).lstrip(".-_")[:100]
+def _safe(name: str) -> str:
+    return "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in name).lstrip(".-_")[:100]
 
 
 def _command() -> list[str]:

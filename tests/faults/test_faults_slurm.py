@@ -32,9 +32,25 @@ def test_ranks_of_plain_srun_share_one_run_folder(srun):
     (folder,) = job.runs()
     assert_whole(job.ledger, {0: 300, 1: 300})
     assert job.ledger.facts["launcher"] == "slurm"
-    assert folder.name == str(job.ledger.facts["run_id"])
+    assert folder.name == job.ledger.facts["run_id"] == job.ledger.facts["job_id"]
     assert job.ledger.summary.coverage.ranks_reporting == 2
     assert len(job.blocks) == 30
+
+
+@jobs.skip_without_torch
+def test_torchrun_in_a_batch_script_has_the_identity_of_the_slurm_job(launch, slurm):
+    job = launch._job()
+    script = job.folder / "job.sbatch"
+    torchrun = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node=2 --local-addr=127.0.0.1"
+    script.write_text(f"#!/bin/sh\necho $SLURM_JOB_ID > id.txt\nexec {torchrun} {jobs.SCRIPTS / 'torch_loop.py'}\n")
+    options = ["--wait", "--quiet", "--ntasks=1", "--cpus-per-task=2", "--job-name=train 7b", f"--chdir={job.folder}"]
+    job.start(["sbatch", *options, "--output=batch.txt", str(script)], {**launch.environ({}), **slurm.environ}).done()
+
+    summary = job.ledger.summary
+    assert (summary.coverage.ranks_expected, job.ledger.facts["launcher"]) == (2, "torchrun")
+    number = (job.folder / "id.txt").read_text().strip()
+    assert (summary.job_id, summary.job_name, summary.partition, summary.user) == (number, "train 7b", "main", "root")
+    assert summary.hosts == (os.uname().nodename,)
 
 
 def test_plain_program_in_a_batch_script_is_one_rank(launch, slurm):

@@ -50,6 +50,7 @@ def test_steps_tokens_and_phases_of_the_trainer_are_reported(launch):
     assert {"iterations", "evaluation", "checkpoint"} <= set(summary.time_by_class)
     assert summary.loss is not None
     assert job.ledger.facts["framework"] == "lightning"
+    assert summary.model
     assert job.ledger.facts["token_source"] == "attention mask"
     assert job.ledger.event_texts("warning") == []
     assert [line for line in job.our_errors if "Adding 1 callbacks" not in line] == []

@@ -49,6 +49,7 @@ def test_effllm_attaches_to_a_script_that_imports_transformers(frameworks):
     assert job.ledger.facts["framework"] == "transformers"
     assert job.ledger.facts["trainer"] == "Trainer"
     assert job.ledger.facts["model_type"] == "llama"
+    assert job.ledger.facts["model"] == summary.model == "LlamaForCausalLM"
     assert job.ledger.facts["per_device_batch_size"] == 2
     assert job.ledger.facts["precision"] == "fp32"
     assert not job.our_errors

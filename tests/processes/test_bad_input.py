@@ -32,6 +32,7 @@ def assert_disabled(job, text):
 @pytest.mark.parametrize(
     ("name", "wrong", "allowed"),
     [
+        ("tags", "team=a b", "at most 16 words or name=value, each name once, separated by commas"),
         ("run_name", "../x", "at most 100 letters, digits, '.', '_' and '-', beginning with a letter or digit"),
         ("run_name", "/tmp/x", "at most 100 letters, digits, '.', '_' and '-', beginning with a letter or digit"),
         ("run_name", "..", "at most 100 letters, digits, '.', '_' and '-', beginning with a letter or digit"),

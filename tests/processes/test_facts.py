@@ -12,7 +12,7 @@ from effllm.records.facts import DeclaredParameters, FoundAddress, RankFacts, fr
 
 FULL = RankFacts(
     config=Config(sinks=("console",), peak_tflops=989.0),
-    place=Place(rank=3, run_id="a"),
+    place=Place(rank=3, restart_id="a"),
     parameters=DeclaredParameters(total=7, is_share=True),
     gpus=(0, 2),
     baseline_ns=(1, 2),

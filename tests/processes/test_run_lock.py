@@ -11,11 +11,11 @@ import pytest
 
 from effllm.config.place import Place
 from effllm.store import run_lock
-from effllm.store.run_lock import Holder, holder_of, name_of_run, take
+from effllm.store.run_lock import Holder, holder_of, restart_id_of, take
 
-FIRST = Holder(run="77", job="first", endpoint="tcp://127.0.0.1:5000", host="node0", pid=1)
-NEXT = Holder(run="77", job="second", endpoint="tcp://127.0.0.1:5001", host="node1", pid=2)
-OTHER = Holder(run="78", job="third", endpoint="tcp://127.0.0.1:5002", host="node0", pid=3)
+FIRST = Holder(restart_id="77", job="first", endpoint="tcp://127.0.0.1:5000", host="node0", pid=1)
+NEXT = Holder(restart_id="77", job="second", endpoint="tcp://127.0.0.1:5001", host="node1", pid=2)
+OTHER = Holder(restart_id="78", job="third", endpoint="tcp://127.0.0.1:5002", host="node0", pid=3)
 
 
 def test_lock_file_names_its_holder_and_is_private(tmp_path):
@@ -48,7 +48,7 @@ def test_next_attempt_retries_until_the_folder_is_released(tmp_path):
 
 @pytest.mark.parametrize("one", [OTHER, Holder(job="another"), Holder()])
 def test_another_job_gets_another_folder_and_requests_no_release(tmp_path, one):
-    first = take(tmp_path / "one", FIRST if one.run else Holder(job="first"))
+    first = take(tmp_path / "one", FIRST if one.restart_id else Holder(job="first"))
     requests = []
 
     second = take(tmp_path / "one", one, requests.append, wait_s=0.1)
@@ -75,7 +75,7 @@ def test_lock_of_an_ended_process_is_free(tmp_path):
 import os
 from pathlib import Path
 from effllm.store.run_lock import Holder, take
-lock = take(Path({str(tmp_path)!r}) / "one", Holder(run="77", job="first"))
+lock = take(Path({str(tmp_path)!r}) / "one", Holder(restart_id="77", job="first"))
 os._exit(9)
 """
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 9
@@ -133,16 +133,16 @@ def test_lock_descriptor_is_not_inherited(tmp_path):
 @pytest.mark.parametrize(
     ("place", "name"),
     [
-        ({"run_id": "4711", "launcher": "slurm"}, "4711"),
-        ({"run_id": "", "launcher": "torchrun", "master_addr": "127.0.0.1", "master_port": 29500},
+        ({"restart_id": "4711", "launcher": "slurm"}, "4711"),
+        ({"restart_id": "", "launcher": "torchrun", "master_addr": "127.0.0.1", "master_port": 29500},
          "127.0.0.1:29500 on node0"),
-        ({"run_id": "", "launcher": "torchrun"}, ""),
-        ({"run_id": "", "launcher": "none"}, ""),
+        ({"restart_id": "", "launcher": "torchrun"}, ""),
+        ({"restart_id": "", "launcher": "none"}, ""),
         ({}, ""),
     ],
 )  # fmt: skip
 def test_all_attempts_of_a_run_share_one_name(place, name):
-    assert name_of_run(Place(**place), "node0") == name
+    assert restart_id_of(Place(**place), "node0") == name
 
 
 def test_lock_wait_exceeds_the_time_in_which_an_aggregator_ends():

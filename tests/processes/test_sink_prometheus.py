@@ -20,6 +20,7 @@ from sink_examples import complete_totals, make_report, make_run, totals, with_k
 
 from effllm import metrics
 from effllm.config.settings import Config
+from effllm.records.identity import Identity
 from effllm.records.job import Spread
 from effllm.records.rank import Event
 from effllm.sinks import SinkUnavailable, open_sink
@@ -31,14 +32,15 @@ from prometheus_client import CollectorRegistry, generate_latest  # noqa: E402
 from effllm.sinks import prometheus  # noqa: E402
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
-LABELS = {"run": "mine", "run_id": "abc"}
+LABELS = {"run_id": "mine"}
 
 
 class Values:
     """The samples of the sink without its server, because the server needs half a second to stop."""
 
     def __init__(self):
-        self.values = prometheus._Values("mine", "abc", time.monotonic)
+        self.identity = Identity(run_id="mine")
+        self.values = prometheus._Values(lambda: self.identity, time.monotonic)
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self.values)
         self.write = self.values.take
@@ -96,6 +98,20 @@ def test_newest_values_are_served_as_gauges_in_base_units(sink):
     assert seen["efficientllm_fresh",] == 1
 
 
+def test_identity_of_the_run_is_served_as_labels_that_are_escaped_and_cut(sink):
+    sink.identity = Identity(
+        run_id="mine", job_name='a"b\\c\nd', hosts=tuple(f"{n:0100}" for n in range(32)), tags=("a=1", "b")
+    )
+
+    (info,) = [one for one in parser.text_string_to_metric_families(sink.page()) if one.name == "efficientllm_run_info"]
+    (sample,) = info.samples
+
+    labels = sample.labels
+    assert (sample.value, labels["run_id"], labels["job_name"], labels["tags"]) == (1.0, "mine", 'a"b\\c\nd', "a=1,b")
+    assert len(labels["hosts"]) == 1000
+    assert labels["user"] == labels["model"] == labels["started_time_s"] == ""
+
+
 def test_totals_and_coverage_of_a_job_are_served(sink):
     sink.write(report := make_report(100))
 
@@ -115,12 +131,13 @@ def test_no_totals_are_served_for_quantities_that_are_not_counted(sink):
     assert not {"efficientllm_tokens_total", "efficientllm_samples_total"} & {name for name, *_ in served(sink)}
 
 
-def test_only_event_counters_are_served_before_the_first_window(sink):
+def test_only_event_counters_and_the_identity_are_served_before_the_first_window(sink):
     seen = served(sink)
 
     assert seen.pop(("efficientllm_fresh",)) == 0.0
-    assert {name for name, *_ in seen} == {"efficientllm_events_total"}
-    assert set(seen.values()) == {0.0}, "increase() needs 0 before the first event of a kind"
+    assert {name for name, *_ in seen} == {"efficientllm_events_total", "efficientllm_run_info"}
+    counts = {value for (name, *_), value in seen.items() if name == "efficientllm_events_total"}
+    assert counts == {0.0}, "increase() needs 0 before the first event of a kind"
 
 
 def test_no_sample_is_served_for_a_value_that_is_no_longer_measured(sink):
@@ -138,7 +155,7 @@ def test_no_sample_is_served_for_a_value_that_is_no_longer_measured(sink):
 
 def test_old_values_are_removed_and_totals_are_kept():
     now_s = 1000.0
-    values = prometheus._Values("mine", "abc", lambda: now_s)
+    values = prometheus._Values(lambda: Identity(run_id="mine"), lambda: now_s)
     report = make_report(100)  # the window lasts 4.12 s, so its values are served for a minute
     values.take(report)
 
@@ -224,7 +241,10 @@ def test_port_in_use_disables_the_sink_with_one_message(tmp_path):
 def test_automatic_port_is_on_loopback_and_logged(tmp_path):
     lines = []
     run = make_run(
-        tmp_path / "mine", config=Config(sinks=("prometheus:port=0",)), facts={"job": "abc"}, log=lines.append
+        tmp_path / "mine",
+        config=Config(sinks=("prometheus:port=0",)),
+        identity=lambda: Identity(run_id="mine"),
+        log=lines.append,
     )
     sink = open_sink("prometheus", run)
     try:
@@ -243,7 +263,10 @@ def test_automatic_port_is_on_loopback_and_logged(tmp_path):
 def test_idle_connections_are_closed_and_use_few_threads(tmp_path, monkeypatch):
     monkeypatch.setattr(prometheus._Handler, "timeout", 0.5)
     sink = open_sink(
-        "prometheus", make_run(tmp_path / "mine", config=Config(sinks=("prometheus:port=0",)), facts={"job": "abc"})
+        "prometheus",
+        make_run(
+            tmp_path / "mine", config=Config(sinks=("prometheus:port=0",)), identity=lambda: Identity(run_id="mine")
+        ),
     )
     silent = [socket.create_connection(("127.0.0.1", sink.port)) for _ in range(100)]
     try:
@@ -340,7 +363,7 @@ def test_real_prometheus_scrapes_a_job(launch, tmp_path):
     server = Server(tmp_path / "prometheus", f"127.0.0.1:{port}")
     try:
         job = launch.python("loop.py", "--until", "enough", sinks=f"console,prometheus:port={port}", run_name="mine")
-        (tokens,) = jobs.until(lambda: server.ask('efficientllm_tokens_total{run="mine"} > 0'))
+        (tokens,) = jobs.until(lambda: server.ask('efficientllm_tokens_total{run_id="mine"} > 0'))
         (watts,) = jobs.until(lambda: server.ask('efficientllm_aec_watts{over="run"}'))
         jobs.until(lambda: server.ask("efficientllm:tokens:rate5m > 0"))
         job.finish()
@@ -350,7 +373,7 @@ def test_real_prometheus_scrapes_a_job(launch, tmp_path):
         server.process.terminate()
         server.process.wait(20)
 
-    assert set(tokens["metric"]) == {"__name__", "run", "run_id", "instance", "job"}
+    assert set(tokens["metric"]) == {"__name__", "run_id", "instance", "job"}
     assert float(tokens["value"][1]) <= job.ledger.summary.tokens
     shown = [report.values["aec_watts"] for report in job.ledger.windows if "aec_watts" in report.values]
     # The query may return the value of any of the windows.

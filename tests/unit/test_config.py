@@ -30,6 +30,7 @@ GOOD = {
     "RUN_DIR": ("/scratch/my runs", "/scratch/my runs"),
     "RUN_FOLDER_MB": ("500", 500),
     "RUN_NAME": ("llama-7b_v1.2", "llama-7b_v1.2"),
+    "TAGS": ("team=vision, ablation=3,baseline", "ablation=3,baseline,team=vision"),
     "SINKS": ("console, csv:a=b:c=1:2,", ("console", "csv:a=b:c=1:2")),
     "DEVICE": ("simulated", "simulated"),
     "ROLE": ("rollout", "rollout"),
@@ -59,6 +60,22 @@ BAD = {
     "LOG_INTERVAL": ["0", "-10", "ten", "1.5"],
     "RUN_FOLDER_MB": ["-1", "0.5", "much"],
     "RUN_NAME": ["../other", ".hidden", "a/b", "a b", "x" * 101],
+    "TAGS": [
+        "team=",
+        "=vision",
+        "a b",
+        "a=b=c",
+        "a,,b",
+        "a,a",
+        "a=1,a=2",
+        "<b>",
+        'a="x"',
+        "a\nb",
+        "a\x1b[2J",
+        "x" * 65,
+        ",".join(f"t{number}" for number in range(17)),
+        "é",
+    ],
     "SINKS": ["console;csv", "../evil", "Console", "a.b", "console,console", "console:full", "console:=x", "console:"],
     "DEVICE": ["../evil", "GPU", "nvml,host"],
     "ROLE": ["a b", "/"],
@@ -204,7 +221,7 @@ def test_settings_are_grouped_and_described_in_sentences():
     fields = {field.name for field in dataclasses.fields(Config)}
 
     assert fields - {variable.field for variable in VARIABLES} == {"min_window_s"}
-    assert [variable.group for variable in ALL_VARIABLES[:8]].count(MOST) == 7
+    assert [variable.group for variable in ALL_VARIABLES[:9]].count(MOST) == 8
     assert all(variable.meaning.endswith(".") for variable in ALL_VARIABLES)
     groups = [group for group, _ in itertools.groupby(ALL_VARIABLES, key=lambda variable: variable.group)]
     assert len(groups) == len(set(groups)), "each group is in one piece"

@@ -32,15 +32,15 @@ OPENMPI = {
 
 
 @pytest.mark.parametrize(
-    ("launcher", "environ", "run_id"),
+    ("launcher", "environ", "restart_id"),
     [("torchrun", TORCHRUN, "abc"), ("slurm", SLURM, "777"), ("openmpi", OPENMPI, "")],
 )
-def test_place_is_read_from_the_variables_of_a_launcher(launcher, environ, run_id):
+def test_place_is_read_from_the_variables_of_a_launcher(launcher, environ, restart_id):
     place = read_place(environ)
 
     assert (place.launcher, place.rank, place.local_rank) == (launcher, 5, 1)
     assert (place.world_size, place.local_world_size, place.one_host) == (8, 4, False)
-    assert place.run_id == run_id
+    assert place.restart_id == restart_id
 
 
 def test_torchrun_gives_the_master_and_the_restart_count():
@@ -52,8 +52,8 @@ def test_torchrun_gives_the_master_and_the_restart_count():
 def test_variables_of_torchrun_are_used_under_slurm():
     place = read_place({**SLURM, **TORCHRUN, "RANK": "3"})
 
-    assert (place.launcher, place.rank, place.run_id) == ("torchrun", 3, "abc")
-    assert read_place({**SLURM, **TORCHRUN, "TORCHELASTIC_RUN_ID": "none"}).run_id == "777"
+    assert (place.launcher, place.rank, place.restart_id) == ("torchrun", 3, "abc")
+    assert read_place({**SLURM, **TORCHRUN, "TORCHELASTIC_RUN_ID": "none"}).restart_id == "777"
 
 
 def test_shell_inside_an_allocation_is_a_job_of_one_rank():
@@ -106,7 +106,7 @@ def test_program_in_a_batch_script_or_shell_is_one_rank(step):
     place = read_place(batch)
 
     assert (place.rank, place.world_size, place.one_host, place.launcher) == (0, 1, True, "none")
-    assert place.run_id == "777"
+    assert place.restart_id == "777"
 
 
 def test_started_slurm_tasks_are_used_instead_of_requested_tasks():

@@ -1,0 +1,113 @@
+"""The identity of a run: its id, user, job of the scheduler, hosts, GPU models, model, commit, times and tags.
+
+run.json, summary.json and the sink prometheus use the same names. ``None`` means unknown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct
+from msgspec.structs import asdict, replace
+
+from effllm.config.setting_values import MAX_TAGS
+from effllm.records.plain_text import one_line
+from effllm.records.rank import Count, Word
+
+MAX_LETTERS = 200  # of each text
+MAX_HOSTS = 32  # maximum number of names in `Identity.hosts`; `Identity.host_count` is the number of all hosts
+MAX_GPU_MODELS = 8
+
+#: The variables that schedulers document for their jobs, by field of `Submission`. Kubernetes documents none.
+_SCHEDULERS: dict[str, dict[str, str]] = {
+    "Slurm": {
+        "job_id": "SLURM_JOB_ID",
+        "job_name": "SLURM_JOB_NAME",
+        "account": "SLURM_JOB_ACCOUNT",
+        "partition": "SLURM_JOB_PARTITION",
+        "user": "SLURM_JOB_USER",
+    },
+    "PBS": {"job_id": "PBS_JOBID", "job_name": "PBS_JOBNAME", "partition": "PBS_QUEUE"},
+    "LSF": {"job_id": "LSB_JOBID", "job_name": "LSB_JOBNAME", "partition": "LSB_QUEUE"},
+}
+_USERS = ("LOGNAME", "USER")
+
+
+class Submission(Struct, frozen=True):
+    """The user and the job of the scheduler, from the environment of rank 0, and the tags of the user."""
+
+    user: Word | None = None
+    account: Word | None = None
+    job_id: Word | None = None  # of the scheduler
+    job_name: Word | None = None
+    partition: Word | None = None  # of Slurm; the queue of other schedulers
+    tags: Annotated[tuple[Word, ...], Meta(max_length=MAX_TAGS)] = ()
+
+
+class Identity(Submission, frozen=True, kw_only=True):
+    """The identity of a run."""
+
+    run_id: Word | None = None  # the name of the run folder: unique in its parent folder, the same in all attempts
+    hosts: tuple[Word, ...] = ()  # sorted; at most MAX_HOSTS
+    host_count: Count | None = None
+    gpu_models: tuple[Word, ...] = ()  # sorted; at most MAX_GPU_MODELS
+    gpu_model_count: Count | None = None
+    model: Word | None = None
+    git_commit: Word | None = None  # of the training code
+    started_time_s: float | None = None  # unix time of the first start
+    ended_time_s: float | None = None  # unix time of the end; None while the run continues, and after a kill
+
+
+#: Facts of the training script that are used for unknown fields with the same names.
+_DECLARABLE = ("user", "account", "job_id", "job_name", "partition", "model", "git_commit")
+
+
+def read_submission(environ: Mapping[str, str], tags: str) -> Submission:
+    """Return the facts in the environment of a job; also in a shell or under torchrun inside the scheduler's job."""
+    names = next((names for names in _SCHEDULERS.values() if environ.get(names["job_id"], "").strip()), {})
+    found = {field: _clean(environ.get(name)) for field, name in names.items()}
+    if found.get("user") is None:
+        found["user"] = next((user for name in _USERS if (user := _clean(environ.get(name)))), None)
+    return Submission(**found, tags=read_tags(tags))
+
+
+def read_tags(text: str) -> tuple[str, ...]:
+    """Return the tags in a value of ``EFFICIENTLLM_TAGS``."""
+    return tuple(text.split(",")) if text else ()
+
+
+def cleaned(submission: Submission, tags: tuple[str, ...]) -> Submission:
+    """Return a received record without control characters and long texts; ``tags`` replace missing tags."""
+    texts = {field: _clean(getattr(submission, field)) for field in Submission.__struct_fields__ if field != "tags"}
+    return Submission(**texts, tags=tuple(tag for one in submission.tags if (tag := _clean(one))) or tags)
+
+
+def with_facts(
+    identity: Identity, submission: Submission | None, facts: Mapping[str, Any], ranks: Mapping[str, Mapping[str, Any]]
+) -> Identity:
+    """Return the identity with newer facts.
+
+    Args:
+        identity: the identity so far, which may be from an earlier attempt.
+        submission: from the HELLO of rank 0; ``None`` before this HELLO.
+        facts: the facts of the run.
+        ranks: host and devices of each rank, as in run.json.
+    """
+    known = asdict(submission) if submission is not None else {}
+    declared = {name: text for name in _DECLARABLE if not known.get(name) and (text := _clean(facts.get(name)))}
+    hosts = _names(about["host"] for about in ranks.values())
+    models = _names(one["name"] for about in ranks.values() for one in about["devices"] if one["is_gpu"])
+    if hosts:
+        known |= {"hosts": tuple(hosts[:MAX_HOSTS]), "host_count": len(hosts)}
+        known |= {"gpu_models": tuple(models[:MAX_GPU_MODELS]), "gpu_model_count": len(models)}
+    return replace(identity, **{**known, **declared})
+
+
+def _names(names: Iterable[str]) -> list[str]:
+    return sorted({name for one in set(names) if (name := _clean(one))})
+
+
+def _clean(value: object) -> str | None:
+    text = one_line(value).strip()[:MAX_LETTERS] if isinstance(value, str) else ""
+    return text or None

@@ -1,0 +1,176 @@
+"""effllm/records/identity.py: the user, the job of the scheduler, hosts, GPU models and tags of a run."""
+
+import json
+
+import msgspec
+import pytest
+from builders import gpu, hello
+
+from effllm.config.settings import Config
+from effllm.records.identity import Identity, Submission, cleaned, read_submission
+from effllm.records.orders import Orders
+from effllm.records.wire import Hello
+from effllm.server.run_facts import RunFacts
+from effllm.store.run_folder import RunFolder, identity_of
+
+SBATCH = {
+    "SLURM_JOB_ID": "4711",
+    "SLURM_JOB_NAME": "train-7b",
+    "SLURM_JOB_ACCOUNT": "physics",
+    "SLURM_JOB_PARTITION": "gpu",
+    "SLURM_JOB_USER": "alice",
+}
+TORCHRUN = {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": "abc"}
+ALICE = Submission("alice", "physics", "4711", "train-7b", "gpu")
+
+
+def facts_of(tags="", folder="/runs/mine", **facts):
+    return RunFacts(Orders(Config(tags=tags), "0123", "tcp://127.0.0.1:1", folder, facts=facts))
+
+
+def taken(facts):
+    return facts.take(0.0, float("-inf"), lambda: None)
+
+
+@pytest.mark.parametrize("launcher", [{}, TORCHRUN, {"SLURM_PROCID": "0", "SLURM_STEP_ID": "0"}])
+def test_job_of_slurm_is_known_in_a_batch_script_under_torchrun_and_under_srun(launcher):
+    assert read_submission({**SBATCH, **launcher, "USER": "root"}, "") == ALICE
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({"PBS_JOBID": "7.pbs", "PBS_JOBNAME": "a", "PBS_QUEUE": "q", "LOGNAME": "u"}, ("u", None, "7.pbs", "a", "q")),
+        ({"LSB_JOBID": "8", "LSB_JOBNAME": "b", "LSB_QUEUE": "r", "USER": "v"}, ("v", None, "8", "b", "r")),
+        ({"SLURM_JOB_NAME": "left over", "SLURM_JOB_ID": " "}, (None,) * 5),
+        ({}, (None,) * 5),
+    ],
+)
+def test_other_schedulers_give_what_they_document(environ, expected):
+    assert read_submission(environ, "") == Submission(*expected)
+
+
+def test_texts_of_the_environment_become_one_printable_line_of_limited_length():
+    environ = {**SBATCH, "SLURM_JOB_NAME": "a\x1b[2J\n[EfficientLLM] b\udcff", "SLURM_JOB_ACCOUNT": "x" * 10_000}
+
+    found = read_submission(environ, "")
+
+    assert found.job_name == "a [2J [EfficientLLM] b"
+    assert found.account == "x" * 200
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(hello(submission=found)), type=Hello).submission == found
+
+
+def test_received_texts_are_cleaned_again():
+    forged = Submission(job_name="a\x1b[2Jb", tags=("c\nd", "\n"))
+
+    assert cleaned(forged, ("e",)) == Submission(job_name="a [2Jb", tags=("c d",))
+    assert cleaned(Submission(), ("e",)) == Submission(tags=("e",))
+
+
+def test_no_other_variable_is_read():
+    environ = {**SBATCH, "HF_TOKEN": "hf_secret", "SLURM_JWT": "secret", "AWS_SECRET_ACCESS_KEY": "secret"}
+
+    assert "secret" not in repr(read_submission(environ, "a=1"))
+
+
+def test_identity_comes_from_rank_0_and_hosts_and_gpus_from_all_ranks():
+    facts = facts_of(model="llama-7b")
+    facts.begin(None)
+    facts.learn(hello(1, host="node1", devices=(gpu("GPU-0", name="H100"),), submission=Submission(user="mallory")))
+    facts.learn(
+        hello(0, devices=(gpu("GPU-0", name="H100"),), submission=msgspec.structs.replace(ALICE, tags=("a=1",)))
+    )
+
+    document = taken(facts)
+
+    assert facts.identity == Identity(
+        "alice", "physics", "4711", "train-7b", "gpu", ("a=1",),
+        run_id="mine", hosts=("node0", "node1"), host_count=2, gpu_models=("H100",), gpu_model_count=1,
+        model="llama-7b",
+    )  # fmt: skip
+    assert {name: document[name] for name in ("run_id", "user", "hosts", "model", "ended_time_s")} == {
+        "run_id": "mine", "user": "alice", "hosts": ("node0", "node1"), "model": "llama-7b", "ended_time_s": None,
+    }  # fmt: skip
+
+
+def test_long_list_of_hosts_is_cut_and_counted():
+    facts = facts_of()
+    for rank in range(100):
+        facts.learn(hello(rank, 100, host=f"node{rank:02}"))
+    taken(facts)
+
+    assert facts.identity.hosts == tuple(f"node{rank:02}" for rank in range(32))
+    assert facts.identity.host_count == 100
+
+
+def test_facts_of_the_script_are_used_only_where_nothing_else_is_known():
+    facts = facts_of(user="script", account="budget", partition=7, hosts="not hosts")
+    facts.learn(hello(0, submission=Submission(user="alice")))
+    document = taken(facts)
+
+    assert (document["user"], document["account"], document["partition"]) == ("alice", "budget", None)
+    assert document["hosts"] == ("node0",)
+
+
+def test_user_of_the_process_is_used_without_a_name_in_the_environment():
+    facts = facts_of()
+    facts.learn(hello(0, submission=Submission()))
+    facts.add_slow(facts.ask_user())
+
+    user = taken(facts)["user"]
+    assert user is None or (isinstance(user, str) and user)
+    assert user == facts.ask_user().facts.get("user")
+
+
+def test_tags_of_the_settings_are_used_without_an_agent_of_rank_0():
+    assert facts_of(tags="a=1,b").begin(None)["tags"] == ("a=1", "b")
+
+
+def test_next_attempt_keeps_start_and_identity_and_has_no_end(tmp_path):
+    first = facts_of(folder=str(tmp_path))
+    store = RunFolder(tmp_path, first.begin(tmp_path))
+    first.learn(hello(0, submission=ALICE))
+    first.add_times(1000.0)
+    first.add_times(1000.0, 1060.0)
+    store.update_facts(taken(first))
+    store.close()
+    written = json.loads((tmp_path / "run.json").read_text())
+
+    second = facts_of(folder=str(tmp_path))
+    second.begin(tmp_path)
+
+    assert (written["started_time_s"], written["ended_time_s"]) == (1000.0, 1060.0)
+    assert identity_of(tmp_path) == first.identity
+    assert second.identity == msgspec.structs.replace(first.identity, ended_time_s=None)
+
+
+def test_next_attempt_in_another_job_of_the_scheduler_has_the_new_job_id(tmp_path):
+    first = facts_of(folder=str(tmp_path))
+    store = RunFolder(tmp_path, first.begin(tmp_path))
+    first.learn(hello(0, submission=ALICE))
+    store.update_facts(taken(first))
+    store.close()
+    second = facts_of(folder=str(tmp_path))
+    second.begin(tmp_path)
+    second.learn(hello(0, submission=Submission("alice", job_id="4712")))
+    taken(second)
+
+    assert (second.identity.job_id, second.identity.account) == ("4712", None)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{", '{"user": 7}', '{"hosts": "node0"}', '{"run_id": "' + "x" * 300 + '"}']
+)
+def test_run_json_that_cannot_be_read_gives_no_identity(tmp_path, text):
+    (tmp_path / "run.json").write_text(text)
+
+    assert identity_of(tmp_path) == Identity()
+
+
+def test_run_folder_of_an_earlier_version_gives_the_facts_that_it_has(tmp_path):
+    (tmp_path / "run.json").write_text('{"run_id": "777", "job": "12", "git_commit": "abc", "schema_version": 3}')
+    facts = facts_of(folder=str(tmp_path))
+
+    document = facts.begin(tmp_path)
+
+    assert (document["run_id"], document["git_commit"]) == (tmp_path.name, "abc")
