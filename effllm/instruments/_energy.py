@@ -117,7 +117,7 @@ class Baseline:
 
 
 def above_baseline_j(readings: SpanReadings, baseline: Baseline) -> tuple[float, float]:
-    """Return the energy above the baseline, at least 0, and the half-width, 95 %, of its random error.
+    """Return the energy above the baseline, at least 0, and its random error as the half-width of a 95 % interval.
 
     The error of the baseline's power is multiplied by the covered seconds, and added as an independent error.
     """

@@ -12,7 +12,7 @@ J_PER_WH = 3600.0
 
 @metric("W", group="energy", bases=("window",))
 def watts_per_gpu(totals: ClusterTotals) -> float | None:
-    """Mean power of one GPU, independent of the power scope of AEC. Jobs with different scopes can be compared."""
+    """Mean power of one GPU, independent of the power scope of AEC: jobs with different scopes can be compared."""
     power = energy_quotient(totals, totals.energy.gpus_j, totals.energy.time_s)
     return None if power is None else quotient(power, totals.constants.gpus)
 

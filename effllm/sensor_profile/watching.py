@@ -95,6 +95,6 @@ def watch(
 def call_costs(reader: Reader, facts: Facts | None, clock: Timer) -> list[DriverCall]:
     asked = [("a sample of the agent", reader.read)]
     if hasattr(reader, "read_energy"):
-        asked.append(("the agent's read at an edge", reader.read_energy))
+        asked.append(("a read of the agent at the edge of a window", reader.read_energy))
     own = [call for name, ask in asked if (call := timed(name, ask, clock.sleep)) is not None]
     return own + (facts.calls(clock.sleep) if facts else [])

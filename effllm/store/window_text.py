@@ -156,7 +156,7 @@ def _problems(report: ClusterReport, lost_before: int) -> Iterator[str]:
 
 
 def is_loss_finite(report: ClusterReport) -> bool:
-    """Whether all losses of the window were finite."""
+    """Return whether all losses of the window were finite."""
     return not report.last.counts.losses_not_finite and (report.loss is None or math.isfinite(report.loss))
 
 

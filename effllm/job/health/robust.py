@@ -1,4 +1,7 @@
-"""Medians, and median distances from a centre, of sorted values, so that one sort is enough. No I/O."""
+"""Medians of sorted values, and median distances of sorted values from a centre. No I/O.
+
+The caller sorts the values once for both.
+"""
 
 from __future__ import annotations
 
