@@ -242,15 +242,9 @@ def simulate(
         int, typer.Option(min=0, max=256, metavar="K", show_default=False, help="Sender processes. [default: by ranks]")
     ] = 0,
     arrival: Annotated[
-        str,
-        typer.Option(
-            metavar="HOW",
-            help="burst: all ranks report within 2 % of the interval; even: all ranks report within 90 % of it.",
-        ),
+        str, typer.Option(metavar="HOW", help="Reports of all ranks, in a share of the interval: burst 2 %, even 90 %.")
     ] = "burst",
-    security: Annotated[
-        str, typer.Option(metavar="HOW", help="curve: connections with keys; none: connections without keys.")
-    ] = "curve",
+    security: Annotated[str, typer.Option(metavar="HOW", help="Connections: curve with keys, none without.")] = "curve",
     run_dir: Annotated[
         str, typer.Option(metavar="FOLDER", help="Keep the run folder at this path. [default: it is deleted]")
     ] = "",

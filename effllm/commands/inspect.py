@@ -14,7 +14,7 @@ from rich.text import Text
 
 from effllm.records.job import Summary
 from effllm.records.plain_text import one_line
-from effllm.records.waterfall import Part, Waterfall
+from effllm.records.waterfall import Waterfall, WaterfallPart
 from effllm.store.summary_text import duration, readable
 
 WIDTH = 80
@@ -94,7 +94,7 @@ class _Units(NamedTuple):
         return cls(*time, *energy, any(part.cost is not None for part in found.parts))
 
 
-def _row(part: Part, units: _Units) -> list[str]:
+def _row(part: WaterfallPart, units: _Units) -> list[str]:
     cells = [part.name.replace("_", " "), f"{100 * part.share:.1f} %", readable(part.device_seconds / units.seconds)]
     if units.energy:
         mark = "~" if part.is_split_by_time else ""

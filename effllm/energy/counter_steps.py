@@ -121,8 +121,8 @@ class CounterSteps:
         if self._doubted is not None:
             return self._by_doubted(last, time_ns, counter_j, expected_j, is_possible)
         if self._left is not None:
-            # The counter may jump back to its values before the jump.  Of the step from the last value and the step from
-            # the value before the jump, the step nearer to the expected energy is right.
+            # The counter may jump back.  Of the step from the last value and the step from the value before the jump,
+            # the step nearer to the expected energy is right.
             as_if_j = counter_j - self._left.counter_j - (last.total_j - self._left.total_j)
             returned = 0.0 <= as_if_j <= self._max_j(time_ns - before_ns)
             usual_j = self._powers.mean_w * (time_ns - before_ns) * NS or None

@@ -267,11 +267,7 @@ class Aggregator:
 
     def _lose(self, number: int, rank: RankState, lost: int, now: Now) -> None:
         if lost > rank.lost:
-            why = (
-                "an aggregator died before it wrote these reports"
-                if lost == rank.gaps
-                else "the agent's buffer was full"
-            )
+            why = "an aggregator died before it wrote them" if lost == rank.gaps else "the agent's buffer was full"
             text = f"rank {number} lost {lost - rank.lost} reports: {why}"
             self.events.record(Event(now.unix_s, "reports_lost", text, number))
             rank.lost = lost

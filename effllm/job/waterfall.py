@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from effllm.records.job import ClusterTotals, GoodputSummary, JobConstants
 from effllm.records.rank import Profile
-from effllm.records.waterfall import PARTS, PRODUCTIVE, Part, Waterfall
+from effllm.records.waterfall import PARTS, PRODUCTIVE, Waterfall, WaterfallPart
 
 KEPT = "kept"
 #: Class of goodput -> part, where the names differ.
@@ -53,7 +53,7 @@ def waterfall(goodput: GoodputSummary, whole: ClusterTotals) -> Waterfall | None
     total = sum(seconds.values())
     price = whole.constants.price_per_gpu_hour if whole.constants.gpus else None
     parts = tuple(
-        Part(
+        WaterfallPart(
             name=name,
             device_seconds=seconds[name],
             share=seconds[name] / total,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-#: Part -> meaning, in the order of the waterfall: time without training, other work, waits, iterations, useful work.
+#: Part -> meaning, in the order of the waterfall: time without training, other work, waits, steps, useful work.
 PARTS: dict[str, str] = {
     "restart_gap": "time between two attempts",
     "startup": "time before the first iteration of an attempt",
@@ -31,7 +31,7 @@ PARTS: dict[str, str] = {
 PRODUCTIVE = ("generation", "useful", "steps")
 
 
-class Part(Struct, frozen=True, omit_defaults=True):
+class WaterfallPart(Struct, frozen=True, omit_defaults=True):
     """One part of the waterfall; a part without time is left out."""
 
     name: str  # a name of PARTS
@@ -49,5 +49,5 @@ class Waterfall(Struct, frozen=True):
 
     device_seconds: float
     joules: float | None  # measured in the reports; None without a measurement
-    parts: tuple[Part, ...]  # in the order of PARTS; their device-seconds add up to the whole
+    parts: tuple[WaterfallPart, ...]  # in the order of PARTS; their device-seconds add up to the whole
     unknown: tuple[str, ...] = ()  # what is not known, and the setting that resolves it

@@ -47,22 +47,19 @@ class Recorder:
         self._writer, self.wake, self._warn, self._once = writer, wake, warn, WarnOnce(warn)
         self._log_interval, self._offset = log_interval, offset
         self.is_on = True
-        # Whether the next `start` or `end` must do more than write a stamp: before the first iteration has ended,
-        # during or after a phase, after the end of a window, or after recording has stopped.
+        # Whether the next `start` or `end` must do more than write a stamp: at the first iteration, for a phase, for
+        # values, after the end of a window, or after recording has stopped.
         self._is_special = True
         self.ordinal = 0
         self._boundary_ordinal = log_interval - offset % log_interval  # ordinal of the iteration that ends the window
-        self._start_ns = 0  # 0 while no iteration runs
-        self._end_ns = 0  # 0 until the first iteration has ended
+        self._start_ns = self._end_ns = 0  # start: 0 between iterations; end: 0 until the first iteration has ended
         self._made_ns = time.monotonic_ns()
         self._own_ns = self._arrival_ns = 0  # own time before the sync point, and time of the sync point
         self._boundary = False  # whether a window has ended and the next iteration has not started
         self._step_ns = self._wait_ns = 0
-        self._counters = RunningCounts()
-        self._phases = Phases()
+        self._counters, self._phases = RunningCounts(), Phases()
         self.generations = Generations(self._counters, self.phase_start, self.phase_end, self._write_totals, self._once)
-        self._losses = Losses(self._once)
-        self._values = ValueBuffer(writer)
+        self._losses, self._values = Losses(self._once), ValueBuffer(writer, wake)
         writer.state(ring.STARTUP, 0, self._made_ns)  # without this state, startup would begin at the host's boot
         _live.add(self)
 
@@ -82,7 +79,7 @@ class Recorder:
         phases = self._phases
         if phases.depth:
             self._cut_phase(start_ns)
-        self._write_values()
+        self._values.write()
         self._start_ns = start_ns
         phases.start_iteration()
         self._own_ns = 0
@@ -134,9 +131,8 @@ class Recorder:
             if not counters.add(tokens_processed, samples, tokens, tokens_loss):
                 self._once(f"tokens and samples must be counts of at least 0; iteration {ordinal} has no counts")
         if self._own_ns:
-            self._writer.iteration(
-                ordinal, start_ns, end_ns, step_ns, wait_ns, counters, self._own_ns, self._arrival_ns
-            )
+            own = self._own_ns, self._arrival_ns
+            self._writer.iteration(ordinal, start_ns, end_ns, step_ns, wait_ns, counters, *own)
             self._own_ns = 0
         else:
             self._writer.iteration(ordinal, start_ns, end_ns, step_ns, wait_ns, counters)
@@ -150,7 +146,7 @@ class Recorder:
         phases = self._phases
         if phases.depth:
             self._cut_phase(end_ns)
-        self._write_values()  # values are written before the iteration's record, which may end the window
+        self._values.write()  # values are written before the iteration's record, which may end the window
         if not (start_ns := self._start_ns):
             self._once("an iteration ended without a start; it counts from the end of the previous iteration")
             start_ns = self.free_ns
@@ -166,8 +162,7 @@ class Recorder:
     def sync_point(self, _now: Any = time.monotonic_ns) -> None:
         """Stamp the sync point of the running iteration: the point at which this rank first waits for other ranks.
 
-        The time from the start of the iteration to this point is the rank's own time.  Own time excludes data waits and
-        phases.  Later calls in the iteration do nothing.
+        The time before this point, without data waits and phases, is the rank's own time.  Later calls do nothing.
         """
         if self._own_ns or not self._start_ns or self._phases.depth or not self.is_on:
             return
@@ -213,11 +208,6 @@ class Recorder:
         self.put(ring.PHASE, self._phases.index, 0, start_ns, at_ns, 0.0)
 
     @property
-    def running_ordinal(self) -> int:
-        """Ordinal of the running iteration; between two iterations, the ordinal of the last iteration."""
-        return self.ordinal + (self._start_ns > 0)
-
-    @property
     def free_ns(self) -> int:
         """Earliest start of the next iteration: the end of the last iteration or phase, or the recorder's start."""
         return (self._end_ns or self._made_ns) + self._phases.between_ns
@@ -253,17 +243,8 @@ class Recorder:
 
     def value(self, index: int, value: float) -> None:
         """Record a value of an instrument; values of a running iteration are written together, at its end."""
-        if not self.is_on:
-            return
-        self._values.add(index, value)
-        if self._start_ns and not self._values.is_full:
+        if self.is_on and self._values.add(index, value, self.ordinal, is_running=self._start_ns > 0):
             self._is_special = True
-        else:
-            self._write_values()
-
-    def _write_values(self) -> None:
-        if self._values.write(self.running_ordinal):
-            self.wake()
 
     def reset(self) -> None:
         """Reset the run-to-date values at the end of the current window."""
@@ -275,7 +256,7 @@ class Recorder:
             return
         while self._phases.depth:  # an exception may have left a phase open
             self.phase_end()
-        self._write_values()
+        self._values.write()
         now_ns = time.monotonic_ns()
         known = isinstance(status, str) and status in ring.STATUSES
         self.put(ring.END, ring.STATUSES.index(status if known else "failed"), 0, now_ns, now_ns, 0.0)
@@ -290,13 +271,10 @@ class Recorder:
     def put(
         self, kind: int, what: int, number: int, start_ns: int, end_ns: int, value: float, ordinal: int = 0
     ) -> None:
-        """Write a record with the totals so far, unless recording has stopped.
-
-        The default of ``ordinal`` is the last completed iteration.
-        """
+        """Write a record with the totals so far; by default, the record is of the last completed iteration."""
         if self.is_on:
-            of, step_ns, wait_ns = ordinal or self.ordinal, self._step_ns, self._wait_ns
-            self._writer.put(kind, what, of, number, start_ns, end_ns, value, step_ns, wait_ns, self._counters)
+            totals = (self._step_ns, self._wait_ns, self._counters)
+            self._writer.put(kind, what, ordinal or self.ordinal, number, start_ns, end_ns, value, *totals)
 
 
 def pair_s() -> float | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from effllm.records.ring import MAX_VALUES, RingWriter
 
 #: After this many records of values, the agent is woken, so that it reads the ring before records are overwritten.  By
@@ -14,32 +16,43 @@ class ValueBuffer:
 
     Args:
         writer: the ring.
+        wake: wakes the agent; must not wait.
     """
 
-    __slots__ = ("_indices", "_num_records", "_num_values", "_values", "_writer")
+    __slots__ = ("_indices", "_num_records", "_num_values", "_ordinal", "_values", "_wake", "_writer")
 
-    def __init__(self, writer: RingWriter) -> None:
-        self._writer = writer
+    def __init__(self, writer: RingWriter, wake: Callable[[], None]) -> None:
+        self._writer, self._wake = writer, wake
+        self._ordinal = 0  # of the iteration of the kept values
         self._indices: list[int] = []
         self._values: list[float] = []
         self._num_values = self._num_records = 0
 
-    def add(self, index: int, value: float) -> None:
-        """Keep a value, with the index of its name."""
+    def add(self, index: int, value: float, ordinal: int, *, is_running: bool) -> bool:
+        """Add a value; return whether it must be written before the end of the iteration is recorded.
+
+        Args:
+            index: index of the value's name.
+            value: the value.
+            ordinal: number of completed iterations.
+            is_running: whether an iteration is running; between two iterations, the value is written at once.
+        """
         self._indices.append(index)
         self._values.append(value)
+        self._ordinal = ordinal + is_running
+        if is_running and len(self._values) < MAX_VALUES:
+            return True
+        self.write()
+        return False
 
-    @property
-    def is_full(self) -> bool:
-        return len(self._values) >= MAX_VALUES
-
-    def write(self, ordinal: int) -> bool:
-        """Write the values as values of an iteration; return whether the agent must read the ring soon."""
+    def write(self) -> None:
+        """Write the kept values."""
         if not self._values:
-            return False
+            return
         self._num_values += len(self._values)
         self._num_records += 1
-        self._writer.values(ordinal, self._num_values, self._indices, self._values)
+        self._writer.values(self._ordinal, self._num_values, self._indices, self._values)
         self._indices.clear()
         self._values.clear()
-        return self._num_records % WAKE_RECORDS == 0
+        if self._num_records % WAKE_RECORDS == 0:
+            self._wake()

@@ -9,7 +9,7 @@ from sink_examples import make_summary
 from typer.testing import CliRunner
 
 from effllm.commands.app import app
-from effllm.records.waterfall import PARTS, Part, Waterfall
+from effllm.records.waterfall import PARTS, Waterfall, WaterfallPart
 
 
 @pytest.fixture
@@ -26,7 +26,9 @@ def inspect(tmp_path):
 
 def of(*parts, unknown=()):
     total = sum(seconds for _, seconds, _ in parts)
-    made = tuple(Part(name, seconds, seconds / total, joules, max_gain=0.125) for name, seconds, joules in parts)
+    made = tuple(
+        WaterfallPart(name, seconds, seconds / total, joules, max_gain=0.125) for name, seconds, joules in parts
+    )
     return Waterfall(total, sum(joules for _, _, joules in parts), made, unknown)
 
 
@@ -49,7 +51,7 @@ def test_short_run_is_shown_in_seconds_and_joules(inspect):
 
 
 def test_table_with_all_parts_has_lines_of_at_most_80_columns(inspect):
-    parts = [Part(name, 123456.0, 0.05, 9.9e9, True, 99999.0, 12.5) for name in PARTS]
+    parts = [WaterfallPart(name, 123456.0, 0.05, 9.9e9, True, 99999.0, 12.5) for name in PARTS]
 
     lines = inspect(Waterfall(1e8, 1e12, tuple(parts), ("useful work: " + "x " * 60,))).stdout.splitlines()
 
@@ -58,7 +60,9 @@ def test_table_with_all_parts_has_lines_of_at_most_80_columns(inspect):
 
 
 def test_json_contains_every_part_and_is_shorter_than_8_kb(inspect):
-    parts = [Part(name, 123456.789012, 0.0512345678, 9.87654321e9, True, 99999.123, 0.12345678) for name in PARTS]
+    parts = [
+        WaterfallPart(name, 123456.789012, 0.0512345678, 9.87654321e9, True, 99999.123, 0.12345678) for name in PARTS
+    ]
 
     done = inspect(Waterfall(1e8, 1e12, tuple(parts)), "--json")
 

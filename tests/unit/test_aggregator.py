@@ -931,7 +931,7 @@ def test_new_aggregator_counts_a_gap_in_reports_once():
     job.send(row(0, 1), row(1, 1))
     job.send(row(0, 4))  # reports 2 and 3 are missing; window 4 is open
     assert [event.text for event in job.events("reports_lost")] == [
-        "rank 0 lost 2 reports: an aggregator died before it wrote these reports"
+        "rank 0 lost 2 reports: an aggregator died before it wrote them"
     ]
     second = Job(snapshot=restore(job.aggregator.snapshot())).join()
     second.send(row(0, 4), row(1, 4))
