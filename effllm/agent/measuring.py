@@ -88,7 +88,7 @@ class Measuring:
                 self._send(report)
 
     def due_s(self, now_s: float) -> float:
-        """Return the time of the next check of an ended window or span; infinite if there is none."""
+        """Return the time of the next check of an ended window or span; infinite without an ended window or span."""
         ends_ns = [*self.cutter.edges_ns[:1], *self._spans.edges_ns[:1]]
         if not ends_ns:
             return math.inf

@@ -330,7 +330,7 @@ def old_settings(environ: Mapping[str, str]) -> Iterator[tuple[str, ConfigError]
 
 
 def _with_option(sinks: str, entry: str) -> str:
-    """Return a value of SINKS in which ``entry`` replaces the same sink's entry, or is added if there is none."""
+    """Return a value of SINKS with ``entry``, which replaces an entry of the same sink."""
     entries = [one.strip() for one in sinks.split(",") if one.strip() not in ("", "none")] or list(Config().sinks)
     name = entry.partition(":")[0]
     return ",".join([entry if one == name else one for one in entries] + [entry] * (name not in entries))

@@ -20,7 +20,7 @@ def cuda_index(device: Any) -> int | None:
         device: an index, ``"cuda"``, ``"cuda:1"``, ``"cpu"``, a ``torch.device``, or ``None`` for the current device.
 
     Raises:
-        UnknownDevice: the argument has none of these forms, or CUDA has fewer devices.
+        UnknownDevice: the argument has another form, or CUDA has fewer devices.
     """
     cuda: Any = getattr(sys.modules.get("torch"), "cuda", None)
     if isinstance(device, bool) or (isinstance(device, int) and device < 0):

@@ -90,7 +90,7 @@ def _lock(file: int, path: Path) -> None:
 
 
 def _before(file: int, size: int, path: Path) -> str:
-    """Return the text before the row: the header if the file is empty, a line break if the last line has none."""
+    """Return the text before the row: the header of an empty file, or the missing line break at the end."""
     if not size:
         return _line(COLUMNS)
     first = os.pread(file, 4096, 0).decode("utf-8-sig", errors="replace").partition("\n")[0]

@@ -74,7 +74,7 @@ def merged(parts: Sequence[ValueStatistics]) -> ValueStatistics:
 
 
 def _merged_centroids(parts: Sequence[ValueStatistics]) -> tuple[tuple[float, int], ...]:
-    """Return the centroids of all parts; empty if a part has none, because then percentiles would be wrong."""
+    """Return the centroids of all parts; empty if a part has no centroids, because then percentiles would be wrong."""
     if not all(part.centroids for part in parts):
         return ()
     known = [centroid for part in parts for centroid in part.centroids]

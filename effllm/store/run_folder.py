@@ -321,7 +321,7 @@ def _facts_of_earlier_attempt(path: Path) -> dict[str, Any]:
 
 
 def identity_of(folder: Path) -> Identity:
-    """Return the identity in the run.json of an earlier attempt; empty if there is none that can be read."""
+    """Return the identity in the run.json of an earlier attempt; empty if no such file can be read."""
     try:
         return msgspec.json.decode(own_files.read_file(folder / "run.json"), type=Identity)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

@@ -64,7 +64,7 @@ class Lock:
 
 
 def restart_id_of(place: Place, host: str) -> str:
-    """Return an id that all attempts of a job share and no other running job has; empty if there is none.
+    """Return an id that all attempts of a job share and no other running job has; empty if the job has no such id.
 
     This is the restart id of the place, from torchrun or the scheduler.  Without a restart id, it is the address of
     torchrun's store, because two stores cannot listen on one address at a time.

@@ -48,7 +48,7 @@ class Counted:
         try:
             given = [whole_number(value or 0) for value in (tokens_processed, samples, tokens, tokens_loss)]
             is_right = min(given) >= 0
-        except Exception:  # noqa: BLE001 - whatever the objects of the caller raise must not end the loop
+        except Exception:  # noqa: BLE001 - no exception from the objects of the caller may end the loop
             is_right = False
         if not is_right:
             return (
@@ -103,7 +103,7 @@ class Losses:
         try:
             number = int(number)
             value = float("nan") if loss is None else float(loss)
-        except Exception:  # noqa: BLE001 - whatever the objects of the caller raise must not end the loop
+        except Exception:  # noqa: BLE001 - no exception from the objects of the caller may end the loop
             self._warn("log_metrics takes an iteration number and a loss that is a number; the loss is ignored")
             return None
         if not -MAX_TOTAL < number < MAX_TOTAL:
@@ -119,7 +119,7 @@ def counts_of(*values: Any) -> list[int] | None:
     """Return counts as whole numbers of at least 0; ``None`` if a count is invalid."""
     try:
         counts = [whole_number(value) for value in values]
-    except Exception:  # noqa: BLE001 - whatever the objects of the caller raise must not end the loop
+    except Exception:  # noqa: BLE001 - no exception from the objects of the caller may end the loop
         return None
     return counts if min(counts) >= 0 and max(counts) < MAX_TOTAL else None
 

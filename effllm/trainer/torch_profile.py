@@ -79,7 +79,7 @@ class TorchProfile:
             if number % self._every == 0 and not self._is_taken():
                 self._open()
                 self._cost_ns = time.monotonic_ns() - began_ns
-        except Exception as error:  # noqa: BLE001 - whatever torch raises must not end a training step
+        except Exception as error:  # noqa: BLE001 - no exception from torch may end a training step
             self._give_up(f"{type(error).__name__}: {error}")
 
     def end(self, ended_ns: int) -> Profiled | None:

@@ -50,7 +50,7 @@ class JobValues:
             self._report, self._iteration, self._by_tag = state.report, state.iteration, state.values
 
     def replace(self, by_tag: Mapping[str, float]) -> None:
-        """Set the values of the run's summary; if there are none, the earlier values stay."""
+        """Set the values of the run's summary; without new values, the earlier values stay."""
         self._by_tag = by_tag or self._by_tag
 
     def value(self, name: str) -> float:

@@ -46,7 +46,7 @@ class WatchedRecorder(Recorder):
         if self._device is not None:
             try:
                 self._device.start()
-            except Exception as error:  # noqa: BLE001 - whatever CUDA raises must not end a training step
+            except Exception as error:  # noqa: BLE001 - no exception from CUDA may end a training step
                 self._without_device(error)
 
     def end(

@@ -196,7 +196,7 @@ def test_name_size_and_trainable_flag_of_parameters_are_listed():
         (None, "Tiny"),
     ],
 )
-def test_name_of_a_model_is_the_name_it_was_loaded_from_without_folders(loaded_from, name):
+def test_model_name_is_its_loaded_name_without_folders(loaded_from, name):
     assert model_name(Tiny(_name_or_path=loaded_from)) == name
     assert model_name(SimpleNamespace(module=Tiny(_name_or_path=loaded_from))) == name
 

@@ -655,7 +655,7 @@ def test_values_are_written_when_an_iteration_starts_again(loop):
     assert slots[-1].start_ns == 2100
 
 
-def test_values_are_written_when_the_loop_finishes_inside_an_iteration(loop):
+def test_values_are_written_when_the_loop_ends_in_an_iteration(loop):
     loop.start(2000)
     loop.recorder.value(0, 1.0)
     loop.recorder.finish("failed")

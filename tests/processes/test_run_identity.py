@@ -81,7 +81,7 @@ def test_torchrun_inside_sbatch_has_one_identity_in_all_outputs(launch, tmp_path
     assert "\x1b" not in (folder / "summary.txt").read_text()
 
 
-def test_next_attempt_keeps_the_run_id_the_start_and_the_job_of_the_scheduler(launch):
+def test_next_attempt_keeps_run_id_start_and_scheduler_job(launch):
     job = launch.python("loop.py", "--until", "for ever", environ=SBATCH, run_name="mine")
     jobs.until(lambda: job.num_windows >= 2 and job.ledger.facts["job_id"])
     os.kill(job.process.pid, signal.SIGKILL)

@@ -98,7 +98,7 @@ def test_newest_values_are_served_as_gauges_in_base_units(sink):
     assert seen["efficientllm_fresh",] == 1
 
 
-def test_identity_of_the_run_is_served_as_labels_that_are_escaped_and_cut(sink):
+def test_labels_of_the_run_identity_are_escaped_and_cut(sink):
     sink.identity = Identity(
         run_id="mine", job_name='a"b\\c\nd', hosts=tuple(f"{n:0100}" for n in range(32)), tags=("a=1", "b")
     )
@@ -131,7 +131,7 @@ def test_no_totals_are_served_for_quantities_that_are_not_counted(sink):
     assert not {"efficientllm_tokens_total", "efficientllm_samples_total"} & {name for name, *_ in served(sink)}
 
 
-def test_only_event_counters_and_the_identity_are_served_before_the_first_window(sink):
+def test_first_page_has_only_event_counters_and_the_identity(sink):
     seen = served(sink)
 
     assert seen.pop(("efficientllm_fresh",)) == 0.0

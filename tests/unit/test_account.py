@@ -97,7 +97,7 @@ HOST = {"node0": gpu("node0", kind="host", is_gpu=False, shared=True)}
 
 
 @pytest.mark.parametrize("wall", [False, True])
-def test_memory_and_cpu_of_ranks_are_summed_and_host_energy_counts_once(wall):
+def test_memory_and_cpu_are_summed_and_host_energy_counts_once(wall):
     rows = [host_row(0, watts=300.0), host_row(1, memory_bytes=3 * GIB, utilization=0.5)]
 
     totals = totals_of([rows], HOST, {"node0": {0, 1}}, wall=wall)

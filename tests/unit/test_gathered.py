@@ -74,7 +74,7 @@ def test_running_sums_are_used_if_each_rank_has_one_gpu():
         ("shares of one", [("GPU-0",), ("GPU-1",)], [gpu("GPU-0", shared=True), gpu("GPU-1")]),
     ],
 )
-def test_gauges_are_computed_from_reports_unless_each_rank_has_one_gpu(why, rows, devices):
+def test_gauges_come_from_reports_unless_each_rank_has_one_gpu(why, rows, devices):
     rows = [row(rank, devices=tuple(read(key, 50.0 + rank) for key in keys)) for rank, keys in enumerate(rows)]
     known = {device.key: device for device in devices}
 

@@ -327,7 +327,7 @@ def test_straggling_time_is_at_most_the_kept_time():
     assert run.seconds() == pytest.approx({"straggling": 9.0, "data": 1.0})
 
 
-def test_seconds_of_an_attempt_are_means_over_the_ranks_of_the_attempt():
+def test_class_seconds_are_means_over_the_ranks_of_an_attempt():
     run = Run(3).join().window(1).bye().wait(6).restart(world_size=2).join(offset=10).window(1).bye()
     goodput = run.restart(world_size=3).join(offset=20).window(1).goodput()
 

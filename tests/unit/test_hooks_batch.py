@@ -18,7 +18,7 @@ def held(inputs, **named):
     return batch.tokens_processed, int(batch.samples), int(batch.tokens), int(batch.tokens_loss)
 
 
-def test_padding_is_counted_from_the_mask_and_learned_tokens_from_labels():
+def test_masks_give_the_padding_and_labels_the_learned_tokens():
     assert held({"input_ids": IDS, "attention_mask": MASK, "labels": LABELS}) == (10, 2, 8, 8)
 
 

@@ -33,7 +33,7 @@ def taken(facts):
 
 
 @pytest.mark.parametrize("launcher", [{}, TORCHRUN, {"SLURM_PROCID": "0", "SLURM_STEP_ID": "0"}])
-def test_job_of_slurm_is_known_in_a_batch_script_under_torchrun_and_under_srun(launcher):
+def test_slurm_job_is_known_under_sbatch_torchrun_and_srun(launcher):
     assert read_submission({**SBATCH, **launcher, "USER": "root"}, "") == ALICE
 
 
@@ -50,7 +50,7 @@ def test_other_schedulers_give_what_they_document(environ, expected):
     assert read_submission(environ, "") == Submission(*expected)
 
 
-def test_texts_of_the_environment_become_one_printable_line_of_limited_length():
+def test_environment_texts_become_one_short_printable_line():
     environ = {**SBATCH, "SLURM_JOB_NAME": "a\x1b[2J\n[EfficientLLM] b\udcff", "SLURM_JOB_ACCOUNT": "x" * 10_000}
 
     found = read_submission(environ, "")
@@ -103,7 +103,7 @@ def test_long_list_of_hosts_is_cut_and_counted():
     assert facts.identity.host_count == 100
 
 
-def test_facts_of_the_script_are_used_only_where_nothing_else_is_known():
+def test_facts_of_the_script_fill_only_missing_fields():
     facts = facts_of(user="script", account="budget", partition=7, hosts="not hosts")
     facts.learn(hello(0, submission=Submission(user="alice")))
     document = taken(facts)
@@ -112,7 +112,7 @@ def test_facts_of_the_script_are_used_only_where_nothing_else_is_known():
     assert document["hosts"] == ("node0",)
 
 
-def test_user_of_the_process_is_used_without_a_name_in_the_environment():
+def test_user_is_the_process_owner_if_the_environment_has_no_name():
     facts = facts_of()
     facts.learn(hello(0, submission=Submission()))
     facts.add_slow(facts.ask_user())
@@ -144,7 +144,7 @@ def test_next_attempt_keeps_start_and_identity_and_has_no_end(tmp_path):
     assert second.identity == msgspec.structs.replace(first.identity, ended_time_s=None)
 
 
-def test_next_attempt_in_another_job_of_the_scheduler_has_the_new_job_id(tmp_path):
+def test_next_attempt_in_another_scheduler_job_has_its_job_id(tmp_path):
     first = facts_of(folder=str(tmp_path))
     store = RunFolder(tmp_path, first.begin(tmp_path))
     first.learn(hello(0, submission=ALICE))

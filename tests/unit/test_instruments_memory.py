@@ -168,7 +168,7 @@ def clock(monkeypatch):
     return now_s
 
 
-def test_profiler_reads_memory_ten_times_a_second_after_256_iterations(allocator, clock, monkeypatch):
+def test_memory_is_read_ten_times_a_second_after_256_iterations(allocator, clock, monkeypatch):
     reads, measured = [], ComprehensiveProfiler("cpu")
     monkeypatch.setattr(measured.memory, "measure", lambda _tag, iteration: reads.append(iteration))
     for _ in range(356):
@@ -181,7 +181,7 @@ def test_profiler_reads_memory_ten_times_a_second_after_256_iterations(allocator
 
 
 @pytest.mark.parametrize("iteration_s", [0.001, 0.02, 1.0])
-def test_profiler_finds_a_leak_of_1_mb_per_iteration_in_200_iterations(allocator, clock, iteration_s):
+def test_profiler_finds_a_1_mb_leak_within_200_iterations(allocator, clock, iteration_s):
     measured = ComprehensiveProfiler("cpu")
     for _ in range(200):
         measured.start_iteration()
