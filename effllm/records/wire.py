@@ -147,7 +147,7 @@ class Clock(Struct, frozen=True, array_like=True, tag=10):
 
 
 class Supersede(Struct, frozen=True, array_like=True, tag=12):
-    """A request of the next attempt's aggregator: the previous aggregator writes its summary and releases the run folder."""
+    """A request of the next attempt's aggregator to write the summary and to release the run folder."""
 
     restart_id: Word  # shared by all attempts of the job, from the lock file
     job: Word  # job id of the sender
