@@ -20,7 +20,7 @@ from effllm.job.presence import ABSENT_AFTER_S, LOST_AFTER_S
 from effllm.network.transport import Outbox
 from effllm.records.clock import Now
 from effllm.records.energy import NORMAL_95, NOT_MEASURED
-from effllm.records.job import JobConstants, Straggler
+from effllm.records.job import SCHEMA_VERSION, JobConstants, Straggler
 from effllm.records.rank import Event, ParameterCount, RankReport, Sensor, ValueStatistics
 from effllm.records.wire import AgentEvent, Bye, Heartbeat
 from effllm.server.acknowledgement import Acknowledgement
@@ -914,6 +914,22 @@ def test_saved_state_leaves_out_reports_of_open_windows():
     second.send(row(0, 1))
     assert [report.run.counts.tokens for report in second.closed()] == [2000]
     assert second.aggregator.duplicates == 0
+
+
+@pytest.mark.parametrize(("version", "is_restored"), [(SCHEMA_VERSION, True), (3, True), (2, False)])
+def test_state_of_version_3_is_restored_and_version_2_rejected(version, is_restored):
+    job = Job().join()
+    job.send(row(0), row(1))
+    assert job.closed()
+    state = msgspec.json.encode({**msgspec.json.decode(job.aggregator.snapshot()), "schema_version": version})
+
+    if is_restored:
+        second = Job(snapshot=restore(state)).join()
+        second.send(row(0, 2), row(1, 2))
+        assert second.closed()[-1].run.counts.tokens == 4000
+    else:
+        with pytest.raises(msgspec.ValidationError, match="schema_version 2"):
+            restore(state)
 
 
 def test_restored_aggregator_does_not_wait_for_a_departed_rank():
