@@ -84,7 +84,7 @@ def test_board_returns_the_newest_complete_state():
 def test_memory_too_short_for_a_board_is_rejected():
     descriptor = make_memory("short", 100)
     try:
-        with pytest.raises(RingError, match="not a board"):
+        with pytest.raises(RingError, match="too short for a board"):
             Board(descriptor)
     finally:
         os.close(descriptor)

@@ -42,7 +42,8 @@ def test_address_of_another_host_is_rejected_once(endpoint):
 
     assert found == []
     assert lines == [
-        f"no metrics of this rank: rank 0's address, {endpoint}, is not on this host: another user or job wrote it"
+        f"no metrics of this rank: rank 0's address, {endpoint}, is not on this host: "
+        "another user or job wrote this address"
     ]
 
 

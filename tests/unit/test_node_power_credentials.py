@@ -79,9 +79,9 @@ def test_folder_and_pipe_are_rejected_without_waiting(tmp_path):
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        (SECRET, "line 1 is not 'key = value'"),
-        (f"user = monitor\npasswort = {SECRET}\n", "line 2 is not"),
-        (f"user = a\nuser = b\npassword = {SECRET}\n", "line 2 is not"),
+        (SECRET, "line 1 must be 'key = value'"),
+        (f"user = monitor\npasswort = {SECRET}\n", "line 2 must be"),
+        (f"user = a\nuser = b\npassword = {SECRET}\n", "line 2 must be"),
         (f"password = {SECRET}\n", "has no user"),
         ("", "has no user and no password"),
         (f"user = a\npassword = {SECRET}\nauthentication = {SECRET}\n", "authentication must be basic or session"),

@@ -173,7 +173,7 @@ def test_device_is_a_cpu_counter_with_a_stated_error(rapl):
     assert (device.key, device.kind, device.is_gpu, device.only_power) == ("cpu:node1", "rapl", False, True)
     assert (device.energy_method, device.power_scope) == ("counter", "cpu")
     assert (device.sensor.tick_s, device.sensor.gain_error) == (0.001, 0.10)
-    assert device.sensor.source.startswith("assumed")
+    assert device.sensor.source.startswith("the error is assumed")
 
 
 # --- dies that mirror one counter ---
