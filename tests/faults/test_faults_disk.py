@@ -204,7 +204,7 @@ def test_reports_lost_with_a_killed_aggregator_are_counted(run, disk):
     jobs.until(lambda: not psutil.pid_exists(server))
     unwritten = blocks(job) - ledger.num_windows
     disk.empty()
-    jobs.until(lambda: any("died before it wrote these reports" in text for text in ledger.event_texts("reports_lost")))
+    jobs.until(lambda: any("died before it wrote them" in text for text in ledger.event_texts("reports_lost")))
     os.kill(job.process.pid, signal.SIGCONT)
     more_blocks(job, 5)
     count = job.finish()
@@ -216,5 +216,5 @@ def test_reports_lost_with_a_killed_aggregator_are_counted(run, disk):
     # Reports of some lost windows may be on the disk, although the disk had no room for the state.
     written = [row.window for row in ledger.ranks]
     assert len(written) == len(set(written)) >= summary.tokens / 1000
-    assert any("died before it wrote these reports" in text for text in ledger.event_texts("reports_lost"))
+    assert any("died before it wrote them" in text for text in ledger.event_texts("reports_lost"))
     print(f"{lost} windows of {count} iterations were lost, and are counted")
