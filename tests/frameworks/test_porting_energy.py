@@ -253,6 +253,8 @@ def shell(tmp_path, launch):
         job = launch._job()
         chosen = launch.environ({"run_dir": "outputs/runs", **settings}, **WITHOUT_NETWORK, **(environ or {}))
         chosen["PATH"] = f"{tmp_path / 'bin'}:{chosen['PATH']}"
+        for name in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS"):  # of the make that runs the tests
+            chosen.pop(name, None)
         job.folder = folder
         return job.start(["bash", "-c", lines], chosen).wait(250.0)
 
