@@ -30,7 +30,7 @@ def main(run: Path, as_json: bool) -> int:
         return _fail(
             f"{path}: {error.strerror}; RUN is a run folder, such as efficientllm_runs/20260101-120000-1a2b3c4d"
         )
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         return _fail(f"{path} is not a summary of this version of effllm: {error}")
     if summary.waterfall is None:
         return _fail(f"{path} has no waterfall: no rank had reported any time, or an older effllm wrote the file")
@@ -59,7 +59,7 @@ def _document(summary: Summary, found: Waterfall) -> dict[str, Any]:
 def _print(summary: Summary, found: Waterfall) -> None:
     console = Console(width=WIDTH, highlight=False)
     simulated = "; simulated devices" if summary.simulated else ""
-    console.print(f"{summary.status} after {duration(summary.elapsed_s)}{simulated}")
+    console.print(Text(f"{one_line(summary.status)} after {duration(summary.elapsed_s)}{simulated}"))
     units = _Units.of(found)
     table = Table("part", "share", units.time, box=None, pad_edge=False)
     for name in (*([units.energy] if units.energy else []), *(["cost"] if units.has_cost else []), "gain"):
@@ -73,7 +73,7 @@ def _print(summary: Summary, found: Waterfall) -> None:
     if any(part.is_split_by_time for part in found.parts):
         console.print("~: a share of the energy of all steps, in proportion to time")
     for line in found.unknown:
-        console.print(Text(f"unknown: {line}"))
+        console.print(Text(f"unknown: {one_line(line)}"))
 
 
 class _Units(NamedTuple):
@@ -95,7 +95,11 @@ class _Units(NamedTuple):
 
 
 def _row(part: WaterfallPart, units: _Units) -> list[str]:
-    cells = [part.name.replace("_", " "), f"{100 * part.share:.1f} %", readable(part.device_seconds / units.seconds)]
+    cells = [
+        one_line(part.name).replace("_", " "),
+        f"{100 * part.share:.1f} %",
+        readable(part.device_seconds / units.seconds),
+    ]
     if units.energy:
         mark = "~" if part.is_split_by_time else ""
         cells.append("-" if part.joules is None else mark + readable(part.joules / units.joules))

@@ -26,6 +26,7 @@ class Steps:
     # The last number of parameters that a hook has declared, perhaps for an earlier training.  Hooks may replace this
     # number, but not a number that the training script has declared.
     _parameters: Any = None
+    _model: Any = None  # name of the model that a hook declared last
 
     def __init__(self, level: int, name: str, style: str = "Iteration") -> None:
         self.level, self.name, self.style = level, name, style
@@ -84,7 +85,12 @@ class Steps:
         if not collector.is_collecting:  # an earlier training may have left declarations
             collector.declared.forget_training()
         collector.declared.set(style=self.style, **(declared or {}))
-        model = collector.declared.facts.run.get("model")  # a name from the training script has priority
+        run = collector.declared.facts.run
+        is_from_hook = "model" in run and (collector.declared.facts.serves_requests or run["model"] == Steps._model)
+        if is_from_hook:  # of an earlier training, or of requests
+            collector.declared.set(run={name: value for name, value in run.items() if name != "model"})
+        model = None if is_from_hook else run.get("model")  # a name from the training script has priority
+        Steps._model = None if model else (facts or {}).get("model")
         initialize_efficientllm_metrics(
             parameters,
             parameter_share=parameter_share,

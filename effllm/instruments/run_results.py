@@ -115,7 +115,7 @@ def _unavailable_device(folder: Path) -> str:
         return ""
     for line in lines:
         if _NO_DEVICE.encode() in line:
-            with suppress(ValueError, KeyError):  # the last line may be torn
+            with suppress(ValueError, KeyError, TypeError):  # the last line may be torn
                 return str(json.loads(line)["text"])
     return ""
 

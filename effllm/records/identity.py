@@ -95,6 +95,8 @@ def with_facts(
         ranks: host and devices of each rank, as in run.json.
     """
     known = asdict(submission) if submission is not None else {}
+    if not known.get("tags"):
+        known.pop("tags", None)  # an attempt without tags keeps the tags of the earlier attempt
     declared = {name: text for name in _DECLARABLE if not known.get(name) and (text := _clean(facts.get(name)))}
     hosts = _names(about["host"] for about in ranks.values())
     models = _names(one["name"] for about in ranks.values() for one in about["devices"] if one["is_gpu"])

@@ -18,7 +18,7 @@ from effllm.records.counters import FIELDS, NUM_FREQUENT, Counters
 from effllm.records.facts import FoundAddress, RankFacts, from_document, to_document
 from effllm.records.shared_memory import RingError, SharedDocument, make_memory
 
-MAGIC = b"EFFLRNG2"
+MAGIC = b"EFFLRNG3"
 ITERATION, PHASE, LOSS, RESET, END, PROFILE, DEVICE_TIME, OWN_TIME = 1, 2, 3, 4, 5, 6, 7, 8
 VALUES = 9  # values of instruments
 SPAN = 10  # a request for the readings of a span of time; records/spans.py has the answer

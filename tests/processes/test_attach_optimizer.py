@@ -243,7 +243,7 @@ def test_undeclared_evaluation_is_reported_as_part_of_al(launch, how, times):
 
     named = [line for line in summary.not_measured if line.startswith("evaluation: ")]
     assert len(named) == times
-    assert all("between steps is in AL" in line for line in named)
+    assert all("between steps is counted in AL" in line for line in named)
 
 
 NET = """

@@ -75,6 +75,7 @@ def test_json_contains_every_part_and_is_shorter_than_8_kb(inspect):
     [
         (None, "No such file or directory"),
         (b"{", "is not a summary of this version of effllm"),
+        (b'{"status": "\xff"}', "is not a summary of this version of effllm"),
         (msgspec.json.encode(make_summary()), "has no waterfall"),
     ],
 )
@@ -87,3 +88,13 @@ def test_folder_without_a_waterfall_is_reported_in_one_line(tmp_path, content, l
     assert done.exit_code == 1
     assert line in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_control_characters_and_markup_of_a_summary_are_not_interpreted(inspect):
+    found = of(("data\x1b[2J", 1.0, 1.0), unknown=("[/x]\x1b]0;title\x07",))
+
+    done = inspect(found, status="[/red]\x1b[2J")
+
+    assert done.exit_code == 0
+    assert "\x1b" not in done.stdout
+    assert "[/red]" in done.stdout

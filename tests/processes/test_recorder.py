@@ -679,3 +679,34 @@ def test_agent_is_woken_before_values_fill_the_ring():
             loop.recorder.value(0, 1.0)
 
         assert loop.wakes == 1
+
+
+def test_values_of_a_second_thread_raise_no_exception():
+    with looping() as loop:
+        errors, is_over = [], threading.Event()
+
+        def record():
+            try:
+                while not is_over.is_set():
+                    loop.recorder.value(1, 2.0)
+            except Exception as error:  # noqa: BLE001 - the test checks that there is none
+                errors.append(error)
+
+        other = threading.Thread(target=record)
+        interval_s = sys.getswitchinterval()
+        sys.setswitchinterval(1e-6)
+        other.start()
+        try:
+            for _ in range(3000):
+                loop.recorder.start()
+                for number in range(5):
+                    loop.recorder.value(0, float(number))
+                loop.recorder.end(1, 1)
+        finally:
+            is_over.set()
+            other.join()
+            sys.setswitchinterval(interval_s)
+        loop.recorder.finish()
+
+        assert errors == []
+        assert [slot.kind for slot in loop.slots()][-1] == ring.END, loop.reader.overrun

@@ -1,0 +1,41 @@
+"""The steps of a hooked framework: facts that a hook declares for consecutive trainings in one process."""
+
+import sys
+
+import pytest
+
+SCRIPT = """
+import sys
+import effllm
+from effllm.hooks._steps import Steps
+from effllm.trainer.collector import get_metrics_collector
+
+def train(model):
+    steps = Steps(1, "framework")
+    steps.begin(parameters=10, facts={{"model": model}} if model else {{}})
+    steps.start()
+    steps.end(1, 1)
+    print(get_metrics_collector().declared.facts.run.get("model"))
+    effllm.finalize_efficientllm_metrics()
+
+{lines}
+"""
+
+
+@pytest.mark.parametrize(
+    ("lines", "models"),
+    [
+        ("train('teacher'); train('student'); train(None)", ["teacher", "student", "None"]),
+        ("get_metrics_collector().record_facts(model='mine'); train('theirs'); train('other')", ["mine", "mine"]),
+        (
+            "get_metrics_collector().lifecycle.start_for_requests({'model': 'judge'}); train('student')",
+            ["student"],
+        ),
+    ],
+    ids=["consecutive trainings", "name from the script", "requests before the training"],
+)
+def test_run_has_the_model_name_of_its_own_training(launch, lines, models):
+    job = launch._job()
+    job.start([sys.executable, "-c", SCRIPT.format(lines=lines)], launch.environ({"sinks": "none"})).done(60.0)
+
+    assert [line for line in job.stdout.splitlines() if not line.startswith("[")] == models
