@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from effllm.job.goodput_attempt import KEPT, REDONE, STRAGGLING, UNKNOWN
 from effllm.records.job import ClusterTotals, GoodputSummary, JobConstants
 from effllm.records.rank import Profile
 from effllm.records.waterfall import PARTS, PRODUCTIVE, Waterfall, WaterfallPart
 
-KEPT = "kept"
 #: Class of goodput -> part, where the names differ.
-RENAMED = {"unknown": "unreported"}
+RENAMED = {UNKNOWN: "unreported"}
 NO_PROFILE = "exposed communication and idle devices inside steps: EFFICIENTLLM_PROFILE_EVERY=500 measures them"
 NO_FLOPS = (
     "useful work: the FLOPs per token are unknown; initialize_efficientllm_metrics(flops_per_token=...) sets them"
@@ -80,7 +80,7 @@ def _split(kept: float, classes: Mapping[str, float], whole: ClusterTotals) -> _
     if isinstance(flops, str):
         return _Steps(seconds | {"steps": rest}, (*unknown, flops))
     # The counts include redone iterations; tokens are assumed to be as dense in redone steps as in kept steps.
-    redone = classes.get("redone", 0.0)
+    redone = classes.get(REDONE, 0.0)
     flops = {name: value * kept / (kept + redone) for name, value in flops.items()}
     if sum(flops.values()) > rest:
         return _Steps(seconds | {"steps": rest}, (*unknown, ABOVE_PEAK))
@@ -92,8 +92,8 @@ def _profiled(kept: float, classes: Mapping[str, float], profile: Profile | None
     if profile is None or not profile.time_s:
         return {}
     # A rank that waits for a straggler waits in its communication: this time is already in the class ``straggling``.
-    steps = kept + classes.get("straggling", 0.0)
-    exposed = min(profile.exposed_s / profile.time_s, 1.0) * steps - classes.get("straggling", 0.0)
+    steps = kept + classes.get(STRAGGLING, 0.0)
+    exposed = min(profile.exposed_s / profile.time_s, 1.0) * steps - classes.get(STRAGGLING, 0.0)
     idle = max(1.0 - (profile.exposed_s + profile.computing_s) / profile.time_s, 0.0) * kept
     exposed = min(max(exposed, 0.0), kept)
     return {"exposed_communication": exposed, "device_idle": min(idle, kept - exposed)}
