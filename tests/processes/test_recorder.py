@@ -710,3 +710,12 @@ def test_values_of_a_second_thread_raise_no_exception():
 
         assert errors == []
         assert [slot.kind for slot in loop.slots()][-1] == ring.END, loop.reader.overrun
+
+
+def test_more_values_than_fit_in_a_record_are_written_in_two_records(loop):
+    loop.start(2000)
+    loop.recorder.value(0, 0.0)
+    loop.recorder._values._kept += [(0, float(number)) for number in range(14)]  # as a second thread may add them
+    loop.end(2100)
+
+    assert [len(slot.values) for slot in loop.slots(ring.VALUES)] == [12, 3]
