@@ -97,14 +97,14 @@ def report(root: Path) -> Iterator[str]:
 
 
 def old_words(path: Path) -> int:
-    """Return the number of old words in the files below a path."""
+    """Return the number of old words in the files below a path; dated decisions may quote old words."""
     files = (
         [path] if path.is_file() else [one for one in path.rglob("*") if one.suffix in {".py", ".md", ".sh", ".yaml"}]
     )
     return sum(
         len(OLD_WORD.findall(one.read_text(errors="replace")))
         for one in files
-        if one.name not in {Path(__file__).name, "words.md"}
+        if one.name not in {Path(__file__).name, "words.md"} and one.parent.name != "decisions"
     )
 
 

@@ -42,8 +42,8 @@ class _Sums:
     """The sums of one device's readings in a span."""
 
     window: DeviceWindow
-    least_w: float | None
-    most_w: float | None
+    min_w: float | None
+    max_w: float | None
     num_readings: int
 
     def then(self, later: _Sums) -> _Sums:
@@ -55,10 +55,10 @@ class _Sums:
             other,
             wall=one.wall.then(other.wall),
             gauges=gauges,
-            memory_peak_bytes=_most(one.memory_peak_bytes, other.memory_peak_bytes),
+            memory_peak_bytes=_max(one.memory_peak_bytes, other.memory_peak_bytes),
         )
-        least_w, most_w = _least(self.least_w, later.least_w), _most(self.most_w, later.most_w)
-        return _Sums(window, least_w, most_w, self.num_readings + later.num_readings)
+        min_w, max_w = _min(self.min_w, later.min_w), _max(self.max_w, later.max_w)
+        return _Sums(window, min_w, max_w, self.num_readings + later.num_readings)
 
 
 class Spans:
@@ -182,16 +182,16 @@ def _part(about: tuple[int, int, int, int], device: int, sums: _Sums) -> SpanPar
         inside_j2=energy.inside_j2,
         gain_j=energy.gain_j,
         estimated_j=energy.estimated_j,
-        power_least_w=_number(sums.least_w),
-        power_most_w=_number(sums.most_w),
+        power_min_w=_number(sums.min_w),
+        power_max_w=_number(sums.max_w),
         temperature_c_seconds=heat[0],
         temperature_covered_s=heat[1],
-        temperature_most_c=heat[2],
+        temperature_max_c=heat[2],
         utilization_seconds=_number(wall.utilization_seconds),
         utilization_covered_s=wall.utilization_covered_s,
         memory_byte_seconds=_number(wall.memory_byte_seconds),
         memory_covered_s=wall.memory_covered_s,
-        memory_most_bytes=_number(sums.window.memory_peak_bytes),
+        memory_max_bytes=_number(sums.window.memory_peak_bytes),
         num_readings=sums.num_readings,
     )
 
@@ -204,9 +204,9 @@ def _number(value: float | None) -> float:
     return NAN if value is None else value
 
 
-def _least(one: float | None, other: float | None) -> float | None:
+def _min(one: float | None, other: float | None) -> float | None:
     return min((value for value in (one, other) if value is not None), default=None)
 
 
-def _most(one: float | None, other: float | None) -> float | None:
+def _max(one: float | None, other: float | None) -> float | None:
     return max((value for value in (one, other) if value is not None), default=None)

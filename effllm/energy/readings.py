@@ -37,8 +37,8 @@ class Point(NamedTuple):
     holes_ns: int  # running total of time in holes
     estimated_j: float  # running total
     variances_j2: float  # running total
-    least_w: float | None = None  # minimum of the power readings of this point and, after `fold`, of its step
-    most_w: float | None = None  # maximum of these power readings
+    min_w: float | None = None  # minimum of the power readings of this point and, after `fold`, of its step
+    max_w: float | None = None  # maximum of these power readings
 
 
 class Readings:
@@ -83,8 +83,8 @@ class Readings:
                 holes_ns=holes_ns,
                 estimated_j=estimated_j + (step.joules if step.is_estimated else 0.0),
                 variances_j2=variances_j2 + step.variance_j2,
-                least_w=power_w,
-                most_w=power_w,
+                min_w=power_w,
+                max_w=power_w,
             )
         )
 
@@ -115,8 +115,8 @@ class Readings:
                 method=max(methods, key=METHODS.index) if methods else None,
                 estimated=last.estimated_j - first.estimated_j > (last.total_j - first.total_j) / 2,
                 variance_j2=last.variances_j2 - first.variances_j2,
-                least_w=_extreme(min, (point.least_w for point in points[run.start + 1 : run.stop])),
-                most_w=_extreme(max, (point.most_w for point in points[run.start + 1 : run.stop])),
+                min_w=_extreme(min, (point.min_w for point in points[run.start + 1 : run.stop])),
+                max_w=_extreme(max, (point.max_w for point in points[run.start + 1 : run.stop])),
             )
             self._points = deque([*points[: run.start + 1], step, *points[run.stop :]])
 
@@ -131,8 +131,8 @@ class Readings:
         """Return the least and the most power from one time to another, and the number of readings with power."""
         inside = list(islice(self._points, self.index_from(from_ns), self.index_after(to_ns)))
         known = [point for point in inside if point.power_w is not None]
-        least_w = _extreme(min, (point.least_w for point in inside))
-        return least_w, _extreme(max, (point.most_w for point in inside)), len(known)
+        min_w = _extreme(min, (point.min_w for point in inside))
+        return min_w, _extreme(max, (point.max_w for point in inside)), len(known)
 
     def mean_w(self, index: int, tick_s: float) -> float:
         """Return the mean power around a step, over at least two ticks, because a counter jumps once in each tick."""

@@ -64,13 +64,13 @@ class SpanReadings:
         return _total(_ratio(part.joules, part.covered_s) for part in self.parts.values())
 
     @property
-    def power_most_w(self) -> float:
+    def power_max_w(self) -> float:
         """Largest power; with several devices, the sum of their largest powers."""
-        return _total(part.power_most_w for part in self.parts.values())
+        return _total(part.power_max_w for part in self.parts.values())
 
     @property
-    def power_least_w(self) -> float:
-        return _total(part.power_least_w for part in self.parts.values())
+    def power_min_w(self) -> float:
+        return _total(part.power_min_w for part in self.parts.values())
 
     @property
     def temperature_c(self) -> float:
@@ -78,8 +78,8 @@ class SpanReadings:
         return self._mean("temperature_c_seconds", "temperature_covered_s")
 
     @property
-    def temperature_most_c(self) -> float:
-        return max((t for part in self.parts.values() if (t := part.temperature_most_c) == t), default=NAN)
+    def temperature_max_c(self) -> float:
+        return max((t for part in self.parts.values() if (t := part.temperature_max_c) == t), default=NAN)
 
     @property
     def utilization(self) -> float:

@@ -235,8 +235,8 @@ def _device(parts: Sequence[DeviceWindow]) -> DeviceWindow:
         device=parts[0].device,
         wall=reduce(Integrals.then, [part.wall for part in parts]),
         phases=phases,
-        memory_peak_bytes=_most(part.memory_peak_bytes for part in parts),
-        power_peak_w=_most(part.power_peak_w for part in parts),
+        memory_peak_bytes=_max(part.memory_peak_bytes for part in parts),
+        power_peak_w=_max(part.power_peak_w for part in parts),
         energy_method=_worst({part.energy_method for part in parts if part.energy_method is not None}),
         gauges=gauges,
         throttled_s=_sums(part.throttled_s for part in parts),
@@ -249,5 +249,5 @@ def _worst(methods: set[str]) -> str | None:
     return max(methods, key=lambda method: METHODS.index(method) if method in METHODS else -1, default=None)
 
 
-def _most(values: Iterable[float | None]) -> float | None:
+def _max(values: Iterable[float | None]) -> float | None:
     return max((value for value in values if value is not None), default=None)

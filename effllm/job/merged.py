@@ -212,7 +212,7 @@ def merge_devices(rows: Iterable[RankReport], devices: Mapping[str, Device], mem
             else:
                 several.setdefault(key, [known[key]]).append((row, one))
     for key, pairs in several.items():
-        known[key] = min(pairs, key=lambda pair: (*_least_covered(*pair), pair[0].rank))
+        known[key] = min(pairs, key=lambda pair: (*_min_covered(*pair), pair[0].rank))
     windows = [one for _, one in known.values()]
     wall, phases_j = DeviceColumns.of([one.wall for one in windows]), {}
     iterations = DeviceColumns(*map(np.copy, wall))
@@ -264,7 +264,7 @@ def _drop_roundings(columns: DeviceColumns) -> None:
 _NOT_MEASURED = fields_of([NOT_MEASURED], AMOUNT)[0]
 
 
-def _least_covered(row: RankReport, one: DeviceWindow) -> tuple[float, float]:
+def _min_covered(row: RankReport, one: DeviceWindow) -> tuple[float, float]:
     """Return the uncovered shares of a report, rounded so that equal shares compare equal."""
     covered = one.wall.energy.covered_s, one.wall.memory_covered_s
     energy, memory = (round(1 - seconds / row.wall_s, 5) if row.wall_s > 0 else 1.0 for seconds in covered)
@@ -279,5 +279,5 @@ def _shared(parts: Sequence[Integrals], is_whole: bool) -> tuple[float, ...]:
 
 def _sum_of_means(values: Array, covered_s: Array) -> tuple[float, float]:
     # The reports of the ranks cover slightly different periods, so their means add up, not their integrals.
-    least_s = float(covered_s.min())
-    return (float((np.nan_to_num(values) / covered_s).sum()) * least_s, least_s) if least_s > 0 else (np.nan, 0.0)
+    min_s = float(covered_s.min())
+    return (float((np.nan_to_num(values) / covered_s).sum()) * min_s, min_s) if min_s > 0 else (np.nan, 0.0)

@@ -37,16 +37,16 @@ class SpanPart(NamedTuple):
     inside_j2: float = 0.0
     gain_j: float = 0.0
     estimated_j: float = 0.0
-    power_least_w: float = NAN
-    power_most_w: float = NAN
+    power_min_w: float = NAN
+    power_max_w: float = NAN
     temperature_c_seconds: float = NAN
     temperature_covered_s: float = 0.0
-    temperature_most_c: float = NAN
+    temperature_max_c: float = NAN
     utilization_seconds: float = NAN
     utilization_covered_s: float = 0.0
     memory_byte_seconds: float = NAN
     memory_covered_s: float = 0.0
-    memory_most_bytes: float = NAN
+    memory_max_bytes: float = NAN
     num_readings: float = 0.0  # number of power readings
 
     @property
@@ -61,7 +61,7 @@ class SpanPart(NamedTuple):
         """
         is_shared = self.joules == self.joules and later.joules == later.joules and self.end_ns == later.start_ns
         merged: dict[str, Any] = {}
-        for names, combine in ((_SUMS, sum), (_LEAST, min), (_MOST, max)):
+        for names, combine in ((_SUMS, sum), (_MIN, min), (_MAX, max)):
             merged |= {name: _known(combine, getattr(self, name), getattr(later, name)) for name in names}
         merged["inside_j2"] += 0.0 if is_shared else self.end_j2 + later.start_j2
         return later._replace(start_ns=self.start_ns, start_j2=self.start_j2, **merged)
@@ -71,7 +71,7 @@ _SUMS = (
     "joules", "covered_s", "inside_j2", "gain_j", "estimated_j", "temperature_c_seconds", "temperature_covered_s",
     "utilization_seconds", "utilization_covered_s", "memory_byte_seconds", "memory_covered_s", "num_readings",
 )  # fmt: skip
-_LEAST, _MOST = ("power_least_w",), ("power_most_w", "temperature_most_c", "memory_most_bytes")
+_MIN, _MAX = ("power_min_w",), ("power_max_w", "temperature_max_c", "memory_max_bytes")
 NORMAL_95 = 1.96  # half-width of a 95 % interval of a normal distribution, in standard deviations
 
 

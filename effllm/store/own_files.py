@@ -267,7 +267,7 @@ def read_private(path: Path, max_bytes: int, flags: int = 0) -> bytes:
 def _is_ours(about: os.stat_result, folder: Path) -> bool:
     if about.st_uid == os.geteuid():
         return True
-    # A network file system may map owners: root to `nobody` (NFS), or all users to one user (SMB).
+    # A network file system may map owners: root to an anonymous user (NFS), or all users to one user (SMB).
     shown = _what_we_make(folder)
     return shown is not None and shown.st_uid != os.geteuid() and about.st_uid == shown.st_uid
 

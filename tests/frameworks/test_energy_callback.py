@@ -28,7 +28,7 @@ class Slow(TrainerCallback):
         {at_step}
 
 class Sent(TrainerCallback):
-    "Stands for the callbacks that send the logs, which a Trainer calls before those of the script."
+    "In place of the callbacks that send the logs, which a Trainer calls before those of the script."
     seen = []
     def on_log(self, args, state, control, logs=None, **_):
         self.seen.append((state.global_step, dict(logs)))

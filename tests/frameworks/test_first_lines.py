@@ -25,7 +25,7 @@ print("effllm.hooks.optimizer" in sys.modules, len(sys.modules["torch.optim.opti
         "import pytorch_lightning",
     ],
 )
-def test_hooks_are_installed_whichever_framework_is_imported_first(line):
+def test_hooks_are_installed_for_each_framework_imported_first(line):
     for package in line.replace(";", " ").split():
         if package in ("transformers", "trl", "accelerate", "pytorch_lightning") or package.startswith("lightning"):
             pytest.importorskip(package.split(".")[0], reason=f"needs {package}")

@@ -35,7 +35,7 @@ import importlib.machinery, json, sys, time
 from pathlib import Path
 from unittest.mock import MagicMock
 
-wandb = MagicMock(__path__=[], __spec__=importlib.machinery.ModuleSpec("wandb", None))  # stands for the package
+wandb = MagicMock(__path__=[], __spec__=importlib.machinery.ModuleSpec("wandb", None))  # in place of the package
 sys.modules.update({name: wandb for name in ("wandb", "wandb.sdk", "wandb.sdk.lib", "wandb.sdk.lib.config_util")})
 wandb.ConfigError = ValueError
 

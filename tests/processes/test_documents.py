@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import code_report
 import pytest
 import systems
 
@@ -72,3 +73,9 @@ def test_systems_page_lists_every_training_system_with_a_hook():
     names |= {"lightning": "Lightning Fabric", "lightning_fabric": "Lightning Fabric"}
 
     assert [name for name in sorted(hooked) if f"| {names.get(name, name)} |" not in page] == []
+
+
+@pytest.mark.parametrize("name", code_report.PROSE)
+def test_code_and_documents_contain_no_old_word(name):
+    """docs/words.md has the words; dated decisions may quote old words."""
+    assert code_report.old_words(ROOT / name) == 0

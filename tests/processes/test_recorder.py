@@ -689,7 +689,7 @@ def test_values_of_a_second_thread_raise_no_exception():
             try:
                 while not is_over.is_set():
                     loop.recorder.value(1, 2.0)
-            except Exception as error:  # noqa: BLE001 - the test checks that there is none
+            except Exception as error:  # noqa: BLE001 - the test asserts that there is no error
                 errors.append(error)
 
         other = threading.Thread(target=record)

@@ -66,9 +66,9 @@ def test_power_temperature_utilization_and_memory_are_in_a_span(traced):
     part = parts(truth)[2]
 
     assert part["joules"] / part["covered_s"] == pytest.approx(300.0, rel=0.02)
-    assert (part["power_least_w"], part["power_most_w"]) == (pytest.approx(300.0), pytest.approx(300.0))
+    assert (part["power_min_w"], part["power_max_w"]) == (pytest.approx(300.0), pytest.approx(300.0))
     assert part["temperature_c_seconds"] / part["temperature_covered_s"] == pytest.approx(50.0)
-    assert part["temperature_most_c"] == pytest.approx(50.0)
+    assert part["temperature_max_c"] == pytest.approx(50.0)
     assert part["utilization_seconds"] / part["utilization_covered_s"] == pytest.approx(0.5)
     assert part["memory_byte_seconds"] / part["memory_covered_s"] == pytest.approx(40.0 * GIB)
     assert truth["devices"][0]["name"] == "Traced"

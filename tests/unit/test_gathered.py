@@ -70,7 +70,7 @@ def test_running_sums_are_used_if_each_rank_has_one_gpu():
         ("one is not known", [("GPU-0",), ("GPU-9",)], [gpu("GPU-0")]),
         ("two sit on one", [("GPU-0",), ("GPU-0",)], [gpu("GPU-0")]),
         ("one has two", [("GPU-0", "GPU-1"), ("GPU-2",)], [gpu("GPU-0"), gpu("GPU-1"), gpu("GPU-2")]),
-        ("one has none", [("GPU-0", "GPU-1"), ()], [gpu("GPU-0"), gpu("GPU-1")]),
+        ("one has no device", [("GPU-0", "GPU-1"), ()], [gpu("GPU-0"), gpu("GPU-1")]),
         ("shares of one", [("GPU-0",), ("GPU-1",)], [gpu("GPU-0", shared=True), gpu("GPU-1")]),
     ],
 )

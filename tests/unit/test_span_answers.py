@@ -102,8 +102,8 @@ def test_samples_of_chained_spans_are_kept_after_the_end_of_a_window(agent):
 
     assert (part.number, part.num_devices, part.covered_s) == (1, 1, 20.0)
     assert part.joules == pytest.approx(20**2 / 2)
-    assert (part.power_least_w, part.power_most_w) == (0.0, 20.0)
-    assert part.temperature_most_c == 20.0
+    assert (part.power_min_w, part.power_max_w) == (0.0, 20.0)
+    assert part.temperature_max_c == 20.0
 
 
 def test_long_span_has_all_of_its_energy_and_few_samples(agent):
@@ -117,7 +117,7 @@ def test_long_span_has_all_of_its_energy_and_few_samples(agent):
     assert part.covered_s == pytest.approx(1000.0)
     assert part.joules == pytest.approx(1000**2 / 2)
     assert part.temperature_c_seconds == pytest.approx(1000**2 / 2)
-    assert (part.power_least_w, part.power_most_w) == (0.0, 1000.0)
+    assert (part.power_min_w, part.power_max_w) == (0.0, 1000.0)
     assert part.memory_byte_seconds == pytest.approx(1000 * 1e9)
 
 

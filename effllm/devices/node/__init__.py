@@ -17,7 +17,7 @@ from effllm.devices.node import hwmon, rapl
 from effllm.devices.node.reader import CPU_INTERVAL_S, PSU_INTERVAL_S, NodeReader
 
 AUTO, NONE, IPMI = "auto", "none", "ipmi"
-ALLOWED = "auto, none, ipmi, or the URL of a Redfish service or one of its chassis ({host} stands for the node's name)"
+ALLOWED = "auto, none, ipmi, or the URL of a Redfish service or one of its chassis ({host} becomes the node's name)"
 
 
 class Opener(NamedTuple):
