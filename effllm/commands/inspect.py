@@ -1,4 +1,4 @@
-"""``effllm inspect``: the parts of the device time of a finished or running job."""
+"""``effllm inspect``: the verdict on a finished or running job, and the parts of its device time."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from effllm.records.job import Summary
+from effllm import __version__
+from effllm.records.job import SCHEMA_VERSION, Summary
 from effllm.records.plain_text import one_line
 from effllm.records.waterfall import Waterfall, WaterfallPart
-from effllm.store.summary_text import duration, readable
+from effllm.store.summary_text import duration, readable, verdict_lines
 
 WIDTH = 80
 MIN_H, J_PER_KWH, MIN_KWH = 1.0, 3.6e6, 0.01
@@ -47,12 +48,21 @@ def _fail(line: str) -> int:
 
 
 def _document(summary: Summary, found: Waterfall) -> dict[str, Any]:
-    return {
+    """Return the answer for scripts; its top-level names are stable, and docs/verdict.md describes them."""
+    verdict = msgspec.to_builtins(summary.verdict) or {}
+    evidence = verdict.pop("evidence", [])
+    run = {
+        "run_id": summary.run_id,
         "status": summary.status,
         "is_over": summary.is_over,
         "simulated": summary.simulated,
+    }
+    return {
+        "run": run,
+        "verdict": verdict or None,
         "waterfall": msgspec.to_builtins(found),
-        "versions": {"summary": summary.schema_version},
+        "evidence": evidence,
+        "versions": {"schema": SCHEMA_VERSION, "summary": summary.schema_version, "effllm": __version__},
     }
 
 
@@ -74,6 +84,12 @@ def _print(summary: Summary, found: Waterfall) -> None:
         console.print("~: a share of the energy of all steps, in proportion to time")
     for line in found.unknown:
         console.print(Text(f"unknown: {one_line(line)}"))
+    if summary.verdict is not None:
+        for one in summary.verdict.evidence:
+            console.print(Text(f"evidence: {one_line(one.claim)} ({one_line(one.source)})"))
+        # On a terminal, the last lines stay visible.
+        for name, text in verdict_lines(summary.verdict):
+            console.print(Text(f"{name:<9}{text}"))
 
 
 class _Units(NamedTuple):

@@ -16,6 +16,7 @@ from effllm.job.open_windows import OpenWindow, OpenWindows
 from effllm.job.pacing import is_large, late_every_s
 from effllm.job.reporting import summary_of
 from effllm.job.roster import Roster
+from effllm.job.verdict import verdict_of
 from effllm.records.clock import Now
 from effllm.records.job import Summary
 from effllm.records.rank import MAX_EVENT_COUNT, Event
@@ -234,7 +235,8 @@ class Aggregator:
         counts = {"rejected": self.garbage, "duplicate": self.duplicates}  # exact counts
         events = summary.events | {kind: count for kind, count in counts.items() if count}
         status = "stalled" if self.stalls.is_status and summary.status != "completed" else summary.status
-        return replace(summary, events=events, status=status)
+        summary = replace(summary, events=events, status=status)
+        return replace(summary, verdict=verdict_of(summary, self.roster.job.framework))
 
     # --- windows and time ---
 

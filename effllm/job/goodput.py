@@ -13,7 +13,7 @@ from msgspec import Struct
 from effllm.job.goodput_attempt import CLASSES, IDLE, KEPT, RESTART_GAP, UNKNOWN, Attempt
 from effllm.job.goodput_tiles import Axis
 from effllm.records.job import AttemptSummary, GoodputSummary
-from effllm.records.rank import GENERATION
+from effllm.records.rank import GENERATION, STARTUP
 
 #: The classes of productive time.
 PRODUCTIVE = (KEPT, GENERATION)
@@ -130,13 +130,15 @@ class Goodput(Struct):
                 seconds[RESTART_GAP] += gap_s
                 rank_seconds[RESTART_GAP] += gap_s * before.world_size
             attempt.redo_from(smallest)
-            for name, value in attempt.classes_s(span_s, end_s).items():
+            classes_s = attempt.classes_s(span_s, end_s)
+            for name, value in classes_s.items():
                 rank_seconds[name] += value
                 seconds[name] += value / max(attempt.world_size, 1)
             for name, value in attempt.classes_j().items():
                 joules[name] = (joules[name] or 0.0) + value
             elapsed_s += span_s + gap_s
-            attempts.append(attempt.summary(span_s, gap_s, status, knows_repeats))
+            startup_s = classes_s.get(STARTUP, 0.0) / max(attempt.world_size, 1)
+            attempts.append(attempt.summary(span_s, gap_s, startup_s, status, knows_repeats))
             before = attempt if attempt.begin_s is not None else before
         for name in CLASSES:
             if seconds[name] < max(MIN_SHARE * elapsed_s, MIN_CLASS_S):

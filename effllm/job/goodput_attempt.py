@@ -288,12 +288,15 @@ class Attempt(Struct):
         joules[REDONE] = redone_j
         return joules
 
-    def summary(self, span_s: float, gap_s: float, status: str, knows_repeats: bool) -> AttemptSummary:
+    def summary(
+        self, span_s: float, gap_s: float, startup_s: float, status: str, knows_repeats: bool
+    ) -> AttemptSummary:
         """Return the attempt's entry in summary.json.
 
         Args:
             span_s: duration so far.
             gap_s: seconds since the end of the previous attempt.
+            startup_s: time before the first iteration, mean over ranks.
             status: status of the attempt if it is running.
             knows_repeats: whether the repeated iterations are known.
         """
@@ -310,6 +313,7 @@ class Attempt(Struct):
             first=self.first + self.offset if self.last else None,
             last=self.last + self.offset if self.last else None,
             redone_iterations=self.redone.iterations if knows_repeats else None,
+            startup_s=startup_s,
         )
 
 

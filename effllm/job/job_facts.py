@@ -117,6 +117,12 @@ class JobFacts:
         return "Step" if any(hello.style == "Step" for hello in self._hellos.values()) else "Iteration"
 
     @cached_property
+    def framework(self) -> str:
+        """Name of the training framework that a hook has declared; empty without a hook."""
+        names = (hello.facts.get("framework") for hello in self._hellos.values())
+        return next((name for name in names if isinstance(name, str)), "")
+
+    @cached_property
     def evaluation_is_in_iterations(self) -> bool:
         """Whether a hook measures iterations from step to step, including evaluation between steps."""
         return any(hello.evaluation_in_iterations for hello in self._hellos.values())

@@ -12,6 +12,7 @@ from effllm.records.energy import EnergyAmount
 from effllm.records.identity import Identity
 from effllm.records.rank import Profile
 from effllm.records.values import ValueSummary
+from effllm.records.verdict import Verdict
 from effllm.records.waterfall import Waterfall
 
 #: Version of the files in a run folder; it is incremented when a field is removed or changes its meaning.
@@ -181,6 +182,9 @@ class StragglerVerdict(Struct, frozen=True):
     why: str = "unknown"
     gpu_seconds: float = 0.0  # waiting time of the other ranks
     joules: float | None = None  # energy of the waiting ranks' devices while they waited
+    differences: tuple[
+        str, ...
+    ] = ()  # kinds of differences from the peers' devices: clock, throttled, power_limit, host
 
 
 class Coverage(Struct, frozen=True):
@@ -297,6 +301,7 @@ class AttemptSummary(Struct, frozen=True):
     first: int | None = None  # the number shown
     last: int | None = None
     redone_iterations: int | None = 0  # iterations that a later attempt repeated; None if unknown
+    startup_s: float = 0.0  # time before the first iteration, mean over ranks
 
 
 class GoodputSummary(Struct, frozen=True):
@@ -343,5 +348,6 @@ class Summary(Identity, Struct, frozen=True, kw_only=True):
     goodput: GoodputSummary | None = None
     instruments: dict[str, ValueSummary] = {}  # values of instruments in the whole run, by name
     waterfall: Waterfall | None = None
+    verdict: Verdict | None = None
     is_over: bool = True  # False: the run continues or is stalled, and this file will be written again
     schema_version: int = SCHEMA_VERSION

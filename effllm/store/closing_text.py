@@ -1,4 +1,4 @@
-"""The closing table of a run on the console: at most 20 lines, the most important lines last."""
+"""The closing table of a run on the console: at most 20 lines, the verdict last."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from effllm import metrics
 from effllm.metrics import Metric
 from effllm.records.events import FILE, level_of
 from effllm.records.job import Summary, Value
+from effllm.records.plain_text import one_line
 from effllm.store.summary_text import (
     WIDTH,
     duration,
@@ -23,6 +24,7 @@ from effllm.store.summary_text import (
     shares,
     slowest_text,
     stragglers_text,
+    verdict_lines,
 )
 from effllm.store.window_text import contract_parts, fitted, scaled
 
@@ -53,11 +55,10 @@ def _lines(summary: Summary, folder: Path | None, tensorboard_dir: Path | None) 
     covered = f"{seen.ranks_reporting} of {seen.ranks_expected} ranks"
     covered += f", {seen.gpus_measured} of {seen.gpus_expected} GPUs" if seen.gpus_expected else ""
     yield _fact("coverage", covered + lost)
-    yield f"{'--- all values: summary.txt in the run folder ' if folder is not None else '':-<{WIDTH}}"
     if text := loss_text(summary):
         yield _fact("last loss", text)
     if summary.goodput is not None and summary.goodput.ratio is not None:
-        yield _fact("goodput", goodput_text(summary.goodput), max_lines=2)
+        yield _fact("goodput", goodput_text(summary.goodput))
     elif summary.time_by_class:
         yield _fact("time", shares(summary.time_by_class))
     if text := energy_text(summary.energy):
@@ -66,14 +67,23 @@ def _lines(summary: Summary, folder: Path | None, tensorboard_dir: Path | None) 
         number, prefix = scaled(value.value)
         timing, sensor = ((error or 0.0) / abs(value.value or 1.0) for error in (value.error, value.sensor_error))
         yield _fact("per token", f"{number} {prefix}J {errors_text(timing, sensor)}".rstrip())
-    if value := _value(summary, metrics.METRICS["mfu_ratio"]):
-        yield _fact("MFU", f"{readable(100 * value.value)} %" + (f" of {summary.peak}" if summary.peak else ""))
-    if value := _value(summary, metrics.METRICS["tokens_per_second_per_gpu"]):
-        yield _fact("tokens/s", f"{readable(value.value)} per " + ("GPU" if seen.gpus_expected else "rank"))
+    if text := "; ".join(_throughput(summary)):
+        yield _fact("throughput", text)
     if tensorboard_dir is not None:
         yield f"  TensorBoard: tensorboard --logdir {shlex.quote(str(tensorboard_dir))}"
     if folder is not None:
         yield f"  Run folder: {folder}"
+    if summary.verdict is not None:
+        # On a terminal, the last lines stay visible.
+        yield from (_fact(name, text) for name, text in verdict_lines(summary.verdict))
+
+
+def _throughput(summary: Summary) -> Iterator[str]:
+    if value := _value(summary, metrics.METRICS["tokens_per_second_per_gpu"]):
+        unit = "GPU" if summary.coverage.gpus_expected else "rank"
+        yield f"{readable(value.value)} tokens/s per {unit}"
+    if value := _value(summary, metrics.METRICS["mfu_ratio"]):
+        yield f"MFU {readable(100 * value.value)} %" + (f" of {summary.peak}" if summary.peak else "")
 
 
 def _slow_ranks(summary: Summary) -> Iterator[str]:
@@ -123,7 +133,7 @@ def _value(summary: Summary, entry: Metric) -> Value | None:
 def _fact(name: str, text: str, max_lines: int = 1) -> str:
     return "\n".join(
         textwrap.wrap(
-            text,
+            one_line(text),
             WIDTH,
             initial_indent=f"  {name:<14}",
             subsequent_indent=" " * 16,

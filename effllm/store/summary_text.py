@@ -15,6 +15,7 @@ from effllm.records.job import EnergySummary, GoodputSummary, StragglerVerdict, 
 from effllm.records.plain_text import one_line
 from effllm.records.rank import Profile
 from effllm.records.values import ValueSummary
+from effllm.records.verdict import Verdict
 
 WIDTH = 78
 
@@ -92,6 +93,9 @@ def _lines(summary: Summary, folder: Path | None, tensorboard_dir: Path | None) 
         yield "-" * WIDTH
     yield from _facts(_what_ran(summary))
     yield "-" * WIDTH
+    if summary.verdict is not None:
+        yield from _facts(verdict_lines(summary.verdict))
+        yield "-" * WIDTH
     yield from _metrics(summary.metrics)
     yield "-" * WIDTH
     yield from _facts(_how_measured(summary))
@@ -142,6 +146,13 @@ def _identity(run: Identity) -> Iterator[tuple[str, str]]:
     yield "model", run.model or ""
     yield "git commit", run.git_commit or ""
     yield "tags", ", ".join(run.tags)
+
+
+def verdict_lines(verdict: Verdict) -> Iterator[tuple[str, str]]:
+    """Yield the three lines of a verdict, as name and text."""
+    yield "Verdict", one_line(verdict.text)
+    yield "Why", one_line(verdict.why)
+    yield "Next", one_line(verdict.next)
 
 
 def _some(names: Sequence[str], count: int | None) -> str:

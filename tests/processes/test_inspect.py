@@ -9,6 +9,8 @@ from sink_examples import make_summary
 from typer.testing import CliRunner
 
 from effllm.commands.app import app
+from effllm.job.verdict import MAX_EVIDENCE
+from effllm.records.verdict import Evidence, Verdict
 from effllm.records.waterfall import PARTS, Waterfall, WaterfallPart
 
 
@@ -17,7 +19,7 @@ def inspect(tmp_path):
     """Write a summary with a waterfall, and call the command with options."""
 
     def run(found, *options, **changes):
-        summary = replace(make_summary(), waterfall=found, **changes)
+        summary = replace(make_summary(), waterfall=found, **{"verdict": None, **changes})
         (tmp_path / "summary.json").write_bytes(msgspec.json.encode(summary))
         return CliRunner().invoke(app, ["inspect", str(tmp_path), *options])
 
@@ -59,12 +61,32 @@ def test_table_with_all_parts_has_lines_of_at_most_80_columns(inspect):
     assert [line.split("  ")[0] for line in lines[2:22]] == [name.replace("_", " ") for name in PARTS]
 
 
+def test_verdict_is_the_end_of_the_screen_after_its_evidence(inspect):
+    lines = inspect(of(("data", 1.0, 1.0)), verdict=make_summary().verdict).stdout.splitlines()
+
+    assert [line.split()[0] for line in lines[-3:]] == ["Verdict", "Why", "Next"]
+    assert lines[-3] == "Verdict  data loading: 8.0 % of GPU time, gain at most 8.7 %"
+    evidence = " ".join(" ".join(lines[-5:-3]).split())
+    assert evidence == "evidence: data loading 8.0 % of GPU time (summary.json: waterfall.parts, name data)"
+
+
+def test_json_has_the_stable_names_and_the_whole_verdict(inspect):
+    done = json.loads(inspect(of(("data", 1.0, 1.0)), "--json", verdict=make_summary().verdict).stdout)
+
+    assert list(done) == ["run", "verdict", "waterfall", "evidence", "versions"]
+    assert list(done["verdict"]) == ["cause", "text", "why", "next", "bound", "confidence"]
+    assert done["evidence"][0]["share"] == 0.08
+
+
 def test_json_contains_every_part_and_is_shorter_than_8_kb(inspect):
     parts = [
         WaterfallPart(name, 123456.789012, 0.0512345678, 9.87654321e9, True, 99999.123, 0.12345678) for name in PARTS
     ]
 
-    done = inspect(Waterfall(1e8, 1e12, tuple(parts)), "--json")
+    evidence = tuple(Evidence("c" * 200, "s" * 80, 0.123456789) for _ in range(MAX_EVIDENCE))
+    verdict = Verdict("data_loading", "t" * 62, "w" * 200, "n" * 62, 0.123456789, "medium", evidence)
+
+    done = inspect(Waterfall(1e8, 1e12, tuple(parts)), "--json", verdict=verdict)
 
     assert [part["name"] for part in json.loads(done.stdout)["waterfall"]["parts"]] == list(PARTS)
     assert len(done.stdout) < 8000

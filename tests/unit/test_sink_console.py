@@ -19,6 +19,7 @@ from effllm.config.settings import Config
 from effllm.records.events import KINDS
 from effllm.records.job import Coverage, EnergySummary, GoodputSummary, Straggler, StragglerVerdict, Value
 from effllm.records.rank import Event, Profile
+from effllm.records.verdict import HIGH, Verdict
 from effllm.sinks import open_sink
 from effllm.store import window_text
 from effllm.store.closing_text import closing_text
@@ -393,6 +394,7 @@ def test_closing_table_is_at_most_20_lines_of_80_columns():
         goodput=GoodputSummary(8e5, 0.125, seconds, seconds, {}, redone_iterations=1234),
         coverage=Coverage(16_384, 16_000, 16_384, 16_000, 1000, 10),
         peak="989 TFLOP/s per device, dense BF16, by the table of hardware, for NVIDIA H100 80GB HBM3",
+        verdict=Verdict("data_loading", "data loading: " + 9 * "long ", 40 * "why ", 40 * "next ", 0.1, HIGH),
     )
 
     lines = closing_text(summary, Path("/runs/one"), Path("/runs/one/tensorboard")).splitlines()
@@ -400,7 +402,8 @@ def test_closing_table_is_at_most_20_lines_of_80_columns():
     assert len(lines) <= 20
     assert sum(line.startswith("  stragglers ") + line.startswith("  slowest rank ") for line in lines) == 2
     assert max(map(len, lines)) <= 80
-    assert [line.split()[0] for line in lines[-6:]] == ["energy", "per", "MFU", "tokens/s", "TensorBoard:", "Run"]
+    assert [line.split()[0] for line in lines[-8:-3]] == ["energy", "per", "throughput", "TensorBoard:", "Run"]
+    assert [line.split()[0] for line in lines[-3:]] == ["Verdict", "Why", "Next"]
 
 
 @pytest.mark.parametrize(("windows", "is_shown"), [(5, True), (4, False)])
@@ -452,7 +455,7 @@ def fact(text, name):
 def last_part(**changes):
     energy = msgspec.structs.replace(make_summary().energy, **changes)
     summary = make_summary(energy=energy, peak="989 TFLOP/s per device, as configured")
-    return summary_text(summary, None, None).split("-" * 78)[2]
+    return summary_text(summary, None, None).split("-" * 78)[3]
 
 
 def test_energy_of_a_run_is_in_kwh_with_timing_and_sensor_errors():

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from synchronous_job import COMMUNICATION_S, ITERATION_S, SynchronousJob, gpu_window, ranks_of
 
 from effllm.job.health.change_point import LEVEL_WINDOWS, WindowLevel
-from effllm.job.health.diagnosis import UNKNOWN, explain
+from effllm.job.health.diagnosis import CLOCK, NO_REASON, UNKNOWN, Reason, explain
 from effllm.job.health.outliers import FALSE_ALARMS, PERSIST, WINDOWS, Z, persistence
 from effllm.job.health.robust import MAD_SIGMA, median, median_distance
 from effllm.job.health.straggler_text import ranks_text
@@ -258,25 +258,25 @@ PEERS = [gpu_window(rank, WALL_S) for rank in range(1, 8)]
     ],
 )
 def test_reading_that_differs_from_the_peers_is_the_reason(own, why):
-    assert explain(gpu_window(0, WALL_S, **own), PEERS) == why
+    assert explain(gpu_window(0, WALL_S, **own), PEERS).text == why
 
 
 def test_reading_shared_with_the_peers_is_not_a_reason():
     capped = [gpu_window(rank, WALL_S, throttled={"power_cap": 0.5}) for rank in range(1, 8)]
 
-    assert explain(gpu_window(0, WALL_S, throttled={"power_cap": 0.55}), capped) == UNKNOWN
+    assert explain(gpu_window(0, WALL_S, throttled={"power_cap": 0.55}), capped) == NO_REASON
 
 
 def test_reason_of_a_slow_rank_includes_its_slow_node():
     node = [gpu_window(rank, WALL_S, clock_hz=1.2e9) for rank in (8, 9)]
 
-    assert explain(gpu_window(0, WALL_S, clock_hz=1.1e9), PEERS, node) == (
-        "SM clock 1.10 GHz against 1.70 (also low on other GPUs of the node)"
+    assert explain(gpu_window(0, WALL_S, clock_hz=1.1e9), PEERS, node) == Reason(
+        "SM clock 1.10 GHz against 1.70 (also low on other GPUs of the node)", (CLOCK,)
     )
 
 
 def test_reason_is_unknown_without_readings():
-    assert explain(None, PEERS) == explain(gpu_window(0, WALL_S), []) == UNKNOWN
+    assert explain(None, PEERS) == explain(gpu_window(0, WALL_S), []) == NO_REASON
 
 
 # --- costs --------------------------------------------------------------------------------

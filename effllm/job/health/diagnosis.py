@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from effllm.records.rank import DeviceWindow
 
 UNKNOWN = "unknown"
+
+#: Kinds of differences, as in `StragglerVerdict.differences`.
+CLOCK, THROTTLED, POWER_LIMIT, HOST = "clock", "throttled", "power_limit", "host"
 
 #: Maximum number of compared peers: their median is as good as the median of all peers.
 MAX_PEERS = 64
@@ -32,10 +36,20 @@ REASONS = {
 }
 
 
+class Reason(NamedTuple):
+    """The differences between the device of a slow rank and the devices of its peers."""
+
+    text: str
+    kinds: tuple[str, ...] = ()
+
+
+NO_REASON = Reason(UNKNOWN)
+
+
 def explain(
     own: DeviceWindow | None, peers: Sequence[DeviceWindow], node: Sequence[DeviceWindow] = (), is_gpu: bool = True
-) -> str:
-    """Return the differences between a slow rank's device and other devices, or `UNKNOWN`.
+) -> Reason:
+    """Return the differences between a slow rank's device and other devices, or `NO_REASON`.
 
     Args:
         own: window of the slow rank's device.
@@ -44,12 +58,16 @@ def explain(
         is_gpu: whether the device is a GPU, which is idle while its host is slow.
     """
     if own is None or not peers:
-        return UNKNOWN
-    found = [*_clock(own, peers, node), *_reasons(own, peers), *_limit(own, peers)]
+        return NO_REASON
+    differences = {
+        CLOCK: _clock(own, peers, node), THROTTLED: _reasons(own, peers), POWER_LIMIT: _limit(own, peers)
+    }  # fmt: skip
+    kinds = tuple(kind for kind, texts in differences.items() if texts)
+    found = [text for texts in differences.values() for text in texts]
     found += _temperature(own, peers, node) if found else []
-    if not found and is_gpu:
-        found += _host(own, peers)
-    return ", ".join(found) or UNKNOWN
+    if not found and is_gpu and (found := _host(own, peers)):
+        kinds = (HOST,)
+    return Reason(", ".join(found), kinds) if found else NO_REASON
 
 
 def mean_of(window: DeviceWindow, name: str) -> float | None:

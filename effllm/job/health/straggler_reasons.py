@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-from effllm.job.health.diagnosis import MAX_PEERS, UNKNOWN, explain, power_w
+from effllm.job.health.diagnosis import MAX_PEERS, NO_REASON, Reason, explain, power_w
 from effllm.job.health.evidence import PeerGroups
 from effllm.job.health.outliers import Look
 from effllm.records.job import DATA_WAIT, StragglerVerdict
@@ -29,8 +29,8 @@ def waiting_w(peers: PeerGroups, rows: Sequence[RankReport], named: Collection[i
 
 def reason(
     peers: PeerGroups, verdict: StragglerVerdict, look: Look | None, rows: Sequence[RankReport], named: Collection[int]
-) -> str:
-    """Return the reason of a slow rank from its window and the windows of its peers, or `UNKNOWN`.
+) -> Reason:
+    """Return the reason of a slow rank from its window and the windows of its peers, or `NO_REASON`.
 
     Args:
         peers: the ranks of the job.
@@ -43,11 +43,11 @@ def reason(
     if verdict.evidence == DATA_WAIT:
         row = by_rank.get(verdict.ranks[0])
         if look is None or row is None:
-            return UNKNOWN
+            return NO_REASON
         own_s = row.wait_s / row.iterations
-        return f"data wait {1e3 * own_s:,.1f} ms per iteration, peers {1e3 * look.median_s:,.1f} ms"
+        return Reason(f"data wait {1e3 * own_s:,.1f} ms per iteration, peers {1e3 * look.median_s:,.1f} ms")
     if len(verdict.ranks) > 1 or verdict.ranks[0] not in by_rank:
-        return UNKNOWN
+        return NO_REASON
     rank = verdict.ranks[0]
     peer = peers.known[rank]
 

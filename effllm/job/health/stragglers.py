@@ -276,8 +276,9 @@ class Stragglers:
         is_first = not verdict.gpu_seconds
         look = self._look_of(unit[0], verdict.evidence, looks)
         if verdict.why == UNKNOWN:
-            known = {rank for unit in self._named for rank in unit}
-            verdict = replace(verdict, why=reason(self._peers, verdict, look, rows, known))
+            ranks = {rank for unit in self._named for rank in unit}
+            found = reason(self._peers, verdict, look, rows, ranks)
+            verdict = replace(verdict, why=found.text, differences=found.kinds)
         if len(unit) == 1 and look is not None and unit[0] in look.flags:
             track = self._track_of(unit[0], verdict.evidence)
             verdict = replace(verdict, slowdown=track.slowdown(unit[0]), z=track.z(unit[0]))
@@ -287,10 +288,12 @@ class Stragglers:
             joules=_sum(verdict.joules, joules, is_first),
         )
         total = self._totals.get(key)
+        known = total if total and verdict.why == UNKNOWN else verdict
         self._totals[key] = replace(
             named.verdict,
             since_iteration=total.since_iteration if total else verdict.since_iteration,
-            why=total.why if total and verdict.why == UNKNOWN else verdict.why,
+            why=known.why,
+            differences=known.differences,
             gpu_seconds=(total.gpu_seconds if total else 0.0) + rank_seconds,
             joules=_sum(total.joules if total else None, joules, total is None),
         )

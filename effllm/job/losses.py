@@ -1,0 +1,191 @@
+"""The avoidable losses of a job by cause, from its waterfall and its stragglers. No I/O.
+
+A loss is device time that the user can save; its threshold is the share from which it is reported.  The thresholds are
+choices: a smaller loss is usual in healthy jobs.  docs/verdict.md explains each threshold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from effllm.job.health.diagnosis import CLOCK, POWER_LIMIT, THROTTLED
+from effllm.metrics import METRICS
+from effllm.records.job import StragglerVerdict, Summary
+from effllm.records.waterfall import Waterfall
+
+
+class Threshold(NamedTuple):
+    """The smallest loss that is reported."""
+
+    share: float  # of all device time
+    min_iterations: int = 0
+    min_elapsed_s: float = 0.0
+
+
+#: Below this number of iterations, the time of single iterations is no evidence.
+MIN_ITERATIONS = 20
+#: Profiled iterations, summed over ranks, below which the split of the steps is no evidence.
+MIN_PROFILED = 5
+#: In a shorter job, a long start is usual.
+MIN_ELAPSED_S = 1800.0
+#: Share of padding in the processed positions below which padding is usual.
+MIN_PADDING_RATIO = 0.15
+
+THRESHOLDS: dict[str, Threshold] = {
+    "data_loading": Threshold(0.05, MIN_ITERATIONS),
+    "straggler": Threshold(0.05, MIN_ITERATIONS),
+    "throttled": Threshold(0.05, MIN_ITERATIONS),
+    "power_limit": Threshold(0.05, MIN_ITERATIONS),
+    "exposed_communication": Threshold(0.15, MIN_ITERATIONS),
+    "device_idle": Threshold(0.15, MIN_ITERATIONS),
+    "padding": Threshold(0.05, MIN_ITERATIONS),
+    "checkpoint": Threshold(0.05, MIN_ITERATIONS),
+    "evaluation": Threshold(0.10, MIN_ITERATIONS),
+    "restarts": Threshold(0.05),
+    "startup": Threshold(0.10, min_elapsed_s=MIN_ELAPSED_S),
+    "idle": Threshold(0.10, min_elapsed_s=MIN_ELAPSED_S),
+    "hang": Threshold(0.02),
+    "unused_gpus": Threshold(0.02),
+}
+#: Cause -> part of the waterfall, where one part is the loss.
+_PARTS = {
+    "data_loading": "data",
+    "checkpoint": "checkpoint",
+    "evaluation": "evaluation",
+    "idle": "idle",
+    "hang": "hang",
+    "unused_gpus": "unused",
+}
+#: Parts of the waterfall that divide the time of steps.
+STEP_PARTS = (
+    "exposed_communication", "device_idle", "clock_below_maximum", "padding", "recomputation", "below_peak", "steps",
+    "useful",
+)  # fmt: skip
+
+
+class Loss(NamedTuple):
+    """Avoidable device time with one cause."""
+
+    cause: str
+    seconds: float  # device-seconds
+    share: float  # of all device time
+    why: str
+    source: str  # place of the numbers in the run folder
+
+    @property
+    def gain(self) -> float | None:
+        """Upper bound of the gain in tokens per device time; ``None`` if all time is lost."""
+        return self.share / (1.0 - self.share) if self.share < 1.0 else None
+
+
+def losses(summary: Summary, found: Waterfall) -> list[Loss]:
+    """Return all losses of a job, the largest first, also those below their thresholds."""
+    made = [*_of_parts(summary, found), *_of_stragglers(summary, found), *_of_restarts(summary, found)]
+    made += [*_of_profile(summary, found), *_of_padding(summary, found)]
+    total = found.device_seconds
+    every = (Loss(cause, seconds, seconds / total, why, source) for cause, seconds, why, source in made if seconds > 0)
+    return sorted(every, key=lambda one: -one.seconds)
+
+
+def is_reported(loss: Loss, summary: Summary) -> bool:
+    """Whether a loss is above its threshold in a job that is long enough."""
+    limit = THRESHOLDS[loss.cause]
+    is_long = summary.iterations >= limit.min_iterations and summary.elapsed_s >= limit.min_elapsed_s
+    return loss.share >= limit.share and is_long
+
+
+def is_profiled(summary: Summary) -> bool:
+    """Whether enough iterations were profiled to split the steps."""
+    return summary.profile is not None and summary.profile.iterations >= MIN_PROFILED and summary.profile.time_s > 0
+
+
+def seconds_of(found: Waterfall, *names: str) -> float:
+    return sum(part.device_seconds for part in found.parts if part.name in names)
+
+
+_Made = tuple[str, float, str, str]  # cause, device-seconds, why, source
+
+
+def _part(name: str) -> str:
+    return f"summary.json: waterfall.parts, name {name}"
+
+
+def _of_parts(summary: Summary, found: Waterfall) -> Iterator[_Made]:
+    wait = _metric(summary, "data_wait_ratio")
+    iteration = _metric(summary, "seconds_per_iteration")
+    waits = "the ranks wait for data between steps"
+    if wait is not None and iteration is not None:
+        waits = f"data wait {1e3 * wait * iteration:.3g} ms of {1e3 * iteration:.3g} ms per iteration"
+    texts = {
+        "data_loading": waits,
+        "checkpoint": "the steps stop during checkpoints",
+        "evaluation": "the steps stop during evaluation",
+        "idle": "ranks joined late or left early",
+        "hang": "no rank made progress" + (", and the job ended so" if summary.status == "stalled" else ""),
+        "unused_gpus": "GPUs of the allocation are used by no rank",
+    }
+    for cause, part in _PARTS.items():
+        yield cause, seconds_of(found, part), texts[cause], _part(part)
+    # The start-ups of later attempts belong to the restarts.
+    attempts = summary.goodput.attempts if summary.goodput is not None else ()
+    total = sum(one.startup_s * one.world_size for one in attempts)
+    first = attempts[0].startup_s * attempts[0].world_size / total if attempts and total > 0 else 1.0
+    yield "startup", first * seconds_of(found, "startup"), "time before the first iteration", _part("startup")
+
+
+def _of_stragglers(summary: Summary, found: Waterfall) -> Iterator[_Made]:
+    seconds, total = seconds_of(found, "straggling"), sum(one.gpu_seconds for one in summary.stragglers)
+    if not total:
+        return
+    by_cause: dict[str, list[StragglerVerdict]] = {}
+    for one in summary.stragglers:
+        by_cause.setdefault(_cause_of(one), []).append(one)
+    for cause, verdicts in by_cause.items():
+        worst = max(verdicts, key=lambda one: one.gpu_seconds)
+        ranks = ",".join(map(str, worst.ranks))
+        text = f"rank {ranks} ({worst.host}): {worst.why}" if worst.host else f"rank {ranks}: {worst.why}"
+        source = f"summary.json: stragglers, ranks {ranks}"
+        yield cause, seconds * sum(one.gpu_seconds for one in verdicts) / total, text, source
+
+
+def _cause_of(verdict: StragglerVerdict) -> str:
+    if POWER_LIMIT in verdict.differences:
+        return "power_limit"
+    return "throttled" if {CLOCK, THROTTLED} & set(verdict.differences) else "straggler"
+
+
+def _of_restarts(summary: Summary, found: Waterfall) -> Iterator[_Made]:
+    if summary.goodput is None or summary.attempts < 2:
+        return
+    attempts = summary.goodput.attempts
+    total = sum(one.startup_s * one.world_size for one in attempts)
+    later = sum(one.startup_s * one.world_size for one in attempts[1:]) / total if total > 0 else 0.0
+    seconds = seconds_of(found, "restart_gap", "redone") + later * seconds_of(found, "startup")
+    redone = summary.goodput.redone_iterations
+    again = f", {redone:,} repeated iterations" if redone else ""
+    yield "restarts", seconds, f"{summary.attempts} attempts{again}", "summary.json: goodput.attempts"
+
+
+def _of_profile(summary: Summary, found: Waterfall) -> Iterator[_Made]:
+    if not is_profiled(summary):
+        return
+    profile = summary.profile
+    assert profile is not None
+    text = f"in {profile.iterations:,} profiled iterations of all ranks"
+    for cause in ("exposed_communication", "device_idle"):
+        yield cause, seconds_of(found, cause), text, _part(cause)
+
+
+def _of_padding(summary: Summary, found: Waterfall) -> Iterator[_Made]:
+    ratio = _metric(summary, "padding_ratio")
+    if ratio is not None and ratio >= MIN_PADDING_RATIO:
+        # At most, the time of a step is proportional to the number of its positions.
+        text = f"{100 * ratio:.0f} % of the processed positions are padding"
+        tag = METRICS["padding_ratio"].tag("run")
+        yield "padding", ratio * seconds_of(found, *STEP_PARTS), text, f"summary.json: metrics, {tag}"
+
+
+def _metric(summary: Summary, name: str) -> float | None:
+    found = summary.metrics.get(METRICS[name].tag("run"))
+    return None if found is None else found.value

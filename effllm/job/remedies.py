@@ -1,0 +1,87 @@
+"""The next action for each cause of a verdict, in the words of the user's framework, with sources. No I/O."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Remedy(NamedTuple):
+    """An action, and the document that describes its setting."""
+
+    text: str  # at most 62 letters, for one line of the console
+    source: str
+
+
+_TRAINER = "https://huggingface.co/docs/transformers/main_classes/trainer"
+_SFT = "https://huggingface.co/docs/trl/sft_trainer"
+_MEGATRON = "https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/training/arguments.py"
+_DATALOADER = "https://docs.pytorch.org/docs/stable/data.html"
+_LIGHTNING = "https://lightning.ai/docs/pytorch/stable/common/trainer.html"
+_LIGHTNING_CHECKPOINT = "https://lightning.ai/docs/pytorch/stable/api/lightning.pytorch.callbacks.ModelCheckpoint.html"
+_TITAN_CHECKPOINT = "https://github.com/pytorch/torchtitan/blob/main/docs/checkpoint.md"
+_TORCHTUNE = "https://docs.pytorch.org/torchtune/stable/basics/packing.html"
+_DEEPSPEED = "https://www.deepspeed.ai/docs/config-json/"
+_DDP = "https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html"
+_DCP = "https://docs.pytorch.org/docs/stable/distributed.checkpoint.html"
+_NVIDIA_SMI = "https://docs.nvidia.com/deploy/nvidia-smi/index.html"
+_ELASTIC = "https://docs.pytorch.org/docs/stable/elastic/run.html"
+_SBATCH = "https://slurm.schedmd.com/sbatch.html"
+_OWN = "docs/verdict.md"
+
+#: Cause -> framework (as in run.json; "" for all others) -> the next action.
+REMEDIES: dict[str, dict[str, Remedy]] = {
+    "data_loading": {
+        "transformers": Remedy("raise dataloader_num_workers (now in TrainingArguments)", _TRAINER),
+        "megatron": Remedy("raise --num-workers, or put the data on faster storage", _MEGATRON),
+        "": Remedy("raise num_workers and prefetch_factor of the DataLoader", _DATALOADER),
+    },
+    "straggler": {"": Remedy("run `effllm check` on its host, or exclude the host", _OWN)},
+    "throttled": {"": Remedy("`nvidia-smi -q -d PERFORMANCE,TEMPERATURE` on the slow hosts", _NVIDIA_SMI)},
+    "power_limit": {"": Remedy("`nvidia-smi -q -d POWER`: compare current and default limit", _NVIDIA_SMI)},
+    "exposed_communication": {
+        "megatron": Remedy("--overlap-grad-reduce and --overlap-param-gather", _MEGATRON),
+        "megatron.core": Remedy("overlap_grad_reduce, overlap_param_gather of the DDP config", _MEGATRON),
+        "deepspeed": Remedy("overlap_comm: true in zero_optimization", _DEEPSPEED),
+        "transformers": Remedy("raise gradient_accumulation_steps or ddp_bucket_cap_mb", _TRAINER),
+        "": Remedy("larger batches per synchronization; bucket_cap_mb of DDP", _DDP),
+    },
+    "device_idle": {
+        "": Remedy(
+            "fewer .item(), .cpu() and prints in the step; torch.compile",
+            "https://docs.pytorch.org/docs/stable/profiler.html",
+        )
+    },
+    "padding": {
+        "transformers": Remedy("packing=True in SFTConfig, or batches of similar lengths", _SFT),
+        "torchtune": Remedy("dataset.packed=True", _TORCHTUNE),
+        "": Remedy("pack sequences, or make batches of similar lengths", _SFT),
+    },
+    "checkpoint": {
+        "transformers": Remedy("raise save_steps, or save_only_model=True", _TRAINER),
+        "megatron": Remedy("--async-save, or raise --save-interval", _MEGATRON),
+        "lightning": Remedy("raise every_n_train_steps of ModelCheckpoint", _LIGHTNING_CHECKPOINT),
+        "torchtitan": Remedy('checkpoint.async_mode = "async", or raise checkpoint.interval', _TITAN_CHECKPOINT),
+        "": Remedy("save less often, or with async_save of torch.distributed", _DCP),
+    },
+    "evaluation": {
+        "transformers": Remedy("raise eval_steps, or evaluate fewer samples", _TRAINER),
+        "megatron": Remedy("raise --eval-interval, or lower --eval-iters", _MEGATRON),
+        "lightning": Remedy("raise val_check_interval, or lower limit_val_batches", _LIGHTNING),
+        "": Remedy("evaluate less often, or fewer samples", _OWN),
+    },
+    "restarts": {"": Remedy("see the status of each attempt: summary.json, goodput.attempts", _ELASTIC)},
+    "startup": {"": Remedy("cache compiled kernels and tokenized data on a local disk", _OWN)},
+    "idle": {"": Remedy("events.jsonl has the time at which each rank joined and left", _OWN)},
+    "hang": {"": Remedy("events.jsonl, kind stalled: the position of each rank", _OWN)},
+    "unused_gpus": {"": Remedy("request fewer GPUs, or raise --nproc-per-node", _SBATCH)},
+}
+
+
+def remedy(cause: str, framework: str) -> Remedy:
+    """Return the next action for a cause in a framework.
+
+    Raises:
+        KeyError: the cause has no action.
+    """
+    by_framework = REMEDIES[cause]
+    return by_framework.get(framework, by_framework[""])

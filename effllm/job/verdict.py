@@ -1,0 +1,113 @@
+"""The verdict on a job: its largest avoidable loss, "healthy", or "unknown". No I/O.  Explanations: docs/verdict.md."""
+
+from __future__ import annotations
+
+from effllm.job.losses import (
+    MIN_ITERATIONS,
+    STEP_PARTS,
+    THRESHOLDS,
+    Loss,
+    is_profiled,
+    is_reported,
+    losses,
+    seconds_of,
+)
+from effllm.job.remedies import remedy
+from effllm.records.job import Summary
+from effllm.records.verdict import HEALTHY, HIGH, MEDIUM, NO_CONFIDENCE, NO_VERDICT, Evidence, Verdict
+from effllm.records.waterfall import Waterfall
+
+#: Names of causes in texts, where the name differs from the cause.
+_NAMES = {"unused_gpus": "unused GPUs"}
+#: Without reports for this share of the device time, a job is neither healthy nor is a smaller loss its primary cause.
+MAX_UNREPORTED = 0.1
+MAX_EVIDENCE, MIN_EVIDENCE_SHARE = 5, 0.01
+#: A larger gain is shown as a factor.
+MAX_PERCENT = 5.0
+PROFILE = "EFFICIENTLLM_PROFILE_EVERY=500 splits the steps by a profile"
+
+
+def verdict_of(summary: Summary, framework: str = "") -> Verdict | None:
+    """Return the verdict on a job; ``None`` before any time was reported.
+
+    The primary cause is the loss with the most device time among the losses above their thresholds.  A job that ended
+    in a stall has the cause ``hang``.
+
+    Args:
+        summary: the summary with its waterfall.
+        framework: name of the training framework, as in run.json.
+    """
+    found = summary.waterfall
+    if found is None:
+        return None
+    every = losses(summary, found)
+    reported = [one for one in every if is_reported(one, summary)]
+    if summary.status == "stalled":
+        reported = [one for one in every if one.cause == "hang"] or reported
+    unit = "GPU" if summary.coverage.gpus_expected else "rank"
+    evidence = tuple(_evidence(one, unit) for one in every[:MAX_EVIDENCE] if one.share >= MIN_EVIDENCE_SHARE)
+    unreported = seconds_of(found, "unreported") / found.device_seconds
+    if reported and reported[0].share >= unreported:
+        return _accuse(reported[0], summary, framework, unit, evidence)
+    if unreported >= MAX_UNREPORTED or reported:
+        text = f"{100 * unreported:.1f} % of {unit} time has no report"
+        return _unknown(text, "ranks or their reports were lost", "events.jsonl: rank_lost and reports_lost", evidence)
+    if summary.iterations < MIN_ITERATIONS:
+        text = f"only {summary.iterations:,} iterations"
+        return _unknown(
+            text, "single iterations are no evidence", f"run at least {MIN_ITERATIONS} iterations", evidence
+        )
+    if not is_profiled(summary):
+        steps = seconds_of(found, *STEP_PARTS) / found.device_seconds
+        text = f"{100 * steps:.1f} % of {unit} time is in steps that are not split"
+        return _unknown(text, "no loss outside the steps is above its threshold", PROFILE, evidence)
+    return Verdict(
+        cause=HEALTHY,
+        text=f"{HEALTHY}: no loss is above its threshold",
+        why=f"largest: {evidence[0].claim}" if evidence else "no loss was found",
+        next="nothing to do",
+        bound=None,
+        confidence=HIGH,
+        evidence=evidence,
+    )
+
+
+def _accuse(loss: Loss, summary: Summary, framework: str, unit: str, evidence: tuple[Evidence, ...]) -> Verdict:
+    assert summary.waterfall is not None
+    return Verdict(
+        cause=loss.cause,
+        text=f"{_name(loss.cause)}: {100 * loss.share:.1f} % of {unit} time{_gain(loss.gain)}",
+        why=loss.why,
+        next=remedy(loss.cause, framework).text,
+        bound=loss.gain,
+        confidence=MEDIUM if _hidden_share(summary, summary.waterfall) > loss.share else HIGH,
+        evidence=evidence,
+    )
+
+
+def _gain(gain: float | None) -> str:
+    if gain is None:
+        return ""
+    return f", gain at most {100 * gain:.3g} %" if gain < MAX_PERCENT else f", gain at most {gain:.3g}x"
+
+
+def _hidden_share(summary: Summary, found: Waterfall) -> float:
+    """Return the share of device time in which a loss can be hidden: without report, or in steps without a profile."""
+    hidden_s = seconds_of(found, "unreported")
+    if not is_profiled(summary):
+        hidden_s += seconds_of(found, "below_peak", "steps")
+    return hidden_s / found.device_seconds
+
+
+def _unknown(text: str, why: str, action: str, evidence: tuple[Evidence, ...]) -> Verdict:
+    return Verdict(NO_VERDICT, f"{NO_VERDICT}: {text}", why, action, None, NO_CONFIDENCE, evidence)
+
+
+def _evidence(loss: Loss, unit: str) -> Evidence:
+    limit = 100 * THRESHOLDS[loss.cause].share
+    claim = f"{_name(loss.cause)} {100 * loss.share:.1f} % of {unit} time (threshold {limit:g} %): {loss.why}"
+    return Evidence(claim, loss.source, loss.share)
+
+
+def _name(cause: str) -> str:
+    return _NAMES.get(cause, cause.replace("_", " "))

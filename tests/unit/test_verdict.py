@@ -1,0 +1,213 @@
+"""The verdict: the largest avoidable loss of a job, with its evidence, or "healthy", or "unknown"."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+from sink_examples import make_summary
+
+from effllm.job.losses import MIN_ITERATIONS, THRESHOLDS, losses
+from effllm.job.remedies import REMEDIES, remedy
+from effllm.job.verdict import verdict_of
+from effllm.records.job import AttemptSummary, GoodputSummary, StragglerVerdict, Value
+from effllm.records.rank import Profile
+from effllm.records.verdict import CAUSES, HEALTHY, HIGH, MEDIUM, NO_VERDICT
+from effllm.records.waterfall import Waterfall, WaterfallPart
+
+DOCS = Path(__file__).parents[2] / "docs"
+PROFILE = Profile(10, 10.0, computing_s=9.9)
+
+
+def job(profile=PROFILE, metrics=None, **changes):
+    """Return a summary whose waterfall has these parts, in device-seconds; the rest of 1,000 s is useful."""
+    seconds = {name: changes.pop(name) for name in list(changes) if name not in make_summary().__struct_fields__}
+    seconds["useful"] = 1000.0 - sum(seconds.values())
+    parts = tuple(WaterfallPart(name, value, value / 1000.0) for name, value in seconds.items())
+    summary = replace(make_summary(), waterfall=Waterfall(1000.0, None, parts), profile=profile, goodput=None)
+    known = {f"run_throughput/{name}": Value(value, "") for name, value in (metrics or {}).items()}
+    return replace(summary, **{"iterations": 100, "attempts": 1, "metrics": known, "stragglers": (), **changes})
+
+
+def cause(summary):
+    return verdict_of(summary).cause
+
+
+@pytest.mark.parametrize(
+    ("part", "expected"),
+    [
+        ("data", "data_loading"),
+        ("checkpoint", "checkpoint"),
+        ("evaluation", "evaluation"),
+        ("hang", "hang"),
+        ("unused", "unused_gpus"),
+        ("exposed_communication", "exposed_communication"),
+        ("device_idle", "device_idle"),
+    ],
+)
+def test_loss_from_its_threshold_on_is_the_cause(part, expected):
+    limit = 1000.0 * THRESHOLDS[expected].share
+
+    assert cause(job(**{part: limit})) == expected
+    assert cause(job(**{part: 0.99 * limit})) == HEALTHY
+
+
+def test_primary_cause_is_the_largest_loss_above_its_threshold():
+    """Exposed communication of 14 % is the largest loss, but usual; 8 % of checkpoints is not."""
+    found = verdict_of(job(exposed_communication=140.0, checkpoint=80.0, data=60.0))
+
+    assert found.cause == "checkpoint"
+    assert found.text == "checkpoint: 8.0 % of GPU time, gain at most 8.7 %"
+    assert found.bound == pytest.approx(0.08 / 0.92)
+    assert [one.share for one in found.evidence] == [0.14, 0.08, 0.06]
+
+
+def test_why_of_data_loading_is_the_wait_per_iteration():
+    """A tenth of an iteration of 0.4 s is data wait."""
+    found = verdict_of(job(data=100.0, metrics={"data_wait_ratio": 0.1, "seconds_per_iteration": 0.4}))
+
+    assert found.why == "data wait 40 ms of 400 ms per iteration"
+
+
+@pytest.mark.parametrize(
+    ("differences", "expected"),
+    [
+        ((), "straggler"),
+        (("host",), "straggler"),
+        (("clock",), "throttled"),
+        (("clock", "throttled"), "throttled"),
+        (("clock", "throttled", "power_limit"), "power_limit"),
+    ],
+)
+def test_cause_of_a_straggler_is_the_difference_from_its_peers(differences, expected):
+    slow = StragglerVerdict((3,), "gpu-17", "", 1, 0.2, 9.0, 7, "own time", "SM clock 1.1 GHz", 80.0, None, differences)
+
+    found = verdict_of(job(straggling=80.0, stragglers=(slow,)))
+
+    assert (found.cause, found.why) == (expected, "rank 3 (gpu-17): SM clock 1.1 GHz")
+
+
+def test_losses_of_stragglers_with_different_causes_are_separate():
+    """Of 90 s of waiting, two thirds are for the throttled rank."""
+    hot = StragglerVerdict((1,), "a", "", 1, 0.2, 9.0, 7, "own time", "hot", 20.0, None, ("throttled",))
+    slow = StragglerVerdict((2,), "b", "", 1, 0.2, 9.0, 7, "own time", "unknown", 10.0)
+    summary = job(straggling=90.0, stragglers=(slow, hot))
+
+    found = {one.cause: one.seconds for one in losses(summary, summary.waterfall)}
+
+    assert found == {"throttled": pytest.approx(60.0), "straggler": pytest.approx(30.0)}
+
+
+def attempts(*startups):
+    made = [
+        AttemptSummary(number, "killed", 0.0, 0.0, 0.0, 0.0, 4, 10, startup_s=seconds)
+        for number, seconds in enumerate(startups, 1)
+    ]
+    return GoodputSummary(0.0, None, {}, {}, {}, 7, tuple(made))
+
+
+def test_start_ups_of_later_attempts_belong_to_the_restarts():
+    """Three quarters of 40 s of start-up are in the second attempt: 30 + 20 + 10 s of 1,000 s."""
+    summary = job(startup=40.0, restart_gap=20.0, redone=10.0, attempts=2, goodput=attempts(10.0, 30.0))
+
+    found = verdict_of(summary)
+
+    assert found.cause == "restarts"
+    assert found.text.startswith("restarts: 6.0 % of GPU time")
+    assert found.why == "2 attempts, 7 repeated iterations"
+
+
+def test_steps_that_compute_padding_have_a_gain_proportional_to_the_padding():
+    """A fifth of the positions is padding, and steps take 900 of 1,000 s: 18 % of the time, a gain of at most 22 %."""
+    found = verdict_of(job(data=40.0, startup=60.0, padding=10.0, metrics={"padding_ratio": 0.2}))
+
+    assert found.cause == "padding"
+    assert found.bound == pytest.approx(0.18 / 0.82)
+    assert cause(job(metrics={"padding_ratio": 0.14})) == HEALTHY
+
+
+def test_long_start_up_is_a_loss_only_of_a_long_job():
+    assert cause(job(startup=200.0, elapsed_s=3600.0)) == "startup"
+    assert cause(job(startup=200.0, elapsed_s=60.0)) == HEALTHY
+
+
+def test_job_that_ended_in_a_stall_has_the_cause_hang():
+    assert cause(job(hang=5.0, data=100.0, status="stalled")) == "hang"
+
+
+def test_steps_without_a_profile_are_unknown_and_next_is_the_setting():
+    found = verdict_of(job(profile=None, data=30.0, below_peak=500.0))
+
+    assert found.cause == NO_VERDICT
+    assert found.text == "unknown: 97.0 % of GPU time is in steps that are not split"
+    assert "EFFICIENTLLM_PROFILE_EVERY=500" in found.next
+    assert found.bound is None
+
+
+def test_few_iterations_are_no_evidence():
+    few = MIN_ITERATIONS - 1
+
+    assert cause(job(data=300.0, iterations=few)) == NO_VERDICT
+    assert cause(job(hang=300.0, iterations=few)) == "hang"
+
+
+def test_loss_smaller_than_the_time_without_reports_is_not_the_primary_cause():
+    assert cause(job(data=80.0, unreported=90.0)) == NO_VERDICT
+    assert cause(job(data=100.0, unreported=90.0)) == "data_loading"
+    assert cause(job(unreported=90.0)) == HEALTHY
+    assert cause(job(unreported=110.0)) == NO_VERDICT
+
+
+def test_confidence_is_medium_while_a_larger_loss_can_be_hidden_in_the_steps():
+    assert verdict_of(job(data=100.0, steps=500.0)).confidence == HIGH
+    assert verdict_of(job(profile=None, data=100.0, steps=500.0)).confidence == MEDIUM
+    assert verdict_of(job(profile=None, data=100.0, steps=50.0)).confidence == HIGH
+
+
+def test_job_without_a_waterfall_has_no_verdict():
+    assert verdict_of(replace(make_summary(), waterfall=None)) is None
+
+
+def test_next_action_is_in_the_words_of_the_framework():
+    data = job(data=100.0)
+
+    assert "dataloader_num_workers" in verdict_of(data, "transformers").next
+    assert "--num-workers" in verdict_of(data, "megatron").next
+    assert "DataLoader" in verdict_of(data, "something else").next
+
+
+def test_document_has_the_meaning_and_the_threshold_of_every_cause():
+    page = (DOCS / "verdict.md").read_text()
+
+    for name, meaning in CAUSES.items():
+        limit = f"{100 * THRESHOLDS[name].share:g} %" if name in THRESHOLDS else "–"
+        assert f"| `{name}` | {limit} | {meaning}" in page
+
+
+def test_every_cause_has_a_threshold_and_a_remedy():
+    accused = set(CAUSES) - {HEALTHY, NO_VERDICT}
+
+    assert accused == set(THRESHOLDS) == set(REMEDIES)
+    assert all("" in by_framework for by_framework in REMEDIES.values())
+
+
+@pytest.mark.parametrize("name", sorted(REMEDIES))
+def test_remedies_fit_into_one_line_of_the_console(name):
+    for framework in REMEDIES[name]:
+        found = remedy(name, framework)
+        assert len(found.text) <= 62, found
+        assert found.source.startswith(("https://", "docs/"))
+
+
+def test_text_of_every_cause_fits_into_one_line_of_the_console():
+    for name in set(CAUSES) - {HEALTHY, NO_VERDICT}:
+        found = job(elapsed_s=1e6, data=987.6)
+        text = verdict_of(found).text.replace("data loading", name.replace("_", " "))
+        assert len(text) <= 62, text
+
+
+def test_verdict_is_read_back_from_a_summary():
+    summary = job(data=100.0)
+    summary = replace(summary, verdict=verdict_of(summary))
+
+    assert msgspec.json.decode(msgspec.json.encode(summary), type=type(summary)) == summary
