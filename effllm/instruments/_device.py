@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import re
 import sys
+import warnings
 from typing import Any
+
+from effllm.records.plain_text import one_line
 
 
 class UnknownDevice(ValueError):
@@ -20,7 +23,7 @@ def cuda_index(device: Any) -> int | None:
         device: an index, ``"cuda"``, ``"cuda:1"``, ``"cpu"``, a ``torch.device``, or ``None`` for the current device.
 
     Raises:
-        UnknownDevice: the argument has another form, or CUDA has fewer devices.
+        UnknownDevice: the argument has another form, CUDA has fewer devices, or torch cannot use CUDA in this process.
     """
     cuda: Any = getattr(sys.modules.get("torch"), "cuda", None)
     if isinstance(device, bool) or (isinstance(device, int) and device < 0):
@@ -31,7 +34,52 @@ def cuda_index(device: Any) -> int | None:
     if match[1] or cuda is None or not cuda.is_available():
         return None
     given = match[2] or match[3]
-    index = int(given) if given else int(cuda.current_device())
-    if index >= (count := cuda.device_count()):
+    try:
+        count = int(cuda.device_count())
+        index = int(given) if given else int(cuda.current_device())
+    except (RuntimeError, AssertionError) as error:  # for example in a forked process
+        raise UnknownDevice(f"device={device!r}: torch cannot use CUDA in this process: {first_line(error)}") from None
+    if index >= count:
         raise UnknownDevice(f"device={device!r}: torch sees {count} CUDA devices, 0 to {count - 1}")
     return index
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error; CUDA's errors have several lines."""
+    text = str(error).strip() or type(error).__name__
+    return one_line(text.splitlines()[0])
+
+
+_warned_devices: set[tuple[int, int]] = set()
+
+
+def is_checked(index: int) -> bool:
+    """Warn if torch has memory on its current device and had none on the measured device; whether this is now decided.
+
+    Such a measured device is usually a mistake: each rank of a node was given ``device=0``. A script may also measure
+    several devices in one process, so the current device alone is no reason for a warning.
+    """
+    cuda: Any = sys.modules["torch"].cuda
+    try:
+        if not cuda.is_initialized():
+            return False  # `current_device` would initialize CUDA
+        current = int(cuda.current_device())
+        if has_memory(cuda.memory_stats(index)):
+            return True
+        if current == index or not has_memory(cuda.memory_stats(current)):
+            return False
+    except Exception:  # noqa: BLE001 - without these statistics there is no check, and the loop must go on
+        return True
+    if (index, current) not in _warned_devices:
+        _warned_devices.add((index, current))
+        line = (
+            f"cuda:{index} is measured, but torch uses cuda:{current} and has no memory on cuda:{index} in this process"
+            "; pass device=None for torch's current device"
+        )
+        warnings.warn(line, stacklevel=4)
+    return True
+
+
+def has_memory(known: Any) -> bool:
+    """Whether torch's allocator has had memory on a device, from ``torch.cuda.memory_stats``."""
+    return bool(known.get("reserved_bytes.all.peak", 0))

@@ -8,11 +8,12 @@ import os
 import re
 import statistics
 import sys
+import warnings
 from itertools import combinations, pairwise
 from typing import Any, NamedTuple
 
 from effllm.instruments._active_run import record
-from effllm.instruments._device import cuda_index
+from effllm.instruments._device import cuda_index, first_line, is_checked
 from effllm.instruments._number import number
 from effllm.instruments._statistics import NAN, Statistics
 
@@ -108,13 +109,15 @@ class GPUMemoryProfiler:
     """Reads the memory that torch's allocator uses on a device; without CUDA, the memory of the process.
 
     torch's peaks are read and never reset, because the script may use them.  Without CUDA ``allocated`` is the private
-    memory of the process, and ``reserved`` is all memory of the process, including files and libraries.
+    memory of the process, and ``reserved`` is all memory of the process, including files and libraries.  The values
+    are of the given device, also while another device is torch's current device.  If torch cannot read the statistics
+    of the device, the values are NaN, with one warning.
 
     Args:
-        device: an index, ``"cuda:1"``, ``"cpu"``, or ``None`` for torch's current device.
+        device: an index, ``"cuda:1"``, ``"cpu"``, or ``None`` for torch's current device at this time.
 
     Raises:
-        UnknownDevice: the device cannot exist.
+        UnknownDevice: the device cannot exist, or is not a CUDA device or the CPU.
     """
 
     def __init__(self, device: Any = 0) -> None:
@@ -124,6 +127,7 @@ class GPUMemoryProfiler:
         self._allocated = Statistics(max_recent=1)
         self._peak_bytes = 0.0
         self._trends: dict[str, _Blocks] = {}
+        self._is_checked = self._has_warned = False
 
     @property
     def memory_of(self) -> str:
@@ -139,7 +143,7 @@ class GPUMemoryProfiler:
         """
         allocated, reserved, max_allocated, max_reserved = self._read()
         self._allocated.add(allocated)
-        if math.isnan(allocated):  # a system without /proc
+        if math.isnan(allocated):  # a system without /proc, or a device without statistics
             return dict.fromkeys(("allocated_gb", "reserved_gb", "max_allocated_gb", "max_reserved_gb"), NAN)
         self._peak_bytes = max(self._peak_bytes, max_allocated, allocated)
         record("memory/allocated_bytes", allocated)
@@ -211,7 +215,16 @@ class GPUMemoryProfiler:
         if self._index is None:
             return _process_memory()
         cuda: Any = sys.modules["torch"].cuda
-        known = cuda.memory_stats(self._index)  # torch.cuda's four functions would read these statistics four times
+        try:
+            known = cuda.memory_stats(self._index)  # torch.cuda's four functions would read these statistics four times
+        except Exception as error:  # noqa: BLE001 - an allocator without statistics, or a failed device
+            if not self._has_warned:
+                self._has_warned = True
+                line = f"the memory of {self.memory_of} cannot be read and is not measured: {first_line(error)}"
+                warnings.warn(line, stacklevel=3)
+            return NAN, NAN, NAN, NAN
+        if not self._is_checked:
+            self._is_checked = is_checked(self._index)
         return tuple(  # type: ignore[return-value]
             float(known.get(f"{name}_bytes.all.{kind}", 0))
             for kind in ("current", "peak")

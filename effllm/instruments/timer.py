@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from effllm.instruments._active_run import record
-from effllm.instruments._device import cuda_index
+from effllm.instruments._device import cuda_index, first_line, is_checked
 from effllm.instruments._statistics import MAX_RECENT, NAN, Statistics, percentile
 
 #: Timer of whole iterations; the shares of all other timers are shares of this timer.
@@ -62,6 +62,7 @@ class TrainingTimer:
         self._timers: dict[str, _Timed] = {}
         self._free: list[Any] = []
         self._warned: set[str] = set()
+        self._is_checked = False
 
     def start(self, name: str) -> None:
         """Begin a part."""
@@ -126,11 +127,15 @@ class TrainingTimer:
         return sys.modules["torch"].cuda
 
     def _event(self) -> Any:
-        """Record an event on the device's current stream; ``None`` while a CUDA graph is captured."""
-        if self._cuda.is_current_stream_capturing():
+        """Record an event on the device's current stream; ``None`` in a capture of a CUDA graph, or after an error."""
+        try:
+            if self._cuda.is_current_stream_capturing():
+                return None
+            event = self._free.pop() if self._free else self._cuda.Event(enable_timing=True)
+            event.record(self._cuda.current_stream(self._index))
+        except Exception as error:  # noqa: BLE001 - the loop must go on
+            self._warn_of(error)
             return None
-        event = self._free.pop() if self._free else self._cuda.Event(enable_timing=True)
-        event.record(self._cuda.current_stream(self._index))
         return event
 
     def _stop_on_device(self, timed: _Timed) -> float:
@@ -141,17 +146,31 @@ class TrainingTimer:
             timed.not_measured += 1
             return NAN
         timed.pending.append((start, end))
+        if not self._is_checked:
+            self._is_checked = is_checked(self._index or 0)
         if not self._sync:
             return NAN
-        end.synchronize()
-        self._read_passed(timed)
-        return timed.statistics.recent[-1] if timed.statistics.recent else NAN
+        return timed.statistics.recent[-1] if self._read_passed(timed, wait_for=end) else NAN
 
-    def _read_passed(self, timed: _Timed) -> None:
-        while timed.pending and timed.pending[0][1].query():
-            start, end = timed.pending.popleft()
-            timed.add(start.elapsed_time(end) * 1e-3)
-            self._free += (start, end)
+    def _read_passed(self, timed: _Timed, wait_for: Any = None) -> bool:
+        """Add the times whose events the device has passed; ``False`` if an event cannot be read."""
+        try:
+            if wait_for is not None:
+                wait_for.synchronize()
+            while timed.pending and timed.pending[0][1].query():
+                start, end = timed.pending[0]
+                timed.add(start.elapsed_time(end) * 1e-3)
+                timed.pending.popleft()
+                self._free += (start, end)
+        except Exception as error:  # noqa: BLE001 - the loop must go on
+            timed.not_measured += len(timed.pending)
+            timed.pending.clear()
+            self._warn_of(error)
+            return False
+        return True
+
+    def _warn_of(self, error: Exception) -> None:
+        self._warn_once(f"times on cuda:{self._index} cannot be read and are not measured: {first_line(error)}")
 
     def _warn_once(self, line: str) -> None:
         if line not in self._warned and len(self._warned) < MAX_NAMES:
