@@ -22,6 +22,7 @@ _HOMES = {
     "get_efficientllm_collector": "effllm.trainer.collector",
     "get_metrics_collector": "effllm.trainer.collector",
     "initialize_efficientllm_metrics": "effllm.trainer.collector",
+    "load": "effllm.analysis.load",
     "monitor": "effllm.trainer.loop",
     "phase": "effllm.trainer.loop",
     "record_request": "effllm.trainer.inference",

@@ -1,0 +1,1 @@
+"""Reading of many runs: tables for SQL, files for other engines, comparison."""

@@ -1,0 +1,141 @@
+"""``effllm.load``: runs as tables of DuckDB."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from effllm.analysis.database import Database, Skipped, Tags
+from effllm.analysis.run_folders import FoundRun, Paths, UnreadableRun, find_runs
+from effllm.analysis.run_row import Document, Unreadable, read_document
+from effllm.records.identity import Identity
+from effllm.records.job import Summary
+
+__all__ = ["LoadedRun", "LoadedRuns", "UnreadableRun", "load"]
+
+
+def load(path: Paths, *, tags: Tags = ()) -> LoadedRuns:
+    """Read runs as tables: one run as a `LoadedRun`, or several runs as `LoadedRuns`.
+
+    The tables are read at their first use and do not change afterwards: call this function again for a run that
+    continues. Incomplete last lines, older versions of the files and missing files are accepted; ``skipped`` names what
+    was not read.
+
+    Args:
+        path: a run folder, a folder of runs, a glob of these, or a list of these.
+        tags: only runs with all these tags: values by name, or a list of words and ``name=value``.
+
+    Raises:
+        UnreadableRun: a path has no run folder.
+        ImportError: DuckDB is not installed.
+    """
+    found = find_runs(path)
+    is_one = isinstance(path, (str, os.PathLike)) and len(found) == 1 and _is_at(found[0], os.fspath(path))
+    return (LoadedRun if is_one else LoadedRuns)(Database(found, tags))
+
+
+def _is_at(run: FoundRun, path: str) -> bool:
+    real = Path(os.path.realpath(path))
+    return run.folder in (real, real.parent)
+
+
+class LoadedRuns:
+    """Several runs as tables; `load` makes it.
+
+    Tables are relations of DuckDB: ``runs.windows.df()`` for pandas, ``.pl()`` for polars, ``.arrow()`` for Arrow.
+    """
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def __len__(self) -> int:
+        return len(self.folders)
+
+    def __iter__(self) -> Iterator[LoadedRun]:
+        """Yield each run."""
+        for folder in self.folders:
+            yield LoadedRun(Database(find_runs(folder)))
+
+    def __repr__(self) -> str:
+        skipped = f", {len(self.skipped)} files skipped" if self.skipped else ""
+        return f"<{type(self).__name__} of {len(self)} run folders{skipped}>"
+
+    @property
+    def folders(self) -> list[Path]:
+        """The run folders."""
+        return self._database.folders
+
+    @property
+    def skipped(self) -> list[Skipped]:
+        """The files that were not read, or not completely, each with the reason."""
+        return self._database.skipped
+
+    @property
+    def runs(self) -> Any:
+        """The table `runs`: one row per run, with its identity, its result and its metrics."""
+        return self._database.table("runs")
+
+    def sql(self, query: str) -> Any:
+        """Return the result of a query over the tables as a relation of DuckDB.
+
+        Raises:
+            duckdb.Error: the query is wrong.
+        """
+        return self._database.sql(query)
+
+
+class LoadedRun(LoadedRuns):
+    """One run as tables, with its documents."""
+
+    @property
+    def folder(self) -> Path:
+        """The run folder."""
+        return self.folders[0]
+
+    @property
+    def facts(self) -> Document:
+        """The content of run.json; empty if there is no such file.
+
+        Raises:
+            UnreadableRun: the file cannot be read.
+        """
+        return self._document("run.json") or {}
+
+    @property
+    def identity(self) -> Identity:
+        """The identity of the run; unknown fields are ``None``.
+
+        Raises:
+            UnreadableRun: the file run.json cannot be read.
+        """
+        row = self.runs.select("run_id").fetchone()
+        try:
+            known = msgspec.convert(self.facts, Identity)
+        except msgspec.ValidationError as error:
+            raise UnreadableRun(f"{self.folder / 'run.json'} has another form: {error}") from error
+        return msgspec.structs.replace(known, run_id=row[0])
+
+    @property
+    def summary(self) -> Summary | None:
+        """The content of summary.json; ``None`` if there is no such file yet.
+
+        Raises:
+            UnreadableRun: the file cannot be read.
+        """
+        document = self._document("summary.json")
+        try:
+            return None if document is None else msgspec.convert(document, Summary, str_keys=True)
+        except msgspec.ValidationError as error:
+            raise UnreadableRun(f"{self.folder / 'summary.json'} has another form: {error}") from error
+
+    def _document(self, name: str) -> Document | None:
+        try:
+            return read_document(self.folder / name)
+        except FileNotFoundError:
+            return None
+        except Unreadable as error:
+            raise UnreadableRun(f"{self.folder / name} cannot be read: {error}") from error

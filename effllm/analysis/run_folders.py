@@ -1,0 +1,102 @@
+"""Finds run folders: a run folder, a folder of runs, a glob, or a list of these."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from effllm.analysis.run_row import FILES
+
+#: Run folders are searched in a folder and in this many levels of folders below it.
+MAX_DEPTH = 4
+_LINES = re.compile(r"(windows|ranks)-\d{4,}\.jsonl|events\.jsonl")
+
+Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
+
+
+class UnreadableRun(ValueError):
+    """A path has no run folder, or a file of a run cannot be read; the message is one line."""
+
+
+class FoundRun(NamedTuple):
+    """A run folder, and the state of run.json and summary.json: a changed file has another state."""
+
+    folder: Path
+    state: str
+
+
+def find_runs(paths: Paths) -> list[FoundRun]:
+    """Return the run folders at the paths, each once, in the order of the paths and then of the names.
+
+    Args:
+        paths: a run folder or a file in it, a folder of runs, a glob of these, or several of these.
+
+    Raises:
+        UnreadableRun: a path does not exist or has no run folder.
+    """
+    found: dict[str, FoundRun] = {}
+    for path in [paths] if isinstance(paths, (str, os.PathLike)) else list(paths):
+        here = [run for one in _expanded(os.fspath(path)) for run in _runs_in(one)]
+        if not here:
+            raise UnreadableRun(
+                f"{path} has no run folder: a run folder contains run.json or summary.json, as in "
+                "efficientllm_runs/20260101-120000-1a2b3c4d"
+            )
+        found |= {str(run.folder): run for run in here}
+    if not found:
+        raise UnreadableRun("no path of a run folder was given")
+    return list(found.values())
+
+
+def _expanded(path: str) -> list[str]:
+    if os.path.lexists(path) or not glob.has_magic(path):
+        if not Path(path).exists():
+            raise UnreadableRun(f"{path} does not exist")
+        return [path]
+    return sorted(glob.glob(path, recursive=True))  # noqa: PTH207 - the glob may be absolute
+
+
+def _runs_in(path: str) -> Iterator[FoundRun]:
+    # Only names are compared: a run folder may be a link, and each run has one path.
+    folder = os.path.realpath(path)
+    if not Path(folder).is_dir():
+        folder = os.path.dirname(folder)  # noqa: PTH120 - as fast as the listing of thousands of folders
+        if (run := _run_at(folder)) is not None:
+            yield run
+        return
+    yield from _below(folder, MAX_DEPTH)
+
+
+def _below(folder: str, depth: int) -> Iterator[FoundRun]:
+    if (run := _run_at(folder)) is not None:
+        yield run
+        return
+    try:
+        with os.scandir(folder) as listing:
+            entries = sorted(listing, key=lambda entry: entry.name)
+    except OSError:  # another user's folder
+        return
+    if any(_LINES.fullmatch(entry.name) for entry in entries):
+        yield FoundRun(Path(folder), "")
+    elif depth:
+        for entry in entries:
+            if entry.is_dir() and not entry.name.startswith("."):
+                yield from _below(entry.path, depth - 1)
+
+
+def _run_at(folder: str) -> FoundRun | None:
+    states = [_state(f"{folder}/{name}") for name in FILES]
+    return FoundRun(Path(folder), "|".join(states)) if any(states) else None
+
+
+def _state(path: str) -> str:
+    try:
+        about = os.stat(path)  # noqa: PTH116 - thousands of files
+    except OSError:
+        return ""
+    # The store replaces both files, so each new file has another inode, even within the resolution of a file's time.
+    return f"{about.st_size}:{about.st_mtime_ns}:{about.st_ino}"

@@ -1,0 +1,215 @@
+"""The row of a run in the table `runs`, from run.json and summary.json of any version.
+
+A value of a wrong type becomes null in the table.  A file that is missing or cannot be decoded leaves its columns null.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Iterator, Mapping
+from datetime import datetime, timezone
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from effllm.analysis.runs_table import BOOL, IDENTITY, NUMBER, OUTCOME, TEXT, WHOLE, metric_columns, run_columns
+
+Document = dict[str, Any]
+#: A larger run.json or summary.json is not read: run.json of 10,000 ranks has 8 MB.
+MAX_BYTES = 64 * 2**20
+FILES = ("run.json", "summary.json")
+
+
+class Unreadable(Exception):
+    """A file of a run cannot be read; the message is the reason."""
+
+
+def read_document(path: Path) -> Document:
+    """Return a JSON object from a regular file.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        Unreadable: any other reason.
+    """
+    try:
+        # Non-blocking, because opening a pipe would block until another process writes to it.
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise Unreadable(error.strerror or str(error)) from error
+    try:
+        about = os.fstat(file)
+        if not stat.S_ISREG(about.st_mode):
+            raise Unreadable("not a regular file")
+        if about.st_size > MAX_BYTES:
+            raise Unreadable(f"larger than {MAX_BYTES >> 20} MiB")
+        with os.fdopen(os.dup(file), "rb") as stream:
+            return msgspec.json.decode(stream.read(MAX_BYTES), type=Document)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise Unreadable(f"not a JSON object: {error}") from error
+    except OSError as error:
+        raise Unreadable(error.strerror or str(error)) from error
+    finally:
+        os.close(file)
+
+
+def run_row(folder: Path, run: Document, summary: Document) -> Document:
+    """Return the row of a run by column; columns without a value may be missing."""
+    tags = _tags(summary.get("tags") or run.get("tags"))
+    known = {**run, **summary}
+    started_s = _number(summary.get("started_time_s")) or _number(run.get("started_time_s"))
+    row: Document = {name: known.get(name) for name in _names()}
+    row |= {
+        # Before version 4, run_id was the id of torchrun or Slurm.
+        "run_id": (run.get("run_id") if _version(run) >= 4 else None) or summary.get("run_id") or folder.name,
+        "folder": str(folder),
+        "tags": tags,
+        "project": tags.get("project") or known.get("account"),
+        "started_time_s": started_s,
+        "started_utc": _utc(started_s),
+        "git_dirty": run.get("git_dirty"),
+        "redone_iterations": _in(summary, "goodput", "redone_iterations"),
+        "packages": _object(run.get("packages")),
+        "config": run.get("config"),
+        "facts": {name: value for name, value in run.items() if name not in (*_names(), *_NOT_FACTS)},
+        "schema_version": known.get("schema_version"),
+    }
+    row |= {name: _in(summary, "coverage", name) for name in _COVERAGE}
+    row |= {column: _in(summary, "energy", field) for column, field in _ENERGY.items()}
+    row |= _devices(run, known) | _parts(summary)
+    # DuckDB would cast a text such as "nan" to a number.
+    for column in (*IDENTITY, *OUTCOME):
+        if column.type in _SCALARS:
+            row[column.name] = _SCALARS[column.type](row[column.name])
+    return row | _metrics(summary)
+
+
+_COVERAGE = ("ranks_expected", "ranks_reporting", "gpus_expected", "gpus_measured", "reports_lost", "reports_late")
+_ENERGY = {
+    "energy_scope": "scope",
+    "energy_method": "method",
+    "energy_estimated_joules": "estimated_joules",
+    "energy_warmup_joules": "warmup_joules",
+    "energy_gain_error": "gain_error",
+    "energy_time_coverage": "time_coverage",
+    "energy_iterations_coverage": "iterations_coverage",
+}
+#: Fields of run.json without a column of their name, which are in other columns.
+_NOT_FACTS = ("ranks", "gpu_model_count")
+
+
+@cache
+def _names() -> dict[str, None]:
+    """Return the names of all columns, in order."""
+    return dict.fromkeys(column.name for column in run_columns())
+
+
+def _version(document: Document) -> int:
+    version = document.get("schema_version")
+    return version if isinstance(version, int) else 0
+
+
+def _object(value: Any) -> Document:
+    return value if isinstance(value, dict) else {}
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _whole(value: Any) -> int | None:
+    return value if type(value) is int and abs(value) < 2**63 else None
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if type(value) is float or _whole(value) is not None else None
+
+
+def _bool(value: Any) -> bool | None:
+    return value if isinstance(value, bool) else None
+
+
+_SCALARS: dict[str, Callable[[Any], Any]] = {TEXT: _text, WHOLE: _whole, NUMBER: _number, BOOL: _bool}
+
+
+def _objects(value: Any) -> list[Document]:
+    return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
+
+
+def _in(document: Document, group: str, name: str) -> Any:
+    return _object(document.get(group)).get(name)
+
+
+def _utc(time_s: float | None) -> str | None:
+    """Return a unix time as text for DuckDB; ``None`` for a time outside the calendar."""
+    if time_s is None:
+        return None
+    try:
+        return datetime.fromtimestamp(time_s, timezone.utc).strftime("%Y-%m-%d %H:%M:%S.%f")
+    except (OverflowError, ValueError, OSError):
+        return None
+
+
+def _tags(tags: Any) -> dict[str, str]:
+    pairs = (tag.partition("=") for tag in tags if isinstance(tag, str)) if isinstance(tags, list) else ()
+    return {name: value for name, _, value in pairs}
+
+
+def _devices(run: Document, known: Document) -> Document:
+    """Return the facts of hosts and GPUs; the identity names only the first hosts and models."""
+    ranks = [_object(about) for about in _object(run.get("ranks")).values()]
+    devices = [one for about in ranks for one in _objects(about.get("devices"))]
+    gpus = [one for one in devices if one.get("is_gpu") is True]
+    hosts = _texts(about.get("host") for about in ranks)
+    limits = {number for one in gpus if (number := _number(one.get("power_limit_w"))) is not None}
+    return {
+        "hosts": hosts or known.get("hosts"),
+        "host_count": len(hosts) or known.get("host_count"),
+        "gpu_models": _texts(one.get("name") for one in gpus) or known.get("gpu_models"),
+        "device_keys": _texts(one.get("key") for one in gpus),
+        "drivers": _texts(one.get("driver") for one in devices),
+        "gpu_power_limits_w": sorted(limits),
+    }
+
+
+def _texts(values: Iterator[Any]) -> list[str]:
+    return sorted({one for one in values if isinstance(one, str) and one})
+
+
+@cache
+def _column_by_tag() -> Mapping[str, str]:
+    return {tag: column.name for tag, column in metric_columns().items()}
+
+
+def _metrics(summary: Document) -> Document:
+    columns = _column_by_tag()
+    row: Document = {"metric_errors": {}, "metric_sensor_errors": {}, "other_metrics": {}}
+    for tag, entry in _object(summary.get("metrics")).items():
+        value = _number(_object(entry).get("value"))
+        if tag not in columns:
+            row["other_metrics"][tag] = value
+            continue
+        row[columns[tag]] = value
+        for name, field in (("metric_errors", "error"), ("metric_sensor_errors", "sensor_error")):
+            if (error := _number(entry.get(field))) is not None:
+                row[name][columns[tag]] = error
+    return row
+
+
+def _parts(summary: Document) -> Document:
+    goodput, waterfall = _object(summary.get("goodput")), _object(summary.get("waterfall"))
+    parts = _objects(waterfall.get("parts"))
+    named = [(one["name"], one) for one in parts if isinstance(one.get("name"), str)]
+    return {
+        "device_seconds": waterfall.get("device_seconds"),
+        "waterfall_seconds": {name: one.get("device_seconds") for name, one in named},
+        "waterfall_joules": {name: one["joules"] for name, one in named if one.get("joules") is not None},
+        "goodput_seconds": _object(goodput.get("seconds")),
+        "goodput_rank_seconds": _object(goodput.get("rank_seconds")),
+        "goodput_joules": {name: j for name, j in _object(goodput.get("joules")).items() if j is not None},
+        "slowest_windows": _object(summary.get("slowest")),
+    }
