@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -20,9 +19,9 @@ class Column(NamedTuple):
     sql: str = ""  # the value, as an expression over a line of the file; "" means the field with the column's name
 
 
-def structure(columns: Iterable[Column]) -> str:
-    """Return the columns as a structure for DuckDB's ``from_json``."""
-    return json.dumps([{one.name: [one.type[:-2]] if one.type.endswith("[]") else one.type for one in columns}])
+def fields(columns: Iterable[Column]) -> str:
+    """Return the columns for the argument ``columns`` of DuckDB's ``read_json``."""
+    return "{" + ", ".join(f"'{one.name}': '{one.type}'" for one in columns) + "}"
 
 
 def declaration(columns: Iterable[Column]) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from effllm.analysis.runs_table import BOOL, IDENTITY, NUMBER, OUTCOME, TEXT, WHOLE, metric_columns, run_columns
+from effllm.analysis.runs_table import BOOL, IDENTITY, NUMBER, OUTCOME, TEXT, WHOLE, metric_columns
 
 Document = dict[str, Any]
 #: A larger run.json or summary.json is not read: run.json of 10,000 ranks has 8 MB.
@@ -62,7 +62,7 @@ def run_row(folder: Path, run: Document, summary: Document) -> Document:
     tags = _tags(summary.get("tags") or run.get("tags"))
     known = {**run, **summary}
     started_s = _number(summary.get("started_time_s")) or _number(run.get("started_time_s"))
-    row: Document = {name: known.get(name) for name in _names()}
+    row: Document = {name: known.get(name) for name in _NAMES}
     row |= {
         # Before version 4, run_id was the id of torchrun or Slurm.
         "run_id": (run.get("run_id") if _version(run) >= 4 else None) or summary.get("run_id") or folder.name,
@@ -75,16 +75,15 @@ def run_row(folder: Path, run: Document, summary: Document) -> Document:
         "redone_iterations": _in(summary, "goodput", "redone_iterations"),
         "packages": _object(run.get("packages")),
         "config": run.get("config"),
-        "facts": {name: value for name, value in run.items() if name not in (*_names(), *_NOT_FACTS)},
+        "facts": {name: value for name, value in run.items() if name not in _HAVE_COLUMNS},
         "schema_version": known.get("schema_version"),
     }
     row |= {name: _in(summary, "coverage", name) for name in _COVERAGE}
     row |= {column: _in(summary, "energy", field) for column, field in _ENERGY.items()}
     row |= _devices(run, known) | _parts(summary)
     # DuckDB would cast a text such as "nan" to a number.
-    for column in (*IDENTITY, *OUTCOME):
-        if column.type in _SCALARS:
-            row[column.name] = _SCALARS[column.type](row[column.name])
+    for name, check in _CHECKS:
+        row[name] = check(row[name])
     return row | _metrics(summary)
 
 
@@ -98,14 +97,9 @@ _ENERGY = {
     "energy_time_coverage": "time_coverage",
     "energy_iterations_coverage": "iterations_coverage",
 }
-#: Fields of run.json without a column of their name, which are in other columns.
-_NOT_FACTS = ("ranks", "gpu_model_count")
-
-
-@cache
-def _names() -> dict[str, None]:
-    """Return the names of all columns, in order."""
-    return dict.fromkeys(column.name for column in run_columns())
+_NAMES = tuple(column.name for column in (*IDENTITY, *OUTCOME))
+#: Fields of run.json whose values are in columns.
+_HAVE_COLUMNS = frozenset((*_NAMES, "ranks", "gpu_model_count", "schema_version"))
 
 
 def _version(document: Document) -> int:
@@ -134,6 +128,9 @@ def _bool(value: Any) -> bool | None:
 
 
 _SCALARS: dict[str, Callable[[Any], Any]] = {TEXT: _text, WHOLE: _whole, NUMBER: _number, BOOL: _bool}
+
+
+_CHECKS = [(one.name, _SCALARS[one.type]) for one in (*IDENTITY, *OUTCOME) if one.type in _SCALARS]
 
 
 def _objects(value: Any) -> list[Document]:
