@@ -236,7 +236,7 @@ class Aggregator:
         events = summary.events | {kind: count for kind, count in counts.items() if count}
         status = "stalled" if self.stalls.is_status and summary.status != "completed" else summary.status
         summary = replace(summary, events=events, status=status)
-        return replace(summary, verdict=verdict_of(summary, self.roster.job.framework))
+        return replace(summary, verdict=verdict_of(summary, self.roster.job.framework, self.ledger.prevalence))
 
     # --- windows and time ---
 

@@ -202,6 +202,7 @@ class ClosedWindows:
         if not correction:
             for kind, text in doubts(report, self._roster):
                 self._events.record_once(Event(report.time_s, kind, text), kind)
+            self._ledger.prevalence.close(window.ordered, report)
             self._energy.close(window.ordered, report)
             self._waste.close(report)
 

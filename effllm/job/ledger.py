@@ -12,6 +12,7 @@ from effllm.job.account import Account
 from effllm.job.energy_account import EnergyTotals, WindowEnergy
 from effllm.job.goodput import Goodput
 from effllm.job.merged import Merged
+from effllm.job.prevalence import Prevalence
 from effllm.job.rows import Rows
 from effllm.records.columns import from_json, to_json
 from effllm.records.job import SAME_STATE, SCHEMA_VERSION, Overhead, Straggler, StragglerVerdict
@@ -134,6 +135,7 @@ class Ledger(Struct):
     slowest: dict[int, int] = {}  # rank -> number of windows in which this rank was the slowest
     values: dict[str, ValueStatistics] = {}  # values of instruments in the whole run, by name
     windows_compared: int = 0  # windows in which own times of ranks were compared
+    prevalence: Prevalence = msgspec.field(default_factory=Prevalence)
 
     def next_attempt(self, job: str) -> Ledger:
         """Return the state for the next attempt: the sums stay, the ranks are reset."""

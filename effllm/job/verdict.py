@@ -12,9 +12,10 @@ from effllm.job.losses import (
     losses,
     seconds_of,
 )
+from effllm.job.prevalence import Prevalence
 from effllm.job.remedies import remedy
 from effllm.records.job import Summary
-from effllm.records.verdict import HEALTHY, HIGH, MEDIUM, NO_CONFIDENCE, NO_VERDICT, Evidence, Verdict
+from effllm.records.verdict import HEALTHY, HIGH, MEDIUM, NO_CONFIDENCE, NO_VERDICT, Evidence, LossWindows, Verdict
 from effllm.records.waterfall import Waterfall
 
 #: Names of causes in texts, where the name differs from the cause.
@@ -22,12 +23,14 @@ _NAMES = {"unused_gpus": "unused GPUs"}
 #: Without reports for this share of the device time, a job is neither healthy nor is a smaller loss its primary cause.
 MAX_UNREPORTED = 0.1
 MAX_EVIDENCE, MIN_EVIDENCE_SHARE = 5, 0.01
+#: A loss in a smaller share of the windows is concentrated, and the worst window is named.
+MAX_RARE_SHARE = 0.1
 #: A larger gain is shown as a factor.
 MAX_PERCENT = 5.0
 PROFILE = "EFFICIENTLLM_PROFILE_EVERY=500 splits the steps by a profile"
 
 
-def verdict_of(summary: Summary, framework: str = "") -> Verdict | None:
+def verdict_of(summary: Summary, framework: str = "", prevalence: Prevalence | None = None) -> Verdict | None:
     """Return the verdict on a job; ``None`` before any time was reported.
 
     The primary cause is the loss with the most device time among the losses above their thresholds.  A job that ended
@@ -36,6 +39,7 @@ def verdict_of(summary: Summary, framework: str = "") -> Verdict | None:
     Args:
         summary: the summary with its waterfall.
         framework: name of the training framework, as in run.json.
+        prevalence: the windows of each loss.
     """
     found = summary.waterfall
     if found is None:
@@ -45,10 +49,11 @@ def verdict_of(summary: Summary, framework: str = "") -> Verdict | None:
     if summary.status == "stalled":
         reported = [one for one in every if one.cause == "hang"] or reported
     unit = "GPU" if summary.coverage.gpus_expected else "rank"
-    evidence = tuple(_evidence(one, unit) for one in every[:MAX_EVIDENCE] if one.share >= MIN_EVIDENCE_SHARE)
+    seen = prevalence or Prevalence()
+    evidence = tuple(_evidence(one, unit, seen) for one in every[:MAX_EVIDENCE] if one.share >= MIN_EVIDENCE_SHARE)
     unreported = seconds_of(found, "unreported") / found.device_seconds
     if reported and reported[0].share >= unreported:
-        return _accuse(reported[0], summary, framework, unit, evidence)
+        return _accuse(reported[0], summary, remedy(reported[0].cause, framework).text, unit, evidence, seen)
     if unreported >= MAX_UNREPORTED or reported:
         text = f"{100 * unreported:.1f} % of {unit} time has no report"
         return _unknown(text, "ranks or their reports were lost", "events.jsonl: rank_lost and reports_lost", evidence)
@@ -72,13 +77,15 @@ def verdict_of(summary: Summary, framework: str = "") -> Verdict | None:
     )
 
 
-def _accuse(loss: Loss, summary: Summary, framework: str, unit: str, evidence: tuple[Evidence, ...]) -> Verdict:
+def _accuse(
+    loss: Loss, summary: Summary, action: str, unit: str, evidence: tuple[Evidence, ...], seen: Prevalence
+) -> Verdict:
     assert summary.waterfall is not None
     return Verdict(
         cause=loss.cause,
         text=f"{_name(loss.cause)}: {100 * loss.share:.1f} % of {unit} time{_gain(loss.gain)}",
-        why=loss.why,
-        next=remedy(loss.cause, framework).text,
+        why=loss.why + _windows_text(seen.by_cause.get(loss.cause), seen.windows),
+        next=action,
         bound=loss.gain,
         confidence=MEDIUM if _hidden_share(summary, summary.waterfall) > loss.share else HIGH,
         evidence=evidence,
@@ -103,10 +110,19 @@ def _unknown(text: str, why: str, action: str, evidence: tuple[Evidence, ...]) -
     return Verdict(NO_VERDICT, f"{NO_VERDICT}: {text}", why, action, None, NO_CONFIDENCE, evidence)
 
 
-def _evidence(loss: Loss, unit: str) -> Evidence:
+def _windows_text(windows: LossWindows | None, total: int) -> str:
+    """Return the number of windows of a loss; a loss in few windows has the iteration of the worst window."""
+    if windows is None:
+        return ""
+    text = f", in {windows.count:,} of {total:,} windows"
+    is_rare = windows.count < MAX_RARE_SHARE * total
+    return f"{text}, most at iteration {windows.worst_iteration:,}" if is_rare else text
+
+
+def _evidence(loss: Loss, unit: str, seen: Prevalence) -> Evidence:
     limit = 100 * THRESHOLDS[loss.cause].share
     claim = f"{_name(loss.cause)} {100 * loss.share:.1f} % of {unit} time (threshold {limit:g} %): {loss.why}"
-    return Evidence(claim, loss.source, loss.share)
+    return Evidence(claim, loss.source, loss.share, seen.by_cause.get(loss.cause))
 
 
 def _name(cause: str) -> str:

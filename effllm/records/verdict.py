@@ -30,12 +30,34 @@ CAUSES: dict[str, str] = {
 HIGH, MEDIUM, NO_CONFIDENCE = "high", "medium", "none"
 
 
+class LossWindows(Struct, frozen=True):
+    """The windows in which a loss is above its threshold.  Iterations are the numbers shown at the end of a window."""
+
+    count: int
+    first_iteration: int
+    last_iteration: int
+    worst_iteration: int  # of the window with the largest share
+    worst_share: float
+
+    def with_later(self, other: LossWindows) -> LossWindows:
+        """Return these windows and later windows together."""
+        worst = other if other.worst_share > self.worst_share else self
+        return LossWindows(
+            self.count + other.count,
+            self.first_iteration,
+            other.last_iteration,
+            worst.worst_iteration,
+            worst.worst_share,
+        )
+
+
 class Evidence(Struct, frozen=True, omit_defaults=True):
     """One statement that supports a verdict, with the place of its numbers."""
 
     claim: str
     source: str  # a file of the run folder and the path of the value in it
     share: float | None = None  # of all device time
+    windows: LossWindows | None = None  # in windows-*.jsonl; None if the loss is not measured by window
 
 
 class Verdict(Struct, frozen=True):

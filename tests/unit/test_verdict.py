@@ -4,16 +4,22 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from builders import hello, reports, row
 from msgspec.structs import replace
 from sink_examples import make_summary
 
+from effllm.config.settings import Config
+from effllm.job.aggregator import Aggregator
+from effllm.job.ledger import restore
 from effllm.job.losses import MIN_ITERATIONS, THRESHOLDS, losses
 from effllm.job.remedies import REMEDIES, remedy
 from effllm.job.verdict import verdict_of
+from effllm.records.clock import Now
 from effllm.records.job import AttemptSummary, GoodputSummary, StragglerVerdict, Value
 from effllm.records.rank import Profile
-from effllm.records.verdict import CAUSES, HEALTHY, HIGH, MEDIUM, NO_VERDICT
+from effllm.records.verdict import CAUSES, HEALTHY, HIGH, MEDIUM, NO_VERDICT, LossWindows
 from effllm.records.waterfall import Waterfall, WaterfallPart
+from effllm.records.wire import Bye
 
 DOCS = Path(__file__).parents[2] / "docs"
 PROFILE = Profile(10, 10.0, computing_s=9.9)
@@ -211,3 +217,55 @@ def test_verdict_is_read_back_from_a_summary():
     summary = replace(summary, verdict=verdict_of(summary))
 
     assert msgspec.json.decode(msgspec.json.encode(summary), type=type(summary)) == summary
+
+
+def windows_job(*waits_s, **changes):
+    """Return the summary of a job of one rank, with windows of ten iterations and 10 s with these data waits."""
+    aggregator = Aggregator(Config(), "job", 1, 1000.0)
+    aggregator.hello(hello(0, 1, facts={"framework": "transformers"}), Now(0.0, 1000.0))
+    for number, wait_s in enumerate(waits_s, 1):
+        now = Now(10.0 * number, 1000.0 + 10.0 * number)
+        aggregator.reports(reports(row(0, number, busy_s=10.0 - wait_s, wait_s=wait_s, **changes)), now)
+        aggregator.tick(now)
+    aggregator.bye(Bye("agent-0", 0, "completed", 10 * len(waits_s)), now)
+    return aggregator.summary(now.unix_s, ended=True)
+
+
+def test_verdict_of_a_job_has_the_number_of_windows_with_the_loss():
+    """20 windows of 10 s with a data wait of 1 s; the framework of rank 0 gives the setting."""
+    found = windows_job(*20 * [1.0]).verdict
+
+    assert found.cause == "data_loading"
+    assert found.why.endswith(", in 20 of 20 windows")
+    assert found.next.startswith("raise dataloader_num_workers")
+    assert found.evidence[0].windows == LossWindows(20, 10, 200, 10, pytest.approx(0.1))
+
+
+def test_loss_of_few_windows_has_the_iteration_of_the_worst_window():
+    """9 s of data wait in window 7, and 6 s in window 9, of 30 windows."""
+    waits_s = 30 * [0.0]
+    waits_s[6], waits_s[8] = 9.0, 6.0
+
+    found = windows_job(*waits_s).verdict
+
+    assert found.why.endswith(", in 2 of 30 windows, most at iteration 70")
+    assert found.evidence[0].windows == LossWindows(2, 70, 90, 70, pytest.approx(0.9))
+
+
+def test_windows_of_a_loss_survive_a_restart_of_the_aggregator():
+    aggregator = Aggregator(Config(), "job", 1, 1000.0)
+    aggregator.hello(hello(0, 1), Now(0.0, 1000.0))
+    aggregator.reports(reports(row(0, 1)), Now(10.0, 1010.0))
+    aggregator.tick(Now(10.0, 1010.0))
+
+    again = Aggregator(Config(), "job", 1, 1000.0, restore(aggregator.snapshot()))
+
+    assert again.ledger.prevalence == aggregator.ledger.prevalence
+    assert again.ledger.prevalence.by_cause["data_loading"].count == 1
+
+
+def test_steps_of_padding_are_counted_by_window():
+    found = windows_job(*20 * [0.0], tokens=700, tokens_processed=1000).verdict
+
+    assert found.cause == "padding"
+    assert found.why == "30 % of the processed positions are padding, in 20 of 20 windows"
