@@ -1,0 +1,72 @@
+"""Jobs with a planted cause (benchmarks/planted): what they are, and that the waterfall finds the planted device time."""
+
+import pytest
+
+from benchmarks.planted.job import HEALTHY, MAX_SECOND, MIN_PADDING, NUM_HEALTHY, THRESHOLDS
+from benchmarks.planted.reports import summary_of_planted
+from benchmarks.planted.timeline import planned, timeline
+
+#: Cause -> parts of the waterfall that have its device time, also without a verdict.
+PARTS = {
+    "data_loading": ("data",),
+    "straggler": ("straggling",),
+    "exposed_communication": ("exposed_communication",),
+    "checkpoint": ("checkpoint",),
+    "evaluation": ("evaluation",),
+    "restarts": ("restart_gap", "redone"),
+    "device_idle": ("device_idle",),
+    "hang": ("hang",),
+}
+
+
+def shares(summary, *names):
+    return sum(part.share for part in summary.waterfall.parts if part.name in names)
+
+
+@pytest.mark.parametrize("cause", THRESHOLDS)
+def test_planted_cause_is_the_largest_above_its_threshold(cause):
+    for seed in range(4):
+        job = planned(cause, seed)
+        found = timeline(job)
+        assert found.primary == cause
+        assert found.shares[cause] >= THRESHOLDS[cause] or found.attempts[-1].status == "stalled"
+        assert len(job.causes) == 1 + seed % 2
+        assert all(found.shares[one.cause] <= MAX_SECOND * found.shares[cause] for one in job.causes[1:])
+
+
+def test_no_cause_of_a_healthy_job_is_above_its_threshold():
+    for seed in range(0, NUM_HEALTHY, 10):
+        found = timeline(planned(HEALTHY, seed))
+        above = {cause for cause, share in found.shares.items() if share >= THRESHOLDS[cause]}
+        assert above <= ({"padding"} if found.padding < MIN_PADDING else set())
+
+
+@pytest.mark.parametrize("cause", THRESHOLDS)
+def test_job_is_faster_without_the_planted_cause(cause):
+    found, fixed = timeline(planned(cause, 0)), timeline(planned(cause, 0), fixed=cause)
+
+    assert fixed.shares[cause] < found.shares[cause]
+    # The kept iterations are the same, and the share of the cause is the time that its removal saves.
+    saved = 1 - fixed.device_seconds / found.device_seconds
+    assert saved == pytest.approx(found.shares[cause] - fixed.shares[cause] * (1 - saved), abs=0.02)
+
+
+@pytest.mark.parametrize("cause", PARTS)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_waterfall_has_the_planted_device_time(cause, seed):
+    found = timeline(planned(cause, seed))
+    summary = summary_of_planted(found)
+
+    assert summary.elapsed_s == pytest.approx(found.elapsed_s, rel=1e-3)
+    share = shares(summary, *PARTS[cause]) * (found.job.shape.ranks / (found.job.shape.ranks + found.unused))
+    if cause == "restarts":  # the start-up of later attempts is a part of its own
+        startup_s = sum(course.startup_s for course in found.attempts[1:])
+        share += startup_s / found.elapsed_s
+    # Waits for ranks that are slow by chance, and medians, explain the difference.
+    assert share == pytest.approx(found.shares[cause], abs=0.02)
+
+
+def test_job_that_ends_in_a_hang_is_stalled():
+    found = next(found for found in (timeline(planned("hang", seed)) for seed in range(10)) if found.attempts[-1].hang_s
+                 and found.attempts[-1].status == "stalled")  # fmt: skip
+    assert summary_of_planted(found).status == "stalled"
