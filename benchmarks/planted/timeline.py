@@ -151,7 +151,7 @@ def timeline(job: PlantedJob, fixed: str = "") -> Timeline:
     for _ in range(CALIBRATIONS):
         found = _simulate(job, noise, amounts)
         for number, one in enumerate(job.causes):
-            # The first cause has the drawn share together with its usual part; a second cause is added to its usual part.
+            # The drawn share of the first cause contains its usual part; a second cause is added to its usual part.
             wanted = one.share * found.device_seconds - (usual[one.cause] if number == 0 else 0.0)
             planted = found.truth[one.cause] - usual[one.cause]
             step = wanted / planted if planted > 0 else 1.5

@@ -1,4 +1,4 @@
-"""Jobs with a planted cause (benchmarks/planted): what they are, and that the waterfall finds the planted device time."""
+"""Jobs with a planted cause (benchmarks/planted), and the planted device time in the waterfall."""
 
 import pytest
 
