@@ -10,6 +10,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from effllm.config.settings import Config
+from effllm.job.audit.watch import AuditWatch
 from effllm.job.event_log import EventLog
 from effllm.job.gathered import Gathered
 from effllm.job.health.energy_watch import EnergyWatch
@@ -20,7 +21,7 @@ from effllm.job.ledger import Ledger
 from effllm.job.merged import merge_devices
 from effllm.job.pacing import is_large
 from effllm.job.presence import ABSENT_AFTER_S
-from effllm.job.reporting import Window, doubts, report_of
+from effllm.job.reporting import Window, report_of
 from effllm.job.roster import Roster
 from effllm.job.rows import Rows
 from effllm.job.window_energy import window_energy
@@ -58,6 +59,7 @@ class ClosedWindows:
         self._stragglers = stragglers
         self._waste = WasteWatch(ledger.events, events.record)
         self._energy = EnergyWatch(ledger.events.__contains__, events.record)
+        self._audit = AuditWatch(ledger.audit, events.record_once)
         self._recent: dict[int, Window] = {}
         self._spans_s: list[float] = []  # durations of the last windows, for the deadline
         self._closed: list[Closed] = []
@@ -195,14 +197,16 @@ class ClosedWindows:
     def _report(self, window: Window, late: Window | None = None) -> None:
         """Report a window; a correction has only the late reports, because the other reports were already written."""
         minimum, last, correction = self._config.min_coverage, self.last_report, late is not None
+        if not correction:
+            has_gaps = bool(self._ledger.reports_lost)
+            self._audit.check(window.ordered, self._roster.job.known, has_gaps=has_gaps)
         report = report_of(window, self._ledger, self._roster, minimum, last, correction)
         self._ledger.reports += 1
         self.last_report = report
         self._closed.append(Closed(report, (late or window).ordered))
         if not correction:
-            for kind, text in doubts(report, self._roster):
-                self._events.record_once(Event(report.time_s, kind, text), kind)
             self._ledger.prevalence.close(window.ordered, report)
+            self._audit.close(window.ordered, report, self._roster.job.known, self._roster.job.peak_source)
             self._energy.close(window.ordered, report)
             self._waste.close(report)
 

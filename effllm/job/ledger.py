@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Struct
 
 from effllm.job.account import Account
+from effllm.job.audit.state import AuditState
 from effllm.job.energy_account import EnergyTotals, WindowEnergy
 from effllm.job.goodput import Goodput
 from effllm.job.merged import Merged
@@ -136,6 +137,7 @@ class Ledger(Struct):
     values: dict[str, ValueStatistics] = {}  # values of instruments in the whole run, by name
     windows_compared: int = 0  # windows in which own times of ranks were compared
     prevalence: Prevalence = msgspec.field(default_factory=Prevalence)
+    audit: AuditState = msgspec.field(default_factory=AuditState)
 
     def next_attempt(self, job: str) -> Ledger:
         """Return the state for the next attempt: the sums stay, the ranks are reset."""
@@ -145,7 +147,7 @@ class Ledger(Struct):
         self.spent.unfinished += max(self.world_size - len(self.ranks), 0)
         self.attempt, self.job = self.attempt + 1, job
         self.world_size = self.closed = self.joined_until = self.run_after = self.warm_until = 0
-        self.ranks, self.warmed_s, self.waited = {}, 0.0, Waited()
+        self.ranks, self.warmed_s, self.waited, self.audit = {}, 0.0, Waited(), AuditState(doubts=self.audit.doubts)
         for sums in (self.run.energy, self.whole.energy, self.devices):
             sums.close()
         return self
@@ -174,6 +176,7 @@ class Ledger(Struct):
         for name, seconds in {"iterations": float(rows.numbers["time_s"].sum()), **rows.phases_s}.items():
             self.classes_s[name] = self.classes_s.get(name, 0.0) + seconds
         self.goodput.attempt.count_rows(window, rows)
+        self.audit.counts.add(rows)
         if rows.values:
             self.values = merged_by_name((self.values, rows.values))
 

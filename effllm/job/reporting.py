@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from effllm import metrics
 from effllm.job.account import Account
+from effllm.job.audit.watch import audit_of, doubtful_tags
 from effllm.job.energy_account import MAX_RANDOM_ERROR, WindowEnergy
 from effllm.job.goodput_attempt import RESTART_GAP
 from effllm.job.ledger import Ledger
@@ -18,7 +19,6 @@ from effllm.job.roster import Roster
 from effllm.job.rows import Rows
 from effllm.job.spread import window_spread
 from effllm.job.waterfall import waterfall
-from effllm.job.window_energy import ROUNDING
 from effllm.records.job import (
     ClusterReport,
     ClusterTotals,
@@ -164,6 +164,7 @@ def report_of(
     if window.energy is None and last:  # late: no other report of its window is in memory
         coverage = replace(last.coverage, reports_late=ledger.late)
     shown = int(numbers["iteration_shown"].max())
+    values = metrics.evaluate(run, shown_of_window, whole)
     return ClusterReport(
         attempt=ledger.attempt,
         window=window.number,
@@ -175,7 +176,8 @@ def report_of(
         run=run,
         last=own,
         job=whole,
-        values=metrics.evaluate(run, shown_of_window, whole),
+        values=values,
+        doubtful=tuple(doubtful_tags(ledger.audit, values)),
         coverage=coverage,
         straggler=None if correction else waited.slowest,
         total_iterations=roster.job.total_iterations,
@@ -243,6 +245,7 @@ def summary_of(
     shares = _energy_coverage(ledger, goodput) if lacking else (1.0, 1.0)
     gaps = tuple(_gaps(whole, ledger, roster, lacking, shares, ended))
     values, errors = metrics.evaluate_run(run, whole), metrics.errors(run, whole)
+    doubts = doubtful_tags(ledger.audit, values)
     return Summary(
         status=status,
         is_over=ended,
@@ -251,7 +254,7 @@ def summary_of(
         parameters=run.constants.parameters,
         parameters_kind=kind,
         metrics={
-            tag: Value(value, entry.unit, *(errors.get(tag) or (None, None)))
+            tag: Value(value, entry.unit, *_errors(errors, tag), doubts.get(tag))
             for tag, value in values.items()
             if (entry := metrics.describe(tag))
         },
@@ -279,7 +282,12 @@ def summary_of(
         goodput=goodput,
         instruments=summaries(ledger.values),
         waterfall=waterfall(goodput, whole),
+        audit=audit_of(ledger.audit, roster.job.known),
     )
+
+
+def _errors(errors: Mapping[str, tuple[float, float]], tag: str) -> tuple[float | None, float | None]:
+    return errors.get(tag) or (None, None)
 
 
 def first_start_s(ledger: Ledger) -> float:
@@ -348,19 +356,6 @@ def not_counted(whole: ClusterTotals) -> Iterator[str]:
     if counts.iterations and missing:
         calls = ", ".join(f"{name}=..." for name in missing)
         yield f"{' and '.join(missing)}: the training loop counted none; effllm.count({calls}) counts them"
-
-
-def doubts(report: ClusterReport, roster: Roster) -> Iterator[tuple[str, str]]:
-    """Yield the doubts about the values of a window, as kind and sentence."""
-    last = report.last
-    for name, flops in (("MFU", last.constants.flops_per_token), ("HFU", last.constants.hardware_flops_per_token)):
-        share = metrics.throughput.share_of_peak(last, flops)
-        if share is not None and share > 1 + ROUNDING:
-            yield (
-                "mfu",
-                f"{name} would be {share:.3g}, which is impossible, so it is not shown: the {flops:.3g} FLOPs per "
-                f"token, the tokens or the peak ({roster.job.peak_source}) are wrong",
-            )
 
 
 def _remaining_s(whole: ClusterTotals, total: int | None, shown: int) -> float | None:

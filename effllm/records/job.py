@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, get_type_hints
 from msgspec import Struct, defstruct
 from msgspec.structs import fields
 
+from effllm.records.audit import Audit
 from effllm.records.counters import FIELDS, Counters
 from effllm.records.energy import EnergyAmount
 from effllm.records.identity import Identity
@@ -248,6 +249,7 @@ class WindowReport(Struct, frozen=True, omit_defaults=True):
     energy_doubtful: bool = False  # the window's energy has a random error of more than 5 %
     stragglers: tuple[StragglerVerdict, ...] = ()  # current stragglers, at most 16, the costliest first
     instruments: dict[str, ValueSummary] = {}  # values of instruments in the window, by name
+    doubtful: tuple[str, ...] = ()  # tags of values that depend on a count that failed a check of the audit
     spread: dict[str, Spread] = {}  # distributions over ranks or GPUs in the window, by name in SPREADS
 
 
@@ -266,6 +268,7 @@ class Value(Struct, frozen=True, omit_defaults=True):
     unit: str
     error: float | None = None  # random part of the error, half-width of a 95 % interval
     sensor_error: float | None = None  # systematic part of the error: the gain of the sensors, half-width, 95 %
+    doubt: str | None = None  # the failed check of the audit, if the value depends on what was checked
 
 
 class EnergySummary(Struct, frozen=True):
@@ -349,5 +352,6 @@ class Summary(Identity, Struct, frozen=True, kw_only=True):
     instruments: dict[str, ValueSummary] = {}  # values of instruments in the whole run, by name
     waterfall: Waterfall | None = None
     verdict: Verdict | None = None
+    audit: Audit | None = None
     is_over: bool = True  # False: the run continues or is stalled, and this file will be written again
     schema_version: int = SCHEMA_VERSION

@@ -1,0 +1,77 @@
+"""Checks that counts of tokens are possible: shape >= positions >= tokens >= positions with a label. No I/O.
+
+The totals of each rank are compared, not its windows: tokens and labels counted on a GPU arrive some iterations after
+the positions of their batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from effllm.job.audit.known import KnownJob, reasons_for
+from effllm.job.rows import Rows
+from effllm.records.columns import Table, fields_of
+
+MAX_NAMED = 8
+#: Tolerance for a whole number: the totals are exact, but late counts may be missing.
+TOLERANCE = 0.01
+
+
+class CountSums(Table):
+    """The totals of each rank."""
+
+    NAMES = ("tokens_processed", "tokens", "tokens_loss", "iterations")
+
+    def add(self, rows: Rows) -> None:
+        """Add reports; each report may be added only once."""
+        at = self.find(rows.ranks)
+        values = self.values
+        values[at, :3] += fields_of(rows, self.NAMES[:3])
+        values[at, 3] += rows.numbers["iterations"]
+
+
+#: Smaller count, larger count, and what they are.
+_ORDER = (
+    ("tokens", "tokens_processed", "tokens without padding", "positions"),
+    ("tokens_loss", "tokens", "positions with a label", "tokens without padding"),
+)
+
+
+def broken_counts(sums: CountSums, rows: Rows, known: KnownJob, *, has_gaps: bool) -> str:
+    """Return a sentence about the first count that is impossible; empty if all counts are possible.
+
+    Args:
+        sums: the totals, with the reports of the window.
+        rows: the reports of the window.
+        known: the constants of the job.
+        has_gaps: whether reports were lost: then tokens of a batch may be here without its positions.
+    """
+    values = sums.values[sums.find(rows.ranks)]
+    column = dict(zip(sums.NAMES, values.T, strict=True))
+    spare = fields_of(rows, ("tokens_processed",))[:, 0] if has_gaps else 0.0
+    for small, large, small_text, large_text in _ORDER:
+        # A total of 0 is not counted.
+        wrong = (column[large] > 0) & (column[small] > column[large] + spare)
+        if wrong.any():
+            factor = float((column[small][wrong] / column[large][wrong]).max())
+            totals = f"{column[small][wrong].sum():,.0f} {small_text} in {column[large][wrong].sum():,.0f} {large_text}"
+            return _sentence(rows.ranks, wrong, totals, factor, known)
+    if known.max_positions:
+        most = column["iterations"] * known.max_positions
+        wrong = (most > 0) & (column["tokens_processed"] > most + spare)
+        if wrong.any():
+            factor = float((column["tokens_processed"][wrong] / most[wrong]).max())
+            totals = f"{column['tokens_processed'][wrong].sum():,.0f} positions in batches of {most[wrong].sum():,.0f}"
+            return _sentence(rows.ranks, wrong, totals, factor, known)
+    return ""
+
+
+def _sentence(ranks: Sequence[int], wrong: NDArray[np.bool_], totals: str, factor: float, known: KnownJob) -> str:
+    named = [rank for rank, is_wrong in zip(ranks, wrong, strict=True) if is_wrong]
+    who = ", ".join(map(str, named[:MAX_NAMED])) + (f" and {len(named) - MAX_NAMED} more" * (len(named) > MAX_NAMED))
+    number, reasons = reasons_for(factor, TOLERANCE, known.quantities)
+    why = f", exactly {number} = {' or '.join(reasons)}" if reasons else ""
+    return f"rank {who} counted {totals}: a factor of {factor:.3g}{why}; the counts of tokens are wrong"
