@@ -79,6 +79,21 @@ class LoadedRuns:
         """The table `runs`: one row per run, with its identity, its result and its metrics."""
         return self._database.table("runs")
 
+    @property
+    def windows(self) -> Any:
+        """The table `windows`: one row per window of a run, with its sums and its metrics."""
+        return self._database.table("windows")
+
+    @property
+    def ranks(self) -> Any:
+        """The table `ranks`: one row per rank and window, with the readings of the rank's first device."""
+        return self._database.table("ranks")
+
+    @property
+    def events(self) -> Any:
+        """The table `events`: one row per event."""
+        return self._database.table("events")
+
     def sql(self, query: str) -> Any:
         """Return the result of a query over the tables as a relation of DuckDB.
 

@@ -100,3 +100,13 @@ def _state(path: str) -> str:
         return ""
     # The store replaces both files, so each new file has another inode, even within the resolution of a file's time.
     return f"{about.st_size}:{about.st_mtime_ns}:{about.st_ino}"
+
+
+def files_of(folder: Path, pattern: str) -> Iterator[tuple[Path, str]]:
+    """Yield the files of a run that match a glob, in order, each with the reason why it cannot be read, or ""."""
+    for path in sorted(folder.glob(pattern)):
+        try:
+            is_file, is_readable = path.is_file(), os.access(path, os.R_OK)
+        except OSError:
+            is_file = is_readable = False
+        yield path, "" if is_file and is_readable else "not a readable file"

@@ -15,7 +15,8 @@ from typing import Any
 
 import msgspec
 
-from effllm.analysis.runs_table import BOOL, IDENTITY, NUMBER, OUTCOME, TEXT, WHOLE, metric_columns
+from effllm.analysis.column import BOOL, NUMBER, TEXT, WHOLE
+from effllm.analysis.runs_table import IDENTITY, OUTCOME, metric_columns
 
 Document = dict[str, Any]
 #: A larger run.json or summary.json is not read: run.json of 10,000 ranks has 8 MB.
@@ -80,6 +81,7 @@ def run_row(folder: Path, run: Document, summary: Document) -> Document:
     }
     row |= {name: _in(summary, "coverage", name) for name in _COVERAGE}
     row |= {column: _in(summary, "energy", field) for column, field in _ENERGY.items()}
+    row |= {f"verdict_{field}": _in(summary, "verdict", field) for field in ("cause", "text", "next", "bound")}
     row |= _devices(run, known) | _parts(summary)
     # DuckDB would cast a text such as "nan" to a number.
     for name, check in _CHECKS:

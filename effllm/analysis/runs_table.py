@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from effllm.analysis.column import Column
+from effllm.analysis.column import (
+    BOOL,
+    JSON,
+    NUMBER,
+    NUMBER_BY_NAME,
+    NUMBERS,
+    TEXT,
+    TEXT_BY_NAME,
+    TEXTS,
+    TIME,
+    WHOLE,
+    WHOLE_BY_NAME,
+    Column,
+)
 from effllm.metrics import METRICS, Metric
-
-TEXT, WHOLE, NUMBER, BOOL, TIME = "VARCHAR", "BIGINT", "DOUBLE", "BOOLEAN", "TIMESTAMP"
-TEXTS, TEXT_BY_NAME = "VARCHAR[]", "MAP(VARCHAR, VARCHAR)"
-NUMBER_BY_NAME, WHOLE_BY_NAME, JSON = "MAP(VARCHAR, DOUBLE)", "MAP(VARCHAR, BIGINT)", "JSON"
 
 IDENTITY = (
     Column("run_id", TEXT, "", "name of the run folder"),
@@ -24,7 +33,7 @@ IDENTITY = (
     Column("gpu_models", TEXTS, "", "models of the GPUs, in alphabetical order"),
     Column("device_keys", TEXTS, "", "UUIDs of the GPUs, in alphabetical order"),
     Column("drivers", TEXTS, "", "names and versions of the interfaces to the devices"),
-    Column("gpu_power_limits_w", "DOUBLE[]", "W", "different power limits of the GPUs at the start, ascending"),
+    Column("gpu_power_limits_w", NUMBERS, "W", "different power limits of the GPUs at the start, ascending"),
     Column("model", TEXT, "", "name of the trained model"),
     Column("git_commit", TEXT, "", "commit of the training code"),
     Column("git_dirty", BOOL, "", "whether the training code had changes after the commit"),
@@ -69,6 +78,10 @@ OUTCOME = (
     Column(
         "waterfall_joules", NUMBER_BY_NAME, "J", "energy by part of the waterfall; parts without energy are left out"
     ),
+    Column("verdict_cause", TEXT, "", "the largest avoidable loss, or healthy or unknown: docs/verdict.md"),
+    Column("verdict_text", TEXT, "", "the verdict as a sentence"),
+    Column("verdict_next", TEXT, "", "the next action"),
+    Column("verdict_bound", NUMBER, "ratio", "upper bound of the gain in throughput without this loss"),
     Column("goodput_seconds", NUMBER_BY_NAME, "s", "elapsed time by class of goodput, mean over the ranks"),
     Column("goodput_rank_seconds", NUMBER_BY_NAME, "s", "elapsed time by class of goodput, sum over the ranks"),
     Column("goodput_joules", NUMBER_BY_NAME, "J", "energy by class of goodput; classes without energy are left out"),

@@ -1,15 +1,23 @@
 """Run folders as tables: `effllm.load`."""
 
+import math
+import os
 import shutil
 from pathlib import Path
 
 import msgspec
 import pytest
+from sink_examples import complete_totals, make_report, make_row
 
 import effllm
+from effllm import metrics
 from effllm.analysis.run_folders import UnreadableRun
+from effllm.records.counters import FIELDS
+from effllm.store.reader import RankRow, read_ranks, read_windows
+from effllm.store.run_folder import RunFolder
 
 OLDER = Path(__file__).parents[1] / "golden" / "run_folder_1"
+CORPUS = Path(__file__).parents[1] / "corpus" / "runfolder"
 
 
 def write_run(folder, run=None, summary=None, **files):
@@ -115,3 +123,147 @@ def test_values_of_a_wrong_type_are_null(tmp_path):
 
     [row] = values(effllm.load(tmp_path / "run").runs, "tokens, loss, goodput_seconds, hosts, tags")
     assert row == (None, None, {"kept": None}, None, {})
+
+
+def test_lines_of_an_older_version_are_read():
+    run = effllm.load(OLDER)
+
+    assert values(run.windows, "run_id, window_number, iteration, tokens, loss IS NULL, final") == [
+        ("run_folder_1", 1, 20, 327_680, False, False),
+        ("run_folder_1", 2, 40, 327_680, False, False),
+        ("run_folder_1", 3, 60, 327_680, False, False),
+        ("run_folder_1", 4, 60, 0, True, True),
+    ]
+    window = next(iter(read_windows(OLDER)))
+    [row] = values(
+        run.windows.limit(1), "energy_j, energy_error_j, amu_gb, run_energy_joules_per_token, ranks_expected"
+    )
+    assert row == pytest.approx(
+        (
+            window.last.energy.joules,
+            window.last.energy.error_j,
+            window.values["amu_gb"],
+            window.values["run_energy/joules_per_token"],
+            2,
+        )
+    )
+    assert values(run.ranks.aggregate("count(*), sum(tokens), sum(energy_j)"), "*") == [
+        (8, 983_040, pytest.approx(run.summary.energy.measured_joules))
+    ]
+    assert [kind for (kind,) in values(run.events, "kind")] == ["joined", "joined", "left", "left"]
+    assert run.skipped == []
+
+
+def test_columns_have_the_values_of_the_store(tmp_path):
+    store = RunFolder(tmp_path / "run", {"run_id": "run"})
+    for number in range(1, 4):
+        report = make_report(10 * number, loss=math.nan if number == 2 else 2.5, run=complete_totals(10 * number))
+        store.write(report, [make_row(rank=rank, iteration=10 * number) for rank in range(2)])
+    store.close()
+    run = effllm.load(tmp_path / "run")
+
+    assert values(run.windows, "iteration, loss, amu_gb") == [
+        (row.iteration, row.loss, row.values["amu_gb"]) for row in read_windows(run.folder)
+    ]
+    assert [loss for (loss,) in values(run.windows, "loss")] == [2.5, None, 2.5]
+    fields = [name for name in RankRow.__struct_fields__ if name in run.ranks.columns]
+    assert set(RankRow.__struct_fields__) - set(fields) == {"profile", "window"}
+    for row, found in zip(read_ranks(run.folder), run.ranks.select(", ".join(fields)).fetchall(), strict=True):
+        expected = msgspec.to_builtins(row)
+        missing = {key: {} for key in ("phases_s", "phases_j", "other_devices_j", "throttled_s", "gauges")}
+        defaults = {"losses_not_finite": 0, **dict.fromkeys(FIELDS, 0), **missing}
+        assert dict(zip(fields, found, strict=True)) == {
+            name: expected.get(name, getattr(row, name, defaults.get(name))) for name in fields
+        }
+
+
+def test_every_metric_of_a_window_and_a_summary_has_a_column():
+    run = effllm.load(OLDER)
+    totals = complete_totals()
+
+    assert {tag.replace("/", "_") for tag in metrics.evaluate(totals, totals, totals)} <= set(run.windows.columns)
+    assert {tag.replace("/", "_") for tag in metrics.evaluate_run(totals, totals)} <= set(run.runs.columns)
+
+
+def test_torn_and_invalid_lines_are_named_and_other_lines_are_read(tmp_path):
+    folder = shutil.copytree(OLDER, tmp_path / "run")
+    with (folder / "windows-0001.jsonl").open("ab") as file:
+        file.write(b'null\n[]\n\n"a"\n{"attempt": 1}\n\x80\xff\n{"attempt":1,"wind')
+    run = effllm.load(folder)
+
+    assert len(run.windows) == 4
+    [skipped] = run.skipped
+    assert (skipped.path, skipped.reason) == (run.folder / "windows-*.jsonl", "6 incomplete or invalid lines")
+
+
+@pytest.mark.parametrize("kind", ["windows", "ranks", "events"])
+def test_lines_of_any_bytes_do_not_end_the_reading(tmp_path, kind):
+    name = "events.jsonl" if kind == "events" else f"{kind}-0001.jsonl"
+    for path in sorted(CORPUS.glob(f"{kind}-*")):
+        folder = tmp_path / path.name
+        folder.mkdir()
+        (folder / name).write_bytes(path.read_bytes()[1:])  # the first byte selects a file
+    good = shutil.copytree(OLDER, tmp_path / "good")
+    runs = effllm.load(tmp_path)
+
+    assert len(runs) == len(list(CORPUS.glob(f"{kind}-*"))) + 1
+    relation = getattr(runs, kind)
+    expected = len(getattr(effllm.load(good), kind))
+    assert len(relation.filter("run_id = 'good'")) == expected
+    numbers = [name for name, type_ in zip(relation.columns, relation.types, strict=True) if type_ == "DOUBLE"]
+    for column in numbers:
+        assert relation.filter(f'isnan("{column}") OR isinf("{column}")').fetchall() == []
+
+
+@pytest.mark.parametrize("document", ["run", "summary"])
+def test_documents_of_any_bytes_do_not_end_the_reading(tmp_path, document):
+    for path in sorted(CORPUS.glob(f"{document}-*")):
+        folder = tmp_path / path.name
+        folder.mkdir()
+        (folder / f"{document}.json").write_bytes(path.read_bytes()[1:])
+    runs = effllm.load(tmp_path)
+
+    rejected = len({one.path for one in runs.skipped})
+    assert len(runs) + rejected == len(list(CORPUS.glob(f"{document}-*")))
+    assert f"{document}-good" in {run_folder.name for run_folder in runs.folders}
+
+
+def test_a_run_without_any_measurement_has_empty_tables(tmp_path):
+    run = effllm.load(write_run(tmp_path / "run", {"run_id": "run", "schema_version": 4}))
+
+    assert [len(table) for table in (run.runs, run.windows, run.ranks, run.events)] == [1, 0, 0, 0]
+    assert (run.summary, run.skipped) == (None, [])
+
+
+def test_names_with_glob_characters_are_read_as_they_are(tmp_path):
+    for name in ("run[1]", "run*", "run1", "run?", "project=x", "run'; --"):
+        shutil.copytree(OLDER, tmp_path / name)
+
+    assert len(effllm.load(tmp_path).windows) == 6 * 4
+    assert len(effllm.load(tmp_path / "run[1]").windows) == 4
+    assert len(effllm.load([tmp_path / "run*"]).windows) == 4
+
+
+def test_files_that_are_not_regular_are_named_and_never_opened(tmp_path):
+    folder = write_run(tmp_path / "run", {"run_id": "run"})
+    os.mkfifo(folder / "summary.json")
+    os.mkfifo(folder / "windows-0001.jsonl")
+    run = effllm.load(folder)
+
+    assert len(run.windows) == 0
+    assert [(one.path.name, one.reason) for one in run.skipped] == [
+        ("summary.json", "not a regular file"), ("windows-0001.jsonl", "not a readable file")
+    ]  # fmt: skip
+
+
+def test_relations_outlive_the_object_that_made_them():
+    assert effllm.load(OLDER).windows.select("window_number").fetchall() == [(1,), (2,), (3,), (4,)]
+
+
+def test_queries_join_tables_by_folder(tmp_path):
+    for name in ("a", "b"):
+        shutil.copytree(OLDER, tmp_path / name)
+
+    assert effllm.load(tmp_path).sql(
+        "SELECT run_id, count(*), sum(w.tokens) FROM runs JOIN windows w USING (folder, run_id) GROUP BY 1 ORDER BY 1"
+    ).fetchall() == [("a", 4, 983_040), ("b", 4, 983_040)]

@@ -1,0 +1,222 @@
+"""The columns of the tables `windows`, `ranks` and `events`: one row per line of the JSON Lines files of a run.
+
+A missing field of a line is its default, as in effllm/store/reader.py: a count is 0, any other value is null.
+"""
+
+from __future__ import annotations
+
+from effllm.analysis.column import (
+    BOOL,
+    JSON,
+    KEYS,
+    NUMBER,
+    NUMBER_BY_NAME,
+    TEXT,
+    WHOLE,
+    Column,
+    Table,
+)
+from effllm.analysis.runs_table import column_of
+from effllm.metrics import METRICS
+from effllm.records.rank import GAUGES
+
+_COUNTERS = {
+    "tokens": "tokens without padding",
+    "tokens_processed": "tokens with padding",
+    "tokens_loss": "tokens with a label",
+    "samples": "samples",
+    "generated_tokens": "generated tokens, without prompts",
+    "prompt_tokens": "tokens of the prompts of generated text",
+}
+_GAUGE = "STRUCT(mean DOUBLE, covered_s DOUBLE, least DOUBLE, most DOUBLE)"
+_SPREAD = "STRUCT(count BIGINT, least DOUBLE, p5 DOUBLE, median DOUBLE, p95 DOUBLE, most DOUBLE)"
+
+
+def _count(name: str, unit: str, meaning: str, group: str = "") -> Column:
+    """Return the column of a count; a missing field is 0."""
+    return Column(name, WHOLE, unit, meaning, group + name, default="0")
+
+
+def _time(name: str, meaning: str, group: str = "") -> Column:
+    """Return the column of a time; a missing field is 0."""
+    return Column(name, NUMBER, "s", meaning, group + name, default="0")
+
+
+def _counters(group: str = "") -> list[Column]:
+    return [_count(name, "samples" if name == "samples" else "tokens", text, group) for name, text in _COUNTERS.items()]
+
+
+def _flag(name: str, meaning: str) -> Column:
+    return Column(name, BOOL, "", meaning, default="false")
+
+
+_COVERAGE = {
+    "ranks_expected": ("ranks", "ranks of the job"),
+    "ranks_reporting": ("ranks", "ranks with a report of the window"),
+    "gpus_expected": ("GPUs", "GPUs of the job"),
+    "gpus_measured": ("GPUs", "GPUs with a measurement in the window"),
+    "reports_lost": ("reports", "reports that never arrived, in the run so far"),
+    "reports_late": ("reports", "reports after the end of their window, in the run so far"),
+}
+_SHARES = {
+    "energy": "measured share of the device-seconds of the window: energy",
+    "memory": "the same share of memory",
+    "utilization": "the same share of utilization",
+}
+#: Sums over the window: fields of `last`.
+_SUMS = (
+    _count("iterations", "iterations", "iterations that ended in the window", "last."),
+    *_counters("last."),
+    _count("losses_not_finite", "losses", "losses that were NaN or infinite", "last."),
+    _time("time_s", "time of the iterations of the slowest rank (T)", "last."),
+    _time("wait_s", "data wait of this rank", "last."),
+    _time("generation_s", "longest generation time of a rank", "last."),
+    Column("energy_j", NUMBER, "J", "energy of all devices, if the coverage is sufficient", "last.energy_j"),
+    Column("energy_error_j", NUMBER, "J", "its random error: half-width, 95 %", "last.energy_error_j"),
+    Column("energy_gain_error_j", NUMBER, "J", "its systematic error: half-width, 95 %", "last.energy_gain_error_j"),
+    Column("energy_time_s", NUMBER, "s", "part of time_s with this energy", "last.energy_time_s"),
+    Column("energy_tokens", WHOLE, "tokens", "part of tokens with this energy", "last.energy_tokens"),
+    Column("energy_measured_j", NUMBER, "J", "measured energy, also with less coverage", "last.energy_measured_j"),
+    Column("memory_mean_bytes", NUMBER, "bytes", "mean over devices of the memory in use", "last.memory_mean_bytes"),
+    Column("utilization_mean", NUMBER, "ratio", "mean over devices of the utilization", "last.utilization_mean"),
+    Column("throttled_s", NUMBER, "GPU-s", "time in which heat or the board lowered the clock", "last.throttled_s"),
+    Column("temperature_max_c", NUMBER, "degC", "highest temperature of a GPU", "last.temperature_max_c"),
+    Column("sm_clock_hz", NUMBER, "Hz", "clock of the streaming multiprocessors, mean over GPUs", "last.sm_clock_hz"),
+)
+
+
+def _window_metrics() -> dict[str, Column]:
+    """Return the column of each metric of a window, by tag."""
+    bases = {"window": "this window", "run": "run to date", "job": "whole wall time so far"}
+    return {
+        tag: Column(
+            column_of(tag),
+            NUMBER,
+            entry.unit,
+            f"{' '.join(entry.help.split())} Base: {bases[base]}.",
+            f"values.{tag}",
+        )
+        for entry in METRICS.values()
+        if entry.in_windows
+        for base in entry.bases
+        for tag in [entry.tag(base)]
+    }
+
+
+_METRICS = _window_metrics()
+
+WINDOWS = Table(
+    "windows",
+    "windows-*.jsonl",
+    ("attempt", "window_number", "end_time_s"),
+    (
+        *KEYS,
+        Column("attempt", WHOLE, "", "number of the start of the job"),
+        Column("window_number", WHOLE, "", "number of the window in the attempt", "window"),
+        Column("iteration", WHOLE, "", "number of the last iteration, as shown to users"),
+        Column("iteration_first", WHOLE, "", "first iteration of the window, counted from the start of the attempt"),
+        Column("iteration_last", WHOLE, "", "last iteration of the window, counted from the start of the attempt"),
+        Column("total_iterations", WHOLE, "iterations", "length of the job; null if unknown"),
+        Column("end_time_s", NUMBER, "s (unix)", "time at which the last rank ended the window", "time_s"),
+        Column("remaining_s", NUMBER, "s", "estimate of the time to the end of the job"),
+        Column("loss", NUMBER, "", "last loss of the window; null if it was not finite or not recorded"),
+        _flag("simulated", "whether no hardware was measured"),
+        _flag("warming_up", "whether the run-to-date values start later"),
+        _flag("final", "whether this is the last window of the attempt"),
+        _flag("correction", "whether the line has only late reports of an earlier window; sums include this line"),
+        _flag("energy_doubtful", "whether the energy of the window has a random error above 5 %"),
+        Column("power_scope", TEXT, "", "scope of the energy: gpu, module, cpu or node-psu"),
+        *(Column(name, WHOLE, unit, text, f"coverage.{name}") for name, (unit, text) in _COVERAGE.items()),
+        *(Column(f"{name}_coverage", NUMBER, "ratio", text, f"coverage.{name}") for name, text in _SHARES.items()),
+        *_SUMS,
+        Column("straggler_rank", WHOLE, "", "the slowest rank, if it is slow in many windows", "straggler.rank"),
+        Column("straggler_step_s", NUMBER, "s", "own time of this rank in an iteration", "straggler.time_s"),
+        Column("straggler_median_s", NUMBER, "s", "median of the own times of its peers", "straggler.median_s"),
+        Column("time_by_class", NUMBER_BY_NAME, "s", "time of the run so far by class"),
+        Column("energy_by_class", NUMBER_BY_NAME, "J", "measured energy of the run so far by class"),
+        Column("spread", f"MAP(VARCHAR, {_SPREAD})", "", "distributions over ranks or GPUs, by name"),
+        Column("stragglers", JSON, "", "current stragglers, the costliest first"),
+        Column("instruments", JSON, "", "values of instruments in the window, by name"),
+        *_METRICS.values(),
+    ),
+)
+
+RANKS = Table(
+    "ranks",
+    "ranks-*.jsonl",
+    ("attempt", "rank", "window_number", "end_time_s"),
+    (
+        *KEYS,
+        Column("attempt", WHOLE, "", "number of the start of the job"),
+        Column("rank", WHOLE, "", "number of the rank"),
+        Column("window_number", WHOLE, "", "number of the window in the attempt", "window"),
+        Column("host", TEXT, "", "host of the rank"),
+        Column("device", TEXT, "", "key of the rank's first device: the UUID of a GPU"),
+        Column("iteration_shown", WHOLE, "", "number of the last iteration, as shown to users", default="0"),
+        Column("iteration_first", WHOLE, "", "first iteration, counted from the start of the attempt"),
+        Column("iteration_last", WHOLE, "", "last iteration, counted from the start of the attempt"),
+        Column("start_time_s", NUMBER, "s (unix)", "start of the window on this rank"),
+        Column("end_time_s", NUMBER, "s (unix)", "end of the window on this rank"),
+        Column("wall_s", NUMBER, "s", "duration of the window"),
+        Column("busy_s", NUMBER, "s", "time in the steps"),
+        Column("wait_s", NUMBER, "s", "time between the steps, without the phases"),
+        Column("generation_s", NUMBER, "s", "generation time in steps and in phases", default="0"),
+        Column("loss", NUMBER, "", "last loss of the window; null if it was not finite or not recorded"),
+        _count("losses_not_finite", "losses", "losses that were NaN or infinite"),
+        *_counters(),
+        _count("iterations_overrun", "iterations", "iterations of which only the sums are known"),
+        Column("energy_j", NUMBER, "J", "energy of the first device in the window"),
+        Column("energy_error_j", NUMBER, "J", "its random error: half-width, 95 %"),
+        Column("energy_gain_error", NUMBER, "ratio", "its systematic error: half-width, 95 %"),
+        Column("energy_estimated_j", NUMBER, "J", "part that was computed from power, in gaps of the counter"),
+        Column("energy_covered_s", NUMBER, "s", "time with measured energy", default="0"),
+        Column("energy_method", TEXT, "", "source of the energy: counter, instant power or average power"),
+        Column(
+            "memory_byte_seconds", NUMBER, "byte-s", "integral of the memory in use; divided by the next column: mean"
+        ),
+        Column("memory_covered_s", NUMBER, "s", "time with measured memory", default="0"),
+        Column("memory_peak_bytes", NUMBER, "bytes", "largest memory in use"),
+        Column("utilization_seconds", NUMBER, "s", "integral of the utilization; divided by the next column: mean"),
+        Column("utilization_covered_s", NUMBER, "s", "time with measured utilization", default="0"),
+        Column("power_peak_w", NUMBER, "W", "largest power reading"),
+        Column("coverage", NUMBER, "ratio", "measured share of wall_s"),
+        *(
+            Column(f"{name}_mean", NUMBER, unit, f"mean: {help_}", sql=f"gauges['{name}'].mean")
+            for name, (unit, help_) in GAUGES.items()
+        ),
+        Column("gauges", f"MAP(VARCHAR, {_GAUGE})", "", "means with their covered seconds, and extremes, by name"),
+        Column("throttled_s", NUMBER_BY_NAME, "s", "time with a lowered clock, by reason; reasons may overlap"),
+        Column("phases_s", NUMBER_BY_NAME, "s", "time outside the iterations, by phase"),
+        Column("phases_j", NUMBER_BY_NAME, "J", "part of energy_j in each phase"),
+        Column("other_devices_j", NUMBER_BY_NAME, "J", "energy of the rank's other devices, by key"),
+        Column("device_steps", WHOLE, "iterations", "iterations timed on the device", default="0"),
+        Column("device_step_s", NUMBER, "s", "sum of the iteration times on the device", default="0"),
+        Column("profile_iterations", WHOLE, "iterations", "profiled iterations", "profile.iterations"),
+        Column("profile_time_s", NUMBER, "s", "time of the profiled iterations", "profile.time_s"),
+        Column("profile_communication_s", NUMBER, "s", "part with communication", "profile.communication_s"),
+        Column(
+            "profile_exposed_s", NUMBER, "s", "part with communication and without computation", "profile.exposed_s"
+        ),
+        Column("profile_computing_s", NUMBER, "s", "part with computation", "profile.computing_s"),
+        _flag("final", "whether this is the rank's last report"),
+        _flag("simulated", "whether no hardware was measured"),
+    ),
+)
+
+EVENTS = Table(
+    "events",
+    "events.jsonl",
+    ("time_s", "kind"),
+    (
+        *KEYS,
+        Column("time_s", NUMBER, "s (unix)", "time of the event, by the clock of its host"),
+        Column("kind", TEXT, "", "kind of the event: docs/events.md"),
+        Column("text", TEXT, "", "the event as a sentence"),
+        Column("rank", WHOLE, "", "rank of the event; null for an event of the job"),
+        Column("device", TEXT, "", "key of the device; null if the event concerns no device"),
+        Column("attempt", WHOLE, "", "number of the start of the job", default="0"),
+        Column("count", WHOLE, "events", "number of events of this line", default="1"),
+    ),
+)
+
+LINE_TABLES = {table.name: table for table in (WINDOWS, RANKS, EVENTS)}
