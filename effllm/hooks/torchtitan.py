@@ -113,6 +113,9 @@ class TitanTraining:
         self.processor = trainer.metrics_processor
         config = getattr(trainer, "config", None) or getattr(trainer, "job_config", None)
         self._settings = getattr(config, "training", None)
+        known = getattr(config, "model", None) or getattr(config, "model_spec", None)
+        words = (getattr(known, name, None) for name in ("name", "flavor"))
+        self._model = " ".join(word for word in words if isinstance(word, str))  # such as "llama3 8B"
         self._length = getattr(self._settings, "seq_len", None)
         self._counts_data = _is_counted_here(trainer.parallel_dims)
         self._tokens = self._tokens_seen = self._waits_seen = 0
@@ -132,6 +135,7 @@ class TitanTraining:
                 "sequence_length": self._length,
                 "token_source": "all positions, because padding is unknown",
                 "flops_convention": "torchtitan's num_flops_per_token",
+                **({"model": self._model} if self._model else {}),
             },
         )
         for name, method, phase in (("checkpointer", "save", "checkpoint"), ("validator", "validate", "evaluation")):

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from pathlib import PurePath
 from types import ModuleType
 from typing import Any
 
@@ -152,11 +153,19 @@ class _TorchtuneLoop:
                 "recipe": type(recipe).__name__,
                 "precision": str(getattr(recipe, "_dtype", "unknown")).removeprefix("torch."),
                 "gradient_accumulation_steps": getattr(recipe, "_gradient_accumulation_steps", 1),
+                **_model_of(recipe),
             },
         )
         self._batches.of_model(recipe._model, None)
         listen_to_waits(self._steps)
         return True
+
+
+def _model_of(recipe: Any) -> dict[str, str]:
+    """Return the name of the folder from which the recipe has loaded the model, if it is known."""
+    owner = getattr(recipe, "_checkpoint_client", recipe)  # distributed recipes have a client around the checkpointer
+    folder = getattr(getattr(owner, "_checkpointer", None), "_checkpoint_dir", None)
+    return {"model": folder.name} if isinstance(folder, PurePath) and folder.name else {}
 
 
 def _read(batch: Mapping[str, Any], recipe: Any) -> Batch:

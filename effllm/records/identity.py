@@ -18,6 +18,7 @@ from effllm.records.rank import Count, Word
 MAX_LETTERS = 200  # of each text
 MAX_HOSTS = 32  # maximum number of names in `Identity.hosts`; `Identity.host_count` is the number of all hosts
 MAX_GPU_MODELS = 8
+MAX_WHOLE = 2**63  # a larger number is no id; its conversion to text may take long
 
 #: The variables that schedulers document for their jobs, by field of `Submission`. Kubernetes documents none.
 _SCHEDULERS: dict[str, dict[str, str]] = {
@@ -111,5 +112,8 @@ def _names(names: Iterable[str]) -> list[str]:
 
 
 def _clean(value: object) -> str | None:
+    """Return a text or a whole number as a short line; ``None`` for any other value."""
+    if type(value) is int:  # a script may declare job_id=4711
+        value = str(value) if abs(value) < MAX_WHOLE else ""
     text = one_line(value).strip()[:MAX_LETTERS] if isinstance(value, str) else ""
     return text or None

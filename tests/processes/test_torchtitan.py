@@ -42,7 +42,9 @@ class Validator:
 
 class Trainer:
     def __init__(self):
-        self.config = SimpleNamespace(training=SimpleNamespace(seq_len=16, steps=8))
+        self.config = SimpleNamespace(
+            training=SimpleNamespace(seq_len=16, steps=8), model=SimpleNamespace(name="llama3", flavor="8B")
+        )
         self.parallel_dims = SimpleNamespace(pp=1, pp_enabled=False, cp_enabled=False, tp_enabled=False)
         self.metrics_processor = MetricsProcessor(None, parallel_dims=self.parallel_dims)
         self.metrics_processor.num_flops_per_token = 216
@@ -122,7 +124,7 @@ def test_steps_tokens_waits_and_phases_of_torchtitan_are_measured(start, era):
     assert (summary.iterations, summary.tokens, summary.samples, summary.parameters) == (8, 512, 32, 36)
     assert summary.status == "completed"
     assert summary.loss == 3.0  # of step 6
-    assert job.ledger.facts["framework"] == "torchtitan"
+    assert (job.ledger.facts["framework"], summary.model) == ("torchtitan", "llama3 8B")
     assert summary.metrics["al_seconds"].value == pytest.approx(0.01, abs=0.02)  # 0.05 with the loading
     # Each step has 0.04 s of data loading.
     assert summary.metrics["run_throughput/data_wait_ratio"].value == pytest.approx(0.75, abs=0.15)

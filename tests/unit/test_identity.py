@@ -67,6 +67,14 @@ def test_received_texts_are_cleaned_again():
     assert cleaned(Submission(), ("e",)) == Submission(tags=("e",))
 
 
+def test_whole_number_declared_as_an_id_is_a_text():
+    facts = facts_of(job_id=4711, user=True, account=10**5000, model=1.5)
+    facts.begin(None)
+
+    found = facts.identity
+    assert (found.job_id, found.user, found.account, found.model) == ("4711", None, None, None)
+
+
 def test_no_other_variable_is_read():
     environ = {**SBATCH, "HF_TOKEN": "hf_secret", "SLURM_JWT": "secret", "AWS_SECRET_ACCESS_KEY": "secret"}
 
@@ -108,7 +116,7 @@ def test_facts_of_the_script_fill_only_missing_fields():
     facts.learn(hello(0, submission=Submission(user="alice")))
     document = taken(facts)
 
-    assert (document["user"], document["account"], document["partition"]) == ("alice", "budget", None)
+    assert (document["user"], document["account"], document["partition"]) == ("alice", "budget", "7")
     assert document["hosts"] == ("node0",)
 
 
