@@ -21,7 +21,7 @@ from effllm.records.ring import ITERATION, SPAN, STATUSES, STEP, VALUES, Slot
 CALIBRATION_S = 3.0  # maximum wait for a calibration before a window is cut
 LOSS_WAIT_S = 0.5  # maximum wait for the loss of a window, which is recorded after the window's end
 AGAIN_S = 0.05  # seconds between two checks of a sensor that is being calibrated
-#: Samples are folded if a device has more samples than FOLD_FROM; their number is checked every FOLD_EVERY_S.
+#: Samples are folded if a device has more samples or energy readings than FOLD_FROM; this is checked every FOLD_EVERY_S.
 FOLD_FROM, FOLD_EVERY_S = 600, 30.0
 
 
@@ -100,13 +100,14 @@ class Measuring:
     def fold(self, now_s: float) -> None:
         """Sum up samples while no window ends.
 
-        During a long stall, samples of 0.9 kB would otherwise need 75 MB of memory per day.
+        During a long stall, samples of 0.9 kB would otherwise need 75 MB of memory per day, and each requested span
+        adds two readings and a level of the energy.
         """
         if now_s < self._next_fold_s:
             return
         self._next_fold_s = now_s + FOLD_EVERY_S
         series = self.devices.series
-        if not any(one.num_kept > FOLD_FROM for one in series):
+        if not any(max(one.num_kept, len(one.energy.readings)) > FOLD_FROM for one in series):
             return
         until_ns = time.monotonic_ns()
         self._add(self._trainer.ring.read())

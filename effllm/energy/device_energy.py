@@ -137,6 +137,8 @@ class EnergyLedger:
         self._levels.forget_before(time_ns)
 
     def fold(self, edges_ns: Collection[int], until_ns: int, margin_ns: int) -> None:
+        # The levels at other times are of spans that were answered before; there may be many spans in one window.
+        self._levels.keep_only(edges_ns)
         edges_ns = [*edges_ns, *self._levels.edges_ns, *self._steps.bases_ns]
         self.readings.fold(edges_ns, until_ns, margin_ns)
 

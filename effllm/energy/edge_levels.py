@@ -6,7 +6,9 @@ in this tick and in the ticks before and after.
 
 from __future__ import annotations
 
+import bisect
 import math
+from collections.abc import Collection
 from typing import NamedTuple
 
 from effllm.energy.power_spread import PowerSpread
@@ -38,14 +40,24 @@ class EdgeLevels:
     def __init__(self, readings: Readings, timing: SensorTiming, powers: PowerSpread) -> None:
         self._readings, self._timing, self._powers = readings, timing, powers
         self._levels: dict[int, Level] = {}
+        self._edges_ns: list[int] = []  # times of the levels, sorted
 
     @property
     def edges_ns(self) -> list[int]:
-        return list(self._levels)
+        """Times of the known levels, sorted."""
+        return self._edges_ns
 
     def forget_before(self, time_ns: int) -> None:
-        for edge_ns in [edge for edge in self._levels if edge < time_ns]:
-            del self._levels[edge_ns]
+        self._keep(self._edges_ns[bisect.bisect_left(self._edges_ns, time_ns) :])
+
+    def keep_only(self, edges_ns: Collection[int]) -> None:
+        """Drop the levels at other times, but keep the newest level, because no later level may be below it."""
+        wanted = {*edges_ns, *self._edges_ns[-1:]}
+        self._keep([edge_ns for edge_ns in self._edges_ns if edge_ns in wanted])
+
+    def _keep(self, edges_ns: list[int]) -> None:
+        self._edges_ns = edges_ns
+        self._levels = {edge_ns: self._levels[edge_ns] for edge_ns in edges_ns}
 
     def at(self, time_ns: int) -> Level:
         """Return the level at a time; later calls for the same time return the same level."""
@@ -54,14 +66,16 @@ class EdgeLevels:
             anchors = self._anchors(time_ns)
             level = self._between_ticks(time_ns, anchors) if anchors else self._between_readings(time_ns)
             # A later reading may contradict a level that was reported, but no window may have negative energy.
-            min_j = max((edge.joules for at_ns, edge in self._levels.items() if at_ns < time_ns), default=-math.inf)
-            max_j = min((edge.joules for at_ns, edge in self._levels.items() if at_ns > time_ns), default=math.inf)
+            index = bisect.bisect_left(self._edges_ns, time_ns)
+            min_j = self._levels[self._edges_ns[index - 1]].joules if index else -math.inf
+            max_j = self._levels[self._edges_ns[index]].joules if index < len(self._edges_ns) else math.inf
             joules = min(max(level.joules, min_j), max_j)
             self._levels[time_ns] = level._replace(
                 joules=joules,
                 estimated_j=self._readings.estimated_j(joules),
                 shift_s2=self._timing.shift_s2(time_ns),
             )
+            self._edges_ns.insert(index, time_ns)
         return self._levels[time_ns]
 
     def _anchors(self, time_ns: int) -> dict[int, float] | None:

@@ -14,6 +14,7 @@ from effllm.records.ring import SPAN
 from effllm.records.spans import ANSWERS_BYTES, NUM_ANSWERS, SpanAnswers, SpanPart
 
 START_S = 1000
+HOUR_S = 3600
 
 
 @pytest.fixture
@@ -71,15 +72,21 @@ class Agent:
     def ask(self, number, start_s, end_s, chain=1):
         self.spans.add(SimpleNamespace(kind=SPAN, what=chain, number=number, start_ns=start_s * NS, end_ns=end_s * NS))
 
-    def run_to(self, second):
-        """Take samples each second, answer requests, and drop the samples that no window needs."""
+    def run_to(self, second, has_windows=True):
+        """Take samples each second, and answer requests.
+
+        With windows, drop the samples that no window needs; without windows, sum up samples every 30 s.
+        """
         while self.second <= second:
             power_w, at = float(self.second - START_S), self.second
             joules = (power_w**2) / 2
             gauges = {"temperature_c": power_w}
             self.series[0].add(Sample(at * NS, 1e9, 0.5, power_w, joules, gauges=gauges))
             self.spans.answer(self.devices, float(at))
-            self.series[0].forget_before(at * NS)
+            if has_windows:
+                self.series[0].forget_before(at * NS)
+            elif at % 30 == 0:
+                self.series[0].fold([START_S * NS, *self.spans.moments_ns], at * NS)
             self.second += 1
 
     def answers(self):
@@ -119,6 +126,24 @@ def test_long_span_has_all_of_its_energy_and_few_samples(agent):
     assert part.temperature_c_seconds == pytest.approx(1000**2 / 2)
     assert (part.power_min_w, part.power_max_w) == (0.0, 1000.0)
     assert part.memory_byte_seconds == pytest.approx(1000 * 1e9)
+
+
+def test_memory_is_constant_if_spans_end_and_no_window_ends(agent):
+    """A monitor in a script without iterations: one span of two seconds after the other."""
+    agent.ask(0, START_S, START_S)
+    energy, joules, held = agent.series[0].energy, 0.0, []
+    for number in range(1, HOUR_S // 2 + 1):
+        end_s = START_S + 2 * number
+        agent.run_to(end_s, has_windows=False)
+        agent.ask(number, end_s - 2, end_s)
+        agent.run_to(end_s + 1, has_windows=False)
+        ((part,), _, _) = agent.board.spans.read(number - 1)
+        joules += part.joules
+        held.append(agent.series[0].num_kept + len(energy.readings) + len(energy._levels.edges_ns))
+
+    assert max(held) < 200
+    assert joules == pytest.approx(HOUR_S**2 / 2, rel=1e-9)
+    assert energy.energy(START_S * NS, (START_S + HOUR_S) * NS).joules == pytest.approx(joules)
 
 
 def test_late_request_of_a_span_covers_only_the_remaining_samples(agent):
