@@ -21,7 +21,7 @@ from effllm.records.ring import ITERATION, SPAN, STATUSES, STEP, VALUES, Slot
 CALIBRATION_S = 3.0  # maximum wait for a calibration before a window is cut
 LOSS_WAIT_S = 0.5  # maximum wait for the loss of a window, which is recorded after the window's end
 AGAIN_S = 0.05  # seconds between two checks of a sensor that is being calibrated
-#: Samples are folded if a device has more samples or energy readings than FOLD_FROM; this is checked every FOLD_EVERY_S.
+#: Samples are folded if a device has more than FOLD_FROM samples or energy readings; checked every FOLD_EVERY_S.
 FOLD_FROM, FOLD_EVERY_S = 600, 30.0
 
 

@@ -66,6 +66,18 @@ class RankDevices:
         return [track.series for track in self._tracks if track.series is not None]
 
     @property
+    def torch_indices(self) -> dict[str, int]:
+        """Key of each open GPU -> its index in torch, which counts the visible GPUs from 0."""
+        indices = self._gpus or [_torch_index(self._trainer)]
+        devices = [track.series.device if track.series is not None else None for track in self._tracks]
+        return {one.key: n for one, n in zip(devices, indices, strict=False) if one is not None and one.is_gpu}
+
+    @property
+    def unavailable(self) -> list[str]:
+        """Reasons why devices of the rank were not opened."""
+        return [why for track in self._tracks if (why := track.sampler.unavailable)]
+
+    @property
     def is_calibrating(self) -> bool:
         return any(track.sampler.is_calibrating for track in self._tracks)
 
@@ -165,6 +177,15 @@ class RankDevices:
         poll.register(self.wake_descriptor, select.POLLIN)
         if poll.poll(timeout_s * 1000):
             os.eventfd_read(self.wake_descriptor)
+
+
+def _torch_index(trainer: Trainer) -> int:
+    """Return the index in torch of the rank's first device, which `RankDevices` opens."""
+    facts = trainer.facts
+    if facts.cuda_index is not None:
+        return facts.cuda_index
+    lists = [facts.visible_devices, facts.hip_visible_devices, facts.rocr_visible_devices]
+    return 0 if any(one is not None and "," not in one for one in lists) else trainer.place.local_rank
 
 
 def _visible_gpus(gpus: Sequence[int], visible: str | None) -> list[int]:

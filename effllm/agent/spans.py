@@ -73,7 +73,7 @@ class Spans:
         self._pending: deque[Slot] = deque(maxlen=MAX_PENDING)  # unanswered requests, the oldest first
         self._chains: dict[int, _Chain] = {}
         self._devices: list[str] = []  # keys of the devices; a device keeps its position
-        self._written: list[dict[str, Any]] = []
+        self._written: dict[str, Any] = {}
 
     def add(self, request: Slot) -> None:
         """Add a request; an empty span begins a chain and has no answer."""
@@ -105,19 +105,19 @@ class Spans:
                 is_late = is_end or now_s - request.end_ns * NS > patience_s
                 if not is_late and not devices.is_settled(request.end_ns):
                     break
-                self._answer(request, devices.series)
+                self._answer(request, devices)
             if request.what != ALONE:
                 self._chains[request.what] = _Chain(request.end_ns, request.end_ns)
             self._pending.popleft()
-        self._roll(devices.series, now_s)
+        self._roll(devices, now_s)
         self.hold(devices.series)
 
-    def _answer(self, request: Slot, series: Sequence[Series]) -> None:
-        self._write_devices(series)
+    def _answer(self, request: Slot, devices: RankDevices) -> None:
+        self._write_devices(devices)
         chain = self._chains.get(request.what)
         if chain is None or chain.start_ns != request.start_ns:  # the previous request is lost, or there is no chain
             chain = _Chain(request.start_ns, request.start_ns)
-        found = list(self._sums(chain, request.end_ns, series))
+        found = list(self._sums(chain, request.end_ns, devices.series))
         about = (request.number, len(found), request.start_ns, request.end_ns)
         for device, sums in found:
             self._board.spans.write(_part(about, device, sums))
@@ -132,24 +132,25 @@ class Spans:
             before = chain.sums.get(one.device.key)
             yield self._devices.index(one.device.key), before.then(sums) if before else sums
 
-    def _roll(self, series: Sequence[Series], now_s: float) -> None:
+    def _roll(self, devices: RankDevices, now_s: float) -> None:
         """Sum up the readings of chains that have had no request for `ROLL_S`."""
         until_ns = int((now_s - SETTLED_S) / NS)
         for number, chain in self._chains.items():
             is_asked = any(request.what == number for request in self._pending)
             if not is_asked and (now_s - chain.from_ns * NS) > ROLL_S:
-                self._write_devices(series)
-                found = dict(self._sums(chain, until_ns, series))
+                self._write_devices(devices)
+                found = dict(self._sums(chain, until_ns, devices.series))
                 chain.sums |= {self._devices[device]: sums for device, sums in found.items()}
                 chain.from_ns = until_ns
 
-    def _write_devices(self, series: Sequence[Series]) -> None:
-        known = {one.device.key: one.device for one in series}
+    def _write_devices(self, devices: RankDevices) -> None:
+        known = {one.device.key: one.device for one in devices.series}
         self._devices += [key for key in known if key not in self._devices]
         facts = [
             {
                 "name": device.name,
                 "is_gpu": device.is_gpu,
+                "torch_index": devices.torch_indices.get(key),
                 "only_power": device.only_power,
                 "simulated": device.simulated,
                 "energy_method": device.energy_method,
@@ -159,9 +160,10 @@ class Spans:
             else {}
             for key in self._devices
         ]
-        if facts != self._written:
-            self._written = facts
-            if not self._board.devices.write({"devices": facts}):  # too long
+        document = {"devices": facts, "unavailable": devices.unavailable}
+        if document != self._written:
+            self._written = document
+            if not self._board.devices.write(document):  # too long
                 self._board.devices.write({"devices": [{**fact, "not_measured": ()} for fact in facts]})
 
 

@@ -25,23 +25,39 @@ def cuda_index(device: Any) -> int | None:
     Raises:
         UnknownDevice: the argument has another form, CUDA has fewer devices, or torch cannot use CUDA in this process.
     """
-    cuda: Any = getattr(sys.modules.get("torch"), "cuda", None)
-    if isinstance(device, bool) or (isinstance(device, int) and device < 0):
-        raise UnknownDevice(f"device={device!r}: an index is 0 or more")
-    match = re.fullmatch(r"(cpu)|cuda(?::(\d+))?|(\d+)", "cuda" if device is None else str(device))
-    if match is None:
-        raise UnknownDevice(f"device={device!r} is not an index, 'cpu', 'cuda' or 'cuda:N'")
-    if match[1] or cuda is None or not cuda.is_available():
+    is_cpu, index = read_device(device)
+    cuda = torch_cuda()
+    if is_cpu or cuda is None:
         return None
-    given = match[2] or match[3]
     try:
         count = int(cuda.device_count())
-        index = int(given) if given else int(cuda.current_device())
+        index = int(cuda.current_device()) if index is None else index
     except (RuntimeError, AssertionError) as error:  # for example in a forked process
         raise UnknownDevice(f"device={device!r}: torch cannot use CUDA in this process: {first_line(error)}") from None
     if index >= count:
         raise UnknownDevice(f"device={device!r}: torch sees {count} CUDA devices, 0 to {count - 1}")
     return index
+
+
+def torch_cuda() -> Any:
+    """Return ``torch.cuda`` if torch is imported and has a CUDA device, else ``None``."""
+    cuda: Any = getattr(sys.modules.get("torch"), "cuda", None)
+    return cuda if cuda is not None and cuda.is_available() else None
+
+
+def read_device(device: Any) -> tuple[bool, int | None]:
+    """Return whether the argument names the CPU, and the index of the CUDA device; ``None`` for the current device.
+
+    Raises:
+        UnknownDevice: the argument has another form than those of `cuda_index`.
+    """
+    if isinstance(device, bool) or (isinstance(device, int) and device < 0):
+        raise UnknownDevice(f"device={device!r}: an index is 0 or more")
+    match = re.fullmatch(r"(cpu)|cuda(?::(\d+))?|(\d+)", "cuda" if device is None else str(device))
+    if match is None:
+        raise UnknownDevice(f"device={device!r} is not an index, 'cpu', 'cuda' or 'cuda:N'")
+    given = match[2] or match[3]
+    return match[1] is not None, int(given) if given else None
 
 
 def first_line(error: Exception) -> str:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from effllm.instruments._energy import BYTES_PER_MB, J_PER_WH, Baseline, SpanReadings, amounts, checked
+from effllm.instruments._monitored import MonitoredDevices
 from effllm.trainer.collector import MetricsCollector, get_metrics_collector
 from effllm.trainer.spans import AnsweredSpan, SpanChain
 
@@ -56,11 +57,13 @@ class RobustGPUMonitor:
             the first step of a training. Only samples that exist are used; nothing waits. Such samples exist if the
             monitor is started some seconds before the training.
         baseline_wait_s: seconds that `start_monitoring` waits for samples of the baseline.
-        device_index: position of the only device to measure, among the devices of this rank; by default all GPUs, or
-            the host's processors on a machine without a GPU.
+        device: an index, ``"cuda:1"`` or ``"cpu"``, as torch names the only device to measure; by default all GPUs of
+            this rank, or the host's processors on a machine without a GPU. A device that the agent of this rank does
+            not read is not measured, and a warning gives the reason.
 
     Raises:
         ValueError: an argument is not valid.
+        UnknownDevice: the device cannot exist; this is a `ValueError`.
     """
 
     def __init__(
@@ -69,15 +72,13 @@ class RobustGPUMonitor:
         enable_high_precision: bool = True,
         *,
         baseline_wait_s: float = 0.0,
-        device_index: int | None = None,
+        device: Any = None,
     ) -> None:
         self._interval_s = None
         if sampling_interval is not None:
             self._interval_s = checked(sampling_interval, "sampling_interval", lambda s: s > 0, "a number above 0")
         self._baseline_wait_s = checked(baseline_wait_s, "baseline_wait_s", lambda s: 0 <= s <= 60, "from 0 to 60")
-        if device_index is not None:
-            checked(device_index, "device_index", lambda n: n >= 0 and n == int(n), "a whole number of at least 0")
-        self._device_index = device_index
+        self._devices = MonitoredDevices(device)
         self._has_baseline = bool(enable_high_precision)
         self._collector: MetricsCollector = get_metrics_collector()
         self._chain: SpanChain | None = None
@@ -240,14 +241,12 @@ class RobustGPUMonitor:
     @property
     def device_name(self) -> str:
         """Names of the measured devices; empty before the first answer."""
-        chosen = [str(self._chain.devices[n].get("name", "")) for n in self._chosen()] if self._chain else []
-        return ", ".join(dict.fromkeys(chosen))
+        return self._devices.names(self._facts)
 
     def summary(self) -> dict[str, Any]:
         """Return the total, the baseline, the devices and the markers, for a JSON file."""
-        devices = [self._chain.devices[n] for n in self._chosen()] if self._chain is not None else []
         return {
-            "devices": devices,
+            "devices": [self._facts[n] for n in self._devices.positions(self._facts)],
             **amounts(self.total, self.baseline),
             "baseline_power_w": self.baseline.power_w,
             "baseline_error_w": self.baseline.error_w,
@@ -256,35 +255,19 @@ class RobustGPUMonitor:
             "markers": list(self.markers),
         }
 
-    def _chosen(self) -> list[int]:
-        """Return the positions of the measured devices."""
-        devices = self._chain.devices if self._chain is not None else []
-        own = [n for n, device in enumerate(devices) if device and not device.get("only_power")]
-        if self._device_index is None:
-            return own
-        return own[self._device_index : self._device_index + 1]
+    @property
+    def _facts(self) -> list[dict[str, Any]]:
+        return self._chain.devices if self._chain is not None else []
 
     def _readings(self, span: AnsweredSpan) -> SpanReadings:
-        chosen = self._chosen()
+        chosen = self._devices.positions(self._facts)
         return SpanReadings.of(part for part in span.parts if part.device in chosen)
 
     def warn_if_unmeasured(self) -> None:
         """Warn once with the reason, if spans were answered and no energy was measured."""
         if self._spans and not self.total.is_measured:
-            self._warn(f"energy is not measured: {self._reason()}")
-
-    def _reason(self) -> str:
-        chosen = self._chosen()
-        devices = self._chain.devices if self._chain is not None else []
-        if not chosen and self._device_index is not None:
-            return f"this rank has no device {self._device_index}"
-        if not chosen:
-            return "this rank has no device that effllm can read"
-        reasons = [str(one) for n in chosen for one in devices[n].get("not_measured", ())]  # type: ignore[attr-defined]
-        # A reason about the GPU comes first, because it explains why the sensors of the host were read.
-        reasons.sort(key=lambda text: not text.startswith("GPU"))
-        about_energy = (text for text in reasons if text.startswith("GPU") or "energy" in text)
-        return next(about_energy, f"{self.device_name} has no reading of energy here")
+            unavailable = self._chain.unavailable if self._chain is not None else []
+            self._warn(f"energy is not measured: {self._devices.reason(self._facts, unavailable)}")
 
     def _warn(self, line: str) -> None:
         if line not in self._warned and len(self._warned) < 10:

@@ -46,6 +46,7 @@ class RankFacts:
     visible_devices: str | None = None  # CUDA_VISIBLE_DEVICES
     hip_visible_devices: str | None = None
     rocr_visible_devices: str | None = None
+    cuda_index: int | None = None  # torch's current device, if CUDA was started before the metrics
     cuda_uuid: str = ""  # UUID of torch's current device
     cuda_pci_bus_id: str = ""  # PCI bus id of torch's current device
     gpus: tuple[int, ...] = ()  # GPUs of an inference process, as positions in CUDA_VISIBLE_DEVICES

@@ -273,20 +273,20 @@ def _how_it_ended() -> str:
     return "completed" if error is None else "failed"
 
 
-def _cuda_identity() -> dict[str, str]:
-    """Return UUID and PCI bus id of torch's current device, if CUDA has been started; it is not started here."""
+def _cuda_identity() -> dict[str, Any]:
+    """Return torch's current device with its UUID and PCI bus id, if CUDA has been started; it is not started here."""
     torch = sys.modules.get("torch")
     cuda = getattr(torch, "cuda", None)
     if cuda is None or not getattr(cuda, "is_initialized", lambda: False)():
         return {}
     try:
-        found = cuda.get_device_properties(cuda.current_device())
+        found = cuda.get_device_properties(index := cuda.current_device())
     except (RuntimeError, AssertionError, TypeError):
         return {}
     uuid = str(getattr(found, "uuid", ""))
     domain, bus, device = (getattr(found, f"pci_{part}_id", None) for part in ("domain", "bus", "device"))
     pci = f"{domain:08X}:{bus:02X}:{device:02X}.0" if None not in (domain, bus, device) else ""
-    return {"cuda_uuid": uuid, "cuda_pci_bus_id": pci}
+    return {"cuda_index": index, "cuda_uuid": uuid, "cuda_pci_bus_id": pci}
 
 
 def _run_folder(config: Config, place: Place) -> str:

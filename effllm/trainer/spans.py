@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import Any
 
 from effllm.records.board import Board
 from effllm.records.ring import MAX_CHAINS, SPAN
@@ -48,7 +49,8 @@ class SpanChain:
         self._asked: set[int] = set()  # numbers of the requests without an answer
         self._parts: dict[int, list[SpanPart]] = {}
         self._spans: list[AnsweredSpan] = []
-        self.devices: list[dict[str, object]] = []  #: facts of the devices, by `SpanPart.device`
+        self.devices: list[dict[str, Any]] = []  #: facts of the devices, by `SpanPart.device`
+        self.unavailable: list[str] = []  #: reasons why the agent has not opened a device
         self.lost = 0  #: number of lost requests: the request or its answer was overwritten before it was read
 
     @property
@@ -92,8 +94,9 @@ class SpanChain:
     def read(self, board: Board) -> None:
         """Read the new answers from a board."""
         parts, self._read, _ = board.spans.read(self._read)
-        if any(part.device >= len(self.devices) for part in parts):
-            self.devices = (board.devices.read() or {}).get("devices", [])
+        if any(not 0 <= part.device < len(self.devices) for part in parts):
+            document = board.devices.read() or {}
+            self.devices, self.unavailable = document.get("devices", []), document.get("unavailable", [])
         for part in parts:
             if part.number in self._asked:
                 self._take(part)

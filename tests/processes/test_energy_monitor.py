@@ -1,5 +1,6 @@
 """RobustGPUMonitor alone: it starts an agent, and its spans and markers have the energy of a known trace."""
 
+import jobs
 import pytest
 from nvml_library import Gpu, flat
 
@@ -64,11 +65,39 @@ def test_monitor_starts_no_thread_and_does_not_wait(monitored):
     assert found["held_s"][len(found["held_s"]) // 2] < 1e-3
 
 
-def test_no_energy_is_measured_for_a_missing_device_index(monitored):
-    found, job = monitored(", device_index=3")
+@pytest.mark.parametrize("device", [0, "cuda:0", "cuda"])
+def test_device_is_given_by_index_or_name(monitored, device):
+    found, job = monitored(f", device={device!r}")
+
+    assert found["since"]["energy_consumed_wh"] > 0
+    assert "energy is not measured" not in job.stderr
+
+
+@pytest.mark.parametrize("device", [3, "cpu"])
+def test_no_energy_is_measured_for_a_device_of_another_rank(monitored, device):
+    found, job = monitored(f", device={device!r}")
 
     assert found["since"]["energy_consumed_wh"] != found["since"]["energy_consumed_wh"]
-    assert job.stderr.count("energy is not measured: this rank has no device 3") == 1
+    line = f"energy is not measured: device={device!r} was requested; the agent reads Traced (cuda:0)"
+    assert job.stderr.count(line) == 1
+
+
+def test_index_of_a_device_counts_the_visible_gpus(launch, trace):
+    """Local rank 1 of two GPUs measures the second, which torch calls cuda:1."""
+    trace.write(Gpu("GPU-a", "0:01:00", power=flat(100.0)), Gpu("GPU-b", "0:02:00", power=flat(300.0)))
+    environ = trace.environment() | jobs.rank_environ(0, 1, local_rank=1)
+    job = launch.code(SCRIPT.format(arguments=", device=1"), environ=environ, device="nvml").done()
+
+    assert job.output()["since"]["power_avg_w"] == pytest.approx(300.0, rel=0.02)
+
+
+def test_warning_names_the_cause_if_the_device_cannot_be_opened(launch, trace):
+    trace.write(Gpu("GPU-a", "0:01:00"))
+    trace.fault("init * error 12")
+    job = launch.code(SCRIPT.format(arguments=""), environ=trace.environment(), device="nvml").done()
+
+    cause = "libnvidia-ml.so.1 is missing: install the NVIDIA driver"
+    assert job.stderr.count(f"energy is not measured: {cause}") == 1
 
 
 def test_energy_is_not_measured_on_a_gpu_without_power(monitored):

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from effllm.instruments import EnergyMetrics, RobustGPUMonitor
 from effllm.instruments._energy import Baseline, SpanReadings, above_baseline_j, carbon_kg, efficiency_score
+from effllm.instruments._monitored import MonitoredDevices
 from effllm.instruments.energy_report import Block, final_values, intensity, report, write_files
 from effllm.records.energy import EnergyAmount
 from effllm.records.spans import SpanPart
@@ -142,8 +143,8 @@ def test_metrics_have_the_documented_fields():
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"sampling_interval": 0}, {"sampling_interval": "fast"}, {"baseline_wait_s": -1.0}, {"device_index": -1},
-     {"sampling_interval": NAN}, {"device_index": True}],
+    [{"sampling_interval": 0}, {"sampling_interval": "fast"}, {"baseline_wait_s": -1.0}, {"device": -1},
+     {"sampling_interval": NAN}, {"device": True}, {"device": "tpu:0"}],
 )  # fmt: skip
 def test_invalid_argument_of_the_monitor_raises_an_error(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
@@ -162,11 +163,50 @@ def test_warning_names_the_gpu_that_could_not_be_read(monkeypatch):
     gaps = ["energy: this machine exposes no RAPL power sensor", "GPU: the NVIDIA driver is not loaded"]
     monitor = RobustGPUMonitor()
     host = {"name": "host", "is_gpu": False, "only_power": False, "not_measured": gaps}
-    monkeypatch.setattr(monitor, "_chain", SimpleNamespace(devices=[host]))
+    monkeypatch.setattr(monitor, "_chain", SimpleNamespace(devices=[host], unavailable=[]))
     monitor._spans.append((None, SpanReadings()))
 
     with pytest.warns(UserWarning, match="energy is not measured: GPU: the NVIDIA driver is not loaded"):
         monitor.warn_if_unmeasured()
+
+
+HOST = {"name": "host", "is_gpu": False, "torch_index": None, "only_power": False, "not_measured": []}
+GPU_1 = {"name": "H100", "is_gpu": True, "torch_index": 1, "only_power": False, "not_measured": []}
+GPU_2 = {**GPU_1, "torch_index": 2}
+NODE = {**HOST, "name": "node", "only_power": True}
+
+
+@pytest.mark.parametrize(
+    ("device", "facts", "positions"),
+    [
+        (None, [GPU_1, GPU_2, NODE], [0, 1]),
+        (None, [HOST], [0]),
+        (2, [GPU_1, GPU_2, NODE], [1]),
+        ("cuda:1", [GPU_1, GPU_2], [0]),
+        ("cuda", [GPU_1, NODE], [0]),
+        (0, [GPU_1], []),  # the rank computes on another GPU
+        ("cpu", [GPU_1], []),
+        ("cpu", [HOST], [0]),
+        (0, [HOST], [0]),  # without a GPU, as the other instruments
+        (0, [{**HOST, "not_measured": ["GPU: the driver is not loaded"]}], []),  # the host does not stand for a GPU
+    ],
+)
+def test_device_is_chosen_by_its_index_or_name(device, facts, positions):
+    assert MonitoredDevices(device).positions(facts) == positions
+
+
+@pytest.mark.parametrize(
+    ("device", "facts", "reason"),
+    [
+        (0, [GPU_1], "device=0 was requested; the agent reads H100 (cuda:1)"),
+        ("cpu", [GPU_1], "device='cpu' was requested; the agent reads H100 (cuda:1)"),
+        (0, [{**HOST, "not_measured": ["GPU: not loaded"]}], "GPU: not loaded"),
+        (None, [{**HOST, "not_measured": ["power: none", "energy: none"]}], "energy: none"),
+        (None, [], "no library; no permission"),
+    ],
+)
+def test_reason_of_missing_energy_names_the_cause(device, facts, reason):
+    assert MonitoredDevices(device).reason(facts, ["no library", "no permission"]) == reason
 
 
 def test_files_have_the_documented_names(tmp_path):

@@ -67,7 +67,13 @@ class Agent:
 
     @property
     def devices(self):
-        return SimpleNamespace(series=self.series, is_calibrating=False, is_settled=lambda _edge_ns: True)
+        return SimpleNamespace(
+            series=self.series,
+            is_calibrating=False,
+            is_settled=lambda _edge_ns: True,
+            torch_indices={"GPU-0": 3},
+            unavailable=["no library"],
+        )
 
     def ask(self, number, start_s, end_s, chain=1):
         self.spans.add(SimpleNamespace(kind=SPAN, what=chain, number=number, start_ns=start_s * NS, end_ns=end_s * NS))
@@ -164,6 +170,14 @@ def test_answer_to_a_rank_without_a_device_has_no_energy(agent):
 
     assert (part.device, part.num_devices) == (-1, 0)
     assert part.joules != part.joules
+    assert agent.board.devices.read() == {"devices": [], "unavailable": ["no library"]}
+
+
+def test_facts_of_a_device_have_its_index_in_torch(agent):
+    agent.ask(1, START_S, START_S + 5)
+    agent.run_to(START_S + 6)
+
+    assert agent.board.devices.read()["devices"][0]["torch_index"] == 3
 
 
 def test_samples_are_dropped_if_no_span_was_requested(agent):
