@@ -8,14 +8,26 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable
+from functools import reduce
 from itertools import pairwise
+from operator import add
 
 from msgspec.structs import replace
 
 from effllm.energy.device_energy import EnergyLedger
 from effllm.energy.readings import NS, runs_between
 from effllm.records.energy import NOT_MEASURED
-from effllm.records.rank import NUM_POWER_BARS, POWER_STEP_W, Device, DeviceWindow, Event, Gauge, Integrals, Sample
+from effllm.records.rank import (
+    CLOCK_RATIO,
+    NUM_POWER_BARS,
+    POWER_STEP_W,
+    Device,
+    DeviceWindow,
+    Event,
+    Gauge,
+    Integrals,
+    Sample,
+)
 
 #: Reasons of a lower clock that are no fault: the power limit of a busy GPU, and the common clock of a sync group.
 FAULTLESS = frozenset({"power_cap", "sync_boost"})
@@ -137,9 +149,18 @@ class Series:
             utilization.add((block.wall.utilization_seconds or 0.0) * share, block.wall.utilization_covered_s * share)
         return Integrals(NOT_MEASURED, *memory.pair(), *utilization.pair())
 
-    def window(self, start_ns: int, end_ns: int, phases: dict[str, Integrals]) -> DeviceWindow:
-        """Return the readings in ``[start_ns, end_ns]``; ``phases`` are the integrals of the window's phases."""
-        sums = self._sums(start_ns, end_ns)
+    def window(
+        self, start_ns: int, end_ns: int, phases: dict[str, Integrals], outside: Collection[tuple[int, int]] = ()
+    ) -> DeviceWindow:
+        """Return the readings in ``[start_ns, end_ns]``.
+
+        Args:
+            start_ns: start of the window.
+            end_ns: end of the window.
+            phases: the integrals of the window's phases.
+            outside: start and end of each part of the window outside its iterations.
+        """
+        sums = self._sums(start_ns, end_ns, merge_periods(outside))
         return replace(
             sums,
             wall=replace(sums.wall, energy=self.energy.energy(start_ns, end_ns)),
@@ -147,9 +168,9 @@ class Series:
             energy_method=self.energy.readings.method(start_ns, end_ns),
         )
 
-    def _sums(self, start_ns: int, end_ns: int) -> DeviceWindow:
+    def _sums(self, start_ns: int, end_ns: int, outside: Collection[tuple[int, int]] = ()) -> DeviceWindow:
         """Return the readings without energy."""
-        gauges: dict[str, Gauge] = {}
+        gauges = self._clock_ratio(start_ns, end_ns, outside)
         throttled_s: dict[str, float] = {}
         histogram_s: dict[int, float] = {}
         throttle_covered_s = 0.0
@@ -169,6 +190,8 @@ class Series:
                 histogram_s[step] = histogram_s.get(step, 0.0) + covered_s
         for block, share in self._blocks(start_ns, end_ns):
             for name, gauge in block.gauges.items():
+                if name == CLOCK_RATIO:
+                    continue
                 part = replace(gauge, value_seconds=gauge.value_seconds * share, covered_s=gauge.covered_s * share)
                 gauges[name] = gauges[name] + part if name in gauges else part
             throttle_covered_s += block.throttle_covered_s * share
@@ -186,6 +209,27 @@ class Series:
             throttle_covered_s=throttle_covered_s,
             power_histogram_s=histogram_s,
         )
+
+    def _clock_ratio(self, start_ns: int, end_ns: int, outside: Collection[tuple[int, int]]) -> dict[str, Gauge]:
+        """Return the gauge of the SM clock over its reference, for the time in iterations with a busy GPU."""
+        reference_hz = self.device.sm_clock_reference_hz
+        if not reference_hz:
+            return {}
+        parts = []
+        for first, second, covered_s in self._covered(start_ns, end_ns):
+            clock_hz = second.gauges.get("sm_clock_hz")
+            covered_s -= _outside_s(max(first.time_ns, start_ns), min(second.time_ns, end_ns), outside)
+            if clock_hz is None or second.utilization == 0 or covered_s <= 0:
+                continue
+            mean_hz = _level(first, second, start_ns, end_ns, first.gauges.get("sm_clock_hz", clock_hz), clock_hz)
+            ratio = clock_hz / reference_hz
+            parts.append(Gauge(mean_hz / reference_hz * covered_s, covered_s, ratio, ratio))
+        for block, share in self._blocks(start_ns, end_ns):
+            if (gauge := block.gauges.get(CLOCK_RATIO)) is not None:
+                parts.append(
+                    replace(gauge, value_seconds=gauge.value_seconds * share, covered_s=gauge.covered_s * share)
+                )
+        return {CLOCK_RATIO: reduce(add, parts)} if parts else {}
 
     def peak(self, start_ns: int, end_ns: int, field: str) -> float | None:
         """Return the maximum of a field (memory_bytes, power_w) in ``[start_ns, end_ns]``, or ``None``."""
@@ -211,6 +255,22 @@ class Series:
                 inside_ns = min(second.time_ns, end_ns) - max(first.time_ns, start_ns)
                 if inside_ns > 0:
                     yield block, inside_ns / (second.time_ns - first.time_ns)
+
+
+def merge_periods(periods: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return periods without overlaps that cover the same time."""
+    merged: list[tuple[int, int]] = []
+    for start_ns, end_ns in sorted(periods):
+        if merged and start_ns <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end_ns))
+        else:
+            merged.append((start_ns, end_ns))
+    return merged
+
+
+def _outside_s(from_ns: int, to_ns: int, outside: Collection[tuple[int, int]]) -> float:
+    """Return the seconds of a period that lie in ``outside``."""
+    return sum(max(min(to_ns, end_ns) - max(from_ns, start_ns), 0) for start_ns, end_ns in outside) * NS
 
 
 def _level(first: Sample, second: Sample, start_ns: int, end_ns: int, before: float, after: float) -> float:

@@ -212,18 +212,21 @@ class WindowCutter:
     def _device(self, series: Series, end_ns: int, inside: Sequence[Phase], phases_s: dict[str, float]) -> DeviceWindow:
         start_ns = self._start_ns
         phases: dict[str, Integrals] = {}
+        outside = [(phase.start_ns, phase.end_ns) for phase in inside]
         for phase in inside:
             part = series.integrals(max(phase.start_ns, start_ns), phase.end_ns)
             phases[phase.name] = phases[phase.name] + part if phase.name in phases else part
         if STARTUP in phases_s:
             until_ns = min(self._first_start_ns or end_ns, end_ns)
             before = [series.integrals(max(p.start_ns, start_ns), p.end_ns) for p in inside if p.end_ns <= until_ns]
+            outside.append((start_ns, until_ns))
             phases[STARTUP] = reduce(sub, before, series.integrals(start_ns, until_ns))
         if SHUTDOWN in phases_s and self._newest:
             from_ns = self._newest.end_ns
             after = [series.integrals(p.start_ns, p.end_ns) for p in inside if p.start_ns >= from_ns]
+            outside.append((from_ns, end_ns))
             phases[SHUTDOWN] = reduce(sub, after, series.integrals(from_ns, end_ns))
-        return series.window(start_ns, end_ns, phases)
+        return series.window(start_ns, end_ns, phases, outside)
 
 
 def _deviation(values: Collection[float]) -> float:

@@ -36,7 +36,7 @@ def main(run: Path, as_json: bool) -> int:
     if summary.waterfall is None:
         return _fail(f"{path} has no waterfall: no rank had reported any time, or an older effllm wrote the file")
     if as_json:
-        print(json.dumps(_document(summary, summary.waterfall), indent=1, allow_nan=False))
+        print(json.dumps(_document(summary, summary.waterfall), allow_nan=False))
     else:
         _print(summary, summary.waterfall)
     return 0
@@ -60,10 +60,19 @@ def _document(summary: Summary, found: Waterfall) -> dict[str, Any]:
     return {
         "run": run,
         "verdict": verdict or None,
-        "waterfall": msgspec.to_builtins(found),
+        "waterfall": _rounded(msgspec.to_builtins(found)),
         "evidence": evidence,
         "versions": {"schema": SCHEMA_VERSION, "summary": summary.schema_version, "effllm": __version__},
     }
+
+
+def _rounded(value: Any) -> Any:
+    """Return a document whose numbers have at most 7 significant digits; the whole document must be below 8 kB."""
+    if isinstance(value, float):
+        return float(f"{value:.7g}")
+    if isinstance(value, dict):
+        return {name: _rounded(one) for name, one in value.items()}
+    return list(map(_rounded, value)) if isinstance(value, (list, tuple)) else value
 
 
 def _print(summary: Summary, found: Waterfall) -> None:

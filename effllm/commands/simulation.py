@@ -9,9 +9,9 @@ from typing import Any
 
 from effllm import __version__
 from effllm.devices import Site
-from effllm.devices.simulated import open_device
+from effllm.devices.simulated import MAX_CLOCK_HZ, open_device
 from effllm.records.energy import EnergyAmount
-from effllm.records.rank import DeviceWindow, Gauge, Integrals, ParameterCount, RankReport
+from effllm.records.rank import CLOCK_RATIO, DeviceWindow, Gauge, Integrals, ParameterCount, RankReport
 from effllm.records.wire import Bye, Hello
 
 RANKS_PER_NODE = 8
@@ -19,6 +19,7 @@ PARAMETERS = 7_000_000_000
 TOKENS = 4096  # tokens per iteration; each rank adds its rank number, so that any lost report changes the sum
 BUSY = 0.95  # step time as a share of an iteration
 CLOCK_HZ, TEMPERATURE_C, LIMIT_W = 1.7e9, 61.0, 700.0
+CLOCK = CLOCK_HZ / MAX_CLOCK_HZ
 
 
 class SimulatedRank:
@@ -79,6 +80,7 @@ class SimulatedRank:
             energy_method="counter",
             gauges={
                 "sm_clock_hz": Gauge(CLOCK_HZ * span_s, span_s, CLOCK_HZ, CLOCK_HZ),
+                CLOCK_RATIO: Gauge(CLOCK * span_s, span_s, CLOCK, CLOCK),
                 "temperature_c": Gauge(TEMPERATURE_C * span_s, span_s, TEMPERATURE_C, TEMPERATURE_C),
                 "power_limit_w": Gauge(LIMIT_W * span_s, span_s, LIMIT_W, LIMIT_W),
             },

@@ -76,17 +76,33 @@ def _gfx_clock(smi: Any, handle: Any) -> dict[str, float]:
     return _scaled(1e6, sm_clock_hz=answer.get("clk", answer.get("cur_clk")))  # "cur_clk" up to ROCm 6.1
 
 
+def max_gfx_clock(smi: Any, handle: Any) -> dict[str, float]:
+    answer = smi.amdsmi_get_clock_info(handle, smi.AmdSmiClkType.GFX)
+    highest = _scaled(1e6, sm_clock_max_hz=answer.get("max_clk"))
+    return highest if highest.get("sm_clock_max_hz") else {}
+
+
 def _memory_clock(smi: Any, handle: Any) -> dict[str, float]:
     answer = smi.amdsmi_get_clock_info(handle, smi.AmdSmiClkType.MEM)
     return _scaled(1e6, memory_clock_hz=answer.get("clk", answer.get("cur_clk")))
 
 
 def power_limit(smi: Any, handle: Any) -> dict[str, float]:
-    cap = number(smi.amdsmi_get_power_cap_info(handle).get("power_cap"), (32, 64))
+    watts = _watts(smi.amdsmi_get_power_cap_info(handle).get("power_cap"))
+    return {} if watts is None else {"power_limit_w": watts}
+
+
+def default_power_limit(smi: Any, handle: Any) -> dict[str, float]:
+    watts = _watts(smi.amdsmi_get_power_cap_info(handle).get("default_power_cap"))
+    return {} if watts is None else {"power_limit_default_w": watts}
+
+
+def _watts(value: Any) -> float | None:
+    cap = number(value, (32, 64))
     if not cap:  # the second die of a card reports 0; the first die has the limit of both dies
-        return {}
+        return None
     # The unit is W up to ROCm 6.1, then uW.  Limits are above 0.1 W and below 100 kW, so 1e5 separates the units.
-    return {"power_limit_w": cap / 1e6 if cap >= 1e5 else cap}
+    return cap / 1e6 if cap >= 1e5 else cap
 
 
 Group = Callable[[Any, Any], dict[str, float]]

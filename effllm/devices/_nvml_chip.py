@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from contextlib import suppress
 from ctypes import c_uint, c_ulonglong
 from functools import partial
 from typing import Any
@@ -11,6 +12,8 @@ import pynvml
 
 from effllm.devices._nvml_call import MAX_VALUE_64, Quantity, Readout, offered
 
+MAX_CLOCK_MHZ = 100_000
+MAX_VALUE_32 = 2**32 - 1  # the value of NVML for "no value"
 #: Clocks event reasons of a throttled GPU, but not the reasons "idle" and "clock set by the user".
 _THROTTLES = {
     pynvml.nvmlClocksEventReasonSwPowerCap: "power_cap",
@@ -72,6 +75,22 @@ def _memory(handle: Any) -> Quantity | None:
     )
 
 
+def max_clock_hz(gpu: Any) -> float | None:
+    """Return the maximum SM clock, or ``None`` if NVML does not report it."""
+    with suppress(pynvml.NVMLError):
+        megahertz = int(pynvml.nvmlDeviceGetMaxClockInfo(gpu, pynvml.NVML_CLOCK_SM))
+        return megahertz * 1e6 if 0 < megahertz <= MAX_CLOCK_MHZ else None
+    return None
+
+
+def default_limit_w(gpu: Any) -> float | None:
+    """Return the default power limit, or ``None`` if NVML does not report it."""
+    with suppress(pynvml.NVMLError):
+        milliwatts = int(pynvml.nvmlDeviceGetPowerManagementDefaultLimit(gpu))
+        return milliwatts / 1e3 if 0 < milliwatts < MAX_VALUE_32 else None
+    return None
+
+
 def _utilization(handle: Any) -> Quantity | None:
     buffer = pynvml.c_nvmlUtilization_t()
     percent = partial(Quantity, buffer=buffer, part="gpu", maximum=100, divisor=100)
@@ -79,7 +98,7 @@ def _utilization(handle: Any) -> Quantity | None:
 
 
 def _clock(name: str, handle: Any, clock: int) -> Quantity | None:
-    megahertz = partial(Quantity, buffer=c_uint(), maximum=100_000, divisor=1e-6)
+    megahertz = partial(Quantity, buffer=c_uint(), maximum=MAX_CLOCK_MHZ, divisor=1e-6)
     return offered(partial(megahertz, name, "nvmlDeviceGetClockInfo", handle, c_uint(clock)))
 
 

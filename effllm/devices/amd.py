@@ -21,8 +21,10 @@ from effllm.devices._amd_readings import (
     Group,
     activity,
     ask_group,
+    default_power_limit,
     energy,
     joules_of,
+    max_gfx_clock,
     number,
     power,
     power_limit,
@@ -172,6 +174,7 @@ class AmdReader:
             "power": ("power_w", "power_average_w"),
         }
         missing = [f"{what}: not reported by AMD SMI" for what in sentences if not self._has(*sentences[what])]
+        max_hz = ask_group(smi, max_gfx_clock, handle).get("sm_clock_max_hz")
         total = number(ask(smi, "amdsmi_get_gpu_memory_total", handle, smi.AmdSmiMemoryType.VRAM), (64,))
         return Device(
             key=processor.key(self._host),
@@ -186,6 +189,10 @@ class AmdReader:
             energy_note=source.note,
             sensor=_SENSOR,
             driver=driver_of(smi, handle),
+            # The published peaks of these GPUs are rates at the maximum clock.
+            sm_clock_max_hz=max_hz,
+            sm_clock_reference_hz=max_hz,
+            power_limit_default_w=ask_group(smi, default_power_limit, handle).get("power_limit_default_w"),
         )
 
     # --- at every reading ---

@@ -11,12 +11,13 @@ import pynvml
 
 from effllm.devices import DeviceUnavailable, Site
 from effllm.devices._nvml_call import repoint
-from effllm.devices._nvml_chip import Chip, throttles
+from effllm.devices._nvml_chip import Chip, default_limit_w, max_clock_hz, throttles
 from effllm.devices._nvml_gpm import Gpm, open_gpm
 from effllm.devices._nvml_identity import find, module_of, text_of
 from effllm.devices._nvml_power import NvmlPower
 from effllm.devices._nvml_slices import gpu_of, slice_of
 from effllm.devices._nvml_watch import Watch
+from effllm.devices.known import hardware
 from effllm.records.rank import GPU, MODULE, Device, Event, Sample
 
 __all__ = ["NvmlReader", "open_device"]
@@ -80,11 +81,13 @@ class NvmlReader:
     def _describe(self, site: Site) -> Device:
         power, limit_w = self._power, self._watch.limit_w
         is_module = power.scope == MODULE
+        name, max_hz = text_of(pynvml.nvmlDeviceGetName(self._handle)), max_clock_hz(self._gpu)
+        default_w = default_limit_w(self._gpu)
         notes = [self._slice.note if self._slice else "", power.note]
         return Device(
             key=text_of(pynvml.nvmlDeviceGetUUID(self._handle)),
             kind="nvml",
-            name=text_of(pynvml.nvmlDeviceGetName(self._handle)),
+            name=name,
             memory_total_bytes=self._chip.memory_total_bytes,
             # NVML's limit applies to the GPU; its module may draw more.
             power_limit_w=None if limit_w is None or is_module else limit_w * self._share,
@@ -94,6 +97,9 @@ class NvmlReader:
             energy_key=module_of(self._gpu, site.host) if is_module else "",
             energy_note="; ".join(note for note in notes if note),
             driver=text_of(pynvml.nvmlSystemGetDriverVersion()),
+            sm_clock_max_hz=max_hz,
+            sm_clock_reference_hz=max_hz and (hardware.peak_clock_hz(name) or max_hz),
+            power_limit_default_w=None if default_w is None or is_module else default_w * self._share,
         )
 
     def _not_measured(self) -> tuple[str, ...]:

@@ -11,11 +11,12 @@ from effllm.devices import Site
 from effllm.records.rank import Device, Sample
 
 _GIB = 2**30
+MAX_CLOCK_HZ = 1.98e9
 
 
 @dataclass(frozen=True)
 class Waveform:
-    """Three sine waves with one period: each value is ``mean + amplitude * sin(2 pi t / period + phase)``.
+    """Four sine waves with one period: each value is ``mean + amplitude * sin(2 pi t / period + phase)``.
 
     Times are seconds of the host's monotonic clock, so every process on the host can compute the exact values.
     """
@@ -28,6 +29,8 @@ class Waveform:
     memory_amplitude_bytes: float = 8.0 * _GIB
     utilization_mean: float = 0.8
     utilization_amplitude: float = 0.15
+    clock_mean_hz: float = 1.7e9
+    clock_amplitude_hz: float = -0.1e9  # at high power the clock is low
 
     def power_w(self, t: float) -> float:
         return self.power_mean_w + self.power_amplitude_w * self._sine(t)
@@ -46,6 +49,9 @@ class Waveform:
 
     def utilization_seconds(self, t0: float, t1: float) -> float:
         return self.utilization_mean * (t1 - t0) + self.utilization_amplitude * self._sine_seconds(t0, t1)
+
+    def clock_hz(self, t: float) -> float:
+        return self.clock_mean_hz + self.clock_amplitude_hz * self._sine(t)
 
     def _sine(self, t: float) -> float:
         return math.sin(2 * math.pi * t / self.period_s + self.phase)
@@ -80,6 +86,7 @@ class SimulatedReader:
             utilization=None if last_s is None else self._mean_utilization(last_s, now_s),
             power_w=self.waveform.power_w(now_s),
             energy_j=self.waveform.energy_j(0.0, now_s),
+            gauges={"sm_clock_hz": self.waveform.clock_hz(now_s)},
         )
         return sample, {}
 
@@ -102,5 +109,8 @@ def open_device(site: Site, *, clock_ns: Callable[[], int] = time.monotonic_ns) 
         power_limit_w=waveform.power_mean_w + waveform.power_amplitude_w,
         energy_method="counter",
         power_scope="gpu",
+        sm_clock_max_hz=MAX_CLOCK_HZ,
+        sm_clock_reference_hz=MAX_CLOCK_HZ,
+        power_limit_default_w=waveform.power_mean_w + waveform.power_amplitude_w,
     )
     return SimulatedReader(device, waveform, clock_ns)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 
 import msgspec
@@ -16,7 +17,7 @@ from effllm.job.window_energy import is_covered
 from effllm.records.columns import Array, Table, fields_of, means
 from effllm.records.energy import NORMAL_95, NOT_MEASURED
 from effllm.records.job import ClusterTotals, Counts, DeviceTotals, JobConstants, JobEnergy, LoopTimes
-from effllm.records.rank import Profile, RankReport, add_profiles
+from effllm.records.rank import CLOCK_RATIO, Profile, RankReport, add_profiles
 
 _JOB = "job"  # key of the energy of all devices
 
@@ -76,6 +77,7 @@ class Account(Struct):
     throttle_covered_s: float = 0.0
     power_histogram_s: dict[int, float] = {}
     power_peak_w: float | None = None
+    throttled_by_s: dict[str, float] = {}  # clocks event reason -> GPU-seconds; reasons may overlap
 
     def add_rows(self, rows: Iterable[RankReport]) -> None:
         """Add the times and counts of reports; each report may be added only once."""
@@ -106,6 +108,8 @@ class Account(Struct):
                 sums.most = gauge.most if sums.most is None else max(sums.most, gauge.most)
         self.throttled_s += sign * readings.throttled_s
         self.throttle_covered_s += sign * readings.throttle_covered_s
+        for reason, seconds in readings.throttled_by_s.items():
+            self.throttled_by_s[reason] = self.throttled_by_s.get(reason, 0.0) + sign * seconds
         for step, seconds in readings.power_histogram_s.items():
             self.power_histogram_s[step] = self.power_histogram_s.get(step, 0.0) + sign * seconds
         if readings.power_peak_w is not None:
@@ -179,6 +183,10 @@ class Account(Struct):
                 power_histogram_s=dict(self.power_histogram_s),
                 throttled_s=self.throttled_s if self.throttle_covered_s > 0 else None,
                 throttle_covered_s=self.throttle_covered_s,
+                throttled_by_s={reason: seconds for reason, seconds in self.throttled_by_s.items() if reason != "any"},
+                sm_clock_ratio=self._gauge(CLOCK_RATIO).mean,
+                sm_clock_covered_s=self._gauge(CLOCK_RATIO).covered_s,
+                sm_clock_error=self._clock_error(constants, sample_s),
                 temperature_max_c=self._gauge("temperature_c").most,
                 sm_clock_hz=self._gauge("sm_clock_hz").mean,
                 sm_activity=self._gauge("sm_activity_ratio").mean,
@@ -218,6 +226,14 @@ class Account(Struct):
         variances = np.maximum(mean * (peaks - mean), 0.0) / np.maximum(covered_s[there] / sample_s, 1.0)
         error = NORMAL_95 * float(np.sqrt(variances).mean())
         return None if np.isnan(error) else error
+
+    def _clock_error(self, constants: JobConstants, sample_s: float | None) -> float | None:
+        """Return the sampling error (half-width, 95 %) of the mean clock ratio, by the bound of `_sampling_error`."""
+        ratio = self._gauge(CLOCK_RATIO)
+        if sample_s is None or ratio.mean is None or not constants.gpus_with_clock:
+            return None
+        variance = max(ratio.mean * (max(ratio.most or 0.0, ratio.mean) - ratio.mean), 0.0)
+        return NORMAL_95 * math.sqrt(variance / max(ratio.covered_s / constants.gpus_with_clock / sample_s, 1.0))
 
     def iteration_s(self) -> float:
         """Return the mean iteration time of the rank with the longest iterations; 0 without iterations."""

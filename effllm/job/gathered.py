@@ -6,9 +6,13 @@ for ten thousand ranks.
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from msgspec import Struct, field
 
 from effllm.records.rank import GAUGES, DeviceWindow, RankReport
+
+MAX_REASONS = 32  # maximum number of reasons in `GpuReadings.throttled_by_s`; NVML and AMD SMI have eleven
 
 
 class GaugeSums(Struct):
@@ -31,6 +35,7 @@ class GpuReadings(Struct):
     throttle_covered_s: float = 0.0
     power_histogram_s: dict[int, float] = {}
     power_peak_w: float | None = None
+    throttled_by_s: dict[str, float] = {}  # clocks event reason -> seconds; reasons may overlap
 
     def add(self, window: DeviceWindow) -> None:
         for name, gauge in window.gauges.items():
@@ -49,6 +54,9 @@ class GpuReadings(Struct):
             histogram_s[step] = histogram_s.get(step, 0.0) + seconds
         if window.throttled_s:
             self.throttled_s += window.throttled_s.get("any", 0.0)
+            for reason, seconds in window.throttled_s.items():
+                if reason in self.throttled_by_s or len(self.throttled_by_s) < MAX_REASONS:
+                    self.throttled_by_s[reason] = self.throttled_by_s.get(reason, 0.0) + seconds
         self.throttle_covered_s += window.throttle_covered_s
         peak_w = window.power_peak_w
         if peak_w is not None and (self.power_peak_w is None or peak_w > self.power_peak_w):
@@ -61,18 +69,22 @@ class GpuReadings(Struct):
             known.value_seconds += sums.value_seconds
             known.covered_s += sums.covered_s
             known.most = max((most for most in (known.most, sums.most) if most is not None), default=None)
-        bars = {**self.power_histogram_s, **more.power_histogram_s}
-        histogram_s = {
-            step: self.power_histogram_s.get(step, 0.0) + more.power_histogram_s.get(step, 0.0) for step in bars
-        }
         peaks_w = [peak for peak in (self.power_peak_w, more.power_peak_w) if peak is not None]
         return GpuReadings(
             gauges,
             self.throttled_s + more.throttled_s,
             self.throttle_covered_s + more.throttle_covered_s,
-            histogram_s,
+            _sums(self.power_histogram_s, more.power_histogram_s),
             max(peaks_w, default=None),
+            _sums(self.throttled_by_s, more.throttled_by_s),
         )
+
+
+Name = TypeVar("Name", int, str)
+
+
+def _sums(one: dict[Name, float], other: dict[Name, float]) -> dict[Name, float]:
+    return {name: one.get(name, 0.0) + other.get(name, 0.0) for name in {**one, **other}}
 
 
 class Gathered(Struct):

@@ -82,12 +82,24 @@ class JobFacts:
     @cached_property
     def power_limit_w(self) -> float | None:
         """Sum of the power limits of all GPUs, if all are known; one die may have the limit of the card."""
+        return self._sum_of_limits({key: device.power_limit_w for key, device in self._devices.items()})
+
+    @cached_property
+    def power_limit_default_w(self) -> float | None:
+        """Sum of the default power limits of all GPUs, if all are known."""
+        return self._sum_of_limits({key: device.power_limit_default_w for key, device in self._devices.items()})
+
+    def _sum_of_limits(self, limits_w: Mapping[str, float | None]) -> float | None:
         owners: dict[str, float] = {}
         for key, device in self._devices.items():
             if device.is_gpu:
                 owner = device.energy_key or key
-                owners[owner] = owners.get(owner, 0.0) + (device.power_limit_w or 0.0)
+                owners[owner] = owners.get(owner, 0.0) + (limits_w[key] or 0.0)
         return sum(owners.values()) if owners and all(owners.values()) else None
+
+    @cached_property
+    def gpus_with_clock(self) -> int:
+        return sum(device.is_gpu and bool(device.sm_clock_reference_hz) for device in self._devices.values())
 
     @cached_property
     def baseline_w(self) -> float | None:

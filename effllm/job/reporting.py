@@ -19,6 +19,7 @@ from effllm.job.roster import Roster
 from effllm.job.rows import Rows
 from effllm.job.spread import window_spread
 from effllm.job.waterfall import waterfall
+from effllm.job.waterfall_evidence import Sources
 from effllm.records.job import (
     ClusterReport,
     ClusterTotals,
@@ -81,6 +82,8 @@ def constants_of(ledger: Ledger, roster: Roster) -> JobConstants:
         pue=config.pue,
         price_per_kwh=config.price_per_kwh,
         price_per_gpu_hour=config.price_per_gpu_hour,
+        power_limit_default_w=job.power_limit_default_w,
+        gpus_with_clock=job.gpus_with_clock,
     )
 
 
@@ -281,7 +284,7 @@ def summary_of(
         windows_compared=ledger.windows_compared,
         goodput=goodput,
         instruments=summaries(ledger.values),
-        waterfall=waterfall(goodput, whole),
+        waterfall=waterfall(goodput, whole, Sources(ledger.closed, ledger.attempt, ledger.windows_compared)),
         audit=audit_of(ledger.audit, roster.job.known),
     )
 

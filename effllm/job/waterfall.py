@@ -6,10 +6,12 @@ and by FLOPs over the peak.  Definitions: docs/goodput.md.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
-from effllm.job.goodput_attempt import KEPT, REDONE, STRAGGLING, UNKNOWN
+from effllm.job.goodput_attempt import HANG, KEPT, REDONE, STRAGGLING, UNKNOWN
+from effllm.job.waterfall_evidence import ONE_ATTEMPT, Sources, errors_of, evidence_of
 from effllm.records.job import ClusterTotals, GoodputSummary, JobConstants
 from effllm.records.rank import Profile
 from effllm.records.waterfall import PARTS, PRODUCTIVE, Waterfall, WaterfallPart
@@ -23,6 +25,10 @@ NO_FLOPS = (
 NO_PEAK = "useful work: the peak FLOP/s of the device is unknown; EFFICIENTLLM_PEAK_TFLOPS sets it"
 NO_TOKENS = "useful work: the loop counted no tokens; effllm.count(tokens=...) counts them"
 ABOVE_PEAK = "useful work: the FLOPs of the tokens exceed the time of the steps at the peak, so FLOPs or peak are wrong"
+NO_CLOCK = "clock below maximum: no GPU reports its SM clock and its maximum SM clock"
+LITTLE_CLOCK = "clock below maximum: the SM clock was measured in less than half of the time of iterations"
+#: Smallest share of the time of iterations in which the clock must be measured.
+MIN_CLOCK_COVERAGE = 0.5
 UNUSED = "allocated GPUs that no rank used: these GPUs are not detected"
 
 
@@ -31,14 +37,16 @@ class _Steps(NamedTuple):
 
     seconds: dict[str, float]
     unknown: tuple[str, ...]
+    errors: Mapping[str, float] = MappingProxyType({})  # sampling errors of parts in device-seconds: half-width, 95 %
 
 
-def waterfall(goodput: GoodputSummary, whole: ClusterTotals) -> Waterfall | None:
+def waterfall(goodput: GoodputSummary, whole: ClusterTotals, sources: Sources = ONE_ATTEMPT) -> Waterfall | None:
     """Return the waterfall of a job; ``None`` before any time was reported.
 
     Args:
         goodput: the elapsed time and joules by class.
         whole: the totals of the whole job, on the base ``job``.
+        sources: the reports from which the classes are computed.
     """
     devices = whole.constants.gpus or whole.constants.world_size
     ranks = whole.constants.world_size
@@ -51,6 +59,7 @@ def waterfall(goodput: GoodputSummary, whole: ClusterTotals) -> Waterfall | None
     seconds = {RENAMED.get(name, name): value for name, value in classes.items()} | steps.seconds
     joules = _joules(goodput.joules, steps.seconds, kept)
     total = sum(seconds.values())
+    evidence = evidence_of(sources, whole, _iterations(kept, classes))
     price = whole.constants.price_per_gpu_hour if whole.constants.gpus else None
     parts = tuple(
         WaterfallPart(
@@ -61,6 +70,8 @@ def waterfall(goodput: GoodputSummary, whole: ClusterTotals) -> Waterfall | None
             is_split_by_time=name in steps.seconds and len(steps.seconds) > 1 and joules.get(name) is not None,
             cost=None if price is None else seconds[name] / 3600.0 * price,
             max_gain=_gain(seconds[name], total) if name not in PRODUCTIVE else None,
+            evidence=evidence.get(name, ""),
+            error_share=steps.errors[name] / total if name in steps.errors else None,
         )
         for name in PARTS
         if seconds.get(name, 0.0) > 0.0
@@ -75,16 +86,50 @@ def _split(kept: float, classes: Mapping[str, float], whole: ClusterTotals) -> _
         return _Steps({}, ())
     seconds = _profiled(kept, classes, whole.profile)
     unknown = () if whole.profile is not None and whole.profile.time_s else (NO_PROFILE,)
-    rest = kept - sum(seconds.values())
+    computing = kept - sum(seconds.values())
+    clock, why_no_clock = _below_clock(computing, kept, classes, whole)
+    flops, why_no_flops = _useful(computing, kept, classes, whole)
+    # The clock is a mean of samples: it must not take time that the FLOPs need at the peak.
+    seconds["clock_below_maximum"] = min(clock, max(computing - sum(flops.values()), 0.0))
+    rest = max(computing - seconds["clock_below_maximum"] - sum(flops.values()), 0.0)
+    seconds |= flops | {"below_peak" if flops else "steps": rest}
+    errors = errors_of(seconds, whole, kept + classes.get(STRAGGLING, 0.0), computing)
+    return _Steps(seconds, (*unknown, *why_no_flops, *why_no_clock), errors)
+
+
+def _below_clock(
+    computing: float, kept: float, classes: Mapping[str, float], whole: ClusterTotals
+) -> tuple[float, Sequence[str]]:
+    """Return the device-seconds that a clock below the reference takes, and the reason for an unknown clock.
+
+    Computation at a share r of the clock takes 1/r of the time, so 1 - r of this time would be saved.
+    """
+    devices, constants = whole.devices, whole.constants
+    if not constants.gpus:
+        return 0.0, ()
+    if devices.sm_clock_ratio is None or not constants.gpus_with_clock:
+        return 0.0, (NO_CLOCK,)
+    share = constants.gpus_with_clock / constants.gpus
+    if devices.sm_clock_covered_s < MIN_CLOCK_COVERAGE * share * _iterations(kept, classes):
+        return 0.0, (LITTLE_CLOCK,)
+    return computing * share * max(1.0 - devices.sm_clock_ratio, 0.0), ()
+
+
+def _iterations(kept: float, classes: Mapping[str, float]) -> float:
+    return kept + sum(classes.get(name, 0.0) for name in (REDONE, STRAGGLING, HANG))
+
+
+def _useful(
+    computing: float, kept: float, classes: Mapping[str, float], whole: ClusterTotals
+) -> tuple[dict[str, float], Sequence[str]]:
+    """Return the device-seconds of the FLOPs of kept steps at the peak, and the reason for unknown FLOPs."""
     flops = _at_peak(whole.constants, whole.counts.tokens, whole.counts.tokens_processed)
     if isinstance(flops, str):
-        return _Steps(seconds | {"steps": rest}, (*unknown, flops))
+        return {}, (flops,)
     # The counts include redone iterations; tokens are assumed to be as dense in redone steps as in kept steps.
     redone = classes.get(REDONE, 0.0)
     flops = {name: value * kept / (kept + redone) for name, value in flops.items()}
-    if sum(flops.values()) > rest:
-        return _Steps(seconds | {"steps": rest}, (*unknown, ABOVE_PEAK))
-    return _Steps(seconds | flops | {"below_peak": rest - sum(flops.values())}, unknown)
+    return ({}, (ABOVE_PEAK,)) if sum(flops.values()) > computing else (flops, ())
 
 
 def _profiled(kept: float, classes: Mapping[str, float], profile: Profile | None) -> dict[str, float]:

@@ -52,6 +52,8 @@ class JobConstants(Struct, frozen=True, omit_defaults=True):
     pue: float = 1.0
     price_per_kwh: float | None = None
     price_per_gpu_hour: float | None = None
+    power_limit_default_w: float | None = None  # sum over all GPUs
+    gpus_with_clock: int = 0  # GPUs with an SM clock and a reference clock
 
 
 class Counts(Counted, Struct, frozen=True):
@@ -104,6 +106,12 @@ class DeviceTotals(Struct, frozen=True):
     sm_activity: float | None = None
     tensor_activity: float | None = None
     dram_activity: float | None = None
+    # GPU-seconds by clocks event reason; reasons may overlap, and include reasons that are no fault, such as power_cap.
+    throttled_by_s: dict[str, float] = {}
+    # SM clock over the clock of the peak FLOP/s, in iterations while the GPU was busy; mean over time and GPUs.
+    sm_clock_ratio: float | None = None
+    sm_clock_covered_s: float = 0.0  # GPU-seconds with this ratio
+    sm_clock_error: float | None = None  # sampling error of the ratio: half-width, 95 %
 
 
 class HealthTotals(Struct, frozen=True):

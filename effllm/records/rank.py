@@ -111,6 +111,10 @@ class Device(Struct, frozen=True):
     driver: Word = ""  # name and version of the interface to the device
     only_power: bool = False  # whether this is a power sensor of the node, without memory and utilization
     baseline_w: Amount | None = None  # mean power before the first iteration, if measured
+    sm_clock_max_hz: Amount | None = None  # maximum SM clock
+    # Clock at which the device reaches its peak FLOP/s: of the table of devices, or else the maximum SM clock.
+    sm_clock_reference_hz: Amount | None = None
+    power_limit_default_w: Amount | None = None  # the power limit after a restart of the driver
 
 
 class Event(Struct, frozen=True):
@@ -144,6 +148,8 @@ class Sample(Struct, frozen=True, gc=False):
     energy_only: bool = False  # whether only energy and power were read; then other quantities are no failures
 
 
+#: The only gauge that covers no phases and is in no sample: it is computed from the samples of a window.
+CLOCK_RATIO = "sm_clock_ratio"
 #: Further readings of a sample: name -> (unit, meaning).  Ratios are 0..1.
 GAUGES: dict[str, tuple[str, str]] = {
     "sm_clock_hz": ("Hz", "clock of the streaming multiprocessors"),
@@ -156,6 +162,7 @@ GAUGES: dict[str, tuple[str, str]] = {
     "sm_activity_ratio": ("ratio", "share of SMs with a resident warp, mean over time (GPM); not utilization"),
     "tensor_activity_ratio": ("ratio", "share of time in which the tensor cores worked (GPM)"),
     "dram_activity_ratio": ("ratio", "share of the memory bandwidth in use (GPM)"),
+    CLOCK_RATIO: ("ratio", "SM clock over the clock of the peak FLOP/s, in iterations while the GPU was busy"),
 }
 
 

@@ -21,6 +21,7 @@ PARTS: dict[str, str] = {
     "generation": "marked generation: productive",
     "exposed_communication": "steps: communication alone",
     "device_idle": "steps: time without kernels and transfers",
+    "clock_below_maximum": "steps: SM clock below the clock of the peak",
     "padding": "steps: FLOPs of padding at the peak",
     "recomputation": "steps: repeated FLOPs at the peak",
     "below_peak": "steps: remaining time, with computation below the peak",
@@ -42,6 +43,9 @@ class WaterfallPart(Struct, frozen=True, omit_defaults=True):
     cost: float | None = None  # cost in the currency of PRICE_PER_GPU_HOUR
     # Upper bound of the gain in throughput if this part were removed and its time became useful work.
     max_gain: float | None = None
+    evidence: str = ""  # the counters and windows from which the part is computed
+    # Half-width (95 %) of the sampling error of `share`; None if the part is not computed from samples.
+    error_share: float | None = None
 
 
 class Waterfall(Struct, frozen=True):

@@ -98,6 +98,18 @@ int nvmlDeviceGetClockInfo(struct device *device, unsigned int type, unsigned in
     return give_clock(__func__, device, type, mhz);
 }
 
+int nvmlDeviceGetMaxClockInfo(struct device *device, unsigned int type, unsigned int *mhz)
+{
+    struct effect effect;
+    int result = enter_whole(__func__, device, "clocks.max", &effect);
+    if (result)
+        return result;
+    if (type >= CLOCK_MEMORY || !device->sm_clock_max_mhz)
+        return NOT_SUPPORTED;
+    *mhz = effect.has_value ? (unsigned int)effect.value : (unsigned int)device->sm_clock_max_mhz;
+    return SUCCESS;
+}
+
 int nvmlDeviceGetClock(struct device *device, unsigned int type, unsigned int id, unsigned int *mhz)
 {
     int result = give_clock(__func__, device, type, mhz);

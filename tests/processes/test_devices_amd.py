@@ -256,6 +256,7 @@ def test_name_key_and_limits_of_a_device_are_read(library, release):
     assert (device.key, device.name) == ("GPU-1234567890abcdef", "AMD Instinct MI300X")
     assert (device.kind, device.is_gpu, device.shared, device.simulated) == ("amd", True, False, False)
     assert (device.memory_total_bytes, device.power_limit_w) == (192 * GIB, 750.0)
+    assert (device.power_limit_default_w, device.sm_clock_max_hz, device.sm_clock_reference_hz) == (750.0, 2.1e9, 2.1e9)
     assert (device.energy_method, device.power_scope) == (COUNTER, GPU)
     assert (device.energy_key, device.energy_note, device.not_measured) == ("", "", ())
     library_version = {(5, 7): "24.23.7.0", (6, 3): "24.24.3.0", (7, 0): "25.0.0"}.get(release, "AMD SMI 24.24.")

@@ -383,14 +383,36 @@ def test_impossible_gauge_is_missing_and_reported_as_a_failure(trace, call, valu
     } - {name}  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("name", "reference_hz"), [("NVIDIA H100 80GB HBM3", 1.83e9), ("NVIDIA A100-SXM4-80GB", 1.41e9), ("Traced", 1.98e9)]
+)
+def test_reference_clock_is_the_clock_of_the_peak_or_else_the_maximum(trace, name, reference_hz):
+    trace.write(gpu(name=name, power_limit_w=500.0, power_limit_default_w=700.0, sm_clock_max_mhz=1980.0))
+
+    device, _, _ = read_at(trace)
+
+    assert (device.sm_clock_max_hz, device.power_limit_w, device.power_limit_default_w) == (1.98e9, 500.0, 700.0)
+    assert device.sm_clock_reference_hz == pytest.approx(reference_hz, rel=1e-3)
+
+
+def test_gpu_without_a_maximum_clock_has_no_reference_clock(trace):
+    trace.write(gpu(name="NVIDIA H100 80GB HBM3", sm_clock_max_mhz=None, unsupported=("limit.default",)))
+
+    device, _, _ = read_at(trace)
+
+    assert (device.sm_clock_max_hz, device.sm_clock_reference_hz, device.power_limit_default_w) == (None, None, None)
+
+
 def test_missing_values_at_the_opening_of_a_gpu_are_ignored(trace):
     trace.write(gpu(memory_total=NOT_AVAILABLE_64, memory_reserved=NOT_AVAILABLE_64))
-    trace.fault(f"0 limit value {NOT_AVAILABLE_32}", f"0 ecc value {NOT_AVAILABLE_64}", f"0 memory value {GIB}")
+    ends = (f"0 ecc value {NOT_AVAILABLE_64}", f"0 memory value {GIB}", f"0 clocks.max value {NOT_AVAILABLE_32}")
+    trace.fault(f"0 limit value {NOT_AVAILABLE_32}", *ends)
 
     with trace.reader(AT_A) as reader:
         device, (sample, failures) = reader.device, reader.read()
 
     assert (device.memory_total_bytes, device.power_limit_w) == (None, None)
+    assert (device.sm_clock_max_hz, device.power_limit_default_w) == (None, None)
     assert not {"power_limit_w", "memory_reserved_bytes"} & set(sample.gauges)
     assert (sample.events, failures) == ((), {})
 
@@ -559,6 +581,8 @@ def test_energy_of_a_gpu_is_divided_among_its_slices(trace):
     assert sample_a.power_w + sample_b.power_w == pytest.approx(whole_w * 5 / 7, rel=1e-12)
     assert sample_a.gauges["memory_power_w"] == pytest.approx(70.0 * 3 / 7)
     assert device_a.power_limit_w == sample_a.gauges["power_limit_w"] == pytest.approx(700.0 * 3 / 7)
+    assert device_a.power_limit_default_w == pytest.approx(700.0 * 3 / 7)
+    assert device_a.sm_clock_max_hz == 1.98e9
     assert (device_a.energy_key, device_a.power_scope, device_a.energy_method) == ("", "gpu", "counter")
 
 

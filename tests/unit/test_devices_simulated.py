@@ -51,6 +51,11 @@ def test_device_is_marked_as_simulated():
     assert (device.key, device.name, device.simulated) == ("SIM-node1-2", "simulated GPU", True)
     assert (device.is_gpu, device.shared, device.energy_method) == (True, False, "counter")
     assert device.memory_total_bytes == 80 * 2**30
+    assert (device.sm_clock_max_hz, device.sm_clock_reference_hz, device.power_limit_default_w) == (
+        1.98e9,
+        1.98e9,
+        650.0,
+    )
 
 
 def test_samples_have_the_values_of_the_wave():
@@ -65,6 +70,7 @@ def test_samples_have_the_values_of_the_wave():
     assert first.utilization is None  # no earlier sample exists
     assert (second.time_ns, second.power_w) == (7_500_000_000, wave.power_w(7.5))
     assert second.memory_bytes == wave.memory_bytes(7.5)
+    assert second.gauges == {"sm_clock_hz": wave.clock_hz(7.5)}
     assert second.utilization == pytest.approx(wave.utilization_seconds(5.0, 7.5) / 2.5)
     assert second.energy_j - first.energy_j == pytest.approx(wave.energy_j(5.0, 7.5))
 
@@ -80,6 +86,7 @@ def test_values_of_a_simulated_device_stay_within_bounds(t, rank):
     assert 0 < wave.power_w(t) <= 650.0
     assert 0 <= wave.utilization(t) <= 1
     assert 0 < wave.memory_bytes(t) < 80 * 2**30
+    assert 0 < wave.clock_hz(t) < 1.98e9
 
 
 def test_two_reads_at_one_time_return_the_same_value():

@@ -41,14 +41,14 @@ class Device:
             utilization=watts / 700,
             power_w=watts,
             energy_j=self.joules(tick_s) if counter else None,
-            gauges={"temperature_c": 40 + watts / 20},
+            gauges={"temperature_c": 40 + watts / 20, "sm_clock_hz": 1e9 + 1e6 * watts},
             throttled_by=("power",) if watts > 600 else (),
         )
 
 
 def series(**changes) -> Series:
     sensor = Sensor(tick_s=0.1, tick_error_s=1e-4, is_held=True)
-    return Series(gpu(sensor=sensor, power_limit_w=700.0, **changes), max_gap_s=5.0)
+    return Series(gpu(sensor=sensor, power_limit_w=700.0, sm_clock_reference_hz=2e9, **changes), max_gap_s=5.0)
 
 
 def fed(one: Series, device: Device, until_s: float, folding: bool, edges_ns=(), counter=lambda at_s: True) -> int:

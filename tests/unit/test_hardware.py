@@ -277,6 +277,29 @@ def test_peaks_do_not_include_sparsity(name, precision, sparse_tflops):
     assert peak_flops_per_s(name, precision) == pytest.approx(sparse_tflops * 1e12 / 2, rel=0.005)
 
 
+@pytest.mark.parametrize(
+    ("name", "megahertz"),
+    [
+        ("NVIDIA H100 80GB HBM3", 1830),
+        ("NVIDIA A100-SXM4-80GB", 1410),
+        ("Tesla V100-SXM2-16GB", 1530),
+        ("NVIDIA GeForce RTX 3090", 1695),
+        ("NVIDIA GeForce RTX 4080", 2505),
+        ("NVIDIA GeForce RTX 4090", 2520),
+        ("NVIDIA GeForce RTX 5090", 2407),
+    ],
+)
+def test_clock_of_the_peak_is_the_boost_clock_of_the_datasheet(name, megahertz):
+    assert hardware.peak_clock_hz(name) == pytest.approx(megahertz * 1e6, rel=0.004)
+    assert hardware.peak_clock_hz(f"{name} MIG 1g.10gb") == hardware.peak_clock_hz(name)
+
+
+def test_every_clock_of_a_peak_belongs_to_a_row():
+    assert hardware._UNITS.keys() <= {row.names[0] for row in ROWS}
+    assert hardware.peak_clock_hz("NVIDIA B200") is None
+    assert hardware.peak_clock_hz("AnyGPU 9000") is None
+
+
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.names[0])
 def test_every_hardware_row_has_a_source_and_plausible_numbers(row):
     assert row.source.title

@@ -8,8 +8,19 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from effllm.job.goodput_attempt import CLASSES
-from effllm.job.waterfall import ABOVE_PEAK, NO_FLOPS, NO_PEAK, NO_PROFILE, NO_TOKENS, RENAMED, waterfall
-from effllm.records.job import ClusterTotals, Counts, GoodputSummary, JobConstants
+from effllm.job.waterfall import (
+    ABOVE_PEAK,
+    LITTLE_CLOCK,
+    NO_CLOCK,
+    NO_FLOPS,
+    NO_PEAK,
+    NO_PROFILE,
+    NO_TOKENS,
+    RENAMED,
+    waterfall,
+)
+from effllm.job.waterfall_evidence import Sources
+from effllm.records.job import ClusterTotals, Counts, DeviceTotals, GoodputSummary, JobConstants
 from effllm.records.rank import Profile
 from effllm.records.waterfall import PARTS
 
@@ -22,10 +33,13 @@ def goodput(joules=None, **rank_seconds):
     return GoodputSummary(sum(rank_seconds.values()), None, rank_seconds, rank_seconds, joules)
 
 
-def totals(tokens=0, processed=None, profile=None, ranks=4, gpus=4, peak=4 * PEAK, **constants):
+def totals(tokens=0, processed=None, profile=None, ranks=4, gpus=4, peak=4 * PEAK, clock=None, **constants):
+    """Return totals; ``clock`` is the ratio of the SM clock, its GPU-seconds, and its sampling error."""
     known = JobConstants(world_size=ranks, gpus=gpus, peak_flops_per_s=peak, **constants)
+    ratio, covered_s, error = clock or (None, 0.0, None)
+    devices = DeviceTotals(sm_clock_ratio=ratio, sm_clock_covered_s=covered_s, sm_clock_error=error)
     counts = Counts(tokens=tokens, tokens_processed=tokens if processed is None else processed)
-    return ClusterTotals(constants=known, counts=counts, profile=profile)
+    return ClusterTotals(constants=known, counts=counts, devices=devices, profile=profile)
 
 
 def seconds(found):
@@ -50,9 +64,11 @@ profiles = st.one_of(
     st.integers(0, 8),
     st.sampled_from([None, 1e9, 1e12]),
     st.sampled_from([None, 1.3e12]),
+    st.one_of(st.none(), st.tuples(st.floats(0.0, 1.2), st.floats(0.0, 1e9), st.floats(0.0, 1.0))),
+    st.floats(0.0, 1.0),
 )
 def test_parts_add_up_to_the_time_and_joules_of_all_classes(
-    rank_seconds, joules, profile, tokens, padding, ranks, per_rank, flops, hardware_flops
+    rank_seconds, joules, profile, tokens, padding, ranks, per_rank, flops, hardware_flops, clock, clocked
 ):
     whole = totals(
         tokens,
@@ -62,6 +78,8 @@ def test_parts_add_up_to_the_time_and_joules_of_all_classes(
         ranks * per_rank,
         flops_per_token=flops,
         hardware_flops_per_token=hardware_flops,
+        clock=clock,
+        gpus_with_clock=int(clocked * ranks * per_rank),
     )
     found = waterfall(goodput(joules, **rank_seconds), whole)
     expected = sum(rank_seconds.values()) * max(per_rank, 1)
@@ -74,6 +92,8 @@ def test_parts_add_up_to_the_time_and_joules_of_all_classes(
     assert math.fsum(part.share for part in found.parts) == pytest.approx(1.0, rel=1e-9)
     assert [part.name for part in found.parts] == [name for name in PARTS if name in seconds(found)]
     assert all(part.device_seconds > 0 for part in found.parts)
+    assert all(part.evidence for part in found.parts)
+    assert all(part.error_share >= 0.0 for part in found.parts if part.error_share is not None)
     known = [value for name, value in joules.items() if value is not None and rank_seconds[name] > 0]
     assert (found.joules or 0.0) == pytest.approx(math.fsum(known), rel=1e-9)
 
@@ -119,6 +139,74 @@ def test_steps_without_known_flops_stay_whole_and_the_reason_is_given(whole, rea
 
     assert seconds(found) == {"steps": 400.0}
     assert found.unknown[:2] == (NO_PROFILE, reason)
+
+
+def test_computation_below_the_clock_of_the_peak_is_a_part():
+    """Of 100 s, 30 s are communication; at 80 % of the clock, computation takes 70 s instead of 56 s."""
+    profile = Profile(10, 10.0, exposed_s=3.0, computing_s=7.0)
+    clock = (0.8, 100.0, 0.01)
+
+    found = waterfall(goodput(kept=100.0), totals(profile=profile, clock=clock, gpus_with_clock=4))
+
+    expected = {"exposed_communication": 30.0, "clock_below_maximum": 14.0, "steps": 56.0}
+    assert seconds(found) == pytest.approx(expected)
+    part = next(part for part in found.parts if part.name == "clock_below_maximum")
+    assert part.evidence == "SM clock 80.0 % of the peak's; 4 of 4 GPUs, 100 % of the time"
+    assert part.error_share == pytest.approx(0.007)
+    assert NO_CLOCK not in found.unknown
+
+
+@pytest.mark.parametrize(
+    ("clock", "gpus", "lost", "reason"),
+    [
+        ((1.05, 100.0, 0.01), 4, 0.0, None),
+        ((0.8, 50.0, 0.01), 2, 10.0, None),
+        ((0.8, 49.0, 0.01), 4, 0.0, LITTLE_CLOCK),
+        (None, 4, 0.0, NO_CLOCK),
+        ((0.8, 100.0, 0.01), 0, 0.0, NO_CLOCK),
+    ],
+    ids=["above", "half of the GPUs", "half of the time", "no clock", "no maximum"],
+)
+def test_clock_counts_only_for_gpus_and_times_with_both_readings(clock, gpus, lost, reason):
+    found = waterfall(goodput(kept=100.0), totals(clock=clock, gpus_with_clock=gpus))
+
+    assert seconds(found).get("clock_below_maximum", 0.0) == pytest.approx(lost)
+    assert [line for line in found.unknown if "clock" in line] == ([reason] if reason else [])
+
+
+def test_clock_takes_no_time_that_the_flops_need_at_the_peak():
+    clock = {"clock": (0.8, 400.0, 0.01), "gpus_with_clock": 4}
+    found = waterfall(goodput(kept=400.0), totals(35 * 10**13, flops_per_token=1e3, **clock))
+
+    assert seconds(found) == pytest.approx({"clock_below_maximum": 50.0, "useful": 350.0})
+
+
+def test_cpus_have_no_clock_to_be_measured():
+    assert not [line for line in waterfall(goodput(kept=1.0), totals(gpus=0)).unknown if "clock" in line]
+
+
+def test_evidence_of_a_class_is_the_windows_with_its_reports():
+    found = waterfall(goodput(kept=8.0, data=1.0, straggling=1.0), totals(), Sources(240, 1, 200))
+
+    assert {part.name: part.evidence for part in found.parts} == {
+        "data": "reports of windows 1-240",
+        "straggling": "own times of ranks in 200 windows",
+        "steps": "rest of the steps",
+    }
+    again = waterfall(goodput(kept=8.0, data=1.0), totals(), Sources(240, 3, 200))
+    assert again.parts[0].evidence == "reports of 3 attempts, the last with windows 1-240"
+
+
+def test_error_of_a_profiled_part_falls_with_the_profiled_iterations():
+    """A share of 0.3 in 12 iterations has a standard error of at most sqrt(0.3 x 0.7 / 12) = 0.132."""
+    profile = Profile(12 * 4, 10.0, exposed_s=3.0, computing_s=7.0)
+
+    found = waterfall(goodput(kept=100.0), totals(profile=profile))
+
+    part = found.parts[0]
+    assert (part.name, part.error_share) == ("exposed_communication", pytest.approx(1.96 * 0.1323, rel=1e-3))
+    assert part.evidence == "48 profiled iterations, summed over ranks"
+    assert found.parts[-1].error_share == pytest.approx(part.error_share)
 
 
 def test_joules_of_kept_steps_are_split_in_proportion_to_time():

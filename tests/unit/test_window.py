@@ -12,7 +12,7 @@ from effllm.agent.series import Series
 from effllm.agent.window import WindowCutter
 from effllm.records import ring
 from effllm.records.energy import EnergyAmount
-from effllm.records.rank import DeviceWindow, Integrals, Sample
+from effllm.records.rank import CLOCK_RATIO, DeviceWindow, Integrals, Sample
 
 GAP_S = 5.0
 
@@ -568,6 +568,28 @@ def test_power_cap_is_a_separate_reason_and_not_a_slowdown():
 
     window = series.window(10**9, 4 * 10**9, {})
     assert window.throttled_s == {"power_cap": 2.0, "hw_thermal": 1.0, "any": 1.0, "sync_boost": 1.0}
+
+
+def test_clock_ratio_covers_only_iterations_with_a_busy_gpu():
+    """Clocks of 2, 2, 1, 1 and 1 GHz at seconds 1 to 5, over a reference of 2 GHz; the GPU is idle until second 4."""
+    series = Series(gpu(sm_clock_reference_hz=2e9), 5.0)
+    for second, (clock_hz, busy) in enumerate([(2e9, 1.0), (2e9, 1.0), (1e9, 1.0), (1e9, 0.0), (1e9, 1.0)], 1):
+        series.add(Sample(time_ns=second * 10**9, utilization=busy, gauges={"sm_clock_hz": clock_hz}))
+
+    whole = series.window(10**9, 5 * 10**9, {}).gauges[CLOCK_RATIO]
+    phase = (15 * 10**8, 2 * 10**9)
+    part = series.window(10**9, 5 * 10**9, {}, [phase, phase, (2 * 10**9, 3 * 10**9)]).gauges[CLOCK_RATIO]
+
+    assert (whole.value_seconds, whole.covered_s) == pytest.approx((1.0 + 0.75 + 0.5, 3.0))
+    assert (part.value_seconds, part.covered_s) == pytest.approx((0.5 + 0.5, 1.5))
+
+
+def test_device_without_a_reference_clock_has_no_clock_ratio():
+    series = Series(gpu(), 5.0)
+    for second in (1, 2):
+        series.add(Sample(time_ns=second * 10**9, gauges={"sm_clock_hz": 1e9}))
+
+    assert series.window(10**9, 2 * 10**9, {}).gauges.keys() == {"sm_clock_hz"}
 
 
 def test_power_above_the_last_bin_is_counted_in_the_last_bin():
