@@ -1,0 +1,106 @@
+"""Memory of real processes: a leak of 1 MB per iteration is found, and fragmented memory is not reported as a leak."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import jobs
+import pytest
+
+#: A loop with a batch of varying sizes, freed in another order, and blocks that live for many iterations. A cache grows
+#: to 100 to 350 MB in at most 100 iterations. Every written byte is in the memory of the process.
+LOOP = """
+import json, random, sys
+from effllm.instruments.profiling import GPUMemoryProfiler
+
+seed, iterations, kind = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+chance = random.Random(seed)
+profiler = GPUMemoryProfiler("cpu")
+profiler.set_baseline()
+blocks, cache, leaked, found = [], {}, [], []
+keys = chance.choice((10, 20, 30, 60, 100))
+size, is_random = chance.randrange(100_000_000, 350_000_000) // keys, keys <= 30 and chance.random() < 0.5
+
+def batch():
+    return [b"x" * int(chance.expovariate(1 / 200_000)) for _ in range(chance.randrange(5, 60))]
+
+for iteration in range(iterations):
+    work = batch()
+    for _ in range(chance.randrange(6)):
+        blocks.append(b"x" * (int(chance.lognormvariate(11, 2)) % 4_000_000))
+    while sum(map(len, blocks)) > 30_000_000:
+        blocks.pop(chance.randrange(len(blocks)))
+    key = chance.randrange(keys) if is_random else iteration
+    if key not in cache and len(cache) < keys:
+        cache[key] = b"x" * size
+    if kind == "one object":
+        leaked.append(b"x" * 1_000_000)
+    elif kind == "small objects":
+        leaked.append([[number] for number in range(8_000)])  # about 120 bytes each
+    while work:
+        work.pop(chance.randrange(len(work)))
+    profiler.measure("end")
+    if iteration % 10 == 9 and profiler.detect_leak():
+        found.append(iteration + 1)
+
+print(json.dumps([found, profiler.get_summary()]))
+"""
+
+#: A usual mistake: the list of losses keeps the graph, and thereby the activations, of each iteration.
+GRAPHS = """
+import json
+import torch
+from effllm.instruments.profiling import GPUMemoryProfiler
+
+torch.set_num_threads(1)
+model = torch.nn.Sequential(torch.nn.Linear(64, 500), torch.nn.ReLU(), torch.nn.Linear(500, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+profiler = GPUMemoryProfiler("cpu")
+losses, found = [], []
+for iteration in range(200):
+    loss = model(torch.randn(250, 64)).square().mean()  # 250 x 500 values before and after the ReLU
+    losses.append(KEPT)
+    optimizer.zero_grad()
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    profiler.measure("end")
+    if iteration % 10 == 9 and profiler.detect_leak(threshold_gb=0.05):
+        found.append(iteration + 1)
+print(json.dumps([found, profiler.get_summary()]))
+"""
+
+
+def ran(code, *arguments):
+    """Return the iterations with a reported leak, and the summary of the profiler."""
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    return json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=200).stdout)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kind", ["one object", "small objects"])
+def test_leak_of_1_mb_in_a_real_process_is_found_in_200_iterations(kind, seed):
+    found, summary = ran(LOOP, seed, 200, kind)
+
+    assert found
+    assert summary["growth_gb_per_1000_iterations"] == pytest.approx(1.0, rel=0.35)
+
+
+@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(6, 50))])
+def test_fragmented_memory_of_a_real_process_is_no_leak(seed):
+    found, summary = ran(LOOP, seed, 500, "none")
+
+    assert found == []
+    assert summary["peak_allocated_gb"] > 0.1  # more than the threshold of `detect_leak`
+
+
+@pytest.mark.long
+@pytest.mark.torch
+@jobs.skip_without_torch
+def test_losses_that_keep_their_graphs_are_found_as_a_leak():
+    leaking, _ = ran(GRAPHS.replace("KEPT", "loss"))
+    detached, _ = ran(GRAPHS.replace("KEPT", "loss.detach()"))
+
+    assert leaking
+    assert detached == []
