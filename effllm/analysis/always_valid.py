@@ -1,0 +1,154 @@
+"""Statements that stay valid however often somebody looks, and comparisons inside one run.
+
+The intervals are confidence sequences: the probability that the truth is outside of any interval of the sequence, at
+any time, is at most alpha (Wang and Ramdas, "Anytime-valid t-tests and confidence sequences for Gaussian means with
+unknown variance", arXiv 2310.03722; the test is of Lai, 1976). Values must be independent and near normal: windows of
+a run are correlated, so their means over `batch_means` are used.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from effllm.analysis.difference import ALPHA, Difference, Spread, mean, squares, t_quantile
+
+#: Batches of windows for the error of the mean of a finished run.
+BATCHES = 10
+#: Windows per batch while a run continues; the correlation between batches of this length is small.
+BATCH_WINDOWS = 10
+#: Effects of this size, in standard deviations of one value, are found soonest.
+EFFECT = 1.0
+#: The share of ALPHA for the part within a running run; the rest is for the part between runs.
+WITHIN_SHARE = 0.2
+
+
+class Interval(NamedTuple):
+    """An estimate with its confidence sequence; the bounds are infinite while too little is known."""
+
+    estimate: float
+    low: float
+    high: float
+
+    @property
+    def excludes_zero(self) -> bool:
+        return self.low > 0 or self.high < 0
+
+
+def always_valid(values: Sequence[float], alpha: float = ALPHA, effect: float = EFFECT) -> Interval:
+    """Return the confidence sequence at the present number of values, for the mean of independent normal values.
+
+    The likelihood ratio of the t statistic, with a normal mixture over effects with the standard deviation ``effect``,
+    is a martingale; by Ville's inequality it exceeds 1 / alpha at any time with a probability of at most alpha.
+    """
+    count = len(values)
+    if not count:
+        return Interval(math.nan, -math.inf, math.inf)
+    center, weight = mean(values), 1 / effect**2
+    share = -math.expm1(math.log(alpha**2 * weight / (count + weight)) / count) * (count + weight) / count
+    if share >= 1 or count < 2:
+        return Interval(center, -math.inf, math.inf)
+    half = math.sqrt(squares(values) / count * share / (1 - share))
+    return Interval(center, center - half, center + half)
+
+
+def batch_means(windows: Sequence[float], batch: int) -> list[float]:
+    """Return the means of consecutive batches of windows; an incomplete last batch is left out."""
+    return [mean(windows[start : start + batch]) for start in range(0, len(windows) - batch + 1, batch)]
+
+
+def run_mean(windows: Sequence[float]) -> Difference | None:
+    """Return the mean of a finished run with its error from `BATCHES` batches; ``None`` with fewer windows.
+
+    The error is that of the mean of this run: it is not the spread between runs.
+    """
+    batches = batch_means(windows, len(windows) // BATCHES) if len(windows) >= BATCHES else []
+    total = squares(batches) if batches else 0.0
+    if total <= 0:
+        return None
+    df = len(batches) - 1
+    return Difference(mean(windows), math.sqrt(total / df / len(batches)), df)
+
+
+def these_two_runs(a: Sequence[float], b: Sequence[float]) -> Difference | None:
+    """Return how much two runs differ, from their windows: a statement about these runs, not their configurations."""
+    one, other = run_mean(a), run_mean(b)
+    if one is None or other is None:
+        return None
+    error2 = one.standard_error**2 + other.standard_error**2
+    df = error2**2 / (one.standard_error**4 / one.df + other.standard_error**4 / other.df)
+    return Difference(other.estimate - one.estimate, math.sqrt(error2), df)
+
+
+def while_running(
+    windows: Sequence[float],
+    reference: Sequence[float],
+    ledger: Spread,
+    alpha: float = ALPHA,
+    batch: int = BATCH_WINDOWS,
+) -> Interval:
+    """Return the always-valid interval of a running run minus finished runs of another configuration.
+
+    The part within the run shrinks with its windows; it has a confidence sequence at `WITHIN_SHARE` of alpha. The part
+    between runs is drawn once, at the start of the run: looking again does not draw it again, so it has an ordinary
+    t interval at the rest of alpha. By the union bound, the sum is valid at alpha at all times together.
+
+    Args:
+        windows: values of the windows of the run so far.
+        reference: values of the finished runs, one per run.
+        ledger: spread between runs, of runs that are not compared.
+        alpha: probability of an interval without the truth, at any time.
+        batch: number of windows in a batch.
+    """
+    within = always_valid(batch_means(windows, batch), WITHIN_SHARE * alpha)
+    if math.isinf(within.low):
+        return Interval(within.estimate - mean(reference), -math.inf, math.inf)
+    t = t_quantile(ledger.df, (1 - WITHIN_SHARE) * alpha)
+    half = within.high - within.estimate + t * math.sqrt(ledger.variance * (1 + 1 / len(reference)))
+    estimate = within.estimate - mean(reference)
+    return Interval(estimate, estimate - half, estimate + half)
+
+
+def pairs(a: Sequence[float], b: Sequence[float], alpha: float = ALPHA) -> Interval:
+    """Return the always-valid interval of B minus A, over pairs of runs in the order of their starts.
+
+    For looking after every run of a campaign. The spreads of A and B may differ. Runs without a partner are left out.
+    """
+    return always_valid([other - one for one, other in zip(a, b, strict=False)], alpha, PAIR_EFFECT)
+
+
+#: Effects of this size, in standard deviations of the difference of a pair, are found soonest among pairs of runs.
+PAIR_EFFECT = 3.0
+
+
+def switchback(segments: Sequence[tuple[str, float]], first: str, second: str) -> list[float]:
+    """Return the difference second minus first in each block ABBA or BAAB inside one run.
+
+    In a block, a linear drift and the part between runs are the same for both arms, and cancel. The differences are
+    values for `always_valid`, or for a t-test of one sample (`mean_of_blocks`).
+
+    Args:
+        segments: (arm, mean over the segment) in the order of time. Segments outside of complete blocks are left out.
+        first: arm A.
+        second: arm B.
+    """
+    patterns = {(first, second, second, first): 1, (second, first, first, second): -1}
+    differences, at = [], 0
+    while at + 4 <= len(segments):
+        sign = patterns.get(tuple(arm for arm, _ in segments[at : at + 4]))  # type: ignore[arg-type]
+        if sign is None:
+            at += 1
+            continue
+        one, two, three, four = (value for _, value in segments[at : at + 4])
+        differences.append(sign * (two + three - one - four) / 2)
+        at += 4
+    return differences
+
+
+def mean_of_blocks(differences: Sequence[float]) -> Difference | None:
+    """Return the mean difference of blocks, from a t-test of one sample; ``None`` with fewer than two blocks."""
+    df = len(differences) - 1
+    if df < 1 or (total := squares(differences)) <= 0:
+        return None
+    return Difference(mean(differences), math.sqrt(total / df / len(differences)), df)
