@@ -1,0 +1,140 @@
+"""What differs between the sides of a comparison: unfair differences, and all other settings."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from effllm.analysis.sides import CAMPAIGN, CONFIGURATION_FACTS, REPEAT, Run, Side
+from effllm.analysis.window_values import first_temperature_c
+from effllm.records.plain_text import one_line
+
+#: Lengths, clocks and temperatures that differ by less are alike.
+ALIKE, ALIKE_CLOCK, ALIKE_C = 0.10, 0.03, 8.0
+MAX_SHOWN = 120
+
+_COLUMNS = {
+    "GPU model": "gpu_models",
+    "boards": "device_keys",
+    "hosts": "hosts",
+    "driver": "drivers",
+    "power limit": "gpu_power_limits_w",
+    "ranks": "world_size",
+    "GPUs": "gpus_expected",
+    "parameters": "parameters",
+    "parameter kind": "parameters_kind",
+    "power scope": "energy_scope",
+    "source of the energy": "energy_method",
+    "simulated devices": "simulated",
+    "status": "status",
+    "version of the run folder": "schema_version",
+}
+#: Facts of the training script and settings that are explained in another way.
+_NO_SETTINGS = {"job", "command", "aggregator_host", "kernel", "cpus", "style", "name", "pid", "schema_version"}
+_NO_CONFIG = {"run_name", "run_dir", "tags", "endpoint", "secret_file"}
+
+
+class Dissimilarity(NamedTuple):
+    """A difference between two sides that is not a measured value."""
+
+    name: str
+    a: str
+    b: str
+
+
+def unfair(a: Side, b: Side) -> list[Dissimilarity]:
+    """Return the differences that can explain a measured difference without the configuration."""
+    found = [_sets(name, a, b, partial(_column, column)) for name, column in _COLUMNS.items()]
+    found += [_sets(name.replace("_", " "), a, b, partial(_fact, name)) for name in _FACTS]
+    found.append(_sets("warm-up", a, b, lambda run: _config(run).get("warmup")))
+    found += [
+        _ranges("iterations", a, b, lambda run: run.value("iterations"), share=ALIKE),
+        _ranges("coverage of the energy", a, b, lambda run: run.value("energy_iterations_coverage"), share=0.001),
+        _ranges("coverage of the ranks", a, b, _ranks_share, share=0.001),
+        _ranges("SM clock (MHz)", a, b, lambda run: run.value("run_health_sm_clock_mhz"), share=ALIKE_CLOCK),
+        _ranges("temperature in the first window (degC)", a, b, first_temperature_c, absolute=ALIKE_C),
+        _ranges("losses not finite", a, b, lambda run: run.value("losses_not_finite") or 0.0, absolute=0.0),
+    ]
+    return [one for one in found if one is not None]
+
+
+_FACTS = CONFIGURATION_FACTS
+
+
+def settings(a: Side, b: Side) -> list[Dissimilarity]:
+    """Return the other differences of tags, commits, packages, facts and settings: often the object of a comparison."""
+    known = [_settings(run) for side in (a, b) for run in side.runs]
+    names = dict.fromkeys(name for one in known for name in one)
+    found = (_sets(name, a, b, partial(_setting, name)) for name in names)
+    return [one for one in found if one is not None]
+
+
+def boards(side: Side) -> set[tuple[str, ...]]:
+    """Return the sets of boards on which the runs of a side ran."""
+    return {tuple(run.row.get("device_keys") or ()) for run in side.runs}
+
+
+def _settings(run: Run) -> dict[str, Any]:
+    facts = {name: one for name, one in run.facts.items() if name not in _NO_SETTINGS and name not in _FACTS}
+    found: dict[str, Any] = {
+        f"tag {name}": value or name for name, value in run.tags.items() if name not in (CAMPAIGN, REPEAT)
+    }
+    found |= {name: run.row.get(name) for name in ("model", "git_commit", "git_dirty", "launcher", "user")}
+    found |= {f"package {name}": version for name, version in (run.row.get("packages") or {}).items()}
+    found |= {name: value for name, value in facts.items() if isinstance(value, (str, int, float, bool))}
+    return found | {f"setting {name}": value for name, value in _config(run).items() if name not in _NO_CONFIG}
+
+
+def _column(name: str, run: Run) -> Any:
+    return run.row.get(name)
+
+
+def _fact(name: str, run: Run) -> Any:
+    return run.facts.get(name)
+
+
+def _setting(name: str, run: Run) -> Any:
+    return _settings(run).get(name)
+
+
+def _config(run: Run) -> Mapping[str, Any]:
+    config = run.row.get("config")
+    return config if isinstance(config, dict) else {}
+
+
+def _ranks_share(run: Run) -> float | None:
+    expected, reporting = run.value("ranks_expected"), run.value("ranks_reporting")
+    return reporting / expected if expected and reporting is not None else None
+
+
+def _sets(name: str, a: Side, b: Side, get: Callable[[Run], Any]) -> Dissimilarity | None:
+    texts = [sorted({_text(get(run)) for run in side.runs}) for side in (a, b)]
+    return None if texts[0] == texts[1] else Dissimilarity(name, _shown(texts[0]), _shown(texts[1]))
+
+
+def _ranges(
+    name: str, a: Side, b: Side, get: Callable[[Run], float | None], share: float = 0.0, absolute: float = 0.0
+) -> Dissimilarity | None:
+    sides = [[value for run in side.runs if (value := get(run)) is not None] for side in (a, b)]
+    if not sides[0] or not sides[1]:
+        return None
+    means = [sum(values) / len(values) for values in sides]
+    limit = max(absolute, share * max(map(abs, means)))
+    if abs(means[0] - means[1]) <= limit:
+        return None
+    return Dissimilarity(name, f"{means[0]:.4g}", f"{means[1]:.4g}")
+
+
+def _text(value: Any) -> str:
+    if value is None or value in ("", []):
+        return "unknown"
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return str(value) if isinstance(value, (str, int, float)) else json.dumps(value, default=str)
+
+
+def _shown(texts: Sequence[str]) -> str:
+    text = one_line(" | ".join(texts))
+    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 1]}…"

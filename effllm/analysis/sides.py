@@ -1,0 +1,189 @@
+"""The sides of a comparison: runs at paths, globs and tags, and the ledger of earlier runs."""
+
+from __future__ import annotations
+
+import glob
+import json
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from effllm.analysis.run_folders import FoundRun, UnreadableRun, find_runs
+from effllm.analysis.run_row import Document, Unreadable, read_document, run_row
+from effllm.records.plain_text import one_line
+
+#: Tags that differ between the repeats of a configuration.
+CAMPAIGN, REPEAT, CONFIGURATION = "campaign", "repeat", "config"
+#: summary.json of a running run is written every minute; an older file of an unfinished run is from a killed run.
+STALE_AFTER_S = 600.0
+#: Facts that, besides tags, identify a configuration.
+CONFIGURATION_FACTS = (
+    "sequence_length",
+    "global_batch_size",
+    "micro_batch_size",
+    "per_device_batch_size",
+    "gradient_accumulation_steps",
+    "batch_size",
+    "precision",
+)
+_CONFIGURATION_COLUMNS = ("model", "parameters", "parameters_kind", "world_size", "gpu_models", "simulated")
+
+
+class Run(NamedTuple):
+    """One run of a comparison."""
+
+    folder: Path
+    row: Mapping[str, Any]  # of the table `runs`
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """The fields of run.json without a column."""
+        return self.row.get("facts") or {}
+
+    @property
+    def tags(self) -> Mapping[str, str]:
+        return self.row.get("tags") or {}
+
+    @property
+    def continues(self) -> bool:
+        """Whether the run has not ended, and its summary is recent."""
+        if self.row.get("is_over") is not False and self.row.get("status") != "running":
+            return False
+        return time.time() - (self.row.get("updated_time_s") or 0.0) < STALE_AFTER_S
+
+    def value(self, column: str) -> float | None:
+        value = self.row.get(column)
+        return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+    def configuration(self) -> str:
+        """Return a key that is equal for repeats of a configuration, whatever the commit of the code."""
+        tags = {name: value for name, value in self.tags.items() if name not in (CAMPAIGN, REPEAT)}
+        # Words with a slash are mostly output paths, which differ between repeats.
+        command = [word for word in self.facts.get("command") or () if isinstance(word, str) and "/" not in word]
+        parts = [self.row.get(name) for name in _CONFIGURATION_COLUMNS]
+        parts += [self.facts.get(name) for name in CONFIGURATION_FACTS]
+        return json.dumps([tags, command, parts], sort_keys=True, default=str)
+
+    def repeat(self) -> tuple[int, int] | None:
+        """Return the number of this repeat and the planned number, from the tag of a campaign."""
+        number, _, of = self.tags.get(REPEAT, "").partition("/")
+        return (int(number), int(of)) if number.isdecimal() and of.isdecimal() else None
+
+
+class Side(NamedTuple):
+    """Runs of one configuration."""
+
+    name: str
+    runs: tuple[Run, ...]
+
+
+def find_sides(arguments: Sequence[str], by: str, runs_folder: str, baseline: str = "") -> tuple[list[Side], list[str]]:
+    """Return the sides, the baseline first, and a line for every run that was left out.
+
+    Args:
+        arguments: paths, globs or tags; without ``by``, each is one side.
+        by: a tag, a column of the table `runs`, or a fact: runs with the same value are one side.
+        runs_folder: the folder in which tags are searched.
+        baseline: the name of the first side.
+
+    Raises:
+        UnreadableRun: a path or a tag has no run, or the runs do not make two sides.
+    """
+    left_out: list[str] = []
+    found = [Side(argument, tuple(_runs_of(argument, runs_folder, left_out))) for argument in arguments]
+    sides = _by_key(found, by, left_out) if by else found
+    if len({side.name for side in sides}) < len(sides):
+        raise UnreadableRun("two sides have the same name: give each side once")
+    times = Counter(run.folder for side in sides for run in side.runs)
+    if twice := [folder for folder, count in times.items() if count > 1]:
+        raise UnreadableRun(f"the run {twice[0]} is on two sides")
+    if baseline:
+        if baseline not in [side.name for side in sides]:
+            raise UnreadableRun(f"no side is named {baseline}: the sides are {', '.join(one.name for one in sides)}")
+        sides.sort(key=lambda side: side.name != baseline)
+    if len(sides) < 2:
+        needed = f"all runs have the same {by}" if by and sides else "give two sides, or several runs and --by"
+        raise UnreadableRun(f"a comparison needs two sides: {needed}")
+    return sides, left_out
+
+
+def read_runs(found: Iterable[FoundRun], left_out: list[str]) -> list[Run]:
+    """Read runs; a run with nothing to compare adds a line to ``left_out``."""
+    runs = []
+    for one in found:
+        documents: list[Document] = []
+        try:
+            for name in ("run.json", "summary.json"):
+                try:
+                    documents.append(read_document(one.folder / name))
+                except FileNotFoundError:
+                    documents.append({})
+        except Unreadable as error:
+            left_out.append(f"{one.folder}: {error}")
+            continue
+        if not documents[1]:
+            left_out.append(f"{one.folder}: no summary.json yet: nothing was measured")
+            continue
+        runs.append(Run(one.folder, run_row(one.folder, *documents)))
+    return runs
+
+
+def ledger_runs(folders: Iterable[Path], sides: Sequence[Side]) -> list[Run]:
+    """Return the finished runs that are on no side and at least half as long as the shortest compared run."""
+    compared = {run.folder for side in sides for run in side.runs}
+    lengths = [run.row.get("iterations") or 0 for side in sides for run in side.runs]
+    found: dict[Path, FoundRun] = {}
+    for folder in dict.fromkeys(folders):
+        try:
+            found |= {run.folder: run for run in find_runs(folder) if run.folder not in compared}
+        except UnreadableRun:
+            continue
+    return [
+        run
+        for run in read_runs(found.values(), [])
+        if run.row.get("status") in ("completed", "interrupted")
+        and not run.continues
+        and 2 * (run.row.get("iterations") or 0) >= min(lengths, default=0)
+    ]
+
+
+def names_of(runs: Iterable[Run]) -> dict[Path, str]:
+    """Return a name for each run: its id, or with its parent folder if another run has the same id."""
+    ids = {run.folder: str(run.row.get("run_id") or run.folder.name) for run in runs}
+    times = Counter(ids.values())
+    return {
+        folder: one_line(run_id if times[run_id] == 1 else f"{folder.parent.name}/{run_id}")
+        for folder, run_id in ids.items()
+    }
+
+
+def _runs_of(argument: str, runs_folder: str, left_out: list[str]) -> list[Run]:
+    if Path(argument).exists() or glob.has_magic(argument) or argument.startswith((".", "/", "~")):
+        runs = read_runs(find_runs(str(Path(argument).expanduser())), left_out)
+        if not runs:
+            raise UnreadableRun(f"{argument} has no run with a result: {left_out[-1]}")
+        return runs
+    name, _, value = argument.partition("=")
+    try:
+        tagged = [run for run in read_runs(find_runs(runs_folder), []) if run.tags.get(name) == value]
+    except UnreadableRun:
+        tagged = []
+    if not tagged:
+        raise UnreadableRun(f"{argument} is neither a path nor a tag of a run in {runs_folder}")
+    return tagged
+
+
+def _by_key(found: Sequence[Side], by: str, left_out: list[str]) -> list[Side]:
+    groups: dict[str, dict[Path, Run]] = {}
+    for run in sorted((run for side in found for run in side.runs), key=lambda run: run.row.get("started_time_s") or 0):
+        value = run.tags.get(by, run.row.get(by, run.facts.get(by)))
+        if value is None or value == []:
+            left_out.append(f"{run.folder}: has no {by}")
+            continue
+        text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+        groups.setdefault(f"{by}={text}" if text else by, {})[run.folder] = run
+    if not groups:
+        raise UnreadableRun(f"no run has a tag, an identity or a fact named {by}")
+    return [Side(name, tuple(runs.values())) for name, runs in groups.items()]

@@ -1,0 +1,80 @@
+"""``effllm compare``: which of two or more configurations is better."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.console import Console
+
+from effllm.analysis.compared_metrics import compared_metrics
+from effllm.analysis.comparison import Ledger, compare
+from effllm.analysis.conditions import answer, exit_status, parse_condition
+from effllm.analysis.difference import ALPHA
+from effllm.analysis.fairness import settings, unfair
+from effllm.analysis.run_folders import UnreadableRun
+from effllm.analysis.sides import find_sides, ledger_runs
+from effllm.config.settings import ConfigError, read_config
+from effllm.config.switches import this_process
+from effllm.records.plain_text import one_line
+from effllm.views.comparison_text import Compared, Page, Terminal, document, markdown
+
+WIDTH = 110
+
+
+class Request(NamedTuple):
+    """The arguments of the command."""
+
+    sides: Sequence[str]
+    by: str
+    baseline: str
+    metrics: Sequence[str]
+    conditions: Sequence[str]
+    ledger: str
+    runs: str
+    form: str  # text, markdown or json
+
+
+def main(request: Request) -> int:
+    """Print a comparison; return the exit status."""
+    try:
+        import scipy.special  # noqa: F401
+    except ImportError:
+        return fail("this command needs SciPy: pip install 'effllm[analysis]'")
+    try:
+        page = _page(request)
+    except (UnreadableRun, ConfigError, ValueError) as error:
+        return fail(str(error))
+    if request.form == "json":
+        print(document(page))
+    elif request.form == "markdown":
+        print(markdown(page))
+    else:
+        console = Console(highlight=False, soft_wrap=False, width=None if sys.stdout.isatty() else WIDTH)
+        console.print(Terminal(page))
+    return exit_status(page.answers)
+
+
+def fail(line: str) -> int:
+    print(f"effllm compare: {one_line(line)}", file=sys.stderr)
+    return 2
+
+
+def _page(request: Request) -> Page:
+    conditions = [parse_condition(text) for text in request.conditions]
+    # Metrics of conditions are named in advance: with conditions alone, only these metrics are in Holm's correction.
+    names = dict.fromkeys([*request.metrics, *(one.metric for one in conditions)])
+    metrics = compared_metrics(list(names))
+    sides, left_out = find_sides(
+        request.sides, request.by, request.runs or read_config(this_process()).run_dir, request.baseline
+    )
+    folders = [Path(request.ledger)] if request.ledger else [run.folder.parent for side in sides for run in side.runs]
+    ledger = Ledger([] if request.ledger == "none" else ledger_runs(folders, sides))
+    # All answers together are right at the level of the comparison.
+    alpha = ALPHA / max(len(conditions) * (len(sides) - 1), 1)
+    found = compare(sides, metrics, ledger, alpha)
+    others = [Compared(side, rows, unfair(sides[0], side), settings(sides[0], side)) for side, rows in found]
+    answers = [answer(condition, one.side.name, one.metrics) for one in others for condition in conditions]
+    return Page(sides[0], others, left_out, answers, 1 - alpha)

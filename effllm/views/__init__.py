@@ -1,0 +1,1 @@
+"""Pages and tables for people, made from the results of the analysis."""

@@ -1,0 +1,185 @@
+"""The texts of a comparison: table, Markdown and JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from effllm.analysis.comparison import MetricComparison
+from effllm.analysis.conditions import Answer
+from effllm.analysis.difference import SAME, UNKNOWN
+from effllm.analysis.fairness import Dissimilarity
+from effllm.analysis.sides import Side, names_of
+from effllm.records.plain_text import one_line
+from effllm.store.summary_text import readable
+from effllm.views.plain_markdown import markdown_table, markdown_text
+
+SCHEMA_VERSION = 1
+MAX_SETTINGS = 12
+
+
+class Compared(NamedTuple):
+    """One side against the first side."""
+
+    side: Side
+    metrics: Sequence[MetricComparison]
+    unfair: Sequence[Dissimilarity]
+    settings: Sequence[Dissimilarity]
+
+
+class Page(NamedTuple):
+    """All results of a comparison."""
+
+    first: Side
+    others: Sequence[Compared]
+    left_out: Sequence[str]
+    answers: Sequence[Answer]
+    level: float  # of the intervals
+
+    @property
+    def family(self) -> int:
+        """Number of statements that Holm's correction covers."""
+        return sum(len(one.metrics) for one in self.others)
+
+
+class Terminal(NamedTuple):
+    """A page for rich's console."""
+
+    page: Page
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for one in self.page.others:
+            for line in _heading(self.page.first, one.side):
+                yield Text(line)
+            table = Table(*_HEADER, box=None, pad_edge=False)
+            for column in table.columns[1:4]:
+                column.justify = "right"
+            for column in table.columns:
+                column.no_wrap = True
+            for row in one.metrics:
+                table.add_row(*map(Text, _cells(row)))
+            yield table
+            for line in (*_reasons(one.metrics), *_unfair(one), *_settings(one)):
+                yield Text(line)
+        for line in _closing(self.page):
+            yield Text(line)
+
+
+_HEADER = ("metric", "A", "B", "B - A", "word")
+
+
+def markdown(page: Page) -> str:
+    """Return the page as Markdown."""
+    lines: list[str] = []
+    for one in page.others:
+        lines += [f"**{markdown_text(line)}**  " for line in _heading(page.first, one.side)]
+        lines += ["", *markdown_table(_HEADER, [_cells(row) for row in one.metrics]), ""]
+        lines += [f"- {markdown_text(line)}" for line in (*_reasons(one.metrics), *_unfair(one), *_settings(one))]
+        lines.append("")
+    lines += [f"- {markdown_text(line)}" for line in _closing(page)]
+    return "\n".join(lines)
+
+
+def document(page: Page) -> str:
+    """Return the page as JSON: shares are of the value of side A."""
+    found: dict[str, Any] = {
+        "schema_version": SCHEMA_VERSION,
+        "interval_level": page.level,
+        "statements": page.family,
+        "a": _side(page.first),
+        "comparisons": [
+            {
+                "b": _side(one.side),
+                "metrics": [row._asdict() for row in one.metrics],
+                "unfair": [difference._asdict() for difference in one.unfair],
+                "settings": [difference._asdict() for difference in one.settings],
+            }
+            for one in page.others
+        ],
+        "left_out": list(map(one_line, page.left_out)),
+        "conditions": [one._asdict() for one in page.answers],
+    }
+    return json.dumps(found, indent=1, allow_nan=False)
+
+
+def _side(side: Side) -> dict[str, Any]:
+    runs = [
+        {"run_id": run.row.get("run_id"), "folder": str(run.folder), "status": run.row.get("status")}
+        for run in side.runs
+    ]
+    return {"name": side.name, "runs": runs}
+
+
+def _heading(a: Side, b: Side) -> list[str]:
+    return [f"{letter}: {one_line(side.name)} ({_runs(side)})" for letter, side in (("A", a), ("B", b))]
+
+
+def _runs(side: Side) -> str:
+    if len(side.runs) > 1:
+        return f"{len(side.runs)} runs"
+    return f"1 run, {next(iter(names_of(side.runs).values()))}"
+
+
+def _cells(row: MetricComparison) -> list[str]:
+    values = ["-" if value is None else readable(value) for value in (row.a, row.b)]
+    return [row.metric, *values, _difference(row), row.word]
+
+
+def _difference(row: MetricComparison) -> str:
+    if row.share is None:
+        return ""
+    if row.low is None or row.high is None:
+        return _percent(row.share)
+    return f"{_percent(row.share)} ({100 * row.low:+.2g} to {100 * row.high:+.2g})"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:+.2f} %" if abs(share) < 10 else f"{100 * share:+.3g} %"
+
+
+def _reasons(rows: Sequence[MetricComparison]) -> list[str]:
+    """Return the evidence in sentences; metrics with the same sentence share a line."""
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        found.setdefault(_evidence(row), []).append(row.metric)
+    return [f"{', '.join(names)}: {sentence}" for sentence, names in found.items() if sentence]
+
+
+def _evidence(row: MetricComparison) -> str:
+    parts = []
+    if row.these_two_share is not None and row.these_two_error is not None:
+        error = f"{100 * row.these_two_error:.2g}"
+        parts.append(f"these two runs differ by {_percent(row.these_two_share)} ± {error}")
+    if row.spread_share and row.word != UNKNOWN:
+        spread = f"{100 * row.spread_share:.2g} %"
+        parts.append(f"runs of this configuration vary by {spread} (sd, {row.ledger_runs} runs in the ledger)")
+    word = f"unknown: {row.reason}" if row.word == UNKNOWN and row.reason else row.reason
+    if row.detectable_share is not None and row.word == SAME:
+        parts.append(f"differences above {100 * row.detectable_share:.2g} % are found in 80 % of such comparisons")
+    return "; ".join([*parts, word] if word else parts)
+
+
+def _unfair(one: Compared) -> list[str]:
+    return [f"unfair: {diff.name}: A {diff.a}; B {diff.b}" for diff in one.unfair]
+
+
+def _settings(one: Compared) -> list[str]:
+    shown = [f"differs: {one_line(diff.name)}: A {diff.a}; B {diff.b}" for diff in one.settings[:MAX_SETTINGS]]
+    rest = len(one.settings) - len(shown)
+    return [*shown, f"{rest} more settings differ (--json lists them)"] if rest > 0 else shown
+
+
+def _closing(page: Page) -> list[str]:
+    lines = [f"left out: {one_line(line)}" for line in page.left_out]
+    lines += [f"--fail-if {one.condition}: {one.answer} for {one_line(one.side)}: {one.reason}" for one in page.answers]
+    if page.family > 1:
+        lines.append(
+            f"The words hold for all {page.family} statements together (Holm). An interval is for its metric alone, at "
+            f"{100 * page.level:.4g} %."
+        )
+    return lines

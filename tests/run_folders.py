@@ -1,0 +1,61 @@
+"""Run folders with given values, for tests of the analysis."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+BOARD = {"key": "GPU-1", "name": "NVIDIA H100", "is_gpu": True, "power_limit_w": 700.0, "driver": "nvml 570"}
+
+
+def write_run(
+    folder: Path,
+    metrics: Mapping[str, float],
+    *,
+    tags: Sequence[str] = (),
+    run: Mapping[str, Any] | None = None,
+    summary: Mapping[str, Any] | None = None,
+    board: Mapping[str, Any] | None = None,
+    windows: Sequence[Mapping[str, float]] = (),
+    sensor_error: float | None = None,
+) -> Path:
+    """Write a finished run with metrics by tag; ``run``, ``summary`` and ``board`` replace fields."""
+    folder.mkdir(parents=True)
+    about = {
+        "run_id": folder.name,
+        "schema_version": 4,
+        "ranks": {"0": {"host": "n1", "devices": [{**BOARD, **(board or {})}]}},
+        "world_size": 1,
+        "tags": list(tags),
+        "command": ["train.py"],
+        **(run or {}),
+    }
+    errors = {} if sensor_error is None else {"sensor_error": sensor_error}
+    result = {
+        "run_id": folder.name,
+        "status": "completed",
+        "is_over": True,
+        "updated_time_s": time.time(),
+        "started_time_s": time.time(),
+        "iterations": 1000,
+        "parameters": 1000,
+        "parameters_kind": "total",
+        "simulated": False,
+        "energy": {"scope": "gpu"},
+        "metrics": {tag: {"value": value, "unit": "", **errors} for tag, value in metrics.items()},
+        "tags": list(tags),
+        "schema_version": 4,
+        **(summary or {}),
+    }
+    (folder / "run.json").write_bytes(msgspec.json.encode(about))
+    (folder / "summary.json").write_bytes(msgspec.json.encode(result))
+    lines = (
+        msgspec.json.encode({"window": at, "iteration_first": at, "iteration_last": at, "values": values})
+        for at, values in enumerate(windows, start=1)
+    )
+    (folder / "windows-0001.jsonl").write_bytes(b"".join(line + b"\n" for line in lines))
+    return folder
