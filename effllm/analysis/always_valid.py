@@ -1,4 +1,4 @@
-"""Statements that stay valid however often somebody looks, and comparisons inside one run.
+"""Statements that remain valid after any number of looks, and comparisons inside one run.
 
 The intervals are confidence sequences: the probability that the truth is outside of any interval of the sequence, at
 any time, is at most alpha (Wang and Ramdas, "Anytime-valid t-tests and confidence sequences for Gaussian means with

@@ -213,7 +213,7 @@ def _running(a: Side, b: Side, metric: ComparedMetric, scale: _Scale, known: Evi
         return known._replace(reason=f"the run continues: a statement needs {3 * BATCH_WINDOWS} windows or more")
     if sides[1] is a:
         interval = Interval(-interval.estimate, -interval.high, -interval.low)
-    return known._replace(interval=interval, reason="the run continues; valid however often this is looked at")
+    return known._replace(interval=interval, reason="the run continues; valid after any number of looks")
 
 
 def _looking(
@@ -228,7 +228,7 @@ def _looking(
     interval = pairs([by_number[0][one] for one in numbers], [by_number[1][one] for one in numbers], alpha)
     if math.isinf(interval.low):
         return known._replace(reason=plan)
-    return known._replace(interval=interval, reason=f"{plan}; valid however often this is looked at")
+    return known._replace(interval=interval, reason=f"{plan}; valid after any number of looks")
 
 
 def _unfinished_plan(a: Side, b: Side) -> str:

@@ -58,7 +58,7 @@ class Run(NamedTuple):
         return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
     def configuration(self) -> str:
-        """Return a key that is equal for repeats of a configuration, whatever the commit of the code."""
+        """Return a key that is equal for repeats of a configuration, also with other commits of the code."""
         tags = {name: value for name, value in self.tags.items() if name not in (CAMPAIGN, REPEAT)}
         # Words with a slash are mostly output paths, which differ between repeats.
         command = [word for word in self.facts.get("command") or () if isinstance(word, str) and "/" not in word]

@@ -10,6 +10,8 @@ from typing import Annotated
 
 import typer
 
+from effllm.commands import analysis_app
+
 app = typer.Typer(
     name="effllm",
     help="The efficiency ledger of LLM training jobs: AMU, PCU, AL, TT, ST and AEC of the whole cluster.",
@@ -343,62 +345,8 @@ def inspect(
     raise typer.Exit(command.main(run, as_json))
 
 
-@app.command()
-def compare(
-    sides: Annotated[
-        list[str],
-        typer.Argument(metavar="A B...", help="Sides: run folders, folders of runs, globs or tags. A is first."),
-    ],
-    by: Annotated[
-        str, typer.Option(metavar="KEY", help="Make a side of all runs with the same tag, identity or fact KEY.")
-    ] = "",
-    baseline: Annotated[str, typer.Option(metavar="SIDE", help="Name of side A. [default: the first]")] = "",
-    metric: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="Compare only this metric; can be repeated.")
-    ] = None,
-    fail_if: Annotated[
-        list[str] | None,
-        typer.Option(metavar="CONDITION", help="Exit status 1 if true, 3 if unknown; only its metric is compared."),
-    ] = None,
-    ledger: Annotated[
-        str,
-        typer.Option(metavar="FOLDER", help="Earlier runs, for the spread between runs. [default: the sides' folders]"),
-    ] = "",
-    runs: Annotated[
-        str, typer.Option(metavar="FOLDER", help="Folder in which tags are searched. [default: EFFICIENTLLM_RUN_DIR]")
-    ] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
-) -> None:
-    """Compare configurations: B is better or worse than A, not distinguishable, or unknown.
-
-    The unit is the run: windows of one run share its node, board and temperature. Two or more runs a side are compared
-    by Welch's test on the values of the runs. Earlier runs of the same configurations (the ledger) add knowledge of the
-    spread between runs. With one run a side and no ledger, the word is "unknown". Holm's correction covers all metrics
-    of the table; to test one metric, name it with --metric. The needed packages are in the extra analysis.
-
-    Differences that make a comparison unfair are listed: hardware, boards, driver, power limit, sequence length, batch,
-    precision, kind of parameters, coverage, warm-up, length, clock and temperature.
-
-    \b
-    Examples:
-      effllm compare runs/base runs/new                     # one run or several runs a side
-      effllm compare 'runs/base-*' 'runs/new-*' --metric joules_per_token
-      effllm compare lr=1e-4 lr=3e-4                        # tags, from EFFICIENTLLM_TAGS
-      effllm compare runs --by git_commit --markdown        # a side for each commit
-      effllm compare main new --fail-if 'joules_per_token > +2%' --fail-if 'tokens_per_second < -2%'
-      effllm compare A B --json | jq '.comparisons[].metrics[] | {metric, word, share}'
-
-    Exit status: 0 compared, and no condition is true; 1 a condition is true; 2 wrong use, or no runs; 3 no condition is
-    true, and one is unknown.
-    """
-    from effllm.commands import compare as command
-
-    if as_json and as_markdown:
-        raise typer.BadParameter("--json and --markdown are two forms: choose one", param_hint="--json")
-    form = "json" if as_json else "markdown" if as_markdown else "text"
-    lists = (metric or [], fail_if or [])
-    raise typer.Exit(command.main(command.Request(sides, by, baseline, *lists, ledger, runs, form)))
+for _command in analysis_app.COMMANDS:
+    app.command()(_command)
 
 
 @app.command()

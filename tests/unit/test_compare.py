@@ -2,7 +2,9 @@
 
 import json
 import random
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -169,7 +171,7 @@ def test_errors_of_other_sensors_hide_a_small_difference(tmp_path, compared):
         ("joules_per_token > +1%", 3),
     ],
 )
-def test_exit_status_tells_true_false_and_unknown(tmp_path, compared, condition, status):
+def test_exit_status_for_true_false_and_unknown(tmp_path, compared, condition, status):
     a, b = write_side(tmp_path, "a", [1000, 1003, 997]), write_side(tmp_path, "b", [950, 953, 947])
 
     assert compared(a, b, conditions=[condition])[1] == status
@@ -232,7 +234,7 @@ def test_names_cannot_inject_markup_or_control_characters(tmp_path, capsys, form
         assert "](" not in out
 
 
-def test_two_runs_of_one_name_are_told_apart(tmp_path, compared):
+def test_two_runs_of_one_name_have_their_folders(tmp_path, compared):
     for parent in ("a", "b"):
         write_run(tmp_path / parent / "run", {SPEED: 1000.0})
 
@@ -301,10 +303,17 @@ def test_an_old_unfinished_run_has_ended(tmp_path, compared):
 
 
 def test_an_older_version_of_the_run_folder_is_compared(tmp_path, compared):
-    from pathlib import Path
-
     b = write_side(tmp_path, "b", [1.0, 1.1], "al_seconds")
     document, status = compared(Path(__file__).parents[1] / "golden" / "run_folder_1", b)
 
     assert status == 0
     assert "version of the run folder" in {one["name"] for one in document["comparisons"][0]["unfair"]}
+
+
+def test_without_the_extra_one_line_names_it(tmp_path, monkeypatch, compared):
+    monkeypatch.setitem(sys.modules, "scipy.special", None)
+
+    assert compared(tmp_path, tmp_path) == (
+        "effllm compare: this command needs SciPy: pip install 'effllm[analysis]'\n",
+        2,
+    )
