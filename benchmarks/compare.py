@@ -386,7 +386,8 @@ def main() -> int:
 
 
 def _short(detail: dict[str, Any]) -> str:
-    return "" if not detail else json.dumps({key: np.round(value, 2).tolist() for key, value in detail.items()})
+    shown = {key: np.round(value, 2).tolist() for key, value in detail.items() if not isinstance(value, dict)}
+    return json.dumps(shown) if shown else ""
 
 
 def _print_tables(table: dict[str, dict[str, Words]], found: dict[str, Words]) -> None:
