@@ -27,7 +27,7 @@ unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME VIRTUAL_ENV PYTHONSAFEPAT
 	PIP_PREFIX PIP_REQUIRE_VIRTUALENV
 
 .NOTPARALLEL:
-.PHONY: help demo test test-unit test-long test-faults test-faults-long test-frameworks test-llama-factory check fuzz bench bench-energy bench-compare bench-gpu clean
+.PHONY: help demo test test-unit test-long test-faults test-faults-long test-frameworks test-llama-factory check fuzz bench bench-energy bench-compare bench-gpu bench-verdict clean
 
 help: ## List the targets (the default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
@@ -87,6 +87,10 @@ bench-energy: $(VENV)/.ready $(PEERS)/.ready ## Compare the errors of window ene
 # Ten minutes.  ARGUMENTS: --keep, --pairs 500
 bench-compare: $(VENV)/.ready ## Count false and missed differences of comparisons, of effllm and of other tools
 	@$(BIN)/python -m benchmarks.compare $(ARGUMENTS)
+
+# Half an hour; an interrupted benchmark continues.  ARGUMENTS: --fast-only (two minutes), --quick, --keep, --markdown
+bench-verdict: $(VENV)/.ready ## Compare the verdicts on jobs with a planted cause with this cause
+	@$(BIN)/python -m benchmarks.verdict $(ARGUMENTS)
 
 # This takes ten minutes.  ARGUMENTS: --keep, --quick, --device 3
 bench-gpu: $(VENV)/.ready ## Run all measurements on a machine with a GPU

@@ -35,6 +35,8 @@ MAX_SHARE = 0.45
 MAX_SECOND = 0.6
 #: Causes that cannot be planted together, because both change the same measurement.
 SLOW_RANKS = frozenset({"straggler", "throttled", "power_limit"})
+#: Sizes in jobs of seconds: a restart takes at least a second, and a stall is reported from a second on.
+SHORT_SIZES = {"hang": (0.3, 0.42), "restarts": (0.2, 0.4)}
 MIN_HANG_S = 45.0  # effllm reports a stall after 30 s
 NUM_SEEDS, NUM_HEALTHY = 20, 100
 
@@ -64,6 +66,8 @@ class Shape:
     clock: float  # mean SM clock as a share of the maximum
     power_cap: float  # share of time at the power limit
     varies: float  # standard deviation of the computation time of an iteration, the same on all ranks
+    late_start: float = 0.2  # slow ranks are slow from a random iteration in this part of the job on
+    is_short: bool = False  # whether the job is run with real processes, in seconds
 
     @property
     def iterations(self) -> int:
@@ -121,6 +125,31 @@ def draw(kind: str, seed: int, redraw: int = 0) -> PlantedJob:
         causes.append(_planted(other, chance, shape, first.share * float(chance.uniform(0.2, MAX_SECOND))))
     shape = _fitting(shape, causes, chance)
     return PlantedJob(kind, seed, shape, tuple(causes))
+
+
+def shortened(job: PlantedJob) -> PlantedJob:
+    """Return the job with few ranks and short iterations, so that real processes run it in some seconds.
+
+    Some sizes change: a hang must last longer than the shortest timeout of stalls (a second), and GPUs of hosts with a
+    few ranks are used.  The draw is rejected (no causes) if a second cause cannot be that small in a short job.
+    """
+    ranks = 4 if any(one.cause in SLOW_RANKS for one in job.causes) else 2
+    chance = chance_of(job.kind, job.seed, "short")
+    causes = []
+    for number, one in enumerate(job.causes):
+        if one.cause in SHORT_SIZES and number == 0:
+            causes.append(replace(one, share=float(chance.uniform(*SHORT_SIZES[one.cause])), count=min(one.count, 2)))
+        elif one.cause == "unused_gpus" and number == 0:
+            causes.append(replace(one, count=1, share=1 / (ranks + 1)))
+        elif one.cause in (*SHORT_SIZES, "unused_gpus"):
+            return replace(job, causes=())
+        else:
+            causes.append(replace(one, count=min(one.count, ranks)))
+    shape = replace(
+        job.shape, ranks=ranks, ranks_per_host=4, windows=24, log_interval=10, step_s=0.025, startup_s=0.3,
+        shutdown_s=0.02, late_start=0.0, is_short=True,
+    )  # fmt: skip
+    return replace(job, shape=shape, causes=tuple(causes))
 
 
 def _size(kind: str, chance: np.random.Generator) -> float:

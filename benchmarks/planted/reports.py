@@ -121,13 +121,13 @@ def _device(found: Timeline, rank: int) -> Device:
         kind="nvml",
         name=GPU,
         memory_total_bytes=80 * GIB,
-        power_limit_w=_limit_w(found, rank),
+        power_limit_w=limit_w(found, rank),
         energy_method="counter",
         power_scope="gpu",
     )
 
 
-def _limit_w(found: Timeline, rank: int) -> float:
+def limit_w(found: Timeline, rank: int) -> float:
     """Return the power limit of a GPU: the power of the chip is assumed to fall with the square of its clock."""
     if found.job.find("power_limit") is None:
         return LIMIT_W
@@ -171,7 +171,7 @@ def _row(
 ) -> RankReport:
     shape, (start, stop) = found.job.shape, part
     own_s = course.own_s[start:stop, rank]
-    tokens = _tokens(shape) * (stop - start)
+    tokens = tokens_of(shape) * (stop - start)
     return RankReport(
         rank=rank,
         iteration_first=start + 1,
@@ -191,7 +191,7 @@ def _row(
     )
 
 
-def _tokens(shape: Shape) -> int:
+def tokens_of(shape: Shape) -> int:
     """Return the tokens of a rank in an iteration, without padding."""
     kernel_s = shape.step_s * (1 - shape.communication - shape.idle) * (1 - shape.padding)
     return round(shape.mfu * PEAK * kernel_s / FLOPS_PER_TOKEN)
@@ -232,7 +232,7 @@ def _window(
     gauges = {
         "sm_clock_hz": clock_hz,
         "temperature_c": 88.0 if is_hot else 62.0,
-        "power_limit_w": _limit_w(found, rank),
+        "power_limit_w": limit_w(found, rank),
     }
     return DeviceWindow(
         f"GPU-{rank}",

@@ -11,14 +11,23 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.planted.job import MAX_SECOND, MIN_PADDING, SLOW_RANKS, THRESHOLDS, Planted, PlantedJob, chance_of, draw
+from benchmarks.planted.job import (
+    HEALTHY,
+    MAX_SECOND,
+    MIN_PADDING,
+    SLOW_RANKS,
+    THRESHOLDS,
+    Planted,
+    PlantedJob,
+    chance_of,
+    draw,
+    shortened,
+)
 
 Seconds = NDArray[np.float64]
 EVALUATION, CHECKPOINT = "evaluation", "checkpoint"
 CALIBRATIONS = 8
 MAX_REDRAWS = 200
-#: Throttling and a slow rank begin within this part of the job.
-LATE_START = 0.2
 
 
 @dataclass
@@ -115,20 +124,26 @@ class _Noise:
         self.idle = self.idle * np.clip(1 + 0.01 * chance.standard_normal(size), 0.5, 2.0)
         self.phase = np.clip(1 + 0.05 * chance.standard_normal(shape.iterations), 0.5, 2.0)
         self.ranks = chance.permutation(shape.ranks)
-        self.start = int(chance.uniform(0.0, LATE_START) * shape.iterations)
+        self.start = int(chance.uniform() * shape.late_start * shape.iterations)
         self.hang_at = int(chance.uniform(0.3, 0.9) * shape.iterations)
         self.crashes = np.sort(chance.choice(np.arange(1, 20), 4, replace=False)) / 20
         self.split = chance.uniform(0.2, 0.6, 4)
 
 
-def planned(kind: str, seed: int) -> PlantedJob:
+def planned(kind: str, seed: int, is_short: bool = False) -> PlantedJob:
     """Return the job of a cause and a seed, drawn again until it is what it is meant to be.
+
+    ``is_short`` means a job of seconds for real processes.
 
     A draw is rejected if the named cause is not the true primary cause, or if the second cause is above `MAX_SECOND`
     together with its usual part.
     """
     for redraw in range(MAX_REDRAWS):
         job = draw(kind, seed, redraw)
+        if is_short:
+            job = shortened(job)
+            if not job.causes and kind != HEALTHY:
+                continue
         found = timeline(job)
         shares = found.shares
         seconds = [shares[one.cause] for one in job.causes[1:]]
