@@ -16,7 +16,7 @@ from effllm import __version__
 from effllm.records.job import SCHEMA_VERSION, Summary
 from effllm.records.plain_text import one_line
 from effllm.records.waterfall import Waterfall, WaterfallPart
-from effllm.store.summary_text import duration, readable, verdict_lines
+from effllm.store.summary_text import audit_texts, duration, readable, verdict_lines
 
 WIDTH = 80
 MIN_H, J_PER_KWH, MIN_KWH = 1.0, 3.6e6, 0.01
@@ -62,6 +62,7 @@ def _document(summary: Summary, found: Waterfall) -> dict[str, Any]:
         "verdict": verdict or None,
         "waterfall": _rounded(msgspec.to_builtins(found)),
         "evidence": evidence,
+        "audit": msgspec.to_builtins(summary.audit),
         "versions": {"schema": SCHEMA_VERSION, "summary": summary.schema_version, "effllm": __version__},
     }
 
@@ -93,6 +94,8 @@ def _print(summary: Summary, found: Waterfall) -> None:
         console.print("~: a share of the energy of all steps, in proportion to time")
     for line in found.unknown:
         console.print(Text(f"unknown: {one_line(line)}"))
+    for line in audit_texts(summary.audit) if summary.audit is not None else ():
+        console.print(Text(f"audit: {line}"))
     if summary.verdict is not None:
         for one in summary.verdict.evidence:
             console.print(Text(f"evidence: {one_line(one.claim)} ({one_line(one.source)})"))

@@ -254,6 +254,8 @@ def _beside(report: ClusterReport) -> Iterator[tuple[str, str, float]]:
     yield "gpus_expected", "Number of GPUs in the job.", seen.gpus_expected
     yield "gpus_measured", "Number of GPUs that were measured in the window.", seen.gpus_measured
     yield "simulated", "1: the devices are simulated, and no value was measured.", report.simulated
+    if report.doubtful:
+        yield "doubtful_values", "Number of values that depend on a failed check of the audit.", len(report.doubtful)
     if report.loss is not None and math.isfinite(report.loss):
         yield "loss", "Loss of the window.", report.loss
     if report.remaining_s is not None:

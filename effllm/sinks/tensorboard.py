@@ -49,6 +49,10 @@ BESIDE: dict[str, tuple[str, str]] = {
         "Device-seconds with measured energy divided by expected device-seconds.",
     ),
     "health/simulated": ("1 if so", "The devices are simulated, and no value was measured."),
+    "health/doubtful_values": (
+        "values",
+        "Number of values of the window that depend on a failed check; the event `audit` has the check.",
+    ),
     "straggler/worst_rank": (
         "rank",
         "The slowest rank of the window by own time; no value if no delay is larger than the noise.",
@@ -171,6 +175,7 @@ def _beside(report: ClusterReport) -> dict[str, float]:
         "health/reports_late": coverage.reports_late,
         "health/energy_coverage_ratio": coverage.energy,
         "health/simulated": 1.0 if report.simulated else None,
+        "health/doubtful_values": len(report.doubtful) or None,
     }
     if slowest is not None:
         values["straggler/worst_rank"] = slowest.rank

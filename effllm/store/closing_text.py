@@ -14,6 +14,7 @@ from effllm.records.job import Summary, Value
 from effllm.records.plain_text import one_line
 from effllm.store.summary_text import (
     WIDTH,
+    audit_texts,
     duration,
     energy_text,
     errors_text,
@@ -43,12 +44,15 @@ def _lines(summary: Summary, folder: Path | None, tensorboard_dir: Path | None) 
     yield "=" * WIDTH
     yield f"[EfficientLLM] Run {outcome(summary.status)}" + " (SIMULATED: no hardware was measured)" * summary.simulated
     slow = list(_slow_ranks(summary))
-    yield from _not_measured(summary, folder, MAX_DOUBTS - len(slow))
+    audit = _audit(summary, folder, max_lines=1 if slow else 2)
+    yield from _not_measured(summary, folder, max(MAX_DOUBTS - len(slow) - len(audit), 1))
     if problems := _events(summary):
         yield _fact("events", problems)
     yield from slow
+    yield from audit
     yield _fact("ran", _ran(summary), max_lines=2)
-    if six := list(contract_parts({tag: value.value for tag, value in summary.metrics.items()})):
+    doubtful = [tag for tag, value in summary.metrics.items() if value.doubt]
+    if six := list(contract_parts({tag: value.value for tag, value in summary.metrics.items()}, doubtful)):
         yield fitted(["", *six], "  ", WIDTH)
     seen = summary.coverage
     lost = f", {seen.reports_lost:,} reports lost" if seen.reports_lost else ""
@@ -66,7 +70,7 @@ def _lines(summary: Summary, folder: Path | None, tensorboard_dir: Path | None) 
     if value := _value(summary, metrics.METRICS["joules_per_token"]):
         number, prefix = scaled(value.value)
         timing, sensor = ((error or 0.0) / abs(value.value or 1.0) for error in (value.error, value.sensor_error))
-        yield _fact("per token", f"{number} {prefix}J {errors_text(timing, sensor)}".rstrip())
+        yield _fact("per token", f"{number} {prefix}J {errors_text(timing, sensor)}".rstrip() + _mark(value))
     if text := "; ".join(_throughput(summary)):
         yield _fact("throughput", text)
     if tensorboard_dir is not None:
@@ -81,9 +85,21 @@ def _lines(summary: Summary, folder: Path | None, tensorboard_dir: Path | None) 
 def _throughput(summary: Summary) -> Iterator[str]:
     if value := _value(summary, metrics.METRICS["tokens_per_second_per_gpu"]):
         unit = "GPU" if summary.coverage.gpus_expected else "rank"
-        yield f"{readable(value.value)} tokens/s per {unit}"
+        yield f"{readable(value.value)} tokens/s per {unit}{_mark(value)}"
     if value := _value(summary, metrics.METRICS["mfu_ratio"]):
-        yield f"MFU {readable(100 * value.value)} %" + (f" of {summary.peak}" if summary.peak else "")
+        yield f"MFU {readable(100 * value.value)} %{_mark(value)}" + (f" of {summary.peak}" if summary.peak else "")
+
+
+def _mark(value: Value) -> str:
+    return " (in doubt)" if value.doubt else ""
+
+
+def _audit(summary: Summary, folder: Path | None, max_lines: int) -> list[str]:
+    """Return lines about the failed check, or the difference from a framework's own figure, or their number."""
+    texts = list(audit_texts(summary.audit, only_problems=True)) if summary.audit is not None else []
+    if len(texts) > 1:
+        texts = [f"{len(texts)} differences" + (", see summary.txt" if folder is not None else "")]
+    return _fact("audit", texts[0], max_lines).splitlines() if texts else []
 
 
 def _slow_ranks(summary: Summary) -> Iterator[str]:

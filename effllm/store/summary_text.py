@@ -10,6 +10,7 @@ from itertools import islice
 from pathlib import Path
 
 from effllm.metrics import METRICS, describe
+from effllm.records.audit import DIFFERENCES, Audit
 from effllm.records.identity import Identity
 from effllm.records.job import EnergySummary, GoodputSummary, StragglerVerdict, Summary, Value
 from effllm.records.plain_text import one_line
@@ -101,6 +102,9 @@ def _lines(summary: Summary, folder: Path | None, tensorboard_dir: Path | None) 
     yield from _facts(_how_measured(summary))
     for sentence in summary.not_measured:
         yield from textwrap.wrap(sentence, WIDTH, initial_indent="  not measured: ", subsequent_indent="    ")
+    if summary.audit is not None and (found := list(audit_texts(summary.audit))):
+        yield "-" * WIDTH
+        yield from _facts(("audit", text) for text in found)
     if summary.instruments:
         yield "-" * WIDTH
         yield from _instruments(summary.instruments)
@@ -110,6 +114,14 @@ def _lines(summary: Summary, folder: Path | None, tensorboard_dir: Path | None) 
         yield f"  Run folder: {folder}"
     if tensorboard_dir is not None:
         yield f"  TensorBoard: tensorboard --logdir {shlex.quote(str(tensorboard_dir))}"
+
+
+def audit_texts(audit: Audit, *, only_problems: bool = False) -> Iterator[str]:
+    """Yield the failed checks of a run, and a framework's own figures beside the figures of effllm."""
+    yield from (one_line(f"IN DOUBT: {text}") for text in audit.doubts)
+    for figure in audit.figures:
+        if figure.outcome in DIFFERENCES or not only_problems:
+            yield one_line(figure.text)
 
 
 def _what_ran(summary: Summary) -> Iterator[tuple[str, str]]:
@@ -244,6 +256,8 @@ def _metrics(values: Mapping[str, Value]) -> Iterator[str]:
             yield _row(tag, values[tag], "")
     if any(value.error or value.sensor_error for value in values.values()):
         yield "  ± (half-widths, 95 %): the first error is by timing, the second by sensor gain"
+    if any(value.doubt for value in values.values()):
+        yield "  !: in doubt, because a check of the counts failed: see audit"
 
 
 def _instruments(values: Mapping[str, ValueSummary]) -> Iterator[str]:
@@ -267,7 +281,8 @@ def _row(name: str, value: Value, over: str) -> str:
         is_sampled = entry is not None and entry.error is not None
         text = f"±{_percent(timing)} sampling" if timing and is_sampled else errors_text(timing, sensor, brief=True)
         unit = f"{unit} {text}".rstrip()
-    return f"  {name:<29}{readable(value.value):>12}  {unit:<25}  {over}".rstrip()
+    mark = "!" if value.doubt else " "
+    return f"{mark} {name:<29}{readable(value.value):>12}  {unit:<25}  {over}".rstrip()
 
 
 def _facts(pairs: Iterable[tuple[str, str]]) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from effllm import metrics
 from effllm.records.job import ClusterReport
@@ -105,7 +105,11 @@ def _window_parts(report: ClusterReport) -> Iterator[tuple[int, str]]:
 
 def _contract_line(report: ClusterReport, width: int) -> str:
     """Return the six metrics, run to date, with the ranks and GPUs that they cover."""
-    texts = ["run-to-date values start after the warm-up"] if report.warming_up else list(contract_parts(report.values))
+    texts = (
+        ["run-to-date values start after the warm-up"]
+        if report.warming_up
+        else list(contract_parts(report.values, report.doubtful))
+    )
     seen = report.coverage
     ranks = _share(seen.ranks_reporting, seen.ranks_expected)
     gpus = _share(seen.gpus_measured, seen.gpus_expected)
@@ -125,13 +129,14 @@ def _share(have: int, expected: int) -> str:
     return f"{have}" if have == expected else f"{have}/{expected}"
 
 
-def contract_parts(values: Mapping[str, float]) -> Iterator[str]:
-    """Yield the metrics of the contract, run to date, in short form."""
+def contract_parts(values: Mapping[str, float], doubtful: Collection[str] = ()) -> Iterator[str]:
+    """Yield the metrics of the contract, run to date, in short form; values with a tag in ``doubtful`` have a mark."""
     for entry in metrics.headline():
         value = values.get(entry.tag("run"))
         if value is None or not math.isfinite(value):
             continue
         name, unit = entry.name.partition("_")[0].upper(), entry.unit
+        name += "!" if entry.tag("run") in doubtful else ""
         if unit in ("W", "tokens/s"):
             number, prefix = scaled(value)
             yield f"{name} {number}{prefix}{unit.replace('tokens', 'tok')}"
@@ -150,6 +155,8 @@ def _problems(report: ClusterReport, lost_before: int) -> Iterator[str]:
         yield f"no report of rank {_named(seen.missing_ranks)}"
     if seen.gpus_measured < seen.gpus_expected and not seen.missing_ranks:
         yield f"{seen.gpus_expected - seen.gpus_measured} of {seen.gpus_expected} GPUs not measured"
+    if report.doubtful:
+        yield _in_doubt(report)
     if seen.reports_lost > lost_before:
         yield f"{seen.reports_lost - lost_before} reports lost"
     yield from _slowest(report)
@@ -221,8 +228,15 @@ def coverage_parts(report: ClusterReport) -> Iterator[str]:
         yield f"estimated {rounded_up(100 * share)} %"
     if seen.missing_ranks:
         yield f"missing {_named(seen.missing_ranks)}"
+    if report.doubtful:
+        yield _in_doubt(report)
     if report.simulated:
         yield "simulated"
+
+
+def _in_doubt(report: ClusterReport) -> str:
+    """Return the number of values of the window that depend on a failed check of the audit."""
+    return f"{len(report.doubtful)} values in doubt"
 
 
 def _slowest(report: ClusterReport) -> Iterator[str]:

@@ -339,6 +339,6 @@ def test_clean_run_stays_silent(seed):
 
 
 def test_clean_values_are_not_empty():
-    """The figures of `test_clean_run_stays_silent` are compared at all."""
+    """The figures of `test_clean_run_stays_silent` are compared."""
     job = AuditedJob().windows(12, {TOKENS_PER_S: 100.0})
     assert (job.figure.outcome, job.figure.windows) == (AGREES, 10)

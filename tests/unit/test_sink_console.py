@@ -16,6 +16,7 @@ from sink_examples import complete_totals, make_report, make_run, make_summary, 
 
 from effllm import metrics
 from effllm.config.settings import Config
+from effllm.records.audit import Audit
 from effllm.records.events import KINDS
 from effllm.records.job import Coverage, EnergySummary, GoodputSummary, Straggler, StragglerVerdict, Value
 from effllm.records.rank import Event, Profile
@@ -390,6 +391,7 @@ def test_closing_table_is_at_most_20_lines_of_80_columns():
         stragglers=(StragglerVerdict((3,), "node b", "GPU-3", 1200, 0.1, 9.0, 7, "own time"),),
         slowest={3: 1000},
         windows_compared=5000,
+        audit=Audit(doubts=("The counts of tokens are wrong.", "MFU is too high.")),
         not_measured=("This quantity was not measured, for a reason that takes more than one line of a screen.",) * 9,
         goodput=GoodputSummary(8e5, 0.125, seconds, seconds, {}, redone_iterations=1234),
         coverage=Coverage(16_384, 16_000, 16_384, 16_000, 1000, 10),

@@ -143,6 +143,8 @@ _GA102 = Origin("NVIDIA Ampere GA102 GPU Architecture v2 (2021), table 3",
     "https://www.nvidia.com/content/PDF/nvidia-ampere-ga-102-gpu-architecture-whitepaper-v2.pdf", "quoted")
 _GA102_COUNTED = Origin(
     "computed: SMs x 512 FLOP x boost clock, as for the RTX 3090 in GA102 Architecture v2", _GA102.url, "unconfirmed")
+_RTX_3070_TI = Origin("NVIDIA RTX Blackwell GPU Architecture, appendix B, table 5; quoted in redai-studio/Relax#83",
+    "https://images.nvidia.com/aem-dam/Solutions/geforce/blackwell/nvidia-rtx-blackwell-gpu-architecture.pdf", "quoted")
 _ADA = Origin("NVIDIA Ada GPU Architecture v2.1, appendix A",
     "https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf", "quoted")
 _ADA_COUNTED = Origin(
@@ -297,6 +299,8 @@ ROWS: tuple[Hardware, ...] = (
          _A40),
     _row("NVIDIA RTX A6000", "Ampere GA10x", 48, 768, 300,
          _peaks(fp32=38.7, tf32=77.4, bf16=154.8, fp16=154.8, int8=309.7), _GA102),
+    _row("NVIDIA GeForce RTX 3070 Ti", "Ampere GA10x", 8, 608, 290, _peaks(fp32=21.7, bf16=43.5, fp16=43.5),
+         _RTX_3070_TI, "Memory and power are NVIDIA's product page of the RTX 3070 family, not checked."),
     _row("NVIDIA GeForce RTX 3080", "Ampere GA10x", 10, 760, 320,
          _peaks(fp32=29.8, tf32=29.8, bf16=59.5, fp16=59.5, int8=238), _GA102_COUNTED,
          "This row describes the board with 10 GB. A board with 12 GB and 61.3 TFLOP/s has the same name."),

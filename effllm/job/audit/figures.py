@@ -28,6 +28,7 @@ MAX_NOISE = 0.05
 MIN_WINDOWS, MIN_UNEXPLAINED = 5, 10
 #: A cumulative count over a short time grows at least by this factor in the compared windows.
 MIN_GROWTH = 1.5
+MAX_STATED = 3  # number of reasons in a sentence
 NORMAL_MAD = 1.4826  # standard deviation of a normal distribution over its median absolute deviation
 
 
@@ -140,7 +141,7 @@ class _Comparison:
             own = self.known.peak_flops_per_s / self.known.devices
             wrong = own / self.factors[0].value
             if names := peaks_like(wrong, self.known):
-                shown = f"the framework's peak is {wrong / 1e12:,.0f} TFLOP/s, this device has {own / 1e12:,.0f}"
+                shown = f"a peak of {wrong / 1e12:,.4g} TFLOP/s instead of {own / 1e12:,.4g}"
                 found.append((shown, tuple(f"peak of {name}" for name in names)))
         for one in self.factors:
             number, reasons = reasons_for(one.value, tolerance, self.known.quantities)
@@ -154,7 +155,7 @@ class _Comparison:
         if not found:
             return None
         reasons = tuple(reason for _, names in found for reason in names)
-        return " or ".join(f"{text} = {' or '.join(names)}" for text, names in found), reasons
+        return " or ".join(f"{text} = {' or '.join(names[:MAX_STATED])}" for text, names in found), reasons
 
     def _is_growing(self) -> bool:
         """Whether the factor is proportional to the iterations so far: a cumulative count over a short time."""

@@ -37,8 +37,8 @@ class AuditWatch:
 
     def __init__(self, state: AuditState, record: Record) -> None:
         self._state, self._record = state, record
-        # Counts of all ranks since the last figure, by its name.  The first figure only starts the counts: nobody knows
-        # when its interval began.
+        # Counts of all ranks since the last figure, by its name.  The first figure only starts the counts, because the
+        # start of its interval is not known.
         self._since: dict[str, FigureWindow] = {}
         self._judged: dict[str, int] = {}  # number of figures so far, by name
 

@@ -1,0 +1,86 @@
+"""Figures that fail the audit are marked in every output."""
+
+from pathlib import Path
+
+import pytest
+from audited import AuditedJob
+from msgspec.structs import replace
+from sink_examples import make_report, make_summary
+
+from effllm.records.audit import AGREES, NAMED, Audit, AuditedFigure
+from effllm.sinks import prometheus, tensorboard
+from effllm.store.closing_text import closing_text
+from effllm.store.summary_text import summary_text
+from effllm.store.window_text import block_lines, short_lines
+
+DOUBT = "rank 0 counted 2,000 tokens without padding in 1,000 positions: the counts of tokens are wrong"
+TAG = "tt_tokens_per_param_per_sec"
+
+
+def figure(outcome=NAMED, text="tokens/s: framework 50, effllm 100, factor 0.5: exactly 1/2 = ranks"):
+    return AuditedFigure("framework/tokens_per_second", "tokens/s", 50.0, 100.0, 0.5, 0.02, 12, outcome, text)
+
+
+def in_doubt(*doubtful):
+    """Return a summary whose values with these tags are in doubt."""
+    summary = make_summary()
+    values = {tag: replace(one, doubt=DOUBT) if tag in doubtful else one for tag, one in summary.metrics.items()}
+    return replace(summary, metrics=values, audit=Audit(doubts=(DOUBT,)))
+
+
+def lines_with(text, name):
+    return [line for line in text.splitlines() if name in line]
+
+
+def test_summary_text_marks_values_in_doubt_and_states_the_check():
+    text = summary_text(in_doubt(TAG), None, None)
+    assert [line[:2] for line in lines_with(text, "tokens_per_param_per_sec")] == ["! "]
+    assert [line[:2] for line in lines_with(text, " al_seconds")] == ["  "]
+    assert "  !: in doubt, because a check of the counts failed: see audit\n" in text
+    assert "IN DOUBT: rank 0 counted 2,000 tokens" in text
+
+
+def test_summary_text_has_both_figures_even_if_they_agree():
+    agreed = figure(AGREES, "tokens/s: framework 99, effllm 100, factor 0.99: no difference beyond 2 %")
+    text = summary_text(replace(make_summary(), audit=Audit(figures=(agreed,))), None, None)
+    assert "  audit         tokens/s: framework 99, effllm 100, factor 0.99: no" in text
+    assert "!" not in text.replace("!=", "")
+
+
+def test_closing_table_has_one_line_about_the_audit():
+    folder = Path("/runs/one")
+    one = closing_text(replace(make_summary(), audit=Audit(figures=(figure(),))), folder, None)
+    two = closing_text(replace(make_summary(), audit=Audit(figures=(figure(),), doubts=(DOUBT,))), folder, None)
+    clean = closing_text(replace(make_summary(), audit=Audit(figures=(figure(AGREES),))), folder, None)
+    assert (
+        "  audit         tokens/s: framework 50, effllm 100, factor 0.5: exactly 1/2 =\n" + 16 * " " + "ranks\n" in one
+    )
+    assert lines_with(two, "  audit ") == ["  audit         2 differences, see summary.txt"]
+    assert lines_with(clean, "  audit ") == []
+
+
+def test_closing_table_marks_values_in_doubt():
+    text = closing_text(in_doubt(TAG, "run_throughput/tokens_per_second_per_gpu"), None, None)
+    assert " TT! " in text
+    assert "tokens/s per GPU (in doubt)" in text
+    assert " AL " in text
+
+
+def test_window_names_the_number_of_values_in_doubt():
+    report = replace(make_report(100), doubtful=(TAG, "throughput/tokens_per_second"))
+    assert "2 values in doubt" in "\n".join(block_lines(report))
+    assert "2 values in doubt" in short_lines(report, 120, lost_before=0)[1]
+    assert "doubt" not in "\n".join(block_lines(make_report(100)))
+
+
+@pytest.mark.parametrize(("doubtful", "value"), [((), None), ((TAG,), 1)])
+def test_charts_have_the_number_of_values_in_doubt(doubtful, value):
+    report = replace(make_report(100), doubtful=doubtful)
+    assert tensorboard._beside(report).get("health/doubtful_values") == value
+    assert {name: one for name, _, one in prometheus._beside(report)}.get("doubtful_values") == value
+
+
+def test_values_of_a_summary_name_the_check():
+    found = AuditedJob().windows(2, tokens=2000).summary()
+    assert found.metrics[TAG].doubt == found.audit.doubts[0]
+    assert found.metrics["al_seconds"].doubt is None
