@@ -206,6 +206,12 @@ class Config:
         "With 0: no measurement.",
     )
 
+    ledger: str = _setting(
+        "",
+        CLUSTER,
+        values.FOLDER,
+        "Folder of the ledger, for many users: each attempt of a run appends a line to a file of its user.",
+    )
     run_folder_mb: int = _setting(
         10_000,
         CLUSTER,

@@ -6,6 +6,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from effllm.job.closed_windows import Closed
@@ -15,6 +16,7 @@ from effllm.records.rank import Event
 from effllm.server.writer import Writer
 from effllm.sinks import Run, Sink, open_sink
 from effllm.store import run_folder
+from effllm.store.ledger_file import LedgerFile, ledger_line
 from effllm.store.run_folder import RunFolder, open_run_folder
 
 STORE_OPENS_S = 2.0
@@ -45,6 +47,10 @@ class Outputs:
                 log_interval=run.config.log_interval,
             )
             self._store = Writer("run folder", open_store, run.log)
+        self._ledger: Writer[LedgerFile] | None = None
+        if run.config.ledger:
+            self._ledger = Writer("ledger", partial(LedgerFile, Path(run.config.ledger)), run.log)
+        self._folder = run.folder
 
     def start(self) -> None:
         """Open the sinks and the store; wait at most `STORE_OPENS_S` for the store."""
@@ -106,9 +112,12 @@ class Outputs:
         return {name: count for name, count in counts.items() if count}
 
     def stop_sinks(self, summary: Summary, timeout_s: float) -> None:
-        """Stop the sinks in parallel, so that a stalled sink does not delay other sinks."""
+        """Stop the sinks and the ledger in parallel, so that a stalled output does not delay other outputs."""
         self._last_summary = summary
-        _stop(list(self._sinks.values()), timeout_s)
+        if self._ledger is not None:
+            line = ledger_line(summary, self._folder)
+            self._ledger.stop(lambda ledger: ledger.append(line))
+        _stop(list(self._sinks.values()), timeout_s, [self._ledger] if self._ledger is not None else [])
 
     def stop_store(self, state: bytes, summary: Summary) -> None:
         """Write the last state and summary, and stop the store; `join_store` waits for it."""
@@ -129,7 +138,7 @@ class Outputs:
         _stop(self._writers(), timeout_s)
 
     def _writers(self) -> list[Writer[Any]]:
-        return [*self._sinks.values(), *([self._store] if self._store is not None else [])]
+        return [*self._sinks.values(), *(one for one in (self._store, self._ledger) if one is not None)]
 
     def _to_sinks(self, work: Callable[[Sink], None], windows: int = 0) -> None:
         for sink in self._sinks.values():
@@ -140,11 +149,12 @@ class Outputs:
             self._store.put(work, windows)
 
 
-def _stop(writers: Sequence[Writer[Any]], timeout_s: float) -> None:
+def _stop(writers: Sequence[Writer[Any]], timeout_s: float, stopped: Sequence[Writer[Any]] = ()) -> None:
+    """Stop writers and wait for them, and for the writers that were stopped before."""
     deadline_s = time.monotonic() + timeout_s
     for writer in writers:
         writer.stop()
-    for writer in writers:
+    for writer in (*writers, *stopped):
         writer.join(deadline_s - time.monotonic())
 
 

@@ -1,0 +1,136 @@
+"""The user's file in the ledger folder: one line of JSON for each ended attempt of a run.
+
+Many runs of many hosts append to one folder.  Each user writes only to a file of his own, which his group can read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import pwd
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from effllm.metrics import METRICS
+from effllm.records.identity import Identity
+from effllm.records.job import SCHEMA_VERSION, Summary
+from effllm.store import own_files
+from effllm.store.run_folder import StoreUnavailable
+
+LOCK_WITHIN_S = 5.0
+MODE = 0o640  # the group of the project reads the lines of its members
+
+
+def ledger_line(summary: Summary, folder: Path | None) -> dict[str, Any]:
+    """Return the line of a run: identity, outcome, GPU-hours, joules and money.
+
+    The line has neither the command line nor the configuration, because other users can read it.
+
+    Args:
+        summary: the last summary of the attempt.
+        folder: the run folder, if there is one.
+    """
+    seen, energy, found, goodput = summary.coverage, summary.energy, summary.waterfall, summary.goodput
+    return {
+        "schema_version": SCHEMA_VERSION,
+        **{name: getattr(summary, name) for name in Identity.__struct_fields__},
+        "folder": None if folder is None else str(folder),
+        "status": summary.status,
+        "attempts": summary.attempts,
+        "simulated": summary.simulated,
+        "cause": None if summary.verdict is None else summary.verdict.cause,
+        "iterations": summary.iterations,
+        "tokens": summary.tokens,
+        "elapsed_s": summary.elapsed_s,
+        "goodput_ratio": None if goodput is None else goodput.ratio,
+        "ranks": seen.ranks_expected,
+        "gpus": seen.gpus_expected,
+        "gpu_hours": found.device_seconds / 3600.0 if found and seen.gpus_expected else None,
+        "total_joules": energy.total_joules,
+        "measured_joules": energy.measured_joules,
+        "error_joules": energy.error_joules,
+        "gain_error": energy.gain_error,
+        "scope": energy.scope,
+        **{name: _metric(summary, name) for name in ("gpu_cost", "electricity_cost", "co2_kg")},
+    }
+
+
+def _metric(summary: Summary, name: str) -> float | None:
+    tags = (METRICS[name].tag(base) for base in METRICS[name].run_bases)
+    return next((summary.metrics[tag].value for tag in tags if tag in summary.metrics), None)
+
+
+class LedgerFile:
+    """Appends lines to the user's file in the ledger folder.
+
+    Args:
+        folder: the ledger folder, which is made if only its last part is missing.
+
+    Raises:
+        StoreUnavailable: the folder cannot be made or is not safe.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / f"{_user()}.jsonl"
+        try:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(folder, 0o750)  # noqa: PTH102 - the group reads the folder
+            os.close(own_files.open_folder(folder))
+        except OSError as error:
+            raise StoreUnavailable(f"EFFICIENTLLM_LEDGER={folder}: {error.strerror or error}") from error
+
+    def append(self, line: dict[str, Any]) -> None:
+        """Append a line; parallel runs wait for each other, and after a failed write the file has its old length.
+
+        Raises:
+            OSError: the file cannot be written, belongs to another user, or is locked for longer than `LOCK_WITHIN_S`.
+        """
+        file = own_files.open_file(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        try:
+            _lock(file, self.path)
+            size = os.fstat(file).st_size
+            if not size:
+                os.fchmod(file, MODE)
+            # A torn line of a killed process ends before the new line.
+            before = b"" if not size or os.pread(file, 1, size - 1) == b"\n" else b"\n"
+            try:
+                _write(file, before + msgspec.json.encode(line) + b"\n")
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.ftruncate(file, size)
+                raise
+        finally:
+            os.close(file)
+
+    def close(self) -> None:
+        """Do nothing: the file is open only during a write."""
+
+
+def _user() -> str:
+    try:
+        return pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:  # the user has no name, as in some containers
+        return str(os.geteuid())
+
+
+def _lock(file: int, path: Path) -> None:
+    deadline_s = time.monotonic() + LOCK_WITHIN_S
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(errno.ETIMEDOUT, "another process has locked the file", str(path)) from None
+            time.sleep(0.02)
+        else:
+            return
+
+
+def _write(file: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(file, data) :]
