@@ -21,7 +21,7 @@ from effllm.metrics import METRICS, Metric
 IDENTITY = (
     Column("run_id", TEXT, "", "name of the run folder"),
     Column("folder", TEXT, "", "path of the run folder, unique; the key of all tables"),
-    Column("project", TEXT, "", "value of the tag `project`, else the account of the scheduler; null if there is none"),
+    Column("project", TEXT, "", "value of the tag `project`, else the account of the scheduler; null without both"),
     Column("user", TEXT, "", "login name"),
     Column("account", TEXT, "", "account of the scheduler's job"),
     Column("job_id", TEXT, "", "id of the scheduler's job"),

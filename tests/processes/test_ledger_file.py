@@ -5,7 +5,6 @@ import os
 import threading
 from pathlib import Path
 
-import jobs
 import pytest
 from sink_examples import make_summary
 
@@ -52,7 +51,7 @@ def test_line_has_no_command_and_no_setting():
     assert not {"command", "argv", "config", "environment"} & set(line)
 
 
-def test_file_is_readable_by_the_group_and_by_nobody_else(folder):
+def test_file_is_readable_by_the_group_and_not_by_others(folder):
     LedgerFile(folder).append({"run_id": "a"})
 
     (path,) = folder.iterdir()
@@ -113,11 +112,11 @@ def test_link_of_another_file_is_not_followed(folder):
 
 
 def test_folder_that_cannot_be_made_is_reported_in_one_line(tmp_path):
-    with pytest.raises(StoreUnavailable, match="EFFICIENTLLM_LEDGER=.*No such file"):
+    with pytest.raises(StoreUnavailable, match=r"EFFICIENTLLM_LEDGER=.*No such file"):
         LedgerFile(tmp_path / "a" / "b" / "c")
 
 
 def test_ledger_that_fails_costs_the_run_only_a_warning(launch, folder):
     job = launch.python("loop.py", ledger=folder / "a" / "b").done()
 
-    assert any("ledger is off" in event.text for event in job.ledger.events())
+    assert any("ledger is off" in event.text for event in job.ledger.events)
