@@ -2,62 +2,95 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
+import re
 import sys
+from pathlib import Path
 
+import jobs
 import pytest
 
+import effllm.instruments as instruments
+from effllm.instruments import metrics, profiling
 from effllm.instruments.metrics import GRPOMetricsTracker, MetricTracker, ScoreDistributionTracker
 
-STATE = """
-import json, os, sys, threading
-
-def state():
-    threads = threading.active_count(), len(os.listdir("/proc/self/task"))
-    return [*threads, len(os.listdir("/proc/self/fd")), sorted(sys.modules)]
-"""
-
-USE = """
-from effllm.instruments.metrics import GRPOMetricsTracker, MetricTracker, ScoreDistributionTracker, TrainingLogger
-from effllm.instruments.profiling import ComprehensiveProfiler, GPUMemoryProfiler, ThroughputTracker, TrainingTimer
-
-GPUMemoryProfiler(0).measure("a"), GPUMemoryProfiler(0).detect_leak()
-timer = TrainingTimer(0)
-timer.start("a"), timer.stop("a"), timer.get_summary()
-throughput = ThroughputTracker()
-throughput.update(1, 1), throughput.update(1, 1), throughput.get_current_throughput()
-profiler = ComprehensiveProfiler(0)
-profiler.start_iteration(), profiler.end_iteration(1, 1), profiler.export_to_json("profiling.json")
-tracker = MetricTracker()
-tracker.update("loss", 1.0), tracker.get_summary("loss")
-grpo = GRPOMetricsTracker()
-grpo.update_grpo_step(1, 0.5), grpo.update_group_rewards([0.0, 1.0]), grpo.get_reward_distribution()
-scores = ScoreDistributionTracker()
-scores.update([1.0, None]), scores.get_distribution()
-logger = TrainingLogger("logs", "run")
-logger.log_step(1, {"loss": 1.0}, [1.0]), logger.save_checkpoint_metrics("a"), logger.export_all()
-"""
+SCRIPT = "all_instruments.py"
+#: The callback needs transformers: tests/frameworks/test_energy_callback.py counts its threads, files and modules.
+OF_THE_CALLBACK = {"EnergyTrackingCallback", "energy_report"}
+#: Files in memory for the records of the training process and the answers of its agent, and what wakes these two.
+OF_A_RUN = {"/memfd:effllm-board (deleted)", "/memfd:effllm-ring (deleted)", "anon_inode"}
 
 
-def printed(code, folder):
-    command = [sys.executable, "-W", "error", "-c", code]
-    return json.loads(subprocess.run(command, capture_output=True, text=True, check=True, cwd=folder).stdout)
+@pytest.fixture(scope="module")
+def used(tmp_path_factory):
+    """Return a function that uses all instruments in a process, once for each set of arguments; return its record."""
+    records = {}
+    with jobs.launching(tmp_path_factory.mktemp("instruments")) as launch:
+
+        def used(*arguments):
+            if arguments not in records:
+                job = launch.python(SCRIPT, *arguments, device="simulated").done()
+                records[arguments] = {**job.output(), "folder": job.folder}
+            return records[arguments]
+
+        yield used
 
 
-def test_instruments_start_no_thread_and_leave_no_file_open(tmp_path):
-    before, after = printed(f"{STATE}\nbefore = state()\n{USE}\nprint(json.dumps([before, state()]))", tmp_path)
+KINDS = [
+    pytest.param((), id="alone"),
+    pytest.param(("--monitor",), id="monitor"),
+    pytest.param(("--monitor", "--torch"), id="monitor and torch", marks=jobs.needs_torch),
+]
 
-    assert after[:3] == before[:3] == [1, 1, before[2]]
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["logs", "profiling.json"]
+
+@pytest.mark.parametrize("arguments", KINDS)
+def test_instruments_start_no_thread(used, arguments):
+    record = used(*arguments)
+    threads = [state[:2] for state in record["states"].values()]
+
+    assert threads == [record["states"]["before"][:2]] * len(threads)
+    assert record["states"]["before"][0] == 1
+    assert record["started"] == []  # also no thread that has ended
 
 
-def test_use_of_the_instruments_imports_only_the_standard_library(tmp_path):
-    before, after = printed(f"{STATE}\nbefore = state()\n{USE}\nprint(json.dumps([before, state()]))", tmp_path)
-    tops = {name.split(".")[0] for name in set(after[3]) - set(before[3])}
+@pytest.mark.parametrize("arguments", KINDS)
+def test_files_that_instruments_open_are_closed_when_a_call_returns(used, arguments):
+    record = used(*arguments)
+    before = record["states"]["before"][2]
+    during = {name: files for name, (_, _, files) in record["states"].items() if name.endswith((" started", " loop"))}
+
+    assert len(during) == 2 * ("--monitor" in arguments)
+    for files in during.values():  # the run of the monitor, with the same files at the start and in the loop
+        assert set(files) - set(before) == OF_A_RUN
+        assert files == next(iter(during.values()))
+    assert {name: files for name, (_, _, files) in record["states"].items() if files != before} == during
+    assert any("profiling.json" in name for name in record["opened"])  # the opened files were seen
+
+
+@pytest.mark.parametrize("arguments", KINDS)
+def test_use_of_the_instruments_imports_only_the_standard_library(used, arguments):
+    tops = {name.split(".")[0] for name in used(*arguments)["modules"]}
 
     assert "effllm" in tops
     assert tops - {"effllm"} <= sys.stdlib_module_names
+
+
+def test_instruments_write_only_the_requested_files(used):
+    folder = used()["folder"]
+    files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+    written = {"logs/run_a.json", "logs/run_metrics.json", "profiling.json", "results.csv"}
+    assert files - {"stdout.txt", "stderr.txt", "truth.json"} == written
+
+
+def test_script_uses_every_instrument(used):
+    """A new instrument is also to be used in the script, so that its threads, files and imports are counted."""
+    script = (jobs.SCRIPTS / SCRIPT).read_text()
+    names = {*profiling.__all__, *metrics.__all__, *instruments._HOMES} - {"MemoryTrend", "EnergyMetrics"}
+    modules = {path.stem for path in Path(instruments.__file__).parent.glob("[!_]*.py")}
+    found = {name.rpartition(".")[2] for name in used("--monitor")["modules"] if name.startswith("effllm.instruments.")}
+
+    assert {name for name in names if not re.search(rf"\b{name}\b\(", script)} == OF_THE_CALLBACK & names
+    assert modules - found == OF_THE_CALLBACK & modules
 
 
 @pytest.mark.torch
