@@ -45,7 +45,8 @@ def _lines(summary: Summary, folder: Path | None, tensorboard_dir: Path | None) 
     yield f"[EfficientLLM] Run {outcome(summary.status)}" + " (SIMULATED: no hardware was measured)" * summary.simulated
     slow = list(_slow_ranks(summary))
     audit = _audit(summary, folder, max_lines=1 if slow else 2)
-    yield from _not_measured(summary, folder, max(MAX_DOUBTS - len(slow) - len(audit), 1))
+    if (room := MAX_DOUBTS - len(slow) - len(audit)) > 0:
+        yield from _not_measured(summary, folder, room)
     if problems := _events(summary):
         yield _fact("events", problems)
     yield from slow
