@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from effllm.job.health.diagnosis import CLOCK, POWER_LIMIT, THROTTLED
+from effllm.job.health.diagnosis import CLOCK, LOWER_LIMIT, POWER_LIMIT, REASONS, THROTTLED
 from effllm.metrics import METRICS
 from effllm.records.job import StragglerVerdict, Summary
 from effllm.records.waterfall import Waterfall
@@ -31,6 +31,10 @@ MIN_PROFILED = 5
 MIN_ELAPSED_S = 1800.0
 #: Share of padding in the processed positions below which padding is usual.
 MIN_PADDING_RATIO = 0.15
+
+#: Share of the GPU time from which a clocks event reason explains a low clock.
+MIN_THROTTLED = 0.05
+POWER_CAP = "power_cap"  # the clocks event reason of a GPU at its power limit
 
 THRESHOLDS: dict[str, Threshold] = {
     "data_loading": Threshold(0.05, MIN_ITERATIONS),
@@ -82,10 +86,15 @@ class Loss(NamedTuple):
 def losses(summary: Summary, found: Waterfall) -> list[Loss]:
     """Return all losses of a job, the largest first, also those below their thresholds."""
     made = [*_of_parts(summary, found), *_of_stragglers(summary, found), *_of_restarts(summary, found)]
-    made += [*_of_profile(summary, found), *_of_padding(summary, found)]
-    total = found.device_seconds
-    every = (Loss(cause, seconds, seconds / total, why, source) for cause, seconds, why, source in made if seconds > 0)
-    return sorted(every, key=lambda one: -one.seconds)
+    made += [*_of_clocks(summary, found), *_of_profile(summary, found), *_of_padding(summary, found)]
+    by_cause: dict[str, Loss] = {}
+    for cause, seconds, why, source in made:
+        loss = Loss(cause, seconds, seconds / found.device_seconds, why, source)
+        if (known := by_cause.get(cause)) is not None:  # a throttled straggler: its clock, and the waits of its peers
+            larger = max(known, loss, key=lambda one: one.seconds)
+            loss = larger._replace(seconds=known.seconds + seconds, share=known.share + loss.share)
+        by_cause[cause] = loss
+    return sorted((one for one in by_cause.values() if one.seconds > 0), key=lambda one: -one.seconds)
 
 
 def is_reported(loss: Loss, summary: Summary) -> bool:
@@ -153,6 +162,28 @@ def _cause_of(verdict: StragglerVerdict) -> str:
     if POWER_LIMIT in verdict.differences:
         return "power_limit"
     return "throttled" if {CLOCK, THROTTLED} & set(verdict.differences) else "straggler"
+
+
+def _of_clocks(summary: Summary, found: Waterfall) -> Iterator[_Made]:
+    """Yield the time lost to a low clock by its reasons; a power cap at the default limit is usual and no loss."""
+    if summary.clock is None:
+        return
+    seconds, ratios = seconds_of(found, "clock_below_maximum"), summary.clock.throttled_ratio
+    capped = ratios.get(POWER_CAP, 0.0)
+    reason, faulty = max(
+        ((one, ratio) for one, ratio in ratios.items() if one != POWER_CAP), key=_second, default=("", 0.0)
+    )
+    limit = summary.clock.power_limit_ratio
+    if faulty >= MIN_THROTTLED:
+        text = f"{REASONS.get(reason, reason.replace('_', ' '))} in {100 * faulty:.0f} % of the GPU time"
+        yield "throttled", seconds * faulty / (faulty + capped), text, "summary.json: clock.throttled_ratio"
+    if capped >= MIN_THROTTLED and limit is not None and limit < 1.0 - LOWER_LIMIT:
+        text = f"power limit {100 * limit:.0f} % of the default; power cap in {100 * capped:.0f} % of the GPU time"
+        yield "power_limit", seconds * capped / (faulty + capped), text, "summary.json: clock.power_limit_ratio"
+
+
+def _second(pair: tuple[str, float]) -> float:
+    return pair[1]
 
 
 def _of_restarts(summary: Summary, found: Waterfall) -> Iterator[_Made]:

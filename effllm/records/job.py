@@ -298,6 +298,13 @@ class EnergySummary(Struct, frozen=True):
     iterations_coverage: float | None = None  # measured share of the iterations, mean over devices
 
 
+class ClockSummary(Struct, frozen=True):
+    """Why the clocks of the GPUs are low, in summary.json."""
+
+    throttled_ratio: dict[str, float] = {}  # clocks event reason -> share of the measured GPU time; reasons may overlap
+    power_limit_ratio: float | None = None  # power limits of all GPUs over their default limits
+
+
 class AttemptSummary(Struct, frozen=True):
     """One attempt of a job in summary.json."""
 
@@ -358,6 +365,7 @@ class Summary(Identity, Struct, frozen=True, kw_only=True):
     windows_compared: int = 0  # number of windows in which own times of ranks were compared
     goodput: GoodputSummary | None = None
     instruments: dict[str, ValueSummary] = {}  # values of instruments in the whole run, by name
+    clock: ClockSummary | None = None  # None without a reading of clocks event reasons
     waterfall: Waterfall | None = None
     verdict: Verdict | None = None
     audit: Audit | None = None

@@ -15,7 +15,7 @@ from effllm.job.losses import MIN_ITERATIONS, THRESHOLDS, losses
 from effllm.job.remedies import REMEDIES, remedy
 from effllm.job.verdict import verdict_of
 from effllm.records.clock import Now
-from effllm.records.job import AttemptSummary, GoodputSummary, StragglerVerdict, Value
+from effllm.records.job import AttemptSummary, ClockSummary, GoodputSummary, StragglerVerdict, Value
 from effllm.records.rank import Profile
 from effllm.records.verdict import CAUSES, HEALTHY, HIGH, MEDIUM, NO_VERDICT, LossWindows
 from effllm.records.waterfall import Waterfall, WaterfallPart
@@ -102,6 +102,32 @@ def test_losses_of_stragglers_with_different_causes_are_separate():
     found = {one.cause: one.seconds for one in losses(summary, summary.waterfall)}
 
     assert found == {"throttled": pytest.approx(60.0), "straggler": pytest.approx(30.0)}
+
+
+@pytest.mark.parametrize(
+    ("ratios", "limit", "expected"),
+    [
+        ({"sw_thermal": 0.4}, 1.0, "throttled"),
+        ({"power_cap": 0.9}, 0.7, "power_limit"),
+        ({"power_cap": 0.9}, 1.0, HEALTHY),  # usual on GPUs under load
+        ({"power_cap": 0.9}, None, HEALTHY),
+        ({"sw_thermal": 0.04}, 1.0, HEALTHY),
+        ({"power_cap": 0.1, "hw_slowdown": 0.8}, 0.7, "throttled"),
+        ({}, 0.7, HEALTHY),
+    ],
+)
+def test_low_clock_is_a_loss_if_its_reason_is_avoidable(ratios, limit, expected):
+    assert cause(job(clock_below_maximum=100.0, clock=ClockSummary(ratios, limit))) == expected
+
+
+def test_throttled_straggler_costs_its_clock_and_the_waits_of_its_peers():
+    hot = StragglerVerdict((1,), "a", "", 1, 0.2, 9.0, 7, "own time", "hot", 40.0, None, ("throttled",))
+    clock = ClockSummary({"sw_thermal": 0.125})
+
+    found = verdict_of(job(straggling=40.0, clock_below_maximum=20.0, stragglers=(hot,), clock=clock))
+
+    assert (found.cause, found.why) == ("throttled", "rank 1 (a): hot")
+    assert found.text.startswith("throttled: 6.0 % of GPU time")
 
 
 def attempts(*startups):
