@@ -179,7 +179,7 @@ def _by_key(found: Sequence[Side], by: str, left_out: list[str]) -> list[Side]:
     groups: dict[str, dict[Path, Run]] = {}
     for run in sorted((run for side in found for run in side.runs), key=lambda run: run.row.get("started_time_s") or 0):
         value = run.tags.get(by, run.row.get(by, run.facts.get(by)))
-        if value is None or value == []:
+        if not isinstance(value, (str, int, float, list)) or value == []:
             left_out.append(f"{run.folder}: has no {by}")
             continue
         text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -5,6 +5,7 @@ Each command imports its module when it is called.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -67,4 +68,43 @@ def compare(
     raise typer.Exit(command.main(command.Request(sides, by, baseline, *lists, ledger, runs, form)))
 
 
-COMMANDS = (compare,)
+def campaign(
+    plan: Annotated[Path, typer.Argument(metavar="PLAN.yaml", help="The plan, a YAML file.")],
+    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Start failed runs again.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the order of the runs, and run nothing.")] = False,
+) -> None:
+    """Run configurations several times, in an interleaved random order.
+
+    Each repeat is a block with every configuration in random order. Each run has its own run folder with the tags
+    campaign, config and repeat. Runs that are complete are not repeated after Ctrl-C or a crash: start the command
+    again. A run that fails is recorded, and the campaign continues. The output of each run is in the folder logs.
+
+    \b
+    Example of a plan:
+      name: lr-study
+      command: torchrun --nproc_per_node 8 train.py
+      repeats: 3            # 3 by default
+      warmup_runs: 1        # before the first repeat; not compared
+      cooldown_s: 60        # pause between runs
+      timeout_s: 7200       # a longer run has failed
+      env: {OMP_NUM_THREADS: "1"}
+      configurations:
+        base: {args: --lr 1e-4}
+        new: {args: --lr 3e-4, env: {NCCL_ALGO: Ring}}
+
+    Further keys: seed (of the order), tags, run_dir; and command in a configuration.
+
+    \b
+    Examples:
+      effllm campaign plan.yaml --dry-run
+      effllm campaign plan.yaml
+      effllm compare efficientllm_runs/lr-study --by config
+
+    Exit status: 0 all runs completed, 1 a run failed, 2 wrong plan or use, 130 stopped with Ctrl-C.
+    """
+    from effllm.commands import campaign as command
+
+    raise typer.Exit(command.main(plan, retry_failed=retry_failed, dry_run=dry_run))
+
+
+COMMANDS = (compare, campaign)

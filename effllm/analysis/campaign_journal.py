@@ -1,0 +1,93 @@
+"""The journal of a campaign: one line when a run starts, and one line when it ends."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from effllm.analysis.campaign_plan import WrongPlan
+from effllm.store import own_files
+
+COMPLETED, FAILED, INTERRUPTED, STARTED = "completed", "failed", "interrupted", "started"
+
+
+class JournalLine(Struct, frozen=True, omit_defaults=True):
+    """The start or the end of a run."""
+
+    key: str  # of the planned run
+    status: str  # started, completed, failed or interrupted
+    time_s: float  # unix
+    fingerprint: str = ""  # of the configuration
+    folder: str = ""  # name of the run folder
+    seconds: float = 0.0
+    exit_status: int | None = None
+    reason: str = ""
+
+
+class Journal:
+    """Appends lines to campaign.jsonl, each durable before the campaign continues; one campaign at a time.
+
+    Raises:
+        WrongPlan: another process runs this campaign, or the file cannot be used.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            own_files.make_folder(folder)
+            self._file = own_files.open_file(folder / "campaign.jsonl", os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        except OSError as error:
+            raise WrongPlan(f"{folder}: {error.strerror or error}") from error
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(self._file)
+            raise WrongPlan(f"another process runs the campaign in {folder}, or one of its runs continues") from error
+        self.lines = self._read()
+
+    def close(self) -> None:
+        os.close(self._file)
+
+    @property
+    def descriptor(self) -> int:
+        """The locked file; a run that inherits it holds the lock, also if the campaign is killed before it."""
+        return self._file
+
+    def add(self, line: JournalLine) -> None:
+        """Append a line and sync it to disk.
+
+        Raises:
+            OSError: the disk is full.
+        """
+        os.write(self._file, msgspec.json.encode(line) + b"\n")
+        os.fsync(self._file)
+        self.lines.append(line)
+
+    def last(self, key: str) -> JournalLine | None:
+        """Return the newest line of a run."""
+        return next((line for line in reversed(self.lines) if line.key == key), None)
+
+    def starts(self, key: str) -> int:
+        """Return how often a run was started."""
+        return sum(line.key == key and line.status == STARTED for line in self.lines)
+
+    def durations_s(self, keys: Sequence[str]) -> list[float]:
+        """Return the durations of the completed runs among these."""
+        return [line.seconds for line in self.lines if line.key in keys and line.status == COMPLETED]
+
+    def _read(self) -> list[JournalLine]:
+        size = os.fstat(self._file).st_size
+        content = os.pread(self._file, size, 0)
+        lines = []
+        for text in content.split(b"\n"):
+            try:
+                lines.append(msgspec.json.decode(text, type=JournalLine))
+            except (msgspec.MsgspecError, UnicodeDecodeError):  # torn by a crash
+                continue
+        if content and not content.endswith(b"\n"):
+            os.write(self._file, b"\n")
+        return lines
