@@ -6,7 +6,20 @@ from effllm import __version__
 from effllm.metrics import METRICS
 from effllm.records.events import KINDS
 
-COMMANDS = ["demo", "check", "profile", "env", "run", "serve", "simulate", "watch", "compare", "campaign", "events", "metrics"]
+COMMANDS = [
+    "demo",
+    "check",
+    "profile",
+    "env",
+    "run",
+    "serve",
+    "simulate",
+    "watch",
+    "compare",
+    "campaign",
+    "events",
+    "metrics",
+]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
