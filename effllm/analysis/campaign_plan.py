@@ -80,8 +80,7 @@ def read_plan(path: Path) -> Plan:
     if len(content) > MAX_PLAN_BYTES:
         raise WrongPlan(f"{path} is larger than {MAX_PLAN_BYTES >> 20} MiB")
     try:
-        document = yaml.load(content, Loader=_strict_loader())  # noqa: S506 - a subclass of SafeLoader
-        plan = msgspec.convert(document, Plan)
+        plan = msgspec.convert(_strict_loader()(content).get_single_data(), Plan)
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise WrongPlan(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     except msgspec.ValidationError as error:
