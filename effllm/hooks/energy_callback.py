@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import math
 from collections import deque
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -16,6 +17,7 @@ from effllm.instruments import energy_report
 from effllm.instruments._energy import amounts, checked
 from effllm.instruments.energy import ANSWER_S, RobustGPUMonitor
 from effllm.instruments.energy_report import Block
+from effllm.records.plain_text import one_line
 
 MAX_HISTORY = 20_000  # maximal number of entries in each history; the oldest entries are dropped and counted
 
@@ -43,6 +45,10 @@ class EnergyTrackingCallback(TrainerCallback):  # type: ignore[misc] # transform
         carbon_intensity_kg_per_kwh: carbon intensity of the electricity; without it, no emissions are estimated.
         carbon_intensity: ``document`` sets an intensity of 0.5 kg/kWh.
         language: language of the final report, ``en`` or ``pt``.
+        log: function that gets the values as a dictionary, in place of the Trainer's logs, such as ``run.log`` of a run
+            of W&B that the script has begun. The Trainer's callbacks put ``train/`` before the keys of its logs; the
+            keys for this function are without it. If the function raises an error, the values are in the Trainer's
+            logs from then on.
 
     Raises:
         ValueError: an argument is not valid.
@@ -59,6 +65,7 @@ class EnergyTrackingCallback(TrainerCallback):  # type: ignore[misc] # transform
         carbon_intensity_kg_per_kwh: float | None = None,
         carbon_intensity: str | None = None,
         language: str = "en",
+        log: Callable[[dict[str, float]], Any] | None = None,
     ) -> None:
         self._interval_s = checked(sync_interval_s, "sync_interval_s", lambda s: s > 0, "a number above 0")
         self._carbon = energy_report.intensity(carbon_intensity_kg_per_kwh, carbon_intensity)
@@ -66,6 +73,9 @@ class EnergyTrackingCallback(TrainerCallback):  # type: ignore[misc] # transform
             raise ValueError(f"language={language!r} must be one of {', '.join(energy_report.LANGUAGES)}")
         if gpu_monitor is not None and not isinstance(gpu_monitor, RobustGPUMonitor):
             raise ValueError(f"gpu_monitor is {type(gpu_monitor).__name__}, not a RobustGPUMonitor")
+        if log is not None and not callable(log):
+            raise ValueError(f"log={log!r} is not a function")
+        self._send = log
         self.monitor = gpu_monitor or RobustGPUMonitor()
         self._folder, self._language = output_dir, language
         self._guard = Guard("the energy of steps")
@@ -172,9 +182,21 @@ class EnergyTrackingCallback(TrainerCallback):  # type: ignore[misc] # transform
             self._take()
             self._final = energy_report.final_values(self.total, float(state.epoch or 0.0), self._carbon)
             self._new_logs |= {name: value for name, value in self._final.items() if not math.isnan(value)}
-        if state.is_world_process_zero:
+        if state.is_world_process_zero and not self._was_sent(self._new_logs):
             logs.update(self._new_logs)
         self._new_logs, self._since_log = {}, Block()
+
+    def _was_sent(self, values: dict[str, float]) -> bool:
+        if self._send is None:
+            return False
+        try:
+            if values:
+                self._send(values)
+        except Exception as error:  # noqa: BLE001 - the function is the script's, and the training must go on
+            self._send = None
+            line = one_line(f"{type(error).__name__}: {error}")
+            say_once(f"the function log= failed; the energy is in the logs of the Trainer from now on: {line}")
+        return self._send is not None
 
     def _finish(self, is_first_rank: bool) -> None:
         global _active

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +15,7 @@ from effllm.instruments.profiling import ComprehensiveProfiler, GPUMemoryProfile
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
+PAGE = Path(__file__).parents[2] / "docs" / "porting.md"
 BATCH = 4
 
 
@@ -49,6 +52,17 @@ def test_memory_is_measured_after_the_forward_pass(training):
 
     assert set(stats) == {"allocated_gb", "reserved_gb", "max_allocated_gb", "max_reserved_gb"}
     assert all(is_number(one) and one > 0 for one in stats.values())
+
+
+def test_one_check_after_the_training_finds_no_trend():
+    """A single check judges no trend; the rule of the baseline is used if it is requested."""
+    profiler = GPUMemoryProfiler(device="cpu")
+    profiler.set_baseline()
+    kept = b"x" * 200_000_000
+
+    assert not profiler.detect_leak(threshold_gb=0.1)
+    assert profiler.detect_leak(threshold_gb=0.1, method="baseline")
+    assert len(kept) == 200_000_000
 
 
 def test_memory_leak_is_checked_every_100th_step(training):
@@ -194,3 +208,46 @@ def test_profiler_and_logger_work_in_one_loop(training, tmp_path):
     ]
     last = json.loads((tmp_path / "logs" / "verifier_iter1_epoch1.json").read_text())
     assert last["score_distribution"]["invalid_count"] == 10
+
+
+# --- the tables of the page ---
+
+
+def rows(section, header):
+    """Return the rows of the table with this header, as lists of cells."""
+    (text,) = (one for one in PAGE.read_text().split("\n## ") if one.startswith(section))
+    table = text.split(header, 1)[1].split("\n\n", 1)[0]
+    return [re.split(r" *(?<!\\)\| *", line.strip("|").strip()) for line in table.splitlines()[2:]]
+
+
+@pytest.mark.parametrize(
+    ("section", "header", "blocks"),
+    [
+        ("Modules", "| block | test | adaptation |", 20),
+        ("Energy callback", "| block | tests | adaptation |", 10),
+        ("Energy of fine-tuning", "| block | tests | adaptation |", 17),
+    ],
+)
+def test_page_has_a_row_for_each_code_block_of_a_guide(section, header, blocks):
+    found = rows(section, header)
+
+    # One row of the energy log has two commands, which are one block.
+    assert len(found) == blocks
+    assert all(len(row) == 3 and all(row) for row in found)
+    (number,) = re.findall(r"The (\w+) code blocks run", PAGE.read_text().split(f"\n## {section}")[1].split("\n## ")[0])
+    assert {"ten": 10, "seventeen": 17, "twenty": 20}[number] == blocks
+
+
+def test_each_block_names_a_test_or_the_reason_why_it_cannot_run():
+    named = [row[1].strip("`") for row in rows("Modules", "| block | test | adaptation |")]
+    tests = {name for name in globals() if name.startswith("test_")}
+
+    assert set(named) - {"cannot run"} <= tests
+    assert named.count("cannot run") == 2
+    assert {name for name in tests if "block" not in name and "tokens_processed" not in name} <= set(named)
+
+
+def test_page_has_the_difference_of_tokens_processed():
+    (row,) = (one for one in PAGE.read_text().splitlines() if one.startswith("| `tokens_processed` |"))
+
+    assert "after the warm-up, without padding, of all ranks" in row
