@@ -13,12 +13,20 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from effllm.analysis.column import Column, Table, declaration, quoted, read_json, value
+from effllm.analysis.column import TEXT, Column, Table, declaration, quoted, read_json
+from effllm.analysis.line_rows import LineFile, insert_lines
 from effllm.analysis.line_tables import LINE_TABLES
+from effllm.analysis.run_cache import RunCache
 from effllm.analysis.run_folders import FoundRun, files_of
 from effllm.analysis.run_row import FILES, Document, Unreadable, read_document, run_row
 from effllm.analysis.runs_table import run_columns
 
+#: Settings of DuckDB: no extension is loaded from the network.
+SETTINGS = {
+    "autoinstall_known_extensions": "false",
+    "autoload_known_extensions": "false",
+    "allow_community_extensions": "false",
+}
 MAX_LINE_BYTES = 15 * 2**20  # DuckDB's own limit of a line is 16 MiB
 
 Tags = Mapping[str, str] | Iterable[str]
@@ -50,13 +58,16 @@ def connect() -> Any:
         import duckdb
     except ImportError:
         raise ImportError("effllm.load needs DuckDB: pip install 'effllm[analysis]'") from None
-    config = {
-        "autoinstall_known_extensions": "false",
-        "autoload_known_extensions": "false",
-        "allow_community_extensions": "false",
-        "temp_directory": spill_folder(),
-    }
-    return duckdb.connect(":memory:", config=config)
+    return duckdb.connect(":memory:", config={**SETTINGS, "temp_directory": spill_folder()})
+
+
+def database_errors() -> tuple[type[Exception], ...]:
+    """Return DuckDB's class of errors, if DuckDB is installed."""
+    try:
+        import duckdb
+    except ImportError:
+        return ()
+    return (duckdb.Error,)
 
 
 @cache
@@ -94,10 +105,14 @@ class Database:
 
     def sql(self, query: str) -> Any:
         """Return the result of a query as a relation of DuckDB; ``None`` for a statement without a result."""
+        self.read_tables_of(query)
+        return self.connection.sql(query)
+
+    def read_tables_of(self, query: str) -> None:
+        """Read the tables whose names are words of a query."""
         for name in TABLES:
             if re.search(rf"\b{name}\b", query, re.IGNORECASE):
                 self.read(name)
-        return self.connection.sql(query)
 
     def read(self, name: str) -> None:
         """Read a table, unless it was read before."""
@@ -106,16 +121,29 @@ class Database:
             self._unread.remove(name)
 
     def _insert_runs(self, found: Sequence[FoundRun]) -> None:
+        execute = self.connection.execute
+        execute(
+            "CREATE TEMP TABLE wanted AS SELECT unnest($1::VARCHAR[]) AS folder, unnest($2::VARCHAR[]) AS state, "
+            "generate_subscripts($1::VARCHAR[], 1) AS position",
+            [[str(run.folder) for run in found], [run.state for run in found]],
+        )
+        cache = RunCache(self.connection, found)
+        known = cache.read()
+        types = {"state": TEXT, **{one.name: one.type for one in run_columns()}}
+        names = ", ".join(map(quoted, types))
         # A file, because DuckDB reads a file eight times as fast as a parameter.
-        columns = run_columns()
         with tempfile.NamedTemporaryFile(dir=spill_folder(), suffix=".jsonl") as file:
             for run in found:
-                if line := self._line(run):
+                if str(run.folder) not in known and (line := self._line(run)):
                     file.write(line)
             file.flush()
-            names = ", ".join(quoted(one.name) for one in columns)
-            read = read_json({one.name: one.type for one in columns})
-            self.connection.execute(f"INSERT INTO runs SELECT {names} FROM {read}", [file.name])
+            execute(f"CREATE TEMP TABLE fresh AS SELECT {names} FROM {read_json(types)}", [file.name])
+        execute(
+            "INSERT INTO runs SELECT * EXCLUDE (state, position) FROM (FROM cached UNION ALL FROM fresh) "
+            "JOIN (SELECT folder, position FROM wanted) USING (folder) ORDER BY position"
+        )
+        cache.write()
+        execute("DROP TABLE cached; DROP TABLE fresh; DROP TABLE wanted")
 
     def _line(self, run: FoundRun) -> bytes:
         """Return the row of a run as a line; empty if no file can be read."""
@@ -132,7 +160,8 @@ class Database:
                 self.skipped.append(Skipped(run.folder / name, str(error)))
         if unread and not any(documents):
             return b""
-        line = msgspec.json.encode(run_row(run.folder, *documents)) + b"\n"
+        state = "" if unread else run.state  # an unreadable file is reported each time
+        line = msgspec.json.encode({"state": state, **run_row(run.folder, *documents)}) + b"\n"
         if len(line) <= MAX_LINE_BYTES:
             return line
         self.skipped.append(Skipped(run.folder, f"its documents have more than {MAX_LINE_BYTES >> 20} MiB"))
@@ -143,37 +172,15 @@ class Database:
             self.connection.execute("DELETE FROM runs WHERE (tags[$1] = $2) IS NOT true", list(tag))
 
     def _insert_lines(self, table: Table) -> None:
-        files = {}
-        for folder in self.folders:
-            for path, problem in files_of(folder, table.files):
+        files: list[LineFile] = []
+        for folder, run_id in self.connection.execute("SELECT folder, run_id FROM runs ORDER BY rowid").fetchall():
+            for path, problem in files_of(Path(folder), table.files):
                 if problem:
                     self.skipped.append(Skipped(path, problem))
                 else:
-                    files[str(path)] = str(folder)
-        if not files:
-            return
-        values = ", ".join(f"{value(one)} AS {quoted(one.name)}" for one in table.columns)
-        execute = self.connection.execute
-        execute("CREATE OR REPLACE TEMP TABLE files AS SELECT unnest($1) AS filename, unnest($2) AS folder",
-                [list(files), list(files.values())])  # fmt: skip
-        execute(
-            f"INSERT INTO {table.name} SELECT {values} FROM {read_json(table.fields())} "
-            "JOIN (SELECT filename, folder, run_id FROM files JOIN runs USING (folder)) USING (filename)",
-            [[_literal(path) for path in files]],
-        )
-        invalid = " OR ".join(f"{quoted(name)} IS NULL" for name in table.required)
-        counts = execute(
-            f"SELECT folder, count(*) FROM {table.name} WHERE {invalid} GROUP BY ALL ORDER BY 1"
-        ).fetchall()
-        for folder, count in counts:
-            self.skipped.append(Skipped(Path(folder, table.files), f"{count} incomplete or invalid lines"))
-        if counts:
-            execute(f"DELETE FROM {table.name} WHERE {invalid}")
-
-
-def _literal(path: str) -> str:
-    """Return a path in which DuckDB's characters of globs are escaped."""
-    return re.sub(r"[\[*?]", r"[\g<0>]", path)
+                    files.append(LineFile(folder, run_id, path))
+        for path, count in insert_lines(self.connection, table, files, spill_folder()):
+            self.skipped.append(Skipped(path, f"{count} incomplete or invalid line{'s' * (count > 1)}"))
 
 
 def _name_and_value(tag: str) -> tuple[str, str]:

@@ -9,13 +9,13 @@ from typing import Any
 
 import msgspec
 
-from effllm.analysis.database import Database, Skipped, Tags
+from effllm.analysis.database import Database, Skipped, Tags, database_errors
 from effllm.analysis.run_folders import FoundRun, Paths, UnreadableRun, find_runs
 from effllm.analysis.run_row import Document, Unreadable, read_document
 from effllm.records.identity import Identity
 from effllm.records.job import Summary
 
-__all__ = ["LoadedRun", "LoadedRuns", "UnreadableRun", "load"]
+__all__ = ["LoadedRun", "LoadedRuns", "UnreadableRun", "load", "load_errors"]
 
 
 def load(path: Paths, *, tags: Tags = ()) -> LoadedRuns:
@@ -36,6 +36,11 @@ def load(path: Paths, *, tags: Tags = ()) -> LoadedRuns:
     found = find_runs(path)
     is_one = isinstance(path, (str, os.PathLike)) and len(found) == 1 and _is_at(found[0], os.fspath(path))
     return (LoadedRun if is_one else LoadedRuns)(Database(found, tags))
+
+
+def load_errors() -> tuple[type[Exception], ...]:
+    """Return the classes of the errors of `load` and of the tables; each message is meant for users."""
+    return (UnreadableRun, ImportError, OSError, *database_errors())
 
 
 def _is_at(run: FoundRun, path: str) -> bool:
@@ -93,6 +98,15 @@ class LoadedRuns:
     def events(self) -> Any:
         """The table `events`: one row per event."""
         return self._database.table("events")
+
+    @property
+    def connection(self) -> Any:
+        """The connection to the database of the tables; tables that were not used are empty in it."""
+        return self._database.connection
+
+    def read_tables_of(self, query: str) -> None:
+        """Read the tables that a query names."""
+        self._database.read_tables_of(query)
 
     def sql(self, query: str) -> Any:
         """Return the result of a query over the tables as a relation of DuckDB.

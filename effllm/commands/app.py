@@ -350,6 +350,34 @@ for _command in analysis_app.COMMANDS:
 
 
 @app.command()
+def sql(
+    runs: Annotated[list[str], typer.Argument(metavar="RUNS...", help="Run folders, folders of runs, or globs.")],
+    query: Annotated[str, typer.Argument(metavar="QUERY", help="A query of DuckDB over the tables.")],
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV with all rows.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON array of objects with all rows.")] = False,
+) -> None:
+    """Print the result of a SQL query over runs.
+
+    The tables are runs (one row per run), windows, ranks and events; docs/run-folder.md lists all columns. The query
+    can only read these tables: it cannot read or write files. Needs: pip install 'effllm[analysis]'
+
+    \b
+    Examples:
+      effllm sql efficientllm_runs "SELECT run_id, status, run_throughput_tokens_per_second FROM runs"
+      effllm sql 'runs/llama-*' "SELECT host, avg(busy_s / wall_s) FROM ranks GROUP BY host" --csv
+      effllm sql RUN "SELECT time_s, text FROM events WHERE kind = 'straggler'" --json
+      effllm sql RUN "DESCRIBE windows"             # the columns of a table
+
+    Exit status: 0 success, 1 no run or a wrong query, 2 wrong use.
+    """
+    from effllm.commands import sql as command
+
+    if as_csv and as_json:
+        raise typer.BadParameter("only one of --csv and --json is possible", param_hint="--json")
+    raise typer.Exit(command.main(runs, query, "csv" if as_csv else "json" if as_json else "text"))
+
+
+@app.command()
 def events(
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the table of docs/events.md.")] = False,
 ) -> None:

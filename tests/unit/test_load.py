@@ -11,8 +11,11 @@ from sink_examples import complete_totals, make_report, make_row
 
 import effllm
 from effllm import metrics
+from effllm.analysis import database, line_rows, run_cache
 from effllm.analysis.run_folders import UnreadableRun
+from effllm.config.settings import cache_folder
 from effllm.records.counters import FIELDS
+from effllm.store import own_files
 from effllm.store.reader import RankRow, read_ranks, read_windows
 from effllm.store.run_folder import RunFolder
 
@@ -193,7 +196,7 @@ def test_torn_and_invalid_lines_are_named_and_other_lines_are_read(tmp_path):
 
     assert len(run.windows) == 4
     [skipped] = run.skipped
-    assert (skipped.path, skipped.reason) == (run.folder / "windows-*.jsonl", "6 incomplete or invalid lines")
+    assert (skipped.path, skipped.reason) == (run.folder / "windows-0001.jsonl", "6 incomplete or invalid lines")
 
 
 @pytest.mark.parametrize("kind", ["windows", "ranks", "events"])
@@ -267,3 +270,90 @@ def test_queries_join_tables_by_folder(tmp_path):
     assert effllm.load(tmp_path).sql(
         "SELECT run_id, count(*), sum(w.tokens) FROM runs JOIN windows w USING (folder, run_id) GROUP BY 1 ORDER BY 1"
     ).fetchall() == [("a", 4, 983_040), ("b", 4, 983_040)]
+
+
+@pytest.mark.parametrize(("copied", "together"), [(0, 10), (10**9, 1), (10**9, 10**9)])
+def test_lines_have_the_order_of_the_files_of_any_size(tmp_path, monkeypatch, copied, together):
+    monkeypatch.setattr(line_rows, "MAX_COPIED_BYTES", copied)
+    monkeypatch.setattr(line_rows, "MAX_COPY_BYTES", together)
+    for name in ("a", "b", "c"):
+        shutil.copytree(OLDER, tmp_path / name)
+        (tmp_path / name / "windows-0002.jsonl").write_text('{"attempt":2,"window":1,"time_s":5.0}\n{"torn')
+    runs = effllm.load(tmp_path)
+
+    assert values(runs.windows, "run_id, attempt, window_number") == [
+        (name, *number) for name in "abc" for number in ((1, 1), (1, 2), (1, 3), (1, 4), (2, 1))
+    ]
+    assert {(one.path.name, one.reason) for one in runs.skipped} == {
+        ("windows-0002.jsonl", "1 incomplete or invalid line")
+    }
+    assert len(runs.skipped) == 3
+
+
+@pytest.fixture
+def cached(monkeypatch):
+    """Use the cache for any number of runs."""
+    monkeypatch.setattr(run_cache, "MIN_RUNS", 1)
+    monkeypatch.setattr(run_cache, "MAX_NEW_ROWS", 0)
+
+
+def no_reading(path):
+    raise AssertionError(f"{path} was read")
+
+
+def table_of(path):
+    return effllm.load(path).runs.fetchall()
+
+
+@pytest.mark.usefixtures("cached")
+def test_rows_of_unchanged_runs_are_read_from_a_private_cache(tmp_path, monkeypatch):
+    for name in ("a", "b"):
+        shutil.copytree(OLDER, tmp_path / "runs" / name)
+    first = table_of(tmp_path / "runs")
+    monkeypatch.setattr(database, "read_document", no_reading)
+
+    assert table_of(tmp_path / "runs") == first
+    [file] = (cache_folder() / "runs").iterdir()
+    assert (file.stat().st_mode & 0o777, file.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+
+
+@pytest.mark.usefixtures("cached")
+def test_changed_and_new_runs_are_read_again(tmp_path):
+    for name in ("a", "b"):
+        shutil.copytree(OLDER, tmp_path / name)
+    effllm.load(tmp_path)
+    text = (tmp_path / "b/summary.json").read_bytes()
+    own_files.replace_file(tmp_path / "b/summary.json", text.replace(b'"completed"', b'"kompleted"'))  # the same size
+    shutil.copytree(OLDER, tmp_path / "aa")
+    shutil.rmtree(tmp_path / "a")
+
+    assert values(effllm.load(tmp_path).runs, "run_id, status") == [("aa", "completed"), ("b", "kompleted")]
+
+
+@pytest.mark.usefixtures("cached")
+@pytest.mark.parametrize("content", [b"", b"PAR1", b"\x80\x04]."])
+def test_damaged_cache_is_replaced(tmp_path, monkeypatch, content):
+    shutil.copytree(OLDER, tmp_path / "runs/a")
+    first = table_of(tmp_path / "runs")
+    [file] = (cache_folder() / "runs").iterdir()
+    file.write_bytes(content)
+
+    assert table_of(tmp_path / "runs") == first
+    monkeypatch.setattr(database, "read_document", no_reading)
+    assert table_of(tmp_path / "runs") == first
+
+
+@pytest.mark.usefixtures("cached")
+def test_unreadable_files_are_reported_each_time(tmp_path):
+    write_run(tmp_path / "run", {"run_id": "run"}, b"{")
+
+    assert [len(effllm.load(tmp_path).skipped) for _ in range(2)] == [1, 1]
+
+
+@pytest.mark.usefixtures("cached")
+def test_cache_that_cannot_be_written_is_not_used(tmp_path, monkeypatch):
+    shutil.copytree(OLDER, tmp_path / "runs/a")
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+
+    assert len(table_of(tmp_path / "runs")) == 1

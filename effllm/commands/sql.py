@@ -1,0 +1,114 @@
+"""``effllm sql``: a query over the tables of runs."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from effllm.analysis.load import LoadedRuns, load, load_errors
+from effllm.analysis.sandbox import Answer, QueryError, answer
+from effllm.records.plain_text import one_line
+from effllm.store.summary_text import readable
+
+WIDTH = 80
+MAX_CELL = 40
+#: Maximum number of rows of a table for people; --csv and --json print all rows.
+MAX_ROWS = 1000
+
+
+def main(paths: Sequence[str], query: str, form: str) -> int:
+    """Print the result of a query as text, csv or json; return the exit status."""
+    try:
+        runs = load(paths)
+        found = answer(runs, query)
+        _PRINTERS[form](found)
+    except BrokenPipeError:
+        raise
+    except (QueryError, *load_errors()) as error:
+        print(f"effllm sql: {one_line(str(error))}", file=sys.stderr)
+        return 1
+    warn_of_skipped(runs, "sql")
+    return 0
+
+
+def warn_of_skipped(runs: LoadedRuns, command: str) -> None:
+    """Print the files that were not read, or not completely, on stderr."""
+    for path, reason in runs.skipped[:5]:
+        print(f"effllm {command}: skipped {one_line(str(path))}: {one_line(reason)}", file=sys.stderr)
+    if (more := len(runs.skipped) - 5) > 0:
+        print(f"effllm {command}: skipped {more} more files", file=sys.stderr)
+
+
+def _print_text(found: Answer) -> None:
+    rows = list(itertools.islice(found.rows, MAX_ROWS + 1))
+    cells = [[_cell(value) for value in row] for row in rows[:MAX_ROWS]]
+    headers = [one_line(name) for name in found.columns]
+    for lines in _tables(headers, cells, [_is_number(kind) for kind in found.types]):
+        print("\n".join(lines))
+    count = f"the first {MAX_ROWS:,} rows; --csv prints all rows" if len(rows) > MAX_ROWS else f"{len(rows):,} rows"
+    print(f"({'1 row' if len(rows) == 1 else count})")
+
+
+def _tables(headers: list[str], cells: list[list[str]], numbers: list[bool]) -> Iterator[list[str]]:
+    """Yield tables of at most `WIDTH` columns; further columns follow in further tables."""
+    widths = [max(map(len, column)) for column in zip(headers, *cells, strict=True)]
+    start = 0
+    while start < len(headers):
+        end, used = start + 1, widths[start]
+        while end < len(headers) and used + 2 + widths[end] <= WIDTH:
+            used += 2 + widths[end]
+            end += 1
+        part = range(start, end)
+        lines = [headers, ["-" * width for width in widths], *cells]
+        yield [
+            "  ".join(row[at].rjust(widths[at]) if numbers[at] else row[at].ljust(widths[at]) for at in part).rstrip()
+            for row in lines
+        ] + [""] * (end < len(headers))
+        start = end
+
+
+def _cell(value: Any) -> str:
+    """Return a value in one short line; terminal escapes are never printed."""
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return readable(value)
+    text = one_line(value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False))
+    text = text[1:-1] if not isinstance(value, (str, list, dict)) and text.startswith('"') else text
+    return text if len(text) <= MAX_CELL else text[: MAX_CELL - 1] + "…"
+
+
+def _is_number(kind: str) -> bool:
+    return kind in ("NUMBER", "DOUBLE", "FLOAT") or kind.endswith("INT")
+
+
+def _print_csv(found: Answer) -> None:
+    write = csv.writer(sys.stdout, lineterminator="\n").writerow
+    write(map(one_line, found.columns))
+    for row in found.rows:
+        write(["" if one is None else _plain(one) for one in row])
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, str):
+        return one_line(value)
+    return json.dumps(value, default=str) if isinstance(value, (list, dict)) else value
+
+
+def _print_json(found: Answer) -> None:
+    def rows() -> Iterable[str]:
+        for row in found.rows:
+            yield json.dumps(dict(zip(found.columns, map(_finite, row), strict=True)), default=str)
+
+    print("[" + ",\n ".join(rows()) + "]")
+
+
+def _finite(value: Any) -> Any:
+    return value if not isinstance(value, float) or abs(value) < float("inf") else None
+
+
+_PRINTERS: dict[str, Callable[[Answer], None]] = {"text": _print_text, "csv": _print_csv, "json": _print_json}
