@@ -60,14 +60,17 @@ def insert_lines(connection: Any, table: Table, files: Sequence[LineFile], folde
 def _copy(files: Sequence[LineFile], copy: IO[bytes], key: str) -> list[int]:
     """Copy the first small files, each line with the index of its file; return the number of lines of each file."""
     counts: list[int] = []
+    size = 0
     for index, one in enumerate(files):
         with one.path.open("rb") as file:
             text = file.read(MAX_COPIED_BYTES + 1)
-        if len(text) > MAX_COPIED_BYTES or copy.tell() > MAX_COPY_BYTES:
+        if len(text) > MAX_COPIED_BYTES or size > MAX_COPY_BYTES:
             break
         lines = [line for line in text.split(b"\n") if line and not line.isspace()]
         begin = b'{"%b":%d,' % (key.encode(), index)
-        copy.write(b"".join(b"%b%b\n" % (begin, line[1:]) if line.startswith(b'{"') else b"null\n" for line in lines))
+        size += copy.write(
+            b"".join(b"%b%b\n" % (begin, line[1:]) if line.startswith(b'{"') else b"null\n" for line in lines)
+        )
         counts.append(len(lines))
     copy.flush()
     return counts

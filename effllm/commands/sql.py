@@ -22,13 +22,14 @@ MAX_ROWS = 1000
 
 def main(paths: Sequence[str], query: str, form: str) -> int:
     """Print the result of a query as text, csv or json; return the exit status."""
+    errors: tuple[type[Exception], ...] = (QueryError, *load_errors())
     try:
         runs = load(paths)
         found = answer(runs, query)
         _PRINTERS[form](found)
     except BrokenPipeError:
         raise
-    except (QueryError, *load_errors()) as error:
+    except errors as error:
         print(f"effllm sql: {one_line(str(error))}", file=sys.stderr)
         return 1
     warn_of_skipped(runs, "sql")
