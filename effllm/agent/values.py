@@ -8,6 +8,7 @@ from itertools import islice
 from typing import Any
 
 from effllm.records import ring
+from effllm.records.framework_figures import FIGURES
 from effllm.records.moments import Moments
 from effllm.records.rank import WINDOW_CENTROIDS, ValueStatistics
 from effllm.records.values import MAX_VALUE, centroids_of, digest_type, merged, merged_by_name, percentiles
@@ -63,12 +64,10 @@ class InstrumentValues:
         self._run: dict[str, ValueStatistics] = {}  # statistics of all values so far, by name
         self._publish, self._published_s = publish, -math.inf
         self._num = self._lost = 0  # values written by the training process; values that were overwritten in the ring
-        self._notices: list[str] | None = None  # lines for the user; None before the first value
+        self._notices: list[str] | None = None  # lines for the user; None before the first value of an instrument
 
     def add(self, slot: ring.Slot, window: int) -> None:
         """Add a record of the kind VALUES."""
-        if self._notices is None:
-            self._notices = [_NO_DIGEST] if digest_type() is None else []
         names = self._windows.get(window)
         if names is None:
             if len(self._windows) >= MAX_WINDOWS:
@@ -88,6 +87,8 @@ class InstrumentValues:
         values = merged_by_name(
             {names[index]: one.statistics() for index, one in part.items() if index < len(names)} for part in parts
         )
+        if self._notices is None and not values.keys() <= FIGURES.keys():  # percentiles of these figures are not shown
+            self._notices = [_NO_DIGEST] if digest_type() is None else []
         for name, one in values.items():
             if one.centroids:
                 self._run[name] = merged([self._run[name], one]) if name in self._run else one

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -214,6 +215,18 @@ class Steps:
     def loss(self, iteration: int, loss: float | None) -> dict[str, float]:
         """Record the loss of the last step, and return the newest values of the job."""
         return get_metrics_collector().log_own(iteration, loss) if self.is_owner else {}
+
+    def figures(self, figures: Mapping[str, Any]) -> None:
+        """Record figures that the framework has logged, by names in `FIGURES`; only rank 0 records them.
+
+        A figure that is not a number above 0 is ignored.
+        """
+        if not self.is_owner or rank() != 0:
+            return
+        for name, value in figures.items():
+            number = float(value) if type(value) in (int, float) else math.nan
+            if 0 < number < math.inf:
+                get_metrics_collector().instruments.record(name, number)
 
     def finish(self, status: str = "completed") -> None:
         """End the metrics, and remove this framework as the owner."""

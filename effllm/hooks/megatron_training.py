@@ -11,6 +11,7 @@ versions, and on ranks that get their data from a peer, AL includes the wait.
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from collections.abc import Iterable, Mapping
@@ -21,6 +22,7 @@ from effllm.hooks import Unknown
 from effllm.hooks._steps import Steps
 from effllm.hooks._wrap import Call, Guard, around, say_once
 from effllm.hooks.megatron import LazyNumber, parameter_share, peers, reports_data
+from effllm.records.framework_figures import TFLOPS_PER_GPU
 from effllm.trainer import ownership
 from effllm.trainer.collector import get_metrics_collector
 
@@ -61,6 +63,12 @@ FACTS = {
 }
 
 
+#: The figure of ``--log-throughput`` in Megatron's log line, with one digit after the point.
+THROUGHPUT = re.compile(r"throughput per GPU \(TFLOP/s/GPU\): (\d+\.\d)")
+#: A smaller figure has a rounding error of more than 2 %.
+MIN_TFLOPS = 2.5
+
+
 def attach(module: ModuleType) -> None:
     """Hook a module that has Megatron's training loop.
 
@@ -78,6 +86,7 @@ def attach(module: ModuleType) -> None:
             module, "training_log", guard, before=training.is_about_to_log, after=training.has_logged
         ),
     }
+    around(module, "print_rank_last", guard, before=training.prints)
     for name, phase in PHASES.items():
         found[name] = training.mark_phase(name, phase, guard)
     for name in ("train", "pretrain"):
@@ -236,6 +245,14 @@ class _Training:
             loss = _loss(call.get("loss_dict"))
             self._loss = LazyNumber(int(iteration), loss) if loss is not None else None
 
+    def prints(self, call: Call) -> None:
+        """Read the throughput in a line that Megatron passes to its last rank's output; every rank has the line."""
+        line = call.args[0] if call.args else None
+        if self._steps.is_owner and isinstance(line, str) and (found := THROUGHPUT.search(line)):
+            tflops = float(found[1])
+            if tflops >= MIN_TFLOPS:
+                self._steps.figures({TFLOPS_PER_GPU: tflops})
+
     def has_logged(self, *_: Any) -> None:
         if self._steps.is_owner:
             self._report_loss()
@@ -275,6 +292,9 @@ def _facts(args: Any) -> dict[str, Any]:
     is_dense = not facts["num_experts"]  # Megatron sets defaults for experts even in a dense model
     facts = {f: value for f, value in facts.items() if value is not None and not (is_dense and "expert" in f)}
     facts["precision"] = _precision(args)
+    batch: list[Any] = [facts.get(name) for name in ("global_batch_size", "sequence_length", "data_parallel")]
+    if all(type(one) is int and one > 0 for one in batch):
+        facts["max_positions_per_iteration"] = batch[0] * batch[1] // batch[2]
     version = getattr(sys.modules.get("megatron.core"), "__version__", None)
     if version:
         facts["megatron_version"] = version

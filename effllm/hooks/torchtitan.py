@@ -9,6 +9,7 @@ rank of a pipeline stage counts all parameters of the stage.
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
@@ -16,12 +17,21 @@ from effllm.hooks import Unknown
 from effllm.hooks._parameters import parameters_of
 from effllm.hooks._steps import Steps, version
 from effllm.hooks._wrap import Call, Guard, around
+from effllm.records.framework_figures import MFU_RATIO, TFLOPS_PER_GPU, TOKENS_PER_S_PER_GPU
 from effllm.trainer import ownership
 
 _STEPS = Steps(ownership.FRAMEWORK, "torchtitan", "Step")
 _GUARD = Guard("torchtitan")
 _LOGGING = Guard("torchtitan's logger")
 _COUNTING = Guard("the parameter count of torchtitan's model")
+
+
+#: Name in torchtitan's metrics -> name of the figure, and its scale.
+FIGURES = {
+    "throughput(tps)": (TOKENS_PER_S_PER_GPU, 1.0),
+    "tflops": (TFLOPS_PER_GPU, 1.0),
+    "mfu(%)": (MFU_RATIO, 0.01),
+}
 
 
 def attach(module: ModuleType) -> None:
@@ -133,6 +143,8 @@ class TitanTraining:
             facts={
                 "framework_version": version("torchtitan"),
                 "sequence_length": self._length,
+                "gradient_accumulation_steps": getattr(trainer, "gradient_accumulation_steps", None),
+                **_parallel_sizes(trainer.parallel_dims),
                 "token_source": "all positions, because padding is unknown",
                 "flops_convention": "torchtitan's num_flops_per_token",
                 **({"model": self._model} if self._model else {}),
@@ -140,6 +152,7 @@ class TitanTraining:
         )
         for name, method, phase in (("checkpointer", "save", "checkpoint"), ("validator", "validate", "evaluation")):
             _STEPS.mark_phase(type(getattr(trainer, name, None)), method, phase, _GUARD)
+        around(type(getattr(self.processor, "logger", None)), "log", _GUARD, before=_read_figures)
         self._tokens_seen, self._waits_seen = self.processor.ntokens_since_last_log, len(self._waits())
 
     def start(self) -> None:
@@ -185,6 +198,20 @@ class TitanTraining:
             share["total"] += found.total
             share["trainable"] += found.trainable
         return share
+
+
+def _read_figures(call: Call) -> None:
+    """Read the figures that torchtitan passes to its loggers."""
+    metrics = call.get("metrics")
+    if _training is not None and isinstance(metrics, Mapping):
+        known = {name: metrics[name] for name in FIGURES if name in metrics}
+        _STEPS.figures({FIGURES[name][0]: FIGURES[name][1] * value for name, value in known.items()})
+
+
+def _parallel_sizes(dims: Any) -> dict[str, int]:
+    names = {"tensor_parallel": "tp", "pipeline_parallel": "pp", "context_parallel": "cp", "expert_parallel": "ep"}
+    sizes = {fact: getattr(dims, name, None) for fact, name in names.items()}
+    return {fact: size for fact, size in sizes.items() if type(size) is int}
 
 
 def _is_counted_here(dims: Any) -> bool:

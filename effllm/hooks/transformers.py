@@ -26,6 +26,7 @@ from effllm.hooks._parameters import (
     parameters_of,
 )
 from effllm.hooks._steps import Steps, rank, version
+from effllm.hooks._trainer_figures import TrainerFigures
 from effllm.hooks._trainer_layout import counts_its_batch, mesh_text, tensor_parallel
 from effllm.hooks._wrap import Call, Guard, around
 from effllm.instruments.token_counter import CountingCollator
@@ -163,6 +164,7 @@ class TrainerRun:
         self._has_unknown = False  # whether there was a batch whose tokens cannot be summed
         self._num_batches = 0
         self._tokens_seen = 0  # the Trainer's own count of tokens, at the last step
+        self.figures = TrainerFigures()
         self._source = ""
         self._is_encoder_decoder = False
         self._counts = self._counts_samples = True
@@ -285,6 +287,7 @@ class TrainerRun:
             "model_type": getattr(config_of(self._model), "model_type", None),
             "per_device_batch_size": args.per_device_train_batch_size,
             "gradient_accumulation_steps": args.gradient_accumulation_steps,
+            "logging_steps": args.logging_steps,
             "precision": "bf16" if args.bf16 else "fp16" if args.fp16 else _type_of_weights(self._model),
             "parallel_layout": kind,
             "device_mesh": mesh_text(self.trainer),
@@ -312,6 +315,8 @@ def _import_trainer() -> Any:
 
 
 def _log(state: Any, logs: dict[str, Any]) -> None:
+    if _training is not None and state.is_world_process_zero:
+        _STEPS.figures(_training.figures.take(logs))
     values = _STEPS.loss(state.global_step, logs["loss"])
     if state.is_world_process_zero:
         logs.update((tag, value) for tag, value in values.items() if value == value)  # nan: not measured

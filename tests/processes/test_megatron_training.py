@@ -355,3 +355,42 @@ def test_loss_on_a_gpu_is_read_only_after_its_copy_is_complete(monkeypatch):
 
     Event.has_come = True
     assert loss.read() == 2.5
+
+
+LOGS_THROUGHPUT = """
+    log(loss_dict, iteration)
+    global logged_s
+    if iteration % 4 == 0:
+        now_s = time.perf_counter()
+        elapsed_s, logged_s = (now_s - logged_s) / 4, now_s
+        flops = num_floating_point_operations(get_args(), get_args().global_batch_size) * {factor}
+        tflops = flops / elapsed_s / 1e12
+        print_rank_last(f" iteration {{iteration}} | throughput per GPU (TFLOP/s/GPU): {{tflops:.1f}} |")
+    return report_memory_flag
+
+logged_s = 0.0
+
+def print_rank_last(message):
+    print(message)
+"""
+
+
+@pytest.mark.parametrize(
+    ("factor", "outcome", "reasons"),
+    [("1", "agrees", ()), ("1 / 4", "named cause", ("micro-batches of an iteration",))],
+)
+def test_logged_throughput_is_compared_with_the_counts(train, factor, outcome, reasons):
+    """A step has 4 micro-batches of 2 samples; its FLOPs are multiplied, because Megatron logs one digit."""
+
+    def edit(text):
+        code = text.replace(
+            "    log(loss_dict, iteration)\n    return report_memory_flag\n", LOGS_THROUGHPUT.format(factor=factor)
+        )
+        code = code.replace("return operations(args, batch_size)", "return operations(args, batch_size) * 10**7")
+        return code.replace('one learning rate.\n"""\n', 'one learning rate.\n"""\n\nimport time\n')
+
+    job = train("0_16", edit=edit, train_iters=80, compute_s=0.02).done()
+
+    (figure,) = job.ledger.summary.audit.figures
+    assert (figure.name, figure.outcome, figure.reasons) == ("framework/tflops_per_gpu", outcome, reasons)
+    assert len(job.ledger.event_texts("audit")) == len(reasons)
