@@ -19,7 +19,7 @@ from effllm.job.ledger import restore
 from effllm.records.clock import Now
 from effllm.records.energy import EnergyAmount
 from effllm.records.job import Summary
-from effllm.records.rank import Device, DeviceWindow, Gauge, Integrals, ParameterCount, Profile, RankReport
+from effllm.records.rank import CLOCK_RATIO, Device, DeviceWindow, Gauge, Integrals, ParameterCount, Profile, RankReport
 from effllm.records.ring import BETWEEN, STARTUP, STATE_NAMES, STEP
 from effllm.records.wire import Bye, Heartbeat, Hello, Reports
 
@@ -28,6 +28,7 @@ LATENCY_S, TICK_S = 0.02, 2.0
 HEARTBEAT_S, MAX_HEARTBEATS = 5.0, 20_000
 #: The simulated GPU: an H100 with its default power limit.
 GPU, MAX_CLOCK_HZ, LIMIT_W, PEAK = "NVIDIA H100 80GB HBM3", 1.98e9, 700.0, 989e12
+PEAK_CLOCK_HZ = 1.83e9  # at this clock, the H100 has its peak
 FLOPS_PER_TOKEN = 6 * 7e9
 STEP_W, WAIT_W, PHASE_W = 550.0, 150.0, 300.0
 GIB = 2**30
@@ -124,6 +125,9 @@ def _device(found: Timeline, rank: int) -> Device:
         power_limit_w=limit_w(found, rank),
         energy_method="counter",
         power_scope="gpu",
+        sm_clock_max_hz=MAX_CLOCK_HZ,
+        sm_clock_reference_hz=PEAK_CLOCK_HZ,
+        power_limit_default_w=LIMIT_W,
     )
 
 
@@ -234,6 +238,10 @@ def _window(
         "temperature_c": 88.0 if is_hot else 62.0,
         "power_limit_w": limit_w(found, rank),
     }
+    levels = {name: Gauge(value * wall_s, wall_s, value, value) for name, value in gauges.items()}
+    if busy_s > 0:  # only in iterations
+        ratio = clock_hz / PEAK_CLOCK_HZ
+        levels[CLOCK_RATIO] = Gauge(ratio * (busy_s + wait_s), busy_s + wait_s, ratio, ratio)
     return DeviceWindow(
         f"GPU-{rank}",
         wall,
@@ -241,7 +249,7 @@ def _window(
         memory_peak_bytes=60.0 * GIB,
         power_peak_w=STEP_W,
         energy_method="counter",
-        gauges={name: Gauge(value * wall_s, wall_s, value, value) for name, value in gauges.items()},
+        gauges=levels,
         throttled_s=_throttled_s(found, slow, wall_s),
         throttle_covered_s=wall_s,
         power_histogram_s={int(STEP_W / 10): wall_s},

@@ -79,8 +79,13 @@ class Account(Struct):
     power_peak_w: float | None = None
     throttled_by_s: dict[str, float] = {}  # clocks event reason -> GPU-seconds; reasons may overlap
 
-    def add_rows(self, rows: Iterable[RankReport]) -> None:
-        """Add the times and counts of reports; each report may be added only once."""
+    def add_rows(self, rows: Iterable[RankReport], has_hang: bool = False) -> None:
+        """Add the times and counts of reports; each report may be added only once.
+
+        Args:
+            rows: the reports.
+            has_hang: whether the job hung in this window: then its profiles are no sample of the steps.
+        """
         rows = Rows.of(rows)
         numbers = rows.numbers
         columns = ["iterations", "wall_s" if self.wall else "time_s", "busy_s", "wait_s", *SUMMED]
@@ -88,7 +93,8 @@ class Account(Struct):
         at = self.ranks.find(rows.ranks)
         self.ranks.values[at[:, None], _OF_ROWS] += added
         _add(self.counts, rows.counts)
-        self.profile = add_profiles(self.profile, rows.profile)
+        if not has_hang:
+            self.profile = add_profiles(self.profile, rows.profile)
 
     def add_devices(self, merged: Merged, sign: int = 1) -> None:
         """Add the memory and utilization of a window's devices; with a sign of -1 subtract them."""

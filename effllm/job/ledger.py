@@ -15,6 +15,7 @@ from effllm.job.goodput import Goodput
 from effllm.job.merged import Merged
 from effllm.job.prevalence import Prevalence
 from effllm.job.rows import Rows
+from effllm.job.slow_clocks import SlowClocks
 from effllm.records.columns import from_json, to_json
 from effllm.records.job import SAME_STATE, SCHEMA_VERSION, Overhead, Straggler, StragglerVerdict
 from effllm.records.rank import MARKED_PHASES, SHUTDOWN, STARTUP, RankReport, ValueStatistics
@@ -136,6 +137,7 @@ class Ledger(Struct):
     slowest: dict[int, int] = {}  # rank -> number of windows in which this rank was the slowest
     values: dict[str, ValueStatistics] = {}  # values of instruments in the whole run, by name
     windows_compared: int = 0  # windows in which own times of ranks were compared
+    slow_clocks: SlowClocks = msgspec.field(default_factory=SlowClocks)
     prevalence: Prevalence = msgspec.field(default_factory=Prevalence)
     audit: AuditState = msgspec.field(default_factory=AuditState)
 
@@ -171,8 +173,9 @@ class Ledger(Struct):
     def count_rows(self, window: int, rows: Sequence[RankReport]) -> None:
         """Add the times and counts of reports; each report may be added only once."""
         rows = Rows.of(rows)
+        has_hang = window in self.goodput.attempt.hangs
         for account in self.accounts(window):
-            account.add_rows(rows)
+            account.add_rows(rows, has_hang)
         for name, seconds in {"iterations": float(rows.numbers["time_s"].sum()), **rows.phases_s}.items():
             self.classes_s[name] = self.classes_s.get(name, 0.0) + seconds
         self.goodput.attempt.count_rows(window, rows)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from effllm.job.health.diagnosis import CLOCK, LOWER_LIMIT, POWER_LIMIT, REASONS, THROTTLED
+from effllm.job.health.diagnosis import CLOCK, POWER_LIMIT, THROTTLED
 from effllm.metrics import METRICS
 from effllm.records.job import StragglerVerdict, Summary
 from effllm.records.waterfall import Waterfall
@@ -32,9 +32,6 @@ MIN_ELAPSED_S = 1800.0
 #: Share of padding in the processed positions below which padding is usual.
 MIN_PADDING_RATIO = 0.15
 
-#: Share of the GPU time from which a clocks event reason explains a low clock.
-MIN_THROTTLED = 0.05
-POWER_CAP = "power_cap"  # the clocks event reason of a GPU at its power limit
 
 THRESHOLDS: dict[str, Threshold] = {
     "data_loading": Threshold(0.05, MIN_ITERATIONS),
@@ -76,11 +73,13 @@ class Loss(NamedTuple):
     share: float  # of all device time
     why: str
     source: str  # place of the numbers in the run folder
+    factor: float = 1.0  # saved device time over `seconds`
 
     @property
     def gain(self) -> float | None:
         """Upper bound of the gain in tokens per device time; ``None`` if all time is lost."""
-        return self.share / (1.0 - self.share) if self.share < 1.0 else None
+        saved = self.share * self.factor
+        return saved / (1.0 - saved) if saved < 1.0 else None
 
 
 def losses(summary: Summary, found: Waterfall) -> list[Loss]:
@@ -88,13 +87,13 @@ def losses(summary: Summary, found: Waterfall) -> list[Loss]:
     made = [*_of_parts(summary, found), *_of_stragglers(summary, found), *_of_restarts(summary, found)]
     made += [*_of_clocks(summary, found), *_of_profile(summary, found), *_of_padding(summary, found)]
     by_cause: dict[str, Loss] = {}
-    for cause, seconds, why, source in made:
-        loss = Loss(cause, seconds, seconds / found.device_seconds, why, source)
-        if (known := by_cause.get(cause)) is not None:  # a throttled straggler: its clock, and the waits of its peers
-            larger = max(known, loss, key=lambda one: one.seconds)
-            loss = larger._replace(seconds=known.seconds + seconds, share=known.share + loss.share)
-        by_cause[cause] = loss
-    return sorted((one for one in by_cause.values() if one.seconds > 0), key=lambda one: -one.seconds)
+    for cause, seconds, why, source, *factor in made:
+        loss = Loss(cause, seconds, seconds / found.device_seconds, why, source, *factor)
+        known = by_cause.get(cause)
+        # Waits for a throttled GPU are measured, and they are a part of the loss by its clock: the larger loss counts.
+        if seconds > 0 and (known is None or loss.seconds > known.seconds):
+            by_cause[cause] = loss
+    return sorted(by_cause.values(), key=lambda one: -one.seconds)
 
 
 def is_reported(loss: Loss, summary: Summary) -> bool:
@@ -113,7 +112,8 @@ def seconds_of(found: Waterfall, *names: str) -> float:
     return sum(part.device_seconds for part in found.parts if part.name in names)
 
 
-_Made = tuple[str, float, str, str]  # cause, device-seconds, why, source
+#: Cause, device-seconds, why, source; and the saved device time over these device-seconds, if it is not 1.
+_Made = tuple[str, float, str, str] | tuple[str, float, str, str, float]
 
 
 def _part(name: str) -> str:
@@ -143,6 +143,14 @@ def _of_parts(summary: Summary, found: Waterfall) -> Iterator[_Made]:
     yield "startup", first * seconds_of(found, "startup"), "time before the first iteration", _part("startup")
 
 
+def _of_clocks(summary: Summary, found: Waterfall) -> Iterator[_Made]:
+    """Yield the losses by low SM clocks with a reason, in device-seconds."""
+    rank_seconds = sum(summary.goodput.rank_seconds.values()) if summary.goodput is not None else 0.0
+    devices = found.device_seconds / rank_seconds if rank_seconds else 1.0  # of a rank
+    for cause, clock in summary.slow_clocks.items():
+        yield cause, devices * clock.rank_seconds, clock.why, f"summary.json: slow_clocks.{cause}"
+
+
 def _of_stragglers(summary: Summary, found: Waterfall) -> Iterator[_Made]:
     seconds, total = seconds_of(found, "straggling"), sum(one.gpu_seconds for one in summary.stragglers)
     if not total:
@@ -155,7 +163,18 @@ def _of_stragglers(summary: Summary, found: Waterfall) -> Iterator[_Made]:
         ranks = ",".join(map(str, worst.ranks))
         text = f"rank {ranks} ({worst.host}): {worst.why}" if worst.host else f"rank {ranks}: {worst.why}"
         source = f"summary.json: stragglers, ranks {ranks}"
-        yield cause, seconds * sum(one.gpu_seconds for one in verdicts) / total, text, source
+        waits = seconds * sum(one.gpu_seconds for one in verdicts) / total
+        yield cause, waits, text, source, _with_own_time(summary, verdicts)
+
+
+def _with_own_time(summary: Summary, verdicts: list[StragglerVerdict]) -> float:
+    """Return the time that all ranks save without stragglers, over the waits of the other ranks.
+
+    The slow ranks save the same time as the ranks that wait for them.  At most half of the ranks are slower than the
+    median.
+    """
+    ranks, slow = summary.coverage.ranks_expected, len({rank for one in verdicts for rank in one.ranks})
+    return ranks / max(ranks - slow, ranks / 2) if ranks else 1.0
 
 
 def _cause_of(verdict: StragglerVerdict) -> str:
@@ -164,35 +183,17 @@ def _cause_of(verdict: StragglerVerdict) -> str:
     return "throttled" if {CLOCK, THROTTLED} & set(verdict.differences) else "straggler"
 
 
-def _of_clocks(summary: Summary, found: Waterfall) -> Iterator[_Made]:
-    """Yield the time lost to a low clock by its reasons; a power cap at the default limit is usual and no loss."""
-    if summary.clock is None:
-        return
-    seconds, ratios = seconds_of(found, "clock_below_maximum"), summary.clock.throttled_ratio
-    capped = ratios.get(POWER_CAP, 0.0)
-    reason, faulty = max(
-        ((one, ratio) for one, ratio in ratios.items() if one != POWER_CAP), key=_second, default=("", 0.0)
-    )
-    limit = summary.clock.power_limit_ratio
-    if faulty >= MIN_THROTTLED:
-        text = f"{REASONS.get(reason, reason.replace('_', ' '))} in {100 * faulty:.0f} % of the GPU time"
-        yield "throttled", seconds * faulty / (faulty + capped), text, "summary.json: clock.throttled_ratio"
-    if capped >= MIN_THROTTLED and limit is not None and limit < 1.0 - LOWER_LIMIT:
-        text = f"power limit {100 * limit:.0f} % of the default; power cap in {100 * capped:.0f} % of the GPU time"
-        yield "power_limit", seconds * capped / (faulty + capped), text, "summary.json: clock.power_limit_ratio"
-
-
-def _second(pair: tuple[str, float]) -> float:
-    return pair[1]
-
-
 def _of_restarts(summary: Summary, found: Waterfall) -> Iterator[_Made]:
     if summary.goodput is None or summary.attempts < 2:
         return
     attempts = summary.goodput.attempts
     total = sum(one.startup_s * one.world_size for one in attempts)
     later = sum(one.startup_s * one.world_size for one in attempts[1:]) / total if total > 0 else 0.0
-    seconds = seconds_of(found, "restart_gap", "redone") + later * seconds_of(found, "startup")
+    seconds = seconds_of(found, "restart_gap") + later * seconds_of(found, "startup")
+    # Repeated iterations also repeat their data waits, waits for stragglers, evaluations and checkpoints.
+    steps = seconds_of(found, "redone", *STEP_PARTS)
+    around = seconds_of(found, "data", "straggling", "evaluation", "checkpoint", "other")
+    seconds += seconds_of(found, "redone") * (1.0 + around / steps if steps else 1.0)
     redone = summary.goodput.redone_iterations
     again = f", {redone:,} repeated iterations" if redone else ""
     yield "restarts", seconds, f"{summary.attempts} attempts{again}", "summary.json: goodput.attempts"

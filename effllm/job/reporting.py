@@ -21,7 +21,6 @@ from effllm.job.spread import window_spread
 from effllm.job.waterfall import waterfall
 from effllm.job.waterfall_evidence import Sources
 from effllm.records.job import (
-    ClockSummary,
     ClusterReport,
     ClusterTotals,
     Coverage,
@@ -285,18 +284,10 @@ def summary_of(
         windows_compared=ledger.windows_compared,
         goodput=goodput,
         instruments=summaries(ledger.values),
-        clock=_clock(whole),
         waterfall=waterfall(goodput, whole, Sources(ledger.closed, ledger.attempt, ledger.windows_compared)),
+        slow_clocks=dict(ledger.slow_clocks.by_cause),
         audit=audit_of(ledger.audit, roster.job.known),
     )
-
-
-def _clock(whole: ClusterTotals) -> ClockSummary | None:
-    devices, limit_w, default_w = whole.devices, whole.constants.power_limit_w, whole.constants.power_limit_default_w
-    if not devices.throttle_covered_s:
-        return None
-    ratios = {reason: seconds / devices.throttle_covered_s for reason, seconds in devices.throttled_by_s.items()}
-    return ClockSummary(ratios, limit_w / default_w if limit_w and default_w else None)
 
 
 def _errors(errors: Mapping[str, tuple[float, float]], tag: str) -> tuple[float | None, float | None]:

@@ -196,6 +196,15 @@ class StragglerVerdict(Struct, frozen=True):
     ] = ()  # kinds of differences from the peers' devices: clock, throttled, power_limit, host
 
 
+class ClockLoss(Struct, frozen=True):
+    """The time that ranks would save at most if the slowest GPU with one reason had the clock of the other GPUs."""
+
+    rank_seconds: float
+    rank: int  # rank of the slowest GPU in the worst window
+    worst_rank_seconds: float  # loss in the worst window
+    why: str
+
+
 class Coverage(Struct, frozen=True):
     """The part of the job that the values cover."""
 
@@ -298,13 +307,6 @@ class EnergySummary(Struct, frozen=True):
     iterations_coverage: float | None = None  # measured share of the iterations, mean over devices
 
 
-class ClockSummary(Struct, frozen=True):
-    """Why the clocks of the GPUs are low, in summary.json."""
-
-    throttled_ratio: dict[str, float] = {}  # clocks event reason -> share of the measured GPU time; reasons may overlap
-    power_limit_ratio: float | None = None  # power limits of all GPUs over their default limits
-
-
 class AttemptSummary(Struct, frozen=True):
     """One attempt of a job in summary.json."""
 
@@ -365,8 +367,8 @@ class Summary(Identity, Struct, frozen=True, kw_only=True):
     windows_compared: int = 0  # number of windows in which own times of ranks were compared
     goodput: GoodputSummary | None = None
     instruments: dict[str, ValueSummary] = {}  # values of instruments in the whole run, by name
-    clock: ClockSummary | None = None  # None without a reading of clocks event reasons
     waterfall: Waterfall | None = None
+    slow_clocks: dict[str, ClockLoss] = {}  # losses by low SM clocks with a reason: throttled, power_limit
     verdict: Verdict | None = None
     audit: Audit | None = None
     is_over: bool = True  # False: the run continues or is stalled, and this file will be written again

@@ -1,5 +1,7 @@
 """Jobs with a planted cause (benchmarks/planted), and the planted device time in the waterfall."""
 
+from dataclasses import replace
+
 import pytest
 
 from benchmarks.planted.job import HEALTHY, MAX_SECOND, MIN_PADDING, NUM_HEALTHY, THRESHOLDS
@@ -70,3 +72,12 @@ def test_job_that_ends_in_a_hang_is_stalled():
     found = next(found for found in (timeline(planned("hang", seed)) for seed in range(10)) if found.attempts[-1].hang_s
                  and found.attempts[-1].status == "stalled")  # fmt: skip
     assert summary_of_planted(found).status == "stalled"
+
+
+def test_profile_of_the_iteration_that_hung_is_left_out():
+    job = planned("hang", 0)
+    found = timeline(replace(job, shape=replace(job.shape, profile_every=1)))
+    assert found.attempts[-1].status == "completed" and found.attempts[-1].hang_s > 0
+
+    share = shares(summary_of_planted(found), "exposed_communication")
+    assert share == pytest.approx(found.shares["exposed_communication"], abs=0.02)

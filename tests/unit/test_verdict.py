@@ -15,7 +15,7 @@ from effllm.job.losses import MIN_ITERATIONS, THRESHOLDS, losses
 from effllm.job.remedies import REMEDIES, remedy
 from effllm.job.verdict import verdict_of
 from effllm.records.clock import Now
-from effllm.records.job import AttemptSummary, ClockSummary, GoodputSummary, StragglerVerdict, Value
+from effllm.records.job import AttemptSummary, ClockLoss, GoodputSummary, StragglerVerdict, Value
 from effllm.records.rank import Profile
 from effllm.records.verdict import CAUSES, HEALTHY, HIGH, MEDIUM, NO_VERDICT, LossWindows
 from effllm.records.waterfall import Waterfall, WaterfallPart
@@ -104,30 +104,45 @@ def test_losses_of_stragglers_with_different_causes_are_separate():
     assert found == {"throttled": pytest.approx(60.0), "straggler": pytest.approx(30.0)}
 
 
-@pytest.mark.parametrize(
-    ("ratios", "limit", "expected"),
-    [
-        ({"sw_thermal": 0.4}, 1.0, "throttled"),
-        ({"power_cap": 0.9}, 0.7, "power_limit"),
-        ({"power_cap": 0.9}, 1.0, HEALTHY),  # usual on GPUs under load
-        ({"power_cap": 0.9}, None, HEALTHY),
-        ({"sw_thermal": 0.04}, 1.0, HEALTHY),
-        ({"power_cap": 0.1, "hw_slowdown": 0.8}, 0.7, "throttled"),
-        ({}, 0.7, HEALTHY),
-    ],
-)
-def test_low_clock_is_a_loss_if_its_reason_is_avoidable(ratios, limit, expected):
-    assert cause(job(clock_below_maximum=100.0, clock=ClockSummary(ratios, limit))) == expected
+@pytest.mark.parametrize("expected", ["throttled", "power_limit"])
+def test_low_clock_with_a_reason_is_a_loss(expected):
+    clocks = {expected: ClockLoss(60.0, 3, 5.0, "rank 3: SM clock 1.10 GHz")}
+
+    found = verdict_of(job(clock_below_maximum=20.0, slow_clocks=clocks))
+
+    assert (found.cause, found.why) == (expected, "rank 3: SM clock 1.10 GHz")
+    assert found.text.startswith(f"{expected.replace('_', ' ')}: 6.0 % of GPU time")
 
 
-def test_throttled_straggler_costs_its_clock_and_the_waits_of_its_peers():
+def test_low_clock_without_a_reason_is_no_loss():
+    assert cause(job(clock_below_maximum=100.0)) == HEALTHY
+
+
+def test_waits_for_a_throttled_gpu_are_a_part_of_the_loss_by_its_clock():
     hot = StragglerVerdict((1,), "a", "", 1, 0.2, 9.0, 7, "own time", "hot", 40.0, None, ("throttled",))
-    clock = ClockSummary({"sw_thermal": 0.125})
+    clocks = {"throttled": ClockLoss(55.0, 1, 5.0, "rank 1: SM clock 1.10 GHz")}
 
-    found = verdict_of(job(straggling=40.0, clock_below_maximum=20.0, stragglers=(hot,), clock=clock))
+    found = verdict_of(job(straggling=40.0, stragglers=(hot,), slow_clocks=clocks))
 
-    assert (found.cause, found.why) == ("throttled", "rank 1 (a): hot")
-    assert found.text.startswith("throttled: 6.0 % of GPU time")
+    assert found.text.startswith("throttled: 5.5 % of GPU time")
+
+
+def test_gain_without_a_straggler_includes_its_own_time():
+    """Three ranks wait 30 s each for the fourth, so all four ranks save 30 s: 120 of 1,000 s."""
+    slow = StragglerVerdict((1,), "a", "", 1, 0.2, 9.0, 3, "own time", "unknown", 90.0)
+    summary = job(straggling=90.0, stragglers=(slow,))
+    summary = replace(summary, coverage=replace(summary.coverage, ranks_expected=4))
+
+    assert verdict_of(summary).bound == pytest.approx(120 / 880)
+
+
+def test_repeated_iterations_repeat_their_data_waits():
+    """The steps are 100 s redone and 800 s kept, with 90 s of data wait: a ninth of the waits was repeated."""
+    summary = job(redone=100.0, data=90.0, attempts=2, goodput=attempts(0.0, 0.0))
+
+    found = {one.cause: one.seconds for one in losses(summary, summary.waterfall)}
+
+    assert found["restarts"] == pytest.approx(100.0 * (1 + 90 / 910))
 
 
 def attempts(*startups):

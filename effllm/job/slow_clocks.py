@@ -1,0 +1,125 @@
+"""The time that low SM clocks cost, for GPUs with a reason: heat or hardware, or a lowered power limit. No I/O.
+
+All ranks of synchronous training wait for the slowest rank.  So the slowest GPU with a reason sets the loss of a
+window: at most, its own time is inversely proportional to its clock, and all ranks would save the difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from msgspec import Struct
+
+from effllm.job.health.diagnosis import REASONS, mean_of
+from effllm.records.job import ClockLoss
+from effllm.records.rank import CLOCK_RATIO, Device, DeviceWindow, RankReport
+
+THROTTLED, POWER_LIMIT = "throttled", "power_limit"
+#: A reason counts if it holds for at least this share of the time.
+MIN_REASON_SHARE = 0.2
+#: A power limit is lowered below this share of the default limit.
+LOWERED = 0.98
+#: Maximum number of GPUs without a reason that are compared.
+MAX_OTHERS = 64
+
+
+class _SlowGpu(NamedTuple):
+    """A GPU with a reason for a low clock, in one window of its rank."""
+
+    row: RankReport
+    window: DeviceWindow
+    device: Device
+    clock: float  # as a share of the maximum clock
+
+
+class SlowClocks(Struct):
+    """The losses of all windows so far, by reason."""
+
+    by_cause: dict[str, ClockLoss] = {}
+
+    def close(self, rows: Sequence[RankReport], devices: Mapping[str, Device]) -> None:
+        """Add a closed window.
+
+        Args:
+            rows: the reports of the ranks.
+            devices: the devices of the job, by key.
+        """
+        slow: dict[str, _SlowGpu] = {}
+        named: set[int] = set()
+        for row in rows:
+            for window in row.devices:
+                if not window.throttled_s or row.iterations <= 0:
+                    continue
+                device = devices.get(window.device)
+                cause = _cause(window, device) if device is not None else ""
+                clock = _clock(window, device) if cause and device is not None else None
+                if clock is not None and device is not None:
+                    named.add(row.rank)
+                    if cause not in slow or clock < slow[cause].clock:
+                        slow[cause] = _SlowGpu(row, window, device, clock)
+        if not slow:
+            return
+        reference = max(_others(rows, devices, named), default=1.0)
+        for cause, one in slow.items():
+            self._add(cause, one, reference, len(rows))
+
+    def _add(self, cause: str, one: _SlowGpu, reference: float, ranks: int) -> None:
+        if cause == POWER_LIMIT:  # the clock rises at most in proportion to the power
+            reference = min(reference, one.clock * (one.device.power_limit_default_w or 0.0) / _limit_w(one))
+        row = one.row
+        own_s = row.own_step_s if row.own_steps == row.iterations else row.busy_s
+        seconds = ranks * own_s * max(1.0 - one.clock / reference, 0.0)
+        if seconds <= 0:
+            return
+        known = self.by_cause.get(cause)
+        added = ClockLoss(seconds, row.rank, seconds, _text(cause, one))
+        if known is not None:
+            worst = added if seconds > known.worst_rank_seconds else known
+            added = ClockLoss(known.rank_seconds + seconds, worst.rank, worst.worst_rank_seconds, worst.why)
+        self.by_cause[cause] = added
+
+
+def _cause(window: DeviceWindow, device: Device) -> str:
+    """Return the reason of a low clock, or an empty string."""
+    least_s = MIN_REASON_SHARE * window.throttle_covered_s
+    if window.throttled_s.get("any", 0.0) >= least_s > 0:
+        return THROTTLED
+    if window.throttled_s.get("power_cap", 0.0) < least_s or not device.power_limit_default_w:
+        return ""
+    limit_w = mean_of(window, "power_limit_w") or device.power_limit_w
+    return POWER_LIMIT if limit_w and limit_w < LOWERED * device.power_limit_default_w else ""
+
+
+def _clock(window: DeviceWindow, device: Device) -> float | None:
+    """Return the mean SM clock in iterations as a share of the maximum clock."""
+    ratio = mean_of(window, CLOCK_RATIO)
+    if ratio is None or not device.sm_clock_reference_hz or not device.sm_clock_max_hz:
+        return None
+    return min(ratio * device.sm_clock_reference_hz / device.sm_clock_max_hz, 1.0)
+
+
+def _others(rows: Sequence[RankReport], devices: Mapping[str, Device], named: set[int]) -> Iterator[float]:
+    """Yield the clocks of GPUs without a reason."""
+    others = [row for row in rows if row.rank not in named and row.iterations > 0]
+    for row in others[:: max(len(others) // MAX_OTHERS, 1)]:
+        for window in row.devices:
+            device = devices.get(window.device)
+            clock = _clock(window, device) if device is not None and device.is_gpu else None
+            if clock:
+                yield clock
+
+
+def _limit_w(one: _SlowGpu) -> float:
+    return mean_of(one.window, "power_limit_w") or one.device.power_limit_w or float("inf")
+
+
+def _text(cause: str, one: _SlowGpu) -> str:
+    max_hz = one.device.sm_clock_max_hz or 0.0
+    clock = f"SM clock {one.clock * max_hz / 1e9:.2f} GHz, maximum {max_hz / 1e9:.2f}"
+    if cause == POWER_LIMIT:
+        limits = f"power limit {_limit_w(one):.0f} W, default {one.device.power_limit_default_w:.0f}"
+        return f"rank {one.row.rank}: {limits}; {clock}"
+    reasons = {name: seconds for name, seconds in one.window.throttled_s.items() if name not in ("any", "power_cap")}
+    worst = max(reasons, key=lambda name: reasons[name], default="")
+    return f"rank {one.row.rank}: {REASONS.get(worst, worst.replace('_', ' ')) or 'throttled'}; {clock}"

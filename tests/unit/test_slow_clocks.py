@@ -1,0 +1,81 @@
+"""effllm/job/slow_clocks.py: the time that low SM clocks with a reason cost at most."""
+
+import pytest
+from builders import device_window, gpu, row
+
+from effllm.job.slow_clocks import SlowClocks
+from effllm.records.rank import CLOCK_RATIO, Gauge
+
+MAX_HZ, REFERENCE_HZ = 2.0e9, 1.8e9
+
+
+def window(rank, clock=1.0, limit_w=700.0, **reasons):
+    """Return a window of 10 s in which the GPU has this share of its maximum clock; reasons are shares of the time."""
+    ratio = clock * MAX_HZ / REFERENCE_HZ
+    gauges = {
+        CLOCK_RATIO: Gauge(10 * ratio, 10.0, ratio, ratio),
+        "power_limit_w": Gauge(10 * limit_w, 10.0, limit_w, limit_w),
+    }
+    seconds = {name: 10 * share for name, share in reasons.items()}
+    if {"sw_thermal", "hw_slowdown"} & set(reasons):
+        seconds["any"] = max(seconds.values())
+    return device_window(f"GPU-{rank}", gauges=gauges, throttled_s=seconds, throttle_covered_s=10.0)
+
+
+def losses(*windows, default_w=700.0):
+    """Return the rank-seconds by cause of one window, in which each rank has this window and an own time of 8 s."""
+    known = {"sm_clock_max_hz": MAX_HZ, "sm_clock_reference_hz": REFERENCE_HZ, "power_limit_default_w": default_w}
+    devices = {f"GPU-{rank}": gpu(f"GPU-{rank}", **known) for rank in range(len(windows))}
+    rows = [row(rank, devices=(one,), own_steps=10, own_step_s=8.0) for rank, one in enumerate(windows)]
+    clocks = SlowClocks()
+    clocks.close(rows, devices)
+    return {cause: one.rank_seconds for cause, one in clocks.by_cause.items()}
+
+
+def test_slowest_throttled_gpu_sets_the_loss_of_all_ranks():
+    # At 75 % of the clock, 8 s become 6 s; all four ranks save 2 s.
+    found = losses(window(0, 0.75, sw_thermal=0.9), window(1, 0.8, sw_thermal=0.9), window(2), window(3))
+
+    assert found == {"throttled": pytest.approx(4 * 2.0)}
+
+
+def test_clock_is_compared_with_the_gpus_without_a_reason():
+    # The other GPUs run at 80 % of their maximum: 8 s x 60/80 are 6 s.
+    found = losses(window(0, 0.6, hw_slowdown=0.5), window(1, 0.8))
+
+    assert found == {"throttled": pytest.approx(2 * 2.0)}
+
+
+def test_clock_at_a_lowered_limit_rises_at_most_in_proportion_to_the_limit():
+    # 600 of 700 W: the clock rises from 60 % to at most 70 % of the maximum, so 8 s become 48/7 s.
+    found = losses(window(0, 0.6, 600.0, power_cap=1.0), window(1, 0.6, 600.0, power_cap=1.0))
+
+    assert found == {"power_limit": pytest.approx(2 * (8 - 48 / 7))}
+
+
+@pytest.mark.parametrize(
+    "usual",
+    [
+        window(0, 0.7, power_cap=1.0),  # at the default limit
+        window(0, 0.7, sw_thermal=0.1),  # rarely
+        window(0, 0.7),  # without a reason
+        window(0, 1.0, sw_thermal=0.9),  # at the maximum clock
+        window(0, 0.95, 695.0, power_cap=1.0),
+    ],
+)
+def test_usual_clocks_are_no_loss(usual):
+    assert losses(usual, window(1)) == {}
+
+
+def test_unknown_default_limit_is_no_reason():
+    assert losses(window(0, 0.6, 600.0, power_cap=1.0), default_w=None) == {}
+
+
+def test_losses_of_windows_add_up_and_the_worst_window_gives_the_text():
+    clocks, devices = SlowClocks(), {"GPU-0": gpu("GPU-0", sm_clock_max_hz=MAX_HZ, sm_clock_reference_hz=REFERENCE_HZ)}
+    for number, clock in enumerate((0.75, 0.5), 1):
+        clocks.close([row(0, number, devices=(window(0, clock, sw_thermal=0.5),))], devices)
+
+    found = clocks.by_cause["throttled"]
+    assert found.rank_seconds == pytest.approx(9 * 0.25 + 9 * 0.5)  # steps of 9 s
+    assert found.why == "rank 0: thermal slowdown; SM clock 1.00 GHz, maximum 2.00"
