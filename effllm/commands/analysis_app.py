@@ -107,4 +107,43 @@ def campaign(
     raise typer.Exit(command.main(plan, retry_failed=retry_failed, dry_run=dry_run))
 
 
-COMMANDS = (compare, campaign)
+def ledger(
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="A folder of runs, or the folder of EFFICIENTLLM_LEDGER.")
+    ],
+    by: Annotated[str, typer.Option(metavar="KEY", help="outcome, project, user, config, node or month.")] = "outcome",
+    since: Annotated[
+        str, typer.Option(metavar="TIME", help="Only runs that started since: 36h, 7d, 4w, or a date.")
+    ] = "",
+    wasted: Annotated[bool, typer.Option("--wasted", help="Order by wasted GPU-hours.")] = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV, with all columns.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with all columns.")] = False,
+) -> None:
+    """Sum the GPU-hours, energy, cost and goodput of many runs, failed and killed runs included.
+
+    A project is the value of the tag project, else the account of the scheduler. A configuration is the value of the
+    tag config, else the model and the devices. With --by node, a run on several hosts is divided equally between its
+    hosts, and the number of runs in which the host was a straggler is shown. The needed packages are in the extra
+    analysis.
+
+    \b
+    Examples:
+      effllm ledger efficientllm_runs                        # by outcome
+      effllm ledger /project/ledger --by user --since 7d --wasted
+      effllm ledger efficientllm_runs --by node              # is it always the same node?
+      effllm ledger efficientllm_runs --by month --csv > months.csv
+
+    Exit status: 0 printed, 1 no runs, 2 wrong use.
+    """
+    from effllm.analysis.ledger import KEYS
+    from effllm.commands import ledger as command
+
+    if as_csv and as_json:
+        raise typer.BadParameter("--csv and --json are two forms: choose one", param_hint="--csv")
+    if by not in KEYS:
+        raise typer.BadParameter(f"{by}: the keys are {', '.join(KEYS)}", param_hint="--by")
+    form = "json" if as_json else "csv" if as_csv else "text"
+    raise typer.Exit(command.main(command.Request(folder, by, since, wasted, form)))
+
+
+COMMANDS = (compare, campaign, ledger)

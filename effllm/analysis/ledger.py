@@ -1,0 +1,318 @@
+"""Totals over many runs, failed and killed runs included: runs, GPU-hours, energy, cost and goodput by a key.
+
+The runs are run folders, or the lines that runs have appended to files in the folder ``EFFICIENTLLM_LEDGER``.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from effllm.analysis.load import load
+from effllm.analysis.run_folders import UnreadableRun
+from effllm.analysis.sides import CONFIGURATION, STALE_AFTER_S
+from effllm.records.plain_text import one_line
+from effllm.records.verdict import HEALTHY, NO_VERDICT
+
+#: Classes of goodput that are work; all other time is wasted.
+PRODUCTIVE = ("kept", "generation")
+NOTHING = "-"  # name of the group of runs without a key
+MAX_LINE_BYTES = 1 << 20
+
+
+class LedgerRun(NamedTuple):
+    """One run; ``None`` means unknown."""
+
+    run_id: str
+    folder: str
+    keys: Mapping[str, tuple[str, ...]]  # name of a key in `KEYS` -> groups of the run
+    status: str
+    started_time_s: float | None
+    gpu_hours: float  # 0 without GPUs
+    device_hours: float  # of GPUs, or of ranks without GPUs
+    goodput_ratio: float | None
+    joules: float | None  # measured energy
+    is_complete: bool  # whether `joules` is the whole energy
+    error_joules: float  # random part of the error: half-width, 95 %
+    gain_joules: float  # systematic part of the error: half-width, 95 %
+    gpu_cost: float | None
+    electricity_cost: float | None
+    co2_kg: float | None
+    cause: str | None  # of the verdict
+    slow_hosts: tuple[str, ...] = ()  # hosts of stragglers
+
+
+class LedgerRow(NamedTuple):
+    """The totals of a group of runs."""
+
+    group: str
+    runs: int
+    gpu_hours: float
+    joules: float | None  # sum of the measured energies; None if no run has one
+    incomplete: int  # runs without a total energy
+    error_joules: float  # random errors of different runs are independent
+    gain_joules: float  # the gain of a board's sensor is the same in all runs, so the errors are added
+    gpu_cost: float | None
+    electricity_cost: float | None
+    co2_kg: float | None
+    goodput_ratio: float | None  # weighted by device time
+    wasted_gpu_hours: float
+    cause: str | None  # the loss that verdicts name most often, weighted by wasted time
+    slow_runs: int  # with the key node: runs in which this host had a straggler
+
+
+class Totals(NamedTuple):
+    """The groups, the largest first, their sum, and a line for each file that was not read."""
+
+    rows: list[LedgerRow]
+    total: LedgerRow
+    skipped: list[str]
+
+
+def totals(path: Path, by: str, since_s: float | None = None, wasted: bool = False) -> Totals:
+    """Return the totals of the runs at a path by a key.
+
+    A run on several hosts belongs to the group of each host, in equal parts.
+
+    Args:
+        path: a folder of runs, or a folder with the files of ``EFFICIENTLLM_LEDGER``.
+        by: a name in `KEYS`.
+        since_s: unix time; only later starts are counted.
+        wasted: order the groups by wasted GPU-hours instead of all GPU-hours.
+
+    Raises:
+        UnreadableRun: the path has neither run folders nor lines of runs.
+        ImportError: DuckDB is not installed.
+    """
+    runs, skipped = read_runs(path)
+    chosen = [run for run in runs if since_s is None or (run.started_time_s or 0.0) >= since_s]
+    groups: dict[str, list[tuple[LedgerRun, float]]] = {}
+    for run in chosen:
+        names = run.keys[by] or (NOTHING,)
+        for name in names:
+            groups.setdefault(name, []).append((run, 1.0 / len(names)))
+    rows = [_row(name, members) for name, members in groups.items()]
+    rows.sort(key=lambda row: (-(row.wasted_gpu_hours if wasted else row.gpu_hours), -row.runs, row.group))
+    return Totals(rows, _row("total", [(run, 1.0) for run in chosen]), skipped)
+
+
+def _row(group: str, members: list[tuple[LedgerRun, float]]) -> LedgerRow:
+    measured = [(run, share) for run, share in members if run.joules is not None]
+    known = [(run, share) for run, share in members if run.goodput_ratio is not None]
+    device_hours = sum(run.device_hours * share for run, share in known)
+    causes: dict[str | None, float] = {}
+    for run, share in members:
+        if run.cause not in (None, HEALTHY, NO_VERDICT):
+            causes[run.cause] = causes.get(run.cause, 0.0) + _wasted(run) * share
+    return LedgerRow(
+        group=group,
+        runs=len(members),
+        gpu_hours=sum(run.gpu_hours * share for run, share in members),
+        joules=sum((run.joules or 0.0) * share for run, share in measured) if measured else None,
+        incomplete=sum(not run.is_complete for run, _ in members),
+        error_joules=math.sqrt(sum((run.error_joules * share) ** 2 for run, share in measured)),
+        gain_joules=sum(run.gain_joules * share for run, share in measured),
+        gpu_cost=_sum((run.gpu_cost, share) for run, share in members),
+        electricity_cost=_sum((run.electricity_cost, share) for run, share in members),
+        co2_kg=_sum((run.co2_kg, share) for run, share in members),
+        goodput_ratio=(
+            sum((run.goodput_ratio or 0.0) * run.device_hours * share for run, share in known) / device_hours
+            if device_hours
+            else None
+        ),
+        wasted_gpu_hours=sum(_wasted(run) * share for run, share in members),
+        cause=max(causes, key=lambda name: causes[name], default=None),
+        slow_runs=sum(group in run.slow_hosts for run, _ in members),
+    )
+
+
+def _wasted(run: LedgerRun) -> float:
+    return 0.0 if run.goodput_ratio is None else run.gpu_hours * (1.0 - run.goodput_ratio)
+
+
+def _sum(parts: Iterable[tuple[float | None, float]]) -> float | None:
+    """Return the sum of the known parts; ``None`` if no part is known."""
+    known = [value * share for value, share in parts if value is not None]
+    return sum(known) if known else None
+
+
+# --- reading ---
+
+
+def read_runs(path: Path) -> tuple[list[LedgerRun], list[str]]:
+    """Return the runs of run folders and of ledger files, each once, and a line for each file that was not read.
+
+    Raises:
+        UnreadableRun: the path has neither.
+    """
+    skipped: list[str] = []
+    lines = {run.run_id: run for run in _of_lines(path, skipped)}
+    try:
+        loaded = load(path)
+    except UnreadableRun:
+        if not lines:
+            raise
+        return list(lines.values()), skipped
+    skipped += [f"{one.path}: {one.reason}" for one in loaded.skipped]
+    relation = loaded.runs.select(", ".join(f'"{name}"' for name in _COLUMNS))
+    folders = [_of_row(dict(zip(_COLUMNS, row, strict=True))) for row in relation.fetchall()]
+    for run in folders:
+        lines.pop(run.run_id, None)
+    return [*folders, *lines.values()], skipped
+
+
+_COLUMNS = (
+    "run_id", "folder", "project", "user", "tags", "hosts", "gpu_models", "model", "world_size", "started_time_s",
+    "status", "is_over", "updated_time_s", "gpus_expected", "device_seconds", "goodput_seconds", "elapsed_s",
+    "energy_total_joules", "energy_measured_joules", "metric_errors", "energy_gain_error", "energy_gpu_cost",
+    "energy_electricity_cost", "energy_co2_kg", "verdict_cause", "stragglers",
+)  # fmt: skip
+
+
+def _of_row(row: Mapping[str, Any]) -> LedgerRun:
+    hours, joules = (row["device_seconds"] or 0.0) / 3600.0, row["energy_total_joules"]
+    measured = row["energy_measured_joules"] if joules is None else joules
+    goodput, elapsed_s = row["goodput_seconds"] or {}, row["elapsed_s"]
+    kept = sum(goodput.get(name, 0.0) for name in PRODUCTIVE)
+    return LedgerRun(
+        run_id=row["run_id"],
+        folder=row["folder"],
+        keys=_keys({**row, "outcome": _outcome(row)}),
+        status=_outcome(row),
+        started_time_s=row["started_time_s"],
+        gpu_hours=hours if row["gpus_expected"] else 0.0,
+        device_hours=hours,
+        goodput_ratio=kept / elapsed_s if goodput and elapsed_s else None,
+        joules=measured,
+        is_complete=joules is not None,
+        error_joules=(row["metric_errors"] or {}).get("energy_total_joules") or 0.0,
+        gain_joules=(row["energy_gain_error"] or 0.0) * (measured or 0.0),
+        gpu_cost=row["energy_gpu_cost"],
+        electricity_cost=row["energy_electricity_cost"],
+        co2_kg=row["energy_co2_kg"],
+        cause=row["verdict_cause"],
+        slow_hosts=tuple(_slow_hosts(row["stragglers"])),
+    )
+
+
+def _outcome(row: Mapping[str, Any]) -> str:
+    """Return the status of a run; a summary that says "running" and is old is of a killed run."""
+    status = row["status"] or "unknown"
+    is_old = time.time() - (row["updated_time_s"] or 0.0) > STALE_AFTER_S
+    return "killed" if status == "running" and is_old else str(status)
+
+
+def _slow_hosts(stragglers: str | None) -> Iterator[str]:
+    for one in msgspec.json.decode(stragglers) if stragglers else ():
+        if isinstance(one, dict) and isinstance(host := one.get("host"), str):
+            yield host
+
+
+class _Line(msgspec.Struct):
+    """A line of a ledger file; other fields are ignored."""
+
+    run_id: str
+    status: str = "unknown"
+    folder: str | None = None
+    user: str | None = None
+    account: str | None = None
+    tags: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()
+    gpu_models: tuple[str, ...] = ()
+    model: str | None = None
+    ranks: int | None = None
+    started_time_s: float | None = None
+    cause: str | None = None
+    goodput_ratio: float | None = None
+    gpu_hours: float | None = None
+    total_joules: float | None = None
+    measured_joules: float | None = None
+    error_joules: float | None = None
+    gain_error: float | None = None
+    gpu_cost: float | None = None
+    electricity_cost: float | None = None
+    co2_kg: float | None = None
+
+
+def _of_lines(folder: Path, skipped: list[str]) -> Iterator[LedgerRun]:
+    """Yield the runs in the ledger files of a folder; a later attempt of a run replaces an earlier one."""
+    decoder = msgspec.json.Decoder(_Line)
+    for path in sorted(folder.glob("*.jsonl")) if folder.is_dir() else ():
+        invalid = 0
+        try:
+            lines = path.read_bytes().splitlines()
+        except OSError as error:
+            skipped.append(f"{path}: {error.strerror or error}")
+            continue
+        for line in lines:
+            try:
+                yield _of_line(decoder.decode(line))
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+                invalid += 1
+        if invalid:
+            skipped.append(f"{path}: {invalid:,} lines are not lines of a ledger")
+
+
+def _of_line(line: _Line) -> LedgerRun:
+    tags = dict(tag.partition("=")[::2] for tag in line.tags)
+    joules = line.measured_joules if line.total_joules is None else line.total_joules
+    row = {
+        "project": tags.get("project") or line.account, "user": line.user, "tags": tags, "hosts": line.hosts,
+        "gpu_models": line.gpu_models, "model": line.model, "world_size": line.ranks,
+        "started_time_s": line.started_time_s, "outcome": line.status,
+    }  # fmt: skip
+    return LedgerRun(
+        run_id=line.run_id,
+        folder=line.folder or "",
+        keys=_keys(row),
+        status=line.status,
+        started_time_s=line.started_time_s,
+        gpu_hours=line.gpu_hours or 0.0,
+        device_hours=line.gpu_hours or 0.0,
+        goodput_ratio=line.goodput_ratio,
+        joules=joules,
+        is_complete=line.total_joules is not None,
+        error_joules=line.error_joules or 0.0,
+        gain_joules=(line.gain_error or 0.0) * (joules or 0.0),
+        gpu_cost=line.gpu_cost,
+        electricity_cost=line.electricity_cost,
+        co2_kg=line.co2_kg,
+        cause=line.cause,
+    )
+
+
+# --- keys ---
+
+
+def _keys(row: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+    return {name: tuple(one_line(text) for text in key(row) if text) for name, key in KEYS.items()}
+
+
+def _configuration(row: Mapping[str, Any]) -> str:
+    """Return the tag ``config``, or else the model and the devices."""
+    if tag := (row["tags"] or {}).get(CONFIGURATION):
+        return str(tag)
+    devices = f"{row['world_size'] or '?'} x {', '.join(row['gpu_models'] or ()) or 'no GPU'}"
+    return f"{row['model']}, {devices}" if row["model"] else devices
+
+
+def _month(row: Mapping[str, Any]) -> str:
+    start_s = row["started_time_s"]
+    return "" if start_s is None else datetime.fromtimestamp(start_s, timezone.utc).strftime("%Y-%m")
+
+
+#: Name of a key -> function that returns the groups of a run from its columns.
+KEYS: dict[str, Callable[[Mapping[str, Any]], Iterable[str | None]]] = {
+    "outcome": lambda row: [row["outcome"]],
+    "project": lambda row: [row["project"]],
+    "user": lambda row: [row["user"]],
+    "config": lambda row: [_configuration(row)],
+    "node": lambda row: row["hosts"] or (),
+    "month": lambda row: [_month(row)],
+}

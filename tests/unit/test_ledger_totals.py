@@ -1,0 +1,192 @@
+"""``effllm ledger``: totals over many runs by a key, with failed and killed runs and with lines of ledger files."""
+
+import json
+import time
+
+import pytest
+from typer.testing import CliRunner
+
+pytest.importorskip("duckdb", reason="needs the extra analysis")
+
+from effllm.analysis.ledger import totals
+from effllm.analysis.run_folders import UnreadableRun
+from effllm.commands.app import app
+from effllm.commands.ledger import safe_cell, start_of
+
+HOUR_J = 3.6e6
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Return a function that writes a run of two GPUs for one hour, three quarters of it kept."""
+
+    def write(name, *, hours=1.0, ratio=0.75, joules=HOUR_J, facts=None, **summary):
+        folder = tmp_path / "runs" / name
+        folder.mkdir(parents=True)
+        known = {
+            "schema_version": 4, "status": "completed", "is_over": True, "elapsed_s": 3600 * hours,
+            "started_time_s": 1_790_000_000.0, "updated_time_s": time.time(),
+            "coverage": {"gpus_expected": 2, "ranks_expected": 2},
+            "energy": {"total_joules": joules, "measured_joules": joules, "gain_error": 0.05},
+            "metrics": {
+                "energy/total_joules": {"value": joules, "unit": "J", "error": 3.0},
+                "energy/measured_joules": {"value": joules, "unit": "J"},
+            },
+            "waterfall": {"device_seconds": 7200 * hours, "joules": joules, "parts": []},
+            "goodput": {"elapsed_s": 3600 * hours, "ratio": ratio, "seconds": {"kept": 3600 * hours * ratio},
+                        "rank_seconds": {}, "joules": {}, "attempts": []},
+        }  # fmt: skip
+        (folder / "summary.json").write_text(json.dumps({**known, **summary}))
+        (folder / "run.json").write_text(json.dumps({"schema_version": 4, "run_id": name, **(facts or {})}))
+        return folder
+
+    return write
+
+
+def rows(tmp_path, by, **options):
+    return {row.group: row for row in totals(tmp_path / "runs", by, **options).rows}
+
+
+def test_failed_and_killed_runs_are_in_the_totals(run, tmp_path):
+    """Two GPUs: 2 GPU-hours a run; a killed run has an old summary with the status running."""
+    run("good")
+    run("bad", status="failed", ratio=0.0)
+    run("dead", status="running", is_over=False, updated_time_s=time.time() - 3600)
+    run("alive", status="running", is_over=False)
+
+    found = rows(tmp_path, "outcome")
+
+    assert {name: (row.runs, row.gpu_hours) for name, row in found.items()} == {
+        name: (1, pytest.approx(2.0)) for name in ("completed", "failed", "killed", "running")
+    }
+    assert found["failed"].wasted_gpu_hours == pytest.approx(2.0)
+    assert found["completed"].wasted_gpu_hours == pytest.approx(0.5)
+
+
+def test_timing_errors_are_independent_and_sensor_errors_are_added(run, tmp_path):
+    """sqrt(3^2 + 4 * 3^2 ...) for four runs: 6 J; the gain of 5 % of 4 kWh."""
+    for number in range(4):
+        run(f"run-{number}")
+
+    total = totals(tmp_path / "runs", "outcome").total
+
+    assert total.joules == pytest.approx(4 * HOUR_J)
+    assert total.error_joules == pytest.approx(6.0)
+    assert total.gain_joules == pytest.approx(0.2 * HOUR_J)
+
+
+def test_energy_of_a_group_with_a_hole_is_no_total(run, tmp_path):
+    run("whole")
+    run("part", energy={"total_joules": None, "measured_joules": 0.5 * HOUR_J},
+        metrics={"energy/measured_joules": {"value": 0.5 * HOUR_J, "unit": "J"}})  # fmt: skip
+
+    total = totals(tmp_path / "runs", "outcome").total
+
+    assert (total.joules, total.incomplete) == (pytest.approx(1.5 * HOUR_J), 1)
+    assert "≥1.50" in CliRunner().invoke(app, ["ledger", str(tmp_path / "runs")]).stdout
+
+
+def test_goodput_of_a_group_is_weighted_by_device_time(run, tmp_path):
+    """(1 h * 0.5 + 3 h * 0.9) / 4 h = 0.8."""
+    run("short", ratio=0.5)
+    run("long", hours=3.0, ratio=0.9)
+
+    assert totals(tmp_path / "runs", "outcome").total.goodput_ratio == pytest.approx(0.8)
+
+
+def test_run_on_two_nodes_is_divided_and_its_slow_node_is_counted(run, tmp_path):
+    run("wide", facts={"ranks": {"0": {"host": "a", "devices": []}, "1": {"host": "b", "devices": []}}},
+        stragglers=[{"ranks": [1], "host": "b"}])  # fmt: skip
+
+    found = rows(tmp_path, "node")
+
+    assert {name: (row.gpu_hours, row.slow_runs) for name, row in found.items()} == {
+        "a": (pytest.approx(1.0), 0),
+        "b": (pytest.approx(1.0), 1),
+    }
+
+
+def test_keys_are_tags_account_user_and_month(run, tmp_path):
+    run("a", tags=["project=vision", "config=big"], user="alice", account="x")
+    run("b", user="bob", account="physics", started_time_s=1_792_000_000.0)
+
+    assert set(rows(tmp_path, "project")) == {"vision", "physics"}
+    assert set(rows(tmp_path, "user")) == {"alice", "bob"}
+    assert set(rows(tmp_path, "config")) == {"big", "? x no GPU"}
+    assert set(rows(tmp_path, "month")) == {"2026-09", "2026-10"}
+
+
+def test_since_leaves_out_earlier_starts(run, tmp_path):
+    run("old")
+    run("new", started_time_s=1_790_600_000.0)
+
+    assert totals(tmp_path / "runs", "outcome", since_s=1_790_500_000.0).total.runs == 1
+    assert start_of("7d", 700_000.0) == pytest.approx(95_200.0)
+    assert start_of("2026-01-01", 0.0) == 1_767_225_600.0
+    with pytest.raises(ValueError, match="does not match"):
+        start_of("soon", 0.0)
+
+
+def test_wasted_orders_by_wasted_hours_and_names_the_loss(run, tmp_path):
+    run("a", hours=4.0, ratio=0.99, user="careful", verdict={"cause": "healthy"})
+    run("b", hours=1.0, ratio=0.2, user="wasteful", verdict={"cause": "data_loading"})
+
+    found = totals(tmp_path / "runs", "user", wasted=True)
+
+    assert [(row.group, row.cause) for row in found.rows] == [("wasteful", "data_loading"), ("careful", None)]
+
+
+def test_lines_of_ledger_files_are_counted_and_the_last_attempt_wins(tmp_path):
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    line = {"run_id": "one", "status": "failed", "user": "alice", "gpu_hours": 1.0, "total_joules": 5.0}
+    later = {**line, "status": "completed", "gpu_hours": 3.0, "tags": ["project=a"]}
+    (folder / "alice.jsonl").write_text(f'{json.dumps(line)}\n{json.dumps(later)}\n{{"run_id": "to')
+    (folder / "mallory.jsonl").write_text('{"run_id": 7}\n[]\n"\x1b[2J"\n')
+
+    found = totals(folder, "project")
+
+    assert [(row.group, row.runs, row.gpu_hours, row.joules) for row in found.rows] == [("a", 1, 3.0, 5.0)]
+    assert [text.rpartition("/")[2] for text in found.skipped] == [
+        "alice.jsonl: 1 lines are not lines of a ledger",
+        "mallory.jsonl: 3 lines are not lines of a ledger",
+    ]
+
+
+def test_folder_without_runs_is_reported_in_one_line(tmp_path):
+    with pytest.raises(UnreadableRun):
+        totals(tmp_path, "outcome")
+    done = CliRunner().invoke(app, ["ledger", str(tmp_path)])
+    assert (done.exit_code, len(done.stderr.splitlines())) == (1, 1)
+
+
+def test_names_can_neither_move_the_cursor_nor_be_a_formula(run, tmp_path):
+    run("a", user="\x1b[2J[red]=cmd")
+    run("b", user="=1+2")
+
+    text = CliRunner().invoke(app, ["ledger", str(tmp_path / "runs"), "--by", "user"]).stdout
+    table = CliRunner().invoke(app, ["ledger", str(tmp_path / "runs"), "--by", "user", "--csv"]).stdout
+
+    assert "\x1b" not in text and "[red]=cmd" in text
+    assert "\n'=1+2," in table
+    assert safe_cell("-") == "-"
+
+
+@pytest.mark.parametrize("by", ["outcome", "node", "config"])
+def test_table_has_at_most_80_columns(run, tmp_path, by):
+    run("a", user="alice", metrics={
+        "energy/total_joules": {"value": 123456789.0, "unit": "J", "error": 3.0},
+        "energy/gpu_cost": {"value": 12345.6, "unit": "money"}, "energy/co2_kg": {"value": 1234.5, "unit": "kg"},
+    })  # fmt: skip
+
+    lines = CliRunner().invoke(app, ["ledger", str(tmp_path / "runs"), "--by", by]).stdout.splitlines()
+
+    assert max(map(len, lines)) <= 80
+    assert "cost" in lines[0]
+
+
+def test_unknown_key_is_refused_with_the_known_keys(tmp_path):
+    done = CliRunner().invoke(app, ["ledger", str(tmp_path), "--by", "colour"])
+
+    assert done.exit_code == 2
+    assert "outcome, project, user, config, node, month" in " ".join(done.stderr.replace("│", " ").split())
