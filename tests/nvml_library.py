@@ -188,6 +188,7 @@ class Gpu:
     throttle: int = 0
     ecc_corrected: int = 0
     ecc_uncorrected: int = 0
+    processes: int = 0
     gpm: int = 0
     sm_activity: Curve | None = None
     sm_occupancy: Curve | None = None
@@ -198,6 +199,7 @@ class Gpu:
     brand: int = 14
     serial: str | None = None
     module_id: int | None = None
+    minor: int | None = None
     # the identity of a slice
     instance: int | None = None
     compute_instance: int = 0

@@ -45,6 +45,7 @@ def hello(trainer: Trainer, measuring: Measuring) -> Hello:
         style=of_run.style,
         evaluation_in_iterations=of_run.evaluation_in_iterations,
         iterations_not_measured=of_run.iterations_not_measured,
+        allocation=measuring.devices.allocation,
         # The agent has the environment of its trainer.
         submission=read_submission(this_process(), trainer.config.tags) if trainer.rank == 0 else None,
     )

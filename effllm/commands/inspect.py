@@ -19,6 +19,7 @@ from effllm.records.waterfall import Waterfall, WaterfallPart
 from effllm.store.summary_text import audit_texts, duration, readable, verdict_lines
 
 WIDTH = 80
+MAX_TEXT = 110  # letters of a text in the waterfall as JSON
 MIN_H, J_PER_KWH, MIN_KWH = 1.0, 3.6e6, 0.01
 
 
@@ -36,7 +37,7 @@ def main(run: Path, as_json: bool) -> int:
     if summary.waterfall is None:
         return _fail(f"{path} has no waterfall: no rank had reported any time, or an older effllm wrote the file")
     if as_json:
-        print(json.dumps(_document(summary, summary.waterfall), allow_nan=False))
+        print(json.dumps(_document(summary, summary.waterfall), allow_nan=False, separators=(",", ":")))
     else:
         _print(summary, summary.waterfall)
     return 0
@@ -60,20 +61,22 @@ def _document(summary: Summary, found: Waterfall) -> dict[str, Any]:
     return {
         "run": run,
         "verdict": verdict or None,
-        "waterfall": _rounded(msgspec.to_builtins(found)),
+        "waterfall": _short(msgspec.to_builtins(found)),
         "evidence": evidence,
         "audit": msgspec.to_builtins(summary.audit),
         "versions": {"schema": SCHEMA_VERSION, "summary": summary.schema_version, "effllm": __version__},
     }
 
 
-def _rounded(value: Any) -> Any:
-    """Return a document whose numbers have at most 7 significant digits; the whole document must be below 8 kB."""
+def _short(value: Any) -> Any:
+    """Return a document with numbers of 6 digits and short texts, because the whole document must be below 8 kB."""
     if isinstance(value, float):
-        return float(f"{value:.7g}")
+        return float(f"{value:.6g}")
+    if isinstance(value, str) and len(value) > MAX_TEXT:
+        return value[: MAX_TEXT - 3] + "..."
     if isinstance(value, dict):
-        return {name: _rounded(one) for name, one in value.items()}
-    return list(map(_rounded, value)) if isinstance(value, (list, tuple)) else value
+        return {name: _short(one) for name, one in value.items()}
+    return list(map(_short, value)) if isinstance(value, (list, tuple)) else value
 
 
 def _print(summary: Summary, found: Waterfall) -> None:

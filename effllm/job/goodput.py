@@ -157,6 +157,10 @@ class Goodput(Struct):
             attempts=tuple(attempts),
         )
 
+    def end_s(self, is_over: bool) -> float:
+        """Return the position of the end of this attempt, or of its last message while it runs."""
+        return self._end_of(self.attempt, is_over)
+
     def _end_of(self, attempt: Attempt, is_over: bool) -> float:
         if attempt.end_s is not None:
             return attempt.end_s

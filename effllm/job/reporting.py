@@ -284,7 +284,7 @@ def summary_of(
         windows_compared=ledger.windows_compared,
         goodput=goodput,
         instruments=summaries(ledger.values),
-        waterfall=waterfall(goodput, whole, Sources(ledger.closed, ledger.attempt, ledger.windows_compared)),
+        waterfall=waterfall(goodput, whole, _sources(ledger, ended)),
         slow_clocks=dict(ledger.slow_clocks.by_cause),
         audit=audit_of(ledger.audit, roster.job.known),
     )
@@ -292,6 +292,18 @@ def summary_of(
 
 def _errors(errors: Mapping[str, tuple[float, float]], tag: str) -> tuple[float | None, float | None]:
     return errors.get(tag) or (None, None)
+
+
+def _sources(ledger: Ledger, ended: bool) -> Sources:
+    unused = ledger.unused
+    return Sources(
+        windows=ledger.closed,
+        attempts=ledger.attempt,
+        windows_compared=ledger.windows_compared,
+        unused_s=unused.total(ledger.goodput.end_s(ended)),
+        unused=unused.evidence,
+        why_unused_unknown=unused.unknown,
+    )
 
 
 def first_start_s(ledger: Ledger) -> float:

@@ -29,7 +29,6 @@ NO_CLOCK = "clock below maximum: no GPU reports its SM clock and its maximum SM 
 LITTLE_CLOCK = "clock below maximum: the SM clock was measured in less than half of the time of iterations"
 #: Smallest share of the time of iterations in which the clock must be measured.
 MIN_CLOCK_COVERAGE = 0.5
-UNUSED = "allocated GPUs that no rank used: these GPUs are not detected"
 
 
 class _Steps(NamedTuple):
@@ -57,6 +56,7 @@ def waterfall(goodput: GoodputSummary, whole: ClusterTotals, sources: Sources = 
     kept = classes.pop(KEPT, 0.0)
     steps = _split(kept, classes, whole)
     seconds = {RENAMED.get(name, name): value for name, value in classes.items()} | steps.seconds
+    seconds["unused"] = sources.unused_s
     joules = _joules(goodput.joules, steps.seconds, kept)
     total = sum(seconds.values())
     evidence = evidence_of(sources, whole, _iterations(kept, classes))
@@ -76,8 +76,9 @@ def waterfall(goodput: GoodputSummary, whole: ClusterTotals, sources: Sources = 
         for name in PARTS
         if seconds.get(name, 0.0) > 0.0
     )
+    unused = (sources.why_unused_unknown,) if sources.why_unused_unknown else ()
     measured = [part.joules for part in parts if part.joules is not None]
-    return Waterfall(total, sum(measured) if measured else None, parts, (*steps.unknown, UNUSED))
+    return Waterfall(total, sum(measured) if measured else None, parts, (*steps.unknown, *unused))
 
 
 def _split(kept: float, classes: Mapping[str, float], whole: ClusterTotals) -> _Steps:
@@ -90,8 +91,9 @@ def _split(kept: float, classes: Mapping[str, float], whole: ClusterTotals) -> _
     clock, why_no_clock = _below_clock(computing, kept, classes, whole)
     flops, why_no_flops = _useful(computing, kept, classes, whole)
     # The clock is a mean of samples: it must not take time that the FLOPs need at the peak.
-    seconds["clock_below_maximum"] = min(clock, max(computing - sum(flops.values()), 0.0))
-    rest = max(computing - seconds["clock_below_maximum"] - sum(flops.values()), 0.0)
+    clock = min(clock, max(computing - sum(flops.values()), 0.0))
+    rest = max(computing - clock - sum(flops.values()), 0.0)
+    seconds |= {"clock_below_maximum": clock} if clock else {}
     seconds |= flops | {"below_peak" if flops else "steps": rest}
     errors = errors_of(seconds, whole, kept + classes.get(STRAGGLING, 0.0), computing)
     return _Steps(seconds, (*unknown, *why_no_flops, *why_no_clock), errors)

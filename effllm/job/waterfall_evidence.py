@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from effllm.job.unused_time import NOT_STATED
 from effllm.records.energy import NORMAL_95
 from effllm.records.job import ClusterTotals
 from effllm.records.rank import Profile
@@ -17,6 +18,9 @@ class Sources(NamedTuple):
     windows: int = 0  # closed windows of the last attempt
     attempts: int = 1
     windows_compared: int = 0  # windows in which own times of ranks were compared
+    unused_s: float = 0.0  # GPU-seconds of allocated GPUs that no rank used
+    unused: str = ""  # the evidence of these GPUs
+    why_unused_unknown: str = NOT_STATED  # empty if all allocated GPUs are known
 
 
 ONE_ATTEMPT = Sources()
@@ -45,6 +49,7 @@ def _of_classes(sources: Sources, whole: ClusterTotals) -> dict[str, str]:
         "hang": "positions of all ranks in heartbeats",
         "idle": f"first and last messages of {ranks:,} ranks",
         "unreported": "time of the job without reports",
+        "unused": sources.unused or "allocation of the scheduler",
         "straggling": f"own times of ranks in {sources.windows_compared:,} windows",
     }
 

@@ -6,6 +6,7 @@ from msgspec import Struct
 
 #: Part -> meaning, in the order of the waterfall: time without training, other work, waits, steps, useful work.
 PARTS: dict[str, str] = {
+    "unused": "allocated GPUs that no rank used",
     "restart_gap": "time between two attempts",
     "startup": "time before the first iteration of an attempt",
     "shutdown": "time after the last iteration of an attempt",
@@ -49,7 +50,7 @@ class WaterfallPart(Struct, frozen=True, omit_defaults=True):
 
 
 class Waterfall(Struct, frozen=True):
-    """The device-seconds of a job: of each GPU, or of each rank without a GPU."""
+    """The device-seconds of a job: of each GPU, also of unused allocated GPUs, or of each rank without a GPU."""
 
     device_seconds: float
     joules: float | None  # measured in the reports; None without a measurement

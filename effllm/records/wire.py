@@ -6,6 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
+from effllm.records.allocation import Allocation
 from effllm.records.energy import Amount
 from effllm.records.facts import Fact
 from effllm.records.identity import Submission
@@ -54,6 +55,7 @@ class Hello(Struct, frozen=True, array_like=True, tag=1):
     evaluation_in_iterations: bool = False
     iterations_not_measured: Count = 0
     submission: Submission | None = None  # only from rank 0
+    allocation: Allocation | None = None  # only from the first rank of a host, if an allocation is stated
 
 
 class Reports(Struct, frozen=True, array_like=True, tag=2, gc=False):

@@ -16,13 +16,14 @@
  *     steps:LOW:HIGH:PERIOD:0:SEED       another level in each period
  *
  * What a device is:
- *     uuid bus name serial brand (14, NVIDIA) architecture (9: Hopper) module_id power_limit_w
- *     power_limit_default_w (power_limit_w) sm_clock_max_mhz memory_total memory_reserved: bytes, in v1 of the memory a part
- *     of what is used, in v2 beside it; unsupported: names of calls, with commas between them
+ *     uuid bus name serial brand (14, NVIDIA) architecture (9: Hopper) module_id minor (position)
+ *     power_limit_w power_limit_default_w (power_limit_w) sm_clock_max_mhz memory_total
+ *     memory_reserved: bytes, in v1 of the memory a part of what is used, in v2 beside it; unsupported: names of calls,
+ *     with commas between them
  * What its sensors see, as curves in W, bytes, MHz, degrees and 0..1:
  *     power module_power memory_power memory utilization sm_clock_mhz memory_clock_mhz temperature_c
  *     and for GPM, with gpm=1: sm_activity sm_occupancy tensor_activity dram_activity
- * and as numbers: throttle (bits) ecc_corrected ecc_uncorrected
+ * and as numbers: throttle (bits) ecc_corrected ecc_uncorrected processes (0)
  * What a slice is: parent instance compute_instance slices compute_slices (slices) multiprocessors (16 a slice)
  *
  * How the sensors of power and energy work:
@@ -43,7 +44,7 @@
  *     TARGET CALL VERB [NUMBER [FROM [UNTIL]]]
  *
  * TARGET is a position in the trace, "init" or "*"; FROM and UNTIL are monotonic seconds.  CALL is "*" or
- *     handle index uuid name pci mig about (.serial .module .board .architecture .brand) limit (.enforced
+ *     handle index uuid name pci mig about (.serial .module .board .architecture .brand .minor) limit (.enforced
  *     .management .default) memory (.v1 .v2) utilization power (.usage, .instant and .average .gpu .module
  *     .memory) energy (.call .field) fields clocks (.sm .memory .max) temperature throttle ecc (.corrected
  *     .uncorrected) processes gpm (.support .sample .metrics) events (.wait)
@@ -153,6 +154,13 @@ int nvmlDeviceGetHandleByIndex_v2(unsigned int index, struct device **handle)
             return enter(NULL, *handle, "handle", NULL);
         }
     return INVALID_ARGUMENT;
+}
+
+int nvmlDeviceGetMinorNumber(struct device *device, unsigned int *minor)
+{
+    int result = enter(__func__, device, "about.minor", NULL);
+    *minor = device->minor >= 0 ? (unsigned int)device->minor : (unsigned int)(device - devices);
+    return result;
 }
 
 int nvmlDeviceGetHandleByUUID(const char *uuid, struct device **handle)

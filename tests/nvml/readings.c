@@ -22,6 +22,7 @@ enum { UNSIGNED_INT = 1, UNSIGNED_LONG_LONG = 3 };
 struct memory { unsigned long long total, free, used; };
 struct memory_v2 { unsigned int version; unsigned long long total, reserved, free, used; };
 struct utilization { unsigned int gpu, memory; };
+struct process { unsigned int pid; unsigned long long memory; unsigned int instance, compute_instance; };
 struct temperature { unsigned int version, sensor; int celsius; };
 struct field {
     unsigned int id, scope;
@@ -174,13 +175,19 @@ int nvmlDeviceGetTotalEccErrors(struct device *device, unsigned int type, unsign
     return SUCCESS;
 }
 
-int nvmlDeviceGetComputeRunningProcesses_v3(struct device *device, unsigned int *count, void *processes)
+int nvmlDeviceGetComputeRunningProcesses_v3(struct device *device, unsigned int *count, struct process *processes)
 {
-    (void)processes;
-    int result = enter(__func__, device, "processes", NULL);
-    if (result == SUCCESS)
-        *count = 0;
-    return result;
+    struct effect effect;
+    int result = enter(__func__, device, "processes", &effect);
+    if (result)
+        return result;
+    unsigned int room = *count, known = effect.has_value ? (unsigned int)effect.value : (unsigned int)device->processes;
+    *count = known;
+    if (room < known)
+        return INSUFFICIENT_SIZE;
+    for (unsigned int i = 0; i < known; i++)
+        processes[i] = (struct process){.pid = i + 1, .memory = 1 << 30, .instance = -1, .compute_instance = -1};
+    return SUCCESS;
 }
 
 /* --- power and energy ----------------------------------------------------------------------------- */

@@ -33,6 +33,7 @@ static const struct setting settings[] = {
     SETTING(NUMBER, lag_s), SETTING(NUMBER, origin_s), SETTING(NUMBER, average_s), SETTING(NUMBER, gain),
     SETTING(INTEGER, gpm), SETTING(INTEGER, instance), SETTING(INTEGER, compute_instance), SETTING(INTEGER, slices),
     SETTING(INTEGER, compute_slices), SETTING(INTEGER, multiprocessors),
+    SETTING(INTEGER, processes), SETTING(INTEGER, minor),
     {"power_mode", CHOICE, offsetof(struct device, held), 0, "held"},
     {"power_usage", CHOICE, offsetof(struct device, usage_is_average), 0, "average"},
     {"energy_scope", CHOICE, offsetof(struct device, energy_of_module), 0, "module"},
@@ -112,7 +113,7 @@ static struct device *new_device(void)
 {
     struct device *device = &devices[num_devices++];
     memset(device, 0, sizeof *device);
-    device->parent = device->architecture = device->module_id = device->instance = -1;
+    device->parent = device->architecture = device->module_id = device->instance = device->minor = -1;
     device->brand = 14; /* NVIDIA */
     device->power_limit_default_w = -1;
     device->average_s = device->gain = 1;

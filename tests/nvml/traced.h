@@ -45,7 +45,7 @@ struct device {
     double power_limit_w, power_limit_default_w, sm_clock_max_mhz;
     double tick_s, tick_phase_s, tick_jitter_s, duty_s, lag_s, origin_s, average_s, gain;
     int held, usage_is_average, energy_of_module, gpm;
-    int instance, compute_instance, slices, compute_slices, multiprocessors;
+    int instance, compute_instance, slices, compute_slices, multiprocessors, processes, minor;
     int lost;
     uint64_t seed; /* of its uuid */
     struct { int started; int64_t tick; double joules; } measured;

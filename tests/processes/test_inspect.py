@@ -82,11 +82,12 @@ def test_json_contains_every_part_and_is_shorter_than_8_kb(inspect):
     numbers = (1234567.89012345, 0.0512345678901, 9.87654321012e9, True, 99999.123456789, 0.123456789012)
     evidence = "reports of 12 attempts, the last with windows 1-123,456"
     parts = [WaterfallPart(name, *numbers, evidence, 0.0123456789012) for name in PARTS]
+    parts[0] = replace(parts[0], evidence="host a: GPUs 1-3 " * 20)
 
     evidence = tuple(Evidence("c" * 200, "s" * 80, 0.123456789) for _ in range(MAX_EVIDENCE))
     verdict = Verdict("data_loading", "t" * 62, "w" * 200, "n" * 62, 0.123456789, "medium", evidence)
 
-    done = inspect(Waterfall(1e8, 1e12, tuple(parts), ("useful work: " + "x " * 60,)), "--json", verdict=verdict)
+    done = inspect(Waterfall(1e8, 1e12, tuple(parts), ("useful work: " + "x " * 60,) * 3), "--json", verdict=verdict)
 
     assert [part["name"] for part in json.loads(done.stdout)["waterfall"]["parts"]] == list(PARTS)
     assert len(done.stdout) < 8000

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from effllm.job.goodput_attempt import CLASSES
+from effllm.job.unused_time import NOT_STATED, UNUSED
 from effllm.job.waterfall import (
     ABOVE_PEAK,
     LITTLE_CLOCK,
@@ -66,9 +67,10 @@ profiles = st.one_of(
     st.sampled_from([None, 1.3e12]),
     st.one_of(st.none(), st.tuples(st.floats(0.0, 1.2), st.floats(0.0, 1e9), st.floats(0.0, 1.0))),
     st.floats(0.0, 1.0),
+    amount,
 )
 def test_parts_add_up_to_the_time_and_joules_of_all_classes(
-    rank_seconds, joules, profile, tokens, padding, ranks, per_rank, flops, hardware_flops, clock, clocked
+    rank_seconds, joules, profile, tokens, padding, ranks, per_rank, flops, hardware_flops, clock, clocked, unused
 ):
     whole = totals(
         tokens,
@@ -81,11 +83,11 @@ def test_parts_add_up_to_the_time_and_joules_of_all_classes(
         clock=clock,
         gpus_with_clock=int(clocked * ranks * per_rank),
     )
-    found = waterfall(goodput(joules, **rank_seconds), whole)
-    expected = sum(rank_seconds.values()) * max(per_rank, 1)
+    found = waterfall(goodput(joules, **rank_seconds), whole, Sources(unused_s=unused))
     if found is None:
-        assert not expected
+        assert not sum(rank_seconds.values())
         return
+    expected = sum(rank_seconds.values()) * max(per_rank, 1) + unused
 
     assert found.device_seconds == pytest.approx(expected, rel=1e-9)
     assert math.fsum(seconds(found).values()) == pytest.approx(expected, rel=1e-9)
@@ -241,6 +243,19 @@ def test_time_is_counted_for_each_gpu_of_a_rank():
     found = waterfall(goodput(kept=100.0, startup=10.0), totals(ranks=4, gpus=8))
 
     assert seconds(found) == {"startup": 20.0, "steps": 200.0}
+
+
+def test_unused_gpus_are_a_part_without_joules():
+    sources = Sources(unused_s=400.0, unused="host a: GPU 1 is unused", why_unused_unknown="")
+
+    found = waterfall(goodput({"kept": 60.0}, kept=400.0), totals(price_per_gpu_hour=9.0), sources)
+
+    part = found.parts[0]
+    assert (part.name, part.device_seconds, part.share, part.joules, part.cost) == ("unused", 400.0, 0.5, None, 1.0)
+    assert (part.max_gain, part.evidence) == (1.0, "host a: GPU 1 is unused")
+    assert (found.joules, found.device_seconds) == (60.0, 800.0)
+    assert not [line for line in found.unknown if line.startswith(UNUSED)]
+    assert NOT_STATED in waterfall(goodput(kept=400.0), totals()).unknown
 
 
 def test_job_without_reported_time_has_no_waterfall():

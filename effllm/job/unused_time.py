@@ -1,0 +1,54 @@
+"""The time of GPUs that are allocated to the job and used by no rank; a part of the state of a job. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from msgspec import Struct
+
+UNUSED = "allocated GPUs that no rank used"
+NOT_STATED = (
+    f"{UNUSED}: no allocation is stated; Slurm states it in SLURM_JOB_GPUS, a Kubernetes device plugin in "
+    "NVIDIA_VISIBLE_DEVICES"
+)
+
+
+MAX_BUSY = 2**17  # maximum number of GPUs in `UnusedTime.busy`
+
+
+class UnusedTime(Struct):
+    """The time of unused GPUs over all attempts; times are positions on the axis of `Goodput`."""
+
+    seconds: float = 0.0  # GPU-seconds of ended periods
+    since_s: dict[str, float] = {}  # unused GPU -> start of its period
+    busy: set[str] = set()  # GPUs that a process used in this attempt
+    evidence: str = ""
+    unknown: str = NOT_STATED
+
+    def note_busy(self, keys: Collection[str]) -> None:
+        """Record that processes use these GPUs."""
+        if len(self.busy) < MAX_BUSY:
+            self.busy.update(keys)
+
+    def update(self, unused: Collection[str], begin_s: float, now_s: float) -> None:
+        """Begin and end the periods of GPUs.
+
+        Args:
+            unused: the GPUs that are unused now.
+            begin_s: start of the attempt.
+            now_s: current position.
+        """
+        for key in [key for key in self.since_s if key not in unused]:
+            self.seconds += max(now_s - self.since_s.pop(key), 0.0)
+        for key in unused:
+            was_busy = key.partition("/")[2] in self.busy
+            self.since_s.setdefault(key, now_s if was_busy else begin_s)
+
+    def end_attempt(self, end_s: float) -> None:
+        """End all periods at the end of an attempt."""
+        self.seconds = self.total(end_s)
+        self.since_s, self.busy = {}, set()
+
+    def total(self, end_s: float) -> float:
+        """Return the GPU-seconds until a position."""
+        return self.seconds + sum(max(end_s - since_s, 0.0) for since_s in self.since_s.values())
