@@ -109,6 +109,29 @@ def find_sides(arguments: Sequence[str], by: str, runs_folder: str, baseline: st
     return sides, left_out
 
 
+def find_groups(arguments: Sequence[str], by: str, runs_folder: str) -> tuple[list[Side], list[str]]:
+    """Return the configurations of runs, and a line for every run that was left out.
+
+    Args:
+        arguments: paths, globs or tags.
+        by: a tag, a column of the table `runs`, or a fact; without it, the tag ``config`` if a run has it, else each
+            run is a configuration.
+        runs_folder: the folder in which tags are searched.
+
+    Raises:
+        UnreadableRun: a path or a tag has no run.
+    """
+    left_out: list[str] = []
+    found = [Side(argument, tuple(_runs_of(argument, runs_folder, left_out))) for argument in arguments]
+    runs = {run.folder: run for side in found for run in side.runs}
+    if not by and any(CONFIGURATION in run.tags for run in runs.values()):
+        by = CONFIGURATION
+    if by:
+        return _by_key(found, by, left_out), left_out
+    names = names_of(runs.values())
+    return [Side(names[folder], (run,)) for folder, run in runs.items()], left_out
+
+
 def read_runs(found: Iterable[FoundRun], left_out: list[str]) -> list[Run]:
     """Read runs; a run with nothing to compare adds a line to ``left_out``."""
     runs = []

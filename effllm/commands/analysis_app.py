@@ -146,4 +146,42 @@ def ledger(
     raise typer.Exit(command.main(command.Request(folder, by, since, wasted, form)))
 
 
-COMMANDS = (compare, campaign, ledger)
+def leaderboard(
+    runs: Annotated[list[str], typer.Argument(metavar="RUNS...", help="Run folders, folders of runs, globs or tags.")],
+    by: Annotated[
+        str,
+        typer.Option(metavar="KEY", help="Tag, identity or fact of a configuration. [default: config, else each run]"),
+    ] = "",
+    weight: Annotated[
+        list[str] | None, typer.Option(metavar="METRIC=N", help="Weight in the score, 1 by default; can be repeated.")
+    ] = None,
+    quality: Annotated[str, typer.Option(metavar="NAME", help="Tag or fact with the quality of the model.")] = "",
+    floor: Annotated[float, typer.Option(min=0.0, max=0.5, help="Smallest normalised value; 0 is the paper's.")] = 0.0,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV with all digits.")] = False,
+) -> None:
+    """Rank configurations by the metrics of the EfficientLLM paper.
+
+    The table has AMU, PCU, AL, TT, ST, IT and AEC as means over runs, MCR for compressed models
+    (PerformanceMonitor.set_compression_info), and the score of the paper: each metric from 0 (worst) to 1 (best) by
+    min-max normalisation, then the weighted harmonic mean. Models with different kinds of parameters (total, trainable,
+    active) have tables of their own. Each configuration is compared with the next one, as by effllm compare.
+
+    \b
+    Examples:
+      effllm leaderboard efficientllm_runs/lr-study
+      effllm leaderboard runs --by model --weight AEC=2 --floor 0.05
+      effllm leaderboard runs --by model --quality accuracy --markdown
+      effllm leaderboard runs --csv > table.csv
+
+    Exit status: 0 success, 2 wrong use, or no runs.
+    """
+    from effllm.commands import leaderboard as command
+
+    if as_csv and as_markdown:
+        raise typer.BadParameter("--csv and --markdown are two forms: choose one", param_hint="--csv")
+    form = "csv" if as_csv else "markdown" if as_markdown else "text"
+    raise typer.Exit(command.main(command.Request(runs, by, weight or [], quality, floor, form)))
+
+
+COMMANDS = (compare, campaign, leaderboard, ledger)

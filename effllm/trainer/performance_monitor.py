@@ -92,8 +92,14 @@ class PerformanceMonitor:
     def set_compression_info(
         self, original_size: float, compressed_size: float, original_perf: float, compressed_perf: float
     ) -> None:
-        """Set the sizes and scores of the original and the compressed model, for MCR."""
+        """Set the sizes and scores of the original and the compressed model, for MCR, also in ``run.json``."""
         self._compression = (original_size, compressed_size, original_perf, compressed_perf)
+        get_metrics_collector().record_facts(
+            original_size=original_size,
+            compressed_size=compressed_size,
+            original_perf=original_perf,
+            compressed_perf=compressed_perf,
+        )
 
     def record_request(
         self,

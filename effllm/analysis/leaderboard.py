@@ -1,0 +1,203 @@
+"""The table of the EfficientLLM paper (arXiv 2505.13840, section 5): efficiency metrics and a score."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from effllm.analysis.compared_metrics import ComparedMetric, compared_metrics
+from effllm.analysis.comparison import Ledger, compare
+from effllm.analysis.difference import WORDS
+from effllm.analysis.run_folders import UnreadableRun
+from effllm.analysis.sides import Run, Side
+from effllm.metrics.contract import model_compression_ratio
+
+#: The paper's names of metrics.
+PAPER = {
+    "AMU": "amu_gb",
+    "PCU": "pcu_ratio",
+    "AL": "al_seconds",
+    "TT": "tt_tokens_per_param_per_sec",
+    "ST": "st_samples_per_param_per_sec",
+    "IT": "it_tokens_per_sec",
+    "AEC": "aec_watts",
+}
+MCR = "MCR"
+#: Facts of a run for MCR, from `PerformanceMonitor.set_compression_info`.
+COMPRESSION_FACTS = ("original_size", "compressed_size", "original_perf", "compressed_perf")
+
+
+class Standing(NamedTuple):
+    """One configuration in the table."""
+
+    side: Side
+    parameters_kind: str
+    values: Mapping[str, float | None]  # by the paper's names; means over runs
+    quality: float | None
+    score: float | None  # weighted harmonic mean of the normalised values, 0 to 1; None without a normalised value
+    worst_in: tuple[str, ...]  # metrics with the normalised value 0: they make the paper's score 0
+    next_words: Mapping[str, int] | None  # this against the next configuration: number of metrics by word
+
+
+class Board(NamedTuple):
+    """The configurations of one kind of parameters, the best first."""
+
+    parameters_kind: str
+    standings: Sequence[Standing]
+    scored: Sequence[str]  # metrics in the score
+    not_scored: Mapping[str, str]  # metrics that are not in the score, with the reason
+
+
+def weights_of(texts: Sequence[str]) -> dict[str, float]:
+    """Return weights from texts such as ``AEC=2``; other metrics have the weight 1.
+
+    Raises:
+        ValueError: a text has another form, or names no metric.
+    """
+    weights = dict.fromkeys((*PAPER, MCR), 1.0)
+    for text in texts:
+        name, _, number = text.partition("=")
+        try:
+            weight = float(number)
+        except ValueError:
+            weight = math.nan
+        if name not in weights or not (math.isfinite(weight) and weight >= 0):
+            raise ValueError(f"{text!r} is not a weight such as AEC=2; the metrics are {', '.join(weights)}")
+        weights[name] = weight
+    return weights
+
+
+def boards(
+    sides: Sequence[Side], weights: Mapping[str, float], ledger: Ledger, quality: str = "", floor: float = 0.0
+) -> list[Board]:
+    """Return one board for each kind of parameters, which are never in one table.
+
+    Args:
+        sides: the configurations.
+        weights: by the paper's names.
+        ledger: earlier runs, for the words.
+        quality: a tag, fact or column; larger is better.
+        floor: smallest normalised value; 0 is the paper's.
+
+    Raises:
+        UnreadableRun: a configuration has runs with different kinds of parameters.
+    """
+    kinds: dict[str, list[Side]] = {}
+    for side in sides:
+        of_side = {str(run.row.get("parameters_kind") or "unknown") for run in side.runs}
+        if len(of_side) > 1:
+            raise UnreadableRun(
+                f"{side.name} has runs with different kinds of parameters: {', '.join(sorted(of_side))}"
+            )
+        kinds.setdefault(of_side.pop(), []).append(side)
+    return [_board(kind, kinds[kind], weights, ledger, quality, floor) for kind in sorted(kinds)]
+
+
+def normalised(values: Sequence[float], *, higher_is_better: bool) -> list[float] | None:
+    """Return values between 0 (worst) and 1 (best), equations 10 and 11; ``None`` if all are equal."""
+    low, high = min(values), max(values)
+    if not high > low:
+        return None
+    shares = [(value - low) / (high - low) for value in values]
+    return shares if higher_is_better else [1 - share for share in shares]
+
+
+def harmonic_mean(shares: Sequence[float], weights: Sequence[float]) -> float | None:
+    """Return the weighted harmonic mean, equation 12: 0 if any share with a weight is 0; ``None`` without weights."""
+    used = [(share, weight) for share, weight in zip(shares, weights, strict=True) if weight > 0]
+    if not used:
+        return None
+    if any(share <= 0 for share, _ in used):
+        return 0.0
+    return sum(weight for _, weight in used) / sum(weight / share for share, weight in used)
+
+
+def mean_of(side: Side, get: Callable[[Run], float | None]) -> float | None:
+    """Return the mean over the runs of a side; ``None`` if a run has no value."""
+    values = [get(run) for run in side.runs]
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    return math.fsum(known) / len(known) if known and len(known) == len(values) else None
+
+
+def _board(
+    kind: str, sides: Sequence[Side], weights: Mapping[str, float], ledger: Ledger, quality: str, floor: float
+) -> Board:
+    metrics = dict(zip(PAPER, compared_metrics(list(PAPER.values())), strict=True))
+    values: dict[str, list[float | None]] = {
+        name: [mean_of(side, lambda run, column=metric.column: run.value(column)) for side in sides]  # type: ignore[misc]
+        for name, metric in metrics.items()
+    }
+    values[MCR] = [mean_of(side, compression) for side in sides]
+    scored, shares, not_scored = _shares(values, metrics, sides)
+    standings: list[tuple[tuple[float, float], Standing]] = []
+    for at, side in enumerate(sides):
+        own = [max(shares[name][at], floor) for name in scored]
+        worst = tuple(name for name, share in zip(scored, own, strict=True) if share <= 0 and weights[name] > 0)
+        score = harmonic_mean(own, [weights[name] for name in scored])
+        found = {name: column[at] for name, column in values.items()}
+        # Configurations with the same score are in the order of their mean normalised values.
+        order = (
+            -1.0 if score is None else score,
+            sum(share * weights[name] for share, name in zip(own, scored, strict=True)),
+        )
+        standings.append((order, Standing(side, kind, found, mean_of(side, _quality(quality)), score, worst, None)))
+    best_first = [one for _, one in sorted(standings, key=lambda pair: pair[0], reverse=True)]
+    return Board(kind, _with_words(best_first, list(metrics.values()), ledger), scored, not_scored)
+
+
+def _shares(
+    values: Mapping[str, Sequence[float | None]], metrics: Mapping[str, ComparedMetric], sides: Sequence[Side]
+) -> tuple[list[str], dict[str, list[float]], dict[str, str]]:
+    shares, not_scored = {}, {}
+    for name, column in values.items():
+        known = [value for value in column if value is not None]
+        if not known:
+            continue
+        higher = metrics[name].higher_is_better if name in metrics else True
+        scopes = {run.row.get("energy_scope") for side in sides for run in side.runs}
+        if len(known) < len(column):
+            not_scored[name] = f"not measured in {len(column) - len(known)} of {len(column)} configurations"
+        elif name == "AEC" and len(scopes) > 1:
+            not_scored[name] = "the power scopes differ"
+        elif (found := normalised(known, higher_is_better=higher)) is None:
+            not_scored[name] = "the same in all configurations"
+        else:
+            shares[name] = found
+    return list(shares), shares, not_scored
+
+
+def _with_words(standings: Sequence[Standing], metrics: Sequence[ComparedMetric], ledger: Ledger) -> list[Standing]:
+    found = []
+    for one, following in zip(standings, [*standings[1:], None], strict=True):
+        words = None
+        if following is not None:
+            [(_, rows)] = compare([following.side, one.side], metrics, ledger)
+            words = {word: sum(row.word == word for row in rows) for word in WORDS}
+        found.append(one._replace(next_words=words))
+    return found
+
+
+def compression(run: Run) -> float | None:
+    """Return MCR (equation 9) of a run of a compressed model; ``None`` without the facts."""
+    facts = [run.facts.get(name) for name in COMPRESSION_FACTS]
+    numbers = [float(one) for one in facts if isinstance(one, (int, float)) and not isinstance(one, bool)]
+    if len(numbers) < len(facts):
+        return None
+    original_size, compressed_size, original_perf, compressed_perf = numbers
+    try:
+        return model_compression_ratio(original_size, compressed_size, original_perf, compressed_perf)
+    except ValueError:
+        return None
+
+
+def _quality(name: str) -> Callable[[Run], float | None]:
+    def get(run: Run) -> float | None:
+        sources = (run.tags, run.facts, run.row.get("other_metrics") or {}, run.row)
+        text = next((source[name] for source in sources if name in source), None) if name else None
+        try:
+            return float(text) if isinstance(text, (str, int, float)) else None
+        except ValueError:
+            return None
+
+    return get

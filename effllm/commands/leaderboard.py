@@ -1,0 +1,66 @@
+"""``effllm leaderboard``: the table of the EfficientLLM paper for one's own runs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.text import Text
+
+from effllm.analysis.comparison import Ledger
+from effllm.analysis.leaderboard import boards, weights_of
+from effllm.analysis.run_folders import UnreadableRun
+from effllm.analysis.sides import find_groups, ledger_runs
+from effllm.config.settings import ConfigError, read_config
+from effllm.config.switches import this_process
+from effllm.records.plain_text import one_line
+from effllm.views.leaderboard_text import as_csv, markdown, notes, table, title
+
+WIDTH = 120
+
+
+class Request(NamedTuple):
+    """The arguments of the command."""
+
+    runs: Sequence[str]
+    by: str
+    weights: Sequence[str]
+    quality: str
+    floor: float
+    form: str  # text, markdown or csv
+
+
+def main(request: Request) -> int:
+    """Print the leaderboard; return the exit status."""
+    try:
+        import scipy.special  # noqa: F401
+    except ImportError:
+        return fail("this command needs SciPy: pip install 'effllm[analysis]'")
+    try:
+        weights = weights_of(request.weights)
+        sides, left_out = find_groups(request.runs, request.by, read_config(this_process()).run_dir)
+        ledger = Ledger(ledger_runs([run.folder.parent for side in sides for run in side.runs], sides))
+        found = boards(sides, weights, ledger, request.quality, request.floor)
+    except (UnreadableRun, ConfigError, ValueError) as error:
+        return fail(str(error))
+    if request.form == "csv":
+        print(as_csv(found), end="")
+    elif request.form == "markdown":
+        print(markdown(found, request.quality))
+    else:
+        console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
+        for board in found:
+            console.print(Text(title(board)))
+            console.print(table(board, request.quality))
+            for line in notes(board):
+                console.print(Text(line))
+    for line in left_out:
+        print(f"left out: {one_line(line)}", file=sys.stderr)
+    return 0
+
+
+def fail(line: str) -> int:
+    print(f"effllm leaderboard: {one_line(line)}", file=sys.stderr)
+    return 2

@@ -1,0 +1,125 @@
+"""The texts of a leaderboard: table, Markdown and CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from effllm.analysis.difference import BETTER, SAME, UNKNOWN, WORSE
+from effllm.analysis.leaderboard import MCR, PAPER, Board, Standing
+from effllm.records.plain_text import one_line
+from effllm.store.summary_text import readable
+from effllm.views.plain_markdown import markdown_table, markdown_text
+
+_UNITS = {"AMU": "GB", "AL": "s", "TT": "tokens/parameter/s", "ST": "samples/parameter/s", "IT": "tokens/s", "AEC": "W"}
+_DIRECTIONS = {"AMU": "↓", "PCU": "↑", "AL": "↓", "TT": "↑", "ST": "↑", "IT": "↑", "AEC": "↓", MCR: "↑"}
+_FORMULAS = "=+-@\t\r"  # a spreadsheet evaluates a cell that begins with one of these
+
+
+def table(board: Board, quality: str) -> Table:
+    """Return a table for rich's console."""
+    header, rows = _cells(board, quality)
+    found = Table(*map(escape, header), box=None, pad_edge=False)
+    for column in found.columns[1:]:
+        column.justify = "right"
+    for row in rows:
+        found.add_row(*map(Text, row))
+    return found
+
+
+def markdown(boards: Sequence[Board], quality: str) -> str:
+    lines: list[str] = []
+    for board in boards:
+        header, rows = _cells(board, quality)
+        lines += [f"**{markdown_text(title(board))}**", "", *markdown_table(header, rows), ""]
+        lines += [f"- {markdown_text(line)}" for line in notes(board)]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def as_csv(boards: Sequence[Board]) -> str:
+    """Return all boards as one CSV with full digits and the kind of the parameters."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    named = [f"{name}_{unit.replace('/', '_per_')}" if (unit := _UNITS.get(name)) else name for name in (*PAPER, MCR)]
+    words = [word.replace(" ", "_") for word in (BETTER, WORSE, SAME, UNKNOWN)]
+    writer.writerow(
+        ["configuration", "runs", "parameters_kind", *named, "quality", "score", *(f"next_{word}" for word in words)]
+    )
+    for board in boards:
+        for one in board.standings:
+            numbers = [one.values[name] for name in (*PAPER, MCR)]
+            counts = [(one.next_words or {}).get(word) for word in (BETTER, WORSE, SAME, UNKNOWN)]
+            row = [
+                _cell(one.side.name),
+                len(one.side.runs),
+                _cell(board.parameters_kind),
+                *numbers,
+                one.quality,
+                one.score,
+            ]
+            writer.writerow(["" if cell is None else cell for cell in (*row, *counts)])
+    return out.getvalue()
+
+
+def title(board: Board) -> str:
+    return f"{one_line(board.parameters_kind)} parameters, {len(board.standings)} configurations"
+
+
+def notes(board: Board) -> list[str]:
+    """Return sentences about the score and the words."""
+    lines = [f"score: {', '.join(board.scored) or 'no metric'}, each from 0 (worst) to 1 (best); harmonic mean"]
+    lines += [f"{name} is not in the score: {reason}" for name, reason in board.not_scored.items()]
+    zero = [one for one in board.standings if one.worst_in]
+    if zero:
+        lines.append(
+            "a score is 0 if the configuration is the worst in any metric (the paper's formula); --floor 0.05 sets a "
+            "smallest normalised value"
+        )
+    if any(one.next_words and not one.next_words[BETTER] for one in board.standings):
+        lines.append("the order is not evidence: a configuration without a better metric than the next may be worse")
+    lines.append(
+        "against next: metrics in which a configuration is better and worse than the next one (effllm compare)"
+    )
+    return lines
+
+
+def _cells(board: Board, quality: str) -> tuple[list[str], list[list[str]]]:
+    shown = [name for name in (*PAPER, MCR) if any(one.values[name] is not None for one in board.standings)]
+    names = [f"{name} {_DIRECTIONS[name]}" for name in shown]
+    header = ["configuration", "runs", *names, *([one_line(quality)] if quality else []), "score", "against next"]
+    rows = []
+    for one in board.standings:
+        cells = [one_line(one.side.name), str(len(one.side.runs)), *(_number(one.values[name]) for name in shown)]
+        cells += [_number(one.quality)] if quality else []
+        rows.append([*cells, "-" if one.score is None else f"{one.score:.3f}", _words(one)])
+    return header, rows
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.2e}" if 0 < abs(value) < 0.01 else readable(value)
+
+
+def _words(one: Standing) -> str:
+    if one.next_words is None:
+        return ""
+    counts = one.next_words
+    return (
+        f"{counts[BETTER]} better, {counts[WORSE]} worse" if counts[BETTER] or counts[WORSE] else _none(counts[UNKNOWN])
+    )
+
+
+def _none(unknown: int) -> str:
+    return UNKNOWN if unknown else SAME
+
+
+def _cell(text: str) -> str:
+    text = one_line(text)
+    return f"'{text}" if text.startswith(tuple(_FORMULAS)) else text
