@@ -78,7 +78,7 @@ class EnergyTrackingCallback(TrainerCallback):  # type: ignore[misc] # transform
         self._send = log
         self.monitor = gpu_monitor or RobustGPUMonitor()
         self._folder, self._language = output_dir, language
-        self._guard = Guard("the energy of steps")
+        self._guard, self._end_guard = Guard("the energy of steps"), Guard("the report of the energy")
         _ATTACHING(lambda: trainer_hook.attach(import_module("transformers.trainer")))
         self._forget()
 
@@ -86,6 +86,7 @@ class EnergyTrackingCallback(TrainerCallback):  # type: ignore[misc] # transform
         self._state: Any = None  # state of the Trainer; None outside of a training
         self._asked: dict[int, tuple[int, float]] = {}  # number of a span -> step and epoch
         self._last_step = -1
+        self._first_epoch = self._last_epoch = 0.0  # before the first measured step, and after the last
         self._has_started = self._owns_monitoring = False
         self._final: dict[str, float] | None = None
         self.total, self._since_log, self._interval = Block(), Block(), Block()
@@ -119,7 +120,7 @@ class EnergyTrackingCallback(TrainerCallback):  # type: ignore[misc] # transform
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Write the files, and print the final report."""
         if self._state is not None:
-            self._guard(self._finish, state.is_world_process_zero)
+            self._end_guard(self._finish, state.is_world_process_zero)
 
     # --- inside ---
 
@@ -130,9 +131,10 @@ class EnergyTrackingCallback(TrainerCallback):  # type: ignore[misc] # transform
                 say_once("a Trainer has two EnergyTrackingCallbacks; only the first one measures")
             return
         if _active is not None:  # the training of the active callback has failed
-            _active._guard(_active._finish, _active._state.is_world_process_zero)
+            _active._end_guard(_active._finish, _active._state.is_world_process_zero)
         self._forget()
         self._state, _active = state, self
+        self._first_epoch = self._last_epoch = float(state.epoch or 0.0)  # above 0 in a training that is resumed
         atexit.register(self._at_exit)
         self._owns_monitoring = not self.monitor.is_monitoring
         self.monitor.start_monitoring()
@@ -143,7 +145,7 @@ class EnergyTrackingCallback(TrainerCallback):  # type: ignore[misc] # transform
 
     def _at_exit(self) -> None:
         if self._state is not None:  # the training has failed
-            self._guard(self._finish, self._state.is_world_process_zero)
+            self._end_guard(self._finish, self._state.is_world_process_zero)
 
     def _end_step(self, state: Any) -> None:
         self._last_step = state.global_step
@@ -159,6 +161,7 @@ class EnergyTrackingCallback(TrainerCallback):  # type: ignore[misc] # transform
             if asked is None:
                 continue  # a span of another user of the monitor
             step, epoch = asked
+            self._last_epoch = epoch
             for block in (self.total, self._since_log, self._interval):
                 block.add(readings, span.start_ns, span.end_ns)
             metrics = self.monitor.metrics(readings, span.start_ns, span.end_ns, step, epoch)
@@ -178,9 +181,8 @@ class EnergyTrackingCallback(TrainerCallback):  # type: ignore[misc] # transform
 
     def _log(self, state: Any, logs: dict[str, Any]) -> None:
         if "train_runtime" in logs:  # the training has ended
-            self.monitor.wait(ANSWER_S)
-            self._take()
-            self._final = energy_report.final_values(self.total, float(state.epoch or 0.0), self._carbon)
+            self._take_rest()
+            self._final = energy_report.final_values(self.total, self._epochs, self._carbon)
             self._new_logs |= {name: value for name, value in self._final.items() if not math.isnan(value)}
         if state.is_world_process_zero and not self._was_sent(self._new_logs):
             logs.update(self._new_logs)
@@ -198,13 +200,17 @@ class EnergyTrackingCallback(TrainerCallback):  # type: ignore[misc] # transform
             say_once(f"the function log= failed; the energy is in the logs of the Trainer from now on: {line}")
         return self._send is not None
 
+    @property
+    def _epochs(self) -> float:
+        """Epochs of the measured steps."""
+        return max(self._last_epoch - self._first_epoch, 0.0)
+
     def _finish(self, is_first_rank: bool) -> None:
         global _active
-        state, self._state = self._state, None
+        self._state = None
         _active = None if _active is self else _active
         atexit.unregister(self._at_exit)
-        self.monitor.wait(ANSWER_S)
-        self._take()
+        self._guard(self._take_rest)  # after a fault, the report has the steps before the fault
         if self._owns_monitoring:
             self.monitor.stop_monitoring()
         self.monitor.warn_if_unmeasured()
@@ -212,9 +218,14 @@ class EnergyTrackingCallback(TrainerCallback):  # type: ignore[misc] # transform
             last = self.step_history[-1]
             self._end_interval(last["step"], last["epoch"])
         if is_first_rank:
-            self._write(float(state.epoch or 0.0))
+            self._write()
 
-    def _write(self, epochs: float) -> None:
+    def _take_rest(self) -> None:
+        self.monitor.wait(ANSWER_S)
+        self._take()
+
+    def _write(self) -> None:
+        epochs = self._epochs
         final = energy_report.final_values(self.total, epochs, self._carbon)
         summary = {
             **{name.removeprefix("final_energy/"): value for name, value in final.items()},

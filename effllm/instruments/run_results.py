@@ -24,6 +24,8 @@ class RunResults:
     values: dict[str, Any] = field(default_factory=dict)
     not_measured: list[str] = field(default_factory=list)  #: reasons, each in one line
     status: str = ""  #: status of the run: completed, failed, ...
+    energy_error_j: float | None = None  #: random error of ``energy_J``, half-width of a 95 % interval
+    energy_gain_error_j: float | None = None  #: error of ``energy_J`` from the gain of the sensors, half-width, 95 %
     is_simulated: bool = False  #: whether the energy belongs to simulated devices
 
 
@@ -63,6 +65,9 @@ def _read(folder: Path) -> RunResults:
         **_energy(run),
         **_memory(run, job, summary["coverage"]["gpus_expected"]),
     }
+    if results.values.get("energy_J") is not None:
+        results.energy_error_j = run.get("energy_error_j")
+        results.energy_gain_error_j = run.get("energy_gain_error_j")
     if run.get("time_s") and run.get("tokens"):
         results.values["tok_per_s"] = run["tokens"] / run["time_s"]
     results.not_measured = _reasons(folder, summary, run, results.values)

@@ -140,7 +140,7 @@ def report(settings: Settings, arguments: Any) -> None:
     row = {**results.values, **metadata(settings, arguments, results)}
     for reason in results.not_measured:
         say(f"not measured: {reason.partition(';')[0]}")
-    show(row)
+    show(row, results)
     path = Path(settings.metrics.results_csv)
     try:
         append_row(path, row)
@@ -178,11 +178,14 @@ def metadata(settings: Settings, arguments: Any, results: RunResults) -> dict[st
     }
 
 
-def show(row: dict[str, Any]) -> None:
+def show(row: dict[str, Any], results: RunResults) -> None:
     for name in MEASURED:
         value = row.get(name)
         text = "-" if value is None else f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:,.4g}"
-        print(f"  {name:<17}{text:>12} {'' if value is None else UNITS[name]}".rstrip())
+        unit = "" if value is None else UNITS[name]
+        if name == "energy_J" and results.energy_error_j is not None and results.energy_gain_error_j is not None:
+            unit += f"  ± {results.energy_error_j:.4g} J timing, ± {results.energy_gain_error_j:.4g} J sensor"
+        print(f"  {name:<17}{text:>12} {unit}".rstrip())
 
 
 def say(line: str) -> None:
