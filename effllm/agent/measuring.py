@@ -17,6 +17,7 @@ from effllm.network.transport import Outbox
 from effllm.records.rank import RankReport
 from effllm.records.ring import END as END_RECORD
 from effllm.records.ring import ITERATION, SPAN, STATUSES, STEP, VALUES, Slot
+from effllm.records.unix_time import unix_minus_monotonic_ns
 
 CALIBRATION_S = 3.0  # maximum wait for a calibration before a window is cut
 LOSS_WAIT_S = 0.5  # maximum wait for the loss of a window, which is recorded after the window's end
@@ -48,7 +49,7 @@ class Measuring:
             log_interval=trainer.config.log_interval,
             offset=trainer.facts.first_iteration,
             origin_ns=origin_ns,
-            unix_minus_monotonic_s=time.time() - time.monotonic(),
+            unix_minus_monotonic_s=unix_minus_monotonic_ns() * 1e-9,
         )
         self._add(slots)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from effllm.instruments._energy import BYTES_PER_MB, J_PER_WH, Baseline, SpanReadings, amounts, checked
 from effllm.instruments._monitored import MonitoredDevices
+from effllm.records.unix_time import unix_minus_monotonic_ns
 from effllm.trainer.collector import MetricsCollector, get_metrics_collector
 from effllm.trainer.spans import AnsweredSpan, SpanChain
 
@@ -208,7 +209,7 @@ class RobustGPUMonitor:
         if wait_s > 0:
             self.wait(wait_s)
         self._read()
-        since_ns = int(timestamp * 1e9) - _unix_minus_monotonic_ns() - _NEAR_NS
+        since_ns = int(timestamp * 1e9) - unix_minus_monotonic_ns() - _NEAR_NS
         found = [(span, readings) for span, readings in self._spans if span.start_ns >= since_ns]
         whole = SpanReadings()
         for _, readings in found:
@@ -277,8 +278,4 @@ class RobustGPUMonitor:
 
 def unix_s(monotonic_ns: int) -> float:
     """Return a monotonic time as unix time, with the present offset between the two clocks."""
-    return (monotonic_ns + _unix_minus_monotonic_ns()) * 1e-9
-
-
-def _unix_minus_monotonic_ns() -> int:
-    return time.time_ns() - time.monotonic_ns()
+    return (monotonic_ns + unix_minus_monotonic_ns()) * 1e-9

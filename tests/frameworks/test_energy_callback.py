@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import time
 
 import pytest
 from systems import RAN
 
 from effllm.devices.simulated import Waveform
+from effllm.records.unix_time import unix_minus_monotonic_ns
 
 pytest.importorskip("transformers", reason="needs transformers")
 pytest.importorskip("accelerate", reason="needs accelerate")
@@ -55,7 +55,7 @@ def read(job, name):
 
 def energy_j(one):
     """Return the true energy of the simulated device from the start to the end of an entry."""
-    end_s = one["timestamp"] - (time.time() - time.monotonic())
+    end_s = one["timestamp"] - unix_minus_monotonic_ns() * 1e-9
     return Waveform().energy_j(end_s - one["duration_s"], end_s)
 
 

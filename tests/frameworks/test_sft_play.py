@@ -13,6 +13,7 @@ from nvml_library import GIB, Gpu, flat, square
 from effllm.energy.calibration import Calibration, store
 from effllm.instruments.run_results import read_results
 from effllm.records.rank import Sensor
+from effllm.records.unix_time import unix_minus_monotonic_ns
 
 pytest.importorskip("transformers", reason="needs transformers")
 yaml = pytest.importorskip("yaml", reason="needs PyYAML")
@@ -286,7 +287,7 @@ def test_measured_joules_agree_with_the_known_power_of_the_gpu(play, trace, tmp_
         metrics={"warmup_s": 1.0},
     )
 
-    to_monotonic_s = time.monotonic() - time.time()
+    to_monotonic_s = -unix_minus_monotonic_ns() * 1e-9
     (row,) = rows(job)
     warming = {window.window for window in job.ledger.windows if window.warming_up}
     measured = [one for one in job.ledger.ranks if one.window not in warming and one.tokens]
