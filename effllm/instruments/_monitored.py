@@ -65,7 +65,8 @@ class MonitoredDevices:
         # A reason about the GPU comes first, because it explains why the sensors of the host were read.
         about = [text for n in chosen for text in _about_gpus(facts[n])]
         about += [text for text in reasons if "energy" in text]
-        return one_line(about[0] if about else f"{self.names(facts)} has no reading of energy here")
+        first = about[0].removeprefix("energy: ") if about else f"{self.names(facts)} has no reading of energy here"
+        return one_line(first)
 
 
 def _about_gpus(device: Mapping[str, Any]) -> list[str]:

@@ -170,6 +170,17 @@ def test_warning_names_the_gpu_that_could_not_be_read(monkeypatch):
         monitor.warn_if_unmeasured()
 
 
+def test_warning_about_missing_energy_begins_with_its_subject_once(monkeypatch):
+    gaps = ["utilization: not read", "energy: this machine exposes no RAPL power sensor"]
+    monitor = RobustGPUMonitor()
+    host = {"name": "host", "is_gpu": False, "only_power": False, "not_measured": gaps}
+    monkeypatch.setattr(monitor, "_chain", SimpleNamespace(devices=[host], unavailable=[]))
+    monitor._spans.append((None, SpanReadings()))
+
+    with pytest.warns(UserWarning, match="energy is not measured: this machine exposes no RAPL power sensor"):
+        monitor.warn_if_unmeasured()
+
+
 HOST = {"name": "host", "is_gpu": False, "torch_index": None, "only_power": False, "not_measured": []}
 GPU_1 = {"name": "H100", "is_gpu": True, "torch_index": 1, "only_power": False, "not_measured": []}
 GPU_2 = {**GPU_1, "torch_index": 2}
@@ -201,7 +212,7 @@ def test_device_is_chosen_by_its_index_or_name(device, facts, positions):
         (0, [GPU_1], "device=0 was requested; the agent reads H100 (cuda:1)"),
         ("cpu", [GPU_1], "device='cpu' was requested; the agent reads H100 (cuda:1)"),
         (0, [{**HOST, "not_measured": ["GPU: not loaded"]}], "GPU: not loaded"),
-        (None, [{**HOST, "not_measured": ["power: none", "energy: none"]}], "energy: none"),
+        (None, [{**HOST, "not_measured": ["power: none", "energy: none"]}], "none"),
         (None, [], "no library; no permission"),
     ],
 )
