@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Mapping
 
-from effllm.devices.allocation import Statement, allocation, hidden_by_system, num_nodes, read_statement
+from effllm.devices.allocation import Statement, allocation, hidden_by_system, read_statement
 from effllm.records.allocation import Allocation
 from effllm.records.plain_text import one_line
 
@@ -38,9 +38,9 @@ class AllocationWatch:
         self._stop.set()
 
     def _run(self) -> None:
-        stated, nodes = read_statement(self._environ), num_nodes(self._environ)
+        stated = read_statement(self._environ)
         while not self._stop.is_set():
-            found = look(stated, nodes)
+            found = look(stated, self._environ)
             if found is None:
                 return
             if found != self.newest:
@@ -50,7 +50,7 @@ class AllocationWatch:
             self._stop.wait(CHECK_EVERY_S)
 
 
-def look(stated: Statement | None, nodes: int) -> Allocation | None:
+def look(stated: Statement | None, environ: Mapping[str, str]) -> Allocation | None:
     """Return the allocated GPUs of this host; ``None`` if no allocation is stated."""
     try:
         from effllm.devices.allocation import nvml
@@ -58,6 +58,6 @@ def look(stated: Statement | None, nodes: int) -> Allocation | None:
         gpus = nvml.visible_gpus()
     except Exception as error:  # noqa: BLE001 - a missing library, a broken driver, or any answer of it
         why = one_line(f"NVML does not list the GPUs: {error}")[:MAX_LETTERS]
-        return None if stated is None else allocation(stated, (), nodes, why)
+        return None if stated is None else allocation(stated, (), environ, why)
     statement = stated or hidden_by_system(len(gpus))
-    return None if statement is None else allocation(statement, gpus, nodes)
+    return None if statement is None else allocation(statement, gpus, environ)

@@ -157,9 +157,10 @@ class Goodput(Struct):
             attempts=tuple(attempts),
         )
 
-    def end_s(self, is_over: bool) -> float:
-        """Return the position of the end of this attempt, or of its last message while it runs."""
-        return self._end_of(self.attempt, is_over)
+    def span(self, is_over: bool) -> tuple[float, float]:
+        """Return the positions of the start and the end of this attempt; while it runs, the end is now."""
+        end_s = self._end_of(self.attempt, is_over)
+        return (end_s if self.attempt.begin_s is None else self.attempt.begin_s), end_s
 
     def _end_of(self, attempt: Attempt, is_over: bool) -> float:
         if attempt.end_s is not None:

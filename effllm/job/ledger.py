@@ -145,7 +145,7 @@ class Ledger(Struct):
 
     def next_attempt(self, job: str) -> Ledger:
         """Return the state for the next attempt: the sums stay, the ranks are reset."""
-        self.unused.end_attempt(self.goodput.end_s(is_over=True))
+        self.unused.end_attempt(*self.goodput.span(is_over=True))
         self.goodput.end_attempt(self.status())
         for rank in self.ranks.values():
             self.spent.add(rank)

@@ -300,7 +300,7 @@ def _sources(ledger: Ledger, ended: bool) -> Sources:
         windows=ledger.closed,
         attempts=ledger.attempt,
         windows_compared=ledger.windows_compared,
-        unused_s=unused.total(ledger.goodput.end_s(ended)),
+        unused_s=unused.total(*ledger.goodput.span(ended)),
         unused=unused.evidence,
         why_unused_unknown=unused.unknown,
     )

@@ -90,6 +90,12 @@ class UnusedWatch:
         stated = max((one.nodes for one in self._allocations.values()), default=0)
         return max(stated - len(self.host_names), 0)
 
+    @property
+    def node_names(self) -> set[str]:
+        """The scheduler's names of the hosts with ranks; the host's own name where the scheduler's is unknown."""
+        nodes = {host: one.node for host, one in self._allocations.items() if one.node}
+        return {nodes.get(host, host) for host in self.host_names}
+
     def hello(self, message: Hello) -> None:
         """Take the allocation of a host from a HELLO."""
         self._is_changed = True
@@ -121,8 +127,7 @@ class UnusedWatch:
         time.unknown = self._unknown(bool(found))
         if not self._has_waited:
             return ""
-        begin_s = self._ledger.goodput.attempt.begin_s
-        time.update(found, begin_s or 0.0, self._ledger.goodput.clock.at_s or 0.0)
+        time.update(found, *self._ledger.goodput.span(is_over=False))
         texts = self._texts()
         if texts:
             time.evidence = _few(texts)

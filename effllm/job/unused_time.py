@@ -20,7 +20,8 @@ class UnusedTime(Struct):
     """The time of unused GPUs over all attempts; times are positions on the axis of `Goodput`."""
 
     seconds: float = 0.0  # GPU-seconds of ended periods
-    since_s: dict[str, float] = {}  # unused GPU -> start of its period
+    # Unused GPU -> start of its period; None: the start of the attempt, which a late HELLO may still move.
+    since_s: dict[str, float | None] = {}
     busy: set[str] = set()  # GPUs that a process used in this attempt
     evidence: str = ""
     unknown: str = NOT_STATED
@@ -39,16 +40,20 @@ class UnusedTime(Struct):
             now_s: current position.
         """
         for key in [key for key in self.since_s if key not in unused]:
-            self.seconds += max(now_s - self.since_s.pop(key), 0.0)
+            self.seconds += _span_s(self.since_s.pop(key), begin_s, now_s)
         for key in unused:
             was_busy = key.partition("/")[2] in self.busy
-            self.since_s.setdefault(key, now_s if was_busy else begin_s)
+            self.since_s.setdefault(key, now_s if was_busy else None)
 
-    def end_attempt(self, end_s: float) -> None:
+    def end_attempt(self, begin_s: float, end_s: float) -> None:
         """End all periods at the end of an attempt."""
-        self.seconds = self.total(end_s)
+        self.seconds = self.total(begin_s, end_s)
         self.since_s, self.busy = {}, set()
 
-    def total(self, end_s: float) -> float:
-        """Return the GPU-seconds until a position."""
-        return self.seconds + sum(max(end_s - since_s, 0.0) for since_s in self.since_s.values())
+    def total(self, begin_s: float, end_s: float) -> float:
+        """Return the GPU-seconds until a position; ``begin_s`` is the start of the attempt."""
+        return self.seconds + sum(_span_s(since_s, begin_s, end_s) for since_s in self.since_s.values())
+
+
+def _span_s(since_s: float | None, begin_s: float, end_s: float) -> float:
+    return max(end_s - (begin_s if since_s is None else since_s), 0.0)

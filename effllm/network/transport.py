@@ -92,7 +92,7 @@ def _decode(decoder: msgspec.msgpack.Decoder[Message], frame: bytes) -> Message:
 def _is_plain(message: Hello) -> bool:
     devices = [text for device in message.devices for text in (device.key, device.name, device.driver)]
     if (allocated := message.allocation) is not None:
-        devices += [allocated.source, allocated.why, *allocated.gpus, *allocated.labels]
+        devices += [allocated.source, allocated.why, allocated.node, *allocated.gpus, *allocated.labels]
     return "".join((message.job, message.agent, message.host, message.role, message.version, *devices)).isprintable()
 
 

@@ -21,3 +21,4 @@ class Allocation(Struct, frozen=True, array_like=True):
     free: Words = ()  # keys of those of `gpus` that no process uses at present
     why: Sentence = ""  # the reason if the GPUs cannot be identified
     nodes: Count = 0  # number of nodes in the allocation, 0 if unknown
+    node: Word = ""  # the scheduler's name of this host; empty if unknown

@@ -236,7 +236,7 @@ class Server:
     def _ask_for_nodes(self, now_s: float) -> None:
         """Ask Slurm once for the nodes without ranks, if there are such nodes."""
         unused = self._aggregator.unused
-        if unused.needs_nodes and (found := self._slurm_nodes.poll(unused.host_names, now_s)) is not None:
+        if unused.needs_nodes and (found := self._slurm_nodes.poll(unused.node_names, now_s)) is not None:
             unused.set_nodes(*found)
 
     def _update_facts(self, every_s: float = 0.0, is_over: bool = False) -> None:

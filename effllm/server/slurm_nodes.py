@@ -44,7 +44,7 @@ class SlurmNodes:
         """Start scontrol, or return its answer: the nodes without ranks, and the reason why they are unknown.
 
         Args:
-            hosts: the names of the hosts with ranks.
+            hosts: the names of the nodes with ranks.
             now_s: monotonic time.
 
         Returns:
@@ -102,24 +102,29 @@ def nodes_without_ranks(text: str, hosts: Collection[str]) -> tuple[list[Node], 
 
     Args:
         text: details of the job, and its steps.
-        hosts: the names of the hosts with ranks; only the part before the first dot is compared.
+        hosts: the names of the nodes with ranks; only the part before the first dot is compared.
 
     Returns:
         The nodes, and the reason if nodes are unknown.
     """
-    short = {host.partition(".")[0] for host in hosts}
+    short = set(map(_short, hosts))
     gpus: dict[str, int] = {}
     for names, gres in _DETAIL.findall(text):
         count = sum(map(int, _GPUS.findall(gres)))
-        for name in hosts_of(names):
+        for name in map(_short, hosts_of(names)):
             gpus[name] = gpus.get(name, 0) + count
     if not short <= gpus.keys():
         return [], "the names of nodes in scontrol and of hosts differ"
-    with_steps = {name for step, names in _STEP.findall(text) if step not in _OWN_STEPS for name in hosts_of(names)}
+    lists = [names for step, names in _STEP.findall(text) if step not in _OWN_STEPS]
+    with_steps = {_short(name) for names in lists for name in hosts_of(names)}
     empty = gpus.keys() - short
     if busy := empty & with_steps:
         return [], f"other steps of the job run on {len(busy):,} of these nodes"
     return [Node(name, gpus[name]) for name in sorted(empty)[:MAX_NODES] if gpus[name]], ""
+
+
+def _short(name: str) -> str:
+    return name.partition(".")[0]
 
 
 def hosts_of(names: str) -> Iterator[str]:

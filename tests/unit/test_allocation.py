@@ -8,12 +8,12 @@ from effllm.devices.allocation import (
     Statement,
     allocation,
     hidden_by_system,
-    num_nodes,
     ranges,
     read_statement,
 )
 
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1"}
+NODES = {"SLURM_JOB_NUM_NODES": "4", "SLURMD_NODENAME": "n1"}
 KUBERNETES = {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}
 
 
@@ -41,7 +41,6 @@ def test_step_on_another_node_does_not_use_the_numbers_of_the_batch_script():
     assert read_statement({**environ, "SLURM_STEP_ID": "0"}) == Statement("SLURM_GPUS_ON_NODE", 2)
     assert read_statement({**environ, "SLURM_STEP_ID": "0", "SLURM_STEP_GPUS": "1"}).numbers == (1,)
     assert read_statement({**environ, "SLURM_STEP_ID": "4294967291"}).numbers == (0, 1, 2, 3)
-    assert num_nodes(environ) == 2
 
 
 def test_uuids_of_a_kubernetes_device_plugin_are_read():
@@ -68,14 +67,14 @@ def test_environment_without_a_clear_statement_states_nothing(environ):
 
 
 def test_allocated_gpus_are_identified_by_the_numbers_of_their_device_files():
-    found = allocation(Statement("SLURM_JOB_GPUS", 2, (1, 3)), gpus(0, 1, 2, 3, free=(0, 3)), 4)
+    found = allocation(Statement("SLURM_JOB_GPUS", 2, (1, 3)), gpus(0, 1, 2, 3, free=(0, 3)), NODES)
 
     assert (found.gpus, found.labels, found.free) == (("GPU-1", "GPU-3"), ("1", "3"), ("GPU-3",))
-    assert (found.source, found.count, found.nodes, found.why) == ("SLURM_JOB_GPUS", 2, 4, "")
+    assert (found.source, found.count, found.nodes, found.node, found.why) == ("SLURM_JOB_GPUS", 2, 4, "n1", "")
 
 
 def test_constrained_devices_are_the_allocation_under_any_number():
-    found = allocation(Statement("SLURM_JOB_GPUS", 2, (4, 5)), gpus(0, 1, free=(1,)))
+    found = allocation(Statement("SLURM_JOB_GPUS", 2, (4, 5)), gpus(0, 1, free=(1,)), {})
 
     assert (found.gpus, found.free) == (("GPU-0", "GPU-1"), ("GPU-1",))
 
@@ -92,7 +91,7 @@ def test_constrained_devices_are_the_allocation_under_any_number():
     ],
 )
 def test_gpus_that_cannot_be_identified_are_not_counted(statement, seen, why):
-    found = allocation(statement, seen)
+    found = allocation(statement, seen, {})
 
     assert found.why.startswith(why)
     assert (found.gpus, found.free) == ((), ())

@@ -44,7 +44,7 @@ class Job:
     @property
     def seconds(self):
         ledger = self.aggregator.ledger
-        return ledger.unused.total(ledger.goodput.end_s(is_over=False))
+        return ledger.unused.total(*ledger.goodput.span(is_over=False))
 
     @property
     def unknown(self):
@@ -177,7 +177,7 @@ def test_restarted_aggregator_continues_the_time_of_unused_gpus():
 def test_time_of_unused_gpus_is_added_over_attempts():
     time = UnusedTime()
     time.update({"a/GPU-1", "a/GPU-2"}, 10.0, 80.0)
-    time.end_attempt(110.0)
+    time.end_attempt(5.0, 105.0)
     time.update({"a/GPU-1"}, 200.0, 270.0)
 
-    assert (time.seconds, time.total(300.0)) == (200.0, 300.0)
+    assert (time.seconds, time.total(200.0, 300.0)) == (200.0, 300.0)

@@ -48,7 +48,7 @@ def read_statement(environ: Mapping[str, str]) -> Statement | None:
     return None
 
 
-def num_nodes(environ: Mapping[str, str]) -> int:
+def _num_nodes(environ: Mapping[str, str]) -> int:
     """Return the number of nodes in the allocation of a Slurm job; 0 if unknown."""
     text = environ.get("SLURM_JOB_NUM_NODES", "").strip()
     return int(text) if text.isdecimal() else 0
@@ -74,13 +74,15 @@ def hidden_by_system(num_visible: int, driver: Path = _PCI_DRIVER, dev: Path = _
     return Statement(HIDDEN, num_visible)
 
 
-def allocation(statement: Statement, gpus: Sequence[HostGpu], nodes: int = 0, error: str = "") -> Allocation:
+def allocation(
+    statement: Statement, gpus: Sequence[HostGpu], environ: Mapping[str, str], error: str = ""
+) -> Allocation:
     """Return the allocated GPUs and the free GPUs among them.
 
     Args:
         statement: the statement of the allocation.
         gpus: the visible GPUs.
-        nodes: number of nodes in the allocation.
+        environ: the environment of a rank.
         error: the reason why GPUs cannot be listed.
     """
     found, why = ([], error) if error else _identify(statement, gpus)
@@ -92,7 +94,8 @@ def allocation(statement: Statement, gpus: Sequence[HostGpu], nodes: int = 0, er
         labels=tuple(gpu.key if gpu.number is None else str(gpu.number) for gpu in found),
         free=tuple(gpu.key for gpu in found if gpu.is_free),
         why=why,
-        nodes=nodes,
+        nodes=_num_nodes(environ),
+        node=environ.get("SLURMD_NODENAME", "").strip()[:255],
     )
 
 
