@@ -248,6 +248,8 @@ def _not_comparable(a: Side, b: Side, metric: ComparedMetric, raw_a: Sequence[fl
     if len(raw_a) < len(a.runs) or len(raw_b) < len(b.runs):
         missing = len(a.runs) + len(b.runs) - len(raw_a) - len(raw_b)
         return f"not measured in {missing} of {len(a.runs) + len(b.runs)} runs"
+    if any(metric.column in run.doubts for side in (a, b) for run in side.runs):
+        return "a check of the counts failed, on which this metric depends (effllm inspect)"
     columns = {"simulated": "some devices are simulated"}
     if metric.is_per_parameter:
         columns["parameters_kind"] = "the kinds of parameters differ (total, trainable, active)"

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from effllm.analysis.run_folders import FoundRun, UnreadableRun, find_runs
 from effllm.analysis.run_row import Document, Unreadable, read_document, run_row
+from effllm.analysis.runs_table import column_of
 from effllm.records.plain_text import one_line
 
 #: Tags that differ between the repeats of a configuration.
@@ -36,6 +37,7 @@ class Run(NamedTuple):
 
     folder: Path
     row: Mapping[str, Any]  # of the table `runs`
+    doubts: Mapping[str, str] = {}  # failed checks of the audit, by column of the metric
 
     @property
     def facts(self) -> Mapping[str, Any]:
@@ -149,7 +151,11 @@ def read_runs(found: Iterable[FoundRun], left_out: list[str]) -> list[Run]:
         if not documents[1]:
             left_out.append(f"{one.folder}: no summary.json yet: nothing was measured")
             continue
-        runs.append(Run(one.folder, run_row(one.folder, *documents)))
+        run = Run(one.folder, run_row(one.folder, *documents), _doubts(documents[1]))
+        if run.repeat() and run.row.get("status") != "completed" and not run.continues:
+            left_out.append(f"{one.folder}: a repeat of a campaign that is {run.row.get('status')}")
+            continue
+        runs.append(run)
     return runs
 
 
@@ -180,6 +186,13 @@ def names_of(runs: Iterable[Run]) -> dict[Path, str]:
         folder: one_line(run_id if times[run_id] == 1 else f"{folder.parent.name}/{run_id}")
         for folder, run_id in ids.items()
     }
+
+
+def _doubts(summary: Document) -> dict[str, str]:
+    metrics = summary.get("metrics")
+    entries = metrics.items() if isinstance(metrics, dict) else ()
+    doubts = ((tag, value.get("doubt")) for tag, value in entries if isinstance(value, dict))
+    return {column_of(tag): doubt for tag, doubt in doubts if isinstance(doubt, str)}
 
 
 def _runs_of(argument: str, runs_folder: str, left_out: list[str]) -> list[Run]:

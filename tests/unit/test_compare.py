@@ -317,3 +317,25 @@ def test_without_the_extra_one_line_names_it(tmp_path, monkeypatch, compared):
         "effllm compare: this command needs SciPy: pip install 'effllm[analysis]'\n",
         2,
     )
+
+
+def test_a_value_that_failed_the_audit_is_unknown(tmp_path, compared):
+    a, b = write_side(tmp_path, "a", [1000.0, 1001.0]), write_side(tmp_path, "b", [8000.0, 8001.0])
+    doubtful = {"metrics": {SPEED: {"value": 8000.0, "unit": "", "doubt": "8 = gradient accumulation"}}}
+    write_run(b / "b2", {}, summary=doubtful)
+
+    row = rows(compared(a, b)[0])["tokens_per_second"]
+
+    assert (row["word"], row["share"]) == ("unknown", None)
+    assert "a check of the counts failed" in row["reason"]
+
+
+def test_an_interrupted_repeat_of_a_campaign_is_left_out(tmp_path, compared):
+    for side, status in (("a", "completed"), ("b", "completed"), ("b", "interrupted")):
+        tags = ["campaign=c", f"config={side}", "repeat=1/1"]
+        write_run(tmp_path / f"{side}-{status}", {SPEED: 1.0}, tags=tags, summary={"status": status})
+
+    document, _ = compared(tmp_path, by="config")
+
+    assert len(document["comparisons"][0]["b"]["runs"]) == 1
+    assert "a repeat of a campaign that is interrupted" in document["left_out"][0]
