@@ -343,10 +343,9 @@ def inside_one_run(count: int) -> list[Figure]:
             windows = np.concatenate([pair.a[0, 0], pair.a[0, 1], pair.a[0, 2], pair.a[0, 3]]) - 100.0
             windows = windows - np.repeat([one.mean() for one in np.split(windows, 4)], WINDOWS)  # one run, one mean
             windows += np.linspace(-1.0, 1.0, len(windows))
-            means = windows.reshape(-1, 20).mean(axis=1)
-            arms = ["ABBA"[at % 4] for at in range(len(means))]
-            segments = [(arm, float(mean) + effect * (arm == "B")) for arm, mean in zip(arms, means, strict=True)]
-            blocks = switchback(segments, "A", "B")
+            arms = ["ABBA"[at // 20 % 4] for at in range(len(windows))]
+            values = windows + effect * np.array([arm == "B" for arm in arms])
+            blocks = switchback(arms, values.tolist(), "A", "B", settle=1)
             looks = (always_valid(blocks[:seen]).excludes_zero for seen in range(2, len(blocks) + 1))
             called["ABBA blocks, looked at after each block"] += any(looks)
             first, second = np.split(windows, 2)

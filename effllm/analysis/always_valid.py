@@ -122,33 +122,42 @@ def pairs(a: Sequence[float], b: Sequence[float], alpha: float = ALPHA) -> Inter
 PAIR_EFFECT = 3.0
 
 
-def switchback(segments: Sequence[tuple[str, float]], first: str, second: str) -> list[float]:
-    """Return the difference second minus first in each block ABBA or BAAB inside one run.
+def switchback(arms: Sequence[str], values: Sequence[float], first: str, second: str, settle: int = 0) -> list[float]:
+    """Return the difference second minus first in each block A B B A inside one run.
 
-    In a block, a linear drift and the part between runs are the same for both arms, and cancel. The differences are
-    values for `always_valid`, or for a t-test of one sample (`mean_of_blocks`).
+    A block is a stretch of windows of the second arm with half as many windows of the first arm before and after it. In
+    a block, the part between runs and a linear drift are the same for both arms, and cancel. Each window is in at most
+    one block, so the differences are values for `always_valid`.
 
     Args:
-        segments: (arm, mean over the segment) in the order of time. Segments outside of complete blocks are left out.
+        arms: the arm of each window, in the order of time.
+        values: the value of each window.
         first: arm A.
         second: arm B.
+        settle: windows after each switch that are left out.
     """
-    patterns = {(first, second, second, first): 1, (second, first, first, second): -1}
-    differences, at = [], 0
-    while at + 4 <= len(segments):
-        sign = patterns.get(tuple(arm for arm, _ in segments[at : at + 4]))  # type: ignore[arg-type]
-        if sign is None:
-            at += 1
+    starts = [at for at in range(len(arms)) if not at or arms[at] != arms[at - 1]]
+    ends = [*starts[1:], len(arms)][: len(starts)]
+    runs = [(arms[start], start, end) for start, end in zip(starts, ends, strict=True)]
+    differences = []
+    for at in range(1, len(runs) - 1):
+        (before, _, _), (middle, start, end), (after, _, _) = runs[at - 1 : at + 2]
+        if (before, middle, after) != (first, second, first):
             continue
-        one, two, three, four = (value for _, value in segments[at : at + 4])
-        differences.append(sign * (two + three - one - four) / 2)
-        at += 4
+        around = [_share(runs, at - 1, settle), _share(runs, at + 1, settle)]
+        half = min((end - start - settle) // 2, *around)
+        if half < 1:
+            continue
+        # Both means have the same middle in time: an odd stretch keeps its middle window.
+        cut = (end - start - settle) // 2 - half
+        of_second = values[start + settle + cut : end - cut]
+        of_first = [*values[start - half : start], *values[end + settle : end + settle + half]]
+        differences.append(mean(of_second) - mean(of_first))
     return differences
 
 
-def mean_of_blocks(differences: Sequence[float]) -> Difference | None:
-    """Return the mean difference of blocks, from a t-test of one sample; ``None`` with fewer than two blocks."""
-    df = len(differences) - 1
-    if df < 1 or (total := squares(differences)) <= 0:
-        return None
-    return Difference(mean(differences), math.sqrt(total / df / len(differences)), df)
+def _share(runs: Sequence[tuple[str, int, int]], at: int, settle: int) -> int:
+    """Return the windows of a stretch for one of its neighbours: half, or all at the edge of the run."""
+    _, start, end = runs[at]
+    windows = end - start - settle
+    return windows if at in (0, len(runs) - 1) else windows // 2

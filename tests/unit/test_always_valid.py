@@ -8,7 +8,6 @@ import pytest
 from effllm.analysis.always_valid import (
     always_valid,
     batch_means,
-    mean_of_blocks,
     pairs,
     run_mean,
     switchback,
@@ -83,13 +82,22 @@ def test_running_run_is_called_only_beyond_the_spread_between_runs():
 
 
 def test_blocks_remove_a_linear_drift():
-    segments = [("ABBA"[at % 4], 10.0 * at + (5.0 if "ABBA"[at % 4] == "B" else 0.0)) for at in range(9)]
+    arms = [arm for arm in "ABBAABBA" for _ in range(4)]
+    values = [10.0 * at + (5.0 if arm == "B" else 0.0) for at, arm in enumerate(arms)]
 
-    assert switchback(segments, "A", "B") == pytest.approx([5.0, 5.0])
-    assert switchback([("B", 1.0), ("A", 3.0), ("A", 3.0), ("B", 1.0)], "A", "B") == pytest.approx([-2.0])
+    assert switchback(arms, values, "A", "B") == pytest.approx([5.0, 5.0])
+    assert switchback(arms, values, "A", "B", settle=1) == pytest.approx([5.0, 5.0])
+    assert switchback(arms, values, "B", "A") == pytest.approx([-5.0])
 
 
-def test_blocks_need_a_spread_for_an_interval():
-    assert mean_of_blocks([1.0]) is None
-    assert mean_of_blocks([1.0, 1.0]) is None
-    assert mean_of_blocks([1.0, 3.0]).standard_error == pytest.approx(1.0)
+def test_blocks_of_alternating_stretches_remove_a_drift():
+    arms = [arm for arm in "ABABA" for _ in range(6)]
+    values = [10.0 * at + (5.0 if arm == "B" else 0.0) for at, arm in enumerate(arms)]
+
+    assert switchback(arms, values, "A", "B", settle=2) == pytest.approx([5.0, 5.0])
+
+
+def test_a_switch_without_a_way_back_is_no_block():
+    assert switchback("AAABBB", [1.0] * 6, "A", "B") == []
+    assert switchback("ABA", [1.0, 2.0, 1.0], "A", "B") == []  # one window has no two halves
+    assert switchback("", [], "A", "B") == []
