@@ -88,7 +88,7 @@ class Ledger:
         return spread_of([[value for run in runs if (value := get(run)) is not None] for runs in every])
 
 
-class _Scale(NamedTuple):
+class Scale(NamedTuple):
     """The scale on which values are compared: logarithms if all values are positive, so that differences are shares."""
 
     is_log: bool
@@ -143,13 +143,13 @@ def _values(side: Side, column: str) -> list[float]:
     return [value for run in side.runs if (value := run.value(column)) is not None and math.isfinite(value)]
 
 
-def _scale(a: Sequence[float], b: Sequence[float]) -> _Scale:
+def _scale(a: Sequence[float], b: Sequence[float]) -> Scale:
     if all(value > 0 for value in (*a, *b)):
-        return _Scale(True, 1.0)
-    return _Scale(False, math.fsum(a) / len(a) if a else 0.0)
+        return Scale(True, 1.0)
+    return Scale(False, math.fsum(a) / len(a) if a else 0.0)
 
 
-def _evidence(a: Side, b: Side, metric: ComparedMetric, ledger: Ledger, alpha: float) -> tuple[_Scale, Evidence]:
+def _evidence(a: Side, b: Side, metric: ComparedMetric, ledger: Ledger, alpha: float) -> tuple[Scale, Evidence]:
     raw_a, raw_b = _values(a, metric.column), _values(b, metric.column)
     scale = _scale(raw_a, raw_b)
     if reason := _not_comparable(a, b, metric, raw_a, raw_b):
@@ -172,7 +172,7 @@ def _evidence(a: Side, b: Side, metric: ComparedMetric, ledger: Ledger, alpha: f
 def _finished(
     sides: tuple[Side, Side],
     metric: ComparedMetric,
-    scale: _Scale,
+    scale: Scale,
     values: tuple[list[float], list[float]],
     known: Evidence,
     ledger: Ledger,
@@ -195,7 +195,7 @@ def _finished(
     return known._replace(difference=found, detectable=detectable(pooled, len(a), len(b), used, alpha))
 
 
-def _running(a: Side, b: Side, metric: ComparedMetric, scale: _Scale, known: Evidence, alpha: float) -> Evidence:
+def _running(a: Side, b: Side, metric: ComparedMetric, scale: Scale, known: Evidence, alpha: float) -> Evidence:
     """Return the always-valid interval of one running run against finished runs."""
     sides = (a, b) if any(run.continues for run in b.runs) else (b, a)
     reference, current = sides
@@ -261,7 +261,7 @@ def _not_comparable(a: Side, b: Side, metric: ComparedMetric, raw_a: Sequence[fl
     return ""
 
 
-def _gain_error(a: Side, b: Side, metric: ComparedMetric, scale: _Scale) -> float:
+def _gain_error(a: Side, b: Side, metric: ComparedMetric, scale: Scale) -> float:
     """Return the error of the sensors in the difference; it cancels if both sides ran on the same boards."""
     if boards(a) & boards(b):
         return 0.0
@@ -276,7 +276,7 @@ def _gain_error(a: Side, b: Side, metric: ComparedMetric, scale: _Scale) -> floa
     return math.sqrt(total)
 
 
-def _these_two(sides: tuple[Side, Side], metric: ComparedMetric, scale: _Scale) -> Difference | None:
+def _these_two(sides: tuple[Side, Side], metric: ComparedMetric, scale: Scale) -> Difference | None:
     if metric.window_tag is None:
         return None
     windows = [
@@ -286,7 +286,7 @@ def _these_two(sides: tuple[Side, Side], metric: ComparedMetric, scale: _Scale) 
     return these_two_runs(windows[0], windows[1])
 
 
-def _no_repeats(scale: _Scale, others: Spread | None, alpha: float) -> str:
+def _no_repeats(scale: Scale, others: Spread | None, alpha: float) -> str:
     runs = RUNS_FOR_AN_ANSWER
     if others is None or not others.variance:
         ratio = detectable(Spread(1.0, 1e6), runs, runs, 0.0, alpha) or 0.0
@@ -300,7 +300,7 @@ def _no_repeats(scale: _Scale, others: Spread | None, alpha: float) -> str:
 
 
 def _row(
-    metric: ComparedMetric, a: Side, b: Side, scale: _Scale, evidence: Evidence, adjusted_p: float | None, alpha: float
+    metric: ComparedMetric, a: Side, b: Side, scale: Scale, evidence: Evidence, adjusted_p: float | None, alpha: float
 ) -> MetricComparison:
     raw_a, raw_b = _values(a, metric.column), _values(b, metric.column)
     means = [_mean(scale, raw) for raw in (raw_a, raw_b)]
@@ -348,10 +348,10 @@ def _row(
     )
 
 
-def _mean(scale: _Scale, raw: Sequence[float]) -> float | None:
+def _mean(scale: Scale, raw: Sequence[float]) -> float | None:
     scaled = [value for one in raw if (value := scale.of(one)) is not None]
     return scale.mean(scaled) if scaled else None
 
 
-def _shares(scale: _Scale, **differences: float | None) -> dict[str, float | None]:
+def _shares(scale: Scale, **differences: float | None) -> dict[str, float | None]:
     return {name: None if one is None else scale.share(one) for name, one in differences.items()}

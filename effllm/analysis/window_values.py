@@ -8,14 +8,18 @@ from pathlib import Path
 from msgspec import Struct
 
 from effllm.analysis.sides import Run
+from effllm.records.values import ValueSummary
 from effllm.store.reader import JsonLines, segments
 
 MAX_WINDOWS = 200_000  # further windows of a run are not read
 _HOTTEST = "health/hottest_c"
 
 
-class _Line(Struct, frozen=True):
+class WindowLine(Struct, frozen=True):
+    """The used fields of a line of windows-*.jsonl."""
+
     values: dict[str, float] = {}
+    instruments: dict[str, ValueSummary] = {}
     warming_up: bool = False
     correction: bool = False
     iteration_first: int = 0
@@ -24,13 +28,18 @@ class _Line(Struct, frozen=True):
 
 def window_values(run: Run, tag: str) -> list[float]:
     """Return the values of a metric in the windows after the warm-up; windows without a value are left out."""
-    return [values[tag] for values in _windows(run.folder) if tag in values]
+    return [line.values[tag] for line in windows_of(run) if tag in line.values]
+
+
+def windows_of(run: Run) -> list[WindowLine]:
+    """Return the windows of a run after its warm-up."""
+    return _windows(run.folder)
 
 
 def first_temperature_c(run: Run) -> float | None:
     """Return the highest temperature of a GPU in the first window of a run, which may be in the warm-up."""
     try:
-        for line in JsonLines(segments(run.folder, "windows"), _Line):
+        for line in JsonLines(segments(run.folder, "windows"), WindowLine):
             return line.values.get(_HOTTEST)
     except OSError:
         pass
@@ -38,12 +47,12 @@ def first_temperature_c(run: Run) -> float | None:
 
 
 @lru_cache(maxsize=8)
-def _windows(folder: Path) -> list[dict[str, float]]:
-    found: list[dict[str, float]] = []
+def _windows(folder: Path) -> list[WindowLine]:
+    found: list[WindowLine] = []
     try:
-        for line in JsonLines(segments(folder, "windows"), _Line):
+        for line in JsonLines(segments(folder, "windows"), WindowLine):
             if not (line.warming_up or line.correction or line.iteration_last < line.iteration_first):
-                found.append(line.values)
+                found.append(line)
             if len(found) >= MAX_WINDOWS:
                 break
     except OSError:  # removed, or another user's

@@ -27,6 +27,9 @@ def compare(
         list[str] | None,
         typer.Option(metavar="CONDITION", help="Exit status 1 if true, 3 if unknown; only its metric is compared."),
     ] = None,
+    inside: Annotated[
+        str, typer.Option(metavar="NAME", help="Compare two values of this instrument inside one run.")
+    ] = "",
     ledger: Annotated[
         str,
         typer.Option(metavar="FOLDER", help="Earlier runs, for the spread between runs. [default: the sides' folders]"),
@@ -53,6 +56,7 @@ def compare(
       effllm compare 'runs/base-*' 'runs/new-*' --metric joules_per_token
       effllm compare lr=1e-4 lr=3e-4                # tags, EFFICIENTLLM_TAGS
       effllm compare runs --by git_commit --markdown
+      effllm compare RUN --inside power_limit       # switched by the loop
       effllm compare main new --fail-if 'joules_per_token > +2%'
       effllm compare A B --json | jq '.comparisons[].metrics[] | {metric, word}'
 
@@ -65,7 +69,7 @@ def compare(
         raise typer.BadParameter("--json and --markdown are two forms: choose one", param_hint="--json")
     form = "json" if as_json else "markdown" if as_markdown else "text"
     lists = (metric or [], fail_if or [])
-    raise typer.Exit(command.main(command.Request(sides, by, baseline, *lists, ledger, runs, form)))
+    raise typer.Exit(command.main(command.Request(sides, by, baseline, *lists, ledger, runs, inside, form)))
 
 
 def campaign(

@@ -9,13 +9,14 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from effllm.analysis.compared_metrics import compared_metrics
+from effllm.analysis.compared_metrics import ComparedMetric, compared_metrics
 from effllm.analysis.comparison import Ledger, compare
 from effllm.analysis.conditions import answer, exit_status, parse_condition
 from effllm.analysis.difference import ALPHA
 from effllm.analysis.fairness import settings, unfair
-from effllm.analysis.run_folders import UnreadableRun
-from effllm.analysis.sides import find_sides, ledger_runs
+from effllm.analysis.inside import compare_inside
+from effllm.analysis.run_folders import UnreadableRun, find_runs
+from effllm.analysis.sides import find_sides, ledger_runs, read_runs
 from effllm.config.settings import ConfigError, read_config
 from effllm.config.switches import this_process
 from effllm.records.plain_text import one_line
@@ -34,6 +35,7 @@ class Request(NamedTuple):
     conditions: Sequence[str]
     ledger: str
     runs: str
+    inside: str
     form: str  # text, markdown or json
 
 
@@ -67,6 +69,8 @@ def _page(request: Request) -> Page:
     # Metrics of conditions are named in advance: with conditions alone, only these metrics are in Holm's correction.
     names = dict.fromkeys([*request.metrics, *(one.metric for one in conditions)])
     metrics = compared_metrics(list(names))
+    if request.inside:
+        return _inside(request, metrics)
     sides, left_out = find_sides(
         request.sides, request.by, request.runs or read_config(this_process()).run_dir, request.baseline
     )
@@ -78,3 +82,12 @@ def _page(request: Request) -> Page:
     others = [Compared(side, rows, unfair(sides[0], side), settings(sides[0], side)) for side, rows in found]
     answers = [answer(condition, one.side.name, one.metrics) for one in others for condition in conditions]
     return Page(sides[0], others, left_out, answers, 1 - alpha)
+
+
+def _inside(request: Request, metrics: list[ComparedMetric]) -> Page:
+    left_out: list[str] = []
+    runs = read_runs(find_runs(list(request.sides)), left_out)
+    if len(runs) != 1 or request.by or request.conditions:
+        raise UnreadableRun("--inside needs one run, and neither --by nor --fail-if")
+    first, second, rows = compare_inside(runs[0], request.inside, metrics)
+    return Page(first, [Compared(second, rows, [], [])], left_out, [], 1 - ALPHA / max(len(rows), 1))

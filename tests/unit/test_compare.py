@@ -16,7 +16,16 @@ WINDOW_SPEED = "throughput/tokens_per_second"
 
 
 def compare(*sides, form="json", **options):
-    known = {"by": "", "baseline": "", "metrics": [], "conditions": [], "ledger": "none", "runs": "", "form": form}
+    known = {
+        "by": "",
+        "baseline": "",
+        "metrics": [],
+        "conditions": [],
+        "ledger": "none",
+        "runs": "",
+        "inside": "",
+        "form": form,
+    }
     return main(Request([str(side) for side in sides], **{**known, **options}))
 
 
@@ -339,3 +348,40 @@ def test_an_interrupted_repeat_of_a_campaign_is_left_out(tmp_path, compared):
 
     assert len(document["comparisons"][0]["b"]["runs"]) == 1
     assert "a repeat of a campaign that is interrupted" in document["left_out"][0]
+
+
+def write_switching_run(folder, effect, order, windows=6):
+    """Write a run with a drift of 10 %, whose loop switches a knob between 1 and 2 in this order."""
+    noise = random.Random(5)
+    lines = []
+    for at, arm in enumerate(arm for arm in order for _ in range(windows)):
+        speed = 1000 * (1 + 0.1 * at / (windows * len(order))) * (1 + (arm == "2") * effect) * noise.gauss(1, 0.002)
+        lines.append({WINDOW_SPEED: speed})
+    write_run(folder, {SPEED: 1000.0}, windows=lines)
+    path = folder / "windows-0001.jsonl"
+    documents = [json.loads(text) for text in path.read_text().splitlines()]
+    arms = [arm for arm in order for _ in range(windows)]
+    for document, arm in zip(documents, arms, strict=True):
+        document["instruments"] = {"knob": {"count": 1, "least": float(arm), "most": float(arm)}}
+    path.write_text("".join(json.dumps(document) + "\n" for document in documents))
+    return folder
+
+
+def test_a_knob_that_is_switched_inside_one_run_is_compared_by_blocks(tmp_path, compared):
+    better = write_switching_run(tmp_path / "better", 0.02, "12211221122112211221")
+    same = write_switching_run(tmp_path / "same", 0.0, "12211221122112211221")
+
+    row = rows(compared(better, inside="knob")[0])["tokens_per_second"]
+
+    assert (row["word"], row["always_valid"]) == ("better", True)
+    assert row["low"] < 0.02 < row["high"] < 0.03
+    assert rows(compared(same, inside="knob")[0])["tokens_per_second"]["word"] == "not distinguishable"
+
+
+def test_a_knob_with_one_switch_is_unknown_and_with_one_value_an_error(tmp_path, compared):
+    once = write_switching_run(tmp_path / "once", 0.02, "12")
+    never = write_switching_run(tmp_path / "never", 0.02, "11")
+
+    assert rows(compared(once, inside="knob")[0])["tokens_per_second"]["word"] == "unknown"
+    assert "needs two values inside the run, but has 1: 1" in compared(never, inside="knob")[0]
+    assert compared(once, never, inside="knob")[1] == 2
