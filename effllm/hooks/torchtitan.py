@@ -204,7 +204,7 @@ def _read_figures(call: Call) -> None:
     """Read the figures that torchtitan passes to its loggers."""
     metrics = call.get("metrics")
     if _training is not None and isinstance(metrics, Mapping):
-        known = {name: metrics[name] for name in FIGURES if name in metrics}
+        known = {name: value for name in FIGURES if isinstance(value := metrics.get(name), int | float)}
         _STEPS.figures({FIGURES[name][0]: FIGURES[name][1] * value for name, value in known.items()})
 
 

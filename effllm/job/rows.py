@@ -35,9 +35,15 @@ class Rows(list[RankReport]):
         return columns
 
     @cached_property
+    def token_counts(self) -> dict[str, list[int]]:
+        """The counts of tokens of each report; a list for each count takes a quarter of the time of `fields_of`."""
+        return {name: list(map(attrgetter(name), self)) for name in TOKEN_COUNTS}
+
+    @cached_property
     def counts(self) -> dict[str, int]:
         """Exact sums of the counts."""
-        return {name: sum(map(attrgetter(name), self)) for name in _COUNTED}
+        others = {name: sum(map(attrgetter(name), self)) for name in _COUNTED if name not in TOKEN_COUNTS}
+        return {**{name: sum(column) for name, column in self.token_counts.items()}, **others}
 
     @cached_property
     def iterations(self) -> int:
@@ -119,4 +125,6 @@ _PLACED = (
     "end_time_s",
 )
 SUMMED = ("generation_s", "device_steps", "device_step_s")
+#: Counts of tokens, from the largest.
+TOKEN_COUNTS = ("tokens_processed", "tokens", "tokens_loss")
 _COUNTED = (*FIELDS, "losses_not_finite")

@@ -69,3 +69,20 @@ def test_training_loop_of_torchtitan_is_measured(launch):
     assert summary.loss is not None
     assert job.ledger.facts["framework"] == "torchtitan"
     assert job.our_errors == []
+
+
+@pytest.mark.parametrize(
+    ("divisor", "outcome", "reasons"), [(1, "agrees", ()), (2, "named cause", ("gradient accumulation steps",))]
+)
+def test_logged_tokens_per_second_are_compared_with_the_counts(launch, divisor, outcome, reasons):
+    """With the wrong divisor of torchtitan's tokens/s, the factor is equal to the number of its micro-batches."""
+    code = SCRIPT.replace("steps=6,", "steps=80,").replace("range(20)", "range(400)")
+    code = code.replace("        loss.backward()", "        time.sleep(0.01)\n        loss.backward()")
+    code = code.replace("non_data_parallel_size=1", f"non_data_parallel_size={divisor}")
+
+    job = launch.code(code, environ={"EFFICIENTLLM_ATTACH": "1", "EFFICIENTLLM_SINKS": "none"}).done(90)
+
+    figures = {one.name: one for one in job.ledger.summary.audit.figures}
+    found = figures["framework/tokens_per_second_per_gpu"]
+    assert (found.outcome, found.reasons) == (outcome, reasons)
+    assert figures["framework/tflops_per_gpu"].outcome == outcome

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from effllm.job.audit.known import KnownJob, reasons_for
-from effllm.job.rows import Rows
-from effllm.records.columns import Table, fields_of
+from effllm.job.rows import TOKEN_COUNTS, Rows
+from effllm.records.columns import Table
 
 MAX_NAMED = 8
 #: Tolerance for a whole number: the totals are exact, but late counts may be missing.
@@ -23,13 +23,14 @@ TOLERANCE = 0.01
 class CountSums(Table):
     """The totals of each rank."""
 
-    NAMES = ("tokens_processed", "tokens", "tokens_loss", "iterations")
+    NAMES = (*TOKEN_COUNTS, "iterations")
 
     def add(self, rows: Rows) -> None:
         """Add reports; each report may be added only once."""
         at = self.find(rows.ranks)
         values = self.values
-        values[at, :3] += fields_of(rows, self.NAMES[:3])
+        for column, name in enumerate(TOKEN_COUNTS):
+            values[at, column] += np.array(rows.token_counts[name], np.float64)
         values[at, 3] += rows.numbers["iterations"]
 
 
@@ -51,7 +52,7 @@ def broken_counts(sums: CountSums, rows: Rows, known: KnownJob, *, has_gaps: boo
     """
     values = sums.values[sums.find(rows.ranks)]
     column = dict(zip(sums.NAMES, values.T, strict=True))
-    spare = fields_of(rows, ("tokens_processed",))[:, 0] if has_gaps else 0.0
+    spare = np.array(rows.token_counts["tokens_processed"], np.float64) if has_gaps else 0.0
     for small, large, small_text, large_text in _ORDER:
         # A total of 0 is not counted.
         wrong = (column[large] > 0) & (column[small] > column[large] + spare)
