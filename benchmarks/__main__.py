@@ -40,7 +40,7 @@ def table(figures: Sequence[Figure], title: str) -> Table:
     for column, justify in (("figure", "left"), ("measured", "right"), ("goal", "right"), ("", "left")):
         table.add_column(column, justify=justify)  # type: ignore[arg-type]
     for figure in figures:
-        value = f"{figure.value:.4g} {figure.unit}"
+        value = f"not measured: {figure.note}" if figure.value is None else f"{figure.value:.4g} {figure.unit}"
         if figure.interval:
             value += f"\n95 %: {figure.interval[0]:.4f} to {figure.interval[1]:.4f}"
         goal = "" if figure.goal is None else f"{figure.goal:g}"

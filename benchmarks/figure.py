@@ -13,20 +13,22 @@ from typing import Any
 class Figure:
     """A number for reports and comparisons.
 
-    ``goal`` is the largest allowed value; ``detail`` has the values behind the number.
+    ``value`` is ``None`` if it was not measured, and ``note`` has the reason.  ``goal`` is the largest allowed value;
+    ``detail`` has the values behind the number.
     """
 
     name: str
-    value: float
+    value: float | None
     unit: str
     goal: float | None = None
     interval: tuple[float, float] | None = None
     detail: dict[str, Any] = field(default_factory=dict)
+    note: str = ""
 
     @property
     def met(self) -> bool | None:
-        """Whether the goal is met; ``None`` without a goal."""
-        return None if self.goal is None else self.value <= self.goal
+        """Whether the goal is met; ``None`` without a goal or a value."""
+        return None if self.goal is None or self.value is None else self.value <= self.goal
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "met": self.met}

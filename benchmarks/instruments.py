@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -12,12 +13,13 @@ from statistics import fmean
 import psutil
 
 import effllm
-from benchmarks.figure import Figure, median
-from effllm.instruments.metrics import GRPOMetricsTracker, MetricTracker, ScoreDistributionTracker
+from benchmarks.figure import Figure, interval_95, median
+from effllm.instruments.metrics import GRPOMetricsTracker, MetricTracker, ScoreDistributionTracker, TrainingLogger
 from effllm.instruments.profiling import ComprehensiveProfiler, GPUMemoryProfiler, ThroughputTracker, TrainingTimer
 
 ROUNDS, CALLS = 20, 1000
-ITERATIONS, ITERATION_S = 600, 0.02
+ITERATION_S, WARM_ITERATIONS, BLOCKS, BLOCK_ITERATIONS = 0.02, 300, 12, 50
+NUM_VALUES = 10_000
 PARTS = ("data", "forward", "backward", "optimizer", "logging")
 METRICS = ("loss", "learning_rate", "grad_norm", "reward", "kl_divergence")
 
@@ -30,20 +32,22 @@ def measure() -> list[Figure]:
         os.environ["EFFICIENTLLM_SINKS"] = "none"
         collector = effllm.initialize_efficientllm_metrics(1_000_000)
         in_run = {name: _cost_ns(call) for name, call in _calls()}
-        profiled_s, _, _ = _loop(collector, has_metrics=False)
-        spent_s, agent_mb, agent_share = _loop(collector, has_metrics=True)
+        loops = _Loops(collector)
+        loops.run()
         effllm.finalize_efficientllm_metrics()
     figures = [
         Figure(f"{name}, in a run", cost / 1000, "us", detail={"stand_alone_us": alone[name] / 1000})
         for name, cost in in_run.items()
     ]
-    figures += [Figure(name, _cost_ns(call) / 1000, "us") for name, call in _others()]
     return [
         *figures,
-        Figure("ComprehensiveProfiler with five timers, share of 20 ms", profiled_s / ITERATION_S * 100, "%", goal=1),
-        Figure("also five metrics and four scores, share of 20 ms", spent_s / ITERATION_S * 100, "%"),
-        Figure("the same: the agent's share of a core", agent_share * 100, "%"),
-        Figure("the same: the agent's resident memory", agent_mb, "MB", goal=40),
+        *_others(),
+        *(Figure(name, cost, "ms") for name, cost in _results()),
+        loops.share("recorder", "the recorder's start and end alone, share of 20 ms"),
+        loops.share("profiler", "also ComprehensiveProfiler with five timers, share of 20 ms", goal=1),
+        loops.share("all", "also five metrics and four scores, share of 20 ms", goal=1),
+        Figure("the same: the agent's share of a core", loops.agent_share * 100, "%"),
+        Figure("the same: the agent's resident memory", loops.agent_mb, "MB", goal=40),
     ]
 
 
@@ -63,59 +67,133 @@ def _calls() -> Iterator[tuple[str, Callable[[], None]]]:
     yield "GRPOMetricsTracker.update_group_rewards, 8 rewards", lambda: groups.update_group_rewards([0.0, 1.0] * 4)
 
 
-def _others() -> Iterator[tuple[str, Callable[[], None]]]:
-    """Yield the calls of other tools that can be imported."""
+def _others() -> list[Figure]:
+    """Measure the calls of other tools that can be imported."""
     try:
         profiler = import_module("torch.profiler")
     except ImportError:
-        return
+        return []
 
     def recorded() -> None:
         with profiler.record_function("forward"):
             pass
 
-    yield "torch.profiler.record_function, without a profiler", recorded
+    figures = [Figure("torch.profiler.record_function, without a profiler", _cost_ns(recorded) / 1000, "us")]
     try:
         timers = import_module("megatron.core.timers").Timers(log_level=2, log_option="max")
     except ImportError:
-        return
+        return figures
 
     def megatron() -> None:
         timers("forward", log_level=0).start()
         timers("forward").stop()
 
+    name, cost_us, note = "Megatron's timers, start and stop", None, ""
     try:
         megatron()
-    except (RuntimeError, AssertionError):  # Megatron's timers need a GPU: each start and stop waits for it
-        return
-    yield "Megatron's timers, start and stop", megatron
+        cost_us = _cost_ns(megatron) / 1000
+    except (RuntimeError, AssertionError):  # each start and stop calls torch.cuda.synchronize, also without a barrier
+        note = "needs CUDA"
+    return [*figures, Figure(name, cost_us, "us", note=note)]
 
 
-def _loop(collector: effllm.MetricsCollector, *, has_metrics: bool) -> tuple[float, float, float]:
-    """Return the seconds of all calls in an iteration, and the agent's memory in MB and share of a core."""
-    profiler, tracker, scores = ComprehensiveProfiler(), MetricTracker(), ScoreDistributionTracker()
-    (agent,) = psutil.Process().children()
-    before, began_s = sum(agent.cpu_times()[:2]), time.monotonic()
-    clock, spent_s = time.perf_counter, []
-    for step in range(ITERATIONS):
-        collector.record_iteration_start()
-        at = clock()
-        profiler.start_iteration()
+def _results() -> Iterator[tuple[str, float]]:
+    """Yield the milliseconds of calls that return results, with `NUM_VALUES` different values of each name."""
+    chance = random.Random(1)
+    timer, folder = TrainingTimer("cpu"), tempfile.TemporaryDirectory()
+    logger = TrainingLogger(folder.name, "cost")
+    for step in range(NUM_VALUES):
+        logger.log_step(step, {name: chance.random() for name in METRICS}, [0.0, 1.0])
         for part in PARTS:
-            profiler.timer.start(part)
-        first_s = clock() - at
+            timer.start(part)
+            timer.stop(part)
+    values = f"{NUM_VALUES:,} values"
+    yield f"MetricTracker.get_summary of one metric, {values}", _cpu_ms(lambda: logger.metrics.get_summary("loss"))
+    yield f"TrainingTimer.get_summary of five timers, {values} each", _cpu_ms(timer.get_summary)
+    yield f"TrainingLogger.export_all of five metrics, {values} each", _cpu_ms(logger.export_all)
+    folder.cleanup()
+
+
+def _cpu_ms(call: Callable[[], object]) -> float:
+    """Return the median CPU time of a call."""
+    spent_s = []
+    for _ in range(9):
+        began_s = time.thread_time()
+        call()
+        spent_s.append(time.thread_time() - began_s)
+    return median(spent_s) * 1000
+
+
+class _Loops:
+    """Loops with iterations of 20 ms in turns: with a sleep only, the recorder, the profiler, and all instruments."""
+
+    def __init__(self, collector: effllm.MetricsCollector) -> None:
+        self._collector = collector
+        self._profilers = {kind: ComprehensiveProfiler() for kind in ("profiler", "all")}
+        self._tracker, self._scores = MetricTracker(), ScoreDistributionTracker()
+        self._spent_s: dict[str, list[float]] = {}  # mean time of all calls in an iteration, of each block
+        self._cpu_s: dict[str, list[float]] = {}  # CPU time of an iteration with its sleep, of each block
+        self._step = 0
+        (self._agent,) = psutil.Process().children()
+        self.agent_share = self.agent_mb = 0.0
+
+    def run(self) -> None:
+        """Run the blocks; in the first blocks a profiler measures memory in each iteration, so they do not count."""
+        for kind in self._profilers:
+            for _ in range(WARM_ITERATIONS):
+                self._iteration(kind)
+        agent_s = all_s = 0.0
+        for _ in range(BLOCKS):
+            for kind in ("nothing", "recorder", "profiler", "all"):
+                agent_began, began_s, cpu_s = self._agent_cpu_s(), time.monotonic(), time.thread_time()
+                spent_s = [self._iteration(kind) for _ in range(BLOCK_ITERATIONS)]
+                self._cpu_s.setdefault(kind, []).append((time.thread_time() - cpu_s) / BLOCK_ITERATIONS)
+                self._spent_s.setdefault(kind, []).append(fmean(spent_s))
+                if kind == "all":
+                    agent_s += self._agent_cpu_s() - agent_began
+                    all_s += time.monotonic() - began_s
+        self.agent_share, self.agent_mb = agent_s / all_s, self._agent.memory_info().rss / 1e6
+
+    def share(self, kind: str, name: str, goal: float | None = None) -> Figure:
+        """Return the time of all calls as a share of an iteration: the median over blocks of the mean time.
+
+        ``cpu`` is the paired result: the thread's CPU time of a block less that of the block with a sleep only.
+        """
+        paired = [one - bare for one, bare in zip(self._cpu_s[kind], self._cpu_s["nothing"], strict=True)]
+        shares = [
+            (one - bare) / ITERATION_S * 100
+            for one, bare in zip(self._spent_s[kind], self._spent_s["nothing"], strict=True)
+        ]
+        detail = {"cpu_percent": median(paired) / ITERATION_S * 100, "blocks": len(shares)}
+        return Figure(name, median(shares), "%", goal, interval_95(shares, median), detail)
+
+    def _agent_cpu_s(self) -> float:
+        return sum(self._agent.cpu_times()[:2])
+
+    def _iteration(self, kind: str) -> float:
+        """Run one iteration; return the seconds of all calls."""
+        profiler, has_recorder, clock = self._profilers.get(kind), kind != "nothing", time.perf_counter
+        at_s = clock()
+        if has_recorder:
+            self._collector.record_iteration_start()
+        if profiler is not None:
+            profiler.start_iteration()
+            for part in PARTS:
+                profiler.timer.start(part)
+        first_s = clock() - at_s
         time.sleep(ITERATION_S)
-        at = clock()
-        for part in PARTS:
-            profiler.timer.stop(part)
-        if has_metrics:
-            tracker.update_batch(dict.fromkeys(METRICS, 0.5), step)
-            scores.update([0.0, 1.0, 0.5, 1.0])
-        profiler.end_iteration(8, 4096)
-        spent_s.append(first_s + clock() - at)
-        collector.record_iteration_end(4096, 8)
-    share = (sum(agent.cpu_times()[:2]) - before) / (time.monotonic() - began_s)
-    return fmean(spent_s[-ITERATIONS // 2 :]), agent.memory_info().rss / 1e6, share
+        at_s = clock()
+        if profiler is not None:
+            for part in PARTS:
+                profiler.timer.stop(part)
+            if kind == "all":
+                self._step += 1
+                self._tracker.update_batch(dict.fromkeys(METRICS, 0.5 + self._step), self._step)
+                self._scores.update([0.0, 1.0, 0.5, 1.0])
+            profiler.end_iteration(8, 4096)
+        if has_recorder:
+            self._collector.record_iteration_end(4096, 8)
+        return first_s + clock() - at_s
 
 
 def _cost_ns(call: Callable[[], None]) -> float:

@@ -19,7 +19,9 @@ from effllm.records.ring import RingReader, RingWriter
 from effllm.records.wire import Hello, Reports
 from effllm.trainer import generations as generations_module
 from effllm.trainer import recorder as recorder_module
+from effllm.trainer.pending_values import PendingValues
 from effllm.trainer.recorder import Recorder
+from effllm.trainer.value_buffer import ValueBuffer
 
 GIB = 2**30
 NS = 1_000_000_000
@@ -36,7 +38,16 @@ class Loop:
         self.wakes = 0
         self.writer = RingWriter(slots)
         self.reader = RingReader(self.writer.descriptor)
-        self.recorder = Recorder(self.writer, log_interval, offset, self._wake, self.warnings.append)
+        self.pending, self.names = PendingValues(), []
+        values = ValueBuffer(self.writer, self._wake, self.pending, self._index_of, self.warnings.append)
+        self.recorder = Recorder(self.writer, log_interval, offset, self._wake, self.warnings.append, values)
+
+    def value(self, name, value):
+        self.pending.add(name, value)
+
+    def _index_of(self, name):
+        self.names.append(name)
+        return len(self.names) - 1
 
     def _wake(self):
         self.wakes += 1

@@ -106,7 +106,10 @@ class InstrumentValues:
     def take_notice(self) -> str:
         """Return a line for the user, once."""
         if self._lost:
-            line = f"{self._lost} values of instruments are missing: they were overwritten before the agent read them"
+            line = (
+                f"{self._lost} values of instruments are missing: they were overwritten before the agent read them, or "
+                "a second thread recorded more than 1,000 values in one iteration"
+            )
             self._lost = 0
             return line
         return self._notices.pop() if self._notices else ""

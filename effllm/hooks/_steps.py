@@ -12,6 +12,7 @@ from effllm.config.switches import this_process
 from effllm.hooks._wrap import Call, Guard, around
 from effllm.trainer import ownership
 from effllm.trainer.collector import get_metrics_collector, initialize_efficientllm_metrics
+from effllm.trainer.pending_values import PENDING
 from effllm.trainer.recorder import Recorder
 
 
@@ -226,7 +227,7 @@ class Steps:
         for name, value in figures.items():
             number = float(value) if type(value) in (int, float) else math.nan
             if 0 < number < math.inf:
-                get_metrics_collector().instruments.record(name, number)
+                PENDING.add(name, number)
 
     def finish(self, status: str = "completed") -> None:
         """End the metrics, and remove this framework as the owner."""

@@ -5,12 +5,10 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from effllm.trainer.pending_values import PENDING
 
-def record(name: str, value: float) -> None:
-    """Record a value; without an active run, the call only reads ``sys.modules``."""
-    module: Any = sys.modules.get("effllm.trainer.collector")
-    if module is not None:
-        module.get_metrics_collector().instruments.record(name, value)
+#: Record a value by its name; without an active run, the call only reads one attribute.
+record = PENDING.add
 
 
 def percentiles_of_run(name: str) -> tuple[int, list[float]] | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import threading
 from collections import deque
 from collections.abc import Sequence
 from itertools import islice
@@ -14,25 +16,62 @@ NAN = float("nan")
 MAX_RECENT = 10_000
 
 
-class Statistics(Moments):
+#: Number of new values that are added to the moments together.  A larger number makes a longer pause of one iteration.
+ADD_TOGETHER = 32
+_adding = threading.Lock()  # it is never waited for
+
+
+class Statistics:
     """Counts, mean, deviation and range of all values, and percentiles of the newest values.
+
+    `add` only appends, because in a training loop the caches are cold.  The moments are computed for `ADD_TOGETHER`
+    values together, and before a result is read; so results include all values.  If a second thread reads a result at
+    the time of this computation, the result may lack the newest values.
 
     Args:
         max_recent: number of newest values that are kept.
     """
 
-    __slots__ = ("recent",)
+    __slots__ = ("_moments", "_new", "_recent")
 
     def __init__(self, max_recent: int = MAX_RECENT) -> None:
-        super().__init__()
-        self.recent: deque[float] = deque(maxlen=max_recent)
+        self._moments = Moments()
+        self._recent: deque[float] = deque(maxlen=max_recent)
+        self._new: list[float] = []
 
-    def add(self, value: float) -> bool:
-        """Add a value; return whether it is finite."""
-        if not super().add(value):
-            return False
-        self.recent.append(value)
-        return True
+    def add(self, value: float) -> None:
+        """Add a value."""
+        new = self._new
+        new.append(value)
+        if len(new) >= ADD_TOGETHER:
+            self._add_new()
+
+    def _add_new(self) -> None:
+        if not _adding.acquire(blocking=False):
+            return  # the other thread's values are added at the next call
+        try:
+            values = self._new[:]
+            del self._new[: len(values)]  # another thread may have appended meanwhile
+            self._add_values(values)
+        finally:
+            _adding.release()
+
+    def _add_values(self, values: list[float]) -> None:
+        self._recent.extend(self._moments.add_all(values))
+
+    @property
+    def moments(self) -> Moments:
+        """The moments of all values."""
+        if self._new:
+            self._add_new()
+        return self._moments
+
+    @property
+    def recent(self) -> deque[float]:
+        """The newest finite values, oldest first."""
+        if self._new:
+            self._add_new()
+        return self._recent
 
     def newest(self, window: int | None) -> list[float]:
         """Return the newest values, at most ``window`` of them.
@@ -40,12 +79,22 @@ class Statistics(Moments):
         Raises:
             ValueError: ``window`` is below 1, or above the number of values that are kept.
         """
-        limit = self.recent.maxlen or MAX_RECENT
+        recent = self.recent
+        limit = recent.maxlen or MAX_RECENT
         if window is None:
-            return list(self.recent)
+            return list(recent)
         if not 1 <= window <= limit:
             raise ValueError(f"window={window} must be 1 to {limit}, the number of newest values that are kept")
-        return list(islice(self.recent, max(len(self.recent) - window, 0), None))
+        return list(islice(recent, max(len(recent) - window, 0), None))
+
+
+def _without_lock() -> None:
+    """In a forked child, no other thread can release the lock."""
+    global _adding
+    _adding = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_without_lock)
 
 
 def mean(values: Sequence[float]) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -59,13 +60,14 @@ class GRPOMetricsTracker(MetricTracker):
         """
         known = []
         for given in each(rewards):
-            reward = number(given)
+            reward = given if type(given) is float else number(given)
             if reward is None:
                 self._missing += 1
                 if given is not None:
                     self._warn_once("rewards", f"a reward of type {type(given).__name__} is not a number in CPU memory")
                 continue
-            if self._rewards.add(reward):
+            self._rewards.add(reward)
+            if math.isfinite(reward):
                 known.append(reward)
             record("group/reward", reward)
         if not known:
@@ -88,16 +90,17 @@ class GRPOMetricsTracker(MetricTracker):
         and so on.  ``equal_groups`` counts groups whose rewards are all equal: their advantages are 0, so these groups
         do not change the policy.
         """
+        rewards = self._rewards.moments
         return {
-            "reward_mean": self._rewards.mean,
-            "reward_std": self._rewards.std,
-            "group_std_mean": self._group_std.mean,
+            "reward_mean": rewards.mean,
+            "reward_std": rewards.std,
+            "group_std_mean": self._group_std.moments.mean,
             "groups": self._groups,
             "empty_groups": self._empty,
             "equal_groups": self._equal,
             "missing_rewards": self._missing,
-            "not_finite": dict(self._rewards.not_finite),
-            "rank_distribution": {str(rank): one.mean for rank, one in enumerate(self._by_rank, 1)},
+            "not_finite": dict(rewards.not_finite),
+            "rank_distribution": {str(rank): one.moments.mean for rank, one in enumerate(self._by_rank, 1)},
         }
 
 

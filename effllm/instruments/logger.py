@@ -43,6 +43,8 @@ class TrainingLogger:
     def save_checkpoint_metrics(self, checkpoint_name: str) -> Path:
         """Write the statistics so far to ``EXPERIMENT_CHECKPOINT.json``; return its path.
 
+        The calling thread computes the statistics, about 1.5 ms for each metric, and writes the file.
+
         Raises:
             OSError: the file cannot be written.
             ValueError: the name cannot be part of a file's name.
@@ -52,6 +54,9 @@ class TrainingLogger:
 
     def export_all(self) -> Path:
         """Write the statistics and the newest values of each metric to ``EXPERIMENT_metrics.json``; return its path.
+
+        The calling thread writes up to 10,000 values of each metric, which takes about 14 ms for each metric: call it
+        after the training.
 
         Raises:
             OSError: the file cannot be written.

@@ -199,11 +199,12 @@ class GPUMemoryProfiler:
     def get_summary(self) -> dict[str, Any]:
         """Return peak and mean of the allocated memory and the baseline in GB, and the trend; NaN if not measured."""
         found = self.trend()
-        is_measured = self._allocated.count > 0
+        allocated = self._allocated.moments
+        is_measured = allocated.count > 0
         summary: dict[str, Any] = {
             "memory_of": self.memory_of,
             "peak_allocated_gb": self._peak_bytes / GB if is_measured else NAN,
-            "mean_allocated_gb": self._allocated.mean / GB,
+            "mean_allocated_gb": allocated.mean / GB,
             "baseline_gb": NAN if self._baseline_bytes is None else self._baseline_bytes / GB,
         }
         if found is not None:

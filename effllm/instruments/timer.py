@@ -12,7 +12,8 @@ from typing import Any
 
 from effllm.instruments._active_run import record
 from effllm.instruments._device import cuda_index, first_line, is_checked
-from effllm.instruments._statistics import MAX_RECENT, NAN, Statistics, percentile
+from effllm.instruments._percentiles import percentiles_of
+from effllm.instruments._statistics import MAX_RECENT, NAN, Statistics
 
 #: Timer of whole iterations; the shares of all other timers are shares of this timer.
 ITERATION = "iteration"
@@ -112,12 +113,15 @@ class TrainingTimer:
     def get_summary(self) -> dict[str, dict[str, Any]]:
         """Return the statistics of each timer in seconds, and its share of the timer ``iteration``; NaN if not known.
 
-        ``percentiles_of`` is the number of newest times from which the percentiles were computed.
+        ``percentiles_of`` is the number of times from which the percentiles were computed.  ``percentiles_are`` is
+        ``exact``, ``newest`` or ``estimated``, as in `MetricTracker.get_summary`.
+
+        This call sorts the newest times of each timer on the calling thread: call it after an epoch, not in every step.
         """
         for timed in self._timers.values():
             self._read_passed(timed)
         whole = self._timers.get(ITERATION)
-        total_s = whole.statistics.total if whole is not None else 0.0
+        total_s = whole.statistics.moments.total if whole is not None else 0.0
         return {name: _summary(timed, total_s) for name, timed in self._timers.items()}
 
     # --- on a GPU ---
@@ -179,17 +183,16 @@ class TrainingTimer:
 
 
 def _summary(timed: _Timed, total_s: float) -> dict[str, Any]:
-    known = timed.statistics
-    ordered = sorted(known.recent)
+    known, shown = timed.statistics.moments, percentiles_of(timed.statistics, timed.record_as)
     found = {
         "count": known.count,
         "mean_sec": known.mean,
         "std_sec": known.std,
         "min_sec": known.minimum if known.count else NAN,
         "max_sec": known.maximum if known.count else NAN,
-        "p50_sec": percentile(ordered, 50),
-        "p95_sec": percentile(ordered, 95),
-        "percentiles_of": len(ordered),
+        "p50_sec": shown.values[50],
+        "p95_sec": shown.values[95],
+        **shown.coverage(),
         "total_sec": known.total,
         "share_of_iteration": known.total / total_s if total_s > 0 else NAN,
     }

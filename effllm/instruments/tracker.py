@@ -6,11 +6,11 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from effllm.instruments._active_run import percentiles_of_run, record
-from effllm.instruments._number import number, whole
-from effllm.instruments._statistics import MAX_RECENT, NAN, Statistics, mean, percentile, std
+from effllm.instruments._active_run import record
+from effllm.instruments._number import MAX_WHOLE, number, whole
+from effllm.instruments._percentiles import exact_percentiles, percentiles_of
+from effllm.instruments._statistics import MAX_RECENT, NAN, Statistics, mean, std
 
-PERCENTILES = (5, 25, 50, 75, 95, 99)
 #: Maximum number of names in one tracker; a loop that always uses new names would fill the memory.
 MAX_NAMES = 1000
 
@@ -42,25 +42,32 @@ class MetricTracker:
 
         NaN and infinite values are counted and left out of all statistics.  A tensor on a GPU is not read.
         """
-        read = number(value)
-        if read is None:
-            self._warn_once(
-                name, f"metric {name}: {type(value).__name__} is not a number in CPU memory; pass loss.item()"
-            )
-            return
+        read = value if type(value) is float else number(value)
         found = self._metrics.get(name)
-        if found is None:
-            if len(self._metrics) >= MAX_NAMES:
-                self._warn_once("", f"more than {MAX_NAMES} names of metrics: {name} and later names are left out")
+        if read is None or found is None:
+            found = self._added(name, value, read)
+            if read is None or found is None:
                 return
-            found = self._metrics[name] = Statistics(self._max_recent)
         found.add(read)
         record(name, read)
-        self.last_step = self.last_step if (known := whole(step)) is None else known
+        if step is not None:
+            known = step if type(step) is int and 0 <= step < MAX_WHOLE else whole(step)
+            self.last_step = self.last_step if known is None else known
+
+    def _added(self, name: str, value: Any, read: float | None) -> Statistics | None:
+        """Return the statistics of a new name; ``None``, with a warning, for no number or too many names."""
+        if read is None:
+            line = f"metric {name}: {type(value).__name__} is not a number in CPU memory; pass loss.item()"
+            self._warn_once(name, line)
+            return None
+        if len(self._metrics) >= MAX_NAMES:
+            self._warn_once("", f"more than {MAX_NAMES} names of metrics: {name} and later names are left out")
+            return None
+        return self._metrics.setdefault(name, Statistics(self._max_recent))  # a second thread may add the name too
 
     def update_batch(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Add a value of each metric."""
-        if not isinstance(metrics, Mapping):
+        if type(metrics) is not dict and not isinstance(metrics, Mapping):  # the second check takes 15 us
             self._warn_once("batch", f"metrics must be a dictionary, not {type(metrics).__name__}; nothing is added")
             return
         for name, value in metrics.items():
@@ -71,38 +78,41 @@ class MetricTracker:
         found = self._metrics.get(name)
         if found is None:
             return NAN
-        return found.mean if window is None else mean(found.newest(window))
+        return found.moments.mean if window is None else mean(found.newest(window))
 
     def get_std(self, name: str, window: int | None = None) -> float:
         """Return the sample standard deviation of all values, or of the newest ``window``; NaN below two values."""
         found = self._metrics.get(name)
         if found is None:
             return NAN
-        return found.std if window is None else std(found.newest(window))
+        return found.moments.std if window is None else std(found.newest(window))
 
     def get_summary(self, name: str, window: int | None = None) -> dict[str, Any]:
         """Return count, mean, std, min, max and percentiles; without values, a count of 0 and NaN.
 
-        ``percentiles_of`` is the number of values from which the percentiles were computed. Percentiles of the newest
-        values are exact; if a run was active and had more values than are kept here, the percentiles are the agent's
-        estimates. ``not_finite`` has the numbers of NaN and infinite values, which no other result includes.
+        ``percentiles_of`` is the number of values from which the percentiles were computed.  ``percentiles_are`` is
+        ``exact`` if these are all values, or all values of the window; ``newest`` if these are only the newest values;
+        and ``estimated`` if effllm's agent estimated the percentiles of all values of the run that it had read.
+        ``not_finite`` has the numbers of NaN and infinite values, which no other result includes.
+
+        This call sorts the newest values on the calling thread: call it after an epoch, not in every step.
         """
         found = self._metrics.get(name) or Statistics(self._max_recent)
-        values = found.newest(window)
-        is_all = window is None
-        ordered = sorted(values)
-        num, shown = len(ordered), [percentile(ordered, percent) for percent in PERCENTILES]
-        if is_all and found.count > num and (run := percentiles_of_run(name)) is not None and run[0] > num:
-            num, shown = run
+        if window is None:
+            known = found.moments
+            statistics = {"count": known.count, "mean": known.mean, "std": known.std}
+            least, most, shown = known.minimum, known.maximum, percentiles_of(found, name)
+        else:
+            ordered = sorted(values := found.newest(window))
+            statistics = {"count": len(values), "mean": mean(values), "std": std(values)}
+            least, most, shown = min(values, default=NAN), max(values, default=NAN), exact_percentiles(ordered)
         return {
-            "count": found.count if is_all else len(values),
-            "mean": found.mean if is_all else mean(values),
-            "std": found.std if is_all else std(values),
-            "min": (found.minimum if is_all else ordered[0]) if values else NAN,
-            "max": (found.maximum if is_all else ordered[-1]) if values else NAN,
-            **{f"p{percent}": value for percent, value in zip(PERCENTILES, shown, strict=True)},
-            "percentiles_of": num,
-            "not_finite": dict(found.not_finite),
+            **statistics,
+            "min": least if statistics["count"] else NAN,
+            "max": most if statistics["count"] else NAN,
+            **{f"p{percent}": value for percent, value in shown.values.items()},
+            **shown.coverage(),
+            "not_finite": dict(found.moments.not_finite),
         }
 
     def get_recent(self, name: str) -> list[float]:

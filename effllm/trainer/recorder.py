@@ -18,7 +18,7 @@ from effllm.records.shared_memory import RingError
 from effllm.trainer.counts import FEW_BITS, Losses, RunningCounts, WarnOnce
 from effllm.trainer.generations import Generations
 from effllm.trainer.phases import Phases
-from effllm.trainer.value_buffer import ValueBuffer
+from effllm.trainer.value_buffer import MAX_TOGETHER, ValueBuffer
 
 _NO_TOKENS = 0
 
@@ -34,6 +34,7 @@ class Recorder:
         offset: number of earlier iterations; a window ends where ``log_interval`` divides ordinal plus offset.
         wake: called at the end of a window, and at the next start of an iteration; must not wait.
         warn: called with a line for the user, once for each kind of mistake.
+        values: writes the values of instruments; by default there are none.
     """
 
     def __init__(
@@ -43,23 +44,23 @@ class Recorder:
         offset: int = 0,
         wake: Callable[[], None] = lambda: None,
         warn: Callable[[str], None] = lambda _line: None,
+        values: ValueBuffer | None = None,
     ) -> None:
         self._writer, self.wake, self._warn, self._once = writer, wake, warn, WarnOnce(warn)
-        self._log_interval, self._offset = log_interval, offset
-        self.is_on = True
-        # Whether the next `start` or `end` must do more than write a stamp: at the first iteration, for a phase, for
-        # values, after the end of a window, or after recording has stopped.
+        self._log_interval, self._offset, self.is_on, self.ordinal = log_interval, offset, True, 0
+        # Whether the next `start` or `end` must do more than write a stamp: at the first iteration, for a phase, after
+        # the end of a window, or after recording has stopped.
         self._is_special = True
-        self.ordinal = 0
         self._boundary_ordinal = log_interval - offset % log_interval  # ordinal of the iteration that ends the window
         self._start_ns = self._end_ns = 0  # start: 0 between iterations; end: 0 until the first iteration has ended
-        self._made_ns = time.monotonic_ns()
+        self._made_ns, self._step_ns, self._wait_ns = time.monotonic_ns(), 0, 0
         self._own_ns = self._arrival_ns = 0  # own time before the sync point, and time of the sync point
         self._boundary = False  # whether a window has ended and the next iteration has not started
-        self._step_ns = self._wait_ns = 0
         self._counters, self._phases = RunningCounts(), Phases()
         self.generations = Generations(self._counters, self.phase_start, self.phase_end, self._write_totals, self._once)
-        self._losses, self._values = Losses(self._once), ValueBuffer(writer, wake)
+        self._losses, self._values = Losses(self._once), values or ValueBuffer(writer, wake)
+        self._values_at_ns = 0  # at the first end of an iteration after this time, values are written
+        self._pending = self._values.connect(self._values_due)
         writer.state(ring.STARTUP, 0, self._made_ns)  # without this state, startup would begin at the host's boot
         _live.add(self)
 
@@ -69,8 +70,8 @@ class Recorder:
         if self._is_special:
             self._start_specially(start_ns)
             return
-        self._start_ns = start_ns
-        self._own_ns = 0
+        self._start_ns, self._own_ns = start_ns, 0
+        self._pending.limit = MAX_TOGETHER
         self._writer.state(ring.STEP, self.ordinal + 1, start_ns)
 
     def _start_specially(self, start_ns: int) -> None:
@@ -79,10 +80,9 @@ class Recorder:
         phases = self._phases
         if phases.depth:
             self._cut_phase(start_ns)
-        self._values.write()
-        self._start_ns = start_ns
+        self._start_ns, self._own_ns = start_ns, 0
+        self._values.begin()
         phases.start_iteration()
-        self._own_ns = 0
         self._writer.state(ring.STEP, self.ordinal + 1, start_ns)
         self._is_special = not self._end_ns or phases.depth > 0 or phases.between_ns > 0
         if self._boundary:
@@ -113,8 +113,7 @@ class Recorder:
             start_ns = self._settle(end_ns)
         self._wait_ns = wait_ns = self._wait_ns + (start_ns - self._end_ns)
         self._step_ns = step_ns = self._step_ns + (end_ns - start_ns)
-        self._start_ns = 0
-        self._end_ns = end_ns
+        self._start_ns, self._end_ns = 0, end_ns
         self.ordinal = ordinal = self.ordinal + 1
         counters = self._counters
         if (
@@ -130,6 +129,9 @@ class Recorder:
             tokens = tokens_processed if tokens is None else tokens
             if not counters.add(tokens_processed, samples, tokens, tokens_loss):
                 self._once(f"tokens and samples must be counts of at least 0; iteration {ordinal} has no counts")
+        self._pending.limit = 1  # values between two iterations are written at once
+        if end_ns >= self._values_at_ns or ordinal == self._boundary_ordinal:  # before a record that may end the window
+            self._values_at_ns = self._values.write(ordinal, end_ns)
         if self._own_ns:
             own = self._own_ns, self._arrival_ns
             self._writer.iteration(ordinal, start_ns, end_ns, step_ns, wait_ns, counters, *own)
@@ -146,7 +148,6 @@ class Recorder:
         phases = self._phases
         if phases.depth:
             self._cut_phase(end_ns)
-        self._values.write()  # values are written before the iteration's record, which may end the window
         if not (start_ns := self._start_ns):
             self._once("an iteration ended without a start; it counts from the end of the previous iteration")
             start_ns = self.free_ns
@@ -183,8 +184,8 @@ class Recorder:
         """Begin a phase; a nested phase is a part of the outer phase."""
         if not self.is_on:
             return
-        self._is_special = True
-        now_ns = time.monotonic_ns()
+        self._values_due()  # a phase may be long
+        self._is_special, now_ns = True, time.monotonic_ns()
         if self._phases.begin(name, now_ns):
             self._writer.state(ring.PHASE_STATE, self.ordinal, now_ns, self._phases.index)
 
@@ -238,13 +239,10 @@ class Recorder:
     def loss(self, number: int | None, loss: float | None) -> None:
         """Record the loss of the last completed iteration, with the caller's number of this iteration."""
         if self.is_on and (checked := self._losses.checked(number, loss)) is not None:
-            now_ns = time.monotonic_ns()
-            self.put(ring.LOSS, loss is None, checked[0], now_ns, now_ns, checked[1])
+            self.put(ring.LOSS, loss is None, checked[0], (now_ns := time.monotonic_ns()), now_ns, checked[1])
 
-    def value(self, index: int, value: float) -> None:
-        """Record a value of an instrument; values of a running iteration are written together, at its end."""
-        if self.is_on and self._values.add(index, value, self.ordinal, is_running=self._start_ns > 0):
-            self._is_special = True
+    def _values_due(self) -> None:
+        self._values.write(self.ordinal + (self._start_ns > 0))
 
     def reset(self) -> None:
         """Reset the run-to-date values at the end of the current window."""
@@ -256,7 +254,8 @@ class Recorder:
             return
         while self._phases.depth:  # an exception may have left a phase open
             self.phase_end()
-        self._values.write()
+        self._values.begin()
+        self._values_due()
         now_ns = time.monotonic_ns()
         known = isinstance(status, str) and status in ring.STATUSES
         self.put(ring.END, ring.STATUSES.index(status if known else "failed"), 0, now_ns, now_ns, 0.0)
@@ -267,6 +266,7 @@ class Recorder:
     def disable(self) -> None:
         """Stop recording without a final status, as in a forked child."""
         self.is_on, self._is_special, self._once.is_on = False, True, False
+        self._pending.disconnect(self._values_due)
 
     def put(
         self, kind: int, what: int, number: int, start_ns: int, end_ns: int, value: float, ordinal: int = 0

@@ -33,7 +33,9 @@ from effllm.store.redaction import redacted
 from effllm.trainer import ptracer
 from effllm.trainer.address import AggregatorAddress, print_line
 from effllm.trainer.declared import Declared, text
+from effllm.trainer.pending_values import PENDING
 from effllm.trainer.recorder import Recorder, pair_s
+from effllm.trainer.value_buffer import ValueBuffer
 
 READY_S = 2.0  # the agent's first sample takes about 0.3 s, or longer with a busy file system
 FIRST_RANK_ENDS_S = 5.0  # rank 0 waits for the summary: in a container, the launcher's end would kill the aggregator
@@ -68,7 +70,9 @@ class Session:
 
     def _open_recorder(self) -> Recorder:
         config, torch = self._config, sys.modules.get("torch")
-        about = (self._ring, config.log_interval, self._declared.facts.first_iteration, self._wake_agent, self.warn)
+        values = ValueBuffer(self._ring, self._wake_agent, PENDING, self._declared.value_index, self.warn)
+        first = self._declared.facts.first_iteration
+        about = (self._ring, config.log_interval, first, self._wake_agent, self.warn, values)
         version = getattr(torch, "version", None)
         has_device = bool(getattr(version, "cuda", None) or getattr(version, "hip", None))
         if not config.profile_every and not has_device:

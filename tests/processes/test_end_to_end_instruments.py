@@ -61,7 +61,16 @@ def test_values_of_every_instrument_are_in_the_run_folder(ran):
 def test_percentiles_of_many_values_are_computed_by_the_agent(ran):
     for rank, truth in enumerate(ran[1]):
         assert truth["loss"]["percentiles_of"] == 20
+        assert truth["loss"]["percentiles_are"] == "estimated"
         assert truth["loss"]["p50"] == pytest.approx(rank + 10.5, abs=0.5)
+
+
+def test_percentiles_of_a_timer_are_computed_by_the_agent(ran):
+    for truth in ran[1]:
+        timed = truth["timing"]["iteration"]
+
+        assert (timed["count"], timed["percentiles_of"], timed["percentiles_are"]) == (20, 20, "estimated")
+        assert 0.01 <= timed["min_sec"] <= timed["p50_sec"] <= timed["p95_sec"] <= timed["max_sec"]
 
 
 def test_instruments_in_a_run_start_no_thread_and_open_no_file(ran):

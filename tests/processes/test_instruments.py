@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import jobs
 import pytest
 
 import effllm.instruments as instruments
-from effllm.instruments import metrics, profiling
+from effllm.instruments import _statistics, metrics, profiling
 from effllm.instruments.metrics import GRPOMetricsTracker, MetricTracker, ScoreDistributionTracker
 
 SCRIPT = "all_instruments.py"
@@ -132,3 +133,17 @@ def test_value_of_a_tensor_without_memory_is_missing():
         scores.update(torch.empty(3, device="meta"))
 
     assert scores.get_distribution()["missing_count"] == 3
+
+
+def test_statistics_work_in_a_child_of_a_process_that_was_adding():
+    tracker = MetricTracker()
+    tracker.update("loss", 1.0)
+    assert _statistics._adding.acquire(blocking=False)
+    try:
+        if (child := os.fork()) == 0:
+            os._exit(tracker.get_summary("loss")["count"])
+        _, status = os.waitpid(child, 0)
+    finally:
+        _statistics._adding.release()
+
+    assert os.waitstatus_to_exitcode(status) == 1

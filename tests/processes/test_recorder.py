@@ -12,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from effllm.records import ring
+from effllm.trainer import value_buffer
+from effllm.trainer.pending_values import PendingValues
 
 
 @pytest.fixture
@@ -626,27 +628,75 @@ def values(slots):
 def test_values_of_an_iteration_are_written_together_before_it_ends(loop):
     loop.start(2000)
     for number in range(ring.MAX_VALUES + 2):
-        loop.recorder.value(3, float(number))
+        loop.value("loss", float(number))
+    assert values(loop.slots()) == []
     loop.end(2100)
 
     slots = loop.slots()
     assert values(slots) == [(1, [float(number) for number in range(12)]), (1, [12.0, 13.0])]
     assert [slot.kind for slot in slots] == [ring.VALUES, ring.VALUES, ring.ITERATION], "the end may end a window"
-    assert [(slot.number, {index for index, _ in slot.values}) for slot in slots[:2]] == [(12, {3}), (14, {3})]
+    assert [(slot.number, {index for index, _ in slot.values}) for slot in slots[:2]] == [(12, {0}), (14, {0})]
+
+
+def test_120_values_of_a_running_iteration_are_written_in_the_iteration(loop):
+    loop.start(2000)
+    for number in range(value_buffer.MAX_TOGETHER):
+        loop.value("loss", float(number))
+
+    assert [len(written) for _, written in values(loop.slots())] == [12] * 10
+
+
+def test_values_of_short_iterations_are_written_every_100_ms_and_at_the_end_of_a_window():
+    short_ns, long_ns = 30_000_000, 150_000_000
+    with looping(log_interval=7) as loop:
+        at_ns = 2000
+        for iteration, length_ns in enumerate([*[short_ns] * 9, long_ns, long_ns], 1):
+            loop.start(at_ns)
+            loop.value("loss", float(iteration))
+            at_ns += length_ns
+            loop.end(at_ns)
+
+        # An end follows the last write after 30, 60, 90 and 120 ms; iteration 7 ends a window.
+        assert values(loop.slots()) == [
+            (1, [1.0]), (5, [2.0, 3.0, 4.0, 5.0]), (7, [6.0, 7.0]), (10, [8.0, 9.0, 10.0]), (11, [11.0]),
+        ]  # fmt: skip
+
+
+def test_values_are_written_before_a_phase(loop):
+    loop.start(2000)
+    loop.end(2100)
+    loop.start(2200)
+    loop.value("loss", 1.0)
+    loop.recorder.phase_start("evaluation")
+
+    assert values(loop.slots()) == [(2, [1.0])]
+
+
+def test_values_of_a_loop_in_another_thread_are_written(loop):
+    def iterate():
+        loop.start(2000)
+        loop.value("loss", 1.0)
+        loop.end(2100)
+
+    other = threading.Thread(target=iterate)
+    other.start()
+    other.join()
+    assert values(loop.slots()) == [(1, [1.0])]
+    loop.recorder.finish()
 
 
 def test_value_between_iterations_is_written_at_once(loop):
-    loop.recorder.value(0, 1.0)
+    loop.value("metric 0", 1.0)
     loop.start(2000)
     loop.end(2100)
-    loop.recorder.value(0, 2.0)
+    loop.value("metric 0", 2.0)
 
     assert values(loop.slots()) == [(0, [1.0]), (1, [2.0])]
 
 
 def test_values_are_written_when_an_iteration_starts_again(loop):
     loop.start(2000)
-    loop.recorder.value(0, 1.0)
+    loop.value("metric 0", 1.0)
     loop.start(2100)
     loop.end(2200)
 
@@ -657,9 +707,9 @@ def test_values_are_written_when_an_iteration_starts_again(loop):
 
 def test_values_are_written_when_the_loop_ends_in_an_iteration(loop):
     loop.start(2000)
-    loop.recorder.value(0, 1.0)
+    loop.value("metric 0", 1.0)
     loop.recorder.finish("failed")
-    loop.recorder.value(0, 2.0)
+    loop.value("metric 0", 2.0)
 
     assert values(loop.slots()) == [(1, [1.0])]
 
@@ -667,7 +717,7 @@ def test_values_are_written_when_the_loop_ends_in_an_iteration(loop):
 def test_values_do_not_change_the_times_of_iterations(loop):
     for at_ns in (2000, 3000):
         loop.start(at_ns)
-        loop.recorder.value(0, 1.0)
+        loop.value("metric 0", 1.0)
         loop.end(at_ns + 600)
 
     assert [(slot.step_ns, slot.wait_ns) for slot in loop.iterations()] == [(600, 0), (1200, 400)]
@@ -676,7 +726,7 @@ def test_values_do_not_change_the_times_of_iterations(loop):
 def test_agent_is_woken_before_values_fill_the_ring():
     with looping() as loop:
         for _ in range(250):
-            loop.recorder.value(0, 1.0)
+            loop.value("metric 0", 1.0)
 
         assert loop.wakes == 1
 
@@ -688,7 +738,7 @@ def test_values_of_a_second_thread_raise_no_exception():
         def record():
             try:
                 while not is_over.is_set():
-                    loop.recorder.value(1, 2.0)
+                    loop.value("metric 1", 2.0)
             except Exception as error:  # noqa: BLE001 - the test asserts that there is no error
                 errors.append(error)
 
@@ -700,7 +750,7 @@ def test_values_of_a_second_thread_raise_no_exception():
             for _ in range(3000):
                 loop.recorder.start()
                 for number in range(5):
-                    loop.recorder.value(0, float(number))
+                    loop.value("metric 0", float(number))
                 loop.recorder.end(1, 1)
         finally:
             is_over.set()
@@ -712,10 +762,90 @@ def test_values_of_a_second_thread_raise_no_exception():
         assert [slot.kind for slot in loop.slots()][-1] == ring.END, loop.reader.overrun
 
 
-def test_more_values_than_fit_in_a_record_are_written_in_two_records(loop):
+def test_values_of_a_second_thread_are_written_at_the_next_edge(loop):
     loop.start(2000)
-    loop.recorder.value(0, 0.0)
-    loop.recorder._values._kept += [(0, float(number)) for number in range(14)]  # as a second thread may add them
+    for number in range(value_buffer.MAX_TOGETHER + 2):
+        other = threading.Thread(target=loop.value, args=("metric 0", float(number)))
+        other.start()
+        other.join()
+    assert values(loop.slots()) == [], "two threads would write into the same slot"
     loop.end(2100)
 
-    assert [len(slot.values) for slot in loop.slots(ring.VALUES)] == [12, 3]
+    written = values(loop.slots())
+    assert [number for _, part in written for number in part] == [float(number) for number in range(122)]
+    assert {ordinal for ordinal, _ in written} == {1}
+
+
+def test_values_of_a_second_thread_are_bounded_and_the_rest_is_counted(loop):
+    def record():
+        for number in range(value_buffer.MAX_PENDING + 5):
+            loop.value("metric 0", float(number))
+
+    loop.start(2000)
+    other = threading.Thread(target=record)
+    other.start()
+    other.join()
+    assert len(loop.pending) == value_buffer.MAX_PENDING
+    loop.end(2100)
+
+    last = loop.slots(ring.VALUES)[-1]
+    assert last.number == value_buffer.MAX_PENDING + 5, "the agent reports five missing values"
+
+
+def test_no_value_of_the_loop_is_lost_or_doubled_beside_a_second_thread():
+    with looping(slots=4096) as loop:
+        is_over = threading.Event()
+        other = threading.Thread(target=lambda: [loop.value("other", float(n)) for n in range(900)] and is_over.set())
+        interval_s = sys.getswitchinterval()
+        sys.setswitchinterval(1e-6)
+        other.start()
+        number = 0
+        try:
+            while not is_over.is_set() or number < 5000:
+                loop.recorder.start()
+                for _ in range(5):
+                    loop.value("loop", float(number))
+                    number += 1
+                loop.recorder.end(1, 1)
+        finally:
+            other.join()
+            sys.setswitchinterval(interval_s)
+        loop.recorder.finish()
+        found = {name: [] for name in loop.names}
+        for slot in loop.slots(ring.VALUES):
+            for index, value in slot.values:
+                found[loop.names[index]].append(value)
+
+    assert found == {"loop": [float(n) for n in range(number)], "other": [float(n) for n in range(900)]}
+
+
+def test_value_that_is_not_a_float_is_ignored_with_one_warning(loop):
+    for value in ("0.5", 3, None):
+        loop.value("loss", value)
+    loop.value("loss", 1.0)
+
+    assert values(loop.slots()) == [(0, [1.0])]
+    assert loop.warnings[:1] == ["value loss must be a float, not str; the value is ignored"]
+
+
+def test_value_is_ignored_before_and_after_a_recorder():
+    pending = PendingValues()
+    pending.add("loss", 1.0)
+    with looping() as loop:
+        loop.recorder.finish()
+        loop.value("loss", 1.0)
+
+        assert (len(pending), len(loop.pending)) == (0, 0)
+
+
+def test_end_of_an_old_recorder_keeps_the_values_of_a_new_recorder():
+    with looping() as old, looping() as new:
+        new.pending.disconnect(new.recorder._values_due)
+        old.recorder._values.pending = new.pending
+        new.pending.connect(new.recorder._values_due)
+        new.start(2000)
+        new.value("loss", 1.0)
+        old.recorder.disable()
+        new.end(2100)
+
+        assert values(new.slots()) == [(1, [1.0])]

@@ -1,5 +1,6 @@
 """Statistics of values of instruments: merged over parts, by window of a rank, and after a restart."""
 
+import bisect
 import math
 import random
 import statistics
@@ -91,6 +92,30 @@ def test_overwritten_values_are_counted_in_one_line():
 
     assert taken.take_notice().startswith("3 values of instruments are missing")
     assert taken.take_notice() == ""
+
+
+@pytest.mark.parametrize(("per_window", "error"), [(10, 1.0), (200, 1.0), (5000, 3.0)])
+@pytest.mark.parametrize("shape", ["normal", "pareto", "falling", "two peaks"])
+def test_rank_of_a_percentile_of_a_run_has_a_bounded_error(shape, per_window, error):
+    chance = random.Random(3)
+    draw = {
+        "normal": lambda _: chance.gauss(0.0, 1.0),
+        "pareto": lambda _: chance.paretovariate(1.5),
+        "falling": lambda number: 1 / (1 + number / 1000) + 0.05 * chance.random(),
+        "two peaks": lambda _: chance.gauss(0.0 if chance.random() < 0.9 else 100.0, 1.0),
+    }[shape]
+    numbers, published = [draw(number) for number in range(20_000)], []
+    taken = InstrumentValues(lambda known: published.append(known) or True)
+    for at, number in enumerate(numbers):
+        taken.add(slot(number), at // per_window)
+        if at % per_window == per_window - 1:
+            taken.take(at // per_window, ["loss"], float(at), is_last=False)
+    ordered, (count, *found) = sorted(numbers), published[-1]["loss"]
+    ranks = [100 * bisect.bisect(ordered, value) / len(ordered) for value in found]
+
+    assert count == len(numbers)
+    assert ranks == pytest.approx(values.PERCENTILES, abs=error)
+    assert [ranks[0], *ranks[4:]] == pytest.approx([5, 95, 99], abs=1.0)
 
 
 def test_published_percentiles_cover_the_whole_run():

@@ -4,13 +4,18 @@ import json
 import math
 import random
 import statistics
+import sys
+import threading
 from decimal import Decimal
 from fractions import Fraction
 from types import SimpleNamespace
 
 import pytest
 
+from effllm.instruments import _percentiles
+from effllm.instruments._statistics import ADD_TOGETHER, Statistics
 from effllm.instruments.metrics import GRPOMetricsTracker, MetricTracker, ScoreDistributionTracker, TrainingLogger
+from effllm.records.moments import Moments
 
 
 def test_mean_and_deviation_cover_all_values():
@@ -26,6 +31,73 @@ def test_mean_and_deviation_cover_all_values():
     assert (summary["count"], summary["min"], summary["max"]) == (30_000, min(values), max(values))
     assert summary["percentiles_of"] == 100
     assert tracker.last_step == 29_999
+
+
+@pytest.mark.parametrize("odd", [[], [math.nan, math.inf, -math.inf], [1e308, 1e308, -1e308]], ids=str)
+def test_results_include_every_value_at_any_time(odd):
+    chance = random.Random(2)
+    values = [*(chance.gauss(3.0, 1.0) for _ in range(80)), *odd]
+    chance.shuffle(values)
+    tracker, known = MetricTracker(), Moments()
+    for num, value in enumerate(values, 1):
+        tracker.update("loss", value)
+        known.add(value)
+        if num % 7 == 0 or num >= 78:
+            found = tracker.get_summary("loss")
+
+            assert (found["count"], found["not_finite"]) == (known.count, known.not_finite)
+            assert (found["min"], found["max"]) == (known.minimum, known.maximum)
+            assert tracker.get_recent("loss") == [one for one in values[:num] if math.isfinite(one)]
+            if not odd or math.isnan(odd[0]):
+                assert found["mean"] == pytest.approx(known.mean, rel=1e-12)
+                assert found["std"] == pytest.approx(known.std, rel=1e-9)
+
+
+def test_values_of_two_threads_are_counted_once():
+    tracker = MetricTracker(max_recent=10)
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        others = [threading.Thread(target=lambda: [tracker.update("loss", 1.0) for _ in range(5000)]) for _ in range(3)]
+        for other in others:
+            other.start()
+        while any(other.is_alive() for other in others):
+            tracker.get_summary("loss")
+        for other in others:
+            other.join()
+    finally:
+        sys.setswitchinterval(interval_s)
+
+    assert tracker.get_summary("loss")["count"] == 15_000
+    assert (tracker.get_mean("loss"), tracker.get_std("loss")) == (1.0, 0.0)
+
+
+def test_number_of_values_that_are_not_yet_in_the_sums_is_bounded():
+    found = Statistics(max_recent=1)
+    for number in range(1000):
+        found.add(float(number))
+
+        assert len(found._new) < ADD_TOGETHER
+
+
+@pytest.mark.parametrize(
+    ("run", "expected"),
+    [
+        (None, (2, "newest", 4.5)),
+        ((3, [7.0] * 6), (3, "estimated", 7.0)),
+        ((1, [7.0] * 6), (2, "newest", 4.5)),  # the agent has read fewer values than are kept here
+        ((6, [7.0] * 6), (2, "newest", 4.5)),  # another tracker of this process uses the same name
+    ],
+)
+def test_summary_names_the_values_that_percentiles_cover(monkeypatch, run, expected):
+    monkeypatch.setattr(_percentiles, "percentiles_of_run", lambda name: run if name == "loss" else None)
+    tracker = MetricTracker(max_recent=2)
+    for number in range(1, 6):
+        tracker.update("loss", number)
+    found = tracker.get_summary("loss")
+
+    assert (found["percentiles_of"], found["percentiles_are"], found["p50"]) == expected
+    assert tracker.get_summary("loss", window=2)["percentiles_are"] == "exact"
 
 
 def test_window_covers_the_newest_values():
