@@ -378,6 +378,37 @@ def sql(
 
 
 @app.command()
+def export(
+    runs: Annotated[list[str], typer.Argument(metavar="RUNS...", help="Run folders, folders of runs, or globs.")],
+    parquet: Annotated[
+        str, typer.Option(metavar="DIR", help="Add all tables to a Parquet dataset, partitioned by project and month.")
+    ] = "",
+    csv: Annotated[str, typer.Option(metavar="FILE", help="Append one row per run to a CSV file.")] = "",
+    json: Annotated[str, typer.Option(metavar="FILE", help="Write a JSON object per run, one per line.")] = "",
+) -> None:
+    """Write runs to files for other programs: Parquet, CSV or JSON Lines.
+
+    A Parquet dataset has the tables runs, windows, ranks and events; docs/run-folder.md lists all columns, and how
+    DuckDB, Spark, Trino, ClickHouse and BigQuery read the dataset. Runs that the dataset already contains are
+    replaced. Several processes may append to one CSV file. Files are complete or absent, also on a full disk.
+    Needs: pip install 'effllm[analysis]'
+
+    \b
+    Examples:
+      effllm export efficientllm_runs --parquet /data/effllm
+      effllm export RUN --csv all_runs.csv          # at the end of each job
+      effllm export 'runs/llama-*' --json llama.jsonl
+
+    Exit status: 0 success, 1 no run or a file that cannot be written, 2 wrong use.
+    """
+    from effllm.commands import export as command
+
+    if sum(map(bool, (parquet, csv, json))) != 1:
+        raise typer.BadParameter("one of --parquet, --csv and --json is needed", param_hint="--parquet")
+    raise typer.Exit(command.main(runs, parquet, csv, json))
+
+
+@app.command()
 def events(
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the table of docs/events.md.")] = False,
 ) -> None:

@@ -1,5 +1,6 @@
 """Reading of run folders in processes of their own."""
 
+import csv
 import subprocess
 import sys
 from pathlib import Path
@@ -16,3 +17,14 @@ def test_package_loads_without_duckdb_and_names_the_missing_extra():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 
     assert done.stdout == "effllm.load needs DuckDB: pip install 'effllm[analysis]'\n"
+
+
+def test_parallel_exports_lose_no_row_of_a_csv_file(tmp_path):
+    path = tmp_path / "all.csv"
+    command = [sys.executable, "-m", "effllm", "export", str(OLDER), "--csv", str(path)]
+    writers = [subprocess.Popen(command, stdout=subprocess.DEVNULL) for _ in range(4)]
+
+    assert [writer.wait(120) for writer in writers] == [0] * 4
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["run_id"] for row in rows] == ["run_folder_1"] * 4

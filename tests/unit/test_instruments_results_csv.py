@@ -8,9 +8,9 @@ import json
 
 import pytest
 
-from effllm.instruments import results_csv
 from effllm.instruments.results_csv import COLUMNS, OtherColumns, append_row
 from effllm.instruments.run_results import read_results
+from effllm.store import csv_file
 
 
 @pytest.fixture
@@ -91,17 +91,31 @@ def test_row_after_half_a_line_begins_a_new_line(path):
     assert rows(path)[2]["model"] == "b"
 
 
+@pytest.mark.parametrize("text", ["=1+1", "+1", "-x", "@sum", "\t=1+1", "\r\n=1+1"])
+def test_text_is_never_a_formula_of_a_spreadsheet(path, text):
+    append_row(path, {"model": text, "energy_J": -1.5})
+
+    assert rows(path)[0]["model"] == "'" + text.strip()
+    assert rows(path)[0]["energy_J"] == "-1.5"
+
+
+def test_control_characters_are_not_written(path):
+    append_row(path, {"model": "a\x1b[2J\x07b\x00"})
+
+    assert rows(path)[0]["model"] == "a [2J b"
+
+
 def test_failed_write_leaves_the_old_file(path, monkeypatch):
     append_row(path, {"model": "a"})
     before = path.read_bytes()
-    write = results_csv.os.write
+    write = csv_file.os.write
 
     def half(file, data):
         if len(data) < 20:
             raise OSError(28, "No space left on device")
         return write(file, data[:10])
 
-    monkeypatch.setattr(results_csv.os, "write", half)
+    monkeypatch.setattr(csv_file.os, "write", half)
     with pytest.raises(OSError, match="No space"):
         append_row(path, {"model": "b"})
 
@@ -110,7 +124,7 @@ def test_failed_write_leaves_the_old_file(path, monkeypatch):
 
 def test_file_that_stays_locked_raises_an_error(path, monkeypatch):
     append_row(path, {"model": "a"})
-    monkeypatch.setattr(results_csv, "LOCK_WITHIN_S", 0.05)
+    monkeypatch.setattr(csv_file, "LOCK_WITHIN_S", 0.05)
 
     with path.open() as other:
         fcntl.flock(other, fcntl.LOCK_EX)

@@ -1,0 +1,172 @@
+"""Writes runs to files for other programs: a partitioned Parquet dataset, CSV, JSON Lines.
+
+No half file is ever visible: a file is written beside its place and renamed when it is complete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from effllm.analysis.column import JSON, TABLES_VERSION
+from effllm.analysis.database import TABLES, columns_of
+from effllm.analysis.load import LoadedRuns
+from effllm.store import csv_file
+
+#: Hive's name of the partition of an unknown value; engines read it as null.
+UNKNOWN = "__HIVE_DEFAULT_PARTITION__"
+MAX_PARTITION_LETTERS = 200
+LOCK_WITHIN_S = 600.0
+
+Progress = Callable[[int, int, str], None]  # number of files that are written, of all files, and the name of the next
+
+
+def export_csv(runs: LoadedRuns, path: Path) -> int:
+    """Append one row per run to a CSV file; return the number of rows.
+
+    Lists, maps and JSON are JSON in a cell.
+
+    Raises:
+        OtherColumns: the file has other columns.
+        OSError: the file cannot be written.
+    """
+    relation = runs.runs
+    names = relation.columns
+    rows = [dict(zip(names, map(_plain, row), strict=True)) for row in relation.fetchall()]
+    csv_file.append_rows(path, names, rows)
+    return len(rows)
+
+
+def _plain(value: Any) -> Any:
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, (list, dict)) else value
+
+
+def export_json(runs: LoadedRuns, path: Path) -> int:
+    """Replace a file with one JSON object per run, one per line; return the number of runs.
+
+    Raises:
+        OSError: the file cannot be written.
+        duckdb.Error: the same.
+    """
+    with _replaced(path) as draft:
+        runs.connection.execute(f"COPY runs TO {_text(draft)} (FORMAT json, ARRAY false)")
+    return len(runs)
+
+
+def export_parquet(runs: LoadedRuns, folder: Path, progress: Progress = lambda *_: None) -> int:
+    """Add all tables of runs to a dataset; return the number of written files.
+
+    The dataset has one file per table, project and month: ``v1/runs/project=P/month=2026-01/data.parquet``. The rows of
+    runs that the dataset already contains are replaced.
+
+    Raises:
+        OSError: a file cannot be written; the file of the dataset is unchanged.
+        duckdb.Error: the same.
+        TimeoutError: another process writes the dataset for longer than `LOCK_WITHIN_S`.
+    """
+    version = folder / f"v{TABLES_VERSION}"
+    _make(version)
+    with _locked(folder):
+        for name in TABLES:
+            runs.read_tables_of(name)
+        execute = runs.connection.execute
+        month = "CASE WHEN year(started_utc) BETWEEN 1970 AND 9999 THEN strftime(started_utc, '%Y-%m') END"
+        execute(f"CREATE OR REPLACE TEMP TABLE parts AS SELECT folder, project, {month} AS month FROM runs")
+        parts = execute("SELECT DISTINCT project, month FROM parts ORDER BY ALL").fetchall()
+        files = [(table, project, month) for table in TABLES for project, month in parts]
+        for number, (table, project, month_) in enumerate(files):
+            progress(number, len(files), table)
+            place = version / table / f"project={_partition(project)}" / f"month={_partition(month_)}"
+            _make(place)
+            _write_part(runs.connection, table, project, month_, place / "data.parquet")
+        progress(len(files), len(files), "")
+    return len(files)
+
+
+def _write_part(connection: Any, table: str, project: str | None, month: str | None, path: Path) -> None:
+    """Replace the file of a partition: the rows of the loaded runs, and the old rows of other runs."""
+    values = ", ".join(
+        f'"{one.name}"::VARCHAR AS "{one.name}"' if one.type == JSON else f'"{one.name}"'
+        for one in columns_of(table)
+        if (table, one.name) != ("runs", "project")  # a value of the path
+    )
+    rows = (
+        f"SELECT {values} FROM {table} WHERE folder IN "
+        f"(SELECT folder FROM parts WHERE project IS NOT DISTINCT FROM $1 AND month IS NOT DISTINCT FROM $2)"
+    )
+    if path.exists():
+        rows += (
+            f" UNION ALL BY NAME SELECT * FROM read_parquet({_text(path)}, hive_partitioning=false) "
+            "WHERE folder NOT IN (SELECT folder FROM parts)"
+        )
+    with _replaced(path) as draft:
+        connection.execute(
+            f"COPY ({rows}) TO {_text(draft)} (FORMAT parquet, COMPRESSION zstd, "
+            f"KV_METADATA {{effllm_tables_version: '{TABLES_VERSION}'}})",
+            [project, month],
+        )
+
+
+def _partition(value: str | None) -> str:
+    """Return a value as the name of a folder, escaped as Hive and Spark do it."""
+    if value is None:
+        return UNKNOWN
+    text = quote(value, safe=" ")
+    if len(text) <= MAX_PARTITION_LETTERS:
+        return text
+    # Half of an escaped character is not a value.
+    return text[:MAX_PARTITION_LETTERS].rpartition("%")[0] + hashlib.sha256(value.encode()).hexdigest()[:16]
+
+
+def _make(folder: Path) -> None:
+    for one in (*reversed(folder.parents), folder):
+        with contextlib.suppress(FileExistsError):
+            one.mkdir(mode=0o700)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    deadline_s = time.monotonic() + LOCK_WITHIN_S
+    try:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline_s:
+                    raise TimeoutError(f"another process has locked {folder} for {LOCK_WITHIN_S:g} s") from None
+                time.sleep(0.1)
+        yield
+    finally:
+        os.close(file)
+
+
+@contextlib.contextmanager
+def _replaced(path: Path) -> Iterator[Path]:
+    """Give the path of a new private file; it replaces ``path`` at the end, unless there was an error."""
+    if path.exists() and not path.is_file():
+        raise FileExistsError(errno.EEXIST, "not a regular file", str(path))
+    draft = path.with_name(f".{path.name}.{os.getpid()}.new")
+    draft.unlink(missing_ok=True)
+    os.close(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    try:
+        yield draft
+        draft.chmod(0o600)
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _text(path: Path) -> str:
+    """Return a path as a text for SQL; DuckDB finds no glob in it."""
+    return "'" + "".join(f"[{c}]" if c in "[*?" else c for c in str(path)).replace("'", "''") + "'"

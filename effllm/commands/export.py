@@ -1,0 +1,37 @@
+"""``effllm export``: runs as files for other programs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from effllm.analysis.export import export_csv, export_json, export_parquet
+from effllm.analysis.load import load, load_errors
+from effllm.commands.sql import warn_of_skipped
+from effllm.records.plain_text import one_line
+from effllm.store.csv_file import OtherColumns
+
+
+def main(paths: Sequence[str], parquet: str, csv: str, json: str) -> int:
+    """Write runs to one of the three; return the exit status."""
+    errors: tuple[type[Exception], ...] = (OtherColumns, *load_errors())
+    try:
+        runs = load(paths)
+        if parquet:
+            files = export_parquet(runs, Path(parquet), _progress if sys.stderr.isatty() else lambda *_: None)
+            print(f"{len(runs):,} runs: {files:,} files in {one_line(parquet)}")
+        elif csv:
+            print(f"{export_csv(runs, Path(csv)):,} rows were appended to {one_line(csv)}")
+        else:
+            print(f"{export_json(runs, Path(json)):,} runs were written to {one_line(json)}")
+    except errors as error:
+        print(f"effllm export: {one_line(str(error))}", file=sys.stderr)
+        return 1
+    warn_of_skipped(runs, "export")
+    return 0
+
+
+def _progress(written: int, files: int, table: str) -> None:
+    end = "\n" if written == files else ""
+    print(f"\r{written:,} of {files:,} files {table:<8}", end=end, file=sys.stderr, flush=True)

@@ -1,0 +1,119 @@
+"""A CSV file of rows that several processes append at the same time: one lock, one header, no partial row.
+
+The training process imports this module, so the module uses only the standard library.
+"""
+
+from __future__ import annotations
+
+import csv
+import fcntl
+import io
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+LOCK_WITHIN_S = 10.0
+DIGITS = 9  # significant digits of a number; the error of an energy is larger than the rounding
+MAX_HEADER_BYTES = 2**16
+#: A spreadsheet evaluates a cell that begins with one of these characters as a formula.
+_FORMULA = ("=", "+", "-", "@")
+
+
+class OtherColumns(ValueError):
+    """The file has other columns; nothing was written to this file."""
+
+
+def append_rows(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]], *, mode: int = 0o600) -> None:
+    """Append rows to the file, which is created with its header if it is missing or empty.
+
+    A value that is missing, ``None`` or not a finite number becomes an empty cell.  The file is locked while the rows
+    are written, and after a failed write the file has its old length.
+
+    Args:
+        path: path of the file; missing folders are made.
+        columns: the names of the columns, in order.
+        rows: values by column.
+        mode: permissions of a new file.
+
+    Raises:
+        OtherColumns: the first line of the file is not the header.
+        OSError: the file cannot be written, or is locked for longer than `LOCK_WITHIN_S` (`TimeoutError`).
+    """
+    text = "".join(_line([cell(row.get(name)) for name in columns]) for row in rows)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, mode)
+    try:
+        _lock(file, path)
+        size = os.fstat(file).st_size
+        try:
+            _write(file, _before(file, size, path, columns) + text)
+        except OSError:
+            os.ftruncate(file, size)
+            raise
+    finally:
+        os.close(file)
+
+
+def cell(value: Any) -> str:
+    """Return a value as the text of a cell: one line, and never a formula of a spreadsheet.
+
+    A text that could be a formula begins with an apostrophe, as spreadsheets write a text.
+
+    >>> cell("=HYPERLINK(A1)"), cell(-1.5), cell(None), cell(True)
+    ("'=HYPERLINK(A1)", '-1.5', '', 'true')
+    """
+    if value is None or isinstance(value, bool):
+        return "" if value is None else str(value).lower()
+    if isinstance(value, float):
+        return f"{value:.{DIGITS}g}" if abs(value) < float("inf") else ""
+    if isinstance(value, int):
+        return str(value)
+    text = " ".join("".join(c if c.isprintable() else " " for c in str(value)).split())
+    return f"'{text}" if text.startswith(_FORMULA) else text
+
+
+def _lock(file: int, path: Path) -> None:
+    deadline_s = time.monotonic() + LOCK_WITHIN_S
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"another process has locked {path} for {LOCK_WITHIN_S:g} s") from None
+            time.sleep(0.02)
+        else:
+            return
+
+
+def _before(file: int, size: int, path: Path, columns: Sequence[str]) -> str:
+    """Return the text before the rows: the header of an empty file, or the missing line break at the end."""
+    if not size:
+        return _line(columns)
+    first = os.pread(file, MAX_HEADER_BYTES, 0).decode("utf-8-sig", errors="replace").partition("\n")[0]
+    found = _columns(first)
+    if found != list(columns):
+        missing = [name for name in columns if name not in found]
+        other = f"without {missing[0]}" if missing else "in another order or with further columns"
+        raise OtherColumns(f"{path} has other columns ({other})")
+    return "" if os.pread(file, 1, size - 1) == b"\n" else "\n"
+
+
+def _columns(line: str) -> list[str]:
+    try:
+        return next(csv.reader([line]), [])
+    except csv.Error:  # a NUL, before Python 3.11
+        return []
+
+
+def _line(cells: Sequence[str]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerow(cells)
+    return text.getvalue()
+
+
+def _write(file: int, text: str) -> None:
+    data = text.encode("utf-8", errors="replace")
+    while data:
+        data = data[os.write(file, data) :]

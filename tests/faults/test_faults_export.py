@@ -1,0 +1,38 @@
+"""Export to a full disk: one line, exit status 1, and only complete files."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import duckdb
+import pytest
+
+pytest_plugins = ["disks"]
+pytestmark = pytest.mark.faults
+OLDER = Path(__file__).parents[1] / "golden" / "run_folder_1"
+
+
+def export(*arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "effllm", "export", str(OLDER), *arguments], capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.parametrize("form", ["--parquet", "--csv", "--json"])
+def test_export_to_a_full_disk_leaves_the_old_files(disk, form):
+    path = disk.path / "out"
+    assert export(form, str(path)).returncode == 0
+    before = {one: one.read_bytes() for one in disk.path.rglob("*") if one.is_file()}
+    disk.fill()
+
+    done = export(form, str(path))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("effllm export: ")
+    assert done.stderr.count("\n") == 1
+    left = {one: one.read_bytes() for one in disk.path.rglob("*") if one.is_file() and one in before}
+    assert left == before
+    assert [one for one in disk.path.rglob(".*") if one.name.endswith(".new")] == []
+    disk.empty()
+    assert export(form, str(path)).returncode == 0
+    if form == "--parquet":
+        assert duckdb.sql(f"SELECT count(*) FROM '{path}/v1/windows/*/*/*.parquet'").fetchall() == [(4,)]

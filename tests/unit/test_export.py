@@ -1,0 +1,146 @@
+"""`effllm export`: Parquet, CSV and JSON Lines of runs."""
+
+import csv
+import json
+import shutil
+from pathlib import Path
+
+import duckdb
+import msgspec
+import pytest
+
+import effllm
+from effllm.analysis.database import TABLES, columns_of
+from effllm.analysis.export import export_parquet
+from effllm.commands import export
+
+OLDER = Path(__file__).parents[1] / "golden" / "run_folder_1"
+
+
+def make_run(folder, **fields):
+    """Copy the older run and change fields of its documents."""
+    shutil.copytree(OLDER, folder)
+    for name in ("run.json", "summary.json"):
+        document = msgspec.json.decode((folder / name).read_bytes()) | fields
+        (folder / name).write_bytes(msgspec.json.encode(document))
+    return folder
+
+
+def dataset(folder, table, columns="*"):
+    files = f"read_parquet('{folder}/v1/{table}/*/*/*.parquet', hive_partitioning=true)"
+    return duckdb.sql(f"SELECT {columns} FROM {files} ORDER BY ALL").fetchall()
+
+
+@pytest.fixture
+def run(capsys):
+    """Return a function that runs the command and returns the exit status, stdout and stderr."""
+
+    def run(*paths, **files):
+        status = export.main([str(path) for path in paths], **{"parquet": "", "csv": "", "json": "", **files})
+        return status, *capsys.readouterr()
+
+    return run
+
+
+def test_dataset_has_all_rows_partitioned_by_project_and_month(tmp_path, run):
+    make_run(tmp_path / "runs/a", tags=["project=llama"], started_time_s=1.7e9)
+    make_run(tmp_path / "runs/b", account="a/b=c ü", started_time_s=1.7e9)
+    make_run(tmp_path / "runs/c", started_time_s=None)
+    out = tmp_path / "out"
+
+    assert run(tmp_path / "runs", parquet=str(out))[::2] == (0, "")
+    assert dataset(out, "runs", "run_id, project, month") == [
+        ("a", "llama", "2023-11"), ("b", "a/b=c ü", "2023-11"), ("c", None, None)
+    ]  # fmt: skip
+    runs = effllm.load(tmp_path / "runs")
+    for table in TABLES:
+        assert len(dataset(out, table)) == len(getattr(runs, table))
+    assert (
+        dataset(out, "windows", "sum(tokens), sum(energy_j)")
+        == runs.sql("SELECT sum(tokens), sum(energy_j) FROM windows").fetchall()
+    )
+    assert {path.stat().st_mode & 0o777 for path in out.rglob("*") if path.is_file()} == {0o600}
+    assert {path.stat().st_mode & 0o777 for path in out.rglob("*") if path.is_dir()} == {0o700}
+
+
+def test_columns_of_the_dataset_are_the_documented_columns(tmp_path):
+    export_parquet(effllm.load(OLDER), tmp_path)
+
+    for table in TABLES:
+        described = duckdb.sql(f"DESCRIBE FROM read_parquet('{tmp_path}/v1/{table}/*/*/*.parquet')").fetchall()
+        expected = {one.name: one.type.replace("JSON", "VARCHAR") for one in columns_of(table)}
+        assert {name: kind for name, kind, *_ in described if name != "month"} == (
+            expected if table == "runs" else {**expected, "project": "VARCHAR"}
+        )
+
+
+def test_export_again_replaces_rows_of_the_same_runs(tmp_path, run):
+    make_run(tmp_path / "runs/a")
+    make_run(tmp_path / "runs/b")
+    for path in (tmp_path / "runs", tmp_path / "runs/a", tmp_path / "runs"):
+        assert run(path, parquet=str(tmp_path / "out"))[0] == 0
+
+    assert [row[:2] for row in dataset(tmp_path / "out", "runs", "run_id, status")] == [
+        ("a", "completed"), ("b", "completed")
+    ]  # fmt: skip
+    assert len(dataset(tmp_path / "out", "events")) == 8
+
+
+def test_names_of_projects_stay_inside_the_dataset(tmp_path, run):
+    for number, project in enumerate(["../../x", "/etc", ".", "a\nb", "'; DROP", "[*?]", "%2e", "ü" * 200, ""]):
+        make_run(tmp_path / f"runs/{number}", account=project)
+
+    assert run(tmp_path / "runs", parquet=str(tmp_path / "out"))[0] == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"runs", "out", "cache"} & {
+        path.name for path in tmp_path.iterdir()
+    }
+    assert len(dataset(tmp_path / "out", "runs")) == 9
+    assert {"../../x", "/etc", "%2e", "[*?]"} <= {
+        project for (project,) in dataset(tmp_path / "out", "runs", "project")
+    }
+
+
+def test_csv_has_one_row_per_run_and_grows(tmp_path, run):
+    path = tmp_path / "all.csv"
+    make_run(tmp_path / "a", user="=HYPERLINK(1)", job_name="x\x1b[2J\ny")
+
+    assert run(tmp_path / "a", csv=str(path)) == (0, f"1 rows were appended to {path}\n", "")
+    assert run(OLDER, csv=str(path))[0] == 0
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert list(rows[0]) == [one.name for one in columns_of("runs")]
+    assert [(row["run_id"], row["tokens"], row["user"], row["job_name"]) for row in rows] == [
+        ("a", "983040", "'=HYPERLINK(1)", "x [2J y"), ("run_folder_1", "983040", "", "")
+    ]  # fmt: skip
+    assert json.loads(rows[0]["goodput_seconds"])["kept"] > 0
+
+
+def test_csv_with_other_columns_is_not_changed(tmp_path, run):
+    path = tmp_path / "other.csv"
+    path.write_text("a,b\n1,2\n")
+
+    status, out, err = run(OLDER, csv=str(path))
+    assert (status, out) == (1, "")
+    assert err == f"effllm export: {path} has other columns (without run_id)\n"
+    assert path.read_text() == "a,b\n1,2\n"
+
+
+def test_json_has_one_object_per_run(tmp_path, run):
+    path = tmp_path / "runs.jsonl"
+
+    assert run(OLDER, json=str(path))[0] == run(OLDER, json=str(path))[0] == 0
+    [line] = path.read_text().splitlines()
+    document = json.loads(line)
+    assert (document["run_id"], document["account"], document["hosts"]) == ("run_folder_1", None, ["vm"])
+    assert document["config"]["device"] == "simulated"
+
+
+@pytest.mark.parametrize("form", ["parquet", "json"])
+def test_place_that_is_no_file_or_folder_is_one_line(tmp_path, run, form):
+    (tmp_path / "file").write_text("")
+    path = tmp_path / "file" / "x" if form == "json" else tmp_path / "file"
+    status, out, err = run(OLDER, **{form: str(path)})
+
+    assert (status, out, err.count("\n")) == (1, "", 1)
+    assert run(OLDER, json="/dev/null")[0] == 1
+    assert not Path("/dev/null").is_file()
