@@ -13,6 +13,7 @@ from pathlib import Path
 import jobs
 import pytest
 from nvml_library import GIB, Gpu, Trace, flat
+from sft_play_sections import SECTIONS_UNSLOTH
 from systems import RAN
 
 from effllm.instruments.results_csv import append_row
@@ -299,24 +300,10 @@ def test_make_target_with_tensorboard_writes_a_row_and_an_event_file(shell):
     assert job.stdout.splitlines()[-1] == "[train] TensorBoard: tensorboard --logdir outputs/adamw"
 
 
-SECTIONS_UNSLOTH = """
-tuning:
-  backend: torch
-  lora:
-    r: 32
-    alpha: 32
-    dropout: 0.05
-
-train:
-  bf16: true
-  fp16: false
-  optim: adamw_torch
-"""
-
-
 def test_lora_and_bf16_of_a_configuration_are_used_in_the_training(shell, tmp_path):
     pytest.importorskip("peft", reason="needs peft")
     body = yaml.safe_load(SECTIONS_UNSLOTH)
+    body["tuning"]["backend"] = "torch"  # unsloth needs an NVIDIA GPU
     body["train"] |= {"max_steps": 8, "batch_size": 4}
     body |= {"model": {"llama": SMALL}, "metrics": {"warmup_s": 0.0}}
     (tmp_path / "sft_play" / "configs" / "own.yaml").write_text(yaml.safe_dump(body))

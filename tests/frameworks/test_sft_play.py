@@ -33,7 +33,7 @@ class Play:
     def __init__(self, launch):
         self._launch = launch
 
-    def start(self, environ=None, settings=None, script="", options=(), ranks=1, **sections):
+    def start(self, environ=None, settings=None, script="", options=(), ranks=1, restarts=0, **sections):
         body = yaml.safe_load((FOLDER / "configs" / "run_adamw.yaml").read_text())
         body["model"]["llama"] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
         body["model"]["llama"]["num_attention_heads"] = 2
@@ -44,20 +44,26 @@ class Play:
         job = self._launch._job()
         (job.folder / "run.yaml").write_text(yaml.safe_dump(body))
         chosen = self._launch.environ({"device": "host", **(settings or {})}, HF_HUB_OFFLINE="1", **(environ or {}))
-        run = ["-c", script] if script else [str(FOLDER / "scripts" / "train.py")]
+        run = ["-c", script] if isinstance(script, str) and script else [str(script or FOLDER / "scripts" / "train.py")]
         launcher = [
             "-m",
             "torch.distributed.run",
             "--standalone",
             "--local_addr=127.0.0.1",
             f"--nproc_per_node={ranks}",
+            f"--max_restarts={restarts}",
         ]
         return job.start(
-            [sys.executable, *(launcher if ranks > 1 else ()), *run, "--config", "run.yaml", *options], chosen
+            [sys.executable, *(launcher if ranks > 1 or restarts else ()), *run, "--config", "run.yaml", *options],
+            chosen,
         )
 
     def run(self, **settings):
-        return self.start(**settings).done(within_s=100.0)
+        return self.start(**settings).done()
+
+    def folders(self):
+        """Return the run folders of all starts."""
+        return self._launch._jobs[-1].runs()
 
 
 @pytest.fixture
@@ -166,6 +172,57 @@ def test_training_that_fails_during_a_step_appends_no_row(play):
     assert "[train] no row in outputs/energy_results.csv: the training did not complete" in job.stdout
     assert not (job.folder / "outputs" / "energy_results.csv").exists()
     assert job.ledger.summary.status == "failed"
+
+
+def test_restarted_trainings_append_one_row_each_that_completes(play, tmp_path):
+    """Of four starts, the second fails in mid-step; the last has another optimizer. The header is written once."""
+    path = tmp_path / "results.csv"
+    settings, metrics = {"device": "simulated"}, {"results_csv": str(path)}
+    fails = RAISES_IN_STEP_7.format(scripts=str(FOLDER / "scripts"))
+
+    play.run(settings=settings, metrics=metrics)
+    first = path.read_text()
+    assert play.start(settings=settings, metrics=metrics, script=fails).wait(100.0).code == 1
+    assert path.read_text() == first
+    path.write_text(first.removesuffix("\n"))  # an editor removed the last line break
+    play.run(settings=settings, metrics=metrics, train={"optim": "adafactor"})
+
+    lines = path.read_text().splitlines()
+    with path.open(newline="") as file:
+        found = list(csv.DictReader(file))
+    assert path.read_text().startswith(first)
+    assert (len(lines), lines[0].split(",")) == (3, MEASURED + METADATA)
+    assert [row["optimizer"] for row in found] == ["adamw_torch", "adafactor"]
+    assert len({row["tokens_processed"] for row in found}) == 1
+    assert len(play.folders()) == 3
+
+
+FAILS_BEFORE_RESTART = """
+import os
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    exec({fails!r})
+else:
+    import sys
+    sys.path.insert(0, {scripts!r})
+    import train
+    sys.exit(train.main())
+"""
+
+
+def test_row_of_a_training_that_torchrun_restarts_has_all_attempts(play, tmp_path):
+    """Attempt 1 fails in step 7; attempt 2 repeats all 12 steps, because the script writes no checkpoint."""
+    scripts, path = str(FOLDER / "scripts"), tmp_path / "rows.jsonl"
+    path.write_text("".join(f'{{"text": "{"a" * 9}"}}\n' for _ in range(48)))
+    script = tmp_path / "restarted.py"
+    script.write_text(FAILS_BEFORE_RESTART.format(fails=RAISES_IN_STEP_7.format(scripts=scripts), scripts=scripts))
+
+    job = play.run(settings={"device": "simulated"}, script=script, restarts=1, data={"path": str(path)})
+
+    (row,) = rows(job)
+    summary = job.ledger.summary
+    assert (summary.status, summary.attempts, summary.iterations) == ("completed", 2, 6 + 12)
+    assert int(row["tokens_processed"]) == (6 + 12) * 4 * 9
+    assert float(row["wall_s"]) == pytest.approx(summary.elapsed_s)
 
 
 @pytest.mark.parametrize(

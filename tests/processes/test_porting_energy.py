@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from nvml_library import Gpu, square
+from sft_play_sections import SECTION_METRICS, SECTIONS_BNB, SECTIONS_UNSLOTH
 
 from effllm.instruments import EnergyMetrics
 from effllm.instruments._energy import Baseline, SpanReadings
@@ -174,40 +175,6 @@ def test_portuguese_report_of_an_hour_has_nine_values():
 
 # --- the energy log of fine-tuning ---
 
-SECTION_METRICS = """
-metrics:
-  enable_energy_logging: true
-  sample_interval_s: 0.05
-  warmup_s: 60.0
-  log_vram_every_s: 1.0
-  results_csv: "outputs/energy_results.csv"
-"""
-SECTIONS_BNB = """
-tuning:
-  backend: bnb
-  lora:
-    r: 32
-    alpha: 32
-    dropout: 0.05
-
-train:
-  bf16: false
-  fp16: true
-  optim: paged_adamw_8bit
-"""
-SECTIONS_UNSLOTH = """
-tuning:
-  backend: unsloth
-  lora:
-    r: 32
-    alpha: 32
-    dropout: 0.05
-
-train:
-  bf16: true
-  fp16: false
-  optim: adamw_torch
-"""
 READ = """
 import dataclasses, json, os, sys
 from pathlib import Path
