@@ -17,7 +17,7 @@ from effllm.devices._nvml_identity import find, module_of, text_of
 from effllm.devices._nvml_power import NvmlPower
 from effllm.devices._nvml_slices import gpu_of, slice_of
 from effllm.devices._nvml_watch import Watch
-from effllm.devices.known import hardware
+from effllm.devices.known.peak_clock import peak_clock_hz
 from effllm.records.rank import GPU, MODULE, Device, Event, Sample
 
 __all__ = ["NvmlReader", "open_device"]
@@ -98,7 +98,7 @@ class NvmlReader:
             energy_note="; ".join(note for note in notes if note),
             driver=text_of(pynvml.nvmlSystemGetDriverVersion()),
             sm_clock_max_hz=max_hz,
-            sm_clock_reference_hz=max_hz and (hardware.peak_clock_hz(name) or max_hz),
+            sm_clock_reference_hz=max_hz and (peak_clock_hz(name) or max_hz),
             power_limit_default_w=None if default_w is None or is_module else default_w * self._share,
         )
 

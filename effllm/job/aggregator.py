@@ -16,7 +16,6 @@ from effllm.job.open_windows import OpenWindow, OpenWindows
 from effllm.job.pacing import is_large, late_every_s
 from effllm.job.reporting import summary_of
 from effllm.job.roster import Roster
-from effllm.job.unused import KIND as UNUSED_KIND
 from effllm.job.unused import UnusedWatch
 from effllm.job.verdict import verdict_of
 from effllm.records.clock import Now
@@ -42,8 +41,7 @@ class Aggregator:
     def __init__(
         self, config: Config, job: str, attempt: int, time_s: float, ledger: Ledger | None = None, boot: str = ""
     ) -> None:
-        self._config = config
-        self._boot = boot
+        self._config, self._boot = config, boot
         self.ledger = ledger = ledger or Ledger(attempt=attempt, job=job, started_time_s=time_s)
         self.roster = Roster(config, ledger)
         self.presence = self.roster.presence
@@ -51,7 +49,7 @@ class Aggregator:
         self.stalls = Stalls(config, self.roster, ledger, self.events.record)
         self._stragglers = StragglerWatch(ledger, self.events.record)
         self.open = OpenWindows(config, ledger, self.presence)
-        self.unused = UnusedWatch(ledger, self.roster)
+        self.unused = UnusedWatch(ledger, self.roster, self.events.record)
         self.closed = ClosedWindows(config, ledger, self.roster, self.events, self._stragglers)
         self._heard_s: float | None = None  # time of the last message of any rank
         self.garbage = 0  # number of frames that were not messages
@@ -199,8 +197,7 @@ class Aggregator:
         if self.open.has_late(now_s, for_s=late_every_s(ledger.world_size)):
             self._take_late(now)
         self.stalls.tick(now)
-        if text := self.unused.tick(now):
-            self.events.record(Event(now.unix_s, UNUSED_KIND, text))
+        self.unused.tick(now)
         ledger.note_hang(self.stalls.take_s(now_s))
         self.open.tick(now_s)
         self._close_ready(now_s, until_s)

@@ -6,7 +6,7 @@ the first check in which it was free again; it stops counting when a process use
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from effllm.devices.allocation import ranges
@@ -15,6 +15,7 @@ from effllm.job.roster import Roster
 from effllm.job.unused_time import NOT_STATED, UNUSED
 from effllm.records.allocation import Allocation
 from effllm.records.clock import Now
+from effllm.records.rank import Event
 from effllm.records.wire import Hello
 
 #: GPUs must be free for this time after all ranks have joined, because other processes of the job may start later.
@@ -23,7 +24,7 @@ MAX_HOSTS, MAX_LETTERS = 4, 300  # limits of a text
 KIND = "gpus_unused"
 
 
-class Node(NamedTuple):
+class EmptyNode(NamedTuple):
     """A node of the allocation on which no rank runs."""
 
     name: str
@@ -64,16 +65,17 @@ class UnusedWatch:
     Args:
         ledger: the job's state, which contains the time of unused GPUs.
         roster: the ranks and devices of the job.
+        report: is called with each event.
     """
 
-    def __init__(self, ledger: Ledger, roster: Roster) -> None:
-        self._ledger, self._roster = ledger, roster
+    def __init__(self, ledger: Ledger, roster: Roster, report: Callable[[Event], None]) -> None:
+        self._ledger, self._roster, self._report = ledger, roster, report
         self._joined_s: float | None = None  # monotonic time at which all ranks had joined
         self._is_changed = True
         self._hosts: list[_Host] = []
         self.host_names: set[str] = set()  # hosts with ranks, after all ranks have joined
         self._allocations: dict[str, Allocation] = {}  # by host
-        self._nodes: Sequence[Node] = ()
+        self._nodes: Sequence[EmptyNode] = ()
         self._has_nodes = False
         self._nodes_why = ""  # the reason why nodes without ranks are unknown
         self._recorded: set[str] = set()  # texts of earlier events
@@ -104,20 +106,20 @@ class UnusedWatch:
         self._allocations[message.host] = one
         self._ledger.unused.note_busy(set(one.gpus) - set(one.free))
 
-    def set_nodes(self, nodes: Sequence[Node], why: str = "") -> None:
+    def set_nodes(self, nodes: Sequence[EmptyNode], why: str = "") -> None:
         """Take the nodes without ranks, or the reason why they are unknown."""
         self._nodes, self._nodes_why = nodes, why
         self._has_nodes = self._is_changed = True
 
-    def tick(self, now: Now) -> str:
-        """Update the time of unused GPUs; return the text of an event, or an empty string."""
+    def tick(self, now: Now) -> None:
+        """Update the time of unused GPUs, and report new unused GPUs in one event."""
         if not self._ledger.world_size or len(self._roster.hellos) < self._ledger.world_size:
-            return ""
+            return
         self._joined_s = now.mono_s if self._joined_s is None else self._joined_s
         if not self._has_waited and now.mono_s - self._joined_s >= SETTLED_S:
             self._has_waited = self._is_changed = True
         if not self._is_changed:
-            return ""
+            return
         self._is_changed = False
         self.host_names = {hello.host for hello in self._roster.hellos.values()}
         self._hosts = self._look()
@@ -126,14 +128,15 @@ class UnusedWatch:
         found |= {f"{node.name}/{number}" for node in self._nodes for number in range(node.num_gpus)}
         time.unknown = self._unknown(bool(found))
         if not self._has_waited:
-            return ""
+            return
         time.update(found, *self._ledger.goodput.span(is_over=False))
         texts = self._texts()
         if texts:
             time.evidence = _few(texts)
         new = [text for text in texts if text not in self._recorded]
         self._recorded.update(new)
-        return _few(new)
+        if new:
+            self._report(Event(now.unix_s, KIND, _few(new)))
 
     def _look(self) -> list[_Host]:
         used: dict[str, set[str]] = {host: set() for host in self._allocations}

@@ -66,9 +66,7 @@ class Server:
     """An aggregator with its socket, its store and its sinks."""
 
     def __init__(self, orders: Orders, stdout: TextIO) -> None:
-        self._orders = orders
-        self._config = orders.config
-        self._stdout = stdout
+        self._orders, self._config, self._stdout = orders, orders.config, stdout
         self._is_stopping = False
         self._killed_until_s = 0.0
         self.address = ""  # set by `run`
@@ -227,17 +225,11 @@ class Server:
         self._aggregator.ledger.note_own(time.process_time(), self._socket.received_bytes)
         self._end.give_up_lost(now.mono_s)
         self._aggregator.tick(now, self._heard_until_s)
-        self._ask_for_nodes(now.mono_s)
+        self._slurm_nodes.tick(self._aggregator.unused, now.mono_s)
         # The facts of ten thousand ranks are 8 MB, so larger worlds write their facts less often.
         self._update_facts(max(keep_every_s(self._aggregator.ledger.world_size), FACTS_EVERY_S))
         if now.mono_s < self._killed_until_s:  # this status is correct if a kill comes before the next tick
             self._outputs.write_summary(msgspec.structs.replace(self._summary(ended=False), status="killed"))
-
-    def _ask_for_nodes(self, now_s: float) -> None:
-        """Ask Slurm once for the nodes without ranks, if there are such nodes."""
-        unused = self._aggregator.unused
-        if unused.needs_nodes and (found := self._slurm_nodes.poll(unused.node_names, now_s)) is not None:
-            unused.set_nodes(*found)
 
     def _update_facts(self, every_s: float = 0.0, is_over: bool = False) -> None:
         ledger = self._aggregator.ledger

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Collection, Iterator, Mapping
 from typing import IO
 
-from effllm.job.unused import Node
+from effllm.job.unused import EmptyNode, UnusedWatch
 
 #: scontrol may wait for a busy controller; after this time it is killed.
 DEADLINE_S = 30.0
@@ -40,7 +40,12 @@ class SlurmNodes:
         self._until_s = 0.0
         self.is_asked = False
 
-    def poll(self, hosts: Collection[str], now_s: float) -> tuple[list[Node], str] | None:
+    def tick(self, unused: UnusedWatch, now_s: float) -> None:
+        """Ask scontrol if there are nodes without ranks, and pass its answer on."""
+        if unused.needs_nodes and (found := self.poll(unused.node_names, now_s)) is not None:
+            unused.set_nodes(*found)
+
+    def poll(self, hosts: Collection[str], now_s: float) -> tuple[list[EmptyNode], str] | None:
         """Start scontrol, or return its answer: the nodes without ranks, and the reason why they are unknown.
 
         Args:
@@ -65,7 +70,7 @@ class SlurmNodes:
         if self._process is not None:
             self._end()
 
-    def _start(self, now_s: float) -> tuple[list[Node], str] | None:
+    def _start(self, now_s: float) -> tuple[list[EmptyNode], str] | None:
         if not self._job.isdecimal():
             return [], "the aggregator has no SLURM_JOB_ID"
         self._until_s = now_s + DEADLINE_S
@@ -97,7 +102,7 @@ class SlurmNodes:
         return status, text
 
 
-def nodes_without_ranks(text: str, hosts: Collection[str]) -> tuple[list[Node], str]:
+def nodes_without_ranks(text: str, hosts: Collection[str]) -> tuple[list[EmptyNode], str]:
     """Return the nodes of a job on which neither a rank nor another step runs, from the answer of scontrol.
 
     Args:
@@ -120,7 +125,7 @@ def nodes_without_ranks(text: str, hosts: Collection[str]) -> tuple[list[Node], 
     empty = gpus.keys() - short
     if busy := empty & with_steps:
         return [], f"other steps of the job run on {len(busy):,} of these nodes"
-    return [Node(name, gpus[name]) for name in sorted(empty)[:MAX_NODES] if gpus[name]], ""
+    return [EmptyNode(name, gpus[name]) for name in sorted(empty)[:MAX_NODES] if gpus[name]], ""
 
 
 def _short(name: str) -> str:

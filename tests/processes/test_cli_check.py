@@ -80,7 +80,7 @@ def test_check_lists_metrics_that_a_simulated_device_cannot_measure(cli):
     assert (code, survey["measured"], survey["device"]["simulated"]) == (0, True, True)
     assert {name for name in METRICS if not metrics[name]["measured"]} == {
         "mfu_ratio", "hfu_ratio", "joules_above_baseline", "co2_kg", "electricity_cost",
-        "gpu_cost", "throttled_ratio", "hottest_c", "sm_clock_mhz", "sm_activity_ratio", "tensor_activity_ratio",
+        "gpu_cost", "throttled_ratio", "hottest_c", "sm_activity_ratio", "tensor_activity_ratio",
         "dram_activity_ratio", *PROFILED,
     }  # fmt: skip
     assert metrics["aec_watts"]["by"] == ["simulated: energy counter (gpu)", "your loop: iterations"]

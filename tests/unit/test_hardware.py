@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from effllm.devices.known import hardware
 from effllm.devices.known.hardware import PRECISIONS, ROWS, find, peak_flops_per_s
+from effllm.devices.known.peak_clock import UNITS, peak_clock_hz
 from effllm.devices.known.sensors import SENSORS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "hardware.md"
@@ -290,14 +291,14 @@ def test_peaks_do_not_include_sparsity(name, precision, sparse_tflops):
     ],
 )
 def test_clock_of_the_peak_is_the_boost_clock_of_the_datasheet(name, megahertz):
-    assert hardware.peak_clock_hz(name) == pytest.approx(megahertz * 1e6, rel=0.004)
-    assert hardware.peak_clock_hz(f"{name} MIG 1g.10gb") == hardware.peak_clock_hz(name)
+    assert peak_clock_hz(name) == pytest.approx(megahertz * 1e6, rel=0.004)
+    assert peak_clock_hz(f"{name} MIG 1g.10gb") == peak_clock_hz(name)
 
 
 def test_every_clock_of_a_peak_belongs_to_a_row():
-    assert hardware._UNITS.keys() <= {row.names[0] for row in ROWS}
-    assert hardware.peak_clock_hz("NVIDIA B200") is None
-    assert hardware.peak_clock_hz("AnyGPU 9000") is None
+    assert UNITS.keys() <= {row.names[0] for row in ROWS}
+    assert peak_clock_hz("NVIDIA B200") is None
+    assert peak_clock_hz("AnyGPU 9000") is None
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.names[0])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from effllm.job.unused import Node
+from effllm.job.unused import EmptyNode
 from effllm.server.slurm_nodes import SlurmNodes, hosts_of, nodes_without_ranks
 
 JOB = (
@@ -20,7 +20,7 @@ def step(name, nodes):
 def test_nodes_without_a_rank_are_listed_with_their_gpus():
     text = JOB + step("batch", "n01") + step("extern", "n[01-04]") + step("0", "n[01-02]")
 
-    assert nodes_without_ranks(text, {"n01.cluster", "n02"}) == ([Node("n03", 8), Node("n04", 2)], "")
+    assert nodes_without_ranks(text, {"n01.cluster", "n02"}) == ([EmptyNode("n03", 8), EmptyNode("n04", 2)], "")
 
 
 def test_node_with_another_step_is_not_counted():

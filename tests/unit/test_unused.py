@@ -6,7 +6,7 @@ from builders import gpu, hello
 from effllm.config.settings import Config
 from effllm.job.aggregator import Aggregator
 from effllm.job.ledger import restore
-from effllm.job.unused import SETTLED_S, Node
+from effllm.job.unused import SETTLED_S, EmptyNode
 from effllm.job.unused_time import NOT_STATED, UnusedTime
 from effllm.records.allocation import Allocation
 from effllm.records.clock import Now
@@ -144,7 +144,7 @@ def test_gpus_of_nodes_without_ranks_count():
     assert watch.needs_nodes
     assert job.unknown.endswith("1 nodes of the allocation have no rank: scontrol has not answered yet")
 
-    watch.set_nodes([Node("c", 8)])
+    watch.set_nodes([EmptyNode("c", 8)])
     job.wait(1)
 
     assert job.texts() == ["node c: no rank runs on this node of the allocation, so its 8 GPUs are unused"]
