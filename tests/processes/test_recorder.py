@@ -840,9 +840,7 @@ def test_value_is_ignored_before_and_after_a_recorder():
 
 def test_end_of_an_old_recorder_keeps_the_values_of_a_new_recorder():
     with looping() as old, looping() as new:
-        new.pending.disconnect(new.recorder._values_due)
-        old.recorder._values.pending = new.pending
-        new.pending.connect(new.recorder._values_due)
+        old.recorder._pending = new.pending  # all recorders of a process have the same pending values
         new.start(2000)
         new.value("loss", 1.0)
         old.recorder.disable()
