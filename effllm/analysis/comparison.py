@@ -110,22 +110,33 @@ class Scale(NamedTuple):
 
 
 def compare(
-    sides: Sequence[Side], metrics: Sequence[ComparedMetric], ledger: Ledger, alpha: float = ALPHA
+    sides: Sequence[Side],
+    metrics: Sequence[ComparedMetric],
+    ledger: Ledger,
+    alpha: float = ALPHA,
+    comparisons: int = 1,
 ) -> list[tuple[Side, list[MetricComparison]]]:
     """Compare every side with the first; Holm's correction is over all metrics and sides together.
 
-    A metric that no run has is left out. ``alpha`` is the level of the printed intervals, each of one metric alone.
+    A metric that no run has is left out.
+
+    Args:
+        sides: two or more sides.
+        metrics: the metrics.
+        ledger: earlier runs.
+        alpha: level of the printed intervals, each of one metric alone.
+        comparisons: number of such comparisons whose words must hold together (Bonferroni).
     """
     first, others = sides[0], sides[1:]
     metrics = [one for one in metrics if any(_values(side, one.column) for side in sides)]
-    count = max(len(metrics) * len(others), 1)
+    count = max(len(metrics) * len(others), 1) * comparisons
     found = {
         (at, metric.name): _evidence(first, other, metric, ledger, ALPHA / count)
         for at, other in enumerate(others)
         for metric in metrics
     }
     tested = {key: one.difference.p for key, (_, one) in found.items() if one.difference is not None}
-    adjusted = dict(zip(tested, holm(list(tested.values())), strict=True))
+    adjusted = dict(zip(tested, holm([min(1.0, comparisons * p) for p in tested.values()]), strict=True))
     # Always-valid intervals have the level of one of all metrics already.
     return [
         (

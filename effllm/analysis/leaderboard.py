@@ -172,7 +172,7 @@ def _with_words(standings: Sequence[Standing], metrics: Sequence[ComparedMetric]
     for one, following in zip(standings, [*standings[1:], None], strict=True):
         words = None
         if following is not None:
-            [(_, rows)] = compare([following.side, one.side], metrics, ledger)
+            [(_, rows)] = compare([following.side, one.side], metrics, ledger, comparisons=len(standings) - 1)
             words = {word: sum(row.word == word for row in rows) for word in WORDS}
         found.append(one._replace(next_words=words))
     return found

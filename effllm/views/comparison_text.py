@@ -135,11 +135,16 @@ def _difference(row: MetricComparison) -> str:
         return ""
     if row.low is None or row.high is None:
         return _percent(row.share)
-    return f"{_percent(row.share)} ({100 * row.low:+.2g} to {100 * row.high:+.2g})"
+    return f"{_percent(row.share)} ({_digits(row.low, '+')} to {_digits(row.high, '+')})"
 
 
 def _percent(share: float) -> str:
-    return f"{100 * share:+.2f} %" if abs(share) < 10 else f"{100 * share:+.3g} %"
+    return f"{100 * share:+.2f} %" if abs(share) < 1 else f"{_digits(share, '+')} %"
+
+
+def _digits(share: float, sign: str = "") -> str:
+    """Return a share in percent with two digits or more, and without an exponent."""
+    return f"{100 * share:{sign},.0f}" if abs(share) >= 0.995 else f"{100 * share:{sign}.2g}"
 
 
 def _reasons(rows: Sequence[MetricComparison]) -> list[str]:
@@ -153,14 +158,14 @@ def _reasons(rows: Sequence[MetricComparison]) -> list[str]:
 def _evidence(row: MetricComparison) -> str:
     parts = []
     if row.these_two_share is not None and row.these_two_error is not None:
-        error = f"{100 * row.these_two_error:.2g}"
+        error = _digits(row.these_two_error)
         parts.append(f"these two runs differ by {_percent(row.these_two_share)} ± {error}")
     if row.spread_share and row.word != UNKNOWN:
-        spread = f"{100 * row.spread_share:.2g} %"
+        spread = f"{_digits(row.spread_share)} %"
         parts.append(f"runs of this configuration vary by {spread} (sd, {row.ledger_runs} runs in the ledger)")
     word = f"unknown: {row.reason}" if row.word == UNKNOWN and row.reason else row.reason
     if row.detectable_share is not None and row.word == SAME:
-        parts.append(f"differences above {100 * row.detectable_share:.2g} % are found in 80 % of such comparisons")
+        parts.append(f"differences above {_digits(row.detectable_share)} % are found in 80 % of such comparisons")
     return "; ".join([*parts, word] if word else parts)
 
 

@@ -140,3 +140,15 @@ def test_names_can_inject_neither_markup_nor_formulas(tmp_path, board, form):
     else:
         assert "\x1b" not in shown
         assert form == "text" or "<b>" not in shown.replace("\\<b\\>", "")
+
+
+def test_words_hold_for_all_pairs_of_the_board_together(tmp_path, board):
+    for at in range(6):
+        for repeat, noise in enumerate((1.0, 1.01, 0.99)):
+            write_run(tmp_path / f"{at}-{repeat}", {"al_seconds": (1 + 0.03 * at) * noise}, tags=[f"config=c{at}"])
+
+    pair, _ = board(*(tmp_path / f"{at}-{repeat}" for at in (0, 1) for repeat in range(3)))
+    every, _ = board(tmp_path)
+
+    assert pair[0]["next_better"] == "1"  # p = 0.02
+    assert {row["next_better"] for row in every[:-1]} == {"0"}
