@@ -5,6 +5,7 @@ VENV := .venv
 PEERS := .venv-peers
 FRAMEWORKS := .venv-frameworks
 LLAMA_FACTORY := .venv-llama-factory
+SPARK := .venv-spark
 FUZZ_SECONDS ?= 60
 # Most tests wait for processes: three concurrent tests use two cores.
 PARALLEL ?= -n 3 --dist loadgroup
@@ -27,7 +28,7 @@ unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME VIRTUAL_ENV PYTHONSAFEPAT
 	PIP_PREFIX PIP_REQUIRE_VIRTUALENV
 
 .NOTPARALLEL:
-.PHONY: help demo test test-unit test-long test-faults test-faults-long test-frameworks test-llama-factory check fuzz bench bench-energy bench-compare bench-gpu bench-verdict clean
+.PHONY: help demo test test-unit test-long test-faults test-faults-long test-frameworks test-llama-factory test-spark check fuzz bench bench-energy bench-compare bench-gpu bench-verdict clean
 
 help: ## List the targets (the default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
@@ -61,6 +62,9 @@ test-frameworks: $(FRAMEWORKS)/.ready ## Run the tests with transformers, TRL an
 
 test-llama-factory: $(LLAMA_FACTORY)/.ready ## Run the tests with LLaMA-Factory, which needs older packages
 	@$(LLAMA_FACTORY)/bin/python -m pytest -m "" tests/frameworks/test_integrations.py -k llama_factory && echo 'Tests with LLaMA-Factory passed.'
+
+test-spark: $(SPARK)/.ready ## Run the test with Spark, which needs Java (apt install default-jre-headless)
+	@$(SPARK)/bin/python -m pytest -m "" tests/frameworks/test_spark.py && echo 'Test with Spark passed.'
 
 check: $(VENV)/.checkers ## Check the source: format, lint, types, unsafe calls
 	@$(BIN)/ruff format --check && $(BIN)/ruff check && $(BIN)/mypy && \
@@ -97,7 +101,7 @@ bench-gpu: $(VENV)/.ready ## Run all measurements on a machine with a GPU
 	@$(BIN)/python -m benchmarks.gpu $(ARGUMENTS)
 
 clean: ## Remove the files of these targets, except run folders
-	rm -rf $(VENV) $(PEERS) $(FRAMEWORKS) $(LLAMA_FACTORY) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) $(FRAMEWORKS) $(LLAMA_FACTORY) $(SPARK) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # One process per GPU, at most two.  The import of torch is slow, so torch is used only if nvidia-smi lists a GPU.
@@ -145,6 +149,12 @@ $(LLAMA_FACTORY)/.ready: $(VENV)/.made pyproject.toml constraints.txt tests/fram
 	@$(LLAMA_FACTORY)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt \
 		-e '.[test]' torch -r tests/frameworks/llama_factory.txt
 	@$(LLAMA_FACTORY)/bin/python -m pip install -qq --disable-pip-version-check --no-deps llamafactory==0.9.5
+	@touch $@
+
+$(SPARK)/.ready: $(VENV)/.made pyproject.toml constraints.txt
+	@echo 'Installing effllm and Spark into $(SPARK): a few minutes, once'
+	@test -x $(SPARK)/bin/python || '$(PYTHON)' -m venv --clear $(SPARK)
+	@$(SPARK)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[test]' 'pyspark>=4'
 	@touch $@
 
 $(VENV)/.made:

@@ -50,6 +50,7 @@ def test_make_without_target_lists_the_targets(clone):
         "test-faults-long",
         "test-frameworks",
         "test-llama-factory",
+        "test-spark",
     ]
     assert targets == [
         "help",
@@ -76,6 +77,7 @@ def test_make_without_target_lists_the_targets(clone):
         "test-faults-long",
         "test-frameworks",
         "test-llama-factory",
+        "test-spark",
         "check",
         "bench",
     ],

@@ -37,6 +37,7 @@ ALLOWED = {
     "tests/processes/test_instruments_page.py": dict.fromkeys(
         ("exec", "compile"), "the examples of docs/instruments.md"
     ),
+    "tests/processes/test_run_folder_page.py": {"exec": "runs the examples of a page of this repository"},
     "tests/nvml_library.py": {"pickle": "what a test and a child of its own say to each other through a pipe"},
 }
 

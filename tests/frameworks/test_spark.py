@@ -1,0 +1,52 @@
+"""A dataset of `effllm export --parquet` is read by Spark: `make test-spark`."""
+
+from pathlib import Path
+
+import pytest
+
+import effllm
+from effllm.analysis.export import export_parquet
+
+pyspark = pytest.importorskip("pyspark")
+pytestmark = pytest.mark.filterwarnings("default")
+OLDER = Path(__file__).parents[1] / "golden" / "run_folder_1"
+
+
+@pytest.fixture(scope="module")
+def spark(tmp_path_factory):
+    from pyspark.sql import SparkSession
+
+    folder = tmp_path_factory.mktemp("spark")
+    session = (
+        SparkSession.builder.master("local[1]")
+        .config("spark.ui.enabled", "false")
+        .config("spark.driver.bindAddress", "127.0.0.1")
+        .config("spark.driver.host", "127.0.0.1")
+        .config("spark.sql.warehouse.dir", str(folder))
+        .config("spark.local.dir", str(folder))
+        .getOrCreate()
+    )
+    yield session
+    session.stop()
+
+
+def test_spark_reads_all_tables_with_their_partitions(spark, tmp_path):
+    runs = effllm.load(OLDER)
+    export_parquet(runs, tmp_path)
+
+    for table in ("runs", "windows", "ranks", "events"):
+        relation = getattr(runs, table)
+        frame = spark.read.parquet(f"{tmp_path}/v1/{table}")
+        assert frame.count() == len(relation)
+        assert set(relation.columns) | {"project", "month"} == set(frame.columns)
+    spark.read.parquet(f"{tmp_path}/v1/windows").createOrReplaceTempView("windows")
+    [(month, tokens, energy_j)] = spark.sql(
+        "SELECT month, sum(tokens), sum(energy_j) FROM windows GROUP BY month"
+    ).collect()
+    assert month == "2026-11"
+    assert (tokens, energy_j) == pytest.approx(runs.sql("SELECT sum(tokens), sum(energy_j) FROM windows").fetchone())
+    frame = spark.read.parquet(f"{tmp_path}/v1/runs")
+    [row] = frame.select("run_id", "project", "hosts", "goodput_seconds", "config").collect()
+    assert (row.run_id, row.project, row.hosts) == ("run_folder_1", None, ["vm"])
+    assert row.goodput_seconds == runs.runs.select("goodput_seconds").fetchone()[0]
+    assert '"device":"simulated"' in row.config
