@@ -146,7 +146,7 @@ def shortened(job: PlantedJob) -> PlantedJob:
         else:
             causes.append(replace(one, count=min(one.count, ranks)))
     shape = replace(
-        job.shape, ranks=ranks, ranks_per_host=4, windows=24, log_interval=10, step_s=0.025, startup_s=0.3,
+        job.shape, ranks=ranks, ranks_per_host=4, windows=24, log_interval=10, step_s=0.0125 * ranks, startup_s=0.3,
         shutdown_s=0.02, late_start=0.0, is_short=True,
     )  # fmt: skip
     return replace(job, shape=shape, causes=tuple(causes))

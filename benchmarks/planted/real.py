@@ -20,12 +20,14 @@ from typing import Any
 import msgspec
 
 from benchmarks.planted.job import Shape
-from benchmarks.planted.reports import FLOPS_PER_TOKEN, GPU, LIMIT_W, MAX_CLOCK_HZ, REASONS, limit_w, tokens_of
+from benchmarks.planted.reports import FLOPS_PER_TOKEN, GIB, GPU, LIMIT_W, MAX_CLOCK_HZ, REASONS, limit_w, tokens_of
 from benchmarks.planted.timeline import Course, Timeline
 from effllm.records.job import Summary
 from tests.nvml_library import Gpu, Trace, flat
 
 RANK = Path(__file__).with_name("rank.py")
+#: Makes the checks of unused GPUs frequent.
+CHECKS = Path(__file__).parents[2] / "tests" / "scripts" / "short_checks"
 STALL_S, END_S = 1.0, 60.0
 #: NVML's bits of the clocks event reasons.
 BITS = {"sw_thermal": 0x20, "hw_thermal": 0x40, "hw_slowdown": 0x8, "power_brake": 0x80, "power_cap": 0x4}
@@ -82,9 +84,9 @@ def _environment(found: Timeline, folder: Path, library: Path | None) -> dict[st
     environ |= {f"EFFICIENTLLM_{name}": str(value) for name, value in settings.items()}
     gpus = ",".join(map(str, range(shape.ranks + found.unused)))
     environ |= {
-        "SLURM_JOB_ID": str(uuid.uuid4().int % 10**9), "SLURM_NTASKS": str(shape.ranks), "PYTHONPATH": str(Path.cwd()),
-        "SLURM_STEP_TASKS_PER_NODE": str(shape.ranks), "SLURM_JOB_GPUS": gpus, "SLURM_STEP_GPUS": gpus,
-        "SLURM_GPUS_ON_NODE": str(shape.ranks + found.unused),
+        "SLURM_JOB_ID": str(uuid.uuid4().int % 10**9), "SLURM_NTASKS": str(shape.ranks), "SLURM_JOB_NUM_NODES": "1",
+        "PYTHONPATH": f"{CHECKS}{os.pathsep}{Path.cwd()}",
+        "SLURM_STEP_TASKS_PER_NODE": str(shape.ranks), "SLURM_JOB_GPUS": gpus,
     }  # fmt: skip
     return environ
 
@@ -105,6 +107,7 @@ def _gpus(found: Timeline) -> list[Gpu]:
                 name=GPU,
                 power=flat(550.0 if is_used else 70.0),
                 utilization=flat(0.95 if is_used else 0.0),
+                memory=flat(40.0 * GIB if is_used else 3.0 * 2**20),
                 sm_clock_mhz=flat(clock * MAX_CLOCK_HZ / 1e6),
                 power_limit_w=limit_w(found, rank) if is_used else LIMIT_W,
                 power_limit_default_w=LIMIT_W,

@@ -16,6 +16,7 @@ from benchmarks.planted.timeline import CHECKPOINT, EVALUATION, Course, Timeline
 from effllm.config.settings import Config
 from effllm.job.aggregator import Aggregator
 from effllm.job.ledger import restore
+from effllm.records.allocation import Allocation
 from effllm.records.clock import Now
 from effllm.records.energy import EnergyAmount
 from effllm.records.job import Summary
@@ -113,6 +114,22 @@ def hello_of(found: Timeline, course: Course, rank: int, agent: str, joined_s: f
         is_numbered=True,
         time_s=UNIX_S + joined_s,
         start_time_s=UNIX_S + course.begin_s,
+        allocation=_allocation(found, rank),
+    )
+
+
+def _allocation(found: Timeline, rank: int) -> Allocation | None:
+    """Return the allocation of a host, from its first rank; the last host has the unused GPUs."""
+    shape = found.job.shape
+    if rank % shape.ranks_per_host:
+        return None
+    used = [f"GPU-{one}" for one in range(rank, min(rank + shape.ranks_per_host, shape.ranks))]
+    is_last = rank + shape.ranks_per_host >= shape.ranks
+    free = [f"GPU-unused-{one}" for one in range(found.unused if is_last else 0)]
+    keys = (*used, *free)
+    labels = tuple(map(str, range(len(keys))))
+    return Allocation(
+        "SLURM_JOB_GPUS", len(keys), keys, labels, tuple(free), nodes=-(-shape.ranks // shape.ranks_per_host)
     )
 
 

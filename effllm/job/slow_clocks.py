@@ -18,6 +18,8 @@ from effllm.records.rank import CLOCK_RATIO, Device, DeviceWindow, RankReport
 THROTTLED, POWER_LIMIT = "throttled", "power_limit"
 #: A reason counts if it holds for at least this share of the time.
 MIN_REASON_SHARE = 0.2
+#: A GPU with a reason for less than this share of the time has no reason.
+FREE_SHARE = 0.01
 #: A power limit is lowered below this share of the default limit.
 LOWERED = 0.98
 #: Maximum number of GPUs without a reason that are compared.
@@ -37,6 +39,7 @@ class SlowClocks(Struct):
     """The losses of all windows so far, by reason."""
 
     by_cause: dict[str, ClockLoss] = {}
+    free_clock: float = 0.0  # highest clock of a GPU without a reason so far, as a share of the maximum clock
 
     def close(self, rows: Sequence[RankReport], devices: Mapping[str, Device]) -> None:
         """Add a closed window.
@@ -58,11 +61,10 @@ class SlowClocks(Struct):
                     named.add(row.rank)
                     if cause not in slow or clock < slow[cause].clock:
                         slow[cause] = _SlowGpu(row, window, device, clock)
-        if not slow:
-            return
-        reference = max(_others(rows, devices, named), default=1.0)
+        others = max(_others(rows, devices, named), default=0.0)
+        self.free_clock = max(self.free_clock, others)
         for cause, one in slow.items():
-            self._add(cause, one, reference, len(rows))
+            self._add(cause, one, others or self.free_clock or 1.0, len(rows))
 
     def _add(self, cause: str, one: _SlowGpu, reference: float, ranks: int) -> None:
         if cause == POWER_LIMIT:  # the clock rises at most in proportion to the power
@@ -80,9 +82,9 @@ class SlowClocks(Struct):
         self.by_cause[cause] = added
 
 
-def _cause(window: DeviceWindow, device: Device) -> str:
-    """Return the reason of a low clock, or an empty string."""
-    least_s = MIN_REASON_SHARE * window.throttle_covered_s
+def _cause(window: DeviceWindow, device: Device, min_share: float = MIN_REASON_SHARE) -> str:
+    """Return the reason of a low clock that holds for this share of the time, or an empty string."""
+    least_s = min_share * window.throttle_covered_s
     if window.throttled_s.get("any", 0.0) >= least_s > 0:
         return THROTTLED
     if window.throttled_s.get("power_cap", 0.0) < least_s or not device.power_limit_default_w:
@@ -105,8 +107,9 @@ def _others(rows: Sequence[RankReport], devices: Mapping[str, Device], named: se
     for row in others[:: max(len(others) // MAX_OTHERS, 1)]:
         for window in row.devices:
             device = devices.get(window.device)
-            clock = _clock(window, device) if device is not None and device.is_gpu else None
-            if clock:
+            if device is None or not device.is_gpu or (window.throttled_s and _cause(window, device, FREE_SHARE)):
+                continue
+            if (clock := _clock(window, device)) is not None:
                 yield clock
 
 

@@ -2,12 +2,13 @@
 
 import pytest
 
+from benchmarks.planted.job import THRESHOLDS
 from benchmarks.planted.real import run_real
 from benchmarks.planted.timeline import planned, timeline
 
 #: Causes that run in make test with one seed; the other causes and seeds are long.
 SHORT = ("data_loading", "restarts", "hang")
-LONG = ("straggler", "exposed_communication", "checkpoint", "evaluation", "padding", "device_idle")
+LONG = tuple(cause for cause in THRESHOLDS if cause not in SHORT)
 
 
 @pytest.mark.parametrize(

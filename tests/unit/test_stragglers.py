@@ -275,6 +275,14 @@ def test_reason_of_a_slow_rank_includes_its_slow_node():
     )
 
 
+@pytest.mark.parametrize(("clock_hz", "kinds"), [(1.6e9, ()), (1.45e9, (CLOCK,))])
+def test_small_difference_of_clocks_is_not_the_kind_of_a_large_slowdown(clock_hz, kinds):
+    """A slowdown of 30 % at a clock that is 6 % or 17 % lower; the text has the clocks in both cases."""
+    found = explain(gpu_window(0, WALL_S, clock_hz=clock_hz), PEERS, slowdown=0.3)
+
+    assert (found.kinds, found.text[:8]) == (kinds, "SM clock")
+
+
 def test_reason_is_unknown_without_readings():
     assert explain(None, PEERS) == explain(gpu_window(0, WALL_S), []) == NO_REASON
 

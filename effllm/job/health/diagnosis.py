@@ -25,6 +25,9 @@ MAX_PEERS = 64
 #: time, busy share of time, and temperature in degrees.
 SLOWER_CLOCK, LOWER_LIMIT, OFTENER_THROTTLED, IDLER, HOTTER_C = 0.02, 0.02, 0.1, 0.05, 8.0
 
+#: Smallest part of a slowdown that a lower clock must explain to be its reason.
+MIN_EXPLAINED = 0.5
+
 #: Display names of clocks event reasons.
 REASONS = {
     "power_cap": "power cap",
@@ -47,7 +50,11 @@ NO_REASON = Reason(UNKNOWN)
 
 
 def explain(
-    own: DeviceWindow | None, peers: Sequence[DeviceWindow], node: Sequence[DeviceWindow] = (), is_gpu: bool = True
+    own: DeviceWindow | None,
+    peers: Sequence[DeviceWindow],
+    node: Sequence[DeviceWindow] = (),
+    is_gpu: bool = True,
+    slowdown: float = 0.0,
 ) -> Reason:
     """Return the differences between a slow rank's device and other devices, or `NO_REASON`.
 
@@ -56,6 +63,7 @@ def explain(
         peers: windows of devices whose ranks do the same work.
         node: windows of the other devices on the same host, without devices of slow ranks.
         is_gpu: whether the device is a GPU, which is idle while its host is slow.
+        slowdown: time of the slow rank over the time of its peers, minus one.
     """
     if own is None or not peers:
         return NO_REASON
@@ -63,6 +71,8 @@ def explain(
         CLOCK: _clock(own, peers, node), THROTTLED: _reasons(own, peers), POWER_LIMIT: _limit(own, peers)
     }  # fmt: skip
     kinds = tuple(kind for kind, texts in differences.items() if texts)
+    if CLOCK in kinds and not _clock_explains(own, peers, slowdown):
+        kinds = tuple(kind for kind in kinds if kind != CLOCK)
     found = [text for texts in differences.values() for text in texts]
     found += _temperature(own, peers, node) if found else []
     if not found and is_gpu and (found := _host(own, peers)):
@@ -113,6 +123,12 @@ def _clock(own: DeviceWindow, peers: Sequence[DeviceWindow], node: Sequence[Devi
         " (also low on other GPUs of the node)" if beside is not None and beside < (1 - SLOWER_CLOCK) * pair[1] else ""
     )
     return [f"SM clock {pair[0] / 1e9:.2f} GHz against {pair[1] / 1e9:.2f}{also}"]
+
+
+def _clock_explains(own: DeviceWindow, peers: Sequence[DeviceWindow], slowdown: float) -> bool:
+    """Whether the lower clock can cause at least `MIN_EXPLAINED` of the slowdown: clocks of equal GPUs differ."""
+    pair = _pair(own, peers, lambda window: mean_of(window, "sm_clock_hz"))
+    return pair is not None and pair[0] > 0 and pair[1] / pair[0] - 1 >= MIN_EXPLAINED * slowdown
 
 
 def _reasons(own: DeviceWindow, peers: Sequence[DeviceWindow]) -> list[str]:

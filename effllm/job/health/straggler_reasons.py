@@ -58,7 +58,8 @@ def reason(
         return [one for one in found if one is not None and one.device != peer.device]
 
     own = _device_of(by_rank[rank], peer.device)
-    return explain(own, windows(peers.groups[peer.group]), windows(peers.hosts[peer.host]), peer.is_gpu)
+    in_group, on_host = windows(peers.groups[peer.group]), windows(peers.hosts[peer.host])
+    return explain(own, in_group, on_host, peer.is_gpu, verdict.slowdown)
 
 
 def _device_of(row: RankReport, key: str) -> DeviceWindow | None:
