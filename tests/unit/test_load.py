@@ -238,7 +238,9 @@ def test_a_run_without_any_measurement_has_empty_tables(tmp_path):
     assert (run.summary, run.skipped) == (None, [])
 
 
-def test_names_with_glob_characters_are_read_as_they_are(tmp_path):
+@pytest.mark.parametrize("copied", [0, 10**9])
+def test_names_with_glob_characters_are_read_as_they_are(tmp_path, monkeypatch, copied):
+    monkeypatch.setattr(line_rows, "MAX_COPIED_BYTES", copied)
     for name in ("run[1]", "run*", "run1", "run?", "project=x", "run'; --"):
         shutil.copytree(OLDER, tmp_path / name)
 
