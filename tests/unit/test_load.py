@@ -359,3 +359,16 @@ def test_cache_that_cannot_be_written_is_not_used(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
 
     assert len(table_of(tmp_path / "runs")) == 1
+
+
+def test_a_run_that_continues_is_read_again_by_a_new_load(tmp_path):
+    folder = write_run(tmp_path / "run", {"run_id": "run"}, {"status": "running", "is_over": False})
+    line = '{"attempt":1,"window":%d,"time_s":5.0,"values":{"amu_gb":1.5}}\n'
+    (folder / "windows-0001.jsonl").write_text(line % 1 + (line % 2)[:20])
+    before = effllm.load(folder)
+
+    assert values(before.windows, "window_number, amu_gb, pcu_ratio") == [(1, 1.5, None)]
+    assert values(before.runs, "status, is_over, ended_time_s") == [("running", False, None)]
+    (folder / "windows-0001.jsonl").write_text(line % 1 + line % 2)
+    assert len(before.windows) == 1
+    assert len(effllm.load(folder).windows) == 2
