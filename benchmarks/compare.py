@@ -33,7 +33,7 @@ from effllm.analysis.difference import (
     WORDS,
     WORSE,
     Numbers,
-    Spread,
+    RunSpread,
     detectable,
     difference,
     holm,
@@ -108,7 +108,7 @@ def _means(windows: Numbers, runs: int) -> list[float]:
     return [float(mean) for mean in windows[:runs].mean(axis=-1)]
 
 
-def _ledger(windows: Numbers) -> Spread | None:
+def _ledger(windows: Numbers) -> RunSpread | None:
     return spread_of([_means(windows, LEDGER)])
 
 

@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from effllm.analysis.difference import ALPHA, Difference, Spread, mean, squares, t_quantile
+from effllm.analysis.difference import ALPHA, Difference, RunSpread, mean, squares, t_quantile
 
 #: Batches of windows for the error of the mean of a finished run.
 BATCHES = 10
@@ -24,7 +24,7 @@ EFFECT = 1.0
 WITHIN_SHARE = 0.2
 
 
-class Interval(NamedTuple):
+class ValidInterval(NamedTuple):
     """An estimate with its confidence sequence; the bounds are infinite while too little is known."""
 
     estimate: float
@@ -36,7 +36,7 @@ class Interval(NamedTuple):
         return self.low > 0 or self.high < 0
 
 
-def always_valid(values: Sequence[float], alpha: float = ALPHA, effect: float = EFFECT) -> Interval:
+def always_valid(values: Sequence[float], alpha: float = ALPHA, effect: float = EFFECT) -> ValidInterval:
     """Return the confidence sequence at the present number of values, for the mean of independent normal values.
 
     The likelihood ratio of the t statistic, with a normal mixture over effects with the standard deviation ``effect``,
@@ -44,13 +44,13 @@ def always_valid(values: Sequence[float], alpha: float = ALPHA, effect: float = 
     """
     count = len(values)
     if not count:
-        return Interval(math.nan, -math.inf, math.inf)
+        return ValidInterval(math.nan, -math.inf, math.inf)
     center, weight = mean(values), 1 / effect**2
     share = -math.expm1(math.log(alpha**2 * weight / (count + weight)) / count) * (count + weight) / count
     if share >= 1 or count < 2:
-        return Interval(center, -math.inf, math.inf)
+        return ValidInterval(center, -math.inf, math.inf)
     half = math.sqrt(squares(values) / count * share / (1 - share))
-    return Interval(center, center - half, center + half)
+    return ValidInterval(center, center - half, center + half)
 
 
 def batch_means(windows: Sequence[float], batch: int) -> list[float]:
@@ -84,10 +84,10 @@ def these_two_runs(a: Sequence[float], b: Sequence[float]) -> Difference | None:
 def while_running(
     windows: Sequence[float],
     reference: Sequence[float],
-    ledger: Spread,
+    ledger: RunSpread,
     alpha: float = ALPHA,
     batch: int = BATCH_WINDOWS,
-) -> Interval:
+) -> ValidInterval:
     """Return the always-valid interval of a running run minus finished runs of another configuration.
 
     The part within the run shrinks with its windows; it has a confidence sequence at `WITHIN_SHARE` of alpha. The part
@@ -103,14 +103,14 @@ def while_running(
     """
     within = always_valid(batch_means(windows, batch), WITHIN_SHARE * alpha)
     if math.isinf(within.low):
-        return Interval(within.estimate - mean(reference), -math.inf, math.inf)
+        return ValidInterval(within.estimate - mean(reference), -math.inf, math.inf)
     t = t_quantile(ledger.df, (1 - WITHIN_SHARE) * alpha)
     half = within.high - within.estimate + t * math.sqrt(ledger.variance * (1 + 1 / len(reference)))
     estimate = within.estimate - mean(reference)
-    return Interval(estimate, estimate - half, estimate + half)
+    return ValidInterval(estimate, estimate - half, estimate + half)
 
 
-def pairs(a: Sequence[float], b: Sequence[float], alpha: float = ALPHA) -> Interval:
+def pairs(a: Sequence[float], b: Sequence[float], alpha: float = ALPHA) -> ValidInterval:
     """Return the always-valid interval of B minus A, over pairs of runs in the order of their starts.
 
     For looking after every run of a campaign. The spreads of A and B may differ. Runs without a partner are left out.

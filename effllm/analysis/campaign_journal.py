@@ -29,7 +29,7 @@ class JournalLine(Struct, frozen=True, omit_defaults=True):
     reason: str = ""
 
 
-class Journal:
+class CampaignJournal:
     """Appends lines to campaign.jsonl, each durable before the campaign continues; one campaign at a time.
 
     Raises:

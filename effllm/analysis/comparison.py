@@ -6,12 +6,22 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from effllm.analysis.always_valid import BATCH_WINDOWS, Interval, pairs, these_two_runs, while_running
+from effllm.analysis.always_valid import BATCH_WINDOWS, ValidInterval, pairs, these_two_runs, while_running
 from effllm.analysis.compared_metrics import ComparedMetric
-from effllm.analysis.difference import ALPHA, SAME, UNKNOWN, Difference, Spread, detectable, difference, holm, spread_of
+from effllm.analysis.difference import (
+    ALPHA,
+    SAME,
+    UNKNOWN,
+    Difference,
+    RunSpread,
+    detectable,
+    difference,
+    holm,
+    spread_of,
+)
 from effllm.analysis.difference import word as word_of
 from effllm.analysis.fairness import boards
-from effllm.analysis.sides import CAMPAIGN, Run, Side
+from effllm.analysis.sides import CAMPAIGN, ComparedRun, Side
 from effllm.analysis.window_values import window_values
 
 #: Rounding of a value: standard deviation as a share of the value.
@@ -19,16 +29,16 @@ RESOLUTION = 1e-4
 RUNS_FOR_AN_ANSWER = 3
 
 
-class Evidence(NamedTuple):
+class MetricEvidence(NamedTuple):
     """What is known about a metric of two sides, on the scale of the comparison."""
 
     difference: Difference | None = None
-    interval: Interval | None = None  # always valid, instead of a difference
+    interval: ValidInterval | None = None  # always valid, instead of a difference
     reason: str = ""
     is_comparable: bool = True
     gain_error: float = 0.0  # half-width of the error of the sensors, which differ between the sides
     detectable: float | None = None
-    spread: Spread | None = None  # of the ledger
+    spread: RunSpread | None = None  # of the ledger
     ledger_runs: int = 0
     these_two: Difference | None = None
 
@@ -58,20 +68,20 @@ class MetricComparison(NamedTuple):
     always_valid: bool = False
 
 
-class Ledger:
+class EarlierRuns:
     """Earlier runs by configuration.
 
     Args:
         runs: finished runs that are on no side.
     """
 
-    def __init__(self, runs: Sequence[Run]) -> None:
-        self._groups: dict[str, dict[str, list[Run]]] = {}
+    def __init__(self, runs: Sequence[ComparedRun]) -> None:
+        self._groups: dict[str, dict[str, list[ComparedRun]]] = {}
         for run in runs:
             commit = str(run.row.get("git_commit"))
             self._groups.setdefault(run.configuration(), {}).setdefault(commit, []).append(run)
 
-    def spread(self, sides: Sequence[Side], get: Callable[[Run], float | None]) -> tuple[Spread | None, int]:
+    def spread(self, sides: Sequence[Side], get: Callable[[ComparedRun], float | None]) -> tuple[RunSpread | None, int]:
         """Return the spread of the configurations of the sides, and the number of runs that show it."""
         wanted = {run.configuration() for side in sides for run in side.runs}
         groups = []
@@ -82,7 +92,7 @@ class Ledger:
                     groups.append(values)
         return spread_of(groups), sum(map(len, groups))
 
-    def spread_of_others(self, get: Callable[[Run], float | None]) -> Spread | None:
+    def spread_of_others(self, get: Callable[[ComparedRun], float | None]) -> RunSpread | None:
         """Return the spread of all configurations in the ledger."""
         every = [runs for by_commit in self._groups.values() for runs in by_commit.values()]
         return spread_of([[value for run in runs if (value := get(run)) is not None] for runs in every])
@@ -112,7 +122,7 @@ class Scale(NamedTuple):
 def compare(
     sides: Sequence[Side],
     metrics: Sequence[ComparedMetric],
-    ledger: Ledger,
+    ledger: EarlierRuns,
     alpha: float = ALPHA,
     comparisons: int = 1,
 ) -> list[tuple[Side, list[MetricComparison]]]:
@@ -160,17 +170,19 @@ def _scale(a: Sequence[float], b: Sequence[float]) -> Scale:
     return Scale(False, math.fsum(a) / len(a) if a else 0.0)
 
 
-def _evidence(a: Side, b: Side, metric: ComparedMetric, ledger: Ledger, alpha: float) -> tuple[Scale, Evidence]:
+def _evidence(
+    a: Side, b: Side, metric: ComparedMetric, ledger: EarlierRuns, alpha: float
+) -> tuple[Scale, MetricEvidence]:
     raw_a, raw_b = _values(a, metric.column), _values(b, metric.column)
     scale = _scale(raw_a, raw_b)
     if reason := _not_comparable(a, b, metric, raw_a, raw_b):
-        return scale, Evidence(reason=reason, is_comparable=False)
+        return scale, MetricEvidence(reason=reason, is_comparable=False)
 
-    def get(run: Run) -> float | None:
+    def get(run: ComparedRun) -> float | None:
         return scale.of(run.value(metric.column))
 
     spread, count = ledger.spread((a, b), get)
-    known = Evidence(spread=spread, ledger_runs=count, gain_error=_gain_error(a, b, metric, scale))
+    known = MetricEvidence(spread=spread, ledger_runs=count, gain_error=_gain_error(a, b, metric, scale))
     continuing = [run for side in (a, b) for run in side.runs if run.continues]
     if continuing:
         return scale, _running(a, b, metric, scale, known, alpha)
@@ -185,11 +197,11 @@ def _finished(
     metric: ComparedMetric,
     scale: Scale,
     values: tuple[list[float], list[float]],
-    known: Evidence,
-    ledger: Ledger,
+    known: MetricEvidence,
+    ledger: EarlierRuns,
     alpha: float,
-    get: Callable[[Run], float | None],
-) -> Evidence:
+    get: Callable[[ComparedRun], float | None],
+) -> MetricEvidence:
     a, b = values
     resolution = RESOLUTION * (1.0 if scale.is_log else max(map(abs, (*a, *b))))
     known = known._replace(these_two=_these_two(sides, metric, scale) if len(a) == len(b) == 1 else None)
@@ -202,11 +214,13 @@ def _finished(
     own = spread_of([a, b])
     known_spreads = [one for one in (own, known.spread if used else None) if one is not None]
     df = sum(one.df for one in known_spreads)
-    pooled = Spread(sum(one.variance * one.df for one in known_spreads) / df + resolution**2, df)
+    pooled = RunSpread(sum(one.variance * one.df for one in known_spreads) / df + resolution**2, df)
     return known._replace(difference=found, detectable=detectable(pooled, len(a), len(b), used, alpha))
 
 
-def _running(a: Side, b: Side, metric: ComparedMetric, scale: Scale, known: Evidence, alpha: float) -> Evidence:
+def _running(
+    a: Side, b: Side, metric: ComparedMetric, scale: Scale, known: MetricEvidence, alpha: float
+) -> MetricEvidence:
     """Return the always-valid interval of one running run against finished runs."""
     sides = (a, b) if any(run.continues for run in b.runs) else (b, a)
     reference, current = sides
@@ -223,13 +237,13 @@ def _running(a: Side, b: Side, metric: ComparedMetric, scale: Scale, known: Evid
     if math.isinf(interval.low):
         return known._replace(reason=f"the run continues: a statement needs {3 * BATCH_WINDOWS} windows or more")
     if sides[1] is a:
-        interval = Interval(-interval.estimate, -interval.high, -interval.low)
+        interval = ValidInterval(-interval.estimate, -interval.high, -interval.low)
     return known._replace(interval=interval, reason="the run continues; valid after any number of looks")
 
 
 def _looking(
-    a: Side, b: Side, get: Callable[[Run], float | None], plan: str, known: Evidence, alpha: float
-) -> Evidence:
+    a: Side, b: Side, get: Callable[[ComparedRun], float | None], plan: str, known: MetricEvidence, alpha: float
+) -> MetricEvidence:
     """Return the always-valid interval of an unfinished campaign, over pairs of repeats with the same number."""
     by_number: list[dict[int, float]] = []
     for side in (a, b):
@@ -297,10 +311,10 @@ def _these_two(sides: tuple[Side, Side], metric: ComparedMetric, scale: Scale) -
     return these_two_runs(windows[0], windows[1])
 
 
-def _no_repeats(scale: Scale, others: Spread | None, alpha: float) -> str:
+def _no_repeats(scale: Scale, others: RunSpread | None, alpha: float) -> str:
     runs = RUNS_FOR_AN_ANSWER
     if others is None or not others.variance:
-        ratio = detectable(Spread(1.0, 1e6), runs, runs, 0.0, alpha) or 0.0
+        ratio = detectable(RunSpread(1.0, 1e6), runs, runs, 0.0, alpha) or 0.0
         return f"no repeats; {runs} runs a side would show differences above {ratio:.1f} times the sd between runs"
     effect = scale.share(detectable(others, runs, runs, 0.0, alpha) or 0.0)
     shown = f"{100 * effect:.2g} %" if effect is not None else "an unknown size"
@@ -311,7 +325,13 @@ def _no_repeats(scale: Scale, others: Spread | None, alpha: float) -> str:
 
 
 def _row(
-    metric: ComparedMetric, a: Side, b: Side, scale: Scale, evidence: Evidence, adjusted_p: float | None, alpha: float
+    metric: ComparedMetric,
+    a: Side,
+    b: Side,
+    scale: Scale,
+    evidence: MetricEvidence,
+    adjusted_p: float | None,
+    alpha: float,
 ) -> MetricComparison:
     raw_a, raw_b = _values(a, metric.column), _values(b, metric.column)
     means = [_mean(scale, raw) for raw in (raw_a, raw_b)]

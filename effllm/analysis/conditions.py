@@ -24,7 +24,7 @@ class Condition(NamedTuple):
     limit: float
 
 
-class Answer(NamedTuple):
+class ConditionAnswer(NamedTuple):
     """Whether a condition is true for a side."""
 
     condition: str
@@ -45,26 +45,26 @@ def parse_condition(text: str) -> Condition:
     return Condition(" ".join(text.split()), match[1], match[2] == ">", float(match[3]) / 100)
 
 
-def answer(condition: Condition, side: str, rows: Sequence[MetricComparison]) -> Answer:
+def answer(condition: Condition, side: str, rows: Sequence[MetricComparison]) -> ConditionAnswer:
     """Return whether a condition is true for the configuration of a side, from the interval of the difference.
 
     The condition is true if the whole interval is beyond the limit, and false if no part is beyond the limit.
     """
     row = next((row for row in rows if row.metric == condition.metric), None)
     if row is None:
-        return Answer(condition.text, side, OPEN, "the metric was not measured")
+        return ConditionAnswer(condition.text, side, OPEN, "the metric was not measured")
     if row.low is None or row.high is None:
-        return Answer(condition.text, side, OPEN, row.reason)
+        return ConditionAnswer(condition.text, side, OPEN, row.reason)
     shown = f"{100 * row.low:+.2f} to {100 * row.high:+.2f} %"
     beyond = [edge > condition.limit if condition.above else edge < condition.limit for edge in (row.low, row.high)]
     if all(beyond):
-        return Answer(condition.text, side, TRUE, f"the difference is {shown}")
+        return ConditionAnswer(condition.text, side, TRUE, f"the difference is {shown}")
     if not any(beyond):
-        return Answer(condition.text, side, FALSE, f"the difference is {shown}")
-    return Answer(condition.text, side, OPEN, f"the difference is {shown}, which includes the limit")
+        return ConditionAnswer(condition.text, side, FALSE, f"the difference is {shown}")
+    return ConditionAnswer(condition.text, side, OPEN, f"the difference is {shown}, which includes the limit")
 
 
-def exit_status(answers: Sequence[Answer]) -> int:
+def exit_status(answers: Sequence[ConditionAnswer]) -> int:
     """Return 1 if any condition is true, else 3 if any is unknown, else 0."""
     found = {one.answer for one in answers}
     return EXIT_STATUS[next((one for one in (TRUE, OPEN) if one in found), FALSE)]

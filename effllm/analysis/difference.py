@@ -27,7 +27,7 @@ POWER_POINTS = 24
 Numbers = NDArray[np.float64]
 
 
-class Spread(NamedTuple):
+class RunSpread(NamedTuple):
     """Variance between runs of a configuration, and the degrees of freedom of its estimate."""
 
     variance: float
@@ -72,14 +72,14 @@ def t_quantile(df: float, alpha: float) -> float:
     return float(stdtrit(df, 1 - alpha / 2))
 
 
-def spread_of(groups: Sequence[Sequence[float]]) -> Spread | None:
+def spread_of(groups: Sequence[Sequence[float]]) -> RunSpread | None:
     """Return the pooled variance within groups of runs of one configuration each; ``None`` without repeats."""
     df = sum(max(len(group) - 1, 0) for group in groups)
-    return Spread(sum(squares(group) for group in groups if group) / df, df) if df else None
+    return RunSpread(sum(squares(group) for group in groups if group) / df, df) if df else None
 
 
 def difference(
-    a: Sequence[float], b: Sequence[float], ledger: Spread | None = None, resolution: float = 0.0
+    a: Sequence[float], b: Sequence[float], ledger: RunSpread | None = None, resolution: float = 0.0
 ) -> Difference | None:
     """Return the mean of B minus the mean of A by Welch's t-test, with the ledger as prior knowledge of the spread.
 
@@ -133,7 +133,9 @@ def _is_larger(side: Any, df: int, variance: Any, ledger_df: float) -> Any:
     return fdtrc(df, ledger_df, ratio) < LARGER_SPREAD_P
 
 
-def detectable(spread: Spread, runs_a: int, runs_b: int, ledger_df: float = 0.0, alpha: float = ALPHA) -> float | None:
+def detectable(
+    spread: RunSpread, runs_a: int, runs_b: int, ledger_df: float = 0.0, alpha: float = ALPHA
+) -> float | None:
     """Return the minimum detectable effect of a comparison of runs with this spread.
 
     Its only error is the error of the spread, of which the median-unbiased estimate is used.

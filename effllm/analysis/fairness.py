@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from effllm.analysis.sides import CAMPAIGN, CONFIGURATION_FACTS, REPEAT, Run, Side
+from effllm.analysis.sides import CAMPAIGN, CONFIGURATION_FACTS, REPEAT, ComparedRun, Side
 from effllm.analysis.window_values import first_temperature_c
 from effllm.records.plain_text import one_line
 
@@ -76,7 +76,7 @@ def boards(side: Side) -> set[tuple[str, ...]]:
     return {tuple(run.row.get("device_keys") or ()) for run in side.runs}
 
 
-def _settings(run: Run) -> dict[str, Any]:
+def _settings(run: ComparedRun) -> dict[str, Any]:
     facts = {name: one for name, one in run.facts.items() if name not in _NO_SETTINGS and name not in _FACTS}
     found: dict[str, Any] = {
         f"tag {name}": value or name for name, value in run.tags.items() if name not in (CAMPAIGN, REPEAT)
@@ -87,35 +87,35 @@ def _settings(run: Run) -> dict[str, Any]:
     return found | {f"setting {name}": value for name, value in _config(run).items() if name not in _NO_CONFIG}
 
 
-def _column(name: str, run: Run) -> Any:
+def _column(name: str, run: ComparedRun) -> Any:
     return run.row.get(name)
 
 
-def _fact(name: str, run: Run) -> Any:
+def _fact(name: str, run: ComparedRun) -> Any:
     return run.facts.get(name)
 
 
-def _setting(name: str, run: Run) -> Any:
+def _setting(name: str, run: ComparedRun) -> Any:
     return _settings(run).get(name)
 
 
-def _config(run: Run) -> Mapping[str, Any]:
+def _config(run: ComparedRun) -> Mapping[str, Any]:
     config = run.row.get("config")
     return config if isinstance(config, dict) else {}
 
 
-def _ranks_share(run: Run) -> float | None:
+def _ranks_share(run: ComparedRun) -> float | None:
     expected, reporting = run.value("ranks_expected"), run.value("ranks_reporting")
     return reporting / expected if expected and reporting is not None else None
 
 
-def _sets(name: str, a: Side, b: Side, get: Callable[[Run], Any]) -> Dissimilarity | None:
+def _sets(name: str, a: Side, b: Side, get: Callable[[ComparedRun], Any]) -> Dissimilarity | None:
     texts = [sorted({_text(get(run)) for run in side.runs}) for side in (a, b)]
     return None if texts[0] == texts[1] else Dissimilarity(name, _shown(texts[0]), _shown(texts[1]))
 
 
 def _ranges(
-    name: str, a: Side, b: Side, get: Callable[[Run], float | None], share: float = 0.0, absolute: float = 0.0
+    name: str, a: Side, b: Side, get: Callable[[ComparedRun], float | None], share: float = 0.0, absolute: float = 0.0
 ) -> Dissimilarity | None:
     sides = [[value for run in side.runs if (value := get(run)) is not None] for side in (a, b)]
     if not sides[0] or not sides[1]:

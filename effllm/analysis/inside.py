@@ -10,13 +10,15 @@ from effllm.analysis.comparison import MetricComparison, Scale
 from effllm.analysis.difference import ALPHA, SAME, UNKNOWN
 from effllm.analysis.difference import word as word_of
 from effllm.analysis.run_folders import UnreadableRun
-from effllm.analysis.sides import Run, Side
+from effllm.analysis.sides import ComparedRun, Side
 from effllm.analysis.window_values import WindowLine, windows_of
 
 SETTLE = 1  # windows after a switch that are left out
 
 
-def compare_inside(run: Run, name: str, metrics: list[ComparedMetric]) -> tuple[Side, Side, list[MetricComparison]]:
+def compare_inside(
+    run: ComparedRun, name: str, metrics: list[ComparedMetric]
+) -> tuple[Side, Side, list[MetricComparison]]:
     """Compare two values of an instrument inside one run, by blocks A B B A.
 
     A window in which the value changed belongs to no arm. The intervals are always valid, and all words together hold

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from effllm.analysis.compared_metrics import ComparedMetric, compared_metrics
-from effllm.analysis.comparison import Ledger, compare
+from effllm.analysis.comparison import EarlierRuns, compare
 from effllm.analysis.difference import WORDS
 from effllm.analysis.run_folders import UnreadableRun
-from effllm.analysis.sides import Run, Side
+from effllm.analysis.sides import ComparedRun, Side
 from effllm.metrics.contract import model_compression_ratio
 
 #: The paper's names of metrics.
@@ -40,7 +40,7 @@ class Standing(NamedTuple):
     next_words: Mapping[str, int] | None  # this against the next configuration: number of metrics by word
 
 
-class Board(NamedTuple):
+class Leaderboard(NamedTuple):
     """The configurations of one kind of parameters, the best first."""
 
     parameters_kind: str
@@ -69,8 +69,8 @@ def weights_of(texts: Sequence[str]) -> dict[str, float]:
 
 
 def boards(
-    sides: Sequence[Side], weights: Mapping[str, float], ledger: Ledger, quality: str = "", floor: float = 0.0
-) -> list[Board]:
+    sides: Sequence[Side], weights: Mapping[str, float], ledger: EarlierRuns, quality: str = "", floor: float = 0.0
+) -> list[Leaderboard]:
     """Return one board for each kind of parameters, which are never in one table.
 
     Args:
@@ -113,7 +113,7 @@ def harmonic_mean(shares: Sequence[float], weights: Sequence[float]) -> float | 
     return sum(weight for _, weight in used) / sum(weight / share for share, weight in used)
 
 
-def mean_of(side: Side, get: Callable[[Run], float | None]) -> float | None:
+def mean_of(side: Side, get: Callable[[ComparedRun], float | None]) -> float | None:
     """Return the mean over the runs of a side; ``None`` if a run has no value."""
     values = [get(run) for run in side.runs]
     known = [value for value in values if value is not None and math.isfinite(value)]
@@ -121,8 +121,8 @@ def mean_of(side: Side, get: Callable[[Run], float | None]) -> float | None:
 
 
 def _board(
-    kind: str, sides: Sequence[Side], weights: Mapping[str, float], ledger: Ledger, quality: str, floor: float
-) -> Board:
+    kind: str, sides: Sequence[Side], weights: Mapping[str, float], ledger: EarlierRuns, quality: str, floor: float
+) -> Leaderboard:
     metrics = dict(zip(PAPER, compared_metrics(list(PAPER.values())), strict=True))
     values: dict[str, list[float | None]] = {
         name: [mean_of(side, lambda run, column=metric.column: run.value(column)) for side in sides]  # type: ignore[misc]
@@ -143,7 +143,7 @@ def _board(
         )
         standings.append((order, Standing(side, kind, found, mean_of(side, _quality(quality)), score, worst, None)))
     best_first = [one for _, one in sorted(standings, key=lambda pair: pair[0], reverse=True)]
-    return Board(kind, _with_words(best_first, list(metrics.values()), ledger), scored, not_scored)
+    return Leaderboard(kind, _with_words(best_first, list(metrics.values()), ledger), scored, not_scored)
 
 
 def _shares(
@@ -167,7 +167,9 @@ def _shares(
     return list(shares), shares, not_scored
 
 
-def _with_words(standings: Sequence[Standing], metrics: Sequence[ComparedMetric], ledger: Ledger) -> list[Standing]:
+def _with_words(
+    standings: Sequence[Standing], metrics: Sequence[ComparedMetric], ledger: EarlierRuns
+) -> list[Standing]:
     found = []
     for one, following in zip(standings, [*standings[1:], None], strict=True):
         words = None
@@ -178,7 +180,7 @@ def _with_words(standings: Sequence[Standing], metrics: Sequence[ComparedMetric]
     return found
 
 
-def compression(run: Run) -> float | None:
+def compression(run: ComparedRun) -> float | None:
     """Return MCR (equation 9) of a run of a compressed model; ``None`` without the facts."""
     facts = [run.facts.get(name) for name in COMPRESSION_FACTS]
     numbers = [float(one) for one in facts if isinstance(one, (int, float)) and not isinstance(one, bool)]
@@ -191,8 +193,8 @@ def compression(run: Run) -> float | None:
         return None
 
 
-def _quality(name: str) -> Callable[[Run], float | None]:
-    def get(run: Run) -> float | None:
+def _quality(name: str) -> Callable[[ComparedRun], float | None]:
+    def get(run: ComparedRun) -> float | None:
         sources = (run.tags, run.facts, run.row.get("other_metrics") or {}, run.row)
         text = next((source[name] for source in sources if name in source), None) if name else None
         try:

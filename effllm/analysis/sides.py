@@ -32,7 +32,7 @@ CONFIGURATION_FACTS = (
 _CONFIGURATION_COLUMNS = ("model", "parameters", "parameters_kind", "world_size", "gpu_models", "simulated")
 
 
-class Run(NamedTuple):
+class ComparedRun(NamedTuple):
     """One run of a comparison."""
 
     folder: Path
@@ -78,7 +78,7 @@ class Side(NamedTuple):
     """Runs of one configuration."""
 
     name: str
-    runs: tuple[Run, ...]
+    runs: tuple[ComparedRun, ...]
 
 
 def find_sides(arguments: Sequence[str], by: str, runs_folder: str, baseline: str = "") -> tuple[list[Side], list[str]]:
@@ -134,7 +134,7 @@ def find_groups(arguments: Sequence[str], by: str, runs_folder: str) -> tuple[li
     return [Side(names[folder], (run,)) for folder, run in runs.items()], left_out
 
 
-def read_runs(found: Iterable[FoundRun], left_out: list[str]) -> list[Run]:
+def read_runs(found: Iterable[FoundRun], left_out: list[str]) -> list[ComparedRun]:
     """Read runs; a run with nothing to compare adds a line to ``left_out``."""
     runs = []
     for one in found:
@@ -151,7 +151,7 @@ def read_runs(found: Iterable[FoundRun], left_out: list[str]) -> list[Run]:
         if not documents[1]:
             left_out.append(f"{one.folder}: no summary.json yet: nothing was measured")
             continue
-        run = Run(one.folder, run_row(one.folder, *documents), _doubts(documents[1]))
+        run = ComparedRun(one.folder, run_row(one.folder, *documents), _doubts(documents[1]))
         if run.repeat() and run.row.get("status") != "completed" and not run.continues:
             left_out.append(f"{one.folder}: a repeat of a campaign that is {run.row.get('status')}")
             continue
@@ -159,7 +159,7 @@ def read_runs(found: Iterable[FoundRun], left_out: list[str]) -> list[Run]:
     return runs
 
 
-def ledger_runs(folders: Iterable[Path], sides: Sequence[Side]) -> list[Run]:
+def ledger_runs(folders: Iterable[Path], sides: Sequence[Side]) -> list[ComparedRun]:
     """Return the finished runs that are on no side and at least half as long as the shortest compared run."""
     compared = {run.folder for side in sides for run in side.runs}
     lengths = [run.row.get("iterations") or 0 for side in sides for run in side.runs]
@@ -178,7 +178,7 @@ def ledger_runs(folders: Iterable[Path], sides: Sequence[Side]) -> list[Run]:
     ]
 
 
-def names_of(runs: Iterable[Run]) -> dict[Path, str]:
+def names_of(runs: Iterable[ComparedRun]) -> dict[Path, str]:
     """Return a name for each run: its id, or with its parent folder if another run has the same id."""
     ids = {run.folder: str(run.row.get("run_id") or run.folder.name) for run in runs}
     times = Counter(ids.values())
@@ -195,7 +195,7 @@ def _doubts(summary: Document) -> dict[str, str]:
     return {column_of(tag): doubt for tag, doubt in doubts if isinstance(doubt, str)}
 
 
-def _runs_of(argument: str, runs_folder: str, left_out: list[str]) -> list[Run]:
+def _runs_of(argument: str, runs_folder: str, left_out: list[str]) -> list[ComparedRun]:
     if Path(argument).exists() or glob.has_magic(argument) or argument.startswith((".", "/", "~")):
         runs = read_runs(find_runs(str(Path(argument).expanduser())), left_out)
         if not runs:
@@ -212,7 +212,7 @@ def _runs_of(argument: str, runs_folder: str, left_out: list[str]) -> list[Run]:
 
 
 def _by_key(found: Sequence[Side], by: str, left_out: list[str]) -> list[Side]:
-    groups: dict[str, dict[Path, Run]] = {}
+    groups: dict[str, dict[Path, ComparedRun]] = {}
     for run in sorted((run for side in found for run in side.runs), key=lambda run: run.row.get("started_time_s") or 0):
         value = run.tags.get(by, run.row.get(by, run.facts.get(by)))
         if not isinstance(value, (str, int, float, list)) or value == []:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from effllm.analysis.sides import Run
+from effllm.analysis.sides import ComparedRun
 from effllm.records.values import ValueSummary
 from effllm.store.reader import JsonLines, segments
 
@@ -26,17 +26,17 @@ class WindowLine(Struct, frozen=True):
     iteration_last: int = 0
 
 
-def window_values(run: Run, tag: str) -> list[float]:
+def window_values(run: ComparedRun, tag: str) -> list[float]:
     """Return the values of a metric in the windows after the warm-up; windows without a value are left out."""
     return [line.values[tag] for line in windows_of(run) if tag in line.values]
 
 
-def windows_of(run: Run) -> list[WindowLine]:
+def windows_of(run: ComparedRun) -> list[WindowLine]:
     """Return the windows of a run after its warm-up."""
     return _windows(run.folder)
 
 
-def first_temperature_c(run: Run) -> float | None:
+def first_temperature_c(run: ComparedRun) -> float | None:
     """Return the highest temperature of a GPU in the first window of a run, which may be in the warm-up."""
     try:
         for line in JsonLines(segments(run.folder, "windows"), WindowLine):

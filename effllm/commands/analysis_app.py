@@ -69,7 +69,7 @@ def compare(
         raise typer.BadParameter("--json and --markdown are two forms: choose one", param_hint="--json")
     form = "json" if as_json else "markdown" if as_markdown else "text"
     lists = (metric or [], fail_if or [])
-    raise typer.Exit(command.main(command.Request(sides, by, baseline, *lists, ledger, runs, inside, form)))
+    raise typer.Exit(command.main(command.CompareRequest(sides, by, baseline, *lists, ledger, runs, inside, form)))
 
 
 def campaign(
@@ -185,7 +185,7 @@ def leaderboard(
     if as_csv and as_markdown:
         raise typer.BadParameter("--csv and --markdown are two forms: choose one", param_hint="--csv")
     form = "csv" if as_csv else "markdown" if as_markdown else "text"
-    raise typer.Exit(command.main(command.Request(runs, by, weight or [], quality, floor, form)))
+    raise typer.Exit(command.main(command.LeaderboardRequest(runs, by, weight or [], quality, floor, form)))
 
 
 COMMANDS = (compare, campaign, leaderboard, ledger)

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from effllm.analysis.campaign_journal import COMPLETED, FAILED, INTERRUPTED, STARTED, Journal, JournalLine
+from effllm.analysis.campaign_journal import COMPLETED, FAILED, INTERRUPTED, STARTED, CampaignJournal, JournalLine
 from effllm.analysis.campaign_plan import (
     Plan,
     PlannedRun,
@@ -59,7 +59,7 @@ def main(path: Path, *, retry_failed: bool, dry_run: bool) -> int:
             _print_order(plan)
             return 0
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-        with contextlib.closing(Journal(folder)) as journal:
+        with contextlib.closing(CampaignJournal(folder)) as journal:
             return Campaign(plan, folder, journal, retry_failed=retry_failed).run()
     except (WrongPlan, ConfigError) as error:
         return fail(str(error))
@@ -90,7 +90,7 @@ class Campaign:
         retry_failed: whether failed runs are started again.
     """
 
-    def __init__(self, plan: Plan, folder: Path, journal: Journal, *, retry_failed: bool) -> None:
+    def __init__(self, plan: Plan, folder: Path, journal: CampaignJournal, *, retry_failed: bool) -> None:
         self._plan, self._folder, self._journal = plan, folder, journal
         self._fingerprints = fingerprint(plan)
         self._done = (COMPLETED,) if retry_failed else (COMPLETED, FAILED)

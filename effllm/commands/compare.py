@@ -10,7 +10,7 @@ from typing import NamedTuple
 from rich.console import Console
 
 from effllm.analysis.compared_metrics import ComparedMetric, compared_metrics
-from effllm.analysis.comparison import Ledger, compare
+from effllm.analysis.comparison import EarlierRuns, compare
 from effllm.analysis.conditions import answer, exit_status, parse_condition
 from effllm.analysis.difference import ALPHA
 from effllm.analysis.fairness import settings, unfair
@@ -20,12 +20,12 @@ from effllm.analysis.sides import find_sides, ledger_runs, read_runs
 from effllm.config.settings import ConfigError, read_config
 from effllm.config.switches import this_process
 from effllm.records.plain_text import one_line
-from effllm.views.comparison_text import Compared, Page, Terminal, document, markdown
+from effllm.views.comparison_text import Compared, ComparisonPage, Terminal, document, markdown
 
 WIDTH = 110
 
 
-class Request(NamedTuple):
+class CompareRequest(NamedTuple):
     """The arguments of the command."""
 
     sides: Sequence[str]
@@ -39,7 +39,7 @@ class Request(NamedTuple):
     form: str  # text, markdown or json
 
 
-def main(request: Request) -> int:
+def main(request: CompareRequest) -> int:
     """Print a comparison; return the exit status."""
     try:
         import scipy.special  # noqa: F401
@@ -64,7 +64,7 @@ def fail(line: str) -> int:
     return 2
 
 
-def _page(request: Request) -> Page:
+def _page(request: CompareRequest) -> ComparisonPage:
     conditions = [parse_condition(text) for text in request.conditions]
     # Metrics of conditions are named in advance: with conditions alone, only these metrics are in Holm's correction.
     names = dict.fromkeys([*request.metrics, *(one.metric for one in conditions)])
@@ -75,19 +75,19 @@ def _page(request: Request) -> Page:
         request.sides, request.by, request.runs or read_config(this_process()).run_dir, request.baseline
     )
     folders = [Path(request.ledger)] if request.ledger else [run.folder.parent for side in sides for run in side.runs]
-    ledger = Ledger([] if request.ledger == "none" else ledger_runs(folders, sides))
+    ledger = EarlierRuns([] if request.ledger == "none" else ledger_runs(folders, sides))
     # All answers together are right at the level of the comparison.
     alpha = ALPHA / max(len(conditions) * (len(sides) - 1), 1)
     found = compare(sides, metrics, ledger, alpha)
     others = [Compared(side, rows, unfair(sides[0], side), settings(sides[0], side)) for side, rows in found]
     answers = [answer(condition, one.side.name, one.metrics) for one in others for condition in conditions]
-    return Page(sides[0], others, left_out, answers, 1 - alpha)
+    return ComparisonPage(sides[0], others, left_out, answers, 1 - alpha)
 
 
-def _inside(request: Request, metrics: list[ComparedMetric]) -> Page:
+def _inside(request: CompareRequest, metrics: list[ComparedMetric]) -> ComparisonPage:
     left_out: list[str] = []
     runs = read_runs(find_runs(list(request.sides)), left_out)
     if len(runs) != 1 or request.by or request.conditions:
         raise UnreadableRun("--inside needs one run, and neither --by nor --fail-if")
     first, second, rows = compare_inside(runs[0], request.inside, metrics)
-    return Page(first, [Compared(second, rows, [], [])], left_out, [], 1 - ALPHA / max(len(rows), 1))
+    return ComparisonPage(first, [Compared(second, rows, [], [])], left_out, [], 1 - ALPHA / max(len(rows), 1))

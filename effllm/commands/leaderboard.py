@@ -9,7 +9,7 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.text import Text
 
-from effllm.analysis.comparison import Ledger
+from effllm.analysis.comparison import EarlierRuns
 from effllm.analysis.leaderboard import boards, weights_of
 from effllm.analysis.run_folders import UnreadableRun
 from effllm.analysis.sides import find_groups, ledger_runs
@@ -21,7 +21,7 @@ from effllm.views.leaderboard_text import as_csv, markdown, notes, table, title
 WIDTH = 120
 
 
-class Request(NamedTuple):
+class LeaderboardRequest(NamedTuple):
     """The arguments of the command."""
 
     runs: Sequence[str]
@@ -32,7 +32,7 @@ class Request(NamedTuple):
     form: str  # text, markdown or csv
 
 
-def main(request: Request) -> int:
+def main(request: LeaderboardRequest) -> int:
     """Print the leaderboard; return the exit status."""
     try:
         import scipy.special  # noqa: F401
@@ -41,7 +41,7 @@ def main(request: Request) -> int:
     try:
         weights = weights_of(request.weights)
         sides, left_out = find_groups(request.runs, request.by, read_config(this_process()).run_dir)
-        ledger = Ledger(ledger_runs([run.folder.parent for side in sides for run in side.runs], sides))
+        ledger = EarlierRuns(ledger_runs([run.folder.parent for side in sides for run in side.runs], sides))
         found = boards(sides, weights, ledger, request.quality, request.floor)
     except (UnreadableRun, ConfigError, ValueError) as error:
         return fail(str(error))

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from effllm.analysis.comparison import MetricComparison
-from effllm.analysis.conditions import Answer
+from effllm.analysis.conditions import ConditionAnswer
 from effllm.analysis.difference import SAME, UNKNOWN
 from effllm.analysis.fairness import Dissimilarity
 from effllm.analysis.sides import Side, names_of
@@ -32,13 +32,13 @@ class Compared(NamedTuple):
     settings: Sequence[Dissimilarity]
 
 
-class Page(NamedTuple):
+class ComparisonPage(NamedTuple):
     """All results of a comparison."""
 
     first: Side
     others: Sequence[Compared]
     left_out: Sequence[str]
-    answers: Sequence[Answer]
+    answers: Sequence[ConditionAnswer]
     level: float  # of the intervals
 
     @property
@@ -50,7 +50,7 @@ class Page(NamedTuple):
 class Terminal(NamedTuple):
     """A page for rich's console."""
 
-    page: Page
+    page: ComparisonPage
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         for one in self.page.others:
@@ -73,7 +73,7 @@ class Terminal(NamedTuple):
 _HEADER = ("metric", "A", "B", "B - A", "word")
 
 
-def markdown(page: Page) -> str:
+def markdown(page: ComparisonPage) -> str:
     """Return the page as Markdown."""
     lines: list[str] = []
     for one in page.others:
@@ -85,7 +85,7 @@ def markdown(page: Page) -> str:
     return "\n".join(lines)
 
 
-def document(page: Page) -> str:
+def document(page: ComparisonPage) -> str:
     """Return the page as JSON: shares are of the value of side A."""
     found: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
@@ -179,7 +179,7 @@ def _settings(one: Compared) -> list[str]:
     return [*shown, f"{rest} more settings differ (--json lists them)"] if rest > 0 else shown
 
 
-def _closing(page: Page) -> list[str]:
+def _closing(page: ComparisonPage) -> list[str]:
     lines = [f"left out: {one_line(line)}" for line in page.left_out]
     lines += [f"--fail-if {one.condition}: {one.answer} for {one_line(one.side)}: {one.reason}" for one in page.answers]
     if page.family > 1:

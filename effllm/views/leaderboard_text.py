@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from effllm.analysis.difference import BETTER, SAME, UNKNOWN, WORSE
-from effllm.analysis.leaderboard import MCR, PAPER, Board, Standing
+from effllm.analysis.leaderboard import MCR, PAPER, Leaderboard, Standing
 from effllm.records.plain_text import one_line
 from effllm.store.summary_text import readable
 from effllm.views.plain_markdown import markdown_table, markdown_text
@@ -21,7 +21,7 @@ _DIRECTIONS = {"AMU": "↓", "PCU": "↑", "AL": "↓", "TT": "↑", "ST": "↑"
 _FORMULAS = "=+-@\t\r"  # a spreadsheet evaluates a cell that begins with one of these
 
 
-def table(board: Board, quality: str) -> Table:
+def table(board: Leaderboard, quality: str) -> Table:
     """Return a table for rich's console."""
     header, rows = _cells(board, quality)
     found = Table(*map(escape, header), box=None, pad_edge=False)
@@ -32,7 +32,7 @@ def table(board: Board, quality: str) -> Table:
     return found
 
 
-def markdown(boards: Sequence[Board], quality: str) -> str:
+def markdown(boards: Sequence[Leaderboard], quality: str) -> str:
     lines: list[str] = []
     for board in boards:
         header, rows = _cells(board, quality)
@@ -42,7 +42,7 @@ def markdown(boards: Sequence[Board], quality: str) -> str:
     return "\n".join(lines)
 
 
-def as_csv(boards: Sequence[Board]) -> str:
+def as_csv(boards: Sequence[Leaderboard]) -> str:
     """Return all boards as one CSV with full digits and the kind of the parameters."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
@@ -67,11 +67,11 @@ def as_csv(boards: Sequence[Board]) -> str:
     return out.getvalue()
 
 
-def title(board: Board) -> str:
-    return f"{one_line(board.parameters_kind)} parameters, {len(board.standings)} configurations"
+def title(board: Leaderboard) -> str:
+    return f"{one_line(board.parameters_kind)} parameters, {len(board.standings)} configuration{'s' * (len(board.standings) != 1)}"
 
 
-def notes(board: Board) -> list[str]:
+def notes(board: Leaderboard) -> list[str]:
     """Return sentences about the score and the words."""
     lines = [f"score: {', '.join(board.scored) or 'no metric'}, each from 0 (worst) to 1 (best); harmonic mean"]
     lines += [f"{name} is not in the score: {reason}" for name, reason in board.not_scored.items()]
@@ -89,7 +89,7 @@ def notes(board: Board) -> list[str]:
     return lines
 
 
-def _cells(board: Board, quality: str) -> tuple[list[str], list[list[str]]]:
+def _cells(board: Leaderboard, quality: str) -> tuple[list[str], list[list[str]]]:
     shown = [name for name in (*PAPER, MCR) if any(one.values[name] is not None for one in board.standings)]
     names = [f"{name} {_DIRECTIONS[name]}" for name in shown]
     header = ["configuration", "runs", *names, *([one_line(quality)] if quality else []), "score", "against next"]

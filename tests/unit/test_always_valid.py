@@ -14,7 +14,7 @@ from effllm.analysis.always_valid import (
     these_two_runs,
     while_running,
 )
-from effllm.analysis.difference import Spread
+from effllm.analysis.difference import RunSpread
 
 
 def test_looking_after_every_value_rarely_excludes_the_truth():
@@ -76,9 +76,9 @@ def test_running_run_is_called_only_beyond_the_spread_between_runs():
     random = np.random.default_rng(3)
     windows = random.normal(102.0, 0.1, 100).tolist()
 
-    assert not while_running(windows, [100.0], Spread(1.0, 9)).excludes_zero
-    assert while_running(windows, [100.0], Spread(0.01, 9)).excludes_zero
-    assert math.isinf(while_running(windows[:10], [100.0], Spread(0.01, 9)).high)
+    assert not while_running(windows, [100.0], RunSpread(1.0, 9)).excludes_zero
+    assert while_running(windows, [100.0], RunSpread(0.01, 9)).excludes_zero
+    assert math.isinf(while_running(windows[:10], [100.0], RunSpread(0.01, 9)).high)
 
 
 def test_blocks_remove_a_linear_drift():

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from effllm.commands.compare import Request, main
+from effllm.commands.compare import CompareRequest, main
 from tests.run_folders import write_run
 
 SPEED, ENERGY = "run_throughput/tokens_per_second", "run_energy/joules_per_token"
@@ -26,7 +26,7 @@ def compare(*sides, form="json", **options):
         "inside": "",
         "form": form,
     }
-    return main(Request([str(side) for side in sides], **{**known, **options}))
+    return main(CompareRequest([str(side) for side in sides], **{**known, **options}))
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from effllm.analysis.difference import BETTER, SAME, WORSE, Spread, detectable, difference, holm, spread_of, word
+from effllm.analysis.difference import BETTER, SAME, WORSE, RunSpread, detectable, difference, holm, spread_of, word
 
 
 def test_without_a_ledger_the_test_is_welchs():
@@ -20,7 +20,7 @@ def test_without_a_ledger_the_test_is_welchs():
 
 
 def test_one_run_a_side_is_judged_by_the_spread_in_the_ledger():
-    found = difference([10.0], [11.0], Spread(variance=2.0, df=9))
+    found = difference([10.0], [11.0], RunSpread(variance=2.0, df=9))
 
     assert found.standard_error == pytest.approx(2.0)  # sqrt(2 + 2)
     assert found.df == pytest.approx(9)
@@ -30,7 +30,7 @@ def test_one_run_a_side_is_judged_by_the_spread_in_the_ledger():
 def test_a_side_without_known_spread_gives_no_difference():
     assert difference([1.0], [2.0]) is None
     assert difference([1.0, 1.1], [2.0]) is None
-    assert difference([], [1.0, 2.0], Spread(1.0, 9)) is None
+    assert difference([], [1.0, 2.0], RunSpread(1.0, 9)) is None
 
 
 def test_identical_values_show_no_spread_to_judge_by():
@@ -42,7 +42,7 @@ def test_identical_values_show_no_spread_to_judge_by():
 def test_a_ledger_that_varies_less_than_the_runs_is_not_used():
     a, b = [0.0, 10.0, -10.0], [3.0, 13.0, -7.0]
 
-    found = difference(a, b, Spread(1e-6, 20))
+    found = difference(a, b, RunSpread(1e-6, 20))
 
     assert not found.uses_ledger
     assert found == difference(a, b)
@@ -51,14 +51,14 @@ def test_a_ledger_that_varies_less_than_the_runs_is_not_used():
 def test_the_ledger_weighs_by_its_degrees_of_freedom():
     a, b = [1.0, -1.0], [1.0, -1.0]  # squares 2 on one degree of freedom each
 
-    found = difference(a, b, Spread(variance=3.0, df=3))
+    found = difference(a, b, RunSpread(variance=3.0, df=3))
 
     variance = (3 * 3 + 2) / (3 + 1)
     assert found.standard_error == pytest.approx(math.sqrt(variance / 2 + variance / 2))
 
 
 def test_spread_is_pooled_within_configurations():
-    assert spread_of([[1.0, 3.0], [10.0, 10.0, 13.0], [7.0]]) == Spread((2 + 6) / 3, 3)
+    assert spread_of([[1.0, 3.0], [10.0, 10.0, 13.0], [7.0]]) == RunSpread((2 + 6) / 3, 3)
     assert spread_of([[1.0], [2.0]]) is None
 
 
@@ -78,11 +78,11 @@ def test_words(estimate, p, higher, expected):
 
 @pytest.mark.parametrize(("runs", "ledger_df"), [(2, 0), (3, 0), (3, 9), (1, 9)])
 def test_detectable_effect_is_found_in_80_percent(runs, ledger_df):
-    effect = detectable(Spread(1.0, 10_000), runs, runs, ledger_df)
+    effect = detectable(RunSpread(1.0, 10_000), runs, runs, ledger_df)
     random = np.random.default_rng(1)
     found = 0
     for _ in range(3000):
-        ledger = Spread(random.chisquare(ledger_df) / ledger_df, ledger_df) if ledger_df else None
+        ledger = RunSpread(random.chisquare(ledger_df) / ledger_df, ledger_df) if ledger_df else None
         a, b = random.normal(0, 1, runs).tolist(), random.normal(effect, 1, runs).tolist()
         found += difference(a, b, ledger).p <= 0.05
 
@@ -90,4 +90,4 @@ def test_detectable_effect_is_found_in_80_percent(runs, ledger_df):
 
 
 def test_no_effect_is_detectable_without_repeats_and_ledger():
-    assert detectable(Spread(1.0, 5), 1, 3) is None
+    assert detectable(RunSpread(1.0, 5), 1, 3) is None

@@ -6,7 +6,7 @@ import io
 import pytest
 
 from effllm.analysis.leaderboard import harmonic_mean, normalised, weights_of
-from effllm.commands.leaderboard import Request, main
+from effllm.commands.leaderboard import LeaderboardRequest, main
 from tests.run_folders import write_run
 
 
@@ -23,7 +23,7 @@ def metrics(amu=40.0, pcu=0.8, al=1.0, tt=1.0, aec=500.0):
 @pytest.fixture
 def board(capsys):
     def run(*runs, form="csv", by="", weights=(), quality="", floor=0.0):
-        status = main(Request([str(one) for one in runs], by, weights, quality, floor, form))
+        status = main(LeaderboardRequest([str(one) for one in runs], by, weights, quality, floor, form))
         out, err = capsys.readouterr()
         return (list(csv.DictReader(io.StringIO(out))) if form == "csv" and not status else out or err), status
 
@@ -79,7 +79,7 @@ def test_total_and_active_parameters_are_never_in_one_table(tmp_path, board):
     text, _ = board(tmp_path / "dense", tmp_path / "moe", form="text")
     error, status = board(tmp_path / "x", tmp_path / "y", by="model")
 
-    assert text.index("active parameters, 1 configurations") < text.index("total parameters, 1 configurations")
+    assert text.index("active parameters, 1 configuration") < text.index("total parameters, 1 configuration")
     assert (status, "different kinds of parameters: active, total" in error) == (2, True)
 
 
