@@ -68,7 +68,8 @@ def as_csv(boards: Sequence[Leaderboard]) -> str:
 
 
 def title(board: Leaderboard) -> str:
-    return f"{one_line(board.parameters_kind)} parameters, {len(board.standings)} configuration{'s' * (len(board.standings) != 1)}"
+    plural = "s" if len(board.standings) != 1 else ""
+    return f"{one_line(board.parameters_kind)} parameters, {len(board.standings)} configuration{plural}"
 
 
 def notes(board: Leaderboard) -> list[str]:
