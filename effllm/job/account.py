@@ -10,7 +10,7 @@ import numpy as np
 from msgspec import Struct
 
 from effllm.job.energy_account import AMOUNT, EnergyTotals, WindowEnergy
-from effllm.job.gathered import GaugeSums, GpuReadings
+from effllm.job.gathered import MAX_REASONS, GaugeSums, GpuReadings
 from effllm.job.merged import Merged
 from effllm.job.rows import SUMMED, Rows
 from effllm.job.window_energy import is_covered
@@ -115,7 +115,8 @@ class Account(Struct):
         self.throttled_s += sign * readings.throttled_s
         self.throttle_covered_s += sign * readings.throttle_covered_s
         for reason, seconds in readings.throttled_by_s.items():
-            self.throttled_by_s[reason] = self.throttled_by_s.get(reason, 0.0) + sign * seconds
+            if reason in self.throttled_by_s or len(self.throttled_by_s) < MAX_REASONS:
+                self.throttled_by_s[reason] = self.throttled_by_s.get(reason, 0.0) + sign * seconds
         for step, seconds in readings.power_histogram_s.items():
             self.power_histogram_s[step] = self.power_histogram_s.get(step, 0.0) + sign * seconds
         if readings.power_peak_w is not None:

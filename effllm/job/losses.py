@@ -146,7 +146,8 @@ def _of_parts(summary: Summary, found: Waterfall) -> Iterator[_Made]:
 def _of_clocks(summary: Summary, found: Waterfall) -> Iterator[_Made]:
     """Yield the losses by low SM clocks with a reason, in device-seconds."""
     rank_seconds = sum(summary.goodput.rank_seconds.values()) if summary.goodput is not None else 0.0
-    devices = found.device_seconds / rank_seconds if rank_seconds else 1.0  # of a rank
+    used_s = found.device_seconds - seconds_of(found, "unused")
+    devices = used_s / rank_seconds if rank_seconds else 1.0  # of a rank
     for cause, clock in summary.slow_clocks.items():
         yield cause, devices * clock.rank_seconds, clock.why, f"summary.json: slow_clocks.{cause}"
 

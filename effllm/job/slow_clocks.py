@@ -94,9 +94,9 @@ def _cause(window: DeviceWindow, device: Device, min_share: float = MIN_REASON_S
 
 
 def _clock(window: DeviceWindow, device: Device) -> float | None:
-    """Return the mean SM clock in iterations as a share of the maximum clock."""
+    """Return the mean SM clock in iterations as a share of the maximum clock; ``None`` without a clock above 0."""
     ratio = mean_of(window, CLOCK_RATIO)
-    if ratio is None or not device.sm_clock_reference_hz or not device.sm_clock_max_hz:
+    if not ratio or ratio < 0 or not device.sm_clock_reference_hz or not device.sm_clock_max_hz:
         return None
     return min(ratio * device.sm_clock_reference_hz / device.sm_clock_max_hz, 1.0)
 

@@ -21,6 +21,7 @@ from effllm.records.wire import Hello
 #: GPUs must be free for this time after all ranks have joined, because other processes of the job may start later.
 SETTLED_S = 60.0
 MAX_HOSTS, MAX_LETTERS = 4, 300  # limits of a text
+MAX_TEXTS = 10_000  # after this number of texts, there are no more events
 KIND = "gpus_unused"
 
 
@@ -101,10 +102,8 @@ class UnusedWatch:
     def hello(self, message: Hello) -> None:
         """Take the allocation of a host from a HELLO."""
         self._is_changed = True
-        if (one := message.allocation) is None:
-            return
-        self._allocations[message.host] = one
-        self._ledger.unused.note_busy(set(one.gpus) - set(one.free))
+        if (one := message.allocation) is not None:
+            self._ledger.unused.note_busy(set(one.gpus) - set(one.free))
 
     def set_nodes(self, nodes: Sequence[EmptyNode], why: str = "") -> None:
         """Take the nodes without ranks, or the reason why they are unknown."""
@@ -121,7 +120,9 @@ class UnusedWatch:
         if not self._is_changed:
             return
         self._is_changed = False
-        self.host_names = {hello.host for hello in self._roster.hellos.values()}
+        hellos = self._roster.hellos.values()
+        self.host_names = {hello.host for hello in hellos}
+        self._allocations = {hello.host: hello.allocation for hello in hellos if hello.allocation is not None}
         self._hosts = self._look()
         time = self._ledger.unused
         found = {f"{host.name}/{key}" for host in self._hosts for key in host.unused}
@@ -134,8 +135,8 @@ class UnusedWatch:
         if texts:
             time.evidence = _few(texts)
         new = [text for text in texts if text not in self._recorded]
-        self._recorded.update(new)
-        if new:
+        if new and len(self._recorded) < MAX_TEXTS:
+            self._recorded.update(new)
             self._report(Event(now.unix_s, KIND, _few(new)))
 
     def _look(self) -> list[_Host]:

@@ -61,7 +61,7 @@ class Moments:
         difference, num_before = mean - self._mean, self.count
         self.count += count
         self._mean += difference * (count / self.count)
-        self.squares += squares + difference * difference * (num_before * count / self.count)
+        self.squares += squares + difference * (difference * (num_before * count / self.count))
         self.total += total
         self.minimum, self.maximum = min(self.minimum, min(values)), max(self.maximum, max(values))
 

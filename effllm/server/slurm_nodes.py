@@ -15,6 +15,8 @@ from effllm.job.unused import EmptyNode, UnusedWatch
 
 #: scontrol may wait for a busy controller; after this time it is killed.
 DEADLINE_S = 30.0
+#: The loop of the aggregator waits for a killed scontrol for at most this time.
+KILLED_WITHIN_S = 0.1
 #: Larger answers are cut: the detail of a node has about 60 bytes.
 MAX_ANSWER_BYTES = 4 * 2**20
 MAX_NODES = 10_000
@@ -74,8 +76,8 @@ class SlurmNodes:
         if not self._job.isdecimal():
             return [], "the aggregator has no SLURM_JOB_ID"
         self._until_s = now_s + DEADLINE_S
-        self._answer = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `_end`
         try:
+            self._answer = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `_end`
             self._process = subprocess.Popen(
                 ["/bin/sh", "-c", _SCRIPT, "sh", self._job],
                 stdin=subprocess.DEVNULL,
@@ -83,8 +85,9 @@ class SlurmNodes:
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,
             )
-        except OSError as error:
-            self._answer.close()
+        except OSError as error:  # also without a folder for temporary files
+            if self._answer is not None:
+                self._answer.close()
             return [], f"scontrol cannot be started: {error}"
         return None
 
@@ -156,4 +159,5 @@ def _expanded(name: str) -> Iterator[str]:
 def _kill(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)  # the shell and scontrol
-    process.wait()
+    with contextlib.suppress(subprocess.TimeoutExpired):  # a process in a call of a hanging file system ends later
+        process.wait(KILLED_WITHIN_S)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from effllm import metrics
 from effllm.job.account import Account
+from effllm.job.gathered import MAX_REASONS
 from effllm.job.ledger import Ledger
 from effllm.job.merged import merge_devices
 from effllm.job.window_energy import is_covered, window_energy
@@ -358,6 +359,15 @@ def test_gauges_are_averaged_and_temperature_is_the_maximum():
     assert metrics.health.throttled_ratio(totals) == pytest.approx(0.2)
     assert metrics.health.sm_clock_mhz(totals) == pytest.approx(1750.0)
     assert metrics.health.sm_activity_ratio(totals) is None
+
+
+def test_number_of_reasons_of_throttling_is_bounded():
+    """A report may have any names of reasons, and the sums of a run are written to its state."""
+    windows = [
+        [row(0, window, devices=(device_window("GPU-0", throttled_s={f"{window}-{n}": 1.0 for n in range(60)}),))]
+        for window in range(1, 4)
+    ]
+    assert len(totals_of(windows, *gpus(1)).devices.throttled_by_s) == MAX_REASONS
 
 
 @st.composite

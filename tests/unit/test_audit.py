@@ -196,7 +196,7 @@ def test_restarted_aggregator_continues_the_audit():
     ("counts", "text"),
     [
         ({"tokens": 2000}, "rank 0 counted 2,000 tokens without padding in 1,000 positions: a factor of 2"),
-        ({"tokens_loss": 1500}, "rank 0 counted 1,500 positions with a label in 1,000 tokens without padding"),
+        ({"tokens_loss": 1500}, "rank 0 counted 1,500 positions with a label in 1,000 positions"),
     ],
 )
 def test_impossible_count_is_reported_in_its_first_window(counts, text):
@@ -224,6 +224,11 @@ def test_late_tokens_of_a_batch_are_possible():
     job.window(tokens=500)
     job.window(tokens=1500)
     assert job.printed() == []
+
+
+def test_labels_on_padding_are_possible():
+    """A batch whose labels are a copy of its padded ids has a label at each position."""
+    assert AuditedJob().windows(3, tokens=500, tokens_loss=1000).printed() == []
 
 
 def test_tokens_of_a_lost_report_are_possible():
@@ -342,3 +347,15 @@ def test_clean_values_are_not_empty():
     """The figures of `test_clean_run_stays_silent` are compared."""
     job = AuditedJob().windows(12, {TOKENS_PER_S: 100.0})
     assert (job.figure.outcome, job.figure.windows) == (AGREES, 10)
+
+
+@pytest.mark.parametrize("figure", [1.7e308, 1e300, 1e-320, 0.0, -1.0])
+def test_figure_that_is_no_figure_of_a_framework_is_ignored(figure):
+    """Any instrument can record a value under the name of a figure."""
+    found = [replace(one, framework=figure) for one in windows([1.0] * 10)]
+    assert judge(TOKENS_PER_S, found, KnownJob()) is None
+
+
+def test_figures_of_zero_before_a_figure_are_no_cumulative_count():
+    found = judged([0.0] * 9 + [20.0])
+    assert found.outcome == UNEXPLAINED

@@ -88,3 +88,8 @@ def test_clock_of_earlier_windows_is_the_reference_if_all_gpus_have_a_reason():
     clocks.close([row(0, 2, devices=(window(0, 0.6, sw_thermal=0.9),))], devices)
 
     assert clocks.by_cause["throttled"].rank_seconds == pytest.approx(9 - 6.75)
+
+
+@pytest.mark.parametrize("clock", [0.0, -1.0])
+def test_clock_of_zero_is_not_compared(clock):
+    assert losses(window(0, clock, limit_w=350.0, power_cap=0.9), window(1)) == {}

@@ -56,3 +56,16 @@ def test_job_outside_slurm_starts_no_scontrol():
 
     assert nodes.poll({"a"}, 0.0) == ([], "the aggregator has no SLURM_JOB_ID")
     assert nodes.poll({"a"}, 1.0) is None
+
+
+def test_missing_folder_for_temporary_files_is_a_reason(monkeypatch):
+    """``tempfile`` raises this error in a container without a folder in which it can write."""
+
+    def fail():
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", fail)
+
+    (found, why) = SlurmNodes({"SLURM_JOB_ID": "7"}).poll({"a"}, 0.0)
+    assert found == []
+    assert "No usable temporary directory" in why

@@ -104,6 +104,17 @@ def test_missing_rank_delays_the_judgement_of_unused_gpus():
     assert [text.partition(" is ")[0] for text in job.texts()] == ["host a: GPU 3"]
 
 
+def test_host_that_a_rank_has_left_is_not_judged():
+    """The state does not grow with the names of hosts in HELLOs."""
+    job = Job(world_size=1)
+    for number in range(50):
+        job.join(0, allocated(4, free=(2, 3)), host=f"h{number}")
+    job.join(0, allocated(1, free=()), host="b")
+    job.wait(2 * SETTLED_S)
+
+    assert (job.texts(), job.seconds, job.unknown) == ([], 0.0, "")
+
+
 def test_gpu_of_a_process_that_starts_late_stops_counting():
     job = Job()
     job.join(0, allocated(3, free=(2,)))

@@ -310,3 +310,14 @@ def test_steps_of_padding_are_counted_by_window():
 
     assert found.cause == "padding"
     assert found.why == "30 % of the processed positions are padding, in 20 of 20 windows"
+
+
+def test_loss_by_a_clock_does_not_grow_with_unused_gpus():
+    """One rank on one of eight GPUs: its GPU loses 25 of 125 s, and the other GPUs have no clock in a job."""
+    goodput = GoodputSummary(125.0, 1.0, {"kept": 125.0}, {"kept": 125.0}, {})
+    clocks = {"throttled": ClockLoss(25.0, 0, 25.0, "rank 0")}
+    summary = job(unused=875.0, slow_clocks=clocks, goodput=goodput)
+
+    found = {one.cause: one.seconds for one in losses(summary, summary.waterfall)}
+
+    assert found == {"unused_gpus": 875.0, "throttled": pytest.approx(25.0)}

@@ -28,6 +28,8 @@ MAX_NOISE = 0.05
 MIN_WINDOWS, MIN_UNEXPLAINED = 5, 10
 #: A cumulative count over a short time grows at least by this factor in the compared windows.
 MIN_GROWTH = 1.5
+#: A factor above this number, or below its inverse, is no figure of a framework.
+MAX_FACTOR = 1e12
 MAX_STATED = 3  # number of reasons in a sentence
 NORMAL_MAD = 1.4826  # standard deviation of a normal distribution over its median absolute deviation
 
@@ -202,18 +204,19 @@ def _factors(
     seen: list[int] = []
     for count in counts:
         total = sum(getattr(one, count) for one in windows)
-        if total == 0 or scale <= 0 or any(abs(total / other - 1) < TOLERANCE / 4 for other in seen):
+        if total * scale <= 0 or any(abs(total / other - 1) < TOLERANCE / 4 for other in seen):
             continue
         seen.append(total)
         for time in TIMES[:1] if figure.is_count else TIMES:
             implied = sum(one.framework * _time_s(one, figure, time) for one in windows)
-            if implied > 0:
-                yield _Factor(count, time, implied / (total * scale))
+            factor = implied / (total * scale)
+            if 1 / MAX_FACTOR < factor < MAX_FACTOR:
+                yield _Factor(count, time, factor)
 
 
 def _ratios(windows: Sequence[FigureWindow], figure: FrameworkFigure, count: str, scale: float) -> list[float]:
-    """Return the factor of each window with a count and a time."""
-    totals = ((one, getattr(one, count) * scale) for one in windows)
+    """Return the factor of each window with a figure above 0, a count and a time."""
+    totals = ((one, getattr(one, count) * scale) for one in windows if one.framework > 0)
     return [one.framework * _time_s(one, figure) / total for one, total in totals if total > 0 and one.time_s > 0]
 
 

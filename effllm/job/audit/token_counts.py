@@ -1,4 +1,6 @@
-"""Checks that counts of tokens are possible: shape >= positions >= tokens >= positions with a label. No I/O.
+"""Checks that counts of tokens are possible: shape >= positions >= tokens and positions with a label. No I/O.
+
+There may be more labels than tokens without padding: some data sets have labels on padding.
 
 The totals of each rank are compared, not its windows: tokens and labels counted on a GPU arrive some iterations after
 the positions of their batch.
@@ -37,7 +39,7 @@ class CountSums(Table):
 #: Smaller count, larger count, and what they are.
 _ORDER = (
     ("tokens", "tokens_processed", "tokens without padding", "positions"),
-    ("tokens_loss", "tokens", "positions with a label", "tokens without padding"),
+    ("tokens_loss", "tokens_processed", "positions with a label", "positions"),
 )
 
 
