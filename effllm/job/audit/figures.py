@@ -1,15 +1,16 @@
 """Compares a framework's own figure with the counts of all ranks. No I/O.
 
 A framework's clock starts and ends at another point of the loop than the clock of an iteration.  It may include
-evaluations and checkpoints, or leave out the data wait.  So a figure agrees if it lies between the rate over wall time
-and the rate over the time of the steps.  A difference has a named cause only if the factor is equal to a known quantity
-of the job within the noise.
+evaluations and checkpoints, or leave out the data wait.  So a figure agrees if it is equal to the rate over iteration
+time, wall time or the time of the steps; there is no statement about a figure between these rates.  A difference has a
+named cause only if the factor is equal to a known quantity of the job within the noise.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -30,6 +31,8 @@ MIN_WINDOWS, MIN_UNEXPLAINED = 5, 10
 MIN_GROWTH = 1.5
 #: A factor above this number, or below its inverse, is no figure of a framework.
 MAX_FACTOR = 1e12
+VARYING = "the factor varies between windows, so there is no statement"
+BETWEEN = "the figure lies between the rates over wall time and over the time of the steps, so there is no statement"
 MAX_STATED = 3  # number of reasons in a sentence
 NORMAL_MAD = 1.4826  # standard deviation of a normal distribution over its median absolute deviation
 
@@ -78,9 +81,8 @@ def judge(name: str, windows: Sequence[FigureWindow], known: KnownJob) -> Audite
     ratios = _ratios(windows, figure, counts[0], scale)
     if not ratios:
         return None
-    spread = NORMAL_MAD * _deviation(ratios)
-    noise = max(TOLERANCE, 3 * spread / len(ratios) ** 0.5)
-    return _Comparison(name, windows, factors, ratios, noise, known, scale).judged()
+    noises = {one.counted: _noise(windows, figure, one.counted, scale) for one in factors}
+    return _Comparison(name, windows, factors, ratios, noises, known, scale).judged()
 
 
 @dataclass(frozen=True)
@@ -91,9 +93,17 @@ class _Comparison:
     windows: Sequence[FigureWindow]
     factors: Sequence[_Factor]
     ratios: Sequence[float]
-    noise: float
+    noises: Mapping[str, float]  # by count
     known: KnownJob
     scale: float
+
+    @property
+    def noise(self) -> float:
+        """The noise of the factor from effllm's own count."""
+        return self.noises[self.factors[0].counted]
+
+    def _is_usable(self, count: str) -> bool:
+        return self.noises.get(count, math.inf) <= MAX_NOISE
 
     def _stated(self, outcome: str, text: str, reasons: tuple[str, ...] = ()) -> AuditedFigure:
         figure = FIGURES[self.name]
@@ -110,26 +120,37 @@ class _Comparison:
         """Return the first explanation that fits, from the simplest to none."""
         if self._is_growing():
             return self._growing()
-        if self.noise > MAX_NOISE:
-            return self._stated(VARIES, "the factor varies between windows, so there is no statement")
         if self._agrees("tokens") or self._agrees("samples"):
             return self._stated(AGREES, f"no difference beyond {100 * self.noise:.0f} %")
+        if not any(map(self._is_usable, self.noises)):
+            return self._stated(VARIES, VARYING)
         if len(self.windows) < MIN_WINDOWS:
             few = f"{len(self.windows)} compared windows are too few for a statement"
             return self._stated(TOO_FEW, few)
         if (counted := next((one for one in ("positions", "loss_tokens") if self._agrees(one)), "")) != "":
             return self._stated(COUNTS, self._counts_text(counted), (COUNTED[counted],))
+        if self._is_between():
+            return self._stated(VARIES, BETWEEN)
         if named := self._named():
             return self._stated(NAMED, named[0], named[1])
+        if self.noise > MAX_NOISE:
+            return self._stated(VARIES, VARYING)
         if len(self.windows) < MIN_UNEXPLAINED:
             few = f"{len(self.windows)} compared windows are too few for a statement"
             return self._stated(TOO_FEW, few)
         return self._stated(UNEXPLAINED, self._unexplained())
 
     def _agrees(self, count: str) -> bool:
-        """Whether the figure lies between the rates of a count over the longest and the shortest of `TIMES`."""
-        found = [one.value for one in self.factors if one.counted == count]
-        return bool(found) and min(found) <= 1 + self.noise and max(found) >= 1 - self.noise
+        """Whether the figure is equal to the rate of a count over one of `TIMES`."""
+        noise = self.noises.get(count, 0.0)
+        return self._is_usable(count) and any(
+            abs(one.value - 1) <= noise for one in self.factors if one.counted == count
+        )
+
+    def _is_between(self) -> bool:
+        """Whether the figure lies between the rates over the longest and the shortest of `TIMES`."""
+        found = [one.value for one in self.factors if one.counted == self.factors[0].counted]
+        return min(found) < 1 < max(found)
 
     def _counts_text(self, counted: str) -> str:
         tokens, other = (sum(getattr(one, name) for one in self.windows) for name in ("tokens", counted))
@@ -137,15 +158,15 @@ class _Comparison:
 
     def _named(self) -> tuple[str, tuple[str, ...]] | None:
         """Return the sentence and the reasons of a factor that is a known quantity of the job."""
-        tolerance = max(self.noise, TOLERANCE)
         found = []
-        if self.name == MFU_RATIO and self.known.peak_flops_per_s:
+        if self.name == MFU_RATIO and self.known.peak_flops_per_s and self.noise <= MAX_NOISE:
             own = self.known.peak_flops_per_s / self.known.devices
             wrong = own / self.factors[0].value
             if names := peaks_like(wrong, self.known):
                 shown = f"a peak of {wrong / 1e12:,.4g} TFLOP/s instead of {own / 1e12:,.4g}"
                 found.append((shown, tuple(f"peak of {name}" for name in names)))
-        for one in self.factors:
+        for one in filter(lambda factor: self._is_usable(factor.counted), self.factors):
+            tolerance = self.noises[one.counted]
             number, reasons = reasons_for(one.value, tolerance, self.known.quantities)
             if number and reasons:
                 what = "" if one.counted in ("tokens", "samples") else f" of a rate of {COUNTED[one.counted]}"
@@ -214,10 +235,20 @@ def _factors(
                 yield _Factor(count, time, factor)
 
 
-def _ratios(windows: Sequence[FigureWindow], figure: FrameworkFigure, count: str, scale: float) -> list[float]:
+def _noise(windows: Sequence[FigureWindow], figure: FrameworkFigure, count: str, scale: float) -> float:
+    """Return the noise of the factor from a count, with the time that fits the framework's clock best."""
+    ratios = (_ratios(windows, figure, count, scale, time) for time in TIMES)
+    spread = min(NORMAL_MAD * _deviation(one) / max(len(one), 1) ** 0.5 for one in ratios)
+    noise: float = max(TOLERANCE, 3 * spread)
+    return noise
+
+
+def _ratios(
+    windows: Sequence[FigureWindow], figure: FrameworkFigure, count: str, scale: float, time: str = TIMES[0]
+) -> list[float]:
     """Return the factor of each window with a figure above 0, a count and a time."""
     totals = ((one, getattr(one, count) * scale) for one in windows if one.framework > 0)
-    return [one.framework * _time_s(one, figure) / total for one, total in totals if total > 0 and one.time_s > 0]
+    return [one.framework * _time_s(one, figure, time) / total for one, total in totals if total > 0 and one.time_s > 0]
 
 
 def _time_s(window: FigureWindow, figure: FrameworkFigure, time: str = TIMES[0]) -> float:
