@@ -25,7 +25,7 @@ class Column(NamedTuple):
     sql: str = ""  # an expression instead of a field
 
 
-class Table(NamedTuple):
+class LinesTable(NamedTuple):
     """A table of the lines of JSON Lines files."""
 
     name: str

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from effllm.analysis.column import TEXT, Column, Table, declaration, quoted, read_json
+from effllm.analysis.column import TEXT, Column, LinesTable, declaration, quoted, read_json
 from effllm.analysis.line_rows import LineFile, insert_lines
 from effllm.analysis.line_tables import LINE_TABLES
 from effllm.analysis.run_cache import RunCache
@@ -171,7 +171,7 @@ class Database:
         for tag in tags.items() if isinstance(tags, Mapping) else map(_name_and_value, tags):
             self.connection.execute("DELETE FROM runs WHERE (tags[$1] = $2) IS NOT true", list(tag))
 
-    def _insert_lines(self, table: Table) -> None:
+    def _insert_lines(self, table: LinesTable) -> None:
         files: list[LineFile] = []
         for folder, run_id in self.connection.execute("SELECT folder, run_id FROM runs ORDER BY rowid").fetchall():
             for path, problem in files_of(Path(folder), table.files):

@@ -11,7 +11,7 @@ from effllm.analysis.difference import ALPHA, SAME, UNKNOWN
 from effllm.analysis.difference import word as word_of
 from effllm.analysis.run_folders import UnreadableRun
 from effllm.analysis.sides import ComparedRun, Side
-from effllm.analysis.window_values import WindowLine, windows_of
+from effllm.analysis.window_values import WindowValues, windows_of
 
 SETTLE = 1  # windows after a switch that are left out
 
@@ -44,7 +44,7 @@ def compare_inside(
     return sides[0], sides[1], rows
 
 
-def _arm(line: WindowLine, name: str) -> str:
+def _arm(line: WindowValues, name: str) -> str:
     values = line.instruments.get(name)
     if values is None or values.least is None or values.least != values.most:
         return ""
@@ -52,7 +52,7 @@ def _arm(line: WindowLine, name: str) -> str:
 
 
 def _row(
-    metric: ComparedMetric, windows: list[WindowLine], arms: list[str], known: tuple[str, str], alpha: float
+    metric: ComparedMetric, windows: list[WindowValues], arms: list[str], known: tuple[str, str], alpha: float
 ) -> MetricComparison:
     measured = [
         (arm, value) for arm, line in zip(arms, windows, strict=True) if (value := _value(line, metric)) is not None
@@ -85,6 +85,6 @@ def _row(
     )
 
 
-def _value(line: WindowLine, metric: ComparedMetric) -> float | None:
+def _value(line: WindowValues, metric: ComparedMetric) -> float | None:
     value = line.values.get(metric.window_tag or "")
     return value if value is not None and math.isfinite(value) else None

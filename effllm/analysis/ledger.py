@@ -214,7 +214,7 @@ def _slow_hosts(stragglers: str | None) -> Iterator[str]:
             yield host
 
 
-class _Line(msgspec.Struct):
+class _LedgerLine(msgspec.Struct):
     """A line of a ledger file; other fields are ignored."""
 
     run_id: str
@@ -242,7 +242,7 @@ class _Line(msgspec.Struct):
 
 def _of_lines(folder: Path, skipped: list[str]) -> Iterator[LedgerRun]:
     """Yield the runs in the ledger files of a folder; a later attempt of a run replaces an earlier one."""
-    decoder = msgspec.json.Decoder(_Line)
+    decoder = msgspec.json.Decoder(_LedgerLine)
     for path in sorted(folder.glob("*.jsonl")) if folder.is_dir() else ():
         invalid = 0
         try:
@@ -259,7 +259,7 @@ def _of_lines(folder: Path, skipped: list[str]) -> Iterator[LedgerRun]:
             skipped.append(f"{path}: {invalid:,} lines are not lines of a ledger")
 
 
-def _of_line(line: _Line) -> LedgerRun:
+def _of_line(line: _LedgerLine) -> LedgerRun:
     tags = dict(tag.partition("=")[::2] for tag in line.tags)
     joules = line.measured_joules if line.total_joules is None else line.total_joules
     row = {

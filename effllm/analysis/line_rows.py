@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from effllm.analysis.column import WHOLE, Table, quoted, read_json, value
+from effllm.analysis.column import WHOLE, LinesTable, quoted, read_json, value
 
 #: A smaller file is copied into one file with others, because DuckDB needs 1 to 5 ms for each file.
 MAX_COPIED_BYTES = 4 * 2**20
@@ -31,7 +31,7 @@ class InvalidLines(NamedTuple):
     lines: int
 
 
-def insert_lines(connection: Any, table: Table, files: Sequence[LineFile], folder: str) -> Iterator[InvalidLines]:
+def insert_lines(connection: Any, table: LinesTable, files: Sequence[LineFile], folder: str) -> Iterator[InvalidLines]:
     """Insert the lines of files into a table, in order, and yield the files with incomplete or invalid lines.
 
     Args:
@@ -77,7 +77,7 @@ def _copy(files: Sequence[LineFile], copy: IO[bytes], key: str) -> list[int]:
 
 
 def _insert(
-    connection: Any, table: Table, files: Sequence[LineFile], counts: Sequence[int], path: str, key: str
+    connection: Any, table: LinesTable, files: Sequence[LineFile], counts: Sequence[int], path: str, key: str
 ) -> Iterator[InvalidLines]:
     # The index of the file; all lines of a file that is not copied are of files[0].  Lists instead of a join, because
     # a join changes the order of the lines.

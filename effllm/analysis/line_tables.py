@@ -14,7 +14,7 @@ from effllm.analysis.column import (
     TEXT,
     WHOLE,
     Column,
-    Table,
+    LinesTable,
 )
 from effllm.analysis.runs_table import column_of
 from effllm.metrics import METRICS
@@ -105,7 +105,7 @@ def _window_metrics() -> dict[str, Column]:
 
 _METRICS = _window_metrics()
 
-WINDOWS = Table(
+WINDOWS = LinesTable(
     "windows",
     "windows-*.jsonl",
     ("attempt", "window_number", "end_time_s"),
@@ -141,7 +141,7 @@ WINDOWS = Table(
     ),
 )
 
-RANKS = Table(
+RANKS = LinesTable(
     "ranks",
     "ranks-*.jsonl",
     ("attempt", "rank", "window_number", "end_time_s"),
@@ -203,7 +203,7 @@ RANKS = Table(
     ),
 )
 
-EVENTS = Table(
+EVENTS = LinesTable(
     "events",
     "events.jsonl",
     ("time_s", "kind"),

@@ -15,7 +15,7 @@ MAX_WINDOWS = 200_000  # further windows of a run are not read
 _HOTTEST = "health/hottest_c"
 
 
-class WindowLine(Struct, frozen=True):
+class WindowValues(Struct, frozen=True):
     """The used fields of a line of windows-*.jsonl."""
 
     values: dict[str, float] = {}
@@ -31,7 +31,7 @@ def window_values(run: ComparedRun, tag: str) -> list[float]:
     return [line.values[tag] for line in windows_of(run) if tag in line.values]
 
 
-def windows_of(run: ComparedRun) -> list[WindowLine]:
+def windows_of(run: ComparedRun) -> list[WindowValues]:
     """Return the windows of a run after its warm-up."""
     return _windows(run.folder)
 
@@ -39,7 +39,7 @@ def windows_of(run: ComparedRun) -> list[WindowLine]:
 def first_temperature_c(run: ComparedRun) -> float | None:
     """Return the highest temperature of a GPU in the first window of a run, which may be in the warm-up."""
     try:
-        for line in JsonLines(segments(run.folder, "windows"), WindowLine):
+        for line in JsonLines(segments(run.folder, "windows"), WindowValues):
             return line.values.get(_HOTTEST)
     except OSError:
         pass
@@ -47,10 +47,10 @@ def first_temperature_c(run: ComparedRun) -> float | None:
 
 
 @lru_cache(maxsize=8)
-def _windows(folder: Path) -> list[WindowLine]:
-    found: list[WindowLine] = []
+def _windows(folder: Path) -> list[WindowValues]:
+    found: list[WindowValues] = []
     try:
-        for line in JsonLines(segments(folder, "windows"), WindowLine):
+        for line in JsonLines(segments(folder, "windows"), WindowValues):
             if not (line.warming_up or line.correction or line.iteration_last < line.iteration_first):
                 found.append(line)
             if len(found) >= MAX_WINDOWS:

@@ -1,4 +1,4 @@
-"""The commands that compare, plan and rank runs, with options and examples, in the order of the help.
+"""The commands that compare, plan, rank and read runs, with options and examples, in the order of the help.
 
 Each command imports its module when it is called.
 """
@@ -147,7 +147,7 @@ def ledger(
     if by not in KEYS:
         raise typer.BadParameter(f"{by}: the keys are {', '.join(KEYS)}", param_hint="--by")
     form = "json" if as_json else "csv" if as_csv else "text"
-    raise typer.Exit(command.main(command.Request(folder, by, since, wasted, form)))
+    raise typer.Exit(command.main(command.LedgerRequest(folder, by, since, wasted, form)))
 
 
 def leaderboard(
@@ -188,4 +188,61 @@ def leaderboard(
     raise typer.Exit(command.main(command.LeaderboardRequest(runs, by, weight or [], quality, floor, form)))
 
 
-COMMANDS = (compare, campaign, leaderboard, ledger)
+def sql(
+    runs: Annotated[list[str], typer.Argument(metavar="RUNS...", help="Run folders, folders of runs, or globs.")],
+    query: Annotated[str, typer.Argument(metavar="QUERY", help="A query of DuckDB over the tables.")],
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV with all rows.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON array of objects with all rows.")] = False,
+) -> None:
+    """Print the result of a SQL query over runs.
+
+    The tables are runs (one row per run), windows, ranks and events; docs/run-folder.md lists all columns. The query
+    can only read these tables: it cannot read or write files. Needs: pip install 'effllm[analysis]'
+
+    \b
+    Examples:
+      effllm sql efficientllm_runs "SELECT run_id, status, run_throughput_tokens_per_second FROM runs"
+      effllm sql 'runs/llama-*' "SELECT host, avg(busy_s / wall_s) FROM ranks GROUP BY host" --csv
+      effllm sql RUN "SELECT time_s, text FROM events WHERE kind = 'straggler'" --json
+      effllm sql RUN "DESCRIBE windows"             # the columns of a table
+
+    Exit status: 0 success, 1 no run or a wrong query, 2 wrong use.
+    """
+    from effllm.commands import sql as command
+
+    if as_csv and as_json:
+        raise typer.BadParameter("only one of --csv and --json is possible", param_hint="--json")
+    raise typer.Exit(command.main(runs, query, "csv" if as_csv else "json" if as_json else "text"))
+
+
+def export(
+    runs: Annotated[list[str], typer.Argument(metavar="RUNS...", help="Run folders, folders of runs, or globs.")],
+    parquet: Annotated[
+        str, typer.Option(metavar="DIR", help="Add all tables to a Parquet dataset, partitioned by project and month.")
+    ] = "",
+    csv: Annotated[str, typer.Option(metavar="FILE", help="Append one row per run to a CSV file.")] = "",
+    json: Annotated[str, typer.Option(metavar="FILE", help="Write a JSON object per run, one per line.")] = "",
+) -> None:
+    """Write runs to files for other programs: Parquet, CSV or JSON Lines.
+
+    A Parquet dataset has the tables runs, windows, ranks and events; docs/run-folder.md lists all columns, and how
+    DuckDB, Spark, Trino, ClickHouse and BigQuery read the dataset. Runs that the dataset already contains are
+    replaced. Several processes may append to one CSV file. Files are complete or absent, also on a full disk.
+    Needs: pip install 'effllm[analysis]'
+
+    \b
+    Examples:
+      effllm export efficientllm_runs --parquet /data/effllm
+      effllm export RUN --csv all_runs.csv          # at the end of each job
+      effllm export 'runs/llama-*' --json llama.jsonl
+
+    Exit status: 0 success, 1 no run or a file that cannot be written, 2 wrong use.
+    """
+    from effllm.commands import export as command
+
+    if sum(map(bool, (parquet, csv, json))) != 1:
+        raise typer.BadParameter("one of --parquet, --csv and --json is needed", param_hint="--parquet")
+    raise typer.Exit(command.main(runs, parquet, csv, json))
+
+
+COMMANDS = (compare, campaign, leaderboard, ledger, sql, export)

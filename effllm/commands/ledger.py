@@ -29,7 +29,7 @@ J_PER_KWH = 3.6e6
 _UNITS_S = {"h": 3600.0, "d": 86400.0, "w": 604800.0}
 
 
-class Request(NamedTuple):
+class LedgerRequest(NamedTuple):
     """The arguments of the command."""
 
     folder: Path
@@ -39,7 +39,7 @@ class Request(NamedTuple):
     form: str  # text, csv or json
 
 
-def main(request: Request) -> int:
+def main(request: LedgerRequest) -> int:
     """Print the totals; return the exit status."""
     try:
         since_s = start_of(request.since, time.time()) if request.since else None
@@ -82,7 +82,7 @@ def _fail(line: str, status: int) -> int:
     return status
 
 
-def _print(found: Totals, request: Request) -> None:
+def _print(found: Totals, request: LedgerRequest) -> None:
     console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
     everything = [*found.rows[:MAX_ROWS], found.total]
     columns = {

@@ -24,7 +24,7 @@ class CounterReading(NamedTuple):
     stamp: float | None = None
 
 
-class Verdict(NamedTuple):
+class CounterJudgement(NamedTuple):
     """The result of the comparison; ``reason`` describes a fault or a missing check."""
 
     is_good: bool
@@ -32,7 +32,7 @@ class Verdict(NamedTuple):
     is_stale: bool = False  # whether AMD SMI returned the same old values in every reading
 
 
-def judge_counter(readings: Sequence[CounterReading]) -> Verdict:
+def judge_counter(readings: Sequence[CounterReading]) -> CounterJudgement:
     """Return whether an energy counter agrees with power, from readings of counter and power over half a second.
 
     Some counters had a wrong rate (ROCm/amdsmi#38), some did not change (#22), some decreased (#115).
@@ -40,28 +40,28 @@ def judge_counter(readings: Sequence[CounterReading]) -> Verdict:
     counted = [reading for reading in readings if reading.energy_j is not None]
     joules = [reading.energy_j for reading in counted if reading.energy_j is not None]
     if len(counted) < 3:
-        return Verdict(False, "too few readings")
+        return CounterJudgement(False, "too few readings")
     steps = [after - before for before, after in pairwise(joules)]
     span_s = counted[-1].time_s - counted[0].time_s
     if not any(steps) and counted[0].stamp and len({reading.stamp for reading in counted}) == 1:
-        return Verdict(False, f"AMD SMI returned the same reading for {span_s:.1f} s", is_stale=True)
+        return CounterJudgement(False, f"AMD SMI returned the same reading for {span_s:.1f} s", is_stale=True)
     if min(steps) < 0:
-        return Verdict(False, f"a decrease of {-min(steps):.3g} J")
+        return CounterJudgement(False, f"a decrease of {-min(steps):.3g} J")
     moves = [index for index, step in enumerate(steps, 1) if step > 0]
     if len(moves) < 2:
-        return Verdict(False, f"{'one change' if moves else 'no change'} in {span_s:.1f} s")
+        return CounterJudgement(False, f"{'one change' if moves else 'no change'} in {span_s:.1f} s")
     # Energy is compared between two changes of the counter, because the counter changes at an unknown time between two
     # readings.
     first, last = moves[0], moves[-1]
     counted_j, span_s = joules[last] - joules[first], counted[last].time_s - counted[first].time_s
     power_j = _integral_of_power(counted[first : last + 1])
     if not power_j:
-        return Verdict(True, "no power reading for the comparison")
+        return CounterJudgement(True, "no power reading for the comparison")
     if abs(counted_j - power_j) > COUNTER_TOLERANCE * power_j + 0.5 * span_s:  # AMD SMI returns whole watts
-        return Verdict(
+        return CounterJudgement(
             False, f"a count of {counted_j:.3g} J in {span_s:.1f} s, but {power_j:.3g} J from integrated power"
         )
-    return Verdict(True)
+    return CounterJudgement(True)
 
 
 def _integral_of_power(readings: Sequence[CounterReading]) -> float | None:

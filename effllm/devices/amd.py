@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from effllm.devices import DeviceUnavailable, Site
-from effllm.devices._amd_counter import CHECK_EVERY_S, CHECK_S, CounterReading, Verdict, judge_counter
+from effllm.devices._amd_counter import CHECK_EVERY_S, CHECK_S, CounterJudgement, CounterReading, judge_counter
 from effllm.devices._amd_identity import Processor, find, first_die, is_second_die, list_processors, whole
 from effllm.devices._amd_library import LACKING, advice, ask, driver_of, errors_of, import_library, sentence
 from effllm.devices._amd_readings import (
@@ -139,7 +139,11 @@ class AmdReader:
         return source
 
     def _counter_or_power(self) -> _Source:
-        verdict = judge_counter(self._read_counter()) if self._offered[energy] else Verdict(False, "no counter found")
+        verdict = (
+            judge_counter(self._read_counter())
+            if self._offered[energy]
+            else CounterJudgement(False, "no counter found")
+        )
         if verdict.is_stale:
             self._offered.update(dict.fromkeys(FROM_TABLE, ()))
             return _Source(None, missing=f"energy: {verdict.reason}, as under ROCm 6.0 (ROCm/amdsmi#22)")

@@ -34,7 +34,7 @@ class Recorder:
         offset: number of earlier iterations; a window ends where ``log_interval`` divides ordinal plus offset.
         wake: called at the end of a window, and at the next start of an iteration; must not wait.
         warn: called with a line for the user, once for each kind of mistake.
-        values: writes the values of instruments; by default there are none.
+        values: writes the values of instruments; the default writes nothing.
     """
 
     def __init__(

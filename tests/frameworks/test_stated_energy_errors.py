@@ -37,7 +37,7 @@ class Slow(TrainerCallback):
         time.sleep(draw.uniform(0.1, 0.3))
 
 class Waits:
-    "Keeps the waits of the instruments, with the number of ended steps; stands in place of time.sleep."
+    "Keeps the waits of the instruments, with the number of ended steps; replaces time.sleep."
     sleep, seen, trainer = time.sleep, [], None
     def __call__(self, seconds):
         if sys._getframe(1).f_globals["__name__"].startswith(("effllm.instruments", "effllm.hooks")):
