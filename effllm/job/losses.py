@@ -135,12 +135,20 @@ def _of_parts(summary: Summary, found: Waterfall) -> Iterator[_Made]:
         "unused_gpus": "GPUs of the allocation are used by no rank",
     }
     for cause, part in _PARTS.items():
-        yield cause, seconds_of(found, part), texts[cause], _part(part)
+        factor = _with_gaps(found) if cause == "unused_gpus" else 1.0
+        yield cause, seconds_of(found, part), texts[cause], _part(part), factor
     # The start-ups of later attempts belong to the restarts.
     attempts = summary.goodput.attempts if summary.goodput is not None else ()
     total = sum(one.startup_s * one.world_size for one in attempts)
     first = attempts[0].startup_s * attempts[0].world_size / total if attempts and total > 0 else 1.0
     yield "startup", first * seconds_of(found, "startup"), "time before the first iteration", _part("startup")
+
+
+def _with_gaps(found: Waterfall) -> float:
+    """Return the time in which the unused GPUs are allocated, over the time without the gaps between attempts."""
+    used_s = found.device_seconds - seconds_of(found, "unused")
+    running_s = used_s - seconds_of(found, "restart_gap")
+    return used_s / running_s if running_s > 0 else 1.0
 
 
 def _of_clocks(summary: Summary, found: Waterfall) -> Iterator[_Made]:
@@ -197,7 +205,9 @@ def _of_restarts(summary: Summary, found: Waterfall) -> Iterator[_Made]:
     seconds += seconds_of(found, "redone") * (1.0 + around / steps if steps else 1.0)
     redone = summary.goodput.redone_iterations
     again = f", {redone:,} repeated iterations" if redone else ""
-    yield "restarts", seconds, f"{summary.attempts} attempts{again}", "summary.json: goodput.attempts"
+    # At most, all of the time after the last iterations belongs to attempts that would not have ended.
+    factor = 1.0 + seconds_of(found, "shutdown") / seconds if seconds else 1.0
+    yield "restarts", seconds, f"{summary.attempts} attempts{again}", "summary.json: goodput.attempts", factor
 
 
 def _of_profile(summary: Summary, found: Waterfall) -> Iterator[_Made]:

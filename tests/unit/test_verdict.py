@@ -164,6 +164,21 @@ def test_start_ups_of_later_attempts_belong_to_the_restarts():
     assert found.why == "2 attempts, 7 repeated iterations"
 
 
+def test_gain_without_restarts_includes_the_shutdown_of_attempts():
+    """60 s of restarts and at most 40 s of shutdown, of 1,000 s: a gain of at most 0.1 / 0.9."""
+    summary = job(startup=40.0, restart_gap=20.0, redone=10.0, shutdown=40.0, attempts=2, goodput=attempts(10.0, 30.0))
+
+    assert verdict_of(summary).bound == pytest.approx(0.1 / 0.9, rel=1e-3)
+
+
+def test_unused_gpus_are_also_allocated_between_attempts():
+    """Of five GPUs one is unused, in 160 s outside of gaps; the gaps take a fifth of the time of the other GPUs."""
+    found = verdict_of(job(unused=160.0, restart_gap=168.0, goodput=None))
+
+    assert found.cause == "unused_gpus"
+    assert found.bound == pytest.approx(0.2 / 0.8)
+
+
 def test_steps_that_compute_padding_have_a_gain_proportional_to_the_padding():
     """A fifth of the positions is padding, and steps take 900 of 1,000 s: 18 % of the time, a gain of at most 22 %."""
     found = verdict_of(job(data=40.0, startup=60.0, padding=10.0, metrics={"padding_ratio": 0.2}))
