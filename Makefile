@@ -28,7 +28,8 @@ unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME VIRTUAL_ENV PYTHONSAFEPAT
 	PIP_PREFIX PIP_REQUIRE_VIRTUALENV
 
 .NOTPARALLEL:
-.PHONY: help demo test test-unit test-long test-faults test-faults-long test-frameworks test-llama-factory test-spark check fuzz bench bench-energy bench-compare bench-gpu bench-verdict clean
+.PHONY: help demo test test-unit test-long test-faults test-faults-long test-frameworks test-llama-factory test-spark check fuzz \
+	bench bench-scale bench-energy bench-compare bench-verdict bench-gpu clean
 
 help: ## List the targets (the default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile

@@ -61,6 +61,8 @@ def test_make_without_target_lists_the_targets(clone):
         "bench",
         "bench-scale",
         "bench-energy",
+        "bench-compare",
+        "bench-verdict",
         "bench-gpu",
         "clean",
     ]
