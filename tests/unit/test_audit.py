@@ -3,7 +3,8 @@
 import random
 
 import pytest
-from audited import AuditedJob
+from audited import AuditedJob, value
+from builders import reports, row
 from msgspec.structs import replace
 
 from effllm.job.audit.figures import FigureWindow, judge
@@ -11,6 +12,7 @@ from effllm.job.audit.known import KnownJob, peaks_like, quantities_of, reasons_
 from effllm.job.audit.utilization import above_tensor_activity, tensor_utilization
 from effllm.job.ledger import restore
 from effllm.records.audit import AGREES, COUNTS, NAMED, TOO_FEW, UNEXPLAINED, VARIES
+from effllm.records.clock import Now
 from effllm.records.framework_figures import MFU_RATIO, SAMPLES_PER_S, TFLOPS_PER_GPU, TOKENS, TOKENS_PER_S
 from effllm.records.job import ClusterTotals, Counts, DeviceTotals, JobConstants, LoopTimes
 
@@ -187,6 +189,21 @@ def test_difference_becomes_one_event_and_both_figures_are_in_the_summary():
 def test_figure_logged_every_third_window_is_compared_with_three_windows():
     job = AuditedJob().windows(30, lambda at: {TOKENS: 3000.0} if at % 3 == 0 else None)
     assert (job.figure.windows, job.figure.own, job.figure.outcome) == (9, 27000.0, AGREES)
+
+
+def test_windows_without_all_ranks_are_not_compared():
+    """The framework counts both ranks, but from window 4 on only rank 0 reports."""
+    job = AuditedJob(2).windows(3, {TOKENS_PER_S: 200.0})
+    for number in range(4, 31):
+        for rank in range(2):
+            job.aggregator.presence.hear(rank, 20.0 * number)
+        values = {TOKENS_PER_S: value(200.0)}
+        now = Now(20.0 * number, 1000.0 + 20.0 * number)
+        job.aggregator.reports(reports(row(0, number, devices=(), values=values)), now)
+        job.aggregator.tick(now)
+
+    assert job.printed() == []
+    assert job.figure.outcome == AGREES
 
 
 def test_restarted_aggregator_continues_the_audit():

@@ -63,7 +63,9 @@ class AuditWatch:
         self._record(Event(time_s, "audit", text), what)
 
     def _compare(self, rows: Rows, report: ClusterReport, known: KnownJob) -> None:
-        if report.warming_up or report.iteration_first <= 1:
+        # The framework's figure includes the ranks whose reports are missing.
+        is_whole = report.coverage.ranks_reporting >= report.coverage.ranks_expected
+        if report.warming_up or report.iteration_first <= 1 or not is_whole:
             self._since.clear()
             return
         window = _window_of(rows, report)
