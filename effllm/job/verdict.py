@@ -25,8 +25,7 @@ MAX_UNREPORTED = 0.1
 MAX_EVIDENCE, MIN_EVIDENCE_SHARE = 5, 0.01
 #: A loss in a smaller share of the windows is concentrated, and the worst window is named.
 MAX_RARE_SHARE = 0.1
-#: A larger gain is shown as a factor.
-MAX_PERCENT = 5.0
+LARGE_GAIN = 10.0
 PROFILE = "EFFICIENTLLM_PROFILE_EVERY=500 splits the steps by a profile"
 
 
@@ -83,7 +82,7 @@ def _accuse(
     assert summary.waterfall is not None
     return Verdict(
         cause=loss.cause,
-        text=f"{_name(loss.cause)}: {100 * loss.share:.1f} % of {unit} time{_gain(loss.gain)}",
+        text=f"{_name(loss.cause)}: {_lost(loss, unit)}",
         why=loss.why + _windows_text(seen.by_cause.get(loss.cause), seen.windows),
         next=action,
         bound=loss.gain,
@@ -92,10 +91,13 @@ def _accuse(
     )
 
 
-def _gain(gain: float | None) -> str:
-    if gain is None:
-        return ""
-    return f", gain at most {100 * gain:.3g} %" if gain < MAX_PERCENT else f", gain at most {gain:.3g}x"
+def _lost(loss: Loss, unit: str) -> str:
+    """Return the share of the time and the bound of the gain; a large gain needs no decimals of the share."""
+    if loss.gain is None:
+        return f"{100 * loss.share:.1f} % of {unit} time"
+    digits = 1 if loss.gain < LARGE_GAIN else 0
+    gain = f"{100 * loss.gain:.3g}" if loss.gain < 1 else f"{100 * loss.gain:,.0f}"
+    return f"{100 * loss.share:.{digits}f} % of {unit} time, gain at most {gain} %"
 
 
 def _hidden_share(summary: Summary, found: Waterfall) -> float:
