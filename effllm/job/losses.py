@@ -121,11 +121,12 @@ def _part(name: str) -> str:
 
 
 def _of_parts(summary: Summary, found: Waterfall) -> Iterator[_Made]:
-    wait = _metric(summary, "data_wait_ratio")
     iteration = _metric(summary, "seconds_per_iteration")
     waits = "the ranks wait for data between steps"
-    if wait is not None and iteration is not None:
-        waits = f"data wait {1e3 * wait * iteration:.3g} ms of {1e3 * iteration:.3g} ms per iteration"
+    if iteration is not None and summary.goodput is not None and summary.iterations:
+        # The mean over ranks, as the loss; the metric data_wait_ratio is of the slowest rank alone.
+        wait = summary.goodput.seconds.get("data", 0.0) / summary.iterations
+        waits = f"data wait {1e3 * wait:.3g} ms of {1e3 * iteration:.3g} ms per iteration, mean over ranks"
     texts = {
         "data_loading": waits,
         "checkpoint": "the steps stop during checkpoints",
