@@ -6,6 +6,7 @@ PEERS := .venv-peers
 FRAMEWORKS := .venv-frameworks
 LLAMA_FACTORY := .venv-llama-factory
 SPARK := .venv-spark
+TRACEML := .venv-traceml
 FUZZ_SECONDS ?= 60
 # Most tests wait for processes: three concurrent tests use two cores.
 PARALLEL ?= -n 3 --dist loadgroup
@@ -29,7 +30,7 @@ unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME VIRTUAL_ENV PYTHONSAFEPAT
 
 .NOTPARALLEL:
 .PHONY: help demo test test-unit test-long test-faults test-faults-long test-frameworks test-llama-factory test-spark check fuzz \
-	bench bench-scale bench-energy bench-compare bench-verdict bench-gpu clean
+	bench bench-scale bench-energy bench-compare bench-verdict bench-traceml bench-gpu clean
 
 help: ## List the targets (the default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
@@ -97,12 +98,16 @@ bench-compare: $(VENV)/.ready ## Count false and missed differences of compariso
 bench-verdict: $(VENV)/.ready ## Compare the verdicts on jobs with a planted cause with this cause
 	@$(BIN)/python -m benchmarks.verdict $(ARGUMENTS)
 
+# Five minutes: TraceML's own demonstration jobs, on the CPU.
+bench-traceml: $(TRACEML)/.ready ## Compare the verdicts of TraceML and effllm on TraceML's demonstration jobs
+	@$(TRACEML)/bin/python -m benchmarks.traceml $(ARGUMENTS)
+
 # This takes ten minutes.  ARGUMENTS: --keep, --quick, --device 3
 bench-gpu: $(VENV)/.ready ## Run all measurements on a machine with a GPU
 	@$(BIN)/python -m benchmarks.gpu $(ARGUMENTS)
 
 clean: ## Remove the files of these targets, except run folders
-	rm -rf $(VENV) $(PEERS) $(FRAMEWORKS) $(LLAMA_FACTORY) $(SPARK) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) $(FRAMEWORKS) $(LLAMA_FACTORY) $(TRACEML) $(SPARK) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # One process per GPU, at most two.  The import of torch is slow, so torch is used only if nvidia-smi lists a GPU.
@@ -142,6 +147,12 @@ $(FRAMEWORKS)/.ready: $(VENV)/.made pyproject.toml constraints.txt tests/framewo
 	@test -x $(FRAMEWORKS)/bin/python || '$(PYTHON)' -m venv --clear $(FRAMEWORKS)
 	@$(FRAMEWORKS)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt \
 		-e '.[test]' torch -r tests/frameworks/requirements.txt
+	@touch $@
+
+$(TRACEML)/.ready: $(VENV)/.made pyproject.toml constraints.txt
+	@echo 'Installing effllm, torch and TraceML into $(TRACEML)'
+	@test -x $(TRACEML)/bin/python || '$(PYTHON)' -m venv --clear $(TRACEML)
+	@$(TRACEML)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e . torch traceml-ai==0.5.0
 	@touch $@
 
 $(LLAMA_FACTORY)/.ready: $(VENV)/.made pyproject.toml constraints.txt tests/frameworks/llama_factory.txt

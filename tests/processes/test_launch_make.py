@@ -63,6 +63,7 @@ def test_make_without_target_lists_the_targets(clone):
         "bench-energy",
         "bench-compare",
         "bench-verdict",
+        "bench-traceml",
         "bench-gpu",
         "clean",
     ]
