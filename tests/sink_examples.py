@@ -23,22 +23,22 @@ from effllm.records.job import (
 )
 from effllm.records.rank import DeviceWindow, Integrals, Profile, RankReport
 from effllm.records.verdict import Evidence, Verdict
-from effllm.sinks import Run
+from effllm.sinks import RunInfo
 from effllm.store.reader import keys_of, totals_of
 
 GIB = 2**30
 
 
-def make_run(folder: Path | None = None, stdout: Any = None, **changes: Any) -> Run:
+def make_run(folder: Path | None = None, stdout: Any = None, **changes: Any) -> RunInfo:
     """Return a run whose files are in ``folder``."""
-    run = Run(
+    run = RunInfo(
         config=Config(),
         attempt=1,
         folder=folder,
         tensorboard_dir=folder / "tensorboard" if folder else None,
         stdout=stdout if stdout is not None else io.StringIO(),
     )
-    return Run(**{**{name: getattr(run, name) for name in run.__dataclass_fields__}, **changes})
+    return RunInfo(**{**{name: getattr(run, name) for name in run.__dataclass_fields__}, **changes})
 
 
 def make_totals(**keys: Any) -> ClusterTotals:

@@ -19,7 +19,7 @@ from urllib.parse import quote
 
 from effllm.analysis.column import JSON, TABLES_VERSION
 from effllm.analysis.database import TABLES, columns_of
-from effllm.analysis.load import LoadedRuns
+from effllm.analysis.load import Runs
 from effllm.store import csv_file
 
 #: Hive's name of the partition of an unknown value; engines read it as null.
@@ -30,7 +30,7 @@ LOCK_WITHIN_S = 600.0
 Progress = Callable[[int, int, str], None]  # number of files that are written, of all files, and the name of the next
 
 
-def export_csv(runs: LoadedRuns, path: Path) -> int:
+def export_csv(runs: Runs, path: Path) -> int:
     """Append one row per run to a CSV file; return the number of rows.
 
     Lists, maps and JSON are JSON in a cell.
@@ -50,7 +50,7 @@ def _plain(value: Any) -> Any:
     return json.dumps(value, ensure_ascii=False) if isinstance(value, (list, dict)) else value
 
 
-def export_json(runs: LoadedRuns, path: Path) -> int:
+def export_json(runs: Runs, path: Path) -> int:
     """Replace a file with one JSON object per run, one per line; return the number of runs.
 
     Raises:
@@ -62,7 +62,7 @@ def export_json(runs: LoadedRuns, path: Path) -> int:
     return len(runs)
 
 
-def export_parquet(runs: LoadedRuns, folder: Path, progress: Progress = lambda *_: None) -> int:
+def export_parquet(runs: Runs, folder: Path, progress: Progress = lambda *_: None) -> int:
     """Add all tables of runs to a dataset; return the number of written files.
 
     The dataset has one file per table, project and month: ``v1/runs/project=P/month=2026-01/data.parquet``. The rows of

@@ -15,11 +15,11 @@ from effllm.analysis.run_row import Document, Unreadable, read_document
 from effllm.records.identity import Identity
 from effllm.records.job import Summary
 
-__all__ = ["LoadedRun", "LoadedRuns", "UnreadableRun", "load", "load_errors"]
+__all__ = ["Run", "Runs", "UnreadableRun", "load", "load_errors"]
 
 
-def load(path: Paths, *, tags: Tags = ()) -> LoadedRuns:
-    """Read runs as tables: one run as a `LoadedRun`, or several runs as `LoadedRuns`.
+def load(path: Paths, *, tags: Tags = ()) -> Runs:
+    """Read runs as tables: one run as a `Run`, or several runs as `Runs`.
 
     The tables are read at their first use and do not change afterwards: call this function again for a run that
     continues. Incomplete last lines, older versions of the files and missing files are accepted; ``skipped`` names what
@@ -35,7 +35,7 @@ def load(path: Paths, *, tags: Tags = ()) -> LoadedRuns:
     """
     found = find_runs(path)
     is_one = isinstance(path, (str, os.PathLike)) and len(found) == 1 and _is_at(found[0], os.fspath(path))
-    return (LoadedRun if is_one else LoadedRuns)(Database(found, tags))
+    return (Run if is_one else Runs)(Database(found, tags))
 
 
 def load_errors() -> tuple[type[Exception], ...]:
@@ -48,7 +48,7 @@ def _is_at(run: FoundRun, path: str) -> bool:
     return run.folder in (real, real.parent)
 
 
-class LoadedRuns:
+class Runs:
     """Several runs as tables; `load` makes it.
 
     Tables are relations of DuckDB: ``runs.windows.df()`` for pandas, ``.pl()`` for polars, ``.arrow()`` for Arrow.
@@ -60,10 +60,10 @@ class LoadedRuns:
     def __len__(self) -> int:
         return len(self.folders)
 
-    def __iter__(self) -> Iterator[LoadedRun]:
+    def __iter__(self) -> Iterator[Run]:
         """Yield each run."""
         for folder in self.folders:
-            yield LoadedRun(Database(find_runs(folder)))
+            yield Run(Database(find_runs(folder)))
 
     def __repr__(self) -> str:
         skipped = f", {len(self.skipped)} files skipped" if self.skipped else ""
@@ -117,7 +117,7 @@ class LoadedRuns:
         return self._database.sql(query)
 
 
-class LoadedRun(LoadedRuns):
+class Run(Runs):
     """One run as tables, with its documents."""
 
     @property

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from effllm.analysis.database import TABLES
-from effllm.analysis.load import LoadedRuns
+from effllm.analysis.load import Runs
 
 #: Number of rows that are fetched together.
 _ROWS = 1000
@@ -24,7 +24,7 @@ class Answer(NamedTuple):
     rows: Iterator[tuple[Any, ...]]
 
 
-def answer(runs: LoadedRuns, query: str) -> Answer:
+def answer(runs: Runs, query: str) -> Answer:
     """Run one query that reads the tables of runs; afterwards the connection can neither read nor write a file.
 
     Raises:

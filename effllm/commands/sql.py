@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from effllm.analysis.load import LoadedRuns, load, load_errors
+from effllm.analysis.load import Runs, load, load_errors
 from effllm.analysis.sandbox import Answer, QueryError, answer
 from effllm.records.plain_text import one_line
 from effllm.store.summary_text import readable
@@ -36,7 +36,7 @@ def main(paths: Sequence[str], query: str, form: str) -> int:
     return 0
 
 
-def warn_of_skipped(runs: LoadedRuns, command: str) -> None:
+def warn_of_skipped(runs: Runs, command: str) -> None:
     """Print the files that were not read, or not completely, on stderr."""
     for path, reason in runs.skipped[:5]:
         print(f"effllm {command}: skipped {one_line(str(path))}: {one_line(reason)}", file=sys.stderr)

@@ -14,7 +14,7 @@ from effllm.job.health.stalls import StackFile
 from effllm.records.job import Summary
 from effllm.records.rank import Event
 from effllm.server.writer import Writer
-from effllm.sinks import Run, Sink, open_sink
+from effllm.sinks import RunInfo, Sink, open_sink
 from effllm.store import run_folder
 from effllm.store.ledger_file import LedgerFile, ledger_line
 from effllm.store.run_folder import RunFolder, open_run_folder
@@ -29,7 +29,7 @@ class Outputs:
         run: the run; its ``log`` receives warnings.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunInfo) -> None:
         self._last_summary: Summary | None = None  # set when the job has ended
         run = dataclasses.replace(run, summary=lambda: self._last_summary)
         self._sinks = {

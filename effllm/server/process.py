@@ -47,7 +47,7 @@ from effllm.server.messages import Messages
 from effllm.server.outputs import Outputs
 from effllm.server.run_facts import RunFacts, SlowFacts
 from effllm.server.slurm_nodes import SlurmNodes
-from effllm.sinks import Run
+from effllm.sinks import RunInfo
 from effllm.store.provenance import boot_id
 
 TICK_S = 0.5
@@ -134,7 +134,7 @@ class Server:
         self._aggregator = aggregator = Aggregator(config, orders.job, attempt, time.time(), state, boot_id())
         facts = self._facts.begin(folder)
         charts = _event_files(config, folder, facts)
-        run = Run(config, aggregator.ledger.attempt, folder, charts, self._stdout, facts, self._warn)
+        run = RunInfo(config, aggregator.ledger.attempt, folder, charts, self._stdout, facts, self._warn)
         self._outputs = Outputs(replace(run, identity=lambda: self._facts.identity))
         self._messages = Messages(
             self._socket, self._peers, aggregator, str(folder or ""), self._admit, self._supersede

@@ -1,7 +1,7 @@
 """The sinks of reports.  Each name in ``EFFICIENTLLM_SINKS`` is the name of a file in this folder.
 
-Each file has a function ``open_sink(run: Run) -> Sink``, which raises `SinkUnavailable` with one sentence if the sink
-cannot work.  A sink with options also has ``OPTIONS``, a table of `Option`: ``SINKS=prometheus:port=9788`` sets
+Each file has a function ``open_sink(run: RunInfo) -> Sink``, which raises `SinkUnavailable` with one sentence if the
+sink cannot work.  A sink with options also has ``OPTIONS``, a table of `Option`: ``SINKS=prometheus:port=9788`` sets
 ``run.options["port"]``.  Each sink is called from a thread of its own (effllm/server/writer.py), so a sink may block.
 Exceptions of a sink become events, and the other sinks continue.
 """
@@ -35,7 +35,7 @@ class Option(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Run:
+class RunInfo:
     """The run for which a sink is opened."""
 
     config: Config
@@ -73,7 +73,7 @@ def no_such_sink(name: str) -> str:
     return f"there is no sink {name!r}; available sinks: {', '.join(sink_names())} (the run folder is always written)"
 
 
-def open_sink(name: str, run: Run) -> Sink:
+def open_sink(name: str, run: RunInfo) -> Sink:
     """Open the sink ``name`` with its options from the run's settings.
 
     Raises:

@@ -11,7 +11,7 @@ from effllm.config.switches import this_process
 from effllm.records.events import ALWAYS, FILE, is_problem, level_of
 from effllm.records.job import ClusterReport
 from effllm.records.rank import Event
-from effllm.sinks import Option, Run
+from effllm.sinks import Option, RunInfo
 from effllm.store.closing_text import closing_text
 from effllm.store.window_text import block_lines, short_lines
 
@@ -31,14 +31,14 @@ _HEADER, _PROBLEM, _PLAIN, _ERASE = "\x1b[1;36m", "\x1b[1;31m", "\x1b[0m", "\r\x
 _ASCII = str.maketrans({"·": "|", "…": "...", "±": "+-", "µ": "u"})
 
 
-def open_sink(run: Run) -> Console:
+def open_sink(run: RunInfo) -> Console:
     return Console(run)
 
 
 class Console:
     """Prints each window once, with one write."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunInfo) -> None:
         self._run = run
         self._out = run.stdout
         environment = this_process()

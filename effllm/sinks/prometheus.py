@@ -24,7 +24,7 @@ from effllm.records.events import KINDS
 from effllm.records.identity import Identity
 from effllm.records.job import SPREADS, ClusterReport
 from effllm.records.rank import Event
-from effllm.sinks import Option, Run, SinkUnavailable
+from effllm.sinks import Option, RunInfo, SinkUnavailable
 
 OPTIONS = {
     "port": Option("9788", whole(0, 65535, "a port"), "Port of the metrics page on loopback. 0: any free port."),
@@ -59,7 +59,7 @@ UNITS: dict[str, tuple[str, str, float]] = {
 Samples = Sequence[tuple[dict[str, str], float]]
 
 
-def open_sink(run: Run) -> Prometheus:
+def open_sink(run: RunInfo) -> Prometheus:
     """Start to serve the metrics of this run.
 
     Raises:

@@ -24,7 +24,7 @@ from effllm import metrics
 from effllm.config.setting_values import FOLDER
 from effllm.metrics import describe, headline
 from effllm.records.job import STEP_SECONDS, UTILIZATION_RATIO, ClusterReport
-from effllm.sinks import Option, Run, SinkUnavailable
+from effllm.sinks import Option, RunInfo, SinkUnavailable
 
 OPTIONS = {
     "dir": Option(
@@ -68,7 +68,7 @@ BESIDE: dict[str, tuple[str, str]] = {
 _BASES = {"run": "Run to date", "window": "The last window", "job": "The whole wall time"}
 
 
-def open_sink(run: Run) -> TensorBoard:
+def open_sink(run: RunInfo) -> TensorBoard:
     """Open a new event file.
 
     Raises:

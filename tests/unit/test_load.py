@@ -65,8 +65,8 @@ def test_a_folder_a_glob_a_file_and_a_list_are_read(tmp_path):
     assert ids(tmp_path / "a/two/summary.json") == ["two"]
     assert [len(one) for one in (effllm.load(tmp_path), effllm.load(tmp_path / "a/one"))] == [3, 1]
     assert [run.identity.run_id for run in effllm.load(tmp_path)] == ["one", "two", "three"]
-    assert type(effllm.load(tmp_path / "a/one")).__name__ == "LoadedRun"
-    assert type(effllm.load(tmp_path / "b")).__name__ == "LoadedRuns"
+    assert type(effllm.load(tmp_path / "a/one")).__name__ == "Run"
+    assert type(effllm.load(tmp_path / "b")).__name__ == "Runs"
 
 
 def test_runs_are_selected_by_tags(tmp_path):
