@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection
 from pathlib import Path
 
 import msgspec
@@ -47,7 +48,11 @@ class CampaignJournal:
         except BlockingIOError as error:
             os.close(self._file)
             raise WrongPlan(f"another process runs the campaign in {folder}, or one of its runs continues") from error
-        self.lines = self._read()
+        self._last: dict[str, JournalLine] = {}
+        self._starts: Counter[str] = Counter()
+        self._durations_s: dict[str, list[float]] = {}
+        for line in self._read():
+            self._take(line)
 
     def close(self) -> None:
         os.close(self._file)
@@ -65,19 +70,25 @@ class CampaignJournal:
         """
         os.write(self._file, msgspec.json.encode(line) + b"\n")
         os.fsync(self._file)
-        self.lines.append(line)
+        self._take(line)
 
     def last(self, key: str) -> JournalLine | None:
         """Return the newest line of a run."""
-        return next((line for line in reversed(self.lines) if line.key == key), None)
+        return self._last.get(key)
 
     def starts(self, key: str) -> int:
         """Return how often a run was started."""
-        return sum(line.key == key and line.status == STARTED for line in self.lines)
+        return self._starts[key]
 
-    def durations_s(self, keys: Sequence[str]) -> list[float]:
+    def durations_s(self, keys: Collection[str]) -> list[float]:
         """Return the durations of the completed runs among these."""
-        return [line.seconds for line in self.lines if line.key in keys and line.status == COMPLETED]
+        return [seconds for key in keys for seconds in self._durations_s.get(key, ())]
+
+    def _take(self, line: JournalLine) -> None:
+        self._last[line.key] = line
+        self._starts[line.key] += line.status == STARTED
+        if line.status == COMPLETED:
+            self._durations_s.setdefault(line.key, []).append(line.seconds)
 
     def _read(self) -> list[JournalLine]:
         size = os.fstat(self._file).st_size

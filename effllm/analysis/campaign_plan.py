@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import random
 import shlex
 import shutil
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -17,7 +19,7 @@ from effllm.analysis.sides import CAMPAIGN, CONFIGURATION, REPEAT
 
 MAX_PLAN_BYTES = 2**20
 #: Names are tags and names of folders.
-Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$", max_length=40)]
+Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*\Z", max_length=40)]
 Seconds = Annotated[float, Meta(ge=0, le=86400)]
 Words = str | list[str]
 
@@ -67,7 +69,8 @@ def read_plan(path: Path) -> Plan:
     """Return the plan in a YAML file, whose commands exist.
 
     Raises:
-        WrongPlan: the file cannot be read, has an unknown key or a wrong value, or a command does not exist.
+        WrongPlan: the file cannot be read, has an unknown key or a wrong value, two runs have one name, or a command
+            does not exist.
         ImportError: PyYAML is not installed.
     """
     import yaml
@@ -89,8 +92,14 @@ def read_plan(path: Path) -> Plan:
         words = command_of(plan, name)
         if not words:
             raise WrongPlan(f"{path}: the configuration {name} has no command")
+        environ = {**plan.env, **plan.configurations[name].env}
+        if not all(map(_is_passable, (*words, *environ, *environ.values()))) or any("=" in one for one in environ):
+            raise WrongPlan(f"{path}: no process can get the command or the environment of the configuration {name}")
         if shutil.which(words[0]) is None:
             raise WrongPlan(f"{path}: the command {words[0]} of the configuration {name} does not exist")
+    times = Counter(run.key for run in order_of(plan))
+    if twice := [key for key, count in times.items() if count > 1]:
+        raise WrongPlan(f"{path}: two runs would have the name {twice[0]}: rename a configuration")
     return plan
 
 
@@ -145,6 +154,14 @@ def _words(command: Words) -> list[str]:
         return shlex.split(command)
     except ValueError as error:
         raise WrongPlan(f"{command!r}: {error}") from error
+
+
+def _is_passable(text: str) -> bool:
+    """Whether the system can pass a text to a process."""
+    try:
+        return b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
 
 
 def _explained(error: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from effllm.analysis.compared_metrics import ComparedMetric, compared_metrics
@@ -38,12 +38,14 @@ class Standing(NamedTuple):
     score: float | None  # weighted harmonic mean of the normalised values, 0 to 1; None without a normalised value
     worst_in: tuple[str, ...]  # metrics with the normalised value 0: they make the paper's score 0
     next_words: Mapping[str, int] | None  # this against the next configuration: number of metrics by word
+    in_doubt: tuple[str, ...] = ()  # metrics that depend on a failed check of the audit
 
 
 class Leaderboard(NamedTuple):
     """The configurations of one kind of parameters, the best first."""
 
     parameters_kind: str
+    simulated: bool  # whether the devices are simulated
     standings: Sequence[Standing]
     scored: Sequence[str]  # metrics in the score
     not_scored: Mapping[str, str]  # metrics that are not in the score, with the reason
@@ -71,7 +73,7 @@ def weights_of(texts: Sequence[str]) -> dict[str, float]:
 def boards(
     sides: Sequence[Side], weights: Mapping[str, float], ledger: EarlierRuns, quality: str = "", floor: float = 0.0
 ) -> list[Leaderboard]:
-    """Return one board for each kind of parameters, which are never in one table.
+    """Return one board for each kind of parameters, and for simulated devices: these are never in one table.
 
     Args:
         sides: the configurations.
@@ -81,16 +83,19 @@ def boards(
         floor: smallest normalised value; 0 is the paper's.
 
     Raises:
-        UnreadableRun: a configuration has runs with different kinds of parameters.
+        UnreadableRun: a configuration has runs with different kinds of parameters, or also of simulated devices.
     """
-    kinds: dict[str, list[Side]] = {}
+    kinds: dict[tuple[str, bool], list[Side]] = {}
     for side in sides:
+        simulated = {run.row.get("simulated") is True for run in side.runs}
+        if len(simulated) > 1:
+            raise UnreadableRun(f"{side.name} has runs of simulated devices beside others")
         of_side = {str(run.row.get("parameters_kind") or "unknown") for run in side.runs}
         if len(of_side) > 1:
             raise UnreadableRun(
                 f"{side.name} has runs with different kinds of parameters: {', '.join(sorted(of_side))}"
             )
-        kinds.setdefault(of_side.pop(), []).append(side)
+        kinds.setdefault((of_side.pop(), simulated.pop()), []).append(side)
     return [_board(kind, kinds[kind], weights, ledger, quality, floor) for kind in sorted(kinds)]
 
 
@@ -121,7 +126,12 @@ def mean_of(side: Side, get: Callable[[ComparedRun], float | None]) -> float | N
 
 
 def _board(
-    kind: str, sides: Sequence[Side], weights: Mapping[str, float], ledger: EarlierRuns, quality: str, floor: float
+    kind: tuple[str, bool],
+    sides: Sequence[Side],
+    weights: Mapping[str, float],
+    ledger: EarlierRuns,
+    quality: str,
+    floor: float,
 ) -> Leaderboard:
     metrics = dict(zip(PAPER, compared_metrics(list(PAPER.values())), strict=True))
     values: dict[str, list[float | None]] = {
@@ -129,11 +139,14 @@ def _board(
         for name, metric in metrics.items()
     }
     values[MCR] = [mean_of(side, compression) for side in sides]
-    scored, shares, not_scored = _shares(values, metrics, sides)
+    doubts = [_in_doubt(side, metrics) for side in sides]
+    shares, not_scored = _shares(values, metrics, sides, {name for one in doubts for name in one})
+    not_scored |= {name: "its weight is 0" for name in shares if not weights[name]}
+    scored = [name for name in shares if name not in not_scored]
     standings: list[tuple[tuple[float, float], Standing]] = []
     for at, side in enumerate(sides):
         own = [max(shares[name][at], floor) for name in scored]
-        worst = tuple(name for name, share in zip(scored, own, strict=True) if share <= 0 and weights[name] > 0)
+        worst = tuple(name for name, share in zip(scored, own, strict=True) if share <= 0)
         score = harmonic_mean(own, [weights[name] for name in scored])
         found = {name: column[at] for name, column in values.items()}
         # Configurations with the same score are in the order of their mean normalised values.
@@ -141,14 +154,19 @@ def _board(
             -1.0 if score is None else score,
             sum(share * weights[name] for share, name in zip(own, scored, strict=True)),
         )
-        standings.append((order, Standing(side, kind, found, mean_of(side, _quality(quality)), score, worst, None)))
+        standing = Standing(side, kind[0], found, mean_of(side, _quality(quality)), score, worst, None, doubts[at])
+        standings.append((order, standing))
     best_first = [one for _, one in sorted(standings, key=lambda pair: pair[0], reverse=True)]
-    return Leaderboard(kind, _with_words(best_first, list(metrics.values()), ledger), scored, not_scored)
+    return Leaderboard(*kind, _with_words(best_first, list(metrics.values()), ledger), scored, not_scored)
 
 
 def _shares(
-    values: Mapping[str, Sequence[float | None]], metrics: Mapping[str, ComparedMetric], sides: Sequence[Side]
-) -> tuple[list[str], dict[str, list[float]], dict[str, str]]:
+    values: Mapping[str, Sequence[float | None]],
+    metrics: Mapping[str, ComparedMetric],
+    sides: Sequence[Side],
+    in_doubt: Collection[str],
+) -> tuple[dict[str, list[float]], dict[str, str]]:
+    """Return the normalised values of the metrics that can be scored, and the reasons of the others."""
     shares, not_scored = {}, {}
     for name, column in values.items():
         known = [value for value in column if value is not None]
@@ -158,13 +176,19 @@ def _shares(
         scopes = {run.row.get("energy_scope") for side in sides for run in side.runs}
         if len(known) < len(column):
             not_scored[name] = f"not measured in {len(column) - len(known)} of {len(column)} configurations"
+        elif name in in_doubt:
+            not_scored[name] = "a check of the counts failed, on which it depends (effllm inspect)"
         elif name == "AEC" and len(scopes) > 1:
             not_scored[name] = "the power scopes differ"
         elif (found := normalised(known, higher_is_better=higher)) is None:
             not_scored[name] = "the same in all configurations"
         else:
             shares[name] = found
-    return list(shares), shares, not_scored
+    return shares, not_scored
+
+
+def _in_doubt(side: Side, metrics: Mapping[str, ComparedMetric]) -> tuple[str, ...]:
+    return tuple(name for name, one in metrics.items() if any(one.column in run.doubts for run in side.runs))
 
 
 def _with_words(

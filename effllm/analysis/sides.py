@@ -135,7 +135,7 @@ def find_groups(arguments: Sequence[str], by: str, runs_folder: str) -> tuple[li
 
 
 def read_runs(found: Iterable[FoundRun], left_out: list[str]) -> list[ComparedRun]:
-    """Read runs; a run with nothing to compare adds a line to ``left_out``."""
+    """Read runs; a run with nothing to compare, or that was run again, adds a line to ``left_out``."""
     runs = []
     for one in found:
         documents: list[Document] = []
@@ -156,7 +156,7 @@ def read_runs(found: Iterable[FoundRun], left_out: list[str]) -> list[ComparedRu
             left_out.append(f"{one.folder}: a repeat of a campaign that is {run.row.get('status')}")
             continue
         runs.append(run)
-    return runs
+    return _newest_repeats(runs, left_out)
 
 
 def ledger_runs(folders: Iterable[Path], sides: Sequence[Side]) -> list[ComparedRun]:
@@ -186,6 +186,26 @@ def names_of(runs: Iterable[ComparedRun]) -> dict[Path, str]:
         folder: one_line(run_id if times[run_id] == 1 else f"{folder.parent.name}/{run_id}")
         for folder, run_id in ids.items()
     }
+
+
+def _newest_repeats(runs: Sequence[ComparedRun], left_out: list[str]) -> list[ComparedRun]:
+    """Leave out a repeat that its campaign ran again: a campaign that was killed may leave a run that completes."""
+    newest: dict[Any, ComparedRun] = {}
+    for run in sorted(runs, key=lambda run: run.row.get("started_time_s") or 0.0):
+        newest[_place_in_campaign(run)] = run
+    kept = {run.folder for run in newest.values()}
+    left_out += [
+        f"{run.folder}: the same repeat was run again in {newest[_place_in_campaign(run)].folder.name}"
+        for run in runs
+        if run.folder not in kept
+    ]
+    return [run for run in runs if run.folder in kept]
+
+
+def _place_in_campaign(run: ComparedRun) -> Any:
+    if not run.repeat():
+        return run.folder
+    return run.folder.parent, run.tags.get(CAMPAIGN), run.tags.get(CONFIGURATION), run.repeat()
 
 
 def _doubts(summary: Document) -> dict[str, str]:

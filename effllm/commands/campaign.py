@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -103,6 +104,7 @@ class Campaign:
         Raises:
             KeyboardInterrupt: Ctrl-C; the present run has ended.
         """
+        self._adopt()
         waiting = [run for run in self._order if not self._is_done(run)]
         total = len(self._order)
         if len(waiting) < total:
@@ -120,6 +122,19 @@ class Campaign:
             if line.status == INTERRUPTED:
                 raise KeyboardInterrupt
         return self._close()
+
+    def _adopt(self) -> None:
+        """Record the runs that completed after the campaign was killed."""
+        for run in self._order:
+            line = self._journal.last(run.key)
+            mark = self._fingerprints[run.configuration]
+            if line is None or line.status != STARTED or line.fingerprint != mark:
+                continue
+            summary = self._folder / line.folder / "summary.json"
+            if line.folder and status_of(summary.parent) == COMPLETED:
+                seconds = max(summary.stat().st_mtime - line.time_s, 0.0)
+                about = (line.folder, seconds, None, "the exit status was not seen")
+                self._journal.add(JournalLine(run.key, COMPLETED, time.time(), mark, *about))
 
     def _check_same_commands(self) -> None:
         for run in self._order:
@@ -185,10 +200,13 @@ class Campaign:
         every = self._journal.durations_s([run.key for run in self._order])
         if not every:
             return None
+        own: dict[str, list[float]] = {}
+        for run in self._order:
+            own.setdefault(run.configuration, []).extend(self._journal.durations_s([run.key]))
         total = self._plan.cooldown_s * (len(waiting) - 1)
-        for run in waiting:
-            own = self._journal.durations_s([one.key for one in self._order if one.configuration == run.configuration])
-            total += sum(own) / len(own) if own else sum(every) / len(every)
+        for name, count in Counter(run.configuration for run in waiting).items():
+            known = own[name] or every
+            total += count * sum(known) / len(known)
         return total
 
     def _close(self) -> int:

@@ -108,10 +108,7 @@ def document(page: ComparisonPage) -> str:
 
 
 def _side(side: Side) -> dict[str, Any]:
-    runs = [
-        {"run_id": run.row.get("run_id"), "folder": str(run.folder), "status": run.row.get("status")}
-        for run in side.runs
-    ]
+    runs = [{name: run.row.get(name) for name in ("run_id", "folder", "status", "simulated")} for run in side.runs]
     return {"name": side.name, "runs": runs}
 
 
@@ -181,6 +178,8 @@ def _settings(one: Compared) -> list[str]:
 
 def _closing(page: ComparisonPage) -> list[str]:
     lines = [f"left out: {one_line(line)}" for line in page.left_out]
+    if any(run.row.get("simulated") for side in (page.first, *(one.side for one in page.others)) for run in side.runs):
+        lines.append("SIMULATED: the values of simulated devices mean nothing beyond a test")
     lines += [f"--fail-if {one.condition}: {one.answer} for {one_line(one.side)}: {one.reason}" for one in page.answers]
     if page.family > 1:
         lines.append(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+from collections import Counter
 from collections.abc import Sequence
 
 from rich.markup import escape
@@ -49,7 +50,11 @@ def as_csv(boards: Sequence[Leaderboard]) -> str:
     named = [f"{name}_{unit.replace('/', '_per_')}" if (unit := _UNITS.get(name)) else name for name in (*PAPER, MCR)]
     words = [word.replace(" ", "_") for word in (BETTER, WORSE, SAME, UNKNOWN)]
     writer.writerow(
-        ["configuration", "runs", "parameters_kind", *named, "quality", "score", *(f"next_{word}" for word in words)]
+        [
+            *("configuration", "runs", "parameters_kind", *named, "quality", "score"),
+            *(f"next_{word}" for word in words),
+            *("simulated", "in_doubt"),
+        ]
     )
     for board in boards:
         for one in board.standings:
@@ -63,18 +68,23 @@ def as_csv(boards: Sequence[Leaderboard]) -> str:
                 one.quality,
                 one.score,
             ]
-            writer.writerow(["" if cell is None else cell for cell in (*row, *counts)])
+            about = [str(board.simulated).lower(), " ".join(one.in_doubt)]
+            writer.writerow(["" if cell is None else cell for cell in (*row, *counts, *about)])
     return out.getvalue()
 
 
 def title(board: Leaderboard) -> str:
     plural = "s" if len(board.standings) != 1 else ""
-    return f"{one_line(board.parameters_kind)} parameters, {len(board.standings)} configuration{plural}"
+    simulated = "SIMULATED devices, " * board.simulated
+    return f"{simulated}{one_line(board.parameters_kind)} parameters, {len(board.standings)} configuration{plural}"
 
 
 def notes(board: Leaderboard) -> list[str]:
     """Return sentences about the score and the words."""
     lines = [f"score: {', '.join(board.scored) or 'no metric'}, each from 0 (worst) to 1 (best); harmonic mean"]
+    if any(one.in_doubt for one in board.standings):
+        lines.append("!: in doubt, because a check of the counts failed")
+    lines += [f"{one_line(one.side.name)}: {text}" for one in board.standings if (text := _unfinished(one))]
     lines += [f"{name} is not in the score: {reason}" for name, reason in board.not_scored.items()]
     zero = [one for one in board.standings if one.worst_in]
     if zero:
@@ -96,10 +106,21 @@ def _cells(board: Leaderboard, quality: str) -> tuple[list[str], list[list[str]]
     header = ["configuration", "runs", *names, *([one_line(quality)] if quality else []), "score", "against next"]
     rows = []
     for one in board.standings:
-        cells = [one_line(one.side.name), str(len(one.side.runs)), *(_number(one.values[name]) for name in shown)]
+        cells = [one_line(one.side.name), str(len(one.side.runs)), *(_marked(one, name) for name in shown)]
         cells += [_number(one.quality)] if quality else []
         rows.append([*cells, "-" if one.score is None else f"{one.score:.3f}", _words(one)])
     return header, rows
+
+
+def _marked(one: Standing, name: str) -> str:
+    return _number(one.values[name]) + "!" * (name in one.in_doubt)
+
+
+def _unfinished(one: Standing) -> str:
+    """Return a sentence about the runs that did not complete; "" if all did."""
+    statuses = Counter(str(run.row.get("status") or "unknown") for run in one.side.runs)
+    others = [f"{count} {one_line(status)}" for status, count in sorted(statuses.items()) if status != "completed"]
+    return f"status of its runs: {', '.join(others)}" if others else ""
 
 
 def _number(value: float | None) -> str:

@@ -98,6 +98,8 @@ def test_an_interrupted_campaign_continues_where_it_stopped(cli, number):
     keys = [line["key"] for line in lines(cli) if line["status"] == "completed"]
     assert sorted(keys) == ["one-1", "one-2", "two-1", "two-2"]
     assert keys[: len(finished)] == finished
+    if number == signal.SIGKILL:  # the run that continued has completed: it is not repeated
+        assert sorted(summaries(cli)) == ["one-1", "one-2", "two-1", "two-2"]
 
 
 def test_a_run_beyond_its_timeout_is_ended(cli):

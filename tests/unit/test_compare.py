@@ -350,6 +350,26 @@ def test_an_interrupted_repeat_of_a_campaign_is_left_out(tmp_path, compared):
     assert "a repeat of a campaign that is interrupted" in document["left_out"][0]
 
 
+def test_a_repeat_that_was_run_again_is_one_run(tmp_path, compared):
+    for at, (side, name) in enumerate([("a", "a-1"), ("b", "b-1"), ("b", "b-1-again-1")]):
+        tags = ["campaign=c", f"config={side}", "repeat=1/1"]
+        write_run(tmp_path / name, {SPEED: 1.0}, tags=tags, summary={"started_time_s": 1000.0 + at})
+
+    document, _ = compared(tmp_path, by="config")
+
+    assert [run["run_id"] for run in document["comparisons"][0]["b"]["runs"]] == ["b-1-again-1"]
+    assert document["left_out"] == [f"{tmp_path}/b-1: the same repeat was run again in b-1-again-1"]
+
+
+@pytest.mark.parametrize("form", ["text", "markdown"])
+def test_a_comparison_says_that_devices_are_simulated(tmp_path, capsys, form):
+    a, b = (write_side(tmp_path, name, [1.0, 1.1], summary={"simulated": True}) for name in "ab")
+
+    compare(a, b, form=form)
+
+    assert "SIMULATED: the values of simulated devices" in capsys.readouterr().out
+
+
 def write_switching_run(folder, effect, order, windows=6):
     """Write a run with a drift of 10 %, whose loop switches a knob between 1 and 2 in this order."""
     noise = random.Random(5)

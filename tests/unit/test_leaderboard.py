@@ -83,6 +83,43 @@ def test_total_and_active_parameters_are_never_in_one_table(tmp_path, board):
     assert (status, "different kinds of parameters: active, total" in error) == (2, True)
 
 
+def test_simulated_devices_are_never_in_a_table_with_others(tmp_path, board):
+    write_run(tmp_path / "real", metrics(al=1.0), tags=["model=m"])
+    write_run(tmp_path / "test", metrics(al=0.1), tags=["model=m"], summary={"simulated": True})
+
+    text, _ = board(tmp_path, form="text")
+    rows, _ = board(tmp_path)
+    error, status = board(tmp_path, by="model")
+
+    assert "\nSIMULATED devices, total parameters, 1 configuration\n" in text
+    assert {row["configuration"]: row["simulated"] for row in rows} == {"real": "false", "test": "true"}
+    assert (status, "simulated devices" in error) == (2, True)
+
+
+def test_a_value_in_doubt_is_marked_and_not_in_the_score(tmp_path, board):
+    entries = {name: {"value": value, "unit": ""} for name, value in metrics(tt=9.0).items()}
+    entries["tt_tokens_per_param_per_sec"]["doubt"] = "8 = gradient accumulation"
+    write_run(tmp_path / "wrong", {}, summary={"metrics": entries})
+    write_run(tmp_path / "right", metrics(tt=1.0, al=0.5))
+
+    text, _ = board(tmp_path, form="text")
+    rows, _ = board(tmp_path)
+
+    assert " 9.00! " in text
+    assert "TT is not in the score: a check of the counts failed" in text
+    assert {row["configuration"]: row["in_doubt"] for row in rows} == {"wrong": "TT", "right": ""}
+    assert rows[0]["configuration"] == "right"
+
+
+def test_runs_that_did_not_complete_are_named(tmp_path, board):
+    write_run(tmp_path / "a", metrics(al=1.0), summary={"status": "failed"})
+    write_run(tmp_path / "b", metrics(al=2.0))
+
+    text, _ = board(tmp_path, form="text")
+
+    assert "a: status of its runs: 1 failed" in text
+
+
 def test_mcr_is_from_the_facts_of_a_compressed_model(tmp_path, board):
     facts = {"original_size": 16.0, "compressed_size": 4.0, "original_perf": 0.8, "compressed_perf": 0.6}
     write_run(tmp_path / "int4", metrics(), run=facts)
@@ -123,6 +160,7 @@ def test_quality_and_words_against_the_next_are_shown(tmp_path, board):
 
 def test_weights_are_checked():
     assert weights_of(["AEC=2"])["AEC"] == 2
+    assert weights_of(["AEC=0"])["AEC"] == 0
     for text in ("AEC", "AEC=-1", "X=1", "AEC=nan"):
         with pytest.raises(ValueError, match="is not a weight"):
             weights_of([text])
