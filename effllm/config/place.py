@@ -96,21 +96,29 @@ def read_place(environ: Mapping[str, str]) -> Place:
 
 
 _FIRST_RESERVED_STEP = 0xFFFFFFF0  # ids from here on are reserved: a shell of salloc, a batch script, ...
+_MAX_DIGITS = 10  # of the id of a step
+_MAX_ID_LETTERS = 200  # ids of jobs are parts of names of files, and are sent to the aggregator
 
 
 def _is_srun_task(environ: Mapping[str, str]) -> bool:
     step = environ.get("SLURM_STEP_ID", "").strip()
-    return step.isdecimal() and int(step) < _FIRST_RESERVED_STEP
+    return step.isdecimal() and len(step) <= _MAX_DIGITS and int(step) < _FIRST_RESERVED_STEP
 
 
 def _restart_id(environ: Mapping[str, str]) -> str:
-    torchrun = environ.get("TORCHELASTIC_RUN_ID", "").strip()
+    torchrun = _id(environ, "TORCHELASTIC_RUN_ID")
     if torchrun and torchrun != "none":  # "none": torchrun without --rdzv_id
         return torchrun
-    return environ.get("SLURM_JOB_ID", "").strip()
+    return _id(environ, "SLURM_JOB_ID")
 
 
 def _launch_id(environ: Mapping[str, str]) -> str:
-    job, step = (environ.get(f"SLURM_{name}_ID", "").strip() for name in ("JOB", "STEP"))
+    job, step = (_id(environ, f"SLURM_{name}_ID") for name in ("JOB", "STEP"))
     # Two launches in one allocation are two jobs. PMIX_NAMESPACE is set by Open MPI's mpirun.
-    return f"{job}.{step}" if job and step else environ.get("PMIX_NAMESPACE", "").strip() or job
+    return f"{job}.{step}" if job and step else _id(environ, "PMIX_NAMESPACE") or job
+
+
+def _id(environ: Mapping[str, str], name: str) -> str:
+    """Return an id as a short text without control characters, which can be encoded."""
+    text = environ.get(name, "").strip()[:_MAX_ID_LETTERS]
+    return text if text.isprintable() else "".join(c if c.isprintable() else "_" for c in text)

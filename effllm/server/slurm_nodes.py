@@ -23,7 +23,11 @@ MAX_NODES = 10_000
 _SCRIPT = 'scontrol --oneliner --details show job "$1" && scontrol --oneliner show step "$1"'
 _DETAIL = re.compile(r"\bNodes=(\S+) CPU_IDs=\S* Mem=\S* GRES=(\S*)")
 _STEP = re.compile(r"^StepId=\S+?\.(\S+) .*?\bNodeList=(\S+)", re.MULTILINE)
-_GPUS = re.compile(r"\bgpu(?::[^:(,]+)?:(\d+)")
+_GPUS = re.compile(r"\bgpu(?::([^:(,]+))?:(\d+)")
+#: The type of a MIG slice in slurm.conf has a profile, such as a100_3g.20gb (https://slurm.schedmd.com/gres.html).
+_SLICE = re.compile(r"\d+g\.\d+gb", re.IGNORECASE)
+MAX_GPUS = 64  # of a node; a larger number is not believed
+MAX_DIGITS = 10  # of a number in a list of nodes
 #: Steps that run on nodes without a program of the user.
 _OWN_STEPS = ("batch", "extern", "interactive")
 
@@ -117,10 +121,14 @@ def nodes_without_ranks(text: str, hosts: Collection[str]) -> tuple[list[EmptyNo
     """
     short = set(map(_short, hosts))
     gpus: dict[str, int] = {}
+    sliced: set[str] = set()
     for names, gres in _DETAIL.findall(text):
-        count = sum(map(int, _GPUS.findall(gres)))
+        kinds = _GPUS.findall(gres)
+        count = sum(int(number[:MAX_DIGITS]) for _, number in kinds)
         for name in map(_short, hosts_of(names)):
             gpus[name] = gpus.get(name, 0) + count
+            if any(_SLICE.search(kind) for kind, _ in kinds):
+                sliced.add(name)
     if not short <= gpus.keys():
         return [], "the names of nodes in scontrol and of hosts differ"
     lists = [names for step, names in _STEP.findall(text) if step not in _OWN_STEPS]
@@ -128,6 +136,10 @@ def nodes_without_ranks(text: str, hosts: Collection[str]) -> tuple[list[EmptyNo
     empty = gpus.keys() - short
     if busy := empty & with_steps:
         return [], f"other steps of the job run on {len(busy):,} of these nodes"
+    if slices := empty & sliced:
+        return [], f"slices of GPUs (MIG) are allocated on {len(slices):,} of these nodes"
+    if any(gpus[name] > MAX_GPUS for name in empty):
+        return [], f"scontrol lists more than {MAX_GPUS} GPUs on a node"
     return [EmptyNode(name, gpus[name]) for name in sorted(empty)[:MAX_NODES] if gpus[name]], ""
 
 
@@ -149,7 +161,7 @@ def _expanded(name: str) -> Iterator[str]:
     inside, _, tail = rest.partition("]")
     for part in inside.split(","):
         first, dash, last = part.partition("-")
-        if not (first.isdecimal() and (last.isdecimal() or not dash)):
+        if not (first.isdecimal() and (last.isdecimal() or not dash)) or max(len(first), len(last)) > MAX_DIGITS:
             continue
         for number in range(int(first), min(int(last or first), int(first) + MAX_NODES) + 1):
             for end in _expanded(tail):

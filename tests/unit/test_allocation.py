@@ -1,8 +1,12 @@
 """The GPUs that a scheduler or a container states as allocated, and which of them are identified."""
 
 import pytest
+from builders import hello
 
+from effllm.config.place import read_place
+from effllm.config.settings import Config
 from effllm.devices.allocation import (
+    GPUS_ON_NODE,
     HIDDEN,
     HostGpu,
     Statement,
@@ -11,14 +15,21 @@ from effllm.devices.allocation import (
     ranges,
     read_statement,
 )
+from effllm.job.aggregator import Aggregator
+from effllm.network.transport import decode_from_agent, encode
+from effllm.records.clock import Now
+from effllm.records.identity import read_submission
+from effllm.records.wire import Supersede
 
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1"}
 NODES = {"SLURM_JOB_NUM_NODES": "4", "SLURMD_NODENAME": "n1"}
+SBATCH = {**SLURM, **NODES, "SLURM_JOB_GPUS": "0-3", "SLURM_GPUS_ON_NODE": "4"}
+TASK = {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_STEP_ID": "0"}
 KUBERNETES = {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}
 
 
 def gpus(*numbers, free=(), sliced=()):
-    return [HostGpu(f"GPU-{number}", number, number in sliced, number in free) for number in numbers]
+    return [HostGpu(f"GPU-{number}", number, number in sliced, number in free, number) for number in numbers]
 
 
 @pytest.mark.parametrize(
@@ -59,6 +70,13 @@ def test_uuids_of_a_kubernetes_device_plugin_are_read():
         {**SLURM, "SLURM_JOB_GPUS": "", "SLURM_GPUS_ON_NODE": "0"},
         {**SLURM, "SLURM_JOB_GPUS": "gpu:0", "SLURM_GPUS_ON_NODE": "x"},
         {**SLURM, "SLURM_JOB_GPUS": "0-999999999"},
+        {**SLURM, "SLURM_JOB_GPUS": "0:0,0:1"},
+        {**SLURM, "SLURM_JOB_GPUS": "0,0"},
+        {**SLURM, "SLURM_JOB_GPUS": "1" * 5000, "SLURM_STEP_GPUS": "0-" + "9" * 5000, "SLURM_STEP_ID": "9" * 5000},
+        *({**SLURM, "SLURM_GPUS_ON_NODE": text} for text in ("-1", "1e3", "9" * 5000, str(2**63), "\u0663", "4\x00")),
+        {**SLURM, "ROCR_VISIBLE_DEVICES": "0,1", "HIP_VISIBLE_DEVICES": "0", "GPU_DEVICE_ORDINAL": "0,1"},
+        {**KUBERNETES, "ROCR_VISIBLE_DEVICES": "0,1", "HIP_VISIBLE_DEVICES": "0"},
+        {**KUBERNETES, "NVIDIA_VISIBLE_DEVICES": "0:0,0:1"},
         *({**KUBERNETES, "NVIDIA_VISIBLE_DEVICES": text} for text in ("all", "none", "void", "", "/var/run/nvidia")),
     ],
 )
@@ -95,6 +113,76 @@ def test_gpus_that_cannot_be_identified_are_not_counted(statement, seen, why):
 
     assert found.why.startswith(why)
     assert (found.gpus, found.free) == ((), ())
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"SLURM_JOB_GPUS": "0,1", "SLURM_GPUS_ON_NODE": "2", "CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"},
+        {"SLURM_STEP_GPUS": "0,1", "SLURM_GPUS_ON_NODE": "2"},
+        {"SLURM_JOB_GPUS": "0:0,0:1", "SLURM_GPUS_ON_NODE": "2"},
+        {"SLURM_GPUS_ON_NODE": "1"},
+    ],
+)
+def test_slices_of_slurm_are_numbers_that_identify_no_gpu(environ):
+    """Slurm numbers slices like GPUs: gpu:1g.10gb:2 gives SLURM_JOB_GPUS=0,1 for two slices of one GPU."""
+    statement = read_statement({**SLURM, **environ})
+
+    for seen in (gpus(0, sliced=(0,)), gpus(0, 1, free=(1,), sliced=(0,)), gpus(0, 1, 2, free=(1, 2), sliced=(0,))):
+        found = allocation(statement, seen, {})
+        assert (found.gpus, found.free) == ((), ())
+        assert found.why.startswith("MIG is enabled")
+
+
+@pytest.mark.parametrize("name", ["SLURM_SHARDS_ON_NODE", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"])
+def test_part_of_a_gpu_is_not_a_whole_unused_gpu(name):
+    statement = read_statement({**SLURM, "SLURM_JOB_GPUS": "0", "SLURM_GPUS_ON_NODE": "1", name: "4"})
+
+    found = allocation(statement, gpus(0, free=(0,)), {})
+
+    assert (found.free, found.why) == ((), "parts of GPUs are allocated, and other jobs may use the other parts")
+
+
+def test_number_that_can_be_two_gpus_identifies_none():
+    """On some hosts /dev/nvidia0 is not the first GPU on the PCI bus, whose order Slurm's numbers have."""
+    seen = [HostGpu(f"GPU-{number}", number, False, True, index) for index, number in enumerate((2, 3, 0, 1))]
+
+    found = allocation(Statement("SLURM_JOB_GPUS", 2, (0, 1)), seen, {})
+    assert (found.gpus, found.why) == ((), "the numbers of the device files differ from the order of the PCI bus")
+    assert len(allocation(Statement("SLURM_JOB_GPUS", 4, (0, 1, 2, 3)), seen, {}).gpus) == 4
+
+
+def test_amd_gpus_are_known_only_by_their_number():
+    """Slurm states AMD GPUs in the same variables; without NVML they are not identified."""
+    statement = read_statement({**SLURM, "SLURM_JOB_GPUS": "0,1", "ROCR_VISIBLE_DEVICES": "0"})
+
+    found = allocation(statement, (), {}, "NVML does not list the GPUs: library not found")
+    assert (found.count, found.gpus, found.why) == (2, (), "NVML does not list the GPUs: library not found")
+    assert allocation(statement, (), {}).why == "NVML lists 0 of 2 allocated GPUs"
+
+
+HOSTILE = ["", " ", "-1", "1e9", str(2**62), str(2**64), "9" * 5000, "a\x1b[2J\n[EfficientLLM] b\udcff", "x" * 100_000]
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_no_text_of_a_scheduler_makes_a_hello_invalid(text):
+    names = ["SLURM_JOB_ID", "SLURM_JOB_NAME", "SLURM_JOB_ACCOUNT", "SLURM_JOB_PARTITION", "SLURM_JOB_USER"]
+    names += ["SLURMD_NODENAME", "TORCHELASTIC_RUN_ID", "PMIX_NAMESPACE"]
+    names += ["SLURM_JOB_GPUS", "SLURM_STEP_GPUS", "SLURM_GPUS_ON_NODE", "SLURM_STEP_ID", "SLURM_JOB_NUM_NODES"]
+    for name in names:
+        environ = {**SBATCH, name: text}
+        statement = read_statement(environ) or Statement(GPUS_ON_NODE, 1)
+        found = allocation(statement, gpus(0, 1, free=(1,)), environ)
+        sent = hello(1, allocation=found, submission=read_submission(environ, ""))
+        received = decode_from_agent(encode(sent))
+        assert received == sent
+        assert Aggregator(Config(), "job", 1, 1.0).hello(received, Now(1.0, 1.0)) == ""
+        for one in (found.node, found.why, *(getattr(received.submission, key) for key in ("job_id", "job_name"))):
+            assert one is None or one.isprintable()
+        place = read_place({**TASK, **environ})
+        supersede = Supersede(place.restart_id, "job")
+        assert decode_from_agent(encode(supersede)) == supersede
+        assert place.launch_id.isprintable()
 
 
 def test_container_that_hides_gpus_states_the_visible_gpus(tmp_path):

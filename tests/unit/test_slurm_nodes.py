@@ -34,6 +34,20 @@ def test_unknown_names_of_nodes_are_no_evidence():
     assert nodes_without_ranks("garbage", {"n01"})[0] == []
 
 
+@pytest.mark.parametrize(
+    ("gres", "why"),
+    [
+        ("gpu:1g.10gb:2(IDX:0-1)", "slices of GPUs (MIG) are allocated on 1 of these nodes"),
+        ("gpu:a100:1(IDX:0),gpu:a100_3g.20gb:2(IDX:1-2)", "slices of GPUs (MIG) are allocated on 1 of these nodes"),
+        ("gpu:" + "9" * 5000, "scontrol lists more than 64 GPUs on a node"),
+    ],
+)
+def test_slices_and_impossible_numbers_are_not_counted_as_gpus(gres, why):
+    text = JOB + f"  Nodes=n05 CPU_IDs=0 Mem=1 GRES={gres} \n"
+
+    assert nodes_without_ranks(text, {"n01", "n02", "n03", "n04"}) == ([], why)
+
+
 def test_node_without_gpus_is_no_loss():
     assert nodes_without_ranks(" Nodes=n[1-2] CPU_IDs=0 Mem=1 GRES=\n", {"n1"}) == ([], "")
 
@@ -45,6 +59,7 @@ def test_node_without_gpus_is_no_loss():
         ("a[1-3,07],b", ["a1", "a2", "a3", "a07", "b"]),
         ("r[1-2]n[08-09]", ["r1n08", "r1n09", "r2n08", "r2n09"]),
         ("a[x-2]", []),
+        ("a[1-" + "9" * 5000 + "]", []),
     ],
 )
 def test_list_of_nodes_is_expanded(names, expanded):

@@ -12,11 +12,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 from effllm.records.allocation import Allocation
+from effllm.records.plain_text import one_line
 from effllm.records.rank import MAX_DEVICES
 
 JOB_GPUS, STEP_GPUS, GPUS_ON_NODE = "SLURM_JOB_GPUS", "SLURM_STEP_GPUS", "SLURM_GPUS_ON_NODE"
 KUBERNETES, VISIBLE = "KUBERNETES_SERVICE_HOST", "NVIDIA_VISIBLE_DEVICES"
 HIDDEN = "devices hidden from this job"
+#: Slurm sets these for an allocation of parts of GPUs (gres/shard and gres/mps), which other jobs may use too.
+SHARES = ("SLURM_SHARDS_ON_NODE", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")
+MAX_DIGITS = 10  # of a number in a variable
+MAX_NODE_LETTERS = 255
 _FIRST_RESERVED_STEP = 0xFFFFFFF0  # ids of the batch script and of a shell of salloc begin here
 _PCI_DRIVER, _DEV = Path("/sys/bus/pci/drivers/nvidia"), Path("/dev")
 
@@ -28,6 +33,7 @@ class HostGpu(NamedTuple):
     number: int | None  # N of /dev/nvidiaN
     is_sliced: bool  # whether MIG is enabled
     is_free: bool  # whether no process uses the GPU
+    position: int | None = None  # in NVML's list, which has the order of the PCI bus
 
 
 class Statement(NamedTuple):
@@ -37,6 +43,7 @@ class Statement(NamedTuple):
     num_gpus: int
     numbers: tuple[int, ...] = ()
     keys: tuple[str, ...] = ()
+    is_shared: bool = False  # whether only parts of these GPUs are allocated
 
 
 def read_statement(environ: Mapping[str, str]) -> Statement | None:
@@ -50,8 +57,7 @@ def read_statement(environ: Mapping[str, str]) -> Statement | None:
 
 def _num_nodes(environ: Mapping[str, str]) -> int:
     """Return the number of nodes in the allocation of a Slurm job; 0 if unknown."""
-    text = environ.get("SLURM_JOB_NUM_NODES", "").strip()
-    return int(text) if text.isdecimal() else 0
+    return _whole(environ.get("SLURM_JOB_NUM_NODES", "")) or 0
 
 
 def hidden_by_system(num_visible: int, driver: Path = _PCI_DRIVER, dev: Path = _DEV) -> Statement | None:
@@ -95,24 +101,25 @@ def allocation(
         free=tuple(gpu.key for gpu in found if gpu.is_free),
         why=why,
         nodes=_num_nodes(environ),
-        node=environ.get("SLURMD_NODENAME", "").strip()[:255],
+        node=one_line(environ.get("SLURMD_NODENAME", "")).strip()[:MAX_NODE_LETTERS],
     )
 
 
 def _of_slurm(environ: Mapping[str, str]) -> Statement | None:
+    is_shared = any(environ.get(name, "").strip() for name in SHARES)
     for name in (JOB_GPUS, STEP_GPUS):
         # A step on another node than that of the batch script has inherited the numbers of the batch script's node.
         if name == JOB_GPUS and _is_step(environ) and not _has_one_node(environ):
             continue
         if numbers := _numbers(environ.get(name, "")):
-            return Statement(name, len(numbers), numbers)
-    count = environ.get(GPUS_ON_NODE, "").strip()
-    return Statement(GPUS_ON_NODE, int(count)) if count.isdecimal() and int(count) else None
+            return Statement(name, len(numbers), numbers, is_shared=is_shared)
+    count = _whole(environ.get(GPUS_ON_NODE, ""))
+    return Statement(GPUS_ON_NODE, count, is_shared=is_shared) if count else None
 
 
 def _is_step(environ: Mapping[str, str]) -> bool:
-    step = environ.get("SLURM_STEP_ID", "").strip()
-    return step.isdecimal() and int(step) < _FIRST_RESERVED_STEP
+    step = _whole(environ.get("SLURM_STEP_ID", ""))
+    return step is not None and step < _FIRST_RESERVED_STEP
 
 
 def _has_one_node(environ: Mapping[str, str]) -> bool:
@@ -128,21 +135,30 @@ def _of_kubernetes(visible: str) -> Statement | None:
     return Statement(VISIBLE, len(numbers), numbers) if numbers else None
 
 
+def _whole(text: str) -> int | None:
+    """Return a whole number of at most `MAX_DIGITS` digits; ``None`` for any other text."""
+    text = text.strip()
+    return int(text) if text.isascii() and text.isdecimal() and len(text) <= MAX_DIGITS else None
+
+
 def _numbers(text: str) -> tuple[int, ...]:
-    """Return the numbers of a list such as ``0-3,5``; empty for any other text."""
-    found: set[int] = set()
+    """Return the numbers of a list such as ``0-3,5``; empty for any other text, also for a repeated number."""
+    found: list[int] = []
     for part in text.strip().split(","):
         first, dash, last = part.strip().partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()):
+        start, end = _whole(first), _whole(last if dash else first)
+        if start is None or end is None or len(found) > MAX_DEVICES:
             return ()
-        found.update(range(int(first), min(int(last or first), int(first) + MAX_DEVICES) + 1))
-    return tuple(sorted(found)) if len(found) <= MAX_DEVICES else ()
+        found.extend(range(start, min(end, start + MAX_DEVICES) + 1))
+    return tuple(sorted(found)) if len(set(found)) == len(found) <= MAX_DEVICES else ()
 
 
 def _identify(statement: Statement, gpus: Sequence[HostGpu]) -> tuple[list[HostGpu], str]:
     """Return the allocated GPUs, or the reason why they cannot be identified."""
     if any(gpu.is_sliced for gpu in gpus) or any(key.startswith("MIG-") for key in statement.keys):
         return [], "MIG is enabled, and the processes of slices are not read"
+    if statement.is_shared:
+        return [], "parts of GPUs are allocated, and other jobs may use the other parts"
     if statement.keys:
         found = [gpu for gpu in gpus if gpu.key in statement.keys]
         return (found, "") if len(found) == statement.num_gpus else ([], _lists(len(found), statement.num_gpus))
@@ -150,9 +166,13 @@ def _identify(statement: Statement, gpus: Sequence[HostGpu]) -> tuple[list[HostG
         return list(gpus), ""
     if len(gpus) < statement.num_gpus:
         return [], _lists(len(gpus), statement.num_gpus)
+    # Slurm's numbers are positions in its list of GPUs, which has the order of the PCI bus or of gres.conf, and in old
+    # versions the numbers of the device files (src/plugins/gres/common/gres_common.c).  So both must select the same.
     found = [gpu for gpu in gpus if gpu.number in statement.numbers]
     if len(found) == statement.num_gpus:
-        return found, ""
+        if found == [gpu for gpu in gpus if gpu.position in statement.numbers]:
+            return found, ""
+        return [], "the numbers of the device files differ from the order of the PCI bus"
     return [], f"it is not known which {statement.num_gpus} of {len(gpus)} GPUs are allocated"
 
 

@@ -23,24 +23,32 @@ def visible_gpus() -> list[HostGpu]:
     """
     pynvml.nvmlInit()
     try:
-        handles = []
+        handles = {}
         for index in range(pynvml.nvmlDeviceGetCount()):
             with suppress(pynvml.NVMLError):
-                handles.append(pynvml.nvmlDeviceGetHandleByIndex(index))
-        return [_describe(handle) for handle in handles]
+                handles[index] = pynvml.nvmlDeviceGetHandleByIndex(index)
+        return [_describe(index, handle) for index, handle in handles.items()]
     finally:
         with suppress(pynvml.NVMLError):
             pynvml.nvmlShutdown()
 
 
-def _describe(handle: Any) -> HostGpu:
+def _describe(index: int, handle: Any) -> HostGpu:
     number = None
     with suppress(pynvml.NVMLError):
         number = int(pynvml.nvmlDeviceGetMinorNumber(handle))
-    is_sliced = False
-    with suppress(pynvml.NVMLError):
-        is_sliced = bool(pynvml.nvmlDeviceGetMigMode(handle)[0])
-    return HostGpu(text_of(pynvml.nvmlDeviceGetUUID(handle)), number, is_sliced, _is_free(handle))
+    key = text_of(pynvml.nvmlDeviceGetUUID(handle))
+    return HostGpu(key, number, _is_sliced(handle), _is_free(handle), index)
+
+
+def _is_sliced(handle: Any) -> bool:
+    """Whether MIG is enabled; if the answer is an error, slices are possible."""
+    try:
+        return bool(pynvml.nvmlDeviceGetMigMode(handle)[0])
+    except (pynvml.NVMLError_NotSupported, pynvml.NVMLError_FunctionNotFound):  # a GPU or a driver without MIG
+        return False
+    except pynvml.NVMLError:
+        return True
 
 
 def _is_free(handle: Any) -> bool:
