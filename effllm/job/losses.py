@@ -158,7 +158,8 @@ def _of_clocks(summary: Summary, found: Waterfall) -> Iterator[_Made]:
     used_s = found.device_seconds - seconds_of(found, "unused")
     devices = used_s / rank_seconds if rank_seconds else 1.0  # of a rank
     for cause, clock in summary.slow_clocks.items():
-        yield cause, devices * clock.rank_seconds, clock.why, f"summary.json: slow_clocks.{cause}"
+        factor = max(clock.max_rank_seconds / clock.rank_seconds, 1.0) if clock.rank_seconds > 0 else 1.0
+        yield cause, devices * clock.rank_seconds, clock.why, f"summary.json: slow_clocks.{cause}", factor
 
 
 def _of_stragglers(summary: Summary, found: Waterfall) -> Iterator[_Made]:

@@ -1,7 +1,9 @@
 """The time that low SM clocks cost, for GPUs with a reason: heat or hardware, or a lowered power limit. No I/O.
 
 All ranks of synchronous training wait for the slowest rank.  So the slowest GPU with a reason sets the loss of a
-window: at most, its own time is inversely proportional to its clock, and all ranks would save the difference.
+window: its time with kernels is inversely proportional to its clock, and all ranks would save the difference.  Time
+without kernels does not depend on the clock.  Where no iteration is profiled, and for the upper bound, all of the own
+time counts.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from msgspec import Struct
 
 from effllm.job.health.diagnosis import REASONS, mean_of
 from effllm.records.job import ClockLoss
-from effllm.records.rank import CLOCK_RATIO, Device, DeviceWindow, RankReport
+from effllm.records.rank import CLOCK_RATIO, Device, DeviceWindow, Profile, RankReport
 
 THROTTLED, POWER_LIMIT = "throttled", "power_limit"
 #: A reason counts if it holds for at least this share of the time.
@@ -71,14 +73,21 @@ class SlowClocks(Struct):
             reference = min(reference, one.clock * (one.device.power_limit_default_w or 0.0) / _limit_w(one))
         row = one.row
         own_s = row.own_step_s if row.own_steps == row.iterations else row.busy_s
-        seconds = ranks * own_s * max(1.0 - one.clock / reference, 0.0)
+        most = ranks * own_s * max(1.0 - one.clock / reference, 0.0)
+        seconds = _computing(row.profile) * most
         if seconds <= 0:
             return
         known = self.by_cause.get(cause)
-        added = ClockLoss(seconds, row.rank, seconds, _text(cause, one))
+        added = ClockLoss(seconds, row.rank, seconds, _text(cause, one), most)
         if known is not None:
             worst = added if seconds > known.worst_rank_seconds else known
-            added = ClockLoss(known.rank_seconds + seconds, worst.rank, worst.worst_rank_seconds, worst.why)
+            added = ClockLoss(
+                known.rank_seconds + seconds,
+                worst.rank,
+                worst.worst_rank_seconds,
+                worst.why,
+                known.max_rank_seconds + most,
+            )
         self.by_cause[cause] = added
 
 
@@ -111,6 +120,13 @@ def _others(rows: Sequence[RankReport], devices: Mapping[str, Device], named: se
                 continue
             if (clock := _clock(window, device)) is not None:
                 yield clock
+
+
+def _computing(profile: Profile | None) -> float:
+    """Return the share of own time with kernels in profiled iterations; 1, an upper bound, without a profile."""
+    if profile is None or profile.time_s <= profile.exposed_s:
+        return 1.0
+    return min(profile.computing_s / (profile.time_s - profile.exposed_s), 1.0)
 
 
 def _limit_w(one: _SlowGpu) -> float:

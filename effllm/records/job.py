@@ -197,12 +197,13 @@ class StragglerVerdict(Struct, frozen=True):
 
 
 class ClockLoss(Struct, frozen=True):
-    """The time that ranks would save at most if the slowest GPU with one reason had the clock of the other GPUs."""
+    """The time that ranks would save if the slowest GPU with one reason had the clock of the other GPUs."""
 
-    rank_seconds: float
+    rank_seconds: float  # only time with kernels, where iterations are profiled
     rank: int  # rank of the slowest GPU in the worst window
     worst_rank_seconds: float  # loss in the worst window
     why: str
+    max_rank_seconds: float = 0.0  # upper bound: all own time in inverse proportion to the clock
 
 
 class Coverage(Struct, frozen=True):

@@ -4,7 +4,7 @@ import pytest
 from builders import device_window, gpu, row
 
 from effllm.job.slow_clocks import SlowClocks
-from effllm.records.rank import CLOCK_RATIO, Gauge
+from effllm.records.rank import CLOCK_RATIO, Gauge, Profile
 
 MAX_HZ, REFERENCE_HZ = 2.0e9, 1.8e9
 
@@ -22,11 +22,11 @@ def window(rank, clock=1.0, limit_w=700.0, **reasons):
     return device_window(f"GPU-{rank}", gauges=gauges, throttled_s=seconds, throttle_covered_s=10.0)
 
 
-def losses(*windows, default_w=700.0):
+def losses(*windows, default_w=700.0, **fields):
     """Return the rank-seconds by cause of one window, in which each rank has this window and an own time of 8 s."""
     known = {"sm_clock_max_hz": MAX_HZ, "sm_clock_reference_hz": REFERENCE_HZ, "power_limit_default_w": default_w}
     devices = {f"GPU-{rank}": gpu(f"GPU-{rank}", **known) for rank in range(len(windows))}
-    rows = [row(rank, devices=(one,), own_steps=10, own_step_s=8.0) for rank, one in enumerate(windows)]
+    rows = [row(rank, devices=(one,), own_steps=10, own_step_s=8.0, **fields) for rank, one in enumerate(windows)]
     clocks = SlowClocks()
     clocks.close(rows, devices)
     return {cause: one.rank_seconds for cause, one in clocks.by_cause.items()}
@@ -44,6 +44,14 @@ def test_clock_is_compared_with_the_gpus_without_a_reason():
     found = losses(window(0, 0.6, hw_slowdown=0.5), window(1, 0.8))
 
     assert found == {"throttled": pytest.approx(2 * 2.0)}
+
+
+def test_time_without_kernels_is_no_loss_by_a_low_clock():
+    # 4 of 8 s of own time have kernels; the other 2 s of a profiled iteration of 10 s are exposed communication.
+    profile = Profile(iterations=1, time_s=10.0, exposed_s=2.0, computing_s=4.0)
+    found = losses(window(0, 0.75, sw_thermal=0.9), window(1), profile=profile)
+
+    assert found == {"throttled": pytest.approx(2 * 4.0 * 0.25)}
 
 
 def test_clock_at_a_lowered_limit_rises_at_most_in_proportion_to_the_limit():
@@ -77,7 +85,7 @@ def test_losses_of_windows_add_up_and_the_worst_window_gives_the_text():
         clocks.close([row(0, number, devices=(window(0, clock, sw_thermal=0.5),))], devices)
 
     found = clocks.by_cause["throttled"]
-    assert found.rank_seconds == pytest.approx(9 * 0.25 + 9 * 0.5)  # steps of 9 s
+    assert found.rank_seconds == found.max_rank_seconds == pytest.approx(9 * 0.25 + 9 * 0.5)  # steps of 9 s
     assert found.why == "rank 0: thermal slowdown; SM clock 1.00 GHz, maximum 2.00"
 
 

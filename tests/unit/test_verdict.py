@@ -118,6 +118,15 @@ def test_low_clock_with_a_reason_is_a_loss(expected):
     assert found.text.startswith(f"{expected.replace('_', ' ')}: 6.0 % of GPU time")
 
 
+def test_gain_of_a_clock_includes_time_without_kernels():
+    clocks = {"throttled": ClockLoss(60.0, 3, 60.0, "rank 3", 100.0)}
+
+    found = verdict_of(job(slow_clocks=clocks))
+
+    assert found.text.startswith("throttled: 6.0 % of GPU time")
+    assert found.bound == pytest.approx(100 / 900)
+
+
 def test_low_clock_without_a_reason_is_no_loss():
     assert cause(job(clock_below_maximum=100.0)) == HEALTHY
 
