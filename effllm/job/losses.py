@@ -64,6 +64,9 @@ STEP_PARTS = (
     "useful",
 )  # fmt: skip
 
+#: Classes of goodput that are the time of iterations.
+ITERATION_CLASSES = ("kept", "redone", "data", "straggling")
+
 
 class Loss(NamedTuple):
     """Avoidable device time with one cause."""
@@ -121,11 +124,11 @@ def _part(name: str) -> str:
 
 
 def _of_parts(summary: Summary, found: Waterfall) -> Iterator[_Made]:
-    iteration = _metric(summary, "seconds_per_iteration")
     waits = "the ranks wait for data between steps"
-    if iteration is not None and summary.goodput is not None and summary.iterations:
-        # The mean over ranks, as the loss; the metric data_wait_ratio is of the slowest rank alone.
-        wait = summary.goodput.seconds.get("data", 0.0) / summary.iterations
+    if summary.goodput is not None and summary.iterations:
+        # Means over ranks and all iterations, as the loss: the metrics are of the slowest rank, without the warm-up.
+        each = {name: one / summary.iterations for name, one in summary.goodput.seconds.items()}
+        wait, iteration = each.get("data", 0.0), sum(each.get(name, 0.0) for name in ITERATION_CLASSES)
         waits = f"data wait {1e3 * wait:.3g} ms of {1e3 * iteration:.3g} ms per iteration, mean over ranks"
     texts = {
         "data_loading": waits,

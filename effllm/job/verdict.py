@@ -49,7 +49,8 @@ def verdict_of(summary: Summary, framework: str = "", prevalence: Prevalence | N
         reported = [one for one in every if one.cause == "hang"] or reported
     unit = "GPU" if summary.coverage.gpus_expected else "rank"
     seen = prevalence or Prevalence()
-    evidence = tuple(_evidence(one, unit, seen) for one in every[:MAX_EVIDENCE] if one.share >= MIN_EVIDENCE_SHARE)
+    shown = [one for one in every[:MAX_EVIDENCE] if one.share >= MIN_EVIDENCE_SHARE]
+    evidence = tuple(_evidence(one, summary, unit, seen) for one in shown)
     unreported = seconds_of(found, "unreported") / found.device_seconds
     if reported and reported[0].share >= unreported:
         return _accuse(reported[0], summary, remedy(reported[0].cause, framework).text, unit, evidence, seen)
@@ -64,7 +65,11 @@ def verdict_of(summary: Summary, framework: str = "", prevalence: Prevalence | N
     if not is_profiled(summary):
         steps = seconds_of(found, *STEP_PARTS) / found.device_seconds
         text = f"{100 * steps:.1f} % of {unit} time is in steps that are not split"
-        return _unknown(text, "no loss outside the steps is above its threshold", PROFILE, evidence)
+        why = "no loss outside the steps is above its threshold"
+        # No loss is reported, so the threshold of such a loss is for longer jobs.
+        if short := [one for one in every if one.share >= THRESHOLDS[one.cause].share]:
+            why = f"{_name(short[0].cause)} {100 * short[0].share:.1f} % (short job); no loss is above its threshold"
+        return _unknown(text, why, PROFILE, evidence)
     return Verdict(
         cause=HEALTHY,
         text=f"{HEALTHY}: no loss is above its threshold",
@@ -121,9 +126,12 @@ def _windows_text(windows: LossWindows | None, total: int) -> str:
     return f"{text}, most at iteration {windows.worst_iteration:,}" if is_rare else text
 
 
-def _evidence(loss: Loss, unit: str, seen: Prevalence) -> Evidence:
-    limit = 100 * THRESHOLDS[loss.cause].share
-    claim = f"{_name(loss.cause)} {100 * loss.share:.1f} % of {unit} time (threshold {limit:g} %): {loss.why}"
+def _evidence(loss: Loss, summary: Summary, unit: str, seen: Prevalence) -> Evidence:
+    limit = THRESHOLDS[loss.cause]
+    text = f"threshold {100 * limit.share:g} %"
+    if summary.elapsed_s < limit.min_elapsed_s:
+        text += f" in jobs of {limit.min_elapsed_s / 60:g} min or more"
+    claim = f"{_name(loss.cause)} {100 * loss.share:.1f} % of {unit} time ({text}): {loss.why}"
     return Evidence(claim, loss.source, loss.share, seen.by_cause.get(loss.cause))
 
 

@@ -69,14 +69,26 @@ def test_primary_cause_is_the_largest_loss_above_its_threshold():
 
 
 def test_why_of_data_loading_is_the_mean_wait_per_iteration():
-    """4 s of data wait, as a mean over ranks, in 100 iterations of 0.4 s; the slowest rank waits less."""
-    goodput = GoodputSummary(40.0, None, {"data": 4.0}, {}, {}, 0, ())
+    """4 s of data wait, as a mean over ranks, in 100 iterations of 0.4 s; without the warm-up they take 0.02 s."""
+    seconds = {"kept": 30.0, "redone": 5.0, "data": 4.0, "straggling": 1.0, "checkpoint": 10.0}
+    goodput = GoodputSummary(50.0, None, seconds, {}, {}, 0, ())
 
     found = verdict_of(
-        job(data=100.0, goodput=goodput, metrics={"data_wait_ratio": 0.01, "seconds_per_iteration": 0.4})
+        job(data=100.0, goodput=goodput, metrics={"data_wait_ratio": 0.01, "seconds_per_iteration": 0.02})
     )
 
     assert found.why == "data wait 40 ms of 400 ms per iteration, mean over ranks"
+
+
+def test_a_long_start_of_a_short_job_is_named_with_the_length_of_its_threshold():
+    summary = job(profile=None, startup=600.0, elapsed_s=900.0, iterations=100)
+
+    found = verdict_of(summary)
+
+    assert found.cause == NO_VERDICT
+    assert found.why == "startup 60.0 % (short job); no loss is above its threshold"
+    assert "(threshold 10 % in jobs of 30 min or more)" in found.evidence[0].claim
+    assert verdict_of(replace(summary, elapsed_s=1800.0)).cause == "startup"
 
 
 @pytest.mark.parametrize(
