@@ -80,13 +80,27 @@ def _typed(names: Mapping[str, str]) -> str:
     return ", ".join(f"{quoted(name)} {kind}" for name, kind in names.items())
 
 
-def read_json(fields: Mapping[str, str]) -> str:
-    """Return a call of ``read_json`` for JSON Lines; ``$1`` is a file or a list of files.
+def text(value: object) -> str:
+    """Return a text for SQL.
+
+    >>> text("Alice's runs")
+    "'Alice''s runs'"
+    """
+    return "'" + str(value).replace("'", "''") + "'"
+
+
+def file_to_read(path: object) -> str:
+    """Return the path of a file as a text for SQL; DuckDB finds no glob in it."""
+    return text("".join(f"[{letter}]" if letter in "[*?" else letter for letter in str(path)))
+
+
+def read_json(file: str, fields: Mapping[str, str]) -> str:
+    """Return a call of ``read_json`` for JSON Lines in a file, which is an SQL expression.
 
     An incomplete line is a row of nulls, and a value of a wrong type is null.
     """
     types = ", ".join(f"'{name}': '{kind}'" for name, kind in fields.items())
     return (
-        f"read_json($1, format='newline_delimited', ignore_errors=true, hive_partitioning=false, filename=true, "
+        f"read_json({file}, format='newline_delimited', ignore_errors=true, hive_partitioning=false, filename=true, "
         f"columns={{{types}}})"
     )

@@ -6,14 +6,14 @@ import atexit
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
-from effllm.analysis.column import TEXT, Column, LinesTable, declaration, quoted, read_json
+from effllm.analysis.column import TEXT, WHOLE, Column, LinesTable, declaration, file_to_read, quoted, read_json
 from effllm.analysis.line_rows import LineFile, insert_lines
 from effllm.analysis.line_tables import LINE_TABLES
 from effllm.analysis.run_cache import RunCache
@@ -30,6 +30,7 @@ SETTINGS = {
 MAX_LINE_BYTES = 15 * 2**20  # DuckDB's own limit of a line is 16 MiB
 
 Tags = Mapping[str, str] | Iterable[str]
+Progress = Callable[[int, int], None]  # number of run folders that were read, and of all that must be read
 
 
 class Skipped(NamedTuple):
@@ -84,19 +85,33 @@ class Database:
     Args:
         found: the run folders.
         tags: only runs with all these tags are read: values by name, or words and ``name=value``.
+        columns: only these columns of the table `runs`, and its keys and tags, are read; "" is all columns.
+        progress: called with the number of run folders that were read, and of all that must be read.
     """
 
-    def __init__(self, found: Sequence[FoundRun], tags: Tags = ()) -> None:
+    def __init__(
+        self,
+        found: Sequence[FoundRun],
+        tags: Tags = (),
+        columns: Sequence[str] = (),
+        progress: Progress = lambda *_: None,
+    ) -> None:
         self.connection = connect()
         self.skipped: list[Skipped] = []
         self._unread = set(LINE_TABLES)
-        for name in TABLES:
+        kept = {"folder", "run_id", "tags", *columns}
+        self._columns = [one for one in run_columns() if one.name in kept or not columns]
+        self.connection.execute(f"CREATE TABLE runs ({declaration(self._columns)})")
+        for name in LINE_TABLES:
             self.connection.execute(f"CREATE TABLE {name} ({declaration(columns_of(name))})")
-        self._insert_runs(found)
+        self._insert_runs(found, progress)
         self._select(tags)
-        self.folders = [
-            Path(folder) for (folder,) in self.connection.execute("SELECT folder FROM runs ORDER BY rowid").fetchall()
-        ]
+
+    @cached_property
+    def folders(self) -> list[Path]:
+        """The run folders."""
+        rows = self.connection.execute("SELECT folder FROM runs ORDER BY rowid").fetchall()
+        return [Path(folder) for (folder,) in rows]
 
     def table(self, name: str) -> Any:
         """Return a table as a relation of DuckDB."""
@@ -120,30 +135,43 @@ class Database:
             self._insert_lines(LINE_TABLES[name])
             self._unread.remove(name)
 
-    def _insert_runs(self, found: Sequence[FoundRun]) -> None:
-        execute = self.connection.execute
-        execute(
-            "CREATE TEMP TABLE wanted AS SELECT unnest($1::VARCHAR[]) AS folder, unnest($2::VARCHAR[]) AS state, "
-            "generate_subscripts($1::VARCHAR[], 1) AS position",
-            [[str(run.folder) for run in found], [run.state for run in found]],
+    def _insert_runs(self, found: Sequence[FoundRun], progress: Progress) -> None:
+        self._insert_json(
+            "wanted",
+            {"folder": TEXT, "state": TEXT, "position": WHOLE},
+            (
+                msgspec.json.encode({"folder": str(run.folder), "state": run.state, "position": position}) + b"\n"
+                for position, run in enumerate(found)
+            ),
         )
         cache = RunCache(self.connection, found)
-        known = cache.read()
+        known = cache.read(self._columns)
         types = {"state": TEXT, **{one.name: one.type for one in run_columns()}}
-        names = ", ".join(map(quoted, types))
-        # A file, because DuckDB reads a file eight times as fast as a parameter.
-        with tempfile.NamedTemporaryFile(dir=spill_folder(), suffix=".jsonl") as file:
-            for run in found:
-                if str(run.folder) not in known and (line := self._line(run)):
-                    file.write(line)
-            file.flush()
-            execute(f"CREATE TEMP TABLE fresh AS SELECT {names} FROM {read_json(types)}", [file.name])
-        execute(
-            "INSERT INTO runs SELECT * EXCLUDE (state, position) FROM (FROM cached UNION ALL FROM fresh) "
+        self._insert_json("fresh", types, self._lines([run for run in found if str(run.folder) not in known], progress))
+        names = ", ".join(quoted(one.name) for one in self._columns)
+        self.connection.execute(
+            f"INSERT INTO runs SELECT {names} FROM (SELECT {names} FROM cached UNION ALL SELECT {names} FROM fresh) "
             "JOIN (SELECT folder, position FROM wanted) USING (folder) ORDER BY position"
         )
         cache.write()
-        execute("DROP TABLE cached; DROP TABLE fresh; DROP TABLE wanted")
+        self.connection.execute("DROP TABLE cached; DROP TABLE fresh; DROP TABLE wanted")
+
+    def _insert_json(self, table: str, types: Mapping[str, str], lines: Iterable[bytes]) -> None:
+        """Make a temporary table of lines of JSON."""
+        # A file, because DuckDB reads a file eight times as fast as a parameter.
+        with tempfile.NamedTemporaryFile(dir=spill_folder(), suffix=".jsonl") as file:
+            file.writelines(lines)
+            file.flush()
+            names = ", ".join(map(quoted, types))
+            # DuckDB imports pandas for the first parameter of a query, so the path is a text.
+            rows = read_json(file_to_read(file.name), types)
+            self.connection.execute(f"CREATE TEMP TABLE {table} AS SELECT {names} FROM {rows}")
+
+    def _lines(self, found: Sequence[FoundRun], progress: Progress) -> Iterator[bytes]:
+        for number, run in enumerate(found):
+            progress(number, len(found))
+            yield self._line(run)
+        progress(len(found), len(found))
 
     def _line(self, run: FoundRun) -> bytes:
         """Return the row of a run as a line; empty if no file can be read."""

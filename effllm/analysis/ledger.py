@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from effllm.analysis.load import load
-from effllm.analysis.run_folders import UnreadableRun
+from effllm.analysis.column import quoted
+from effllm.analysis.database import Database, Progress
+from effllm.analysis.run_folders import UnreadableRun, find_runs
 from effllm.analysis.sides import CONFIGURATION, STALE_AFTER_S
 from effllm.records.plain_text import one_line
 from effllm.records.verdict import HEALTHY, NO_VERDICT
@@ -23,7 +24,6 @@ from effllm.records.verdict import HEALTHY, NO_VERDICT
 #: Classes of goodput that are work; all other time is wasted.
 PRODUCTIVE = ("kept", "generation")
 NOTHING = "-"  # name of the group of runs without a key
-MAX_LINE_BYTES = 1 << 20
 
 
 class LedgerRun(NamedTuple):
@@ -31,7 +31,7 @@ class LedgerRun(NamedTuple):
 
     run_id: str
     folder: str
-    keys: Mapping[str, tuple[str, ...]]  # name of a key in `KEYS` -> groups of the run
+    groups: tuple[str, ...]  # by the key of the totals
     status: str
     started_time_s: float | None
     gpu_hours: float  # 0 without GPUs
@@ -75,7 +75,9 @@ class Totals(NamedTuple):
     skipped: list[str]
 
 
-def totals(path: Path, by: str, since_s: float | None = None, wasted: bool = False) -> Totals:
+def totals(
+    path: Path, by: str, since_s: float | None = None, wasted: bool = False, progress: Progress = lambda *_: None
+) -> Totals:
     """Return the totals of the runs at a path by a key.
 
     A run on several hosts belongs to the group of each host, in equal parts.
@@ -85,16 +87,17 @@ def totals(path: Path, by: str, since_s: float | None = None, wasted: bool = Fal
         by: a name in `KEYS`.
         since_s: unix time; only later starts are counted.
         wasted: order the groups by wasted GPU-hours instead of all GPU-hours.
+        progress: called with the number of run folders that were read, and of all that are not in the cache.
 
     Raises:
         UnreadableRun: the path has neither run folders nor lines of runs.
         ImportError: DuckDB is not installed.
     """
-    runs, skipped = read_runs(path)
+    runs, skipped = read_runs(path, by, progress)
     chosen = [run for run in runs if since_s is None or (run.started_time_s or 0.0) >= since_s]
     groups: dict[str, list[tuple[LedgerRun, float]]] = {}
     for run in chosen:
-        names = run.keys[by] or (NOTHING,)
+        names = run.groups or (NOTHING,)
         for name in names:
             groups.setdefault(name, []).append((run, 1.0 / len(names)))
     rows = [_row(name, members) for name, members in groups.items()]
@@ -145,26 +148,31 @@ def _sum(parts: Iterable[tuple[float | None, float]]) -> float | None:
 # --- reading ---
 
 
-def read_runs(path: Path) -> tuple[list[LedgerRun], list[str]]:
+def read_runs(path: Path, by: str, progress: Progress = lambda *_: None) -> tuple[list[LedgerRun], list[str]]:
     """Return the runs of run folders and of ledger files, each once, and a line for each file that was not read.
+
+    Args:
+        path: a folder of runs, or a folder with ledger files.
+        by: a name in `KEYS`.
+        progress: as for `totals`.
 
     Raises:
         UnreadableRun: the path has neither.
     """
     skipped: list[str] = []
-    lines = {run.run_id: run for run in _of_lines(path, skipped)}
+    lines = _of_lines(path, by, skipped)
     try:
-        loaded = load(path)
+        found = find_runs(path)
     except UnreadableRun:
         if not lines:
             raise
-        return list(lines.values()), skipped
-    skipped += [f"{one.path}: {one.reason}" for one in loaded.skipped]
-    relation = loaded.runs.select(", ".join(f'"{name}"' for name in _COLUMNS))
-    folders = [_of_row(dict(zip(_COLUMNS, row, strict=True))) for row in relation.fetchall()]
-    for run in folders:
-        lines.pop(run.run_id, None)
-    return [*folders, *lines.values()], skipped
+        return lines, skipped
+    database = Database(found, columns=_COLUMNS, progress=progress)
+    skipped += [f"{one.path}: {one.reason}" for one in database.skipped]
+    rows = database.connection.execute(f"SELECT {', '.join(_VALUES.values())} FROM runs ORDER BY rowid").fetchall()
+    folders = [_of_row(dict(zip(_VALUES, row, strict=True)), by) for row in rows]
+    known = {(run.run_id, run.started_time_s) for run in folders}
+    return [*folders, *(run for run in lines if (run.run_id, run.started_time_s) not in known)], skipped
 
 
 _COLUMNS = (
@@ -173,30 +181,37 @@ _COLUMNS = (
     "energy_total_joules", "energy_measured_joules", "metric_errors", "energy_gain_error", "energy_gpu_cost",
     "energy_electricity_cost", "energy_co2_kg", "verdict_cause", "stragglers",
 )  # fmt: skip
+#: Maps are slow in Python, so SQL returns the used values of a map.
+_VALUES = {name: quoted(name) for name in _COLUMNS} | {
+    "tags": f"tags['{CONFIGURATION}']",
+    "goodput_seconds": "CASE WHEN cardinality(goodput_seconds) > 0 THEN "
+    + " + ".join(f"coalesce(goodput_seconds['{name}'], 0)" for name in PRODUCTIVE)
+    + " END",
+    "metric_errors": "metric_errors['energy_total_joules']",
+}
 
 
-def _of_row(row: Mapping[str, Any]) -> LedgerRun:
+def _of_row(row: Mapping[str, Any], by: str) -> LedgerRun:
     hours, joules = (row["device_seconds"] or 0.0) / 3600.0, row["energy_total_joules"]
     measured = row["energy_measured_joules"] if joules is None else joules
-    goodput, elapsed_s = row["goodput_seconds"] or {}, row["elapsed_s"]
-    kept = sum(goodput.get(name, 0.0) for name in PRODUCTIVE)
+    kept_s, elapsed_s = row["goodput_seconds"], row["elapsed_s"]
     return LedgerRun(
         run_id=row["run_id"],
         folder=row["folder"],
-        keys=_keys({**row, "outcome": _outcome(row)}),
+        groups=_groups({**row, "config": row["tags"], "outcome": _outcome(row)}, by),
         status=_outcome(row),
         started_time_s=row["started_time_s"],
         gpu_hours=hours if row["gpus_expected"] else 0.0,
         device_hours=hours,
-        goodput_ratio=kept / elapsed_s if goodput and elapsed_s else None,
+        goodput_ratio=kept_s / elapsed_s if kept_s is not None and elapsed_s else None,
         joules=measured,
         is_complete=joules is not None,
-        error_joules=(row["metric_errors"] or {}).get("energy_total_joules") or 0.0,
+        error_joules=row["metric_errors"] or 0.0,
         gain_joules=(row["energy_gain_error"] or 0.0) * (measured or 0.0),
         gpu_cost=row["energy_gpu_cost"],
         electricity_cost=row["energy_electricity_cost"],
         co2_kg=row["energy_co2_kg"],
-        cause=row["verdict_cause"],
+        cause=_cause(row["verdict_cause"]),
         slow_hosts=tuple(_slow_hosts(row["stragglers"])),
     )
 
@@ -208,10 +223,14 @@ def _outcome(row: Mapping[str, Any]) -> str:
     return "killed" if status == "running" and is_old else str(status)
 
 
+def _cause(text: str | None) -> str | None:
+    return None if text is None else one_line(text)
+
+
 def _slow_hosts(stragglers: str | None) -> Iterator[str]:
-    for one in msgspec.json.decode(stragglers) if stragglers else ():
+    for one in msgspec.json.decode(stragglers) if stragglers not in (None, "[]") else ():
         if isinstance(one, dict) and isinstance(host := one.get("host"), str):
-            yield host
+            yield one_line(host)
 
 
 class _LedgerLine(msgspec.Struct):
@@ -240,9 +259,10 @@ class _LedgerLine(msgspec.Struct):
     co2_kg: float | None = None
 
 
-def _of_lines(folder: Path, skipped: list[str]) -> Iterator[LedgerRun]:
-    """Yield the runs in the ledger files of a folder; a later attempt of a run replaces an earlier one."""
+def _of_lines(folder: Path, by: str, skipped: list[str]) -> list[LedgerRun]:
+    """Return the runs in the ledger files of a folder; a later attempt of a run replaces an earlier one."""
     decoder = msgspec.json.Decoder(_LedgerLine)
+    found: dict[tuple[Path, str, str], LedgerRun] = {}
     for path in sorted(folder.glob("*.jsonl")) if folder.is_dir() else ():
         invalid = 0
         try:
@@ -252,25 +272,29 @@ def _of_lines(folder: Path, skipped: list[str]) -> Iterator[LedgerRun]:
             continue
         for line in lines:
             try:
-                yield _of_line(decoder.decode(line))
+                run = _of_line(decoder.decode(line), by)
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
                 invalid += 1
+            else:
+                # Runs of two users, or in two folders, can have the same run_id.
+                found[path, run.run_id, run.folder] = run
         if invalid:
-            skipped.append(f"{path}: {invalid:,} lines are not lines of a ledger")
+            skipped.append(f"{path}: {invalid:,} incomplete or invalid line{'s' * (invalid > 1)}")
+    return list(found.values())
 
 
-def _of_line(line: _LedgerLine) -> LedgerRun:
+def _of_line(line: _LedgerLine, by: str) -> LedgerRun:
     tags = dict(tag.partition("=")[::2] for tag in line.tags)
     joules = line.measured_joules if line.total_joules is None else line.total_joules
     row = {
-        "project": tags.get("project") or line.account, "user": line.user, "tags": tags, "hosts": line.hosts,
-        "gpu_models": line.gpu_models, "model": line.model, "world_size": line.ranks,
+        "project": tags.get("project") or line.account, "user": line.user, "config": tags.get(CONFIGURATION),
+        "hosts": line.hosts, "gpu_models": line.gpu_models, "model": line.model, "world_size": line.ranks,
         "started_time_s": line.started_time_s, "outcome": line.status,
     }  # fmt: skip
     return LedgerRun(
         run_id=line.run_id,
         folder=line.folder or "",
-        keys=_keys(row),
+        groups=_groups(row, by),
         status=line.status,
         started_time_s=line.started_time_s,
         gpu_hours=line.gpu_hours or 0.0,
@@ -283,20 +307,20 @@ def _of_line(line: _LedgerLine) -> LedgerRun:
         gpu_cost=line.gpu_cost,
         electricity_cost=line.electricity_cost,
         co2_kg=line.co2_kg,
-        cause=line.cause,
+        cause=_cause(line.cause),
     )
 
 
 # --- keys ---
 
 
-def _keys(row: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
-    return {name: tuple(one_line(text) for text in key(row) if text) for name, key in KEYS.items()}
+def _groups(row: Mapping[str, Any], by: str) -> tuple[str, ...]:
+    return tuple(one_line(text) for text in KEYS[by](row) if text)
 
 
 def _configuration(row: Mapping[str, Any]) -> str:
     """Return the tag ``config``, or else the model and the devices."""
-    if tag := (row["tags"] or {}).get(CONFIGURATION):
+    if tag := row["config"]:
         return str(tag)
     devices = f"{row['world_size'] or '?'} x {', '.join(row['gpu_models'] or ()) or 'no GPU'}"
     return f"{row['model']}, {devices}" if row["model"] else devices

@@ -83,7 +83,7 @@ def _insert(
     # a join changes the order of the lines.
     index = key if counts else "0"
     values = ", ".join(f"{value(one)} AS {quoted(one.name)}" for one in table.columns)
-    read = read_json({**table.fields(), key: WHOLE})
+    read = read_json("$1", {**table.fields(), key: WHOLE})
     connection.execute(
         f"CREATE OR REPLACE TEMP TABLE lines AS SELECT file, {values} FROM (SELECT *, {index} AS file, "
         f"($2::VARCHAR[])[{index} + 1] AS folder, ($3::VARCHAR[])[{index} + 1] AS run_id FROM {read})",

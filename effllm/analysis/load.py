@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from effllm.analysis.database import Database, Skipped, Tags, database_errors
+from effllm.analysis.database import Database, Progress, Skipped, Tags, database_errors
 from effllm.analysis.run_folders import FoundRun, Paths, UnreadableRun, find_runs
 from effllm.analysis.run_row import Document, Unreadable, read_document
 from effllm.records.identity import Identity
@@ -18,7 +18,7 @@ from effllm.records.job import Summary
 __all__ = ["Run", "Runs", "UnreadableRun", "load", "load_errors"]
 
 
-def load(path: Paths, *, tags: Tags = ()) -> Runs:
+def load(path: Paths, *, tags: Tags = (), progress: Progress = lambda *_: None) -> Runs:
     """Read runs as tables: one run as a `Run`, or several runs as `Runs`.
 
     The tables are read at their first use and do not change afterwards: call this function again for a run that
@@ -28,6 +28,8 @@ def load(path: Paths, *, tags: Tags = ()) -> Runs:
     Args:
         path: a run folder, a folder of runs, a glob of these, or a list of these.
         tags: only runs with all these tags: values by name, or a list of words and ``name=value``.
+        progress: a function that is called with the number of run folders that were read, and of all that must be
+            read: rows in the cache are not read again.
 
     Raises:
         UnreadableRun: a path has no run folder.
@@ -35,7 +37,7 @@ def load(path: Paths, *, tags: Tags = ()) -> Runs:
     """
     found = find_runs(path)
     is_one = isinstance(path, (str, os.PathLike)) and len(found) == 1 and _is_at(found[0], os.fspath(path))
-    return (Run if is_one else Runs)(Database(found, tags))
+    return (Run if is_one else Runs)(Database(found, tags, progress=progress))
 
 
 def load_errors() -> tuple[type[Exception], ...]:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from effllm.analysis.column import TABLES_VERSION, declaration
+from effllm.analysis.column import TABLES_VERSION, Column, declaration, quoted, text
 from effllm.analysis.run_folders import FoundRun
 from effllm.analysis.runs_table import run_columns
 from effllm.config.settings import cache_folder
@@ -33,7 +33,7 @@ class RunCache:
     The cache is an optimization: a cache that cannot be read or written is not used.
 
     Args:
-        connection: the connection to the database.
+        connection: the connection to a database with the table `wanted`: folder and state of each run.
         found: the run folders.
     """
 
@@ -43,45 +43,57 @@ class RunCache:
         self._path = _path(found) if self._is_used else Path()
         self._num_runs = len(found)
 
-    def read(self) -> set[str]:
-        """Make the table `cached` with the rows of unchanged runs of the table `wanted`; return their folders."""
+    def read(self, columns: Sequence[Column]) -> set[str]:
+        """Make the table `cached` with columns of the unchanged runs; return their folders."""
         import duckdb
 
         execute = self._connection.execute
-        execute(f"CREATE TEMP TABLE cached (state VARCHAR, {declaration(run_columns())})")
+        execute(f"CREATE TEMP TABLE cached ({declaration(columns)})")
         if not self._is_used:
             return set()
-        with contextlib.suppress(OSError, duckdb.Error):
-            file = own_files.open_file(self._path, os.O_RDONLY)
-            try:
-                execute(
-                    "INSERT INTO cached SELECT rows.* FROM read_parquet($1, hive_partitioning=false) AS rows "
-                    "JOIN wanted USING (folder, state) WHERE state <> ''",
-                    [f"/proc/self/fd/{file}"],
-                )
-            finally:
-                os.close(file)
+        names = ", ".join(f"rows.{quoted(one.name)}" for one in columns)
+        with contextlib.suppress(OSError, duckdb.Error), self._rows(names) as rows:
+            execute(f"INSERT INTO cached {rows}")
             return {folder for (folder,) in execute("SELECT folder FROM cached").fetchall()}
         return set()
 
     def write(self) -> None:
-        """Replace the file with the rows of the tables `cached` and `fresh`, if enough rows are fresh."""
+        """Replace the file with the rows of unchanged runs and of the table `fresh`, if enough rows are fresh."""
         import duckdb
 
         new = self._connection.execute("SELECT count(*) FROM fresh WHERE state <> ''").fetchone()[0]
         if not self._is_used or new <= max(MAX_NEW_ROWS, MAX_NEW_SHARE * self._num_runs):
             return
-        draft = self._path.with_name(f".{self._path.name}.{os.getpid()}.new")
+        fresh = "SELECT * FROM fresh WHERE state <> ''"
         with contextlib.suppress(OSError, duckdb.Error):
-            own_files.make_folder(self._path.parent)
             try:
-                rows = "SELECT * FROM cached UNION ALL SELECT * FROM fresh WHERE state <> ''"
-                self._connection.execute(f"COPY ({rows}) TO '{_escaped(draft)}' (FORMAT parquet, COMPRESSION zstd)")
-                draft.chmod(0o600)
-                own_files.rename_file(draft, self._path.name)
-            finally:
-                draft.unlink(missing_ok=True)
-            _remove_oldest(self._path.parent)
+                with self._rows("rows.*") as rows:
+                    self._replace(f"{rows} AND folder NOT IN (SELECT folder FROM fresh) UNION ALL {fresh}")
+            except (OSError, duckdb.Error):  # no file yet, or a damaged file
+                self._replace(fresh)
+
+    @contextlib.contextmanager
+    def _rows(self, names: str) -> Iterator[str]:
+        """Give a query of the rows of unchanged runs in the file, which stays open."""
+        file = own_files.open_file(self._path, os.O_RDONLY)
+        try:
+            yield (
+                f"SELECT {names} FROM read_parquet('/proc/self/fd/{file}', hive_partitioning=false) AS rows "
+                "JOIN (SELECT folder, state FROM wanted) USING (folder, state) WHERE state <> ''"
+            )
+        finally:
+            os.close(file)
+
+    def _replace(self, rows: str) -> None:
+        draft = self._path.with_name(f".{self._path.name}.{os.getpid()}.new")
+        own_files.make_folder(self._path.parent)
+        try:
+            self._connection.execute(f"COPY ({rows}) TO {text(draft)} (FORMAT parquet, COMPRESSION zstd)")
+            draft.chmod(0o600)
+            own_files.rename_file(draft, self._path.name)
+        finally:
+            draft.unlink(missing_ok=True)
+        _remove_oldest(self._path.parent)
 
 
 def _path(found: Sequence[FoundRun]) -> Path:
@@ -89,10 +101,6 @@ def _path(found: Sequence[FoundRun]) -> Path:
     root = os.path.commonpath([run.folder for run in found])
     key = f"{TABLES_VERSION}\n{declaration(run_columns())}\n{root}"
     return cache_folder() / "runs" / f"{hashlib.sha256(key.encode(errors='surrogateescape')).hexdigest()[:32]}.parquet"
-
-
-def _escaped(path: Path) -> str:
-    return str(path).replace("'", "''")
 
 
 def _remove_oldest(folder: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from effllm.analysis.export import export_csv, export_json, export_parquet
 from effllm.analysis.load import load, load_errors
+from effllm.commands.progress import ReadingProgress
 from effllm.commands.sql import warn_of_skipped
 from effllm.records.plain_text import one_line
 from effllm.store.csv_file import OtherColumns
@@ -17,7 +18,7 @@ def main(paths: Sequence[str], parquet: str, csv: str, json: str) -> int:
     """Write runs to one of the three; return the exit status."""
     errors: tuple[type[Exception], ...] = (OtherColumns, *load_errors())
     try:
-        runs = load(paths)
+        runs = load(paths, progress=ReadingProgress())
         if parquet:
             files = export_parquet(runs, Path(parquet), _progress if sys.stderr.isatty() else lambda *_: None)
             print(f"{len(runs):,} runs: {files:,} files in {one_line(parquet)}")

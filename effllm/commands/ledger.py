@@ -17,7 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from effllm.analysis.ledger import LedgerRow, Totals, totals
-from effllm.analysis.run_folders import UnreadableRun
+from effllm.analysis.load import load_errors
+from effllm.commands.progress import ReadingProgress
 from effllm.records.plain_text import one_line
 from effllm.store.summary_text import readable, rounded_up
 
@@ -46,8 +47,8 @@ def main(request: LedgerRequest) -> int:
     except ValueError:
         return _fail(f"--since {request.since}: expected a number of hours, days or weeks (36h, 7d, 4w), or a date", 2)
     try:
-        found = totals(request.folder, request.by, since_s, request.wasted)
-    except (UnreadableRun, ImportError) as error:
+        found = totals(request.folder, request.by, since_s, request.wasted, ReadingProgress())
+    except load_errors() as error:
         return _fail(str(error), 1)
     if request.form == "json":
         rows = [row._asdict() for row in found.rows]
@@ -55,7 +56,7 @@ def main(request: LedgerRequest) -> int:
     elif request.form == "csv":
         writer = csv.writer(sys.stdout, lineterminator="\n")
         writer.writerow(LedgerRow._fields)
-        writer.writerows([safe_cell(row.group), *row[1:]] for row in found.rows)
+        writer.writerows([safe_cell(one) if isinstance(one, str) else one for one in row] for row in found.rows)
     else:
         _print(found, request)
     return 0

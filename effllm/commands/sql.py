@@ -11,6 +11,7 @@ from typing import Any
 
 from effllm.analysis.load import Runs, load, load_errors
 from effllm.analysis.sandbox import Answer, QueryError, answer
+from effllm.commands.progress import ReadingProgress
 from effllm.records.plain_text import one_line
 from effllm.store.summary_text import readable
 
@@ -24,7 +25,7 @@ def main(paths: Sequence[str], query: str, form: str) -> int:
     """Print the result of a query as text, csv or json; return the exit status."""
     errors: tuple[type[Exception], ...] = (QueryError, *load_errors())
     try:
-        runs = load(paths)
+        runs = load(paths, progress=ReadingProgress())
         found = answer(runs, query)
         _PRINTERS[form](found)
     except BrokenPipeError:

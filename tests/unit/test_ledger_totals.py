@@ -1,5 +1,6 @@
 """``effllm ledger``: totals over many runs by a key, with failed and killed runs and with lines of ledger files."""
 
+import io
 import json
 import time
 
@@ -8,10 +9,14 @@ from typer.testing import CliRunner
 
 pytest.importorskip("duckdb", reason="needs the extra analysis")
 
+from effllm.analysis import database, run_cache
 from effllm.analysis.ledger import totals
+from effllm.analysis.load import load
 from effllm.analysis.run_folders import UnreadableRun
+from effllm.analysis.run_row import read_document
 from effllm.commands.app import app
 from effllm.commands.ledger import safe_cell, start_of
+from effllm.commands.progress import ReadingProgress
 
 HOUR_J = 3.6e6
 
@@ -148,9 +153,75 @@ def test_lines_of_ledger_files_are_counted_and_the_last_attempt_wins(tmp_path):
 
     assert [(row.group, row.runs, row.gpu_hours, row.joules) for row in found.rows] == [("a", 1, 3.0, 5.0)]
     assert [text.rpartition("/")[2] for text in found.skipped] == [
-        "alice.jsonl: 1 lines are not lines of a ledger",
-        "mallory.jsonl: 3 lines are not lines of a ledger",
+        "alice.jsonl: 1 incomplete or invalid line",
+        "mallory.jsonl: 3 incomplete or invalid lines",
     ]
+
+
+def test_runs_of_two_users_with_one_name_are_two_runs(tmp_path):
+    for user in ("alice", "bob"):
+        (tmp_path / f"{user}.jsonl").write_text(json.dumps({"run_id": "base", "user": user, "gpu_hours": 1.0}) + "\n")
+
+    assert totals(tmp_path, "user").total.gpu_hours == 2.0
+
+
+def test_a_run_with_a_folder_and_a_line_is_counted_once(run, tmp_path):
+    run("one")
+    line = {"run_id": "one", "started_time_s": 1_790_000_000.0, "gpu_hours": 2.0}
+    other = {"run_id": "one", "started_time_s": 1_790_009_999.0, "gpu_hours": 2.0, "folder": "/elsewhere/one"}
+    (tmp_path / "runs/alice.jsonl").write_text(f"{json.dumps(line)}\n{json.dumps(other)}\n")
+
+    assert (total := totals(tmp_path / "runs", "outcome").total).runs == 2
+    assert total.gpu_hours == pytest.approx(4.0)
+
+
+@pytest.fixture
+def cached(monkeypatch):
+    """Use the cache for any number of runs."""
+    monkeypatch.setattr(run_cache, "MIN_RUNS", 1)
+    monkeypatch.setattr(run_cache, "MAX_NEW_ROWS", 0)
+
+
+@pytest.mark.usefixtures("cached")
+def test_changed_runs_are_counted_anew_and_other_runs_are_not_read(run, tmp_path, monkeypatch):
+    """The cache has all columns, also after a reading of few columns."""
+    folders = [run(name) for name in "abcd"]
+    read = []
+    monkeypatch.setattr(database, "read_document", lambda path: read.append(path.parent.name) or read_document(path))
+    for by in ("outcome", "user"):
+        assert totals(tmp_path / "runs", by).total.runs == 4
+    text = (folders[1] / "summary.json").read_text().replace('"completed"', '"kompleted"')  # the same size
+    (folders[1] / "summary.json").unlink()
+    (folders[1] / "summary.json").write_text(text)
+    run("e")
+
+    assert {name: row.runs for name, row in rows(tmp_path, "outcome").items()} == {"completed": 4, "kompleted": 1}
+    assert sorted(read) == sorted(["a", "b", "c", "d", "b", "e"] * 2)
+    loaded = load(tmp_path / "runs")
+    assert sorted(loaded.runs.select("run_id, config").fetchall()) == [(name, None) for name in "abcde"]
+    assert loaded.runs.select("goodput_seconds").fetchall() == [({"kept": 2700.0},)] * 5
+    assert len(read) == 12
+
+
+def test_progress_is_shown_on_a_terminal_and_erased(monkeypatch):
+    terminal, times = io.StringIO(), iter([0.0, 0.5, 1.5, 1.5, 1.6])
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr(time, "monotonic", lambda: next(times))
+    progress = ReadingProgress(terminal)
+    for done in (0, 2000, 2001, 3000):
+        progress(done, 3000)
+
+    assert terminal.getvalue() == "\r2,000 of 3,000 run folders were read\r" + " " * 36 + "\r"
+
+
+def test_progress_is_not_written_to_a_file(monkeypatch):
+    file = io.StringIO()
+    monkeypatch.setattr(time, "monotonic", iter(map(float, range(0, 100, 10))).__next__)
+    progress = ReadingProgress(file)
+    for done in range(4):
+        progress(done, 3)
+
+    assert file.getvalue() == ""
 
 
 def test_folder_without_runs_is_reported_in_one_line(tmp_path):
@@ -161,13 +232,13 @@ def test_folder_without_runs_is_reported_in_one_line(tmp_path):
 
 
 def test_names_can_neither_move_the_cursor_nor_be_a_formula(run, tmp_path):
-    run("a", user="\x1b[2J[red]=cmd")
+    run("a", user="\x1b[2J[red]=cmd", verdict={"cause": "\x1b[31m=cause\n"})
     run("b", user="=1+2")
 
     text = CliRunner().invoke(app, ["ledger", str(tmp_path / "runs"), "--by", "user"]).stdout
     table = CliRunner().invoke(app, ["ledger", str(tmp_path / "runs"), "--by", "user", "--csv"]).stdout
 
-    assert "\x1b" not in text and "[red]=cmd" in text
+    assert "\x1b" not in text + table and "[red]=cmd" in text
     assert "\n'=1+2," in table
     assert safe_cell("-") == "-"
 
