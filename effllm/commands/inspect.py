@@ -19,7 +19,12 @@ from effllm.records.waterfall import Waterfall, WaterfallPart
 from effllm.store.summary_text import audit_texts, duration, readable, verdict_lines
 
 WIDTH = 80
-MAX_TEXT = 110  # letters of a text in the waterfall as JSON
+MAX_BYTES = 8000  # of the JSON document
+#: Letters of an explanation in the JSON document: the largest number with which the document has at most `MAX_BYTES`.
+MAX_LETTERS = (300, 200, 110, 80, 50, 30, 3)
+MAX_VERDICT = 300  # letters of a line of the verdict, and of a name
+#: Fields with explanations; other texts are names.
+_EXPLANATIONS = ("evidence", "claim", "unknown", "doubts", "reasons", "text")
 MIN_H, J_PER_KWH, MIN_KWH = 1.0, 3.6e6, 0.01
 
 
@@ -37,7 +42,7 @@ def main(run: Path, as_json: bool) -> int:
     if summary.waterfall is None:
         return _fail(f"{path} has no waterfall: no rank had reported any time, or an older effllm wrote the file")
     if as_json:
-        print(json.dumps(_document(summary, summary.waterfall), allow_nan=False, separators=(",", ":")))
+        print(_fitted(_document(summary, summary.waterfall)))
     else:
         _print(summary, summary.waterfall)
     return 0
@@ -61,22 +66,37 @@ def _document(summary: Summary, found: Waterfall) -> dict[str, Any]:
     return {
         "run": run,
         "verdict": verdict or None,
-        "waterfall": _short(msgspec.to_builtins(found)),
+        "waterfall": msgspec.to_builtins(found),
         "evidence": evidence,
         "audit": msgspec.to_builtins(summary.audit),
         "versions": {"schema": SCHEMA_VERSION, "summary": summary.schema_version, "effllm": __version__},
     }
 
 
-def _short(value: Any) -> Any:
-    """Return a document with numbers of 6 digits and short texts, because the whole document must be below 8 kB."""
+def _fitted(document: dict[str, Any]) -> str:
+    """Return a document as JSON of at most `MAX_BYTES`, with every name and number."""
+    whole = {name: _short(document.pop(name), MAX_VERDICT) for name in ("run", "verdict")}
+    text = ""
+    for letters in MAX_LETTERS:
+        found = {**whole, **{name: _short(one, MAX_VERDICT, letters) for name, one in document.items()}}
+        text = json.dumps(found, allow_nan=False, separators=(",", ":"))
+        if len(text) <= MAX_BYTES:
+            break
+    return text
+
+
+def _short(value: Any, letters: int, of_explanations: int = MAX_VERDICT) -> Any:
+    """Return a document with numbers of 6 digits and short texts."""
     if isinstance(value, float):
         return float(f"{value:.6g}")
-    if isinstance(value, str) and len(value) > MAX_TEXT:
-        return value[: MAX_TEXT - 3] + "..."
+    if isinstance(value, str) and len(value) > letters:
+        return value[: letters - 3] + "..."
     if isinstance(value, dict):
-        return {name: _short(one) for name, one in value.items()}
-    return list(map(_short, value)) if isinstance(value, (list, tuple)) else value
+        limits = {name: of_explanations if name in _EXPLANATIONS else letters for name in value}
+        return {name: _short(one, limits[name], of_explanations) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_short(one, letters, of_explanations) for one in value]
+    return value
 
 
 def _print(summary: Summary, found: Waterfall) -> None:
