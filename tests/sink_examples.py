@@ -35,7 +35,7 @@ def make_run(folder: Path | None = None, stdout: Any = None, **changes: Any) -> 
         config=Config(),
         attempt=1,
         folder=folder,
-        tensorboard_dir=folder / "tensorboard" if folder else None,
+        tensorboard_dir=folder,
         stdout=stdout if stdout is not None else io.StringIO(),
     )
     return RunInfo(**{**{name: getattr(run, name) for name in run.__dataclass_fields__}, **changes})

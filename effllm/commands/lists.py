@@ -7,13 +7,14 @@ from rich.padding import Padding
 from rich.text import Text
 
 from effllm.metrics import METRICS
+from effllm.metrics.charts import chart_tag
 from effllm.records.events import KINDS, Kind
 
 
 def print_metrics() -> None:
     for entry in METRICS.values():
         over = ", ".join(entry.bases) + ("" if entry.chart else "; no chart")
-        _print(f"efficientllm/{entry.tag(entry.bases[0])}", f" {entry.unit} ({over})", entry.help)
+        _print(chart_tag(entry.tag(entry.bases[0])), f" {entry.unit} ({over})", entry.help)
 
 
 def print_events(*, as_markdown: bool) -> None:

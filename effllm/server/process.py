@@ -317,19 +317,20 @@ class Server:
 def _event_files(config: Config, folder: Path | None, facts: Mapping[str, Any]) -> Path | None:
     """Return the folder of TensorBoard's event file; ``None`` without the sink.
 
-    This is the configured folder, or a folder below the framework's folder, or a folder in the run folder.  TensorBoard
-    drops points if two event files in one folder are written at the same time, so effllm's file has a separate folder.
-    The framework's folder may be on another host, because the framework may write from another rank.
+    This is a folder of the run in the configured folder, or a folder below the framework's folder, or the run folder:
+    TensorBoard names a run by its folder.  TensorBoard drops points if two event files in one folder are written at the
+    same time, so effllm's file has a separate folder.  The framework's folder may be on another host, because the
+    framework may write from another rank.
     """
     options = config.sink_options().get("tensorboard")
     if options is None:
         return None
     if options.get("dir"):
-        return Path(options["dir"])
+        return Path(options["dir"]) / (folder.name if folder else "efficientllm")
     framework_folder = str(facts.get("tensorboard_dir") or "")
     if framework_folder and os.path.isdir(framework_folder) and os.access(framework_folder, os.W_OK):  # noqa: PTH112
         return Path(framework_folder) / "efficientllm"
-    return folder / "tensorboard" if folder else None
+    return folder
 
 
 def main(arguments: list[str]) -> int:

@@ -23,6 +23,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from effllm import metrics
 from effllm.config.setting_values import FOLDER
 from effllm.metrics import describe, headline
+from effllm.metrics.charts import AT_A_GLANCE, chart_tag, has_chart
 from effllm.records.job import STEP_SECONDS, UTILIZATION_RATIO, ClusterReport
 from effllm.sinks import Option, RunInfo, SinkUnavailable
 
@@ -30,12 +31,11 @@ OPTIONS = {
     "dir": Option(
         "",
         FOLDER,
-        "Folder of the event file; its name must not contain a comma. "
-        "The default is efficientllm/ in the framework's folder, or tensorboard/ in the run folder.",
+        "Folder in which each run has a folder with its event file; its name must not contain a comma. "
+        "The default is efficientllm/ in the framework's folder, or the run folder.",
     ),
 }
 
-PREFIX = "efficientllm/"
 SUFFIX = "efficientllm"
 
 #: Values in addition to the metrics, about coverage and the slowest rank: tag -> (unit, help).
@@ -79,7 +79,7 @@ def open_sink(run: RunInfo) -> TensorBoard:
             "there is no folder for TensorBoard's event file; set tensorboard:dir=FOLDER in EFFICIENTLLM_SINKS"
         )
     try:
-        is_private = run.folder is not None and run.folder in run.tensorboard_dir.parents
+        is_private = run.folder in (run.tensorboard_dir, *run.tensorboard_dir.parents)
         return TensorBoard(_EventFile(run.tensorboard_dir, is_private))
     except OSError as error:
         reason = error.strerror or error
@@ -102,7 +102,7 @@ class TensorBoard:
     def write(self, report: ClusterReport) -> None:
         if not report.values:
             return
-        shown = {tag: value for tag, value in report.values.items() if _is_charted(tag)}
+        shown = {tag: value for tag, value in report.values.items() if has_chart(tag)}
         values = {tag: value for tag, value in {**shown, **_beside(report)}.items() if math.isfinite(value)}
         step = report.iteration
         if self._step is None:
@@ -120,7 +120,7 @@ class TensorBoard:
             described = [_described(tag, value, simulated=report.simulated) for tag, value in new.items()]
             self._add_summary(report.time_s, step, [*described, _layout(self._described | new.keys())])
             self._described |= new.keys()
-        plain = [summary_pb2.Summary.Value(tag=PREFIX + tag, simple_value=value) for tag, value in values.items()]
+        plain = [summary_pb2.Summary.Value(tag=chart_tag(tag), simple_value=value) for tag, value in values.items()]
         self._add_summary(report.time_s, step, plain)
         self._step = step
 
@@ -196,11 +196,6 @@ def _known(tag: str) -> tuple[str, str]:
     return entry.unit, f"{_BASES[base]}. {entry.help}"
 
 
-def _is_charted(tag: str) -> bool:
-    entry = describe(tag)
-    return entry is None or (entry.chart and not (entry.group and tag != entry.tag(entry.bases[0])))
-
-
 def _is_cumulative(tag: str) -> bool:
     """Whether a tag is a total of the run or the job; late reports correct its newest point."""
     if tag in BESIDE:
@@ -211,10 +206,10 @@ def _is_cumulative(tag: str) -> bool:
 
 def _described(tag: str, value: float, *, simulated: bool) -> summary_pb2.Summary.Value:
     unit, text = _known(tag)
-    name = f"{PREFIX}{tag} ({unit})" if unit else PREFIX + tag
+    name = f"{chart_tag(tag)} ({unit})" if unit else chart_tag(tag)
     metadata = scalar_metadata.create_summary_metadata(name, ("**Simulated.** " if simulated else "") + text)
     tensor = tensor_pb2.TensorProto(dtype=types_pb2.DT_FLOAT, float_val=[value])
-    return summary_pb2.Summary.Value(tag=PREFIX + tag, tensor=tensor, metadata=metadata)
+    return summary_pb2.Summary.Value(tag=chart_tag(tag), tensor=tensor, metadata=metadata)
 
 
 def _layout(tags: set[str]) -> summary_pb2.Summary.Value:
@@ -228,11 +223,18 @@ def _layout(tags: set[str]) -> summary_pb2.Summary.Value:
 
 def _categories(tags: set[str]) -> Iterator[tuple[str, list[layout_pb2.Chart]]]:
     """Yield titles and charts; TensorBoard merges the charts of several runs only if they are identical."""
-    contract = {f"{entry.name} ({entry.unit})": [entry.tag(base) for base in entry.bases] for entry in headline()}
-    yield "efficiency: run to date, window, job", _charts(contract, tags)
+    glance = {f"{name} ({_known(tag)[0]})": [tag] for tag, name in AT_A_GLANCE.items()}
+    if first := _charts(glance, tags):
+        yield "at a glance", first
+    contract = {f"{entry.name} ({entry.unit})": [entry.tag("run"), entry.tag("window")] for entry in headline()}
+    if shown := _charts(contract, tags):
+        yield "efficiency: run to date, last window", shown
     groups: dict[str, dict[str, list[str]]] = {}
-    grouped = [(entry.tag(entry.bases[0]), entry.unit) for entry in metrics.METRICS.values() if entry.group]
-    for tag, unit in grouped + [(tag, unit) for tag, (unit, _) in BESIDE.items()]:
+    units = {entry.tag(entry.bases[0]): entry.unit for entry in metrics.METRICS.values() if entry.group}
+    units |= {tag: unit for tag, (unit, _) in BESIDE.items()}
+    for tag, unit in units.items():
+        if tag in AT_A_GLANCE:
+            continue
         group, _, name = tag.partition("/")
         # Values of one unit share a chart, except rates, which differ by orders of magnitude.
         title = f"{name} ({unit})" if "/" in unit else f"{group} ({unit})"
@@ -246,7 +248,7 @@ def _charts(charts: dict[str, list[str]], tags: set[str]) -> list[layout_pb2.Cha
     return [
         layout_pb2.Chart(
             title=title,
-            multiline=layout_pb2.MultilineChartContent(tag=[f"{re.escape(PREFIX + tag)}$" for tag in members]),
+            multiline=layout_pb2.MultilineChartContent(tag=[f"{re.escape(chart_tag(tag))}$" for tag in members]),
         )
         for title, members in charts.items()
         if tags.intersection(members)

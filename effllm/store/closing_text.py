@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +24,7 @@ from effllm.store.summary_text import (
     shares,
     slowest_text,
     stragglers_text,
+    tensorboard_line,
     verdict_lines,
 )
 from effllm.store.window_text import contract_parts, fitted, scaled
@@ -75,7 +75,7 @@ def _lines(summary: Summary, folder: Path | None, tensorboard_dir: Path | None) 
     if text := "; ".join(_throughput(summary)):
         yield _fact("throughput", text)
     if tensorboard_dir is not None:
-        yield f"  TensorBoard: tensorboard --logdir {shlex.quote(str(tensorboard_dir))}"
+        yield tensorboard_line(folder, tensorboard_dir)
     if folder is not None:
         yield f"  Run folder: {folder}"
     if summary.verdict is not None:

@@ -113,7 +113,18 @@ def _lines(summary: Summary, folder: Path | None, tensorboard_dir: Path | None) 
     if folder is not None:
         yield f"  Run folder: {folder}"
     if tensorboard_dir is not None:
-        yield f"  TensorBoard: tensorboard --logdir {shlex.quote(str(tensorboard_dir))}"
+        yield tensorboard_line(folder, tensorboard_dir)
+
+
+def tensorboard_line(folder: Path | None, event_folder: Path) -> str:
+    """Return the command that shows the run beside the other runs: TensorBoard names a run by its folder.
+
+    Args:
+        folder: the run folder.
+        event_folder: folder of the event file; in older run folders, this is a folder in the run folder.
+    """
+    shown = event_folder if event_folder.parent == folder else event_folder.parent
+    return f"  TensorBoard: tensorboard --logdir {shlex.quote(str(shown))}"
 
 
 def audit_texts(audit: Audit, *, only_problems: bool = False) -> Iterator[str]:

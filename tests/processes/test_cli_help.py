@@ -4,6 +4,7 @@ import pytest
 
 from effllm import __version__
 from effllm.metrics import METRICS
+from effllm.metrics.charts import chart_tag
 from effllm.records.events import KINDS
 
 COMMANDS = [
@@ -64,7 +65,7 @@ def test_metrics_are_listed_with_unit_bases_and_meaning(cli):
     assert max(map(len, done.stdout.splitlines())) <= 80
     for entry in METRICS.values():
         bases = ", ".join(entry.bases) + ("" if entry.chart else "; no chart")
-        assert f"efficientllm/{entry.tag(entry.bases[0])} {entry.unit} ({bases}) {entry.help}" in shown
+        assert f"{chart_tag(entry.tag(entry.bases[0]))} {entry.unit} ({bases}) {entry.help}" in shown
 
 
 def test_event_kinds_are_listed_with_their_meaning(cli):

@@ -195,10 +195,10 @@ def test_new_sink_receives_the_reports(run):
 
 
 def test_new_metric_is_listed_and_drawn_in_a_chart(run, tree):
-    assert "efficientllm/throughput/tokens_per_iteration tokens/iteration" in effllm(tree, run, "metrics").stdout
-    [file] = (run / "tensorboard").iterdir()
+    assert "efficientllm-throughput/tokens_per_iteration tokens/iteration" in effllm(tree, run, "metrics").stdout
+    [file] = run.glob("events.out.tfevents.*")
     events = EventAccumulator(str(file)).Reload()
-    assert events.Scalars("efficientllm/throughput/tokens_per_iteration")[0].value == 5.0
+    assert events.Scalars("efficientllm-throughput/tokens_per_iteration")[0].value == 5.0
     assert b"throughput/tokens_per_iteration$" in file.read_bytes(), "no chart on the page of Custom Scalars"
 
 

@@ -157,7 +157,7 @@ def test_last_console_values_equal_the_summary(world):
 
 def test_values_in_tensorboard_agree_with_windows_and_summary(world):
     job, _ = world
-    scalars = tensorboard(job.ledger.folder / "tensorboard")
+    scalars = tensorboard(job.ledger.folder)
     windows = job.ledger.windows
 
     for tag in jobs.FORMATS:
@@ -173,7 +173,7 @@ def test_values_in_tensorboard_agree_with_windows_and_summary(world):
 
 
 def test_tags_do_not_depend_on_the_number_of_ranks(worlds):
-    two, four = (set(tensorboard(worlds(size).ledger.folder / "tensorboard")) for size in (2, 4))
+    two, four = (set(tensorboard(worlds(size).ledger.folder)) for size in (2, 4))
 
     assert two == four
 

@@ -19,6 +19,7 @@ from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.custom_scalar.metadata import CONFIG_SUMMARY_TAG
 
 from effllm import metrics
+from effllm.metrics.charts import chart_tag, has_chart
 from effllm.records.job import SPREADS, Coverage, Spread
 from effllm.sinks import SinkUnavailable, open_sink
 
@@ -32,13 +33,13 @@ def written(folder: Path, *reports, attempt=1):
 
 
 def read(folder: Path) -> EventAccumulator:
-    accumulator = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0, "tensors": 0})
+    accumulator = EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0})
     accumulator.Reload()
     return accumulator
 
 
 def event_files(folder: Path) -> list[Path]:
-    return sorted((folder / "tensorboard").iterdir())
+    return sorted(folder.glob("events.out.tfevents.*"))
 
 
 def raw_events(folder: Path) -> list[event_pb2.Event]:
@@ -50,7 +51,7 @@ def raw_events(folder: Path) -> list[event_pb2.Event]:
 
 
 def points(accumulator: EventAccumulator, tag: str) -> list[tuple[int, float]]:
-    return [(point.step, point.value) for point in accumulator.Scalars(f"efficientllm/{tag}")]
+    return [(point.step, point.value) for point in accumulator.Scalars(chart_tag(tag))]
 
 
 def whole_report(iteration=100, **changes):
@@ -62,9 +63,7 @@ def test_every_value_of_a_report_is_written_at_its_iteration(tmp_path):
     report = whole_report()
     back = written(tmp_path, report)
 
-    charted = {
-        tag: value for tag, value in report.values.items() if metrics.describe(tag).chart and not tag.startswith("run_")
-    }
+    charted = {tag: value for tag, value in report.values.items() if has_chart(tag)}
     for tag, value in charted.items():
         assert points(back, tag) == [(100, pytest.approx(value, rel=1e-6))]
     assert {metrics.describe(tag).name for tag in charted} == {
@@ -76,8 +75,8 @@ def test_every_value_of_a_report_is_written_at_its_iteration(tmp_path):
 def test_no_chart_is_drawn_for_the_second_unit_of_a_metric(tmp_path):
     tags = set(written(tmp_path, whole_report()).Tags()["scalars"])
 
-    assert "efficientllm/energy/total_joules" in tags
-    assert not {"efficientllm/energy/total_wh", "efficientllm/energy/joules_per_10k_tokens"} & tags
+    assert "efficientllm-energy/total_joules" in tags
+    assert not {"efficientllm-energy/total_wh", "efficientllm-energy/joules_per_10k_tokens"} & tags
 
 
 def test_six_tags_of_the_metrics_contract_are_written(tmp_path):
@@ -119,6 +118,23 @@ def test_tags_are_the_same_for_10000_and_for_8_ranks(tmp_path):
 
     assert len(many.Tags()["scalars"]) > 40
     assert many.Tags()["scalars"] == few.Tags()["scalars"]
+
+
+def test_first_groups_are_the_contract_and_what_most_people_look_for(tmp_path):
+    tags = written(tmp_path, whole_report(simulated=True)).Tags()["scalars"]
+
+    groups = sorted({tag.split("/")[0] for tag in tags})
+    assert groups[:2] == ["efficientllm", "efficientllm-at-a-glance"]
+    assert [tag.split("/")[1] for tag in sorted(tags) if tag.startswith(f"{groups[1]}/")] == [
+        "goodput_ratio",
+        "joules_per_token",
+        "memory_peak_gb",
+        "mfu_ratio",
+        "seconds_per_iteration",
+        "tokens_per_second_per_gpu",
+        "watts_per_gpu",
+    ]
+    assert len(tags) <= 60
 
 
 def test_first_value_of_a_tag_is_written_with_help_and_unit(tmp_path):
@@ -185,13 +201,13 @@ def test_every_tag_is_in_a_group_of_the_custom_scalars_page(tmp_path):
     page = layout(tmp_path)
 
     titles = [category.title for category in page.category]
-    groups = ["energy", "throughput", "memory", "health", "goodput", "straggler"]
-    assert titles == ["efficiency: run to date, window, job", *groups]
+    groups = ["energy", "throughput", "memory", "health", "straggler"]
+    assert titles == ["at a glance", "efficiency: run to date, last window", *groups]
     patterns = [tag for category in page.category for chart in category.chart for tag in chart.multiline.tag]
     for tag in back.Tags()["scalars"]:
         assert len([pattern for pattern in patterns if re.match(pattern, tag)]) == 1
-    first = page.category[0].chart[0]
-    assert (first.title, len(first.multiline.tag)) == ("amu_gb (GB)", 3)
+    first = page.category[1].chart[0]
+    assert (first.title, len(first.multiline.tag)) == ("amu_gb (GB)", 2)
 
 
 def test_charts_without_values_are_not_on_the_custom_scalars_page(tmp_path):
@@ -244,10 +260,11 @@ def test_later_points_are_readable_after_a_full_disk(tmp_path):
 
 
 def test_unwritable_folder_is_reported_with_advice(tmp_path):
-    (tmp_path / "tensorboard").write_text("a file")
+    folder = tmp_path / "tensorboard"
+    folder.write_text("a file")
 
     with pytest.raises(SinkUnavailable, match=r"tensorboard: File exists; set tensorboard:dir=FOLDER"):
-        open_sink("tensorboard", make_run(tmp_path))
+        open_sink("tensorboard", make_run(folder))
     with pytest.raises(SinkUnavailable, match="set tensorboard:dir=FOLDER in EFFICIENTLLM_SINKS"):
         open_sink("tensorboard", make_run())
 

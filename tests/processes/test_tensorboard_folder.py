@@ -39,13 +39,13 @@ def test_event_file_is_below_the_folder_of_the_framework(run, tmp_path):
     folder = run(framework)
 
     assert len(event_files(framework / "efficientllm")) == 1
-    assert not event_files(folder / "tensorboard")
+    assert not event_files(folder)
 
 
 def test_event_folder_of_the_framework_on_another_host_is_not_used(run, tmp_path):
     folder = run(tmp_path / "elsewhere")
 
-    assert len(event_files(folder / "tensorboard")) == 1
+    assert len(event_files(folder)) == 1
     assert not (tmp_path / "elsewhere").exists()
 
 
@@ -55,10 +55,10 @@ def test_folder_setting_of_the_user_replaces_the_framework_folder(run, tmp_path)
 
     folder = run(framework, sinks=f"tensorboard:dir={tmp_path / 'chosen'}")
 
-    assert len(event_files(tmp_path / "chosen")) == 1
+    assert len(event_files(tmp_path / "chosen" / folder.name)) == 1
     assert not event_files(framework / "efficientllm")
-    assert not event_files(folder / "tensorboard")
+    assert not event_files(folder)
 
 
 def test_event_file_is_in_the_run_folder_by_default(run):
-    assert len(event_files(run() / "tensorboard")) == 1
+    assert len(event_files(run())) == 1

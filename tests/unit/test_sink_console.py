@@ -375,7 +375,7 @@ def test_full_table_of_a_run_equals_the_golden_table():
     values = {
         tag: value for tag, value in make_summary().metrics.items() if f" {metrics.describe(tag).name} " in golden
     }
-    text = summary_text(make_summary(metrics=values), Path("/runs/one"), Path("/runs/one/tensorboard"))
+    text = summary_text(make_summary(metrics=values), Path("/runs/one"), Path("/runs/one"))
 
     assert text == golden
     assert max(map(len, text.splitlines())) <= 80
@@ -399,7 +399,7 @@ def test_closing_table_is_at_most_20_lines_of_80_columns():
         verdict=Verdict("data_loading", "data loading: " + 9 * "long ", 40 * "why ", 40 * "next ", 0.1, HIGH),
     )
 
-    lines = closing_text(summary, Path("/runs/one"), Path("/runs/one/tensorboard")).splitlines()
+    lines = closing_text(summary, Path("/runs/one"), Path("/runs/one")).splitlines()
 
     assert len(lines) <= 20
     assert sum(line.startswith("  stragglers ") + line.startswith("  slowest rank ") for line in lines) == 2
@@ -518,7 +518,7 @@ def test_tensorboard_command_is_quoted_and_empty_classes_are_omitted():
         Path("/my runs/one"),
     )
 
-    assert "TensorBoard: tensorboard --logdir '/my runs/one'\n" in text
+    assert "TensorBoard: tensorboard --logdir '/my runs'\n" in text
     assert "  time          iterations 100.0 %\n" in text
 
 
