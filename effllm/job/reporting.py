@@ -302,7 +302,7 @@ def _sources(ledger: Ledger, ended: bool) -> Sources:
         windows_compared=ledger.windows_compared,
         unused_s=unused.total(*ledger.goodput.span(ended)),
         unused=unused.evidence,
-        why_unused_unknown=unused.unknown,
+        why_unused_unknown=unused.why_unknown,
     )
 
 

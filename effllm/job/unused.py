@@ -112,7 +112,10 @@ class UnusedWatch:
 
     def tick(self, now: Now) -> None:
         """Update the time of unused GPUs, and report new unused GPUs in one event."""
-        if not self._ledger.world_size or len(self._roster.hellos) < self._ledger.world_size:
+        if len(self._roster.hellos) < max(self._ledger.world_size, 1):
+            if self._is_changed and self._roster.hellos:
+                self._ledger.unused.unknown = self._joining()
+            self._is_changed = False
             return
         self._joined_s = now.mono_s if self._joined_s is None else self._joined_s
         if not self._has_waited and now.mono_s - self._joined_s >= SETTLED_S:
@@ -153,6 +156,13 @@ class UnusedWatch:
             for node in self._nodes
         ]
 
+    def _joining(self) -> str:
+        """Return the reason while ranks are missing, whose GPUs and allocations are not known."""
+        hellos = self._roster.hellos
+        if all(hello.allocation is None for hello in hellos.values()):
+            return NOT_STATED
+        return f"{UNUSED}: {len(hellos):,} of {self._ledger.world_size:,} ranks have joined"
+
     def _unknown(self, has_unused: bool) -> str:
         """Return a sentence if unused GPUs may exist that are not counted, else an empty string."""
         whys = [f"host {one.name}: {one.allocation.why}" for one in self._hosts if not one.is_known]
@@ -162,7 +172,7 @@ class UnusedWatch:
             why = self._nodes_why or "scontrol has not answered yet"
             whys.append(f"{self.nodes_without_ranks:,} nodes of the allocation have no rank: {why}")
         if has_unused and not self._has_waited:
-            whys.append(f"all ranks joined less than {SETTLED_S:.0f} s ago")
+            whys.append(f"GPUs are judged {SETTLED_S:.0f} s after all ranks have joined")
         if not self._hosts:
             return NOT_STATED
         return f"{UNUSED}: {_few(whys)}" if whys else ""

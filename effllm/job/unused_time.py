@@ -24,7 +24,16 @@ class UnusedTime(Struct):
     since_s: dict[str, float | None] = {}
     busy: set[str] = set()  # GPUs that a process used in this attempt
     evidence: str = ""
-    unknown: str = NOT_STATED
+    unknown: str = NOT_STATED  # of this attempt
+    attempts_unknown: int = 0  # number of earlier attempts with unknown unused GPUs
+
+    @property
+    def why_unknown(self) -> str:
+        """The reason why GPUs of any attempt are unknown; empty if the unused GPUs of all attempts are known."""
+        if self.unknown or not self.attempts_unknown:
+            return self.unknown
+        noun = "attempt" if self.attempts_unknown == 1 else "attempts"
+        return f"{UNUSED}: unknown in {self.attempts_unknown:,} earlier {noun}"
 
     def note_busy(self, keys: Collection[str]) -> None:
         """Record that processes use these GPUs."""
@@ -49,6 +58,8 @@ class UnusedTime(Struct):
         """End all periods at the end of an attempt."""
         self.seconds = self.total(begin_s, end_s)
         self.since_s, self.busy = {}, set()
+        self.attempts_unknown += bool(self.unknown) and end_s > begin_s
+        self.unknown = f"{UNUSED}: no rank of this attempt has joined"
 
     def total(self, begin_s: float, end_s: float) -> float:
         """Return the GPU-seconds until a position; ``begin_s`` is the start of the attempt."""

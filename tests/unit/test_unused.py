@@ -7,7 +7,7 @@ from effllm.config.settings import Config
 from effllm.job.aggregator import Aggregator
 from effllm.job.ledger import restore
 from effllm.job.unused import SETTLED_S, EmptyNode
-from effllm.job.unused_time import NOT_STATED, UnusedTime
+from effllm.job.unused_time import NOT_STATED, UNUSED, UnusedTime
 from effllm.records.allocation import Allocation
 from effllm.records.clock import Now
 
@@ -27,7 +27,8 @@ class Job:
 
     def join(self, rank, allocation=None, host="a"):
         device = gpu(f"GPU-{rank}")
-        message = hello(rank, world_size=self.world_size, host=host, devices=(device,), allocation=allocation)
+        job = self.aggregator.ledger.job
+        message = hello(rank, self.world_size, job=job, host=host, devices=(device,), allocation=allocation)
         assert self.aggregator.hello(message, self.now) == ""
 
     def wait(self, seconds):
@@ -48,7 +49,12 @@ class Job:
 
     @property
     def unknown(self):
-        return self.aggregator.ledger.unused.unknown
+        return self.aggregator.ledger.unused.why_unknown
+
+    def restart(self, world_size=2):
+        self.world_size = world_size
+        ledger = restore(self.aggregator.snapshot()).next_attempt("again")
+        self.aggregator = Aggregator(Config(log_interval=10), "again", 2, 1000.0 + self.now_s, ledger)
 
     def texts(self):
         return [event.text for event in self.aggregator.events.take() if event.kind == "gpus_unused"]
@@ -61,7 +67,7 @@ def test_unused_gpus_count_from_the_start_of_the_attempt():
     job.join(1)
     job.wait(SETTLED_S - 1)
     assert (job.texts(), job.seconds) == ([], 0.0)
-    assert job.unknown == "allocated GPUs that no rank used: all ranks joined less than 60 s ago"
+    assert job.unknown == f"{UNUSED}: GPUs are judged 60 s after all ranks have joined"
 
     job.wait(20)
 
@@ -71,6 +77,34 @@ def test_unused_gpus_count_from_the_start_of_the_attempt():
     assert (job.unknown, job.aggregator.ledger.unused.evidence) == ("", text)
     job.wait(100)
     assert (job.texts(), job.seconds) == ([], pytest.approx(2 * job.now_s))
+
+
+def test_job_of_30_seconds_does_not_know_its_unused_gpus():
+    job = Job()
+    job.join(0, allocated())
+    job.wait(1)
+    assert job.unknown == f"{UNUSED}: 1 of 2 ranks have joined"
+    job.join(1)
+    job.wait(29)
+
+    found = job.aggregator.summary(1000.0 + job.now_s, True).waterfall
+    assert "unused" not in {part.name for part in found.parts}
+    assert f"{UNUSED}: GPUs are judged 60 s after all ranks have joined" in found.unknown
+
+
+def test_attempt_that_was_too_short_stays_unknown():
+    job = Job()
+    job.join(0, allocated())
+    job.wait(10)
+    job.join(1)
+    job.wait(20)
+    job.restart()
+    assert job.unknown == f"{UNUSED}: no rank of this attempt has joined"
+    job.join(0, allocated())
+    job.join(1)
+    job.wait(100)
+
+    assert (job.seconds > 100, job.unknown) == (True, f"{UNUSED}: unknown in 1 earlier attempt")
 
 
 @pytest.mark.parametrize(
