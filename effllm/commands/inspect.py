@@ -115,6 +115,8 @@ def _print(summary: Summary, found: Waterfall) -> None:
     console.print("gain: maximum gain in throughput if the part becomes useful work")
     if any(part.is_split_by_time for part in found.parts):
         console.print("~: a share of the energy of all steps, in proportion to time")
+    if found.unused_gpu_seconds:
+        console.print(f"unused GPUs: {readable(found.unused_gpu_seconds)} GPU-seconds, in no part: no rank has a GPU")
     for line in found.unknown:
         console.print(Text(f"unknown: {one_line(line)}"))
     for line in audit_texts(summary.audit) if summary.audit is not None else ():
@@ -138,7 +140,8 @@ class _Units(NamedTuple):
 
     @classmethod
     def of(cls, found: Waterfall) -> _Units:
-        time = ("hours", 3600.0) if found.device_seconds >= 3600 * MIN_H else ("seconds", 1.0)
+        name, seconds = ("hours", 3600.0) if found.device_seconds >= 3600 * MIN_H else ("seconds", 1.0)
+        time = f"{one_line(found.unit)}-{name}" if found.unit else name, seconds
         energy = ("", 1.0)
         if found.joules is not None:
             energy = ("kWh", J_PER_KWH) if found.joules >= MIN_KWH * J_PER_KWH else ("J", 1.0)

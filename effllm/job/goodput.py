@@ -14,6 +14,7 @@ from effllm.job.goodput_attempt import CLASSES, IDLE, KEPT, RESTART_GAP, UNKNOWN
 from effllm.job.goodput_tiles import Axis
 from effllm.records.job import AttemptSummary, GoodputSummary
 from effllm.records.rank import GENERATION, STARTUP
+from effllm.records.waterfall import OF_GPUS, OF_RANKS
 
 #: The classes of productive time.
 PRODUCTIVE = (KEPT, GENERATION)
@@ -117,11 +118,13 @@ class Goodput(Struct):
             measures_energy: whether any device measures energy.
             status: status of the running attempt.
         """
-        seconds, rank_seconds = dict.fromkeys(CLASSES, 0.0), dict.fromkeys(CLASSES, 0.0)
+        seconds, rank_seconds, device_seconds = (dict.fromkeys(CLASSES, 0.0) for _ in range(3))
         joules: dict[str, float | None] = dict.fromkeys(CLASSES, 0.0)
         attempts: list[AttemptSummary] = []
-        elapsed_s, before = 0.0, None
-        for attempt, (smallest, knows_repeats) in zip(self.attempts, self._begun_after(), strict=True):
+        elapsed_s, before, before_per_rank = 0.0, None, 0.0
+        unit, devices_per_rank = self._devices_per_rank()
+        begun_after = zip(self.attempts, self._begun_after(), devices_per_rank, strict=True)
+        for attempt, (smallest, knows_repeats), per_rank in begun_after:
             end_s = self._end_of(attempt, is_over)
             span_s = max(end_s - attempt.begin_s, 0.0) if attempt.begin_s is not None else 0.0
             gap_s = 0.0
@@ -129,20 +132,23 @@ class Goodput(Struct):
                 gap_s = max(attempt.begin_s - (before.end_s or 0.0), 0.0)
                 seconds[RESTART_GAP] += gap_s
                 rank_seconds[RESTART_GAP] += gap_s * before.world_size
+                device_seconds[RESTART_GAP] += gap_s * before.world_size * before_per_rank
             attempt.redo_from(smallest)
             classes_s = attempt.classes_s(span_s, end_s)
             for name, value in classes_s.items():
                 rank_seconds[name] += value
+                device_seconds[name] += value * per_rank
                 seconds[name] += value / max(attempt.world_size, 1)
             for name, value in attempt.classes_j().items():
                 joules[name] = (joules[name] or 0.0) + value
             elapsed_s += span_s + gap_s
             startup_s = classes_s.get(STARTUP, 0.0) / max(attempt.world_size, 1)
-            attempts.append(attempt.summary(span_s, gap_s, startup_s, status, knows_repeats))
-            before = attempt if attempt.begin_s is not None else before
+            attempts.append(attempt.summary(span_s, gap_s, startup_s, status, knows_repeats, per_rank))
+            if attempt.begin_s is not None:
+                before, before_per_rank = attempt, per_rank
         for name in CLASSES:
             if seconds[name] < max(MIN_SHARE * elapsed_s, MIN_CLASS_S):
-                seconds[name] = rank_seconds[name] = 0.0
+                seconds[name] = rank_seconds[name] = device_seconds[name] = 0.0
             if not measures_energy or (name in UNREPORTED and seconds[name] > 0):
                 joules[name] = None
         productive_s = sum(seconds[name] for name in PRODUCTIVE)
@@ -155,12 +161,29 @@ class Goodput(Struct):
             joules=joules,
             redone_iterations=sum(redone) if len(redone) == len(attempts) else None,
             attempts=tuple(attempts),
+            device_seconds=device_seconds,
+            unit=unit,
         )
 
     def span(self, is_over: bool) -> tuple[float, float]:
         """Return the positions of the start and the end of this attempt; while it runs, the end is now."""
         end_s = self._end_of(self.attempt, is_over)
         return (end_s if self.attempt.begin_s is None else self.attempt.begin_s), end_s
+
+    def _devices_per_rank(self) -> tuple[str, list[float]]:
+        """Return the unit of device-seconds, and the number of devices of a rank in each attempt.
+
+        An attempt whose GPUs are unknown has the GPUs per rank of the next attempt in which they are known, else of the
+        attempt before.  An attempt whose ranks had no GPU has none, because rank-seconds are no GPU-seconds.
+        """
+        known = [attempt.gpus_per_rank for attempt in self.attempts]
+        if not any(known):
+            return OF_RANKS, [1.0] * len(known)
+        for i in reversed(range(len(known) - 1)):
+            known[i] = known[i + 1] if known[i] is None else known[i]
+        for i in range(1, len(known)):
+            known[i] = known[i - 1] if known[i] is None else known[i]
+        return OF_GPUS, [one or 0.0 for one in known]
 
     def _end_of(self, attempt: Attempt, is_over: bool) -> float:
         if attempt.end_s is not None:

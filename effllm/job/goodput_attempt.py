@@ -107,6 +107,17 @@ class Attempt(Struct):
     idle_s: float = 0.0  # idle rank-seconds; set at the end of the attempt
     redone_from: float | None = None  # the smallest repeated number, for which `redone` was computed
     redone: Redone = msgspec.field(default_factory=Redone)
+    ranks_joined: int = 0  # number of ranks whose GPUs are in `gpus`; 0 if unknown, also in older states
+    gpus: int = 0
+
+    @property
+    def gpus_per_rank(self) -> float | None:
+        return self.gpus / self.ranks_joined if self.ranks_joined else None
+
+    def note_gpus(self, ranks_joined: int, gpus: int) -> None:
+        """Record the GPUs of the ranks that have joined; a new aggregator with fewer ranks does not replace them."""
+        if ranks_joined >= self.ranks_joined:
+            self.ranks_joined, self.gpus = ranks_joined, gpus
 
     @property
     def ended_s(self) -> float:
@@ -289,7 +300,7 @@ class Attempt(Struct):
         return joules
 
     def summary(
-        self, span_s: float, gap_s: float, startup_s: float, status: str, knows_repeats: bool
+        self, span_s: float, gap_s: float, startup_s: float, status: str, knows_repeats: bool, per_rank: float
     ) -> AttemptSummary:
         """Return the attempt's entry in summary.json.
 
@@ -299,6 +310,7 @@ class Attempt(Struct):
             startup_s: time before the first iteration, mean over ranks.
             status: status of the attempt if it is running.
             knows_repeats: whether the repeated iterations are known.
+            per_rank: number of devices of a rank.
         """
         begin_s = self.zero_time_s + (self.begin_s or 0.0)
         return AttemptSummary(
@@ -314,6 +326,8 @@ class Attempt(Struct):
             last=self.last + self.offset if self.last else None,
             redone_iterations=self.redone.iterations if knows_repeats else None,
             startup_s=startup_s,
+            gpus=self.gpus if self.ranks_joined else None,
+            devices=per_rank * self.world_size,
         )
 
 

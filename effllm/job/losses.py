@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from effllm.job.health.diagnosis import CLOCK, POWER_LIMIT, THROTTLED
 from effllm.metrics import METRICS
-from effllm.records.job import StragglerVerdict, Summary
+from effllm.records.job import AttemptSummary, StragglerVerdict, Summary
 from effllm.records.waterfall import Waterfall
 
 
@@ -143,9 +143,13 @@ def _of_parts(summary: Summary, found: Waterfall) -> Iterator[_Made]:
         yield cause, seconds_of(found, part), texts[cause], _part(part), factor
     # The start-ups of later attempts belong to the restarts.
     attempts = summary.goodput.attempts if summary.goodput is not None else ()
-    total = sum(one.startup_s * one.world_size for one in attempts)
-    first = attempts[0].startup_s * attempts[0].world_size / total if attempts and total > 0 else 1.0
+    total = sum(map(_startup_s, attempts))
+    first = _startup_s(attempts[0]) / total if attempts and total > 0 else 1.0
     yield "startup", first * seconds_of(found, "startup"), "time before the first iteration", _part("startup")
+
+
+def _startup_s(attempt: AttemptSummary) -> float:
+    return attempt.startup_s * attempt.devices
 
 
 def _with_gaps(found: Waterfall) -> float:
@@ -201,8 +205,8 @@ def _of_restarts(summary: Summary, found: Waterfall) -> Iterator[_Made]:
     if summary.goodput is None or summary.attempts < 2:
         return
     attempts = summary.goodput.attempts
-    total = sum(one.startup_s * one.world_size for one in attempts)
-    later = sum(one.startup_s * one.world_size for one in attempts[1:]) / total if total > 0 else 0.0
+    total = sum(map(_startup_s, attempts))
+    later = sum(map(_startup_s, attempts[1:])) / total if total > 0 else 0.0
     seconds = seconds_of(found, "restart_gap") + later * seconds_of(found, "startup")
     # Repeated iterations also repeat their data waits, waits for stragglers, evaluations and checkpoints.
     steps = seconds_of(found, "redone", *STEP_PARTS)

@@ -87,6 +87,12 @@ def constants_of(ledger: Ledger, roster: Roster) -> JobConstants:
     )
 
 
+def goodput_of(ledger: Ledger, roster: Roster, is_over: bool = False, status: str = "running") -> GoodputSummary:
+    """Return the elapsed time by class, after the GPUs of this attempt are recorded in the ledger."""
+    ledger.goodput.attempt.note_gpus(len(roster.hellos), roster.job.num_gpus)
+    return ledger.goodput.summary(is_over, roster.job.measures_energy, status)
+
+
 def to_date(
     ledger: Ledger, roster: Roster, goodput: GoodputSummary, lacks: bool
 ) -> tuple[ClusterTotals, ClusterTotals]:
@@ -154,7 +160,7 @@ def report_of(
     """Return the report of a closed window, or its correction by a late report."""
     rows = window.ordered
     lacks = bool(ledger.reports_lost or ledger.unfinished(is_over=False))
-    run, whole = to_date(ledger, roster, ledger.goodput.summary(measures_energy=roster.job.measures_energy), lacks)
+    run, whole = to_date(ledger, roster, goodput_of(ledger, roster), lacks)
     waited = ledger.waited
     health = replace(
         run.health, straggling_s=waited.seconds, straggling_gpu_s=waited.rank_seconds, straggling_j=waited.joules
@@ -243,7 +249,7 @@ def summary_of(
     """Return the summary of the run so far; ``kind`` is the kind of the counted parameters."""
     lacking = _lacking(ledger, ended)
     status = ledger.status() if ended else "running"
-    goodput = ledger.goodput.summary(ended, roster.job.measures_energy, status)
+    goodput = goodput_of(ledger, roster, ended, status)
     run, whole = to_date(ledger, roster, goodput, bool(lacking))
     shares = _energy_coverage(ledger, goodput) if lacking else (1.0, 1.0)
     gaps = tuple(_gaps(whole, ledger, roster, lacking, shares, ended))

@@ -16,7 +16,7 @@ from effllm.job.prevalence import Prevalence
 from effllm.job.remedies import remedy
 from effllm.records.job import Summary
 from effllm.records.verdict import HEALTHY, HIGH, MEDIUM, NO_CONFIDENCE, NO_VERDICT, Evidence, LossWindows, Verdict
-from effllm.records.waterfall import Waterfall
+from effllm.records.waterfall import OF_GPUS, OF_RANKS, Waterfall
 
 #: Names of causes in texts, where the name differs from the cause.
 _NAMES = {"unused_gpus": "unused GPUs"}
@@ -26,6 +26,8 @@ MAX_EVIDENCE, MIN_EVIDENCE_SHARE = 5, 0.01
 #: A loss in a smaller share of the windows is concentrated, and the worst window is named.
 MAX_RARE_SHARE = 0.1
 LARGE_GAIN = 10.0
+#: Unused GPUs of a job without GPUs, as a mean over its time, from which they are its primary cause.
+MIN_UNUSED_GPUS = 0.5
 PROFILE = "EFFICIENTLLM_PROFILE_EVERY=500 splits the steps by a profile"
 
 
@@ -47,11 +49,13 @@ def verdict_of(summary: Summary, framework: str = "", prevalence: Prevalence | N
     reported = [one for one in every if is_reported(one, summary)]
     if summary.status == "stalled":
         reported = [one for one in every if one.cause == "hang"] or reported
-    unit = "GPU" if summary.coverage.gpus_expected else "rank"
+    unit = found.unit or (OF_GPUS if summary.coverage.gpus_expected else OF_RANKS)
     seen = prevalence or Prevalence()
     shown = [one for one in every[:MAX_EVIDENCE] if one.share >= MIN_EVIDENCE_SHARE]
     evidence = tuple(_evidence(one, summary, unit, seen) for one in shown)
     unreported = seconds_of(found, "unreported") / found.device_seconds
+    if found.unused_gpu_seconds >= MIN_UNUSED_GPUS * summary.elapsed_s > 0 and summary.status != "stalled":
+        return _no_gpu_used(found.unused_gpu_seconds, summary.elapsed_s, evidence)
     if reported and reported[0].share >= unreported:
         return _accuse(reported[0], summary, remedy(reported[0].cause, framework).text, unit, evidence, seen)
     if unreported >= MAX_UNREPORTED or reported:
@@ -78,6 +82,21 @@ def verdict_of(summary: Summary, framework: str = "", prevalence: Prevalence | N
         bound=None,
         confidence=HIGH,
         evidence=evidence,
+    )
+
+
+def _no_gpu_used(gpu_seconds: float, elapsed_s: float, evidence: tuple[Evidence, ...]) -> Verdict:
+    """Return the verdict on a job without GPUs in an allocation with GPUs; the losses are shares of rank time."""
+    why = f"{gpu_seconds:,.0f} GPU-seconds of the allocation are used by no rank and no other process"
+    source = "summary.json: waterfall.unused_gpu_seconds"
+    return Verdict(
+        cause="unused_gpus",
+        text=f"{_name('unused_gpus')}: {gpu_seconds / elapsed_s:.3g} on average, and no rank has a GPU",
+        why=why,
+        next=remedy("unused_gpus", "").text,
+        bound=None,
+        confidence=HIGH,
+        evidence=(Evidence(why, source), *evidence)[:MAX_EVIDENCE],
     )
 
 

@@ -14,7 +14,7 @@ from effllm.job.goodput_attempt import HANG, KEPT, REDONE, STRAGGLING, UNKNOWN
 from effllm.job.waterfall_evidence import ONE_ATTEMPT, Sources, errors_of, evidence_of
 from effllm.records.job import ClusterTotals, GoodputSummary, JobConstants
 from effllm.records.rank import Profile
-from effllm.records.waterfall import PARTS, PRODUCTIVE, Waterfall, WaterfallPart
+from effllm.records.waterfall import OF_GPUS, PARTS, PRODUCTIVE, Waterfall, WaterfallPart
 
 #: Class of goodput -> part, where the names differ.
 RENAMED = {UNKNOWN: "unreported"}
@@ -26,6 +26,8 @@ NO_PEAK = "useful work: the peak FLOP/s of the device is unknown; EFFICIENTLLM_P
 NO_TOKENS = "useful work: the loop counted no tokens; effllm.count(tokens=...) counts them"
 ABOVE_PEAK = "useful work: the FLOPs of the tokens exceed the time of the steps at the peak, so FLOPs or peak are wrong"
 NO_CLOCK = "clock below maximum: no GPU reports its SM clock and its maximum SM clock"
+OTHER_DEVICES = "useful work: the ranks of an attempt had no GPU, and its tokens are not counted separately"
+NO_GPUS = "time of attempts whose ranks had no GPU: {} of {} attempts; it is not in the GPU time, but its joules are"
 LITTLE_CLOCK = "clock below maximum: the SM clock was measured in less than half of the time of iterations"
 #: Smallest share of the time of iterations in which the clock must be measured.
 MIN_CLOCK_COVERAGE = 0.5
@@ -47,20 +49,19 @@ def waterfall(goodput: GoodputSummary, whole: ClusterTotals, sources: Sources = 
         whole: the totals of the whole job, on the base ``job``.
         sources: the reports from which the classes are computed.
     """
-    devices = whole.constants.gpus or whole.constants.world_size
-    ranks = whole.constants.world_size
-    if not ranks or not sum(goodput.rank_seconds.values()):
+    if not whole.constants.world_size or not sum(goodput.device_seconds.values()):
         return None
-    per_rank = devices / ranks
-    classes = {name: seconds * per_rank for name, seconds in goodput.rank_seconds.items()}
+    is_of_gpus = goodput.unit == OF_GPUS
+    without_gpus = sum(one.gpus == 0 for one in goodput.attempts) if is_of_gpus else 0
+    classes = dict(goodput.device_seconds)
     kept = classes.pop(KEPT, 0.0)
-    steps = _split(kept, classes, whole)
+    steps = _split(kept, classes, whole, is_mixed=without_gpus > 0)
     seconds = {RENAMED.get(name, name): value for name, value in classes.items()} | steps.seconds
-    seconds["unused"] = sources.unused_s
+    seconds["unused"] = sources.unused_s if is_of_gpus else 0.0
     joules = _joules(goodput.joules, steps.seconds, kept)
     total = sum(seconds.values())
     evidence = evidence_of(sources, whole, _iterations(kept, classes))
-    price = whole.constants.price_per_gpu_hour if whole.constants.gpus else None
+    price = whole.constants.price_per_gpu_hour if is_of_gpus else None
     parts = tuple(
         WaterfallPart(
             name=name,
@@ -76,12 +77,15 @@ def waterfall(goodput: GoodputSummary, whole: ClusterTotals, sources: Sources = 
         for name in PARTS
         if seconds.get(name, 0.0) > 0.0
     )
-    unused = (sources.why_unused_unknown,) if sources.why_unused_unknown else ()
+    unknown = [*steps.unknown, *([sources.why_unused_unknown] if sources.why_unused_unknown else [])]
+    if without_gpus:
+        unknown.append(NO_GPUS.format(without_gpus, len(goodput.attempts)))
     measured = [part.joules for part in parts if part.joules is not None]
-    return Waterfall(total, sum(measured) if measured else None, parts, (*steps.unknown, *unused))
+    unused_gpu_s = 0.0 if is_of_gpus else sources.unused_s
+    return Waterfall(total, sum(measured) if measured else None, parts, tuple(unknown), goodput.unit, unused_gpu_s)
 
 
-def _split(kept: float, classes: Mapping[str, float], whole: ClusterTotals) -> _Steps:
+def _split(kept: float, classes: Mapping[str, float], whole: ClusterTotals, is_mixed: bool) -> _Steps:
     """Split the device-seconds of kept steps."""
     if not kept:
         return _Steps({}, ())
@@ -89,7 +93,7 @@ def _split(kept: float, classes: Mapping[str, float], whole: ClusterTotals) -> _
     unknown = () if whole.profile is not None and whole.profile.time_s else (NO_PROFILE,)
     computing = kept - sum(seconds.values())
     clock, why_no_clock = _below_clock(computing, kept, classes, whole)
-    flops, why_no_flops = _useful(computing, kept, classes, whole)
+    flops, why_no_flops = ({}, (OTHER_DEVICES,)) if is_mixed else _useful(computing, kept, classes, whole)
     # The clock is a mean of samples: it must not take time that the FLOPs need at the peak.
     clock = min(clock, max(computing - sum(flops.values()), 0.0))
     rest = max(computing - clock - sum(flops.values()), 0.0)

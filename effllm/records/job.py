@@ -14,7 +14,7 @@ from effllm.records.identity import Identity
 from effllm.records.rank import Profile
 from effllm.records.values import ValueSummary
 from effllm.records.verdict import Verdict
-from effllm.records.waterfall import Waterfall
+from effllm.records.waterfall import OF_RANKS, Waterfall
 
 #: Version of the files in a run folder; it is incremented when a field is removed or changes its meaning.
 SCHEMA_VERSION = 4
@@ -323,6 +323,9 @@ class AttemptSummary(Struct, frozen=True):
     last: int | None = None
     redone_iterations: int | None = 0  # iterations that a later attempt repeated; None if unknown
     startup_s: float = 0.0  # time before the first iteration, mean over ranks
+    gpus: int | None = None  # GPUs of the ranks that joined; None if no window of the attempt has closed
+    # GPUs of all ranks, estimated from the ranks that joined; ranks in a job without GPUs.
+    devices: float = 0.0
 
 
 class GoodputSummary(Struct, frozen=True):
@@ -335,6 +338,8 @@ class GoodputSummary(Struct, frozen=True):
     joules: dict[str, float | None]  # measured
     redone_iterations: int | None = None  # None if a restart did not report its first iteration
     attempts: tuple[AttemptSummary, ...] = ()
+    device_seconds: dict[str, float] = {}  # by class: rank-seconds times the devices of a rank, of each attempt
+    unit: str = OF_RANKS  # of these seconds; OF_GPUS if a rank of any attempt has a GPU
 
 
 class Summary(Identity, Struct, frozen=True, kw_only=True):

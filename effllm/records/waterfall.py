@@ -29,6 +29,8 @@ PARTS: dict[str, str] = {
     "steps": "whole steps with useful work",
     "useful": "steps: model FLOPs at the peak",
 }
+#: Units of device-seconds: the time of GPUs, or of ranks in a job without GPUs.
+OF_GPUS, OF_RANKS = "GPU", "rank"
 #: Parts that are work, not loss.
 PRODUCTIVE = ("generation", "useful", "steps")
 
@@ -50,9 +52,12 @@ class WaterfallPart(Struct, frozen=True, omit_defaults=True):
 
 
 class Waterfall(Struct, frozen=True):
-    """The device-seconds of a job: of each GPU, also of unused allocated GPUs, or of each rank without a GPU."""
+    """The device-seconds of a job: of GPUs, also of unused allocated GPUs, or of ranks in a job without GPUs."""
 
     device_seconds: float
     joules: float | None  # measured in the reports; None without a measurement
     parts: tuple[WaterfallPart, ...]  # in the order of PARTS; their device-seconds add up to the whole
     unknown: tuple[str, ...] = ()  # what is not known, and the setting that resolves it
+    unit: str = ""  # of the device-seconds: OF_GPUS or OF_RANKS; empty in files of older versions
+    # GPU-seconds of allocated GPUs that no rank used, in a job without GPUs: they are not added to rank-seconds.
+    unused_gpu_seconds: float = 0.0

@@ -19,6 +19,7 @@ import msgspec
 from effllm.metrics import METRICS
 from effllm.records.identity import Identity
 from effllm.records.job import SCHEMA_VERSION, Summary
+from effllm.records.waterfall import OF_GPUS
 from effllm.store import own_files
 from effllm.store.run_folder import StoreUnavailable
 
@@ -50,7 +51,7 @@ def ledger_line(summary: Summary, folder: Path | None) -> dict[str, Any]:
         "goodput_ratio": None if goodput is None else goodput.ratio,
         "ranks": seen.ranks_expected,
         "gpus": seen.gpus_expected,
-        "gpu_hours": found.device_seconds / 3600.0 if found and seen.gpus_expected else None,
+        "gpu_hours": found.device_seconds / 3600.0 if found and found.unit == OF_GPUS else None,
         "total_joules": energy.total_joules,
         "measured_joules": energy.measured_joules,
         "error_joules": energy.error_joules,

@@ -1,7 +1,9 @@
 """effllm/job/goodput*.py: classes of elapsed time; the classes always add up to the elapsed time."""
 
+import json
+
 import pytest
-from builders import device_window, full, hello, reports, row
+from builders import device_window, full, gpu, hello, reports, row
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -336,6 +338,60 @@ def test_class_seconds_are_means_over_the_ranks_of_an_attempt():
     assert goodput.rank_seconds["kept"] == pytest.approx(27.0 + 18.0 + 27.0)
     assert goodput.rank_seconds["restart_gap"] == pytest.approx(18.0), "of the three that had worked"
     assert adds_up(goodput)
+
+
+def gpus(rank, count):
+    return tuple(gpu(f"GPU-{rank}-{number}") for number in range(count))
+
+
+def test_device_time_of_an_attempt_is_that_of_its_own_gpus():
+    """Two ranks with one GPU each train for 10 s; after a restart, one rank with four GPUs trains for 20 s."""
+    run = Run().join(devices=())
+    for rank in (0, 1):
+        run.join(rank, devices=gpus(rank, 1))
+    run.window(1).bye().wait(5).restart(1).join(devices=gpus(0, 4))
+    run.window(1).window(2).bye()
+
+    found = run.goodput()
+
+    assert [(one.gpus, one.devices) for one in found.attempts] == [(2, 2.0), (4, 4.0)]
+    assert found.unit == "GPU"
+    assert found.device_seconds["restart_gap"] == pytest.approx(2 * 5.0)
+    assert found.device_seconds["data"] == pytest.approx(2 * 1.0 + 4 * 2.0)
+    assert sum(found.device_seconds.values()) == pytest.approx(2 * 15.0 + 4 * 20.0)
+
+
+def test_gpus_of_ranks_that_did_not_join_are_estimated():
+    run = Run(4).join(0, 1, 2).window(1, 0, 1, 2)
+
+    (attempt,) = run.goodput().attempts
+    assert (attempt.gpus, attempt.devices) == (3, 4.0)
+
+
+def test_attempt_that_ended_before_its_gpus_were_known_has_those_of_the_next():
+    run = Run(1).join(devices=()).wait(10).bye().restart(1).join(devices=gpus(0, 2)).window(1)
+
+    assert [(one.gpus, one.devices) for one in run.goodput().attempts] == [(None, 2.0), (2, 2.0)]
+
+
+def test_gpus_survive_an_aggregator_whose_ranks_have_left():
+    run = Run().join().window(1)
+    run.bye(1).restore().join(0)
+
+    assert [(one.gpus, one.devices) for one in run.goodput().attempts] == [(2, 2.0)]
+
+
+def test_state_without_gpus_of_attempts_is_continued_with_those_of_this_attempt():
+    run = Run().join().window(1).restart().join(0, devices=gpus(0, 3)).join(1, devices=gpus(1, 3))
+    state = json.loads(run.aggregator.snapshot())
+    for attempt in state["goodput"]["attempts"]:
+        del attempt["gpus"], attempt["ranks_joined"]
+
+    old = restore(json.dumps(state).encode())
+    run.aggregator = Aggregator(Config(), old.job, old.attempt, run.time_s, old, run.boot)
+    run.join(0, devices=gpus(0, 3)).join(1, devices=gpus(1, 3))
+
+    assert [(one.gpus, one.devices) for one in run.goodput().attempts] == [(None, 6.0), (6, 6.0)]
 
 
 def test_new_aggregator_continues_the_goodput_account():

@@ -120,6 +120,20 @@ def test_losses_of_stragglers_with_different_causes_are_separate():
     assert found == {"throttled": pytest.approx(60.0), "straggler": pytest.approx(30.0)}
 
 
+def test_job_without_gpus_in_an_allocation_with_gpus_has_unused_gpus():
+    """Two GPUs are unused during the 100 s of the job; data waits of half the rank time are a smaller loss."""
+    summary = job(data=500.0, elapsed_s=100.0)
+    for gpu_seconds, expected in ((200.0, "unused_gpus"), (49.0, "data_loading")):
+        waterfall = replace(summary.waterfall, unit="rank", unused_gpu_seconds=gpu_seconds)
+        found = verdict_of(replace(summary, waterfall=waterfall))
+        assert found.cause == expected
+
+    found = verdict_of(replace(summary, waterfall=replace(waterfall, unused_gpu_seconds=200.0)))
+    assert (found.text, found.bound) == ("unused GPUs: 2 on average, and no rank has a GPU", None)
+    assert found.evidence[0].claim == "200 GPU-seconds of the allocation are used by no rank and no other process"
+    assert found.evidence[1].claim.startswith("data loading 50.0 % of rank time")
+
+
 @pytest.mark.parametrize("expected", ["throttled", "power_limit"])
 def test_low_clock_with_a_reason_is_a_loss(expected):
     clocks = {expected: ClockLoss(60.0, 3, 5.0, "rank 3: SM clock 1.10 GHz")}
@@ -172,7 +186,7 @@ def test_repeated_iterations_repeat_their_data_waits():
 
 def attempts(*startups):
     made = [
-        AttemptSummary(number, "killed", 0.0, 0.0, 0.0, 0.0, 4, 10, startup_s=seconds)
+        AttemptSummary(number, "killed", 0.0, 0.0, 0.0, 0.0, 4, 10, startup_s=seconds, devices=4.0)
         for number, seconds in enumerate(startups, 1)
     ]
     return GoodputSummary(0.0, None, {}, {}, {}, 7, tuple(made))

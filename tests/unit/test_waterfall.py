@@ -14,24 +14,29 @@ from effllm.job.waterfall import (
     LITTLE_CLOCK,
     NO_CLOCK,
     NO_FLOPS,
+    NO_GPUS,
     NO_PEAK,
     NO_PROFILE,
     NO_TOKENS,
+    OTHER_DEVICES,
     RENAMED,
     waterfall,
 )
 from effllm.job.waterfall_evidence import Sources
-from effllm.records.job import ClusterTotals, Counts, DeviceTotals, GoodputSummary, JobConstants
+from effllm.records.job import AttemptSummary, ClusterTotals, Counts, DeviceTotals, GoodputSummary, JobConstants
 from effllm.records.rank import Profile
-from effllm.records.waterfall import PARTS
+from effllm.records.waterfall import OF_GPUS, OF_RANKS, PARTS
 
 PEAK = 1e15  # FLOP/s of one device
 
 
-def goodput(joules=None, **rank_seconds):
+def goodput(joules=None, gpus=1, attempts=(), **rank_seconds):
+    """Return the time of a job; ``gpus`` is the number of GPUs of each rank, 0 for a job without GPUs."""
     rank_seconds = dict.fromkeys(CLASSES, 0.0) | rank_seconds
+    device_seconds = {name: value * (gpus or 1) for name, value in rank_seconds.items()}
     joules = dict.fromkeys(CLASSES) | (joules or {})
-    return GoodputSummary(sum(rank_seconds.values()), None, rank_seconds, rank_seconds, joules)
+    time = GoodputSummary(sum(rank_seconds.values()), None, rank_seconds, rank_seconds, joules, 0, attempts)
+    return replace(time, device_seconds=device_seconds, unit=OF_GPUS if gpus else OF_RANKS)
 
 
 def totals(tokens=0, processed=None, profile=None, ranks=4, gpus=4, peak=4 * PEAK, clock=None, **constants):
@@ -83,11 +88,12 @@ def test_parts_add_up_to_the_time_and_joules_of_all_classes(
         clock=clock,
         gpus_with_clock=int(clocked * ranks * per_rank),
     )
-    found = waterfall(goodput(joules, **rank_seconds), whole, Sources(unused_s=unused))
+    found = waterfall(goodput(joules, per_rank, **rank_seconds), whole, Sources(unused_s=unused))
     if found is None:
         assert not sum(rank_seconds.values())
         return
-    expected = sum(rank_seconds.values()) * max(per_rank, 1) + unused
+    expected = sum(rank_seconds.values()) * max(per_rank, 1) + (unused if per_rank else 0.0)
+    assert found.unused_gpu_seconds == (0.0 if per_rank else unused)
 
     assert found.device_seconds == pytest.approx(expected, rel=1e-9)
     assert math.fsum(seconds(found).values()) == pytest.approx(expected, rel=1e-9)
@@ -233,16 +239,36 @@ def test_gain_of_a_part_is_bounded_by_its_share():
 
 def test_price_of_an_hour_gives_the_cost_of_each_part():
     found = waterfall(goodput(kept=3600.0, data=1800.0), totals(price_per_gpu_hour=2.0))
-    without = waterfall(goodput(kept=3600.0), totals(gpus=0, price_per_gpu_hour=2.0))
+    without = waterfall(goodput(gpus=0, kept=3600.0), totals(gpus=0, price_per_gpu_hour=2.0))
 
     assert {part.name: part.cost for part in found.parts} == {"data": 1.0, "steps": 2.0}
     assert [part.cost for part in without.parts] == [None]
 
 
 def test_time_is_counted_for_each_gpu_of_a_rank():
-    found = waterfall(goodput(kept=100.0, startup=10.0), totals(ranks=4, gpus=8))
+    found = waterfall(goodput(gpus=2, kept=100.0, startup=10.0), totals(ranks=4, gpus=8))
 
-    assert seconds(found) == {"startup": 20.0, "steps": 200.0}
+    assert (seconds(found), found.unit) == ({"startup": 20.0, "steps": 200.0}, OF_GPUS)
+
+
+def test_unused_gpus_of_a_job_without_gpus_are_not_added_to_rank_time():
+    sources = Sources(unused_s=400.0, unused="host a: GPUs 0-3 are unused", why_unused_unknown="")
+
+    found = waterfall(goodput(gpus=0, kept=100.0), totals(gpus=0), sources)
+
+    assert (seconds(found), found.device_seconds, found.unit) == ({"steps": 100.0}, 100.0, OF_RANKS)
+    assert found.unused_gpu_seconds == 400.0
+
+
+def test_attempt_without_gpus_is_not_in_the_gpu_time():
+    """The FLOPs of its tokens cannot be separated, so the steps of the other attempt are not split by them."""
+    attempts = tuple(AttemptSummary(one, "killed", 0, 0, 0, 0, 4, 10, gpus=gpus) for one, gpus in ((1, 4), (2, 0)))
+
+    found = waterfall(goodput(attempts=attempts, kept=100.0), totals(10**13, flops_per_token=1e3))
+
+    assert OTHER_DEVICES in found.unknown
+    assert NO_GPUS.format(1, 2) in found.unknown
+    assert "useful" not in seconds(found)
 
 
 def test_unused_gpus_are_a_part_without_joules():
