@@ -18,7 +18,7 @@ from effllm.job.health.straggler_watch import StragglerWatch
 from effllm.job.health.waste import WasteWatch
 from effllm.job.joining import put
 from effllm.job.ledger import Ledger
-from effllm.job.merged import merge_devices
+from effllm.job.merged import Merged, merge_devices
 from effllm.job.pacing import is_large
 from effllm.job.presence import ABSENT_AFTER_S
 from effllm.job.reporting import Window, report_of
@@ -64,6 +64,7 @@ class ClosedWindows:
         self._spans_s: list[float] = []  # durations of the last windows, for the deadline
         self._closed: list[Closed] = []
         self.last_report: ClusterReport | None = None
+        self.last_merged: Merged | None = None  # the devices of the last reported window
 
     def take(self) -> list[Closed]:
         """Return the windows that closed since the last call, in order."""
@@ -199,6 +200,7 @@ class ClosedWindows:
         """Report a window; a correction has only the late reports, because the other reports were already written."""
         minimum, last, correction = self._config.min_coverage, self.last_report, late is not None
         if not correction:
+            self.last_merged = window.merged
             has_gaps = bool(self._ledger.reports_lost)
             self._audit.check(window.ordered, self._roster.job.known, has_gaps=has_gaps)
         report = report_of(window, self._ledger, self._roster, minimum, last, correction)

@@ -24,6 +24,7 @@ from effllm.config.settings import Config, secret_path
 from effllm.config.switches import this_process
 from effllm.job.aggregator import Aggregator
 from effllm.job.closed_windows import Closed
+from effllm.job.device_states import device_states
 from effllm.job.pacing import is_large, keep_every_s, pause_s
 from effllm.job.reporting import first_start_s
 from effllm.network import secret
@@ -34,6 +35,7 @@ from effllm.network.peer_admission import PeerAdmission
 from effllm.network.peers import Peers
 from effllm.network.transport import ServerSocket, make_context
 from effllm.records.clock import Now
+from effllm.records.device_state import DeviceFeed
 from effllm.records.job import Summary
 from effllm.records.orders import Orders
 from effllm.records.rank import Event
@@ -47,7 +49,7 @@ from effllm.server.messages import Messages
 from effllm.server.outputs import Outputs
 from effllm.server.run_facts import RunFacts, SlowFacts
 from effllm.server.slurm_nodes import SlurmNodes
-from effllm.sinks import RunInfo
+from effllm.sinks import WITH_DEVICES, RunInfo
 from effllm.store.provenance import boot_id
 
 TICK_S = 0.5
@@ -77,6 +79,7 @@ class Server:
         self._slurm_nodes = SlurmNodes(this_process())
         self._heard_until_s = time.monotonic()
         self._has_learned = self._has_begun = False
+        self._devices = DeviceFeed(not WITH_DEVICES.isdisjoint(self._config.sink_options()))
         self._was_stalled = False  # status in the last summary; a change is written at once, because the job may end
 
     def run(self) -> str:
@@ -135,7 +138,8 @@ class Server:
         facts = self._facts.begin(folder)
         charts = _event_files(config, folder, facts)
         run = RunInfo(config, aggregator.ledger.attempt, folder, charts, self._stdout, facts, self._warn)
-        self._outputs = Outputs(replace(run, identity=lambda: self._facts.identity))
+        run = replace(run, identity=lambda: self._facts.identity, fact=self._facts.newest, devices=self._devices)
+        self._outputs = Outputs(run)
         self._messages = Messages(
             self._socket, self._peers, aggregator, str(folder or ""), self._admit, self._supersede
         )
@@ -149,11 +153,7 @@ class Server:
         self._admission = Admission(aggregator, self._peers, self._peer_admission, self._warn)
         self._end = JobEnd(aggregator, orders, self._messages.reaches)
         self._outputs.start()
-        threading.Thread(target=self._ask, name="slow facts", daemon=True).start()
-
-    def _ask(self) -> None:
-        for ask in (self._facts.ask_git, self._facts.ask_user):
-            self._inbox.put(ask())
+        threading.Thread(target=self._facts.ask, args=(self._inbox.put,), name="slow facts", daemon=True).start()
 
     def _read_secret(self) -> bytes:
         return self._secret or secret.read(secret_path(self._config))
@@ -256,6 +256,8 @@ class Server:
     def _write(self, closed: Sequence[Closed]) -> None:
         # The rows of a rank contain its host, which the run folder reads from the rank's facts.
         self._update_facts(0.0 if self._facts.has_new_rank else FACTS_EVERY_S)
+        if closed and self._devices.is_wanted:
+            self._devices.newest = device_states(self._aggregator, closed[-1].rows)
         self._outputs.write(closed)
 
     def _save_state(self, state: bytes, sequences: Sequences) -> None:

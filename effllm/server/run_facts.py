@@ -58,6 +58,10 @@ class RunFacts:
         self._identify()
         return {**self.values, **asdict(self.identity)}
 
+    def newest(self, name: str) -> Any:
+        """Return a fact, or ``None`` if it is unknown; any thread may call this method."""
+        return self.values.get(name)
+
     def add_times(self, started_time_s: float, ended_time_s: float | None = None) -> None:
         """Add the start and the end of the run to its identity."""
         times = {"started_time_s": started_time_s, "ended_time_s": ended_time_s or self.identity.ended_time_s}
@@ -71,6 +75,11 @@ class RunFacts:
 
     def _identify(self) -> None:
         self.identity = with_facts(self.identity, self._submission, self.values, self.values.get("ranks", {}))
+
+    def ask(self, put: Callable[[SlowFacts], None]) -> None:
+        """Pass facts of git and of the system to ``put``; must run in a separate thread."""
+        for ask in (self.ask_git, self.ask_user):
+            put(ask())
 
     def ask_git(self) -> SlowFacts:
         """Return the commit of the user's code; must run in a separate thread, because git may take seconds."""

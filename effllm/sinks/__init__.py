@@ -18,8 +18,12 @@ from typing import Any, NamedTuple, Protocol, TextIO
 
 from effllm.config.setting_values import ValueType
 from effllm.config.settings import Config
+from effllm.records.device_state import DeviceFeed
 from effllm.records.identity import Identity
 from effllm.records.job import ClusterReport, Summary
+
+#: Sinks that use `Run.devices`, which is filled from the first window on, perhaps before a sink's library is imported.
+WITH_DEVICES = frozenset({"otlp"})
 
 
 class SinkUnavailable(Exception):
@@ -47,6 +51,8 @@ class RunInfo:
     log: Callable[[str], None] = lambda _: None  # reports an event about the sink
     summary: Callable[[], Summary | None] = lambda: None  # summary of the ended job; available before sinks are closed
     identity: Callable[[], Identity] = Identity  # newest identity of the run; any thread may call this
+    devices: DeviceFeed = field(default_factory=DeviceFeed)  # newest states, if a sink is in WITH_DEVICES
+    fact: Callable[[str], Any] = lambda _: None  # newest fact of the run by its name, or None; any thread may call this
     options: Mapping[str, Any] = field(default_factory=dict)  # options of the sink, with defaults; see `open_sink`
 
 

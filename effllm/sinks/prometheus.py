@@ -20,6 +20,7 @@ from prometheus_client.registry import Collector
 
 from effllm import metrics
 from effllm.config.setting_values import whole
+from effllm.metrics.base_units import name_of
 from effllm.records.events import KINDS
 from effllm.records.identity import Identity
 from effllm.records.job import SPREADS, ClusterReport
@@ -44,17 +45,6 @@ POLL_S = 0.1
 PARTS = {"least": "Smallest", "p5": "Fifth percentile", "median": "Median", "p95": "95th percentile", "most": "Largest"}
 MAX_LABEL_LETTERS = 1000
 MAX_KINDS = len(KINDS) + 10  # maximum number of event kinds, because ranks may send unknown kinds
-
-#: Base units for Prometheus: unit -> (word in the metric's name, replacement of the word, factor of the value).
-UNITS: dict[str, tuple[str, str, float]] = {
-    "GB": ("gb", "bytes", 2.0**30),
-    "MHz": ("mhz", "hertz", 1e6),
-    "TFLOP/s": ("tflops", "flops_per_second", 1e12),
-    "degC": ("c", "celsius", 1.0),
-    "kg CO2e": ("kg", "grams", 1000.0),
-    "Wh": ("wh", "joules", 3600.0),
-    "s": ("s", "seconds", 1.0),
-}
 
 Samples = Sequence[tuple[dict[str, str], float]]
 
@@ -203,13 +193,6 @@ class _Values(Collector):
             family.add_metric([*self._labels.values(), *labels.values()], value)
         filled: Metric = family
         return filled
-
-
-def name_of(entry: metrics.Metric) -> tuple[str, float]:
-    """Return a metric's name in base units, and the factor of its values."""
-    word, base, factor = UNITS.get(entry.unit, ("", "", 1.0))
-    words = [base if base and part == word else part for part in entry.name.split("_")]
-    return "_".join([entry.group, *words] if entry.group else words), factor
 
 
 def _labels(identity: Identity) -> dict[str, str]:

@@ -1,0 +1,97 @@
+"""The newest state of each device of a job: its energy so far, and its readings in the newest window. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from effllm.job.aggregator import Aggregator
+from effllm.job.energy_account import COVERED_S, JOULES
+from effllm.job.merged import BUSY, BUSY_S, MEMORY_S, Merged
+from effllm.job.roster import Roster
+from effllm.records.device_state import CPU_KIND, GPU_KIND, MODULE_KIND, NODE_KIND, DeviceState
+from effllm.records.energy import MIN_COVERED_S
+from effllm.records.rank import CPU, MODULE, NODE_PSU, Device, RankReport
+
+_KINDS = {NODE_PSU: NODE_KIND, CPU: CPU_KIND, MODULE: MODULE_KIND}  # by the scope of the power of a common energy key
+
+
+def device_states(aggregator: Aggregator, rows: Sequence[RankReport]) -> tuple[DeviceState, ...]:
+    """Return the state of each device, and of each common energy key.
+
+    The joules of all states add up to the sum of ``by_device`` in summary.json. ``rows`` are the reports of the newest
+    window.
+    """
+    ledger, roster, merged = aggregator.ledger, aggregator.roster, aggregator.closed.last_merged
+    joules = ledger.devices.joules()
+    temperatures = dict(_temperatures(rows))
+    owners = {device.energy_key: device for device in roster.devices.values() if device.energy_key}
+    states = [
+        _state(key, device, _host(roster, key), joules.pop(key, None), merged, temperatures.get(key))
+        for key, device in sorted(roster.devices.items())
+    ]
+    # What is left are common energy keys, and devices of earlier attempts.
+    for key, spent_j in sorted(joules.items()):
+        owner = owners.get(key)
+        host = _host(roster, owner.key) if owner is not None else ""
+        states.append(DeviceState(key, _kind_of_key(key, owner, ledger.scope), host, joules=spent_j))
+    return tuple(states)
+
+
+def _host(roster: Roster, key: str) -> str:
+    ranks = roster.members.get(key, ())
+    return min((hello.host for rank in ranks if (hello := roster.hellos.get(rank)) is not None), default="")
+
+
+def _state(
+    key: str, device: Device, host: str, joules: float | None, merged: Merged | None, celsius: float | None
+) -> DeviceState:
+    levels = _levels(device, merged) if merged is not None else {}
+    return DeviceState(
+        key,
+        _kind(device),
+        host,
+        device.name,
+        device.driver,
+        joules,
+        memory_total_bytes=device.memory_total_bytes,
+        temperature_c=celsius,
+        **levels,
+    )
+
+
+def _levels(device: Device, merged: Merged) -> dict[str, float | None]:
+    at = merged.positions.get(device.key)
+    if at is None:
+        return {}
+    energy, levels = merged.wall.energy[at], merged.wall.levels[at]
+    return {
+        # With a common energy key, the power is of several devices.
+        "power_w": None if device.energy_key else _mean(energy[JOULES], energy[COVERED_S]),
+        "memory_bytes": _mean(levels[0], levels[MEMORY_S]),
+        "utilization": _mean(levels[BUSY], levels[BUSY_S]),
+    }
+
+
+def _mean(value_seconds: float, covered_s: float) -> float | None:
+    return float(value_seconds / covered_s) if covered_s > MIN_COVERED_S and value_seconds == value_seconds else None
+
+
+def _temperatures(rows: Sequence[RankReport]) -> Iterator[tuple[str, float]]:
+    for row in rows:
+        for one in row.devices:
+            gauge = one.gauges.get("temperature_c")
+            if gauge is not None and gauge.covered_s > MIN_COVERED_S:
+                yield one.device, gauge.value_seconds / gauge.covered_s
+
+
+def _kind(device: Device) -> str:
+    return GPU_KIND if device.is_gpu else NODE_KIND if device.power_scope == NODE_PSU else CPU_KIND
+
+
+def _kind_of_key(key: str, owner: Device | None, scope: str) -> str:
+    """Return the kind of an energy key; without a device of this attempt, from the scope of the job's energy."""
+    if owner is not None:
+        return _KINDS.get(owner.power_scope or "", GPU_KIND)
+    if scope == NODE_PSU:
+        return NODE_KIND
+    return CPU_KIND if key.startswith("cpu:") else GPU_KIND

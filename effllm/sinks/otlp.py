@@ -1,0 +1,286 @@
+"""OTLP: the newest values of the job and of its devices, sent to an OpenTelemetry collector over HTTP.
+
+Hardware has the names of OpenTelemetry's semantic conventions (`hw.*`, in development), training has `effllm.*`. The
+points are made here, with the times of the windows, so only the exporter of OpenTelemetry's SDK is used: no meter and
+no thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
+from opentelemetry.sdk.metrics.export import (
+    AggregationTemporality,
+    Gauge,
+    Metric,
+    MetricExportResult,
+    MetricsData,
+    NumberDataPoint,
+    ResourceMetrics,
+    ScopeMetrics,
+    Sum,
+)
+from opentelemetry.sdk.resources import HOST_NAME, SERVICE_NAME, Resource
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+
+from effllm import __version__, metrics
+from effllm.config.setting_values import matching, number
+from effllm.config.switches import this_process
+from effllm.metrics.base_units import UCUM, name_of
+from effllm.records.device_state import CPU_KIND, GPU_KIND, MODULE_KIND, NODE_KIND, DeviceState
+from effllm.records.job import ClusterReport
+from effllm.records.plain_text import one_line
+from effllm.sinks import Option, RunInfo, SinkUnavailable
+
+OPTIONS = {
+    "endpoint": Option(
+        "",
+        matching(r"(https?://\S+)?", "a URL that begins with http:// or https://"),
+        "URL that receives metrics, such as http://localhost:4318/v1/metrics. "
+        "The default is that of the variables OTEL_EXPORTER_OTLP_*.",
+    ),
+    "every": Option("10", number(0, unit="seconds"), "Minimum time between two exports, in seconds."),
+}
+
+COUNTER, UPDOWN, GAUGE = "counter", "updowncounter", "gauge"
+VARIABLES = "OTEL_EXPORTER_OTLP_"
+OVER = "effllm.over"  # attribute for the base of a value: run, window or job
+NS = 10**9
+#: Kind of a device -> value of `hw.type`. The conventions have no type for a module of GPU, CPU and memory.
+TYPES = {GPU_KIND: "gpu", CPU_KIND: "cpu", MODULE_KIND: "enclosure"}
+SCOPE = InstrumentationScope("effllm", __version__)
+
+
+class Instrument(NamedTuple):
+    """Kind, unit and description of a metric."""
+
+    kind: str
+    unit: str
+    text: str
+
+
+#: The metrics of hardware, as in OpenTelemetry's model/hardware/*.yaml.
+HARDWARE: dict[str, Instrument] = {
+    "hw.energy": Instrument(COUNTER, "J", "Energy consumed by the component."),
+    "hw.power": Instrument(GAUGE, "W", "Instantaneous power consumed by the component."),
+    "hw.host.energy": Instrument(COUNTER, "J", "Total energy consumed by the entire physical host, in joules."),
+    "hw.host.power": Instrument(GAUGE, "W", "Instantaneous power consumed by the entire physical host in Watts."),
+    "hw.gpu.utilization": Instrument(GAUGE, "1", "Fraction of time spent in a specific task."),
+    "hw.gpu.memory.usage": Instrument(UPDOWN, "By", "GPU memory used."),
+    "hw.gpu.memory.limit": Instrument(UPDOWN, "By", "Size of the GPU memory."),
+    "hw.gpu.memory.utilization": Instrument(GAUGE, "1", "Fraction of GPU memory used."),
+    "hw.temperature": Instrument(GAUGE, "Cel", "Temperature in degrees Celsius."),
+}
+
+#: Metrics of the job in addition to the table of metrics.
+TRAINING: dict[str, Instrument] = {
+    "effllm.iterations": Instrument(COUNTER, "{iteration}", "Iterations of all attempts."),
+    "effllm.tokens": Instrument(COUNTER, "{token}", "Tokens without padding."),
+    "effllm.samples": Instrument(COUNTER, "{sample}", "Samples."),
+    "effllm.generated_tokens": Instrument(COUNTER, "{token}", "Generated tokens."),
+    "effllm.energy.measured": Instrument(COUNTER, "J", "Measured energy of the job, of all devices in its scope."),
+    "effllm.iteration": Instrument(GAUGE, "{iteration}", "Number of the newest iteration."),
+    "effllm.attempt": Instrument(GAUGE, "1", "Number of the attempt; the first start of the job is 1."),
+    "effllm.loss": Instrument(GAUGE, "1", "Loss of the window."),
+    "effllm.ranks.expected": Instrument(GAUGE, "{rank}", "Number of ranks in the job."),
+    "effllm.ranks.reporting": Instrument(GAUGE, "{rank}", "Number of ranks with a report of the window."),
+    "effllm.gpus.expected": Instrument(GAUGE, "{gpu}", "Number of GPUs in the job."),
+    "effllm.gpus.measured": Instrument(GAUGE, "{gpu}", "Number of GPUs that were measured in the window."),
+    "effllm.energy.coverage": Instrument(GAUGE, "1", "Device-seconds with measured energy over expected ones."),
+    "effllm.simulated": Instrument(GAUGE, "1", "1: the devices are simulated, and no value was measured."),
+}
+
+_ADDRESS = re.compile(r"<[^<>]* object at 0x[0-9a-f]+>:? ?")
+
+#: A value of a metric with its attributes.
+Value = tuple[str, Mapping[str, str], float]
+
+
+class ExportFailed(Exception):
+    """The receiver could not be reached, or has rejected the values."""
+
+
+def open_sink(run: RunInfo) -> Otlp:
+    """Open an exporter with the standard variables OTEL_EXPORTER_OTLP_*; nothing is sent before the first report.
+
+    Raises:
+        SinkUnavailable: the variables select gRPC.
+    """
+    environ = this_process()
+    protocol = environ.get(f"{VARIABLES}METRICS_PROTOCOL") or environ.get(f"{VARIABLES}PROTOCOL") or "http/protobuf"
+    if protocol != "http/protobuf" and not run.options["endpoint"]:
+        raise SinkUnavailable(
+            f"{VARIABLES}PROTOCOL selects {protocol}, but the sink only sends http/protobuf; "
+            "set otlp:endpoint=http://HOST:4318/v1/metrics in EFFICIENTLLM_SINKS"
+        )
+    return Otlp(run)
+
+
+class Otlp:
+    """Sends the newest report at most every ``every`` seconds, and at the end the last report."""
+
+    def __init__(self, run: RunInfo) -> None:
+        self._run = run
+        self._reason = _LastError()
+        self._exporter = OTLPMetricExporter(endpoint=run.options["endpoint"] or None)
+        self._resource = _resource(run.identity().run_id or "")
+        self._sent_j: dict[str, float] = {}  # energy by device: a late report must not lower a counter
+        self._waiting: ClusterReport | None = None
+        self._sent_s = -math.inf
+        self._failure = ""  # the first error since the last success
+
+    def write(self, report: ClusterReport) -> None:
+        """Send a report, or keep it until the next export is due.
+
+        Raises:
+            ExportFailed: the values were not received.
+        """
+        self._waiting = report
+        if report.final or abs(report.time_s - self._sent_s) >= self._run.options["every"]:
+            self._send(report)
+
+    def close(self) -> None:
+        """Send the last report, and close the connection. May be called twice."""
+        if self._waiting is not None:
+            self._send(self._waiting)
+        self._exporter.shutdown()
+
+    def _send(self, report: ClusterReport) -> None:
+        self._waiting, self._sent_s = None, report.time_s  # after a failure the next report is sent, not this one again
+        start_ns = int((self._run.identity().started_time_s or report.time_s) * NS)
+        times_ns = min(start_ns, int(report.time_s * NS)), int(report.time_s * NS)
+        by_host: dict[str, list[DeviceState]] = {}
+        for device in self._run.devices.newest:
+            by_host.setdefault(device.host, []).append(device)
+        groups = [(self._resource, _metrics({**TRAINING, **_TABLE}, _of_job(report), times_ns))]
+        for host, devices in sorted(by_host.items()):
+            resource = self._resource.merge(Resource({HOST_NAME: host} if host else {}))
+            groups.append((resource, _metrics(HARDWARE, self._of_devices(devices), times_ns)))
+        data = MetricsData([ResourceMetrics(one, [ScopeMetrics(SCOPE, some, "")], "") for one, some in groups if some])
+        if self._exporter.export(data) is MetricExportResult.SUCCESS:
+            self._failure = ""
+            return
+        self._failure = self._failure or self._reason.take()  # one text, because each different text is an event
+        raise ExportFailed(self._failure)
+
+    def _of_devices(self, devices: Sequence[DeviceState]) -> Iterator[Value]:
+        for one in devices:
+            about = _attributes(one)
+            if one.joules is not None:
+                joules = self._sent_j[one.key] = max(one.joules, self._sent_j.get(one.key, 0.0))
+                # Energy of a whole host has its own metric, so that a sum over hw.energy counts no joule twice.
+                yield ("hw.host.energy", about, joules) if one.kind == NODE_KIND else ("hw.energy", about, joules)
+            if one.power_w is not None:
+                yield ("hw.host.power" if one.kind == NODE_KIND else "hw.power"), about, one.power_w
+            if one.kind == GPU_KIND:
+                yield from _of_gpu(one, about)
+
+
+def _of_gpu(one: DeviceState, about: Mapping[str, str]) -> Iterator[Value]:
+    plain = {name: text for name, text in about.items() if name != "hw.type"}
+    model = {"hw.model": one.name, "hw.driver_version": one.driver}
+    gpu = {**plain, **{name: text for name, text in model.items() if text}}
+    if one.utilization is not None:
+        yield "hw.gpu.utilization", {**gpu, "hw.gpu.task": "general"}, one.utilization
+    if one.memory_bytes is not None:
+        yield "hw.gpu.memory.usage", gpu, int(one.memory_bytes)
+        if one.memory_total_bytes:
+            yield "hw.gpu.memory.utilization", gpu, one.memory_bytes / one.memory_total_bytes
+    if one.memory_total_bytes is not None:
+        yield "hw.gpu.memory.limit", gpu, one.memory_total_bytes
+    if one.temperature_c is not None:
+        sensor = {"hw.id": f"{one.key}/temperature", "hw.parent": one.key, "hw.sensor_location": "gpu"}
+        yield "hw.temperature", sensor, one.temperature_c
+
+
+def _attributes(one: DeviceState) -> dict[str, str]:
+    named = {"hw.id": one.key} | ({"hw.name": one.name} if one.name else {})
+    return named if one.kind == NODE_KIND else {**named, "hw.type": TYPES[one.kind]}
+
+
+def _of_job(report: ClusterReport) -> Iterator[Value]:
+    job, seen = report.job, report.coverage
+    values: dict[str, float | None] = {
+        "effllm.iterations": job.counts.iterations,
+        "effllm.tokens": job.counts.tokens or None,  # 0: the loop does not report this count
+        "effllm.samples": job.counts.samples or None,
+        "effllm.generated_tokens": job.counts.generated_tokens or None,
+        "effllm.energy.measured": job.energy.measured_j,
+        "effllm.iteration": report.iteration,
+        "effllm.attempt": report.attempt,
+        "effllm.loss": report.loss,
+        "effllm.ranks.expected": seen.ranks_expected,
+        "effllm.ranks.reporting": seen.ranks_reporting,
+        "effllm.gpus.expected": seen.gpus_expected,
+        "effllm.gpus.measured": seen.gpus_measured,
+        "effllm.energy.coverage": seen.energy,
+        "effllm.simulated": int(report.simulated),
+    }
+    for name, value in values.items():
+        if value is not None:
+            yield name, {}, value
+    for entry in metrics.METRICS.values():
+        name, factor = _name(entry)
+        for base in entry.bases if name in _TABLE else ():
+            if (value := report.values.get(entry.tag(base))) is not None:
+                yield name, {OVER: base}, value * factor
+
+
+def _name(entry: metrics.Metric) -> tuple[str, float]:
+    name, factor = name_of(entry)
+    rest = name.removeprefix(f"{entry.group}_") if entry.group else name
+    return ".".join(part for part in ("effllm", entry.group, rest) if part), factor
+
+
+_TABLE = {
+    _name(entry)[0]: Instrument(GAUGE, UCUM.get(entry.unit, f"{{{entry.unit}}}"), entry.help)
+    for entry in metrics.METRICS.values()
+    if entry.chart
+}
+
+
+def _metrics(instruments: Mapping[str, Instrument], values: Iterator[Value], times_ns: tuple[int, int]) -> list[Metric]:
+    points: dict[str, list[NumberDataPoint]] = {}
+    for name, attributes, value in values:
+        if math.isfinite(value):
+            start_ns = 0 if instruments[name].kind == GAUGE else times_ns[0]
+            points.setdefault(name, []).append(NumberDataPoint(attributes, start_ns, times_ns[1], value, []))
+    return [_metric(name, instruments[name], some) for name, some in points.items()]
+
+
+def _metric(name: str, about: Instrument, points: Sequence[NumberDataPoint]) -> Metric:
+    if about.kind == GAUGE:
+        return Metric(name, about.text, about.unit, Gauge(points))
+    total = Sum(points, AggregationTemporality.CUMULATIVE, is_monotonic=about.kind == COUNTER)
+    return Metric(name, about.text, about.unit, total)
+
+
+def _resource(run_id: str) -> Resource:
+    """Return the resource of the run, with the attributes in OTEL_RESOURCE_ATTRIBUTES and OTEL_SERVICE_NAME."""
+    resource = Resource.create({"effllm.run.id": run_id})
+    if str(resource.attributes.get(SERVICE_NAME, "unknown_service")).startswith("unknown_service"):
+        resource = resource.merge(Resource({SERVICE_NAME: "effllm"}))
+    return resource
+
+
+class _LastError(logging.Handler):
+    """Keeps the last message of OpenTelemetry's exporter instead of printing it, because stderr belongs to the job."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._text = ""
+        logger = logging.getLogger("opentelemetry")
+        logger.addHandler(self)
+        logger.propagate = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._text = _ADDRESS.sub("", one_line(record.getMessage()))
+
+    def take(self) -> str:
+        text, self._text = self._text, ""
+        return text or "the receiver did not accept the values"

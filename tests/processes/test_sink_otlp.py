@@ -1,0 +1,210 @@
+"""The sink otlp: names and units of OpenTelemetry, energies equal to the summary, and receivers that fail."""
+
+import json
+import re
+import time
+from contextlib import closing
+from pathlib import Path
+
+import jobs
+import msgspec
+import pytest
+from sink_examples import complete_totals, make_report, make_run, totals
+
+from effllm import metrics
+from effllm.records.device_state import DeviceFeed, DeviceState
+from effllm.records.identity import Identity
+from effllm.sinks import SinkUnavailable
+
+pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="the extra otlp is not installed")
+
+from otlp_receiver import Receiver
+
+from effllm.sinks import otlp
+
+REGISTRY = json.loads((Path(__file__).parents[1] / "otel_hardware.json").read_text())
+GPU_0 = DeviceState("GPU-0", "gpu", "a", "H100", "570.1", 1000.0, 600.0, 0.9, 40.0 * 2**30, 80 * 2**30, 61.0)
+GPU_1 = DeviceState("GPU-1", "gpu", "b", "H100", "570.1", 500.0, 300.0, 0.5, 20.0 * 2**30, 80 * 2**30, 55.0)
+CPU = DeviceState("cpu:a", "cpu", "a", joules=50.0)
+NODE = DeviceState("psu:a", "node", "a", joules=2000.0, power_w=900.0)
+MODULE = DeviceState("module:a:0", "module", "a", joules=700.0)
+DEVICES = (GPU_0, GPU_1, CPU, NODE, MODULE)
+
+
+def opened(receiver, devices=DEVICES, every=0.0):
+    feed = DeviceFeed()
+    feed.newest = devices
+    options = {"endpoint": f"{receiver.url}/v1/metrics", "every": every}
+    return otlp.open_sink(make_run(options=options, devices=feed, identity=lambda: Identity(run_id="mine")))
+
+
+@pytest.fixture
+def receiver():
+    with closing(Receiver()) as one:
+        yield one
+
+
+def complete_report(iteration=100):
+    run = complete_totals(iteration)
+    return make_report(iteration, run=run, last=run, job=run)
+
+
+def test_hardware_metrics_are_those_of_the_registry(receiver):
+    sink = opened(receiver)
+    sink.write(complete_report())
+    sink.close()
+
+    hardware = [point for point in receiver.points if point.name.startswith("hw.")]
+
+    assert {point.name for point in hardware} == set(otlp.HARDWARE)
+    for point in hardware:
+        known = REGISTRY["metrics"][point.name]
+        assert (point.instrument, point.unit) == (known["instrument"], known["unit"]), point.name
+        required = {name for name, level in known["attributes"].items() if level == "required"}
+        assert required <= set(point.attributes) <= {*known["attributes"]}, point.name
+        assert point.attributes.get("hw.type", "gpu") in REGISTRY["hw.type"]
+
+
+def test_energy_of_a_whole_host_is_not_in_hw_energy(receiver):
+    sink = opened(receiver)
+    sink.write(make_report())
+
+    assert sorted(receiver.newest("hw.energy").values()) == [50.0, 500.0, 700.0, 1000.0]
+    assert list(receiver.newest("hw.host.energy").values()) == [2000.0]
+    assert list(receiver.newest("hw.host.power").values()) == [900.0]
+    assert sorted(receiver.newest("hw.power").values()) == [300.0, 600.0]
+
+
+def test_devices_have_the_resource_of_their_host(receiver):
+    sink = opened(receiver)
+    sink.write(make_report())
+
+    hosts = {
+        one.attributes["hw.id"]: one.resource.get("host.name") for one in receiver.points if one.name == "hw.power"
+    }
+    assert hosts == {"GPU-0": "a", "GPU-1": "b"}
+    assert {(one.resource["service.name"], one.resource["effllm.run.id"]) for one in receiver.points} == {
+        ("effllm", "mine")
+    }
+    assert not any("rank" in name for one in receiver.points for name in one.attributes)
+
+
+def test_every_charted_metric_is_sent_with_its_base(receiver):
+    sink = opened(receiver)
+    sink.write(report := complete_report())
+
+    shown = {(one.name, one.attributes.get("effllm.over")): one for one in receiver.points}
+    for entry in metrics.METRICS.values():
+        name, factor = otlp._name(entry)
+        for base in entry.bases if entry.chart else ():
+            assert shown[name, base].value == pytest.approx(report.values[entry.tag(base)] * factor)
+            assert re.fullmatch(r"(\{[a-z]+\}|[A-Za-z1]+)([./](\{[a-z]+\}|[a-z]+))*", shown[name, base].unit)
+    assert shown["effllm.tokens", None].value == report.job.counts.tokens
+    assert shown["effllm.tokens", None].instrument == "counter"
+    assert shown["effllm.iteration", None].time_ns == int(report.time_s * 10**9)
+    assert shown["effllm.throughput.mfu_ratio", "window"].unit == "1"
+
+
+def test_counter_of_energy_does_not_decrease(receiver):
+    sink = opened(receiver, (GPU_0,))
+    sink.write(make_report(100))
+    sink._run.devices.newest = (msgspec.structs.replace(GPU_0, joules=990.0),)
+    sink.write(make_report(110))
+
+    assert [one.value for one in receiver.points if one.name == "hw.energy"] == [1000.0, 1000.0]
+
+
+def test_reports_within_the_period_are_joined_and_the_last_is_sent(receiver):
+    sink = opened(receiver, every=10.0)  # a report is 4.12 s later than the last one
+    for iteration in (10, 20, 30, 40, 50):
+        sink.write(make_report(iteration))
+    sink.close()
+    sink.close()
+
+    assert [one.value for one in receiver.points if one.name == "effllm.iteration"] == [10, 40, 50]
+
+
+def test_quantities_that_are_not_measured_are_not_sent(receiver):
+    sink = opened(receiver, (DeviceState("GPU-0", "gpu", "a"),))
+    sink.write(make_report(100, job=totals(0), values={"pcu_ratio": float("nan")}, loss=None))
+
+    names = {one.name for one in receiver.points}
+    assert not names & {"hw.energy", "hw.power", "effllm.tokens", "effllm.pcu_ratio", "effllm.loss"}
+
+
+def test_standard_variables_set_endpoint_headers_and_resource(receiver, monkeypatch):
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.url)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "api-key=abc")
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "trainer")
+    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "team=vision")
+    sink = otlp.open_sink(make_run(options={"endpoint": "", "every": 0.0}))
+    sink.write(make_report())
+
+    assert receiver.headers[0]["Api-Key" if "Api-Key" in receiver.headers[0] else "api-key"] == "abc"
+    assert {(one.resource["service.name"], one.resource["team"]) for one in receiver.points} == {("trainer", "vision")}
+
+
+def test_grpc_of_the_standard_variables_is_refused_with_a_remedy(monkeypatch):
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
+
+    with pytest.raises(SinkUnavailable, match="otlp:endpoint="):
+        otlp.open_sink(make_run(options={"endpoint": "", "every": 0.0}))
+
+
+def test_failures_have_one_text_until_a_success():
+    with closing(Receiver(status=401)) as receiver:
+        sink = opened(receiver)
+        texts = set()
+        for iteration in (10, 20):
+            with pytest.raises(otlp.ExportFailed) as error:
+                sink.write(make_report(iteration))
+            texts.add(str(error.value))
+        receiver.status = 200
+        sink.write(make_report(30))
+
+    (text,) = texts
+    assert "401" in text
+    assert [one.value for one in receiver.points if one.name == "effllm.iteration"] == [30]
+
+
+def test_energies_of_a_job_are_those_of_its_summary(launch, receiver):
+    sinks = f"console,otlp:endpoint={receiver.url}/v1/metrics:every=0"
+    job = launch.python("loop.py", "--iterations", 60, "--step-s", 0.02, sinks=sinks, run_name="mine").done()
+
+    summary = job.ledger.summary
+    energy = {dict(key)["hw.id"]: value for key, value in receiver.newest("hw.energy").items()}
+    assert energy == pytest.approx(summary.energy.by_device)
+    assert sum(energy.values()) == pytest.approx(summary.energy.measured_joules)
+    assert list(receiver.newest("effllm.tokens").values()) == [summary.tokens]
+    assert {one.resource["effllm.run.id"] for one in receiver.points} == {"mine"}
+    assert summary.left_out == {}
+
+
+def test_killed_receiver_costs_one_event_and_no_iteration(launch, tmp_path):
+    go_on = tmp_path / "go on"
+    with closing(Receiver()) as receiver:
+        sinks = f"console,otlp:endpoint={receiver.url}/v1/metrics:every=0"
+        job = launch.python("loop.py", "--iterations", 30, "--until", go_on, sinks=sinks)
+        jobs.until(lambda: receiver.points)
+    jobs.until(lambda: job.ledger.event_texts("sink"))
+    go_on.touch()
+    job.finish()
+
+    (text,) = {one for one in job.ledger.event_texts("sink") if "failed" in one}
+    assert text.startswith("sink otlp failed: ExportFailed")
+    assert job.ledger.summary.left_out["otlp"] > 0
+    assert job.ledger.summary.status == "completed"
+
+
+def test_receiver_of_ten_seconds_does_not_delay_the_end(launch):
+    with closing(Receiver(pause_s=10.0)) as receiver:
+        sinks = f"console,otlp:endpoint={receiver.url}/v1/metrics:every=0"
+        job = launch.python("loop.py", "--iterations", 40, "--step-s", 0.02, sinks=sinks)
+        job.wait()
+        ended_s = time.monotonic()
+        assert not job.left(), "processes of the job"
+        took_s = time.monotonic() - ended_s
+
+    assert took_s < 9.0
+    assert job.ledger.summary.iterations == 40
+    assert job.ledger.summary.left_out["otlp"] > 0
