@@ -22,7 +22,7 @@ from effllm.records.device_state import DeviceFeed
 from effllm.records.identity import Identity
 from effllm.records.job import ClusterReport, Summary
 
-#: Sinks that use `Run.devices`, which is filled from the first window on, perhaps before a sink's library is imported.
+#: Sinks that use `RunInfo.devices`, which is filled from the first window on, before the sink is open.
 WITH_DEVICES = frozenset({"otlp"})
 
 
