@@ -245,4 +245,29 @@ def export(
     raise typer.Exit(command.main(runs, parquet, csv, json))
 
 
-COMMANDS = (compare, campaign, leaderboard, ledger, sql, export)
+def report(
+    runs: Annotated[list[str], typer.Argument(metavar="RUNS...", help="Run folders, folders of runs, or globs.")],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="The file. [default: report-RUN.html]")
+    ] = None,
+) -> None:
+    """Write one HTML file about one or several runs.
+
+    The file begins with the verdict and the parts of the device time. It has the metrics with their errors, curves, the
+    ranks, stragglers, stalls with stacks, events, and what was not measured. Several runs are side by side, with the
+    words of effllm compare. The file has at most 1.5 MB, needs no network, and also shows its numbers without scripts.
+
+    \b
+    Examples:
+      effllm report efficientllm_runs/20260101-120000-1a2b3c4d
+      effllm report RUN -o /tmp/run.html
+      effllm report runs/base runs/new -o base-and-new.html
+
+    Exit status: 0 written, 1 no run, or the file cannot be written, 2 wrong use.
+    """
+    from effllm.commands import report as command
+
+    raise typer.Exit(command.main(runs, output))
+
+
+COMMANDS = (report, compare, campaign, leaderboard, ledger, sql, export)

@@ -42,12 +42,8 @@ class CompareRequest(NamedTuple):
 def main(request: CompareRequest) -> int:
     """Print a comparison; return the exit status."""
     try:
-        import scipy.special  # noqa: F401
-    except ImportError:
-        return fail("this command needs SciPy: pip install 'effllm[analysis]'")
-    try:
-        page = _page(request)
-    except (UnreadableRun, ConfigError, ValueError) as error:
+        page = comparison_page(request)
+    except (UnreadableRun, ConfigError, ImportError, ValueError) as error:
         return fail(str(error))
     if request.form == "json":
         print(document(page))
@@ -64,7 +60,19 @@ def fail(line: str) -> int:
     return 2
 
 
-def _page(request: CompareRequest) -> ComparisonPage:
+def comparison_page(request: CompareRequest) -> ComparisonPage:
+    """Return all results of a comparison.
+
+    Raises:
+        UnreadableRun: a path or a tag has no run, or the runs do not make two sides.
+        ConfigError: a setting is invalid.
+        ImportError: SciPy is not installed.
+        ValueError: an argument is wrong.
+    """
+    try:
+        import scipy.special  # noqa: F401
+    except ImportError:
+        raise ImportError("this command needs SciPy: pip install 'effllm[analysis]'") from None
     conditions = [parse_condition(text) for text in request.conditions]
     # Metrics of conditions are named in advance: with conditions alone, only these metrics are in Holm's correction.
     names = dict.fromkeys([*request.metrics, *(one.metric for one in conditions)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 from rich.console import Console
@@ -15,8 +15,9 @@ from rich.text import Text
 from effllm import __version__
 from effllm.records.job import SCHEMA_VERSION, Summary
 from effllm.records.plain_text import one_line
-from effllm.records.waterfall import Waterfall, WaterfallPart
-from effllm.store.summary_text import audit_texts, duration, readable, verdict_lines
+from effllm.records.waterfall import Waterfall
+from effllm.store.summary_text import audit_texts, duration, verdict_lines
+from effllm.views.waterfall_text import WaterfallUnits, waterfall_header, waterfall_notes, waterfall_row
 
 WIDTH = 80
 MAX_BYTES = 8000  # of the JSON document
@@ -25,7 +26,6 @@ MAX_LETTERS = (300, 200, 110, 80, 50, 30, 3)
 MAX_VERDICT = 300  # letters of a line of the verdict, and of a name
 #: Fields with explanations; other texts are names.
 _EXPLANATIONS = ("evidence", "claim", "unknown", "doubts", "reasons", "text")
-MIN_H, J_PER_KWH, MIN_KWH = 1.0, 3.6e6, 0.01
 
 
 def main(run: Path, as_json: bool) -> int:
@@ -103,22 +103,17 @@ def _print(summary: Summary, found: Waterfall) -> None:
     console = Console(width=WIDTH, highlight=False)
     simulated = "; simulated devices" if summary.simulated else ""
     console.print(Text(f"{one_line(summary.status)} after {duration(summary.elapsed_s)}{simulated}"))
-    units = _Units.of(found)
-    table = Table("part", "share", units.time, box=None, pad_edge=False)
-    for name in (*([units.energy] if units.energy else []), *(["cost"] if units.has_cost else []), "gain"):
-        table.add_column(name, no_wrap=True)
+    units = WaterfallUnits.of(found)
+    table = Table(*waterfall_header(units), box=None, pad_edge=False)
     for column in table.columns[1:]:
         column.justify = "right"
+    for column in table.columns[3:]:
+        column.no_wrap = True
     for part in found.parts:
-        table.add_row(*map(Text, _row(part, units)))
+        table.add_row(*map(Text, waterfall_row(part, units)))
     console.print(table)
-    console.print("gain: maximum gain in throughput if the part becomes useful work")
-    if any(part.is_split_by_time for part in found.parts):
-        console.print("~: a share of the energy of all steps, in proportion to time")
-    if found.unused_gpu_seconds:
-        console.print(f"unused GPUs: {readable(found.unused_gpu_seconds)} GPU-seconds, in no part: no rank has a GPU")
-    for line in found.unknown:
-        console.print(Text(f"unknown: {one_line(line)}"))
+    for line in waterfall_notes(found):
+        console.print(Text(line))
     for line in audit_texts(summary.audit) if summary.audit is not None else ():
         console.print(Text(f"audit: {line}"))
     if summary.verdict is not None:
@@ -127,37 +122,3 @@ def _print(summary: Summary, found: Waterfall) -> None:
         # On a terminal, the last lines stay visible.
         for name, text in verdict_lines(summary.verdict):
             console.print(Text(f"{name:<9}{text}"))
-
-
-class _Units(NamedTuple):
-    """The units of the table; no unit of energy if no energy was measured."""
-
-    time: str
-    seconds: float
-    energy: str
-    joules: float
-    has_cost: bool
-
-    @classmethod
-    def of(cls, found: Waterfall) -> _Units:
-        name, seconds = ("hours", 3600.0) if found.device_seconds >= 3600 * MIN_H else ("seconds", 1.0)
-        time = f"{one_line(found.unit)}-{name}" if found.unit else name, seconds
-        energy = ("", 1.0)
-        if found.joules is not None:
-            energy = ("kWh", J_PER_KWH) if found.joules >= MIN_KWH * J_PER_KWH else ("J", 1.0)
-        return cls(*time, *energy, any(part.cost is not None for part in found.parts))
-
-
-def _row(part: WaterfallPart, units: _Units) -> list[str]:
-    cells = [
-        one_line(part.name).replace("_", " "),
-        f"{100 * part.share:.1f} %",
-        readable(part.device_seconds / units.seconds),
-    ]
-    if units.energy:
-        mark = "~" if part.is_split_by_time else ""
-        cells.append("-" if part.joules is None else mark + readable(part.joules / units.joules))
-    if units.has_cost:
-        cells.append("-" if part.cost is None else readable(part.cost))
-    cells.append("" if part.max_gain is None else f"{100 * part.max_gain:.1f} %")
-    return cells

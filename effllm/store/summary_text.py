@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import shlex
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 
-from effllm.metrics import METRICS, describe
+from effllm.metrics import METRICS, Metric, describe
 from effllm.records.audit import DIFFERENCES, Audit
 from effllm.records.identity import Identity
 from effllm.records.job import EnergySummary, GoodputSummary, StragglerVerdict, Summary, Value
@@ -92,14 +92,14 @@ def _lines(summary: Summary, folder: Path | None, tensorboard_dir: Path | None) 
     if summary.simulated:
         yield "  SIMULATED: no hardware was measured; these numbers mean nothing beyond a test."
         yield "-" * WIDTH
-    yield from _facts(_what_ran(summary))
+    yield from _facts(what_ran(summary))
     yield "-" * WIDTH
     if summary.verdict is not None:
         yield from _facts(verdict_lines(summary.verdict))
         yield "-" * WIDTH
     yield from _metrics(summary.metrics)
     yield "-" * WIDTH
-    yield from _facts(_how_measured(summary))
+    yield from _facts(how_measured(summary))
     for sentence in summary.not_measured:
         yield from textwrap.wrap(sentence, WIDTH, initial_indent="  not measured: ", subsequent_indent="    ")
     if summary.audit is not None and (found := list(audit_texts(summary.audit))):
@@ -135,7 +135,8 @@ def audit_texts(audit: Audit, *, only_problems: bool = False) -> Iterator[str]:
             yield one_line(figure.text)
 
 
-def _what_ran(summary: Summary) -> Iterator[tuple[str, str]]:
+def what_ran(summary: Summary) -> Iterator[tuple[str, str]]:
+    """Yield the identity and the size of a run, as name and text."""
     yield from ((name, one_line(text)) for name, text in _identity(summary) if text)
     again = f" in {summary.attempts} attempts" if summary.attempts > 1 else ""
     yield "iterations", f"{summary.iterations:,}{again}"
@@ -221,7 +222,8 @@ def _profiled(profile: Profile) -> str:
     return f"{profile.iterations:,} iterations, all ranks: communication time {moving:.0f} %, exposed {exposed:.0f} %"
 
 
-def _how_measured(summary: Summary) -> Iterator[tuple[str, str]]:
+def how_measured(summary: Summary) -> Iterator[tuple[str, str]]:
+    """Yield the energy of a run, its source and the coverage of the values, as name and text."""
     energy, coverage = summary.energy, summary.coverage
     if text := energy_text(energy):
         yield "energy", text
@@ -249,26 +251,35 @@ def _how_measured(summary: Summary) -> Iterator[tuple[str, str]]:
 
 
 def _metrics(values: Mapping[str, Value]) -> Iterator[str]:
-    shown: set[str] = set()
     group = ""
     yield f"  {'metric':<29}{'value':>12}  {'unit':<25}  over"
-    for entry in METRICS.values():
-        # One line for each metric, on the first base that has a value; summary.json has all bases.
-        base = next((base for base in entry.run_bases if entry.tag(base) in values), None)
-        shown.update(entry.tag(base) for base in entry.run_bases)
-        if base is None:
+    for tag, entry, base in shown_metrics(values):
+        if entry is None:
+            yield _row(tag, values[tag], "")
             continue
         if entry.group != group:
             group = entry.group
             yield f"  {group}"
-        yield _row(("  " if group else "") + entry.name, values[entry.tag(base)], "job" if base == "job" else "run")
-    for tag in values:
-        if tag not in shown and describe(tag) is None:
-            yield _row(tag, values[tag], "")
+        yield _row(("  " if group else "") + entry.name, values[tag], base)
     if any(value.error or value.sensor_error for value in values.values()):
         yield "  ± (half-widths, 95 %): the first error is by timing, the second by sensor gain"
     if any(value.doubt for value in values.values()):
         yield "  !: in doubt, because a check of the counts failed: see audit"
+
+
+def shown_metrics(values: Collection[str]) -> Iterator[tuple[str, Metric | None, str]]:
+    """Yield the tag, the metric and the base (run or job) of each metric that has a value, each metric once.
+
+    Each metric is shown on its first base that has a value; summary.json has all bases. Unknown tags follow, without a
+    metric and a base.
+    """
+    shown: set[str] = set()
+    for entry in METRICS.values():
+        shown.update(entry.tag(base) for base in entry.run_bases)
+        base = next((base for base in entry.run_bases if entry.tag(base) in values), None)
+        if base is not None:
+            yield entry.tag(base), entry, "job" if base == "job" else "run"
+    yield from ((tag, None, "") for tag in values if tag not in shown and describe(tag) is None)
 
 
 def _instruments(values: Mapping[str, ValueSummary]) -> Iterator[str]:

@@ -54,34 +54,35 @@ class Terminal(NamedTuple):
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         for one in self.page.others:
-            for line in _heading(self.page.first, one.side):
+            for line in heading(self.page.first, one.side):
                 yield Text(line)
-            table = Table(*_HEADER, box=None, pad_edge=False)
+            table = Table(*HEADER, box=None, pad_edge=False)
             for column in table.columns[1:4]:
                 column.justify = "right"
             for column in table.columns:
                 column.no_wrap = True
             for row in one.metrics:
-                table.add_row(*map(Text, _cells(row)))
+                table.add_row(*map(Text, cells(row)))
             yield table
-            for line in (*_reasons(one.metrics), *_unfair(one), *_settings(one)):
+            for line in notes(one):
                 yield Text(line)
-        for line in _closing(self.page):
+        for line in closing(self.page):
             yield Text(line)
 
 
-_HEADER = ("metric", "A", "B", "B - A", "word")
+#: Names of the columns of a table of metrics.
+HEADER = ("metric", "A", "B", "B - A", "word")
 
 
 def markdown(page: ComparisonPage) -> str:
     """Return the page as Markdown."""
     lines: list[str] = []
     for one in page.others:
-        lines += [f"**{markdown_text(line)}**  " for line in _heading(page.first, one.side)]
-        lines += ["", *markdown_table(_HEADER, [_cells(row) for row in one.metrics]), ""]
-        lines += [f"- {markdown_text(line)}" for line in (*_reasons(one.metrics), *_unfair(one), *_settings(one))]
+        lines += [f"**{markdown_text(line)}**  " for line in heading(page.first, one.side)]
+        lines += ["", *markdown_table(HEADER, [cells(row) for row in one.metrics]), ""]
+        lines += [f"- {markdown_text(line)}" for line in notes(one)]
         lines.append("")
-    lines += [f"- {markdown_text(line)}" for line in _closing(page)]
+    lines += [f"- {markdown_text(line)}" for line in closing(page)]
     return "\n".join(lines)
 
 
@@ -112,7 +113,8 @@ def _side(side: Side) -> dict[str, Any]:
     return {"name": side.name, "runs": runs}
 
 
-def _heading(a: Side, b: Side) -> list[str]:
+def heading(a: Side, b: Side) -> list[str]:
+    """Return the names of both sides, each with its runs."""
     return [f"{letter}: {one_line(side.name)} ({_runs(side)})" for letter, side in (("A", a), ("B", b))]
 
 
@@ -122,7 +124,13 @@ def _runs(side: Side) -> str:
     return f"1 run, {next(iter(names_of(side.runs).values()))}"
 
 
-def _cells(row: MetricComparison) -> list[str]:
+def notes(one: Compared) -> list[str]:
+    """Return the evidence, the unfair differences and the differing settings, each as a sentence."""
+    return [*_reasons(one.metrics), *_unfair(one), *_settings(one)]
+
+
+def cells(row: MetricComparison) -> list[str]:
+    """Return the cells of a metric in a table with `HEADER`."""
     values = ["-" if value is None else readable(value) for value in (row.a, row.b)]
     return [row.metric, *values, _difference(row), row.word]
 
@@ -176,7 +184,8 @@ def _settings(one: Compared) -> list[str]:
     return [*shown, f"{rest} more settings differ (--json lists them)"] if rest > 0 else shown
 
 
-def _closing(page: ComparisonPage) -> list[str]:
+def closing(page: ComparisonPage) -> list[str]:
+    """Return the sentences about the whole comparison."""
     lines = [f"left out: {one_line(line)}" for line in page.left_out]
     if any(run.row.get("simulated") for side in (page.first, *(one.side for one in page.others)) for run in side.runs):
         lines.append("SIMULATED: the values of simulated devices mean nothing beyond a test")

@@ -16,6 +16,7 @@ COMMANDS = [
     "serve",
     "simulate",
     "watch",
+    "report",
     "compare",
     "campaign",
     "events",

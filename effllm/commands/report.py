@@ -1,0 +1,50 @@
+"""``effllm report``: one HTML file about one or several runs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from effllm.analysis.run_folders import UnreadableRun, find_runs
+from effllm.commands.compare import CompareRequest, comparison_page
+from effllm.config.settings import ConfigError
+from effllm.records.plain_text import one_line
+from effllm.store.own_files import replace_file
+from effllm.views.comparison_text import ComparisonPage
+from effllm.views.report.page import MAX_RUNS, ReportTooLarge, read_run, report_html
+
+
+def main(paths: Sequence[str], output: Path | None) -> int:
+    """Write the report of runs; return the exit status."""
+    try:
+        found = find_runs(paths)
+        if len(found) > MAX_RUNS:
+            return _fail(f"{len(found):,} runs were found, and a report has at most {MAX_RUNS}: name fewer runs")
+        folders = [run.folder for run in found]
+        comparison = _comparison(list(paths) if len(paths) > 1 else list(map(str, folders)), len(folders))
+        runs = [read_run(folder) for folder in folders]
+        page = report_html(runs, comparison).encode()
+        path = output or Path(f"report-{runs[0].folder.name if len(runs) == 1 else f'{len(runs)}-runs'}.html")
+        replace_file(path, page, durable=False)
+    except (UnreadableRun, ReportTooLarge) as error:
+        return _fail(str(error))
+    except OSError as error:
+        return _fail(f"{error.filename or output}: {error.strerror or error}")
+    print(f"{one_line(str(path))}: {len(page) / 1e6:.2f} MB, {len(runs)} run{'s' * (len(runs) > 1)}")
+    return 0
+
+
+def _comparison(sides: list[str], count: int) -> ComparisonPage | str | None:
+    """Return the comparison of several runs, or why it is missing; ``None`` for one run."""
+    if count < 2:
+        return None
+    try:
+        return comparison_page(CompareRequest(sides, "", "", [], [], "", "", "", "text"))
+    except (UnreadableRun, ConfigError, ImportError, ValueError) as error:
+        return str(error)
+
+
+def _fail(line: str) -> int:
+    print(f"effllm report: {one_line(line)}", file=sys.stderr)
+    return 1

@@ -1,0 +1,303 @@
+"""The later sections of a report: curves, ranks, goodput, stragglers, stalls, events, definitions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from datetime import datetime, timezone
+
+from effllm.analysis.rank_sums import RankMeans
+from effllm.analysis.recorded_run import RecordedRun
+from effllm.metrics import METRICS
+from effllm.records.events import KINDS, is_problem
+from effllm.records.job import GoodputSummary, StragglerVerdict, Summary
+from effllm.records.rank import Event
+from effllm.records.verdict import CAUSES
+from effllm.store.run_folder import MAX_ROWS
+from effllm.store.summary_text import duration, readable, slowest_text
+from effllm.views.report.chart_list import Chart
+from effllm.views.report.markup import Child, Markup, element, lines, together
+from effllm.views.report.plot import Drawn, RunCurves, legend, numbers, plot
+from effllm.views.report.tables import facts, hidden, number, section, sentences, table
+from effllm.views.report.verdicts import Runs, bar, cards
+
+MAX_RANK_ROWS = 24
+MAX_STRAGGLERS = 32
+
+
+def curves(charts: Sequence[tuple[Chart, list[Drawn]]], runs: Sequence[RunCurves]) -> Markup:
+    """Return the charts; each has its numbers as a table."""
+    drawn = [(chart, found) for chart, found in charts if found]
+    if not drawn:
+        return section("curves", "Curves", element("p", "No curves: no window has been recorded."))
+    figures = [
+        element(
+            "figure",
+            element("figcaption", element("b", chart.title), f" {chart.unit}"),
+            legend(found),
+            plot(chart, found, runs, at),
+            element("p", chart.note, class_="note") if chart.note else None,
+            hidden("Numbers", table(f"{chart.title}, {chart.unit}", _NUMBERS, numbers(chart, found, runs))),
+        )
+        for at, (chart, found) in enumerate(drawn)
+    ]
+    note = (
+        "Each point is a window of iterations. Where a chart has more windows than room, the smallest and the largest "
+        "value of neighbouring windows are drawn, so that no extreme is lost."
+    )
+    return section(
+        "curves", "Curves over the iterations", element("p", note), element("div", figures, class_="figures")
+    )
+
+
+_NUMBERS = ("line", "smallest", "at iteration", "largest", "at iteration", "last")
+
+
+# --- ranks ---
+
+
+def ranks(runs: Runs) -> Markup:
+    """Return the distribution over ranks."""
+    return section("ranks", "Ranks", cards(runs, _ranks))
+
+
+def _ranks(run: RecordedRun) -> Child:
+    found = run.ranks
+    if not found.ranks:
+        return element("p", "No rank reports were recorded.")
+    world = run.summary.coverage.ranks_expected if run.summary is not None else len(found.ranks)
+    has_all = world <= MAX_ROWS
+    order = sorted(found.ranks.items(), key=lambda one: -((one[1].step_s or 0.0) if has_all else one[1].reports))
+    shown = order[:MAX_RANK_ROWS]
+    longest_s = max((sums.step_s or 0.0 for _, sums in shown), default=0.0)
+    rows = [_rank_row(rank, sums, longest_s) for rank, sums in shown]
+    what = "the slowest ranks first" if has_all else "the ranks that were most often an outlier first"
+    about = [
+        f"Means over the windows that end in the iterations {found.first_iteration:,} to {found.last_iteration:,}.",
+        *_rank_limits(run, world),
+    ]
+    if run.summary is not None and run.summary.slowest:
+        about.append(f"Slowest: {slowest_text(run.summary)}.")
+    return together(
+        _steps(found.ranks) if has_all and len(found.ranks) > MAX_RANK_ROWS else None,
+        table(f"{len(shown):,} of {world:,} ranks, {what}", _RANKS, rows, range(4)),
+        sentences(about),
+    )
+
+
+def _rank_limits(run: RecordedRun, world: int) -> Iterator[str]:
+    if world > MAX_ROWS:
+        yield (
+            f"Of a job above {MAX_ROWS} ranks, only the reports of outliers are kept: the means of a rank are over its "
+            "windows as an outlier. The percentiles in the curves are over all ranks."
+        )
+    if run.ranks.unread_bytes:
+        yield f"{run.ranks.unread_bytes / 2**20:,.0f} MiB of older rank reports were not read."
+
+
+_RANKS = (
+    "rank", "host", "device", "mean step", "step, s", "data wait, %", "power, W", "utilization, %", "peak memory, GB",
+    "reports",
+)  # fmt: skip
+
+
+def _rank_row(rank: int, sums: RankMeans, longest_s: float) -> list[Child]:
+    def cell(value: float | None, factor: float = 1.0) -> Child:
+        return "–" if value is None else number(readable(value * factor), value * factor)
+
+    return [
+        str(rank),
+        sums.host or "–",
+        sums.device or "–",
+        bar(0.0, sums.step_s / longest_s, "own") if sums.step_s and longest_s else None,
+        cell(sums.step_s),
+        cell(sums.wait_ratio, 100),
+        cell(sums.power_w),
+        cell(sums.utilization, 100),
+        cell(sums.memory_peak_bytes, 2**-30),
+        f"{sums.reports:,}",
+    ]
+
+
+def _steps(found: dict[int, RankMeans]) -> Markup | None:
+    """Return the mean step time of each rank as bars from zero."""
+    steps = [(rank, sums.step_s) for rank, sums in sorted(found.items()) if sums.step_s]
+    if not steps:
+        return None
+    most = max(step for _, step in steps)
+    width = 1000 / len(steps)
+    bars = "".join(
+        f"M{at * width + width * 0.1:.5g} 100v{-100 * step / most:.4g}h{width * 0.8:.4g}v{100 * step / most:.4g}z"
+        for at, (_, step) in enumerate(steps)
+    )
+    least_rank, most_rank = min(steps, key=lambda one: one[1]), max(steps, key=lambda one: one[1])
+    text = (
+        f"Mean step time by rank, from rank {steps[0][0]} to rank {steps[-1][0]}: from {readable(least_rank[1])} s on "
+        f"rank {least_rank[0]} to {readable(most_rank[1])} s on rank {most_rank[0]}"
+    )
+    size = {"viewBox": "0 0 1000 100", "preserveAspectRatio": "none"}
+    drawing = element("svg", element("path", d=bars, class_="bars"), **size, role="img", aria_label=text)
+    return element("figure", element("figcaption", text), element("div", drawing, class_="canvas small"))
+
+
+# --- time ---
+
+
+def goodput(runs: Runs) -> Markup:
+    """Return the elapsed time and the energy by class, and the attempts."""
+    return section("goodput", "Time and energy by class", cards(runs, _goodput))
+
+
+def _goodput(run: RecordedRun) -> Child:
+    found = run.summary.goodput if run.summary is not None else None
+    if found is None:
+        return element("p", "Not recorded.")
+    ratio = "unknown" if found.ratio is None else f"{100 * found.ratio:.1f} %"
+    joules = sum(one for one in found.joules.values() if one)
+    rows = [
+        [
+            name.replace("_", " "),
+            number(readable(seconds), seconds),
+            _percent(seconds, found.elapsed_s),
+            *_joules(found, name, joules),
+        ]
+        for name, seconds in sorted(found.seconds.items(), key=lambda one: -one[1])
+        if seconds > 0
+    ]
+    about = f"Goodput {ratio} of {duration(found.elapsed_s)}: kept iterations and generation"
+    header = ("class", "seconds (mean over ranks)", "of the time", "J (all ranks)", "of the energy")
+    return together(table(about, header, rows), _attempts(found))
+
+
+def _joules(found: GoodputSummary, name: str, whole: float) -> list[Child]:
+    joules = found.joules.get(name)
+    return ["–", ""] if joules is None else [number(readable(joules), joules), _percent(joules, whole)]
+
+
+def _percent(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.1f} %" if whole > 0 else ""
+
+
+def _attempts(found: GoodputSummary) -> Markup | None:
+    if len(found.attempts) < 2:
+        return None
+    header = ("attempt", "status", "start", "elapsed", "gap before", "ranks", "iterations", "repeated later")
+    rows = [
+        [str(one.attempt), one.status, moment(one.start_time_s), duration(one.elapsed_s), duration(one.gap_before_s),
+         f"{one.world_size:,}", f"{one.iterations:,}",
+         "unknown" if one.redone_iterations is None else f"{one.redone_iterations:,}"]
+        for one in found.attempts[-MAX_RANK_ROWS:]
+    ]  # fmt: skip
+    return table(f"The last {len(rows)} of {len(found.attempts):,} attempts", header, rows, range(3))
+
+
+def stragglers(runs: Runs) -> Markup:
+    """Return the ranks that delayed other ranks."""
+    return section("stragglers", "Stragglers", cards(runs, _stragglers))
+
+
+def _stragglers(run: RecordedRun) -> Child:
+    found = run.summary.stragglers if run.summary is not None else ()
+    if not found:
+        compared = run.summary.windows_compared if run.summary is not None else 0
+        return element("p", f"No straggler was found; own times of ranks were compared in {compared:,} windows.")
+    rows = [_straggler_row(one) for one in found[:MAX_STRAGGLERS]]
+    caption = f"{len(rows)} of {len(found):,} stragglers, the costliest first"
+    header = ("rank", "host", "reason", "evidence", "since iteration", "slower by", "cost, GPU-s", "cost, J")
+    return table(caption, header, rows, range(4))
+
+
+def _straggler_row(one: StragglerVerdict) -> list[Child]:
+    names = ", ".join(map(str, one.ranks[:8])) + (f" and {len(one.ranks) - 8} more" if len(one.ranks) > 8 else "")
+    joules = "–" if one.joules is None else number(readable(one.joules), one.joules)
+    cost = number(readable(one.gpu_seconds), one.gpu_seconds)
+    return [
+        names,
+        one.host,
+        one.why,
+        one.evidence,
+        f"{one.since_iteration:,}",
+        f"{100 * one.slowdown:.1f} %",
+        cost,
+        joules,
+    ]
+
+
+# --- events ---
+
+
+def stalls(runs: Runs) -> Markup:
+    """Return the stalls with the stacks of the stalled ranks."""
+    return section("stalls", "Stalls", cards(runs, _stalls))
+
+
+def _stalls(run: RecordedRun) -> Child:
+    events = list(run.events.stalls)
+    if not events and not run.stacks:
+        return element("p", "No stall was recorded.")
+    more = run.stack_files - len(run.stacks)
+    return together(
+        _event_table("Stalls, oldest first", events) if events else None,
+        [hidden(f"Stacks: {name}", element("pre", lines(text.splitlines()), tabindex=0)) for name, text in run.stacks],
+        element("p", f"{more:,} older stack files are in the run folder.") if more > 0 else None,
+    )
+
+
+def events(runs: Runs) -> Markup:
+    """Return the newest events and the number of each kind."""
+    return section("events", "Events", cards(runs, _events))
+
+
+def _events(run: RecordedRun) -> Child:
+    counts = run.summary.events if run.summary is not None and run.summary.events else run.events.counts
+    if not counts:
+        return element("p", "No events were recorded.")
+    shown = run.events.shown
+    left_out = sum(counts.values()) - sum(event.count for event in shown)
+    kinds = [
+        [kind, f"{count:,}", KINDS[kind].help if kind in KINDS else "not a known kind"]
+        for kind, count in sorted(counts.items(), key=lambda one: (not is_problem(one[0]), -one[1]))
+    ]
+    about = (
+        [f"{left_out:,} more events are not listed: the list has the newest problems and the newest others."]
+        if left_out > 0
+        else []
+    )
+    if run.events.unread_bytes:
+        about.append(f"{run.events.unread_bytes / 2**20:,.0f} MiB of older events were not read.")
+    return together(
+        _event_table(f"{len(shown):,} events, oldest first; problems are bold", shown),
+        sentences(about),
+        hidden(
+            "Number of events by kind",
+            table("Problems first", ("kind", "events", "meaning"), kinds, (0, 2)),
+        ),
+    )
+
+
+def _event_table(caption: str, found: Sequence[Event]) -> Markup:
+    rows = [
+        [moment(one.time_s), element("strong", one.kind) if is_problem(one.kind) else one.kind,
+         "" if one.rank is None else str(one.rank), one.text if one.count == 1 else f"{one.text} ({one.count:,} times)"]
+        for one in found
+    ]  # fmt: skip
+    return table(caption, ("time (UTC)", "kind", "rank", "text"), rows, range(4))
+
+
+def moment(time_s: float) -> str:
+    """Return a unix time as date and time in UTC; a time that is no date is shown as a number."""
+    try:
+        return datetime.fromtimestamp(time_s, timezone.utc).strftime("%Y-%m-%d %H:%M:%S")
+    except (ValueError, OverflowError, OSError):
+        return f"{time_s:g} s"
+
+
+def definitions(found: Sequence[Summary]) -> Markup:
+    """Return the meaning of the metrics and of the verdicts' causes."""
+    names = {tag.rpartition("/")[2] for summary in found for tag in summary.metrics}
+    shown = [(entry.name, f"{entry.help} Unit: {entry.unit}.") for entry in METRICS.values() if entry.name in names]
+    return section(
+        "definitions",
+        "Definitions",
+        hidden("Metrics", facts(shown)),
+        hidden("Causes of verdicts", facts((name.replace("_", " "), text) for name, text in CAUSES.items())),
+    )

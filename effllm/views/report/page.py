@@ -1,0 +1,210 @@
+"""The page of a report: one file without access to a network, of limited size."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+import time
+from collections.abc import Sequence
+from importlib.resources import files
+from typing import Any, NamedTuple
+
+import msgspec
+
+from effllm import __version__
+from effllm.analysis.recorded_run import RecordedRun
+from effllm.records.job import Summary
+from effllm.store.summary_text import outcome
+from effllm.views.comparison_text import ComparisonPage
+from effllm.views.report import details, verdicts
+from effllm.views.report.chart_list import TAGS
+from effllm.views.report.markup import Child, Markup, element, together
+from effllm.views.report.plot import RunCurves, data_of, drawn_charts, x_range
+
+SCHEMA_VERSION = 1
+MAX_BYTES = 1_500_000
+MAX_RUNS = 8
+MAX_BUCKETS, MIN_BUCKETS = 400, 40
+#: Two points of a bucket need about 50 bytes, as a path and as data.
+_CURVE_BYTES, _BUCKET_BYTES = 800_000, 50
+MAX_EVENTS = 150
+#: Embedded names of a summary's longest parts.
+MAX_EMBEDDED = 64
+
+
+class ReportTooLarge(Exception):
+    """The runs do not fit into one report; the message is one sentence."""
+
+
+def read_run(folder: Any) -> RecordedRun:
+    """Read a run folder with all curves of a report."""
+    return RecordedRun(folder, TAGS, MAX_EVENTS)
+
+
+def report_html(runs: Sequence[RecordedRun], comparison: ComparisonPage | str | None) -> str:
+    """Return the page; it has at most `MAX_BYTES` bytes in UTF-8.
+
+    Raises:
+        ReportTooLarge: the texts of the runs alone are larger.
+    """
+    measured = sum(curve.count > 0 for run in runs for curve in run.curves.curves.values())
+    buckets = min(_CURVE_BYTES // (_BUCKET_BYTES * max(measured, 1)), MAX_BUCKETS)
+    while True:
+        page = _page(runs, comparison, max(buckets, MIN_BUCKETS))
+        if len(page.encode()) <= MAX_BYTES:
+            return page
+        if buckets <= MIN_BUCKETS:
+            raise ReportTooLarge(f"the report would be larger than {MAX_BYTES / 1e6:g} MB: name fewer runs")
+        buckets //= 2
+
+
+def _page(runs: Sequence[RecordedRun], comparison: ComparisonPage | str | None, buckets: int) -> str:
+    curves = [
+        RunCurves(verdicts.label(runs, run), {tag: one.thinned(buckets) for tag, one in run.curves.curves.items()})
+        for run in runs
+    ]
+    charts = list(drawn_charts(curves))
+    summaries = [run.summary for run in runs if run.summary is not None]
+    sections = [
+        verdicts.verdict(runs),
+        verdicts.waterfall(runs),
+        verdicts.comparison(comparison),
+        verdicts.facts_of_runs(runs),
+        verdicts.metrics(runs),
+        details.curves(charts, curves),
+        details.ranks(runs),
+        details.goodput(runs),
+        details.stragglers(runs),
+        details.stalls(runs),
+        details.events(runs),
+        verdicts.not_measured(runs, [chart.title for chart, lines in charts if not lines]),
+        details.definitions(summaries),
+    ]
+    shown = {tag for _, lines in charts for line in lines for tag in [line.tag]}
+    data = {
+        "schema_version": SCHEMA_VERSION,
+        "effllm": __version__,
+        "made_time_s": time.time(),
+        "x": x_range(curves),
+        "charts": [
+            {"unit": chart.unit, "factor": chart.factor, "lines": [line._asdict() for line in lines]}
+            for chart, lines in charts
+            if lines
+        ],
+        "runs": [
+            {"summary": _embedded(run.summary), "curves": {tag: points for tag, points in one.items() if tag in shown}}
+            for run, one in zip(runs, data_of(curves), strict=True)
+        ],
+    }
+    return _document(runs, together(_header(runs), _contents(runs), element("main", sections, id="main")), data)
+
+
+def _embedded(summary: Summary | None) -> Summary | None:
+    """Return a summary with the first entries of its longest parts."""
+    if summary is None:
+        return None
+    return msgspec.structs.replace(
+        summary,
+        stragglers=summary.stragglers[:MAX_EMBEDDED],
+        instruments=dict(list(summary.instruments.items())[:MAX_EMBEDDED]),
+    )
+
+
+_SECTIONS = {
+    "verdict": "Verdict",
+    "waterfall": "Waterfall",
+    "comparison": "Comparison",
+    "what-ran": "What ran",
+    "metrics": "Metrics",
+    "curves": "Curves",
+    "ranks": "Ranks",
+    "goodput": "Time and energy",
+    "stragglers": "Stragglers",
+    "stalls": "Stalls",
+    "events": "Events",
+    "not-measured": "Not measured",
+    "definitions": "Definitions",
+}
+
+
+def _contents(runs: Sequence[RecordedRun]) -> Markup:
+    links = [
+        element("li", element("a", name, href=f"#{anchor}"))
+        for anchor, name in _SECTIONS.items()
+        if anchor != "comparison" or len(runs) > 1
+    ]
+    return element("nav", element("ul", links), aria_label="Sections")
+
+
+def _header(runs: Sequence[RecordedRun]) -> Markup:
+    notes: list[Child] = []
+    simulated = [run.name for run in runs if run.is_simulated]
+    if simulated:
+        names = "" if len(simulated) == len(runs) else f" ({', '.join(simulated)})"
+        text = f"SIMULATED{names}: no hardware was measured; these numbers mean nothing beyond a test."
+        notes.append(element("p", element("strong", text), class_="banner"))
+    for run in runs:
+        if run.summary is not None and not run.summary.is_over:
+            state = "continues" if run.continues else "has not ended, and its summary is old: it may have been killed"
+            at = details.moment(run.summary.updated_time_s)
+            notes.append(element("p", f"{run.name} {state}; its summary is of {at} UTC.", class_="banner"))
+    made = f"Made by effllm {__version__} on {details.moment(time.time())} UTC."
+    return element("header", element("h1", _title(runs)), together(*notes), element("p", made, class_="note"))
+
+
+def _title(runs: Sequence[RecordedRun]) -> str:
+    if len(runs) > 1:
+        return f"{len(runs)} runs"
+    [run] = runs
+    status = f", {outcome(run.summary.status)}" if run.summary is not None else ""
+    return f"Run {run.name}{status}"
+
+
+class _Assets(NamedTuple):
+    style: Markup
+    script: Markup
+
+
+def _assets() -> _Assets:
+    here = files("effllm.views.report")
+    return _Assets(*(Markup((here / name).read_text(encoding="utf-8")) for name in ("report.css", "report.js")))
+
+
+def _document(runs: Sequence[RecordedRun], body: Markup, data: Any) -> str:
+    assets = _assets()
+    policy = (
+        f"default-src 'none'; style-src {_hash(assets.style)}; script-src {_hash(assets.script)}; base-uri 'none'; "
+        "form-action 'none'"
+    )
+    head = element(
+        "head",
+        element("meta", charset="utf-8"),
+        element("meta", http_equiv="Content-Security-Policy", content=policy),
+        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        element("meta", name="color-scheme", content="light dark"),
+        element("meta", name="referrer", content="no-referrer"),
+        element("title", f"{_title(runs)} · effllm"),
+        element("style", assets.style),
+    )
+    scripts = together(
+        element("script", _json(data), type="application/json", id="effllm-data"), element("script", assets.script)
+    )
+    return f"<!DOCTYPE html>\n{element('html', head, element('body', body, scripts), lang='en')}\n"
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def _json(data: Any) -> Markup:
+    """Return JSON of printable ASCII letters that contains no tag and no entity."""
+    return Markup(_SPECIAL.sub(_escaped, msgspec.json.encode(data).decode()))
+
+
+_SPECIAL = re.compile(r"[<>&]|[^\x20-\x7e]")
+
+
+def _escaped(letter: re.Match[str]) -> str:
+    units = letter[0].encode("utf-16-be")
+    return "".join(f"\\u{high:02x}{low:02x}" for high, low in zip(units[::2], units[1::2], strict=True))

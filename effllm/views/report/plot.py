@@ -1,0 +1,190 @@
+"""Draws charts as SVG; the labels are HTML, so that their size does not depend on the width of the screen."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from effllm.store.summary_text import readable
+from effllm.views.report.chart_list import CHARTS, Chart, Line
+from effllm.views.report.markup import Markup, element
+
+#: Size of the drawing; the browser stretches it to the width of the page.
+WIDTH, HEIGHT = 1000, 300
+_X_LABELS = 4  # intervals between the labels below a chart
+#: The axis begins at zero if the smallest value is below this share of the largest value.
+_FROM_ZERO = 0.6
+Points = tuple[Sequence[float], Sequence[float]]
+
+
+class RunCurves(NamedTuple):
+    """The thinned curves of a run, by tag."""
+
+    name: str
+    points: dict[str, Points]
+
+    def has(self, tag: str) -> bool:
+        return any(map(math.isfinite, self.points[tag][1]))
+
+
+class Drawn(NamedTuple):
+    """A line of a chart: the run's number, the tag of the curve, and the label of the legend."""
+
+    run: int
+    tag: str
+    label: str
+
+
+def drawn_charts(runs: Sequence[RunCurves]) -> Iterator[tuple[Chart, list[Drawn]]]:
+    """Yield each chart with its lines; a chart without any value has no lines."""
+    for chart in CHARTS:
+        yield (
+            chart,
+            [
+                Drawn(number, line.tag, run.name if len(runs) > 1 else line.label)
+                for number, run in enumerate(runs)
+                for line in _lines(chart, run)[: 1 if len(runs) > 1 else None]
+            ],
+        )
+
+
+def _lines(chart: Chart, run: RunCurves) -> list[Line]:
+    lines = chart.lines if run.has(chart.lines[0].tag) or not chart.instead else chart.instead
+    return [line for line in lines if run.has(line.tag)]
+
+
+class ValueAxis(NamedTuple):
+    """The vertical axis: from ``low`` to ``high`` in equal intervals."""
+
+    low: float
+    high: float
+    intervals: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> ValueAxis:
+        """Return the axis for some finite values."""
+        low, high = min(values), max(values)
+        if 0 <= low < _FROM_ZERO * high:
+            low = 0.0
+        if high - low <= 1e-9 * max(abs(high), abs(low), 1e-300):
+            margin = abs(high) * 0.05 or 1.0
+            low, high = low - margin, high + margin
+        step = _step((high - low) / 4)
+        first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+        return cls(first * step, last * step, max(last - first, 1))
+
+    def labels(self) -> list[str]:
+        """Return the labels from the top to the bottom."""
+        step = (self.high - self.low) / self.intervals
+        digits = max(0, -math.floor(math.log10(step) + 1e-9))
+        numbers = [self.low + step * at for at in range(self.intervals, -1, -1)]
+        if step >= 1e-4 and max(map(abs, numbers)) < 1e7:
+            return [f"{number + 0.0:,.{digits}f}" for number in numbers]
+        return ["0" if abs(number) < step / 2 else f"{number:.3g}" for number in numbers]
+
+
+def _step(rough: float) -> float:
+    """Return the next larger of 1, 2, 2.5 and 5 times a power of ten."""
+    power = 10.0 ** math.floor(math.log10(rough))
+    return next(power * one for one in (1, 2, 2.5, 5, 10) if power * one >= rough * (1 - 1e-9))
+
+
+def plot(chart: Chart, lines: Sequence[Drawn], runs: Sequence[RunCurves], number: int) -> Markup:
+    """Return a chart with its axis, its legend and a hidden cursor for the script."""
+    curves = [runs[line.run].points[line.tag] for line in lines]
+    axis = ValueAxis.of([chart.factor * y for _, ys in curves for y in ys if math.isfinite(y)])
+    first, last = x_range(runs)
+    paths = [
+        element("path", class_=f"line s{at}", d=_path(xs, [chart.factor * y for y in ys], (first, last), axis))
+        for at, (xs, ys) in enumerate(curves)
+    ]
+    grid = "".join(f"M0 {HEIGHT * at / axis.intervals:g}h{WIDTH}" for at in range(axis.intervals + 1))
+    drawing = element(
+        "svg",
+        element("path", class_="grid", d=grid),
+        reversed(paths),  # the first line is on top
+        element("path", class_="cursor", d=""),
+        viewBox=f"0 0 {WIDTH} {HEIGHT}",
+        preserveAspectRatio="none",
+        role="img",
+        aria_label=f"{chart.title}, {chart.unit}: {'; '.join(line.label for line in lines)}. The numbers follow.",
+    )
+    steps = [first + (last - first) * at / _X_LABELS for at in range(_X_LABELS + 1)]
+    x_labels = list(dict.fromkeys(f"{step:,.0f}" for step in steps))
+    return element(
+        "div",
+        element("div", [element("span", label) for label in axis.labels()], class_="y", aria_hidden="true"),
+        element("div", drawing, class_="canvas"),
+        element("div", [element("span", label) for label in x_labels], class_="x", aria_hidden="true"),
+        element("input", type="range", min=0, max=1000, value=1000, hidden=True, aria_label=f"Cursor of {chart.title}"),
+        element("output", class_="readout"),
+        class_="plot",
+        data_chart=number,
+    )
+
+
+def legend(lines: Sequence[Drawn]) -> Markup:
+    """Return the names of the lines with their marks."""
+    return element(
+        "ul",
+        [element("li", swatch(at), line.label) for at, line in enumerate(lines)],
+        class_="legend",
+    )
+
+
+def swatch(at: int) -> Markup:
+    """Return the mark of the line with this number."""
+    mark = element("path", class_=f"line s{at}", d="M0 5h24")
+    return element("svg", mark, viewBox="0 0 24 10", class_="swatch", aria_hidden="true")
+
+
+def x_range(runs: Sequence[RunCurves]) -> tuple[float, float]:
+    """Return the first and the last iteration of all curves."""
+    every = [x for run in runs for xs, _ in run.points.values() for x in (xs[:1] and (min(xs), max(xs)))]
+    first, last = min(every, default=0.0), max(every, default=1.0)
+    return (first, last) if last > first else (first - 1, last + 1)
+
+
+def _path(xs: Sequence[float], ys: Sequence[float], x_axis: tuple[float, float], axis: ValueAxis) -> str:
+    """Return the path of a curve, with gaps where a value was not measured or the iterations begin again."""
+    x_scale, y_scale = WIDTH / (x_axis[1] - x_axis[0]), HEIGHT / (axis.high - axis.low)
+    parts: list[str] = []
+    is_down, before = False, -math.inf
+    for x, y in zip(xs, ys, strict=True):
+        if math.isnan(y):
+            is_down = False
+            continue
+        is_down = is_down and x >= before
+        at = f"{(x - x_axis[0]) * x_scale:.4g} {HEIGHT - (y - axis.low) * y_scale:.4g}"
+        # A line of no length after each start shows a single point as a dot.
+        parts.append(f"L{at}" if is_down else f"M{at}h0")
+        is_down, before = True, x
+    return "".join(parts)
+
+
+def numbers(chart: Chart, lines: Sequence[Drawn], runs: Sequence[RunCurves]) -> list[list[str]]:
+    """Return a row for each line: label, smallest and largest value with their iterations, and last value."""
+    rows = []
+    for line in lines:
+        found = [(x, y * chart.factor) for x, y in zip(*runs[line.run].points[line.tag], strict=True) if y == y]
+        low, high = min(found, key=lambda point: point[1]), max(found, key=lambda point: point[1])
+        cells = [line.label, readable(low[1]), f"{low[0]:,.0f}", readable(high[1]), f"{high[0]:,.0f}"]
+        rows.append([*cells, readable(found[-1][1])])
+    return rows
+
+
+def data_of(runs: Sequence[RunCurves]) -> list[dict[str, Any]]:
+    """Return the curves of each run for JSON; a gap is null."""
+    return [
+        {tag: [list(map(_whole, xs)), list(map(_number, ys))] for tag, (xs, ys) in run.points.items() if run.has(tag)}
+        for run in runs
+    ]
+
+
+def _whole(x: float) -> float:
+    return int(x) if x == int(x) else x
+
+
+def _number(y: float) -> float | None:
+    return float(f"{y:.6g}") if math.isfinite(y) else None

@@ -1,0 +1,239 @@
+"""The first sections of a report: verdict, waterfall, comparison, what ran, metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from effllm.analysis.recorded_run import RecordedRun
+from effllm.metrics import METRICS
+from effllm.records.job import Summary, Value
+from effllm.records.verdict import HIGH, MEDIUM
+from effllm.records.waterfall import PARTS, PRODUCTIVE
+from effllm.store.summary_text import (
+    audit_texts,
+    errors_text,
+    how_measured,
+    outcome,
+    readable,
+    shown_metrics,
+    verdict_lines,
+    what_ran,
+)
+from effllm.views.comparison_text import HEADER, ComparisonPage, cells, closing, heading, notes
+from effllm.views.report.markup import Child, Markup, element, together
+from effllm.views.report.tables import facts, hidden, number, section, sentences, table
+from effllm.views.waterfall_text import WaterfallUnits, waterfall_header, waterfall_notes, waterfall_row
+
+BAR = 100  # width of the drawing of a bar
+
+Runs = Sequence[RecordedRun]
+
+
+def cards(runs: Runs, content: Callable[[RecordedRun], Child]) -> Markup:
+    """Return the content of each run, side by side; the name of the run is shown if there are several."""
+    each = [element("div", _name(runs, run), content(run), class_="card") for run in runs]
+    return element("div", each, class_="cards")
+
+
+def _name(runs: Runs, run: RecordedRun) -> Markup | None:
+    return element("h3", label(runs, run)) if len(runs) > 1 else None
+
+
+def label(runs: Runs, run: RecordedRun) -> str:
+    """Return the number and the name of a run."""
+    return f"{runs.index(run) + 1}: {run.name}" if len(runs) > 1 else run.name
+
+
+def verdict(runs: Runs) -> Markup:
+    """Return the three lines of each verdict, and the losses behind it."""
+    return section("verdict", "Verdict", cards(runs, _verdict))
+
+
+def _verdict(run: RecordedRun) -> Child:
+    found = run.summary.verdict if run.summary is not None else None
+    if found is None:
+        return element("p", f"No verdict: {_why_no_summary(run)}", class_="verdict unknown")
+    kind = {"healthy": "healthy", "unknown": "unknown"}.get(found.cause, "loss")
+    (first, text), *others = verdict_lines(found)
+    evidence = [f"{one.claim} ({one.source})" for one in found.evidence]
+    return together(
+        element("p", element("span", first, class_="name"), " ", text, class_=f"verdict {kind}"),
+        facts(others),
+        facts([("Confidence", _CONFIDENCE[found.confidence])]) if found.confidence in _CONFIDENCE else None,
+        hidden("Evidence", sentences(evidence)) if evidence else None,
+    )
+
+
+_CONFIDENCE = {
+    HIGH: "high",
+    MEDIUM: "medium: a larger loss can be hidden in time without report or in steps that are not split",
+}
+
+
+def _why_no_summary(run: RecordedRun) -> str:
+    if run.summary is not None:
+        return "the run was recorded by an older effllm, or no rank had reported any time."
+    return next((problem for problem in run.problems if "summary.json" in problem), "no summary") + "."
+
+
+def waterfall(runs: Runs) -> Markup:
+    """Return the parts of the device time of each run."""
+    return section("waterfall", "Where the device time went", cards(runs, _waterfall))
+
+
+def _waterfall(run: RecordedRun) -> Child:
+    found = run.summary.waterfall if run.summary is not None else None
+    if found is None:
+        return element("p", f"No waterfall: {_why_no_summary(run)}")
+    units = WaterfallUnits.of(found)
+    header = waterfall_header(units)
+    rows = []
+    begin = 0.0
+    for part in found.parts:
+        name, *values = waterfall_row(part, units)
+        exact = [number(values[0], part.share), number(values[1], part.device_seconds), *values[2:]]
+        kind = "work" if part.name in PRODUCTIVE else "lost"
+        rows.append([element("span", name, title=PARTS.get(part.name)), bar(begin, part.share, kind), *exact])
+        begin += part.share
+    total = f"{readable(found.device_seconds / units.seconds)} {units.time} of device time in parts that add up to it"
+    meanings = [
+        f"{part.name.replace('_', ' ')}: {PARTS.get(part.name, '')}; from {part.evidence}" for part in found.parts
+    ]
+    return together(
+        element("p", _key("work", "work"), " ", _key("lost", "other time"), class_="keys"),
+        table(total, [header[0], "of all device time", *header[1:]], rows, (0, 1)),
+        sentences(waterfall_notes(found)),
+        hidden("The parts and their evidence", sentences(meanings)),
+    )
+
+
+def bar(begin: float, share: float, kind: str) -> Markup:
+    """Return a bar from a share to another share of its frame, in the colour of a kind: work, lost or own."""
+    width = max(BAR * share, 0.4)
+    drawn = element("rect", x=f"{min(BAR * begin, BAR - width):.4g}", width=f"{width:.4g}", y=0, height=10, class_=kind)
+    return element("svg", drawn, viewBox=f"0 0 {BAR} 10", preserveAspectRatio="none", class_="bar", aria_hidden="true")
+
+
+def _key(kind: str, text: str) -> Markup:
+    mark = element("rect", x=0, y=0, width=10, height=10, class_=kind)
+    return element("span", element("svg", mark, viewBox="0 0 10 10", class_="key", aria_hidden="true"), text)
+
+
+def comparison(page: ComparisonPage | str | None) -> Markup | None:
+    """Return the words of the comparison, or why it is missing; ``None`` for one run."""
+    if page is None:
+        return None
+    if isinstance(page, str):
+        return section("comparison", "Comparison", element("p", f"No comparison: {page}"))
+    content: list[Child] = []
+    for one in page.others:
+        names = heading(page.first, one.side)
+        rows = [[*row[:-1], element("strong", row[-1], class_=row[-1].split()[0])] for row in map(cells, one.metrics)]
+        content += [
+            element("p", [together(name, element("br")) for name in names]),
+            table("; ".join(names), HEADER, rows, (0, 3, 4)),
+            sentences(notes(one)),
+        ]
+    return section("comparison", "Comparison", *content, sentences(closing(page)))
+
+
+def facts_of_runs(runs: Runs) -> Markup:
+    """Return what ran, and how it was measured."""
+    return section("what-ran", "What ran", cards(runs, _facts))
+
+
+def _facts(run: RecordedRun) -> Child:
+    about = run.summary
+    pairs: list[tuple[str, Child]] = [("folder", str(run.folder))]
+    if about is not None:
+        pairs += [("status", outcome(about.status)), *what_ran(about), *how_measured(about)]
+    command = run.facts.get("command")
+    if isinstance(command, list):
+        pairs.append(("command", element("code", " ".join(map(str, command)))))
+    packages = run.facts.get("packages")
+    if isinstance(packages, dict):
+        pairs.append(("packages", ", ".join(f"{name} {version}" for name, version in packages.items())))
+    pairs += [(name, str(run.facts[name])) for name in ("python", "kernel", "launcher") if run.facts.get(name)]
+    return facts(pairs)
+
+
+def metrics(runs: Runs) -> Markup:
+    """Return the metrics of all runs, each with its errors."""
+    found = [run.summary for run in runs if run.summary is not None]
+    if not found:
+        return section("metrics", "Metrics", element("p", "No metrics: there is no summary yet."))
+    header, rows = _metric_rows(runs, found)
+    notes_ = [
+        "± are half-widths of 95 % intervals: timing errors average out over time, errors of the sensors' gain do not.",
+        "Metrics are run to date, without the warm-up; those with “job” cover the whole wall time.",
+        "Rest the pointer on a number for all its digits.",
+    ]
+    doubts = [text for one in found if one.audit is not None for text in audit_texts(one.audit)]
+    return section(
+        "metrics",
+        "Metrics",
+        table("Metrics of the whole job", header, rows, {*range(len(header))} - {*range(1, len(header) - 2, 2)}),
+        sentences([*notes_, *doubts]),
+    )
+
+
+def _metric_rows(runs: Runs, found: Sequence[Summary]) -> tuple[list[str], list[list[Child]]]:
+    header = ["metric"]
+    for run in runs:
+        header += [f"value of {label(runs, run)}" if len(runs) > 1 else "value", "errors"]
+    header += ["unit", "over"]
+    every = {tag: value for summary in found for tag, value in summary.metrics.items()}
+    rows: list[list[Child]] = []
+    group = ""
+    for tag, entry, base in shown_metrics(every):
+        if entry is not None and entry.group != group:
+            group = entry.group
+            rows.append([group])
+        name = element("span", tag if entry is None else entry.name, title=entry and entry.help)
+        values = [None if run.summary is None else run.summary.metrics.get(tag) for run in runs]
+        numbers = [cell for value in values for cell in _value_cells(tag, value)]
+        rows.append([name, *numbers, every[tag].unit, base])
+    return header, rows
+
+
+def _value_cells(tag: str, value: Value | None) -> list[Child]:
+    if value is None:
+        return ["–", ""]
+    mark = element("strong", " !", title=value.doubt) if value.doubt else None
+    return [together(number(readable(value.value), value.value), mark), _errors(tag, value)]
+
+
+def _errors(tag: str, value: Value) -> str:
+    if not value.value:
+        return ""
+    timing, sensor = ((error or 0.0) / abs(value.value) for error in (value.error, value.sensor_error))
+    entry = METRICS.get(tag.rpartition("/")[2])
+    text = errors_text(timing, sensor)
+    return text.replace("timing", "sampling") if entry is not None and entry.error is not None else text
+
+
+def not_measured(runs: Runs, without_curves: Sequence[str]) -> Markup:
+    """Return what was not measured, and everything of the folders that was not read."""
+
+    def content(run: RecordedRun) -> Child:
+        return sentences(_not_measured(run, without_curves))
+
+    return section("not-measured", "Not measured, and why", cards(runs, content))
+
+
+def _not_measured(run: RecordedRun, without_curves: Sequence[str]) -> Iterator[str]:
+    found = run.summary
+    if found is not None:
+        yield from found.not_measured
+        if found.waterfall is not None:
+            yield from found.waterfall.unknown
+        seen = found.coverage
+        yield (
+            f"{seen.ranks_reporting:,} of {seen.ranks_expected:,} ranks reported; {seen.gpus_measured:,} of "
+            f"{seen.gpus_expected:,} GPUs were measured; {seen.reports_lost:,} reports lost, {seen.reports_late:,} late"
+        )
+        for sink, count in found.left_out.items():
+            yield f"{count:,} windows are not in {sink}, because it was too slow or its disk was full"
+    if without_curves:
+        yield f"no window has a value of these charts, which are left out: {', '.join(without_curves)}"
+    yield from run.problems

@@ -1,0 +1,69 @@
+"""The waterfall of a job as the texts of a table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from effllm.records.plain_text import one_line
+from effllm.records.waterfall import Waterfall, WaterfallPart
+from effllm.store.summary_text import readable
+
+MIN_H, J_PER_KWH, MIN_KWH = 1.0, 3.6e6, 0.01
+
+
+class WaterfallUnits(NamedTuple):
+    """The units of the table; no unit of energy if no energy was measured."""
+
+    time: str
+    seconds: float
+    energy: str
+    joules: float
+    has_cost: bool
+
+    @classmethod
+    def of(cls, found: Waterfall) -> WaterfallUnits:
+        name, seconds = ("hours", 3600.0) if found.device_seconds >= 3600 * MIN_H else ("seconds", 1.0)
+        time = f"{one_line(found.unit)}-{name}" if found.unit else name, seconds
+        energy = ("", 1.0)
+        if found.joules is not None:
+            energy = ("kWh", J_PER_KWH) if found.joules >= MIN_KWH * J_PER_KWH else ("J", 1.0)
+        return cls(*time, *energy, any(part.cost is not None for part in found.parts))
+
+
+def waterfall_header(units: WaterfallUnits) -> list[str]:
+    """Return the names of the columns."""
+    return [
+        "part",
+        "share",
+        units.time,
+        *([units.energy] if units.energy else []),
+        *(["cost"] if units.has_cost else []),
+        "gain",
+    ]
+
+
+def waterfall_notes(found: Waterfall) -> Iterator[str]:
+    """Yield the sentences below the table."""
+    yield "gain: maximum gain in throughput if the part becomes useful work"
+    if any(part.is_split_by_time for part in found.parts):
+        yield "~: a share of the energy of all steps, in proportion to time"
+    if found.unused_gpu_seconds:
+        yield f"unused GPUs: {readable(found.unused_gpu_seconds)} GPU-seconds, in no part: no rank has a GPU"
+    yield from (f"unknown: {one_line(line)}" for line in found.unknown)
+
+
+def waterfall_row(part: WaterfallPart, units: WaterfallUnits) -> list[str]:
+    """Return the cells of a part."""
+    cells = [
+        one_line(part.name).replace("_", " "),
+        f"{100 * part.share:.1f} %",
+        readable(part.device_seconds / units.seconds),
+    ]
+    if units.energy:
+        mark = "~" if part.is_split_by_time else ""
+        cells.append("-" if part.joules is None else mark + readable(part.joules / units.joules))
+    if units.has_cost:
+        cells.append("-" if part.cost is None else readable(part.cost))
+    cells.append("" if part.max_gain is None else f"{100 * part.max_gain:.1f} %")
+    return cells

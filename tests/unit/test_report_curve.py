@@ -1,0 +1,79 @@
+"""Curves of a report: thinning keeps extremes and gaps, with bounded memory."""
+
+import math
+import random
+
+import pytest
+
+from effllm.analysis import curve as curves
+from effllm.analysis.curve import Curve
+
+
+def made(values, start=1):
+    curve = Curve()
+    for x, y in enumerate(values, start=start):
+        curve.add(x, y)
+    return curve
+
+
+def test_short_curve_is_complete():
+    assert made([3.0, 1.0, 2.0]).thinned(100) == ([1.0, 2.0, 3.0], [3.0, 1.0, 2.0])
+
+
+def test_thinned_curve_has_the_extremes_at_their_places():
+    values = [random.Random(7).gauss(100, 1) for _ in range(10_000)]
+    values[1234], values[8765] = 900.0, -5.0
+
+    xs, ys = made(values).thinned(50)
+
+    assert len(xs) <= 100
+    assert (xs[ys.index(max(ys))], max(ys)) == (1235, 900.0)
+    assert (xs[ys.index(min(ys))], min(ys)) == (8766, -5.0)
+    assert xs == sorted(xs)
+
+
+def test_every_bucket_has_its_own_extremes():
+    _, ys = made([float(at % 100) for at in range(1000)]).thinned(10)
+
+    assert [y for y in ys if y == 99.0] == [99.0] * 10
+    assert [y for y in ys if y == 0.0] == [0.0] * 10
+
+
+def test_curve_above_the_limit_is_folded_and_keeps_extremes(monkeypatch):
+    monkeypatch.setattr(curves, "MAX_POINTS", 64)
+    values = [math.sin(at) for at in range(5000)]
+    values[3], values[4999] = 7.0, -7.0
+    curve = made(values)
+
+    xs, ys = curve.thinned(20)
+
+    assert (curve.count, curve.last) == (5000, -7.0)
+    assert len(xs) <= 64
+    assert (xs[ys.index(7.0)], xs[ys.index(-7.0)]) == (4.0, 5000.0)
+
+
+def test_gap_of_the_measurement_stays_a_gap():
+    _, ys = made([1.0] * 500 + [math.nan] * 500 + [2.0] * 500).thinned(30)
+
+    assert [y for y in ys if math.isnan(y)]
+    assert ys[0] == 1.0
+    assert ys[-1] == 2.0
+
+
+def test_values_that_were_never_measured_make_an_empty_curve():
+    curve = made([math.nan] * 10)
+
+    assert (curve.count, curve.thinned(5)) == (0, ([], []))
+
+
+@pytest.mark.parametrize("attempts", [3, 400])
+def test_restarts_do_not_multiply_the_points(attempts):
+    curve = Curve()
+    for _ in range(attempts):
+        for x in range(100):
+            curve.add(x, 1.0 + x)
+
+    xs, ys = curve.thinned(40)
+
+    assert len(xs) <= 4 * 40
+    assert (min(ys), max(ys)) == (1.0, 100.0)
