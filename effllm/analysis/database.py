@@ -104,7 +104,7 @@ class Database:
         self.connection.execute(f"CREATE TABLE runs ({declaration(self._columns)})")
         for name in LINE_TABLES:
             self.connection.execute(f"CREATE TABLE {name} ({declaration(columns_of(name))})")
-        self._insert_runs(found, progress)
+        self._insert_runs([run for run in found if self._has_text_path(run)], progress)
         self._select(tags)
 
     @cached_property
@@ -134,6 +134,14 @@ class Database:
         if name in self._unread:
             self._insert_lines(LINE_TABLES[name])
             self._unread.remove(name)
+
+    def _has_text_path(self, run: FoundRun) -> bool:
+        try:
+            str(run.folder).encode()
+        except UnicodeEncodeError:  # DuckDB's texts are UTF-8
+            self.skipped.append(Skipped(run.folder, "its path is not UTF-8"))
+            return False
+        return True
 
     def _insert_runs(self, found: Sequence[FoundRun], progress: Progress) -> None:
         self._insert_json(

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from effllm.analysis.column import JSON, TABLES_VERSION
+from effllm.analysis.column import JSON, TABLES_VERSION, file_to_read, text
 from effllm.analysis.database import TABLES, columns_of
 from effllm.analysis.load import Runs
 from effllm.store import csv_file
@@ -58,7 +58,7 @@ def export_json(runs: Runs, path: Path) -> int:
         duckdb.Error: the same.
     """
     with _replaced(path) as draft:
-        runs.connection.execute(f"COPY runs TO {_text(draft)} (FORMAT json, ARRAY false)")
+        runs.connection.execute(f"COPY runs TO {text(draft)} (FORMAT json, ARRAY false)")
     return len(runs)
 
 
@@ -105,12 +105,12 @@ def _write_part(connection: Any, table: str, project: str | None, month: str | N
     )
     if path.exists():
         rows += (
-            f" UNION ALL BY NAME SELECT * FROM read_parquet({_text(path)}, hive_partitioning=false) "
+            f" UNION ALL BY NAME SELECT * FROM read_parquet({file_to_read(path)}, hive_partitioning=false) "
             "WHERE folder NOT IN (SELECT folder FROM parts)"
         )
     with _replaced(path) as draft:
         connection.execute(
-            f"COPY ({rows}) TO {_text(draft)} (FORMAT parquet, COMPRESSION zstd, "
+            f"COPY ({rows}) TO {text(draft)} (FORMAT parquet, COMPRESSION zstd, "
             f"KV_METADATA {{effllm_tables_version: '{TABLES_VERSION}'}})",
             [project, month],
         )
@@ -165,8 +165,3 @@ def _replaced(path: Path) -> Iterator[Path]:
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)
-
-
-def _text(path: Path) -> str:
-    """Return a path as a text for SQL; DuckDB finds no glob in it."""
-    return "'" + "".join(f"[{c}]" if c in "[*?" else c for c in str(path)).replace("'", "''") + "'"

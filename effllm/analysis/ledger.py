@@ -5,6 +5,7 @@ The runs are run folders, or the lines that runs have appended to files in the f
 
 from __future__ import annotations
 
+import glob
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,7 +17,7 @@ import msgspec
 
 from effllm.analysis.column import quoted
 from effllm.analysis.database import Database, Progress
-from effllm.analysis.run_folders import UnreadableRun, find_runs
+from effllm.analysis.run_folders import LINE_FILES, UnreadableRun, files_of, find_runs
 from effllm.analysis.sides import CONFIGURATION, STALE_AFTER_S
 from effllm.records.plain_text import one_line
 from effllm.records.verdict import HEALTHY, NO_VERDICT
@@ -34,7 +35,7 @@ class LedgerRun(NamedTuple):
     groups: tuple[str, ...]  # by the key of the totals
     status: str
     started_time_s: float | None
-    gpu_hours: float  # 0 without GPUs
+    gpu_hours: float | None  # 0 without GPUs
     device_hours: float  # of GPUs, or of ranks without GPUs
     goodput_ratio: float | None
     joules: float | None  # measured energy
@@ -45,6 +46,7 @@ class LedgerRun(NamedTuple):
     electricity_cost: float | None
     co2_kg: float | None
     cause: str | None  # of the verdict
+    simulated: bool
     slow_hosts: tuple[str, ...] = ()  # hosts of stragglers
 
 
@@ -53,7 +55,8 @@ class LedgerRow(NamedTuple):
 
     group: str
     runs: int
-    gpu_hours: float
+    gpu_hours: float  # sum of the known GPU-hours
+    without_hours: int  # runs with unknown GPU-hours
     joules: float | None  # sum of the measured energies; None if no run has one
     incomplete: int  # runs without a total energy
     error_joules: float  # random errors of different runs are independent
@@ -64,6 +67,7 @@ class LedgerRow(NamedTuple):
     goodput_ratio: float | None  # weighted by device time
     wasted_gpu_hours: float
     cause: str | None  # the loss that verdicts name most often, weighted by wasted time
+    simulated: int  # runs with simulated GPUs
     slow_runs: int  # with the key node: runs in which this host had a straggler
 
 
@@ -83,7 +87,7 @@ def totals(
     A run on several hosts belongs to the group of each host, in equal parts.
 
     Args:
-        path: a folder of runs, or a folder with the files of ``EFFICIENTLLM_LEDGER``.
+        path: a folder of runs, or a file or a folder of ``EFFICIENTLLM_LEDGER``.
         by: a name in `KEYS`.
         since_s: unix time; only later starts are counted.
         wasted: order the groups by wasted GPU-hours instead of all GPU-hours.
@@ -116,7 +120,8 @@ def _row(group: str, members: list[tuple[LedgerRun, float]]) -> LedgerRow:
     return LedgerRow(
         group=group,
         runs=len(members),
-        gpu_hours=sum(run.gpu_hours * share for run, share in members),
+        gpu_hours=sum((run.gpu_hours or 0.0) * share for run, share in members),
+        without_hours=sum(run.gpu_hours is None for run, _ in members),
         joules=sum((run.joules or 0.0) * share for run, share in measured) if measured else None,
         incomplete=sum(not run.is_complete for run, _ in members),
         error_joules=math.sqrt(sum((run.error_joules * share) ** 2 for run, share in measured)),
@@ -131,12 +136,13 @@ def _row(group: str, members: list[tuple[LedgerRun, float]]) -> LedgerRow:
         ),
         wasted_gpu_hours=sum(_wasted(run) * share for run, share in members),
         cause=max(causes, key=lambda name: causes[name], default=None),
+        simulated=sum(run.simulated for run, _ in members),
         slow_runs=sum(group in run.slow_hosts for run, _ in members),
     )
 
 
 def _wasted(run: LedgerRun) -> float:
-    return 0.0 if run.goodput_ratio is None else run.gpu_hours * (1.0 - run.goodput_ratio)
+    return 0.0 if run.goodput_ratio is None else (run.gpu_hours or 0.0) * (1.0 - run.goodput_ratio)
 
 
 def _sum(parts: Iterable[tuple[float | None, float]]) -> float | None:
@@ -152,7 +158,7 @@ def read_runs(path: Path, by: str, progress: Progress = lambda *_: None) -> tupl
     """Return the runs of run folders and of ledger files, each once, and a line for each file that was not read.
 
     Args:
-        path: a folder of runs, or a folder with ledger files.
+        path: a folder of runs, or a ledger file, or a folder with ledger files.
         by: a name in `KEYS`.
         progress: as for `totals`.
 
@@ -180,6 +186,7 @@ _COLUMNS = (
     "status", "is_over", "updated_time_s", "gpus_expected", "device_seconds", "goodput_seconds", "elapsed_s",
     "energy_total_joules", "energy_measured_joules", "metric_errors", "energy_gain_error", "energy_gpu_cost",
     "energy_electricity_cost", "energy_co2_kg", "verdict_cause", "stragglers",
+    "simulated",
 )  # fmt: skip
 #: Maps are slow in Python, so SQL returns the used values of a map.
 _VALUES = {name: quoted(name) for name in _COLUMNS} | {
@@ -192,7 +199,8 @@ _VALUES = {name: quoted(name) for name in _COLUMNS} | {
 
 
 def _of_row(row: Mapping[str, Any], by: str) -> LedgerRun:
-    hours, joules = (row["device_seconds"] or 0.0) / 3600.0, row["energy_total_joules"]
+    seconds, joules = row["device_seconds"], row["energy_total_joules"]
+    hours = None if seconds is None else seconds / 3600.0
     measured = row["energy_measured_joules"] if joules is None else joules
     kept_s, elapsed_s = row["goodput_seconds"], row["elapsed_s"]
     return LedgerRun(
@@ -201,8 +209,8 @@ def _of_row(row: Mapping[str, Any], by: str) -> LedgerRun:
         groups=_groups({**row, "config": row["tags"], "outcome": _outcome(row)}, by),
         status=_outcome(row),
         started_time_s=row["started_time_s"],
-        gpu_hours=hours if row["gpus_expected"] else 0.0,
-        device_hours=hours,
+        gpu_hours=0.0 if row["gpus_expected"] == 0 else hours,
+        device_hours=hours or 0.0,
         goodput_ratio=kept_s / elapsed_s if kept_s is not None and elapsed_s else None,
         joules=measured,
         is_complete=joules is not None,
@@ -212,6 +220,7 @@ def _of_row(row: Mapping[str, Any], by: str) -> LedgerRun:
         electricity_cost=row["energy_electricity_cost"],
         co2_kg=row["energy_co2_kg"],
         cause=_cause(row["verdict_cause"]),
+        simulated=bool(row["simulated"]),
         slow_hosts=tuple(_slow_hosts(row["stragglers"])),
     )
 
@@ -246,8 +255,10 @@ class _LedgerLine(msgspec.Struct):
     gpu_models: tuple[str, ...] = ()
     model: str | None = None
     ranks: int | None = None
+    gpus: int | None = None
     started_time_s: float | None = None
     cause: str | None = None
+    simulated: bool = False
     goodput_ratio: float | None = None
     gpu_hours: float | None = None
     total_joules: float | None = None
@@ -259,16 +270,18 @@ class _LedgerLine(msgspec.Struct):
     co2_kg: float | None = None
 
 
-def _of_lines(folder: Path, by: str, skipped: list[str]) -> list[LedgerRun]:
-    """Return the runs in the ledger files of a folder; a later attempt of a run replaces an earlier one."""
+def _of_lines(place: Path, by: str, skipped: list[str]) -> list[LedgerRun]:
+    """Return the runs in a ledger file, or in those of a folder; a later attempt of a run replaces an earlier one."""
     decoder = msgspec.json.Decoder(_LedgerLine)
     found: dict[tuple[Path, str, str], LedgerRun] = {}
-    for path in sorted(folder.glob("*.jsonl")) if folder.is_dir() else ():
+    for path, problem in _ledger_files(place):
         invalid = 0
         try:
-            lines = path.read_bytes().splitlines()
+            lines = [] if problem else path.read_bytes().splitlines()
         except OSError as error:
-            skipped.append(f"{path}: {error.strerror or error}")
+            problem = error.strerror or str(error)
+        if problem:
+            skipped.append(f"{path}: {problem}")
             continue
         for line in lines:
             try:
@@ -281,6 +294,13 @@ def _of_lines(folder: Path, by: str, skipped: list[str]) -> list[LedgerRun]:
         if invalid:
             skipped.append(f"{path}: {invalid:,} incomplete or invalid line{'s' * (invalid > 1)}")
     return list(found.values())
+
+
+def _ledger_files(place: Path) -> Iterator[tuple[Path, str]]:
+    folder, name = (place.parent, glob.escape(place.name)) if place.is_file() else (place, "*.jsonl")
+    for path, problem in files_of(folder, name):
+        if path.suffix == ".jsonl" and not LINE_FILES.fullmatch(path.name):  # the other files are of a run folder
+            yield path, problem
 
 
 def _of_line(line: _LedgerLine, by: str) -> LedgerRun:
@@ -297,7 +317,7 @@ def _of_line(line: _LedgerLine, by: str) -> LedgerRun:
         groups=_groups(row, by),
         status=line.status,
         started_time_s=line.started_time_s,
-        gpu_hours=line.gpu_hours or 0.0,
+        gpu_hours=0.0 if line.gpus == 0 else line.gpu_hours,
         device_hours=line.gpu_hours or 0.0,
         goodput_ratio=line.goodput_ratio,
         joules=joules,
@@ -308,6 +328,7 @@ def _of_line(line: _LedgerLine, by: str) -> LedgerRun:
         electricity_cost=line.electricity_cost,
         co2_kg=line.co2_kg,
         cause=_cause(line.cause),
+        simulated=line.simulated,
     )
 
 

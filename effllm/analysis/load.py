@@ -124,7 +124,14 @@ class Run(Runs):
 
     @property
     def folder(self) -> Path:
-        """The run folder."""
+        """The run folder.
+
+        Raises:
+            UnreadableRun: no file of the run can be read.
+        """
+        if not self.folders:
+            reasons = "; ".join(f"{path.name}: {reason}" for path, reason in self.skipped)
+            raise UnreadableRun(f"the run cannot be read: {reasons or 'it has not the wanted tags'}")
         return self.folders[0]
 
     @property

@@ -13,7 +13,7 @@ from effllm.analysis.run_row import FILES
 
 #: Run folders are searched in a folder and in this many levels of folders below it.
 MAX_DEPTH = 4
-_LINES = re.compile(r"(windows|ranks)-\d{4,}\.jsonl|events\.jsonl")
+LINE_FILES = re.compile(r"(windows|ranks)-\d{4,}\.jsonl|events\.jsonl")
 
 Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
@@ -80,7 +80,7 @@ def _below(folder: str, depth: int) -> Iterator[FoundRun]:
             entries = sorted(listing, key=lambda entry: entry.name)
     except OSError:  # another user's folder
         return
-    if any(_LINES.fullmatch(entry.name) for entry in entries):
+    if any(LINE_FILES.fullmatch(entry.name) for entry in entries):
         yield FoundRun(Path(folder), "")
     elif depth:
         for entry in entries:

@@ -27,10 +27,16 @@ def main(paths: Sequence[str], parquet: str, csv: str, json: str) -> int:
         else:
             print(f"{export_json(runs, Path(json)):,} runs were written to {one_line(json)}")
     except errors as error:
-        print(f"effllm export: {one_line(str(error))}", file=sys.stderr)
+        print(f"effllm export: {one_line(_reason(error))}", file=sys.stderr)
         return 1
     warn_of_skipped(runs, "export")
     return 0
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
 
 
 def _progress(written: int, files: int, table: str) -> None:

@@ -7,7 +7,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import NamedTuple
@@ -16,15 +16,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from effllm.analysis.ledger import LedgerRow, Totals, totals
+from effllm.analysis.ledger import NOTHING, LedgerRow, Totals, totals
 from effllm.analysis.load import load_errors
 from effllm.commands.progress import ReadingProgress
 from effllm.records.plain_text import one_line
+from effllm.store import csv_file
 from effllm.store.summary_text import readable, rounded_up
 
 WIDTH = 80
-#: Below this width, a table with more columns than this has no column of losses.
-WIDE, MAX_NARROW = 100, 7
+MIN_GROUP, MAX_LOSS = 10, 24  # letters
+#: Columns that a narrow table leaves out, in this order.
+_DISPENSABLE = ("largest loss", "kg CO2", "cost", "±")
 MAX_ROWS, MAX_SKIPPED = 40, 5
 J_PER_KWH = 3.6e6
 _UNITS_S = {"h": 3600.0, "d": 86400.0, "w": 604800.0}
@@ -56,7 +58,7 @@ def main(request: LedgerRequest) -> int:
     elif request.form == "csv":
         writer = csv.writer(sys.stdout, lineterminator="\n")
         writer.writerow(LedgerRow._fields)
-        writer.writerows([safe_cell(one) if isinstance(one, str) else one for one in row] for row in found.rows)
+        writer.writerows(map(_cell, row) for row in found.rows)
     else:
         _print(found, request)
     return 0
@@ -73,9 +75,8 @@ def start_of(text: str, now_s: float) -> float:
     return datetime.strptime(text, "%Y-%m-%d").replace(tzinfo=timezone.utc).timestamp()
 
 
-def safe_cell(text: str) -> str:
-    """Return a text that a spreadsheet does not interpret as a formula."""
-    return f"'{text}" if text.startswith(("=", "+", "-", "@")) and len(text) > 1 else text
+def _cell(value: str | float | None) -> str | float | None:
+    return csv_file.cell(value) if isinstance(value, str) and value != NOTHING else value
 
 
 def _fail(line: str, status: int) -> int:
@@ -88,7 +89,7 @@ def _print(found: Totals, request: LedgerRequest) -> None:
     everything = [*found.rows[:MAX_ROWS], found.total]
     columns = {
         "runs": [f"{row.runs:,}" for row in everything],
-        "GPU-h": [readable(row.gpu_hours) for row in everything],
+        "GPU-h": ["≥" * bool(row.without_hours) + readable(row.gpu_hours) for row in everything],
         "wasted": [_waste(row) for row in everything],
         "goodput": [_percent(row.goodput_ratio) for row in everything],
         "kWh": [_energy(row) for row in everything],
@@ -96,31 +97,51 @@ def _print(found: Totals, request: LedgerRequest) -> None:
         "cost": [_number(_cost(row)) for row in everything],
         "kg CO2": [_number(row.co2_kg) for row in everything],
         "slow in": [f"{row.slow_runs:,}" if request.by == "node" else "-" for row in everything],
-        "largest loss": [(row.cause or "-").replace("_", " ") for row in everything],
+        "largest loss": [_cut((row.cause or "-").replace("_", " ")) for row in everything],
     }
     columns = {name: cells for name, cells in columns.items() if set(cells) - {"-"}}
-    if console.width < WIDE and len(columns) > MAX_NARROW:
-        columns.pop("largest loss", None)
+    left_out = [name for name in _DISPENSABLE if _is_too_wide(columns, console.width) and columns.pop(name, [])]
     table = Table(box=None, pad_edge=False)
-    table.add_column(request.by, overflow="fold", min_width=10)
+    table.add_column(request.by, overflow="fold", min_width=MIN_GROUP)
     for name in columns:
         table.add_column(name, justify="left" if name == "largest loss" else "right", no_wrap=True)
     for index, row in enumerate(everything):
         table.add_row(Text(row.group), *(Text(cells[index]) for cells in columns.values()))
     console.print(table)
-    for line in _notes(found):
-        console.print(Text(line))
+    if left_out:
+        console.print(Text(f"not shown: {', '.join(left_out)}; --csv and --json print all columns"))
+    for line in _notes(found, columns):
+        console.print(Text(line), soft_wrap=True)
 
 
-def _notes(found: Totals) -> Iterator[str]:
+def _is_too_wide(columns: Mapping[str, list[str]], width: int) -> bool:
+    return MIN_GROUP + sum(2 + max(map(len, (name, *cells))) for name, cells in columns.items()) > width
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MAX_LOSS else f"{text[: MAX_LOSS - 1]}…"
+
+
+def _notes(found: Totals, columns: Iterable[str]) -> Iterator[str]:
     if (more := len(found.rows) - MAX_ROWS) > 0:
         yield f"{more:,} more groups: --csv and --json print all groups"
+    if found.total.without_hours:
+        yield f"≥ GPU-h: unknown in {_runs(found.total.without_hours)} (an older version, or no summary.json)"
     if found.total.incomplete and found.total.joules is not None:
-        yield f"≥: {found.total.incomplete:,} runs have no total energy; their measured part is counted"
-    yield "wasted: GPU-hours outside of kept steps and generation; ±: timing and sensor errors"
+        yield f"≥ kWh: no total energy in {_runs(found.total.incomplete)}; the measured part is counted"
+    if found.total.simulated:
+        yield f"simulated: the GPUs of {_runs(found.total.simulated)} were simulated; their energy was not measured"
+    if "wasted" in columns:
+        yield "wasted: GPU-hours outside of kept steps and generation"
+    if "±" in columns:
+        yield "±: timing and sensor errors of the energy"
     yield from (f"skipped: {one_line(line)}" for line in found.skipped[:MAX_SKIPPED])
     if (more := len(found.skipped) - MAX_SKIPPED) > 0:
         yield f"skipped: {more:,} more"
+
+
+def _runs(count: int) -> str:
+    return f"{count:,} run{'s' * (count != 1)}"
 
 
 def _cost(row: LedgerRow) -> float | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import itertools
 import json
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from effllm.analysis.load import Runs, load, load_errors
 from effllm.analysis.sandbox import Answer, QueryError, answer
 from effllm.commands.progress import ReadingProgress
 from effllm.records.plain_text import one_line
+from effllm.store import csv_file
 from effllm.store.summary_text import readable
 
 WIDTH = 80
@@ -97,20 +99,25 @@ def _print_csv(found: Answer) -> None:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, str):
-        return one_line(value)
-    return json.dumps(value, default=str) if isinstance(value, (list, dict)) else value
+        return csv_file.cell(one_line(value))
+    return json.dumps(_finite(value), default=str) if isinstance(value, (list, dict)) else value
 
 
 def _print_json(found: Answer) -> None:
     def rows() -> Iterable[str]:
         for row in found.rows:
-            yield json.dumps(dict(zip(found.columns, map(_finite, row), strict=True)), default=str)
+            yield json.dumps(_finite(dict(zip(found.columns, row, strict=True))), default=str)
 
     print("[" + ",\n ".join(rows()) + "]")
 
 
 def _finite(value: Any) -> Any:
-    return value if not isinstance(value, float) or abs(value) < float("inf") else None
+    """Return a value without NaN and infinite numbers, which are not JSON."""
+    if isinstance(value, dict):
+        return {name: _finite(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(one) for one in value]
+    return value if not isinstance(value, float) or math.isfinite(value) else None
 
 
 _PRINTERS: dict[str, Callable[[Answer], None]] = {"text": _print_text, "csv": _print_csv, "json": _print_json}

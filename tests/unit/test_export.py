@@ -144,3 +144,15 @@ def test_place_that_is_no_file_or_folder_is_one_line(tmp_path, run, form):
     assert (status, out, err.count("\n")) == (1, "", 1)
     assert run(OLDER, json="/dev/null")[0] == 1
     assert not Path("/dev/null").is_file()
+
+
+@pytest.mark.parametrize("form", ["parquet", "json", "csv"])
+def test_names_with_glob_characters_and_quotes_are_places(tmp_path, run, form):
+    place = tmp_path / "it's [1]*?"
+    place.mkdir()
+
+    assert [run(OLDER, **{form: str(place / "out")})[0] for _ in range(2)] == [0, 0]
+    assert list(tmp_path.iterdir()) == [place]
+    place.rename(tmp_path / "plain")
+    if form == "parquet":
+        assert len(dataset(tmp_path / "plain/out", "runs")) == 1

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import time
 
 import pytest
@@ -15,7 +16,7 @@ from effllm.analysis.load import load
 from effllm.analysis.run_folders import UnreadableRun
 from effllm.analysis.run_row import read_document
 from effllm.commands.app import app
-from effllm.commands.ledger import safe_cell, start_of
+from effllm.commands.ledger import start_of
 from effllm.commands.progress import ReadingProgress
 
 HOUR_J = 3.6e6
@@ -88,6 +89,7 @@ def test_energy_of_a_group_with_a_hole_is_no_total(run, tmp_path):
     total = totals(tmp_path / "runs", "outcome").total
 
     assert (total.joules, total.incomplete) == (pytest.approx(1.5 * HOUR_J), 1)
+    assert "\n≥ kWh: no total energy in 1 run;" in CliRunner().invoke(app, ["ledger", str(tmp_path / "runs")]).stdout
     assert "≥1.50" in CliRunner().invoke(app, ["ledger", str(tmp_path / "runs")]).stdout
 
 
@@ -224,6 +226,44 @@ def test_progress_is_not_written_to_a_file(monkeypatch):
     assert file.getvalue() == ""
 
 
+def test_unknown_gpu_hours_are_not_zero_hours(run, tmp_path):
+    """An older version of effllm wrote no device time; a run without GPUs has no GPU-hours."""
+    run("known")
+    run("older", waterfall=None)
+    run("cpu", waterfall=None, coverage={"gpus_expected": 0, "ranks_expected": 2})
+
+    total = totals(tmp_path / "runs", "outcome").total
+    text = CliRunner().invoke(app, ["ledger", str(tmp_path / "runs")]).stdout
+
+    assert (total.gpu_hours, total.without_hours) == (pytest.approx(2.0), 1)
+    assert "≥2.00" in text and "\n≥ GPU-h: unknown in 1 run (" in text
+
+
+def test_simulated_runs_are_named(run, tmp_path):
+    run("real")
+    run("demo", simulated=True)
+
+    text = CliRunner().invoke(app, ["ledger", str(tmp_path / "runs")]).stdout
+
+    assert "simulated: the GPUs of 1 run were simulated" in text
+    assert totals(tmp_path / "runs", "outcome").total.simulated == 1
+
+
+def test_one_ledger_file_is_read_and_other_files_are_not_opened(run, tmp_path):
+    """A named pipe would block; files of a run folder are no ledgers."""
+    (tmp_path / "alice.jsonl").write_text(json.dumps({"run_id": "one", "gpu_hours": 1.0}) + "\n")
+    (tmp_path / "bob.jsonl").write_text(json.dumps({"run_id": "two", "gpu_hours": 1.0}) + "\n")
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    folder = run("own")
+    (folder / "events.jsonl").write_text("{}\n")
+
+    assert totals(tmp_path / "alice.jsonl", "user").total.runs == 1
+    assert (both := totals(tmp_path, "user")).total.runs == 3
+    assert both.skipped == [f"{tmp_path / 'pipe.jsonl'}: not a readable file"]
+    for path in (folder, folder / "events.jsonl"):
+        assert (found := totals(path, "user")).total.runs == 1 and not found.skipped
+
+
 def test_folder_without_runs_is_reported_in_one_line(tmp_path):
     with pytest.raises(UnreadableRun):
         totals(tmp_path, "outcome")
@@ -234,18 +274,20 @@ def test_folder_without_runs_is_reported_in_one_line(tmp_path):
 def test_names_can_neither_move_the_cursor_nor_be_a_formula(run, tmp_path):
     run("a", user="\x1b[2J[red]=cmd", verdict={"cause": "\x1b[31m=cause\n"})
     run("b", user="=1+2")
+    run("c")
 
     text = CliRunner().invoke(app, ["ledger", str(tmp_path / "runs"), "--by", "user"]).stdout
     table = CliRunner().invoke(app, ["ledger", str(tmp_path / "runs"), "--by", "user", "--csv"]).stdout
 
     assert "\x1b" not in text + table and "[red]=cmd" in text
     assert "\n'=1+2," in table
-    assert safe_cell("-") == "-"
+    assert "\n-," in table
 
 
 @pytest.mark.parametrize("by", ["outcome", "node", "config"])
-def test_table_has_at_most_80_columns(run, tmp_path, by):
-    run("a", user="alice", metrics={
+@pytest.mark.parametrize("cause", ["data_loading", "x" * 70])
+def test_table_has_at_most_80_columns(run, tmp_path, by, cause):
+    run("a", user="alice", verdict={"cause": cause}, metrics={
         "energy/total_joules": {"value": 123456789.0, "unit": "J", "error": 3.0},
         "energy/gpu_cost": {"value": 12345.6, "unit": "money"}, "energy/co2_kg": {"value": 1234.5, "unit": "kg"},
     })  # fmt: skip
@@ -253,7 +295,8 @@ def test_table_has_at_most_80_columns(run, tmp_path, by):
     lines = CliRunner().invoke(app, ["ledger", str(tmp_path / "runs"), "--by", by]).stdout.splitlines()
 
     assert max(map(len, lines)) <= 80
-    assert "cost" in lines[0]
+    assert lines[0].startswith(by) and "cost" in lines[0] and "…" not in "".join(lines)
+    assert any(line.startswith("not shown: largest loss") for line in lines)
 
 
 def test_unknown_key_is_refused_with_the_known_keys(tmp_path):

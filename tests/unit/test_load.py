@@ -109,6 +109,23 @@ def test_unreadable_documents_are_named_and_other_runs_are_read(tmp_path):
     assert all("\n" not in one.reason for one in runs.skipped)
 
 
+def test_path_that_is_not_utf8_is_named_and_other_runs_are_read(tmp_path):
+    for name in (b"a\xff".decode(errors="surrogateescape"), "b"):
+        write_run(tmp_path / name, {"run_id": "x"}, {"status": "completed"})
+
+    runs = effllm.load(tmp_path)
+
+    assert [one.name for one in runs.folders] == ["b"]
+    assert [one.reason for one in runs.skipped] == ["its path is not UTF-8"]
+
+
+def test_run_that_cannot_be_read_has_no_folder(tmp_path):
+    write_run(tmp_path / "run", b"{", b"")
+
+    with pytest.raises(UnreadableRun, match=r"run.json: not a JSON object"):
+        effllm.load(tmp_path / "run").folder
+
+
 def test_two_runs_of_one_name_are_two_rows(tmp_path):
     for parent in ("a", "b"):
         shutil.copytree(OLDER, tmp_path / parent / "run")

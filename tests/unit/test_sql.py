@@ -58,6 +58,13 @@ def test_result_as_csv_and_json(ask):
     assert ask("SELECT 1 WHERE false", "json")[1] == "[]\n"
 
 
+def test_csv_has_no_formula_and_json_has_no_nan(ask):
+    query = "SELECT '=1+2' AS a, -3 AS b, [1, 'inf'::DOUBLE] AS c, {'d': 'nan'::DOUBLE} AS d"
+
+    assert ask(query, "csv")[1].splitlines()[1] == """'=1+2,-3,"[1.0, null]","{""d"": null}\""""
+    assert ask(query, "json")[1] == '[{"a": "=1+2", "b": -3, "c": [1.0, null], "d": {"d": null}}]\n'
+
+
 @pytest.mark.parametrize(
     "query",
     [
