@@ -122,8 +122,9 @@ def test_path_that_is_not_utf8_is_named_and_other_runs_are_read(tmp_path):
 def test_run_that_cannot_be_read_has_no_folder(tmp_path):
     write_run(tmp_path / "run", b"{", b"")
 
+    run = effllm.load(tmp_path / "run")
     with pytest.raises(UnreadableRun, match=r"run.json: not a JSON object"):
-        effllm.load(tmp_path / "run").folder
+        _ = run.folder
 
 
 def test_two_runs_of_one_name_are_two_rows(tmp_path):
