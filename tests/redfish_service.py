@@ -157,13 +157,13 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
 
-def certificate(folder):
-    """Make a certificate for 127.0.0.1 with its key and return its file; without openssl, return ``None``."""
+def certificate(folder, address="127.0.0.1"):
+    """Make a certificate for an address with its key and return its file; without openssl, return ``None``."""
     if shutil.which("openssl") is None:
         return None
     key, own = folder / "key.pem", folder / "certificate.pem"
     kind = ["-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"]
-    name = ["-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"]
+    name = ["-subj", f"/CN={address}", "-addext", f"subjectAltName=IP:{address}"]
     subprocess.run(
         ["openssl", "req", *kind, *name, "-keyout", key, "-out", own],
         check=True,

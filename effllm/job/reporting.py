@@ -160,7 +160,8 @@ def report_of(
     """Return the report of a closed window, or its correction by a late report."""
     rows = window.ordered
     lacks = bool(ledger.reports_lost or ledger.unfinished(is_over=False))
-    run, whole = to_date(ledger, roster, goodput_of(ledger, roster), lacks)
+    goodput = goodput_of(ledger, roster)
+    run, whole = to_date(ledger, roster, goodput, lacks)
     waited = ledger.waited
     health = replace(
         run.health, straggling_s=waited.seconds, straggling_gpu_s=waited.rank_seconds, straggling_j=waited.joules
@@ -203,6 +204,8 @@ def report_of(
         spread={} if correction else window_spread(rows, window.merged, roster.expected(window.ranks)),
         instruments={} if correction else summaries(rows.values),
         energy_doubtful=(metrics.energy.timing_error_ratio(own) or 0.0) > MAX_RANDOM_ERROR,
+        gpu_seconds=ledger.unused.gpu_seconds(goodput, *ledger.goodput.span(is_over=False)),
+        gpus_unused=ledger.unused.num_unused,
     )
 
 

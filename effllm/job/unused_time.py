@@ -6,6 +6,9 @@ from collections.abc import Collection
 
 from msgspec import Struct
 
+from effllm.records.job import UNUSED_GPUS, GoodputSummary
+from effllm.records.waterfall import OF_GPUS
+
 UNUSED = "allocated GPUs that no rank used"
 NOT_STATED = (
     f"{UNUSED}: no allocation is stated; Slurm states it in SLURM_JOB_GPUS, a Kubernetes device plugin in "
@@ -34,6 +37,17 @@ class UnusedTime(Struct):
             return self.unknown
         noun = "attempt" if self.attempts_unknown == 1 else "attempts"
         return f"{UNUSED}: unknown in {self.attempts_unknown:,} earlier {noun}"
+
+    @property
+    def num_unused(self) -> int | None:
+        """Number of GPUs that are known to be unused now; ``None`` if nothing is known."""
+        return None if self.unknown and not self.since_s else len(self.since_s)
+
+    def gpu_seconds(self, goodput: GoodputSummary, begin_s: float, end_s: float) -> dict[str, float]:
+        """Return the GPU-seconds of the run by class, with the unused GPUs; arguments as of `total`."""
+        unused_s = self.total(begin_s, end_s)
+        seconds = goodput.device_seconds if goodput.unit == OF_GPUS else {}
+        return {**seconds, **({UNUSED_GPUS: unused_s} if unused_s else {})}
 
     def note_busy(self, keys: Collection[str]) -> None:
         """Record that processes use these GPUs."""

@@ -271,12 +271,17 @@ class WindowReport(Struct, frozen=True, omit_defaults=True):
     spread: dict[str, Spread] = {}  # distributions over ranks or GPUs in the window, by name in SPREADS
 
 
+UNUSED_GPUS = "unused"  # class of the time of allocated GPUs that no rank uses
+
+
 class ClusterReport(WindowReport, frozen=True, kw_only=True):
     """One window of the whole job, and the run to date; every sink receives these reports."""
 
     run: ClusterTotals  # run to date, after warm-up
     last: ClusterTotals  # this window only
     job: ClusterTotals  # whole wall time of the run, with start-up, phases and warm-up
+    gpu_seconds: dict[str, float] = {}  # of all attempts, by class of goodput and `UNUSED_GPUS`; empty without GPUs
+    gpus_unused: int | None = None  # allocated GPUs that are known to be used by no rank; None if none can be known
 
 
 class Value(Struct, frozen=True, omit_defaults=True):

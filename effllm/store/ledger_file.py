@@ -9,7 +9,6 @@ import contextlib
 import errno
 import fcntl
 import os
-import pwd
 import time
 from pathlib import Path
 from typing import Any
@@ -77,7 +76,7 @@ class LedgerFile:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.path = folder / f"{_user()}.jsonl"
+        self.path = folder / f"{own_files.user_name()}.jsonl"
         try:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(folder, 0o750)  # noqa: PTH102 - the group reads the folder
@@ -110,13 +109,6 @@ class LedgerFile:
 
     def close(self) -> None:
         """Do nothing: the file is open only during a write."""
-
-
-def _user() -> str:
-    try:
-        return pwd.getpwuid(os.geteuid()).pw_name
-    except KeyError:  # the user has no name, as in some containers
-        return str(os.geteuid())
 
 
 def _lock(file: int, path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import pwd
 import secrets
 import stat
 from pathlib import Path
@@ -21,6 +22,14 @@ _WRITTEN_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 class NotPrivateError(OSError):
     """A file is not private; the message is one line with the file's name and the remedy."""
+
+
+def user_name() -> str:
+    """Return the login name of this user, or the user's number if the user has no name, as in some containers."""
+    try:
+        return pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        return str(os.geteuid())
 
 
 def make_folder(folder: Path) -> None:

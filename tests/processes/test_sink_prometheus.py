@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import re
-import shutil
 import socket
 import subprocess
 import threading
 import time
 import urllib.parse
 import urllib.request
-from pathlib import Path
 
 import jobs
 import msgspec
 import pytest
+from prometheus_server import CONFIGS, PrometheusServer, needs_prometheus
 from sink_examples import complete_totals, make_report, make_run, totals, with_keys
 
 from effllm import metrics
@@ -23,7 +21,7 @@ from effllm.config.settings import Config
 from effllm.records.identity import Identity
 from effllm.records.job import Spread
 from effllm.records.rank import Event
-from effllm.sinks import SinkUnavailable, open_sink
+from effllm.sinks import open_sink
 
 parser = pytest.importorskip("prometheus_client.parser", reason="prometheus-client is not installed")
 
@@ -31,7 +29,6 @@ from prometheus_client import CollectorRegistry, generate_latest  # noqa: E402
 
 from effllm.sinks import prometheus  # noqa: E402
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 LABELS = {"run_id": "mine"}
 
 
@@ -40,7 +37,7 @@ class Values:
 
     def __init__(self):
         self.identity = Identity(run_id="mine")
-        self.values = prometheus._Values(lambda: self.identity, time.monotonic)
+        self.values = prometheus.page.MetricsPage(lambda: self.identity, time.monotonic)
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self.values)
         self.write = self.values.take
@@ -70,18 +67,44 @@ def served(sink):
     return samples(sink.page())
 
 
-def test_spread_of_ranks_is_served_as_five_numbers(sink):
+def test_spread_of_ranks_is_served_as_five_quantiles(sink):
     sink.write(make_report(spread={"step_seconds": Spread(8, 0.5, 0.5, 0.625, 0.75, 1.0)}))
 
-    shown = {name: value for (name, *_), value in served(sink).items() if name.endswith(("step_seconds", "gpu_watts"))}
-
-    assert shown == {
-        "efficientllm_least_step_seconds": 0.5,
-        "efficientllm_p5_step_seconds": 0.5,
-        "efficientllm_median_step_seconds": 0.625,
-        "efficientllm_p95_step_seconds": 0.75,
-        "efficientllm_most_step_seconds": 1.0,
+    shown = {
+        tuple(labels): value for (name, *labels), value in served(sink).items() if name == "efficientllm_step_seconds"
     }
+
+    values = {"0": 0.5, "0.05": 0.5, "0.5": 0.625, "0.95": 0.75, "1": 1.0}
+    assert shown == {(("quantile", name),): value for name, value in values.items()}
+
+
+def test_stalled_is_1_from_the_stall_until_the_job_resumes(sink):
+    seen = []
+    for kind in ("joined", "stalled", "warning", "resumed"):
+        sink.event(Event(1.0, kind, "text"))
+        seen.append(served(sink)["efficientllm_stalled",])
+
+    assert seen == [0, 1, 1, 0]
+
+
+def test_gpu_seconds_of_the_allocation_are_served_by_class(sink):
+    sink.write(make_report(100, gpu_seconds={"kept": 640.0, "startup": 160.0, "unused": 150.0}, gpus_unused=2))
+
+    seen = served(sink)
+
+    shown = {labels[0][1]: value for (name, *labels), value in seen.items() if name == "efficientllm_gpu_seconds"}
+    assert shown == {"kept": 640.0, "startup": 160.0, "unused": 150.0}
+    assert seen["efficientllm_gpus_unused",] == 2
+
+
+@pytest.mark.parametrize(
+    ("tags", "account", "project"),
+    [(("project=vision", "a"), "physics", "vision"), (("a",), "physics", "physics"), ((), None, "")],
+)
+def test_project_is_the_tag_or_else_the_account(sink, tags, account, project):
+    sink.identity = Identity(run_id="mine", tags=tags, account=account)
+
+    assert f'project="{project}"' in sink.page()
 
 
 def test_newest_values_are_served_as_gauges_in_base_units(sink):
@@ -135,6 +158,7 @@ def test_first_page_has_only_event_counters_and_the_identity(sink):
     seen = served(sink)
 
     assert seen.pop(("efficientllm_fresh",)) == 0.0
+    assert seen.pop(("efficientllm_stalled",)) == 0.0
     assert {name for name, *_ in seen} == {"efficientllm_events_total", "efficientllm_run_info"}
     counts = {value for (name, *_), value in seen.items() if name == "efficientllm_events_total"}
     assert counts == {0.0}, "increase() needs 0 before the first event of a kind"
@@ -155,7 +179,7 @@ def test_no_sample_is_served_for_a_value_that_is_no_longer_measured(sink):
 
 def test_old_values_are_removed_and_totals_are_kept():
     now_s = 1000.0
-    values = prometheus._Values(lambda: Identity(run_id="mine"), lambda: now_s)
+    values = prometheus.page.MetricsPage(lambda: Identity(run_id="mine"), lambda: now_s)
     report = make_report(100)  # the window lasts 4.12 s, so its values are served for a minute
     values.take(report)
 
@@ -183,7 +207,7 @@ def test_labels_contain_no_ranks_and_few_event_kinds(sink):
     text = sink.page()
 
     assert not re.search(r"\brank=", text)
-    assert text.count("efficientllm_events_total{") == prometheus.MAX_KINDS + 1
+    assert text.count("efficientllm_events_total{") == prometheus.page.MAX_KINDS + 1
     assert 'kind="other"' in text
     assert len(text.splitlines()) < 400
 
@@ -196,7 +220,7 @@ BASE_UNITS = {
 
 def test_name_of_every_metric_is_unique_and_in_base_units():
     charted = [entry for entry in metrics.METRICS.values() if entry.chart]
-    names = [prometheus.name_of(entry)[0] for entry in charted]
+    names = [prometheus.page.name_of(entry)[0] for entry in charted]
 
     assert len(set(names)) == len(names)
     for name in names:
@@ -224,18 +248,8 @@ def test_every_known_metric_is_served(sink):
     sink.write(msgspec.structs.replace(report, values=(values := metrics.evaluate(run, run, run))))
 
     shown = {metrics.describe(tag) for tag in values}
-    names = {f"efficientllm_{prometheus.name_of(entry)[0]}" for entry in shown if entry and entry.chart}
+    names = {f"efficientllm_{prometheus.page.name_of(entry)[0]}" for entry in shown if entry and entry.chart}
     assert names <= {key[0] for key in served(sink)}
-
-
-def test_port_in_use_disables_the_sink_with_one_message(tmp_path):
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(1)
-        port = listener.getsockname()[1]
-
-        with pytest.raises(SinkUnavailable, match=f"cannot listen on port {port} of 127.0.0.1: Address already"):
-            open_sink("prometheus", make_run(tmp_path, config=Config(sinks=(f"prometheus:port={port}",))))
 
 
 def test_automatic_port_is_on_loopback_and_logged(tmp_path):
@@ -261,7 +275,7 @@ def test_automatic_port_is_on_loopback_and_logged(tmp_path):
 
 
 def test_idle_connections_are_closed_and_use_few_threads(tmp_path, monkeypatch):
-    monkeypatch.setattr(prometheus._Handler, "timeout", 0.5)
+    monkeypatch.setattr(prometheus.web_server._Handler, "timeout", 0.5)
     sink = open_sink(
         "prometheus",
         make_run(
@@ -270,7 +284,7 @@ def test_idle_connections_are_closed_and_use_few_threads(tmp_path, monkeypatch):
     )
     silent = [socket.create_connection(("127.0.0.1", sink.port)) for _ in range(100)]
     try:
-        jobs.until(lambda: threads() == prometheus.MAX_AT_ONCE)
+        jobs.until(lambda: threads() == prometheus.web_server.MAX_AT_ONCE)
         jobs.until(lambda: threads() == 0)
         with urllib.request.urlopen(f"http://127.0.0.1:{sink.port}/metrics", timeout=60) as answer:
             assert b"efficientllm_fresh" in answer.read()
@@ -286,12 +300,8 @@ def threads():
 
 # --- a real Prometheus ---
 
-without_prometheus = pytest.mark.skipif(
-    not (shutil.which("prometheus") and shutil.which("promtool")), reason="prometheus is not installed (apt)"
-)
 
-
-@without_prometheus
+@needs_prometheus
 @pytest.mark.parametrize(("command", "name"), [("rules", "prometheus_rules.yml"), ("config", "prometheus.yml")])
 def test_promtool_accepts_the_examples(command, name):
     done = subprocess.run(["promtool", "check", command, CONFIGS / name], capture_output=True, text=True, check=False)
@@ -299,7 +309,7 @@ def test_promtool_accepts_the_examples(command, name):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@without_prometheus
+@needs_prometheus
 def test_promtool_accepts_the_metrics_page(sink):
     sink.write(make_report(100))
     sink.event(Event(1.0, "joined", "rank 0 joined"))
@@ -330,48 +340,18 @@ def test_prometheus_rules_use_only_served_metrics(sink):
     assert asked <= {key[0] for key in served(sink)}
 
 
-class Server:
-    """A Prometheus server with a separate folder."""
-
-    def __init__(self, folder, target):
-        self.port = jobs.unused_port()
-        config = (CONFIGS / "prometheus.yml").read_text().replace("127.0.0.1:9788", target).replace("10s", "200ms")
-        folder.mkdir()
-        (folder / "prometheus.yml").write_text(config)
-        shutil.copy(CONFIGS / "prometheus_rules.yml", folder)
-        command = [
-            "prometheus", f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'data'}",
-            f"--web.listen-address=127.0.0.1:{self.port}",
-        ]  # fmt: skip
-        with (folder / "log.txt").open("wb") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log)
-
-    def ask(self, query):
-        """Return the samples of a query; without an answer, return an empty list."""
-        address = f"http://127.0.0.1:{self.port}/api/v1/query?{urllib.parse.urlencode({'query': query})}"
-        try:
-            with urllib.request.urlopen(address, timeout=60) as answer:
-                return json.load(answer)["data"]["result"]
-        except OSError:
-            return []
-
-
-@without_prometheus
+@needs_prometheus
 @pytest.mark.faults
 def test_real_prometheus_scrapes_a_job(launch, tmp_path):
     port = jobs.unused_port()
-    server = Server(tmp_path / "prometheus", f"127.0.0.1:{port}")
-    try:
+    with PrometheusServer(tmp_path / "prometheus", **{"127.0.0.1:9788": f"127.0.0.1:{port}"}) as server:
         job = launch.python("loop.py", "--until", "enough", sinks=f"console,prometheus:port={port}", run_name="mine")
         (tokens,) = jobs.until(lambda: server.ask('efficientllm_tokens_total{run_id="mine"} > 0'))
         (watts,) = jobs.until(lambda: server.ask('efficientllm_aec_watts{over="run"}'))
-        jobs.until(lambda: server.ask("efficientllm:tokens:rate5m > 0"))
+        jobs.until(lambda: server.ask("efficientllm:tokens_per_second > 0"))
         job.finish()
         jobs.until(lambda: server.ask("up == 0"))
         assert server.ask("efficientllm_aec_watts") == [], "values are stale after the end of the job"
-    finally:
-        server.process.terminate()
-        server.process.wait(20)
 
     assert set(tokens["metric"]) == {"__name__", "run_id", "instance", "job"}
     assert float(tokens["value"][1]) <= job.ledger.summary.tokens

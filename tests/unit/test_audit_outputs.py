@@ -76,7 +76,7 @@ def test_window_names_the_number_of_values_in_doubt():
 def test_charts_have_the_number_of_values_in_doubt(doubtful, value):
     report = replace(make_report(100), doubtful=doubtful)
     assert tensorboard._beside(report).get("health/doubtful_values") == value
-    assert {name: one for name, _, one in prometheus._beside(report)}.get("doubtful_values") == value
+    assert {name: one for name, _, one in prometheus.page._beside(report)}.get("doubtful_values") == value
 
 
 def test_values_of_a_summary_name_the_check():

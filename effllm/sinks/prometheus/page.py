@@ -1,136 +1,40 @@
-"""Prometheus: gauges with the newest values of the job and counters with its totals, only on loopback.
-
-A value that is no longer measured is not served, because alerts must not use old values.
-"""
+"""The content of the metrics page: gauges with the newest values of the job, and counters with its totals."""
 
 from __future__ import annotations
 
 import math
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
-from socketserver import ThreadingMixIn
 from typing import Any
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from msgspec.structs import asdict
-from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from effllm import metrics
-from effllm.config.setting_values import whole
 from effllm.metrics.base_units import name_of
 from effllm.records.events import KINDS
 from effllm.records.identity import Identity
 from effllm.records.job import SPREADS, ClusterReport
-from effllm.records.rank import Event
-from effllm.sinks import Option, RunInfo, SinkUnavailable
 
-OPTIONS = {
-    "port": Option("9788", whole(0, 65535, "a port"), "Port of the metrics page on loopback. 0: any free port."),
-}
-
-ADDRESS = "127.0.0.1"  # the page is neither encrypted nor authenticated
 PREFIX = "efficientllm"
 BASE = "over"  # label for the base of a value: run, window or job
 
 #: A report is shown for FRESH_WINDOWS times the duration of its window, or for FRESH_S if that is longer.
 FRESH_WINDOWS = 3.0
 FRESH_S = 60.0
-MAX_AT_ONCE = 16  # concurrent requests
-TIMEOUT_S = 5.0  # timeout of a request
-POLL_S = 0.1
-#: Fields of a `Spread` over ranks or GPUs: name -> start of the help text.
-PARTS = {"least": "Smallest", "p5": "Fifth percentile", "median": "Median", "p95": "95th percentile", "most": "Largest"}
+QUANTILE = "quantile"  # label for a part of a `Spread`
+#: Fields of a `Spread` over ranks or GPUs: name -> value of the label.
+PARTS = {"least": "0", "p5": "0.05", "median": "0.5", "p95": "0.95", "most": "1"}
+#: Metrics without a chart that operators need: money, and stragglers with their cost.
+SERVED_TOO = ("electricity_cost", "gpu_cost", "named_ranks", "waiting_gpu_seconds")
 MAX_LABEL_LETTERS = 1000
 MAX_KINDS = len(KINDS) + 10  # maximum number of event kinds, because ranks may send unknown kinds
 
 Samples = Sequence[tuple[dict[str, str], float]]
 
 
-def open_sink(run: RunInfo) -> Prometheus:
-    """Start to serve the metrics of this run.
-
-    Raises:
-        SinkUnavailable: the port is in use.
-    """
-    port = run.options["port"]
-    values = _Values(run.identity, time.monotonic)
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(values)
-    try:
-        server = make_server(ADDRESS, port, make_wsgi_app(registry), _Server, _Handler)
-    except OSError as error:
-        raise SinkUnavailable(
-            f"the sink cannot listen on port {port} of {ADDRESS}: {error.strerror or error}; "
-            "set another port with prometheus:port=9789 in EFFICIENTLLM_SINKS, or 0 for any free port"
-        ) from error
-    if not port:
-        run.log(f"metrics for Prometheus are at http://{ADDRESS}:{server.server_port}/metrics")
-    thread = threading.Thread(target=server.serve_forever, args=(POLL_S,), name="sink-prometheus-http", daemon=True)
-    thread.start()
-    return Prometheus(values, server, thread)
-
-
-class _Handler(WSGIRequestHandler):
-    timeout = TIMEOUT_S
-
-    def log_message(self, *_: Any) -> None:
-        """Log nothing, because stderr belongs to the job."""
-
-
-class _Server(ThreadingMixIn, WSGIServer):
-    """Starts a thread for each request, with a limit, because every user of this host can connect."""
-
-    daemon_threads = True
-    request_queue_size = 128
-
-    def __init__(self, *arguments: Any) -> None:
-        self._free = threading.BoundedSemaphore(MAX_AT_ONCE)
-        super().__init__(*arguments)
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        if self._free.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._free.release()
-
-    def handle_error(self, *_: Any) -> None:
-        """Log nothing about interrupted connections."""
-
-
-class Prometheus:
-    """Serves the newest report."""
-
-    def __init__(self, values: _Values, server: Any, thread: threading.Thread) -> None:
-        self._values = values
-        self._server = server
-        self._thread = thread
-        self.port: int = server.server_port
-
-    def write(self, report: ClusterReport) -> None:
-        self._values.take(report)
-
-    def event(self, event: Event) -> None:
-        """Count an event, with the number of events in its line."""
-        self._values.count(event.kind, event.count)
-
-    def close(self) -> None:
-        """Stop the server. Prometheus then marks the target as down and its values as stale."""
-        if self._thread.is_alive():
-            self._server.shutdown()
-            self._server.server_close()
-            self._thread.join(1.0)
-
-
-class _Values(Collector):
+class MetricsPage(Collector):
     """The served values, which the sink's thread writes and the server's threads read."""
 
     def __init__(self, identity: Callable[[], Identity], clock: Callable[[], float]) -> None:
@@ -140,6 +44,7 @@ class _Values(Collector):
         self._lock = threading.Lock()
         self._report: ClusterReport | None = None
         self._since_s = 0.0
+        self._is_stalled = False
         self._events = dict.fromkeys(KINDS, 0)  # 0 from the start, so that increase() includes the first event
 
     def take(self, report: ClusterReport) -> None:
@@ -150,13 +55,19 @@ class _Values(Collector):
         with self._lock:
             kind = kind if kind in self._events or len(self._events) < MAX_KINDS else "other"
             self._events[kind] = self._events.get(kind, 0) + count
+            if kind in ("stalled", "resumed"):
+                self._is_stalled = kind == "stalled"
 
     def collect(self) -> Iterator[Metric]:
         with self._lock:
             report, age_s, events = self._report, self._clock() - self._since_s, dict(self._events)
+            is_stalled = self._is_stalled
         is_fresh = report is not None and age_s <= max(FRESH_WINDOWS * report.last.loop.time_s, FRESH_S)
         yield self._gauge(
             "fresh", "1: the newest report of the job is new enough to be shown.", [({}, float(is_fresh))]
+        )
+        yield self._gauge(
+            "stalled", "1: the ranks, or some of them, make no progress (event stalled).", [({}, float(is_stalled))]
         )
         counted = [({"kind": kind}, float(count)) for kind, count in sorted(events.items())]
         yield self._counter("events", "Number of events by kind; their texts are in events.jsonl.", counted)
@@ -166,6 +77,10 @@ class _Values(Collector):
         yield self._gauge("report_age_seconds", "Time since the receipt of the newest report.", [({}, age_s)])
         for name, text, total in _totals(report):
             yield self._counter(name, text, [({}, float(total))])
+        for name, text, value in _lasting(report):
+            yield self._gauge(name, text, [({}, float(value))])
+        by_class = [({"class": name}, seconds) for name, seconds in report.gpu_seconds.items()]
+        yield self._gauge("gpu_seconds", "GPU-seconds of all attempts by class; their sum is the total.", by_class)
         if is_fresh:
             yield from self._measured(report)
             for name, text, value in _beside(report):
@@ -176,8 +91,11 @@ class _Values(Collector):
             name, factor = name_of(entry)
             values = [(base, report.values.get(entry.tag(base))) for base in entry.bases]
             samples = [({BASE: base}, value * factor) for base, value in values if value is not None]
-            if entry.chart and any(math.isfinite(value) for _, value in samples):
+            if (entry.chart or entry.name in SERVED_TOO) and any(math.isfinite(value) for _, value in samples):
                 yield self._gauge(name, entry.help, [one for one in samples if math.isfinite(one[1])])
+        for name, spread in report.spread.items():
+            parts = [({QUANTILE: value}, float(getattr(spread, part))) for part, value in PARTS.items()]
+            yield self._gauge(name, f"Distribution; 0 is the smallest value, 1 the largest: {SPREADS[name]}.", parts)
 
     def _gauge(self, name: str, text: str, samples: Samples) -> Metric:
         return self._filled(GaugeMetricFamily(f"{PREFIX}_{name}", text, labels=self._names(samples)), samples)
@@ -197,8 +115,10 @@ class _Values(Collector):
 
 def _labels(identity: Identity) -> dict[str, str]:
     """Return the labels of the info series; an unknown value is empty, and a long one is cut."""
+    tags = dict(tag.partition("=")[::2] for tag in identity.tags)
     # The page ends before the run, so its identity has no end.
     facts = {name: value for name, value in asdict(identity).items() if name not in ("run_id", "ended_time_s")}
+    facts["project"] = tags.get("project") or identity.account  # as in effllm ledger
     texts = {name: ",".join(value) if isinstance(value, tuple) else value for name, value in facts.items()}
     return {name: "" if value is None else str(value)[:MAX_LABEL_LETTERS] for name, value in texts.items()}
 
@@ -227,16 +147,24 @@ def _totals(report: ClusterReport) -> Iterator[tuple[str, str, float]]:
     )
 
 
+def _lasting(report: ClusterReport) -> Iterator[tuple[str, str, float]]:
+    """Yield facts of the job that stay true without a new report."""
+    seen, elapsed = report.coverage, report.job.goodput
+    yield "ranks_expected", "Number of ranks in the job.", seen.ranks_expected
+    yield "gpus_expected", "Number of GPUs in the job.", seen.gpus_expected
+    yield "simulated", "1: the devices are simulated, and no value was measured.", report.simulated
+    yield "elapsed_seconds", "Elapsed time of all attempts.", elapsed.elapsed_s
+    if report.gpus_unused is not None:
+        yield "gpus_unused", "Number of allocated GPUs that no rank and no other process uses.", report.gpus_unused
+
+
 def _beside(report: ClusterReport) -> Iterator[tuple[str, str, float]]:
     """Yield values in addition to the metrics: progress, coverage, and the slowest rank of the job."""
     seen, slowest = report.coverage, report.straggler
     yield "iteration", "Number of the newest iteration.", report.iteration
     yield "attempt", "Number of the attempt; the first start of the job is 1.", report.attempt
-    yield "ranks_expected", "Number of ranks in the job.", seen.ranks_expected
     yield "ranks_reporting", "Number of ranks with a report of the window.", seen.ranks_reporting
-    yield "gpus_expected", "Number of GPUs in the job.", seen.gpus_expected
     yield "gpus_measured", "Number of GPUs that were measured in the window.", seen.gpus_measured
-    yield "simulated", "1: the devices are simulated, and no value was measured.", report.simulated
     if report.doubtful:
         yield "doubtful_values", "Number of values that depend on a failed check of the audit.", len(report.doubtful)
     if report.loss is not None and math.isfinite(report.loss):
@@ -260,6 +188,3 @@ def _beside(report: ClusterReport) -> Iterator[tuple[str, str, float]]:
             "Own time of the slowest rank divided by own time of the median rank.",
             slowest.time_s / slowest.median_s,
         )
-    for name, spread in report.spread.items():
-        for part, word in PARTS.items():
-            yield f"{part}_{name}", f"{word}: {SPREADS[name]}.", getattr(spread, part)

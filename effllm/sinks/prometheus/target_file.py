@@ -1,0 +1,152 @@
+"""The file of a job in a discovery folder, from which Prometheus learns the address of the page (`file_sd_configs`).
+
+Many users write to the folder.  A job writes, replaces and removes only files of its own user, and follows no link.  It
+does not use a folder in which other users can replace its file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import re
+import secrets
+import stat
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from effllm.store import own_files
+
+#: A running job sets the time of its file every BEAT_S. A file of the same user that is older than EXPIRES_S is of a
+#: killed job, and is removed.
+BEAT_S, EXPIRES_S = 60.0, 300.0
+MODE = 0o640  # Prometheus reads the file as a member of the folder's group
+PREFIX, SUFFIX = "effllm.", ".json"
+MAX_NAME_LETTERS = 80  # of the user's name and of the run's name
+
+
+def instance_of(user: str, run_id: str, folder: Path | None) -> str:
+    """Return the name of a run among the runs of all users, the same in all attempts."""
+    where = str(folder.absolute()) if folder is not None else secrets.token_hex(8)
+    words = (re.sub(r"[^A-Za-z0-9_-]", "_", word)[:MAX_NAME_LETTERS] for word in (user, run_id))
+    return ".".join((*words, hashlib.sha256(where.encode()).hexdigest()[:8]))
+
+
+class TargetFile:
+    """The file of one job, from `__init__` to `close`, with a thread that keeps its time new.
+
+    Args:
+        folder: the discovery folder, which must exist.
+        instance: the name of the job, from `instance_of`.
+        target: address and port of the page.
+        labels: further labels of the target.
+
+    Raises:
+        OSError: the folder is missing or not safe, or the file cannot be written.
+    """
+
+    def __init__(self, folder: Path, instance: str, target: str, labels: Mapping[str, str]) -> None:
+        self._name = f"{PREFIX}{instance}{SUFFIX}"
+        self._content = msgspec.json.encode([{"targets": [target], "labels": {"instance": instance, **labels}}])
+        self._at = own_files.open_folder(folder)
+        self._file = -1
+        try:
+            self._check_folder(folder)
+            self._write()
+        except OSError as error:
+            os.close(self._at)
+            error.filename = str(folder)
+            raise
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(target=self._keep, name="sink-prometheus-target", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Remove the file, if it is still the file of this job. May be called twice."""
+        if self._is_closed.is_set():
+            return
+        self._is_closed.set()
+        self._thread.join(1.0)
+        if self._thread.is_alive():  # the folder's file system does not answer
+            return
+        with contextlib.suppress(OSError):
+            if self._is_own():
+                os.unlink(self._name, dir_fd=self._at)
+        os.close(self._file)
+        os.close(self._at)
+
+    def _check_folder(self, folder: Path) -> None:
+        about = os.fstat(self._at)
+        if not stat.S_ISDIR(about.st_mode):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        if about.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not about.st_mode & stat.S_ISVTX:
+            raise PermissionError(errno.EPERM, f"other users can replace files of this folder: chmod +t {folder}")
+
+    def _write(self) -> None:
+        """Write the file under a new name, and give it its name in one step."""
+        scratch = f".{self._name}.{secrets.token_hex(4)}"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        file = os.open(scratch, flags, 0o600, dir_fd=self._at)
+        try:
+            os.write(file, self._content)
+            os.fchmod(file, MODE)  # with any umask
+            there = self._look(self._name)
+            if there is None:
+                # Unlike a rename, a link cannot replace a file that another user has made in the meantime.
+                os.link(scratch, self._name, src_dir_fd=self._at, dst_dir_fd=self._at)
+            elif _is_ours(there):  # of an earlier attempt; the folder is sticky, so no other user can exchange it now
+                os.replace(scratch, self._name, src_dir_fd=self._at, dst_dir_fd=self._at)
+            else:
+                raise PermissionError(errno.EPERM, f"{self._name} is not a file of this user")
+        except OSError:
+            os.close(file)
+            raise
+        finally:
+            with contextlib.suppress(OSError):
+                os.unlink(scratch, dir_fd=self._at)
+        self._file, old = file, self._file
+        if old >= 0:
+            os.close(old)
+
+    def _look(self, name: str) -> os.stat_result | None:
+        try:
+            return os.stat(name, dir_fd=self._at, follow_symlinks=False)
+        except FileNotFoundError:
+            return None
+
+    def _is_own(self) -> bool:
+        there, own = self._look(self._name), os.fstat(self._file)
+        return there is not None and (there.st_dev, there.st_ino) == (own.st_dev, own.st_ino)
+
+    def _keep(self) -> None:
+        while True:
+            with contextlib.suppress(OSError):
+                self._beat()
+            if self._is_closed.wait(BEAT_S):
+                return
+
+    def _beat(self) -> None:
+        """Set the time of the file, and remove expired files of this user."""
+        if self._look(self._name) is None:  # removed while the job was suspended
+            self._write()
+        os.utime(self._file)
+        # The clock of the file system, which sets all these times, and not the clock of this host.
+        now_s = os.fstat(self._file).st_mtime
+        listed = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._at)
+        try:
+            with os.scandir(listed) as entries:
+                names = [one.name for one in entries if one.name.lstrip(".").startswith(PREFIX)]
+        finally:
+            os.close(listed)
+        for name in names:
+            there = self._look(name)
+            if there is not None and _is_ours(there) and now_s - there.st_mtime > EXPIRES_S:
+                os.unlink(name, dir_fd=self._at)
+
+
+def _is_ours(about: os.stat_result) -> bool:
+    return stat.S_ISREG(about.st_mode) and about.st_uid == os.geteuid()

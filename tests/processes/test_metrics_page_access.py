@@ -1,0 +1,251 @@
+"""Access to the page of the sink prometheus: interface, TLS, token, and what a client without the token learns."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import socket
+import ssl
+
+import jobs
+import pytest
+import redfish_service
+from prometheus_server import TOKEN, PrometheusServer, needs_prometheus, private_file
+from sink_examples import make_report, make_run
+
+from effllm.config.settings import Config
+from effllm.network import interface
+from effllm.records.identity import Identity
+from effllm.sinks import SinkUnavailable, open_sink
+
+pytest.importorskip("prometheus_client", reason="prometheus-client is not installed")
+
+NETWORK = interface.by_default_route()
+needs_network = pytest.mark.skipif(not NETWORK, reason="this machine has no address besides loopback")
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Return the options of a page with TLS and a token, for 127.0.0.1."""
+    return options_for(tmp_path, "127.0.0.1")
+
+
+def options_for(folder, address):
+    if redfish_service.certificate(folder, address) is None:
+        pytest.skip("no openssl: no certificate can be made")
+    token = private_file(folder / "token", f"{TOKEN}\n")
+    return {"tls_cert": folder / "certificate.pem", "tls_key": folder / "key.pem", "token_file": token}
+
+
+@pytest.fixture
+def serve(tmp_path):
+    """Return a function that opens the sink with options, and returns it."""
+    opened = []
+
+    def serve(log=lambda _: None, **options):
+        text = ":".join(["prometheus", *(f"{name}={value}" for name, value in {"port": 0, **options}.items())])
+        config = Config(sinks=(text,))
+        sink = open_sink("prometheus", make_run(tmp_path, config=config, identity=identity, log=log))
+        opened.append(sink)
+        sink.write(make_report(100))
+        return sink
+
+    yield serve
+    for sink in opened:
+        sink.close()
+
+
+def identity():
+    return Identity(run_id="mine", user="alice")
+
+
+def get(port, address="127.0.0.1", trusted=None, method="GET", path="/metrics", **headers):
+    """Return the status, the headers and the body of an answer."""
+    context = None if trusted is None else ssl.create_default_context(cafile=trusted)
+    connection = (
+        http.client.HTTPConnection(address, port, timeout=60)
+        if context is None
+        else http.client.HTTPSConnection(address, port, timeout=60, context=context)
+    )
+    connection.request(method, path, headers=headers)
+    answer = connection.getresponse()
+    return answer.status, dict(answer.getheaders()), answer.read()
+
+
+@pytest.mark.parametrize("given", [[], ["tls_cert", "tls_key"], ["token_file"]], ids=str)
+def test_page_on_the_network_needs_tls_and_a_token(serve, files, given):
+    with pytest.raises(SinkUnavailable, match="the page needs TLS and a token") as raised:
+        serve(interface=NETWORK or "192.0.2.1", **{name: files[name] for name in given})
+
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0", "::", "no-such-nic", "198.51.100.77"])
+def test_page_listens_only_on_one_address_of_this_host(serve, files, address):
+    with pytest.raises(SinkUnavailable, match="is neither an interface nor an address of this host"):
+        serve(interface=address, **files)
+
+
+@needs_network
+def test_page_is_served_on_the_network_with_tls_and_token(serve, tmp_path):
+    files = options_for(tmp_path, NETWORK)
+    sink = serve(interface=NETWORK, **files)
+
+    status, _, body = get(sink.port, NETWORK, files["tls_cert"], Authorization=f"Bearer {TOKEN}")
+
+    assert (status, b'user="alice"' in body) == (200, True)
+    with pytest.raises(OSError):
+        socket.create_connection(("127.0.0.1", sink.port), timeout=10).close()
+
+
+WRONG = [
+    {},
+    {"Authorization": "Bearer "},
+    {"Authorization": f"Bearer {TOKEN[:-1]}"},
+    {"Authorization": f"Bearer {TOKEN}x"},
+    {"Authorization": f"Basic {TOKEN}"},
+    {"Authorization": TOKEN},
+    {"Authorization": "Bearer \xfc\xff"},
+]
+
+
+HEADERS = {"date", "server", "www-authenticate", "content-type", "content-length"}
+
+
+@pytest.mark.parametrize("headers", WRONG, ids=range(len(WRONG)))
+def test_client_without_the_token_gets_401_and_no_fact(serve, files, headers):
+    sink = serve(**files)
+
+    for method, path in (("GET", "/metrics"), ("POST", "/"), ("HEAD", "/favicon.ico"), ("OPTIONS", "/metrics")):
+        status, sent, body = get(sink.port, trusted=files["tls_cert"], method=method, path=path, **headers)
+
+        assert status == 401
+        assert {name.lower() for name in sent} <= {
+            "date",
+            "server",
+            "www-authenticate",
+            "content-type",
+            "content-length",
+        }
+        assert (sent["Server"], sent["WWW-Authenticate"]) == ("effllm", "Bearer")
+        assert body == (b"" if method == "HEAD" else b"401 Unauthorized\n")
+
+
+def test_malformed_request_gets_no_version_and_no_fact(serve, files):
+    sink = serve(token_file=files["token_file"])
+    with socket.create_connection(("127.0.0.1", sink.port), timeout=60) as client:
+        client.sendall(b"NONSENSE / HTTP/9.9\r\n\r\n")
+        answer = b"".join(iter(lambda: client.recv(4096), b""))
+
+    assert b"HTTP/1.1 5" in answer or b"HTTP/1.0 5" in answer or b"400" in answer.splitlines()[0] or b"505" in answer
+    assert b"Python" not in answer and b"efficientllm_" not in answer
+
+
+def test_token_protects_a_loopback_page_without_tls(serve, files):
+    sink = serve(token_file=files["token_file"])
+
+    assert get(sink.port)[0] == 401
+    assert get(sink.port, Authorization=f"bearer {TOKEN}")[0] == 200
+
+
+def test_page_answers_while_clients_do_not_finish_the_handshake(serve, files):
+    sink = serve(**files)
+    silent = [socket.create_connection(("127.0.0.1", sink.port)) for _ in range(8)]
+    try:
+        assert get(sink.port, trusted=files["tls_cert"], Authorization=f"Bearer {TOKEN}")[0] == 200
+        plain = socket.create_connection(("127.0.0.1", sink.port), timeout=60)
+        plain.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+        assert b"efficientllm_" not in plain.recv(4096)
+        plain.close()
+    finally:
+        for one in silent:
+            one.close()
+
+
+def test_wanted_port_in_use_is_replaced_by_a_free_port(serve):
+    lines = []
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(1)
+        port = listener.getsockname()[1]
+
+        sink = serve(lines.append, port=port)
+
+    assert lines == [f"port {port} is in use: metrics for Prometheus are at http://127.0.0.1:{sink.port}/metrics"]
+    assert get(sink.port)[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("token_file", lambda path: path.chmod(0o640), "can be read by other users"),
+        ("tls_key", lambda path: path.chmod(0o644), "can be read by other users"),
+        ("token_file", lambda path: path.unlink(), "token: No such file or directory"),
+        ("token_file", lambda path: path.write_text("short\n"), "must have one line of 16 to 1000 ASCII characters"),
+        ("token_file", lambda path: path.write_text(f"{TOKEN}\n{TOKEN}\n"), "must have one line of 16 to 1000 ASCII"),
+        ("token_file", lambda path: (path.unlink(), os.mkfifo(path, 0o600)), "is no regular file"),
+        ("tls_cert", lambda path: path.write_text("nonsense"), "the certificate .* cannot be used"),
+        ("tls_cert", lambda path: path.unlink(), "the certificate .* cannot be used"),
+    ],
+    ids=range(8),
+)
+def test_unusable_file_disables_the_sink_with_one_line(serve, files, name, change, message):
+    change(files[name])
+
+    with pytest.raises(SinkUnavailable, match=message) as raised:
+        serve(**files)
+
+    assert "\n" not in str(raised.value)
+    assert TOKEN not in str(raised.value)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
+def test_token_file_of_another_user_is_rejected(serve, files):
+    os.chown(files["token_file"], 4711, 4711)
+
+    with pytest.raises(SinkUnavailable, match="belongs to another user"):
+        serve(**files)
+
+
+def test_certificate_without_its_key_is_rejected(serve, files):
+    with pytest.raises(SinkUnavailable, match="TLS needs two files"):
+        serve(tls_cert=files["tls_cert"])
+
+
+@needs_prometheus
+@pytest.mark.faults
+def test_real_prometheus_discovers_and_reads_a_protected_job(launch, tmp_path, files):
+    targets = tmp_path / "targets"
+    targets.mkdir()
+    options = ":".join(f"{name}={value}" for name, value in {**files, "discovery_dir": targets, "port": 0}.items())
+    wrong = private_file(tmp_path / "wrong", TOKEN[::-1])
+    common = {"/srv/effllm-targets": str(targets), "/etc/prometheus/effllm-ca.pem": str(files["tls_cert"])}
+    right = {"/etc/prometheus/effllm.token": str(files["token_file"])}
+    with (
+        PrometheusServer(tmp_path / "right", "prometheus_cluster.yml", **common, **right) as server,
+        PrometheusServer(
+            tmp_path / "refused", "prometheus_cluster.yml", **common, **{"/etc/prometheus/effllm.token": str(wrong)}
+        ) as refused,
+    ):
+        job = launch.python(
+            "loop.py",
+            "--until",
+            "enough",
+            sinks=f"prometheus:{options}",
+            run_name="mine",
+            environ={"SLURM_JOB_ID": "7"},
+        )
+        (tokens,) = jobs.until(lambda: server.ask('efficientllm_tokens_total{run_id="mine"} > 0'))
+        (refused_at,) = jobs.until(lambda: [name for name, health in refused.targets().items() if health == "down"])
+        assert refused.ask('{__name__=~"efficientllm_.+"}') == [], "a wrong token reads nothing"
+        job.finish()
+        jobs.until(lambda: server.targets() == {})
+        assert server.ask("efficientllm_tokens_total") == [], "values are stale after the end of the job"
+        (last,) = server.ask("last_over_time(efficientllm_tokens_total[10m])")
+        (info,) = server.ask("last_over_time(efficientllm_run_info[10m])")
+
+    assert tokens["metric"]["instance"] == refused_at == last["metric"]["instance"]
+    assert tokens["metric"]["job"] == "efficientllm"
+    assert 0 < float(last["value"][1]) <= job.ledger.summary.tokens
+    assert (info["metric"]["job_id"], info["metric"]["instance"]) == ("7", refused_at)
+    assert list(targets.iterdir()) == []

@@ -1,0 +1,231 @@
+"""The files of jobs in a discovery folder: written, kept new, removed; files of other users stay as they are."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import time
+from pathlib import Path
+
+import jobs
+import pytest
+from sink_examples import make_run
+
+from effllm.config.settings import Config
+from effllm.records.identity import Identity
+from effllm.sinks import open_sink
+from effllm.sinks.prometheus import target_file
+from effllm.sinks.prometheus.target_file import EXPIRES_S, TargetFile, instance_of
+
+pytest.importorskip("prometheus_client", reason="prometheus-client is not installed")
+
+OTHER_USER = 4711  # user number
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of another user")
+NAME = "effllm.alice.mine.0123abcd.json"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    made = tmp_path / "targets"
+    made.mkdir()
+    made.chmod(0o1777)
+    return made
+
+
+@pytest.fixture
+def announce(folder):
+    """Return a function that makes the file of a job; all files are closed after the test."""
+    made = []
+
+    def announce(instance="alice.mine.0123abcd"):
+        made.append(TargetFile(folder, instance, "10.0.0.1:9788", {"__scheme__": "https"}))
+        return made[-1]
+
+    yield announce
+    for one in made:
+        one.close()
+
+
+@pytest.fixture
+def often(monkeypatch):
+    monkeypatch.setattr(target_file, "BEAT_S", 0.01)
+
+
+def make_old(path, age_s):
+    os.utime(path, (time.time() - age_s,) * 2)
+
+
+def test_file_is_a_target_of_prometheus_that_the_group_can_read(folder, announce):
+    old = os.umask(0o077)
+    try:
+        announce()
+    finally:
+        os.umask(old)
+
+    (path,) = folder.iterdir()
+    assert (path.name, stat.S_IMODE(path.stat().st_mode), path.stat().st_nlink) == (NAME, 0o640, 1)
+    labels = {"instance": "alice.mine.0123abcd", "__scheme__": "https"}
+    assert json.loads(path.read_text()) == [{"targets": ["10.0.0.1:9788"], "labels": labels}]
+
+
+def test_file_is_removed_at_the_end_of_the_job(folder, announce):
+    announce().close()
+
+    assert list(folder.iterdir()) == []
+
+
+def test_next_attempt_replaces_the_file_and_keeps_it(folder, announce):
+    first = announce()
+    second = announce()
+    first.close()
+    assert [path.name for path in folder.iterdir()] == [NAME]
+    second.close()
+
+    assert list(folder.iterdir()) == []
+
+
+def test_file_of_a_running_job_stays_new(folder, announce, often):
+    announce()
+    path = folder / NAME
+    make_old(path, 10 * EXPIRES_S)
+
+    jobs.until(lambda: time.time() - path.stat().st_mtime < 60)
+
+
+def test_removed_file_of_a_running_job_is_written_again(folder, announce, often):
+    announce()
+    (folder / NAME).unlink()
+
+    jobs.until((folder / NAME).exists)
+
+
+def test_job_removes_old_files_of_its_user_and_only_these(folder, announce):
+    kept = [folder / "effllm.alice.new.1.json", folder / "node_exporter.json", folder / "effllm-notes.txt"]
+    old = [folder / "effllm.alice.old.2.json", folder / ".effllm.alice.old.3.json.aa"]
+    for path in (*kept, *old):
+        path.write_text("[]")
+        make_old(path, EXPIRES_S + 30)
+    make_old(kept[0], EXPIRES_S - 30)
+    announce()
+
+    jobs.until(lambda: not any(path.exists() for path in old))
+    assert all(path.exists() for path in kept)
+
+
+@needs_root
+def test_old_file_and_link_of_another_user_are_not_removed(folder, announce, often):
+    outside = folder.parent / "outside.json"
+    outside.write_text("content")
+    file, link = folder / "effllm.bob.old.4.json", folder / "effllm.alice.old.5.json"
+    file.write_text("[]")
+    link.symlink_to(outside)
+    os.chown(file, OTHER_USER, OTHER_USER)
+    make_old(file, 10 * EXPIRES_S)
+    os.utime(link, (1, 1), follow_symlinks=False)
+    mine = folder / "effllm.alice.old.6.json"
+    mine.write_text("[]")
+    make_old(mine, 10 * EXPIRES_S)
+    announce()
+
+    jobs.until(lambda: not mine.exists())
+    assert file.exists() and link.is_symlink()
+    assert outside.read_text() == "content"
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling link", "folder", "pipe", pytest.param("file", marks=needs_root)])
+def test_name_taken_by_another_user_is_neither_followed_nor_replaced(folder, announce, kind):
+    path, outside = folder / NAME, folder.parent / "outside.json"
+    outside.write_text("content")
+    make = {
+        "link": lambda: path.symlink_to(outside),
+        "dangling link": lambda: path.symlink_to(folder.parent / "nothing"),
+        "folder": path.mkdir,
+        "pipe": lambda: os.mkfifo(path),
+        "file": lambda: (path.write_text("theirs"), os.chown(path, OTHER_USER, OTHER_USER)),
+    }
+    make[kind]()
+    before = path.lstat()
+
+    with pytest.raises(OSError, match=f"{NAME} is not a file of this user"):
+        announce()
+
+    assert path.lstat()[:3] == before[:3]
+    assert outside.read_text() == "content"
+    assert [one.name for one in folder.iterdir()] == [NAME], "no file is left over"
+
+
+@needs_root
+def test_file_of_another_user_is_not_removed_at_the_end(folder, announce):
+    job = announce()
+    (folder / NAME).unlink()
+    (folder / NAME).write_text("theirs")
+    os.chown(folder / NAME, OTHER_USER, OTHER_USER)
+    job.close()
+
+    assert (folder / NAME).read_text() == "theirs"
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o2770])
+def test_folder_in_which_others_replace_files_is_not_used(folder, announce, mode):
+    folder.chmod(mode)
+
+    with pytest.raises(OSError, match=r"other users can replace files of this folder: chmod \+t"):
+        announce()
+    folder.chmod(mode | stat.S_ISVTX)
+    announce()
+
+
+def test_instance_is_a_safe_name_and_differs_by_user_and_folder():
+    names = [
+        instance_of("alice", "mine", Path("/a/mine")),
+        instance_of("bob", "mine", Path("/a/mine")),
+        instance_of("alice", "mine", Path("/b/mine")),
+        instance_of('../"<b>\n', "../../etc/" + "x" * 500, Path("/b/mine")),
+        instance_of("alice", "", None),
+        instance_of("alice", "", None),
+    ]
+
+    assert len(set(names)) == len(names)
+    assert names[0] == instance_of("alice", "mine", Path("/a/mine"))
+    for name in names:
+        assert set(name) <= set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-.")
+        assert len(name) < 200 and not name.startswith(".")
+
+
+@pytest.mark.parametrize("where", ["missing", "file", "not writable"])
+def test_unusable_folder_is_one_line_and_the_page_is_served(tmp_path, where):
+    lines, path = [], tmp_path / "targets"
+    if where == "file":
+        path.write_text("")
+    if where == "not writable":
+        path = Path("/proc/self/fdinfo")  # not writable for root either
+    config = Config(sinks=(f"prometheus:port=0:discovery_dir={path}",))
+    sink = open_sink("prometheus", make_run(tmp_path, config=config, identity=lambda: Identity(), log=lines.append))
+    sink.close()
+
+    _, line = lines
+    assert line.startswith(f"Prometheus cannot discover this job: prometheus:discovery_dir={path}: ")
+    assert line.endswith(f"; metrics are at http://127.0.0.1:{sink.port}/metrics") and "\n" not in line
+
+
+@pytest.mark.faults
+def test_file_of_a_killed_job_is_removed_by_the_next_job(launch, folder):
+    sinks = f"prometheus:port=0:discovery_dir={folder}"
+    killed = launch.python("loop.py", "--until", "for ever", sinks=sinks, run_name="killed")
+    (path,) = jobs.until(lambda: list(folder.glob("*.json")))
+    pids = list(jobs.processes(killed.token))  # the trainer, the agent and the aggregator, as at the loss of a node
+    for number in (signal.SIGSTOP, signal.SIGKILL):  # stopped first, because the agent would start another aggregator
+        for pid in pids:
+            os.kill(pid, number)
+    killed.wait()
+    assert not killed.left()
+    assert path.exists()
+    launch.python("loop.py", sinks=sinks, run_name="soon").done()
+    assert [one.name for one in folder.iterdir()] == [path.name], "younger than five minutes"
+
+    make_old(path, EXPIRES_S + 1)
+    launch.python("loop.py", sinks=sinks, run_name="later").done()
+
+    assert list(folder.iterdir()) == []
