@@ -44,7 +44,9 @@ class RunFacts:
         self._submission: Submission | None = None
         self._name = Path(orders.folder).name or orders.job
         self.identity = Identity(run_id=self._name)
-        self._git = Git(Path.cwd())
+        command = orders.facts.get("command")
+        self._git = Git(Path.cwd(), command[0] if isinstance(command, list) and command else "")
+        self._is_of_job = orders.by_agent  # the folder of `effllm serve` is not that of the training
         self._has_git = self._is_changed = False
         self.has_new_rank = False  # whether a rank has joined since the last `take`
         self._num_bytes = 0  # size of the facts sent by ranks
@@ -83,7 +85,7 @@ class RunFacts:
 
     def ask_git(self) -> SlowFacts:
         """Return the commit of the user's code; must run in a separate thread, because git may take seconds."""
-        return SlowFacts(self._git.facts())
+        return SlowFacts(self._git.facts() if self._is_of_job else {})
 
     def ask_user(self) -> SlowFacts:
         """Return the user of this process; must run in a separate thread, because a directory service may hang."""

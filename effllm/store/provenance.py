@@ -18,6 +18,8 @@ _GIT_TERM_TIMEOUT_S = 1.0
 #: Git must not lock, rewrite the index, download objects of a partial clone, or prompt.
 _GIT_ENVIRONMENT = {"GIT_OPTIONAL_LOCKS": "0", "GIT_NO_LAZY_FETCH": "1", "GIT_TERMINAL_PROMPT": "0"}
 _GIT_STATUS = ("status", "--porcelain", "--untracked-files=no", "--ignore-submodules=all", "--no-renames")
+#: Names of folders of installed packages, whose programs run the user's code.
+_INSTALLED = frozenset(("site-packages", "dist-packages"))
 _PACKAGES = ("torch", "megatron-core", "transformers", "trl", "lightning", "nvidia-ml-py", "pyzmq", "msgspec")
 
 
@@ -35,10 +37,15 @@ class Git:
     """Runs git on a folder; git locks nothing, writes no file and starts no program of the repository.
 
     Such programs are filters, the file system monitor and hooks.  Untracked files and submodules are not read.
+
+    Args:
+        folder: the current folder of the training.
+        script: its first argument, relative to this folder.  The repository is that of the script; without a script,
+            and for an installed program, it is that of the folder.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, script: str = "") -> None:
+        self._folder, self._script = folder, script
         self._process: subprocess.Popen[bytes] | None = None
         self._is_stopped = False
 
@@ -48,6 +55,7 @@ class Git:
         The calls of git may take seconds.  ``git_dirty`` is ``"unknown"`` if git is slow, or if a file with a filter
         differs.
         """
+        self._folder = self._code_folder()
         try:
             commit = self._run("rev-parse", "HEAD")
             return {"git_commit": commit, "git_dirty": self._is_dirty()} if commit else {}
@@ -59,6 +67,15 @@ class Git:
         self._is_stopped = True
         if (process := self._process) is not None:
             process.terminate()
+
+    def _code_folder(self) -> Path:
+        script = self._folder / self._script
+        with contextlib.suppress(OSError, ValueError, RuntimeError):  # no folder, a zero byte, a loop of links
+            script = script.resolve()
+            is_program = script.parent.name == "bin" and script.suffix != ".py"
+            if script.is_file() and not is_program and not _INSTALLED & {*script.parts}:
+                return script.parent
+        return self._folder
 
     def _is_dirty(self) -> bool | str:
         try:

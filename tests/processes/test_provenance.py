@@ -6,8 +6,11 @@ import shutil
 import subprocess
 
 import pytest
-from jobs import until
+from jobs import SCRIPTS, until
 
+from effllm.config.settings import Config
+from effllm.records.orders import Orders
+from effllm.server.run_facts import RunFacts
 from effllm.store.provenance import Git, gather
 
 
@@ -27,6 +30,10 @@ def repository(tmp_path, monkeypatch):
     return tmp_path
 
 
+def copy_of_loop(folder):
+    return shutil.copy(SCRIPTS / "loop.py", folder / "loop.py")
+
+
 def git(folder, *arguments):
     return subprocess.run(["git", "-C", folder, *arguments], check=True, capture_output=True, text=True).stdout
 
@@ -40,6 +47,30 @@ def test_commit_and_dirty_state_of_the_code_are_recorded(repository):
 
     assert len(clean["git_commit"]) == 40
     assert [facts["git_dirty"] for facts in (clean, untracked, dirty)] == [False, False, True]
+
+
+def test_commit_is_of_the_script_and_not_of_the_current_folder(repository, tmp_path_factory):
+    current = tmp_path_factory.mktemp("current")
+    for command in (["init", "-q"], [*QUIET, "commit", "-qm", "other", "--allow-empty"]):
+        git(current, *command)
+    (current / "link.py").symlink_to(repository / "train.py")
+    program = current / "site-packages" / "tool.py"
+    program.parent.mkdir()
+    program.touch()
+    of_script, of_folder = (git(one, "rev-parse", "HEAD").strip() for one in (repository, current))
+
+    for script in (str(repository / "train.py"), os.path.relpath(repository / "train.py", current), "link.py"):
+        assert Git(current, script).facts()["git_commit"] == of_script
+    for script in ("", "-c", "missing.py", "site-packages/tool.py", "a\0b"):
+        assert Git(current, script).facts()["git_commit"] == of_folder
+
+
+def test_script_outside_a_repository_has_no_commit_in_a_repository(repository, tmp_path_factory, monkeypatch):
+    script = tmp_path_factory.mktemp("scripts") / "train.py"
+    script.touch()
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(script.parent.parent))
+
+    assert Git(repository, str(script)).facts() == {}
 
 
 def test_repository_with_a_staged_change_is_recorded_as_dirty(repository):
@@ -131,7 +162,7 @@ def test_slow_git_is_terminated_and_the_dirty_state_is_unknown(repository, slow_
 
 @pytest.mark.alone
 def test_aggregator_does_not_wait_for_git(slow_git, repository, launch, tmp_path):
-    job = launch.python("loop.py", "--until", tmp_path / "enough")
+    job = launch.python(copy_of_loop(repository), "--until", tmp_path / "enough")
     until(lambda: (slow_git / "started").exists())
     until(lambda: job.blocks)
     has_ended = (slow_git / "ended").exists()
@@ -142,11 +173,19 @@ def test_aggregator_does_not_wait_for_git(slow_git, repository, launch, tmp_path
 
 
 def test_result_of_git_is_written_to_run_json(repository, launch, tmp_path):
-    job = launch.python("loop.py", "--until", tmp_path / "enough")
+    job = launch.python(copy_of_loop(repository), "--until", tmp_path / "enough")
     until(lambda: job.num_windows and job.ledger.facts.get("git_dirty") is False)
     (tmp_path / "enough").touch()
 
     assert job.done().ledger.facts["git_commit"] == git(repository, "rev-parse", "HEAD").strip()
+
+
+@pytest.mark.parametrize("by_agent", [True, False])
+def test_folder_of_a_served_aggregator_is_not_that_of_the_training(repository, monkeypatch, by_agent):
+    monkeypatch.chdir(repository)
+    facts = RunFacts(Orders(Config(), "0123", "tcp://127.0.0.1:1", "", facts={"command": ["x"]}, by_agent=by_agent))
+
+    assert ("git_commit" in facts.ask_git().facts) is by_agent
 
 
 def test_commit_is_missing_outside_a_repository(tmp_path, monkeypatch):
