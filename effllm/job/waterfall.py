@@ -65,17 +65,17 @@ def waterfall(goodput: GoodputSummary, whole: ClusterTotals, sources: Sources = 
     parts = tuple(
         WaterfallPart(
             name=name,
-            device_seconds=seconds[name],
-            share=seconds[name] / total,
+            device_seconds=seconds.get(name, 0.0),
+            share=seconds.get(name, 0.0) / total,
             joules=joules.get(name),
             is_split_by_time=name in steps.seconds and len(steps.seconds) > 1 and joules.get(name) is not None,
-            cost=None if price is None else seconds[name] / 3600.0 * price,
-            max_gain=_gain(seconds[name], total) if name not in PRODUCTIVE else None,
+            cost=None if price is None else seconds.get(name, 0.0) / 3600.0 * price,
+            max_gain=_gain(seconds.get(name, 0.0), total) if name not in PRODUCTIVE else None,
             evidence=evidence.get(name, ""),
             error_share=steps.errors[name] / total if name in steps.errors else None,
         )
         for name in PARTS
-        if seconds.get(name, 0.0) > 0.0
+        if seconds.get(name, 0.0) > 0.0 or (joules.get(name) or 0.0) > 0.0  # joules without time: see `_joules`
     )
     unknown = [*steps.unknown, *([sources.why_unused_unknown] if sources.why_unused_unknown else [])]
     if without_gpus:
@@ -168,9 +168,14 @@ def _at_peak(constants: JobConstants, tokens: int, processed: int) -> dict[str, 
 
 
 def _joules(by_class: Mapping[str, float | None], steps: Mapping[str, float], kept: float) -> dict[str, float | None]:
-    """Return the joules of each part; the joules of kept steps are split in proportion to time."""
+    """Return the joules of each part; the joules of kept steps are split in proportion to time.
+
+    A class can have joules without device time: its time is a rounding error, or its ranks had no GPU.
+    """
     joules = {RENAMED.get(name, name): value for name, value in by_class.items() if name != KEPT}
     kept_j = by_class.get(KEPT)
+    if not steps:
+        joules["steps"] = kept_j
     for name, seconds in steps.items():
         joules[name] = None if kept_j is None else kept_j * seconds / kept
     return joules

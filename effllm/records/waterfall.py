@@ -36,7 +36,7 @@ PRODUCTIVE = ("generation", "useful", "steps")
 
 
 class WaterfallPart(Struct, frozen=True, omit_defaults=True):
-    """One part of the waterfall; a part without time is left out."""
+    """One part of the waterfall; a part without time and joules is left out."""
 
     name: str  # a name of PARTS
     device_seconds: float

@@ -1,9 +1,10 @@
 """effllm/job/goodput*.py: classes of elapsed time; the classes always add up to the elapsed time."""
 
 import json
+from itertools import pairwise
 
 import pytest
-from builders import device_window, full, gpu, hello, reports, row
+from builders import amount, device_window, full, gpu, hello, reports, row
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,7 +15,9 @@ from effllm.job.goodput_attempt import CLASSES, MAX_SPANS
 from effllm.job.goodput_tiles import Axis, Tiles
 from effllm.job.ledger import restore
 from effllm.job.rows import Rows
+from effllm.records.allocation import Allocation
 from effllm.records.clock import Now
+from effllm.records.rank import Integrals
 from effllm.records.wire import Bye, Heartbeat
 from effllm.store.summary_text import summary_text
 
@@ -478,8 +481,50 @@ def test_state_is_bounded_and_classes_add_up_after_1000_restarts():
 
 STEPS = st.sampled_from(
     ["window", "window", "window", "late", "lost", "bye", "join", "restore", "restart", "wait", "tick", "hang",
-     "straggling", "clock"]
+     "straggling", "clock", "unused"]
 )  # fmt: skip
+
+
+def names_of(rank, per_rank):
+    return [f"GPU-{rank}"] + [f"GPU-{rank}-{number}" for number in range(1, per_rank)] if per_rank else [f"host-{rank}"]
+
+
+def devices_of(rank, per_rank):
+    return tuple(gpu(name, is_gpu=per_rank > 0) for name in names_of(rank, per_rank))
+
+
+def windows_of(rank, per_rank, wall_s, has_energy):
+    """Return the devices of a report; without energy, the window has a hole."""
+    wall = full(wall_s) if has_energy else Integrals(amount(), wall_s, wall_s, wall_s, wall_s)
+    return tuple(device_window(name, wall_s, wall=wall) for name in names_of(rank, per_rank))
+
+
+def unused_gpus(count):
+    """Return the allocation of a host with this number of unused GPUs."""
+    keys = tuple(f"free-{number}" for number in range(count))
+    return Allocation("SLURM_JOB_GPUS", 64, keys, keys, keys)
+
+
+def waterfall_adds_up(run, unused_s, ended=False):
+    """Check the parts against the attempts; ``unused_s`` is the GPU-seconds of unused GPUs in the ledger."""
+    summary = run.aggregator.summary(run.time_s, ended)
+    found, attempts, goodput = summary.waterfall, summary.goodput.attempts, summary.goodput
+    device_s = sum(one.elapsed_s * one.devices for one in attempts)
+    device_s += sum(after.gap_before_s * before.devices for before, after in pairwise(attempts))
+    has_gpus = any(one.gpus for one in attempts)
+    assert goodput.unit == ("GPU" if has_gpus else "rank")
+    assert sum(goodput.device_seconds.values()) == pytest.approx(device_s, rel=1e-6, abs=1e-5)
+    if found is None:
+        assert device_s == pytest.approx(0.0, abs=1e-5)
+        return True
+    total_s = device_s + (unused_s if has_gpus else 0.0)
+    assert sum(part.device_seconds for part in found.parts) == pytest.approx(total_s, rel=1e-6, abs=1e-5)
+    assert found.device_seconds == pytest.approx(total_s, rel=1e-6, abs=1e-5)
+    assert found.unused_gpu_seconds == pytest.approx(0.0 if has_gpus else unused_s)
+    assert sum(part.share for part in found.parts) == pytest.approx(1.0)
+    joules = sum(part.joules or 0.0 for part in found.parts)
+    assert joules == pytest.approx(summary.energy.measured_joules or 0.0, rel=1e-6, abs=1e-3)
+    return True
 
 
 @pytest.mark.slow
@@ -487,17 +532,33 @@ STEPS = st.sampled_from(
 @given(st.lists(STEPS, min_size=1, max_size=40), st.data())
 def test_classes_add_up_to_elapsed_time_for_any_events(steps, data):
     run = Run(data.draw(st.integers(1, 3)))
-    run.join()
-    sequences, number, held = {}, 0, []
+    sequences, number, held, known = {}, 0, [], {}
+
+    def join(*ranks, **changes):
+        known.update(changes)
+        for rank in ranks or range(run.world_size):
+            facts = {**known, "allocation": known["allocation"] if rank == 0 else None}
+            run.join(rank, devices=devices_of(rank, per_rank), **facts)
+
+    per_rank = data.draw(st.integers(0, 3))
+    join(allocation=None)
 
     def send(rank, number, seconds):
         sequences[rank] = sequences.get(rank, 0) + 1
         share = data.draw(st.sampled_from([0.0, 0.3, 0.9, 1.0]))
         phase = data.draw(st.sampled_from([{}, {"checkpoint": 1.5}, {"startup": 2.0, "shutdown": 0.5}, {"odd": 1.0}]))
+        devices = windows_of(rank, per_rank, seconds + sum(phase.values()), data.draw(st.booleans()))
         run.send(
             rank, number, sequence=sequences[rank], busy_s=share * seconds, wait_s=(1 - share) * seconds,
-            phases_s=phase, final=data.draw(st.booleans()),
+            phases_s=phase, final=data.draw(st.booleans()), devices=devices,
         )  # fmt: skip
+
+    def check(ended):
+        ledger = run.aggregator.ledger
+        unused_s = ledger.unused.total(*ledger.goodput.span(ended))
+        assert 0.0 <= unused_s <= 3 * run.goodput(ended).elapsed_s + 1e-6
+        assert adds_up(run.goodput(ended))
+        assert waterfall_adds_up(run, unused_s, ended)
 
     for step in steps:
         ranks = range(run.world_size)
@@ -518,13 +579,20 @@ def test_classes_add_up_to_elapsed_time_for_any_events(steps, data):
         elif step == "bye":
             run.bye(data.draw(st.sampled_from(list(ranks))))
         elif step == "join":
-            run.join()
+            join()
+        elif step == "unused":
+            join(allocation=unused_gpus(data.draw(st.integers(0, 3))))
+            for seconds in (0.0, 61.0, 0.0):
+                run.wait(seconds)
+                run.aggregator.tick(Now(run.now_s, run.time_s))
         elif step == "restore":
-            run.restore().join()
+            run.restore()
+            join()
         elif step == "restart":
             run.restart(data.draw(st.integers(1, 3)))
             sequences, held, number = {}, [], 0
-            run.join(offset=10 * data.draw(st.integers(0, 3)), is_numbered=data.draw(st.booleans()))
+            per_rank = data.draw(st.integers(0, 3))
+            join(offset=10 * data.draw(st.integers(0, 3)), is_numbered=data.draw(st.booleans()), allocation=None)
         elif step in ("wait", "tick"):
             run.wait(data.draw(st.floats(0.0, 100.0)))
             if step == "tick":
@@ -537,9 +605,9 @@ def test_classes_add_up_to_elapsed_time_for_any_events(steps, data):
         elif step == "clock":
             run.time_s += data.draw(st.floats(-5000.0, 5000.0))
             run.boot = data.draw(st.sampled_from(["boot", "another"]))
-        assert adds_up(run.goodput(ended=False))
+        check(ended=False)
     run.aggregator.close_all()
-    assert adds_up(run.goodput())
+    check(ended=True)
     energy = run.aggregator.summary(run.time_s, True).energy.measured_joules or 0.0
     joules = sum(joules or 0.0 for joules in run.goodput().joules.values())
     assert joules == pytest.approx(energy, rel=1e-6, abs=1e-3)
