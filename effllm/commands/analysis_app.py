@@ -134,7 +134,7 @@ def ledger(
     Examples:
       effllm ledger efficientllm_runs                        # by outcome
       effllm ledger /project/ledger --by user --since 7d --wasted
-      effllm ledger efficientllm_runs --by node              # is it always the same node?
+      effllm ledger efficientllm_runs --by node              # always the same?
       effllm ledger efficientllm_runs --by month --csv > months.csv
 
     Exit status: 0 printed, 1 no runs, 2 wrong use.
@@ -201,9 +201,9 @@ def sql(
 
     \b
     Examples:
-      effllm sql efficientllm_runs "SELECT run_id, status, run_throughput_tokens_per_second FROM runs"
-      effllm sql 'runs/llama-*' "SELECT host, avg(busy_s / wall_s) FROM ranks GROUP BY host" --csv
-      effllm sql RUN "SELECT time_s, text FROM events WHERE kind = 'straggler'" --json
+      effllm sql efficientllm_runs "SELECT run_id, status, iterations FROM runs"
+      effllm sql 'a/*' "SELECT host, sum(busy_s) FROM ranks GROUP BY 1" --csv
+      effllm sql RUN "SELECT text FROM events WHERE kind = 'straggler'" --json
       effllm sql RUN "DESCRIBE windows"             # the columns of a table
 
     Exit status: 0 success, 1 no run or a wrong query, 2 wrong use.

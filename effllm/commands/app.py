@@ -5,6 +5,8 @@ Each command imports its module when it is called.
 
 from __future__ import annotations
 
+import io
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -26,6 +28,8 @@ app = typer.Typer(
 
 def main() -> None:
     """Run the command in ``sys.argv``, and exit with its status."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # the terminal of another locale has no sign for ±
     app(prog_name="effllm")
 
 

@@ -1,6 +1,7 @@
 """Help and version of the command line, and the tables of metrics and events."""
 
 import pytest
+from run_folders import write_run
 
 from effllm import __version__
 from effllm.metrics import METRICS
@@ -17,8 +18,13 @@ COMMANDS = [
     "simulate",
     "watch",
     "report",
+    "inspect",
     "compare",
     "campaign",
+    "leaderboard",
+    "ledger",
+    "sql",
+    "export",
     "events",
     "metrics",
 ]
@@ -82,3 +88,14 @@ def test_event_kinds_are_listed_with_their_meaning(cli):
 
 def test_metrics_command_takes_no_argument(cli):
     assert cli.run("metrics", "amu").returncode == 2
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_a_table_is_printed_in_every_encoding_of_the_terminal(cli, encoding):
+    for at in range(2):
+        write_run(cli.folder / f"runs/{at}", {"al_seconds": 1.0 + at})
+
+    done = cli.run("leaderboard", "runs", PYTHONIOENCODING=encoding)
+
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "AL ?" in done.stdout  # an arrow
