@@ -88,6 +88,11 @@ def compared_metrics(names: Sequence[str] = ()) -> list[ComparedMetric]:
     return [_metric(name, *known[name]) for name in dict.fromkeys(names or _RATES)]
 
 
+def all_metrics() -> list[ComparedMetric]:
+    """Return all metrics of comparisons, also those that are compared only by name."""
+    return compared_metrics([*_RATES, *_BY_NAME])
+
+
 def _metric(name: str, key: str, higher_is_better: bool) -> ComparedMetric:
     if name == LOSS:
         return ComparedMetric(name, "loss", None, "", higher_is_better)

@@ -165,8 +165,7 @@ def read_runs(path: Path, by: str, progress: Progress = lambda *_: None) -> tupl
     Raises:
         UnreadableRun: the path has neither.
     """
-    skipped: list[str] = []
-    lines = _of_lines(path, by, skipped)
+    lines, skipped = ledger_lines(path, by)
     try:
         found = find_runs(path)
     except UnreadableRun:
@@ -270,8 +269,12 @@ class _LedgerLine(msgspec.Struct):
     co2_kg: float | None = None
 
 
-def _of_lines(place: Path, by: str, skipped: list[str]) -> list[LedgerRun]:
-    """Return the runs in a ledger file, or in those of a folder; a later attempt of a run replaces an earlier one."""
+def ledger_lines(place: Path, by: str = "outcome") -> tuple[list[LedgerRun], list[str]]:
+    """Return the runs in a ledger file or in those of a folder, and a line for each file that was not read completely.
+
+    A later attempt of a run replaces an earlier one.
+    """
+    skipped: list[str] = []
     decoder = msgspec.json.Decoder(_LedgerLine)
     found: dict[tuple[Path, str, str], LedgerRun] = {}
     for path, problem in _ledger_files(place):
@@ -293,7 +296,7 @@ def _of_lines(place: Path, by: str, skipped: list[str]) -> list[LedgerRun]:
                 found[path, run.run_id, run.folder] = run
         if invalid:
             skipped.append(f"{path}: {invalid:,} incomplete or invalid line{'s' * (invalid > 1)}")
-    return list(found.values())
+    return list(found.values()), skipped
 
 
 def _ledger_files(place: Path) -> Iterator[tuple[Path, str]]:

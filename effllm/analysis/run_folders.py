@@ -65,14 +65,14 @@ def _runs_in(path: str) -> Iterator[FoundRun]:
     folder = os.path.realpath(path)
     if not Path(folder).is_dir():
         folder = os.path.dirname(folder)  # noqa: PTH120 - as fast as the listing of thousands of folders
-        if (run := _run_at(folder)) is not None:
+        if (run := run_at(folder)) is not None:
             yield run
         return
     yield from _below(folder, MAX_DEPTH)
 
 
 def _below(folder: str, depth: int) -> Iterator[FoundRun]:
-    if (run := _run_at(folder)) is not None:
+    if (run := run_at(folder)) is not None:
         yield run
         return
     try:
@@ -88,7 +88,8 @@ def _below(folder: str, depth: int) -> Iterator[FoundRun]:
                 yield from _below(entry.path, depth - 1)
 
 
-def _run_at(folder: str) -> FoundRun | None:
+def run_at(folder: str) -> FoundRun | None:
+    """Return the run at a real path, or ``None`` if it has neither run.json nor summary.json."""
     states = [_state(f"{folder}/{name}") for name in FILES]
     return FoundRun(Path(folder), "|".join(states)) if any(states) else None
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from effllm.analysis.database import Database
 from effllm.analysis.run_folders import FoundRun, UnreadableRun, find_runs
 from effllm.analysis.run_row import Document, Unreadable, read_document, run_row
 from effllm.analysis.runs_table import column_of
@@ -29,7 +30,7 @@ CONFIGURATION_FACTS = (
     "batch_size",
     "precision",
 )
-_CONFIGURATION_COLUMNS = ("model", "parameters", "parameters_kind", "world_size", "gpu_models", "simulated")
+CONFIGURATION_COLUMNS = ("model", "parameters", "parameters_kind", "world_size", "gpu_models", "simulated")
 
 
 class ComparedRun(NamedTuple):
@@ -64,7 +65,7 @@ class ComparedRun(NamedTuple):
         tags = {name: value for name, value in self.tags.items() if name not in (CAMPAIGN, REPEAT)}
         # Words with a slash are mostly output paths, which differ between repeats.
         command = [word for word in self.facts.get("command") or () if isinstance(word, str) and "/" not in word]
-        parts = [self.row.get(name) for name in _CONFIGURATION_COLUMNS]
+        parts = [self.row.get(name) for name in CONFIGURATION_COLUMNS]
         parts += [self.facts.get(name) for name in CONFIGURATION_FACTS]
         return json.dumps([tags, command, parts], sort_keys=True, default=str)
 
@@ -146,7 +147,7 @@ def read_runs(found: Iterable[FoundRun], left_out: list[str]) -> list[ComparedRu
                 except FileNotFoundError:
                     documents.append({})
         except Unreadable as error:
-            left_out.append(f"{one.folder}: {error}")
+            left_out.append(f"{one.folder / name}: {error}")
             continue
         if not documents[1]:
             left_out.append(f"{one.folder}: no summary.json yet: nothing was measured")
@@ -156,26 +157,7 @@ def read_runs(found: Iterable[FoundRun], left_out: list[str]) -> list[ComparedRu
             left_out.append(f"{one.folder}: a repeat of a campaign that is {run.row.get('status')}")
             continue
         runs.append(run)
-    return _newest_repeats(runs, left_out)
-
-
-def ledger_runs(folders: Iterable[Path], sides: Sequence[Side]) -> list[ComparedRun]:
-    """Return the finished runs that are on no side and at least half as long as the shortest compared run."""
-    compared = {run.folder for side in sides for run in side.runs}
-    lengths = [run.row.get("iterations") or 0 for side in sides for run in side.runs]
-    found: dict[Path, FoundRun] = {}
-    for folder in dict.fromkeys(folders):
-        try:
-            found |= {run.folder: run for run in find_runs(folder) if run.folder not in compared}
-        except UnreadableRun:
-            continue
-    return [
-        run
-        for run in read_runs(found.values(), [])
-        if run.row.get("status") in ("completed", "interrupted")
-        and not run.continues
-        and 2 * (run.row.get("iterations") or 0) >= min(lengths, default=0)
-    ]
+    return newest_repeats(runs, left_out)
 
 
 def names_of(runs: Iterable[ComparedRun]) -> dict[Path, str]:
@@ -188,7 +170,7 @@ def names_of(runs: Iterable[ComparedRun]) -> dict[Path, str]:
     }
 
 
-def _newest_repeats(runs: Sequence[ComparedRun], left_out: list[str]) -> list[ComparedRun]:
+def newest_repeats(runs: Sequence[ComparedRun], left_out: list[str]) -> list[ComparedRun]:
     """Leave out a repeat that its campaign ran again: a campaign that was killed may leave a run that completes."""
     newest: dict[Any, ComparedRun] = {}
     for run in sorted(runs, key=lambda run: run.row.get("started_time_s") or 0.0):
@@ -223,7 +205,9 @@ def _runs_of(argument: str, runs_folder: str, left_out: list[str]) -> list[Compa
         return runs
     name, _, value = argument.partition("=")
     try:
-        tagged = [run for run in read_runs(find_runs(runs_folder), []) if run.tags.get(name) == value]
+        every = {run.folder: run for run in find_runs(runs_folder)}
+        folders = Database(list(every.values()), {name: value}, columns=("folder",)).folders
+        tagged = read_runs([every[folder] for folder in folders], [])
     except UnreadableRun:
         tagged = []
     if not tagged:

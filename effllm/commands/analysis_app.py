@@ -32,7 +32,11 @@ def compare(
     ] = "",
     ledger: Annotated[
         str,
-        typer.Option(metavar="FOLDER", help="Earlier runs, for the spread between runs. [default: the sides' folders]"),
+        typer.Option(
+            metavar="PATH",
+            help="Earlier runs, for the spread between runs: run folders, or the folder or a file of "
+            "EFFICIENTLLM_LEDGER, whose lines name run folders; none: no earlier runs. [default: the sides' folders]",
+        ),
     ] = "",
     runs: Annotated[
         str, typer.Option(metavar="FOLDER", help="Folder in which tags are searched. [default: EFFICIENTLLM_RUN_DIR]")
@@ -113,7 +117,7 @@ def campaign(
 
 def ledger(
     folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="A folder of runs, or the folder of EFFICIENTLLM_LEDGER.")
+        Path, typer.Argument(metavar="DIR", help="A folder of runs, or the folder or a file of EFFICIENTLLM_LEDGER.")
     ],
     by: Annotated[str, typer.Option(metavar="KEY", help="outcome, project, user, config, node or month.")] = "outcome",
     since: Annotated[

@@ -13,10 +13,13 @@ from effllm.analysis.compared_metrics import ComparedMetric, compared_metrics
 from effllm.analysis.comparison import EarlierRuns, compare
 from effllm.analysis.conditions import answer, exit_status, parse_condition
 from effllm.analysis.difference import ALPHA
+from effllm.analysis.earlier_runs import earlier_runs, runs_at, runs_beside
 from effllm.analysis.fairness import settings, unfair
 from effllm.analysis.inside import compare_inside
+from effllm.analysis.load import load_errors
 from effllm.analysis.run_folders import UnreadableRun, find_runs
-from effllm.analysis.sides import find_sides, ledger_runs, read_runs
+from effllm.analysis.sides import find_sides, read_runs
+from effllm.commands.progress import ReadingProgress
 from effllm.config.settings import ConfigError, read_config
 from effllm.config.switches import this_process
 from effllm.records.plain_text import one_line
@@ -43,7 +46,7 @@ def main(request: CompareRequest) -> int:
     """Print a comparison; return the exit status."""
     try:
         page = comparison_page(request)
-    except (UnreadableRun, ConfigError, ImportError, ValueError) as error:
+    except comparison_errors() as error:
         return fail(str(error))
     if request.form == "json":
         print(document(page))
@@ -53,6 +56,11 @@ def main(request: CompareRequest) -> int:
         console = Console(highlight=False, soft_wrap=False, width=None if sys.stdout.isatty() else WIDTH)
         console.print(Terminal(page))
     return exit_status(page.answers)
+
+
+def comparison_errors() -> tuple[type[Exception], ...]:
+    """Return the classes of the errors of `comparison_page`; each message is meant for users."""
+    return (*load_errors(), ConfigError, ValueError)
 
 
 def fail(line: str) -> int:
@@ -82,8 +90,11 @@ def comparison_page(request: CompareRequest) -> ComparisonPage:
     sides, left_out = find_sides(
         request.sides, request.by, request.runs or read_config(this_process()).run_dir, request.baseline
     )
-    folders = [Path(request.ledger)] if request.ledger else [run.folder.parent for side in sides for run in side.runs]
-    ledger = EarlierRuns([] if request.ledger == "none" else ledger_runs(folders, sides))
+    if request.ledger == "none":
+        ledger = EarlierRuns([])
+    else:
+        earlier = runs_at(Path(request.ledger)) if request.ledger else runs_beside(sides)
+        ledger = EarlierRuns(earlier_runs(earlier, sides, ReadingProgress()))
     # All answers together are right at the level of the comparison.
     alpha = ALPHA / max(len(conditions) * (len(sides) - 1), 1)
     found = compare(sides, metrics, ledger, alpha)

@@ -10,10 +10,12 @@ from rich.console import Console
 from rich.text import Text
 
 from effllm.analysis.comparison import EarlierRuns
+from effllm.analysis.earlier_runs import earlier_runs, runs_beside
 from effllm.analysis.leaderboard import boards, weights_of
-from effllm.analysis.run_folders import UnreadableRun
-from effllm.analysis.sides import find_groups, ledger_runs
-from effllm.config.settings import ConfigError, read_config
+from effllm.analysis.sides import find_groups
+from effllm.commands.compare import comparison_errors
+from effllm.commands.progress import ReadingProgress
+from effllm.config.settings import read_config
 from effllm.config.switches import this_process
 from effllm.records.plain_text import one_line
 from effllm.views.leaderboard_text import as_csv, markdown, notes, table, title
@@ -41,9 +43,9 @@ def main(request: LeaderboardRequest) -> int:
     try:
         weights = weights_of(request.weights)
         sides, left_out = find_groups(request.runs, request.by, read_config(this_process()).run_dir)
-        ledger = EarlierRuns(ledger_runs([run.folder.parent for side in sides for run in side.runs], sides))
+        ledger = EarlierRuns(earlier_runs(runs_beside(sides), sides, ReadingProgress()))
         found = boards(sides, weights, ledger, request.quality, request.floor)
-    except (UnreadableRun, ConfigError, ValueError) as error:
+    except comparison_errors() as error:
         return fail(str(error))
     if request.form == "csv":
         print(as_csv(found), end="")

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from effllm.analysis.run_folders import UnreadableRun, find_runs
-from effllm.commands.compare import CompareRequest, comparison_page
-from effllm.config.settings import ConfigError
+from effllm.commands.compare import CompareRequest, comparison_errors, comparison_page
 from effllm.records.plain_text import one_line
 from effllm.store.own_files import replace_file
 from effllm.views.comparison_text import ComparisonPage
@@ -41,7 +40,7 @@ def _comparison(sides: list[str], count: int) -> ComparisonPage | str | None:
         return None
     try:
         return comparison_page(CompareRequest(sides, "", "", [], [], "", "", "", "text"))
-    except (UnreadableRun, ConfigError, ImportError, ValueError) as error:
+    except comparison_errors() as error:
         return str(error)
 
 

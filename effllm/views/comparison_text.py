@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -21,6 +22,7 @@ from effllm.views.plain_markdown import markdown_table, markdown_text
 
 SCHEMA_VERSION = 1
 MAX_SETTINGS = 12
+MAX_WIDTH = 1000
 
 
 class Compared(NamedTuple):
@@ -56,18 +58,35 @@ class Terminal(NamedTuple):
         for one in self.page.others:
             for line in heading(self.page.first, one.side):
                 yield Text(line)
-            table = Table(*HEADER, box=None, pad_edge=False)
-            for column in table.columns[1:4]:
-                column.justify = "right"
-            for column in table.columns:
-                column.no_wrap = True
-            for row in one.metrics:
-                table.add_row(*map(Text, cells(row)))
+            table = _table(one.metrics)
+            if Measurement.get(console, options.update(max_width=MAX_WIDTH), table).maximum > options.max_width:
+                table = _narrow_table(one.metrics)
             yield table
             for line in notes(one):
                 yield Text(line)
         for line in closing(self.page):
             yield Text(line)
+
+
+def _table(rows: Sequence[MetricComparison]) -> Table:
+    table = Table(*HEADER, box=None, pad_edge=False)
+    for column in table.columns:
+        column.no_wrap = True
+    for column in table.columns[1:4]:
+        column.justify = "right"
+    for row in rows:
+        table.add_row(*map(Text, cells(row)))
+    return table
+
+
+def _narrow_table(rows: Sequence[MetricComparison]) -> Table:
+    """Return a table with two lines for each metric, so that no number is cut on a terminal of 80 columns."""
+    table = _table([])
+    table.columns[0].no_wrap, table.columns[0].overflow = False, "fold"
+    for row in rows:
+        metric, a, b, difference, word = cells(row)
+        table.add_row(*map(Text, (metric, a, b, difference.replace(" (", "\n(", 1), word.replace(" ", "\n", 1))))
+    return table
 
 
 #: Names of the columns of a table of metrics.

@@ -26,8 +26,13 @@ def table(board: Leaderboard, quality: str) -> Table:
     """Return a table for rich's console."""
     header, rows = _cells(board, quality)
     found = Table(*map(escape, header), box=None, pad_edge=False)
+    # On a narrow terminal, names and words wrap, and no number is cut.
+    found.columns[0].overflow, found.columns[0].min_width = "fold", 6
     for column in found.columns[1:]:
         column.justify = "right"
+    found.columns[-1].overflow = "fold"
+    for column in found.columns[1:-1]:
+        column.no_wrap = True
     for row in rows:
         found.add_row(*map(Text, row))
     return found

@@ -1,14 +1,22 @@
 """`effllm compare`: sides, words, unfair differences, conditions, hostile input."""
 
+import io
 import json
 import random
+import shutil
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from effllm.commands.compare import CompareRequest, main
+from effllm.analysis.compared_metrics import all_metrics
+from effllm.analysis.earlier_runs import earlier_runs
+from effllm.analysis.run_folders import find_runs
+from effllm.analysis.sides import read_runs
+from effllm.commands.compare import CompareRequest, comparison_page, main
+from effllm.views.comparison_text import Terminal
 from tests.run_folders import write_run
 
 SPEED, ENERGY = "run_throughput/tokens_per_second", "run_energy/joules_per_token"
@@ -97,6 +105,49 @@ def test_ledger_has_only_finished_runs_of_the_same_configuration(tmp_path, compa
     ledger = write_side(tmp_path, "ledger", [1000, 1006, 994], **{field: value})
 
     assert rows(compared(a, b, ledger=str(ledger))[0])["tokens_per_second"]["word"] == "unknown"
+
+
+def test_lines_of_a_ledger_file_name_the_earlier_runs(tmp_path, compared):
+    """Folders that are gone, hostile or not absolute are left out; a folder in a line is not searched for runs."""
+    a, b = write_side(tmp_path, "a", [1000]), write_side(tmp_path, "b", [1012])
+    runs = list(write_side(tmp_path, "far", [1000, 1006, 994, 1003, 997, 1001]).iterdir())
+    (tmp_path / "ledger").mkdir()
+    folders = [*map(str, runs), str(tmp_path / "gone"), str(tmp_path), "relative", "/a\0b", None]
+    lines = [json.dumps({"run_id": str(at), "folder": folder}) for at, folder in enumerate(folders)]
+    (tmp_path / "ledger/alice.jsonl").write_text("\n".join(lines) + '\n{"run_id":"to')
+
+    for place in ("ledger", "ledger/alice.jsonl"):
+        row = rows(compared(a, b, ledger=str(tmp_path / place))[0])["tokens_per_second"]
+        assert (row["word"], row["ledger_runs"]) == ("not distinguishable", 6)
+
+
+def test_ledger_without_a_run_folder_is_an_error(tmp_path, compared, capsys):
+    a, b = write_side(tmp_path, "a", [1000]), write_side(tmp_path, "b", [1012])
+    (tmp_path / "ledger").mkdir()
+    (tmp_path / "ledger/alice.jsonl").write_text('{"run_id": "x", "folder": "/gone/x"}\n')
+
+    for place, reason in (("ledger", "a comparison needs run folders"), ("nothere", "does not exist")):
+        assert main(CompareRequest([a, b], "", "", [], [], str(tmp_path / place), "", "", "json")) == 2
+        assert reason in capsys.readouterr().err
+
+
+def test_earlier_runs_have_the_configuration_of_their_documents(tmp_path):
+    """The rows of the database and of the documents have one key, with every part of a configuration."""
+    about = {"precision": "bf16", "sequence_length": 4096, "batch_size": 1e-3, "command": ["train.py", "--lr", "1e-4"]}
+    write_run(tmp_path / "full", {SPEED: 1.0}, tags=["lr=1", "word", "config=é"], run=about, summary={"model": "m"})
+    write_run(tmp_path / "bare", {SPEED: 1.0}, run={"ranks": {}, "command": None}, summary={"parameters": None})
+    shutil.copytree(Path(__file__).parents[1] / "golden/run_folder_1", tmp_path / "older")
+    found = find_runs(tmp_path)
+
+    documents = {run.folder: run for run in read_runs(found, [])}
+    rows = {run.folder: run for run in earlier_runs(found, [])}
+
+    assert len(rows) == 3
+    for folder, run in rows.items():
+        assert run.configuration() == documents[folder].configuration()
+        assert {run.value(one.column) for one in all_metrics()} == {
+            documents[folder].value(one.column) for one in all_metrics()
+        }
 
 
 def test_these_two_runs_are_a_statement_of_their_own(tmp_path, capsys):
@@ -241,6 +292,19 @@ def test_names_cannot_inject_markup_or_control_characters(tmp_path, capsys, form
     if form == "markdown":
         assert "<script>" not in out.replace("\\<script\\>", "")
         assert "](" not in out
+
+
+def test_no_number_is_cut_on_a_terminal_of_80_columns(tmp_path):
+    tag = "st_samples_per_param_per_sec"
+    sides = [write_side(tmp_path, name, [4.561e-6, 4.562e-6, 4.563e-6], tag=tag) for name in "ab"]
+    request = CompareRequest(list(map(str, sides)), "", "", [], [], "none", "", "", "text")
+    console = Console(file=io.StringIO(), width=80)
+    console.print(Terminal(comparison_page(request)))
+
+    lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
+    assert max(map(len, lines)) <= 80 and "…" not in "".join(lines)
+    assert lines[3].split()[-4:] == ["4.56e-06", "+0.00", "%", "not"]
+    assert lines[4].endswith(" to +0.044)  distinguishable")
 
 
 def test_two_runs_of_one_name_have_their_folders(tmp_path, compared):
