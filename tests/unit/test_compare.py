@@ -304,7 +304,7 @@ def test_no_number_is_cut_on_a_terminal_of_80_columns(tmp_path):
     lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
     assert max(map(len, lines)) <= 80 and "…" not in "".join(lines)
     assert lines[3].split()[-4:] == ["4.56e-06", "+0.00", "%", "not"]
-    assert lines[4].endswith(" to +0.044)  distinguishable")
+    assert lines[4].endswith("(-0.05 to +0.05)  distinguishable")
 
 
 def test_two_runs_of_one_name_have_their_folders(tmp_path, compared):
