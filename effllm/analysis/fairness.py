@@ -118,8 +118,11 @@ def _ranges(
     name: str, a: Side, b: Side, get: Callable[[ComparedRun], float | None], share: float = 0.0, absolute: float = 0.0
 ) -> Dissimilarity | None:
     sides = [[value for run in side.runs if (value := get(run)) is not None] for side in (a, b)]
-    if not sides[0] or not sides[1]:
+    if not sides[0] and not sides[1]:
         return None
+    if not sides[0] or not sides[1]:
+        a_text, b_text = (f"{sum(values) / len(values):.4g}" if values else "unknown" for values in sides)
+        return Dissimilarity(name, a_text, b_text)
     means = [sum(values) / len(values) for values in sides]
     limit = max(absolute, share * max(map(abs, means)))
     if abs(means[0] - means[1]) <= limit:

@@ -210,6 +210,15 @@ def test_unfair_differences_are_listed(tmp_path, compared):
     assert "hosts" not in unfair
 
 
+def test_a_condition_that_is_known_of_one_side_alone_is_listed(tmp_path, compared):
+    a = write_side(tmp_path, "a", [1.0, 1.1], windows=[{"health/hottest_c": 40.0}])
+    b = write_side(tmp_path, "b", [1.0, 1.1], windows=[{}])
+
+    unfair = compared(a, b)[0]["comparisons"][0]["unfair"]
+
+    assert unfair == [{"name": "temperature in the first window (degC)", "a": "40", "b": "unknown"}]
+
+
 def test_errors_of_other_sensors_hide_a_small_difference(tmp_path, compared):
     values = [[100, 100.1, 99.9], [102, 102.1, 101.9]]
     a = write_side(tmp_path, "a", values[0], ENERGY, sensor_error=5.0)
