@@ -152,7 +152,7 @@ class UnusedWatch:
     def _texts(self) -> list[str]:
         texts = [host.text(host.unused) for host in self._hosts if host.unused]
         return texts + [
-            f"node {node.name}: no rank runs on this node of the allocation, so its {node.num_gpus} GPUs are unused"
+            f"node {node.name}: {node.num_gpus} GPUs are allocated, and no rank and no step of the job runs there"
             for node in self._nodes
         ]
 

@@ -14,6 +14,7 @@ from effllm.job.losses import (
 )
 from effllm.job.prevalence import Prevalence
 from effllm.job.remedies import remedy
+from effllm.job.unused_time import NOT_STATED, UNUSED
 from effllm.records.job import Summary
 from effllm.records.verdict import HEALTHY, HIGH, MEDIUM, NO_CONFIDENCE, NO_VERDICT, Evidence, LossWindows, Verdict
 from effllm.records.waterfall import OF_GPUS, OF_RANKS, Waterfall
@@ -74,13 +75,20 @@ def verdict_of(summary: Summary, framework: str = "", prevalence: Prevalence | N
         if short := [one for one in every if one.share >= THRESHOLDS[one.cause].share]:
             why = f"{_name(short[0].cause)} {100 * short[0].share:.1f} % (short job); no loss is above its threshold"
         return _unknown(text, why, PROFILE, evidence)
+    return _healthy(found, evidence)
+
+
+def _healthy(found: Waterfall, evidence: tuple[Evidence, ...]) -> Verdict:
+    """Return the verdict without a cause; unused GPUs of a stated allocation can be hidden."""
+    is_open = any(line.startswith(UNUSED) and line != NOT_STATED for line in found.unknown)
+    why = f"largest: {evidence[0].claim}" if evidence else "no loss was found"
     return Verdict(
         cause=HEALTHY,
         text=f"{HEALTHY}: no loss is above its threshold",
-        why=f"largest: {evidence[0].claim}" if evidence else "no loss was found",
+        why=f"{why}; unused GPUs are unknown" if is_open else why,
         next="nothing to do",
         bound=None,
-        confidence=HIGH,
+        confidence=MEDIUM if is_open else HIGH,
         evidence=evidence,
     )
 

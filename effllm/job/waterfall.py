@@ -145,7 +145,7 @@ def _profiled(kept: float, classes: Mapping[str, float], profile: Profile | None
     # A rank that waits for a straggler waits in its communication: this time is already in the class ``straggling``.
     steps = kept + classes.get(STRAGGLING, 0.0)
     exposed = min(profile.exposed_s / profile.time_s, 1.0) * steps - classes.get(STRAGGLING, 0.0)
-    idle = max(1.0 - (profile.exposed_s + profile.computing_s) / profile.time_s, 0.0) * kept
+    idle = max(1.0 - (profile.exposed_s + profile.computing_s) / profile.time_s, 0.0) * steps
     exposed = min(max(exposed, 0.0), kept)
     return {"exposed_communication": exposed, "device_idle": min(idle, kept - exposed)}
 

@@ -42,7 +42,7 @@ def test_unused_gpus_of_both_nodes_of_an_allocation_count(sbatch):
 
     own, other = job.ledger.event_texts("gpus_unused")
     assert own.endswith(": GPU 1 is allocated (SLURM_JOB_GPUS) and used by no rank and no other process")
-    assert other == "node n2: no rank runs on this node of the allocation, so its 2 GPUs are unused"
+    assert other == "node n2: 2 GPUs are allocated, and no rank and no step of the job runs there"
     summary = job.ledger.summary
     unused = next(part for part in summary.waterfall.parts if part.name == "unused")
     assert unused.device_seconds == pytest.approx(3 * summary.goodput.elapsed_s, rel=1e-6)

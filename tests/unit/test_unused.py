@@ -192,7 +192,7 @@ def test_gpus_of_nodes_without_ranks_count():
     watch.set_nodes([EmptyNode("c", 8)])
     job.wait(1)
 
-    assert job.texts() == ["node c: no rank runs on this node of the allocation, so its 8 GPUs are unused"]
+    assert job.texts() == ["node c: 8 GPUs are allocated, and no rank and no step of the job runs there"]
     assert (job.seconds, job.unknown, watch.needs_nodes) == (pytest.approx(8 * job.now_s), "", False)
 
 

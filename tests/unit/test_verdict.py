@@ -13,6 +13,7 @@ from effllm.job.aggregator import Aggregator
 from effllm.job.ledger import restore
 from effllm.job.losses import MIN_ITERATIONS, THRESHOLDS, losses
 from effllm.job.remedies import REMEDIES, remedy
+from effllm.job.unused_time import NOT_STATED, UNUSED
 from effllm.job.verdict import verdict_of
 from effllm.records.clock import Now
 from effllm.records.job import AttemptSummary, ClockLoss, GoodputSummary, StragglerVerdict, Value
@@ -132,6 +133,19 @@ def test_job_without_gpus_in_an_allocation_with_gpus_has_unused_gpus():
     assert (found.text, found.bound) == ("unused GPUs: 2 on average, and no rank has a GPU", None)
     assert found.evidence[0].claim == "200 GPU-seconds of the allocation are used by no rank and no other process"
     assert found.evidence[1].claim.startswith("data loading 50.0 % of rank time")
+
+
+@pytest.mark.parametrize(
+    ("unknown", "confidence"),
+    [((), HIGH), ((NOT_STATED,), HIGH), ((f"{UNUSED}: host a: MIG is enabled",), MEDIUM)],
+)
+def test_healthy_job_with_open_unused_gpus_is_less_certain(unknown, confidence):
+    summary = job(data=10.0)
+
+    found = verdict_of(replace(summary, waterfall=replace(summary.waterfall, unknown=unknown)))
+
+    assert (found.cause, found.confidence) == (HEALTHY, confidence)
+    assert found.why.endswith("; unused GPUs are unknown") == (confidence == MEDIUM)
 
 
 @pytest.mark.parametrize("expected", ["throttled", "power_limit"])

@@ -124,12 +124,12 @@ def test_time_of_padding_and_recomputation_is_computed_at_the_peak():
 
 
 def test_profiled_steps_are_split_without_counting_stragglers_twice():
-    """In profiled iterations, 30 % is exposed communication and 10 % is idle; 20 of 120 s are waits for a straggler."""
+    """Of 120 s, 30 % is exposed communication and 10 % is idle; 20 s of the communication are waits for a straggler."""
     profile = Profile(10, 10.0, exposed_s=3.0, computing_s=6.0)
 
     found = waterfall(goodput(kept=100.0, straggling=20.0), totals(profile=profile))
 
-    expected = {"straggling": 20.0, "exposed_communication": 16.0, "device_idle": 10.0, "steps": 74.0}
+    expected = {"straggling": 20.0, "exposed_communication": 16.0, "device_idle": 12.0, "steps": 72.0}
     assert seconds(found) == pytest.approx(expected)
 
 
@@ -228,6 +228,15 @@ def test_joules_of_kept_steps_are_split_in_proportion_to_time():
         "useful": (pytest.approx(200.0), True),
     }
     assert found.joules == pytest.approx(650.0)
+
+
+def test_joules_of_classes_without_device_time_are_kept():
+    found = waterfall(goodput({"kept": 60.0, "checkpoint": 5.0, "data": 1.0}, data=10.0), totals())
+
+    assert {part.name: (part.device_seconds, part.joules) for part in found.parts} == {
+        "checkpoint": (0.0, 5.0), "data": (10.0, 1.0), "steps": (0.0, 60.0),
+    }  # fmt: skip
+    assert found.joules == 66.0
 
 
 def test_gain_of_a_part_is_bounded_by_its_share():
