@@ -48,6 +48,7 @@ class LedgerRun(NamedTuple):
     cause: str | None  # of the verdict
     simulated: bool
     slow_hosts: tuple[str, ...] = ()  # hosts of stragglers
+    unused_gpu_hours: float = 0.0  # part of `gpu_hours`: allocated GPUs that no rank used
 
 
 class LedgerRow(NamedTuple):
@@ -142,7 +143,11 @@ def _row(group: str, members: list[tuple[LedgerRun, float]]) -> LedgerRow:
 
 
 def _wasted(run: LedgerRun) -> float:
-    return 0.0 if run.goodput_ratio is None else (run.gpu_hours or 0.0) * (1.0 - run.goodput_ratio)
+    """Return the GPU-hours outside of productive classes, which are classes of the GPUs with ranks."""
+    if run.goodput_ratio is None or not run.gpu_hours:
+        return 0.0
+    unused = min(run.unused_gpu_hours, run.gpu_hours)
+    return unused + (run.gpu_hours - unused) * (1.0 - run.goodput_ratio)
 
 
 def _sum(parts: Iterable[tuple[float | None, float]]) -> float | None:
@@ -185,7 +190,7 @@ _COLUMNS = (
     "status", "is_over", "updated_time_s", "gpus_expected", "device_seconds", "goodput_seconds", "elapsed_s",
     "energy_total_joules", "energy_measured_joules", "metric_errors", "energy_gain_error", "energy_gpu_cost",
     "energy_electricity_cost", "energy_co2_kg", "verdict_cause", "stragglers",
-    "simulated",
+    "simulated", "waterfall_seconds",
 )  # fmt: skip
 #: Maps are slow in Python, so SQL returns the used values of a map.
 _VALUES = {name: quoted(name) for name in _COLUMNS} | {
@@ -194,6 +199,7 @@ _VALUES = {name: quoted(name) for name in _COLUMNS} | {
     + " + ".join(f"coalesce(goodput_seconds['{name}'], 0)" for name in PRODUCTIVE)
     + " END",
     "metric_errors": "metric_errors['energy_total_joules']",
+    "waterfall_seconds": "waterfall_seconds['unused']",
 }
 
 
@@ -209,6 +215,7 @@ def _of_row(row: Mapping[str, Any], by: str) -> LedgerRun:
         status=_outcome(row),
         started_time_s=row["started_time_s"],
         gpu_hours=0.0 if row["gpus_expected"] == 0 else hours,
+        unused_gpu_hours=(row["waterfall_seconds"] or 0.0) / 3600.0,
         device_hours=hours or 0.0,
         goodput_ratio=kept_s / elapsed_s if kept_s is not None and elapsed_s else None,
         joules=measured,
@@ -260,6 +267,7 @@ class _LedgerLine(msgspec.Struct):
     simulated: bool = False
     goodput_ratio: float | None = None
     gpu_hours: float | None = None
+    unused_gpu_hours: float | None = None
     total_joules: float | None = None
     measured_joules: float | None = None
     error_joules: float | None = None
@@ -321,6 +329,7 @@ def _of_line(line: _LedgerLine, by: str) -> LedgerRun:
         status=line.status,
         started_time_s=line.started_time_s,
         gpu_hours=0.0 if line.gpus == 0 else line.gpu_hours,
+        unused_gpu_hours=line.unused_gpu_hours or 0.0,
         device_hours=line.gpu_hours or 0.0,
         goodput_ratio=line.goodput_ratio,
         joules=joules,

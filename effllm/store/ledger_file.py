@@ -18,12 +18,19 @@ import msgspec
 from effllm.metrics import METRICS
 from effllm.records.identity import Identity
 from effllm.records.job import SCHEMA_VERSION, Summary
-from effllm.records.waterfall import OF_GPUS
+from effllm.records.waterfall import OF_GPUS, Waterfall
 from effllm.store import own_files
 from effllm.store.run_folder import StoreUnavailable
 
 LOCK_WITHIN_S = 5.0
 MODE = 0o640  # the group of the project reads the lines of its members
+
+
+def _unused_hours(found: Waterfall | None) -> float | None:
+    """Return the GPU-hours of unused GPUs; ``None`` in a job without GPUs, whose hours are no GPU-hours."""
+    if found is None or found.unit != OF_GPUS:
+        return None
+    return sum(part.device_seconds for part in found.parts if part.name == "unused") / 3600.0
 
 
 def ledger_line(summary: Summary, folder: Path | None) -> dict[str, Any]:
@@ -51,6 +58,7 @@ def ledger_line(summary: Summary, folder: Path | None) -> dict[str, Any]:
         "ranks": seen.ranks_expected,
         "gpus": seen.gpus_expected,
         "gpu_hours": found.device_seconds / 3600.0 if found and found.unit == OF_GPUS else None,
+        "unused_gpu_hours": _unused_hours(found),
         "total_joules": energy.total_joules,
         "measured_joules": energy.measured_joules,
         "error_joules": energy.error_joules,

@@ -69,6 +69,18 @@ def test_failed_and_killed_runs_are_in_the_totals(run, tmp_path):
     assert found["completed"].wasted_gpu_hours == pytest.approx(0.5)
 
 
+def test_all_hours_of_unused_gpus_are_wasted(run, tmp_path):
+    """Of 2 GPU-hours, half is of an unused GPU; a quarter of the other hour is not kept."""
+    parts = [{"name": "unused", "device_seconds": 3600.0, "share": 0.5}]
+    run("half", waterfall={"device_seconds": 7200.0, "joules": None, "parts": parts})
+
+    found = rows(tmp_path, "outcome")["completed"]
+    assert (found.gpu_hours, found.wasted_gpu_hours) == (pytest.approx(2.0), pytest.approx(1.25))
+    line = {"run_id": "a", "status": "completed", "goodput_ratio": 0.75, "gpu_hours": 2.0, "unused_gpu_hours": 1.0}
+    (tmp_path / "lines.jsonl").write_text(json.dumps(line) + "\n")
+    assert totals(tmp_path / "lines.jsonl", "outcome").total.wasted_gpu_hours == pytest.approx(1.25)
+
+
 def test_timing_errors_are_independent_and_sensor_errors_are_added(run, tmp_path):
     """sqrt(3^2 + 4 * 3^2 ...) for four runs: 6 J; the gain of 5 % of 4 kWh."""
     for number in range(4):
