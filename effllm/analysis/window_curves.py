@@ -37,6 +37,7 @@ class WindowCurves:
         self.windows = 0
         self.skipped = 0
         self.is_simulated = False  # whether a window had simulated devices
+        self.last_spread: dict[str, Spread] = {}  # distributions of the last window that has any
         self.curves = {tag: Curve() for tag in tags}
         self._metrics = [tag for tag in self.curves if tag != LOSS and not tag.startswith("spread/")]
         parts = [(tag, *tag.split("/")[1:]) for tag in self.curves if tag.startswith("spread/")]
@@ -69,6 +70,7 @@ class WindowCurves:
             self.curves[tag].add(x, values.get(tag, math.nan))
         if LOSS in self.curves:
             self.curves[LOSS].add(x, math.nan if line.loss is None else line.loss)
+        self.last_spread = line.spread or self.last_spread
         for curve, name, field in self._spreads:
             spread = line.spread.get(name)
             curve.add(x, math.nan if spread is None else getattr(spread, field))

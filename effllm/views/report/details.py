@@ -9,7 +9,7 @@ from effllm.analysis.rank_sums import RankMeans
 from effllm.analysis.recorded_run import RecordedRun
 from effllm.metrics import METRICS
 from effllm.records.events import KINDS, is_problem
-from effllm.records.job import GoodputSummary, StragglerVerdict, Summary
+from effllm.records.job import SPREADS, GoodputSummary, StragglerVerdict, Summary
 from effllm.records.rank import Event
 from effllm.records.verdict import CAUSES
 from effllm.store.run_folder import MAX_ROWS
@@ -62,9 +62,11 @@ def ranks(runs: Runs) -> Markup:
 
 def _ranks(run: RecordedRun) -> Child:
     found = run.ranks
-    if not found.ranks:
-        return element("p", "No rank reports were recorded.")
     world = run.summary.coverage.ranks_expected if run.summary is not None else len(found.ranks)
+    if not found.ranks:
+        return together(
+            _spreads(run), sentences(["No reports of single ranks were recorded.", *_rank_limits(run, world)])
+        )
     has_all = world <= MAX_ROWS
     order = sorted(found.ranks.items(), key=lambda one: -((one[1].step_s or 0.0) if has_all else one[1].reports))
     shown = order[:MAX_RANK_ROWS]
@@ -78,10 +80,22 @@ def _ranks(run: RecordedRun) -> Child:
     if run.summary is not None and run.summary.slowest:
         about.append(f"Slowest: {slowest_text(run.summary)}.")
     return together(
+        _spreads(run),
         _steps(found.ranks) if has_all and len(found.ranks) > MAX_RANK_ROWS else None,
         table(f"{len(shown):,} of {world:,} ranks, {what}", _RANKS, rows, range(4)),
         sentences(about),
     )
+
+
+def _spreads(run: RecordedRun) -> Markup | None:
+    """Return the distributions over all ranks or GPUs in the last window."""
+    rows = []
+    for name, one in run.curves.last_spread.items():
+        values = (one.least, one.p5, one.median, one.p95, one.most)
+        meaning = SPREADS.get(name, name)
+        rows.append([meaning, f"{one.count:,}", *(number(readable(value), value) for value in values)])
+    header = ("value", "number", "least", "5th percentile", "median", "95th percentile", "most")
+    return table("Distribution over all ranks or GPUs in the last window", header, rows) if rows else None
 
 
 def _rank_limits(run: RecordedRun, world: int) -> Iterator[str]:
@@ -276,10 +290,14 @@ def _events(run: RecordedRun) -> Child:
 
 def _event_table(caption: str, found: Sequence[Event]) -> Markup:
     rows = [
-        [moment(one.time_s), element("strong", one.kind) if is_problem(one.kind) else one.kind,
-         "" if one.rank is None else str(one.rank), one.text if one.count == 1 else f"{one.text} ({one.count:,} times)"]
+        [
+            element("span", moment(one.time_s), class_="whole"),
+            element("strong", one.kind) if is_problem(one.kind) else one.kind,
+            "" if one.rank is None else str(one.rank),
+            one.text if one.count == 1 else f"{one.text} ({one.count:,} times)",
+        ]
         for one in found
-    ]  # fmt: skip
+    ]
     return table(caption, ("time (UTC)", "kind", "rank", "text"), rows, range(4))
 
 

@@ -29,7 +29,7 @@ MAX_BUCKETS, MIN_BUCKETS = 400, 40
 #: Two points of a bucket need about 50 bytes, as a path and as data.
 _CURVE_BYTES, _BUCKET_BYTES = 800_000, 50
 MAX_EVENTS = 150
-#: Embedded names of a summary's longest parts.
+#: Maximum number of entries of a part of the embedded summary.
 MAX_EMBEDDED = 64
 
 
@@ -101,11 +101,15 @@ def _page(runs: Sequence[RecordedRun], comparison: ComparisonPage | str | None, 
 
 
 def _embedded(summary: Summary | None) -> Summary | None:
-    """Return a summary with the first entries of its longest parts."""
+    """Return a summary without the energy of very many devices, and with the first entries of its longest lists."""
     if summary is None:
         return None
+    energy = summary.energy
+    if len(energy.by_device) > MAX_EMBEDDED:
+        energy = msgspec.structs.replace(energy, by_device={}, error_by_device={})
     return msgspec.structs.replace(
         summary,
+        energy=energy,
         stragglers=summary.stragglers[:MAX_EMBEDDED],
         instruments=dict(list(summary.instruments.items())[:MAX_EMBEDDED]),
     )

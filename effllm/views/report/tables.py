@@ -22,7 +22,7 @@ def table(
     head = [element("th", name, scope="col", class_=side) for name, side in zip(header, sides, strict=True)]
     body = [_row(row, sides) for row in rows]
     whole = element("table", element("caption", caption), element("thead", element("tr", head)), element("tbody", body))
-    return element("div", whole, class_="frame", tabindex=0, role="region", aria_label=caption)
+    return element("div", whole, class_="frame", tabindex=0, role="group", aria_label=caption)
 
 
 def _row(cells: Sequence[Child], sides: Sequence[str | None]) -> Markup:

@@ -95,7 +95,7 @@ def _waterfall(run: RecordedRun) -> Child:
         kind = "work" if part.name in PRODUCTIVE else "lost"
         rows.append([element("span", name, title=PARTS.get(part.name)), bar(begin, part.share, kind), *exact])
         begin += part.share
-    total = f"{readable(found.device_seconds / units.seconds)} {units.time} of device time in parts that add up to it"
+    total = f"{readable(found.device_seconds / units.seconds)} {units.time}, in parts that add up to the whole"
     meanings = [
         f"{part.name.replace('_', ' ')}: {PARTS.get(part.name, '')}; from {part.evidence}" for part in found.parts
     ]
@@ -131,7 +131,7 @@ def comparison(page: ComparisonPage | str | None) -> Markup | None:
         rows = [[*row[:-1], element("strong", row[-1], class_=row[-1].split()[0])] for row in map(cells, one.metrics)]
         content += [
             element("p", [together(name, element("br")) for name in names]),
-            table("; ".join(names), HEADER, rows, (0, 3, 4)),
+            table("Means over the runs of each side", HEADER, rows, (0, 3, 4)),
             sentences(notes(one)),
         ]
     return section("comparison", "Comparison", *content, sentences(closing(page)))
@@ -172,15 +172,20 @@ def metrics(runs: Runs) -> Markup:
     return section(
         "metrics",
         "Metrics",
-        table("Metrics of the whole job", header, rows, {*range(len(header))} - {*range(1, len(header) - 2, 2)}),
+        table(
+            f"Metrics of the whole job: {', '.join(label(runs, run) for run in runs)}",
+            header,
+            rows,
+            {*range(len(header))} - {*range(1, len(header) - 2, 2)},
+        ),
         sentences([*notes_, *doubts]),
     )
 
 
 def _metric_rows(runs: Runs, found: Sequence[Summary]) -> tuple[list[str], list[list[Child]]]:
     header = ["metric"]
-    for run in runs:
-        header += [f"value of {label(runs, run)}" if len(runs) > 1 else "value", "errors"]
+    for at in range(1, len(runs) + 1):
+        header += [f"run {at}" if len(runs) > 1 else "value", "errors"]
     header += ["unit", "over"]
     every = {tag: value for summary in found for tag, value in summary.metrics.items()}
     rows: list[list[Child]] = []
@@ -200,7 +205,10 @@ def _value_cells(tag: str, value: Value | None) -> list[Child]:
     if value is None:
         return ["–", ""]
     mark = element("strong", " !", title=value.doubt) if value.doubt else None
-    return [together(number(readable(value.value), value.value), mark), _errors(tag, value)]
+    return [
+        together(number(readable(value.value), value.value), mark),
+        element("span", _errors(tag, value), class_="whole"),
+    ]
 
 
 def _errors(tag: str, value: Value) -> str:
