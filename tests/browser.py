@@ -26,7 +26,7 @@ _OPTIONS = (
 
 
 class Browser:
-    """One tab of a Chromium with a new profile; `problems` and `requests` are of the tab since its start."""
+    """One tab of a Chromium with a new profile; `problems` and `requests` are of the page since `open`."""
 
     def __init__(self) -> None:
         self.problems: list[str] = []  # errors and warnings of the console, and exceptions of scripts
@@ -62,7 +62,7 @@ class Browser:
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
         )
         self.call("Emulation.setScriptExecutionDisabled", value=not scripts)
-        self._loaded = False
+        self.problems, self.requests, self._loaded = [], [], False
         self.call("Page.navigate", url=path.resolve().as_uri())
         deadline = time.monotonic() + WITHIN_S
         while not self._loaded:
