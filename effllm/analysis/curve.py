@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from effllm.records.values import MAX_VALUE
+
 #: A curve with more points in memory is thinned to half of them.
 MAX_POINTS = 2**17
 _FOLDED = 4  # so many neighbours become two: the smallest and the largest
@@ -16,7 +18,7 @@ _FOLDED = 4  # so many neighbours become two: the smallest and the largest
 class Curve:
     """Points in the order of recording. The smallest and the largest value and their places are exact.
 
-    A value that was not measured is nan: the curve has a gap there.
+    A value that was not measured is nan, and one above `MAX_VALUE` counts as nan: the curve has a gap there.
     """
 
     def __init__(self) -> None:
@@ -26,7 +28,7 @@ class Curve:
 
     def add(self, x: float, y: float) -> None:
         """Add a point; of two nan in succession, only the first is kept."""
-        if math.isfinite(y):
+        if abs(y) <= MAX_VALUE:
             self.count += 1
             self.last = y
         elif not self._y or math.isnan(self._y[-1]):
@@ -39,24 +41,25 @@ class Curve:
             self._fold()
 
     def thinned(self, buckets: int) -> tuple[list[float], list[float]]:
-        """Return at most two points for each bucket, the smallest and the largest value in it, and the gaps."""
+        """Return the first and the last point, and of each bucket the smallest and the largest value, and the gaps."""
         x, y = np.frombuffer(self._x), np.frombuffer(self._y)
         if len(x) <= 2 * buckets:
             return x.tolist(), y.tolist()
-        kept: list[int] = []
+        kept = {0, len(x) - 1}
         edges = _edges(x, buckets)
         for begin, end in zip(edges, [*edges[1:], len(x)], strict=True):
             part = y[begin:end]
             if np.isnan(part).all():
-                kept.append(begin)
+                kept.add(begin)
                 continue
             if begin and np.isnan(part[0]):  # the gap before the first value of this bucket
-                kept.append(begin)
-            kept += sorted({begin + int(np.nanargmin(part)), begin + int(np.nanargmax(part))})
-        return x[kept].tolist(), y[kept].tolist()
+                kept.add(begin)
+            kept |= {begin + int(np.nanargmin(part)), begin + int(np.nanargmax(part))}
+        order = sorted(kept)
+        return x[order].tolist(), y[order].tolist()
 
     def _fold(self) -> None:
-        whole = len(self._y) - len(self._y) % _FOLDED
+        whole = (len(self._y) - 1) // _FOLDED * _FOLDED  # without the last point
         x, y = (np.frombuffer(one)[:whole].reshape(-1, _FOLDED) for one in (self._x, self._y))
         missing = np.isnan(y)
         least = np.where(missing, np.inf, y).argmin(axis=1)

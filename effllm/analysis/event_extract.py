@@ -16,9 +16,9 @@ from effllm.records.rank import Event
 MAX_BYTES = 64 * 2**20
 #: Kinds of stalls, which have a section of their own.
 STALLS = ("stalled", "resumed", "stack")
-MAX_STALLS = 200
-#: Newest stack files, and the first bytes of each: the main thread is first.
-MAX_STACK_FILES, MAX_STACK_BYTES = 8, 16_384
+MAX_STALLS = 50
+#: Bytes of the beginning of a stack file: the main thread is first.
+MAX_STACK_BYTES = 16_384
 
 
 class EventExtract:
@@ -48,7 +48,7 @@ class EventExtract:
             OSError: the file cannot be read.
         """
         path = folder / "events.jsonl"
-        if not path.exists():
+        if not path.is_file():
             return
         decode = msgspec.json.Decoder(Event).decode
         with path.open("rb") as file:
@@ -73,15 +73,19 @@ class EventExtract:
             yield line
 
 
-def read_stacks(folder: Path) -> tuple[list[tuple[str, str]], int]:
-    """Return the names and the beginnings of the newest stack files, and the number of all stack files."""
+def read_stacks(folder: Path, limit: int) -> tuple[list[tuple[str, str]], int]:
+    """Return the names and the beginnings of the ``limit`` newest stack files, and the number of all stack files.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
     found = sorted(
         (path for path in (folder / "stacks").glob("*.txt") if path.is_file()),
         key=lambda path: path.stat().st_mtime,
         reverse=True,
     )
     texts = []
-    for path in found[:MAX_STACK_FILES]:
+    for path in found[:limit]:
         with path.open("rb") as file:
             texts.append((path.name, file.read(MAX_STACK_BYTES).decode(errors="replace")))
     return texts, len(found)

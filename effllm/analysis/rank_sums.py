@@ -104,7 +104,7 @@ class RankReports:
         """
         newest: list[Path] = []
         size = 0
-        for path in reversed(segments(folder, "ranks")):
+        for path in filter(Path.is_file, reversed(segments(folder, "ranks"))):
             size += (about := path.stat().st_size)
             if newest and size > MAX_BYTES:
                 self.unread_bytes += about

@@ -24,9 +24,10 @@ class RecordedRun:
         folder: the run folder.
         tags: tags of the curves.
         max_events: maximum number of problems, and of other events.
+        max_stacks: maximum number of stack files.
     """
 
-    def __init__(self, folder: Path, tags: Iterable[str], max_events: int) -> None:
+    def __init__(self, folder: Path, tags: Iterable[str], max_events: int, max_stacks: int) -> None:
         self.folder = folder
         self.problems: list[str] = []
         self.facts: Document = self._document("run.json") or {}
@@ -44,7 +45,7 @@ class RecordedRun:
             if reader.skipped:
                 self.problems.append(f"{name}: {reader.skipped:,} incomplete or invalid lines were left out")
         try:
-            self.stacks, self.stack_files = read_stacks(folder)
+            self.stacks, self.stack_files = read_stacks(folder, max_stacks)
         except OSError as error:
             self.problems.append(f"stacks cannot be read: {error.strerror or error}")
 

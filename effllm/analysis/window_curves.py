@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Annotated
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from effllm.analysis.curve import Curve
 from effllm.records.job import Spread
@@ -16,13 +17,16 @@ from effllm.store.reader import JsonLines, segments
 LOSS = "loss"
 
 
+Iteration = Annotated[int, Meta(ge=-(2**53), le=2**53)]  # exact as a float
+
+
 class CurveLine(Struct, frozen=True):
     """The used fields of a line of windows-*.jsonl."""
 
     attempt: int = 0
-    iteration: int | None = None
-    iteration_first: int = 0
-    iteration_last: int = 0
+    iteration: Iteration | None = None
+    iteration_first: Iteration = 0
+    iteration_last: Iteration = 0
     loss: float | None = None
     correction: bool = False
     simulated: bool = False
@@ -50,7 +54,7 @@ class WindowCurves:
         Raises:
             OSError: a file cannot be read.
         """
-        found = JsonLines(segments(folder, "windows"), CurveLine)
+        found = JsonLines([path for path in segments(folder, "windows") if path.is_file()], CurveLine)
         for line in found:
             # A correction has the counts of late reports; a window without an iteration has no values of iterations.
             if not (line.correction or line.iteration_last < line.iteration_first):

@@ -80,7 +80,7 @@ def comparison_page(request: CompareRequest) -> ComparisonPage:
     try:
         import scipy.special  # noqa: F401
     except ImportError:
-        raise ImportError("this command needs SciPy: pip install 'effllm[analysis]'") from None
+        raise ImportError("a comparison needs SciPy: pip install 'effllm[analysis]'") from None
     conditions = [parse_condition(text) for text in request.conditions]
     # Metrics of conditions are named in advance: with conditions alone, only these metrics are in Holm's correction.
     names = dict.fromkeys([*request.metrics, *(one.metric for one in conditions)])

@@ -11,7 +11,7 @@ from effllm.commands.compare import CompareRequest, comparison_errors, compariso
 from effllm.records.plain_text import one_line
 from effllm.store.own_files import replace_file
 from effllm.views.comparison_text import ComparisonPage
-from effllm.views.report.page import MAX_RUNS, ReportTooLarge, read_run, report_html
+from effllm.views.report.page import MAX_RUNS, ReportTooLarge, read_runs, report_html
 
 
 def main(paths: Sequence[str], output: Path | None) -> int:
@@ -22,7 +22,7 @@ def main(paths: Sequence[str], output: Path | None) -> int:
             return _fail(f"{len(found):,} runs were found, and a report has at most {MAX_RUNS}: name fewer runs")
         folders = [run.folder for run in found]
         comparison = _comparison(list(paths) if len(paths) > 1 else list(map(str, folders)), len(folders))
-        runs = [read_run(folder) for folder in folders]
+        runs = read_runs(folders)
         page = report_html(runs, comparison).encode()
         path = output or Path(f"report-{runs[0].folder.name if len(runs) == 1 else f'{len(runs)}-runs'}.html")
         replace_file(path, page, durable=False)

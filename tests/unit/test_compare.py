@@ -396,7 +396,7 @@ def test_without_the_extra_one_line_names_it(tmp_path, monkeypatch, compared):
     monkeypatch.setitem(sys.modules, "scipy.special", None)
 
     assert compared(tmp_path, tmp_path) == (
-        "effllm compare: this command needs SciPy: pip install 'effllm[analysis]'\n",
+        "effllm compare: a comparison needs SciPy: pip install 'effllm[analysis]'\n",
         2,
     )
 

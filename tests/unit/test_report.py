@@ -2,7 +2,9 @@
 
 import html
 import json
+import os
 import re
+import sys
 from pathlib import Path
 
 import msgspec
@@ -13,6 +15,7 @@ from sink_examples import make_summary
 from typer.testing import CliRunner
 
 from effllm.commands.app import app
+from effllm.records.values import ValueSummary
 from effllm.records.verdict import Verdict
 from effllm.records.waterfall import Waterfall, WaterfallPart
 from effllm.views.report.markup import Markup, element
@@ -223,6 +226,37 @@ def test_several_runs_have_the_words_of_the_comparison(report, tmp_path):
     assert "unknown" in compared
     assert f"A: {a} (1 run, a)" in text
     assert "unknown: " in text[text.rindex("Comparison") : text.rindex("What ran")]
+
+
+def test_one_run_needs_neither_duckdb_nor_scipy(report, tmp_path, monkeypatch):
+    for name in ("duckdb", "scipy", "scipy.special"):
+        monkeypatch.setitem(sys.modules, name, None)
+    a, b = (folder_of(tmp_path / name, make_summary(), window(1)) for name in "ab")
+
+    assert "No comparison" not in text_of(report(a))
+    assert "No comparison: a comparison needs SciPy: pip install 'effllm[analysis]'" in text_of(report(a, b))
+
+
+def test_extreme_numbers_and_other_kinds_of_files_are_left_out(report, tmp_path):
+    lines = window(1) + window(2, loss=1e308) + window(10**40) + window(3, loss=-1e308)
+    made = folder_of(tmp_path / "run", make_summary(), lines)
+    (made / "events.jsonl").unlink()
+    os.mkfifo(made / "events.jsonl")
+    os.mkfifo(made / "windows-0002.jsonl")
+
+    page = report(made)
+
+    assert data_of(page)["runs"][0]["curves"]["loss"] == [[1, 2], [2.0, None]]
+    assert "windows: 1 incomplete or invalid lines were left out" in text_of(page)
+
+
+def test_values_of_instruments_are_in_a_table(report, tmp_path):
+    values = {"reward": ValueSummary(count=7, unit="points", mean=0.25, least=0.0, most=1.0)}
+
+    text = text_of(report(folder_of(tmp_path / "run", replace(make_summary(), instruments=values), window(1))))
+
+    assert "reward" in text
+    assert "0.25" in text
 
 
 def test_page_is_private_and_replaces_an_older_one(report, tmp_path):

@@ -77,3 +77,15 @@ def test_restarts_do_not_multiply_the_points(attempts):
 
     assert len(xs) <= 4 * 40
     assert (min(ys), max(ys)) == (1.0, 100.0)
+
+
+def test_last_point_is_kept_exactly(monkeypatch):
+    monkeypatch.setattr(curves, "MAX_POINTS", 64)
+
+    xs, ys = made([5.0, 1.0] * 500 + [3.0]).thinned(10)
+
+    assert (xs[-1], ys[-1]) == (1001.0, 3.0)
+
+
+def test_value_that_is_too_large_for_a_drawing_counts_as_missing():
+    assert made([1.0, 1e300, math.inf, 2.0]).count == 2

@@ -22,6 +22,7 @@ from effllm.views.report.verdicts import Runs, bar, cards
 
 MAX_RANK_ROWS = 24
 MAX_STRAGGLERS = 32
+MAX_LETTERS, MAX_STALL_LETTERS = 400, 2000  # of the text of an event
 
 
 def curves(charts: Sequence[tuple[Chart, list[Drawn]]], runs: Sequence[RunCurves]) -> Markup:
@@ -250,7 +251,7 @@ def _stalls(run: RecordedRun) -> Child:
         return element("p", "No stall was recorded.")
     more = run.stack_files - len(run.stacks)
     return together(
-        _event_table("Stalls, oldest first", events) if events else None,
+        _event_table("Stalls, oldest first", events, MAX_STALL_LETTERS) if events else None,
         [hidden(f"Stacks: {name}", element("pre", lines(text.splitlines()), tabindex=0)) for name, text in run.stacks],
         element("p", f"{more:,} older stack files are in the run folder.") if more > 0 else None,
     )
@@ -279,7 +280,7 @@ def _events(run: RecordedRun) -> Child:
     if run.events.unread_bytes:
         about.append(f"{run.events.unread_bytes / 2**20:,.0f} MiB of older events were not read.")
     return together(
-        _event_table(f"{len(shown):,} events, oldest first; problems are bold", shown),
+        _event_table(f"{len(shown):,} events, oldest first; problems are bold", shown, MAX_LETTERS),
         sentences(about),
         hidden(
             "Number of events by kind",
@@ -288,13 +289,14 @@ def _events(run: RecordedRun) -> Child:
     )
 
 
-def _event_table(caption: str, found: Sequence[Event]) -> Markup:
+def _event_table(caption: str, found: Sequence[Event], letters: int) -> Markup:
     rows = [
         [
             element("span", moment(one.time_s), class_="whole"),
             element("strong", one.kind) if is_problem(one.kind) else one.kind,
             "" if one.rank is None else str(one.rank),
-            one.text if one.count == 1 else f"{one.text} ({one.count:,} times)",
+            (one.text[:letters] + ("…" if len(one.text) > letters else ""))
+            + (f" ({one.count:,} times)" if one.count > 1 else ""),
         ]
         for one in found
     ]

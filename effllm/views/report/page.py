@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Sequence
 from importlib.resources import files
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -28,7 +29,7 @@ MAX_RUNS = 8
 MAX_BUCKETS, MIN_BUCKETS = 400, 40
 #: Two points of a bucket need about 50 bytes, as a path and as data.
 _CURVE_BYTES, _BUCKET_BYTES = 800_000, 50
-MAX_EVENTS = 150
+MAX_EVENTS, MAX_STACKS = 150, 8  # in one report
 #: Maximum number of entries of a part of the embedded summary.
 MAX_EMBEDDED = 64
 
@@ -37,9 +38,10 @@ class ReportTooLarge(Exception):
     """The runs do not fit into one report; the message is one sentence."""
 
 
-def read_run(folder: Any) -> RecordedRun:
-    """Read a run folder with all curves of a report."""
-    return RecordedRun(folder, TAGS, MAX_EVENTS)
+def read_runs(folders: Sequence[Path]) -> list[RecordedRun]:
+    """Read run folders with all curves of a report; the runs share the room for events and stacks."""
+    count = len(folders)
+    return [RecordedRun(one, TAGS, MAX_EVENTS // count, max(MAX_STACKS // count, 1)) for one in folders]
 
 
 def report_html(runs: Sequence[RecordedRun], comparison: ComparisonPage | str | None) -> str:

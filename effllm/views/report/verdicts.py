@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 
 from effllm.analysis.recorded_run import RecordedRun
 from effllm.metrics import METRICS
@@ -10,6 +12,7 @@ from effllm.records.job import Summary, Value
 from effllm.records.verdict import HIGH, MEDIUM
 from effllm.records.waterfall import PARTS, PRODUCTIVE
 from effllm.store.summary_text import (
+    MAX_SHOWN_NAMES,
     audit_texts,
     errors_text,
     how_measured,
@@ -109,6 +112,7 @@ def _waterfall(run: RecordedRun) -> Child:
 
 def bar(begin: float, share: float, kind: str) -> Markup:
     """Return a bar from a share to another share of its frame, in the colour of a kind: work, lost or own."""
+    begin, share = (min(max(one, 0.0), 1.0) if math.isfinite(one) else 0.0 for one in (begin, share))
     width = max(BAR * share, 0.4)
     drawn = element("rect", x=f"{min(BAR * begin, BAR - width):.4g}", width=f"{width:.4g}", y=0, height=10, class_=kind)
     return element("svg", drawn, viewBox=f"0 0 {BAR} 10", preserveAspectRatio="none", class_="bar", aria_hidden="true")
@@ -168,6 +172,7 @@ def metrics(runs: Runs) -> Markup:
         "Metrics are run to date, without the warm-up; those with “job” cover the whole wall time.",
         "Rest the pointer on a number for all its digits.",
     ]
+    instruments = [_instruments(runs, run) for run in runs if run.summary is not None and run.summary.instruments]
     doubts = [text for one in found if one.audit is not None for text in audit_texts(one.audit)]
     return section(
         "metrics",
@@ -179,7 +184,21 @@ def metrics(runs: Runs) -> Markup:
             {*range(len(header))} - {*range(1, len(header) - 2, 2)},
         ),
         sentences([*notes_, *doubts]),
+        instruments,
     )
+
+
+def _instruments(runs: Runs, run: RecordedRun) -> Markup:
+    """Return the values of instruments in a run."""
+    found = run.summary.instruments if run.summary is not None else {}
+    rows: list[list[Child]] = []
+    for name, one in islice(found.items(), MAX_SHOWN_NAMES):
+        values = (one.mean, one.percentiles.get("p50"), one.percentiles.get("p95"), one.most)
+        cells_ = ["–" if value is None else number(f"{value:.4g}", value) for value in values]
+        rows.append([name, one.unit, f"{one.count:,}", *cells_])
+    more = f", {MAX_SHOWN_NAMES} of {len(found):,} names" if len(found) > MAX_SHOWN_NAMES else ""
+    header = ("instrument", "unit", "count", "mean", "median", "95th percentile", "most")
+    return table(f"Values of instruments: {label(runs, run)}{more}", header, rows, (0, 1))
 
 
 def _metric_rows(runs: Runs, found: Sequence[Summary]) -> tuple[list[str], list[list[Child]]]:
