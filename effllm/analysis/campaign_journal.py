@@ -38,9 +38,10 @@ class CampaignJournal:
     """
 
     def __init__(self, folder: Path) -> None:
+        self._path = folder / "campaign.jsonl"
         try:
             own_files.make_folder(folder)
-            self._file = own_files.open_file(folder / "campaign.jsonl", os.O_RDWR | os.O_CREAT | os.O_APPEND)
+            self._file = own_files.open_file(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         except OSError as error:
             raise WrongPlan(f"{folder}: {error.strerror or error}") from error
         try:
@@ -68,8 +69,13 @@ class CampaignJournal:
         Raises:
             OSError: the disk is full.
         """
-        os.write(self._file, msgspec.json.encode(line) + b"\n")
-        os.fsync(self._file)
+        content = msgspec.json.encode(line) + b"\n"
+        try:
+            while content:  # on a full disk, a part of the line is written without an error
+                content = content[os.write(self._file, content) :]
+            os.fsync(self._file)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._path)) from error
         self._take(line)
 
     def last(self, key: str) -> JournalLine | None:

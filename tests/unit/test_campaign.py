@@ -1,6 +1,8 @@
 """Campaigns without processes: the plan, the journal and the estimate of the remaining time."""
 
+import errno
 import json
+import os
 import time
 
 import pytest
@@ -47,6 +49,22 @@ def test_remaining_time_is_of_each_configuration_and_of_the_cooldowns(tmp_path):
         journal.add(JournalLine(run.key, COMPLETED, 0.0, seconds=100.0 if run.configuration == "long" else 10.0))
 
     assert campaign._remaining_s(order[2:]) == pytest.approx(2 * 110 + 3)
+
+
+def test_a_line_that_the_disk_takes_only_in_part_is_an_error_that_names_the_journal(tmp_path, monkeypatch):
+    journal = CampaignJournal(tmp_path)
+    sizes = iter([8])
+
+    def write(file, content, write=os.write):
+        if (size := next(sizes, 0)) == 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(file, content[:size])
+
+    monkeypatch.setattr(os, "write", write)
+    with pytest.raises(OSError, match=r"No space left on device.*campaign\.jsonl"):
+        journal.add(JournalLine("a-1", STARTED, 1.0))
+
+    assert journal.last("a-1") is None
 
 
 def test_estimate_of_thousands_of_runs_costs_milliseconds(tmp_path):
