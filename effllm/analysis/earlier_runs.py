@@ -73,7 +73,7 @@ def earlier_runs(
         sides: the sides of the comparison.
         progress: called with the number of run folders that were read, and of all that are not in the cache.
     """
-    compared = {run.folder for side in sides for run in side.runs}
+    compared = {_identity(run) for side in sides for run in side.runs}
     shortest = min((run.row.get("iterations") or 0 for side in sides for run in side.runs), default=0)
     names = list(dict.fromkeys([*_COLUMNS, *(metric.column for metric in all_metrics())]))
     database = Database(list({run.folder: run for run in found}.values()), columns=names, progress=progress)
@@ -86,9 +86,17 @@ def earlier_runs(
     chosen = [
         run
         for run in runs
-        if run.folder not in compared and not run.continues and not (run.repeat() and run.row["status"] != "completed")
+        if _identity(run) not in compared
+        and not run.continues
+        and not (run.repeat() and run.row["status"] != "completed")
     ]
     return newest_repeats(chosen, [])
+
+
+def _identity(run: ComparedRun) -> tuple[Any, ...]:
+    """Return a key that is equal for copies of a run, so that no run is both compared and earlier."""
+    start_s = run.row.get("started_time_s")
+    return (run.folder,) if start_s is None else (run.row.get("run_id"), start_s)
 
 
 def _run(row: dict[str, Any]) -> ComparedRun:

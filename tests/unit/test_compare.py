@@ -121,6 +121,14 @@ def test_lines_of_a_ledger_file_name_the_earlier_runs(tmp_path, compared):
         assert (row["word"], row["ledger_runs"]) == ("not distinguishable", 6)
 
 
+def test_a_copy_of_a_compared_run_is_not_an_earlier_run(tmp_path, compared):
+    a, b = write_side(tmp_path, "a", [1000]), write_side(tmp_path, "b", [1012])
+    ledger = write_side(tmp_path, "ledger", [1000, 1006, 994])
+    shutil.copytree(a / "a0", ledger / "copy")
+
+    assert rows(compared(a, b, ledger=str(ledger))[0])["tokens_per_second"]["ledger_runs"] == 3
+
+
 def test_ledger_without_a_run_folder_is_an_error(tmp_path, compared, capsys):
     a, b = write_side(tmp_path, "a", [1000]), write_side(tmp_path, "b", [1012])
     (tmp_path / "ledger").mkdir()
