@@ -79,13 +79,14 @@ class Planted:
     """A planted cause.
 
     ``share`` is its share of the device time of the job; ``spread`` in 0..1 selects the kind, and ``count`` the number
-    of restarts, of slow ranks or of unused GPUs.
+    of restarts, of slow ranks or of unused GPUs.  A slow rank computes longer, or (``by_data``) waits longer for data.
     """
 
     cause: str
     share: float
     spread: float = 0.0
     count: int = 1
+    by_data: bool = False
 
 
 @dataclass(frozen=True)

@@ -192,13 +192,16 @@ def _simulate(job: PlantedJob, noise: _Noise, amounts: dict[str, float]) -> Time
     idle_s = (shape.step_s * shape.idle + each_s("device_idle")) * noise.idle
     slow_s, is_slow, clocks = _slow_ranks(job, noise, amounts, kernel_s)
     wait_s = (shape.step_s * shape.data + each_s("data_loading")) * noise.wait
+    is_by_data = any(one.by_data for one in job.causes)
+    computing_s = kernel_s if is_by_data else kernel_s + slow_s
     communication_s = (shape.step_s * shape.communication + each_s("exposed_communication")) * noise.communication
     phases_s = {
         EVALUATION: _phase(noise, shape.evaluation * whole_s, amounts.get("evaluation", 0.0), 10 * shape.step_s),
         CHECKPOINT: _phase(noise, shape.checkpoint * whole_s, amounts.get("checkpoint", 0.0), 3 * shape.step_s),
     }
     whole = Course(
-        0, 1, 0.0, shape.startup_s, wait_s, kernel_s + slow_s + idle_s, kernel_s + slow_s, communication_s,
+        0, 1, 0.0, shape.startup_s, wait_s + slow_s if is_by_data else wait_s, computing_s + idle_s, computing_s,
+        communication_s,
         phases_s, is_slow, shutdown_s=shape.shutdown_s, kept=number, hanging=int(noise.ranks[-1]),
     )  # fmt: skip
     attempts = _attempts(job, noise, amounts, whole)
@@ -317,9 +320,10 @@ def _truth(found: Timeline, whole: Course, slow_s: Seconds) -> dict[str, float]:
     without_s = (whole.wait_s + whole.own_s - slow_s).max(axis=1) + whole.communication_s
     extra_s = whole.lengths_s - without_s  # of each iteration, because of slow ranks
     cause = next((one.cause for one in found.job.causes if one.cause in SLOW_RANKS), "straggler")
+    by_data_s = slow_s if any(one.by_data for one in found.job.causes) else np.zeros_like(slow_s)
     for course in found.attempts:
         kept = slice(course.first - 1, course.first - 1 + course.kept)
-        truth["data_loading"] += float(whole.wait_s[kept].sum())
+        truth["data_loading"] += float((whole.wait_s - by_data_s)[kept].sum())
         truth["exposed_communication"] += float(whole.communication_s[kept].sum()) * ranks
         truth["device_idle"] += float(idle_s[kept].sum())
         truth["padding"] += found.padding * float(whole.kernel_s[kept].sum())

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from effllm.job.health.diagnosis import CLOCK, POWER_LIMIT, THROTTLED
+from effllm.job.health.diagnosis import CLOCK, POWER_LIMIT, THROTTLED, UNKNOWN
+from effllm.job.remedies import SLOW_DATA
 from effllm.metrics import METRICS
-from effllm.records.job import AttemptSummary, StragglerVerdict, Summary
+from effllm.records.job import ARRIVAL, DATA_WAIT, PROFILE, AttemptSummary, StragglerVerdict, Summary
 from effllm.records.waterfall import Waterfall
 
 
@@ -77,6 +78,7 @@ class Loss(NamedTuple):
     why: str
     source: str  # place of the numbers in the run folder
     factor: float = 1.0  # saved device time over `seconds`
+    action: str = ""  # the next action, if it is not the usual action for the cause
 
     @property
     def gain(self) -> float | None:
@@ -90,8 +92,8 @@ def losses(summary: Summary, found: Waterfall) -> list[Loss]:
     made = [*_of_parts(summary, found), *_of_stragglers(summary, found), *_of_restarts(summary, found)]
     made += [*_of_clocks(summary, found), *_of_profile(summary, found), *_of_padding(summary, found)]
     by_cause: dict[str, Loss] = {}
-    for cause, seconds, why, source, *factor in made:
-        loss = Loss(cause, seconds, seconds / found.device_seconds, why, source, *factor)
+    for cause, seconds, why, source, *more in made:
+        loss = Loss(cause, seconds, seconds / found.device_seconds, why, source, *more)
         known = by_cause.get(cause)
         # Waits for a throttled GPU are measured, and they are a part of the loss by its clock: the larger loss counts.
         if seconds > 0 and (known is None or loss.seconds > known.seconds):
@@ -115,8 +117,8 @@ def seconds_of(found: Waterfall, *names: str) -> float:
     return sum(part.device_seconds for part in found.parts if part.name in names)
 
 
-#: Cause, device-seconds, why, source; and the saved device time over these device-seconds, if it is not 1.
-_Made = tuple[str, float, str, str] | tuple[str, float, str, str, float]
+#: Cause, device-seconds, why, source; then factor and action as in `Loss`.
+_Made = tuple[str, float, str, str] | tuple[str, float, str, str, float] | tuple[str, float, str, str, float, str]
 
 
 def _part(name: str) -> str:
@@ -124,12 +126,15 @@ def _part(name: str) -> str:
 
 
 def _of_parts(summary: Summary, found: Waterfall) -> Iterator[_Made]:
-    waits = "the ranks wait for data between steps"
+    waits, data_s = "the ranks wait for data between steps", seconds_of(found, _PARTS["data_loading"])
+    # The longer waits of a straggler, which its peers do not have, are a part of the loss by the straggler.
+    share = max(1.0 - _waits_of_stragglers(summary, found) / data_s, 0.0) if data_s else 1.0
     if summary.goodput is not None and summary.iterations:
         # Means over ranks and all iterations, as the loss: the metrics are of the slowest rank, without the warm-up.
         each = {name: one / summary.iterations for name, one in summary.goodput.seconds.items()}
-        wait, iteration = each.get("data", 0.0), sum(each.get(name, 0.0) for name in ITERATION_CLASSES)
+        wait, iteration = share * each.get("data", 0.0), sum(each.get(name, 0.0) for name in ITERATION_CLASSES)
         waits = f"data wait {1e3 * wait:.3g} ms of {1e3 * iteration:.3g} ms per iteration, mean over ranks"
+        waits += ", without the longer waits of stragglers" if share < 1.0 else ""
     texts = {
         "data_loading": waits,
         "checkpoint": "the steps stop during checkpoints",
@@ -140,7 +145,8 @@ def _of_parts(summary: Summary, found: Waterfall) -> Iterator[_Made]:
     }
     for cause, part in _PARTS.items():
         factor = _with_gaps(found) if cause == "unused_gpus" else 1.0
-        yield cause, seconds_of(found, part), texts[cause], _part(part), factor
+        seconds = seconds_of(found, part) * (share if cause == "data_loading" else 1.0)
+        yield cause, seconds, texts[cause], _part(part), factor
     # The start-ups of later attempts belong to the restarts.
     attempts = summary.goodput.attempts if summary.goodput is not None else ()
     total = sum(map(_startup_s, attempts))
@@ -152,6 +158,18 @@ def _startup_s(attempt: AttemptSummary) -> float:
     return attempt.startup_s * attempt.devices
 
 
+def _waits_of_stragglers(summary: Summary, found: Waterfall) -> float:
+    """Return the data waits by which stragglers waited longer than their peers, in device-seconds."""
+    waits_s = sum(one.own_seconds for one in summary.stragglers if one.evidence == DATA_WAIT)
+    return _devices_of_rank(summary, found) * waits_s
+
+
+def _devices_of_rank(summary: Summary, found: Waterfall) -> float:
+    rank_seconds = sum(summary.goodput.rank_seconds.values()) if summary.goodput is not None else 0.0
+    used_s = found.device_seconds - seconds_of(found, "unused")
+    return used_s / rank_seconds if rank_seconds else 1.0
+
+
 def _with_gaps(found: Waterfall) -> float:
     """Return the time in which the unused GPUs are allocated, over the time without the gaps between attempts."""
     used_s = found.device_seconds - seconds_of(found, "unused")
@@ -161,9 +179,7 @@ def _with_gaps(found: Waterfall) -> float:
 
 def _of_clocks(summary: Summary, found: Waterfall) -> Iterator[_Made]:
     """Yield the losses by low SM clocks with a reason, in device-seconds."""
-    rank_seconds = sum(summary.goodput.rank_seconds.values()) if summary.goodput is not None else 0.0
-    used_s = found.device_seconds - seconds_of(found, "unused")
-    devices = used_s / rank_seconds if rank_seconds else 1.0  # of a rank
+    devices = _devices_of_rank(summary, found)
     for cause, clock in summary.slow_clocks.items():
         factor = max(clock.max_rank_seconds / clock.rank_seconds, 1.0) if clock.rank_seconds > 0 else 1.0
         yield cause, devices * clock.rank_seconds, clock.why, f"summary.json: slow_clocks.{cause}", factor
@@ -179,10 +195,20 @@ def _of_stragglers(summary: Summary, found: Waterfall) -> Iterator[_Made]:
     for cause, verdicts in by_cause.items():
         worst = max(verdicts, key=lambda one: one.gpu_seconds)
         ranks = ",".join(map(str, worst.ranks))
-        text = f"rank {ranks} ({worst.host}): {worst.why}" if worst.host else f"rank {ranks}: {worst.why}"
+        why = _slower(worst) if worst.why == UNKNOWN else worst.why
+        text = f"rank {ranks} ({worst.host}): {why}" if worst.host else f"rank {ranks}: {why}"
         source = f"summary.json: stragglers, ranks {ranks}"
         waits = seconds * sum(one.gpu_seconds for one in verdicts) / total
-        yield cause, waits, text, source, _with_own_time(summary, verdicts)
+        action = SLOW_DATA.text if worst.evidence == DATA_WAIT else ""
+        yield cause, waits, text, source, _with_own_time(summary, verdicts), action
+
+
+def _slower(verdict: StragglerVerdict) -> str:
+    """Return by how much a rank is slower, for a straggler without a reason."""
+    base = {PROFILE: "computation takes {} longer than", ARRIVAL: "arrives {} of an iteration later than"}
+    peers = "its peer" if verdict.peers == 1 else f"its {verdict.peers} peers"
+    how = base.get(verdict.evidence, "{} slower than").format(f"{100 * verdict.slowdown:.1f} %")
+    return f"{how} {peers}, reason unknown"
 
 
 def _with_own_time(summary: Summary, verdicts: list[StragglerVerdict]) -> float:
@@ -225,8 +251,9 @@ def _of_profile(summary: Summary, found: Waterfall) -> Iterator[_Made]:
     profile = summary.profile
     assert profile is not None
     text = f"in {profile.iterations:,} profiled iterations of all ranks"
-    for cause in ("exposed_communication", "device_idle"):
-        yield cause, seconds_of(found, cause), text, _part(cause)
+    texts = {"exposed_communication": f"{text}, including waits of the ranks for each other", "device_idle": text}
+    for cause, why in texts.items():
+        yield cause, seconds_of(found, cause), why, _part(cause)
 
 
 def _of_padding(summary: Summary, found: Waterfall) -> Iterator[_Made]:

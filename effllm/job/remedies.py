@@ -77,6 +77,10 @@ REMEDIES: dict[str, dict[str, Remedy]] = {
 }
 
 
+#: The action for a straggler whose data is slow.
+SLOW_DATA = Remedy("give the rank the storage and DataLoader workers of its peers", _DATALOADER)
+
+
 def remedy(cause: str, framework: str) -> Remedy:
     """Return the next action for a cause in a framework.
 

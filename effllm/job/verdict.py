@@ -58,7 +58,8 @@ def verdict_of(summary: Summary, framework: str = "", prevalence: Prevalence | N
     if found.unused_gpu_seconds >= MIN_UNUSED_GPUS * summary.elapsed_s > 0 and summary.status != "stalled":
         return _no_gpu_used(found.unused_gpu_seconds, summary.elapsed_s, evidence)
     if reported and reported[0].share >= unreported:
-        return _accuse(reported[0], summary, remedy(reported[0].cause, framework).text, unit, evidence, seen)
+        action = reported[0].action or remedy(reported[0].cause, framework).text
+        return _accuse(reported[0], summary, action, unit, evidence, seen)
     if unreported >= MAX_UNREPORTED or reported:
         text = f"{100 * unreported:.1f} % of {unit} time has no report"
         return _unknown(text, "ranks or their reports were lost", "events.jsonl: rank_lost and reports_lost", evidence)

@@ -194,6 +194,7 @@ class StragglerVerdict(Struct, frozen=True):
     differences: tuple[
         str, ...
     ] = ()  # kinds of differences from the peers' devices: clock, throttled, power_limit, host
+    own_seconds: float = 0.0  # time by which the slow rank took longer than its peers
 
 
 class ClockLoss(Struct, frozen=True):

@@ -7,6 +7,7 @@ import pytest
 from benchmarks.planted.job import HEALTHY, MAX_SECOND, MIN_PADDING, NUM_HEALTHY, THRESHOLDS
 from benchmarks.planted.reports import summary_of_planted
 from benchmarks.planted.timeline import planned, timeline
+from effllm.records.job import DATA_WAIT, OWN_TIME
 
 #: Cause -> parts of the waterfall that have its device time, also without a verdict.
 PARTS = {
@@ -66,6 +67,20 @@ def test_waterfall_has_the_planted_device_time(cause, seed):
         share += startup_s / found.elapsed_s
     # Waits for ranks that are slow by chance, and medians, explain the difference.
     assert share == pytest.approx(found.shares[cause], abs=0.02)
+
+
+@pytest.mark.parametrize("by_data", [False, True])
+@pytest.mark.parametrize("seed", range(5))
+def test_slow_rank_of_two_is_the_verdict_of_a_planted_job(seed, by_data):
+    job = planned("straggler", seed)
+    slow = replace(job.causes[0], share=0.15, by_data=by_data)
+    found = timeline(replace(job, shape=replace(job.shape, ranks=2), causes=(slow,)))
+
+    summary = summary_of_planted(found)
+
+    assert summary.verdict.cause == "straggler", summary.verdict
+    assert [one.evidence for one in summary.stragglers] == [DATA_WAIT if by_data else OWN_TIME]
+    assert shares(summary, "straggling") == pytest.approx(0.15, abs=0.03)
 
 
 def test_job_that_ends_in_a_hang_is_stalled():

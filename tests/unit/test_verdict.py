@@ -12,11 +12,12 @@ from effllm.config.settings import Config
 from effllm.job.aggregator import Aggregator
 from effllm.job.ledger import restore
 from effllm.job.losses import MIN_ITERATIONS, THRESHOLDS, losses
-from effllm.job.remedies import REMEDIES, remedy
+from effllm.job.remedies import REMEDIES, SLOW_DATA, remedy
 from effllm.job.unused_time import NOT_STATED, UNUSED
 from effllm.job.verdict import verdict_of
 from effllm.records.clock import Now
-from effllm.records.job import AttemptSummary, ClockLoss, GoodputSummary, StragglerVerdict, Value
+from effllm.records.job import DATA_WAIT, AttemptSummary, ClockLoss, GoodputSummary, StragglerVerdict, Value
+from effllm.records.job import PROFILE as PROFILE_EVIDENCE
 from effllm.records.rank import Profile
 from effllm.records.verdict import CAUSES, HEALTHY, HIGH, MEDIUM, NO_VERDICT, LossWindows
 from effllm.records.waterfall import Waterfall, WaterfallPart
@@ -178,6 +179,25 @@ def test_waits_for_a_throttled_gpu_are_a_part_of_the_loss_by_its_clock():
     found = verdict_of(job(straggling=40.0, stragglers=(hot,), slow_clocks=clocks))
 
     assert found.text.startswith("throttled: 5.5 % of GPU time")
+
+
+def test_data_waits_of_one_rank_are_a_straggler_not_data_loading():
+    """Of two ranks, rank 1 waits 180 s for data and rank 0 waits for rank 1; 4 s of data wait are of both ranks."""
+    slow = StragglerVerdict((1,), "", "", 1, 0.6, 9.0, 1, DATA_WAIT, "data wait 184 ms", 180.0, own_seconds=180.0)
+    summary = job(straggling=180.0, data=184.0, stragglers=(slow,))
+
+    found = {one.cause: one.seconds for one in losses(summary, summary.waterfall)}
+
+    assert found == {"straggler": pytest.approx(180.0), "data_loading": pytest.approx(4.0)}
+    assert verdict_of(summary).next == SLOW_DATA.text
+
+
+def test_straggler_without_a_reason_has_its_slowdown():
+    slow = StragglerVerdict((1,), "", "", 1, 1.4, 9.0, 1, PROFILE_EVIDENCE, gpu_seconds=180.0)
+
+    found = verdict_of(job(straggling=180.0, stragglers=(slow,)))
+
+    assert found.why == "rank 1: computation takes 140.0 % longer than its peer, reason unknown"
 
 
 def test_gain_without_a_straggler_includes_its_own_time():

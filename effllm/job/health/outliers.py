@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from effllm.job.health.pairs import PairScatter
 from effllm.job.health.robust import MAD_SIGMA, median, median_distance, of_few
 from effllm.job.rows import Rows
 from effllm.records.rank import RankReport
@@ -24,8 +25,6 @@ Z, Z_CLEAR = 5.0, 2.5
 SHORTEST_S = 1e-9
 #: Minimum of a deviation, as a share of the median, or of the iteration if values are parts of an iteration.
 FLOOR = 0.01
-#: In a group of two ranks, a rank is an outlier if it takes longer than its peer by this share.
-PAIR = 0.2
 #: A rank is named if it was an outlier in 3 of the last 5 windows; if noise often causes outliers, in more windows.
 PERSIST, WINDOWS = 3, 5
 #: Maximum number of ranks that noise may name per window; the required number of outliers depends on this limit.
@@ -52,6 +51,7 @@ class Look(NamedTuple):
     scale_s: float
     base_s: float  # slowdowns are shares of this duration
     flags: dict[int, float]  # outliers, and their seconds above the median
+    later: dict[int, float]  # in a group of two: the later rank, with its seconds, also if it is not an outlier
 
     def excess_s(self, rank: int) -> float | None:
         return self.values[self.ranks.index(rank)] - self.median_s if rank in self.ranks else None
@@ -65,6 +65,7 @@ class OutlierTrack:
         self._flags: deque[tuple[int, tuple[int, ...]]] = deque(maxlen=HISTORY)  # (number of judged ranks, outliers)
         # Only for small groups: the scatter of each window, as shares of base_s.
         self._scatter: deque[NDArray[np.float64]] = deque(maxlen=WINDOWS)
+        self._pair = PairScatter(HISTORY)
 
     def look(
         self,
@@ -81,36 +82,56 @@ class OutlierTrack:
             whole_s: duration of an iteration, if the values are parts of iterations.
             is_late: returns whether the value at an index, with its seconds above the median, may be an outlier.
         """
-        found = np.array(values)
+        found, ranks = np.array(values), _ranks(rows)
         ordered = np.sort(found)
         centre = median(ordered) if len(ordered) > 2 else float(ordered[0])
         base_s = whole_s if whole_s is not None else centre
         if base_s < SHORTEST_S:
             return
-        scale_s = max(self._deviation(ordered, centre, base_s), FLOOR * base_s)
+        if len(found) == 2:
+            deviation = self._pair.add(ranks, (values[1] - values[0]) / base_s, Z)
+            deviation_s = deviation * base_s
+            self.looks = deque((_judged_again(one, deviation) for one in self.looks), WINDOWS)
+        else:
+            deviation_s = self._deviation(ordered, centre, base_s)
+        scale_s = max(deviation_s, FLOOR * base_s)
         limit = centre + Z * scale_s
         flags: dict[int, float] = {}
-        if ordered[-1] >= limit:
+        later: dict[int, float] = {}
+        if len(found) == 2:
+            index, excess_s = int(found.argmax()), float(ordered[1] - ordered[0])
+            later = {rows[index].rank: excess_s} if is_late(index, excess_s) else {}
+            flags = later if ordered[1] >= limit else {}
+        elif ordered[-1] >= limit:
             late = ((index, values[index] - centre) for index in np.flatnonzero(found >= limit).tolist())
             flags = {rows[index].rank: excess_s for index, excess_s in late if is_late(index, excess_s)}
-        self._add(rows, Look(*_place(rows), _ranks(rows), values, centre, scale_s, base_s, flags))
+        self._add(rows, Look(*_place(rows), ranks, values, centre, scale_s, base_s, flags, later))
 
     def pass_by(self, rows: Sequence[RankReport]) -> None:
         """Record a window without outliers."""
-        self._add(rows, Look(*_place(rows), (), (), 0.0, 1.0, 1.0, {}))
+        self._add(rows, Look(*_place(rows), (), (), 0.0, 1.0, 1.0, {}, {}))
 
     def _add(self, rows: Sequence[RankReport], look: Look) -> None:
         self.looks.append(look)
         self._flags.append((len(rows), tuple(look.flags)))
 
     def _deviation(self, ordered: NDArray[np.float64], centre: float, base_s: float) -> float:
-        if len(ordered) == 2:
-            return PAIR / Z * base_s
         if len(ordered) >= FEW:
             return MAD_SIGMA * median_distance(ordered, centre)
         self._scatter.append(np.abs(ordered - centre) / base_s)
         share = median(np.sort(np.concatenate(self._scatter)))
         return MAD_SIGMA * of_few(len(ordered)) * share * base_s
+
+    def recent(self, window: int, iterations: int) -> Look | None:
+        """Return the last look as the look of a later window, while windows are judged as often as before.
+
+        Args:
+            window: number of the window, which is not judged.
+            iterations: number of its iterations.
+        """
+        if len(self.looks) < 2 or window - self.looks[-1].window > 2 * (self.looks[-1].window - self.looks[-2].window):
+            return None
+        return self.looks[-1]._replace(window=window, iterations=iterations)
 
     def times(self, rank: int) -> int:
         """Return the number of last windows in which a rank was an outlier."""
@@ -122,13 +143,15 @@ class OutlierTrack:
         Args:
             known: ranks that are named or were recently named; such ranks are not outliers by chance.
         """
-        found = [rank for rank in self.looks[-1].flags if self.times(rank) >= PERSIST]
-        if not found:
+        newest = self.looks[-1]
+        found = [rank for rank in newest.flags if self.times(rank) >= PERSIST]
+        # The first differences of two ranks show too little of their scatter.
+        if not found or (len(newest.ranks) == 2 and len(self.looks) < WINDOWS):
             return []
         explained = {*found, *known}
         judged = sum(count for count, _ in self._flags)
         by_chance = sum(rank not in explained for _, ranks in self._flags for rank in ranks)
-        needed = persistence(len(self.looks[-1].ranks), (by_chance + 1) / (judged + ASSUMED))
+        needed = persistence(len(newest.ranks), (by_chance + 1) / (judged + ASSUMED))
         return [rank for rank in found if self.times(rank) >= needed]
 
     def outlier_looks(self, rank: int) -> list[Look]:
@@ -158,6 +181,13 @@ def persistence(ranks: int, share: float) -> float:
         if ranks * math.comb(WINDOWS, times) * share**times <= FALSE_ALARMS:
             return times
     return math.inf
+
+
+def _judged_again(look: Look, deviation: float) -> Look:
+    """Return an earlier window of two ranks with the deviation that is known now, as a share of the base."""
+    scale_s = max(deviation, FLOOR) * look.base_s
+    flags = {rank: excess_s for rank, excess_s in look.later.items() if excess_s >= Z * scale_s}
+    return look._replace(scale_s=scale_s, flags=flags)
 
 
 def _ranks(rows: Sequence[RankReport]) -> Sequence[int]:

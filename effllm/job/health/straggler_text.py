@@ -55,7 +55,8 @@ def _line(kind: str, who: str, verdicts: Sequence[StragglerVerdict], has_gpus: b
     if kind == "recovered":
         return f"recovered: {who} no longer delays its peers; {cost}"
     worst = max(verdicts, key=lambda one: one.slowdown)
-    peers = f"{worst.peers + 1 - len(verdicts)} peers"
+    others = worst.peers + 1 - len(verdicts)
+    peers = f"{others} peers" if others > 1 else "peer"
     reasons = [one.why for one in verdicts if one.why != UNKNOWN]
     why = max(reasons, key=reasons.count) if reasons else f"reason {UNKNOWN}"
     percent = f"{100 * worst.slowdown:.1f} %"

@@ -16,14 +16,13 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from effllm.job.health.clock import Offset
-from effllm.job.health.diagnosis import UNKNOWN
 from effllm.job.health.evidence import Key, Peer, PeerGroups, gather, iteration_s
 from effllm.job.health.outliers import HISTORY, PERSIST, WINDOWS, Z_CLEAR, Look, OutlierTrack
 from effllm.job.health.slowdown import Slowdown
 from effllm.job.health.slowest import Slowest
-from effllm.job.health.straggler_reasons import reason, waiting_w
+from effllm.job.health.straggler_reasons import Reasons, Unit, waiting_w
 from effllm.job.health.straggler_text import events_of
-from effllm.records.job import ARRIVAL, DATA_WAIT, EVIDENCE, OWN_TIME, Straggler, StragglerVerdict
+from effllm.records.job import ARRIVAL, DATA_WAIT, EVIDENCE, OWN_TIME, PROFILE, Straggler, StragglerVerdict
 from effllm.records.rank import Event, RankReport
 
 #: Maximum number of verdicts in a report, and of verdicts with totals.
@@ -40,9 +39,6 @@ class Straggling(NamedTuple):
     events: Sequence[Event] = ()
     slowest: Straggler | None = None  # the slowest rank of the window
     is_compared: bool = False  # whether own times of ranks were compared
-
-
-Unit = tuple[int, ...]  # the ranks of a verdict
 
 
 class _Named(Struct):
@@ -66,6 +62,7 @@ class Stragglers:
         self._named: dict[Unit, _Named] = {}
         self._lately: dict[int, int] = {}  # rank -> last window in which it was named
         self._counted_s: dict[int, float] = {}  # rank-seconds of the last windows, by window
+        self._reasons = Reasons(self._peers)
         self._slowdown = Slowdown()
         self._slowest: dict[str, Slowest] = {}  # by group
 
@@ -221,7 +218,10 @@ class Stragglers:
         """
         if not self._named:
             return Straggling(0.0)
-        excess = {unit: self._excess_s(unit, named.verdict.evidence, looks) for unit, named in self._named.items()}
+        excess = {
+            unit: self._excess_s(unit, named.verdict.evidence, looks, rows) for unit, named in self._named.items()
+        }
+        own = dict(excess)
         waited = len(rows) - len(self._named)
         seconds = max(excess.values())
         by_window = {rows[0].window: seconds * waited}
@@ -233,14 +233,16 @@ class Stragglers:
                 more_s = max(late_s * waited - counted_s, 0.0)
                 by_window[window] = by_window.get(window, 0.0) + more_s
                 shares[unit] += more_s
+                own[unit] += late_s if more_s else 0.0
         for window, late_s in by_window.items():
             self._counted_s[window] = self._counted_s.get(window, 0.0) + late_s
         self._counted_s = {
             window: late_s for window, late_s in self._counted_s.items() if window > rows[0].window - WINDOWS
         }
         power = waiting_w(self._peers, rows, {rank for unit in self._named for rank in unit})
+        self._reasons.open(rows, self._named)
         for unit, share in shares.items():
-            self._enter(unit, share, None if power is None else share * power, looks, rows)
+            self._enter(unit, share, own[unit], None if power is None else share * power, looks)
         rank_seconds = sum(by_window.values())
         return Straggling(seconds, rank_seconds, None if power is None else rank_seconds * power, by_window)
 
@@ -253,11 +255,16 @@ class Stragglers:
                     late_s[look.window] = max(late_s.get(look.window, 0.0), look.flags[rank] * look.iterations)
         return late_s
 
-    def _excess_s(self, unit: Unit, evidence: str, looks: Mapping[Key, Look]) -> float:
-        """Return the excess of the slowest of these ranks in a window, in seconds; 0 if no rank is slow."""
+    def _excess_s(self, unit: Unit, evidence: str, looks: Mapping[Key, Look], rows: Sequence[RankReport]) -> float:
+        """Return the excess of the slowest of these ranks in a window, in seconds; 0 if no rank is slow.
+
+        Windows between profiled iterations have the excess of the last profile.
+        """
         max_s = 0.0
         for rank in unit:
             look = self._look_of(rank, evidence, looks)
+            if look is None and evidence == PROFILE:
+                look = self._track_of(rank, evidence).recent(rows[0].window, rows[0].iterations)
             excess_s = look.excess_s(rank) if look is not None else None
             if look is not None and excess_s is not None and excess_s >= Z_CLEAR * look.scale_s:
                 max_s = max(max_s, excess_s * look.iterations)
@@ -267,17 +274,15 @@ class Stragglers:
         self,
         unit: Unit,
         rank_seconds: float,
+        own_s: float,
         joules: float | None,
         looks: Mapping[Key, Look],
-        rows: Sequence[RankReport],
     ) -> None:
         named, key = self._named[unit], ",".join(map(str, unit))
         verdict = named.verdict
-        is_first = not verdict.gpu_seconds
         look = self._look_of(unit[0], verdict.evidence, looks)
-        if verdict.why == UNKNOWN:
-            ranks = {rank for unit in self._named for rank in unit}
-            found = reason(self._peers, verdict, look, rows, ranks)
+        found = self._reasons.of(verdict, look)
+        if found is not None:
             verdict = replace(verdict, why=found.text, differences=found.kinds)
         if len(unit) == 1 and look is not None and unit[0] in look.flags:
             track = self._track_of(unit[0], verdict.evidence)
@@ -285,21 +290,37 @@ class Stragglers:
         named.verdict = replace(
             verdict,
             gpu_seconds=verdict.gpu_seconds + rank_seconds,
-            joules=_sum(verdict.joules, joules, is_first),
+            own_seconds=verdict.own_seconds + own_s,
+            joules=_sum(verdict.joules, joules, not verdict.gpu_seconds),
         )
-        total = self._totals.get(key)
-        known = total if total and verdict.why == UNKNOWN else verdict
-        self._totals[key] = replace(
-            named.verdict,
-            since_iteration=total.since_iteration if total else verdict.since_iteration,
-            why=known.why,
-            differences=known.differences,
-            gpu_seconds=(total.gpu_seconds if total else 0.0) + rank_seconds,
-            joules=_sum(total.joules if total else None, joules, total is None),
-        )
+        kept = self._totals.get(key)
+        self._totals[key] = _with(kept, named.verdict, found is not None, rank_seconds, own_s, joules)
         if len(self._totals) > MAX_KEPT:
             cheapest = min(self._totals, key=lambda one: self._totals[one].gpu_seconds)
             del self._totals[cheapest]
+
+
+def _with(
+    total: StragglerVerdict | None,
+    verdict: StragglerVerdict,
+    has_reason: bool,
+    rank_seconds: float,
+    own_s: float,
+    joules: float | None,
+) -> StragglerVerdict:
+    """Return the total of all verdicts on the same ranks, with the costs of one more window."""
+    if total is None:
+        return replace(verdict, gpu_seconds=rank_seconds, own_seconds=own_s, joules=joules)
+    reason = verdict if has_reason else total
+    return replace(
+        verdict,
+        since_iteration=total.since_iteration,
+        why=reason.why,
+        differences=reason.differences,
+        gpu_seconds=total.gpu_seconds + rank_seconds,
+        own_seconds=total.own_seconds + own_s,
+        joules=_sum(total.joules, joules, False),
+    )
 
 
 def _costliest(verdicts: Iterable[StragglerVerdict]) -> list[StragglerVerdict]:
