@@ -60,7 +60,7 @@ def waterfall(goodput: GoodputSummary, whole: ClusterTotals, sources: Sources = 
     seconds["unused"] = sources.unused_s if is_of_gpus else 0.0
     joules = _joules(goodput.joules, steps.seconds, kept)
     total = sum(seconds.values())
-    evidence = evidence_of(sources, whole, _iterations(kept, classes))
+    evidence = evidence_of(sources, whole, _iterations(kept, classes), kept_share=_kept_share(kept, classes))
     price = whole.constants.price_per_gpu_hour if is_of_gpus else None
     parts = tuple(
         WaterfallPart(
@@ -121,6 +121,10 @@ def _below_clock(
     return computing * share * max(1.0 - devices.sm_clock_ratio, 0.0), ()
 
 
+def _kept_share(kept: float, classes: Mapping[str, float]) -> float:
+    return kept / (kept + classes.get(REDONE, 0.0)) if kept else 1.0
+
+
 def _iterations(kept: float, classes: Mapping[str, float]) -> float:
     return kept + sum(classes.get(name, 0.0) for name in (REDONE, STRAGGLING, HANG))
 
@@ -133,8 +137,7 @@ def _useful(
     if isinstance(flops, str):
         return {}, (flops,)
     # The counts include redone iterations; tokens are assumed to be as dense in redone steps as in kept steps.
-    redone = classes.get(REDONE, 0.0)
-    flops = {name: value * kept / (kept + redone) for name, value in flops.items()}
+    flops = {name: value * _kept_share(kept, classes) for name, value in flops.items()}
     return ({}, (ABOVE_PEAK,)) if sum(flops.values()) > computing else (flops, ())
 
 

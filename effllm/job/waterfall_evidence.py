@@ -26,15 +26,16 @@ class Sources(NamedTuple):
 ONE_ATTEMPT = Sources()
 
 
-def evidence_of(sources: Sources, whole: ClusterTotals, iterations: float) -> dict[str, str]:
+def evidence_of(sources: Sources, whole: ClusterTotals, iterations: float, kept_share: float = 1.0) -> dict[str, str]:
     """Return a short text for each part, with the counters and windows from which the part is computed.
 
     Args:
         sources: the reports of the classes.
         whole: the totals of the job.
         iterations: device-seconds of iterations.
+        kept_share: share of kept steps in all steps; the tokens of the other steps are left out.
     """
-    return _of_classes(sources, whole) | _of_clock(whole, iterations) | _of_steps(whole)
+    return _of_classes(sources, whole) | _of_clock(whole, iterations) | _of_steps(whole, kept_share)
 
 
 def _of_classes(sources: Sources, whole: ClusterTotals) -> dict[str, str]:
@@ -65,7 +66,7 @@ def _of_clock(whole: ClusterTotals, iterations: float) -> dict[str, str]:
     return {"clock_below_maximum": text if whole.profile is not None else f"{text}; communication included"}
 
 
-def _of_steps(whole: ClusterTotals) -> dict[str, str]:
+def _of_steps(whole: ClusterTotals, kept_share: float) -> dict[str, str]:
     constants, counts, profile = whole.constants, whole.counts, whole.profile
     profiled = f"{profile.iterations:,} profiled iterations, summed over ranks" if profile is not None else ""
     texts = dict.fromkeys(("exposed_communication", "device_idle"), profiled)
@@ -74,6 +75,8 @@ def _of_steps(whole: ClusterTotals) -> dict[str, str]:
     if flops is not None and constants.peak_flops_per_s:
         per_device = constants.peak_flops_per_s / (constants.gpus or constants.world_size)
         peak = f"at {per_device / 1e12:.4g} TFLOP/s"
+        if kept_share < 1.0:
+            peak += f", {100 * kept_share:.1f} % of them in kept steps"
         padding = max(counts.tokens_processed - counts.tokens, 0)
         texts["useful"] = f"{counts.tokens:.4g} tokens x {flops:.4g} FLOPs {peak}"
         texts["padding"] = f"{padding:.4g} positions x {flops:.4g} FLOPs {peak}"

@@ -111,6 +111,8 @@ def test_useful_time_is_the_flops_of_kept_tokens_over_the_peak():
     found = waterfall(goodput(kept=300.0, redone=100.0), totals(3 * 10**14, flops_per_token=1e3))
 
     assert seconds(found) == pytest.approx({"redone": 100.0, "below_peak": 75.0, "useful": 225.0})
+    evidence = "3e+14 tokens x 1000 FLOPs at 1000 TFLOP/s, 75.0 % of them in kept steps"
+    assert found.parts[-1].evidence == evidence
 
 
 def test_time_of_padding_and_recomputation_is_computed_at_the_peak():
