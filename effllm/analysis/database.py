@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import re
 import shutil
 import tempfile
@@ -77,6 +78,17 @@ def spill_folder() -> str:
     folder = tempfile.mkdtemp(prefix="effllm-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
+
+
+@contextlib.contextmanager
+def _naming_the_spill_folder() -> Iterator[None]:
+    """Add the folder to the error of a write to a full disk, which names no file."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise OSError(error.errno, f"{error.strerror} (TMPDIR sets another folder)", spill_folder()) from error
 
 
 class Database:
@@ -167,7 +179,7 @@ class Database:
     def _insert_json(self, table: str, types: Mapping[str, str], lines: Iterable[bytes]) -> None:
         """Make a temporary table of lines of JSON."""
         # A file, because DuckDB reads a file eight times as fast as a parameter.
-        with tempfile.NamedTemporaryFile(dir=spill_folder(), suffix=".jsonl") as file:
+        with _naming_the_spill_folder(), tempfile.NamedTemporaryFile(dir=spill_folder(), suffix=".jsonl") as file:
             file.writelines(lines)
             file.flush()
             names = ", ".join(map(quoted, types))
@@ -215,8 +227,9 @@ class Database:
                     self.skipped.append(Skipped(path, problem))
                 else:
                     files.append(LineFile(folder, run_id, path))
-        for path, count in insert_lines(self.connection, table, files, spill_folder()):
-            self.skipped.append(Skipped(path, f"{count} incomplete or invalid line{'s' * (count > 1)}"))
+        with _naming_the_spill_folder():
+            for path, count in insert_lines(self.connection, table, files, spill_folder()):
+                self.skipped.append(Skipped(path, f"{count} incomplete or invalid line{'s' * (count > 1)}"))
 
 
 def _name_and_value(tag: str) -> tuple[str, str]:

@@ -1,5 +1,6 @@
 """Run folders as tables: `effllm.load`."""
 
+import errno
 import math
 import os
 import shutil
@@ -125,6 +126,18 @@ def test_run_that_cannot_be_read_has_no_folder(tmp_path):
     run = effllm.load(tmp_path / "run")
     with pytest.raises(UnreadableRun, match=r"run.json: not a JSON object"):
         _ = run.folder
+
+
+@pytest.mark.parametrize("table", ["runs", "windows"])
+def test_full_temporary_folder_is_named(monkeypatch, table):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    loaded = effllm.load(OLDER)
+    monkeypatch.setattr(database.tempfile, "NamedTemporaryFile", full)
+
+    with pytest.raises(OSError, match=r"No space left on device \(TMPDIR sets another folder\): .*effllm-"):
+        loaded.windows if table == "windows" else effllm.load(OLDER)
 
 
 def test_two_runs_of_one_name_are_two_rows(tmp_path):
