@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,10 @@ def _is_at(run: FoundRun, path: str) -> bool:
     return run.folder in (real, real.parent)
 
 
+def _counted(things: Sized, name: str) -> str:
+    return f"{len(things):,} {name}{'s' * (len(things) != 1)}"
+
+
 class Runs:
     """Several runs as tables; `load` makes it.
 
@@ -68,8 +72,8 @@ class Runs:
             yield Run(Database(find_runs(folder)))
 
     def __repr__(self) -> str:
-        skipped = f", {len(self.skipped)} files skipped" if self.skipped else ""
-        return f"<{type(self).__name__} of {len(self)} run folders{skipped}>"
+        skipped = f", {_counted(self.skipped, 'file')} skipped" if self.skipped else ""
+        return f"<{type(self).__name__} of {_counted(self, 'run folder')}{skipped}>"
 
     @property
     def folders(self) -> list[Path]:

@@ -53,6 +53,8 @@ def find_runs(paths: Paths) -> list[FoundRun]:
 
 
 def _expanded(path: str) -> list[str]:
+    if not path:  # an unset variable of a script, not the current folder
+        raise UnreadableRun("the path of the runs is empty")
     if os.path.lexists(path) or not glob.has_magic(path):
         if not Path(path).exists():
             raise UnreadableRun(f"{path} does not exist")

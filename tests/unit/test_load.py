@@ -66,7 +66,7 @@ def test_a_folder_a_glob_a_file_and_a_list_are_read(tmp_path):
     assert ids(tmp_path / "a/two/summary.json") == ["two"]
     assert [len(one) for one in (effllm.load(tmp_path), effllm.load(tmp_path / "a/one"))] == [3, 1]
     assert [run.identity.run_id for run in effllm.load(tmp_path)] == ["one", "two", "three"]
-    assert type(effllm.load(tmp_path / "a/one")).__name__ == "Run"
+    assert repr(effllm.load(tmp_path / "a/one")) == "<Run of 1 run folder>"
     assert type(effllm.load(tmp_path / "b")).__name__ == "Runs"
 
 
@@ -82,10 +82,11 @@ def test_runs_are_selected_by_tags(tmp_path):
     assert ids({}) == ["one", "three", "two"]
 
 
-@pytest.mark.parametrize("path", ["missing", "empty", "missing*", []])
+@pytest.mark.parametrize("path", ["missing", "empty", "missing*", [], "", ["run", ""]])
 def test_paths_without_a_run_raise_one_line(tmp_path, monkeypatch, path):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
+    shutil.copytree(OLDER, tmp_path / "run")
 
     with pytest.raises(UnreadableRun, match=r"missing|empty|no path") as error:
         effllm.load(path)
