@@ -13,7 +13,7 @@ from effllm.hooks._late import LateSums
 from effllm.hooks._parameters import CONVENTION, Parameters, flops_per_token
 from effllm.hooks._steps import Steps
 from effllm.hooks._wrap import Guard
-from effllm.trainer.batch import Batch, read_batch
+from effllm.trainer.batch import PACKED, Batch, read_batch
 from effllm.trainer.collector import get_metrics_collector
 
 _DEPTH = 4  # maximal depth of the search for a tensor in a batch of unknown type
@@ -35,6 +35,7 @@ class Batches:
         self._late = LateSums(3)  # samples, tokens, tokens with a label
         self._processed = 0
         self._source = ""
+        self.has_packed = False  # whether the last batch had rows of packed sequences, which are samples
         self._model: Any = None  # a weak reference: the training may delete the model
         self._parameters: Parameters | None = None
         self._at_exit = functools.partial(Guard("the count of the last iterations"), self._count_rest)
@@ -51,6 +52,7 @@ class Batches:
         if seen.source and seen.source != self._source:
             self._learn(seen)
         self._processed += seen.tokens_processed
+        self.has_packed = seen.source == PACKED
         samples = seen.samples if counts_samples else 0
         if not self._late.add((samples, seen.tokens, seen.tokens_loss)):
             # Counts on this accelerator cannot be read without a wait, so all positions count as tokens.

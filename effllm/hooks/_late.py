@@ -1,6 +1,6 @@
-"""Sums of tensors on a GPU, read without a wait after the GPU has computed them.
+"""Numbers of tensors on a GPU, read without a wait after the GPU has computed them.
 
-Each sum is copied into pinned memory, and a CUDA event is recorded after the copy.  After this event,
+Each number is copied into pinned memory, and a CUDA event is recorded after the copy.  After this event,
 usually one iteration later, the number is read.  The logic is tested with a fake event and fake memory; its cost on a
 GPU was not measured.
 """
@@ -96,3 +96,32 @@ class LateSums:
         for place, value in enumerate(buffer.tolist()):
             self._known[place] += value
         self._spare.append(buffer)
+
+
+class LazyNumber:
+    """A number in a tensor, read without a wait even if the tensor is on a GPU.
+
+    Args:
+        iteration: the iteration of the number.
+        tensor: a tensor with one element, or a plain number.
+    """
+
+    def __init__(self, iteration: int, tensor: Any) -> None:
+        self.iteration = iteration
+        self._value: float | None = None
+        self._copy: Any = None
+        self._event: Any = None
+        if getattr(tensor, "is_cuda", False):
+            torch: Any = sys.modules["torch"]
+            self._copy = torch.empty(tensor.numel(), dtype=tensor.dtype, pin_memory=True)
+            self._copy.copy_(tensor.detach().reshape(-1), non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+        elif getattr(getattr(tensor, "device", None), "type", "cpu") == "cpu":
+            self._value = float(getattr(tensor, "detach", lambda: tensor)())
+
+    def read(self) -> float | None:
+        """Return the number, or ``None`` before it has arrived."""
+        if self._event is not None and self._event.query():
+            self._value, self._event = float(self._copy), None
+        return self._value

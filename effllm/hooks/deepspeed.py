@@ -23,11 +23,13 @@ from effllm.hooks._batches import Batches, inputs_of
 from effllm.hooks._parameters import model_name, parameters_of
 from effllm.hooks._steps import Steps, rank, version
 from effllm.hooks._wrap import Call, Guard, around
+from effllm.records.framework_figures import SAMPLES_PER_S
 from effllm.trainer import ownership
 from effllm.trainer.collector import get_metrics_collector
 
 _GUARD = Guard("DeepSpeed")
 _SYNC_GUARD = Guard("DeepSpeed's own time of ranks")
+_TIMER_GUARD = Guard("DeepSpeed's throughput timer")
 _COUNTING = Guard("the parameter count of DeepSpeed's model")
 
 
@@ -71,6 +73,7 @@ class _DeepSpeedLoop:
         self._is_running = self._is_evaluating = False
         self._idle_since_ns = 0  # end of the last micro-batch if no optimizer step followed; 0 during a micro-batch
         self._counts_data = self._counts_samples = True
+        self._timed = (0, 0.0)  # steps and their time in DeepSpeed's timer, at its last log
 
     # --- the engine ---
 
@@ -108,6 +111,20 @@ class _DeepSpeedLoop:
             return
         self._idle_since_ns, self._is_running = 0, False
         self._batches.end()
+        _TIMER_GUARD(self._read_timer, call.args[0])
+
+    def _read_timer(self, engine: Any) -> None:
+        """When DeepSpeed logs its samples/s, read the totals from which it computes them: the mean since its last log.
+
+        DeepSpeed counts rows of the configured batch; rows of packed sequences are no samples.
+        """
+        timer = engine.tput_timer
+        if not timer.steps_per_output or timer.global_step_count % timer.steps_per_output:
+            return
+        (steps, time_s), self._timed = self._timed, (timer.global_step_count, timer.total_elapsed_time)
+        if 0 < time_s < self._timed[1] and not self._batches.has_packed:
+            rate = timer.batch_size * (self._timed[0] - steps) / (self._timed[1] - time_s)
+            self._steps.figures({SAMPLES_PER_S: rate})
 
     def mark_checkpoint(self, engine: Any) -> None:
         self._steps.mark_phase(engine, "save_checkpoint", "checkpoint", _GUARD, self._saves)
@@ -152,7 +169,7 @@ class _DeepSpeedLoop:
             return False
         if not self._steps.claim():
             return False
-        self._leader = weakref.ref(engine)
+        self._leader, self._timed = weakref.ref(engine), (0, 0.0)
         self._begin(engine)
         return True
 

@@ -65,36 +65,6 @@ def peers() -> tuple[str, str]:
     return f"stage {stage}", f"replica {replica}" if max(*sizes, experts) > 1 else ""
 
 
-class LazyNumber:
-    """A number in a tensor, read without a wait even if the tensor is on a GPU.
-
-    Args:
-        iteration: the iteration of the number.
-        tensor: a tensor with one element, or a plain number.
-    """
-
-    def __init__(self, iteration: int, tensor: Any) -> None:
-        self.iteration = iteration
-        self._value: float | None = None
-        self._copy: Any = None
-        self._event: Any = None
-        if getattr(tensor, "is_cuda", False):
-            import torch
-
-            self._copy = torch.empty(tensor.numel(), dtype=tensor.dtype, pin_memory=True)
-            self._copy.copy_(tensor.detach().reshape(-1), non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
-        elif getattr(getattr(tensor, "device", None), "type", "cpu") == "cpu":
-            self._value = float(getattr(tensor, "detach", lambda: tensor)())
-
-    def read(self) -> float | None:
-        """Return the number, or ``None`` before it has arrived."""
-        if self._event is not None and self._event.query():
-            self._value, self._event = float(self._copy), None
-        return self._value
-
-
 def configuration(chunk: Any) -> Any:
     """Return the ``TransformerConfig`` of a wrapped model chunk, or ``None`` without one."""
     for _ in range(8):

@@ -19,9 +19,10 @@ from types import ModuleType
 from typing import Any
 
 from effllm.hooks import Unknown
+from effllm.hooks._late import LazyNumber
 from effllm.hooks._steps import Steps
 from effllm.hooks._wrap import Call, Guard, around, say_once
-from effllm.hooks.megatron import LazyNumber, parameter_share, peers, reports_data
+from effllm.hooks.megatron import parameter_share, peers, reports_data
 from effllm.records.framework_figures import TFLOPS_PER_GPU
 from effllm.trainer import ownership
 from effllm.trainer.collector import get_metrics_collector

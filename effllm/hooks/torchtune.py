@@ -21,15 +21,18 @@ from typing import Any
 
 from effllm.hooks import Unknown
 from effllm.hooks._batches import Batches
+from effllm.hooks._late import LazyNumber
 from effllm.hooks._parameters import parameters_of
 from effllm.hooks._steps import Steps, listen_to_waits, rank, version
 from effllm.hooks._wrap import Call, Guard, around
+from effllm.records.framework_figures import TOKENS_PER_S_PER_GPU
 from effllm.trainer import ownership
 from effllm.trainer.batch import UNKNOWN, Batch
 
 PHASES = {"validate": "evaluation", "save_checkpoint": "checkpoint"}
 
 _GUARD = Guard("torchtune")
+_LOGGING = Guard("torchtune's logger")
 _COUNTING = Guard("the parameter count of torchtune's model")
 
 
@@ -76,6 +79,7 @@ class _TorchtuneLoop:
         self._steps = Steps(ownership.FRAMEWORK, "torchtune", "Step")
         self._batches = Batches(self._steps)
         self._recipe: Any = None
+        self._figure: LazyNumber | None = None  # tokens/s of the last log
         self._step = 0
         self._is_running = False
         self._counts_data = True
@@ -83,9 +87,10 @@ class _TorchtuneLoop:
     def begins(self, call: Call) -> None:
         """Store a recipe at the start of its training; the first batch starts the metrics."""
         recipe = self._recipe = call.args[0]
-        self._is_running = False
+        self._is_running, self._figure = False, None
         profiler = getattr(recipe, "_profiler", None)  # without a profiler, the next batch ends an iteration
         around(type(profiler), "step", _GUARD, after=self.profiler_stepped)
+        around(type(getattr(recipe, "_metric_logger", None)), "log_dict", _LOGGING, before=self.logs)
         client = getattr(recipe, "_checkpoint_client", None)
         if client is not None:
             self.mark_phase(type(client), "save_checkpoint", "checkpoint")
@@ -108,6 +113,19 @@ class _TorchtuneLoop:
     def profiler_stepped(self, _token: Any, call: Call, _result: Any) -> None:
         if self._recipe is not None and call.args[0] is getattr(self._recipe, "_profiler", None):
             self._end_if_stepped()
+
+    def logs(self, call: Call) -> None:
+        """Read the figure that the recipe logs; from a GPU, it arrives with the next log.
+
+        The figure is of the last step only, so it is ignored if only some steps log: these may be special.
+        """
+        recipe, values = self._recipe, call.args[1] if len(call.args) > 1 else call.get("payload")
+        is_ours = recipe is not None and call.args[0] is getattr(recipe, "_metric_logger", None)
+        if is_ours and getattr(recipe, "_log_every_n_steps", 1) == 1 and isinstance(values, Mapping):
+            if self._figure is not None:
+                self._steps.figures({TOKENS_PER_S_PER_GPU: self._figure.read()})
+            figure = values.get("tokens_per_second_per_gpu")
+            self._figure = LazyNumber(recipe.global_step, figure) if figure is not None else None
 
     def mark_phase(self, holder: Any, name: str, phase: str) -> None:
         """Hook a function; its calls are a phase while a recipe trains."""

@@ -163,6 +163,7 @@ class TrainerRun:
         self._processed = 0
         self._has_unknown = False  # whether there was a batch whose tokens cannot be summed
         self._num_batches = 0
+        self._has_only_ids = False  # whether the last batch had one kind of token ids
         self._tokens_seen = 0  # the Trainer's own count of tokens, at the last step
         self.figures = TrainerFigures()
         self._source = ""
@@ -187,6 +188,15 @@ class TrainerRun:
         )
         return self.is_begun
 
+    @property
+    def compares_tokens(self) -> bool:
+        """Whether the Trainer counts the same tokens as effllm: those of a single ``input_ids``.
+
+        A Trainer leaves out the tokens of a decoder and of TRL's ``KL_input_ids``; TRL's GRPO counts tokens when it
+        generates them.
+        """
+        return self._has_only_ids and not self._is_encoder_decoder
+
     def see(self, inputs: Any) -> None:
         """Count a micro-batch."""
         batch = read_batch(inputs, self._is_encoder_decoder)
@@ -196,6 +206,8 @@ class TrainerRun:
         if batch is None or self._model is None:
             return
         self._num_batches += 1
+        names = (one for one in inputs if isinstance(one, str) and one.endswith("input_ids"))
+        self._has_only_ids = list(names) == ["input_ids"]
         if batch.source != self._source or not self._source:
             self._learn(batch)
         if self._counts:
@@ -315,8 +327,8 @@ def _import_trainer() -> Any:
 
 
 def _log(state: Any, logs: dict[str, Any]) -> None:
-    if _training is not None and state.is_world_process_zero:
-        _STEPS.figures(_training.figures.take(logs))
+    if _training is not None and _training.compares_tokens and state.is_world_process_zero:
+        _STEPS.figures(_training.figures.take(logs, state.global_step))
     values = _STEPS.loss(state.global_step, logs["loss"])
     if state.is_world_process_zero:
         logs.update((tag, value) for tag, value in values.items() if value == value)  # nan: not measured

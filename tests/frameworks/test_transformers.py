@@ -479,7 +479,7 @@ def test_count_of_the_trainer_with_padding_is_explained_by_the_two_counts(framew
     code = script(PADDED.format("all"), before="trainer._get_train_sampler = lambda *_: range(48)")
     job = frameworks.run(code.replace("tiny.rows(48)", "tiny.rows(48, (5, 8))"))
 
-    found = {one.name: one for one in job.ledger.summary.audit.figures}["framework/tokens"]
+    found = {one.name: one for one in job.ledger.summary.audit.figures}["framework/tokens_per_iteration"]
     assert found.outcome == "other count"
     assert found.framework / found.own == pytest.approx(16 / 13)
     assert "the framework counts all positions, with padding: " in found.text
@@ -491,8 +491,11 @@ def test_count_of_the_trainer_without_padding_agrees(frameworks):
     job = frameworks.run(code)
 
     figures = {one.name: one for one in job.ledger.summary.audit.figures}
-    assert set(figures) == {"framework/tokens", "framework/tokens_per_second"}
-    assert (figures["framework/tokens"].outcome, figures["framework/tokens"].factor) == ("agrees", 1.0)
+    assert set(figures) == {"framework/tokens_per_iteration", "framework/tokens_per_second"}
+    assert (figures["framework/tokens_per_iteration"].outcome, figures["framework/tokens_per_iteration"].factor) == (
+        "agrees",
+        1.0,
+    )
     assert not job.ledger.event_texts("audit")
 
 
@@ -505,5 +508,5 @@ trainer._get_train_sampler = lambda *_: range(48)
 """
     job = frameworks.run(script(PADDED.format("non_padding") + ", gradient_accumulation_steps=4", before=before))
 
-    (text,) = [one for one in job.ledger.event_texts("audit") if one.startswith("count of tokens")]
+    (text,) = [one for one in job.ledger.event_texts("audit") if one.startswith("tokens per iteration")]
     assert text.endswith("factor 0.25: exactly 1/4 = gradient accumulation steps")

@@ -306,3 +306,33 @@ raise SystemExit
     )
 
     assert (frameworks.run(code.replace("trl.GRPO", "trl.RLOO")).folder / "passed").exists()
+
+
+def test_tokens_of_trl_are_compared_with_the_counts(frameworks):
+    """TRL logs the sum of the attention masks; 13 tokens a step, of 16 positions."""
+    code = sft().replace("max_steps=4", "max_steps=36").replace("range(32)", "range(80)")
+    (found,) = frameworks.run(code, log_interval=2).ledger.summary.audit.figures
+
+    assert (found.name, found.outcome) == ("framework/tokens_per_iteration", "agrees")
+    assert (found.framework, found.own, found.factor) == (13.0, 13.0, 1.0)
+
+
+def test_wrong_count_of_tokens_of_trl_is_named(frameworks):
+    """A trainer that adds each batch twice: the factor 2 is also the number of rows of a batch."""
+    code = sft().replace("max_steps=4", "max_steps=36").replace("range(32)", "range(80)")
+    job = frameworks.run(code.replace("trainer.train()", "trainer._tp_size = 0.5\ntrainer.train()"), log_interval=2)
+
+    (text,) = job.ledger.event_texts("audit")
+    assert text == "tokens per iteration: framework 26, effllm 13, factor 2: exactly 2 = micro-batch size"
+
+
+def test_tokens_of_kto_are_not_compared(frameworks):
+    """TRL leaves out the second completion of each row, which the model also reads."""
+    code = DPO.replace(
+        '"chosen": ["cde"] * 16, "rejected": ["f"] * 16', '"completion": ["cde"] * 16, "label": [True, False] * 8'
+    )
+    code = code.replace("trl.DPO", "trl.KTO").format(usual=USUAL.replace("max_steps=4", "max_steps=36"))
+    job = frameworks.run(code, log_interval=2)
+
+    assert job.ledger.summary.iterations == 36
+    assert job.ledger.summary.audit.figures == ()

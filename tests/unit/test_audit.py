@@ -13,7 +13,13 @@ from effllm.job.audit.utilization import above_tensor_activity, tensor_utilizati
 from effllm.job.ledger import restore
 from effllm.records.audit import AGREES, COUNTS, NAMED, TOO_FEW, UNEXPLAINED, VARIES
 from effllm.records.clock import Now
-from effllm.records.framework_figures import MFU_RATIO, SAMPLES_PER_S, TFLOPS_PER_GPU, TOKENS, TOKENS_PER_S
+from effllm.records.framework_figures import (
+    MFU_RATIO,
+    SAMPLES_PER_S,
+    TFLOPS_PER_GPU,
+    TOKENS_PER_ITERATION,
+    TOKENS_PER_S,
+)
 from effllm.records.job import ClusterTotals, Counts, DeviceTotals, JobConstants, LoopTimes
 
 
@@ -137,9 +143,11 @@ def test_own_figure_has_the_units_of_the_framework(name, framework, own):
     assert (found.own, found.outcome) == (own, AGREES)
 
 
-def test_count_of_the_framework_is_compared_without_time():
-    found = judge(TOKENS, [replace(one, framework=500.0) for one in windows([1.0] * 5)], KnownJob({"ranks": 2}))
-    assert (found.framework, found.own, found.reasons) == (2500.0, 5000.0, ("ranks",))
+def test_tokens_per_iteration_are_compared_without_time():
+    """A window of ten iterations has 1,000 tokens."""
+    halves = [replace(one, framework=50.0) for one in windows([1.0] * 5)]
+    found = judge(TOKENS_PER_ITERATION, halves, KnownJob({"ranks": 2}))
+    assert (found.framework, found.own, found.reasons) == (50.0, 100.0, ("ranks",))
 
 
 def test_figure_without_counts_or_peak_is_not_judged():
@@ -187,8 +195,8 @@ def test_difference_becomes_one_event_and_both_figures_are_in_the_summary():
 
 
 def test_figure_logged_every_third_window_is_compared_with_three_windows():
-    job = AuditedJob().windows(30, lambda at: {TOKENS: 3000.0} if at % 3 == 0 else None)
-    assert (job.figure.windows, job.figure.own, job.figure.outcome) == (9, 27000.0, AGREES)
+    job = AuditedJob().windows(30, lambda at: {TOKENS_PER_ITERATION: 100.0} if at % 3 == 0 else None)
+    assert (job.figure.windows, job.figure.own, job.figure.outcome) == (9, 100.0, AGREES)
 
 
 def test_windows_without_all_ranks_are_not_compared():
@@ -356,7 +364,11 @@ def run_of(seed, is_wrong=False):
         if at % every == 0:
             rate = job.since[0] / job.since[1] * draw.gauss(1, 0.003)  # rounding, and the time of a log line
             rate /= shape["accumulation"] if is_wrong else 1
-            figures = {TOKENS_PER_S: rate, TFLOPS_PER_GPU: rate * 6000 / ranks / 1e12, TOKENS: job.since[0]}
+            figures = {
+                TOKENS_PER_S: rate,
+                TFLOPS_PER_GPU: rate * 6000 / ranks / 1e12,
+                TOKENS_PER_ITERATION: job.since[0] / (10 * every),
+            }
             job.since = [0.0, 0.0]
         held = round(0.1 * tokens)  # tokens of the last iteration arrive with the next window
         job.window(

@@ -19,6 +19,7 @@ from msgspec import Struct
 from effllm.job.audit.known import KnownJob, peaks_like, reasons_for
 from effllm.records.audit import AGREES, COUNTS, NAMED, TOO_FEW, UNEXPLAINED, VARIES, AuditedFigure
 from effllm.records.framework_figures import FIGURES, MFU_RATIO, TFLOPS_PER_GPU, FrameworkFigure
+from effllm.records.rank import ValueStatistics
 
 #: Smallest relative difference that is a difference: the end of a framework's interval and the end of a window differ
 #: by the time of a log line and of a data wait, and logged figures are rounded.
@@ -50,6 +51,7 @@ class FigureWindow(Struct, frozen=True, array_like=True):
     busy_s: float = 0.0  # time of the steps, without data wait
     iteration_first: int = 0  # ordinals within the attempt
     iteration_last: int = 0
+    gap: float = 0.0  # the mean of several rates may be too high by at most this share (`mean_gap`)
 
 
 class _Factor(NamedTuple):
@@ -73,6 +75,8 @@ COUNTED = {
 def judge(name: str, windows: Sequence[FigureWindow], known: KnownJob) -> AuditedFigure | None:
     """Return the comparison of a figure over windows; ``None`` if nothing was counted or the peak is unknown."""
     figure = FIGURES[name]
+    if sum(one.gap <= MAX_NOISE for one in windows) >= MIN_WINDOWS:
+        windows = [one for one in windows if one.gap <= MAX_NOISE]
     counts = ("samples",) if figure.unit == "samples/s" else tuple(COUNTED)
     scale = _scale(name, figure, known)
     factors = list(_factors(windows, figure, counts, scale))
@@ -121,7 +125,7 @@ class _Comparison:
         if self._is_growing():
             return self._growing()
         if self._agrees("tokens") or self._agrees("samples"):
-            return self._stated(AGREES, f"no difference beyond {100 * self.noise:.0f} %")
+            return self._stated(AGREES, f"no difference beyond {100 * self._tolerance(self.factors[0].counted):.0f} %")
         if not any(map(self._is_usable, self.noises)):
             return self._stated(VARIES, VARYING)
         if len(self.windows) < MIN_WINDOWS:
@@ -133,7 +137,7 @@ class _Comparison:
             return self._stated(VARIES, BETWEEN)
         if named := self._named():
             return self._stated(NAMED, named[0], named[1])
-        if self.noise > MAX_NOISE:
+        if self.noise > MAX_NOISE or self._is_drifting():
             return self._stated(VARIES, VARYING)
         if len(self.windows) < MIN_UNEXPLAINED:
             few = f"{len(self.windows)} compared windows are too few for a statement"
@@ -142,10 +146,15 @@ class _Comparison:
 
     def _agrees(self, count: str) -> bool:
         """Whether the figure is equal to the rate of a count over one of `TIMES`."""
-        noise = self.noises.get(count, 0.0)
-        return self._is_usable(count) and any(
-            abs(one.value - 1) <= noise for one in self.factors if one.counted == count
+        tolerance = self._tolerance(count)
+        return tolerance <= MAX_NOISE and any(
+            abs(one.value - 1) <= tolerance for one in self.factors if one.counted == count
         )
+
+    def _tolerance(self, count: str) -> float:
+        """Return the noise; without the gap of means if this gap is too large: they may be equal all the same."""
+        noise = self.noises.get(count, math.inf)
+        return noise if noise <= MAX_NOISE else noise - _mean_of_gaps(self.windows)
 
     def _is_between(self) -> bool:
         """Whether the figure lies between the rates over the longest and the shortest of `TIMES`."""
@@ -181,8 +190,11 @@ class _Comparison:
         return " or ".join(f"{text} = {' or '.join(names[:MAX_STATED])}" for text, names in found), reasons
 
     def _is_growing(self) -> bool:
-        """Whether the factor is proportional to the iterations so far: a cumulative count over a short time."""
-        if len(self.ratios) < MIN_WINDOWS or len(self.ratios) != len(self.windows):
+        """Whether the factor is proportional to the iterations so far: a cumulative count over a short time.
+
+        Such a factor is never below 1; the factor of a mean since a slow start also grows, but is below 1.
+        """
+        if len(self.ratios) < MIN_WINDOWS or len(self.ratios) != len(self.windows) or min(self.ratios) < 1 - TOLERANCE:
             return False
         each = self._per_iteration()
         is_rising = self.ratios[-1] > MIN_GROWTH * self.ratios[0]
@@ -191,6 +203,14 @@ class _Comparison:
     def _per_iteration(self) -> list[float]:
         middles = [(one.iteration_first + one.iteration_last) / 2 for one in self.windows]
         return [ratio / middle for ratio, middle in zip(self.ratios, middles, strict=True)]
+
+    def _is_drifting(self) -> bool:
+        """Whether the factor of the second half of the windows differs from that of the first half."""
+        half = len(self.ratios) // 2
+        if not half:
+            return False
+        first, second = statistics.median(self.ratios[:half]), statistics.median(self.ratios[half:])
+        return abs(second / first - 1) > TOLERANCE
 
     def _growing(self) -> AuditedFigure:
         steps = max(round(1 / statistics.median(self._per_iteration())), 1)
@@ -228,7 +248,7 @@ def _factors(
         if total * scale <= 0 or any(abs(total / other - 1) < TOLERANCE / 4 for other in seen):
             continue
         seen.append(total)
-        for time in TIMES[:1] if figure.is_count else TIMES:
+        for time in TIMES[:1] if figure.per_iteration else TIMES:
             implied = sum(one.framework * _time_s(one, figure, time) for one in windows)
             factor = implied / (total * scale)
             if 1 / MAX_FACTOR < factor < MAX_FACTOR:
@@ -239,8 +259,12 @@ def _noise(windows: Sequence[FigureWindow], figure: FrameworkFigure, count: str,
     """Return the noise of the factor from a count, with the time that fits the framework's clock best."""
     ratios = (_ratios(windows, figure, count, scale, time) for time in TIMES)
     spread = min(NORMAL_MAD * _deviation(one) / max(len(one), 1) ** 0.5 for one in ratios)
-    noise: float = max(TOLERANCE, 3 * spread)
+    noise: float = max(TOLERANCE, 3 * spread) + _mean_of_gaps(windows)
     return noise
+
+
+def _mean_of_gaps(windows: Sequence[FigureWindow]) -> float:
+    return sum(one.gap for one in windows) / len(windows)
 
 
 def _ratios(
@@ -252,7 +276,10 @@ def _ratios(
 
 
 def _time_s(window: FigureWindow, figure: FrameworkFigure, time: str = TIMES[0]) -> float:
-    found: float = 1.0 if figure.is_count else getattr(window, time)
+    """Return a time of a window, or its number of iterations if the figure is of one iteration."""
+    if figure.per_iteration:
+        return float(window.iteration_last - window.iteration_first + 1)
+    found: float = getattr(window, time)
     return found
 
 
@@ -260,7 +287,7 @@ def _means(
     windows: Sequence[FigureWindow], factor: _Factor, figure: FrameworkFigure, scale: float
 ) -> tuple[float, float]:
     """Return the own figure and the framework's figure over all windows."""
-    time_s = 1.0 if figure.is_count else sum(one.time_s for one in windows)
+    time_s = sum(_time_s(one, figure) for one in windows)
     own = sum(getattr(one, factor.counted) for one in windows) * scale / time_s
     return own, own * factor.value
 
@@ -269,6 +296,19 @@ def _deviation(values: Sequence[float]) -> float:
     """Return the median absolute deviation from the median, as a share of the median."""
     middle = statistics.median(values) if values else 0.0
     return statistics.median(abs(one - middle) for one in values) / middle if middle else 0.0
+
+
+def mean_gap(values: ValueStatistics) -> float:
+    """Return the largest share by which the mean of rates exceeds their count over their time.
+
+    If each rate is of the same count, this is their harmonic mean.  With the mean, the variance and the smallest value
+    known, the harmonic mean is lowest for two values, of which one is the smallest.
+    """
+    mean = values.total / values.count
+    above, variance = mean - values.least, values.squares / values.count
+    if values.least <= 0 or above <= 0 or not variance > 0:
+        return 0.0
+    return variance / (values.least + variance / above) / mean
 
 
 def _shown(value: float, unit: str) -> str:

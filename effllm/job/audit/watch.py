@@ -8,7 +8,7 @@ from functools import cache
 from msgspec.structs import replace
 
 from effllm.job.audit import token_counts, utilization
-from effllm.job.audit.figures import FigureWindow, judge
+from effllm.job.audit.figures import FigureWindow, judge, mean_gap
 from effllm.job.audit.known import KnownJob
 from effllm.job.audit.state import FLOPS, TOKENS, AuditState
 from effllm.job.rows import Rows
@@ -75,12 +75,12 @@ class AuditWatch:
             one = rows.values[name]
             if not one.count:
                 continue
-            value = one.total if FIGURES[name].is_count else one.total / one.count
             since = self._since.pop(name, None)
             self._since[name] = FigureWindow(0.0, iteration_first=report.iteration_last + 1)
             if since is None or report.final:
                 continue
-            self._state.add(name, replace(since, framework=value))
+            gap = 0.0 if FIGURES[name].per_iteration else mean_gap(one)
+            self._state.add(name, replace(since, framework=one.total / one.count, gap=gap))
             count = self._judged[name] = self._judged.get(name, 0) + 1
             if count <= ALWAYS_JUDGED or count % JUDGED_EVERY == 0:
                 self._state_difference(name, known, report.time_s)
