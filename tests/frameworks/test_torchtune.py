@@ -133,5 +133,7 @@ def test_tokens_per_second_of_torchtune_are_compared(frameworks):
     job = frameworks.run(code, "full_finetune_single_device", 1, False, False, environ=CPU, log_interval=5)
 
     (found,) = job.ledger.summary.audit.figures
-    assert (found.name, found.outcome) == ("framework/tokens_per_second_per_gpu", "other count")
-    assert "the framework counts only positions with a label" in found.text
+    assert found.name == "framework/tokens_per_second_per_gpu"
+    assert found.outcome in ("other count", "varies")  # steps of 30 ms vary on a machine with other work
+    assert found.factor == pytest.approx(11 / 13, rel=0.15)
+    assert not job.ledger.event_texts("audit")
