@@ -1,0 +1,193 @@
+"""The alert rules, evaluated by promtool: each fires for its cause alone, and none for a healthy job."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+
+import pytest
+import yaml
+from prometheus_server import CONFIGS, needs_prometheus
+
+pytestmark = needs_prometheus
+
+RULES = CONFIGS / "prometheus_rules.yml"
+LABELS = '{run_id="mine",instance="alice.mine.1"}'
+ALERTS = [rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"] if "alert" in rule]
+STEPS = 720  # of 15 s: three hours
+
+#: The series of a healthy job of eight GPUs, as text of promtool: value, change per step, number of steps.
+HEALTHY = {
+    'up{job="efficientllm"}': f"1+0x{STEPS}",
+    "efficientllm_fresh": f"1+0x{STEPS}",
+    "efficientllm_stalled": f"0+0x{STEPS}",
+    "efficientllm_report_age_seconds": f"4+0x{STEPS}",
+    "efficientllm_elapsed_seconds": f"60+15x{STEPS}",
+    "efficientllm_ranks_expected": f"8+0x{STEPS}",
+    "efficientllm_ranks_reporting": f"8+0x{STEPS}",
+    "efficientllm_gpus_measured": f"8+0x{STEPS}",
+    "efficientllm_gpus_unused": f"0+0x{STEPS}",
+    'efficientllm_pcu_ratio{over="window"}': f"0.9+0x{STEPS}",
+    'efficientllm_goodput_ratio{over="job"}': f"0.95+0x{STEPS}",
+    'efficientllm_straggler_named_ranks{over="window"}': f"0+0x{STEPS}",
+    'efficientllm_health_throttled_ratio{over="window"}': f"0.01+0x{STEPS}",
+    "efficientllm_losses_not_finite_total": f"0+0x{STEPS}",
+    "efficientllm_tokens_total": f"1000+600000x{STEPS}",
+    "efficientllm_energy_measured_joules_total": f"100+60000x{STEPS}",
+    **{
+        f'efficientllm_events_total{{kind="{kind}"}}': f"0+0x{STEPS}"
+        for kind in ("xid", "ecc", "rejected", "aggregator", "stalled", "straggler")
+    },
+}
+LABELS = '{run_id="mine",instance="alice.mine.1"}'
+
+
+def steps(minutes, before, value, after=None):
+    """Return values that change after 60 minutes, and change again after further minutes."""
+    rest = STEPS - 240 - 4 * minutes
+    return f"{before}+0x239 {value}+0x{4 * minutes - 1} {before if after is None else after}+0x{rest}"
+
+
+def labelled(name):
+    return name.replace("{", f"{LABELS[:-1]},") if "{" in name else f"{name}{LABELS}"
+
+
+def promtool(folder, series, **tests):
+    """Fail if promtool finds other values or alerts than the expected ones."""
+    given = [{"series": labelled(name), "values": values} for name, values in series.items()]
+    test = {"interval": "15s", "input_series": given, **tests}
+    path = folder / "test.yml"
+    path.write_text(json.dumps({"rule_files": [str(RULES)], "evaluation_interval": "15s", "tests": [test]}))
+    done = subprocess.run(["promtool", "test", "rules", path], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def evaluate(folder, series, expected, minutes=60, texts=()):
+    """Fail if other alerts fire after this time than the expected ones: {name: severity}."""
+    samples = [
+        {"labels": f'{{alertname="{name}",severity="{severity}"}}', "value": 1} for name, severity in expected.items()
+    ]
+    firing = 'count by (alertname, severity) (ALERTS{alertstate="firing"})'
+    promtool(
+        folder,
+        series,
+        promql_expr_test=[{"expr": firing, "eval_time": f"{minutes}m", "exp_samples": samples}],
+        alert_rule_test=[{"eval_time": f"{minutes}m", **text} for text in texts],
+    )
+
+
+@pytest.mark.parametrize("minutes", [1, 10, 59, 150])
+def test_healthy_job_has_no_alert(tmp_path, minutes):
+    evaluate(tmp_path, HEALTHY, {}, minutes)
+
+
+#: Name -> (severity, series that differ from those of a healthy job from minute 60 on, minutes until the alert).
+CAUSES = {
+    "TrainingStalled": ("critical", {"efficientllm_stalled": (0, 1)}, 2),
+    "JobDisappeared": ("critical", {'up{job="efficientllm"}': (1, 0)}, 2),
+    "GpuError": ("critical", {'efficientllm_events_total{kind="xid"}': (0, 1)}, 0),
+    "LossNotFinite": ("critical", {"efficientllm_losses_not_finite_total": (0, 3)}, 0),
+    "NoReports": ("warning", {"efficientllm_fresh": (1, 0)}, 30),
+    "RanksMissing": ("warning", {"efficientllm_ranks_reporting": (8, 7)}, 5),
+    "GpusIdle": ("warning", {'efficientllm_pcu_ratio{over="window"}': (0.9, 0.19)}, 15),
+    "GpusUnused": ("warning", {"efficientllm_gpus_unused": (0, 2)}, 15),
+    "GoodputLow": ("warning", {'efficientllm_goodput_ratio{over="job"}': (0.95, 0.69)}, 15),
+    "Straggler": ("warning", {'efficientllm_straggler_named_ranks{over="window"}': (0, 1)}, 10),
+    "ClocksSlowedDown": ("warning", {'efficientllm_health_throttled_ratio{over="window"}': (0.01, 0.2)}, 10),
+    "AggregatorReplaced": ("warning", {'efficientllm_events_total{kind="aggregator"}': (0, 1)}, 0),
+    "PeersRejected": ("warning", {'efficientllm_events_total{kind="rejected"}': (0, 50)}, 0),
+}
+
+
+@pytest.mark.parametrize("name", CAUSES)
+def test_alert_fires_for_its_cause_alone_and_not_before_its_time(tmp_path, name):
+    severity, changes, wait = CAUSES[name]
+    series = {**HEALTHY, **{one: steps(100, before, value) for one, (before, value) in changes.items()}}
+
+    evaluate(tmp_path, series, {name: severity}, 60 + wait + 2)
+    evaluate(tmp_path, series, {}, 60 + wait - 1 if wait else 59)
+
+
+def test_every_alert_is_tested_here():
+    others = {"NoFirstReport", "PageUnreachable"}
+
+    assert {rule["alert"] for rule in ALERTS} == CAUSES.keys() | others
+
+
+def test_job_without_any_window_has_an_alert_after_an_hour(tmp_path):
+    first = {name: HEALTHY[name] for name in ('up{job="efficientllm"}', "efficientllm_stalled")}
+    series = {**first, "efficientllm_fresh": f"0+0x{STEPS}"}
+
+    evaluate(tmp_path, series, {}, 59)
+    evaluate(tmp_path, series, {"NoFirstReport": "warning"}, 61)
+
+
+def test_page_that_was_never_read_has_an_alert_after_15_minutes(tmp_path):
+    evaluate(tmp_path, {'up{job="efficientllm"}': f"0+0x{STEPS}"}, {}, 14)
+    evaluate(tmp_path, {'up{job="efficientllm"}': f"0+0x{STEPS}"}, {"PageUnreachable": "warning"}, 16)
+
+
+def test_alert_of_a_dead_job_becomes_an_unreachable_page(tmp_path):
+    series = {name: f"{values.split('x')[0]}x239 stale" for name, values in HEALTHY.items()}
+    series['up{job="efficientllm"}'] = steps(100, 1, 0)
+
+    evaluate(tmp_path, series, {"JobDisappeared": "critical"}, 70)
+    evaluate(tmp_path, series, {"PageUnreachable": "warning"}, 95)
+
+
+@pytest.mark.parametrize("minutes", [60, 61, 65, 80, 150])
+def test_normal_end_of_a_job_has_no_alert(tmp_path, minutes):
+    """The job removes its target file, so Prometheus marks all series as stale, `up` too."""
+    series = {name: f"{values.split('x')[0]}x239 stale" for name, values in HEALTHY.items()}
+
+    evaluate(tmp_path, series, {}, minutes)
+
+
+@pytest.mark.parametrize("minutes", [61, 70, 84, 89])
+def test_evaluation_of_25_minutes_has_no_alert(tmp_path, minutes):
+    measured = {name for name in HEALTHY if re.search("over=|ranks_reporting|gpus_measured", name)}
+    gone = {name: f"{HEALTHY[name].split('x')[0]}x239 stale" for name in measured}
+    age = {"efficientllm_report_age_seconds": "4+0x239 19+15x99 4+0x300", "efficientllm_fresh": steps(25, 1, 0)}
+
+    evaluate(tmp_path, {**HEALTHY, **gone, **age}, {}, minutes)
+
+
+@pytest.mark.parametrize("minutes", [20, 40, 59])
+def test_long_start_up_in_the_first_hour_has_no_goodput_alert(tmp_path, minutes):
+    evaluate(tmp_path, {**HEALTHY, 'efficientllm_goodput_ratio{over="job"}': f"0.3+0x{STEPS}"}, {}, minutes)
+
+
+def test_power_cap_of_busy_gpus_has_no_alert(tmp_path):
+    """Time at the power limit is not in `throttled_ratio`, and no rule reads the power."""
+    assert not re.search("watts|power", "".join(rule["expr"] for rule in ALERTS))
+
+
+def test_static_target_that_ends_has_no_alert(tmp_path):
+    evaluate(tmp_path, {'up{job="efficientllm-static"}': steps(100, 1, 0)}, {}, 75)
+
+
+def test_text_of_an_alert_names_the_job_and_the_value(tmp_path):
+    series = {**HEALTHY, "efficientllm_gpus_unused": steps(100, 0, 2)}
+    alert = {
+        "exp_labels": {"severity": "warning", "run_id": "mine", "instance": "alice.mine.1"},
+        "exp_annotations": {
+            "summary": "mine: 2 allocated GPUs are used by no process",
+            "runbook_url": "docs/operators.md#gpusunused",
+        },
+    }
+    text = {"alertname": "GpusUnused", "exp_alerts": [alert]}
+
+    evaluate(tmp_path, series, {"GpusUnused": "warning"}, 77, [text])
+
+
+@pytest.mark.parametrize("minutes", [1, 2, 4, 60])
+def test_tokens_per_second_are_right_from_the_first_minute(tmp_path, minutes):
+    """600,000 tokens in 15 s are 40,000 tokens/s; `rate` over five minutes is a fifth of it after one minute."""
+    values = {"round(efficientllm:tokens_per_second, 1e-3)": 40_000, "round(efficientllm:joules_per_token, 1e-4)": 0.1}
+    tests = [
+        {"expr": query, "eval_time": f"{minutes}m", "exp_samples": [{"labels": LABELS, "value": value}]}
+        for query, value in values.items()
+    ]
+
+    promtool(tmp_path, HEALTHY, promql_expr_test=tests)
