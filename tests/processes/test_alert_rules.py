@@ -109,6 +109,16 @@ def test_alert_fires_for_its_cause_alone_and_not_before_its_time(tmp_path, name)
     evaluate(tmp_path, series, {}, 60 + wait - 1 if wait else 59)
 
 
+def test_every_alert_has_a_section_of_the_operators_page():
+    page = (CONFIGS.parent / "docs" / "operators.md").read_text()
+
+    for rule in ALERTS:
+        name, link = rule["alert"], rule["annotations"]["runbook_url"]
+        assert link == f"docs/operators.md#{name.lower()}"
+        (section,) = re.findall(rf"^### {name}\n\n(.*)", page, re.MULTILINE)
+        assert section.lower().startswith(rule["labels"]["severity"])
+
+
 def test_every_alert_is_tested_here():
     others = {"NoFirstReport", "PageUnreachable"}
 
