@@ -10,6 +10,11 @@ from typing import Annotated
 
 import typer
 
+_LEDGER_HELP = (
+    "Earlier runs, for the spread between runs: run folders, or the folder or a file of EFFICIENTLLM_LEDGER, whose "
+    "lines name run folders; none: no earlier runs. [default: the sides' folders]"
+)
+
 
 def compare(
     sides: Annotated[
@@ -32,11 +37,7 @@ def compare(
     ] = "",
     ledger: Annotated[
         str,
-        typer.Option(
-            metavar="PATH",
-            help="Earlier runs, for the spread between runs: run folders, or the folder or a file of "
-            "EFFICIENTLLM_LEDGER, whose lines name run folders; none: no earlier runs. [default: the sides' folders]",
-        ),
+        typer.Option(metavar="PATH", help=_LEDGER_HELP),
     ] = "",
     runs: Annotated[
         str, typer.Option(metavar="FOLDER", help="Folder in which tags are searched. [default: EFFICIENTLLM_RUN_DIR]")
