@@ -41,6 +41,9 @@ TARGETS: dict[str, str] = {
     "torchtitan.train": "torchtitan:attach_trainer",
     "torchtune.recipe_interfaces": "torchtune:attach",
     "torchtune.utils": "torchtune:attach_batches",
+    "wandb.sdk.wandb_run": "trackers:attach_wandb",
+    "trackio.run": "trackers:attach_trackio",
+    "mlflow.tracking.fluent": "mlflow:attach",
     "torch.optim.optimizer": "optimizer:attach",
     "torch.utils.data.dataloader": "optimizer:attach_loader",
 }

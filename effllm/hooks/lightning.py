@@ -28,6 +28,8 @@ from effllm.trainer import ownership
 _STEPS = Steps(ownership.FRAMEWORK, "lightning", "Step")
 _GUARD = Guard("Lightning")
 _LOGGING = Guard("Lightning's loggers")
+#: Loggers that get no call of their own, because values join the calls of the training (effllm/trainer/trackers.py).
+_JOINED = {"WandbLogger", "TrackioLogger"}
 _COUNTING = Guard("the parameter count of Lightning's module")
 
 
@@ -193,7 +195,8 @@ class LightningTraining:
         known = {name: value for name, value in values.items() if value == value}  # nan: not measured
         if known and every and (step + 1) % every == 0 and trainer.is_global_zero:
             for logger in trainer.loggers:
-                logger.log_metrics(known, step=step)
+                if not _JOINED.intersection(one.__name__ for one in type(logger).__mro__):
+                    logger.log_metrics(known, step=step)
 
     def finish(self, status: str) -> None:
         if status == "completed":

@@ -16,3 +16,10 @@ def one_line(text: str) -> str:
     if text.isprintable():
         return text
     return " ".join("".join(c if c.isprintable() else " " for c in text).split())
+
+
+def without_user(uri: str) -> str:
+    """Return a URI without user and password, for files."""
+    scheme, mark, rest = uri.partition("://")
+    host, slash, path = rest.partition("/")
+    return f"{scheme}{mark}{host.rpartition('@')[2]}{slash}{path}" if mark else uri

@@ -10,6 +10,7 @@ from effllm.job.pacing import report_every_s
 from effllm.network.peers import Peers
 from effllm.network.transport import FrameError, ServerSocket, decode_from_agent, encode, is_hello
 from effllm.records.clock import Now
+from effllm.records.tracked import TRACKED
 from effllm.records.wire import (
     Ack,
     AgentEvent,
@@ -89,7 +90,8 @@ class Messages:
     def acknowledge(self, sequences: Sequences) -> None:
         """Send to each rank the sequence up to which its reports are saved, and the newest values."""
         report = self._aggregator.closed.last_report
-        values = {tag: value for tag, value in report.values.items() if "/" not in tag} if report else {}
+        known = report.values if report else {}
+        values = {tag: value for tag, value in known.items() if "/" not in tag or tag in TRACKED}
         iteration, count = report.iteration if report else 0, self._aggregator.ledger.reports
         frames: dict[int, bytes] = {}  # frames by sequence; ten thousand ranks have few different sequences
         for rank, sequence in sequences.items():

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from importlib import metadata
@@ -21,13 +22,36 @@ from effllm.config.settings import Config
 from effllm.records.device_state import DeviceFeed
 from effllm.records.identity import Identity
 from effllm.records.job import ClusterReport, Summary
+from effllm.records.plain_text import one_line
 
 #: Sinks that use `RunInfo.devices`, which is filled from the first window on, before the sink is open.
 WITH_DEVICES = frozenset({"otlp"})
 
 
+_ADDRESS = re.compile(r"<[^<>]* object at 0x[0-9a-f]+>:? ?")  # differs in each text
+
+
 class SinkUnavailable(Exception):
     """The sink cannot work here. The message is one sentence with the reason and the remedy."""
+
+
+class WriteFailed(Exception):
+    """A tracker could not be reached, or has rejected the values."""
+
+
+class Failures:
+    """Gives all failures since the last success the text of the first one, because each different text is an event."""
+
+    def __init__(self) -> None:
+        self._text = ""
+
+    def failed(self, text: str) -> WriteFailed:
+        """Return the exception for a failure."""
+        self._text = self._text or _ADDRESS.sub("", one_line(text))
+        return WriteFailed(self._text)
+
+    def succeeded(self) -> None:
+        self._text = ""
 
 
 class Option(NamedTuple):
@@ -69,6 +93,16 @@ class Sink(Protocol):
         """Write buffered data and release resources. May be called twice."""
 
 
+class InTraining:
+    """A sink whose values are written by the training process, in its own calls of a tracker."""
+
+    def write(self, report: ClusterReport) -> None:
+        """Write nothing."""
+
+    def close(self) -> None:
+        """Close nothing."""
+
+
 def sink_names() -> list[str]:
     """Return the names of all sink files, without importing them."""
     return sorted(module.name for module in pkgutil.iter_modules(__path__))
@@ -88,7 +122,10 @@ def open_sink(name: str, run: RunInfo) -> Sink:
     if name not in sink_names():
         raise SinkUnavailable(no_such_sink(name))
     options = read_options(name, run.config.sink_options().get(name, {}))
-    sink: Sink = import_sink(name).open_sink(replace(run, options=options))
+    try:
+        sink: Sink = import_sink(name).open_sink(replace(run, options=options))
+    except ImportError as error:
+        raise _not_installed(name, error) from error
     return sink
 
 
@@ -134,6 +171,10 @@ def import_sink(name: str) -> Any:
     try:
         return importlib.import_module(f"{__name__}.{name}")
     except ImportError as error:
-        extras = metadata.metadata("effllm").get_all("Provides-Extra") or []
-        how = f"pip install 'effllm[{name}]'" if name in extras else "install it"
-        raise SinkUnavailable(f"sink {name!r} needs a package that is not installed ({error}): {how}") from error
+        raise _not_installed(name, error) from error
+
+
+def _not_installed(name: str, error: ImportError) -> SinkUnavailable:
+    extras = metadata.metadata("effllm").get_all("Provides-Extra") or []
+    how = f"pip install 'effllm[{name}]'" if name in extras else "install it"
+    return SinkUnavailable(f"sink {name!r} needs a package that is not installed ({error}): {how}")

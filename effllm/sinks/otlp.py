@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -34,8 +33,7 @@ from effllm.config.switches import this_process
 from effllm.metrics.base_units import UCUM, name_of
 from effllm.records.device_state import CPU_KIND, GPU_KIND, MODULE_KIND, NODE_KIND, DeviceState
 from effllm.records.job import ClusterReport
-from effllm.records.plain_text import one_line
-from effllm.sinks import Option, RunInfo, SinkUnavailable
+from effllm.sinks import Failures, Option, RunInfo, SinkUnavailable
 
 OPTIONS = {
     "endpoint": Option(
@@ -95,14 +93,8 @@ TRAINING: dict[str, Instrument] = {
     "effllm.simulated": Instrument(GAUGE, "1", "1: the devices are simulated, and no value was measured."),
 }
 
-_ADDRESS = re.compile(r"<[^<>]* object at 0x[0-9a-f]+>:? ?")
-
 #: A value of a metric with its attributes.
 Value = tuple[str, Mapping[str, str], float]
-
-
-class ExportFailed(Exception):
-    """The receiver could not be reached, or has rejected the values."""
 
 
 def open_sink(run: RunInfo) -> Otlp:
@@ -132,13 +124,13 @@ class Otlp:
         self._sent_j: dict[str, float] = {}  # energy by device: a late report must not lower a counter
         self._waiting: ClusterReport | None = None
         self._sent_s = -math.inf
-        self._failure = ""  # the first error since the last success
+        self._failures = Failures()
 
     def write(self, report: ClusterReport) -> None:
         """Send a report, or keep it until the next export is due.
 
         Raises:
-            ExportFailed: the values were not received.
+            WriteFailed: the values were not received.
         """
         self._waiting = report
         if report.final or abs(report.time_s - self._sent_s) >= self._run.options["every"]:
@@ -162,11 +154,9 @@ class Otlp:
             resource = self._resource.merge(Resource({HOST_NAME: host} if host else {}))
             groups.append((resource, _metrics(HARDWARE, self._of_devices(devices), times_ns)))
         data = MetricsData([ResourceMetrics(one, [ScopeMetrics(SCOPE, some, "")], "") for one, some in groups if some])
-        if self._exporter.export(data) is MetricExportResult.SUCCESS:
-            self._failure = ""
-            return
-        self._failure = self._failure or self._reason.take()  # one text, because each different text is an event
-        raise ExportFailed(self._failure)
+        if self._exporter.export(data) is not MetricExportResult.SUCCESS:
+            raise self._failures.failed(self._reason.take())
+        self._failures.succeeded()
 
     def _of_devices(self, devices: Sequence[DeviceState]) -> Iterator[Value]:
         for one in devices:
@@ -279,7 +269,7 @@ class _LastError(logging.Handler):
         logger.propagate = False
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._text = _ADDRESS.sub("", one_line(record.getMessage()))
+        self._text = record.getMessage()
 
     def take(self) -> str:
         text, self._text = self._text, ""

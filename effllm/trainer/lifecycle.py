@@ -19,6 +19,7 @@ from effllm.config.switches import is_off, this_process
 from effllm.network.listening import DiscoveryError
 from effllm.records.board import Board
 from effllm.records.shared_memory import RingError
+from effllm.trainer import trackers
 from effllm.trainer.declared import Declared
 from effllm.trainer.recorder import Recorder
 from effllm.trainer.session import AgentError, Session
@@ -65,6 +66,7 @@ class Lifecycle:
             self.recorder = self._session.recorder
             self._session.start()
             repeat_at_exit("")
+            trackers.begin(self, self.config.sink_options(), self._place.rank)
         except (ConfigError, RingError, DiscoveryError, OSError) as error:
             _print(f"no metrics, training goes on: {error}", self._place, everywhere=isinstance(error, AgentError))
             repeat_at_exit(str(error) if self._place.rank == 0 else "")
@@ -87,6 +89,7 @@ class Lifecycle:
         began_s = time.time()
         for chain in list(self.chains):
             chain.cut()
+        trackers.end(self)
         session.finish(status)
         for chain in list(self.chains):
             chain.read(session.board)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from effllm.records.board import Board
+from effllm.records.tracked import TRACKED
 
 NAN = float("nan")
 
@@ -52,6 +54,20 @@ class JobValues:
     def replace(self, by_tag: Mapping[str, float]) -> None:
         """Set the values of the run's summary; without new values, the earlier values stay."""
         self._by_tag = by_tag or self._by_tag
+
+    @property
+    def report(self) -> int:
+        """Number of the newest report; 0 before the first."""
+        return self._report
+
+    def tracked(self, with_contract: bool) -> dict[str, float]:
+        """Return the measured values for a tracker by its keys, with the contract's six values if asked for."""
+        known = {key: self._by_tag[tag] * factor for tag, (key, factor) in TRACKED.items() if tag in self._by_tag} | {
+            key: value for key, value in self.tags().items() if with_contract
+        }
+        return {"efficientllm/iteration": self._iteration} | {
+            key: value for key, value in known.items() if math.isfinite(value)
+        }
 
     def value(self, name: str) -> float:
         """Return a value by its name in `HEADLINE`; ``nan`` if it is not measured."""

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import struct
-
 import pytest
 from nvml_library import Gpu, flat
 from systems import RAN
+from wandb_history import OFFLINE, history
 
 pytest.importorskip("transformers", reason="needs transformers")
 pytest.importorskip("accelerate", reason="needs accelerate")
@@ -49,7 +47,6 @@ KEYS = {
 }
 #: Values that the simulated device has not; `gpu` has these.
 OF_A_GPU = {"energy_step/temperature_avg_c", "energy_interval/temperature_avg_c"}
-OFFLINE = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_DISABLE_GIT": "true", "WANDB_DISABLE_CODE": "true"}
 
 
 def script(before="", more="", after="", report_to='["wandb"]'):
@@ -58,38 +55,6 @@ def script(before="", more="", after="", report_to='["wandb"]'):
     for name, text in names.items():
         code = code.replace(name, text)
     return code
-
-
-def records(data):
-    """Yield the records of a .wandb file: LevelDB's log in blocks of 32 KiB, after a header of seven bytes."""
-    assert data[:4] == b":W&B"
-    at, whole = 7, b""
-    while at + 7 <= len(data):
-        left = 32768 - at % 32768
-        if left < 7:
-            at += left
-            continue
-        _, length, kind = struct.unpack("<IHB", data[at : at + 7])
-        whole += data[at + 7 : at + 7 + length]
-        at += 7 + length
-        if kind in (1, 4):  # the only part, or the last part
-            yield whole
-            whole = b""
-
-
-def history(job):
-    """Return the rows of the history of the only run, without the keys of wandb itself."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    (path,) = (job.folder / "wandb").glob("offline-run-*/run-*.wandb")
-    rows = []
-    for data in records(path.read_bytes()):
-        record = Record()
-        record.ParseFromString(data)
-        if record.WhichOneof("record_type") == "history":
-            items = {"/".join(item.nested_key) or item.key: item.value_json for item in record.history.item}
-            rows.append({key: json.loads(value) for key, value in items.items() if not key.startswith("_")})
-    return rows
 
 
 @pytest.fixture

@@ -61,7 +61,7 @@ def test_systems_page_is_generated_from_test_results():
 
 
 def test_systems_page_lists_every_training_system_with_a_hook():
-    hooked = {target.split(".")[0] for target in TARGETS}
+    hooked = {target.split(".")[0] for target in TARGETS} - {"mlflow", "trackio", "wandb"}  # trackers
     page = (ROOT / "docs" / "systems.md").read_text()
     names = {
         "megatron": "Megatron-LM",

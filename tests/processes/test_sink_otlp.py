@@ -14,7 +14,7 @@ from sink_examples import complete_totals, make_report, make_run, totals
 from effllm import metrics
 from effllm.records.device_state import DeviceFeed, DeviceState
 from effllm.records.identity import Identity
-from effllm.sinks import SinkUnavailable
+from effllm.sinks import SinkUnavailable, WriteFailed
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="the extra otlp is not installed")
 
@@ -156,7 +156,7 @@ def test_failures_have_one_text_until_a_success():
         sink = opened(receiver)
         texts = set()
         for iteration in (10, 20):
-            with pytest.raises(otlp.ExportFailed) as error:
+            with pytest.raises(WriteFailed) as error:
                 sink.write(make_report(iteration))
             texts.add(str(error.value))
         receiver.status = 200
@@ -191,7 +191,7 @@ def test_killed_receiver_costs_one_event_and_no_iteration(launch, tmp_path):
     job.finish()
 
     (text,) = {one for one in job.ledger.event_texts("sink") if "failed" in one}
-    assert text.startswith("sink otlp failed: ExportFailed")
+    assert text.startswith("sink otlp failed: WriteFailed")
     assert job.ledger.summary.left_out["otlp"] > 0
     assert job.ledger.summary.status == "completed"
 

@@ -1,0 +1,42 @@
+"""MLflow: sends the id of the run that the training opens to the aggregator, whose sink ``mlflow`` writes into it.
+
+Nothing is logged from this process, and no run is opened.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+from effllm.hooks._wrap import Call, Guard, around
+from effllm.records.plain_text import without_user
+
+_GUARD = Guard("MLflow's run")
+
+
+def attach(module: ModuleType) -> None:
+    """Hook ``mlflow.tracking.fluent``, and the copy of its function in ``mlflow``."""
+    original = getattr(module, "start_run", None)
+    around(module, "start_run", _GUARD, after=_has_started)
+    package = sys.modules.get("mlflow")
+    if original is not None and getattr(package, "start_run", None) is original:  # mlflow was imported before this hook
+        package.start_run = module.start_run  # type: ignore[union-attr]
+        _GUARD(_send, module.active_run())
+
+
+def _has_started(_before: Any, _call: Call, run: Any) -> None:
+    _send(run)
+
+
+def _send(run: Any) -> None:
+    """Record the id and the tracking URI of a run as facts; only rank 0's facts are used."""
+    if run is None:
+        return
+    from effllm.trainer.collector import get_metrics_collector
+
+    service: Any = sys.modules.get("mlflow.tracking._tracking_service.utils")
+    uri = service.get_tracking_uri() if service is not None else None
+    get_metrics_collector().record_facts(
+        mlflow_run_id=str(run.info.run_id), mlflow_tracking_uri=without_user(uri) if isinstance(uri, str) else None
+    )

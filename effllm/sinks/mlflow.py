@@ -1,0 +1,133 @@
+"""MLflow: every window, written by a client into the run that the training has opened; no run is ever created.
+
+The library is imported when the sink is opened, because the import takes seconds and 100 MB.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from effllm.config.setting_values import number
+from effllm.config.switches import set_default, this_process
+from effllm.metrics.charts import chart_tag, has_chart
+from effllm.records.job import ClusterReport
+from effllm.records.plain_text import without_user
+from effllm.sinks import Failures, Option, RunInfo
+
+OPTIONS = {
+    "every": Option("5", number(0, unit="seconds"), "Minimum time between two calls of the server, in seconds."),
+}
+
+RUN_ID, TRACKING_URI = "mlflow_run_id", "mlflow_tracking_uri"  # facts from the training process
+#: Variables of MLflow in this process, unless the user has set them.
+DEFAULTS = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    "MLFLOW_LOGGING_LEVEL": "CRITICAL",  # stderr belongs to the job
+}
+MAX_IN_CALL = 1000  # MLflow's limit of metrics in one call
+MAX_WAITING = 20_000  # maximum number of values that wait for a run; afterwards the oldest are dropped
+NO_RUN_S = 60.0  # time without a run after which one line reports this
+NO_RUN = (
+    "sink mlflow: no run of MLflow was opened on rank 0, so nothing is written; set MLFLOW_RUN_ID, or call "
+    "mlflow.start_run() on rank 0"
+)
+
+
+def open_sink(run: RunInfo) -> Mlflow:
+    """Import MLflow; nothing is read or written before the run of the training is known."""
+    for name, value in DEFAULTS.items():
+        set_default(name, value)
+    for name in ("mlflow", "urllib3", "alembic"):
+        logger = logging.getLogger(name)
+        logger.addHandler(logging.NullHandler())
+        logger.propagate = False
+    from mlflow.entities import Metric
+    from mlflow.tracking.client import MlflowClient
+
+    return Mlflow(run, MlflowClient, Metric)
+
+
+class Mlflow:
+    """Writes the values of each window at the framework's iteration, in one call for several windows.
+
+    Args:
+        run: the run of effllm, with the facts of the training process.
+        connect: returns a client for a tracking URI; ``None`` is MLflow's default.
+        make_metric: returns a metric from key, value, time in ms and step.
+    """
+
+    def __init__(self, run: RunInfo, connect: Callable[[str | None], Any], make_metric: Callable[..., Any]) -> None:
+        self._run, self._connect, self._make_metric = run, connect, make_metric
+        self._failures = Failures()
+        self._client: Any = None
+        self._run_id = ""
+        self._waiting: list[Any] = []
+        self._began_s = self._sent_s = time.monotonic()
+        self._has_warned = False
+
+    def write(self, report: ClusterReport) -> None:
+        """Keep the values of a window, and write all kept values if a call is due.
+
+        Raises:
+            WriteFailed: the server could not be reached, or has rejected the values; these values are lost.
+        """
+        values = {chart_tag(tag): value for tag, value in report.values.items() if has_chart(tag)}
+        if report.loss is not None:
+            values["efficientllm/loss"] = report.loss
+        time_ms = int(report.time_s * 1000)
+        self._waiting += [
+            self._make_metric(key, value, time_ms, report.iteration)
+            for key, value in values.items()
+            if math.isfinite(value)
+        ]
+        del self._waiting[:-MAX_WAITING]
+        if report.final or time.monotonic() - self._sent_s >= self._run.options["every"]:
+            self._send()
+
+    def close(self) -> None:
+        """Write the kept values; report it if there was no run. May be called twice."""
+        self._send()
+        if self._waiting:
+            self._warn()
+
+    def _send(self) -> None:
+        if not self._waiting or not self._find_run():
+            return
+        self._sent_s = time.monotonic()
+        waiting, self._waiting = self._waiting, []
+        try:
+            for at in range(0, len(waiting), MAX_IN_CALL):
+                self._client.log_batch(self._run_id, metrics=waiting[at : at + MAX_IN_CALL])
+        except Exception as error:
+            raise self._failures.failed(f"{type(error).__name__}: {error}") from error
+        self._failures.succeeded()
+
+    def _find_run(self) -> bool:
+        """Return whether the run is known; it stays the same, so that there is only one run."""
+        if not self._run_id:
+            environ = this_process()
+            self._run_id = str(self._run.fact(RUN_ID) or environ.get("MLFLOW_RUN_ID") or "")
+            if self._run_id:
+                self._client = self._connect(_tracking_uri(self._run.fact(TRACKING_URI), environ))
+            elif time.monotonic() - self._began_s > NO_RUN_S:
+                self._warn()
+        return bool(self._run_id)
+
+    def _warn(self) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            self._run.log(NO_RUN)
+
+
+def _tracking_uri(of_training: Any, environ: Mapping[str, str]) -> str | None:
+    """Return the training's tracking URI, with the user and the password of the environment's URI if they match."""
+    own = environ.get("MLFLOW_TRACKING_URI")
+    if not isinstance(of_training, str) or (own and without_user(own) == of_training):
+        return own
+    return of_training

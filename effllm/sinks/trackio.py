@@ -1,0 +1,13 @@
+"""Trackio: the run is open in the training process, so this sink writes nothing in the aggregator.
+
+In its place, the training process adds the newest values of the job to its own calls of ``trackio.log``; see
+effllm/trainer/trackers.py.
+"""
+
+from __future__ import annotations
+
+from effllm.sinks import InTraining, RunInfo
+
+
+def open_sink(_run: RunInfo) -> InTraining:
+    return InTraining()

@@ -1,0 +1,125 @@
+"""Adds the newest values of the job to the dictionaries that a training passes to its own tracker, W&B or Trackio.
+
+effllm makes no call of a tracker: its keys join a call of the training, once per report. The call always happens, with
+the data of the training; keys of the training win. Standard library only, without I/O.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import sys
+from collections.abc import Callable, Collection, Mapping
+from types import ModuleType
+from typing import Any, Protocol
+
+from effllm.trainer import ownership
+from effllm.trainer.values import JobValues
+
+#: Name of a sink -> the module with the tracker's class `Run`, whose method `log` gets the dictionaries.
+MODULES = {"wandb": "wandb.sdk.wandb_run", "trackio": "trackio.run"}
+#: Name of a sink -> name of the parameter with the dictionary.
+_PARAMETERS = {"wandb": "data", "trackio": "metrics"}
+#: Frameworks whose tracker is on another rank than rank 0.
+_OTHER_RANK = ("megatron", "torchtitan")
+_MARK = "__effllm_joins__"
+
+
+class ValueSource(Protocol):
+    """The session whose values are added."""
+
+    def values(self) -> JobValues:
+        """Return the newest values, without waiting."""
+
+    def warn(self, line: str) -> None:
+        """Log a line through the agent."""
+
+
+class _Joining:
+    """The session of this process, and the reports that its trackers have."""
+
+    def __init__(self) -> None:
+        self.source: ValueSource | None = None
+        self.rank = self.pid = 0
+        self.written: dict[str, int] = {}  # name of a tracker -> newest report in one of its calls
+
+    def join(self, name: str, data: Any) -> Any:
+        """Return the data of a call with the values of a new report; otherwise the same data."""
+        if self.source is None or name not in self.written or not isinstance(data, dict):
+            return data
+        values = self.source.values()
+        if values.report <= self.written[name]:
+            return data
+        self.written[name] = values.report
+        # Some frameworks log the contract's values themselves, under a prefix.
+        has_contract = any(isinstance(key, str) and "efficientllm/" in key for key in data)
+        return {**data, **{key: value for key, value in values.tracked(not has_contract).items() if key not in data}}
+
+
+_JOINING = _Joining()
+
+
+def begin(source: ValueSource, sinks: Collection[str], rank: int) -> None:
+    """Add the values of a session to the calls of the trackers among its sinks."""
+    names = sorted(MODULES.keys() & set(sinks))
+    _JOINING.source, _JOINING.rank, _JOINING.written = source, rank, dict.fromkeys(names, 0)
+    _JOINING.pid = os.getpid()
+    if names:
+        atexit.register(end, source)  # runs before the session's handler, which was registered earlier
+    for name in _JOINING.written:
+        if (module := sys.modules.get(MODULES[name])) is not None:
+            wrap(name, module)
+
+
+def end(source: ValueSource) -> None:
+    """End a session; on rank 0, report each tracker whose calls got no values."""
+    if _JOINING.source is not source or _JOINING.pid != os.getpid():  # an earlier session, or a forked child
+        return
+    atexit.unregister(end)
+    missing = [name for name, report in _JOINING.written.items() if not report]
+    if _JOINING.rank == 0 and missing and source.values().report and not _logs_elsewhere():
+        for name in missing:
+            source.warn(f"sink {name}: no call of {name}.log after the first report, so no value was added to a run")
+    _JOINING.source, _JOINING.written = None, {}
+
+
+def _logs_elsewhere() -> bool:
+    return ownership.holder().startswith(_OTHER_RANK)
+
+
+def wrap(name: str, module: ModuleType) -> None:
+    """Wrap the method ``log`` of a tracker's runs, once; also of a run that is already open."""
+    run_class = getattr(module, "Run", None)
+    original = getattr(run_class, "log", None)
+    if run_class is None or original is None or hasattr(original, _MARK):
+        return
+    run_class.log = _joined(name, original)
+    package = sys.modules.get(name)
+    if getattr(getattr(package, "log", None), "__func__", None) is original:  # bound to the open run
+        package.log = package.run.log  # type: ignore[union-attr]
+
+
+def _joined(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    parameter = _PARAMETERS[name]
+
+    @functools.wraps(original)
+    def log(run: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            args, kwargs = _with_values(name, parameter, args, kwargs)
+        except Exception:  # noqa: BLE001 - the call of the training happens with its own data
+            _JOINING.written.pop(name, None)
+        return original(run, *args, **kwargs)
+
+    setattr(log, _MARK, True)
+    return log
+
+
+def _with_values(
+    name: str, parameter: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if args:
+        return (_JOINING.join(name, args[0]), *args[1:]), dict(kwargs)
+    if parameter in kwargs:
+        return args, {**kwargs, parameter: _JOINING.join(name, kwargs[parameter])}
+    return args, dict(kwargs)

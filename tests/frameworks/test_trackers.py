@@ -1,0 +1,140 @@
+"""Values in a run of W&B or Trackio: the training's own calls carry them, and effllm makes no call."""
+
+from __future__ import annotations
+
+import pytest
+from wandb_history import OFFLINE, rows
+
+from effllm.metrics.charts import chart_tag
+from effllm.records.tracked import TRACKED
+
+pytest.importorskip("wandb", reason="needs wandb")
+
+#: A loop that logs to W&B at every second step; "late" opens the run after the first steps.
+SCRIPT = """
+import os, sys, time
+from pathlib import Path
+import torch, wandb
+
+def num_windows():
+    folders = Path(os.environ["EFFICIENTLLM_RUN_DIR"]).glob("*/windows-*.jsonl")
+    return sum(path.read_text().count("\\n") for path in folders)
+
+def begin():
+    return wandb.init(project="p", mode="offline", dir=".", settings=wandb.Settings(x_disable_stats=True))
+
+CALLS = []
+run = None if "late" in sys.argv else begin()
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = {"mine": 1.0, "efficientllm-at-a-glance/mfu_ratio": -1.0, "text": "x"}
+for step in range(1, 41):
+    loss = model(torch.ones(2, 4)).sum()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    time.sleep(0.05)
+    until_s = time.monotonic() + 60
+    while os.environ["EFFICIENTLLM_METRICS_ENABLED"] == "true" and num_windows() < step // 2 - 5:
+        assert time.monotonic() < until_s, "there are no windows"
+        time.sleep(0.05)
+    run = run or (begin() if step == 5 else None)
+    if run is not None and step % 2 == 0 and "silent" not in sys.argv:
+        HOW
+        CALLS.append(step)
+assert data == {"mine": 1.0, "efficientllm-at-a-glance/mfu_ratio": -1.0, "text": "x"}, data
+if run is not None:
+    run.finish()
+print("calls", len(CALLS))
+"""
+HOW = ("wandb.log(data)", "run.log(data, step=step)", "run.log(data=data)")
+OURS = "efficientllm"
+
+
+def run_script(frameworks, *arguments, how=HOW[0], sinks="console,wandb", **settings):
+    settings = {"metrics_enabled": "true", **settings}
+    return frameworks.run(SCRIPT.replace("HOW", how), *arguments, sinks=sinks, environ=OFFLINE, **settings)
+
+
+def own(history):
+    """Return the rows without the keys of effllm, times and steps of effllm's values."""
+    kept = ("mine", "efficientllm-at-a-glance/mfu_ratio", "text", "_step")
+    return [{key: value for key, value in row.items() if key in kept} for row in history]
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_user_history_is_the_same_with_and_without_effllm(frameworks, how):
+    on = run_script(frameworks, how=how)
+    off = run_script(frameworks, how=how, metrics_enabled="false")
+
+    assert len(rows(on)) == len(rows(off)) == 20
+    assert own(rows(on)) == own(rows(off))
+    assert not any(OURS in key for row in rows(off) for key in row if key != "efficientllm-at-a-glance/mfu_ratio")
+    assert any("efficientllm/al_seconds" in row for row in rows(on))
+
+
+def test_values_in_the_history_are_those_of_the_windows(frameworks):
+    job = run_script(frameworks)
+
+    joined = [row for row in rows(job) if "efficientllm/iteration" in row]
+    windows = {row.iteration: row.values for row in job.ledger.windows}
+    assert len(joined) > 1
+    assert len({row["efficientllm/iteration"] for row in joined}) == len(joined), "each report once"
+    for row in joined:
+        values = windows[row["efficientllm/iteration"]]
+        assert row["efficientllm/al_seconds"] == pytest.approx(values["al_seconds"])
+        for tag, (key, factor) in TRACKED.items():
+            if tag in values and key not in ("efficientllm-at-a-glance/mfu_ratio",):  # a key of the user wins
+                assert row[key] == pytest.approx(values[tag] * factor), tag
+    assert all(row["efficientllm-at-a-glance/mfu_ratio"] == -1.0 for row in rows(job))
+
+
+def test_run_opened_during_the_training_gets_values(frameworks):
+    job = run_script(frameworks, "late")
+
+    assert any("efficientllm/al_seconds" in row for row in rows(job))
+
+
+def test_loop_that_never_logs_gets_nothing_and_one_line(frameworks):
+    job = run_script(frameworks, "silent")
+
+    assert rows(job) == []
+    assert job.ledger.event_texts("warning") == [
+        "rank 0: sink wandb: no call of wandb.log after the first report, so no value was added to a run"
+    ]
+
+
+def test_without_the_sink_nothing_is_added(frameworks):
+    job = run_script(frameworks, sinks="console")
+
+    assert len(rows(job)) == 20
+    assert not any("efficientllm/iteration" in row for row in rows(job))
+
+
+def test_keys_in_a_tracker_are_the_tags_of_tensorboard():
+    others = {tag: key for tag, (key, _) in TRACKED.items() if tag != "energy/total_joules"}
+
+    assert others == {tag: chart_tag(tag) for tag in others}
+
+
+TRAINER = """
+import tiny
+from transformers import Trainer
+
+trainer = Trainer(model=tiny.llama(), args=tiny.arguments(report_to=["wandb"], logging_steps=2),
+                  train_dataset=tiny.rows(48), data_collator=tiny.collate)
+trainer.train()
+tiny.losses(trainer)
+"""
+
+
+def test_trainer_of_transformers_logs_the_values_in_its_own_calls(frameworks):
+    on = frameworks.run(TRAINER, sinks="console,wandb", environ={**OFFLINE, "WANDB_PROJECT": "p"})
+    off = frameworks.run(TRAINER, metrics_enabled="false", environ={**OFFLINE, "WANDB_PROJECT": "p"})
+
+    steps = [[row.get("train/global_step") for row in rows(job)] for job in (on, off)]
+    assert steps[0] == steps[1]
+    keys = {key for row in rows(on) for key in row if OURS in key}
+    assert "efficientllm-at-a-glance/energy_kwh" in keys
+    assert "train/efficientllm/al_seconds" in keys
+    assert "efficientllm/al_seconds" not in keys, "the Trainer's logs have the contract's values already"
