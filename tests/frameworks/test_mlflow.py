@@ -207,7 +207,9 @@ def test_slow_server_or_refused_key_costs_no_iteration(frameworks, status, pause
     assert took_s < 9.0
     if status == 403:
         (text,) = [one for one in job.ledger.event_texts("sink") if "mlflow" in one]
-        assert text.startswith("sink mlflow failed: WriteFailed: RestException: PERMISSION_DENIED: the key is not valid")
+        assert text.startswith(
+            "sink mlflow failed: WriteFailed: RestException: PERMISSION_DENIED: the key is not valid"
+        )
 
 
 @contextmanager
