@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
-from effllm.sinks import SinkUnavailable
+from effllm.sinks import SinkUnavailable, WriteFailed
 from effllm.store.run_folder import StoreUnavailable
 
 MAX_WARNINGS = 10
@@ -95,7 +95,8 @@ class Writer(Generic[Target]):
         while (item := self._work.get()) is not None:
             if target is not None:
                 self._at_work, work = item
-                self._failed += 0 if self._do(target, work) else self._at_work
+                if not self._do(target, work):
+                    self._failed += self._at_work
                 self._at_work = 0
         if target is not None:
             self._do(target, lambda opened: opened.close())
@@ -113,6 +114,7 @@ class Writer(Generic[Target]):
         try:
             work(target)
         except Exception as error:  # noqa: BLE001 - a sink is a plug-in: its errors must not end the thread
+            self._failed += error.lost if isinstance(error, WriteFailed) else 0
             self._warn_once(f"{self._name} failed: {type(error).__name__}: {error}")
             return False
         return True

@@ -38,6 +38,8 @@ class SinkUnavailable(Exception):
 class WriteFailed(Exception):
     """A tracker could not be reached, or has rejected the values."""
 
+    lost = 0  # number of earlier windows whose values are lost too
+
 
 class Failures:
     """Gives all failures since the last success the text of the first one, because each different text is an event."""
@@ -45,10 +47,12 @@ class Failures:
     def __init__(self) -> None:
         self._text = ""
 
-    def failed(self, text: str) -> WriteFailed:
-        """Return the exception for a failure."""
+    def failed(self, text: str, lost: int = 0) -> WriteFailed:
+        """Return the exception for a failure; ``lost`` is the number of earlier windows whose values are lost too."""
         self._text = self._text or _ADDRESS.sub("", one_line(text))
-        return WriteFailed(self._text)
+        error = WriteFailed(self._text)
+        error.lost = lost
+        return error
 
     def succeeded(self) -> None:
         self._text = ""

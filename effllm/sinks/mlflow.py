@@ -68,6 +68,7 @@ class Mlflow:
         self._client: Any = None
         self._run_id = ""
         self._waiting: list[Any] = []
+        self._windows = 0  # number of windows in `_waiting`, besides the window that is being written
         self._began_s = self._sent_s = time.monotonic()
         self._has_warned = False
 
@@ -89,6 +90,7 @@ class Mlflow:
         del self._waiting[:-MAX_WAITING]
         if report.final or time.monotonic() - self._sent_s >= self._run.options["every"]:
             self._send()
+        self._windows += 1 if self._waiting else 0
 
     def close(self) -> None:
         """Write the kept values; report it if there was no run. May be called twice."""
@@ -100,12 +102,12 @@ class Mlflow:
         if not self._waiting or not self._find_run():
             return
         self._sent_s = time.monotonic()
-        waiting, self._waiting = self._waiting, []
+        (waiting, self._waiting), (windows, self._windows) = (self._waiting, []), (self._windows, 0)
         try:
             for at in range(0, len(waiting), MAX_IN_CALL):
                 self._client.log_batch(self._run_id, metrics=waiting[at : at + MAX_IN_CALL])
         except Exception as error:
-            raise self._failures.failed(f"{type(error).__name__}: {error}") from error
+            raise self._failures.failed(f"{type(error).__name__}: {error}", windows) from error
         self._failures.succeeded()
 
     def _find_run(self) -> bool:

@@ -159,7 +159,7 @@ def test_two_ranks_write_into_one_run_without_the_password(frameworks, server):
     assert len(job.ledger.facts["ranks"]) == 2
     assert_equals_ledger(job, server, "ranks")
     assert job.ledger.facts["mlflow_tracking_uri"] == server
-    assert "hunter2" not in "".join(one.read_text() for one in job.runs[0].rglob("*.json*"))
+    assert "hunter2" not in "".join(one.read_text() for one in job.runs()[0].rglob("*.json*"))
 
 
 def test_script_without_a_run_gets_none_and_one_line(frameworks, tmp_path):

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+
 import pytest
 from wandb_history import OFFLINE, rows
 
@@ -138,3 +143,80 @@ def test_trainer_of_transformers_logs_the_values_in_its_own_calls(frameworks):
     assert "efficientllm-at-a-glance/energy_kwh" in keys
     assert "train/efficientllm/al_seconds" in keys
     assert "efficientllm/al_seconds" not in keys, "the Trainer's logs have the contract's values already"
+
+
+LIGHTNING = """
+import time
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.loggers import WandbLogger
+
+class Module(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 4)
+    def training_step(self, batch, batch_idx):
+        time.sleep(0.1)
+        loss = self.layer(batch[0]).square().mean()
+        self.log("mine", loss)
+        return loss
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+torch.manual_seed(0)
+data = torch.utils.data.TensorDataset(torch.ones(240, 8), torch.zeros(240))
+pl.Trainer(accelerator="cpu", logger=WandbLogger(offline=True, project="p", save_dir="."), log_every_n_steps=2,
+           enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False, max_epochs=1,
+           ).fit(Module(), torch.utils.data.DataLoader(data, batch_size=4))
+"""
+
+
+def test_logger_of_lightning_gets_no_call_of_effllm(frameworks):
+    on = frameworks.run(LIGHTNING, sinks="console,wandb", environ=OFFLINE)
+    off = frameworks.run(LIGHTNING, metrics_enabled="false", environ=OFFLINE)
+
+    plain = [
+        [{key: row[key] for key in ("mine", "trainer/global_step", "_step") if key in row} for row in rows(job)]
+        for job in (on, off)
+    ]
+    assert plain[0] == plain[1]
+    assert any("efficientllm/al_seconds" in row for row in rows(on))
+
+
+TRACKIO = """
+import os, sqlite3, sys, time
+from pathlib import Path
+import torch, trackio
+
+trackio.init(project="p", name="one", embed=False, auto_log_gpu=False, auto_log_cpu=False)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(1, 61):
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    time.sleep(0.1)
+    trackio.log({"mine": step}, step=step)
+trackio.finish()
+"""
+READ_TRACKIO = """
+import json, sys
+from trackio.sqlite_storage import SQLiteStorage
+print(json.dumps(SQLiteStorage.get_logs("p", "one")))
+"""
+
+
+def test_trackio_gets_the_values_in_calls_of_the_training(frameworks, tmp_path):
+    pytest.importorskip("trackio", reason="needs trackio")
+    histories = {}
+    for enabled in ("true", "false"):
+        environ = {"TRACKIO_DIR": str(tmp_path / enabled), "NO_PROXY": "127.0.0.1,localhost"}
+        frameworks.run(TRACKIO, sinks="console,trackio", metrics_enabled=enabled, environ=environ)
+        done = subprocess.run(
+            [sys.executable, "-c", READ_TRACKIO], env={**os.environ, **environ}, capture_output=True, check=True
+        )
+        histories[enabled] = json.loads(done.stdout.splitlines()[-1])
+
+    own = {way: [(row["step"], row["mine"]) for row in rows] for way, rows in histories.items()}
+    assert own["true"] == own["false"] == [(step, step) for step in range(1, 61)]
+    assert any("efficientllm/al_seconds" in row for row in histories["true"])
+    assert not any(OURS in key for row in histories["false"] for key in row)

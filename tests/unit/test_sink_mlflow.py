@@ -1,0 +1,154 @@
+"""The sink mlflow without MLflow: its calls, the run that it uses, and what is left out."""
+
+from __future__ import annotations
+
+import pytest
+from sink_examples import make_report, make_run
+
+from effllm.records.plain_text import without_user
+from effllm.server.writer import Writer
+from effllm.sinks import WriteFailed, mlflow
+
+FACTS = {"mlflow_run_id": "r1", "mlflow_tracking_uri": "http://host:5000"}
+
+
+class Client:
+    """Keeps the calls of a client, and fails if a test sets it."""
+
+    def __init__(self):
+        self.uris, self.calls, self.fails = [], [], False
+
+    def __call__(self, uri):
+        self.uris.append(uri)
+        return self
+
+    def log_batch(self, run_id, metrics):
+        if self.fails:
+            raise OSError(f"<Connection object at 0x{len(self.calls):x}>: refused")
+        self.calls.append((run_id, metrics))
+
+
+@pytest.fixture
+def client():
+    return Client()
+
+
+def opened(client, facts=FACTS, every=0.0, **changes):
+    run = make_run(options={"every": every}, fact=facts.get, **changes)
+    return mlflow.Mlflow(run, client, lambda *about: about)
+
+
+def test_values_have_the_iteration_and_the_time_of_their_window(client):
+    sink = opened(client)
+    sink.write(report := make_report(100))
+
+    ((run_id, metrics),) = client.calls
+    assert (run_id, client.uris) == ("r1", ["http://host:5000"])
+    assert {(time_ms, step) for _, _, time_ms, step in metrics} == {(int(report.time_s * 1000), 100)}
+    values = {key: value for key, value, _, _ in metrics}
+    assert values["efficientllm/al_seconds"] == report.values["al_seconds"]
+    assert values["efficientllm-at-a-glance/mfu_ratio"] == report.values["throughput/mfu_ratio"]
+
+
+def test_windows_within_the_period_are_one_call(client):
+    sink = opened(client, every=3600.0)
+    for iteration in (10, 20, 30):
+        sink.write(make_report(iteration))
+    assert client.calls == []
+    sink.close()
+    sink.close()
+
+    ((_, metrics),) = client.calls
+    assert {step for *_, step in metrics} == {10, 20, 30}
+
+
+def test_long_queues_are_written_in_calls_that_mlflow_accepts(client):
+    sink = opened(client, every=3600.0)
+    for iteration in range(10, 1010, 10):
+        sink.write(make_report(iteration))
+    sink.close()
+
+    assert len(client.calls) > 1
+    assert all(len(metrics) <= 1000 for _, metrics in client.calls)
+    assert len({step for _, metrics in client.calls for *_, step in metrics}) == 100
+
+
+def test_values_wait_for_a_run_that_is_opened_later(client):
+    facts = {}
+    sink = opened(client, facts)
+    sink.write(make_report(10))
+    facts.update(FACTS)
+    sink.write(make_report(20))
+    facts["mlflow_run_id"] = "r2"
+    sink.write(make_report(30))
+
+    assert [run_id for run_id, _ in client.calls] == ["r1", "r1"], "a job has one run"
+    assert {step for *_, step in client.calls[0][1]} == {10, 20}
+
+
+def test_without_a_run_one_line_is_logged(client, monkeypatch):
+    monkeypatch.delenv("MLFLOW_RUN_ID", raising=False)
+    lines = []
+    sink = opened(client, {}, log=lines.append)
+    sink.write(make_report(10))
+    sink.close()
+    sink.close()
+
+    assert lines == [mlflow.NO_RUN]
+    assert client.uris == []
+
+
+def test_failures_have_one_text_and_count_all_lost_windows(client):
+    client.fails = True
+    sink, lines = opened(client, every=3600.0), []
+    writer = Writer("sink mlflow", lambda: sink, lines.append)
+    writer.start()
+    for iteration in (10, 20, 30):
+        writer.put(lambda one, at=iteration: one.write(make_report(at)), windows=1)
+    writer.put(lambda one: one.write(make_report(40, final=True)), windows=1)
+    writer.stop()
+
+    assert writer.join(20.0)
+    assert lines == ["sink mlflow failed: WriteFailed: OSError: refused"]
+    assert writer.left_out == 4
+
+
+def test_consecutive_failures_have_the_same_text(client):
+    client.fails, texts = True, set()
+    sink = opened(client)
+    for iteration in (10, 20):
+        with pytest.raises(WriteFailed) as error:
+            sink.write(make_report(iteration))
+        texts.add(str(error.value))
+        client.calls.append(None)
+
+    assert len(texts) == 1
+
+
+@pytest.mark.parametrize(
+    ("fact", "own", "used"),
+    [
+        ("http://host:5000", None, "http://host:5000"),
+        ("http://host:5000", "http://me:pw@host:5000", "http://me:pw@host:5000"),
+        ("http://host:5000", "http://me:pw@other", "http://host:5000"),
+        (None, "http://other", "http://other"),
+        (None, None, None),
+        (7, "http://other", "http://other"),
+    ],
+)
+def test_credentials_are_only_used_for_the_same_server(fact, own, used):
+    assert mlflow._tracking_uri(fact, {"MLFLOW_TRACKING_URI": own} if own else {}) == used
+
+
+@pytest.mark.parametrize(
+    ("uri", "shown"),
+    [
+        ("http://me:p@w@host:5000/x@y", "http://host:5000/x@y"),
+        ("file:///a@b/c", "file:///a@b/c"),
+        ("sqlite:///a.db", "sqlite:///a.db"),
+        ("databricks", "databricks"),
+        ("postgresql://me:pw@host/db", "postgresql://host/db"),
+    ],
+)
+def test_user_and_password_are_removed_from_a_uri(uri, shown):
+    assert without_user(uri) == shown
