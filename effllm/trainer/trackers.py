@@ -80,7 +80,9 @@ def end(source: ValueSource) -> None:
     missing = [name for name, report in _JOINING.written.items() if not report]
     if _JOINING.rank == 0 and missing and source.values().report and not _logs_elsewhere():
         for name in missing:
-            source.warn(f"sink {name}: no call of {name}.log after the first report, so no value was added to a run")
+            source.warn(
+                f"sink {name}: no call of {name}.log on this rank after the first report, so no value joined a run here"
+            )
     _JOINING.source, _JOINING.written = None, {}
 
 

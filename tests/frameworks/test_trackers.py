@@ -105,7 +105,7 @@ def test_loop_that_never_logs_gets_nothing_and_one_line(frameworks):
 
     assert rows(job) == []
     assert job.ledger.event_texts("warning") == [
-        "rank 0: sink wandb: no call of wandb.log after the first report, so no value was added to a run"
+        "rank 0: sink wandb: no call of wandb.log on this rank after the first report, so no value joined a run here"
     ]
 
 

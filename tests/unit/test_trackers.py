@@ -138,7 +138,9 @@ def test_loop_without_calls_gets_one_line(session):
     trackers.end(job)
     trackers.end(job)
 
-    assert job.lines == ["sink wandb: no call of wandb.log after the first report, so no value was added to a run"]
+    assert job.lines == [
+        "sink wandb: no call of wandb.log on this rank after the first report, so no value joined a run here"
+    ]
 
 
 def test_after_the_end_nothing_is_added(session):
