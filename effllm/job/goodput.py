@@ -174,7 +174,7 @@ class Goodput(Struct):
         """Return the unit of device-seconds, and the number of devices of a rank in each attempt.
 
         An attempt whose GPUs are unknown has the GPUs per rank of the next attempt in which they are known, else of the
-        attempt before.  An attempt whose ranks had no GPU has none, because rank-seconds are no GPU-seconds.
+        attempt before.  An attempt whose ranks had no GPU has no number, because rank-seconds are no GPU-seconds.
         """
         known = [attempt.gpus_per_rank for attempt in self.attempts]
         if not any(known):

@@ -26,7 +26,7 @@ _STEP = re.compile(r"^StepId=\S+?\.(\S+) .*?\bNodeList=(\S+)", re.MULTILINE)
 _GPUS = re.compile(r"\bgpu(?::([^:(,]+))?:(\d+)")
 #: The type of a MIG slice in slurm.conf has a profile, such as a100_3g.20gb (https://slurm.schedmd.com/gres.html).
 _SLICE = re.compile(r"\d+g\.\d+gb", re.IGNORECASE)
-MAX_GPUS = 64  # of a node; a larger number is not believed
+MAX_GPUS = 64  # of a node; with a larger number the allocation is unknown
 MAX_DIGITS = 10  # of a number in a list of nodes
 #: Steps that run on nodes without a program of the user.
 _OWN_STEPS = ("batch", "extern", "interactive")
