@@ -46,6 +46,7 @@ def page(port):
 
 
 def as_labels(facts):
+    facts = {**facts, "project": facts["account"]}  # the tags have no project
     texts = {name: ",".join(value) if isinstance(value, list) else value for name, value in facts.items()}
     return {name: "" if value is None else str(value) for name, value in texts.items() if name != "ended_time_s"}
 

@@ -1,0 +1,670 @@
+"""effllm/job/goodput*.py: classes of elapsed time; the classes always add up to the elapsed time."""
+
+import json
+from itertools import pairwise
+
+import pytest
+from builders import amount, device_window, full, gpu, hello, reports, row
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from effllm.config.settings import Config
+from effllm.job.aggregator import Aggregator
+from effllm.job.goodput import PRODUCTIVE, Goodput
+from effllm.job.goodput_attempt import CLASSES, MAX_SPANS
+from effllm.job.goodput_tiles import Axis, Tiles
+from effllm.job.ledger import restore
+from effllm.job.rows import Rows
+from effllm.records.allocation import Allocation
+from effllm.records.clock import Now
+from effllm.records.rank import Integrals
+from effllm.records.wire import Bye, Heartbeat
+from effllm.store.summary_text import summary_text
+
+JOB = "job"
+
+
+class Run:
+    """An aggregator with windows of 10 s, its clocks, and agents whose messages the test chooses."""
+
+    def __init__(self, world_size=2):
+        self.world_size = world_size
+        self.now_s = self.time_s = 1000.0
+        self.boot = "boot"
+        self.attempt = 1
+        self.aggregator = Aggregator(Config(), "job-1", 1, self.time_s, None, self.boot)
+
+    def wait(self, seconds):
+        self.now_s += seconds
+        self.time_s += seconds
+        return self
+
+    def agent(self, rank):
+        return f"agent-{rank}-{self.attempt}"
+
+    def join(self, *ranks, offset=0, is_numbered=True, **changes):
+        for rank in ranks or range(self.world_size):
+            message = hello(
+                rank,
+                self.world_size,
+                job=f"job-{self.attempt}",
+                agent=self.agent(rank),
+                offset=offset,
+                is_numbered=is_numbered,
+                **changes,
+            )
+            assert self.aggregator.hello(message, Now(self.now_s, self.time_s)) == ""
+        self.offset = offset
+        return self
+
+    def send(self, rank, window, **changes):
+        shown = {"iteration_shown": changes.get("iteration_last", 10 * window) + self.offset}
+        one = row(rank, window, **{"agent": self.agent(rank), **shown, **changes})
+        self.aggregator.reports(reports(one), Now(self.now_s, self.time_s))
+
+    def window(self, number, *ranks, **changes):
+        """Advance the clock by 10 s; the ranks report this window."""
+        self.wait(10)
+        for rank in ranks or range(self.world_size):
+            self.send(rank, number, **changes)
+        return self
+
+    def bye(self, *ranks, status="killed"):
+        for rank in ranks or range(self.world_size):
+            self.aggregator.bye(Bye(self.agent(rank), rank, status, 10), Now(self.now_s, self.time_s))
+        return self
+
+    def restore(self):
+        """Replace the aggregator, as after SIGKILL."""
+        ledger = restore(self.aggregator.snapshot())
+        self.aggregator = Aggregator(Config(), ledger.job, ledger.attempt, self.time_s, ledger, self.boot)
+        return self
+
+    def restart(self, world_size=None):
+        self.attempt += 1
+        self.world_size = world_size or self.world_size
+        job = f"job-{self.attempt}"
+        ledger = restore(self.aggregator.snapshot()).next_attempt(job)
+        self.aggregator = Aggregator(Config(), job, ledger.attempt, self.time_s, ledger, self.boot)
+        return self
+
+    def goodput(self, ended=True):
+        return self.aggregator.summary(self.time_s, ended).goodput
+
+    def seconds(self, ended=True):
+        return {name: seconds for name, seconds in self.goodput(ended).seconds.items() if abs(seconds) > 1e-9}
+
+
+def adds_up(goodput):
+    assert set(goodput.seconds) == set(goodput.joules) == set(CLASSES)
+    assert min(goodput.seconds.values()) >= 0.0
+    assert sum(goodput.seconds.values()) == pytest.approx(goodput.elapsed_s, rel=1e-6, abs=1e-6)
+    ranks = sum(one.elapsed_s * one.world_size for one in goodput.attempts)
+    gaps = zip(goodput.attempts, goodput.attempts[1:], strict=False)
+    ranks += sum(after.gap_before_s * before.world_size for before, after in gaps)
+    assert sum(goodput.rank_seconds.values()) == pytest.approx(ranks, rel=1e-6, abs=1e-6)
+    return True
+
+
+@pytest.mark.slow
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.floats(0.001, 30.0), min_size=1, max_size=8))
+def test_rounding_errors_are_in_no_badput_class(lengths_s):
+    run = Run().wait(0.1).join()
+    for number, seconds in enumerate(lengths_s, 1):
+        run.wait(seconds)
+        for rank in range(2):
+            run.send(rank, number, busy_s=0.9 * seconds, wait_s=0.1 * seconds)
+    goodput = run.bye().goodput()
+
+    assert all(seconds == 0 or seconds > 1e-9 * goodput.elapsed_s for seconds in goodput.seconds.values())
+
+
+def test_time_below_a_microsecond_is_in_no_badput_class():
+    run = Run().join().wait(10 + 3e-7)  # unix times in seconds are multiples of 0.24 µs
+    for rank in range(2):
+        run.send(rank, 1, busy_s=9.0, wait_s=1.0)
+
+    goodput = run.bye(status="completed").goodput()
+    assert {name for name, seconds in goodput.seconds.items() if seconds} == {"kept", "data"}
+
+
+def test_healthy_job_has_only_kept_time_and_data_wait():
+    goodput = Run().join().window(1).window(2).bye(status="completed").goodput()
+
+    assert goodput.elapsed_s == 20.0
+    assert (goodput.seconds["kept"], goodput.seconds["data"], goodput.ratio) == (18.0, 2.0, 0.9)
+    assert goodput.rank_seconds["kept"] == 36.0
+    # Two GPUs of 100 W.
+    assert (goodput.joules["kept"], goodput.joules["data"]) == pytest.approx((3600.0, 400.0))
+    assert (goodput.attempts[0].status, goodput.attempts[0].first, goodput.attempts[0].last) == ("completed", 1, 20)
+    assert adds_up(goodput)
+
+
+def test_phases_are_classes_with_their_own_joules():
+    run = Run(1).join()
+    parts = {"evaluation": full(5.0, 40.0), "startup": full(2.0, 10.0)}
+    device = device_window("GPU-0", wall=full(17.0, 70.0), phases=parts)
+    goodput = run.wait(17).bye().goodput()
+    run.send(0, 1, phases_s={"evaluation": 5.0, "startup": 2.0}, devices=(device,))
+    goodput = run.goodput()
+
+    assert (goodput.seconds["evaluation"], goodput.seconds["startup"]) == (5.0, 2.0)
+    assert (goodput.joules["evaluation"], goodput.joules["startup"]) == (200.0, 20.0)
+    # The iterations: 17 * 70 - 5 * 40 - 2 * 10.
+    assert goodput.joules["kept"] + goodput.joules["data"] == pytest.approx(970.0)
+
+
+def test_generation_is_productive_and_a_separate_class():
+    goodput = Run(1).join().wait(10).window(1, phases_s={"generation": 10.0}).goodput()
+
+    assert goodput.seconds["generation"] == 10.0
+    assert goodput.ratio == pytest.approx(19.0 / 20.0)
+    assert PRODUCTIVE == ("kept", "generation")
+
+
+def test_first_execution_of_repeated_iterations_counts_as_redone():
+    run = Run().join().window(1).window(2).window(3).bye()
+    goodput = run.wait(5).restart().join(offset=10).window(1).bye(status="completed").goodput()
+
+    # Iterations 11 to 30 of the first attempt were lost, although only 11 to 20 were repeated so far.
+    assert goodput.redone_iterations == 20
+    assert (goodput.seconds["redone"], goodput.seconds["kept"]) == pytest.approx((18.0, 18.0))
+    assert goodput.joules["redone"] == pytest.approx(3600.0)
+    assert (goodput.seconds["restart_gap"], goodput.joules["restart_gap"]) == (5.0, None)
+    assert goodput.elapsed_s == 45.0
+    first, second = goodput.attempts
+    assert (first.status, first.redone_iterations, first.gap_before_s) == ("killed", 20, 0.0)
+    assert (second.first, second.last, second.gap_before_s) == (11, 20, 5.0)
+    assert second.start_time_s == pytest.approx(1035.0)
+    assert adds_up(goodput)
+
+
+def test_redone_part_of_a_window_is_its_share_of_repeated_iterations():
+    goodput = Run().join().window(1).window(2).bye().restart().join(offset=14).window(1).goodput()
+
+    # Iterations 15 to 20 are redone: six of the ten iterations of the second window.
+    assert goodput.redone_iterations == 6
+    assert goodput.seconds["redone"] == pytest.approx(0.6 * 9.0)
+
+
+def test_a_third_attempt_redoes_work_of_both_earlier_attempts():
+    run = Run(1).join().window(1).window(2).window(3).bye()
+    run.restart().join(offset=20).window(1).bye()
+    goodput = run.restart().join(offset=10).window(1).goodput()
+
+    # The redone iterations are 11 to 30 of the first attempt and 21 to 30 of the second attempt. After iteration 10,
+    # only the third attempt counts.
+    assert [one.redone_iterations for one in goodput.attempts] == [20, 10, 0]
+    assert goodput.seconds["kept"] == pytest.approx(9.0 + 9.0)
+
+
+def test_restart_from_iteration_zero_redoes_all_iterations():
+    run = Run(1).join().window(1).bye().restart()
+
+    assert run.join().window(1).goodput().redone_iterations == 10
+
+
+def test_unnumbered_iterations_give_a_remark_and_no_redone_time():
+    run = Run(1).join(is_numbered=False).window(1).bye().restart().join(is_numbered=False).window(1)
+    summary = run.aggregator.summary(run.time_s, True)
+
+    assert (summary.goodput.redone_iterations, summary.goodput.seconds["redone"]) == (None, 0.0)
+    assert [one.redone_iterations for one in summary.goodput.attempts] == [None, 0], "nothing came after the second"
+    assert "number of repeated iterations unknown" in " ".join(summary_text(summary, None, None).split())
+
+
+def test_redone_work_is_unknown_without_the_numbers_of_iterations():
+    run = Run(1).join().window(1).bye().restart().join(is_numbered=False).window(1).bye()
+    run.restart().join(offset=5).window(1).bye()
+    goodput = run.restart().join(offset=10).window(1).goodput()
+
+    # The third attempt had iterations 6 to 15; the fourth attempt began at 11 and repeated five iterations.
+    assert [one.redone_iterations for one in goodput.attempts] == [None, None, 5, 0]
+    assert goodput.redone_iterations is None
+
+
+def test_redone_work_is_computed_after_a_late_iteration_number():
+    run = Run(1).join(is_numbered=False).window(1).window(2).bye().restart().join(is_numbered=False)
+    run.window(1)
+    assert run.goodput(ended=False).redone_iterations is None
+
+    run.join(is_numbered=True)
+    run.offset = 10
+    run.window(2)
+
+    # The loop's 20th iteration has the number 30, so its first iteration was 11.
+    assert run.goodput(ended=False).redone_iterations == 10
+
+
+def test_rank_is_idle_before_it_joins_and_after_it_leaves():
+    run = Run().join(0).window(1, 0)
+    run.join(1).wait(10)
+    run.send(0, 2)
+    run.send(1, 2, sequence=1)
+    run.send(1, 3, sequence=2, busy_s=0.0, wait_s=0.0, iteration_first=21, iteration_last=20, final=True)
+    run.bye(1).window(3, 0)
+
+    # In a run of 30 s, rank 1 joined after 10 s and left after 20 s.
+    goodput = run.goodput(ended=False)
+    assert goodput.rank_seconds["idle"] == pytest.approx(20.0)
+    assert goodput.rank_seconds["unknown"] == pytest.approx(0.0)
+    assert goodput.joules["idle"] is None
+    assert adds_up(goodput)
+
+
+def test_time_after_the_last_report_of_a_lost_host_is_unknown():
+    run = Run().join().window(1)
+    run.wait(10)
+    run.send(0, 2)
+    for _ in range(3):
+        run.wait(10)
+        run.aggregator.tick(Now(run.now_s, run.time_s))
+    run.send(0, 3, busy_s=28.0, wait_s=2.0)
+
+    # In a run of 50 s, rank 1 sent no report after the first 10 s.
+    assert run.goodput(ended=False).rank_seconds["unknown"] == pytest.approx(40.0)
+    assert adds_up(run.goodput(ended=False))
+
+
+def test_time_of_dropped_reports_is_unknown():
+    run = Run(1).join().window(1).wait(20).window(4, sequence=4)
+
+    assert run.seconds(ended=False) == pytest.approx({"kept": 18.0, "data": 2.0, "unknown": 20.0})
+
+
+def test_late_reports_count_at_the_time_of_their_windows():
+    run = Run(1).join().wait(100)
+    for number in range(1, 11):
+        run.send(0, number)
+
+    assert run.seconds() == pytest.approx({"kept": 90.0, "data": 10.0})
+    assert run.goodput().elapsed_s == pytest.approx(100.0)
+
+
+def test_attempt_begins_with_its_earliest_report():
+    # The rank had trained for 8 s when the aggregator started.
+    run = Run(1).join().wait(2)
+    run.send(0, 1)
+
+    assert run.goodput(ended=False).elapsed_s == pytest.approx(10.0)
+    assert adds_up(run.goodput(ended=False))
+
+
+def test_straggling_and_hang_time_is_subtracted_from_other_classes():
+    run = Run().join().window(1).window(2)
+    ledger = run.aggregator.ledger
+    ledger.goodput.attempt.note_straggling(2, 3.0)
+    ledger.note_hang(30.0)  # a hang in the third window
+    assert run.wait(40).aggregator.tick(Now(run.now_s, run.time_s)) is None
+    assert run.seconds(ended=False)["hang"] == pytest.approx(30.0), "no report has it yet"
+    for rank in range(2):
+        run.send(rank, 3, busy_s=38.0, wait_s=2.0)
+    goodput = run.goodput(ended=False)
+
+    assert (goodput.seconds["straggling"], goodput.seconds["hang"]) == pytest.approx((1.5, 30.0))
+    assert goodput.seconds["kept"] == pytest.approx(9.0 + 9.0 - 1.5 + 8.0)
+    # The power is 200 W, and 1.5 s were lost.
+    assert goodput.joules["straggling"] == pytest.approx(300.0)
+    assert adds_up(goodput)
+
+
+def test_hang_that_ended_in_a_kill_is_subtracted_from_shutdown_time():
+    run = Run(1).join().window(1)
+    run.aggregator.ledger.note_hang(30.0)
+    run.wait(35)
+    device = device_window("GPU-0", wall=full(35.0), phases={"shutdown": full(35.0)})
+    run.send(
+        0, 2, busy_s=0.0, wait_s=0.0, phases_s={"shutdown": 35.0}, devices=(device,), iteration_first=11,
+        iteration_last=10, final=True,
+    )  # fmt: skip
+    goodput = run.bye().goodput()
+
+    assert (goodput.seconds["hang"], goodput.seconds["shutdown"]) == pytest.approx((30.0, 5.0))
+    assert (goodput.joules["hang"], goodput.joules["shutdown"]) == pytest.approx((3000.0, 500.0))
+    assert adds_up(goodput)
+
+
+def test_straggling_time_is_at_most_the_kept_time():
+    run = Run(1).join().window(1)
+    run.aggregator.ledger.goodput.attempt.note_straggling(1, 50.0)
+
+    assert run.seconds() == pytest.approx({"straggling": 9.0, "data": 1.0})
+
+
+def test_class_seconds_are_means_over_the_ranks_of_an_attempt():
+    run = Run(3).join().window(1).bye().wait(6).restart(world_size=2).join(offset=10).window(1).bye()
+    goodput = run.restart(world_size=3).join(offset=20).window(1).goodput()
+
+    assert [one.world_size for one in goodput.attempts] == [3, 2, 3]
+    assert goodput.seconds["kept"] == pytest.approx(27.0)
+    assert goodput.rank_seconds["kept"] == pytest.approx(27.0 + 18.0 + 27.0)
+    assert goodput.rank_seconds["restart_gap"] == pytest.approx(18.0), "of the three that had worked"
+    assert adds_up(goodput)
+
+
+def gpus(rank, count):
+    return tuple(gpu(f"GPU-{rank}-{number}") for number in range(count))
+
+
+def test_device_time_of_an_attempt_is_that_of_its_own_gpus():
+    """Two ranks with one GPU each train for 10 s; after a restart, one rank with four GPUs trains for 20 s."""
+    run = Run().join(devices=())
+    for rank in (0, 1):
+        run.join(rank, devices=gpus(rank, 1))
+    run.window(1).bye().wait(5).restart(1).join(devices=gpus(0, 4))
+    run.window(1).window(2).bye()
+
+    found = run.goodput()
+
+    assert [(one.gpus, one.devices) for one in found.attempts] == [(2, 2.0), (4, 4.0)]
+    assert found.unit == "GPU"
+    assert found.device_seconds["restart_gap"] == pytest.approx(2 * 5.0)
+    assert found.device_seconds["data"] == pytest.approx(2 * 1.0 + 4 * 2.0)
+    assert sum(found.device_seconds.values()) == pytest.approx(2 * 15.0 + 4 * 20.0)
+
+
+def test_gpus_of_ranks_that_did_not_join_are_estimated():
+    run = Run(4).join(0, 1, 2).window(1, 0, 1, 2)
+
+    (attempt,) = run.goodput().attempts
+    assert (attempt.gpus, attempt.devices) == (3, 4.0)
+
+
+def test_attempt_that_ended_before_its_gpus_were_known_has_those_of_the_next():
+    run = Run(1).join(devices=()).wait(10).bye().restart(1).join(devices=gpus(0, 2)).window(1)
+
+    assert [(one.gpus, one.devices) for one in run.goodput().attempts] == [(None, 2.0), (2, 2.0)]
+
+
+def test_gpus_survive_an_aggregator_whose_ranks_have_left():
+    run = Run().join().window(1)
+    run.bye(1).restore().join(0)
+
+    assert [(one.gpus, one.devices) for one in run.goodput().attempts] == [(2, 2.0)]
+
+
+def test_state_without_gpus_of_attempts_is_continued_with_those_of_this_attempt():
+    run = Run().join().window(1).restart().join(0, devices=gpus(0, 3)).join(1, devices=gpus(1, 3))
+    state = json.loads(run.aggregator.snapshot())
+    for attempt in state["goodput"]["attempts"]:
+        del attempt["gpus"], attempt["ranks_joined"]
+
+    old = restore(json.dumps(state).encode())
+    run.aggregator = Aggregator(Config(), old.job, old.attempt, run.time_s, old, run.boot)
+    run.join(0, devices=gpus(0, 3)).join(1, devices=gpus(1, 3))
+
+    assert [(one.gpus, one.devices) for one in run.goodput().attempts] == [(None, 6.0), (6, 6.0)]
+
+
+def test_new_aggregator_continues_the_goodput_account():
+    run = Run().join().window(1).restore().wait(3).join().wait(7)
+    for rank in range(2):
+        run.send(rank, 2)
+
+    assert run.seconds(ended=False) == pytest.approx({"kept": 18.0, "data": 2.0})
+
+
+def test_clock_set_back_gives_an_event_and_no_negative_gap():
+    run = Run().join().window(1).bye()
+    run.time_s -= 3600
+    run.boot = "another"  # another machine: only the unix time can be compared
+    run.restart().join(offset=10).window(1)
+
+    assert run.goodput(ended=False).seconds["restart_gap"] == 0.0
+    assert [event.kind for event in run.aggregator.events.take() if event.kind == "clock"] == ["clock"]
+    assert adds_up(run.goodput(ended=False))
+
+
+def test_restart_gap_without_a_reboot_ignores_wall_clock_changes():
+    run = Run().join().window(1).bye().wait(5)
+    run.time_s += 3600
+    run.restart().join(offset=10).window(1)
+
+    assert run.goodput(ended=False).seconds["restart_gap"] == pytest.approx(5.0)
+    (text,) = [event.text for event in run.aggregator.events.take() if event.kind == "clock"]
+    assert "set by +3600 s" in text
+
+
+def test_time_axis_continues_by_unix_time_on_another_machine():
+    axis = Axis()
+    axis.advance(10.0, 1000.0, "here")
+    axis.advance(15.0, 1005.0, "here")
+    axis.is_resumed = True
+
+    assert axis.advance(3.0, 1012.0, "there") is None
+    assert axis.at_s == 12.0
+
+
+@pytest.mark.slow
+def test_restart_history_is_bounded_and_newest_spans_are_shortest():
+    goodput = Goodput()
+    goodput.clock.advance(0.0, 0.0)
+    goodput.hear()
+    goodput.join(0, 1, 0, True, True)
+    for number in range(1, 5001):
+        goodput.clock.advance(10.0 * number, 10.0 * number)
+        goodput.hear()
+        goodput.attempt.count_rows(number, Rows([row(0, number)]))
+        goodput.attempt.count_energy(number, 1000.0, {})
+    spans = goodput.attempt.spans
+
+    assert MAX_SPANS <= len(spans) <= 2 * MAX_SPANS
+    assert sum(span.last - span.first + 1 for span in spans) == 50_000
+    assert all(span.window_first == span.window_last for span in spans[-MAX_SPANS // 2 :])
+    goodput.end_attempt("killed")
+    goodput.join(0, 1, 49_000, True, True)
+    goodput.hear()
+    assert goodput.summary().redone_iterations == 1000
+    assert goodput.summary().seconds["redone"] == pytest.approx(900.0)
+    assert goodput.summary().joules["redone"] == pytest.approx(90_000.0)
+
+
+@pytest.mark.slow
+def test_state_is_bounded_and_classes_add_up_after_1000_restarts():
+    goodput = Goodput()
+    for attempt in range(1100):
+        goodput.clock.advance(100.0 * attempt, 100.0 * attempt)
+        goodput.hear()
+        goodput.join(0, 1, 10 * attempt, True, True)
+        goodput.clock.advance(100.0 * attempt + 50, 100.0 * attempt + 50)
+        goodput.hear()
+        goodput.attempt.count_rows(1, Rows([row(0, 1, iteration_shown=10 * attempt + 10)]))
+        goodput.end_attempt("killed")
+
+    assert len(goodput.attempts) <= 1001
+    assert sum(len(attempt.spans) for attempt in goodput.attempts) < 6000
+    summary = goodput.summary()
+    assert sum(summary.seconds.values()) == pytest.approx(summary.elapsed_s, rel=1e-6)
+    assert summary.seconds["kept"] == pytest.approx(1100 * 9.0)
+
+
+STEPS = st.sampled_from(
+    ["window", "window", "window", "late", "lost", "bye", "join", "restore", "restart", "wait", "tick", "hang",
+     "straggling", "clock", "unused"]
+)  # fmt: skip
+
+
+def names_of(rank, per_rank):
+    return [f"GPU-{rank}"] + [f"GPU-{rank}-{number}" for number in range(1, per_rank)] if per_rank else [f"host-{rank}"]
+
+
+def devices_of(rank, per_rank):
+    return tuple(gpu(name, is_gpu=per_rank > 0) for name in names_of(rank, per_rank))
+
+
+def windows_of(rank, per_rank, wall_s, has_energy):
+    """Return the devices of a report; without energy, the window has a hole."""
+    wall = full(wall_s) if has_energy else Integrals(amount(), wall_s, wall_s, wall_s, wall_s)
+    return tuple(device_window(name, wall_s, wall=wall) for name in names_of(rank, per_rank))
+
+
+def unused_gpus(count):
+    """Return the allocation of a host with this number of unused GPUs."""
+    keys = tuple(f"free-{number}" for number in range(count))
+    return Allocation("SLURM_JOB_GPUS", 64, keys, keys, keys)
+
+
+def waterfall_adds_up(run, unused_s, ended=False):
+    """Check the parts against the attempts; ``unused_s`` is the GPU-seconds of unused GPUs in the ledger."""
+    summary = run.aggregator.summary(run.time_s, ended)
+    found, attempts, goodput = summary.waterfall, summary.goodput.attempts, summary.goodput
+    device_s = sum(one.elapsed_s * one.devices for one in attempts)
+    device_s += sum(after.gap_before_s * before.devices for before, after in pairwise(attempts))
+    has_gpus = any(one.gpus for one in attempts)
+    assert goodput.unit == ("GPU" if has_gpus else "rank")
+    assert sum(goodput.device_seconds.values()) == pytest.approx(device_s, rel=1e-6, abs=1e-5)
+    if found is None:
+        assert device_s == pytest.approx(0.0, abs=1e-5)
+        return True
+    total_s = device_s + (unused_s if has_gpus else 0.0)
+    assert sum(part.device_seconds for part in found.parts) == pytest.approx(total_s, rel=1e-6, abs=1e-5)
+    assert found.device_seconds == pytest.approx(total_s, rel=1e-6, abs=1e-5)
+    assert found.unused_gpu_seconds == pytest.approx(0.0 if has_gpus else unused_s)
+    assert sum(part.share for part in found.parts) == pytest.approx(1.0)
+    joules = sum(part.joules or 0.0 for part in found.parts)
+    assert joules == pytest.approx(summary.energy.measured_joules or 0.0, rel=1e-6, abs=1e-3)
+    return True
+
+
+@pytest.mark.slow
+@settings(deadline=None, max_examples=3000)
+@given(st.lists(STEPS, min_size=1, max_size=40), st.data())
+def test_classes_add_up_to_elapsed_time_for_any_events(steps, data):
+    run = Run(data.draw(st.integers(1, 3)))
+    sequences, number, held, known = {}, 0, [], {}
+
+    def join(*ranks, **changes):
+        known.update(changes)
+        for rank in ranks or range(run.world_size):
+            facts = {**known, "allocation": known["allocation"] if rank == 0 else None}
+            run.join(rank, devices=devices_of(rank, per_rank), **facts)
+
+    per_rank = data.draw(st.integers(0, 3))
+    join(allocation=None)
+
+    def send(rank, number, seconds):
+        sequences[rank] = sequences.get(rank, 0) + 1
+        share = data.draw(st.sampled_from([0.0, 0.3, 0.9, 1.0]))
+        phase = data.draw(st.sampled_from([{}, {"checkpoint": 1.5}, {"startup": 2.0, "shutdown": 0.5}, {"odd": 1.0}]))
+        devices = windows_of(rank, per_rank, seconds + sum(phase.values()), data.draw(st.booleans()))
+        run.send(
+            rank, number, sequence=sequences[rank], busy_s=share * seconds, wait_s=(1 - share) * seconds,
+            phases_s=phase, final=data.draw(st.booleans()), devices=devices,
+        )  # fmt: skip
+
+    def check(ended):
+        ledger = run.aggregator.ledger
+        unused_s = ledger.unused.total(*ledger.goodput.span(ended))
+        assert 0.0 <= unused_s <= 3 * run.goodput(ended).elapsed_s + 1e-6
+        assert adds_up(run.goodput(ended))
+        assert waterfall_adds_up(run, unused_s, ended)
+
+    for step in steps:
+        ranks = range(run.world_size)
+        if step == "window":
+            number += 1
+            run.wait(data.draw(st.floats(0.0, 20.0)))
+            left_out = data.draw(st.sampled_from([None, None, *ranks]))
+            for rank in ranks:
+                if rank == left_out:
+                    held.append((rank, number))
+                else:
+                    send(rank, number, data.draw(st.floats(0.0, 20.0)))
+        elif step == "late" and held:
+            send(*held.pop(0), 5.0)
+        elif step == "lost":
+            rank = data.draw(st.sampled_from(list(ranks)))
+            sequences[rank] = sequences.get(rank, 0) + data.draw(st.integers(1, 5))
+        elif step == "bye":
+            run.bye(data.draw(st.sampled_from(list(ranks))))
+        elif step == "join":
+            join()
+        elif step == "unused":
+            join(allocation=unused_gpus(data.draw(st.integers(0, 3))))
+            for seconds in (0.0, 61.0, 0.0):
+                run.wait(seconds)
+                run.aggregator.tick(Now(run.now_s, run.time_s))
+        elif step == "restore":
+            run.restore()
+            join()
+        elif step == "restart":
+            run.restart(data.draw(st.integers(1, 3)))
+            sequences, held, number = {}, [], 0
+            per_rank = data.draw(st.integers(0, 3))
+            join(offset=10 * data.draw(st.integers(0, 3)), is_numbered=data.draw(st.booleans()), allocation=None)
+        elif step in ("wait", "tick"):
+            run.wait(data.draw(st.floats(0.0, 100.0)))
+            if step == "tick":
+                run.aggregator.tick(Now(run.now_s, run.time_s))
+        elif step == "hang":
+            run.aggregator.ledger.note_hang(data.draw(st.floats(0.0, 50.0)))
+        elif step == "straggling":
+            window = data.draw(st.integers(0, number + 1))
+            run.aggregator.ledger.goodput.attempt.note_straggling(window, data.draw(st.floats(0.0, 50.0)))
+        elif step == "clock":
+            run.time_s += data.draw(st.floats(-5000.0, 5000.0))
+            run.boot = data.draw(st.sampled_from(["boot", "another"]))
+        check(ended=False)
+    run.aggregator.close_all()
+    check(ended=True)
+    energy = run.aggregator.summary(run.time_s, True).energy.measured_joules or 0.0
+    joules = sum(joules or 0.0 for joules in run.goodput().joules.values())
+    assert joules == pytest.approx(energy, rel=1e-6, abs=1e-3)
+
+
+def test_later_byes_of_a_rank_do_not_change_its_end():
+    tiles = Tiles()
+    tiles.leave(3, 10.0)
+    tiles.leave(5, 11.0)
+    tiles.leave(3, 12.0)  # an agent repeats its bye until it receives an answer
+
+    assert list(tiles.keys) == [3, 5]
+    assert tiles.column("left_s").tolist() == [10.0, 11.0]
+
+
+def test_all_parts_of_a_summary_have_the_same_elapsed_time():
+    run = Run(1).join().wait(2)
+    run.send(0, 1)
+    summary = run.bye(status="completed").aggregator.summary(run.time_s, ended=True)
+
+    assert summary.elapsed_s == summary.goodput.elapsed_s == pytest.approx(10.0)
+    assert summary.started_time_s == summary.goodput.attempts[0].start_time_s == pytest.approx(992.0)
+    assert "elapsed       10 s" in summary_text(summary, None, None)
+
+
+@pytest.mark.parametrize("says_bye", [True, False])
+def test_delayed_messages_do_not_lengthen_the_run(says_bye):
+    # The agent's clock is an hour ahead. The agent's last window ends after 20 s, and its messages arrive late.
+    run = Run(1).join(time_s=4600.0, start_time_s=4599.0).wait(60)
+    for number in (1, 2):
+        start_s = 4599.0 + 10.0 * (number - 1)
+        run.send(0, number, start_time_s=start_s, end_time_s=start_s + 10.0, final=number == 2)
+    if says_bye:
+        run.wait(30).bye()
+    goodput = run.wait(30).goodput()
+
+    assert goodput.elapsed_s == pytest.approx(20.0)
+    assert goodput.seconds["unknown"] == pytest.approx(0.0)
+    assert adds_up(goodput)
+
+
+def test_time_of_a_lost_rank_ends_at_its_last_message():
+    run = Run(1).join(time_s=1000.0, start_time_s=1000.0).window(1).wait(100)
+    heartbeat = Heartbeat(run.agent(0), 0, 15, "in an iteration", 5.0, time_s=1015.0)
+    run.aggregator.heartbeat(heartbeat, Now(run.now_s, run.time_s))
+    goodput = run.wait(50).goodput()
+
+    assert goodput.elapsed_s == pytest.approx(15.0)
+    assert goodput.seconds["unknown"] == pytest.approx(5.0)
+    assert adds_up(goodput)
+
+
+def test_rank_without_first_and_last_report_keeps_its_elapsed_time():
+    run = Run(1).join(time_s=1000.0, start_time_s=1000.0).wait(15)
+    run.window(2, sequence=2)
+    run.aggregator.bye(Bye(run.agent(0), 0, "killed", 30, end_time_s=1030.0), Now(run.now_s + 99.0, run.time_s + 99.0))
+    goodput = run.goodput()
+
+    assert goodput.elapsed_s == pytest.approx(30.0)
+    assert goodput.seconds["unknown"] == pytest.approx(20.0)
