@@ -4,6 +4,7 @@ import ast
 import importlib
 import subprocess
 import sys
+from collections import Counter
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -123,6 +124,13 @@ def test_no_module_has_a_generic_name_such_as_utils(module):
     words = {"utils", "util", "common", "helpers", "helper", "misc", "manager", "base", "core"}
 
     assert not set(module.split(".")) & words
+
+
+def test_names_of_test_files_are_unique():
+    """The folders of tests are no packages: two files of one name would be one module."""
+    times = Counter(path.name for path in Path(__file__).parents[1].rglob("test_*.py"))
+
+    assert [name for name, count in times.items() if count > 1] == []
 
 
 def modules_imported_by(module):
