@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from effllm.commands.app import app
 
-#: axe-core is not installed with the tests: npm install --prefix .venv axe-core
+#: axe-core comes from npm, not from PyPI; .ci/run installs it: npm install --prefix .venv axe-core
 AXE = Path(__file__).parents[2] / ".venv" / "node_modules" / "axe-core" / "axe.min.js"
 
 pytestmark = [
@@ -53,7 +53,6 @@ def test_page_loads_without_errors_and_requests(browser, page):
 
     assert browser.problems == []
     assert set(browser.requests) == {page.resolve().as_uri()}
-    assert browser.value("performance.getEntriesByType('navigation')[0].loadEventEnd") < 1000
 
 
 def test_every_chart_is_drawn_in_its_frame(browser, page):
