@@ -92,8 +92,9 @@ def losses(summary: Summary, found: Waterfall) -> list[Loss]:
     made = [*_of_parts(summary, found), *_of_stragglers(summary, found), *_of_restarts(summary, found)]
     made += [*_of_clocks(summary, found), *_of_profile(summary, found), *_of_padding(summary, found)]
     by_cause: dict[str, Loss] = {}
-    for cause, seconds, why, source, *more in made:
-        loss = Loss(cause, seconds, seconds / found.device_seconds, why, source, *more)
+    for one in made:
+        loss = _with_unused_gpus(one, found)
+        cause, seconds = loss.cause, loss.seconds
         known = by_cause.get(cause)
         # Waits for a throttled GPU are measured, and they are a part of the loss by its clock: the larger loss counts.
         if seconds > 0 and (known is None or loss.seconds > known.seconds):
@@ -123,6 +124,21 @@ _Made = tuple[str, float, str, str] | tuple[str, float, str, str, float] | tuple
 
 def _part(name: str) -> str:
     return f"summary.json: waterfall.parts, name {name}"
+
+
+def _with_unused_gpus(made: _Made, found: Waterfall) -> Loss:
+    """Return a loss; its removal shortens the job, and so also the time of unused GPUs."""
+    cause, seconds, why, source, *more = made
+    loss = Loss(cause, seconds, seconds / found.device_seconds, why, source, *more)
+    if cause == "unused_gpus":
+        return loss
+    used_s = _used_seconds(found)
+    return loss._replace(factor=loss.factor * found.device_seconds / used_s) if used_s > 0 else loss
+
+
+def _used_seconds(found: Waterfall) -> float:
+    """Return the time of the devices that ranks use."""
+    return sum(part.device_seconds for part in found.parts if part.name != "unused")
 
 
 def _of_parts(summary: Summary, found: Waterfall) -> Iterator[_Made]:
@@ -166,13 +182,12 @@ def _waits_of_stragglers(summary: Summary, found: Waterfall) -> float:
 
 def _devices_of_rank(summary: Summary, found: Waterfall) -> float:
     rank_seconds = sum(summary.goodput.rank_seconds.values()) if summary.goodput is not None else 0.0
-    used_s = found.device_seconds - seconds_of(found, "unused")
-    return used_s / rank_seconds if rank_seconds else 1.0
+    return _used_seconds(found) / rank_seconds if rank_seconds else 1.0
 
 
 def _with_gaps(found: Waterfall) -> float:
     """Return the time in which the unused GPUs are allocated, over the time without the gaps between attempts."""
-    used_s = found.device_seconds - seconds_of(found, "unused")
+    used_s = _used_seconds(found)
     running_s = used_s - seconds_of(found, "restart_gap")
     return used_s / running_s if running_s > 0 else 1.0
 

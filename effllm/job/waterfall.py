@@ -57,6 +57,7 @@ def waterfall(goodput: GoodputSummary, whole: ClusterTotals, sources: Sources = 
     kept = classes.pop(KEPT, 0.0)
     steps = _split(kept, classes, whole, is_mixed=without_gpus > 0)
     seconds = {RENAMED.get(name, name): value for name, value in classes.items()} | steps.seconds
+    used_s = sum(seconds.values())
     seconds["unused"] = sources.unused_s if is_of_gpus else 0.0
     joules = _joules(goodput.joules, steps.seconds, kept)
     total = sum(seconds.values())
@@ -70,7 +71,10 @@ def waterfall(goodput: GoodputSummary, whole: ClusterTotals, sources: Sources = 
             joules=joules.get(name),
             is_split_by_time=name in steps.seconds and len(steps.seconds) > 1 and joules.get(name) is not None,
             cost=None if price is None else seconds.get(name, 0.0) / 3600.0 * price,
-            max_gain=_gain(seconds.get(name, 0.0), total) if name not in PRODUCTIVE else None,
+            # Without another part, the job is shorter, and so is the time of unused GPUs.
+            max_gain=_gain(seconds.get(name, 0.0), total if name == "unused" else used_s)
+            if name not in PRODUCTIVE
+            else None,
             evidence=evidence.get(name, ""),
             error_share=steps.errors[name] / total if name in steps.errors else None,
         )

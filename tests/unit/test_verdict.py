@@ -252,6 +252,14 @@ def test_unused_gpus_are_also_allocated_between_attempts():
     assert found.bound == pytest.approx(0.2 / 0.8)
 
 
+def test_gain_without_a_loss_includes_the_shorter_time_of_unused_gpus():
+    """Ranks use 800 of 1,000 s. Without 240 s of checkpoints, 30 % of their time, 60 s of unused GPUs end too."""
+    found = verdict_of(job(unused=200.0, checkpoint=240.0))
+
+    assert found.text == "checkpoint: 24.0 % of GPU time, gain at most 42.9 %"
+    assert found.bound == pytest.approx(0.3 / 0.7)
+
+
 def test_steps_that_compute_padding_have_a_gain_proportional_to_the_padding():
     """A fifth of the positions is padding, and steps take 900 of 1,000 s: 18 % of the time, a gain of at most 22 %."""
     found = verdict_of(job(data=40.0, startup=60.0, padding=10.0, metrics={"padding_ratio": 0.2}))

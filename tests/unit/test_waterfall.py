@@ -248,6 +248,13 @@ def test_gain_of_a_part_is_bounded_by_its_share():
     assert gains == {"data": pytest.approx(1 / 3), "steps": None}
 
 
+def test_gain_of_a_part_includes_the_shorter_time_of_unused_gpus():
+    """Half of 400 s is checkpoints: without them the job takes half of the time, also of the unused GPUs."""
+    found = waterfall(goodput(kept=200.0, checkpoint=200.0), totals(), Sources(unused_s=400.0))
+
+    assert {part.name: part.max_gain for part in found.parts} == {"unused": 1.0, "checkpoint": 1.0, "steps": None}
+
+
 def test_price_of_an_hour_gives_the_cost_of_each_part():
     found = waterfall(goodput(kept=3600.0, data=1800.0), totals(price_per_gpu_hour=2.0))
     without = waterfall(goodput(gpus=0, kept=3600.0), totals(gpus=0, price_per_gpu_hour=2.0))
