@@ -17,12 +17,15 @@ NOT_STATED = (
 
 
 MAX_BUSY = 2**17  # maximum number of GPUs in `UnusedTime.busy`
+MAX_PERIODS = 1_000  # maximum number of periods in `UnusedTime.periods`
 
 
 class UnusedTime(Struct):
     """The time of unused GPUs over all attempts; times are positions on the axis of `Goodput`."""
 
-    seconds: float = 0.0  # GPU-seconds of ended periods
+    seconds: float = 0.0  # GPU-seconds of earlier attempts
+    # Start (as in `since_s`) and end of the ended periods of this attempt: the attempt may end before a period ends.
+    periods: list[tuple[float | None, float]] = []
     # Unused GPU -> start of its period; None: the start of the attempt, which a late HELLO may still move.
     since_s: dict[str, float | None] = {}
     busy: set[str] = set()  # GPUs that a process used in this attempt
@@ -63,7 +66,10 @@ class UnusedTime(Struct):
             now_s: current position.
         """
         for key in [key for key in self.since_s if key not in unused]:
-            self.seconds += _span_s(self.since_s.pop(key), begin_s, now_s)
+            self.periods.append((self.since_s.pop(key), now_s))
+        if (more := len(self.periods) - MAX_PERIODS) > 0:
+            self.seconds += sum(_span_s(since_s, begin_s, until_s) for since_s, until_s in self.periods[:more])
+            del self.periods[:more]
         for key in unused:
             was_busy = key.partition("/")[2] in self.busy
             self.since_s.setdefault(key, now_s if was_busy else None)
@@ -71,13 +77,14 @@ class UnusedTime(Struct):
     def end_attempt(self, begin_s: float, end_s: float) -> None:
         """End all periods at the end of an attempt."""
         self.seconds = self.total(begin_s, end_s)
-        self.since_s, self.busy = {}, set()
+        self.since_s, self.periods, self.busy = {}, [], set()
         self.attempts_unknown += bool(self.unknown) and end_s > begin_s
         self.unknown = f"{UNUSED}: no rank of this attempt has joined"
 
     def total(self, begin_s: float, end_s: float) -> float:
         """Return the GPU-seconds until a position; ``begin_s`` is the start of the attempt."""
-        return self.seconds + sum(_span_s(since_s, begin_s, end_s) for since_s in self.since_s.values())
+        ended_s = sum(_span_s(since_s, begin_s, min(until_s, end_s)) for since_s, until_s in self.periods)
+        return self.seconds + ended_s + sum(_span_s(since_s, begin_s, end_s) for since_s in self.since_s.values())
 
 
 def _span_s(since_s: float | None, begin_s: float, end_s: float) -> float:

@@ -7,7 +7,7 @@ from effllm.config.settings import Config
 from effllm.job.aggregator import Aggregator
 from effllm.job.ledger import restore
 from effllm.job.unused import SETTLED_S, EmptyNode
-from effllm.job.unused_time import NOT_STATED, UNUSED, UnusedTime
+from effllm.job.unused_time import MAX_PERIODS, NOT_STATED, UNUSED, UnusedTime
 from effllm.records.allocation import Allocation
 from effllm.records.clock import Now
 
@@ -226,3 +226,25 @@ def test_time_of_unused_gpus_is_added_over_attempts():
     time.update({"a/GPU-1"}, 200.0, 270.0)
 
     assert (time.seconds, time.total(200.0, 300.0)) == (200.0, 300.0)
+
+
+def test_time_after_the_end_of_the_attempt_does_not_count():
+    """The GPU is used from second 100 on; then the last report shows that the attempt ended after 30 s."""
+    time = UnusedTime()
+    time.update({"a/GPU-1"}, 0.0, 60.0)
+    time.update(set(), 0.0, 100.0)
+
+    assert (time.total(0.0, 200.0), time.total(0.0, 30.0)) == (100.0, 30.0)
+    time.end_attempt(0.0, 30.0)
+    assert time.total(500.0, 600.0) == 30.0
+
+
+def test_number_of_ended_periods_is_bounded():
+    time = UnusedTime()
+    time.note_busy({"GPU-1"})
+    for second in range(0, 4 * MAX_PERIODS, 2):
+        time.update({"a/GPU-1"}, 0.0, second)
+        time.update(set(), 0.0, second + 1.0)
+
+    assert len(time.periods) == MAX_PERIODS
+    assert time.total(0.0, 4.0 * MAX_PERIODS) == 2 * MAX_PERIODS
