@@ -7,6 +7,7 @@ FRAMEWORKS := .venv-frameworks
 LLAMA_FACTORY := .venv-llama-factory
 SPARK := .venv-spark
 TRACEML := .venv-traceml
+DOCS := .venv-docs
 FUZZ_SECONDS ?= 60
 # Most tests wait for processes: three concurrent tests use two cores.
 PARALLEL ?= -n 3 --dist loadgroup
@@ -29,7 +30,7 @@ unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME VIRTUAL_ENV PYTHONSAFEPAT
 	PIP_PREFIX PIP_REQUIRE_VIRTUALENV
 
 .NOTPARALLEL:
-.PHONY: help demo test test-unit test-long test-faults test-faults-long test-frameworks test-llama-factory test-spark check fuzz \
+.PHONY: help demo test test-unit test-long test-faults test-faults-long test-frameworks test-llama-factory test-spark check docs fuzz \
 	bench bench-scale bench-energy bench-compare bench-verdict bench-traceml bench-gpu clean
 
 help: ## List the targets (the default)
@@ -73,6 +74,16 @@ check: $(VENV)/.checkers ## Check the source: format, lint, types, unsafe calls
 	$(BIN)/bandit -q -c pyproject.toml -r effllm launch integration benchmarks tests/scripts && \
 	$(BIN)/python tests/code_report.py && echo 'Checks passed.'
 
+# The pages of the site are the files of the repository, in the same folders: a relative link works in both.
+SITE_SOURCE := build/site-source
+docs: $(DOCS)/.ready ## Build the documentation site in build/site, and check its pages and links
+	@rm -rf $(SITE_SOURCE) && mkdir -p $(SITE_SOURCE)/benchmarks $(SITE_SOURCE)/tests && \
+	ln -s $(addprefix '$(CURDIR)'/,README.md CONTRIBUTING.md SECURITY.md CHANGELOG.md docs integration configs launch) $(SITE_SOURCE) && \
+	ln -s '$(CURDIR)'/benchmarks/results $(SITE_SOURCE)/benchmarks && \
+	ln -s $(addprefix '$(CURDIR)'/tests/,unit processes faults frameworks) $(SITE_SOURCE)/tests
+	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet && $(DOCS)/bin/python tests/check_site.py build/site && \
+	echo 'The site begins with build/site/index.html.'
+
 # Three minutes.  Failing inputs are written to build/fuzz; move an input to tests/corpus when its defect is fixed.
 fuzz: $(VENV)/.fuzzer ## Search for bytes that cause errors, in frames, rings and run folders
 	@for target in frames ring runfolder; do mkdir -p build/fuzz/$$target && \
@@ -107,7 +118,7 @@ bench-gpu: $(VENV)/.ready ## Run all measurements on a machine with a GPU
 	@$(BIN)/python -m benchmarks.gpu $(ARGUMENTS)
 
 clean: ## Remove the files of these targets, except run folders
-	rm -rf $(VENV) $(PEERS) $(FRAMEWORKS) $(LLAMA_FACTORY) $(TRACEML) $(SPARK) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) $(FRAMEWORKS) $(LLAMA_FACTORY) $(TRACEML) $(SPARK) $(DOCS) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # One process per GPU, at most two.  The import of torch is slow, so torch is used only if nvidia-smi lists a GPU.
@@ -147,6 +158,13 @@ $(FRAMEWORKS)/.ready: $(VENV)/.made pyproject.toml constraints.txt tests/framewo
 	@test -x $(FRAMEWORKS)/bin/python || '$(PYTHON)' -m venv --clear $(FRAMEWORKS)
 	@$(FRAMEWORKS)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt \
 		-e '.[test]' torch -r tests/frameworks/requirements.txt
+	@touch $@
+
+# The site needs neither effllm nor torch: the API page is made from the source.
+$(DOCS)/.ready: $(VENV)/.made docs/requirements.txt
+	@echo 'Installing mkdocs into $(DOCS)'
+	@test -x $(DOCS)/bin/python || '$(PYTHON)' -m venv --clear $(DOCS)
+	@$(DOCS)/bin/python -m pip install -qq --disable-pip-version-check -r docs/requirements.txt
 	@touch $@
 
 $(TRACEML)/.ready: $(VENV)/.made pyproject.toml constraints.txt

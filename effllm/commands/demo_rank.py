@@ -13,6 +13,7 @@ from effllm.config.place import read_place
 from effllm.config.switches import this_process
 
 PARAMETERS = 124_000_000  # parameters of GPT-2 small
+FLOPS_PER_TOKEN = 6 * PARAMETERS  # forward and backward pass, without attention
 SAMPLES = 8  # samples per rank and iteration
 TOKENS = SAMPLES * 1024
 SLOWDOWN = 1.12  # step time of the last rank over the step time of other ranks
@@ -33,7 +34,9 @@ def main(arguments: list[str]) -> None:
     for number in _ENDS:
         signal.signal(number, _stop)
     try:
-        collector = effllm.initialize_efficientllm_metrics(PARAMETERS, total_iterations=iterations)
+        collector = effllm.initialize_efficientllm_metrics(
+            PARAMETERS, total_iterations=iterations, flops_per_token=FLOPS_PER_TOKEN
+        )
         _train(collector, iterations, step_s)
     except _Stopped as stopped:
         effllm.get_metrics_collector().stop_collection(_ENDS[stopped.number])

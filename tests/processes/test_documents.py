@@ -9,8 +9,11 @@ import code_report
 import pytest
 import systems
 
+import effllm
+from effllm import instruments
 from effllm.config.settings import ALL_VARIABLES
 from effllm.hooks import TARGETS
+from effllm.instruments import metrics, profiling
 from effllm.metrics import METRICS
 from effllm.records.events import KINDS
 
@@ -54,6 +57,25 @@ def test_links_to_files_are_valid(document):
     links = re.findall(r"\]\(([^)#\s]+)", document.read_text())
     local = [link for link in links if "://" not in link]
     assert [link for link in local if not (document.parent / link).exists()] == []
+
+
+def test_every_page_is_in_the_navigation_of_the_site():
+    """Add a new page to ``nav`` of mkdocs.yml; ``make docs`` checks that the pages of ``nav`` exist."""
+    navigation = set(re.findall(r"^ +- .*: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    pages = {str(path.relative_to(ROOT)) for path in DOCUMENTS}
+    assert {page for page in pages if not page.startswith("docs/decisions/")} - navigation == set()
+
+
+def test_api_page_describes_every_public_name():
+    page = (ROOT / "docs" / "api.md").read_text()
+    names = [f"effllm.{name}" for name in dir(effllm) if name != "__version__"]
+    names += [f"effllm.instruments.{name}" for name in instruments._HOMES]
+    names += [
+        f"effllm.instruments.{one.__name__.rpartition('.')[2]}.{name}"
+        for one in (profiling, metrics)
+        for name in one.__all__
+    ]
+    assert [name for name in names if f"\n### {name}\n" not in page] == []
 
 
 def test_systems_page_is_generated_from_test_results():

@@ -57,6 +57,7 @@ def test_make_without_target_lists_the_targets(clone):
         "demo",
         *tests,
         "check",
+        "docs",
         "fuzz",
         "bench",
         "bench-scale",
@@ -82,6 +83,7 @@ def test_make_without_target_lists_the_targets(clone):
         "test-llama-factory",
         "test-spark",
         "check",
+        "docs",
         "bench",
     ],
 )
