@@ -275,4 +275,45 @@ def report(
     raise typer.Exit(command.main(runs, output))
 
 
-COMMANDS = (report, compare, campaign, leaderboard, ledger, sql, export)
+def top(
+    run: Annotated[
+        str, typer.Argument(metavar="[RUN]", help="Run folder, or a folder of runs: the newest. [default: RUN_DIR]")
+    ] = "",
+    endpoint: Annotated[
+        str, typer.Option(metavar="URL", help="Metrics page of a running job, instead of a run folder.")
+    ] = "",
+    token_file: Annotated[
+        str, typer.Option(metavar="FILE", help="File with the token of the page, readable only by its user.")
+    ] = "",
+    ca_file: Annotated[
+        str, typer.Option(metavar="FILE", help="Certificate of the page, or of its authority. [default: the system's]")
+    ] = "",
+    once: Annotated[bool, typer.Option("--once", help="Print one frame as plain text and exit.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --once: print JSON.")] = False,
+) -> None:
+    """Show a running, finished or killed job on one terminal screen.
+
+    The screen has the verdict, the values of the job, and the ranks or hosts, the worst first with the reason. The keys
+    are in its last line; the key ? lists all of them. A finished run is replayed with the arrow keys, Home, End and
+    the space bar. The job needs no change; the command only reads its run folder. Without --once on a terminal that
+    cannot move the cursor (TERM=dumb), a frame is printed whenever the values have changed.
+
+    \b
+    Examples:
+      effllm top                                    # the newest run in EFFICIENTLLM_RUN_DIR
+      effllm top efficientllm_runs/20260101-120000-1a2b3c4d
+      effllm top --endpoint http://127.0.0.1:9788/metrics
+      effllm top RUN --once --json | jq -r '.problems[].text'
+      effllm top RUN --once > /dev/null || echo "look at RUN"
+
+    Exit status: 0 no problem, or quit by a key, 1 a problem of the job (with --once), 2 wrong use, 3 no run or no
+    values, 130 stopped with Ctrl-C, 143 ended by SIGTERM.
+    """
+    from effllm.commands import top as command
+
+    words = ("--endpoint", endpoint), ("--token-file", token_file), ("--ca-file", ca_file)
+    options = [part for name, value in words if value for part in (name, value)]
+    raise typer.Exit(command.main([run] * bool(run) + options + ["--once"] * once + ["--json"] * as_json))
+
+
+COMMANDS = (top, report, compare, campaign, leaderboard, ledger, sql, export)

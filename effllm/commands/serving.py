@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-import http.client
-import math
-import socket
 import time
 from collections.abc import Mapping
-from urllib.parse import urlsplit
 
 from msgspec import Struct
 
-MAX_BYTES = 8 * 1024 * 1024
-LIMIT_S = 5.0
+from effllm.commands.metrics_page import Labelled, fetch_text, samples_of
+
 _GENERATED = ("vllm:generation_tokens_total", "vllm:generation_tokens")  # second name: prometheus_client before 0.4
 _PROMPT = ("vllm:prompt_tokens_total", "vllm:prompt_tokens")
 _RUNNING = ("vllm:num_requests_running",)
 _WAITED_S = ("vllm:time_to_first_token_seconds_sum",)
 _WAITED = ("vllm:time_to_first_token_seconds_count",)
 _STARTED = ("process_start_time_seconds",)
-
-#: Values of one metric by the text of its labels.
-Labelled = Mapping[str, float]
-
-
-class Unreachable(OSError):
-    """The page cannot be read now. The message is one sentence."""
 
 
 class NotVllm(ValueError):
@@ -55,19 +44,6 @@ class Interval(Struct, frozen=True):
     restarted: bool = False
 
 
-def address(url: str) -> tuple[str, str, int, str]:
-    """Return the scheme, host, port and path of a page; the default path is /metrics.
-
-    Raises:
-        ValueError: ``url`` is not an http or https URL.
-    """
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query or parts.fragment:
-        raise ValueError(f"{url!r} is not the http(s) URL of a page, such as http://127.0.0.1:8000/metrics")
-    port = parts.port or (443 if parts.scheme == "https" else 80)  # raises ValueError for an invalid port
-    return parts.scheme, parts.hostname, port, parts.path if parts.path not in ("", "/") else "/metrics"
-
-
 def fetch(url: str) -> Page:
     """Return the current page.
 
@@ -75,38 +51,7 @@ def fetch(url: str) -> Page:
         Unreachable: the server did not answer, or answered with an error.
         NotVllm: the page is not a page of a vLLM server.
     """
-    scheme, host, port, path = address(url)
-    kind = http.client.HTTPSConnection if scheme == "https" else http.client.HTTPConnection
-    connection = kind(host, port, timeout=LIMIT_S)
-    try:
-        text = _read(connection, path)
-    except Unreachable:
-        raise
-    except (TimeoutError, socket.gaierror, ConnectionError) as error:
-        reason = "timeout" if isinstance(error, TimeoutError) else error.strerror or type(error).__name__
-        raise Unreachable(f"no answer: {reason}") from error
-    except (http.client.HTTPException, OSError) as error:
-        raise Unreachable(f"not an HTTP answer: {type(error).__name__}: {str(error)[:120]}") from error
-    finally:
-        connection.close()
-    return parse(text.decode("utf-8", "replace"), time.monotonic())
-
-
-def _read(connection: http.client.HTTPConnection, path: str) -> bytes:
-    until_s = time.monotonic() + LIMIT_S
-    connection.request("GET", path, headers={"Accept": "text/plain", "Connection": "close"})
-    answer = connection.getresponse()
-    if answer.status != http.client.OK:
-        to = f" to {answer.headers['Location'][:200]}" if answer.headers["Location"] else ""
-        raise Unreachable(f"the server answers {answer.status} {answer.reason[:80]}{to}")
-    text = b""
-    while part := answer.read1(65536):
-        text += part
-        if len(text) > MAX_BYTES:
-            raise Unreachable(f"the page is longer than {MAX_BYTES // 2**20} MiB")
-        if time.monotonic() > until_s:  # the connection's timeout applies to each packet
-            raise Unreachable(f"the page was not complete within {LIMIT_S:.0f} s")
-    return text
+    return parse(fetch_text(url), time.monotonic())
 
 
 def parse(text: str, time_s: float) -> Page:
@@ -115,17 +60,7 @@ def parse(text: str, time_s: float) -> Page:
     Raises:
         NotVllm: the page has no metric of vLLM.
     """
-    found: dict[str, dict[str, float]] = {}
-    for line in text.splitlines():
-        if not line or line.startswith("#"):
-            continue
-        # Label values may contain spaces and braces. After the last brace there are only numbers.
-        head, brace, tail = line.rpartition("}")
-        name, _, labels = head.partition("{") if brace else (*line.split(None, 1), "", "")[:3]
-        numbers = tail.split() if brace else line.split()[1:]
-        value = _number(numbers[0]) if numbers else None
-        if value is not None:
-            found.setdefault(name.strip(), {})[labels if brace else ""] = value
+    found = samples_of(text)
     if not any(name.startswith("vllm:") for name in found):
         names = "none" if not found else f"{len(found)} other metrics, such as {next(iter(found))[:60]}"
         raise NotVllm(f"not a page of a vLLM server: expected metrics such as {_GENERATED[0]}, but found {names}")
@@ -156,14 +91,6 @@ def between(first: Page, second: Page) -> Interval:
         time_to_first_token_s=waited_s / waited if waited_s is not None and waited else None,
         restarted=restarted,
     )
-
-
-def _number(text: str) -> float | None:
-    try:
-        value = float(text)
-    except ValueError:
-        return None
-    return value if math.isfinite(value) else None
 
 
 def _one(found: Mapping[str, dict[str, float]], names: tuple[str, ...]) -> dict[str, float] | None:

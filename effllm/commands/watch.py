@@ -11,7 +11,8 @@ from types import FrameType
 from typing import Any
 
 from effllm.agent.gpu_energy import GpuEnergy
-from effllm.commands.serving import Interval, NotVllm, Page, Unreachable, address, between, fetch
+from effllm.commands.metrics_page import Unreachable, address
+from effllm.commands.serving import Interval, NotVllm, Page, between, fetch
 from effllm.config.settings import ConfigError, read_config
 from effllm.config.switches import this_process
 

@@ -14,7 +14,8 @@ import pytest
 from cli_process import read_until
 
 from effllm.agent import gpu_energy
-from effllm.commands.serving import NotVllm, Unreachable, address, between, fetch, parse
+from effllm.commands.metrics_page import Unreachable, address
+from effllm.commands.serving import NotVllm, between, fetch, parse
 from effllm.devices import DeviceUnavailable
 from effllm.records.rank import COUNTER, Device, Sample
 

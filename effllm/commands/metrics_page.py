@@ -1,0 +1,122 @@
+"""Reads a metrics page in the text format of Prometheus."""
+
+from __future__ import annotations
+
+import http.client
+import math
+import re
+import socket
+import ssl
+import time
+from collections.abc import Iterator, Mapping
+from urllib.parse import urlsplit
+
+MAX_BYTES = 8 * 1024 * 1024
+LIMIT_S = 5.0
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_ESCAPED = {"\\n": "\n", '\\"': '"', "\\\\": "\\"}
+
+#: Values of one metric by the text of its labels.
+Labelled = Mapping[str, float]
+
+
+class Unreachable(OSError):
+    """The page cannot be read now. The message is one sentence."""
+
+
+def address(url: str) -> tuple[str, str, int, str]:
+    """Return the scheme, host, port and path of a page; the default path is /metrics.
+
+    Raises:
+        ValueError: ``url`` is not an http or https URL.
+    """
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query or parts.fragment:
+        raise ValueError(f"{url!r} is not the http(s) URL of a page, such as http://127.0.0.1:8000/metrics")
+    port = parts.port or (443 if parts.scheme == "https" else 80)  # raises ValueError for an invalid port
+    return parts.scheme, parts.hostname, port, parts.path if parts.path not in ("", "/") else "/metrics"
+
+
+def fetch_text(url: str, token: str = "", tls: ssl.SSLContext | None = None) -> str:
+    """Return the text of a page.
+
+    Args:
+        url: address of the page.
+        token: sent with the request; it is not sent to another address, because redirections are not followed.
+        tls: the trusted certificates; by default those of the system.
+
+    Raises:
+        Unreachable: the server did not answer, or answered with an error.
+    """
+    scheme, host, port, path = address(url)
+    if scheme == "https":
+        connection: http.client.HTTPConnection = http.client.HTTPSConnection(host, port, timeout=LIMIT_S, context=tls)
+    else:
+        connection = http.client.HTTPConnection(host, port, timeout=LIMIT_S)
+    try:
+        text = _read(connection, path, {"Authorization": f"Bearer {token}"} if token else {})
+    except Unreachable:
+        raise
+    except (TimeoutError, socket.gaierror, ConnectionError) as error:
+        reason = "timeout" if isinstance(error, TimeoutError) else error.strerror or type(error).__name__
+        raise Unreachable(f"no answer: {reason}") from error
+    except (http.client.HTTPException, OSError) as error:
+        raise Unreachable(f"not an HTTP answer: {type(error).__name__}: {str(error)[:120]}") from error
+    finally:
+        connection.close()
+    return text.decode("utf-8", "replace")
+
+
+def _read(connection: http.client.HTTPConnection, path: str, headers: Mapping[str, str]) -> bytes:
+    until_s = time.monotonic() + LIMIT_S
+    connection.request("GET", path, headers={"Accept": "text/plain", "Connection": "close", **headers})
+    answer = connection.getresponse()
+    if answer.status != http.client.OK:
+        to = f" to {answer.headers['Location'][:200]}" if answer.headers["Location"] else ""
+        raise Unreachable(f"the server answers {answer.status} {answer.reason[:80]}{to}")
+    text = b""
+    while part := answer.read1(65536):
+        text += part
+        if len(text) > MAX_BYTES:
+            raise Unreachable(f"the page is longer than {MAX_BYTES // 2**20} MiB")
+        if time.monotonic() > until_s:  # the connection's timeout applies to each packet
+            raise Unreachable(f"the page was not complete within {LIMIT_S:.0f} s")
+    return text
+
+
+def samples_of(text: str) -> dict[str, dict[str, float]]:
+    """Return the finite values of a page: by name, and by the text of their labels."""
+    found: dict[str, dict[str, float]] = {}
+    for line in text.splitlines():
+        if not line or line.startswith("#"):
+            continue
+        # Label values may contain spaces and braces. After the last brace there are only numbers.
+        head, brace, tail = line.rpartition("}")
+        name, _, labels = head.partition("{") if brace else (*line.split(None, 1), "", "")[:3]
+        numbers = tail.split() if brace else line.split()[1:]
+        value = _number(numbers[0]) if numbers else None
+        if value is not None:
+            found.setdefault(name.strip(), {})[labels if brace else ""] = value
+    return found
+
+
+def labels_of(text: str) -> dict[str, str]:
+    """Return the labels of a value.
+
+    >>> labels_of('run_id="a",kind="b c"')
+    {'run_id': 'a', 'kind': 'b c'}
+    """
+    return dict(_labels(text))
+
+
+def _labels(text: str) -> Iterator[tuple[str, str]]:
+    for name, value in _LABEL.findall(text):
+        yield name, re.sub(r"\\.", lambda found: _ESCAPED.get(found[0], found[0]), value)
+
+
+def _number(text: str) -> float | None:
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None

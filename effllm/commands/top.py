@@ -1,0 +1,159 @@
+"""``effllm top``: a running or finished job on one terminal screen, or one frame of it for scripts."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from effllm.commands.top_reader import SourceError, TopSource, ordered_frame
+from effllm.config.switches import this_process
+from effllm.records.plain_text import one_line
+from effllm.views.top.document import NO_DATA, WRONG_USE, document, exit_status
+from effllm.views.top.frame import TopFrame
+from effllm.views.top.screen import plain_frame
+from effllm.views.top.text import ASCII_BARS, BARS, plain
+from effllm.views.top.view_state import Order
+
+STOPPED = 130
+#: Period of the frames on a terminal without a screen.
+DUMB_EVERY_S = 10.0
+DEFAULT_SIZE = (80, 24)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Show a job; return the exit status."""
+    given = _parsed(arguments)
+    if isinstance(given, int):
+        return given
+    try:
+        source, name = _source(given)
+        if given.once or given.json or not sys.stdout.isatty():
+            return _once(source, as_json=given.json)
+        return _watch(source, name)
+    except SourceError as error:
+        print(f"effllm top: {one_line(str(error))}", file=sys.stderr)
+        return NO_DATA
+    except KeyboardInterrupt:
+        return STOPPED
+    except BrokenPipeError:  # stdout was closed, as with `effllm top | head`
+        sys.stderr.close()
+        return 0
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors have the form of the other commands."""
+
+    def error(self, message: str) -> None:  # type: ignore[override]
+        raise ValueError(message)
+
+
+def _parsed(arguments: Sequence[str]) -> argparse.Namespace | int:
+    """Return the options, or the exit status of wrong use; the help is in the module `app`."""
+    parser = _Parser(prog="effllm top", add_help=False, allow_abbrev=False)
+    parser.add_argument("run", nargs="?", default="")
+    parser.add_argument("--endpoint", default="")
+    parser.add_argument("--token-file", default="")
+    parser.add_argument("--ca-file", default="")
+    parser.add_argument("--once", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    try:
+        given = parser.parse_args(arguments)
+        wrong = _wrong_use(given)
+    except ValueError as error:
+        wrong = str(error)
+    if wrong:
+        print(f"effllm top: {one_line(wrong)}; effllm top --help has examples", file=sys.stderr)
+        return WRONG_USE
+    return given
+
+
+def _wrong_use(given: argparse.Namespace) -> str:
+    """Return why options do not fit together, or ""."""
+    if given.json and not given.once:
+        return "--json needs --once"
+    if given.run and given.endpoint:
+        return "RUN and --endpoint are two sources: choose one"
+    if (given.token_file or given.ca_file) and not given.endpoint:
+        return "--token-file and --ca-file belong to --endpoint"
+    return ""
+
+
+def _source(given: argparse.Namespace) -> tuple[TopSource, str]:
+    if given.endpoint:
+        from effllm.commands.top_page import PageSource
+
+        return PageSource(given.endpoint, given.token_file, given.ca_file), given.endpoint
+    from effllm.commands.top_folder import FolderSource
+
+    path = Path(given.run or _run_dir())
+    return FolderSource(path), f"{path}"
+
+
+def _run_dir() -> str:
+    from effllm.config.settings import ConfigError, read_config
+
+    try:
+        return read_config(this_process()).run_dir
+    except ConfigError as error:
+        raise SourceError(str(error)) from error
+
+
+def _once(source: TopSource, *, as_json: bool) -> int:
+    frame = _whole_frame(source)
+    if as_json:
+        print(json.dumps(document(frame), allow_nan=False))
+    else:
+        width = shutil.get_terminal_size(DEFAULT_SIZE).columns
+        sys.stdout.write(_text(frame, width, DEFAULT_SIZE[1]))
+    sys.stdout.flush()
+    return exit_status(frame)
+
+
+def _whole_frame(source: TopSource) -> TopFrame:
+    """Read everything, and return the values."""
+    try:
+        source.refresh()
+        while source.has_more:
+            source.refresh()
+        source.refresh_hosts()
+        return ordered_frame(source, Order())
+    except OSError as error:
+        raise SourceError(f"{error.filename or ''}: {error.strerror or error}".lstrip(": ")) from error
+
+
+def _text(frame: TopFrame, width: int, height: int) -> str:
+    is_unicode = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
+    text = plain(plain_frame(frame, width, height, BARS if is_unicode else ASCII_BARS))
+    return text.encode(sys.stdout.encoding or "ascii", "replace").decode(sys.stdout.encoding or "ascii")
+
+
+def _watch(source: TopSource, name: str) -> int:
+    environ = this_process()
+    try:
+        from effllm.commands import top_terminal
+    except ImportError:  # a Python without curses
+        return _print_frames(source)
+    if not sys.stdin.isatty() or not top_terminal.can_move_cursor(environ.get("TERM", "")):
+        return _print_frames(source)
+    return top_terminal.watch(source, one_line(name), has_color=not environ.get("NO_COLOR"))
+
+
+def _print_frames(source: TopSource) -> int:
+    """Print a frame whenever the values have changed, for a terminal without a screen."""
+    last = ""
+    while True:
+        size = shutil.get_terminal_size(DEFAULT_SIZE)
+        frame = _whole_frame(source)
+        text = _text(frame, size.columns, size.lines)
+        if text != last:
+            sys.stdout.write(f"{text}\n")
+            sys.stdout.flush()
+            last = text
+        if frame.head.is_over:
+            return exit_status(frame)
+        time.sleep(DUMB_EVERY_S)

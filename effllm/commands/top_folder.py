@@ -1,0 +1,352 @@
+"""Reads a run folder for ``effllm top``: the values at one position, while the files grow or after the end of the run.
+
+Only new lines, and lines near the position, are read.  The functions block as long as the disk does.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from effllm.commands.top_run import find_run
+from effllm.records.identity import Identity
+from effllm.records.job import Summary, WindowReport
+from effllm.records.rank import Event
+from effllm.store.line_files import END, START, GrowingFile, LineFiles, Lines, Position, read_at
+from effllm.store.reader import RankRow
+from effllm.views.top.event_history import EventHistory, RankStates
+from effllm.views.top.frame import Head, IterationTime, RunPlace, TopFrame, problems_of, status_of
+from effllm.views.top.ranks import rank_table
+
+MAX_STEPS = 200  # number of windows of the curve
+MAX_ROWS = 600  # number of lines of ranks that are read for a window
+MAX_EVENTS = 200
+MAX_DOCUMENT_BYTES = 2**28
+EVENTS_S = 0.1  # time for reading events before a frame
+_SECONDS = "throughput/seconds_per_iteration"
+
+Document = TypeVar("Document", bound=Struct)
+
+
+class _HostOfRank(Struct):
+    host: str = ""
+
+
+class _RunFacts(Identity, frozen=True, kw_only=True):
+    ranks: Mapping[str, _HostOfRank] = {}
+    world_size: int | None = None
+
+
+class _StepValues(Struct, frozen=True, rename={"seconds": _SECONDS}):
+    seconds: float | None = None
+
+
+class _StepLine(Struct):
+    iteration: int
+    values: _StepValues = _StepValues()
+    correction: bool = False
+
+
+class _Key(Struct):
+    attempt: int
+    window: int
+
+
+_step_line = msgspec.json.Decoder(_StepLine)
+_window = msgspec.json.Decoder(WindowReport)
+_row = msgspec.json.Decoder(RankRow)
+_key = msgspec.json.Decoder(_Key)
+_event = msgspec.json.Decoder(Event)
+_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
+
+def _decoded(decoder: Any, line: bytes) -> Any:
+    """Return a decoded line, or ``None`` if it is invalid or of another version."""
+    try:
+        return decoder.decode(line)
+    except _ERRORS:
+        return None
+
+
+class _Document:
+    """A JSON document that is replaced as a whole."""
+
+    def __init__(self, path: Path, form: type[Struct]) -> None:
+        self._path, self._decoder, self._state = path, msgspec.json.Decoder(form), (0, 0, 0)
+        self.content: Any = None
+        self.changed_s = 0.0
+        self.error = ""
+
+    def refresh(self) -> bool:
+        """Read the document if it was replaced; return whether it was."""
+        try:
+            about = self._path.stat()
+        except FileNotFoundError:
+            return False
+        state = about.st_ino, about.st_size, about.st_mtime_ns
+        if state == self._state:
+            return False
+        content = read_at(self._path, 0, MAX_DOCUMENT_BYTES)
+        self._state, self.changed_s = state, about.st_mtime
+        try:
+            self.content, self.error = self._decoder.decode(content), ""
+        except _ERRORS as error:
+            self.error = f"{self._path.name} cannot be read: {error}"
+        return True
+
+
+class _WindowLine(NamedTuple):
+    """A line of a window, with its part of the curve."""
+
+    at: Position
+    line: bytes
+    step: IterationTime | None  # None: no iteration time, or a correction of an earlier window
+
+
+class _RunFiles:
+    """The files of a run folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.summary = _Document(folder / "summary.json", Summary)
+        self.facts = _Document(folder / "run.json", _RunFacts)
+        self.windows, self.ranks = LineFiles(folder, "windows"), LineFiles(folder, "ranks")
+        self.events = GrowingFile(folder / "events.jsonl")
+
+    @property
+    def changed_s(self) -> float:
+        """Unix time of the last change of a file; 0 if unknown."""
+        return max(self.windows.changed_s, self.summary.changed_s, self.events.changed_s)
+
+
+class FolderSource:
+    """The values of a run folder at one position, which can be moved.
+
+    Args:
+        path: the run folder, a file in it, or a folder of runs, of which the newest is shown.
+    """
+
+    every_s = 1.0  # period of reading while nothing is requested
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._found: _RunFiles | None = None
+        self._history = EventHistory()
+        self._at: Position | None = None  # None: the newest window
+        self._tail: list[_WindowLine] = []
+        self._hosts: dict[int, str] = {}
+        self.has_more = False  # whether events of the file are still to be read
+
+    @property
+    def _files(self) -> _RunFiles:
+        if self._found is None:
+            self._found = _RunFiles(find_run(self._path))
+        return self._found
+
+    def refresh(self) -> bool:
+        """Read what is new in the folder; return whether something is.
+
+        Raises:
+            OSError: the folder cannot be read.
+            SourceError: there is no run at the path.
+        """
+        # run.json of a large job has megabytes, and is not needed for the first frame: see `refresh_hosts`.
+        files = self._files
+        return any([files.windows.refresh(), files.summary.refresh(), self._read_events(), files.ranks.refresh()])
+
+    def refresh_hosts(self) -> bool:
+        """Read run.json, which has the hosts of all ranks."""
+        if not self._files.facts.refresh() or self._files.facts.content is None:
+            return False
+        hosts = self._files.facts.content.ranks.items()
+        self._hosts = {int(rank): sys.intern(about.host) for rank, about in hosts if rank.isdecimal()}
+        return True
+
+    def _read_events(self) -> bool:
+        """Read new events, for a limited time: a part of a file with many events is read by the next call."""
+        until_s = time.monotonic() + EVENTS_S
+        is_new = False
+        while lines := self._files.events.new_lines():
+            if self._files.events.was_replaced:
+                self._files.events.was_replaced, self._history = False, EventHistory()
+            self._history.add(event for line in lines if (event := _decoded(_event, line)) is not None)
+            is_new = True
+            if time.monotonic() > until_s:
+                break
+        self.has_more = bool(lines)
+        return is_new
+
+    def move(self, kind: str, amount: float = 0.0) -> None:
+        """Move the position to the ``oldest`` or ``newest`` window, or by a number (``step``) or ``share`` of windows.
+
+        ``pause`` keeps the position at the window that is now the newest.
+        """
+        here = self._at or _last(self._files.windows.before(END, 1), START)
+        if kind == "newest":
+            self._at = None
+        elif kind == "pause":
+            self._at = here
+        elif kind == "oldest":
+            self._at = _first(self._files.windows.after(START, 1))
+        elif kind == "share":
+            share = max(self._files.windows.share_of(here) + amount, 0.0)
+            self._at = (
+                _first(self._files.windows.after(self._files.windows.at_share(share), 1)) if share < 1.0 else None
+            )
+        elif amount < 0:
+            lines = self._files.windows.before(here, int(-amount))
+            self._at = lines[0][0] if lines else here
+        elif self._at is not None:
+            lines = self._files.windows.after(here, int(amount) + 1)
+            self._at = lines[-1][0] if len(lines) > amount else None
+        self._tail = []
+
+    def frame(self, now_s: float) -> TopFrame:
+        """Return the values at the position."""
+        self._update_tail()
+        latest, shown = _reports(self._tail)
+        summary: Summary | None = self._files.summary.content
+        until_s = math.inf if self._at is None or shown is None else shown.time_s
+        # A part of the events would show ranks as lost that are back.
+        states = RankStates() if self.has_more else self._history.states(until_s)
+        head = self._head(latest, shown, states, now_s)
+        coverage = shown.coverage if shown is not None else None
+        count = coverage.ranks_expected if coverage is not None else len(self._hosts)
+        rows = self._rows_of(shown) if shown is not None else []
+        is_newest = self._at is None
+        return TopFrame(
+            head=head,
+            place=RunPlace(
+                is_newest,
+                1.0 if self._at is None else self._files.windows.share_of(self._at),
+                shown.time_s if shown is not None else None,
+                shown.window if shown is not None else None,
+            ),
+            coverage=coverage,
+            values=_values(latest, shown),
+            loss=shown.loss if shown is not None else None,
+            doubtful=shown.doubtful if shown is not None else (),
+            verdict=summary.verdict if summary is not None else None,
+            verdict_note=_verdict_note(summary),
+            waterfall=summary.waterfall if summary is not None else None,
+            problems=problems_of(head, states, coverage, shown.stragglers if shown is not None else ()),
+            steps=[line.step for line in self._tail if line.step is not None],
+            ranks=rank_table(shown, rows, states, self._hosts, count),
+            events=self._history.newest(until_s, MAX_EVENTS),
+            notes=self._notes(),
+        )
+
+    def _notes(self) -> list[str]:
+        errors = [document.error for document in (self._files.summary, self._files.facts) if document.error]
+        return [*errors, "events.jsonl is being read: lost ranks are not known yet"] if self.has_more else errors
+
+    def _head(self, latest: WindowReport | None, shown: WindowReport | None, states: RankStates, now_s: float) -> Head:
+        summary: Summary | None = self._files.summary.content
+        facts: Identity | None = summary or self._files.facts.content
+        is_over = summary is not None and summary.is_over
+        is_newest = self._at is None
+        changed_s = self._files.changed_s
+        age_s = None if is_over or not changed_s else max(now_s - changed_s, 0.0)
+        status = status_of(summary.status if summary is not None else "running", is_over, states, age_s)
+        if not is_newest:
+            status = "stalled" if states.stall else "running"
+        started_s = facts.started_time_s if facts is not None else None
+        elapsed_s = shown.time_s - started_s if shown is not None and started_s is not None else None
+        if summary is not None and is_newest and (is_over or elapsed_s is None):
+            elapsed_s = summary.elapsed_s
+        return Head(
+            name=(facts.run_id if facts is not None else None) or self._files.folder.name,
+            user=facts.user if facts is not None else None,
+            status=status,
+            is_over=is_over,
+            age_s=age_s,
+            elapsed_s=elapsed_s,
+            attempt=shown.attempt if shown is not None else None,
+            iteration=shown.iteration if shown is not None else None,
+            total_iterations=shown.total_iterations if shown is not None else None,
+            remaining_s=shown.remaining_s if shown is not None and not (is_over and is_newest) else None,
+            style=shown.style if shown is not None else "Iteration",
+            simulated=any(one.simulated for one in (latest, summary) if one is not None),
+        )
+
+    def _update_tail(self) -> None:
+        """Read the windows up to the position; while the newest window is shown, only the new lines are read."""
+        if self._at is not None:
+            if not self._tail:
+                self._tail = _lines(
+                    [*self._files.windows.before(self._at, MAX_STEPS - 1), *self._files.windows.after(self._at, 1)]
+                )
+        elif not self._tail:
+            self._tail = _lines(self._files.windows.before(END, MAX_STEPS))
+        else:
+            last = self._tail[-1]
+            new = self._files.windows.after(Position(last.at.number, last.at.offset + len(last.line)), MAX_STEPS)
+            self._tail = [*self._tail, *_lines(new)][-MAX_STEPS:]
+
+    def _rows_of(self, window: WindowReport) -> list[RankRow]:
+        """Return the reports of the ranks in a window: they are at the end of the files, or they are searched."""
+        wanted = window.attempt, window.window
+        lines = self._files.ranks.before(END, MAX_ROWS)
+        if not lines or _pair(lines[0][1]) >= wanted:
+            found = self._files.ranks.first(lambda line: _pair(line) >= wanted)
+            lines = self._files.ranks.after(found, MAX_ROWS)
+        rows = (_decoded(_row, line) for _, line in lines if _pair(line) == wanted)
+        return [row for row in rows if row is not None]
+
+
+def _first(lines: Lines) -> Position | None:
+    return lines[0][0] if lines else None
+
+
+def _last(lines: Lines, otherwise: Position) -> Position:
+    return lines[-1][0] if lines else otherwise
+
+
+def _pair(line: bytes) -> tuple[int, int]:
+    key = _decoded(_key, line)
+    return (key.attempt, key.window) if key is not None else (0, 0)
+
+
+def _lines(lines: Lines) -> list[_WindowLine]:
+    return [_WindowLine(at, line, _step(line)) for at, line in lines]
+
+
+def _step(line: bytes) -> IterationTime | None:
+    found = _decoded(_step_line, line)
+    if found is None or found.correction or found.values.seconds is None:
+        return None
+    return IterationTime(found.iteration, found.values.seconds)
+
+
+def _reports(lines: Sequence[_WindowLine]) -> tuple[WindowReport | None, WindowReport | None]:
+    """Return the last window, and the last window with iterations: the last line of a run is without iterations."""
+    latest: WindowReport | None = None
+    for one in reversed(lines):
+        report: WindowReport | None = _decoded(_window, one.line)
+        if report is None or report.correction:
+            continue
+        latest = latest or report
+        if report.iteration_last >= report.iteration_first:
+            return latest, report
+    return latest, latest
+
+
+def _values(latest: WindowReport | None, shown: WindowReport | None) -> dict[str, float]:
+    """Return the values of the window with iterations, with the totals of the last window."""
+    return {
+        **(shown.values if shown is not None else {}),
+        **(latest.values if latest is not None else {}),
+    }
+
+
+def _verdict_note(summary: Summary | None) -> str:
+    if summary is None:
+        return ""
+    return "whole run" if summary.is_over else f"at {time.strftime('%H:%M:%S', time.localtime(summary.updated_time_s))}"

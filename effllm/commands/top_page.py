@@ -1,0 +1,156 @@
+"""Reads the metrics page of a running job for ``effllm top``: values of the whole job, without single ranks."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from effllm.commands.metrics_page import address, fetch_text, labels_of, samples_of
+from effllm.commands.top_reader import SourceError
+from effllm.metrics import METRICS
+from effllm.metrics.base_units import name_of
+from effllm.records.job import Coverage, Straggler, WindowReport
+from effllm.store.own_files import read_private
+from effllm.views.top.event_history import RankStates
+from effllm.views.top.frame import Head, IterationTime, Problem, RunPlace, TopFrame, problems_of, status_of
+from effllm.views.top.ranks import rank_table
+
+_PREFIX = "efficientllm_"
+MAX_STEPS = 200
+MAX_TOKEN_BYTES = 1 << 16
+_NOTES = ("a metrics page has no verdict, events, reports of ranks or earlier windows: the run folder has them",)
+
+
+class PageSource:
+    """The newest values of a metrics page.
+
+    Args:
+        url: address of the page.
+        token_file: file with the token that the page requires, or "".
+        ca_file: file with the certificate of the page or of its authority, or "".
+
+    Raises:
+        SourceError: the address or a file cannot be used.
+    """
+
+    every_s = 2.0
+    has_more = False
+
+    def __init__(self, url: str, token_file: str = "", ca_file: str = "") -> None:
+        self._url = url if "://" in url else f"http://{url}"
+        try:
+            scheme = address(self._url)[0]
+            self._token = read_private(Path(token_file), MAX_TOKEN_BYTES).decode().strip() if token_file else ""
+            self._tls = ssl.create_default_context(cafile=ca_file or None) if scheme == "https" else None
+        except OSError as error:  # an SSLError is an OSError
+            raise SourceError(f"{token_file or ca_file}: {error.strerror or error}") from error
+        except ValueError as error:
+            raise SourceError(str(error)) from error
+        if self._token and scheme != "https" and address(self._url)[1] not in ("127.0.0.1", "localhost", "::1"):
+            raise SourceError("a token is sent to another host only over https")
+        self._found: Mapping[str, Mapping[str, float]] = {}
+        self._steps: list[IterationTime] = []
+
+    def refresh(self) -> bool:
+        """Read the page.
+
+        Raises:
+            OSError: the page cannot be read now.
+            SourceError: the page is not of a job with effllm.
+        """
+        found = samples_of(fetch_text(self._url, self._token, self._tls))
+        if f"{_PREFIX}run_info" not in found:
+            raise SourceError(f"{self._url} is not a metrics page of effllm")
+        is_new = found != self._found
+        self._found = found
+        return is_new
+
+    def refresh_hosts(self) -> bool:
+        return False
+
+    def move(self, kind: str, amount: float = 0.0) -> None:
+        """Move nothing, because a page has only the newest values."""
+
+    def frame(self, now_s: float) -> TopFrame:
+        """Return the values of the page; ``now_s`` is the unix time."""
+        window, info = self._window(now_s), labels_of(next(iter(self._found[f"{_PREFIX}run_info"]), ""))
+        states = RankStates(stall="some ranks make no progress" if self._one("stalled") else "")
+        age_s = self._one("report_age_seconds")
+        is_fresh = bool(self._one("fresh"))
+        status = status_of("running", False, states, None)
+        head = Head(
+            name=info.get("run_id") or self._url,
+            user=info.get("user") or None,
+            status=status if is_fresh or status == "stalled" or age_s is None else "no_update",
+            age_s=age_s,
+            elapsed_s=self._one("elapsed_seconds"),
+            attempt=window.attempt or None,
+            iteration=window.iteration or None,
+            remaining_s=window.remaining_s,
+            simulated=window.simulated,
+        )
+        return TopFrame(
+            head=head,
+            place=RunPlace(time_s=None if age_s is None else now_s - age_s),
+            coverage=window.coverage if age_s is not None else None,
+            values=window.values,
+            loss=window.loss,
+            problems=list(self._problems(head, states, window.coverage)) if age_s is not None else [],
+            steps=self._added_step(window),
+            ranks=rank_table(window, (), states, {}, window.coverage.ranks_expected),
+            notes=_NOTES,
+        )
+
+    def _one(self, name: str) -> float | None:
+        """Return the value of a metric that has one; ``None`` if it is not served."""
+        return next(iter(self._found.get(_PREFIX + name, {}).values()), None)
+
+    def _whole(self, name: str) -> int:
+        return int(self._one(name) or 0)
+
+    def _window(self, now_s: float) -> WindowReport:
+        """Return the newest window, as far as the page has it."""
+        rank, ratio = self._one("straggler_rank"), self._one("straggler_time_ratio")
+        return WindowReport(
+            attempt=self._whole("attempt"),
+            window=0,
+            iteration=self._whole("iteration"),
+            iteration_first=1,
+            iteration_last=1,
+            time_s=now_s,
+            loss=self._one("loss"),
+            values=dict(self._values()),
+            coverage=Coverage(
+                ranks_expected=self._whole("ranks_expected"),
+                ranks_reporting=self._whole("ranks_reporting"),
+                gpus_expected=self._whole("gpus_expected"),
+                gpus_measured=self._whole("gpus_measured"),
+                reports_lost=self._whole("reports_lost_total"),
+                reports_late=self._whole("reports_late_total"),
+            ),
+            straggler=None if rank is None or ratio is None else Straggler(int(rank), ratio, 1.0),
+            remaining_s=self._one("remaining_seconds"),
+            simulated=bool(self._one("simulated")),
+        )
+
+    def _values(self) -> Iterator[tuple[str, float]]:
+        """Yield the metrics with the tags and units of windows-*.jsonl."""
+        for entry in METRICS.values():
+            name, factor = name_of(entry)
+            for labels, value in self._found.get(_PREFIX + name, {}).items():
+                yield entry.tag(labels_of(labels).get("over", entry.bases[0])), value / factor
+
+    def _problems(self, head: Head, states: RankStates, seen: Coverage) -> Iterator[Problem]:
+        yield from problems_of(head, states, None, ())
+        if head.status == "running" and (missing := seen.ranks_expected - seen.ranks_reporting) > 0:
+            yield Problem("missing", f"no report of {missing:,} of {seen.ranks_expected:,} ranks in this window")
+        if named := int(dict(self._values()).get("straggler/named_ranks", 0)):
+            yield Problem("straggler", f"{named} named straggler{'s' * (named > 1)}")
+
+    def _added_step(self, window: WindowReport) -> list[IterationTime]:
+        """Add the iteration time to those that were seen since the start of the command."""
+        seconds = window.values.get("throughput/seconds_per_iteration")
+        if seconds is not None and (not self._steps or self._steps[-1].iteration != window.iteration):
+            self._steps = [*self._steps, IterationTime(window.iteration, seconds)][-MAX_STEPS:]
+        return self._steps

@@ -1,0 +1,262 @@
+"""The terminal of ``effllm top``: keys, resizes and signals come in, changed lines go out.
+
+curses writes only the cells that changed, and restores the terminal, also after an exception or SIGTERM.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import curses
+import locale
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+from effllm.commands.top_reader import SourceError, TopReader, TopSource
+from effllm.views.top.frame import TopFrame
+from effllm.views.top.panes import count_of
+from effllm.views.top.screen import page_of, render
+from effllm.views.top.text import ASCII_BARS, BAD, BARS, BOLD, DIM, GOOD, PLAIN, REVERSE, WARNING, Line
+from effllm.views.top.view_state import QUIT, SPEEDS, Action, Shown, TopView, pressed
+
+#: After this time without an answer, the screen reports a slow source.
+SLOW_S = 2.0
+TICK_S = 1.0
+STOPPED = 130
+_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+_KEYS = {
+    "\x1b": "esc",
+    "\n": "enter",
+    "\r": "enter",
+    "\t": "tab",
+    " ": "space",
+    "\x7f": "backspace",
+    "\b": "backspace",
+    "\x03": "ctrl-c",
+}
+_CODES = {
+    curses.KEY_UP: "up",
+    curses.KEY_DOWN: "down",
+    curses.KEY_LEFT: "left",
+    curses.KEY_RIGHT: "right",
+    curses.KEY_HOME: "home",
+    curses.KEY_END: "end",
+    curses.KEY_PPAGE: "pgup",
+    curses.KEY_NPAGE: "pgdn",
+    curses.KEY_BACKSPACE: "backspace",
+    curses.KEY_ENTER: "enter",
+}
+
+
+def can_move_cursor(term: str) -> bool:
+    """Whether a terminal of this type can move its cursor; the type ``dumb`` cannot."""
+    try:
+        curses.setupterm(term or "dumb", sys.stdout.fileno())
+    except curses.error:
+        return False
+    return bool(curses.tigetstr("cup"))
+
+
+def watch(source: TopSource, name: str, *, has_color: bool) -> int:
+    """Show a source until the user quits; return the exit status.
+
+    Raises:
+        SourceError: there is nothing to show.
+    """
+    locale.setlocale(locale.LC_ALL, "")
+    sys.setswitchinterval(0.001)  # the thread that decodes lines must not delay a key
+    wake_read, wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    reader = TopReader(source, lambda: _wake(wake_write))
+    reader.start()
+    with _signals(wake_write), _screen() as screen:
+        return _Terminal(screen, reader, name, wake_read, has_color).run()
+
+
+def _wake(descriptor: int) -> None:
+    with contextlib.suppress(BlockingIOError):  # the pipe is full: it will be read
+        os.write(descriptor, b"f")
+
+
+@contextlib.contextmanager
+def _signals(wake_write: int) -> Iterator[None]:
+    """SIGTERM and SIGHUP end the view, and a changed size of the terminal wakes it."""
+    before = {number: signal.signal(number, _end) for number in _SIGNALS}
+    before[signal.SIGWINCH] = signal.signal(signal.SIGWINCH, lambda *_: None)
+    old = signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(old)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _end(number: int, _frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
+@contextlib.contextmanager
+def _screen() -> Iterator[Any]:
+    screen = curses.initscr()
+    try:
+        curses.noecho()
+        curses.cbreak()
+        curses.set_escdelay(25)
+        with contextlib.suppress(curses.error):  # some terminals cannot hide the cursor
+            curses.curs_set(0)
+        screen.keypad(True)
+        screen.nodelay(True)
+        yield screen
+    finally:
+        with contextlib.suppress(curses.error):
+            curses.endwin()
+
+
+class _Terminal:
+    """The screen with the choices of the user.
+
+    Args:
+        screen: the window of curses.
+        reader: reads the source.
+        name: name of the source, for lines about it.
+        wake: a descriptor with a byte for each new frame and each signal.
+        has_color: whether colours are shown.
+    """
+
+    def __init__(self, screen: Any, reader: TopReader, name: str, wake: int, has_color: bool) -> None:
+        self._screen, self._reader, self._name, self._wake = screen, reader, name, wake
+        self._attributes = _attributes(has_color)
+        self._view = TopView()
+        self._shown: list[Line] = []  # lines on the screen
+        self._step_s = 0.0  # time of the next step of a replay
+        self._played: TopFrame | None = None  # the frame at the last step
+        is_unicode = locale.nl_langinfo(locale.CODESET).upper() == "UTF-8"
+        self._bars, self._encoding = (BARS, "utf-8") if is_unicode else (ASCII_BARS, "ascii")
+
+    def run(self) -> int:
+        try:
+            while True:
+                self._draw()
+                if self._reader.is_unusable:
+                    raise SourceError(self._reader.error)
+                if self._wait():
+                    return 0
+        except KeyboardInterrupt:
+            return STOPPED
+
+    def _wait(self) -> bool:
+        """Wait for a key, a frame, a signal or a moment; return whether the user quits."""
+        timeout_s = TICK_S
+        if self._view.is_playing:
+            timeout_s = min(max(self._step_s - time.monotonic(), 0.0), TICK_S)
+        ready, _, _ = select.select([sys.stdin, self._wake], [], [], timeout_s)
+        if self._wake in ready:
+            with contextlib.suppress(BlockingIOError):
+                if signal.SIGWINCH in os.read(self._wake, 4096):
+                    self._resize()
+        if sys.stdin in ready and self._read_keys():
+            return True
+        self._play()
+        return False
+
+    def _resize(self) -> None:
+        width, height = os.get_terminal_size(sys.stdout.fileno())
+        curses.resizeterm(height, width)
+        self._screen.clear()
+        self._shown = []
+
+    def _read_keys(self) -> bool:
+        is_empty = True
+        while True:
+            try:
+                key = self._screen.get_wch()
+            except curses.error:
+                break
+            is_empty = False
+            name = _CODES.get(key, "") if isinstance(key, int) else _KEYS.get(key, key)
+            self._view, action = pressed(self._view, name, self._place())
+            if action == QUIT:
+                return True
+            if action is not None:
+                self._played = self._reader.frame
+                self._reader.request(action)
+            self._reader.order(self._view.order)
+        return is_empty and not os.isatty(sys.stdin.fileno())
+
+    def _place(self) -> Shown:
+        frame = self._reader.frame
+        if frame is None:
+            return Shown()
+        height, width = self._screen.getmaxyx()
+        page = page_of(frame, width, height, self._view)
+        return Shown(page, count_of(frame, self._view, width), frame.place.is_newest, frame.head.is_over)
+
+    def _play(self) -> None:
+        """Request the next window of a replay; a slow disk slows the replay."""
+        frame, now_s = self._reader.frame, time.monotonic()
+        if not self._view.is_playing or frame is None or frame is self._played or now_s < self._step_s:
+            return
+        self._step_s, self._played = now_s + 1 / SPEEDS[self._view.speed], frame
+        if frame.place.is_newest:
+            self._view = self._view._replace(is_playing=False)
+        else:
+            self._reader.request(Action("step", 1))
+
+    def _draw(self) -> None:
+        """Write the lines that differ from the lines on the screen."""
+        height, width = self._screen.getmaxyx()
+        lines = self._lines(self._reader.frame, width, height)
+        for row, line in enumerate(lines):
+            if row < len(self._shown) and self._shown[row] == line:
+                continue
+            self._screen.move(row, 0)
+            self._screen.clrtoeol()
+            for text, style in line:
+                shown = text.encode(self._encoding, "replace").decode(self._encoding)
+                with contextlib.suppress(curses.error):  # the cursor cannot move behind the last cell
+                    self._screen.addstr(shown, self._attributes[style])
+        self._shown = lines
+        self._screen.refresh()
+
+    def _lines(self, frame: TopFrame | None, width: int, height: int) -> list[Line]:
+        notice = self._notice()
+        if frame is None:
+            lines: list[Line] = [[(notice or f"reading {self._name}", PLAIN)]]
+        else:
+            lines = render(frame, self._view, width, height, notice, self._bars)
+        return [*lines, *([[]] * (height - len(lines)))]
+
+    def _notice(self) -> str:
+        silent_s = self._reader.silent_s
+        if silent_s >= SLOW_S:
+            return f"{self._name} has not answered for {silent_s:.0f} s; older values are shown"
+        return f"{self._reader.error}; older values are shown" if self._reader.error else ""
+
+
+def _attributes(has_color: bool) -> dict[int, int]:
+    """Return the attributes of curses for each style; without colour, problems are bold."""
+    found = {
+        PLAIN: curses.A_NORMAL,
+        BOLD: curses.A_BOLD,
+        DIM: curses.A_DIM,
+        GOOD: curses.A_NORMAL,
+        WARNING: curses.A_BOLD,
+        BAD: curses.A_BOLD,
+        REVERSE: curses.A_REVERSE,
+    }
+    if not has_color:
+        return found
+    with contextlib.suppress(curses.error):
+        curses.start_color()
+        curses.use_default_colors()
+        for number, (style, color) in enumerate(
+            ((GOOD, curses.COLOR_GREEN), (WARNING, curses.COLOR_YELLOW), (BAD, curses.COLOR_RED)), start=1
+        ):
+            curses.init_pair(number, color, -1)
+            found[style] = curses.color_pair(number) | (curses.A_BOLD if style == BAD else 0)
+    return found

@@ -1,0 +1,199 @@
+"""Lines at positions in the numbered JSON Lines files of a run, which may be large and may still grow.
+
+Only a part of the files is read: lines before or after a position, or the first line for which a condition holds.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from effllm.store.reader import segments
+
+CHUNK_BYTES = 2**16
+MAX_READ_BYTES = 2**20  # of one call
+
+
+class Position(NamedTuple):
+    """The start of a line: the number of the file, and the offset in this file."""
+
+    number: int
+    offset: int
+
+
+START, END = Position(0, 0), Position(2**62, 0)
+Lines = list[tuple[Position, bytes]]
+
+
+class LineFiles:
+    """The files ``<stem>-0001.jsonl`` and following of a run folder; torn last lines are left out.
+
+    Args:
+        folder: the run folder.
+        stem: ``windows`` or ``ranks``.
+    """
+
+    def __init__(self, folder: Path, stem: str) -> None:
+        self._folder, self._stem = folder, stem
+        self._paths: dict[int, Path] = {}
+        self._sizes: dict[int, int] = {}
+        self.changed_s = 0.0  # unix time of the last change of a file
+
+    def refresh(self) -> bool:
+        """Read the sizes of the files again; return whether a size changed."""
+        paths = {int(path.stem.rpartition("-")[2]): path for path in segments(self._folder, self._stem)}
+        states = {number: path.stat() for number, path in paths.items()}
+        sizes = {number: state.st_size for number, state in states.items()}
+        is_new = sizes != self._sizes
+        self._paths, self._sizes = paths, sizes
+        self.changed_s = max((state.st_mtime for state in states.values()), default=0.0)
+        return is_new
+
+    def before(self, position: Position, count: int) -> Lines:
+        """Return the last lines that end before a position, oldest first: at most ``count``, and a mebibyte."""
+        found: Lines = []
+        for number in sorted(self._sizes, reverse=True):
+            if number > position.number or len(found) >= count:
+                continue
+            end = position.offset if number == position.number else self._sizes[number]
+            found = self._tail(number, min(end, self._sizes[number]), count - len(found)) + found
+        return found
+
+    def after(self, position: Position, count: int, max_bytes: int = MAX_READ_BYTES) -> Lines:
+        """Return the lines that start at a position or later: at most ``count``, and ``max_bytes`` per file."""
+        found: Lines = []
+        for number in sorted(self._sizes):
+            if number < position.number or len(found) >= count:
+                continue
+            begin = position.offset if number == position.number else 0
+            found += self._head(number, begin, count - len(found), max_bytes)
+        return found
+
+    def share_of(self, position: Position) -> float:
+        """Return the share of all bytes that are before a position."""
+        whole = sum(self._sizes.values())
+        before = sum(size for number, size in self._sizes.items() if number < position.number)
+        inside = position.offset if position.number in self._sizes else 0
+        return (before + inside) / whole if whole else 0.0
+
+    def at_share(self, share: float) -> Position:
+        """Return the position of the first line after a share of all bytes; or `END`."""
+        left = int(share * sum(self._sizes.values()))
+        for number in sorted(self._sizes):
+            if left < self._sizes[number]:
+                return Position(number, self._next_start(number, left) if left > 0 else 0)
+            left -= self._sizes[number]
+        return END
+
+    def first(self, is_reached: Callable[[bytes], bool]) -> Position:
+        """Return the position of the first line for which a condition holds that holds for all later lines; or `END`.
+
+        The order of the lines may be disturbed: then a position nearby is returned.
+        """
+        below = 0
+        for number in sorted(self._sizes):
+            if (lines := self._head(number, 0, 1, MAX_READ_BYTES)) and is_reached(lines[0][1]):
+                break
+            below = number
+        if below not in self._sizes:
+            return START
+        low, high = 0, self._sizes[below]
+        while high - low > CHUNK_BYTES:
+            middle = (low + high) // 2
+            lines = self._head(below, self._next_start(below, middle), 1, MAX_READ_BYTES)
+            if not lines or is_reached(lines[0][1]):
+                high = middle
+            else:
+                low = middle
+        start = self._next_start(below, low) if low else 0
+        for position, line in self._head(below, start, 2**31, 2 * MAX_READ_BYTES):
+            if is_reached(line):
+                return position
+        return Position(below + 1, 0)
+
+    def _tail(self, number: int, end: int, count: int) -> Lines:
+        size = CHUNK_BYTES
+        while True:
+            begin = max(end - size, 0)
+            text = read_at(self._paths[number], begin, end - begin)
+            starts_inside = begin > 0
+            cut = text.find(b"\n") + 1 if starts_inside else 0
+            lines = _split(number, begin + cut, text[cut:])
+            if len(lines) >= count or not starts_inside or size >= MAX_READ_BYTES:
+                return lines[-count:]
+            size *= 4
+
+    def _head(self, number: int, begin: int, count: int, max_bytes: int) -> Lines:
+        size = CHUNK_BYTES
+        while True:
+            text = read_at(self._paths[number], begin, size)
+            lines = _split(number, begin, text)
+            if len(lines) >= count or begin + len(text) >= self._sizes[number] or size >= max_bytes:
+                return lines[:count]
+            size *= 4
+
+    def _next_start(self, number: int, offset: int) -> int:
+        """Return the start of the first line after an offset; the size of the file without such a line."""
+        size = CHUNK_BYTES
+        while True:
+            text = read_at(self._paths[number], offset, size)
+            if (at := text.find(b"\n")) >= 0:
+                return offset + at + 1
+            if len(text) < size:
+                return self._sizes[number]
+            size *= 4
+
+
+def _split(number: int, begin: int, text: bytes) -> Lines:
+    lines = []
+    for line in text[: text.rfind(b"\n") + 1].splitlines(keepends=True):
+        if not line.isspace():
+            lines.append((Position(number, begin), line))
+        begin += len(line)
+    return lines
+
+
+class GrowingFile:
+    """One JSON Lines file whose new lines are read; a replaced or shortened file is read from its start."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset, self._inode = 0, 0
+        self.was_replaced = False
+        self.changed_s = 0.0
+
+    def new_lines(self, max_bytes: int = MAX_READ_BYTES) -> list[bytes]:
+        """Return the next complete lines, at most ``max_bytes``; empty at the end, or without the file."""
+        try:
+            about = self._path.stat()
+        except FileNotFoundError:
+            return []
+        if self._inode and (about.st_ino != self._inode or about.st_size < self._offset):
+            self._offset, self.was_replaced = 0, True
+        self._inode, self.changed_s = about.st_ino, about.st_mtime
+        if about.st_size <= self._offset:
+            return []
+        text = read_at(self._path, self._offset, max_bytes)
+        end = text.rfind(b"\n") + 1
+        if not end and len(text) >= max_bytes:
+            end = len(text)  # a line longer than any event is skipped in parts
+        self._offset += end
+        return [line for line in text[:end].splitlines() if line and not line.isspace()]
+
+
+def read_at(path: Path, offset: int, size: int) -> bytes:
+    """Return bytes of a regular file; a pipe or a device is not opened for reading, because a read of it may wait.
+
+    Raises:
+        OSError: the file cannot be read, or is not a regular file.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(f"{path} is not a regular file")
+        return os.pread(descriptor, size, offset)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,109 @@
+"""The events of a run, and the state of its ranks after the events up to a moment."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from effllm.records.rank import Event
+
+#: Maximum number of events that are kept for the screen; the oldest are dropped.
+MAX_EVENTS = 20_000
+#: Events of single ranks that a job of many ranks has in large numbers: they change states, but are not shown.
+NOT_SHOWN = frozenset({"joined", "left", "late", "missing"})
+_OF_RANKS = frozenset({"joined", "left", "rank_lost", "back"})
+_OF_DEVICES = frozenset({"xid", "ecc", "stale"})
+_OF_JOB = frozenset({"stalled", "resumed", "restarted", "loss_not_finite", "loss_finite"})
+COMPLETED = "completed"
+
+
+class RankStates(NamedTuple):
+    """Ranks with a problem, by the events up to a moment."""
+
+    lost: frozenset[int] = frozenset()
+    failed: Mapping[int, str] = {}  # ranks that left with a status other than completed
+    device_errors: Mapping[int, str] = {}
+    stall: str = ""  # text of the event, while no rank, or not every rank, makes progress
+    loss_is_finite: bool = True
+
+
+class _Change(NamedTuple):
+    time_s: float
+    attempt: int
+    kind: str
+    rank: int
+    text: str  # "" for kinds without a text on the screen
+
+
+class EventHistory:
+    """The events of a run in the order of their file."""
+
+    def __init__(self) -> None:
+        self._shown: deque[Event] = deque(maxlen=MAX_EVENTS)
+        self._changes: list[_Change] = []
+        self._states: dict[tuple[int, float], RankStates] = {}
+        self.left_out = 0  # number of events that are not kept any more
+
+    def add(self, events: Iterable[Event]) -> None:
+        for event in events:
+            if event.kind not in NOT_SHOWN:
+                self.left_out += len(self._shown) == MAX_EVENTS
+                self._shown.append(event)
+            if (change := _change_of(event)) is not None:
+                self._changes.append(change)
+
+    def newest(self, until_s: float, count: int) -> Sequence[Event]:
+        """Return the last events up to a moment, newest first."""
+        found: list[Event] = []
+        for event in reversed(self._shown):
+            if event.time_s <= until_s:
+                found.append(event)
+                if len(found) >= count:
+                    break
+        return found
+
+    def states(self, until_s: float) -> RankStates:
+        """Return the states of the ranks at a moment."""
+        key = len(self._changes), until_s
+        if key not in self._states:
+            self._states = {key: _folded(self._changes, until_s)}
+        return self._states[key]
+
+
+def _change_of(event: Event) -> _Change | None:
+    rank = -1 if event.rank is None else event.rank
+    if event.kind in _OF_RANKS and rank >= 0:
+        text = event.text if event.kind == "left" and not event.text.endswith(f": {COMPLETED}") else ""
+        return _Change(event.time_s, event.attempt, event.kind, rank, text)
+    if event.kind in _OF_JOB or (event.kind in _OF_DEVICES and rank >= 0):
+        return _Change(event.time_s, event.attempt, event.kind, rank, event.text)
+    return None
+
+
+def _folded(changes: Iterable[_Change], until_s: float) -> RankStates:
+    lost: set[int] = set()
+    failed: dict[int, str] = {}
+    errors: dict[int, str] = {}
+    stall, loss_is_finite, attempt = "", True, 0
+    for change in changes:
+        if change.time_s > until_s:
+            continue
+        if change.attempt > attempt:
+            attempt, stall = change.attempt, ""
+            for of_attempt in (lost, failed, errors):
+                of_attempt.clear()
+        kind, rank = change.kind, change.rank
+        if kind == "rank_lost":
+            lost.add(rank)
+        elif kind in _OF_RANKS:
+            lost.discard(rank)
+            if change.text:
+                failed[rank] = change.text.removeprefix(f"rank {rank} ")
+        elif kind in _OF_DEVICES:
+            errors[rank] = f"{kind}: {change.text}"
+        elif kind.startswith("loss"):
+            loss_is_finite = kind == "loss_finite"
+        else:
+            stall = change.text if kind == "stalled" else ""
+    return RankStates(frozenset(lost), failed, errors, stall, loss_is_finite)

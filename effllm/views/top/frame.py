@@ -1,0 +1,128 @@
+"""Everything that the screen shows at one position of a run, as values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from effllm.records.job import Coverage, StragglerVerdict
+from effllm.records.rank import Event
+from effllm.records.verdict import Verdict
+from effllm.records.waterfall import Waterfall
+from effllm.store.summary_text import duration
+from effllm.views.top.event_history import COMPLETED, RankStates
+from effllm.views.top.ranks import HostLine, RankLine, RankTable
+
+#: summary.json is written every minute; after this time a run that is not over may have been killed.
+NO_UPDATE_S = 180.0
+#: States of a run that is over, or that does not continue, and that are problems.
+BROKEN = ("failed", "killed", "stalled")
+MAX_NAMED = 4
+
+
+class Problem(NamedTuple):
+    """A problem of the job at this position."""
+
+    kind: str
+    text: str
+
+
+class Head(NamedTuple):
+    """The identity and the progress of the run."""
+
+    name: str
+    user: str | None = None
+    status: str = "unknown"  # of summary.json; or running, stalled or no_update
+    is_over: bool = False
+    age_s: float | None = None  # time since the last change of the run's files; None if the run is over
+    elapsed_s: float | None = None
+    attempt: int | None = None
+    iteration: int | None = None
+    total_iterations: int | None = None
+    remaining_s: float | None = None
+    style: str = "Iteration"
+    simulated: bool = False
+
+
+class RunPlace(NamedTuple):
+    """The position in the run."""
+
+    is_newest: bool = True
+    share: float = 1.0  # share of the windows before the position
+    time_s: float | None = None  # end of the window
+    window: int | None = None
+
+
+class IterationTime(NamedTuple):
+    """The mean time of an iteration in a window."""
+
+    iteration: int
+    seconds: float | None
+
+
+class TopFrame(NamedTuple):
+    """The values of one screen."""
+
+    head: Head
+    place: RunPlace = RunPlace()
+    coverage: Coverage | None = None
+    values: Mapping[str, float] = {}  # by tag, as in windows-*.jsonl
+    loss: float | None = None
+    doubtful: Sequence[str] = ()
+    verdict: Verdict | None = None
+    verdict_note: str = ""  # for which time the verdict is
+    waterfall: Waterfall | None = None
+    problems: Sequence[Problem] = ()
+    steps: Sequence[IterationTime] = ()
+    ranks: RankTable = RankTable((), 0, {}, False)
+    lines: Sequence[RankLine | HostLine] = ()  # of the table, in the order that the view asks for
+    events: Sequence[Event] = ()  # newest first
+    notes: Sequence[str] = ()  # what the source cannot show
+
+
+def status_of(status: str, is_over: bool, states: RankStates, age_s: float | None) -> str:
+    """Return the state of a run: the summary is up to a minute old, so a stall is taken from the events."""
+    if is_over:
+        return status
+    if states.stall:
+        return "stalled"
+    return "no_update" if age_s is not None and age_s > NO_UPDATE_S else "running"
+
+
+def problems_of(
+    head: Head,
+    states: RankStates,
+    coverage: Coverage | None,
+    stragglers: Sequence[StragglerVerdict],
+) -> list[Problem]:
+    """Return the problems of a job, the worst first; there is no problem of a completed job."""
+    found: list[Problem] = []
+    if head.status == COMPLETED:
+        return found
+    if head.status in BROKEN:
+        found.append(Problem(head.status, states.stall if head.status == "stalled" and states.stall else head.status))
+    if head.status == "no_update":
+        age = duration(head.age_s or 0.0)
+        found.append(Problem("no_update", f"nothing new for {age}: the job may have been killed, or it hangs"))
+    if states.lost:
+        found.append(Problem("rank_lost", f"{_ranks(states.lost)} lost: no heartbeat for 15 s"))
+    if states.failed:
+        found.append(Problem("rank_failed", f"{_ranks(states.failed)} failed"))
+    if states.device_errors:
+        found.append(Problem("device_error", f"device errors on {_ranks(states.device_errors)}"))
+    if coverage is not None and coverage.missing_ranks:
+        found.append(Problem("missing", f"no report of {_ranks(coverage.missing_ranks)} in this window"))
+    if not states.loss_is_finite:
+        found.append(Problem("loss_not_finite", "loss is not finite"))
+    if stragglers:
+        ranks = [rank for one in stragglers for rank in one.ranks]
+        found.append(Problem("straggler", f"straggler: {_ranks(ranks)}"))
+    return found
+
+
+def _ranks(ranks: Sequence[int] | frozenset[int] | Mapping[int, str]) -> str:
+    """Return ranks as text; in a list of many ranks only the first."""
+    found = sorted(set(ranks))
+    names = ", ".join(map(str, found[:MAX_NAMED]))
+    more = f" and {len(found) - MAX_NAMED:,} more" if len(found) > MAX_NAMED else ""
+    return f"rank{'s' * (len(found) > 1)} {names}{more}"

@@ -1,0 +1,160 @@
+"""The panes of the screen: the table of ranks or hosts, the events, the waterfall, and the help."""
+
+from __future__ import annotations
+
+import textwrap
+import time
+from collections.abc import Sequence
+from itertools import islice
+
+from effllm.records.events import is_problem
+from effllm.records.plain_text import one_line
+from effllm.store.summary_text import readable
+from effllm.views.top.frame import TopFrame
+from effllm.views.top.ranks import REASONS, HostLine, RankLine
+from effllm.views.top.text import BAD, BOLD, DIM, PLAIN, WARNING, Line, fit, width_of
+from effllm.views.top.view_state import EVENTS, HELP, KEYS, RANKS, WATERFALL, TopView
+from effllm.views.waterfall_text import WaterfallUnits, waterfall_header, waterfall_notes, waterfall_row
+
+#: Columns of the table: name and width; the reason has the rest of the line.
+_NUMBERS = {"step s": 7, "wait": 4, "W": 5, "GiB": 5}
+_MORE_NUMBERS = {**_NUMBERS, "busy": 5, "degC": 4}
+_WIDE = 100  # from this width on, the table has more columns, and hosts have more room
+_WHOLE_REASONS = 6  # number of lines of the table, from its start, in which reasons are shown as a whole
+_EVENT_LINES, _SPLIT_HEIGHT = 10, 30  # on a high screen, the newest events are below the table
+_WORST = ("lost", "failed", "device_error", "missing")
+_NAMED = ("straggler", "throttled")
+
+
+def pane_lines(frame: TopFrame, view: TopView, width: int, height: int) -> Sequence[Line]:
+    """Return the header and the lines of the pane that the view shows."""
+    if view.pane == RANKS:
+        if height < _SPLIT_HEIGHT:
+            return _ranks(frame, view, width, height)
+        room = table_height(height)
+        table = _ranks(frame, view, width, room)
+        blank: list[Line] = [[]] * (room - len(table) + 1)
+        return [*table, *blank, *_events(frame, width)[: height - room - 1]]
+    lines = pane_content(frame, view, width)
+    return [lines[0], *lines[1 + view.offset : view.offset + height]] if lines else []
+
+
+def table_height(height: int) -> int:
+    """Return the number of lines of the table with its header, in a pane of this height."""
+    return height - _EVENT_LINES - 1 if height >= _SPLIT_HEIGHT else height
+
+
+def count_of(frame: TopFrame, view: TopView, width: int) -> int:
+    """Return the number of lines of the pane, without its header."""
+    return len(frame.lines) if view.pane == RANKS else len(pane_content(frame, view, width)) - 1
+
+
+def pane_content(frame: TopFrame, view: TopView, width: int) -> list[Line]:
+    """Return the header and all lines of a pane other than the table."""
+    return _help() if view.pane == HELP else {EVENTS: _events, WATERFALL: _waterfall}[view.pane](frame, width)
+
+
+def _ranks(frame: TopFrame, view: TopView, width: int, height: int) -> list[Line]:
+    columns, host_width = (_MORE_NUMBERS, 32) if width >= _WIDE else (_NUMBERS, 14)
+    shown = frame.lines[view.offset : view.offset + height - 1]
+    if view.order.by_host:
+        head = fit("host", host_width + 1) + fit("ranks", 6, right=True)
+    else:
+        head = fit("rank", 6, right=True) + " " + fit("host", host_width)
+    head += "".join(fit(name, cells + 1, right=True) for name, cells in columns.items())
+    lines: list[Line] = [[(head, DIM), ("  reason" if view.order.sort == "reason" else f"  by {view.order.sort}", DIM)]]
+    for one in shown:
+        numbers = "".join(fit(_number(one, name), cells + 1, right=True) for name, cells in columns.items())
+        text, style = (_host_text(one) if isinstance(one, HostLine) else one.text), _style(_worst(one).reason)
+        start = f"{_who(one, host_width)}{numbers}  "
+        parts = textwrap.wrap(one_line(text), max(width - width_of(start), 20)) or [""]
+        lines.append([(start, PLAIN), (parts[0], style)])
+        if len(lines) <= _WHOLE_REASONS:  # the reasons of the worst have several lines
+            lines += [[(" " * width_of(start), PLAIN), (part, style)] for part in parts[1:3]]
+        elif len(parts) > 1:
+            lines[-1] = [(start, PLAIN), (one_line(text), style)]
+    if not shown:
+        lines.append([("no rank contains the filter" if view.order.text else "no rank is known yet", DIM)])
+    return lines[:height]
+
+
+def _who(line: RankLine | HostLine, host_width: int) -> str:
+    if isinstance(line, HostLine):
+        return fit(line.host, host_width + 1) + fit(str(line.ranks), 6, right=True)
+    return fit(str(line.rank), 6, right=True) + " " + fit(line.host or "-", host_width)
+
+
+def _worst(line: RankLine | HostLine) -> RankLine:
+    return line.worst if isinstance(line, HostLine) else line
+
+
+def _host_text(line: HostLine) -> str:
+    return f"{line.with_reason} of {line.ranks}: rank {line.worst.rank} {line.worst.text}" if line.with_reason else ""
+
+
+def _number(line: RankLine | HostLine, column: str) -> str:
+    value, text = {
+        "step s": (line.step_s, readable),
+        "wait": (line.wait_ratio, _percent),
+        "busy": (line.busy_ratio, _percent),
+        "W": (line.watts, _whole),
+        "GiB": (line.memory_gib, "{:.1f}".format),
+        "degC": (line.temperature_c, _whole),
+    }[column]
+    return "-" if value is None else text(value)
+
+
+def _percent(ratio: float) -> str:
+    return f"{100 * ratio:.0f}%"
+
+
+def _whole(value: float) -> str:
+    return f"{value:.0f}"
+
+
+def _style(reason: str) -> int:
+    return BAD if reason in _WORST else WARNING if reason in _NAMED else PLAIN
+
+
+def _events(frame: TopFrame, width: int) -> list[Line]:
+    lines: list[Line] = [[(fit("time     kind            event, newest first", width), DIM)]]
+    for event in frame.events:
+        style = BAD if is_problem(event.kind) else PLAIN
+        head = f"{time.strftime('%H:%M:%S', time.localtime(event.time_s))} {fit(event.kind, 15)} "
+        text = one_line(event.text) + (f" ({event.count} times)" if event.count > 1 else "")
+        parts = textwrap.wrap(text, max(width - width_of(head), 20)) or [""]
+        lines.append([(head, DIM), (parts[0], style)])
+        lines += [[(" " * width_of(head), PLAIN), (part, style)] for part in islice(parts, 1, 4)]
+    if not frame.events:
+        lines.append([("no event yet; joined and left ranks are not listed", DIM)])
+    return lines
+
+
+def _waterfall(frame: TopFrame, width: int) -> list[Line]:
+    found = frame.waterfall
+    if found is None:
+        return [[("waterfall", DIM)], [("none yet: the aggregator writes it after a minute", PLAIN)]]
+    units = WaterfallUnits.of(found)
+    rows = [waterfall_header(units), *(waterfall_row(part, units) for part in found.parts)]
+    widths = [max(width_of(row[at]) for row in rows) for at in range(len(rows[0]))]
+    bar_room = max(width - sum(widths) - 2 * len(widths) - 2, 0)
+    lines: list[Line] = []
+    for at, row in enumerate(rows):
+        text = fit(row[0], widths[0]) + "".join(
+            "  " + fit(cell, cells, right=True) for cell, cells in zip(row[1:], widths[1:], strict=True)
+        )
+        share = found.parts[at - 1].share if at else 0.0
+        bar = "#" * min(round(share * bar_room), bar_room)
+        lines.append([(text, PLAIN if at else DIM), ("  ", PLAIN), (bar, BOLD)])
+    for note in waterfall_notes(found):
+        lines += [[(part, DIM)] for part in textwrap.wrap(note, width)]
+    return lines
+
+
+def _help() -> list[Line]:
+    lines: list[Line] = [[("keys", DIM)]]
+    lines += [[(fit(key, 12), BOLD), (meaning, PLAIN)] for key, meaning in KEYS.items()]
+    lines += [[], [("reasons, the worst first", DIM)]]
+    lines += [[(fit(name.replace("_", " "), 13), BOLD), (meaning, PLAIN)] for name, meaning in REASONS.items()]
+    lines += [[], [("?: after a value: the value depends on a count that failed a check (docs/audit.md)", DIM)]]
+    return lines

@@ -1,0 +1,285 @@
+"""The ranks and hosts of a window, the worst first, each with the reason for its place.
+
+A reason is an observation with its evidence.  Only a straggler verdict says that a rank delays others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from statistics import median
+from typing import Any, NamedTuple
+
+from effllm.records.job import STEP_SECONDS, StragglerVerdict, WindowReport
+from effllm.store.reader import RankRow
+from effllm.views.top.event_history import RankStates
+
+GIB = 2.0**30
+
+#: Reason -> meaning, the worst first.
+REASONS: dict[str, str] = {
+    "lost": "no heartbeat of the rank's agent for 15 s",
+    "failed": "the rank left with another status than completed",
+    "device_error": "Xid error, uncorrected memory error, or a device that does not answer, in this attempt",
+    "missing": "the window closed without a report of the rank",
+    "straggler": "named: slower than its peers in most of the last windows",
+    "throttled": "heat or hardware lowered the clock in at least 20 % of the window",
+    "data_wait": "data wait longer than that of the median rank by at least 5 % of the iteration",
+    "not_measured": "a part of the window has no energy or memory reading",
+    "hot": "temperature above the median GPU by at least 8 degrees",
+    "slowest": "slowest by own time in this window; not a named straggler",
+    "step_time": "step time differs from the median by at least 5 %; this alone does not show a slow rank",
+}
+_PLACES = {name: place for place, name in enumerate(REASONS)}
+NO_REASON = len(REASONS)
+
+MIN_THROTTLED, MIN_WAIT, MIN_STEP, MIN_MEASURED, HOTTER_C = 0.2, 0.05, 0.05, 0.999, 8.0
+
+
+class RankLine(NamedTuple):
+    """One rank in the table; ``None``: not measured, or no report in the run folder."""
+
+    rank: int
+    host: str = ""
+    place: int = NO_REASON  # index of the worst reason in `REASONS`
+    size: float = 0.0  # size of the worst reason, larger is worse
+    reason: str = ""  # name in `REASONS`
+    text: str = ""
+    step_s: float | None = None
+    wait_ratio: float | None = None
+    busy_ratio: float | None = None
+    watts: float | None = None
+    memory_gib: float | None = None
+    temperature_c: float | None = None
+
+
+class HostLine(NamedTuple):
+    """One host: its ranks, and the worst of them."""
+
+    host: str
+    ranks: int
+    with_reason: int
+    worst: RankLine
+    step_s: float | None  # largest
+    wait_ratio: float | None  # largest
+    busy_ratio: float | None  # smallest
+    watts: float | None  # sum; None if a rank has no value
+    memory_gib: float | None  # largest
+    temperature_c: float | None  # largest
+
+
+#: Order of the table -> the value that comes first is the largest, unless the order is by name or number.
+SORTS = ("reason", "step", "wait", "busy", "power", "memory", "temperature", "rank", "host")
+_COLUMN = {
+    "step": "step_s",
+    "wait": "wait_ratio",
+    "busy": "busy_ratio",
+    "power": "watts",
+    "memory": "memory_gib",
+    "temperature": "temperature_c",
+}
+
+
+class RankTable:
+    """The ranks of a job: those with a report or a reason, and the numbers of all others.
+
+    Args:
+        known: ranks with a report or a reason.
+        count: number of ranks in the job.
+        hosts: host of each rank, as far as known.
+        is_whole: whether all reports of the window are in the run folder.
+    """
+
+    def __init__(self, known: Sequence[RankLine], count: int, hosts: Mapping[int, str], is_whole: bool) -> None:
+        self.known, self.count, self.hosts, self.is_whole = known, count, hosts, is_whole
+        self._orders: dict[tuple[str, str, bool], Sequence[RankLine | HostLine]] = {}
+
+    def ordered(self, sort: str, text: str, by_host: bool) -> Sequence[RankLine | HostLine]:
+        """Return the lines in an order, only those that contain a text; an order is computed once."""
+        key = sort, text, by_host
+        if key not in self._orders:
+            self._orders[key] = self._by_host(sort, text) if by_host else self._by_rank(sort, text)
+        return self._orders[key]
+
+    def with_reason(self) -> list[RankLine]:
+        return [line for line in self._by_rank("reason", "") if line.reason]
+
+    def _by_rank(self, sort: str, text: str) -> list[RankLine]:
+        known = {line.rank for line in self.known}
+        lines = sorted(self.known, key=_key(sort))
+        others = (RankLine(rank, self.hosts.get(rank, "")) for rank in range(self.count) if rank not in known)
+        lines = sorted([*lines, *others], key=_key(sort)) if sort in ("rank", "host") else [*lines, *others]
+        return [line for line in lines if _contains(line, text)] if text else lines
+
+    def _by_host(self, sort: str, text: str) -> list[HostLine]:
+        of_host: dict[str, list[RankLine]] = {}
+        for line in self._by_rank("reason", ""):
+            of_host.setdefault(line.host or "unknown host", []).append(line)
+        hosts = [_host_line(host, lines) for host, lines in of_host.items()]
+        if text:
+            hosts = [one for one in hosts if text in one.host or _contains(one.worst, text)]
+        return sorted(hosts, key=_host_key(sort))
+
+
+def _key(sort: str) -> Callable[[RankLine], Any]:
+    if sort == "rank":
+        return lambda line: line.rank
+    if sort == "host":
+        return lambda line: (line.host, line.place, -line.size, line.rank)
+    if sort == "reason":
+        return lambda line: (line.place, -line.size, line.rank)
+    return lambda line: (getattr(line, _COLUMN[sort]) is None, -(getattr(line, _COLUMN[sort]) or 0.0), line.rank)
+
+
+def _host_key(sort: str) -> Callable[[HostLine], Any]:
+    if sort in ("rank", "host"):
+        return lambda one: one.host if sort == "host" else one.worst.rank
+    if sort == "reason":
+        return lambda one: (one.worst.place, -one.with_reason, -one.worst.size, one.host)
+    return lambda one: (getattr(one, _COLUMN[sort]) is None, -(getattr(one, _COLUMN[sort]) or 0.0), one.host)
+
+
+def _contains(line: RankLine, text: str) -> bool:
+    return text == str(line.rank) or text in line.host or text in line.text or text in line.reason
+
+
+def _host_line(host: str, lines: Sequence[RankLine]) -> HostLine:
+    watts = [line.watts for line in lines]
+    return HostLine(
+        host,
+        len(lines),
+        sum(bool(line.reason) for line in lines),
+        lines[0],
+        _most(line.step_s for line in lines),
+        _most(line.wait_ratio for line in lines),
+        min((line.busy_ratio for line in lines if line.busy_ratio is not None), default=None),
+        None if None in watts else sum(value for value in watts if value is not None),
+        _most(line.memory_gib for line in lines),
+        _most(line.temperature_c for line in lines),
+    )
+
+
+def _most(values: Iterator[float | None]) -> float | None:
+    return max((value for value in values if value is not None), default=None)
+
+
+def rank_table(
+    window: WindowReport | None,
+    rows: Sequence[RankRow],
+    states: RankStates,
+    hosts: Mapping[int, str],
+    count: int,
+) -> RankTable:
+    """Return the table of a window.
+
+    Args:
+        window: the window of the job.
+        rows: the reports of ranks in this window.
+        states: the states of the ranks after the events up to this window.
+        hosts: host of each rank.
+        count: number of ranks in the job.
+    """
+    by_rank = {row.rank: row for row in rows}
+    found: dict[int, list[_Found]] = {}
+    for one in _reasons(window, by_rank, states):
+        found.setdefault(one.rank, []).append(one)
+    lines = []
+    for rank in sorted({*by_rank, *found}):
+        line = _values(rank, by_rank.get(rank), hosts.get(rank, ""))
+        if reasons := sorted(found.get(rank, ()), key=lambda one: (_PLACES[one.reason], -one.size)):
+            worst, text = reasons[0], "; ".join(one.text for one in reasons)
+            line = line._replace(place=_PLACES[worst.reason], size=worst.size, reason=worst.reason, text=text)
+        lines.append(line)
+    is_whole = window is not None and len(rows) >= window.coverage.ranks_reporting > 0
+    return RankTable(lines, max(count, lines[-1].rank + 1 if lines else 0), hosts, is_whole)
+
+
+def _values(rank: int, row: RankRow | None, host: str) -> RankLine:
+    if row is None:
+        return RankLine(rank, host)
+    iterations = row.iteration_last - row.iteration_first + 1
+    temperature = row.gauges.get("temperature_c")
+    whole_s = row.busy_s + row.wait_s
+    return RankLine(
+        rank,
+        row.host or host,
+        step_s=row.busy_s / iterations if iterations > 0 else None,
+        wait_ratio=row.wait_s / whole_s if iterations > 0 and whole_s > 0 else None,
+        busy_ratio=_quotient(row.utilization_seconds, row.utilization_covered_s),
+        watts=_quotient(row.energy_j, row.energy_covered_s),
+        memory_gib=None if row.memory_peak_bytes is None else row.memory_peak_bytes / GIB,
+        temperature_c=None if temperature is None else temperature.most,
+    )
+
+
+def _quotient(above: float | None, below: float) -> float | None:
+    return above / below if above is not None and below > 0 else None
+
+
+class _Found(NamedTuple):
+    """A reason of a rank."""
+
+    rank: int
+    reason: str  # a name in `REASONS`
+    size: float
+    text: str
+
+
+def _reasons(window: WindowReport | None, rows: Mapping[int, RankRow], states: RankStates) -> Iterator[_Found]:
+    for rank in states.lost:
+        yield _Found(rank, "lost", 0.0, "lost: no heartbeat for 15 s")
+    for rank, text in states.failed.items():
+        yield _Found(rank, "failed", 0.0, text)
+    for rank, text in states.device_errors.items():
+        yield _Found(rank, "device_error", 0.0, text)
+    if window is None:
+        return
+    for rank in window.coverage.missing_ranks:
+        yield _Found(rank, "missing", 0.0, "no report of this window")
+    for verdict in window.stragglers:
+        text = straggler_text(verdict)
+        yield from (_Found(rank, "straggler", verdict.slowdown, text) for rank in verdict.ranks)
+    slowest = window.straggler
+    if slowest is not None and not any(slowest.rank in verdict.ranks for verdict in window.stragglers):
+        more = slowest.time_s / slowest.median_s - 1
+        yield _Found(slowest.rank, "slowest", more, f"slowest of this window: own time {100 * more:+.0f} %")
+    yield from _of_rows(window, rows)
+
+
+def straggler_text(verdict: StragglerVerdict) -> str:
+    """Return a named straggler with its evidence and its reason."""
+    who = f" (one of {len(verdict.ranks)} ranks that wait for each other)" if len(verdict.ranks) > 1 else ""
+    why = "" if verdict.why == "unknown" else f" {verdict.why}"
+    peers = f"{verdict.peers} peer{'s' * (verdict.peers != 1)}"
+    return f"straggler +{100 * verdict.slowdown:.1f} %{who}:{why} by {verdict.evidence}, {peers}".replace(": by", " by")
+
+
+def _of_rows(window: WindowReport, rows: Mapping[int, RankRow]) -> Iterator[_Found]:
+    steps = window.spread.get(STEP_SECONDS)
+    is_whole = len(rows) >= window.coverage.ranks_reporting > 2
+    lines = [_values(rank, row, "") for rank, row in rows.items()]
+    waits = [line.wait_ratio for line in lines if line.wait_ratio is not None]
+    heats = [line.temperature_c for line in lines if line.temperature_c is not None]
+    # The median of outliers is not the median of the job.
+    usual_wait = median(waits) if waits and is_whole else window.values.get("throughput/data_wait_ratio")
+    usual_heat = median(heats) if heats and is_whole else None
+    for line in lines:
+        row, wait, heat = rows[line.rank], line.wait_ratio or 0.0, line.temperature_c or 0.0
+        if steps is not None and steps.median > 0 and line.step_s is not None:
+            more = line.step_s / steps.median - 1
+            if abs(more) >= MIN_STEP:
+                yield _Found(line.rank, "step_time", abs(more), f"step time {100 * more:+.0f} % of the median")
+        if usual_heat is not None and heat >= usual_heat + HOTTER_C:
+            yield _Found(line.rank, "hot", heat, f"{heat:.0f} degC, median {usual_heat:.0f}")
+        if row.coverage is not None and row.coverage < MIN_MEASURED:
+            gap = 1 - row.coverage
+            yield _Found(line.rank, "not_measured", gap, f"{100 * gap:.1f} % of the window not measured")
+        if usual_wait is not None and wait >= usual_wait + MIN_WAIT:
+            yield _Found(line.rank, "data_wait", wait, f"data wait {100 * wait:.0f} %, usual {100 * usual_wait:.0f} %")
+        if row.wall_s > 0 and (share := row.throttled_s.get("any", 0.0) / row.wall_s) >= MIN_THROTTLED:
+            yield _Found(line.rank, "throttled", share, f"throttled {100 * share:.0f} % of the window{_why(row)}")
+
+
+def _why(row: RankRow) -> str:
+    """Return the clocks event reason with the longest time that is a fault."""
+    faults = {name: seconds for name, seconds in row.throttled_s.items() if name not in ("any", "power_cap")}
+    return f": {max(faults, key=faults.__getitem__).replace('_', ' ')}" if faults else ""

@@ -1,0 +1,176 @@
+"""The screen as lines of text: the head with verdict, values and curve, one pane, and the keys. No I/O."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+from effllm.records.plain_text import one_line
+from effllm.records.verdict import HEALTHY, NO_VERDICT
+from effllm.store.summary_text import duration, readable, verdict_lines
+from effllm.views.top.frame import BROKEN, TopFrame
+from effllm.views.top.panes import pane_lines, table_height
+from effllm.views.top.text import (
+    BAD,
+    BARS,
+    BOLD,
+    DIM,
+    GOOD,
+    PLAIN,
+    REVERSE,
+    WARNING,
+    Line,
+    clipped,
+    fit,
+    sparkline,
+    width_of,
+)
+from effllm.views.top.value_cells import value_lines
+from effllm.views.top.view_state import RANKS, SPEEDS, TopView
+
+MIN_WIDTH, MIN_HEIGHT = 20, 6
+MAX_WHOLE = 256  # in jobs above this size, the run folder has only the reports of outliers
+_KEYS = "q quit  ? help  e events  w waterfall  g hosts  s sort  / filter  space replay"
+_STATUS = {"completed": GOOD, "running": GOOD, "interrupted": WARNING, "no_update": WARNING}
+
+
+def render(frame: TopFrame, view: TopView, width: int, height: int, notice: str = "", bars: str = BARS) -> list[Line]:
+    """Return the lines of a screen: at most ``height`` lines of at most ``width`` cells.
+
+    Args:
+        frame: the values.
+        view: the choices of the user.
+        width: number of columns.
+        height: number of lines.
+        notice: a line about the source, such as a disk that does not answer.
+        bars: the letters of the curve, from low to high.
+    """
+    if width < MIN_WIDTH or height < MIN_HEIGHT:
+        small: list[Line] = [clipped([("terminal too small", PLAIN)], width)]
+        return small[:height]
+    head = head_lines(frame, width, bars, is_brief=height < 16)
+    foot = list(_foot(frame, view, width, notice))
+    room = max(height - len(head) - len(foot), 0)
+    body = pane_lines(frame, view, width, room)[:room]
+    blank: list[Line] = [[]] * (room - len(body))
+    return [clipped(line, width) for line in [*head, *body, *blank, *foot]][:height]
+
+
+def page_of(frame: TopFrame, width: int, height: int, view: TopView, notice: str = "") -> int:
+    """Return the number of lines of the pane that the screen shows, without the header of the pane."""
+    head = len(head_lines(frame, width, BARS, is_brief=height < 16))
+    room = height - head - len(list(_foot(frame, view, width, notice)))
+    return max((table_height(room) if view.pane == RANKS else room) - 1, 1)
+
+
+def head_lines(frame: TopFrame, width: int, bars: str = BARS, *, is_brief: bool = False) -> list[Line]:
+    """Return the lines above the pane."""
+    lines: list[Line] = [_title(frame, width), *_verdict(frame)[: 1 if is_brief else 3], *value_lines(frame, width)]
+    if (curve := _curve(frame, width, bars)) is not None and not is_brief:
+        lines.append(curve)
+    lines += [[("!! " + one_line(problem.text), BAD)] for problem in frame.problems[: 1 if is_brief else 3]]
+    if len(frame.problems) > 3:
+        lines.append([(f"!! {len(frame.problems) - 3} more problems: effllm top --once --json lists all", BAD)])
+    return lines
+
+
+def _title(frame: TopFrame, width: int) -> Line:
+    parts = list(_title_parts(frame))
+    while sum(width_of(text) + 2 for text, _, _ in parts) > width and len(parts) > 2:
+        parts.remove(max(parts, key=lambda part: part[2]))
+    used = sum(width_of(text) + 2 for text, _, _ in parts[1:])
+    name, style, _ = parts[0]
+    line = [(fit(name, min(width_of(name), max(width - used, 8))), style)]
+    for text, style, _ in parts[1:]:
+        line += [("  ", PLAIN), (text, style)]
+    return line
+
+
+def _title_parts(frame: TopFrame) -> Iterator[tuple[str, int, int]]:
+    """Yield the parts of the first line: text, style, and a number; the highest number is left out first."""
+    head, seen = frame.head, frame.coverage
+    yield one_line(head.name), BOLD, 0
+    status = one_line(head.status).replace("_", " ")
+    yield status, BAD if head.status in BROKEN else _STATUS.get(head.status, PLAIN), 0
+    if head.simulated:
+        yield "SIMULATED", WARNING, 1
+    if head.iteration is not None:
+        of = f"/{head.total_iterations}" if head.total_iterations else ""
+        yield f"{'it' if head.style == 'Iteration' else 'step'} {head.iteration}{of}", PLAIN, 2
+    if seen is not None:
+        yield f"ranks {_share(seen.ranks_reporting, seen.ranks_expected)}", PLAIN, 3
+    if head.elapsed_s is not None:
+        yield duration(head.elapsed_s), PLAIN, 4
+    if head.remaining_s is not None:
+        yield f"eta {duration(head.remaining_s)}", PLAIN, 5
+    if seen is not None and seen.gpus_expected:
+        yield f"GPUs {_share(seen.gpus_measured, seen.gpus_expected)}", PLAIN, 6
+    if head.user:
+        yield one_line(head.user), DIM, 7
+    if (head.attempt or 1) > 1:
+        yield f"attempt {head.attempt}", PLAIN, 8
+
+
+def _share(have: int, expected: int) -> str:
+    return f"{have:,}" if have == expected else f"{have:,}/{expected:,}"
+
+
+def _verdict(frame: TopFrame) -> list[Line]:
+    if frame.verdict is None:
+        why = "none in the summary" if frame.head.is_over else "none yet: the first one is written after a minute"
+        return [[("Verdict  ", DIM), (why, PLAIN)]]
+    style = {HEALTHY: GOOD, NO_VERDICT: PLAIN}.get(frame.verdict.cause, WARNING)
+    lines: list[Line] = []
+    for name, text in verdict_lines(frame.verdict):
+        is_first = name == "Verdict"
+        note = f"  ({frame.verdict_note})" if is_first and frame.verdict_note else ""
+        lines.append([(f"{name:<9}", DIM), (text, style if is_first else PLAIN), (note, DIM)])
+    return lines
+
+
+def _curve(frame: TopFrame, width: int, bars: str) -> Line | None:
+    seconds = [step.seconds for step in frame.steps]
+    known = [value for value in seconds if value is not None]
+    if len(known) < 2:
+        return None
+    name = "iteration"
+    limits = f" {readable(min(known))} to {readable(max(known))} s, last {len(seconds)} windows"
+    room = width - len(name) - 1 - len(limits)
+    if room < 10:
+        return None
+    return [(f"{name} ", DIM), (sparkline(seconds, room, bars), PLAIN), (limits, DIM)]
+
+
+def _foot(frame: TopFrame, view: TopView, width: int, notice: str) -> Iterator[Line]:
+    if notice:
+        yield [(one_line(notice), WARNING)]
+    notes = [*frame.notes, *_outliers(frame)] if view.pane == RANKS else frame.notes
+    for note in notes:
+        yield [(one_line(note), DIM)]
+    if view.is_typing or view.order.text:
+        yield [("filter: ", DIM), (one_line(view.order.text), BOLD), ("_" if view.is_typing else "  (Esc clears)", DIM)]
+    place = frame.place
+    if not place.is_newest or view.is_playing:
+        at = "" if place.time_s is None else time.strftime(" %Y-%m-%d %H:%M:%S", time.localtime(place.time_s))
+        speed = f"{SPEEDS[view.speed]} windows/s" if view.is_playing else "paused"
+        text = f"replay{at}  window {place.window}  {100 * place.share:.0f} %  {speed}  End: newest"
+        yield [(fit(text, width), REVERSE)]
+    else:
+        yield [(fit(_KEYS, width), REVERSE)]
+
+
+def _outliers(frame: TopFrame) -> Iterator[str]:
+    """Yield a line if most ranks have no values in the run folder."""
+    seen = frame.coverage
+    if seen is not None and not frame.ranks.is_whole and frame.place.window is not None:
+        count = sum(line.step_s is not None for line in frame.ranks.known)
+        why = ": only outliers are kept above 256 ranks" if seen.ranks_expected > MAX_WHOLE else ""
+        yield f"{count:,} of {seen.ranks_expected:,} ranks have values in the run folder{why}"
+
+
+def plain_frame(frame: TopFrame, width: int, height: int, bars: str = BARS) -> Sequence[Line]:
+    """Return one screen without the line of the keys, for plain text."""
+    lines = render(frame, TopView(), width, height + 1, bars=bars)[:-1]
+    while lines and not lines[-1]:
+        lines.pop()
+    return lines

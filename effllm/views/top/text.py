@@ -1,0 +1,92 @@
+"""Styled lines with exact widths on a terminal; untrusted text becomes printable."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Iterable, Sequence
+
+from effllm.records.plain_text import one_line
+
+#: Styles of a part of a line; the terminal maps each style to its attributes.
+PLAIN, BOLD, DIM, GOOD, WARNING, BAD, REVERSE = range(7)
+
+#: Parts of a line: text and style.
+Line = Sequence[tuple[str, int]]
+
+BARS = "▁▂▃▄▅▆▇█"
+ASCII_BARS = "_.,-=+*#"
+
+
+def width_of(text: str) -> int:
+    """Return the number of terminal cells of a printable text."""
+    if text.isascii():
+        return len(text)
+    return sum(_cells(letter) for letter in text)
+
+
+def _cells(letter: str) -> int:
+    if unicodedata.combining(letter) or unicodedata.category(letter) in ("Mn", "Me", "Cf"):
+        return 0
+    return 2 if unicodedata.east_asian_width(letter) in "WF" else 1
+
+
+def fit(text: str, width: int, *, right: bool = False) -> str:
+    """Return a clean text with exactly ``width`` cells; a longer text ends with "…"."""
+    text = one_line(text)
+    if (cells := width_of(text)) > width:
+        text, cells = _cut(text, width)
+    blank = " " * (width - cells)
+    return blank + text if right else text + blank
+
+
+def _cut(text: str, width: int) -> tuple[str, int]:
+    if width <= 0:
+        return "", 0
+    cells, kept = 0, []
+    for letter in text:
+        if cells + _cells(letter) > width - 1:
+            break
+        kept.append(letter)
+        cells += _cells(letter)
+    return "".join(kept) + "…", cells + 1
+
+
+def clipped(line: Line, width: int) -> Line:
+    """Return a line with at most ``width`` cells."""
+    parts: list[tuple[str, int]] = []
+    left = width
+    for text, style in line:
+        cells = width_of(text)
+        if cells > left:
+            if left:
+                parts.append((_cut(text, left)[0], style))
+            break
+        parts.append((text, style))
+        left -= cells
+    return parts
+
+
+def plain(lines: Iterable[Line]) -> str:
+    """Return lines as plain text."""
+    return "".join("".join(text for text, _ in line).rstrip() + "\n" for line in lines)
+
+
+def sparkline(values: Sequence[float | None], width: int, bars: str = BARS) -> str:
+    """Return the newest values as bars, one cell per value, between the smallest and the largest of them.
+
+    With more values than cells, each cell shows the largest of several values, so that no peak is lost.
+
+    >>> sparkline([1.0, 2.0, None, 8.0], 10)
+    '▁▂ █'
+    """
+    per_cell = -(-len(values) // width) if width > 0 and values else 1
+    cells = []
+    for at in range(0, len(values), per_cell):
+        known = [value for value in values[at : at + per_cell] if value is not None]
+        cells.append(max(known) if known else None)
+    shown = [value for value in cells if value is not None]
+    if not shown:
+        return ""
+    least, most = min(shown), max(shown)
+    scale = (len(bars) - 1) / (most - least) if most > least else 0.0
+    return "".join(" " if value is None else bars[round((value - least) * scale)] for value in cells)

@@ -1,0 +1,477 @@
+"""``effllm top`` without a terminal: positions in files, reasons of ranks, keys, lines of the screen, the document."""
+
+import json
+import os
+import time
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+from sink_examples import make_report, make_summary
+
+from effllm.commands.top_folder import FolderSource
+from effllm.commands.top_reader import SourceError, ordered_frame
+from effllm.records.job import SPREADS, Coverage, Spread, Straggler, StragglerVerdict
+from effllm.records.rank import Event
+from effllm.store.line_files import END, START, GrowingFile, LineFiles, read_at
+from effllm.store.reader import RankRow, window_line
+from effllm.views.top.document import NO_DATA, NO_PROBLEM, PROBLEM, document, exit_status
+from effllm.views.top.event_history import EventHistory
+from effllm.views.top.frame import Head, TopFrame, problems_of, status_of
+from effllm.views.top.ranks import RankTable, rank_table
+from effllm.views.top.screen import plain_frame, render
+from effllm.views.top.text import fit, plain, sparkline, width_of
+from effllm.views.top.view_state import Action, Order, Shown, TopView, pressed
+
+NOW_S = 1_795_000_000.0
+
+
+def window(number, **changes):
+    report = make_report(10 * number)
+    values = {
+        "window": number,
+        "iteration_first": 10 * number - 9,
+        "iteration_last": 10 * number,
+        "time_s": NOW_S + number,
+    }
+    return replace(report, **{**values, **changes})
+
+
+def row(rank, number=1, **changes):
+    values = {"busy_s": 4.0, "wait_s": 0.2, "wall_s": 4.2, "host": f"node{rank // 8}", "energy_j": 2000.0}
+    values |= {
+        "energy_covered_s": 4.0,
+        "coverage": 1.0,
+        "start_time_s": NOW_S + number - 1,
+        "end_time_s": NOW_S + number,
+    }
+    fields = {"attempt": 1, "rank": rank, "window": number, "iteration_first": 10 * number - 9}
+    return RankRow(**{**fields, "iteration_last": 10 * number, **values, **changes})
+
+
+def write_lines(path, records):
+    path.write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in records))
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Write a finished run of five windows and eight ranks, of which rank 3 waits for data."""
+    folder = tmp_path / "run-1"
+    folder.mkdir()
+    (folder / "run.json").write_text(json.dumps({"run_id": "run-1", "ranks": {"3": {"host": "node0"}}}))
+    summary = replace(make_summary(), run_id="run-1", user="alice", is_over=True, status="completed")
+    (folder / "summary.json").write_bytes(msgspec.json.encode(summary))
+    write_lines(folder / "windows-0001.jsonl", [window_line(window(n), has_totals=False) for n in range(1, 6)])
+    rows = [row(rank, n, wait_s=2.0 if rank == 3 else 0.2) for n in range(1, 6) for rank in range(8)]
+    write_lines(folder / "ranks-0001.jsonl", rows)
+    write_lines(folder / "events.jsonl", [Event(NOW_S + 2.5, "slower", "the job became slower")])
+    return folder
+
+
+def shown(folder, order=None):
+    source = FolderSource(folder)
+    source.refresh()
+    source.refresh_hosts()
+    return ordered_frame(source, order or Order())
+
+
+def text_of(frame, width=80, height=24):
+    return plain(render(frame, TopView(), width, height))
+
+
+# --- positions in files --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def lines(tmp_path):
+    """Write three files of 1000 lines of about 100 bytes, with the numbers 0 to 2999, and a torn line."""
+    for part in range(3):
+        text = b"".join(b'{"n":%d,"x":"%s"}\n' % (part * 1000 + n, b"x" * 90) for n in range(1000))
+        (tmp_path / f"windows-{part + 1:04d}.jsonl").write_bytes(text)
+    with (tmp_path / "windows-0003.jsonl").open("ab") as file:
+        file.write(b'{"n":3000,"x":"')
+    files = LineFiles(tmp_path, "windows")
+    files.refresh()
+    return files
+
+
+def numbers(found):
+    return [json.loads(line)["n"] for _, line in found]
+
+
+def test_last_lines_are_read_without_the_torn_line(lines):
+    assert numbers(lines.before(END, 3)) == [2997, 2998, 2999]
+
+
+def test_lines_before_a_position_continue_in_the_file_before(lines):
+    position = lines.before(END, 1000)[1][0]
+
+    assert numbers(lines.before(position, 3)) == [1998, 1999, 2000]
+
+
+def test_lines_after_a_position_continue_in_the_next_file(lines):
+    last_of_first = lines.after(START, 1000)[-1][0]
+
+    assert numbers(lines.after(last_of_first, 3)) == [999, 1000, 1001]
+
+
+@pytest.mark.parametrize("wanted", [0, 1, 999, 1000, 1500, 2345, 2999])
+def test_first_line_of_a_condition_is_found(lines, wanted):
+    position = lines.first(lambda line: json.loads(line)["n"] >= wanted)
+
+    assert numbers(lines.after(position, 1)) == [wanted]
+
+
+def test_position_at_a_share_is_the_start_of_a_line(lines):
+    assert numbers(lines.after(lines.at_share(0.5), 1))[0] in range(1490, 1511)
+    assert lines.after(lines.at_share(1.0), 1) == []
+
+
+def test_growing_file_returns_new_complete_lines(tmp_path):
+    path = tmp_path / "events.jsonl"
+    file = GrowingFile(path)
+    assert file.new_lines() == []
+    path.write_bytes(b"one\ntw")
+    assert file.new_lines() == [b"one"]
+    path.write_bytes(b"one\ntwo\n")
+    assert file.new_lines() == [b"two"]
+    path.write_bytes(b"new\n")
+    assert (file.new_lines(), file.was_replaced) == ([b"new"], True)
+
+
+def test_pipe_instead_of_a_file_is_an_error_and_not_a_wait(tmp_path):
+    os.mkfifo(tmp_path / "windows-0001.jsonl")
+
+    with pytest.raises(OSError, match="not a regular file"):
+        read_at(tmp_path / "windows-0001.jsonl", 0, 10)
+
+
+# --- ranks and their reasons ---------------------------------------------------------------------
+
+
+def table(rows, states=None, **changes):
+    return rank_table(window(1, **changes), rows, states or EventHistory().states(NOW_S), {}, 8)
+
+
+def coverage(**changes):
+    values = {"ranks_expected": 8, "ranks_reporting": 8, "gpus_expected": 8, "gpus_measured": 8, "reports_lost": 0}
+    return Coverage(**{**values, "reports_late": 0, **changes})
+
+
+def test_healthy_ranks_have_no_reason():
+    found = table([row(rank) for rank in range(8)], coverage=coverage(), straggler=None)
+
+    assert found.with_reason() == []
+    assert found.is_whole
+
+
+def test_rank_with_a_longer_data_wait_than_the_median_is_listed():
+    rows = [row(rank, wait_s=1.0 if rank == 5 else 0.2) for rank in range(8)]
+
+    [worst] = table(rows, coverage=coverage(), straggler=None).with_reason()
+
+    assert (worst.rank, worst.reason, worst.text) == (5, "data_wait", "data wait 20 %, usual 5 %")
+
+
+def test_wait_of_all_ranks_is_no_reason_of_a_rank():
+    assert table([row(rank, wait_s=4.0) for rank in range(8)], coverage=coverage(), straggler=None).with_reason() == []
+
+
+def test_lost_rank_is_before_a_straggler_before_the_slowest():
+    history = EventHistory()
+    history.add([Event(NOW_S, "joined", "rank 6 joined", 6), Event(NOW_S, "rank_lost", "rank 6 is lost", 6)])
+    verdict = StragglerVerdict((2,), "node0", "", 1, 0.119, 11.9, 7, "own time", "slow host")
+
+    found = table(
+        [row(rank) for rank in range(8)],
+        history.states(NOW_S),
+        coverage=coverage(),
+        stragglers=(verdict,),
+        straggler=Straggler(1, 1.11, 1.0),
+    ).with_reason()
+
+    assert [(line.rank, line.reason) for line in found] == [(6, "lost"), (2, "straggler"), (1, "slowest")]
+    assert found[1].text == "straggler +11.9 %: slow host by own time, 7 peers"
+    assert "straggler" not in found[2].text
+
+
+def test_step_time_alone_is_named_as_step_time():
+    spread = {name: Spread(8, 0.4, 0.4, 0.4, 0.4, 0.5) for name in SPREADS}
+
+    [worst] = table([row(0), row(1, busy_s=5.0)], coverage=coverage(), straggler=None, spread=spread).with_reason()
+
+    assert (worst.rank, worst.reason, worst.text) == (1, "step_time", "step time +25 % of the median")
+
+
+def test_median_of_outliers_is_not_the_usual_temperature():
+    hot = {"temperature_c": {"mean": 90.0, "covered_s": 4.0, "least": 90.0, "most": 90.0}}
+    rows = [row(0), msgspec.convert({**msgspec.to_builtins(row(1)), "gauges": hot}, RankRow)]
+
+    assert table(rows, coverage=coverage(), straggler=None).with_reason() == []
+
+
+def test_hosts_are_ordered_by_their_worst_rank():
+    rows = [row(rank, wait_s=1.0 if rank == 13 else 0.2) for rank in range(16)]
+    found = rank_table(
+        window(1, coverage=coverage(ranks_expected=16, ranks_reporting=16), straggler=None),
+        rows,
+        EventHistory().states(NOW_S),
+        {},
+        16,
+    )
+
+    hosts = found.ordered("reason", "", True)
+
+    assert [(one.host, one.ranks, one.with_reason, one.worst.rank) for one in hosts] == [
+        ("node1", 8, 1, 13),
+        ("node0", 8, 0, 0),
+    ]
+    assert hosts[0].watts == 8 * 500.0
+
+
+def test_filter_matches_a_rank_number_exactly_and_hosts_by_a_part():
+    found = RankTable([], 8192, {rank: f"node{rank // 8}" for rank in range(8192)}, False)
+
+    assert [line.rank for line in found.ordered("reason", "17", False)] == [17, *range(136, 144)] + [
+        rank for rank in range(8192) if "17" in f"node{rank // 8}" and rank // 8 != 17
+    ]
+    assert len(found.ordered("reason", "node1023", False)) == 8
+
+
+def test_rank_that_is_back_is_not_lost_and_a_new_attempt_starts_anew():
+    history = EventHistory()
+    history.add([Event(1.0, "rank_lost", "", 3, attempt=1), Event(2.0, "back", "", 3, attempt=1)])
+    history.add([Event(3.0, "rank_lost", "", 4, attempt=1), Event(9.0, "joined", "", 4, attempt=2)])
+
+    assert history.states(1.5).lost == {3}
+    assert history.states(2.5).lost == set()
+    assert history.states(4.0).lost == {4}
+    assert history.states(9.0).lost == set()
+
+
+def test_rank_that_left_after_an_error_has_failed():
+    history = EventHistory()
+    history.add([Event(1.0, "left", "rank 1 left: completed", 1), Event(1.0, "left", "rank 2 left: failed", 2)])
+
+    assert history.states(2.0).failed == {2: "left: failed"}
+
+
+# --- states and problems -------------------------------------------------------------------------
+
+
+def test_status_between_two_summaries_is_taken_from_the_events():
+    history = EventHistory()
+    history.add([Event(1.0, "stalled", "no rank has made progress for 31 s")])
+
+    assert status_of("running", False, history.states(2.0), 1.0) == "stalled"
+    assert status_of("running", False, history.states(0.5), 1.0) == "running"
+    assert status_of("running", False, history.states(0.5), 181.0) == "no_update"
+    assert status_of("failed", True, history.states(2.0), None) == "failed"
+
+
+def test_completed_run_has_no_problem_and_a_failed_run_has():
+    states = EventHistory().states(0.0)
+
+    assert problems_of(Head("r", status="completed"), states, coverage(missing_ranks=(1,)), ()) == []
+    assert [one.kind for one in problems_of(Head("r", status="failed"), states, None, ())] == ["failed"]
+
+
+def test_missing_ranks_are_counted_and_the_first_are_named():
+    seen = coverage(missing_ranks=tuple(range(100)))
+
+    [problem] = problems_of(Head("r", status="running"), EventHistory().states(0.0), seen, ())
+
+    assert problem.text == "no report of ranks 0, 1, 2, 3 and 96 more in this window"
+
+
+# --- the run folder ------------------------------------------------------------------------------
+
+
+def test_newest_window_of_a_finished_run_is_shown(run):
+    frame = shown(run)
+
+    assert (frame.head.name, frame.head.status, frame.head.user) == ("run-1", "completed", "alice")
+    assert (frame.place.window, frame.head.iteration, len(frame.steps)) == (5, 50, 5)
+    assert next((line.rank, line.reason) for line in frame.lines if line.reason) == (3, "data_wait")
+    assert frame.verdict is not None
+
+
+def test_positions_of_a_replay_have_the_rows_and_events_of_their_window(run):
+    source = FolderSource(run)
+    source.refresh()
+    source.move("oldest")
+    first = source.frame(time.time())
+    source.move("step", 2)
+    third = source.frame(time.time())
+    source.move("step", -1)
+    second = source.frame(time.time())
+    source.move("step", 99)
+
+    assert [one.place.window for one in (first, second, third)] == [1, 2, 3]
+    assert [len(one.events) for one in (first, second, third)] == [0, 0, 1]
+    assert [line.step_s for line in first.ranks.known if line.host] == [0.4] * 8
+    assert first.head.status == "running"
+    assert source.frame(time.time()).place.is_newest
+
+
+def test_new_windows_of_a_running_job_are_added(run):
+    source = FolderSource(run)
+    source.refresh()
+    assert source.frame(time.time()).place.window == 5
+    with (run / "windows-0001.jsonl").open("ab") as file:
+        file.write(msgspec.json.encode(window_line(window(6), has_totals=False)) + b"\n" + b'{"torn')
+
+    assert source.refresh()
+    assert (source.frame(time.time()).place.window, len(source.frame(time.time()).steps)) == (6, 6)
+
+
+def test_invalid_lines_are_skipped(run):
+    with (run / "windows-0001.jsonl").open("ab") as file:
+        file.write(b"\n{}\nnot json\n\xff\xfe\n[1]\n")
+    with (run / "events.jsonl").open("ab") as file:
+        file.write(b"{}\n\xff\n")
+
+    assert shown(run).place.window == 5
+
+
+def test_unreadable_summary_is_a_note_and_the_windows_are_shown(run):
+    (run / "summary.json").write_text('{"status": 3')
+
+    frame = shown(run)
+
+    assert frame.place.window == 5
+    assert "summary.json cannot be read" in frame.notes[0]
+
+
+def test_newest_run_in_a_folder_is_chosen(run):
+    other = run.with_name("older")
+    other.mkdir()
+    (other / "run.json").write_text("{}")
+    os.utime(other / "run.json", (1.0, 1.0))
+
+    assert shown(run.parent).head.name == "run-1"
+
+
+def test_folder_without_a_run_is_an_error(tmp_path):
+    with pytest.raises(SourceError, match="has no run"):
+        FolderSource(tmp_path).refresh()
+    with pytest.raises(SourceError, match="does not exist"):
+        FolderSource(tmp_path / "missing").refresh()
+
+
+# --- keys ----------------------------------------------------------------------------------------
+
+
+def test_keys_of_a_replay_request_positions():
+    assert pressed(TopView(), "left", Shown())[1] == Action("step", -1)
+    assert pressed(TopView(), "home", Shown())[1] == Action("oldest")
+    assert pressed(TopView(is_playing=True), "end", Shown()) == (TopView(), Action("newest"))
+
+
+def test_space_plays_a_finished_run_from_its_start_and_pauses_a_job():
+    assert pressed(TopView(), "space", Shown(is_over=True)) == (TopView(is_playing=True), Action("oldest"))
+    assert pressed(TopView(), "space", Shown()) == (TopView(), Action("pause"))
+    assert pressed(TopView(), "space", Shown(is_newest=False)) == (TopView(is_playing=True), None)
+
+
+def test_letters_of_the_filter_are_no_commands():
+    view = TopView()
+    for key in ["/", "q", "s", "backspace", "1", "enter"]:
+        view, action = pressed(view, key, Shown())
+        assert action is None
+
+    assert (view.order.text, view.is_typing) == ("q1", False)
+    assert pressed(view, "esc", Shown())[0].order.text == ""
+    assert pressed(view, "q", Shown())[1] == Action("quit")
+
+
+def test_scrolling_stops_at_both_ends():
+    view = TopView()
+    for key in ["pgdn", "pgdn", "pgdn"]:
+        view, _ = pressed(view, key, Shown(page=10, total=25))
+    assert view.offset == 15
+    for key in ["up", "pgup", "pgup"]:
+        view, _ = pressed(view, key, Shown(page=10, total=25))
+    assert view.offset == 0
+
+
+# --- the screen ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (200, 60), (40, 10), (20, 6), (19, 5), (1, 1), (300, 200)])
+@pytest.mark.parametrize("pane", ["ranks", "events", "waterfall", "help"])
+def test_screen_never_exceeds_the_terminal(run, width, height, pane):
+    for by_host in (False, True):
+        view = TopView(pane=pane, order=Order(by_host=by_host))
+        lines = render(shown(run, view.order), view, width, height, "notice " * 50)
+
+        assert len(lines) <= height
+        assert max(width_of("".join(text for text, _ in line)) for line in lines) <= width
+
+
+def test_screen_begins_with_the_run_and_its_verdict(run):
+    lines = text_of(shown(run)).splitlines()
+
+    assert lines[0].startswith("run-1  completed")
+    assert [line.split()[0] for line in lines[1:4]] == ["Verdict", "Why", "Next"]
+    assert any("data wait 33 %, usual 5 %" in line for line in lines)
+
+
+def test_unmeasured_values_are_shown_as_a_dash():
+    text = text_of(TopFrame(Head("run-1", status="running")))
+
+    assert "MFU -" in text
+    assert "none yet" in text
+
+
+def test_control_characters_of_names_never_reach_the_screen(run):
+    evil = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202e\n"
+    summary = msgspec.json.decode((run / "summary.json").read_bytes())
+    summary |= {"run_id": evil, "user": evil, "status": evil}
+    summary["verdict"] |= {"text": evil, "why": evil, "next": evil}
+    (run / "summary.json").write_bytes(msgspec.json.encode(summary))
+    write_lines(run / "ranks-0001.jsonl", [row(3, 5, host=evil, wait_s=2.0)])
+    write_lines(run / "events.jsonl", [Event(NOW_S, "straggler", evil)])
+    frame = shown(run)
+
+    for pane in ("ranks", "events", "waterfall"):
+        lines = render(frame, TopView(pane=pane), 120, 40, notice=evil)
+        text = "".join(part for line in lines for part, _ in line)
+        assert text.isprintable()
+
+
+def test_wide_letters_fill_two_cells():
+    assert width_of(fit("日本語", 5)) == 5
+    assert width_of(fit("e\u0301", 3)) == 3
+
+
+def test_sparkline_keeps_a_peak_among_many_values():
+    assert sparkline([1.0] * 500 + [9.0] + [1.0] * 500, 20).count("█") == 1
+
+
+# --- for scripts ---------------------------------------------------------------------------------
+
+
+def test_document_has_the_stable_names(run):
+    found = document(shown(run))
+
+    assert list(found) == [
+        "schema_version", "run", "window", "verdict", "problems", "values", "doubtful", "coverage", "ranks", "events",
+        "notes",
+    ]  # fmt: skip
+    assert found["run"]["run_id"] == "run-1"
+    assert found["ranks"]["worst"][0]["reason"] == "data_wait"
+    assert found["verdict"]["cause"] == "data_loading"
+    json.dumps(found, allow_nan=False)
+
+
+def test_exit_status_is_of_problems_and_of_missing_values(run):
+    frame = shown(run)
+
+    assert exit_status(frame) == NO_PROBLEM
+    assert exit_status(frame._replace(problems=[("failed", "failed")])) == PROBLEM
+    assert exit_status(TopFrame(Head("run-1"))) == NO_DATA
+
+
+def test_plain_frame_has_no_line_of_keys(run):
+    assert "q quit" not in plain(plain_frame(shown(run), 80, 24))
