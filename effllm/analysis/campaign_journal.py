@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 from msgspec import Struct
 
-from effllm.analysis.campaign_plan import WrongPlan
+from effllm.analysis.campaign_plan import PlannedRun, WrongPlan
+from effllm.analysis.run_folders import JOURNAL
 from effllm.store import own_files
 
 COMPLETED, FAILED, INTERRUPTED, STARTED = "completed", "failed", "interrupted", "started"
@@ -30,6 +33,31 @@ class JournalLine(Struct, frozen=True, omit_defaults=True):
     reason: str = ""
 
 
+class PlannedRuns(NamedTuple):
+    """The repeats of one configuration of a campaign."""
+
+    folder: Path  # of the campaign
+    configuration: str
+    repeats: int
+
+
+def has_ended(planned: PlannedRuns) -> bool:
+    """Return whether the journal has the end of all repeats of a configuration, failed ones included."""
+    try:
+        content = (planned.folder / JOURNAL).read_bytes()
+    except OSError:
+        return False
+    last = {line.key: line.status for line in _lines(content)}
+    keys = (PlannedRun(planned.configuration, number, 0).key for number in range(1, planned.repeats + 1))
+    return all(last.get(key) in (COMPLETED, FAILED) for key in keys)
+
+
+def _lines(content: bytes) -> Iterator[JournalLine]:
+    for text in content.split(b"\n"):
+        with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):  # torn by a crash
+            yield msgspec.json.decode(text, type=JournalLine)
+
+
 class CampaignJournal:
     """Appends lines to campaign.jsonl, each durable before the campaign continues; one campaign at a time.
 
@@ -38,7 +66,7 @@ class CampaignJournal:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._path = folder / "campaign.jsonl"
+        self._path = folder / JOURNAL
         try:
             own_files.make_folder(folder)
             self._file = own_files.open_file(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
@@ -99,12 +127,6 @@ class CampaignJournal:
     def _read(self) -> list[JournalLine]:
         size = os.fstat(self._file).st_size
         content = os.pread(self._file, size, 0)
-        lines = []
-        for text in content.split(b"\n"):
-            try:
-                lines.append(msgspec.json.decode(text, type=JournalLine))
-            except (msgspec.MsgspecError, UnicodeDecodeError):  # torn by a crash
-                continue
         if content and not content.endswith(b"\n"):
             os.write(self._file, b"\n")
-        return lines
+        return list(_lines(content))

@@ -15,7 +15,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 from msgspec import Meta, Struct
 
-from effllm.analysis.sides import CAMPAIGN, CONFIGURATION, REPEAT
+from effllm.analysis.sides import CAMPAIGN, CONFIGURATION, REPEAT, WARMUP
 
 MAX_PLAN_BYTES = 2**20
 #: Names are tags and names of folders.
@@ -117,7 +117,7 @@ def command_of(plan: Plan, configuration: str) -> list[str]:
 def tags_of(plan: Plan, run: PlannedRun) -> list[str]:
     """Return the tags of a run; a warm-up run is not of a configuration."""
     if run.number:
-        return [*plan.tags, f"warmup={plan.name}"]
+        return [*plan.tags, f"{WARMUP}={plan.name}"]
     own = {CAMPAIGN: plan.name, CONFIGURATION: run.configuration, REPEAT: f"{run.repeat}/{plan.repeats}"}
     return [*plan.tags, *(f"{name}={value}" for name, value in own.items())]
 

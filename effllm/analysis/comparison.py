@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from effllm.analysis.always_valid import BATCH_WINDOWS, ValidInterval, pairs, these_two_runs, while_running
+from effllm.analysis.campaign_journal import PlannedRuns, has_ended
 from effllm.analysis.compared_metrics import ComparedMetric
 from effllm.analysis.difference import (
     ALPHA,
@@ -21,7 +22,7 @@ from effllm.analysis.difference import (
 )
 from effllm.analysis.difference import word as word_of
 from effllm.analysis.fairness import boards
-from effllm.analysis.sides import CAMPAIGN, ComparedRun, Side
+from effllm.analysis.sides import CAMPAIGN, CONFIGURATION, ComparedRun, Side
 from effllm.analysis.window_values import window_values
 
 #: Rounding of a value: standard deviation as a share of the value.
@@ -140,8 +141,9 @@ def compare(
     first, others = sides[0], sides[1:]
     metrics = [one for one in metrics if any(_values(side, one.column) for side in sides)]
     count = max(len(metrics) * len(others), 1) * comparisons
+    plans = [_unfinished_plan(first, other) for other in others]
     found = {
-        (at, metric.name): _evidence(first, other, metric, ledger, ALPHA / count)
+        (at, metric.name): _evidence(first, other, metric, ledger, ALPHA / count, plans[at])
         for at, other in enumerate(others)
         for metric in metrics
     }
@@ -171,7 +173,7 @@ def _scale(a: Sequence[float], b: Sequence[float]) -> Scale:
 
 
 def _evidence(
-    a: Side, b: Side, metric: ComparedMetric, ledger: EarlierRuns, alpha: float
+    a: Side, b: Side, metric: ComparedMetric, ledger: EarlierRuns, alpha: float, plan: str
 ) -> tuple[Scale, MetricEvidence]:
     raw_a, raw_b = _values(a, metric.column), _values(b, metric.column)
     scale = _scale(raw_a, raw_b)
@@ -186,7 +188,7 @@ def _evidence(
     continuing = [run for side in (a, b) for run in side.runs if run.continues]
     if continuing:
         return scale, _running(a, b, metric, scale, known, alpha)
-    if plan := _unfinished_plan(a, b):
+    if plan:
         return scale, _looking(a, b, get, plan, known, alpha)
     values = [[scaled for run in side.runs if (scaled := get(run)) is not None] for side in (a, b)]
     return scale, _finished((a, b), metric, scale, (values[0], values[1]), known, ledger, alpha, get)
@@ -257,14 +259,24 @@ def _looking(
 
 
 def _unfinished_plan(a: Side, b: Side) -> str:
-    """Return a sentence if both sides are of one campaign that has not finished."""
+    """Return a sentence if both sides are of one campaign that has not ended.
+
+    A campaign has also ended if repeats failed, or if the user compares a part of its runs.
+    """
     campaigns = {run.tags.get(CAMPAIGN) for side in (a, b) for run in side.runs}
     plans = [[number for run in side.runs if (number := run.repeat())] for side in (a, b)]
     if len(campaigns) != 1 or None in campaigns or not plans[0] or not plans[1]:
         return ""
     planned = max(of for plan in plans for _, of in plan)
     done = min(len({number for number, _ in plan}) for plan in plans)
-    return f"{done} of {planned} planned repeats are complete" if done < planned else ""
+    if done >= planned or all(map(has_ended, {_campaign_of(run) for side in (a, b) for run in side.runs})):
+        return ""
+    return f"{done} of {planned} planned repeats are complete"
+
+
+def _campaign_of(run: ComparedRun) -> PlannedRuns:
+    _, planned = run.repeat() or (0, 0)
+    return PlannedRuns(run.folder.parent, run.tags.get(CONFIGURATION, ""), planned)
 
 
 def _not_comparable(a: Side, b: Side, metric: ComparedMetric, raw_a: Sequence[float], raw_b: Sequence[float]) -> str:

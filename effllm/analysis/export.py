@@ -31,9 +31,9 @@ Progress = Callable[[int, int, str], None]  # number of files that are written, 
 
 
 def export_csv(runs: Runs, path: Path) -> int:
-    """Append one row per run to a CSV file; return the number of rows.
+    """Append one row per run to a CSV file; return the number of new rows.
 
-    Lists, maps and JSON are JSON in a cell.
+    A run whose row is in the file already is left out. Lists, maps and JSON are JSON in a cell.
 
     Raises:
         OtherColumns: the file has other columns.
@@ -42,8 +42,7 @@ def export_csv(runs: Runs, path: Path) -> int:
     relation = runs.runs
     names = relation.columns
     rows = [dict(zip(names, map(_plain, row), strict=True)) for row in relation.fetchall()]
-    csv_file.append_rows(path, names, rows)
-    return len(rows)
+    return csv_file.append_rows(path, names, rows, without_known=True)
 
 
 def _plain(value: Any) -> Any:

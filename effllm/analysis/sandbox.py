@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from effllm.analysis.database import TABLES
 from effllm.analysis.load import Runs
 
+#: DuckDB's guess of a name is mostly a table of its own.
+_GUESS = re.compile(r" Did you mean \"(pg|duckdb|sqlite|information_schema)[^\"]*\"\?")
 #: Number of rows that are fetched together.
 _ROWS = 1000
 
@@ -64,4 +67,5 @@ def _rows(relation: Any) -> Iterator[tuple[Any, ...]]:
 def _line(error: Exception) -> str:
     """Return DuckDB's message in one line, with the tables if a table is unknown."""
     text = " ".join(str(error).split("LINE 1:")[0].split()).rstrip(": ")
+    text = _GUESS.sub("", text)
     return f"{text} (tables: {', '.join(TABLES)})" if "Catalog Error" in text or "does not exist" in text else text

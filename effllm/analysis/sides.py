@@ -18,6 +18,8 @@ from effllm.records.plain_text import one_line
 
 #: Tags that differ between the repeats of a configuration.
 CAMPAIGN, REPEAT, CONFIGURATION = "campaign", "repeat", "config"
+#: The tag of the warm-up runs of a campaign, which are not compared.
+WARMUP = "warmup"
 #: summary.json of a running run is written every minute; an older file of an unfinished run is from a killed run.
 STALE_AFTER_S = 600.0
 #: Facts that, besides tags, identify a configuration.
@@ -154,7 +156,7 @@ def read_runs(found: Iterable[FoundRun], left_out: list[str]) -> list[ComparedRu
             continue
         run = ComparedRun(one.folder, run_row(one.folder, *documents), _doubts(documents[1]))
         if run.repeat() and run.row.get("status") != "completed" and not run.continues:
-            left_out.append(f"{one.folder}: a repeat of a campaign that is {run.row.get('status')}")
+            left_out.append(f"{one.folder}: this repeat of a campaign did not complete: {run.row.get('status')}")
             continue
         runs.append(run)
     return newest_repeats(runs, left_out)
@@ -220,7 +222,7 @@ def _by_key(found: Sequence[Side], by: str, left_out: list[str]) -> list[Side]:
     for run in sorted((run for side in found for run in side.runs), key=lambda run: run.row.get("started_time_s") or 0):
         value = run.tags.get(by, run.row.get(by, run.facts.get(by)))
         if not isinstance(value, (str, int, float, list)) or value == []:
-            left_out.append(f"{run.folder}: has no {by}")
+            left_out.append(f"{run.folder}: {'a warm-up run' if WARMUP in run.tags else f'has no {by}'}")
             continue
         text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
         groups.setdefault(f"{by}={text}" if text else by, {})[run.folder] = run

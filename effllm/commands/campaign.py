@@ -227,7 +227,9 @@ def _measured(folder: Path, ended: Ended) -> Ended:
     while (status := status_of(folder)) in ("", "running"):
         if time.monotonic() > until_s or not folder.exists():
             reason = (
-                f"the summary is not complete after {SUMMARY_WITHIN_S:g} s" if status else "no run folder was written"
+                f"the summary is not complete after {SUMMARY_WITHIN_S:g} s"
+                if status
+                else f"no run folder {folder.name} was written: the command did not measure, or chose another folder"
             )
             return Ended(FAILED, ended.exit_status, reason)
         time.sleep(0.1)

@@ -23,7 +23,7 @@ def main(paths: Sequence[str], parquet: str, csv: str, json: str) -> int:
             files = export_parquet(runs, Path(parquet), _progress if sys.stderr.isatty() else lambda *_: None)
             print(f"{len(runs):,} runs: {files:,} files in {one_line(parquet)}")
         elif csv:
-            print(f"{export_csv(runs, Path(csv)):,} rows were appended to {one_line(csv)}")
+            print(_appended(export_csv(runs, Path(csv)), len(runs), csv))
         else:
             print(f"{export_json(runs, Path(json)):,} runs were written to {one_line(json)}")
     except errors as error:
@@ -31,6 +31,13 @@ def main(paths: Sequence[str], parquet: str, csv: str, json: str) -> int:
         return 1
     warn_of_skipped(runs, "export")
     return 0
+
+
+def _appended(rows: int, runs: int, path: str) -> str:
+    appended = f"{rows:,} row was" if rows == 1 else f"{rows:,} rows were"
+    known = runs - rows
+    more = f"; {known:,} {'was' if known == 1 else 'were'} in the file already" if known else ""
+    return f"{appended} appended to {one_line(path)}{more}"
 
 
 def _reason(error: Exception) -> str:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from rich.console import Console
-from rich.text import Text
 
 from effllm.analysis.comparison import EarlierRuns
 from effllm.analysis.earlier_runs import earlier_runs, runs_beside
@@ -18,7 +17,8 @@ from effllm.commands.progress import ReadingProgress
 from effllm.config.settings import read_config
 from effllm.config.switches import this_process
 from effllm.records.plain_text import one_line
-from effllm.views.leaderboard_text import as_csv, markdown, notes, table, title
+from effllm.views.comparison_text import grouped
+from effllm.views.leaderboard_text import Terminal, as_csv, markdown
 
 WIDTH = 120
 
@@ -54,12 +54,9 @@ def main(request: LeaderboardRequest) -> int:
     else:
         console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
         for board in found:
-            console.print(Text(title(board)))
-            console.print(table(board, request.quality))
-            for line in notes(board):
-                console.print(Text(line))
-    for line in left_out:
-        print(f"left out: {one_line(line)}", file=sys.stderr)
+            console.print(Terminal(board, request.quality))
+    for line in grouped(left_out):
+        print(f"left out: {line}", file=sys.stderr)
     return 0
 
 

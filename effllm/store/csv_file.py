@@ -25,8 +25,15 @@ class OtherColumns(ValueError):
     """The file has other columns; nothing was written to this file."""
 
 
-def append_rows(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]], *, mode: int = 0o600) -> None:
-    """Append rows to the file, which is created with its header if it is missing or empty.
+def append_rows(
+    path: Path,
+    columns: Sequence[str],
+    rows: Iterable[Mapping[str, Any]],
+    *,
+    mode: int = 0o600,
+    without_known: bool = False,
+) -> int:
+    """Append rows to the file, which is created with its header if it is missing or empty; return their number.
 
     A value that is missing, ``None`` or not a finite number becomes an empty cell.  The file is locked while the rows
     are written, and after a failed write the file has its old length.
@@ -36,24 +43,30 @@ def append_rows(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, 
         columns: the names of the columns, in order.
         rows: values by column.
         mode: permissions of a new file.
+        without_known: whether to leave out rows that the file has already.
 
     Raises:
         OtherColumns: the first line of the file is not the header.
         OSError: the file cannot be written, or is locked for longer than `LOCK_WITHIN_S` (`TimeoutError`).
     """
-    text = "".join(_line([cell(row.get(name)) for name in columns]) for row in rows)
+    lines = [_line([cell(row.get(name)) for name in columns]) for row in rows]
     path.parent.mkdir(parents=True, exist_ok=True)
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, mode)
     try:
         _lock(file, path)
         size = os.fstat(file).st_size
+        before = _before(file, size, path, columns)
+        if without_known:
+            known = set(path.read_bytes().splitlines(keepends=True))
+            lines = [line for line in lines if line.encode("utf-8", errors="replace") not in known]
         try:
-            _write(file, _before(file, size, path, columns) + text)
+            _write(file, before + "".join(lines))
         except OSError:
             os.ftruncate(file, size)
             raise
     finally:
         os.close(file)
+    return len(lines)
 
 
 def cell(value: Any) -> str:

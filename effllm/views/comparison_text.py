@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -23,6 +24,9 @@ from effllm.views.plain_markdown import markdown_table, markdown_text
 SCHEMA_VERSION = 1
 MAX_SETTINGS = 12
 MAX_WIDTH = 1000
+#: Letters of the name of a metric in a line of a narrow table.
+NARROW_NAME = 20
+MAX_NAMES = 10
 
 
 class Compared(NamedTuple):
@@ -82,11 +86,18 @@ def _table(rows: Sequence[MetricComparison]) -> Table:
 def _narrow_table(rows: Sequence[MetricComparison]) -> Table:
     """Return a table with two lines for each metric, so that no number is cut on a terminal of 80 columns."""
     table = _table([])
-    table.columns[0].no_wrap, table.columns[0].overflow = False, "fold"
+    table.padding, table.columns[0].no_wrap, table.columns[0].overflow = (0, 1, 0, 0), False, "fold"
     for row in rows:
         metric, a, b, difference, word = cells(row)
-        table.add_row(*map(Text, (metric, a, b, difference.replace(" (", "\n(", 1), word.replace(" ", "\n", 1))))
+        parts = (_in_two_lines(metric), a, b, difference.replace(" (", "\n(", 1), word.replace(" ", "\n", 1))
+        table.add_row(*map(Text, parts))
     return table
+
+
+def _in_two_lines(name: str) -> str:
+    """Return a name with a line break after the last underscore of its first `NARROW_NAME` letters."""
+    at = name.rfind("_", 0, NARROW_NAME) + 1 if len(name) > NARROW_NAME else 0
+    return f"{name[:at]}\n{name[at:]}" if at else name
 
 
 #: Names of the columns of a table of metrics.
@@ -203,9 +214,24 @@ def _settings(one: Compared) -> list[str]:
     return [*shown, f"{rest} more settings differ (--json lists them)"] if rest > 0 else shown
 
 
+def grouped(left_out: Sequence[str]) -> list[str]:
+    """Return a line for each run that was left out; runs with the same reason share a line with their names."""
+    reasons: dict[str, list[str]] = {}
+    for line in left_out:
+        folder, _, reason = line.partition(": ")
+        reasons.setdefault(reason, []).append(folder)
+    lines = []
+    for reason, folders in reasons.items():
+        names = ", ".join(Path(folder).name for folder in folders[:MAX_NAMES])
+        more = f" and {len(folders) - MAX_NAMES:,} more" if len(folders) > MAX_NAMES else ""
+        text = f"{len(folders):,} runs: {reason} ({names}{more})" if len(folders) > 1 else f"{folders[0]}: {reason}"
+        lines.append(one_line(text))
+    return lines
+
+
 def closing(page: ComparisonPage) -> list[str]:
     """Return the sentences about the whole comparison."""
-    lines = [f"left out: {one_line(line)}" for line in page.left_out]
+    lines = [f"left out: {line}" for line in grouped(page.left_out)]
     if any(run.row.get("simulated") for side in (page.first, *(one.side for one in page.others)) for run in side.runs):
         lines.append("SIMULATED: the values of simulated devices mean nothing beyond a test")
     lines += [f"--fail-if {one.condition}: {one.answer} for {one_line(one.side)}: {one.reason}" for one in page.answers]

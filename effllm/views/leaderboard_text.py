@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 from collections import Counter
 from collections.abc import Sequence
+from typing import NamedTuple
 
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.markup import escape
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -19,20 +23,34 @@ from effllm.views.plain_markdown import markdown_table, markdown_text
 
 _UNITS = {"AMU": "GB", "AL": "s", "TT": "tokens/parameter/s", "ST": "samples/parameter/s", "IT": "tokens/s", "AEC": "W"}
 _DIRECTIONS = {"AMU": "↓", "PCU": "↑", "AL": "↓", "TT": "↑", "ST": "↑", "IT": "↑", "AEC": "↓", MCR: "↑"}
+MAX_WIDTH = 1000
 _FORMULAS = "=+-@\t\r"  # a spreadsheet evaluates a cell that begins with one of these
 
 
-def table(board: Leaderboard, quality: str) -> Table:
-    """Return a table for rich's console."""
-    header, rows = _cells(board, quality)
+class Terminal(NamedTuple):
+    """A board for rich's console; if the table is too wide, the words about the next configuration are lines."""
+
+    board: Leaderboard
+    quality: str
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Text(title(self.board))
+        header, rows = _cells(self.board, self.quality)
+        wide = _table(header, rows)
+        is_wide = Measurement.get(console, options.update(max_width=MAX_WIDTH), wide).maximum > options.max_width
+        yield _table(header[:-1], [row[:-1] for row in rows]) if is_wide else wide
+        for row, following in itertools.pairwise(rows) if is_wide else ():
+            yield Text(f"{row[0]} against {following[0]}: {row[-1]}")
+        for line in notes(self.board):
+            yield Text(line)
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     found = Table(*map(escape, header), box=None, pad_edge=False)
-    # On a narrow terminal, names and words wrap, and no number is cut.
+    # On a narrow terminal, names wrap, and no number is cut.
     found.columns[0].overflow, found.columns[0].min_width = "fold", 6
     for column in found.columns[1:]:
-        column.justify = "right"
-    found.columns[-1].overflow = "fold"
-    for column in found.columns[1:-1]:
-        column.no_wrap = True
+        column.justify, column.no_wrap = "right", True
     for row in rows:
         found.add_row(*map(Text, row))
     return found

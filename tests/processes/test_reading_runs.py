@@ -1,6 +1,7 @@
 """Reading of run folders in processes of their own."""
 
 import csv
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -20,14 +21,17 @@ def test_package_loads_without_duckdb_and_names_the_missing_extra():
 
 
 def test_parallel_exports_lose_no_row_of_a_csv_file(tmp_path):
+    """Each of three runs is exported by two processes at the same time: its row is written once."""
     path = tmp_path / "all.csv"
-    command = [sys.executable, "-m", "effllm", "export", str(OLDER), "--csv", str(path)]
-    writers = [subprocess.Popen(command, stdout=subprocess.DEVNULL) for _ in range(4)]
+    for name in "abc":
+        shutil.copytree(OLDER, tmp_path / name)
+    commands = [[sys.executable, "-m", "effllm", "export", str(tmp_path / one), "--csv", str(path)] for one in "aabbcc"]
+    writers = [subprocess.Popen(command, stdout=subprocess.DEVNULL) for command in commands]
 
-    assert [writer.wait(120) for writer in writers] == [0] * 4
+    assert [writer.wait(120) for writer in writers] == [0] * 6
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
-    assert [row["run_id"] for row in rows] == ["run_folder_1"] * 4
+    assert sorted(Path(row["folder"]).name for row in rows) == ["a", "b", "c"]
 
 
 def test_ledger_loads_no_pandas():

@@ -282,6 +282,44 @@ def test_an_unfinished_campaign_is_judged_by_pairs(tmp_path, compared):
     assert row["reason"].startswith("4 of 9 planned repeats are complete")
 
 
+def write_campaign(folder, planned, ended):
+    """Write runs of two configurations, and a journal with these ends."""
+    for side, speed in (("a", 1000), ("b", 1300)):
+        for at in range(2):
+            tags = ["campaign=c", f"config={side}", f"repeat={at + 1}/{planned}"]
+            write_run(folder / f"{side}-{at + 1}", {SPEED: speed + at}, tags=tags)
+    lines = [json.dumps({"key": key, "status": status, "time_s": 1.0}) for key, status in ended.items()]
+    (folder / "campaign.jsonl").write_text("\n".join(lines) + '\n{"key": "b-')
+
+
+@pytest.mark.parametrize("last", ["completed", "failed", "started"])
+def test_repeats_are_final_after_the_end_of_the_campaign(tmp_path, compared, last):
+    ended = {f"{side}-{at}": "completed" for side in "ab" for at in (1, 2, 3)} | {"b-3": last}
+    write_campaign(tmp_path, 3, ended)
+
+    row = rows(compared(tmp_path, by="config")[0])["tokens_per_second"]
+    one = rows(compared(tmp_path / "a-1", tmp_path / "b-1", ledger=str(tmp_path))[0])["tokens_per_second"]
+
+    is_open = last == "started"
+    assert ("2 of 3 planned repeats are complete" in row["reason"]) == is_open
+    assert (row["word"], "1 of 3 planned" in one["reason"]) == ("unknown" if is_open else "better", is_open)
+
+
+def test_runs_that_are_left_out_for_one_reason_share_a_line(tmp_path, capsys):
+    write_side(tmp_path, "a", [1.0, 1.1])
+    write_side(tmp_path, "b", [1.0, 1.1])
+    for at in range(12):
+        tags = ["campaign=c", "config=b", f"repeat={at + 1}/12"]
+        write_run(tmp_path / f"b/f{at:02}", {SPEED: 1.0}, tags=tags, summary={"status": "failed"})
+    write_run(tmp_path / "b/w", {SPEED: 1.0}, tags=["warmup=c"])
+
+    compare(tmp_path / "a", tmp_path / "b", form="markdown")
+
+    out = capsys.readouterr().out
+    assert "12 runs: this repeat of a campaign did not complete: failed" in out
+    assert "f09 and 2 more" in out
+
+
 def test_runs_are_grouped_by_a_tag_or_a_fact(tmp_path, compared):
     for at, rate in enumerate(["1e-4", "3e-4", "1e-4"]):
         write_run(tmp_path / f"r{at}", {SPEED: 1000.0 + at}, tags=[f"lr={rate}"], run={"git_commit": f"c{at % 2}"})
@@ -311,17 +349,18 @@ def test_names_cannot_inject_markup_or_control_characters(tmp_path, capsys, form
         assert "](" not in out
 
 
-def test_no_number_is_cut_on_a_terminal_of_80_columns(tmp_path):
-    tag = "st_samples_per_param_per_sec"
-    sides = [write_side(tmp_path, name, [4.561e-6, 4.562e-6, 4.563e-6], tag=tag) for name in "ab"]
-    request = CompareRequest(list(map(str, sides)), "", "", [], [], "none", "", "", "text")
+def test_no_number_is_cut_on_a_terminal_of_80_columns(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # the names of the sides are short, whatever the length of tmp_path
+    for name in "ab":
+        write_side(tmp_path, name, [4.561e-6, 4.562e-6, 4.563e-6], tag="st_samples_per_param_per_sec")
     console = Console(file=io.StringIO(), width=80)
-    console.print(Terminal(comparison_page(request)))
+    console.print(Terminal(comparison_page(CompareRequest(["a", "b"], "", "", [], [], "none", "", "", "text"))))
 
     lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
     assert max(map(len, lines)) <= 80 and "…" not in "".join(lines)
-    assert lines[3].split()[-4:] == ["4.56e-06", "+0.00", "%", "not"]
-    assert lines[4].endswith("(-0.05 to +0.05)  distinguishable")
+    first, second = (line.split() for line in lines[3:5])
+    assert first == ["st_samples_per_", "4.56e-06", "4.56e-06", "+0.00", "%", "not"]
+    assert second == ["param_per_sec", "(-0.05", "to", "+0.05)", "distinguishable"]
 
 
 def test_two_runs_of_one_name_have_their_folders(tmp_path, compared):
@@ -428,7 +467,7 @@ def test_an_interrupted_repeat_of_a_campaign_is_left_out(tmp_path, compared):
     document, _ = compared(tmp_path, by="config")
 
     assert len(document["comparisons"][0]["b"]["runs"]) == 1
-    assert "a repeat of a campaign that is interrupted" in document["left_out"][0]
+    assert "this repeat of a campaign did not complete: interrupted" in document["left_out"][0]
 
 
 def test_a_repeat_that_was_run_again_is_one_run(tmp_path, compared):

@@ -104,7 +104,8 @@ def test_csv_has_one_row_per_run_and_grows(tmp_path, run):
     path = tmp_path / "all.csv"
     make_run(tmp_path / "a", user="=HYPERLINK(1)", job_name="x\x1b[2J\ny")
 
-    assert run(tmp_path / "a", csv=str(path)) == (0, f"1 rows were appended to {path}\n", "")
+    assert run(tmp_path / "a", csv=str(path)) == (0, f"1 row was appended to {path}\n", "")
+    assert run(tmp_path / "a", csv=str(path))[1] == f"0 rows were appended to {path}; 1 was in the file already\n"
     assert run(OLDER, csv=str(path))[0] == 0
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))

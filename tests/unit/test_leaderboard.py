@@ -4,8 +4,11 @@ import csv
 import io
 
 import pytest
+from typer.testing import CliRunner
 
 from effllm.analysis.leaderboard import harmonic_mean, normalised, weights_of
+from effllm.commands import leaderboard
+from effllm.commands.app import app
 from effllm.commands.leaderboard import LeaderboardRequest, main
 from tests.run_folders import write_run
 
@@ -190,3 +193,18 @@ def test_words_hold_for_all_pairs_of_the_board_together(tmp_path, board):
 
     assert pair[0]["next_better"] == "1"  # p = 0.02
     assert {row["next_better"] for row in every[:-1]} == {"0"}
+
+
+def test_a_board_on_80_columns_cuts_nothing_and_has_the_words_in_lines(tmp_path, monkeypatch):
+    for at, (name, speed) in enumerate([("learning-rate-3e-4", 1.0), ("learning-rate-1e-4", 0.5)]):
+        for repeat in range(3):
+            values = metrics(tt=speed * (1 + 1e-3 * repeat)) | {"st_samples_per_param_per_sec": speed * 1e-6}
+            write_run(tmp_path / f"r{at}{repeat}", values, tags=[f"config={name}"])
+    monkeypatch.setattr(leaderboard, "WIDTH", 80)
+
+    done = CliRunner().invoke(app, ["leaderboard", str(tmp_path)])
+
+    lines = done.stdout.splitlines()
+    assert max(map(len, lines)) <= 80 and "…" not in done.stdout
+    assert lines[2].split()[:2] == ["config=learning-rate-3e-4", "3"] or lines[2].startswith("config=")
+    assert "config=learning-rate-3e-4 against config=learning-rate-1e-4: 2 better, 0 worse" in done.stdout
