@@ -152,7 +152,7 @@ def read_runs(found: Iterable[FoundRun], left_out: list[str]) -> list[ComparedRu
             left_out.append(f"{one.folder / name}: {error}")
             continue
         if not documents[1]:
-            left_out.append(f"{one.folder}: no summary.json yet: nothing was measured")
+            left_out.append(f"{one.folder}: summary.json is missing or empty: nothing was measured")
             continue
         run = ComparedRun(one.folder, run_row(one.folder, *documents), _doubts(documents[1]))
         if run.repeat() and run.row.get("status") != "completed" and not run.continues:

@@ -104,11 +104,13 @@ def title(board: Leaderboard) -> str:
 
 def notes(board: Leaderboard) -> list[str]:
     """Return sentences about the score and the words."""
-    lines = [f"score: {', '.join(board.scored) or 'no metric'}, each from 0 (worst) to 1 (best); harmonic mean"]
+    lines = [f"score: {', '.join(board.scored)}, each from 0 (worst) to 1 (best); harmonic mean"]
+    if not board.scored:
+        lines = ["no score: the configurations differ in no metric, or there is only one configuration"]
     if any(one.in_doubt for one in board.standings):
         lines.append("!: in doubt, because a check of the counts failed")
     lines += [f"{one_line(one.side.name)}: {text}" for one in board.standings if (text := _unfinished(one))]
-    lines += [f"{name} is not in the score: {reason}" for name, reason in board.not_scored.items()]
+    lines += _not_scored(board) if board.scored or len(board.standings) > 1 else []
     zero = [one for one in board.standings if one.worst_in]
     if zero:
         lines.append(
@@ -117,10 +119,19 @@ def notes(board: Leaderboard) -> list[str]:
         )
     if any(one.next_words and not one.next_words[BETTER] for one in board.standings):
         lines.append("the order is not evidence: a configuration without a better metric than the next may be worse")
-    lines.append(
-        "against next: metrics in which a configuration is better and worse than the next one (effllm compare)"
-    )
+    if len(board.standings) > 1:
+        lines.append(
+            "against next: metrics in which a configuration is better and worse than the next one (effllm compare)"
+        )
     return lines
+
+
+def _not_scored(board: Leaderboard) -> list[str]:
+    """Return a line for each reason, with the metrics that are not in the score for this reason."""
+    names: dict[str, list[str]] = {}
+    for name, reason in board.not_scored.items():
+        names.setdefault(reason, []).append(name)
+    return [f"not in the score: {', '.join(of_reason)}: {reason}" for reason, of_reason in names.items()]
 
 
 def _cells(board: Leaderboard, quality: str) -> tuple[list[str], list[list[str]]]:

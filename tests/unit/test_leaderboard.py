@@ -109,7 +109,7 @@ def test_a_value_in_doubt_is_marked_and_not_in_the_score(tmp_path, board):
     rows, _ = board(tmp_path)
 
     assert " 9.00! " in text
-    assert "TT is not in the score: a check of the counts failed" in text
+    assert "not in the score: TT: a check of the counts failed" in text
     assert {row["configuration"]: row["in_doubt"] for row in rows} == {"wrong": "TT", "right": ""}
     assert rows[0]["configuration"] == "right"
 
@@ -142,7 +142,7 @@ def test_a_metric_that_one_configuration_lacks_is_not_in_the_score(tmp_path, boa
     text, _ = board(tmp_path, form="text")
 
     assert "score: AL, each" in text
-    assert "AEC is not in the score: not measured in 1 of 2 configurations" in text
+    assert "not in the score: AMU, PCU, TT, AEC: not measured in 1 of 2 configurations" in text
 
 
 def test_quality_and_words_against_the_next_are_shown(tmp_path, board):
@@ -208,3 +208,25 @@ def test_a_board_on_80_columns_cuts_nothing_and_has_the_words_in_lines(tmp_path,
     assert max(map(len, lines)) <= 80 and "…" not in done.stdout
     assert lines[2].split()[:2] == ["config=learning-rate-3e-4", "3"] or lines[2].startswith("config=")
     assert "config=learning-rate-3e-4 against config=learning-rate-1e-4: 2 better, 0 worse" in done.stdout
+
+
+def test_one_configuration_and_runs_without_measurements_have_no_score(tmp_path, board):
+    write_run(tmp_path / "only", metrics())
+    write_run(tmp_path / "nothing", {})
+    (tmp_path / "nothing/summary.json").write_text("{}")
+
+    text, status = board(tmp_path, form="text")
+
+    assert status == 0
+    assert "no score: the configurations differ in no metric, or there is only one configuration" in text
+    assert "not in the score" not in text
+
+
+def test_a_board_of_runs_without_measurements_is_one_line(tmp_path, board):
+    write_run(tmp_path / "nothing", {})
+    (tmp_path / "nothing/summary.json").write_text("{}")
+
+    text, status = board(tmp_path)
+
+    assert (status, text.count("\n")) == (2, 1)
+    assert "has no run with a result" in text
