@@ -350,7 +350,7 @@ def test_names_cannot_inject_markup_or_control_characters(tmp_path, capsys, form
 
 
 def test_no_number_is_cut_on_a_terminal_of_80_columns(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # the names of the sides are short, whatever the length of tmp_path
+    monkeypatch.chdir(tmp_path)  # short names of the sides, also where tmp_path is long
     for name in "ab":
         write_side(tmp_path, name, [4.561e-6, 4.562e-6, 4.563e-6], tag="st_samples_per_param_per_sec")
     console = Console(file=io.StringIO(), width=80)
