@@ -146,9 +146,8 @@ class Goodput(Struct):
             attempts.append(attempt.summary(span_s, gap_s, startup_s, status, knows_repeats, per_rank))
             if attempt.begin_s is not None:
                 before, before_per_rank = attempt, per_rank
+        _move_rounding_errors(elapsed_s, seconds, rank_seconds, device_seconds)
         for name in CLASSES:
-            if seconds[name] < max(MIN_SHARE * elapsed_s, MIN_CLASS_S):
-                seconds[name] = rank_seconds[name] = device_seconds[name] = 0.0
             if not measures_energy or (name in UNREPORTED and seconds[name] > 0):
                 joules[name] = None
         productive_s = sum(seconds[name] for name in PRODUCTIVE)
@@ -208,3 +207,13 @@ class Goodput(Struct):
             if attempt.is_numbered and attempt.begin_s is not None:
                 smallest = attempt.offset + 1 if smallest is None else min(smallest, attempt.offset + 1)
         return found[::-1]
+
+
+def _move_rounding_errors(elapsed_s: float, seconds: dict[str, float], *others: dict[str, float]) -> None:
+    """Add classes that are rounding errors to the largest class, so that the sums stay the same."""
+    largest, least_s = max(seconds, key=lambda name: seconds[name]), max(MIN_SHARE * elapsed_s, MIN_CLASS_S)
+    small = [name for name, value in seconds.items() if value < least_s and name != largest]
+    for one in (seconds, *others):
+        for name in small:
+            one[largest] += one[name]
+            one[name] = 0.0

@@ -28,7 +28,7 @@ class UnusedTime(Struct):
     periods: list[tuple[float | None, float]] = []
     # Unused GPU -> start of its period; None: the start of the attempt, which a late HELLO may still move.
     since_s: dict[str, float | None] = {}
-    busy: set[str] = set()  # GPUs that a process used in this attempt
+    busy: set[str] = set()  # GPUs that a process or a rank used in this attempt, without or with the host
     evidence: str = ""
     unknown: str = NOT_STATED  # of this attempt
     attempts_unknown: int = 0  # number of earlier attempts with unknown unused GPUs
@@ -67,11 +67,12 @@ class UnusedTime(Struct):
         """
         for key in [key for key in self.since_s if key not in unused]:
             self.periods.append((self.since_s.pop(key), now_s))
+            self.note_busy({key})  # its next period begins later
         if (more := len(self.periods) - MAX_PERIODS) > 0:
             self.seconds += sum(_span_s(since_s, begin_s, until_s) for since_s, until_s in self.periods[:more])
             del self.periods[:more]
         for key in unused:
-            was_busy = key.partition("/")[2] in self.busy
+            was_busy = not self.busy.isdisjoint({key, key.partition("/")[2]})
             self.since_s.setdefault(key, now_s if was_busy else None)
 
     def end_attempt(self, begin_s: float, end_s: float) -> None:

@@ -239,6 +239,16 @@ def test_time_after_the_end_of_the_attempt_does_not_count():
     assert time.total(500.0, 600.0) == 30.0
 
 
+def test_second_period_of_a_gpu_does_not_count_from_the_start():
+    """A rank uses the GPU from second 60 to 90."""
+    time = UnusedTime()
+    time.update({"a/GPU-1"}, 0.0, 60.0)
+    time.update(set(), 0.0, 60.0)
+    time.update({"a/GPU-1"}, 0.0, 90.0)
+
+    assert time.total(0.0, 100.0) == 70.0
+
+
 def test_number_of_ended_periods_is_bounded():
     time = UnusedTime()
     time.note_busy({"GPU-1"})
