@@ -233,13 +233,13 @@ class Aggregator:
         self.events.roll()
 
     def summary(self, time_s: float, ended: bool) -> Summary:
-        kind = self._config.parameters
-        summary = summary_of(self.ledger, self.roster, kind, self.closed.last_report, time_s, ended)
+        summary = summary_of(self.ledger, self.roster, self._config.parameters, self.closed.last_report, time_s, ended)
         counts = {"rejected": self.garbage, "duplicate": self.duplicates}  # exact counts
         events = summary.events | {kind: count for kind, count in counts.items() if count}
         status = "stalled" if self.stalls.is_status and summary.status != "completed" else summary.status
         summary = replace(summary, events=events, status=status)
-        return replace(summary, verdict=verdict_of(summary, self.roster.job.framework, self.ledger.prevalence))
+        found = verdict_of(summary, self.roster.job.framework, self.ledger.prevalence, self._config.profile_every)
+        return replace(summary, verdict=found)
 
     # --- windows and time ---
 

@@ -6,6 +6,7 @@ choices: a smaller loss is usual in healthy jobs.  docs/verdict.md explains each
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -28,6 +29,8 @@ class Threshold(NamedTuple):
 MIN_ITERATIONS = 20
 #: Profiled iterations, summed over ranks, below which the split of the steps is no evidence.
 MIN_PROFILED = 5
+#: Period of profiles in a long job.
+USUAL_PERIOD = 500
 #: In a shorter job, a long start is usual.
 MIN_ELAPSED_S = 1800.0
 #: Share of padding in the processed positions below which padding is usual.
@@ -107,6 +110,16 @@ def is_reported(loss: Loss, summary: Summary) -> bool:
     limit = THRESHOLDS[loss.cause]
     is_long = summary.iterations >= limit.min_iterations and summary.elapsed_s >= limit.min_elapsed_s
     return loss.share >= limit.share and is_long
+
+
+def profile_period(iterations: int, ranks: int) -> int:
+    """Return a period of profiles that gives twice `MIN_PROFILED` profiled iterations in a job of this length.
+
+    >>> profile_period(100_000, 8), profile_period(60, 4), profile_period(60, 1)
+    (500, 20, 6)
+    """
+    each = max(math.ceil(2 * MIN_PROFILED / max(ranks, 1)), 2)
+    return min(max(iterations // each, 1), USUAL_PERIOD)
 
 
 def is_profiled(summary: Summary) -> bool:

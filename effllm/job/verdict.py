@@ -10,6 +10,7 @@ from effllm.job.losses import (
     is_profiled,
     is_reported,
     losses,
+    profile_period,
     seconds_of,
 )
 from effllm.job.prevalence import Prevalence
@@ -29,10 +30,11 @@ MAX_RARE_SHARE = 0.1
 LARGE_GAIN = 10.0
 #: Unused GPUs of a job without GPUs, as a mean over its time, from which they are its primary cause.
 MIN_UNUSED_GPUS = 0.5
-PROFILE = "EFFICIENTLLM_PROFILE_EVERY=500 splits the steps by a profile"
 
 
-def verdict_of(summary: Summary, framework: str = "", prevalence: Prevalence | None = None) -> Verdict | None:
+def verdict_of(
+    summary: Summary, framework: str = "", prevalence: Prevalence | None = None, profile_every: int = 0
+) -> Verdict | None:
     """Return the verdict on a job; ``None`` before any time was reported.
 
     The primary cause is the loss with the most device time among the losses above their thresholds.  A job that ended
@@ -42,6 +44,7 @@ def verdict_of(summary: Summary, framework: str = "", prevalence: Prevalence | N
         summary: the summary with its waterfall.
         framework: name of the training framework, as in run.json.
         prevalence: the windows of each loss.
+        profile_every: the period of profiles that was set; 0 for no profiles.
     """
     found = summary.waterfall
     if found is None:
@@ -75,8 +78,15 @@ def verdict_of(summary: Summary, framework: str = "", prevalence: Prevalence | N
         # No loss is reported, so the threshold of such a loss is for longer jobs.
         if short := [one for one in every if one.share >= THRESHOLDS[one.cause].share]:
             why = f"{_name(short[0].cause)} {100 * short[0].share:.1f} % (short job); no loss is above its threshold"
-        return _unknown(text, why, PROFILE, evidence)
+        return _unknown(text, why, _profile_action(summary, profile_every), evidence)
     return _healthy(found, evidence)
+
+
+def _profile_action(summary: Summary, profile_every: int) -> str:
+    period = profile_period(summary.iterations, summary.coverage.ranks_expected)
+    if 0 < profile_every <= period:  # the job was long enough
+        return "few profiles: the log of the ranks has the reason"
+    return f"EFFICIENTLLM_PROFILE_EVERY={period} splits the steps by a profile"
 
 
 def _healthy(found: Waterfall, evidence: tuple[Evidence, ...]) -> Verdict:

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from effllm.job.goodput_attempt import HANG, KEPT, REDONE, STRAGGLING, UNKNOWN
+from effllm.job.losses import profile_period
 from effllm.job.waterfall_evidence import ONE_ATTEMPT, Sources, errors_of, evidence_of
 from effllm.records.job import ClusterTotals, GoodputSummary, JobConstants
 from effllm.records.rank import Profile
@@ -18,7 +19,10 @@ from effllm.records.waterfall import OF_GPUS, PARTS, PRODUCTIVE, Waterfall, Wate
 
 #: Class of goodput -> part, where the names differ.
 RENAMED = {UNKNOWN: "unreported"}
-NO_PROFILE = "exposed communication and idle devices inside steps: EFFICIENTLLM_PROFILE_EVERY=500 measures them"
+NO_PROFILE = (
+    "exposed communication and idle devices inside steps: no iteration was profiled; EFFICIENTLLM_PROFILE_EVERY={} "
+    "measures them"
+)
 NO_FLOPS = (
     "useful work: the FLOPs per token are unknown; initialize_efficientllm_metrics(flops_per_token=...) sets them"
 )
@@ -94,7 +98,8 @@ def _split(kept: float, classes: Mapping[str, float], whole: ClusterTotals, is_m
     if not kept:
         return _Steps({}, ())
     seconds = _profiled(kept, classes, whole.profile)
-    unknown = () if whole.profile is not None and whole.profile.time_s else (NO_PROFILE,)
+    period = profile_period(whole.counts.iterations, whole.constants.world_size)
+    unknown = () if whole.profile is not None and whole.profile.time_s else (NO_PROFILE.format(period),)
     computing = kept - sum(seconds.values())
     clock, why_no_clock = _below_clock(computing, kept, classes, whole)
     flops, why_no_flops = ({}, (OTHER_DEVICES,)) if is_mixed else _useful(computing, kept, classes, whole)

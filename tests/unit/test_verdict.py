@@ -11,7 +11,7 @@ from sink_examples import make_summary
 from effllm.config.settings import Config
 from effllm.job.aggregator import Aggregator
 from effllm.job.ledger import restore
-from effllm.job.losses import MIN_ITERATIONS, THRESHOLDS, losses
+from effllm.job.losses import MIN_ITERATIONS, MIN_PROFILED, THRESHOLDS, losses, profile_period
 from effllm.job.remedies import REMEDIES, SLOW_DATA, remedy
 from effllm.job.unused_time import NOT_STATED, UNUSED
 from effllm.job.verdict import verdict_of
@@ -278,13 +278,35 @@ def test_job_that_ended_in_a_stall_has_the_cause_hang():
     assert cause(job(hang=5.0, data=100.0, status="stalled")) == "hang"
 
 
-def test_steps_without_a_profile_are_unknown_and_next_is_the_setting():
+def test_steps_without_a_profile_are_unknown():
     found = verdict_of(job(profile=None, data=30.0, below_peak=500.0))
 
     assert found.cause == NO_VERDICT
     assert found.text == "unknown: 97.0 % of GPU time is in steps that are not split"
-    assert "EFFICIENTLLM_PROFILE_EVERY=500" in found.next
     assert found.bound is None
+
+
+@pytest.mark.parametrize(
+    ("iterations", "ranks", "every", "line"),
+    [
+        (100_000, 8, 0, "EFFICIENTLLM_PROFILE_EVERY=500 splits the steps by a profile"),
+        (60, 4, 0, "EFFICIENTLLM_PROFILE_EVERY=20 splits the steps by a profile"),
+        (60, 4, 500, "EFFICIENTLLM_PROFILE_EVERY=20 splits the steps by a profile"),
+        (60, 4, 10, "few profiles: the log of the ranks has the reason"),
+    ],
+    ids=["long", "short", "period above the length", "profiler failed"],
+)
+def test_next_of_steps_without_a_profile_fits_the_length_of_the_job(iterations, ranks, every, line):
+    summary = job(profile=None, iterations=iterations)
+    summary = replace(summary, coverage=replace(summary.coverage, ranks_expected=ranks))
+
+    assert verdict_of(summary, profile_every=every).next == line
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7, 1000])
+@pytest.mark.parametrize("iterations", [MIN_ITERATIONS, 60, 499, 5001, 10**6])
+def test_proposed_period_gives_enough_profiled_iterations(iterations, ranks):
+    assert iterations // profile_period(iterations, ranks) * ranks >= MIN_PROFILED
 
 
 def test_few_iterations_are_no_evidence():

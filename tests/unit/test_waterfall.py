@@ -148,7 +148,7 @@ def test_steps_without_known_flops_stay_whole_and_the_reason_is_given(whole, rea
     found = waterfall(goodput(kept=400.0), whole)
 
     assert seconds(found) == {"steps": 400.0}
-    assert found.unknown[:2] == (NO_PROFILE, reason)
+    assert found.unknown[:2] == (NO_PROFILE.format(1), reason)
 
 
 def test_computation_below_the_clock_of_the_peak_is_a_part():
