@@ -47,6 +47,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="two seeds of each cause, ten healthy jobs")
     parser.add_argument("--fast-only", action="store_true", help="only virtual time: two minutes")
     parser.add_argument("--seeds", default=f"0-{NUM_SEEDS - 1}", help="first and last seed, such as 0-9")
+    parser.add_argument("--healthy", default=f"0-{NUM_HEALTHY - 1}", help="first and last seed of healthy jobs")
     parser.add_argument("--causes", default=",".join(THRESHOLDS), help="planted causes, separated by commas")
     parser.add_argument("--again", action="store_true", help="run all jobs again, also finished jobs of this commit")
     parser.add_argument("--keep", action="store_true", help="write the results to benchmarks/results/")
@@ -54,7 +55,8 @@ def main() -> int:
     given = parser.parse_args()
     first, last = (0, 1) if given.quick else map(int, given.seeds.split("-"))
     causes, seeds = given.causes.split(","), range(first, last + 1)
-    healthy = range(10 if given.quick else NUM_HEALTHY)
+    first, last = (0, 9) if given.quick else map(int, given.healthy.split("-"))
+    healthy = range(first, last + 1)
     console, folder = Console(), FINISHED / _version()
     folder.mkdir(parents=True, exist_ok=True)
     jobs = [(VIRTUAL, cause, seed) for cause in causes for seed in seeds]

@@ -97,7 +97,7 @@ class ClosedWindows:
             text = f"window {number} closed without rank {_numbers(absent)}"
             self._events.record(Event(rows[-1].end_time_s, "missing", text))
         self._stragglers.close(rows)
-        ledger.slow_clocks.close(rows, self._roster.devices)
+        ledger.slow_clocks.close(rows, self._roster.devices, self._roster.hellos)
         self._report(window)
         if any(map(attrgetter("reset"), rows)):
             ledger.reset_run(number)

@@ -7,6 +7,7 @@ choices: a smaller loss is usual in healthy jobs.  docs/verdict.md explains each
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -162,15 +163,16 @@ def _of_parts(summary: Summary, found: Waterfall) -> Iterator[_Made]:
         # Means over ranks and all iterations, as the loss: the metrics are of the slowest rank, without the warm-up.
         each = {name: one / summary.iterations for name, one in summary.goodput.seconds.items()}
         wait, iteration = share * each.get("data", 0.0), sum(each.get(name, 0.0) for name in ITERATION_CLASSES)
-        waits = f"data wait {1e3 * wait:.3g} ms of {1e3 * iteration:.3g} ms per iteration, mean over ranks"
+        waits = f"data wait {_ms(wait)} of {_ms(iteration)} ms per iteration"
         waits += ", without the longer waits of stragglers" if share < 1.0 else ""
+    evidence = {part.name: part.evidence for part in found.parts}
     texts = {
         "data_loading": waits,
         "checkpoint": "the steps stop during checkpoints",
         "evaluation": "the steps stop during evaluation",
         "idle": "ranks joined late or left early",
-        "hang": "no rank made progress" + (", and the job ended so" if summary.status == "stalled" else ""),
-        "unused_gpus": "GPUs of the allocation are used by no rank",
+        "hang": _hang_text(summary),
+        "unused_gpus": evidence.get("unused") or "GPUs of the allocation are used by no rank",
     }
     for cause, part in _PARTS.items():
         factor = _with_gaps(found) if cause == "unused_gpus" else 1.0
@@ -181,6 +183,17 @@ def _of_parts(summary: Summary, found: Waterfall) -> Iterator[_Made]:
     total = sum(map(_startup_s, attempts))
     first = _startup_s(attempts[0]) / total if attempts and total > 0 else 1.0
     yield "startup", first * seconds_of(found, "startup"), "time before the first iteration", _part("startup")
+
+
+def _ms(seconds: float) -> str:
+    """Return a time in ms, with three digits or as a whole number."""
+    return f"{1e3 * seconds:.3g}" if seconds < 0.9995 else f"{1e3 * seconds:,.0f}"
+
+
+def _hang_text(summary: Summary) -> str:
+    seconds = summary.goodput.seconds.get("hang", 0.0) if summary.goodput is not None else 0.0
+    text = f"no rank made progress for {seconds:,.0f} s" if seconds >= 1 else "no rank made progress"
+    return text + (", and the job ended so" if summary.status == "stalled" else "")
 
 
 def _startup_s(attempt: AttemptSummary) -> float:
@@ -234,7 +247,7 @@ def _of_stragglers(summary: Summary, found: Waterfall) -> Iterator[_Made]:
 def _slower(verdict: StragglerVerdict) -> str:
     """Return by how much a rank is slower, for a straggler without a reason."""
     base = {PROFILE: "computation takes {} longer than", ARRIVAL: "arrives {} of an iteration later than"}
-    peers = "its peer" if verdict.peers == 1 else f"its {verdict.peers} peers"
+    peers = "its peer" if verdict.peers == 1 else f"{verdict.peers:,} peers"
     how = base.get(verdict.evidence, "{} slower than").format(f"{100 * verdict.slowdown:.1f} %")
     return f"{how} {peers}, reason unknown"
 
@@ -266,8 +279,11 @@ def _of_restarts(summary: Summary, found: Waterfall) -> Iterator[_Made]:
     steps = seconds_of(found, "redone", *STEP_PARTS)
     around = seconds_of(found, "data", "straggling", "evaluation", "checkpoint", "other")
     seconds += seconds_of(found, "redone") * (1.0 + around / steps if steps else 1.0)
-    redone = summary.goodput.redone_iterations
-    again = f", {redone:,} repeated iterations" if redone else ""
+    redone, gaps_s = summary.goodput.redone_iterations, sum(one.gap_before_s for one in attempts)
+    ends = Counter(one.status for one in attempts[:-1])
+    again = f" ({', '.join(f'{count:,} {status}' for status, count in ends.most_common(2))})" if ends else ""
+    again += f", gaps {gaps_s:,.0f} s" if gaps_s >= 1 else ""
+    again += f", {redone:,} repeated iterations" if redone else ""
     # At most, all of the time after the last iterations belongs to attempts that would not have ended.
     factor = 1.0 + seconds_of(found, "shutdown") / seconds if seconds else 1.0
     yield "restarts", seconds, f"{summary.attempts} attempts{again}", "summary.json: goodput.attempts", factor
@@ -278,8 +294,10 @@ def _of_profile(summary: Summary, found: Waterfall) -> Iterator[_Made]:
         return
     profile = summary.profile
     assert profile is not None
-    text = f"in {profile.iterations:,} profiled iterations of all ranks"
-    texts = {"exposed_communication": f"{text}, including waits of the ranks for each other", "device_idle": text}
+    texts = {
+        "exposed_communication": f"in {profile.iterations:,} profiles, including waits of ranks for each other",
+        "device_idle": f"the devices have no work, in {profile.iterations:,} profiled iterations",
+    }
     for cause, why in texts.items():
         yield cause, seconds_of(found, cause), why, _part(cause)
 

@@ -16,6 +16,7 @@ from msgspec import Struct
 from effllm.job.health.diagnosis import REASONS, mean_of
 from effllm.records.job import ClockLoss
 from effllm.records.rank import CLOCK_RATIO, Device, DeviceWindow, Profile, RankReport
+from effllm.records.wire import Hello
 
 THROTTLED, POWER_LIMIT = "throttled", "power_limit"
 #: A reason counts if it holds for at least this share of the time.
@@ -43,12 +44,13 @@ class SlowClocks(Struct):
     by_cause: dict[str, ClockLoss] = {}
     free_clock: float = 0.0  # highest clock of a GPU without a reason so far, as a share of the maximum clock
 
-    def close(self, rows: Sequence[RankReport], devices: Mapping[str, Device]) -> None:
+    def close(self, rows: Sequence[RankReport], devices: Mapping[str, Device], hellos: Mapping[int, Hello]) -> None:
         """Add a closed window.
 
         Args:
             rows: the reports of the ranks.
             devices: the devices of the job, by key.
+            hellos: the first message of each rank, which has the rank's host.
         """
         slow: dict[str, _SlowGpu] = {}
         named: set[int] = set()
@@ -66,9 +68,11 @@ class SlowClocks(Struct):
         others = max(_others(rows, devices, named), default=0.0)
         self.free_clock = max(self.free_clock, others)
         for cause, one in slow.items():
-            self._add(cause, one, others or self.free_clock or 1.0, len(rows))
+            hello = hellos.get(one.row.rank)
+            text = _text(cause, one, hello.host if hello is not None else "")
+            self._add(cause, one, others or self.free_clock or 1.0, len(rows), text)
 
-    def _add(self, cause: str, one: _SlowGpu, reference: float, ranks: int) -> None:
+    def _add(self, cause: str, one: _SlowGpu, reference: float, ranks: int, why: str) -> None:
         if cause == POWER_LIMIT:  # the clock rises at most in proportion to the power
             reference = min(reference, one.clock * (one.device.power_limit_default_w or 0.0) / _limit_w(one))
         row = one.row
@@ -78,7 +82,7 @@ class SlowClocks(Struct):
         if seconds <= 0:
             return
         known = self.by_cause.get(cause)
-        added = ClockLoss(seconds, row.rank, seconds, _text(cause, one), most)
+        added = ClockLoss(seconds, row.rank, seconds, why, most)
         if known is not None:
             worst = added if seconds > known.worst_rank_seconds else known
             added = ClockLoss(
@@ -133,12 +137,13 @@ def _limit_w(one: _SlowGpu) -> float:
     return mean_of(one.window, "power_limit_w") or one.device.power_limit_w or float("inf")
 
 
-def _text(cause: str, one: _SlowGpu) -> str:
+def _text(cause: str, one: _SlowGpu, host: str) -> str:
+    rank = f"rank {one.row.rank} ({host})" if host else f"rank {one.row.rank}"
     max_hz = one.device.sm_clock_max_hz or 0.0
     clock = f"SM clock {one.clock * max_hz / 1e9:.2f} GHz, maximum {max_hz / 1e9:.2f}"
     if cause == POWER_LIMIT:
         limits = f"power limit {_limit_w(one):.0f} W, default {one.device.power_limit_default_w:.0f}"
-        return f"rank {one.row.rank}: {limits}; {clock}"
+        return f"{rank}: {limits}; {clock}"
     reasons = {name: seconds for name, seconds in one.window.throttled_s.items() if name not in ("any", "power_cap")}
     worst = max(reasons, key=lambda name: reasons[name], default="")
-    return f"rank {one.row.rank}: {REASONS.get(worst, worst.replace('_', ' ')) or 'throttled'}; {clock}"
+    return f"{rank}: {REASONS.get(worst, worst.replace('_', ' ')) or 'throttled'}; {clock}"

@@ -1,12 +1,13 @@
 """effllm/job/slow_clocks.py: the time that low SM clocks with a reason cost at most."""
 
 import pytest
-from builders import device_window, gpu, row
+from builders import device_window, gpu, hello, row
 
 from effllm.job.slow_clocks import SlowClocks
 from effllm.records.rank import CLOCK_RATIO, Gauge, Profile
 
 MAX_HZ, REFERENCE_HZ = 2.0e9, 1.8e9
+HELLOS = {0: hello(0, 1, host="node3")}
 
 
 def window(rank, clock=1.0, limit_w=700.0, **reasons):
@@ -28,7 +29,7 @@ def losses(*windows, default_w=700.0, **fields):
     devices = {f"GPU-{rank}": gpu(f"GPU-{rank}", **known) for rank in range(len(windows))}
     rows = [row(rank, devices=(one,), own_steps=10, own_step_s=8.0, **fields) for rank, one in enumerate(windows)]
     clocks = SlowClocks()
-    clocks.close(rows, devices)
+    clocks.close(rows, devices, {})
     return {cause: one.rank_seconds for cause, one in clocks.by_cause.items()}
 
 
@@ -82,18 +83,18 @@ def test_unknown_default_limit_is_no_reason():
 def test_losses_of_windows_add_up_and_the_worst_window_gives_the_text():
     clocks, devices = SlowClocks(), {"GPU-0": gpu("GPU-0", sm_clock_max_hz=MAX_HZ, sm_clock_reference_hz=REFERENCE_HZ)}
     for number, clock in enumerate((0.75, 0.5), 1):
-        clocks.close([row(0, number, devices=(window(0, clock, sw_thermal=0.5),))], devices)
+        clocks.close([row(0, number, devices=(window(0, clock, sw_thermal=0.5),))], devices, HELLOS)
 
     found = clocks.by_cause["throttled"]
     assert found.rank_seconds == found.max_rank_seconds == pytest.approx(9 * 0.25 + 9 * 0.5)  # steps of 9 s
-    assert found.why == "rank 0: thermal slowdown; SM clock 1.00 GHz, maximum 2.00"
+    assert found.why == "rank 0 (node3): thermal slowdown; SM clock 1.00 GHz, maximum 2.00"
 
 
 def test_clock_of_earlier_windows_is_the_reference_if_all_gpus_have_a_reason():
     """At first, the GPU runs at 80 % of its maximum clock without a reason: 9 s at 60 % are 6.75 s at 80 %."""
     clocks, devices = SlowClocks(), {"GPU-0": gpu("GPU-0", sm_clock_max_hz=MAX_HZ, sm_clock_reference_hz=REFERENCE_HZ)}
-    clocks.close([row(0, 1, devices=(window(0, 0.8),))], devices)
-    clocks.close([row(0, 2, devices=(window(0, 0.6, sw_thermal=0.9),))], devices)
+    clocks.close([row(0, 1, devices=(window(0, 0.8),))], devices, {})
+    clocks.close([row(0, 2, devices=(window(0, 0.6, sw_thermal=0.9),))], devices, {})
 
     assert clocks.by_cause["throttled"].rank_seconds == pytest.approx(9 - 6.75)
 

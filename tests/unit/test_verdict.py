@@ -79,7 +79,7 @@ def test_why_of_data_loading_is_the_mean_wait_per_iteration():
         job(data=100.0, goodput=goodput, metrics={"data_wait_ratio": 0.01, "seconds_per_iteration": 0.02})
     )
 
-    assert found.why == "data wait 40 ms of 400 ms per iteration, mean over ranks"
+    assert found.why == "data wait 40 of 400 ms per iteration"
 
 
 def test_a_long_start_of_a_short_job_is_named_with_the_length_of_its_threshold():
@@ -218,9 +218,9 @@ def test_repeated_iterations_repeat_their_data_waits():
     assert found["restarts"] == pytest.approx(100.0 * (1 + 90 / 910))
 
 
-def attempts(*startups):
+def attempts(*startups, gap_s=0.0):
     made = [
-        AttemptSummary(number, "killed", 0.0, 0.0, 0.0, 0.0, 4, 10, startup_s=seconds, devices=4.0)
+        AttemptSummary(number, "killed", 0.0, 0.0, 0.0, gap_s * (number > 1), 4, 10, startup_s=seconds, devices=4.0)
         for number, seconds in enumerate(startups, 1)
     ]
     return GoodputSummary(0.0, None, {}, {}, {}, 7, tuple(made))
@@ -228,13 +228,13 @@ def attempts(*startups):
 
 def test_start_ups_of_later_attempts_belong_to_the_restarts():
     """Three quarters of 40 s of start-up are in the second attempt: 30 + 20 + 10 s of 1,000 s."""
-    summary = job(startup=40.0, restart_gap=20.0, redone=10.0, attempts=2, goodput=attempts(10.0, 30.0))
+    summary = job(startup=40.0, restart_gap=20.0, redone=10.0, attempts=2, goodput=attempts(10.0, 30.0, gap_s=5))
 
     found = verdict_of(summary)
 
     assert found.cause == "restarts"
     assert found.text.startswith("restarts: 6.0 % of GPU time")
-    assert found.why == "2 attempts, 7 repeated iterations"
+    assert found.why == "2 attempts (1 killed), gaps 5 s, 7 repeated iterations"
 
 
 def test_gain_without_restarts_includes_the_shutdown_of_attempts():
@@ -276,6 +276,23 @@ def test_long_start_up_is_a_loss_only_of_a_long_job():
 
 def test_job_that_ended_in_a_stall_has_the_cause_hang():
     assert cause(job(hang=5.0, data=100.0, status="stalled")) == "hang"
+
+
+def test_why_of_a_hang_is_its_time():
+    seconds = {"hang": 81.4}
+    summary = job(hang=300.0, goodput=GoodputSummary(1000.0, None, seconds, seconds, {}))
+
+    assert verdict_of(summary).why == "no rank made progress for 81 s"
+    assert verdict_of(replace(summary, status="stalled")).why.endswith("for 81 s, and the job ended so")
+
+
+def test_why_of_unused_gpus_names_them():
+    text = "host a: GPUs 2-3 are allocated (SLURM_JOB_GPUS) and used by no rank and no other process"
+    summary = job(unused=400.0)
+    unused, rest = summary.waterfall.parts
+    parts = (replace(unused, evidence=text), rest)
+
+    assert verdict_of(replace(summary, waterfall=replace(summary.waterfall, parts=parts))).why == text
 
 
 def test_steps_without_a_profile_are_unknown():
