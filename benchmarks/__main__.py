@@ -14,7 +14,7 @@ from rich.table import Table
 from benchmarks.figure import Figure
 from benchmarks.machine import machine
 
-NAMES = ("recorder", "instruments", "importing", "latency", "agent", "sampling", "training", "audit")
+NAMES = ("recorder", "instruments", "importing", "latency", "agent", "sampling", "training", "audit", "trackers")
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -32,7 +32,7 @@ def main() -> None:
             figures += importlib.import_module(f"benchmarks.{name}").measure()
     console.print(table(figures, "What measuring costs"))
     if given.keep:
-        console.print(f"kept in {_keep(figures)}")
+        console.print(f"kept in {_keep(figures, '-'.join(given.names) or 'cpu')}")
 
 
 def table(figures: Sequence[Figure], title: str) -> Table:
@@ -48,10 +48,10 @@ def table(figures: Sequence[Figure], title: str) -> Table:
     return table
 
 
-def _keep(figures: list[Figure]) -> Path:
+def _keep(figures: list[Figure], name: str) -> Path:
     about = machine(gpu="none: not measured on a GPU")
     RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{about['date']}-cpu.json"
+    path = RESULTS / f"{about['date']}-{name}.json"
     body = {"machine": about, "figures": [figure.to_dict() for figure in figures]}
     path.write_text(json.dumps(body, indent=2) + "\n")
     return path

@@ -8,11 +8,8 @@ from __future__ import annotations
 import json
 import os
 import random
-import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -21,6 +18,7 @@ import train as demo
 from settings import data_parallel_size, parse_arguments
 
 import effllm
+from benchmarks.paired_loop import stopped
 from effllm.hooks.megatron import parameter_share
 
 DEMO = Path(__file__).resolve().parent.parent / "configs" / "demo.yaml"
@@ -69,18 +67,6 @@ def main(times: Path, pairs: int, iterations: int) -> None:
     if dist.get_rank() == 0:
         times.write_text(json.dumps(seconds))
     dist.destroy_process_group()
-
-
-@contextmanager
-def stopped(processes: list[psutil.Process]) -> Iterator[None]:
-    """Stop these processes for the time of the block."""
-    for process in processes:
-        process.send_signal(signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        for process in processes:
-            process.send_signal(signal.SIGCONT)
 
 
 if __name__ == "__main__":
