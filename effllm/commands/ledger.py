@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
+import math
 import re
 import sys
 import time
@@ -12,6 +14,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import NamedTuple
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -28,6 +31,7 @@ MIN_GROUP, MAX_LOSS = 10, 24  # letters
 #: Columns that a narrow table leaves out, in this order.
 _DISPENSABLE = ("largest loss", "kg CO2", "cost", "±")
 MAX_ROWS, MAX_SKIPPED = 40, 5
+MIN_ROWS = 3  # on a terminal, the table has as many rows as fit on one screen
 J_PER_KWH = 3.6e6
 _UNITS_S = {"h": 3600.0, "d": 86400.0, "w": 604800.0}
 
@@ -86,7 +90,22 @@ def _fail(line: str, status: int) -> int:
 
 def _print(found: Totals, request: LedgerRequest) -> None:
     console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
-    everything = [*found.rows[:MAX_ROWS], found.total]
+    count = min(len(found.rows), MAX_ROWS)
+    if sys.stdout.isatty():
+        while count > MIN_ROWS and _height(found, request, count, console.width) >= console.height:
+            count -= 1
+    _show(console, found, request, count)
+
+
+def _height(found: Totals, request: LedgerRequest, count: int, width: int) -> int:
+    """Return the number of lines on a terminal."""
+    text = io.StringIO()
+    _show(Console(file=text, width=width, highlight=False), found, request, count)
+    return sum(max(math.ceil(cell_len(line) / width), 1) for line in text.getvalue().splitlines())
+
+
+def _show(console: Console, found: Totals, request: LedgerRequest, count: int) -> None:
+    everything = [*found.rows[:count], found.total]
     columns = {
         "runs": [f"{row.runs:,}" for row in everything],
         "GPU-h": ["≥" * bool(row.without_hours) + readable(row.gpu_hours) for row in everything],
@@ -110,7 +129,7 @@ def _print(found: Totals, request: LedgerRequest) -> None:
     console.print(table)
     if left_out:
         console.print(Text(f"not shown: {', '.join(left_out)}; --csv and --json print all columns"))
-    for line in _notes(found, columns):
+    for line in _notes(found, columns, count):
         console.print(Text(line), soft_wrap=True)
 
 
@@ -122,8 +141,8 @@ def _cut(text: str) -> str:
     return text if len(text) <= MAX_LOSS else f"{text[: MAX_LOSS - 1]}…"
 
 
-def _notes(found: Totals, columns: Iterable[str]) -> Iterator[str]:
-    if (more := len(found.rows) - MAX_ROWS) > 0:
+def _notes(found: Totals, columns: Iterable[str], count: int) -> Iterator[str]:
+    if (more := len(found.rows) - count) > 0:
         yield f"{more:,} more groups: --csv and --json print all groups"
     if found.total.without_hours:
         yield f"≥ GPU-h: unknown in {_runs(found.total.without_hours)} (an older version, or no summary.json)"

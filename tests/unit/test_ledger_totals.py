@@ -15,6 +15,7 @@ from effllm.analysis.ledger import totals
 from effllm.analysis.load import load
 from effllm.analysis.run_folders import UnreadableRun
 from effllm.analysis.run_row import read_document
+from effllm.commands import ledger
 from effllm.commands.app import app
 from effllm.commands.ledger import start_of
 from effllm.commands.progress import ReadingProgress
@@ -310,6 +311,26 @@ def test_table_has_at_most_80_columns(run, tmp_path, by, cause):
     assert max(map(len, lines)) <= 80
     assert lines[0].startswith(by) and "cost" in lines[0] and "…" not in "".join(lines)
     assert any(line.startswith("not shown: largest loss") for line in lines)
+
+
+def test_on_a_terminal_the_worst_users_fit_on_one_screen(run, tmp_path, monkeypatch, capsys):
+    """The question is "who wasted most this week"; the first line must not scroll away."""
+    for number in range(60):
+        run(f"run-{number}", user=f"user-{number:02}", ratio=number / 100, simulated=True, metrics={
+            "energy/gpu_cost": {"value": 12345.6, "unit": "money"}, "energy/co2_kg": {"value": 1234.5, "unit": "kg"},
+        })  # fmt: skip
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    for name, value in {"COLUMNS": "80", "LINES": "24", "TERM": "dumb"}.items():
+        monkeypatch.setenv(name, value)
+
+    status = ledger.main(ledger.LedgerRequest(tmp_path / "runs", "user", "", wasted=True, form="text"))
+    lines = capsys.readouterr().out.splitlines()
+
+    assert status == 0
+    assert 20 <= len(lines) <= 23 and max(map(len, lines)) <= 80, "one line is left for the prompt"
+    assert [line.split()[0] for line in lines[1:4]] == ["user-00", "user-01", "user-02"]
+    shown = sum(line.startswith("user-") for line in lines)
+    assert f"{60 - shown} more groups: --csv and --json print all groups" in lines
 
 
 def test_unknown_key_is_refused_with_the_known_keys(tmp_path):
