@@ -7,6 +7,7 @@ import pytest
 
 from effllm.analysis import curve as curves
 from effllm.analysis.curve import Curve
+from effllm.views.report.plot import ValueAxis
 
 
 def made(values, start=1):
@@ -89,3 +90,15 @@ def test_last_point_is_kept_exactly(monkeypatch):
 
 def test_value_that_is_too_large_for_a_drawing_counts_as_missing():
     assert made([1.0, 1e300, math.inf, 2.0]).count == 2
+
+
+@pytest.mark.parametrize(
+    ("values", "labels"),
+    [
+        ((0.0478, 0.0573), ["0.0575", "0.0550", "0.0525", "0.0500", "0.0475"]),
+        ((0.0, 9.3), ["10.0", "7.5", "5.0", "2.5", "0.0"]),
+        ((0.0, 1930.0), ["2,000", "1,500", "1,000", "500", "0"]),
+    ],
+)
+def test_labels_of_an_axis_are_the_exact_values_of_its_lines(values, labels):
+    assert ValueAxis.of(values).labels() == labels

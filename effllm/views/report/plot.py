@@ -78,6 +78,7 @@ class ValueAxis(NamedTuple):
         """Return the labels from the top to the bottom."""
         step = (self.high - self.low) / self.intervals
         digits = max(0, -math.floor(math.log10(step) + 1e-9))
+        digits += abs(round(step, digits) - step) > 1e-9 * step  # 2.5 times a power of ten
         numbers = [self.low + step * at for at in range(self.intervals, -1, -1)]
         if step >= 1e-4 and max(map(abs, numbers)) < 1e7:
             return [f"{number + 0.0:,.{digits}f}" for number in numbers]
