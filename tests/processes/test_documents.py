@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
+import code_blocks
 import code_report
 import pytest
 import systems
+import yaml
 
 import effllm
 from effllm import instruments
@@ -57,6 +63,72 @@ def test_links_to_files_are_valid(document):
     links = re.findall(r"\]\(([^)#\s]+)", document.read_text())
     local = [link for link in links if "://" not in link]
     assert [link for link in local if not (document.parent / link).exists()] == []
+
+
+#: Documents whose ``python`` blocks run in another test.
+RUN_ELSEWHERE = {
+    "docs/instruments.md": "test_instruments_page.py",
+    "docs/run-folder.md": "test_run_folder_page.py",
+}
+#: Documents with ``py`` blocks, which are compiled, and the reason why these blocks cannot run.
+NOT_RUN = {
+    "docs/instruments.md": "the blocks belong into a training with GRPO, and into a script with its own loop",
+    "docs/stragglers.md": "the call belongs into the loop of a job with several ranks",
+    "integration/energy_callback/README.md": "the Trainer of the user; train.py beside it runs in tests/frameworks",
+    "integration/generate/README.md": "the model of the user; generate.py beside it runs in tests/frameworks",
+    "integration/megatron_core/README.md": "the loop of the user; train.py beside it runs in test_megatron_core.py",
+    "integration/sft_play/README.md": "the rows of the user; test_token_counter.py runs the collator",
+}
+BLOCKS = [block for document in DOCUMENTS for block in code_blocks.blocks(document)]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_fences_have_a_language_and_lists_have_four_spaces(document):
+    """Markdown of the repository's host and of the site differ: nested lists and fences need four spaces."""
+    text = document.read_text()
+    assert [block.line for block in code_blocks.blocks(document) if block.language not in code_blocks.LANGUAGES] == []
+    assert re.findall(r"^ {2,3}(?:[-*] |```).*$", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S), re.M) == []
+
+
+@pytest.mark.parametrize("block", [one for one in BLOCKS if one.language in code_blocks.SHELL], ids=str)
+def test_commands_options_and_files_of_a_shell_block_exist(block):
+    assert list(code_blocks.problems_of_shell(block.code)) == []
+    assert subprocess.run(["bash", "-n"], input=block.code, text=True, check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "document",
+    [one for one in DOCUMENTS if one.parent.name != "decisions"],
+    ids=lambda path: str(path.relative_to(ROOT)),
+)
+def test_settings_and_commands_in_the_text_exist(document):
+    """Dated decisions may name settings and commands of their time."""
+    assert list(code_blocks.problems_of_prose(document.read_text())) == []
+
+
+@pytest.mark.parametrize("block", [one for one in BLOCKS if one.language in ("py", "python")], ids=str)
+def test_names_of_effllm_in_a_python_block_exist(block):
+    assert list(code_blocks.problems_of_python(block.code)) == []
+
+
+@pytest.mark.parametrize("block", [one for one in BLOCKS if one.language in ("json", "yaml")], ids=str)
+def test_data_block_can_be_read(block):
+    assert (json.loads if block.language == "json" else yaml.safe_load)(block.code)
+
+
+@pytest.mark.parametrize("block", [one for one in BLOCKS if one.language in ("py", "python")], ids=str)
+def test_python_block_runs_or_has_a_reason(block, tmp_path):
+    name = str(block.document.relative_to(ROOT))
+    if block.language == "py":
+        assert NOT_RUN[name]
+    elif name in RUN_ELSEWHERE:
+        assert block.document.name in (ROOT / "tests" / "processes" / RUN_ELSEWHERE[name]).read_text()
+    else:
+        environ = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "EFFICIENTLLM_DEVICE": "simulated"}
+        done = subprocess.run(
+            [sys.executable, "-c", block.code], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120
+        )
+        assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_every_page_is_in_the_navigation_of_the_site():
