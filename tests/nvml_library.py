@@ -180,6 +180,7 @@ class Gpu:
     memory_power: Curve | None = None
     power_limit_default_w: float | None = None
     sm_clock_max_mhz: float | None = 1980.0
+    power_profiles: int | None = None
     # its other measurements
     memory_reserved: int = 0
     sm_clock_mhz: Curve | None = Curve("flat", 1980.0)

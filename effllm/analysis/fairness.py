@@ -21,6 +21,7 @@ _COLUMNS = {
     "hosts": "hosts",
     "driver": "drivers",
     "power limit": "gpu_power_limits_w",
+    "power profile": "gpu_power_profiles",
     "ranks": "world_size",
     "GPUs": "gpus_expected",
     "parameters": "parameters",

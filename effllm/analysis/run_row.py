@@ -172,6 +172,7 @@ def _devices(run: Document, known: Document) -> Document:
         "device_keys": _texts(one.get("key") for one in gpus),
         "drivers": _texts(one.get("driver") for one in devices),
         "gpu_power_limits_w": sorted(limits),
+        "gpu_power_profiles": _texts(one.get("power_profiles") for one in gpus),
     }
 
 

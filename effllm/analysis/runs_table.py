@@ -34,6 +34,7 @@ IDENTITY = (
     Column("device_keys", TEXTS, "", "UUIDs of the GPUs, in alphabetical order"),
     Column("drivers", TEXTS, "", "names and versions of the interfaces to the devices"),
     Column("gpu_power_limits_w", NUMBERS, "W", "different power limits of the GPUs at the start, ascending"),
+    Column("gpu_power_profiles", TEXTS, "", "workload power profiles of the GPUs at the start; none: no profile"),
     Column("model", TEXT, "", "name of the trained model"),
     Column("git_commit", TEXT, "", "commit of the training code"),
     Column("git_dirty", BOOL, "", "whether the training code had changes after the commit"),

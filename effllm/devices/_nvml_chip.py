@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from contextlib import suppress
 from ctypes import c_uint, c_ulonglong
@@ -23,6 +24,14 @@ _THROTTLES = {
     pynvml.nvmlClocksEventReasonHwThermalSlowdown: "hw_thermal",
     pynvml.nvmlClocksEventReasonHwPowerBrakeSlowdown: "power_brake",
 }
+_PROFILE = "NVML_POWER_PROFILE_"
+#: Names of the workload power profiles by number.
+_PROFILES = {
+    number: name.removeprefix(_PROFILE)
+    for name, number in vars(pynvml).items()
+    if name.startswith(_PROFILE) and name != f"{_PROFILE}MAX" and "_OPERATION_" not in name
+}
+MAX_LETTERS = 255
 
 
 class Chip:
@@ -88,6 +97,18 @@ def default_limit_w(gpu: Any) -> float | None:
     with suppress(pynvml.NVMLError):
         milliwatts = int(pynvml.nvmlDeviceGetPowerManagementDefaultLimit(gpu))
         return milliwatts / 1e3 if 0 < milliwatts < MAX_VALUE_32 else None
+    return None
+
+
+def power_profiles(gpu: Any) -> str | None:
+    """Return the enforced workload power profiles, such as "MAX_Q, TRAINING"; ``None`` if NVML does not report them."""
+    # AttributeError: an nvidia-ml-py without this structure.
+    with suppress(pynvml.NVMLError, AttributeError):
+        found = pynvml.c_nvmlWorkloadPowerProfileCurrentProfiles_v1_t()
+        pynvml.nvmlDeviceWorkloadPowerProfileGetCurrentProfiles(gpu, ctypes.byref(found))
+        words = found.enforcedProfilesMask.mask
+        enforced = [bit for bit in range(32 * len(words)) if words[bit // 32] >> bit % 32 & 1]
+        return ", ".join(_PROFILES.get(bit, str(bit)) for bit in enforced)[:MAX_LETTERS] or "none"
     return None
 
 

@@ -11,7 +11,7 @@ import pynvml
 
 from effllm.devices import DeviceUnavailable, Site
 from effllm.devices._nvml_call import repoint
-from effllm.devices._nvml_chip import Chip, default_limit_w, max_clock_hz, throttles
+from effllm.devices._nvml_chip import Chip, default_limit_w, max_clock_hz, power_profiles, throttles
 from effllm.devices._nvml_gpm import Gpm, open_gpm
 from effllm.devices._nvml_identity import find, module_of, text_of
 from effllm.devices._nvml_power import NvmlPower
@@ -100,6 +100,7 @@ class NvmlReader:
             sm_clock_max_hz=max_hz,
             sm_clock_reference_hz=max_hz and (peak_clock_hz(name) or max_hz),
             power_limit_default_w=None if default_w is None or is_module else default_w * self._share,
+            power_profiles=power_profiles(self._gpu),
         )
 
     def _not_measured(self) -> tuple[str, ...]:

@@ -115,6 +115,7 @@ class Device(Struct, frozen=True):
     # Clock at which the device reaches its peak FLOP/s: of the table of devices, or else the maximum SM clock.
     sm_clock_reference_hz: Amount | None = None
     power_limit_default_w: Amount | None = None  # the power limit after a restart of the driver
+    power_profiles: Word | None = None  # names of the enforced workload power profiles; "none" without a profile
 
 
 class Event(Struct, frozen=True):

@@ -18,6 +18,7 @@
  * What a device is:
  *     uuid bus name serial brand (14, NVIDIA) architecture (9: Hopper) module_id minor (position)
  *     power_limit_w power_limit_default_w (power_limit_w) sm_clock_max_mhz memory_total
+ *     power_profiles: bits of the enforced workload power profiles, below 2^32
  *     memory_reserved: bytes, in v1 of the memory a part of what is used, in v2 beside it; unsupported: names of calls,
  *     with commas between them
  * What its sensors see, as curves in W, bytes, MHz, degrees and 0..1:
@@ -46,7 +47,7 @@
  * TARGET is a position in the trace, "init" or "*"; FROM and UNTIL are monotonic seconds.  CALL is "*" or
  *     handle index uuid name pci mig about (.serial .module .board .architecture .brand .minor) limit (.enforced
  *     .management .default) memory (.v1 .v2) utilization power (.usage, .instant and .average .gpu .module
- *     .memory) energy (.call .field) fields clocks (.sm .memory .max) temperature throttle ecc (.corrected
+ *     .memory) energy (.call .field) fields clocks (.sm .memory .max) temperature throttle profiles ecc (.corrected
  *     .uncorrected) processes gpm (.support .sample .metrics) events (.wait)
  * where a name stands for all that begin with it and a dot; so it does in "unsupported".  VERB is
  *     error N      the call returns NVML's error N

@@ -16,7 +16,7 @@ enum { SCOPE_GPU, SCOPE_MODULE, SCOPE_MEMORY, NUM_SCOPES = 4 };
 
 enum { CLOCK_MEMORY = 2, CLOCK_ID_CURRENT = 0, ECC_CORRECTED = 0, TEMPERATURE_OF_GPU = 0, TEMPERATURE_V1 = 0x100000C };
 
-enum { UNSIGNED_INT = 1, UNSIGNED_LONG_LONG = 3 };
+enum { UNSIGNED_INT = 1, UNSIGNED_LONG_LONG = 3, POWER_PROFILES_V1 = 0x1000064 };
 
 /* The structures of nvml.h, as far as they are used. */
 struct memory { unsigned long long total, free, used; };
@@ -24,6 +24,7 @@ struct memory_v2 { unsigned int version; unsigned long long total, reserved, fre
 struct utilization { unsigned int gpu, memory; };
 struct process { unsigned int pid; unsigned long long memory; unsigned int instance, compute_instance; };
 struct temperature { unsigned int version, sensor; int celsius; };
+struct power_profiles { unsigned int version, known[8], requested[8], enforced[8]; };
 struct field {
     unsigned int id, scope;
     long long timestamp_us, latency_us;
@@ -187,6 +188,20 @@ int nvmlDeviceGetComputeRunningProcesses_v3(struct device *device, unsigned int 
         return INSUFFICIENT_SIZE;
     for (unsigned int i = 0; i < known; i++)
         processes[i] = (struct process){.pid = i + 1, .memory = 1 << 30, .instance = -1, .compute_instance = -1};
+    return SUCCESS;
+}
+
+int nvmlDeviceWorkloadPowerProfileGetCurrentProfiles(struct device *device, struct power_profiles *profiles)
+{
+    struct effect effect;
+    int result = enter_whole(__func__, device, "profiles", &effect);
+    if (result)
+        return result;
+    if (profiles->version != POWER_PROFILES_V1)
+        return ARGUMENT_VERSION_MISMATCH;
+    if (device->power_profiles < 0)
+        return NOT_SUPPORTED;
+    profiles->enforced[0] = (unsigned int)device->power_profiles;
     return SUCCESS;
 }
 

@@ -28,7 +28,7 @@ static const struct setting settings[] = {
     SETTING(COUNT, memory_total), SETTING(COUNT, memory_reserved), SETTING(COUNT, throttle),
     SETTING(COUNT, ecc_corrected), SETTING(COUNT, ecc_uncorrected),
     SETTING(NUMBER, power_limit_w), SETTING(NUMBER, power_limit_default_w),
-    SETTING(NUMBER, sm_clock_max_mhz),
+    SETTING(NUMBER, sm_clock_max_mhz), SETTING(NUMBER, power_profiles),
     SETTING(NUMBER, tick_s), SETTING(NUMBER, tick_phase_s), SETTING(NUMBER, tick_jitter_s), SETTING(NUMBER, duty_s),
     SETTING(NUMBER, lag_s), SETTING(NUMBER, origin_s), SETTING(NUMBER, average_s), SETTING(NUMBER, gain),
     SETTING(INTEGER, gpm), SETTING(INTEGER, instance), SETTING(INTEGER, compute_instance), SETTING(INTEGER, slices),
@@ -116,6 +116,7 @@ static struct device *new_device(void)
     device->parent = device->architecture = device->module_id = device->instance = device->minor = -1;
     device->brand = 14; /* NVIDIA */
     device->power_limit_default_w = -1;
+    device->power_profiles = -1;
     device->average_s = device->gain = 1;
     return device;
 }

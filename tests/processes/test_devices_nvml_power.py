@@ -403,6 +403,15 @@ def test_gpu_without_a_maximum_clock_has_no_reference_clock(trace):
     assert (device.sm_clock_max_hz, device.sm_clock_reference_hz, device.power_limit_default_w) == (None, None, None)
 
 
+@pytest.mark.parametrize(
+    ("bits", "profiles"), [(None, None), (0, "none"), (1 << 1 | 1 << 20, "MAX_Q, TRAINING"), (1 << 31, "31")]
+)
+def test_enforced_power_profiles_are_facts_of_a_gpu(trace, bits, profiles):
+    trace.write(gpu(power_profiles=bits))
+
+    assert read_at(trace)[0].power_profiles == profiles
+
+
 def test_missing_values_at_the_opening_of_a_gpu_are_ignored(trace):
     trace.write(gpu(memory_total=NOT_AVAILABLE_64, memory_reserved=NOT_AVAILABLE_64))
     ends = (f"0 ecc value {NOT_AVAILABLE_64}", f"0 memory value {GIB}", f"0 clocks.max value {NOT_AVAILABLE_32}")

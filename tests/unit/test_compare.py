@@ -204,7 +204,7 @@ def test_unfair_differences_are_listed(tmp_path, compared):
         tmp_path,
         "b",
         [1.0, 1.1],
-        board={"key": "GPU-2", "name": "A100", "power_limit_w": 400.0, "driver": "nvml 550"},
+        board={"key": "GPU-2", "name": "A100", "power_limit_w": 400.0, "driver": "nvml 550", "power_profiles": "MAX_Q"},
         run={"sequence_length": 4096, "precision": "fp8", "global_batch_size": 8, "config": {"warmup": "60s"}},
         summary={"iterations": 500, "status": "failed", "losses_not_finite": 3},
         windows=[{"health/hottest_c": 70.0}],
@@ -212,7 +212,7 @@ def test_unfair_differences_are_listed(tmp_path, compared):
 
     unfair = {one["name"] for one in compared(a, b)[0]["comparisons"][0]["unfair"]}
 
-    assert unfair >= {"GPU model", "boards", "power limit", "driver", "sequence length", "precision"}
+    assert unfair >= {"GPU model", "boards", "power limit", "power profile", "driver", "sequence length", "precision"}
     assert unfair >= {"global batch size", "warm-up", "iterations", "status", "losses not finite"}
     assert "temperature in the first window (degC)" in unfair
     assert "hosts" not in unfair
