@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from effllm.commands import analysis_app
+from effllm.commands import analysis_app, memory_app
 
 app = typer.Typer(
     name="effllm",
@@ -349,7 +349,7 @@ def inspect(
     raise typer.Exit(command.main(run, as_json))
 
 
-for _command in analysis_app.COMMANDS:
+for _command in (memory_app.fit, *analysis_app.COMMANDS):
     app.command()(_command)
 
 

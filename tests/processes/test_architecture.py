@@ -20,7 +20,7 @@ MODULES = {
 
 # A package may import only the packages to its left.  Packages between two "<" do not import each other.
 LAYERS = """
-config < records < metrics < store < network, devices < energy < sinks, job < trainer, agent, server
+config < records < metrics, memory < store < network, devices < energy < sinks, job < trainer, agent, server
 < instruments < hooks, sensor_profile < analysis < views < attach < effllm < commands
 < efficientllm_metrics, cli < __main__
 """

@@ -17,6 +17,7 @@ COMMANDS = [
     "serve",
     "simulate",
     "watch",
+    "fit",
     "report",
     "inspect",
     "compare",

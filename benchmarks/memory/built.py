@@ -1,0 +1,110 @@
+"""Build a configuration with transformers, PEFT and torch on the CPU, and count its step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from benchmarks.memory.configurations import Configuration
+from benchmarks.memory.counted import Counted, count_step
+
+
+def measure(configuration: Configuration) -> Counted:
+    """Return the bytes of the second step."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    config = AutoConfig.for_model(configuration.architecture, **configuration.fields)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=configuration.attention)
+    if configuration.precision == "bf16":
+        model = model.to(torch.bfloat16)
+    if configuration.lora_rank:
+        model = _with_adapters(model, configuration.lora_rank)
+    if configuration.checkpointing == "full":
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if configuration.lora_rank:
+            model.enable_input_require_grads()
+    model.train()
+    trained = [one for one in model.parameters() if one.requires_grad]
+    optimizer = OPTIMIZERS[configuration.optimizer](trained)
+    shape = (configuration.micro_batch, configuration.seq_length)
+    texts = [torch.randint(1, configuration.vocab, shape) for _ in range(configuration.accumulation)]
+    losses = [_loss(model, ids, configuration.precision == "bf16-mixed") for ids in texts]
+    for loss in losses:
+        loss().backward()
+    optimizer.step()
+    return count_step(model, optimizer, losses, texts)
+
+
+def _loss(model: Any, ids: torch.Tensor, autocast: bool) -> Callable[[], torch.Tensor]:
+    def loss() -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            return model(input_ids=ids, labels=ids).loss
+
+    return loss
+
+
+def _with_adapters(model: Any, rank: int) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    names = {name.split(".")[-1] for name, one in model.named_modules() if isinstance(one, torch.nn.Linear)}
+    return get_peft_model(model, LoraConfig(r=rank, target_modules=sorted(names - {"lm_head"}), lora_dropout=0.0))
+
+
+class Lion(torch.optim.Optimizer):
+    """Lion (arXiv 2302.06675): the sign of an average of momentum and gradient; torch has no Lion."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 1e-4})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is None
+        for group in self.param_groups:
+            for one in group["params"]:
+                if one.grad is not None:
+                    state = self.state[one]
+                    if not state:
+                        state["momentum"] = torch.zeros_like(one)
+                    update = (0.9 * state["momentum"] + 0.1 * one.grad).sign_()
+                    one.add_(update, alpha=-group["lr"])
+                    state["momentum"].mul_(0.99).add_(one.grad, alpha=0.01)
+
+
+class MuonWithAdamW:
+    """torch.optim.Muon for the matrices of layers, AdamW for all others: torch's Muon takes only matrices."""
+
+    def __init__(self, trained: list[torch.nn.Parameter], first_and_last: set[int] = frozenset()) -> None:  # type: ignore[assignment]
+        matrices = [one for one in trained if one.dim() == 2 and id(one) not in first_and_last]
+        others = [one for one in trained if one.dim() != 2 or id(one) in first_and_last]
+        self.parts = [torch.optim.Muon(matrices)] + ([torch.optim.AdamW(others)] if others else [])
+
+    @property
+    def state(self) -> dict[Any, Any]:
+        return {key: value for part in self.parts for key, value in part.state.items()}
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for part in self.parts:
+            part.zero_grad(set_to_none=set_to_none)
+
+    def step(self) -> None:
+        for part in self.parts:
+            part.step()
+
+
+def _muon(trained: list[torch.nn.Parameter]) -> MuonWithAdamW:
+    widest = max(one.shape[0] for one in trained)
+    return MuonWithAdamW(trained, {id(one) for one in trained if one.dim() == 2 and one.shape[0] == widest})
+
+
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "adamw": torch.optim.AdamW,
+    "sgd": lambda trained: torch.optim.SGD(trained, lr=0.1),
+    "sgd-momentum": lambda trained: torch.optim.SGD(trained, lr=0.1, momentum=0.9),
+    "adafactor": torch.optim.Adafactor,
+    "lion": Lion,
+    "muon": _muon,
+}

@@ -1,0 +1,105 @@
+"""The configurations of the benchmark: combinations drawn with a seed, so that every value is with every other."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import asdict, dataclass
+from typing import Any
+
+ARCHITECTURES = {
+    "llama": {},
+    "mistral": {},
+    "qwen2": {},
+    "qwen3": {"head_dim": 32},
+    "gemma": {"head_dim": 48},
+    "phi3": {},
+    "gpt2": {"layer_norm": True},
+    "gpt_neox": {"layer_norm": True},
+    "opt": {"layer_norm": True},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "head_dim": 32},
+}
+SIZES = (  # layers, hidden, heads, key-value heads, width of the MLP, vocabulary
+    (2, 64, 4, 2, 176, 512),
+    (4, 96, 6, 2, 256, 1024),
+    (3, 128, 8, 8, 344, 2048),
+    (6, 128, 4, 1, 512, 768),
+    (8, 64, 4, 4, 256, 4096),
+)
+TOKENS = ((1, 128), (2, 64), (4, 96), (1, 256), (3, 160))
+PRECISIONS = ("fp32", "bf16", "bf16-mixed")
+OPTIMIZERS = ("adamw", "sgd", "sgd-momentum", "adafactor", "lion", "muon")
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A tiny model with its training."""
+
+    architecture: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    intermediate: int
+    vocab: int
+    micro_batch: int
+    seq_length: int
+    precision: str
+    optimizer: str
+    checkpointing: str
+    lora_rank: int
+    accumulation: int
+    attention: str
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The fields of the config.json."""
+        extra = {key: value for key, value in ARCHITECTURES[self.architecture].items() if key != "layer_norm"}
+        sizes: dict[str, Any] = {
+            "num_hidden_layers": self.layers,
+            "hidden_size": self.hidden,
+            "num_attention_heads": self.heads,
+            "vocab_size": self.vocab,
+            "max_position_embeddings": 512,
+            "pad_token_id": 0,
+            "use_cache": False,
+        }
+        if self.architecture == "opt":
+            return {**sizes, "ffn_dim": self.intermediate, "word_embed_proj_dim": self.hidden, "dropout": 0.0}
+        if self.architecture == "gpt2":
+            dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+            return {**sizes, "n_inner": self.intermediate, "n_positions": 512, **dropouts}
+        sizes |= {"num_key_value_heads": self.kv_heads, "intermediate_size": self.intermediate}
+        if self.architecture == "qwen3_moe":
+            sizes["moe_intermediate_size"] = self.intermediate // 2
+        return {**sizes, **extra}
+
+    @property
+    def name(self) -> str:
+        values = asdict(self)
+        return " ".join(str(values[key]) for key in values)
+
+
+def configurations(count: int, seed: int = 15) -> list[Configuration]:
+    """Return different configurations; architectures, precisions and optimizers take turns."""
+    draw = random.Random(seed)
+    found: dict[Configuration, None] = {}
+    architectures = list(ARCHITECTURES)
+    while len(found) < count:
+        at = len(found)
+        architecture = architectures[at % len(architectures)]
+        lora = draw.choice((0, 0, 4, 8)) if architecture in ("llama", "mistral", "qwen2", "qwen3") else 0
+        found[
+            Configuration(
+                architecture,
+                *draw.choice(SIZES),
+                *draw.choice(TOKENS),
+                precision=PRECISIONS[(at // len(architectures)) % 3],
+                optimizer=draw.choice(OPTIMIZERS),
+                checkpointing=draw.choice(("none", "none", "full")),
+                lora_rank=lora,
+                accumulation=draw.choice((1, 1, 2)),
+                attention=draw.choice(("sdpa", "eager")),
+            )
+        ] = None
+    return list(found)

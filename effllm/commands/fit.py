@@ -1,0 +1,124 @@
+"""``effllm fit``: the memory of models before a run, and whether they fit."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from effllm.commands.fit_sources import FoundModel, UnreadableModel, find
+from effllm.devices.known.named_gpus import find_gpu, similar_gpus, usable_bytes
+from effllm.memory.changes import FITS, fitting_changes, verdict
+from effllm.memory.estimate import MemoryEstimate, estimate
+from effllm.memory.plan import INFERENCE, PRECISIONS, TRAINING, Plan, WrongPlan
+from effllm.records.plain_text import one_line
+from effllm.views.fit_document import fit_document
+from effllm.views.fit_text import GpuMemory, ModelFit, fit_lines
+
+MAX_GPUS = 10**6
+
+
+@dataclass(frozen=True)
+class FitRequest:
+    """The arguments of the command; settings that were not given are None."""
+
+    models: Sequence[str]
+    mode: str  # training, inference, or "" for both
+    gpu: str
+    gpus: int | None
+    settings: dict[str, Any]  # of a plan
+    as_json: bool
+
+
+def main(request: FitRequest) -> int:
+    """Print the estimates; return the exit status."""
+    try:
+        gpu = _gpu(request.gpu, request.gpus)
+        fits = [_fit(find(text), request, gpu) for text in request.models]
+    except (UnreadableModel, WrongPlan) as error:
+        print(f"effllm fit: {one_line(str(error))}", file=sys.stderr)
+        return 2
+    if request.as_json:
+        print(json.dumps(fit_document(fits, gpu), indent=2))
+    else:
+        for line in fit_lines(fits, gpu):
+            print(line)
+    if gpu is None:
+        return 0
+    return 0 if all(verdict(fit.any.total, gpu.usable_bytes) == FITS for fit in fits) else 1
+
+
+def _fit(found: FoundModel, request: FitRequest, gpu: GpuMemory | None) -> ModelFit:
+    settings = {**found.settings, **{name: value for name, value in request.settings.items() if value is not None}}
+    plan = _laid_out(Plan(**settings), request.gpus, "dp" in settings)
+    training = estimate(found.shape, plan) if request.mode != INFERENCE else None
+    inference = estimate(found.shape, _serving_plan(plan, settings)) if request.mode != TRAINING else None
+    main_one = training or inference
+    assert main_one is not None
+    changes = fitting_changes(main_one, gpu.usable_bytes) if gpu and _misses(main_one, gpu) else []
+    return ModelFit(found.source, found.notes, inference, training, tuple(changes))
+
+
+def _misses(found: MemoryEstimate, gpu: GpuMemory) -> bool:
+    return verdict(found.total, gpu.usable_bytes) != FITS
+
+
+def _laid_out(plan: Plan, gpus: int | None, is_dp_given: bool) -> Plan:
+    """Return the plan on a number of GPUs: those that tensor, pipeline and context parallelism leave are for data."""
+    if gpus is None:
+        return plan
+    if not 1 <= gpus <= MAX_GPUS:
+        raise WrongPlan(f"{gpus:,} GPUs: a number from 1 to {MAX_GPUS:,} is possible")
+    model = plan.tp * plan.pp * plan.cp
+    if gpus % model:
+        raise WrongPlan(f"TP x PP x CP = {model} does not divide {gpus} GPUs")
+    if is_dp_given and plan.dp * model != gpus:
+        raise WrongPlan(f"TP x PP x CP x DP = {plan.dp * model}, but --gpus is {gpus}")
+    return replace(plan, dp=gpus // model)
+
+
+def _serving_plan(plan: Plan, settings: dict[str, Any]) -> Plan:
+    """Return the plan of inference: weights in the precision of the products, on the same GPUs."""
+    precision = plan.precision
+    if PRECISIONS[precision].weights > PRECISIONS[precision].compute or "precision" not in settings:
+        precision = "fp16" if precision.startswith("fp16") else "bf16"
+    return replace(
+        plan, mode=INFERENCE, precision=precision, lora_rank=0, zero=0, accumulation=1, checkpointing="none",
+        base_bits=0 if plan.lora_rank else plan.base_bits, sequence_parallel=False,
+    )  # fmt: skip
+
+
+# --- GPUs ----------------------------------------------------------------------------------------
+
+
+def _gpu(name: str, count: int | None) -> GpuMemory | None:
+    """Return the named GPU, or the smallest GPU of this machine, or None."""
+    if not name:
+        return _found_gpu(count)
+    row = find_gpu(name)
+    if row is None:
+        raise WrongPlan(f"the table has no GPU {name}; names near to it: {', '.join(similar_gpus(name)) or 'none'}")
+    return GpuMemory(row.names[0], count or 1, row.memory_bytes, usable_bytes(row), "hardware table")
+
+
+def _found_gpu(count: int | None) -> GpuMemory | None:
+    import pynvml
+
+    found: list[tuple[float, str]] = []
+    with suppress(pynvml.NVMLError):
+        pynvml.nvmlInit()
+        try:
+            for index in range(pynvml.nvmlDeviceGetCount()):
+                handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+                name = pynvml.nvmlDeviceGetName(handle)
+                memory = float(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
+                found.append((memory, name.decode() if isinstance(name, bytes) else str(name)))
+        finally:
+            pynvml.nvmlShutdown()
+    if not found:
+        return None
+    memory, name = min(found)
+    return GpuMemory(name, count or len(found), memory, memory, "found here")

@@ -1,0 +1,172 @@
+"""What the parts of a transformer layer keep for the backward pass, and need for a moment, in bytes.
+
+The numbers follow the operations of the modules of transformers in PyTorch: which tensors autograd saves is documented
+with each function below.  The idea is that of Korthikanti et al., arXiv 2205.05198, section 4, whose layer of GPT with
+fused kernels is the implementation "megatron" here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from effllm.memory.model import Experts, ModelShape
+from effllm.memory.plan import LORA_TARGETS, Plan
+
+FULL = 4  # bytes of an element in 32 bits
+
+
+@dataclass(frozen=True)
+class Block:
+    """A part of a layer: its bytes during forward and backward."""
+
+    kept: float  # saved for the backward pass
+    forward: float = 0.0  # further bytes at the peak of its forward pass
+    backward: float = 0.0  # further bytes at the peak of its backward pass
+    gradients: float = 0.0  # of the trained weights
+    casts: float = 0.0  # copies of weights that autocast keeps until the backward pass
+    largest: float = 0.0  # the largest gradient: a second micro-batch computes it beside the sum
+
+
+@dataclass(frozen=True)
+class TensorSizes:
+    """Bytes that all parts of a layer use; tokens are those of one rank."""
+
+    shape: ModelShape
+    plan: Plan
+
+    @property
+    def compute(self) -> int:
+        return self.plan.numbers.compute
+
+    @property
+    def stream(self) -> int:
+        """Bytes of an element of the residual stream: autocast adds in the precision of the weights."""
+        return FULL if self.plan.numbers.autocast else self.compute
+
+    @property
+    def tokens(self) -> int:
+        return self.plan.tokens
+
+    @property
+    def is_fused(self) -> bool:
+        return self.plan.implementation == "megatron"
+
+    @property
+    def spread(self) -> int:
+        """Number by which sequence parallelism divides what tensor parallelism does not."""
+        return self.plan.tp if self.plan.sequence_parallel else 1
+
+    @property
+    def is_lora(self) -> bool:
+        return self.plan.lora_rank > 0
+
+    def trains(self, name: str) -> bool:
+        """Whether the matrices with a name have adapters, or are trained themselves."""
+        return not self.is_lora or name in LORA_TARGETS[self.plan.lora_targets]
+
+    @property
+    def adapter(self) -> int:
+        """Bytes of an element in an adapter: PEFT keeps adapters of a base in 16 bits in 32 bits."""
+        return self.compute if self.plan.numbers.autocast else FULL
+
+    def inputs(self, width: float, names: tuple[str, ...]) -> float:
+        """Return what matrix products with one input keep of it.
+
+        A product keeps its input if its matrix is trained.  Autocast casts the input once for each product, and an
+        adapter has a copy in its own precision.
+        """
+        copies = sum(self.trains(name) for name in names)
+        if not copies:
+            return 0.0
+        if self.is_lora:
+            shared = self.adapter == self.stream and not self.plan.numbers.autocast
+            low_rank = copies * self.plan.lora_rank * self.adapter
+            return self.tokens * (width * self.adapter * (1 if shared else copies) + low_rank)
+        return self.tokens * width * self.compute * (copies if self.plan.numbers.autocast else 1)
+
+
+def norm(sizes: TensorSizes) -> Block:
+    """Return the bytes of a norm.
+
+    RMSNorm of transformers keeps its input in 32 bits and, for the gradient of its weight, the normalised values in the
+    precision of the stream.  LayerNorm is one kernel, which keeps its input, as fused norms do.
+    """
+    shape, elements = sizes.shape, sizes.tokens * sizes.shape.hidden / sizes.spread
+    if shape.layer_norm or sizes.is_fused:
+        return Block(elements * sizes.stream + 2 * FULL * sizes.tokens, elements * sizes.stream, 2 * elements * FULL)
+    normalised = 0 if sizes.is_lora else FULL if shape.architecture.startswith("gemma") else sizes.stream
+    return Block(elements * (FULL + normalised) + FULL * sizes.tokens, elements * FULL, 3 * elements * FULL)
+
+
+def attention(sizes: TensorSizes) -> Block:
+    """Return the bytes of the attention without its norm.
+
+    Queries, keys and values are kept, and the output, which is the input of the last product.  A fused kernel keeps one
+    number for each query and head.  Eager attention keeps the probabilities in 32 bits and in the precision of the
+    products, and keys and values are repeated for the heads of a group.
+    """
+    shape, plan, tp = sizes.shape, sizes.plan, sizes.plan.tp
+    tokens, compute = sizes.tokens, sizes.compute
+    keys = shape.q_size if shape.latent else shape.kv_heads * shape.head_dim
+    values = shape.value_size if shape.latent else keys
+    heads = tokens * (shape.q_size + keys + values) * compute / tp
+    output = tokens * shape.value_size * compute / tp
+    kept = sizes.inputs(shape.hidden / sizes.spread, ("q", "k", "v")) + heads
+    kept += output if not sizes.is_lora else max(output, sizes.inputs(shape.value_size / tp, ("o",)) + output)
+    forward, backward = heads, heads + output
+    if plan.attention == "eager":
+        scores = tokens * shape.heads * plan.seq_length / tp
+        kept += scores * (FULL if compute == FULL else FULL + compute)
+        if shape.kv_heads != shape.heads and not shape.latent:
+            kept += 2 * output
+        forward = max(forward, scores * compute)
+        backward = max(backward, scores * 2 * FULL)
+    else:
+        kept += tokens * shape.heads * FULL / tp
+    if shape.latent:
+        latent = shape.latent
+        ranks = 2 * (latent.q_rank + latent.kv_rank) + latent.kv_rank + latent.rope_head_dim
+        kept += tokens * ranks * (FULL + compute)
+    return Block(kept, forward, backward + tokens * shape.hidden * sizes.stream)
+
+
+def mlp(sizes: TensorSizes, width: float, tokens: float | None = None) -> Block:
+    """Return the bytes of an MLP without its norm.
+
+    A gated MLP keeps both products, the activated one and the input of the last product; a fused one recomputes the
+    activation.  Without a gate, the input and the output of the activation are kept; of ReLU only the output.
+    """
+    shape, tp = sizes.shape, sizes.plan.tp
+    count = sizes.tokens if tokens is None else tokens
+    inner = count * width * sizes.compute / tp
+    names = ("mlp", "mlp") if shape.gated_mlp else ("mlp",)
+    kept = sizes.inputs(shape.hidden / sizes.spread, names) * count / sizes.tokens
+    products = _products(shape, sizes.is_fused) - (0 if sizes.trains("mlp") else 1)
+    kept += products * inner
+    if sizes.is_lora and sizes.trains("mlp"):
+        kept += sizes.inputs(width / tp, ("mlp",)) * count / sizes.tokens - (
+            inner if sizes.adapter == sizes.compute else 0
+        )
+    return Block(kept, inner, 2 * inner + count * shape.hidden * sizes.stream)
+
+
+def _products(shape: ModelShape, is_fused: bool) -> int:
+    if shape.gated_mlp:
+        return 3 if is_fused else 4
+    if is_fused:
+        return 2
+    return {"relu": 1, "gelu_new": 6}.get(shape.activation, 2)
+
+
+def experts(sizes: TensorSizes, routed: Experts) -> Block:
+    """Return the bytes of a layer's experts: each token passes `active` experts, and the shared ones."""
+    plan = sizes.plan
+    # Expert parallelism moves tokens between ranks; with an even load each rank has as many as before.
+    tokens = float(sizes.tokens * routed.active)
+    one = mlp(sizes, routed.intermediate, tokens)
+    gathered = tokens * sizes.shape.hidden * sizes.compute
+    kept = one.kept + gathered + sizes.tokens * routed.total * 2 * FULL
+    if routed.shared_intermediate:
+        shared = mlp(sizes, routed.shared_intermediate)
+        kept += shared.kept
+    return Block(kept, max(one.forward, gathered) / plan.tp, one.backward + gathered)

@@ -1,0 +1,138 @@
+"""The smallest changes of a plan that make it fit, in the order of their cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import Any
+
+from effllm.memory.byte_range import ByteRange
+from effllm.memory.estimate import MemoryEstimate, estimate
+from effllm.memory.model import ModelShape
+from effllm.memory.plan import Plan, WrongPlan
+
+FITS, DOES_NOT_FIT, UNCLEAR = "fits", "does not fit", "unclear"
+MAX_CHANGES, MAX_TOGETHER = 5, 3
+
+
+def verdict(total: ByteRange, usable_bytes: float) -> str:
+    """Return whether a plan fits: unclear if the interval contains the memory of the GPU."""
+    if total.high <= usable_bytes:
+        return FITS
+    return DOES_NOT_FIT if total.low > usable_bytes else UNCLEAR
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of a plan by one or more options."""
+
+    options: str
+    cost: str
+    rank: float  # the order of costs; several changes have the sum
+    settings: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class FittingChange:
+    """Changes that together make a plan fit."""
+
+    options: str
+    costs: tuple[str, ...]
+    rank: float
+    plan: Plan
+    total: ByteRange
+
+
+def fitting_changes(found: MemoryEstimate, usable_bytes: float) -> list[FittingChange]:
+    """Return the cheapest changes with which the upper limit of the interval fits; none contains another."""
+    changes = list(_serving_changes(found.plan) if not found.plan.is_training else _training_changes(found.plan))
+    changes += _splits(found.shape, found.plan)
+    sets: list[frozenset[str]] = []
+    fitting: list[FittingChange] = []
+    for count in range(1, MAX_TOGETHER + 1):
+        for chosen in combinations(changes, count):
+            names = frozenset(one.options for one in chosen)
+            settings = {name: value for one in chosen for name, value in one.settings.items()}
+            if len(settings) < sum(len(one.settings) for one in chosen) or any(one <= names for one in sets):
+                continue
+            plan = replace(found.plan, **settings)
+            try:
+                total = estimate(found.shape, plan).total
+            except WrongPlan:
+                continue
+            if total.high <= usable_bytes:
+                sets.append(names)
+                options, costs = " ".join(one.options for one in chosen), tuple(_costs(chosen, plan, found.plan))
+                fitting.append(FittingChange(options, costs, sum(one.rank for one in chosen), plan, total))
+        if len(fitting) >= MAX_CHANGES:
+            break
+    return sorted(fitting, key=lambda one: (one.rank, one.total.high))[:MAX_CHANGES]
+
+
+def _costs(chosen: Sequence[Change], plan: Plan, before: Plan) -> Iterator[str]:
+    yield from (one.cost for one in chosen if one.cost)
+    if plan.gpus > before.gpus:
+        yield f"{plan.gpus // before.gpus} times as many GPUs"
+
+
+def _serving_changes(plan: Plan) -> Iterator[Change]:
+    if plan.attention == "eager":
+        yield Change("--attention sdpa", "none", 0.1, {"attention": "sdpa"})
+    for part in (2, 4, 8):
+        if plan.micro_batch >= part:
+            size = plan.micro_batch // part
+            yield Change(f"--micro-batch {size}", "fewer sequences at a time", 1 + part / 8, {"micro_batch": size})
+    if plan.numbers.weights == 4:
+        yield Change("--precision bf16", "weights in 16 bits", 2.0, {"precision": "bf16"})
+    for bits in (8, 4):
+        if not plan.base_bits:
+            yield Change(f"--base-bits {bits}", "quantized weights", 7 - bits / 4, {"base_bits": bits})
+
+
+def _training_changes(plan: Plan) -> Iterator[Change]:
+    short = "fp16" if plan.precision.startswith("fp16") else "bf16"
+    if plan.attention == "eager":
+        yield Change("--attention sdpa", "none", 0.1, {"attention": "sdpa"})
+        if plan.checkpointing == "none":
+            cost = "1 to 3 % more time (arXiv 2205.05198)"
+            yield Change("--checkpointing selective", cost, 0.8, {"checkpointing": "selective"})
+    if plan.checkpointing != "full":
+        cost = "30 to 40 % more time for a step (arXiv 2205.05198)"
+        yield Change("--checkpointing full", cost, 3.0, {"checkpointing": "full"})
+    for stage, rank in ((1, 0.5), (2, 0.7), (3, 2.5)):
+        if plan.dp > 1 and plan.zero < stage:
+            cost = "little communication" if stage < 3 else "the weights of each layer are gathered twice in a step"
+            yield Change(f"--zero {stage}", cost, rank, {"zero": stage})
+    for part in (2, 4, 8, 16):
+        if plan.micro_batch % part == 0:
+            sizes = {"micro_batch": plan.micro_batch // part, "accumulation": plan.accumulation * part}
+            options = f"--micro-batch {sizes['micro_batch']} --accumulation {sizes['accumulation']}"
+            yield Change(options, "smaller matrix products, the same result", 1 + part / 16, sizes)
+    if plan.optimizer == "adamw" and not plan.lora_rank:
+        cost = "quantized optimizer states (arXiv 2110.02861)"
+        yield Change("--optimizer adamw-8bit", cost, 2.0, {"optimizer": "adamw-8bit"})
+    if plan.numbers.weights == 4 and not plan.lora_rank:
+        cost = "no weights in 32 bits: small updates are lost"
+        yield Change(f"--precision {short}", cost, 5.0, {"precision": short})
+    if not plan.lora_rank:
+        adapters = {"precision": short, "lora_rank": 16, "optimizer": "adamw"}
+        yield Change(f"--precision {short} --lora 16", "only adapters are trained", 6.0, adapters)
+        cost = "only adapters are trained, on a base of 4 bits"
+        yield Change(f"--precision {short} --lora 16 --base-bits 4", cost, 7.0, {**adapters, "base_bits": 4})
+    elif not plan.base_bits:
+        yield Change("--base-bits 4", "a base of 4 bits (arXiv 2305.14314)", 4.0, {"base_bits": 4})
+    for part in (2, 4):
+        if plan.seq_length >= 512 * part:
+            length = plan.seq_length // part
+            yield Change(f"--seq-length {length}", "shorter texts", 9.0 + part, {"seq_length": length})
+
+
+def _splits(shape: ModelShape, plan: Plan) -> Iterator[Change]:
+    """Yield changes that need more GPUs."""
+    for factor in (2, 4, 8):
+        parts = plan.tp * factor
+        if shape.heads % parts == 0 and parts <= 8:
+            yield Change(f"--tp {parts}", "", 8.0 * factor, {"tp": parts})
+        if plan.is_training and plan.dp == 1:
+            yield Change(f"--dp {factor} --zero 3", "", 7.5 * factor, {"dp": factor, "zero": 3})

@@ -1,0 +1,169 @@
+"""The memory of a rank of a plan: its parts as intervals, and their peak."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from effllm.memory.byte_range import ByteRange, total_of
+from effllm.memory.model import ModelShape
+from effllm.memory.overheads import CUBLAS_WORKSPACE, CUDA_CONTEXT, communication, fragmentation
+from effllm.memory.parameters import ParameterCounts, count_parameters
+from effllm.memory.plan import Plan, check_plan
+from effllm.memory.serving import serving_parts
+from effllm.memory.states import (
+    RankTensor,
+    Stage,
+    divided,
+    elements,
+    gradient_bytes,
+    rank_tensors,
+    stages,
+    state_bytes,
+    trained_tensors,
+    weight_bytes,
+)
+from effllm.memory.training import training_course
+
+#: Relative limits of activations and logits: the errors on configurations whose tensors were counted on CPU, between
+#: the 5th and the 95th percentile, and a wider limit for other kernels than those of transformers.
+ACTIVATION_LIMITS = (0.85, 1.15)
+OTHER_KERNELS = (0.7, 1.3)
+
+FORWARD_BACKWARD, OPTIMIZER_STEP, SERVING = "forward and backward", "optimizer step", "serving"
+
+
+@dataclass(frozen=True)
+class MemoryPart:
+    """A part of the memory at the peak of the rank, with the basis of its interval."""
+
+    name: str
+    bytes: ByteRange
+    basis: str
+    largest: float | None = None  # at its own moment; the part can be smaller at the peak
+
+
+#: The name of a moment of a step, and the parts of the memory at this moment.
+Moment = tuple[str, list[MemoryPart]]
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """The memory of the rank that needs most."""
+
+    shape: ModelShape
+    plan: Plan
+    parameters: ParameterCounts
+    trained: float  # parameters that the optimizer changes, of all ranks together
+    parts: tuple[MemoryPart, ...]
+    moment: str  # of the peak
+    total: ByteRange
+
+    def part(self, name: str) -> MemoryPart:
+        return next(one for one in self.parts if one.name == name)
+
+
+def estimate(shape: ModelShape, plan: Plan) -> MemoryEstimate:
+    """Return the memory of the rank of a plan that needs most.
+
+    Raises:
+        WrongPlan: the plan contradicts itself or the model.
+    """
+    check_plan(plan, shape)
+    whole = rank_tensors(shape, replace(plan, tp=1, pp=1, ep=1), Stage(True, True, shape.layers))
+    counts = count_parameters(shape)
+    build: Callable[[ModelShape, Plan, Stage], list[Moment]]
+    build = _training_parts if plan.is_training else _serving_parts
+    found = [moment for stage in stages(shape, plan) for moment in build(shape, plan, stage)]
+    totals = [total_of(part.bytes for part in parts) for _, parts in found]
+    expected, (moment, parts) = max(zip((one.expected for one in totals), found, strict=True), key=lambda one: one[0])
+    total = ByteRange(max(one.low for one in totals), expected, max(one.high for one in totals))
+    if shape.is_upper_bound:
+        total = replace(total, low=0.0)
+    return MemoryEstimate(shape, plan, counts, elements(trained_tensors(plan, whole)), tuple(parts), moment, total)
+
+
+def _training_parts(shape: ModelShape, plan: Plan, stage: Stage) -> list[Moment]:
+    """Return the parts at the two moments of a training step that can have its peak."""
+    held = rank_tensors(shape, plan, stage)
+    trained = trained_tensors(plan, held)
+    weights = weight_bytes(plan, divided(plan, held, 3), divided(plan, trained, 3))
+    states = state_bytes(plan, divided(plan, trained, 1))
+    all_gradients = gradient_bytes(plan, trained)
+    held_gradients = gradient_bytes(plan, divided(plan, trained, 2))
+    course = training_course(shape, plan, stage, held)
+    peak = course.peak
+    gradients = peak.gradients * (held_gradients / all_gradients if all_gradients else 1.0)
+    limits = ACTIVATION_LIMITS if plan.implementation == "transformers" else OTHER_KERNELS
+    sizes = weight_bytes(plan, held, trained)
+    buffers = communication(plan, all_gradients, sizes, sizes / stage.layers)
+    fixed = [
+        _static("weights", weights, shape, _weights_basis(plan)),
+        _static("optimizer states", states, shape, _states_basis(plan)),
+        MemoryPart("communication buffers", buffers, "published ranges and settings; not measured on a GPU"),
+        _CONTEXT,
+    ]
+    basis = f"{4 if plan.lora_rank else plan.numbers.gradients} bytes for each trained parameter"
+    forward_backward = [
+        replace(_static("gradients", gradients, shape, basis), largest=max(held_gradients, gradients)),
+        MemoryPart(
+            "activations",
+            ByteRange.exact(peak.activations).scaled(*limits),
+            "tensors kept for the backward pass; limits: errors of configurations counted on CPU",
+        ),
+        MemoryPart("logits", ByteRange.exact(peak.logits).scaled(*limits), "log-softmax and gradients in 32 bits"),
+        _fragmentation(peak.activations + peak.logits + gradients),
+    ]
+    optimizer_step = [
+        _static("gradients", held_gradients, shape, basis),
+        MemoryPart("optimizer workspace", _workspace(plan, trained), "fused: none; foreach: a copy of the weights"),
+        _fragmentation(held_gradients),
+    ]
+    return [(FORWARD_BACKWARD, [*fixed, *forward_backward]), (OPTIMIZER_STEP, [*fixed, *optimizer_step])]
+
+
+def _serving_parts(shape: ModelShape, plan: Plan, stage: Stage) -> list[Moment]:
+    held = rank_tensors(shape, plan, stage)
+    weights = weight_bytes(plan, held, [])
+    cache, working = serving_parts(shape, plan, stage)
+    buffers = communication(plan, 0.0, weights, weights / stage.layers)
+    parts = [
+        _static("weights", weights, shape, _weights_basis(plan)),
+        MemoryPart("KV cache", cache, "keys and values of all tokens; high: no window and no latent vectors"),
+        MemoryPart("activations", working, "one layer; low: a token at a time; high: logits of all tokens"),
+        MemoryPart("communication buffers", buffers, "published ranges and settings; not measured on a GPU"),
+        _CONTEXT,
+        _fragmentation(working.expected + cache.expected),
+    ]
+    return [(SERVING, parts)]
+
+
+_CONTEXT = MemoryPart(
+    "CUDA context", total_of([CUDA_CONTEXT, CUBLAS_WORKSPACE]), "published ranges; not measured on a GPU"
+)
+
+
+def _fragmentation(dynamic: float) -> MemoryPart:
+    return MemoryPart("fragmentation", fragmentation(dynamic), "an assumption, 0 to 20 %; not measured on a GPU")
+
+
+def _static(name: str, size: float, shape: ModelShape, basis: str) -> MemoryPart:
+    if shape.is_upper_bound:
+        return MemoryPart(name, ByteRange(0.0, size, size), "an upper bound: the architecture is unknown")
+    return MemoryPart(name, ByteRange.exact(size), basis)
+
+
+def _weights_basis(plan: Plan) -> str:
+    if plan.base_bits:
+        return f"{plan.base_bits} bits for each weight of a matrix, with its scales"
+    return f"{plan.numbers.weights} bytes for each parameter"
+
+
+def _states_basis(plan: Plan) -> str:
+    master = " and a copy of the weights in 32 bits" if plan.numbers.master and not plan.lora_rank else ""
+    return f"{plan.optimizer}{master}"
+
+
+def _workspace(plan: Plan, trained: list[RankTensor]) -> ByteRange:
+    size = 4 if plan.lora_rank else plan.numbers.states
+    return ByteRange(0.0, 0.0, elements(divided(plan, trained, 1)) * size)

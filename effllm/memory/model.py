@@ -1,0 +1,124 @@
+"""The shape of a language model: the sizes from which its parameters and its memory follow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MAX_SIZE = 10**8  # of a single dimension; the largest vocabularies have below 10^6 entries
+MAX_LAYERS = 10_000
+
+
+class WrongModel(ValueError):
+    """A model description that is not possible, or that cannot be read."""
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Multi-head latent attention (MLA) of DeepSeek-V2, arXiv 2405.04434: keys and values of a low rank."""
+
+    kv_rank: int
+    nope_head_dim: int
+    rope_head_dim: int
+    value_head_dim: int
+    q_rank: int = 0  # 0: queries have the full rank
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The mixture of experts of a layer, and the layers that have one."""
+
+    total: int
+    active: int
+    intermediate: int
+    layers: int  # number of layers with experts; the other layers have a dense MLP
+    shared_intermediate: int = 0  # width of all shared experts together
+    shared_gate: bool = False
+    router_bias: bool = False
+    expert_bias: bool = False
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes of a decoder-only transformer."""
+
+    name: str
+    architecture: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    tied: bool
+    gated_mlp: bool = True
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    head_bias: bool = False
+    positions: int = 0  # rows of a learned embedding of positions
+    norms_per_layer: int = 2
+    final_norm: bool = True
+    norm_weight: bool = True
+    norm_bias: bool = False
+    layer_norm: bool = False  # LayerNorm; otherwise RMSNorm
+    qk_norm_per_layer: int = 0  # parameters of the norms of queries and keys
+    other_per_layer: int = 0
+    experts: Experts | None = None
+    latent: LatentAttention | None = None
+    sliding_window: int = 0  # 0: full attention
+    sliding_layers: int = 0  # number of layers with the sliding window
+    activation: str = "silu"
+    notes: tuple[str, ...] = ()
+    is_upper_bound: bool = False  # of an unknown architecture
+
+    def __post_init__(self) -> None:
+        sizes = {
+            "layers": self.layers,
+            "hidden size": self.hidden,
+            "attention heads": self.heads,
+            "key-value heads": self.kv_heads,
+            "head dimension": self.head_dim,
+            "vocabulary": self.vocab,
+            "intermediate size": self.intermediate,
+        }
+        for name, size in sizes.items():
+            limit = MAX_LAYERS if name == "layers" else MAX_SIZE
+            if not 1 <= size <= limit:
+                raise WrongModel(f"{name} is {size:,}: a size from 1 to {limit:,} is possible")
+        if self.heads % self.kv_heads:
+            raise WrongModel(f"{self.heads} attention heads are not a multiple of {self.kv_heads} key-value heads")
+        if self.experts is not None:
+            self._check_experts(self.experts)
+        if self.latent is not None:
+            ranks = (self.latent.kv_rank, self.latent.nope_head_dim, self.latent.value_head_dim)
+            if min(ranks) < 1 or min(self.latent.q_rank, self.latent.rope_head_dim) < 0:
+                raise WrongModel("a rank or head dimension of the latent attention is below 1")
+            if max(*ranks, self.latent.q_rank, self.latent.rope_head_dim) > MAX_SIZE:
+                raise WrongModel(f"a rank or head dimension of the latent attention is above {MAX_SIZE:,}")
+
+    def _check_experts(self, experts: Experts) -> None:
+        if not 1 <= experts.active <= experts.total <= MAX_SIZE:
+            raise WrongModel(f"{experts.active:,} of {experts.total:,} experts are active")
+        if not 1 <= experts.intermediate <= MAX_SIZE or not 0 <= experts.shared_intermediate <= MAX_SIZE:
+            raise WrongModel(f"intermediate size of an expert is {experts.intermediate:,}")
+        if not 0 <= experts.layers <= self.layers:
+            raise WrongModel(f"{experts.layers:,} layers with experts in {self.layers:,} layers")
+
+    @property
+    def q_size(self) -> int:
+        """Elements of the queries of a token."""
+        return self.heads * self.qk_head_dim
+
+    @property
+    def qk_head_dim(self) -> int:
+        return self.latent.nope_head_dim + self.latent.rope_head_dim if self.latent else self.head_dim
+
+    @property
+    def value_size(self) -> int:
+        """Elements of the attention's output of a token, before its projection."""
+        return self.heads * (self.latent.value_head_dim if self.latent else self.head_dim)
+
+    @property
+    def dense_layers(self) -> int:
+        return self.layers - (self.experts.layers if self.experts else 0)

@@ -1,0 +1,153 @@
+"""How a model is trained or served: precision, optimizer, batch and layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from effllm.memory.model import ModelShape
+
+TRAINING, INFERENCE = "training", "inference"
+
+
+class WrongPlan(ValueError):
+    """A plan that is not possible, with the reason."""
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Bytes of an element of the parts that a precision determines."""
+
+    weights: int
+    gradients: int
+    states: int  # of an optimizer state
+    compute: int  # of an activation
+    master: int = 0  # of the optimizer's own copy of the weights
+    autocast: bool = False  # torch.autocast casts the weights of each matrix product
+    meaning: str = ""
+
+
+PRECISIONS = {
+    "fp32": Precision(4, 4, 4, 4, meaning="everything in 32 bits"),
+    "bf16": Precision(2, 2, 2, 2, meaning="weights, gradients and optimizer states in 16 bits"),
+    "fp16": Precision(2, 2, 2, 2, meaning="weights, gradients and optimizer states in 16 bits"),
+    "bf16-mixed": Precision(4, 4, 4, 2, autocast=True, meaning="weights in 32 bits, torch.autocast in 16 bits"),
+    "fp16-mixed": Precision(4, 4, 4, 2, autocast=True, meaning="weights in 32 bits, torch.autocast in 16 bits"),
+    "bf16-master": Precision(2, 4, 4, 2, master=4, meaning="weights in 16 bits, copies and gradients in 32 (Megatron)"),
+    "bf16-zero": Precision(2, 2, 4, 2, master=4, meaning="weights and gradients in 16 bits, copies in 32 (DeepSpeed)"),
+}
+
+#: Number of states of the size of the weights; Adafactor and Muon have their own formulas.
+OPTIMIZERS = {"adamw": 2, "adamw-8bit": 2, "lion": 1, "sgd-momentum": 1, "sgd": 0, "adafactor": 0, "muon": 1}
+
+CHECKPOINTING = ("none", "selective", "full")
+ATTENTION = ("sdpa", "flash", "eager")
+IMPLEMENTATIONS = ("transformers", "megatron")
+LORA_TARGETS = {"qv": ("q", "v"), "attention": ("q", "k", "v", "o"), "all": ("q", "k", "v", "o", "mlp")}
+MAX_COUNT = 10**7
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A training or an inference of a model on a number of GPUs."""
+
+    mode: str = TRAINING
+    precision: str = "bf16-mixed"
+    optimizer: str = "adamw"
+    checkpointing: str = "none"
+    attention: str = "sdpa"
+    implementation: str = "transformers"
+    seq_length: int = 2048
+    micro_batch: int = 1
+    accumulation: int = 1
+    lora_rank: int = 0  # 0: all weights are trained
+    lora_targets: str = "all"
+    base_bits: int = 0  # bits of a quantized frozen base (QLoRA); 0: the precision of the weights
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    dp: int = 1
+    zero: int = 0  # stage of ZeRO; FSDP is stage 3, or 2 with SHARD_GRAD_OP
+    sequence_parallel: bool = False
+
+    @property
+    def numbers(self) -> Precision:
+        return PRECISIONS[self.precision]
+
+    @property
+    def gpus(self) -> int:
+        return self.tp * self.pp * self.cp * self.dp
+
+    @property
+    def is_training(self) -> bool:
+        return self.mode == TRAINING
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch on a rank."""
+        return self.micro_batch * -(-self.seq_length // self.cp)
+
+    @property
+    def shards(self) -> int:
+        """Ranks between which ZeRO divides: those of data and context parallelism."""
+        return self.dp * self.cp
+
+
+def check_plan(plan: Plan, shape: ModelShape) -> None:
+    """Raise an error if a plan contradicts itself or the model.
+
+    Raises:
+        WrongPlan: with the reason.
+    """
+    allowed: dict[str, tuple[object, Iterable[object]]] = {
+        "precision": (plan.precision, PRECISIONS),
+        "optimizer": (plan.optimizer, OPTIMIZERS),
+        "checkpointing": (plan.checkpointing, CHECKPOINTING),
+        "attention": (plan.attention, ATTENTION),
+        "implementation": (plan.implementation, IMPLEMENTATIONS),
+        "LoRA targets": (plan.lora_targets, LORA_TARGETS),
+        "bits of the base": (plan.base_bits, (0, 4, 8)),
+        "ZeRO stage": (plan.zero, (0, 1, 2, 3)),
+    }
+    for name, (value, choices) in allowed.items():
+        if value not in choices:
+            raise WrongPlan(f"{name} {value} is not one of: {', '.join(map(str, choices))}")
+    counts = {
+        "sequence length": plan.seq_length,
+        "micro-batch": plan.micro_batch,
+        "gradient accumulation": plan.accumulation,
+        "tensor parallelism": plan.tp,
+        "pipeline parallelism": plan.pp,
+        "context parallelism": plan.cp,
+        "expert parallelism": plan.ep,
+        "data parallelism": plan.dp,
+    }
+    for name, value in counts.items():
+        if not 1 <= value <= MAX_COUNT:
+            raise WrongPlan(f"{name} is {value:,}: a number from 1 to {MAX_COUNT:,} is possible")
+    if plan.tokens > 10**10:
+        raise WrongPlan(f"a micro-batch of {plan.tokens:,} tokens is not possible")
+    if not 0 <= plan.lora_rank <= shape.hidden:
+        raise WrongPlan(f"LoRA rank {plan.lora_rank:,} is not between 0 and the hidden size {shape.hidden:,}")
+    if plan.base_bits and plan.is_training and not plan.lora_rank:
+        raise WrongPlan(f"a base of {plan.base_bits} bits cannot be trained: give a LoRA rank")
+    _check_layout(plan, shape)
+
+
+def _check_layout(plan: Plan, shape: ModelShape) -> None:
+    if shape.heads % plan.tp:
+        raise WrongPlan(f"tensor parallelism {plan.tp} does not divide {shape.heads} attention heads")
+    if plan.pp > shape.layers:
+        raise WrongPlan(f"pipeline parallelism {plan.pp} is above the {shape.layers} layers")
+    if plan.cp > plan.seq_length:
+        raise WrongPlan(f"context parallelism {plan.cp} is above the sequence length {plan.seq_length}")
+    experts = shape.experts.total if shape.experts else 0
+    if plan.ep > 1 and not experts:
+        raise WrongPlan(f"expert parallelism {plan.ep}: the model has no experts")
+    if plan.ep > 1 and experts % plan.ep:
+        raise WrongPlan(f"expert parallelism {plan.ep} does not divide {experts} experts")
+    if plan.ep > plan.gpus // plan.pp:
+        raise WrongPlan(f"expert parallelism {plan.ep} is above the {plan.gpus // plan.pp} ranks of a pipeline stage")
+    if plan.sequence_parallel and plan.tp == 1:
+        raise WrongPlan("sequence parallelism needs tensor parallelism")

@@ -1,0 +1,160 @@
+"""Bytes that a rank holds during the whole training: weights, gradients and optimizer states.
+
+ZeRO (arXiv 1910.02054, section 5) divides the states from stage 1 on, the gradients from stage 2 on, and the weights at
+stage 3.  Tensor, pipeline and expert parallelism divide the tensors themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from effllm.memory.model import ModelShape
+from effllm.memory.plan import LORA_TARGETS, OPTIMIZERS, Plan
+from effllm.memory.tensors import EMBEDDING, EXPERT, HEAD, NORM, ROUTER, ParameterTensor, parameter_tensors
+
+#: bitsandbytes quantizes states in blocks of 256 elements with a scale of 32 bits; smaller tensors stay in 32 bits.
+STATE_BLOCK, SMALLEST_8BIT = 256, 4096
+#: NF4 with blocks of 64 elements: a scale of 32 bits, or of 8 bits with a second scale for each 256 (double
+#: quantization, arXiv 2305.14314, section 3).
+NF4_BYTES, NF4_DOUBLE_BYTES = 0.5 + 4 / 64, 0.5 + 1 / 64 + 4 / (64 * 256)
+
+
+@dataclass(frozen=True)
+class RankTensor:
+    """The part of a tensor's copies that one rank holds."""
+
+    tensor: ParameterTensor
+    copies: float
+
+    @property
+    def elements(self) -> float:
+        return self.tensor.elements * self.copies
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The first or the last stage of a pipeline."""
+
+    is_first: bool
+    is_last: bool
+    layers: int
+
+
+def stages(shape: ModelShape, plan: Plan) -> list[Stage]:
+    """Return the stages that can have the largest peak."""
+    layers = -(-shape.layers // plan.pp)
+    if plan.pp == 1:
+        return [Stage(True, True, layers)]
+    return [Stage(True, False, layers), Stage(False, True, layers)]
+
+
+def rank_tensors(shape: ModelShape, plan: Plan, stage: Stage) -> list[RankTensor]:
+    """Return the tensors of a rank of a stage, before ZeRO divides them."""
+    share = stage.layers / shape.layers
+    found = []
+    for tensor in parameter_tensors(shape):
+        held = tensor.count * share
+        if tensor.group == EMBEDDING:
+            held = tensor.count if stage.is_first or (stage.is_last and shape.tied) else 0
+        elif tensor.group == HEAD:
+            held = tensor.count if stage.is_last else 0
+        elif tensor.group == EXPERT:
+            held /= plan.ep
+        if tensor.group not in (NORM, ROUTER) and tensor.columns:
+            held /= plan.tp
+        if held:
+            found.append(RankTensor(tensor, held))
+    return found
+
+
+def trained_tensors(plan: Plan, held: list[RankTensor]) -> list[RankTensor]:
+    """Return the tensors that the optimizer changes: all, or the adapters of LoRA.
+
+    An adapter of a matrix of m rows and n columns has r (m + n) elements (arXiv 2106.09685).  Routed experts have no
+    adapters: PEFT adapts modules, and the experts of transformers are parameters of one module.
+    """
+    if not plan.lora_rank:
+        return held
+    found = []
+    for one in held:
+        tensor, rank = one.tensor, plan.lora_rank
+        if tensor.name in LORA_TARGETS[plan.lora_targets] and tensor.group not in (EXPERT, EMBEDDING, HEAD):
+            for rows, columns in ((rank, tensor.columns), (tensor.rows, rank)):
+                found.append(RankTensor(ParameterTensor(tensor.group, tensor.name, rows, columns, 1), one.copies))
+    return found
+
+
+def divided(plan: Plan, tensors: list[RankTensor], from_stage: int) -> list[RankTensor]:
+    """Return the part of tensors that a rank holds if ZeRO divides them from a stage on.
+
+    Ranks that hold different experts cannot share the states of an expert.
+    """
+    if plan.zero < from_stage or plan.shards == 1:
+        return tensors
+    return [
+        RankTensor(one.tensor, one.copies / max(plan.shards / (plan.ep if one.tensor.group == EXPERT else 1), 1))
+        for one in tensors
+    ]
+
+
+def elements(tensors: list[RankTensor]) -> float:
+    return sum(one.elements for one in tensors)
+
+
+def weight_bytes(plan: Plan, held: list[RankTensor], trained: list[RankTensor]) -> float:
+    """Return the bytes of the weights of a rank, adapters included, before ZeRO."""
+    size = plan.numbers.weights
+    if plan.base_bits:
+        quantized = sum(one.elements for one in held if one.tensor.name)
+        other = elements(held) - quantized
+        base = quantized * (NF4_DOUBLE_BYTES if plan.base_bits == 4 else 1 + 4 / 4096) + other * 2
+    else:
+        base = elements(held) * size
+    return base + (elements(trained) * adapter_bytes(plan) if plan.lora_rank else 0.0)
+
+
+def adapter_bytes(plan: Plan) -> int:
+    """Return the bytes of an element of an adapter: PEFT makes adapters in 32 bits, also of a base in 16 bits."""
+    return 4 if plan.lora_rank else plan.numbers.weights
+
+
+def gradient_bytes(plan: Plan, trained: list[RankTensor]) -> float:
+    return elements(trained) * (4 if plan.lora_rank else plan.numbers.gradients)
+
+
+def state_bytes(plan: Plan, trained: list[RankTensor]) -> float:
+    """Return the bytes of optimizer states and of the optimizer's copy of the weights, before ZeRO.
+
+    The step counter of each tensor, of 4 bytes, is not counted.
+    """
+    size = 4 if plan.lora_rank else plan.numbers.states
+    master = 0 if plan.lora_rank else plan.numbers.master
+    of_tensor: Callable[[ParameterTensor, int], float] = _SPECIAL.get(
+        plan.optimizer, lambda tensor, width: OPTIMIZERS[plan.optimizer] * tensor.elements * width
+    )
+    return sum(one.copies * (of_tensor(one.tensor, size) + master * one.tensor.elements) for one in trained)
+
+
+def _adafactor(tensor: ParameterTensor, size: int) -> float:
+    """Row and column sums of a matrix, all squares of a vector (arXiv 1804.04235)."""
+    return (tensor.rows + tensor.columns if tensor.columns else tensor.rows) * size
+
+
+def _adamw_8bit(tensor: ParameterTensor, _size: int) -> float:
+    if tensor.elements < SMALLEST_8BIT:
+        return 2 * tensor.elements * 4
+    return 2 * (tensor.elements + -(-tensor.elements // STATE_BLOCK) * 4)
+
+
+def _muon(tensor: ParameterTensor, size: int) -> float:
+    """A momentum for the matrices of the layers; AdamW for the embedding, the head and vectors."""
+    is_matrix = tensor.columns and tensor.group not in (EMBEDDING, HEAD)
+    return (1 if is_matrix else 2) * tensor.elements * size
+
+
+_SPECIAL: dict[str, Callable[[ParameterTensor, int], float]] = {
+    "adafactor": _adafactor,
+    "adamw-8bit": _adamw_8bit,
+    "muon": _muon,
+}

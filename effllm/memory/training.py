@@ -1,0 +1,118 @@
+"""The course of a training step of a model: its blocks in the order of the forward pass."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from effllm.memory.blocks import FULL, Block, TensorSizes, attention, experts, mlp, norm
+from effllm.memory.model import ModelShape
+from effllm.memory.plan import Plan
+from effllm.memory.states import RankTensor, Stage, elements, gradient_bytes, trained_tensors
+from effllm.memory.step import StepBlocks, StepCourse, course_of
+from effllm.memory.tensors import ATTENTION, EMBEDDING, EXPERT, HEAD, MLP, NORM, ROUTER, SHARED
+
+
+def training_course(shape: ModelShape, plan: Plan, stage: Stage, held: list[RankTensor]) -> StepCourse:
+    """Return what a step of a rank needs beside weights and optimizer states."""
+    sizes = TensorSizes(shape, plan)
+    weights = _BlockWeights(sizes, held, stage)
+    dense = [norm(sizes), weights.attach(_attention(sizes), ATTENTION), norm(sizes)]
+    layers = [[*dense, weights.attach(mlp(sizes, shape.intermediate), MLP)]]
+    routed = shape.experts
+    if routed:
+        share = routed.layers / shape.layers
+        sparse = [[*dense, weights.attach(experts(sizes, routed), EXPERT, SHARED, ROUTER)]]
+        count = round(stage.layers * share)
+        layers = layers * (stage.layers - count) + sparse * count
+    else:
+        layers = layers * stage.layers
+    stream = sizes.tokens * shape.hidden * sizes.stream / sizes.spread
+    return course_of(
+        StepBlocks(
+            first=_first(sizes, weights, stream),
+            layers=layers,
+            final=_final(sizes) if stage.is_last else None,
+            last=weights.attach(_loss(sizes), HEAD) if stage.is_last else None,
+            input_bytes=stream,
+            is_checkpointed=plan.checkpointing == "full",
+            gradients=gradient_bytes(plan, weights.trained),
+            resident=plan.accumulation > 1 or plan.numbers.master == 4 or plan.dp > 1 or plan.pp > 1,
+            in_flight=min(plan.pp, plan.accumulation) if stage.is_first else 1,
+        )
+    )
+
+
+class _BlockWeights:
+    """The gradients, and the casts of autocast, of the weights of a block."""
+
+    def __init__(self, sizes: TensorSizes, held: list[RankTensor], stage: Stage) -> None:
+        self.sizes, self.stage, self.held = sizes, stage, held
+        self.trained = trained_tensors(sizes.plan, held)
+        shape = sizes.shape
+        self.sparse_layers = stage.layers * (shape.experts.layers / shape.layers if shape.experts else 0.0)
+
+    def attach(self, block: Block, *groups: str) -> Block:
+        plan, numbers = self.sizes.plan, self.sizes.plan.numbers
+        layers = self._layers(groups[0])
+        held = [one for one in self.held if one.tensor.group in groups]
+        trained = [one for one in self.trained if one.tensor.group in groups]
+        if HEAD in groups and self.sizes.shape.tied and not held:
+            held = [one for one in self.held if one.tensor.group == EMBEDDING][:1]
+            trained = held if not plan.lora_rank else []
+        size = 4 if plan.lora_rank else numbers.gradients
+        matrices = sum(one.elements for one in held if one.tensor.columns)
+        casts = matrices + (elements(trained) if plan.lora_rank else 0.0)
+        largest = max((one.tensor.elements for one in trained), default=0) / plan.tp
+        return replace(
+            block,
+            gradients=elements(trained) / layers * size,
+            casts=casts / layers * numbers.compute if numbers.autocast else 0.0,
+            largest=largest * size,
+        )
+
+    def _layers(self, group: str) -> float:
+        if group in (HEAD, EMBEDDING):
+            return 1.0
+        if group == EXPERT:
+            return max(self.sparse_layers, 1.0)
+        return max(self.stage.layers - (self.sparse_layers if group == MLP else 0.0), 1.0)
+
+
+def _attention(sizes: TensorSizes) -> Block:
+    """Return the attention; selective checkpointing recomputes its probabilities (Korthikanti et al., section 5)."""
+    block = attention(sizes)
+    if sizes.plan.checkpointing != "selective":
+        return block
+    fused = attention(replace(sizes, plan=replace(sizes.plan, attention="sdpa")))
+    return replace(block, kept=fused.kept, backward=block.backward + block.kept - fused.kept)
+
+
+def _first(sizes: TensorSizes, weights: _BlockWeights, stream: float) -> Block:
+    """Return what lives during the whole step: the residual stream, tables of rotations and the mask."""
+    shape, plan = sizes.shape, sizes.plan
+    tables = 0 if shape.positions else 2 * plan.seq_length * shape.qk_head_dim * sizes.stream
+    mask = plan.micro_batch * plan.seq_length**2 * sizes.stream if plan.attention == "eager" else 0
+    embedding = weights.attach(Block(0.0), EMBEDDING)
+    gradient = 0.0 if shape.tied else embedding.gradients
+    # The gradient of the embedding is a tensor of its own before it is added to an existing one.
+    again = embedding.gradients if shape.tied or plan.accumulation > 1 else 0.0
+    norms = elements([one for one in weights.trained if one.tensor.group == NORM])
+    return Block(
+        kept=stream + tables + mask, backward=again + stream, gradients=gradient + norms * plan.numbers.gradients
+    )
+
+
+def _final(sizes: TensorSizes) -> Block:
+    block = norm(sizes)
+    return replace(block, kept=block.kept + sizes.tokens * sizes.shape.hidden * sizes.compute / sizes.spread)
+
+
+def _loss(sizes: TensorSizes) -> Block:
+    """Return the bytes of logits and cross-entropy.
+
+    transformers converts logits to 32 bits, and the loss keeps their log-softmax.  In the backward pass, the gradients
+    of the log-softmax and of its input are beside it.
+    """
+    logits = sizes.tokens * sizes.shape.vocab / sizes.plan.tp
+    converted = 0 if sizes.compute == FULL else sizes.compute
+    return Block(kept=logits * FULL, forward=logits * (FULL + converted), backward=logits * 2 * FULL)

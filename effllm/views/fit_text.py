@@ -1,0 +1,164 @@
+"""The texts of ``effllm fit``: the two tables, the parts of a plan, and the changes that make it fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from effllm.memory.byte_range import ByteRange, total_of
+from effllm.memory.changes import FITS, FittingChange, verdict
+from effllm.memory.estimate import MemoryEstimate
+from effllm.memory.plan import Plan
+from effllm.records.plain_text import one_line
+
+GB, GIB = 1e9, 2.0**30
+SIGNS = {FITS: "✓", "does not fit": "✗", "unclear": "?"}
+
+
+@dataclass(frozen=True)
+class GpuMemory:
+    """The GPUs of a plan."""
+
+    name: str
+    count: int
+    memory_bytes: float
+    usable_bytes: float
+    source: str  # found here, or the hardware table
+
+
+@dataclass(frozen=True)
+class ModelFit:
+    """A model with its estimates."""
+
+    source: str
+    notes: tuple[str, ...]
+    inference: MemoryEstimate | None
+    training: MemoryEstimate | None
+    changes: tuple[FittingChange, ...]  # of the training, or of the inference alone
+
+    @property
+    def any(self) -> MemoryEstimate:
+        found = self.training or self.inference
+        assert found is not None
+        return found
+
+
+def fit_lines(fits: Sequence[ModelFit], gpu: GpuMemory | None) -> Iterator[str]:
+    """Yield the lines of the command's output."""
+    yield from requirement_lines(fits)
+    if gpu:
+        yield ""
+        yield from compatibility_lines(fits, gpu)
+    for fit in fits:
+        for found in (fit.inference, fit.training):
+            if found and (fit.training is None or found is fit.training):
+                yield ""
+                yield from _part_lines(found)
+        yield from (f"note: {one_line(note)}" for note in fit.notes)
+        if gpu:
+            yield from _change_lines(fit, gpu)
+
+
+def requirement_lines(fits: Sequence[ModelFit]) -> Iterator[str]:
+    """Yield the table of requirements: one row for each model."""
+    yield "Model Memory Requirements, of the GPU that needs most (1 GB = 10^9 bytes)"
+    yield ""
+    first = fits[0]
+    heads = [_column(first.inference), _column(first.training)]
+    yield f"{'Model':<24} {'Parameters':>16}  {heads[0]:<25} {heads[1]}".rstrip()
+    for fit in fits:
+        cells = [_range(found.total) if found else "" for found in (fit.inference, fit.training)]
+        name = one_line(fit.any.shape.name)[:24]
+        yield f"{name:<24} {fit.any.parameters.total:>16,}  {cells[0]:<25} {cells[1]}".rstrip()
+        if fit.any.parameters.active != fit.any.parameters.total:
+            yield f"{'  of these active':<24} {fit.any.parameters.active:>16,}  (memory needs all parameters)"
+
+
+def compatibility_lines(fits: Sequence[ModelFit], gpu: GpuMemory) -> Iterator[str]:
+    """Yield the table of compatibility: a row for each model and use."""
+    yield (
+        f"Compatibility with {gpu.count} x {one_line(gpu.name)}: {gpu.memory_bytes / GB:.1f} GB = "
+        f"{gpu.memory_bytes / GIB:.1f} GiB, {gpu.usable_bytes / GB:.1f} GB usable ({gpu.source})"
+    )
+    yield ""
+    yield f"{'Model':<36} {'Required':<25} Status"
+    for fit in fits:
+        for found in (fit.inference, fit.training):
+            if found:
+                word = verdict(found.total, gpu.usable_bytes)
+                name = f"{one_line(found.shape.name)[:24]} ({found.plan.mode})"
+                yield f"{name:<36} {_range(found.total):<25} {SIGNS[word]} {word}"
+
+
+def _part_lines(found: MemoryEstimate) -> Iterator[str]:
+    yield f"{one_line(found.shape.name)}: {plan_text(found.plan)}"
+    yield f"Peak at: {found.moment}"
+    yield ""
+    yield f"{'part':<22} {'low':>8} {'expected':>9} {'high':>8}  GB, and basis"
+    for part in found.parts:
+        if part.bytes.high or part.largest:
+            yield f"{part.name:<22} {_numbers(part.bytes)}  {part.basis}"
+            if part.largest and part.largest > 1.01 * part.bytes.high:
+                yield f"{'':<22} later in the step {part.largest / GB:.2f} GB, when activations are freed"
+    total = found.total
+    yield f"{'total':<22} {_numbers(total)}  90 % interval; {total.low / GIB:.1f} to {total.high / GIB:.1f} GiB"
+    if total.high > total_of(part.bytes for part in found.parts).high:
+        yield "the high limit is that of the optimizer step, with a workspace of the size of the weights (foreach)"
+    yield f"dominant: {', '.join(_dominant(found))}"
+
+
+def _dominant(found: MemoryEstimate) -> Iterator[str]:
+    parts = sorted(found.parts, key=lambda part: -part.bytes.expected)[:3]
+    for part in parts:
+        share = part.bytes.expected / max(found.total.expected, 1.0)
+        if share >= 0.05:
+            yield f"{part.name} {100 * share:.0f} %"
+
+
+def _change_lines(fit: ModelFit, gpu: GpuMemory) -> Iterator[str]:
+    word = verdict(fit.any.total, gpu.usable_bytes)
+    yield f"{fit.any.plan.mode}: {SIGNS[word]} {word}"
+    if word == FITS:
+        return
+    if not fit.changes:
+        yield "no change of at most three settings makes it fit: more GPUs, or a smaller model"
+        return
+    yield "changes that make it fit, the cheapest first:"
+    for change in fit.changes:
+        yield f"  {change.options:<44} {_range(change.total)}"
+        yield f"    cost: {'; '.join(change.costs)}"
+
+
+def plan_text(plan: Plan) -> str:
+    """Return a plan as words."""
+    words = [plan.mode, plan.precision]
+    if plan.base_bits:
+        words.append(f"base of {plan.base_bits} bits")
+    if plan.is_training:
+        words += [plan.optimizer, f"checkpointing {plan.checkpointing}"]
+        words += [f"LoRA of rank {plan.lora_rank} ({plan.lora_targets})"] if plan.lora_rank else []
+        words += [f"{plan.micro_batch} x {plan.seq_length} tokens", f"accumulation {plan.accumulation}"]
+        words += [f"ZeRO {plan.zero}"] if plan.zero else []
+    else:
+        words.append(f"{plan.micro_batch} sequences of {plan.seq_length} tokens")
+    words.append(f"attention {plan.attention}")
+    sizes = {"TP": plan.tp, "PP": plan.pp, "CP": plan.cp, "EP": plan.ep, "DP": plan.dp}
+    words += [f"{name} {size}" for name, size in sizes.items() if size > 1]
+    return ", ".join(words)
+
+
+def _column(found: MemoryEstimate | None) -> str:
+    if found is None:
+        return ""
+    plan = found.plan
+    if not plan.is_training:
+        return f"Inference ({plan.precision})"
+    return f"Training ({plan.precision}, {'LoRA' if plan.lora_rank else plan.optimizer})"
+
+
+def _range(total: ByteRange) -> str:
+    return f"{total.expected / GB:,.1f} GB ({total.low / GB:,.1f}-{total.high / GB:,.1f})"
+
+
+def _numbers(size: ByteRange) -> str:
+    return f"{size.low / GB:>8.2f} {size.expected / GB:>9.2f} {size.high / GB:>8.2f}"

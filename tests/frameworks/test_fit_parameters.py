@@ -1,0 +1,78 @@
+"""The number of parameters of ``effllm fit`` against the modules of transformers, built on the meta device."""
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from effllm.memory.config_json import FAMILIES, read_config
+from effllm.memory.known_models import known_models
+from effllm.memory.parameters import count_parameters
+
+SIZES = {
+    "num_hidden_layers": 5,
+    "hidden_size": 48,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "intermediate_size": 104,
+    "vocab_size": 211,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
+LATENT = {"kv_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12, "n_routed_experts": 8}
+LATENT |= {"num_experts_per_tok": 2, "n_shared_experts": 2, "moe_intermediate_size": 20, "first_k_dense_replace": 2}
+LATENT |= {"n_group": 1, "topk_group": 1, "num_key_value_heads": 6}
+ROUTED = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+VARIANTS = [
+    *((kind, {}) for kind in FAMILIES if kind not in {"kimi_k2", "gpt2", "opt", "deepseek_v2"}),
+    *((kind, {"tie_word_embeddings": tied}) for kind in ("llama", "gemma", "gpt_neox") for tied in (True, False)),
+    *((kind, {"attention_bias": True}) for kind in ("llama", "qwen3", "gemma2", "deepseek_v3", "olmo2", "gpt_neox")),
+    *((kind, {"head_dim": 20}) for kind in ("llama", "mistral", "qwen3", "gemma3_text", "mixtral")),
+    ("llama", {"mlp_bias": True}),
+    ("gpt2", {"n_positions": 32}),
+    ("gpt2", {"n_inner": 100}),
+    ("opt", {"ffn_dim": 104, "word_embed_proj_dim": 48}),
+    ("deepseek_v2", {**LATENT, "q_lora_rank": None}),
+    ("deepseek_v3", {**LATENT, "q_lora_rank": 28}),
+    ("deepseek_v3", {**LATENT, "q_lora_rank": None}),
+    ("qwen2_moe", {**ROUTED, "shared_expert_intermediate_size": 36, "decoder_sparse_step": 2}),
+    ("qwen3_moe", {**ROUTED, "mlp_only_layers": [1, 3]}),
+    ("cohere", {"use_qk_norm": True}),
+    ("stablelm", {"use_qkv_bias": True}),
+    ("stablelm", {"use_parallel_residual": True}),
+    ("starcoder2", {"use_bias": False}),
+]
+
+
+def parameters_on_meta(config):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return sum(one.numel() for one in model.parameters())
+
+
+@pytest.mark.parametrize(("kind", "changes"), VARIANTS, ids=lambda value: str(value)[:40])
+def test_parameters_of_each_architecture_are_exact(kind, changes):
+    config = AutoConfig.for_model(kind, **{**SIZES, **changes})
+
+    shape = read_config(config.to_dict())
+
+    assert not shape.is_upper_bound
+    assert count_parameters(shape).total == parameters_on_meta(config)
+
+
+@pytest.mark.parametrize("row", [one for one in known_models() if one.config["model_type"] != "kimi_k2"], ids=str)
+def test_parameters_of_known_models_are_those_of_transformers(row):
+    fields = {key: value for key, value in row.config.items() if key != "model_type"}
+    config = AutoConfig.for_model(row.config["model_type"], **fields)
+
+    assert count_parameters(row.shape).total == parameters_on_meta(config)
+
+
+def test_an_unknown_architecture_gets_an_upper_bound():
+    for kind in ("glm4", "falcon", "bloom", "exaone4", "hunyuan_v1_dense", "nemotron"):
+        fixed = {"intermediate_size"} if kind == "bloom" else set()  # its MLP is always four times as wide
+        config = AutoConfig.for_model(kind, **{k: v for k, v in SIZES.items() if k not in fixed})
+
+        shape = read_config(config.to_dict())
+
+        assert shape.is_upper_bound
+        assert count_parameters(shape).total >= parameters_on_meta(config), kind

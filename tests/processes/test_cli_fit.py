@@ -1,0 +1,140 @@
+"""``effllm fit``: tables, JSON, exit status and wrong use."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from effllm.commands.app import app
+
+
+def fit(*arguments):
+    return CliRunner().invoke(app, ["fit", *arguments])
+
+
+@pytest.fixture
+def config(tmp_path):
+    fields = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2}
+    fields |= {"intermediate_size": 16, "vocab_size": 10}
+    (tmp_path / "tiny").mkdir()
+    path = tmp_path / "tiny" / "config.json"
+
+    def write(**changes):
+        path.write_text(json.dumps({**fields, **changes}))
+        return path
+
+    write()
+    write.path = path
+    return write
+
+
+def test_two_tables_and_the_parts_of_the_training_are_printed():
+    done = fit("deepseek-math-7b", "deepseek-v3", "--gpu", "t4")
+
+    lines = done.stdout.splitlines()
+    assert done.exit_code == 1
+    assert "Model Memory Requirements" in lines[0]
+    assert [line for line in lines if line.startswith("deepseek-math-7b  ") and "6,910,365,696" in line]
+    assert [line for line in lines if "of these active" in line and "memory needs all parameters" in line]
+    assert [line for line in lines if line.startswith("deepseek-math-7b (training)") and line.endswith("does not fit")]
+    assert [line for line in lines if line.startswith("optimizer states")]
+    assert "dominant: " in done.stdout
+
+
+def test_json_has_exact_parameters_and_ranges_of_all_parts():
+    done = fit("llama-3.1-8b", "--gpu", "h100-80gb", "--json")
+
+    [model] = json.loads(done.stdout)["models"]
+    assert model["parameters"] == 8_030_261_248
+    training = model["training"]
+    assert training["verdict"] == "does not fit"
+    assert training["parts"]["optimizer_states"]["expected"] == 8 * 8_030_261_248
+    for part in (*training["parts"].values(), training["total"]):
+        assert part["low"] <= part["expected"] <= part["high"]
+    parts = sum(part["expected"] for part in training["parts"].values())
+    assert training["total"]["expected"] == pytest.approx(parts, abs=len(training["parts"]))
+    assert model["changes"]
+
+
+@pytest.mark.parametrize("of", ["config.json", "folder"])
+def test_a_config_and_its_folder_are_the_same_model(config, of):
+    done = fit(str(config.path if of == "config.json" else config.path.parent), "--json")
+
+    [model] = json.loads(done.stdout)["models"]
+    assert (done.exit_code, model["name"], model["parameters"]) == (0, "tiny", 2 * 80 + 2 * (256 + 384 + 16) + 8)
+    assert model["training"]["verdict"] is None
+
+
+def test_an_option_of_a_change_makes_the_plan_fit():
+    done = fit("llama-3.1-8b", "--gpu", "h100-80gb", "--json")
+    [model] = json.loads(done.stdout)["models"]
+
+    again = fit("llama-3.1-8b", "--gpu", "h100-80gb", *model["changes"][0]["options"].split(), "--json")
+
+    [changed] = json.loads(again.stdout)["models"]
+    assert again.exit_code == 0
+    assert changed["training"]["total"] == model["changes"][0]["total"]
+
+
+def test_gpus_without_a_layout_are_data_parallel():
+    done = fit("llama-3.1-8b", "--gpu", "h100-80gb", "--gpus", "8", "--tp", "2", "--fsdp", "--json")
+
+    document = json.loads(done.stdout)
+    plan = document["models"][0]["training"]["plan"]
+    assert (plan["tp"], plan["dp"], plan["zero"], document["gpu"]["count"]) == (2, 4, 3, 8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("qwen3-9b",), "no model of this name in the table: qwen3-8b"),
+        (("nobody/gated-7b",), "nothing is downloaded: download config.json"),
+        (("llama-3.1-8b", "--gpu", "h300"), "the table has no GPU h300"),
+        (("llama-3.1-8b", "--gpus", "6", "--tp", "4"), "does not divide 6 GPUs"),
+        (("llama-3.1-8b", "--gpus", "-1"), "-1 GPUs"),
+        (("llama-3.1-8b", "--tp", "2", "--dp", "2", "--gpus", "8"), "but --gpus is 8"),
+        (("llama-3.1-8b", "--tp", "5"), "tensor parallelism 5 does not divide 32 attention heads"),
+        (("llama-3.1-8b", "--micro-batch", "0"), "micro-batch is 0"),
+        (("llama-3.1-8b", "--mode", "both"), "both is not training or inference"),
+        (("llama-3.1-8b", "--fsdp", "--zero", "1"), "--fsdp is --zero 3"),
+    ],
+)
+def test_wrong_use_is_named_in_one_line(arguments, text):
+    done = fit(*arguments)
+
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert text in " ".join(done.stderr.split())
+
+
+@pytest.mark.parametrize("content", ["", "[1]", "{", '{"hidden_size": 1e999}', '{"a": ' * 2000, "\x00"])
+def test_a_file_that_is_not_a_config_is_refused_in_one_line(tmp_path, content):
+    path = tmp_path / "config.json"
+    path.write_text(content)
+
+    done = fit(str(path))
+
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert str(path) in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_folder_without_a_config_is_refused(tmp_path):
+    assert "a folder without a config.json" in fit(str(tmp_path)).stderr
+
+
+def test_an_unknown_architecture_is_an_upper_bound(config):
+    done = fit(str(config(model_type="newest")), "--json")
+
+    [model] = json.loads(done.stdout)["models"]
+    assert model["is_upper_bound"]
+    assert model["training"]["total"]["low"] == 0
+    assert "unknown architecture (newest)" in model["notes"][0]
+
+
+def test_a_model_too_large_for_every_change_has_no_changes(config):
+    path = config(num_hidden_layers=5000, hidden_size=65536, num_attention_heads=1, intermediate_size=262144)
+
+    done = fit(str(path), "--gpu", "b300")
+
+    assert done.exit_code == 1
+    assert "no change of at most three settings makes it fit" in done.stdout

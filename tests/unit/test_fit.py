@@ -1,0 +1,255 @@
+"""The memory of a model before the run: parameters, parts, verdicts and changes."""
+
+from dataclasses import replace
+
+import pytest
+
+from effllm.devices.known.named_gpus import find_gpu, similar_gpus, usable_bytes
+from effllm.memory.byte_range import ByteRange, total_of
+from effllm.memory.changes import DOES_NOT_FIT, FITS, UNCLEAR, fitting_changes, verdict
+from effllm.memory.config_json import read_config
+from effllm.memory.estimate import estimate
+from effllm.memory.known_models import find_model, known_models, similar_names
+from effllm.memory.model import WrongModel
+from effllm.memory.parameters import count_parameters
+from effllm.memory.plan import INFERENCE, Plan, WrongPlan
+from effllm.memory.tensors import parameter_tensors
+
+TINY = {
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "hidden_size": 8,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "intermediate_size": 16,
+    "vocab_size": 10,
+}
+# Embedding and head 2 x 10 x 8; a layer: queries and output 2 x 8 x 8, keys and values 2 x 8 x 4, MLP 3 x 8 x 16,
+# norms 2 x 8; the last norm 8.
+TINY_PARAMETERS = 160 + 2 * (128 + 64 + 384 + 16) + 8
+EIGHT_B = find_model("llama-3.1-8b").shape
+
+
+def held(shape, plan):
+    return {part.name: part.bytes.expected for part in estimate(shape, plan).parts}
+
+
+def test_parameters_of_a_tiny_llama_are_counted_by_hand():
+    assert count_parameters(read_config(TINY)).total == TINY_PARAMETERS == 1352
+
+
+@pytest.mark.parametrize("row", known_models(), ids=lambda row: row.name)
+def test_known_models_have_their_published_parameters(row):
+    counts = count_parameters(row.shape)
+
+    assert row.source.startswith("https://")
+    assert row.published_parameters in (None, counts.total)
+    assert sum(one.elements * one.count for one in parameter_tensors(row.shape)) == counts.total
+
+
+def test_table_has_the_documents_models_and_thirty_others():
+    names = {row.name for row in known_models()}
+
+    assert {"deepseek-math-7b", "deepseek-math-70b", "deepseek-v3"} <= names
+    assert len(names) == len(known_models()) >= 33
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "Llama 3.1 8B", "meta-llama/Llama-3.1-8B", "llama-3-8b"])
+def test_models_are_found_by_name_alias_and_repository(name):
+    assert find_model(name).name == "llama-3.1-8b"
+
+
+def test_a_misspelt_name_has_similar_names():
+    assert find_model("qwen3-9b") is None
+    assert "qwen3-8b" in similar_names("qwen3-9b")
+
+
+def test_memory_of_experts_needs_all_parameters():
+    counts = count_parameters(find_model("mixtral-8x7b").shape)
+
+    assert counts.total - counts.active == 6 * 32 * 3 * 4096 * 14336
+    weights = held(find_model("mixtral-8x7b").shape, Plan(mode=INFERENCE, precision="bf16"))["weights"]
+    assert weights == 2 * counts.total
+
+
+@pytest.mark.parametrize(
+    ("precision", "weights", "gradients", "states"),
+    [("fp32", 4, 4, 8), ("bf16", 2, 2, 4), ("bf16-mixed", 4, 4, 8), ("bf16-master", 2, 4, 12), ("bf16-zero", 2, 2, 12)],
+)
+def test_bytes_of_a_parameter_follow_the_precision(precision, weights, gradients, states):
+    found = estimate(read_config(TINY), Plan(precision=precision, accumulation=2, seq_length=8))
+
+    assert found.part("weights").bytes.expected == weights * TINY_PARAMETERS
+    assert found.part("gradients").bytes.expected == gradients * TINY_PARAMETERS
+    assert found.part("optimizer states").bytes.expected == states * TINY_PARAMETERS
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "bytes_of_states"),
+    [
+        ("sgd", 0),
+        ("sgd-momentum", 4 * TINY_PARAMETERS),
+        ("lion", 4 * TINY_PARAMETERS),
+        ("muon", 4 * (TINY_PARAMETERS + 160 + 5 * 8)),  # twice for embedding, head and norms
+        # rows + columns of two 10 x 8; of 8 x 8 (two), 4 x 8 (two), 16 x 8 (two), 8 x 16 in two layers; norms
+        ("adafactor", 4 * (2 * 18 + 2 * (2 * 16 + 2 * 12 + 3 * 24) + 5 * 8)),
+    ],
+)
+def test_states_of_optimizers_are_counted_by_hand(optimizer, bytes_of_states):
+    states = held(read_config(TINY), Plan(precision="fp32", optimizer=optimizer))["optimizer states"]
+
+    assert states == bytes_of_states
+
+
+def test_adapters_have_r_times_rows_and_columns():
+    plan = Plan(precision="bf16", lora_rank=4, lora_targets="qv")
+
+    found = estimate(read_config(TINY), plan)
+
+    assert found.trained == 2 * 4 * ((8 + 8) + (4 + 8))
+    assert found.part("optimizer states").bytes.expected == 8 * found.trained
+
+
+def test_a_base_of_4_bits_needs_about_half_a_byte_for_a_weight():
+    matrices = 2 * (128 + 64 + 384)
+    plan = Plan(precision="bf16", lora_rank=2, lora_targets="qv", base_bits=4)
+
+    weights = held(read_config(TINY), plan)["weights"]
+
+    adapters = 4 * estimate(read_config(TINY), plan).trained
+    assert weights == pytest.approx(matrices * (0.5 + 1 / 64 + 4 / 16384) + 2 * (1352 - matrices) + adapters)
+
+
+def test_zero_divides_states_then_gradients_then_weights():
+    parts = [held(EIGHT_B, Plan(precision="bf16", dp=8, zero=stage, checkpointing="full")) for stage in range(4)]
+
+    for name, first in (("optimizer states", 1), ("gradients", 2), ("weights", 3)):
+        for stage in (1, 2, 3):
+            divisor = 8 if stage >= first else 1
+            assert parts[stage][name] == pytest.approx(parts[0][name] / divisor), (name, stage)
+
+
+def test_checkpointing_keeps_the_inputs_of_layers_alone():
+    none, full = (
+        held(EIGHT_B, Plan(precision="bf16", checkpointing=how, optimizer="sgd", seq_length=4096))
+        for how in ("none", "full")
+    )
+
+    assert full["activations"] < none["activations"] / 3
+
+
+def test_eager_attention_grows_with_the_square_of_the_length():
+    def extra(length):
+        eager, fused = (
+            held(EIGHT_B, Plan(precision="bf16", attention=kind, optimizer="sgd", seq_length=length))["activations"]
+            for kind in ("eager", "sdpa")
+        )
+        return eager - fused
+
+    assert extra(8192) / extra(4096) == pytest.approx(4, rel=0.1)
+
+
+def test_kv_cache_of_grouped_queries_windows_and_latents():
+    def cache(name, **changes):
+        plan = Plan(mode=INFERENCE, precision="bf16", micro_batch=2, seq_length=8192)
+        return estimate(find_model(name).shape, replace(plan, **changes)).part("KV cache").bytes
+
+    assert cache("llama-3.1-8b") == ByteRange.exact(2 * 2 * 8192 * 32 * 8 * 128 * 2)
+    assert cache("mistral-7b").low == 2 * 2 * 4096 * 32 * 8 * 128 * 2
+    assert cache("mistral-7b").high == 2 * cache("mistral-7b").low
+    assert cache("deepseek-v3").low == 2 * 8192 * 61 * (512 + 64) * 2
+    assert cache("llama-3.1-8b", tp=4).expected == cache("llama-3.1-8b").expected / 4
+
+
+def test_limits_of_independent_parts_add_as_squares():
+    total = total_of([ByteRange(7, 10, 14), ByteRange(16, 20, 23)])
+
+    assert total == ByteRange(25, 30, 35)
+
+
+@pytest.mark.parametrize(("usable", "word"), [(36, FITS), (30, UNCLEAR), (24, DOES_NOT_FIT)])
+def test_a_plan_is_unclear_if_its_interval_contains_the_memory(usable, word):
+    assert verdict(ByteRange(25, 30, 35), usable) == word
+
+
+def test_changes_fit_and_are_ordered_by_their_cost():
+    found = estimate(EIGHT_B, Plan(seq_length=4096))
+    usable = usable_bytes(find_gpu("h100-80gb"))
+
+    changes = fitting_changes(found, usable)
+
+    assert verdict(found.total, usable) == DOES_NOT_FIT
+    assert changes
+    assert all(one.total.high <= usable for one in changes)
+    assert [one.rank for one in changes] == sorted(one.rank for one in changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [
+        ("h100-80gb", "NVIDIA H100 80GB HBM3"),
+        ("rtx4090", "NVIDIA GeForce RTX 4090"),
+        ("NVIDIA A100 80GB PCIe", "NVIDIA A100 80GB PCIe"),
+        ("t4", "Tesla T4"),
+    ],
+)
+def test_gpus_are_found_by_short_names(name, model):
+    assert find_gpu(name).names[0] == model
+
+
+def test_an_unknown_gpu_has_similar_names():
+    assert find_gpu("h300-80gb") is None
+    assert "NVIDIA H100 80GB HBM3" in similar_gpus("h300-80gb")
+
+
+def test_usable_memory_is_below_that_of_the_board():
+    assert 0.9 < usable_bytes(find_gpu("t4")) / find_gpu("t4").memory_bytes < 0.95
+    assert 0.95 < usable_bytes(find_gpu("h100")) / find_gpu("h100").memory_bytes < 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"hidden_size": -8}, "hidden size is -8"),
+        ({"num_hidden_layers": 10**9}, "layers is 1,000,000,000"),
+        ({"num_attention_heads": 3}, "not a multiple of 3 attention heads"),
+        ({"num_attention_heads": 0}, "not a multiple of 0 attention heads"),
+        ({"vocab_size": "ten"}, "vocab_size is 'ten', not a whole number"),
+        ({"vocab_size": None}, "the config has no vocab_size"),
+        ({"num_key_value_heads": 3, "num_attention_heads": 4}, "not a multiple of 3 key-value heads"),
+    ],
+)
+def test_impossible_sizes_are_named(changes, text):
+    with pytest.raises(WrongModel, match=text):
+        read_config({**TINY, **changes})
+
+
+def test_an_unknown_architecture_gets_an_upper_bound_or_its_missing_fields():
+    shape = read_config({**TINY, "model_type": "newest"})
+
+    assert shape.is_upper_bound
+    assert count_parameters(shape).total >= TINY_PARAMETERS
+    assert estimate(shape, Plan()).total.low == 0
+    with pytest.raises(WrongModel, match=r"unknown architecture \(mamba\).* num_hidden_layers, num_attention_heads"):
+        read_config({"model_type": "mamba", "hidden_size": 8, "vocab_size": 10})
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"tp": 3}, "tensor parallelism 3 does not divide 32 attention heads"),
+        ({"pp": 64}, "pipeline parallelism 64 is above the 32 layers"),
+        ({"ep": 2}, "the model has no experts"),
+        ({"micro_batch": 0}, "micro-batch is 0"),
+        ({"seq_length": -1}, "sequence length is -1"),
+        ({"zero": 4}, "ZeRO stage 4"),
+        ({"precision": "bf17"}, "precision bf17 is not one of: fp32, bf16"),
+        ({"lora_rank": 10**6}, "LoRA rank 1,000,000"),
+        ({"base_bits": 4}, "give a LoRA rank"),
+        ({"sequence_parallel": True}, "sequence parallelism needs tensor parallelism"),
+        ({"seq_length": 10**7, "micro_batch": 10**7}, "is not possible"),
+    ],
+)
+def test_contradictory_plans_are_named(changes, text):
+    with pytest.raises(WrongPlan, match=text):
+        estimate(EIGHT_B, replace(Plan(), **changes))
