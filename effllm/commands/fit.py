@@ -13,7 +13,7 @@ from effllm.commands.fit_sources import FoundModel, UnreadableModel, find
 from effllm.devices.known.named_gpus import find_gpu, similar_gpus, usable_bytes
 from effllm.memory.changes import FITS, fitting_changes, verdict
 from effllm.memory.estimate import MemoryEstimate, estimate
-from effllm.memory.plan import INFERENCE, PRECISIONS, TRAINING, Plan, WrongPlan
+from effllm.memory.plan import INFERENCE, PRECISIONS, TRAINING, ImpossiblePlan, MemoryPlan
 from effllm.records.plain_text import one_line
 from effllm.views.fit_document import fit_document
 from effllm.views.fit_text import GpuMemory, ModelFit, fit_lines
@@ -38,7 +38,7 @@ def main(request: FitRequest) -> int:
     try:
         gpu = _gpu(request.gpu, request.gpus)
         fits = [_fit(find(text), request, gpu) for text in request.models]
-    except (UnreadableModel, WrongPlan) as error:
+    except (UnreadableModel, ImpossiblePlan) as error:
         print(f"effllm fit: {one_line(str(error))}", file=sys.stderr)
         return 2
     if request.as_json:
@@ -53,7 +53,7 @@ def main(request: FitRequest) -> int:
 
 def _fit(found: FoundModel, request: FitRequest, gpu: GpuMemory | None) -> ModelFit:
     settings = {**found.settings, **{name: value for name, value in request.settings.items() if value is not None}}
-    plan = _laid_out(Plan(**settings), request.gpus, "dp" in settings)
+    plan = _laid_out(MemoryPlan(**settings), request.gpus, "dp" in settings)
     training = estimate(found.shape, plan) if request.mode != INFERENCE else None
     inference = estimate(found.shape, _serving_plan(plan, settings)) if request.mode != TRAINING else None
     main_one = training or inference
@@ -66,21 +66,21 @@ def _misses(found: MemoryEstimate, gpu: GpuMemory) -> bool:
     return verdict(found.total, gpu.usable_bytes) != FITS
 
 
-def _laid_out(plan: Plan, gpus: int | None, is_dp_given: bool) -> Plan:
+def _laid_out(plan: MemoryPlan, gpus: int | None, is_dp_given: bool) -> MemoryPlan:
     """Return the plan on a number of GPUs: those that tensor, pipeline and context parallelism leave are for data."""
     if gpus is None:
         return plan
     if not 1 <= gpus <= MAX_GPUS:
-        raise WrongPlan(f"{gpus:,} GPUs: a number from 1 to {MAX_GPUS:,} is possible")
+        raise ImpossiblePlan(f"{gpus:,} GPUs: a number from 1 to {MAX_GPUS:,} is possible")
     model = plan.tp * plan.pp * plan.cp
     if gpus % model:
-        raise WrongPlan(f"TP x PP x CP = {model} does not divide {gpus} GPUs")
+        raise ImpossiblePlan(f"TP x PP x CP = {model} does not divide {gpus} GPUs")
     if is_dp_given and plan.dp * model != gpus:
-        raise WrongPlan(f"TP x PP x CP x DP = {plan.dp * model}, but --gpus is {gpus}")
+        raise ImpossiblePlan(f"TP x PP x CP x DP = {plan.dp * model}, but --gpus is {gpus}")
     return replace(plan, dp=gpus // model)
 
 
-def _serving_plan(plan: Plan, settings: dict[str, Any]) -> Plan:
+def _serving_plan(plan: MemoryPlan, settings: dict[str, Any]) -> MemoryPlan:
     """Return the plan of inference: weights in the precision of the products, on the same GPUs."""
     precision = plan.precision
     if PRECISIONS[precision].weights > PRECISIONS[precision].compute or "precision" not in settings:
@@ -100,7 +100,9 @@ def _gpu(name: str, count: int | None) -> GpuMemory | None:
         return _found_gpu(count)
     row = find_gpu(name)
     if row is None:
-        raise WrongPlan(f"the table has no GPU {name}; names near to it: {', '.join(similar_gpus(name)) or 'none'}")
+        raise ImpossiblePlan(
+            f"the table has no GPU {name}; names near to it: {', '.join(similar_gpus(name)) or 'none'}"
+        )
     return GpuMemory(row.names[0], count or 1, row.memory_bytes, usable_bytes(row), "hardware table")
 
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from effllm.memory.model import Experts, ModelShape
-from effllm.memory.plan import LORA_TARGETS, Plan
+from effllm.memory.plan import LORA_TARGETS, MemoryPlan
 
 FULL = 4  # bytes of an element in 32 bits
 
 
 @dataclass(frozen=True)
-class Block:
+class LayerBlock:
     """A part of a layer: its bytes during forward and backward."""
 
     kept: float  # saved for the backward pass
@@ -32,7 +32,7 @@ class TensorSizes:
     """Bytes that all parts of a layer use; tokens are those of one rank."""
 
     shape: ModelShape
-    plan: Plan
+    plan: MemoryPlan
 
     @property
     def compute(self) -> int:
@@ -85,7 +85,7 @@ class TensorSizes:
         return self.tokens * width * self.compute * (copies if self.plan.numbers.autocast else 1)
 
 
-def norm(sizes: TensorSizes) -> Block:
+def norm(sizes: TensorSizes) -> LayerBlock:
     """Return the bytes of a norm.
 
     RMSNorm of transformers keeps its input in 32 bits and, for the gradient of its weight, the normalised values in the
@@ -93,12 +93,14 @@ def norm(sizes: TensorSizes) -> Block:
     """
     shape, elements = sizes.shape, sizes.tokens * sizes.shape.hidden / sizes.spread
     if shape.layer_norm or sizes.is_fused:
-        return Block(elements * sizes.stream + 2 * FULL * sizes.tokens, elements * sizes.stream, 2 * elements * FULL)
+        return LayerBlock(
+            elements * sizes.stream + 2 * FULL * sizes.tokens, elements * sizes.stream, 2 * elements * FULL
+        )
     normalised = 0 if sizes.is_lora else FULL if shape.architecture.startswith("gemma") else sizes.stream
-    return Block(elements * (FULL + normalised) + FULL * sizes.tokens, elements * FULL, 3 * elements * FULL)
+    return LayerBlock(elements * (FULL + normalised) + FULL * sizes.tokens, elements * FULL, 3 * elements * FULL)
 
 
-def attention(sizes: TensorSizes) -> Block:
+def attention(sizes: TensorSizes) -> LayerBlock:
     """Return the bytes of the attention without its norm.
 
     Queries, keys and values are kept, and the output, which is the input of the last product.  A fused kernel keeps one
@@ -127,10 +129,10 @@ def attention(sizes: TensorSizes) -> Block:
         latent = shape.latent
         ranks = 2 * (latent.q_rank + latent.kv_rank) + latent.kv_rank + latent.rope_head_dim
         kept += tokens * ranks * (FULL + compute)
-    return Block(kept, forward, backward + tokens * shape.hidden * sizes.stream)
+    return LayerBlock(kept, forward, backward + tokens * shape.hidden * sizes.stream)
 
 
-def mlp(sizes: TensorSizes, width: float, tokens: float | None = None) -> Block:
+def mlp(sizes: TensorSizes, width: float, tokens: float | None = None) -> LayerBlock:
     """Return the bytes of an MLP without its norm.
 
     A gated MLP keeps both products, the activated one and the input of the last product; a fused one recomputes the
@@ -147,7 +149,7 @@ def mlp(sizes: TensorSizes, width: float, tokens: float | None = None) -> Block:
         kept += sizes.inputs(width / tp, ("mlp",)) * count / sizes.tokens - (
             inner if sizes.adapter == sizes.compute else 0
         )
-    return Block(kept, inner, 2 * inner + count * shape.hidden * sizes.stream)
+    return LayerBlock(kept, inner, 2 * inner + count * shape.hidden * sizes.stream)
 
 
 def _products(shape: ModelShape, is_fused: bool) -> int:
@@ -158,7 +160,7 @@ def _products(shape: ModelShape, is_fused: bool) -> int:
     return {"relu": 1, "gelu_new": 6}.get(shape.activation, 2)
 
 
-def experts(sizes: TensorSizes, routed: Experts) -> Block:
+def experts(sizes: TensorSizes, routed: Experts) -> LayerBlock:
     """Return the bytes of a layer's experts: each token passes `active` experts, and the shared ones."""
     plan = sizes.plan
     # Expert parallelism moves tokens between ranks; with an even load each rank has as many as before.
@@ -169,4 +171,4 @@ def experts(sizes: TensorSizes, routed: Experts) -> Block:
     if routed.shared_intermediate:
         shared = mlp(sizes, routed.shared_intermediate)
         kept += shared.kept
-    return Block(kept, max(one.forward, gathered) / plan.tp, one.backward + gathered)
+    return LayerBlock(kept, max(one.forward, gathered) / plan.tp, one.backward + gathered)

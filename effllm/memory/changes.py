@@ -10,7 +10,7 @@ from typing import Any
 from effllm.memory.byte_range import ByteRange
 from effllm.memory.estimate import MemoryEstimate, estimate
 from effllm.memory.model import ModelShape
-from effllm.memory.plan import Plan, WrongPlan
+from effllm.memory.plan import ImpossiblePlan, MemoryPlan
 
 FITS, DOES_NOT_FIT, UNCLEAR = "fits", "does not fit", "unclear"
 MAX_CHANGES, MAX_TOGETHER = 5, 3
@@ -24,7 +24,7 @@ def verdict(total: ByteRange, usable_bytes: float) -> str:
 
 
 @dataclass(frozen=True)
-class Change:
+class PlanChange:
     """A change of a plan by one or more options."""
 
     options: str
@@ -40,7 +40,7 @@ class FittingChange:
     options: str
     costs: tuple[str, ...]
     rank: float
-    plan: Plan
+    plan: MemoryPlan
     total: ByteRange
 
 
@@ -59,7 +59,7 @@ def fitting_changes(found: MemoryEstimate, usable_bytes: float) -> list[FittingC
             plan = replace(found.plan, **settings)
             try:
                 total = estimate(found.shape, plan).total
-            except WrongPlan:
+            except ImpossiblePlan:
                 continue
             if total.high <= usable_bytes:
                 sets.append(names)
@@ -70,69 +70,69 @@ def fitting_changes(found: MemoryEstimate, usable_bytes: float) -> list[FittingC
     return sorted(fitting, key=lambda one: (one.rank, one.total.high))[:MAX_CHANGES]
 
 
-def _costs(chosen: Sequence[Change], plan: Plan, before: Plan) -> Iterator[str]:
+def _costs(chosen: Sequence[PlanChange], plan: MemoryPlan, before: MemoryPlan) -> Iterator[str]:
     yield from (one.cost for one in chosen if one.cost)
     if plan.gpus > before.gpus:
         yield f"{plan.gpus // before.gpus} times as many GPUs"
 
 
-def _serving_changes(plan: Plan) -> Iterator[Change]:
+def _serving_changes(plan: MemoryPlan) -> Iterator[PlanChange]:
     if plan.attention == "eager":
-        yield Change("--attention sdpa", "none", 0.1, {"attention": "sdpa"})
+        yield PlanChange("--attention sdpa", "none", 0.1, {"attention": "sdpa"})
     for part in (2, 4, 8):
         if plan.micro_batch >= part:
             size = plan.micro_batch // part
-            yield Change(f"--micro-batch {size}", "fewer sequences at a time", 1 + part / 8, {"micro_batch": size})
+            yield PlanChange(f"--micro-batch {size}", "fewer sequences at a time", 1 + part / 8, {"micro_batch": size})
     if plan.numbers.weights == 4:
-        yield Change("--precision bf16", "weights in 16 bits", 2.0, {"precision": "bf16"})
+        yield PlanChange("--precision bf16", "weights in 16 bits", 2.0, {"precision": "bf16"})
     for bits in (8, 4):
         if not plan.base_bits:
-            yield Change(f"--base-bits {bits}", "quantized weights", 7 - bits / 4, {"base_bits": bits})
+            yield PlanChange(f"--base-bits {bits}", "quantized weights", 7 - bits / 4, {"base_bits": bits})
 
 
-def _training_changes(plan: Plan) -> Iterator[Change]:
+def _training_changes(plan: MemoryPlan) -> Iterator[PlanChange]:
     short = "fp16" if plan.precision.startswith("fp16") else "bf16"
     if plan.attention == "eager":
-        yield Change("--attention sdpa", "none", 0.1, {"attention": "sdpa"})
+        yield PlanChange("--attention sdpa", "none", 0.1, {"attention": "sdpa"})
         if plan.checkpointing == "none":
             cost = "1 to 3 % more time (arXiv 2205.05198)"
-            yield Change("--checkpointing selective", cost, 0.8, {"checkpointing": "selective"})
+            yield PlanChange("--checkpointing selective", cost, 0.8, {"checkpointing": "selective"})
     if plan.checkpointing != "full":
         cost = "30 to 40 % more time for a step (arXiv 2205.05198)"
-        yield Change("--checkpointing full", cost, 3.0, {"checkpointing": "full"})
+        yield PlanChange("--checkpointing full", cost, 3.0, {"checkpointing": "full"})
     for stage, rank in ((1, 0.5), (2, 0.7), (3, 2.5)):
         if plan.dp > 1 and plan.zero < stage:
             cost = "little communication" if stage < 3 else "the weights of each layer are gathered twice in a step"
-            yield Change(f"--zero {stage}", cost, rank, {"zero": stage})
+            yield PlanChange(f"--zero {stage}", cost, rank, {"zero": stage})
     for part in (2, 4, 8, 16):
         if plan.micro_batch % part == 0:
             sizes = {"micro_batch": plan.micro_batch // part, "accumulation": plan.accumulation * part}
             options = f"--micro-batch {sizes['micro_batch']} --accumulation {sizes['accumulation']}"
-            yield Change(options, "smaller matrix products, the same result", 1 + part / 16, sizes)
+            yield PlanChange(options, "smaller matrix products, the same result", 1 + part / 16, sizes)
     if plan.optimizer == "adamw" and not plan.lora_rank:
         cost = "quantized optimizer states (arXiv 2110.02861)"
-        yield Change("--optimizer adamw-8bit", cost, 2.0, {"optimizer": "adamw-8bit"})
+        yield PlanChange("--optimizer adamw-8bit", cost, 2.0, {"optimizer": "adamw-8bit"})
     if plan.numbers.weights == 4 and not plan.lora_rank:
         cost = "no weights in 32 bits: small updates are lost"
-        yield Change(f"--precision {short}", cost, 5.0, {"precision": short})
+        yield PlanChange(f"--precision {short}", cost, 5.0, {"precision": short})
     if not plan.lora_rank:
         adapters = {"precision": short, "lora_rank": 16, "optimizer": "adamw"}
-        yield Change(f"--precision {short} --lora 16", "only adapters are trained", 6.0, adapters)
+        yield PlanChange(f"--precision {short} --lora 16", "only adapters are trained", 6.0, adapters)
         cost = "only adapters are trained, on a base of 4 bits"
-        yield Change(f"--precision {short} --lora 16 --base-bits 4", cost, 7.0, {**adapters, "base_bits": 4})
+        yield PlanChange(f"--precision {short} --lora 16 --base-bits 4", cost, 7.0, {**adapters, "base_bits": 4})
     elif not plan.base_bits:
-        yield Change("--base-bits 4", "a base of 4 bits (arXiv 2305.14314)", 4.0, {"base_bits": 4})
+        yield PlanChange("--base-bits 4", "a base of 4 bits (arXiv 2305.14314)", 4.0, {"base_bits": 4})
     for part in (2, 4):
         if plan.seq_length >= 512 * part:
             length = plan.seq_length // part
-            yield Change(f"--seq-length {length}", "shorter texts", 9.0 + part, {"seq_length": length})
+            yield PlanChange(f"--seq-length {length}", "shorter texts", 9.0 + part, {"seq_length": length})
 
 
-def _splits(shape: ModelShape, plan: Plan) -> Iterator[Change]:
+def _splits(shape: ModelShape, plan: MemoryPlan) -> Iterator[PlanChange]:
     """Yield changes that need more GPUs."""
     for factor in (2, 4, 8):
         parts = plan.tp * factor
         if shape.heads % parts == 0 and parts <= 8:
-            yield Change(f"--tp {parts}", "", 8.0 * factor, {"tp": parts})
+            yield PlanChange(f"--tp {parts}", "", 8.0 * factor, {"tp": parts})
         if plan.is_training and plan.dp == 1:
-            yield Change(f"--dp {factor} --zero 3", "", 7.5 * factor, {"dp": factor, "zero": 3})
+            yield PlanChange(f"--dp {factor} --zero 3", "", 7.5 * factor, {"dp": factor, "zero": 3})

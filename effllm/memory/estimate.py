@@ -9,7 +9,7 @@ from effllm.memory.byte_range import ByteRange, total_of
 from effllm.memory.model import ModelShape
 from effllm.memory.overheads import CUBLAS_WORKSPACE, CUDA_CONTEXT, communication, fragmentation
 from effllm.memory.parameters import ParameterCounts, count_parameters
-from effllm.memory.plan import Plan, check_plan
+from effllm.memory.plan import MemoryPlan, check_plan
 from effllm.memory.serving import serving_parts
 from effllm.memory.states import (
     RankTensor,
@@ -52,7 +52,7 @@ class MemoryEstimate:
     """The memory of the rank that needs most."""
 
     shape: ModelShape
-    plan: Plan
+    plan: MemoryPlan
     parameters: ParameterCounts
     trained: float  # parameters that the optimizer changes, of all ranks together
     parts: tuple[MemoryPart, ...]
@@ -63,16 +63,16 @@ class MemoryEstimate:
         return next(one for one in self.parts if one.name == name)
 
 
-def estimate(shape: ModelShape, plan: Plan) -> MemoryEstimate:
+def estimate(shape: ModelShape, plan: MemoryPlan) -> MemoryEstimate:
     """Return the memory of the rank of a plan that needs most.
 
     Raises:
-        WrongPlan: the plan contradicts itself or the model.
+        ImpossiblePlan: the plan contradicts itself or the model.
     """
     check_plan(plan, shape)
     whole = rank_tensors(shape, replace(plan, tp=1, pp=1, ep=1), Stage(True, True, shape.layers))
     counts = count_parameters(shape)
-    build: Callable[[ModelShape, Plan, Stage], list[Moment]]
+    build: Callable[[ModelShape, MemoryPlan, Stage], list[Moment]]
     build = _training_parts if plan.is_training else _serving_parts
     found = [moment for stage in stages(shape, plan) for moment in build(shape, plan, stage)]
     totals = [total_of(part.bytes for part in parts) for _, parts in found]
@@ -83,7 +83,7 @@ def estimate(shape: ModelShape, plan: Plan) -> MemoryEstimate:
     return MemoryEstimate(shape, plan, counts, elements(trained_tensors(plan, whole)), tuple(parts), moment, total)
 
 
-def _training_parts(shape: ModelShape, plan: Plan, stage: Stage) -> list[Moment]:
+def _training_parts(shape: ModelShape, plan: MemoryPlan, stage: Stage) -> list[Moment]:
     """Return the parts at the two moments of a training step that can have its peak."""
     held = rank_tensors(shape, plan, stage)
     trained = trained_tensors(plan, held)
@@ -122,7 +122,7 @@ def _training_parts(shape: ModelShape, plan: Plan, stage: Stage) -> list[Moment]
     return [(FORWARD_BACKWARD, [*fixed, *forward_backward]), (OPTIMIZER_STEP, [*fixed, *optimizer_step])]
 
 
-def _serving_parts(shape: ModelShape, plan: Plan, stage: Stage) -> list[Moment]:
+def _serving_parts(shape: ModelShape, plan: MemoryPlan, stage: Stage) -> list[Moment]:
     held = rank_tensors(shape, plan, stage)
     weights = weight_bytes(plan, held, [])
     cache, working = serving_parts(shape, plan, stage)
@@ -153,17 +153,17 @@ def _static(name: str, size: float, shape: ModelShape, basis: str) -> MemoryPart
     return MemoryPart(name, ByteRange.exact(size), basis)
 
 
-def _weights_basis(plan: Plan) -> str:
+def _weights_basis(plan: MemoryPlan) -> str:
     if plan.base_bits:
         return f"{plan.base_bits} bits for each weight of a matrix, with its scales"
     return f"{plan.numbers.weights} bytes for each parameter"
 
 
-def _states_basis(plan: Plan) -> str:
+def _states_basis(plan: MemoryPlan) -> str:
     master = " and a copy of the weights in 32 bits" if plan.numbers.master and not plan.lora_rank else ""
     return f"{plan.optimizer}{master}"
 
 
-def _workspace(plan: Plan, trained: list[RankTensor]) -> ByteRange:
+def _workspace(plan: MemoryPlan, trained: list[RankTensor]) -> ByteRange:
     size = 4 if plan.lora_rank else plan.numbers.states
     return ByteRange(0.0, 0.0, elements(divided(plan, trained, 1)) * size)

@@ -7,7 +7,7 @@ allow, and are not measured on a GPU here.
 from __future__ import annotations
 
 from effllm.memory.byte_range import ByteRange
-from effllm.memory.plan import Plan
+from effllm.memory.plan import MemoryPlan
 
 #: A CUDA context with the kernels of torch and cuBLAS; 0.3 to 0.5 GB are common, newer GPUs need more.
 CUDA_CONTEXT = ByteRange(0.3e9, 0.5e9, 0.9e9)
@@ -19,7 +19,7 @@ FRAGMENTATION = (0.0, 0.05, 0.2)
 CUBLAS_WORKSPACE = ByteRange(8 * 2**20, 32 * 2**20, 64 * 2**20)
 
 
-def communication(plan: Plan, gradients: float, weights: float, layer_weights: float) -> ByteRange:
+def communication(plan: MemoryPlan, gradients: float, weights: float, layer_weights: float) -> ByteRange:
     """Return the buffers of collectives.
 
     DDP copies gradients to buckets of their total size, unless gradients are views of the buckets.  FSDP and ZeRO-3

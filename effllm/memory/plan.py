@@ -10,7 +10,7 @@ from effllm.memory.model import ModelShape
 TRAINING, INFERENCE = "training", "inference"
 
 
-class WrongPlan(ValueError):
+class ImpossiblePlan(ValueError):
     """A plan that is not possible, with the reason."""
 
 
@@ -48,7 +48,7 @@ MAX_COUNT = 10**7
 
 
 @dataclass(frozen=True)
-class Plan:
+class MemoryPlan:
     """A training or an inference of a model on a number of GPUs."""
 
     mode: str = TRAINING
@@ -94,11 +94,11 @@ class Plan:
         return self.dp * self.cp
 
 
-def check_plan(plan: Plan, shape: ModelShape) -> None:
+def check_plan(plan: MemoryPlan, shape: ModelShape) -> None:
     """Raise an error if a plan contradicts itself or the model.
 
     Raises:
-        WrongPlan: with the reason.
+        ImpossiblePlan: with the reason.
     """
     allowed: dict[str, tuple[object, Iterable[object]]] = {
         "precision": (plan.precision, PRECISIONS),
@@ -112,7 +112,7 @@ def check_plan(plan: Plan, shape: ModelShape) -> None:
     }
     for name, (value, choices) in allowed.items():
         if value not in choices:
-            raise WrongPlan(f"{name} {value} is not one of: {', '.join(map(str, choices))}")
+            raise ImpossiblePlan(f"{name} {value} is not one of: {', '.join(map(str, choices))}")
     counts = {
         "sequence length": plan.seq_length,
         "micro-batch": plan.micro_batch,
@@ -125,29 +125,31 @@ def check_plan(plan: Plan, shape: ModelShape) -> None:
     }
     for name, value in counts.items():
         if not 1 <= value <= MAX_COUNT:
-            raise WrongPlan(f"{name} is {value:,}: a number from 1 to {MAX_COUNT:,} is possible")
+            raise ImpossiblePlan(f"{name} is {value:,}: a number from 1 to {MAX_COUNT:,} is possible")
     if plan.tokens > 10**10:
-        raise WrongPlan(f"a micro-batch of {plan.tokens:,} tokens is not possible")
+        raise ImpossiblePlan(f"a micro-batch of {plan.tokens:,} tokens is not possible")
     if not 0 <= plan.lora_rank <= shape.hidden:
-        raise WrongPlan(f"LoRA rank {plan.lora_rank:,} is not between 0 and the hidden size {shape.hidden:,}")
+        raise ImpossiblePlan(f"LoRA rank {plan.lora_rank:,} is not between 0 and the hidden size {shape.hidden:,}")
     if plan.base_bits and plan.is_training and not plan.lora_rank:
-        raise WrongPlan(f"a base of {plan.base_bits} bits cannot be trained: give a LoRA rank")
+        raise ImpossiblePlan(f"a base of {plan.base_bits} bits cannot be trained: give a LoRA rank")
     _check_layout(plan, shape)
 
 
-def _check_layout(plan: Plan, shape: ModelShape) -> None:
+def _check_layout(plan: MemoryPlan, shape: ModelShape) -> None:
     if shape.heads % plan.tp:
-        raise WrongPlan(f"tensor parallelism {plan.tp} does not divide {shape.heads} attention heads")
+        raise ImpossiblePlan(f"tensor parallelism {plan.tp} does not divide {shape.heads} attention heads")
     if plan.pp > shape.layers:
-        raise WrongPlan(f"pipeline parallelism {plan.pp} is above the {shape.layers} layers")
+        raise ImpossiblePlan(f"pipeline parallelism {plan.pp} is above the {shape.layers} layers")
     if plan.cp > plan.seq_length:
-        raise WrongPlan(f"context parallelism {plan.cp} is above the sequence length {plan.seq_length}")
+        raise ImpossiblePlan(f"context parallelism {plan.cp} is above the sequence length {plan.seq_length}")
     experts = shape.experts.total if shape.experts else 0
     if plan.ep > 1 and not experts:
-        raise WrongPlan(f"expert parallelism {plan.ep}: the model has no experts")
+        raise ImpossiblePlan(f"expert parallelism {plan.ep}: the model has no experts")
     if plan.ep > 1 and experts % plan.ep:
-        raise WrongPlan(f"expert parallelism {plan.ep} does not divide {experts} experts")
+        raise ImpossiblePlan(f"expert parallelism {plan.ep} does not divide {experts} experts")
     if plan.ep > plan.gpus // plan.pp:
-        raise WrongPlan(f"expert parallelism {plan.ep} is above the {plan.gpus // plan.pp} ranks of a pipeline stage")
+        raise ImpossiblePlan(
+            f"expert parallelism {plan.ep} is above the {plan.gpus // plan.pp} ranks of a pipeline stage"
+        )
     if plan.sequence_parallel and plan.tp == 1:
-        raise WrongPlan("sequence parallelism needs tensor parallelism")
+        raise ImpossiblePlan("sequence parallelism needs tensor parallelism")

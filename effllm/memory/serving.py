@@ -5,11 +5,11 @@ from __future__ import annotations
 from effllm.memory.blocks import FULL
 from effllm.memory.byte_range import ByteRange
 from effllm.memory.model import ModelShape
-from effllm.memory.plan import Plan
+from effllm.memory.plan import MemoryPlan
 from effllm.memory.states import Stage
 
 
-def serving_parts(shape: ModelShape, plan: Plan, stage: Stage) -> tuple[ByteRange, ByteRange]:
+def serving_parts(shape: ModelShape, plan: MemoryPlan, stage: Stage) -> tuple[ByteRange, ByteRange]:
     """Return the KV cache and the working tensors of a stage.
 
     The plan's sequence length is that of prompt and answer together, and its micro-batch the number of sequences.
@@ -17,7 +17,7 @@ def serving_parts(shape: ModelShape, plan: Plan, stage: Stage) -> tuple[ByteRang
     return _cache(shape, plan, stage), _working(shape, plan, stage)
 
 
-def _cache(shape: ModelShape, plan: Plan, stage: Stage) -> ByteRange:
+def _cache(shape: ModelShape, plan: MemoryPlan, stage: Stage) -> ByteRange:
     """Return the bytes of keys and values.
 
     Layers with a sliding window need the window alone; transformers' DynamicCache and older servers keep all tokens.
@@ -37,7 +37,7 @@ def _cache(shape: ModelShape, plan: Plan, stage: Stage) -> ByteRange:
     return ByteRange(least, least, shape.layers * tokens * heads)
 
 
-def _working(shape: ModelShape, plan: Plan, stage: Stage) -> ByteRange:
+def _working(shape: ModelShape, plan: MemoryPlan, stage: Stage) -> ByteRange:
     """Return the tensors of the widest layer during the prefill of all sequences, and the logits."""
     tokens, size = float(plan.tokens), plan.numbers.compute
     width = float(shape.intermediate)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from effllm.memory.model import ModelShape
-from effllm.memory.plan import LORA_TARGETS, OPTIMIZERS, Plan
+from effllm.memory.plan import LORA_TARGETS, OPTIMIZERS, MemoryPlan
 from effllm.memory.tensors import EMBEDDING, EXPERT, HEAD, NORM, ROUTER, ParameterTensor, parameter_tensors
 
 #: bitsandbytes quantizes states in blocks of 256 elements with a scale of 32 bits; smaller tensors stay in 32 bits.
@@ -41,7 +41,7 @@ class Stage:
     layers: int
 
 
-def stages(shape: ModelShape, plan: Plan) -> list[Stage]:
+def stages(shape: ModelShape, plan: MemoryPlan) -> list[Stage]:
     """Return the stages that can have the largest peak."""
     layers = -(-shape.layers // plan.pp)
     if plan.pp == 1:
@@ -49,7 +49,7 @@ def stages(shape: ModelShape, plan: Plan) -> list[Stage]:
     return [Stage(True, False, layers), Stage(False, True, layers)]
 
 
-def rank_tensors(shape: ModelShape, plan: Plan, stage: Stage) -> list[RankTensor]:
+def rank_tensors(shape: ModelShape, plan: MemoryPlan, stage: Stage) -> list[RankTensor]:
     """Return the tensors of a rank of a stage, before ZeRO divides them."""
     share = stage.layers / shape.layers
     found = []
@@ -68,7 +68,7 @@ def rank_tensors(shape: ModelShape, plan: Plan, stage: Stage) -> list[RankTensor
     return found
 
 
-def trained_tensors(plan: Plan, held: list[RankTensor]) -> list[RankTensor]:
+def trained_tensors(plan: MemoryPlan, held: list[RankTensor]) -> list[RankTensor]:
     """Return the tensors that the optimizer changes: all, or the adapters of LoRA.
 
     An adapter of a matrix of m rows and n columns has r (m + n) elements (arXiv 2106.09685).  Routed experts have no
@@ -85,7 +85,7 @@ def trained_tensors(plan: Plan, held: list[RankTensor]) -> list[RankTensor]:
     return found
 
 
-def divided(plan: Plan, tensors: list[RankTensor], from_stage: int) -> list[RankTensor]:
+def divided(plan: MemoryPlan, tensors: list[RankTensor], from_stage: int) -> list[RankTensor]:
     """Return the part of tensors that a rank holds if ZeRO divides them from a stage on.
 
     Ranks that hold different experts cannot share the states of an expert.
@@ -102,7 +102,7 @@ def elements(tensors: list[RankTensor]) -> float:
     return sum(one.elements for one in tensors)
 
 
-def weight_bytes(plan: Plan, held: list[RankTensor], trained: list[RankTensor]) -> float:
+def weight_bytes(plan: MemoryPlan, held: list[RankTensor], trained: list[RankTensor]) -> float:
     """Return the bytes of the weights of a rank, adapters included, before ZeRO."""
     size = plan.numbers.weights
     if plan.base_bits:
@@ -114,16 +114,16 @@ def weight_bytes(plan: Plan, held: list[RankTensor], trained: list[RankTensor]) 
     return base + (elements(trained) * adapter_bytes(plan) if plan.lora_rank else 0.0)
 
 
-def adapter_bytes(plan: Plan) -> int:
+def adapter_bytes(plan: MemoryPlan) -> int:
     """Return the bytes of an element of an adapter: PEFT makes adapters in 32 bits, also of a base in 16 bits."""
     return 4 if plan.lora_rank else plan.numbers.weights
 
 
-def gradient_bytes(plan: Plan, trained: list[RankTensor]) -> float:
+def gradient_bytes(plan: MemoryPlan, trained: list[RankTensor]) -> float:
     return elements(trained) * (4 if plan.lora_rank else plan.numbers.gradients)
 
 
-def state_bytes(plan: Plan, trained: list[RankTensor]) -> float:
+def state_bytes(plan: MemoryPlan, trained: list[RankTensor]) -> float:
     """Return the bytes of optimizer states and of the optimizer's copy of the weights, before ZeRO.
 
     The step counter of each tensor, of 4 bytes, is not counted.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from effllm.memory.blocks import Block
+from effllm.memory.blocks import LayerBlock
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class StepCourse:
 class StepBlocks:
     """The parts of a step in the order of the forward pass."""
 
-    first: Block  # the embedding, and what lives during the whole step
-    layers: Sequence[Sequence[Block]]  # of one micro-batch
-    final: Block | None  # the last norm with the input of the head; without the head in the last stage
-    last: Block | None  # logits and loss
+    first: LayerBlock  # the embedding, and what lives during the whole step
+    layers: Sequence[Sequence[LayerBlock]]  # of one micro-batch
+    final: LayerBlock | None  # the last norm with the input of the head; without the head in the last stage
+    last: LayerBlock | None  # logits and loss
     input_bytes: float  # what a checkpointed layer keeps
     is_checkpointed: bool
     gradients: float  # of all trained weights of the rank
@@ -80,7 +80,7 @@ def course_of(blocks: StepBlocks) -> StepCourse:
     return StepCourse(walk.peak, walk.most)
 
 
-def _kept(layer: Sequence[Block]) -> float:
+def _kept(layer: Sequence[LayerBlock]) -> float:
     return sum(block.kept + block.casts for block in layer)
 
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from effllm.memory.blocks import FULL, Block, TensorSizes, attention, experts, mlp, norm
+from effllm.memory.blocks import FULL, LayerBlock, TensorSizes, attention, experts, mlp, norm
 from effllm.memory.model import ModelShape
-from effllm.memory.plan import Plan
+from effllm.memory.plan import MemoryPlan
 from effllm.memory.states import RankTensor, Stage, elements, gradient_bytes, trained_tensors
 from effllm.memory.step import StepBlocks, StepCourse, course_of
 from effllm.memory.tensors import ATTENTION, EMBEDDING, EXPERT, HEAD, MLP, NORM, ROUTER, SHARED
 
 
-def training_course(shape: ModelShape, plan: Plan, stage: Stage, held: list[RankTensor]) -> StepCourse:
+def training_course(shape: ModelShape, plan: MemoryPlan, stage: Stage, held: list[RankTensor]) -> StepCourse:
     """Return what a step of a rank needs beside weights and optimizer states."""
     sizes = TensorSizes(shape, plan)
     weights = _BlockWeights(sizes, held, stage)
@@ -51,7 +51,7 @@ class _BlockWeights:
         shape = sizes.shape
         self.sparse_layers = stage.layers * (shape.experts.layers / shape.layers if shape.experts else 0.0)
 
-    def attach(self, block: Block, *groups: str) -> Block:
+    def attach(self, block: LayerBlock, *groups: str) -> LayerBlock:
         plan, numbers = self.sizes.plan, self.sizes.plan.numbers
         layers = self._layers(groups[0])
         held = [one for one in self.held if one.tensor.group in groups]
@@ -78,7 +78,7 @@ class _BlockWeights:
         return max(self.stage.layers - (self.sparse_layers if group == MLP else 0.0), 1.0)
 
 
-def _attention(sizes: TensorSizes) -> Block:
+def _attention(sizes: TensorSizes) -> LayerBlock:
     """Return the attention; selective checkpointing recomputes its probabilities (Korthikanti et al., section 5)."""
     block = attention(sizes)
     if sizes.plan.checkpointing != "selective":
@@ -87,27 +87,27 @@ def _attention(sizes: TensorSizes) -> Block:
     return replace(block, kept=fused.kept, backward=block.backward + block.kept - fused.kept)
 
 
-def _first(sizes: TensorSizes, weights: _BlockWeights, stream: float) -> Block:
+def _first(sizes: TensorSizes, weights: _BlockWeights, stream: float) -> LayerBlock:
     """Return what lives during the whole step: the residual stream, tables of rotations and the mask."""
     shape, plan = sizes.shape, sizes.plan
     tables = 0 if shape.positions else 2 * plan.seq_length * shape.qk_head_dim * sizes.stream
     mask = plan.micro_batch * plan.seq_length**2 * sizes.stream if plan.attention == "eager" else 0
-    embedding = weights.attach(Block(0.0), EMBEDDING)
+    embedding = weights.attach(LayerBlock(0.0), EMBEDDING)
     gradient = 0.0 if shape.tied else embedding.gradients
     # The gradient of the embedding is a tensor of its own before it is added to an existing one.
     again = embedding.gradients if shape.tied or plan.accumulation > 1 else 0.0
     norms = elements([one for one in weights.trained if one.tensor.group == NORM])
-    return Block(
+    return LayerBlock(
         kept=stream + tables + mask, backward=again + stream, gradients=gradient + norms * plan.numbers.gradients
     )
 
 
-def _final(sizes: TensorSizes) -> Block:
+def _final(sizes: TensorSizes) -> LayerBlock:
     block = norm(sizes)
     return replace(block, kept=block.kept + sizes.tokens * sizes.shape.hidden * sizes.compute / sizes.spread)
 
 
-def _loss(sizes: TensorSizes) -> Block:
+def _loss(sizes: TensorSizes) -> LayerBlock:
     """Return the bytes of logits and cross-entropy.
 
     transformers converts logits to 32 bits, and the loss keeps their log-softmax.  In the backward pass, the gradients
@@ -115,4 +115,4 @@ def _loss(sizes: TensorSizes) -> Block:
     """
     logits = sizes.tokens * sizes.shape.vocab / sizes.plan.tp
     converted = 0 if sizes.compute == FULL else sizes.compute
-    return Block(kept=logits * FULL, forward=logits * (FULL + converted), backward=logits * 2 * FULL)
+    return LayerBlock(kept=logits * FULL, forward=logits * (FULL + converted), backward=logits * 2 * FULL)

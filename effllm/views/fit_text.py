@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from effllm.memory.byte_range import ByteRange, total_of
 from effllm.memory.changes import FITS, FittingChange, verdict
 from effllm.memory.estimate import MemoryEstimate
-from effllm.memory.plan import Plan
+from effllm.memory.plan import MemoryPlan
 from effllm.records.plain_text import one_line
 
 GB, GIB = 1e9, 2.0**30
@@ -129,7 +129,7 @@ def _change_lines(fit: ModelFit, gpu: GpuMemory) -> Iterator[str]:
         yield f"    cost: {'; '.join(change.costs)}"
 
 
-def plan_text(plan: Plan) -> str:
+def plan_text(plan: MemoryPlan) -> str:
     """Return a plan as words."""
     words = [plan.mode, plan.precision]
     if plan.base_bits:

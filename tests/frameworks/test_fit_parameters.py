@@ -4,7 +4,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from effllm.memory.config_json import FAMILIES, read_config
+from effllm.memory.architectures import FAMILIES
+from effllm.memory.config_json import read_config
 from effllm.memory.known_models import known_models
 from effllm.memory.parameters import count_parameters
 

@@ -88,7 +88,7 @@ def test_gpus_without_a_layout_are_data_parallel():
     ("arguments", "text"),
     [
         (("qwen3-9b",), "no model of this name in the table: qwen3-8b"),
-        (("nobody/gated-7b",), "nothing is downloaded: download config.json"),
+        (("company/gated-7b",), "nothing is downloaded: download config.json"),
         (("llama-3.1-8b", "--gpu", "h300"), "the table has no GPU h300"),
         (("llama-3.1-8b", "--gpus", "6", "--tp", "4"), "does not divide 6 GPUs"),
         (("llama-3.1-8b", "--gpus", "-1"), "-1 GPUs"),

@@ -12,7 +12,7 @@ from effllm.memory.estimate import estimate
 from effllm.memory.known_models import find_model, known_models, similar_names
 from effllm.memory.model import WrongModel
 from effllm.memory.parameters import count_parameters
-from effllm.memory.plan import INFERENCE, Plan, WrongPlan
+from effllm.memory.plan import INFERENCE, ImpossiblePlan, MemoryPlan
 from effllm.memory.tensors import parameter_tensors
 
 TINY = {
@@ -68,7 +68,7 @@ def test_memory_of_experts_needs_all_parameters():
     counts = count_parameters(find_model("mixtral-8x7b").shape)
 
     assert counts.total - counts.active == 6 * 32 * 3 * 4096 * 14336
-    weights = held(find_model("mixtral-8x7b").shape, Plan(mode=INFERENCE, precision="bf16"))["weights"]
+    weights = held(find_model("mixtral-8x7b").shape, MemoryPlan(mode=INFERENCE, precision="bf16"))["weights"]
     assert weights == 2 * counts.total
 
 
@@ -77,7 +77,7 @@ def test_memory_of_experts_needs_all_parameters():
     [("fp32", 4, 4, 8), ("bf16", 2, 2, 4), ("bf16-mixed", 4, 4, 8), ("bf16-master", 2, 4, 12), ("bf16-zero", 2, 2, 12)],
 )
 def test_bytes_of_a_parameter_follow_the_precision(precision, weights, gradients, states):
-    found = estimate(read_config(TINY), Plan(precision=precision, accumulation=2, seq_length=8))
+    found = estimate(read_config(TINY), MemoryPlan(precision=precision, accumulation=2, seq_length=8))
 
     assert found.part("weights").bytes.expected == weights * TINY_PARAMETERS
     assert found.part("gradients").bytes.expected == gradients * TINY_PARAMETERS
@@ -96,13 +96,13 @@ def test_bytes_of_a_parameter_follow_the_precision(precision, weights, gradients
     ],
 )
 def test_states_of_optimizers_are_counted_by_hand(optimizer, bytes_of_states):
-    states = held(read_config(TINY), Plan(precision="fp32", optimizer=optimizer))["optimizer states"]
+    states = held(read_config(TINY), MemoryPlan(precision="fp32", optimizer=optimizer))["optimizer states"]
 
     assert states == bytes_of_states
 
 
 def test_adapters_have_r_times_rows_and_columns():
-    plan = Plan(precision="bf16", lora_rank=4, lora_targets="qv")
+    plan = MemoryPlan(precision="bf16", lora_rank=4, lora_targets="qv")
 
     found = estimate(read_config(TINY), plan)
 
@@ -112,7 +112,7 @@ def test_adapters_have_r_times_rows_and_columns():
 
 def test_a_base_of_4_bits_needs_about_half_a_byte_for_a_weight():
     matrices = 2 * (128 + 64 + 384)
-    plan = Plan(precision="bf16", lora_rank=2, lora_targets="qv", base_bits=4)
+    plan = MemoryPlan(precision="bf16", lora_rank=2, lora_targets="qv", base_bits=4)
 
     weights = held(read_config(TINY), plan)["weights"]
 
@@ -121,7 +121,7 @@ def test_a_base_of_4_bits_needs_about_half_a_byte_for_a_weight():
 
 
 def test_zero_divides_states_then_gradients_then_weights():
-    parts = [held(EIGHT_B, Plan(precision="bf16", dp=8, zero=stage, checkpointing="full")) for stage in range(4)]
+    parts = [held(EIGHT_B, MemoryPlan(precision="bf16", dp=8, zero=stage, checkpointing="full")) for stage in range(4)]
 
     for name, first in (("optimizer states", 1), ("gradients", 2), ("weights", 3)):
         for stage in (1, 2, 3):
@@ -131,7 +131,7 @@ def test_zero_divides_states_then_gradients_then_weights():
 
 def test_checkpointing_keeps_the_inputs_of_layers_alone():
     none, full = (
-        held(EIGHT_B, Plan(precision="bf16", checkpointing=how, optimizer="sgd", seq_length=4096))
+        held(EIGHT_B, MemoryPlan(precision="bf16", checkpointing=how, optimizer="sgd", seq_length=4096))
         for how in ("none", "full")
     )
 
@@ -141,7 +141,9 @@ def test_checkpointing_keeps_the_inputs_of_layers_alone():
 def test_eager_attention_grows_with_the_square_of_the_length():
     def extra(length):
         eager, fused = (
-            held(EIGHT_B, Plan(precision="bf16", attention=kind, optimizer="sgd", seq_length=length))["activations"]
+            held(EIGHT_B, MemoryPlan(precision="bf16", attention=kind, optimizer="sgd", seq_length=length))[
+                "activations"
+            ]
             for kind in ("eager", "sdpa")
         )
         return eager - fused
@@ -151,7 +153,7 @@ def test_eager_attention_grows_with_the_square_of_the_length():
 
 def test_kv_cache_of_grouped_queries_windows_and_latents():
     def cache(name, **changes):
-        plan = Plan(mode=INFERENCE, precision="bf16", micro_batch=2, seq_length=8192)
+        plan = MemoryPlan(mode=INFERENCE, precision="bf16", micro_batch=2, seq_length=8192)
         return estimate(find_model(name).shape, replace(plan, **changes)).part("KV cache").bytes
 
     assert cache("llama-3.1-8b") == ByteRange.exact(2 * 2 * 8192 * 32 * 8 * 128 * 2)
@@ -173,7 +175,7 @@ def test_a_plan_is_unclear_if_its_interval_contains_the_memory(usable, word):
 
 
 def test_changes_fit_and_are_ordered_by_their_cost():
-    found = estimate(EIGHT_B, Plan(seq_length=4096))
+    found = estimate(EIGHT_B, MemoryPlan(seq_length=4096))
     usable = usable_bytes(find_gpu("h100-80gb"))
 
     changes = fitting_changes(found, usable)
@@ -229,7 +231,7 @@ def test_an_unknown_architecture_gets_an_upper_bound_or_its_missing_fields():
 
     assert shape.is_upper_bound
     assert count_parameters(shape).total >= TINY_PARAMETERS
-    assert estimate(shape, Plan()).total.low == 0
+    assert estimate(shape, MemoryPlan()).total.low == 0
     with pytest.raises(WrongModel, match=r"unknown architecture \(mamba\).* num_hidden_layers, num_attention_heads"):
         read_config({"model_type": "mamba", "hidden_size": 8, "vocab_size": 10})
 
@@ -251,5 +253,5 @@ def test_an_unknown_architecture_gets_an_upper_bound_or_its_missing_fields():
     ],
 )
 def test_contradictory_plans_are_named(changes, text):
-    with pytest.raises(WrongPlan, match=text):
-        estimate(EIGHT_B, replace(Plan(), **changes))
+    with pytest.raises(ImpossiblePlan, match=text):
+        estimate(EIGHT_B, replace(MemoryPlan(), **changes))

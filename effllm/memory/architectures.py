@@ -1,0 +1,291 @@
+"""The shapes of known architectures, from the fields of their config.json.
+
+The sizes follow the modules of transformers; a test builds these modules on the meta device and compares the numbers of
+parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from effllm.memory.config_fields import Fields, dense, either, flag, size, text, whole
+from effllm.memory.model import Experts, LatentAttention, ModelShape, WrongModel
+
+
+def _llama(fields: Fields) -> ModelShape:
+    bias = flag(fields, "attention_bias", False)
+    return dense(
+        fields,
+        text(fields, "model_type"),
+        qkv_bias=bias,
+        out_bias=bias,
+        mlp_bias=flag(fields, "mlp_bias", False),
+        sliding_window=0,
+        sliding_layers=0,
+    )
+
+
+def _mistral(fields: Fields) -> ModelShape:
+    return dense(fields, text(fields, "model_type"))
+
+
+def _mixtral(fields: Fields) -> ModelShape:
+    shape = _mistral(fields)
+    experts = Experts(
+        total=either(fields, "num_local_experts", "num_experts", 8),
+        active=whole(fields, "num_experts_per_tok", 2),
+        intermediate=shape.intermediate,
+        layers=shape.layers,
+    )
+    return replace(shape, experts=experts)
+
+
+def _qwen2(fields: Fields) -> ModelShape:
+    window = fields if fields.get("use_sliding_window") else {**fields, "sliding_window": None}
+    return dense(window, text(fields, "model_type"), qkv_bias=flag(fields, "qkv_bias", True))
+
+
+def _qwen2_moe(fields: Fields) -> ModelShape:
+    shape = _qwen2(fields)
+    return replace(
+        shape,
+        experts=Experts(
+            total=either(fields, "num_experts", "num_local_experts", 60),
+            active=whole(fields, "num_experts_per_tok", 4),
+            intermediate=whole(fields, "moe_intermediate_size", 1408),
+            layers=_sparse_layers(fields, shape.layers),
+            shared_intermediate=whole(fields, "shared_expert_intermediate_size", 5632),
+            shared_gate=True,
+        ),
+    )
+
+
+def _sparse_layers(fields: Fields, layers: int) -> int:
+    step, dense = whole(fields, "decoder_sparse_step", 1), fields.get("mlp_only_layers") or []
+    if step < 1:
+        raise WrongModel(f"decoder_sparse_step is {step}")
+    return sum((layer + 1) % step == 0 and layer not in dense for layer in range(min(layers, 10_000)))
+
+
+def _qwen3(fields: Fields) -> ModelShape:
+    window = fields if fields.get("use_sliding_window") else {**fields, "sliding_window": None}
+    bias = flag(fields, "attention_bias", False)
+    shape = dense({"head_dim": 128, **window}, text(fields, "model_type"), qkv_bias=bias, out_bias=bias)
+    return replace(shape, qk_norm_per_layer=2 * shape.head_dim)
+
+
+def _qwen3_moe(fields: Fields) -> ModelShape:
+    heads, hidden = size(fields, "heads"), size(fields, "hidden")
+    shape = _qwen3({"head_dim": hidden // max(heads, 1), **fields})
+    return replace(
+        shape,
+        experts=Experts(
+            total=either(fields, "num_experts", "num_local_experts", 128),
+            active=whole(fields, "num_experts_per_tok", 8),
+            intermediate=whole(fields, "moe_intermediate_size", 768),
+            layers=_sparse_layers(fields, shape.layers),
+        ),
+    )
+
+
+def _gemma(fields: Fields) -> ModelShape:
+    bias = flag(fields, "attention_bias", False)
+    sizes = {"head_dim": 256, **fields}
+    kind = text(fields, "model_type")
+    if kind == "gemma":
+        return dense(sizes, kind, tied=True, qkv_bias=bias, out_bias=bias)
+    sizes.setdefault("sliding_window", 4096)
+    if kind == "gemma2" and "layer_types" not in sizes:
+        sizes["sliding_window_pattern"] = 2
+    elif "layer_types" not in sizes:
+        sizes.setdefault("sliding_window_pattern", 6)
+    shape = dense(sizes, kind, tied=True, qkv_bias=bias, out_bias=bias, norms_per_layer=4)
+    return replace(shape, qk_norm_per_layer=0 if kind == "gemma2" else 2 * shape.head_dim)
+
+
+def _gpt2(fields: Fields) -> ModelShape:
+    return dense(
+        {**fields, "num_key_value_heads": None, "intermediate_size": fields.get("n_inner")},
+        "gpt2",
+        tied=True,
+        gated_mlp=False,
+        qkv_bias=True,
+        out_bias=True,
+        mlp_bias=True,
+        layer_norm=True,
+        norm_bias=True,
+        positions=whole(fields, "n_positions", whole(fields, "n_ctx", 1024)),
+    )
+
+
+def _gpt_neox(fields: Fields) -> ModelShape:
+    bias = flag(fields, "attention_bias", True)
+    return dense(
+        {**fields, "num_key_value_heads": None},
+        "gpt_neox",
+        gated_mlp=False,
+        qkv_bias=bias,
+        out_bias=bias,
+        mlp_bias=True,
+        layer_norm=True,
+        norm_bias=True,
+    )
+
+
+def _phi(fields: Fields) -> ModelShape:
+    if flag(fields, "qk_layernorm", False):
+        raise WrongModel("phi with qk_layernorm is not known")
+    return dense(
+        fields,
+        "phi",
+        gated_mlp=False,
+        qkv_bias=True,
+        out_bias=True,
+        mlp_bias=True,
+        head_bias=True,
+        layer_norm=True,
+        norm_bias=True,
+        norms_per_layer=1,
+    )
+
+
+def _opt(fields: Fields) -> ModelShape:
+    hidden = size(fields, "hidden")
+    if whole(fields, "word_embed_proj_dim", hidden) != hidden:
+        raise WrongModel("opt with word_embed_proj_dim other than hidden_size is not known")
+    bias = flag(fields, "enable_bias", True)
+    return dense(
+        {**fields, "num_key_value_heads": None},
+        "opt",
+        tied=True,
+        gated_mlp=False,
+        qkv_bias=bias,
+        out_bias=bias,
+        mlp_bias=bias,
+        layer_norm=True,
+        norm_bias=True,
+        final_norm=flag(fields, "do_layer_norm_before", True) and not fields.get("_remove_final_layer_norm"),
+        positions=whole(fields, "max_position_embeddings", 2048) + 2,
+    )
+
+
+def _starcoder2(fields: Fields) -> ModelShape:
+    bias = flag(fields, "use_bias", True)
+    return dense(
+        fields,
+        "starcoder2",
+        tied=True,
+        gated_mlp=False,
+        qkv_bias=bias,
+        out_bias=bias,
+        mlp_bias=bias,
+        layer_norm=True,
+        norm_bias=True,
+    )
+
+
+def _stablelm(fields: Fields) -> ModelShape:
+    if flag(fields, "qk_layernorm", False):
+        raise WrongModel("stablelm with qk_layernorm is not known")
+    parallel = flag(fields, "use_parallel_residual", False)
+    return dense(
+        fields,
+        "stablelm",
+        qkv_bias=flag(fields, "use_qkv_bias", False),
+        layer_norm=True,
+        norm_bias=True,
+        norms_per_layer=1 if parallel else 2,
+    )
+
+
+def _olmo(fields: Fields) -> ModelShape:
+    bias = flag(fields, "attention_bias", False)
+    kind = text(fields, "model_type")
+    shape = dense(fields, kind, qkv_bias=bias, out_bias=bias)
+    if kind == "olmo":
+        return replace(shape, layer_norm=True, norm_weight=False)
+    return replace(shape, qk_norm_per_layer=(shape.heads + shape.kv_heads) * shape.head_dim)
+
+
+def _cohere(fields: Fields) -> ModelShape:
+    bias = flag(fields, "attention_bias", False)
+    shape = dense(fields, "cohere", tied=True, qkv_bias=bias, out_bias=bias, layer_norm=True, norms_per_layer=1)
+    if flag(fields, "use_qk_norm", False):
+        shape = replace(shape, qk_norm_per_layer=(shape.heads + shape.kv_heads) * shape.head_dim)
+    return shape
+
+
+def _gpt_oss(fields: Fields) -> ModelShape:
+    bias = flag(fields, "attention_bias", True)
+    shape = dense({"head_dim": 64, **fields}, "gpt_oss", qkv_bias=bias, out_bias=bias)
+    experts = Experts(
+        total=either(fields, "num_local_experts", "num_experts", 128),
+        active=whole(fields, "num_experts_per_tok", whole(fields, "experts_per_token", 4)),
+        intermediate=shape.intermediate,
+        layers=shape.layers,
+        router_bias=True,
+        expert_bias=True,
+    )
+    return replace(shape, experts=experts, other_per_layer=shape.heads)  # a sink for each head
+
+
+def _deepseek(fields: Fields) -> ModelShape:
+    q_rank = whole(fields, "q_lora_rank", 0)
+    latent = LatentAttention(
+        kv_rank=whole(fields, "kv_lora_rank", 512),
+        nope_head_dim=whole(fields, "qk_nope_head_dim", 128),
+        rope_head_dim=whole(fields, "qk_rope_head_dim", 64),
+        value_head_dim=whole(fields, "v_head_dim", 128),
+        q_rank=q_rank,
+    )
+    bias = flag(fields, "attention_bias", False)
+    qk_dim = latent.nope_head_dim + latent.rope_head_dim
+    sizes = {**fields, "head_dim": qk_dim, "num_key_value_heads": size(fields, "heads")}
+    shape = dense(sizes, text(fields, "model_type"), qkv_bias=bias, out_bias=bias, latent=latent)
+    first, every = whole(fields, "first_k_dense_replace", 0), whole(fields, "moe_layer_freq", 1)
+    total = whole(fields, "n_routed_experts", 0)
+    if not total:
+        return shape
+    if every < 1:
+        raise WrongModel(f"moe_layer_freq is {every}")
+    width = whole(fields, "moe_intermediate_size")
+    experts = Experts(
+        total=total,
+        active=whole(fields, "num_experts_per_tok"),
+        intermediate=width,
+        layers=sum(layer >= first and layer % every == 0 for layer in range(min(shape.layers, 10_000))),
+        shared_intermediate=width * whole(fields, "n_shared_experts", 0),
+    )
+    notes = ("the module that predicts a further token (MTP) is not counted",)
+    return replace(shape, experts=experts, notes=notes if fields.get("num_nextn_predict_layers") else ())
+
+
+FAMILIES: dict[str, Callable[[Fields], ModelShape]] = {
+    "llama": _llama,
+    "granite": _llama,
+    "smollm3": _llama,
+    "mistral": _mistral,
+    "phi3": _mistral,
+    "mixtral": _mixtral,
+    "qwen2": _qwen2,
+    "qwen2_moe": _qwen2_moe,
+    "qwen3": _qwen3,
+    "qwen3_moe": _qwen3_moe,
+    "gemma": _gemma,
+    "gemma2": _gemma,
+    "gemma3_text": _gemma,
+    "gpt2": _gpt2,
+    "gpt_neox": _gpt_neox,
+    "gpt_oss": _gpt_oss,
+    "phi": _phi,
+    "opt": _opt,
+    "starcoder2": _starcoder2,
+    "stablelm": _stablelm,
+    "olmo": _olmo,
+    "olmo2": _olmo,
+    "cohere": _cohere,
+    "deepseek_v2": _deepseek,
+    "deepseek_v3": _deepseek,
+    "kimi_k2": _deepseek,
+}
