@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import math
 from collections import deque
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import Any
 
 from transformers.trainer_callback import TrainerCallback
 
+from effllm.hooks import _energy_keys
 from effllm.hooks import transformers as trainer_hook
 from effllm.hooks._wrap import Guard, say_once
 from effllm.instruments import energy_report
@@ -24,6 +26,12 @@ MAX_HISTORY = 20_000  # maximal number of entries in each history; the oldest en
 _TRAINING_LOGS = ("loss", "train_runtime")  # "loss" is in the logs of steps, "train_runtime" in a training's last log
 _ATTACHING = Guard("the run of a Trainer")
 _active: EnergyTrackingCallback | None = None  # the callback that measures the running training
+
+
+def _attach() -> None:
+    trainer_hook.attach(import_module("transformers.trainer"))
+    with contextlib.suppress(ImportError):  # in a version without this module, trackers have the keys with train/
+        _energy_keys.keep(import_module("transformers.integrations.integration_utils"))
 
 
 class EnergyTrackingCallback(TrainerCallback):  # type: ignore[misc] # transformers is not installed where types are checked
@@ -46,9 +54,8 @@ class EnergyTrackingCallback(TrainerCallback):  # type: ignore[misc] # transform
         carbon_intensity: ``document`` sets an intensity of 0.5 kg/kWh.
         language: language of the final report, ``en`` or ``pt``.
         log: function that gets the values as a dictionary, in place of the Trainer's logs, such as ``run.log`` of a run
-            of W&B that the script has begun. The Trainer's callbacks put ``train/`` before the keys of its logs; the
-            keys for this function are without it. If the function raises an error, the values are in the Trainer's
-            logs from then on.
+            to which the Trainer does not report. If the function raises an error, the values are in the Trainer's logs
+            from then on.
 
     Raises:
         ValueError: an argument is not valid.
@@ -79,7 +86,7 @@ class EnergyTrackingCallback(TrainerCallback):  # type: ignore[misc] # transform
         self.monitor = gpu_monitor or RobustGPUMonitor()
         self._folder, self._language = output_dir, language
         self._guard, self._end_guard = Guard("the energy of steps"), Guard("the report of the energy")
-        _ATTACHING(lambda: trainer_hook.attach(import_module("transformers.trainer")))
+        _ATTACHING(_attach)
         self._forget()
 
     def _forget(self) -> None:

@@ -153,13 +153,13 @@ def charts(folder):
     return {name for one in accumulators for name in one.Reload().Tags()["scalars"]}
 
 
-def test_each_key_in_a_tracker_begins_with_train(pipeline):
-    expected = {f"train/energy_step/{name}" for name in STEP}
-    expected |= {f"train/energy_interval/{name}" for name in INTERVAL}
-    expected |= {f"train/final_energy/{name}" for name in FINAL}
+def test_keys_in_trackers_are_those_of_the_logs(pipeline):
+    expected = {f"energy_step/{name}" for name in STEP}
+    expected |= {f"energy_interval/{name}" for name in INTERVAL}
+    expected |= {f"final_energy/{name}" for name in FINAL}
     sent = {name for logs in pipeline.output("wandb.json") for name in logs if "energy" in name}
 
-    assert sent - {"train/energy_step/step", "train/energy_interval/step"} == expected
+    assert sent - {"energy_step/step", "energy_interval/step"} == expected
     assert expected <= charts(pipeline.folder)
 
 
@@ -277,7 +277,8 @@ def test_all_configurations_are_measured_and_compared(shell):
     names = [line.split("/")[1] for line in lines if line.startswith("Testing configs/")]
     assert names == ["run_adafactor.yaml", "run_adamw.yaml", "run_bnb.yaml", "run_unsloth.yaml"]
     assert [row["optimizer"] for row in rows(job)] == ["adafactor", "adamw_torch"]
-    assert job.stdout.count("needs an NVIDIA GPU; on a CPU: make measure-adamw") == 2
+    for twin in ("adamw", "adafactor"):
+        assert job.stdout.count(f"needs an NVIDIA GPU; on a CPU: make measure-{twin}") == 1
     assert "outputs/energy_results.csv: 2 runs" in lines
     assert "torch adamw_torch fp32, compared with torch adafactor fp32:" in lines
     assert lines[-1] == "some energy is of simulated devices"

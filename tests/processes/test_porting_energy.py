@@ -236,8 +236,8 @@ def make(folder, *targets):
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("backend", ["bnb", "unsloth"])
-def test_make_target_of_a_backend_is_rejected_without_a_gpu(folder, backend):
+@pytest.mark.parametrize(("backend", "twin"), [("bnb", "adamw"), ("unsloth", "adafactor")])
+def test_make_target_of_a_backend_is_rejected_without_a_gpu(folder, backend, twin):
     torch = pytest.importorskip("torch")
     pytest.importorskip("yaml", reason="needs PyYAML")
     if torch.cuda.is_available():
@@ -245,9 +245,8 @@ def test_make_target_of_a_backend_is_rejected_without_a_gpu(folder, backend):
     done = make(folder, f"measure-{backend}")
 
     assert done.returncode == 2
-    assert done.stdout.splitlines()[1:] == [
-        f"[train] backend {backend} needs an NVIDIA GPU; on a CPU: make measure-adamw"
-    ]
+    line = f"[train] backend {backend} needs an NVIDIA GPU; on a CPU: make measure-{twin}"
+    assert done.stdout.splitlines()[1:] == [line]
     assert not (folder / "outputs").exists()
 
 

@@ -13,6 +13,7 @@ from settings import Settings, WrongSettings
 PADDING = 256  # padding token of the tiny model, whose other tokens are bytes
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 PACKAGES = {"bnb": "bitsandbytes", "unsloth": "unsloth"}
+CPU_TWINS = {"bnb": "adamw", "unsloth": "adafactor"}  # configurations that need no GPU
 
 
 def missing(backend: str) -> str:

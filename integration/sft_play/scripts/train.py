@@ -41,7 +41,7 @@ def train(settings: Settings, tensorboard: bool) -> int:
     import models
 
     if reason := models.missing(settings.tuning.backend):
-        say(f"{reason}; on a CPU: make measure-adamw")
+        say(f"{reason}; on a CPU: make measure-{models.CPU_TWINS[settings.tuning.backend]}")
         return 1
     if settings.tuning.backend == "unsloth":
         import unsloth  # noqa: F401 - replaces parts of transformers, so it is imported first
