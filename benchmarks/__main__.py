@@ -38,7 +38,7 @@ def main() -> None:
 def table(figures: Sequence[Figure], title: str) -> Table:
     table = Table(title=title)
     for column, justify in (("figure", "left"), ("measured", "right"), ("goal", "right"), ("", "left")):
-        table.add_column(column, justify=justify)  # type: ignore[arg-type]
+        table.add_column(column, justify=justify, overflow="fold")  # type: ignore[arg-type]
     for figure in figures:
         value = f"not measured: {figure.note}" if figure.value is None else f"{figure.value:.4g} {figure.unit}"
         if figure.interval:

@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from importlib import import_module
+from itertools import product
 from statistics import fmean
 
 import psutil
@@ -19,7 +20,7 @@ from effllm.instruments.profiling import ComprehensiveProfiler, GPUMemoryProfile
 
 ROUNDS, CALLS = 20, 1000
 ITERATION_S, WARM_ITERATIONS, BLOCKS, BLOCK_ITERATIONS = 0.02, 300, 12, 50
-NUM_VALUES = 10_000
+NUM_VALUES, LARGE = 10_000, 2**24
 PARTS = ("data", "forward", "backward", "optimizer", "logging")
 METRICS = ("loss", "learning_rate", "grad_norm", "reward", "kl_divergence")
 
@@ -43,11 +44,9 @@ def measure() -> list[Figure]:
         *figures,
         *_others(),
         *(Figure(name, cost, "ms") for name, cost in _results()),
-        loops.share("recorder", "the recorder's start and end alone, share of 20 ms"),
-        loops.share("profiler", "also ComprehensiveProfiler with five timers, share of 20 ms", goal=1),
-        loops.share("all", "also five metrics and four scores, share of 20 ms", goal=1),
-        Figure("the same: the agent's share of a core", loops.agent_share * 100, "%"),
-        Figure("the same: the agent's resident memory", loops.agent_mb, "MB", goal=40),
+        *(figure for wait in _WAITS for figure in loops.shares(wait)),
+        Figure("with all of them: the agent's share of a core", loops.agent_share * 100, "%"),
+        Figure("with all of them: the agent's resident memory", loops.agent_mb, "MB", goal=40),
     ]
 
 
@@ -124,15 +123,36 @@ def _cpu_ms(call: Callable[[], object]) -> float:
     return median(spent_s) * 1000
 
 
+def _sleep() -> None:
+    time.sleep(ITERATION_S)
+
+
+def _compute(_source: bytearray = bytearray(LARGE), _target: bytearray = bytearray(LARGE)) -> None:  # noqa: B008
+    until_s = time.perf_counter() + ITERATION_S
+    while time.perf_counter() < until_s:
+        _target[:] = _source
+
+
+#: What an iteration does, and the clock of its calls. A loop that computes leaves other data in the caches, as a
+#: training does; its clock is the CPU time, so that other processes do not count. A loop that sleeps begins its calls
+#: on a core that may have been idle; its clock is the elapsed time.
+_WAITS = {"computes": (_compute, time.thread_time), "sleeps": (_sleep, time.perf_counter)}
+_NAMES = {
+    "recorder": "the recorder's start and end alone",
+    "profiler": "also ComprehensiveProfiler with five timers",
+    "all": "also five metrics and four scores",
+}
+
+
 class _Loops:
-    """Loops with iterations of 20 ms in turns: with a sleep only, the recorder, the profiler, and all instruments."""
+    """Loops with iterations of 20 ms in turns: without calls, the recorder, the profiler, and all instruments."""
 
     def __init__(self, collector: effllm.MetricsCollector) -> None:
         self._collector = collector
         self._profilers = {kind: ComprehensiveProfiler() for kind in ("profiler", "all")}
         self._tracker, self._scores = MetricTracker(), ScoreDistributionTracker()
-        self._spent_s: dict[str, list[float]] = {}  # mean time of all calls in an iteration, of each block
-        self._cpu_s: dict[str, list[float]] = {}  # CPU time of an iteration with its sleep, of each block
+        self._spent_s: dict[tuple[str, str], list[float]] = {}  # mean time of all calls in an iteration, of each block
+        self._cpu_s: dict[tuple[str, str], list[float]] = {}  # CPU time of an iteration, of each block
         self._step = 0
         (self._agent,) = psutil.Process().children()
         self.agent_share = self.agent_mb = 0.0
@@ -141,38 +161,42 @@ class _Loops:
         """Run the blocks; in the first blocks a profiler measures memory in each iteration, so they do not count."""
         for kind in self._profilers:
             for _ in range(WARM_ITERATIONS):
-                self._iteration(kind)
+                self._iteration(kind, *_WAITS["sleeps"])
         agent_s = all_s = 0.0
         for _ in range(BLOCKS):
-            for kind in ("nothing", "recorder", "profiler", "all"):
+            for wait, kind in product(_WAITS, ("nothing", *_NAMES)):
                 agent_began, began_s, cpu_s = self._agent_cpu_s(), time.monotonic(), time.thread_time()
-                spent_s = [self._iteration(kind) for _ in range(BLOCK_ITERATIONS)]
-                self._cpu_s.setdefault(kind, []).append((time.thread_time() - cpu_s) / BLOCK_ITERATIONS)
-                self._spent_s.setdefault(kind, []).append(fmean(spent_s))
+                spent_s = [self._iteration(kind, *_WAITS[wait]) for _ in range(BLOCK_ITERATIONS)]
+                self._cpu_s.setdefault((wait, kind), []).append((time.thread_time() - cpu_s) / BLOCK_ITERATIONS)
+                self._spent_s.setdefault((wait, kind), []).append(fmean(spent_s))
                 if kind == "all":
                     agent_s += self._agent_cpu_s() - agent_began
                     all_s += time.monotonic() - began_s
         self.agent_share, self.agent_mb = agent_s / all_s, self._agent.memory_info().rss / 1e6
 
-    def share(self, kind: str, name: str, goal: float | None = None) -> Figure:
-        """Return the time of all calls as a share of an iteration: the median over blocks of the mean time.
+    def shares(self, wait: str) -> Iterator[Figure]:
+        """Yield the time of all calls as a share of an iteration: the median over blocks of the mean time."""
+        for kind, name in _NAMES.items():
+            shares = self._percent(self._spent_s, wait, kind)
+            detail = {"blocks": len(shares)}
+            if wait == "sleeps":  # a loop that computes for 20 ms uses a whole core with and without calls
+                detail["cpu_percent"] = median(self._percent(self._cpu_s, wait, kind))
+            goal = None if kind == "recorder" else 1
+            title = f"{name}, share of 20 ms, a loop that {wait}"
+            yield Figure(title, median(shares), "%", goal, interval_95(shares, median), detail)
 
-        ``cpu`` is the paired result: the thread's CPU time of a block less that of the block with a sleep only.
-        """
-        paired = [one - bare for one, bare in zip(self._cpu_s[kind], self._cpu_s["nothing"], strict=True)]
-        shares = [
-            (one - bare) / ITERATION_S * 100
-            for one, bare in zip(self._spent_s[kind], self._spent_s["nothing"], strict=True)
-        ]
-        detail = {"cpu_percent": median(paired) / ITERATION_S * 100, "blocks": len(shares)}
-        return Figure(name, median(shares), "%", goal, interval_95(shares, median), detail)
+    @staticmethod
+    def _percent(times_s: dict[tuple[str, str], list[float]], wait: str, kind: str) -> list[float]:
+        """Return the time of each block, less that of the block without calls beside it, in percent of 20 ms."""
+        pairs = zip(times_s[wait, kind], times_s[wait, "nothing"], strict=True)
+        return [(one - bare) / ITERATION_S * 100 for one, bare in pairs]
 
     def _agent_cpu_s(self) -> float:
         return sum(self._agent.cpu_times()[:2])
 
-    def _iteration(self, kind: str) -> float:
+    def _iteration(self, kind: str, wait: Callable[[], None], clock: Callable[[], float]) -> float:
         """Run one iteration; return the seconds of all calls."""
-        profiler, has_recorder, clock = self._profilers.get(kind), kind != "nothing", time.perf_counter
+        profiler, has_recorder = self._profilers.get(kind), kind != "nothing"
         at_s = clock()
         if has_recorder:
             self._collector.record_iteration_start()
@@ -181,7 +205,7 @@ class _Loops:
             for part in PARTS:
                 profiler.timer.start(part)
         first_s = clock() - at_s
-        time.sleep(ITERATION_S)
+        wait()
         at_s = clock()
         if profiler is not None:
             for part in PARTS:
