@@ -6,6 +6,7 @@ import pytest
 
 import effllm
 from effllm.analysis.export import export_parquet
+from tests.run_folders import write_run
 
 pyspark = pytest.importorskip("pyspark")
 pytestmark = pytest.mark.filterwarnings("default")
@@ -28,6 +29,21 @@ def spark(tmp_path_factory):
     )
     yield session
     session.stop()
+
+
+def test_spark_reads_partitions_tags_and_replaced_rows(spark, tmp_path):
+    """One project is escaped in the path; Spark returns an escaped letter outside of ASCII as Latin-1."""
+    for name, project, speed in (("a", "x/y=[z] 1", 1.0), ("b", "ü", 2.0)):
+        tags = [f"project={project}", "config=base"]
+        write_run(tmp_path / "runs" / name, {"run_throughput/tokens_per_second": speed}, tags=tags)
+    for path in (tmp_path / "runs", tmp_path / "runs/a"):
+        export_parquet(effllm.load(path), tmp_path / "out")
+
+    frame = spark.read.parquet(f"{tmp_path}/out/v1/runs")
+    rows = frame.select("run_id", "project", "tags", "run_throughput_tokens_per_second").orderBy("run_id").collect()
+
+    assert [(row.run_id, row.project, row[3]) for row in rows] == [("a", "x/y=[z] 1", 1.0), ("b", "Ã¼", 2.0)]
+    assert rows[1].tags == {"project": "ü", "config": "base"}
 
 
 def test_spark_reads_all_tables_with_their_partitions(spark, tmp_path):

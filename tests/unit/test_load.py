@@ -404,3 +404,9 @@ def test_a_run_that_continues_is_read_again_by_a_new_load(tmp_path):
     (folder / "windows-0001.jsonl").write_text(line % 1 + line % 2)
     assert len(before.windows) == 1
     assert len(effllm.load(folder).windows) == 2
+
+
+def test_tables_are_frames_of_pandas_and_tables_of_arrow():
+    runs = effllm.load(OLDER)
+
+    assert runs.windows.df()["tokens"].sum() == runs.windows.to_arrow_table()["tokens"].to_pandas().sum() == 983040
