@@ -312,6 +312,7 @@ def _sources(ledger: Ledger, ended: bool) -> Sources:
         unused_s=unused.total(*ledger.goodput.span(ended)),
         unused=unused.evidence,
         why_unused_unknown=unused.why_unknown,
+        unused_unknown_s=unused.unknown_s,
     )
 
 

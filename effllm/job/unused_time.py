@@ -32,6 +32,7 @@ class UnusedTime(Struct):
     evidence: str = ""
     unknown: str = NOT_STATED  # of this attempt
     attempts_unknown: int = 0  # number of earlier attempts with unknown unused GPUs
+    unknown_s: float = 0.0  # time of these attempts
 
     @property
     def why_unknown(self) -> str:
@@ -79,7 +80,9 @@ class UnusedTime(Struct):
         """End all periods at the end of an attempt."""
         self.seconds = self.total(begin_s, end_s)
         self.since_s, self.periods, self.busy = {}, [], set()
-        self.attempts_unknown += bool(self.unknown) and end_s > begin_s
+        if self.unknown and end_s > begin_s:
+            self.attempts_unknown += 1
+            self.unknown_s += end_s - begin_s
         self.unknown = f"{UNUSED}: no rank of this attempt has joined"
 
     def total(self, begin_s: float, end_s: float) -> float:

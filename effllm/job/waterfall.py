@@ -89,8 +89,15 @@ def waterfall(goodput: GoodputSummary, whole: ClusterTotals, sources: Sources = 
     if without_gpus:
         unknown.append(NO_GPUS.format(without_gpus, len(goodput.attempts)))
     measured = [part.joules for part in parts if part.joules is not None]
-    unused_gpu_s = 0.0 if is_of_gpus else sources.unused_s
-    return Waterfall(total, sum(measured) if measured else None, parts, tuple(unknown), goodput.unit, unused_gpu_s)
+    return Waterfall(
+        device_seconds=total,
+        joules=sum(measured) if measured else None,
+        parts=parts,
+        unknown=tuple(unknown),
+        unit=goodput.unit,
+        unused_gpu_seconds=0.0 if is_of_gpus else sources.unused_s,
+        unused_unknown_s=sources.unused_unknown_s,
+    )
 
 
 def _split(kept: float, classes: Mapping[str, float], whole: ClusterTotals, is_mixed: bool) -> _Steps:

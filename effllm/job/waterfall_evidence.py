@@ -21,6 +21,7 @@ class Sources(NamedTuple):
     unused_s: float = 0.0  # GPU-seconds of allocated GPUs that no rank used
     unused: str = ""  # the evidence of these GPUs
     why_unused_unknown: str = NOT_STATED  # empty if all allocated GPUs are known
+    unused_unknown_s: float = 0.0  # time of earlier attempts whose unused GPUs are unknown
 
 
 ONE_ATTEMPT = Sources()

@@ -61,3 +61,4 @@ class Waterfall(Struct, frozen=True):
     unit: str = ""  # of the device-seconds: OF_GPUS or OF_RANKS; empty in files of older versions
     # GPU-seconds of allocated GPUs that no rank used, in a job without GPUs: they are not added to rank-seconds.
     unused_gpu_seconds: float = 0.0
+    unused_unknown_s: float = 0.0  # time of earlier attempts whose unused GPUs are unknown
