@@ -5,6 +5,9 @@ The training adds them to its own calls of a tracker, such as W&B. Standard libr
 
 from __future__ import annotations
 
+#: Tag of the number of values that depend on a failed check of the audit; it has no value while all checks hold.
+DOUBTFUL = "health/doubtful_values"
+
 #: Tag of reports -> (key in a tracker, factor of the value). The keys are the tags in TensorBoard, except for kWh.
 TRACKED: dict[str, tuple[str, float]] = {
     "throughput/tokens_per_second_per_gpu": ("efficientllm-at-a-glance/tokens_per_second_per_gpu", 1.0),
@@ -13,4 +16,5 @@ TRACKED: dict[str, tuple[str, float]] = {
     "energy/total_joules": ("efficientllm-at-a-glance/energy_kwh", 1 / 3.6e6),
     "throughput/data_wait_ratio": ("efficientllm-throughput/data_wait_ratio", 1.0),
     "goodput/ratio": ("efficientllm-at-a-glance/goodput_ratio", 1.0),
+    DOUBTFUL: ("efficientllm-health/doubtful_values", 1.0),
 }

@@ -10,7 +10,8 @@ from effllm.job.pacing import report_every_s
 from effllm.network.peers import Peers
 from effllm.network.transport import FrameError, ServerSocket, decode_from_agent, encode, is_hello
 from effllm.records.clock import Now
-from effllm.records.tracked import TRACKED
+from effllm.records.job import ClusterReport
+from effllm.records.tracked import DOUBTFUL, TRACKED
 from effllm.records.wire import (
     Ack,
     AgentEvent,
@@ -90,8 +91,7 @@ class Messages:
     def acknowledge(self, sequences: Sequences) -> None:
         """Send to each rank the sequence up to which its reports are saved, and the newest values."""
         report = self._aggregator.closed.last_report
-        known = report.values if report else {}
-        values = {tag: value for tag, value in known.items() if "/" not in tag or tag in TRACKED}
+        values = published(report) if report else {}
         iteration, count = report.iteration if report else 0, self._aggregator.ledger.reports
         frames: dict[int, bytes] = {}  # frames by sequence; ten thousand ranks have few different sequences
         for rank, sequence in sequences.items():
@@ -143,3 +143,9 @@ class Messages:
             aggregator.stack(message, now)
         elif isinstance(message, Bye) and aggregator.bye(message, now):
             self._socket.send(peer, ByeSeen(message.rank))
+
+
+def published(report: ClusterReport) -> dict[str, float]:
+    """Return the values for the training processes: those of the contract, and those for trackers."""
+    values = {tag: value for tag, value in report.values.items() if "/" not in tag or tag in TRACKED}
+    return {**values, DOUBTFUL: float(len(report.doubtful))} if report.doubtful else values

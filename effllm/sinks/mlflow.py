@@ -16,6 +16,7 @@ from effllm.config.switches import set_default, this_process
 from effllm.metrics.charts import chart_tag, has_chart
 from effllm.records.job import ClusterReport
 from effllm.records.plain_text import without_user
+from effllm.records.tracked import DOUBTFUL, TRACKED
 from effllm.sinks import Failures, Option, RunInfo
 
 OPTIONS = {
@@ -81,6 +82,8 @@ class Mlflow:
         values = {chart_tag(tag): value for tag, value in report.values.items() if has_chart(tag)}
         if report.loss is not None:
             values["efficientllm/loss"] = report.loss
+        if report.doubtful:
+            values[TRACKED[DOUBTFUL][0]] = len(report.doubtful)
         time_ms = int(report.time_s * 1000)
         self._waiting += [
             self._make_metric(key, value, time_ms, report.iteration)

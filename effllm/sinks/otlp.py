@@ -90,6 +90,7 @@ TRAINING: dict[str, Instrument] = {
     "effllm.gpus.expected": Instrument(GAUGE, "{gpu}", "Number of GPUs in the job."),
     "effllm.gpus.measured": Instrument(GAUGE, "{gpu}", "Number of GPUs that were measured in the window."),
     "effllm.energy.coverage": Instrument(GAUGE, "1", "Device-seconds with measured energy over expected ones."),
+    "effllm.doubtful_values": Instrument(GAUGE, "{value}", "Number of values that depend on a failed check."),
     "effllm.simulated": Instrument(GAUGE, "1", "1: the devices are simulated, and no value was measured."),
 }
 
@@ -209,6 +210,7 @@ def _of_job(report: ClusterReport) -> Iterator[Value]:
         "effllm.gpus.expected": seen.gpus_expected,
         "effllm.gpus.measured": seen.gpus_measured,
         "effllm.energy.coverage": seen.energy,
+        "effllm.doubtful_values": len(report.doubtful) or None,
         "effllm.simulated": int(report.simulated),
     }
     for name, value in values.items():

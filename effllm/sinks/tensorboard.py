@@ -25,6 +25,7 @@ from effllm.config.setting_values import FOLDER
 from effllm.metrics import describe, headline
 from effllm.metrics.charts import AT_A_GLANCE, chart_tag, has_chart
 from effllm.records.job import STEP_SECONDS, UTILIZATION_RATIO, ClusterReport
+from effllm.records.tracked import DOUBTFUL
 from effllm.sinks import Option, RunInfo, SinkUnavailable
 
 OPTIONS = {
@@ -49,7 +50,7 @@ BESIDE: dict[str, tuple[str, str]] = {
         "Device-seconds with measured energy divided by expected device-seconds.",
     ),
     "health/simulated": ("1 if so", "The devices are simulated, and no value was measured."),
-    "health/doubtful_values": (
+    DOUBTFUL: (
         "values",
         "Number of values of the window that depend on a failed check; the event `audit` has the check.",
     ),
@@ -175,7 +176,7 @@ def _beside(report: ClusterReport) -> dict[str, float]:
         "health/reports_late": coverage.reports_late,
         "health/energy_coverage_ratio": coverage.energy,
         "health/simulated": 1.0 if report.simulated else None,
-        "health/doubtful_values": len(report.doubtful) or None,
+        DOUBTFUL: len(report.doubtful) or None,
     }
     if slowest is not None:
         values["straggler/worst_rank"] = slowest.rank

@@ -65,6 +65,16 @@ def test_hardware_metrics_are_those_of_the_registry(receiver):
         assert point.attributes.get("hw.type", "gpu") in REGISTRY["hw.type"]
 
 
+def test_number_of_values_in_doubt_is_sent_if_there_are_any(receiver):
+    sink = opened(receiver)
+    sink.write(make_report(100))
+    assert "effllm.doubtful_values" not in {point.name for point in receiver.points}
+    sink.write(msgspec.structs.replace(make_report(110), doubtful=("al_seconds",)))
+    sink.close()
+
+    assert [point.value for point in receiver.points if point.name == "effllm.doubtful_values"] == [1]
+
+
 def test_energy_of_a_whole_host_is_not_in_hw_energy(receiver):
     sink = opened(receiver)
     sink.write(make_report())

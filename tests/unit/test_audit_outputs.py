@@ -8,6 +8,7 @@ from msgspec.structs import replace
 from sink_examples import make_report, make_summary
 
 from effllm.records.audit import AGREES, NAMED, Audit, AuditedFigure
+from effllm.server.messages import published
 from effllm.sinks import prometheus, tensorboard
 from effllm.store.closing_text import closing_text
 from effllm.store.summary_text import summary_text
@@ -75,6 +76,7 @@ def test_window_names_the_number_of_values_in_doubt():
 @pytest.mark.parametrize(("doubtful", "value"), [((), None), ((TAG,), 1)])
 def test_charts_have_the_number_of_values_in_doubt(doubtful, value):
     report = replace(make_report(100), doubtful=doubtful)
+    assert published(report).get("health/doubtful_values") == value  # W&B and Trackio, in the training process
     assert tensorboard._beside(report).get("health/doubtful_values") == value
     assert {name: one for name, _, one in prometheus.page._beside(report)}.get("doubtful_values") == value
 

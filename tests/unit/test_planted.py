@@ -1,6 +1,8 @@
 """Jobs with a planted cause (benchmarks/planted), and the planted device time in the waterfall."""
 
+import ast
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -24,6 +26,28 @@ PARTS = {
 
 def shares(summary, *names):
     return sum(part.share for part in summary.waterfall.parts if part.name in names)
+
+
+PLANTED = Path(__file__).parents[2] / "benchmarks" / "planted"
+#: Modules that run a planted job as a real job; all other modules describe it.
+DRIVERS = {
+    "rank": {"effllm.efficientllm_metrics"},
+    "reports": {"effllm.config.settings", "effllm.job.aggregator", "effllm.job.ledger"},
+}
+
+
+@pytest.mark.parametrize("path", sorted(PLANTED.glob("*.py")), ids=lambda path: path.stem)
+def test_generator_of_planted_jobs_imports_nothing_of_the_verdict(path):
+    imported = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = [one.name for one in node.names] if isinstance(node, ast.Import) else []
+        imported.update([node.module or ""] if isinstance(node, ast.ImportFrom) else names)
+    of_effllm = {name for name in imported if name.partition(".")[0] == "effllm"}
+
+    # Records have no rules, except that the names of causes are in records.verdict.
+    rules = {name for name in of_effllm if not name.startswith(("effllm.records.", "effllm.trainer."))}
+    assert rules <= DRIVERS.get(path.stem, set())
+    assert "effllm.records.verdict" not in of_effllm
 
 
 @pytest.mark.parametrize("cause", THRESHOLDS)

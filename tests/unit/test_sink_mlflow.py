@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 from sink_examples import make_report, make_run
 
 from effllm.records.plain_text import without_user
@@ -48,6 +49,15 @@ def test_values_have_the_iteration_and_the_time_of_their_window(client):
     values = {key: value for key, value, _, _ in metrics}
     assert values["efficientllm/al_seconds"] == report.values["al_seconds"]
     assert values["efficientllm-at-a-glance/mfu_ratio"] == report.values["throughput/mfu_ratio"]
+
+
+def test_number_of_values_in_doubt_is_written_if_there_are_any(client):
+    sink = opened(client)
+    sink.write(make_report(100))
+    sink.write(replace(make_report(110), doubtful=("al_seconds",)))
+
+    found = [{key: value for key, value, *_ in metrics} for _, metrics in client.calls]
+    assert [one.get("efficientllm-health/doubtful_values") for one in found] == [None, 1]
 
 
 def test_windows_within_the_period_are_one_call(client):
