@@ -187,6 +187,9 @@ class Attempt(Struct):
 
     # --- spans: `seconds` and `joules` include their sums ---
 
+    def has_reports(self, window: int) -> bool:
+        return self._find(window) is not None
+
     def _find(self, window: int) -> Span | None:
         i = bisect_left(self.spans, window, key=lambda span: span.window_last)
         return self.spans[i] if i < len(self.spans) and self.spans[i].window_first <= window else None
@@ -339,3 +342,21 @@ def _add(sums: dict[str, float], more: Mapping[str, float], sign: int = 1) -> No
 
 
 assert set(MARKED_PHASES) <= set(CLASSES)
+
+
+def place_hangs(attempt: Attempt, window: int, first: int) -> bool:
+    """Move noted hangs to the reported window that contains them; return whether this window has a hang.
+
+    A hang is noted for the number after the last closed window.  The report has a larger number if windows are joined,
+    and in the first window of a later attempt.  If reports were lost before, their windows keep their hangs.
+
+    Args:
+        attempt: the running attempt.
+        window: number of the reported window, which is not counted yet.
+        first: ordinal of its first iteration.
+    """
+    hangs = attempt.hangs
+    if first <= attempt.last + 1:
+        for one in [number for number in hangs if number < window and not attempt.has_reports(number)]:
+            hangs[window] = hangs.get(window, 0.0) + hangs.pop(one)
+    return window in hangs

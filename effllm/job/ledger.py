@@ -12,6 +12,7 @@ from effllm.job.account import Account
 from effllm.job.audit.state import AuditState
 from effllm.job.energy_account import EnergyTotals, WindowEnergy
 from effllm.job.goodput import Goodput
+from effllm.job.goodput_attempt import place_hangs
 from effllm.job.merged import Merged
 from effllm.job.prevalence import Prevalence
 from effllm.job.rows import Rows
@@ -176,7 +177,7 @@ class Ledger(Struct):
     def count_rows(self, window: int, rows: Sequence[RankReport]) -> None:
         """Add the times and counts of reports; each report may be added only once."""
         rows = Rows.of(rows)
-        has_hang = window in self.goodput.attempt.hangs
+        has_hang = place_hangs(self.goodput.attempt, window, int(rows.numbers["iteration_first"].min()))
         for account in self.accounts(window):
             account.add_rows(rows, has_hang)
         for name, seconds in {"iterations": float(rows.numbers["time_s"].sum()), **rows.phases_s}.items():

@@ -309,6 +309,31 @@ def test_straggling_and_hang_time_is_subtracted_from_other_classes():
     assert adds_up(goodput)
 
 
+@pytest.mark.parametrize("joined", [1, 3])
+def test_hang_counts_in_a_window_with_a_larger_number(joined):
+    """A later attempt begins with window 3; three windows can be reported as one, with the number of the last."""
+    run = Run(1).join().window(1).window(2).bye().restart().join(offset=20)
+    run.aggregator.ledger.note_hang(30.0)
+    run.wait(40)
+    run.send(0, 2 + joined, sequence=1, busy_s=38.0, wait_s=2.0, iteration_first=1, iteration_last=10 * joined,
+             iteration_shown=20 + 10 * joined)  # fmt: skip
+    assert run.seconds(ended=False)["hang"] == pytest.approx(30.0)
+    run.window(3 + joined, iteration_first=10 * joined + 1, iteration_last=10 * joined + 10, sequence=2)
+
+    assert run.seconds()["hang"] == pytest.approx(30.0)
+    assert run.seconds()["kept"] == pytest.approx(9.0 + 9.0 + 8.0 + 9.0)
+    assert adds_up(run.goodput())
+
+
+def test_hang_in_lost_reports_takes_no_time_of_later_windows():
+    run = Run(1).join().window(1)
+    run.aggregator.ledger.note_hang(30.0)
+    run.wait(40).window(6, sequence=6)
+
+    assert run.seconds()["kept"] == pytest.approx(18.0)
+    assert run.seconds()["hang"] == pytest.approx(30.0)
+
+
 def test_hang_that_ended_in_a_kill_is_subtracted_from_shutdown_time():
     run = Run(1).join().window(1)
     run.aggregator.ledger.note_hang(30.0)
