@@ -8,6 +8,7 @@ the positions of their batch.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 
 from effllm.job.audit.known import KnownJob, reasons_for
 from effllm.job.rows import TOKEN_COUNTS, Rows
-from effllm.records.columns import Table
+from effllm.records.columns import Array, Positions, Table
 
 MAX_NAMED = 8
 #: Tolerance for a whole number: the totals are exact, but late counts may be missing.
@@ -29,11 +30,22 @@ class CountSums(Table):
 
     def add(self, rows: Rows) -> None:
         """Add reports; each report may be added only once."""
-        at = self.find(rows.ranks)
-        values = self.values
-        for column, name in enumerate(TOKEN_COUNTS):
-            values[at, column] += np.array(rows.token_counts[name], np.float64)
-        values[at, 3] += rows.numbers["iterations"]
+        at = self.of(rows.ranks)
+        counts = [_floats(rows.token_counts[name]) for name in TOKEN_COUNTS]
+        self.values[at] += np.array([*counts, rows.numbers["iterations"]]).T
+
+    def of(self, ranks: Sequence[int]) -> Positions | slice:
+        """Return the rows of ranks; a slice, which needs no copy, if they are all rows in their order."""
+        at = self.find(ranks)
+        return slice(None) if len(at) == len(self) and (at[1:] > at[:-1]).all() else at
+
+
+def _floats(counts: Sequence[int]) -> Array:
+    """Return counts as an array, by way of machine integers, which takes a third of the time of `np.array`."""
+    try:
+        return np.frombuffer(array("q", counts), np.int64).astype(np.float64)
+    except OverflowError:  # a forged report
+        return np.array(counts, np.float64)
 
 
 #: Smaller count, larger count, and what they are.
@@ -52,20 +64,19 @@ def broken_counts(sums: CountSums, rows: Rows, known: KnownJob, *, has_gaps: boo
         known: the constants of the job.
         has_gaps: whether reports were lost: then tokens of a batch may be here without its positions.
     """
-    values = sums.values[sums.find(rows.ranks)]
+    values = sums.values[sums.of(rows.ranks)]
     column = dict(zip(sums.NAMES, values.T, strict=True))
     spare = np.array(rows.token_counts["tokens_processed"], np.float64) if has_gaps else 0.0
     for small, large, small_text, large_text in _ORDER:
-        # A total of 0 is not counted.
-        wrong = (column[large] > 0) & (column[small] > column[large] + spare)
-        if wrong.any():
+        wrong = column[small] > column[large] + spare
+        if wrong.any() and (wrong := wrong & (column[large] > 0)).any():  # a total of 0 is not counted
             factor = float((column[small][wrong] / column[large][wrong]).max())
             totals = f"{column[small][wrong].sum():,.0f} {small_text} in {column[large][wrong].sum():,.0f} {large_text}"
             return _sentence(rows.ranks, wrong, totals, factor, known)
     if known.max_positions:
         most = column["iterations"] * known.max_positions
-        wrong = (most > 0) & (column["tokens_processed"] > most + spare)
-        if wrong.any():
+        wrong = column["tokens_processed"] > most + spare
+        if wrong.any() and (wrong := wrong & (most > 0)).any():
             factor = float((column["tokens_processed"][wrong] / most[wrong]).max())
             totals = f"{column['tokens_processed'][wrong].sum():,.0f} positions in batches of {most[wrong].sum():,.0f}"
             return _sentence(rows.ranks, wrong, totals, factor, known)
