@@ -29,7 +29,10 @@ def measure(configuration: Configuration) -> Counted:
             model.enable_input_require_grads()
     model.train()
     trained = [one for one in model.parameters() if one.requires_grad]
-    optimizer = OPTIMIZERS[configuration.optimizer](trained)
+    if configuration.optimizer == "muon":
+        optimizer: Any = _muon(model)
+    else:
+        optimizer = OPTIMIZERS[configuration.optimizer](trained)
     shape = (configuration.micro_batch, configuration.seq_length)
     texts = [torch.randint(1, configuration.vocab, shape) for _ in range(configuration.accumulation)]
     losses = [_loss(model, ids, configuration.precision == "bf16-mixed") for ids in texts]
@@ -77,7 +80,7 @@ class Lion(torch.optim.Optimizer):
 class MuonWithAdamW:
     """torch.optim.Muon for the matrices of layers, AdamW for all others: torch's Muon takes only matrices."""
 
-    def __init__(self, trained: list[torch.nn.Parameter], first_and_last: set[int] = frozenset()) -> None:  # type: ignore[assignment]
+    def __init__(self, trained: list[torch.nn.Parameter], first_and_last: set[int]) -> None:
         matrices = [one for one in trained if one.dim() == 2 and id(one) not in first_and_last]
         others = [one for one in trained if one.dim() != 2 or id(one) in first_and_last]
         self.parts = [torch.optim.Muon(matrices)] + ([torch.optim.AdamW(others)] if others else [])
@@ -95,9 +98,11 @@ class MuonWithAdamW:
             part.step()
 
 
-def _muon(trained: list[torch.nn.Parameter]) -> MuonWithAdamW:
-    widest = max(one.shape[0] for one in trained)
-    return MuonWithAdamW(trained, {id(one) for one in trained if one.dim() == 2 and one.shape[0] == widest})
+def _muon(model: torch.nn.Module) -> MuonWithAdamW:
+    outer = ("embed", "wte", "wpe", "lm_head")
+    named = {name: one for name, one in model.named_parameters() if one.requires_grad}
+    ends = {id(one) for name, one in named.items() if any(word in name for word in outer) and "lora" not in name}
+    return MuonWithAdamW(list(named.values()), ends)
 
 
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
@@ -106,5 +111,4 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "sgd-momentum": lambda trained: torch.optim.SGD(trained, lr=0.1, momentum=0.9),
     "adafactor": torch.optim.Adafactor,
     "lion": Lion,
-    "muon": _muon,
 }

@@ -71,7 +71,7 @@ class Configuration:
             return {**sizes, "n_inner": self.intermediate, "n_positions": 512, **dropouts}
         sizes |= {"num_key_value_heads": self.kv_heads, "intermediate_size": self.intermediate}
         if self.architecture == "qwen3_moe":
-            sizes["moe_intermediate_size"] = self.intermediate // 2
+            sizes["moe_intermediate_size"] = self.intermediate // 16 * 8  # grouped products need rows of 16 bytes
         return {**sizes, **extra}
 
     @property

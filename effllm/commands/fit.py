@@ -36,8 +36,7 @@ class FitRequest:
 def main(request: FitRequest) -> int:
     """Print the estimates; return the exit status."""
     try:
-        gpu = _gpu(request.gpu, request.gpus)
-        fits = [_fit(find(text), request, gpu) for text in request.models]
+        fits, gpu = _estimates(request)
     except (UnreadableModel, ImpossiblePlan) as error:
         print(f"effllm fit: {one_line(str(error))}", file=sys.stderr)
         return 2
@@ -51,9 +50,36 @@ def main(request: FitRequest) -> int:
     return 0 if all(verdict(fit.any.total, gpu.usable_bytes) == FITS for fit in fits) else 1
 
 
-def _fit(found: FoundModel, request: FitRequest, gpu: GpuMemory | None) -> ModelFit:
-    settings = {**found.settings, **{name: value for name, value in request.settings.items() if value is not None}}
-    plan = _laid_out(MemoryPlan(**settings), request.gpus, "dp" in settings)
+def _estimates(request: FitRequest) -> tuple[list[ModelFit], GpuMemory | None]:
+    found = [find(text) for text in request.models]
+    only_settings = [one for one in found if one.shape is None]
+    models = [one for one in found if one.shape is not None]
+    if not models:
+        raise UnreadableModel(f"{request.models[0]} has only settings: also give a MODEL")
+    shared = {name: value for one in only_settings for name, value in one.settings.items()}
+    notes = tuple(note for one in only_settings for note in one.notes)
+    planned = [_planned(one, request, shared) for one in models]
+    gpu = _gpu(request.gpu, max(plan.gpus for plan, _ in planned) if request.gpu else request.gpus)
+    fits = [_fit(one, *plan, request, gpu) for one, plan in zip(models, planned, strict=True)]
+    return [replace(fit, notes=(*fit.notes, *notes)) for fit in fits], gpu
+
+
+def _planned(found: FoundModel, request: FitRequest, shared: dict[str, Any]) -> tuple[MemoryPlan, dict[str, Any]]:
+    """Return the plan of a model and its settings: those of its file, of an accelerate YAML and of the options."""
+    given = {name: value for name, value in request.settings.items() if value is not None}
+    settings = {**found.settings, **shared, **given}
+    stated, batch = settings.pop("gpus", None), settings.pop("global_batch", None)
+    gpus = request.gpus or (None if "dp" in given else stated)
+    plan = _laid_out(MemoryPlan(**settings), request.gpus if request.gpus is not None else gpus, "dp" in settings)
+    if batch and "accumulation" not in settings:
+        plan = replace(plan, accumulation=max(batch // max(plan.micro_batch * plan.dp, 1), 1))
+    return plan, settings
+
+
+def _fit(
+    found: FoundModel, plan: MemoryPlan, settings: dict[str, Any], request: FitRequest, gpu: GpuMemory | None
+) -> ModelFit:
+    assert found.shape is not None
     training = estimate(found.shape, plan) if request.mode != INFERENCE else None
     inference = estimate(found.shape, _serving_plan(plan, settings)) if request.mode != TRAINING else None
     main_one = training or inference

@@ -9,7 +9,9 @@ from typing import Any
 
 from effllm.memory.config_json import read_config
 from effllm.memory.known_models import find_model, known_models, similar_names
+from effllm.memory.megatron_arguments import is_megatron, read_script, read_settings, read_shape
 from effllm.memory.model import ModelShape, WrongModel
+from effllm.memory.yaml_settings import accelerate_settings, is_accelerate, is_llama_factory, llama_factory_settings
 
 MAX_BYTES = 10**7  # of a config file
 
@@ -22,7 +24,7 @@ class UnreadableModel(ValueError):
 class FoundModel:
     """A model with the source of its sizes, and the settings that its file states."""
 
-    shape: ModelShape
+    shape: ModelShape | None  # None: only settings, of an accelerate YAML
     source: str
     notes: tuple[str, ...] = ()
     settings: dict[str, Any] = field(default_factory=dict)  # of a plan
@@ -34,6 +36,11 @@ def find(text: str) -> FoundModel:
     Raises:
         UnreadableModel: there is no such file or name, or the file describes no model.
     """
+    if "--num-layers" in text:
+        try:
+            return _megatron(read_script(text), "arguments", "arguments")
+        except WrongModel as error:
+            raise UnreadableModel(str(error)) from None
     path = Path(text)
     if path.is_dir():
         path = path / "config.json"
@@ -56,18 +63,70 @@ def _file(path: Path) -> FoundModel:
     try:
         if path.stat().st_size > MAX_BYTES:
             raise UnreadableModel(f"{path} is too large for a config: give the config.json of the model")
-        fields = json.loads(path.read_text())
+        text = path.read_text()
     except OSError as error:
         raise UnreadableModel(f"{path}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise UnreadableModel(f"{path} is not JSON: {error}") from None
-    if not isinstance(fields, dict):
-        raise UnreadableModel(f"{path} is not the config of a model: it has no fields")
+    except ValueError:
+        raise UnreadableModel(f"{path} is not a text file") from None
     try:
-        shape = read_config(fields, _name(path, fields))
+        if path.suffix in (".yaml", ".yml"):
+            return _yaml(path, text)
+        if path.suffix != ".json" and is_megatron(arguments := read_script(text)):
+            return _megatron(arguments, path.stem, str(path))
+        return _json(path, text)
     except WrongModel as error:
         raise UnreadableModel(f"{path}: {error}") from None
+
+
+def _json(path: Path, text: str) -> FoundModel:
+    try:
+        fields = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UnreadableModel(f"{path} is neither JSON nor a script with --num-layers: {error}") from None
+    if not isinstance(fields, dict):
+        raise UnreadableModel(f"{path} is not the config of a model: it has no fields")
+    shape = read_config(fields, _name(path, fields))
     return FoundModel(shape, str(path), shape.notes)
+
+
+def _megatron(arguments: dict[str, str], name: str, source: str) -> FoundModel:
+    return FoundModel(read_shape(arguments, name), source, (), read_settings(arguments))
+
+
+def _yaml(path: Path, text: str) -> FoundModel:
+    """Return the model of a LLaMA-Factory YAML, or the settings of an accelerate YAML."""
+    try:
+        import yaml
+    except ImportError:
+        raise UnreadableModel("a YAML file needs PyYAML: pip install 'effllm[analysis]'") from None
+    try:
+        fields = yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise UnreadableModel(f"{path} is not YAML: {error}") from None
+    if isinstance(fields, dict) and is_accelerate(fields):
+        settings, notes = accelerate_settings(fields)
+        return FoundModel(None, str(path), tuple(notes), settings)
+    if not isinstance(fields, dict) or not is_llama_factory(fields):
+        raise UnreadableModel(f"{path} is neither of LLaMA-Factory (model_name_or_path) nor of accelerate")
+    deepspeed = fields.get("deepspeed")
+    stages = _deepspeed(path, str(deepspeed)) if deepspeed else None
+    settings, notes = llama_factory_settings(fields, stages)
+    named = str(fields["model_name_or_path"])
+    beside = path.parent / named
+    found = find(str(beside) if beside.exists() else named)
+    return FoundModel(found.shape, f"{path}, {found.source}", (*found.notes, *notes), settings)
+
+
+def _deepspeed(path: Path, named: str) -> dict[str, Any]:
+    """Return the DeepSpeed config that a YAML names, relative to the YAML or to the current folder."""
+    for candidate in (path.parent / named, Path(named)):
+        if candidate.is_file() and candidate.stat().st_size < MAX_BYTES:
+            try:
+                fields = json.loads(candidate.read_text())
+            except (OSError, ValueError, RecursionError) as error:
+                raise UnreadableModel(f"{candidate}: {error}") from None
+            return fields if isinstance(fields, dict) else {}
+    raise UnreadableModel(f"{path} names the DeepSpeed config {named}, which is not there")
 
 
 def _name(path: Path, fields: dict[str, Any]) -> str:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-_MODELS = typer.Argument(metavar="MODEL...", help="config.json, a model's folder, or a name of the table.")
+_MODELS = typer.Argument(metavar="MODEL...", help="config.json, folder, name of the table, Megatron script, or YAML.")
 _GPU = typer.Option(metavar="NAME", help="GPU, such as h100-80gb. [default: the GPUs of this machine]")
 _GPUS = typer.Option(metavar="N", help="Number of GPUs. [default: those of the layout]")
 _MODE = typer.Option(metavar="MODE", help="training or inference. [default: both]")
@@ -63,6 +63,8 @@ def fit(
     Examples:
       effllm fit llama-3.1-8b --gpu h100-80gb
       effllm fit path/to/config.json --gpu a100-80gb --gpus 8 --zero 3
+      effllm fit pretrain_llama.sh --gpu h100-80gb           # Megatron
+      effllm fit qwen3-8b fsdp.yaml --gpu a100-80gb          # accelerate
       effllm fit qwen3-8b --precision bf16 --lora 16 --checkpointing full
       effllm fit deepseek-v3 --mode inference --gpu h200 --gpus 16 --tp 16
       effllm fit gemma-2-9b mistral-7b --gpu rtx4090 --json | jq .models

@@ -27,7 +27,8 @@ def _llama(fields: Fields) -> ModelShape:
 
 
 def _mistral(fields: Fields) -> ModelShape:
-    return dense(fields, text(fields, "model_type"))
+    is_phi = text(fields, "model_type") == "phi3"
+    return dense(fields, text(fields, "model_type"), fused_qkv=is_phi, fused_gate=is_phi)
 
 
 def _mixtral(fields: Fields) -> ModelShape:
@@ -108,6 +109,7 @@ def _gpt2(fields: Fields) -> ModelShape:
     return dense(
         {**fields, "num_key_value_heads": None, "intermediate_size": fields.get("n_inner")},
         "gpt2",
+        fused_qkv=True,
         tied=True,
         gated_mlp=False,
         qkv_bias=True,
@@ -124,6 +126,7 @@ def _gpt_neox(fields: Fields) -> ModelShape:
     return dense(
         {**fields, "num_key_value_heads": None},
         "gpt_neox",
+        fused_qkv=True,
         gated_mlp=False,
         qkv_bias=bias,
         out_bias=bias,

@@ -23,7 +23,8 @@ class LayerBlock:
     forward: float = 0.0  # further bytes at the peak of its forward pass
     backward: float = 0.0  # further bytes at the peak of its backward pass
     gradients: float = 0.0  # of the trained weights
-    casts: float = 0.0  # copies of weights that autocast keeps until the backward pass
+    casts: float = 0.0  # copies of weights that autocast makes, kept until the backward pass
+    cached: float = 0.0  # those of them that its cache keeps until the end of the forward pass
     largest: float = 0.0  # the largest gradient: a second micro-batch computes it beside the sum
 
 
@@ -114,15 +115,21 @@ def attention(sizes: TensorSizes) -> LayerBlock:
     heads = tokens * (shape.q_size + keys + values) * compute / tp
     output = tokens * shape.value_size * compute / tp
     kept = sizes.inputs(shape.hidden / sizes.spread, ("q", "k", "v")) + heads
+    if shape.qk_norm_per_layer:
+        normalised = 0 if sizes.is_lora else compute
+        kept += tokens * (shape.q_size + keys) / tp * (FULL + normalised)
     kept += output if not sizes.is_lora else max(output, sizes.inputs(shape.value_size / tp, ("o",)) + output)
     forward, backward = heads, heads + output
     if plan.attention == "eager":
         scores = tokens * shape.heads * plan.seq_length / tp
-        kept += scores * (FULL if compute == FULL else FULL + compute)
+        # The softmax of GPT-2 stays in the precision of the products; that of others is in 32 bits, and converted.
+        inner = sizes.stream if shape.architecture == "gpt2" else FULL
+        converted = compute if compute < inner else 0
+        kept += scores * (inner + converted)
         if shape.kv_heads != shape.heads and not shape.latent:
             kept += 2 * output
         forward = max(forward, scores * compute)
-        backward = max(backward, scores * 2 * FULL)
+        backward = max(backward, scores * (2 * inner - converted))
     else:
         kept += tokens * shape.heads * FULL / tp
     if shape.latent:
@@ -157,18 +164,22 @@ def _products(shape: ModelShape, is_fused: bool) -> int:
         return 3 if is_fused else 4
     if is_fused:
         return 2
-    return {"relu": 1, "gelu_new": 6}.get(shape.activation, 2)
+    return {"relu": 1, "gelu_new": 5}.get(shape.activation, 2)
 
 
 def experts(sizes: TensorSizes, routed: Experts) -> LayerBlock:
-    """Return the bytes of a layer's experts: each token passes `active` experts, and the shared ones."""
-    plan = sizes.plan
+    """Return the bytes of a layer's experts: each token passes `active` experts, and the shared ones.
+
+    The grouped products of transformers keep the gathered tokens, the products of an MLP, and the outputs before they
+    are weighted.  Autocast does not change them: they stay in the precision of the weights.
+    """
+    plan, hidden = sizes.plan, sizes.shape.hidden
     # Expert parallelism moves tokens between ranks; with an even load each rank has as many as before.
     tokens = float(sizes.tokens * routed.active)
-    one = mlp(sizes, routed.intermediate, tokens)
-    gathered = tokens * sizes.shape.hidden * sizes.compute
-    kept = one.kept + gathered + sizes.tokens * routed.total * 2 * FULL
+    inner = tokens * routed.intermediate * sizes.stream / plan.tp
+    gathered = tokens * hidden * sizes.stream
+    kept = _products(sizes.shape, sizes.is_fused) * inner + 2 * gathered
+    kept += sizes.tokens * (hidden * sizes.stream / sizes.spread + routed.total * 2 * FULL)
     if routed.shared_intermediate:
-        shared = mlp(sizes, routed.shared_intermediate)
-        kept += shared.kept
-    return LayerBlock(kept, max(one.forward, gathered) / plan.tp, one.backward + gathered)
+        kept += mlp(sizes, routed.shared_intermediate).kept
+    return LayerBlock(kept, 2 * gathered, 2 * inner + 2 * gathered)

@@ -148,8 +148,11 @@ def _adamw_8bit(tensor: ParameterTensor, _size: int) -> float:
 
 
 def _muon(tensor: ParameterTensor, size: int) -> float:
-    """A momentum for the matrices of the layers; AdamW for the embedding, the head and vectors."""
-    is_matrix = tensor.columns and tensor.group not in (EMBEDDING, HEAD)
+    """A momentum for the matrices of the layers; AdamW for the embedding, the head, vectors and stacked experts.
+
+    torch.optim.Muon takes matrices alone, and the experts of transformers are tensors of three dimensions.
+    """
+    is_matrix = tensor.columns and tensor.group not in (EMBEDDING, HEAD, EXPERT)
     return (1 if is_matrix else 2) * tensor.elements * size
 
 

@@ -92,7 +92,7 @@ def _forward(walk: _Walk, blocks: StepBlocks) -> None:
             walk.live += block.kept + block.casts
         if blocks.is_checkpointed:
             # The cache of autocast keeps the casts until the end of the forward pass.
-            walk.live = before + blocks.input_bytes + sum(block.casts for block in layer)
+            walk.live = before + blocks.input_bytes + sum(block.cached for block in layer)
 
 
 def _loss(walk: _Walk, blocks: StepBlocks) -> None:
@@ -103,7 +103,7 @@ def _loss(walk: _Walk, blocks: StepBlocks) -> None:
     walk.live += blocks.final.kept
     walk.at(0.0, last.kept + last.casts + last.forward)
     if blocks.is_checkpointed:
-        walk.live -= sum(block.casts for layer in blocks.layers for block in layer)
+        walk.live -= sum(block.cached for layer in blocks.layers for block in layer)
     walk.at(0.0, last.kept + last.casts + last.backward)
     walk.gradients += 0.0 if blocks.resident else last.gradients
     walk.at(last.largest if blocks.resident else 0.0, last.kept / 2)

@@ -68,9 +68,12 @@ def _attention(shape: ModelShape) -> Iterator[tuple[str, int, int, bool]]:
     hidden, latent = shape.hidden, shape.latent
     if latent is None:
         keys = shape.kv_heads * shape.head_dim
-        yield "q", shape.q_size, hidden, shape.qkv_bias
-        yield "k", keys, hidden, shape.qkv_bias
-        yield "v", keys, hidden, shape.qkv_bias
+        if shape.fused_qkv:
+            yield "q", shape.q_size + 2 * keys, hidden, shape.qkv_bias
+        else:
+            yield "q", shape.q_size, hidden, shape.qkv_bias
+            yield "k", keys, hidden, shape.qkv_bias
+            yield "v", keys, hidden, shape.qkv_bias
     else:
         if latent.q_rank:
             yield "q", latent.q_rank, hidden, shape.qkv_bias
@@ -87,9 +90,11 @@ def _attention(shape: ModelShape) -> Iterator[tuple[str, int, int, bool]]:
 def _mlp(group: str, shape: ModelShape, width: int, bias: bool, count: int) -> Iterator[ParameterTensor]:
     if not count:
         return
-    products = 2 if shape.gated_mlp else 1
-    yield ParameterTensor(group, "mlp", width, shape.hidden, count * products)
+    is_fused = group == EXPERT or shape.fused_gate
+    products = 2 if shape.gated_mlp and not is_fused else 1
+    first = 2 * width if shape.gated_mlp and is_fused else width
+    yield ParameterTensor(group, "mlp", first, shape.hidden, count * products)
     yield ParameterTensor(group, "mlp", shape.hidden, width, count)
     if bias:
-        yield ParameterTensor(group, "", width, 0, count * products)
+        yield ParameterTensor(group, "", first, 0, count * products)
         yield ParameterTensor(group, "", shape.hidden, 0, count)

@@ -60,13 +60,15 @@ class _BlockWeights:
             held = [one for one in self.held if one.tensor.group == EMBEDDING][:1]
             trained = held if not plan.lora_rank else []
         size = 4 if plan.lora_rank else numbers.gradients
-        matrices = sum(one.elements for one in held if one.tensor.columns)
-        casts = matrices + (elements(trained) if plan.lora_rank else 0.0)
+        matrices = sum(one.elements for one in held if one.tensor.columns and one.tensor.group != EXPERT)
+        adapters = elements(trained) if plan.lora_rank else 0.0
+        scale = numbers.compute / layers if numbers.autocast else 0.0
         largest = max((one.tensor.elements for one in trained), default=0) / plan.tp
         return replace(
             block,
             gradients=elements(trained) / layers * size,
-            casts=casts / layers * numbers.compute if numbers.autocast else 0.0,
+            casts=(matrices + adapters) * scale,
+            cached=(adapters if plan.lora_rank else matrices) * scale,
             largest=largest * size,
         )
 

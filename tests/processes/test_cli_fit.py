@@ -84,6 +84,22 @@ def test_gpus_without_a_layout_are_data_parallel():
     assert (plan["tp"], plan["dp"], plan["zero"], document["gpu"]["count"]) == (2, 4, 3, 8)
 
 
+def test_accelerate_yaml_and_script_give_the_plan(tmp_path):
+    (tmp_path / "fsdp.yaml").write_text("distributed_type: FSDP\nnum_processes: 4\nmixed_precision: bf16\n")
+    (tmp_path / "run.sh").write_text(
+        "torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 4 --hidden-size 64 --num-attention-heads 4 --bf16 "
+        "--seq-length 32 --max-position-embeddings 32 --vocab-size 100 --global-batch-size 64 --micro-batch-size 2 "
+        "--tensor-model-parallel-size 2"
+    )
+
+    sharded = json.loads(fit("qwen3-8b", str(tmp_path / "fsdp.yaml"), "--json").stdout)["models"]
+    [script] = json.loads(fit(str(tmp_path / "run.sh"), "--json").stdout)["models"]
+
+    plans = [sharded[0]["training"]["plan"], script["training"]["plan"]]
+    assert [(one["zero"], one["dp"], one["tp"], one["accumulation"]) for one in plans] == [(3, 4, 1, 1), (0, 4, 2, 8)]
+    assert "has only settings" in fit(str(tmp_path / "fsdp.yaml")).stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
