@@ -74,14 +74,16 @@ check: $(VENV)/.checkers ## Check the source: format, lint, types, unsafe calls
 	$(BIN)/bandit -q -c pyproject.toml -r effllm launch integration benchmarks tests/scripts && \
 	$(BIN)/python tests/code_report.py && echo 'Checks passed.'
 
-# The pages of the site are the files of the repository, in the same folders: a relative link works in both.
+# The pages of the site are the files of the repository, in the same folders: a relative link works in both.  With
+# --quiet, mkdocs would not count warnings.
 SITE_SOURCE := build/site-source
 docs: $(DOCS)/.ready ## Build the documentation site in build/site, and check its pages and links
 	@rm -rf $(SITE_SOURCE) && mkdir -p $(SITE_SOURCE)/benchmarks $(SITE_SOURCE)/tests && \
 	ln -s $(addprefix '$(CURDIR)'/,README.md CONTRIBUTING.md SECURITY.md CHANGELOG.md docs integration configs launch) $(SITE_SOURCE) && \
 	ln -s '$(CURDIR)'/benchmarks/results $(SITE_SOURCE)/benchmarks && \
 	ln -s $(addprefix '$(CURDIR)'/tests/,unit processes faults frameworks) $(SITE_SOURCE)/tests
-	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet && $(DOCS)/bin/python tests/check_site.py build/site && \
+	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict >build/docs.log 2>&1 || { grep -v ^INFO build/docs.log; exit 1; }
+	@$(DOCS)/bin/python tests/check_site.py build/site && \
 	echo 'The site begins with build/site/index.html.'
 
 # Three minutes.  Failing inputs are written to build/fuzz; move an input to tests/corpus when its defect is fixed.
