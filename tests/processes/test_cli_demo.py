@@ -24,6 +24,8 @@ def test_summary_of_the_demo_counts_all_tokens_as_simulated(cli):
     assert (summary["tokens"], summary["samples"]) == (2 * 20 * TOKENS, 2 * 20 * SAMPLES)
     assert (summary["iterations"], summary["coverage"]["ranks_reporting"]) == (20, 2)
     assert summary["loss"] == pytest.approx(loss(20))
+    mfu, rate = (summary["metrics"][f"run_throughput/{name}"]["value"] for name in ("mfu_ratio", "tokens_per_second"))
+    assert mfu == pytest.approx(rate * 6 * 124e6 / (2 * 312e12), rel=1e-6)
     assert 6 * 0.02 <= summary["time_by_class"]["evaluation"] < summary["time_by_class"]["iterations"]
 
 
