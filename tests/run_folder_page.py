@@ -12,6 +12,16 @@ from effllm.analysis.database import TABLES, columns_of
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "run-folder.md"
 OLDER = ROOT / "tests" / "golden" / "run_folder_1"
+NEWER = ROOT / "tests" / "golden" / "run_folder_4"
+#: Examples of columns that have no value in both run folders.
+EXAMPLES = {
+    "not_measured": ["energy: NVML gives neither an energy counter nor the power of this GPU"],
+    "other_metrics": {"throughput/frames_per_second": 30.0},
+    "run_throughput_device_step_seconds": 0.051,
+    "throughput_device_step_seconds": 0.051,
+    "other_devices_j": {"GPU-1": 120.5},
+    "device": "GPU-1",
+}
 MARK = "<!-- tables -->\n"
 ROWS = {
     "runs": "One row per run, from `run.json` and `summary.json`.",
@@ -29,9 +39,7 @@ def page() -> str:
 
 
 def _section(table: str) -> str:
-    run = effllm.load(OLDER)
-    relation = getattr(run, table)
-    rows = relation.fetchall()
+    rows = [row for folder in (OLDER, NEWER) for row in getattr(effllm.load(folder), table).fetchall()]
     lines = [
         f"\n### {table}\n",
         ROWS[table],
@@ -40,20 +48,22 @@ def _section(table: str) -> str:
         "|---|---|---|---|---|",
     ]
     for at, column in enumerate(columns_of(table)):
-        value = next((row[at] for row in rows if row[at] not in (None, {}, [])), None)
-        shown = _example(column.name, value)
+        values = [row[at] for row in rows if row[at] not in (None, {}, [])]
+        full = [value for value in values if value not in ("{}", "[]")]
+        shown = _example(column.name, next(iter([*full, *values]), EXAMPLES.get(column.name)))
         cells = (f"`{column.name}`", column.type, column.unit, column.meaning, shown)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
 
 
 def _example(name: str, value: Any) -> str:
-    if value is None:
-        return "null"
+    assert value is not None, f"{name} has no example"
     if name == "folder":
         return "`/data/runs/run_folder_1`"
-    text = f"{value:.12g}" if isinstance(value, float) else json.dumps(value, default=str, ensure_ascii=False)
-    text = text.strip('"')
+    if isinstance(value, float):
+        text = f"{value:.12g}"
+    else:
+        text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False).strip('"')
     return f"`{text if len(text) <= MAX_LETTERS else text[: MAX_LETTERS - 1] + '…'}`"
 
 
