@@ -10,22 +10,23 @@ import pytest
 pytest_plugins = ["disks"]
 pytestmark = pytest.mark.faults
 OLDER = Path(__file__).parents[1] / "golden" / "run_folder_1"
+NEWER = OLDER.with_name("run_folder_4")
 
 
 def export(*arguments):
     return subprocess.run(
-        [sys.executable, "-m", "effllm", "export", str(OLDER), *arguments], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "effllm", "export", *map(str, arguments)], capture_output=True, text=True, check=False
     )
 
 
 @pytest.mark.parametrize("form", ["--parquet", "--csv", "--json"])
 def test_export_to_a_full_disk_leaves_the_old_files(disk, form):
     path = disk.path / "out"
-    assert export(form, str(path)).returncode == 0
+    assert export(OLDER, form, path).returncode == 0
     before = {one: one.read_bytes() for one in disk.path.rglob("*") if one.is_file()}
     disk.fill()
 
-    done = export(form, str(path))
+    done = export(NEWER, form, path)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("effllm export: ")
     assert done.stderr.count("\n") == 1
@@ -33,6 +34,6 @@ def test_export_to_a_full_disk_leaves_the_old_files(disk, form):
     assert left == before
     assert [one for one in disk.path.rglob(".*") if one.name.endswith(".new")] == []
     disk.empty()
-    assert export(form, str(path)).returncode == 0
+    assert export(NEWER, form, path).returncode == 0
     if form == "--parquet":
-        assert duckdb.sql(f"SELECT count(*) FROM '{path}/v1/windows/*/*/*.parquet'").fetchall() == [(4,)]
+        assert duckdb.sql(f"SELECT count(*) FROM '{path}/v1/runs/*/*/*.parquet'").fetchall() == [(2,)]

@@ -410,3 +410,14 @@ def test_tables_are_frames_of_pandas_and_tables_of_arrow():
     runs = effllm.load(OLDER)
 
     assert runs.windows.df()["tokens"].sum() == runs.windows.to_arrow_table()["tokens"].to_pandas().sum() == 983040
+
+
+def test_losses_that_were_nan_are_counted_and_no_value_is_nan():
+    """The loss of iteration 7 was NaN on both ranks."""
+    run = effllm.load(OLDER.with_name("run_folder_4"))
+
+    assert run.runs.select("losses_not_finite, first_not_finite, loss").fetchall() == [(2, 7, 2.0)]
+    assert run.windows.select("losses_not_finite").fetchall()[0] == (2,)
+    for table in (run.runs, run.windows, run.ranks):
+        values = [value for row in table.fetchall() for value in row if isinstance(value, float)]
+        assert all(map(math.isfinite, values))
