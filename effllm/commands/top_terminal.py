@@ -21,7 +21,7 @@ from effllm.commands.top_reader import SourceError, TopReader, TopSource
 from effllm.views.top.frame import TopFrame
 from effllm.views.top.panes import count_of
 from effllm.views.top.screen import page_of, render
-from effllm.views.top.text import ASCII_BARS, BAD, BARS, BOLD, DIM, GOOD, PLAIN, REVERSE, WARNING, Line
+from effllm.views.top.text import ASCII_BARS, BAD, BARS, BOLD, DIM, GOOD, PLAIN, REVERSE, WARNING, Line, clipped
 from effllm.views.top.view_state import QUIT, SPEEDS, Action, Shown, TopView, pressed
 
 #: After this time without an answer, the screen reports a slow source.
@@ -226,7 +226,7 @@ class _Terminal:
     def _lines(self, frame: TopFrame | None, width: int, height: int) -> list[Line]:
         notice = self._notice()
         if frame is None:
-            lines: list[Line] = [[(notice or f"reading {self._name}", PLAIN)]]
+            lines: list[Line] = [clipped([(notice or f"reading {self._name}", PLAIN)], width)]
         else:
             lines = render(frame, self._view, width, height, notice, self._bars)
         return [*lines, *([[]] * (height - len(lines)))]
@@ -234,8 +234,8 @@ class _Terminal:
     def _notice(self) -> str:
         silent_s = self._reader.silent_s
         if silent_s >= SLOW_S:
-            return f"{self._name} has not answered for {silent_s:.0f} s; older values are shown"
-        return f"{self._reader.error}; older values are shown" if self._reader.error else ""
+            return f"no answer for {silent_s:.0f} s from {self._name}"
+        return f"older values are shown: {self._reader.error}" if self._reader.error else ""
 
 
 def _attributes(has_color: bool) -> dict[int, int]:

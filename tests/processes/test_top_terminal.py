@@ -1,0 +1,297 @@
+"""``effllm top`` on a terminal: a real process on a pseudo terminal, with the keys and signals of a user."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import jobs
+import pytest
+from terminal_screen import TerminalScreen
+
+COLOUR = re.compile(rb"\x1b\[[0-9;]*(3|4)[0-7]m")
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    """Return the folder of a finished run of four ranks, of which rank 3 is slow."""
+    folder = tmp_path_factory.mktemp("runs")
+    command = [sys.executable, "-m", "effllm", "demo", "--iterations", "120", "--log-interval", "4"]
+    environ = {**os.environ, "EFFICIENTLLM_RUN_DIR": str(folder)}
+    subprocess.run(command, check=True, capture_output=True, timeout=100, env=environ)
+    [run] = folder.iterdir()
+    return run
+
+
+@pytest.fixture
+def top():
+    """Return a function that starts ``effllm top`` on a terminal."""
+    started = []
+
+    def start(*arguments, **options):
+        started.append(TerminalScreen("top", *arguments, **options))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.close()
+
+
+def test_screen_of_80_columns_has_verdict_values_and_the_worst_rank_first(top, demo):
+    screen = top(demo)
+    screen.shows("q quit")
+
+    lines = screen.lines
+    assert lines[0].startswith(f"{demo.name}  completed  SIMULATED  it 120/120  ranks 4")
+    assert [line.split()[0] for line in lines[1:4]] == ["Verdict", "Why", "Next"]
+    table = next(at for at, line in enumerate(lines) if line.startswith("  rank"))
+    assert "straggler +" in lines[table + 1]
+    assert lines[table + 1].split()[0] == "3"
+
+
+def test_large_screen_has_more_columns_and_the_events(top, demo):
+    screen = top(demo, size=(200, 60))
+    screen.shows("q quit")
+
+    assert "degC" in screen.text
+    assert "event, newest first" in screen.text
+    assert len(screen.lines) == 60
+
+
+def test_resized_terminal_is_filled_again(top, demo):
+    screen = top(demo)
+    screen.shows("q quit")
+    screen.resize(200, 60)
+    screen.shows("event, newest first")
+    screen.resize(60, 20)
+    jobs.until(lambda: "event, newest first" not in screen.text and "rank" in screen.text)
+
+    assert screen.lines[0].startswith(demo.name)
+    screen.press("q")
+    assert screen.ended() == 0
+
+
+def test_keys_show_panes_hosts_and_a_filter(top, demo):
+    screen = top(demo)
+    screen.shows("q quit")
+    screen.press("w")
+    screen.shows("gain: maximum gain")
+    screen.press("e")
+    screen.shows("event, newest first")
+    screen.press("?")
+    screen.shows("5 % of the run back or forward")
+    screen.press("g")
+    screen.shows("1 of 4: rank 3")
+    screen.press("g", "/", "2", "\r")
+    screen.shows("filter: 2")
+    jobs.until(lambda: "straggler +" not in screen.text)
+
+
+def test_replay_begins_at_the_first_window_and_ends_at_the_newest(top, demo):
+    screen = top(demo)
+    screen.shows("q quit")
+    screen.press("home")
+    screen.shows("window 1  0 %  paused")
+    assert "it 4/120" in screen.text
+    screen.press("right", "right")
+    screen.shows("window 3 ")
+    screen.press("left")
+    screen.shows("window 2 ")
+    screen.press("end")
+    screen.shows("q quit")
+    screen.press("+", "+", "+", "+", " ")
+    screen.shows("windows/s")
+    screen.shows("q quit")
+    assert "it 120/120" in screen.text
+
+
+@pytest.mark.parametrize(("how", "status"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130)])
+def test_signal_restores_the_terminal(top, demo, how, status):
+    screen = top(demo, term="xterm")
+    jobs.until(lambda: b"q quit" in screen.sent)
+    assert not screen.is_restored
+    screen.process.send_signal(how)
+
+    assert screen.ended() == status
+    jobs.until(lambda: screen.sent.endswith(b"\x1b[?1l\x1b>"))
+    assert b"\x1b[?1049h" in screen.sent  # the other screen of the terminal
+    assert b"\x1b[?1049l" in screen.sent
+    assert screen.is_restored
+
+
+def test_ctrl_z_restores_the_terminal_until_the_process_continues(top, demo):
+    shell = ("bash", "-c", 'set -m; "$@"; echo stopped; read -r line; fg > /dev/null; echo ended', "bash")
+    screen = top(demo, command=(*shell, sys.executable, "-m", "effllm"))
+    screen.shows("q quit")
+    screen.press("\x1a")
+    screen.shows("stopped")
+    assert screen.is_restored
+    screen.press("\n")
+    jobs.until(lambda: "stopped" not in screen.text and "q quit" in screen.text)
+    screen.press("?")
+    screen.shows("5 % of the run back or forward")
+    screen.press("q")
+    screen.shows("ended")
+
+
+def test_exception_restores_the_terminal(top, demo, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import effllm.views.top.screen as screen\n"
+        "def render(*_, **__): raise ZeroDivisionError('a defect')\n"
+        "screen.render = render\n"
+    )
+    screen = top(demo, PYTHONPATH=str(tmp_path))
+
+    assert screen.ended() == 1
+    screen.shows("ZeroDivisionError: a defect")
+    assert screen.is_restored
+
+
+def test_colours_are_off_with_no_color(top, demo):
+    with_colour, without = top(demo), top(demo, NO_COLOR="1")
+    for screen in (with_colour, without):
+        screen.shows("q quit")
+
+    assert COLOUR.search(bytes(with_colour.sent))
+    assert not COLOUR.search(bytes(without.sent))
+
+
+@pytest.mark.parametrize("term", ["dumb", "unknown-terminal"])
+def test_terminal_without_cursor_gets_plain_lines(top, demo, term):
+    screen = top(demo, term=term)
+
+    assert screen.ended() == 0
+    screen.shows("Verdict")
+    assert b"\x1b" not in screen.sent
+    assert "straggler +" in screen.text
+
+
+def test_locale_without_unicode_gets_ascii(top, demo):
+    screen = top(demo, LANG="C", LC_ALL="C", PYTHONCOERCECLOCALE="0", PYTHONUTF8="0")
+    screen.shows("q quit")
+
+    assert bytes(screen.sent).isascii()
+
+
+def test_idle_screen_sends_nothing(top, demo):
+    screen = top(demo)
+    screen.shows("q quit")
+    sent = len(screen.sent)
+    screen.press("x")  # no command: the screen stays as it is, after at least one further frame
+    screen.press("?")
+    screen.shows("5 % of the run back or forward")
+    screen.press("?")
+    screen.shows("rank host")
+
+    assert len(screen.sent) - sent < 4000
+
+
+def test_disk_that_does_not_answer_is_reported_and_keys_still_work(top, demo, tmp_path):
+    waits = tmp_path / "waits"
+    slow = {"PYTHONPATH": str(jobs.SCRIPTS / "slow_disk"), "TESTS_SLOW_WHILE": str(waits)}
+    screen = top(demo, **slow)
+    screen.shows("q quit")
+    waits.touch()
+    screen.shows("no answer for")
+    screen.press("?")
+    screen.shows("5 % of the run back or forward")
+    screen.press("?", "home")
+    waits.unlink()
+    screen.shows("window 1  0 %")
+    assert "no answer" not in screen.text
+    waits.touch()
+    screen.shows("no answer for")
+    screen.press("q")
+    assert screen.ended() == 0
+
+
+def test_disk_that_does_not_answer_at_the_start_is_reported(top, demo, tmp_path):
+    waits = tmp_path / "waits"
+    waits.touch()
+    slow = {"PYTHONPATH": str(jobs.SCRIPTS / "slow_disk"), "TESTS_SLOW_WHILE": str(waits)}
+    screen = top(demo, **slow)
+    screen.shows("no answer for")
+    waits.unlink()
+    screen.shows("q quit")
+
+
+def test_running_job_is_followed_to_its_end(top, cli, tmp_path):
+    job = cli.start("demo", "--iterations", "400", "--step-seconds", "0.02", "--run-dir", str(tmp_path / "runs"))
+    jobs.until(lambda: list((tmp_path / "runs").glob("*/windows-0001.jsonl")))
+    screen = top(tmp_path / "runs")
+    screen.shows("running")
+    iteration = re.compile(r"  it (\d+)/400")
+    jobs.until(lambda: iteration.search(screen.text))
+    first = int(iteration.search(screen.text)[1])
+    jobs.until(lambda: int(iteration.search(screen.text)[1]) > first)
+    screen.shows("it 400/400")
+    screen.shows("completed")
+    screen.shows("Verdict")
+    assert "none yet" not in screen.text
+    assert job.wait(60) == 0
+    screen.press("q")
+    assert screen.ended() == 0
+
+
+def test_path_without_a_run_is_an_error_on_a_restored_terminal(top, tmp_path):
+    screen = top(tmp_path)
+
+    assert screen.ended() == 3
+    screen.shows("a run folder contains")
+    assert screen.is_restored
+
+
+# --- for scripts ---------------------------------------------------------------------------------
+
+
+def test_json_of_a_completed_run_has_the_values_of_its_summary(cli, demo):
+    done = cli.run("top", str(demo), "--once", "--json")
+
+    found = json.loads(done.stdout)
+    summary = json.loads((demo / "summary.json").read_text())
+    assert done.returncode == 0
+    assert found["run"]["run_id"] == summary["run_id"]
+    assert found["verdict"]["cause"] == summary["verdict"]["cause"] == "straggler"
+    assert found["values"]["energy/total_joules"] == pytest.approx(summary["energy"]["total_joules"], rel=1e-9)
+    assert found["ranks"]["worst"][0]["rank"] == 3
+
+
+def test_output_that_is_no_terminal_is_one_frame(cli, demo):
+    done = cli.run("top", str(demo))
+
+    assert (done.returncode, "\x1b" in done.stdout, "q quit" in done.stdout) == (0, False, False)
+    assert done.stdout.splitlines()[1].startswith("Verdict  straggler")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [
+        (["--json"], 2),
+        (["--colour"], 2),
+        (["RUN", "--endpoint", "http://127.0.0.1:1"], 2),
+        (["--token-file", "x"], 2),
+        (["missing", "--once"], 3),
+        (["--endpoint", "http://127.0.0.1:1/metrics", "--once"], 3),
+        (["--endpoint", "ftp://127.0.0.1", "--once"], 3),
+    ],
+)
+def test_exit_status_of_wrong_use_and_of_missing_runs(cli, arguments, status):
+    done = cli.run("top", *arguments)
+
+    assert (done.returncode, done.stdout) == (status, "")
+    assert done.stderr.startswith("effllm top: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_failed_run_is_a_problem(launch, cli):
+    job = launch.python("loop.py", "--iterations", 20, "--at", 20, "--end", "raise")
+    job.wait()
+    jobs.until(lambda: job.ledger.summary.is_over)
+
+    done = cli.run("top", str(job.ledger.folder), "--once", "--json")
+
+    found = json.loads(done.stdout)
+    assert (done.returncode, found["run"]["status"]) == (1, "failed")
+    assert found["problems"][0] == {"kind": "failed", "text": "failed"}
