@@ -136,7 +136,7 @@ class PageSource:
 
     def _values(self) -> Iterator[tuple[str, float]]:
         """Yield the metrics with the tags and units of windows-*.jsonl."""
-        for entry in METRICS.values():
+        for entry in (one for one in METRICS.values() if one.in_windows):
             name, factor = name_of(entry)
             for labels, value in self._found.get(_PREFIX + name, {}).items():
                 yield entry.tag(labels_of(labels).get("over", entry.bases[0])), value / factor

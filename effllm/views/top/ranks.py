@@ -248,9 +248,8 @@ def _reasons(window: WindowReport | None, rows: Mapping[int, RankRow], states: R
 def straggler_text(verdict: StragglerVerdict) -> str:
     """Return a named straggler with its evidence and its reason."""
     who = f" (one of {len(verdict.ranks)} ranks that wait for each other)" if len(verdict.ranks) > 1 else ""
-    why = "" if verdict.why == "unknown" else f" {verdict.why}"
-    peers = f"{verdict.peers} peer{'s' * (verdict.peers != 1)}"
-    return f"straggler +{100 * verdict.slowdown:.1f} %{who}:{why} by {verdict.evidence}, {peers}".replace(": by", " by")
+    why = "" if verdict.why == "unknown" else f": {verdict.why}"
+    return f"straggler +{100 * verdict.slowdown:.1f} % by {verdict.evidence}{who}{why}"
 
 
 def _of_rows(window: WindowReport, rows: Mapping[int, RankRow]) -> Iterator[_Found]:
