@@ -31,7 +31,7 @@ unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME VIRTUAL_ENV PYTHONSAFEPAT
 
 .NOTPARALLEL:
 .PHONY: help demo test test-unit test-long test-faults test-faults-long test-frameworks test-llama-factory test-spark check docs fuzz \
-	bench bench-scale bench-energy bench-compare bench-verdict bench-traceml bench-gpu clean
+	bench bench-scale bench-energy bench-compare bench-verdict bench-traceml bench-look bench-gpu clean
 
 help: ## List the targets (the default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
@@ -114,6 +114,10 @@ bench-verdict: $(VENV)/.ready ## Compare the verdicts on jobs with a planted cau
 # Five minutes: TraceML's own demonstration jobs, on the CPU.
 bench-traceml: $(TRACEML)/.ready ## Compare the verdicts of TraceML and effllm on TraceML's demonstration jobs
 	@$(TRACEML)/bin/python -m benchmarks.traceml $(ARGUMENTS)
+
+# Two minutes.  ARGUMENTS: --keep, --realtime (as root), --ranks 1000
+bench-look: $(VENV)/.ready $(PEERS)/.ready ## Measure effllm top and nvitop on a pseudo terminal
+	@$(BIN)/python -m benchmarks.look $(ARGUMENTS)
 
 # This takes ten minutes.  ARGUMENTS: --keep, --quick, --device 3
 bench-gpu: $(VENV)/.ready ## Run all measurements on a machine with a GPU

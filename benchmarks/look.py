@@ -2,7 +2,7 @@
 
 The program runs on a pseudo terminal of 80 columns and 24 lines, and all bytes that it sends are counted.  nvitop runs
 on the same terminal with eight GPUs of the NVML library of the tests.  Times depend on the load of the machine, so the
-CPU times of the processes are beside them.
+CPU times are beside them; with --realtime the programs do not wait for a CPU.
 """
 
 from __future__ import annotations
@@ -41,8 +41,6 @@ LAST_LINE = b"q quit"  # in the last line of the first frame with values
 NVITOP_MARK = b"700W"  # the power limit of a GPU
 GOALS = {"first_frame_ms": 300.0, "frame_ms": 5.0, "memory_mb": 100.0, "idle_bytes_per_s": 4000.0}
 
-PRIORITY: list[str] = []  # of the measured programs
-
 
 class Watched:
     """A program on a pseudo terminal, whose output is counted."""
@@ -54,7 +52,7 @@ class Watched:
         # An absolute LANG: programs show other signs in other locales.
         variables = {**os.environ, **(environ or {}), "TERM": term, "LANG": "C.UTF-8"}
         self._process = subprocess.Popen(
-            ["setsid", "--ctty", *PRIORITY, *command], stdin=terminal, stdout=terminal, stderr=terminal, env=variables
+            ["setsid", "--ctty", *command], stdin=terminal, stdout=terminal, stderr=terminal, env=variables
         )
         os.close(terminal)
         self.process = psutil.Process(self._process.pid)
@@ -258,13 +256,15 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=8192)
     parser.add_argument("--windows", type=int, default=30)
     parser.add_argument("--keep", action="store_true", help="write the figures to benchmarks/results")
-    parser.add_argument("--nice", type=int, default=0, help="nice value of the programs, on a machine with other load")
+    parser.add_argument(
+        "--realtime", action="store_true", help="do not wait for the CPU behind other programs; needs root"
+    )
     given = parser.parse_args()
-    if given.nice:
-        PRIORITY.extend(["nice", "-n", str(given.nice)])
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "large"
         run = large_run(folder, given.ranks, given.windows)
+        if given.realtime:
+            os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(20))
         lines_ms = render_ms(folder)
         top = of_top(folder, run)
         run.close()
