@@ -1,6 +1,9 @@
 """Benchmarks still run on today's code; their figures are not tested."""
 
-from benchmarks import compare, latency
+import time
+
+from benchmarks import compare, large_run, latency
+from effllm.commands.top_folder import FolderSource
 
 
 def test_latency_benchmark_returns_a_time_in_milliseconds():
@@ -15,3 +18,15 @@ def test_comparison_benchmark_counts_words_of_simulated_pairs():
 
     assert table["effllm 1+1, no ledger"].counts == {"better": 0, "worse": 0, "not distinguishable": 0, "unknown": 4}
     assert {words.total for words in table.values()} == {4}
+
+
+def test_job_of_the_screen_benchmark_has_its_planted_ranks_first(tmp_path):
+    large_run.large_run(tmp_path / "large", ranks=4300, windows=12).close()
+    source = FolderSource(tmp_path / "large")
+    source.refresh()
+    source.refresh_hosts()
+    worst = source.frame(time.time()).ranks.with_reason()
+
+    assert [(line.rank, line.reason) for line in worst[:2]] == [(4242, "lost"), (2000, "straggler")]
+    assert {line.rank for line in worst if line.reason == "straggler"} == {1377, *range(2000, 2008)}
+    assert worst[0].host == "node00530"

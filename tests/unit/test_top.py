@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -15,6 +16,7 @@ from effllm.records.job import SPREADS, Coverage, Spread, Straggler, StragglerVe
 from effllm.records.rank import Event
 from effllm.store.line_files import END, START, GrowingFile, LineFiles, read_at
 from effllm.store.reader import RankRow, window_line
+from effllm.views.top import event_history
 from effllm.views.top.document import NO_DATA, NO_PROBLEM, PROBLEM, document, exit_status
 from effllm.views.top.event_history import EventHistory
 from effllm.views.top.frame import Head, TopFrame, problems_of, status_of
@@ -256,6 +258,18 @@ def test_rank_that_left_after_an_error_has_failed():
     assert history.states(2.0).failed == {2: "left: failed"}
 
 
+def test_many_events_keep_the_state_of_the_ranks_in_bounded_memory(monkeypatch):
+    monkeypatch.setattr(event_history, "MAX_CHANGES", 10)
+    history = EventHistory()
+    history.add([Event(1.0, "rank_lost", "", 7)])
+    for number in range(2, 100):
+        history.add([Event(float(number), "back" if number % 2 else "rank_lost", "", 1)])
+
+    assert history.states(200.0).lost == {7}
+    assert history.states(98.5).lost == {1, 7}
+    assert history.states(0.5).lost == set()
+
+
 # --- states and problems -------------------------------------------------------------------------
 
 
@@ -341,6 +355,38 @@ def test_unreadable_summary_is_a_note_and_the_windows_are_shown(run):
 
     assert frame.place.window == 5
     assert "summary.json cannot be read" in frame.notes[0]
+
+
+def test_killed_run_without_a_summary_is_shown_and_replayed(run):
+    (run / "summary.json").unlink()
+    for path in run.iterdir():
+        os.utime(path, (NOW_S, NOW_S))
+    source = FolderSource(run)
+    source.refresh()
+    source.refresh_hosts()
+    frame = source.frame(NOW_S + 200.0)
+    source.move("oldest")
+
+    assert (frame.head.name, frame.head.status, frame.place.window) == ("run-1", "no_update", 5)
+    assert [one.kind for one in frame.problems] == ["no_update"]
+    assert exit_status(frame) == PROBLEM
+    assert source.frame(NOW_S).place.window == 1
+
+
+def test_run_that_has_just_started_has_no_values(run):
+    for name in ("summary.json", "windows-0001.jsonl", "ranks-0001.jsonl", "events.jsonl"):
+        (run / name).unlink()
+
+    frame = shown(run)
+
+    assert exit_status(frame) == NO_DATA
+    assert "none yet" in text_of(frame)
+
+
+def test_older_run_folder_is_shown():
+    frame = shown(Path(__file__).parents[1] / "golden" / "run_folder_1")
+
+    assert (frame.head.status, frame.head.iteration, len(frame.ranks.known)) == ("completed", 60, 2)
 
 
 def test_newest_run_in_a_folder_is_chosen(run):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -10,6 +11,8 @@ from effllm.records.rank import Event
 
 #: Maximum number of events that are kept for the screen; the oldest are dropped.
 MAX_EVENTS = 20_000
+#: Maximum number of changes of ranks that are kept; the older half then becomes one state, without its history.
+MAX_CHANGES = 200_000
 #: Events of single ranks that a job of many ranks has in large numbers: they change states, but are not shown.
 NOT_SHOWN = frozenset({"joined", "left", "late", "missing"})
 _OF_RANKS = frozenset({"joined", "left", "rank_lost", "back"})
@@ -43,6 +46,8 @@ class EventHistory:
         self._shown: deque[Event] = deque(maxlen=MAX_EVENTS)
         self._changes: list[_Change] = []
         self._states: dict[tuple[int, float], RankStates] = {}
+        self._count = 0  # number of all changes
+        self._base, self._base_s = _Fold(), -math.inf  # state before the kept changes, and its time
         self.left_out = 0  # number of events that are not kept any more
 
     def add(self, events: Iterable[Event]) -> None:
@@ -52,6 +57,11 @@ class EventHistory:
                 self._shown.append(event)
             if (change := _change_of(event)) is not None:
                 self._changes.append(change)
+                self._count += 1
+        if len(self._changes) > MAX_CHANGES:
+            old, self._changes = self._changes[: MAX_CHANGES // 2], self._changes[MAX_CHANGES // 2 :]
+            self._base.add(old, math.inf)
+            self._base_s = max(change.time_s for change in old)
 
     def newest(self, until_s: float, count: int) -> Sequence[Event]:
         """Return the last events up to a moment, newest first."""
@@ -65,9 +75,11 @@ class EventHistory:
 
     def states(self, until_s: float) -> RankStates:
         """Return the states of the ranks at a moment."""
-        key = len(self._changes), until_s
+        key = self._count, until_s
         if key not in self._states:
-            self._states = {key: _folded(self._changes, until_s)}
+            fold = self._base.copy() if until_s >= self._base_s else _Fold()
+            fold.add(self._changes, until_s)
+            self._states = {key: fold.states()}
         return self._states[key]
 
 
@@ -81,29 +93,45 @@ def _change_of(event: Event) -> _Change | None:
     return None
 
 
-def _folded(changes: Iterable[_Change], until_s: float) -> RankStates:
-    lost: set[int] = set()
-    failed: dict[int, str] = {}
-    errors: dict[int, str] = {}
-    stall, loss_is_finite, attempt = "", True, 0
-    for change in changes:
-        if change.time_s > until_s:
-            continue
-        if change.attempt > attempt:
-            attempt, stall = change.attempt, ""
-            for of_attempt in (lost, failed, errors):
+class _Fold:
+    """The state of the ranks after changes."""
+
+    def __init__(self) -> None:
+        self._lost: set[int] = set()
+        self._failed: dict[int, str] = {}
+        self._errors: dict[int, str] = {}
+        self._stall, self._loss_is_finite, self._attempt = "", True, 0
+
+    def copy(self) -> _Fold:
+        other = _Fold()
+        other._lost, other._failed, other._errors = {*self._lost}, {**self._failed}, {**self._errors}
+        other._stall, other._loss_is_finite, other._attempt = self._stall, self._loss_is_finite, self._attempt
+        return other
+
+    def states(self) -> RankStates:
+        return RankStates(frozenset(self._lost), self._failed, self._errors, self._stall, self._loss_is_finite)
+
+    def add(self, changes: Iterable[_Change], until_s: float) -> None:
+        """Apply the changes up to a moment."""
+        for change in changes:
+            if change.time_s <= until_s:
+                self._apply(change)
+
+    def _apply(self, change: _Change) -> None:
+        if change.attempt > self._attempt:
+            self._attempt, self._stall = change.attempt, ""
+            for of_attempt in (self._lost, self._failed, self._errors):
                 of_attempt.clear()
         kind, rank = change.kind, change.rank
         if kind == "rank_lost":
-            lost.add(rank)
+            self._lost.add(rank)
         elif kind in _OF_RANKS:
-            lost.discard(rank)
+            self._lost.discard(rank)
             if change.text:
-                failed[rank] = change.text.removeprefix(f"rank {rank} ")
+                self._failed[rank] = change.text.removeprefix(f"rank {rank} ")
         elif kind in _OF_DEVICES:
-            errors[rank] = f"{kind}: {change.text}"
+            self._errors[rank] = f"{kind}: {change.text}"
         elif kind.startswith("loss"):
-            loss_is_finite = kind == "loss_finite"
+            self._loss_is_finite = kind == "loss_finite"
         else:
-            stall = change.text if kind == "stalled" else ""
-    return RankStates(frozenset(lost), failed, errors, stall, loss_is_finite)
+            self._stall = change.text if kind == "stalled" else ""

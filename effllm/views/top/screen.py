@@ -69,8 +69,8 @@ def head_lines(frame: TopFrame, width: int, bars: str = BARS, *, is_brief: bool 
     if (curve := _curve(frame, width, bars)) is not None and not is_brief:
         lines.append(curve)
     lines += [[("!! " + one_line(problem.text), BAD)] for problem in frame.problems[: 1 if is_brief else 3]]
-    if len(frame.problems) > 3:
-        lines.append([(f"!! {len(frame.problems) - 3} more problems: effllm top --once --json lists all", BAD)])
+    if (more := len(frame.problems) - 3) > 0 and not is_brief:
+        lines.append([(f"!! {more} more problem{'s' * (more > 1)}: effllm top --once --json lists all", BAD)])
     return lines
 
 
