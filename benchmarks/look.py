@@ -1,7 +1,8 @@
 """The cost of ``effllm top`` on a terminal, for a job of 8,192 ranks: ``python -m benchmarks.look``.
 
 The program runs on a pseudo terminal of 80 columns and 24 lines, and all bytes that it sends are counted.  nvitop runs
-on the same terminal with eight GPUs of the NVML library of the tests.  Times depend on the load of the machine, so the
+on the same terminal with eight GPUs of the NVML library of the tests, and W&B's LEET, where .venv-frameworks has it, with
+an offline run of 20 metrics and 3,000 steps: the three programs show different data.  Times depend on the load of the machine, so the
 CPU times are beside them; with --realtime the programs do not wait for a CPU.
 """
 
@@ -35,17 +36,26 @@ from tests import nvml_library
 
 RESULTS = Path(__file__).parent / "results"
 NVITOP = Path(__file__).parents[1] / ".venv-peers" / "bin" / "nvitop"
+FRAMEWORKS = Path(__file__).parents[1] / ".venv-frameworks" / "bin"
+OFFLINE_RUN = """
+import math, sys, wandb
+with wandb.init(mode="offline", dir=sys.argv[1], project="look", settings=wandb.Settings(console="off")) as run:
+    for step in range(3000):
+        run.log({f"metric{key}": math.sin(step / 50 + key) for key in range(20)}, step=step)
+"""
 COLUMNS, LINES = 80, 24
-REPEATS, KEYS, IDLE_S, NVITOP_IDLE_S = 9, 200, 20.0, 20.0
+REPEATS, KEYS, IDLE_S = 9, 200, 20.0
 LAST_LINE = b"q quit"  # in the last line of the first frame with values
-NVITOP_MARK = b"700W"  # the power limit of a GPU
+NVITOP_MARK, LEET_MARK = b"700W", b"Run Overview"  # the power limit of a GPU; the title of a pane
 GOALS = {"first_frame_ms": 300.0, "frame_ms": 5.0, "memory_mb": 100.0, "idle_bytes_per_s": 4000.0}
 
 
 class Watched:
     """A program on a pseudo terminal, whose output is counted."""
 
-    def __init__(self, command: Sequence[str], environ: Mapping[str, str] | None = None, term: str = "xterm") -> None:
+    def __init__(
+        self, command: Sequence[str], environ: Mapping[str, str] | None = None, term: str = "xterm-256color"
+    ) -> None:
         self._keyboard, terminal = pty.openpty()
         fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", LINES, COLUMNS, 0, 0))
         self.started_s = time.monotonic()
@@ -78,14 +88,17 @@ class Watched:
     def press(self, key: bytes) -> None:
         os.write(self._keyboard, key)
 
+    def _processes(self) -> list[psutil.Process]:
+        return [self.process, *self.process.children(recursive=True)]
+
     def cpu_s(self) -> float:
-        times = self.process.cpu_times()
-        return times.user + times.system
+        times = [one.cpu_times() for one in self._processes()]
+        return sum(one.user + one.system for one in times)
 
     def memory_mb(self) -> float:
-        """Return the peak of the resident memory."""
-        status = Path(f"/proc/{self.process.pid}/status").read_text()
-        return int(status.partition("VmHWM:")[2].split()[0]) / 1024
+        """Return the peak of the resident memory, summed over the program and its children."""
+        texts = [Path(f"/proc/{one.pid}/status").read_text() for one in self._processes()]
+        return sum(int(text.partition("VmHWM:")[2].split()[0]) for text in texts) / 1024
 
     def end(self) -> None:
         self.press(b"q")
@@ -193,24 +206,38 @@ def of_nvitop(folder: Path) -> dict[str, Any]:
         return {"why": "no C compiler: the NVML library of the tests cannot be built"}
     trace = nvml_library.Trace(library, folder / "trace")
     trace.write(*(nvml_library.Gpu(f"GPU-{number}") for number in range(8)))
-    command, environ = [str(NVITOP), "--monitor", "auto"], trace.environment()
+    return of_peer([str(NVITOP), "--monitor", "auto"], NVITOP_MARK, trace.environment())
+
+
+def of_leet(folder: Path) -> dict[str, Any]:
+    """Measure W&B's LEET with an offline run; ``why`` is the reason if it was not measured."""
+    if not (FRAMEWORKS / "wandb").exists():
+        return {"why": "no .venv-frameworks (make test-frameworks installs it)"}
+    environ = {**os.environ, "WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true", "WANDB_CONFIG_DIR": str(folder)}
+    subprocess.run([FRAMEWORKS / "python", "-c", OFFLINE_RUN, folder], check=True, env=environ, capture_output=True)
+    [run] = folder.glob("wandb/offline-run-*")
+    return of_peer([str(FRAMEWORKS / "wandb"), "leet", "run", str(run)], LEET_MARK, environ)
+
+
+def of_peer(command: Sequence[str], mark: bytes, environ: Mapping[str, str]) -> dict[str, Any]:
+    """Measure the first frame, the memory and the idle screen of another program."""
     try:
-        found: dict[str, Any] = {"first": first_frames(command, NVITOP_MARK, environ)}
+        found: dict[str, Any] = {"first": first_frames(command, mark, environ)}
     except AssertionError as error:
-        return {"why": f"nvitop shows no frame with the NVML library of the tests: {str(error)[:300]}"}
+        return {"why": f"no frame: {str(error)[:200]}"}
     watched = Watched(command, environ)
-    watched.read(watched.started_s + 30.0, NVITOP_MARK)
+    watched.read(watched.started_s + 30.0, mark)
     watched.read(time.monotonic() + 2.0)
     before, cpu_s = watched.sent, watched.cpu_s()
-    watched.read(time.monotonic() + NVITOP_IDLE_S)
-    found["idle_bytes_per_s"] = (watched.sent - before) / NVITOP_IDLE_S
-    found["idle_cpu_share"] = (watched.cpu_s() - cpu_s) / NVITOP_IDLE_S
+    watched.read(time.monotonic() + IDLE_S)
+    found["idle_bytes_per_s"] = (watched.sent - before) / IDLE_S
+    found["idle_cpu_share"] = (watched.cpu_s() - cpu_s) / IDLE_S
     found["memory_mb"] = watched.memory_mb()
     watched.end()
     return found
 
 
-def figures_of(top: dict[str, Any], lines_ms: float, nvitop: dict[str, Any]) -> list[Figure]:
+def figures_of(top: dict[str, Any], lines_ms: float, peers: Mapping[str, dict[str, Any]]) -> list[Figure]:
     """Return all figures, with the goals of ``effllm top``."""
     found = [
         Figure("top: first frame", median(top["first"]["wall_ms"]), "ms", GOALS["first_frame_ms"]),
@@ -225,28 +252,20 @@ def figures_of(top: dict[str, Any], lines_ms: float, nvitop: dict[str, Any]) -> 
         Figure("top: bytes for a new window", top["live_bytes_per_window"], "bytes"),
         Figure("top: bytes for a window of a replay", top["replay_bytes_per_window"], "bytes"),
     ]
-    names = (
-        "first frame",
-        "CPU time until the first frame",
-        "peak memory",
-        "bytes to an idle terminal",
-        "CPU while idle",
-    )
-    units = ("ms", "ms", "MB", "bytes/s", "% of a core")
-    if "why" in nvitop:
-        return found + [
-            Figure(f"nvitop: {name}", None, unit, note=nvitop["why"]) for name, unit in zip(names, units, strict=True)
-        ]
-    first = nvitop["first"]
-    values = (
-        median(first["wall_ms"]),
-        median(first["cpu_ms"]),
-        nvitop["memory_mb"],
-        nvitop["idle_bytes_per_s"],
-        100 * nvitop["idle_cpu_share"],
-    )
-    return found + [
-        Figure(f"nvitop: {name}", value, unit) for name, value, unit in zip(names, values, units, strict=True)
+    for name, peer in peers.items():
+        found += _of_peer(name, peer)
+    return found
+
+
+def _of_peer(name: str, peer: dict[str, Any]) -> list[Figure]:
+    if "why" in peer:
+        return [Figure(f"{name}: first frame", None, "ms", note=peer["why"])]
+    return [
+        Figure(f"{name}: first frame", median(peer["first"]["wall_ms"]), "ms"),
+        Figure(f"{name}: CPU time until the first frame", median(peer["first"]["cpu_ms"]), "ms"),
+        Figure(f"{name}: peak memory", peer["memory_mb"], "MB"),
+        Figure(f"{name}: bytes to an idle terminal", peer["idle_bytes_per_s"], "bytes/s"),
+        Figure(f"{name}: CPU while idle", 100 * peer["idle_cpu_share"], "% of a core"),
     ]
 
 
@@ -268,8 +287,8 @@ def main() -> int:
         lines_ms = render_ms(folder)
         top = of_top(folder, run)
         run.close()
-        nvitop = of_nvitop(Path(name))
-    figures = figures_of(top, lines_ms, nvitop)
+        peers = {"nvitop": of_nvitop(Path(name)), "LEET": of_leet(Path(name))}
+    figures = figures_of(top, lines_ms, peers)
     shown = Table("figure", "value", "goal", "", title=f"{given.ranks:,} ranks, {COLUMNS}x{LINES}")
     for one in figures:
         value = one.note if one.value is None else f"{one.value:,.3g} {one.unit}"
@@ -283,7 +302,7 @@ def main() -> int:
     if given.keep:
         about = machine(command="python -m benchmarks.look " + " ".join(sys.argv[1:]), load=os.getloadavg()[0])
         path = RESULTS / f"{about['date']}-look.json"
-        body = {"machine": about, "figures": [one.to_dict() for one in figures], "top": top, "nvitop": nvitop}
+        body = {"machine": about, "figures": [one.to_dict() for one in figures], "top": top, "peers": peers}
         path.write_text(json.dumps(body, indent=2) + "\n")
         print(f"written: {path.relative_to(RESULTS.parents[1])}")
     return int(any(one.met is False for one in figures))
