@@ -1,9 +1,9 @@
 """The cost of ``effllm top`` on a terminal, for a job of 8,192 ranks: ``python -m benchmarks.look``.
 
 The program runs on a pseudo terminal of 80 columns and 24 lines, and all bytes that it sends are counted.  nvitop runs
-on the same terminal with eight GPUs of the NVML library of the tests, and W&B's LEET, where .venv-frameworks has it, with
-an offline run of 20 metrics and 3,000 steps: the three programs show different data.  Times depend on the load of the machine, so the
-CPU times are beside them; with --realtime the programs do not wait for a CPU.
+on the same terminal with eight GPUs of the NVML library of the tests, and W&B's LEET, where .venv-frameworks has it,
+with an offline run of 20 metrics and 3,000 steps: the three programs show different data.  Times depend on the load of
+the machine, so the CPU times are beside them; with --realtime the programs do not wait for a CPU.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class TopReader:
         self._changed = threading.Condition()
         self._moves: list[Action] = []
         self._order = Order()
-        self._frame_s = 0.0
+        self._frame_s, self._frame_order = 0.0, Order()  # of the newest frame
         self._busy_since_s: float | None = None
         self.frame: TopFrame | None = None
         self.error = ""
@@ -78,7 +78,6 @@ class TopReader:
         with self._changed:
             if order != self._order:
                 self._order = order
-                self._frame_s = 0.0
                 self._changed.notify()
 
     @property
@@ -91,7 +90,9 @@ class TopReader:
         while not self.is_unusable:
             with self._changed:
                 moves, self._moves = self._moves, []
-                order, is_due = self._order, time.monotonic() >= self._frame_s + FRAME_AT_LEAST_EVERY_S
+                order = self._order
+                is_old = time.monotonic() >= self._frame_s + FRAME_AT_LEAST_EVERY_S
+                is_due = self.frame is None or is_old or order != self._frame_order
             self._busy_since_s = time.monotonic()
             try:
                 self._read(moves, order, is_due)
@@ -103,7 +104,8 @@ class TopReader:
                 self._wake()
             self._busy_since_s = None
             with self._changed:
-                if not self._moves and self._frame_s and not self._source.has_more:
+                is_idle = not self._moves and not self._source.has_more and self._order == self._frame_order
+                if is_idle or self.error:
                     self._changed.wait(self._source.every_s)
 
     def _read(self, moves: list[Action], order: Order, is_due: bool) -> None:
@@ -117,5 +119,5 @@ class TopReader:
 
     def _show(self, order: Order) -> None:
         self.frame, self.error = ordered_frame(self._source, order), ""
-        self._frame_s = time.monotonic()
+        self._frame_s, self._frame_order = time.monotonic(), order
         self._wake()

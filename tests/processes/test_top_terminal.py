@@ -84,9 +84,9 @@ def test_keys_show_panes_hosts_and_a_filter(top, demo):
     screen.shows("5 % of the run back or forward")
     screen.press("g")
     screen.shows("1 of 4: rank 3")
-    screen.press("g", "/", "2", "\r")
-    screen.shows("filter: 2")
-    jobs.until(lambda: "straggler +" not in screen.text)
+    screen.press("g", "/", *"straggle", "\r")
+    screen.shows("filter: straggle  (Esc clears)")
+    jobs.until(lambda: [line[:6].strip() for line in screen.lines if line[:6].strip().isdecimal()] == ["3"])
 
 
 def test_replay_begins_at_the_first_window_and_ends_at_the_newest(top, demo):

@@ -67,10 +67,11 @@ def _ranks(frame: TopFrame, view: TopView, width: int, height: int) -> list[Line
         numbers = "".join(fit(_number(one, name), cells + 1, right=True) for name, cells in columns.items())
         text, style = (_host_text(one) if isinstance(one, HostLine) else one.text), _style(_worst(one).reason)
         start = f"{_who(one, host_width)}{numbers}  "
-        parts = textwrap.wrap(one_line(text), max(width - width_of(start), 20)) or [""]
+        room = max(width - width_of(start), 20)
+        parts = textwrap.wrap(one_line(text), room, max_lines=3, placeholder=" …") or [""]
         lines.append([(start, PLAIN), (parts[0], style)])
         if len(lines) <= _WHOLE_REASONS:  # the reasons of the worst have several lines
-            lines += [[(" " * width_of(start), PLAIN), (part, style)] for part in parts[1:3]]
+            lines += [[(" " * width_of(start), PLAIN), (part, style)] for part in parts[1:]]
         elif len(parts) > 1:
             lines[-1] = [(start, PLAIN), (one_line(text), style)]
     if not shown:

@@ -164,8 +164,8 @@ def _outliers(frame: TopFrame) -> Iterator[str]:
     seen = frame.coverage
     if seen is not None and not frame.ranks.is_whole and frame.place.window is not None:
         count = sum(line.step_s is not None for line in frame.ranks.known)
-        why = ": only outliers are kept above 256 ranks" if seen.ranks_expected > MAX_WHOLE else ""
-        yield f"{count:,} of {seen.ranks_expected:,} ranks have values in the run folder{why}"
+        why = ": above 256 ranks only outliers are kept" if seen.ranks_expected > MAX_WHOLE else ""
+        yield f"values of {count:,} of {seen.ranks_expected:,} ranks{why}"
 
 
 def plain_frame(frame: TopFrame, width: int, height: int, bars: str = BARS) -> Sequence[Line]:
