@@ -61,10 +61,17 @@ class TopReader:
         self.frame: TopFrame | None = None
         self.error = ""
         self.is_unusable = False  # whether there is nothing to show, and will not be
+        self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="top-reader", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
+
+    def close(self) -> None:
+        """End the thread after its current read, without waiting for it: a disk may never answer."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
 
     def request(self, action: Action) -> None:
         """Move the position; steps that wait for a slow disk become one step."""
@@ -87,7 +94,7 @@ class TopReader:
         return 0.0 if since_s is None else time.monotonic() - since_s
 
     def _run(self) -> None:
-        while not self.is_unusable:
+        while not (self.is_unusable or self._is_closed):
             with self._changed:
                 moves, self._moves = self._moves, []
                 order = self._order
@@ -105,7 +112,7 @@ class TopReader:
             self._busy_since_s = None
             with self._changed:
                 is_idle = not self._moves and not self._source.has_more and self._order == self._frame_order
-                if is_idle or self.error:
+                if (is_idle or self.error) and not self._is_closed:
                     self._changed.wait(self._source.every_s)
 
     def _read(self, moves: list[Action], order: Order, is_due: bool) -> None:

@@ -73,8 +73,11 @@ def watch(source: TopSource, name: str, *, has_color: bool) -> int:
     wake_read, wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     reader = TopReader(source, lambda: _wake(wake_write))
     reader.start()
-    with _signals(wake_write), _screen() as screen:
-        return _Terminal(screen, reader, name, wake_read, has_color).run()
+    try:
+        with _signals(wake_write), _screen() as screen:
+            return _Terminal(screen, reader, name, wake_read, has_color).run()
+    finally:
+        reader.close()
 
 
 def _wake(descriptor: int) -> None:

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from sink_examples import make_report, make_summary
 
 from effllm.commands.top_folder import FolderSource
-from effllm.commands.top_reader import SourceError, ordered_frame
+from effllm.commands.top_reader import SourceError, TopReader, ordered_frame
 from effllm.records.job import SPREADS, Coverage, Spread, Straggler, StragglerVerdict
 from effllm.records.rank import Event
 from effllm.store.line_files import END, START, GrowingFile, LineFiles, read_at
@@ -403,6 +403,23 @@ def test_folder_without_a_run_is_an_error(tmp_path):
         FolderSource(tmp_path).refresh()
     with pytest.raises(SourceError, match="does not exist"):
         FolderSource(tmp_path / "missing").refresh()
+
+
+def test_order_that_changes_while_a_frame_is_read_is_applied(run):
+    class Changing(FolderSource):
+        """A folder whose table is filtered while it is read."""
+
+        def refresh_hosts(self):
+            reader.order(Order(text="3"))
+            return super().refresh_hosts()
+
+    reader = TopReader(Changing(run), lambda: None)
+    reader.start()
+    until_s = time.monotonic() + 60
+    while reader.frame is None or [line.rank for line in reader.frame.lines] != [3]:
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+    reader.close()
 
 
 # --- keys ----------------------------------------------------------------------------------------
