@@ -1,4 +1,4 @@
-"""The efficiency ledger of an LLM training job.
+"""Shows how well a training job uses its GPUs, across all ranks and nodes.
 
 The import of this package imports nothing else: every name is loaded at its first use (PEP 562). The names for
 the training process need only the standard library.

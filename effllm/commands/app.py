@@ -16,7 +16,7 @@ from effllm.commands import analysis_app, memory_app
 
 app = typer.Typer(
     name="effllm",
-    help="The efficiency ledger of LLM training jobs: AMU, PCU, AL, TT, ST and AEC of the whole cluster.",
+    help="Show how well training jobs use their GPUs, across all ranks and nodes.",
     epilog="Start with: effllm demo",
     no_args_is_help=True,
     add_completion=False,
@@ -47,7 +47,7 @@ def _root(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """The efficiency ledger of LLM training jobs: AMU, PCU, AL, TT, ST and AEC of the whole cluster."""
+    """Show how well training jobs use their GPUs, across all ranks and nodes."""
 
 
 @app.command()
