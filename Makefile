@@ -103,7 +103,7 @@ bench-scale: $(VENV)/.ready ## Measure an aggregator with ten thousand ranks
 bench-energy: $(VENV)/.ready $(PEERS)/.ready ## Compare the errors of window energies, of effllm and of other tools
 	@$(BIN)/python -m benchmarks.energy $(ARGUMENTS)
 
-# Ten minutes.  ARGUMENTS: --keep, --pairs 500
+# Ten minutes.  ARGUMENTS: --keep, --pairs 500, --seed 2
 bench-compare: $(VENV)/.ready ## Count false and missed differences of comparisons, of effllm and of other tools
 	@$(BIN)/python -m benchmarks.compare $(ARGUMENTS)
 

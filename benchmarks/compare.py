@@ -221,16 +221,16 @@ def words_of(methods: dict[str, Method], drawn: Iterator[Pair]) -> dict[str, Wor
     return found
 
 
-def of_line(count: int, line: tuple[float, float]) -> dict[str, Words]:
+def of_line(count: int, seed: int, line: tuple[float, float]) -> dict[str, Words]:
     """Compare identical configurations in one line of the table."""
-    found = words_of({**OURS, **OTHERS}, simulate(count, *line))
-    return found | words_of(OF_MANY, simulate(count, *line, metrics=METRICS))
+    found = words_of({**OURS, **OTHERS}, simulate(count, *line, seed=seed))
+    return found | words_of(OF_MANY, simulate(count, *line, metrics=METRICS, seed=seed))
 
 
-def false_words(count: int, pool: ProcessPoolExecutor) -> tuple[list[Figure], dict[str, dict[str, Words]]]:
+def false_words(count: int, seed: int, pool: ProcessPoolExecutor) -> tuple[list[Figure], dict[str, dict[str, Words]]]:
     """Compare identical configurations in every line of the table."""
     figures, table = [], {}
-    for (correlation, spread), found in zip(LINES, pool.map(partial(of_line, count), LINES), strict=True):
+    for (correlation, spread), found in zip(LINES, pool.map(partial(of_line, count, seed), LINES), strict=True):
         line = f"autocorrelation {correlation}, sd between runs {spread} %"
         table[line] = found
         for name, words in found.items():
@@ -243,21 +243,21 @@ def false_words(count: int, pool: ProcessPoolExecutor) -> tuple[list[Figure], di
     return figures, table
 
 
-def found_words(count: int, correlation: float) -> dict[str, Words]:
+def found_words(count: int, seed: int, correlation: float) -> dict[str, Words]:
     """Compare configurations that differ by 2 %, with a spread between runs of 0.5 %."""
-    found = words_of({**OURS, **OTHERS}, simulate(count, correlation, 0.5, EFFECT))
+    found = words_of({**OURS, **OTHERS}, simulate(count, correlation, 0.5, EFFECT, seed=seed))
     of_many = {f"effllm 5+5, the first of {METRICS} metrics": partial(by_holm, runs=5, first=True)}
-    return found | words_of(of_many, simulate(count, correlation, 0.5, EFFECT, METRICS))
+    return found | words_of(of_many, simulate(count, correlation, 0.5, EFFECT, METRICS, seed))
 
 
-def power(count: int, pool: ProcessPoolExecutor) -> tuple[list[Figure], dict[str, Words]]:
+def power(count: int, seed: int, pool: ProcessPoolExecutor) -> tuple[list[Figure], dict[str, Words]]:
     """Return the shares of differences that were not found; the words are those of uncorrelated windows.
 
     With an autocorrelation of 0.8, the noise of the windows raises the spread of the run means from 0.5 to 0.55 %.
     """
     goals = {"effllm 3+3": 0.15, "effllm 3+3, ledger": 0.08, f"effllm 5+5, the first of {METRICS} metrics": 0.20}
     figures, correlations = [], (0, 0.5, 0.8)
-    tables = list(pool.map(partial(found_words, count), correlations))
+    tables = list(pool.map(partial(found_words, count, seed), correlations))
     for correlation, found in zip(correlations, tables, strict=True):
         for name, words in found.items():
             goal = goals.get(name) if correlation < 0.8 else None
@@ -363,11 +363,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--keep", action="store_true", help="keep the figures in benchmarks/results/")
     parser.add_argument("--pairs", type=int, default=3000, help="pairs per line of the table")
+    parser.add_argument("--seed", type=int, default=1, help="of the tables; the kept figures have the seed 1")
     arguments = parser.parse_args()
     start_s = time.monotonic()
     with ProcessPoolExecutor(2) as pool:
-        figures, table = false_words(arguments.pairs, pool)
-        powers, found = power(arguments.pairs, pool)
+        figures, table = false_words(arguments.pairs, arguments.seed, pool)
+        powers, found = power(arguments.pairs, arguments.seed, pool)
     figures += powers + effects(arguments.pairs) + wrong_assumptions(arguments.pairs) + inside_one_run(arguments.pairs)
     _print_tables(table, found)
     for figure in figures:

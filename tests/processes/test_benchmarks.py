@@ -14,7 +14,7 @@ def test_latency_benchmark_returns_a_time_in_milliseconds():
 
 
 def test_comparison_benchmark_counts_words_of_simulated_pairs():
-    table = compare.of_line(4, (0.5, 0.2))
+    table = compare.of_line(4, 1, (0.5, 0.2))
 
     assert table["effllm 1+1, no ledger"].counts == {"better": 0, "worse": 0, "not distinguishable": 0, "unknown": 4}
     assert {words.total for words in table.values()} == {4}
