@@ -58,6 +58,11 @@ class ComparedRun(NamedTuple):
             return False
         return time.time() - (self.row.get("updated_time_s") or 0.0) < STALE_AFTER_S
 
+    @property
+    def is_warmup(self) -> bool:
+        """Whether a campaign made this run before its first repeat; a user may also have a tag of this name."""
+        return self.folder.name.startswith("warmup-") and self.tags.get(WARMUP) == self.folder.parent.name
+
     def value(self, column: str) -> float | None:
         value = self.row.get(column)
         return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
@@ -155,6 +160,9 @@ def read_runs(found: Iterable[FoundRun], left_out: list[str]) -> list[ComparedRu
             left_out.append(f"{one.folder}: summary.json is missing or empty: nothing was measured")
             continue
         run = ComparedRun(one.folder, run_row(one.folder, *documents), _doubts(documents[1]))
+        if run.is_warmup:
+            left_out.append(f"{one.folder}: a warm-up run of a campaign")
+            continue
         if run.repeat() and run.row.get("status") != "completed" and not run.continues:
             left_out.append(f"{one.folder}: this repeat of a campaign did not complete: {run.row.get('status')}")
             continue
@@ -222,7 +230,7 @@ def _by_key(found: Sequence[Side], by: str, left_out: list[str]) -> list[Side]:
     for run in sorted((run for side in found for run in side.runs), key=lambda run: run.row.get("started_time_s") or 0):
         value = run.tags.get(by, run.row.get(by, run.facts.get(by)))
         if not isinstance(value, (str, int, float, list)) or value == []:
-            left_out.append(f"{run.folder}: {'a warm-up run' if WARMUP in run.tags else f'has no {by}'}")
+            left_out.append(f"{run.folder}: has no {by}")
             continue
         text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
         groups.setdefault(f"{by}={text}" if text else by, {})[run.folder] = run

@@ -52,8 +52,8 @@ def compare(
     spread between runs. With one run a side and no ledger, the word is "unknown". Holm's correction covers all metrics
     of the table; to test one metric, name it with --metric. The needed packages are in the extra analysis.
 
-    Differences that make a comparison unfair are listed: hardware, boards, driver, power limit, sequence length, batch,
-    precision, kind of parameters, coverage, warm-up, length, clock and temperature.
+    Differences that make a comparison unfair are listed: hardware, boards, driver, power limit and profile, sequence
+    length, batch, precision, kind of parameters, coverage, warm-up, length, clock and temperature.
 
     \b
     Examples:

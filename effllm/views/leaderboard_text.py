@@ -38,15 +38,15 @@ class Terminal(NamedTuple):
         header, rows = _cells(self.board, self.quality)
         wide = _table(header, rows)
         is_wide = Measurement.get(console, options.update(max_width=MAX_WIDTH), wide).maximum > options.max_width
-        yield _table(header[:-1], [row[:-1] for row in rows]) if is_wide else wide
+        yield _table(header[:-1], [row[:-1] for row in rows], is_narrow=True) if is_wide else wide
         for row, following in itertools.pairwise(rows) if is_wide else ():
             yield Text(f"{row[0]} against {following[0]}: {row[-1]}")
         for line in notes(self.board):
             yield Text(line)
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    found = Table(*map(escape, header), box=None, pad_edge=False)
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]], *, is_narrow: bool = False) -> Table:
+    found = Table(*map(escape, header), box=None, pad_edge=False, padding=(0, 1 if is_narrow else 2, 0, 0))
     # On a narrow terminal, names wrap, and no number is cut.
     found.columns[0].overflow, found.columns[0].min_width = "fold", 6
     for column in found.columns[1:]:

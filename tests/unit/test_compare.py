@@ -311,11 +311,14 @@ def test_runs_that_are_left_out_for_one_reason_share_a_line(tmp_path, capsys):
     for at in range(12):
         tags = ["campaign=c", "config=b", f"repeat={at + 1}/12"]
         write_run(tmp_path / f"b/f{at:02}", {SPEED: 1.0}, tags=tags, summary={"status": "failed"})
-    write_run(tmp_path / "b/w", {SPEED: 1.0}, tags=["warmup=c"])
+    write_run(tmp_path / "b/warmup-1-b", {SPEED: 1.0}, tags=["warmup=b"])
+    write_run(tmp_path / "a/own", {SPEED: 1.05}, tags=["warmup=2000"])
 
     compare(tmp_path / "a", tmp_path / "b", form="markdown")
 
     out = capsys.readouterr().out
+    assert "b/warmup-1-b: a warm-up run of a campaign" in out
+    assert "a \\(3 runs\\)" in out, "the tag of a user is not the tag of a campaign"
     assert "12 runs: this repeat of a campaign did not complete: failed" in out
     assert "f09 and 2 more" in out
 
