@@ -31,7 +31,7 @@ unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME VIRTUAL_ENV PYTHONSAFEPAT
 
 .NOTPARALLEL:
 .PHONY: help demo test test-unit test-long test-faults test-faults-long test-frameworks test-llama-factory test-spark check docs fuzz \
-	bench bench-scale bench-energy bench-compare bench-verdict bench-traceml bench-look bench-gpu clean
+	bench bench-scale bench-energy bench-compare bench-verdict bench-memory bench-traceml bench-look bench-gpu clean
 
 help: ## List the targets (the default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
@@ -110,6 +110,10 @@ bench-compare: $(VENV)/.ready ## Count false and missed differences of compariso
 # Half an hour; an interrupted benchmark continues.  ARGUMENTS: --fast-only (two minutes), --quick, --keep, --markdown
 bench-verdict: $(VENV)/.ready ## Compare the verdicts on jobs with a planted cause with this cause
 	@$(BIN)/python -m benchmarks.verdict $(ARGUMENTS)
+
+# Six minutes on an idle core.  ARGUMENTS: --count 22, --seed 16, --keep, --again benchmarks/results/FILE
+bench-memory: $(FRAMEWORKS)/.ready ## Compare the estimates of effllm fit with tensors counted on the CPU
+	@OMP_NUM_THREADS=1 $(FRAMEWORKS)/bin/python -m benchmarks.memory $(ARGUMENTS)
 
 # Five minutes: TraceML's own demonstration jobs, on the CPU.
 bench-traceml: $(TRACEML)/.ready ## Compare the verdicts of TraceML and effllm on TraceML's demonstration jobs

@@ -24,7 +24,7 @@ RESULTS = Path(__file__).parent.parent / "results"
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.memory", description=__doc__)
-    parser.add_argument("--count", type=int, default=260, help="number of configurations")
+    parser.add_argument("--count", type=int, default=264, help="number of configurations")
     parser.add_argument("--seed", type=int, default=15, help="seed of the drawn configurations")
     parser.add_argument("--keep", action="store_true", help="write the results to benchmarks/results/")
     parser.add_argument("--again", metavar="FILE", help="judge the counted configurations of a kept file")
@@ -43,7 +43,7 @@ def main() -> int:
     for line in refused:
         print(f"not counted: {line}")
     if given.keep:
-        print(f"kept in {_keep(found, figures, compared, refused)}")
+        print(f"kept in {_keep(given.seed, found, figures, compared, refused)}")
     return 0
 
 
@@ -79,13 +79,17 @@ def _compare(found: Sequence[Judged]) -> dict[str, dict[str, float]]:
     return {name: peak_errors(values, found) for name, values in estimates.items()}
 
 
-def _keep(found: Sequence[Judged], figures: Any, compared: Any, refused: list[str]) -> Path:
+def _keep(seed: int, found: Sequence[Judged], figures: Any, compared: Any, refused: list[str]) -> Path:
     about = machine(gpu="none: counted on a CPU")
-    path = RESULTS / f"{about['date']}-memory.json"
+    path = RESULTS / f"{about['date']}-memory-seed-{seed}.json"
     rows = [
         {"configuration": asdict(one.configuration), "bytes": one.counted, "estimated": one.estimated} for one in found
     ]
-    body = {"command": "python -m benchmarks.memory --keep", "machine": about, "figures": figures}
+    body = {
+        "command": f"make bench-memory ARGUMENTS='--seed {seed} --count {len(found) + len(refused)} --keep'",
+        "machine": about,
+        "figures": figures,
+    }
     text = json.dumps({**body, "peaks": compared, "not_counted": refused, "counted": None}, indent=2)
     lines = ",\n".join("    " + json.dumps(row) for row in rows)
     path.write_text(text.replace('"counted": null', f'"counted": [\n{lines}\n  ]') + "\n")

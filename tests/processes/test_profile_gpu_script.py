@@ -1,0 +1,64 @@
+"""The script 40_profile_gpu.py of the instrument panel: its sections and its JSON."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "integration" / "instrument_panel" / "scripts" / "40_profile_gpu.py"
+pytestmark = pytest.mark.torch
+
+
+@pytest.fixture(scope="module")
+def profiled(tmp_path_factory):
+    pytest.importorskip("torch")
+    path = tmp_path_factory.mktemp("profile") / "results.json"
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "--output", str(path)], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout, json.loads(path.read_text())
+
+
+def test_all_sections_are_printed_in_the_documents_order(profiled):
+    titles = ["GPU Information", "Memory Profiling", "Model Memory Requirements", "Throughput Benchmark"]
+    titles.append("Model Compatibility Check")
+
+    places = [profiled[0].index(f"{'=' * 60}\n{title}\n") for title in titles]
+
+    assert places == sorted(places)
+
+
+def test_both_tables_have_the_figures_of_one_model(profiled):
+    results = profiled[1]
+
+    needed = {(row["model"], row["use"]): row["expected_bytes"] for row in results["requirements"]}
+    assert needed == {(row["model"], row["use"]): row["required_bytes"] for row in results["compatibility"]}
+    assert all(row["reason"] for row in results["requirements"])
+
+
+def test_experts_need_the_memory_of_all_parameters(profiled):
+    [row] = [one for one in profiled[1]["requirements"] if (one["model"], one["use"]) == ("deepseek-v3", "inference")]
+
+    assert row["low_bytes"] >= 2 * row["parameters"] > 2 * 600e9
+
+
+def test_throughput_is_that_of_a_model_that_was_trained(profiled):
+    found = profiled[1]["throughput"]
+
+    assert found["training_iterations"] >= 1
+    assert 0 < found["training_tokens_per_s"] < found["forward_tokens_per_s"]
+
+
+def test_throughput_can_be_left_out_and_a_wrong_device_is_refused(tmp_path):
+    path = tmp_path / "results.json"
+    command = [sys.executable, str(SCRIPT), "--skip-throughput", "--output", str(path)]
+
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    wrong = subprocess.run([*command, "--device", "-1"], capture_output=True, text=True, timeout=100, check=False)
+
+    assert "throughput" not in json.loads(path.read_text())
+    assert "Throughput" not in done.stdout
+    assert (wrong.returncode, "--device -1" in wrong.stderr) == (2, True)
