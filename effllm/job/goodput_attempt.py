@@ -20,6 +20,8 @@ CLASSES = (
     KEPT, GENERATION, REDONE, EVALUATION, CHECKPOINT, OTHER, DATA, STARTUP, SHUTDOWN,
     STRAGGLING, HANG, RESTART_GAP, IDLE, UNKNOWN,
 )  # fmt: skip
+#: Phases that a restart does not repeat, or that are productive.
+_NOT_REPEATED = (STARTUP, SHUTDOWN, GENERATION)
 #: Classes of the time in a span.
 PARTS = (KEPT, DATA, STRAGGLING, HANG)
 
@@ -40,6 +42,7 @@ class Span(Struct, array_like=True):
     hang_s: float = 0.0
     shutdown_s: float = 0.0  # shutdown time without hangs; not part of this span's sums
     joules: float = 0.0
+    phases_s: float = 0.0  # evaluation, checkpoint and other phases; not part of this span's sums
 
     @property
     def seconds(self) -> tuple[float, float, float, float]:
@@ -72,6 +75,7 @@ class Span(Struct, array_like=True):
         self.hang_s += later.hang_s
         self.shutdown_s += later.shutdown_s
         self.joules += later.joules
+        self.phases_s += later.phases_s
 
 
 class Redone(Struct, array_like=True):
@@ -80,6 +84,19 @@ class Redone(Struct, array_like=True):
     seconds: float = 0.0  # rank-seconds
     joules: float = 0.0
     iterations: int = 0
+    # Rank-seconds of waits and phases between the repeated iterations: an estimate, and an upper bound.
+    around_s: float = 0.0
+    max_around_s: float = 0.0
+
+    def add(self, span: Span, share: float) -> None:
+        """Add a share of a span; its phases may all be between the repeated iterations."""
+        if share:
+            self.seconds += share * span.kept_s
+            self.joules += share * span.parts_j[0]
+            self.iterations += round(share * (span.last - span.first + 1))
+            waits_s = share * (span.data_s + span.straggling_s)
+            self.around_s += waits_s + share * span.phases_s
+            self.max_around_s += waits_s + span.phases_s
 
 
 class Attempt(Struct):
@@ -146,6 +163,7 @@ class Attempt(Struct):
             self.offset = int(offsets[0])
         added = Span(window, window, first, last, float(numbers["busy_s"].sum()), float(numbers["wait_s"].sum()))
         added.shutdown_s = rows.phases_s.get(SHUTDOWN, 0.0)
+        added.phases_s = sum(value for name, value in rows.phases_s.items() if name not in _NOT_REPEATED)
         self._enter(window, added)
         if window in self.hangs:
             self._hang(window, self.hangs.pop(window))
@@ -186,9 +204,6 @@ class Attempt(Struct):
             self.hangs[window] = self.hangs.get(window, 0.0) + rank_seconds
 
     # --- spans: `seconds` and `joules` include their sums ---
-
-    def has_reports(self, window: int) -> bool:
-        return self._find(window) is not None
 
     def _find(self, window: int) -> Span | None:
         i = bisect_left(self.spans, window, key=lambda span: span.window_last)
@@ -264,10 +279,7 @@ class Attempt(Struct):
             return
         redone = Redone()
         for span in self.spans:
-            share = span.share_from(number - self.offset)
-            redone.seconds += share * span.kept_s
-            redone.joules += share * span.parts_j[0]
-            redone.iterations += round(share * (span.last - span.first + 1)) if share else 0
+            redone.add(span, span.share_from(number - self.offset))
         self.redone, self.redone_from = redone, number
 
     def _unreported_s(self, end_s: float) -> float:
@@ -331,6 +343,8 @@ class Attempt(Struct):
             startup_s=startup_s,
             gpus=self.gpus if self.ranks_joined else None,
             devices=per_rank * self.world_size,
+            redone_around_s=self.redone.around_s / max(self.world_size, 1),
+            max_redone_around_s=self.redone.max_around_s / max(self.world_size, 1),
         )
 
 
@@ -357,6 +371,6 @@ def place_hangs(attempt: Attempt, window: int, first: int) -> bool:
     """
     hangs = attempt.hangs
     if first <= attempt.last + 1:
-        for one in [number for number in hangs if number < window and not attempt.has_reports(number)]:
+        for one in [number for number in hangs if number < window and attempt._find(number) is None]:
             hangs[window] = hangs.get(window, 0.0) + hangs.pop(one)
     return window in hangs

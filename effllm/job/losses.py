@@ -300,16 +300,16 @@ def _of_restarts(summary: Summary, found: Waterfall) -> Iterator[_Made]:
     later = sum(map(_startup_s, attempts[1:])) / total if total > 0 else 0.0
     seconds = seconds_of(found, "restart_gap") + later * seconds_of(found, "startup")
     # Repeated iterations also repeat their data waits, waits for stragglers, evaluations and checkpoints.
-    steps = seconds_of(found, "redone", *STEP_PARTS)
-    around = seconds_of(found, "data", "straggling", "evaluation", "checkpoint", "other")
-    seconds += seconds_of(found, "redone") * (1.0 + around / steps if steps else 1.0)
+    around_s = sum(one.redone_around_s * one.devices for one in attempts)
+    hidden_s = sum(one.max_redone_around_s * one.devices for one in attempts) - around_s
+    seconds += seconds_of(found, "redone") + around_s
     redone, gaps_s = summary.goodput.redone_iterations, sum(one.gap_before_s for one in attempts)
     ends = Counter(one.status for one in attempts[:-1])
     again = f" ({', '.join(f'{count:,} {status}' for status, count in ends.most_common(2))})" if ends else ""
     again += f", gaps {gaps_s:,.0f} s" if gaps_s >= 1 else ""
     again += f", {redone:,} repeated iterations" if redone else ""
     # At most, all of the time after the last iterations belongs to attempts that would not have ended.
-    factor = 1.0 + seconds_of(found, "shutdown") / seconds if seconds else 1.0
+    factor = 1.0 + (seconds_of(found, "shutdown") + hidden_s) / seconds if seconds else 1.0
     yield "restarts", seconds, f"{summary.attempts} attempts{again}", "summary.json: goodput.attempts", factor
 
 

@@ -332,6 +332,9 @@ class AttemptSummary(Struct, frozen=True):
     gpus: int | None = None  # GPUs of the ranks that joined; None if no window of the attempt has closed
     # GPUs of all ranks, estimated from the ranks that joined; ranks in a job without GPUs.
     devices: float = 0.0
+    # Waits and phases between the repeated iterations, mean over ranks: an estimate, and an upper bound.
+    redone_around_s: float = 0.0
+    max_redone_around_s: float = 0.0
 
 
 class GoodputSummary(Struct, frozen=True):

@@ -188,6 +188,15 @@ def test_redone_part_of_a_window_is_its_share_of_repeated_iterations():
     assert goodput.seconds["redone"] == pytest.approx(0.6 * 9.0)
 
 
+def test_repeated_iterations_repeat_their_waits_and_phases():
+    """Iterations 16 to 20 are repeated: half of 1 s of data wait, and half or all of a checkpoint of 4 s."""
+    run = Run(1).join().window(1).window(2, phases_s={"checkpoint": 4.0, "shutdown": 1.0}).bye()
+    first, _ = run.restart().join(offset=15).window(1).goodput().attempts
+
+    assert first.redone_iterations == 5
+    assert (first.redone_around_s, first.max_redone_around_s) == pytest.approx((0.5 + 2.0, 0.5 + 4.0))
+
+
 def test_a_third_attempt_redoes_work_of_both_earlier_attempts():
     run = Run(1).join().window(1).window(2).window(3).bye()
     run.restart().join(offset=20).window(1).bye()

@@ -215,13 +215,16 @@ def test_gain_without_a_straggler_includes_its_own_time():
     assert verdict_of(summary).bound == gain_of(0.12)
 
 
-def test_repeated_iterations_repeat_their_data_waits():
-    """The steps are 100 s redone and 800 s kept, with 90 s of data wait: a ninth of the waits was repeated."""
-    summary = job(redone=100.0, data=90.0, attempts=2, goodput=attempts(0.0, 0.0))
+def test_repeated_iterations_repeat_their_waits_and_phases():
+    """Four devices repeat 25 s of steps with 2.5 s of waits and phases, at most with 5 s: 110 s, at most 120 s."""
+    repeats = attempts(0.0, 0.0)
+    first = replace(repeats.attempts[0], redone_around_s=2.5, max_redone_around_s=5.0)
+    summary = job(redone=100.0, attempts=2, goodput=replace(repeats, attempts=(first, repeats.attempts[1])))
 
-    found = {one.cause: one.seconds for one in losses(summary, summary.waterfall)}
+    (found,) = losses(summary, summary.waterfall)
 
-    assert found["restarts"] == pytest.approx(100.0 * (1 + 90 / 910))
+    assert (found.cause, found.seconds) == ("restarts", pytest.approx(110.0))
+    assert found.gain == gain_of(0.12)
 
 
 def attempts(*startups, gap_s=0.0):
