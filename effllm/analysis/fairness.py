@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from effllm.analysis.sides import CAMPAIGN, CONFIGURATION_FACTS, REPEAT, ComparedRun, Side
+from effllm.analysis.sides import CAMPAIGN, CONFIGURATION, CONFIGURATION_FACTS, REPEAT, ComparedRun, Side
 from effllm.analysis.window_values import first_temperature_c
 from effllm.records.plain_text import one_line
 
@@ -57,6 +57,7 @@ def unfair(a: Side, b: Side) -> list[Dissimilarity]:
         _ranges("SM clock (MHz)", a, b, lambda run: run.value("run_health_sm_clock_mhz"), share=ALIKE_CLOCK),
         _ranges("temperature in the first window (degC)", a, b, first_temperature_c, absolute=ALIKE_C),
         _ranges("losses not finite", a, b, lambda run: run.value("losses_not_finite") or 0.0, absolute=0.0),
+        _mixed(a, b),
     ]
     return [one for one in found if one is not None]
 
@@ -108,6 +109,15 @@ def _config(run: ComparedRun) -> Mapping[str, Any]:
 def _ranks_share(run: ComparedRun) -> float | None:
     expected, reporting = run.value("ranks_expected"), run.value("ranks_reporting")
     return reporting / expected if expected and reporting is not None else None
+
+
+def _mixed(a: Side, b: Side) -> Dissimilarity | None:
+    """Return the configurations of campaigns if a side has several: their difference is in the spread of the side."""
+    texts = [sorted({one for run in side.runs if (one := run.tags.get(CONFIGURATION))}) for side in (a, b)]
+    if max(map(len, texts)) < 2:
+        return None
+    a_text, b_text = (_shown(one) or "none" for one in texts)
+    return Dissimilarity("several configurations on a side", a_text, b_text)
 
 
 def _sets(name: str, a: Side, b: Side, get: Callable[[ComparedRun], Any]) -> Dissimilarity | None:

@@ -218,6 +218,16 @@ def test_unfair_differences_are_listed(tmp_path, compared):
     assert "hosts" not in unfair
 
 
+def test_a_side_with_several_configurations_is_unfair(tmp_path, compared):
+    for at, name in enumerate(["fast", "slow", "fast"]):
+        write_run(tmp_path / "a" / f"a{at}", {SPEED: 1.0 + at}, tags=[f"config={name}"])
+    b = write_side(tmp_path, "b", [1.0, 1.1])
+
+    unfair = compared(tmp_path / "a", b)[0]["comparisons"][0]["unfair"]
+
+    assert unfair == [{"name": "several configurations on a side", "a": "fast | slow", "b": "none"}]
+
+
 def test_a_condition_that_is_known_of_one_side_alone_is_listed(tmp_path, compared):
     a = write_side(tmp_path, "a", [1.0, 1.1], windows=[{"health/hottest_c": 40.0}])
     b = write_side(tmp_path, "b", [1.0, 1.1], windows=[{}])
