@@ -143,6 +143,8 @@ class FolderSource:
         self._tail: list[_WindowLine] = []
         self._hosts: dict[int, str] = {}
         self.has_more = False  # whether events of the file are still to be read
+        self._changes = 0  # number of readings with something new
+        self._seen_s = 0.0  # monotonic time of the last of these readings
 
     @property
     def _files(self) -> _RunFiles:
@@ -159,7 +161,10 @@ class FolderSource:
         """
         # run.json of a large job has megabytes, and is not needed for the first frame: see `refresh_hosts`.
         files = self._files
-        return any([files.windows.refresh(), files.summary.refresh(), self._read_events(), files.ranks.refresh()])
+        is_new = any([files.windows.refresh(), files.summary.refresh(), self._read_events(), files.ranks.refresh()])
+        if is_new:
+            self._changes, self._seen_s = self._changes + 1, time.monotonic()
+        return is_new
 
     def refresh_hosts(self) -> bool:
         """Read run.json, which has the hosts of all ranks."""
@@ -254,6 +259,8 @@ class FolderSource:
         is_newest = self._at is None
         changed_s = self._files.changed_s
         age_s = None if is_over or not changed_s else max(now_s - changed_s, 0.0)
+        if age_s is not None and self._changes > 1:  # the clock of the file server may differ from this host's clock
+            age_s = min(age_s, time.monotonic() - self._seen_s)
         status = status_of(summary.status if summary is not None else "running", is_over, states, age_s)
         if not is_newest:
             status = "stalled" if states.stall else "running"

@@ -10,6 +10,7 @@ import pytest
 from msgspec.structs import replace
 from sink_examples import make_report, make_summary
 
+from effllm.commands import top_reader
 from effllm.commands.top_folder import FolderSource
 from effllm.commands.top_reader import SourceError, TopReader, ordered_frame
 from effllm.records.job import SPREADS, Coverage, Spread, Straggler, StragglerVerdict
@@ -115,6 +116,19 @@ def test_lines_after_a_position_continue_in_the_next_file(lines):
     last_of_first = lines.after(START, 1000)[-1][0]
 
     assert numbers(lines.after(last_of_first, 3)) == [999, 1000, 1001]
+
+
+def test_first_line_in_a_large_file_is_found_by_bisection(tmp_path):
+    lines = b"".join(b'{"n":%d,"x":"%s"}\n' % (number, b"x" * 990) for number in range(6000))
+    (tmp_path / "ranks-0001.jsonl").write_bytes(lines)
+    files = LineFiles(tmp_path, "ranks")
+    files.refresh()
+    asked = []
+
+    position = files.first(lambda line: asked.append(line) or json.loads(line)["n"] >= 4567)
+
+    assert numbers(files.after(position, 1)) == [4567]
+    assert len(asked) < 200
 
 
 @pytest.mark.parametrize("wanted", [0, 1, 999, 1000, 1500, 2345, 2999])
@@ -405,7 +419,21 @@ def test_folder_without_a_run_is_an_error(tmp_path):
         FolderSource(tmp_path / "missing").refresh()
 
 
-def test_order_that_changes_while_a_frame_is_read_is_applied(run):
+def test_age_of_a_run_that_changes_does_not_depend_on_the_clock_of_its_disk(run):
+    (run / "summary.json").unlink()
+    source = FolderSource(run)
+    source.refresh()
+    assert source.frame(time.time() + 500.0).head.status == "no_update"
+    with (run / "events.jsonl").open("ab") as file:
+        file.write(msgspec.json.encode(Event(NOW_S, "faster", "the job became faster")) + b"\n")
+    source.refresh()
+
+    assert source.frame(time.time() + 500.0).head.status == "running"
+
+
+def test_order_that_changes_while_a_frame_is_read_is_applied(run, monkeypatch):
+    monkeypatch.setattr(top_reader, "FRAME_AT_LEAST_EVERY_S", 1e9)
+
     class Changing(FolderSource):
         """A folder whose table is filtered while it is read."""
 
