@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+from effllm.commands.fit_measure import CannotMeasure, measure
 from effllm.commands.fit_sources import FoundModel, UnreadableModel, find
 from effllm.devices.known.named_gpus import find_gpu, similar_gpus, usable_bytes
 from effllm.memory.changes import FITS, fitting_changes, verdict
@@ -31,13 +32,14 @@ class FitRequest:
     gpus: int | None
     settings: dict[str, Any]  # of a plan
     as_json: bool
+    measured: bool = False
 
 
 def main(request: FitRequest) -> int:
     """Print the estimates; return the exit status."""
     try:
         fits, gpu = _estimates(request)
-    except (UnreadableModel, ImpossiblePlan) as error:
+    except (UnreadableModel, ImpossiblePlan, CannotMeasure) as error:
         print(f"effllm fit: {one_line(str(error))}", file=sys.stderr)
         return 2
     if request.as_json:
@@ -85,7 +87,8 @@ def _fit(
     main_one = training or inference
     assert main_one is not None
     changes = fitting_changes(main_one, gpu.usable_bytes) if gpu and _misses(main_one, gpu) else []
-    return ModelFit(found.source, found.notes, inference, training, tuple(changes))
+    measured = measure(found.config, plan) if request.measured else None
+    return ModelFit(found.source, found.notes, inference, training, tuple(changes), measured)
 
 
 def _misses(found: MemoryEstimate, gpu: GpuMemory) -> bool:

@@ -28,6 +28,7 @@ class FoundModel:
     source: str
     notes: tuple[str, ...] = ()
     settings: dict[str, Any] = field(default_factory=dict)  # of a plan
+    config: dict[str, Any] | None = None  # the fields of a config.json
 
 
 def find(text: str) -> FoundModel:
@@ -49,7 +50,9 @@ def find(text: str) -> FoundModel:
     if path.is_file():
         return _file(path)
     if known := find_model(text):
-        return FoundModel(known.shape, f"table: {known.source}", (*([known.note] if known.note else []),))
+        return FoundModel(
+            known.shape, f"table: {known.source}", (known.note,) if known.note else (), config=known.config
+        )
     near = ", ".join(similar_names(text)) or ", ".join(one.name for one in known_models()[:4]) + ", ..."
     if "/" in text and not text.startswith(("/", ".")):
         raise UnreadableModel(
@@ -86,7 +89,7 @@ def _json(path: Path, text: str) -> FoundModel:
     if not isinstance(fields, dict):
         raise UnreadableModel(f"{path} is not the config of a model: it has no fields")
     shape = read_config(fields, _name(path, fields))
-    return FoundModel(shape, str(path), shape.notes)
+    return FoundModel(shape, str(path), shape.notes, config=fields)
 
 
 def _megatron(arguments: dict[str, str], name: str, source: str) -> FoundModel:
@@ -114,7 +117,7 @@ def _yaml(path: Path, text: str) -> FoundModel:
     named = str(fields["model_name_or_path"])
     beside = path.parent / named
     found = find(str(beside) if beside.exists() else named)
-    return FoundModel(found.shape, f"{path}, {found.source}", (*found.notes, *notes), settings)
+    return FoundModel(found.shape, f"{path}, {found.source}", (*found.notes, *notes), settings, found.config)
 
 
 def _deepspeed(path: Path, named: str) -> dict[str, Any]:

@@ -23,6 +23,7 @@ _TARGETS = typer.Option(metavar="T", help="Adapted matrices: qv, attention or al
 _BITS = typer.Option(metavar="B", help="Bits of quantized weights, 4 or 8 (QLoRA).")
 _ZERO = typer.Option(metavar="STAGE", help="Stage of ZeRO, 0 to 3.")
 _FSDP = typer.Option("--fsdp", help="FSDP with full sharding: the same as --zero 3.")
+_MEASURE = typer.Option("--measure", help="Also measure a step with fake tensors; needs transformers.")
 _SEQUENCE = typer.Option("--sequence-parallel", help="Sequence parallelism beside tensor parallelism.")
 
 
@@ -50,6 +51,7 @@ def fit(
     zero: Annotated[int | None, _ZERO] = None,
     fsdp: Annotated[bool, _FSDP] = False,
     sequence_parallel: Annotated[bool, _SEQUENCE] = False,
+    measured: Annotated[bool, _MEASURE] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with bytes.")] = False,
 ) -> None:
     """Estimate the memory of models before a run: does it fit, and what would make it fit.
@@ -84,4 +86,4 @@ def fit(
         "tp": tp, "pp": pp, "cp": cp, "ep": ep, "dp": dp, "zero": 3 if fsdp else zero,
         "sequence_parallel": sequence_parallel or None,
     }  # fmt: skip
-    raise typer.Exit(command.main(command.FitRequest(models, mode, gpu, gpus, settings, as_json)))
+    raise typer.Exit(command.main(command.FitRequest(models, mode, gpu, gpus, settings, as_json, measured)))

@@ -45,6 +45,7 @@ def _model(fit: ModelFit, gpu: GpuMemory | None) -> dict[str, Any]:
         "active_parameters": found.parameters.active,
         "inference": _estimate(fit.inference, gpu),
         "training": _estimate(fit.training, gpu),
+        "measured": fit.measured,
         "changes": [_change(one) for one in fit.changes],
     }
 

@@ -35,6 +35,7 @@ class ModelFit:
     inference: MemoryEstimate | None
     training: MemoryEstimate | None
     changes: tuple[FittingChange, ...]  # of the training, or of the inference alone
+    measured: dict[str, int] | None = None  # bytes of a training step with fake tensors
 
     @property
     def any(self) -> MemoryEstimate:
@@ -54,6 +55,8 @@ def fit_lines(fits: Sequence[ModelFit], gpu: GpuMemory | None) -> Iterator[str]:
             if found and (fit.training is None or found is fit.training):
                 yield ""
                 yield from _part_lines(found)
+        if fit.measured and fit.training:
+            yield from _measured_lines(fit.measured, fit.training)
         yield from (f"note: {one_line(note)}" for note in fit.notes)
         if gpu:
             yield from _change_lines(fit, gpu)
@@ -105,6 +108,15 @@ def _part_lines(found: MemoryEstimate) -> Iterator[str]:
     if total.high > total_of(part.bytes for part in found.parts).high:
         yield "the high limit is that of the optimizer step, with a workspace of the size of the weights (foreach)"
     yield f"dominant: {', '.join(_dominant(found))}"
+
+
+def _measured_lines(measured: dict[str, int], found: MemoryEstimate) -> Iterator[str]:
+    """Yield the measured step beside the estimate of the same parts, those of a GPU left out."""
+    names = ("weights", "gradients", "optimizer states", "activations", "logits", "optimizer workspace")
+    same = [part for part in found.parts if part.name in names]
+    parts = ", ".join(f"{name.replace('_', ' ')} {size / GB:.2f}" for name, size in measured.items() if name != "peak")
+    yield f"measured with fake tensors, GB: peak {measured['peak'] / GB:.2f} ({parts})"
+    yield f"estimate of the same parts, GB: {_range(total_of(part.bytes for part in same))}"
 
 
 def _dominant(found: MemoryEstimate) -> Iterator[str]:

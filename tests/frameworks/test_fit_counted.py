@@ -1,10 +1,17 @@
 """The estimates of ``effllm fit`` against trainings with transformers and PEFT, whose tensors are counted here."""
 
+import json
+
 import pytest
+from typer.testing import CliRunner
 
 from benchmarks.memory.built import measure
 from benchmarks.memory.configurations import Configuration
 from benchmarks.memory.judged import judge
+from effllm.commands.app import app
+
+# transformers warns of its own old names, and PEFT of the names of modules.
+pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.filterwarnings("ignore::UserWarning")]
 
 SMALL = (2, 64, 4, 2, 176, 512, 2, 64)
 # Precision, optimizer, checkpointing, rank of LoRA, accumulation, attention.
@@ -27,3 +34,20 @@ def test_counted_training_agrees_with_the_estimate(training):
 
     assert found.exact
     assert found.ratio == pytest.approx(1, abs=0.12)
+
+
+def test_measured_step_is_within_10_percent_of_the_estimate(tmp_path):
+    path = tmp_path / "config.json"
+    fields = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
+    path.write_text(json.dumps({**fields, "num_key_value_heads": 2, "intermediate_size": 176, "vocab_size": 512}))
+    options = ["--mode", "training", "--precision", "fp32", "--seq-length", "128", "--measure", "--json"]
+
+    done = CliRunner().invoke(app, ["fit", str(path), *options])
+
+    [model] = json.loads(done.stdout)["models"]
+    parts = model["training"]["parts"]
+    assert model["measured"]["weights"] == parts["weights"]["expected"]
+    # The tracker rounds storages up to blocks of 512 bytes, as the caching allocator does.
+    names = ("weights", "gradients", "optimizer_states", "activations", "logits")
+    estimated = sum(parts[name]["expected"] for name in names)
+    assert model["measured"]["peak"] == pytest.approx(estimated, rel=0.1)

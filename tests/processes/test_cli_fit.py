@@ -111,6 +111,8 @@ def test_accelerate_yaml_and_script_give_the_plan(tmp_path):
         (("llama-3.1-8b", "--tp", "2", "--dp", "2", "--gpus", "8"), "but --gpus is 8"),
         (("llama-3.1-8b", "--tp", "5"), "tensor parallelism 5 does not divide 32 attention heads"),
         (("llama-3.1-8b", "--micro-batch", "0"), "micro-batch is 0"),
+        (("llama-3.1-8b", "--measure", "--tp", "2"), "--measure is for one rank"),
+        (("llama-3.1-8b", "--measure", "--optimizer", "muon"), "--measure has the optimizers adamw"),
         (("llama-3.1-8b", "--mode", "both"), "both is not training or inference"),
         (("llama-3.1-8b", "--fsdp", "--zero", "1"), "--fsdp is --zero 3"),
     ],
