@@ -188,6 +188,24 @@ def test_many_events_are_limited_and_problems_are_kept(report, tmp_path):
     assert "4,849 more events are not listed" in text
 
 
+@pytest.mark.long
+def test_ten_million_events_are_read_within_limits(report, tmp_path):
+    made = folder_of(tmp_path / "run", replace(make_summary(), events={"ecc": 10**7}), window(1))
+    lines = json.dumps({"time_s": 1.0, "kind": "ecc", "text": "1 uncorrected <b>", "rank": 3}) + "\n"
+    with (made / "events.jsonl").open("w") as file:
+        for _ in range(100):
+            file.write(lines * 10**5)
+        file.write(json.dumps({"time_s": 2.0, "kind": "xid", "text": "the last event"}) + "\n")
+
+    page = report(made)
+
+    text = text_of(page)
+    unread = (len(lines) * 10**7 - 64 * 2**20) / 2**20
+    assert f"{unread:.0f} MiB of older events were not read" in text
+    assert "the last event" in text and "10,000,000" in text
+    assert len(page.encode()) < MAX_BYTES
+
+
 def test_run_of_the_first_schema_is_read(report):
     page = report(OLD_RUN)
 
