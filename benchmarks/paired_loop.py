@@ -1,17 +1,16 @@
-"""A loop of fixed work with metrics alternately on and off; trackers.py starts it.
+"""A loop of fixed work that trains a block of iterations for each line on stdin; trackers.py starts two of them.
 
-While metrics are off, the loop makes no calls of effllm, and agent and aggregator are stopped with SIGSTOP.
+Each block is one line on stdout: the clocks of the training thread.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import random
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,8 +19,7 @@ import psutil
 
 WORK = b"x" * 2**20
 HASHES = 10  # of WORK in a step: some milliseconds
-UNTIMED = 10  # iterations that are not timed, after each change between on and off
-WARM_S = 20.0  # time before the first pair, in which the tracker is imported and has its first values
+UNTIMED = 5  # iterations of a block that are not timed: effllm's processes continue after a stop
 
 
 class Reading(NamedTuple):
@@ -42,48 +40,27 @@ class Reading(NamedTuple):
         return {"wall_s": wall_s, "cpu_s": cpu_s, "asleep_s": wall_s - cpu_s - waited_s}
 
 
-def main(times: Path, pairs: int, iterations: int, tracker: str) -> None:
+def main(tracker: str, iterations: int) -> None:
     import effllm
 
     log = _open_tracker(tracker)
     collector = effllm.initialize_efficientllm_metrics(1000)
-    ours = [child for child in psutil.Process().children(recursive=True) if "effllm" in " ".join(child.cmdline())]
     done = 0
-
-    def train(*, measured: bool, iterations: int) -> dict[str, float]:
-        nonlocal done
+    for _line in sys.stdin:
         began = Reading.now()
         for turn in range(UNTIMED + iterations):
             if turn == UNTIMED:
                 began = Reading.now()
             done += 1
-            if measured:
-                collector.record_iteration_start()
+            collector.record_iteration_start()
             for _ in range(HASHES):
                 hashlib.sha256(WORK)
-            if measured:
-                collector.record_iteration_end(100, 2)
-                collector.log_metrics(done, 1.0)
+            collector.record_iteration_end(100, 2)
+            collector.log_metrics(done, 1.0)
             if log is not None:
                 log({"mine": done})
-        return began.until(Reading.now())
-
-    until_s = time.monotonic() + WARM_S
-    while time.monotonic() < until_s:
-        train(measured=True, iterations=iterations)
-    order = random.Random(7)
-    found = []
-    for _ in range(pairs):
-        pair = {}
-        for measured in order.sample([True, False], 2):
-            if measured:
-                pair["on"] = train(measured=True, iterations=iterations)
-            else:
-                with stopped(ours):
-                    pair["off"] = train(measured=False, iterations=iterations)
-        found.append(pair)
+        print(json.dumps(began.until(Reading.now())), flush=True)
     effllm.finalize_efficientllm_metrics()
-    times.write_text(json.dumps(found))
 
 
 def _open_tracker(name: str) -> Callable[[dict[str, Any]], Any] | None:
@@ -97,7 +74,7 @@ def _open_tracker(name: str) -> Callable[[dict[str, Any]], Any] | None:
 
 
 @contextmanager
-def stopped(processes: list[psutil.Process]) -> Iterator[None]:
+def stopped(processes: Sequence[psutil.Process]) -> Iterator[None]:
     """Stop these processes for the time of the block."""
     for process in processes:
         process.send_signal(signal.SIGSTOP)
@@ -109,5 +86,4 @@ def stopped(processes: list[psutil.Process]) -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    path, num_pairs, num_iterations, tracker_name = sys.argv[1:]
-    main(Path(path), int(num_pairs), int(num_iterations), tracker_name)
+    main(sys.argv[1], int(sys.argv[2]))
