@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from effllm.hooks._wrap import Call, Guard, around
-from effllm.records.plain_text import without_user
+from effllm.trainer.mlflow_run import facts_of
 
 _GUARD = Guard("MLflow's run")
 
@@ -35,8 +35,4 @@ def _send(run: Any) -> None:
         return
     from effllm.trainer.collector import get_metrics_collector
 
-    service: Any = sys.modules.get("mlflow.tracking._tracking_service.utils")
-    uri = service.get_tracking_uri() if service is not None else None
-    get_metrics_collector().record_facts(
-        mlflow_run_id=str(run.info.run_id), mlflow_tracking_uri=without_user(uri) if isinstance(uri, str) else None
-    )
+    get_metrics_collector().record_facts(**facts_of(run))

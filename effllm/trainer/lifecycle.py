@@ -21,6 +21,7 @@ from effllm.records.board import Board
 from effllm.records.shared_memory import RingError
 from effllm.trainer import trackers
 from effllm.trainer.declared import Declared
+from effllm.trainer.mlflow_run import facts_of_open_run
 from effllm.trainer.recorder import Recorder
 from effllm.trainer.session import AgentError, Session
 from effllm.trainer.values import JobValues
@@ -62,6 +63,7 @@ class Lifecycle:
             self.config = _config_with(self.overrides)
             self._values = JobValues()  # the reports of a new run are numbered from 1 again
             self._percentiles = {}
+            self.declared.learn_run(facts_of_open_run(self.config.sink_options()))
             self._session = Session(self.config, self._place, self.declared)
             self.recorder = self._session.recorder
             self._session.start()

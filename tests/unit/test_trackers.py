@@ -9,6 +9,7 @@ import pytest
 
 from effllm.records.board import JobState
 from effllm.trainer import trackers
+from effllm.trainer.mlflow_run import facts_of_open_run
 from effllm.trainer.values import JobValues
 
 VALUES = {"al_seconds": 0.5, "pcu_ratio": float("nan"), "throughput/mfu_ratio": 0.4, "energy/total_joules": 7.2e6}
@@ -180,3 +181,20 @@ def test_tracker_without_its_sink_is_not_changed(monkeypatch):
     trackers.end(job)
 
     assert Run.log is original
+
+
+@pytest.mark.parametrize("version", ["no run", "open run", "another version"])
+def test_open_run_of_mlflow_is_found_without_a_hook(monkeypatch, version):
+    fluent, service = ModuleType("mlflow.tracking.fluent"), ModuleType("mlflow.tracking._tracking_service.utils")
+    run = SimpleNamespace(info=SimpleNamespace(run_id="abc")) if version == "open run" else None
+    if version != "another version":
+        fluent.active_run = lambda: run
+    service.get_tracking_uri = lambda: "https://me:secret@host/"
+    monkeypatch.setitem(sys.modules, fluent.__name__, fluent)
+    monkeypatch.setitem(sys.modules, service.__name__, service)
+
+    found = facts_of_open_run(["console", "mlflow"])
+
+    known = {"mlflow_run_id": "abc", "mlflow_tracking_uri": "https://host/"}
+    assert found == (known if version == "open run" else {})
+    assert facts_of_open_run(["console"]) == {}
