@@ -6,105 +6,23 @@ import contextlib
 import math
 import os
 import re
-import statistics
 import sys
 import warnings
-from itertools import combinations, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 from effllm.instruments._active_run import record
 from effllm.instruments._device import cuda_index, first_line, is_checked
 from effllm.instruments._number import number
 from effllm.instruments._statistics import NAN, Statistics
+from effllm.memory.trend import MemoryBlocks, MemoryTrend
 
 GB = 1e9
 #: Maximum number of tags of `GPUMemoryProfiler.measure` with their own trend; later tags have no trend.
 MAX_TAGS = 32
-#: Maximum number of blocks of measurements in a trend; at this number the blocks are merged in pairs.
-MAX_BLOCKS = 32
-#: This share of the blocks, the oldest ones, is ignored.
-WARM_UP = 1 / 3
-#: A trend needs at least MIN_BLOCKS other blocks; from MANY_BLOCKS on, one pair of blocks in ten may show a decrease.
-MIN_BLOCKS, MANY_BLOCKS = 8, 12
-MIN_TAU = 0.8
-#: The median difference of two blocks must be at least this share of the mean: a few jumps of the memory are no leak.
-MIN_STEADY = 0.5
-_NORMAL_95 = 1.96
 #: Number of measurements of a tag before its trend is judged. With 128, and a quarter of the blocks ignored, caches
 #: that grew to 400 MB in 100 iterations were reported as leaks: tests/processes/test_memory_leaks.py has such loops.
 MIN_MEASUREMENTS = 192
 _CHECKS = "detect_leak"  # tag of the rare measurements of `GPUMemoryProfiler.detect_leak`
-
-
-class MemoryTrend(NamedTuple):
-    """Growth of memory at one place of the loop, in bytes per 1,000 iterations, with its 95 % interval."""
-
-    growth_bytes: float
-    low_bytes: float
-    high_bytes: float
-    iterations: float  # number of iterations between the first and the last judged measurement
-    is_growing: bool  # whether memory grows steadily, not by a few jumps
-
-    @property
-    def certain_bytes(self) -> float:
-        """Lower bound of the 95 % interval of the growth over the judged iterations; at least 0."""
-        return max(self.low_bytes, 0.0) * self.iterations / 1000
-
-
-class _Blocks:
-    """The minimum of memory in consecutive blocks of measurements: a leak raises the minimum, a long batch does not."""
-
-    def __init__(self) -> None:
-        self._done: list[tuple[float, float]] = []  # mean iteration number and minimum of each complete block
-        self._size = 1
-        self._open: list[tuple[float, float]] = []
-        self._count = 0
-
-    def add(self, iteration: float | None, used_bytes: float) -> None:
-        self._count += 1
-        self._open.append((self._count if iteration is None else iteration, used_bytes))
-        if len(self._open) < self._size:
-            return
-        self._done.append(_joined(self._open))
-        self._open = []
-        if len(self._done) == MAX_BLOCKS:
-            self._done = [_joined(self._done[at : at + 2]) for at in range(0, MAX_BLOCKS, 2)]
-            self._size *= 2
-
-    @property
-    def count(self) -> int:
-        return self._count
-
-    def trend(self) -> MemoryTrend | None:
-        """Return the trend of the blocks after the warm-up, in which caches fill; ``None`` for too few blocks."""
-        points = self._done[math.ceil(len(self._done) * WARM_UP) :]
-        if len(points) < MIN_BLOCKS:
-            return None
-        rises = [(b[0] - a[0], b[1] - a[1]) for a, b in combinations(points, 2) if b[0] > a[0]]
-        if not rises:
-            return None
-        # Theil-Sen's slope; its interval is Sen's (Journal of the American Statistical Association 63, 1968).
-        slopes = sorted(rise / run for run, rise in rises)
-        num = len(points)
-        spread = _NORMAL_95 * math.sqrt(num * (num - 1) * (2 * num + 5) / 18)
-        low = slopes[max(int((len(slopes) - spread) / 2), 0)]
-        high = slopes[min(math.ceil((len(slopes) + spread) / 2), len(slopes) - 1)]
-        middle = slopes[len(slopes) // 2]
-        return MemoryTrend(1000 * middle, 1000 * low, 1000 * high, points[-1][0] - points[0][0], _is_steady(points))
-
-
-def _joined(points: list[tuple[float, float]]) -> tuple[float, float]:
-    return sum(at for at, _ in points) / len(points), min(used for _, used in points)
-
-
-def _is_steady(points: list[tuple[float, float]]) -> bool:
-    """Whether memory grows from block to block: Kendall's tau is high, and the growth is not from a few differences."""
-    signs = [(later > earlier) - (later < earlier) for (_, earlier), (_, later) in combinations(points, 2)]
-    tau = sum(signs) / len(signs)
-    if tau < (MIN_TAU if len(points) >= MANY_BLOCKS else 1.0):
-        return False
-    differences = [later - earlier for (_, earlier), (_, later) in pairwise(points)]
-    return statistics.median(differences) >= MIN_STEADY * statistics.fmean(differences)
 
 
 class GPUMemoryProfiler:
@@ -128,7 +46,7 @@ class GPUMemoryProfiler:
         self._baseline_bytes: float | None = None
         self._allocated = Statistics(max_recent=1)
         self._peak_bytes = 0.0
-        self._trends: dict[str, _Blocks] = {}
+        self._trends: dict[str, MemoryBlocks] = {}
         self._is_checked = self._has_warned = False
 
     @property
@@ -151,7 +69,7 @@ class GPUMemoryProfiler:
         record("memory/allocated_bytes", allocated)
         record("memory/reserved_bytes", reserved)
         if tag in self._trends or len(self._trends) < MAX_TAGS:
-            self._trends.setdefault(tag, _Blocks()).add(number(iteration), allocated)
+            self._trends.setdefault(tag, MemoryBlocks()).add(number(iteration), allocated)
         return {
             "allocated_gb": allocated / GB,
             "reserved_gb": reserved / GB,
