@@ -105,6 +105,8 @@ class Agent:
         self._take_facts(conversation)  # after the records: the facts then have the names of all values in the records
         if line := measuring.values.take_notice():
             self._events.report("warning", line)
+        for event in measuring.memory.take_events(time.time()):
+            self._events.add(event)
         measuring.cut(now_s)
         self._children.look(now_s)
         conversation.talk(now_s)

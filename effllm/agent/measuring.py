@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import math
 import time
+from itertools import islice
 
 from msgspec.structs import replace
 
 from effllm.agent.rank_devices import RankDevices
+from effllm.agent.rank_memory import RankMemory
 from effllm.agent.spans import Spans
 from effllm.agent.track import EDGE_WAIT_S
 from effllm.agent.trainer import Trainer
 from effllm.agent.values import InstrumentValues
 from effllm.agent.window import WindowCutter
 from effllm.network.transport import Outbox
-from effllm.records.rank import RankReport
+from effllm.records.rank import MAX_NAMES, RankReport
 from effllm.records.ring import END as END_RECORD
-from effllm.records.ring import ITERATION, SPAN, STATUSES, STEP, VALUES, Slot
+from effllm.records.ring import ITERATION, MEMORY, SPAN, STATUSES, STEP, VALUES, Slot
 from effllm.records.unix_time import unix_minus_monotonic_ns
 
 CALIBRATION_S = 3.0  # maximum wait for a calibration before a window is cut
@@ -42,6 +44,7 @@ class Measuring:
         self._next_fold_s = 0.0
         self._spans = Spans(trainer.board)
         self.values = InstrumentValues(trainer.board.values.write)
+        self.memory = RankMemory(trainer.pid, trainer.config.log_interval, trainer.facts.first_iteration)
         slots, origin_ns = self._origin()
         self.cutter = WindowCutter(
             agent=trainer.agent,
@@ -68,6 +71,7 @@ class Measuring:
         if is_trainer_gone and self.status is None:
             self._add(self._trainer.ring.read())
             self.status, self.end_ns = "killed", time.monotonic_ns()
+        self.memory.look(self.cutter.last_ordinal, self.devices.series, self._trainer.facts.max_positions)
 
     def cut(self, now_s: float) -> None:
         """Make reports of the windows that have ended and whose edges are settled, and answer requests for spans."""
@@ -136,7 +140,8 @@ class Measuring:
         values = self.values.take(
             report.window, self._trainer.facts.value_names, time.monotonic(), is_last=report.final
         )
-        self.outbox.add(replace(report, values=values) if values else report)
+        values |= self.memory.take_values(report.window, is_last=report.final)
+        self.outbox.add(replace(report, values=dict(islice(values.items(), MAX_NAMES))) if values else report)
 
     def _origin(self) -> tuple[list[Slot], int]:
         """Return the existing records, and the start of the first window."""
@@ -156,9 +161,11 @@ class Measuring:
         for slot in slots:
             if slot.kind == END_RECORD and self.status is None:
                 self.status, self.end_ns = STATUSES[slot.what], slot.end_ns
+            if slot.kind in (MEMORY, ITERATION):
+                self.memory.add(slot)
             if slot.kind == SPAN:
                 self._spans.add(slot)
             elif slot.kind == VALUES:
                 self.values.add(slot, self.cutter.window_of(slot.ordinal))
-            else:
+            elif slot.kind != MEMORY:
                 self.cutter.add(slot)

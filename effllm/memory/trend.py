@@ -60,20 +60,35 @@ class MemoryBlocks:
 
     def trend(self) -> MemoryTrend | None:
         """Return the trend of the blocks after the warm-up, in which caches fill; ``None`` for too few blocks."""
-        points = self._done[math.ceil(len(self._done) * WARM_UP) :]
-        if len(points) < MIN_BLOCKS:
-            return None
-        rises = [(b[0] - a[0], b[1] - a[1]) for a, b in combinations(points, 2) if b[0] > a[0]]
-        if not rises:
+        points = self._judged()
+        if len(points) < MIN_BLOCKS or not (slopes := _slopes(points)):
             return None
         # Theil-Sen's slope; its interval is Sen's (Journal of the American Statistical Association 63, 1968).
-        slopes = sorted(rise / run for run, rise in rises)
         num = len(points)
         spread = _NORMAL_95 * math.sqrt(num * (num - 1) * (2 * num + 5) / 18)
         low = slopes[max(int((len(slopes) - spread) / 2), 0)]
         high = slopes[min(math.ceil((len(slopes) + spread) / 2), len(slopes) - 1)]
         middle = slopes[len(slopes) // 2]
         return MemoryTrend(1000 * middle, 1000 * low, 1000 * high, points[-1][0] - points[0][0], _is_steady(points))
+
+    def halves(self) -> tuple[float, float]:
+        """Return the growth in the two halves of the judged blocks, in bytes per 1,000 iterations; 0 if unknown.
+
+        If the later growth is smaller, a cache fills up.
+        """
+        points = self._judged()
+        middle = len(points) // 2
+        slopes = [_slopes(part) for part in (points[: middle + 1], points[middle:])]
+        early, late = (1000 * one[len(one) // 2] if one else 0.0 for one in slopes)
+        return early, late
+
+    def _judged(self) -> list[tuple[float, float]]:
+        return self._done[math.ceil(len(self._done) * WARM_UP) :]
+
+
+def _slopes(points: list[tuple[float, float]]) -> list[float]:
+    """Return the sorted slopes of all pairs of points."""
+    return sorted((b[1] - a[1]) / (b[0] - a[0]) for a, b in combinations(points, 2) if b[0] > a[0])
 
 
 def _joined(points: list[tuple[float, float]]) -> tuple[float, float]:

@@ -62,6 +62,19 @@ KINDS: dict[str, Kind] = {
     "energy_doubtful": Kind(
         ONCE, "Most windows are too short for the power sensors; the energy of windows is not shown.", is_problem=True
     ),
+    # Memory
+    "memory_forecast": Kind(
+        ONCE, "The memory of a GPU will run out: the text has the time, the cause and the interval.", is_problem=True
+    ),
+    "memory_risk": Kind(FILE, "The memory of a GPU may run out at a longer micro-batch; the text has the probability."),
+    "memory_leak": Kind(
+        ONCE, "The memory of a GPU or of a training process grows steadily in all iterations.", is_problem=True
+    ),
+    "out_of_memory": Kind(
+        ALWAYS,
+        "torch could not allocate memory of a GPU; the text has the peaks, retries and fragmentation.",
+        is_problem=True,
+    ),
     # Training
     "mfu": Kind(
         ONCE, "MFU or HFU is above 1: the number of FLOPs, the number of tokens or the peak is wrong.", is_problem=True

@@ -63,6 +63,7 @@ class RankFacts:
     total_iterations: int | None = None
     flops_per_token: float | None = None
     hardware_flops_per_token: float | None = None
+    max_positions: int | None = None  # largest possible number of positions of a micro-batch, with padding
     peer_group: str = ""
     replica: str = ""
     serves_requests: bool = False

@@ -22,6 +22,7 @@ MAGIC = b"EFFLRNG3"
 ITERATION, PHASE, LOSS, RESET, END, PROFILE, DEVICE_TIME, OWN_TIME = 1, 2, 3, 4, 5, 6, 7, 8
 VALUES = 9  # values of instruments
 SPAN = 10  # a request for the readings of a span of time; records/spans.py has the answer
+MEMORY = 11  # the state of torch's allocator; a record of values, with indices into `MEMORY_FIELDS`
 MAX_CHAINS = 16  # limit of the chains of consecutive spans in one ring
 #: Final statuses of a loop; the record END has an index into this tuple.
 STATUSES = ("completed", "failed", "killed", "interrupted")
@@ -36,6 +37,13 @@ STATE_NAMES = ("startup", "between iterations", "in an iteration", "in a marked 
 MAX_VALUE_NAMES = 200  # records.rank.MAX_NAMES
 MAX_VALUES = 12  # in one record
 _PHASES = 4  # length of records.rank.MARKED_PHASES: a record has a total of each phase
+MAX_BYTES = 2.0**53  # of a value in a MEMORY record
+#: The values of a MEMORY record.  Peaks are of the whole process so far; retries and errors are running totals.
+MEMORY_FIELDS = (
+    "allocated", "allocated_peak", "reserved", "reserved_peak", "fragmented", "retries", "out_of_memory", "positions",
+)  # fmt: skip
+#: `Slot.number` of a MEMORY record: what has run since the record before: a marked phase, or one of these.
+AFTER_STEPS, AFTER_STARTUP = _PHASES, _PHASES + 1
 #: Kind -> range of `Slot.what`: the first value, and the last value plus 1.
 _WHAT = {
     ITERATION: (0, 1),
@@ -48,6 +56,7 @@ _WHAT = {
     OWN_TIME: (0, 1),
     SPAN: (0, MAX_CHAINS),
     VALUES: (1, MAX_VALUES + 1),
+    MEMORY: (len(MEMORY_FIELDS), len(MEMORY_FIELDS) + 1),
 }
 
 _HEADER = struct.Struct("<8sIII")
@@ -72,11 +81,12 @@ class Slot(NamedTuple):
     sequence: int
     kind: int
     # PHASE: index into records.rank.MARKED_PHASES; END: index into STATUSES; PROFILE: index into timeline.KINDS, WHOLE
-    # or COMPUTING; LOSS: 1 if the loss is missing; VALUES: number of values; SPAN: number of the chain.
+    # or COMPUTING; LOSS: 1 if the loss is missing; VALUES, MEMORY: number of values; SPAN: number of the chain.
     what: int
     ordinal: int
     # ITERATION: own time in ns (0 if unknown); LOSS: iteration number of the caller; PROFILE: time in ns; DEVICE_TIME
-    # and OWN_TIME: number of timed iterations; VALUES: number of values so far; SPAN: number of the request.
+    # and OWN_TIME: number of timed iterations; VALUES: number of values so far; SPAN: number of the request; MEMORY: a
+    # marked phase, AFTER_STEPS or AFTER_STARTUP.
     number: int
     start_ns: int
     end_ns: int
@@ -88,7 +98,7 @@ class Slot(NamedTuple):
     phases_ns: tuple[int, ...]  # in the order of records.rank.MARKED_PHASES
     generation_ns: int  # time of all generations; the phase ``generation`` has only a part of it
     counts: tuple[int, ...]  # in the order of the fields of `Counters`
-    # VALUES: values, also NaN and infinite, each with its index into `RankFacts.value_names`.
+    # VALUES: values, also NaN and infinite, each with its index into `RankFacts.value_names`; MEMORY: `MEMORY_FIELDS`.
     values: tuple[tuple[int, float], ...] = ()
 
 
@@ -208,21 +218,24 @@ class RingWriter:
         _seal(self._map, _SLOTS_AT + sequence % self._slots * _SLOT_BYTES, often, about, self._rare, checksum)
         _NEWEST.pack_into(self._map, _NEWEST_AT, sequence)
 
-    def values(self, ordinal: int, number: int, indices: Sequence[int], values: Sequence[float]) -> None:
+    def values(
+        self, ordinal: int, number: int, indices: Sequence[int], values: Sequence[float], kind: int = VALUES
+    ) -> None:
         """Write a record of at most `MAX_VALUES` values.
 
         Args:
             ordinal: number of the iteration.
-            number: number of all values so far, these values included.
+            number: `Slot.number` of the kind.
             indices: index of each value's name.
             values: the values.
+            kind: VALUES or MEMORY.
         """
         self._sequence = sequence = self._sequence + 1
         num = len(values)
         empty = (0,) * (MAX_VALUES - num)
         packed = _VALUES.pack(*values, *empty, *indices, *empty)
         often = _VALUES_OFTEN.pack(sequence, ordinal, packed[:_VALUES_SPLIT])
-        about, rest = _pack_about(VALUES, num, number, 0.0), packed[_VALUES_SPLIT:]
+        about, rest = _pack_about(kind, num, number, 0.0), packed[_VALUES_SPLIT:]
         checksum = _crc32(often, _crc32(about, _crc32(rest)))
         _seal(self._map, _SLOTS_AT + sequence % self._slots * _SLOT_BYTES, often, about, rest, checksum)
         _NEWEST.pack_into(self._map, _NEWEST_AT, sequence)
@@ -300,7 +313,7 @@ class RingReader:
             return None
         sequence, ordinal, start_ns, end_ns, step_ns, wait_ns, *frequent = _OFTEN.unpack(often)
         kind, what, number, value = _ABOUT.unpack(about)
-        if kind == VALUES:
+        if kind in (VALUES, MEMORY):
             numbers = _VALUES.unpack(often[16:] + rare)
             values = tuple(zip(numbers[MAX_VALUES:], numbers, strict=False))[:what]
             return Slot(sequence, kind, what, ordinal, number, 0, 0, 0.0, 0, 0, (), 0, (), values)
@@ -351,5 +364,11 @@ def _is_valid(slot: Slot) -> bool:
     ):
         return False
     if not all(0 <= index < MAX_VALUE_NAMES for index, _ in slot.values):
+        return False
+    if slot.kind == MEMORY and not (
+        0 <= slot.number <= AFTER_STARTUP
+        and [index for index, _ in slot.values] == list(range(len(MEMORY_FIELDS)))
+        and all(0 <= value < MAX_BYTES for _, value in slot.values)
+    ):
         return False
     return min(slot.ordinal, slot.step_ns, slot.wait_ns, *slot.phases_ns, slot.generation_ns, *slot.counts) >= 0

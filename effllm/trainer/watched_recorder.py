@@ -1,7 +1,7 @@
-"""A recorder that also profiles every Nth iteration, and times all iterations on the device by CUDA events.
+"""A recorder that also profiles every Nth iteration, times all iterations by CUDA events, and reads torch's allocator.
 
-`WatchedRecorder` replaces `Recorder` only if iterations are profiled or timed on a device, because `Recorder` must stay
-fast.
+`WatchedRecorder` replaces `Recorder` only if iterations are profiled, or with a CUDA build of torch, because `Recorder`
+must stay fast.
 """
 
 from __future__ import annotations
@@ -11,15 +11,18 @@ from typing import Any
 
 from effllm.records import ring
 from effllm.records.timeline import KINDS
+from effllm.trainer.device_memory import DeviceMemory
 from effllm.trainer.device_time import DeviceTime
+from effllm.trainer.phases import PHASES
 from effllm.trainer.recorder import Recorder
 from effllm.trainer.torch_profile import Profiled, TorchProfile
 
 _NS = 1e-9
+_MEMORY_INDICES = tuple(range(len(ring.MEMORY_FIELDS)))
 
 
 class WatchedRecorder(Recorder):
-    """A `Recorder` that also records the profiles and device times of iterations.
+    """A `Recorder` that also records the profiles and device times of iterations, and the memory of the device.
 
     Args:
         arguments: arguments of `Recorder`.
@@ -28,18 +31,21 @@ class WatchedRecorder(Recorder):
         named: keyword arguments of `Recorder`.
     """
 
-    __slots__ = ("_device", "_profile")
+    __slots__ = ("_device", "_memory", "_profile")
 
     def __init__(self, *arguments: Any, profile_every: int = 0, torch: Any = None, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._profile = TorchProfile(profile_every, self._warn, torch) if profile_every else None
         cuda = getattr(torch, "cuda", None)
         self._device = DeviceTime(cuda) if hasattr(cuda, "Event") else None
+        self._memory = DeviceMemory(cuda) if hasattr(cuda, "memory_stats_as_nested_dict") else None
 
     def start(self, _now: Any = time.monotonic_ns) -> None:
         """Stamp the start of an iteration; the profiler starts before the stamp."""
         if not self.is_on:
             return
+        if self._memory is not None and not self._end_ns and not self._start_ns:
+            self._read_memory(ring.AFTER_STARTUP)
         if self._profile is not None:
             self._profile.start(self.ordinal + 1 + self._offset)
         super().start(_now)
@@ -65,8 +71,12 @@ class WatchedRecorder(Recorder):
                 self._device.end()
             except Exception as error:  # noqa: BLE001 - as above
                 self._without_device(error)
-            if (self.ordinal + 1 + self._offset) % self._log_interval == 0:
-                self._put_device(self.ordinal + 1)  # before the record that ends the window is written
+        if self.ordinal + 1 == self._boundary_ordinal:  # before the record that ends the window is written
+            self._put_device(self.ordinal + 1)
+            if self._memory is not None:
+                if not self._phases.depth:
+                    self._read_memory(ring.AFTER_STEPS, self.ordinal + 1)
+                self._memory.end_window()
         step_ns = self._step_ns
         super().end(tokens_processed, samples, tokens, tokens_loss, _now)
         if self._profile is not None and (found := self._profile.end(self._end_ns)) is not None:
@@ -81,13 +91,48 @@ class WatchedRecorder(Recorder):
             except Exception as error:  # noqa: BLE001 - as above
                 self._without_device(error)
 
+    def phase_start(self, name: str) -> None:
+        """Begin a phase, as `Recorder.phase_start`; the memory so far is the memory of the steps."""
+        if self._memory is not None and self.is_on and not self._phases.depth:
+            index = PHASES.index(name) if isinstance(name, str) and name in PHASES else PHASES.index("other")
+            if self._memory.is_first(index):
+                self._read_memory(ring.AFTER_STEPS if self._end_ns or self._start_ns else ring.AFTER_STARTUP)
+                self._memory.open_phase = index
+        super().phase_start(name)
+
+    def phase_end(self) -> None:
+        """End a phase, as `Recorder.phase_end`."""
+        super().phase_end()
+        if self._memory is not None and not self._phases.depth and self._memory.open_phase >= 0:
+            self._read_memory(self._memory.open_phase)
+            self._memory.open_phase = -1
+
+    def micro_batch(self, positions: int) -> None:
+        """Record the number of positions of a micro-batch, with padding: the memory of a step depends on this."""
+        if self._memory is not None and type(positions) is int and positions > self._memory.positions:
+            self._memory.positions = positions
+
     def finish(self, status: str = "completed") -> None:
         """Record the final status of the loop, and stop profiling."""
         if self.is_on:
             if self._profile is not None:
                 self._profile.close(failed=status != "completed")
             self._put_device(self.ordinal)
+            if self._memory is not None:
+                # An error may have left a phase open.
+                self._read_memory(self._memory.open_phase if self._memory.open_phase >= 0 else ring.AFTER_STEPS)
+                self._memory.open_phase = -1
         super().finish(status)
+
+    def _read_memory(self, after: int, ordinal: int = 0) -> None:
+        """Write a record of the allocator's state; ``after`` is `Slot.number`."""
+        assert self._memory is not None
+        try:
+            if self.is_on and (values := self._memory.read()) is not None:
+                self._writer.values(ordinal or self.ordinal, after, _MEMORY_INDICES, values, ring.MEMORY)
+        except Exception as error:  # noqa: BLE001 - an allocator without statistics; no exception may end a training step
+            self._memory = None
+            self._warn(f"the memory of torch's allocator is not measured: {type(error).__name__}: {error}")
 
     def _put_profile(self, found: Profiled, step_ns: int) -> None:
         split, duration_ns = found.split, found.split.duration_ns

@@ -1,0 +1,115 @@
+"""Foretells when the memory of a device runs out: by growth, or by a longer sequence.  No I/O.
+
+torch's peak is never reset, so a reading shows the peak of the time before it only if the peak has risen.  From such
+readings follow the temporary bytes of steps, evaluations and checkpoints: peak less the memory that stays allocated.
+The steady growth of the allocated memory, plus the largest temporary bytes, reaches the capacity at a known iteration.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from effllm.memory.lengths import LengthPeaks
+from effllm.memory.trend import MemoryBlocks
+
+STEPS, STARTUP = "steps", "startup"
+#: A forecast covers at most this multiple of the judged iterations.
+MAX_HORIZON = 2.0
+#: If memory grows by less than this share in the later half of the judged iterations, a cache fills up.
+MIN_LATER = 0.8
+
+#: The upper end of the interval is multiplied by this factor, the lower end by its inverse: jumps and caches, which the
+#: trend does not contain.  With 1.2, 95 % of the intervals of `benchmarks.memory_forecast` contain the end of the run.
+WIDENED = 1.35
+
+
+class Reading(NamedTuple):
+    """The state of torch's allocator after some part of the loop, in bytes; peaks and counts are running totals."""
+
+    after: str  # STEPS, STARTUP or a marked phase
+    iteration: int
+    allocated: float
+    allocated_peak: float
+    reserved: float
+    reserved_peak: float
+    fragmented: float  # free, but in segments that are partly used: cannot be returned to the device
+    retries: float
+    out_of_memory: float
+    positions: float  # largest micro-batch of the window so far; 0: not known
+
+
+class Growth(NamedTuple):
+    """The forecast of a memory that grows: the number of iterations until it is full, with a 95 % interval."""
+
+    iterations: float
+    low: float
+    high: float
+    bytes_per_iteration: float
+    low_bytes: float
+    high_bytes: float
+    place: str  # STEPS, or the phase with the largest peak
+    judged: float  # number of iterations that were judged
+
+
+class DeviceForecast:
+    """The readings of one device so far, in bounded memory."""
+
+    def __init__(self) -> None:
+        self._blocks = MemoryBlocks()
+        self._peak = 0.0
+        self._last: Reading | None = None
+        self._temporary: dict[str, float] = {}  # largest known temporary bytes by part of the loop
+        self.peaks: dict[str, float] = {}  # largest known peak by part of the loop
+        self.lengths = LengthPeaks()
+
+    @property
+    def last(self) -> Reading | None:
+        """The newest reading."""
+        return self._last
+
+    def add(self, reading: Reading, *, is_window_end: bool) -> None:
+        """Add a reading; the readings at the ends of windows are compared with each other."""
+        has_risen = reading.allocated_peak > self._peak
+        if has_risen:
+            # During an evaluation or checkpoint, memory may be allocated that is free again at its end.
+            temporary = reading.allocated_peak - reading.allocated
+            self._temporary[reading.after] = max(self._temporary.get(reading.after, 0.0), temporary)
+            self.peaks[reading.after] = reading.allocated_peak
+        # The script may have reset the peak: then the peaks of the later parts are known again.
+        self._peak, self._last = reading.allocated_peak, reading
+        if is_window_end:
+            self._blocks.add(reading.iteration, reading.allocated)
+            if reading.positions > 0:
+                temporary = reading.allocated_peak - reading.allocated
+                self.lengths.add(reading.positions, temporary if has_risen else None)
+
+    def growth(self, capacity: float) -> Growth | None:
+        """Return the forecast for a capacity of torch's allocator; ``None`` without steady growth."""
+        trend, last = self._blocks.trend(), self._last
+        if trend is None or last is None or not trend.is_growing or trend.low_bytes <= 0:
+            return None
+        early, late = self._blocks.halves()
+        if late < MIN_LATER * early:
+            return None
+        place, temporary = self._largest()
+        # The growth may go on to change as it has changed between the two halves.
+        low, high = min(trend.low_bytes, early, late), max(trend.high_bytes, early, late)
+        low = max(low, 0.0) * min(late / early, 1.0) if early > 0 else low
+        if low <= 0:
+            return None
+        room = capacity - last.allocated - temporary
+        # Free parts of used segments may be too small for an allocation, or may be just right.
+        least, most = max(room - last.fragmented, 0.0), max(room, 0.0)
+        middle, given = trend.growth_bytes / 1000, (trend.low_bytes / 1000, trend.high_bytes / 1000)
+        soonest, latest = 1000 * least / high / WIDENED, 1000 * most / low * WIDENED
+        return Growth((least + most) / 2 / middle, soonest, latest, middle, *given, place, trend.iterations)
+
+    def is_near(self, found: Growth) -> bool:
+        """Whether a forecast is near enough, compared with the judged iterations, to be stated."""
+        return found.iterations <= MAX_HORIZON * found.judged
+
+    def _largest(self) -> tuple[str, float]:
+        """Return the part of the loop with the largest temporary bytes, and these bytes."""
+        known = {place: size for place, size in self._temporary.items() if place != STARTUP}
+        place = max(known, key=lambda one: known[one], default=STEPS)
+        return place, known.get(place, 0.0)

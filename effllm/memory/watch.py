@@ -1,0 +1,179 @@
+"""The warnings about the memory of one rank: forecasts, leaks, and errors that have occurred.  No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from effllm.memory.device_forecast import STARTUP, STEPS, DeviceForecast, Growth, Reading
+from effllm.memory.lengths import MIN_WINDOWS, Peak
+from effllm.memory.trend import MemoryBlocks, MemoryTrend
+
+FORECAST, RISK, LEAK, OUT_OF_MEMORY = "memory_forecast", "memory_risk", "memory_leak", "out_of_memory"
+#: A larger micro-batch is reported as a risk from MIN_RISK on, and as a forecast from MIN_LIKELY on.
+MIN_RISK, MIN_LIKELY = 0.1, 0.5
+#: The probability is estimated again after this growth of the number of windows.  With more estimates, the first one
+#: above the limit would be too large too often.
+AGAIN = 2.0
+#: A leak needs this growth (the certain part, over the judged iterations), readings, and iterations.  Caches fill up
+#: ever more slowly: the later half of the iterations grows by at least MIN_LATER_LEAK of the first half, also when
+#: CONFIRMED_AT times as many iterations have passed.
+MIN_LEAK_BYTES, MIN_LEAK_READINGS, MIN_LEAK_ITERATIONS, MIN_LATER_LEAK, CONFIRMED_AT = 100e6, 24, 300, 0.85, 2.0
+_GB = 1e9
+
+
+class Warned(NamedTuple):
+    """A warning: a kind of event, and its text."""
+
+    kind: str
+    text: str
+
+
+class LeakWatch:
+    """Reports the steady growth of one kind of memory, once.
+
+    Args:
+        what: the memory, for the text: ``private memory of the training process``.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what, self._blocks, self._is_reported = what, MemoryBlocks(), False
+        self._first = -1  # iteration of the first reading
+        self._last = 0
+        self._confirmed_from = 0  # iteration from which a second judgement is a confirmation; 0: no first judgement
+
+    def add(self, iteration: int, used_bytes: float) -> None:
+        if self._first < 0:
+            self._first = iteration
+        self._last = iteration
+        self._blocks.add(iteration, used_bytes)
+
+    def warnings(self) -> Iterator[Warned]:
+        if self._is_reported or self._blocks.count < MIN_LEAK_READINGS:
+            return
+        passed = self._last - self._first + 1
+        if passed < MIN_LEAK_ITERATIONS or self._last < self._confirmed_from:
+            return
+        found = self._blocks.trend()
+        if found is None or not self._is_leak(found):
+            self._confirmed_from = 0
+        elif not self._confirmed_from:
+            self._confirmed_from = self._first + int(CONFIRMED_AT * passed)
+        else:
+            self._is_reported = True
+            low, middle, high = (one / 1000 for one in (found.low_bytes, found.growth_bytes, found.high_bytes))
+            yield Warned(
+                LEAK,
+                f"the {self._what} grows steadily, by {_size(middle)} per iteration (95 %: {_size(low)} to "
+                f"{_size(high)}), judged over {found.iterations:,.0f} iterations until iteration {self._last:,}",
+            )
+
+    def _is_leak(self, found: MemoryTrend) -> bool:
+        early, late = self._blocks.halves()
+        return found.is_growing and found.certain_bytes > MIN_LEAK_BYTES and late >= MIN_LATER_LEAK * early
+
+
+class DeviceWatch:
+    """Reports forecasts and errors of the memory of one device.
+
+    Args:
+        name: the device, for the texts.
+    """
+
+    def __init__(self, name: str = "GPU") -> None:
+        self._name = name
+        self.forecast = DeviceForecast()
+        self._leak = LeakWatch(f"allocated memory of the {name}")
+        self._reported: set[str] = set()  # reasons of the reported forecasts
+        self._next_estimate = 0  # number of windows of the next estimate of a probability
+
+    def add(self, reading: Reading, *, is_window_end: bool) -> Iterator[Warned]:
+        """Add a reading; yield an event after an out-of-memory error."""
+        before = self.forecast.last
+        self.forecast.add(reading, is_window_end=is_window_end)
+        if is_window_end:
+            self._leak.add(reading.iteration, reading.allocated)
+        if before is not None and reading.out_of_memory > before.out_of_memory:
+            yield Warned(OUT_OF_MEMORY, f"{self._name} out of memory: {self._state(reading, before)}")
+
+    def warnings(self, capacity: float | None, max_positions: int = 0) -> Iterator[Warned]:
+        """Yield the new warnings at the end of a window.
+
+        Args:
+            capacity: bytes that torch's allocator can have; ``None`` if unknown.
+            max_positions: largest possible micro-batch; 0 if unknown.
+        """
+        yield from self._leak.warnings()
+        if capacity is None or self.forecast.last is None:
+            return
+        found = None if "growth" in self._reported else self.forecast.growth(capacity)
+        if found is not None and self.forecast.is_near(found):
+            self._reported.add("growth")
+            yield Warned(FORECAST, self._of_growth(found, capacity))
+        if "length" not in self._reported:
+            yield from self._of_lengths(self.forecast.last, capacity, max_positions)
+
+    def _of_growth(self, found: Growth, capacity: float) -> str:
+        at = "in a step" if found.place == STEPS else f"at {_a(found.place)}"
+        last = self.forecast.last
+        assert last is not None
+        return (
+            f"{self._name} memory runs out in about {found.iterations:,.0f} iterations (95 %: {found.low:,.0f} to "
+            f"{found.high:,.0f}), {at}: the allocated memory grows by {_size(found.bytes_per_iteration)} per iteration "
+            f"({_size(found.low_bytes)} to {_size(found.high_bytes)}), judged over {found.judged:,.0f} iterations; "
+            f"iteration {last.iteration:,} ended with {last.allocated / _GB:.2f} GB of at most {capacity / _GB:.2f} GB"
+        )
+
+    def _of_lengths(self, last: Reading, capacity: float, max_positions: int) -> Iterator[Warned]:
+        lengths, room = self.forecast.lengths, capacity - last.allocated
+        if max_positions > lengths.longest:
+            if (peak := lengths.peak(max_positions)) is not None and peak.expected > room:
+                yield from self._once(peak.low > room, self._of_longest(peak, max_positions, last, capacity))
+            return
+        if max_positions or lengths.windows < max(self._next_estimate, MIN_WINDOWS):
+            return
+        self._next_estimate = int(AGAIN * lengths.windows)
+        length = lengths.length_at(room)
+        chance = None if length is None else lengths.probability(length, lengths.windows)
+        if length is not None and chance is not None and chance >= MIN_RISK:
+            yield from self._once(
+                chance >= MIN_LIKELY,
+                f"{self._name} memory runs out at a micro-batch of more than about {length:,.0f} positions; the "
+                f"longest so far had {lengths.longest:,.0f}: probability {100 * chance:.0f} % in the next "
+                f"{lengths.windows:,} windows",
+            )
+
+    def _once(self, is_likely: bool, text: str) -> Iterator[Warned]:
+        kind = FORECAST if is_likely else RISK
+        if kind not in self._reported:
+            self._reported |= {RISK, *(["length", FORECAST] if is_likely else [])}
+            yield Warned(kind, text)
+
+    def _of_longest(self, peak: Peak, positions: int, last: Reading, capacity: float) -> str:
+        sure = "runs out" if peak.low > capacity - last.allocated else "probably runs out"
+        low, middle, high = ((one + last.allocated) / _GB for one in (peak.low, peak.expected, peak.high))
+        return (
+            f"{self._name} memory {sure} at the longest micro-batch, {positions:,} positions: a step needs "
+            f"{middle:.2f} GB ({low:.2f} to {high:.2f}) of at most {capacity / _GB:.2f} GB; the longest so far had "
+            f"{self.forecast.lengths.longest:,.0f} positions"
+        )
+
+    def _state(self, now: Reading, before: Reading) -> str:
+        """Return the state at an error: the peaks by part of the loop, retries and fragmentation."""
+        peaks = {name: size for name, size in self.forecast.peaks.items() if name != STARTUP}
+        parts = [f"peak of {name} {size / _GB:.2f} GB" for name, size in peaks.items()]
+        if before is not None:
+            parts.append(
+                f"before the error {before.allocated / _GB:.2f} GB allocated, {before.reserved / _GB:.2f} GB reserved"
+            )
+        parts.append(f"{now.fragmented / _GB:.2f} GB fragmented (free, in partly used segments)")
+        parts.append(f"{now.retries:,.0f} allocator retries so far")
+        return "; ".join(parts) + f"; after iteration {now.iteration:,}"
+
+
+def _a(place: str) -> str:
+    return f"an {place}" if place[:1] in "aeiou" else f"a {place}"
+
+
+def _size(one: float) -> str:
+    return f"{one / 1e6:.3g} MB" if abs(one) >= 1e5 else f"{one / 1e3:.3g} kB"
