@@ -217,3 +217,4 @@ def _tight(chance: np.random.Generator, run: Run, lengths: _Lengths, step: _Step
     others = lengths.draw(chance, max(int(number * np.exp(chance.uniform(np.log(0.1), np.log(20)))), 1))
     longest = float(others.max()) * float(chance.uniform(0.99, 1.01))
     run.capacity = float(run.stays[0] + step.temporary(np.array([longest]))[0])
+    run.longest_needs = float(run.stays[0] + step.temporary(np.array([lengths.limit]))[0])
