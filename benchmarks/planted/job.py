@@ -24,6 +24,7 @@ THRESHOLDS: dict[str, float] = {
     "hang": 0.02,
     "unused_gpus": 0.02,
     "device_idle": 0.15,
+    "memory_pressure": 0.05,
 }
 HEALTHY = "healthy"
 #: Smallest share of padding in the processed positions that is an accusation.

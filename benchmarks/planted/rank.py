@@ -20,6 +20,7 @@ from typing import Any
 
 import effllm.efficientllm_metrics as effllm
 from effllm.records.timeline import Split
+from effllm.trainer.device_memory import DeviceMemory
 from effllm.trainer.torch_profile import Profiled
 
 
@@ -42,6 +43,18 @@ class LoopProfile:
         return Profiled(Split(kernel_ns + exposed_ns, exposed_ns, exposed_ns, kernel_ns, 0, kinds), False, 1000)
 
     def close(self, failed: bool = False) -> None: ...
+
+
+class LoopMemory(DeviceMemory):
+    """An allocator whose retries are planned, in place of torch's."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.retries = 0
+
+    def read(self) -> tuple[float, ...]:
+        used = 60.0 * 2**30
+        return used, used, used, used, 0.0, float(self.retries), 0.0, 0.0
 
 
 class Meeting:
@@ -74,8 +87,9 @@ def main(path: str) -> None:
     collector = effllm.get_metrics_collector()
     profile = LoopProfile(plan["profile_every"] or 1)
     recorder: Any = collector.recorder
+    memory = LoopMemory()
     if plan["profile_every"]:
-        recorder._profile = profile
+        recorder._profile, recorder._memory = profile, memory
     time.sleep(plan["startup_s"])
     meeting.wait(plan["first"])
     own = plan["of_rank"][rank]
@@ -87,6 +101,7 @@ def main(path: str) -> None:
         sleep_until(start_s + kernel_s)
         profile.kernel_ns = int((time.monotonic() - start_s) * 1e9)
         sleep_until(start_s + own_s)
+        memory.retries += plan["has_retry"][index]
         came_s = time.monotonic()
         collector.sync_point()
         meeting.wait(iteration + 1)

@@ -177,6 +177,7 @@ def plan_of(found: Timeline, course: Course, meeting: Path) -> dict[str, Any]:
         ],
         "communication_s": course.communication_s.tolist(),
         "phases_s": {name: seconds.tolist() for name, seconds in course.phases_s.items()},
+        "has_retry": (course.retry_s > 0).tolist(),
         "status": course.status, "profile_every": shape.profile_every, "flops_per_token": FLOPS_PER_TOKEN,
         "tokens": tokens, "processed": round(tokens / (1 - found.padding)),
     }  # fmt: skip

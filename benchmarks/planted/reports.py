@@ -20,7 +20,17 @@ from effllm.records.allocation import Allocation
 from effllm.records.clock import Now
 from effllm.records.energy import EnergyAmount
 from effllm.records.job import Summary
-from effllm.records.rank import CLOCK_RATIO, Device, DeviceWindow, Gauge, Integrals, ParameterCount, Profile, RankReport
+from effllm.records.rank import (
+    CLOCK_RATIO,
+    Device,
+    DeviceWindow,
+    Gauge,
+    Integrals,
+    ParameterCount,
+    Profile,
+    RankReport,
+    ValueStatistics,
+)
 from effllm.records.ring import BETWEEN, STARTUP, STATE_NAMES, STEP
 from effllm.records.wire import Bye, Heartbeat, Hello, Reports
 
@@ -208,6 +218,7 @@ def _row(
         own_steps=stop - start,
         own_step_s=float(own_s.sum()),
         own_median_s=float(np.median(own_s)) if stop > start else None,
+        values=_allocator(course, part),
         **known,
     )
 
@@ -216,6 +227,13 @@ def tokens_of(shape: Shape) -> int:
     """Return the tokens of a rank in an iteration, without padding."""
     kernel_s = shape.step_s * (1 - shape.communication - shape.idle) * (1 - shape.padding)
     return round(shape.mfu * PEAK * kernel_s / FLOPS_PER_TOKEN)
+
+
+def _allocator(course: Course, part: tuple[int, int]) -> dict[str, ValueStatistics]:
+    """Return the readings of torch's allocator: an iteration with lost time has one retry."""
+    used, retries = 60.0 * GIB, float((course.retry_s[slice(*part)] > 0).sum())
+    values = {"allocator/allocated_bytes": used} | ({"allocator/retries": retries} if retries else {})
+    return {name: ValueStatistics(1, value, 0.0, value, value) for name, value in values.items()}
 
 
 def _profile(found: Timeline, course: Course, rank: int, part: tuple[int, int]) -> Profile | None:

@@ -43,6 +43,7 @@ class Course:
     kernel_s: Seconds  # part of `own_s` with kernels
     communication_s: Seconds  # exposed, the same on all ranks
     phases_s: dict[str, Seconds]  # after an iteration
+    retry_s: Seconds  # time of allocator retries, a part of `own_s`
     is_slow: NDArray[np.bool_]  # whether a rank is slow because of a planted cause
     hang_at: int = -1  # index of the iteration in which the first rank of `hanging` stops
     hang_s: float = 0.0
@@ -128,6 +129,8 @@ class _Noise:
         self.hang_at = int(chance.uniform(0.3, 0.9) * shape.iterations)
         self.crashes = np.sort(chance.choice(np.arange(1, 20), 4, replace=False)) / 20
         self.split = chance.uniform(0.2, 0.6, 4)
+        self.is_tight = chance.random(shape.windows) < chance.uniform(0.3, 0.7)  # windows with allocator retries
+        self.retries = chance.random(shape.iterations) < chance.uniform(0.2, 0.8)
 
 
 def planned(kind: str, seed: int, is_short: bool = False) -> PlantedJob:
@@ -190,6 +193,7 @@ def _simulate(job: PlantedJob, noise: _Noise, amounts: dict[str, float]) -> Time
     padding = each_s("padding") / (base_s + each_s("padding")) if "padding" in amounts else shape.padding
     kernel_s = useful_s / (1 - padding) * noise.own
     idle_s = (shape.step_s * shape.idle + each_s("device_idle")) * noise.idle
+    retry_s = _retries(noise, shape.log_interval, amounts.get("memory_pressure", 0.0))
     slow_s, is_slow, clocks = _slow_ranks(job, noise, amounts, kernel_s)
     wait_s = (shape.step_s * shape.data + each_s("data_loading")) * noise.wait
     is_by_data = any(one.by_data for one in job.causes)
@@ -200,14 +204,25 @@ def _simulate(job: PlantedJob, noise: _Noise, amounts: dict[str, float]) -> Time
         CHECKPOINT: _phase(noise, shape.checkpoint * whole_s, amounts.get("checkpoint", 0.0), 3 * shape.step_s),
     }
     whole = Course(
-        0, 1, 0.0, shape.startup_s, wait_s + slow_s if is_by_data else wait_s, computing_s + idle_s, computing_s,
+        0, 1, 0.0, shape.startup_s, wait_s + slow_s if is_by_data else wait_s, computing_s + idle_s + retry_s[:, None],
+        computing_s,
         communication_s,
-        phases_s, is_slow, shutdown_s=shape.shutdown_s, kept=number, hanging=int(noise.ranks[-1]),
+        phases_s, retry_s, is_slow, shutdown_s=shape.shutdown_s, kept=number, hanging=int(noise.ranks[-1]),
     )  # fmt: skip
     attempts = _attempts(job, noise, amounts, whole)
     unused = job.find("unused_gpus")
     found = Timeline(job, attempts, unused.count if unused and "unused_gpus" in amounts else 0, padding, clocks)
     found.truth = _truth(found, whole, slow_s)
+    return found
+
+
+def _retries(noise: _Noise, interval: int, planted_s: float) -> Seconds:
+    """Return the seconds of allocator retries of each iteration, in about half of the windows, on all ranks."""
+    found = np.zeros(len(noise.phase))
+    windows = np.arange(len(found)) // interval
+    at = np.flatnonzero(noise.is_tight[windows] & noise.retries)
+    if planted_s > 0 and len(at):
+        found[at] = noise.phase[at] / noise.phase[at].sum() * planted_s
     return found
 
 
@@ -288,7 +303,8 @@ def _cut(whole: Course, number: int, start: int, stop: int, begin_s: float, star
     return Course(
         number, start + 1, begin_s, startup_s, whole.wait_s[part].copy(), whole.own_s[part].copy(),
         whole.kernel_s[part].copy(), whole.communication_s[part],
-        {name: seconds[part] for name, seconds in whole.phases_s.items()}, whole.is_slow[part], hanging=whole.hanging,
+        {name: seconds[part] for name, seconds in whole.phases_s.items()}, whole.retry_s[part], whole.is_slow[part],
+        hanging=whole.hanging,
     )  # fmt: skip
 
 
@@ -316,7 +332,7 @@ def _truth(found: Timeline, whole: Course, slow_s: Seconds) -> dict[str, float]:
     """Return the true device-seconds of each cause."""
     ranks = found.job.shape.ranks
     truth = dict.fromkeys(THRESHOLDS, 0.0)
-    idle_s = whole.own_s - whole.kernel_s
+    idle_s = whole.own_s - whole.kernel_s - whole.retry_s[:, None]
     without_s = (whole.wait_s + whole.own_s - slow_s).max(axis=1) + whole.communication_s
     extra_s = whole.lengths_s - without_s  # of each iteration, because of slow ranks
     cause = next((one.cause for one in found.job.causes if one.cause in SLOW_RANKS), "straggler")
@@ -326,6 +342,7 @@ def _truth(found: Timeline, whole: Course, slow_s: Seconds) -> dict[str, float]:
         truth["data_loading"] += float((whole.wait_s - by_data_s)[kept].sum())
         truth["exposed_communication"] += float(whole.communication_s[kept].sum()) * ranks
         truth["device_idle"] += float(idle_s[kept].sum())
+        truth["memory_pressure"] += float(whole.retry_s[kept].sum()) * ranks
         truth["padding"] += found.padding * float(whole.kernel_s[kept].sum())
         # A slow rank makes the other ranks wait; slow clocks make all ranks slower.
         truth[cause] += float(extra_s[kept].sum()) * (ranks - 1 if cause == "straggler" else ranks)

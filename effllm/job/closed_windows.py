@@ -98,6 +98,7 @@ class ClosedWindows:
             self._events.record(Event(rows[-1].end_time_s, "missing", text))
         self._stragglers.close(rows)
         ledger.slow_clocks.close(rows, self._roster.devices, self._roster.hellos)
+        ledger.memory_pressure.close(rows)
         self._report(window)
         if any(map(attrgetter("reset"), rows)):
             ledger.reset_run(number)

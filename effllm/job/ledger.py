@@ -13,6 +13,7 @@ from effllm.job.audit.state import AuditState
 from effllm.job.energy_account import EnergyTotals, WindowEnergy
 from effllm.job.goodput import Goodput
 from effllm.job.goodput_attempt import place_hangs
+from effllm.job.memory_pressure import MemoryPressure
 from effllm.job.merged import Merged
 from effllm.job.prevalence import Prevalence
 from effllm.job.rows import Rows
@@ -142,6 +143,7 @@ class Ledger(Struct):
     windows_compared: int = 0  # windows in which own times of ranks were compared
     slow_clocks: SlowClocks = msgspec.field(default_factory=SlowClocks)
     prevalence: Prevalence = msgspec.field(default_factory=Prevalence)
+    memory_pressure: MemoryPressure = msgspec.field(default_factory=MemoryPressure)
     audit: AuditState = msgspec.field(default_factory=AuditState)
 
     def next_attempt(self, job: str) -> Ledger:

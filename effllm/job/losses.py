@@ -49,6 +49,7 @@ THRESHOLDS: dict[str, Threshold] = {
     "exposed_communication": Threshold(0.15, MIN_ITERATIONS),
     "device_idle": Threshold(0.15, MIN_ITERATIONS),
     "padding": Threshold(0.05, MIN_ITERATIONS),
+    "memory_pressure": Threshold(0.05, MIN_ITERATIONS),
     "checkpoint": Threshold(0.05, MIN_ITERATIONS),
     "evaluation": Threshold(0.10, MIN_ITERATIONS),
     "restarts": Threshold(0.05),
@@ -101,6 +102,7 @@ def losses(summary: Summary, found: Waterfall) -> list[Loss]:
     """Return all losses of a job, the largest first, also those below their thresholds."""
     made = [*_of_parts(summary, found), *_of_stragglers(summary, found), *_of_restarts(summary, found)]
     made += [*_of_clocks(summary, found), *_of_profile(summary, found), *_of_padding(summary, found)]
+    made += _of_memory(summary, found)
     by_cause: dict[str, Loss] = {}
     for one in made:
         loss = _with_rest_of_job(one, found)
@@ -323,7 +325,26 @@ def _of_profile(summary: Summary, found: Waterfall) -> Iterator[_Made]:
         "device_idle": f"the devices have no work, in {profile.iterations:,} profiled iterations",
     }
     for cause, why in texts.items():
-        yield cause, seconds_of(found, cause), why, _part(cause)
+        seconds = seconds_of(found, cause)
+        if cause == "device_idle":  # during a retry of the allocator, the device has no work
+            seconds -= min(_lost_in_retries(summary, found), seconds)
+        yield cause, seconds, why, _part(cause)
+
+
+def _of_memory(summary: Summary, found: Waterfall) -> Iterator[_Made]:
+    pressure = summary.memory_pressure
+    if pressure is not None and pressure.rank_seconds:
+        why = (
+            f"{pressure.retries:,} allocator retries in {pressure.windows:,} windows, which are slower than the others"
+        )
+        factor = max((pressure.max_rank_seconds or 0.0) / pressure.rank_seconds, 1.0)
+        yield "memory_pressure", _lost_in_retries(summary, found), why, "summary.json: memory_pressure", factor
+
+
+def _lost_in_retries(summary: Summary, found: Waterfall) -> float:
+    """Return the time that retries of the allocator cost, in device-seconds."""
+    pressure = summary.memory_pressure
+    return _devices_of_rank(summary, found) * (pressure.rank_seconds or 0.0) if pressure is not None else 0.0
 
 
 def _of_padding(summary: Summary, found: Waterfall) -> Iterator[_Made]:

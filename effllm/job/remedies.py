@@ -21,6 +21,7 @@ _LIGHTNING_CHECKPOINT = "https://lightning.ai/docs/pytorch/stable/api/lightning.
 _TITAN_CHECKPOINT = "https://github.com/pytorch/torchtitan/blob/main/docs/checkpoint.md"
 _TORCHTUNE = "https://docs.pytorch.org/torchtune/stable/basics/packing.html"
 _DEEPSPEED = "https://www.deepspeed.ai/docs/config-json/"
+_CUDA_MEMORY = "https://docs.pytorch.org/docs/stable/notes/cuda.html"
 _DDP = "https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html"
 _DCP = "https://docs.pytorch.org/docs/stable/distributed.checkpoint.html"
 _NVIDIA_SMI = "https://docs.nvidia.com/deploy/nvidia-smi/index.html"
@@ -55,6 +56,11 @@ REMEDIES: dict[str, dict[str, Remedy]] = {
         "transformers": Remedy("packing=True in SFTConfig, or batches of similar lengths", _SFT),
         "torchtune": Remedy("dataset.packed=True", _TORCHTUNE),
         "": Remedy("pack sequences, or make batches of similar lengths", _SFT),
+    },
+    "memory_pressure": {
+        "transformers": Remedy("smaller per_device_train_batch_size, or gradient_checkpointing", _TRAINER),
+        "megatron": Remedy("--recompute-activations, or a smaller --micro-batch-size", _MEGATRON),
+        "": Remedy("smaller batch; PYTORCH_ALLOC_CONF=expandable_segments:True", _CUDA_MEMORY),
     },
     "checkpoint": {
         "transformers": Remedy("raise save_steps, or save_only_model=True", _TRAINER),

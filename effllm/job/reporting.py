@@ -295,6 +295,7 @@ def summary_of(
         instruments=summaries(ledger.values),
         waterfall=waterfall(goodput, whole, _sources(ledger, ended)),
         slow_clocks=dict(ledger.slow_clocks.by_cause),
+        memory_pressure=ledger.memory_pressure.loss(),
         audit=audit_of(ledger.audit, roster.job.known),
     )
 

@@ -30,6 +30,8 @@ MAX_RARE_SHARE = 0.1
 LARGE_GAIN = 10.0
 #: Unused GPUs of a job without GPUs, as a mean over its time, from which they are its primary cause.
 MIN_UNUSED_GPUS = 0.5
+#: Retries of the allocator per iteration of a rank from which on they are the cause, if no loss is above its threshold.
+MIN_RETRIES = 0.1
 
 
 def verdict_of(
@@ -63,6 +65,8 @@ def verdict_of(
     if reported and reported[0].share >= unreported:
         action = reported[0].action or remedy(reported[0].cause, framework).text
         return _accuse(reported[0], summary, action, unit, evidence, seen)
+    if unreported < MAX_UNREPORTED and not reported and _has_many_retries(summary):
+        return _memory_pressure(summary, framework, evidence)
     if unreported >= MAX_UNREPORTED or reported:
         text = f"{100 * unreported:.1f} % of {unit} time has no report"
         return _unknown(text, "ranks or their reports were lost", "events.jsonl: rank_lost and reports_lost", evidence)
@@ -116,6 +120,31 @@ def _no_gpu_used(gpu_seconds: float, elapsed_s: float, evidence: tuple[Evidence,
         bound=None,
         confidence=HIGH,
         evidence=(Evidence(why, source), *evidence)[:MAX_EVIDENCE],
+    )
+
+
+def _has_many_retries(summary: Summary) -> bool:
+    """Whether the allocator retries often, and too few windows have no retry to measure the lost time."""
+    pressure = summary.memory_pressure
+    is_unknown = pressure is not None and pressure.rank_seconds is None and summary.iterations >= MIN_ITERATIONS
+    return is_unknown and pressure is not None and pressure.per_iteration >= MIN_RETRIES
+
+
+def _memory_pressure(summary: Summary, framework: str, evidence: tuple[Evidence, ...]) -> Verdict:
+    """Return the verdict on a job with retries in almost all windows; their cost is not known, so it has no bound."""
+    pressure = summary.memory_pressure
+    assert pressure is not None
+    why = (
+        f"{pressure.retries:,} allocator retries in {pressure.windows:,} windows; lost time unknown: no window without"
+    )
+    return Verdict(
+        cause="memory_pressure",
+        text=f"{_name('memory_pressure')}: {pressure.per_iteration:.2g} allocator retries per iteration",
+        why=why,
+        next=remedy("memory_pressure", framework).text,
+        bound=None,
+        confidence=MEDIUM,
+        evidence=(Evidence(why, "summary.json: memory_pressure"), *evidence)[:MAX_EVIDENCE],
     )
 
 

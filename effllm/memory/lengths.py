@@ -15,8 +15,8 @@ from typing import NamedTuple
 MAX_PEAKS = 64
 #: Maximum number of the largest lengths; the tail of the distribution is estimated from at most this number.
 MAX_LARGEST = 64
-#: A peak by length needs windows with different lengths and a known peak: MIN_LENGTHS of them, or two of which the longer
-#: one is MIN_RATIO times as long.
+#: A peak by length needs windows with different lengths and a known peak: MIN_LENGTHS of them, or two, of which the
+#: longer one is MIN_RATIO times as long.
 MIN_LENGTHS, MIN_RATIO = 3, 1.25
 #: A probability needs this number of windows.
 MIN_WINDOWS = 20

@@ -207,6 +207,17 @@ class ClockLoss(Struct, frozen=True):
     max_rank_seconds: float = 0.0  # upper bound: all own time in inverse proportion to the clock
 
 
+class MemoryPressureLoss(Struct, frozen=True):
+    """The cost of the retries of torch's allocator: each retry frees all cached memory and waits for the device."""
+
+    retries: int  # of all ranks
+    per_iteration: float  # retries per iteration of a rank
+    windows: int  # number of windows with retries
+    worst_iteration: int  # end of the window with the most retries
+    rank_seconds: float | None = None  # steps of all ranks above usual windows; None if too few windows have no retry
+    max_rank_seconds: float | None = None  # upper bound: above the fastest tenth of the windows without retries
+
+
 class Coverage(Struct, frozen=True):
     """The part of the job that the values cover."""
 
@@ -384,6 +395,7 @@ class Summary(Identity, Struct, frozen=True, kw_only=True):
     instruments: dict[str, ValueSummary] = {}  # values of instruments in the whole run, by name
     waterfall: Waterfall | None = None
     slow_clocks: dict[str, ClockLoss] = {}  # losses by low SM clocks with a reason: throttled, power_limit
+    memory_pressure: MemoryPressureLoss | None = None  # retries of torch's allocator; None without retries
     verdict: Verdict | None = None
     audit: Audit | None = None
     is_over: bool = True  # False: the run continues or is stalled, and this file will be written again

@@ -17,6 +17,7 @@ CAUSES: dict[str, str] = {
     "exposed_communication": "communication that does not overlap with computation",
     "device_idle": "devices without work inside the steps",
     "padding": "steps compute positions that are padding",
+    "memory_pressure": "memory pressure with allocator retries: torch frees all cached memory, and allocates again",
     "checkpoint": "time of checkpoints",
     "evaluation": "time of evaluation",
     "restarts": "gaps between attempts, start-ups of later attempts, and repeated steps",

@@ -1,0 +1,82 @@
+"""The time that retries of torch's allocator cost: cudaMalloc has failed, and all cached memory was freed. No I/O.
+
+A window with retries is compared with the usual window without retries.  Long micro-batches need more memory and more
+time, so times are compared per position, or per iteration if positions are not counted.  A window with retries has lost
+time if it is slower than nine in ten windows without retries.
+"""
+
+from __future__ import annotations
+
+import statistics
+
+from msgspec import Struct
+
+from effllm.job.rows import Rows
+from effllm.records.job import MemoryPressureLoss
+
+RETRIES, READ = "allocator/retries", "allocator/allocated_bytes"
+#: Windows without retries from which on they are a base of comparison, and maximum number of kept windows.
+MIN_USUAL, MAX_KEPT = 5, 128
+
+
+class Paced(Struct, frozen=True, array_like=True):
+    """The steps of all ranks in one window."""
+
+    busy_s: float
+    amount: float  # positions, or iterations
+
+
+class MemoryPressure(Struct):
+    """The retries of all windows so far, and the windows that are compared."""
+
+    retries: int = 0  # of all ranks
+    rank_iterations: int = 0  # iterations of ranks whose allocator was read
+    windows: int = 0  # windows with retries
+    worst_iteration: int = 0
+    worst_retries: int = 0
+    lost_s: float = 0.0  # of all ranks, above the median of the windows without retries
+    most_s: float = 0.0  # the same, above their 10th percentile: an upper bound
+    usual: list[float] = []  # seconds per amount of the newest windows without retries
+    waiting: list[Paced] = []  # windows with retries, before there is a base of comparison
+
+    def close(self, rows: Rows) -> None:
+        """Add a closed window."""
+        read = rows.values.get(READ)
+        busy_s, iterations = float(rows.numbers["busy_s"].sum()), int(rows.numbers["iterations"].sum())
+        if read is None or rows.iterations <= 0 or busy_s <= 0:
+            return
+        self.rank_iterations += iterations
+        paced = Paced(busy_s, float(rows.counts["tokens_processed"] or iterations))
+        found = rows.values.get(RETRIES)
+        if found is None or found.total <= 0:
+            self.usual = [*self.usual[-MAX_KEPT + 1 :], paced.busy_s / paced.amount]
+        else:
+            self.retries, self.windows = self.retries + int(found.total), self.windows + 1
+            if found.total > self.worst_retries:
+                self.worst_retries = int(found.total)
+                self.worst_iteration = max(row.iteration_shown for row in rows)
+            self.waiting = [*self.waiting[-MAX_KEPT + 1 :], paced]
+        if len(self.usual) >= MIN_USUAL:
+            waiting, self.waiting = self.waiting, []
+            for one in waiting:
+                self._compare(one)
+
+    def loss(self) -> MemoryPressureLoss | None:
+        """Return the cost of the retries; ``None`` without retries."""
+        if not self.retries:
+            return None
+        is_compared = len(self.usual) >= MIN_USUAL
+        return MemoryPressureLoss(
+            retries=self.retries,
+            per_iteration=self.retries / max(self.rank_iterations, 1),
+            windows=self.windows,
+            worst_iteration=self.worst_iteration,
+            rank_seconds=self.lost_s if is_compared else None,
+            max_rank_seconds=self.most_s if is_compared else None,
+        )
+
+    def _compare(self, window: Paced) -> None:
+        each, tenths = window.busy_s / window.amount, statistics.quantiles(self.usual, n=10)
+        self.most_s += max(each - tenths[0], 0.0) * window.amount
+        if each > tenths[-1]:
+            self.lost_s += (each - statistics.median(self.usual)) * window.amount
