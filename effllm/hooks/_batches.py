@@ -52,8 +52,7 @@ class Batches:
         if seen.source and seen.source != self._source:
             self._learn(seen)
         self._processed += seen.tokens_processed
-        if seen.source and (recorder := self._steps.recorder) is not None:
-            recorder.micro_batch(seen.tokens_processed)
+        self._steps.micro_batch(seen.tokens_processed)
         self.has_packed = seen.source == PACKED
         samples = seen.samples if counts_samples else 0
         if not self._late.add((samples, seen.tokens, seen.tokens_loss)):

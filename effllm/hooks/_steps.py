@@ -112,6 +112,11 @@ class Steps:
         if (recorder := self.recorder) is not None:
             recorder.start()
 
+    def micro_batch(self, positions: int) -> None:
+        """Record the positions of a micro-batch, with padding."""
+        if positions and (recorder := self.recorder) is not None:
+            recorder.micro_batch(positions)
+
     def end(
         self,
         tokens_processed: int = 0,

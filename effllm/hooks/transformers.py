@@ -28,6 +28,7 @@ from effllm.hooks._parameters import (
 from effllm.hooks._steps import Steps, rank, version
 from effllm.hooks._trainer_figures import TrainerFigures
 from effllm.hooks._trainer_layout import counts_its_batch, mesh_text, tensor_parallel
+from effllm.hooks._trainer_lengths import max_positions
 from effllm.hooks._wrap import Call, Guard, around
 from effllm.instruments.token_counter import CountingCollator
 from effllm.trainer import ownership
@@ -185,6 +186,7 @@ class TrainerRun:
             first_iteration=state.global_step,
             total_iterations=state.max_steps,
             facts=self._facts(args),
+            declared={"max_positions": max_positions(self.trainer, args)},
         )
         return self.is_begun
 
@@ -206,8 +208,8 @@ class TrainerRun:
         if batch is None or self._model is None:
             return
         self._num_batches += 1
-        names = (one for one in inputs if isinstance(one, str) and one.endswith("input_ids"))
-        self._has_only_ids = list(names) == ["input_ids"]
+        self._has_only_ids = [one for one in inputs if str(one).endswith("input_ids")] == ["input_ids"]
+        _STEPS.micro_batch(batch.tokens_processed)
         if batch.source != self._source or not self._source:
             self._learn(batch)
         if self._counts:
@@ -281,11 +283,8 @@ class TrainerRun:
                 if batch.width and (short := _COUNTING(flops_per_token, self._model, self._parameters, 0)):
                     self._flops = FlopsByWidth(short, found, batch.width)
                 hardware = flops + (forward if _is_checkpointing(args) else 0.0)
-                facts["flops_convention"] = (
-                    CONVENTION
-                    if length
-                    else f"{CONVENTION} ; attention is left out, because the sequence length is unknown"
-                )
+                left_out = "" if length else " ; attention is left out, because the sequence length is unknown"
+                facts["flops_convention"] = CONVENTION + left_out
         _STEPS.learn(flops_per_token=flops, hardware_flops_per_token=hardware, facts=facts)
 
     def _facts(self, args: Any) -> dict[str, Any]:
