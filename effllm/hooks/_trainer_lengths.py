@@ -30,10 +30,10 @@ def _cut_at(trainer: Any, args: Any) -> int | None:
 
 def _longest(trainer: Any) -> int | None:
     """Return the length of the longest sequence that the sampler lists."""
-    sampler = getattr(getattr(trainer, "callback_handler", None), "train_dataloader", None)
+    sampler: Any = getattr(getattr(trainer, "callback_handler", None), "train_dataloader", None)
     for _ in range(_DEPTH):
         lengths = getattr(sampler, "lengths", None)
         if isinstance(lengths, list) and lengths and all(type(one) is int for one in lengths):
-            return max(lengths)
+            return int(max(lengths))
         sampler = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
     return None

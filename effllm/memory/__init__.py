@@ -1,1 +1,1 @@
-"""Memory of a model before the run: its parameters, the parts in bytes as intervals, and what makes it fit."""
+"""Memory: what a model needs, as intervals; in a running job, when memory runs out, and whether memory leaks."""
