@@ -97,9 +97,11 @@ class RankMemory:
 
     def _note(self, slot: ring.Slot, now: Reading, before: Reading | None, is_end: bool) -> None:
         """Keep the values of a reading until the report of its window."""
-        window = -(-max(slot.ordinal + self._offset, 1) // self._log_interval)
+        # After the end of a window, also a phase and an iteration that does not end belong to the next window.
+        window = -(-(slot.ordinal + self._offset + (not is_end)) // self._log_interval)
         values = self._values.setdefault(window, {})
-        if is_end:
+        has_failed = before is not None and now.out_of_memory > before.out_of_memory
+        if is_end or has_failed:
             values["allocator/allocated_bytes"] = now.allocated
             values["allocator/reserved_bytes"] = now.reserved
             values["allocator/fragmented_bytes"] = now.fragmented

@@ -8,13 +8,17 @@ time if it is slower than nine in ten windows without retries.
 from __future__ import annotations
 
 import statistics
+from collections.abc import Mapping
 
 from msgspec import Struct
 
 from effllm.job.rows import Rows
-from effllm.records.job import MemoryPressureLoss
+from effllm.records.job import MemoryPressureLoss, OutOfMemory
+from effllm.records.rank import ValueStatistics
 
-RETRIES, READ = "allocator/retries", "allocator/allocated_bytes"
+RETRIES, READ, ERRORS = "allocator/retries", "allocator/allocated_bytes", "allocator/out_of_memory"
+_PREFIX, _BYTES = "allocator/", "_bytes"
+MAX_RANKS = 16
 #: Windows without retries from which on they are a base of comparison, and maximum number of kept windows.
 MIN_USUAL, MAX_KEPT = 5, 128
 
@@ -38,9 +42,13 @@ class MemoryPressure(Struct):
     most_s: float = 0.0  # the same, above their 10th percentile: an upper bound
     usual: list[float] = []  # seconds per amount of the newest windows without retries
     waiting: list[Paced] = []  # windows with retries, before there is a base of comparison
+    failed: dict[int, dict[str, float]] = {}  # rank -> bytes at an error in its last report
 
     def close(self, rows: Rows) -> None:
         """Add a closed window."""
+        for row in rows:
+            if row.final and row.values and ERRORS in row.values and len(self.failed) < MAX_RANKS:
+                self.failed[row.rank] = {name: one.most for name, one in row.values.items() if name.endswith(_BYTES)}
         read = rows.values.get(READ)
         busy_s, iterations = float(rows.numbers["busy_s"].sum()), int(rows.numbers["iterations"].sum())
         if read is None or rows.iterations <= 0 or busy_s <= 0:
@@ -74,6 +82,22 @@ class MemoryPressure(Struct):
             rank_seconds=self.lost_s if is_compared else None,
             max_rank_seconds=self.most_s if is_compared else None,
         )
+
+    def out_of_memory(self, values: Mapping[str, ValueStatistics]) -> OutOfMemory | None:
+        """Return the memory of the ranks that ended with an error; ``values`` are those of the whole run."""
+        if not self.failed:
+            return None
+        known = {name: one.most for name, one in values.items() if name.endswith(f"_peak{_BYTES}")}
+        for found in self.failed.values():
+            for name, size in found.items():
+                known[name] = max(known.get(name, 0.0), size)
+        sizes = {
+            name.removeprefix(_PREFIX).removesuffix(_BYTES): size
+            for name, size in known.items()
+            if name.startswith(_PREFIX)
+        }
+        retries = int(values[RETRIES].total) if RETRIES in values else 0
+        return OutOfMemory(tuple(sorted(self.failed)), sizes, retries)
 
     def _compare(self, window: Paced) -> None:
         each, tenths = window.busy_s / window.amount, statistics.quantiles(self.usual, n=10)

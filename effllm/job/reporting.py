@@ -296,6 +296,7 @@ def summary_of(
         waterfall=waterfall(goodput, whole, _sources(ledger, ended)),
         slow_clocks=dict(ledger.slow_clocks.by_cause),
         memory_pressure=ledger.memory_pressure.loss(),
+        out_of_memory=ledger.memory_pressure.out_of_memory(ledger.values),
         audit=audit_of(ledger.audit, roster.job.known),
     )
 

@@ -16,7 +16,7 @@ from effllm.job.losses import (
 from effllm.job.prevalence import Prevalence
 from effllm.job.remedies import remedy
 from effllm.job.unused_time import NOT_STATED, UNUSED
-from effllm.records.job import Summary
+from effllm.records.job import OutOfMemory, Summary
 from effllm.records.verdict import HEALTHY, HIGH, MEDIUM, NO_CONFIDENCE, NO_VERDICT, Evidence, LossWindows, Verdict
 from effllm.records.waterfall import OF_GPUS, OF_RANKS, Waterfall
 
@@ -32,6 +32,7 @@ LARGE_GAIN = 10.0
 MIN_UNUSED_GPUS = 0.5
 #: Retries of the allocator per iteration of a rank from which on they are the cause, if no loss is above its threshold.
 MIN_RETRIES = 0.1
+MAX_NAMED = 4  # ranks in the text of a verdict
 
 
 def verdict_of(
@@ -59,6 +60,8 @@ def verdict_of(
     seen = prevalence or Prevalence()
     shown = [one for one in every[:MAX_EVIDENCE] if one.share >= MIN_EVIDENCE_SHARE]
     evidence = tuple(_evidence(one, summary, unit, seen) for one in shown)
+    if summary.out_of_memory is not None and summary.status not in ("running", "completed"):
+        return _out_of_memory(summary.out_of_memory, framework, evidence)
     unreported = seconds_of(found, "unreported") / found.device_seconds
     if found.unused_gpu_seconds >= MIN_UNUSED_GPUS * summary.elapsed_s > 0 and summary.status != "stalled":
         return _no_gpu_used(found.unused_gpu_seconds, summary.elapsed_s, evidence)
@@ -120,6 +123,25 @@ def _no_gpu_used(gpu_seconds: float, elapsed_s: float, evidence: tuple[Evidence,
         bound=None,
         confidence=HIGH,
         evidence=(Evidence(why, source), *evidence)[:MAX_EVIDENCE],
+    )
+
+
+def _out_of_memory(found: OutOfMemory, framework: str, evidence: tuple[Evidence, ...]) -> Verdict:
+    """Return the verdict on a job that ended with an out-of-memory error."""
+    ranks = ",".join(map(str, found.ranks[:MAX_NAMED])) + (",..." if len(found.ranks) > MAX_NAMED else "")
+    sizes = {name.removesuffix("_peak"): size for name, size in found.bytes.items() if name.endswith("_peak")}
+    parts = [f"{name} {size / 1e9:.2f} GB" for name, size in sorted(sizes.items()) if name != "startup"]
+    why = f"peaks: {', '.join(parts)}; " if parts else ""
+    why += f"{found.bytes.get('reserved', 0.0) / 1e9:.2f} GB reserved, "
+    why += f"{found.bytes.get('fragmented', 0.0) / 1e9:.2f} GB fragmented; {found.retries:,} allocator retries"
+    return Verdict(
+        cause="memory_pressure",
+        text=f"{_name('memory_pressure')}: out of memory on rank {ranks}",
+        why=why,
+        next=remedy("memory_pressure", framework).text,
+        bound=None,
+        confidence=HIGH,
+        evidence=(Evidence(why, "summary.json: out_of_memory"), *evidence)[:MAX_EVIDENCE],
     )
 
 

@@ -218,6 +218,14 @@ class MemoryPressureLoss(Struct, frozen=True):
     max_rank_seconds: float | None = None  # upper bound: above the fastest tenth of the windows without retries
 
 
+class OutOfMemory(Struct, frozen=True):
+    """The memory of the ranks whose last iterations had an out-of-memory error of torch: maxima over these ranks."""
+
+    ranks: tuple[int, ...]  # at most 16
+    bytes: dict[str, float]  # allocated, reserved, fragmented; peaks of the run: steps_peak, evaluation_peak, ...
+    retries: int  # of all ranks, in the whole run
+
+
 class Coverage(Struct, frozen=True):
     """The part of the job that the values cover."""
 
@@ -396,6 +404,7 @@ class Summary(Identity, Struct, frozen=True, kw_only=True):
     waterfall: Waterfall | None = None
     slow_clocks: dict[str, ClockLoss] = {}  # losses by low SM clocks with a reason: throttled, power_limit
     memory_pressure: MemoryPressureLoss | None = None  # retries of torch's allocator; None without retries
+    out_of_memory: OutOfMemory | None = None  # None if the job has not ended with an out-of-memory error
     verdict: Verdict | None = None
     audit: Audit | None = None
     is_over: bool = True  # False: the run continues or is stalled, and this file will be written again

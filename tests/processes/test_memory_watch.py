@@ -178,11 +178,9 @@ def test_values_of_a_window_have_peaks_and_new_retries(allocator, recorded):
         for window in (1, 2)
     )
 
-    assert first == {
-        "startup_peak_bytes": 5.0 * GB, "checkpoint_peak_bytes": 8.0 * GB, "allocated_bytes": 3.0 * GB,
-        "reserved_bytes": 4.0 * GB, "fragmented_bytes": 0.5 * GB, "retries": 3.0,
-    }  # fmt: skip
-    assert second.keys() == {"allocated_bytes", "reserved_bytes", "fragmented_bytes"}
+    used = {"allocated_bytes": 3.0 * GB, "reserved_bytes": 4.0 * GB, "fragmented_bytes": 0.5 * GB}
+    assert first == {"startup_peak_bytes": 5.0 * GB, "retries": 3.0, **used}
+    assert second == {"checkpoint_peak_bytes": 8.0 * GB, **used}
     assert memory._watch.forecast.lengths.longest == 100.0, "the positions of an iteration"
 
 
@@ -253,6 +251,9 @@ def test_job_foretells_growth_and_reports_the_error(launch, library, tmp_path):
     values = job.ledger.summary.instruments
     assert values["allocator/steps_peak_bytes"].most == 72 * GB
     assert values["allocator/retries"].total == 4.0
+    verdict = job.ledger.summary.verdict
+    assert verdict.text == "memory pressure: out of memory on rank 0"
+    assert verdict.why == "peaks: steps 72.00 GB; 75.00 GB reserved, 0.10 GB fragmented; 4 allocator retries"
 
 
 #: A loop that keeps 1 MB of each iteration, or has a cache that fills, with blocks of varying sizes.

@@ -7,7 +7,7 @@ from test_verdict import job, verdict_of
 
 from benchmarks.planted.reports import summary_of_planted
 from benchmarks.planted.timeline import planned, timeline
-from effllm.job.memory_pressure import MIN_USUAL, READ, RETRIES, MemoryPressure
+from effllm.job.memory_pressure import ERRORS, MIN_USUAL, READ, RETRIES, MemoryPressure
 from effllm.job.rows import Rows
 from effllm.records.job import MemoryPressureLoss
 from effllm.records.rank import ValueStatistics
@@ -101,6 +101,31 @@ def test_many_retries_in_all_windows_are_the_cause_without_a_bound():
 
     assert (found.cause, found.bound, found.confidence) == ("memory_pressure", None, MEDIUM)
     assert found.text == "memory pressure: 0.25 allocator retries per iteration"
+
+
+def test_job_that_ended_out_of_memory_has_its_memory_in_the_verdict():
+    state = MemoryPressure()
+    sizes = {READ: 70e9, "allocator/reserved_bytes": 75e9, "allocator/fragmented_bytes": 2e9, ERRORS: 1.0, RETRIES: 4.0}
+    values = {name: ValueStatistics(1, size, 0.0, size, size) for name, size in sizes.items()}
+    state.close(Rows([msgspec.structs.replace(row(rank=3, window=9), values=values, final=True)]))
+    run = {f"allocator/{name}_peak_bytes": ValueStatistics(1, 1.0, 0.0, 1.0, 72e9) for name in ("steps", "startup")}
+    run[RETRIES] = ValueStatistics(2, 4.0, 0.0, 1.0, 3.0)
+    found = state.out_of_memory(run)
+
+    assert (found.ranks, found.retries) == ((3,), 4)
+    verdict = verdict_of(job(out_of_memory=found, status="failed", data=100.0))
+    assert (verdict.cause, verdict.bound) == ("memory_pressure", None)
+    assert verdict.text == "memory pressure: out of memory on rank 3"
+    assert verdict.why == "peaks: steps 72.00 GB; 75.00 GB reserved, 2.00 GB fragmented; 4 allocator retries"
+    assert verdict_of(job(out_of_memory=found, status="completed")).cause == HEALTHY
+
+
+def test_error_that_the_loop_survives_is_not_the_end_of_the_job():
+    state = MemoryPressure()
+    values = {ERRORS: ValueStatistics(1, 1.0, 0.0, 1.0, 1.0)}
+    state.close(Rows([msgspec.structs.replace(row(rank=3, window=9), values=values)]))
+
+    assert state.out_of_memory({}) is None
 
 
 def test_few_retries_are_no_cause():
