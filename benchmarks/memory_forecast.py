@@ -17,7 +17,7 @@ import numpy as np
 
 from benchmarks.machine import machine
 from benchmarks.memory_runs import GROWTH, HEALTHY, LENGTH, Run, draw
-from effllm.memory.device_forecast import Growth
+from effllm.memory.device_forecast import MemoryGrowth
 from effllm.memory.watch import FORECAST, RISK, DeviceWatch, Warned
 
 RESULTS = Path(__file__).parent / "results"
@@ -53,7 +53,7 @@ def growth(seed: int) -> Foretold:
     assert ends_at is not None
     for reading, is_end in run.readings():
         watch.forecast.add(reading, is_window_end=is_end)
-        found: Growth | None = watch.forecast.growth(run.capacity) if is_end else None
+        found: MemoryGrowth | None = watch.forecast.growth(run.capacity) if is_end else None
         if found is not None and watch.forecast.is_near(found):
             lead = ends_at - reading.iteration
             return Foretold(ends_at, lead, found.low <= lead <= found.high)

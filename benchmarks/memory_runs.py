@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from effllm.memory.device_forecast import STARTUP, STEPS, Reading
+from effllm.memory.device_forecast import STARTUP, STEPS, MemoryReading
 
 GROWTH, LENGTH, HEALTHY = "growth", "length", "healthy"
 GB = 1e9
@@ -54,7 +54,7 @@ class Run:
         over = np.flatnonzero(need + self.hit * self.fragmented > self.capacity)
         return int(over[0]) + 1 if len(over) else None
 
-    def readings(self) -> Iterator[tuple[Reading, bool]]:
+    def readings(self) -> Iterator[tuple[MemoryReading, bool]]:
         """Yield the readings until the run ends, and whether each is at the end of a window."""
         last, peak = self.ends_at or len(self.stays) + 1, self.startup_peak
         start, reserved = 0, 0.0
@@ -77,9 +77,9 @@ class Run:
 
     def _reading(
         self, after: str, iteration: int, allocated: float, peak: float, reserved: float, positions: float
-    ) -> Reading:
+    ) -> MemoryReading:
         fragmented = float(self.fragmented[max(iteration - 1, 0)])
-        return Reading(
+        return MemoryReading(
             after, iteration, float(allocated), float(peak), float(reserved), float(reserved), fragmented, 0.0, 0.0,
             positions,
         )  # fmt: skip

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 
 from effllm.agent.series import Series
-from effllm.memory.device_forecast import STARTUP, STEPS, Reading
+from effllm.memory.device_forecast import STARTUP, STEPS, MemoryReading
 from effllm.memory.watch import DeviceWatch, LeakWatch, Warned
 from effllm.records import ring
 from effllm.records.counters import FIELDS
@@ -56,7 +56,7 @@ class RankMemory:
         fields = dict(zip(ring.MEMORY_FIELDS, (value for _, value in slot.values), strict=True))
         if not fields["positions"] and is_end:
             fields["positions"] = float(self._positions)  # of a whole iteration
-        reading = Reading(_PLACES[slot.number], slot.ordinal + self._offset, **fields)
+        reading = MemoryReading(_PLACES[slot.number], slot.ordinal + self._offset, **fields)
         self._warned += self._watch.add(reading, is_window_end=is_end)
         self._note(slot, reading, before, is_end)
         if is_end:
@@ -95,7 +95,7 @@ class RankMemory:
                 found[name] = found.get(name, 0.0) + value if is_count else max(found.get(name, 0.0), value)
         return {name: ValueStatistics(1, value, 0.0, value, value) for name, value in found.items()}
 
-    def _note(self, slot: ring.Slot, now: Reading, before: Reading | None, is_end: bool) -> None:
+    def _note(self, slot: ring.Slot, now: MemoryReading, before: MemoryReading | None, is_end: bool) -> None:
         """Keep the values of a reading until the report of its window."""
         # After the end of a window, also a phase and an iteration that does not end belong to the next window.
         window = -(-(slot.ordinal + self._offset + (not is_end)) // self._log_interval)

@@ -114,8 +114,8 @@ class Steps:
 
     def micro_batch(self, positions: int) -> None:
         """Record the positions of a micro-batch, with padding."""
-        if positions and (recorder := self.recorder) is not None:
-            recorder.micro_batch(positions)
+        if positions and (record := getattr(self.recorder, "micro_batch", None)) is not None:  # with CUDA
+            record(positions)
 
     def end(
         self,

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from msgspec import Struct
 
 from effllm.job.rows import Rows
-from effllm.records.job import MemoryPressureLoss, OutOfMemory
+from effllm.records.memory import MemoryPressureLoss, OutOfMemory
 from effllm.records.rank import ValueStatistics
 
 RETRIES, READ, ERRORS = "allocator/retries", "allocator/allocated_bytes", "allocator/out_of_memory"

@@ -16,7 +16,8 @@ from effllm.job.losses import (
 from effllm.job.prevalence import Prevalence
 from effllm.job.remedies import remedy
 from effllm.job.unused_time import NOT_STATED, UNUSED
-from effllm.records.job import OutOfMemory, Summary
+from effllm.records.job import Summary
+from effllm.records.memory import OutOfMemory
 from effllm.records.verdict import HEALTHY, HIGH, MEDIUM, NO_CONFIDENCE, NO_VERDICT, Evidence, LossWindows, Verdict
 from effllm.records.waterfall import OF_GPUS, OF_RANKS, Waterfall
 

@@ -23,7 +23,7 @@ MIN_LATER = 0.8
 WIDENED = 1.35
 
 
-class Reading(NamedTuple):
+class MemoryReading(NamedTuple):
     """The state of torch's allocator after some part of the loop, in bytes; peaks and counts are running totals."""
 
     after: str  # STEPS, STARTUP or a marked phase
@@ -38,7 +38,7 @@ class Reading(NamedTuple):
     positions: float  # largest micro-batch of the window so far; 0: not known
 
 
-class Growth(NamedTuple):
+class MemoryGrowth(NamedTuple):
     """The forecast of a memory that grows: the number of iterations until it is full, with a 95 % interval."""
 
     iterations: float
@@ -57,17 +57,17 @@ class DeviceForecast:
     def __init__(self) -> None:
         self._blocks = MemoryBlocks()
         self._peak = 0.0
-        self._last: Reading | None = None
+        self._last: MemoryReading | None = None
         self._temporary: dict[str, float] = {}  # largest known temporary bytes by part of the loop
         self.peaks: dict[str, float] = {}  # largest known peak by part of the loop
         self.lengths = LengthPeaks()
 
     @property
-    def last(self) -> Reading | None:
+    def last(self) -> MemoryReading | None:
         """The newest reading."""
         return self._last
 
-    def add(self, reading: Reading, *, is_window_end: bool) -> None:
+    def add(self, reading: MemoryReading, *, is_window_end: bool) -> None:
         """Add a reading; the readings at the ends of windows are compared with each other."""
         has_risen = reading.allocated_peak > self._peak
         if has_risen:
@@ -83,7 +83,7 @@ class DeviceForecast:
                 temporary = reading.allocated_peak - reading.allocated
                 self.lengths.add(reading.positions, temporary if has_risen else None)
 
-    def growth(self, capacity: float) -> Growth | None:
+    def growth(self, capacity: float) -> MemoryGrowth | None:
         """Return the forecast for a capacity of torch's allocator; ``None`` without steady growth."""
         trend, last = self._blocks.trend(), self._last
         if trend is None or last is None or not trend.is_growing or trend.low_bytes <= 0:
@@ -102,9 +102,9 @@ class DeviceForecast:
         least, most = max(room - last.fragmented, 0.0), max(room, 0.0)
         middle, given = trend.growth_bytes / 1000, (trend.low_bytes / 1000, trend.high_bytes / 1000)
         soonest, latest = 1000 * least / high / WIDENED, 1000 * most / low * WIDENED
-        return Growth((least + most) / 2 / middle, soonest, latest, middle, *given, place, trend.iterations)
+        return MemoryGrowth((least + most) / 2 / middle, soonest, latest, middle, *given, place, trend.iterations)
 
-    def is_near(self, found: Growth) -> bool:
+    def is_near(self, found: MemoryGrowth) -> bool:
         """Whether a forecast is near enough, compared with the judged iterations, to be stated."""
         return found.iterations <= MAX_HORIZON * found.judged
 

@@ -34,7 +34,7 @@ SCALES, MAX_LOG_SCALE = 8, 1.2
 HEAVY = 0.4
 
 
-class Peak(NamedTuple):
+class LengthPeak(NamedTuple):
     """The temporary bytes of a step with a certain length, with an interval."""
 
     expected: float
@@ -74,7 +74,7 @@ class LengthPeaks:
         if len(self._largest) > MAX_LARGEST:
             del self._largest[0]
 
-    def peak(self, length: float) -> Peak | None:
+    def peak(self, length: float) -> LengthPeak | None:
         """Return the temporary bytes of a step with a length; ``None`` if too few peaks are known."""
         points = self._points()
         if len(points) < 2 or (len(points) < MIN_LENGTHS and points[1][0] < MIN_RATIO * points[0][0]):
@@ -91,7 +91,7 @@ class LengthPeaks:
         low, high = best - margin, best + margin
         if other_error <= 3.0 * error + 1e-3 * points[-1][1]:
             low, high = min(low, other), max(high, other)
-        return Peak(best, max(low, points[-1][1]) if length >= points[-1][0] else low, high)
+        return LengthPeak(best, max(low, points[-1][1]) if length >= points[-1][0] else low, high)
 
     def length_at(self, temporary: float) -> float | None:
         """Return the length at which a step needs these temporary bytes; ``None`` if it is unknown or too far."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from effllm.memory.device_forecast import STARTUP, STEPS, DeviceForecast, Growth, Reading
-from effllm.memory.lengths import MIN_WINDOWS, Peak
+from effllm.memory.device_forecast import STARTUP, STEPS, DeviceForecast, MemoryGrowth, MemoryReading
+from effllm.memory.lengths import MIN_WINDOWS, LengthPeak
 from effllm.memory.trend import MemoryBlocks, MemoryTrend
 
 FORECAST, RISK, LEAK, OUT_OF_MEMORY = "memory_forecast", "memory_risk", "memory_leak", "out_of_memory"
@@ -87,7 +87,7 @@ class DeviceWatch:
         self._reported: set[str] = set()  # reasons of the reported forecasts
         self._next_estimate = 0  # number of windows of the next estimate of a probability
 
-    def add(self, reading: Reading, *, is_window_end: bool) -> Iterator[Warned]:
+    def add(self, reading: MemoryReading, *, is_window_end: bool) -> Iterator[Warned]:
         """Add a reading; yield an event after an out-of-memory error."""
         before = self.forecast.last
         self.forecast.add(reading, is_window_end=is_window_end)
@@ -113,7 +113,7 @@ class DeviceWatch:
         if "length" not in self._reported:
             yield from self._of_lengths(self.forecast.last, capacity, max_positions)
 
-    def _of_growth(self, found: Growth, capacity: float) -> str:
+    def _of_growth(self, found: MemoryGrowth, capacity: float) -> str:
         at = "in a step" if found.place == STEPS else f"at {_a(found.place)}"
         last = self.forecast.last
         assert last is not None
@@ -124,7 +124,7 @@ class DeviceWatch:
             f"iteration {last.iteration:,} ended with {last.allocated / _GB:.2f} GB of at most {capacity / _GB:.2f} GB"
         )
 
-    def _of_lengths(self, last: Reading, capacity: float, max_positions: int) -> Iterator[Warned]:
+    def _of_lengths(self, last: MemoryReading, capacity: float, max_positions: int) -> Iterator[Warned]:
         lengths, room = self.forecast.lengths, capacity - last.allocated
         if max_positions > lengths.longest:
             if (peak := lengths.peak(max_positions)) is not None and peak.expected > room:
@@ -149,7 +149,7 @@ class DeviceWatch:
             self._reported |= {RISK, *(["length", FORECAST] if is_likely else [])}
             yield Warned(kind, text)
 
-    def _of_longest(self, peak: Peak, positions: int, last: Reading, capacity: float) -> str:
+    def _of_longest(self, peak: LengthPeak, positions: int, last: MemoryReading, capacity: float) -> str:
         sure = "runs out" if peak.low > capacity - last.allocated else "probably runs out"
         low, middle, high = ((one + last.allocated) / _GB for one in (peak.low, peak.expected, peak.high))
         return (
@@ -158,7 +158,7 @@ class DeviceWatch:
             f"{self.forecast.lengths.longest:,.0f} positions"
         )
 
-    def _state(self, now: Reading, before: Reading) -> str:
+    def _state(self, now: MemoryReading, before: MemoryReading) -> str:
         """Return the state at an error: the peaks by part of the loop, retries and fragmentation."""
         peaks = {name: size for name, size in self.forecast.peaks.items() if name != STARTUP}
         parts = [f"peak of {name} {size / _GB:.2f} GB" for name, size in peaks.items()]

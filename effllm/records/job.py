@@ -11,6 +11,7 @@ from effllm.records.audit import Audit
 from effllm.records.counters import FIELDS, Counters
 from effllm.records.energy import EnergyAmount
 from effllm.records.identity import Identity
+from effllm.records.memory import MemoryPressureLoss, OutOfMemory
 from effllm.records.rank import Profile
 from effllm.records.values import ValueSummary
 from effllm.records.verdict import Verdict
@@ -205,25 +206,6 @@ class ClockLoss(Struct, frozen=True):
     worst_rank_seconds: float  # loss in the worst window
     why: str
     max_rank_seconds: float = 0.0  # upper bound: all own time in inverse proportion to the clock
-
-
-class MemoryPressureLoss(Struct, frozen=True):
-    """The cost of the retries of torch's allocator: each retry frees all cached memory and waits for the device."""
-
-    retries: int  # of all ranks
-    per_iteration: float  # retries per iteration of a rank
-    windows: int  # number of windows with retries
-    worst_iteration: int  # end of the window with the most retries
-    rank_seconds: float | None = None  # steps of all ranks above usual windows; None if too few windows have no retry
-    max_rank_seconds: float | None = None  # upper bound: above the fastest tenth of the windows without retries
-
-
-class OutOfMemory(Struct, frozen=True):
-    """The memory of the ranks whose last iterations had an out-of-memory error of torch: maxima over these ranks."""
-
-    ranks: tuple[int, ...]  # at most 16
-    bytes: dict[str, float]  # allocated, reserved, fragmented; peaks of the run: steps_peak, evaluation_peak, ...
-    retries: int  # of all ranks, in the whole run
 
 
 class Coverage(Struct, frozen=True):

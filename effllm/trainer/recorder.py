@@ -175,9 +175,6 @@ class Recorder:
         if self.is_on and self._start_ns and not self._phases.depth:
             self._start_ns += spent_ns
 
-    def micro_batch(self, positions: int) -> None:
-        """Record the number of positions of a micro-batch: only `WatchedRecorder` measures the memory of a device."""
-
     def add(self, samples: int = 0, tokens: int = 0, tokens_loss: int = 0) -> None:
         """Add counts that became known after the end of their iteration; the next record includes them."""
         if self.is_on and not self._counters.add(0, samples, tokens, tokens_loss):

@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks import memory_forecast as benchmark
 from benchmarks.memory_runs import GROWTH, HEALTHY, draw
-from effllm.memory.device_forecast import Reading
+from effllm.memory.device_forecast import MemoryReading
 from effllm.memory.lengths import LengthPeaks
 from effllm.memory.watch import FORECAST, LEAK, OUT_OF_MEMORY, RISK, DeviceWatch, LeakWatch
 
@@ -14,7 +14,7 @@ GB, MB = 1e9, 1e6
 def reading(iteration, allocated, peak, *, after="steps", reserved=0.0, positions=0.0, **counts):
     known = {"fragmented": 0.0, "retries": 0.0, "out_of_memory": 0.0, **counts}
     reserved = reserved or peak
-    return Reading(after, iteration, allocated, peak, reserved, reserved, positions=positions, **known)
+    return MemoryReading(after, iteration, allocated, peak, reserved, reserved, positions=positions, **known)
 
 
 def warned(watch, readings, capacity, max_positions=0):

@@ -9,7 +9,7 @@ from benchmarks.planted.reports import summary_of_planted
 from benchmarks.planted.timeline import planned, timeline
 from effllm.job.memory_pressure import ERRORS, MIN_USUAL, READ, RETRIES, MemoryPressure
 from effllm.job.rows import Rows
-from effllm.records.job import MemoryPressureLoss
+from effllm.records.memory import MemoryPressureLoss
 from effllm.records.rank import ValueStatistics
 from effllm.records.verdict import HEALTHY, MEDIUM
 
