@@ -52,7 +52,13 @@ if run is not None:
     run.finish()
 print("calls", len(CALLS))
 """
-HOW = ("wandb.log(data)", "run.log(data, step=step)", "run.log(data=data)")
+#: The last one is Megatron's writer: the module wandb, and a call for each value with the iteration as its place.
+HOW = (
+    "wandb.log(data)",
+    "run.log(data, step=step)",
+    "run.log(data=data)",
+    "[wandb.log({key: value}, step) for key, value in data.items()]",
+)
 OURS = "efficientllm"
 
 
@@ -139,6 +145,8 @@ def test_trainer_of_transformers_logs_the_values_in_its_own_calls(frameworks):
 
     steps = [[row.get("train/global_step") for row in rows(job)] for job in (on, off)]
     assert steps[0] == steps[1]
+    own_keys = [[{key for key in row if OURS not in key} for row in rows(job)] for job in (on, off)]
+    assert own_keys[0] == own_keys[1] and any("train/loss" in keys for keys in own_keys[0])
     keys = {key for row in rows(on) for key in row if OURS in key}
     assert "efficientllm-at-a-glance/energy_kwh" in keys
     assert "train/efficientllm/al_seconds" in keys
@@ -207,10 +215,10 @@ print(json.dumps(SQLiteStorage.get_logs("p", "one")))
 
 def test_trackio_gets_the_values_in_calls_of_the_training(frameworks, tmp_path):
     pytest.importorskip("trackio", reason="needs trackio")
-    histories = {}
+    histories, jobs = {}, {}
     for enabled in ("true", "false"):
         environ = {"TRACKIO_DIR": str(tmp_path / enabled), "NO_PROXY": "127.0.0.1,localhost"}
-        frameworks.run(TRACKIO, sinks="console,trackio", metrics_enabled=enabled, environ=environ)
+        jobs[enabled] = frameworks.run(TRACKIO, sinks="console,trackio", metrics_enabled=enabled, environ=environ)
         done = subprocess.run(
             [sys.executable, "-c", READ_TRACKIO], env={**os.environ, **environ}, capture_output=True, check=True
         )
@@ -218,5 +226,11 @@ def test_trackio_gets_the_values_in_calls_of_the_training(frameworks, tmp_path):
 
     own = {way: [(row["step"], row["mine"]) for row in rows] for way, rows in histories.items()}
     assert own["true"] == own["false"] == [(step, step) for step in range(1, 61)]
-    assert any("efficientllm/al_seconds" in row for row in histories["true"])
+    windows = {row.iteration: row.values for row in jobs["true"].ledger.windows}
+    joined = [row for row in histories["true"] if "efficientllm/iteration" in row]
+    assert joined
+    for row in joined:
+        values = windows[row["efficientllm/iteration"]]
+        assert row["efficientllm/al_seconds"] == pytest.approx(values["al_seconds"])
+        assert row["efficientllm-at-a-glance/energy_kwh"] == pytest.approx(values["energy/total_joules"] / 3.6e6)
     assert not any(OURS in key for row in histories["false"] for key in row)
