@@ -29,7 +29,12 @@ def read_config(fields: Fields, name: str = "") -> ModelShape:
         fields = merged
     architecture = text(fields, "model_type") or architecture_of(fields)
     read = FAMILIES.get(architecture)
-    shape = read(fields) if read else _unknown(fields, architecture)
+    try:
+        shape = read(fields) if read else _unknown(fields, architecture)
+    except WrongModel:
+        raise
+    except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
+        raise WrongModel(f"a field of the config cannot be read: {error}") from None
     return replace(shape, name=name or text(fields, "_name_or_path") or architecture, notes=(*shape.notes, *notes))
 
 

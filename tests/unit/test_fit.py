@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from effllm.devices.known.named_gpus import find_gpu, similar_gpus, usable_bytes
+from effllm.memory.architectures import FAMILIES
 from effllm.memory.byte_range import ByteRange, total_of
 from effllm.memory.changes import DOES_NOT_FIT, FITS, UNCLEAR, fitting_changes, verdict
 from effllm.memory.config_json import read_config
@@ -234,6 +235,25 @@ def test_an_unknown_architecture_gets_an_upper_bound_or_its_missing_fields():
     assert estimate(shape, MemoryPlan()).total.low == 0
     with pytest.raises(WrongModel, match=r"unknown architecture \(mamba\).* num_hidden_layers, num_attention_heads"):
         read_config({"model_type": "mamba", "hidden_size": 8, "vocab_size": 10})
+
+
+@pytest.mark.parametrize("kind", [*FAMILIES, "newest"])
+def test_absurd_fields_are_a_wrong_model_or_a_shape(kind):
+    names = ("num_experts", "n_routed_experts", "mlp_only_layers", "sliding_window_pattern", "layer_types", "head_dim")
+    names += (
+        "decoder_sparse_step",
+        "moe_layer_freq",
+        "num_hidden_layers",
+        "hidden_act",
+        "sliding_window",
+        "kv_lora_rank",
+    )
+    for name in names:
+        for value in ("many", [], {}, -1, 0, 10**30, 1.5, float("inf"), float("nan"), True, [None]):
+            try:
+                estimate(read_config({**TINY, "model_type": kind, name: value}), MemoryPlan(seq_length=8))
+            except (WrongModel, ImpossiblePlan) as error:
+                assert str(error)
 
 
 @pytest.mark.parametrize(
