@@ -129,11 +129,16 @@ def test_keys_in_a_tracker_are_the_tags_of_tensorboard():
 
 
 TRAINER = """
+import time
 import tiny
 from transformers import Trainer
 
+def slow(rows):
+    time.sleep(0.1)  # the job has reports before its last log
+    return tiny.collate(rows)
+
 trainer = Trainer(model=tiny.llama(), args=tiny.arguments(report_to=["wandb"], logging_steps=2),
-                  train_dataset=tiny.rows(48), data_collator=tiny.collate)
+                  train_dataset=tiny.rows(96), data_collator=slow)
 trainer.train()
 tiny.losses(trainer)
 """
