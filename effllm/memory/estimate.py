@@ -28,7 +28,10 @@ from effllm.memory.training import training_course
 #: Relative limits of activations and logits: the 5th and the 95th percentile of counted over estimated bytes, of 264
 #: configurations counted on a CPU (make bench-memory); and assumed limits for kernels that were not counted.
 ACTIVATION_LIMITS = (0.91, 1.02)
-OTHER_KERNELS = (0.7, 1.3)
+NOT_COUNTED_LIMITS = (0.7, 1.3)
+COUNTED_ARCHITECTURES = frozenset(
+    ("llama", "mistral", "qwen2", "qwen3", "gemma", "phi3", "gpt2", "gpt_neox", "opt", "mixtral", "qwen3_moe")
+)
 
 FORWARD_BACKWARD, OPTIMIZER_STEP, SERVING = "forward and backward", "optimizer step", "serving"
 
@@ -94,7 +97,9 @@ def _training_parts(shape: ModelShape, plan: MemoryPlan, stage: Stage) -> list[M
     course = training_course(shape, plan, stage, held)
     peak = course.peak
     gradients = peak.gradients * (held_gradients / all_gradients if all_gradients else 1.0)
-    limits = ACTIVATION_LIMITS if plan.implementation == "transformers" else OTHER_KERNELS
+    counted = _is_counted(shape, plan)
+    limits = ACTIVATION_LIMITS if counted else NOT_COUNTED_LIMITS
+    source = "errors of configurations counted on CPU" if counted else "assumed, no such plan was counted"
     sizes = weight_bytes(plan, held, trained)
     buffers = communication(plan, all_gradients, sizes, sizes / stage.layers)
     fixed = [
@@ -109,7 +114,7 @@ def _training_parts(shape: ModelShape, plan: MemoryPlan, stage: Stage) -> list[M
         MemoryPart(
             "activations",
             ByteRange.exact(peak.activations).scaled(*limits),
-            "tensors kept for the backward pass; limits: errors of configurations counted on CPU",
+            f"tensors kept for the backward pass; limits: {source}",
         ),
         MemoryPart("logits", ByteRange.exact(peak.logits).scaled(*limits), "log-softmax and gradients in 32 bits"),
         _fragmentation(peak.activations + peak.logits + gradients),
@@ -120,6 +125,12 @@ def _training_parts(shape: ModelShape, plan: MemoryPlan, stage: Stage) -> list[M
         _fragmentation(held_gradients),
     ]
     return [(FORWARD_BACKWARD, [*fixed, *forward_backward]), (OPTIMIZER_STEP, [*fixed, *optimizer_step])]
+
+
+def _is_counted(shape: ModelShape, plan: MemoryPlan) -> bool:
+    """Whether configurations of this kind were counted: one rank, kernels of transformers, no quantized base."""
+    is_plain = plan.gpus == plan.ep == 1 and plan.implementation == "transformers" and not plan.base_bits
+    return is_plain and plan.checkpointing != "selective" and shape.architecture in COUNTED_ARCHITECTURES
 
 
 def _serving_parts(shape: ModelShape, plan: MemoryPlan, stage: Stage) -> list[Moment]:

@@ -9,7 +9,7 @@ from effllm.memory.architectures import FAMILIES
 from effllm.memory.byte_range import ByteRange, total_of
 from effllm.memory.changes import DOES_NOT_FIT, FITS, UNCLEAR, fitting_changes, verdict
 from effllm.memory.config_json import read_config
-from effllm.memory.estimate import estimate
+from effllm.memory.estimate import ACTIVATION_LIMITS, NOT_COUNTED_LIMITS, estimate
 from effllm.memory.known_models import find_model, known_models, similar_names
 from effllm.memory.model import WrongModel
 from effllm.memory.parameters import count_parameters
@@ -162,6 +162,21 @@ def test_kv_cache_of_grouped_queries_windows_and_latents():
     assert cache("mistral-7b").high == 2 * cache("mistral-7b").low
     assert cache("deepseek-v3").low == 2 * 8192 * 61 * (512 + 64) * 2
     assert cache("llama-3.1-8b", tp=4).expected == cache("llama-3.1-8b").expected / 4
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "ratio"),
+    [
+        ("llama-3.1-8b", {}, ACTIVATION_LIMITS),
+        ("llama-3.1-8b", {"tp": 2}, NOT_COUNTED_LIMITS),
+        ("llama-3.1-8b", {"precision": "bf16", "lora_rank": 8, "base_bits": 4}, NOT_COUNTED_LIMITS),
+        ("deepseek-v2-lite", {}, NOT_COUNTED_LIMITS),
+    ],
+)
+def test_intervals_are_wider_for_plans_that_were_not_counted(name, changes, ratio):
+    part = estimate(find_model(name).shape, MemoryPlan(optimizer="sgd", **changes)).part("activations").bytes
+
+    assert (part.low / part.expected, part.high / part.expected) == pytest.approx(ratio)
 
 
 def test_limits_of_independent_parts_add_as_squares():
