@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 MAX_SHOWN = 2000
+
+#: User and password of a URI. In the URI of a database, but not in that of a website, a password may contain a slash.
+_USER = re.compile(r"(?i)(?<=://)(?:[^\s/?#]*@|(?<!http://)(?<!https://)[^\s:/?#@]*:[^\s@]*@)")
+_SECRET = re.compile(r"(?i)([?&](?:password|passwd|pwd|sslpassword|token|secret)=)[^&\s#]*")
 
 
 def one_line(text: str) -> str:
@@ -18,8 +24,6 @@ def one_line(text: str) -> str:
     return " ".join("".join(c if c.isprintable() else " " for c in text).split())
 
 
-def without_user(uri: str) -> str:
-    """Return a URI without user and password, for files."""
-    scheme, mark, rest = uri.partition("://")
-    host, slash, path = rest.partition("/")
-    return f"{scheme}{mark}{host.rpartition('@')[2]}{slash}{path}" if mark else uri
+def without_user(text: str) -> str:
+    """Return a URI, or a text with URIs, without users, passwords and tokens, for files and messages."""
+    return _SECRET.sub(r"\1", _USER.sub("", text))

@@ -22,7 +22,7 @@ from effllm.config.settings import Config
 from effllm.records.device_state import DeviceFeed
 from effllm.records.identity import Identity
 from effllm.records.job import ClusterReport, Summary
-from effllm.records.plain_text import one_line
+from effllm.records.plain_text import one_line, without_user
 
 #: Sinks that use `RunInfo.devices`, which is filled from the first window on, before the sink is open.
 WITH_DEVICES = frozenset({"otlp"})
@@ -42,14 +42,17 @@ class WriteFailed(Exception):
 
 
 class Failures:
-    """Gives all failures since the last success the text of the first one, because each different text is an event."""
+    """Gives all failures since the last success the text of the first one, because each different text is an event.
+
+    The texts of libraries may contain the address of a server with a password, which is removed.
+    """
 
     def __init__(self) -> None:
         self._text = ""
 
     def failed(self, text: str, lost: int = 0) -> WriteFailed:
         """Return the exception for a failure; ``lost`` is the number of earlier windows whose values are lost too."""
-        self._text = self._text or _ADDRESS.sub("", one_line(text))
+        self._text = self._text or _ADDRESS.sub("", one_line(without_user(text)))
         error = WriteFailed(self._text)
         error.lost = lost
         return error

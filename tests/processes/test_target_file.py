@@ -102,8 +102,9 @@ def test_removed_file_of_a_running_job_is_written_again(folder, announce, often)
 
 
 def test_job_removes_old_files_of_its_user_and_only_these(folder, announce):
-    kept = [folder / "effllm.alice.new.1.json", folder / "node_exporter.json", folder / "effllm-notes.txt"]
-    old = [folder / "effllm.alice.old.2.json", folder / ".effllm.alice.old.3.json.aa"]
+    others = ("node_exporter.json", "effllm-notes.txt", "effllm.rules.yml", "effllm.json", "effllm.static.list.json")
+    kept = [folder / "effllm.alice.new.00000001.json", *(folder / name for name in others)]
+    old = [folder / "effllm.alice.old.00000002.json", folder / ".effllm.alice.old.00000003.json.0123abcd"]
     for path in (*kept, *old):
         path.write_text("[]")
         make_old(path, EXPIRES_S + 30)
@@ -118,13 +119,13 @@ def test_job_removes_old_files_of_its_user_and_only_these(folder, announce):
 def test_old_file_and_link_of_another_user_are_not_removed(folder, announce, often):
     outside = folder.parent / "outside.json"
     outside.write_text("content")
-    file, link = folder / "effllm.bob.old.4.json", folder / "effllm.alice.old.5.json"
+    file, link = folder / "effllm.bob.old.00000004.json", folder / "effllm.alice.old.00000005.json"
     file.write_text("[]")
     link.symlink_to(outside)
     os.chown(file, OTHER_USER, OTHER_USER)
     make_old(file, 10 * EXPIRES_S)
     os.utime(link, (1, 1), follow_symlinks=False)
-    mine = folder / "effllm.alice.old.6.json"
+    mine = folder / "effllm.alice.old.00000006.json"
     mine.write_text("[]")
     make_old(mine, 10 * EXPIRES_S)
     announce()

@@ -17,7 +17,7 @@ class Client:
     """Keeps the calls of a client, and fails if a test sets it."""
 
     def __init__(self):
-        self.uris, self.calls, self.fails = [], [], False
+        self.uris, self.calls, self.fails, self.reason = [], [], False, "refused"
 
     def __call__(self, uri):
         self.uris.append(uri)
@@ -25,7 +25,7 @@ class Client:
 
     def log_batch(self, run_id, metrics):
         if self.fails:
-            raise OSError(f"<Connection object at 0x{len(self.calls):x}>: refused")
+            raise OSError(f"<Connection object at 0x{len(self.calls):x}>: {self.reason}")
         self.calls.append((run_id, metrics))
 
 
@@ -123,6 +123,13 @@ def test_failures_have_one_text_and_count_all_lost_windows(client):
     assert writer.left_out == 4
 
 
+def test_failure_does_not_show_the_password_of_the_server(client):
+    client.fails, client.reason = True, "API request to http://me:pw@host/api failed"
+
+    with pytest.raises(WriteFailed, match="OSError: API request to http://host/api failed"):
+        opened(client).write(make_report(10))
+
+
 def test_consecutive_failures_have_the_same_text(client):
     client.fails, texts = True, set()
     sink = opened(client)
@@ -158,6 +165,10 @@ def test_credentials_are_only_used_for_the_same_server(fact, own, used):
         ("sqlite:///a.db", "sqlite:///a.db"),
         ("databricks", "databricks"),
         ("postgresql://me:pw@host/db", "postgresql://host/db"),
+        ("postgresql://me:p/w@host/db", "postgresql://host/db"),
+        ("mysql+pymysql://host/db?password=pw&ssl=1", "mysql+pymysql://host/db?password=&ssl=1"),
+        ("http://host:5000/x@y", "http://host:5000/x@y"),
+        ("sqlite:///C:/a@b.db", "sqlite:///C:/a@b.db"),
     ],
 )
 def test_user_and_password_are_removed_from_a_uri(uri, shown):

@@ -26,6 +26,8 @@ from effllm.store import own_files
 BEAT_S, EXPIRES_S = 60.0, 300.0
 MODE = 0o640  # Prometheus reads the file as a member of the folder's group
 PREFIX, SUFFIX = "effllm.", ".json"
+#: The names of files of jobs, from `instance_of`, and of files that are being written. No other file is ever removed.
+_NAMES = re.compile(r"effllm\.[\w-]+\.[\w-]*\.[0-9a-f]{8}\.json|\.effllm\..+\.json\.[0-9a-f]{8}", re.ASCII)
 MAX_NAME_LETTERS = 80  # of the user's name and of the run's name
 
 
@@ -139,7 +141,7 @@ class TargetFile:
         listed = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._at)
         try:
             with os.scandir(listed) as entries:
-                names = [one.name for one in entries if one.name.lstrip(".").startswith(PREFIX)]
+                names = [one.name for one in entries if _NAMES.fullmatch(one.name)]
         finally:
             os.close(listed)
         for name in names:
