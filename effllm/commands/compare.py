@@ -23,7 +23,7 @@ from effllm.commands.progress import ReadingProgress
 from effllm.config.settings import ConfigError, read_config
 from effllm.config.switches import this_process
 from effllm.records.plain_text import one_line
-from effllm.views.comparison_text import Compared, ComparisonPage, Terminal, document, markdown
+from effllm.views.comparison_text import Compared, ComparisonPage, ComparisonScreen, document, markdown
 
 WIDTH = 110
 
@@ -54,7 +54,7 @@ def main(request: CompareRequest) -> int:
         print(markdown(page))
     else:
         console = Console(highlight=False, soft_wrap=False, width=None if sys.stdout.isatty() else WIDTH)
-        console.print(Terminal(page))
+        console.print(ComparisonScreen(page))
     return exit_status(page.answers)
 
 

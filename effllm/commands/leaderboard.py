@@ -18,7 +18,7 @@ from effllm.config.settings import read_config
 from effllm.config.switches import this_process
 from effllm.records.plain_text import one_line
 from effllm.views.comparison_text import grouped
-from effllm.views.leaderboard_text import Terminal, as_csv, markdown
+from effllm.views.leaderboard_text import LeaderboardScreen, as_csv, markdown
 
 WIDTH = 120
 
@@ -54,7 +54,7 @@ def main(request: LeaderboardRequest) -> int:
     else:
         console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
         for board in found:
-            console.print(Terminal(board, request.quality))
+            console.print(LeaderboardScreen(board, request.quality))
     for line in grouped(left_out):
         print(f"left out: {line}", file=sys.stderr)
     return 0

@@ -53,7 +53,7 @@ class ComparisonPage(NamedTuple):
         return sum(len(one.metrics) for one in self.others)
 
 
-class Terminal(NamedTuple):
+class ComparisonScreen(NamedTuple):
     """A page for rich's console."""
 
     page: ComparisonPage

@@ -27,7 +27,7 @@ MAX_WIDTH = 1000
 _FORMULAS = "=+-@\t\r"  # a spreadsheet evaluates a cell that begins with one of these
 
 
-class Terminal(NamedTuple):
+class LeaderboardScreen(NamedTuple):
     """A board for rich's console; if the table is too wide, the words about the next configuration are lines."""
 
     board: Leaderboard

@@ -45,7 +45,8 @@ def waterfall_header(units: WaterfallUnits) -> list[str]:
 
 def waterfall_notes(found: Waterfall) -> Iterator[str]:
     """Yield the sentences below the table."""
-    yield "gain: maximum gain in throughput if the part becomes useful work"
+    yield "gain: maximum gain in throughput if this part alone becomes useful work"
+    yield "the gain of the verdict also includes the time that its cause adds to other parts"
     if any(part.is_split_by_time for part in found.parts):
         yield "~: a share of the energy of all steps, in proportion to time"
     if any(part.name == "below_peak" for part in found.parts):
