@@ -13,7 +13,7 @@ from effllm.commands.fit_measure import CannotMeasure, measure
 from effllm.commands.fit_sources import FoundModel, UnreadableModel, find
 from effllm.devices.known.named_gpus import find_gpu, similar_gpus, usable_bytes
 from effllm.memory.changes import FITS, fitting_changes, verdict
-from effllm.memory.estimate import MemoryEstimate, estimate
+from effllm.memory.estimate import estimate
 from effllm.memory.plan import INFERENCE, PRECISIONS, TRAINING, ImpossiblePlan, MemoryPlan
 from effllm.records.plain_text import one_line
 from effllm.views.fit_document import fit_document
@@ -61,38 +61,43 @@ def _estimates(request: FitRequest) -> tuple[list[ModelFit], GpuMemory | None]:
     shared = {name: value for one in only_settings for name, value in one.settings.items()}
     notes = tuple(note for one in only_settings for note in one.notes)
     planned = [_planned(one, request, shared) for one in models]
-    gpu = _gpu(request.gpu, max(plan.gpus for plan, _ in planned) if request.gpu else request.gpus)
+    gpu = _gpu(request.gpu, max(plan.gpus for plan, *_ in planned) if request.gpu else request.gpus)
     fits = [_fit(one, *plan, request, gpu) for one, plan in zip(models, planned, strict=True)]
     return [replace(fit, notes=(*fit.notes, *notes)) for fit in fits], gpu
 
 
-def _planned(found: FoundModel, request: FitRequest, shared: dict[str, Any]) -> tuple[MemoryPlan, dict[str, Any]]:
-    """Return the plan of a model and its settings: those of its file, of an accelerate YAML and of the options."""
+def _planned(found: FoundModel, request: FitRequest, shared: dict[str, Any]) -> tuple[MemoryPlan, dict[str, Any], bool]:
+    """Return the plan of a model, its settings, and whether these state the number of GPUs.
+
+    Settings are those of its file, of an accelerate YAML and of the options.
+    """
     given = {name: value for name, value in request.settings.items() if value is not None}
     settings = {**found.settings, **shared, **given}
     stated, batch = settings.pop("gpus", None), settings.pop("global_batch", None)
-    gpus = request.gpus or (None if "dp" in given else stated)
-    plan = _laid_out(MemoryPlan(**settings), request.gpus if request.gpus is not None else gpus, "dp" in settings)
+    gpus = request.gpus if request.gpus is not None else None if "dp" in given else stated
+    plan = _laid_out(MemoryPlan(**settings), gpus, "dp" in settings)
     if batch and "accumulation" not in settings:
         plan = replace(plan, accumulation=max(batch // max(plan.micro_batch * plan.dp, 1), 1))
-    return plan, settings
+    return plan, settings, gpus is not None
 
 
 def _fit(
-    found: FoundModel, plan: MemoryPlan, settings: dict[str, Any], request: FitRequest, gpu: GpuMemory | None
+    found: FoundModel,
+    plan: MemoryPlan,
+    settings: dict[str, Any],
+    keeps_gpus: bool,
+    request: FitRequest,
+    gpu: GpuMemory | None,
 ) -> ModelFit:
     assert found.shape is not None
     training = estimate(found.shape, plan) if request.mode != INFERENCE else None
     inference = estimate(found.shape, _serving_plan(plan, settings)) if request.mode != TRAINING else None
     main_one = training or inference
     assert main_one is not None
-    changes = fitting_changes(main_one, gpu.usable_bytes) if gpu and _misses(main_one, gpu) else []
+    is_too_large = gpu is not None and verdict(main_one.total, gpu.usable_bytes) != FITS
+    changes = fitting_changes(main_one, gpu.usable_bytes, keeps_gpus=keeps_gpus) if gpu and is_too_large else []
     measured = measure(found.config, plan) if request.measured else None
     return ModelFit(found.source, found.notes, inference, training, tuple(changes), measured)
-
-
-def _misses(found: MemoryEstimate, gpu: GpuMemory) -> bool:
-    return verdict(found.total, gpu.usable_bytes) != FITS
 
 
 def _laid_out(plan: MemoryPlan, gpus: int | None, is_dp_given: bool) -> MemoryPlan:

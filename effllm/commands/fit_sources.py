@@ -116,6 +116,8 @@ def _yaml(path: Path, text: str) -> FoundModel:
     settings, notes = llama_factory_settings(fields, stages)
     named = str(fields["model_name_or_path"])
     beside = path.parent / named
+    if beside.suffix in (".yaml", ".yml"):
+        raise UnreadableModel(f"{path}: model_name_or_path is {named}, which is no model")
     found = find(str(beside) if beside.exists() else named)
     return FoundModel(found.shape, f"{path}, {found.source}", (*found.notes, *notes), settings, found.config)
 

@@ -44,10 +44,16 @@ class FittingChange:
     total: ByteRange
 
 
-def fitting_changes(found: MemoryEstimate, usable_bytes: float) -> list[FittingChange]:
-    """Return the cheapest changes with which the upper limit of the interval fits; none contains another."""
+def fitting_changes(found: MemoryEstimate, usable_bytes: float, *, keeps_gpus: bool = False) -> list[FittingChange]:
+    """Return the cheapest changes with which the upper limit of the interval fits; none contains another.
+
+    Args:
+        found: the estimate of a plan that does not fit.
+        usable_bytes: memory of a GPU.
+        keeps_gpus: whether the number of GPUs is given, so that a larger TP leaves fewer ranks for data parallelism.
+    """
     changes = list(_serving_changes(found.plan) if not found.plan.is_training else _training_changes(found.plan))
-    changes += _splits(found.shape, found.plan)
+    changes += _splits(found.shape, found.plan, keeps_gpus)
     sets: list[frozenset[str]] = []
     fitting: list[FittingChange] = []
     for count in range(1, MAX_TOGETHER + 1):
@@ -56,24 +62,43 @@ def fitting_changes(found: MemoryEstimate, usable_bytes: float) -> list[FittingC
             settings = {name: value for one in chosen for name, value in one.settings.items()}
             if len(settings) < sum(len(one.settings) for one in chosen) or any(one <= names for one in sets):
                 continue
-            plan = replace(found.plan, **settings)
+            plan = _same_batch(replace(found.plan, **settings), found.plan)
             try:
                 total = estimate(found.shape, plan).total
             except ImpossiblePlan:
                 continue
             if total.high <= usable_bytes:
                 sets.append(names)
-                options, costs = " ".join(one.options for one in chosen), tuple(_costs(chosen, plan, found.plan))
-                fitting.append(FittingChange(options, costs, sum(one.rank for one in chosen), plan, total))
+                options, costs = _options(chosen, plan, found.plan, keeps_gpus), tuple(_costs(chosen, plan, found.plan))
+                fitting.append(FittingChange(" ".join(options), costs, sum(one.rank for one in chosen), plan, total))
         if len(fitting) >= MAX_CHANGES:
             break
     return sorted(fitting, key=lambda one: (one.rank, one.total.high))[:MAX_CHANGES]
+
+
+def _same_batch(plan: MemoryPlan, before: MemoryPlan) -> MemoryPlan:
+    """Return a plan with fewer ranks for data parallelism with more accumulation, for the same global batch."""
+    if not plan.is_training or plan.dp >= before.dp:
+        return plan
+    return replace(plan, accumulation=plan.accumulation * before.dp // plan.dp)
+
+
+def _options(chosen: Sequence[PlanChange], plan: MemoryPlan, before: MemoryPlan, keeps_gpus: bool) -> Iterator[str]:
+    if keeps_gpus and plan.gpus > before.gpus:
+        yield f"--gpus {plan.gpus}"
+    yield from (one.options for one in chosen)
+    if plan.accumulation != before.accumulation:
+        yield f"--accumulation {plan.accumulation}"
 
 
 def _costs(chosen: Sequence[PlanChange], plan: MemoryPlan, before: MemoryPlan) -> Iterator[str]:
     yield from (one.cost for one in chosen if one.cost)
     if plan.gpus > before.gpus:
         yield f"{plan.gpus // before.gpus} times as many GPUs"
+    if plan.dp < before.dp and plan.is_training:
+        yield f"DP {plan.dp} instead of {before.dp}, with the accumulation that keeps the global batch"
+    elif plan.dp < before.dp:
+        yield f"replicas on these GPUs: {plan.dp} instead of {before.dp}"
 
 
 def _serving_changes(plan: MemoryPlan) -> Iterator[PlanChange]:
@@ -107,8 +132,12 @@ def _training_changes(plan: MemoryPlan) -> Iterator[PlanChange]:
     for part in (2, 4, 8, 16):
         if plan.micro_batch % part == 0:
             sizes = {"micro_batch": plan.micro_batch // part, "accumulation": plan.accumulation * part}
-            options = f"--micro-batch {sizes['micro_batch']} --accumulation {sizes['accumulation']}"
-            yield PlanChange(options, "smaller matrix products, the same result", 1 + part / 16, sizes)
+            yield PlanChange(
+                f"--micro-batch {sizes['micro_batch']}",
+                "smaller matrix products, the same result",
+                1 + part / 16,
+                sizes,
+            )
     if plan.optimizer == "adamw" and not plan.lora_rank:
         cost = "quantized optimizer states (arXiv 2110.02861)"
         yield PlanChange("--optimizer adamw-8bit", cost, 2.0, {"optimizer": "adamw-8bit"})
@@ -128,11 +157,15 @@ def _training_changes(plan: MemoryPlan) -> Iterator[PlanChange]:
             yield PlanChange(f"--seq-length {length}", "shorter texts", 9.0 + part, {"seq_length": length})
 
 
-def _splits(shape: ModelShape, plan: MemoryPlan) -> Iterator[PlanChange]:
-    """Yield changes that need more GPUs."""
+def _splits(shape: ModelShape, plan: MemoryPlan, keeps_gpus: bool) -> Iterator[PlanChange]:
+    """Yield changes that divide the model further: between the same GPUs if possible, or between more GPUs."""
     for factor in (2, 4, 8):
         parts = plan.tp * factor
         if shape.heads % parts == 0 and parts <= 8:
-            yield PlanChange(f"--tp {parts}", "", 8.0 * factor, {"tp": parts})
+            if keeps_gpus and plan.dp % factor == 0:
+                cost, sizes = "communication in each layer", {"tp": parts, "dp": plan.dp // factor}
+                yield PlanChange(f"--tp {parts} --dp {sizes['dp']}", cost, 3.0 + factor / 4, sizes)
+            else:
+                yield PlanChange(f"--tp {parts}", "", 8.0 * factor, {"tp": parts})
         if plan.is_training and plan.dp == 1:
             yield PlanChange(f"--dp {factor} --zero 3", "", 7.5 * factor, {"dp": factor, "zero": 3})

@@ -59,14 +59,13 @@ def _unknown(fields: Fields, architecture: str) -> ModelShape:
         is_upper_bound=True,
         notes=(f"unknown architecture ({named}): an upper bound of the usual layer with every bias and norm",),
     )
-    total = next(
-        (fields[key] for key in ("num_experts", "num_local_experts", "n_routed_experts") if fields.get(key)), 0
-    )
+    keys = ("num_experts", "num_local_experts", "n_routed_experts")
+    total = next((whole(fields, key) for key in keys if fields.get(key)), 0)
     if not total:
         return shape
     width = whole(fields, "moe_intermediate_size", shape.intermediate)
     experts = Experts(
-        total=int(total),
+        total=total,
         active=whole(fields, "num_experts_per_tok", 1),
         intermediate=width,
         layers=shape.layers,

@@ -202,6 +202,26 @@ def test_changes_fit_and_are_ordered_by_their_cost():
     assert [one.rank for one in changes] == sorted(one.rank for one in changes)
 
 
+def test_a_given_number_of_gpus_is_kept_by_a_larger_tp():
+    found = estimate(EIGHT_B, MemoryPlan(seq_length=4096, dp=8))
+
+    changes = fitting_changes(found, usable_bytes(find_gpu("h100-80gb")), keeps_gpus=True)
+
+    split = next(one for one in changes if one.options == "--tp 4 --dp 2 --accumulation 4")
+    assert (split.plan.gpus, split.plan.dp, split.plan.accumulation) == (8, 2, 4)
+    assert not any("as many GPUs" in cost for one in changes for cost in one.costs)
+
+
+@pytest.mark.parametrize(("keeps_gpus", "options"), [(True, "--gpus 2 --tp 2"), (False, "--tp 2")])
+def test_more_gpus_are_named_if_their_number_was_given(keeps_gpus, options):
+    found = estimate(EIGHT_B, MemoryPlan(mode=INFERENCE, precision="bf16"))
+
+    changes = fitting_changes(found, 0.7 * found.total.expected, keeps_gpus=keeps_gpus)
+
+    split = next(one for one in changes if one.options == options)
+    assert split.costs == ("2 times as many GPUs",)
+
+
 @pytest.mark.parametrize(
     ("name", "model"),
     [
@@ -231,6 +251,7 @@ def test_usable_memory_is_below_that_of_the_board():
         ({"hidden_size": -8}, "hidden size is -8"),
         ({"num_hidden_layers": 10**9}, "layers is 1,000,000,000"),
         ({"num_attention_heads": 3}, "not a multiple of 3 attention heads"),
+        ({"model_type": "new", "num_experts": "many"}, "num_experts is 'many', not a whole number"),
         ({"num_attention_heads": 0}, "not a multiple of 0 attention heads"),
         ({"vocab_size": "ten"}, "vocab_size is 'ten', not a whole number"),
         ({"vocab_size": None}, "the config has no vocab_size"),

@@ -143,6 +143,7 @@ def test_a_yaml_names_its_model_and_its_deepspeed_config(tmp_path):
     [
         ("a.yaml", "model_name_or_path: qwen3-8b\ndeepspeed: none.json\n", "none.json, which is not there"),
         ("a.yaml", "a: [", "is not YAML"),
+        ("a.yaml", "model_name_or_path: a.yaml\n", "a.yaml, which is no model"),
         ("a.yaml", "lr: 1\n", "neither of LLaMA-Factory"),
         ("a.yaml", "model_name_or_path: company/gated\n", "nothing is downloaded"),
         ("a.yaml", "model_name_or_path: qwen3-8b\ncutoff_len: long\n", "cutoff_len is 'long'"),
