@@ -24,6 +24,7 @@ from effllm.store.reader import RankRow
 from effllm.views.top.event_history import EventHistory, RankStates
 from effllm.views.top.frame import Head, IterationTime, RunPlace, TopFrame, problems_of, status_of
 from effllm.views.top.ranks import rank_table
+from effllm.views.top.text import local_time
 
 MAX_STEPS = 200  # number of windows of the curve
 MAX_ROWS = 600  # number of lines of ranks that are read for a window
@@ -171,7 +172,9 @@ class FolderSource:
         if not self._files.facts.refresh() or self._files.facts.content is None:
             return False
         hosts = self._files.facts.content.ranks.items()
-        self._hosts = {int(rank): sys.intern(about.host) for rank, about in hosts if rank.isdecimal()}
+        self._hosts = {
+            int(rank): sys.intern(about.host) for rank, about in hosts if rank.isdecimal() and len(rank) < 10
+        }
         return True
 
     def _read_events(self) -> bool:
@@ -356,4 +359,4 @@ def _values(latest: WindowReport | None, shown: WindowReport | None) -> dict[str
 def _verdict_note(summary: Summary | None) -> str:
     if summary is None:
         return ""
-    return "whole run" if summary.is_over else f"at {time.strftime('%H:%M:%S', time.localtime(summary.updated_time_s))}"
+    return "whole run" if summary.is_over else f"at {local_time('%H:%M:%S', summary.updated_time_s)}"

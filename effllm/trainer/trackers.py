@@ -7,6 +7,7 @@ the data of the training; keys of the training win. Standard library only, witho
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import os
 import sys
@@ -69,7 +70,8 @@ def begin(source: ValueSource, sinks: Collection[str], rank: int) -> None:
         atexit.register(end, source)  # runs before the session's handler, which was registered earlier
     for name in _JOINING.written:
         if (module := sys.modules.get(MODULES[name])) is not None:
-            wrap(name, module)
+            with contextlib.suppress(Exception):  # another version; at the end one line reports that no value joined
+                wrap(name, module)
 
 
 def end(source: ValueSource) -> None:

@@ -21,9 +21,9 @@ from effllm.views.top import event_history
 from effllm.views.top.document import NO_DATA, NO_PROBLEM, PROBLEM, document, exit_status
 from effllm.views.top.event_history import EventHistory
 from effllm.views.top.frame import Head, TopFrame, problems_of, status_of
-from effllm.views.top.ranks import RankTable, rank_table
+from effllm.views.top.ranks import MAX_RANKS, RankTable, rank_table
 from effllm.views.top.screen import plain_frame, render
-from effllm.views.top.text import fit, plain, sparkline, width_of
+from effllm.views.top.text import fit, local_time, plain, sparkline, width_of
 from effllm.views.top.view_state import Action, Order, Shown, TopView, pressed
 
 NOW_S = 1_795_000_000.0
@@ -224,6 +224,17 @@ def test_median_of_outliers_is_not_the_usual_temperature():
     rows = [row(0), msgspec.convert({**msgspec.to_builtins(row(1)), "gauges": hot}, RankRow)]
 
     assert table(rows, coverage=coverage(), straggler=None).with_reason() == []
+
+
+def test_wrong_number_of_ranks_is_bounded():
+    assert rank_table(None, (), event_history.RankStates(), {}, 10**12).count == MAX_RANKS
+
+
+def test_wrong_rank_and_time_of_a_file_are_no_failure(run):
+    (run / "run.json").write_text(json.dumps({"ranks": {"9" * 5000: {"host": "a"}}}))
+
+    assert not shown(run).ranks.hosts
+    assert local_time("%H:%M", 1e300) == "?"
 
 
 def test_hosts_are_ordered_by_their_worst_rank():

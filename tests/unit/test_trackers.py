@@ -169,6 +169,21 @@ def test_open_run_of_a_module_function_is_hooked(monkeypatch):
     trackers.end(job)
 
 
+def test_run_that_cannot_be_wrapped_does_not_stop_the_training(monkeypatch):
+    class Frozen(type):
+        def __setattr__(cls, name, value):
+            raise TypeError("frozen")
+
+    module, job = ModuleType("wandb.sdk.wandb_run"), SessionStandIn()
+    module.Run = Frozen("Run", (), {"log": lambda *_: None})
+    monkeypatch.setitem(sys.modules, "wandb.sdk.wandb_run", module)
+    trackers.begin(job, ["wandb"], 0)
+    report(job, 1)
+    trackers.end(job)
+
+    assert len(job.lines) == 1
+
+
 def test_tracker_without_its_sink_is_not_changed(monkeypatch):
     class Run:
         def log(self, data):

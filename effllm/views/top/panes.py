@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import textwrap
-import time
 from collections.abc import Sequence
 from itertools import islice
 
@@ -12,7 +11,7 @@ from effllm.records.plain_text import one_line
 from effllm.store.summary_text import readable
 from effllm.views.top.frame import TopFrame
 from effllm.views.top.ranks import REASONS, HostLine, RankLine
-from effllm.views.top.text import BAD, BOLD, DIM, PLAIN, WARNING, Line, fit, width_of
+from effllm.views.top.text import BAD, BOLD, DIM, PLAIN, WARNING, Line, fit, local_time, width_of
 from effllm.views.top.view_state import EVENTS, HELP, KEYS, RANKS, WATERFALL, TopView
 from effllm.views.waterfall_text import WaterfallUnits, waterfall_header, waterfall_notes, waterfall_row
 
@@ -121,7 +120,7 @@ def _events(frame: TopFrame, width: int) -> list[Line]:
     lines: list[Line] = [[(fit("time     kind            event, newest first", width), DIM)]]
     for event in frame.events:
         style = BAD if is_problem(event.kind) else PLAIN
-        head = f"{time.strftime('%H:%M:%S', time.localtime(event.time_s))} {fit(event.kind, 15)} "
+        head = f"{local_time('%H:%M:%S', event.time_s)} {fit(event.kind, 15)} "
         text = one_line(event.text) + (f" ({event.count} times)" if event.count > 1 else "")
         parts = textwrap.wrap(text, max(width - width_of(head), 20)) or [""]
         lines.append([(head, DIM), (parts[0], style)])

@@ -35,6 +35,10 @@ NO_REASON = len(REASONS)
 MIN_THROTTLED, MIN_WAIT, MIN_STEP, MIN_MEASURED, HOTTER_C = 0.2, 0.05, 0.05, 0.999, 8.0
 
 
+#: Maximum number of lines: a file or a page with a wrong number of ranks must not fill the memory.
+MAX_RANKS = 10**6
+
+
 class RankLine(NamedTuple):
     """One rank in the table; ``None``: not measured, or no report in the run folder."""
 
@@ -190,7 +194,8 @@ def rank_table(
             line = line._replace(place=_PLACES[worst.reason], size=worst.size, reason=worst.reason, text=text)
         lines.append(line)
     is_whole = window is not None and len(rows) >= window.coverage.ranks_reporting > 0
-    return RankTable(lines, max(count, lines[-1].rank + 1 if lines else 0), hosts, is_whole)
+    count = min(max(count, lines[-1].rank + 1 if lines else 0), MAX_RANKS)
+    return RankTable(lines, count, hosts, is_whole)
 
 
 def _values(rank: int, row: RankRow | None, host: str) -> RankLine:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 
 from effllm.records.plain_text import one_line
@@ -22,6 +21,7 @@ from effllm.views.top.text import (
     Line,
     clipped,
     fit,
+    local_time,
     sparkline,
     width_of,
 )
@@ -151,7 +151,7 @@ def _foot(frame: TopFrame, view: TopView, width: int, notice: str) -> Iterator[L
         yield [("filter: ", DIM), (one_line(view.order.text), BOLD), ("_" if view.is_typing else "  (Esc clears)", DIM)]
     place = frame.place
     if not place.is_newest or view.is_playing:
-        at = "" if place.time_s is None else time.strftime(" %Y-%m-%d %H:%M:%S", time.localtime(place.time_s))
+        at = "" if place.time_s is None else local_time(" %Y-%m-%d %H:%M:%S", place.time_s)
         speed = f"{SPEEDS[view.speed]} windows/s" if view.is_playing else "paused"
         text = f"replay{at}  window {place.window}  {100 * place.share:.0f} %  {speed}  End: newest"
         yield [(fit(text, width), REVERSE)]

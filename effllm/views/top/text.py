@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import unicodedata
 from collections.abc import Iterable, Sequence
 
@@ -90,3 +91,15 @@ def sparkline(values: Sequence[float | None], width: int, bars: str = BARS) -> s
     least, most = min(shown), max(shown)
     scale = (len(bars) - 1) / (most - least) if most > least else 0.0
     return "".join(" " if value is None else bars[round((value - least) * scale)] for value in cells)
+
+
+def local_time(form: str, time_s: float) -> str:
+    """Return a unix time in the zone of this host; a question mark for a time that no calendar has.
+
+    >>> local_time("%H:%M", 1e300)
+    '?'
+    """
+    try:
+        return time.strftime(form, time.localtime(time_s))
+    except (OverflowError, OSError, ValueError):
+        return "?"
