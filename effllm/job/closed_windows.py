@@ -83,7 +83,7 @@ class ClosedWindows:
         window = self._weigh(number, by_rank, gathered)
         rows = window.ordered
         window.warming = ledger.warm(number, rows, config.warmup_iterations, config.warmup_seconds)
-        ledger.count_rows(number, rows)
+        window.hang_s = ledger.count_rows(number, rows)
         self._count_devices(window)
         ledger.advance(rows)
         self._judge_losses(rows, rows[-1].end_time_s)
@@ -97,7 +97,7 @@ class ClosedWindows:
             text = f"window {number} closed without rank {_numbers(absent)}"
             self._events.record(Event(rows[-1].end_time_s, "missing", text))
         self._stragglers.close(rows)
-        ledger.slow_clocks.close(rows, self._roster.devices, self._roster.hellos)
+        window.clocks_s = ledger.slow_clocks.close(rows, self._roster.devices, self._roster.hellos)
         ledger.memory_pressure.close(rows)
         self._report(window)
         if any(map(attrgetter("reset"), rows)):
@@ -209,7 +209,7 @@ class ClosedWindows:
         self.last_report = report
         self._closed.append(Closed(report, (late or window).ordered))
         if not correction:
-            self._ledger.prevalence.close(window.ordered, report)
+            self._ledger.prevalence.close(window.ordered, report, window.hang_s, window.clocks_s)
             self._audit.close(window.ordered, report, self._roster.job.known, self._roster.job.peak_source)
             self._energy.close(window.ordered, report)
             self._waste.close(report)

@@ -176,10 +176,11 @@ class Ledger(Struct):
         """Restart the run-to-date values after a window."""
         self.run, self.run_after = Account(), window
 
-    def count_rows(self, window: int, rows: Sequence[RankReport]) -> None:
-        """Add the times and counts of reports; each report may be added only once."""
+    def count_rows(self, window: int, rows: Sequence[RankReport]) -> float:
+        """Add the times and counts of reports, each report only once; return the rank-seconds of hangs in them."""
         rows = Rows.of(rows)
         has_hang = place_hangs(self.goodput.attempt, window, int(rows.numbers["iteration_first"].min()))
+        hang_s = self.goodput.attempt.hangs.get(window, 0.0)
         for account in self.accounts(window):
             account.add_rows(rows, has_hang)
         for name, seconds in {"iterations": float(rows.numbers["time_s"].sum()), **rows.phases_s}.items():
@@ -188,6 +189,7 @@ class Ledger(Struct):
         self.audit.counts.add(rows)
         if rows.values:
             self.values = merged_by_name((self.values, rows.values))
+        return hang_s
 
     def count_devices(
         self,

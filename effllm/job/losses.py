@@ -73,6 +73,8 @@ STEP_PARTS = (
     "useful",
 )  # fmt: skip
 
+#: Start of the source of a loss by stragglers.
+STRAGGLERS = "summary.json: stragglers"
 #: Causes whose device time is counted only in kept steps.
 _IN_STEPS = frozenset(("straggler", "throttled", "power_limit", "exposed_communication", "device_idle", "padding"))
 
@@ -245,13 +247,13 @@ def _of_stragglers(summary: Summary, found: Waterfall) -> Iterator[_Made]:
         return
     by_cause: dict[str, list[StragglerVerdict]] = {}
     for one in summary.stragglers:
-        by_cause.setdefault(_cause_of(one), []).append(one)
+        by_cause.setdefault(cause_of(one), []).append(one)
     for cause, verdicts in by_cause.items():
         worst = max(verdicts, key=lambda one: one.gpu_seconds)
         ranks = ",".join(map(str, worst.ranks))
         why = _slower(worst) if worst.why == UNKNOWN else worst.why
         text = f"rank {ranks} ({worst.host}): {why}" if worst.host else f"rank {ranks}: {why}"
-        source = f"summary.json: stragglers, ranks {ranks}"
+        source = f"{STRAGGLERS}, ranks {ranks}"
         waits = seconds * sum(one.gpu_seconds for one in verdicts) / total
         action = SLOW_DATA.text if worst.evidence == DATA_WAIT else ""
         factor = max(_with_own_time(summary, verdicts), _with_unnamed(summary, found, verdicts) / waits)
@@ -288,7 +290,8 @@ def _with_unnamed(summary: Summary, found: Waterfall, verdicts: list[StragglerVe
     return seconds_of(found, "straggling", *STEP_PARTS) * slow / (1.0 + slow)
 
 
-def _cause_of(verdict: StragglerVerdict) -> str:
+def cause_of(verdict: StragglerVerdict) -> str:
+    """Return the cause of the loss by a straggler."""
     if POWER_LIMIT in verdict.differences:
         return "power_limit"
     return "throttled" if {CLOCK, THROTTLED} & set(verdict.differences) else "straggler"

@@ -36,6 +36,8 @@ class MemoryPressure(Struct):
     retries: int = 0  # of all ranks
     rank_iterations: int = 0  # iterations of ranks whose allocator was read
     windows: int = 0  # windows with retries
+    first_iteration: int = 0  # end of the first window with retries; 0 if an older state has retries
+    last_iteration: int = 0
     worst_iteration: int = 0
     worst_retries: int = 0
     lost_s: float = 0.0  # of all ranks, above the median of the windows without retries
@@ -43,12 +45,14 @@ class MemoryPressure(Struct):
     usual: list[float] = []  # seconds per amount of the newest windows without retries
     waiting: list[Paced] = []  # windows with retries, before there is a base of comparison
     failed: dict[int, dict[str, float]] = {}  # rank -> bytes at an error in its last report
+    failed_iteration: int = 0  # shown at the end of the newest window with such a report
 
     def close(self, rows: Rows) -> None:
         """Add a closed window."""
         for row in rows:
             if row.final and row.values and ERRORS in row.values and len(self.failed) < MAX_RANKS:
                 self.failed[row.rank] = {name: one.most for name, one in row.values.items() if name.endswith(_BYTES)}
+                self.failed_iteration = row.iteration_shown
         read = rows.values.get(READ)
         busy_s, iterations = float(rows.numbers["busy_s"].sum()), int(rows.numbers["iterations"].sum())
         if read is None or rows.iterations <= 0 or busy_s <= 0:
@@ -59,10 +63,11 @@ class MemoryPressure(Struct):
         if found is None or found.total <= 0:
             self.usual = [*self.usual[-MAX_KEPT + 1 :], paced.busy_s / paced.amount]
         else:
+            self.last_iteration = int(rows.numbers["iteration_shown"].max())
+            self.first_iteration = self.first_iteration if self.windows else self.last_iteration
             self.retries, self.windows = self.retries + int(found.total), self.windows + 1
             if found.total > self.worst_retries:
-                self.worst_retries = int(found.total)
-                self.worst_iteration = max(row.iteration_shown for row in rows)
+                self.worst_retries, self.worst_iteration = int(found.total), self.last_iteration
             self.waiting = [*self.waiting[-MAX_KEPT + 1 :], paced]
         if len(self.usual) >= MIN_USUAL:
             waiting, self.waiting = self.waiting, []
@@ -79,6 +84,8 @@ class MemoryPressure(Struct):
             per_iteration=self.retries / max(self.rank_iterations, 1),
             windows=self.windows,
             worst_iteration=self.worst_iteration,
+            first_iteration=self.first_iteration,
+            last_iteration=self.last_iteration,
             rank_seconds=self.lost_s if is_compared else None,
             max_rank_seconds=self.most_s if is_compared else None,
         )
@@ -97,7 +104,7 @@ class MemoryPressure(Struct):
             if name.startswith(_PREFIX)
         }
         retries = int(values[RETRIES].total) if RETRIES in values else 0
-        return OutOfMemory(tuple(sorted(self.failed)), sizes, retries)
+        return OutOfMemory(tuple(sorted(self.failed)), sizes, retries, self.failed_iteration)
 
     def _compare(self, window: Paced) -> None:
         each, tenths = window.busy_s / window.amount, statistics.quantiles(self.usual, n=10)

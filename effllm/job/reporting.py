@@ -49,6 +49,8 @@ class Window(Struct):
     energy: WindowEnergy | None  # None if `merged` is None
     warming: bool = False
     by_rank: Rows | None = None
+    hang_s: float = 0.0  # rank-seconds without progress of any rank
+    clocks_s: dict[str, float] = {}  # rank-seconds that low clocks cost, by cause
 
     @property
     def ranks(self) -> Collection[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from effllm.job.loss_windows import windows_of, windows_of_retries, windows_text
 from effllm.job.losses import (
     MIN_ITERATIONS,
     STEP_PARTS,
@@ -18,7 +19,18 @@ from effllm.job.remedies import remedy
 from effllm.job.unused_time import NOT_STATED, UNUSED
 from effllm.records.job import Summary
 from effllm.records.memory import OutOfMemory
-from effllm.records.verdict import HEALTHY, HIGH, MEDIUM, NO_CONFIDENCE, NO_VERDICT, Evidence, LossWindows, Verdict
+from effllm.records.verdict import (
+    HEALTHY,
+    HIGH,
+    IN,
+    MEDIUM,
+    NO_CONFIDENCE,
+    NO_VERDICT,
+    NO_WINDOW,
+    Evidence,
+    LossWindows,
+    Verdict,
+)
 from effllm.records.waterfall import OF_GPUS, OF_RANKS, Waterfall
 
 #: Names of causes in texts, where the name differs from the cause.
@@ -26,8 +38,6 @@ _NAMES = {"unused_gpus": "unused GPUs"}
 #: Without reports for this share of the device time, a job is neither healthy nor is a smaller loss its primary cause.
 MAX_UNREPORTED = 0.1
 MAX_EVIDENCE, MIN_EVIDENCE_SHARE = 5, 0.01
-#: A loss in a smaller share of the windows is concentrated, and the worst window is named.
-MAX_RARE_SHARE = 0.1
 LARGE_GAIN = 10.0
 #: Unused GPUs of a job without GPUs, as a mean over its time, from which they are its primary cause.
 MIN_UNUSED_GPUS = 0.5
@@ -65,7 +75,7 @@ def verdict_of(
         return _out_of_memory(summary.out_of_memory, framework, evidence)
     unreported = seconds_of(found, "unreported") / found.device_seconds
     if found.unused_gpu_seconds >= MIN_UNUSED_GPUS * summary.elapsed_s > 0 and summary.status != "stalled":
-        return _no_gpu_used(found.unused_gpu_seconds, summary.elapsed_s, evidence)
+        return _no_gpu_used(found.unused_gpu_seconds, summary.elapsed_s, evidence, seen)
     if reported and reported[0].share >= unreported:
         action = reported[0].action or remedy(reported[0].cause, framework).text
         return _accuse(reported[0], summary, action, unit, evidence, seen)
@@ -112,10 +122,10 @@ def _healthy(found: Waterfall, evidence: tuple[Evidence, ...]) -> Verdict:
     )
 
 
-def _no_gpu_used(gpu_seconds: float, elapsed_s: float, evidence: tuple[Evidence, ...]) -> Verdict:
+def _no_gpu_used(gpu_seconds: float, elapsed_s: float, evidence: tuple[Evidence, ...], seen: Prevalence) -> Verdict:
     """Return the verdict on a job without GPUs in an allocation with GPUs; the losses are shares of rank time."""
     why = f"{gpu_seconds:,.0f} GPU-seconds of the allocation are used by no rank and no other process"
-    source = "summary.json: waterfall.unused_gpu_seconds"
+    first = _placed(why, "summary.json: waterfall.unused_gpu_seconds", seen.of("unused_gpus"))
     return Verdict(
         cause="unused_gpus",
         text=f"{_name('unused_gpus')}: {gpu_seconds / elapsed_s:.3g} on average, and no rank has a GPU",
@@ -123,13 +133,14 @@ def _no_gpu_used(gpu_seconds: float, elapsed_s: float, evidence: tuple[Evidence,
         next=remedy("unused_gpus", "").text,
         bound=None,
         confidence=HIGH,
-        evidence=(Evidence(why, source), *evidence)[:MAX_EVIDENCE],
+        evidence=(first, *evidence)[:MAX_EVIDENCE],
     )
 
 
 def _out_of_memory(found: OutOfMemory, framework: str, evidence: tuple[Evidence, ...]) -> Verdict:
     """Return the verdict on a job that ended with an out-of-memory error."""
     ranks = ",".join(map(str, found.ranks[:MAX_NAMED])) + (",..." if len(found.ranks) > MAX_NAMED else "")
+    windows = LossWindows(1, found.iteration, found.iteration) if found.iteration else None
     sizes = {name.removesuffix("_peak"): size for name, size in found.bytes.items() if name.endswith("_peak")}
     parts = [f"{name} {size / 1e9:.2f} GB" for name, size in sorted(sizes.items()) if name != "startup"]
     why = f"peaks: {', '.join(parts)}; " if parts else ""
@@ -142,7 +153,7 @@ def _out_of_memory(found: OutOfMemory, framework: str, evidence: tuple[Evidence,
         next=remedy("memory_pressure", framework).text,
         bound=None,
         confidence=HIGH,
-        evidence=(Evidence(why, "summary.json: out_of_memory"), *evidence)[:MAX_EVIDENCE],
+        evidence=(_placed(why, "summary.json: out_of_memory", windows), *evidence)[:MAX_EVIDENCE],
     )
 
 
@@ -167,7 +178,7 @@ def _memory_pressure(summary: Summary, framework: str, evidence: tuple[Evidence,
         next=remedy("memory_pressure", framework).text,
         bound=None,
         confidence=MEDIUM,
-        evidence=(Evidence(why, "summary.json: memory_pressure"), *evidence)[:MAX_EVIDENCE],
+        evidence=(_placed(why, "summary.json: memory_pressure", windows_of_retries(summary)), *evidence)[:MAX_EVIDENCE],
     )
 
 
@@ -178,7 +189,7 @@ def _accuse(
     return Verdict(
         cause=loss.cause,
         text=f"{_name(loss.cause)}: {_lost(loss, unit)}",
-        why=loss.why + _windows_text(seen.by_cause.get(loss.cause), seen.windows),
+        why=loss.why + windows_text(loss.cause, seen),
         next=action,
         bound=loss.gain,
         confidence=MEDIUM if _hidden_share(summary, summary.waterfall) > loss.share else HIGH,
@@ -207,22 +218,19 @@ def _unknown(text: str, why: str, action: str, evidence: tuple[Evidence, ...]) -
     return Verdict(NO_VERDICT, f"{NO_VERDICT}: {text}", why, action, None, NO_CONFIDENCE, evidence)
 
 
-def _windows_text(windows: LossWindows | None, total: int) -> str:
-    """Return the number of windows of a loss; a loss in few windows has the iteration of the worst window."""
-    if windows is None:
-        return ""
-    text = f", in {windows.count:,} of {total:,} windows"
-    is_rare = windows.count < MAX_RARE_SHARE * total
-    return f"{text}, most at iteration {windows.worst_iteration:,}" if is_rare else text
-
-
 def _evidence(loss: Loss, summary: Summary, unit: str, seen: Prevalence) -> Evidence:
     limit = THRESHOLDS[loss.cause]
     text = f"threshold {100 * limit.share:g} %"
     if summary.elapsed_s < limit.min_elapsed_s:
         text += f" in jobs of {limit.min_elapsed_s / 60:g} min or more"
     claim = f"{_name(loss.cause)} {100 * loss.share:.1f} % of {unit} time ({text}): {loss.why}"
-    return Evidence(claim, loss.source, loss.share, seen.by_cause.get(loss.cause))
+    windows, place = windows_of(loss, summary, seen)
+    return Evidence(claim, loss.source, loss.share, windows, place)
+
+
+def _placed(why: str, source: str, windows: LossWindows | None) -> Evidence:
+    """Return the evidence of a cause that is not in the waterfall."""
+    return Evidence(why, source, None, windows, IN if windows is not None else NO_WINDOW)
 
 
 def _name(cause: str) -> str:

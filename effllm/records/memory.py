@@ -14,6 +14,8 @@ class MemoryPressureLoss(Struct, frozen=True):
     worst_iteration: int  # end of the window with the most retries
     rank_seconds: float | None = None  # steps of all ranks above usual windows; None if too few windows have no retry
     max_rank_seconds: float | None = None  # upper bound: above the fastest tenth of the windows without retries
+    first_iteration: int = 0  # end of the first window with retries; 0 if unknown
+    last_iteration: int = 0  # end of the last window with retries; 0 if unknown
 
 
 class OutOfMemory(Struct, frozen=True):
@@ -22,3 +24,4 @@ class OutOfMemory(Struct, frozen=True):
     ranks: tuple[int, ...]  # at most 16
     bytes: dict[str, float]  # allocated, reserved, fragmented; peaks of the run: steps_peak, evaluation_peak, ...
     retries: int  # of all ranks, in the whole run
+    iteration: int = 0  # shown at the end of the window of the error; 0 if unknown

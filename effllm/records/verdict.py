@@ -31,18 +31,24 @@ CAUSES: dict[str, str] = {
 HIGH, MEDIUM, NO_CONFIDENCE = "high", "medium", "none"
 
 
+#: Values of `Evidence.place`: the loss is in its windows, before each of its windows, or after its window; or no window
+#: can be named.
+IN, BEFORE, AFTER, NO_WINDOW = "in", "before", "after", "none"
+
+
 class LossWindows(Struct, frozen=True):
-    """The windows in which a loss is above its threshold.  Iterations are the numbers shown at the end of a window."""
+    """The windows of a loss.  Iterations are the numbers shown at the end of a window."""
 
     count: int
     first_iteration: int
     last_iteration: int
-    worst_iteration: int  # of the window with the largest share
-    worst_share: float
+    worst_iteration: int | None = None  # of the window with the largest loss; None if the windows are not compared
+    worst_share: float | None = None  # of the wall time, the positions or the GPUs of this window
+    measured: int | None = None  # windows in which the loss can be seen; None if they are not counted
 
     def with_later(self, other: LossWindows) -> LossWindows:
         """Return these windows and later windows together."""
-        worst = other if other.worst_share > self.worst_share else self
+        worst = other if (other.worst_share or 0.0) > (self.worst_share or 0.0) else self
         return LossWindows(
             self.count + other.count,
             self.first_iteration,
@@ -58,7 +64,8 @@ class Evidence(Struct, frozen=True, omit_defaults=True):
     claim: str
     source: str  # a file of the run folder and the path of the value in it
     share: float | None = None  # of all device time
-    windows: LossWindows | None = None  # in windows-*.jsonl; None if the loss is not measured by window
+    windows: LossWindows | None = None  # in windows-*.jsonl; None if no window can be named
+    place: str = ""  # IN, BEFORE, AFTER or NO_WINDOW; empty if an older effllm wrote the summary
 
 
 class Verdict(Struct, frozen=True):

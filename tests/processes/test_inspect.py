@@ -12,7 +12,7 @@ from effllm.commands.app import app
 from effllm.job.verdict import MAX_EVIDENCE
 from effllm.records.audit import Audit, AuditedFigure
 from effllm.records.framework_figures import FIGURES
-from effllm.records.verdict import Evidence, LossWindows, Verdict
+from effllm.records.verdict import BEFORE, Evidence, LossWindows, Verdict
 from effllm.records.waterfall import PARTS, Waterfall, WaterfallPart
 
 
@@ -106,8 +106,8 @@ def test_json_with_an_audit_is_shorter_than_8_kb_with_all_names_and_numbers(insp
         for name in FIGURES
     )
     parts = tuple(WaterfallPart(name, 1.0, 0.05, evidence="\u65e5" * 300) for name in PARTS)
-    seen = LossWindows(123, 1, 123_456, 1234, 0.123456789)
-    evidence = tuple(Evidence("c" * 250, f"summary.json: {at}", 0.1, seen) for at in range(MAX_EVIDENCE))
+    seen = LossWindows(123_456, 123_456, 123_456, 123_456, 0.123456789, 123_456)
+    evidence = tuple(Evidence("c" * 250, f"summary.json: {at}", 0.1, seen, BEFORE) for at in range(MAX_EVIDENCE))
     verdict = Verdict("data_loading", "t" * 62, "w" * 200, "n" * 62, 0.123456789, "medium", evidence)
 
     done = inspect(Waterfall(1e8, None, parts), "--json", verdict=verdict, audit=Audit(figures, ("d" * 150,) * 2, 9))
@@ -115,7 +115,7 @@ def test_json_with_an_audit_is_shorter_than_8_kb_with_all_names_and_numbers(insp
     found = json.loads(done.stdout)
     assert len(done.stdout) < 8001
     assert [part["name"] for part in found["waterfall"]["parts"]] == list(PARTS)
-    assert [(one["source"], one["windows"]["count"]) for one in found["evidence"]][4] == ("summary.json: 4", 123)
+    assert [(one["source"], one["windows"]["count"]) for one in found["evidence"]][4] == ("summary.json: 4", 123_456)
     assert [(one["name"], one["factor"]) for one in found["audit"]["figures"]] == [(name, 8.0) for name in FIGURES]
     assert found["verdict"]["why"] == verdict.why
 

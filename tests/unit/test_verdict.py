@@ -448,7 +448,7 @@ def test_verdict_of_a_job_has_the_number_of_windows_with_the_loss():
     assert found.cause == "data_loading"
     assert found.why.endswith(", in 20 of 20 windows")
     assert found.next.startswith("raise dataloader_num_workers")
-    assert found.evidence[0].windows == LossWindows(20, 10, 200, 10, pytest.approx(0.1))
+    assert found.evidence[0].windows == LossWindows(20, 10, 200, 10, pytest.approx(0.1), 20)
 
 
 def test_loss_of_few_windows_has_the_iteration_of_the_worst_window():
@@ -459,7 +459,7 @@ def test_loss_of_few_windows_has_the_iteration_of_the_worst_window():
     found = windows_job(*waits_s).verdict
 
     assert found.why.endswith(", in 2 of 30 windows, most at iteration 70")
-    assert found.evidence[0].windows == LossWindows(2, 70, 90, 70, pytest.approx(0.9))
+    assert found.evidence[0].windows == LossWindows(2, 70, 90, 70, pytest.approx(0.9), 30)
 
 
 def test_windows_of_a_loss_survive_a_restart_of_the_aggregator():
