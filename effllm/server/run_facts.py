@@ -14,6 +14,7 @@ from msgspec.structs import asdict, replace
 from effllm.records.identity import Identity, Submission, cleaned, read_tags, with_facts
 from effllm.records.job import Summary
 from effllm.records.orders import Orders
+from effllm.records.plain_text import without_user
 from effllm.records.wire import Hello
 from effllm.store.provenance import Git, gather
 from effllm.store.run_folder import identity_of
@@ -37,7 +38,7 @@ class RunFacts:
         self.values: dict[str, Any] = {
             **gather(),
             **orders.facts,
-            "config": msgspec.to_builtins(orders.config),
+            "config": _without_users(msgspec.to_builtins(orders.config)),
             "job": orders.job,
         }
         self._tags = read_tags(orders.config.tags)
@@ -136,3 +137,8 @@ class RunFacts:
         self._identify()
         ranks = dict(self.values.get("ranks", {}))
         return {**self.values, "ranks": ranks, "parameters": parameters(), **asdict(self.identity)}
+
+
+def _without_users(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings without users and passwords in the URLs of sinks."""
+    return {**config, "sinks": [without_user(sink) for sink in config["sinks"]]}

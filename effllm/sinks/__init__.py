@@ -165,7 +165,8 @@ def read_options(name: str, given: Mapping[str, str]) -> dict[str, Any]:
             values[one] = option.value_type.read(text)
         except ValueError:
             allowed = option.value_type.allowed
-            raise SinkUnavailable(f"{name}:{one}={text!r} is not usable: must be {allowed}") from None
+            shown = without_user(text)
+            raise SinkUnavailable(f"{name}:{one}={shown!r} is not usable: must be {allowed}") from None
     return values
 
 
