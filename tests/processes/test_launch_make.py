@@ -64,7 +64,9 @@ def test_make_without_target_lists_the_targets(clone):
         "bench-energy",
         "bench-compare",
         "bench-verdict",
+        "bench-memory",
         "bench-traceml",
+        "bench-look",
         "bench-gpu",
         "clean",
     ]
