@@ -50,9 +50,7 @@ def find(text: str) -> FoundModel:
     if path.is_file():
         return _file(path)
     if known := find_model(text):
-        return FoundModel(
-            known.shape, f"table: {known.source}", (known.note,) if known.note else (), config=known.config
-        )
+        return FoundModel(known.shape, f"table: {known.source}", known.notes, config=known.config)
     near = ", ".join(similar_names(text)) or ", ".join(one.name for one in known_models()[:4]) + ", ..."
     if "/" in text and not text.startswith(("/", ".")):
         raise UnreadableModel(

@@ -21,10 +21,17 @@ class KnownModel:
     name: str
     repository: str
     source: str
+    compared: str | None  # the public place whose sizes were compared with the row; None: not compared
     config: dict[str, Any]
     published_parameters: int | None = None
     aliases: tuple[str, ...] = ()
     note: str = ""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Return the remarks of the row, and that its sizes were not compared."""
+        unsure = "" if self.compared else "the sizes of this row were not compared with a source: check its config.json"
+        return tuple(one for one in (self.note, unsure) if one)
 
     @property
     def shape(self) -> ModelShape:

@@ -1,6 +1,8 @@
 """The memory of a model before the run: parameters, parts, verdicts and changes."""
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -46,6 +48,25 @@ def test_known_models_have_their_published_parameters(row):
     assert row.source.startswith("https://")
     assert row.published_parameters in (None, counts.total)
     assert sum(one.elements * one.count for one in parameter_tensors(row.shape)) == counts.total
+
+
+@pytest.mark.parametrize("row", known_models(), ids=lambda row: row.name)
+def test_known_models_have_a_compared_place_or_the_mark(row):
+    remarks = [one for one in row.notes if "not compared" in one]
+
+    if row.compared is None:
+        assert len(remarks) == 1
+    else:
+        assert not remarks
+        assert re.match(r"[\w.-]+/[\w.-]+@[0-9a-f]{8} \S+|PyPI [a-z]+ [0-9.]+: \S+", row.compared)
+
+
+def test_the_document_has_the_number_of_compared_rows():
+    text = (Path(__file__).parents[2] / "docs" / "fit.md").read_text()
+    missing = [row.name for row in known_models() if row.compared is None]
+
+    assert f"{len(known_models()) - len(missing)} of the {len(known_models())} rows were compared" in text
+    assert f"{' and '.join(f'`{name}`' for name in missing)} were not compared" in text
 
 
 def test_table_has_the_documents_models_and_thirty_others():

@@ -157,3 +157,10 @@ def test_a_file_without_a_model_is_named(tmp_path, name, content, text):
 
     with pytest.raises(UnreadableModel, match=text):
         find(str(path))
+
+
+def test_a_row_that_was_not_compared_has_one_note():
+    (note,) = find("deepseek-math-7b").notes
+
+    assert "not compared" in note
+    assert find("llama-3.1-8b").notes == ()
