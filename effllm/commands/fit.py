@@ -7,9 +7,12 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from effllm.analysis.run_folders import UnreadableRun
 from effllm.commands.fit_measure import CannotMeasure, measure
+from effllm.commands.fit_runs import LearnedRuns, learn_from
 from effllm.commands.fit_sources import FoundModel, UnreadableModel, find
 from effllm.devices.known.named_gpus import find_gpu, similar_gpus, usable_bytes
 from effllm.memory.changes import FITS, fitting_changes, verdict
@@ -17,6 +20,7 @@ from effllm.memory.estimate import estimate
 from effllm.memory.plan import INFERENCE, PRECISIONS, TRAINING, ImpossiblePlan, MemoryPlan
 from effllm.records.plain_text import one_line
 from effllm.views.fit_document import fit_document
+from effllm.views.fit_learned import LearnedFit
 from effllm.views.fit_text import GpuMemory, ModelFit, fit_lines
 
 MAX_GPUS = 10**6
@@ -33,13 +37,14 @@ class FitRequest:
     settings: dict[str, Any]  # of a plan
     as_json: bool
     measured: bool = False
+    runs: str = ""  # path of runs whose measured peaks correct the estimates
 
 
 def main(request: FitRequest) -> int:
     """Print the estimates; return the exit status."""
     try:
         fits, gpu = _estimates(request)
-    except (UnreadableModel, ImpossiblePlan, CannotMeasure) as error:
+    except (UnreadableModel, ImpossiblePlan, CannotMeasure, UnreadableRun) as error:
         print(f"effllm fit: {one_line(str(error))}", file=sys.stderr)
         return 2
     if request.as_json:
@@ -62,7 +67,8 @@ def _estimates(request: FitRequest) -> tuple[list[ModelFit], GpuMemory | None]:
     notes = tuple(note for one in only_settings for note in one.notes)
     planned = [_planned(one, request, shared) for one in models]
     gpu = _gpu(request.gpu, max(plan.gpus for plan, *_ in planned) if request.gpu else request.gpus)
-    fits = [_fit(one, *plan, request, gpu) for one, plan in zip(models, planned, strict=True)]
+    learned = learn_from(Path(request.runs), [one.shape for one in models if one.shape]) if request.runs else None
+    fits = [_fit(one, *plan, request, gpu, learned) for one, plan in zip(models, planned, strict=True)]
     return [replace(fit, notes=(*fit.notes, *notes)) for fit in fits], gpu
 
 
@@ -88,16 +94,22 @@ def _fit(
     keeps_gpus: bool,
     request: FitRequest,
     gpu: GpuMemory | None,
+    learned: LearnedRuns | None,
 ) -> ModelFit:
     assert found.shape is not None
-    training = estimate(found.shape, plan) if request.mode != INFERENCE else None
+    of = learned.estimate if learned else estimate
+    training = of(found.shape, plan) if request.mode != INFERENCE else None
     inference = estimate(found.shape, _serving_plan(plan, settings)) if request.mode != TRAINING else None
     main_one = training or inference
     assert main_one is not None
     is_too_large = gpu is not None and verdict(main_one.total, gpu.usable_bytes) != FITS
-    changes = fitting_changes(main_one, gpu.usable_bytes, keeps_gpus=keeps_gpus) if gpu and is_too_large else []
+    changes = fitting_changes(main_one, gpu.usable_bytes, of, keeps_gpus=keeps_gpus) if gpu and is_too_large else []
     measured = measure(found.config, plan) if request.measured else None
-    return ModelFit(found.source, found.notes, inference, training, tuple(changes), measured)
+    fit = ModelFit(found.source, found.notes, inference, training, tuple(changes), measured)
+    if learned is None or training is None:
+        return fit
+    before = estimate(found.shape, plan).total
+    return replace(fit, learned=LearnedFit(learned.correction(training), dict(learned.left_out), before))
 
 
 def _laid_out(plan: MemoryPlan, gpus: int | None, is_dp_given: bool) -> MemoryPlan:

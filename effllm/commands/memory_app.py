@@ -24,6 +24,7 @@ _BITS = typer.Option(metavar="B", help="Bits of quantized weights, 4 or 8 (QLoRA
 _ZERO = typer.Option(metavar="STAGE", help="Stage of ZeRO, 0 to 3.")
 _FSDP = typer.Option("--fsdp", help="FSDP with full sharding: the same as --zero 3.")
 _MEASURE = typer.Option("--measure", help="Also measure a step with fake tensors; needs transformers.")
+_RUNS = typer.Option(metavar="PATH", help="Run folders or ledger: their measured peaks correct the estimate.")
 _SEQUENCE = typer.Option("--sequence-parallel", help="Sequence parallelism beside tensor parallelism.")
 
 
@@ -52,14 +53,14 @@ def fit(
     fsdp: Annotated[bool, _FSDP] = False,
     sequence_parallel: Annotated[bool, _SEQUENCE] = False,
     measured: Annotated[bool, _MEASURE] = False,
+    runs: Annotated[str, _RUNS] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with bytes.")] = False,
 ) -> None:
     """Estimate the memory of models before a run: does it fit, and what would make it fit.
 
     Each part of the memory is an interval with its basis. Weights, gradients and optimizer states are exact. The
     interval of activations has the errors on configurations whose tensors were counted. Nothing is downloaded, and
-    neither torch nor a GPU is needed. Memory of a mixture of experts needs all parameters. docs/fit.md has the
-    formulas, their sources and their errors.
+    neither torch nor a GPU is needed. docs/fit.md has the formulas, their sources and their errors.
 
     \b
     Examples:
@@ -67,8 +68,8 @@ def fit(
       effllm fit path/to/config.json --gpu a100-80gb --gpus 8 --zero 3
       effllm fit pretrain_llama.sh --gpu h100-80gb           # Megatron
       effllm fit qwen3-8b fsdp.yaml --gpu a100-80gb          # accelerate
-      effllm fit qwen3-8b --precision bf16 --lora 16 --checkpointing full
       effllm fit deepseek-v3 --mode inference --gpu h200 --gpus 16 --tp 16
+      effllm fit qwen3-8b --runs efficientllm_runs
       effllm fit gemma-2-9b mistral-7b --gpu rtx4090 --json | jq .models
 
     Exit status: 0 estimated, and fits if a GPU is known; 1 does not fit, or unclear; 2 wrong use, or no such model.
@@ -86,4 +87,4 @@ def fit(
         "tp": tp, "pp": pp, "cp": cp, "ep": ep, "dp": dp, "zero": 3 if fsdp else zero,
         "sequence_parallel": sequence_parallel or None,
     }  # fmt: skip
-    raise typer.Exit(command.main(command.FitRequest(models, mode, gpu, gpus, settings, as_json, measured)))
+    raise typer.Exit(command.main(command.FitRequest(models, mode, gpu, gpus, settings, as_json, measured, runs)))

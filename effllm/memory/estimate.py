@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from effllm.memory.byte_range import ByteRange, total_of
 from effllm.memory.model import ModelShape
-from effllm.memory.overheads import CUBLAS_WORKSPACE, CUDA_CONTEXT, communication, fragmentation
+from effllm.memory.overheads import CUBLAS_WORKSPACE, CUDA_CONTEXT, communication, fragmentation, nccl_buffers
 from effllm.memory.parameters import ParameterCounts, count_parameters
 from effllm.memory.plan import MemoryPlan, check_plan
 from effllm.memory.serving import serving_parts
@@ -61,6 +61,9 @@ class MemoryEstimate:
     parts: tuple[MemoryPart, ...]
     moment: str  # of the peak
     total: ByteRange
+    allocated: ByteRange  # by torch's allocator: without CUDA context, NCCL's buffers and fragmentation
+    reserved: ByteRange  # by torch's allocator: with fragmentation
+    is_corrected: bool = False  # whether measured peaks have changed the totals; the parts are not changed
 
     def part(self, name: str) -> MemoryPart:
         return next(one for one in self.parts if one.name == name)
@@ -78,12 +81,32 @@ def estimate(shape: ModelShape, plan: MemoryPlan) -> MemoryEstimate:
     build: Callable[[ModelShape, MemoryPlan, Stage], list[Moment]]
     build = _training_parts if plan.is_training else _serving_parts
     found = [moment for stage in stages(shape, plan) for moment in build(shape, plan, stage)]
+    trained = elements(trained_tensors(plan, whole))
     totals = [total_of(part.bytes for part in parts) for _, parts in found]
-    expected, (moment, parts) = max(zip((one.expected for one in totals), found, strict=True), key=lambda one: one[0])
-    total = ByteRange(max(one.low for one in totals), expected, max(one.high for one in totals))
-    if shape.is_upper_bound:
-        total = replace(total, low=0.0)
-    return MemoryEstimate(shape, plan, counts, elements(trained_tensors(plan, whole)), tuple(parts), moment, total)
+    moment, parts = max(zip(totals, found, strict=True), key=lambda one: one[0].expected)[1]
+    total = _largest(shape, totals)
+    allocated, reserved = (_largest(shape, [_of_torch(plan, one, out) for _, one in found]) for out in _OUTSIDE)
+    return MemoryEstimate(shape, plan, counts, trained, tuple(parts), moment, total, allocated, reserved)
+
+
+def _largest(shape: ModelShape, totals: list[ByteRange]) -> ByteRange:
+    """Return the range of the largest of the moments and stages; an upper bound has no low limit."""
+    low = 0.0 if shape.is_upper_bound else max(one.low for one in totals)
+    return ByteRange(low, max(one.expected for one in totals), max(one.high for one in totals))
+
+
+#: Parts that are not allocated by torch's allocator, and those that it does not reserve.
+_OUTSIDE = (("CUDA context", "fragmentation"), ("CUDA context",))
+
+
+def _of_torch(plan: MemoryPlan, parts: list[MemoryPart], outside: tuple[str, ...]) -> ByteRange:
+    """Return the sum of the parts in torch's allocator, at one moment."""
+    nccl, inside = nccl_buffers(plan), [one.bytes for one in parts if one.name not in outside]
+    for index, part in enumerate(one for one in parts if one.name not in outside):
+        if part.name == "communication buffers":
+            size = part.bytes
+            inside[index] = ByteRange(size.low - nccl.low, size.expected - nccl.expected, size.high - nccl.high)
+    return total_of(inside)
 
 
 def _training_parts(shape: ModelShape, plan: MemoryPlan, stage: Stage) -> list[Moment]:

@@ -19,16 +19,22 @@ FRAGMENTATION = (0.0, 0.05, 0.2)
 CUBLAS_WORKSPACE = ByteRange(8 * 2**20, 32 * 2**20, 64 * 2**20)
 
 
+def nccl_buffers(plan: MemoryPlan) -> ByteRange:
+    """Return the buffers that NCCL allocates beside torch's allocator."""
+    groups = sum(size > 1 for size in (plan.tp, plan.pp, plan.cp, plan.ep, plan.dp))
+    return ByteRange(NCCL_GROUP.low * groups, NCCL_GROUP.expected * groups, NCCL_GROUP.high * groups)
+
+
 def communication(plan: MemoryPlan, gradients: float, weights: float, layer_weights: float) -> ByteRange:
     """Return the buffers of collectives.
 
     DDP copies gradients to buckets of their total size, unless gradients are views of the buckets.  FSDP and ZeRO-3
     gather the weights of the layer in use and of the next one, and reduce the gradients of a layer.
     """
-    groups = sum(size > 1 for size in (plan.tp, plan.pp, plan.cp, plan.ep, plan.dp))
-    if not groups:
-        return ByteRange.exact(0.0)
-    low, expected, high = (getattr(NCCL_GROUP, name) * groups for name in ("low", "expected", "high"))
+    nccl = nccl_buffers(plan)
+    if not nccl.expected:
+        return nccl
+    low, expected, high = nccl.low, nccl.expected, nccl.high
     if plan.is_training and plan.shards > 1:
         if plan.zero == 0 and plan.implementation == "transformers":
             expected, high = expected + gradients, high + gradients

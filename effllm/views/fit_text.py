@@ -10,6 +10,7 @@ from effllm.memory.changes import FITS, FittingChange, verdict
 from effllm.memory.estimate import MemoryEstimate
 from effllm.memory.plan import MemoryPlan
 from effllm.records.plain_text import one_line
+from effllm.views.fit_learned import LearnedFit, learned_lines
 
 GB, GIB = 1e9, 2.0**30
 SIGNS = {FITS: "✓", "does not fit": "✗", "unclear": "?"}
@@ -36,6 +37,7 @@ class ModelFit:
     training: MemoryEstimate | None
     changes: tuple[FittingChange, ...]  # of the training, or of the inference alone
     measured: dict[str, int] | None = None  # bytes of a training step with fake tensors
+    learned: LearnedFit | None = None  # of the training, from the measured peaks of earlier runs
 
     @property
     def any(self) -> MemoryEstimate:
@@ -57,6 +59,8 @@ def fit_lines(fits: Sequence[ModelFit], gpu: GpuMemory | None) -> Iterator[str]:
                 yield from _part_lines(found)
         if fit.measured and fit.training:
             yield from _measured_lines(fit.measured, fit.training)
+        if fit.learned:
+            yield from learned_lines(fit.learned)
         yield from (f"note: {one_line(note)}" for note in fit.notes)
         if gpu:
             yield from _change_lines(fit, gpu)
@@ -105,7 +109,9 @@ def _part_lines(found: MemoryEstimate) -> Iterator[str]:
                 yield f"{'':<22} later in the step {part.largest / GB:.2f} GB, when activations are freed"
     total = found.total
     yield f"{'total':<22} {_numbers(total)}  90 % interval; {total.low / GIB:.1f} to {total.high / GIB:.1f} GiB"
-    if total.high > total_of(part.bytes for part in found.parts).high:
+    if found.is_corrected:
+        yield "the total is corrected by measured peaks, the parts are not"
+    elif total.high > total_of(part.bytes for part in found.parts).high:
         yield "the high limit is that of the optimizer step, with a workspace of the size of the weights (foreach)"
     yield f"dominant: {', '.join(_dominant(found))}"
 
