@@ -211,8 +211,8 @@ class Goodput(Struct):
 
 def _move_rounding_errors(elapsed_s: float, seconds: dict[str, float], *others: dict[str, float]) -> None:
     """Add classes that are rounding errors to the largest class, so that the sums stay the same."""
-    largest, least_s = max(seconds, key=lambda name: seconds[name]), max(MIN_SHARE * elapsed_s, MIN_CLASS_S)
-    small = [name for name, value in seconds.items() if value < least_s and name != largest]
+    largest, min_s = max(seconds, key=lambda name: seconds[name]), max(MIN_SHARE * elapsed_s, MIN_CLASS_S)
+    small = [name for name, value in seconds.items() if value < min_s and name != largest]
     for one in (seconds, *others):
         for name in small:
             one[largest] += one[name]

@@ -41,7 +41,7 @@ class MemoryPressure(Struct):
     worst_iteration: int = 0
     worst_retries: int = 0
     lost_s: float = 0.0  # of all ranks, above the median of the windows without retries
-    most_s: float = 0.0  # the same, above their 10th percentile: an upper bound
+    max_s: float = 0.0  # the same, above their 10th percentile: an upper bound
     usual: list[float] = []  # seconds per amount of the newest windows without retries
     waiting: list[Paced] = []  # windows with retries, before there is a base of comparison
     failed: dict[int, dict[str, float]] = {}  # rank -> bytes at an error in its last report
@@ -87,7 +87,7 @@ class MemoryPressure(Struct):
             first_iteration=self.first_iteration,
             last_iteration=self.last_iteration,
             rank_seconds=self.lost_s if is_compared else None,
-            max_rank_seconds=self.most_s if is_compared else None,
+            max_rank_seconds=self.max_s if is_compared else None,
         )
 
     def out_of_memory(self, values: Mapping[str, ValueStatistics]) -> OutOfMemory | None:
@@ -108,6 +108,6 @@ class MemoryPressure(Struct):
 
     def _compare(self, window: Paced) -> None:
         each, tenths = window.busy_s / window.amount, statistics.quantiles(self.usual, n=10)
-        self.most_s += max(each - tenths[0], 0.0) * window.amount
+        self.max_s += max(each - tenths[0], 0.0) * window.amount
         if each > tenths[-1]:
             self.lost_s += (each - statistics.median(self.usual)) * window.amount
