@@ -11,7 +11,15 @@ from effllm import __version__
 from effllm.devices import Site
 from effllm.devices.simulated import MAX_CLOCK_HZ, open_device
 from effllm.records.energy import EnergyAmount
-from effllm.records.rank import CLOCK_RATIO, DeviceWindow, Gauge, Integrals, ParameterCount, RankReport
+from effllm.records.rank import (
+    CLOCK_RATIO,
+    DeviceWindow,
+    Gauge,
+    Integrals,
+    ParameterCount,
+    RankReport,
+    ValueStatistics,
+)
 from effllm.records.wire import Bye, Hello
 
 RANKS_PER_NODE = 8
@@ -20,6 +28,8 @@ TOKENS = 4096  # tokens per iteration; each rank adds its rank number, so that a
 BUSY = 0.95  # step time as a share of an iteration
 CLOCK_HZ, TEMPERATURE_C, LIMIT_W = 1.7e9, 61.0, 700.0
 CLOCK = CLOCK_HZ / MAX_CLOCK_HZ
+#: The readings of torch's allocator that each rank with CUDA reports in each window (effllm/agent/rank_memory.py).
+ALLOCATOR_BYTES = {"allocated": 40e9, "reserved": 45e9, "fragmented": 1e9}
 
 
 class SimulatedRank:
@@ -102,8 +112,13 @@ class SimulatedRank:
             wait_s=span_s - BUSY * span_s,
             phases_s={},
             devices=(device,),
+            values=self._allocator(),
             **counts,
         )
+
+    def _allocator(self) -> dict[str, ValueStatistics]:
+        values = {f"allocator/{name}_bytes": size + self.rank for name, size in ALLOCATOR_BYTES.items()}
+        return {name: ValueStatistics(1, value, 0.0, value, value) for name, value in values.items()}
 
     def bye(self, lost: int) -> Bye:
         return Bye(self.agent, self.rank, "completed", self._window * self._log_interval, lost)
