@@ -2,8 +2,8 @@
 
 The first parts measure the sensors (the report of ``effllm profile``), compare the counter with integrated power under
 square waves, and compare window energies with the known energy of the load.  Further parts measure the cost of calls
-and of an agent on this driver, and training with metrics on and off.  Without CUDA, the parts that need CUDA are
-skipped and listed.
+and of an agent on this driver, training with metrics on and off, and the peaks of memory of forty models.  Without
+CUDA, the parts that need CUDA are skipped and listed.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from msgspec.structs import asdict
@@ -27,6 +28,7 @@ from benchmarks.figure import Figure
 from benchmarks.gpu_waves import waves
 from benchmarks.gpu_windows import QUICK_WINDOWS, WINDOWS, windows
 from benchmarks.machine import machine
+from benchmarks.memory import on_gpu
 from effllm import sensor_profile as profiling
 from effllm.devices import DeviceUnavailable, Reader, Site, open_device
 from effllm.sensor_profile.load import Loader, LoadUnavailable, TorchLoad
@@ -89,6 +91,7 @@ class _Bench:
         self.figures: list[Figure] = []
         self.left_out: list[str] = []
         self.profile: SensorProfile | None = None
+        self.memory: list[dict[str, Any]] = []
         self.reader = reader
         self._load, self._quick = load, quick
 
@@ -99,6 +102,7 @@ class _Bench:
             ("windows", self._windows),
             ("an agent", self._agent),
             ("training", self._training),
+            ("the memory of forty models", self._memory),
         ]
 
     def open_load(self) -> Loader:
@@ -184,6 +188,14 @@ class _Bench:
             return
         self.figures += training.measure_on_gpu()
 
+    def _memory(self) -> None:
+        if reason := on_gpu.why_not():
+            self.left_out.append(f"peaks of memory against effllm fit: {reason}; python -m benchmarks.memory --gpu")
+            return
+        found = on_gpu.measure_all(4 if self._quick else on_gpu.COUNT)
+        self.figures += on_gpu.figures_of(found)
+        self.memory = on_gpu.rows_of(found)
+
 
 # --- the file ------------------------------------------------------------------------------------
 
@@ -202,6 +214,7 @@ def _keep(bench: _Bench, folder: Path) -> Path:
         "machine": about,
         "figures": [figure.to_dict() for figure in bench.figures],
         "left_out": bench.left_out,
+        "memory": bench.memory,
         "profile": msgspec.to_builtins(found) | {"sensor": asdict(found.sensor)},
     }
     folder.mkdir(exist_ok=True)

@@ -1,7 +1,7 @@
 """Count the storages of tiny trainings, and compare estimates with them: ``python -m benchmarks.memory``.
 
 Needs the environment with transformers, accelerate and PEFT: ``make bench-memory``.  Every configuration trains two
-steps on the CPU; the second one is counted.
+steps on the CPU; the second one is counted.  With ``--gpu``, forty models of real size train on the first GPU instead.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import machine
-from benchmarks.memory import peers
+from benchmarks.memory import on_gpu, peers
 from benchmarks.memory.configurations import Configuration, configurations
 from benchmarks.memory.judged import Judged, judge, peak_errors, shape_and_plan, summary
 
@@ -28,7 +28,10 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=15, help="seed of the drawn configurations")
     parser.add_argument("--keep", action="store_true", help="write the results to benchmarks/results/")
     parser.add_argument("--again", metavar="FILE", help="judge the counted configurations of a kept file")
+    parser.add_argument("--gpu", action="store_true", help="compare the peaks of forty models on a GPU")
     given = parser.parse_args()
+    if given.gpu:
+        return on_gpu.main(RESULTS, keep=given.keep)
     refused: list[str] = []
     if given.again:
         rows = json.loads(Path(given.again).read_text())["counted"]

@@ -1,24 +1,48 @@
-"""Build a configuration with transformers, PEFT and torch on the CPU, and count its step."""
+"""Build a configuration with transformers, PEFT and torch, and count its step on the CPU."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from benchmarks.memory.configurations import Configuration
 from benchmarks.memory.counted import Counted, count_step
+from benchmarks.memory.real_size import RealSize
+
+
+@dataclass
+class Built:
+    """A training that has made one step, so that the optimizer's states exist."""
+
+    model: Any
+    optimizer: Any
+    losses: list[Callable[[], torch.Tensor]]  # of the micro-batches of a step
+    texts: list[torch.Tensor]
+
+    def step(self) -> None:
+        for loss in self.losses:
+            loss().backward()
+        self.optimizer.step()
 
 
 def measure(configuration: Configuration) -> Counted:
     """Return the bytes of the second step."""
+    torch.set_num_threads(1)
+    built = build(configuration)
+    return count_step(built.model, built.optimizer, built.losses, built.texts)
+
+
+def build(configuration: Configuration | RealSize, device: str = "cpu") -> Built:
+    """Return a training after its first step."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    torch.set_num_threads(1)
     config = AutoConfig.for_model(configuration.architecture, **configuration.fields)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=configuration.attention)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=configuration.attention)
     if configuration.precision == "bf16":
         model = model.to(torch.bfloat16)
     if configuration.lora_rank:
@@ -34,17 +58,16 @@ def measure(configuration: Configuration) -> Counted:
     else:
         optimizer = OPTIMIZERS[configuration.optimizer](trained)
     shape = (configuration.micro_batch, configuration.seq_length)
-    texts = [torch.randint(1, configuration.vocab, shape) for _ in range(configuration.accumulation)]
+    texts = [torch.randint(1, configuration.vocab, shape, device=device) for _ in range(configuration.accumulation)]
     losses = [_loss(model, ids, configuration.precision == "bf16-mixed") for ids in texts]
-    for loss in losses:
-        loss().backward()
-    optimizer.step()
-    return count_step(model, optimizer, losses, texts)
+    built = Built(model, optimizer, losses, texts)
+    built.step()
+    return built
 
 
 def _loss(model: Any, ids: torch.Tensor, autocast: bool) -> Callable[[], torch.Tensor]:
     def loss() -> torch.Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        with torch.autocast(ids.device.type, dtype=torch.bfloat16, enabled=autocast):
             return model(input_ids=ids, labels=ids).loss
 
     return loss
@@ -106,7 +129,7 @@ def _muon(model: torch.nn.Module) -> MuonWithAdamW:
 
 
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
-    "adamw": torch.optim.AdamW,
+    "adamw": lambda trained: torch.optim.AdamW(trained, fused=trained[0].is_cuda or None),  # as the Trainer does
     "sgd": lambda trained: torch.optim.SGD(trained, lr=0.1),
     "sgd-momentum": lambda trained: torch.optim.SGD(trained, lr=0.1, momentum=0.9),
     "adafactor": torch.optim.Adafactor,

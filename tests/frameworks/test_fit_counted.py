@@ -5,10 +5,13 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks.memory.built import measure
+from benchmarks.memory.built import build, measure
 from benchmarks.memory.configurations import Configuration
 from benchmarks.memory.judged import judge
+from benchmarks.memory.on_gpu import measure as measure_peaks
+from benchmarks.memory.real_size import RealSize
 from effllm.commands.app import app
+from effllm.memory.parameters import count_parameters
 
 # transformers warns of its own old names, and PEFT of the names of modules.
 pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.filterwarnings("ignore::UserWarning")]
@@ -51,3 +54,14 @@ def test_measured_step_is_within_10_percent_of_the_estimate(tmp_path):
     names = ("weights", "gradients", "optimizer_states", "activations", "logits")
     estimated = sum(parts[name]["expected"] for name in names)
     assert model["measured"]["peak"] == pytest.approx(estimated, rel=0.1)
+
+
+def test_model_of_real_size_trains_as_on_a_gpu():
+    smallest = RealSize("smollm2-135m", 1, 16, "bf16", "adamw", "full", 8, 1, "sdpa")
+
+    built = build(smallest)
+    measured = measure_peaks(smallest, "cpu")
+
+    weights = sum(one.numel() for name, one in built.model.named_parameters() if "lora" not in name)
+    assert weights == count_parameters(smallest.shape).total
+    assert measured.failure == "not on a GPU"  # after a whole step
