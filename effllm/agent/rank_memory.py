@@ -54,11 +54,12 @@ class RankMemory:
         before = self._watch.forecast.last
         is_end = slot.number == ring.AFTER_STEPS and slot.ordinal > self._last and self._is_boundary(slot.ordinal)
         fields = dict(zip(ring.MEMORY_FIELDS, (value for _, value in slot.values), strict=True))
-        if not fields["positions"] and is_end:
+        positions = fields["positions"]  # of the largest micro-batch, if the hook counts them
+        if not positions and is_end:
             fields["positions"] = float(self._positions)  # of a whole iteration
         reading = MemoryReading(_PLACES[slot.number], slot.ordinal + self._offset, **fields)
         self._warned += self._watch.add(reading, is_window_end=is_end)
-        self._note(slot, reading, before, is_end)
+        self._note(slot, reading, before, is_end, positions)
         if is_end:
             self._last, self._positions = slot.ordinal, 0
 
@@ -95,7 +96,9 @@ class RankMemory:
                 found[name] = found.get(name, 0.0) + value if is_count else max(found.get(name, 0.0), value)
         return {name: ValueStatistics(1, value, 0.0, value, value) for name, value in found.items()}
 
-    def _note(self, slot: ring.Slot, now: MemoryReading, before: MemoryReading | None, is_end: bool) -> None:
+    def _note(
+        self, slot: ring.Slot, now: MemoryReading, before: MemoryReading | None, is_end: bool, positions: float
+    ) -> None:
         """Keep the values of a reading until the report of its window."""
         # After the end of a window, also a phase and an iteration that does not end belong to the next window.
         window = -(-(slot.ordinal + self._offset + (not is_end)) // self._log_interval)
@@ -107,6 +110,8 @@ class RankMemory:
             values["allocator/fragmented_bytes"] = now.fragmented
         if before is None or now.allocated_peak > before.allocated_peak:
             values[f"allocator/{now.after}_peak_bytes"] = now.allocated_peak
+            if now.after == STEPS and positions:
+                values["allocator/steps_positions"] = positions
         if before is not None:
             for name in ("retries", "out_of_memory"):
                 if (more := getattr(now, name) - getattr(before, name)) > 0:

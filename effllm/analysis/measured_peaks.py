@@ -12,7 +12,7 @@ from effllm.analysis.ledger import ledger_lines
 from effllm.analysis.run_folders import UnreadableRun, find_runs
 from effllm.analysis.run_row import Document, Unreadable, read_document
 
-STEPS_PEAK = "allocator/steps_peak_bytes"
+STEPS_PEAK, STEPS_POSITIONS = "allocator/steps_peak_bytes", "allocator/steps_positions"
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,7 @@ class RecordedPeak:
     model: str | None
     parameters: int | None  # of the whole model
     facts: Document
+    positions: float | None = None  # of the largest micro-batch in the windows in which the peak has risen
 
 
 def read_peaks(path: Path) -> tuple[list[RecordedPeak], Counter[str]]:
@@ -44,7 +45,7 @@ def read_peaks(path: Path) -> tuple[list[RecordedPeak], Counter[str]]:
         except (FileNotFoundError, Unreadable):
             left_out["no readable summary.json"] += 1
             continue
-        peak = _peak(summary)
+        peak = _most(summary, STEPS_PEAK)
         if summary.get("simulated") is True:
             left_out["simulated GPUs"] += 1
         elif peak is None:
@@ -52,7 +53,8 @@ def read_peaks(path: Path) -> tuple[list[RecordedPeak], Counter[str]]:
         else:
             model, parameters = summary.get("model") or run.get("model"), summary.get("parameters")
             whole = parameters if summary.get("parameters_kind", "total") == "total" else None
-            found.append(RecordedPeak(folder, peak, _text(model), _whole(whole), run))
+            positions = _most(summary, STEPS_POSITIONS)
+            found.append(RecordedPeak(folder, peak, _text(model), _whole(whole), run, positions))
     return found, left_out
 
 
@@ -76,10 +78,11 @@ def _read(path: Path) -> Document:
         return {}
 
 
-def _peak(summary: Document) -> float | None:
+def _most(summary: Document, name: str) -> float | None:
+    """Return the largest value of an instrument in the run."""
     values = summary.get("instruments")
-    steps = values.get(STEPS_PEAK) if isinstance(values, dict) else None
-    most = steps.get("most") if isinstance(steps, dict) else None
+    found = values.get(name) if isinstance(values, dict) else None
+    most = found.get("most") if isinstance(found, dict) else None
     return float(most) if isinstance(most, (int, float)) and not isinstance(most, bool) and 0 < most < 1e15 else None
 
 

@@ -16,7 +16,7 @@ from effllm.memory.parameters import count_parameters
 from effllm.memory.plan import ImpossiblePlan, MemoryPlan
 from effllm.memory.recorded_plan import UnknownPlan, recorded_plan
 
-#: Largest relative difference between the parameters of a run and those of its model: adapters are also counted.
+#: Largest relative difference between the parameters of a run and those of its model.
 TOLERANCE = 0.02
 
 
@@ -50,12 +50,11 @@ def learn_from(path: Path, models: Iterable[ModelShape]) -> LearnedRuns:
     shapes, by_family = list(models), dict[Hashable, list[MeasuredPeak]]()
     for one in recorded:
         try:
-            plan = recorded_plan(one.facts)
-            shape = _shape(one, shapes)
-            if shape is None:
+            found = _estimated(one, recorded_plan(one.facts, one.positions), shapes)
+            if found is None:
                 left_out["no known model"] += 1
                 continue
-            peak = MeasuredPeak(estimate(shape, plan), one.peak_bytes)
+            peak = MeasuredPeak(found, one.peak_bytes)
         except UnknownPlan as error:
             left_out[str(error)] += 1
         except ImpossiblePlan:
@@ -65,10 +64,16 @@ def learn_from(path: Path, models: Iterable[ModelShape]) -> LearnedRuns:
     return LearnedRuns({family: learn(peaks) for family, peaks in by_family.items()}, left_out)
 
 
-def _shape(run: RecordedPeak, given: Sequence[ModelShape]) -> ModelShape | None:
+def _estimated(run: RecordedPeak, plan: MemoryPlan, given: Sequence[ModelShape]) -> MemoryEstimate | None:
+    """Return the estimate of the run's model, which has the name or is given, and has the parameters of the run.
+
+    Raises:
+        ImpossiblePlan: the model cannot have this plan.
+    """
     named = find_model(run.model) if run.model else None
     for shape in [*([named.shape] if named else []), *given]:
-        total = count_parameters(shape).total
+        adapters = estimate(shape, plan).trained if plan.lora_rank else 0.0
+        total = count_parameters(shape).total + adapters
         if run.parameters and abs(run.parameters - total) <= TOLERANCE * total:
-            return shape
+            return estimate(shape, plan)
     return None

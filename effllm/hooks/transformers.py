@@ -25,10 +25,12 @@ from effllm.hooks._parameters import (
     model_name,
     parameters_of,
 )
+from effllm.hooks._plan import type_of_weights
 from effllm.hooks._steps import Steps, rank, version
 from effllm.hooks._trainer_figures import TrainerFigures
 from effllm.hooks._trainer_layout import counts_its_batch, mesh_text, tensor_parallel
 from effllm.hooks._trainer_lengths import max_positions
+from effllm.hooks._trainer_plan import framework_plan
 from effllm.hooks._wrap import Call, Guard, around
 from effllm.instruments.token_counter import CountingCollator
 from effllm.trainer import ownership
@@ -299,24 +301,19 @@ class TrainerRun:
             "per_device_batch_size": args.per_device_train_batch_size,
             "gradient_accumulation_steps": args.gradient_accumulation_steps,
             "logging_steps": args.logging_steps,
-            "precision": "bf16" if args.bf16 else "fp16" if args.fp16 else _type_of_weights(self._model),
+            "precision": "bf16" if args.bf16 else "fp16" if args.fp16 else type_of_weights(self._model),
             "parallel_layout": kind,
             "device_mesh": mesh_text(self.trainer),
             "tensor_parallel": tensor_parallel(self.trainer),
             "context_parallel": getattr(sizes, "cp_size", None),
             "sequence_parallel": getattr(sizes, "sp_size", None),
+            "framework_plan": framework_plan(self.trainer, args, self._model),
         }
         return {name: value for name, value in found.items() if value is not None}
 
 
 def _is_checkpointing(args: Any) -> bool:
     return any(getattr(args, name, False) for name in ("gradient_checkpointing", "activation_checkpointing"))
-
-
-def _type_of_weights(model: Any) -> str | None:
-    kind = next((str(one.dtype) for one in model.parameters() if one.is_floating_point()), None) if model else None
-    names = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}
-    return names.get(kind, kind) if kind else None
 
 
 def _import_trainer() -> Any:

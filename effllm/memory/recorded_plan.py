@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
@@ -10,6 +11,8 @@ from effllm.memory.plan import MemoryPlan
 
 #: Settings that determine the memory of every training; a plan without one of them is not known.
 NEEDED = ("precision", "optimizer", "checkpointing", "seq_length", "micro_batch")
+#: The facts of a run with words of a plan; a later fact replaces words of an earlier one.
+FACTS = ("framework_plan", "memory_plan")
 _SETTINGS = {one.name: str(one.type) for one in fields(MemoryPlan) if one.name != "mode"}
 #: Setting of a plan -> fact of Megatron's training loop.
 _MEGATRON = {
@@ -27,23 +30,28 @@ class UnknownPlan(ValueError):
     """The facts of a run do not give its plan, with the reason."""
 
 
-def recorded_plan(facts: Mapping[str, Any]) -> MemoryPlan:
+def recorded_plan(facts: Mapping[str, Any], positions: float | None = None) -> MemoryPlan:
     """Return the plan of a run.
 
-    It is the fact ``memory_plan`` of the training script, or the facts of Megatron's training loop.
+    It is the fact ``framework_plan`` of the framework's hook, with the changes of ``memory_plan``, a fact of the
+    training script; or the facts of Megatron's training loop.
+
+    Args:
+        facts: the facts of the run.
+        positions: positions of the largest micro-batch; the length follows from it if no fact states the length.
 
     Raises:
         UnknownPlan: a setting that determines the memory is missing or wrong.
     """
-    declared = facts.get("memory_plan")
-    if isinstance(declared, str):
-        return _declared(declared)
+    stated = [text for name in FACTS if isinstance(text := facts.get(name), str)]
+    if any(stated):
+        return _stated(" ".join(stated), positions)
     if facts.get("framework") == "megatron" and facts.get("optimizer"):
         return _of_megatron(facts)
     raise UnknownPlan("no known plan")
 
 
-def _declared(text: str) -> MemoryPlan:
+def _stated(text: str, positions: float | None) -> MemoryPlan:
     settings: dict[str, Any] = {}
     for word in text.split():
         name, _, value = word.partition("=")
@@ -51,6 +59,8 @@ def _declared(text: str) -> MemoryPlan:
         if kind is None:
             raise UnknownPlan("a wrong memory_plan")
         settings[name] = _read(kind, value)
+    if positions and settings.get("micro_batch"):
+        settings.setdefault("seq_length", math.ceil(positions / settings["micro_batch"]))
     return _complete(settings)
 
 

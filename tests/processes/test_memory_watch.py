@@ -184,6 +184,23 @@ def test_values_of_a_window_have_peaks_and_new_retries(allocator, recorded):
     assert memory._watch.forecast.lengths.longest == 100.0, "the positions of an iteration"
 
 
+def test_window_whose_peak_has_risen_has_the_largest_micro_batch(allocator, recorded):
+    memory = RankMemory(0, 5, 0)
+    for peak, positions in ((5, (200, 300)), (5, (400, 100)), (6, (250, 150))):
+        for one in positions:
+            recorded.recorder.micro_batch(one)
+        recorded.iterate(4)
+        allocator.use(3 * GB, peak * GB)
+        recorded.iterate(1)
+    for slot in recorded.reader.read():
+        if slot.kind in (MEMORY, ring.ITERATION):
+            memory.add(slot)
+
+    found = [memory.take_values(window, is_last=False).get("allocator/steps_positions") for window in (1, 2, 3)]
+
+    assert [one and one.most for one in found] == [300.0, None, 250.0]
+
+
 def test_forged_record_of_memory_is_not_valid(recorded):
     for number, values in [(9, [0.0] * 8), (4, [-1.0] * 8), (4, [float("nan")] * 8), (4, [1e300] * 8)]:
         recorded.writer.values(1, number, range(8), values, MEMORY)

@@ -127,6 +127,22 @@ def test_declared_plan_is_read():
     assert plan == MemoryPlan(seq_length=4096, dp=8, zero=3)
 
 
+def test_script_changes_words_of_the_framework_plan():
+    facts = {"framework_plan": PLAN + "512 dp=2", "memory_plan": "checkpointing=full dp=4"}
+
+    assert recorded_plan(facts) == MemoryPlan(checkpointing="full", seq_length=512, dp=4)
+
+
+def test_length_is_that_of_the_largest_micro_batch():
+    words = PLAN.replace("micro_batch=1 seq_length=", "micro_batch=3")
+
+    assert recorded_plan({"framework_plan": words}, positions=1000.0).seq_length == 334
+    assert recorded_plan({"framework_plan": words, "memory_plan": "seq_length=9"}, positions=1000.0).seq_length == 9
+    for positions in (None, 0.0):
+        with pytest.raises(UnknownPlan, match="no seq_length"):
+            recorded_plan({"framework_plan": words}, positions)
+
+
 def test_plan_of_megatron_is_read_from_its_facts():
     facts = {
         "framework": "megatron", "tensor_parallel": 2, "pipeline_parallel": 1, "context_parallel": 1,
@@ -228,9 +244,22 @@ def test_left_out_runs_are_counted_by_reason(run, tmp_path):
     assert found.endswith("1 run of 1 plan of this family: measured / estimated 1.200; at least 3 plans are needed, "
                           "nothing is corrected")  # fmt: skip
     assert [line for line in lines if line.startswith("runs left out")] == [
-        "runs left out: 1 with an impossible plan, 1 with no known model, 1 with no peak of torch's allocator, "
-        "1 with no precision of the plan, 1 with simulated GPUs"
+        "runs left out: 1 with an impossible plan, 1 with no known model, 1 with no known plan, "
+        "1 with no peak of torch's allocator, 1 with simulated GPUs"
     ]
+
+
+def test_adapters_are_parameters_of_the_run(run, tmp_path):
+    """Adapters of rank 64 are 15 % of SmolLM2-135M: 30 layers, 64 (m + n) elements for each matrix of m x n."""
+    sizes = 2 * (576 + 576) + 2 * (192 + 576) + 3 * (576 + 1536)
+    words = f"{PLAN}512 lora_rank=64"
+    run("adapters", 512, 1.0, plan=words, parameters=PARAMETERS + 30 * 64 * sizes)
+    run("none", 512, 1.0, plan=words)
+
+    lines = fit("smollm2-135m", "--mode", "training", "--lora", 64, "--runs", tmp_path / "runs").stdout.splitlines()
+
+    assert "measured peaks: 1 run of 1 plan of this family" in next(one for one in lines if "measured peaks" in one)
+    assert "runs left out: 1 with no known model" in lines
 
 
 def test_runs_of_another_family_correct_nothing(run, tmp_path):
