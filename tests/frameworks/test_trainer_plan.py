@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
-from systems import RAN
+import json
 
+import pytest
+from nvml_library import GIB, Gpu, Trace, flat
+from systems import RAN
+from typer.testing import CliRunner
+
+from effllm.commands.app import app
+from effllm.memory.config_json import read_config
+from effllm.memory.estimate import estimate
 from effllm.memory.plan import MemoryPlan
 from effllm.memory.recorded_plan import UnknownPlan, recorded_plan
 
@@ -122,3 +129,67 @@ def test_plans_of_other_settings_are_right_or_not_stated(frameworks):
         else:
             plan = recorded_plan({"framework_plan": text}, positions=16.0)
             assert plan == MemoryPlan(**{**vars(FP32), **expected}), arguments
+
+
+#: The Trainer of a tiny model, with a stand-in for torch's allocator: there is no GPU.
+ALLOCATOR = """
+import tiny, torch
+from transformers import Trainer, TrainerCallback
+
+class Peak(TrainerCallback):
+    def on_substep_end(self, *_, **__):
+        now["peak"] = {peak}
+
+trainer = Trainer(model=tiny.llama(), args=tiny.arguments(gradient_accumulation_steps=2, {arguments}),
+                  train_dataset=tiny.rows(48, ({length} - 3, {length})), data_collator=tiny.collate,
+                  callbacks=[Peak()])
+trainer._get_train_sampler = lambda *_: range(48)
+now = {{"current": {peak} // 2, "peak": {peak} // 2}}
+torch.version.cuda = "13.0"
+del torch.cuda.Event
+for module in (torch.cuda, torch.cuda.memory):
+    module.is_initialized = lambda: True
+torch.cuda.is_current_stream_capturing = lambda: False
+torch.cuda.current_device = lambda: 0
+torch._C._cuda_memoryStats = lambda _index: {{
+    "allocated_bytes": {{"all": now}},
+    "reserved_bytes": {{"all": {{"current": 2 * {peak}, "peak": 2 * {peak}}}}},
+    "inactive_split_bytes": {{"all": {{"current": 0, "peak": 0}}}},
+    "num_alloc_retries": 0,
+    "num_ooms": 0,
+}}
+trainer.train()
+"""
+
+FIELDS = {"model_type": "llama", "num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2}
+FIELDS |= {"intermediate_size": 32, "vocab_size": 64}
+
+
+def test_run_folders_of_trainers_correct_the_estimate(frameworks, library, tmp_path):
+    """Measured peaks are 1.0, 1.1 and 1.21 times the estimates of what the script trains."""
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(FIELDS))
+    shape, folder = read_config(FIELDS), tmp_path / "runs"
+    trace = Trace(library, tmp_path / "trace")
+    trace.write(Gpu("GPU-aaaa0001-0000-4000-8000-000000000001", "00000000:3B:00.0", memory=flat(8.0 * GIB)))
+    trained = {
+        "": MemoryPlan(precision="fp32", micro_batch=2, accumulation=2, seq_length=8),
+        "bf16=True": MemoryPlan(micro_batch=2, accumulation=2, seq_length=32),
+        "gradient_checkpointing=True, optim='adafactor'": MemoryPlan(
+            precision="fp32", optimizer="adafactor", checkpointing="full", micro_batch=2, accumulation=2, seq_length=16
+        ),
+    }
+    for (arguments, plan), ratio in zip(trained.items(), (1.0, 1.1, 1.21), strict=True):
+        peak = round(ratio * estimate(shape, plan).allocated.expected)
+        code = ALLOCATOR.format(peak=peak, arguments=arguments, length=plan.seq_length)
+        job = frameworks.run(code, environ=trace.environment(), device="nvml", run_dir=str(folder))
+        assert not job.our_errors
+
+    command = ["fit", str(config), "--mode", "training", "--runs", str(folder), "--gpu", "h100-80gb", "--json"]
+    [model] = json.loads(CliRunner().invoke(app, command).stdout)["models"]
+
+    assert model["learned"]["left_out"] == {}
+    assert model["learned"]["ratios"] == pytest.approx([1.0, 1.1, 1.21], rel=1e-3)
+    before = estimate(shape, MemoryPlan())
+    expected = 1.1 * before.allocated.expected + before.total.expected - before.allocated.expected
+    assert model["training"]["total"]["expected"] == pytest.approx(expected, rel=1e-3)
