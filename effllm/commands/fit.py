@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ class FitRequest:
     settings: dict[str, Any]  # of a plan
     as_json: bool
     measured: bool = False
+    vocab_size: int | None = None  # of a script of Megatron that does not state it
     runs: str = ""  # path of runs whose measured peaks correct the estimates
 
 
@@ -58,18 +59,46 @@ def main(request: FitRequest) -> int:
 
 
 def _estimates(request: FitRequest) -> tuple[list[ModelFit], GpuMemory | None]:
-    found = [find(text) for text in request.models]
+    found = [find(text, request.vocab_size) for text in request.models]
     only_settings = [one for one in found if one.shape is None]
     models = [one for one in found if one.shape is not None]
     if not models:
         raise UnreadableModel(f"{request.models[0]} has only settings: also give a MODEL")
     shared = {name: value for one in only_settings for name, value in one.settings.items()}
     notes = tuple(note for one in only_settings for note in one.notes)
-    planned = [_planned(one, request, shared) for one in models]
+    planned = []
+    for one in models:
+        with _named(one, only_settings):
+            planned.append(_planned(one, request, shared))
     gpu = _gpu(request.gpu, max(plan.gpus for plan, *_ in planned) if request.gpu else request.gpus)
     learned = learn_from(Path(request.runs), [one.shape for one in models if one.shape]) if request.runs else None
-    fits = [_fit(one, *plan, request, gpu, learned) for one, plan in zip(models, planned, strict=True)]
-    return [replace(fit, notes=(*fit.notes, *notes)) for fit in fits], gpu
+    fits = []
+    for one, plan in zip(models, planned, strict=True):
+        with _named(one, only_settings):
+            fit = _fit(one, *plan, request, gpu, learned)
+        fits.append(replace(fit, notes=(*fit.notes, *notes, *_ignored(request, plan[0]))))
+    return fits, gpu
+
+
+@contextmanager
+def _named(model: FoundModel, settings: Sequence[FoundModel]) -> Iterator[None]:
+    """Add the name of the model, and of the files with its settings, to the error of a plan."""
+    try:
+        yield
+    except ImpossiblePlan as error:
+        assert model.shape is not None
+        raise ImpossiblePlan(f"{', '.join([model.shape.name, *(one.source for one in settings)])}: {error}") from None
+
+
+def _ignored(request: FitRequest, plan: MemoryPlan) -> Iterator[str]:
+    """Yield notes of settings that have no effect."""
+    if request.mode == INFERENCE:
+        names = ("optimizer", "checkpointing", "accumulation", "lora_rank", "zero", "sequence_parallel")
+        given = [name.replace("_rank", "").replace("_", "-") for name in names if request.settings.get(name)]
+        if given:
+            yield f"no effect on inference: {', '.join(f'--{name}' for name in given)}"
+    elif plan.zero and plan.shards == 1:
+        yield f"ZeRO {plan.zero} divides nothing with one rank of data parallelism: give --gpus N"
 
 
 def _planned(found: FoundModel, request: FitRequest, shared: dict[str, Any]) -> tuple[MemoryPlan, dict[str, Any], bool]:
@@ -82,6 +111,8 @@ def _planned(found: FoundModel, request: FitRequest, shared: dict[str, Any]) -> 
     stated, batch = settings.pop("gpus", None), settings.pop("global_batch", None)
     gpus = request.gpus if request.gpus is not None else None if "dp" in given else stated
     plan = _laid_out(MemoryPlan(**settings), gpus, "dp" in settings)
+    if "lora_targets" in given and not plan.lora_rank:
+        raise ImpossiblePlan("--lora-targets needs --lora RANK")
     if batch and "accumulation" not in settings:
         plan = replace(plan, accumulation=max(batch // max(plan.micro_batch * plan.dp, 1), 1))
     return plan, settings, gpus is not None
@@ -147,7 +178,7 @@ def _gpu(name: str, count: int | None) -> GpuMemory | None:
     row = find_gpu(name)
     if row is None:
         raise ImpossiblePlan(
-            f"the table has no GPU {name}; names near to it: {', '.join(similar_gpus(name)) or 'none'}"
+            f"the table has no GPU {name}: give a name such as {', '.join(similar_gpus(name)) or 'h100-80gb'}"
         )
     return GpuMemory(row.names[0], count or 1, row.memory_bytes, usable_bytes(row), "hardware table")
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from effllm.memory.config_json import read_config
-from effllm.memory.known_models import find_model, known_models, similar_names
-from effllm.memory.megatron_arguments import is_megatron, read_script, read_settings, read_shape
+from effllm.memory.known_models import find_model, find_variant, known_models, similar_names
+from effllm.memory.megatron_arguments import ambiguous, is_megatron, read_script, read_settings, read_shape
 from effllm.memory.model import ModelShape, WrongModel
 from effllm.memory.yaml_settings import accelerate_settings, is_accelerate, is_llama_factory, llama_factory_settings
 
@@ -31,26 +31,31 @@ class FoundModel:
     config: dict[str, Any] | None = None  # the fields of a config.json
 
 
-def find(text: str) -> FoundModel:
-    """Return the model of an argument.
+def find(text: str, vocab_size: int | None = None) -> FoundModel:
+    """Return the model of an argument; the vocabulary is that of a script of Megatron which does not state it.
 
     Raises:
         UnreadableModel: there is no such file or name, or the file describes no model.
     """
+    if not text.strip():
+        raise UnreadableModel("MODEL is empty: give a file, a folder or a name")
     if "--num-layers" in text:
         try:
-            return _megatron(read_script(text), "arguments", "arguments")
+            return _megatron(text, vocab_size, "arguments", "arguments")
         except WrongModel as error:
             raise UnreadableModel(str(error)) from None
     path = Path(text)
     if path.is_dir():
         path = path / "config.json"
         if not path.is_file():
-            raise UnreadableModel(f"{text} is a folder without a config.json")
+            raise UnreadableModel(f"{text} is a folder without a config.json: give the folder of a model, or a file")
     if path.is_file():
-        return _file(path)
+        return _file(path, vocab_size)
     if known := find_model(text):
         return FoundModel(known.shape, f"table: {known.source}", known.notes, config=known.config)
+    if known := find_variant(text):
+        note = f"{text} is taken as a variant of {known.name}, with the same sizes: otherwise give its config.json"
+        return FoundModel(known.shape, f"table: {known.source}", (*known.notes, note), config=known.config)
     near = ", ".join(similar_names(text)) or ", ".join(one.name for one in known_models()[:4]) + ", ..."
     if "/" in text and not text.startswith(("/", ".")):
         raise UnreadableModel(
@@ -60,7 +65,7 @@ def find(text: str) -> FoundModel:
     raise UnreadableModel(f"there is no file {text}, and no model of this name in the table: {near}")
 
 
-def _file(path: Path) -> FoundModel:
+def _file(path: Path, vocab_size: int | None) -> FoundModel:
     try:
         if path.stat().st_size > MAX_BYTES:
             raise UnreadableModel(f"{path} is too large for a config: give the config.json of the model")
@@ -68,12 +73,14 @@ def _file(path: Path) -> FoundModel:
     except OSError as error:
         raise UnreadableModel(f"{path}: {error.strerror}") from None
     except ValueError:
-        raise UnreadableModel(f"{path} is not a text file") from None
+        raise UnreadableModel(f"{path} is not a text file: give the config.json of the model") from None
+    if not text.strip():
+        raise UnreadableModel(f"{path} is empty: give the config.json of the model")
     try:
         if path.suffix in (".yaml", ".yml"):
             return _yaml(path, text)
-        if path.suffix != ".json" and is_megatron(arguments := read_script(text)):
-            return _megatron(arguments, path.stem, str(path))
+        if path.suffix != ".json" and is_megatron(read_script(text)):
+            return _megatron(text, vocab_size, path.stem, str(path))
         return _json(path, text)
     except WrongModel as error:
         raise UnreadableModel(f"{path}: {error}") from None
@@ -83,15 +90,24 @@ def _json(path: Path, text: str) -> FoundModel:
     try:
         fields = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UnreadableModel(f"{path} is neither JSON nor a script with --num-layers: {error}") from None
+        what = (
+            f"not JSON: {error}" if path.suffix == ".json" else "neither JSON nor a script of Megatron with the sizes"
+        )
+        remedy = "give the config.json of the model, or the file that has --num-layers and --hidden-size"
+        raise UnreadableModel(f"{path} is {what}; {remedy}") from None
     if not isinstance(fields, dict):
-        raise UnreadableModel(f"{path} is not the config of a model: it has no fields")
+        raise UnreadableModel(
+            f"{path} is not the config of a model, because it has no fields: give the config.json of the model"
+        )
     shape = read_config(fields, _name(path, fields))
     return FoundModel(shape, str(path), shape.notes, config=fields)
 
 
-def _megatron(arguments: dict[str, str], name: str, source: str) -> FoundModel:
-    return FoundModel(read_shape(arguments, name), source, (), read_settings(arguments))
+def _megatron(text: str, vocab_size: int | None, name: str, source: str) -> FoundModel:
+    stated = {} if vocab_size is None else {"vocab-size": str(vocab_size)}
+    arguments = {**stated, **read_script(text)}
+    settings, notes = read_settings(arguments)
+    return FoundModel(read_shape(arguments, name), source, (*notes, *ambiguous(text)), settings)
 
 
 def _yaml(path: Path, text: str) -> FoundModel:
@@ -105,31 +121,39 @@ def _yaml(path: Path, text: str) -> FoundModel:
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise UnreadableModel(f"{path} is not YAML: {error}") from None
     if isinstance(fields, dict) and is_accelerate(fields):
-        settings, notes = accelerate_settings(fields)
+        inner = fields.get("deepspeed_config")
+        named = inner.get("deepspeed_config_file") if isinstance(inner, dict) else None
+        settings, notes = accelerate_settings(fields, _deepspeed(path, str(named)) if named else None)
         return FoundModel(None, str(path), tuple(notes), settings)
     if not isinstance(fields, dict) or not is_llama_factory(fields):
-        raise UnreadableModel(f"{path} is neither of LLaMA-Factory (model_name_or_path) nor of accelerate")
+        raise UnreadableModel(
+            f"{path} is neither of LLaMA-Factory (model_name_or_path) nor of accelerate (distributed_type)"
+        )
     deepspeed = fields.get("deepspeed")
-    stages = _deepspeed(path, str(deepspeed)) if deepspeed else None
+    stages = deepspeed if isinstance(deepspeed, dict) else _deepspeed(path, str(deepspeed)) if deepspeed else None
     settings, notes = llama_factory_settings(fields, stages)
-    named = str(fields["model_name_or_path"])
+    named = fields["model_name_or_path"]
+    if not isinstance(named, str) or not named.strip():
+        raise UnreadableModel(f"{path}: model_name_or_path is {named!r}: give a name of the table, or a path")
     beside = path.parent / named
     if beside.suffix in (".yaml", ".yml"):
-        raise UnreadableModel(f"{path}: model_name_or_path is {named}, which is no model")
+        raise UnreadableModel(
+            f"{path}: model_name_or_path is {named}, which is not a model: give a name of the table, or a path"
+        )
     found = find(str(beside) if beside.exists() else named)
     return FoundModel(found.shape, f"{path}, {found.source}", (*found.notes, *notes), settings, found.config)
 
 
 def _deepspeed(path: Path, named: str) -> dict[str, Any]:
-    """Return the DeepSpeed config that a YAML names, relative to the YAML or to the current folder."""
-    for candidate in (path.parent / named, Path(named)):
+    """Return the DeepSpeed config that a YAML names, relative to a folder above the YAML or to the current folder."""
+    for candidate in (Path(named), *(folder / named for folder in path.resolve().parents)):
         if candidate.is_file() and candidate.stat().st_size < MAX_BYTES:
             try:
                 fields = json.loads(candidate.read_text())
             except (OSError, ValueError, RecursionError) as error:
                 raise UnreadableModel(f"{candidate}: {error}") from None
             return fields if isinstance(fields, dict) else {}
-    raise UnreadableModel(f"{path} names the DeepSpeed config {named}, which is not there")
+    raise UnreadableModel(f"{path} names the DeepSpeed config {named}, which is not there: put it beside the YAML")
 
 
 def _name(path: Path, fields: dict[str, Any]) -> str:

@@ -21,6 +21,7 @@ _ACCUMULATION = typer.Option(metavar="N", help="Micro-batches of a step. [defaul
 _LORA = typer.Option("--lora", metavar="RANK", help="Rank of LoRA adapters. [default: all weights are trained]")
 _TARGETS = typer.Option(metavar="T", help="Adapted matrices: qv, attention or all. [default: all]")
 _BITS = typer.Option(metavar="B", help="Bits of quantized weights, 4 or 8 (QLoRA).")
+_VOCABULARY = typer.Option(metavar="N", help="Vocabulary of a Megatron script that does not state it.")
 _ZERO = typer.Option(metavar="STAGE", help="Stage of ZeRO, 0 to 3.")
 _FSDP = typer.Option("--fsdp", help="FSDP with full sharding: the same as --zero 3.")
 _MEASURE = typer.Option("--measure", help="Also measure a step with fake tensors; needs transformers.")
@@ -38,6 +39,7 @@ def fit(
     checkpointing: Annotated[str | None, _CHECKPOINTING] = None,
     attention: Annotated[str | None, _ATTENTION] = None,
     implementation: Annotated[str | None, _KERNELS] = None,
+    vocab_size: Annotated[int | None, _VOCABULARY] = None,
     seq_length: Annotated[int | None, _LENGTH] = None,
     micro_batch: Annotated[int | None, _BATCH] = None,
     accumulation: Annotated[int | None, _ACCUMULATION] = None,
@@ -78,6 +80,8 @@ def fit(
 
     if mode not in ("", "training", "inference"):
         raise typer.BadParameter(f"{mode} is not training or inference", param_hint="--mode")
+    if measured and mode == "inference":
+        raise typer.BadParameter("a training step is measured: not with --mode inference", param_hint="--measure")
     if fsdp and zero not in (None, 3):
         raise typer.BadParameter(f"--fsdp is --zero 3, and --zero is {zero}", param_hint="--fsdp")
     settings = {
@@ -87,4 +91,5 @@ def fit(
         "tp": tp, "pp": pp, "cp": cp, "ep": ep, "dp": dp, "zero": 3 if fsdp else zero,
         "sequence_parallel": sequence_parallel or None,
     }  # fmt: skip
-    raise typer.Exit(command.main(command.FitRequest(models, mode, gpu, gpus, settings, as_json, measured, runs)))
+    request = command.FitRequest(models, mode, gpu, gpus, settings, as_json, measured, vocab_size, runs)
+    raise typer.Exit(command.main(request))

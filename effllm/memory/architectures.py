@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from effllm.memory.config_fields import Fields, dense, either, flag, size, text, whole
 from effllm.memory.model import Experts, LatentAttention, ModelShape, WrongModel
@@ -32,7 +33,8 @@ def _mistral(fields: Fields) -> ModelShape:
 
 
 def _mixtral(fields: Fields) -> ModelShape:
-    shape = _mistral(fields)
+    bias = flag(fields, "attention_bias", False)
+    shape = replace(_mistral(fields), qkv_bias=bias, out_bias=bias)
     experts = Experts(
         total=either(fields, "num_local_experts", "num_experts", 8),
         active=whole(fields, "num_experts_per_tok", 2),
@@ -43,8 +45,12 @@ def _mixtral(fields: Fields) -> ModelShape:
 
 
 def _qwen2(fields: Fields) -> ModelShape:
-    window = fields if fields.get("use_sliding_window") else {**fields, "sliding_window": None}
-    return dense(window, text(fields, "model_type"), qkv_bias=flag(fields, "qkv_bias", True))
+    return dense(_windowed(fields), text(fields, "model_type"), qkv_bias=flag(fields, "qkv_bias", True))
+
+
+def _windowed(fields: Fields) -> Fields:
+    """Return the fields of Qwen, whose window is used only if they say so."""
+    return fields if fields.get("use_sliding_window") else {**fields, "sliding_window": None}
 
 
 def _qwen2_moe(fields: Fields) -> ModelShape:
@@ -70,9 +76,8 @@ def _sparse_layers(fields: Fields, layers: int) -> int:
 
 
 def _qwen3(fields: Fields) -> ModelShape:
-    window = fields if fields.get("use_sliding_window") else {**fields, "sliding_window": None}
     bias = flag(fields, "attention_bias", False)
-    shape = dense({"head_dim": 128, **window}, text(fields, "model_type"), qkv_bias=bias, out_bias=bias)
+    shape = dense({"head_dim": 128, **_windowed(fields)}, text(fields, "model_type"), qkv_bias=bias, out_bias=bias)
     return replace(shape, qk_norm_per_layer=2 * shape.head_dim)
 
 
@@ -105,87 +110,60 @@ def _gemma(fields: Fields) -> ModelShape:
     return replace(shape, qk_norm_per_layer=0 if kind == "gemma2" else 2 * shape.head_dim)
 
 
+def _gpt(fields: Fields, bias: bool = True, **changes: Any) -> ModelShape:
+    """Return the layer of GPT-2 and its followers: LayerNorm, an MLP without a gate, and biases."""
+    sizes: dict[str, Any] = {"qkv_bias": bias, "out_bias": bias, "mlp_bias": bias, **changes}
+    kind = text(fields, "model_type")
+    return dense(fields, kind, **{"gated_mlp": False, "layer_norm": True, "norm_bias": True, **sizes})
+
+
 def _gpt2(fields: Fields) -> ModelShape:
-    return dense(
-        {**fields, "num_key_value_heads": None, "intermediate_size": fields.get("n_inner")},
-        "gpt2",
-        fused_qkv=True,
-        tied=True,
-        gated_mlp=False,
-        qkv_bias=True,
-        out_bias=True,
-        mlp_bias=True,
-        layer_norm=True,
-        norm_bias=True,
-        positions=whole(fields, "n_positions", whole(fields, "n_ctx", 1024)),
-    )
+    positions = whole(fields, "n_positions", whole(fields, "n_ctx", 1024))
+    fields = {**fields, "num_key_value_heads": None, "intermediate_size": fields.get("n_inner")}
+    return _gpt(fields, fused_qkv=True, tied=True, positions=positions)
 
 
 def _gpt_neox(fields: Fields) -> ModelShape:
     bias = flag(fields, "attention_bias", True)
-    return dense(
-        {**fields, "num_key_value_heads": None},
-        "gpt_neox",
-        fused_qkv=True,
-        gated_mlp=False,
-        qkv_bias=bias,
-        out_bias=bias,
-        mlp_bias=True,
-        layer_norm=True,
-        norm_bias=True,
-    )
+    return _gpt({**fields, "num_key_value_heads": None}, bias, mlp_bias=True, fused_qkv=True)
 
 
 def _phi(fields: Fields) -> ModelShape:
     if flag(fields, "qk_layernorm", False):
         raise WrongModel("phi with qk_layernorm is not known")
-    return dense(
-        fields,
-        "phi",
-        gated_mlp=False,
-        qkv_bias=True,
-        out_bias=True,
-        mlp_bias=True,
-        head_bias=True,
-        layer_norm=True,
-        norm_bias=True,
-        norms_per_layer=1,
-    )
+    return _gpt(fields, head_bias=True, norms_per_layer=1)
 
 
 def _opt(fields: Fields) -> ModelShape:
     hidden = size(fields, "hidden")
     if whole(fields, "word_embed_proj_dim", hidden) != hidden:
         raise WrongModel("opt with word_embed_proj_dim other than hidden_size is not known")
-    bias = flag(fields, "enable_bias", True)
-    return dense(
+    return _gpt(
         {**fields, "num_key_value_heads": None},
-        "opt",
+        flag(fields, "enable_bias", True),
         tied=True,
-        gated_mlp=False,
-        qkv_bias=bias,
-        out_bias=bias,
-        mlp_bias=bias,
-        layer_norm=True,
-        norm_bias=True,
         final_norm=flag(fields, "do_layer_norm_before", True) and not fields.get("_remove_final_layer_norm"),
         positions=whole(fields, "max_position_embeddings", 2048) + 2,
     )
 
 
 def _starcoder2(fields: Fields) -> ModelShape:
-    bias = flag(fields, "use_bias", True)
-    return dense(
-        fields,
-        "starcoder2",
-        tied=True,
-        gated_mlp=False,
-        qkv_bias=bias,
-        out_bias=bias,
-        mlp_bias=bias,
-        layer_norm=True,
-        norm_bias=True,
-    )
+    return _gpt(fields, flag(fields, "use_bias", True), tied=True)
+
+
+def _falcon(fields: Fields) -> ModelShape:
+    is_new, is_parallel = flag(fields, "new_decoder_architecture", False), flag(fields, "parallel_attn", True)
+    heads = size(fields, "heads")
+    keys = whole(fields, "num_kv_heads", heads) if is_new else 1 if flag(fields, "multi_query", True) else heads
+    norms = whole(fields, "num_ln_in_parallel_attn", 2) if is_new else 1 if is_parallel else 2
+    sizes = {**fields, "num_key_value_heads": keys, "intermediate_size": fields.get("ffn_hidden_size")}
+    bias = flag(fields, "bias", False)
+    return _gpt(sizes, bias, tied=True, fused_qkv=True, norms_per_layer=norms, activation="gelu")
+
+
+def _nemotron(fields: Fields) -> ModelShape:
+    bias = flag(fields, "attention_bias", False)
+    return _gpt(fields, bias, mlp_bias=flag(fields, "mlp_bias", False))
 
 
 def _stablelm(fields: Fields) -> ModelShape:
@@ -205,6 +183,8 @@ def _stablelm(fields: Fields) -> ModelShape:
 def _olmo(fields: Fields) -> ModelShape:
     bias = flag(fields, "attention_bias", False)
     kind = text(fields, "model_type")
+    if kind == "olmo3" and not fields.get("layer_types"):
+        fields = {"sliding_window": 4096, "sliding_window_pattern": 4, **fields}
     shape = dense(fields, kind, qkv_bias=bias, out_bias=bias)
     if kind == "olmo":
         return replace(shape, layer_norm=True, norm_weight=False)
@@ -213,10 +193,67 @@ def _olmo(fields: Fields) -> ModelShape:
 
 def _cohere(fields: Fields) -> ModelShape:
     bias = flag(fields, "attention_bias", False)
-    shape = dense(fields, "cohere", tied=True, qkv_bias=bias, out_bias=bias, layer_norm=True, norms_per_layer=1)
+    kind = text(fields, "model_type")
+    if kind == "cohere2" and not fields.get("layer_types"):
+        fields = {"sliding_window": 4096, "sliding_window_pattern": 4, **fields}
+    shape = dense(fields, kind, tied=True, qkv_bias=bias, out_bias=bias, layer_norm=True, norms_per_layer=1)
     if flag(fields, "use_qk_norm", False):
         shape = replace(shape, qk_norm_per_layer=(shape.heads + shape.kv_heads) * shape.head_dim)
     return shape
+
+
+def _head_norms(fields: Fields) -> ModelShape:
+    """Return the usual layer with a norm of the queries and one of the keys of each head."""
+    bias = flag(fields, "attention_bias", False)
+    shape = dense(fields, text(fields, "model_type"), qkv_bias=bias, out_bias=bias)
+    return replace(shape, qk_norm_per_layer=2 * shape.head_dim)
+
+
+def _seed_oss(fields: Fields) -> ModelShape:
+    return dense(
+        {"head_dim": 128, **fields},
+        "seed_oss",
+        qkv_bias=flag(fields, "attention_bias", True),
+        out_bias=flag(fields, "attention_out_bias", False),
+        mlp_bias=flag(fields, "mlp_bias", False),
+    )
+
+
+def _ernie(fields: Fields) -> ModelShape:
+    bias = flag(fields, "use_bias", False)
+    sizes = {"head_dim": 128, **fields}
+    return dense(sizes, "ernie4_5", tied=True, qkv_bias=bias, out_bias=bias, mlp_bias=bias)
+
+
+def _glm(fields: Fields) -> ModelShape:
+    kind, bias = text(fields, "model_type"), flag(fields, "attention_bias", True)
+    sizes = {"head_dim": 128, **fields}
+    return dense(sizes, kind, qkv_bias=bias, fused_gate=True, norms_per_layer=4 if kind == "glm4" else 2)
+
+
+def _glm4_moe(fields: Fields) -> ModelShape:
+    shape = dense(fields, "glm4_moe", qkv_bias=flag(fields, "attention_bias", False))
+    if flag(fields, "use_qk_norm", False):
+        shape = replace(shape, qk_norm_per_layer=2 * shape.head_dim)
+    return _routed(fields, shape)
+
+
+def _llama4(fields: Fields) -> ModelShape:
+    bias = flag(fields, "attention_bias", False)
+    width = size(fields, "intermediate")
+    sizes = {"head_dim": 128, **fields, "intermediate_size": whole(fields, "intermediate_size_mlp", width)}
+    shape = dense(sizes, "llama4_text", qkv_bias=bias, out_bias=bias)
+    every, stated = whole(fields, "interleave_moe_layer_step", 1), fields.get("moe_layers")
+    if every < 1:
+        raise WrongModel(f"interleave_moe_layer_step is {every}: a number above 0 is possible")
+    experts = Experts(
+        total=whole(fields, "num_local_experts", 16),
+        active=whole(fields, "num_experts_per_tok", 1),
+        intermediate=width,
+        layers=len(stated) if isinstance(stated, list) else shape.layers // every,
+        shared_intermediate=width,
+    )
+    return replace(shape, experts=experts)
 
 
 def _gpt_oss(fields: Fields) -> ModelShape:
@@ -246,12 +283,17 @@ def _deepseek(fields: Fields) -> ModelShape:
     qk_dim = latent.nope_head_dim + latent.rope_head_dim
     sizes = {**fields, "head_dim": qk_dim, "num_key_value_heads": size(fields, "heads")}
     shape = dense(sizes, text(fields, "model_type"), qkv_bias=bias, out_bias=bias, latent=latent)
+    return _routed(fields, shape)
+
+
+def _routed(fields: Fields, shape: ModelShape) -> ModelShape:
+    """Return the shape with the experts of DeepSeek's fields, in the layers after the first dense ones."""
     first, every = whole(fields, "first_k_dense_replace", 0), whole(fields, "moe_layer_freq", 1)
     total = whole(fields, "n_routed_experts", 0)
     if not total:
         return shape
     if every < 1:
-        raise WrongModel(f"moe_layer_freq is {every}")
+        raise WrongModel(f"moe_layer_freq is {every}: a number above 0 is possible")
     width = whole(fields, "moe_intermediate_size")
     experts = Experts(
         total=total,
@@ -270,11 +312,19 @@ FAMILIES: dict[str, Callable[[Fields], ModelShape]] = {
     "smollm3": _llama,
     "mistral": _mistral,
     "phi3": _mistral,
+    "ministral3": _mistral,
     "mixtral": _mixtral,
+    "granitemoe": _mixtral,
     "qwen2": _qwen2,
+    "qwen2_vl": _qwen2,
+    "qwen2_vl_text": _qwen2,
+    "qwen2_5_vl": _qwen2,
+    "qwen2_5_vl_text": _qwen2,
     "qwen2_moe": _qwen2_moe,
     "qwen3": _qwen3,
+    "qwen3_vl_text": _qwen3,
     "qwen3_moe": _qwen3_moe,
+    "qwen3_vl_moe_text": _qwen3_moe,
     "gemma": _gemma,
     "gemma2": _gemma,
     "gemma3_text": _gemma,
@@ -287,7 +337,19 @@ FAMILIES: dict[str, Callable[[Fields], ModelShape]] = {
     "stablelm": _stablelm,
     "olmo": _olmo,
     "olmo2": _olmo,
+    "olmo3": _olmo,
     "cohere": _cohere,
+    "cohere2": _cohere,
+    "falcon": _falcon,
+    "nemotron": _nemotron,
+    "seed_oss": _seed_oss,
+    "ernie4_5": _ernie,
+    "exaone4": _head_norms,
+    "hunyuan_v1_dense": _head_norms,
+    "glm": _glm,
+    "glm4": _glm,
+    "glm4_moe": _glm4_moe,
+    "llama4_text": _llama4,
     "deepseek_v2": _deepseek,
     "deepseek_v3": _deepseek,
     "kimi_k2": _deepseek,

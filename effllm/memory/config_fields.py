@@ -10,6 +10,20 @@ from effllm.memory.model import ModelShape, WrongModel
 
 Fields = Mapping[str, Any]
 
+MAX_VALUE = 10**12  # of a size; larger numbers are errors of the file
+
+
+def _sizes(vocab: int, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int) -> dict[str, int]:
+    return {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+    }
+
+
 #: Names of the same size in different architectures.
 ALIASES = {
     "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
@@ -17,6 +31,13 @@ ALIASES = {
     "heads": ("num_attention_heads", "n_head", "n_heads"),
     "vocab": ("vocab_size",),
     "intermediate": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"),
+}
+
+#: Sizes that transformers leaves out of a text_config, because they are the defaults of its configuration classes.
+TEXT_DEFAULTS: dict[str, dict[str, int]] = {
+    "llama": _sizes(32000, 4096, 11008, 32, 32, 32),
+    "mistral": _sizes(32000, 4096, 14336, 32, 32, 8),
+    "gemma3_text": {**_sizes(262208, 2304, 9216, 26, 8, 4), "head_dim": 256},
 }
 
 
@@ -36,10 +57,12 @@ def whole(fields: Fields, key: str, default: int | None = None) -> int:
         if default is None:
             raise WrongModel(f"the config has no {key}")
         return default
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
     if isinstance(value, bool) or not isinstance(value, int):
-        if isinstance(value, float) and value.is_integer():
-            return int(value)
-        raise WrongModel(f"{key} is {value!r}, not a whole number")
+        raise WrongModel(f"{key} is {str(value)[:40]!r}, not a whole number")
+    if not 0 <= value <= MAX_VALUE:
+        raise WrongModel(f"{key} is {'negative' if value < 0 else f'above {MAX_VALUE:,}'}: correct it in the config")
     return value
 
 

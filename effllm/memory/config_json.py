@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from effllm.memory.architectures import FAMILIES
-from effllm.memory.config_fields import ALIASES, Fields, architecture_of, dense, text, whole
+from effllm.memory.config_fields import ALIASES, TEXT_DEFAULTS, Fields, architecture_of, dense, text, whole
 from effllm.memory.model import Experts, ModelShape, WrongModel
 
 
@@ -18,15 +18,13 @@ def read_config(fields: Fields, name: str = "") -> ModelShape:
     Raises:
         WrongModel: sizes are missing or impossible.
     """
-    notes: tuple[str, ...] = ()
+    notes = [*_quantization(fields)]
+    other = [key for key in ("vision_config", "audio_config") if key in fields]
+    if other:
+        notes.append(f"only the text model: the parameters of {' and '.join(other)} are not counted")
     inner = fields.get("text_config")
     if isinstance(inner, Mapping) and not any(key in fields for key in ALIASES["layers"]):
-        other = [key for key in ("vision_config", "audio_config") if key in fields]
-        if other:
-            notes = (f"only the text model: the parameters of {' and '.join(other)} are not counted",)
-        merged = {**inner}
-        merged.setdefault("tie_word_embeddings", fields.get("tie_word_embeddings", True))
-        fields = merged
+        fields = _text_model(inner, fields, notes)
     architecture = text(fields, "model_type") or architecture_of(fields)
     read = FAMILIES.get(architecture)
     try:
@@ -38,6 +36,32 @@ def read_config(fields: Fields, name: str = "") -> ModelShape:
     return replace(shape, name=name or text(fields, "_name_or_path") or architecture, notes=(*shape.notes, *notes))
 
 
+def _text_model(inner: Fields, outer: Fields, notes: list[str]) -> Fields:
+    """Return the fields of the text model in a multimodal config: transformers leaves out those with its defaults."""
+    stated = {key: value for key, value in inner.items() if value is not None}
+    if "tie_word_embeddings" in outer:
+        stated.setdefault("tie_word_embeddings", outer["tie_word_embeddings"])
+    defaults = TEXT_DEFAULTS.get(text(inner, "model_type"), {})
+    absent = [key for key in defaults if key not in stated]
+    if absent:
+        notes.append(f"text_config has no {', '.join(absent)}: the defaults of transformers are taken")
+    return {**defaults, **stated}
+
+
+def _quantization(fields: Fields) -> Iterator[str]:
+    """Yield a note if the weights of a config are quantized: the estimate is that of the unquantized model."""
+    inner = fields.get("text_config")
+    for one in (fields, inner if isinstance(inner, Mapping) else {}):
+        stated = one.get("quantization_config")
+        if isinstance(stated, Mapping):
+            method = text(stated, "quant_method") or "an unknown method"
+            yield (
+                f"the weights are quantized ({method}), which is not read: the estimate is without it; --base-bits 4 "
+                "or 8 estimates quantized matrices, for a training together with --lora"
+            )
+            return
+
+
 def _unknown(fields: Fields, architecture: str) -> ModelShape:
     """Return an upper bound for an unknown architecture: every bias and norm, a gated MLP and a head of its own."""
     named = architecture or "no model_type"
@@ -45,7 +69,10 @@ def _unknown(fields: Fields, architecture: str) -> ModelShape:
     if "intermediate_size" in absent and len(absent) == 1:
         absent = []
     if absent:
-        raise WrongModel(f"unknown architecture ({named}), and the config has no {', '.join(absent)}")
+        raise WrongModel(
+            f"unknown architecture ({named}), and the config has no {', '.join(absent)}: give a config.json of a "
+            "decoder-only language model with these sizes"
+        )
     sizes = {**fields, "num_key_value_heads": None}  # other architectures may name or use it differently
     shape = dense(sizes, architecture, qkv_bias=True, out_bias=True, mlp_bias=True, norm_bias=True, head_bias=True)
     shape = replace(

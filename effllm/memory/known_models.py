@@ -50,6 +50,21 @@ def find_model(name: str) -> KnownModel | None:
     return _by_name().get(_plain(name))
 
 
+def find_variant(name: str) -> KnownModel | None:
+    """Return the model of which a name is a variant, such as an Instruct model: variants have the sizes of their base.
+
+    Quantized variants are not found, because their weights are others.
+    """
+    short = name.split("/")[-1].lower().removeprefix("meta-")
+    while (shorter := re.sub(_VARIANT, "", short)) != short:
+        short = shorter
+    return find_model(short)
+
+
+#: Ends of names that leave the sizes of a model as they are: tuned models, releases by month, formats.
+_VARIANT = r"[-_](instruct|chat|base|it|pt|hf|thinking|bf16|\d{4})$"
+
+
 def similar_names(name: str, count: int = 4) -> list[str]:
     """Return the names of the table that are nearest to a name."""
     plain = {_plain(row.name): row.name for row in known_models()}

@@ -8,52 +8,82 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from effllm.memory.known_models import find_model
 from effllm.memory.model import Experts, LatentAttention, ModelShape, WrongModel
 
 Arguments = Mapping[str, str]
 
 _ASSIGNMENT = re.compile(r"^\s*(?:export\s+|local\s+)?([A-Za-z_]\w*)=(\([^)]*\)|\"[^\"]*\"|'[^']*'|[^\s;#]*)", re.M)
 _VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)(?:\[[@*]\])?(?::?-([^}]*))?\}|\$([A-Za-z_]\w*)")
+_ARITHMETIC = re.compile(r"\$\(\(([^()\n]*)\)\)")  # not computed: named as a variable without a value
 MAX_VALUE = 100_000  # letters
 #: Vocabularies of tokenizers whose size is not an argument.
 TOKENIZERS = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
+#: Arguments that change the memory, and that no plan has.
+NOT_ESTIMATED = (
+    *("fp8-format", "fp4-format", "optimizer-cpu-offload", "use-precision-aware-optimizer", "cpu-offloading"),
+    *("recompute-modules", "recompute-num-layers", "num-layers-per-virtual-pipeline-stage", "mtp-num-layers"),
+    *("num-virtual-stages-per-pipeline-rank", "expert-tensor-parallel-size", "decoder-first-pipeline-num-layers"),
+    *("decoder-last-pipeline-num-layers", "pipeline-model-parallel-layout", "window-size", "attention-output-gate"),
+    *("vision-model-type", "bert-no-binary-head"),
+)
+#: Arguments of models that are not the GPT model.
+OTHER_MODELS = ("hybrid-override-pattern", "hybrid-layer-pattern", "is-hybrid-model", "encoder-num-layers")
+_SHARDED = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
+_OPTIMIZERS = {"adam": "adamw", "sgd": "sgd-momentum", "muon": "muon", "dist_muon": "muon", "lion": "lion"}
 
 
 def read_script(text: str) -> dict[str, str]:
-    """Return the arguments in a launch script, or in a list of arguments."""
+    """Return the arguments in a launch script, or in a list of arguments; the last one counts, as in argparse."""
+    return dict(_arguments(_replaced(text)))
+
+
+def ambiguous(text: str) -> list[str]:
+    """Return notes of sizes that have several values in a script, such as those of its branches."""
+    found: dict[str, list[str]] = {}
+    for name, value in _arguments(_replaced(text)):
+        if (name in _SIZES.values() or name in ("num-layers", "hidden-size", "num-experts")) and value:
+            found.setdefault(name, []).append(value)
+    return [
+        f"--{name} is {' and '.join(dict.fromkeys(values))} in the script, whose branches are not followed: "
+        f"{values[-1]} is taken"
+        for name, values in found.items()
+        if len(set(values)) > 1
+    ]
+
+
+def _replaced(text: str) -> str:
+    """Return a script with the values of its variables; a variable without a value stays."""
     text = re.sub(r"\\\n", " ", text)
     lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
-    text = "\n".join(lines)
+    text = _ARITHMETIC.sub(lambda match: f"$[{re.sub('[ $]', '', match[1])}]", "\n".join(lines))
     values: dict[str, str] = {}
     for name, value in _ASSIGNMENT.findall(text):
         # As in a shell, a value has the variables that were assigned before.
         values[name] = _VARIABLE.sub(lambda match: _value(match, values), value.strip("()\"'"))[:MAX_VALUE]
-    return _arguments(_VARIABLE.sub(lambda match: _value(match, values), text))
+    return _VARIABLE.sub(lambda match: _value(match, values), text)
 
 
 def _value(match: re.Match[str], values: Mapping[str, str]) -> str:
     name = match[1] or match[3]
-    return values.get(name, match[2] or "")
+    return values.get(name, match[0] if match[2] is None else match[2])
 
 
-def _arguments(text: str) -> dict[str, str]:
-    text = re.sub(r"[()\"']", " ", text)
+def _arguments(text: str) -> Iterator[tuple[str, str]]:
+    text = re.sub(r"[()\"';]", " ", text)
     try:
         words = shlex.split(text, comments=True)
     except ValueError:
         words = text.split()
-    found: dict[str, str] = {}
     for at, word in enumerate(words):
         if not word.startswith("--"):
             continue
         name, equals, value = word[2:].partition("=")
         following = words[at + 1] if at + 1 < len(words) and not words[at + 1].startswith("-") else ""
-        # The last argument counts, as in argparse.
-        found[name.replace("_", "-")] = value if equals else following
-    return found
+        yield name.replace("_", "-"), value if equals else following
 
 
 def is_megatron(arguments: Arguments) -> bool:
@@ -66,9 +96,11 @@ def read_shape(arguments: Arguments, name: str) -> ModelShape:
     Raises:
         WrongModel: an argument is missing or impossible.
     """
+    if other := [f"--{name}" for name in OTHER_MODELS if name in arguments]:
+        raise WrongModel(f"{other[0]}: only the GPT model of Megatron is known; give a config.json of the model")
     layers, hidden = _number(arguments, "num-layers"), _number(arguments, "hidden-size")
     heads = _number(arguments, "num-attention-heads")
-    gated = "swiglu" in arguments
+    gated = bool({"swiglu", "quick-geglu"} & set(arguments))
     width = _number(arguments, "ffn-hidden-size", 4 * hidden if not gated else (4 * hidden * 2 // 3) // 64 * 64)
     bias = "disable-bias-linear" not in arguments
     groups = _number(arguments, "num-query-groups", 1) if "group-query-attention" in arguments else heads
@@ -95,6 +127,7 @@ def read_shape(arguments: Arguments, name: str) -> ModelShape:
         norm_bias=not rms,
         layer_norm=not rms,
         qk_norm_per_layer=2 * head_dim * (1 if rms else 2) if "qk-layernorm" in arguments else 0,
+        other_per_layer=heads if arguments.get("softmax-type") == "learnable" else 0,  # a sink for each head
         experts=_experts(arguments, layers, width),
         latent=_latent(arguments),
         activation="squared_relu" if "squared-relu" in arguments else "silu" if gated else "gelu",
@@ -103,22 +136,41 @@ def read_shape(arguments: Arguments, name: str) -> ModelShape:
     )
 
 
-def read_settings(arguments: Arguments) -> dict[str, Any]:
-    """Return the settings of a plan, with ``gpus`` and ``global_batch`` where they are stated."""
-    sizes = {
-        "tp": "tensor-model-parallel-size",
-        "pp": "pipeline-model-parallel-size",
-        "cp": "context-parallel-size",
-        "ep": "expert-model-parallel-size",
-        "seq_length": "seq-length",
-        "micro_batch": "micro-batch-size",
-        "global_batch": "global-batch-size",
-    }
-    found: dict[str, Any] = {key: _number(arguments, name) for key, name in sizes.items() if arguments.get(name)}
+_SIZES = {
+    "tp": "tensor-model-parallel-size",
+    "pp": "pipeline-model-parallel-size",
+    "cp": "context-parallel-size",
+    "ep": "expert-model-parallel-size",
+    "seq_length": "seq-length",
+    "micro_batch": "micro-batch-size",
+    "global_batch": "global-batch-size",
+}
+
+
+def read_settings(arguments: Arguments) -> tuple[dict[str, Any], list[str]]:
+    """Return the settings of a plan, with ``gpus`` and ``global_batch`` where they are stated, and notes.
+
+    The notes are what is not estimated, and variables that have no value in the script.
+    """
+    notes = [f"--{name} is not estimated: the estimate is without it" for name in NOT_ESTIMATED if name in arguments]
+    found: dict[str, Any] = {}
+    for key, name in _SIZES.items():
+        if (value := arguments.get(name, "")).startswith("$"):
+            notes.append(f"--{name} is {value}, which has no value in the script: it is taken as not given")
+        elif value:
+            found[key] = _number(arguments, name)
     found["implementation"] = "megatron"
-    found["precision"] = "bf16-master" if {"bf16", "fp16"} & set(arguments) else "fp32"
-    found["optimizer"] = "sgd-momentum" if arguments.get("optimizer") == "sgd" else "adamw"
+    short = "bf16-zero" if "grad-reduce-in-bf16" in arguments else "bf16-master"
+    found["precision"] = short if {"bf16", "fp16"} & set(arguments) else "fp32"
+    optimizer = arguments.get("optimizer") or "adam"
+    found["optimizer"] = _OPTIMIZERS.get(optimizer, "adamw")
+    if optimizer not in _OPTIMIZERS:
+        notes.append(f"--optimizer {optimizer} is estimated as AdamW")
     found["zero"] = 1 if "use-distributed-optimizer" in arguments else 0
+    if {"use-megatron-fsdp", "use-custom-fsdp"} & set(arguments):
+        found["zero"] = _SHARDED.get(arguments.get("data-parallel-sharding-strategy", "no_shard"), 0)
+    elif "use-torch-fsdp2" in arguments:
+        found["zero"] = 3
     if found.get("tp", 1) > 1 and "sequence-parallel" in arguments:
         found["sequence_parallel"] = True
     if "recompute-activations" in arguments:
@@ -128,13 +180,13 @@ def read_settings(arguments: Arguments) -> dict[str, Any]:
     processes, nodes = arguments.get("nproc-per-node", ""), arguments.get("nnodes", "1")
     if processes.isdigit() and nodes.isdigit():
         found["gpus"] = int(processes) * int(nodes)
-    return found
+    return found, notes
 
 
 def _learned_positions(arguments: Arguments) -> int:
     if arguments.get("position-embedding-type", "learned_absolute") != "learned_absolute":
         return 0
-    if "use-rotary-position-embeddings" in arguments:
+    if {"use-rotary-position-embeddings", "enable-gpt-oss"} & set(arguments):
         return 0
     return _number(arguments, "max-position-embeddings", _number(arguments, "seq-length", 0))
 
@@ -143,9 +195,14 @@ def _vocabulary(arguments: Arguments) -> int:
     """Return the padded vocabulary."""
     if arguments.get("padded-vocab-size"):
         return _number(arguments, "padded-vocab-size")
-    known = TOKENIZERS.get(arguments.get("tokenizer-type", ""))
+    kind = arguments.get("tokenizer-type") or ("GPT2BPETokenizer" if "merge-file" in arguments else "")
+    known = TOKENIZERS.get(kind)
+    if row := find_model(arguments.get("tokenizer-model", "")):
+        known = row.shape.vocab
     if not arguments.get("vocab-size") and known is None:
-        raise WrongModel("the arguments have no --vocab-size: Megatron reads it from the tokenizer; add --vocab-size N")
+        raise WrongModel(
+            "the arguments have no --vocab-size: Megatron reads it from the tokenizer; give --vocab-size N"
+        )
     size = _number(arguments, "vocab-size", known)
     multiple = _number(arguments, "make-vocab-size-divisible-by", 128)
     multiple *= _number(arguments, "tensor-model-parallel-size", 1)
@@ -157,19 +214,25 @@ def _vocabulary(arguments: Arguments) -> int:
 def _experts(arguments: Arguments, layers: int, width: int) -> Experts | None:
     if not arguments.get("num-experts"):
         return None
-    every = arguments.get("moe-layer-freq", "1")
-    if every.isdigit() and int(every):
-        sparse = sum(layer % int(every) == 0 for layer in range(min(layers, 10_000)))
-    else:
-        raise WrongModel(f"--moe-layer-freq {every}: only a whole number can be read")
     return Experts(
         total=_number(arguments, "num-experts"),
         active=_number(arguments, "moe-router-topk", 2),
         intermediate=_number(arguments, "moe-ffn-hidden-size", width),
-        layers=sparse,
+        layers=_sparse_layers(arguments.get("moe-layer-freq") or "1", layers),
         shared_intermediate=_number(arguments, "moe-shared-expert-intermediate-size", 0),
+        router_bias="disable-bias-linear" not in arguments,
         expert_bias="disable-bias-linear" not in arguments,
     )
+
+
+def _sparse_layers(stated: str, layers: int) -> int:
+    """Return the number of layers with experts: every Nth from the first, or a list such as [0]*3+[1]*58."""
+    terms = [re.fullmatch(r"\[([01](?:,[01])*)\](?:\*(\d{1,5}))?", term) for term in stated.split("+")]
+    if stated.isdecimal() and 0 < int(stated) <= 10_000:
+        return -(-min(layers, 10_000) // int(stated))
+    if None in terms:
+        raise WrongModel(f"--moe-layer-freq {stated}: a whole number or a list such as [0]*3+[1]*58 can be read")
+    return sum(term[1].count("1") * int(term[2] or 1) for term in terms if term)
 
 
 def _latent(arguments: Arguments) -> LatentAttention | None:
@@ -190,6 +253,8 @@ def _number(arguments: Arguments, name: str, default: int | None = None) -> int:
         if default is None:
             raise WrongModel(f"the arguments have no --{name}")
         return default
+    if value.startswith("$"):
+        raise WrongModel(f"--{name} is {value}, which has no value in the script: replace it by its number")
     if not re.fullmatch(r"-?\d{1,15}", value):
         raise WrongModel(f"--{name} is {value!r}, not a whole number")
     return int(value)

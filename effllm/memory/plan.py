@@ -131,7 +131,9 @@ def check_plan(plan: MemoryPlan, shape: ModelShape) -> None:
     if not 0 <= plan.lora_rank <= shape.hidden:
         raise ImpossiblePlan(f"LoRA rank {plan.lora_rank:,} is not between 0 and the hidden size {shape.hidden:,}")
     if plan.base_bits and plan.is_training and not plan.lora_rank:
-        raise ImpossiblePlan(f"a base of {plan.base_bits} bits cannot be trained: give a LoRA rank")
+        raise ImpossiblePlan(
+            f"a base of {plan.base_bits} bits cannot be trained: give --lora RANK, or --mode inference"
+        )
     _check_layout(plan, shape)
 
 
@@ -149,7 +151,8 @@ def _check_layout(plan: MemoryPlan, shape: ModelShape) -> None:
         raise ImpossiblePlan(f"expert parallelism {plan.ep} does not divide {experts} experts")
     if plan.ep > plan.gpus // plan.pp:
         raise ImpossiblePlan(
-            f"expert parallelism {plan.ep} is above the {plan.gpus // plan.pp} ranks of a pipeline stage"
+            f"expert parallelism {plan.ep} is above the {plan.gpus // plan.pp} ranks of a pipeline stage: "
+            "give more GPUs (--gpus or --dp)"
         )
     if plan.sequence_parallel and plan.tp == 1:
         raise ImpossiblePlan("sequence parallelism needs tensor parallelism")

@@ -21,6 +21,14 @@ _OPTIMIZERS = {
     "sgd": "sgd",
 }
 
+#: Options of LLaMA-Factory that change the memory, and that no plan has.
+_NOT_ESTIMATED = (
+    *("use_galore", "use_badam", "use_apollo", "use_adam_mini", "use_llama_pro", "use_dora", "use_unsloth"),
+    *("use_unsloth_gc", "enable_liger_kernel", "mixture_of_depths", "fp8", "use_kt", "use_mca", "use_megatron_bridge"),
+    *("use_hyper_parallel", "cp_size", "additional_target", "ref_model", "reward_model", "use_asft_loss", "shift_attn"),
+    *("freeze_vision_tower", "freeze_language_model", "fsdp"),
+)
+
 
 def is_llama_factory(fields: Fields) -> bool:
     return "model_name_or_path" in fields
@@ -46,62 +54,95 @@ def llama_factory_settings(fields: Fields, deepspeed: Fields | None) -> tuple[di
         "checkpointing": "none" if fields.get("disable_gradient_checkpointing") else "full",
         "attention": "eager" if fields.get("flash_attn") == "disabled" else "sdpa",
     }
-    notes = [f"{key} is not estimated" for key in ("use_galore", "use_badam", "use_apollo") if fields.get(key)]
-    if kind == "lora":
+    notes = [f"{key} is not estimated: the estimate is without it" for key in _NOT_ESTIMATED if fields.get(key)]
+    if (stage := fields.get("stage")) in ("dpo", "kto", "rm", "ppo"):
+        notes.append(
+            f"stage {stage} is estimated as sft: a reference or reward model and pairs of answers are left out"
+        )
+    if kind in ("lora", "oft"):
         found["lora_rank"] = _whole(fields, "lora_rank", 8)
         found["lora_targets"] = _targets(fields.get("lora_target", "all"))
         found["precision"] = short if is_short else "fp32"
-        if bits := fields.get("quantization_bit"):
-            found["base_bits"] = bits
+        if kind == "oft":
+            notes.append("finetuning_type oft is estimated as LoRA")
+        if fields.get("quantization_bit") is not None:
+            found["base_bits"] = _whole(fields, "quantization_bit", 0)
     else:
         found["precision"] = "bf16" if fields.get("pure_bf16") else f"{short}-mixed" if is_short else "fp32"
         if kind != "full":
             notes.append(f"finetuning_type {kind} is estimated as full")
     stated = str(fields.get("optim", "adamw_torch"))
-    found["optimizer"] = _OPTIMIZERS.get(stated, "adamw")
+    found["optimizer"] = "muon" if fields.get("use_muon") else _OPTIMIZERS.get(stated, "adamw")
     if stated not in _OPTIMIZERS:
         notes.append(f"optim {stated} is estimated as AdamW")
     if deepspeed is not None:
-        found["zero"] = _whole(_mapping(deepspeed, "zero_optimization"), "stage", 0)
+        found["zero"] = _zero_stage(deepspeed, notes)
         if kind == "full" and is_short:
             found["precision"] = "bf16-zero"
     return found, notes
 
 
-def accelerate_settings(fields: Fields) -> tuple[dict[str, Any], list[str]]:
+def accelerate_settings(fields: Fields, deepspeed: Fields | None = None) -> tuple[dict[str, Any], list[str]]:
     """Return the settings of an accelerate YAML, and what of it is not estimated."""
     found: dict[str, Any] = {"gpus": _whole(fields, "num_processes", 1)}
     notes: list[str] = []
     if (mixed := fields.get("mixed_precision")) in ("bf16", "fp16"):
         found["precision"] = f"{mixed}-mixed"
-    elif mixed == "no":
+    elif mixed in ("no", False):  # YAML reads an unquoted no as false
         found["precision"] = "fp32"
+    elif mixed is not None:
+        notes.append(f"mixed_precision {mixed} is not estimated")
+    if fields.get("parallelism_config"):
+        notes.append("parallelism_config is not read: give --tp and --cp")
     kind = str(fields.get("distributed_type", "NO")).upper()
     if kind == "FSDP":
         config = _mapping(fields, "fsdp_config")
         strategy = str(config.get("fsdp_sharding_strategy", config.get("fsdp_reshard_after_forward", "FULL_SHARD")))
         found["zero"] = {"SHARD_GRAD_OP": 2, "2": 2, "FALSE": 2, "NO_SHARD": 0, "3": 0}.get(strategy.upper(), 3)
+        if strategy.upper() in ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "4", "5"):
+            notes.append(f"{strategy} is estimated as FULL_SHARD between all GPUs: a rank of several nodes needs more")
         if config.get("fsdp_activation_checkpointing"):
             found["checkpointing"] = "full"
         if config.get("fsdp_offload_params"):
             notes.append("fsdp_offload_params is not estimated: the estimate is without it")
     elif kind == "DEEPSPEED":
         config = _mapping(fields, "deepspeed_config")
-        found["zero"] = _whole(config, "zero_stage", 2)
+        found["zero"] = _whole(config, "zero_stage", 2, 0) if deepspeed is None else _zero_stage(deepspeed, notes)
         found["accumulation"] = _whole(config, "gradient_accumulation_steps", 1)
         if mixed in ("bf16", "fp16"):
             found["precision"] = "bf16-zero"
-        notes += [
-            f"{key} {config[key]} is not estimated: the estimate is without it"
-            for key in ("offload_optimizer_device", "offload_param_device")
-            if config.get(key) not in (None, "none")
-        ]
+        notes += _offloads(config, "offload_optimizer_device", "offload_param_device")
     elif kind == "MEGATRON_LM":
         config = _mapping(fields, "megatron_lm_config")
         found["tp"] = _whole(config, "megatron_lm_tp_degree", 1)
         found["pp"] = _whole(config, "megatron_lm_pp_degree", 1)
         found["implementation"] = "megatron"
+        found["zero"] = 1 if config.get("megatron_lm_use_distributed_optimizer") else 0
+        found["sequence_parallel"] = found["tp"] > 1 and bool(config.get("megatron_lm_sequence_parallelism"))
+        if config.get("megatron_lm_recompute_activations"):
+            found["checkpointing"] = "selective"
+        if mixed in ("bf16", "fp16"):
+            found["precision"] = "bf16-master"
     return found, notes
+
+
+def _zero_stage(deepspeed: Fields, notes: list[str]) -> int:
+    """Return the stage of ZeRO in a config of DeepSpeed, and add what of it is not estimated."""
+    zero = _mapping(deepspeed, "zero_optimization")
+    notes += _offloads(zero, "offload_optimizer", "offload_param")
+    notes += [f"{key} of DeepSpeed is not estimated" for key in ("tensor_parallel", "fp8") if deepspeed.get(key)]
+    return _whole(zero, "stage", 0, 0)
+
+
+def _offloads(config: Fields, *keys: str) -> list[str]:
+    """Return the notes of memory that is moved to CPU or NVMe; DeepSpeed states a device, or a mapping with it."""
+    devices = {key: config.get(key) for key in keys}
+    stated = {key: one.get("device") if isinstance(one, Mapping) else one for key, one in devices.items()}
+    return [
+        f"{key} {device} is not estimated: the estimate is without it"
+        for key, device in stated.items()
+        if device not in (None, "none")
+    ]
 
 
 def _targets(stated: Any) -> str:
@@ -116,12 +157,14 @@ def _mapping(fields: Fields, key: str) -> Fields:
     return value if isinstance(value, Mapping) else {}
 
 
-def _whole(fields: Fields, key: str, default: int) -> int:
+def _whole(fields: Fields, key: str, default: int, lowest: int = 1) -> int:
     value = fields.get(key, default)
-    if isinstance(value, str) and value.isdigit():
-        return int(value)
+    if isinstance(value, str) and value.isdecimal() and len(value) < 16:
+        value = int(value)
     if value in ("auto", None):
         return default
     if isinstance(value, bool) or not isinstance(value, int):
-        raise WrongModel(f"{key} is {value!r}, not a whole number")
+        raise WrongModel(f"{key} is {str(value)[:40]!r}, not a whole number")
+    if value < lowest:
+        raise WrongModel(f"{key} is {value}: a number from {lowest} is possible")
     return value

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from effllm.memory.architectures import FAMILIES
+from effllm.memory.config_fields import TEXT_DEFAULTS
 from effllm.memory.config_json import read_config
 from effllm.memory.known_models import known_models
 from effllm.memory.parameters import count_parameters
@@ -23,8 +24,20 @@ LATENT = {"kv_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_
 LATENT |= {"num_experts_per_tok": 2, "n_shared_experts": 2, "moe_intermediate_size": 20, "first_k_dense_replace": 2}
 LATENT |= {"n_group": 1, "topk_group": 1, "num_key_value_heads": 6}
 ROUTED = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+#: Multimodal models, and the kind of their text model.
+MULTIMODAL = {
+    "qwen2_vl": "qwen2_vl_text",
+    "qwen2_5_vl": "qwen2_5_vl_text",
+    "qwen3_vl": "qwen3_vl_text",
+    "qwen3_vl_moe": "qwen3_vl_moe_text",
+    "llama4": "llama4_text",
+    "gemma3": "gemma3_text",
+    "mistral3": "mistral",
+    "llava": "llama",
+}
+NOT_PLAIN = {"kimi_k2", "gpt2", "opt", "deepseek_v2", "hunyuan_v1_dense"}  # below with sizes of their own
 VARIANTS = [
-    *((kind, {}) for kind in FAMILIES if kind not in {"kimi_k2", "gpt2", "opt", "deepseek_v2"}),
+    *((kind, {}) for kind in FAMILIES if kind not in {*NOT_PLAIN, *(one for one in FAMILIES if "_vl" in one)}),
     *((kind, {"tie_word_embeddings": tied}) for kind in ("llama", "gemma", "gpt_neox") for tied in (True, False)),
     *((kind, {"attention_bias": True}) for kind in ("llama", "qwen3", "gemma2", "deepseek_v3", "olmo2", "gpt_neox")),
     *((kind, {"head_dim": 20}) for kind in ("llama", "mistral", "qwen3", "gemma3_text", "mixtral")),
@@ -41,6 +54,18 @@ VARIANTS = [
     ("stablelm", {"use_qkv_bias": True}),
     ("stablelm", {"use_parallel_residual": True}),
     ("starcoder2", {"use_bias": False}),
+    ("falcon", {"ffn_hidden_size": 104}),
+    ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    ("falcon", {"multi_query": False, "parallel_attn": False, "bias": True}),
+    ("glm4_moe", {**ROUTED, "n_routed_experts": 8, "first_k_dense_replace": 1, "use_qk_norm": True}),
+    ("llama4_text", {**ROUTED, "num_local_experts": 8, "intermediate_size_mlp": 72, "interleave_moe_layer_step": 2}),
+    ("granitemoe", {"num_local_experts": 4, "attention_bias": True}),
+    (
+        "hunyuan_v1_dense",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 2.0, "factor": 1.0}},
+    ),
+    ("seed_oss", {"attention_bias": False, "attention_out_bias": True}),
+    ("ernie4_5", {"use_bias": True}),
 ]
 
 
@@ -69,7 +94,7 @@ def test_parameters_of_known_models_are_those_of_transformers(row):
 
 
 def test_an_unknown_architecture_gets_an_upper_bound():
-    for kind in ("glm4", "falcon", "bloom", "exaone4", "nemotron"):
+    for kind in ("bloom", "mpt", "apertus", "helium", "arcee"):
         fixed = {"intermediate_size"} if kind == "bloom" else set()  # its MLP is always four times as wide
         config = AutoConfig.for_model(kind, **{k: v for k, v in SIZES.items() if k not in fixed})
 
@@ -77,3 +102,27 @@ def test_an_unknown_architecture_gets_an_upper_bound():
 
         assert shape.is_upper_bound
         assert count_parameters(shape).total >= parameters_on_meta(config), kind
+
+
+@pytest.mark.parametrize("kind", MULTIMODAL)
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_parameters_of_text_models_are_exact(kind, is_tied):
+    sizes = {**SIZES, "model_type": MULTIMODAL[kind], "head_dim": 8, "pad_token_id": 0}
+    config = AutoConfig.for_model(kind, text_config=sizes, tie_word_embeddings=is_tied)
+    config.text_config.tie_word_embeddings = is_tied
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(config)
+    named = model.named_parameters()
+    expected = sum(one.numel() for name, one in named if "language_model" in name or name.startswith("lm_head"))
+
+    shape = read_config(config.to_dict())
+
+    assert count_parameters(shape).total == expected
+    assert "only the text model: the parameters of vision_config are not counted" in shape.notes
+
+
+@pytest.mark.parametrize("kind", TEXT_DEFAULTS)
+def test_defaults_of_text_models_are_those_of_transformers(kind):
+    stated = AutoConfig.for_model(kind).to_dict()
+
+    assert TEXT_DEFAULTS[kind] == {name: stated[name] for name in TEXT_DEFAULTS[kind]}

@@ -115,6 +115,11 @@ def test_accelerate_yaml_and_script_give_the_plan(tmp_path):
         (("llama-3.1-8b", "--measure", "--optimizer", "muon"), "--measure has the optimizers adamw"),
         (("llama-3.1-8b", "--mode", "both"), "both is not training or inference"),
         (("llama-3.1-8b", "--fsdp", "--zero", "1"), "--fsdp is --zero 3"),
+        (("llama-3.1-8b", "--base-bits", "4"), "llama-3.1-8b: a base of 4 bits cannot be trained: give --lora RANK"),
+        (("llama-3.1-8b", "--lora-targets", "qv"), "--lora-targets needs --lora RANK"),
+        (("llama-3.1-8b", "--lora", "-1"), "LoRA rank -1 is not between 0"),
+        (("deepseek-v3", "--ep", "16", "--gpus", "8"), "above the 8 ranks of a pipeline stage: give more GPUs"),
+        (("llama-3.1-8b", "--measure", "--mode", "inference"), "not with --mode inference"),
     ],
 )
 def test_wrong_use_is_named_in_one_line(arguments, text):
@@ -122,6 +127,27 @@ def test_wrong_use_is_named_in_one_line(arguments, text):
 
     assert (done.exit_code, done.stdout) == (2, "")
     assert text in " ".join(done.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "note"),
+    [
+        (("--zero", "3"), "ZeRO 3 divides nothing with one rank of data parallelism: give --gpus N"),
+        (("--mode", "inference", "--lora", "8", "--zero", "3"), "no effect on inference: --lora, --zero"),
+    ],
+)
+def test_settings_without_an_effect_have_a_note(arguments, note):
+    [model] = json.loads(fit("llama-3.1-8b", *arguments, "--json").stdout)["models"]
+
+    assert model["notes"] == [note]
+
+
+def test_a_script_without_a_vocabulary_needs_the_option(tmp_path):
+    path = tmp_path / "run.sh"
+    path.write_text("--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32")
+
+    assert "give --vocab-size N" in fit(str(path)).stderr
+    assert fit(str(path), "--vocab-size", "100").exit_code == 0
 
 
 @pytest.mark.parametrize("content", ["", "[1]", "{", '{"hidden_size": 1e999}', '{"a": ' * 2000, "\x00"])

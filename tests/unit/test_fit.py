@@ -269,13 +269,17 @@ def test_usable_memory_is_below_that_of_the_board():
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"hidden_size": -8}, "hidden size is -8"),
+        ({"hidden_size": -8}, "hidden_size is negative: correct it"),
         ({"num_hidden_layers": 10**9}, "layers is 1,000,000,000"),
+        ({"num_hidden_layers": 10**4000}, "num_hidden_layers is above"),
         ({"num_attention_heads": 3}, "not a multiple of 3 attention heads"),
         ({"model_type": "new", "num_experts": "many"}, "num_experts is 'many', not a whole number"),
         ({"num_attention_heads": 0}, "not a multiple of 0 attention heads"),
         ({"vocab_size": "ten"}, "vocab_size is 'ten', not a whole number"),
         ({"vocab_size": None}, "the config has no vocab_size"),
+        ({"vocab_size": 1e300}, "vocab_size is above 1,000,000,000,000: correct it"),
+        ({"vocab_size": float("nan")}, "vocab_size is 'nan', not a whole number"),
+        ({"model_type": "mistral", "sliding_window": -1}, "sliding_window is negative: correct it"),
         ({"num_key_value_heads": 3, "num_attention_heads": 4}, "not a multiple of 3 key-value heads"),
     ],
 )
@@ -292,6 +296,28 @@ def test_an_unknown_architecture_gets_an_upper_bound_or_its_missing_fields():
     assert estimate(shape, MemoryPlan()).total.low == 0
     with pytest.raises(WrongModel, match=r"unknown architecture \(mamba\).* num_hidden_layers, num_attention_heads"):
         read_config({"model_type": "mamba", "hidden_size": 8, "vocab_size": 10})
+
+
+@pytest.mark.parametrize("outer", [{}, {"tie_word_embeddings": True}])
+def test_a_text_config_has_the_defaults_of_transformers(outer):
+    config = {"model_type": "llava", "text_config": {"model_type": "llama"}, "vision_config": {}, **outer}
+
+    shape = read_config(config)
+
+    # Vicuna 7B, on which LLaVA 1.5 is built: 6,738,415,616 parameters, of which 32000 x 4096 are the head.
+    assert count_parameters(shape).total == 6_738_415_616 - (32000 * 4096 if outer else 0)
+    assert [note.split(":")[0] for note in shape.notes] == [
+        "only the text model",
+        "text_config has no vocab_size, hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, "
+        "num_key_value_heads",
+    ]
+
+
+@pytest.mark.parametrize("place", [lambda one: one, lambda one: {"model_type": "llava", "text_config": one}])
+def test_quantized_weights_have_a_note(place):
+    (note,) = read_config(place({**TINY, "quantization_config": {"quant_method": "gptq", "bits": 4}})).notes
+
+    assert note.startswith("the weights are quantized (gptq), which is not read")
 
 
 @pytest.mark.parametrize("kind", [*FAMILIES, "newest"])
@@ -324,7 +350,7 @@ def test_absurd_fields_are_a_wrong_model_or_a_shape(kind):
         ({"zero": 4}, "ZeRO stage 4"),
         ({"precision": "bf17"}, "precision bf17 is not one of: fp32, bf16"),
         ({"lora_rank": 10**6}, "LoRA rank 1,000,000"),
-        ({"base_bits": 4}, "give a LoRA rank"),
+        ({"base_bits": 4}, "give --lora RANK"),
         ({"sequence_parallel": True}, "sequence parallelism needs tensor parallelism"),
         ({"seq_length": 10**7, "micro_batch": 10**7}, "is not possible"),
     ],

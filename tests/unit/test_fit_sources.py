@@ -5,7 +5,7 @@ import json
 import pytest
 
 from effllm.commands.fit_sources import UnreadableModel, find
-from effllm.memory.megatron_arguments import read_script, read_settings, read_shape
+from effllm.memory.megatron_arguments import ambiguous, read_script, read_settings, read_shape
 from effllm.memory.model import WrongModel
 from effllm.memory.parameters import count_parameters
 from effllm.memory.yaml_settings import accelerate_settings, llama_factory_settings
@@ -37,7 +37,9 @@ def test_a_launch_script_is_the_model_and_its_plan():
 
     shape = read_shape(arguments, "llama")
     assert count_parameters(shape).total == 8_030_261_248  # as Llama 3.1 8B
-    assert read_settings(arguments) == {
+    settings, notes = read_settings(arguments)
+    assert notes == []
+    assert settings == {
         "tp": 2,
         "seq_length": 8192,
         "micro_batch": 1,
@@ -77,10 +79,88 @@ def test_missing_arguments_are_named(changes, text):
         read_shape(arguments, "")
 
 
-@pytest.mark.parametrize("value", ["many", "1e3", "$UNSET"])
-def test_an_argument_that_is_not_a_number_is_named(value):
-    with pytest.raises(WrongModel, match=r"--num-layers is|no --num-layers"):
-        read_shape({**read_script(SCRIPT), "num-layers": value}, "")
+@pytest.mark.parametrize(
+    ("argument", "text"),
+    [
+        ("--num-layers many", "--num-layers is 'many', not a whole number"),
+        ("--num-layers 1e3", "--num-layers is '1e3', not a whole number"),
+        ("--num-layers $UNSET", r"--num-layers is \$UNSET, which has no value in the script"),
+        ("--num-experts 8 --moe-layer-freq f(3)", "a whole number or a list such as"),
+        ("--hybrid-override-pattern M-M*", "--hybrid-override-pattern: only the GPT model of Megatron is known"),
+    ],
+)
+def test_an_argument_that_cannot_be_read_is_named(argument, text):
+    with pytest.raises(WrongModel, match=text):
+        read_shape(read_script(f"{SCRIPT} {argument}"), "")
+
+
+@pytest.mark.parametrize(
+    ("argument", "note"),
+    [
+        ("--pipeline-model-parallel-size $PP", "--pipeline-model-parallel-size is $PP, which has no value"),
+        ("--context-parallel-size $((GPUS / 2))", "--context-parallel-size is $[GPUS/2], which has no value"),
+        ("--fp8-format hybrid", "--fp8-format is not estimated: the estimate is without it"),
+        ("--optimizer new", "--optimizer new is estimated as AdamW"),
+    ],
+)
+def test_settings_that_are_not_read_have_a_note(argument, note):
+    settings, (found,) = read_settings(read_script(f"{SCRIPT} {argument}"))
+
+    assert found.startswith(note)
+    assert not {"pp", "cp"} & set(settings)
+
+
+def test_sizes_of_two_branches_have_a_note():
+    assert ambiguous(SCRIPT) == []
+    assert ambiguous("if A; then --num-layers 2; else --num-layers 4; fi --num-layers 4") == [
+        "--num-layers is 2 and 4 in the script, whose branches are not followed: 4 is taken"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params", {"zero": 3}),
+        ("--use-torch-fsdp2", {"zero": 3}),
+        ("--optimizer muon", {"optimizer": "muon"}),
+        ("--grad-reduce-in-bf16", {"precision": "bf16-zero"}),
+    ],
+)
+def test_further_settings_of_megatron(arguments, expected):
+    settings, notes = read_settings(read_script(f"{SCRIPT} {arguments}"))
+
+    assert {name: settings[name] for name in expected} == expected
+    assert notes == []
+
+
+@pytest.mark.parametrize(("stated", "layers"), [("([0]*3+[1]*29)", 29), ("[0,1]*16", 16), ("4", 8), ("1", 32)])
+def test_layers_with_experts_are_a_number_or_a_list(stated, layers):
+    shape = read_shape(read_script(f"{SCRIPT} --num-experts 8 --moe-layer-freq '{stated}'"), "")
+
+    assert shape.experts.layers == layers
+
+
+def test_gpt_oss_of_megatron_has_its_published_parameters():
+    shape = read_shape(
+        read_script(
+            "--num-layers 24 --hidden-size 2880 --num-attention-heads 64 --group-query-attention --num-query-groups 8 "
+            "--kv-channels 64 --num-experts 32 --moe-ffn-hidden-size 2880 --moe-router-topk 4 --normalization RMSNorm "
+            "--padded-vocab-size 201088 --untie-embeddings-and-output-weights --quick-geglu --softmax-type learnable "
+            "--enable-gpt-oss"
+        ),
+        "",
+    )
+
+    assert count_parameters(shape).total == 20_914_757_184
+
+
+def test_a_vocabulary_is_that_of_the_option_or_of_a_known_tokenizer(tmp_path):
+    path = tmp_path / "run.sh"
+    path.write_text(SCRIPT.replace("--vocab-size 128256", ""))
+    assert find(str(path), 1000).shape.vocab == 1024  # a multiple of 128 for each of two ranks
+
+    path.write_text(SCRIPT.replace("--vocab-size 128256", "--tokenizer-model Qwen/Qwen3-8B"))
+    assert find(str(path)).shape.vocab == 152064
 
 
 @pytest.mark.parametrize(
@@ -106,8 +186,42 @@ def test_settings_of_llama_factory(changes, expected):
 def test_what_is_not_estimated_of_llama_factory_is_named():
     settings, notes = llama_factory_settings({"finetuning_type": "full", "use_galore": True, "optim": "new"}, None)
 
-    assert notes == ["use_galore is not estimated", "optim new is estimated as AdamW"]
+    assert notes == ["use_galore is not estimated: the estimate is without it", "optim new is estimated as AdamW"]
     assert settings["optimizer"] == "adamw"
+
+
+@pytest.mark.parametrize(
+    ("fields", "deepspeed", "text"),
+    [
+        ({"stage": "dpo"}, None, "stage dpo is estimated as sft"),
+        ({"finetuning_type": "oft"}, None, "oft is estimated as LoRA"),
+        ({"enable_liger_kernel": True}, None, "enable_liger_kernel is not estimated"),
+        ({}, {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "offload_optimizer cpu is not estimated"),
+        ({}, {"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel of DeepSpeed is not estimated"),
+    ],
+)
+def test_options_that_change_the_memory_have_a_note(fields, deepspeed, text):
+    _, (note,) = llama_factory_settings(fields, deepspeed)
+
+    assert text in note
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"mixed_precision": "fp8"}, "mixed_precision fp8 is not estimated"),
+        ({"parallelism_config": {"tp_size": 2}}, "parallelism_config is not read: give --tp"),
+        (
+            {"distributed_type": "DEEPSPEED", "deepspeed_config": {"offload_param_device": "nvme"}},
+            "nvme is not estimated",
+        ),
+        ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_sharding_strategy": "HYBRID_SHARD"}}, "as FULL_SHARD"),
+    ],
+)
+def test_what_is_not_estimated_of_accelerate_is_named(fields, text):
+    _, (note,) = accelerate_settings(fields)
+
+    assert text in note
 
 
 @pytest.mark.parametrize(
@@ -119,6 +233,19 @@ def test_what_is_not_estimated_of_llama_factory_is_named():
         (
             {"distributed_type": "DEEPSPEED", "mixed_precision": "bf16", "deepspeed_config": {"zero_stage": 3}},
             {"zero": 3, "precision": "bf16-zero"},
+        ),
+        (
+            {
+                "distributed_type": "MEGATRON_LM",
+                "mixed_precision": "bf16",
+                "megatron_lm_config": {
+                    "megatron_lm_tp_degree": 2,
+                    "megatron_lm_sequence_parallelism": True,
+                    "megatron_lm_recompute_activations": True,
+                    "megatron_lm_use_distributed_optimizer": True,
+                },
+            },
+            {"tp": 2, "sequence_parallel": True, "checkpointing": "selective", "zero": 1, "precision": "bf16-master"},
         ),
     ],
 )
@@ -143,11 +270,19 @@ def test_a_yaml_names_its_model_and_its_deepspeed_config(tmp_path):
     [
         ("a.yaml", "model_name_or_path: qwen3-8b\ndeepspeed: none.json\n", "none.json, which is not there"),
         ("a.yaml", "a: [", "is not YAML"),
-        ("a.yaml", "model_name_or_path: a.yaml\n", "a.yaml, which is no model"),
+        ("a.yaml", "model_name_or_path: a.yaml\n", "a.yaml, which is not a model"),
         ("a.yaml", "lr: 1\n", "neither of LLaMA-Factory"),
         ("a.yaml", "model_name_or_path: company/gated\n", "nothing is downloaded"),
         ("a.yaml", "model_name_or_path: qwen3-8b\ncutoff_len: long\n", "cutoff_len is 'long'"),
-        ("run.sh", "torchrun train.py\n", "neither JSON nor a script with --num-layers"),
+        ("a.yaml", "model_name_or_path: [a]\n", r"model_name_or_path is \['a'\]: give a name of the table"),
+        ("a.yaml", "model_name_or_path:\n", "model_name_or_path is None"),
+        ("a.yaml", "model_name_or_path: qwen3-8b\nlora_rank: -1\n", "a.yaml: lora_rank is -1: a number from 1"),
+        ("a.yaml", "model_name_or_path: qwen3-8b\nquantization_bit: four\n", "quantization_bit is 'four'"),
+        ("a.yaml", "distributed_type: DEEPSPEED\nnum_processes: 0\n", "num_processes is 0: a number from 1"),
+        ("empty.json", "", "empty.json is empty: give the config.json"),
+        ("list.json", "[]", "it has no fields: give the config.json"),
+        ("deep.json", "[" * 100_000, "is not JSON: maximum recursion depth"),
+        ("run.sh", "torchrun train.py\n", "neither JSON nor a script of Megatron with the sizes"),
         ("run.sh", "pretrain --num-layers 2 --hidden-size 8\n", "no --num-attention-heads"),
     ],
 )
@@ -164,3 +299,53 @@ def test_a_row_that_was_not_compared_has_one_note():
 
     assert "not compared" in note
     assert find("llama-3.1-8b").notes == ()
+
+
+def test_a_binary_file_and_an_empty_name_are_no_traceback(tmp_path):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(bytes(range(256)))
+
+    for text, error in ((str(path), "is not a text file: give the config.json"), ("", "MODEL is empty")):
+        with pytest.raises(UnreadableModel, match=error):
+            find(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [
+        ("Qwen/Qwen3-4B-Instruct-2507", "qwen3-4b"),
+        ("meta-llama/Meta-Llama-3-8B-Instruct", "llama-3.1-8b"),
+        ("google/gemma-2-9b-it", "gemma-2-9b"),
+    ],
+)
+def test_a_tuned_model_has_the_sizes_of_its_base(name, model):
+    found = find(name)
+
+    assert found.shape.name == model
+    assert found.notes[-1].startswith(f"{name} is taken as a variant of {model}")
+
+
+@pytest.mark.parametrize("name", ["mistralai/Mistral-7B-Instruct-v0.3", "company/Meta-Llama-3-8B-Instruct-GPTQ"])
+def test_versions_and_quantized_models_are_not_variants(name):
+    with pytest.raises(UnreadableModel, match="nothing is downloaded"):
+        find(name)
+
+
+@pytest.mark.parametrize("is_accelerate", [False, True])
+def test_a_deepspeed_config_is_found_in_a_folder_above(tmp_path, is_accelerate):
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "zero.json").write_text(json.dumps({"zero_optimization": {"stage": 1}}))
+    path = tmp_path / "runs" / "sft.yaml"
+    path.parent.mkdir()
+    of_accelerate = "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: configs/zero.json}\n"
+    of_factory = "model_name_or_path: qwen3-8b\ndeepspeed: configs/zero.json\n"
+    path.write_text(of_accelerate if is_accelerate else of_factory)
+
+    assert find(str(path)).settings["zero"] == 1
+
+
+def test_an_inline_deepspeed_config_is_read(tmp_path):
+    path = tmp_path / "sft.yaml"
+    path.write_text("model_name_or_path: qwen3-8b\nfinetuning_type: full\ndeepspeed: {zero_optimization: {stage: 2}}\n")
+
+    assert find(str(path)).settings["zero"] == 2
