@@ -68,17 +68,18 @@ def _compare(found: Sequence[Judged]) -> dict[str, dict[str, float]]:
     """Return the errors of the peak, by estimator."""
     pairs = [shape_and_plan(one.configuration) for one in found]
     counts = [round(one.estimated["parameters"]) for one in found]
-    estimates = {
-        "effllm": [one.estimated["peak"] for one in found],
-        peers.DEEPSPEED: [peers.deepspeed(count) for count in counts],
-        peers.MEGATRON: [peers.megatron(*pair[:1], count, pair[1]) for pair, count in zip(pairs, counts, strict=True)],
+    estimators = {
+        peers.MEGATRON: lambda shape, plan, count: peers.megatron(shape, count, plan),
+        peers.DEEPSPEED: lambda _shape, _plan, count: peers.deepspeed(count),
+        peers.DEEPSPEED_3: lambda shape, _plan, count: peers.deepspeed_3(shape, count),
+        peers.ACCELERATE: lambda _shape, plan, count: peers.accelerate(count, plan),
     }
-    try:
-        estimates[peers.ACCELERATE] = [
-            peers.accelerate(count, plan) or 0.0 for count, (_, plan) in zip(counts, pairs, strict=True)
-        ]
-    except ImportError:
-        print("accelerate is not installed: its figures are left out")
+    estimates = {"effllm": [one.estimated["peak"] for one in found]}
+    for name, of in estimators.items():
+        try:
+            estimates[name] = [of(*pair, count) for pair, count in zip(pairs, counts, strict=True)]
+        except ImportError as error:
+            print(f"{name} is left out: {error}")
     return {name: peak_errors(values, found) for name, values in estimates.items()}
 
 

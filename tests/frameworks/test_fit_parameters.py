@@ -60,10 +60,7 @@ VARIANTS = [
     ("glm4_moe", {**ROUTED, "n_routed_experts": 8, "first_k_dense_replace": 1, "use_qk_norm": True}),
     ("llama4_text", {**ROUTED, "num_local_experts": 8, "intermediate_size_mlp": 72, "interleave_moe_layer_step": 2}),
     ("granitemoe", {"num_local_experts": 4, "attention_bias": True}),
-    (
-        "hunyuan_v1_dense",
-        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 2.0, "factor": 1.0}},
-    ),
+    ("hunyuan_v1_dense", {"head_dim": 8}),
     ("seed_oss", {"attention_bias": False, "attention_out_bias": True}),
     ("ernie4_5", {"use_bias": True}),
 ]
