@@ -21,6 +21,7 @@ class Built:
     optimizer: Any
     losses: list[Callable[[], torch.Tensor]]  # of the micro-batches of a step
     texts: list[torch.Tensor]
+    scales: list[torch.Tensor]  # of quantized weights
 
     def step(self) -> None:
         for loss in self.losses:
@@ -28,11 +29,14 @@ class Built:
         self.optimizer.step()
 
 
+TARGETS = {"qv": ["q_proj", "v_proj"], "attention": ["q_proj", "k_proj", "v_proj", "o_proj"]}
+
+
 def measure(configuration: Configuration) -> Counted:
     """Return the bytes of the second step."""
     torch.set_num_threads(1)
     built = build(configuration)
-    return count_step(built.model, built.optimizer, built.losses, built.texts)
+    return count_step(built.model, built.optimizer, built.losses, built.texts, built.scales)
 
 
 def build(configuration: Configuration | RealSize, device: str = "cpu") -> Built:
@@ -40,13 +44,15 @@ def build(configuration: Configuration | RealSize, device: str = "cpu") -> Built
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    config = AutoConfig.for_model(configuration.architecture, **configuration.fields)
+    config = AutoConfig.for_model(**configuration.fields)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, attn_implementation=configuration.attention)
     if configuration.precision == "bf16":
         model = model.to(torch.bfloat16)
+    computed = torch.float32 if configuration.precision == "fp32" else torch.bfloat16
+    scales = _quantize(model, computed) if configuration.base_bits else []
     if configuration.lora_rank:
-        model = _with_adapters(model, configuration.lora_rank)
+        model = _with_adapters(model, configuration)
     if configuration.checkpointing == "full":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if configuration.lora_rank:
@@ -60,7 +66,7 @@ def build(configuration: Configuration | RealSize, device: str = "cpu") -> Built
     shape = (configuration.micro_batch, configuration.seq_length)
     texts = [torch.randint(1, configuration.vocab, shape, device=device) for _ in range(configuration.accumulation)]
     losses = [_loss(model, ids, configuration.precision == "bf16-mixed") for ids in texts]
-    built = Built(model, optimizer, losses, texts)
+    built = Built(model, optimizer, losses, texts, scales)
     built.step()
     return built
 
@@ -73,11 +79,31 @@ def _loss(model: Any, ids: torch.Tensor, autocast: bool) -> Callable[[], torch.T
     return loss
 
 
-def _with_adapters(model: Any, rank: int) -> Any:
+def _quantize(model: Any, computed: torch.dtype) -> list[torch.Tensor]:
+    """Quantize the products of the layers to NF4 as transformers does it with bitsandbytes; return the scales."""
+    import bitsandbytes
+
+    scales = []
+    for name, one in list(model.named_modules()):
+        if isinstance(one, torch.nn.Linear) and name != "lm_head":
+            changed = bitsandbytes.nn.Linear4bit(
+                *(one.in_features, one.out_features, one.bias is not None),
+                compute_dtype=computed, compress_statistics=False, quant_type="nf4",
+            )  # fmt: skip
+            changed.load_state_dict(one.state_dict())
+            model.set_submodule(name, changed.to(one.weight.device))
+            scales.append(changed.weight.quant_state.absmax)
+    model.requires_grad_(False)
+    model.is_loaded_in_4bit = True
+    return scales
+
+
+def _with_adapters(model: Any, configuration: Configuration | RealSize) -> Any:
     from peft import LoraConfig, get_peft_model
 
     names = {name.split(".")[-1] for name, one in model.named_modules() if isinstance(one, torch.nn.Linear)}
-    return get_peft_model(model, LoraConfig(r=rank, target_modules=sorted(names - {"lm_head"}), lora_dropout=0.0))
+    chosen = TARGETS.get(configuration.lora_targets, sorted(names - {"lm_head"}))
+    return get_peft_model(model, LoraConfig(r=configuration.lora_rank, target_modules=chosen, lora_dropout=0.0))
 
 
 class Lion(torch.optim.Optimizer):
@@ -121,6 +147,12 @@ class MuonWithAdamW:
             part.step()
 
 
+def _adamw_8bit(trained: Any) -> Any:
+    import bitsandbytes
+
+    return bitsandbytes.optim.AdamW8bit(trained)
+
+
 def _muon(model: torch.nn.Module) -> MuonWithAdamW:
     outer = ("embed", "wte", "wpe", "lm_head")
     named = {name: one for name, one in model.named_parameters() if one.requires_grad}
@@ -134,4 +166,5 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "sgd-momentum": lambda trained: torch.optim.SGD(trained, lr=0.1, momentum=0.9),
     "adafactor": torch.optim.Adafactor,
     "lion": Lion,
+    "adamw-8bit": _adamw_8bit,
 }

@@ -18,7 +18,24 @@ ARCHITECTURES = {
     "opt": {"layer_norm": True},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "head_dim": 32},
+    "mistral-window": {"model_type": "mistral", "sliding_window": 48},
+    "gemma2": {"head_dim": 48, "query_pre_attn_scalar": 48, "sliding_window": 48},
+    "gemma3_text": {"head_dim": 48, "query_pre_attn_scalar": 48, "sliding_window": 48, "sliding_window_pattern": 2},
+    "deepseek_v3": {
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "kv_lora_rank": 32,
+        "q_lora_rank": 48,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 24,
+        "first_k_dense_replace": 1,
+    },
 }
+ADAPTED = ("llama", "mistral", "qwen2", "qwen3")
 SIZES = (  # layers, hidden, heads, key-value heads, width of the MLP, vocabulary
     (2, 64, 4, 2, 176, 512),
     (4, 96, 6, 2, 256, 1024),
@@ -28,7 +45,7 @@ SIZES = (  # layers, hidden, heads, key-value heads, width of the MLP, vocabular
 )
 TOKENS = ((1, 128), (2, 64), (4, 96), (1, 256), (3, 160))
 PRECISIONS = ("fp32", "bf16", "bf16-mixed")
-OPTIMIZERS = ("adamw", "sgd", "sgd-momentum", "adafactor", "lion", "muon")
+OPTIMIZERS = ("adamw", "sgd", "sgd-momentum", "adafactor", "lion", "muon", "adamw-8bit")
 
 
 @dataclass(frozen=True)
@@ -50,12 +67,15 @@ class Configuration:
     lora_rank: int
     accumulation: int
     attention: str
+    lora_targets: str = "all"
+    base_bits: int = 0
 
     @property
     def fields(self) -> dict[str, Any]:
         """The fields of the config.json."""
         extra = {key: value for key, value in ARCHITECTURES[self.architecture].items() if key != "layer_norm"}
         sizes: dict[str, Any] = {
+            "model_type": self.architecture,
             "num_hidden_layers": self.layers,
             "hidden_size": self.hidden,
             "num_attention_heads": self.heads,
@@ -70,7 +90,7 @@ class Configuration:
             dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
             return {**sizes, "n_inner": self.intermediate, "n_positions": 512, **dropouts}
         sizes |= {"num_key_value_heads": self.kv_heads, "intermediate_size": self.intermediate}
-        if self.architecture == "qwen3_moe":
+        if self.architecture in ("qwen3_moe", "deepseek_v3"):
             sizes["moe_intermediate_size"] = self.intermediate // 16 * 8  # grouped products need rows of 16 bytes
         return {**sizes, **extra}
 

@@ -74,15 +74,20 @@ def count_step(
     optimizer: Any,
     losses: Iterable[Callable[[], torch.Tensor]],
     ignored: Iterable[torch.Tensor],
+    scales: Iterable[torch.Tensor] = (),
 ) -> Counted:
-    """Return the bytes of a step of a model that has made a step before, so that the optimizer's states exist."""
+    """Return the bytes of a step of a model that has made a step before, so that the optimizer's states exist.
+
+    The scales are those of quantized weights, which are not parameters.
+    """
     micro_batches = list(losses)
     storages = Storages()
-    weights = {storages.number(one) for one in model.parameters()}
-    state_tensors = [one for state in optimizer.state.values() for one in state.values() if torch.is_tensor(one)]
-    counters = {storages.number(one) for one in state_tensors if one.dim() == 0}
-    states = {storages.number(one) for one in state_tensors if one.dim() > 0}
-    other = {storages.number(one) for one in (*model.buffers(), *ignored)} | counters
+    weights = {storages.number(one) for one in (*model.parameters(), *scales)}
+    named = [pair for state in optimizer.state.values() for pair in state.items() if torch.is_tensor(pair[1])]
+    # Counters of steps, and the table of the values of 8 bits, which all states share.
+    small = {storages.number(one) for name, one in named if one.dim() == 0 or name.startswith("qmap")}
+    states = {storages.number(one) for _, one in named} - small
+    other = {storages.number(one) for one in (*model.buffers(), *ignored)} | small
     optimizer.zero_grad(set_to_none=True)
     with storages:
         for loss in micro_batches:

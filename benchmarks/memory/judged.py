@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from statistics import median
 from typing import Any
 
@@ -46,9 +46,8 @@ def judge(configuration: Configuration, counted: dict[str, float]) -> Judged:
 
 
 def shape_and_plan(one: Configuration) -> tuple[ModelShape, MemoryPlan]:
-    shape = read_config({"model_type": one.architecture, **one.fields}, one.architecture)
-    names = ("precision", "optimizer", "checkpointing", "attention", "seq_length", "micro_batch", "accumulation")
-    return shape, MemoryPlan(lora_rank=one.lora_rank, **{name: getattr(one, name) for name in names})
+    shared = {field.name for field in fields(one)} & {field.name for field in fields(MemoryPlan)}
+    return read_config(one.fields, one.architecture), MemoryPlan(**{name: getattr(one, name) for name in shared})
 
 
 def estimated(one: Configuration) -> dict[str, float]:

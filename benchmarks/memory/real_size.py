@@ -34,6 +34,8 @@ class RealSize:
     lora_rank: int
     accumulation: int
     attention: str
+    lora_targets: str = "all"
+    base_bits: int = 0
 
     @property
     def _config(self) -> dict[str, Any]:
@@ -52,8 +54,7 @@ class RealSize:
             "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
             "opt": {"dropout": 0.0},
         }.get(self.architecture, {})
-        fields = {key: value for key, value in self._config.items() if key != "model_type"}
-        return {**fields, **dropouts, "pad_token_id": 0, "use_cache": False}
+        return {**self._config, **dropouts, "pad_token_id": 0, "use_cache": False}
 
     @property
     def vocab(self) -> int:

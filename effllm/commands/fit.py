@@ -164,7 +164,7 @@ def _serving_plan(plan: MemoryPlan, settings: dict[str, Any]) -> MemoryPlan:
         precision = "fp16" if precision.startswith("fp16") else "bf16"
     return replace(
         plan, mode=INFERENCE, precision=precision, lora_rank=0, zero=0, accumulation=1, checkpointing="none",
-        base_bits=0 if plan.lora_rank else plan.base_bits, sequence_parallel=False,
+        base_bits=0 if plan.lora_rank else plan.base_bits, base_keeps_inputs=False, sequence_parallel=False,
     )  # fmt: skip
 
 

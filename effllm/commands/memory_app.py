@@ -22,6 +22,7 @@ _LORA = typer.Option("--lora", metavar="RANK", help="Rank of LoRA adapters. [def
 _TARGETS = typer.Option(metavar="T", help="Adapted matrices: qv, attention or all. [default: all]")
 _BITS = typer.Option(metavar="B", help="Bits of quantized weights, 4 or 8 (QLoRA).")
 _VOCABULARY = typer.Option(metavar="N", help="Vocabulary of a Megatron script that does not state it.")
+_KEEPS = typer.Option("--base-keeps-inputs", help="Base of 4 bits with bitsandbytes before 0.43.2.")
 _ZERO = typer.Option(metavar="STAGE", help="Stage of ZeRO, 0 to 3.")
 _FSDP = typer.Option("--fsdp", help="FSDP with full sharding: the same as --zero 3.")
 _MEASURE = typer.Option("--measure", help="Also measure a step with fake tensors; needs transformers.")
@@ -46,6 +47,7 @@ def fit(
     lora_rank: Annotated[int | None, _LORA] = None,
     lora_targets: Annotated[str | None, _TARGETS] = None,
     base_bits: Annotated[int | None, _BITS] = None,
+    base_keeps_inputs: Annotated[bool, _KEEPS] = False,
     tp: Annotated[int | None, typer.Option(metavar="N", help="Tensor parallelism.")] = None,
     pp: Annotated[int | None, typer.Option(metavar="N", help="Pipeline parallelism.")] = None,
     cp: Annotated[int | None, typer.Option(metavar="N", help="Context parallelism.")] = None,
@@ -88,6 +90,7 @@ def fit(
         "precision": precision, "optimizer": optimizer, "checkpointing": checkpointing, "attention": attention,
         "implementation": implementation, "seq_length": seq_length, "micro_batch": micro_batch,
         "accumulation": accumulation, "lora_rank": lora_rank, "lora_targets": lora_targets, "base_bits": base_bits,
+        "base_keeps_inputs": base_keeps_inputs or None,
         "tp": tp, "pp": pp, "cp": cp, "ep": ep, "dp": dp, "zero": 3 if fsdp else zero,
         "sequence_parallel": sequence_parallel or None,
     }  # fmt: skip

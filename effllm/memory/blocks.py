@@ -45,6 +45,11 @@ class TensorSizes:
         return FULL if self.plan.numbers.autocast else self.compute
 
     @property
+    def product(self) -> int:
+        """Bytes of an element of a product's output: those with 4 bits convert it to the precision of the input."""
+        return self.stream if self.plan.base_bits == 4 else self.compute
+
+    @property
     def tokens(self) -> int:
         return self.plan.tokens
 
@@ -74,16 +79,17 @@ class TensorSizes:
         """Return what matrix products with one input keep of it.
 
         A product keeps its input if its matrix is trained.  Autocast casts the input once for each product, and an
-        adapter has a copy in its own precision.
+        adapter has a copy in its own precision.  Some kernels for quantized matrices keep the input of a frozen one.
         """
         copies = sum(self.trains(name) for name in names)
+        if not self.is_lora:
+            return self.tokens * width * self.compute * (copies if self.plan.numbers.autocast else 1)
+        frozen = width * self.compute if self.plan.keeps_frozen_inputs else 0.0
         if not copies:
-            return 0.0
-        if self.is_lora:
-            shared = self.adapter == self.stream and not self.plan.numbers.autocast
-            low_rank = copies * self.plan.lora_rank * self.adapter
-            return self.tokens * (width * self.adapter * (1 if shared else copies) + low_rank)
-        return self.tokens * width * self.compute * (copies if self.plan.numbers.autocast else 1)
+            return self.tokens * frozen
+        shared = self.adapter == self.stream and not self.plan.numbers.autocast
+        low_rank = copies * self.plan.lora_rank * self.adapter
+        return self.tokens * (width * self.adapter * (1 if shared else copies) + low_rank + (0.0 if shared else frozen))
 
 
 def norm(sizes: TensorSizes) -> LayerBlock:
@@ -118,7 +124,7 @@ def attention(sizes: TensorSizes) -> LayerBlock:
     if shape.qk_norm_per_layer:
         normalised = 0 if sizes.is_lora else compute
         kept += tokens * (shape.q_size + keys) / tp * (FULL + normalised)
-    kept += output if not sizes.is_lora else max(output, sizes.inputs(shape.value_size / tp, ("o",)) + output)
+    kept += output + (sizes.inputs(shape.value_size / tp, ("o",)) if sizes.is_lora else 0.0)
     forward, backward = heads, heads + output
     if plan.attention == "eager":
         scores = tokens * shape.heads * plan.seq_length / tp
@@ -147,15 +153,10 @@ def mlp(sizes: TensorSizes, width: float, tokens: float | None = None) -> LayerB
     """
     shape, tp = sizes.shape, sizes.plan.tp
     count = sizes.tokens if tokens is None else tokens
-    inner = count * width * sizes.compute / tp
+    inner = count * width * sizes.product / tp
     names = ("mlp", "mlp") if shape.gated_mlp else ("mlp",)
-    kept = sizes.inputs(shape.hidden / sizes.spread, names) * count / sizes.tokens
-    products = _products(shape, sizes.is_fused) - (0 if sizes.trains("mlp") else 1)
-    kept += products * inner
-    if sizes.is_lora and sizes.trains("mlp"):
-        kept += sizes.inputs(width / tp, ("mlp",)) * count / sizes.tokens - (
-            inner if sizes.adapter == sizes.compute else 0
-        )
+    inputs = sizes.inputs(shape.hidden / sizes.spread, names) + sizes.inputs(width / tp, ("mlp",))
+    kept = inputs * count / sizes.tokens + (_products(shape, sizes.is_fused) - 1) * inner
     return LayerBlock(kept, inner, 2 * inner + count * shape.hidden * sizes.stream)
 
 

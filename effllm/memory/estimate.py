@@ -15,8 +15,10 @@ from effllm.memory.states import (
     RankTensor,
     Stage,
     divided,
+    double_quantization_saving,
     elements,
     gradient_bytes,
+    largest_matrix,
     rank_tensors,
     stages,
     state_bytes,
@@ -27,7 +29,7 @@ from effllm.memory.training import training_course
 
 #: Relative limits of activations and logits: the 5th and the 95th percentile of counted over estimated bytes, of 264
 #: configurations counted on a CPU (make bench-memory); and assumed limits for kernels that were not counted.
-ACTIVATION_LIMITS = (0.91, 1.02)
+ACTIVATION_LIMITS = (0.92, 1.02)
 NOT_COUNTED_LIMITS = (0.7, 1.3)
 COUNTED_ARCHITECTURES = frozenset(
     ("llama", "mistral", "qwen2", "qwen3", "gemma", "phi3", "gpt2", "gpt_neox", "opt", "mixtral", "qwen3_moe")
@@ -113,12 +115,12 @@ def _training_parts(shape: ModelShape, plan: MemoryPlan, stage: Stage) -> list[M
     """Return the parts at the two moments of a training step that can have its peak."""
     held = rank_tensors(shape, plan, stage)
     trained = trained_tensors(plan, held)
-    weights = weight_bytes(plan, divided(plan, held, 3), divided(plan, trained, 3))
     states = state_bytes(plan, divided(plan, trained, 1))
     all_gradients = gradient_bytes(plan, trained)
     held_gradients = gradient_bytes(plan, divided(plan, trained, 2))
     course = training_course(shape, plan, stage, held)
     peak = course.peak
+    once = training_course(shape, replace(plan, base_keeps_inputs=False), stage, held).peak
     gradients = peak.gradients * (held_gradients / all_gradients if all_gradients else 1.0)
     counted = _is_counted(shape, plan)
     limits = ACTIVATION_LIMITS if counted else NOT_COUNTED_LIMITS
@@ -126,10 +128,10 @@ def _training_parts(shape: ModelShape, plan: MemoryPlan, stage: Stage) -> list[M
     sizes = weight_bytes(plan, held, trained)
     buffers = communication(plan, all_gradients, sizes, sizes / stage.layers)
     fixed = [
-        _static("weights", weights, shape, _weights_basis(plan)),
+        _weights(plan, held, trained, shape),
         _static("optimizer states", states, shape, _states_basis(plan)),
         MemoryPart("communication buffers", buffers, "published ranges and settings; not measured on a GPU"),
-        *_of_quantized_base(plan, held),
+        *_of_quantized_base(plan, held, peak.activations - once.activations),
         _CONTEXT,
     ]
     basis = f"{4 if plan.lora_rank else plan.numbers.gradients} bytes for each trained parameter"
@@ -152,8 +154,8 @@ def _training_parts(shape: ModelShape, plan: MemoryPlan, stage: Stage) -> list[M
 
 
 def _is_counted(shape: ModelShape, plan: MemoryPlan) -> bool:
-    """Whether configurations of this kind were counted: one rank, kernels of transformers, no quantized base."""
-    is_plain = plan.gpus == plan.ep == 1 and plan.implementation == "transformers" and not plan.base_bits
+    """Whether configurations of this kind were counted: one rank, kernels of transformers and of bitsandbytes."""
+    is_plain = plan.gpus == plan.ep == 1 and plan.implementation == "transformers" and not plan.keeps_frozen_inputs
     return is_plain and plan.checkpointing != "selective" and shape.architecture in COUNTED_ARCHITECTURES
 
 
@@ -163,7 +165,7 @@ def _serving_parts(shape: ModelShape, plan: MemoryPlan, stage: Stage) -> list[Mo
     cache, working = serving_parts(shape, plan, stage)
     buffers = communication(plan, 0.0, weights, weights / stage.layers)
     parts = [
-        _static("weights", weights, shape, _weights_basis(plan)),
+        _weights(plan, held, [], shape),
         MemoryPart("KV cache", cache, "keys and values of all tokens; high: no window and no latent vectors"),
         MemoryPart("activations", working, "one layer; low: a token at a time; high: logits of all tokens"),
         MemoryPart("communication buffers", buffers, "published ranges and settings; not measured on a GPU"),
@@ -189,17 +191,29 @@ def _static(name: str, size: float, shape: ModelShape, basis: str) -> MemoryPart
     return MemoryPart(name, ByteRange.exact(size), basis)
 
 
-#: High limits of the memory beside a quantized base, over its weights in 16 bits: seven published peaks of LitGPT
-#: exceed the sum of the other parts (docs/fit.md).
-_BESIDE_QUANTIZED, _BESIDE_QUANTIZED_SERVING = 0.30, 0.07
+def _weights(plan: MemoryPlan, held: list[RankTensor], trained: list[RankTensor], shape: ModelShape) -> MemoryPart:
+    """Return the weights of a rank; scales of a base of 4 bits can be quantized too."""
+    tensors = divided(plan, held, 3)
+    size, saving = weight_bytes(plan, tensors, divided(plan, trained, 3)), double_quantization_saving(plan, tensors)
+    part = _static("weights", size, shape, _weights_basis(plan))
+    return replace(part, bytes=replace(part.bytes, low=max(part.bytes.low - saving, 0.0)))
 
 
-def _of_quantized_base(plan: MemoryPlan, held: list[RankTensor]) -> list[MemoryPart]:
+def _of_quantized_base(plan: MemoryPlan, held: list[RankTensor], again: float = 0.0) -> list[MemoryPart]:
+    """Return copies of quantized matrices that other parts do not have, and inputs that are kept once more.
+
+    A product copies its matrix to the precision of the product.  High: the head is quantized too, and the copy is made
+    in one type of 16 bits and cast to another, as in LitGPT.  bitsandbytes before 0.43.2 keeps inputs as long as the
+    loss of their micro-batch exists: a loop whose variable holds it until the next loss has those of two micro-batches.
+    """
     if not plan.base_bits:
         return []
-    share = _BESIDE_QUANTIZED if plan.is_training else _BESIDE_QUANTIZED_SERVING
-    basis = "cause unknown; high limit: published peaks of LitGPT; not measured on a GPU"
-    return [MemoryPart("beside a quantized base", ByteRange(0.0, 0.0, share * 2 * elements(held)), basis)]
+    size = plan.numbers.compute / plan.tp
+    layers = [one for one in held if one.tensor.name]
+    expected = 0.0 if plan.is_training else largest_matrix(layers) * size
+    high = max(2 * largest_matrix(held) * size, expected) + again
+    basis = "copies of matrices for their products; high: also of the head, in two types of 16 bits"
+    return [MemoryPart("beside a quantized base", ByteRange(0.0, expected, high), basis)]
 
 
 def _weights_basis(plan: MemoryPlan) -> str:

@@ -63,6 +63,7 @@ class MemoryPlan:
     lora_rank: int = 0  # 0: all weights are trained
     lora_targets: str = "all"
     base_bits: int = 0  # bits of a quantized frozen base (QLoRA); 0: the precision of the weights
+    base_keeps_inputs: bool = False  # of its products, until the backward pass: bitsandbytes before 0.43.2, 4 bits
     tp: int = 1
     pp: int = 1
     cp: int = 1
@@ -87,6 +88,11 @@ class MemoryPlan:
     def tokens(self) -> int:
         """Tokens of a micro-batch on a rank."""
         return self.micro_batch * -(-self.seq_length // self.cp)
+
+    @property
+    def keeps_frozen_inputs(self) -> bool:
+        """Whether products with frozen weights keep their inputs, as those of 8 bits of bitsandbytes always do."""
+        return self.base_bits == 8 or (self.base_bits == 4 and self.base_keeps_inputs)
 
     @property
     def shards(self) -> int:
@@ -134,6 +140,8 @@ def check_plan(plan: MemoryPlan, shape: ModelShape) -> None:
         raise ImpossiblePlan(
             f"a base of {plan.base_bits} bits cannot be trained: give --lora RANK, or --mode inference"
         )
+    if plan.base_keeps_inputs and plan.base_bits != 4:
+        raise ImpossiblePlan("kept inputs of a frozen base are those of 4 bits: give --base-bits 4")
     _check_layout(plan, shape)
 
 

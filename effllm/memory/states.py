@@ -15,8 +15,8 @@ from effllm.memory.tensors import EMBEDDING, EXPERT, HEAD, NORM, ROUTER, Paramet
 
 #: bitsandbytes quantizes states in blocks of 256 elements with a scale of 32 bits; smaller tensors stay in 32 bits.
 STATE_BLOCK, SMALLEST_8BIT = 256, 4096
-#: NF4 with blocks of 64 elements: a scale of 32 bits, or of 8 bits with a second scale for each 256 (double
-#: quantization, arXiv 2305.14314, section 3).
+#: NF4 with blocks of 64 elements: a scale of 32 bits, the default of bitsandbytes, or of 8 bits with a second scale
+#: for each 256 (double quantization, arXiv 2305.14314, section 3).
 NF4_BYTES, NF4_DOUBLE_BYTES = 0.5 + 4 / 64, 0.5 + 1 / 64 + 4 / (64 * 256)
 
 
@@ -106,12 +106,27 @@ def weight_bytes(plan: MemoryPlan, held: list[RankTensor], trained: list[RankTen
     """Return the bytes of the weights of a rank, adapters included, before ZeRO."""
     size = plan.numbers.weights
     if plan.base_bits:
-        quantized = sum(one.elements for one in held if one.tensor.name)
+        quantized = quantized_elements(held)
         other = elements(held) - quantized
-        base = quantized * (NF4_DOUBLE_BYTES if plan.base_bits == 4 else 1 + 4 / 4096) + other * 2
+        base = quantized * (NF4_BYTES if plan.base_bits == 4 else 1 + 4 / 4096) + other * size
     else:
         base = elements(held) * size
     return base + (elements(trained) * adapter_bytes(plan) if plan.lora_rank else 0.0)
+
+
+def quantized_elements(held: list[RankTensor]) -> float:
+    """Return the weights of the quantized matrices: those of the layers, not the head, as transformers does it."""
+    return sum(one.elements for one in held if one.tensor.name)
+
+
+def largest_matrix(held: list[RankTensor]) -> int:
+    """Return the elements of the largest matrix of a module; experts have one tensor together."""
+    return max((one.tensor.elements for one in held if one.tensor.columns and one.tensor.group != EXPERT), default=0)
+
+
+def double_quantization_saving(plan: MemoryPlan, held: list[RankTensor]) -> float:
+    """Return the bytes by which quantized scales make the weights of a base of 4 bits smaller."""
+    return quantized_elements(held) * (NF4_BYTES - NF4_DOUBLE_BYTES) if plan.base_bits == 4 else 0.0
 
 
 def adapter_bytes(plan: MemoryPlan) -> int:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from effllm.memory.blocks import FULL, LayerBlock, TensorSizes, attention, experts, mlp, norm
 from effllm.memory.model import ModelShape
 from effllm.memory.plan import MemoryPlan
-from effllm.memory.states import RankTensor, Stage, elements, gradient_bytes, trained_tensors
+from effllm.memory.states import RankTensor, Stage, elements, gradient_bytes, largest_matrix, trained_tensors
 from effllm.memory.step import StepBlocks, StepCourse, course_of
 from effllm.memory.tensors import ATTENTION, EMBEDDING, EXPERT, HEAD, MLP, NORM, ROUTER, SHARED
 
@@ -64,8 +64,12 @@ class _BlockWeights:
         adapters = elements(trained) if plan.lora_rank else 0.0
         scale = numbers.compute / layers if numbers.autocast else 0.0
         largest = max((one.tensor.elements for one in trained), default=0) / plan.tp
+        # A product with a quantized matrix makes a copy of it in the precision of the product.
+        copy = largest_matrix(held) / plan.tp * numbers.compute if plan.base_bits and HEAD not in groups else 0.0
         return replace(
             block,
+            forward=block.forward + copy,
+            backward=block.backward + copy,
             gradients=elements(trained) / layers * size,
             casts=(matrices + adapters) * scale,
             cached=(adapters if plan.lora_rank else matrices) * scale,

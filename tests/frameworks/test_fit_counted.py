@@ -25,12 +25,16 @@ TRAININGS = [
     ("qwen3", "bf16-mixed", "adafactor", "full", 0, 2, "eager"),
     ("gpt2", "fp32", "muon", "none", 0, 1, "eager"),
     ("mixtral", "bf16", "adamw", "none", 0, 1, "sdpa"),
+    ("llama", "bf16", "adamw-8bit", "none", 0, 1, "sdpa"),
+    ("llama", "bf16", "adamw", "none", 8, 1, "sdpa", "qv", 4),
 ]
 
 
 @pytest.mark.parametrize("training", TRAININGS, ids=lambda training: "-".join(map(str, training)))
 def test_counted_training_agrees_with_the_estimate(training):
     architecture, *rest = training
+    if "adamw-8bit" in rest or 4 in rest[7:]:
+        pytest.importorskip("bitsandbytes")
     configuration = Configuration(architecture, *SMALL, *rest)
 
     found = judge(configuration, vars(measure(configuration)))

@@ -136,10 +136,32 @@ def test_a_base_of_4_bits_needs_about_half_a_byte_for_a_weight():
     matrices = 2 * (128 + 64 + 384)
     plan = MemoryPlan(precision="bf16", lora_rank=2, lora_targets="qv", base_bits=4)
 
-    weights = held(read_config(TINY), plan)["weights"]
+    found = estimate(read_config(TINY), plan)
 
-    adapters = 4 * estimate(read_config(TINY), plan).trained
-    assert weights == pytest.approx(matrices * (0.5 + 1 / 64 + 4 / 16384) + 2 * (1352 - matrices) + adapters)
+    weights, others = found.part("weights").bytes, 2 * (1352 - matrices) + 4 * found.trained
+    assert weights.low == pytest.approx(matrices * (0.5 + 1 / 64 + 4 / 16384) + others)
+    assert weights.expected == weights.high == pytest.approx(matrices * (0.5 + 4 / 64) + others)
+
+
+def test_old_kernels_of_4_bits_keep_the_inputs_of_all_products():
+    plan = MemoryPlan(precision="bf16", optimizer="sgd", lora_rank=8, lora_targets="qv", base_bits=4, seq_length=512)
+
+    found, old = (estimate(EIGHT_B, replace(plan, base_keeps_inputs=kept)) for kept in (False, True))
+
+    # Hidden size 4096 before attention, its last product and the MLP, and 14336 before the MLP's last product; the
+    # output of the attention is kept in both.
+    inputs = 512 * 32 * (3 * 4096 + 14336) * 2
+    assert old.part("activations").bytes.expected - found.part("activations").bytes.expected == inputs
+    part, before = (one.part("beside a quantized base").bytes for one in (old, found))
+    assert part.high - before.high == inputs
+
+
+def test_a_product_of_4_bits_copies_its_matrix():
+    plan = MemoryPlan(mode="inference", precision="bf16", base_bits=4)
+
+    part = estimate(EIGHT_B, plan).part("beside a quantized base").bytes
+
+    assert part == ByteRange(0, 4096 * 14336 * 2, 2 * 4096 * 128256 * 2)
 
 
 def test_zero_divides_states_then_gradients_then_weights():
@@ -190,7 +212,8 @@ def test_kv_cache_of_grouped_queries_windows_and_latents():
     [
         ("llama-3.1-8b", {}, ACTIVATION_LIMITS),
         ("llama-3.1-8b", {"tp": 2}, NOT_COUNTED_LIMITS),
-        ("llama-3.1-8b", {"precision": "bf16", "lora_rank": 8, "base_bits": 4}, NOT_COUNTED_LIMITS),
+        ("llama-3.1-8b", {"precision": "bf16", "lora_rank": 8, "base_bits": 4}, ACTIVATION_LIMITS),
+        ("llama-3.1-8b", {"precision": "bf16", "lora_rank": 8, "base_bits": 8}, NOT_COUNTED_LIMITS),
         ("deepseek-v2-lite", {}, NOT_COUNTED_LIMITS),
     ],
 )
@@ -351,6 +374,7 @@ def test_absurd_fields_are_a_wrong_model_or_a_shape(kind):
         ({"precision": "bf17"}, "precision bf17 is not one of: fp32, bf16"),
         ({"lora_rank": 10**6}, "LoRA rank 1,000,000"),
         ({"base_bits": 4}, "give --lora RANK"),
+        ({"base_keeps_inputs": True}, "give --base-bits 4"),
         ({"sequence_parallel": True}, "sequence parallelism needs tensor parallelism"),
         ({"seq_length": 10**7, "micro_batch": 10**7}, "is not possible"),
     ],
