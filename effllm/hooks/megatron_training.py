@@ -20,6 +20,7 @@ from typing import Any
 
 from effllm.hooks import Unknown
 from effllm.hooks._late import LazyNumber
+from effllm.hooks._megatron_plan import plan_of_arguments
 from effllm.hooks._steps import Steps
 from effllm.hooks._wrap import Call, Guard, around, say_once
 from effllm.hooks.megatron import parameter_share, peers, reports_data
@@ -293,6 +294,7 @@ def _facts(args: Any) -> dict[str, Any]:
     is_dense = not facts["num_experts"]  # Megatron sets defaults for experts even in a dense model
     facts = {f: value for f, value in facts.items() if value is not None and not (is_dense and "expert" in f)}
     facts["precision"] = _precision(args)
+    facts["framework_plan"] = plan_of_arguments(args)
     batch: list[Any] = [facts.get(name) for name in ("global_batch_size", "sequence_length", "data_parallel")]
     if all(type(one) is int and one > 0 for one in batch):
         facts["max_positions_per_iteration"] = batch[0] * batch[1] // batch[2]

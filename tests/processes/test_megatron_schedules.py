@@ -1,9 +1,13 @@
 """A loop with megatron.core and without effllm code under torchrun, attached by an environment variable."""
 
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
+from effllm.memory.plan import MemoryPlan
+from effllm.memory.recorded_plan import recorded_plan
 
 if importlib.util.find_spec("torch") is None or importlib.util.find_spec("megatron") is None:
     pytest.skip("torch and megatron-core are not installed", allow_module_level=True)
@@ -43,6 +47,19 @@ def test_each_iteration_ends_at_an_optimizer_step(loop, num_ranks, layout):
     # The finalization of gradients is a sync point: the time of a rank before it does not depend on other ranks. In a
     # pipeline of two stages there is no other rank for a comparison.
     assert ("run_straggler/named_ranks" in summary.metrics) == (layout == "1:1")
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "layout", "changes"),
+    [(1, "1:1", {"accumulation": 4}), (2, "2:1", {"accumulation": 4, "tp": 2}), (2, "1:1", {"dp": 2})],
+)
+def test_run_folder_has_the_plan_of_the_memory(loop, num_ranks, layout, changes):
+    plan = MemoryPlan(precision="fp32", implementation="megatron", attention="eager", seq_length=16, micro_batch=2)
+
+    job = loop(num_ranks, layout).done()
+
+    assert recorded_plan(job.ledger.facts) == replace(plan, **{"accumulation": 2, **changes})
+    assert not job.our_errors
 
 
 def test_several_schedule_runs_before_a_step_count_as_one_iteration(loop):

@@ -4,11 +4,13 @@ import json
 import math
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
 from effllm.commands.app import app
+from effllm.hooks._megatron_plan import plan_of_arguments
 from effllm.memory.config_json import read_config
 from effllm.memory.estimate import estimate
 from effllm.memory.known_models import find_model
@@ -143,22 +145,41 @@ def test_length_is_that_of_the_largest_micro_batch():
             recorded_plan({"framework_plan": words}, positions)
 
 
-def test_plan_of_megatron_is_read_from_its_facts():
-    facts = {
-        "framework": "megatron", "tensor_parallel": 2, "pipeline_parallel": 1, "context_parallel": 1,
-        "data_parallel": 4, "sequence_parallel": True, "distributed_optimizer": True, "micro_batch_size": 2,
-        "global_batch_size": 64, "sequence_length": 4096, "precision": "bf16", "optimizer": "adam",
-        "recomputation": "full",
-    }  # fmt: skip
+ARGUMENTS = {
+    "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 1, "context_parallel_size": 1,
+    "data_parallel_size": 4, "sequence_parallel": True, "use_distributed_optimizer": True, "micro_batch_size": 2,
+    "global_batch_size": 64, "seq_length": 4096, "bf16": True, "optimizer": "adam", "recompute_granularity": "full",
+    "recompute_method": "uniform", "recompute_num_layers": 1, "expert_model_parallel_size": 2, "num_experts": None,
+}  # fmt: skip
 
+
+def of_megatron(**changes):
+    return recorded_plan({"framework_plan": plan_of_arguments(SimpleNamespace(**{**ARGUMENTS, **changes}))})
+
+
+def test_plan_of_megatron_follows_from_its_arguments():
     plan = MemoryPlan(
         implementation="megatron", precision="bf16-master", checkpointing="full", seq_length=4096, micro_batch=2,
-        accumulation=8, tp=2, dp=4, zero=1, sequence_parallel=True,
+        accumulation=8, tp=2, dp=4, zero=1, sequence_parallel=True, attention="flash",
     )  # fmt: skip
-    assert recorded_plan(facts) == plan
-    for unknown in ({"precision": "fp8"}, {"optimizer": "dist_muon"}, {"virtual_pipeline": 2}):
-        with pytest.raises(UnknownPlan):
-            recorded_plan({**facts, **unknown})
+
+    assert of_megatron() == plan
+    assert of_megatron(recompute_granularity="selective") == replace(plan, checkpointing="selective")
+    assert of_megatron(num_experts=8) == replace(plan, ep=2)
+    assert of_megatron(transformer_impl="local") == replace(plan, attention="eager")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"fp8": "hybrid"}, {"optimizer": "dist_muon"}, {"virtual_pipeline_model_parallel_size": 2},
+        {"accumulate_allreduce_grads_in_fp32": False}, {"recompute_method": "block"}, {"recompute_num_layers": 4},
+        {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}, {"optimizer_cpu_offload": True},
+    ],
+)  # fmt: skip
+def test_settings_of_megatron_without_a_formula_are_unknown(changes):
+    with pytest.raises(UnknownPlan):
+        of_megatron(**changes)
 
 
 @pytest.mark.parametrize(
