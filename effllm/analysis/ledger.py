@@ -27,6 +27,16 @@ PRODUCTIVE = ("kept", "generation")
 NOTHING = "-"  # name of the group of runs without a key
 
 
+class LedgerMemory(NamedTuple):
+    """The peak of torch's allocator in the steps of a run, with what `effllm fit` needs beside it."""
+
+    peak_bytes: float
+    positions: float | None  # of the largest micro-batch
+    plan: str | None
+    model: str | None
+    parameters: int | None
+
+
 class LedgerRun(NamedTuple):
     """One run; ``None`` means unknown."""
 
@@ -49,6 +59,7 @@ class LedgerRun(NamedTuple):
     simulated: bool
     slow_hosts: tuple[str, ...] = ()  # hosts of stragglers
     unused_gpu_hours: float = 0.0  # part of `gpu_hours`: allocated GPUs that no rank used
+    memory: LedgerMemory | None = None  # of a line
 
 
 class LedgerRow(NamedTuple):
@@ -275,6 +286,10 @@ class _LedgerLine(msgspec.Struct):
     gpu_cost: float | None = None
     electricity_cost: float | None = None
     co2_kg: float | None = None
+    parameters: int | None = None
+    peak_bytes: float | None = None
+    peak_positions: float | None = None
+    memory_plan: str | None = None
 
 
 def ledger_lines(place: Path, by: str = "outcome") -> tuple[list[LedgerRun], list[str]]:
@@ -342,7 +357,14 @@ def _of_line(line: _LedgerLine, by: str) -> LedgerRun:
         co2_kg=line.co2_kg,
         cause=_cause(line.cause),
         simulated=line.simulated,
+        memory=_memory(line),
     )
+
+
+def _memory(line: _LedgerLine) -> LedgerMemory | None:
+    if line.peak_bytes is None:
+        return None
+    return LedgerMemory(line.peak_bytes, line.peak_positions, line.memory_plan, line.model, line.parameters)
 
 
 # --- keys ---

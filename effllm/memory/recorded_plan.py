@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
@@ -11,9 +12,12 @@ from effllm.memory.plan import MemoryPlan
 
 #: Settings that determine the memory of every training; a plan without one of them is not known.
 NEEDED = ("precision", "optimizer", "checkpointing", "seq_length", "micro_batch")
+#: Names of the values of a run: the peak of torch's allocator in steps, and the largest micro-batch.
+STEPS_PEAK, STEPS_POSITIONS = "allocator/steps_peak_bytes", "allocator/steps_positions"
 #: The facts of a run with words of a plan; a later fact replaces words of an earlier one.
 FACTS = ("framework_plan", "memory_plan")
 _SETTINGS = {one.name: str(one.type) for one in fields(MemoryPlan) if one.name != "mode"}
+_WORD = re.compile(rf"(?:{'|'.join(_SETTINGS)})=[a-z0-9-]{{1,20}}")
 
 
 class UnknownPlan(ValueError):
@@ -33,11 +37,11 @@ def recorded_plan(facts: Mapping[str, Any], positions: float | None = None) -> M
     Raises:
         UnknownPlan: a setting that determines the memory is missing or wrong.
     """
-    stated = [text for name in FACTS if isinstance(text := facts.get(name), str)]
-    if not any(stated):
+    stated = _words(facts)
+    if not stated:
         raise UnknownPlan("no known plan")
     settings: dict[str, Any] = {}
-    for word in " ".join(stated).split():
+    for word in stated:
         name, _, value = word.partition("=")
         kind = _SETTINGS.get(name)
         if kind is None:
@@ -49,6 +53,16 @@ def recorded_plan(facts: Mapping[str, Any], positions: float | None = None) -> M
     if missing:
         raise UnknownPlan(f"no {missing[0]} of the plan")
     return MemoryPlan(**settings)
+
+
+def plan_line(facts: Mapping[str, Any]) -> str | None:
+    """Return the words of the plan of a run for a line of a ledger: no other text; ``None`` without words."""
+    last = {word.partition("=")[0]: word for word in _words(facts) if _WORD.fullmatch(word)}
+    return " ".join(last.values()) or None
+
+
+def _words(facts: Mapping[str, Any]) -> list[str]:
+    return [word for name in FACTS if isinstance(text := facts.get(name), str) for word in text.split()]
 
 
 def _read(kind: str, value: str) -> Any:

@@ -4,6 +4,7 @@ Torch's allocator is a stand-in of the test, because there is no GPU.
 """
 
 import json
+import shutil
 
 import jobs
 import pytest
@@ -68,12 +69,16 @@ def test_run_folders_of_jobs_correct_the_estimate(launch, library, tmp_path):
         same = estimate(shape, MemoryPlan(precision="fp32", seq_length=length)).allocated.expected
         code = TRAINING.format(peak=round(same * ratio), length=length, parameters=PARAMETERS)
         runs = tmp_path / "runs"
-        job = launch.code(code, environ=trace.environment(), device="nvml", log_interval=2, run_dir=str(runs)).wait()
+        settings = {"device": "nvml", "log_interval": 2, "run_dir": str(runs), "ledger": tmp_path / "ledger"}
+        job = launch.code(code, environ=trace.environment(), **settings).wait()
         assert job.code == 0, job.stderr
 
     command = ["fit", str(config), "--mode", "training", "--precision", "fp32", "--runs", str(runs), "--json"]
     command += ["--gpu", "h100-80gb"]
     [model] = json.loads(CliRunner().invoke(app, command).stdout)["models"]
+    shutil.rmtree(runs)
+    command[command.index(str(runs))] = str(tmp_path / "ledger")
+    [of_ledger] = json.loads(CliRunner().invoke(app, command).stdout)["models"]
 
     assert model["parameters"] == PARAMETERS
     assert model["learned"]["left_out"] == {}
@@ -81,3 +86,4 @@ def test_run_folders_of_jobs_correct_the_estimate(launch, library, tmp_path):
     assert model["learned"]["ratios"] == pytest.approx([1.0, 1.1, 1.21], rel=1e-4)
     expected = 1.1 * before.allocated.expected + before.total.expected - before.allocated.expected
     assert model["training"]["total"]["expected"] == pytest.approx(expected, rel=1e-4)
+    assert of_ledger == model

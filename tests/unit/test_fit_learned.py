@@ -305,6 +305,30 @@ def test_lines_of_a_ledger_name_the_run_folders(run, tmp_path):
     assert "runs left out: 1 with no readable summary.json" in done.stdout
 
 
+def test_lines_of_a_ledger_have_the_peaks_of_removed_folders(run, tmp_path):
+    ledger = tmp_path / "ledger"
+    ledger.mkdir()
+    known = {"model": "SmolLM2-135M", "parameters": PARAMETERS, "memory_plan": PLAN.removesuffix(" seq_length=")}
+    lines = [
+        {"run_id": "old", "folder": str(tmp_path / "old")},
+        {"run_id": "kept", "folder": str(run("kept", 512, 1.1))},
+    ]
+    for length in (256, 1024):
+        peak = 1.1 * estimate(SHAPE, MemoryPlan(seq_length=length)).allocated.expected
+        folder = str(tmp_path / "removed") if length == 256 else None
+        lines.append(
+            {"run_id": f"run{length}", "folder": folder, "peak_bytes": peak, "peak_positions": length, **known}
+        )
+    lines += [{**lines[-1], "run_id": "simulated", "simulated": True}, {**lines[-1], "run_id": "0", "peak_bytes": 0.0}]
+    (ledger / "alice.jsonl").write_text("\n".join(map(json.dumps, lines)))
+
+    done = fit("smollm2-135m", "--mode", "training", "--runs", ledger)
+
+    assert "3 runs of 3 plans of this family, measured / estimated 1.100" in done.stdout
+    left_out = "1 with no peak of torch's allocator, 1 with no readable summary.json, 1 with simulated GPUs"
+    assert f"runs left out: {left_out}" in done.stdout
+
+
 def test_path_without_runs_is_an_error(tmp_path):
     done = fit("smollm2-135m", "--runs", tmp_path)
 
