@@ -102,6 +102,26 @@ def _of_bitsandbytes(optimizer: Any, kind: str, groups: list[dict[str, Any]]) ->
     return names.get(kind.removesuffix("32bit")) if bits == 32 and is_long else None
 
 
+def is_language_model(model: Any) -> bool:
+    """Whether this is a language model of transformers, perhaps with adapters."""
+    inner = unwrapped(model)
+    base = inner.get_base_model() if hasattr(inner, "peft_config") else inner
+    return type(base).__name__.endswith(("ForCausalLM", "LMHeadModel"))
+
+
+def layer_settings(model: Any) -> dict[str, str]:
+    """Return checkpointing and attention of a language model of transformers.
+
+    Raises:
+        NoPlan: they are others than those of a plan, or the model is on several devices.
+    """
+    inner = unwrapped(model)
+    base = inner.get_base_model() if hasattr(inner, "peft_config") else inner
+    if len(set((getattr(base, "hf_device_map", None) or {}).values())) > 1:
+        raise NoPlan("several devices of a process")
+    return {"checkpointing": checkpointing_of(model), "attention": attention_of(model)}
+
+
 def attention_of(model: Any) -> str:
     """Return the attention of a model of transformers.
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from effllm.hooks._parameters import unwrapped
+from effllm.hooks._deepspeed_plan import engine_settings
 from effllm.hooks._plan import (
     NoPlan,
-    attention_of,
-    checkpointing_of,
+    is_language_model,
+    layer_settings,
     optimizer_name,
     plan_text,
     weights_of,
@@ -68,14 +68,15 @@ def _settings(trainer: Any, args: Any, model: Any) -> dict[str, Any]:
     settings = {
         **weights,
         "optimizer": optimizer,
-        "checkpointing": checkpointing_of(model),
-        "attention": attention_of(model),
+        **layer_settings(model),
         "micro_batch": args.per_device_train_batch_size,
         "accumulation": args.gradient_accumulation_steps,
         **_ranks(trainer),
     }
     if kind == "FSDP":
         settings |= _of_fsdp(accelerator.state.fsdp_plugin)
+    elif kind == "DEEPSPEED":
+        settings |= engine_settings(trainer.model_wrapped)
     elif kind != "NO" and not kind.startswith("MULTI_"):
         raise NoPlan(kind)
     return settings
@@ -89,12 +90,8 @@ def _check(trainer: Any, args: Any, model: Any) -> None:
         raise NoPlan("no whole logits")
     if getattr(trainer, "compute_loss_func", None) is not None or any(getattr(args, one, None) for one in _OTHERS):
         raise NoPlan("another loss or another form of the model")
-    inner = unwrapped(model)
-    base = inner.get_base_model() if hasattr(inner, "peft_config") else inner
-    if not type(base).__name__.endswith(("ForCausalLM", "LMHeadModel")):
-        raise NoPlan("not a language model")
-    if len(set((getattr(base, "hf_device_map", None) or {}).values())) > 1 or getattr(args, "n_gpu", 1) > 1:
-        raise NoPlan("several devices of a process")
+    if not is_language_model(model) or getattr(args, "n_gpu", 1) > 1:
+        raise NoPlan("not a language model on one device")
 
 
 def _module_of(kind: type, name: str) -> str:

@@ -6,6 +6,9 @@ import jobs
 import pytest
 from systems import RAN
 
+from effllm.memory.plan import MemoryPlan
+from effllm.memory.recorded_plan import recorded_plan
+
 pytest.importorskip("deepspeed", reason="needs DeepSpeed")
 
 pytestmark = pytest.mark.system("deepspeed", how=RAN)
@@ -68,6 +71,9 @@ def test_deepspeed_iterations_are_counted_and_losses_unchanged(frameworks, stage
     assert summary.time_by_class["checkpoint"] > 0
     assert (facts["framework"], facts["zero_stage"]) == ("deepspeed", stage)
     assert not job.our_errors
+    plan = recorded_plan(facts | {"memory_plan": "checkpointing=none"}, positions=32.0)
+    sizes = {"seq_length": 8, "micro_batch": 4, "accumulation": 2, "dp": 2}
+    assert plan == MemoryPlan(precision="bf16-zero", zero=stage, **sizes)
     # In stages 0 to 2, ranks first synchronize in the last backward pass. In stage 3, ranks first synchronize in the
     # first forward pass, in an all-gather of parameters.
     assert (job.ledger.windows[-1].run.health.straggling_s is not None) is (stage < 3)

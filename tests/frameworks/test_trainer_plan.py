@@ -96,6 +96,19 @@ def test_two_ranks_state_data_parallelism(frameworks):
     assert recorded_plan(job.ledger.facts, positions=16.0) == MemoryPlan(**{**vars(FP32), "dp": 2})
 
 
+def test_trainer_with_deepspeed_states_the_stage(frameworks):
+    pytest.importorskip("deepspeed", reason="needs DeepSpeed")
+    before = "import deepspeed\ndeepspeed.ops.__compatible_ops__['deepspeed_shm_comm'] = False\n"
+    config = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}, "zero_allow_untested_optimizer": True}
+    config |= {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
+    code = before + RECORDED.format(f"bf16=True, gradient_checkpointing=True, deepspeed={config}")
+
+    job = frameworks.run(code + "tiny.end()\n", ranks=2, environ={"DS_ACCELERATOR": "cpu"})
+
+    changes = {"precision": "bf16-zero", "checkpointing": "full", "dp": 2, "zero": 2}
+    assert recorded_plan(job.ledger.facts, positions=16.0) == MemoryPlan(**{**vars(FP32), **changes})
+
+
 #: Arguments of the script's Trainer -> changes of the plan; a text is the part of the plan that is missing.
 CASES = {
     "short(), bf16=True": {"precision": "bf16"},
