@@ -25,7 +25,9 @@ _VOCABULARY = typer.Option(metavar="N", help="Vocabulary of a Megatron script th
 _KEEPS = typer.Option("--base-keeps-inputs", help="Base of 4 bits with bitsandbytes before 0.43.2.")
 _ZERO = typer.Option(metavar="STAGE", help="Stage of ZeRO, 0 to 3.")
 _FSDP = typer.Option("--fsdp", help="FSDP with full sharding: the same as --zero 3.")
-_MEASURE = typer.Option("--measure", help="Also measure a step with fake tensors; needs transformers.")
+_MEASURE = typer.Option(
+    "--measure", help="Also measure a step of one rank with fake tensors; needs transformers, and PEFT for --lora."
+)
 _RUNS = typer.Option(metavar="PATH", help="Run folders or ledger: their measured peaks correct the estimate.")
 _SEQUENCE = typer.Option("--sequence-parallel", help="Sequence parallelism beside tensor parallelism.")
 

@@ -113,6 +113,11 @@ def test_accelerate_yaml_and_script_give_the_plan(tmp_path):
         (("llama-3.1-8b", "--micro-batch", "0"), "micro-batch is 0"),
         (("llama-3.1-8b", "--measure", "--tp", "2"), "--measure is for one rank"),
         (("llama-3.1-8b", "--measure", "--optimizer", "muon"), "--measure has the optimizers adamw"),
+        (("llama-3.1-8b", "--measure", "--optimizer", "adafactor"), "--measure has the optimizers adamw"),
+        (
+            ("llama-3.1-8b", "--measure", "--checkpointing", "selective"),
+            "--measure has the checkpointing none and full",
+        ),
         (("llama-3.1-8b", "--mode", "both"), "both is not training or inference"),
         (("llama-3.1-8b", "--fsdp", "--zero", "1"), "--fsdp is --zero 3"),
         (("llama-3.1-8b", "--base-bits", "4"), "llama-3.1-8b: a base of 4 bits cannot be trained: give --lora RANK"),
