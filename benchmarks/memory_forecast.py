@@ -21,7 +21,7 @@ from effllm.memory.device_forecast import MemoryGrowth
 from effllm.memory.watch import FORECAST, RISK, DeviceWatch, Warned
 
 RESULTS = Path(__file__).parent / "results"
-NUM_GROWTH, NUM_HEALTHY, NUM_LENGTH = 100, 200, 1000
+NUM_GROWTH, NUM_HEALTHY, NUM_LENGTH = 100, 200, 3000
 LEAD = 50  # iterations between a forecast and the end of the memory
 #: Numbers of windows at which probabilities are compared with what happened.
 CHECKED_AT = (20, 40, 80, 160)
@@ -72,7 +72,7 @@ def length(seed: int) -> dict[str, Any]:
         kinds = {one.kind for _, one in warnings_of(run)}
         has_time = run.ends_at is None or run.ends_at > CHECKED_AT[0] * run.interval
         return {"fits": run.longest_needs <= run.capacity, "kinds": sorted(kinds), "has_time": has_time}
-    return {"probabilities": list(_probabilities(run))}
+    return {"probabilities": list(_probabilities(run)), "lengths": run.lengths}
 
 
 def _probabilities(run: Run) -> list[tuple[float, bool]]:
@@ -84,8 +84,7 @@ def _probabilities(run: Run) -> list[tuple[float, bool]]:
         until = reading.iteration + windows * run.interval
         if not is_end or windows not in CHECKED_AT or until > len(run.stays):
             continue
-        longest = lengths.length_at(run.capacity - reading.allocated)
-        chance = None if longest is None else lengths.probability(longest, windows)
+        chance = lengths.probability_above(run.capacity - reading.allocated, windows)
         if chance is not None:
             found.append((chance, ends_at is not None and ends_at <= until))
     return found
@@ -98,21 +97,27 @@ def calibration(pairs: list[tuple[float, bool]]) -> list[dict[str, float]]:
     for low, high in pairwise(BINS):
         inside = known[(known[:, 0] >= low) & (known[:, 0] < high if high < 1 else known[:, 0] <= high)]
         if len(inside):
-            foretold, happened = (round(float(one), 3) for one in inside.mean(axis=0))
-            rows.append({"from": low, "to": high, "count": len(inside), "foretold": foretold, "happened": happened})
+            rows.append({"from": low, "to": high, **_summary(inside.tolist())})
     return rows
+
+
+def _summary(pairs: list[tuple[float, bool]]) -> dict[str, float]:
+    """Return the mean probability and the share of what happened."""
+    foretold, happened = (round(float(one), 3) for one in np.mean(np.array(pairs, dtype=float), axis=0))
+    return {"count": len(pairs), "foretold": foretold, "happened": happened}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.memory_forecast", description=__doc__)
     parser.add_argument("--keep", action="store_true", help="write the result to benchmarks/results/")
+    parser.add_argument("--first", type=int, default=0, help="first seed (default: 0)")
     parser.add_argument("--quick", action="store_true", help="a tenth of the runs")
     given = parser.parse_args()
     part = 10 if given.quick else 1
     with ProcessPoolExecutor(2) as pool:
 
         def each(of: Callable[[int], Any], number: int) -> list[Any]:
-            return list(pool.map(of, range(number // part), chunksize=5))
+            return list(pool.map(of, range(given.first, given.first + number // part), chunksize=5))
 
         grown, well, long = each(growth, NUM_GROWTH), each(healthy, NUM_HEALTHY), each(length, NUM_LENGTH)
     result = _result(grown, well, long)
@@ -125,10 +130,13 @@ def main() -> int:
 
 
 def _result(grown: list[Foretold], well: list[Any], long: list[dict[str, Any]]) -> dict[str, Any]:
-    alarms = [(seed, *one) for seed, warned in enumerate(well) for one in warned if one[1] != RISK]
+    alarms = [(number, *one) for number, warned in enumerate(well) for one in warned if one[1] != RISK]
     known = [one for one in long if "fits" in one and one["has_time"]]
     too_long = [one for one in known if not one["fits"]]
-    pairs = [pair for one in long for pair in one.get("probabilities", [])]
+    by_kind: dict[str, list[tuple[float, bool]]] = {}
+    for one in long:
+        by_kind.setdefault(one.get("lengths", ""), []).extend(one.get("probabilities", []))
+    pairs = [pair for some in by_kind.values() for pair in some]
     return {
         "growth": {
             "runs": len(grown),
@@ -150,10 +158,9 @@ def _result(grown: list[Foretold], well: list[Any], long: list[dict[str, Any]]) 
             "fits_but_foretold": sum(FORECAST in one["kinds"] for one in known if one["fits"]),
         },
         "unknown_maximum": {
-            "count": len(pairs),
-            "foretold": round(float(np.mean([chance for chance, _ in pairs])), 3),
-            "happened": round(float(np.mean([happened for _, happened in pairs])), 3),
+            **_summary(pairs),
             "bins": calibration(pairs),
+            "kinds": {kind: _summary(some) for kind, some in sorted(by_kind.items()) if some},
         },
     }
 

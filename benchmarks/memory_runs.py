@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.memory_lengths import Lengths
 from effllm.memory.device_forecast import STARTUP, STEPS, MemoryReading
 
 GROWTH, LENGTH, HEALTHY = "growth", "length", "healthy"
@@ -40,6 +41,7 @@ class Run:
     startup_peak: float
     hit: float  # part of the fragmented memory that an allocation cannot use
     max_positions: int  # 0: not known
+    lengths: str  # kind of the lengths
     longest_needs: (
         float  # bytes of a step with the longest possible micro-batch, or with one that is half as long again
     )
@@ -109,11 +111,11 @@ def _draw(kind: str, seed: int, chance: np.random.Generator) -> Run:
     stays += _caches(chance, at, capacity)
     stays += _jumps(chance, number, capacity)
     stays += float(chance.uniform(0.0, 0.001)) * capacity * np.abs(chance.standard_normal(number))
-    lengths = _Lengths(chance)
+    lengths = Lengths(chance, number)
     positions = lengths.draw(chance, number)
     if kind == GROWTH:  # the run ends by its growth, not by one very long micro-batch
         positions = np.minimum(positions, np.quantile(positions, 0.99))
-    longest = lengths.limit if lengths.kind in ("fixed", "truncated") else 1.5 * float(positions.max())
+    longest = min(lengths.limit, 1.5 * float(positions.max())) if not lengths.is_known else lengths.limit
     step = _Step(chance, lengths, capacity)
     temporary = step.temporary(positions) * (1 + 0.003 * chance.standard_normal(number))
     fragmented = capacity * np.clip(
@@ -127,7 +129,7 @@ def _draw(kind: str, seed: int, chance: np.random.Generator) -> Run:
     run = Run(
         kind, seed, interval, capacity, stays, temporary, positions, fragmented, phases,
         startup_peak=float(stays[0] * chance.uniform(0.8, 1.3)), hit=float(chance.uniform(0.0, 1.0)),
-        max_positions=int(lengths.limit) if lengths.is_known else 0,
+        max_positions=int(lengths.limit) if lengths.is_known else 0, lengths=lengths.kind,
         longest_needs=float(stays.max() + step.temporary(np.array([longest]))[0]),
     )  # fmt: skip
     if kind == GROWTH:
@@ -157,31 +159,11 @@ def _jumps(chance: np.random.Generator, number: int, capacity: float) -> Numbers
     return np.cumsum(steps) * capacity
 
 
-class _Lengths:
-    """The lengths of micro-batches: all equal, or of sequences that may be cut at a limit, padded to the longest."""
-
-    def __init__(self, chance: np.random.Generator) -> None:
-        self.kind = str(chance.choice(["fixed", "truncated", "lognormal", "gamma"]))
-        self.batch, self.micro_batches = int(chance.choice([1, 2, 8])), int(chance.choice([1, 4]))
-        self.shape = float(chance.uniform(2, 6)) if self.kind == "gamma" else float(chance.uniform(0.3, 0.8))
-        cut = float(chance.choice([1024, 2048, 4096]))
-        self.limit = {"fixed": 4096.0, "truncated": cut}.get(self.kind, 8192.0) * self.batch
-        self.is_known = self.kind == "fixed" or (self.kind == "truncated" and bool(chance.random() < 0.5))
-
-    def draw(self, chance: np.random.Generator, number: int) -> Numbers:
-        """Return the positions of the largest micro-batch of each iteration."""
-        if self.kind == "fixed":
-            return np.full(number, self.limit)
-        size = (number, self.batch * self.micro_batches)
-        found = chance.gamma(self.shape, 300, size) if self.kind == "gamma" else chance.lognormal(6, self.shape, size)
-        return np.clip(np.round(found.max(axis=1)) * self.batch, 16, self.limit)
-
-
 class _Step:
     """The temporary bytes of a step: linear in the positions, and in some models with a quadratic part."""
 
-    def __init__(self, chance: np.random.Generator, lengths: _Lengths, capacity: float) -> None:
-        self._usual = float(np.quantile(lengths.draw(np.random.default_rng(0), 1000), 0.99))
+    def __init__(self, chance: np.random.Generator, lengths: Lengths, capacity: float) -> None:
+        self._usual = float(np.quantile(lengths.draw_any(np.random.default_rng(0), 1000), 0.99))
         self._square = float(chance.choice([0.0, chance.uniform(0.0, 0.7)]))
         self._most = float(chance.uniform(0.1, 0.35)) * capacity
 
@@ -210,11 +192,14 @@ def _fit(chance: np.random.Generator, run: Run) -> None:
     run.capacity = max(most, run.longest_needs) * float(chance.uniform(1.005, 1.4))
 
 
-def _tight(chance: np.random.Generator, run: Run, lengths: _Lengths, step: _Step) -> None:
-    """Remove caches, growth and phases; a micro-batch that occurs about once in some thousand does not fit."""
+def _tight(chance: np.random.Generator, run: Run, lengths: Lengths, step: _Step) -> None:
+    """Remove caches, growth and phases; a micro-batch that occurs about once in N iterations does not fit.
+
+    N has each magnitude between 20 iterations and 20 runs with the same probability.
+    """
     number = len(run.stays)
     run.stays, run.phases, run.fragmented = np.full(number, float(run.stays.mean())), {}, np.zeros(number)
-    others = lengths.draw(chance, max(int(number * np.exp(chance.uniform(np.log(0.1), np.log(20)))), 1))
+    others = lengths.draw_any(chance, int(np.exp(chance.uniform(np.log(20), np.log(20 * number)))))
     longest = float(others.max()) * float(chance.uniform(0.99, 1.01))
     run.capacity = float(run.stays[0] + step.temporary(np.array([longest]))[0])
     run.longest_needs = float(run.stays[0] + step.temporary(np.array([lengths.limit]))[0])

@@ -17,6 +17,9 @@ STEPS, STARTUP = "steps", "startup"
 MAX_HORIZON = 2.0
 #: If memory grows by less than this share in the later half of the judged iterations, a cache fills up.
 MIN_LATER = 0.8
+#: The lower end of the interval of the growth is at least this share of the growth: a few jumps of the memory, up and
+#: down, look like growth with a wide interval.
+MIN_CERTAIN = 0.75
 
 #: The upper end of the interval is multiplied by this factor, the lower end by its inverse: jumps and caches, which the
 #: trend does not contain.  With 1.2, 95 % of the intervals of `benchmarks.memory_forecast` contain the end of the run.
@@ -86,7 +89,9 @@ class DeviceForecast:
     def growth(self, capacity: float) -> MemoryGrowth | None:
         """Return the forecast for a capacity of torch's allocator; ``None`` without steady growth."""
         trend, last = self._blocks.trend(), self._last
-        if trend is None or last is None or not trend.is_growing or trend.low_bytes <= 0:
+        if trend is None or last is None or not trend.is_growing:
+            return None
+        if trend.low_bytes <= MIN_CERTAIN * trend.growth_bytes:
             return None
         early, late = self._blocks.halves()
         if late < MIN_LATER * early:

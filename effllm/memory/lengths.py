@@ -7,31 +7,26 @@ the length of the sequences: linear, or with a quadratic part if the attention s
 from __future__ import annotations
 
 import math
-from bisect import insort
+from bisect import bisect_left
 from collections import deque
 from typing import NamedTuple
 
+from effllm.memory.length_order import LengthOrder
+from effllm.memory.length_tail import LengthTail
+
 #: Maximum number of windows with a known peak.
 MAX_PEAKS = 64
-#: Maximum number of the largest lengths; the tail of the distribution is estimated from at most this number.
+#: Maximum number of the largest different lengths; the probability is estimated from at most this number.
 MAX_LARGEST = 64
 #: A peak by length needs windows with different lengths and a known peak: MIN_LENGTHS of them, or two, of which the
 #: longer one is MIN_RATIO times as long.
 MIN_LENGTHS, MIN_RATIO = 3, 1.25
 #: A probability needs this number of windows.
 MIN_WINDOWS = 20
-#: The tail is this share of the windows, but at least MIN_TAIL windows.
-TAIL, MIN_TAIL = 0.25, 8
-#: If the largest length has occurred this many times, the lengths are limited, by a maximum or by packing.
-MIN_TIES = 2
+#: A length at which the memory is full is at most this multiple of the longest one so far.
+MAX_RATIO = 16.0
 #: Relative error of a peak by length, besides the errors of the fit: kernels choose other workspaces at other lengths.
 PEAK_ERROR = 0.02
-
-#: Possible shapes of the tail: negative for lengths with a limit; scales around the moment's estimate, in logarithms.
-SHAPES = (-0.9, -0.6, -0.35, -0.2, -0.1, -0.01, 0.1, 0.2, 0.35, 0.5)
-SCALES, MAX_LOG_SCALE = 8, 1.2
-#: Weight of the shapes of heavy tails: most texts are cut at some length.
-HEAVY = 0.4
 
 
 class LengthPeak(NamedTuple):
@@ -47,18 +42,14 @@ class LengthPeaks:
 
     def __init__(self) -> None:
         self._peaks: deque[tuple[float, float]] = deque(maxlen=MAX_PEAKS)  # length and temporary bytes
-        self._largest: list[float] = []  # ascending
+        self._largest: list[tuple[float, int]] = []  # ascending lengths, each with its number of windows
+        self._order = LengthOrder()
         self.windows = 0
 
     @property
     def longest(self) -> float:
         """The largest length so far; 0 before the first."""
-        return self._largest[-1] if self._largest else 0.0
-
-    @property
-    def is_limited(self) -> bool:
-        """Whether the largest length occurs so often that it is a limit."""
-        return self._largest[-MIN_TIES:] == [self.longest] * MIN_TIES
+        return self._largest[-1][0] if self._largest else 0.0
 
     def add(self, length: float, temporary: float | None) -> None:
         """Add a window.
@@ -70,9 +61,13 @@ class LengthPeaks:
         self.windows += 1
         if temporary is not None:
             self._peaks.append((length, temporary))
-        insort(self._largest, length)
-        if len(self._largest) > MAX_LARGEST:
-            del self._largest[0]
+        self._order.add(length)
+        at = bisect_left(self._largest, (length, 0))
+        if at < len(self._largest) and self._largest[at][0] == length:
+            self._largest[at] = (length, self._largest[at][1] + 1)
+        elif len(self._largest) < MAX_LARGEST or at > 0:
+            self._largest.insert(at, (length, 1))
+            del self._largest[:-MAX_LARGEST]
 
     def peak(self, length: float) -> LengthPeak | None:
         """Return the temporary bytes of a step with a length; ``None`` if too few peaks are known."""
@@ -95,37 +90,46 @@ class LengthPeaks:
 
     def length_at(self, temporary: float) -> float | None:
         """Return the length at which a step needs these temporary bytes; ``None`` if it is unknown or too far."""
-        low, high = self.longest, 16.0 * self.longest
-        peak = self.peak(high)
+        peak = self.peak(MAX_RATIO * self.longest)
         if peak is None or peak.expected < temporary:
             return None
-        for _ in range(50):
-            middle = (low + high) / 2
-            found = self.peak(middle)
-            if found is None or found.expected < temporary:
-                low = middle
-            else:
-                high = middle
-        return high
+        return self._lengths_at(temporary)[1]
+
+    def probability_above(self, temporary: float, windows: int) -> float | None:
+        """Return the probability that a step of the next windows needs more temporary bytes; ``None`` if unknown.
+
+        It is the mean for the three values of the peak: a probability of one length would be too small.
+        """
+        if self.length_at(temporary) is None:
+            return None
+        chances = [self.probability(length, windows) for length in self._lengths_at(temporary)]
+        known = [one for one in chances if one is not None]
+        return math.fsum(known) / len(known) if known else None
+
+    def _lengths_at(self, temporary: float) -> list[float]:
+        """Return the lengths at which a step needs these bytes, by each value of the peak; at most MAX_RATIO times."""
+        found = []
+        for of in range(3):
+            low, high = self.longest, MAX_RATIO * self.longest
+            for _ in range(50):
+                middle = (low + high) / 2
+                peak = self.peak(middle)
+                low, high = (middle, high) if peak is None or sorted(peak)[of] < temporary else (low, middle)
+            found.append(high)
+        return found
 
     def probability(self, length: float, windows: int) -> float | None:
         """Return the probability that a larger length than ``length`` occurs in as many windows; ``None`` if unknown.
 
-        The excesses over a quantile of the lengths are taken as generalized Pareto (Pickands, Annals of Statistics 3,
-        1975); the probability is averaged over the shapes and scales that agree with the excesses so far.
+        Args:
+            length: at least the largest length so far.
+            windows: number of the next windows.
         """
-        if self.windows < MIN_WINDOWS:
+        if self.windows < MIN_WINDOWS or len(self._largest) < 2:
             return None
-        if length >= self.longest and self.is_limited:
-            return 0.0
-        num = min(max(int(TAIL * self.windows), MIN_TAIL), len(self._largest) - 1)
-        threshold = self._largest[-num - 1]
-        if length < threshold:
-            return 1.0 if num >= 1 else None
-        excesses = [one - threshold for one in self._largest[-num:]]
-        if excesses[-1] <= 0:
-            return 0.0
-        return _predicted(num / self.windows, excesses, length - threshold, windows)
+        if (grown := self._order.probability(length, windows / self.windows)) is not None:
+            return grown
+        return LengthTail(self._largest, self.windows).probability(length, windows)
 
     def _points(self) -> list[tuple[float, float]]:
         """Return the largest known temporary bytes by length, with ascending lengths."""
@@ -144,28 +148,3 @@ def _fit(points: list[tuple[float, float]], power: int, at: float) -> tuple[floa
     errors = [y - mean_y - slope * (x - mean_x) for x, y in zip(xs, ys, strict=True)]
     error = math.sqrt(math.fsum(one * one for one in errors) / max(len(errors) - 2, 1))
     return mean_y + slope * (at**power - mean_x), error
-
-
-def _predicted(share: float, excesses: list[float], wanted: float, windows: int) -> float:
-    """Return the probability of at least one larger excess in as many windows, averaged over shapes and scales.
-
-    Args:
-        share: share of the windows with an excess.
-        excesses: the excesses over the threshold so far, ascending.
-        wanted: the excess to be exceeded.
-        windows: number of windows to come.
-    """
-    mean, weights = math.fsum(excesses) / len(excesses), []
-    for shape in SHAPES:
-        for step in range(-SCALES, SCALES + 1):
-            scale = mean * (1.0 - shape) * math.exp(MAX_LOG_SCALE * step / SCALES)
-            if 1.0 + shape * excesses[-1] / scale <= 0.0:
-                continue  # a bounded tail that ends below the largest excess
-            weight = (math.log(HEAVY) if shape > 0.0 else 0.0) - len(excesses) * math.log(scale)
-            weight -= (1.0 + 1.0 / shape) * math.fsum(math.log1p(shape * one / scale) for one in excesses)
-            rest = 1.0 + shape * wanted / scale
-            larger = share * rest ** (-1.0 / shape) if rest > 0.0 else 0.0
-            weights.append((weight, 1.0 - (1.0 - min(larger, 1.0)) ** windows))
-    best = max(weight for weight, _ in weights)
-    total = math.fsum(math.exp(weight - best) for weight, _ in weights)
-    return math.fsum(math.exp(weight - best) * chance for weight, chance in weights) / total

@@ -11,7 +11,7 @@ from effllm.memory.trend import MemoryBlocks, MemoryTrend
 
 FORECAST, RISK, LEAK, OUT_OF_MEMORY = "memory_forecast", "memory_risk", "memory_leak", "out_of_memory"
 #: A larger micro-batch is reported as a risk from MIN_RISK on, and as a forecast from MIN_LIKELY on.
-MIN_RISK, MIN_LIKELY = 0.1, 0.5
+MIN_RISK, MIN_LIKELY = 0.1, 0.8
 #: The probability is estimated again after this growth of the number of windows.  With more estimates, the first one
 #: above the limit would be too large too often.
 AGAIN = 2.0
@@ -134,7 +134,7 @@ class DeviceWatch:
             return
         self._next_estimate = int(AGAIN * lengths.windows)
         length = lengths.length_at(room)
-        chance = None if length is None else lengths.probability(length, lengths.windows)
+        chance = lengths.probability_above(room, lengths.windows)
         if length is not None and chance is not None and chance >= MIN_RISK:
             yield from self._once(
                 chance >= MIN_LIKELY,
