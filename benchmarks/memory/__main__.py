@@ -10,7 +10,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,9 @@ RESULTS = Path(__file__).parent.parent / "results"
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.memory", description=__doc__)
-    parser.add_argument("--count", type=int, default=264, help="number of configurations")
+    parser.add_argument("--count", type=int, default=360, help="number of configurations")
     parser.add_argument("--seed", type=int, default=15, help="seed of the drawn configurations")
+    parser.add_argument("--selective", action="store_true", help="recompute the attention of all configurations")
     parser.add_argument("--keep", action="store_true", help="write the results to benchmarks/results/")
     parser.add_argument("--again", metavar="FILE", help="judge the counted configurations of a kept file")
     parser.add_argument("--gpu", action="store_true", help="compare the peaks of forty models on a GPU")
@@ -37,7 +38,10 @@ def main() -> int:
         rows = json.loads(Path(given.again).read_text())["counted"]
         found = [judge(Configuration(**one["configuration"]), one["bytes"]) for one in rows]
     else:
-        found = list(_count(configurations(given.count, given.seed), refused))
+        drawn = configurations(given.count, given.seed)
+        if given.selective:
+            drawn = [replace(one, checkpointing="selective", attention="eager") for one in drawn]
+        found = list(_count(drawn, refused))
     figures = summary(found)
     compared = _compare(found)
     print(json.dumps(figures, indent=2))
@@ -46,7 +50,8 @@ def main() -> int:
     for line in refused:
         print(f"not counted: {line}")
     if given.keep:
-        print(f"kept in {_keep(given.seed, found, figures, compared, refused)}")
+        options = f"--seed {given.seed} --count {len(found) + len(refused)}" + " --selective" * given.selective
+        print(f"kept in {_keep(options, found, figures, compared, refused)}")
     return 0
 
 
@@ -83,14 +88,15 @@ def _compare(found: Sequence[Judged]) -> dict[str, dict[str, float]]:
     return {name: peak_errors(values, found) for name, values in estimates.items()}
 
 
-def _keep(seed: int, found: Sequence[Judged], figures: Any, compared: Any, refused: list[str]) -> Path:
+def _keep(options: str, found: Sequence[Judged], figures: Any, compared: Any, refused: list[str]) -> Path:
     about = machine(gpu="none: counted on a CPU")
-    path = RESULTS / f"{about['date']}-memory-seed-{seed}.json"
+    words = [word.strip("-") for word in options.split() if word not in ("--count", str(len(found) + len(refused)))]
+    path = RESULTS / f"{about['date']}-memory-{'-'.join(words)}.json"
     rows = [
         {"configuration": asdict(one.configuration), "bytes": one.counted, "estimated": one.estimated} for one in found
     ]
     body = {
-        "command": f"make bench-memory ARGUMENTS='--seed {seed} --count {len(found) + len(refused)} --keep'",
+        "command": f"make bench-memory ARGUMENTS='{options} --keep'",
         "machine": about,
         "figures": figures,
     }

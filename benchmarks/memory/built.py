@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from benchmarks.memory.configurations import Configuration
 from benchmarks.memory.counted import Counted, count_step
@@ -45,8 +48,11 @@ def build(configuration: Configuration | RealSize, device: str = "cpu") -> Built
 
     torch.manual_seed(0)
     config = AutoConfig.for_model(**configuration.fields)
+    attention = "eager" if configuration.architecture == "gemma2" else configuration.attention  # it has no sdpa
+    if configuration.checkpointing == "selective":
+        attention = _recomputed_attention()
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=configuration.attention)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     if configuration.precision == "bf16":
         model = model.to(torch.bfloat16)
     computed = torch.float32 if configuration.precision == "fp32" else torch.bfloat16
@@ -77,6 +83,20 @@ def _loss(model: Any, ids: torch.Tensor, autocast: bool) -> Callable[[], torch.T
             return model(input_ids=ids, labels=ids).loss
 
     return loss
+
+
+def _recomputed_attention() -> str:
+    """Register a model's eager attention, recomputed in the backward pass, and return its name."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import eager_mask
+
+    def attention(module: Any, *tensors: Any, **settings: Any) -> Any:
+        eager = sys.modules[type(module).__module__].eager_attention_forward
+        return checkpoint(partial(eager, module, **settings), *tensors, use_reentrant=False)
+
+    AttentionInterface.register("recomputed", attention)
+    AttentionMaskInterface.register("recomputed", eager_mask)
+    return "recomputed"
 
 
 def _quantize(model: Any, computed: torch.dtype) -> list[torch.Tensor]:

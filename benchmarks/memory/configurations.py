@@ -92,6 +92,8 @@ class Configuration:
         sizes |= {"num_key_value_heads": self.kv_heads, "intermediate_size": self.intermediate}
         if self.architecture in ("qwen3_moe", "deepseek_v3"):
             sizes["moe_intermediate_size"] = self.intermediate // 16 * 8  # grouped products need rows of 16 bytes
+        if self.architecture == "deepseek_v3":
+            sizes["num_key_value_heads"] = self.heads
         return {**sizes, **extra}
 
     @property
@@ -108,7 +110,7 @@ def configurations(count: int, seed: int = 15) -> list[Configuration]:
     while len(found) < count:
         at = len(found)
         architecture = architectures[at % len(architectures)]
-        lora = draw.choice((0, 0, 4, 8)) if architecture in ("llama", "mistral", "qwen2", "qwen3") else 0
+        lora = draw.choice((0, 4, 8)) if architecture in ADAPTED else 0
         found[
             Configuration(
                 architecture,
@@ -119,7 +121,9 @@ def configurations(count: int, seed: int = 15) -> list[Configuration]:
                 checkpointing=draw.choice(("none", "none", "full")),
                 lora_rank=lora,
                 accumulation=draw.choice((1, 1, 2)),
-                attention=draw.choice(("sdpa", "eager")),
+                attention="eager" if architecture == "gemma2" else draw.choice(("sdpa", "eager")),
+                lora_targets=draw.choice(("all", "all", "attention", "qv")) if lora else "all",
+                base_bits=draw.choice((0, 4)) if lora else 0,
             )
         ] = None
     return list(found)

@@ -9,6 +9,7 @@ from typing import Any
 
 from benchmarks.memory.configurations import Configuration
 from effllm.memory.config_json import read_config
+from effllm.memory.estimate import as_computed
 from effllm.memory.model import ModelShape
 from effllm.memory.parameters import count_parameters
 from effllm.memory.plan import MemoryPlan
@@ -47,7 +48,8 @@ def judge(configuration: Configuration, counted: dict[str, float]) -> Judged:
 
 def shape_and_plan(one: Configuration) -> tuple[ModelShape, MemoryPlan]:
     shared = {field.name for field in fields(one)} & {field.name for field in fields(MemoryPlan)}
-    return read_config(one.fields, one.architecture), MemoryPlan(**{name: getattr(one, name) for name in shared})
+    shape = read_config(one.fields, one.architecture)
+    return shape, as_computed(shape, MemoryPlan(**{name: getattr(one, name) for name in shared}))
 
 
 def estimated(one: Configuration) -> dict[str, float]:

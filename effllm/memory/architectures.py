@@ -107,7 +107,13 @@ def _gemma(fields: Fields) -> ModelShape:
     elif "layer_types" not in sizes:
         sizes.setdefault("sliding_window_pattern", 6)
     shape = dense(sizes, kind, tied=True, qkv_bias=bias, out_bias=bias, norms_per_layer=4)
-    return replace(shape, qk_norm_per_layer=0 if kind == "gemma2" else 2 * shape.head_dim)
+    caps = (30.0, 50.0) if kind == "gemma2" else (None, None)
+    return replace(
+        shape,
+        qk_norm_per_layer=0 if kind == "gemma2" else 2 * shape.head_dim,
+        logit_cap=bool(fields.get("final_logit_softcapping", caps[0])),
+        attention_cap=bool(fields.get("attn_logit_softcapping", caps[1])),
+    )
 
 
 def _gpt(fields: Fields, bias: bool = True, **changes: Any) -> ModelShape:

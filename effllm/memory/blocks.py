@@ -63,6 +63,14 @@ class TensorSizes:
         return self.plan.tp if self.plan.sequence_parallel else 1
 
     @property
+    def windowed(self) -> float:
+        """Share of the layers whose attention has a mask for a window."""
+        shape = self.shape
+        is_narrow = 0 < shape.sliding_window < self.plan.seq_length
+        has_mask = is_narrow and self.plan.attention != "flash" and not self.is_fused
+        return shape.sliding_layers / shape.layers if has_mask else 0.0
+
+    @property
     def is_lora(self) -> bool:
         return self.plan.lora_rank > 0
 
@@ -122,7 +130,7 @@ def attention(sizes: TensorSizes) -> LayerBlock:
     output = tokens * shape.value_size * compute / tp
     kept = sizes.inputs(shape.hidden / sizes.spread, ("q", "k", "v")) + heads
     if shape.qk_norm_per_layer:
-        normalised = 0 if sizes.is_lora else compute
+        normalised = 0 if sizes.is_lora else FULL if shape.architecture.startswith("gemma") else compute
         kept += tokens * (shape.q_size + keys) / tp * (FULL + normalised)
     kept += output + (sizes.inputs(shape.value_size / tp, ("o",)) if sizes.is_lora else 0.0)
     forward, backward = heads, heads + output
@@ -131,13 +139,16 @@ def attention(sizes: TensorSizes) -> LayerBlock:
         # The softmax of GPT-2 stays in the precision of the products; that of others is in 32 bits, and converted.
         inner = sizes.stream if shape.architecture == "gpt2" else FULL
         converted = compute if compute < inner else 0
-        kept += scores * (inner + converted)
+        kept += scores * (inner + converted + (compute if shape.attention_cap else 0))
         if shape.kv_heads != shape.heads and not shape.latent:
             kept += 2 * output
         forward = max(forward, scores * compute)
         backward = max(backward, scores * (2 * inner - converted))
     else:
         kept += tokens * shape.heads * FULL / tp
+        # With a mask, keys and values are repeated, and each call converts the mask.
+        repeated = 2 * output - tokens * (keys + values) * compute / tp
+        kept += sizes.windowed * (repeated + tokens * plan.seq_length * compute)
     if shape.latent:
         latent = shape.latent
         ranks = 2 * (latent.q_rank + latent.kv_rank) + latent.kv_rank + latent.rope_head_dim
@@ -169,7 +180,7 @@ def _products(shape: ModelShape, is_fused: bool) -> int:
 
 
 def experts(sizes: TensorSizes, routed: Experts) -> LayerBlock:
-    """Return the bytes of a layer's experts: each token passes `active` experts, and the shared ones.
+    """Return the bytes of a layer's routed experts: each token passes `active` ones.
 
     The grouped products of transformers keep the gathered tokens, the products of an MLP, and the outputs before they
     are weighted.  Autocast does not change them: they stay in the precision of the weights.
@@ -181,6 +192,4 @@ def experts(sizes: TensorSizes, routed: Experts) -> LayerBlock:
     gathered = tokens * hidden * sizes.stream
     kept = _products(sizes.shape, sizes.is_fused) * inner + 2 * gathered
     kept += sizes.tokens * (hidden * sizes.stream / sizes.spread + routed.total * 2 * FULL)
-    if routed.shared_intermediate:
-        kept += mlp(sizes, routed.shared_intermediate).kept
     return LayerBlock(kept, 2 * gathered, 2 * inner + 2 * gathered)

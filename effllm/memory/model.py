@@ -69,6 +69,8 @@ class ModelShape:
     sliding_window: int = 0  # 0: full attention
     sliding_layers: int = 0  # number of layers with the sliding window
     activation: str = "silu"
+    attention_cap: bool = False  # scores of the attention pass a tanh (Gemma 2)
+    logit_cap: bool = False  # logits pass a tanh
     fused_qkv: bool = False  # queries, keys and values are one matrix
     fused_gate: bool = False  # gate and up of the MLP are one matrix; those of experts always are
     notes: tuple[str, ...] = ()

@@ -107,8 +107,10 @@ def weight_bytes(plan: MemoryPlan, held: list[RankTensor], trained: list[RankTen
     size = plan.numbers.weights
     if plan.base_bits:
         quantized = quantized_elements(held)
-        other = elements(held) - quantized
-        base = quantized * (NF4_BYTES if plan.base_bits == 4 else 1 + 4 / 4096) + other * size
+        # The biases of quantized matrices have the precision of the products.
+        biases = sum(one.elements for one in held if one.tensor.name == "bias")
+        other = (elements(held) - quantized - biases) * size + biases * plan.numbers.compute
+        base = quantized * (NF4_BYTES if plan.base_bits == 4 else 1 + 4 / 4096) + other
     else:
         base = elements(held) * size
     return base + (elements(trained) * adapter_bytes(plan) if plan.lora_rank else 0.0)
@@ -116,7 +118,7 @@ def weight_bytes(plan: MemoryPlan, held: list[RankTensor], trained: list[RankTen
 
 def quantized_elements(held: list[RankTensor]) -> float:
     """Return the weights of the quantized matrices: those of the layers, not the head, as transformers does it."""
-    return sum(one.elements for one in held if one.tensor.name)
+    return sum(one.elements for one in held if one.tensor.name and one.tensor.columns)
 
 
 def largest_matrix(held: list[RankTensor]) -> int:

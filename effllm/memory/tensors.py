@@ -18,7 +18,7 @@ class ParameterTensor:
     """A matrix or a vector of parameters, and how often the model has it."""
 
     group: str
-    name: str  # of a matrix: q, k, v, o or mlp, as in the targets of adapters
+    name: str  # of a matrix: q, k, v, o or mlp, as in the targets of adapters; "bias" of its bias
     rows: int
     columns: int  # 0: a vector
     count: int
@@ -42,7 +42,7 @@ def parameter_tensors(shape: ModelShape) -> Iterator[ParameterTensor]:
     for name, rows, columns, has_bias in _attention(shape):
         yield ParameterTensor(ATTENTION, name, rows, columns, layers)
         if has_bias:
-            yield ParameterTensor(ATTENTION, "", rows, 0, layers)
+            yield ParameterTensor(ATTENTION, "bias", rows, 0, layers)
     experts = shape.experts
     yield from _mlp(MLP, shape, shape.intermediate, shape.mlp_bias, shape.dense_layers)
     if experts:
@@ -96,5 +96,5 @@ def _mlp(group: str, shape: ModelShape, width: int, bias: bool, count: int) -> I
     yield ParameterTensor(group, "mlp", first, shape.hidden, count * products)
     yield ParameterTensor(group, "mlp", shape.hidden, width, count)
     if bias:
-        yield ParameterTensor(group, "", first, 0, count * products)
-        yield ParameterTensor(group, "", shape.hidden, 0, count)
+        yield ParameterTensor(group, "bias", first, 0, count * products)
+        yield ParameterTensor(group, "bias", shape.hidden, 0, count)

@@ -7,7 +7,15 @@ from dataclasses import replace
 from effllm.memory.blocks import FULL, LayerBlock, TensorSizes, attention, experts, mlp, norm
 from effllm.memory.model import ModelShape
 from effllm.memory.plan import MemoryPlan
-from effllm.memory.states import RankTensor, Stage, elements, gradient_bytes, largest_matrix, trained_tensors
+from effllm.memory.states import (
+    RankTensor,
+    Stage,
+    elements,
+    gradient_bytes,
+    largest_matrix,
+    quantized_elements,
+    trained_tensors,
+)
 from effllm.memory.step import StepBlocks, StepCourse, course_of
 from effllm.memory.tensors import ATTENTION, EMBEDDING, EXPERT, HEAD, MLP, NORM, ROUTER, SHARED
 
@@ -16,14 +24,16 @@ def training_course(shape: ModelShape, plan: MemoryPlan, stage: Stage, held: lis
     """Return what a step of a rank needs beside weights and optimizer states."""
     sizes = TensorSizes(shape, plan)
     weights = _BlockWeights(sizes, held, stage)
-    dense = [norm(sizes), weights.attach(_attention(sizes), ATTENTION), norm(sizes)]
+    dense = [norm(sizes), weights.attach(_attention(sizes), ATTENTION), *[norm(sizes)] * (shape.norms_per_layer - 1)]
     layers = [[*dense, weights.attach(mlp(sizes, shape.intermediate), MLP)]]
     routed = shape.experts
     if routed:
         share = routed.layers / shape.layers
-        sparse = [[*dense, weights.attach(experts(sizes, routed), EXPERT, SHARED, ROUTER)]]
+        blocks = [*dense, weights.attach(experts(sizes, routed), EXPERT, ROUTER)]
+        if routed.shared_intermediate:
+            blocks.append(weights.attach(mlp(sizes, routed.shared_intermediate), SHARED))
         count = round(stage.layers * share)
-        layers = layers * (stage.layers - count) + sparse * count
+        layers = layers * (stage.layers - count) + [blocks] * count
     else:
         layers = layers * stage.layers
     stream = sizes.tokens * shape.hidden * sizes.stream / sizes.spread
@@ -60,7 +70,8 @@ class _BlockWeights:
             held = [one for one in self.held if one.tensor.group == EMBEDDING][:1]
             trained = held if not plan.lora_rank else []
         size = 4 if plan.lora_rank else numbers.gradients
-        matrices = sum(one.elements for one in held if one.tensor.columns and one.tensor.group != EXPERT)
+        cast = [one for one in held if one.tensor.columns and one.tensor.group != EXPERT]
+        matrices = elements(cast) - (quantized_elements(cast) if plan.base_bits else 0.0)
         adapters = elements(trained) if plan.lora_rank else 0.0
         scale = numbers.compute / layers if numbers.autocast else 0.0
         largest = max((one.tensor.elements for one in trained), default=0) / plan.tp
@@ -79,7 +90,7 @@ class _BlockWeights:
     def _layers(self, group: str) -> float:
         if group in (HEAD, EMBEDDING):
             return 1.0
-        if group == EXPERT:
+        if group in (EXPERT, SHARED):
             return max(self.sparse_layers, 1.0)
         return max(self.stage.layers - (self.sparse_layers if group == MLP else 0.0), 1.0)
 
@@ -97,7 +108,11 @@ def _first(sizes: TensorSizes, weights: _BlockWeights, stream: float) -> LayerBl
     """Return what lives during the whole step: the residual stream, tables of rotations and the mask."""
     shape, plan = sizes.shape, sizes.plan
     tables = 0 if shape.positions else 2 * plan.seq_length * shape.qk_head_dim * sizes.stream
-    mask = plan.micro_batch * plan.seq_length**2 * sizes.stream if plan.attention == "eager" else 0
+    mask = float(plan.micro_batch * plan.seq_length**2 * sizes.stream) if plan.attention == "eager" else 0.0
+    if sizes.windowed and plan.attention == "sdpa":
+        mask = float(plan.micro_batch * plan.seq_length**2)
+    elif 0 < sizes.windowed < 1:
+        mask *= 2  # another one for the layers with a window
     embedding = weights.attach(LayerBlock(0.0), EMBEDDING)
     gradient = 0.0 if shape.tied else embedding.gradients
     # The gradient of the embedding is a tensor of its own before it is added to an existing one.
@@ -121,4 +136,5 @@ def _loss(sizes: TensorSizes) -> LayerBlock:
     """
     logits = sizes.tokens * sizes.shape.vocab / sizes.plan.tp
     converted = 0 if sizes.compute == FULL else sizes.compute
-    return LayerBlock(kept=logits * FULL, forward=logits * (FULL + converted), backward=logits * 2 * FULL)
+    capped = logits * sizes.compute if sizes.shape.logit_cap else 0.0
+    return LayerBlock(kept=logits * FULL + capped, forward=logits * (FULL + converted), backward=logits * 2 * FULL)

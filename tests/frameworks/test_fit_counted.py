@@ -26,6 +26,11 @@ TRAININGS = [
     ("qwen3", "bf16-mixed", "adafactor", "full", 0, 2, "eager"),
     ("gpt2", "fp32", "muon", "none", 0, 1, "eager"),
     ("mixtral", "bf16", "adamw", "none", 0, 1, "sdpa"),
+    ("gemma2", "bf16", "sgd", "none", 0, 1, "eager"),
+    ("gemma3_text", "fp32", "sgd", "full", 0, 1, "sdpa"),
+    ("mistral-window", "bf16-mixed", "sgd", "none", 0, 1, "sdpa"),
+    ("deepseek_v3", "bf16", "sgd", "full", 0, 1, "sdpa"),
+    ("qwen2", "bf16", "sgd", "selective", 0, 1, "eager"),
     ("llama", "bf16", "adamw-8bit", "none", 0, 1, "sdpa"),
     ("llama", "bf16", "adamw", "none", 8, 1, "sdpa", "qv", 4),
 ]

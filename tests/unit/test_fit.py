@@ -156,6 +156,32 @@ def test_old_kernels_of_4_bits_keep_the_inputs_of_all_products():
     assert part.high - before.high == inputs
 
 
+def test_a_product_of_4_bits_is_not_cast_by_autocast():
+    plan = MemoryPlan(precision="bf16-mixed", optimizer="sgd", lora_rank=8, base_bits=4, seq_length=8)
+
+    part = estimate(EIGHT_B, plan).part("activations").bytes
+
+    assert part.expected < 0.2 * 2 * count_parameters(EIGHT_B).total
+
+
+def test_a_window_below_the_length_has_a_mask_and_repeated_keys():
+    shape = find_model("mistral-7b").shape
+    plans = [MemoryPlan(precision="bf16", optimizer="sgd", seq_length=length) for length in (4096, 4100)]
+
+    whole, narrow = (estimate(shape, plan).part("activations").bytes.expected for plan in plans)
+
+    # 32 layers: a mask in 16 bits, and 32 instead of 8 heads of keys and values; one mask of a byte for each pair.
+    more = 32 * (4100**2 * 2 + 4100 * 2 * (32 - 8) * 128 * 2) + 4100**2
+    assert narrow - whole * 4100 / 4096 == pytest.approx(more, rel=0.001)
+
+
+def test_attention_with_capped_scores_is_eager():
+    shape = find_model("gemma-2-2b").shape
+
+    assert estimate(shape, MemoryPlan()).plan.attention == "eager"
+    assert estimate(shape, MemoryPlan(attention="flash")).plan.attention == "flash"
+
+
 def test_a_product_of_4_bits_copies_its_matrix():
     plan = MemoryPlan(mode="inference", precision="bf16", base_bits=4)
 
@@ -215,6 +241,9 @@ def test_kv_cache_of_grouped_queries_windows_and_latents():
         ("llama-3.1-8b", {"precision": "bf16", "lora_rank": 8, "base_bits": 4}, ACTIVATION_LIMITS),
         ("llama-3.1-8b", {"precision": "bf16", "lora_rank": 8, "base_bits": 8}, NOT_COUNTED_LIMITS),
         ("deepseek-v2-lite", {}, NOT_COUNTED_LIMITS),
+        ("deepseek-v3", {}, ACTIVATION_LIMITS),
+        ("llama-3.1-8b", {"checkpointing": "selective"}, NOT_COUNTED_LIMITS),
+        ("llama-3.1-8b", {"checkpointing": "selective", "attention": "eager"}, ACTIVATION_LIMITS),
     ],
 )
 def test_intervals_are_wider_for_plans_that_were_not_counted(name, changes, ratio):
