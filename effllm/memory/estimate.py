@@ -33,8 +33,7 @@ ACTIVATION_LIMITS = (0.93, 1.03)
 NOT_COUNTED_LIMITS = (0.7, 1.3)
 COUNTED_ARCHITECTURES = frozenset(
     ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "gpt2", "gpt_neox", "opt")
-    + ("mixtral", "qwen3_moe", "deepseek_v3")
-)
+).union(("mixtral", "qwen3_moe", "deepseek_v3"))
 
 FORWARD_BACKWARD, OPTIMIZER_STEP, SERVING = "forward and backward", "optimizer step", "serving"
 
