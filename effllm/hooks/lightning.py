@@ -20,6 +20,7 @@ from typing import Any
 
 from effllm.config.switches import is_attached, this_process
 from effllm.hooks._batches import Batches
+from effllm.hooks._lightning_plan import plan_of_module
 from effllm.hooks._parameters import parameters_of
 from effllm.hooks._steps import Steps, version
 from effllm.hooks._wrap import Guard
@@ -135,6 +136,7 @@ class LightningTraining:
         self._loss: float | None = None
         self._batches = Batches(_STEPS)
         self._counts_data = True
+        self._has_plan = False
 
     def begin(self) -> bool:
         trainer = self._trainer
@@ -158,6 +160,9 @@ class LightningTraining:
 
     def batch_start(self) -> None:
         """Begin an iteration, or count the wait before a further micro-batch as data wait."""
+        if not self._has_plan:  # the sanity check runs before the Trainer has its loader
+            self._has_plan = True
+            _STEPS.learn(facts={"framework_plan": plan_of_module(self._trainer, self._module)})
         if self._idle_since_ns:
             _STEPS.waited(time.monotonic_ns() - self._idle_since_ns)
             self._idle_since_ns = 0
