@@ -310,12 +310,12 @@ def _of_restarts(summary: Summary, found: Waterfall) -> Iterator[_Made]:
     seconds += seconds_of(found, "redone") + around_s
     redone, gaps_s = summary.goodput.redone_iterations, sum(one.gap_before_s for one in attempts)
     ends = Counter(one.status for one in attempts[:-1])
-    again = f" ({', '.join(f'{count:,} {status}' for status, count in ends.most_common(2))})" if ends else ""
-    again += f", gaps {gaps_s:,.0f} s" if gaps_s >= 1 else ""
-    again += f", {redone:,} repeated iterations" if redone else ""
+    details = f" ({', '.join(f'{count:,} {status}' for status, count in ends.most_common(2))})" if ends else ""
+    details += f", gaps {gaps_s:,.0f} s" if gaps_s >= 1 else ""
+    details += f", {redone:,} repeated iterations" if redone else ""
     # At most, all of the time after the last iterations belongs to attempts that would not have ended.
     factor = 1.0 + (seconds_of(found, "shutdown") + hidden_s) / seconds if seconds else 1.0
-    yield "restarts", seconds, f"{summary.attempts} attempts{again}", "summary.json: goodput.attempts", factor
+    yield "restarts", seconds, f"{summary.attempts} attempts{details}", "summary.json: goodput.attempts", factor
 
 
 def _of_profile(summary: Summary, found: Waterfall) -> Iterator[_Made]:

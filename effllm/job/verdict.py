@@ -146,14 +146,20 @@ def _out_of_memory(found: OutOfMemory, framework: str, evidence: tuple[Evidence,
     why = f"peaks: {', '.join(parts)}; " if parts else ""
     why += f"{found.bytes.get('reserved', 0.0) / 1e9:.2f} GB reserved, "
     why += f"{found.bytes.get('fragmented', 0.0) / 1e9:.2f} GB fragmented; {found.retries:,} allocator retries"
+    first = _placed(why, "summary.json: out_of_memory", windows)
+    return _of_memory(f"out of memory on rank {ranks}", why, HIGH, framework, (first, *evidence))
+
+
+def _of_memory(text: str, why: str, confidence: str, framework: str, evidence: tuple[Evidence, ...]) -> Verdict:
+    """Return a verdict on memory; the gain is not known, so it has no bound."""
     return Verdict(
         cause="memory_pressure",
-        text=f"{_name('memory_pressure')}: out of memory on rank {ranks}",
+        text=f"{_name('memory_pressure')}: {text}",
         why=why,
         next=remedy("memory_pressure", framework).text,
         bound=None,
-        confidence=HIGH,
-        evidence=(_placed(why, "summary.json: out_of_memory", windows), *evidence)[:MAX_EVIDENCE],
+        confidence=confidence,
+        evidence=evidence[:MAX_EVIDENCE],
     )
 
 
@@ -165,21 +171,15 @@ def _has_many_retries(summary: Summary) -> bool:
 
 
 def _memory_pressure(summary: Summary, framework: str, evidence: tuple[Evidence, ...]) -> Verdict:
-    """Return the verdict on a job with retries in almost all windows; their cost is not known, so it has no bound."""
+    """Return the verdict on a job with retries in almost all windows."""
     pressure = summary.memory_pressure
     assert pressure is not None
     why = (
         f"{pressure.retries:,} allocator retries in {pressure.windows:,} windows; lost time unknown: no window without"
     )
-    return Verdict(
-        cause="memory_pressure",
-        text=f"{_name('memory_pressure')}: {pressure.per_iteration:.2g} allocator retries per iteration",
-        why=why,
-        next=remedy("memory_pressure", framework).text,
-        bound=None,
-        confidence=MEDIUM,
-        evidence=(_placed(why, "summary.json: memory_pressure", windows_of_retries(summary)), *evidence)[:MAX_EVIDENCE],
-    )
+    first = _placed(why, "summary.json: memory_pressure", windows_of_retries(summary))
+    text = f"{pressure.per_iteration:.2g} allocator retries per iteration"
+    return _of_memory(text, why, MEDIUM, framework, (first, *evidence))
 
 
 def _accuse(

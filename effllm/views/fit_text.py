@@ -175,7 +175,9 @@ def _column(found: MemoryEstimate | None) -> str:
 
 
 def _range(total: ByteRange) -> str:
-    return f"{total.expected / GB:,.1f} GB ({total.low / GB:,.1f}-{total.high / GB:,.1f})"
+    digits = 1 if total.high < 1000 * GB else 0
+    low, expected, high = (f"{size / GB:,.{digits}f}" for size in (total.low, total.expected, total.high))
+    return f"{expected} GB ({low}-{high})"
 
 
 def _numbers(size: ByteRange) -> str:

@@ -39,13 +39,17 @@ SECONDS = 3.0
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", type=int, default=0, help="index of the GPU; 0 by default")
+    parser.add_argument(
+        "--device", type=int, default=0, help="index of the GPU; 0 by default, or the CPU without a GPU"
+    )
     parser.add_argument("--output", type=Path, help="write the results to this file, as JSON")
     parser.add_argument("--skip-throughput", action="store_true", help="do not train the small model")
     given = parser.parse_args()
     count = torch.cuda.device_count()
-    if given.device < 0 or (count and given.device >= count):
-        parser.error(f"--device {given.device}: this machine has {count} GPUs")
+    if given.device < 0 or given.device >= max(count, 1):  # without a GPU, the default is the CPU
+        parser.error(f"--device {given.device}: torch finds {count} GPUs on this machine")
+    if given.output and (given.output.is_dir() or not given.output.parent.is_dir()):
+        parser.error(f"--output {given.output}: give a file in a folder that exists")
     device = given.device if count else None
     results = {"timestamp": datetime.now(timezone.utc).isoformat(timespec="seconds"), "device": device}
     results["gpus"] = section("GPU Information", gpus())
@@ -53,6 +57,7 @@ def main():
     fits = [fit(name) for name in MODELS]
     heading("Model Memory Requirements")
     print(*requirement_lines(fits), sep="\n")
+    print(*(f"note: {one.any.shape.name}: {note}" for one in fits for note in one.notes), sep="\n")
     results["requirements"] = requirements(fits)
     print_document(results["requirements"])
     if not given.skip_throughput:
@@ -115,7 +120,7 @@ def fit(name):
     row = find_model(name)
     serving = estimate(row.shape, MemoryPlan(mode=INFERENCE, precision="fp16"))
     training = estimate(row.shape, MemoryPlan(precision="fp16-mixed"))
-    return ModelFit(row.source, (row.note,), serving, training, ())
+    return ModelFit(row.source, row.notes, serving, training, ())
 
 
 def requirements(fits):
