@@ -87,6 +87,15 @@ def grpo(more="", before=""):
     return GRPO.format(usual=USUAL, more=f", {more}" if more else "", before=before)
 
 
+def test_trainer_without_whole_logits_states_no_plan(frameworks):
+    """The SFTTrainer of TRL 1.16 computes its loss in parts; the logits of the estimate would be too large."""
+    job = frameworks.run(SFT.format(usual=USUAL, more="", given=""))
+
+    has_parts = hasattr(pytest.importorskip("trl.trainer.sft_trainer"), "add_fused_lm_head")
+    assert (job.ledger.facts["framework_plan"] == "") is has_parts
+    assert not job.our_errors
+
+
 def test_effllm_attaches_to_a_script_that_imports_trl_first(frameworks):
     job = frameworks.run(sft())
 
