@@ -21,6 +21,17 @@ class SFTTrainer(Trainer):
     """Has the name of TRL's class."""
 
 
+class RewardTrainer(Trainer):
+    """Has the name of TRL's class."""
+
+
+class DataCollatorForPreference:
+    """Has the name of TRL's class; older versions have no ``max_length``."""
+
+    def __init__(self, **known):
+        self.__dict__.update(known)
+
+
 class Sub(SFTTrainer):
     """A trainer of a user."""
 
@@ -39,6 +50,21 @@ def test_length_without_a_cut_is_no_limit():
     assert max_positions(Trainer(), args(max_length=1024)) is None
     assert max_positions(SFTTrainer(), args(max_length=None)) is None
     assert max_positions(SFTTrainer(), args(max_length=9, dataset_kwargs={"skip_prepare_dataset": True})) is None
+
+
+def test_a_pair_has_two_sequences():
+    trainer = Trainer()
+    trainer.data_collator = DataCollatorForPreference(max_length=100, pad_to_multiple_of=64)
+
+    assert max_positions(trainer, args(max_length=9)) == 2 * 4 * 128
+    assert max_positions(RewardTrainer(), args(max_length=100)) == 2 * 4 * 100
+
+
+def test_collator_that_does_not_cut_gives_no_limit():
+    trainer = Trainer()
+    trainer.data_collator = DataCollatorForPreference()
+
+    assert max_positions(trainer, args(max_length=100)) is None
 
 
 def test_sampler_with_lengths_limits_the_micro_batch():
