@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -21,7 +22,7 @@ from effllm.memory.plan import INFERENCE, PRECISIONS, TRAINING, ImpossiblePlan, 
 from effllm.records.plain_text import one_line
 from effllm.views.fit_document import fit_document
 from effllm.views.fit_learned import LearnedFit
-from effllm.views.fit_text import GpuMemory, ModelFit, fit_lines
+from effllm.views.fit_text import GpuMemory, ModelFit, fit_lines, wrapped
 
 MAX_GPUS = 10**6
 
@@ -51,8 +52,9 @@ def main(request: FitRequest) -> int:
     if request.as_json:
         print(json.dumps(fit_document(fits, gpu), indent=2))
     else:
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
         for line in fit_lines(fits, gpu):
-            print(line)
+            print(*wrapped(line, width), sep="\n")
     if gpu is None:
         return 0
     return 0 if all(verdict(fit.any.total, gpu.usable_bytes) == FITS for fit in fits) else 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from effllm.records.plain_text import one_line
 from effllm.views.fit_learned import LearnedFit, learned_lines
 
 GB, GIB = 1e9, 2.0**30
+BASIS_AT = 52  # column of the basis of a part
 SIGNS = {FITS: "✓", "does not fit": "✗", "unclear": "?"}
 
 
@@ -66,9 +68,18 @@ def fit_lines(fits: Sequence[ModelFit], gpu: GpuMemory | None) -> Iterator[str]:
             yield from _change_lines(fit, gpu)
 
 
+def wrapped(line: str, width: int) -> list[str]:
+    """Return a line in parts of at most a width; the basis of a part continues in its column."""
+    if len(line) <= width:
+        return [line]
+    is_part = len(line) > BASIS_AT and line[BASIS_AT - 2 : BASIS_AT] == "  " and line[BASIS_AT - 3].isdecimal()
+    indent = BASIS_AT if is_part else len(line) - len(line.lstrip()) + 2
+    return textwrap.wrap(line, max(width, indent + 20), subsequent_indent=" " * indent, break_on_hyphens=False)
+
+
 def requirement_lines(fits: Sequence[ModelFit]) -> Iterator[str]:
     """Yield the table of requirements: one row for each model."""
-    yield "Model Memory Requirements, of the GPU that needs most (1 GB = 10^9 bytes)"
+    yield "Model Memory Requirements of the GPU with the highest need (1 GB = 10^9 bytes)"
     yield ""
     first = fits[0]
     heads = [_column(first.inference), _column(first.training)]
@@ -106,13 +117,13 @@ def _part_lines(found: MemoryEstimate) -> Iterator[str]:
         if part.bytes.high or part.largest:
             yield f"{part.name:<22} {_numbers(part.bytes)}  {part.basis}"
             if part.largest and part.largest > 1.01 * part.bytes.high:
-                yield f"{'':<22} later in the step {part.largest / GB:.2f} GB, when activations are freed"
+                yield f"{'':<22} up to {part.largest / GB:.2f} GB later in the step, after the activations are freed"
     total = found.total
-    yield f"{'total':<22} {_numbers(total)}  90 % interval; {total.low / GIB:.1f} to {total.high / GIB:.1f} GiB"
+    yield f"{'total':<22} {_numbers(total)}  90 % interval; in GiB: {total.low / GIB:.1f} to {total.high / GIB:.1f}"
     if found.is_corrected:
         yield "the total is corrected by measured peaks, the parts are not"
     elif total.high > total_of(part.bytes for part in found.parts).high:
-        yield "the high limit is that of the optimizer step, with a workspace of the size of the weights (foreach)"
+        yield "the high limit is at the optimizer step: foreach optimizers allocate a copy of the weights"
     yield f"dominant: {', '.join(_dominant(found))}"
 
 
@@ -139,7 +150,7 @@ def _change_lines(fit: ModelFit, gpu: GpuMemory) -> Iterator[str]:
     if word == FITS:
         return
     if not fit.changes:
-        yield "no change of at most three settings makes it fit: more GPUs, or a smaller model"
+        yield "no combination of up to three changes makes it fit: use more GPUs, or a smaller model"
         return
     yield "changes that make it fit, the cheapest first:"
     for change in fit.changes:

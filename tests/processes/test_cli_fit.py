@@ -186,4 +186,4 @@ def test_a_model_too_large_for_every_change_has_no_changes(config):
     done = fit(str(path), "--gpu", "b300")
 
     assert done.exit_code == 1
-    assert "no change of at most three settings makes it fit" in done.stdout
+    assert "no combination of up to three changes makes it fit" in done.stdout

@@ -17,6 +17,7 @@ from effllm.memory.model import WrongModel
 from effllm.memory.parameters import count_parameters
 from effllm.memory.plan import INFERENCE, ImpossiblePlan, MemoryPlan
 from effllm.memory.tensors import parameter_tensors
+from effllm.views.fit_text import BASIS_AT, wrapped
 
 TINY = {
     "model_type": "llama",
@@ -411,3 +412,13 @@ def test_absurd_fields_are_a_wrong_model_or_a_shape(kind):
 def test_contradictory_plans_are_named(changes, text):
     with pytest.raises(ImpossiblePlan, match=text):
         estimate(EIGHT_B, replace(MemoryPlan(), **changes))
+
+
+def test_the_basis_of_a_part_continues_in_its_column():
+    part = f"{'activations':<22} {10.5:>8.2f} {11.54:>9.2f} {11.77:>8.2f}  tensors kept for the backward pass"
+
+    first, second = wrapped(part, 80)
+
+    assert (first, second) == (part.removesuffix(" backward pass"), " " * BASIS_AT + "backward pass")
+    assert wrapped("note: " + "a " * 50, 40)[1].startswith("  a")
+    assert wrapped(part, 200) == [part]
