@@ -23,6 +23,7 @@ from effllm.memory.states import (
     stages,
     state_bytes,
     trained_tensors,
+    unquantized_expert_bytes,
     weight_bytes,
 )
 from effllm.memory.training import training_course
@@ -200,11 +201,14 @@ def _static(name: str, size: float, shape: ModelShape, basis: str) -> MemoryPart
 
 
 def _weights(plan: MemoryPlan, held: list[RankTensor], trained: list[RankTensor], shape: ModelShape) -> MemoryPart:
-    """Return the weights of a rank; scales of a base of 4 bits can be quantized too."""
+    """Return the weights of a rank; low: quantized scales of a base of 4 bits, high: experts that are not quantized."""
     tensors = divided(plan, held, 3)
     size, saving = weight_bytes(plan, tensors, divided(plan, trained, 3)), double_quantization_saving(plan, tensors)
-    part = _static("weights", size, shape, _weights_basis(plan))
-    return replace(part, bytes=replace(part.bytes, low=max(part.bytes.low - saving, 0.0)))
+    more = unquantized_expert_bytes(plan, tensors) if plan.base_bits else 0.0
+    experts = "; high: experts are not quantized (transformers 5)" if more else ""
+    part = _static("weights", size, shape, _weights_basis(plan) + experts)
+    low, high = max(part.bytes.low - saving, 0.0), part.bytes.high + more
+    return replace(part, bytes=replace(part.bytes, low=low, high=high))
 
 
 def _of_quantized_base(plan: MemoryPlan, held: list[RankTensor], again: float = 0.0) -> list[MemoryPart]:

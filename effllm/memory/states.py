@@ -7,7 +7,7 @@ stage 3.  Tensor, pipeline and expert parallelism divide the tensors themselves.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from effllm.memory.model import ModelShape
 from effllm.memory.plan import LORA_TARGETS, OPTIMIZERS, MemoryPlan
@@ -129,6 +129,15 @@ def largest_matrix(held: list[RankTensor]) -> int:
 def double_quantization_saving(plan: MemoryPlan, held: list[RankTensor]) -> float:
     """Return the bytes by which quantized scales make the weights of a base of 4 bits smaller."""
     return quantized_elements(held) * (NF4_BYTES - NF4_DOUBLE_BYTES) if plan.base_bits == 4 else 0.0
+
+
+def unquantized_expert_bytes(plan: MemoryPlan, held: list[RankTensor]) -> float:
+    """Return the bytes that a quantized base has in addition if routed experts are not quantized.
+
+    bitsandbytes quantizes linear modules; in transformers 5 all experts of a layer are parameters of one module.
+    """
+    experts = [one for one in held if one.tensor.group == EXPERT]
+    return weight_bytes(replace(plan, base_bits=0), experts, []) - weight_bytes(plan, experts, [])
 
 
 def adapter_bytes(plan: MemoryPlan) -> int:

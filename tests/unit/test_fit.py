@@ -183,6 +183,16 @@ def test_attention_with_capped_scores_is_eager():
     assert estimate(shape, MemoryPlan(attention="flash")).plan.attention == "flash"
 
 
+def test_experts_of_a_quantized_base_may_not_be_quantized():
+    known = find_model("qwen3-30b-a3b")
+    plan = MemoryPlan(precision="bf16", lora_rank=8, base_bits=4)
+
+    weights = estimate(known.shape, plan).part("weights").bytes
+
+    assert weights.expected < 20e9
+    assert 55e9 < weights.high < 60e9  # 29 of 30.5 thousand million parameters are those of experts
+
+
 def test_a_product_of_4_bits_copies_its_matrix():
     plan = MemoryPlan(mode="inference", precision="bf16", base_bits=4)
 
