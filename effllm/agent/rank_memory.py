@@ -11,6 +11,7 @@ import statistics
 from collections import deque
 from collections.abc import Iterable, Iterator
 
+from effllm.agent.host_room import available_bytes
 from effllm.agent.series import Series
 from effllm.memory.device_forecast import STARTUP, STEPS, MemoryReading
 from effllm.memory.watch import DeviceWatch, LeakWatch, Warned
@@ -76,7 +77,7 @@ class RankMemory:
         self._host_last = ordinal
         if (private := private_bytes(self._pid)) is not None:
             self._host.add(ordinal + self._offset, private)
-            self._warned += self._host.warnings()
+            self._warned += self._host.warnings(lambda: available_bytes(self._pid))
         if self._watch.forecast.last is not None:
             self._warned += self._watch.warnings(self._capacity(series), max_positions or 0)
 

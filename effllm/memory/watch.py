@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from effllm.memory.device_forecast import STARTUP, STEPS, DeviceForecast, MemoryGrowth, MemoryReading
@@ -48,7 +48,12 @@ class LeakWatch:
         self._last = iteration
         self._blocks.add(iteration, used_bytes)
 
-    def warnings(self) -> Iterator[Warned]:
+    def warnings(self, available: Callable[[], float | None] = lambda: None) -> Iterator[Warned]:
+        """Yield the leak, once.
+
+        Args:
+            available: returns the bytes by which the memory can grow, ``None`` if unknown; called for a leak only.
+        """
         if self._is_reported or self._blocks.count < MIN_LEAK_READINGS:
             return
         passed = self._last - self._first + 1
@@ -65,7 +70,8 @@ class LeakWatch:
             yield Warned(
                 LEAK,
                 f"the {self._what} grows steadily, by {_size(middle)} per iteration (95 %: {_size(low)} to "
-                f"{_size(high)}), judged over {found.iterations:,.0f} iterations until iteration {self._last:,}",
+                f"{_size(high)}), judged over {found.iterations:,.0f} iterations until iteration {self._last:,}"
+                + _until_full(found, available()),
             )
 
     def _is_leak(self, found: MemoryTrend) -> bool:
@@ -169,6 +175,19 @@ class DeviceWatch:
         parts.append(f"{now.fragmented / _GB:.2f} GB fragmented (free, in partly used segments)")
         parts.append(f"{now.retries:,.0f} allocator retries so far")
         return "; ".join(parts) + f"; after iteration {now.iteration:,}"
+
+
+def _until_full(found: MemoryTrend, available: float | None) -> str:
+    """Return when the memory is full, for the text of a leak; empty if the available memory is unknown."""
+    if available is None:
+        return ""
+    soonest, middle, latest = (
+        1000 * max(available, 0.0) / one for one in (found.high_bytes, found.growth_bytes, found.low_bytes)
+    )
+    return (
+        f"; if only this process grows, the available {available / _GB:.2f} GB of the host are full in about "
+        f"{middle:,.0f} iterations ({soonest:,.0f} to {latest:,.0f})"
+    )
 
 
 def _a(place: str) -> str:

@@ -308,3 +308,4 @@ def test_leak_of_a_process_is_found_and_a_cache_is_none(launch, tmp_path, kind, 
     if is_leak:
         assert texts[0].startswith("rank 0: the private memory of the training process grows steadily, by ")
         assert 0.8 <= float(texts[0].split("by ")[1].split(" MB")[0]) <= 1.3
+        assert "if only this process grows, the available " in texts[0]

@@ -123,6 +123,15 @@ def test_leak_of_a_process_is_reported_once():
     assert [one.kind for one in found] == [LEAK]
 
 
+def test_leak_of_a_process_has_the_time_until_the_host_is_full():
+    watch, found = LeakWatch("private memory of the training process"), []
+    for at in range(1, 800):
+        watch.add(at, 500 * MB + at * MB)
+        found += watch.warnings(lambda: 2 * GB)
+
+    assert "the available 2.00 GB of the host are full in about 2,000 iterations (2,000 to 2,000)" in found[0].text
+
+
 def test_longest_micro_batch_of_a_known_maximum_is_foretold():
     sizes = [100, 300, 200, 500, 400, 700, 600, 900]
     peak, readings = 0.0, []
