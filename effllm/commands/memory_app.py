@@ -82,12 +82,7 @@ def fit(
     """
     from effllm.commands import fit as command
 
-    if mode not in ("", "training", "inference"):
-        raise typer.BadParameter(f"{mode} is not training or inference", param_hint="--mode")
-    if measured and mode == "inference":
-        raise typer.BadParameter("a training step is measured: not with --mode inference", param_hint="--measure")
-    if fsdp and zero not in (None, 3):
-        raise typer.BadParameter(f"--fsdp is --zero 3, and --zero is {zero}", param_hint="--fsdp")
+    _check(mode, fsdp, zero, measured)
     settings = {
         "precision": precision, "optimizer": optimizer, "checkpointing": checkpointing, "attention": attention,
         "implementation": implementation, "seq_length": seq_length, "micro_batch": micro_batch,
@@ -98,3 +93,13 @@ def fit(
     }  # fmt: skip
     request = command.FitRequest(models, mode, gpu, gpus, settings, as_json, measured, vocab_size, runs)
     raise typer.Exit(command.main(request))
+
+
+def _check(mode: str, fsdp: bool, zero: int | None, measured: bool) -> None:
+    """Raise an error of wrong use if options contradict each other."""
+    if mode not in ("", "training", "inference"):
+        raise typer.BadParameter(f"{mode} is not training or inference", param_hint="--mode")
+    if measured and mode == "inference":
+        raise typer.BadParameter("a training step is measured: not with --mode inference", param_hint="--measure")
+    if fsdp and zero not in (None, 3):
+        raise typer.BadParameter(f"--fsdp is --zero 3, and --zero is {zero}", param_hint="--fsdp")
