@@ -75,7 +75,6 @@ def fit(
       effllm fit pretrain_llama.sh --gpu h100-80gb           # Megatron
       effllm fit qwen3-8b fsdp.yaml --gpu a100-80gb          # accelerate
       effllm fit deepseek-v3 --mode inference --gpu h200 --gpus 16 --tp 16
-      effllm fit qwen3-8b --runs efficientllm_runs
       effllm fit gemma-2-9b mistral-7b --gpu rtx4090 --json | jq .models
 
     Exit status: 0 estimated, and fits if a GPU is known; 1 does not fit, or unclear; 2 wrong use, or no such model.
