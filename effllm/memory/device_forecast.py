@@ -22,7 +22,7 @@ MIN_LATER = 0.8
 MIN_CERTAIN = 0.75
 
 #: The upper end of the interval is multiplied by this factor, the lower end by its inverse: jumps and caches, which the
-#: trend does not contain.  With 1.2, 95 % of the intervals of `benchmarks.memory_forecast` contain the end of the run.
+#: trend does not contain.  With 1.35, 95 % of the intervals of `benchmarks.memory_forecast` contain the end of the run.
 WIDENED = 1.35
 
 
