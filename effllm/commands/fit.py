@@ -95,7 +95,7 @@ def _named(model: FoundModel, settings: Sequence[FoundModel]) -> Iterator[None]:
 def _ignored(request: FitRequest, plan: MemoryPlan) -> Iterator[str]:
     """Yield notes of settings that have no effect."""
     if request.mode == INFERENCE:
-        names = ("optimizer", "checkpointing", "accumulation", "lora_rank", "zero", "sequence_parallel")
+        names = ("optimizer", "checkpointing", "accumulation", "lora_rank", "fused_loss", "zero", "sequence_parallel")
         given = [name.replace("_rank", "").replace("_", "-") for name in names if request.settings.get(name)]
         if given:
             yield f"no effect on inference: {', '.join(f'--{name}' for name in given)}"
@@ -166,7 +166,8 @@ def _serving_plan(plan: MemoryPlan, settings: dict[str, Any]) -> MemoryPlan:
         precision = "fp16" if precision.startswith("fp16") else "bf16"
     return replace(
         plan, mode=INFERENCE, precision=precision, lora_rank=0, zero=0, accumulation=1, checkpointing="none",
-        base_bits=0 if plan.lora_rank else plan.base_bits, base_keeps_inputs=False, sequence_parallel=False,
+        base_bits=0 if plan.lora_rank else plan.base_bits, base_keeps_inputs=False, fused_loss=False,
+        sequence_parallel=False,
     )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ _SINGLE: dict[str, Any] = {
     "ep": 1,
     "dp": 1,
     "base_bits": 0,
+    "fused_loss": False,
     "implementation": "transformers",
 }
 _OPTIMIZERS = ("adamw", "sgd", "sgd-momentum")  # Adafactor of torch reads values, which fake tensors do not have
@@ -69,7 +70,9 @@ def _check(config: Mapping[str, Any] | None, plan: MemoryPlan) -> None:
     if config is None or not config.get("model_type"):
         raise CannotMeasure("--measure needs a config of Hugging Face with a model_type")
     if replace(plan, **_SINGLE) != plan:
-        raise CannotMeasure("--measure is for one rank with the kernels of transformers: no layout, no quantized base")
+        raise CannotMeasure(
+            "--measure is for one rank with the kernels of transformers: no layout, quantized base or fused loss"
+        )
     if plan.checkpointing == "selective":
         raise CannotMeasure("--measure has the checkpointing none and full")
     if plan.optimizer not in _OPTIMIZERS or plan.precision not in _PRECISIONS:

@@ -23,6 +23,7 @@ _TARGETS = typer.Option(metavar="T", help="Adapted matrices: qv, attention or al
 _BITS = typer.Option(metavar="B", help="Bits of quantized weights, 4 or 8 (QLoRA).")
 _VOCABULARY = typer.Option(metavar="N", help="Vocabulary of a Megatron script that does not state it.")
 _KEEPS = typer.Option("--base-keeps-inputs", help="Base of 4 bits with bitsandbytes before 0.43.2.")
+_FUSED = typer.Option("--fused-loss", help="Loss without whole logits, in tiles, as TRL computes it.")
 _ZERO = typer.Option(metavar="STAGE", help="Stage of ZeRO, 0 to 3.")
 _FSDP = typer.Option("--fsdp", help="FSDP with full sharding: the same as --zero 3.")
 _MEASURE = typer.Option(
@@ -50,6 +51,7 @@ def fit(
     lora_targets: Annotated[str | None, _TARGETS] = None,
     base_bits: Annotated[int | None, _BITS] = None,
     base_keeps_inputs: Annotated[bool, _KEEPS] = False,
+    fused_loss: Annotated[bool, _FUSED] = False,
     tp: Annotated[int | None, typer.Option(metavar="N", help="Tensor parallelism.")] = None,
     pp: Annotated[int | None, typer.Option(metavar="N", help="Pipeline parallelism.")] = None,
     cp: Annotated[int | None, typer.Option(metavar="N", help="Context parallelism.")] = None,
@@ -86,9 +88,8 @@ def fit(
         "precision": precision, "optimizer": optimizer, "checkpointing": checkpointing, "attention": attention,
         "implementation": implementation, "seq_length": seq_length, "micro_batch": micro_batch,
         "accumulation": accumulation, "lora_rank": lora_rank, "lora_targets": lora_targets, "base_bits": base_bits,
-        "base_keeps_inputs": base_keeps_inputs or None,
-        "tp": tp, "pp": pp, "cp": cp, "ep": ep, "dp": dp, "zero": 3 if fsdp else zero,
-        "sequence_parallel": sequence_parallel or None,
+        "base_keeps_inputs": base_keeps_inputs or None, "fused_loss": fused_loss or None, "tp": tp, "pp": pp, "cp": cp,
+        "ep": ep, "dp": dp, "zero": 3 if fsdp else zero, "sequence_parallel": sequence_parallel or None,
     }  # fmt: skip
     request = command.FitRequest(models, mode, gpu, gpus, settings, as_json, measured, vocab_size, runs)
     raise typer.Exit(command.main(request))

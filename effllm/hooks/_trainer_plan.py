@@ -69,6 +69,7 @@ def _settings(trainer: Any, args: Any, model: Any) -> dict[str, Any]:
         **weights,
         "optimizer": optimizer,
         **layer_settings(model),
+        "fused_loss": _has_fused_loss(trainer) or None,
         "micro_batch": args.per_device_train_batch_size,
         "accumulation": args.gradient_accumulation_steps,
         **_ranks(trainer),
@@ -86,12 +87,15 @@ def _check(trainer: Any, args: Any, model: Any) -> None:
     for name in ("compute_loss", "training_step"):
         if _module_of(type(trainer), name) not in _KNOWN:
             raise NoPlan(f"another {name}")
-    if _module_of(type(trainer), "compute_loss") == _SFT and hasattr(sys.modules[_SFT], "add_fused_lm_head"):
-        raise NoPlan("no whole logits")
     if getattr(trainer, "compute_loss_func", None) is not None or any(getattr(args, one, None) for one in _OTHERS):
         raise NoPlan("another loss or another form of the model")
     if not is_language_model(model) or getattr(args, "n_gpu", 1) > 1:
         raise NoPlan("not a language model on one device")
+
+
+def _has_fused_loss(trainer: Any) -> bool:
+    """Whether head and loss are computed in tiles, as in the SFTTrainer since TRL 1.16."""
+    return _module_of(type(trainer), "compute_loss") == _SFT and hasattr(sys.modules[_SFT], "add_fused_lm_head")
 
 
 def _module_of(kind: type, name: str) -> str:

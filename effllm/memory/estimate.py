@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from effllm.memory.blocks import TensorSizes
 from effllm.memory.byte_range import ByteRange, total_of
+from effllm.memory.fused_loss import torch_tiles
 from effllm.memory.model import ModelShape
 from effllm.memory.overheads import CUBLAS_WORKSPACE, CUDA_CONTEXT, communication, fragmentation, nccl_buffers
 from effllm.memory.parameters import ParameterCounts, count_parameters
@@ -150,7 +152,7 @@ def _training_parts(shape: ModelShape, plan: MemoryPlan, stage: Stage) -> list[M
             ByteRange.exact(peak.activations).scaled(*limits),
             f"tensors kept for the backward pass; limits: {source}",
         ),
-        MemoryPart("logits", ByteRange.exact(peak.logits).scaled(*limits), "log-softmax and gradients in 32 bits"),
+        _logits(shape, plan, peak.logits, limits),
         _fragmentation(peak.activations + peak.logits + gradients),
     ]
     optimizer_step = [
@@ -159,6 +161,14 @@ def _training_parts(shape: ModelShape, plan: MemoryPlan, stage: Stage) -> list[M
         _fragmentation(held_gradients),
     ]
     return [(FORWARD_BACKWARD, [*fixed, *forward_backward]), (OPTIMIZER_STEP, [*fixed, *optimizer_step])]
+
+
+def _logits(shape: ModelShape, plan: MemoryPlan, size: float, limits: tuple[float, float]) -> MemoryPart:
+    """Return the logits, or the tiles of a fused loss: low: one of other kernels, high: one without kernels."""
+    if not plan.fused_loss:
+        return MemoryPart("logits", ByteRange.exact(size).scaled(*limits), "log-softmax and gradients in 32 bits")
+    tiles = ByteRange(0.0, size, size + torch_tiles(TensorSizes(shape, plan)))
+    return MemoryPart("logits", tiles, "a fused loss: tiles of TRL 1.16 with Triton; high: without Triton")
 
 
 def _is_counted(shape: ModelShape, plan: MemoryPlan) -> bool:

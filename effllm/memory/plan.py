@@ -64,6 +64,7 @@ class MemoryPlan:
     lora_targets: str = "all"
     base_bits: int = 0  # bits of a quantized frozen base (QLoRA); 0: the precision of the weights
     base_keeps_inputs: bool = False  # of its products, until the backward pass: bitsandbytes before 0.43.2, 4 bits
+    fused_loss: bool = False  # no whole logits: head and loss in tiles
     tp: int = 1
     pp: int = 1
     cp: int = 1

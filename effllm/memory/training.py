@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from effllm.memory.blocks import FULL, LayerBlock, TensorSizes, attention, experts, mlp, norm
+from effllm.memory.fused_loss import fused_loss
 from effllm.memory.model import ModelShape
 from effllm.memory.plan import MemoryPlan
 from effllm.memory.states import (
@@ -42,7 +43,7 @@ def training_course(shape: ModelShape, plan: MemoryPlan, stage: Stage, held: lis
             first=_first(sizes, weights, stream),
             layers=layers,
             final=_final(sizes) if stage.is_last else None,
-            last=weights.attach(_loss(sizes), HEAD) if stage.is_last else None,
+            last=_last(sizes, weights) if stage.is_last else None,
             input_bytes=stream,
             is_checkpointed=plan.checkpointing == "full",
             gradients=gradient_bytes(plan, weights.trained),
@@ -126,6 +127,13 @@ def _first(sizes: TensorSizes, weights: _BlockWeights, stream: float) -> LayerBl
 def _final(sizes: TensorSizes) -> LayerBlock:
     block = norm(sizes)
     return replace(block, kept=block.kept + sizes.tokens * sizes.shape.hidden * sizes.compute / sizes.spread)
+
+
+def _last(sizes: TensorSizes, weights: _BlockWeights) -> LayerBlock:
+    if not sizes.plan.fused_loss:
+        return weights.attach(_loss(sizes), HEAD)
+    block = weights.attach(fused_loss(sizes, trains_head=not sizes.plan.lora_rank), HEAD)
+    return replace(block, casts=0.0, cached=0.0)  # tiles of the head are cast, not the head
 
 
 def _loss(sizes: TensorSizes) -> LayerBlock:

@@ -167,6 +167,7 @@ def plan_text(plan: MemoryPlan) -> str:
         words += [plan.optimizer, f"checkpointing {plan.checkpointing}"]
         words += [f"LoRA of rank {plan.lora_rank} ({plan.lora_targets})"] if plan.lora_rank else []
         words += [f"{plan.micro_batch} x {plan.seq_length} tokens", f"accumulation {plan.accumulation}"]
+        words += ["fused loss"] if plan.fused_loss else []
         words += [f"ZeRO {plan.zero}"] if plan.zero else []
     else:
         words.append(f"{plan.micro_batch} sequences of {plan.seq_length} tokens")

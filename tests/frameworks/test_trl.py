@@ -8,6 +8,8 @@ import statistics
 import pytest
 from systems import RAN
 
+from effllm.memory.recorded_plan import recorded_plan
+
 pytest.importorskip("trl", reason="needs TRL")
 pytest.importorskip("peft", reason="needs peft")
 pytest.importorskip("datasets", reason="needs datasets")
@@ -87,12 +89,13 @@ def grpo(more="", before=""):
     return GRPO.format(usual=USUAL, more=f", {more}" if more else "", before=before)
 
 
-def test_trainer_without_whole_logits_states_no_plan(frameworks):
-    """The SFTTrainer of TRL 1.16 computes its loss in parts; the logits of the estimate would be too large."""
+def test_plan_of_sft_trainer_has_a_fused_loss_since_trl_1_16(frameworks):
     job = frameworks.run(SFT.format(usual=USUAL, more="", given=""))
 
-    has_parts = hasattr(pytest.importorskip("trl.trainer.sft_trainer"), "add_fused_lm_head")
-    assert (job.ledger.facts["framework_plan"] == "") is has_parts
+    is_fused = hasattr(pytest.importorskip("trl.trainer.sft_trainer"), "add_fused_lm_head")
+    plan = recorded_plan(job.ledger.facts, positions=16)
+    assert plan.fused_loss is is_fused
+    assert plan.micro_batch == 2
     assert not job.our_errors
 
 

@@ -69,6 +69,7 @@ def test_benchmark_without_cuda_lists_the_figures_it_cannot_measure(library, tmp
         "counter against power under square waves",
         "windows' energy against the load's",
         "training with metrics on against off",
+        "peaks of memory against effllm fit",
     ]
     assert all(line in " ".join(done.stdout.split()) for line in kept["left_out"])
     assert UUID not in path.read_text() + done.stdout

@@ -183,6 +183,17 @@ def test_attention_with_capped_scores_is_eager():
     assert estimate(shape, MemoryPlan(attention="flash")).plan.attention == "flash"
 
 
+def test_a_fused_loss_has_one_tile_in_place_of_whole_logits():
+    plan = MemoryPlan(precision="bf16", lora_rank=8, seq_length=8192)
+    whole, fused = (estimate(EIGHT_B, replace(plan, fused_loss=one)).part("logits").bytes for one in (False, True))
+
+    assert whole.expected > 8192 * 128256 * 8  # the logits and their gradients in 32 bits
+    tile = 4096 * 32768 * 2
+    assert fused.low == 0
+    assert tile < fused.expected < tile + 8192 * 4096 * 8
+    assert fused.high - fused.expected == 7.25 * 2 * tile
+
+
 def test_experts_of_a_quantized_base_may_not_be_quantized():
     known = find_model("qwen3-30b-a3b")
     plan = MemoryPlan(precision="bf16", lora_rank=8, base_bits=4)
