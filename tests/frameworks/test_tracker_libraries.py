@@ -88,15 +88,18 @@ def test_values_in_the_history_are_those_of_the_windows(frameworks):
     job = run_script(frameworks)
 
     joined = [row for row in rows(job) if "efficientllm/iteration" in row]
-    windows = {row.iteration: row.values for row in job.ledger.windows}
+    # The end of the run can have a window of its own, after the last iteration: it has the same number.
+    windows: dict[int, list[dict[str, float]]] = {}
+    for one in job.ledger.windows:
+        windows.setdefault(one.iteration, []).append(one.values)
     assert len(joined) > 1
     assert len({row["efficientllm/iteration"] for row in joined}) == len(joined), "each report once"
     for row in joined:
-        values = windows[row["efficientllm/iteration"]]
-        assert row["efficientllm/al_seconds"] == pytest.approx(values["al_seconds"])
+        known = windows[row["efficientllm/iteration"]]
+        assert row["efficientllm/al_seconds"] == pytest.approx(known[0]["al_seconds"])
         for tag, (key, factor) in TRACKED.items():
-            if tag in values and key not in ("efficientllm-at-a-glance/mfu_ratio",):  # a key of the user wins
-                assert row[key] == pytest.approx(values[tag] * factor), tag
+            if tag in known[0] and key not in ("efficientllm-at-a-glance/mfu_ratio",):  # a key of the user wins
+                assert any(row[key] == pytest.approx(values.get(tag, 0.0) * factor) for values in known), (tag, known)
     assert all(row["efficientllm-at-a-glance/mfu_ratio"] == -1.0 for row in rows(job))
 
 
