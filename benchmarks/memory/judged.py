@@ -47,9 +47,14 @@ def judge(configuration: Configuration, counted: dict[str, float]) -> Judged:
 
 
 def shape_and_plan(one: Configuration) -> tuple[ModelShape, MemoryPlan]:
-    shared = {field.name for field in fields(one)} & {field.name for field in fields(MemoryPlan)}
     shape = read_config(one.fields, one.architecture)
-    return shape, as_computed(shape, MemoryPlan(**{name: getattr(one, name) for name in shared}))
+    return shape, as_computed(shape, plan_of(one))
+
+
+def plan_of(training: Any) -> MemoryPlan:
+    """Return the plan with the fields of a dataclass that are settings of a plan."""
+    shared = {field.name for field in fields(training)} & {field.name for field in fields(MemoryPlan)}
+    return MemoryPlan(**{name: getattr(training, name) for name in shared})
 
 
 def estimated(one: Configuration) -> dict[str, float]:

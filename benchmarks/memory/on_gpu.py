@@ -10,7 +10,7 @@ import gc
 import json
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -134,7 +134,7 @@ def rows_of(found: Sequence[MeasuredPeaks]) -> list[dict[str, Any]]:
     ]
 
 
-def main(folder: Path, *, keep: bool, count: int = COUNT, say: Callable[[str], None] = print) -> int:
+def main(folder: Path, *, keep: bool) -> int:
     """Measure, and print each training; return 2 without a GPU."""
     if reason := why_not():
         print(f"benchmarks.memory: no memory of a GPU can be measured here: {reason}", file=sys.stderr)
@@ -142,19 +142,19 @@ def main(folder: Path, *, keep: bool, count: int = COUNT, say: Callable[[str], N
     import torch
 
     name = torch.cuda.get_device_name(0)
-    found = measure_all(count)
+    found = measure_all()
     for one in found:
         value, wanted = one.intervals["allocated"]
         shown = one.failure or f"{(value or 0) / 1e9:.2f} GB"
         limits = f"{wanted.expected / 1e9:.2f} ({wanted.low / 1e9:.2f}-{wanted.high / 1e9:.2f})"
-        say(f"{one.training.model:<16} {one.training.precision:<10} allocated {shown}, estimate {limits}")
+        print(f"{one.training.model:<16} {one.training.precision:<10} allocated {shown}, estimate {limits}")
     for figure in figures_of(found):
-        say(f"{figure.name}: {'not measured' if figure.value is None else f'{figure.value:.3f}'}")
+        print(f"{figure.name}: {'not measured' if figure.value is None else f'{figure.value:.3f}'}")
     if keep:
         about = machine(gpu=name, torch=torch.__version__)
         slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
         path = folder / f"{about['date']}-memory-gpu-{slug}.json"
         body = {"machine": about, "figures": [one.to_dict() for one in figures_of(found)], "rows": rows_of(found)}
         path.write_text(json.dumps(body, indent=1) + "\n")
-        say(f"kept in {path}")
+        print(f"kept in {path}")
     return 0

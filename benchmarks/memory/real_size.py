@@ -6,8 +6,9 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.memory.judged import plan_of
 from effllm.memory.estimate import estimate
-from effllm.memory.known_models import find_model
+from effllm.memory.known_models import KnownModel, find_model
 from effllm.memory.model import ModelShape
 from effllm.memory.plan import MemoryPlan
 
@@ -38,14 +39,14 @@ class RealSize:
     base_bits: int = 0
 
     @property
-    def _config(self) -> dict[str, Any]:
+    def _known(self) -> KnownModel:
         known = find_model(self.model)
         assert known is not None
-        return known.config
+        return known
 
     @property
     def architecture(self) -> str:
-        return str(self._config["model_type"])
+        return str(self._known.config["model_type"])
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -54,22 +55,19 @@ class RealSize:
             "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
             "opt": {"dropout": 0.0},
         }.get(self.architecture, {})
-        return {**self._config, **dropouts, "pad_token_id": 0, "use_cache": False}
+        return {**self._known.config, **dropouts, "pad_token_id": 0, "use_cache": False}
 
     @property
     def vocab(self) -> int:
-        return int(self._config["vocab_size"])
+        return int(self._known.config["vocab_size"])
 
     @property
     def shape(self) -> ModelShape:
-        known = find_model(self.model)
-        assert known is not None
-        return known.shape
+        return self._known.shape
 
     @property
     def plan(self) -> MemoryPlan:
-        names = ("precision", "optimizer", "checkpointing", "attention", "seq_length", "micro_batch", "accumulation")
-        return MemoryPlan(lora_rank=self.lora_rank, **{name: getattr(self, name) for name in names})
+        return plan_of(self)
 
 
 def real_sizes(count: int, usable_bytes: float, seed: int = 15) -> list[RealSize]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from effllm.hooks._plan import NoPlan, is_language_model, layer_settings, optimizer_name, plan_text, weights_of
+from effllm.hooks._plan import NoPlan, is_language_model, layer_settings, optimizer_name, stated_plan, weights_of
 from effllm.hooks._wrap import Guard
 
 _GUARD = Guard("the plan of DeepSpeed's memory")
@@ -15,21 +15,18 @@ def plan_of_engine(engine: Any) -> str:
 
     Of a model that is no language model of transformers, the checkpointing is left out.
     """
-    return _GUARD(_plan, engine) or ""
+    return stated_plan(_GUARD, _settings, engine)
 
 
-def _plan(engine: Any) -> str:
-    try:
-        settings = {
-            **weights_of(engine.module, None),
-            "optimizer": optimizer_name(engine.optimizer),
-            **(layer_settings(engine.module) if is_language_model(engine.module) else {}),
-            "micro_batch": engine.train_micro_batch_size_per_gpu(),
-            "accumulation": engine.gradient_accumulation_steps(),
-        }
-        return plan_text({**settings, **engine_settings(engine)})
-    except NoPlan:
-        return ""
+def _settings(engine: Any) -> dict[str, Any]:
+    return {
+        **weights_of(engine.module, None),
+        "optimizer": optimizer_name(engine.optimizer),
+        **(layer_settings(engine.module) if is_language_model(engine.module) else {}),
+        "micro_batch": engine.train_micro_batch_size_per_gpu(),
+        "accumulation": engine.gradient_accumulation_steps(),
+        **engine_settings(engine),
+    }
 
 
 def engine_settings(engine: Any) -> dict[str, Any]:

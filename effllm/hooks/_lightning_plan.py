@@ -11,7 +11,7 @@ from effllm.hooks._plan import (
     is_language_model,
     layer_settings,
     optimizer_name,
-    plan_text,
+    stated_plan,
     weights_of,
 )
 from effllm.hooks._wrap import Guard
@@ -28,14 +28,7 @@ def plan_of_module(trainer: Any, module: Any) -> str:
 
     If the module contains no language model of transformers, the checkpointing is left out.
     """
-    return _GUARD(_plan, trainer, module) or ""
-
-
-def _plan(trainer: Any, module: Any) -> str:
-    try:
-        return plan_text(_settings(trainer, module))
-    except NoPlan:
-        return ""
+    return stated_plan(_GUARD, _settings, trainer, module)
 
 
 def _settings(trainer: Any, module: Any) -> dict[str, Any]:

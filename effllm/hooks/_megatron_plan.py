@@ -9,7 +9,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from effllm.hooks._plan import NoPlan, plan_text
+from effllm.hooks._plan import NoPlan, stated_plan
 from effllm.hooks._wrap import Guard
 from effllm.hooks.megatron import configuration
 
@@ -37,7 +37,7 @@ _GUARD = Guard("the plan of Megatron's memory")
 
 def plan_of_arguments(args: Any) -> str:
     """Return the settings of a training; empty if they cannot describe it."""
-    return _GUARD(_plan, args) or ""
+    return stated_plan(_GUARD, _settings, args)
 
 
 def plan_of_core(call: Any, micro_batches: int, chunk: Any, optimizer: Any) -> str:
@@ -49,14 +49,7 @@ def plan_of_core(call: Any, micro_batches: int, chunk: Any, optimizer: Any) -> s
         chunk: a chunk of the model.
         optimizer: Megatron's optimizer.
     """
-    return _GUARD(lambda: _plan(_arguments(call, micro_batches, chunk, optimizer))) or ""
-
-
-def _plan(args: Any) -> str:
-    try:
-        return plan_text(_settings(args))
-    except NoPlan:
-        return ""
+    return stated_plan(_GUARD, lambda: _settings(_arguments(call, micro_batches, chunk, optimizer)))
 
 
 def _settings(args: Any) -> dict[str, Any]:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from effllm.hooks._parameters import config_of, size_of, unwrapped
+from effllm.hooks._wrap import Guard
 
 #: At least this share of the elements has the type of the weights; norms and routers may have another type.
 MAIN_SHARE = 0.99
@@ -52,6 +53,18 @@ def plan_text(settings: Mapping[str, Any]) -> str:
     """Return the settings as words; those that are ``None`` are left out."""
     words = {name: str(value).lower() if isinstance(value, bool) else value for name, value in settings.items()}
     return " ".join(f"{name}={value}" for name, value in words.items() if value is not None)
+
+
+def stated_plan(guard: Guard, settings: Callable[..., Mapping[str, Any]], *objects: Any) -> str:
+    """Return the settings that a function reads from objects, as words; empty if they cannot describe the training."""
+
+    def text() -> str:
+        try:
+            return plan_text(settings(*objects))
+        except NoPlan:
+            return ""
+
+    return guard(text) or ""
 
 
 def world_size() -> int:

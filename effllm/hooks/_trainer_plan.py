@@ -11,7 +11,7 @@ from effllm.hooks._plan import (
     is_language_model,
     layer_settings,
     optimizer_name,
-    plan_text,
+    stated_plan,
     weights_of,
     world_size,
 )
@@ -45,14 +45,7 @@ def framework_plan(trainer: Any, args: Any, model: Any) -> str:
 
     The length is left out: it is that of the longest micro-batch, which is measured.
     """
-    return _GUARD(_plan, trainer, args, model) or ""
-
-
-def _plan(trainer: Any, args: Any, model: Any) -> str:
-    try:
-        return plan_text(_settings(trainer, args, model))
-    except NoPlan:
-        return ""
+    return stated_plan(_GUARD, _settings, trainer, args, model)
 
 
 def _settings(trainer: Any, args: Any, model: Any) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """The head and the loss without whole logits, computed in tiles, as TRL's SFTTrainer does since version 1.16.
 
 The formulas follow ``trl/kernels/chunked_logprob.py`` of TRL 1.16: one buffer of at most 4,096 tokens and 32,768 words
-of the vocabulary, and gradients that are summed in 32 bits and converted at the end.  Liger and Cut Cross-Entropy have
-smaller tiles.
+of the vocabulary, and gradients that are summed in 32 bits and converted at the end.  Liger and Cut Cross-Entropy were
+not counted.
 """
 
 from __future__ import annotations
