@@ -69,7 +69,7 @@ test-llama-factory: $(LLAMA_FACTORY)/.ready ## Run the tests with LLaMA-Factory,
 test-spark: $(SPARK)/.ready ## Run the test with Spark, which needs Java (apt install default-jre-headless)
 	@$(SPARK)/bin/python -m pytest -m "" tests/frameworks/test_spark.py && echo 'Test with Spark passed.'
 
-check: $(VENV)/.checkers ## Check the source: format, lint, types, unsafe calls
+check: $(VENV)/.checkers ## Check the source: format, lint, types, unsafe calls, budgets of lines
 	@$(BIN)/ruff format --check && $(BIN)/ruff check && $(BIN)/mypy && \
 	$(BIN)/bandit -q -c pyproject.toml -r effllm launch integration benchmarks tests/scripts && \
 	$(BIN)/python tests/code_report.py && echo 'Checks passed.'

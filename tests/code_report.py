@@ -1,6 +1,7 @@
 """Report sizes, dependencies and old words of the code: ``python tests/code_report.py [FOLDER OF A CLONE]``.
 
-The report never fails. The limits are in GOALS, the new words in docs/words.md.
+The report fails if a package of effllm/ has more lines than its budget in BUDGETS. Nothing else fails: the limits of
+classes, modules and functions are in GOALS, the new words in docs/words.md.
 """
 
 from __future__ import annotations
@@ -9,10 +10,35 @@ import ast
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-GOALS = {"lines": 29_000, "class": 250, "module": 400, "function": 60}
+# Lines of the Python files of each package. A budget is raised only in a line with a comment: the reason, which a user
+# must be able to accept. When a package becomes smaller, its budget follows.
+BUDGETS = {
+    "agent": 3_565,
+    "analysis": 4_779,
+    "commands": 6_178,
+    "config": 785,
+    "devices": 5_143,
+    "energy": 2_068,
+    "hooks": 5_113,
+    "instruments": 2_437,
+    "job": 9_467,
+    "memory": 3_814,
+    "metrics": 1_069,
+    "network": 1_817,
+    "records": 3_190,
+    "sensor_profile": 1_454,
+    "server": 1_555,
+    "sinks": 1_634,
+    "store": 2_993,
+    "top level": 192,
+    "trainer": 3_975,
+    "views": 3_389,
+}
+UNUSED_LINES = 50  # a budget with more unused lines is to be lowered
+GOALS = {"class": 250, "module": 400, "function": 60}
 # Old words, also as parts of names; docs/words.md has their replacements.
 OLD_WORD = re.compile(
     r"(?<![a-z])(?:told|tells?|who(?:m|so)?ever|(?:no|some|any)body|stands|stood|manieth|strangers?|keeper|shelf|chronicle"
@@ -55,16 +81,50 @@ def imported(tree: ast.AST) -> Iterator[str]:
 
 
 def package_of(name: str, packages: set[str]) -> str:
-    """Return the package of a module; for a module at the top level, return "effllm"."""
+    """Return the package of a module; for a module at the top level, return "top level"."""
     parts = name.split(".")
-    return parts[1] if len(parts) > 1 and parts[1] in packages else "effllm"
+    return parts[1] if len(parts) > 1 and parts[1] in packages else "top level"
+
+
+def packages_of(root: Path) -> set[str]:
+    """Return the packages of a clone."""
+    return {path.parent.name for path in (root / "effllm").glob("*/__init__.py")}
+
+
+def sizes(root: Path) -> Counter[str]:
+    """Return the lines of the Python files of each package."""
+    packages = packages_of(root)
+    lines: Counter[str] = Counter()
+    for path in (root / "effllm").rglob("*.py"):
+        package = package_of(".".join(path.relative_to(root).with_suffix("").parts), packages)
+        lines[package] += len(path.read_text().splitlines())
+    return lines
+
+
+def above_budgets(lines: Mapping[str, int]) -> list[str]:
+    """Return a line for each package that is larger than its budget; a package without a budget may have no lines."""
+    excess = {package: count - BUDGETS.get(package, 0) for package, count in sorted(lines.items())}
+    return [
+        f"effllm/{package}: {lines[package]:,} lines are {count:,} above the budget of {BUDGETS.get(package, 0):,}"
+        for package, count in excess.items()
+        if count > 0
+    ]
+
+
+def below_budgets(lines: Mapping[str, int]) -> list[str]:
+    """Return a line for each package that is much smaller than its budget."""
+    return [
+        f"effllm/{package}: lower the budget to {lines.get(package, 0):,}"
+        for package, budget in BUDGETS.items()
+        if budget - lines.get(package, 0) > UNUSED_LINES
+    ]
 
 
 def report(root: Path) -> Iterator[str]:
     """Yield the lines of the report; `root` is the folder of a clone."""
     code = root / "effllm"
-    packages = {path.parent.name for path in code.glob("*/__init__.py")}
-    lines: Counter[str] = Counter()
+    packages = packages_of(root)
+    lines = sizes(root)
     arrows: set[tuple[str, str]] = set()
     largest: dict[str, list[tuple[int, str]]] = {"class": [], "function": [], "module": []}
     classes: Counter[str] = Counter()
@@ -73,13 +133,12 @@ def report(root: Path) -> Iterator[str]:
         tree = ast.parse(text)
         name = ".".join(path.relative_to(root).with_suffix("").parts)
         package = package_of(name, packages)
-        lines[package] += len(text.splitlines())
         largest["module"].append((len(text.splitlines()), name))
         for kind, length, defined in definitions(tree):
             largest[kind].append((length, f"{name}.{defined}"))
             classes[defined] += kind == "class"
         arrows |= {(package, package_of(other, packages)) for other in imported(tree)}
-    yield f"effllm/: {sum(lines.values()):,} lines (goal: at most {GOALS['lines']:,})"
+    yield f"effllm/: {sum(lines.values()):,} lines (budgets: {sum(BUDGETS.values()):,})"
     yield "  " + ", ".join(f"{package} {count:,}" for package, count in lines.most_common())
     for kind, found in largest.items():
         above = sorted((one for one in found if one[0] > GOALS[kind]), reverse=True)
@@ -108,5 +167,18 @@ def old_words(path: Path) -> int:
     )
 
 
+def main(root: Path) -> int:
+    """Print the report; return 1 if a package is larger than its budget."""
+    lines = sizes(root)
+    too_large = above_budgets(lines)
+    print(*report(root), *below_budgets(lines), *too_large, sep="\n")
+    if too_large:
+        print(
+            "Make the package smaller, or raise its budget in BUDGETS of tests/code_report.py, with a comment in its "
+            "line: the reason, which a user must be able to accept."
+        )
+    return 1 if too_large else 0
+
+
 if __name__ == "__main__":
-    print(*report(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent.parent), sep="\n")
+    sys.exit(main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent.parent))
