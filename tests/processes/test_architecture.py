@@ -5,6 +5,7 @@ import importlib
 import subprocess
 import sys
 from collections import Counter
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -55,9 +56,15 @@ def package(module):
     return module.split(".")[1] if "." in module else module
 
 
+@cache
+def nodes(module):
+    """Return the nodes of a module's source."""
+    return list(ast.walk(ast.parse(MODULES[module].read_text())))
+
+
 def imports(module):
     """Yield the effllm modules that a module imports, at its top level or inside functions."""
-    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+    for node in nodes(module):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "effllm")
         elif isinstance(node, ast.ImportFrom):
@@ -82,12 +89,16 @@ def test_module_search_finds_known_modules_and_imports():
     assert "effllm.metrics" in set(imports("effllm.job.reporting")), "from effllm import metrics"
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_packages_import_only_from_packages_of_lower_layers(module):
-    own = package(module)
+def test_packages_import_only_from_packages_of_lower_layers():
+    not_left = [
+        f"{module} imports from {other}, which is not left of {own}"
+        for module in MODULES
+        for own in [package(module)]
+        for other in {package(name) for name in imports(module)} - {own}
+        if LEVELS[other] >= LEVELS[own]
+    ]
 
-    for other in {package(name) for name in imports(module)} - {own}:
-        assert LEVELS[other] < LEVELS[own], f"{module} imports from {other}, which is not left of {own}"
+    assert not_left == []
 
 
 def test_modules_do_not_import_each_other_in_a_cycle():
@@ -96,34 +107,28 @@ def test_modules_do_not_import_each_other_in_a_cycle():
     assert set(order) == set(MODULES)
 
 
-def names_of_a_module_imported(path):
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from ((alias.name, "") for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            yield from ((node.module or "", alias.name) for alias in node.names)
-
-
-def attributes(path):
-    return {ast.unparse(node) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
-
-
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_only_the_module_switches_reads_the_environment(module):
-    used = attributes(MODULES[module]) & {f"os.{name}" for name in ENVIRONMENT}
-    used |= {f"{a}.{b}" for a, b in names_of_a_module_imported(MODULES[module]) if a == "os" and b in ENVIRONMENT}
+def uses_of_the_environment(module):
+    """Yield the names of ``os`` for the environment that a module uses or imports."""
+    for node in nodes(module):
+        if isinstance(node, ast.Attribute) and node.attr in ENVIRONMENT and ast.unparse(node.value) == "os":
+            yield node.attr
+        elif isinstance(node, ast.ImportFrom) and node.module == "os":
+            yield from ENVIRONMENT & {alias.name for alias in node.names}
 
-    assert used == ({"os.environ"} if module == "effllm.config.switches" else set())
+
+def test_only_the_module_switches_reads_the_environment():
+    used = {module: set(uses_of_the_environment(module)) for module in MODULES}
+
+    assert {module: names for module, names in used.items() if names} == {"effllm.config.switches": {"environ"}}
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_no_module_has_a_generic_name_such_as_utils(module):
+def test_no_module_has_a_generic_name_such_as_utils():
     words = {"utils", "util", "common", "helpers", "helper", "misc", "manager", "base", "core"}
 
-    assert not set(module.split(".")) & words
+    assert [module for module in MODULES if set(module.split(".")) & words] == []
 
 
 def test_names_of_test_files_are_unique():
@@ -133,19 +138,18 @@ def test_names_of_test_files_are_unique():
     assert [name for name, count in times.items() if count > 1] == []
 
 
-def modules_imported_by(module):
-    """Return the modules that a new interpreter loads for an import of ``module``."""
-    program = f"import sys; had = set(sys.modules); import {module}; print(*(set(sys.modules) - had))"
+def modules_imported_by(*modules):
+    """Return the modules that a new interpreter loads for an import of ``modules``."""
+    program = f"import sys; had = set(sys.modules); import {', '.join(modules)}; print(*(set(sys.modules) - had))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stderr == ""
     return set(done.stdout.split())
 
 
-@pytest.mark.parametrize("module", IN_TRAINING)
-def test_training_process_imports_only_the_standard_library(module):
-    tops = {name.split(".")[0] for name in modules_imported_by(module)}
+def test_training_process_imports_only_the_standard_library():
+    tops = {name.split(".")[0] for name in modules_imported_by(*IN_TRAINING)}
 
-    assert tops - {"effllm"} <= sys.stdlib_module_names
+    assert tops - {"effllm"} - sys.stdlib_module_names == set()
 
 
 def test_import_of_the_package_imports_no_other_module_of_effllm():
@@ -158,23 +162,12 @@ def test_collector_does_not_import_records_or_sockets():
     )
 
 
-def names():
-    return sorted(effllm._HOMES)
-
-
-def home_of(name):
-    # The callback needs transformers, which may not be installed.
-    if name == "EfficientLLMCallback":
-        pytest.importorskip("effllm.hooks.transformers", exc_type=ImportError)
-    return importlib.import_module(effllm._HOMES[name])
-
-
-@pytest.mark.parametrize("name", names())
-def test_effllm_and_the_original_module_export_the_same_objects(name):
-    home = home_of(name)
+def test_effllm_and_the_original_module_export_the_same_objects():
     original = importlib.import_module("effllm.efficientllm_metrics")
 
-    assert getattr(effllm, name) is getattr(original, name) is getattr(home, name)
+    for name in set(effllm._HOMES) - {"EfficientLLMCallback"}:  # the callback needs transformers
+        home = importlib.import_module(effllm._HOMES[name])
+        assert getattr(effllm, name) is getattr(original, name) is getattr(home, name), name
 
 
 def test_function_dir_returns_the_public_names():
@@ -185,7 +178,7 @@ def test_function_dir_returns_the_public_names():
     assert len(set(effllm.__all__)) == len(effllm.__all__)
 
 
-@pytest.mark.parametrize("package", ["effllm", "effllm.efficientllm_metrics"])
-def test_unknown_name_raises_an_attribute_error(package):
-    with pytest.raises(AttributeError, match="has no attribute 'metrics_manager'"):
-        importlib.import_module(package).metrics_manager  # noqa: B018 - the access is the test
+def test_unknown_name_raises_an_attribute_error():
+    for package in ("effllm", "effllm.efficientllm_metrics"):
+        with pytest.raises(AttributeError, match="has no attribute 'metrics_manager'"):
+            importlib.import_module(package).metrics_manager  # noqa: B018 - the access is the test

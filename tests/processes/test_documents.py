@@ -11,7 +11,6 @@ from pathlib import Path
 
 import code_blocks
 import code_report
-import pytest
 import systems
 import yaml
 
@@ -25,6 +24,10 @@ from effllm.records.events import KINDS
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("integration/**/*.md")])
+
+
+def name(document):
+    return str(document.relative_to(ROOT))
 
 
 def test_configuration_page_contains_the_tables_of_effllm_env(cli):
@@ -58,11 +61,14 @@ def test_links_to_headings_are_valid():
             assert heading in [re.sub(r"[^\w -]", "", text).lower().replace(" ", "-") for text in headings], document
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_links_to_files_are_valid(document):
-    links = re.findall(r"\]\(([^)#\s]+)", document.read_text())
-    local = [link for link in links if "://" not in link]
-    assert [link for link in local if not (document.parent / link).exists()] == []
+def test_links_to_files_are_valid():
+    links = [
+        (document, link)
+        for document in DOCUMENTS
+        for link in re.findall(r"\]\(([^)#\s]+)", document.read_text())
+        if "://" not in link
+    ]
+    assert [(name(document), link) for document, link in links if not (document.parent / link).exists()] == []
 
 
 #: Documents whose ``python`` blocks run in another test.
@@ -82,53 +88,52 @@ NOT_RUN = {
 BLOCKS = [block for document in DOCUMENTS for block in code_blocks.blocks(document)]
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_fences_have_a_language_and_lists_have_four_spaces(document):
+def blocks(*languages):
+    return [block for block in BLOCKS if block.language in languages]
+
+
+def test_fences_have_a_language_and_lists_have_four_spaces():
     """Markdown of the repository's host and of the site differ: nested lists and fences need four spaces."""
-    text = document.read_text()
-    assert [block.line for block in code_blocks.blocks(document) if block.language not in code_blocks.LANGUAGES] == []
-    assert re.findall(r"^ {2,3}(?:[-*] |```).*$", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S), re.M) == []
+    assert [str(block) for block in BLOCKS if block.language not in code_blocks.LANGUAGES] == []
+    texts = {name(one): re.sub(r"^```.*?^```", "", one.read_text(), flags=re.M | re.S) for one in DOCUMENTS}
+    assert [(one, line) for one in texts for line in re.findall(r"^ {2,3}(?:[-*] |```).*$", texts[one], re.M)] == []
 
 
-@pytest.mark.parametrize("block", [one for one in BLOCKS if one.language in code_blocks.SHELL], ids=str)
-def test_commands_options_and_files_of_a_shell_block_exist(block):
-    assert list(code_blocks.problems_of_shell(block.code)) == []
-    assert subprocess.run(["bash", "-n"], input=block.code, text=True, check=False).returncode == 0
+def test_commands_options_and_files_of_a_shell_block_exist():
+    shell = blocks(*code_blocks.SHELL)
+    assert [(str(block), text) for block in shell for text in code_blocks.problems_of_shell(block.code)] == []
+    for block in shell:
+        assert subprocess.run(["bash", "-n"], input=block.code, text=True, check=False).returncode == 0, str(block)
 
 
-@pytest.mark.parametrize(
-    "document",
-    [one for one in DOCUMENTS if one.parent.name != "decisions"],
-    ids=lambda path: str(path.relative_to(ROOT)),
-)
-def test_settings_and_commands_in_the_text_exist(document):
+def test_settings_and_commands_in_the_text_exist():
     """Dated decisions may name settings and commands of their time."""
-    assert list(code_blocks.problems_of_prose(document.read_text())) == []
+    current = [document for document in DOCUMENTS if document.parent.name != "decisions"]
+    assert [(name(one), text) for one in current for text in code_blocks.problems_of_prose(one.read_text())] == []
 
 
-@pytest.mark.parametrize("block", [one for one in BLOCKS if one.language in ("py", "python")], ids=str)
-def test_names_of_effllm_in_a_python_block_exist(block):
-    assert list(code_blocks.problems_of_python(block.code)) == []
+def test_names_of_effllm_in_a_python_block_exist():
+    python = blocks("py", "python")
+    assert [(str(block), text) for block in python for text in code_blocks.problems_of_python(block.code)] == []
 
 
-@pytest.mark.parametrize("block", [one for one in BLOCKS if one.language in ("json", "yaml")], ids=str)
-def test_data_block_can_be_read(block):
-    assert (json.loads if block.language == "json" else yaml.safe_load)(block.code)
+def test_data_block_can_be_read():
+    for block in blocks("json", "yaml"):
+        assert (json.loads if block.language == "json" else yaml.safe_load)(block.code), str(block)
 
 
-@pytest.mark.parametrize("block", [one for one in BLOCKS if one.language in ("py", "python")], ids=str)
-def test_python_block_runs_or_has_a_reason(block, tmp_path):
-    name = str(block.document.relative_to(ROOT))
-    if block.language == "py":
-        assert NOT_RUN[name]
-    elif name in RUN_ELSEWHERE:
-        assert block.document.name in (ROOT / "tests" / "processes" / RUN_ELSEWHERE[name]).read_text()
-    else:
-        environ = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "EFFICIENTLLM_DEVICE": "simulated"}
-        done = subprocess.run(
-            [sys.executable, "-c", block.code], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120
-        )
-        assert (done.returncode, done.stderr) == (0, "")
+def test_python_block_runs_or_has_a_reason(tmp_path):
+    environ = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "EFFICIENTLLM_DEVICE": "simulated"}
+    for block in blocks("py", "python"):
+        page = name(block.document)
+        if block.language == "py":
+            assert NOT_RUN[page]
+        elif page in RUN_ELSEWHERE:
+            assert block.document.name in (ROOT / "tests" / "processes" / RUN_ELSEWHERE[page]).read_text()
+        else:
+            command = [sys.executable, "-c", block.code]
+            done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120)
+            assert (done.returncode, done.stderr) == (0, ""), str(block)
 
 
 def test_every_page_is_in_the_navigation_of_the_site():
@@ -169,7 +174,6 @@ def test_systems_page_lists_every_training_system_with_a_hook():
     assert [name for name in sorted(hooked) if f"| {names.get(name, name)} |" not in page] == []
 
 
-@pytest.mark.parametrize("name", code_report.PROSE)
-def test_code_and_documents_contain_no_old_word(name):
+def test_code_and_documents_contain_no_old_word():
     """docs/words.md has the words; dated decisions may quote old words."""
-    assert code_report.old_words(ROOT / name) == 0
+    assert [name for name in code_report.PROSE if code_report.old_words(ROOT / name)] == []
