@@ -10,6 +10,7 @@ from pathlib import Path
 
 import jobs
 import pytest
+from cases import cases
 
 import effllm
 
@@ -42,7 +43,7 @@ def run(program, environ=None, *options, cwd=None):
 ON = {"EFFICIENTLLM_ATTACH": "1"}
 
 
-@pytest.mark.parametrize(
+@cases(
     ("environ", "printed"),
     [
         ({}, "no hooks"),

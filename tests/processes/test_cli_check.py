@@ -5,6 +5,7 @@ import socket
 
 import nvml_library
 import pytest
+from cases import cases
 from nvml_library import Curve, Gpu, Trace
 from redfish_service import Service, chassis, supply, tree
 
@@ -28,7 +29,7 @@ def broken(survey):
     return {one["name"]: one for one in survey["findings"] if one["state"] == "broken"}
 
 
-@pytest.mark.parametrize(
+@cases(
     ("metric", "needs"),
     [
         ("amu_gb", ["memory"]),

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from cases import cases
 from typer.testing import CliRunner
 
 from effllm.commands.app import app
@@ -100,7 +101,7 @@ def test_accelerate_yaml_and_script_give_the_plan(tmp_path):
     assert "has only settings" in fit(str(tmp_path / "fsdp.yaml")).stderr
 
 
-@pytest.mark.parametrize(
+@cases(
     ("arguments", "text"),
     [
         (("qwen3-9b",), "no model of this name in the table: qwen3-8b"),

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from cases import cases
 
 from effllm import devices
 from effllm.agent.gpu_energy import GpuEnergy
@@ -410,7 +411,7 @@ def readings(joules, watts=100.0, every_s=0.1, stamps=None):
     ]
 
 
-@pytest.mark.parametrize(
+@cases(
     ("joules", "is_good", "reason"),
     [
         # 100 W for 0.1 s are 10 J. From the first change of the counter to the last one, 0.3 s, the energy from power

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import jobs
 import pytest
+from cases import cases
 
 from effllm.config.place import Place
 from effllm.config.settings import Config, secret_path
@@ -62,7 +63,7 @@ def threads():
     return [one for one in threading.enumerate() if one.name == "effllm-discovery"]
 
 
-@pytest.mark.parametrize(
+@cases(
     ("config", "expected"),
     [
         (Config(), True),

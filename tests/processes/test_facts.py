@@ -3,7 +3,7 @@
 import json
 from dataclasses import fields
 
-import pytest
+from cases import cases
 
 from effllm.config.place import Place
 from effllm.config.settings import Config
@@ -26,9 +26,7 @@ def carried(record):
     return from_document(type(record), json.loads(json.dumps(to_document(record))))
 
 
-@pytest.mark.parametrize(
-    "record", [RankFacts(), FULL, FoundAddress("tcp://127.0.0.1:1", "a"), JobState(3, 4, {"al": 1})]
-)
+@cases("record", [RankFacts(), FULL, FoundAddress("tcp://127.0.0.1:1", "a"), JobState(3, 4, {"al": 1})])
 def test_record_round_trips(record):
     assert carried(record) == record
 
@@ -40,8 +38,8 @@ def test_missing_fields_get_defaults_and_new_fields_are_ignored():
 WRONG = [None, "text", "7", -1.5, True, 2**63, [], ["a", None], [1.5], {}, {"a": "b"}, {"total": "many", "is_share": 1}]
 
 
-@pytest.mark.parametrize("name", [one.name for one in fields(RankFacts)])
-@pytest.mark.parametrize("value", WRONG, ids=repr)
+@cases("name", [one.name for one in fields(RankFacts)])
+@cases("value", WRONG)
 def test_value_of_a_wrong_type_is_replaced_by_the_default(name, value):
     facts = from_document(RankFacts, {"host": "a", "trainer_pid": 7, name: value})
 
@@ -52,7 +50,7 @@ def test_value_of_a_wrong_type_is_replaced_by_the_default(name, value):
     assert facts.trainer_pid == 7 or name == "trainer_pid"
 
 
-@pytest.mark.parametrize(
+@cases(
     ("name", "value"),
     [
         ("first_iteration", True),

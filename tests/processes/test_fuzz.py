@@ -3,7 +3,8 @@
 import fuzz
 import pytest
 from builders import row
-from hypothesis import given, settings
+from cases import cases
+from hypothesis import given
 from hypothesis import strategies as st
 
 from effllm.network.transport import FrameError, decode_from_agent, encode
@@ -13,7 +14,7 @@ CASES = [(target, path) for target in fuzz.TARGETS for path in fuzz.corpus(targe
 
 
 @pytest.mark.fault("hostile-frames")
-@pytest.mark.parametrize(("target", "path"), CASES, ids=lambda value: getattr(value, "name", value))
+@cases(("target", "path"), CASES)
 def test_corpus_is_handled(target, path):
     fuzz.TARGETS[target](path.read_bytes())
 
@@ -35,7 +36,6 @@ def of_corpus(target):
 
 @pytest.mark.parametrize("target", fuzz.TARGETS)
 def test_damaged_inputs_of_the_corpus_raise_no_unexpected_error(target):
-    @settings(deadline=None, max_examples=60)
     @given(of_corpus(target) | st.binary(max_size=300))
     def try_it(data):
         fuzz.TARGETS[target](data)

@@ -5,6 +5,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from cases import cases
 
 torch = pytest.importorskip("torch", reason="needs PyTorch")
 
@@ -72,8 +73,8 @@ class Params4bit(torch.nn.Parameter):
     bnb_quantized = True
 
 
-@pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16])
-@pytest.mark.parametrize("has_shape", [True, False])
+@cases("storage", [torch.uint8, torch.bfloat16])
+@cases("has_shape", [True, False])
 def test_every_packed_four_bit_weight_is_counted(storage, has_shape):
     """16 weights of 4 bits need 8 bytes in every storage format."""
     layer = torch.nn.Linear(4, 4, bias=False)
@@ -186,7 +187,7 @@ def test_name_size_and_trainable_flag_of_parameters_are_listed():
     assert ("layers.0.weight", 16, True) in list(each_parameter(Tiny()))
 
 
-@pytest.mark.parametrize(
+@cases(
     ("loaded_from", "name"),
     [
         ("meta-llama/Llama-2-7b", "meta-llama/Llama-2-7b"),

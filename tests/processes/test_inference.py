@@ -7,6 +7,7 @@ import sys
 from types import ModuleType, SimpleNamespace
 
 import pytest
+from cases import cases
 
 from effllm.hooks import Unknown
 from effllm.hooks.generate import _count, _padding
@@ -73,7 +74,7 @@ def test_tokens_of_all_answers_to_a_prompt_are_counted_as_generated():
     assert counted(Tensor([[1, 5, 9, 9]] * 3), model(), input_ids=Tensor([[1, 5]])) == (6, 2, 1)
 
 
-@pytest.mark.parametrize(
+@cases(
     ("row", "ends", "pad", "padding"),
     [
         ([5, 6, 2, 0, 0], {2}, 0, 2),

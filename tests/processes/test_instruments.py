@@ -9,6 +9,7 @@ from pathlib import Path
 
 import jobs
 import pytest
+from cases import cases
 
 import effllm.instruments as instruments
 from effllm.instruments import _statistics, metrics, profiling
@@ -95,7 +96,7 @@ def test_script_uses_every_instrument(used):
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("kind", ["scalar", "with gradient", "one element", "half", "numpy scalar", "numpy array"])
+@cases("kind", ["scalar", "with gradient", "one element", "half", "numpy scalar", "numpy array"])
 def test_values_of_torch_and_numpy_are_read_without_a_warning(kind):
     torch, numpy = pytest.importorskip("torch"), pytest.importorskip("numpy")
     value = {

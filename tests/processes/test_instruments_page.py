@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from cases import cases
 
 from effllm.instruments import metrics, profiling
 
@@ -26,6 +27,6 @@ def test_example_runs(title, tmp_path, monkeypatch):
     exec(compile(EXAMPLES[title], title, "exec"), {"__name__": "example"})
 
 
-@pytest.mark.parametrize("name", sorted({*profiling.__all__, *metrics.__all__} - {"MemoryTrend"}))
+@cases("name", sorted({*profiling.__all__, *metrics.__all__} - {"MemoryTrend"}))
 def test_page_describes_every_instrument(name):
     assert f"`{name}`" in PAGE or f"`{name}()`" in PAGE

@@ -8,6 +8,7 @@ import sys
 
 import jobs
 import pytest
+from cases import cases
 
 #: A loop with a batch of varying sizes, freed in another order, and blocks that live for many iterations. A cache grows
 #: to 100 to 350 MB in at most 100 iterations. Every written byte is in the memory of the process.
@@ -78,8 +79,8 @@ def ran(code, *arguments):
     return json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=200).stdout)
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("kind", ["one object", "small objects"])
+@cases("seed", range(3))
+@cases("kind", ["one object", "small objects"])
 def test_leak_of_1_mb_in_a_real_process_is_found_in_200_iterations(kind, seed):
     found, summary = ran(LOOP, seed, 200, kind)
 

@@ -6,6 +6,7 @@ import sys
 from functools import partial
 
 import pytest
+from cases import cases
 from redfish_service import PASSWORD, USER, Service, chassis, supply, tree
 
 from effllm.agent.sampler import Sampler
@@ -36,7 +37,7 @@ def test_cpu_and_node_sensors_are_read_with_different_periods(choice):
     ]
 
 
-@pytest.mark.parametrize("choice", ["", "Auto", "redfish", "ftp://bmc.example", "bmc.example"])
+@cases("choice", ["", "Auto", "redfish", "ftp://bmc.example", "bmc.example"])
 def test_unknown_node_sensor_is_rejected_with_the_allowed_names(choice):
     with pytest.raises(ValueError, match="auto, none, ipmi, or the URL"):
         node_power.openers(choice, "node1")

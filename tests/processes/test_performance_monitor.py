@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from cases import cases
 
 from effllm import PerformanceMonitor, PerformanceMonitorContext
 from effllm.trainer import collector as collector_module
@@ -92,7 +93,7 @@ def test_latency_as_second_positional_argument_gives_a_warning():
     assert math.isnan(found["AL"])
 
 
-@pytest.mark.parametrize("bad", [float("nan"), -1, "x", None, [1]])
+@cases("bad", [float("nan"), -1, "x", None, [1]])
 def test_invalid_numbers_never_raise_an_exception(bad):
     one = monitor()
     with pytest.warns(UserWarning):

@@ -7,6 +7,7 @@ import statistics
 from itertools import pairwise
 
 import pytest
+from cases import cases
 from fake_reader import FakeReader, until
 from msgspec.structs import replace
 from nvml_library import bursts, flat, sine, square, steps
@@ -108,7 +109,7 @@ def test_tick_of_held_power_is_found_from_its_changes(held_s, lag_s):
         assert seen.lag_error_s <= 0.6 * held_s
 
 
-@pytest.mark.parametrize("period_s", [0.2, 0.31, 0.93, 2.0])
+@cases("period_s", [0.2, 0.31, 0.93, 2.0])
 def test_changing_load_is_not_mistaken_for_a_tick(period_s):
     sensor = PowerSensor(square(100.0, 500.0, period_s), 0.0, 0.0)
     dense = [sensor.sample(BEGIN_S + 0.0021 * number) for number in range(950)]

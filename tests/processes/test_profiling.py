@@ -9,6 +9,7 @@ from itertools import pairwise
 from statistics import mean
 
 import pytest
+from cases import cases
 from msgspec.structs import replace
 from sensed_gpu import IDLE_W, LOADED_W, NS, SensedGpu
 
@@ -29,7 +30,7 @@ def profiled(gpu, seconds=40.0, open_load=None):
 # --- planted, and found again ---
 
 
-@pytest.mark.parametrize("tick_s", [0.02, 0.1, 0.106, 0.25])
+@cases("tick_s", [0.02, 0.1, 0.106, 0.25])
 def test_ticks_of_counter_and_power_are_found(tick_s):
     found = profiled(SensedGpu(tick_s=tick_s, tick_phase_s=0.37 * tick_s))
 
@@ -38,8 +39,8 @@ def test_ticks_of_counter_and_power_are_found(tick_s):
     assert abs(found.sensor.tick_s - tick_s) <= found.sensor.tick_error_s
 
 
-@pytest.mark.parametrize("measured_s", [0.025, 0.1])
-@pytest.mark.parametrize("lag_s", [0.0, 0.04, 0.1])
+@cases("measured_s", [0.025, 0.1])
+@cases("lag_s", [0.0, 0.04, 0.1])
 def test_lag_and_measured_part_of_a_tick_are_found_separately(lag_s, measured_s):
     found = profiled(SensedGpu(tick_s=0.1, tick_phase_s=0.03, lag_s=lag_s, duty_s=measured_s % 0.1))
 
@@ -103,7 +104,7 @@ def test_lag_of_a_continuous_counter_is_found():
     assert found.sensor.lag_s == pytest.approx(0.04, abs=LAG_S)
 
 
-@pytest.mark.parametrize(
+@cases(
     ("traits", "is_held"),
     [
         ({}, True),
@@ -288,7 +289,7 @@ def test_no_period_is_found_for_irregular_changes():
     assert ticks_of(readings) is None
 
 
-@pytest.mark.parametrize("tick_s", [0.0, 0.02, 0.1, 2.0])
+@cases("tick_s", [0.0, 0.02, 0.1, 2.0])
 def test_load_pattern_has_the_given_length_and_different_phases(tick_s):
     stretches = pattern(51.0, tick_s)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from builders import hello
+from cases import cases
 
 import effllm
 from effllm import efficientllm_metrics as original
@@ -77,7 +78,7 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.parametrize(("name", "expected"), METHODS.items())
+@cases(("name", "expected"), METHODS.items())
 def test_methods_of_the_original_collector_are_unchanged(name, expected):
     found = parameters(getattr(MetricsCollector, name))
 
@@ -87,7 +88,7 @@ def test_methods_of_the_original_collector_are_unchanged(name, expected):
     )
 
 
-@pytest.mark.parametrize(("name", "expected"), FUNCTIONS.items())
+@cases(("name", "expected"), FUNCTIONS.items())
 def test_functions_of_the_original_module_are_unchanged(name, expected):
     assert parameters(getattr(original, name)) == expected
 
@@ -295,7 +296,7 @@ def test_phase_does_not_suppress_exceptions_of_the_loop(off):
         raise KeyError
 
 
-@pytest.mark.parametrize("name", [name for name in effllm.__all__ if name != "__version__"])
+@cases("name", [name for name in effllm.__all__ if name != "__version__"])
 def test_every_public_name_has_a_docstring(name):
     found = getattr(effllm, name)
     methods = inspect.getmembers(found, lambda one: inspect.isroutine(one) or isinstance(one, property))

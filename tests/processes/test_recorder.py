@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 from builders import MADE_NS, counted, looping
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from effllm.records import ring
@@ -139,7 +139,6 @@ def test_iteration_without_a_start_begins_at_the_previous_end(loop):
 COMMANDS = st.tuples(st.integers(0, 5), st.sampled_from(["start", "end", "evaluation", "checkpoint", "phase_end"]))
 
 
-@settings(deadline=None, max_examples=200)
 @given(st.lists(COMMANDS, max_size=60))
 def test_every_nanosecond_is_assigned_to_exactly_one_class(commands):
     # The test computes the classes itself.  It adds up time until an iteration ends.  Only then the class of this time
@@ -180,7 +179,6 @@ def test_every_nanosecond_is_assigned_to_exactly_one_class(commands):
                 assert step + wait + sum(expected) + startup == loop.now_ns - MADE_NS
 
 
-@settings(deadline=None, max_examples=50)
 @given(st.lists(COMMANDS, max_size=60))
 def test_phase_records_do_not_overlap_and_their_sum_is_the_total(commands):
     with looping() as loop:
@@ -299,7 +297,6 @@ ANYTHING = st.one_of(
 )
 
 
-@settings(deadline=None, max_examples=100)
 @given(st.data())
 def test_calls_with_any_arguments_never_raise_an_exception(data):
     with looping(log_interval=2) as loop:

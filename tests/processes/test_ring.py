@@ -10,7 +10,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from effllm.records import ring
@@ -73,7 +73,6 @@ def test_every_field_of_a_record_is_read(writer, reader):
 LONGS = st.integers(0, 2**62)
 
 
-@settings(deadline=None, max_examples=50)
 @given(st.lists(LONGS, min_size=9, max_size=9), st.lists(LONGS, min_size=7, max_size=7), LONGS, st.integers(0, 2**53))
 def test_methods_iteration_and_put_write_equal_records(often, rare, own_ns, arrival_ns):
     ordinal, start_ns, end_ns, step_ns, wait_ns, *frequent = sorted(often)
@@ -93,7 +92,6 @@ def test_methods_iteration_and_put_write_equal_records(often, rare, own_ns, arri
     writer.close()
 
 
-@settings(deadline=None, max_examples=50)
 @given(bursts=st.lists(st.integers(0, 40), max_size=12))
 def test_overrun_of_the_ring_loses_records_but_no_tokens(bursts):
     writer = RingWriter(16)
@@ -156,7 +154,6 @@ def test_incomplete_record_is_not_read_until_it_is_complete(writer, reader):
     assert [slot.ordinal for slot in reader.read()] == [2]
 
 
-@settings(deadline=None)
 @given(st.lists(LONGS, min_size=8, max_size=8), st.integers(0, 1000), st.binary(min_size=22, max_size=22))
 def test_mixture_of_two_records_is_never_read(totals, own_ns, is_stored):
     writer = RingWriter(16)

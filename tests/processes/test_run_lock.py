@@ -8,6 +8,7 @@ import sys
 import threading
 
 import pytest
+from cases import cases
 
 from effllm.config.place import Place
 from effllm.store import run_lock
@@ -130,7 +131,7 @@ def test_lock_descriptor_is_not_inherited(tmp_path):
     lock.release()
 
 
-@pytest.mark.parametrize(
+@cases(
     ("place", "name"),
     [
         ({"restart_id": "4711", "launcher": "slurm"}, "4711"),

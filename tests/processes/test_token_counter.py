@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jobs
 import pytest
+from cases import cases
 
 torch = pytest.importorskip("torch", reason="needs PyTorch")
 
@@ -31,8 +32,8 @@ def as_tuple(rows):
     return tuple(padded(rows).values())
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("collate", [padded, packed])
+@cases("workers", [0, 2])
+@cases("collate", [padded, packed])
 def test_tokens_without_padding_are_counted_once(collate, workers):
     collator = CountingCollator(collate)
     loader = DataLoader(ROWS, batch_size=4, collate_fn=collator, num_workers=workers)

@@ -3,7 +3,7 @@
 import random
 
 import msgspec
-import pytest
+from cases import cases
 from sink_examples import make_report, totals, with_keys
 
 from effllm.job.health.waste import BUSY, IDLE, NO_TOKENS, TOKENS, WasteWatch
@@ -88,13 +88,13 @@ def healthy(seed):
     return run
 
 
-@pytest.mark.parametrize("part", range(4))
+@cases("part", range(4))
 def test_200_healthy_runs_have_no_events(part):
     for seed in range(50 * part, 50 * part + 50):
         assert healthy(seed).events == [], seed
 
 
-@pytest.mark.parametrize("seed", range(50))
+@cases("seed", range(50))
 def test_idle_gpus_and_their_recovery_are_reported_once(seed):
     chance, run = random.Random(seed), Run()
     time_s = chance.uniform(0.2, 60.0)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import jobs
 import pytest
+from cases import cases
 from cli_process import read_until
 
 from effllm.agent import gpu_energy
@@ -89,7 +90,7 @@ def test_lines_that_are_not_samples_are_skipped():
     assert seen(page(5) + strange, page(6) + strange).generation_tokens == 1.0
 
 
-@pytest.mark.parametrize(
+@cases(
     "url", ["", "localhost:8000", "ftp://h/metrics", "file:///etc/passwd", "http://", "http://u:p@h/", "http://h:x/"]
 )
 def test_watch_rejects_an_invalid_server_address(url):

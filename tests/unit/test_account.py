@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from builders import GIB, device_window, full, gpu, row
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from effllm import metrics
@@ -245,7 +245,6 @@ def clusters(draw):
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=100)
 @given(clusters(), st.booleans(), st.sampled_from([0.5, 1.0]))
 def test_power_times_time_is_energy_in_total_and_per_token(cluster, wall, least):
     windows, ranks = cluster
@@ -264,7 +263,6 @@ def test_power_times_time_is_energy_in_total_and_per_token(cluster, wall, least)
         assert power_w * totals.loop.time_s / totals.counts.tokens == pytest.approx(per_token, rel=1e-9)
 
 
-@settings(deadline=None, max_examples=50)
 @given(clusters(), st.randoms(use_true_random=False), st.booleans())
 def test_merge_order_of_ranks_does_not_change_totals(cluster, random, wall):
     windows, ranks = cluster
@@ -277,7 +275,6 @@ def test_merge_order_of_ranks_does_not_change_totals(cluster, random, wall):
         assert other[name] == (pytest.approx(value, rel=1e-11) if isinstance(value, float) else value), name
 
 
-@settings(deadline=None, max_examples=50)
 @given(clusters(), st.booleans())
 def test_removing_a_window_restores_the_sums(cluster, wall):
     windows, ranks = cluster
@@ -300,7 +297,6 @@ def test_removing_a_window_restores_the_sums(cluster, wall):
 # --- each joule is counted once, with its error ---------------------------------------------------
 
 
-@settings(deadline=None, max_examples=50)
 @given(st.lists(st.tuples(SECONDS, SECONDS), min_size=1, max_size=8))
 def test_shared_gpu_energy_is_counted_once_if_window_lengths_differ(edges_s):
     # Each rank's windows are adjacent; their lengths differ between the ranks. The GPU always draws 100 W.
@@ -394,7 +390,6 @@ def classed_windows(draw):
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=200)
 @given(classed_windows(), st.integers(0, 40), st.sampled_from([0.5, 1.0]))
 def test_energy_classes_sum_to_the_measured_energy(job, warmup, least):
     windows, ranks = job

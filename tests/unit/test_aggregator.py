@@ -7,7 +7,8 @@ from itertools import count
 import msgspec
 import pytest
 from builders import GIB, amount, device_window, full, gpu, hello, reports, row
-from hypothesis import given, settings
+from cases import cases
+from hypothesis import given
 from hypothesis import strategies as st
 
 from effllm import metrics
@@ -751,7 +752,7 @@ def test_window_without_iterations_has_no_window_values():
     assert report.values["aec_watts"] == pytest.approx(100.0)
 
 
-@pytest.mark.parametrize(
+@cases(
     ("byes", "status"),
     [
         (("completed", "completed"), "completed"),
@@ -831,7 +832,7 @@ def test_reasons_for_missing_metrics_do_not_depend_on_join_order(order):
     assert job.summary().not_measured == ("energy: no RAPL", "memory: no cgroup")
 
 
-@pytest.mark.parametrize(
+@cases(
     ("counted", "reasons"),
     [
         ({"tokens": 100, "samples": 2}, ()),
@@ -857,7 +858,7 @@ def test_missing_counts_of_the_loop_are_null_with_a_reason(counted, reasons):
     assert summary.not_measured == reasons
 
 
-@pytest.mark.parametrize(
+@cases(
     ("name", "source", "is_open"),
     [
         ("NVIDIA A100-SXM4-80GB", "measured here", True),
@@ -1081,7 +1082,6 @@ STEPS = st.lists(st.sampled_from(["send"] * 6 + SERVED + ["bye", "crash"]), max_
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=100)
 @given(jobs(), STEPS, st.data(), st.sampled_from([0.4, 1.0]))
 @pytest.mark.fault("duplicates")
 def test_a_crash_at_any_point_changes_no_total(rows, steps, data, min_coverage):
@@ -1103,7 +1103,6 @@ def test_a_crash_at_any_point_changes_no_total(rows, steps, data, min_coverage):
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=50)
 @given(jobs(), STEPS, st.data())
 @pytest.mark.fault("duplicates")
 def test_crash_with_late_reports_loses_and_doubles_no_report(rows, steps, data):
@@ -1145,7 +1144,6 @@ def test_waiting_late_reports_are_counted_once_after_a_crash(monkeypatch):
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=50)
 @given(jobs(), st.randoms(use_true_random=False))
 def test_arrival_order_of_ranks_does_not_change_a_report(rows, random):
     reports_of = []

@@ -1,6 +1,7 @@
 import random
 
 import pytest
+from cases import cases
 
 from effllm.job.health.clock import DRIFT, MAX_EXCHANGES, PACE_S, Exchanges, aged
 
@@ -70,7 +71,7 @@ def test_exchanges_that_contradict_the_newest_exchange_are_dropped():
     assert clocks.offset(heard_ns).offset_s == pytest.approx(3600.0)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@cases("seed", range(20))
 def test_true_offset_is_within_the_error_on_any_network(seed):
     luck = random.Random(seed)
     clocks, ahead_ns, rate = Exchanges(2), luck.randrange(-(10**15), 10**15), luck.uniform(-DRIFT, DRIFT)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from cases import cases
 
 from effllm.config.settings import (
     ALL_VARIABLES,
@@ -105,7 +106,7 @@ def test_empty_environment_gives_the_defaults():
     assert read_config({PREFIX + variable.name: " " for variable in VARIABLES}) == Config(min_window_s=MIN_WINDOW_S)
 
 
-@pytest.mark.parametrize("variable", VARIABLES, ids=lambda variable: variable.name)
+@cases("variable", VARIABLES)
 def test_default_as_text_is_read_as_the_default_value(variable):
     assert getattr(read_config({PREFIX + variable.name: variable.default}), variable.field) == getattr(
         Config(), variable.field
@@ -123,7 +124,7 @@ def test_defaults_equal_the_original_defaults():
     )
 
 
-@pytest.mark.parametrize("name", GOOD)
+@cases("name", GOOD)
 def test_valid_value_is_accepted(name):
     text, expected = GOOD[name]
     field = next(variable.field for variable in VARIABLES if variable.name == name)
@@ -131,7 +132,7 @@ def test_valid_value_is_accepted(name):
     assert getattr(read_config({PREFIX + name: f" {text} "}), field) == expected
 
 
-@pytest.mark.parametrize(("name", "text"), [(name, text) for name, texts in BAD.items() for text in texts])
+@cases(("name", "text"), [(name, text) for name, texts in BAD.items() for text in texts])
 def test_invalid_value_error_names_variable_and_allowed_values(name, text):
     allowed = next(variable.value_type.allowed for variable in VARIABLES if variable.name == name)
 
@@ -141,13 +142,13 @@ def test_invalid_value_error_names_variable_and_allowed_values(name, text):
     assert str(error.value) == f"EFFICIENTLLM_{name}={text!r} is not usable: must be {allowed}"
 
 
-@pytest.mark.parametrize("word", ["true", "1", "yes", "on", "TRUE", "Yes", " on ", ""])
+@cases("word", ["true", "1", "yes", "on", "TRUE", "Yes", " on ", ""])
 def test_every_spelling_of_on_enables_metrics(word):
     assert is_enabled({"EFFICIENTLLM_METRICS_ENABLED": word})
     assert read_config({"EFFICIENTLLM_METRICS_ENABLED": word}).metrics_enabled
 
 
-@pytest.mark.parametrize("word", ["false", "0", "no", "off", "FALSE", " Off "])
+@cases("word", ["false", "0", "no", "off", "FALSE", " Off "])
 def test_every_spelling_of_off_disables_metrics(word):
     assert not is_enabled({"EFFICIENTLLM_METRICS_ENABLED": word})
     assert not read_config({"EFFICIENTLLM_METRICS_ENABLED": word}).metrics_enabled
@@ -171,7 +172,7 @@ def test_unknown_variable_is_reported_with_a_similar_name():
     ]
 
 
-@pytest.mark.parametrize(
+@cases(
     ("old", "text", "sinks", "instead"),
     [
         ("WARMUP_ITERATIONS", "20", "", "EFFICIENTLLM_WARMUP=20"),

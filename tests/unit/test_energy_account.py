@@ -5,7 +5,7 @@ import math
 import msgspec
 import pytest
 from builders import device_window, gpu, row
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from sink_examples import make_totals, with_keys
 
@@ -114,7 +114,6 @@ def fields(sums):
 
 
 @pytest.mark.slow
-@settings(deadline=None)
 @given(st.lists(AMOUNTS, min_size=1, max_size=30), st.data())
 def test_removing_and_adding_a_window_changes_no_total(windows, data):
     sums = summed(*enumerate(windows, start=1))
@@ -128,7 +127,6 @@ def test_removing_and_adding_a_window_changes_no_total(windows, data):
 
 
 @pytest.mark.slow
-@settings(deadline=None)
 @given(st.lists(AMOUNTS, min_size=1, max_size=OPEN_WINDOWS), st.randoms(use_true_random=False))
 def test_order_of_windows_does_not_change_the_error(windows, random):
     numbered = list(enumerate(windows, start=1))
@@ -138,7 +136,6 @@ def test_order_of_windows_does_not_change_the_error(windows, random):
     assert fields(shuffled) == {name: pytest.approx(value, rel=1e-9) for name, value in fields(in_order).items()}
 
 
-@settings(deadline=None)
 @given(st.lists(AMOUNTS, min_size=1, max_size=40), st.sets(st.integers(1, 40)))
 @pytest.mark.slow
 def test_error_of_a_sum_has_the_edges_of_each_contiguous_part(windows, holes):

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from cases import cases
 
 from effllm.devices.known.named_gpus import find_gpu, similar_gpus, usable_bytes
 from effllm.memory.architectures import FAMILIES
@@ -42,7 +43,7 @@ def test_parameters_of_a_tiny_llama_are_counted_by_hand():
     assert count_parameters(read_config(TINY)).total == TINY_PARAMETERS == 1352
 
 
-@pytest.mark.parametrize("row", known_models(), ids=lambda row: row.name)
+@cases("row", known_models())
 def test_known_models_have_their_published_parameters(row):
     counts = count_parameters(row.shape)
 
@@ -51,7 +52,7 @@ def test_known_models_have_their_published_parameters(row):
     assert sum(one.elements * one.count for one in parameter_tensors(row.shape)) == counts.total
 
 
-@pytest.mark.parametrize("row", known_models(), ids=lambda row: row.name)
+@cases("row", known_models())
 def test_known_models_have_a_compared_place_or_the_mark(row):
     remarks = [one for one in row.notes if "not compared" in one]
 
@@ -77,7 +78,7 @@ def test_table_has_the_documents_models_and_thirty_others():
     assert len(names) == len(known_models()) >= 33
 
 
-@pytest.mark.parametrize("name", ["llama-3.1-8b", "Llama 3.1 8B", "meta-llama/Llama-3.1-8B", "llama-3-8b"])
+@cases("name", ["llama-3.1-8b", "Llama 3.1 8B", "meta-llama/Llama-3.1-8B", "llama-3-8b"])
 def test_models_are_found_by_name_alias_and_repository(name):
     assert find_model(name).name == "llama-3.1-8b"
 
@@ -95,7 +96,7 @@ def test_memory_of_experts_needs_all_parameters():
     assert weights == 2 * counts.total
 
 
-@pytest.mark.parametrize(
+@cases(
     ("precision", "weights", "gradients", "states"),
     [("fp32", 4, 4, 8), ("bf16", 2, 2, 4), ("bf16-mixed", 4, 4, 8), ("bf16-master", 2, 4, 12), ("bf16-zero", 2, 2, 12)],
 )
@@ -107,7 +108,7 @@ def test_bytes_of_a_parameter_follow_the_precision(precision, weights, gradients
     assert found.part("optimizer states").bytes.expected == states * TINY_PARAMETERS
 
 
-@pytest.mark.parametrize(
+@cases(
     ("optimizer", "bytes_of_states"),
     [
         ("sgd", 0),
@@ -255,7 +256,7 @@ def test_kv_cache_of_grouped_queries_windows_and_latents():
     assert cache("llama-3.1-8b", tp=4).expected == cache("llama-3.1-8b").expected / 4
 
 
-@pytest.mark.parametrize(
+@cases(
     ("name", "changes", "ratio"),
     [
         ("llama-3.1-8b", {}, ACTIVATION_LIMITS),
@@ -317,7 +318,7 @@ def test_more_gpus_are_named_if_their_number_was_given(keeps_gpus, options):
     assert split.costs == ("2 times as many GPUs",)
 
 
-@pytest.mark.parametrize(
+@cases(
     ("name", "model"),
     [
         ("h100-80gb", "NVIDIA H100 80GB HBM3"),
@@ -340,7 +341,7 @@ def test_usable_memory_is_below_that_of_the_board():
     assert 0.95 < usable_bytes(find_gpu("h100")) / find_gpu("h100").memory_bytes < 1
 
 
-@pytest.mark.parametrize(
+@cases(
     ("changes", "text"),
     [
         ({"hidden_size": -8}, "hidden_size is negative: correct it"),
@@ -394,7 +395,7 @@ def test_quantized_weights_have_a_note(place):
     assert note.startswith("the weights are quantized (gptq), which is not read")
 
 
-@pytest.mark.parametrize("kind", [*FAMILIES, "newest"])
+@cases("kind", [*FAMILIES, "newest"])
 def test_absurd_fields_are_a_wrong_model_or_a_shape(kind):
     names = ("num_experts", "n_routed_experts", "mlp_only_layers", "sliding_window_pattern", "layer_types", "head_dim")
     names += (
@@ -413,7 +414,7 @@ def test_absurd_fields_are_a_wrong_model_or_a_shape(kind):
                 assert str(error)
 
 
-@pytest.mark.parametrize(
+@cases(
     ("changes", "text"),
     [
         ({"tp": 3}, "tensor parallelism 3 does not divide 32 attention heads"),

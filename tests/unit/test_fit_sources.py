@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from cases import cases
 
 from effllm.commands.fit_sources import UnreadableModel, find
 from effllm.memory.megatron_arguments import ambiguous, read_script, read_settings, read_shape
@@ -79,7 +80,7 @@ def test_missing_arguments_are_named(changes, text):
         read_shape(arguments, "")
 
 
-@pytest.mark.parametrize(
+@cases(
     ("argument", "text"),
     [
         ("--num-layers many", "--num-layers is 'many', not a whole number"),
@@ -94,7 +95,7 @@ def test_an_argument_that_cannot_be_read_is_named(argument, text):
         read_shape(read_script(f"{SCRIPT} {argument}"), "")
 
 
-@pytest.mark.parametrize(
+@cases(
     ("argument", "note"),
     [
         ("--pipeline-model-parallel-size $PP", "--pipeline-model-parallel-size is $PP, which has no value"),
@@ -117,7 +118,7 @@ def test_sizes_of_two_branches_have_a_note():
     ]
 
 
-@pytest.mark.parametrize(
+@cases(
     ("arguments", "expected"),
     [
         ("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params", {"zero": 3}),
@@ -133,7 +134,7 @@ def test_further_settings_of_megatron(arguments, expected):
     assert notes == []
 
 
-@pytest.mark.parametrize(("stated", "layers"), [("([0]*3+[1]*29)", 29), ("[0,1]*16", 16), ("4", 8), ("1", 32)])
+@cases(("stated", "layers"), [("([0]*3+[1]*29)", 29), ("[0,1]*16", 16), ("4", 8), ("1", 32)])
 def test_layers_with_experts_are_a_number_or_a_list(stated, layers):
     shape = read_shape(read_script(f"{SCRIPT} --num-experts 8 --moe-layer-freq '{stated}'"), "")
 
@@ -163,7 +164,7 @@ def test_a_vocabulary_is_that_of_the_option_or_of_a_known_tokenizer(tmp_path):
     assert find(str(path)).shape.vocab == 152064
 
 
-@pytest.mark.parametrize(
+@cases(
     ("changes", "expected"),
     [
         ({}, {"lora_rank": 8, "precision": "bf16", "micro_batch": 2, "checkpointing": "full"}),
@@ -190,7 +191,7 @@ def test_what_is_not_estimated_of_llama_factory_is_named():
     assert settings["optimizer"] == "adamw"
 
 
-@pytest.mark.parametrize(
+@cases(
     ("fields", "deepspeed", "text"),
     [
         ({"stage": "dpo"}, None, "stage dpo is estimated as sft"),
@@ -206,7 +207,7 @@ def test_options_that_change_the_memory_have_a_note(fields, deepspeed, text):
     assert text in note
 
 
-@pytest.mark.parametrize(
+@cases(
     ("fields", "text"),
     [
         ({"mixed_precision": "fp8"}, "mixed_precision fp8 is not estimated"),
@@ -224,7 +225,7 @@ def test_what_is_not_estimated_of_accelerate_is_named(fields, text):
     assert text in note
 
 
-@pytest.mark.parametrize(
+@cases(
     ("fields", "expected"),
     [
         ({"distributed_type": "MULTI_GPU", "num_processes": 4, "mixed_precision": "bf16"}, {"precision": "bf16-mixed"}),

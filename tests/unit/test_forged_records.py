@@ -1,6 +1,7 @@
 """On a host without a secret: an address record written by another user instead of rank 0."""
 
 import pytest
+from cases import cases
 
 from effllm.config.settings import Config
 from effllm.network.discovery import Search
@@ -34,9 +35,7 @@ def test_address_of_this_host_is_used(endpoint):
     assert looked({"endpoint": endpoint, "job": "a"}) == ([{"endpoint": endpoint, "job": "a"}], [])
 
 
-@pytest.mark.parametrize(
-    "endpoint", ["tcp://192.0.2.1:5555", "tcp://evil.example:80", "tcp://[2001:db8::1]:5555", "ipc:///x", ""]
-)
+@cases("endpoint", ["tcp://192.0.2.1:5555", "tcp://evil.example:80", "tcp://[2001:db8::1]:5555", "ipc:///x", ""])
 def test_address_of_another_host_is_rejected_once(endpoint):
     found, lines = looked({"endpoint": endpoint, "job": "a"})
 

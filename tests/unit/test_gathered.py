@@ -2,6 +2,7 @@
 
 import pytest
 from builders import device_window, gpu, hello, reports, row
+from cases import cases
 
 from effllm.config.settings import Config
 from effllm.job.aggregator import Aggregator
@@ -63,7 +64,7 @@ def test_running_sums_are_used_if_each_rank_has_one_gpu():
     assert merged_of(rows, devices).gpus == gathered.readings, "the same from the rows"
 
 
-@pytest.mark.parametrize(
+@cases(
     ("why", "rows", "devices"),
     [
         ("one is no GPU", [("GPU-0",), ("host",)], [gpu("GPU-0"), gpu("host", is_gpu=False)]),

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 from builders import amount, device_window, full, gpu, hello, reports, row
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from effllm.config.settings import Config
@@ -107,7 +107,6 @@ def adds_up(goodput):
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=30)
 @given(st.lists(st.floats(0.001, 30.0), min_size=1, max_size=8))
 def test_rounding_errors_are_in_no_badput_class(lengths_s):
     run = Run().wait(0.1).join()
@@ -562,7 +561,6 @@ def waterfall_adds_up(run, unused_s, ended=False):
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=150)
 @given(st.lists(STEPS, min_size=1, max_size=40), st.data())
 def test_classes_add_up_to_elapsed_time_for_any_events(steps, data):
     run = Run(data.draw(st.integers(1, 3)))

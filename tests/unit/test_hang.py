@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 from builders import row
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from effllm.job.health.hang import BETWEEN, FINISHED, STARTUP, STEP, WAITING, Hang, Resumed, Stall
@@ -414,7 +414,6 @@ MOVES = st.lists(
 
 
 @given(MOVES, st.floats(0.0, 8.0))
-@settings(max_examples=150, deadline=None)
 def test_rank_that_moved_within_its_timeout_has_not_stalled(moves, late_s):
     job = Job(ranks=3)
     moved_s, place = [0.0, 0.0, 0.0], [(0, STARTUP)] * 3

@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 
 import pytest
+from cases import cases
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -106,7 +107,7 @@ NAMES = [name for row in ROWS for name in row.names]
 WORDS = sorted({word for name in NAMES for word in name.replace("-", " ").split()})
 
 
-@pytest.mark.parametrize(("name", "bf16_tflops", "tdp_w"), KNOWN, ids=[name for name, _, _ in KNOWN])
+@cases(("name", "bf16_tflops", "tdp_w"), KNOWN)
 def test_device_is_found_by_the_name_its_driver_prints(name, bf16_tflops, tdp_w):
     row = find(name)
 
@@ -133,7 +134,7 @@ def test_memory_sizes_use_powers_of_two_and_bandwidths_powers_of_ten():
     assert find("AMD Instinct MI300X").memory_bytes_per_s == 5.325e12
 
 
-@pytest.mark.parametrize("name", NAMES)
+@cases("name", NAMES)
 def test_case_brand_and_word_order_of_a_device_name_are_ignored(name):
     row = find(name)
     without_brand = name.removeprefix("NVIDIA ").removeprefix("AMD ").removeprefix("Tesla ")
@@ -145,7 +146,7 @@ def test_case_brand_and_word_order_of_a_device_name_are_ignored(name):
     assert find(" ".join(reversed(name.replace("-", " ").split()))) is row
 
 
-@pytest.mark.parametrize(
+@cases(
     ("name", "same"),
     [
         ("AMD INSTINCT MI250 (MCM) OAM AC MBA", "AMD Instinct MI250"),
@@ -162,7 +163,7 @@ def test_name_parts_unrelated_to_the_chip_are_ignored(name, same):
     assert find(same) is not None
 
 
-@pytest.mark.parametrize(
+@cases(
     "name",
     [
         "",
@@ -205,7 +206,7 @@ def test_similar_names_are_different_devices():
     assert find("NVIDIA RTX 6000 Ada Generation").architecture == "Ada Lovelace"
 
 
-@pytest.mark.parametrize(
+@cases(
     ("name", "whole"),
     [
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA H100 80GB HBM3"),
@@ -273,12 +274,12 @@ def test_order_of_hardware_rows_does_not_change_the_found_device(words, seed):
 # --- the numbers ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "precision", "sparse_tflops"), SPARSE)
+@cases(("name", "precision", "sparse_tflops"), SPARSE)
 def test_peaks_do_not_include_sparsity(name, precision, sparse_tflops):
     assert peak_flops_per_s(name, precision) == pytest.approx(sparse_tflops * 1e12 / 2, rel=0.005)
 
 
-@pytest.mark.parametrize(
+@cases(
     ("name", "megahertz"),
     [
         ("NVIDIA H100 80GB HBM3", 1830),
@@ -301,7 +302,7 @@ def test_every_clock_of_a_peak_belongs_to_a_row():
     assert peak_clock_hz("AnyGPU 9000") is None
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.names[0])
+@cases("row", ROWS)
 def test_every_hardware_row_has_a_source_and_plausible_numbers(row):
     assert row.source.title
     assert row.source.url.startswith("https://")
@@ -314,7 +315,7 @@ def test_every_hardware_row_has_a_source_and_plausible_numbers(row):
     assert row.tdp_w is None or 50 <= row.tdp_w <= 1500
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.names[0])
+@cases("row", ROWS)
 def test_peak_rate_doubles_when_the_number_of_bits_is_halved(row):
     rate = row.flops_per_s
     # A sparse value in this table would give a ratio of 1 or 4.  Below FP8, the ratios differ between vendors.
@@ -329,7 +330,7 @@ def test_peak_rate_doubles_when_the_number_of_bits_is_halved(row):
         assert 20 <= rate["bf16"] / row.memory_bytes_per_s <= 500, "FLOP per byte"
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.names[0])
+@cases("row", ROWS)
 def test_bf16_peak_is_the_fp16_peak_since_ampere_and_absent_before(row):
     if row.architecture in {"Pascal", "Volta", "Turing"}:
         assert "bf16" not in row.flops_per_s

@@ -1,6 +1,7 @@
 """Counts of a batch, checked by hand: rows of 3 and 5 tokens, padded to 5."""
 
 import pytest
+from cases import cases
 
 torch = pytest.importorskip("torch", reason="needs PyTorch")
 
@@ -88,6 +89,6 @@ def test_positions_of_embeddings_are_counted_if_there_are_no_tokens():
     assert held({"inputs_embeds": torch.zeros(2, 5, 4), "attention_mask": MASK}) == (10, 2, 8, 0)
 
 
-@pytest.mark.parametrize("inputs", [["a prompt"], {}, {"text": ["a"]}, None])
+@cases("inputs", [["a prompt"], {}, {"text": ["a"]}, None])
 def test_batch_without_tensors_has_no_counts(inputs):
     assert read_batch(inputs) is None

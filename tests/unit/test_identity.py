@@ -5,6 +5,7 @@ import json
 import msgspec
 import pytest
 from builders import gpu, hello
+from cases import cases
 
 from effllm.config.settings import Config
 from effllm.records.identity import Identity, Submission, cleaned, read_submission
@@ -37,7 +38,7 @@ def test_slurm_job_is_known_under_sbatch_torchrun_and_srun(launcher):
     assert read_submission({**SBATCH, **launcher, "USER": "root"}, "") == ALICE
 
 
-@pytest.mark.parametrize(
+@cases(
     ("environ", "expected"),
     [
         ({"PBS_JOBID": "7.pbs", "PBS_JOBNAME": "a", "PBS_QUEUE": "q", "LOGNAME": "u"}, ("u", None, "7.pbs", "a", "q")),

@@ -6,6 +6,7 @@ import random
 import statistics
 
 import pytest
+from cases import cases
 from sink_examples import make_summary
 
 from effllm.agent import values as agent_values
@@ -94,8 +95,8 @@ def test_overwritten_values_are_counted_in_one_line():
     assert taken.take_notice() == ""
 
 
-@pytest.mark.parametrize(("per_window", "error"), [(10, 1.0), (200, 1.0), (5000, 3.0)])
-@pytest.mark.parametrize("shape", ["normal", "pareto", "falling", "two peaks"])
+@cases(("per_window", "error"), [(10, 1.0), (200, 1.0), (5000, 3.0)])
+@cases("shape", ["normal", "pareto", "falling", "two peaks"])
 def test_rank_of_a_percentile_of_a_run_has_a_bounded_error(shape, per_window, error):
     chance = random.Random(3)
     draw = {

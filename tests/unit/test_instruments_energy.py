@@ -5,6 +5,7 @@ import math
 from types import SimpleNamespace
 
 import pytest
+from cases import cases
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -70,9 +71,7 @@ def test_carbon_estimate_needs_a_carbon_intensity():
     assert "carbon" not in report(HOUR, 3.0, None)
 
 
-@pytest.mark.parametrize(
-    "wrong", [(-1.0, None), (NAN, None), (math.inf, None), ("much", None), (None, "world"), (0.5, "document")]
-)
+@cases("wrong", [(-1.0, None), (NAN, None), (math.inf, None), ("much", None), (None, "world"), (0.5, "document")])
 def test_invalid_carbon_intensity_raises_an_error(wrong):
     with pytest.raises(ValueError, match="carbon_intensity"):
         intensity(*wrong)
@@ -141,7 +140,7 @@ def test_metrics_have_the_documented_fields():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
+@cases(
     "wrong",
     [{"sampling_interval": 0}, {"sampling_interval": "fast"}, {"baseline_wait_s": -1.0}, {"device": -1},
      {"sampling_interval": NAN}, {"device": True}, {"device": "tpu:0"}],
@@ -187,7 +186,7 @@ GPU_2 = {**GPU_1, "torch_index": 2}
 NODE = {**HOST, "name": "node", "only_power": True}
 
 
-@pytest.mark.parametrize(
+@cases(
     ("device", "facts", "positions"),
     [
         (None, [GPU_1, GPU_2, NODE], [0, 1]),
@@ -206,7 +205,7 @@ def test_device_is_chosen_by_its_index_or_name(device, facts, positions):
     assert MonitoredDevices(device).positions(facts) == positions
 
 
-@pytest.mark.parametrize(
+@cases(
     ("device", "facts", "reason"),
     [
         (0, [GPU_1], "device=0 was requested; the agent reads H100 (cuda:1)"),

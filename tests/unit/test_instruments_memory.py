@@ -4,6 +4,7 @@ import math
 import random
 
 import pytest
+from cases import cases
 
 from effllm.instruments import memory, profiler
 from effllm.instruments._device import UnknownDevice
@@ -139,13 +140,13 @@ def test_baseline_formula_needs_a_baseline(allocator):
         GPUMemoryProfiler("cpu").detect_leak(method="baseline")
 
 
-@pytest.mark.parametrize("device", [-1, "cuda:x", "gpu", 1.5, True])
+@cases("device", [-1, "cuda:x", "gpu", 1.5, True])
 def test_impossible_device_raises_an_error(device):
     with pytest.raises(UnknownDevice, match="device="):
         GPUMemoryProfiler(device)
 
 
-@pytest.mark.parametrize("device", [0, "cuda:1", "cpu", None])
+@cases("device", [0, "cuda:1", "cpu", None])
 def test_memory_of_the_process_is_measured_without_cuda(device):
     assert GPUMemoryProfiler(device).memory_of == "process"
 

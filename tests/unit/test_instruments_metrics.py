@@ -11,6 +11,7 @@ from fractions import Fraction
 from types import SimpleNamespace
 
 import pytest
+from cases import cases
 
 from effllm.instruments import _percentiles
 from effllm.instruments._statistics import ADD_TOGETHER, Statistics
@@ -157,7 +158,7 @@ class RaisesAsANumber:
         raise RuntimeError("of the script")
 
 
-@pytest.mark.parametrize("value", [None, "0.5", b"0.5", 1j, [0.5], RaisesAsANumber(), Decimal("sNaN")])
+@cases("value", [None, "0.5", b"0.5", 1j, [0.5], RaisesAsANumber(), Decimal("sNaN")])
 def test_value_that_is_no_number_is_left_out_with_a_warning(value):
     tracker = MetricTracker()
     with pytest.warns(UserWarning, match="metric loss"):
@@ -166,7 +167,7 @@ def test_value_that_is_no_number_is_left_out_with_a_warning(value):
     assert (tracker.names, tracker.last_step) == ([], None)
 
 
-@pytest.mark.parametrize("value", [True, 1, Decimal(1), Fraction(1), 1.0])
+@cases("value", [True, 1, Decimal(1), Fraction(1), 1.0])
 def test_every_type_of_number_is_accepted(value):
     tracker = MetricTracker()
     tracker.update("accuracy", value)
@@ -190,7 +191,7 @@ def test_batch_that_is_no_dictionary_is_left_out_with_a_warning(metrics):
     assert tracker.names == []
 
 
-@pytest.mark.parametrize(("percent", "value"), [("p5", 5.95), ("p25", 25.75), ("p75", 75.25), ("p99", 99.01)])
+@cases(("percent", "value"), [("p5", 5.95), ("p25", 25.75), ("p75", 75.25), ("p99", 99.01)])
 def test_percentiles_are_interpolated_between_two_values(percent, value):
     """NumPy's default: the value at position (100 - 1) x percent / 100 of the sorted values 1 to 100."""
     tracker = MetricTracker()
@@ -297,7 +298,7 @@ def test_invalid_scores_are_counted_by_reason():
     assert math.isnan(found["mean_score"])
 
 
-@pytest.mark.parametrize("scores", [0.5, [0.5], (0.5,), {0.5}, iter([0.5]), Decimal("0.5")])
+@cases("scores", [0.5, [0.5], (0.5,), {0.5}, iter([0.5]), Decimal("0.5")])
 def test_scores_may_be_any_iterable_or_one_number(scores):
     tracker = ScoreDistributionTracker()
     tracker.update(scores)

@@ -1,6 +1,7 @@
 """effllm/metrics/: each formula, compared with values computed by hand, and the table that all sinks use."""
 
 import pytest
+from cases import cases
 from sink_examples import make_totals, with_keys
 
 from effllm import metrics
@@ -154,14 +155,14 @@ BY_HAND = {
 COMPLETE = with_keys(TOTALS, energy_complete=True)
 
 
-@pytest.mark.parametrize(("name", "expected"), BY_HAND.items())
+@cases(("name", "expected"), BY_HAND.items())
 def test_formula_gives_the_value_computed_by_hand(name, expected):
     value = METRICS[name].formula(TOTALS)
 
     assert value is None if expected is None else value == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("name", METRICS)
+@cases("name", METRICS)
 def test_unmeasured_metric_has_no_value(name):
     assert METRICS[name].formula(NOTHING) is None
 

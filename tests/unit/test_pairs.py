@@ -4,6 +4,7 @@ import re
 
 import numpy as np
 import pytest
+from cases import cases
 from synchronous_job import SynchronousJob
 
 from effllm.job.health.pairs import KNOWN, PAIR, PairScatter
@@ -17,7 +18,7 @@ def slow_from(window, by, rank=1):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
+@cases(
     "changes",
     [
         {"jitter": 0.02},

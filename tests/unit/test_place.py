@@ -1,6 +1,7 @@
 """effllm/config/place.py: ranks and worlds of torchrun, Slurm and Open MPI."""
 
 import pytest
+from cases import cases
 
 from effllm.config.place import Place, read_place
 from effllm.config.settings import ConfigError
@@ -71,7 +72,7 @@ def test_job_without_local_world_size_is_treated_as_several_hosts():
     assert read_place({"RANK": "0", "WORLD_SIZE": "1"}).one_host
 
 
-@pytest.mark.parametrize(
+@cases(
     ("changes", "variable"),
     [
         ({"RANK": "8"}, "RANK=8 .* below WORLD_SIZE=8"),

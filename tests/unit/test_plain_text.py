@@ -1,6 +1,7 @@
 """effllm/records/plain_text.py: text from other processes cannot move the cursor, forge a line or fill the screen."""
 
 import pytest
+from cases import cases
 
 from effllm.records.plain_text import MAX_SHOWN, one_line
 
@@ -16,7 +17,7 @@ HOSTILE = [
 ]
 
 
-@pytest.mark.parametrize("text", HOSTILE, ids=ascii)
+@cases("text", HOSTILE)
 def test_hostile_text_becomes_one_printable_line(text):
     assert one_line(text).isprintable()
     assert len(one_line(text).splitlines()) == 1

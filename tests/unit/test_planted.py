@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from cases import cases
 
 from benchmarks.planted.job import HEALTHY, MAX_SECOND, MIN_PADDING, NUM_HEALTHY, THRESHOLDS
 from benchmarks.planted.reports import summary_of_planted
@@ -36,7 +37,7 @@ DRIVERS = {
 }
 
 
-@pytest.mark.parametrize("path", sorted(PLANTED.glob("*.py")), ids=lambda path: path.stem)
+@cases("path", sorted(PLANTED.glob("*.py")))
 def test_generator_of_planted_jobs_imports_nothing_of_the_verdict(path):
     imported = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -50,7 +51,7 @@ def test_generator_of_planted_jobs_imports_nothing_of_the_verdict(path):
     assert "effllm.records.verdict" not in of_effllm
 
 
-@pytest.mark.parametrize("cause", THRESHOLDS)
+@cases("cause", THRESHOLDS)
 def test_planted_cause_is_the_largest_above_its_threshold(cause):
     for seed in range(4):
         job = planned(cause, seed)
@@ -68,7 +69,7 @@ def test_no_cause_of_a_healthy_job_is_above_its_threshold():
         assert above <= ({"padding"} if found.padding < MIN_PADDING else set())
 
 
-@pytest.mark.parametrize("cause", THRESHOLDS)
+@cases("cause", THRESHOLDS)
 def test_job_is_faster_without_the_planted_cause(cause):
     found, fixed = timeline(planned(cause, 0)), timeline(planned(cause, 0), fixed=cause)
 
@@ -78,8 +79,8 @@ def test_job_is_faster_without_the_planted_cause(cause):
     assert saved == pytest.approx(found.shares[cause] - fixed.shares[cause] * (1 - saved), abs=0.02)
 
 
-@pytest.mark.parametrize("cause", PARTS)
-@pytest.mark.parametrize("seed", [0, 1])
+@cases("cause", PARTS)
+@cases("seed", [0, 1])
 def test_waterfall_has_the_planted_device_time(cause, seed):
     found = timeline(planned(cause, seed))
     summary = summary_of_planted(found)
@@ -93,8 +94,8 @@ def test_waterfall_has_the_planted_device_time(cause, seed):
     assert share == pytest.approx(found.shares[cause], abs=0.02)
 
 
-@pytest.mark.parametrize("by_data", [False, True])
-@pytest.mark.parametrize("seed", range(5))
+@cases("by_data", [False, True])
+@cases("seed", range(5))
 def test_slow_rank_of_two_is_the_verdict_of_a_planted_job(seed, by_data):
     job = planned("straggler", seed)
     slow = replace(job.causes[0], share=0.15, by_data=by_data)

@@ -2,6 +2,7 @@
 
 import pytest
 from builders import device_window, full, gpu, hello, reports, row
+from cases import cases
 
 from effllm.config.settings import VARIABLES, Config
 from effllm.job.aggregator import Aggregator
@@ -110,7 +111,7 @@ def test_requested_scope_is_used_if_every_node_has_it(wanted):
     assert (scope.label, scope.complaint) == (wanted, "")
 
 
-@pytest.mark.parametrize(
+@cases(
     ("wanted", "node", "used"),
     [
         ("node-psu", BOTH[:2], "gpu+cpu"),

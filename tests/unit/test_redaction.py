@@ -3,14 +3,14 @@
 import json
 import time
 
-import pytest
+from cases import cases
 
 from effllm.store.redaction import REDACTED, redacted
 
 SECRET = "Zx81-Qw9_rT"
 
 
-@pytest.mark.parametrize(
+@cases(
     "command",
     [
         ["--auth", SECRET],
@@ -46,7 +46,6 @@ SECRET = "Zx81-Qw9_rT"
         ["--report", f"https://api.telegram.org/bot12:{SECRET}/send"],
         ["--pem", f"-----BEGIN RSA PRIVATE KEY-----\n{SECRET}"],
     ],
-    ids=lambda command: " ".join(command).replace(SECRET, "X")[:40],
 )
 def test_value_named_like_a_secret_is_removed(command):
     shown = redacted(["train.py", *command, "--lr", "1"])
@@ -56,7 +55,7 @@ def test_value_named_like_a_secret_is_removed(command):
     assert (shown[0], shown[-2:]) == ("train.py", ["--lr", "1"])
 
 
-@pytest.mark.parametrize(
+@cases(
     "token",
     [
         "hf_AbCdEfGhIjKlMnOpQrStUvWxYz01234567",
@@ -72,14 +71,14 @@ def test_value_named_like_a_secret_is_removed(command):
         "nvapi-abcdefghijklmnop0123",
     ],
 )
-@pytest.mark.parametrize("place", ["{}", "--note={}", "look: {} here", '{{"note": "{}"}}', "https://h/?note={}"])
+@cases("place", ["{}", "--note={}", "look: {} here", '{{"note": "{}"}}', "https://h/?note={}"])
 def test_token_of_a_known_service_is_removed(token, place):
     [shown] = redacted([place.format(token)])
 
     assert shown == place.format(REDACTED)
 
 
-@pytest.mark.parametrize(
+@cases(
     "command",
     [
         ["--tokenizer-type", "GPT2"],
@@ -95,15 +94,12 @@ def test_token_of_a_known_service_is_removed(token, place):
         ["--commit", "0123456789abcdef0123456789abcdef01234567"],
         ["optimizer.lr=1", "-x", ""],
     ],
-    ids=lambda command: " ".join(command)[:40],
 )
 def test_words_of_a_command_that_are_not_secrets_are_kept(command):
     assert redacted(command) == command
 
 
-@pytest.mark.parametrize(
-    "word", ["a" * 10**6, '"' * 10**6, "a:" * 10**5, "http://" * 10**5, "key= " * 10**5, "\\" * 10**6]
-)
+@cases("word", ["a" * 10**6, '"' * 10**6, "a:" * 10**5, "http://" * 10**5, "key= " * 10**5, "\\" * 10**6])
 def test_long_word_is_redacted_quickly(word):
     began_s = time.process_time()
 

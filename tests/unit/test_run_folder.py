@@ -685,7 +685,7 @@ WHOLE = msgspec.json.encode(Event(1.0, "reports_lost", "rank 3 is gone"))
 
 
 @pytest.mark.slow
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200, deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(
         st.one_of(

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 import pyte
 import pytest
+from cases import cases
 from sink_examples import complete_totals, make_report, make_run, make_summary, totals, values_of, with_keys
 
 from effllm import metrics
@@ -179,9 +180,9 @@ def test_short_form_without_a_terminal_prints_two_lines():
     assert [line.split()[0] for line in lines] == ["it", "AMU"]
 
 
-@pytest.mark.parametrize("ranks", [1, 8, 8192, 99_999])
-@pytest.mark.parametrize("missing_share", [0, 3])
-@pytest.mark.parametrize("iterations", [1, 10_000_000])
+@cases("ranks", [1, 8, 8192, 99_999])
+@cases("missing_share", [0, 3])
+@cases("iterations", [1, 10_000_000])
 def test_window_has_at_most_three_lines_for_any_numbers(ranks, missing_share, iterations):
     missing = ranks // missing_share if missing_share else 0
     coverage = Coverage(ranks, ranks - missing, ranks, ranks - missing, missing, 0, tuple(range(missing)))
@@ -199,7 +200,7 @@ def test_window_has_at_most_three_lines_for_any_numbers(ranks, missing_share, it
     assert f" {ranks - missing}" in lines[1]
 
 
-@pytest.mark.parametrize(
+@cases(
     ("changes", "text"),
     [
         ({}, ""),
@@ -522,7 +523,7 @@ def test_tensorboard_command_is_quoted_and_empty_classes_are_omitted():
     assert "  time          iterations 100.0 %\n" in text
 
 
-@pytest.mark.parametrize(
+@cases(
     ("value", "text"),
     [(0, "0"), (0.412, "0.412"), (0.0308, "0.0308"), (1.234e-6, "1.23e-06"), (71.32, "71.3"), (99.97, "100"),
      (612.3, "612"), (999.7, "1,000"), (19870.4, "19,870"), (2.5e20, "2.50e+20"), (-5.0, "-5.00"),
@@ -532,7 +533,7 @@ def test_numbers_are_readable(value, text):
     assert readable(value) == text
 
 
-@pytest.mark.parametrize(
+@cases(
     ("error", "text"),
     [(0.0, "0"), (0.1, "0.1"), (0.1001, "0.11"), (0.1201, "0.13"), (0.099, "0.099"), (0.0991, "0.1"), (5.0, "5"),
      (4.91, "5"), (12.34, "13"), (99.1, "100"), (101.0, "110"), (1234.0, "1,300"), (0.00138, "0.0014")],
@@ -546,7 +547,7 @@ def test_small_error_is_rounded_up_to_a_hundredth_of_a_percent():
     assert errors_text(None, 0.0) == ""
 
 
-@pytest.mark.parametrize(
+@cases(
     ("seconds", "text"),
     [(0, "0 s"), (119.4, "119 s"), (119.6, "2 min"), (2019, "34 min"), (7200, "2 h 0 min"), (200_000, "2 d 7 h")],
 )

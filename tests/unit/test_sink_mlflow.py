@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from cases import cases
 from msgspec.structs import replace
 from sink_examples import make_report, make_run
 
@@ -142,7 +143,7 @@ def test_consecutive_failures_have_the_same_text(client):
     assert len(texts) == 1
 
 
-@pytest.mark.parametrize(
+@cases(
     ("fact", "own", "used"),
     [
         ("http://host:5000", None, "http://host:5000"),
@@ -157,7 +158,7 @@ def test_credentials_are_only_used_for_the_same_server(fact, own, used):
     assert mlflow._tracking_uri(fact, {"MLFLOW_TRACKING_URI": own} if own else {}) == used
 
 
-@pytest.mark.parametrize(
+@cases(
     ("uri", "shown"),
     [
         ("http://me:p@w@host:5000/x@y", "http://host:5000/x@y"),

@@ -2,6 +2,7 @@
 
 import pytest
 from builders import device_window, gpu, hello, row
+from cases import cases
 
 from effllm.job.slow_clocks import SlowClocks
 from effllm.records.rank import CLOCK_RATIO, Gauge, Profile
@@ -62,7 +63,7 @@ def test_clock_at_a_lowered_limit_rises_at_most_in_proportion_to_the_limit():
     assert found == {"power_limit": pytest.approx(2 * (8 - 48 / 7))}
 
 
-@pytest.mark.parametrize(
+@cases(
     "usual",
     [
         window(0, 0.7, power_cap=1.0),  # at the default limit

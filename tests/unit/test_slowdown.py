@@ -4,6 +4,7 @@ import random
 
 import msgspec
 import pytest
+from cases import cases
 from sink_examples import make_row
 
 from effllm.job.health.slowdown import Slowdown
@@ -29,8 +30,8 @@ def changes(seed, step_s, per_window, seconds, slower_from_s=float("inf")):
     return reported
 
 
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("per_window", [10, 1000])
+@cases("seed", range(5))
+@cases("per_window", [10, 1000])
 def test_short_load_of_the_host_is_not_reported(seed, per_window):
     assert changes(seed, 0.0013, per_window, seconds=600) == []
 

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from cases import cases
 from synchronous_job import SynchronousJob
 
 from effllm.job.health.slowest import Slowest
@@ -22,7 +23,7 @@ def job_of(ranks, iterations, jitter, **changes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "iterations", "jitter"), JOBS)
+@cases(("ranks", "iterations", "jitter"), JOBS)
 def test_rank_ten_percent_slower_is_named_in_95_percent_of_windows(ranks, iterations, jitter):
     slow = ranks // 2
     job = job_of(ranks, iterations, jitter, seed=ranks, slow=lambda rank, _: 1.1 if rank == slow else 1.0)
@@ -56,7 +57,7 @@ def test_recovered_rank_is_not_named_three_windows_later():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "iterations", "jitter"), [*JOBS, (3, 1, 0.03), (4, 1, 0.03)])
+@cases(("ranks", "iterations", "jitter"), [*JOBS, (3, 1, 0.03), (4, 1, 0.03)])
 def test_at_most_one_of_1000_healthy_windows_names_a_rank(ranks, iterations, jitter):
     found = [rank for seed in range(10) for rank in named(job_of(ranks, iterations, jitter, seed=seed), 100)]
 

@@ -5,7 +5,7 @@ All times are in ns.
 
 import random
 
-import pytest
+from cases import cases
 
 from effllm.records.timeline import KINDS, Split, device_kind, group_kind, host_kind, overlap, split, union
 
@@ -42,7 +42,7 @@ def test_interval_that_does_not_end_after_its_start_is_ignored():
     assert split(0, 10, [(3, 3), (7, 5)], [("pp", 4, 4)]) == Split(10, 0, 0, 0, 10, {})
 
 
-@pytest.mark.parametrize("seed", range(20))
+@cases("seed", range(20))
 def test_split_equals_a_count_of_nanoseconds_for_any_intervals(seed):
     draw = random.Random(seed)
 

@@ -6,6 +6,7 @@ import statistics
 import numpy as np
 import pytest
 from builders import device_window, full, gpu, hello, reports, row
+from cases import cases
 
 from effllm.config.settings import Config
 from effllm.job.aggregator import Aggregator
@@ -40,7 +41,7 @@ def test_quantiles_of_one_value_are_equal_and_no_value_has_no_spread():
     assert spread_of(np.array([])) is None
 
 
-@pytest.mark.parametrize("count", [2, 101, 9_999, 10_000])
+@cases("count", [2, 101, 9_999, 10_000])
 def test_spread_of_10000_values_matches_numpy_and_statistics(count):
     chance = random.Random(count)
     values = [chance.lognormvariate(0.0, 0.3) for _ in range(count)]

@@ -4,6 +4,7 @@ import math
 import re
 
 import pytest
+from cases import cases
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -40,7 +41,7 @@ def test_slow_rank_of_1024_is_named_within_three_windows():
     assert verdict.slowdown == pytest.approx(0.1, abs=0.03)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@cases("seed", range(5))
 def test_no_rank_is_named_for_a_light_pipeline_stage(seed):
     weights = (1.0, 1.0, 1.0, 0.4)  # compared with the light last stage, all other stages would be slow
     job = SynchronousJob(
@@ -247,7 +248,7 @@ def explain(own, peers, node=(), slowdown=0.0):
     return readings.reason(slowdown=slowdown)
 
 
-@pytest.mark.parametrize(
+@cases(
     ("own", "why"),
     [
         ({"clock_hz": 1.1e9}, "SM clock 1.10 GHz against 1.70"),

@@ -5,7 +5,7 @@ import random
 
 import pytest
 from builders import NS
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from effllm.energy.tick_clock import TickClock
@@ -161,7 +161,6 @@ def read_near_ticks(counter, reads):
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=150)
 @given(READS, PARTS, st.floats(-1.0, 1.0), st.sampled_from([1e-5, 2e-4, 0.01]))
 def test_true_phase_and_period_are_within_bounds_for_any_reads(reads, phase, off, error):
     clock = TickClock(0.1, 0.1 * error)
@@ -176,7 +175,6 @@ def test_true_phase_and_period_are_within_bounds_for_any_reads(reads, phase, off
     assert clock.conflicts == 0
 
 
-@settings(deadline=None, max_examples=80)
 @given(READS, PARTS, st.floats(-1.0, 1.0), st.lists(PARTS, min_size=1, max_size=9))
 def test_time_of_the_last_certain_tick_is_within_its_error(reads, phase, off, moments):
     clock = TickClock(0.1, 2e-5)

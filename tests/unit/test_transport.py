@@ -8,6 +8,7 @@ import msgspec
 import pytest
 import zmq
 from builders import device_window, full, gpu, hello, reports, row
+from cases import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -48,17 +49,17 @@ FROM_AGGREGATOR = [
 ]
 
 
-@pytest.mark.parametrize("message", FROM_AGENT, ids=lambda message: type(message).__name__)
+@cases("message", FROM_AGENT)
 def test_decoded_message_of_an_agent_equals_the_encoded_message(message):
     assert decode_from_agent(encode(message)) == message
 
 
-@pytest.mark.parametrize("message", FROM_AGGREGATOR, ids=lambda message: type(message).__name__)
+@cases("message", FROM_AGGREGATOR)
 def test_decoded_message_of_an_aggregator_equals_the_encoded_message(message):
     assert decode_from_aggregator(encode(message)) == message
 
 
-@pytest.mark.parametrize(
+@cases(
     "frame",
     [
         b"",
@@ -88,7 +89,6 @@ def decoded_or_rejected(decode, frame):
         return None
 
 
-@settings(deadline=None, max_examples=100)
 @given(st.binary(max_size=200), st.sampled_from([b"", MAGIC]))
 @pytest.mark.fault("hostile-frames")
 def test_any_bytes_raise_only_frame_error(body, magic):
@@ -96,7 +96,6 @@ def test_any_bytes_raise_only_frame_error(body, magic):
     decoded_or_rejected(decode_from_aggregator, magic + body)
 
 
-@settings(deadline=None, max_examples=100)
 @given(st.sampled_from(FROM_AGENT), st.lists(st.tuples(st.floats(0, 1), st.integers(0, 255)), min_size=1, max_size=4))
 @pytest.mark.fault("hostile-frames")
 def test_damaged_frame_is_rejected_or_still_valid(message, damages):
@@ -114,15 +113,15 @@ def test_damaged_frame_is_rejected_or_still_valid(message, damages):
 NAN, INFINITE = float("nan"), float("inf")
 
 
-@pytest.mark.parametrize("bad", [-1, 2**62])
-@pytest.mark.parametrize("field", ["tokens", "tokens_processed", "tokens_loss", "samples", "sequence", "window"])
+@cases("bad", [-1, 2**62])
+@cases("field", ["tokens", "tokens_processed", "tokens_loss", "samples", "sequence", "window"])
 def test_report_with_an_impossible_count_is_rejected(field, bad):
     with pytest.raises(FrameError, match="Expected `int`"):
         decode_from_agent(encode(reports(row(), msgspec.structs.replace(row(), **{field: bad}))))
 
 
-@pytest.mark.parametrize("bad", [NAN, INFINITE, -INFINITE, -1.0])
-@pytest.mark.parametrize("field", ["wall_s", "busy_s", "wait_s", "start_time_s", "loss", "evaluation", "agent_cpu_s"])
+@cases("bad", [NAN, INFINITE, -INFINITE, -1.0])
+@cases("field", ["wall_s", "busy_s", "wait_s", "start_time_s", "loss", "evaluation", "agent_cpu_s"])
 def test_report_with_an_impossible_number_is_rejected(field, bad):
     if bad == -1.0 and field in ("start_time_s", "loss"):
         bad = NAN  # start_time_s and loss may be negative
@@ -134,8 +133,8 @@ def test_report_with_an_impossible_number_is_rejected(field, bad):
         decode_from_agent(encode(frame or reports(msgspec.structs.replace(good, **changes))))
 
 
-@pytest.mark.parametrize("bad", [NAN, INFINITE, -1.0])
-@pytest.mark.parametrize("field", [*Integrals.__struct_fields__[1:], *EnergyAmount.__struct_fields__])
+@cases("bad", [NAN, INFINITE, -1.0])
+@cases("field", [*Integrals.__struct_fields__[1:], *EnergyAmount.__struct_fields__])
 def test_device_with_an_impossible_integral_is_rejected(field, bad):
     whole = full(1.0)
     if field in EnergyAmount.__struct_fields__:
@@ -154,7 +153,7 @@ def test_lag_of_a_sensor_may_be_negative():
     assert decode_from_agent(encode(hello(devices=(ahead,)))).devices[0].sensor.lag_s == -0.0372
 
 
-@pytest.mark.parametrize(
+@cases(
     "changes",
     [
         {"parameters": ParameterCount(total=-1)},
@@ -168,7 +167,7 @@ def test_impossible_hello_is_rejected(changes):
         decode_from_agent(encode(hello(**changes)))
 
 
-@pytest.mark.parametrize(
+@cases(
     "changes",
     [
         {"memory_peak_bytes": NAN},
@@ -208,13 +207,13 @@ LARGE = [
 ]
 
 
-@pytest.mark.parametrize("message", LARGE)
+@cases("message", LARGE)
 def test_message_above_the_limits_is_rejected(message):
     with pytest.raises(FrameError, match=r"length <=|matching"):
         decode_from_agent(encode(message))
 
 
-@pytest.mark.parametrize("text", ["a\x1b[2Jb", "a\nb", "a\x00b", "a\x9bb", "a\u202eb"], ids=ascii)
+@cases("text", ["a\x1b[2Jb", "a\nb", "a\x00b", "a\x9bb", "a\u202eb"])
 def test_names_with_control_characters_are_rejected(text):
     for message in (
         hello(host=text), hello(role=text), hello(agent=text), hello(job=text), hello(devices=(gpu(text),)),
@@ -348,7 +347,7 @@ class OutboxMachine(RuleBasedStateMachine):
 
 
 TestOutbox = OutboxMachine.TestCase
-TestOutbox.settings = settings(deadline=None, max_examples=50, stateful_step_count=30)
+TestOutbox.settings = settings(stateful_step_count=30)
 
 
 # --- the sockets -----------------------------------------------------------------------------------

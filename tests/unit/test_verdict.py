@@ -5,6 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from builders import hello, reports, row
+from cases import cases
 from msgspec.structs import replace
 from sink_examples import make_summary
 
@@ -47,7 +48,7 @@ def cause(summary):
     return verdict_of(summary).cause
 
 
-@pytest.mark.parametrize(
+@cases(
     ("part", "expected"),
     [
         ("data", "data_loading"),
@@ -99,7 +100,7 @@ def test_a_long_start_of_a_short_job_is_named_with_the_length_of_its_threshold()
     assert verdict_of(replace(summary, elapsed_s=1800.0)).cause == "startup"
 
 
-@pytest.mark.parametrize(
+@cases(
     ("differences", "expected"),
     [
         ((), "straggler"),
@@ -337,7 +338,7 @@ def test_steps_without_a_profile_are_unknown():
     assert found.bound is None
 
 
-@pytest.mark.parametrize(
+@cases(
     ("iterations", "ranks", "every", "line"),
     [
         (100_000, 8, 0, "EFFICIENTLLM_PROFILE_EVERY=500 splits the steps by a profile"),
@@ -345,7 +346,6 @@ def test_steps_without_a_profile_are_unknown():
         (60, 4, 500, "EFFICIENTLLM_PROFILE_EVERY=20 splits the steps by a profile"),
         (60, 4, 10, "few profiles: the log of the ranks has the reason"),
     ],
-    ids=["long", "short", "period above the length", "profiler failed"],
 )
 def test_next_of_steps_without_a_profile_fits_the_length_of_the_job(iterations, ranks, every, line):
     summary = job(profile=None, iterations=iterations)
@@ -354,8 +354,8 @@ def test_next_of_steps_without_a_profile_fits_the_length_of_the_job(iterations, 
     assert verdict_of(summary, profile_every=every).next == line
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 7, 1000])
-@pytest.mark.parametrize("iterations", [MIN_ITERATIONS, 60, 499, 5001, 10**6])
+@cases("ranks", [1, 2, 3, 7, 1000])
+@cases("iterations", [MIN_ITERATIONS, 60, 499, 5001, 10**6])
 def test_proposed_period_gives_enough_profiled_iterations(iterations, ranks):
     assert iterations // profile_period(iterations, ranks) * ranks >= MIN_PROFILED
 
@@ -407,7 +407,7 @@ def test_every_cause_has_a_threshold_and_a_remedy():
     assert all("" in by_framework for by_framework in REMEDIES.values())
 
 
-@pytest.mark.parametrize("name", sorted(REMEDIES))
+@cases("name", sorted(REMEDIES))
 def test_remedies_fit_into_one_line_of_the_console(name):
     for framework in REMEDIES[name]:
         found = remedy(name, framework)

@@ -3,6 +3,7 @@
 import math
 
 import pytest
+from cases import cases
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -135,7 +136,7 @@ def test_profiled_steps_are_split_without_counting_stragglers_twice():
     assert seconds(found) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(
+@cases(
     ("whole", "reason"),
     [
         (totals(10**14), NO_FLOPS),
@@ -166,7 +167,7 @@ def test_computation_below_the_clock_of_the_peak_is_a_part():
     assert NO_CLOCK not in found.unknown
 
 
-@pytest.mark.parametrize(
+@cases(
     ("clock", "gpus", "lost", "reason"),
     [
         ((1.05, 100.0, 0.01), 4, 0.0, None),
@@ -175,7 +176,6 @@ def test_computation_below_the_clock_of_the_peak_is_a_part():
         (None, 4, 0.0, NO_CLOCK),
         ((0.8, 100.0, 0.01), 0, 0.0, NO_CLOCK),
     ],
-    ids=["above", "half of the GPUs", "half of the time", "no clock", "no maximum"],
 )
 def test_clock_counts_only_for_gpus_and_times_with_both_readings(clock, gpus, lost, reason):
     found = waterfall(goodput(kept=100.0), totals(clock=clock, gpus_with_clock=gpus))

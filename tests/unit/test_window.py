@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 from builders import GIB, MADE_NS, NS, amount, gpu, looping
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from effllm.agent.series import Series
@@ -59,7 +59,6 @@ SLOPES = st.integers(0, 150_000).map(lambda milliwatts: milliwatts / 1000)
 STEPS_MS = st.lists(st.integers(1, 4000), min_size=2, max_size=30)
 
 
-@settings(deadline=None, max_examples=100)
 @given(STEPS_MS, WATTS, SLOPES, st.data())
 def test_linear_power_and_memory_integrals_are_exact(steps_ms, base, slope, data):
     # p(t) = base + slope t, whose integral over [a, b] is (b - a) (p(a) + p(b)) / 2.
@@ -79,7 +78,6 @@ def test_linear_power_and_memory_integrals_are_exact(steps_ms, base, slope, data
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=100)
 @given(STEPS_MS, st.data())
 def test_integrals_of_adjacent_intervals_add_up_for_any_reading(steps_ms, data):
     reading = st.none() | WATTS
@@ -420,7 +418,6 @@ def close(value):
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=80)
 @given(runs(), st.integers(1, 12))
 def test_each_second_and_joule_of_a_report_is_in_one_class(run, log_interval):
     slots, samples, end_ns = run
@@ -440,7 +437,6 @@ def test_each_second_and_joule_of_a_report_is_in_one_class(run, log_interval):
         assert (window.wall.energy.joules or 0.0) == close(sum(parts) + (window.iterations.energy.joules or 0.0))
 
 
-@settings(deadline=None, max_examples=80)
 @given(runs(), st.integers(1, 12))
 def test_reports_cover_the_run_without_gaps(run, log_interval):
     slots, samples, end_ns = run
@@ -455,7 +451,6 @@ def test_reports_cover_the_run_without_gaps(run, log_interval):
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=80)
 @given(runs(), st.integers(2, 12))
 def test_totals_do_not_depend_on_the_length_of_windows(run, log_interval):
     slots, samples, end_ns = run
@@ -477,7 +472,6 @@ def test_totals_do_not_depend_on_the_length_of_windows(run, log_interval):
     assert many == {name: pytest.approx(value, rel=1e-9, abs=1e-6) for name, value in one.items()}
 
 
-@settings(deadline=None, max_examples=50)
 @given(runs(), st.integers(1, 4))
 def test_reports_made_during_a_run_equal_reports_made_at_its_end(run, log_interval):
     slots, samples, end_ns = run
