@@ -54,6 +54,7 @@ def clean_environment(tmp_path_factory):
             if name.startswith(("EFFICIENTLLM_", *LAUNCHERS)) or name in (*PLACES, *DEVICES):
                 patch.delenv(name)
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))  # tests never use the user's secret
         patch.setenv(jobs.SESSION, uuid.uuid4().hex)
         jobs.skip_older()

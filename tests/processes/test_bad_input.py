@@ -29,60 +29,82 @@ def assert_disabled(job, text):
 # --- settings ---
 
 
-@pytest.mark.parametrize(
-    ("name", "wrong", "allowed"),
-    [
-        ("tags", "team=a b", "at most 16 words or name=value, each name once, separated by commas"),
-        ("run_name", "../x", "at most 100 letters, digits, '.', '_' and '-', beginning with a letter or digit"),
-        ("run_name", "/tmp/x", "at most 100 letters, digits, '.', '_' and '-', beginning with a letter or digit"),
-        ("run_name", "..", "at most 100 letters, digits, '.', '_' and '-', beginning with a letter or digit"),
-        ("sinks", "console,../x", "none, or different names of files in effllm/sinks/, separated by commas"),
-        ("device", "../nvml", "auto, or the name of a file in effllm/devices/"),
-        ("endpoint", "here", "host:port or tcp://host:port"),
-        ("endpoint", "tcp://127.0.0.1:99999", "host:port or tcp://host:port"),
-        ("min_coverage", "1.5", "a ratio from 0 to 1"),
-        ("warmup", "-1", "a whole number of iterations, such as 100, or a number of seconds, such as 60s"),
-        ("parameters", "some", "total, trainable or active"),
-    ],
-)
-def test_wrong_setting_is_reported_with_the_allowed_values(launch, name, wrong, allowed):
-    job = launch.python(LOOP, "--iterations", 3, **{name: wrong}).done()
+NAME = "at most 100 letters, digits, '.', '_' and '-', beginning with a letter or digit"
+WRONG_SETTINGS = [
+    ("TAGS", "team=a b", "at most 16 words or name=value, each name once, separated by commas"),
+    ("RUN_NAME", "../x", NAME),
+    ("RUN_NAME", "/tmp/x", NAME),
+    ("RUN_NAME", "..", NAME),
+    ("SINKS", "console,../x", "none, or different names of files in effllm/sinks/, separated by commas"),
+    ("DEVICE", "../nvml", "auto, or the name of a file in effllm/devices/"),
+    ("ENDPOINT", "here", "host:port or tcp://host:port"),
+    ("ENDPOINT", "tcp://127.0.0.1:99999", "host:port or tcp://host:port"),
+    ("MIN_COVERAGE", "1.5", "a ratio from 0 to 1"),
+    ("WARMUP", "-1", "a whole number of iterations, such as 100, or a number of seconds, such as 60s"),
+    ("PARAMETERS", "some", "total, trainable or active"),
+]
+#: Variables of the environment, further arguments of the call, and the beginning of the reason on stderr.
+WITHOUT_METRICS = [
+    *(
+        ({f"EFFICIENTLLM_{name}": wrong}, "", f"EFFICIENTLLM_{name}='{wrong}' is not usable: must be {allowed}")
+        for name, wrong, allowed in WRONG_SETTINGS
+    ),
+    ({"EFFICIENTLLM_ENDPOINT": "192.0.2.1:5555"}, "", "there is no secret "),
+    ({"EFFICIENTLLM_ENDPOINT": "somewhere.example:5555"}, "", "there is no secret "),
+    ({"EFFICIENTLLM_ENDPOINT": "[2001:db8::1]:5555"}, "", "there is no secret "),
+    ({"RANK": "x", "WORLD_SIZE": "2"}, "", "RANK="),
+    ({"RANK": "3", "WORLD_SIZE": "2"}, "", "RANK="),
+    ({"RANK": "0", "WORLD_SIZE": "-1"}, "", "WORLD_SIZE="),
+    ({}, "collection_interval='often'", "collection_interval="),
+    ({}, "collection_interval=0", "collection_interval="),
+    ({}, "collection_interval=float('nan')", "collection_interval="),
+]
+TRAINING = """
+os.environ.update({variables})
+print("TRAINING", file=sys.stderr, flush=True)
+effllm.initialize_efficientllm_metrics(5, {arguments})
+for i in range(1, 4):
+    collector = effllm.get_metrics_collector()
+    collector.record_iteration_start()
+    collector.record_iteration_end(10, 1)
+    collector.log_metrics(i, 1.0)
+effllm.finalize_efficientllm_metrics()
+os.environ.clear()
+os.environ.update(before)
+"""
 
-    assert_disabled(job, f"EFFICIENTLLM_{name.upper()}='{wrong}' is not usable: must be {allowed}")
-    assert len(job.output()["steps"]) == 3
-    assert not job.runs()
+
+def trainings(launch, runs):
+    """Train three iterations in one process for each pair of variables and arguments; return the lines of each run."""
+    code = "import os, sys\nimport effllm.efficientllm_metrics as effllm\nbefore = dict(os.environ)\n"
+    code += "".join(TRAINING.format(variables=variables, arguments=arguments) for variables, arguments in runs)
+    job = launch.code(code + "print('trained')\n").done()
+    assert (job.stdout, job.runs()) == ("trained\n", [])
+    head, *texts = job.stderr.split("TRAINING\n")
+    assert (head, len(texts)) == ("", len(runs))
+    return [text.splitlines() for text in texts]
 
 
-def test_wrong_setting_is_reported_only_by_rank_0(launch):
-    job = launch.python(LOOP, "--iterations", 3, environ=jobs.rank_environ(1, 2), log_interval=0).done()
+def test_wrong_values_give_one_line_with_the_allowed_values_at_the_start_and_at_the_end(launch):
+    *others, last = trainings(launch, [(variables, arguments) for variables, arguments, _ in WITHOUT_METRICS])
+    reasons = [f"[EfficientLLM] no metrics, training goes on: {reason}" for *_, reason in WITHOUT_METRICS]
 
-    assert (job.stdout, job.stderr) == ("", "")
-
-
-@pytest.mark.parametrize(
-    ("variables", "named"),
-    [
-        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK"),
-        ({"RANK": "3", "WORLD_SIZE": "2"}, "RANK"),
-        ({"RANK": "0", "WORLD_SIZE": "-1"}, "WORLD_SIZE"),
-    ],
-)
-def test_impossible_launcher_variables_disable_only_metrics(launch, variables, named):
-    job = launch.python(LOOP, "--iterations", 3, environ=variables).done()
-
-    assert_disabled(job, f"{named}=")
+    assert [len(lines) for lines in others] == [1] * len(others)
+    assert [line for (line,), reason in zip(others, reasons, strict=False) if not line.startswith(reason)] == []
+    assert last[0].startswith(reasons[-1])
+    assert last[1].startswith("[EfficientLLM] this job ran without metrics: collection_interval=")
+    assert len(last) == 2
 
 
-@pytest.mark.parametrize(
-    "arguments", ["collection_interval='often'", "collection_interval=0", "collection_interval=float('nan')"]
-)
-def test_wrong_argument_is_reported_like_a_wrong_setting(launch, arguments):
-    job = launch.code(
-        f"import effllm\neffllm.initialize_efficientllm_metrics(5, {arguments})\nprint('trained')\n"
-    ).done()
+def test_reasons_are_reported_only_by_rank_0(launch):
+    unused = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(jobs.unused_port())}
+    runs = [{**jobs.rank_environ(1, 2), "EFFICIENTLLM_LOG_INTERVAL": "0"}]
+    runs += [{**jobs.rank_environ(rank, 2), **unused} for rank in (1, 0)]
+    *others, last = trainings(launch, [(variables, "") for variables in runs])
+    reason = "torchrun's store needs torch: import torch first, or set EFFICIENTLLM_ENDPOINT"
 
-    assert job.stdout == "trained\n"
-    assert_disabled(job, "collection_interval=")
+    assert others == [[], []]
+    assert [reason in line for line in last] == [True, True]
 
 
 def test_old_setting_name_disables_metrics_and_shows_the_new_name(launch):
@@ -92,18 +114,12 @@ def test_old_setting_name_disables_metrics_and_shows_the_new_name(launch):
     assert len(job.output()["steps"]) == 3
 
 
-def test_unknown_sink_or_unknown_option_does_not_affect_other_sinks(launch):
-    job = launch.python(*SERVED, sinks="nosuch,tensorboard:where=x,console").done()
+def test_unknown_sink_option_and_device_do_not_affect_other_sinks_and_counts(launch):
+    job = launch.python(*SERVED, sinks="nosuch,tensorboard:where=x,console", device="nosuch").done()
 
     assert len(job.blocks) == 2
     assert any("has no option 'where'; available options: dir" in text for text in job.ledger.event_texts("sink"))
     assert any("there is no sink 'nosuch'" in text for text in job.ledger.event_texts("sink"))
-    assert job.ledger.summary.tokens == 2000
-
-
-def test_time_and_tokens_are_measured_with_an_unknown_device(launch):
-    job = launch.python(*SERVED, device="nosuch").done()
-
     assert any("there is no device 'nosuch'" in text for text in job.ledger.event_texts("agent"))
     assert job.ledger.summary.tokens == 2000
     assert {"al_seconds", "tt_tokens_per_param_per_sec"} <= set(job.ledger.summary.metrics)
@@ -124,12 +140,12 @@ def test_run_folder_that_cannot_be_created_is_reported_once(launch, tmp_path):
     assert len(job.output()["steps"]) == 20
 
 
-@pytest.mark.parametrize("name", ["lock", "events.jsonl", "windows-0001.jsonl", "ranks-0001.jsonl", "summary.json"])
-def test_symlink_instead_of_a_file_is_not_followed(launch, tmp_path, name):
+def test_symlinks_instead_of_files_are_not_followed(launch, tmp_path):
     folder, precious = tmp_path / "runs" / "mine", tmp_path / "precious"
     folder.mkdir(parents=True)
     precious.write_text("precious\n")
-    (folder / name).symlink_to(precious)
+    for name in ("events.jsonl", "windows-0001.jsonl", "ranks-0001.jsonl", "summary.json"):
+        (folder / name).symlink_to(precious)
     job = launch.python(LOOP, run_name="mine").done()
 
     assert precious.read_text() == "precious\n"
@@ -194,13 +210,6 @@ def test_endpoint_that_never_answers_is_reported_in_one_line(launch):
     assert len(job.our_errors) == 1
 
 
-@pytest.mark.parametrize("endpoint", ["192.0.2.1:5555", "somewhere.example:5555", "[2001:db8::1]:5555"])
-def test_remote_endpoint_without_a_secret_is_rejected(launch, endpoint):
-    job = launch.python(LOOP, "--iterations", 3, endpoint=endpoint).done()
-
-    assert_disabled(job, "there is no secret ")
-
-
 def test_multi_host_job_with_a_readable_secret_is_rejected(launch, tmp_path):
     (tmp_path / "secret").write_text("a" * 64)
     (tmp_path / "secret").chmod(0o644)
@@ -220,16 +229,6 @@ def test_multi_host_job_with_a_readable_secret_is_rejected(launch, tmp_path):
         f"the secret {tmp_path}/secret can be read by other users: replace the secret if another user may have read "
         f"it, and chmod 600 {tmp_path}/secret",
     )
-
-
-@pytest.mark.parametrize(("rank", "lines"), [(0, 2), (1, 0)])
-def test_ranks_without_torch_or_endpoint_train_without_metrics(launch, rank, lines):
-    environ = {**jobs.rank_environ(rank, 2), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(jobs.unused_port())}
-    job = launch.python(LOOP, "--iterations", 20, environ=environ).done()
-
-    assert len(job.output()["steps"]) == 20
-    assert job.stderr.count("torchrun's store needs torch: import torch first, or set EFFICIENTLLM_ENDPOINT") == lines
-    assert job.stderr.count("\n") == lines
 
 
 # --- the aggregator's port ---
@@ -372,102 +371,101 @@ def loop(launch, body, **settings):
     return job
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        "-1, 1",
-        "10, -1",
-        "'ten', 1",
-        "math.nan, 1",
-        "math.inf, 1",
-        "2**70, 1",
-        "10, 2**63",
-        "[1], 1",
-        "10, 1, tokens=-5",
-    ],
-)
-def test_invalid_counts_are_reported_once_and_ignored(launch, wrong):
-    job = loop(launch, f"for i in range(10):\n    step(10, 1)\n    step({wrong})")
-
-    assert (job.ledger.summary.tokens, job.ledger.summary.samples, job.ledger.summary.iterations) == (100, 10, 20)
-    (text,) = job.ledger.event_texts("warning")
-    assert "tokens and samples must be counts of at least 0; iteration 2 has no counts" in text
-
-
-@pytest.mark.parametrize("loss", ["math.nan", "math.inf", "-math.inf", "1e400", "None", "'low'", "[1, 2]", "object()"])
-def test_loss_that_is_not_a_number_is_not_shown(launch, loss):
-    job = loop(launch, f"for i in range(1, 21):\n    step(10, 1)\n    collector.log_metrics(i, {loss})")
-
-    assert [block["iteration"] for block in job.blocks] == ["5", "10", "15", "20"]
-    assert [block["loss"] for block in job.blocks] == [None] * 4
-    assert (job.ledger.summary.status, job.ledger.summary.tokens) == ("completed", 200)
-
-
-@pytest.mark.parametrize("loss", ["'2.5'", "fractions.Fraction(5, 2)", "decimal.Decimal('2.5')"])
-def test_loss_that_can_be_converted_to_a_number_is_shown(launch, loss):
-    job = loop(
-        launch,
-        f"import fractions, decimal\nfor i in range(1, 11):\n    step(10, 1)\n    collector.log_metrics(i, {loss})",
-    )
-
-    assert {block["loss"] for block in job.blocks} == {"2.500000"}
-
-
-def test_decreasing_iteration_number_causes_one_warning(launch):
-    job = loop(
-        launch,
-        "for i in range(1, 21):\n    step(10, 1)\n    collector.log_metrics(i if i <= 10 else i - 8, 1.0)",
-    )
-
-    assert (job.ledger.summary.iterations, job.ledger.summary.tokens) == (20, 200)
-    (text,) = job.ledger.event_texts("warning")
-    assert "the iteration number decreased from 10 to 3; counting continues" in text
+NO_LOSSES = ["math.nan", "math.inf", "-math.inf", "1e400", "None", "'low'", "[1, 2]", "object()"]
+LOSSES = ["'2.5'", "fractions.Fraction(5, 2)", "decimal.Decimal('2.5')"]
+WRONG_CALLS = f"""
+import decimal, fractions
+collector.set_model_parameters("many")
+for wrong in [(-1, 1), (10, -1), ("ten", 1), (math.nan, 1), (math.inf, 1), (2**70, 1), (10, 2**63), ([1], 1)]:
+    step(10, 1)
+    step(*wrong)
+step(10, 1)
+step(10, 1, tokens=-5)
+step(10, 1)
+step(10, 1)
+i = 20
+for loss in [{", ".join(NO_LOSSES + LOSSES)}]:
+    for i in range(i + 1, i + 6):
+        step(10, 1)
+        collector.log_metrics(i, loss)
+for wrong in [None, "x", 2**80, math.nan, -2**80]:
+    step(10, 1)
+    collector.log_metrics(wrong, 1.0)
+for i in range(10):
+    collector.record_iteration_end(10, 1)
+collector.record_iteration_start()
+step(10, 1)
+collector.record_iteration_start()
+whole = collector.phase("evaluation")
+whole.__enter__()
+step(10, 1)
+whole.__exit__(None, None, None)
+with collector.phase("checkpoint"), collector.phase("evaluation"):
+    time.sleep(0.02)
+with collector.phase(None), collector.phase("lunch"):
+    time.sleep(0.02)
+step(10, 1)
+left_open = collector.phase("evaluation")
+left_open.__enter__()
+effllm.finalize_efficientllm_metrics()
+effllm.finalize_efficientllm_metrics()
+step(1000, 1000)
+collector.log_metrics(114, 1.0)
+collector.reset()
+with collector.phase("evaluation"):
+    pass
+"""
 
 
-def test_invalid_iteration_numbers_are_ignored(launch):
-    job = loop(
-        launch, "for i in [None, 'x', 2**80, math.nan, -2**80]:\n    step(10, 1)\n    collector.log_metrics(i, 1.0)"
-    )
-
-    assert (job.ledger.summary.iterations, job.ledger.summary.tokens) == (5, 50)
-    assert job.blocks[0]["iteration"] == "5"
+@pytest.fixture(scope="module")
+def wrong_calls(tmp_path_factory):
+    """Return the job of a script with all wrong calls of the loop."""
+    with jobs.launching(tmp_path_factory.mktemp("wrong_calls")) as launch:
+        yield loop(launch, WRONG_CALLS)
 
 
-def test_second_call_of_initialize_updates_the_settings(launch):
-    job = loop(
-        launch,
-        "effllm.initialize_efficientllm_metrics(2000, facts={'model': 'small'})\nfor i in range(10):\n    step(10, 1)",
-    )
+def test_invalid_counts_are_ignored_and_all_others_are_added(wrong_calls):
+    summary = wrong_calls.ledger.summary
 
-    assert job.stdout.count("Metrics collection initialized") == 1
-    assert job.ledger.summary.parameters == 2000
-    assert job.ledger.facts["model"] == "small"
-    assert len(job.runs()) == 1
+    # The steps with invalid counts, with losses, with invalid numbers, without a start, with phases.
+    assert summary.iterations == 20 + 5 * 11 + 5 + 11 + 2
+    assert summary.samples == 11 + 5 * 11 + 5 + 11 + 2
+    assert summary.tokens == 10 * summary.samples
+    assert summary.status == "completed"
 
 
-def test_iteration_end_without_a_start_causes_one_warning(launch):
-    job = loop(
-        launch,
-        "for i in range(10):\n    collector.record_iteration_end(10, 1)\n"
-        "collector.record_iteration_start()\nstep(10, 1)\ncollector.record_iteration_start()",
-    )
+def test_each_kind_of_wrong_call_causes_one_warning(wrong_calls):
+    parts = [
+        "tokens and samples must be counts of at least 0; iteration 2 has no counts",
+        "log_metrics takes an iteration number and a loss that is a number; the loss is ignored",
+        "log_metrics was given an iteration number out of range; the loss is ignored",
+        "an iteration ended without a start",
+    ]
+    texts = wrong_calls.ledger.event_texts("warning")
 
-    assert (job.ledger.summary.iterations, job.ledger.summary.tokens) == (11, 110)
-    (text,) = job.ledger.event_texts("warning")
-    assert "an iteration ended without a start" in text
+    assert [part in text for part, text in zip(parts, texts, strict=True)] == [True] * 4
 
 
-def test_calls_after_finalize_do_nothing(launch):
-    job = loop(
-        launch,
-        "for i in range(10):\n    step(10, 1)\n"
-        "effllm.finalize_efficientllm_metrics()\neffllm.finalize_efficientllm_metrics()\n"
-        "step(1000, 1000)\ncollector.log_metrics(11, 1.0)\ncollector.reset()\n"
-        "with collector.phase('evaluation'):\n    pass",
-    )
+def test_loss_is_shown_if_it_can_be_converted_to_a_finite_number(wrong_calls):
+    blocks = wrong_calls.blocks
 
-    assert job.stdout.count("[EfficientLLM] Run completed") == 1
-    assert job.ledger.summary.tokens == 100
+    assert [block["iteration"] for block in blocks[:16]] == [str(5 * number) for number in range(1, 17)]
+    assert [block["loss"] for block in blocks[4:15]] == [None] * len(NO_LOSSES) + ["2.500000"] * len(LOSSES)
+
+
+def test_tt_and_st_are_missing_without_a_valid_parameter_count(wrong_calls):
+    assert wrong_calls.ledger.summary.parameters is None
+    assert "tt_tokens_per_param_per_sec" not in wrong_calls.ledger.summary.metrics
+
+
+def test_calls_after_finalize_do_nothing(wrong_calls):
+    assert wrong_calls.stdout.count("[EfficientLLM] Run completed") == 1
+
+
+def test_times_of_overlapping_and_unknown_phases_add_up_to_wall_time(wrong_calls):
+    for one in wrong_calls.ledger.ranks:
+        assert one.wall_s == pytest.approx(one.busy_s + one.wait_s + sum(one.phases_s.values()), abs=1e-6)
+    assert {"evaluation", "checkpoint", "other"} <= set(wrong_calls.ledger.summary.time_by_class)
 
 
 def test_finalize_without_initialize_prints_nothing(launch):
@@ -476,53 +474,46 @@ def test_finalize_without_initialize_prints_nothing(launch):
     assert (job.stdout, job.stderr) == ("", "")
 
 
-def test_times_of_overlapping_and_unknown_phases_add_up_to_wall_time(launch):
-    job = loop(
-        launch,
-        "whole = collector.phase('evaluation')\nwhole.__enter__()\nstep(10, 1)\nwhole.__exit__(None, None, None)\n"
-        "with collector.phase('checkpoint'), collector.phase('evaluation'):\n    time.sleep(0.02)\n"
-        "with collector.phase(None), collector.phase('lunch'):\n    time.sleep(0.02)\n"
-        "step(10, 1)\nleft_open = collector.phase('evaluation')\nleft_open.__enter__()\n",
-    )
-
-    assert job.ledger.summary.tokens == 20
-    for one in job.ledger.ranks:
-        assert one.wall_s == pytest.approx(one.busy_s + one.wait_s + sum(one.phases_s.values()), abs=1e-6)
-    assert {"evaluation", "checkpoint", "other"} <= set(job.ledger.summary.time_by_class)
-
-
-@pytest.mark.parametrize("parameters", ["0", "-5", "'many'", "math.nan", "2**70", "None", "1.5e3"])
-def test_tt_and_st_are_missing_without_a_valid_parameter_count(launch, parameters):
-    job = loop(launch, f"collector.set_model_parameters({parameters})\nfor i in range(10):\n    step(10, 1)")
-    known = parameters == "1.5e3"
-
-    assert ("tt_tokens_per_param_per_sec" in job.ledger.summary.metrics) is known
-    assert job.ledger.summary.parameters == (1500 if known else None)
-    assert job.ledger.summary.tokens == 100
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        "facts={'folder': __import__('pathlib').Path('/'), 'odd': {1, 2}, 3: object(), 'nan': math.nan}",
-        "facts={'long': 'x' * 200_000}",
-        "flops_per_token='many'",
-        "first_iteration='three'",
-        "first_iteration=-3",
-        "total_iterations='all'",
-    ],
+ODD_FACTS = """
+import math, pathlib
+import effllm.efficientllm_metrics as effllm
+odd = {"folder": pathlib.Path("/"), "odd": {1, 2}, 3: object(), "nan": math.nan, "long": "x" * 200_000}
+effllm.initialize_efficientllm_metrics(
+    1000, facts=odd, flops_per_token="many", first_iteration="three", total_iterations="all"
 )
-def test_facts_with_invalid_values_do_not_disable_metrics(launch, arguments):
-    job = launch.code(
-        "import math\nimport effllm.efficientllm_metrics as effllm\n"
-        f"effllm.initialize_efficientllm_metrics(1000, {arguments})\n"
-        "collector = effllm.get_metrics_collector()\n"
-        "for i in range(10):\n    collector.record_iteration_start()\n    collector.record_iteration_end(10, 1)\n"
-        "effllm.finalize_efficientllm_metrics()\n"
-    ).done()
+effllm.initialize_efficientllm_metrics(2000, facts={"model": "small"}, first_iteration=-3)
+collector = effllm.get_metrics_collector()
+for i in range(1, 21):
+    collector.record_iteration_start()
+    collector.record_iteration_end(10, 1)
+    collector.log_metrics(i if i <= 10 else i - 8, 1.0)
+effllm.finalize_efficientllm_metrics()
+"""
 
-    assert job.ledger.summary.tokens == 100
-    assert job.stderr == ""
+
+@pytest.fixture(scope="module")
+def odd_facts(tmp_path_factory):
+    """Return the job of a script with invalid facts, two calls of initialize and decreasing iteration numbers."""
+    with jobs.launching(tmp_path_factory.mktemp("odd_facts")) as launch:
+        yield launch.code(ODD_FACTS).done()
+
+
+def test_facts_of_any_type_do_not_disable_metrics(odd_facts):
+    assert odd_facts.stderr == ""
+    assert odd_facts.ledger.summary.tokens == 200
+
+
+def test_second_call_of_initialize_updates_the_facts(odd_facts):
+    assert odd_facts.stdout.count("Metrics collection initialized") == 1
+    assert len(odd_facts.runs()) == 1
+    assert odd_facts.ledger.summary.parameters == 2000
+    assert odd_facts.ledger.facts["model"] == "small"
+
+
+def test_decreasing_iteration_number_causes_one_warning(odd_facts):
+    assert odd_facts.ledger.summary.iterations == 20
+    (text,) = odd_facts.ledger.event_texts("warning")
+    assert "the iteration number decreased from 10 to 3; counting continues" in text
 
 
 FAST = """
@@ -536,9 +527,8 @@ effllm.finalize_efficientllm_metrics()
 """
 
 
-@pytest.mark.parametrize("history_size", [16, 1000])
-def test_full_ring_loses_records_but_no_iterations_or_tokens(launch, history_size):
-    job = launch.code(FAST, history_size=history_size, log_interval=10_000).done()
+def test_full_ring_loses_records_but_no_iterations_or_tokens(launch):
+    job = launch.code(FAST, history_size=16, log_interval=10_000).done()
     summary, rows = job.ledger.summary, job.ledger.ranks
 
     assert (summary.iterations, summary.tokens, summary.samples) == (50_000, 150_000, 50_000)

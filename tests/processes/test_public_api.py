@@ -281,6 +281,14 @@ def test_facts_of_any_type_can_be_written(off, value):
     assert set(decode_from_agent(encode(frame)).facts) == {"a", "7", "b"}
 
 
+@cases("given, total", [(0, None), (-5, None), ("many", None), (float("nan"), None), (2**70, None), (1.5e3, 1500)])
+def test_invalid_parameter_count_is_unknown(off, given, total):
+    collector = effllm.initialize_efficientllm_metrics(1000)
+    collector.set_model_parameters(given)
+
+    assert carried(collector.declared.facts).parameters.total == total
+
+
 def test_monitor_does_not_suppress_exceptions_of_the_loop(off):
     with pytest.raises(ZeroDivisionError), effllm.monitor(parameters=5) as m:
         m.iteration(tokens=1)
