@@ -2,6 +2,8 @@
 
 pytest needs some 10 ms for each test beside the test itself. A test with cases runs all its cases, also after a
 failure, and fails with the failed ones. All cases share the fixtures of the test.
+
+`repeats` is the number of seeds of a test with random numbers: few in ``make test``, many in ``make test-all``.
 """
 
 from __future__ import annotations
@@ -13,6 +15,15 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+#: Examples of each property-based test, by profile; `make test-all` has the option --hypothesis-profile=large.
+NUM_EXAMPLES = {"small": 25, "large": 250}
+
+
+def repeats(few: int, many: int) -> int:
+    """Return ``many`` with the profile large, else ``few``."""
+    return many if settings().max_examples >= NUM_EXAMPLES["large"] else few
 
 
 def cases(names: str | Sequence[str], values: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:

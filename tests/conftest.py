@@ -6,6 +6,7 @@ import signal
 import uuid
 from pathlib import Path
 
+import cases
 import cli_process
 import jobs
 import nvml_library
@@ -18,12 +19,9 @@ LAUNCHERS = ("SLURM_", "OMPI_", "PMI_", "TORCHELASTIC_", "GROUP_", "ROLE_")
 PLACES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 DEVICES = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "NVML_TRACE")
 
-# Examples of each property-based test; `make test-all` has the option --hypothesis-profile=large.  Other processes on
-# the machine must not fail a test, so that no example has a deadline.
-for name, num_examples in (("small", 25), ("large", 250)):
-    settings.register_profile(
-        name, max_examples=num_examples, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-    )
+# Other processes on the machine must not fail a test: no example has a deadline.
+for name, number in cases.NUM_EXAMPLES.items():
+    settings.register_profile(name, max_examples=number, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("small")
 
 

@@ -244,7 +244,6 @@ def clusters(draw):
     return windows, ranks
 
 
-@pytest.mark.slow
 @given(clusters(), st.booleans(), st.sampled_from([0.5, 1.0]))
 def test_power_times_time_is_energy_in_total_and_per_token(cluster, wall, least):
     windows, ranks = cluster
@@ -389,7 +388,6 @@ def classed_windows(draw):
     return windows, ranks
 
 
-@pytest.mark.slow
 @given(classed_windows(), st.integers(0, 40), st.sampled_from([0.5, 1.0]))
 def test_energy_classes_sum_to_the_measured_energy(job, warmup, least):
     windows, ranks = job

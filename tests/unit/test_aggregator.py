@@ -7,7 +7,7 @@ from itertools import count
 import msgspec
 import pytest
 from builders import GIB, amount, device_window, full, gpu, hello, reports, row
-from cases import cases
+from cases import cases, repeats
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -571,7 +571,6 @@ def test_event_storm_is_limited_to_100_lines_a_minute_and_a_count():
     assert job.aggregator.garbage == 4000
 
 
-@pytest.mark.slow
 def test_million_events_of_many_ranks_need_less_than_10_megabytes():
     ranks = 200
     job = Job(ranks).join()
@@ -1081,7 +1080,6 @@ SERVED = ["hand_out", "hand_out", "write", "write", "acknowledge"]
 STEPS = st.lists(st.sampled_from(["send"] * 6 + SERVED + ["bye", "crash"]), max_size=40)
 
 
-@pytest.mark.slow
 @given(jobs(), STEPS, st.data(), st.sampled_from([0.4, 1.0]))
 @pytest.mark.fault("duplicates")
 def test_a_crash_at_any_point_changes_no_total(rows, steps, data, min_coverage):
@@ -1102,7 +1100,6 @@ def test_a_crash_at_any_point_changes_no_total(rows, steps, data, min_coverage):
     assert found.coverage.reports_late == 0
 
 
-@pytest.mark.slow
 @given(jobs(), STEPS, st.data())
 @pytest.mark.fault("duplicates")
 def test_crash_with_late_reports_loses_and_doubles_no_report(rows, steps, data):
@@ -1143,7 +1140,6 @@ def test_waiting_late_reports_are_counted_once_after_a_crash(monkeypatch):
     assert summary.coverage.reports_late == 1
 
 
-@pytest.mark.slow
 @given(jobs(), st.randoms(use_true_random=False))
 def test_arrival_order_of_ranks_does_not_change_a_report(rows, random):
     reports_of = []
@@ -1161,7 +1157,6 @@ def test_arrival_order_of_ranks_does_not_change_a_report(rows, random):
     assert len(reports_of[0]) == len(rows[0])
 
 
-@pytest.mark.slow
 def test_ten_thousand_ranks_give_reports_of_the_usual_size():
     ranks = 10_000
     job = Job(ranks)
@@ -1233,11 +1228,10 @@ def test_energy_with_an_error_above_20_percent_is_not_shown():
     assert metrics.energy.joules_per_token(known.last) is not None
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("num_ranks", "runs"), [(1, 50), (8, 10)])
-def test_advice_on_doubtful_energy_does_not_vary_between_runs(num_ranks, runs):
+@cases("num_ranks", [1, 8])
+def test_advice_on_doubtful_energy_does_not_vary_between_runs(num_ranks):
     texts = set()
-    for seed in range(runs):
+    for seed in range(repeats(5, 50)):
         chance = random.Random(seed)
         job = Job(num_ranks).join(*range(num_ranks))
         for number in range(1, 16):
@@ -1253,9 +1247,8 @@ def test_advice_on_doubtful_energy_does_not_vary_between_runs(num_ranks, runs):
     }
 
 
-@pytest.mark.slow
 def test_large_error_of_every_third_window_raises_no_event():
-    for seed in range(50):
+    for seed in range(repeats(5, 50)):
         chance = random.Random(seed)
         job = Job(1).join()
         for number in range(1, 30):
@@ -1544,7 +1537,6 @@ def test_rank_far_ahead_does_not_make_other_ranks_late():
     assert job.summary().coverage.reports_late == 0
 
 
-@pytest.mark.slow
 def test_many_late_reports_are_accepted_a_few_at_a_time():
     job = Job(2).join()
     for window in range(1, 201):

@@ -113,7 +113,6 @@ def fields(sums):
     return {name: getattr(sums.total(), name) for name in ("joules", "gain_j", "estimated_j", "error_j")}
 
 
-@pytest.mark.slow
 @given(st.lists(AMOUNTS, min_size=1, max_size=30), st.data())
 def test_removing_and_adding_a_window_changes_no_total(windows, data):
     sums = summed(*enumerate(windows, start=1))
@@ -126,7 +125,6 @@ def test_removing_and_adding_a_window_changes_no_total(windows, data):
     assert fields(sums) == {name: pytest.approx(value, rel=1e-6, abs=1e-3) for name, value in before.items()}
 
 
-@pytest.mark.slow
 @given(st.lists(AMOUNTS, min_size=1, max_size=OPEN_WINDOWS), st.randoms(use_true_random=False))
 def test_order_of_windows_does_not_change_the_error(windows, random):
     numbered = list(enumerate(windows, start=1))
@@ -137,7 +135,6 @@ def test_order_of_windows_does_not_change_the_error(windows, random):
 
 
 @given(st.lists(AMOUNTS, min_size=1, max_size=40), st.sets(st.integers(1, 40)))
-@pytest.mark.slow
 def test_error_of_a_sum_has_the_edges_of_each_contiguous_part(windows, holes):
     kept = [(number, one) for number, one in enumerate(windows, start=1) if number not in holes]
     ends_j2 = sum(one.start_j2 for number, one in kept if number - 1 not in dict(kept))

@@ -106,7 +106,6 @@ def adds_up(goodput):
     return True
 
 
-@pytest.mark.slow
 @given(st.lists(st.floats(0.001, 30.0), min_size=1, max_size=8))
 def test_rounding_errors_are_in_no_badput_class(lengths_s):
     run = Run().wait(0.1).join()
@@ -469,7 +468,6 @@ def test_time_axis_continues_by_unix_time_on_another_machine():
     assert axis.at_s == 12.0
 
 
-@pytest.mark.slow
 def test_restart_history_is_bounded_and_newest_spans_are_shortest():
     goodput = Goodput()
     goodput.clock.advance(0.0, 0.0)
@@ -493,7 +491,6 @@ def test_restart_history_is_bounded_and_newest_spans_are_shortest():
     assert goodput.summary().joules["redone"] == pytest.approx(90_000.0)
 
 
-@pytest.mark.slow
 def test_state_is_bounded_and_classes_add_up_after_1000_restarts():
     goodput = Goodput()
     for attempt in range(1100):
@@ -560,7 +557,6 @@ def waterfall_adds_up(run, unused_s, ended=False):
     return True
 
 
-@pytest.mark.slow
 @given(st.lists(STEPS, min_size=1, max_size=40), st.data())
 def test_classes_add_up_to_elapsed_time_for_any_events(steps, data):
     run = Run(data.draw(st.integers(1, 3)))

@@ -6,7 +6,7 @@ import random
 import msgspec
 import pytest
 from builders import device_window, full, hello, reports, row
-from cases import cases
+from cases import cases, repeats
 
 from effllm.config.settings import MIN_WINDOW_S, Config, read_config
 from effllm.job.aggregator import Aggregator
@@ -89,8 +89,7 @@ def test_windows_of_a_second_are_not_joined():
     assert shown[0] == shown[1]
 
 
-@cases("seed", range(5))
-@pytest.mark.slow
+@cases("seed", range(repeats(1, 5)))
 def test_joined_windows_have_exact_totals_and_equal_edges(seed):
     chance = random.Random(seed)
     ranks, last = chance.choice([1, 2, 3]), 160

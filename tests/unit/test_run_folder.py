@@ -287,7 +287,7 @@ def windows_every(folder, seconds, count, **settings):
     return warnings
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_windows_of_10_ms_give_one_warning_with_their_cost(folder):
     (line,) = windows_every(folder, 0.01, 7000, log_interval=10)
 
@@ -684,7 +684,6 @@ def test_empty_folder_has_no_records(tmp_path):
 WHOLE = msgspec.json.encode(Event(1.0, "reports_lost", "rank 3 is gone"))
 
 
-@pytest.mark.slow
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(

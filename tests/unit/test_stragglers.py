@@ -4,7 +4,7 @@ import math
 import re
 
 import pytest
-from cases import cases
+from cases import cases, repeats
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -26,7 +26,6 @@ def slowed(ranks, by=1.1, first=6, last=10**9):
 
 
 @pytest.mark.parametrize("ranks", [4, 8, 64])
-@pytest.mark.slow
 def test_only_a_rank_10_percent_slower_is_named_in_20_runs(ranks):
     named = [SynchronousJob(ranks, seed=seed, slow=slowed({ranks // 2})).run(16).named_ranks for seed in range(20)]
 
@@ -70,15 +69,13 @@ def test_no_rank_is_named_for_a_light_stage_without_groups():
     assert job.run(30).named_ranks == set()  # most ranks are equally slow, and near the median
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "windows"), [(8, 40), (64, 20), pytest.param(1024, 12, marks=pytest.mark.long)])
-def test_no_rank_is_named_for_noise_in_50_runs(ranks, windows):
-    jobs = (SynchronousJob(ranks, seed=seed, jitter=0.01 + 0.02 * (seed % 2)) for seed in range(50))
+def test_no_rank_is_named_for_noise_in_many_runs(ranks, windows):
+    jobs = (SynchronousJob(ranks, seed=seed, jitter=0.01 + 0.02 * (seed % 2)) for seed in range(repeats(10, 50)))
 
-    assert [job.run(windows).named_ranks for job in jobs] == [set()] * 50
+    assert {rank for job in jobs for rank in job.run(windows).named_ranks} == set()
 
 
-@pytest.mark.slow
 def test_no_rank_is_named_for_heavy_tailed_noise():
     jobs = (SynchronousJob(16, seed=seed, jitter=0.03, iterations=1, tail=0.02) for seed in range(30))
 

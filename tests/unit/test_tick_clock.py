@@ -160,7 +160,6 @@ def read_near_ticks(counter, reads):
             yield at_ns
 
 
-@pytest.mark.slow
 @given(READS, PARTS, st.floats(-1.0, 1.0), st.sampled_from([1e-5, 2e-4, 0.01]))
 def test_true_phase_and_period_are_within_bounds_for_any_reads(reads, phase, off, error):
     clock = TickClock(0.1, 0.1 * error)
