@@ -14,7 +14,7 @@ from rich.table import Table
 from benchmarks.figure import Figure
 from benchmarks.machine import machine
 
-NAMES = ("recorder", "instruments", "importing", "latency", "agent", "sampling", "training", "audit", "trackers")
+NAMES = ("recorder", "instruments", "importing", "latency", "agent", "sampling", "training", "trackers")
 RESULTS = Path(__file__).parent / "results"
 
 

@@ -25,7 +25,7 @@ MAX_BYTES = 8000  # of the JSON document
 MAX_LETTERS = (300, 200, 110, 80, 50, 30, 3)
 MAX_VERDICT = 300  # letters of a line of the verdict, and of a name
 #: Fields with explanations; other texts are names.
-_EXPLANATIONS = ("evidence", "claim", "unknown", "doubts", "reasons", "text")
+_EXPLANATIONS = ("evidence", "claim", "unknown", "doubts")
 
 
 def main(run: Path, as_json: bool) -> int:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from effllm.config.settings import Config
 from effllm.devices.known import hardware
 from effllm.energy.lag_evidence import is_share_open
-from effllm.job.audit.known import KnownJob, quantities_of
+from effllm.job.audit.known import KnownJob
 from effllm.job.ledger import Ledger
 from effllm.job.power_scope import AUTO, Node, Scope, choose, keep, scopes
 from effllm.records.plain_text import one_line
@@ -122,14 +122,11 @@ class JobFacts:
 
     @cached_property
     def known(self) -> KnownJob:
-        """The constants with which the audit explains differences; the facts are those of the first rank."""
+        """The constants that the audit uses; the facts are those of the first rank."""
         facts = self._hellos[min(self._hellos)].facts if self._hellos else {}
-        hosts = {hello.host for hello in self._hellos.values()}
-        world_size, max_positions = self._ledger.world_size, facts.get("max_positions_per_iteration")
+        max_positions = facts.get("max_positions_per_iteration")
         return KnownJob(
-            quantities=quantities_of(facts, world_size, self.num_gpus, len(hosts)),
-            devices=self.num_gpus or world_size or 1,
-            peaks=peaks_of(next((device.name for device in self._devices.values() if device.is_gpu), "")),
+            devices=self.num_gpus or self._ledger.world_size or 1,
             peak_flops_per_s=self.peak_flops_per_s,
             flops_per_token=self.flops_per_token,
             max_positions=max_positions if type(max_positions) is int else 0,
@@ -218,14 +215,6 @@ class JobFacts:
             "driver"
         )
         return (one_line(text),)
-
-
-def peaks_of(name: str) -> dict[str, float]:
-    """Return the peaks of a GPU in all precisions, dense and with sparsity, as text -> FLOP/s."""
-    row = hardware.find(name)
-    peaks = {f"{precision.upper()} of this GPU": peak for precision, peak in (row.flops_per_s if row else {}).items()}
-    dense = peak_of(name)
-    return {**peaks, **({"this GPU with sparsity": 2 * dense.flops_per_s} if dense else {})}
 
 
 class Peak(NamedTuple):

@@ -79,11 +79,7 @@ KINDS: dict[str, Kind] = {
     "mfu": Kind(
         ONCE, "MFU or HFU is above 1: the number of FLOPs, the number of tokens or the peak is wrong.", is_problem=True
     ),
-    "audit": Kind(
-        ONCE,
-        "Two figures that must be equal differ; the text has the factor and, if it is known, the cause.",
-        is_problem=True,
-    ),
+    "audit": Kind(ONCE, "A check of counts or of MFU failed; the text has the factor.", is_problem=True),
     "loss_not_finite": Kind(ALWAYS, "The loss has become NaN or infinite.", is_problem=True),
     "loss_finite": Kind(ALWAYS, "The loss is finite again."),
     "gpus_unused": Kind(

@@ -97,7 +97,7 @@ def _mark(value: Value) -> str:
 
 def _audit(summary: Summary, folder: Path | None, max_lines: int) -> list[str]:
     """Return lines about the failed check, or the difference from a framework's own figure, or their number."""
-    texts = list(audit_texts(summary.audit, only_problems=True)) if summary.audit is not None else []
+    texts = list(audit_texts(summary.audit)) if summary.audit is not None else []
     if len(texts) > 1:
         texts = [f"{len(texts)} differences" + (", see summary.txt" if folder is not None else "")]
     return _fact("audit", texts[0], max_lines).splitlines() if texts else []

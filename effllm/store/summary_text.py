@@ -10,7 +10,8 @@ from itertools import islice
 from pathlib import Path
 
 from effllm.metrics import METRICS, Metric, describe
-from effllm.records.audit import DIFFERENCES, Audit
+from effllm.records.audit import Audit
+from effllm.records.framework_figures import FIGURES, MFU_RATIO
 from effllm.records.identity import Identity
 from effllm.records.job import EnergySummary, GoodputSummary, StragglerVerdict, Summary, Value
 from effllm.records.plain_text import one_line
@@ -127,12 +128,14 @@ def tensorboard_line(folder: Path | None, event_folder: Path) -> str:
     return f"  TensorBoard: tensorboard --logdir {shlex.quote(str(shown))}"
 
 
-def audit_texts(audit: Audit, *, only_problems: bool = False) -> Iterator[str]:
-    """Yield the failed checks of a run, and a framework's own figures beside the figures of effllm."""
+def audit_texts(audit: Audit) -> Iterator[str]:
+    """Yield the failed checks of a run, and the framework's own figures that differ from those of effllm."""
     yield from (one_line(f"IN DOUBT: {text}") for text in audit.doubts)
-    for figure in audit.figures:
-        if figure.outcome in DIFFERENCES or not only_problems:
-            yield one_line(figure.text)
+    for one in audit.figures:
+        percent = 100 if one.name == MFU_RATIO else 1
+        framework, own = (readable(percent * value) + " %" * (percent > 1) for value in (one.framework, one.own))
+        label = FIGURES.get(one.name, one_line(one.name))
+        yield f"{label}: framework {framework}, effllm {own}, factor {readable(one.factor)}"
 
 
 def what_ran(summary: Summary) -> Iterator[tuple[str, str]]:

@@ -94,8 +94,8 @@ def test_counts_of_the_loop_replace_counts_of_the_hook(frameworks):
     assert (job.ledger.summary.tokens, job.ledger.summary.samples) == (12 * 16, 12 * 4)
 
 
-@pytest.mark.parametrize(("rows", "outcome"), [(4, "agrees"), (1, "named cause")])
-def test_samples_per_second_of_deepspeed_are_compared(frameworks, rows, outcome):
+@pytest.mark.parametrize(("rows", "stated"), [(4, None), (1, 4.0)])
+def test_samples_per_second_of_deepspeed_are_compared(frameworks, rows, stated):
     """DeepSpeed multiplies its steps by the configured batch, of four rows; the loop's batch may have one row."""
     environ = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", **CPU}
     code = SCRIPT.replace("range(12)", "range(96)").replace(
@@ -107,6 +107,6 @@ def test_samples_per_second_of_deepspeed_are_compared(frameworks, rows, outcome)
     code = code.replace("randint(50, (4, 8)", f"randint(50, ({rows}, 8)")
     job = frameworks.run(code, 0, environ={**environ, "MASTER_PORT": str(jobs.unused_port())}, log_interval=4)
 
-    (found,) = job.ledger.summary.audit.figures
-    assert (found.name, found.outcome) == ("framework/samples_per_second", outcome)
-    assert found.factor == pytest.approx(4 / rows, rel=0.05)
+    found = {one.name: one.factor for one in job.ledger.summary.audit.figures}
+    assert found == ({"framework/samples_per_second": pytest.approx(stated, rel=0.05)} if stated else {})
+    assert job.ledger.summary.instruments["framework/samples_per_second"].count > 5

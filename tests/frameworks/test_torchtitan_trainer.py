@@ -71,18 +71,16 @@ def test_training_loop_of_torchtitan_is_measured(launch):
     assert job.our_errors == []
 
 
-@pytest.mark.parametrize(
-    ("divisor", "outcome", "reasons"), [(1, "agrees", ()), (2, "named cause", ("gradient accumulation steps",))]
-)
-def test_logged_tokens_per_second_are_compared_with_the_counts(launch, divisor, outcome, reasons):
-    """With the wrong divisor of torchtitan's tokens/s, the factor is equal to the number of its micro-batches."""
+@pytest.mark.parametrize(("divisor", "stated"), [(1, []), (2, [0.5])])
+def test_logged_tokens_per_second_are_compared_with_the_counts(launch, divisor, stated):
+    """The tokens/s of torchtitan with a wrong divisor."""
     code = SCRIPT.replace("steps=6,", "steps=80,").replace("range(20)", "range(400)")
     code = code.replace("        loss.backward()", "        time.sleep(0.01)\n        loss.backward()")
     code = code.replace("non_data_parallel_size=1", f"non_data_parallel_size={divisor}")
 
     job = launch.code(code, environ={"EFFICIENTLLM_ATTACH": "1", "EFFICIENTLLM_SINKS": "none"}).done(90)
 
-    figures = {one.name: one for one in job.ledger.summary.audit.figures}
-    found = figures["framework/tokens_per_second_per_gpu"]
-    assert (found.outcome, found.reasons) == (outcome, reasons)
-    assert figures["framework/tflops_per_gpu"].outcome == outcome
+    found = {one.name: one.factor for one in job.ledger.summary.audit.figures}
+    names = ("framework/tokens_per_second_per_gpu", "framework/tflops_per_gpu")
+    assert found == {name: pytest.approx(factor, rel=0.05) for factor in stated for name in names}
+    assert job.ledger.summary.instruments[names[0]].count > 5

@@ -134,6 +134,5 @@ def test_tokens_per_second_of_torchtune_are_compared(frameworks):
 
     (found,) = job.ledger.summary.audit.figures
     assert found.name == "framework/tokens_per_second_per_gpu"
-    assert found.outcome in ("other count", "varies")  # steps of 30 ms vary on a machine with other work
     assert found.factor == pytest.approx(11 / 13, rel=0.15)
     assert not job.ledger.event_texts("audit")

@@ -474,15 +474,13 @@ Trainer(model=model, args=tiny.arguments(), train_dataset=tiny.rows(48), data_co
 PADDED = "per_device_train_batch_size=2, max_steps=36, include_num_input_tokens_seen='{}'"
 
 
-def test_count_of_the_trainer_with_padding_is_explained_by_the_two_counts(frameworks):
+def test_count_of_the_trainer_with_padding_is_stated_with_its_factor(frameworks):
     """A step has 16 positions and 13 tokens."""
     code = script(PADDED.format("all"), before="trainer._get_train_sampler = lambda *_: range(48)")
     job = frameworks.run(code.replace("tiny.rows(48)", "tiny.rows(48, (5, 8))"))
 
     found = {one.name: one for one in job.ledger.summary.audit.figures}["framework/tokens_per_iteration"]
-    assert found.outcome == "other count"
-    assert found.framework / found.own == pytest.approx(16 / 13)
-    assert "the framework counts all positions, with padding: " in found.text
+    assert (found.framework, found.own) == (16.0, 13.0)
     assert not job.ledger.event_texts("audit")
 
 
@@ -490,16 +488,12 @@ def test_count_of_the_trainer_without_padding_agrees(frameworks):
     code = script(PADDED.format("non_padding"), before="trainer._get_train_sampler = lambda *_: range(48)")
     job = frameworks.run(code)
 
-    figures = {one.name: one for one in job.ledger.summary.audit.figures}
-    assert set(figures) == {"framework/tokens_per_iteration", "framework/tokens_per_second"}
-    assert (figures["framework/tokens_per_iteration"].outcome, figures["framework/tokens_per_iteration"].factor) == (
-        "agrees",
-        1.0,
-    )
-    assert not job.ledger.event_texts("audit")
+    summary = job.ledger.summary
+    assert "framework/tokens_per_iteration" not in {one.name for one in summary.audit.figures}
+    assert {"framework/tokens_per_iteration", "framework/tokens_per_second"} <= summary.instruments.keys()
 
 
-def test_wrong_count_of_a_trainer_is_named(frameworks):
+def test_wrong_count_of_a_trainer_is_stated_with_its_factor(frameworks):
     """A Trainer that counts one of four micro-batches, as in axolotl#3688."""
     before = """
 count, batches = trainer._track_num_input_tokens, iter(range(10**6))
@@ -508,5 +502,5 @@ trainer._get_train_sampler = lambda *_: range(48)
 """
     job = frameworks.run(script(PADDED.format("non_padding") + ", gradient_accumulation_steps=4", before=before))
 
-    (text,) = [one for one in job.ledger.event_texts("audit") if one.startswith("tokens per iteration")]
-    assert text.endswith("factor 0.25: exactly 1/4 = gradient accumulation steps")
+    found = {one.name: one for one in job.ledger.summary.audit.figures}["framework/tokens_per_iteration"]
+    assert found.factor == 0.25

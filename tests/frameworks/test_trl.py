@@ -323,19 +323,19 @@ raise SystemExit
 def test_tokens_of_trl_are_compared_with_the_counts(frameworks):
     """TRL logs the sum of the attention masks; 13 tokens a step, of 16 positions."""
     code = sft().replace("max_steps=4", "max_steps=36").replace("range(32)", "range(80)")
-    (found,) = frameworks.run(code, log_interval=2).ledger.summary.audit.figures
+    summary = frameworks.run(code, log_interval=2).ledger.summary
 
-    assert (found.name, found.outcome) == ("framework/tokens_per_iteration", "agrees")
-    assert (found.framework, found.own, found.factor) == (13.0, 13.0, 1.0)
+    assert summary.audit.figures == ()
+    assert summary.instruments["framework/tokens_per_iteration"].mean == 13.0
 
 
-def test_wrong_count_of_tokens_of_trl_is_named(frameworks):
-    """A trainer that adds each batch twice: the factor 2 is also the number of rows of a batch."""
+def test_wrong_count_of_tokens_of_trl_is_stated_with_its_factor(frameworks):
+    """A trainer that adds each batch twice."""
     code = sft().replace("max_steps=4", "max_steps=36").replace("range(32)", "range(80)")
     job = frameworks.run(code.replace("trainer.train()", "trainer._tp_size = 0.5\ntrainer.train()"), log_interval=2)
 
-    (text,) = job.ledger.event_texts("audit")
-    assert text == "tokens per iteration: framework 26, effllm 13, factor 2: exactly 2 = micro-batch size"
+    (found,) = job.ledger.summary.audit.figures
+    assert (found.name, found.framework, found.own) == ("framework/tokens_per_iteration", 26.0, 13.0)
 
 
 def test_tokens_of_kto_are_not_compared(frameworks):
@@ -347,4 +347,4 @@ def test_tokens_of_kto_are_not_compared(frameworks):
     job = frameworks.run(code, log_interval=2)
 
     assert job.ledger.summary.iterations == 36
-    assert job.ledger.summary.audit.figures == ()
+    assert "framework/tokens_per_iteration" not in job.ledger.summary.instruments

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from effllm.commands.app import app
 from effllm.job.verdict import MAX_EVIDENCE
-from effllm.records.audit import Audit, AuditedFigure
+from effllm.records.audit import Audit, ComparedFigure
 from effllm.records.framework_figures import FIGURES
 from effllm.records.verdict import BEFORE, Evidence, LossWindows, Verdict
 from effllm.records.waterfall import PARTS, Waterfall, WaterfallPart
@@ -99,12 +99,7 @@ def test_json_contains_every_part_and_is_shorter_than_8_kb(inspect):
 
 
 def test_json_with_an_audit_is_shorter_than_8_kb_with_all_names_and_numbers(inspect):
-    figures = tuple(
-        AuditedFigure(
-            name, "tokens/s", 1234.56789, 123.456789, 8.0, 0.02, 64, "named cause", "t" * 250, ("r" * 40,) * 4
-        )
-        for name in FIGURES
-    )
+    figures = tuple(ComparedFigure(name, 1234.56789, 123.456789, 8.0, 64) for name in FIGURES)
     parts = tuple(WaterfallPart(name, 1.0, 0.05, evidence="\u65e5" * 300) for name in PARTS)
     seen = LossWindows(123_456, 123_456, 123_456, 123_456, 0.123456789, 123_456)
     evidence = tuple(Evidence("c" * 250, f"summary.json: {at}", 0.1, seen, BEFORE) for at in range(MAX_EVIDENCE))

@@ -375,11 +375,8 @@ def print_rank_last(message):
 """
 
 
-@pytest.mark.parametrize(
-    ("factor", "outcome", "reasons"),
-    [("1", "agrees", ()), ("1 / 4", "named cause", ("micro-batches of an iteration",))],
-)
-def test_logged_throughput_is_compared_with_the_counts(train, factor, outcome, reasons):
+@pytest.mark.parametrize(("factor", "stated"), [("1", None), ("1 / 4", 0.25)])
+def test_logged_throughput_is_compared_with_the_counts(train, factor, stated):
     """A step has 4 micro-batches of 2 samples; its FLOPs are multiplied, because Megatron logs one digit."""
 
     def edit(text):
@@ -391,6 +388,6 @@ def test_logged_throughput_is_compared_with_the_counts(train, factor, outcome, r
 
     job = train("0_16", edit=edit, train_iters=80, compute_s=0.02).done()
 
-    (figure,) = job.ledger.summary.audit.figures
-    assert (figure.name, figure.outcome, figure.reasons) == ("framework/tflops_per_gpu", outcome, reasons)
-    assert len(job.ledger.event_texts("audit")) == len(reasons)
+    figures = {one.name: one.factor for one in job.ledger.summary.audit.figures}
+    assert figures == ({"framework/tflops_per_gpu": pytest.approx(stated, rel=0.05)} if stated else {})
+    assert job.ledger.summary.instruments["framework/tflops_per_gpu"].count > 5

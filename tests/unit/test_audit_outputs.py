@@ -7,7 +7,8 @@ from audited import AuditedJob
 from msgspec.structs import replace
 from sink_examples import make_report, make_summary
 
-from effllm.records.audit import AGREES, NAMED, Audit, AuditedFigure
+from effllm.records.audit import Audit, ComparedFigure
+from effllm.records.framework_figures import MFU_RATIO, TOKENS_PER_S_PER_GPU
 from effllm.server.messages import published
 from effllm.sinks import prometheus, tensorboard
 from effllm.store.closing_text import closing_text
@@ -18,8 +19,7 @@ DOUBT = "rank 0 counted 2,000 tokens without padding in 1,000 positions: the cou
 TAG = "tt_tokens_per_param_per_sec"
 
 
-def figure(outcome=NAMED, text="tokens/s: framework 50, effllm 100, factor 0.5: exactly 1/2 = ranks"):
-    return AuditedFigure("framework/tokens_per_second", "tokens/s", 50.0, 100.0, 0.5, 0.02, 12, outcome, text)
+RATE = ComparedFigure(TOKENS_PER_S_PER_GPU, framework=358.0, own=1024.0, factor=0.35, windows=12)
 
 
 def in_doubt(*doubtful):
@@ -41,19 +41,22 @@ def test_summary_text_marks_values_in_doubt_and_states_the_check():
     assert "IN DOUBT: rank 0 counted 2,000 tokens" in text
 
 
-def test_summary_text_has_both_figures_even_if_they_agree():
-    agreed = figure(AGREES, "tokens/s: framework 99, effllm 100, factor 0.99: no difference beyond 2 %")
-    text = summary_text(replace(make_summary(), audit=Audit(figures=(agreed,))), None, None)
-    assert "  audit         tokens/s: framework 99, effllm 100, factor 0.99: no" in text
+def test_summary_text_has_figures_that_differ_with_their_factor():
+    mfu = ComparedFigure(MFU_RATIO, framework=1.56, own=0.195, factor=8.0, windows=12)
+    text = summary_text(replace(make_summary(), audit=Audit(figures=(mfu, RATE))), None, None)
+    assert lines_with(text, "  audit ") == [
+        "  audit         MFU: framework 156 %, effllm 19.5 %, factor 8.00",
+        "  audit         tokens/s per GPU: framework 358, effllm 1,024, factor 0.350",
+    ]
     assert "in doubt" not in text
 
 
 def test_closing_table_has_a_line_about_the_audit():
     folder = Path("/runs/one")
-    one = closing_text(replace(make_summary(), audit=Audit(figures=(figure(),))), folder, None)
-    two = closing_text(replace(make_summary(), audit=Audit(figures=(figure(),), doubts=(DOUBT,))), folder, None)
-    clean = closing_text(replace(make_summary(), audit=Audit(figures=(figure(AGREES),))), folder, None)
-    stated = "  audit         tokens/s: framework 50, effllm 100, factor 0.5: exactly 1/2 =\n                ranks\n"
+    one = closing_text(replace(make_summary(), audit=Audit(figures=(RATE,))), folder, None)
+    two = closing_text(replace(make_summary(), audit=Audit(figures=(RATE,), doubts=(DOUBT,))), folder, None)
+    clean = closing_text(replace(make_summary(), audit=Audit()), folder, None)
+    stated = "  audit         tokens/s per GPU: framework 358, effllm 1,024, factor 0.350\n"
     assert stated in one
     assert lines_with(two, "  audit ") == ["  audit         2 differences, see summary.txt"]
     assert lines_with(clean, "  audit ") == []

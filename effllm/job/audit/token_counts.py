@@ -14,13 +14,11 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from effllm.job.audit.known import KnownJob, reasons_for
+from effllm.job.audit.known import KnownJob
 from effllm.job.rows import TOKEN_COUNTS, Rows
 from effllm.records.columns import Array, Positions, Table
 
 MAX_NAMED = 8
-#: Tolerance for a whole number: the totals are exact, but late counts may be missing.
-TOLERANCE = 0.01
 
 
 class CountSums(Table):
@@ -72,20 +70,18 @@ def broken_counts(sums: CountSums, rows: Rows, known: KnownJob, *, has_gaps: boo
         if wrong.any() and (wrong := wrong & (column[large] > 0)).any():  # a total of 0 is not counted
             factor = float((column[small][wrong] / column[large][wrong]).max())
             totals = f"{column[small][wrong].sum():,.0f} {small_text} in {column[large][wrong].sum():,.0f} {large_text}"
-            return _sentence(rows.ranks, wrong, totals, factor, known)
+            return _sentence(rows.ranks, wrong, totals, factor)
     if known.max_positions:
         most = column["iterations"] * known.max_positions
         wrong = column["tokens_processed"] > most + spare
         if wrong.any() and (wrong := wrong & (most > 0)).any():
             factor = float((column["tokens_processed"][wrong] / most[wrong]).max())
             totals = f"{column['tokens_processed'][wrong].sum():,.0f} positions in batches of {most[wrong].sum():,.0f}"
-            return _sentence(rows.ranks, wrong, totals, factor, known)
+            return _sentence(rows.ranks, wrong, totals, factor)
     return ""
 
 
-def _sentence(ranks: Sequence[int], wrong: NDArray[np.bool_], totals: str, factor: float, known: KnownJob) -> str:
+def _sentence(ranks: Sequence[int], wrong: NDArray[np.bool_], totals: str, factor: float) -> str:
     named = [rank for rank, is_wrong in zip(ranks, wrong, strict=True) if is_wrong]
     who = ", ".join(map(str, named[:MAX_NAMED])) + (f" and {len(named) - MAX_NAMED} more" * (len(named) > MAX_NAMED))
-    number, reasons = reasons_for(factor, TOLERANCE, known.quantities)
-    why = f", exactly {number} = {' or '.join(reasons)}" if reasons else ""
-    return f"rank {who} counted {totals}: a factor of {factor:.3g}{why}; the counts of tokens are wrong"
+    return f"rank {who} counted {totals}: a factor of {factor:.3g}; the counts of tokens are wrong"

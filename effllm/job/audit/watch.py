@@ -5,24 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from functools import cache
 
-from msgspec.structs import replace
-
 from effllm.job.audit import token_counts, utilization
-from effllm.job.audit.figures import FigureWindow, judge, mean_gap
+from effllm.job.audit.figures import FigureSums, compared
 from effllm.job.audit.known import KnownJob
 from effllm.job.audit.state import FLOPS, TOKENS, AuditState
 from effllm.job.rows import Rows
 from effllm.metrics import METRICS
 from effllm.metrics.measurable import needs_of
-from effllm.records.audit import DIFFERENCES, Audit, AuditedFigure
+from effllm.records.audit import Audit
 from effllm.records.framework_figures import FIGURES
 from effllm.records.job import ClusterReport
 from effllm.records.rank import Event
 
 #: MFU is compared with the tensor activity after this many windows; both are means over the run.
 MIN_MFU_WINDOWS = 10
-#: A figure is judged at each of its first windows, and then at every Nth window.
-ALWAYS_JUDGED, JUDGED_EVERY = 10, 8
 
 Record = Callable[[Event, str], None]
 
@@ -39,8 +35,7 @@ class AuditWatch:
         self._state, self._record = state, record
         # Counts of all ranks since the last figure, by its name.  The first figure only starts the counts, because the
         # start of its interval is not known.
-        self._since: dict[str, FigureWindow] = {}
-        self._judged: dict[str, int] = {}  # number of figures so far, by name
+        self._since: dict[str, FigureSums] = {}
 
     def check(self, rows: Rows, known: KnownJob, *, has_gaps: bool) -> None:
         """Check the counts of all ranks, before the values of the window are computed from them."""
@@ -56,47 +51,33 @@ class AuditWatch:
         if self._state.windows >= MIN_MFU_WINDOWS and (text := utilization.above_tensor_activity(report.run, known)):
             self._doubt(FLOPS, text, report.time_s)
         if self._since or not FIGURES.keys().isdisjoint(rows.values):
-            self._compare(rows, report, known)
+            self._compare(rows, report)
 
     def _doubt(self, what: str, text: str, time_s: float) -> None:
         self._state.doubts[what] = text
         self._record(Event(time_s, "audit", text), what)
 
-    def _compare(self, rows: Rows, report: ClusterReport, known: KnownJob) -> None:
+    def _compare(self, rows: Rows, report: ClusterReport) -> None:
         # The framework's figure includes the ranks whose reports are missing.
         is_whole = report.coverage.ranks_reporting >= report.coverage.ranks_expected
         if report.warming_up or report.iteration_first <= 1 or not is_whole:
             self._since.clear()
             return
-        window = _window_of(rows, report)
-        for name in self._since:
-            self._since[name] = _joined(self._since[name], window)
+        for name, since in self._since.items():
+            since.count_window(name, report.last)
         for name in FIGURES.keys() & rows.values.keys():
-            one = rows.values[name]
-            if not one.count:
+            if not rows.values[name].count:
                 continue
-            since = self._since.pop(name, None)
-            self._since[name] = FigureWindow(0.0, iteration_first=report.iteration_last + 1)
-            if since is None or report.final:
-                continue
-            gap = 0.0 if FIGURES[name].per_iteration else mean_gap(one)
-            self._state.add(name, replace(since, framework=one.total / one.count, gap=gap))
-            count = self._judged[name] = self._judged.get(name, 0) + 1
-            if count <= ALWAYS_JUDGED or count % JUDGED_EVERY == 0:
-                self._state_difference(name, known, report.time_s)
-
-    def _state_difference(self, name: str, known: KnownJob, time_s: float) -> None:
-        found = judge(name, self._state.figures[name], known)
-        if found is not None and found.outcome in DIFFERENCES:
-            key = " ".join((name, found.outcome, *found.reasons))
-            self._record(Event(time_s, "audit", found.text), key)
+            if name in self._since and not report.final:
+                sums = self._state.figures.setdefault(name, FigureSums())
+                sums.add(name, rows.values[name], self._since[name])
+            self._since[name] = FigureSums()
 
 
 def audit_of(state: AuditState, known: KnownJob) -> Audit:
     """Return the results of the audit so far."""
-    judged = (judge(name, windows, known) for name, windows in sorted(state.figures.items()))
-    figures: tuple[AuditedFigure, ...] = tuple(one for one in judged if one is not None)
-    return Audit(figures=figures, doubts=tuple(state.doubts.values()), windows=state.windows)
+    figures = (compared(name, sums, known) for name, sums in sorted(state.figures.items()))
+    return Audit(figures=tuple(filter(None, figures)), doubts=tuple(state.doubts.values()), windows=state.windows)
 
 
 @cache
@@ -116,35 +97,3 @@ def doubtful_tags(state: AuditState, tags: Collection[str]) -> dict[str, str]:
         return {}
     known = _dependent(frozenset(state.doubts))
     return {tag: state.doubts[known[tag]] for tag in tags if tag in known}
-
-
-def _window_of(rows: Rows, report: ClusterReport) -> FigureWindow:
-    counts = report.last.counts
-    return FigureWindow(
-        framework=0.0,
-        tokens=counts.tokens,
-        positions=counts.tokens_processed,
-        loss_tokens=counts.tokens_loss,
-        samples=counts.samples,
-        time_s=report.last.loop.time_s,
-        wall_s=float(rows.numbers["wall_s"].max()),
-        busy_s=float(rows.numbers["busy_s"].max()),
-        iteration_first=report.iteration_first,
-        iteration_last=report.iteration_last,
-    )
-
-
-def _joined(one: FigureWindow, more: FigureWindow) -> FigureWindow:
-    """Return two consecutive windows as one window."""
-    return FigureWindow(
-        framework=0.0,
-        tokens=one.tokens + more.tokens,
-        positions=one.positions + more.positions,
-        loss_tokens=one.loss_tokens + more.loss_tokens,
-        samples=one.samples + more.samples,
-        time_s=one.time_s + more.time_s,
-        wall_s=one.wall_s + more.wall_s,
-        busy_s=one.busy_s + more.busy_s,
-        iteration_first=one.iteration_first,
-        iteration_last=more.iteration_last,
-    )
