@@ -11,9 +11,8 @@ from effllm.analysis.database import TABLES, columns_of
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "run-folder.md"
-OLDER = ROOT / "tests" / "golden" / "run_folder_1"
-NEWER = ROOT / "tests" / "golden" / "run_folder_4"
-#: Examples of columns that have no value in both run folders.
+GOLDEN = ROOT / "tests" / "golden" / "run_folder_4"
+#: Examples of columns that have no value in this run folder.
 EXAMPLES = {
     "not_measured": ["energy: NVML gives neither an energy counter nor the power of this GPU"],
     "other_metrics": {"throughput/frames_per_second": 30.0},
@@ -21,6 +20,11 @@ EXAMPLES = {
     "throughput_device_step_seconds": 0.051,
     "other_devices_j": {"GPU-1": 120.5},
     "device": "GPU-1",
+    "slowest_windows": {"1": 12},
+    "straggler_rank": 17,
+    "straggler_step_s": 0.061,
+    "straggler_median_s": 0.05,
+    "stragglers": [{"ranks": [17], "host": "node2", "slowdown": 0.22}],
 }
 MARK = "<!-- tables -->\n"
 ROWS = {
@@ -39,7 +43,7 @@ def page() -> str:
 
 
 def _section(table: str) -> str:
-    rows = [row for folder in (OLDER, NEWER) for row in getattr(effllm.load(folder), table).fetchall()]
+    rows = getattr(effllm.load(GOLDEN), table).fetchall()
     lines = [
         f"\n### {table}\n",
         ROWS[table],
@@ -59,7 +63,7 @@ def _section(table: str) -> str:
 def _example(name: str, value: Any) -> str:
     assert value is not None, f"{name} has no example"
     if name == "folder":
-        return "`/data/runs/run_folder_1`"
+        return "`/data/runs/run_folder_4`"
     if isinstance(value, float):
         text = f"{value:.12g}"
     else:

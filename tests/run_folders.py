@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,7 +10,20 @@ from typing import Any
 
 import msgspec
 
+from effllm.records.job import SCHEMA_VERSION
+
+#: A run that tests/golden_run.py recorded.
+GOLDEN = Path(__file__).parent / "golden" / "run_folder_4"
 BOARD = {"key": "GPU-1", "name": "NVIDIA H100", "is_gpu": True, "power_limit_w": 700.0, "driver": "nvml 570"}
+
+
+def copy_golden(folder: Path) -> Path:
+    """Copy the recorded run; the name of the folder becomes the id of the run."""
+    shutil.copytree(GOLDEN, folder)
+    for name in ("run.json", "summary.json"):
+        document = msgspec.json.decode((folder / name).read_bytes()) | {"run_id": folder.name}
+        (folder / name).write_bytes(msgspec.json.encode(document))
+    return folder
 
 
 def write_run(
@@ -27,7 +41,7 @@ def write_run(
     folder.mkdir(parents=True)
     about = {
         "run_id": folder.name,
-        "schema_version": 4,
+        "schema_version": SCHEMA_VERSION,
         "ranks": {"0": {"host": "n1", "devices": [{**BOARD, **(board or {})}]}},
         "world_size": 1,
         "tags": list(tags),
@@ -48,7 +62,7 @@ def write_run(
         "energy": {"scope": "gpu"},
         "metrics": {tag: {"value": value, "unit": "", **errors} for tag, value in metrics.items()},
         "tags": list(tags),
-        "schema_version": 4,
+        "schema_version": SCHEMA_VERSION,
         **(summary or {}),
     }
     (folder / "run.json").write_bytes(msgspec.json.encode(about))

@@ -16,13 +16,14 @@ from effllm.records.job import (
     ClusterTotals,
     Coverage,
     EnergySummary,
+    JobConstants,
     Overhead,
     Straggler,
     Summary,
     Value,
 )
 from effllm.records.rank import DeviceWindow, Integrals, Profile, RankReport
-from effllm.records.verdict import Evidence, Verdict
+from effllm.records.verdict import IN, Evidence, Verdict
 from effllm.sinks import RunInfo
 from effllm.store.reader import keys_of, totals_of
 
@@ -43,12 +44,12 @@ def make_run(folder: Path | None = None, stdout: Any = None, **changes: Any) -> 
 
 def make_totals(**keys: Any) -> ClusterTotals:
     """Return totals with these values; the keys are the same as in windows-*.jsonl and in the job's constants."""
-    return totals_of(keys)
+    return totals_of(keys, msgspec.convert(keys, JobConstants))
 
 
 def with_keys(totals: ClusterTotals, **keys: Any) -> ClusterTotals:
     """Return a copy of the totals with other values for some keys."""
-    return totals_of({**keys_of(totals), **msgspec.structs.asdict(totals.constants), **keys})
+    return make_totals(**{**keys_of(totals), **msgspec.structs.asdict(totals.constants), **keys})
 
 
 def totals(iterations: int, gpus: int = 8) -> ClusterTotals:
@@ -234,7 +235,9 @@ def make_summary(status: str = "completed", **changes: Any) -> Summary:
             next="raise --num-workers, or put the data on faster storage",
             bound=0.087,
             confidence="high",
-            evidence=(Evidence("data loading 8.0 % of GPU time", "summary.json: waterfall.parts, name data", 0.08),),
+            evidence=(
+                Evidence("data loading 8.0 % of GPU time", "summary.json: waterfall.parts, name data", IN, 0.08),
+            ),
         ),
     )
     return msgspec.structs.replace(summary, **changes)

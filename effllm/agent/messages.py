@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from effllm import __version__
 from effllm.agent import trainer_process
 from effllm.agent.measuring import Measuring
 from effllm.agent.trainer import Trainer
@@ -35,7 +34,6 @@ def hello(trainer: Trainer, measuring: Measuring) -> Hello:
         total_iterations=facts.total_iterations,
         flops_per_token=facts.flops_per_token,
         facts=dict(of_run.run),
-        version=__version__,
         hardware_flops_per_token=facts.hardware_flops_per_token,
         is_numbered=facts.is_numbered,
         peer_group=facts.peer_group,

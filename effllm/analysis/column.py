@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-#: Version of the columns of all tables; it is incremented when a column is removed or changes its meaning.
-TABLES_VERSION = 1
-
 TEXT, WHOLE, NUMBER, BOOL, TIME, JSON = "VARCHAR", "BIGINT", "DOUBLE", "BOOLEAN", "TIMESTAMP", "JSON"
 TEXTS, NUMBERS = "VARCHAR[]", "DOUBLE[]"
 TEXT_BY_NAME, NUMBER_BY_NAME, WHOLE_BY_NAME = (f"MAP(VARCHAR, {one})" for one in (TEXT, NUMBER, WHOLE))

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from effllm.analysis.column import JSON, TABLES_VERSION, file_to_read, text
+from effllm.analysis.column import JSON, file_to_read, text
 from effllm.analysis.database import TABLES, columns_of
 from effllm.analysis.load import Runs
+from effllm.records.job import SCHEMA_VERSION
 from effllm.store import csv_file
 
 #: Hive's name of the partition of an unknown value; engines read it as null.
@@ -64,7 +65,7 @@ def export_json(runs: Runs, path: Path) -> int:
 def export_parquet(runs: Runs, folder: Path, progress: Progress = lambda *_: None) -> int:
     """Add all tables of runs to a dataset; return the number of written files.
 
-    The dataset has one file per table, project and month: ``v1/runs/project=P/month=2026-01/data.parquet``. The rows of
+    The dataset has one file per table, project and month: ``v4/runs/project=P/month=2026-01/data.parquet``. The rows of
     runs that the dataset already contains are replaced.
 
     Raises:
@@ -72,7 +73,7 @@ def export_parquet(runs: Runs, folder: Path, progress: Progress = lambda *_: Non
         duckdb.Error: the same.
         TimeoutError: another process writes the dataset for longer than `LOCK_WITHIN_S`.
     """
-    version = folder / f"v{TABLES_VERSION}"
+    version = folder / f"v{SCHEMA_VERSION}"
     _make(version)
     with _locked(folder):
         for name in TABLES:
@@ -110,7 +111,7 @@ def _write_part(connection: Any, table: str, project: str | None, month: str | N
     with _replaced(path) as draft:
         connection.execute(
             f"COPY ({rows}) TO {text(draft)} (FORMAT parquet, COMPRESSION zstd, "
-            f"KV_METADATA {{effllm_tables_version: '{TABLES_VERSION}'}})",
+            f"KV_METADATA {{effllm_schema_version: '{SCHEMA_VERSION}'}})",
             [project, month],
         )
 

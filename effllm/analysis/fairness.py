@@ -30,7 +30,6 @@ _COLUMNS = {
     "source of the energy": "energy_method",
     "simulated devices": "simulated",
     "status": "status",
-    "version of the run folder": "schema_version",
 }
 #: Facts of the training script and settings that are explained in another way.
 _NO_SETTINGS = {"job", "command", "aggregator_host", "kernel", "cpus", "style", "name", "pid", "schema_version"}

@@ -19,6 +19,7 @@ from effllm.analysis.column import quoted
 from effllm.analysis.database import Database, Progress
 from effllm.analysis.run_folders import JOURNAL, LINE_FILES, UnreadableRun, files_of, find_runs
 from effllm.analysis.sides import CONFIGURATION, STALE_AFTER_S
+from effllm.records.job import SCHEMA_VERSION, version_error
 from effllm.records.plain_text import one_line
 from effllm.records.verdict import HEALTHY, NO_VERDICT
 
@@ -263,6 +264,7 @@ class _LedgerLine(msgspec.Struct):
     """A line of a ledger file; other fields are ignored."""
 
     run_id: str
+    schema_version: int = SCHEMA_VERSION
     status: str = "unknown"
     folder: str | None = None
     user: str | None = None
@@ -301,7 +303,7 @@ def ledger_lines(place: Path, by: str = "outcome") -> tuple[list[LedgerRun], lis
     decoder = msgspec.json.Decoder(_LedgerLine)
     found: dict[tuple[Path, str, str], LedgerRun] = {}
     for path, problem in _ledger_files(place):
-        invalid = 0
+        invalid, other_version = 0, ""
         try:
             lines = [] if problem else path.read_bytes().splitlines()
         except OSError as error:
@@ -309,16 +311,22 @@ def ledger_lines(place: Path, by: str = "outcome") -> tuple[list[LedgerRun], lis
         if problem:
             skipped.append(f"{path}: {problem}")
             continue
-        for line in lines:
+        for text in lines:
             try:
-                run = _of_line(decoder.decode(line), by)
+                line = decoder.decode(text)
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
                 invalid += 1
-            else:
-                # Runs of two users, or in two folders, can have the same run_id.
-                found[path, run.run_id, run.folder] = run
+                continue
+            if problem := version_error(line.schema_version):
+                other_version = problem
+                continue
+            run = _of_line(line, by)
+            # Runs of two users, or in two folders, can have the same run_id.
+            found[path, run.run_id, run.folder] = run
         if invalid:
             skipped.append(f"{path}: {invalid:,} incomplete or invalid line{'s' * (invalid > 1)}")
+        if other_version:
+            skipped.append(f"{path}: a line was left out: {other_version}")
     return list(found.values()), skipped
 
 

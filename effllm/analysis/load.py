@@ -22,8 +22,8 @@ def load(path: Paths, *, tags: Tags = (), progress: Progress = lambda *_: None) 
     """Read runs as tables: one run as a `Run`, or several runs as `Runs`.
 
     The tables are read at their first use and do not change afterwards: call this function again for a run that
-    continues. Incomplete last lines, older versions of the files and missing files are accepted; ``skipped`` names what
-    was not read.
+    continues. Incomplete last lines and missing files are accepted; ``skipped`` names what was not read, also files of
+    another version.
 
     Args:
         path: a run folder, a folder of runs, a glob of these, or a list of these.

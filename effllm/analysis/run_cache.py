@@ -13,10 +13,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from effllm.analysis.column import TABLES_VERSION, Column, declaration, quoted, text
+from effllm.analysis.column import Column, declaration, quoted, text
 from effllm.analysis.run_folders import FoundRun
 from effllm.analysis.runs_table import run_columns
 from effllm.config.settings import cache_folder
+from effllm.records.job import SCHEMA_VERSION
 from effllm.store import own_files
 
 #: Fewer runs are read as fast without a cache.
@@ -97,9 +98,9 @@ class RunCache:
 
 
 def _path(found: Sequence[FoundRun]) -> Path:
-    """Return the file for the runs; another version of the columns has another file."""
+    """Return the file for the runs; another version of the files or other columns have another file."""
     root = os.path.commonpath([run.folder for run in found])
-    key = f"{TABLES_VERSION}\n{declaration(run_columns())}\n{root}"
+    key = f"{SCHEMA_VERSION}\n{declaration(run_columns())}\n{root}"
     return cache_folder() / "runs" / f"{hashlib.sha256(key.encode(errors='surrogateescape')).hexdigest()[:32]}.parquet"
 
 

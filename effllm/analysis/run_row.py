@@ -1,4 +1,4 @@
-"""The row of a run in the table `runs`, from run.json and summary.json of any version.
+"""The row of a run in the table `runs`, from run.json and summary.json.
 
 A value of a wrong type becomes null in the table.  A file that is missing or cannot be decoded leaves its columns null.
 """
@@ -17,6 +17,7 @@ import msgspec
 
 from effllm.analysis.column import BOOL, NUMBER, TEXT, WHOLE
 from effllm.analysis.runs_table import IDENTITY, OUTCOME, metric_columns
+from effllm.records.job import SCHEMA_VERSION, version_error
 
 Document = dict[str, Any]
 #: A larger run.json or summary.json is not read: run.json of 10,000 ranks has 8 MB.
@@ -49,13 +50,16 @@ def read_document(path: Path) -> Document:
         if about.st_size > MAX_BYTES:
             raise Unreadable(f"larger than {MAX_BYTES >> 20} MiB")
         with os.fdopen(os.dup(file), "rb") as stream:
-            return msgspec.json.decode(stream.read(MAX_BYTES), type=Document)
+            document = msgspec.json.decode(stream.read(MAX_BYTES), type=Document)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise Unreadable(f"not a JSON object: {error}") from error
     except OSError as error:
         raise Unreadable(error.strerror or str(error)) from error
     finally:
         os.close(file)
+    if problem := version_error(document.get("schema_version", SCHEMA_VERSION)):
+        raise Unreadable(problem)
+    return document
 
 
 def run_row(folder: Path, run: Document, summary: Document) -> Document:
@@ -65,8 +69,7 @@ def run_row(folder: Path, run: Document, summary: Document) -> Document:
     started_s = _number(summary.get("started_time_s")) or _number(run.get("started_time_s"))
     row: Document = {name: known.get(name) for name in _NAMES}
     row |= {
-        # Before version 4, run_id was the id of torchrun or Slurm.
-        "run_id": (run.get("run_id") if _version(run) >= 4 else None) or summary.get("run_id") or folder.name,
+        "run_id": run.get("run_id") or summary.get("run_id") or folder.name,
         "folder": str(folder),
         "tags": tags,
         "project": tags.get("project") or known.get("account"),
@@ -102,11 +105,6 @@ _ENERGY = {
 _NAMES = tuple(column.name for column in (*IDENTITY, *OUTCOME))
 #: Fields of run.json whose values are in columns.
 _HAVE_COLUMNS = frozenset((*_NAMES, "ranks", "gpu_model_count", "schema_version"))
-
-
-def _version(document: Document) -> int:
-    version = document.get("schema_version")
-    return version if isinstance(version, int) else 0
 
 
 def _object(value: Any) -> Document:

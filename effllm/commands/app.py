@@ -153,8 +153,7 @@ def env(
     """Print the settings as export commands of a shell, or check the settings.
 
     Each setting is printed with its value: the value of its variable, or the default. The most common settings are
-    first. For an unknown name, an error with the nearest known name is printed. For a name of an earlier version, an
-    error with the new name is printed.
+    first. For an unknown name, an error with the nearest known name is printed.
 
     \b
     Examples:

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from effllm import __version__
-from effllm.records.job import SCHEMA_VERSION, Summary
+from effllm.records.job import SCHEMA_VERSION, Summary, version_error
 from effllm.records.plain_text import one_line
 from effllm.records.waterfall import Waterfall
 from effllm.store.summary_text import audit_texts, duration, verdict_lines
@@ -38,9 +38,11 @@ def main(run: Path, as_json: bool) -> int:
             f"{path}: {error.strerror}; RUN is a run folder, such as efficientllm_runs/20260101-120000-1a2b3c4d"
         )
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        return _fail(f"{path} is not a summary of this version of effllm: {error}")
+        return _fail(f"{path} is not a summary of effllm: {error}")
+    if problem := version_error(summary.schema_version):
+        return _fail(f"{path} cannot be read: {problem}")
     if summary.waterfall is None:
-        return _fail(f"{path} has no waterfall: no rank had reported any time, or an older effllm wrote the file")
+        return _fail(f"{path} has no waterfall: no rank had reported any time")
     if as_json:
         print(_fitted(_document(summary, summary.waterfall)))
     else:
@@ -69,7 +71,7 @@ def _document(summary: Summary, found: Waterfall) -> dict[str, Any]:
         "waterfall": msgspec.to_builtins(found),
         "evidence": evidence,
         "audit": msgspec.to_builtins(summary.audit),
-        "versions": {"schema": SCHEMA_VERSION, "summary": summary.schema_version, "effllm": __version__},
+        "versions": {"schema": SCHEMA_VERSION, "effllm": __version__},
     }
 
 

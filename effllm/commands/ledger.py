@@ -145,7 +145,7 @@ def _notes(found: Totals, columns: Iterable[str], count: int) -> Iterator[str]:
     if (more := len(found.rows) - count) > 0:
         yield f"{more:,} more groups: --csv and --json print all groups"
     if found.total.without_hours:
-        yield f"≥ GPU-h: unknown in {_runs(found.total.without_hours)} (an older version, or no summary.json)"
+        yield f"≥ GPU-h: unknown in {_runs(found.total.without_hours)} (no summary.json, or no rank had reported)"
     if found.total.incomplete and found.total.joules is not None:
         yield f"≥ kWh: no total energy in {_runs(found.total.incomplete)}; the measured part is counted"
     if found.total.simulated:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from effllm import __version__
 from effllm.devices import Site
 from effllm.devices.simulated import MAX_CLOCK_HZ, open_device
 from effllm.records.energy import EnergyAmount
@@ -67,7 +66,6 @@ class SimulatedRank:
             devices=(self._device,),
             parameters=ParameterCount(total=PARAMETERS),
             log_interval=self._log_interval,
-            version=__version__,
         )
 
     def next_row(self, start_s: float, end_s: float, unix_minus_monotonic_s: float) -> RankReport:

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 from msgspec import Struct
 
+from effllm.commands.top_reader import SourceError
 from effllm.commands.top_run import find_run
 from effllm.records.identity import Identity
-from effllm.records.job import Summary, WindowReport
+from effllm.records.job import SCHEMA_VERSION, Summary, WindowReport, version_error
 from effllm.records.rank import Event
 from effllm.store.line_files import END, START, GrowingFile, LineFiles, Lines, Position, read_at
 from effllm.store.reader import RankRow
@@ -43,6 +44,7 @@ class _HostOfRank(Struct):
 class _RunFacts(Identity, frozen=True, kw_only=True):
     ranks: Mapping[str, _HostOfRank] = {}
     world_size: int | None = None
+    schema_version: int = SCHEMA_VERSION
 
 
 class _StepValues(Struct, frozen=True, rename={"seconds": _SECONDS}):
@@ -69,7 +71,7 @@ _ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 def _decoded(decoder: Any, line: bytes) -> Any:
-    """Return a decoded line, or ``None`` if it is invalid or of another version."""
+    """Return a decoded line, or ``None`` if it is invalid."""
     try:
         return decoder.decode(line)
     except _ERRORS:
@@ -86,7 +88,12 @@ class _Document:
         self.error = ""
 
     def refresh(self) -> bool:
-        """Read the document if it was replaced; return whether it was."""
+        """Read the document if it was replaced; return whether it was.
+
+        Raises:
+            OSError: the document cannot be read.
+            SourceError: it has another version.
+        """
         try:
             about = self._path.stat()
         except FileNotFoundError:
@@ -97,9 +104,13 @@ class _Document:
         content = read_at(self._path, 0, MAX_DOCUMENT_BYTES)
         self._state, self.changed_s = state, about.st_mtime
         try:
-            self.content, self.error = self._decoder.decode(content), ""
+            found: Any = self._decoder.decode(content)
         except _ERRORS as error:
             self.error = f"{self._path.name} cannot be read: {error}"
+        else:
+            if problem := version_error(found.schema_version):
+                raise SourceError(f"{self._path} cannot be read: {problem}")
+            self.content, self.error = found, ""
         return True
 
 
@@ -158,7 +169,7 @@ class FolderSource:
 
         Raises:
             OSError: the folder cannot be read.
-            SourceError: there is no run at the path.
+            SourceError: there is no run at the path, or it has another version.
         """
         # run.json of a large job has megabytes, and is not needed for the first frame: see `refresh_hosts`.
         files = self._files

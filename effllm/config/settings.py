@@ -6,7 +6,6 @@ Standard library only, because the training process imports this module.
 from __future__ import annotations
 
 import difflib
-import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -295,15 +294,6 @@ ATTACH_SWITCH = Variable(
 #: All known variables, in display order.
 ALL_VARIABLES = (VARIABLES[0], ATTACH_SWITCH, *VARIABLES[1:])
 
-#: Names of earlier versions: name -> (new name, form of the new value).
-OLD_NAMES = {
-    "WARMUP_ITERATIONS": ("WARMUP", "{}"),
-    "WARMUP_SECONDS": ("WARMUP", "{}s"),
-    "CONSOLE": ("SINKS", "console:format={}"),
-    "TENSORBOARD_DIR": ("SINKS", "tensorboard:dir={}"),
-    "PROMETHEUS_PORT": ("SINKS", "prometheus:port={}"),
-}
-
 #: Common misspellings of `PREFIX`.
 _WRONG_PREFIXES = ("EFFLLM_", "EFFICIENT_LLM_", "EFFICENTLLM_")
 
@@ -312,10 +302,8 @@ def read_config(environ: Mapping[str, str]) -> Config:
     """Return the settings of ``environ``; an empty value means the default.
 
     Raises:
-        ConfigError: a value is not allowed, or a name of an earlier version is set.
+        ConfigError: a value is not allowed.
     """
-    for _, error in old_settings(environ):
-        raise error
     found: dict[str, Any] = {}
     for variable in VARIABLES:
         text = environ.get(PREFIX + variable.name, "").strip()
@@ -325,23 +313,6 @@ def read_config(environ: Mapping[str, str]) -> Config:
     return Config(**found, min_window_s=0.0 if "log_interval" in found else MIN_WINDOW_S)
 
 
-def old_settings(environ: Mapping[str, str]) -> Iterator[tuple[str, ConfigError]]:
-    """Yield each name of an earlier version that is set, with an error that has the new name."""
-    for old, (new, form) in OLD_NAMES.items():
-        if text := environ.get(PREFIX + old, "").strip():
-            value = form.format(text)
-            if new == "SINKS":
-                value = _with_option(environ.get(f"{PREFIX}SINKS", ""), value)
-            yield PREFIX + old, ConfigError(PREFIX + old, text, f"write {PREFIX}{new}={shlex.quote(value)} instead")
-
-
-def _with_option(sinks: str, entry: str) -> str:
-    """Return a value of SINKS with ``entry``, which replaces an entry of the same sink."""
-    entries = [one.strip() for one in sinks.split(",") if one.strip() not in ("", "none")] or list(Config().sinks)
-    name = entry.partition(":")[0]
-    return ",".join([entry if one == name else one for one in entries] + [entry] * (name not in entries))
-
-
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
     """Return a line for each unknown variable with `PREFIX` or a misspelt prefix, with the nearest known name."""
     known = [variable.name for variable in ALL_VARIABLES]
@@ -349,7 +320,7 @@ def unknown_variables(environ: Mapping[str, str]) -> list[str]:
     for name in sorted(environ):
         prefix = next((prefix for prefix in (PREFIX, *_WRONG_PREFIXES) if name.startswith(prefix)), None)
         short = name.removeprefix(prefix or "")
-        if prefix is not None and short not in ((*known, *OLD_NAMES) if prefix == PREFIX else ()):
+        if prefix is not None and short not in (known if prefix == PREFIX else ()):
             near = difflib.get_close_matches(short, known, n=1)
             lines.append(f"{name} is not read by this version" + (f"; did you mean {PREFIX}{near[0]}?" if near else ""))
     return lines

@@ -124,7 +124,7 @@ class Attempt(Struct):
     idle_s: float = 0.0  # idle rank-seconds; set at the end of the attempt
     redone_from: float | None = None  # the smallest repeated number, for which `redone` was computed
     redone: Redone = msgspec.field(default_factory=Redone)
-    ranks_joined: int = 0  # number of ranks whose GPUs are in `gpus`; 0 if unknown, also in older states
+    ranks_joined: int = 0  # number of ranks whose GPUs are in `gpus`; 0 if unknown
     gpus: int = 0
 
     @property

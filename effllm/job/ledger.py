@@ -20,7 +20,7 @@ from effllm.job.rows import Rows
 from effllm.job.slow_clocks import SlowClocks
 from effllm.job.unused_time import UnusedTime
 from effllm.records.columns import from_json, to_json
-from effllm.records.job import SAME_STATE, SCHEMA_VERSION, Overhead, Straggler, StragglerVerdict
+from effllm.records.job import SCHEMA_VERSION, Overhead, Straggler, StragglerVerdict, version_error
 from effllm.records.rank import MARKED_PHASES, SHUTDOWN, STARTUP, RankReport, ValueStatistics
 from effllm.records.values import merged_by_name
 
@@ -312,8 +312,8 @@ def restore(state: bytes) -> Ledger:
         msgspec.MsgspecError: the state is not a ledger, or has another version.
     """
     ledger = _decode(state)
-    if ledger.schema_version not in SAME_STATE:
-        raise msgspec.ValidationError(f"it has schema_version {ledger.schema_version}, not {SCHEMA_VERSION}")
+    if problem := version_error(ledger.schema_version):
+        raise msgspec.ValidationError(problem)
     ledger.goodput.clock.is_resumed = True
     ledger.spent.aggregator_cpu_s += ledger.serving_cpu_s
     ledger.spent.received_bytes += ledger.serving_bytes

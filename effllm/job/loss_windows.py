@@ -25,7 +25,7 @@ def windows_of(loss: Loss, summary: Summary, seen: Prevalence) -> tuple[LossWind
 def windows_of_retries(summary: Summary) -> LossWindows | None:
     """Return the windows with retries of the allocator."""
     found = summary.memory_pressure
-    if found is None or not found.first_iteration:
+    if found is None:
         return None
     return LossWindows(found.windows, found.first_iteration, found.last_iteration, found.worst_iteration)
 

@@ -36,7 +36,7 @@ class MemoryPressure(Struct):
     retries: int = 0  # of all ranks
     rank_iterations: int = 0  # iterations of ranks whose allocator was read
     windows: int = 0  # windows with retries
-    first_iteration: int = 0  # end of the first window with retries; 0 if an older state has retries
+    first_iteration: int = 0  # end of the first window with retries
     last_iteration: int = 0
     worst_iteration: int = 0
     worst_retries: int = 0

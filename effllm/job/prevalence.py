@@ -14,7 +14,7 @@ from effllm.records.job import DATA_WAIT, ClusterReport
 from effllm.records.rank import CHECKPOINT, EVALUATION
 from effllm.records.verdict import LossWindows
 
-#: Causes that all states count; other causes are counted from the first window of this version on.
+#: Causes that can be seen in every window.
 ALWAYS_COUNTED = ("data_loading", "straggler", "evaluation", "checkpoint", "padding")
 
 
@@ -41,8 +41,7 @@ class Prevalence(Struct):
             self._add("hang", report, min(hang_s / wall_s, 1.0))
         if report.iteration_last < report.iteration_first:
             return
-        # In an older state with windows, the attempt is 0: whether this window is the first of its attempt is unknown.
-        if report.attempt > self.attempt and (self.attempt or not self.windows):
+        if report.attempt > self.attempt:
             self._add("restarts" if report.attempt > 1 else "startup", report)
         self.windows, self.attempt, self.iteration = self.windows + 1, report.attempt, report.iteration
         for cause, share in _shares(rows, report, wall_s):
@@ -51,20 +50,17 @@ class Prevalence(Struct):
         for cause, share in {**clock, **dict(_profiled(rows, report, wall_s)), **_unused(report)}.items():
             self.measured[cause] = self.measured.get(cause, 0) + 1
             self._judge(cause, share, report)
-        self.measured["hang"] = self.measured.get("hang", 0) + 1
 
     def of(self, cause: str) -> LossWindows | None:
         """Return the windows of a loss; ``None`` if no window can be named."""
         found = self.by_cause.get(cause)
+        # A hang can be in a window without iterations.
         measured = self.windows if cause in ALWAYS_COUNTED else self.measured.get(cause)
-        measured = None if cause == "hang" else measured  # a hang can be in a window without iterations
         return None if found is None else replace(found, measured=measured)
 
     def last(self) -> LossWindows | None:
-        """Return the newest window; ``None`` without windows, and if windows of an older state can have a hang."""
-        if not self.windows or self.measured.get("hang", 0) < self.windows:
-            return None
-        return LossWindows(1, self.iteration, self.iteration)
+        """Return the newest window; ``None`` without windows."""
+        return LossWindows(1, self.iteration, self.iteration) if self.windows else None
 
     def _judge(self, cause: str, share: float, report: ClusterReport) -> None:
         limit = MIN_PADDING_RATIO if cause == "padding" else THRESHOLDS[cause].share

@@ -31,7 +31,7 @@ from effllm.records.verdict import (
     LossWindows,
     Verdict,
 )
-from effllm.records.waterfall import OF_GPUS, OF_RANKS, Waterfall
+from effllm.records.waterfall import Waterfall
 
 #: Names of causes in texts, where the name differs from the cause.
 _NAMES = {"unused_gpus": "unused GPUs"}
@@ -67,8 +67,7 @@ def verdict_of(
     reported = [one for one in every if is_reported(one, summary)]
     if summary.status == "stalled":
         reported = [one for one in every if one.cause == "hang"] or reported
-    unit = found.unit or (OF_GPUS if summary.coverage.gpus_expected else OF_RANKS)
-    seen = prevalence or Prevalence()
+    unit, seen = found.unit, prevalence or Prevalence()
     shown = [one for one in every[:MAX_EVIDENCE] if one.share >= MIN_EVIDENCE_SHARE]
     evidence = tuple(_evidence(one, summary, unit, seen) for one in shown)
     if summary.out_of_memory is not None and summary.status not in ("running", "completed"):
@@ -225,12 +224,12 @@ def _evidence(loss: Loss, summary: Summary, unit: str, seen: Prevalence) -> Evid
         text += f" in jobs of {limit.min_elapsed_s / 60:g} min or more"
     claim = f"{_name(loss.cause)} {100 * loss.share:.1f} % of {unit} time ({text}): {loss.why}"
     windows, place = windows_of(loss, summary, seen)
-    return Evidence(claim, loss.source, loss.share, windows, place)
+    return Evidence(claim, loss.source, place, loss.share, windows)
 
 
 def _placed(why: str, source: str, windows: LossWindows | None) -> Evidence:
     """Return the evidence of a cause that is not in the waterfall."""
-    return Evidence(why, source, None, windows, IN if windows is not None else NO_WINDOW)
+    return Evidence(why, source, IN if windows is not None else NO_WINDOW, windows=windows)
 
 
 def _name(cause: str) -> str:

@@ -21,7 +21,7 @@ from effllm.records.rank import RankReport
 from effllm.records.timeline import KINDS
 from effllm.records.wire import MAX_ROWS, FromAgent, FromAggregator, Hello, Reports
 
-MAGIC = b"EFL1"
+MAGIC = b"EFL1"  # the version of the messages
 MAX_BYTES = 256 * 1024
 MAX_ROWS_BYTES = MAX_BYTES // 2  # a report with all gauges, phases and a wide histogram has 10 kB
 KINDS_KNOWN = frozenset(KINDS)
@@ -82,7 +82,7 @@ def decode_from_aggregator(frame: bytes) -> FromAggregator:
 
 def _decode(decoder: msgspec.msgpack.Decoder[Message], frame: bytes) -> Message:
     if not frame.startswith(MAGIC):
-        raise FrameError("not a frame of this version of effllm")
+        raise FrameError(f"a frame begins with {frame[:4]!r}, not with {MAGIC!r}: install one version on all hosts")
     try:
         return decoder.decode(memoryview(frame)[len(MAGIC) :])
     except (msgspec.MsgspecError, RecursionError, ValueError) as error:
@@ -93,7 +93,7 @@ def _is_plain(message: Hello) -> bool:
     devices = [text for device in message.devices for text in (device.key, device.name, device.driver)]
     if (allocated := message.allocation) is not None:
         devices += [allocated.source, allocated.why, allocated.node, *allocated.gpus, *allocated.labels]
-    return "".join((message.job, message.agent, message.host, message.role, message.version, *devices)).isprintable()
+    return "".join((message.job, message.agent, message.host, message.role, *devices)).isprintable()
 
 
 class Outbox:

@@ -17,10 +17,19 @@ from effllm.records.values import ValueSummary
 from effllm.records.verdict import Verdict
 from effllm.records.waterfall import OF_RANKS, Waterfall
 
-#: Version of the files in a run folder; it is incremented when a field is removed or changes its meaning.
+#: Version of all files of runs, also of lines of the ledger; it is incremented when a field is removed or changes its
+#: meaning. Files of another version are not read.
 SCHEMA_VERSION = 4
-#: Versions with the state.json of this version: version 4 changed only `run_id` in run.json.
-SAME_STATE = (3, 4)
+
+
+def version_error(version: object) -> str:
+    """Return why a file with this ``schema_version`` is not read; empty if it can be read."""
+    if version == SCHEMA_VERSION:
+        return ""
+    return (
+        f"it has schema_version {version}, and this version of effllm reads only {SCHEMA_VERSION}: "
+        "use the version of effllm that wrote it"
+    )
 
 
 if TYPE_CHECKING:

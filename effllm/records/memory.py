@@ -12,10 +12,10 @@ class MemoryPressureLoss(Struct, frozen=True):
     per_iteration: float  # retries per iteration of a rank
     windows: int  # number of windows with retries
     worst_iteration: int  # end of the window with the most retries
+    first_iteration: int  # end of the first window with retries
+    last_iteration: int  # end of the last window with retries
     rank_seconds: float | None = None  # steps of all ranks above usual windows; None if too few windows have no retry
     max_rank_seconds: float | None = None  # upper bound: above the fastest tenth of the windows without retries
-    first_iteration: int = 0  # end of the first window with retries; 0 if unknown
-    last_iteration: int = 0  # end of the last window with retries; 0 if unknown
 
 
 class OutOfMemory(Struct, frozen=True):

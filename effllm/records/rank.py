@@ -1,7 +1,7 @@
 """The records of one rank's agent: Sample -> DeviceWindow -> RankReport.
 
 Times named ``_ns`` are readings of the monotonic clock of one host. ``time_s`` is unix time. ``None`` always means
-*not measured*. Records on the wire are encoded as arrays, so fields may only be appended, never moved.
+*not measured*. Most records on the wire are encoded as arrays.
 """
 
 from __future__ import annotations

@@ -63,9 +63,9 @@ class Evidence(Struct, frozen=True, omit_defaults=True):
 
     claim: str
     source: str  # a file of the run folder and the path of the value in it
+    place: str  # IN, BEFORE, AFTER or NO_WINDOW
     share: float | None = None  # of all device time
     windows: LossWindows | None = None  # in windows-*.jsonl; None if no window can be named
-    place: str = ""  # IN, BEFORE, AFTER or NO_WINDOW; empty if an older effllm wrote the summary
 
 
 class Verdict(Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""The messages between agents and the aggregator, encoded as arrays: fields may only be appended."""
+"""The messages between agents and the aggregator, encoded as arrays."""
 
 from __future__ import annotations
 
@@ -44,7 +44,6 @@ class Hello(Struct, frozen=True, array_like=True, tag=1):
     total_iterations: Count | None = None
     flops_per_token: Amount | None = None
     facts: Annotated[dict[Word, Fact], Meta(max_length=500)] = {}
-    version: Word = ""
     hardware_flops_per_token: Amount | None = None
     peer_group: Word = ""  # ranks of one role and group do equal work, such as the ranks of a pipeline stage
     replica: Word = ""  # replica of the model: its ranks wait for each other inside an iteration

@@ -56,11 +56,8 @@ def lock_folder(
         return
     finally:
         predecessor.close()
-    if lock.instead_of is not None:
-        warn(
-            f"another run is writing to {lock.instead_of}: this run is written to {lock.folder}; "
-            "set EFFICIENTLLM_RUN_NAME to use another name"
-        )
+    if lock.why_other:
+        warn(f"{lock.why_other}; this run is written to {lock.folder}; set EFFICIENTLLM_RUN_NAME to use another name")
     is_over = False
     try:
         yield lock.folder

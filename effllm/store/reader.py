@@ -37,7 +37,7 @@ class WindowLine(WindowReport, frozen=True, kw_only=True):
     last: dict[str, Any]
     run: dict[str, Any] | None = None
     job: dict[str, Any] | None = None
-    constants: JobConstants | None = None  # constants of this and the next lines; in schema 1 all totals have constants
+    constants: JobConstants | None = None  # constants of this and the next lines
 
 
 class WindowRow(WindowReport, frozen=True, kw_only=True):
@@ -94,7 +94,7 @@ def totals_of(keys: Mapping[str, Any], constants: JobConstants | None = None) ->
     energy = {name: keys[key] for name, key in _ENERGY.items() if key in keys}
     energy["inside_j2"] = (msgspec.convert(keys.get("energy_error_j", 0.0), float) / NORMAL_95) ** 2
     energy["counts"] = {key.removeprefix("energy_"): keys[key] for key in keys if key.startswith("energy_")}
-    groups = dict.fromkeys((*_GROUPS, "constants"), keys)
+    groups = dict.fromkeys(_GROUPS, keys)
     totals = msgspec.convert({**keys, **groups, "energy": energy}, ClusterTotals, str_keys=True)
     return totals if constants is None else msgspec.structs.replace(totals, constants=constants)
 

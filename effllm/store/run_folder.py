@@ -307,7 +307,7 @@ def _hosts(facts: Mapping[str, Any]) -> dict[int, str]:
     ranks = facts.get("ranks")
     hosts = {}
     for rank, about in ranks.items() if isinstance(ranks, dict) else ():
-        host = about.get("host") if isinstance(about, dict) else about
+        host = about.get("host") if isinstance(about, dict) else None
         if isinstance(host, str) and str(rank).isdecimal():
             hosts[int(rank)] = host
     return hosts

@@ -18,6 +18,7 @@ import msgspec
 from msgspec import Struct
 
 from effllm.config.place import Place
+from effllm.records.job import SCHEMA_VERSION, version_error
 from effllm.store import own_files
 
 LOCK = "lock"
@@ -39,18 +40,22 @@ class Holder(Struct, frozen=True):
     salt: str = ""  # salt of the keys
 
 
+class _Version(Struct):
+    schema_version: int = SCHEMA_VERSION
+
+
 class Lock:
     """A locked run folder.
 
     Args:
         folder: the folder.
         descriptor: an open file that holds the lock.
-        instead_of: the configured folder, if another process holds its lock; else ``None``.
+        why_other: why this is not the configured folder; empty if it is, or if the run in that folder is completed.
     """
 
-    def __init__(self, folder: Path, descriptor: int, instead_of: Path | None) -> None:
+    def __init__(self, folder: Path, descriptor: int, why_other: str) -> None:
         self.folder = folder
-        self.instead_of = instead_of
+        self.why_other = why_other
         self._descriptor = descriptor
 
     def release(self, is_over: bool = True) -> None:
@@ -79,7 +84,9 @@ def restart_id_of(place: Place, host: str) -> str:
 def take(
     wanted: Path, holder: Holder, ask: Callable[[Holder], None] = lambda _: None, wait_s: float = LOCK_WAIT_S
 ) -> Lock:
-    """Lock and return the run folder NAME, or NAME-2 and following if NAME is completed or locked by another job.
+    """Lock and return the run folder NAME, or NAME-2 and following if NAME cannot be continued.
+
+    A folder of a completed run or of another version of effllm is not continued, nor one that another job has locked.
 
     Args:
         wanted: the folder NAME.
@@ -90,18 +97,21 @@ def take(
     Raises:
         OSError: the folder cannot be made or written.
     """
-    taken: Path | None = None
+    why_other = ""
     for folder in _names(wanted):
-        if status_of(folder) == "completed":  # completed runs are not continued
+        if status_of(folder) == "completed":
+            continue
+        if problem := _version_error(folder):
+            why_other = why_other or f"{folder} is not continued: {problem}"
             continue
         own_files.make_folder(folder)
-        descriptor = _lock(folder / LOCK, holder, ask, wait_s if taken is None else 0.0)
+        descriptor = _lock(folder / LOCK, holder, ask, 0.0 if why_other else wait_s)
         if descriptor is not None:
             with contextlib.suppress(OSError):  # on a full disk the lock is held, too
                 os.ftruncate(descriptor, 0)
                 os.pwrite(descriptor, msgspec.json.encode(holder) + b"\n", 0)
-            return Lock(folder, descriptor, taken)
-        taken = taken or folder
+            return Lock(folder, descriptor, why_other)
+        why_other = why_other or f"another run is writing to {folder}"
     raise FileExistsError(f"{MAX_NAMES} runs are named {wanted.name}")
 
 
@@ -117,6 +127,15 @@ def status_of(folder: Path) -> str:
         return str(msgspec.json.decode(own_files.read_file(folder / "summary.json")).get("status", ""))
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError, AttributeError):
         return ""
+
+
+def _version_error(folder: Path) -> str:
+    """Return why the run in a folder cannot be continued; empty if it can, or if there is no run."""
+    try:
+        found = msgspec.json.decode(own_files.read_file(folder / "run.json"), type=_Version)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return ""
+    return version_error(found.schema_version)
 
 
 def holder_of(path: Path) -> Holder | None:

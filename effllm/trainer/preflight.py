@@ -11,7 +11,6 @@ from effllm.config.settings import (
     VARIABLES,
     Config,
     ConfigError,
-    old_settings,
     read_config,
     secret_path,
     unknown_variables,
@@ -72,7 +71,6 @@ def usable(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _wrong_values(environ: Mapping[str, str]) -> Iterator[tuple[str, ConfigError]]:
-    yield from old_settings(environ)
     for name in (PREFIX + variable.name for variable in VARIABLES):
         try:
             read_config({name: environ.get(name, "")})

@@ -24,7 +24,7 @@ class WaterfallUnits(NamedTuple):
     @classmethod
     def of(cls, found: Waterfall) -> WaterfallUnits:
         name, seconds = ("hours", 3600.0) if found.device_seconds >= 3600 * MIN_H else ("seconds", 1.0)
-        time = f"{one_line(found.unit)}-{name}" if found.unit else name, seconds
+        time = f"{one_line(found.unit)}-{name}", seconds
         energy = ("", 1.0)
         if found.joules is not None:
             energy = ("kWh", J_PER_KWH) if found.joules >= MIN_KWH * J_PER_KWH else ("J", 1.0)

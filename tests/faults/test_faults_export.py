@@ -2,15 +2,13 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import duckdb
 import pytest
+from run_folders import GOLDEN, copy_golden
 
 pytest_plugins = ["disks"]
 pytestmark = pytest.mark.faults
-OLDER = Path(__file__).parents[1] / "golden" / "run_folder_1"
-NEWER = OLDER.with_name("run_folder_4")
 
 
 def export(*arguments):
@@ -20,13 +18,13 @@ def export(*arguments):
 
 
 @pytest.mark.parametrize("form", ["--parquet", "--csv", "--json"])
-def test_export_to_a_full_disk_leaves_the_old_files(disk, form):
-    path = disk.path / "out"
-    assert export(OLDER, form, path).returncode == 0
+def test_export_to_a_full_disk_leaves_the_old_files(disk, form, tmp_path):
+    path, later = disk.path / "out", copy_golden(tmp_path / "later")
+    assert export(GOLDEN, form, path).returncode == 0
     before = {one: one.read_bytes() for one in disk.path.rglob("*") if one.is_file()}
     disk.fill()
 
-    done = export(NEWER, form, path)
+    done = export(later, form, path)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("effllm export: ")
     assert done.stderr.count("\n") == 1
@@ -34,6 +32,6 @@ def test_export_to_a_full_disk_leaves_the_old_files(disk, form):
     assert left == before
     assert [one for one in disk.path.rglob(".*") if one.name.endswith(".new")] == []
     disk.empty()
-    assert export(NEWER, form, path).returncode == 0
+    assert export(later, form, path).returncode == 0
     if form == "--parquet":
-        assert duckdb.sql(f"SELECT count(*) FROM '{path}/v1/runs/*/*/*.parquet'").fetchall() == [(2,)]
+        assert duckdb.sql(f"SELECT count(*) FROM '{path}/v4/runs/*/*/*.parquet'").fetchall() == [(2,)]

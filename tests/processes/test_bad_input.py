@@ -107,13 +107,6 @@ def test_reasons_are_reported_only_by_rank_0(launch):
     assert [reason in line for line in last] == [True, True]
 
 
-def test_old_setting_name_disables_metrics_and_shows_the_new_name(launch):
-    job = launch.python(LOOP, "--iterations", 3, warmup_seconds=60).done()
-
-    assert_disabled(job, "EFFICIENTLLM_WARMUP_SECONDS='60' is not usable: write EFFICIENTLLM_WARMUP=60s instead")
-    assert len(job.output()["steps"]) == 3
-
-
 def test_unknown_sink_option_and_device_do_not_affect_other_sinks_and_counts(launch):
     job = launch.python(*SERVED, sinks="nosuch,tensorboard:where=x,console", device="nosuch").done()
 

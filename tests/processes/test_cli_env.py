@@ -84,8 +84,6 @@ def test_wrong_values_print_one_line_each_and_export_nothing(cli, option):
         ("SINKS", "console:colour=red", "sink 'console' has no option 'colour'; available options: format"),
         ("SINKS", "console:format=Full", "console:format='Full' is not usable: must be auto, short or full"),
         ("SINKS", "prometheus:port=65536", "prometheus:port='65536' is not usable: must be a port from 0 to 65535"),
-        ("CONSOLE", "full", "write EFFICIENTLLM_SINKS=console:format=full,tensorboard instead"),
-        ("WARMUP_SECONDS", "60", "write EFFICIENTLLM_WARMUP=60s instead"),
     ],
 )
 def test_unknown_setting_names_are_reported_with_the_valid_names(cli, name, value, expected):

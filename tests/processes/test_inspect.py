@@ -12,7 +12,7 @@ from effllm.commands.app import app
 from effllm.job.verdict import MAX_EVIDENCE
 from effllm.records.audit import Audit, ComparedFigure
 from effllm.records.framework_figures import FIGURES
-from effllm.records.verdict import BEFORE, Evidence, LossWindows, Verdict
+from effllm.records.verdict import BEFORE, IN, Evidence, LossWindows, Verdict
 from effllm.records.waterfall import PARTS, Waterfall, WaterfallPart
 
 
@@ -33,7 +33,7 @@ def of(*parts, unknown=()):
     made = tuple(
         WaterfallPart(name, seconds, seconds / total, joules, max_gain=0.125) for name, seconds, joules in parts
     )
-    return Waterfall(total, sum(joules for _, _, joules in parts), made, unknown)
+    return Waterfall(total, sum(joules for _, _, joules in parts), made, "GPU", unknown)
 
 
 def test_table_has_a_line_for_each_part_and_each_unknown_quantity(inspect):
@@ -41,7 +41,7 @@ def test_table_has_a_line_for_each_part_and_each_unknown_quantity(inspect):
 
     lines = inspect(found).stdout.splitlines()
 
-    assert lines[1].split() == ["part", "share", "hours", "kWh", "gain"]
+    assert lines[1].split() == ["part", "share", "GPU-hours", "kWh", "gain"]
     assert lines[2].split() == ["data", "25.0", "%", "1.00", "2.00", "12.5", "%"]
     assert lines[3].split()[:5] == ["steps", "75.0", "%", "3.00", "1.00"]
     assert lines[-1] == "unknown: useful work: no peak"
@@ -50,14 +50,14 @@ def test_table_has_a_line_for_each_part_and_each_unknown_quantity(inspect):
 def test_short_run_is_shown_in_seconds_and_joules(inspect):
     lines = inspect(of(("data", 1.5, 30.0))).stdout.splitlines()
 
-    assert lines[1].split() == ["part", "share", "seconds", "J", "gain"]
+    assert lines[1].split() == ["part", "share", "GPU-seconds", "J", "gain"]
     assert lines[2].split()[3:5] == ["1.50", "30.0"]
 
 
 def test_table_with_all_parts_has_lines_of_at_most_80_columns(inspect):
     parts = [WaterfallPart(name, 123456.0, 0.05, 9.9e9, True, 99999.0, 12.5) for name in PARTS]
 
-    found = Waterfall(1e8, 1e12, tuple(parts), ("useful work: " + "x " * 60,), "rank", 1e9)
+    found = Waterfall(1e8, 1e12, tuple(parts), "rank", ("useful work: " + "x " * 60,), 1e9)
     lines = inspect(found).stdout.splitlines()
 
     assert lines[1].split()[:4] == ["part", "share", "rank-hours", "kWh"]
@@ -89,10 +89,12 @@ def test_json_contains_every_part_and_is_shorter_than_8_kb(inspect):
     parts = [WaterfallPart(name, *numbers, evidence, 0.0123456789012) for name in PARTS]
     parts[0] = replace(parts[0], evidence="host a: GPUs 1-3 " * 20)
 
-    evidence = tuple(Evidence("c" * 200, "s" * 80, 0.123456789) for _ in range(MAX_EVIDENCE))
+    evidence = tuple(Evidence("c" * 200, "s" * 80, IN, 0.123456789) for _ in range(MAX_EVIDENCE))
     verdict = Verdict("data_loading", "t" * 62, "w" * 200, "n" * 62, 0.123456789, "medium", evidence)
 
-    done = inspect(Waterfall(1e8, 1e12, tuple(parts), ("useful work: " + "x " * 60,) * 3), "--json", verdict=verdict)
+    done = inspect(
+        Waterfall(1e8, 1e12, tuple(parts), "GPU", ("useful work: " + "x " * 60,) * 3), "--json", verdict=verdict
+    )
 
     assert [part["name"] for part in json.loads(done.stdout)["waterfall"]["parts"]] == list(PARTS)
     assert len(done.stdout) < 8000
@@ -102,10 +104,12 @@ def test_json_with_an_audit_is_shorter_than_8_kb_with_all_names_and_numbers(insp
     figures = tuple(ComparedFigure(name, 1234.56789, 123.456789, 8.0, 64) for name in FIGURES)
     parts = tuple(WaterfallPart(name, 1.0, 0.05, evidence="\u65e5" * 300) for name in PARTS)
     seen = LossWindows(123_456, 123_456, 123_456, 123_456, 0.123456789, 123_456)
-    evidence = tuple(Evidence("c" * 250, f"summary.json: {at}", 0.1, seen, BEFORE) for at in range(MAX_EVIDENCE))
+    evidence = tuple(Evidence("c" * 250, f"summary.json: {at}", BEFORE, 0.1, seen) for at in range(MAX_EVIDENCE))
     verdict = Verdict("data_loading", "t" * 62, "w" * 200, "n" * 62, 0.123456789, "medium", evidence)
 
-    done = inspect(Waterfall(1e8, None, parts), "--json", verdict=verdict, audit=Audit(figures, ("d" * 150,) * 2, 9))
+    done = inspect(
+        Waterfall(1e8, None, parts, "GPU"), "--json", verdict=verdict, audit=Audit(figures, ("d" * 150,) * 2, 9)
+    )
 
     found = json.loads(done.stdout)
     assert len(done.stdout) < 8001
@@ -119,9 +123,10 @@ def test_json_with_an_audit_is_shorter_than_8_kb_with_all_names_and_numbers(insp
     ("content", "line"),
     [
         (None, "No such file or directory"),
-        (b"{", "is not a summary of this version of effllm"),
-        (b'{"status": "\xff"}', "is not a summary of this version of effllm"),
+        (b"{", "is not a summary of effllm"),
+        (b'{"status": "\xff"}', "is not a summary of effllm"),
         (msgspec.json.encode(make_summary()), "has no waterfall"),
+        (msgspec.json.encode(replace(make_summary(), schema_version=3)), "cannot be read: it has schema_version 3"),
     ],
 )
 def test_folder_without_a_waterfall_is_reported_in_one_line(tmp_path, content, line):

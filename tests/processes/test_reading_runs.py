@@ -1,18 +1,17 @@
 """Reading of run folders in processes of their own."""
 
 import csv
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-OLDER = Path(__file__).parents[1] / "golden" / "run_folder_1"
+from run_folders import GOLDEN, copy_golden
 
 
 def test_package_loads_without_duckdb_and_names_the_missing_extra():
     code = (
         "import sys; sys.modules['duckdb'] = None; import effllm; from effllm import *\n"
-        f"try: effllm.load({str(OLDER)!r})\n"
+        f"try: effllm.load({str(GOLDEN)!r})\n"
         "except ImportError as error: print(error)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -24,7 +23,7 @@ def test_parallel_exports_lose_no_row_of_a_csv_file(tmp_path):
     """Each of three runs is exported by two processes at the same time: its row is written once."""
     path = tmp_path / "all.csv"
     for name in "abc":
-        shutil.copytree(OLDER, tmp_path / name)
+        copy_golden(tmp_path / name)
     commands = [[sys.executable, "-m", "effllm", "export", str(tmp_path / one), "--csv", str(path)] for one in "aabbcc"]
     writers = [subprocess.Popen(command, stdout=subprocess.DEVNULL) for command in commands]
 
@@ -38,7 +37,7 @@ def test_ledger_loads_no_pandas():
     """DuckDB imports pandas for the first parameter of a query: half of the time of a ledger of 10,000 runs."""
     code = (
         "import sys, pathlib; from effllm.analysis.ledger import totals\n"
-        f"assert totals(pathlib.Path({str(OLDER)!r}), 'node').total.runs == 1; print('pandas' in sys.modules)"
+        f"assert totals(pathlib.Path({str(GOLDEN)!r}), 'node').total.runs == 1; print('pandas' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import run_folder_page
-from run_folder_page import OLDER, PAGE, TABLES
+from run_folder_page import GOLDEN, PAGE, TABLES
 
 import effllm
 
@@ -17,7 +17,7 @@ def blocks(language):
 
 def test_tables_of_the_page_are_the_columns_of_the_relations():
     assert PAGE.read_text() == run_folder_page.page(), "run: python tests/run_folder_page.py"
-    run = effllm.load(OLDER)
+    run = effllm.load(GOLDEN)
     for table in TABLES:
         section = PAGE.read_text().partition(f"### {table}\n")[2].partition("\n### ")[0]
         assert re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE) == getattr(run, table).columns

@@ -22,7 +22,7 @@ OTHER = Holder(restart_id="78", job="third", endpoint="tcp://127.0.0.1:5002", ho
 def test_lock_file_names_its_holder_and_is_private(tmp_path):
     lock = take(tmp_path / "runs" / "one", FIRST)
 
-    assert (lock.folder, lock.instead_of) == (tmp_path / "runs" / "one", None)
+    assert (lock.folder, lock.why_other) == (tmp_path / "runs" / "one", "")
     assert holder_of(lock.folder / "lock") == FIRST
     assert stat.S_IMODE((lock.folder / "lock").stat().st_mode) == 0o600
     assert stat.S_IMODE(lock.folder.stat().st_mode) == 0o700
@@ -42,7 +42,7 @@ def test_next_attempt_retries_until_the_folder_is_released(tmp_path):
     after = take(tmp_path / "one", NEXT, ask, wait_s=20.0)
 
     assert requests == [FIRST, FIRST]
-    assert (after.folder, after.instead_of) == (tmp_path / "one", None)
+    assert (after.folder, after.why_other) == (tmp_path / "one", "")
     assert holder_of(after.folder / "lock") == NEXT
     after.release()
 
@@ -56,7 +56,7 @@ def test_another_job_gets_another_folder_and_requests_no_release(tmp_path, one):
     third = take(tmp_path / "one", one, requests.append, wait_s=0.1)
 
     assert (second.folder.name, third.folder.name, requests) == ("one-2", "one-3", [])
-    assert second.instead_of == third.instead_of == tmp_path / "one"
+    assert second.why_other == third.why_other == f"another run is writing to {tmp_path / 'one'}"
     for lock in (first, second, third):
         lock.release()
 
@@ -95,7 +95,21 @@ def test_only_a_run_that_is_not_completed_is_continued(tmp_path):
 
     lock = take(tmp_path / "one", FIRST)
 
-    assert (lock.folder.name, lock.instead_of) == ("one-2", None)
+    assert (lock.folder.name, lock.why_other) == ("one-2", "")
+    lock.release()
+
+
+def test_run_of_another_version_is_not_continued(tmp_path):
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "run.json").write_text('{"schema_version": 3}')
+
+    lock = take(tmp_path / "one", FIRST)
+
+    assert lock.folder.name == "one-2"
+    assert lock.why_other == (
+        f"{tmp_path / 'one'} is not continued: it has schema_version 3, and this version of effllm reads only 4: "
+        "use the version of effllm that wrote it"
+    )
     lock.release()
 
 

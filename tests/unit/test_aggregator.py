@@ -916,20 +916,14 @@ def test_saved_state_leaves_out_reports_of_open_windows():
     assert second.aggregator.duplicates == 0
 
 
-@pytest.mark.parametrize(("version", "is_restored"), [(SCHEMA_VERSION, True), (3, True), (2, False)])
-def test_state_of_version_3_is_restored_and_version_2_rejected(version, is_restored):
-    job = Job().join()
-    job.send(row(0), row(1))
-    assert job.closed()
-    state = msgspec.json.encode({**msgspec.json.decode(job.aggregator.snapshot()), "schema_version": version})
+@pytest.mark.parametrize("version", [SCHEMA_VERSION - 1, SCHEMA_VERSION + 1])
+def test_state_of_another_version_is_rejected(version):
+    state = msgspec.json.encode({**msgspec.json.decode(Job().join().aggregator.snapshot()), "schema_version": version})
 
-    if is_restored:
-        second = Job(snapshot=restore(state)).join()
-        second.send(row(0, 2), row(1, 2))
-        assert second.closed()[-1].run.counts.tokens == 4000
-    else:
-        with pytest.raises(msgspec.ValidationError, match="schema_version 2"):
-            restore(state)
+    with pytest.raises(
+        msgspec.ValidationError, match=rf"schema_version {version}, .* reads only {SCHEMA_VERSION}: use"
+    ):
+        restore(state)
 
 
 def test_restored_aggregator_does_not_wait_for_a_departed_rank():

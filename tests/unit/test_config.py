@@ -12,7 +12,6 @@ from effllm.config.settings import (
     ALL_VARIABLES,
     MIN_WINDOW_S,
     MOST,
-    OLD_NAMES,
     VARIABLES,
     Config,
     ConfigError,
@@ -170,35 +169,6 @@ def test_unknown_variable_is_reported_with_a_similar_name():
         "EFFICIENTLLM_LOG_INTERVALL is not read by this version; did you mean EFFICIENTLLM_LOG_INTERVAL?",
         "EFFICIENTLLM_X is not read by this version",
     ]
-
-
-@cases(
-    ("old", "text", "sinks", "instead"),
-    [
-        ("WARMUP_ITERATIONS", "20", "", "EFFICIENTLLM_WARMUP=20"),
-        ("WARMUP_SECONDS", "1.5", "", "EFFICIENTLLM_WARMUP=1.5s"),
-        ("CONSOLE", "full", "", "EFFICIENTLLM_SINKS=console:format=full,tensorboard"),
-        ("CONSOLE", "short", "prometheus, console", "EFFICIENTLLM_SINKS=prometheus,console:format=short"),
-        ("TENSORBOARD_DIR", "my tb", "none", "EFFICIENTLLM_SINKS='console,tensorboard:dir=my tb'"),
-        ("PROMETHEUS_PORT", "0", "", "EFFICIENTLLM_SINKS=console,tensorboard,prometheus:port=0"),
-    ],
-)
-def test_old_setting_name_raises_an_error_with_the_new_name(old, text, sinks, instead):
-    environ = {PREFIX + old: text, f"{PREFIX}SINKS": sinks}
-    new = dict([instead.replace("'", "").split("=", 1)])
-
-    with pytest.raises(ConfigError) as error:
-        read_config(environ)
-
-    assert str(error.value) == f"EFFICIENTLLM_{old}={text!r} is not usable: write {instead} instead"
-    assert unknown_variables(environ) == []
-    assert unknown_variables(new) == []
-    read_config(new)
-
-
-def test_old_setting_with_an_empty_value_is_ignored():
-    assert read_config({PREFIX + old: " " for old in OLD_NAMES}) == read_config({})
-    assert unknown_variables({f"{PREFIX}CONSOL": "full"}) == ["EFFICIENTLLM_CONSOL is not read by this version"]
 
 
 def test_warm_up_may_be_given_in_iterations_or_in_seconds():

@@ -2,32 +2,30 @@
 
 import csv
 import json
-import shutil
 from pathlib import Path
 
 import duckdb
 import msgspec
 import pytest
+from run_folders import GOLDEN, copy_golden
 
 import effllm
 from effllm.analysis.database import TABLES, columns_of
 from effllm.analysis.export import export_parquet
 from effllm.commands import export
 
-OLDER = Path(__file__).parents[1] / "golden" / "run_folder_1"
-
 
 def make_run(folder, **fields):
-    """Copy the older run and change fields of its documents."""
-    shutil.copytree(OLDER, folder)
+    """Copy the golden run and change fields of its documents."""
+    copy_golden(folder)
     for name in ("run.json", "summary.json"):
-        document = msgspec.json.decode((folder / name).read_bytes()) | fields
+        document = msgspec.json.decode((folder / name).read_bytes()) | {"tags": [], **fields}
         (folder / name).write_bytes(msgspec.json.encode(document))
     return folder
 
 
 def dataset(folder, table, columns="*"):
-    files = f"read_parquet('{folder}/v1/{table}/*/*/*.parquet', hive_partitioning=true)"
+    files = f"read_parquet('{folder}/v4/{table}/*/*/*.parquet', hive_partitioning=true)"
     return duckdb.sql(f"SELECT {columns} FROM {files} ORDER BY ALL").fetchall()
 
 
@@ -45,7 +43,7 @@ def run(capsys):
 def test_dataset_has_all_rows_partitioned_by_project_and_month(tmp_path, run):
     make_run(tmp_path / "runs/a", tags=["project=llama"], started_time_s=1.7e9)
     make_run(tmp_path / "runs/b", account="a/b=c ü", started_time_s=1.7e9)
-    make_run(tmp_path / "runs/c", started_time_s=None)
+    make_run(tmp_path / "runs/c", started_time_s=None, account=None)
     out = tmp_path / "out"
 
     assert run(tmp_path / "runs", parquet=str(out))[::2] == (0, "")
@@ -64,10 +62,10 @@ def test_dataset_has_all_rows_partitioned_by_project_and_month(tmp_path, run):
 
 
 def test_columns_of_the_dataset_are_the_documented_columns(tmp_path):
-    export_parquet(effllm.load(OLDER), tmp_path)
+    export_parquet(effllm.load(GOLDEN), tmp_path)
 
     for table in TABLES:
-        described = duckdb.sql(f"DESCRIBE FROM read_parquet('{tmp_path}/v1/{table}/*/*/*.parquet')").fetchall()
+        described = duckdb.sql(f"DESCRIBE FROM read_parquet('{tmp_path}/v4/{table}/*/*/*.parquet')").fetchall()
         expected = {one.name: one.type.replace("JSON", "VARCHAR") for one in columns_of(table)}
         assert {name: kind for name, kind, *_ in described if name != "month"} == (
             expected if table == "runs" else {**expected, "project": "VARCHAR"}
@@ -83,7 +81,7 @@ def test_export_again_replaces_rows_of_the_same_runs(tmp_path, run):
     assert [row[:2] for row in dataset(tmp_path / "out", "runs", "run_id, status")] == [
         ("a", "completed"), ("b", "completed")
     ]  # fmt: skip
-    assert len(dataset(tmp_path / "out", "events")) == 8
+    assert len(dataset(tmp_path / "out", "events")) == 2 * len(effllm.load(GOLDEN).events)
 
 
 def test_names_of_projects_stay_inside_the_dataset(tmp_path, run):
@@ -106,12 +104,12 @@ def test_csv_has_one_row_per_run_and_grows(tmp_path, run):
 
     assert run(tmp_path / "a", csv=str(path)) == (0, f"1 row was appended to {path}\n", "")
     assert run(tmp_path / "a", csv=str(path))[1] == f"0 rows were appended to {path}; 1 was in the file already\n"
-    assert run(OLDER, csv=str(path))[0] == 0
+    assert run(GOLDEN, csv=str(path))[0] == 0
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert list(rows[0]) == [one.name for one in columns_of("runs")]
     assert [(row["run_id"], row["tokens"], row["user"], row["job_name"]) for row in rows] == [
-        ("a", "983040", "'=HYPERLINK(1)", "x [2J y"), ("run_folder_1", "983040", "", "")
+        ("a", "840000", "'=HYPERLINK(1)", "x [2J y"), ("run_folder_4", "840000", "alice", "pretrain")
     ]  # fmt: skip
     assert json.loads(rows[0]["goodput_seconds"])["kept"] > 0
 
@@ -120,7 +118,7 @@ def test_csv_with_other_columns_is_not_changed(tmp_path, run):
     path = tmp_path / "other.csv"
     path.write_text("a,b\n1,2\n")
 
-    status, out, err = run(OLDER, csv=str(path))
+    status, out, err = run(GOLDEN, csv=str(path))
     assert (status, out) == (1, "")
     assert err == f"effllm export: {path} has other columns (without run_id)\n"
     assert path.read_text() == "a,b\n1,2\n"
@@ -129,21 +127,21 @@ def test_csv_with_other_columns_is_not_changed(tmp_path, run):
 def test_json_has_one_object_per_run(tmp_path, run):
     path = tmp_path / "runs.jsonl"
 
-    assert run(OLDER, json=str(path))[0] == run(OLDER, json=str(path))[0] == 0
+    assert run(GOLDEN, json=str(path))[0] == run(GOLDEN, json=str(path))[0] == 0
     [line] = path.read_text().splitlines()
     document = json.loads(line)
-    assert (document["run_id"], document["account"], document["hosts"]) == ("run_folder_1", None, ["vm"])
-    assert document["config"]["device"] == "simulated"
+    assert (document["run_id"], document["account"], document["hosts"]) == ("run_folder_4", "nlp", ["vm"])
+    assert document["config"]["device"] == "nvml"
 
 
 @pytest.mark.parametrize("form", ["parquet", "json"])
 def test_place_that_is_no_file_or_folder_is_one_line(tmp_path, run, form):
     (tmp_path / "file").write_text("")
     path = tmp_path / "file" / "x" if form == "json" else tmp_path / "file"
-    status, out, err = run(OLDER, **{form: str(path)})
+    status, out, err = run(GOLDEN, **{form: str(path)})
 
     assert (status, out, err.count("\n")) == (1, "", 1)
-    assert run(OLDER, json="/dev/null")[0] == 1
+    assert run(GOLDEN, json="/dev/null")[0] == 1
     assert not Path("/dev/null").is_file()
 
 
@@ -152,7 +150,7 @@ def test_names_with_glob_characters_and_quotes_are_places(tmp_path, run, form):
     place = tmp_path / "it's [1]*?"
     place.mkdir()
 
-    assert [run(OLDER, **{form: str(place / "out")})[0] for _ in range(2)] == [0, 0]
+    assert [run(GOLDEN, **{form: str(place / "out")})[0] for _ in range(2)] == [0, 0]
     assert list(tmp_path.iterdir()) == [place]
     place.rename(tmp_path / "plain")
     if form == "parquet":

@@ -176,15 +176,6 @@ def test_run_json_that_cannot_be_read_gives_no_identity(tmp_path, text):
     assert identity_of(tmp_path) == Identity()
 
 
-def test_run_folder_of_an_earlier_version_gives_the_facts_that_it_has(tmp_path):
-    (tmp_path / "run.json").write_text('{"run_id": "777", "job": "12", "git_commit": "abc", "schema_version": 3}')
-    facts = facts_of(folder=str(tmp_path))
-
-    document = facts.begin(tmp_path)
-
-    assert (document["run_id"], document["git_commit"]) == (tmp_path.name, "abc")
-
-
 def test_settings_in_run_json_contain_no_password_of_a_sink():
     config = Config(sinks=("console", "otlp:endpoint=https://me:secret@collector/v1/metrics"))
     facts = RunFacts(Orders(config, "0123", "tcp://127.0.0.1:1", "/runs/mine"))

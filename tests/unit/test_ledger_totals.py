@@ -173,6 +173,19 @@ def test_lines_of_ledger_files_are_counted_and_the_last_attempt_wins(tmp_path):
     ]
 
 
+def test_lines_of_another_version_are_left_out_and_named(tmp_path):
+    lines = ({"run_id": "new"}, {"run_id": "old", "schema_version": 3})
+    (tmp_path / "alice.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    found = totals(tmp_path, "outcome")
+
+    assert found.total.runs == 1
+    assert found.skipped == [
+        f"{tmp_path}/alice.jsonl: a line was left out: it has schema_version 3, and this version of effllm reads only "
+        "4: use the version of effllm that wrote it"
+    ]
+
+
 def test_runs_of_two_users_with_one_name_are_two_runs(tmp_path):
     for user in ("alice", "bob"):
         (tmp_path / f"{user}.jsonl").write_text(json.dumps({"run_id": "base", "user": user, "gpu_hours": 1.0}) + "\n")
@@ -240,9 +253,9 @@ def test_progress_is_not_written_to_a_file(monkeypatch):
 
 
 def test_unknown_gpu_hours_are_not_zero_hours(run, tmp_path):
-    """An older version of effllm wrote no device time; a run without GPUs has no GPU-hours."""
+    """A run without a report has no device time; a run without GPUs has no GPU-hours."""
     run("known")
-    run("older", waterfall=None)
+    run("without-report", waterfall=None)
     run("cpu", waterfall=None, coverage={"gpus_expected": 0, "ranks_expected": 2})
 
     total = totals(tmp_path / "runs", "outcome").total

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from run_folders import GOLDEN, copy_golden
 from sink_examples import complete_totals, make_report, make_row
 
 import effllm
@@ -16,11 +17,11 @@ from effllm.analysis import database, line_rows, run_cache
 from effllm.analysis.run_folders import UnreadableRun
 from effllm.config.settings import cache_folder
 from effllm.records.counters import FIELDS
+from effllm.records.job import SCHEMA_VERSION
 from effllm.store import own_files
-from effllm.store.reader import RankRow, read_ranks, read_windows
+from effllm.store.reader import RankRow, read_events, read_ranks, read_windows
 from effllm.store.run_folder import RunFolder
 
-OLDER = Path(__file__).parents[1] / "golden" / "run_folder_1"
 CORPUS = Path(__file__).parents[1] / "corpus" / "runfolder"
 
 
@@ -39,22 +40,38 @@ def values(relation, columns):
     return relation.select(columns).fetchall()
 
 
-def test_a_run_of_an_older_version_has_a_row():
-    run = effllm.load(OLDER)
+def test_a_run_has_a_row():
+    run = effllm.load(GOLDEN)
 
     assert values(run.runs, "run_id, status, iterations, tokens, hosts, schema_version") == [
-        ("run_folder_1", "completed", 60, 983_040, ["vm"], 1)
+        ("run_folder_4", "completed", 60, 840_000, ["vm"], SCHEMA_VERSION)
     ]
+    metrics = {tag: one.value for tag, one in run.summary.metrics.items()}
     assert values(run.runs, "amu_gb, job_aec_watts, run_energy_joules_per_token") == [
-        (46.719785281240476, 801.0057716626557, 0.0027407190137444973)
+        (metrics["amu_gb"], metrics["job/aec_watts"], metrics["run_energy/joules_per_token"])
     ]
-    assert (run.summary.tokens, run.identity.run_id, run.facts["job"]) == (983_040, "run_folder_1", "42fe8bc2230f2ff3")
+    assert (run.summary.tokens, run.identity.run_id, run.facts["model"]) == (840_000, "run_folder_4", "gpt-small")
     assert run.skipped == []
+
+
+def test_a_run_of_another_version_is_not_read_and_named(tmp_path):
+    for name, version in (("old", 3), ("new", 5), ("odd", [4])):
+        write_run(tmp_path / name, {"schema_version": version}, {"schema_version": version})
+    copy_golden(tmp_path / "good")
+    runs = effllm.load(tmp_path)
+
+    assert [folder.name for folder in runs.folders] == ["good"]
+    assert [(one.path.parent.name, one.path.name) for one in runs.skipped] == [
+        (name, file) for name in ("new", "odd", "old") for file in ("run.json", "summary.json")
+    ]
+    assert runs.skipped[-1].reason == (
+        "it has schema_version 3, and this version of effllm reads only 4: use the version of effllm that wrote it"
+    )
 
 
 def test_a_folder_a_glob_a_file_and_a_list_are_read(tmp_path):
     for name in ("a/one", "a/two", "b/three"):
-        write_run(tmp_path / name, {"run_id": Path(name).name, "schema_version": 4}, {"status": "completed"})
+        write_run(tmp_path / name, {"run_id": Path(name).name}, {"status": "completed"})
     (tmp_path / "empty").mkdir()
 
     def ids(path):
@@ -86,7 +103,7 @@ def test_runs_are_selected_by_tags(tmp_path):
 def test_paths_without_a_run_raise_one_line(tmp_path, monkeypatch, path):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
-    shutil.copytree(OLDER, tmp_path / "run")
+    copy_golden(tmp_path / "run")
 
     with pytest.raises(UnreadableRun, match=r"missing|empty|no path") as error:
         effllm.load(path)
@@ -95,7 +112,7 @@ def test_paths_without_a_run_raise_one_line(tmp_path, monkeypatch, path):
 
 def test_unreadable_documents_are_named_and_other_runs_are_read(tmp_path):
     write_run(tmp_path / "good", {}, {"status": "completed"})
-    write_run(tmp_path / "torn", {"run_id": "torn", "schema_version": 4}, b'{"status": "comp')
+    write_run(tmp_path / "torn", {"run_id": "torn"}, b'{"status": "comp')
     write_run(tmp_path / "nothing", b"\x80\xff", b"[]")
     write_run(tmp_path / "early", {"started_time_s": 1.5e9})
     runs = effllm.load(tmp_path)
@@ -134,16 +151,16 @@ def test_full_temporary_folder_is_named(monkeypatch, table):
     def full(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    loaded = effllm.load(OLDER)
+    loaded = effllm.load(GOLDEN)
     monkeypatch.setattr(database.tempfile, "NamedTemporaryFile", full)
 
     with pytest.raises(OSError, match=r"No space left on device \(TMPDIR sets another folder\): .*effllm-"):
-        loaded.windows if table == "windows" else effllm.load(OLDER)
+        loaded.windows if table == "windows" else effllm.load(GOLDEN)
 
 
 def test_two_runs_of_one_name_are_two_rows(tmp_path):
     for parent in ("a", "b"):
-        shutil.copytree(OLDER, tmp_path / parent / "run")
+        copy_golden(tmp_path / parent / "run")
     runs = effllm.load(tmp_path)
 
     assert values(runs.runs, "run_id") == [("run",), ("run",)]
@@ -160,16 +177,16 @@ def test_values_of_a_wrong_type_are_null(tmp_path):
     assert row == (None, None, {"kept": None}, None, {})
 
 
-def test_lines_of_an_older_version_are_read():
-    run = effllm.load(OLDER)
+def test_lines_are_rows():
+    run = effllm.load(GOLDEN)
 
     assert values(run.windows, "run_id, window_number, iteration, tokens, loss IS NULL, final") == [
-        ("run_folder_1", 1, 20, 327_680, False, False),
-        ("run_folder_1", 2, 40, 327_680, False, False),
-        ("run_folder_1", 3, 60, 327_680, False, False),
-        ("run_folder_1", 4, 60, 0, True, True),
+        ("run_folder_4", 1, 20, 280_000, False, False),
+        ("run_folder_4", 2, 40, 280_000, False, False),
+        ("run_folder_4", 3, 60, 280_000, False, False),
+        ("run_folder_4", 4, 60, 0, True, True),
     ]
-    window = next(iter(read_windows(OLDER)))
+    window = next(iter(read_windows(GOLDEN)))
     [row] = values(
         run.windows.limit(1), "energy_j, energy_error_j, amu_gb, run_energy_joules_per_token, ranks_expected"
     )
@@ -183,9 +200,9 @@ def test_lines_of_an_older_version_are_read():
         )
     )
     assert values(run.ranks.aggregate("count(*), sum(tokens), sum(energy_j)"), "*") == [
-        (8, 983_040, pytest.approx(run.summary.energy.measured_joules))
+        (8, 840_000, pytest.approx(run.summary.energy.measured_joules))
     ]
-    assert [kind for (kind,) in values(run.events, "kind")] == ["joined", "joined", "left", "left"]
+    assert [kind for (kind,) in values(run.events, "kind")] == [event.kind for event in read_events(GOLDEN)]
     assert run.skipped == []
 
 
@@ -213,7 +230,7 @@ def test_columns_have_the_values_of_the_store(tmp_path):
 
 
 def test_every_metric_of_a_window_and_a_summary_has_a_column():
-    run = effllm.load(OLDER)
+    run = effllm.load(GOLDEN)
     totals = complete_totals()
 
     assert {tag.replace("/", "_") for tag in metrics.evaluate(totals, totals, totals)} <= set(run.windows.columns)
@@ -221,7 +238,7 @@ def test_every_metric_of_a_window_and_a_summary_has_a_column():
 
 
 def test_torn_and_invalid_lines_are_named_and_other_lines_are_read(tmp_path):
-    folder = shutil.copytree(OLDER, tmp_path / "run")
+    folder = copy_golden(tmp_path / "run")
     with (folder / "windows-0001.jsonl").open("ab") as file:
         file.write(b'null\n[]\n\n"a"\n{"attempt": 1}\n\x80\xff\n{"attempt":1,"wind')
     run = effllm.load(folder)
@@ -238,7 +255,7 @@ def test_lines_of_any_bytes_do_not_end_the_reading(tmp_path, kind):
         folder = tmp_path / path.name
         folder.mkdir()
         (folder / name).write_bytes(path.read_bytes()[1:])  # the first byte selects a file
-    good = shutil.copytree(OLDER, tmp_path / "good")
+    good = copy_golden(tmp_path / "good")
     runs = effllm.load(tmp_path)
 
     assert len(runs) == len(list(CORPUS.glob(f"{kind}-*"))) + 1
@@ -264,7 +281,7 @@ def test_documents_of_any_bytes_do_not_end_the_reading(tmp_path, document):
 
 
 def test_a_run_without_any_measurement_has_empty_tables(tmp_path):
-    run = effllm.load(write_run(tmp_path / "run", {"run_id": "run", "schema_version": 4}))
+    run = effllm.load(write_run(tmp_path / "run", {"run_id": "run"}))
 
     assert [len(table) for table in (run.runs, run.windows, run.ranks, run.events)] == [1, 0, 0, 0]
     assert (run.summary, run.skipped) == (None, [])
@@ -274,7 +291,7 @@ def test_a_run_without_any_measurement_has_empty_tables(tmp_path):
 def test_names_with_glob_characters_are_read_as_they_are(tmp_path, monkeypatch, copied):
     monkeypatch.setattr(line_rows, "MAX_COPIED_BYTES", copied)
     for name in ("run[1]", "run*", "run1", "run?", "project=x", "run'; --"):
-        shutil.copytree(OLDER, tmp_path / name)
+        copy_golden(tmp_path / name)
 
     assert len(effllm.load(tmp_path).windows) == 6 * 4
     assert len(effllm.load(tmp_path / "run[1]").windows) == 4
@@ -294,16 +311,16 @@ def test_files_that_are_not_regular_are_named_and_never_opened(tmp_path):
 
 
 def test_relations_outlive_the_object_that_made_them():
-    assert effllm.load(OLDER).windows.select("window_number").fetchall() == [(1,), (2,), (3,), (4,)]
+    assert effllm.load(GOLDEN).windows.select("window_number").fetchall() == [(1,), (2,), (3,), (4,)]
 
 
 def test_queries_join_tables_by_folder(tmp_path):
     for name in ("a", "b"):
-        shutil.copytree(OLDER, tmp_path / name)
+        copy_golden(tmp_path / name)
 
     assert effllm.load(tmp_path).sql(
         "SELECT run_id, count(*), sum(w.tokens) FROM runs JOIN windows w USING (folder, run_id) GROUP BY 1 ORDER BY 1"
-    ).fetchall() == [("a", 4, 983_040), ("b", 4, 983_040)]
+    ).fetchall() == [("a", 4, 840_000), ("b", 4, 840_000)]
 
 
 @pytest.mark.parametrize(("copied", "together"), [(0, 10), (10**9, 1), (10**9, 10**9)])
@@ -311,7 +328,7 @@ def test_lines_have_the_order_of_the_files_of_any_size(tmp_path, monkeypatch, co
     monkeypatch.setattr(line_rows, "MAX_COPIED_BYTES", copied)
     monkeypatch.setattr(line_rows, "MAX_COPY_BYTES", together)
     for name in ("a", "b", "c"):
-        shutil.copytree(OLDER, tmp_path / name)
+        copy_golden(tmp_path / name)
         (tmp_path / name / "windows-0002.jsonl").write_text('{"attempt":2,"window":1,"time_s":5.0}\n{"torn')
     runs = effllm.load(tmp_path)
 
@@ -342,7 +359,7 @@ def table_of(path):
 @pytest.mark.usefixtures("cached")
 def test_rows_of_unchanged_runs_are_read_from_a_private_cache(tmp_path, monkeypatch):
     for name in ("a", "b"):
-        shutil.copytree(OLDER, tmp_path / "runs" / name)
+        copy_golden(tmp_path / "runs" / name)
     first = table_of(tmp_path / "runs")
     monkeypatch.setattr(database, "read_document", no_reading)
 
@@ -354,11 +371,11 @@ def test_rows_of_unchanged_runs_are_read_from_a_private_cache(tmp_path, monkeypa
 @pytest.mark.usefixtures("cached")
 def test_changed_and_new_runs_are_read_again(tmp_path):
     for name in ("a", "b"):
-        shutil.copytree(OLDER, tmp_path / name)
+        copy_golden(tmp_path / name)
     effllm.load(tmp_path)
     text = (tmp_path / "b/summary.json").read_bytes()
     own_files.replace_file(tmp_path / "b/summary.json", text.replace(b'"completed"', b'"kompleted"'))  # the same size
-    shutil.copytree(OLDER, tmp_path / "aa")
+    copy_golden(tmp_path / "aa")
     shutil.rmtree(tmp_path / "a")
 
     assert values(effllm.load(tmp_path).runs, "run_id, status") == [("aa", "completed"), ("b", "kompleted")]
@@ -367,7 +384,7 @@ def test_changed_and_new_runs_are_read_again(tmp_path):
 @pytest.mark.usefixtures("cached")
 @pytest.mark.parametrize("content", [b"", b"PAR1", b"\x80\x04]."])
 def test_damaged_cache_is_replaced(tmp_path, monkeypatch, content):
-    shutil.copytree(OLDER, tmp_path / "runs/a")
+    copy_golden(tmp_path / "runs/a")
     first = table_of(tmp_path / "runs")
     [file] = (cache_folder() / "runs").iterdir()
     file.write_bytes(content)
@@ -386,7 +403,7 @@ def test_unreadable_files_are_reported_each_time(tmp_path):
 
 @pytest.mark.usefixtures("cached")
 def test_cache_that_cannot_be_written_is_not_used(tmp_path, monkeypatch):
-    shutil.copytree(OLDER, tmp_path / "runs/a")
+    copy_golden(tmp_path / "runs/a")
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
 
@@ -407,14 +424,14 @@ def test_a_run_that_continues_is_read_again_by_a_new_load(tmp_path):
 
 
 def test_tables_are_frames_of_pandas_and_tables_of_arrow():
-    runs = effllm.load(OLDER)
+    runs = effllm.load(GOLDEN)
 
-    assert runs.windows.df()["tokens"].sum() == runs.windows.to_arrow_table()["tokens"].to_pandas().sum() == 983040
+    assert runs.windows.df()["tokens"].sum() == runs.windows.to_arrow_table()["tokens"].to_pandas().sum() == 840000
 
 
 def test_losses_that_were_nan_are_counted_and_no_value_is_nan():
     """The loss of iteration 7 was NaN on both ranks."""
-    run = effllm.load(OLDER.with_name("run_folder_4"))
+    run = effllm.load(GOLDEN)
 
     assert run.runs.select("losses_not_finite, first_not_finite, loss").fetchall() == [(2, 7, 2.0)]
     assert run.windows.select("losses_not_finite").fetchall()[0] == (2,)

@@ -1,6 +1,5 @@
 """The windows to which the evidence of a verdict points, and where a loss is relative to them."""
 
-import msgspec
 import pytest
 from builders import device_window, gpu, hello, reports, row
 from cases import cases
@@ -19,7 +18,6 @@ from effllm.job.prevalence import Prevalence
 from effllm.job.rows import Rows
 from effllm.records.clock import Now
 from effllm.records.job import StragglerVerdict
-from effllm.records.memory import MemoryPressureLoss
 from effllm.records.rank import CLOCK_RATIO, Gauge, Profile, ValueStatistics
 from effllm.records.verdict import AFTER, BEFORE, IN, NO_WINDOW, LossWindows
 from effllm.records.wire import Bye
@@ -135,8 +133,6 @@ def test_hang_without_a_later_window_is_after_the_last_window(status, attempts, 
     found = windows_of(loss, replace(make_summary(), status=status, attempts=attempts), seen)
 
     assert found == (LossWindows(1, 20, 20) if place == AFTER else None, place)
-    # In an older state, hangs were not counted by window.
-    assert windows_of(loss, replace(make_summary(), status=status), Prevalence(windows=5)) == (None, NO_WINDOW)
 
 
 def attempts_of(count):
@@ -161,20 +157,6 @@ def test_start_and_restarts_are_before_the_first_windows_of_attempts():
     assert [(one.place, one.windows) for one in found if "restarts" in one.claim] == [(BEFORE, LossWindows(2, 10, 10))]
 
 
-def test_older_state_goes_on_without_a_statement_on_its_windows():
-    """The state has two windows of the first attempt, without the newer counts."""
-    state = msgspec.json.decode(attempts_of(1).snapshot())
-    state["prevalence"] = {"windows": 2, "by_cause": {}}
-    ledger = restore(msgspec.json.encode(state)).next_attempt("job-2")
-    aggregator = Aggregator(Config(), "job-2", 2, 1000.0, ledger)
-
-    run(aggregator, {1: {"profile": Profile(5, 5.0, exposed_s=2.0, computing_s=3.0)}}, windows=2, start_s=100.0)
-
-    seen = aggregator.ledger.prevalence
-    assert (seen.windows, seen.of("startup"), seen.of("restarts"), seen.last()) == (4, None, None, None)
-    assert seen.of("exposed_communication") == LossWindows(1, 10, 10, 10, pytest.approx(0.4), 1)
-
-
 def test_memory_pressure_points_to_the_windows_with_retries_and_the_error():
     pressure = MemoryPressure()
     read = {"allocator/allocated_bytes": ValueStatistics(1, 1e9, 1e9, 1e9)}
@@ -190,8 +172,6 @@ def test_memory_pressure_points_to_the_windows_with_retries_and_the_error():
     summary = replace(make_summary(), memory_pressure=loss)
     one = Loss("memory_pressure", 1.0, 0.5, "", "")
     assert windows_of(one, summary, Prevalence()) == (LossWindows(3, 20, 50, 30), IN)
-    older = replace(summary, memory_pressure=MemoryPressureLoss(3, 0.1, 3, 30))
-    assert windows_of(one, older, Prevalence()) == (None, NO_WINDOW)
 
 
 def test_stragglers_with_several_causes_have_no_windows_of_one_cause():

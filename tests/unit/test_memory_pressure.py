@@ -78,7 +78,9 @@ def test_state_continues_after_a_restart_of_the_aggregator():
 
 
 def pressure(seconds, **changes):
-    return MemoryPressureLoss(50, changes.pop("per_iteration", 0.25), 4, 120, seconds, changes.pop("most", seconds))
+    return MemoryPressureLoss(
+        50, changes.pop("per_iteration", 0.25), 4, 120, 20, 140, seconds, changes.pop("most", seconds)
+    )
 
 
 def test_lost_time_above_its_threshold_is_the_cause():

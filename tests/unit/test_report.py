@@ -5,7 +5,6 @@ import json
 import os
 import re
 import sys
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -21,7 +20,6 @@ from effllm.records.waterfall import Waterfall, WaterfallPart
 from effllm.views.report.markup import Markup, element
 from effllm.views.report.page import MAX_BYTES
 
-OLD_RUN = Path(__file__).parent.parent / "golden" / "run_folder_1"
 FORGED = "</script><script>alert(1)</script>\x1b[2J\u202e\"'<img src=x onerror=alert(2)>"
 WATERFALL = Waterfall(
     100.0,
@@ -30,6 +28,7 @@ WATERFALL = Waterfall(
         WaterfallPart("data", 25.0, 0.25, 500.0, max_gain=0.33, evidence="reports"),
         WaterfallPart("steps", 75.0, 0.75, 1500.0, evidence="rest"),
     ),
+    "GPU",
 )
 VERDICT = Verdict("data_loading", "data loading: 25.0 % of GPU time", "data wait 5 ms", "raise workers", 0.33, "high")
 
@@ -206,13 +205,6 @@ def test_ten_million_events_are_read_within_limits(report, tmp_path):
     assert len(page.encode()) < MAX_BYTES
 
 
-def test_run_of_the_first_schema_is_read(report):
-    page = report(OLD_RUN)
-
-    assert "No waterfall" in text_of(page)
-    assert data_of(page)["runs"][0]["curves"]["throughput/tokens_per_second_per_gpu"][1][0] > 0
-
-
 def test_damaged_summary_is_named_and_the_rest_is_shown(report, tmp_path):
     made = folder_of(tmp_path / "run", None, window(1))
     (made / "summary.json").write_text('{"status": 5}')
@@ -221,6 +213,14 @@ def test_damaged_summary_is_named_and_the_rest_is_shown(report, tmp_path):
 
     assert "summary.json has another form" in text
     assert "Loss" in text
+
+
+def test_summary_of_another_version_is_named(report, tmp_path):
+    made = folder_of(tmp_path / "run", replace(make_summary(), schema_version=3), window(1))
+
+    text = text_of(report(made))
+
+    assert "summary.json cannot be read: it has schema_version 3, and this version of effllm reads only 4" in text
 
 
 def test_long_run_fits_into_the_limit_of_the_size(report, tmp_path):

@@ -613,7 +613,7 @@ def test_unwritable_console_log_affects_no_other_file(folder):
 
 def test_later_facts_are_merged_into_run_json(folder):
     store = RunFolder(folder, {"model": "7B", "folder": folder})
-    store.update_facts({"ranks": {0: "node1"}})
+    store.update_facts({"ranks": {0: {"host": "node1"}}})
     store.write(make_report(), [make_row(0)])
     RunFolder(folder, {"model": "8B"})
 
@@ -621,7 +621,7 @@ def test_later_facts_are_merged_into_run_json(folder):
         "schema_version": SCHEMA_VERSION,
         "model": "8B",
         "folder": str(folder),
-        "ranks": {"0": "node1"},
+        "ranks": {"0": {"host": "node1"}},
     }
     assert [row.host for row in read_ranks(folder)] == ["node1"]
 

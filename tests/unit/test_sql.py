@@ -3,22 +3,19 @@
 import csv
 import io
 import json
-import shutil
-from pathlib import Path
 
 import msgspec
 import pytest
+from run_folders import GOLDEN, copy_golden
 
 from effllm.commands import sql
-
-OLDER = Path(__file__).parents[1] / "golden" / "run_folder_1"
 
 
 @pytest.fixture
 def ask(capsys):
     """Return a function that runs a query and returns the exit status, stdout and stderr."""
 
-    def ask(query, form="text", runs=OLDER):
+    def ask(query, form="text", runs=GOLDEN):
         status = sql.main([str(runs)], query, form)
         return status, *capsys.readouterr()
 
@@ -32,7 +29,7 @@ def test_result_is_an_aligned_table(ask):
     assert out.splitlines() == [
         "run_id        status     iterations  loss  account",
         "------------  ---------  ----------  ----  -------",
-        "run_folder_1  completed          60  3.58  -",
+        "run_folder_4  completed          60  2.00  nlp",
         "(1 row)",
     ]
 
@@ -51,7 +48,7 @@ def test_result_as_csv_and_json(ask):
     _, as_json, _ = ask(query, "json")
 
     rows, objects = list(csv.DictReader(io.StringIO(as_csv))), json.loads(as_json)
-    assert [one["tokens"] for one in objects] == [int(row["tokens"]) for row in rows] == [327_680] * 3 + [0]
+    assert [one["tokens"] for one in objects] == [int(row["tokens"]) for row in rows] == [280_000] * 3 + [0]
     assert (rows[3]["loss"], objects[3]["loss"]) == ("", None)
     assert objects[0]["time_by_class"] == json.loads(rows[0]["time_by_class"])
     assert objects[0]["time_by_class"]["startup"] > 0
@@ -121,7 +118,7 @@ def test_missing_folder_is_one_line(ask, tmp_path):
 
 
 def test_terminal_escapes_in_files_are_never_printed(ask, tmp_path):
-    folder = shutil.copytree(OLDER, tmp_path / "run")
+    folder = copy_golden(tmp_path / "run")
     hostile = "x\x1b[2J\x1b]0;title\x07\ny"
     summary = msgspec.json.decode((folder / "summary.json").read_bytes()) | {"user": hostile, "status": [hostile]}
     summary["events"] = {hostile: 1}

@@ -3,11 +3,11 @@
 import json
 import os
 import time
-from pathlib import Path
 
 import msgspec
 import pytest
 from msgspec.structs import replace
+from run_folders import GOLDEN, copy_golden
 from sink_examples import make_report, make_summary
 
 from effllm.commands import top_reader
@@ -408,10 +408,21 @@ def test_run_that_has_just_started_has_no_values(run):
     assert "none yet" in text_of(frame)
 
 
-def test_older_run_folder_is_shown():
-    frame = shown(Path(__file__).parents[1] / "golden" / "run_folder_1")
+def test_recorded_run_folder_is_shown():
+    frame = shown(GOLDEN)
 
     assert (frame.head.status, frame.head.iteration, len(frame.ranks.known)) == ("completed", 60, 2)
+
+
+@pytest.mark.parametrize("name", ["run.json", "summary.json"])
+def test_run_of_another_version_is_not_shown(tmp_path, name):
+    path = copy_golden(tmp_path / "run") / name
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"schema_version": 3}))
+    source = FolderSource(tmp_path / "run")
+
+    with pytest.raises(SourceError, match=rf"{name} cannot be read: it has schema_version 3, .* reads only 4"):
+        source.refresh()
+        source.refresh_hosts()
 
 
 def test_newest_run_in_a_folder_is_chosen(run):

@@ -33,7 +33,7 @@ def job(profile=PROFILE, metrics=None, **changes):
     seconds = {name: changes.pop(name) for name in list(changes) if name not in make_summary().__struct_fields__}
     seconds["useful"] = 1000.0 - sum(seconds.values())
     parts = tuple(WaterfallPart(name, value, value / 1000.0) for name, value in seconds.items())
-    summary = replace(make_summary(), waterfall=Waterfall(1000.0, None, parts), profile=profile, goodput=None)
+    summary = replace(make_summary(), waterfall=Waterfall(1000.0, None, parts, "GPU"), profile=profile, goodput=None)
     known = {f"run_throughput/{name}": Value(value, "") for name, value in (metrics or {}).items()}
     return replace(summary, **{"iterations": 100, "attempts": 1, "metrics": known, "stragglers": (), **changes})
 

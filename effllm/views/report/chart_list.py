@@ -24,7 +24,7 @@ class Chart(NamedTuple):
     unit: str
     factor: float  # from the base unit of the curves to the unit of the chart
     lines: tuple[Line, ...]
-    instead: tuple[Line, ...] = ()  # for runs without the first line: older versions, or no count of tokens
+    instead: tuple[Line, ...] = ()  # for runs without the first line: no GPUs, or no count of tokens
     note: str = ""
 
 
@@ -43,8 +43,7 @@ CHARTS = (
         "Step time", "s", 1.0,
         _spread(STEP_SECONDS, most="slowest rank", p95="95th percentile of ranks", median="median of ranks",
                 p5="5th percentile of ranks"),
-        (Line("window/al_seconds", "slowest rank"),),
-        "Mean step time of a rank in each window; exact percentiles over all ranks.",
+        note="Mean step time of a rank in each window; exact percentiles over all ranks.",
     ),
     Chart(
         "Waiting", "% of iteration time", 100.0,

@@ -75,7 +75,7 @@ _CONFIDENCE = {
 
 def _why_no_summary(run: RecordedRun) -> str:
     if run.summary is not None:
-        return "the run was recorded by an older effllm, or no rank had reported any time."
+        return "no rank had reported any time."
     return next((problem for problem in run.problems if "summary.json" in problem), "no summary") + "."
 
 
