@@ -260,7 +260,7 @@ def simulate(
     Simulated ranks send real messages over real connections to a real aggregator. The results are the aggregator's
     share of a core, its memory, and the time from the last report of a window to the window's values at rank 0. The
     totals in the summary are compared with the sums of all reports. Ranks and aggregator share this machine, unless
-    --endpoint is given.
+    --endpoint is given; then the tokens that the aggregator has confirmed are compared.
 
     \b
     Examples:
@@ -270,7 +270,7 @@ def simulate(
       effllm serve --bind 10.0.0.1:5555             # on the head node, first
       effllm simulate --ranks 4000 --endpoint 10.0.0.1:5555
 
-    Exit status: 0 all reports counted, 1 lost reports or failed simulation, 2 wrong use, 130 stopped with Ctrl-C.
+    Exit status: 0 all reports counted, 1 lost or unconfirmed reports or failed simulation, 2 wrong use, 130 Ctrl-C.
     """
     from effllm.commands import simulate as command
 

@@ -43,7 +43,7 @@ def main(plan: Simulation, as_json: bool) -> int:
     if sys.stderr.isatty():
         print(file=sys.stderr)
     print(json_text(found) if as_json else table(found))
-    return 0 if plan.endpoint or found.is_exact else 1
+    return 0 if found.is_exact else 1
 
 
 def _stopped(found: Findings, plan: Simulation, as_json: bool) -> int:
@@ -85,7 +85,9 @@ def table(found: Findings) -> str:
         lines.append(("delay", f"{shown}, from the last report of a window to its values at rank 0"))
     if found.status:
         lines.append(("lost", f"{found.lost:,}, unconfirmed {found.unconfirmed:,}, duplicates {found.duplicates:,}"))
-    if found.status not in ("", "played"):
+    if found.status == "played":
+        lines.append(("tokens", f"{found.tokens:,} of {found.tokens_true:,} confirmed"))
+    elif found.status:
         lines.append(("tokens", f"{found.tokens:,} of {found.tokens_true:,}"))
         if found.energy_j is not None:
             lines.append(("energy", f"{found.energy_j:,.0f} J of {found.energy_true_j:,.0f} J"))

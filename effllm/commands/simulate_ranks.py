@@ -22,7 +22,7 @@ from effllm.records.wire import Ack, ByeSeen, Heartbeat, Rejected, Reports, Welc
 
 HEARTBEAT_S = 5.0  # the period of heartbeats of real agents
 HELLO_AGAIN_S = 10.0  # ten thousand handshakes with keys take a few seconds
-END_S = 30.0
+END_S = 60.0
 CONFIRMED_S = 1.5  # real agents wait this long for the last message, which may be lost when the connection ends
 CHECK_EVERY = 64  # number of peers between two checks of rank 0's messages
 IDLE_S = 0.005
@@ -58,7 +58,8 @@ class Progress(Struct, omit_defaults=True):
     seen: int = 0  # newest window with values at rank 0, received at at_s
     rejected: str = ""
     done: bool = False
-    tokens: int = 0
+    tokens: int = 0  # of all reports
+    tokens_confirmed: int = 0  # of the reports that the aggregator has confirmed
     energy_j: float = 0.0
     lost: int = 0
     unconfirmed: int = 0
@@ -77,25 +78,39 @@ class _SimulatedPeer:
         self.rejected = ""
         self.seen = 0  # iteration of the newest received values
         self.bye_seen_s = 0.0
+        self._confirmed = 0  # sequence number of the newest confirmed report
 
     def take(self) -> None:
         for message in self.link.receive():
             if isinstance(message, Ack):
                 self.outbox.acknowledged(message.sequence)
+                self._confirmed = max(self._confirmed, message.sequence)
                 self.seen = message.iteration
             elif isinstance(message, Welcome):
-                if not self.welcome:
-                    self.outbox.send_again()
-                self.welcome = True
+                self._begin(again=message.again)
             elif isinstance(message, ByeSeen):
                 self.bye_seen, self.bye_seen_s = True, time.monotonic()
             elif isinstance(message, Rejected):
                 self.rejected = message.reason
 
+    def _begin(self, again: bool) -> None:
+        """Send the unconfirmed reports after the first WELCOME, or again at the request of a restarted aggregator."""
+        if again or not self.welcome:
+            self.outbox.send_again()
+        if again:
+            self.bye_sent = False
+            self.link.send(self.rank.hello())
+        self.welcome = True
+
     def introduce(self, now_s: float) -> None:
         """Send a HELLO, if no WELCOME was received and the last HELLO is old."""
         if not self.welcome and now_s - self.hello_s > HELLO_AGAIN_S and self.link.send(self.rank.hello()):
             self.hello_s = now_s
+
+    @property
+    def tokens_confirmed(self) -> int:
+        """Tokens of the confirmed reports; the confirmation of the BYE covers all reports before it."""
+        return self.rank.tokens if self.bye_seen else self.rank.tokens_until(self._confirmed)
 
     def send_reports(self) -> int:
         count = 0
@@ -213,6 +228,7 @@ class SimulatedRanks:
             for number, peer in enumerate(waiting):
                 peer.take()
                 self._sent += peer.send_reports()
+                peer.heartbeat(time.monotonic(), self._part.windows * self._part.log_interval)
                 if not peer.bye_sent and not peer.outbox.unsent():
                     peer.bye_sent = peer.link.send(peer.rank.bye(peer.outbox.lost))
                 if number % CHECK_EVERY == 0:
@@ -224,6 +240,7 @@ class SimulatedRanks:
             sent=self._sent,
             done=True,
             tokens=sum(rank.tokens for rank in ranks),
+            tokens_confirmed=sum(peer.tokens_confirmed for peer in self._peers),
             energy_j=sum(rank.energy_j for rank in ranks),
             lost=sum(peer.outbox.lost for peer in self._peers),
             unconfirmed=sum(len(peer.outbox) for peer in self._peers if not peer.bye_seen),

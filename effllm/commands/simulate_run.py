@@ -26,7 +26,7 @@ from effllm.records.orders import Orders
 
 RANKS_OF_A_PROCESS = 2500
 JOIN_S = 300.0
-ENDS_S = 40.0
+ENDS_S = 70.0
 SPREAD = {"burst": 0.02, "even": 0.9}  # the ranks send their reports of a window in this share of `interval_s`
 
 
@@ -80,7 +80,7 @@ class Findings(Struct):
 
     @property
     def is_exact(self) -> bool:
-        """Whether all reports were counted exactly once."""
+        """Whether all reports were counted exactly once; for another aggregator, whether it confirmed all reports."""
         energy = self.energy_j is None or abs(self.energy_j - self.energy_true_j) <= 1e-9 * self.energy_true_j
         return self.tokens == self.tokens_true and energy and not self.lost
 
@@ -290,6 +290,7 @@ class SimulatedRun:
         self._until(lambda: all(part.end for part in self._parts), ENDS_S, "left")
         ends = [part.end for part in self._parts if part.end]
         self.found.tokens_true = sum(end.tokens for end in ends)
+        self.found.tokens = sum(end.tokens_confirmed for end in ends)  # of this aggregator, its summary has the tokens
         self.found.energy_true_j = sum(end.energy_j for end in ends)
         self.found.lost = sum(end.lost for end in ends)
         self.found.unconfirmed = sum(end.unconfirmed for end in ends)

@@ -73,7 +73,7 @@ class SimulatedRank:
         self._window += 1
         span_s, wave = end_s - start_s, self._wave
         last = self._window * self._log_interval
-        tokens = self._log_interval * (TOKENS + self.rank)
+        tokens = self.tokens_until(1)
         energy_j = wave.energy_j(start_s, end_s)
         self.tokens += tokens
         self.energy_j += energy_j
@@ -113,6 +113,10 @@ class SimulatedRank:
             values=self._allocator(),
             **counts,
         )
+
+    def tokens_until(self, window: int) -> int:
+        """Return the tokens of the reports up to a window."""
+        return window * self._log_interval * (TOKENS + self.rank)
 
     def _allocator(self) -> dict[str, ValueStatistics]:
         values = {f"allocator/{name}_bytes": size + self.rank for name, size in ALLOCATOR_BYTES.items()}

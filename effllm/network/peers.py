@@ -142,11 +142,12 @@ class Peers:
         return self._of_rank.get(rank)
 
     def is_to_send_again(self, peer: bytes, now_s: float) -> bool:
-        """Whether to request the dropped frames of a peer again; at most once a second."""
+        """Whether to request the dropped frames of a peer, or its HELLO, again; at most once a second."""
         one = self._peers.get(peer)
-        if one is None or not one.is_held or now_s - one.again_s < AGAIN_EVERY_S:
+        if one is None or now_s - one.again_s < AGAIN_EVERY_S:
             return False
-        if one.frames + (now_s - one.since_s) * FRAMES_PER_S < AGAIN_FRAMES:
+        is_refilled = one.frames + (now_s - one.since_s) * FRAMES_PER_S >= AGAIN_FRAMES
+        if one.agent and not (one.is_held and is_refilled):
             return False
         one.again_s = now_s
         return True

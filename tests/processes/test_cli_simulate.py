@@ -9,6 +9,7 @@ import time
 
 import jobs
 import pytest
+from cli_process import read_until
 
 from effllm.commands.simulation import TOKENS, SimulatedRank
 from effllm.network import descriptors
@@ -75,6 +76,41 @@ def test_every_token_of_two_hundred_ranks_is_counted(cli, security, arrival):
     assert (found["lost"], found["unconfirmed"], found["duplicates"]) == (0, 0, 0)
     assert found["descriptors"] > 200
     assert len(found["delays_s"]) >= 5  # the last message to rank 0 can be lost when both sockets close
+
+
+def serve(cli, port=0):
+    """Start an aggregator with a run folder; return its process and port."""
+    process = cli.start("serve", "--bind", f"127.0.0.1:{port}", "--run-dir", "runs", "--run-name", "one", **SECURED)
+    line = read_until(process, "EFFICIENTLLM_ENDPOINT=")[-1]
+    return process, int(line.rpartition(":")[2])
+
+
+SECURED = {"EFFICIENTLLM_SECRET_FILE": "secret", "EFFICIENTLLM_SINKS": "none"}
+
+
+def has_window(cli):
+    return any(path.stat().st_size for path in (cli.folder / "runs" / "one").glob("windows-*.jsonl"))
+
+
+@pytest.mark.faults
+@pytest.mark.fault("aggregator-by-hand")
+def test_ranks_are_counted_by_a_restarted_aggregator(cli):
+    aggregator, port = serve(cli)
+    to_it = ("--endpoint", f"127.0.0.1:{port}", "--interval", "0.2", "--json")
+    simulation = cli.start("simulate", "--ranks", "20", "--minutes", "0.2", *to_it, **SECURED)
+    jobs.until(lambda: has_window(cli))
+
+    for _ in range(2):
+        aggregator.kill()
+        aggregator.wait()
+        aggregator, _ = serve(cli, port)
+        time.sleep(1.0)
+
+    found = json.loads(simulation.communicate(timeout=100)[0])
+    aggregator.communicate(timeout=60)
+    assert simulation.returncode == 0
+    assert found["tokens"] == found["tokens_true"] == cli.summary("runs")["tokens"]
+    assert (found["lost"], found["unconfirmed"]) == (0, 0)
 
 
 MAX_BYTES_PER_RANK = 90_000  # memory of the aggregator; measured: 62,000 bytes per rank, including 42,000 in ZeroMQ
