@@ -26,8 +26,6 @@ from effllm.records.job import Summary
 from tests.nvml_library import Gpu, Trace, flat
 
 RANK = Path(__file__).with_name("rank.py")
-#: Makes the checks of unused GPUs frequent.
-CHECKS = Path(__file__).parents[2] / "tests" / "scripts" / "short_checks"
 STALL_S, END_S = 1.0, 60.0
 #: NVML's bits of the clocks event reasons.
 BITS = {"sw_thermal": 0x20, "hw_thermal": 0x40, "hw_slowdown": 0x8, "power_brake": 0x80, "power_cap": 0x4}
@@ -82,11 +80,9 @@ def _environment(found: Timeline, folder: Path, library: Path | None) -> dict[st
         environ |= trace.environment()
         settings["DEVICE"] = "nvml"
     environ |= {f"EFFICIENTLLM_{name}": str(value) for name, value in settings.items()}
-    gpus = ",".join(map(str, range(shape.ranks + found.unused)))
     environ |= {
-        "SLURM_JOB_ID": str(uuid.uuid4().int % 10**9), "SLURM_NTASKS": str(shape.ranks), "SLURM_JOB_NUM_NODES": "1",
-        "PYTHONPATH": f"{CHECKS}{os.pathsep}{Path.cwd()}",
-        "SLURM_STEP_TASKS_PER_NODE": str(shape.ranks), "SLURM_JOB_GPUS": gpus,
+        "SLURM_JOB_ID": str(uuid.uuid4().int % 10**9), "SLURM_NTASKS": str(shape.ranks), "PYTHONPATH": str(Path.cwd()),
+        "SLURM_STEP_TASKS_PER_NODE": str(shape.ranks), "SLURM_GPUS_ON_NODE": str(shape.ranks + found.unused),
     }  # fmt: skip
     return environ
 

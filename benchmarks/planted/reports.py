@@ -16,7 +16,6 @@ from benchmarks.planted.timeline import CHECKPOINT, EVALUATION, Course, Timeline
 from effllm.config.settings import Config
 from effllm.job.aggregator import Aggregator
 from effllm.job.ledger import restore
-from effllm.records.allocation import Allocation
 from effllm.records.clock import Now
 from effllm.records.energy import EnergyAmount
 from effllm.records.job import Summary
@@ -124,23 +123,17 @@ def hello_of(found: Timeline, course: Course, rank: int, agent: str, joined_s: f
         is_numbered=True,
         time_s=UNIX_S + joined_s,
         start_time_s=UNIX_S + course.begin_s,
-        allocation=_allocation(found, rank),
+        stated_gpus=_stated_gpus(found, rank),
+        gpus_source="SLURM_GPUS_ON_NODE",
     )
 
 
-def _allocation(found: Timeline, rank: int) -> Allocation | None:
-    """Return the allocation of a host, from its first rank; the last host has the unused GPUs."""
+def _stated_gpus(found: Timeline, rank: int) -> int:
+    """Return the allocated GPUs of the rank's host; the last host has the unused GPUs."""
     shape = found.job.shape
-    if rank % shape.ranks_per_host:
-        return None
-    used = [f"GPU-{one}" for one in range(rank, min(rank + shape.ranks_per_host, shape.ranks))]
-    is_last = rank + shape.ranks_per_host >= shape.ranks
-    free = [f"GPU-unused-{one}" for one in range(found.unused if is_last else 0)]
-    keys = (*used, *free)
-    labels = tuple(map(str, range(len(keys))))
-    return Allocation(
-        "SLURM_JOB_GPUS", len(keys), keys, labels, tuple(free), nodes=-(-shape.ranks // shape.ranks_per_host)
-    )
+    first = rank - rank % shape.ranks_per_host
+    is_last = first + shape.ranks_per_host >= shape.ranks
+    return min(shape.ranks_per_host, shape.ranks - first) + (found.unused if is_last else 0)
 
 
 def _device(found: Timeline, rank: int) -> Device:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from effllm.agent import trainer_process
 from effllm.agent.measuring import Measuring
 from effllm.agent.trainer import Trainer
+from effllm.config.place import stated_gpus
 from effllm.config.switches import this_process
 from effllm.job.health.clock import Offset
 from effllm.job.health.hang import WAITING
@@ -18,6 +19,8 @@ from effllm.records.wire import Heartbeat, Hello
 def hello(trainer: Trainer, measuring: Measuring) -> Hello:
     facts = trainer.facts
     of_run = facts if trainer.rank == 0 else RankFacts()
+    environ = this_process()  # the agent has the environment of its trainer
+    num_gpus, source = stated_gpus(environ) if measuring.devices.has_all_gpus else (0, "")
     return Hello(
         job=facts.job,
         agent=trainer.agent,
@@ -43,9 +46,9 @@ def hello(trainer: Trainer, measuring: Measuring) -> Hello:
         style=of_run.style,
         evaluation_in_iterations=of_run.evaluation_in_iterations,
         iterations_not_measured=of_run.iterations_not_measured,
-        allocation=measuring.devices.allocation,
-        # The agent has the environment of its trainer.
-        submission=read_submission(this_process(), trainer.config.tags) if trainer.rank == 0 else None,
+        submission=read_submission(environ, trainer.config.tags) if trainer.rank == 0 else None,
+        stated_gpus=num_gpus,
+        gpus_source=source,
     )
 
 

@@ -11,22 +11,17 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from effllm.agent.allocation_watch import AllocationWatch
 from effllm.agent.sampler import Sampler
 from effllm.agent.series import Series
 from effllm.agent.track import DeviceTrack
 from effllm.agent.trainer import Trainer
 from effllm.config.settings import cache_folder
-from effllm.config.switches import this_process
 from effllm.devices import DeviceUnavailable, Reader, Site, open_device
 from effllm.devices import node as node_power
 from effllm.energy.calibration import assumed, calibrate
-from effllm.records.allocation import Allocation
 from effllm.records.rank import Device, Event, Sample, Sensor
 
 DEVICE_WAIT_S = 3.0
-#: Settings of the device with which the allocation of GPUs is read.
-WITH_NVML = ("auto", "nvml")
 
 
 class RankDevices:
@@ -47,8 +42,6 @@ class RankDevices:
         self._gpus = _visible_gpus(trainer.facts.gpus, trainer.facts.visible_devices)
         self._tracks = [self._track(self._open)]
         self._tracks += [self._track(partial(self._open_other, index)) for index in self._gpus[1:]]
-        self._allocation: AllocationWatch | None = None
-        self.allocation: Allocation | None = None  # allocated GPUs of this host; None if no allocation is stated
         self._has_changed = False  # whether a device was opened or calibrated
         self._has_baseline = False
 
@@ -64,9 +57,6 @@ class RankDevices:
                 break
             self._wait(0.05)
         self._start_node_sensors()
-        if self._trainer.is_first_of_host and self._trainer.config.device in WITH_NVML:
-            self._allocation = AllocationWatch(this_process(), self.wake_descriptor)
-            self._allocation.start()
         # When the job's first window closes, the scope of the job's power is chosen from the open devices.
         while any(track.sampler.is_opening for track in self._tracks) and time.monotonic() < until_s:
             self._wait(0.05)
@@ -74,6 +64,12 @@ class RankDevices:
     @property
     def series(self) -> list[Series]:
         return [track.series for track in self._tracks if track.series is not None]
+
+    @property
+    def has_all_gpus(self) -> bool:
+        """Whether all GPUs of the rank are open, and none of them is simulated."""
+        devices = [series.device for series in self.series]
+        return sum(one.is_gpu and not one.simulated for one in devices) >= max(len(self._gpus), 1)
 
     @property
     def torch_indices(self) -> dict[str, int]:
@@ -107,9 +103,6 @@ class RankDevices:
         if len(idle_ns := self._trainer.facts.baseline_ns) == 2 and not self._has_baseline:
             self._has_baseline = all(track.note_baseline(*idle_ns) for track in self._tracks if track.series)
             changed.append(self._has_baseline)
-        if self._allocation is not None and self._allocation.newest is not self.allocation:
-            self.allocation = self._allocation.newest
-            changed.append(True)
         self._has_changed = self._has_changed or any(changed)
         now_ns, time_s = time.monotonic_ns(), time.time()
         for track in self._tracks:
@@ -130,8 +123,6 @@ class RankDevices:
 
     def stop(self) -> None:
         """Stop sampling; a thread in a hanging device call is not joined."""
-        if self._allocation is not None:
-            self._allocation.stop()
         for track in self._tracks:
             track.sampler.stop(0.2)
 

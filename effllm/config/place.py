@@ -95,6 +95,38 @@ def read_place(environ: Mapping[str, str]) -> Place:
     return Place(restart_id=_restart_id(environ))
 
 
+#: Lists of the GPUs that a process may use.
+_VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+#: Slurm sets these if parts of GPUs are allocated (gres/shard and gres/mps): other jobs may use the other parts.
+_SHARES = ("SLURM_SHARDS_ON_NODE", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")
+MAX_NODE_GPUS = 64
+
+
+def stated_gpus(environ: Mapping[str, str]) -> tuple[int, str]:
+    """Return how many GPUs of its node a scheduler has allocated to a rank, and the variable that states this number.
+
+    In Slurm, the GPUs of a step have priority over those of the node. In Kubernetes, the device plugin states UUIDs;
+    other values of its variable may be from an image or a user. GPUs that a list hides from the rank are left out,
+    because another program may use them. The number is 0 without a statement, and for slices and shared GPUs.
+    """
+    step, node, plugin = "SLURM_STEP_GPUS", "SLURM_GPUS_ON_NODE", "NVIDIA_VISIBLE_DEVICES"
+    texts = {name: environ.get(name, "").strip() for name in (step, node, plugin, *_SHARES)}
+    source, count = "", 0
+    if environ.get("SLURM_JOB_ID", "").strip():
+        source = step if texts[step] else node
+        numbers = texts[source].split(",")
+        if all(one.isascii() and one.isdecimal() and len(one) <= _MAX_DIGITS for one in numbers):
+            count = len(set(numbers)) if source == step else int(numbers[0])
+    elif "KUBERNETES_SERVICE_HOST" in environ:
+        source, uuids = plugin, texts[plugin].split(",")
+        count = len(set(uuids)) if all(one.startswith("GPU-") for one in uuids) else 0
+    lists = [environ[name] for name in _VISIBLE if name in environ]
+    if any(texts[name] for name in _SHARES) or any("MIG-" in one for one in lists) or count > MAX_NODE_GPUS:
+        return 0, ""
+    count = min([count, *(len(one.split(",")) if one.strip() else 0 for one in lists)])
+    return (count, source) if count else (0, "")
+
+
 _FIRST_RESERVED_STEP = 0xFFFFFFF0  # ids from here on are reserved: a shell of salloc, a batch script, ...
 _MAX_DIGITS = 10  # of the id of a step
 _MAX_ID_LETTERS = 200  # ids of jobs are parts of names of files, and are sent to the aggregator

@@ -16,7 +16,6 @@ from effllm.job.open_windows import OpenWindow, OpenWindows
 from effllm.job.pacing import is_large, late_every_s
 from effllm.job.reporting import summary_of
 from effllm.job.roster import Roster
-from effllm.job.unused import UnusedWatch
 from effllm.job.verdict import verdict_of
 from effllm.records.clock import Now
 from effllm.records.job import Summary
@@ -49,7 +48,6 @@ class Aggregator:
         self.stalls = Stalls(config, self.roster, ledger, self.events.record)
         self._stragglers = StragglerWatch(ledger, self.events.record)
         self.open = OpenWindows(config, ledger, self.presence)
-        self.unused = UnusedWatch(ledger, self.roster, self.events.record)
         self.closed = ClosedWindows(config, ledger, self.roster, self.events, self._stragglers)
         self._heard_s: float | None = None  # time of the last message of any rank
         self.garbage = 0  # number of frames that were not messages
@@ -70,7 +68,6 @@ class Aggregator:
             self.events.record(Event(now.unix_s, "joined", f"rank {number} joined from {message.host}", number))
         self.stalls.hello(message, is_new, now.mono_s)
         self._stragglers.hello(message, is_new)
-        self.unused.hello(message)
         self._hear(number, now)
         self._pass_time(now.mono_s, now.unix_s)
         self.ledger.goodput.join(
@@ -197,7 +194,8 @@ class Aggregator:
         if self.open.has_late(now_s, for_s=late_every_s(ledger.world_size)):
             self._take_late(now)
         self.stalls.tick(now)
-        self.unused.tick(now)
+        for text in self.roster.note_unused_gpus():
+            self.events.record(Event(now.unix_s, "gpus_unused", text))
         ledger.note_hang(self.stalls.take_s(now_s))
         self.open.tick(now_s)
         self._close_ready(now_s, until_s)

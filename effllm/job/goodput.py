@@ -121,7 +121,7 @@ class Goodput(Struct):
         seconds, rank_seconds, device_seconds = (dict.fromkeys(CLASSES, 0.0) for _ in range(3))
         joules: dict[str, float | None] = dict.fromkeys(CLASSES, 0.0)
         attempts: list[AttemptSummary] = []
-        elapsed_s, before, before_per_rank = 0.0, None, 0.0
+        elapsed_s, unused_s, before, before_per_rank = 0.0, 0.0, None, 0.0
         unit, devices_per_rank = self._devices_per_rank()
         begun_after = zip(self.attempts, self._begun_after(), devices_per_rank, strict=True)
         for attempt, (smallest, knows_repeats), per_rank in begun_after:
@@ -133,6 +133,7 @@ class Goodput(Struct):
                 seconds[RESTART_GAP] += gap_s
                 rank_seconds[RESTART_GAP] += gap_s * before.world_size
                 device_seconds[RESTART_GAP] += gap_s * before.world_size * before_per_rank
+                unused_s += gap_s * (before.unused_gpus or 0)
             attempt.redo_from(smallest)
             classes_s = attempt.classes_s(span_s, end_s)
             for name, value in classes_s.items():
@@ -142,6 +143,7 @@ class Goodput(Struct):
             for name, value in attempt.classes_j().items():
                 joules[name] = (joules[name] or 0.0) + value
             elapsed_s += span_s + gap_s
+            unused_s += span_s * (attempt.unused_gpus or 0)
             startup_s = classes_s.get(STARTUP, 0.0) / max(attempt.world_size, 1)
             attempts.append(attempt.summary(span_s, gap_s, startup_s, status, knows_repeats, per_rank))
             if attempt.begin_s is not None:
@@ -162,12 +164,8 @@ class Goodput(Struct):
             attempts=tuple(attempts),
             device_seconds=device_seconds,
             unit=unit,
+            unused_gpu_seconds=unused_s,
         )
-
-    def span(self, is_over: bool) -> tuple[float, float]:
-        """Return the positions of the start and the end of this attempt; while it runs, the end is now."""
-        end_s = self._end_of(self.attempt, is_over)
-        return (end_s if self.attempt.begin_s is None else self.attempt.begin_s), end_s
 
     def _devices_per_rank(self) -> tuple[str, list[float]]:
         """Return the unit of device-seconds, and the number of devices of a rank in each attempt.

@@ -126,6 +126,7 @@ class Attempt(Struct):
     redone: Redone = msgspec.field(default_factory=Redone)
     ranks_joined: int = 0  # number of ranks whose GPUs are in `gpus`; 0 if unknown
     gpus: int = 0
+    unused_gpus: int | None = None  # allocated GPUs that no rank uses; None if they are not known on all nodes
 
     @property
     def gpus_per_rank(self) -> float | None:
@@ -342,6 +343,7 @@ class Attempt(Struct):
             redone_iterations=self.redone.iterations if knows_repeats else None,
             startup_s=startup_s,
             gpus=self.gpus if self.ranks_joined else None,
+            unused_gpus=self.unused_gpus,
             devices=per_rank * self.world_size,
             redone_around_s=self.redone.around_s / max(self.world_size, 1),
             max_redone_around_s=self.redone.max_around_s / max(self.world_size, 1),

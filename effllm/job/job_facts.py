@@ -16,6 +16,25 @@ from effllm.records.plain_text import one_line
 from effllm.records.rank import METHODS, Device
 from effllm.records.wire import Hello
 
+MAX_NODES = 4  # maximum number of nodes in a text
+
+
+class NodeGpus(NamedTuple):
+    """The GPUs of a node that a scheduler states as allocated, and those that its ranks use."""
+
+    host: str
+    stated: int
+    used: int
+    source: str  # the variable of the statement
+
+    @property
+    def unused(self) -> int:
+        return max(self.stated - self.used, 0)
+
+    @property
+    def text(self) -> str:
+        return f"host {self.host}: {self.stated} GPUs are allocated ({self.source}), and its ranks use {self.used}"
+
 
 class JobFacts:
     """Facts of the whole job, each computed once; after a new HELLO or a change of scope a new object is made.
@@ -58,6 +77,31 @@ class JobFacts:
     @cached_property
     def num_gpus(self) -> int:
         return sum(device.is_gpu for device in self._devices.values())
+
+    @cached_property
+    def node_gpus(self) -> list[NodeGpus]:
+        """The GPUs of each node; empty until all ranks have joined, and if a rank states no number of GPUs."""
+        nodes: dict[str, list[Hello]] = {}
+        for hello in self._hellos.values():
+            nodes.setdefault(hello.host, []).append(hello)
+            if not hello.stated_gpus:
+                return []
+        if len(self._hellos) < max(self._ledger.world_size, 1):
+            return []
+        found = []
+        for host, hellos in nodes.items():
+            stated = min(hellos, key=lambda hello: hello.stated_gpus)  # steps may have fewer GPUs than the node
+            keys = {device.key for hello in hellos for device in hello.devices if device.is_gpu}
+            # Ranks that have not selected their GPU all show the first GPU.
+            found.append(NodeGpus(host, stated.stated_gpus, max(len(keys), len(hellos)), stated.gpus_source))
+        return found
+
+    @cached_property
+    def unused_text(self) -> str:
+        """A sentence about the nodes with unused GPUs; empty without such a node."""
+        texts = [node.text for node in self.node_gpus if node.unused]
+        more = f"; and {len(texts) - MAX_NODES:,} more hosts" if len(texts) > MAX_NODES else ""
+        return "; ".join(texts[:MAX_NODES]) + more
 
     @cached_property
     def peak_flops_per_s(self) -> float | None:

@@ -18,7 +18,6 @@ from effllm.job.merged import Merged
 from effllm.job.prevalence import Prevalence
 from effllm.job.rows import Rows
 from effllm.job.slow_clocks import SlowClocks
-from effllm.job.unused_time import UnusedTime
 from effllm.records.columns import from_json, to_json
 from effllm.records.job import SCHEMA_VERSION, Overhead, Straggler, StragglerVerdict, version_error
 from effllm.records.rank import MARKED_PHASES, SHUTDOWN, STARTUP, RankReport, ValueStatistics
@@ -139,7 +138,6 @@ class Ledger(Struct):
     schema_version: int = SCHEMA_VERSION  # version of state.json
     slowest: dict[int, int] = {}  # rank -> number of windows in which this rank was the slowest
     values: dict[str, ValueStatistics] = {}  # values of instruments in the whole run, by name
-    unused: UnusedTime = msgspec.field(default_factory=UnusedTime)  # GPUs of the allocation that no rank uses
     windows_compared: int = 0  # windows in which own times of ranks were compared
     slow_clocks: SlowClocks = msgspec.field(default_factory=SlowClocks)
     prevalence: Prevalence = msgspec.field(default_factory=Prevalence)
@@ -148,7 +146,6 @@ class Ledger(Struct):
 
     def next_attempt(self, job: str) -> Ledger:
         """Return the state for the next attempt: the sums stay, the ranks are reset."""
-        self.unused.end_attempt(*self.goodput.span(is_over=True))
         self.goodput.end_attempt(self.status())
         for rank in self.ranks.values():
             self.spent.add(rank)

@@ -186,9 +186,8 @@ def _of_parts(summary: Summary, found: Waterfall) -> Iterator[_Made]:
         "unused_gpus": evidence.get("unused") or "GPUs of the allocation are used by no rank",
     }
     for cause, part in _PARTS.items():
-        factor = _with_gaps(summary, found) if cause == "unused_gpus" else 1.0
         seconds = seconds_of(found, part) * (share if cause == "data_loading" else 1.0)
-        yield cause, seconds, texts[cause], _part(part), factor
+        yield cause, seconds, texts[cause], _part(part)
     # The start-ups of later attempts belong to the restarts.
     attempts = summary.goodput.attempts if summary.goodput is not None else ()
     total = sum(map(_startup_s, attempts))
@@ -220,17 +219,6 @@ def _waits_of_stragglers(summary: Summary, found: Waterfall) -> float:
 def _devices_of_rank(summary: Summary, found: Waterfall) -> float:
     rank_seconds = sum(summary.goodput.rank_seconds.values()) if summary.goodput is not None else 0.0
     return _used_seconds(found) / rank_seconds if rank_seconds else 1.0
-
-
-def _with_gaps(summary: Summary, found: Waterfall) -> float:
-    """Return the time in which the unused GPUs are allocated, over the time in which they are counted.
-
-    They are not counted in the gaps between attempts, and in attempts that ended before they were known.
-    """
-    used_s = _used_seconds(found)
-    unknown_s = used_s * found.unused_unknown_s / summary.elapsed_s if summary.elapsed_s > 0 else 0.0
-    counted_s = used_s - seconds_of(found, "restart_gap") - unknown_s
-    return used_s / counted_s if counted_s > 0 else 1.0
 
 
 def _of_clocks(summary: Summary, found: Waterfall) -> Iterator[_Made]:

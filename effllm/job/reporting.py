@@ -21,6 +21,7 @@ from effllm.job.spread import window_spread
 from effllm.job.waterfall import waterfall
 from effllm.job.waterfall_evidence import Sources
 from effllm.records.job import (
+    UNUSED_GPUS,
     ClusterReport,
     ClusterTotals,
     Coverage,
@@ -34,6 +35,7 @@ from effllm.records.job import (
 )
 from effllm.records.rank import RankReport
 from effllm.records.values import summaries
+from effllm.records.waterfall import OF_GPUS
 
 #: A window's end may be at most this far in the future.  Clocks of nodes differ by much less, but the aggregator's
 #: time may be old.
@@ -206,8 +208,8 @@ def report_of(
         spread={} if correction else window_spread(rows, window.merged, roster.expected(window.ranks)),
         instruments={} if correction else summaries(rows.values),
         energy_doubtful=(metrics.energy.timing_error_ratio(own) or 0.0) > MAX_RANDOM_ERROR,
-        gpu_seconds=ledger.unused.gpu_seconds(goodput, *ledger.goodput.span(is_over=False)),
-        gpus_unused=ledger.unused.num_unused,
+        gpu_seconds=_gpu_seconds(goodput),
+        gpus_unused=ledger.goodput.attempt.unused_gpus,
     )
 
 
@@ -260,6 +262,7 @@ def summary_of(
     gaps = tuple(_gaps(whole, ledger, roster, lacking, shares, ended))
     values, errors = metrics.evaluate_run(run, whole), metrics.errors(run, whole)
     doubts = doubtful_tags(ledger.audit, values)
+    sources = Sources(ledger.closed, ledger.attempt, ledger.windows_compared, roster.job.unused_text)
     return Summary(
         status=status,
         is_over=ended,
@@ -295,7 +298,7 @@ def summary_of(
         windows_compared=ledger.windows_compared,
         goodput=goodput,
         instruments=summaries(ledger.values),
-        waterfall=waterfall(goodput, whole, _sources(ledger, ended)),
+        waterfall=waterfall(goodput, whole, sources),
         slow_clocks=dict(ledger.slow_clocks.by_cause),
         memory_pressure=ledger.memory_pressure.loss(),
         out_of_memory=ledger.memory_pressure.out_of_memory(ledger.values),
@@ -307,17 +310,9 @@ def _errors(errors: Mapping[str, tuple[float, float]], tag: str) -> tuple[float 
     return errors.get(tag) or (None, None)
 
 
-def _sources(ledger: Ledger, ended: bool) -> Sources:
-    unused = ledger.unused
-    return Sources(
-        windows=ledger.closed,
-        attempts=ledger.attempt,
-        windows_compared=ledger.windows_compared,
-        unused_s=unused.total(*ledger.goodput.span(ended)),
-        unused=unused.evidence,
-        why_unused_unknown=unused.why_unknown,
-        unused_unknown_s=unused.unknown_s,
-    )
+def _gpu_seconds(goodput: GoodputSummary) -> dict[str, float]:
+    unused = {UNUSED_GPUS: goodput.unused_gpu_seconds} if goodput.unused_gpu_seconds else {}
+    return {**goodput.device_seconds, **unused} if goodput.unit == OF_GPUS else {}
 
 
 def first_start_s(ledger: Ledger) -> float:

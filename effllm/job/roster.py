@@ -104,6 +104,18 @@ class Roster:
         self._job = self._expected = None
         return is_new
 
+    def note_unused_gpus(self) -> list[str]:
+        """Record the unused GPUs of the attempt, once, when all ranks have joined.
+
+        Returns:
+            A sentence for each node that has more allocated GPUs than its ranks use.
+        """
+        attempt, nodes = self._ledger.goodput.attempt, self.job.node_gpus
+        if attempt.unused_gpus is not None or not nodes:
+            return []
+        attempt.unused_gpus = sum(node.unused for node in nodes)
+        return [node.text for node in nodes if node.unused]
+
     def rank_of(self, rank: int, agent: str) -> RankState | None:
         """Return the state of a rank, if this is its agent."""
         known = self._ledger.ranks.get(rank)

@@ -16,7 +16,6 @@ from effllm.job.losses import (
 )
 from effllm.job.prevalence import Prevalence
 from effllm.job.remedies import remedy
-from effllm.job.unused_time import NOT_STATED, UNUSED
 from effllm.records.job import Summary
 from effllm.records.memory import OutOfMemory
 from effllm.records.verdict import (
@@ -39,8 +38,6 @@ _NAMES = {"unused_gpus": "unused GPUs"}
 MAX_UNREPORTED = 0.1
 MAX_EVIDENCE, MIN_EVIDENCE_SHARE = 5, 0.01
 LARGE_GAIN = 10.0
-#: Unused GPUs of a job without GPUs, as a mean over its time, from which they are its primary cause.
-MIN_UNUSED_GPUS = 0.5
 #: Retries of the allocator per iteration of a rank from which on they are the cause, if no loss is above its threshold.
 MIN_RETRIES = 0.1
 MAX_NAMED = 4  # ranks in the text of a verdict
@@ -73,8 +70,6 @@ def verdict_of(
     if summary.out_of_memory is not None and summary.status not in ("running", "completed"):
         return _out_of_memory(summary.out_of_memory, framework, evidence)
     unreported = seconds_of(found, "unreported") / found.device_seconds
-    if found.unused_gpu_seconds >= MIN_UNUSED_GPUS * summary.elapsed_s > 0 and summary.status != "stalled":
-        return _no_gpu_used(found.unused_gpu_seconds, summary.elapsed_s, evidence, seen)
     if reported and reported[0].share >= unreported:
         action = reported[0].action or remedy(reported[0].cause, framework).text
         return _accuse(reported[0], summary, action, unit, evidence, seen)
@@ -96,7 +91,15 @@ def verdict_of(
         if short := [one for one in every if one.share >= THRESHOLDS[one.cause].share]:
             why = f"{_name(short[0].cause)} {100 * short[0].share:.1f} % (short job); no loss is above its threshold"
         return _unknown(text, why, _profile_action(summary, profile_every), evidence)
-    return _healthy(found, evidence)
+    return Verdict(
+        cause=HEALTHY,
+        text=f"{HEALTHY}: no loss is above its threshold",
+        why=f"largest: {evidence[0].claim}" if evidence else "no loss was found",
+        next="nothing to do",
+        bound=None,
+        confidence=HIGH,
+        evidence=evidence,
+    )
 
 
 def _profile_action(summary: Summary, profile_every: int) -> str:
@@ -104,36 +107,6 @@ def _profile_action(summary: Summary, profile_every: int) -> str:
     if 0 < profile_every <= period:  # the job was long enough
         return "few profiles: the log of the ranks has the reason"
     return f"EFFICIENTLLM_PROFILE_EVERY={period} splits the steps by a profile"
-
-
-def _healthy(found: Waterfall, evidence: tuple[Evidence, ...]) -> Verdict:
-    """Return the verdict without a cause; unused GPUs of a stated allocation can be hidden."""
-    is_open = any(line.startswith(UNUSED) and line != NOT_STATED for line in found.unknown)
-    why = f"largest: {evidence[0].claim}" if evidence else "no loss was found"
-    return Verdict(
-        cause=HEALTHY,
-        text=f"{HEALTHY}: no loss is above its threshold",
-        why=f"{why}; unused GPUs are unknown" if is_open else why,
-        next="nothing to do",
-        bound=None,
-        confidence=MEDIUM if is_open else HIGH,
-        evidence=evidence,
-    )
-
-
-def _no_gpu_used(gpu_seconds: float, elapsed_s: float, evidence: tuple[Evidence, ...], seen: Prevalence) -> Verdict:
-    """Return the verdict on a job without GPUs in an allocation with GPUs; the losses are shares of rank time."""
-    why = f"{gpu_seconds:,.0f} GPU-seconds of the allocation are used by no rank and no other process"
-    first = _placed(why, "summary.json: waterfall.unused_gpu_seconds", seen.of("unused_gpus"))
-    return Verdict(
-        cause="unused_gpus",
-        text=f"{_name('unused_gpus')}: {gpu_seconds / elapsed_s:.3g} on average, and no rank has a GPU",
-        why=why,
-        next=remedy("unused_gpus", "").text,
-        bound=None,
-        confidence=HIGH,
-        evidence=(first, *evidence)[:MAX_EVIDENCE],
-    )
 
 
 def _out_of_memory(found: OutOfMemory, framework: str, evidence: tuple[Evidence, ...]) -> Verdict:
@@ -185,13 +158,15 @@ def _accuse(
     loss: Loss, summary: Summary, action: str, unit: str, evidence: tuple[Evidence, ...], seen: Prevalence
 ) -> Verdict:
     assert summary.waterfall is not None
+    # Another program of the allocation may use the GPUs that no rank uses.
+    is_open = loss.cause == "unused_gpus" or _hidden_share(summary, summary.waterfall) > loss.share
     return Verdict(
         cause=loss.cause,
         text=f"{_name(loss.cause)}: {_lost(loss, unit)}",
         why=loss.why + windows_text(loss.cause, seen),
         next=action,
         bound=loss.gain,
-        confidence=MEDIUM if _hidden_share(summary, summary.waterfall) > loss.share else HIGH,
+        confidence=MEDIUM if is_open else HIGH,
         evidence=evidence,
     )
 

@@ -31,6 +31,10 @@ NO_TOKENS = "useful work: the loop counted no tokens; effllm.count(tokens=...) c
 ABOVE_PEAK = "useful work: the FLOPs of the tokens exceed the time of the steps at the peak, so FLOPs or peak are wrong"
 NO_CLOCK = "clock below maximum: no GPU reports its SM clock and its maximum SM clock"
 OTHER_DEVICES = "useful work: the ranks of an attempt had no GPU, and its tokens are not counted separately"
+NOT_STATED = (
+    "allocated GPUs that no rank used: known if all ranks have joined, and Slurm or a Kubernetes device plugin states "
+    "the GPUs of each rank"
+)
 NO_GPUS = "time of attempts whose ranks had no GPU: {} of {} attempts; it is not in the GPU time, but its joules are"
 LITTLE_CLOCK = "clock below maximum: the SM clock was measured in less than half of the time of iterations"
 #: Smallest share of the time of iterations in which the clock must be measured.
@@ -62,7 +66,7 @@ def waterfall(goodput: GoodputSummary, whole: ClusterTotals, sources: Sources = 
     steps = _split(kept, classes, whole, is_mixed=without_gpus > 0)
     seconds = {RENAMED.get(name, name): value for name, value in classes.items()} | steps.seconds
     used_s = sum(seconds.values())
-    seconds["unused"] = sources.unused_s if is_of_gpus else 0.0
+    seconds["unused"] = goodput.unused_gpu_seconds
     joules = _joules(goodput.joules, steps.seconds, kept)
     total = sum(seconds.values())
     evidence = evidence_of(sources, whole, _iterations(kept, classes), kept_share=_kept_share(kept, classes))
@@ -85,7 +89,9 @@ def waterfall(goodput: GoodputSummary, whole: ClusterTotals, sources: Sources = 
         for name in PARTS
         if seconds.get(name, 0.0) > 0.0 or (joules.get(name) or 0.0) > 0.0  # joules without time: see `_joules`
     )
-    unknown = [*steps.unknown, *([sources.why_unused_unknown] if sources.why_unused_unknown else [])]
+    unknown = [*steps.unknown]
+    if any(one.unused_gpus is None for one in goodput.attempts):
+        unknown.append(NOT_STATED)
     if without_gpus:
         unknown.append(NO_GPUS.format(without_gpus, len(goodput.attempts)))
     measured = [part.joules for part in parts if part.joules is not None]
@@ -95,8 +101,6 @@ def waterfall(goodput: GoodputSummary, whole: ClusterTotals, sources: Sources = 
         parts=parts,
         unknown=tuple(unknown),
         unit=goodput.unit,
-        unused_gpu_seconds=0.0 if is_of_gpus else sources.unused_s,
-        unused_unknown_s=sources.unused_unknown_s,
     )
 
 

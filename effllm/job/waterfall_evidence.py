@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from effllm.job.unused_time import NOT_STATED
 from effllm.records.energy import NORMAL_95
 from effllm.records.job import ClusterTotals
 from effllm.records.rank import Profile
@@ -18,10 +17,7 @@ class Sources(NamedTuple):
     windows: int = 0  # closed windows of the last attempt
     attempts: int = 1
     windows_compared: int = 0  # windows in which own times of ranks were compared
-    unused_s: float = 0.0  # GPU-seconds of allocated GPUs that no rank used
-    unused: str = ""  # the evidence of these GPUs
-    why_unused_unknown: str = NOT_STATED  # empty if all allocated GPUs are known
-    unused_unknown_s: float = 0.0  # time of earlier attempts whose unused GPUs are unknown
+    unused: str = ""  # the nodes with unused GPUs
 
 
 ONE_ATTEMPT = Sources()

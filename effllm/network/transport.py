@@ -91,9 +91,8 @@ def _decode(decoder: msgspec.msgpack.Decoder[Message], frame: bytes) -> Message:
 
 def _is_plain(message: Hello) -> bool:
     devices = [text for device in message.devices for text in (device.key, device.name, device.driver)]
-    if (allocated := message.allocation) is not None:
-        devices += [allocated.source, allocated.why, allocated.node, *allocated.gpus, *allocated.labels]
-    return "".join((message.job, message.agent, message.host, message.role, *devices)).isprintable()
+    texts = (message.job, message.agent, message.host, message.role, message.gpus_source, *devices)
+    return "".join(texts).isprintable()
 
 
 class Outbox:

@@ -292,7 +292,7 @@ class ClusterReport(WindowReport, frozen=True, kw_only=True):
     last: ClusterTotals  # this window only
     job: ClusterTotals  # whole wall time of the run, with start-up, phases and warm-up
     gpu_seconds: dict[str, float] = {}  # of all attempts, by class of goodput and `UNUSED_GPUS`; empty without GPUs
-    gpus_unused: int | None = None  # allocated GPUs that are known to be used by no rank; None if none can be known
+    gpus_unused: int | None = None  # allocated GPUs that no rank uses; None if no scheduler states them on all nodes
 
 
 class Value(Struct, frozen=True, omit_defaults=True):
@@ -340,6 +340,7 @@ class AttemptSummary(Struct, frozen=True):
     redone_iterations: int | None = 0  # iterations that a later attempt repeated; None if unknown
     startup_s: float = 0.0  # time before the first iteration, mean over ranks
     gpus: int | None = None  # GPUs of the ranks that joined; None if no window of the attempt has closed
+    unused_gpus: int | None = None  # allocated GPUs that no rank uses; None if no scheduler states them on all nodes
     # GPUs of all ranks, estimated from the ranks that joined; ranks in a job without GPUs.
     devices: float = 0.0
     # Waits and phases between the repeated iterations, mean over ranks: an estimate, and an upper bound.
@@ -359,6 +360,7 @@ class GoodputSummary(Struct, frozen=True):
     attempts: tuple[AttemptSummary, ...] = ()
     device_seconds: dict[str, float] = {}  # by class: rank-seconds times the devices of a rank, of each attempt
     unit: str = OF_RANKS  # of these seconds; OF_GPUS if a rank of any attempt has a GPU
+    unused_gpu_seconds: float = 0.0  # of allocated GPUs that no rank uses, over all attempts and the gaps between them
 
 
 class Summary(Identity, Struct, frozen=True, kw_only=True):

@@ -59,6 +59,3 @@ class Waterfall(Struct, frozen=True):
     parts: tuple[WaterfallPart, ...]  # in the order of PARTS; their device-seconds add up to the whole
     unit: str  # of the device-seconds: OF_GPUS or OF_RANKS
     unknown: tuple[str, ...] = ()  # what is not known, and the setting that resolves it
-    # GPU-seconds of allocated GPUs that no rank used, in a job without GPUs: they are not added to rank-seconds.
-    unused_gpu_seconds: float = 0.0
-    unused_unknown_s: float = 0.0  # time of earlier attempts whose unused GPUs are unknown

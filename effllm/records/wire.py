@@ -6,7 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from effllm.records.allocation import Allocation
+from effllm.config.place import MAX_NODE_GPUS
 from effllm.records.energy import Amount
 from effllm.records.facts import Fact
 from effllm.records.identity import Submission
@@ -54,7 +54,9 @@ class Hello(Struct, frozen=True, array_like=True, tag=1):
     evaluation_in_iterations: bool = False
     iterations_not_measured: Count = 0
     submission: Submission | None = None  # only from rank 0
-    allocation: Allocation | None = None  # only from the first rank of a host, if an allocation is stated
+    # GPUs of the host that a scheduler states as allocated, and the variable; 0 without a statement or without a GPU.
+    stated_gpus: Annotated[int, Meta(ge=0, le=MAX_NODE_GPUS)] = 0
+    gpus_source: Word = ""
 
 
 class Reports(Struct, frozen=True, array_like=True, tag=2, gc=False):

@@ -21,7 +21,6 @@ import msgspec
 import zmq
 
 from effllm.config.settings import Config, secret_path
-from effllm.config.switches import this_process
 from effllm.job.aggregator import Aggregator
 from effllm.job.closed_windows import Closed
 from effllm.job.device_states import device_states
@@ -48,7 +47,6 @@ from effllm.server.job_end import JobEnd
 from effllm.server.messages import Messages
 from effllm.server.outputs import Outputs
 from effllm.server.run_facts import RunFacts, SlowFacts
-from effllm.server.slurm_nodes import SlurmNodes
 from effllm.sinks import WITH_DEVICES, RunInfo
 from effllm.store.provenance import boot_id
 
@@ -76,7 +74,6 @@ class Server:
         self._secret = secret.read(secret_path(self._config)) if orders.secured else b""
         self._peers = Peers(self._config.history_size)
         self._facts = RunFacts(orders)
-        self._slurm_nodes = SlurmNodes(this_process())
         self._heard_until_s = time.monotonic()
         self._has_learned = self._has_begun = False
         self._devices = DeviceFeed(not WITH_DEVICES.isdisjoint(self._config.sink_options()))
@@ -225,7 +222,6 @@ class Server:
         self._aggregator.ledger.note_own(time.process_time(), self._socket.received_bytes)
         self._end.give_up_lost(now.mono_s)
         self._aggregator.tick(now, self._heard_until_s)
-        self._slurm_nodes.tick(self._aggregator.unused, now.mono_s)
         # The facts of ten thousand ranks are 8 MB, so larger worlds write their facts less often.
         self._update_facts(max(keep_every_s(self._aggregator.ledger.world_size), FACTS_EVERY_S))
         if now.mono_s < self._killed_until_s:  # this status is correct if a kill comes before the next tick
@@ -285,7 +281,6 @@ class Server:
         self._tick(Now.read())
         self._hand_out()
         self._facts.stop_git()
-        self._slurm_nodes.close()
         has_heard = self._aggregator.ledger.world_size or self._admission.has_shortage
         if not has_heard and self._orders.trainer_descriptor < 0:
             self._outputs.discard(STORE_STOP_S)

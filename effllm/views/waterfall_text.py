@@ -51,8 +51,6 @@ def waterfall_notes(found: Waterfall) -> Iterator[str]:
         yield "~: a share of the energy of all steps, in proportion to time"
     if any(part.name == "below_peak" for part in found.parts):
         yield "below peak: computation below the peak is usual and never the cause of a verdict"
-    if found.unused_gpu_seconds:
-        yield f"unused GPUs: {readable(found.unused_gpu_seconds)} GPU-seconds, in no part: no rank has a GPU"
     yield from (f"unknown: {one_line(line)}" for line in found.unknown)
 
 

@@ -182,7 +182,7 @@ def test_text_of_an_alert_names_the_job_and_the_value(tmp_path):
     alert = {
         "exp_labels": {"severity": "warning", "run_id": "mine", "instance": "alice.mine.1"},
         "exp_annotations": {
-            "summary": "mine: 2 allocated GPUs are used by no process",
+            "summary": "mine: 2 allocated GPUs are used by no rank",
             "runbook_url": "docs/operators.md#gpusunused",
         },
     }

@@ -112,7 +112,7 @@ EMPTY = {
     ("job", "Stragglers", "A"): ONE_RANK,
     ("job", "Slowest rank", "A"): ONE_RANK,
     ("job", "Slowest rank", "B"): ONE_RANK,
-    ("job", "GPUs not used", "A"): "no allocation is stated without Slurm",
+    ("job", "GPUs not used", "A"): "no scheduler states GPUs without Slurm",
     ("job", "Shares of the iteration time", "B"): "no iteration is profiled",
     ("job", "Activity", "A"): NOT_SIMULATED,
     ("job", "Activity", "B"): NOT_SIMULATED,

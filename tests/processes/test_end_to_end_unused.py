@@ -2,30 +2,31 @@
 
 import jobs
 import pytest
-from nvml_library import GIB, Gpu, Trace, flat
+from nvml_library import Gpu, Trace
 
-IDLE = {"memory": flat(3 * 2.0**20), "utilization": flat(0.0), "power": flat(60.0)}
-USED = Gpu("GPU-aaaa0001-0000-4000-8000-000000000001", "00000000:3B:00.0")
-FREE = Gpu("GPU-bbbb0002-0000-4000-8000-000000000002", "00000000:5E:00.0", **IDLE)
-OTHER = Gpu("GPU-cccc0003-0000-4000-8000-000000000003", "00000000:9A:00.0", **IDLE | {"memory": flat(2.0 * GIB)})
-LISTED = Gpu("GPU-dddd0004-0000-4000-8000-000000000004", "00000000:C1:00.0", processes=2, **IDLE)
-SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1"}
+GPUS = [Gpu(f"GPU-aaaa000{n}-0000-4000-8000-000000000000", f"00000000:{n}B:00.0") for n in range(1, 5)]
 
 
 @pytest.fixture
 def trace(library, tmp_path):
     trace = Trace(library, tmp_path / "trace")
-    trace.write(USED, FREE, OTHER, LISTED)
+    trace.write(*GPUS)
     return trace
 
 
 @pytest.fixture
-def start(launch, trace):
-    """Start one rank on the first GPU, with frequent checks."""
+def start(launch, trace, tmp_path):
+    """Start one rank on the first GPU."""
 
-    def run(*arguments, **variables):
-        environ = trace.environment() | jobs.first_on_path(jobs.SCRIPTS / "short_checks") | SLURM | variables
-        return launch.python("loop.py", *arguments, environ=environ, device="nvml")
+    def run(**variables):
+        until = ("--until", tmp_path / "enough")
+        options = {"device": variables.pop("device", "nvml")}
+        job = launch.python(
+            "loop.py", *until, environ={**trace.environment(), "SLURM_JOB_ID": "7", **variables}, **options
+        )
+        jobs.until(lambda: job.num_windows >= 6)
+        (tmp_path / "enough").touch()
+        return job.done()
 
     return run
 
@@ -34,43 +35,55 @@ def parts(job):
     return {part.name: part for part in job.ledger.summary.waterfall.parts}
 
 
-def test_allocated_gpu_without_a_process_is_a_part_and_an_event(start, tmp_path):
-    job = start("--until", tmp_path / "enough", SLURM_JOB_GPUS="0-3", CUDA_VISIBLE_DEVICES="0")
-    jobs.until(lambda: job.runs() and job.ledger.event_texts("gpus_unused"))
-    (tmp_path / "enough").touch()
-    job.done()
+def test_gpus_that_no_rank_uses_are_a_part_and_an_event(start):
+    job = start(SLURM_GPUS_ON_NODE="4")
 
     (text,) = job.ledger.event_texts("gpus_unused")
-    assert text.endswith(": GPU 1 is allocated (SLURM_JOB_GPUS) and used by no rank and no other process")
+    assert text.endswith(": 4 GPUs are allocated (SLURM_GPUS_ON_NODE), and its ranks use 1")
     summary = job.ledger.summary
     unused = parts(job)["unused"]
-    assert unused.device_seconds == pytest.approx(summary.goodput.elapsed_s, rel=1e-6)
+    assert unused.device_seconds == pytest.approx(3 * summary.goodput.elapsed_s, rel=1e-6)
     assert (unused.joules, unused.evidence) == (None, text)
-    assert sum(part.device_seconds for part in parts(job).values()) == pytest.approx(2 * summary.goodput.elapsed_s)
+    assert sum(part.device_seconds for part in parts(job).values()) == pytest.approx(4 * summary.goodput.elapsed_s)
     assert not [line for line in summary.waterfall.unknown if "no rank used" in line]
 
 
 @pytest.mark.parametrize(
-    ("variables", "unknown"),
-    [
-        ({"SLURM_JOB_GPUS": "0,2,3"}, None),
-        ({"SLURM_JOB_GPUS": "0"}, None),
-        ({"SLURM_GPUS_ON_NODE": "1"}, None),
-        ({"SLURM_GPUS_ON_NODE": "2"}, "it is not known which 2 of 4 GPUs are allocated"),
-        ({"SLURM_JOB_GPUS": "0-7"}, "NVML lists 4 of 8 allocated GPUs"),
-        ({}, "no allocation is stated"),
-    ],
+    "variables",
+    [{}, {"SLURM_GPUS_ON_NODE": "4", "device": "host"}, {"SLURM_GPUS_ON_NODE": "4", "device": "simulated"}],
+    ids=["no statement", "host", "simulated"],
 )
-def test_no_gpu_is_unused_without_evidence(start, tmp_path, variables, unknown):
-    job = start("--until", tmp_path / "enough", "--step-s", 0.05, CUDA_VISIBLE_DEVICES="0", **variables)
+def test_unused_gpus_are_unknown_without_a_statement_and_without_a_gpu(start, variables):
+    job = start(**variables)
 
-    def lines():
-        return [line for line in job.ledger.summary.waterfall.unknown if "no rank used" in line]
+    assert (job.ledger.event_texts("gpus_unused"), "unused" in parts(job)) == ([], False)
+    assert [line for line in job.ledger.summary.waterfall.unknown if "no rank used" in line]
 
-    jobs.until(lambda: job.num_windows >= 6)
-    (tmp_path / "enough").touch()
-    job.done()
 
-    assert job.ledger.event_texts("gpus_unused") == []
-    assert "unused" not in parts(job)
-    assert [unknown in line for line in lines()] == ([True] if unknown else [])
+ENGINE = """
+import time
+from types import SimpleNamespace as N
+from effllm.hooks.vllm import attach
+
+class LLM:
+    llm_engine = N(vllm_config=N(parallel_config=N(world_size={workers})))
+    def generate(self, prompts):
+        time.sleep(0.02)
+        return [N(prompt_token_ids=[1], outputs=[N(token_ids=[6] * 4)]) for _ in prompts]
+    def chat(self, prompts):
+        return self.generate(prompts)
+
+attach(N(LLM=LLM))
+llm = LLM()
+for _ in range(200):
+    llm.generate(["a"])
+"""
+
+
+@pytest.mark.parametrize(("workers", "unused"), [(3, 1), (4, 0), (5, None)])
+def test_rank_uses_all_gpus_of_its_engine(launch, trace, workers, unused):
+    """Only four of five GPUs can be opened, so it is not known how many are used."""
+    environ = {**trace.environment(), "SLURM_JOB_ID": "7", "SLURM_GPUS_ON_NODE": "4"}
+    job = launch.code(ENGINE.format(workers=workers), environ=environ, device="nvml").done()
+
+    assert [one.unused_gpus for one in job.ledger.summary.goodput.attempts] == [unused]

@@ -15,7 +15,6 @@ from effllm.job.goodput_attempt import CLASSES, MAX_SPANS
 from effllm.job.goodput_tiles import Axis, Tiles
 from effllm.job.ledger import restore
 from effllm.job.rows import Rows
-from effllm.records.allocation import Allocation
 from effllm.records.clock import Now
 from effllm.records.rank import Integrals
 from effllm.records.wire import Bye, Heartbeat
@@ -529,14 +528,8 @@ def windows_of(rank, per_rank, wall_s, has_energy):
     return tuple(device_window(name, wall_s, wall=wall) for name in names_of(rank, per_rank))
 
 
-def unused_gpus(count):
-    """Return the allocation of a host with this number of unused GPUs."""
-    keys = tuple(f"free-{number}" for number in range(count))
-    return Allocation("SLURM_JOB_GPUS", 64, keys, keys, keys)
-
-
-def waterfall_adds_up(run, unused_s, ended=False):
-    """Check the parts against the attempts; ``unused_s`` is the GPU-seconds of unused GPUs in the ledger."""
+def waterfall_adds_up(run, ended=False):
+    """Check the parts against the attempts."""
     summary = run.aggregator.summary(run.time_s, ended)
     found, attempts, goodput = summary.waterfall, summary.goodput.attempts, summary.goodput
     device_s = sum(one.elapsed_s * one.devices for one in attempts)
@@ -547,10 +540,12 @@ def waterfall_adds_up(run, unused_s, ended=False):
     if found is None:
         assert device_s == pytest.approx(0.0, abs=1e-5)
         return True
-    total_s = device_s + (unused_s if has_gpus else 0.0)
+    unused_s = sum(one.elapsed_s * (one.unused_gpus or 0) for one in attempts)
+    unused_s += sum(after.gap_before_s * (before.unused_gpus or 0) for before, after in pairwise(attempts))
+    assert goodput.unused_gpu_seconds == pytest.approx(unused_s)
+    total_s = device_s + unused_s
     assert sum(part.device_seconds for part in found.parts) == pytest.approx(total_s, rel=1e-6, abs=1e-5)
     assert found.device_seconds == pytest.approx(total_s, rel=1e-6, abs=1e-5)
-    assert found.unused_gpu_seconds == pytest.approx(0.0 if has_gpus else unused_s)
     assert sum(part.share for part in found.parts) == pytest.approx(1.0)
     joules = sum(part.joules or 0.0 for part in found.parts)
     assert joules == pytest.approx(summary.energy.measured_joules or 0.0, rel=1e-6, abs=1e-3)
@@ -565,11 +560,11 @@ def test_classes_add_up_to_elapsed_time_for_any_events(steps, data):
     def join(*ranks, **changes):
         known.update(changes)
         for rank in ranks or range(run.world_size):
-            facts = {**known, "allocation": known["allocation"] if rank == 0 else None}
-            run.join(rank, devices=devices_of(rank, per_rank), **facts)
+            stated = known["stated_gpus"] if per_rank else 0  # as an agent
+            run.join(rank, devices=devices_of(rank, per_rank), **{**known, "stated_gpus": stated})
 
     per_rank = data.draw(st.integers(0, 3))
-    join(allocation=None)
+    join(stated_gpus=0)
 
     def send(rank, number, seconds):
         sequences[rank] = sequences.get(rank, 0) + 1
@@ -582,11 +577,8 @@ def test_classes_add_up_to_elapsed_time_for_any_events(steps, data):
         )  # fmt: skip
 
     def check(ended):
-        ledger = run.aggregator.ledger
-        unused_s = ledger.unused.total(*ledger.goodput.span(ended))
-        assert 0.0 <= unused_s <= 3 * run.goodput(ended).elapsed_s + 1e-6
         assert adds_up(run.goodput(ended))
-        assert waterfall_adds_up(run, unused_s, ended)
+        assert waterfall_adds_up(run, ended)
 
     for step in steps:
         ranks = range(run.world_size)
@@ -609,10 +601,8 @@ def test_classes_add_up_to_elapsed_time_for_any_events(steps, data):
         elif step == "join":
             join()
         elif step == "unused":
-            join(allocation=unused_gpus(data.draw(st.integers(0, 3))))
-            for seconds in (0.0, 61.0, 0.0):
-                run.wait(seconds)
-                run.aggregator.tick(Now(run.now_s, run.time_s))
+            join(stated_gpus=data.draw(st.integers(0, 12)))
+            run.aggregator.tick(Now(run.now_s, run.time_s))
         elif step == "restore":
             run.restore()
             join()
@@ -620,7 +610,7 @@ def test_classes_add_up_to_elapsed_time_for_any_events(steps, data):
             run.restart(data.draw(st.integers(1, 3)))
             sequences, held, number = {}, [], 0
             per_rank = data.draw(st.integers(0, 3))
-            join(offset=10 * data.draw(st.integers(0, 3)), is_numbered=data.draw(st.booleans()), allocation=None)
+            join(offset=10 * data.draw(st.integers(0, 3)), is_numbered=data.draw(st.booleans()), stated_gpus=0)
         elif step in ("wait", "tick"):
             run.wait(data.draw(st.floats(0.0, 100.0)))
             if step == "tick":

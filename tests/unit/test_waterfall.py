@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from effllm.job.goodput_attempt import CLASSES
-from effllm.job.unused_time import NOT_STATED, UNUSED
 from effllm.job.waterfall import (
     ABOVE_PEAK,
     LITTLE_CLOCK,
@@ -19,6 +18,7 @@ from effllm.job.waterfall import (
     NO_PEAK,
     NO_PROFILE,
     NO_TOKENS,
+    NOT_STATED,
     OTHER_DEVICES,
     RENAMED,
     waterfall,
@@ -89,12 +89,12 @@ def test_parts_add_up_to_the_time_and_joules_of_all_classes(
         clock=clock,
         gpus_with_clock=int(clocked * ranks * per_rank),
     )
-    found = waterfall(goodput(joules, per_rank, **rank_seconds), whole, Sources(unused_s=unused))
+    unused = unused if per_rank else 0.0
+    found = waterfall(replace(goodput(joules, per_rank, **rank_seconds), unused_gpu_seconds=unused), whole)
     if found is None:
         assert not sum(rank_seconds.values())
         return
-    expected = sum(rank_seconds.values()) * max(per_rank, 1) + (unused if per_rank else 0.0)
-    assert found.unused_gpu_seconds == (0.0 if per_rank else unused)
+    expected = sum(rank_seconds.values()) * max(per_rank, 1) + unused
 
     assert found.device_seconds == pytest.approx(expected, rel=1e-9)
     assert math.fsum(seconds(found).values()) == pytest.approx(expected, rel=1e-9)
@@ -250,7 +250,7 @@ def test_gain_of_a_part_is_bounded_by_its_share():
 
 def test_gain_of_a_part_includes_the_shorter_time_of_unused_gpus():
     """Half of 400 s is checkpoints: without them the job takes half of the time, also of the unused GPUs."""
-    found = waterfall(goodput(kept=200.0, checkpoint=200.0), totals(), Sources(unused_s=400.0))
+    found = waterfall(replace(goodput(kept=200.0, checkpoint=200.0), unused_gpu_seconds=400.0), totals())
 
     assert {part.name: part.max_gain for part in found.parts} == {"unused": 1.0, "checkpoint": 1.0, "steps": None}
 
@@ -269,15 +269,6 @@ def test_time_is_counted_for_each_gpu_of_a_rank():
     assert (seconds(found), found.unit) == ({"startup": 20.0, "steps": 200.0}, OF_GPUS)
 
 
-def test_unused_gpus_of_a_job_without_gpus_are_not_added_to_rank_time():
-    sources = Sources(unused_s=400.0, unused="host a: GPUs 0-3 are unused", why_unused_unknown="")
-
-    found = waterfall(goodput(gpus=0, kept=100.0), totals(gpus=0), sources)
-
-    assert (seconds(found), found.device_seconds, found.unit) == ({"steps": 100.0}, 100.0, OF_RANKS)
-    assert found.unused_gpu_seconds == 400.0
-
-
 def test_attempt_without_gpus_is_not_in_the_gpu_time():
     """The FLOPs of its tokens cannot be separated, so the steps of the other attempt are not split by them."""
     attempts = tuple(AttemptSummary(one, "killed", 0, 0, 0, 0, 4, 10, gpus=gpus) for one, gpus in ((1, 4), (2, 0)))
@@ -290,16 +281,23 @@ def test_attempt_without_gpus_is_not_in_the_gpu_time():
 
 
 def test_unused_gpus_are_a_part_without_joules():
-    sources = Sources(unused_s=400.0, unused="host a: GPU 1 is unused", why_unused_unknown="")
+    classes = replace(goodput({"kept": 60.0}, kept=400.0), unused_gpu_seconds=400.0)
 
-    found = waterfall(goodput({"kept": 60.0}, kept=400.0), totals(price_per_gpu_hour=9.0), sources)
+    found = waterfall(classes, totals(price_per_gpu_hour=9.0), Sources(unused="host a: its ranks use 1"))
 
     part = found.parts[0]
     assert (part.name, part.device_seconds, part.share, part.joules, part.cost) == ("unused", 400.0, 0.5, None, 1.0)
-    assert (part.max_gain, part.evidence) == (1.0, "host a: GPU 1 is unused")
+    assert (part.max_gain, part.evidence) == (1.0, "host a: its ranks use 1")
     assert (found.joules, found.device_seconds) == (60.0, 800.0)
-    assert not [line for line in found.unknown if line.startswith(UNUSED)]
-    assert NOT_STATED in waterfall(goodput(kept=400.0), totals()).unknown
+
+
+@pytest.mark.parametrize(("unused", "is_unknown"), [(None, True), (0, False), (3, False)])
+def test_unused_gpus_of_an_attempt_without_a_statement_are_unknown(unused, is_unknown):
+    attempts = (AttemptSummary(1, "killed", 0, 0, 0, 0, 4, 10, gpus=4, unused_gpus=unused),)
+
+    found = waterfall(goodput(attempts=attempts, kept=100.0), totals())
+
+    assert (NOT_STATED in found.unknown) == is_unknown
 
 
 def test_job_without_reported_time_has_no_waterfall():

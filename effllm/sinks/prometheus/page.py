@@ -155,7 +155,7 @@ def _lasting(report: ClusterReport) -> Iterator[tuple[str, str, float]]:
     yield "simulated", "1: the devices are simulated, and no value was measured.", report.simulated
     yield "elapsed_seconds", "Elapsed time of all attempts.", elapsed.elapsed_s
     if report.gpus_unused is not None:
-        yield "gpus_unused", "Number of allocated GPUs that no rank and no other process uses.", report.gpus_unused
+        yield "gpus_unused", "Number of allocated GPUs that no rank uses.", report.gpus_unused
 
 
 def _beside(report: ClusterReport) -> Iterator[tuple[str, str, float]]:
