@@ -80,7 +80,11 @@ class JobFacts:
 
     @cached_property
     def node_gpus(self) -> list[NodeGpus]:
-        """The GPUs of each node; empty until all ranks have joined, and if a rank states no number of GPUs."""
+        """The GPUs of each node; empty until all ranks have joined, and if a rank states no number of GPUs.
+
+        The only process of a node may use several GPUs (DataParallel, device_map), while its agent measures one. Then
+        nothing is stated.
+        """
         nodes: dict[str, list[Hello]] = {}
         for hello in self._hellos.values():
             nodes.setdefault(hello.host, []).append(hello)
@@ -92,6 +96,8 @@ class JobFacts:
         for host, hellos in nodes.items():
             stated = min(hellos, key=lambda hello: hello.stated_gpus)  # steps may have fewer GPUs than the node
             keys = {device.key for hello in hellos for device in hello.devices if device.is_gpu}
+            if len(hellos) == len(keys) == 1 < stated.stated_gpus:
+                return []
             # Ranks that have not selected their GPU all show the first GPU.
             found.append(NodeGpus(host, stated.stated_gpus, max(len(keys), len(hellos)), stated.gpus_source))
         return found

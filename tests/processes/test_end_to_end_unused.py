@@ -35,23 +35,15 @@ def parts(job):
     return {part.name: part for part in job.ledger.summary.waterfall.parts}
 
 
-def test_gpus_that_no_rank_uses_are_a_part_and_an_event(start):
-    job = start(SLURM_GPUS_ON_NODE="4")
-
-    (text,) = job.ledger.event_texts("gpus_unused")
-    assert text.endswith(": 4 GPUs are allocated (SLURM_GPUS_ON_NODE), and its ranks use 1")
-    summary = job.ledger.summary
-    unused = parts(job)["unused"]
-    assert unused.device_seconds == pytest.approx(3 * summary.goodput.elapsed_s, rel=1e-6)
-    assert (unused.joules, unused.evidence) == (None, text)
-    assert sum(part.device_seconds for part in parts(job).values()) == pytest.approx(4 * summary.goodput.elapsed_s)
-    assert not [line for line in summary.waterfall.unknown if "no rank used" in line]
-
-
 @pytest.mark.parametrize(
     "variables",
-    [{}, {"SLURM_GPUS_ON_NODE": "4", "device": "host"}, {"SLURM_GPUS_ON_NODE": "4", "device": "simulated"}],
-    ids=["no statement", "host", "simulated"],
+    [
+        {},
+        {"SLURM_GPUS_ON_NODE": "4"},
+        {"SLURM_GPUS_ON_NODE": "4", "device": "host"},
+        {"SLURM_GPUS_ON_NODE": "4", "device": "simulated"},
+    ],
+    ids=["no statement", "one process", "host", "simulated"],
 )
 def test_unused_gpus_are_unknown_without_a_statement_and_without_a_gpu(start, variables):
     job = start(**variables)
@@ -78,6 +70,20 @@ llm = LLM()
 for _ in range(200):
     llm.generate(["a"])
 """
+
+
+def test_gpus_that_no_rank_uses_are_a_part_and_an_event(launch, trace):
+    environ = {**trace.environment(), "SLURM_JOB_ID": "7", "SLURM_GPUS_ON_NODE": "4"}
+    job = launch.code(ENGINE.format(workers=2), environ=environ, device="nvml").done()
+
+    (text,) = job.ledger.event_texts("gpus_unused")
+    assert text.endswith(": 4 GPUs are allocated (SLURM_GPUS_ON_NODE), and its ranks use 2")
+    summary = job.ledger.summary
+    unused = parts(job)["unused"]
+    assert unused.device_seconds == pytest.approx(2 * summary.goodput.elapsed_s, rel=1e-6)
+    assert (unused.joules, unused.evidence) == (None, text)
+    assert sum(part.device_seconds for part in parts(job).values()) == pytest.approx(4 * summary.goodput.elapsed_s)
+    assert not [line for line in summary.waterfall.unknown if "no rank used" in line]
 
 
 @pytest.mark.parametrize(("workers", "unused"), [(3, 1), (4, 0), (5, None)])

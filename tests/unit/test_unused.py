@@ -62,10 +62,19 @@ def test_unused_gpus_count_from_the_start_of_the_attempt():
 
 
 def test_each_node_with_unused_gpus_has_an_event():
-    job = Job(3).join(0, host="a").join(1, stated=1, host="b").join(2, stated=8, host="c")
+    job = Job(5).join(0, host="a").join(1, host="a").join(2, stated=1, host="b")
+    job.join(3, stated=8, host="c").join(4, stated=8, host="c")
 
     assert [text.partition(":")[0] for text in job.texts()] == ["host a", "host c"]
-    assert job.attempt.unused_gpus == 3 + 0 + 7
+    assert job.attempt.unused_gpus == 2 + 0 + 6
+
+
+def test_only_process_of_a_node_may_use_gpus_that_it_does_not_show():
+    job = Job(1).join(0, stated=4).wait(10)
+    assert (job.texts(), job.attempt.unused_gpus) == ([], None)
+
+    job = Job(1).join(0, stated=4, keys=("GPU-0", "GPU-1"))
+    assert (len(job.texts()), job.attempt.unused_gpus) == (1, 2)
 
 
 @pytest.mark.parametrize(
@@ -87,11 +96,11 @@ def test_job_that_uses_its_gpus_is_silent(stated, keys):
 
 
 def test_job_with_a_rank_without_a_statement_is_not_compared():
-    job = Job().join(0).join(1, stated=0, host="b").wait(10)
+    job = Job().join(0).join(1, stated=0).wait(10)
     assert (job.texts(), job.attempt.unused_gpus) == ([], None)
 
-    job.join(1, stated=4, host="b")  # its GPU was opened later
-    assert (len(job.texts()), job.attempt.unused_gpus) == (2, 6)
+    job.join(1)  # its GPU was opened later
+    assert (len(job.texts()), job.attempt.unused_gpus) == (1, 2)
 
 
 def test_gpus_are_compared_once():
