@@ -1,11 +1,16 @@
-"""Runs the command line in real processes, in a separate folder for each test."""
+"""Runs the command line, in real processes or in the process of the test, in a separate folder for each test."""
 
+import contextlib
+import io
 import json
 import os
 import subprocess
 import sys
 
 import jobs
+import pytest
+
+from effllm import cli
 
 
 class CommandLine:
@@ -28,6 +33,21 @@ class CommandLine:
             timeout=100,
             check=False,
         )
+
+    def call(self, *arguments, **variables):
+        """Return the same as `run`, in a tenth of the time: for commands that only read and print."""
+        out, errors = io.StringIO(), io.StringIO()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(self.folder)
+            patch.setattr(sys, "argv", ["effllm", *arguments])
+            for name, value in {"COLUMNS": "80", **variables}.items():
+                patch.setenv(name, value)
+            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
+                try:
+                    code = cli.main()
+                except SystemExit as end:
+                    code = end.code
+        return subprocess.CompletedProcess(arguments, code or 0, out.getvalue(), errors.getvalue())
 
     def start(self, *arguments, **variables):
         process = subprocess.Popen(

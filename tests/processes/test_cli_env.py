@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from cases import cases
 
 from effllm.config.settings import ALL_VARIABLES, VARIABLES
 from effllm.config.switches import PREFIX
@@ -37,7 +38,7 @@ def test_variables_that_are_already_set_are_kept_and_quoted(cli):
 
 
 def test_every_variable_is_listed_with_its_meaning(cli):
-    shown = cli.run("env").stdout
+    shown = cli.call("env").stdout
     prose = " ".join(shown.replace("\n# ", "\n").split())
 
     assert max(map(len, shown.splitlines())) <= 80
@@ -53,14 +54,14 @@ def test_every_variable_is_listed_with_its_meaning(cli):
 
 
 def test_check_of_valid_settings_prints_nothing(cli):
-    done = cli.run("env", "--check", EFFICIENTLLM_LOG_INTERVAL="50")
+    done = cli.call("env", "--check", EFFICIENTLLM_LOG_INTERVAL="50")
 
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-@pytest.mark.parametrize("option", [[], ["--check"], ["--shell"]])
+@cases("option", [[], ["--check"], ["--shell"]])
 def test_wrong_values_print_one_line_each_and_export_nothing(cli, option):
-    done = cli.run("env", *option, EFFICIENTLLM_LOG_INTERVAL="0", EFFICIENTLLM_MIN_COVERAGE="2")
+    done = cli.call("env", *option, EFFICIENTLLM_LOG_INTERVAL="0", EFFICIENTLLM_MIN_COVERAGE="2")
 
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.splitlines() == [
@@ -69,7 +70,7 @@ def test_wrong_values_print_one_line_each_and_export_nothing(cli, option):
     ]
 
 
-@pytest.mark.parametrize(
+@cases(
     ("name", "value", "expected"),
     [
         ("SINKS", "consol", "there is no sink 'consol'; available sinks: console,"),
@@ -87,7 +88,7 @@ def test_wrong_values_print_one_line_each_and_export_nothing(cli, option):
     ],
 )
 def test_unknown_setting_names_are_reported_with_the_valid_names(cli, name, value, expected):
-    done = cli.run("env", "--check", **{PREFIX + name: value})
+    done = cli.call("env", "--check", **{PREFIX + name: value})
 
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
@@ -115,7 +116,7 @@ def test_redfish_without_its_package_shows_the_pip_command(cli):
 
 
 def test_correct_name_is_reported_for_a_variable_with_a_wrong_prefix(cli):
-    done = cli.run("env", "--check", EFFLLM_LOG_INTERVAL="5")
+    done = cli.call("env", "--check", EFFLLM_LOG_INTERVAL="5")
 
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "EFFLLM_LOG_INTERVAL is not read" in done.stderr
@@ -123,8 +124,8 @@ def test_correct_name_is_reported_for_a_variable_with_a_wrong_prefix(cli):
 
 
 def test_unknown_interface_prints_a_warning(cli):
-    unknown = cli.run("env", "--check", EFFICIENTLLM_INTERFACE="ib7")
-    known = cli.run("env", "--check", EFFICIENTLLM_INTERFACE="lo")
+    unknown = cli.call("env", "--check", EFFICIENTLLM_INTERFACE="ib7")
+    known = cli.call("env", "--check", EFFICIENTLLM_INTERFACE="lo")
 
     assert (unknown.returncode, known.returncode) == (0, 0)
     assert "EFFICIENTLLM_INTERFACE='ib7': this host has no such interface" in unknown.stderr
@@ -132,7 +133,7 @@ def test_unknown_interface_prints_a_warning(cli):
 
 
 def test_unknown_option_exits_with_a_usage_error(cli):
-    done = cli.run("env", "--chekc")
+    done = cli.call("env", "--chekc")
 
     assert (done.returncode, done.stdout) == (2, "")
     assert "'--chekc' is not one of --check, --shell, --markdown" in done.stderr

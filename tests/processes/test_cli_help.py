@@ -1,6 +1,7 @@
 """Help and version of the command line, and the tables of metrics and events."""
 
 import pytest
+from cases import cases
 from run_folders import write_run
 
 from effllm import __version__
@@ -31,9 +32,9 @@ COMMANDS = [
 ]
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@cases("command", COMMANDS)
 def test_help_of_every_command_shows_examples_in_80_columns(cli, command):
-    done = cli.run(command, "--help")
+    done = cli.call(command, "--help")
 
     assert (done.returncode, done.stderr) == (0, "")
     assert f"effllm {command}" in done.stdout.split("Examples:")[1]
@@ -41,14 +42,14 @@ def test_help_of_every_command_shows_examples_in_80_columns(cli, command):
 
 
 def test_help_of_run_describes_loops_that_hooks_measure(cli):
-    help_text = " ".join(cli.run("run", "--help").stdout.split())
+    help_text = " ".join(cli.call("run", "--help").stdout.split())
 
     assert "any other loop with a torch optimizer are measured" in help_text
     assert "later version" not in help_text
 
 
 def test_effllm_without_a_command_lists_the_commands(cli):
-    done = cli.run()
+    done = cli.call()
 
     shown = done.stdout + done.stderr
     assert [command for command in COMMANDS if f"\n  {command}  " in shown] == COMMANDS
@@ -59,14 +60,14 @@ def test_version_option_prints_the_package_version(cli):
 
 
 def test_unknown_command_exits_with_a_usage_error(cli):
-    done = cli.run("dmeo")
+    done = cli.call("dmeo")
 
     assert (done.returncode, done.stdout) == (2, "")
     assert "dmeo" in done.stderr
 
 
 def test_metrics_are_listed_with_unit_bases_and_meaning(cli):
-    done = cli.run("metrics")
+    done = cli.call("metrics")
 
     shown = " ".join(done.stdout.split())
     assert done.returncode == 0
@@ -77,7 +78,7 @@ def test_metrics_are_listed_with_unit_bases_and_meaning(cli):
 
 
 def test_event_kinds_are_listed_with_their_meaning(cli):
-    done = cli.run("events")
+    done = cli.call("events")
 
     shown = " ".join(done.stdout.split())
     assert done.returncode == 0
@@ -88,7 +89,7 @@ def test_event_kinds_are_listed_with_their_meaning(cli):
 
 
 def test_metrics_command_takes_no_argument(cli):
-    assert cli.run("metrics", "amu").returncode == 2
+    assert cli.call("metrics", "amu").returncode == 2
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from cases import cases
 from cli_process import read_until
 
 QUIET = {
@@ -127,7 +128,7 @@ def test_off_means_off(cli):
     assert not (cli.folder / "efficientllm_runs").exists()
 
 
-@pytest.mark.parametrize(
+@cases(
     ("arguments", "expected"),
     [
         ([], "give a script, or -m and a module"),
@@ -137,7 +138,7 @@ def test_off_means_off(cli):
     ],
 )
 def test_usage_error_prints_one_line_and_exits_with_status_2(cli, arguments, expected):
-    done = cli.run("run", *arguments)
+    done = cli.call("run", *arguments)
 
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.count("\n") == 1
@@ -145,6 +146,7 @@ def test_usage_error_prints_one_line_and_exits_with_status_2(cli, arguments, exp
 
 
 @pytest.mark.torch
+@pytest.mark.long
 def test_all_ranks_of_torchrun_share_one_run(cli):
     pytest.importorskip("torch")
     script = cli.script("import torch.distributed\n" + MEASURED)

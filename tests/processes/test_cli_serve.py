@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from cases import cases
 from cli_process import read_until
 
 SINKS = {"EFFICIENTLLM_SINKS": "console"}
@@ -80,7 +81,7 @@ def test_port_in_use_prints_one_line_and_exits_with_status_1(cli):
     assert not (cli.folder / "efficientllm_runs").exists()
 
 
-@pytest.mark.parametrize(
+@cases(
     ("arguments", "variables", "expected"),
     [
         (["--bind", "0.0.0.0:5555"], {}, "means every interface: give an address that the job can reach"),
@@ -97,7 +98,7 @@ def test_port_in_use_prints_one_line_and_exits_with_status_1(cli):
     ],
 )
 def test_usage_error_prints_one_line_and_exits_with_status_2(cli, arguments, variables, expected):
-    done = cli.run("serve", *arguments, **variables)
+    done = cli.call("serve", *arguments, **variables)
 
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.count("\n") == 1

@@ -9,6 +9,7 @@ import time
 
 import jobs
 import pytest
+from cases import cases
 from cli_process import read_until
 
 from effllm.commands.simulation import TOKENS, SimulatedRank
@@ -33,7 +34,7 @@ def test_simulated_host_has_up_to_eight_ranks_with_separate_gpus():
     assert len({hello.devices[0].key for hello in ranks}) == 20
 
 
-@pytest.mark.parametrize(
+@cases(
     ("arguments", "named"),
     [
         (["--ranks", "0"], "--ranks"),
@@ -45,7 +46,7 @@ def test_simulated_host_has_up_to_eight_ranks_with_separate_gpus():
     ],
 )
 def test_usage_error_shows_the_wrong_option(cli, arguments, named):
-    done = cli.run("simulate", *arguments)
+    done = cli.call("simulate", *arguments)
 
     assert (done.returncode, done.stdout) == (2, "")
     assert named in done.stderr

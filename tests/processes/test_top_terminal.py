@@ -9,6 +9,7 @@ import sys
 
 import jobs
 import pytest
+from cases import cases
 from terminal_screen import TerminalScreen
 
 from effllm.commands.top_folder import FolderSource
@@ -279,7 +280,7 @@ def test_output_that_is_no_terminal_is_one_frame(cli, demo):
     assert done.stdout.splitlines()[1].startswith(f"Verdict  {verdict}")
 
 
-@pytest.mark.parametrize(
+@cases(
     ("arguments", "status"),
     [
         (["--json"], 2),
@@ -292,7 +293,7 @@ def test_output_that_is_no_terminal_is_one_frame(cli, demo):
     ],
 )
 def test_exit_status_of_wrong_use_and_of_missing_runs(cli, arguments, status):
-    done = cli.run("top", *arguments)
+    done = cli.call("top", *arguments)
 
     assert (done.returncode, done.stdout) == (status, "")
     assert done.stderr.startswith("effllm top: ")
