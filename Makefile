@@ -12,16 +12,11 @@ FUZZ_SECONDS ?= 60
 # Most tests wait for processes: three concurrent tests use two cores.
 PARALLEL ?= -n 3 --dist loadgroup
 BIN := $(VENV)/bin
-# $(call run_tests,PYTHON,MARKS,PARALLEL,OTHER ARGUMENTS): failed tests run once more, one after the other.  If a test
-# fails twice, the target fails.  If a test passes the second time, it depends on load, which is a defect of the test;
-# its first failure stays in the output.  pytest returns 5 if no test was selected: with ARGUMENTS="-k straggler", one
-# of the two runs may have no tests.
-run_tests = { $(1) -m pytest $(3) -m $(2) $(4) $(ARGUMENTS) || { code=$$?; [ $$code = 5 ] && [ -n '$(subst ','\'',$(ARGUMENTS))' ]; } || \
-	{ [ $$code = 1 ] && echo 'Failed tests run once more, alone:' && \
-	$(1) -m pytest --last-failed --last-failed-no-failures none -m $(2) $(4) $(ARGUMENTS) && \
-	echo 'WARNING: the tests above failed, but passed alone: they depend on load and must be fixed.'; }; }
 # $(call files,MARK): the files with tests of a mark; the import of all files takes seconds.
 files = $$(grep -rlE 'mark\.$(1)\>' --include='test_*.py' tests/unit tests/processes tests/faults)
+comma := ,
+# $(call installed,COMMAND): run COMMAND and print its duration; the durations of tests do not include it.
+installed = begun=$$(date +%s) && $(1) && echo "Installed in $$(($$(date +%s) - begun)) s"
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
 # With these variables of the caller's shell, Python or pip may use a folder other than .venv, or each of the thousand
@@ -30,7 +25,7 @@ unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME VIRTUAL_ENV PYTHONSAFEPAT
 	PIP_PREFIX PIP_REQUIRE_VIRTUALENV
 
 .NOTPARALLEL:
-.PHONY: help demo test test-unit test-long test-faults test-faults-long test-frameworks test-llama-factory test-spark check docs fuzz \
+.PHONY: help demo test-unit test test-faults test-trainer test-frameworks test-llama-factory test-spark test-all check docs fuzz \
 	bench bench-scale bench-energy bench-compare bench-verdict bench-memory bench-traceml bench-look bench-gpu clean
 
 help: ## List the targets (the default)
@@ -42,32 +37,37 @@ demo: $(VENV)/.ready ## Train a small GPT with Megatron on two processes and wat
 		--nproc_per_node "$$($(NUM_PROCESSES))" integration/megatron_core/train.py --config configs/demo.yaml && \
 	echo && echo 'Demo complete.'
 
-# ARGUMENTS of all test targets: options of pytest, as in make test ARGUMENTS="-k straggler".
+# ARGUMENTS of the test targets: options of pytest, as in make test ARGUMENTS="-k straggler".
 test-unit: $(VENV)/.unit ## Run the tests without processes and torch: a minute
-	@$(call run_tests,$(BIN)/python,"not slow and not long and not faults and not alone",-n 2 --dist loadgroup,tests/unit) && echo 'Unit tests passed.'
+	@$(BIN)/python -m pytest -n 2 --dist loadgroup tests/unit $(ARGUMENTS)
 
-test: $(VENV)/.ready ## Run the tests
-	@$(call run_tests,$(BIN)/python,"not long and not faults and not alone",$(PARALLEL)) && \
-	$(call run_tests,$(BIN)/python,"alone and not long and not faults",,$(call files,alone)) && echo 'Tests passed.'
+test: $(VENV)/.ready ## Run the tests: six minutes on two cores
+	@$(BIN)/python -m pytest $(PARALLEL) $(ARGUMENTS)
 
-test-long: $(VENV)/.ready ## Run the long tests: sensors in real time, a few minutes
-	@$(call run_tests,$(BIN)/python,"long and not faults and not alone",$(PARALLEL),$(call files,long)) && \
-	$(call run_tests,$(BIN)/python,"alone and long and not faults",,$(call files,alone)) && echo 'Long tests passed.'
+test-faults: $(VENV)/.ready ## Run the short tests of faults: killed processes, full disks, cut networks, rejected peers
+	@$(BIN)/python -m pytest $(PARALLEL) -m 'faults and not long and not alone' $(call files,faults) $(ARGUMENTS)
 
-test-faults: $(VENV)/.ready ## Run the tests of faults: killed processes, full disks, cut networks, rejected peers
-	@$(call run_tests,$(BIN)/python,"faults and not long",$(PARALLEL),$(call files,faults)) && echo 'Tests of faults passed.'
-
-test-faults-long: $(VENV)/.ready ## Run the long tests of faults
-	@$(call run_tests,$(BIN)/python,"faults and long",$(PARALLEL),$(call files,faults)) && echo 'Long tests of faults passed.'
+test-trainer: $(FRAMEWORKS)/.trainer ## Run one job of Hugging Face's Trainer with known counts
+	@$(FRAMEWORKS)/bin/python -m pytest -m '' tests/frameworks/test_transformers.py -k tokens_padding_and_labels
 
 test-frameworks: $(FRAMEWORKS)/.ready ## Run the tests with transformers, TRL and other frameworks
-	@$(call run_tests,$(FRAMEWORKS)/bin/python,"",$(PARALLEL),--timeout 300 tests/frameworks) && echo 'Tests with frameworks passed.'
+	@$(FRAMEWORKS)/bin/python -m pytest $(PARALLEL) -m '' --timeout 300 tests/frameworks $(ARGUMENTS)
 
 test-llama-factory: $(LLAMA_FACTORY)/.ready ## Run the tests with LLaMA-Factory, which needs older packages
-	@$(LLAMA_FACTORY)/bin/python -m pytest -m "" tests/frameworks/test_integrations.py -k llama_factory && echo 'Tests with LLaMA-Factory passed.'
+	@$(LLAMA_FACTORY)/bin/python -m pytest -m '' tests/frameworks/test_integrations.py -k llama_factory
 
 test-spark: $(SPARK)/.ready ## Run the test with Spark, which needs Java (apt install default-jre-headless)
-	@$(SPARK)/bin/python -m pytest -m "" tests/frameworks/test_spark.py && echo 'Test with Spark passed.'
+	@$(SPARK)/bin/python -m pytest -m '' tests/frameworks/test_spark.py
+
+# Tests that need a package of the system are skipped without it; CONTRIBUTING.md has the packages.
+# The limit of open files is from effllm/network/descriptors.py: 1.2 times the number of ranks, plus 256.
+SCALE_RANKS = $$(limit=$$(ulimit -Hn); [ "$$limit" = unlimited ] || [ "$$limit" -ge 12256 ] && echo 1000,10000 || echo 500)
+test-all: $(VENV)/.ready ## Run all tests, the frameworks, the site and ten thousand ranks: 45 minutes
+	@$(BIN)/python -m pytest $(PARALLEL) -m 'not alone' --hypothesis-profile=large
+	@$(BIN)/python -m pytest -m alone $(call files,alone)
+	@$(MAKE) --no-print-directory test-frameworks docs
+	@if command -v java >/dev/null; then $(MAKE) --no-print-directory test-spark; else echo 'no Java: no test with Spark'; fi
+	@$(MAKE) --no-print-directory bench-scale ARGUMENTS='--quick --ranks $(SCALE_RANKS)'
 
 check: $(VENV)/.checkers ## Check the source: format, lint, types, unsafe calls, budgets of lines
 	@$(BIN)/ruff format --check && $(BIN)/ruff check && $(BIN)/mypy && \
@@ -137,13 +137,13 @@ NUM_PROCESSES = if nvidia-smi -L 2>/dev/null | grep -q GPU; \
 
 $(VENV)/.unit: $(VENV)/.made pyproject.toml constraints.txt
 	@echo 'Installing effllm and pytest into $(VENV)'
-	@$(PIP_INSTALL) --no-compile -e '.[test]'
+	@$(call installed,$(PIP_INSTALL) --no-compile -e '.[test]')
 	@touch $@
 
 # Users install torch themselves.  For the demo and the tests, this target installs torch.
 $(VENV)/.ready: $(VENV)/.made pyproject.toml constraints.txt
 	@echo 'Installing effllm, megatron-core and torch into $(VENV): a few minutes, once'
-	@$(PIP_INSTALL) -e '.[megatron,test]' torch
+	@$(call installed,$(PIP_INSTALL) -e '.[megatron$(comma)test]' torch)
 	@touch $@ $(VENV)/.unit
 
 $(VENV)/.fuzzer: $(VENV)/.ready
@@ -163,12 +163,20 @@ $(PEERS)/.ready: $(VENV)/.made benchmarks/peers/requirements.txt
 	@$(PEERS)/bin/python -m pip install -qq --disable-pip-version-check -r benchmarks/peers/requirements.txt
 	@touch $@
 
+# The packages of one real job, which is a part of CI; .ready adds the other frameworks.
+$(FRAMEWORKS)/.trainer: $(VENV)/.made pyproject.toml constraints.txt tests/frameworks/trainer.txt
+	@echo 'Installing effllm, torch and transformers into $(FRAMEWORKS): a few minutes, once'
+	@test -x $(FRAMEWORKS)/bin/python || '$(PYTHON)' -m venv --clear $(FRAMEWORKS)
+	@$(call installed,$(FRAMEWORKS)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt \
+		-e '.[test]' torch -r tests/frameworks/trainer.txt)
+	@touch $@
+
 $(FRAMEWORKS)/.ready: $(VENV)/.made pyproject.toml constraints.txt tests/frameworks/requirements.txt
 	@echo 'Installing effllm, torch and the frameworks into $(FRAMEWORKS): a few minutes, once'
 	@test -x $(FRAMEWORKS)/bin/python || '$(PYTHON)' -m venv --clear $(FRAMEWORKS)
-	@$(FRAMEWORKS)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt \
-		-e '.[test]' torch -r tests/frameworks/requirements.txt
-	@touch $@
+	@$(call installed,$(FRAMEWORKS)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt \
+		-e '.[test]' torch -r tests/frameworks/requirements.txt)
+	@touch $@ $(FRAMEWORKS)/.trainer
 
 # The site needs neither effllm nor torch: the API page is made from the source.
 $(DOCS)/.ready: $(VENV)/.made docs/requirements.txt

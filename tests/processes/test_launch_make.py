@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from cases import cases
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -37,58 +38,29 @@ def python_where(clone, statement):
     return f"PYTHON={python}"
 
 
+TESTS = [
+    "test-unit",
+    "test",
+    "test-faults",
+    "test-trainer",
+    "test-frameworks",
+    "test-llama-factory",
+    "test-spark",
+    "test-all",
+]
+BENCHMARKS = ["scale", "energy", "compare", "verdict", "memory", "traceml", "look", "gpu"]
+
+
 def test_make_without_target_lists_the_targets(clone):
     done = make(clone)
 
     assert done.returncode == 0
     targets = re.findall(r"^make ([\w-]+)", done.stdout, re.MULTILINE)
-    tests = [
-        "test-unit",
-        "test",
-        "test-long",
-        "test-faults",
-        "test-faults-long",
-        "test-frameworks",
-        "test-llama-factory",
-        "test-spark",
-    ]
-    assert targets == [
-        "help",
-        "demo",
-        *tests,
-        "check",
-        "docs",
-        "fuzz",
-        "bench",
-        "bench-scale",
-        "bench-energy",
-        "bench-compare",
-        "bench-verdict",
-        "bench-memory",
-        "bench-traceml",
-        "bench-look",
-        "bench-gpu",
-        "clean",
-    ]
+    benchmarks = ["bench", *(f"bench-{name}" for name in BENCHMARKS)]
+    assert targets == ["help", "demo", *TESTS, "check", "docs", "fuzz", *benchmarks, "clean"]
 
 
-@pytest.mark.parametrize(
-    "target",
-    [
-        "demo",
-        "test-unit",
-        "test",
-        "test-long",
-        "test-faults",
-        "test-faults-long",
-        "test-frameworks",
-        "test-llama-factory",
-        "test-spark",
-        "check",
-        "docs",
-        "bench",
-    ],
-)
+@cases("target", ["demo", *TESTS, "check", "docs", "bench"])
 def test_python_older_than_3_10_is_rejected(clone, target):
     done = make(clone, target, python_where(clone, "sys.version_info = (3, 9, 18)"))
 

@@ -10,10 +10,11 @@ from typer.testing import CliRunner
 
 from effllm.commands.app import app
 
-#: axe-core comes from npm, not from PyPI; .ci/run installs it: npm install --prefix .venv axe-core
+#: axe-core comes from npm, not from PyPI; npm install --prefix .venv axe-core@4.14.1
 AXE = Path(__file__).parents[2] / ".venv" / "node_modules" / "axe-core" / "axe.min.js"
 
 pytestmark = [
+    pytest.mark.long,
     pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium"),
     pytest.mark.xdist_group("browser"),
 ]
