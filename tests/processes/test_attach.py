@@ -8,9 +8,7 @@ import sys
 import textwrap
 from pathlib import Path
 
-import jobs
 import pytest
-from cases import cases
 
 import effllm
 
@@ -43,17 +41,16 @@ def run(program, environ=None, *options, cwd=None):
 ON = {"EFFICIENTLLM_ATTACH": "1"}
 
 
-@cases(
+@pytest.mark.parametrize(
     ("environ", "printed"),
     [
         ({}, "no hooks"),
-        (ON, "hooks"),
-        ({"EFFICIENTLLM_ATTACH": "0"}, "no hooks"),
-        (ON | {"EFFICIENTLLM_METRICS_ENABLED": "false"}, "no hooks"),
-        (ON | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, "no hooks"),
+        pytest.param({"EFFICIENTLLM_ATTACH": "0"}, "no hooks", marks=pytest.mark.long),
+        pytest.param(ON | {"EFFICIENTLLM_METRICS_ENABLED": "false"}, "no hooks", marks=pytest.mark.long),
+        pytest.param(ON | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, "no hooks", marks=pytest.mark.long),
     ],
 )
-def test_import_of_torch_installs_hooks_only_if_a_variable_is_set(environ, printed):
+def test_import_of_torch_installs_no_hooks_without_the_variables(environ, printed):
     assert run(PRINT_HOOKS, environ) == (f"{printed} torch\n", "")
 
 
@@ -63,13 +60,12 @@ def test_process_without_torch_does_not_import_effllm():
     assert run(program, ON) == ("[]\n", "")
 
 
-def test_import_of_torch_starts_no_process_and_writes_no_file(tmp_path):
-    program = """
-        import os, psutil, torch
-        print(psutil.Process().children(), os.listdir())
-    """
+def test_import_of_torch_installs_hooks_starts_no_process_and_writes_no_file(tmp_path):
+    program = f"{PRINT_HOOKS}\nimport os, psutil\nprint(psutil.Process().children(), os.listdir())"
 
-    assert run(program, ON | {"EFFICIENTLLM_RUN_DIR": str(tmp_path / "runs")}, cwd=tmp_path) == ("[] []\n", "")
+    shown = run(program, ON | {"EFFICIENTLLM_RUN_DIR": str(tmp_path / "runs")}, cwd=tmp_path)
+
+    assert shown == ("hooks torch\n[] []\n", "")
 
 
 # The file is not removed, because an editable install would then find the original file.
@@ -87,7 +83,12 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("what", BROKEN)
+SHORT = ("hooks that raise", "a configuration that is gone")
+
+
+@pytest.mark.parametrize(
+    "what", [pytest.param(what, marks=() if what in SHORT else pytest.mark.long) for what in BROKEN]
+)
 def test_training_with_torch_works_if_effllm_is_broken(what, tmp_path):
     shutil.copytree(PACKAGE, tmp_path / "effllm", ignore=shutil.ignore_patterns("__pycache__"))
     file, text = BROKEN[what]
@@ -152,34 +153,21 @@ for step in range(6):
 """
 
 
-def test_unmodified_loop_is_measured_and_its_losses_are_unchanged(tmp_path):
-    environ = ON | {
-        "EFFICIENTLLM_RUN_DIR": str(tmp_path),
-        "EFFICIENTLLM_RUN_NAME": "run",
-        "EFFICIENTLLM_LOG_INTERVAL": "2",
-    }
-
-    without, _ = run(LOOP)
-    attached, _ = run(LOOP, environ)
-
-    losses = [line for line in attached.splitlines() if line.startswith(("0x", "-0x"))]
-    assert losses == without.splitlines()
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["status"] == "completed"
-    assert summary["iterations"] in (5, 6)  # the start of the first iteration may be unknown
-
-
-def test_script_is_measured_after_sourcing_only_the_shell_file(tmp_path):
+def test_unmodified_loop_is_measured_after_sourcing_only_the_shell_file_and_its_losses_are_unchanged(tmp_path):
     root = PACKAGE.parent
     script = tmp_path / "train.py"
     script.write_text(LOOP)
     launch = f". {root}/launch/efficientllm_config.sh && exec {sys.executable} {script}"
-    environ = jobs.clean_environ() if hasattr(jobs, "clean_environ") else dict(os.environ)
-    environ |= {"EFFICIENTLLM_RUN_DIR": str(tmp_path), "EFFICIENTLLM_RUN_NAME": "run", "PYTHON": sys.executable}
-    environ |= {"EFFICIENTLLM_LOG_INTERVAL": "2"}
+    environ = dict(os.environ) | {"EFFICIENTLLM_RUN_DIR": str(tmp_path), "EFFICIENTLLM_RUN_NAME": "run"}
+    environ |= {"EFFICIENTLLM_LOG_INTERVAL": "2", "PYTHON": sys.executable}
 
+    without, _ = run(LOOP)
     done = subprocess.run(["sh", "-c", launch], env=environ, capture_output=True, text=True, timeout=200)
 
     assert done.returncode == 0, done.stderr
     assert "[EfficientLLM Metrics] Iteration 4:" in done.stdout
-    assert (tmp_path / "run" / "summary.json").exists()
+    losses = [line for line in done.stdout.splitlines() if line.startswith(("0x", "-0x"))]
+    assert losses == without.splitlines()
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["status"] == "completed"
+    assert summary["iterations"] in (5, 6)  # the start of the first iteration may be unknown

@@ -165,6 +165,7 @@ os._exit(0)  # on a busy machine torch's own threads end with "terminate called 
 """
 
 
+@pytest.mark.long
 def test_every_rank_counts_the_whole_model_with_fsdp(tmp_path):
     """Two processes use FSDP1 with original parameters, FSDP1 with flat parameters, and FSDP2."""
     script = tmp_path / "script.py"

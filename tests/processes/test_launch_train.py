@@ -185,6 +185,7 @@ def free_port():
 
 
 @pytest.mark.torch
+@pytest.mark.long
 def test_two_torchruns_on_one_machine_run_one_job_of_two_nodes(commands, tmp_path):
     pytest.importorskip("torch")
     script = tmp_path / "say.py"
