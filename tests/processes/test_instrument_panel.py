@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.long]
 TRAIN = Path(__file__).parents[2] / "integration" / "instrument_panel" / "train.py"
 
 

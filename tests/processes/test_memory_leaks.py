@@ -8,7 +8,7 @@ import sys
 
 import jobs
 import pytest
-from cases import cases
+from cases import cases, repeats
 
 #: A loop with a batch of varying sizes, freed in another order, and blocks that live for many iterations. A cache grows
 #: to 100 to 350 MB in at most 100 iterations. Every written byte is in the memory of the process.
@@ -79,7 +79,7 @@ def ran(code, *arguments):
     return json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=200).stdout)
 
 
-@cases("seed", range(3))
+@cases("seed", range(repeats(1, 3)))
 @cases("kind", ["one object", "small objects"])
 def test_leak_of_1_mb_in_a_real_process_is_found_in_200_iterations(kind, seed):
     found, summary = ran(LOOP, seed, 200, kind)
@@ -88,7 +88,7 @@ def test_leak_of_1_mb_in_a_real_process_is_found_in_200_iterations(kind, seed):
     assert summary["growth_gb_per_1000_iterations"] == pytest.approx(1.0, rel=0.35)
 
 
-@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(6, 50))])
+@cases("seed", range(repeats(2, 50)))
 def test_fragmented_memory_of_a_real_process_is_no_leak(seed):
     found, summary = ran(LOOP, seed, 500, "none")
 

@@ -236,6 +236,7 @@ def make(folder, *targets):
 
 
 @pytest.mark.torch
+@pytest.mark.long
 @pytest.mark.parametrize(("backend", "twin"), [("bnb", "adamw"), ("unsloth", "adafactor")])
 def test_make_target_of_a_backend_is_rejected_without_a_gpu(folder, backend, twin):
     torch = pytest.importorskip("torch")

@@ -11,17 +11,33 @@ SCRIPT = Path(__file__).resolve().parents[2] / "integration" / "instrument_panel
 pytestmark = pytest.mark.torch
 
 
-@pytest.fixture(scope="module")
-def profiled(tmp_path_factory):
+def run(*options):
+    command = [sys.executable, str(SCRIPT), *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+
+
+def written(folder, *options):
+    """Run the script; return the printed text and the written results."""
     pytest.importorskip("torch")
-    path = tmp_path_factory.mktemp("profile") / "results.json"
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--output", str(path)], capture_output=True, text=True, timeout=200, check=False
-    )
+    path = folder / "results.json"
+    done = run("--output", str(path), *options)
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout, json.loads(path.read_text())
 
 
+@pytest.fixture(scope="module")
+def profiled(tmp_path_factory):
+    """Return the text and the results of all sections."""
+    return written(tmp_path_factory.mktemp("profile"))
+
+
+@pytest.fixture(scope="module")
+def without_throughput(tmp_path_factory):
+    """Return the text and the results without the section that trains."""
+    return written(tmp_path_factory.mktemp("profile"), "--skip-throughput")
+
+
+@pytest.mark.long
 def test_all_sections_are_printed_in_the_documents_order(profiled):
     titles = ["GPU Information", "Memory Profiling", "Model Memory Requirements", "Throughput Benchmark"]
     titles.append("Model Compatibility Check")
@@ -31,20 +47,22 @@ def test_all_sections_are_printed_in_the_documents_order(profiled):
     assert places == sorted(places)
 
 
-def test_both_tables_have_the_figures_of_one_model(profiled):
-    results = profiled[1]
+def test_both_tables_have_the_figures_of_one_model(without_throughput):
+    results = without_throughput[1]
 
     needed = {(row["model"], row["use"]): row["expected_bytes"] for row in results["requirements"]}
     assert needed == {(row["model"], row["use"]): row["required_bytes"] for row in results["compatibility"]}
     assert all(row["reason"] for row in results["requirements"])
 
 
-def test_experts_need_the_memory_of_all_parameters(profiled):
-    [row] = [one for one in profiled[1]["requirements"] if (one["model"], one["use"]) == ("deepseek-v3", "inference")]
+def test_experts_need_the_memory_of_all_parameters(without_throughput):
+    rows = without_throughput[1]["requirements"]
+    [row] = [one for one in rows if (one["model"], one["use"]) == ("deepseek-v3", "inference")]
 
     assert row["low_bytes"] >= 2 * row["parameters"] > 2 * 600e9
 
 
+@pytest.mark.long
 def test_throughput_is_that_of_a_model_that_was_trained(profiled):
     found = profiled[1]["throughput"]
 
@@ -52,22 +70,18 @@ def test_throughput_is_that_of_a_model_that_was_trained(profiled):
     assert 0 < found["training_tokens_per_s"] < found["forward_tokens_per_s"]
 
 
-def test_throughput_can_be_left_out(tmp_path):
-    path = tmp_path / "results.json"
-    command = [sys.executable, str(SCRIPT), "--skip-throughput", "--output", str(path)]
+def test_throughput_can_be_left_out(without_throughput):
+    text, results = without_throughput
 
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-
-    assert "throughput" not in json.loads(path.read_text())
-    assert "Throughput" not in done.stdout
-    assert "note: deepseek-math-7b: the sizes of this row were not compared" in done.stdout
+    assert "throughput" not in results
+    assert "Throughput" not in text
+    assert "note: deepseek-math-7b: the sizes of this row were not compared" in text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("wrong", ["--device -1", "--device 99", "--output {}", "--output {}/none/results.json"])
 def test_a_wrong_device_or_file_is_refused(tmp_path, wrong):
-    command = [sys.executable, str(SCRIPT), "--skip-throughput", *wrong.format(tmp_path).split()]
-
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    done = run("--skip-throughput", *wrong.format(tmp_path).split())
 
     assert done.returncode == 2
     assert wrong.format(tmp_path) in done.stderr.splitlines()[-1]

@@ -9,7 +9,7 @@ from itertools import pairwise
 from statistics import mean
 
 import pytest
-from cases import cases
+from cases import cases, repeats
 from msgspec.structs import replace
 from sensed_gpu import IDLE_W, LOADED_W, NS, SensedGpu
 
@@ -30,7 +30,7 @@ def profiled(gpu, seconds=40.0, open_load=None):
 # --- planted, and found again ---
 
 
-@cases("tick_s", [0.02, 0.1, 0.106, 0.25])
+@cases("tick_s", [0.02, 0.106, 0.1, 0.25][: repeats(2, 4)])
 def test_ticks_of_counter_and_power_are_found(tick_s):
     found = profiled(SensedGpu(tick_s=tick_s, tick_phase_s=0.37 * tick_s))
 
@@ -40,7 +40,7 @@ def test_ticks_of_counter_and_power_are_found(tick_s):
 
 
 @cases("measured_s", [0.025, 0.1])
-@cases("lag_s", [0.0, 0.04, 0.1])
+@cases("lag_s", [0.04, 0.0, 0.1][: repeats(1, 3)])
 def test_lag_and_measured_part_of_a_tick_are_found_separately(lag_s, measured_s):
     found = profiled(SensedGpu(tick_s=0.1, tick_phase_s=0.03, lag_s=lag_s, duty_s=measured_s % 0.1))
 
@@ -52,7 +52,7 @@ def test_lag_and_measured_part_of_a_tick_are_found_separately(lag_s, measured_s)
     assert found.sensor.duty == pytest.approx(measured_s / 0.1, abs=0.02)
 
 
-@pytest.mark.parametrize("average_s", [0.5, 1.0])
+@cases("average_s", [0.5, 1.0][: repeats(1, 2)])
 def test_window_of_averaged_power_is_found(average_s):
     found = profiled(SensedGpu(tick_s=0.1, average_s=average_s))
 
@@ -60,7 +60,7 @@ def test_window_of_averaged_power_is_found(average_s):
     assert found.average_response.ends_s == pytest.approx(0.0, abs=LAG_S)
 
 
-@pytest.mark.parametrize("counts", [0.95, 1.0, 1.08])
+@cases("counts", [0.95, 1.08, 1.0][: repeats(1, 3)])
 def test_gain_of_the_counter_relative_to_power_is_found(counts):
     found = profiled(SensedGpu(tick_s=0.1, counts=counts))
 
@@ -77,7 +77,7 @@ def test_gain_error_common_to_counter_and_power_is_not_found():
     assert found.sensor.gain_error == 0.05
 
 
-@pytest.mark.parametrize("lag_s", [0.0, 0.04])
+@cases("lag_s", [0.04, 0.0][: repeats(1, 2)])
 def test_lag_is_found_with_power_noise_and_tick_jitter(lag_s):
     # Ticks are up to 4 ms early or late: a standard deviation of 4 / sqrt(3) = 2.3 ms.
     found = profiled(SensedGpu(tick_s=0.1, duty_s=0.025, lag_s=lag_s, noise_w=6.0, tick_jitter_s=0.004), seconds=60.0)
@@ -88,7 +88,7 @@ def test_lag_is_found_with_power_noise_and_tick_jitter(lag_s):
     assert found.sensor.duty == pytest.approx(0.25, abs=0.04)
 
 
-@pytest.mark.parametrize("call_s", [0.0024, 0.012])
+@cases("call_s", [0.012, 0.0024][: repeats(1, 2)])
 def test_lag_is_found_with_a_slow_driver(call_s):
     found = profiled(SensedGpu(tick_s=0.1, duty_s=0.025, lag_s=0.04, call_s=call_s))
 
@@ -108,11 +108,11 @@ def test_lag_of_a_continuous_counter_is_found():
     ("traits", "is_held"),
     [
         ({}, True),
-        ({"duty_s": 0.025}, True),
-        ({"power_mode": "exact"}, False),
         ({"lag_s": 0.04}, False),  # the power reading changes between two changes of the counter
         ({"lag_s": 0.1}, False),  # the power reading changes with the counter, but its value belongs to the next tick
-    ],
+        ({"duty_s": 0.025}, True),
+        ({"power_mode": "exact"}, False),
+    ][: repeats(3, 5)],
 )
 def test_power_that_is_held_between_ticks_is_found(traits, is_held):
     assert profiled(SensedGpu(tick_s=0.1, **traits)).sensor.is_held is is_held
@@ -217,7 +217,7 @@ def test_report_contains_no_uuid_and_no_host_name():
 # --- its use for windows ---
 
 
-@pytest.mark.parametrize("traits", [{"duty_s": 0.025}, {"lag_s": 0.1}, {"duty_s": 0.025, "lag_s": 0.1}])
+@cases("traits", [{"duty_s": 0.025, "lag_s": 0.1}, {"duty_s": 0.025}, {"lag_s": 0.1}][: repeats(1, 3)])
 def test_energy_of_windows_that_end_at_power_jumps_is_unbiased(traits):
     gpu = SensedGpu(tick_s=0.1, tick_phase_s=0.043, **traits)
     profile_of_it = profiled(gpu).sensor
