@@ -10,19 +10,16 @@ from base64 import b64encode
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 USER, PASSWORD = "monitor", "pa=ss word#1"
-SESSIONS = "/redfish/v1/SessionService/Sessions"
 
 
 def link(path):
     return {"@odata.id": path}
 
 
-def supply(chassis, name, watts, kwh=None, **more):
+def supply(chassis, name, watts, **more):
     """Return the two resources of a power supply: the supply and its metrics."""
     path = f"/redfish/v1/Chassis/{chassis}/PowerSubsystem/PowerSupplies/{name}"
     metrics = {"Id": "Metrics", "InputPowerWatts": {"Reading": watts}}
-    if kwh is not None:
-        metrics["EnergykWh"] = {"Reading": kwh}
     own = {
         "Id": name,
         "SerialNumber": f"SN-{name}",
@@ -64,7 +61,6 @@ class Service:
         self.resources = resources or {}
         self.password = password
         self.asked = []  # (method, path, headers) of each request, in order
-        self.tokens = set()
         self.release = threading.Event()  # set at the end, so that blocked handlers end
         self.num_connections = 0
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
@@ -99,7 +95,7 @@ class Service:
         if self.password is None:
             return True
         pair = b64encode(f"{USER}:{self.password}".encode()).decode()
-        return headers.get("Authorization") == f"Basic {pair}" or headers.get("X-Auth-Token") in self.tokens
+        return headers.get("Authorization") == f"Basic {pair}"
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -127,23 +123,6 @@ class _Handler(BaseHTTPRequestHandler):
             self.answer(404, {})
         else:
             self.answer(200, resource)
-
-    def do_POST(self):
-        service = self.server.service
-        question = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        service.asked.append(("POST", self.path, dict(self.headers)))
-        if question != {"UserName": USER, "Password": service.password}:
-            self.answer(401, {})
-            return
-        token = f"token-{len(service.asked)}"
-        service.tokens.add(token)
-        self.answer(201, {}, {"X-Auth-Token": token, "Location": f"{SESSIONS}/{token}"})
-
-    def do_DELETE(self):
-        service = self.server.service
-        service.asked.append(("DELETE", self.path, dict(self.headers)))
-        service.tokens.discard(self.path.rpartition("/")[2])
-        self.answer(200, {})
 
     def answer(self, status, document, headers=None):
         body = json.dumps(document).encode()

@@ -1,10 +1,10 @@
-"""effllm/devices/node/credentials.py: only the owner can read the file, and no message contains its text."""
+"""The credentials file of a Redfish service: only the owner can read the file, and no message contains its text."""
 
 import os
 
 import pytest
 
-from effllm.devices.node.credentials import Credentials, CredentialsError
+from effllm.devices.node.redfish_service import read_credentials
 
 SECRET = "hunter2"
 
@@ -21,8 +21,8 @@ def write(tmp_path):
 
 
 def refusal(file):
-    with pytest.raises(CredentialsError) as caught:
-        Credentials.read(file)
+    with pytest.raises(ValueError) as caught:
+        read_credentials(file)
     assert SECRET not in str(caught.value)
     assert "\n" not in str(caught.value)
     return str(caught.value)
@@ -31,23 +31,22 @@ def refusal(file):
 def test_all_keys_of_the_file_are_read(write):
     file = write(
         f"# the monitoring user\n\nuser = monitor\npassword={SECRET} = with spaces # and signs\n"
-        f"authentication = session\nca_file = /etc/bmc.pem\nfingerprint = SHA256:{'AB:' * 31}AB\n"
+        f"ca_file = /etc/bmc.pem\nfingerprint = sha256 Fingerprint={'AB:' * 31}AB\n"
     )
-    credentials = Credentials.read(file)
+    credentials = read_credentials(file)
 
     assert (credentials.user, credentials.password) == ("monitor", f"{SECRET} = with spaces # and signs")
-    assert (credentials.authentication, str(credentials.ca_file)) == ("session", "/etc/bmc.pem")
-    assert credentials.fingerprint == bytes([0xAB]) * 32
+    assert (credentials.ca_file, credentials.fingerprint) == ("/etc/bmc.pem", "ab" * 32)
 
 
 def test_credentials_file_with_user_and_password_is_enough(write):
-    credentials = Credentials.read(write(f"user = monitor\npassword = {SECRET}\n"))
+    credentials = read_credentials(write(f"user = monitor\npassword = {SECRET}\n"))
 
-    assert (credentials.authentication, credentials.ca_file, credentials.fingerprint) == ("basic", None, None)
+    assert (credentials.ca_file, credentials.fingerprint) == (None, None)
 
 
 def test_printed_credentials_hide_the_password(write):
-    assert SECRET not in repr(Credentials.read(write(f"user = monitor\npassword = {SECRET}\n")))
+    assert SECRET not in repr(read_credentials(write(f"user = monitor\npassword = {SECRET}\n")))
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o601, 0o777])
@@ -84,7 +83,6 @@ def test_folder_and_pipe_are_rejected_without_waiting(tmp_path):
         (f"user = a\nuser = b\npassword = {SECRET}\n", "line 2 must be"),
         (f"password = {SECRET}\n", "has no user"),
         ("", "has no user and no password"),
-        (f"user = a\npassword = {SECRET}\nauthentication = {SECRET}\n", "authentication must be basic or session"),
         (f"user = a\npassword = {SECRET}\nfingerprint = {SECRET}\n", "64 hexadecimal digits"),
     ],
 )
