@@ -2,7 +2,8 @@
 
 A run follows from its kind and its seed.  The memory that stays allocated has caches that fill, jumps and noise; a step
 needs temporary memory by its number of positions; evaluations and checkpoints have other peaks; free memory is partly
-fragmented.  The run ends when a peak, with a random part of the fragmented memory, exceeds the capacity.
+fragmented.  The run ends when a peak, with a random part of the fragmented memory, exceeds the capacity.  A healthy run
+does not end so; in one of the kind PLATEAU, a cache grows at a constant rate until it is full.
 """
 
 from __future__ import annotations
@@ -14,10 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.memory_lengths import Lengths
 from effllm.memory.device_forecast import STARTUP, STEPS, MemoryReading
 
-GROWTH, LENGTH, HEALTHY = "growth", "length", "healthy"
+GROWTH, LENGTH, HEALTHY, PLATEAU = "growth", "length", "healthy", "plateau"
 GB = 1e9
 EVALUATION, CHECKPOINT = "evaluation", "checkpoint"
 #: Number of windows and of iterations of the shortest run with growth, before the memory is full.
@@ -40,11 +40,9 @@ class Run:
     phases: dict[str, tuple[int, float]]  # phase -> it follows every Nth iteration, and its temporary bytes
     startup_peak: float
     hit: float  # part of the fragmented memory that an allocation cannot use
-    max_positions: int  # 0: not known
-    lengths: str  # kind of the lengths
-    longest_needs: (
-        float  # bytes of a step with the longest possible micro-batch, or with one that is half as long again
-    )
+    max_positions: int
+    longest_needs: float  # bytes of a step with the longest possible micro-batch
+    stops_at: int = 0  # iteration in which the growth of a plateau stops
 
     @property
     def ends_at(self) -> int | None:
@@ -93,7 +91,7 @@ def draw(kind: str, seed: int) -> Run:
     while True:
         run = _draw(kind, seed, chance)
         ends = run.ends_at
-        if kind == HEALTHY and ends is None:
+        if kind in (HEALTHY, PLATEAU) and ends is None:
             return run
         shortest = max(MIN_WINDOWS * run.interval + 60, MIN_ITERATIONS)
         if kind == GROWTH and ends is not None and ends >= shortest:
@@ -111,12 +109,11 @@ def _draw(kind: str, seed: int, chance: np.random.Generator) -> Run:
     stays += _caches(chance, at, capacity)
     stays += _jumps(chance, number, capacity)
     stays += float(chance.uniform(0.0, 0.001)) * capacity * np.abs(chance.standard_normal(number))
-    lengths = Lengths(chance, number)
-    positions = lengths.draw(chance, number)
+    texts = _Texts(chance)
+    positions = texts.positions(chance, number)
     if kind == GROWTH:  # the run ends by its growth, not by one very long micro-batch
         positions = np.minimum(positions, np.quantile(positions, 0.99))
-    longest = min(lengths.limit, 1.5 * float(positions.max())) if not lengths.is_known else lengths.limit
-    step = _Step(chance, lengths, capacity)
+    step = _Step(chance, texts, capacity)
     temporary = step.temporary(positions) * (1 + 0.003 * chance.standard_normal(number))
     fragmented = capacity * np.clip(
         chance.uniform(0.0, 0.05) + np.cumsum(chance.standard_normal(number)) * 0.0005, 0.0, 0.1
@@ -129,15 +126,16 @@ def _draw(kind: str, seed: int, chance: np.random.Generator) -> Run:
     run = Run(
         kind, seed, interval, capacity, stays, temporary, positions, fragmented, phases,
         startup_peak=float(stays[0] * chance.uniform(0.8, 1.3)), hit=float(chance.uniform(0.0, 1.0)),
-        max_positions=int(lengths.limit) if lengths.is_known else 0, lengths=lengths.kind,
-        longest_needs=float(stays.max() + step.temporary(np.array([longest]))[0]),
+        max_positions=int(texts.limit), longest_needs=float(stays.max() + step.temporary(np.array([texts.limit]))[0]),
     )  # fmt: skip
     if kind == GROWTH:
         _leak(chance, run)
-    elif kind == HEALTHY:
-        _fit(chance, run)
+    elif kind == LENGTH:
+        _tight(chance, run, texts, step)
     else:
-        _tight(chance, run, lengths, step)
+        if kind == PLATEAU:
+            _fill(chance, run)
+        _fit(chance, run)
     return run
 
 
@@ -159,11 +157,34 @@ def _jumps(chance: np.random.Generator, number: int, capacity: float) -> Numbers
     return np.cumsum(steps) * capacity
 
 
+class _Texts:
+    """Texts of log-normal lengths, or packed ones of one length: cut at a maximum, and padded in their micro-batch."""
+
+    def __init__(self, chance: np.random.Generator) -> None:
+        self._batch, self._multiple = int(chance.choice([1, 2, 8])), int(chance.choice([1, 8, 64]))
+        self._spread, self._is_packed = float(chance.uniform(0.3, 0.8)), bool(chance.random() < 0.15)
+        self._cut = float(chance.choice([512, 1024, 2048, 4096, 8192]))
+        self.limit = self._cut * self._batch
+
+    def positions(self, chance: np.random.Generator, number: int) -> Numbers:
+        """Return the positions of the largest micro-batch of each iteration."""
+        if self._is_packed:
+            return np.full(number, self.limit)
+        longest = self.uncut(chance, number) / self._batch
+        found: Numbers = np.minimum(np.ceil(longest / self._multiple) * self._multiple, self._cut) * self._batch
+        return found
+
+    def uncut(self, chance: np.random.Generator, number: int) -> Numbers:
+        """Return the positions as they would be without the maximum and without padding to a multiple."""
+        found: Numbers = chance.lognormal(6, self._spread, (number, self._batch)).max(axis=1) * self._batch
+        return found
+
+
 class _Step:
     """The temporary bytes of a step: linear in the positions, and in some models with a quadratic part."""
 
-    def __init__(self, chance: np.random.Generator, lengths: Lengths, capacity: float) -> None:
-        self._usual = float(np.quantile(lengths.draw_any(np.random.default_rng(0), 1000), 0.99))
+    def __init__(self, chance: np.random.Generator, texts: _Texts, capacity: float) -> None:
+        self._usual = float(np.quantile(texts.uncut(np.random.default_rng(0), 1000), 0.99))
         self._square = float(chance.choice([0.0, chance.uniform(0.0, 0.7)]))
         self._most = float(chance.uniform(0.1, 0.35)) * capacity
 
@@ -184,6 +205,15 @@ def _leak(chance: np.random.Generator, run: Run) -> None:
     run.stays = run.stays + np.cumsum(each)
 
 
+def _fill(chance: np.random.Generator, run: Run) -> None:
+    """Add a cache that grows at a constant rate, with or without noise, and then stays."""
+    number = len(run.stays)
+    run.stops_at = int(chance.uniform(min(24 * run.interval, 0.3 * number), 0.9 * number))
+    each = np.ones(run.stops_at) if chance.random() < 0.5 else chance.gamma(1.0, 1.0, run.stops_at)
+    grown = np.concatenate([np.cumsum(each), np.full(number - run.stops_at, each.sum())])
+    run.stays = run.stays + float(chance.uniform(0.05, 0.5)) * run.capacity * grown / run.stops_at
+
+
 def _fit(chance: np.random.Generator, run: Run) -> None:
     """Change the capacity so that the run fits, often closely, also with the longest possible micro-batch."""
     most = float((run.stays + run.temporary + run.hit * run.fragmented).max())
@@ -192,14 +222,14 @@ def _fit(chance: np.random.Generator, run: Run) -> None:
     run.capacity = max(most, run.longest_needs) * float(chance.uniform(1.005, 1.4))
 
 
-def _tight(chance: np.random.Generator, run: Run, lengths: Lengths, step: _Step) -> None:
+def _tight(chance: np.random.Generator, run: Run, texts: _Texts, step: _Step) -> None:
     """Remove caches, growth and phases; a micro-batch that occurs about once in N iterations does not fit.
 
     N has each magnitude between 20 iterations and 20 runs with the same probability.
     """
     number = len(run.stays)
     run.stays, run.phases, run.fragmented = np.full(number, float(run.stays.mean())), {}, np.zeros(number)
-    others = lengths.draw_any(chance, int(np.exp(chance.uniform(np.log(20), np.log(20 * number)))))
+    others = texts.uncut(chance, int(np.exp(chance.uniform(np.log(20), np.log(20 * number)))))
     longest = float(others.max()) * float(chance.uniform(0.99, 1.01))
     run.capacity = float(run.stays[0] + step.temporary(np.array([longest]))[0])
-    run.longest_needs = float(run.stays[0] + step.temporary(np.array([lengths.limit]))[0])
+    run.longest_needs = float(run.stays[0] + step.temporary(np.array([texts.limit]))[0])

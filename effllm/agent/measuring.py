@@ -161,11 +161,11 @@ class Measuring:
         for slot in slots:
             if slot.kind == END_RECORD and self.status is None:
                 self.status, self.end_ns = STATUSES[slot.what], slot.end_ns
-            if slot.kind in (MEMORY, ITERATION):
+            if slot.kind == MEMORY:
                 self.memory.add(slot)
-            if slot.kind == SPAN:
+            elif slot.kind == SPAN:
                 self._spans.add(slot)
             elif slot.kind == VALUES:
                 self.values.add(slot, self.cutter.window_of(slot.ordinal))
-            elif slot.kind != MEMORY:
+            else:
                 self.cutter.add(slot)

@@ -16,13 +16,11 @@ from effllm.agent.series import Series
 from effllm.memory.device_forecast import STARTUP, STEPS, MemoryReading
 from effllm.memory.watch import DeviceWatch, LeakWatch, Warned
 from effllm.records import ring
-from effllm.records.counters import FIELDS
 from effllm.records.rank import MARKED_PHASES, Event, Sample, ValueStatistics
 
 #: Number of windows whose median is the memory of other processes and of the driver.
 OTHER_WINDOWS = 9
 _PRIVATE = re.compile(rb"^RssAnon:\s*(\d+) kB$", re.MULTILINE)
-_PROCESSED = FIELDS.index("tokens_processed")
 _PLACES = (*MARKED_PHASES, STEPS, STARTUP)
 
 
@@ -40,29 +38,21 @@ class RankMemory:
         self._watch, self._host = DeviceWatch(), LeakWatch("private memory of the training process")
         self._last = 0  # ordinal of the newest read window end
         self._host_last = 0
-        self._positions = self._processed = 0  # largest iteration of the window, and running total, in positions
         self._others: deque[float] = deque(maxlen=OTHER_WINDOWS)  # bytes of the device that torch cannot have
         self._warned: list[Warned] = []
         self._values: dict[int, dict[str, float]] = {}  # number of the window -> name -> value
         self._counted = (0.0, 0.0)  # retries and errors so far
 
     def add(self, slot: ring.Slot) -> None:
-        """Add a record of the kind MEMORY or ITERATION."""
-        if slot.kind == ring.ITERATION:
-            processed = slot.counts[_PROCESSED]
-            self._positions, self._processed = max(self._positions, processed - self._processed), processed
-            return
+        """Add a record of the kind MEMORY."""
         before = self._watch.forecast.last
         is_end = slot.number == ring.AFTER_STEPS and slot.ordinal > self._last and self._is_boundary(slot.ordinal)
         fields = dict(zip(ring.MEMORY_FIELDS, (value for _, value in slot.values), strict=True))
-        positions = fields["positions"]  # of the largest micro-batch, if the hook counts them
-        if not positions and is_end:
-            fields["positions"] = float(self._positions)  # of a whole iteration
         reading = MemoryReading(_PLACES[slot.number], slot.ordinal + self._offset, **fields)
         self._warned += self._watch.add(reading, is_window_end=is_end)
-        self._note(slot, reading, before, is_end, positions)
+        self._note(slot, reading, before, is_end)
         if is_end:
-            self._last, self._positions = slot.ordinal, 0
+            self._last = slot.ordinal
 
     def look(self, ordinal: int, series: Iterable[Series], max_positions: int | None) -> None:
         """Read the memory of the process, and check the forecasts, if a window has ended.
@@ -70,7 +60,7 @@ class RankMemory:
         Args:
             ordinal: ordinal of the last ended iteration.
             series: the devices of the rank; the first GPU is torch's device.
-            max_positions: largest possible micro-batch, if it is known.
+            max_positions: positions of the largest possible micro-batch, if it is known.
         """
         if ordinal // self._log_interval <= self._host_last // self._log_interval:
             return
@@ -97,9 +87,7 @@ class RankMemory:
                 found[name] = found.get(name, 0.0) + value if is_count else max(found.get(name, 0.0), value)
         return {name: ValueStatistics(1, value, 0.0, value, value) for name, value in found.items()}
 
-    def _note(
-        self, slot: ring.Slot, now: MemoryReading, before: MemoryReading | None, is_end: bool, positions: float
-    ) -> None:
+    def _note(self, slot: ring.Slot, now: MemoryReading, before: MemoryReading | None, is_end: bool) -> None:
         """Keep the values of a reading until the report of its window."""
         # After the end of a window, also a phase and an iteration that does not end belong to the next window.
         window = -(-(slot.ordinal + self._offset + (not is_end)) // self._log_interval)
@@ -111,8 +99,8 @@ class RankMemory:
             values["allocator/fragmented_bytes"] = now.fragmented
         if before is None or now.allocated_peak > before.allocated_peak:
             values[f"allocator/{now.after}_peak_bytes"] = now.allocated_peak
-            if now.after == STEPS and positions:
-                values["allocator/steps_positions"] = positions
+            if now.after == STEPS and now.positions:
+                values["allocator/steps_positions"] = now.positions
         if before is not None:
             for name in ("retries", "out_of_memory"):
                 if (more := getattr(now, name) - getattr(before, name)) > 0:

@@ -1,4 +1,4 @@
-"""Foretells when the memory of a device runs out: by growth, or by a longer sequence.  No I/O.
+"""Foretells when the memory of a device runs out: by growth, or at the longest micro-batch.  No I/O.
 
 torch's peak is never reset, so a reading shows the peak of the time before it only if the peak has risen.  From such
 readings follow the temporary bytes of steps, evaluations and checkpoints: peak less the memory that stays allocated.
@@ -7,9 +7,10 @@ The steady growth of the allocated memory, plus the largest temporary bytes, rea
 
 from __future__ import annotations
 
+import statistics
+from collections import deque
 from typing import NamedTuple
 
-from effllm.memory.lengths import LengthPeaks
 from effllm.memory.trend import MemoryBlocks
 
 STEPS, STARTUP = "steps", "startup"
@@ -17,6 +18,8 @@ STEPS, STARTUP = "steps", "startup"
 MAX_HORIZON = 2.0
 #: If memory grows by less than this share in the later half of the judged iterations, a cache fills up.
 MIN_LATER = 0.8
+#: If memory grows by less than this share of the trend since the second newest block, the growth has stopped.
+MIN_NEWEST = 0.6
 #: The lower end of the interval of the growth is at least this share of the growth: a few jumps of the memory, up and
 #: down, look like growth with a wide interval.
 MIN_CERTAIN = 0.75
@@ -24,6 +27,10 @@ MIN_CERTAIN = 0.75
 #: The upper end of the interval is multiplied by this factor, the lower end by its inverse: jumps and caches, which the
 #: trend does not contain.  With 1.35, 95 % of the intervals of `benchmarks.memory_forecast` contain the end of the run.
 WIDENED = 1.35
+#: Number of the newest steps with a known peak from which the peak of the longest micro-batch follows.
+MAX_STEPS = 64
+#: The line through these steps is extended by at most this multiple of the range of their lengths.
+MAX_REACH = 8.0
 
 
 class MemoryReading(NamedTuple):
@@ -38,7 +45,7 @@ class MemoryReading(NamedTuple):
     fragmented: float  # free, but in segments that are partly used: cannot be returned to the device
     retries: float
     out_of_memory: float
-    positions: float  # largest micro-batch of the window so far; 0: not known
+    positions: float  # with padding, of the largest micro-batch of the window so far; 0: not known
 
 
 class MemoryGrowth(NamedTuple):
@@ -54,6 +61,18 @@ class MemoryGrowth(NamedTuple):
     judged: float  # number of iterations that were judged
 
 
+class LongestStep(NamedTuple):
+    """The forecast for the longest possible micro-batch.
+
+    The temporary bytes of a step are taken as linear in the positions.  They are more if a model stores attention
+    scores, which are quadratic in the length.
+    """
+
+    peak_bytes: float
+    shortest: float  # positions of the shortest and the longest of the steps from which the peak follows
+    longest: float
+
+
 class DeviceForecast:
     """The readings of one device so far, in bounded memory."""
 
@@ -63,7 +82,8 @@ class DeviceForecast:
         self._last: MemoryReading | None = None
         self._temporary: dict[str, float] = {}  # largest known temporary bytes by part of the loop
         self.peaks: dict[str, float] = {}  # largest known peak by part of the loop
-        self.lengths = LengthPeaks()
+        self._steps: deque[tuple[float, float]] = deque(maxlen=MAX_STEPS)  # positions and temporary bytes
+        self._longest = 0.0  # positions of the longest micro-batch so far
 
     @property
     def last(self) -> MemoryReading | None:
@@ -73,18 +93,18 @@ class DeviceForecast:
     def add(self, reading: MemoryReading, *, is_window_end: bool) -> None:
         """Add a reading; the readings at the ends of windows are compared with each other."""
         has_risen = reading.allocated_peak > self._peak
+        temporary = reading.allocated_peak - reading.allocated
         if has_risen:
             # During an evaluation or checkpoint, memory may be allocated that is free again at its end.
-            temporary = reading.allocated_peak - reading.allocated
             self._temporary[reading.after] = max(self._temporary.get(reading.after, 0.0), temporary)
             self.peaks[reading.after] = reading.allocated_peak
         # The script may have reset the peak: then the peaks of the later parts are known again.
         self._peak, self._last = reading.allocated_peak, reading
         if is_window_end:
             self._blocks.add(reading.iteration, reading.allocated)
-            if reading.positions > 0:
-                temporary = reading.allocated_peak - reading.allocated
-                self.lengths.add(reading.positions, temporary if has_risen else None)
+            self._longest = max(self._longest, reading.positions)
+            if has_risen and reading.positions > 0:
+                self._steps.append((reading.positions, temporary))
 
     def growth(self, capacity: float) -> MemoryGrowth | None:
         """Return the forecast for a capacity of torch's allocator; ``None`` without steady growth."""
@@ -94,7 +114,8 @@ class DeviceForecast:
         if trend.low_bytes <= MIN_CERTAIN * trend.growth_bytes:
             return None
         early, late = self._blocks.halves()
-        if late < MIN_LATER * early:
+        newest = self._blocks.newest_growth(last.iteration, last.allocated)
+        if late < MIN_LATER * early or newest < MIN_NEWEST * trend.growth_bytes:
             return None
         place, temporary = self._largest()
         # The growth may go on to change as it has changed between the two halves.
@@ -112,6 +133,19 @@ class DeviceForecast:
     def is_near(self, found: MemoryGrowth) -> bool:
         """Whether a forecast is near enough, compared with the judged iterations, to be stated."""
         return found.iterations <= MAX_HORIZON * found.judged
+
+    def longest_step(self, positions: int) -> LongestStep | None:
+        """Return the forecast for the longest possible micro-batch.
+
+        ``None`` if a micro-batch of this length has been measured, or if those so far have too similar lengths.
+        """
+        lengths = [length for length, _ in self._steps]
+        shortest, longest = min(lengths, default=0.0), max(lengths, default=0.0)
+        is_near = positions - longest <= MAX_REACH * (longest - shortest)
+        if self._last is None or positions <= self._longest or not is_near:
+            return None
+        slope, intercept = statistics.linear_regression(lengths, [temporary for _, temporary in self._steps])
+        return LongestStep(self._last.allocated + intercept + slope * positions, shortest, longest)
 
     def _largest(self) -> tuple[str, float]:
         """Return the part of the loop with the largest temporary bytes, and these bytes."""

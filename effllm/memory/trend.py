@@ -82,6 +82,14 @@ class MemoryBlocks:
         early, late = (1000 * one[len(one) // 2] if one else 0.0 for one in slopes)
         return early, late
 
+    def newest_growth(self, iteration: float, used_bytes: float) -> float:
+        """Return the growth from the second newest block to a later measurement, in bytes per 1,000 iterations.
+
+        The newest block may have ended with this measurement.  At least two blocks must be complete.
+        """
+        at, before = self._done[-2]
+        return 1000 * (used_bytes - before) / (iteration - at)
+
     def _judged(self) -> list[tuple[float, float]]:
         return self._done[math.ceil(len(self._done) * WARM_UP) :]
 

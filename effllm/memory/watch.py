@@ -6,15 +6,9 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from effllm.memory.device_forecast import STARTUP, STEPS, DeviceForecast, MemoryGrowth, MemoryReading
-from effllm.memory.lengths import MIN_WINDOWS, LengthPeak
 from effllm.memory.trend import MemoryBlocks, MemoryTrend
 
-FORECAST, RISK, LEAK, OUT_OF_MEMORY = "memory_forecast", "memory_risk", "memory_leak", "out_of_memory"
-#: A larger micro-batch is reported as a risk from MIN_RISK on, and as a forecast from MIN_LIKELY on.
-MIN_RISK, MIN_LIKELY = 0.1, 0.8
-#: The probability is estimated again after this growth of the number of windows.  With more estimates, the first one
-#: above the limit would be too large too often.
-AGAIN = 2.0
+FORECAST, LEAK, OUT_OF_MEMORY = "memory_forecast", "memory_leak", "out_of_memory"
 #: A leak needs this growth (the certain part, over the judged iterations), readings, and iterations.  Caches fill up
 #: ever more slowly: the later half of the iterations grows by at least MIN_LATER_LEAK of the first half, also when
 #: CONFIRMED_AT times as many iterations have passed.
@@ -90,8 +84,7 @@ class DeviceWatch:
         self._name = name
         self.forecast = DeviceForecast()
         self._leak = LeakWatch(f"allocated memory of the {name}")
-        self._reported: set[str] = set()  # reasons of the reported forecasts
-        self._next_estimate = 0  # number of windows of the next estimate of a probability
+        self._reported: set[str] = set()  # causes of the reported forecasts
 
     def add(self, reading: MemoryReading, *, is_window_end: bool) -> Iterator[Warned]:
         """Add a reading; yield an event after an out-of-memory error."""
@@ -107,17 +100,25 @@ class DeviceWatch:
 
         Args:
             capacity: bytes that torch's allocator can have; ``None`` if unknown.
-            max_positions: largest possible micro-batch; 0 if unknown.
+            max_positions: positions of the largest possible micro-batch; 0 if unknown.
         """
         yield from self._leak.warnings()
-        if capacity is None or self.forecast.last is None:
+        last = self.forecast.last
+        if capacity is None or last is None:
             return
         found = None if "growth" in self._reported else self.forecast.growth(capacity)
         if found is not None and self.forecast.is_near(found):
             self._reported.add("growth")
             yield Warned(FORECAST, self._of_growth(found, capacity))
-        if "length" not in self._reported:
-            yield from self._of_lengths(self.forecast.last, capacity, max_positions)
+        step = None if "length" in self._reported else self.forecast.longest_step(max_positions)
+        if step is not None and step.peak_bytes > capacity:
+            self._reported.add("length")
+            yield Warned(
+                FORECAST,
+                f"{self._name} memory runs out at the longest micro-batch, {max_positions:,} positions: a step needs "
+                f"about {step.peak_bytes / _GB:.2f} GB of at most {capacity / _GB:.2f} GB, if memory grows with the "
+                f"length as it did from {step.shortest:,.0f} to {step.longest:,.0f} positions",
+            )
 
     def _of_growth(self, found: MemoryGrowth, capacity: float) -> str:
         at = "in a step" if found.place == STEPS else f"at {_a(found.place)}"
@@ -128,40 +129,6 @@ class DeviceWatch:
             f"{found.high:,.0f}), {at}: the allocated memory grows by {_size(found.bytes_per_iteration)} per iteration "
             f"({_size(found.low_bytes)} to {_size(found.high_bytes)}), judged over {found.judged:,.0f} iterations; "
             f"iteration {last.iteration:,} ended with {last.allocated / _GB:.2f} GB of at most {capacity / _GB:.2f} GB"
-        )
-
-    def _of_lengths(self, last: MemoryReading, capacity: float, max_positions: int) -> Iterator[Warned]:
-        lengths, room = self.forecast.lengths, capacity - last.allocated
-        if max_positions > lengths.longest:
-            if (peak := lengths.peak(max_positions)) is not None and peak.expected > room:
-                yield from self._once(peak.low > room, self._of_longest(peak, max_positions, last, capacity))
-            return
-        if max_positions or lengths.windows < max(self._next_estimate, MIN_WINDOWS):
-            return
-        self._next_estimate = int(AGAIN * lengths.windows)
-        length = lengths.length_at(room)
-        chance = lengths.probability_above(room, lengths.windows)
-        if length is not None and chance is not None and chance >= MIN_RISK:
-            yield from self._once(
-                chance >= MIN_LIKELY,
-                f"{self._name} memory runs out at a micro-batch of more than about {length:,.0f} positions; the "
-                f"longest so far had {lengths.longest:,.0f}: probability {100 * chance:.0f} % in the next "
-                f"{lengths.windows:,} windows",
-            )
-
-    def _once(self, is_likely: bool, text: str) -> Iterator[Warned]:
-        kind = FORECAST if is_likely else RISK
-        if kind not in self._reported:
-            self._reported |= {RISK, *(["length", FORECAST] if is_likely else [])}
-            yield Warned(kind, text)
-
-    def _of_longest(self, peak: LengthPeak, positions: int, last: MemoryReading, capacity: float) -> str:
-        sure = "runs out" if peak.low > capacity - last.allocated else "probably runs out"
-        low, middle, high = ((one + last.allocated) / _GB for one in (peak.low, peak.expected, peak.high))
-        return (
-            f"{self._name} memory {sure} at the longest micro-batch, {positions:,} positions: a step needs "
-            f"{middle:.2f} GB ({low:.2f} to {high:.2f}) of at most {capacity / _GB:.2f} GB; the longest so far had "
-            f"{self.forecast.lengths.longest:,.0f} positions"
         )
 
     def _state(self, now: MemoryReading, before: MemoryReading) -> str:

@@ -66,7 +66,6 @@ KINDS: dict[str, Kind] = {
     "memory_forecast": Kind(
         ONCE, "The memory of a GPU will run out: the text has the time, the cause and the interval.", is_problem=True
     ),
-    "memory_risk": Kind(FILE, "The memory of a GPU may run out at a longer micro-batch; the text has the probability."),
     "memory_leak": Kind(
         ONCE, "The memory of a GPU or of a training process grows steadily in all iterations.", is_problem=True
     ),

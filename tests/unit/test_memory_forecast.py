@@ -1,15 +1,11 @@
-"""effllm/memory: forecasts of growth, of long micro-batches, and leaks, on drawn runs and on runs of the test."""
+"""effllm/memory: forecasts of growth and of the longest micro-batch, and leaks."""
 
-import math
-
-import numpy as np
 import pytest
 
 from benchmarks import memory_forecast as benchmark
-from benchmarks.memory_runs import GROWTH, HEALTHY, draw
+from benchmarks.memory_runs import GROWTH, HEALTHY, PLATEAU, draw
 from effllm.memory.device_forecast import MemoryReading
-from effllm.memory.lengths import LengthPeaks
-from effllm.memory.watch import FORECAST, LEAK, OUT_OF_MEMORY, RISK, DeviceWatch, LeakWatch
+from effllm.memory.watch import FORECAST, LEAK, OUT_OF_MEMORY, DeviceWatch, LeakWatch
 
 GB, MB = 1e9, 1e6
 
@@ -43,20 +39,14 @@ def test_intervals_of_most_forecasts_contain_the_end(grown):
 
 
 def test_healthy_fragmented_runs_have_no_alarm():
-    alarms = [one for seed in range(12) for one in benchmark.healthy(seed) if one[1] != RISK]
-
-    assert alarms == []
-
-
-@pytest.mark.parametrize("seed", [60, 142])
-def test_jumps_with_a_wide_interval_are_no_growth(seed):
-    assert [one for one in benchmark.healthy(seed) if one[1] != RISK] == []
+    assert [one for seed in range(12) for one in benchmark.healthy(seed)] == []
 
 
 def test_drawn_runs_have_the_properties_of_their_kind():
     for seed in range(5):
         assert draw(HEALTHY, seed).ends_at is None
         assert draw(GROWTH, seed).ends_at >= 150
+        assert draw(PLATEAU, seed).ends_at is None
 
 
 def test_forecast_has_the_time_the_growth_and_the_place():
@@ -99,6 +89,25 @@ def test_cache_that_fills_is_neither_a_leak_nor_a_forecast(cache):
     assert warned(DeviceWatch(), readings, 24 * GB) == []
 
 
+@pytest.mark.parametrize("stops_at", [150, 180, 250, 400, 700])
+def test_growth_that_has_stopped_is_not_foretold(stops_at):
+    """A cache grows by 50 MB per iteration, and stays; the memory has room for 1.3 times as many iterations."""
+    used = [10 * GB + 50 * MB * min(at, stops_at) for at in range(1, 3 * stops_at)]
+    readings = [reading(at, one, one + 5 * GB) for at, one in enumerate(used, start=1)]
+    found = warned(DeviceWatch(), readings, 15 * GB + 2.3 * stops_at * 50 * MB)
+
+    assert FORECAST not in [kind for _, kind, _ in found]
+
+
+def test_growth_that_goes_on_after_a_pause_is_foretold():
+    """The memory grows by 50 MB per iteration, but not from 400 to 440: 80 GB are full at iteration 1,340."""
+    used = [10 * GB + 50 * MB * (min(at, 400) + max(at - 440, 0)) for at in range(1, 1300)]
+    readings = [reading(at, one, one + 5 * GB) for at, one in enumerate(used, start=1)]
+    at = [iteration for iteration, kind, _ in warned(DeviceWatch(), readings, 80 * GB) if kind == FORECAST]
+
+    assert [440 < one < 800 for one in at] == [True]
+
+
 def test_few_jumps_of_the_memory_are_no_growth():
     used = [10 * GB + 3 * GB * (at > 100) + 2 * GB * (at > 300) + 1 * GB * (at > 400) for at in range(1, 800)]
     readings = [reading(at, one, one + 5 * GB) for at, one in enumerate(used, start=1)]
@@ -132,79 +141,44 @@ def test_leak_of_a_process_has_the_time_until_the_host_is_full():
     assert "the available 2.00 GB of the host are full in about 2,000 iterations (2,000 to 2,000)" in found[0].text
 
 
-def test_longest_micro_batch_of_a_known_maximum_is_foretold():
-    sizes = [100, 300, 200, 500, 400, 700, 600, 900]
-    peak, readings = 0.0, []
-    for at, size in enumerate(sizes, start=1):
-        peak = max(peak, 10 * GB + size * 10 * MB)
-        readings.append(reading(at, 10 * GB, peak, positions=size))
-    (found,) = warned(DeviceWatch(), readings, 25 * GB, max_positions=2000)
-
-    assert found[1] == FORECAST
-    assert "runs out at the longest micro-batch, 2,000 positions: a step needs 30.00 GB" in found[2]
-    assert warned(DeviceWatch(), readings, 60 * GB, max_positions=2000) == []
+def steps(sizes):
+    """Return readings of steps that need 10 MB for each position, beside 10 GB."""
+    peaks = [10 * GB + max(sizes[:number]) * 10 * MB for number in range(1, len(sizes) + 1)]
+    return [reading(at, 10 * GB, peaks[at - 1], positions=size) for at, size in enumerate(sizes, start=1)]
 
 
-def test_probabilities_of_longer_micro_batches_are_calibrated():
-    """In each bin, memory runs out as often as stated, within three standard errors or a fifth of the probability.
+def test_longest_micro_batch_is_foretold():
+    found = warned(DeviceWatch(), steps([300, 100, 500, 700, 900]), 25 * GB, max_positions=2000)
 
-    The statements about one run depend on each other, so the first one of each run is taken.
-    """
-    runs = [benchmark.length(seed).get("probabilities", []) for seed in range(9000, 9800)]
-    bins = benchmark.calibration([run[0] for run in runs if run])
-
-    assert sum(one["count"] for one in bins) > 400
-    for one in bins:
-        stated = one["foretold"]
-        error = 3 * math.sqrt(stated * (1 - stated) / one["count"])
-        assert one["happened"] == pytest.approx(stated, abs=max(error, stated / 5))
+    assert found == [
+        (
+            3,
+            FORECAST,
+            "GPU memory runs out at the longest micro-batch, 2,000 positions: a step needs about 30.00 GB of at most "
+            "25.00 GB, if memory grows with the length as it did from 300 to 500 positions",
+        )
+    ]
 
 
-def chances(values, length):
-    """Return the probability of a longer micro-batch in as many windows."""
-    lengths = LengthPeaks()
-    for one in values:
-        lengths.add(float(one), None)
-    return lengths.probability(length, len(values))
+@pytest.mark.parametrize(
+    ("sizes", "capacity", "max_positions"),
+    [
+        ([300, 500, 900], 31 * GB, 2000),  # fits
+        ([300, 500, 900], 25 * GB, 0),  # no known maximum
+        ([900, 900, 900], 25 * GB, 2000),  # one length shows no line
+        ([880, 890, 900], 25 * GB, 2000),  # too similar lengths
+        ([300, 2000, 900], 25 * GB, 2000),  # measured
+    ],
+)
+def test_longest_micro_batch_is_not_foretold(sizes, capacity, max_positions):
+    assert warned(DeviceWatch(), steps(sizes), capacity, max_positions) == []
 
 
-def test_probability_of_a_new_maximum_is_almost_a_half():
-    """Of 2 n windows in any order, the longest is in the later n with probability 1/2, if there is no limit."""
-    chance = np.random.default_rng(1)
-    runs = [chance.lognormal(6, 0.5, 40) for _ in range(100)]
+def test_longest_micro_batch_in_a_window_without_a_new_peak_has_been_measured():
+    """The peak of the startup is larger than that of the longest micro-batch; then the script resets the peak."""
+    readings = [reading(1, 10 * GB, 24 * GB, after="startup"), reading(2, 10 * GB, 24 * GB, positions=2000)]
 
-    assert 0.37 < np.mean([chances(run, run.max()) for run in runs]) < 0.5
-
-
-def test_lengths_with_a_limit_have_no_longer_micro_batch():
-    assert chances([min(100 + 37 * (at % 11), 400) for at in range(60)], 401.0) < 0.01
-
-
-def test_padding_to_a_multiple_is_no_limit():
-    """Of lengths between 640 and 960, padded to multiples of 64, two have the same largest one by chance."""
-    padded = [64 * (10 + at % 5) for at in range(38)] + [960, 960]
-
-    assert chances(padded, 1000.0) > 0.05
-
-
-def test_next_bucket_may_follow_buckets_that_are_filled():
-    assert chances([1024] * 10 + [2048] * 30, 3000.0) > 0.05
-
-
-def test_probability_is_larger_if_lengths_grow_with_time():
-    values = [500 + 10 * at + 7 * (at % 5) for at in range(40)]
-    mixed = list(np.random.default_rng(0).permutation(values))
-
-    assert chances(values, 950.0) > 0.6
-    assert chances(mixed, 950.0) < 0.3
-
-
-def test_probability_is_unknown_before_20_windows():
-    lengths = LengthPeaks()
-    for at in range(19):
-        lengths.add(100.0 + at, None)
-
-    assert lengths.probability(200.0, 10) is None
+    assert warned(DeviceWatch(), [*readings, *steps([100, 300, 800])], 25 * GB, 2000) == []
 
 
 def test_out_of_memory_event_has_peaks_retries_and_fragmentation():
