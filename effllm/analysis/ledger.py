@@ -9,15 +9,15 @@ import glob
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
 from effllm.analysis.column import quoted
 from effllm.analysis.database import Database, Progress
 from effllm.analysis.run_folders import JOURNAL, LINE_FILES, UnreadableRun, files_of, find_runs
+from effllm.analysis.run_row import utc
 from effllm.analysis.sides import CONFIGURATION, STALE_AFTER_S
 from effllm.records.job import SCHEMA_VERSION, version_error
 from effllm.records.plain_text import one_line
@@ -26,6 +26,9 @@ from effllm.records.verdict import HEALTHY, NO_VERDICT
 #: Classes of goodput that are work; all other time is wasted.
 PRODUCTIVE = ("kept", "generation")
 NOTHING = "-"  # name of the group of runs without a key
+#: A larger value is not a measurement, and sums of such values overflow.
+MAX_VALUE = 1e60
+Number = Annotated[float, msgspec.Meta(ge=-MAX_VALUE, le=MAX_VALUE)]
 
 
 class LedgerMemory(NamedTuple):
@@ -137,7 +140,7 @@ def _row(group: str, members: list[tuple[LedgerRun, float]]) -> LedgerRow:
         without_hours=sum(run.gpu_hours is None for run, _ in members),
         joules=sum((run.joules or 0.0) * share for run, share in measured) if measured else None,
         incomplete=sum(not run.is_complete for run, _ in members),
-        error_joules=math.sqrt(sum((run.error_joules * share) ** 2 for run, share in measured)),
+        error_joules=math.hypot(*(run.error_joules * share for run, share in measured)),
         gain_joules=sum(run.gain_joules * share for run, share in measured),
         gpu_cost=_sum((run.gpu_cost, share) for run, share in members),
         electricity_cost=_sum((run.electricity_cost, share) for run, share in members),
@@ -192,7 +195,7 @@ def read_runs(path: Path, by: str, progress: Progress = lambda *_: None) -> tupl
     database = Database(found, columns=_COLUMNS, progress=progress)
     skipped += [f"{one.path}: {one.reason}" for one in database.skipped]
     rows = database.connection.execute(f"SELECT {', '.join(_VALUES.values())} FROM runs ORDER BY rowid").fetchall()
-    folders = [_of_row(dict(zip(_VALUES, row, strict=True)), by) for row in rows]
+    folders = [_of_row(dict(zip(_VALUES, map(_measured, row), strict=True)), by) for row in rows]
     known = {(run.run_id, run.started_time_s) for run in folders}
     return [*folders, *(run for run in lines if (run.run_id, run.started_time_s) not in known)], skipped
 
@@ -213,6 +216,10 @@ _VALUES = {name: quoted(name) for name in _COLUMNS} | {
     "metric_errors": "metric_errors['energy_total_joules']",
     "waterfall_seconds": "waterfall_seconds['unused']",
 }
+
+
+def _measured(value: Any) -> Any:
+    return None if isinstance(value, float) and abs(value) > MAX_VALUE else value
 
 
 def _of_row(row: Mapping[str, Any], by: str) -> LedgerRun:
@@ -275,22 +282,22 @@ class _LedgerLine(msgspec.Struct):
     model: str | None = None
     ranks: int | None = None
     gpus: int | None = None
-    started_time_s: float | None = None
+    started_time_s: Number | None = None
     cause: str | None = None
     simulated: bool = False
-    goodput_ratio: float | None = None
-    gpu_hours: float | None = None
-    unused_gpu_hours: float | None = None
-    total_joules: float | None = None
-    measured_joules: float | None = None
-    error_joules: float | None = None
-    gain_error: float | None = None
-    gpu_cost: float | None = None
-    electricity_cost: float | None = None
-    co2_kg: float | None = None
+    goodput_ratio: Number | None = None
+    gpu_hours: Number | None = None
+    unused_gpu_hours: Number | None = None
+    total_joules: Number | None = None
+    measured_joules: Number | None = None
+    error_joules: Number | None = None
+    gain_error: Number | None = None
+    gpu_cost: Number | None = None
+    electricity_cost: Number | None = None
+    co2_kg: Number | None = None
     parameters: int | None = None
-    peak_bytes: float | None = None
-    peak_positions: float | None = None
+    peak_bytes: Number | None = None
+    peak_positions: Number | None = None
     memory_plan: str | None = None
 
 
@@ -390,11 +397,6 @@ def _configuration(row: Mapping[str, Any]) -> str:
     return f"{row['model']}, {devices}" if row["model"] else devices
 
 
-def _month(row: Mapping[str, Any]) -> str:
-    start_s = row["started_time_s"]
-    return "" if start_s is None else datetime.fromtimestamp(start_s, timezone.utc).strftime("%Y-%m")
-
-
 #: Name of a key -> function that returns the groups of a run from its columns.
 KEYS: dict[str, Callable[[Mapping[str, Any]], Iterable[str | None]]] = {
     "outcome": lambda row: [row["outcome"]],
@@ -402,5 +404,5 @@ KEYS: dict[str, Callable[[Mapping[str, Any]], Iterable[str | None]]] = {
     "user": lambda row: [row["user"]],
     "config": lambda row: [_configuration(row)],
     "node": lambda row: row["hosts"] or (),
-    "month": lambda row: [_month(row)],
+    "month": lambda row: [(utc(row["started_time_s"]) or "")[: len("2026-01")]],
 }

@@ -74,7 +74,7 @@ def run_row(folder: Path, run: Document, summary: Document) -> Document:
         "tags": tags,
         "project": tags.get("project") or known.get("account"),
         "started_time_s": started_s,
-        "started_utc": _utc(started_s),
+        "started_utc": utc(started_s),
         "git_dirty": run.get("git_dirty"),
         "redone_iterations": _in(summary, "goodput", "redone_iterations"),
         "packages": _object(run.get("packages")),
@@ -141,7 +141,7 @@ def _in(document: Document, group: str, name: str) -> Any:
     return _object(document.get(group)).get(name)
 
 
-def _utc(time_s: float | None) -> str | None:
+def utc(time_s: float | None) -> str | None:
     """Return a unix time as text for DuckDB; ``None`` for a time outside the calendar."""
     if time_s is None:
         return None

@@ -231,6 +231,22 @@ def test_changed_runs_are_counted_anew_and_other_runs_are_not_read(run, tmp_path
     assert len(read) == 12
 
 
+@pytest.mark.parametrize("by", ["outcome", "month", "node"])
+@pytest.mark.parametrize("value", [1.7e308, -1.7e308])
+def test_values_that_overflow_are_not_counted(run, tmp_path, capsys, value, by):
+    run("good")
+    metrics = {"energy/total_joules": {"value": value, "unit": "J", "error": value}}
+    run("huge", joules=value, hours=value / 1e4, started_time_s=value, metrics=metrics)
+    line = {"run_id": "line", "gpus": 2, "gpu_hours": value, "error_joules": value, "started_time_s": value}
+    (tmp_path / "runs/alice.jsonl").write_text(json.dumps(line) + "\n")
+
+    assert ledger.main(ledger.LedgerRequest(tmp_path / "runs", by, "", False, "json")) == 0
+
+    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert (found["total"]["gpu_hours"], found["total"]["joules"]) == (pytest.approx(2.0), pytest.approx(HOUR_J))
+    assert found["skipped"] == [f"{tmp_path}/runs/alice.jsonl: 1 incomplete or invalid line"]
+
+
 def test_progress_is_shown_on_a_terminal_and_erased(monkeypatch):
     terminal, times = io.StringIO(), iter([0.0, 0.5, 1.5, 1.5, 1.6])
     monkeypatch.setattr(terminal, "isatty", lambda: True)
