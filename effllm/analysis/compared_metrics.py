@@ -1,55 +1,59 @@
-"""The metrics of comparisons, each with its better direction."""
+"""The metrics of comparisons, each with its quantity and its better direction."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection
 from typing import NamedTuple
 
 from effllm.analysis.runs_table import column_of
 from effllm.metrics import METRICS
 
 HIGHER, LOWER = True, False
-LOSS = "loss"
+THROUGHPUT, LOSS = "throughput", "loss"
 
-#: Metrics in the order of the table: name -> (name in METRICS, whether a higher value is better).
-_RATES: dict[str, tuple[str, bool]] = {
-    "tokens_per_second": ("tokens_per_second", HIGHER),
-    "tokens_per_second_per_gpu": ("tokens_per_second_per_gpu", HIGHER),
-    "samples_per_second": ("samples_per_second", HIGHER),
-    "seconds_per_iteration": ("seconds_per_iteration", LOWER),
-    "mfu_ratio": ("mfu_ratio", HIGHER),
-    "joules_per_token": ("joules_per_token", LOWER),
-    "joules_per_sample": ("joules_per_sample", LOWER),
-    "amu_gb": ("amu_gb", LOWER),
-    "pcu_ratio": ("pcu_ratio", HIGHER),
-    "al_seconds": ("al_seconds", LOWER),
-    "tt_tokens_per_param_per_sec": ("tt_tokens_per_param_per_sec", HIGHER),
-    "st_samples_per_param_per_sec": ("st_samples_per_param_per_sec", HIGHER),
-    "it_tokens_per_sec": ("it_tokens_per_sec", HIGHER),
-    "aec_watts": ("aec_watts", LOWER),
-    "peak_gb": ("peak_gb", LOWER),
-    "data_wait_ratio": ("data_wait_ratio", LOWER),
-    "exposed_communication_ratio": ("exposed_communication_ratio", LOWER),
-    "padding_ratio": ("padding_ratio", LOWER),
-    "goodput_ratio": ("ratio", HIGHER),
-    LOSS: (LOSS, LOWER),
-}
+#: Metrics in the order of the table: quantity, name, and whether a higher value is better. Metrics of one quantity are
+#: functions of each other for one model and batch.
+_TABLE = (
+    (THROUGHPUT, "tokens_per_second", HIGHER),
+    (THROUGHPUT, "tokens_per_second_per_gpu", HIGHER),
+    (THROUGHPUT, "samples_per_second", HIGHER),
+    (THROUGHPUT, "seconds_per_iteration", LOWER),
+    (THROUGHPUT, "mfu_ratio", HIGHER),
+    (THROUGHPUT, "hfu_ratio", HIGHER),
+    (THROUGHPUT, "tflops_per_gpu", HIGHER),
+    (THROUGHPUT, "tt_tokens_per_param_per_sec", HIGHER),
+    (THROUGHPUT, "st_samples_per_param_per_sec", HIGHER),
+    (THROUGHPUT, "al_seconds", LOWER),
+    ("energy", "joules_per_token", LOWER),
+    ("energy", "joules_per_sample", LOWER),
+    ("energy", "joules_per_iteration", LOWER),
+    ("energy", "tokens_per_joule", HIGHER),
+    ("power", "aec_watts", LOWER),
+    ("power", "watts_per_gpu", LOWER),
+    ("memory in use", "amu_gb", LOWER),
+    ("peak memory", "peak_gb", LOWER),
+    ("utilization", "pcu_ratio", HIGHER),
+    ("inference throughput", "it_tokens_per_sec", HIGHER),
+    ("inference energy", "joules_per_generated_token", LOWER),
+    ("data wait", "data_wait_ratio", LOWER),
+    ("communication", "exposed_communication_ratio", LOWER),
+    ("padding", "padding_ratio", LOWER),
+    ("goodput", "goodput_ratio", HIGHER),
+    (LOSS, LOSS, LOWER),
+    ("total energy", "total_joules", LOWER),
+    ("total energy", "co2_kg", LOWER),
+    ("total energy", "electricity_cost", LOWER),
+    ("GPU cost", "gpu_cost", LOWER),
+    ("throttling", "throttled_ratio", LOWER),
+    ("waiting", "waiting_ratio", LOWER),
+    ("startup", "startup_ratio", LOWER),
+    ("redone work", "redone_ratio", LOWER),
+)
 #: Metrics that are compared only by name: they depend on the length of a run, or repeat another metric.
-_BY_NAME: dict[str, tuple[str, bool]] = {
-    "hfu_ratio": ("hfu_ratio", HIGHER),
-    "tflops_per_gpu": ("tflops_per_gpu", HIGHER),
-    "watts_per_gpu": ("watts_per_gpu", LOWER),
-    "joules_per_iteration": ("joules_per_iteration", LOWER),
-    "joules_per_generated_token": ("joules_per_generated_token", LOWER),
-    "tokens_per_joule": ("tokens_per_joule", HIGHER),
-    "total_joules": ("total_joules", LOWER),
-    "co2_kg": ("co2_kg", LOWER),
-    "electricity_cost": ("electricity_cost", LOWER),
-    "gpu_cost": ("gpu_cost", LOWER),
-    "throttled_ratio": ("throttled_ratio", LOWER),
-    "waiting_ratio": ("waiting_ratio", LOWER),
-    "startup_ratio": ("startup_ratio", LOWER),
-    "redone_ratio": ("redone_ratio", LOWER),
+_BY_NAME = {
+    *("hfu_ratio", "tflops_per_gpu", "joules_per_iteration", "joules_per_generated_token", "tokens_per_joule"),
+    *("watts_per_gpu", "total_joules", "co2_kg", "electricity_cost", "gpu_cost", "throttled_ratio", "waiting_ratio"),
+    *("startup_ratio", "redone_ratio"),
 }
 _PER_PARAMETER = ("tt_tokens_per_param_per_sec", "st_samples_per_param_per_sec")
 
@@ -58,8 +62,8 @@ class ComparedMetric(NamedTuple):
     """A metric of a comparison."""
 
     name: str
+    quantity: str
     column: str  # in the table `runs`
-    window_tag: str | None  # in windows-*.jsonl
     unit: str
     higher_is_better: bool
 
@@ -74,29 +78,22 @@ class ComparedMetric(NamedTuple):
         return any(word in self.name for word in words) and self.name != "watts_per_gpu"
 
 
-def compared_metrics(names: Sequence[str] = ()) -> list[ComparedMetric]:
-    """Return the metrics with these names, or the metrics of the table.
+def compared_metrics(names: Collection[str] = ()) -> list[ComparedMetric]:
+    """Return the metrics with these names, or the default table, in the order of the table.
 
     Raises:
         ValueError: a metric has no better direction, or there is no such metric.
     """
-    known = {**_RATES, **_BY_NAME}
+    known = [name for _, name, _ in _TABLE]
     for name in names:
         if name not in known:
             reason = "has no better direction" if name in METRICS else "is not a metric"
             raise ValueError(f"{name} {reason}; the metrics of comparisons are {', '.join(known)}")
-    return [_metric(name, *known[name]) for name in dict.fromkeys(names or _RATES)]
+    return [_metric(*entry) for entry in _TABLE if (entry[1] in names if names else entry[1] not in _BY_NAME)]
 
 
-def all_metrics() -> list[ComparedMetric]:
-    """Return all metrics of comparisons, also those that are compared only by name."""
-    return compared_metrics([*_RATES, *_BY_NAME])
-
-
-def _metric(name: str, key: str, higher_is_better: bool) -> ComparedMetric:
+def _metric(quantity: str, name: str, higher_is_better: bool) -> ComparedMetric:
     if name == LOSS:
-        return ComparedMetric(name, "loss", None, "", higher_is_better)
-    entry = METRICS[key]
-    in_windows = "window" in entry.bases and entry.in_windows
-    column = column_of(entry.tag(entry.run_bases[0]))
-    return ComparedMetric(name, column, entry.tag("window") if in_windows else None, entry.unit, higher_is_better)
+        return ComparedMetric(name, quantity, "loss", "", higher_is_better)
+    entry = METRICS["ratio" if name == "goodput_ratio" else name]
+    return ComparedMetric(name, quantity, column_of(entry.tag(entry.run_bases[0])), entry.unit, higher_is_better)

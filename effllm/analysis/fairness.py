@@ -7,9 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from effllm.analysis.sides import CAMPAIGN, CONFIGURATION, CONFIGURATION_FACTS, REPEAT, ComparedRun, Side
-from effllm.analysis.window_values import first_temperature_c
+from msgspec import Struct
+
+from effllm.analysis.sides import CAMPAIGN, CONFIGURATION, REPEAT, ComparedRun, Side
 from effllm.records.plain_text import one_line
+from effllm.store.reader import JsonLines, segments
 
 #: Lengths, clocks and temperatures that differ by less are alike.
 ALIKE, ALIKE_CLOCK, ALIKE_C = 0.10, 0.03, 8.0
@@ -31,6 +33,16 @@ _COLUMNS = {
     "simulated devices": "simulated",
     "status": "status",
 }
+#: Facts that are unfair if they differ.
+_FACTS = (
+    "sequence_length",
+    "global_batch_size",
+    "micro_batch_size",
+    "per_device_batch_size",
+    "gradient_accumulation_steps",
+    "batch_size",
+    "precision",
+)
 #: Facts of the training script and settings that are explained in another way.
 _NO_SETTINGS = {"job", "command", "aggregator_host", "kernel", "cpus", "style", "name", "pid", "schema_version"}
 _NO_CONFIG = {"run_name", "run_dir", "tags", "endpoint", "secret_file"}
@@ -54,14 +66,11 @@ def unfair(a: Side, b: Side) -> list[Dissimilarity]:
         _ranges("coverage of the energy", a, b, lambda run: run.value("energy_iterations_coverage"), share=0.001),
         _ranges("coverage of the ranks", a, b, _ranks_share, share=0.001),
         _ranges("SM clock (MHz)", a, b, lambda run: run.value("run_health_sm_clock_mhz"), share=ALIKE_CLOCK),
-        _ranges("temperature in the first window (degC)", a, b, first_temperature_c, absolute=ALIKE_C),
+        _ranges("temperature in the first window (degC)", a, b, _first_temperature_c, absolute=ALIKE_C),
         _ranges("losses not finite", a, b, lambda run: run.value("losses_not_finite") or 0.0, absolute=0.0),
         _mixed(a, b),
     ]
     return [one for one in found if one is not None]
-
-
-_FACTS = CONFIGURATION_FACTS
 
 
 def settings(a: Side, b: Side) -> list[Dissimilarity]:
@@ -103,6 +112,22 @@ def _setting(name: str, run: ComparedRun) -> Any:
 def _config(run: ComparedRun) -> Mapping[str, Any]:
     config = run.row.get("config")
     return config if isinstance(config, dict) else {}
+
+
+class _WindowValues(Struct, frozen=True):
+    """The used field of a line of windows-*.jsonl."""
+
+    values: dict[str, float] = {}
+
+
+def _first_temperature_c(run: ComparedRun) -> float | None:
+    """Return the highest temperature of a GPU in the first window of a run, which may be in the warm-up."""
+    try:
+        for line in JsonLines(segments(run.folder, "windows"), _WindowValues):
+            return line.values.get("health/hottest_c")
+    except OSError:  # removed, or another user's
+        pass
+    return None
 
 
 def _ranks_share(run: ComparedRun) -> float | None:

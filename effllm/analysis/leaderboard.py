@@ -7,8 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from effllm.analysis.compared_metrics import ComparedMetric, compared_metrics
-from effllm.analysis.comparison import EarlierRuns, compare
-from effllm.analysis.difference import WORDS
+from effllm.analysis.comparison import OUTCOMES, compare
 from effllm.analysis.run_folders import UnreadableRun
 from effllm.analysis.sides import ComparedRun, Side
 from effllm.metrics.contract import model_compression_ratio
@@ -37,7 +36,7 @@ class Standing(NamedTuple):
     quality: float | None
     score: float | None  # weighted harmonic mean of the normalised values, 0 to 1; None without a normalised value
     worst_in: tuple[str, ...]  # metrics with the normalised value 0: they make the paper's score 0
-    next_words: Mapping[str, int] | None  # this against the next configuration: number of metrics by word
+    next_outcomes: Mapping[str, int] | None  # this against the next configuration: number of quantities by outcome
     in_doubt: tuple[str, ...] = ()  # metrics that depend on a failed check of the audit
 
 
@@ -71,14 +70,13 @@ def weights_of(texts: Sequence[str]) -> dict[str, float]:
 
 
 def boards(
-    sides: Sequence[Side], weights: Mapping[str, float], ledger: EarlierRuns, quality: str = "", floor: float = 0.0
+    sides: Sequence[Side], weights: Mapping[str, float], quality: str = "", floor: float = 0.0
 ) -> list[Leaderboard]:
     """Return one board for each kind of parameters, and for simulated devices: these are never in one table.
 
     Args:
         sides: the configurations.
         weights: by the paper's names.
-        ledger: earlier runs, for the words.
         quality: a tag, fact or column; larger is better.
         floor: smallest normalised value; 0 is the paper's.
 
@@ -96,7 +94,7 @@ def boards(
                 f"{side.name} has runs with different kinds of parameters: {', '.join(sorted(of_side))}"
             )
         kinds.setdefault((of_side.pop(), simulated.pop()), []).append(side)
-    return [_board(kind, kinds[kind], weights, ledger, quality, floor) for kind in sorted(kinds)]
+    return [_board(kind, kinds[kind], weights, quality, floor) for kind in sorted(kinds)]
 
 
 def normalised(values: Sequence[float], *, higher_is_better: bool) -> list[float] | None:
@@ -129,11 +127,11 @@ def _board(
     kind: tuple[str, bool],
     sides: Sequence[Side],
     weights: Mapping[str, float],
-    ledger: EarlierRuns,
     quality: str,
     floor: float,
 ) -> Leaderboard:
-    metrics = dict(zip(PAPER, compared_metrics(list(PAPER.values())), strict=True))
+    known = {metric.name: metric for metric in compared_metrics(PAPER.values())}
+    metrics = {name: known[of] for name, of in PAPER.items()}
     values: dict[str, list[float | None]] = {
         name: [mean_of(side, lambda run, column=metric.column: run.value(column)) for side in sides]  # type: ignore[misc]
         for name, metric in metrics.items()
@@ -157,7 +155,7 @@ def _board(
         standing = Standing(side, kind[0], found, mean_of(side, _quality(quality)), score, worst, None, doubts[at])
         standings.append((order, standing))
     best_first = [one for _, one in sorted(standings, key=lambda pair: pair[0], reverse=True)]
-    return Leaderboard(*kind, _with_words(best_first, list(metrics.values()), ledger), scored, not_scored)
+    return Leaderboard(*kind, _with_outcomes(best_first, list(known.values())), scored, not_scored)
 
 
 def _shares(
@@ -191,16 +189,14 @@ def _in_doubt(side: Side, metrics: Mapping[str, ComparedMetric]) -> tuple[str, .
     return tuple(name for name, one in metrics.items() if any(one.column in run.doubts for run in side.runs))
 
 
-def _with_words(
-    standings: Sequence[Standing], metrics: Sequence[ComparedMetric], ledger: EarlierRuns
-) -> list[Standing]:
+def _with_outcomes(standings: Sequence[Standing], metrics: Sequence[ComparedMetric]) -> list[Standing]:
     found = []
     for one, following in zip(standings, [*standings[1:], None], strict=True):
-        words = None
+        counts = None
         if following is not None:
-            [(_, rows)] = compare([following.side, one.side], metrics, ledger, comparisons=len(standings) - 1)
-            words = {word: sum(row.word == word for row in rows) for word in WORDS}
-        found.append(one._replace(next_words=words))
+            rows = compare(following.side, one.side, metrics, comparisons=len(standings) - 1)
+            counts = {outcome: sum(row.outcome == outcome for row in rows) for outcome in OUTCOMES}
+        found.append(one._replace(next_outcomes=counts))
     return found
 
 

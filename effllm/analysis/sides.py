@@ -1,9 +1,8 @@
-"""The sides of a comparison: runs at paths, globs and tags, and the ledger of earlier runs."""
+"""The sides of a comparison: runs at paths, globs and tags."""
 
 from __future__ import annotations
 
 import glob
-import json
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,17 +21,6 @@ CAMPAIGN, REPEAT, CONFIGURATION = "campaign", "repeat", "config"
 WARMUP = "warmup"
 #: summary.json of a running run is written every minute; an older file of an unfinished run is from a killed run.
 STALE_AFTER_S = 600.0
-#: Facts that, besides tags, identify a configuration.
-CONFIGURATION_FACTS = (
-    "sequence_length",
-    "global_batch_size",
-    "micro_batch_size",
-    "per_device_batch_size",
-    "gradient_accumulation_steps",
-    "batch_size",
-    "precision",
-)
-CONFIGURATION_COLUMNS = ("model", "parameters", "parameters_kind", "world_size", "gpu_models", "simulated")
 
 
 class ComparedRun(NamedTuple):
@@ -66,15 +54,6 @@ class ComparedRun(NamedTuple):
     def value(self, column: str) -> float | None:
         value = self.row.get(column)
         return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
-
-    def configuration(self) -> str:
-        """Return a key that is equal for repeats of a configuration, also with other commits of the code."""
-        tags = {name: value for name, value in self.tags.items() if name not in (CAMPAIGN, REPEAT)}
-        # Words with a slash are mostly output paths, which differ between repeats.
-        command = [word for word in self.facts.get("command") or () if isinstance(word, str) and "/" not in word]
-        parts = [self.row.get(name) for name in CONFIGURATION_COLUMNS]
-        parts += [self.facts.get(name) for name in CONFIGURATION_FACTS]
-        return json.dumps([tags, command, parts], sort_keys=True, default=str)
 
     def repeat(self) -> tuple[int, int] | None:
         """Return the number of this repeat and the planned number, from the tag of a campaign."""

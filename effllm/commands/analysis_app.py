@@ -10,11 +10,6 @@ from typing import Annotated
 
 import typer
 
-_LEDGER_HELP = (
-    "Earlier runs, for the spread between runs: run folders, or the folder or a file of EFFICIENTLLM_LEDGER, whose "
-    "lines name run folders; none: no earlier runs. [default: the sides' folders]"
-)
-
 
 def compare(
     sides: Annotated[
@@ -32,13 +27,6 @@ def compare(
         list[str] | None,
         typer.Option(metavar="CONDITION", help="Exit status 1 if true, 3 if unknown; only its metric is compared."),
     ] = None,
-    inside: Annotated[
-        str, typer.Option(metavar="NAME", help="Compare two values of this instrument inside one run.")
-    ] = "",
-    ledger: Annotated[
-        str,
-        typer.Option(metavar="PATH", help=_LEDGER_HELP),
-    ] = "",
     runs: Annotated[
         str, typer.Option(metavar="FOLDER", help="Folder in which tags are searched. [default: EFFICIENTLLM_RUN_DIR]")
     ] = "",
@@ -47,10 +35,10 @@ def compare(
 ) -> None:
     """Compare configurations: B is better or worse than A, not distinguishable, or unknown.
 
-    The unit is the run: windows of one run share its node, board and temperature. Two or more runs a side are compared
-    by Welch's test on the values of the runs. Earlier runs of the same configurations (the ledger) add knowledge of the
-    spread between runs. With one run a side and no ledger, the word is "unknown". Holm's correction covers all metrics
-    of the table; to test one metric, name it with --metric. The needed packages are in the extra analysis.
+    The unit is the run: windows of one run share its node, board and temperature. The values of the runs are compared
+    by Welch's test. With one run a side, the outcome is "unknown". Throughput (tokens/s, or what was measured instead)
+    is tested first at 5 %, then the other quantities with Holm's correction. A metric that is named with --metric is
+    tested alone. The needed packages are in the extra analysis.
 
     Differences that make a comparison unfair are listed: hardware, boards, driver, power limit and profile, sequence
     length, batch, precision, kind of parameters, coverage, warm-up, length, clock and temperature.
@@ -61,9 +49,8 @@ def compare(
       effllm compare 'runs/base-*' 'runs/new-*' --metric joules_per_token
       effllm compare lr=1e-4 lr=3e-4                # tags, EFFICIENTLLM_TAGS
       effllm compare runs --by git_commit --markdown
-      effllm compare RUN --inside power_limit       # switched by the loop
       effllm compare main new --fail-if 'joules_per_token > +2%'
-      effllm compare A B --json | jq '.comparisons[].metrics[] | {metric, word}'
+      effllm compare A B --json | jq '.comparisons[].metrics[].outcome'
 
     Exit status: 0 compared, and no condition is true; 1 a condition is true; 2 wrong use, or no runs; 3 no condition is
     true, and one is unknown.
@@ -74,7 +61,7 @@ def compare(
         raise typer.BadParameter("--json and --markdown are two forms: choose one", param_hint="--json")
     form = "json" if as_json else "markdown" if as_markdown else "text"
     lists = (metric or [], fail_if or [])
-    raise typer.Exit(command.main(command.CompareRequest(sides, by, baseline, *lists, ledger, runs, inside, form)))
+    raise typer.Exit(command.main(command.CompareRequest(sides, by, baseline, *lists, runs, form)))
 
 
 def campaign(
@@ -260,7 +247,7 @@ def report(
 
     The file begins with the verdict and the parts of the device time. It has the metrics with their errors, curves, the
     ranks, stragglers, stalls with stacks, events, and what was not measured. Several runs are side by side, with the
-    words of effllm compare. The file has at most 1.5 MB, needs no network, and also shows its numbers without scripts.
+    outcomes of effllm compare. The file has at most 1.5 MB, needs no network, and shows its numbers without scripts.
 
     \b
     Examples:

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from rich.console import Console
 
-from effllm.analysis.compared_metrics import ComparedMetric, compared_metrics
-from effllm.analysis.comparison import EarlierRuns, compare
+from effllm.analysis.compared_metrics import compared_metrics
+from effllm.analysis.comparison import compare
 from effllm.analysis.conditions import answer, exit_status, parse_condition
 from effllm.analysis.difference import ALPHA
-from effllm.analysis.earlier_runs import earlier_runs, runs_at, runs_beside
 from effllm.analysis.fairness import settings, unfair
-from effllm.analysis.inside import compare_inside
 from effllm.analysis.load import load_errors
-from effllm.analysis.run_folders import UnreadableRun, find_runs
-from effllm.analysis.sides import find_sides, read_runs
-from effllm.commands.progress import ReadingProgress
+from effllm.analysis.sides import find_sides
 from effllm.config.settings import ConfigError, read_config
 from effllm.config.switches import this_process
 from effllm.records.plain_text import one_line
@@ -36,9 +31,7 @@ class CompareRequest(NamedTuple):
     baseline: str
     metrics: Sequence[str]
     conditions: Sequence[str]
-    ledger: str
     runs: str
-    inside: str
     form: str  # text, markdown or json
 
 
@@ -78,35 +71,19 @@ def comparison_page(request: CompareRequest) -> ComparisonPage:
         ValueError: an argument is wrong.
     """
     try:
-        import scipy.special  # noqa: F401
+        import scipy.stats  # noqa: F401
     except ImportError:
         raise ImportError("a comparison needs SciPy: pip install 'effllm[analysis]'") from None
     conditions = [parse_condition(text) for text in request.conditions]
-    # Metrics of conditions are named in advance: with conditions alone, only these metrics are in Holm's correction.
-    names = dict.fromkeys([*request.metrics, *(one.metric for one in conditions)])
-    metrics = compared_metrics(list(names))
-    if request.inside:
-        return _inside(request, metrics)
-    sides, left_out = find_sides(
-        request.sides, request.by, request.runs or read_config(this_process()).run_dir, request.baseline
-    )
-    if request.ledger == "none":
-        ledger = EarlierRuns([])
-    else:
-        earlier = runs_at(Path(request.ledger)) if request.ledger else runs_beside(sides)
-        ledger = EarlierRuns(earlier_runs(earlier, sides, ReadingProgress()))
+    names = [*request.metrics, *(one.metric for one in conditions)]
+    metrics = compared_metrics(names)
+    runs_folder = request.runs or read_config(this_process()).run_dir
+    (first, *others), left_out = find_sides(request.sides, request.by, runs_folder, request.baseline)
     # All answers together are right at the level of the comparison.
-    alpha = ALPHA / max(len(conditions) * (len(sides) - 1), 1)
-    found = compare(sides, metrics, ledger, alpha)
-    others = [Compared(side, rows, unfair(sides[0], side), settings(sides[0], side)) for side, rows in found]
-    answers = [answer(condition, one.side.name, one.metrics) for one in others for condition in conditions]
-    return ComparisonPage(sides[0], others, left_out, answers, 1 - alpha)
-
-
-def _inside(request: CompareRequest, metrics: list[ComparedMetric]) -> ComparisonPage:
-    left_out: list[str] = []
-    runs = read_runs(find_runs(list(request.sides)), left_out)
-    if len(runs) != 1 or request.by or request.conditions:
-        raise UnreadableRun("--inside needs one run, and neither --by nor --fail-if")
-    first, second, rows = compare_inside(runs[0], request.inside, metrics)
-    return ComparisonPage(first, [Compared(second, rows, [], [])], left_out, [], 1 - ALPHA / max(len(rows), 1))
+    alpha = ALPHA / max(len(conditions) * len(others), 1)
+    found = []
+    for side in others:
+        rows = compare(first, side, metrics, are_primary=bool(names), alpha=alpha, comparisons=len(others))
+        found.append(Compared(side, rows, unfair(first, side), settings(first, side)))
+    answers = [answer(condition, one.side.name, one.metrics) for one in found for condition in conditions]
+    return ComparisonPage(first, found, left_out, answers, 1 - alpha)

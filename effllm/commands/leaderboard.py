@@ -8,12 +8,9 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from effllm.analysis.comparison import EarlierRuns
-from effllm.analysis.earlier_runs import earlier_runs, runs_beside
 from effllm.analysis.leaderboard import boards, weights_of
 from effllm.analysis.sides import find_groups
 from effllm.commands.compare import comparison_errors
-from effllm.commands.progress import ReadingProgress
 from effllm.config.settings import read_config
 from effllm.config.switches import this_process
 from effllm.records.plain_text import one_line
@@ -37,14 +34,13 @@ class LeaderboardRequest(NamedTuple):
 def main(request: LeaderboardRequest) -> int:
     """Print the leaderboard; return the exit status."""
     try:
-        import scipy.special  # noqa: F401
+        import scipy.stats  # noqa: F401
     except ImportError:
         return fail("this command needs SciPy: pip install 'effllm[analysis]'")
     try:
         weights = weights_of(request.weights)
         sides, left_out = find_groups(request.runs, request.by, read_config(this_process()).run_dir)
-        ledger = EarlierRuns(earlier_runs(runs_beside(sides), sides, ReadingProgress()))
-        found = boards(sides, weights, ledger, request.quality, request.floor)
+        found = boards(sides, weights, request.quality, request.floor)
     except comparison_errors() as error:
         return fail(str(error))
     if request.form == "csv":

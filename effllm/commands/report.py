@@ -39,7 +39,7 @@ def _comparison(sides: list[str], count: int) -> ComparisonPage | str | None:
     if count < 2:
         return None
     try:
-        return comparison_page(CompareRequest(sides, "", "", [], [], "", "", "", "text"))
+        return comparison_page(CompareRequest(sides, "", "", [], [], "", "text"))
     except comparison_errors() as error:
         return str(error)
 

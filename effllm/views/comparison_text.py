@@ -12,9 +12,9 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from effllm.analysis.comparison import MetricComparison
+from effllm.analysis.comparison import SAME, STRICT_ALPHA, UNKNOWN, MetricComparison
 from effllm.analysis.conditions import ConditionAnswer
-from effllm.analysis.difference import SAME, UNKNOWN
+from effllm.analysis.difference import ALPHA, POWER
 from effllm.analysis.fairness import Dissimilarity
 from effllm.analysis.sides import Side, names_of
 from effllm.records.plain_text import one_line
@@ -46,11 +46,6 @@ class ComparisonPage(NamedTuple):
     left_out: Sequence[str]
     answers: Sequence[ConditionAnswer]
     level: float  # of the intervals
-
-    @property
-    def family(self) -> int:
-        """Number of statements that Holm's correction covers."""
-        return sum(len(one.metrics) for one in self.others)
 
 
 class ComparisonScreen(NamedTuple):
@@ -88,8 +83,8 @@ def _narrow_table(rows: Sequence[MetricComparison]) -> Table:
     table = _table([])
     table.padding, table.columns[0].no_wrap, table.columns[0].overflow = (0, 1, 0, 0), False, "fold"
     for row in rows:
-        metric, a, b, difference, word = cells(row)
-        parts = (_in_two_lines(metric), a, b, difference.replace(" (", "\n(", 1), word.replace(" ", "\n", 1))
+        metric, a, b, difference, outcome = cells(row)
+        parts = (_in_two_lines(metric), a, b, difference.replace(" (", "\n(", 1), outcome.replace(" ", "\n", 1))
         table.add_row(*map(Text, parts))
     return table
 
@@ -101,7 +96,7 @@ def _in_two_lines(name: str) -> str:
 
 
 #: Names of the columns of a table of metrics.
-HEADER = ("metric", "A", "B", "B - A", "word")
+HEADER = ("metric", "A", "B", "B - A", "outcome")
 
 
 def markdown(page: ComparisonPage) -> str:
@@ -121,7 +116,6 @@ def document(page: ComparisonPage) -> str:
     found: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
         "interval_level": page.level,
-        "statements": page.family,
         "a": _side(page.first),
         "comparisons": [
             {
@@ -133,6 +127,7 @@ def document(page: ComparisonPage) -> str:
             for one in page.others
         ],
         "left_out": list(map(one_line, page.left_out)),
+        "warnings": _warnings(page),
         "conditions": [one._asdict() for one in page.answers],
     }
     return json.dumps(found, indent=1, allow_nan=False)
@@ -160,9 +155,10 @@ def notes(one: Compared) -> list[str]:
 
 
 def cells(row: MetricComparison) -> list[str]:
-    """Return the cells of a metric in a table with `HEADER`."""
+    """Return the cells of a metric in a table with `HEADER`; a metric of the quantity above it has no outcome."""
     values = ["-" if value is None else readable(value) for value in (row.a, row.b)]
-    return [row.metric, *values, _difference(row), row.word]
+    name = row.metric if row.outcome else f"  {row.metric}"
+    return [name, *values, _difference(row), row.outcome or ""]
 
 
 def _difference(row: MetricComparison) -> str:
@@ -178,7 +174,9 @@ def _percent(share: float) -> str:
 
 
 def _digits(share: float, sign: str = "") -> str:
-    """Return a share in percent with two digits or more, and without an exponent."""
+    """Return a share in percent with two digits or more, and without an exponent unless it is absurd."""
+    if abs(share) > 1e4:
+        return f"{100 * share:{sign}.1e}"
     return f"{100 * share:{sign},.0f}" if abs(share) >= 0.995 else f"{100 * share:{sign}.2g}"
 
 
@@ -191,17 +189,16 @@ def _reasons(rows: Sequence[MetricComparison]) -> list[str]:
 
 
 def _evidence(row: MetricComparison) -> str:
-    parts = []
-    if row.these_two_share is not None and row.these_two_error is not None:
-        error = _digits(row.these_two_error)
-        parts.append(f"these two runs differ by {_percent(row.these_two_share)} ± {error}")
-    if row.spread_share and row.word != UNKNOWN:
-        spread = f"{_digits(row.spread_share)} %"
-        parts.append(f"runs of this configuration vary by {spread} (sd, {row.ledger_runs} runs in the ledger)")
-    word = f"unknown: {row.reason}" if row.word == UNKNOWN and row.reason else row.reason
-    if row.detectable_share is not None and row.word == SAME:
-        parts.append(f"differences above {_digits(row.detectable_share)} % are found in 80 % of such comparisons")
-    return "; ".join([*parts, word] if word else parts)
+    if row.outcome is None:
+        return ""
+    if row.outcome == UNKNOWN:
+        return f"unknown: {row.reason}"
+    parts = [row.reason] if row.reason else []
+    if row.detectable_share is not None and (row.is_primary or row.outcome == SAME):
+        runs = f"{row.runs_a} runs a side" if row.runs_a == row.runs_b else f"{row.runs_a} and {row.runs_b} runs"
+        effect = f"{_digits(row.detectable_share)} %"
+        parts.append(f"with {runs} a difference of {effect} would be found in {100 * POWER:.0f} % of comparisons")
+    return "; ".join(parts)
 
 
 def _unfair(one: Compared) -> list[str]:
@@ -232,12 +229,43 @@ def grouped(left_out: Sequence[str]) -> list[str]:
 def closing(page: ComparisonPage) -> list[str]:
     """Return the sentences about the whole comparison."""
     lines = [f"left out: {line}" for line in grouped(page.left_out)]
-    if any(run.row.get("simulated") for side in (page.first, *(one.side for one in page.others)) for run in side.runs):
-        lines.append("SIMULATED: the values of simulated devices mean nothing beyond a test")
+    lines += _warnings(page)
     lines += [f"--fail-if {one.condition}: {one.answer} for {one_line(one.side)}: {one.reason}" for one in page.answers]
-    if page.family > 1:
-        lines.append(
-            f"The words hold for all {page.family} statements together (Holm). An interval is for its metric alone, at "
-            f"{100 * page.level:.4g} %."
-        )
+    return [*lines, *_levels(page)]
+
+
+def _warnings(page: ComparisonPage) -> list[str]:
+    sides = (page.first, *(one.side for one in page.others))
+    lines = [line for side in sides if (line := _unfinished_campaign(side))]
+    if any(run.row.get("simulated") for side in sides for run in side.runs):
+        lines.append("SIMULATED: the values of simulated devices mean nothing beyond a test")
     return lines
+
+
+def _unfinished_campaign(side: Side) -> str:
+    """Return a sentence if a campaign has planned more repeats than a side has; "" if not."""
+    repeats = [repeat for run in side.runs if (repeat := run.repeat())]
+    planned = max((of for _, of in repeats), default=0)
+    if len(repeats) >= planned:
+        return ""
+    return (
+        f"{one_line(side.name)} has {len(repeats)} of {planned} planned repeats: a false difference is more frequent "
+        "if the comparison is repeated after every run"
+    )
+
+
+def _levels(page: ComparisonPage) -> list[str]:
+    """Return a sentence about the errors of the outcomes."""
+    tested = [row for one in page.others for row in one.metrics if row.level is not None]
+    if len(tested) < 2:
+        return []
+    interval = f"An interval is for its metric alone, at {100 * page.level:.4g} %."
+    if len({row.is_primary for row in tested}) == 1:
+        return [f"All {len(tested)} outcomes hold together at {100 * (1 - ALPHA):.4g} %. {interval}"]
+    usual, strict = (f"{100 * level / len(page.others):.3g} %" for level in (ALPHA, STRICT_ALPHA))
+    return [
+        f"Throughput is tested first, at {usual}. The other quantities are tested by Holm, at {usual} if throughput "
+        f"differs and at {strict} if not. The probability of any false outcome is at most "
+        f"{100 * (ALPHA + STRICT_ALPHA):.4g} %. {interval}",
+        "A metric without an outcome is of the same quantity as the metric above it.",
+    ]

@@ -15,7 +15,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from effllm.analysis.difference import BETTER, SAME, UNKNOWN, WORSE
+from effllm.analysis.comparison import BETTER, SAME, UNKNOWN, WORSE
 from effllm.analysis.leaderboard import MCR, PAPER, Leaderboard, Standing
 from effllm.records.plain_text import one_line
 from effllm.store.summary_text import readable
@@ -28,7 +28,7 @@ _FORMULAS = "=+-@\t\r"  # a spreadsheet evaluates a cell that begins with one of
 
 
 class LeaderboardScreen(NamedTuple):
-    """A board for rich's console; if the table is too wide, the words about the next configuration are lines."""
+    """A board for rich's console; if the table is too wide, the outcomes against the next configuration are lines."""
 
     board: Leaderboard
     quality: str
@@ -71,18 +71,18 @@ def as_csv(boards: Sequence[Leaderboard]) -> str:
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     named = [f"{name}_{unit.replace('/', '_per_')}" if (unit := _UNITS.get(name)) else name for name in (*PAPER, MCR)]
-    words = [word.replace(" ", "_") for word in (BETTER, WORSE, SAME, UNKNOWN)]
+    outcomes = [outcome.replace(" ", "_") for outcome in (BETTER, WORSE, SAME, UNKNOWN)]
     writer.writerow(
         [
             *("configuration", "runs", "parameters_kind", *named, "quality", "score"),
-            *(f"next_{word}" for word in words),
+            *(f"next_{outcome}" for outcome in outcomes),
             *("simulated", "in_doubt"),
         ]
     )
     for board in boards:
         for one in board.standings:
             numbers = [one.values[name] for name in (*PAPER, MCR)]
-            counts = [(one.next_words or {}).get(word) for word in (BETTER, WORSE, SAME, UNKNOWN)]
+            counts = [(one.next_outcomes or {}).get(outcome) for outcome in (BETTER, WORSE, SAME, UNKNOWN)]
             row = [
                 _cell(one.side.name),
                 len(one.side.runs),
@@ -103,7 +103,7 @@ def title(board: Leaderboard) -> str:
 
 
 def notes(board: Leaderboard) -> list[str]:
-    """Return sentences about the score and the words."""
+    """Return sentences about the score and the outcomes."""
     lines = [f"score: {', '.join(board.scored)}, each from 0 (worst) to 1 (best); harmonic mean"]
     if not board.scored:
         lines = ["no score: the configurations differ in no metric, or there is only one configuration"]
@@ -117,11 +117,11 @@ def notes(board: Leaderboard) -> list[str]:
             "a score is 0 if the configuration is the worst in any metric (the paper's formula); --floor 0.05 sets a "
             "smallest normalised value"
         )
-    if any(one.next_words and not one.next_words[BETTER] for one in board.standings):
-        lines.append("the order is not evidence: a configuration without a better metric than the next may be worse")
+    if any(one.next_outcomes and not one.next_outcomes[BETTER] for one in board.standings):
+        lines.append("the order is not evidence: a configuration without a better quantity than the next may be worse")
     if len(board.standings) > 1:
         lines.append(
-            "against next: metrics in which a configuration is better and worse than the next one (effllm compare)"
+            "against next: quantities in which a configuration is better and worse than the next one (effllm compare)"
         )
     return lines
 
@@ -142,7 +142,7 @@ def _cells(board: Leaderboard, quality: str) -> tuple[list[str], list[list[str]]
     for one in board.standings:
         cells = [one_line(one.side.name), str(len(one.side.runs)), *(_marked(one, name) for name in shown)]
         cells += [_number(one.quality)] if quality else []
-        rows.append([*cells, "-" if one.score is None else f"{one.score:.3f}", _words(one)])
+        rows.append([*cells, "-" if one.score is None else f"{one.score:.3f}", _outcomes(one)])
     return header, rows
 
 
@@ -163,10 +163,10 @@ def _number(value: float | None) -> str:
     return f"{value:.2e}" if 0 < abs(value) < 0.01 else readable(value)
 
 
-def _words(one: Standing) -> str:
-    if one.next_words is None:
+def _outcomes(one: Standing) -> str:
+    if one.next_outcomes is None:
         return ""
-    counts = one.next_words
+    counts = one.next_outcomes
     return (
         f"{counts[BETTER]} better, {counts[WORSE]} worse" if counts[BETTER] or counts[WORSE] else _none(counts[UNKNOWN])
     )

@@ -13,11 +13,11 @@ def test_latency_benchmark_returns_a_time_in_milliseconds():
     assert figure.value > 0
 
 
-def test_comparison_benchmark_counts_words_of_simulated_pairs():
-    table = compare.of_line(4, 1, (0.5, 0.2))
+def test_comparison_benchmark_counts_outcomes_of_simulated_pairs():
+    table = compare.outcomes_of(4, 1, (0.5, 0.2))
 
-    assert table["effllm 1+1, no ledger"].counts == {"better": 0, "worse": 0, "not distinguishable": 0, "unknown": 4}
-    assert {words.total for words in table.values()} == {4}
+    assert table["effllm 1+1, primary"].counts == {"better": 0, "worse": 0, "not distinguishable": 0, "unknown": 4}
+    assert {outcomes.total for outcomes in table.values()} == {4}
 
 
 def test_job_of_the_screen_benchmark_has_its_planted_ranks_first(tmp_path):

@@ -145,12 +145,12 @@ def test_a_metric_that_one_configuration_lacks_is_not_in_the_score(tmp_path, boa
     assert "not in the score: AMU, PCU, TT, AEC: not measured in 1 of 2 configurations" in text
 
 
-def test_quality_and_words_against_the_next_are_shown(tmp_path, board):
+def test_quality_and_outcomes_against_the_next_are_shown(tmp_path, board):
     for name, al in (("fast", 1.0), ("slow", 2.0)):
         for at in range(3):
             write_run(
                 tmp_path / f"{name}{at}",
-                metrics(al=al * (1 + at / 1000)),
+                metrics(al=al * (1 + at / 1000), tt=1 / (al * (1 + at / 1000))),
                 tags=[f"config={name}"],
                 run={"accuracy": 0.7 if name == "fast" else 0.75},
             )
@@ -183,7 +183,7 @@ def test_names_can_inject_neither_markup_nor_formulas(tmp_path, board, form):
         assert form == "text" or "<b>" not in shown.replace("\\<b\\>", "")
 
 
-def test_words_hold_for_all_pairs_of_the_board_together(tmp_path, board):
+def test_outcomes_hold_for_all_pairs_of_the_board_together(tmp_path, board):
     for at in range(6):
         for repeat, noise in enumerate((1.0, 1.01, 0.99)):
             write_run(tmp_path / f"{at}-{repeat}", {"al_seconds": (1 + 0.03 * at) * noise}, tags=[f"config=c{at}"])
@@ -195,7 +195,7 @@ def test_words_hold_for_all_pairs_of_the_board_together(tmp_path, board):
     assert {row["next_better"] for row in every[:-1]} == {"0"}
 
 
-def test_a_board_on_80_columns_cuts_nothing_and_has_the_words_in_lines(tmp_path, monkeypatch):
+def test_a_board_on_80_columns_cuts_nothing_and_has_the_outcomes_in_lines(tmp_path, monkeypatch):
     for at, (name, speed) in enumerate([("learning-rate-3e-4", 1.0), ("learning-rate-1e-4", 0.5)]):
         for repeat in range(3):
             values = metrics(tt=speed * (1 + 1e-3 * repeat)) | {"st_samples_per_param_per_sec": speed * 1e-6}
@@ -207,7 +207,7 @@ def test_a_board_on_80_columns_cuts_nothing_and_has_the_words_in_lines(tmp_path,
     lines = done.stdout.splitlines()
     assert max(map(len, lines)) <= 80 and "…" not in done.stdout
     assert lines[2].split()[:2] == ["config=learning-rate-3e-4", "3"] or lines[2].startswith("config=")
-    assert "config=learning-rate-3e-4 against config=learning-rate-1e-4: 2 better, 0 worse" in done.stdout
+    assert "config=learning-rate-3e-4 against config=learning-rate-1e-4: 1 better, 0 worse" in done.stdout
 
 
 def test_one_configuration_and_runs_without_measurements_have_no_score(tmp_path, board):

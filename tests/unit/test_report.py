@@ -234,7 +234,7 @@ def test_long_run_fits_into_the_limit_of_the_size(report, tmp_path):
     assert (min(ys), max(ys)) == (1.0, 977.0)
 
 
-def test_several_runs_have_the_words_of_the_comparison(report, tmp_path):
+def test_several_runs_have_the_outcomes_of_the_comparison(report, tmp_path):
     a = write_run(tmp_path / "a", {"run_throughput/tokens_per_second": 100.0})
     b = write_run(tmp_path / "b", {"run_throughput/tokens_per_second": 150.0})
 
@@ -247,7 +247,7 @@ def test_several_runs_have_the_words_of_the_comparison(report, tmp_path):
 
 
 def test_one_run_needs_neither_duckdb_nor_scipy(report, tmp_path, monkeypatch):
-    for name in ("duckdb", "scipy", "scipy.special"):
+    for name in ("duckdb", "scipy", "scipy.stats"):
         monkeypatch.setitem(sys.modules, name, None)
     a, b = (folder_of(tmp_path / name, make_summary(), window(1)) for name in "ab")
 

@@ -124,7 +124,7 @@ def _key(kind: str, text: str) -> Markup:
 
 
 def comparison(page: ComparisonPage | str | None) -> Markup | None:
-    """Return the words of the comparison, or why it is missing; ``None`` for one run."""
+    """Return the outcomes of the comparison, or why it is missing; ``None`` for one run."""
     if page is None:
         return None
     if isinstance(page, str):
@@ -132,7 +132,9 @@ def comparison(page: ComparisonPage | str | None) -> Markup | None:
     content: list[Child] = []
     for one in page.others:
         names = heading(page.first, one.side)
-        rows = [[*row[:-1], element("strong", row[-1], class_=row[-1].split()[0])] for row in map(cells, one.metrics)]
+        rows = [
+            [*row[:-1], element("strong", row[-1], class_=row[-1].partition(" ")[0])] for row in map(cells, one.metrics)
+        ]
         content += [
             element("p", [together(name, element("br")) for name in names]),
             table("Means over the runs of each side", HEADER, rows, (0, 3, 4)),
