@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import random
 import shlex
@@ -18,8 +17,8 @@ from msgspec import Meta, Struct
 from effllm.analysis.sides import CAMPAIGN, CONFIGURATION, REPEAT, WARMUP
 
 MAX_PLAN_BYTES = 2**20
-#: Names are tags and names of folders.
-Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*\Z", max_length=40)]
+#: Names are tags and names of folders; a folder NAME-again-1 is of a run that was started again.
+Name = Annotated[str, Meta(pattern=r"^(?!.*-again)[A-Za-z0-9][A-Za-z0-9._-]*\Z", max_length=40)]
 Seconds = Annotated[float, Meta(ge=0, le=86400)]
 Words = str | list[str]
 
@@ -61,7 +60,7 @@ class PlannedRun(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Name of the run in the journal, and of its folder."""
+        """Name of the run, and of its folder."""
         return f"warmup-{self.number}-{self.configuration}" if self.number else f"{self.configuration}-{self.repeat}"
 
 
@@ -135,16 +134,6 @@ def order_of(plan: Plan) -> list[PlannedRun]:
         random.Random(f"{plan.seed}/{repeat}").shuffle(block)  # noqa: S311 - not for cryptography
         runs += [PlannedRun(name, repeat, 0) for name in block]
     return runs
-
-
-def fingerprint(plan: Plan) -> dict[str, str]:
-    """Return a digest per configuration of what its runs depend on."""
-    return {
-        name: hashlib.sha256(
-            msgspec.json.encode([command_of(plan, name), {**plan.env, **about.env}, sorted(plan.tags)], order="sorted")
-        ).hexdigest()[:16]
-        for name, about in plan.configurations.items()
-    }
 
 
 def _words(command: Words) -> list[str]:

@@ -16,7 +16,7 @@ import msgspec
 
 from effllm.analysis.column import quoted
 from effllm.analysis.database import Database, Progress
-from effllm.analysis.run_folders import JOURNAL, LINE_FILES, UnreadableRun, files_of, find_runs
+from effllm.analysis.run_folders import LINE_FILES, UnreadableRun, files_of, find_runs
 from effllm.analysis.run_row import utc
 from effllm.analysis.sides import CONFIGURATION, STALE_AFTER_S
 from effllm.records.job import SCHEMA_VERSION, version_error
@@ -340,8 +340,8 @@ def ledger_lines(place: Path, by: str = "outcome") -> tuple[list[LedgerRun], lis
 def _ledger_files(place: Path) -> Iterator[tuple[Path, str]]:
     folder, name = (place.parent, glob.escape(place.name)) if place.is_file() else (place, "*.jsonl")
     for path, problem in files_of(folder, name):
-        # The other files are of a run folder or of a campaign.
-        if path.suffix == ".jsonl" and path.name != JOURNAL and not LINE_FILES.fullmatch(path.name):
+        # The other files are of a run folder.
+        if path.suffix == ".jsonl" and not LINE_FILES.fullmatch(path.name):
             yield path, problem
 
 

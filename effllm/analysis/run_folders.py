@@ -14,8 +14,6 @@ from effllm.analysis.run_row import FILES
 #: Run folders are searched in a folder and in this many levels of folders below it.
 MAX_DEPTH = 4
 LINE_FILES = re.compile(r"(windows|ranks)-\d{4,}\.jsonl|events\.jsonl")
-#: The journal of a campaign, in the folder of its runs.
-JOURNAL = "campaign.jsonl"
 
 Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 

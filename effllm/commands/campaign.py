@@ -1,28 +1,23 @@
-"""``effllm campaign``: runs every configuration several times, in an interleaved random order."""
+"""``effllm campaign``: runs every configuration several times, in an interleaved random order.
+
+A run is complete if its run folder says so, and it has failed if there is a file NAME.failed with the reason beside the
+run folders; all other runs are still to do.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import itertools
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
-from effllm.analysis.campaign_journal import COMPLETED, FAILED, INTERRUPTED, STARTED, CampaignJournal, JournalLine
-from effllm.analysis.campaign_plan import (
-    Plan,
-    PlannedRun,
-    WrongPlan,
-    command_of,
-    fingerprint,
-    order_of,
-    read_plan,
-    tags_of,
-)
+from effllm.analysis.campaign_plan import Plan, PlannedRun, WrongPlan, command_of, order_of, read_plan, tags_of
 from effllm.analysis.sides import CONFIGURATION
 from effllm.config.settings import ConfigError, read_config
 from effllm.config.switches import this_process
@@ -35,14 +30,6 @@ from effllm.store.summary_text import duration
 END_WITHIN_S = 30.0
 #: Time for the aggregator to complete the summary after the end of the training.
 SUMMARY_WITHIN_S = 60.0
-
-
-class Ended(NamedTuple):
-    """The end of a process."""
-
-    status: str
-    exit_status: int | None
-    reason: str = ""
 
 
 def main(path: Path, *, retry_failed: bool, dry_run: bool) -> int:
@@ -60,8 +47,8 @@ def main(path: Path, *, retry_failed: bool, dry_run: bool) -> int:
             _print_order(plan)
             return 0
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-        with contextlib.closing(CampaignJournal(folder)) as journal:
-            return Campaign(plan, folder, journal, retry_failed=retry_failed).run()
+        with _locked(folder) as lock:
+            return Campaign(plan, folder, lock, retry_failed=retry_failed).run()
     except (WrongPlan, ConfigError) as error:
         return fail(str(error))
     except OSError as error:
@@ -81,22 +68,39 @@ def _print_order(plan: Plan) -> None:
         print(one_line(f"{run.key}: {' '.join(command_of(plan, run.configuration))}"))
 
 
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[int]:
+    """Lock a campaign; its runs inherit the descriptor and hold the lock, also if the campaign is killed before them.
+
+    Raises:
+        WrongPlan: another process runs this campaign.
+        OSError: the folder cannot be made or written.
+    """
+    own_files.make_folder(folder)
+    lock = own_files.open_file(folder / "campaign.lock", os.O_RDWR | os.O_CREAT)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise WrongPlan(f"another process runs the campaign in {folder}, or one of its runs continues") from error
+        yield lock
+    finally:
+        os.close(lock)
+
+
 class Campaign:
-    """The runs of a plan that the journal does not have.
+    """The runs of a plan that are still to do.
 
     Args:
         plan: the plan.
         folder: parent folder of the run folders.
-        journal: of this folder.
+        lock: descriptor that the runs inherit.
         retry_failed: whether failed runs are started again.
     """
 
-    def __init__(self, plan: Plan, folder: Path, journal: CampaignJournal, *, retry_failed: bool) -> None:
-        self._plan, self._folder, self._journal = plan, folder, journal
-        self._fingerprints = fingerprint(plan)
-        self._done = (COMPLETED,) if retry_failed else (COMPLETED, FAILED)
+    def __init__(self, plan: Plan, folder: Path, lock: int, *, retry_failed: bool) -> None:
+        self._plan, self._folder, self._lock, self._retry_failed = plan, folder, lock, retry_failed
         self._order = order_of(plan)
-        self._check_same_commands()
 
     def run(self) -> int:
         """Run what is missing; return 1 if a run of the campaign has failed, else 0.
@@ -104,66 +108,54 @@ class Campaign:
         Raises:
             KeyboardInterrupt: Ctrl-C; the present run has ended.
         """
-        self._adopt()
         waiting = [run for run in self._order if not self._is_done(run)]
-        total = len(self._order)
-        if len(waiting) < total:
-            print(f"{total - len(waiting)} of {total} runs are complete; their results are kept")
+        total, done = len(self._order), len(self._order) - len(waiting)
+        if done:
+            print(f"{done} of {total} runs have ended before; they are not repeated")
         for at, run in enumerate(waiting):
             if at and self._plan.cooldown_s:
                 time.sleep(self._plan.cooldown_s)
-            left = self._remaining_s(waiting[at:])
-            remaining = "" if left is None else f"; remaining: about {duration(left)}"
-            print(f"[{total - len(waiting) + at + 1}/{total}] {run.key}{remaining}", flush=True)
-            line = self._run(run)
-            print(
-                f"  {line.status} after {duration(line.seconds)}{f': {one_line(line.reason)}' if line.reason else ''}"
-            )
-            if line.status == INTERRUPTED:
-                raise KeyboardInterrupt
-        return self._close()
-
-    def _adopt(self) -> None:
-        """Record the runs that completed after the campaign was killed."""
-        for run in self._order:
-            line = self._journal.last(run.key)
-            mark = self._fingerprints[run.configuration]
-            if line is None or line.status != STARTED or line.fingerprint != mark:
-                continue
-            summary = self._folder / line.folder / "summary.json"
-            if line.folder and status_of(summary.parent) == COMPLETED:
-                seconds = max(summary.stat().st_mtime - line.time_s, 0.0)
-                about = (line.folder, seconds, None, "the exit status was not seen")
-                self._journal.add(JournalLine(run.key, COMPLETED, time.time(), mark, *about))
-
-    def _check_same_commands(self) -> None:
-        for run in self._order:
-            line = self._journal.last(run.key)
-            if line and line.status in self._done and line.fingerprint != self._fingerprints[run.configuration]:
-                raise WrongPlan(
-                    f"the configuration {run.configuration} has changed since its run {run.key}: give the plan another "
-                    f"name, or remove {self._folder}"
-                )
+            print(f"[{done + at + 1}/{total}] {run.key}", flush=True)
+            start_s = time.monotonic()
+            problem = self._run(run)
+            outcome = f"failed: {one_line(problem)}" if problem else "completed"
+            print(f"  after {duration(time.monotonic() - start_s)}: {outcome}")
+        if failed := [run.key for run in self._order if self._failure(run).exists()]:
+            print(f"{len(failed)} of {total} runs failed: {', '.join(failed)}; --retry-failed repeats them")
+        print(f"Compare: effllm compare {one_line(str(self._folder))} --by {CONFIGURATION}")
+        return int(bool(failed))
 
     def _is_done(self, run: PlannedRun) -> bool:
-        line = self._journal.last(run.key)
-        return line is not None and line.status in self._done
+        if self._failure(run).exists():
+            return not self._retry_failed
+        return any(status_of(folder) == "completed" for folder in self._folders(run) if folder.exists())
 
-    def _run(self, run: PlannedRun) -> JournalLine:
-        start_s, unix_s = time.monotonic(), time.time()
-        started = self._journal.starts(run.key)
-        name = run.key if not started else f"{run.key}-again-{started}"
-        mark = self._fingerprints[run.configuration]
-        self._journal.add(JournalLine(run.key, STARTED, unix_s, mark, name))
-        ended = self._execute(run, name)
-        seconds = time.monotonic() - start_s
-        if ended.status == COMPLETED:
-            ended = _measured(self._folder / name, ended)
-        line = JournalLine(run.key, ended.status, time.time(), mark, name, seconds, ended.exit_status, ended.reason)
-        self._journal.add(line)
-        return line
+    def _failure(self, run: PlannedRun) -> Path:
+        """Return the path of the file with the reason why a run has failed."""
+        return self._folder / f"{run.key}.failed"
 
-    def _execute(self, run: PlannedRun, name: str) -> Ended:
+    def _folders(self, run: PlannedRun) -> Iterator[Path]:
+        """Yield the run folders of a run, and then the folder of its next start."""
+        for number in itertools.count():
+            folder = self._folder / (f"{run.key}-again-{number}" if number else run.key)
+            yield folder
+            if not folder.exists():
+                return
+
+    def _run(self, run: PlannedRun) -> str:
+        """Run one run; return why it has failed, which is also recorded, or "".
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C; the run has ended, and is still to do.
+        """
+        self._failure(run).unlink(missing_ok=True)
+        *_, folder = self._folders(run)
+        problem = self._execute(run, folder.name) or _problem_of_summary(folder)
+        if problem:
+            own_files.replace_file(self._failure(run), f"{problem}\n".encode(errors="replace"))
+        return problem
+
+    def _execute(self, run: PlannedRun, name: str) -> str:
         log = self._folder / "logs" / f"{name}.log"
         own_files.make_folder(log.parent)
         environ = {**this_process(), **self._plan.env, **self._plan.configurations[run.configuration].env}
@@ -181,59 +173,31 @@ class Campaign:
                     stderr=subprocess.STDOUT,
                     env=environ,
                     start_new_session=True,  # Ctrl-C reaches the run once, from this process
-                    pass_fds=(self._journal.descriptor,),
+                    pass_fds=(self._lock,),
                 )
             except OSError as error:
-                return Ended(FAILED, None, f"not started: {error.strerror}")
+                return f"not started: {error.strerror}"
             try:
                 status = process.wait(self._plan.timeout_s)
             except subprocess.TimeoutExpired:
                 _end(process)
-                return Ended(FAILED, process.returncode, f"longer than timeout_s ({self._plan.timeout_s:g} s)")
+                return f"longer than timeout_s ({self._plan.timeout_s:g} s)"
             except KeyboardInterrupt:
                 _end(process)
-                return Ended(INTERRUPTED, process.returncode)
-        return Ended(COMPLETED, 0) if status == 0 else Ended(FAILED, status, f"exit status {status}; see {log}")
-
-    def _remaining_s(self, waiting: list[PlannedRun]) -> float | None:
-        """Return an estimate from the completed runs of each configuration; ``None`` before the first."""
-        every = self._journal.durations_s([run.key for run in self._order])
-        if not every:
-            return None
-        own: dict[str, list[float]] = {}
-        for run in self._order:
-            own.setdefault(run.configuration, []).extend(self._journal.durations_s([run.key]))
-        total = self._plan.cooldown_s * (len(waiting) - 1)
-        for name, count in Counter(run.configuration for run in waiting).items():
-            known = own[name] or every
-            total += count * sum(known) / len(known)
-        return total
-
-    def _close(self) -> int:
-        failed = [run.key for run in self._order if not self._is_completed(run)]
-        if failed:
-            print(f"{len(failed)} of {len(self._order)} runs failed: {', '.join(failed)}; --retry-failed repeats them")
-        print(f"Compare: effllm compare {one_line(str(self._folder))} --by {CONFIGURATION}")
-        return int(bool(failed))
-
-    def _is_completed(self, run: PlannedRun) -> bool:
-        line = self._journal.last(run.key)
-        return line is not None and line.status == COMPLETED
+                raise
+        return f"exit status {status}; see {log}" if status else ""
 
 
-def _measured(folder: Path, ended: Ended) -> Ended:
-    """Wait until the summary of a run is complete: the aggregator may end after the training."""
+def _problem_of_summary(folder: Path) -> str:
+    """Return why a run folder is not complete, or ""; the aggregator may end after the training."""
     until_s = time.monotonic() + SUMMARY_WITHIN_S
     while (status := status_of(folder)) in ("", "running"):
-        if time.monotonic() > until_s or not folder.exists():
-            reason = (
-                f"the summary is not complete after {SUMMARY_WITHIN_S:g} s"
-                if status
-                else f"no run folder {folder.name} was written: the command did not measure, or chose another folder"
-            )
-            return Ended(FAILED, ended.exit_status, reason)
+        if not folder.exists():
+            return f"no run folder {folder.name} was written: the command did not measure, or chose another folder"
+        if time.monotonic() > until_s:
+            return f"the summary is not complete after {SUMMARY_WITHIN_S:g} s"
         time.sleep(0.1)
-    return ended if status == COMPLETED else Ended(FAILED, ended.exit_status, f"the run has the status {status}")
+    return "" if status == "completed" else f"the run has the status {status}"
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -298,7 +298,6 @@ def test_one_ledger_file_is_read_and_other_files_are_not_opened(run, tmp_path):
     os.mkfifo(tmp_path / "pipe.jsonl")
     folder = run("own")
     (folder / "events.jsonl").write_text("{}\n")
-    (tmp_path / "campaign.jsonl").write_text('{"key": "a-1", "status": "started", "time_s": 1.0}\n')
 
     assert totals(tmp_path / "alice.jsonl", "user").total.runs == 1
     assert (both := totals(tmp_path, "user")).total.runs == 3
