@@ -7,14 +7,14 @@ import random
 import shlex
 import shutil
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 from msgspec import Meta, Struct
 
 from effllm.analysis.sides import CAMPAIGN, CONFIGURATION, REPEAT, WARMUP
+from effllm.analysis.yaml_document import load_yaml
 
 MAX_PLAN_BYTES = 2**20
 #: Names are tags and names of folders; a folder NAME-again-1 is of a run that was started again.
@@ -82,8 +82,8 @@ def read_plan(path: Path) -> Plan:
     if len(content) > MAX_PLAN_BYTES:
         raise WrongPlan(f"{path} is larger than {MAX_PLAN_BYTES >> 20} MiB")
     try:
-        plan = msgspec.convert(_strict_loader()(content).get_single_data(), Plan)
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        plan = msgspec.convert(load_yaml(content), Plan)
+    except yaml.YAMLError as error:
         raise WrongPlan(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     except msgspec.ValidationError as error:
         raise WrongPlan(f"{path}: {_explained(str(error))}") from error
@@ -158,20 +158,3 @@ def _explained(error: str) -> str:
         where = ConfigurationPlan if ".configurations[" in error else Plan
         return f"{error}; the known keys are {', '.join(where.__struct_fields__)}"
     return error
-
-
-def _strict_loader() -> Any:
-    import yaml
-
-    class StrictLoader(yaml.SafeLoader):
-        """Rejects a mapping with the same key twice, of which YAML would drop the first."""
-
-    def mapping(loader: Any, node: Any) -> Mapping[Any, Any]:
-        keys = [loader.construct_object(key, deep=True) for key, _ in node.value]
-        texts = [str(key) for key in keys]
-        if twice := [key for at, key in enumerate(texts) if key in texts[:at]]:
-            raise yaml.YAMLError(f"the key {twice[0]} is given twice")
-        return dict(loader.construct_mapping(node, deep=True))
-
-    StrictLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, mapping)
-    return StrictLoader

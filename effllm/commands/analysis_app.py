@@ -73,8 +73,8 @@ def campaign(
 
     Each repeat is a block with every configuration in random order. Each run has its own run folder with the tags
     campaign, config and repeat. Runs that are complete are not repeated after Ctrl-C or a crash: start the command
-    again. A run that fails leaves the reason in a file NAME.failed, and the campaign continues. The output of each run is
-    in the folder logs.
+    again. The reason why a run has failed is in a file NAME.failed, and the campaign continues. The output of each run
+    is in the folder logs.
 
     \b
     Example of a plan:

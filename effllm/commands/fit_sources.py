@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from effllm.analysis.yaml_document import load_yaml
 from effllm.memory.config_json import read_config
 from effllm.memory.known_models import find_model, find_variant, known_models, similar_names
 from effllm.memory.megatron_arguments import ambiguous, is_megatron, read_script, read_settings, read_shape
@@ -117,8 +118,8 @@ def _yaml(path: Path, text: str) -> FoundModel:
     except ImportError:
         raise UnreadableModel("a YAML file needs PyYAML: pip install 'effllm[analysis]'") from None
     try:
-        fields = yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        fields = load_yaml(text)
+    except yaml.YAMLError as error:
         raise UnreadableModel(f"{path} is not YAML: {error}") from None
     if isinstance(fields, dict) and is_accelerate(fields):
         inner = fields.get("deepspeed_config")

@@ -31,6 +31,21 @@ def test_a_plan_that_cannot_be_run_is_refused(tmp_path, keys, message):
         read_plan(write_plan(tmp_path, **keys))
 
 
+def test_merge_keys_of_a_plan_are_expanded(tmp_path):
+    path = tmp_path / "plan.yaml"
+    path.write_text(
+        """
+name: c
+command: "true"
+configurations:
+  base: &base {args: --lr 1, env: {A: "1"}}
+  new: {<<: *base, args: --lr 2}
+"""
+    )
+
+    assert read_plan(path).configurations["new"] == ConfigurationPlan(args="--lr 2", env={"A": "1"})
+
+
 def test_each_block_has_every_configuration_and_its_order_depends_on_the_seed():
     names = "abcdef"
     plan = Plan("c", {name: ConfigurationPlan() for name in names}, "true", repeats=2, warmup_runs=1)
