@@ -11,7 +11,7 @@ from rich.console import Console
 
 from effllm.commands.compare import CompareRequest, comparison_page, main
 from effllm.views.comparison_text import ComparisonScreen
-from tests.run_folders import copy_golden, write_run
+from tests.run_folders import write_run
 
 SPEED, ENERGY = "run_throughput/tokens_per_second", "run_energy/joules_per_token"
 
