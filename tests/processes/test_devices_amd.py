@@ -265,8 +265,8 @@ def test_name_key_and_limits_of_a_device_are_read(library, release):
     assert device.driver.startswith("AMD SMI" if release < (6, 0) else "amdgpu 6.10.5, AMD SMI")
 
 
-@pytest.mark.parametrize("release", [(6, 0), (7, 0)])
-@pytest.mark.parametrize(
+@cases("release", [(6, 0), (7, 0)])
+@cases(
     ("no_value", "gone"),
     [
         ("gfx_activity", "utilization"),
@@ -313,8 +313,8 @@ def test_activity_above_100_percent_is_reported_as_a_failure(library):
     assert failures == {"utilization": "AMD SMI gave no value"}
 
 
-@pytest.mark.parametrize("field", FIELDS)
-@pytest.mark.parametrize("error", [IO_ERROR, RETRY, TIMEOUT])
+@cases("field", FIELDS)
+@cases("error", [IO_ERROR, RETRY, TIMEOUT])
 def test_failed_reading_is_none_until_the_next_successful_read(library, field, error):
     reader = library.of()
     library.fault((FIELDS[field], error))
@@ -343,12 +343,24 @@ def test_broken_exception_class_of_amdsmi_causes_one_failed_reading(library):
     assert failures == {"utilization": "RETRY", "dram_activity_ratio": "RETRY"}
 
 
-@pytest.mark.parametrize("call", [*FIELDS.values(), "amdsmi_get_gpu_metrics_info", "*"])
-@pytest.mark.parametrize("error", [NOT_SUPPORTED, NO_PERMISSION, IO_ERROR, RETRY, 0xFFFFFFFF])
-@pytest.mark.parametrize("release", [(5, 7), (7, 0)])
+@cases("call", [*FIELDS.values(), "amdsmi_get_gpu_metrics_info"])
+@cases("error", [NOT_SUPPORTED, NO_PERMISSION, IO_ERROR, RETRY, 0xFFFFFFFF])
+@cases("release", [(5, 7), (7, 0)])
 def test_read_never_raises(library, release, call, error):
     reader = library.of(release)
     library.fault((call, error))
+
+    sample, _ = reader.read()
+    library.fault()
+
+    assert sample.time_ns > 0
+
+
+@pytest.mark.parametrize("error", [NOT_SUPPORTED, 0xFFFFFFFF])
+@pytest.mark.parametrize("release", [(5, 7), (7, 0)])
+def test_read_never_raises_if_every_call_fails(library, release, error):
+    reader = library.of(release)
+    library.fault(("*", error))
 
     sample, _ = reader.read()
 
@@ -452,12 +464,8 @@ def test_counter_that_cannot_be_checked_is_accepted_with_a_reason():
     assert (verdict.is_good, verdict.reason) == (True, "no power reading for the comparison")
 
 
-@pytest.mark.parametrize(
-    ("rate", "why"), [(0.01, "a count of"), (100.0, "a count of"), (0.0, "no change"), (-1.0, "a decrease of")]
-)
-@pytest.mark.parametrize(
-    ("kind", "method", "field"), [("current", INSTANT, "power_w"), ("average", AVERAGE, "power_average_w")]
-)
+@cases(("rate", "why"), [(0.01, "a count of"), (100.0, "a count of"), (0.0, "no change"), (-1.0, "a decrease of")])
+@cases(("kind", "method", "field"), [("current", INSTANT, "power_w"), ("average", AVERAGE, "power_average_w")])
 def test_power_is_integrated_if_the_counter_has_a_wrong_rate(library, rate, why, kind, method, field):
     reader = library.of(rate=rate, power_kind=kind)
     sample, failures = reader.read()
@@ -515,8 +523,8 @@ def test_opening_checks_the_counter_for_at_most_half_a_second(library):
     assert 0.4 < library.clock() - began_s <= CHECK_S
 
 
-@pytest.mark.parametrize("power", [[400.0, 0.0, 1.0], [400.0, 300.0, 0.7], [40.0, 0.0, 1.0]])
-@pytest.mark.parametrize("tick_s", [0.0, 0.01, 0.05, 0.1])
+@cases("power", [[400.0, 0.0, 1.0], [400.0, 300.0, 0.7], [40.0, 0.0, 1.0]])
+@cases("tick_s", [0.0, 0.01, 0.05, 0.1])
 def test_correct_counter_is_accepted_for_every_tick_and_load(library, power, tick_s):
     device = library.of(power=power, tick_s=tick_s).device
 

@@ -53,6 +53,7 @@ def as_labels(facts):
 
 @jobs.skip_without_torch
 @pytest.mark.torch
+@pytest.mark.long
 def test_torchrun_inside_sbatch_has_one_identity_in_all_outputs(launch, tmp_path):
     port = jobs.unused_port()
     job = launch.torchrun(

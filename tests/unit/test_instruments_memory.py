@@ -4,7 +4,7 @@ import math
 import random
 
 import pytest
-from cases import cases
+from cases import cases, repeats
 
 from effllm.instruments import memory, profiler
 from effllm.instruments._device import UnknownDevice
@@ -69,7 +69,7 @@ def leaking(allocator, seed):
     return profiler
 
 
-@pytest.mark.parametrize("seed", range(20))
+@cases("seed", range(repeats(5, 20)))
 def test_leak_of_1_mb_per_iteration_is_found_in_200_iterations(allocator, seed):
     profiler = leaking(allocator, seed)
 
@@ -85,7 +85,7 @@ def test_interval_of_the_growth_contains_the_growth_in_95_percent(allocator):
     assert sum(found.low_bytes <= 1000 * MB <= found.high_bytes for found in trends) >= 182
 
 
-@pytest.mark.parametrize("seed", range(50))
+@cases("seed", range(repeats(10, 50)))
 def test_fragmented_memory_is_not_reported_as_a_leak(allocator, seed):
     chance, level = random.Random(1000 + seed), [1000 * MB]
     profiler = GPUMemoryProfiler("cpu")

@@ -6,6 +6,7 @@ import time
 
 import msgspec
 import pytest
+from cases import cases
 from msgspec.structs import replace
 from run_folders import GOLDEN, copy_golden
 from sink_examples import make_report, make_summary
@@ -511,8 +512,8 @@ def test_scrolling_stops_at_both_ends():
 # --- the screen ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("width", "height"), [(80, 24), (200, 60), (40, 10), (20, 6), (19, 5), (1, 1), (300, 200)])
-@pytest.mark.parametrize("pane", ["ranks", "events", "waterfall", "help"])
+@cases(("width", "height"), [(80, 24), (200, 60), (40, 10), (20, 6), (19, 5), (1, 1), (300, 200)])
+@cases("pane", ["ranks", "events", "waterfall", "help"])
 def test_screen_never_exceeds_the_terminal(run, width, height, pane):
     for by_host in (False, True):
         view = TopView(pane=pane, order=Order(by_host=by_host))
