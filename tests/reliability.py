@@ -173,7 +173,7 @@ FAULTS = {
     ),
     "unauthenticated-peers": Fault(
         "peers connect without the key, with the key of another job, or in a flood",
-        "peers are rejected and counted, and named if their address was read; no window is delayed by more than 1 s",
+        "peers are rejected and counted, and one event reports this; no window is delayed by more than 1 s",
     ),
 }
 

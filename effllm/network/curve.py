@@ -98,6 +98,3 @@ class Gate:
             status, text, user = (b"200", b"OK", b"agent") if is_admitted else (b"400", b"not of this job", b"")
             self.socket.send_multipart([frames[0], b"", b"1.0", frames[3], status, text, user, b""])
         return answered
-
-    def close(self) -> None:
-        self.socket.close()

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import resource
 
 _UNLIMITED = resource.RLIM_INFINITY
 _OWN = 256  # open files for sinks, ZeroMQ, and connections before their handshake
 _MIN_OWN = 96  # an aggregator of two ranks has 21 open files
-RESERVED = 16  # a window and its summary need six open files at once
 
 
 def needed(peers: int) -> int:
@@ -64,28 +62,3 @@ def _line(least: int, allowed: int) -> str:
         f"{least} open files are needed and {allowed} are allowed: raise the hard limit, by ulimit -Hn {least} in the "
         f"shell of root, nofile in /etc/security/limits.conf, or LimitNOFILE={least} of the systemd service"
     )
-
-
-class Reserve:
-    """Reserved descriptors, so that files can be opened after connections have used all other descriptors."""
-
-    def __init__(self) -> None:
-        self._descriptors: list[int] = []
-
-    def take(self) -> bool:
-        """Reserve all descriptors, or none and return ``False`` if at most RESERVED descriptors are free."""
-        if self._descriptors:
-            return True
-        try:
-            self._descriptors.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
-            while len(self._descriptors) <= RESERVED:
-                self._descriptors.append(os.dup(self._descriptors[0]))
-        except OSError:
-            self.release()
-            return False
-        os.close(self._descriptors.pop())
-        return True
-
-    def release(self) -> None:
-        while self._descriptors:
-            os.close(self._descriptors.pop())

@@ -1,4 +1,4 @@
-"""Admission of peers to an aggregator: authenticates peers, reports rejected peers, detects descriptor exhaustion."""
+"""Admission of peers to an aggregator: authenticates peers, counts rejected peers, handles descriptor exhaustion."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ import resource
 
 import zmq
 
-from effllm.network.connections import Connections
 from effllm.network.curve import Gate, ServerKeys
-from effllm.network.rejections import OTHER_JOB, Rejections
+from effllm.network.intake import Intake
+from effllm.network.transport import receive_event
+
+_MAX_EVENTS = 1000  # limit for one call of `poll`; this many events take a few ms
+_RETRY_EVERY_S = 1.0
 
 
 class PeerAdmission:
@@ -21,55 +24,72 @@ class PeerAdmission:
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: ServerKeys | None) -> None:
-        self._rejections = Rejections()
         self._gate = Gate(context, keys) if keys else None
-        self._connections: Connections | None = None
-        self._waited_on: list[zmq.Socket[bytes]] = []
-        self._reported_descriptors = False
+        self._monitor: zmq.Socket[bytes] = context.socket(zmq.PAIR)
+        self._monitor.set(zmq.LINGER, 0)
+        self._monitor.set(zmq.RCVHWM, 0)  # a full queue would block ZeroMQ's own thread
+        self.sockets = [self._monitor, *([self._gate.socket] if self._gate else [])]  # `poll` handles their messages
+        self._watched: zmq.Socket[bytes] | None = None
+        self._intake: Intake | None = None
+        self._retry_at_s = 0.0
+        self._accept_error = 0  # errno of the first connection that could not be accepted
+        self._rejected = 0
 
     def watch(self, listening: zmq.Socket[bytes]) -> None:
-        self._connections = Connections(listening, self._rejections if self._gate else None)
-
-    def wait_with(self, poller: zmq.Poller) -> None:
-        """Register the sockets of authentication and monitoring with a poller; call this before each poll."""
-        sockets = [one.socket for one in (self._gate, self._connections) if one is not None and one.socket is not None]
-        for socket in self._waited_on:
-            if socket not in sockets:
-                poller.unregister(socket)
-        for socket in sockets:
-            if socket not in self._waited_on:
-                poller.register(socket, zmq.POLLIN)
-        self._waited_on = sockets
+        """Monitor a socket, which already listens on a port."""
+        # The protocol of a handshake fails if the peer has no key, or another server's; the gate rejects other keys.
+        failed = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL if self._gate else 0
+        address = f"inproc://peer-admission-{id(self):x}"
+        listening.monitor(address, zmq.EVENT_ACCEPT_FAILED | failed)
+        self._monitor.connect(address)
+        endpoint = listening.get(zmq.LAST_ENDPOINT)
+        port = bytes(endpoint).rstrip(b"\0").rpartition(b":")[2] if isinstance(endpoint, bytes) else b""
+        self._watched, self._intake = listening, Intake(int(port or 0))
 
     def poll(self, now_s: float) -> list[str]:
         """Admit or reject the waiting peers, and return the lines to report."""
-        answers = self._gate.answer() if self._gate else []  # the gate decides before disconnections are processed
-        for address, is_admitted in answers:
-            if is_admitted:
-                self._rejections.admit(address)
-            else:
-                self._rejections.reject(address, OTHER_JOB)
-        if self._connections:
-            self._connections.decided += len(answers)
-            self._connections.poll(now_s)
-        lines = self._rejections.take()
-        if self._connections and self._connections.accept_error and not self._reported_descriptors:
-            self._reported_descriptors = True
-            limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-            reason = os.strerror(self._connections.accept_error)
-            lines.append(f"no further rank can connect: {reason}; the limit of open files (ulimit -n) is {limit}")
+        lines = []
+        rejected = [address for address, is_admitted in (self._gate.answer() if self._gate else ()) if not is_admitted]
+        for _ in range(_MAX_EVENTS):
+            if not self._monitor.poll(0):
+                break
+            event, value = receive_event(self._monitor)
+            if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+                rejected.append("an unknown address")
+            elif event == zmq.EVENT_ACCEPT_FAILED:
+                if not self._accept_error:
+                    self._accept_error, limit = value, resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+                    reason = f"{os.strerror(value)}; the limit of open files (ulimit -n) is {limit}"
+                    lines.append(f"no further rank can connect: {reason}")
+                self._hold(now_s)
+        if rejected and not self._rejected:
+            lines.append(
+                f"a peer at {rejected[0]} was rejected: it does not have the job's key; further peers are counted"
+            )
+        self._rejected += len(rejected)
+        if self._intake is not None and self._intake.is_held and now_s >= self._retry_at_s:
+            self._retry_at_s = now_s + _RETRY_EVERY_S
+            self._intake.resume()
         return lines
-
-    def take_repeated(self) -> int:
-        return self._rejections.take_repeated()
 
     @property
     def counts(self) -> dict[str, int]:
-        return {"unauthenticated": self._rejections.count} if self._rejections.count else {}
+        return {"unauthenticated": self._rejected} if self._rejected else {}
 
     def close(self) -> None:
         """Close the sockets of authentication and monitoring; the watched socket stays open."""
-        if self._connections:
-            self._connections.close()
-        if self._gate:
-            self._gate.close()
+        if self._watched is not None:
+            self._watched.disable_monitor()
+        if self._intake is not None:
+            self._intake.close()
+        for socket in self.sockets:
+            socket.close()
+
+    def _hold(self, now_s: float) -> None:
+        """Accept no connections for a second, because ZeroMQ retries a failed accept 100,000 times a second."""
+        if self._watched is None or self._intake is None or self._intake.is_held:
+            return  # an event that is older than the pause
+        self._retry_at_s = now_s + _RETRY_EVERY_S
+        if not self._intake.hold():
+            self._watched.disable_monitor()  # the events would fill the memory
+            self._intake = None

@@ -1,4 +1,4 @@
-"""The identity of each connection, taken from its HELLO, and its rate limit for frames and bytes. No I/O.
+"""The identity of each connection, taken from its HELLO, and its rate limit. No I/O.
 
 A connection sends the messages of one rank and one agent.  Messages before the HELLO, of another rank or above the rate
 limit are rejected, counted by kind, and reported with the host in the HELLO.  The frames of a throttled peer are
@@ -13,13 +13,11 @@ from effllm.records.rank import Event
 from effllm.records.wire import FromAgent, Hello, Reports, Supersede
 
 # An honest agent sends at most one frame in 50 ms.  After an outage it sends all kept reports, in frames up to 128 kB.
-FRAMES_PER_S = 50.0
-BYTES_PER_S = 4.0 * 2**20
-BURST_FRAMES = 512
-BURST_BYTES = 16 * 2**20
-ROW_BYTES = 16 * 1024  # a report with all gauges, phases and a wide histogram has 10 kB
-NO_HELLO_FRAMES = 32  # allowance of frames up to and including the HELLO
-NO_HELLO_BYTES = 2**20
+BYTES_PER_S = 4_000_000
+FRAME_BYTES = 80_000  # a smaller frame counts as this many bytes, because each frame takes time: 50 frames a second
+BURST_BYTES = 40_000_000  # in addition to the reports that an agent keeps
+REPORT_BYTES = 16_000  # a report with all gauges, phases and a wide histogram has 10 kB
+NO_HELLO_FRAMES = 32  # allowance up to and including the HELLO, in the smallest frames
 MAX_PEERS_WITHOUT_HELLO = 4096
 AGAIN_EVERY_S = 1.0
 AGAIN_FRAMES = 64  # dropped frames are requested again when the peer's allowance is this many frames
@@ -34,14 +32,13 @@ UNKNOWN_PEER = "a connection without a HELLO"
 class _Peer:
     """A connection: its rank and agent, and its remaining allowance."""
 
-    __slots__ = ("again_s", "agent", "frames", "host", "is_held", "num_bytes", "rank", "rejected", "since_s")
+    __slots__ = ("again_s", "agent", "host", "is_held", "left_bytes", "rank", "rejected", "since_s")
 
     def __init__(self, now_s: float) -> None:
         self.agent = ""  # empty before the HELLO
         self.rank = -1
         self.host = ""
-        self.frames = NO_HELLO_FRAMES
-        self.num_bytes = NO_HELLO_BYTES
+        self.left_bytes: float = NO_HELLO_FRAMES * FRAME_BYTES
         self.since_s = now_s  # time of the last refill
         self.is_held = False  # whether only a HELLO is accepted, because a frame was dropped
         self.again_s = -AGAIN_EVERY_S + now_s
@@ -60,8 +57,7 @@ class Peers:
     """
 
     def __init__(self, history_size: int) -> None:
-        self._burst_frames = BURST_FRAMES + history_size
-        self._burst_bytes = BURST_BYTES + history_size * ROW_BYTES
+        self._burst_bytes = BURST_BYTES + history_size * REPORT_BYTES
         self._peers: dict[bytes, _Peer] = {}
         self._of_rank: dict[int, bytes] = {}  # connections with a HELLO
         self._events: list[Event] = []
@@ -76,10 +72,18 @@ class Peers:
         one = self._peers.get(peer) or self._add(peer, now_s)
         if one.is_held and not is_hello:
             self._reject(one, THROTTLED, NOT_RESENT)
-            return False  # a dropped frame does not reduce the allowance
-        one.frames -= 1
-        one.num_bytes -= num_bytes
-        return (one.frames >= 0 <= one.num_bytes) or self._is_refilled(one, num_bytes, now_s)
+            return False
+        cost_bytes = max(num_bytes, FRAME_BYTES)
+        if one.left_bytes < cost_bytes:
+            most_bytes = self._burst_bytes if one.agent else NO_HELLO_FRAMES * FRAME_BYTES
+            one.left_bytes = min(one.left_bytes + max(now_s - one.since_s, 0.0) * BYTES_PER_S, most_bytes)
+            one.since_s = now_s
+            if one.left_bytes < cost_bytes:  # a dropped frame does not reduce the allowance
+                one.is_held = one.is_held or bool(one.agent)
+                self._reject(one, THROTTLED, "exceeds its rate limit; its frames are now dropped")
+                return False
+        one.left_bytes -= cost_bytes
+        return True
 
     def objection(self, peer: bytes, message: FromAgent) -> str:
         """Return the error text of a message with another rank or agent than the HELLO; else an empty text."""
@@ -114,9 +118,9 @@ class Peers:
         before = self._peers.pop(earlier, None) if earlier is not None and earlier != peer else None
         one = self._peers.get(peer) or self._add(peer, now_s)
         if not one.agent:
-            one.frames, one.num_bytes, one.since_s = self._burst_frames, self._burst_bytes, now_s
+            one.left_bytes, one.since_s = self._burst_bytes, now_s
             if before is not None:  # a reconnection keeps the earlier allowance
-                one.frames, one.num_bytes, one.since_s = before.frames, before.num_bytes, before.since_s
+                one.left_bytes, one.since_s = before.left_bytes, before.since_s
         one.agent, one.rank, one.host = message.agent, message.rank, message.host
         one.is_held = False
         self._of_rank[message.rank] = peer
@@ -146,7 +150,7 @@ class Peers:
         one = self._peers.get(peer)
         if one is None or now_s - one.again_s < AGAIN_EVERY_S:
             return False
-        is_refilled = one.frames + (now_s - one.since_s) * FRAMES_PER_S >= AGAIN_FRAMES
+        is_refilled = one.left_bytes + (now_s - one.since_s) * BYTES_PER_S >= AGAIN_FRAMES * FRAME_BYTES
         if one.agent and not (one.is_held and is_refilled):
             return False
         one.again_s = now_s
@@ -170,23 +174,6 @@ class Peers:
                 del self._peers[known]
         one = self._peers[peer] = _Peer(now_s)
         return one
-
-    def _is_refilled(self, one: _Peer, num_bytes: int, now_s: float) -> bool:
-        """Refill the allowance for the elapsed time; return whether the allowance now suffices for the frame."""
-        passed_s = max(now_s - one.since_s, 0.0)
-        max_frames = self._burst_frames if one.agent else NO_HELLO_FRAMES
-        max_bytes = self._burst_bytes if one.agent else NO_HELLO_BYTES
-        frames = min(one.frames + 1 + int(passed_s * FRAMES_PER_S), max_frames)
-        left_bytes = min(one.num_bytes + num_bytes + int(passed_s * BYTES_PER_S), max_bytes)
-        is_enough = frames >= 1 and left_bytes >= num_bytes
-        if is_enough:
-            one.frames, one.num_bytes, one.since_s = frames - 1, left_bytes - num_bytes, now_s
-            return True
-        one.frames += 1  # a dropped frame does not reduce the allowance
-        one.num_bytes += num_bytes
-        one.is_held = one.is_held or bool(one.agent)
-        self._reject(one, THROTTLED, "exceeds its rate limit; its frames are now dropped")
-        return False
 
     def _reject(self, one: _Peer | None, kind: str, what: str) -> str:
         """Count a rejection and return a sentence; the first rejection of a kind also makes an event."""

@@ -20,6 +20,10 @@ from effllm.records.energy import MAX_AMOUNT, MIN_COVERED_S, NOT_MEASURED, Amoun
 MAX_COUNT = 2**62 - 1
 Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 MAX_EVENT_COUNT = 2**32  # maximal count in one event from an agent
+ReportCount = Annotated[int, Meta(ge=0, le=10**9)]  # reports of an agent: one a second for 30 years
+Ordinal = Annotated[int, Meta(ge=0, le=10**12)]  # of an iteration: one in a millisecond for 30 years
+MAX_TIME_S = 5 * 365 * 86400.0
+Duration = Annotated[float, Meta(ge=0.0, le=MAX_TIME_S)]  # of a report: a longer one would spoil the totals of the job
 EventCount = Annotated[int, Meta(ge=1, lt=2**62)]
 Position = Annotated[int, Meta(gt=-(2**62), lt=2**62)]  # the number of an iteration, as shown to users
 Number = Annotated[float, Meta(ge=-1e30, le=1e30)]
@@ -29,6 +33,7 @@ MAX_TEXT = 8000
 Sentence = Annotated[str, Meta(max_length=MAX_TEXT)]
 Sentences = Annotated[tuple[Sentence, ...], Meta(max_length=64)]
 Amounts = Annotated[dict[Word, Amount], Meta(max_length=64)]
+Durations = Annotated[dict[Word, Duration], Meta(max_length=64)]
 MAX_DEVICES = 64  # maximal number of devices of one rank: its GPUs and the sensors of its node
 
 
@@ -324,26 +329,26 @@ class RankReport(CountedOnWire, Struct, frozen=True, array_like=True, gc=False):
     """
 
     agent: Word  # random id of the sending agent; (agent, sequence) identifies a report
-    sequence: Count
+    sequence: ReportCount
     rank: Count
     # Number of the window, equal on all ranks: ceil((ordinal + offset at start) / LOG_INTERVAL); 1, 2, 3, ... after
     # windows are joined.
-    window: Count
-    iteration_first: Count  # ordinals; first > last in a report without iterations
-    iteration_last: Count
+    window: Ordinal
+    iteration_first: Ordinal  # first > last in a report without iterations
+    iteration_last: Ordinal
     iteration_shown: Position  # the number of the last iteration, as shown
     start_time_s: Number  # unix
     end_time_s: Number
-    wall_s: Amount
-    busy_s: Amount  # time in the steps, from start to end
-    wait_s: Amount  # time between the steps, without the phases
-    phases_s: Amounts
+    wall_s: Duration
+    busy_s: Duration  # time in the steps, from start to end
+    wait_s: Duration  # time between the steps, without the phases
+    phases_s: Durations
     loss: Finite | None = None  # the last loss of the window; None if it is not finite
     devices: Annotated[tuple[DeviceWindow, ...], Meta(max_length=MAX_DEVICES)] = ()
     final: bool = False  # the rank's last report
     reset: bool = False  # the run-to-date values restart after this window
     iterations_overrun: Count = 0  # iterations overwritten in the ring; this report includes their totals
-    generation_s: Amount = 0.0  # generation time in steps and in phases
+    generation_s: Duration = 0.0  # generation time in steps and in phases
     profile: Profile | None = None  # sums over the profiled iterations
     device_steps: Count = 0  # number of iterations timed on the device
     device_step_s: Amount = 0.0  # sum of the iteration times on the device

@@ -16,9 +16,11 @@ from effllm.records.rank import (
     Device,
     Event,
     Number,
+    Ordinal,
     ParameterCount,
     Position,
     RankReport,
+    ReportCount,
     Sentence,
     Word,
 )
@@ -63,7 +65,7 @@ class Reports(Struct, frozen=True, array_like=True, tag=2, gc=False):
     """Reports of one rank, oldest first."""
 
     rows: Annotated[tuple[RankReport, ...], Meta(max_length=MAX_ROWS)]
-    lost: Count = 0  # number of reports that the agent's full buffer has dropped so far
+    lost: ReportCount = 0  # number of reports that the agent's full buffer has dropped so far
     agent_cpu_s: Amount = 0.0
     sent_bytes: Count = 0  # total so far, like the CPU times
     recorder_cpu_s: Amount | None = None
@@ -74,10 +76,10 @@ class Heartbeat(Struct, frozen=True, array_like=True, tag=3, gc=False):
 
     agent: Word
     rank: Count
-    ordinal: Count
+    ordinal: Ordinal
     state: Word
     since_s: Amount
-    lost: Count = 0
+    lost: ReportCount = 0
     sent_ns: Count = 0  # time of sending on the agent's clock, if the agent requests a `Clock`; else 0
     offset_s: Number | None = None  # the aggregator's clock minus the agent's clock, estimated by the agent
     offset_error_s: Amount | None = None  # maximal error of this difference
@@ -101,8 +103,8 @@ class Bye(Struct, frozen=True, array_like=True, tag=5):
     agent: Word
     rank: Count
     status: Word  # completed, failed, interrupted, killed
-    last_ordinal: Count
-    lost: Count = 0
+    last_ordinal: Ordinal
+    lost: ReportCount = 0
     agent_cpu_s: Amount = 0.0
     sent_bytes: Count = 0
     recorder_cpu_s: Amount | None = None
@@ -171,7 +173,7 @@ class Stack(Struct, frozen=True, array_like=True, tag=13):
 
     agent: Word
     rank: Count
-    ordinal: Count
+    ordinal: Ordinal
     text: Annotated[str, Meta(max_length=MAX_STACK)]
     top: Sentence = ""  # short form of the position of the main thread
 

@@ -64,7 +64,7 @@ class Admission:
         """Record rejections since the last call."""
         for event in self._peers.take_events():
             self._aggregator.events.record(event)
-        if repeated := self._peers.take_repeated() + self._peer_admission.take_repeated():
+        if repeated := self._peers.take_repeated():
             text = "peers that were rejected before were rejected again"
             self._aggregator.events.record(Event(time.time(), "rejected", text, count=repeated))
 

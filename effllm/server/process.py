@@ -161,12 +161,13 @@ class Server:
         poller = zmq.Poller()
         poller.register(self._socket.socket, zmq.POLLIN)
         poller.register(self._inbox.descriptor, zmq.POLLIN)
+        for socket in self._peer_admission.sockets:
+            poller.register(socket, zmq.POLLIN)
         next_tick_s = next_summary_s = time.monotonic()
         # Messages contain no reference cycles, and with ten thousand ranks the search for cycles takes more time than
         # all other work.
         gc.disable()
         while not (self._is_stopping or self._admission.has_refused_all):
-            self._peer_admission.wait_with(poller)
             poller.poll(int(max(next_tick_s - time.monotonic(), 0.0) * 1000) + 1)
             self._receive()
             now_s = time.monotonic()

@@ -1,7 +1,6 @@
 """The command effllm simulate, which sends the messages of a job's agents."""
 
 import json
-import os
 import re
 import resource
 import signal
@@ -188,27 +187,6 @@ def test_descriptor_shortage_is_computed_without_changing_a_limit(limits):
     limits.most = 12_256
     assert descriptors.shortage(10_000) == ""
     assert limits == [1024, 4096]
-
-
-def test_reserved_descriptors_can_be_used_after_their_release():
-    before, reserve, taken = resource.getrlimit(resource.RLIMIT_NOFILE), descriptors.Reserve(), []
-    with open(os.devnull) as last:  # noqa: PTH123
-        resource.setrlimit(resource.RLIMIT_NOFILE, (last.fileno() + 64, before[1]))
-        try:
-            assert reserve.take()
-            with pytest.raises(OSError, match="Too many open files"):
-                while True:
-                    taken.append(os.dup(last.fileno()))
-            assert not descriptors.Reserve().take()
-            reserve.release()
-            taken += [os.dup(last.fileno()) for _ in range(descriptors.RESERVED)]
-            os.close(taken.pop())
-            assert not reserve.take(), "no descriptor would remain for a connection"
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, before)
-            reserve.release()
-            for one in taken:
-                os.close(one)
 
 
 def test_ctrl_c_prints_the_results_so_far(cli):

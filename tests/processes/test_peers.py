@@ -14,13 +14,13 @@ from effllm.job.aggregator import Aggregator
 from effllm.network.peers import (
     AGAIN_EVERY_S,
     BURST_BYTES,
-    BURST_FRAMES,
-    FRAMES_PER_S,
+    BYTES_PER_S,
+    FRAME_BYTES,
     MAX_PEERS_WITHOUT_HELLO,
     NO_HELLO,
     NO_HELLO_FRAMES,
     REJECTED_HELLO,
-    ROW_BYTES,
+    REPORT_BYTES,
     THROTTLED,
     WRONG_RANK,
     Peers,
@@ -29,6 +29,7 @@ from effllm.network.transport import (
     MAGIC,
     MAX_BYTES,
     MAX_ROWS,
+    MAX_ROWS_BYTES,
     ServerSocket,
     decode_from_agent,
     decode_from_aggregator,
@@ -42,7 +43,9 @@ from effllm.records.rank import MAX_DEVICES, Event
 from effllm.records.wire import Ack, AgentEvent, Bye, Heartbeat, Hello, Reports, Supersede, Welcome
 
 HISTORY = 1000
-BURST = BURST_FRAMES + HISTORY
+ROOM_BYTES = BURST_BYTES + HISTORY * REPORT_BYTES
+BURST = ROOM_BYTES // FRAME_BYTES
+FRAMES_PER_S = BYTES_PER_S // FRAME_BYTES
 
 
 @pytest.fixture
@@ -138,8 +141,8 @@ def test_reports_kept_during_an_outage_are_accepted_immediately(peers):
     frames, in_a_frame = -(-HISTORY // MAX_ROWS), 250 * MAX_ROWS
 
     assert all(peers.admits(b"a", in_a_frame, 100.0) for _ in range(frames))
-    # Reports of 16 kB are also accepted; a frame has room for only a few of these reports.
-    assert all(peers.admits(b"b", ROW_BYTES, 100.0) for _ in range(HISTORY))
+    # Reports of 16 kB are also accepted, in frames of 128 kB.
+    assert all(peers.admits(b"b", MAX_ROWS_BYTES, 100.0) for _ in range(HISTORY * REPORT_BYTES // MAX_ROWS_BYTES + 1))
 
 
 def test_peer_that_sends_within_its_rate_is_never_throttled(peers):
@@ -156,15 +159,20 @@ def test_frames_above_the_rate_are_dropped_and_reported_once(peers):
 
 
 def test_frames_above_the_byte_rate_are_dropped(peers):
-    room = BURST_BYTES + HISTORY * ROW_BYTES
-    passed = sum(peers.admits(b"a", MAX_BYTES, 0.0) for _ in range(300))
+    passed = sum(peers.admits(b"a", MAX_BYTES, 0.0) for _ in range(1000))
 
-    assert passed == room // MAX_BYTES
+    assert passed == ROOM_BYTES // MAX_BYTES
+    # In ten seconds the allowance grows by 40 MB: 152 frames of 256 KiB.
+    peers.admits(b"a", MAX_BYTES, 10.0, is_hello=True)
+    peers.introduce(b"a", hello(0), 10.0)
+    assert 1 + sum(peers.admits(b"a", MAX_BYTES, 10.0) for _ in range(1000)) == pytest.approx(
+        10 * BYTES_PER_S / MAX_BYTES, abs=1
+    )
 
 
 def test_peer_without_hello_has_a_lower_rate_limit(peers):
     assert sum(peers.admits(b"unknown", 10, 0.0) for _ in range(1000)) == NO_HELLO_FRAMES
-    assert not peers.admits(b"loud", MAX_BYTES * 8, 0.0)
+    assert sum(peers.admits(b"loud", MAX_BYTES, 0.0) for _ in range(100)) == NO_HELLO_FRAMES * FRAME_BYTES // MAX_BYTES
 
 
 def test_throttled_peer_does_not_affect_another_peer(peers):
@@ -355,7 +363,7 @@ def test_throttled_rank_resends_dropped_reports(launch, hand_agent):
     agent.send(reports(*rows[:10]))
     agent.receive("Ack")
 
-    agent.send(*[MAGIC + b"\xc1"] * 3000)  # more frames than the burst limit of 528
+    agent.send(*[MAGIC + b"\xc1"] * 3000)  # more frames than the burst limit
     agent.send(reports(*rows[10:]))
 
     def must_send_again():

@@ -294,6 +294,27 @@ def test_idle_connections_are_closed_and_use_few_threads(tmp_path, monkeypatch):
         sink.close()
 
 
+def test_slow_requests_yield_to_a_complete_request(tmp_path):
+    """Each of 20 connections sends a line of its request, and never the last line."""
+    identity = Identity(run_id="mine")
+    run = make_run(tmp_path / "mine", config=Config(sinks=("prometheus:port=0",)), identity=lambda: identity)
+    sink = open_sink("prometheus", run)
+    slow = [socket.create_connection(("127.0.0.1", sink.port)) for _ in range(20)]
+    try:
+        for one in slow:
+            one.sendall(b"GET /metrics HTTP/1.1\r\nX-Slow: 1\r\n")
+        jobs.until(lambda: threads() == prometheus.web_server.MAX_AT_ONCE)
+        time.sleep(prometheus.web_server.SLOW_S)
+        for _ in range(3):
+            with urllib.request.urlopen(f"http://127.0.0.1:{sink.port}/metrics", timeout=3) as answer:
+                assert b"efficientllm_fresh" in answer.read()
+        assert threads() <= prometheus.web_server.MAX_AT_ONCE
+    finally:
+        for one in slow:
+            one.close()
+        sink.close()
+
+
 def threads():
     return sum("process_request_thread" in thread.name for thread in threading.enumerate())
 

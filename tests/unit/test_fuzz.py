@@ -48,9 +48,9 @@ POSSIBLE = """
     all-gauges all-times-zero device-twice device-unknown empty-reports energy-of-next-to-nothing facts-nan
     gauge-negative good-beat good-bye good-clock-beat good-hello good-note good-own-times good-reports
     good-stack good-supersede groups largest-amounts largest-clock-beat largest-flops largest-own-times largest-profile
-    log-interval-zero loss-1_7e308 memory-zero note-escapes note-long offset-negative ordinals-of-2-61
+    log-interval-zero loss-1_7e308 memory-zero note-escapes note-long offset-negative
     parameters-zero profile rank-of-2-61 row-reset-and-final smallest-amounts stalled-for-ever start_time_s--1e30
-    stated-gpus window-of-2-61 world-of-2-61
+    stated-gpus world-of-2-61
 """
 
 

@@ -16,7 +16,7 @@ from effllm.job.goodput_tiles import Axis, Tiles
 from effllm.job.ledger import restore
 from effllm.job.rows import Rows
 from effllm.records.clock import Now
-from effllm.records.rank import Integrals
+from effllm.records.rank import MAX_TIME_S, Integrals
 from effllm.records.wire import Bye, Heartbeat
 from effllm.store.summary_text import summary_text
 
@@ -686,3 +686,28 @@ def test_rank_without_first_and_last_report_keeps_its_elapsed_time():
 
     assert goodput.elapsed_s == pytest.approx(30.0)
     assert goodput.seconds["unknown"] == pytest.approx(20.0)
+
+
+@pytest.mark.parametrize(
+    ("in_hello", "in_report", "in_bye"),
+    [
+        ({"time_s": 2e19}, {}, None),
+        ({"start_time_s": -2e19}, {}, None),
+        ({}, {"start_time_s": -2e19}, None),
+        ({}, {"start_time_s": 2e19, "end_time_s": 2e19}, None),
+        ({}, {}, 2e19),
+    ],
+)
+def test_impossible_times_of_a_rank_change_the_elapsed_time_by_five_years_at_most(in_hello, in_report, in_bye):
+    run = Run()
+    run.join(0, time_s=1000.0, start_time_s=1000.0)
+    run.join(1, **{"time_s": 1000.0, "start_time_s": 1000.0, **in_hello})
+    run.wait(10).send(0, 1)
+    run.send(1, 1, **in_report)
+    run.bye(0)
+    run.aggregator.bye(Bye(run.agent(1), 1, "completed", 10, end_time_s=in_bye), Now(run.now_s, run.time_s))
+    summary = run.aggregator.summary(run.time_s, ended=True)
+
+    assert summary.tokens == 2000
+    assert summary.elapsed_s <= MAX_TIME_S + 10.0
+    assert (in_bye is None) or summary.elapsed_s == pytest.approx(10.0)

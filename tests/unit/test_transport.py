@@ -120,6 +120,26 @@ def test_report_with_an_impossible_count_is_rejected(field, bad):
         decode_from_agent(encode(reports(row(), msgspec.structs.replace(row(), **{field: bad}))))
 
 
+@cases(
+    "changes",
+    [
+        *({name: 2e8} for name in ("wall_s", "busy_s", "wait_s", "generation_s")),  # above six years
+        {"phases_s": {"evaluation": 2e8}},
+        {"sequence": 2 * 10**9},
+        *({name: 10**13} for name in ("window", "iteration_first", "iteration_last")),
+        {"lost": 2**62 - 1},
+    ],
+)
+def test_report_with_an_implausible_number_is_rejected(changes):
+    if "lost" in changes:
+        message = msgspec.structs.replace(reports(row()), **changes)
+    else:
+        message = reports(msgspec.structs.replace(row(), **changes))
+
+    with pytest.raises(FrameError, match="<="):
+        decode_from_agent(encode(message))
+
+
 @cases("bad", [NAN, INFINITE, -INFINITE, -1.0])
 @cases("field", ["wall_s", "busy_s", "wait_s", "start_time_s", "loss", "evaluation", "agent_cpu_s"])
 def test_report_with_an_impossible_number_is_rejected(field, bad):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hmac
 import re
 import socket
 import ssl
-import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from socketserver import TCPServer, ThreadingMixIn
@@ -22,6 +23,7 @@ Application = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
 MAX_AT_ONCE = 16  # concurrent requests
 TIMEOUT_S = 5.0  # timeout of a read or a write of a connection
+SLOW_S = 0.2  # a connection without a complete request for longer than this yields to a new one, if all are in use
 MIN_TOKEN_LETTERS, MAX_TOKEN_LETTERS = 16, 1000
 MAX_FILE_BYTES = 1 << 16
 
@@ -125,18 +127,27 @@ class _Handler(WSGIRequestHandler):
     def version_string(self) -> str:
         return self.server_version
 
+    def get_environ(self) -> dict[str, Any]:
+        """Return the request, which is now complete, so that its connection does not yield to a new one."""
+        self.server.reading_since_s.pop(self.request, None)  # type: ignore[attr-defined]
+        return super().get_environ()
+
     def log_message(self, *_: Any) -> None:
         """Log nothing, because stderr belongs to the job."""
 
 
 class _Server(ThreadingMixIn, WSGIServer):
-    """Starts a thread for each request, with a limit, because every user of this host can connect."""
+    """Starts a thread for each request, with a limit, because every user of this host can connect.
+
+    Connections that send their request slowly cannot block the page: the oldest yields to a new connection.
+    """
 
     daemon_threads = True
     request_queue_size = 128
 
     def __init__(self, access: Access, port: int) -> None:
-        self._free = threading.BoundedSemaphore(MAX_AT_ONCE)
+        self._active: set[Any] = set()
+        self.reading_since_s: dict[Any, float] = {}  # connections without a complete request, the oldest first
         if ":" in access.address:
             self.address_family = socket.AF_INET6
         super().__init__((access.address, port), _Handler)
@@ -150,16 +161,31 @@ class _Server(ThreadingMixIn, WSGIServer):
         self.setup_environ()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if self._free.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
+        if len(self._active) >= MAX_AT_ONCE and not self._drop_slow():
             self.shutdown_request(request)
+            return
+        self._active.add(request)
+        self.reading_since_s[request] = time.monotonic()
+        super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._free.release()
+            self.reading_since_s.pop(request, None)
+            self._active.discard(request)
+
+    def _drop_slow(self) -> bool:
+        """Close the oldest connection without a complete request; return ``False`` if none is slow."""
+        for request, since_s in self.reading_since_s.copy().items():
+            if time.monotonic() - since_s < SLOW_S:
+                break
+            self.reading_since_s.pop(request, None)
+            self._active.discard(request)
+            with contextlib.suppress(OSError):
+                socket.socket.shutdown(request, socket.SHUT_RDWR)  # not of the TLS object, which its thread uses
+            return True
+        return False
 
     def handle_error(self, *_: Any) -> None:
         """Log nothing about interrupted connections."""
