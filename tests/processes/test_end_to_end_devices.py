@@ -115,10 +115,10 @@ def test_power_of_a_shared_gpu_is_counted_once(launch, trace):
     ("visible", "expected"),
     [
         ((None, None), (A, B)),  # order of the PCI buses, as in CUDA
-        (("2,0", "2,0"), (IDLE, A)),
+        pytest.param(("2,0", "2,0"), (IDLE, A), marks=pytest.mark.long),
         ((f"{B.uuid},{A.uuid}",) * 2, (B, A)),
-        (("GPU-bbbb,GPU-cccc",) * 2, (B, IDLE)),
-        (("2", "1"), (IDLE, B)),  # one GPU for each rank
+        pytest.param(("GPU-bbbb,GPU-cccc",) * 2, (B, IDLE), marks=pytest.mark.long),
+        pytest.param(("2", "1"), (IDLE, B), marks=pytest.mark.long),  # one GPU for each rank
     ],
     ids=["unset", "reordered", "by UUID", "by part of a UUID", "one per rank"],
 )

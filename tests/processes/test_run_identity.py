@@ -93,7 +93,10 @@ def test_next_attempt_keeps_run_id_start_and_scheduler_job(launch):
     second = launch.python("loop.py", environ=SBATCH, run_name="mine").done()
 
     facts = identity(second.ledger.facts)
+    # On a busy machine, the first attempt may be killed before git returns the commit.
+    kept = {name: value for name, value in first.items() if value is not None and name != "ended_time_s"}
     assert second.ledger.summary.attempts == 2
-    assert {**facts, "ended_time_s": None} == {**first, "ended_time_s": None}
+    assert {name: facts[name] for name in kept} == kept
+    assert {"run_id", "started_time_s", "job_id"} <= set(kept)
     assert facts == summary_of(second)
     assert facts["ended_time_s"] == second.ledger.summary.goodput.attempts[-1].end_time_s > first["ended_time_s"]
