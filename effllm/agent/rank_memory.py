@@ -99,8 +99,6 @@ class RankMemory:
             values["allocator/fragmented_bytes"] = now.fragmented
         if before is None or now.allocated_peak > before.allocated_peak:
             values[f"allocator/{now.after}_peak_bytes"] = now.allocated_peak
-            if now.after == STEPS and now.positions:
-                values["allocator/steps_positions"] = now.positions
         if before is not None:
             for name in ("retries", "out_of_memory"):
                 if (more := getattr(now, name) - getattr(before, name)) > 0:

@@ -31,16 +31,6 @@ MAX_VALUE = 1e60
 Number = Annotated[float, msgspec.Meta(ge=-MAX_VALUE, le=MAX_VALUE)]
 
 
-class LedgerMemory(NamedTuple):
-    """The peak of torch's allocator in the steps of a run, with what `effllm fit` needs beside it."""
-
-    peak_bytes: float
-    positions: float | None  # of the largest micro-batch
-    plan: str | None
-    model: str | None
-    parameters: int | None
-
-
 class LedgerRun(NamedTuple):
     """One run; ``None`` means unknown."""
 
@@ -63,7 +53,6 @@ class LedgerRun(NamedTuple):
     simulated: bool
     slow_hosts: tuple[str, ...] = ()  # hosts of stragglers
     unused_gpu_hours: float = 0.0  # part of `gpu_hours`: allocated GPUs that no rank used
-    memory: LedgerMemory | None = None  # of a line
 
 
 class LedgerRow(NamedTuple):
@@ -295,10 +284,6 @@ class _LedgerLine(msgspec.Struct):
     gpu_cost: Number | None = None
     electricity_cost: Number | None = None
     co2_kg: Number | None = None
-    parameters: int | None = None
-    peak_bytes: Number | None = None
-    peak_positions: Number | None = None
-    memory_plan: str | None = None
 
 
 def ledger_lines(place: Path, by: str = "outcome") -> tuple[list[LedgerRun], list[str]]:
@@ -372,14 +357,7 @@ def _of_line(line: _LedgerLine, by: str) -> LedgerRun:
         co2_kg=line.co2_kg,
         cause=_cause(line.cause),
         simulated=line.simulated,
-        memory=_memory(line),
     )
-
-
-def _memory(line: _LedgerLine) -> LedgerMemory | None:
-    if line.peak_bytes is None:
-        return None
-    return LedgerMemory(line.peak_bytes, line.peak_positions, line.memory_plan, line.model, line.parameters)
 
 
 # --- keys ---

@@ -8,12 +8,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from effllm.analysis.run_folders import UnreadableRun
 from effllm.commands.fit_measure import CannotMeasure, measure
-from effllm.commands.fit_runs import LearnedRuns, learn_from
 from effllm.commands.fit_sources import FoundModel, UnreadableModel, find
 from effllm.devices.known.named_gpus import find_gpu, similar_gpus, usable_bytes
 from effllm.memory.changes import FITS, fitting_changes, verdict
@@ -21,7 +18,6 @@ from effllm.memory.estimate import estimate
 from effllm.memory.plan import INFERENCE, PRECISIONS, TRAINING, ImpossiblePlan, MemoryPlan
 from effllm.records.plain_text import one_line
 from effllm.views.fit_document import fit_document
-from effllm.views.fit_learned import LearnedFit
 from effllm.views.fit_text import GpuMemory, ModelFit, fit_lines, wrapped
 
 MAX_GPUS = 10**6
@@ -39,14 +35,13 @@ class FitRequest:
     as_json: bool
     measured: bool = False
     vocab_size: int | None = None  # of a script of Megatron that does not state it
-    runs: str = ""  # path of runs whose measured peaks correct the estimates
 
 
 def main(request: FitRequest) -> int:
     """Print the estimates; return the exit status."""
     try:
         fits, gpu = _estimates(request)
-    except (UnreadableModel, ImpossiblePlan, CannotMeasure, UnreadableRun) as error:
+    except (UnreadableModel, ImpossiblePlan, CannotMeasure) as error:
         print(f"effllm fit: {one_line(str(error))}", file=sys.stderr)
         return 2
     if request.as_json:
@@ -73,11 +68,10 @@ def _estimates(request: FitRequest) -> tuple[list[ModelFit], GpuMemory | None]:
         with _named(one, only_settings):
             planned.append(_planned(one, request, shared))
     gpu = _gpu(request.gpu, max(plan.gpus for plan, *_ in planned) if request.gpu else request.gpus)
-    learned = learn_from(Path(request.runs), [one.shape for one in models if one.shape]) if request.runs else None
     fits = []
     for one, plan in zip(models, planned, strict=True):
         with _named(one, only_settings):
-            fit = _fit(one, *plan, request, gpu, learned)
+            fit = _fit(one, *plan, request, gpu)
         fits.append(replace(fit, notes=(*fit.notes, *notes, *_ignored(request, plan[0]))))
     return fits, gpu
 
@@ -127,22 +121,16 @@ def _fit(
     keeps_gpus: bool,
     request: FitRequest,
     gpu: GpuMemory | None,
-    learned: LearnedRuns | None,
 ) -> ModelFit:
     assert found.shape is not None
-    of = learned.estimate if learned else estimate
-    training = of(found.shape, plan) if request.mode != INFERENCE else None
+    training = estimate(found.shape, plan) if request.mode != INFERENCE else None
     inference = estimate(found.shape, _serving_plan(plan, settings)) if request.mode != TRAINING else None
     main_one = training or inference
     assert main_one is not None
     is_too_large = gpu is not None and verdict(main_one.total, gpu.usable_bytes) != FITS
-    changes = fitting_changes(main_one, gpu.usable_bytes, of, keeps_gpus=keeps_gpus) if gpu and is_too_large else []
+    changes = fitting_changes(main_one, gpu.usable_bytes, keeps_gpus=keeps_gpus) if gpu and is_too_large else []
     measured = measure(found.config, plan) if request.measured else None
-    fit = ModelFit(found.source, found.notes, inference, training, tuple(changes), measured)
-    if learned is None or training is None:
-        return fit
-    before = estimate(found.shape, plan).total
-    return replace(fit, learned=LearnedFit(learned.correction(training), dict(learned.left_out), before))
+    return ModelFit(found.source, found.notes, inference, training, tuple(changes), measured)
 
 
 def _laid_out(plan: MemoryPlan, gpus: int | None, is_dp_given: bool) -> MemoryPlan:

@@ -29,7 +29,6 @@ _FSDP = typer.Option("--fsdp", help="FSDP with full sharding: the same as --zero
 _MEASURE = typer.Option(
     "--measure", help="Also measure a step of one rank with fake tensors; needs transformers, and PEFT for --lora."
 )
-_RUNS = typer.Option(metavar="PATH", help="Run folders or ledger: their measured peaks correct the estimate.")
 _SEQUENCE = typer.Option("--sequence-parallel", help="Sequence parallelism beside tensor parallelism.")
 
 
@@ -61,7 +60,6 @@ def fit(
     fsdp: Annotated[bool, _FSDP] = False,
     sequence_parallel: Annotated[bool, _SEQUENCE] = False,
     measured: Annotated[bool, _MEASURE] = False,
-    runs: Annotated[str, _RUNS] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with bytes.")] = False,
 ) -> None:
     """Estimate the memory of models before a run: does it fit, and what would make it fit.
@@ -91,7 +89,7 @@ def fit(
         "base_keeps_inputs": base_keeps_inputs or None, "fused_loss": fused_loss or None, "tp": tp, "pp": pp, "cp": cp,
         "ep": ep, "dp": dp, "zero": 3 if fsdp else zero, "sequence_parallel": sequence_parallel or None,
     }  # fmt: skip
-    request = command.FitRequest(models, mode, gpu, gpus, settings, as_json, measured, vocab_size, runs)
+    request = command.FitRequest(models, mode, gpu, gpus, settings, as_json, measured, vocab_size)
     raise typer.Exit(command.main(request))
 
 

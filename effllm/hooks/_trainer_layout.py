@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from effllm.hooks._layout import DDP, FSDP, SINGLE, zero_facts
 from effllm.hooks._parameters import unwrapped
 
 
@@ -34,6 +35,26 @@ def meshes(trainer: Any) -> list[Any]:
         getattr(unwrapped(getattr(trainer, "model", None)), "_device_mesh", None),
     )
     return [mesh for mesh in found if getattr(mesh, "mesh_dim_names", None)]
+
+
+def layout_facts(trainer: Any, args: Any) -> dict[str, Any]:
+    """Return what each rank of data parallelism has; with another kind of accelerate, the name of this kind."""
+    accelerator: Any = getattr(trainer, "accelerator", None)
+    kind = getattr(getattr(accelerator, "distributed_type", None), "name", "")
+    engine: Any = getattr(trainer, "model_wrapped", None)
+    if kind == "DEEPSPEED" and hasattr(engine, "zero_optimization_stage"):
+        return zero_facts(engine)
+    if kind == "FSDP" or any(_size(mesh, "fsdp") > 1 for mesh in meshes(trainer)):
+        return {"parallel_layout": FSDP}
+    if kind == "NO":
+        return {"parallel_layout": "DataParallel" if getattr(args, "n_gpu", 1) > 1 else SINGLE}
+    if kind.startswith("MULTI_"):
+        return {"parallel_layout": DDP if accelerator.num_processes > tensor_parallel(trainer) else SINGLE}
+    return {"parallel_layout": kind} if kind else {}
+
+
+def _size(mesh: Any, name: str) -> int:
+    return int(mesh.size(mesh.mesh_dim_names.index(name))) if name in mesh.mesh_dim_names else 1
 
 
 def mesh_text(trainer: Any) -> str | None:

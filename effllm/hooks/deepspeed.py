@@ -20,7 +20,7 @@ from typing import Any
 
 from effllm.hooks import Unknown
 from effllm.hooks._batches import Batches, inputs_of
-from effllm.hooks._deepspeed_plan import plan_of_engine
+from effllm.hooks._layout import zero_facts
 from effllm.hooks._parameters import model_name, parameters_of
 from effllm.hooks._steps import Steps, rank, version
 from effllm.hooks._wrap import Call, Guard, around
@@ -194,12 +194,14 @@ class _DeepSpeedLoop:
             facts={
                 "framework_version": version("deepspeed"),
                 "model": model_name(engine.module),
-                "zero_stage": engine.zero_optimization_stage(),
+                **zero_facts(engine),
+                "tensor_parallel": model_parallel,
+                "sequence_parallel": split,
+                "pipeline_parallel": getattr(engine, "num_stages", 1),
                 "precision": "bf16" if engine.bfloat16_enabled() else "fp16" if engine.fp16_enabled() else "fp32",
                 "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
                 "micro_batch_size": engine.train_micro_batch_size_per_gpu(),
                 "global_batch_size": engine.train_batch_size(),
-                "framework_plan": plan_of_engine(engine),
             },
         )
         self._batches.of_model(engine.module, None if is_pipeline else found)

@@ -25,6 +25,7 @@ from typing import Any
 
 from effllm.hooks import Unknown
 from effllm.hooks._batches import Batches, inputs_of
+from effllm.hooks._layout import precision_of, strategy_facts
 from effllm.hooks._parameters import Parameters, model_name, parameters_of
 from effllm.hooks._steps import Steps, listen_to_waits, rank, version
 from effllm.hooks._wrap import Call, Guard, around
@@ -177,8 +178,8 @@ class _FabricLoop:
             facts={
                 "framework_version": version(type(model).__module__),
                 "model": model_name(model.module),
-                "strategy": type(strategy).__name__,
-                "precision": str(getattr(strategy.precision, "precision", "unknown")),
+                **strategy_facts(strategy),
+                "precision": precision_of(getattr(strategy.precision, "precision", "unknown")),
             },
         )
         self._batches.of_model(model.module, found)

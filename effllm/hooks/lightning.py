@@ -20,7 +20,7 @@ from typing import Any
 
 from effllm.config.switches import is_attached, this_process
 from effllm.hooks._batches import Batches
-from effllm.hooks._lightning_plan import plan_of_module
+from effllm.hooks._layout import precision_of, strategy_facts
 from effllm.hooks._parameters import parameters_of
 from effllm.hooks._steps import Steps, version
 from effllm.hooks._wrap import Guard
@@ -136,7 +136,6 @@ class LightningTraining:
         self._loss: float | None = None
         self._batches = Batches(_STEPS)
         self._counts_data = True
-        self._has_plan = False
 
     def begin(self) -> bool:
         trainer = self._trainer
@@ -150,8 +149,8 @@ class LightningTraining:
             facts={
                 "framework_version": version(type(trainer).__module__),
                 "model": type(self._module).__name__,
-                "strategy": type(trainer.strategy).__name__,
-                "precision": str(trainer.precision),
+                **strategy_facts(trainer.strategy),
+                "precision": precision_of(trainer.precision),
                 "gradient_accumulation_steps": trainer.accumulate_grad_batches,
             },
         )
@@ -160,9 +159,6 @@ class LightningTraining:
 
     def batch_start(self) -> None:
         """Begin an iteration, or count the wait before a further micro-batch as data wait."""
-        if not self._has_plan:  # the sanity check runs before the Trainer has its loader
-            self._has_plan = True
-            _STEPS.learn(facts={"framework_plan": plan_of_module(self._trainer, self._module)})
         if self._idle_since_ns:
             _STEPS.waited(time.monotonic_ns() - self._idle_since_ns)
             self._idle_since_ns = 0

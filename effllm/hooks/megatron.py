@@ -1,4 +1,4 @@
-"""Megatron: a rank's share of the parameters, and the ranks that count data.
+"""Megatron: a rank's share of the parameters, the ranks that count data, and the layout of data parallelism.
 
 Each rank computes these numbers without a collective, and the sum over all ranks is the job's total.  The functions
 import megatron-core; this module does not.
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from typing import Any
+
+from effllm.hooks._layout import DDP, FSDP, SINGLE, ZERO
 
 
 def parameter_share(model_chunks: Iterable[Any]) -> dict[str, int]:
@@ -63,6 +65,21 @@ def peers() -> tuple[str, str]:
     sizes = (groups.get_tensor_model_parallel_world_size(), groups.get_pipeline_model_parallel_world_size(), context)
     replica = groups.get_data_parallel_rank() // experts  # ranks that share experts are consecutive
     return f"stage {stage}", f"replica {replica}" if max(*sizes, experts) > 1 else ""
+
+
+def layout_facts(settings: Any, replicas: int) -> dict[str, Any]:
+    """Return what each rank of data parallelism has; Megatron's distributed optimizer is ZeRO of stage 1.
+
+    Args:
+        settings: Megatron's arguments, or the ``ddp_config`` of a chunk of the model.
+        replicas: number of ranks of data parallelism.
+    """
+    # The second name is that of megatron-core before 0.13.
+    if any(getattr(settings, f"use_{name}", False) for name in ("megatron_fsdp", "custom_fsdp", "torch_fsdp2")):
+        return {"parallel_layout": FSDP}
+    if replicas > 1 and getattr(settings, "use_distributed_optimizer", False):
+        return {"parallel_layout": ZERO, "zero_stage": 1}
+    return {"parallel_layout": DDP if replicas > 1 else SINGLE}
 
 
 def configuration(chunk: Any) -> Any:

@@ -15,10 +15,9 @@ from types import ModuleType
 from typing import Any
 
 from effllm.hooks import Unknown
-from effllm.hooks._megatron_plan import plan_of_core
 from effllm.hooks._steps import Steps
 from effllm.hooks._wrap import Call, Guard, around, say_once
-from effllm.hooks.megatron import configuration, parameter_share, peers, reports_data
+from effllm.hooks.megatron import configuration, layout_facts, parameter_share, peers, reports_data
 from effllm.trainer import ownership
 from effllm.trainer.collector import get_metrics_collector
 
@@ -54,7 +53,7 @@ def attach_optimizer(module: ModuleType) -> None:
             one,
             "step",
             _guard,
-            before=lambda call: _iterations.optimizer_starts(call.args[0]),
+            before=lambda _: _iterations.optimizer_starts(),
             after=lambda *_: _iterations.optimizer_ended(),
             failed=lambda _: _iterations.optimizer_fails(),
         )
@@ -85,8 +84,6 @@ class _Iterations:
         self._depth = 0  # depth of nested optimizer steps
         self._samples = self._tokens = 0
         self._reports = False
-        self._first: tuple[Call, Any] | None = None  # a pass and a chunk of the model, until the first step
-        self._micro_batches = 0  # of the first iteration
 
     def pass_starts(self, call: Call) -> str:
         """Start an iteration at its first pass; but if the pass is forward-only, start an evaluation."""
@@ -96,8 +93,6 @@ class _Iterations:
         if not self._runs and self._is_counting(call):
             self._runs = True
             self._steps.start()
-        if self._first is not None:
-            self._micro_batches += call.get("num_microbatches")
         return "training"
 
     def pass_ended(self, kind: str, call: Call, _result: Any) -> None:
@@ -112,13 +107,8 @@ class _Iterations:
         if kind == "evaluation":
             self._steps.phase_end()
 
-    def optimizer_starts(self, optimizer: Any) -> None:
-        """Record the plan of the memory at the first step, because a schedule has no optimizer."""
+    def optimizer_starts(self) -> None:
         self._depth += 1
-        (first, self._first) = (self._first, None)
-        if first is not None:
-            plan = plan_of_core(first[0], self._micro_batches, first[1], optimizer)
-            self._steps.learn(facts={"framework_plan": plan})
 
     def optimizer_ended(self) -> None:
         """End the iteration at the end of the outermost optimizer step."""
@@ -144,22 +134,25 @@ class _Iterations:
             say_once("megatron.core is used with sequences of varying length: tokens and samples are not counted")
         else:
             self._reports = reports_data()
-        self._steps.begin(parameter_share=self._parameters(parameter_share, chunks), facts=_facts(call, config))
+        self._steps.begin(
+            parameter_share=self._parameters(parameter_share, chunks), facts=_facts(call, chunks[0], config)
+        )
         get_metrics_collector().set_peer_group(*(self._peers(peers) or ("",)))
-        self._first, self._micro_batches = (call, chunks[0]), 0
         return True
 
 
-def _facts(call: Call, config: Any) -> dict[str, Any]:
+def _facts(call: Call, chunk: Any, config: Any) -> dict[str, Any]:
     from megatron.core import parallel_state as groups
 
     experts = getattr(config, "num_moe_experts", None)
+    replicas = groups.get_data_parallel_world_size()
     facts = {
         "tensor_parallel": groups.get_tensor_model_parallel_world_size(),
         "pipeline_parallel": groups.get_pipeline_model_parallel_world_size(),
         "context_parallel": groups.get_context_parallel_world_size(),
         "expert_parallel": groups.get_expert_model_parallel_world_size() if experts else None,
-        "data_parallel": groups.get_data_parallel_world_size(),
+        "data_parallel": replicas,
+        **layout_facts(getattr(chunk, "ddp_config", None), replicas),
         "micro_batch_size": call.get("micro_batch_size"),
         "sequence_length": call.get("seq_length"),
         "num_layers": getattr(config, "num_layers", None),

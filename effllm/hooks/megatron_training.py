@@ -20,10 +20,9 @@ from typing import Any
 
 from effllm.hooks import Unknown
 from effllm.hooks._late import LazyNumber
-from effllm.hooks._megatron_plan import plan_of_arguments
 from effllm.hooks._steps import Steps
 from effllm.hooks._wrap import Call, Guard, around, say_once
-from effllm.hooks.megatron import parameter_share, peers, reports_data
+from effllm.hooks.megatron import layout_facts, parameter_share, peers, reports_data
 from effllm.records.framework_figures import TFLOPS_PER_GPU
 from effllm.trainer import ownership
 from effllm.trainer.collector import get_metrics_collector
@@ -48,7 +47,6 @@ FACTS = {
     "expert_tensor_parallel": "expert_tensor_parallel_size",
     "data_parallel": "data_parallel_size",
     "sequence_parallel": "sequence_parallel",
-    "distributed_optimizer": "use_distributed_optimizer",
     "micro_batch_size": "micro_batch_size",
     "global_batch_size": "global_batch_size",
     "rampup_batch_size": "rampup_batch_size",
@@ -294,7 +292,7 @@ def _facts(args: Any) -> dict[str, Any]:
     is_dense = not facts["num_experts"]  # Megatron sets defaults for experts even in a dense model
     facts = {f: value for f, value in facts.items() if value is not None and not (is_dense and "expert" in f)}
     facts["precision"] = _precision(args)
-    facts["framework_plan"] = plan_of_arguments(args)
+    facts |= layout_facts(args, facts.get("data_parallel") or 1)
     batch: list[Any] = [facts.get(name) for name in ("global_batch_size", "sequence_length", "data_parallel")]
     if all(type(one) is int and one > 0 for one in batch):
         facts["max_positions_per_iteration"] = batch[0] * batch[1] // batch[2]

@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from effllm.hooks import Unknown
+from effllm.hooks._layout import DDP, FSDP, SINGLE
 from effllm.hooks._parameters import parameters_of
 from effllm.hooks._steps import Steps, version
 from effllm.hooks._wrap import Call, Guard, around
@@ -144,7 +145,7 @@ class TitanTraining:
                 "framework_version": version("torchtitan"),
                 "sequence_length": self._length,
                 "gradient_accumulation_steps": getattr(trainer, "gradient_accumulation_steps", None),
-                **_parallel_sizes(trainer.parallel_dims),
+                **_layout_facts(trainer.parallel_dims),
                 "token_source": "all positions, because padding is unknown",
                 "flops_convention": "torchtitan's num_flops_per_token",
                 **({"model": self._model} if self._model else {}),
@@ -208,10 +209,12 @@ def _read_figures(call: Call) -> None:
         _STEPS.figures({FIGURES[name][0]: FIGURES[name][1] * value for name, value in known.items()})
 
 
-def _parallel_sizes(dims: Any) -> dict[str, int]:
+def _layout_facts(dims: Any) -> dict[str, Any]:
     names = {"tensor_parallel": "tp", "pipeline_parallel": "pp", "context_parallel": "cp", "expert_parallel": "ep"}
     sizes = {fact: getattr(dims, name, None) for fact, name in names.items()}
-    return {fact: size for fact, size in sizes.items() if type(size) is int}
+    is_sharded = getattr(dims, "dp_shard", 1) > 1
+    layout = FSDP if is_sharded else DDP if getattr(dims, "dp_replicate", 1) > 1 else SINGLE
+    return {"parallel_layout": layout, **{fact: size for fact, size in sizes.items() if type(size) is int}}
 
 
 def _is_counted_here(dims: Any) -> bool:

@@ -22,6 +22,7 @@ from typing import Any
 from effllm.hooks import Unknown
 from effllm.hooks._batches import Batches
 from effllm.hooks._late import LazyNumber
+from effllm.hooks._layout import precision_of
 from effllm.hooks._parameters import parameters_of
 from effllm.hooks._steps import Steps, listen_to_waits, rank, version
 from effllm.hooks._wrap import Call, Guard, around
@@ -169,7 +170,7 @@ class _TorchtuneLoop:
             facts={
                 "framework_version": version("torchtune"),
                 "recipe": type(recipe).__name__,
-                "precision": str(getattr(recipe, "_dtype", "unknown")).removeprefix("torch."),
+                "precision": precision_of(getattr(recipe, "_dtype", "unknown")),
                 "gradient_accumulation_steps": getattr(recipe, "_gradient_accumulation_steps", 1),
                 **_model_of(recipe),
             },

@@ -16,6 +16,7 @@ from transformers.trainer_callback import TrainerCallback
 
 from effllm.hooks import Unknown
 from effllm.hooks._late import LateSums
+from effllm.hooks._layout import precision_of
 from effllm.hooks._parameters import (
     CONVENTION,
     FlopsByWidth,
@@ -25,12 +26,10 @@ from effllm.hooks._parameters import (
     model_name,
     parameters_of,
 )
-from effllm.hooks._plan import type_of_weights
 from effllm.hooks._steps import Steps, rank, version
 from effllm.hooks._trainer_figures import TrainerFigures
-from effllm.hooks._trainer_layout import counts_its_batch, mesh_text, tensor_parallel
+from effllm.hooks._trainer_layout import counts_its_batch, layout_facts, mesh_text, tensor_parallel
 from effllm.hooks._trainer_lengths import max_positions
-from effllm.hooks._trainer_plan import framework_plan
 from effllm.hooks._wrap import Call, Guard, around
 from effllm.instruments.token_counter import CountingCollator
 from effllm.trainer import ownership
@@ -292,7 +291,6 @@ class TrainerRun:
     def _facts(self, args: Any) -> dict[str, Any]:
         accelerator = getattr(self.trainer, "accelerator", None)
         sizes = getattr(accelerator, "parallelism_config", None)
-        kind = getattr(getattr(accelerator, "distributed_type", None), "name", None)
         found = {
             "framework_version": version("transformers"),
             "trainer": type(self.trainer).__name__ if self.trainer is not None else None,
@@ -301,15 +299,19 @@ class TrainerRun:
             "per_device_batch_size": args.per_device_train_batch_size,
             "gradient_accumulation_steps": args.gradient_accumulation_steps,
             "logging_steps": args.logging_steps,
-            "precision": "bf16" if args.bf16 else "fp16" if args.fp16 else type_of_weights(self._model),
-            "parallel_layout": kind,
+            "precision": "bf16" if args.bf16 else "fp16" if args.fp16 else _type_of_weights(self._model),
+            **layout_facts(self.trainer, args),
             "device_mesh": mesh_text(self.trainer),
             "tensor_parallel": tensor_parallel(self.trainer),
             "context_parallel": getattr(sizes, "cp_size", None),
             "sequence_parallel": getattr(sizes, "sp_size", None),
-            "framework_plan": framework_plan(self.trainer, args, self._model),
         }
         return {name: value for name, value in found.items() if value is not None}
+
+
+def _type_of_weights(model: Any) -> str | None:
+    kinds = (one.dtype for one in model.parameters() if one.is_floating_point()) if model is not None else ()
+    return next(map(precision_of, kinds), None)
 
 
 def _is_checkpointing(args: Any) -> bool:

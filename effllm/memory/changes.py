@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
@@ -47,7 +47,6 @@ class FittingChange:
 def fitting_changes(
     found: MemoryEstimate,
     usable_bytes: float,
-    of: Callable[[ModelShape, MemoryPlan], MemoryEstimate] = estimate,
     *,
     keeps_gpus: bool = False,
 ) -> list[FittingChange]:
@@ -56,7 +55,6 @@ def fitting_changes(
     Args:
         found: the estimate of a plan that does not fit.
         usable_bytes: memory of a GPU.
-        of: returns the estimate of another plan.
         keeps_gpus: whether the number of GPUs is given, so that a larger TP leaves fewer ranks for data parallelism.
     """
     changes = list(_serving_changes(found.plan) if not found.plan.is_training else _training_changes(found.plan))
@@ -71,7 +69,7 @@ def fitting_changes(
                 continue
             plan = _same_batch(replace(found.plan, **settings), found.plan)
             try:
-                total = of(found.shape, plan).total
+                total = estimate(found.shape, plan).total
             except ImpossiblePlan:
                 continue
             if total.high <= usable_bytes:

@@ -68,7 +68,6 @@ class MemoryEstimate:
     total: ByteRange
     allocated: ByteRange  # by torch's allocator: without CUDA context, NCCL's buffers and fragmentation
     reserved: ByteRange  # by torch's allocator: with fragmentation
-    is_corrected: bool = False  # whether measured peaks have changed the totals; the parts are not changed
 
     def part(self, name: str) -> MemoryPart:
         return next(one for one in self.parts if one.name == name)

@@ -50,7 +50,7 @@ class Outputs:
         self._ledger: Writer[LedgerFile] | None = None
         if run.config.ledger:
             self._ledger = Writer("ledger", partial(LedgerFile, Path(run.config.ledger)), run.log)
-        self._folder, self._facts = run.folder, run.facts
+        self._folder = run.folder
 
     def start(self) -> None:
         """Open the sinks and the store; wait at most `STORE_OPENS_S` for the store."""
@@ -83,7 +83,6 @@ class Outputs:
         self._to_sinks(lambda sink: _send_events(sink, events))
 
     def update_facts(self, facts: dict[str, Any]) -> None:
-        self._facts = {**self._facts, **facts}
         self._to_store(lambda store: store.update_facts(facts))
 
     def write_summary(self, summary: Summary) -> None:
@@ -116,7 +115,7 @@ class Outputs:
         """Stop the sinks and the ledger in parallel, so that a stalled output does not delay other outputs."""
         self._last_summary = summary
         if self._ledger is not None:
-            line = ledger_line(summary, self._folder, self._facts)
+            line = ledger_line(summary, self._folder)
             self._ledger.stop(lambda ledger: ledger.append(line))
         _stop(list(self._sinks.values()), timeout_s, [self._ledger] if self._ledger is not None else [])
 

@@ -10,13 +10,11 @@ import errno
 import fcntl
 import os
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from effllm.memory.recorded_plan import STEPS_PEAK, STEPS_POSITIONS, plan_line
 from effllm.metrics import METRICS
 from effllm.records.identity import Identity
 from effllm.records.job import SCHEMA_VERSION, Summary
@@ -35,17 +33,15 @@ def _unused_hours(found: Waterfall | None) -> float | None:
     return sum(part.device_seconds for part in found.parts if part.name == "unused") / 3600.0
 
 
-def ledger_line(summary: Summary, folder: Path | None, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the line of a run: identity, outcome, GPU-hours, joules, money, and the peak of the memory.
+def ledger_line(summary: Summary, folder: Path | None) -> dict[str, Any]:
+    """Return the line of a run: identity, outcome, GPU-hours, joules and money.
 
-    Of the configuration, the line has only the plan of the memory, because other users can read it.
+    The line has nothing of the configuration, because other users can read it.
 
     Args:
         summary: the last summary of the attempt.
         folder: the run folder, if there is one.
-        facts: the facts of the run.
     """
-    peak, positions = (summary.instruments.get(name) for name in (STEPS_PEAK, STEPS_POSITIONS))
     seen, energy, found, goodput = summary.coverage, summary.energy, summary.waterfall, summary.goodput
     return {
         "schema_version": SCHEMA_VERSION,
@@ -69,10 +65,6 @@ def ledger_line(summary: Summary, folder: Path | None, facts: Mapping[str, Any])
         "gain_error": energy.gain_error,
         "scope": energy.scope,
         **{name: _metric(summary, name) for name in ("gpu_cost", "electricity_cost", "co2_kg")},
-        "parameters": summary.parameters if summary.parameters_kind == "total" else None,
-        "peak_bytes": None if peak is None else peak.most,
-        "peak_positions": None if positions is None else positions.most,
-        "memory_plan": None if peak is None else plan_line(facts),
     }
 
 

@@ -9,7 +9,6 @@ from typing import Any
 from effllm.memory.byte_range import ByteRange
 from effllm.memory.changes import FittingChange, verdict
 from effllm.memory.estimate import MemoryEstimate
-from effllm.views.fit_learned import learned_document
 from effllm.views.fit_text import GpuMemory, ModelFit
 
 SCHEMA = 1
@@ -47,7 +46,6 @@ def _model(fit: ModelFit, gpu: GpuMemory | None) -> dict[str, Any]:
         "inference": _estimate(fit.inference, gpu),
         "training": _estimate(fit.training, gpu),
         "measured": fit.measured,
-        "learned": None if fit.learned is None else learned_document(fit.learned),
         "changes": [_change(one) for one in fit.changes],
     }
 
@@ -70,7 +68,6 @@ def _estimate(found: MemoryEstimate | None, gpu: GpuMemory | None) -> dict[str, 
         "moment": found.moment,
         "parts": parts,
         "total": _range(found.total),
-        "is_corrected": found.is_corrected,
         "verdict": None if gpu is None else verdict(found.total, gpu.usable_bytes),
     }
 

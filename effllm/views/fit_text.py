@@ -11,7 +11,6 @@ from effllm.memory.changes import FITS, FittingChange, verdict
 from effllm.memory.estimate import MemoryEstimate
 from effllm.memory.plan import MemoryPlan
 from effllm.records.plain_text import one_line
-from effllm.views.fit_learned import LearnedFit, learned_lines
 
 GB, GIB = 1e9, 2.0**30
 BASIS_AT = 52  # column of the basis of a part
@@ -39,7 +38,6 @@ class ModelFit:
     training: MemoryEstimate | None
     changes: tuple[FittingChange, ...]  # of the training, or of the inference alone
     measured: dict[str, int] | None = None  # bytes of a training step with fake tensors
-    learned: LearnedFit | None = None  # of the training, from the measured peaks of earlier runs
 
     @property
     def any(self) -> MemoryEstimate:
@@ -61,8 +59,6 @@ def fit_lines(fits: Sequence[ModelFit], gpu: GpuMemory | None) -> Iterator[str]:
                 yield from _part_lines(found)
         if fit.measured and fit.training:
             yield from _measured_lines(fit.measured, fit.training)
-        if fit.learned:
-            yield from learned_lines(fit.learned)
         yield from (f"note: {one_line(note)}" for note in fit.notes)
         if gpu:
             yield from _change_lines(fit, gpu)
@@ -120,9 +116,7 @@ def _part_lines(found: MemoryEstimate) -> Iterator[str]:
                 yield f"{'':<22} up to {part.largest / GB:.2f} GB later in the step, after the activations are freed"
     total = found.total
     yield f"{'total':<22} {_numbers(total)}  90 % interval; in GiB: {total.low / GIB:.1f} to {total.high / GIB:.1f}"
-    if found.is_corrected:
-        yield "the total is corrected by measured peaks, the parts are not"
-    elif total.high > total_of(part.bytes for part in found.parts).high:
+    if total.high > total_of(part.bytes for part in found.parts).high:
         yield "the high limit is at the optimizer step: foreach optimizers allocate a copy of the weights"
     yield f"dominant: {', '.join(_dominant(found))}"
 

@@ -86,6 +86,7 @@ def test_fabric_iterations_are_counted_and_losses_unchanged(frameworks, ranks, p
     assert summary.time_by_class["evaluation"] > 0
     assert summary.time_by_class["checkpoint"] > 0
     assert facts["framework"] == "fabric"
+    assert (facts["precision"], facts["parallel_layout"]) == ("fp32", "DDP" if ranks == 2 else "single")
     assert "evaluation_in_iterations" not in facts
     assert not [line for line in summary.not_measured if line.startswith("first iteration")]
     assert not job.our_errors

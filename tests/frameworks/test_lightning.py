@@ -49,7 +49,8 @@ def test_steps_tokens_and_phases_of_the_trainer_are_reported(launch):
     assert summary.metrics["run_throughput/padding_ratio"].value == pytest.approx(0.25)
     assert {"iterations", "evaluation", "checkpoint"} <= set(summary.time_by_class)
     assert summary.loss is not None
-    assert job.ledger.facts["framework"] == "lightning"
+    facts = job.ledger.facts
+    assert (facts["framework"], facts["precision"], facts["parallel_layout"]) == ("lightning", "fp32", "single")
     assert summary.model
     assert job.ledger.facts["token_source"] == "attention mask"
     assert job.ledger.event_texts("warning") == []
@@ -69,6 +70,7 @@ def test_ranks_launched_by_lightning_share_one_run(launch):
     job = launch.python(JOB, "--folder", ".", "--devices", 2, "--accumulate", 2, environ=ON).done(300)
     summary = job.ledger.summary
     assert (summary.coverage.ranks_reporting, summary.coverage.ranks_expected) == (2, 2)
+    assert job.ledger.facts["parallel_layout"] == "DDP"
     assert (summary.iterations, summary.parameters) == (20, PARAMETERS)
     assert (summary.tokens, summary.samples) == (2 * 20 * 2 * 4 * 24, 2 * 20 * 2 * 4)
 

@@ -67,7 +67,8 @@ def test_training_loop_of_torchtitan_is_measured(launch):
     assert (summary.iterations, summary.tokens, summary.samples, summary.parameters) == (6, 192, 24, 36)
     assert summary.status == "completed"
     assert summary.loss is not None
-    assert job.ledger.facts["framework"] == "torchtitan"
+    facts = job.ledger.facts
+    assert (facts["framework"], facts["parallel_layout"], facts["sequence_length"]) == ("torchtitan", "single", 8)
     assert job.our_errors == []
 
 

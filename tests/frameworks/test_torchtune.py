@@ -111,7 +111,7 @@ def test_torchtune_iterations_are_counted_and_losses_unchanged(frameworks, recip
     assert f"parameters {summary.parameters}" in job.stdout
     assert (summary.samples, summary.tokens) == (48 * ranks, 48 * ranks * (5 + 8) // 2)
     assert summary.time_by_class["checkpoint"] > 0
-    assert (facts["framework"], facts["precision"], summary.model) == ("torchtune", "float32", "rank-0")
+    assert (facts["framework"], facts["precision"], summary.model) == ("torchtune", "fp32", "rank-0")
     assert not job.our_errors
 
     without = run(frameworks, recipe, ranks, attach="0")

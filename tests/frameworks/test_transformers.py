@@ -51,7 +51,7 @@ def test_effllm_attaches_to_a_script_that_imports_transformers(frameworks):
     assert job.ledger.facts["model_type"] == "llama"
     assert job.ledger.facts["model"] == summary.model == "LlamaForCausalLM"
     assert job.ledger.facts["per_device_batch_size"] == 2
-    assert job.ledger.facts["precision"] == "fp32"
+    assert (job.ledger.facts["precision"], job.ledger.facts["parallel_layout"]) == ("fp32", "single")
     assert not job.our_errors
 
 
@@ -124,7 +124,7 @@ def test_counts_of_two_processes_are_added(frameworks):
     assert (summary.iterations, summary.samples) == (6, 24)
     assert counts(job) == (2 * 78, 2 * 96, 2 * 66)
     assert summary.parameters == 4656
-    assert job.ledger.facts["parallel_layout"] == "MULTI_CPU"
+    assert job.ledger.facts["parallel_layout"] == "DDP"
     assert {block["ranks"] for block in job.blocks} == {"2/2"}
 
 
@@ -394,6 +394,7 @@ def test_counts_of_two_processes_of_accelerate_launch_are_added(frameworks, tmp_
 
     assert job.ledger.summary.samples == 24
     assert counts(job) == (2 * 78, 2 * 96, 2 * 66)
+    assert job.ledger.facts["parallel_layout"] == "FSDP"
 
 
 def test_all_parameters_of_a_sharded_model_are_counted(frameworks):
@@ -418,7 +419,22 @@ tiny.end()
 
     assert job.ledger.summary.parameters == 4656
     assert counts(job) == (2 * 78, 2 * 96, 2 * 66)
-    assert job.ledger.facts["device_mesh"] == "pp=1 fsdp=2 tp=1"
+    facts = job.ledger.facts
+    assert (facts["device_mesh"], facts["parallel_layout"]) == ("pp=1 fsdp=2 tp=1", "FSDP")
+
+
+def test_trainer_with_deepspeed_states_the_stage_and_the_precision(frameworks):
+    pytest.importorskip("deepspeed", reason="needs DeepSpeed")
+    before = "import deepspeed\ndeepspeed.ops.__compatible_ops__['deepspeed_shm_comm'] = False\n"
+    config = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}, "zero_allow_untested_optimizer": True}
+    config |= {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
+    code = before + script(f"bf16=True, deepspeed={config}") + "tiny.end()\n"
+
+    job = frameworks.run(code, ranks=2, environ={"DS_ACCELERATOR": "cpu"})
+
+    facts = job.ledger.facts
+    assert (facts["precision"], facts["parallel_layout"], facts["zero_stage"]) == ("bf16", "ZeRO", 2)
+    assert not job.our_errors
 
 
 class Mesh:

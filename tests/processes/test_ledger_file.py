@@ -5,12 +5,9 @@ import os
 import threading
 from pathlib import Path
 
-import msgspec
 import pytest
 from sink_examples import make_summary
 
-from effllm.memory.recorded_plan import STEPS_PEAK, STEPS_POSITIONS
-from effllm.records.values import ValueSummary
 from effllm.store import ledger_file
 from effllm.store.ledger_file import LedgerFile, ledger_line
 from effllm.store.run_folder import StoreUnavailable
@@ -49,20 +46,9 @@ def test_run_without_a_run_folder_has_a_line(launch, folder):
 
 
 def test_line_has_no_command_and_no_setting():
-    line = ledger_line(make_summary(), None, {"memory_plan": "precision=bf16", "optimizer": "adam", "argv": ["x"]})
+    line = ledger_line(make_summary(), None)
 
     assert not {"command", "argv", "config", "environment"} & set(line)
-
-
-def test_line_of_a_run_with_a_peak_has_the_words_of_its_plan():
-    values = {name: ValueSummary(2, most=6.0) for name in (STEPS_PEAK, STEPS_POSITIONS)}
-    facts = {"framework_plan": "precision=bf16 zero=1", "memory_plan": "zero=3 /home/alice token=secret optimizer=AB"}
-
-    line = ledger_line(msgspec.structs.replace(make_summary(), instruments=values), None, facts)
-
-    assert (line["peak_bytes"], line["peak_positions"]) == (6.0, 6.0)
-    assert line["memory_plan"] == "precision=bf16 zero=3"
-    assert ledger_line(make_summary(), None, facts)["memory_plan"] is None
 
 
 def test_file_is_readable_by_the_group_and_not_by_others(folder):

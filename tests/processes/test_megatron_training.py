@@ -71,7 +71,7 @@ def test_counts_of_every_megatron_version_agree_with_known_counts(train, era):
     assert summary.time_by_class["evaluation"] > 0
     assert summary.time_by_class["checkpoint"] > 0
     assert facts["framework"] == "megatron"
-    assert facts["precision"] == "bf16"
+    assert (facts["precision"], facts["parallel_layout"]) == ("bf16", "single")
     assert (facts["tensor_parallel"], facts["data_parallel"], facts["sequence_length"]) == (1, 1, LENGTH)
     assert "num_floating_point_operations" in facts["flops_convention"]
     assert not [fact for fact in facts if "expert" in fact], "the model is dense"

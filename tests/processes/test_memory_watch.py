@@ -183,21 +183,16 @@ def test_values_of_a_window_have_peaks_and_new_retries(allocator, recorded):
     assert second == {"checkpoint_peak_bytes": 8.0 * GB, **used}
 
 
-def test_window_whose_peak_has_risen_has_the_largest_micro_batch(allocator, recorded):
-    memory = RankMemory(0, 5, 0)
-    for peak, positions in ((5, (200, 300)), (5, (400, 100)), (6, (250, 150))):
+def test_reading_of_a_window_has_the_largest_micro_batch(allocator, recorded):
+    for positions in ((200, 300), (400, 100)):
         for one in positions:
             recorded.recorder.micro_batch(one)
-        recorded.iterate(4)
-        allocator.use(3 * GB, peak * GB)
-        recorded.iterate(1)
-    for slot in recorded.reader.read():
-        if slot.kind == MEMORY:
-            memory.add(slot)
+        recorded.iterate(5)
 
-    found = [memory.take_values(window, is_last=False).get("allocator/steps_positions") for window in (1, 2, 3)]
-
-    assert [one and one.most for one in found] == [300.0, None, 250.0]
+    assert [fields["positions"] for place, _, fields in recorded.memory() if place == ring.AFTER_STEPS] == [
+        300.0,
+        400.0,
+    ]
 
 
 def test_forged_record_of_memory_is_not_valid(recorded):

@@ -39,6 +39,25 @@ def held(shape, plan):
     return {part.name: part.bytes.expected for part in estimate(shape, plan).parts}
 
 
+def test_allocated_memory_is_the_total_without_context_and_fragmentation():
+    found = estimate(EIGHT_B, MemoryPlan())
+    context = found.part("CUDA context").bytes.expected
+
+    assert found.reserved.expected == pytest.approx(found.total.expected - context)
+    assert found.allocated.expected == pytest.approx(
+        found.reserved.expected - found.part("fragmentation").bytes.expected
+    )
+
+
+def test_allocated_memory_has_the_buckets_but_not_the_buffers_of_nccl():
+    found = estimate(EIGHT_B, MemoryPlan(dp=2))
+    outside = ("CUDA context", "fragmentation", "communication buffers")
+    inside = sum(part.bytes.expected for part in found.parts if part.name not in outside)
+
+    # The buckets of DDP are as large as the gradients, which are in 32 bits.
+    assert found.allocated.expected == pytest.approx(inside + 4 * found.parameters.total)
+
+
 def test_parameters_of_a_tiny_llama_are_counted_by_hand():
     assert count_parameters(read_config(TINY)).total == TINY_PARAMETERS == 1352
 
