@@ -50,7 +50,7 @@ class MetricComparison(NamedTuple):
     detectable_share: float | None  # minimum detectable effect at the level
 
 
-class Evidence(NamedTuple):
+class MetricEvidence(NamedTuple):
     """What is known about a metric of two sides; differences are of logarithms if all values are positive."""
 
     a: list[float]  # one value per run
@@ -92,8 +92,7 @@ class Evidence(NamedTuple):
 class AdjustedP(NamedTuple):
     """The p-value of a metric that is tested among others."""
 
-    p: float
-    adjusted_p: float
+    adjusted_p: float  # by Holm
     level: float
     tests: int  # that Holm's correction covers
     is_primary: bool
@@ -155,10 +154,8 @@ def _family(
     p_values: Mapping[ComparedMetric, float], level: float, *, is_primary: bool
 ) -> dict[ComparedMetric, AdjustedP]:
     adjusted = holm(list(p_values.values()))
-    return {
-        metric: AdjustedP(p_values[metric], one, level, len(adjusted), is_primary)
-        for metric, one in zip(p_values, adjusted, strict=True)
-    }
+    pairs = zip(p_values, adjusted, strict=True)
+    return {metric: AdjustedP(p, level, len(adjusted), is_primary) for metric, p in pairs}
 
 
 def _values(side: Side, metric: ComparedMetric) -> list[float]:
@@ -171,17 +168,17 @@ def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
 
 
-def _evidence(a: Side, b: Side, metric: ComparedMetric) -> Evidence:
+def _evidence(a: Side, b: Side, metric: ComparedMetric) -> MetricEvidence:
     raw_a, raw_b = _values(a, metric), _values(b, metric)
     is_log = all(value > 0 for value in (*raw_a, *raw_b))
     of_a, of_b = ([math.log(value) for value in raw] if is_log else raw for raw in (raw_a, raw_b))
     if reason := _not_comparable(a, b, metric, len(raw_a), len(raw_b)):
-        return Evidence(of_a, of_b, is_log, reason=reason)
+        return MetricEvidence(of_a, of_b, is_log, reason=reason)
     if any(run.continues for side in (a, b) for run in side.runs):
-        return Evidence(of_a, of_b, is_log, is_comparable=True, reason="a run continues: compare after its end")
+        return MetricEvidence(of_a, of_b, is_log, is_comparable=True, reason="a run continues: compare after its end")
     found = difference(of_a, of_b)
     reason = "" if found else "one run a side does not show the spread between runs: compare 3 or more runs a side"
-    return Evidence(of_a, of_b, is_log, True, reason, found, _gain_error(a, b, metric, is_log=is_log))
+    return MetricEvidence(of_a, of_b, is_log, True, reason, found, _gain_error(a, b, metric, is_log=is_log))
 
 
 def _not_comparable(a: Side, b: Side, metric: ComparedMetric, values_a: int, values_b: int) -> str:
@@ -220,7 +217,7 @@ def _gain_error(a: Side, b: Side, metric: ComparedMetric, *, is_log: bool) -> fl
 
 
 def _row(
-    metric: ComparedMetric, known: Evidence, test: AdjustedP | None, alpha: float, *, is_first: bool
+    metric: ComparedMetric, known: MetricEvidence, test: AdjustedP | None, alpha: float, *, is_first: bool
 ) -> MetricComparison:
     interval = known.interval(alpha)
     low, high = (known.share(edge) for edge in interval) if interval else (None, None)
@@ -248,7 +245,7 @@ def _row(
         low=low,
         high=high,
         is_primary=test is not None and test.is_primary,
-        p=test.p if test else None,
+        p=known.found.p if test and known.found else None,
         adjusted_p=test.adjusted_p if test else None,
         level=test.level if test else None,
         detectable_share=detectable,
@@ -257,7 +254,7 @@ def _row(
 
 def _outcome(
     metric: ComparedMetric,
-    known: Evidence,
+    known: MetricEvidence,
     test: AdjustedP | None,
     interval: tuple[float, float] | None,
     detectable: float | None,
