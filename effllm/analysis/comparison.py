@@ -21,8 +21,8 @@ OUTCOMES = (BETTER, WORSE, SAME, UNKNOWN)
 STRICT_ALPHA = 0.01
 #: A smaller difference is rounding; as a share of the value.
 RESOLUTION = 1e-4
-#: A test with fewer degrees of freedom, which may miss a difference of this share, shows nothing if it finds nothing.
-MIN_DF, MAX_DETECTABLE = 3.0, 1.0
+#: A test that may miss a difference of this share shows nothing if it finds nothing.
+MAX_DETECTABLE = 1.0
 #: A larger value is not a measurement, and its powers overflow.
 MAX_VALUE = 1e60
 
@@ -47,7 +47,7 @@ class MetricComparison(NamedTuple):
     p: float | None  # None: not tested
     adjusted_p: float | None  # by Holm
     level: float | None  # of the adjusted p-value
-    detectable_share: float | None  # minimum detectable effect at the level
+    detectable_share: float | None  # minimum detectable effect at the level; None above MAX_DETECTABLE
 
 
 class MetricEvidence(NamedTuple):
@@ -223,9 +223,9 @@ def _row(
     low, high = (known.share(edge) for edge in interval) if interval else (None, None)
     detectable = None
     if test is not None and known.found is not None:
-        # A smaller difference would be taken as rounding.
-        detectable = known.share(known.found.detectable(test.level / test.tests))
-        detectable = None if detectable is None else max(detectable, RESOLUTION)
+        effect = known.share(known.found.detectable(test.level / test.tests))
+        if effect is not None and effect <= MAX_DETECTABLE:
+            detectable = max(effect, RESOLUTION)  # a smaller difference would be taken as rounding
     outcome: str | None = None
     reason = known.reason
     if is_first or not known.is_comparable:
@@ -267,6 +267,6 @@ def _outcome(
         if interval[0] <= 0 <= interval[1]:
             return SAME, "within the errors of the sensors, because the sides ran on other boards"
         return BETTER if (known.found.estimate > 0) == metric.higher_is_better else WORSE, ""
-    if known.found.df < MIN_DF and (detectable is None or detectable > MAX_DETECTABLE):
+    if detectable is None:
         return UNKNOWN, f"too few runs: a difference of {100 * MAX_DETECTABLE:.0f} % may be missed"
     return SAME, ""

@@ -186,8 +186,9 @@ def _column_by_tag() -> Mapping[str, str]:
 def _metrics(summary: Document) -> Document:
     columns = _column_by_tag()
     row: Document = {"metric_errors": {}, "metric_sensor_errors": {}, "other_metrics": {}}
-    for tag, entry in _object(summary.get("metrics")).items():
-        value = _number(_object(entry).get("value"))
+    for tag, stated in _object(summary.get("metrics")).items():
+        entry = _object(stated)
+        value = _number(entry.get("value"))
         if tag not in columns:
             row["other_metrics"][tag] = value
             continue

@@ -88,8 +88,19 @@ def test_few_runs_that_would_miss_a_doubling_are_unknown(tmp_path, compared):
     row = rows(compared(a, wide)[0])["tokens_per_second"]
 
     assert (row["outcome"], row["reason"]) == ("unknown", "too few runs: a difference of 100 % may be missed")
-    assert row["detectable_share"] > 1
-    assert rows(compared(a, close)[0])["tokens_per_second"]["detectable_share"] > 1
+    assert row["detectable_share"] is None
+    assert rows(compared(a, close)[0])["tokens_per_second"]["detectable_share"] is None
+
+
+def test_metric_without_its_fields_is_not_measured(tmp_path, compared):
+    a, b = (write_side(tmp_path, side, [1000, 1010, 990]) for side in "ab")
+    summary = json.loads((b / "b1/summary.json").read_text())
+    summary["metrics"][SPEED] = 5.0
+    (b / "b1/summary.json").write_text(json.dumps(summary))
+
+    row = rows(compared(a, b)[0])["tokens_per_second"]
+
+    assert (row["outcome"], row["reason"]) == ("unknown", "not measured in 1 of 6 runs")
 
 
 def write_throughput(folder, side, factor, energies=(1.0, 1.01, 0.99)):
