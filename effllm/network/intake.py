@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 RESERVED = 16  # a window and its summary need six open files at once
-_FIND_TIMEOUT_S = 0.1
+_FIND_TIMEOUT_S = 1.0
 _MODIFY = 3  # EPOLL_CTL_MOD
 _EVENT = "=IQ" if platform.machine() == "x86_64" else "@IQ"  # struct epoll_event, packed on x86_64 only
 _ENTRY = re.compile(r"^tfd:\s+(\d+) events:\s+([0-9a-f]+) data:\s+([0-9a-f]+)", re.MULTILINE)

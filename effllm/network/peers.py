@@ -61,7 +61,6 @@ class Peers:
         self._peers: dict[bytes, _Peer] = {}
         self._of_rank: dict[int, bytes] = {}  # connections with a HELLO
         self._events: list[Event] = []
-        self._repeated = 0  # rejections without an event since the last `take_repeated`
         self.rejected: dict[str, int] = {}  # number of rejected messages and dropped frames, by kind
 
     def __len__(self) -> int:
@@ -161,11 +160,6 @@ class Peers:
         events, self._events = self._events, []
         return events
 
-    def take_repeated(self) -> int:
-        """Return the number of rejections without an event since the last call."""
-        repeated, self._repeated = self._repeated, 0
-        return repeated
-
     def _add(self, peer: bytes, now_s: float) -> _Peer:
         if len(self._peers) - len(self._of_rank) >= MAX_PEERS_WITHOUT_HELLO:
             # Half of these peers are removed at once: in a flood, a scan of all peers per connection takes too long.
@@ -182,8 +176,6 @@ class Peers:
         text = f"{name} {what}"
         if one is not None:
             count = one.rejected[kind] = one.rejected.get(kind, 0) + 1
-            reported_from = REPORTED_FROM if kind == NO_HELLO else 1
-            if count == reported_from:
+            if count == (REPORTED_FROM if kind == NO_HELLO else 1):
                 self._events.append(Event(time.time(), "rejected", text, one.rank if one.agent else None))
-            self._repeated += count > reported_from
         return text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 from effllm.job.aggregator import Aggregator
@@ -10,7 +9,6 @@ from effllm.network.descriptors import needed, raise_limit
 from effllm.network.peer_admission import PeerAdmission
 from effllm.network.peers import Peers
 from effllm.records.clock import Now
-from effllm.records.rank import Event
 from effllm.records.wire import Hello, Rejected
 
 
@@ -61,12 +59,9 @@ class Admission:
         return None
 
     def report(self) -> None:
-        """Record rejections since the last call."""
+        """Record the first rejection of each kind by each connection, since the last call."""
         for event in self._peers.take_events():
             self._aggregator.events.record(event)
-        if repeated := self._peers.take_repeated():
-            text = "peers that were rejected before were rejected again"
-            self._aggregator.events.record(Event(time.time(), "rejected", text, count=repeated))
 
     @property
     def counts(self) -> dict[str, int]:
