@@ -16,26 +16,26 @@ from pathlib import Path
 # Lines of the Python files of each package. A budget is raised only in a line with a comment: the reason, which a user
 # must be able to accept. When a package becomes smaller, its budget follows.
 BUDGETS = {
-    "agent": 3_565,
-    "analysis": 4_779,
-    "commands": 6_178,
-    "config": 785,
-    "devices": 5_143,
+    "agent": 3_480,
+    "analysis": 3_866,
+    "commands": 6_045,
+    "config": 788,  # the GPUs that a scheduler states are read here, no longer in devices
+    "devices": 4_297,
     "energy": 2_068,
-    "hooks": 5_113,
+    "hooks": 4_604,
     "instruments": 2_437,
-    "job": 9_467,
-    "memory": 3_814,
+    "job": 8_815,
+    "memory": 3_295,
     "metrics": 1_069,
-    "network": 1_817,
-    "records": 3_190,
+    "network": 1_581,
+    "records": 3_140,
     "sensor_profile": 1_454,
-    "server": 1_555,
-    "sinks": 1_634,
-    "store": 2_993,
+    "server": 1_367,
+    "sinks": 1_660,  # slow requests cannot block the metrics page
+    "store": 3_007,  # a folder of another version is refused in one sentence
     "top level": 192,
-    "trainer": 3_975,
-    "views": 3_389,
+    "trainer": 3_973,
+    "views": 3_345,
 }
 UNUSED_LINES = 50  # a budget with more unused lines is to be lowered
 GOALS = {"class": 250, "module": 400, "function": 60}

@@ -24,12 +24,8 @@ SCHEMA_VERSION = 4
 
 def version_error(version: object) -> str:
     """Return why a file with this ``schema_version`` is not read; empty if it can be read."""
-    if version == SCHEMA_VERSION:
-        return ""
-    return (
-        f"it has schema_version {version}, and this version of effllm reads only {SCHEMA_VERSION}: "
-        "use the version of effllm that wrote it"
-    )
+    reads = f"this version of effllm reads only {SCHEMA_VERSION}: use the version of effllm that wrote it"
+    return "" if version == SCHEMA_VERSION else f"it has schema_version {version}, and {reads}"
 
 
 if TYPE_CHECKING:
