@@ -128,7 +128,7 @@ class RankDevices:
 
     def _track(self, open_reader: Callable[[], Reader]) -> DeviceTrack:
         sampler = Sampler(open_reader, self._interval_s, self._report, self.wake_descriptor, self._calibrate)
-        return DeviceTrack(sampler, self._interval_s, self._calibrations)
+        return DeviceTrack(sampler, self._interval_s)
 
     def _open_other(self, index: int) -> Reader:
         reader = self._open(index)

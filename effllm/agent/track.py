@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from msgspec.structs import replace
 
 from effllm.agent.sampler import Sampler
 from effllm.agent.series import Series
-from effllm.energy.calibration import keep_lag, kept_lag_s
 from effllm.records.rank import Device, Event, Sample
 
 MAX_GAP_INTERVALS = 5
@@ -25,14 +22,10 @@ class DeviceTrack:
     Args:
         sampler: reads the device.
         interval_s: seconds between samples.
-        calibrations: folder of the cache for measured lags; ``None`` without a cache.
     """
 
-    def __init__(self, sampler: Sampler, interval_s: float, calibrations: Path | None = None) -> None:
+    def __init__(self, sampler: Sampler, interval_s: float) -> None:
         self.sampler = sampler
-        self._calibrations = calibrations
-        self._has_kept_lag = False
-        self._contradicted = ""  # unreported text about a wrong lag in the cache
         self._is_prompt = interval_s <= MAX_PROMPT_S
         self.series: Series | None = None  # None until the device is open
         self._max_gap_s = MAX_GAP_INTERVALS * max(interval_s, MIN_INTERVAL_S)
@@ -53,21 +46,11 @@ class DeviceTrack:
                 self.series.add(item)
             elif isinstance(item, Device) and self.series is not None:
                 self.series.calibrate(item)
-                if self._calibrations and (kept_s := kept_lag_s(self._calibrations, item)) is not None:
-                    self.series.energy.timing.expect_lag(kept_s)
                 is_new = True
         if self.series is not None and self.series.energy.timing.is_contradicted and not self._has_learnt_again:
             self._has_learnt_again = True  # only once: samples of a sensor with jitter contradict any calibration
             self.sampler.learn_again()
-        self._keep_lag()
         return is_new
-
-    def _keep_lag(self) -> None:
-        if self.series is None or self._calibrations is None or self._has_kept_lag:
-            return
-        if (lag_s := self.series.energy.timing.found_lag_s()) is not None:
-            self._has_kept_lag = True
-            self._contradicted = keep_lag(self._calibrations, self.series.device, lag_s)
 
     def ask(self, edge_ns: int) -> None:
         """Request the samples for an edge, once per edge; edges must be in ascending order."""
@@ -105,9 +88,6 @@ class DeviceTrack:
         events = []
         if self.series is not None:
             events = self.series.take_events(time_s - max(now_ns - self.series.newest_ns, 0) * 1e-9)
-        if self._contradicted:
-            events.append(Event(time_s, "energy_calibration", self._contradicted))
-            self._contradicted = ""
         stale_s, was_stale = self.sampler.stale_s(), self._is_stale
         self._is_stale = stale_s is not None
         key = self.series.device.key if self.series else None

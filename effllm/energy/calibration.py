@@ -21,7 +21,6 @@ from msgspec.structs import replace
 
 from effllm.devices.known import hardware
 from effllm.devices.known.sensors import KnownSensor
-from effllm.energy.lag_evidence import SAME_S
 from effllm.energy.tick_period import MAX_POWER_TICK_S, is_held, tick_of, tick_of_means
 from effllm.records.rank import COUNTER, INSTANT, Device, Sample, Sensor
 from effllm.store import own_files
@@ -55,7 +54,6 @@ class Calibration(msgspec.Struct, frozen=True):
     sensor: Sensor
     measured_lag: bool = False  # whether the lag was measured under a load
     checked: str = ""  # the day of the last successful check, if it is later than `date`
-    run_lag_s: float | None = None  # the lag found in a run, if no lag was measured under a load
 
     def is_fresh(self) -> bool:
         """Whether a short check is enough to use the calibration, without a measurement of two seconds."""
@@ -243,8 +241,7 @@ def load(folder: Path, name: str, driver: str) -> Calibration | None:
         kept = msgspec.json.decode(own_files.read_file(_path(folder, name, driver)), type=Calibration)
     except (OSError, UnicodeDecodeError, msgspec.DecodeError):
         return None
-    is_possible = _is_possible(kept.sensor) and abs(kept.run_lag_s or 0.0) <= 10
-    return kept if (kept.name, kept.driver) == (name, driver) and is_possible else None
+    return kept if (kept.name, kept.driver) == (name, driver) and _is_possible(kept.sensor) else None
 
 
 def store(folder: Path, calibration: Calibration) -> None:
@@ -258,26 +255,6 @@ def store(folder: Path, calibration: Calibration) -> None:
             draft, msgspec.json.format(msgspec.json.encode(calibration), indent=2) + b"\n", durable=False
         )
         own_files.rename_file(draft, path.name)
-
-
-def kept_lag_s(folder: Path, device: Device) -> float | None:
-    """Return the counter's lag that an earlier run found on this model and driver, or ``None``."""
-    kept = load(folder, device.name, device.driver)
-    return kept.run_lag_s if kept is not None else None
-
-
-def keep_lag(folder: Path, device: Device, lag_s: float) -> str:
-    """Store the lag found in this run; return the contradiction to an earlier run's lag as text, or an empty text."""
-    kept = load(folder, device.name, device.driver)
-    if kept is None:
-        return ""
-    before_s = kept.run_lag_s
-    is_same = before_s is not None and abs(before_s - lag_s) <= 2 * SAME_S
-    if not is_same:
-        store(folder, replace(kept, run_lag_s=lag_s))
-    if is_same or before_s is None:
-        return ""
-    return f"the lag of {1e3 * before_s:.3g} ms from the cache was dropped: the counter is {1e3 * lag_s:.3g} ms late"
 
 
 def store_unless_profiled(folder: Path, calibration: Calibration) -> None:

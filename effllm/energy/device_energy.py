@@ -10,7 +10,6 @@ from collections.abc import Collection
 
 from effllm.energy.aliasing import Aliasing
 from effllm.energy.counter_steps import UNLIMITED_W, CounterSteps
-from effllm.energy.cross_check import CrossCheck
 from effllm.energy.edge_levels import EdgeLevels
 from effllm.energy.power_spread import PowerSpread
 from effllm.energy.readings import NS, Readings
@@ -41,8 +40,6 @@ class EnergyLedger:
             max_gap_ns=round(max_gap_s / NS),
         )
         self.aliasing = Aliasing(self.timing, self._powers)
-        self._check = CrossCheck()
-        self._events: list[tuple[str, str]] = []
 
     def allow_gap(self, max_gap_s: float) -> None:
         """Raise the maximal time between power readings; a longer time is a hole."""
@@ -61,26 +58,13 @@ class EnergyLedger:
             is_repeated = self.timing.is_repeated(sample.time_ns)
             self._powers.add(sample.time_ns, power_w, self.timing.sensor.tick_s, is_repeated=is_repeated)
         step = self._steps.step(sample, counter_j, power_w)
-        self._events += [("energy_counter", text) for text in self._steps.take_events()]
         self.readings.add(sample.time_ns, power_w, step)
         if counter_j is not None:
             self._steps.entered(sample.time_ns, counter_j)
-        self._cross_check()
-
-    def _cross_check(self) -> None:
-        point = self.readings[-1]
-        before = self.readings[-2] if len(self.readings) > 1 else point
-        is_near = point.time_ns - before.time_ns <= self._steps.max_gap_ns
-        is_counted = point is before or (point.method == COUNTER and not point.estimated)
-        if self.timing.method != COUNTER or point.power_w is None or not (is_near and is_counted):
-            self._check.reset()
-        elif text := self._check.add(point.time_ns, point.total_j, point.power_w, self._powers):
-            self._events.append(("energy_disagreement", text))
 
     def take_events(self, time_s: float) -> list[Event]:
         """Return the events since the last call, with the unix time ``time_s`` of the newest sample."""
-        events, self._events = self._events, []
-        return [Event(time_s, kind, text) for kind, text in events]
+        return [Event(time_s, "energy_counter", text) for text in self._steps.take_events()]
 
     def is_settled(self, edge_ns: int) -> bool:
         """Return whether the energy at an edge is final: later readings do not improve it."""
@@ -99,7 +83,7 @@ class EnergyLedger:
             return NOT_MEASURED
         covered_s = (to_ns - from_ns - (readings.holes_ns(to_ns) - readings.holes_ns(from_ns))) * NS
         # Both levels are also computed for a hole, so that no joule is reported twice.
-        start, end = self._levels.at(from_ns), self._levels.at(to_ns)
+        start, end = self._levels.energy_level_at(from_ns), self._levels.energy_level_at(to_ns)
         if covered_s <= 0:
             return NOT_MEASURED
         joules = max(end.joules - start.joules, 0.0)

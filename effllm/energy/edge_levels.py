@@ -59,7 +59,7 @@ class EdgeLevels:
         self._edges_ns = edges_ns
         self._levels = {edge_ns: self._levels[edge_ns] for edge_ns in edges_ns}
 
-    def at(self, time_ns: int) -> Level:
+    def energy_level_at(self, time_ns: int) -> Level:
         """Return the level at a time; later calls for the same time return the same level."""
         if time_ns not in self._levels:
             self._timing.update_lag(time_ns)

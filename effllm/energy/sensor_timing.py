@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from effllm.energy.lag_evidence import MIN_ERROR_S, SAME_S, LagEvidence, TickRead, measures_whole_tick
+from effllm.devices.known import hardware
+from effllm.energy.counter_lag import CounterLag
 from effllm.energy.readings import NS, Readings
 from effllm.energy.tick_clock import TickClock
 from effllm.records.rank import AVERAGE, COUNTER, Device, Sensor
 
-#: The shortest tick that a clock tracks; RAPL's millisecond is too short.
+#: The shortest tick that a clock tracks; RAPL's millisecond is too short.  For shorter ticks it does not matter which
+#: share of the tick is measured.
 MIN_TICK_S = 0.005
 #: If the relative error of the tick is larger than this, the times of ticks cannot be derived.
 MAX_OPEN = 0.1
@@ -19,6 +21,8 @@ MIN_MARGIN_NS = 10_000_000_000
 WIDE_NS = 100_000.0
 #: Readings that are this far apart, in ticks, surely belong to different ticks.
 SURE_TICK = 0.98
+#: The smallest error of a lag that was found in a run: the times of ticks and of reads are not known better.
+MIN_LAG_ERROR_S = 0.001
 
 
 class SensorTiming:
@@ -38,7 +42,9 @@ class SensorTiming:
 
     def _take(self, sensor: Sensor) -> None:
         self.sensor = self._known = sensor  # `sensor` is replaced when a lag is found
-        self._lag = LagEvidence() if measures_whole_tick(self._device) else None
+        is_alike = _measures_whole_tick(self._device) and sensor.is_held and sensor.duty == 1.0
+        is_open = is_alike and not sensor.lag_s and sensor.lag_error_s >= MIN_LAG_ERROR_S
+        self._lag = CounterLag() if is_open else None  # readings of this run may improve a lag that is only assumed
         self.clock = _clock_of(sensor)
 
     def calibrate(self, sensor: Sensor) -> None:
@@ -65,7 +71,7 @@ class SensorTiming:
         if not self.sensor.is_held or self.clock is None:
             return False
         shown_ns, tick_ns = time_ns + self.sensor.lag_s / NS, self.clock.tick_ns
-        open_ns = self.sensor.lag_error_s / NS if self._is_lag_open else 0.0
+        open_ns = self.sensor.lag_error_s / NS if self._lag is not None else 0.0
         last = self.clock.certain_before(shown_ns)
         tick = last[0] if last is not None and open_ns < shown_ns - last[0] < tick_ns - open_ns else None
         if tick is None or self._held_ns is None:
@@ -76,45 +82,20 @@ class SensorTiming:
             self._fresh_ns, self._held_ns = time_ns, tick
         return is_repeated
 
-    # --- the lag ---
-
-    def expect_lag(self, kept_s: float) -> None:
-        """Set the lag found in an earlier run; it is used once readings of this run confirm it."""
-        if self._lag is not None:
-            self._lag = LagEvidence(kept_s)
-
-    def found_lag_s(self) -> float | None:
-        """Return the lag if this run has found it with an error of at most `SAME_S`, else ``None``."""
-        is_found = self._is_lag_open and self._lag is not None and self._lag.is_shown
-        return self.sensor.lag_s if is_found and self.sensor.lag_error_s <= SAME_S else None
-
-    @property
-    def _is_lag_open(self) -> bool:
-        """Whether the lag is only assumed, so that readings of this run may improve it."""
-        known = self._known
-        is_alike = known.is_held and known.duty == 1.0 and not known.lag_s
-        return self._lag is not None and is_alike and known.lag_error_s >= MIN_ERROR_S
-
     def update_lag(self, time_ns: int) -> None:
         """Update the counter's lag from the readings around a time; new readings may also contradict it."""
-        if self._lag is None or not self._is_lag_open or self.clock is None:
+        last = self.clock.before(time_ns) if self.clock is not None else None
+        if self._lag is None or self.clock is None or last is None:
             return
-        if (last := self.clock.before(time_ns)) is None:
-            return
-        tick_s, open_s = self.clock.tick_ns * NS, (last[1] + self.clock.spread_ns) * NS + self._known.call_s / 2
-        low = self._readings.index_from(round(last[0] - self.clock.tick_ns))
-        self._lag.add_reads(
-            [
-                TickRead((point.time_ns - last[0]) * NS, point.total_j, point.power_w)
-                for point in self._readings.from_index(max(low, 1))
-                if point.method == COUNTER and point.power_w is not None
-            ],
-            tick_s,
-            open_s,
-        )
-        found = self._lag.lag_s(tick_s)
-        is_better = found is not None and found[1] < self._known.lag_error_s
-        self.sensor = replace(self._known, lag_s=found[0], lag_error_s=found[1]) if found and is_better else self._known
+        tick_ns = self.clock.tick_ns
+        first = max(self._readings.index_from(round(last[0] - tick_ns)), 1)
+        open_ns = last[1] + self.clock.spread_ns + self._known.call_s / 2 / NS
+        self._lag.add(self._readings.from_index(first), last[0], tick_ns, open_ns)
+        self.sensor = self._known
+        if (found := self._lag.ticks) is not None:
+            lag_s, error_s = found[0] * tick_ns * NS, max(found[1] * tick_ns * NS, MIN_LAG_ERROR_S)
+            if error_s < self._known.lag_error_s:
+                self.sensor = replace(self._known, lag_s=lag_s, lag_error_s=error_s)
 
     # --- the times of readings ---
 
@@ -157,15 +138,14 @@ class SensorTiming:
         next_ns, half_ns = last[0] + tick_ns, last[1]
         reads = [shown_ns, round(next_ns + tick_ns / 4), round(next_ns + 1.25 * tick_ns)]
         if half_ns > WIDE_NS and next_ns - shown_ns > half_ns:
-            reads.insert(1, round(next_ns))  # this read halves the error of the phase
-        if self._lag is not None and self._is_lag_open:
-            probe_s = self._lag.probe_s(tick_ns * NS, (half_ns + self.clock.spread_ns) * NS)
-            if probe_s is not None:  # this read is between the last two reads
-                since_ns = probe_s / NS
-                reads.insert(-1, round(next_ns + (since_ns if since_ns > tick_ns / 4 else tick_ns + since_ns)))
+            reads.append(round(next_ns))  # this read halves the error of the phase
+        if self._lag is not None:
+            probe = self._lag.probe(tick_ns * NS, (half_ns + self.clock.spread_ns) * NS)
+            if probe is not None:
+                reads.append(round(next_ns + probe * tick_ns))
         if shown_ns > edge_ns:  # add a read in the tick before
-            reads.insert(0, max(edge_ns, shown_ns - round(tick_ns)))
-        return reads
+            reads.append(max(edge_ns, shown_ns - round(tick_ns)))
+        return sorted(reads)
 
     def is_settled(self, edge_ns: int, max_gap_ns: int) -> bool:
         """Return whether the energy at an edge is final: later readings do not improve it."""
@@ -181,6 +161,20 @@ class SensorTiming:
         """Return the delay of readings after an edge, for sensors without known ticks; 0 below `MIN_TICK_S`."""
         late_ns = self.shift_ns()
         return late_ns if late_ns >= MIN_TICK_S / NS else 0
+
+
+def is_share_open(device: Device) -> bool:
+    """Return whether the share of a tick that the counter measures is unknown; `effllm profile` measures it."""
+    sensor = device.sensor
+    has_ticks = device.energy_method == COUNTER and sensor.tick_s >= MIN_TICK_S
+    is_board = device.kind == "nvml" and device.is_gpu and not device.simulated
+    return is_board and has_ticks and not _measures_whole_tick(device) and not sensor.source.startswith("profiled")
+
+
+def _measures_whole_tick(device: Device) -> bool:
+    """Return whether this model's sensor measures during the whole tick, according to the hardware table."""
+    row = hardware.find(device.name)
+    return row is not None and row.sensor.duty == 1.0
 
 
 def _clock_of(sensor: Sensor) -> TickClock | None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from effllm.config.settings import Config
 from effllm.devices.known import hardware
-from effllm.energy.lag_evidence import is_share_open
+from effllm.energy.sensor_timing import is_share_open
 from effllm.job.audit.known import KnownJob
 from effllm.job.ledger import Ledger
 from effllm.job.power_scope import AUTO, Node, Scope, choose, keep, scopes

@@ -54,7 +54,6 @@ KINDS: dict[str, Kind] = {
     "power_limit": Kind(FILE, "The power limit of a GPU was changed."),
     # Energy
     "energy_counter": Kind(ONCE, "The energy counter of a GPU is not used, or is used again.", is_problem=True),
-    "energy_disagreement": Kind(ONCE, "A GPU's energy counter disagrees with its power readings.", is_problem=True),
     "energy_calibration": Kind(ONCE, "The calibration of a GPU was wrong, and was removed from the cache."),
     "energy_aliasing": Kind(
         ONCE, "Iterations are synchronous with a power sensor: the energy has a larger error.", is_problem=True

@@ -1,20 +1,16 @@
 """effllm/agent/track.py: the readings of a sampler are collected in a series; each edge is requested once."""
 
 import os
-import re
 import threading
 import time
 
 import pytest
 from builders import NS
 from fake_reader import LONG_INTERVAL_S, FakeReader, until, woken
-from nvml_library import steps
-from sensor_model import BEGIN_S, BoardSensor
 
 from effllm.agent import sampler as sampler_module
 from effllm.agent.sampler import Sampler
 from effllm.agent.track import DeviceTrack
-from effllm.energy.calibration import Calibration, kept_lag_s, load, store
 from effllm.records.rank import COUNTER, INSTANT, Device, Event, Sample, Sensor
 
 
@@ -191,70 +187,6 @@ def test_contradicted_tick_is_measured_again_only_once(tracked, wake):
     assert calibrations_made == [(0.0, False), (0.0, True)], (
         "a calibration starts from the known device, not from the wrong tick"
     )
-
-
-class VirtualSampler:
-    """A sampler that reads a sensor in virtual time, at the requested times."""
-
-    slowed_s, is_calibrating = None, False
-
-    def __init__(self, device, sensor):
-        self.device, self._sensor, self._items = device, sensor, [device]
-
-    def ask(self, times_ns, within_s):
-        for time_ns in times_ns:
-            read_s = (time_ns + 100_000) / NS
-            self._items.append(
-                Sample(time_ns + 100_000, power_w=self._sensor.power_w(read_s), energy_j=self._sensor.counter_j(read_s))
-            )
-
-    def take(self):
-        items, self._items = self._items, []
-        return items
-
-    def stale_s(self):
-        return None
-
-
-def run_of(lag_s, calibrations):
-    """Return the energy_calibration events of a run of a minute on a counter with a lag."""
-    sensor = BoardSensor(steps(100.0, 500.0, 0.37, 3), phase_s=0.03, lag_s=lag_s)
-    known = Sensor(tick_s=0.1, tick_error_s=1e-5, lag_error_s=0.1, is_held=True, source="measured here")
-    device = Device(
-        "GPU-0", "nvml", "NVIDIA L40S", driver="1", energy_method=COUNTER, power_limit_w=700.0, sensor=known
-    )
-    if load(calibrations, device.name, device.driver) is None:
-        store(calibrations, Calibration(device.name, device.driver, "2026-11-22", known))
-    track = DeviceTrack(VirtualSampler(device, sensor), 1.0, calibrations)
-    before_ns = 0
-    for second in range(1, 60):
-        edge_ns = round((BEGIN_S + 1.013 * second) * NS)
-        track.take()
-        track.ask(edge_ns)
-        track.take()
-        if before_ns:
-            track.series.integrals(before_ns, edge_ns)
-        before_ns = edge_ns
-    track.take()
-    return [event.text for event in track.take_events(before_ns, 0.0) if event.kind == "energy_calibration"]
-
-
-def test_lag_that_a_run_found_is_stored_for_the_next_run(tmp_path):
-    device = Device("GPU-1", "nvml", "NVIDIA L40S", driver="1")
-
-    assert run_of(0.04, tmp_path) == []
-    assert kept_lag_s(tmp_path, device) == pytest.approx(0.04, abs=1e-3)
-    assert run_of(0.04, tmp_path) == []
-
-
-def test_contradicted_lag_is_dropped_and_reported(tmp_path):
-    device = Device("GPU-1", "nvml", "NVIDIA L40S", driver="1")
-    run_of(0.04, tmp_path)
-
-    (text,) = run_of(0.0, tmp_path)
-
-    assert re.search(r"the lag of (39.9|40|40.1) ms from the cache was dropped", text)
-    assert kept_lag_s(tmp_path, device) == pytest.approx(0.0, abs=1e-3)
 
 
 def test_energy_of_edges_is_not_final_during_calibration(tracked):
