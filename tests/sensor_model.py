@@ -224,7 +224,7 @@ def simulate(
     sensor = BoardSensor(power, tick_s, duty, chance.uniform(0, tick_s), lag_s)
     ledger = ledger_of(sensor.known(chance, lag_is_known), name=name)
     if step_s > 0:
-        ledger.aliasing.set_rhythm(step_s, 0.0)
+        ledger.aliasing.set_durations([step_s])
     agent = VirtualAgent(ledger, sensor, chance)
     edges_s = [agent.calibrate(BEGIN_S) + 2.5]
     for length_s in [*lead_s, *[window_s] * count]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
-import statistics
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import reduce
 from operator import sub
 from typing import Any
@@ -199,12 +197,11 @@ class WindowCutter:
         inside = [phase for phase in self._phases if phase.end_ns <= end_ns]
         self._phases = [phase for phase in self._phases if phase.end_ns > end_ns]
         if len(self._durations_s) > 1:
-            step_s, deviation_s = statistics.median(self._durations_s), _deviation(self._durations_s)
             for one in series:
-                one.energy.aliasing.set_rhythm(step_s, deviation_s)
+                one.energy.aliasing.set_durations(tuple(self._durations_s))
         devices = tuple(self._device(one, end_ns, inside, phases_s) for one in series)
         errors = [
-            one.energy.aliasing.run_error(iterations, device.wall.energy.joules or 0.0, self._durations_s)
+            one.energy.aliasing.run_error(iterations, device.wall.energy.joules or 0.0)
             for one, device in zip(series, devices, strict=True)
         ]
         return devices, max((error for error in errors if error is not None), default=None)
@@ -227,9 +224,3 @@ class WindowCutter:
             outside.append((from_ns, end_ns))
             phases[SHUTDOWN] = reduce(sub, after, series.integrals(from_ns, end_ns))
         return series.window(start_ns, end_ns, phases, outside)
-
-
-def _deviation(values: Collection[float]) -> float:
-    """Return the sample standard deviation; `statistics.stdev` uses fractions and takes ten times as long."""
-    mean = math.fsum(values) / len(values)
-    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))

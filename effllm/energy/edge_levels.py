@@ -14,8 +14,13 @@ from typing import NamedTuple
 from effllm.energy.power_spread import PowerSpread
 from effllm.energy.readings import NS, Readings
 from effllm.energy.sensor_timing import SensorTiming
-from effllm.energy.tick_energy import in_tick
 from effllm.records.rank import COUNTER
+
+#: A change of power is abrupt if it exceeds the usual change from tick to tick by this factor.
+STEP = 8.0
+#: The error of a wave that is approximated by a parabola, relative to the bend of the parabola.  For a sine with a
+#: period of ten ticks, this error is 0.016; for other waves, it is larger.
+BEND = 0.04
 
 
 class Level(NamedTuple):
@@ -158,6 +163,41 @@ class EdgeLevels:
         share_j += (joules - total_j) * since_s / span_s
         variance_j2 = self._powers.bridge_j2(since_s, rest_s, second_w - first_w)
         return Level(first.total_j + min(max(share_j, 0.0), joules), tick_j2 + variance_j2, local_w)
+
+
+def in_tick(
+    since_s: float, tick_s: float, joules: float, before_w: float | None, after_w: float | None, powers: PowerSpread
+) -> tuple[float, float, float]:
+    """Return the part of a tick's energy before a time in this tick, its variance, and the power at the time.
+
+    Training power changes abruptly.  The time of a single change follows from the tick's energy and from the power of
+    the ticks before and after.  If a single change does not explain the tick's energy, or if power varies smoothly,
+    the energy is distributed over the tick.
+    """
+    mean_w = joules / tick_s
+    rest_s = tick_s - since_s
+    flat_j = mean_w * since_s
+    if before_w is None or after_w is None:
+        return flat_j, powers.jump_j2(min(since_s, rest_s)), mean_w
+    rise_w = after_w - before_w
+    low_w, high_w = min(before_w, after_w), max(before_w, after_w)
+    noise_w = powers.noise_w()
+    # Smooth power is approximated by the parabola that has the mean powers of all three ticks.
+    x = since_s / tick_s
+    slope_w, bend_w = mean_w - before_w, (before_w + after_w - 2 * mean_w) / 2
+    start_w = mean_w - slope_w / 2 - bend_w / 3
+    smooth_j = tick_s * (start_w * x + slope_w * x**2 / 2 + bend_w * x**3 / 3)
+    change_w = max(abs(mean_w - before_w), abs(after_w - mean_w))
+    unseen_j2 = powers.unseen_w2(change_w) * tick_s**2 * 4 * x * (1 - x)
+    if low_w - noise_w <= mean_w <= high_w + noise_w and abs(rise_w) > STEP * noise_w:
+        step_s = min(max((joules - after_w * tick_s) / (before_w - after_w), 0.0), tick_s)
+        step_j = before_w * min(since_s, step_s) + after_w * max(since_s - step_s, 0.0)
+        return step_j, unseen_j2, before_w if since_s < step_s else after_w
+    outside_w = max(mean_w - high_w, low_w - mean_w, 0.0)
+    if outside_w > 3 * noise_w:  # a short peak, at an unknown time within the tick
+        excess_j = joules - (before_w + after_w) / 2 * tick_s
+        return flat_j, excess_j**2 * x * (1 - x) * 0.35 + unseen_j2, mean_w
+    return smooth_j, unseen_j2 + (BEND * bend_w * tick_s) ** 2, mean_w
 
 
 def _mean_w(anchors: dict[int, float], first: int, second: int, tick_s: float) -> float | None:

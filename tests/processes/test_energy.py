@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 from nvml_library import bursts, flat, sine, square, steps
 from sensor_model import BEGIN_S, BoardSensor, MeasuredWindow, Telegraph, VirtualAgent, ledger_of, simulate
 
+from effllm.energy.aliasing import beat
 from effllm.energy.counter_lag import CounterLag
 from effllm.energy.device_energy import EnergyLedger
+from effllm.energy.edge_levels import in_tick
 from effllm.energy.power_spread import PowerSpread
 from effllm.energy.readings import Point
-from effllm.energy.tick_energy import beat, beat_of, in_tick
 from effllm.job.health.energy_watch import EnergyWatch
 from effllm.records.energy import NORMAL_95
 from effllm.records.rank import AVERAGE, COUNTER, INSTANT, Device, Sample, Sensor
@@ -870,6 +871,11 @@ def test_variance_of_a_run_is_less_than_the_sum_of_its_windows():
         assert first.end_j2 == pytest.approx(second.start_j2, rel=0.2)
 
 
+def gauss_durations(step_s, deviation_s):
+    chance = random.Random(4)
+    return [chance.gauss(step_s, deviation_s) for _ in range(2000)]
+
+
 def monte_carlo(step_s, deviation_s, tick_s, span_s, seed):
     """Return the variance of the aliasing error of iterations divided by the variance for random phases."""
     chance = random.Random(seed)
@@ -893,35 +899,28 @@ def test_computed_beat_variance_agrees_with_monte_carlo(step_s, deviation_s):
     expected = monte_carlo(step_s, deviation_s, 0.1, 12.0, 1)
 
     # `beat` sums three harmonics of the tick; the other harmonics add less than half of an iteration's variance.
-    assert beat(step_s, deviation_s, 0.1, 12.0) == pytest.approx(expected, rel=0.25, abs=0.45)
-
-
-def test_beat_from_lengths_equals_beat_from_mean_and_deviation():
-    chance = random.Random(4)
-    for step_s, deviation_s in [(0.2, 0.0), (0.2, 0.005), (0.237, 0.004)]:
-        lengths_s = [chance.gauss(step_s, deviation_s) for _ in range(2000)]
-        expected = beat(step_s, deviation_s, 0.1, 50 * step_s)
-        assert beat_of(lengths_s, 0.1, 50) == pytest.approx(expected, rel=0.1, abs=0.05)
+    found = beat(gauss_durations(step_s, deviation_s), 0.1, 12.0 / step_s)
+    assert found == pytest.approx(expected, rel=0.25, abs=0.45)
 
 
 def test_errors_of_iterations_that_last_whole_ticks_do_not_cancel():
-    assert beat(0.3, 0.0, 0.1, 30.0) == pytest.approx(100.0)  # all hundred iterations have the same error
-    assert beat(0.3, 0.05, 0.1, 30.0) == pytest.approx(1.0, abs=0.1)  # the length of iterations varies by half a tick
-    assert beat(0.0, 0.0, 0.1, 30.0) == 1.0
-    assert beat(60.0, 0.0, 0.1, 30.0) == 1.0
+    assert beat([0.3], 0.1, 100) == pytest.approx(100.0)  # all hundred iterations have the same error
+    varied_s = gauss_durations(0.3, 0.05)  # the length of iterations varies by half a tick
+    assert beat(varied_s, 0.1, 100) == pytest.approx(1.0, abs=0.1)
+    assert beat([60.0], 0.1, 0.5) == 1.0
 
 
 def test_beat_increases_the_stated_error_of_a_partial_duty_sensor():
-    def stated_j2(rhythm):
+    def stated_j2(durations_s):
         chance = random.Random(3)
         sensor = BoardSensor(square(100.0, 500.0, 0.4), 0.1, 0.25)
         one = ledger_of(sensor.known(chance))
-        if rhythm:
-            one.aliasing.set_rhythm(*rhythm)
+        one.aliasing.set_durations(durations_s)
         (window,) = VirtualAgent(one, sensor, chance).windows([BEGIN_S + 5.0, BEGIN_S + 35.0])
         return window.inside_j2
 
-    assert stated_j2((0.4, 0.0)) > 30 * stated_j2((0.437, 0.02)) > 0.0
+    assert stated_j2([0.4]) > 30 * stated_j2(gauss_durations(0.437, 0.02)) > 0.0
+    assert stated_j2(()) == stated_j2(gauss_durations(0.437, 0.02))
 
 
 # --- iterations synchronous with the sensor ---
@@ -957,9 +956,8 @@ def aliasing_events(lengths, seed, *, duty=0.25, count=150, per_window=10):
     watch = EnergyWatch(lambda kind: bool(found), found.append)
     for first in range(skipped, skipped + count, per_window):
         (energy,) = agent.windows([power.ends_s[first], power.ends_s[first + per_window]])
-        error = one.aliasing.run_error(
-            per_window, energy.joules or 0.0, lengths_s[max(first + per_window - 64, 0) : first + per_window]
-        )
+        one.aliasing.set_durations(lengths_s[max(first + per_window - 64, 0) : first + per_window])
+        error = one.aliasing.run_error(per_window, energy.joules or 0.0)
         watch.close([row(0, aliasing_error=error)], SimpleNamespace(time_s=0.0, final=True))
         errors.append(energy.joules - power.integral(power.ends_s[first], power.ends_s[first + per_window]))
     whole_j = power.integral(power.ends_s[skipped], power.ends_s[skipped + count])
