@@ -119,7 +119,7 @@ class CounterSteps:
         step_j = counter_j - before_j
         is_possible = 0.0 <= step_j <= self._max_j(time_ns - before_ns)
         if self._doubted is not None:
-            return self._by_doubted(last, time_ns, counter_j, expected_j, is_possible)
+            return self._step_after_distrust(last, time_ns, counter_j, expected_j, is_possible)
         if self._left is not None:
             # The counter may jump back.  Of the step from the last value and the step from the value before the jump,
             # the step nearer to the expected energy is right.
@@ -140,22 +140,24 @@ class CounterSteps:
         self._timing.add_tick_bounds(before_ns, time_ns, has_moved=step_j > 0.0)
         return Step(COUNTER, step_j, 0.0, False)
 
-    def _by_doubted(
+    def _step_after_distrust(
         self, last: Point, time_ns: int, counter_j: float, expected_j: float | None, is_possible: bool
     ) -> Step | None:
         """Return the step of a counter that is not used, if it has jumped back or now counts from a new value."""
         assert self._doubted is not None and self._last_counter is not None
         base, (before_ns, before_j) = self._doubted, self._last_counter
         since_j, entered_j = counter_j - base.counter_j, last.total_j - base.total_j
-        is_back = counter_j != before_j and 0.0 <= since_j <= self._max_j(time_ns - base.time_ns)
-        goes_on = is_possible and counter_j != before_j and base.time_ns < before_ns == last.time_ns
-        if is_back and not (goes_on and _nearer(counter_j - before_j, since_j - entered_j, expected_j)):
-            self._use_again()
+        counter_resumed = counter_j != before_j and 0.0 <= since_j <= self._max_j(time_ns - base.time_ns)
+        counter_continues = is_possible and counter_j != before_j and base.time_ns < before_ns == last.time_ns
+        if counter_resumed and not (
+            counter_continues and _nearer(counter_j - before_j, since_j - entered_j, expected_j)
+        ):
+            self._trust_counter_again()
             # Windows that were reported in the meantime keep the variance of integrated power.
             return self._corrected(time_ns, base, since_j, last.variances_j2 - base.variances_j2, COUNTER)
-        if goes_on:
+        if counter_continues:
             self._left = base
-            self._use_again()
+            self._trust_counter_again()
             return Step(COUNTER, counter_j - before_j, 0.0, False)
         return None
 
@@ -189,7 +191,7 @@ class CounterSteps:
         self._is_doubt_reported = True
         self._events.append(f"the energy counter is not used: {why}; integrated power is used instead")
 
-    def _use_again(self) -> None:
+    def _trust_counter_again(self) -> None:
         self._doubted = None
         if self._is_doubt_reported:  # failed reads are reported by the sampler
             self._events.append("the energy counter is used again")
