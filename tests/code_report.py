@@ -16,23 +16,23 @@ from pathlib import Path
 # Lines of the Python files of each package. A budget is raised only in a line with a comment: the reason, which a user
 # must be able to accept. When a package becomes smaller, its budget follows.
 BUDGETS = {
-    "agent": 3_480,
+    "agent": 3_451,
     "analysis": 3_866,
     "commands": 6_045,
-    "config": 788,  # the GPUs that a scheduler states are read here, no longer in devices
+    "config": 788,
     "devices": 4_297,
-    "energy": 2_068,
+    "energy": 1_832,
     "hooks": 4_604,
     "instruments": 2_437,
     "job": 8_815,
     "memory": 3_295,
     "metrics": 1_069,
     "network": 1_581,
-    "records": 3_140,
+    "records": 3_139,
     "sensor_profile": 1_454,
     "server": 1_367,
-    "sinks": 1_660,  # slow requests cannot block the metrics page
-    "store": 3_007,  # a folder of another version is refused in one sentence
+    "sinks": 1_660,
+    "store": 3_007,
     "top level": 192,
     "trainer": 3_973,
     "views": 3_345,
