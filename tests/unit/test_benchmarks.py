@@ -2,6 +2,8 @@
 
 import time
 
+import pytest
+
 from benchmarks import compare, large_run, latency
 from effllm.commands.top_folder import FolderSource
 
@@ -20,6 +22,7 @@ def test_comparison_benchmark_counts_outcomes_of_simulated_pairs():
     assert {outcomes.total for outcomes in table.values()} == {4}
 
 
+@pytest.mark.long
 def test_job_of_the_screen_benchmark_has_its_planted_ranks_first(tmp_path):
     large_run.large_run(tmp_path / "large", ranks=4300, windows=12).close()
     source = FolderSource(tmp_path / "large")

@@ -69,6 +69,7 @@ def alike(first: Integrals, second: Integrals, rel: float = 1e-8) -> None:
             assert getattr(one, name) == (approx(getattr(other, name), rel=rel, abs=1e-6)), name
 
 
+@pytest.mark.long
 def test_day_of_samples_needs_no_more_memory_than_a_minute():
     device, edges_ns = Device(), [12 * NS + 300_000_000, 15 * NS + 700_000_000]
     plain, folding = series(), series()

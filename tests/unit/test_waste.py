@@ -89,7 +89,7 @@ def healthy(seed):
 
 
 def test_healthy_runs_have_no_events():
-    assert [seed for seed in range(repeats(20, 200)) if healthy(seed).events] == []
+    assert [seed for seed in range(repeats(10, 200)) if healthy(seed).events] == []
 
 
 @cases("seed", range(repeats(10, 50)))
