@@ -25,6 +25,7 @@ for name, number in cases.NUM_EXAMPLES.items():
 settings.load_profile("small")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items):
     """With several test processes, run tests with a common module fixture in the same process."""
     for item in items:
