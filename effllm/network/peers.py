@@ -74,8 +74,8 @@ class Peers:
             return False
         cost_bytes = max(num_bytes, FRAME_BYTES)
         if one.left_bytes < cost_bytes:
-            most_bytes = self._burst_bytes if one.agent else NO_HELLO_FRAMES * FRAME_BYTES
-            one.left_bytes = min(one.left_bytes + max(now_s - one.since_s, 0.0) * BYTES_PER_S, most_bytes)
+            max_bytes = self._burst_bytes if one.agent else NO_HELLO_FRAMES * FRAME_BYTES
+            one.left_bytes = min(one.left_bytes + max(now_s - one.since_s, 0.0) * BYTES_PER_S, max_bytes)
             one.since_s = now_s
             if one.left_bytes < cost_bytes:  # a dropped frame does not reduce the allowance
                 one.is_held = one.is_held or bool(one.agent)
