@@ -136,7 +136,9 @@ def test_megatron_4_power_of_the_first_iteration_is_measured(wrapped):
     assert first.iteration_first == first.iteration_last
     before = [row for row in job.ranks if row.iteration_last < first.iteration_first]
     assert {row.window for row in before if (row.coverage or 0.0) < 1.0} == {row.window for row in before}
-    assert first.values["window/aec_watts"] == pytest.approx(350.0, rel=0.05)
+    # Per rank, because the walls of one iteration differ between the ranks on a busy machine.
+    rows = sorted((row.rank, row.energy_j / row.wall_s) for row in job.ranks if row.window == first.window)
+    assert [watts for _, watts in rows] == pytest.approx([100.0, 250.0], rel=0.05)
 
 
 @pytest.mark.alone

@@ -66,6 +66,8 @@
  * With NVML_TRACE_CALLS in the environment, each call appends a line "PID FUNCTION" to the file of that name.
  */
 
+#include <pthread.h>
+
 #include "traced.h"
 
 struct pci {
@@ -86,16 +88,20 @@ static int give_text(const char *text, char *buffer, unsigned int length)
 
 /* --- the library ---------------------------------------------------------------------------------- */
 
+static pthread_mutex_t init_mutex = PTHREAD_MUTEX_INITIALIZER; /* an agent opens each GPU in its own thread */
+
 int nvmlInitWithFlags(unsigned int flags)
 {
     (void)flags;
     find_files();
     count_call(__func__);
     int result = enter_init();
+    pthread_mutex_lock(&init_mutex);
     if (result == SUCCESS && initialized == 0)
         result = read_trace(); /* which also forgets who was lost */
     if (result == SUCCESS)
         initialized++;
+    pthread_mutex_unlock(&init_mutex);
     return result;
 }
 
@@ -104,10 +110,11 @@ int nvmlInit_v2(void) { return nvmlInitWithFlags(0); }
 int nvmlShutdown(void)
 {
     count_call(__func__);
-    if (!initialized)
-        return UNINITIALIZED;
-    initialized--;
-    return SUCCESS;
+    pthread_mutex_lock(&init_mutex);
+    int result = initialized ? SUCCESS : UNINITIALIZED;
+    initialized -= result == SUCCESS;
+    pthread_mutex_unlock(&init_mutex);
+    return result;
 }
 
 const char *nvmlErrorString(int result)

@@ -53,7 +53,7 @@ def test_unused_gpus_are_unknown_without_a_statement_and_without_a_gpu(start, va
 
 
 ENGINE = """
-import time
+import os, time
 from types import SimpleNamespace as N
 from effllm.hooks.vllm import attach
 
@@ -67,14 +67,29 @@ class LLM:
 
 attach(N(LLM=LLM))
 llm = LLM()
-for _ in range(200):
+while not os.path.exists({enough!r}):
     llm.generate(["a"])
 """
 
 
-def test_gpus_that_no_rank_uses_are_a_part_and_an_event(launch, trace):
-    environ = {**trace.environment(), "SLURM_JOB_ID": "7", "SLURM_GPUS_ON_NODE": "4"}
-    job = launch.code(ENGINE.format(workers=2), environ=environ, device="nvml").done()
+@pytest.fixture
+def engine(launch, trace, tmp_path):
+    """Run an engine of ``workers`` GPUs on a node of four allocated GPUs."""
+
+    def run(workers):
+        enough = tmp_path / "enough"
+        environ = {**trace.environment(), "SLURM_JOB_ID": "7", "SLURM_GPUS_ON_NODE": "4"}
+        code = ENGINE.format(workers=workers, enough=str(enough))
+        job = launch.code(code, environ=environ, device="nvml")
+        jobs.until(lambda: job.num_windows >= 6)
+        enough.touch()
+        return job.done()
+
+    return run
+
+
+def test_gpus_that_no_rank_uses_are_a_part_and_an_event(engine):
+    job = engine(2)
 
     (text,) = job.ledger.event_texts("gpus_unused")
     assert text.endswith(": 4 GPUs are allocated (SLURM_GPUS_ON_NODE), and its ranks use 2")
@@ -87,9 +102,8 @@ def test_gpus_that_no_rank_uses_are_a_part_and_an_event(launch, trace):
 
 
 @pytest.mark.parametrize(("workers", "unused"), [(3, 1), (4, 0), (5, None)])
-def test_rank_uses_all_gpus_of_its_engine(launch, trace, workers, unused):
+def test_rank_uses_all_gpus_of_its_engine(engine, workers, unused):
     """Only four of five GPUs can be opened, so it is not known how many are used."""
-    environ = {**trace.environment(), "SLURM_JOB_ID": "7", "SLURM_GPUS_ON_NODE": "4"}
-    job = launch.code(ENGINE.format(workers=workers), environ=environ, device="nvml").done()
+    job = engine(workers)
 
     assert [one.unused_gpus for one in job.ledger.summary.goodput.attempts] == [unused]
