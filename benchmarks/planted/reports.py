@@ -21,6 +21,7 @@ from effllm.records.energy import EnergyAmount
 from effllm.records.job import Summary
 from effllm.records.rank import (
     CLOCK_RATIO,
+    Allocator,
     Device,
     DeviceWindow,
     Gauge,
@@ -211,7 +212,8 @@ def _row(
         own_steps=stop - start,
         own_step_s=float(own_s.sum()),
         own_median_s=float(np.median(own_s)) if stop > start else None,
-        values=_allocator(course, part),
+        values=_retries(course, part),
+        allocator=Allocator(60.0 * GIB, 60.0 * GIB, 0.0),
         **known,
     )
 
@@ -222,11 +224,10 @@ def tokens_of(shape: Shape) -> int:
     return round(shape.mfu * PEAK * kernel_s / FLOPS_PER_TOKEN)
 
 
-def _allocator(course: Course, part: tuple[int, int]) -> dict[str, ValueStatistics]:
-    """Return the readings of torch's allocator: an iteration with lost time has one retry."""
-    used, retries = 60.0 * GIB, float((course.retry_s[slice(*part)] > 0).sum())
-    values = {"allocator/allocated_bytes": used} | ({"allocator/retries": retries} if retries else {})
-    return {name: ValueStatistics(1, value, 0.0, value, value) for name, value in values.items()}
+def _retries(course: Course, part: tuple[int, int]) -> dict[str, ValueStatistics] | None:
+    """Return the retries of torch's allocator: an iteration with lost time has one retry."""
+    retries = float((course.retry_s[slice(*part)] > 0).sum())
+    return {"allocator/retries": ValueStatistics(1, retries, 0.0, retries, retries)} if retries else None
 
 
 def _profile(found: Timeline, course: Course, rank: int, part: tuple[int, int]) -> Profile | None:

@@ -140,8 +140,11 @@ class Measuring:
         values = self.values.take(
             report.window, self._trainer.facts.value_names, time.monotonic(), is_last=report.final
         )
-        values |= self.memory.take_values(report.window, is_last=report.final)
-        self.outbox.add(replace(report, values=dict(islice(values.items(), MAX_NAMES))) if values else report)
+        allocator, of_memory = self.memory.take(report.window, is_last=report.final)
+        values = dict(islice({**values, **of_memory}.items(), MAX_NAMES))
+        if values or allocator is not None:
+            report = replace(report, values=values or None, allocator=allocator)
+        self.outbox.add(report)
 
     def _origin(self) -> tuple[list[Slot], int]:
         """Return the existing records, and the start of the first window."""

@@ -16,7 +16,7 @@ from effllm.agent.series import Series
 from effllm.memory.device_forecast import STARTUP, STEPS, MemoryReading
 from effllm.memory.watch import DeviceWatch, LeakWatch, Warned
 from effllm.records import ring
-from effllm.records.rank import MARKED_PHASES, Event, Sample, ValueStatistics
+from effllm.records.rank import MARKED_PHASES, Allocator, Event, Sample, ValueStatistics
 
 #: Number of windows whose median is the memory of other processes and of the driver.
 OTHER_WINDOWS = 9
@@ -77,15 +77,17 @@ class RankMemory:
         for one in warned:
             yield Event(time_s, one.kind, one.text)
 
-    def take_values(self, window: int, *, is_last: bool) -> dict[str, ValueStatistics]:
-        """Return the values of the windows up to a window, for the report."""
+    def take(self, window: int, *, is_last: bool) -> tuple[Allocator | None, dict[str, ValueStatistics]]:
+        """Return the memory and the values of the windows up to a window, for the report."""
         taken = sorted(number for number in self._values if is_last or number <= window)
         found: dict[str, float] = {}
         for number in taken:
             for name, value in self._values.pop(number).items():
                 is_count = name in ("allocator/retries", "allocator/out_of_memory")
                 found[name] = found.get(name, 0.0) + value if is_count else max(found.get(name, 0.0), value)
-        return {name: ValueStatistics(1, value, 0.0, value, value) for name, value in found.items()}
+        sizes = [found.pop(f"allocator/{name}", None) for name in Allocator.__struct_fields__]
+        allocator = Allocator(*(size for size in sizes if size is not None)) if None not in sizes else None
+        return allocator, {name: ValueStatistics(1, value, 0.0, value, value) for name, value in found.items()}
 
     def _note(self, slot: ring.Slot, now: MemoryReading, before: MemoryReading | None, is_end: bool) -> None:
         """Keep the values of a reading until the report of its window."""

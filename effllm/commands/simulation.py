@@ -12,12 +12,12 @@ from effllm.devices.simulated import MAX_CLOCK_HZ, open_device
 from effllm.records.energy import EnergyAmount
 from effllm.records.rank import (
     CLOCK_RATIO,
+    Allocator,
     DeviceWindow,
     Gauge,
     Integrals,
     ParameterCount,
     RankReport,
-    ValueStatistics,
 )
 from effllm.records.wire import Bye, Hello
 
@@ -28,7 +28,7 @@ BUSY = 0.95  # step time as a share of an iteration
 CLOCK_HZ, TEMPERATURE_C, LIMIT_W = 1.7e9, 61.0, 700.0
 CLOCK = CLOCK_HZ / MAX_CLOCK_HZ
 #: The readings of torch's allocator that each rank with CUDA reports in each window (effllm/agent/rank_memory.py).
-ALLOCATOR_BYTES = {"allocated": 40e9, "reserved": 45e9, "fragmented": 1e9}
+ALLOCATOR_BYTES = (40e9, 45e9, 1e9)  # allocated, reserved, fragmented
 
 
 class SimulatedRank:
@@ -110,17 +110,13 @@ class SimulatedRank:
             wait_s=span_s - BUSY * span_s,
             phases_s={},
             devices=(device,),
-            values=self._allocator(),
+            allocator=Allocator(*(size + self.rank for size in ALLOCATOR_BYTES)),
             **counts,
         )
 
     def tokens_until(self, window: int) -> int:
         """Return the tokens of the reports up to a window."""
         return window * self._log_interval * (TOKENS + self.rank)
-
-    def _allocator(self) -> dict[str, ValueStatistics]:
-        values = {f"allocator/{name}_bytes": size + self.rank for name, size in ALLOCATOR_BYTES.items()}
-        return {name: ValueStatistics(1, value, 0.0, value, value) for name, value in values.items()}
 
     def bye(self, lost: int) -> Bye:
         return Bye(self.agent, self.rank, "completed", self._window * self._log_interval, lost)

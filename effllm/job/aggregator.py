@@ -68,7 +68,7 @@ class Aggregator:
             self.events.record(Event(now.unix_s, "joined", f"rank {number} joined from {message.host}", number))
         self.stalls.hello(message, is_new, now.mono_s)
         self._stragglers.hello(message, is_new)
-        self._hear(number, now)
+        self._hear(number, self.ledger.ranks[number], now)
         self._pass_time(now.mono_s, now.unix_s)
         self.ledger.goodput.join(
             number, message.world_size, message.offset, message.is_numbered, is_new, message.time_s,
@@ -95,15 +95,15 @@ class Aggregator:
             following reports must be rejected until the agent sends the rest again.
         """
         # This method is called up to ten thousand times a second.
-        rows, now_s, windows = message.rows, now.mono_s, self.open
+        rows, now_s, windows, ranks, hear = message.rows, now.mono_s, self.open, self.ledger.ranks, self._hear
         row_bytes, is_all = num_bytes // (len(rows) or 1), True
         for row in rows:
             number, sequence = row.rank, row.sequence
-            rank = self.roster.rank_of(number, row.agent)
-            if rank is None:
+            rank = ranks.get(number)
+            if rank is None or rank.agent != row.agent:
                 self.garbage += 1
                 continue
-            self._hear(number, now)
+            hear(number, rank, now)
             if row is rows[-1]:
                 rank.spend(message.agent_cpu_s, message.sent_bytes, message.recorder_cpu_s)
             if message.lost > rank.lost:
@@ -129,7 +129,7 @@ class Aggregator:
     def heartbeat(self, message: Heartbeat, now: Now) -> None:
         rank = self.roster.rank_of(message.rank, message.agent)
         if rank is not None:
-            self._hear(message.rank, now)
+            self._hear(message.rank, rank, now)
             self._lose(message.rank, rank, message.lost, now)
             if message.time_s is not None and not rank.bye:
                 self._pass_time(now.mono_s, now.unix_s)
@@ -143,12 +143,12 @@ class Aggregator:
         if rank is None or not self.stalls.stack(message, now.unix_s):
             self.garbage += 1
         else:
-            self._hear(message.rank, now)
+            self._hear(message.rank, rank, now)
 
     def agent_event(self, message: AgentEvent, now: Now) -> None:
         """Record an event of an agent with its own time, limited to the time of the run."""
-        if self.roster.rank_of(message.rank, message.agent) is not None:
-            self._hear(message.rank, now)
+        if (rank := self.roster.rank_of(message.rank, message.agent)) is not None:
+            self._hear(message.rank, rank, now)
             event, count = message.event, min(message.event.count, MAX_EVENT_COUNT)
             happened_s = min(max(event.time_s, self.ledger.started_time_s), now.unix_s)
             text = f"rank {message.rank}: {event.text}"
@@ -160,7 +160,7 @@ class Aggregator:
         if rank is None:
             self.garbage += 1
             return False
-        self._hear(message.rank, now)
+        self._hear(message.rank, rank, now)
         self._lose(message.rank, rank, message.lost, now)
         self._note_unused_gpus(now)  # the devices of a short job may be known only since the last tick
         rank.spend(message.agent_cpu_s, message.sent_bytes, message.recorder_cpu_s)
@@ -266,11 +266,11 @@ class Aggregator:
             text = f"the clock of the aggregator's host was set by {set_by_s:+.0f} s; times of this run did not change"
             self.events.record(Event(time_s, "clock", text))
 
-    def _hear(self, rank: int, now: Now) -> None:
-        if not self.ledger.ranks[rank].bye:  # after its BYE an agent still runs until the summary is written
+    def _hear(self, number: int, rank: RankState, now: Now) -> None:
+        if not rank.bye:  # after its BYE an agent still runs until the summary is written
             self._heard_s = now.mono_s
-        if self.presence.hear(rank, now.mono_s):
-            self.events.record(Event(now.unix_s, "back", f"rank {rank} is back", rank))
+        if self.presence.hear(number, now.mono_s):
+            self.events.record(Event(now.unix_s, "back", f"rank {number} is back", number))
 
     def _lose(self, number: int, rank: RankState, lost: int, now: Now) -> None:
         if lost > rank.lost:

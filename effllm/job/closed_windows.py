@@ -27,6 +27,7 @@ from effllm.job.rows import Rows
 from effllm.job.window_energy import window_energy
 from effllm.records.job import ClusterReport
 from effllm.records.rank import Event, RankReport
+from effllm.store.run_folder import KeptReports
 
 MIN_DEADLINE_S = 5.0
 RECENT = 8  # number of closed windows that a late report can still complete
@@ -35,10 +36,11 @@ MAX_NAMED = 8  # maximum number of ranks in the text of an event
 
 
 class Closed(NamedTuple):
-    """A closed window, with the reports of its ranks."""
+    """A closed window, with the reports of its ranks, and those of them that the run folder keeps."""
 
     report: ClusterReport
-    rows: Sequence[RankReport]
+    rows: Rows
+    kept: KeptReports
 
 
 class ClosedWindows:
@@ -150,7 +152,7 @@ class ClosedWindows:
 
     def _weigh(self, number: int, rows: dict[int, RankReport], gathered: Gathered | None = None) -> Window:
         window = Window(number, rows, None, None)
-        window.by_rank = Rows.by_rank(rows, gathered)
+        window.by_rank = Rows.by_rank(rows, gathered, self._roster.everyone)
         window.merged = merge_devices(window.ordered, self._roster.expected(rows), self._roster.sitting(rows))
         self._weigh_energy(window)
         return window
@@ -207,12 +209,18 @@ class ClosedWindows:
         report = report_of(window, self._ledger, self._roster, minimum, last, correction)
         self._ledger.reports += 1
         self.last_report = report
-        self._closed.append(Closed(report, (late or window).ordered))
+        self._closed.append(self._kept(report, window if late is None else late))
         if not correction:
             self._ledger.prevalence.close(window.ordered, report, window.hang_s, window.clocks_s)
             self._audit.close(window.ordered, report, self._roster.job.known, self._roster.job.peak_source)
             self._energy.close(window.ordered, report)
             self._waste.close(report)
+
+    def _kept(self, report: ClusterReport, window: Window) -> Closed:
+        rows, merged = window.ordered, window.merged
+        has_one_gpu_each = merged is not None and rows.gathered_of(len(merged)) is not None
+        coverage = merged.energy_coverage if merged is not None and has_one_gpu_each and merged.has_all_energy else None
+        return Closed(report, rows, KeptReports.of(rows, report.coverage.ranks_expected, coverage))
 
 
 def _numbers(ranks: Sequence[int]) -> str:

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Sequence
 from functools import reduce
 from typing import NamedTuple, TypeVar
 
-from msgspec.structs import replace
+from msgspec.structs import astuple, replace
 
 from effllm.records.counters import FIELDS
-from effllm.records.rank import METHODS, DeviceWindow, Gauge, Integrals, RankReport, add_profiles
+from effllm.records.rank import METHODS, Allocator, DeviceWindow, Gauge, Integrals, RankReport, add_profiles
 from effllm.records.values import merged_by_name
 
 MAX_WAIT_S = 2.5  # timeout of a joined window; until most ranks have reported, the timeout is twice as long
@@ -88,6 +88,15 @@ class WindowJoiner:
         while 2 * len(self._long) > num_ranks:
             ready += self._end(statistics.median_low(self._long.values()), now_s)
         return ready
+
+    def whole(self, row: RankReport) -> int:
+        """Return the number of the newest joined window if it has ended, and the report is its rank's whole part; or 0.
+
+        In a large job nearly all reports are such reports; `add` would return them unchanged.
+        """
+        ends = self._ends
+        is_whole = row.window == ends[-1] and len(ends) > 1 and ends[-2] == row.window - 1
+        return self._number if is_whole and row.rank not in self._waiting else 0
 
     def tick(self, now_s: float, num_ranks: int, is_over: bool) -> list[Joined]:
         """Return the joined reports of a window after its timeout, or of all windows if no more reports will come."""
@@ -188,6 +197,7 @@ def join(rows: Sequence[RankReport], window: int) -> RankReport:
         profile=add_profiles(*(row.profile for row in rows)),
         own_median_s=statistics.median(medians_s) if medians_s else None,
         values=merged_by_name(row.values for row in rows if row.values) or None,
+        allocator=_largest([row.allocator for row in rows if row.allocator is not None]),
     )
 
 
@@ -195,6 +205,10 @@ _SUMS = (
     *FIELDS, "wall_s", "busy_s", "wait_s", "iterations_overrun", "generation_s", "device_steps", "device_step_s",
     "own_steps", "own_step_s", "device_own_steps", "device_own_step_s", "losses_not_finite",
 )  # fmt: skip
+
+
+def _largest(parts: Sequence[Allocator]) -> Allocator | None:
+    return Allocator(*map(max, *map(astuple, parts))) if len(parts) > 1 else next(iter(parts), None)
 
 
 def _last_loss(rows: Sequence[RankReport]) -> float | None:

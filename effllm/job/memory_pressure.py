@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Mapping
 
 from msgspec import Struct
+from msgspec.structs import asdict
 
 from effllm.job.rows import Rows
 from effllm.records.memory import MemoryPressureLoss, OutOfMemory
@@ -51,7 +52,9 @@ class MemoryPressure(Struct):
         """Add a closed window."""
         for row in rows:
             if row.final and row.values and ERRORS in row.values and len(self.failed) < MAX_RANKS:
-                self.failed[row.rank] = {name: one.most for name, one in row.values.items() if name.endswith(_BYTES)}
+                sizes = {name: one.most for name, one in row.values.items() if name.endswith(_BYTES)}
+                of_end = asdict(row.allocator) if row.allocator is not None else {}
+                self.failed[row.rank] = {**{_PREFIX + name: size for name, size in of_end.items()}, **sizes}
                 self.failed_iteration = row.iteration_shown
         read = rows.values.get(READ)
         busy_s, iterations = float(rows.numbers["busy_s"].sum()), int(rows.numbers["iterations"].sum())

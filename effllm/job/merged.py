@@ -156,6 +156,11 @@ class Merged(Struct, dict=True, eq=False):
         np.divide(self.wall.energy[:, COVERED_S], self.span_s, out=covered, where=self.span_s > 0)
         return np.minimum(covered, 1.0)
 
+    @property
+    def has_all_energy(self) -> bool:
+        """Whether the energy of each device was measured, in a part of its time or in all of it."""
+        return not np.isnan(self.wall.energy[:, JOULES]).any() and bool((self.span_s > 0).all())
+
     @cached_property
     def is_measured(self) -> NDArray[np.bool_]:
         """For each device: whether any of its quantities was measured."""

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from effllm.config.settings import Config
 from effllm.job.gathered import Gathered
@@ -67,6 +68,7 @@ class OpenWindows:
         self._joiner = WindowJoiner(min_s, ledger.closed, until) if min_s else None
         self._windows: dict[int, OpenWindow] = {}
         self._order: list[int] = []  # heap of the numbers of open windows
+        self._oldest: OpenWindow | None = None
         self._held: dict[int, _Held] = {}  # by rank
         self._late: dict[int, dict[int, RankReport]] = {}  # reports of closed windows
         self._max_late = MAX_LATE
@@ -90,6 +92,8 @@ class OpenWindows:
     def add(self, row: RankReport, now_s: float) -> None:
         if self._joiner is None:
             self._enter(row, now_s)
+        elif (number := self._joiner.whole(row)) > 0:
+            self._enter(row if row.window == number else replace(row, window=number), now_s)
         else:
             held, num_ranks = self._held[row.rank], self._ledger.world_size - self._presence.num_away
             is_full = 2 * held.num_rows >= self._history_size or 2 * held.num_bytes >= MAX_PENDING_BYTES
@@ -114,9 +118,10 @@ class OpenWindows:
             if opened is None:
                 opened = self._windows[window] = OpenWindow(window, now_s)
                 heapq.heappush(self._order, window)
+                self._oldest = self._windows[self._order[0]]
             rows = opened.rows
             opened.gathered.add(row)
-        if self._joiner is None:
+        if self._joiner is None or number not in rows:
             rows[number] = row
         else:
             put(rows, row)
@@ -133,9 +138,8 @@ class OpenWindows:
 
     def may_close(self) -> bool:
         # Called for every report of 10,000 ranks, so only counts are compared; `take_ready` handles other cases.
-        if not self._windows:
-            return False
-        return len(self._windows[self._order[0]].rows) + self._presence.num_away >= self._ledger.world_size
+        oldest = self._oldest
+        return oldest is not None and len(oldest.rows) + self._presence.num_away >= self._ledger.world_size
 
     def take_ready(
         self, now_s: float, deadline_s: Callable[[], float], heard_until_s: float = -math.inf
@@ -148,8 +152,7 @@ class OpenWindows:
             heard_until_s: all frames that arrived before this time have been handled.
         """
         self.is_closing, room = True, MAX_CLOSING_ROWS
-        while self._windows and room > 0:
-            window = self._windows[self._order[0]]
+        while (window := self._oldest) is not None and room > 0:
             # Windows that only few ranks have reached close one after another, so that other ranks have time to report.
             is_shared = 2 * len(window.rows) > self._ledger.world_size - self._presence.num_away
             since_s = window.first_s if is_shared else max(window.first_s, self._closed_s)
@@ -167,8 +170,8 @@ class OpenWindows:
         """Yield all windows in order, because no more reports will arrive; from now on late reports do not wait."""
         if self._joiner is not None:
             self._enter_joined(self._joiner.tick(math.inf, 0, is_over=True), math.inf)
-        while self._windows:
-            yield self._close(self._windows[self._order[0]])
+        while self._oldest is not None:
+            yield self._close(self._oldest)
         self._late_s, self._max_late = -math.inf, sys.maxsize
 
     def _close(self, window: OpenWindow) -> OpenWindow:
@@ -179,6 +182,7 @@ class OpenWindows:
         self._ledger.closed = number
         heapq.heappop(self._order)  # windows close in order
         del self._windows[number]
+        self._oldest = self._windows[self._order[0]] if self._order else None
         for rank in window.rows:
             self._held[rank].release()
         return window

@@ -36,9 +36,10 @@ class Presence:
     def hear(self, rank: int, now_s: float) -> bool:
         """Record a message of a rank; return whether the rank was lost."""
         self._heard_s[rank] = now_s
-        was_lost = rank in self._lost
+        if rank not in self._lost:
+            return False
         self._lost.discard(rank)
-        return was_lost
+        return True
 
     @property
     def lost(self) -> Collection[int]:

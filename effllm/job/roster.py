@@ -33,6 +33,7 @@ class Roster:
         self.devices: dict[str, Device] = {}
         self.members: dict[str, set[int]] = {}  # the ranks on each device
         self._num_devices: dict[int, int] = {}  # by rank
+        self._everyone: list[int] = []
         self._blind: set[int] = set()
         self._job: JobFacts | None = None
         self._expected: tuple[set[int], Expected] | None = None  # ranks that left, and the devices without these ranks
@@ -44,6 +45,13 @@ class Roster:
             rank = self._whole_model[1] if self._whole_model is not None else None
             self._job = JobFacts(self.config, self._ledger, self.hellos, self.devices, self.members, rank)
         return self._job
+
+    @property
+    def everyone(self) -> list[int]:
+        """All ranks of the world; the same list in every window."""
+        if len(self._everyone) != self._ledger.world_size:
+            self._everyone = list(range(self._ledger.world_size))
+        return self._everyone
 
     def settle(self, scope: Scope) -> None:
         """Fix the power scope of the job's sums, even if other sensors join later."""

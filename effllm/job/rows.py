@@ -11,7 +11,7 @@ import numpy as np
 from effllm.job.gathered import Gathered, GpuReadings
 from effllm.records.columns import Array, fields_of
 from effllm.records.counters import FIELDS
-from effllm.records.rank import Profile, RankReport, ValueStatistics, add_profiles
+from effllm.records.rank import Allocator, Profile, RankReport, ValueStatistics, add_profiles
 from effllm.records.values import merged_by_name
 
 
@@ -67,8 +67,14 @@ class Rows(list[RankReport]):
 
     @cached_property
     def values(self) -> dict[str, ValueStatistics]:
-        """Statistics of the values of instruments over all ranks, by name."""
-        return merged_by_name(filter(None, map(attrgetter("values"), self)))
+        """Statistics of the values of instruments over all ranks, by name; also of the allocator's memory."""
+        values = merged_by_name(filter(None, map(attrgetter("values"), self)))
+        allocators = [one for one in map(attrgetter("allocator"), self) if one is not None]
+        for name, sizes in zip(ALLOCATOR, fields_of(allocators, ALLOCATOR).T, strict=True) if allocators else ():
+            squares = float(np.square(sizes - sizes.mean()).sum())
+            least, most = float(sizes.min()), float(sizes.max())
+            values[f"allocator/{name}"] = ValueStatistics(len(sizes), float(sizes.sum()), squares, least, most)
+        return values
 
     @cached_property
     def phases_s(self) -> dict[str, float]:
@@ -107,14 +113,23 @@ class Rows(list[RankReport]):
         return rows if isinstance(rows, Rows) else cls(rows)
 
     @classmethod
-    def by_rank(cls, rows: Mapping[int, RankReport], gathered: Gathered | None = None) -> Rows:
-        """Return reports in the order of ranks, with the sums made at the receipt of reports."""
-        ranks = sorted(rows)
+    def by_rank(
+        cls, rows: Mapping[int, RankReport], gathered: Gathered | None = None, everyone: list[int] | None = None
+    ) -> Rows:
+        """Return reports in the order of ranks.
+
+        Args:
+            rows: the reports by rank.
+            gathered: the sums made at the receipt of reports.
+            everyone: all ranks of the job; tables of ten thousand ranks recognise one list without a comparison.
+        """
+        ranks = everyone if everyone is not None and len(everyone) == len(rows) else sorted(rows)
         ordered = cls(map(rows.__getitem__, ranks))
         ordered.ranks, ordered.gathered = ranks, gathered
         return ordered
 
 
+ALLOCATOR = Allocator.__struct_fields__
 _PLACED = (
     "sequence",
     "final",

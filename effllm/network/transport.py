@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import msgspec
 import zmq
+from msgspec.structs import astuple
 
 from effllm.network.curve import AgentKeys, ServerKeys
 from effllm.records.rank import RankReport
@@ -36,6 +37,9 @@ _encoder = msgspec.msgpack.Encoder()
 _from_agent: msgspec.msgpack.Decoder[FromAgent] = msgspec.msgpack.Decoder(FromAgent)
 _from_aggregator: msgspec.msgpack.Decoder[FromAggregator] = msgspec.msgpack.Decoder(FromAggregator)
 
+#: The defaults of a report's fields, from the last field.
+_LAST_DEFAULTS = tuple(reversed(RankReport.__struct_defaults__))
+
 Message = TypeVar("Message")
 
 
@@ -47,7 +51,17 @@ def encode(message: FromAgent | FromAggregator) -> bytes:
     return MAGIC + _encoder.encode(message)
 
 
-def decode_from_agent(frame: bytes) -> FromAgent:
+def encode_report(row: RankReport) -> msgspec.Raw:
+    """Encode a report without the defaults at its end, with which the receiver fills it."""
+    values = list(astuple(row))
+    for default in _LAST_DEFAULTS:
+        if values[-1] != default:
+            break
+        del values[-1]
+    return msgspec.Raw(_encoder.encode(values))
+
+
+def decode_from_agent(frame: bytes | memoryview) -> FromAgent:
     """Return the message of an agent's frame.
 
     Raises:
@@ -66,9 +80,9 @@ def decode_from_agent(frame: bytes) -> FromAgent:
     return message
 
 
-def is_hello(frame: bytes) -> bool:
+def is_hello(frame: bytes | memoryview) -> bool:
     """Whether the first bytes of a frame belong to a HELLO: a msgpack array of more than 15 items, and its tag."""
-    return frame[4:5] == b"\xdc" and frame[7:8] == b"\x01"
+    return len(frame) > 7 and frame[4] == 0xDC and frame[7] == 1
 
 
 def decode_from_aggregator(frame: bytes) -> FromAggregator:
@@ -80,9 +94,11 @@ def decode_from_aggregator(frame: bytes) -> FromAggregator:
     return _decode(_from_aggregator, frame)
 
 
-def _decode(decoder: msgspec.msgpack.Decoder[Message], frame: bytes) -> Message:
-    if not frame.startswith(MAGIC):
-        raise FrameError(f"a frame begins with {frame[:4]!r}, not with {MAGIC!r}: install one version on all hosts")
+def _decode(decoder: msgspec.msgpack.Decoder[Message], frame: bytes | memoryview) -> Message:
+    if frame[: len(MAGIC)] != MAGIC:
+        raise FrameError(
+            f"a frame begins with {bytes(frame[:4])!r}, not with {MAGIC!r}: install one version on all hosts"
+        )
     try:
         return decoder.decode(memoryview(frame)[len(MAGIC) :])
     except (msgspec.MsgspecError, RecursionError, ValueError) as error:
@@ -117,7 +133,7 @@ class Outbox:
             oldest, _ = self._rows.popleft()
             self._sent = max(self._sent - 1, 0)
             self.lost += oldest > self._newest_sent
-        self._rows.append((row.sequence, msgspec.Raw(_encoder.encode(row))))
+        self._rows.append((row.sequence, encode_report(row)))
 
     @property
     def num_unsent(self) -> int:
@@ -297,7 +313,7 @@ class ServerSocket:
         address = self.socket.get(zmq.LAST_ENDPOINT)
         return address.decode().rstrip("\0") if isinstance(address, bytes) else endpoint
 
-    def receive(self) -> tuple[bytes, bytes] | None:
+    def receive(self) -> tuple[bytes, memoryview] | None:
         """Return (peer, frame), or ``None`` if no frame waits; a malformed message becomes an empty frame."""
         # A frame object has a flag for a following part.  In pyzmq the socket option RCVMORE takes 2 us, four times
         # as long as the receive itself, and recv_multipart reads this option twice.
@@ -307,12 +323,12 @@ class ServerSocket:
             part = recv(_NOBLOCK, False)  # messages are complete: a part follows the peer's part
         except zmq.Again:
             return None
-        frame = part.bytes
+        frame = part.buffer
         self.received_bytes += len(frame)
         while part.more:
             part = recv(_NOBLOCK, False)
-            self.received_bytes += len(part.bytes)
-            frame = b""
+            self.received_bytes += len(part.buffer)
+            frame = memoryview(b"")
         return peer, frame
 
     def send(self, peer: bytes, message: FromAggregator) -> bool:

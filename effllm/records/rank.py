@@ -322,7 +322,40 @@ class ValueStatistics(Struct, frozen=True, array_like=True, gc=False):
     centroids: Centroids = ()  # (mean, number of values); empty if the library of digests is not installed
 
 
-class RankReport(CountedOnWire, Struct, frozen=True, array_like=True, gc=False):
+class Allocator(Struct, frozen=True, array_like=True, gc=False):
+    """The memory of torch's allocator at the end of a window; of several windows, the largest of each quantity."""
+
+    allocated_bytes: Amount
+    reserved_bytes: Amount
+    fragmented_bytes: Amount  # reserved and free, in blocks of which another part is in use
+
+
+class SeldomOnWire(CountedOnWire, Struct, frozen=True, array_like=True, gc=False, kw_only=True):
+    """The fields that most reports lack; an encoded report ends after its last field that is not a default."""
+
+    final: bool = False  # the rank's last report
+    reset: bool = False  # the run-to-date values restart after this window
+    iterations_overrun: Count = 0  # iterations overwritten in the ring; this report includes their totals
+    generation_s: Duration = 0.0  # generation time in steps and in phases
+    profile: Profile | None = None  # sums over the profiled iterations
+    device_steps: Count = 0  # number of iterations timed on the device
+    device_step_s: Amount = 0.0  # sum of the iteration times on the device
+    # Own time: from the start of an iteration to the first wait for other ranks (`effllm.sync_point`).
+    own_steps: Count = 0  # number of iterations with an own time
+    own_step_s: Amount = 0.0  # sum of the own times
+    own_median_s: Amount | None = None  # median of the own times
+    arrival_ns: Count = 0  # arrival at the sync point in the window's last iteration; 0: not known
+    device_own_steps: Count = 0  # number of iterations with an own time on the device
+    device_own_step_s: Amount = 0.0
+    # Relative error (half-width, 95 %) of the energy run to date, if iterations are synchronous with a sensor's ticks.
+    aliasing_error: Amount | None = None
+    losses_not_finite: Count = 0  # number of losses that were NaN or infinite
+    first_not_finite: Position | None = None  # number, as shown, of the first iteration with such a loss
+    # Statistics of the values of instruments, by name.
+    values: Annotated[dict[Word, ValueStatistics], Meta(max_length=MAX_NAMES)] | None = None
+
+
+class RankReport(SeldomOnWire, Struct, frozen=True, array_like=True, gc=False):
     """One window of one rank: the wall time since the end of its previous window, with all energy in this time.
 
     ``wall_s == busy_s + wait_s + sum(phases_s.values())``; iteration time is ``busy_s + wait_s``.
@@ -345,26 +378,7 @@ class RankReport(CountedOnWire, Struct, frozen=True, array_like=True, gc=False):
     phases_s: Durations
     loss: Finite | None = None  # the last loss of the window; None if it is not finite
     devices: Annotated[tuple[DeviceWindow, ...], Meta(max_length=MAX_DEVICES)] = ()
-    final: bool = False  # the rank's last report
-    reset: bool = False  # the run-to-date values restart after this window
-    iterations_overrun: Count = 0  # iterations overwritten in the ring; this report includes their totals
-    generation_s: Duration = 0.0  # generation time in steps and in phases
-    profile: Profile | None = None  # sums over the profiled iterations
-    device_steps: Count = 0  # number of iterations timed on the device
-    device_step_s: Amount = 0.0  # sum of the iteration times on the device
-    # Own time: from the start of an iteration to the first wait for other ranks (`effllm.sync_point`).
-    own_steps: Count = 0  # number of iterations with an own time
-    own_step_s: Amount = 0.0  # sum of the own times
-    own_median_s: Amount | None = None  # median of the own times
-    arrival_ns: Count = 0  # arrival at the sync point in the window's last iteration; 0: not known
-    device_own_steps: Count = 0  # number of iterations with an own time on the device
-    device_own_step_s: Amount = 0.0
-    # Relative error (half-width, 95 %) of the energy run to date, if iterations are synchronous with a sensor's ticks.
-    aliasing_error: Amount | None = None
-    losses_not_finite: Count = 0  # number of losses that were NaN or infinite
-    first_not_finite: Position | None = None  # number, as shown, of the first iteration with such a loss
-    # Statistics of the values of instruments, by name.
-    values: Annotated[dict[Word, ValueStatistics], Meta(max_length=MAX_NAMES)] | None = None
+    allocator: Allocator | None = None  # None without CUDA
 
     @property
     def iterations(self) -> int:

@@ -65,13 +65,15 @@ class Outputs:
 
     def write(self, closed: Sequence[Closed]) -> None:
         """Write windows as one item: an agent that reconnects may send a thousand reports, which would fill a queue."""
+        # The writers do not refer to all reports of ten thousand ranks: memory that is freed at once is used again.
+        kept_of = [(one.report, one.kept) for one in closed]
 
         def store_all(store: RunFolder) -> None:
-            for report, rows in closed:
-                store.write(report, rows)
+            for report, kept in kept_of:
+                store.write(report, kept)
 
         def write_all(sink: Sink) -> None:
-            for report, _ in closed:
+            for report, _ in kept_of:
                 sink.write(report)
 
         self._to_store(store_all, len(closed))

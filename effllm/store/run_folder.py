@@ -11,12 +11,14 @@ import errno
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
+from effllm.records.columns import Array
 from effllm.records.identity import Identity
 from effllm.records.job import SCHEMA_VERSION, ClusterReport, Summary
 from effllm.records.rank import Event, RankReport
@@ -122,20 +124,20 @@ class RunFolder:
         self._troubles = 0
         self.update_facts({**_facts_of_earlier_attempt(folder / "run.json"), **facts})
 
-    def write(self, report: ClusterReport, rows: Sequence[RankReport]) -> None:
+    def write(self, report: ClusterReport, reports: KeptReports | Sequence[RankReport]) -> None:
         """Append one window and the reports of its ranks; in worlds above 256 ranks only the reports of outliers."""
-        num_bytes, num_reports = 0, len(rows)
-        if report.correction or not self._written.has_window(report, rows):
+        if not isinstance(reports, KeptReports):
+            reports = KeptReports.of(reports, report.coverage.ranks_expected)
+        num_bytes = 0
+        if report.correction or not self._written.has_window(report, reports.start_time_s):
             has_totals = report.final or report.correction or abs(report.time_s - self._totals_s) >= TOTALS_EVERY_S
             if has_totals:
                 self._totals_s = report.time_s
             num_bytes = self._windows.put([window_line(report, has_totals=has_totals)], report.job.constants)
             self._log(report)
-        if max(len(rows), report.coverage.ranks_expected) > MAX_ROWS:
-            rows = outliers(rows)
-        new = (row for row in rows if not self._written.has_row(report.attempt, row))
+        new = (row for row in reports.rows if not self._written.has_row(report.attempt, row))
         num_bytes += self._ranks.put([self._flat(row, report) for row in new])
-        if line := "" if report.correction else self._growth.add(report.time_s, num_reports, num_bytes):
+        if line := "" if report.correction else self._growth.add(report.time_s, reports.num_reports, num_bytes):
             self._warn(line)
         self._flush()
         self._keep_limit()
@@ -279,12 +281,34 @@ class RunFolder:
         self._is_in_trouble, self._waited = False, 0
 
 
-def outliers(rows: Sequence[RankReport]) -> list[RankReport]:
+class KeptReports(NamedTuple):
+    """The reports of a window that a run folder keeps, and facts of all its reports."""
+
+    rows: Sequence[RankReport]
+    num_reports: int  # of all ranks
+    start_time_s: float | None  # earliest start of all reports; None without reports
+
+    @classmethod
+    def of(cls, rows: Sequence[RankReport], num_ranks: int, coverage: Array | None = None) -> KeptReports:
+        """Return the reports to keep: of all ranks, or in worlds above 256 ranks only of outliers.
+
+        Args:
+            rows: all reports.
+            num_ranks: ranks of the job.
+            coverage: for each report the share of its time with measured energy, if it is already computed.
+        """
+        start_s = min(map(attrgetter("start_time_s"), rows), default=None)
+        kept = outliers(rows, coverage) if max(len(rows), num_ranks) > MAX_ROWS else rows
+        return cls(kept, len(rows), start_s)
+
+
+def outliers(rows: Sequence[RankReport], coverage: Array | None = None) -> list[RankReport]:
     """Return the reports with a step time far from the median or with gaps in their measurement, in order."""
     if not rows:
         return []
-    busy_s = np.array([row.busy_s for row in rows])
-    coverage = np.array([coverage_of(row) for row in rows], np.float64)  # nan: not measured
+    busy_s = np.array(list(map(attrgetter("busy_s"), rows)))
+    if coverage is None:
+        coverage = np.array([coverage_of(row) for row in rows], np.float64)  # nan: not measured
     distance_s = np.abs(busy_s - np.median(busy_s))
     scale_s = max(1.4826 * float(np.median(distance_s)), 0.01 * float(np.median(busy_s)))
     far = distance_s / scale_s if scale_s > 0 else np.where(distance_s > 0, math.inf, 0.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -41,13 +41,13 @@ class Written:
         self._ends_s = {(line.attempt, line.window): line.time_s for line in windows}
         self._rows = {(line.attempt, line.rank, line.window, line.start_time_s) for line in _newest(folder, "ranks")}
 
-    def has_window(self, report: ClusterReport, rows: Sequence[RankReport]) -> bool:
+    def has_window(self, report: ClusterReport, start_time_s: float | None) -> bool:
         """Whether a window is written.
 
         A written window with the same number that ended before the start of this window belongs to another job.
         """
         end_s = self._ends_s.get((report.attempt, report.window))
-        return end_s is not None and (not rows or end_s >= min(row.start_time_s for row in rows))
+        return end_s is not None and (start_time_s is None or end_s >= start_time_s)
 
     def has_row(self, attempt: int, row: RankReport) -> bool:
         """Whether a report is written; a report that an agent sends again has exactly the same start time."""

@@ -10,6 +10,7 @@ from nvml_library import GIB, Gpu, Trace, flat
 from effllm.agent import rank_memory
 from effllm.agent.rank_memory import RankMemory
 from effllm.records import ring
+from effllm.records.rank import Allocator
 from effllm.records.ring import MEMORY, RingReader, RingWriter
 from effllm.trainer.watched_recorder import WatchedRecorder
 
@@ -20,7 +21,7 @@ GB = 10**9
 FORBIDDEN = ("synchronize", "reset_peak_memory_stats", "reset_accumulated_memory_stats", "empty_cache", "mem_get_info")
 
 
-class Allocator:
+class FakeAllocator:
     """Replaces the functions of torch that need a driver; counts the readings."""
 
     def __init__(self, monkeypatch):
@@ -57,7 +58,7 @@ class Allocator:
 
 @pytest.fixture
 def allocator(monkeypatch):
-    found = Allocator(monkeypatch)
+    found = FakeAllocator(monkeypatch)
     yield found
     assert found.forbidden == []
 
@@ -173,14 +174,12 @@ def test_values_of_a_window_have_peaks_and_new_retries(allocator, recorded):
     for slot in recorded.reader.read():
         if slot.kind == MEMORY:
             memory.add(slot)
-    first, second = (
-        {name.removeprefix("allocator/"): one.total for name, one in memory.take_values(window, is_last=False).items()}
-        for window in (1, 2)
-    )
+    (first, of_first), (second, of_second) = (memory.take(window, is_last=False) for window in (1, 2))
 
-    used = {"allocated_bytes": 3.0 * GB, "reserved_bytes": 4.0 * GB, "fragmented_bytes": 0.5 * GB}
-    assert first == {"startup_peak_bytes": 5.0 * GB, "retries": 3.0, **used}
-    assert second == {"checkpoint_peak_bytes": 8.0 * GB, **used}
+    assert first == second == Allocator(3.0 * GB, 4.0 * GB, 0.5 * GB)
+    of_first, of_second = ({name: one.total for name, one in values.items()} for values in (of_first, of_second))
+    assert of_first == {"allocator/startup_peak_bytes": 5.0 * GB, "allocator/retries": 3.0}
+    assert of_second == {"allocator/checkpoint_peak_bytes": 8.0 * GB}
 
 
 def test_reading_of_a_window_has_the_largest_micro_batch(allocator, recorded):

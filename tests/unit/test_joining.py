@@ -2,6 +2,7 @@
 
 import math
 import random
+import statistics
 
 import msgspec
 import pytest
@@ -13,9 +14,10 @@ from effllm.job.aggregator import Aggregator
 from effllm.job.joining import MAX_WAIT_S, join
 from effllm.job.ledger import restore
 from effllm.job.open_windows import MAX_PENDING_BYTES
+from effllm.job.rows import Rows
 from effllm.records.clock import Now
 from effllm.records.energy import EnergyAmount
-from effllm.records.rank import Gauge, Integrals
+from effllm.records.rank import Allocator, Gauge, Integrals
 from effllm.records.wire import Bye
 
 
@@ -253,3 +255,21 @@ def test_missing_report_adds_no_iterations():
     whole = join([short(0, 1), short(0, 3)], 3)
 
     assert (whole.iterations, whole.iteration_last, whole.tokens) == (20, 30, 2000)
+
+
+def test_joined_report_has_the_largest_memory_of_the_allocator():
+    memory = [Allocator(3.0, 9.0, 1.0), None, Allocator(5.0, 8.0, 0.0)]
+
+    assert join([row(0, number, allocator=one) for number, one in enumerate(memory)], 1).allocator == Allocator(5, 9, 1)
+    assert join([row(0, number) for number in (1, 2)], 1).allocator is None
+
+
+def test_memory_of_the_allocator_is_in_the_values_of_a_window():
+    sizes = [3e9, 5e9, 10e9]
+    rows = Rows(row(rank, allocator=Allocator(size, 12e9, 0.0)) for rank, size in enumerate(sizes))
+
+    found = rows.values["allocator/allocated_bytes"]
+    assert (found.count, found.total, found.least, found.most) == (3, 18e9, 3e9, 10e9)
+    assert found.squares / 2 == pytest.approx(statistics.variance(sizes))
+    assert rows.values["allocator/reserved_bytes"].squares == 0.0
+    assert Rows([row(3)]).values == {}

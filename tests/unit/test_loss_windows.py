@@ -97,7 +97,7 @@ def closed_window(**changes):
     """Return the reports of a window and its report, with changes."""
     aggregator = Aggregator(Config(), "job", 1, 1000.0)
     run(aggregator, {}, windows=1)
-    ((report, rows),) = aggregator.closed.take()
+    ((report, rows, _),) = aggregator.closed.take()
     return Rows(rows), replace(report, **changes)
 
 

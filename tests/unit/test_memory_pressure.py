@@ -7,19 +7,19 @@ from test_verdict import job, verdict_of
 
 from benchmarks.planted.reports import summary_of_planted
 from benchmarks.planted.timeline import planned, timeline
-from effllm.job.memory_pressure import ERRORS, MIN_USUAL, READ, RETRIES, MemoryPressure
+from effllm.job.memory_pressure import ERRORS, MIN_USUAL, RETRIES, MemoryPressure
 from effllm.job.rows import Rows
 from effllm.records.memory import MemoryPressureLoss
-from effllm.records.rank import ValueStatistics
+from effllm.records.rank import Allocator, ValueStatistics
 from effllm.records.verdict import HEALTHY, MEDIUM
 
 
 def window(busy_s, retries=0, number=1, tokens=1000, is_read=True):
     """Return the reports of two ranks for one window of ten iterations."""
-    values = {READ: 60e9, **({RETRIES: retries / 2} if retries else {})} if is_read else {}
-    known = {name: ValueStatistics(1, value, 0.0, value, value) for name, value in values.items()}
+    known = {RETRIES: ValueStatistics(1, retries / 2, 0.0, retries / 2, retries / 2)} if retries else None
     made = [row(rank=rank, window=number) for rank in range(2)]
-    changed = {"busy_s": busy_s / 2, "values": known or None, "tokens_processed": tokens // 2}
+    memory = Allocator(60e9, 60e9, 0.0) if is_read else None
+    changed = {"busy_s": busy_s / 2, "values": known, "allocator": memory, "tokens_processed": tokens // 2}
     return Rows([msgspec.structs.replace(one, **changed) for one in made])
 
 
@@ -107,9 +107,10 @@ def test_many_retries_in_all_windows_are_the_cause_without_a_bound():
 
 def test_job_that_ended_out_of_memory_has_its_memory_in_the_verdict():
     state = MemoryPressure()
-    sizes = {READ: 70e9, "allocator/reserved_bytes": 75e9, "allocator/fragmented_bytes": 2e9, ERRORS: 1.0, RETRIES: 4.0}
-    values = {name: ValueStatistics(1, size, 0.0, size, size) for name, size in sizes.items()}
-    state.close(Rows([msgspec.structs.replace(row(rank=3, window=9), values=values, final=True)]))
+    counts = {ERRORS: 1.0, RETRIES: 4.0}
+    values = {name: ValueStatistics(1, count, 0.0, count, count) for name, count in counts.items()}
+    memory = Allocator(70e9, 75e9, 2e9)
+    state.close(Rows([msgspec.structs.replace(row(rank=3, window=9), values=values, allocator=memory, final=True)]))
     run = {f"allocator/{name}_peak_bytes": ValueStatistics(1, 1.0, 0.0, 1.0, 72e9) for name in ("steps", "startup")}
     run[RETRIES] = ValueStatistics(2, 4.0, 0.0, 1.0, 3.0)
     found = state.out_of_memory(run)

@@ -25,11 +25,21 @@ from effllm.network.transport import (
     decode_from_agent,
     decode_from_aggregator,
     encode,
+    encode_report,
     make_context,
 )
 from effllm.records.energy import EnergyAmount
-from effllm.records.rank import GAUGES, Event, Gauge, Integrals, ParameterCount, RankReport, Sensor
-from effllm.records.wire import Ack, AgentEvent, Bye, ByeSeen, Heartbeat, Rejected, Welcome
+from effllm.records.rank import (
+    GAUGES,
+    Event,
+    Gauge,
+    Integrals,
+    ParameterCount,
+    RankReport,
+    Sensor,
+    ValueStatistics,
+)
+from effllm.records.wire import Ack, AgentEvent, Bye, ByeSeen, Heartbeat, Rejected, Reports, Welcome
 
 FROM_AGENT = [
     hello(
@@ -285,6 +295,16 @@ def test_frames_are_filled_and_a_large_report_is_sent_alone(monkeypatch):
 
 
 @pytest.mark.fault("network-cut")
+@pytest.mark.parametrize("changes", [{}, {"final": True}, {"values": {"loss": ValueStatistics(2, 3.0, 0.5, 1.0, 2.0)}}])
+def test_report_is_sent_without_the_defaults_at_its_end(changes):
+    one = msgspec.structs.replace(row(), **changes)
+    whole, short = msgspec.msgpack.encode(one), encode_report(one)
+
+    frame = encode(Reports((short,)))
+    assert decode_from_agent(frame).rows == (one,)
+    assert (len(memoryview(short)) < len(whole)) is (one.values is None)
+
+
 def test_full_outbox_drops_the_oldest_report_and_counts_the_loss():
     outbox = Outbox(2)
     for sequence in (1, 2, 3):
