@@ -70,7 +70,7 @@ class Expected(dict[str, Device]):
 
     @cached_property
     def keys_alike(self) -> dict[str, str]:
-        """Each key mapped to itself, so that all equal keys are one object."""
+        """Each key mapped to itself: with the same object in every window, dictionary lookups are fast."""
         return {key: key for key in self}
 
     def positions(self, merged: Merged) -> Positions:
@@ -203,12 +203,11 @@ def merge_devices(rows: Iterable[RankReport], devices: Mapping[str, Device], mem
         members: the ranks that use each device.
     """
     expected = Expected.of(devices)
-    known: dict[str, tuple[RankReport, DeviceWindow]] = {}
+    known = _one_each(rows, expected) if isinstance(rows, Rows) else {}
     several: dict[str, list[tuple[RankReport, DeviceWindow]]] = {}
     same = expected.keys_alike.get
-    for row in rows:
+    for row in rows if not known else ():
         for one in row.devices:
-            # The same object for equal keys in every window makes dictionary lookups fast.
             key = same(one.device)
             if key is None:
                 continue
@@ -249,6 +248,15 @@ def merge_devices(rows: Iterable[RankReport], devices: Mapping[str, Device], mem
         phases_j=phases_j,
         gpus=_readings([one for one in windows if expected[one.device].is_gpu]) if readings is None else readings,
     )
+
+
+def _one_each(rows: Rows, expected: Expected) -> dict[str, tuple[RankReport, DeviceWindow]]:
+    """Return the device of each report by its key, if each report has one device of its own; else nothing."""
+    if rows.gathered_of(len(rows)) is None:
+        return {}
+    same = expected.keys_alike.get
+    found = {same(row.devices[0].device, ""): (row, row.devices[0]) for row in rows}
+    return found if len(found) == len(rows) and "" not in found else {}
 
 
 def _readings(windows: Iterable[DeviceWindow]) -> GpuReadings:

@@ -61,6 +61,8 @@ class Presence:
 
     def newly_lost(self, now_s: float) -> dict[int, float]:
         """Return the ranks that were lost since the last call, with the seconds since their last message."""
+        if min(self._heard_s.values(), default=now_s) >= now_s - LOST_AFTER_S:  # the usual case of ten thousand ranks
+            return {}
         fallen = {
             rank: now_s - heard_s
             for rank, heard_s in self._heard_s.items()

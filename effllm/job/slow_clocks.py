@@ -14,6 +14,7 @@ from typing import NamedTuple
 from msgspec import Struct
 
 from effllm.job.health.diagnosis import REASONS, mean_of
+from effllm.job.rows import Rows
 from effllm.records.job import ClockLoss
 from effllm.records.rank import CLOCK_RATIO, Device, DeviceWindow, Profile, RankReport
 from effllm.records.wire import Hello
@@ -54,9 +55,11 @@ class SlowClocks(Struct):
             devices: the devices of the job, by key.
             hellos: the first message of each rank, which has the rank's host.
         """
+        rows = Rows.of(rows)
         slow: dict[str, _SlowGpu] = {}
         named: set[int] = set()
-        for row in rows:
+        readings = rows.gathered_of(len(rows))
+        for row in rows if readings is None or readings.throttled_by_s else ():
             for window in row.devices:
                 if not window.throttled_s or row.iterations <= 0:
                     continue
@@ -121,9 +124,8 @@ def _clock(window: DeviceWindow, device: Device) -> float | None:
 
 def _others(rows: Sequence[RankReport], devices: Mapping[str, Device], named: set[int]) -> Iterator[float]:
     """Yield the clocks of GPUs without a reason."""
-    others = [row for row in rows if row.rank not in named and row.iterations > 0]
-    for row in others[:: max(len(others) // MAX_OTHERS, 1)]:
-        for window in row.devices:
+    for row in rows[:: max(len(rows) // MAX_OTHERS, 1)]:
+        for window in row.devices if row.rank not in named and row.iterations > 0 else ():
             device = devices.get(window.device)
             if device is None or not device.is_gpu or (window.throttled_s and _cause(window, device, FREE_SHARE)):
                 continue

@@ -71,7 +71,7 @@ def decode_from_agent(frame: bytes | memoryview) -> FromAgent:
     message = _decode(_from_agent, frame)  # the bounds of every field are in the schema
     if isinstance(message, Reports):
         for row in message.rows:
-            if row.iterations < -1:
+            if row.iteration_last - row.iteration_first < -2:
                 raise FrameError("the count of iterations in a report is negative")
             if row.profile is not None and not KINDS_KNOWN.issuperset(row.profile.kinds):
                 raise FrameError("a kind of communication is unknown")
