@@ -9,13 +9,13 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from effllm.job.energy_account import AMOUNT, EnergyTotals, WindowEnergy
+from effllm.job.energy_account import EnergyTotals, WindowEnergy
 from effllm.job.gathered import MAX_REASONS, GaugeSums, GpuReadings
 from effllm.job.merged import Merged
 from effllm.job.rows import SUMMED, Rows
 from effllm.job.window_energy import is_covered
-from effllm.records.columns import Array, Table, fields_of, means
-from effllm.records.energy import NORMAL_95, NOT_MEASURED
+from effllm.records.columns import Array, Table, means, structs_of
+from effllm.records.energy import NORMAL_95, NOT_MEASURED, EnergyAmount
 from effllm.records.job import ClusterTotals, Counts, DeviceTotals, JobConstants, JobEnergy, LoopTimes
 from effllm.records.rank import CLOCK_RATIO, Profile, RankReport, add_profiles
 
@@ -141,7 +141,7 @@ class Account(Struct):
             self.holes += sign
             return
         self.energy_windows += sign
-        self.energy.add(window, (_JOB,), fields_of([amount], AMOUNT), sign)
+        self.energy.add(window, (_JOB,), structs_of([amount], EnergyAmount), sign)
         self.gpus_j += sign * (energy.gpus_wall_j if self.wall else energy.gpus_iterations_j)
         self.gpus_holes += sign * (not is_covered(energy.gpus_coverage, min_coverage))
         at = self.ranks.find(rows.ranks)

@@ -13,12 +13,12 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from effllm.job.energy_account import AMOUNT, COVERED_S, JOULES
+from effllm.job.energy_account import COVERED_S, JOULES
 from effllm.job.gathered import GpuReadings
 from effllm.job.power_scope import Scope
 from effllm.job.rows import Rows
-from effllm.records.columns import Array, Positions, fields_of, means
-from effllm.records.energy import MIN_COVERED_S, NOT_MEASURED
+from effllm.records.columns import Array, Positions, fields_of, means, structs_of
+from effllm.records.energy import MIN_COVERED_S, NOT_MEASURED, EnergyAmount
 from effllm.records.rank import Device, DeviceWindow, Integrals, RankReport
 
 #: Columns of memory and utilization: integrals over time, each with its covered seconds.
@@ -105,12 +105,12 @@ class Expected(dict[str, Device]):
 class DeviceColumns(NamedTuple):
     """The integrals of devices on one time base, one row per device; nan if not measured."""
 
-    energy: Array  # columns: AMOUNT
+    energy: Array  # columns: the fields of EnergyAmount
     levels: Array  # columns: LEVELS
 
     @classmethod
     def of(cls, integrals: Sequence[Integrals]) -> DeviceColumns:
-        return cls(fields_of([one.energy for one in integrals], AMOUNT), fields_of(integrals, LEVELS))
+        return cls(structs_of([one.energy for one in integrals], EnergyAmount), fields_of(integrals, LEVELS))
 
     def merge(self, more: DeviceColumns) -> DeviceColumns:
         return DeviceColumns(*map(np.concatenate, zip(self, more, strict=True)))
@@ -274,7 +274,7 @@ def _drop_roundings(columns: DeviceColumns) -> None:
         columns.levels[nothing, value], columns.levels[nothing, value + 1] = np.nan, 0.0
 
 
-_NOT_MEASURED = fields_of([NOT_MEASURED], AMOUNT)[0]
+_NOT_MEASURED = structs_of([NOT_MEASURED], EnergyAmount)[0]
 
 
 def _min_covered(row: RankReport, one: DeviceWindow) -> tuple[float, float]:

@@ -184,7 +184,11 @@ class OpenWindows:
         del self._windows[number]
         self._oldest = self._windows[self._order[0]] if self._order else None
         for rank in window.rows:
-            self._held[rank].release()
+            held = self._held[rank]
+            if held.num_rows == 1:
+                held.num_rows = held.num_bytes = 0
+            else:
+                held.release()
         return window
 
     def has_late(self, now_s: float, *, for_s: float = 0.0) -> bool:

@@ -9,7 +9,7 @@ from operator import attrgetter
 import numpy as np
 
 from effllm.job.gathered import Gathered, GpuReadings
-from effllm.records.columns import Array, fields_of
+from effllm.records.columns import Array, fields_of, structs_of
 from effllm.records.counters import FIELDS
 from effllm.records.rank import Allocator, Profile, RankReport, ValueStatistics, add_profiles
 from effllm.records.values import merged_by_name
@@ -70,7 +70,7 @@ class Rows(list[RankReport]):
         """Statistics of the values of instruments over all ranks, by name; also of the allocator's memory."""
         values = merged_by_name(filter(None, map(attrgetter("values"), self)))
         allocators = [one for one in map(attrgetter("allocator"), self) if one is not None]
-        for name, sizes in zip(ALLOCATOR, fields_of(allocators, ALLOCATOR).T, strict=True) if allocators else ():
+        for name, sizes in zip(ALLOCATOR, structs_of(allocators, Allocator).T, strict=True) if allocators else ():
             squares = float(np.square(sizes - sizes.mean()).sum())
             least, most = float(sizes.min()), float(sizes.max())
             values[f"allocator/{name}"] = ValueStatistics(len(sizes), float(sizes.sum()), squares, least, most)

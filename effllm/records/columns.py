@@ -12,6 +12,8 @@ from operator import attrgetter
 from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import astuple
 from numpy.typing import NDArray
 
 Array: TypeAlias = NDArray[np.float64]
@@ -26,12 +28,21 @@ def fields_of(items: Sequence[Any], names: Sequence[str]) -> Array:
     """Return attributes of objects as an array, one row per object; ``None`` becomes nan."""
     if len(names) == 1:
         return np.array(list(map(attrgetter(*names), items)), np.float64).reshape(-1, 1)
-    rows = map(attrgetter(*names), items)
+    return _array(map(attrgetter(*names), items), len(items), len(names))
+
+
+def structs_of(items: Sequence[Struct], kind: type[Struct]) -> Array:
+    """Return all fields of structs as an array, one row per struct; `astuple` takes half the time of `fields_of`."""
+    return _array(map(astuple, items), len(items), len(kind.__struct_fields__))
+
+
+def _array(rows: Iterable[tuple[Any, ...]], num_rows: int, num_columns: int) -> Array:
+    rows = list(rows)
     try:
-        flat = np.fromiter(chain.from_iterable(rows), np.float64, len(items) * len(names))
-    except TypeError:  # an attribute is None
-        return np.array([attrgetter(*names)(item) for item in items], np.float64).reshape(len(items), len(names))
-    return flat.reshape(len(items), len(names))
+        flat = np.fromiter(chain.from_iterable(rows), np.float64, num_rows * num_columns)
+    except TypeError:  # a value is None
+        flat = np.array(rows, np.float64)
+    return flat.reshape(num_rows, num_columns)
 
 
 def means(sums: Array, covered_s: Array) -> Array:

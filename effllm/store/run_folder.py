@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from effllm.records.columns import Array
+from effllm.records.columns import Array, fields_of
 from effllm.records.identity import Identity
 from effllm.records.job import SCHEMA_VERSION, ClusterReport, Summary
 from effllm.records.rank import Event, RankReport
@@ -289,24 +289,34 @@ class KeptReports(NamedTuple):
     start_time_s: float | None  # earliest start of all reports; None without reports
 
     @classmethod
-    def of(cls, rows: Sequence[RankReport], num_ranks: int, coverage: Array | None = None) -> KeptReports:
+    def of(
+        cls,
+        rows: Sequence[RankReport],
+        num_ranks: int,
+        busy_s: Array | None = None,
+        coverage: Array | None = None,
+    ) -> KeptReports:
         """Return the reports to keep: of all ranks, or in worlds above 256 ranks only of outliers.
 
         Args:
             rows: all reports.
             num_ranks: ranks of the job.
+            busy_s: the time of each report in steps, if it is already an array.
             coverage: for each report the share of its time with measured energy, if it is already computed.
         """
         start_s = min(map(attrgetter("start_time_s"), rows), default=None)
-        kept = outliers(rows, coverage) if max(len(rows), num_ranks) > MAX_ROWS else rows
+        kept = outliers(rows, busy_s, coverage) if max(len(rows), num_ranks) > MAX_ROWS else rows
         return cls(kept, len(rows), start_s)
 
 
-def outliers(rows: Sequence[RankReport], coverage: Array | None = None) -> list[RankReport]:
+def outliers(
+    rows: Sequence[RankReport], busy_s: Array | None = None, coverage: Array | None = None
+) -> list[RankReport]:
     """Return the reports with a step time far from the median or with gaps in their measurement, in order."""
     if not rows:
         return []
-    busy_s = np.array(list(map(attrgetter("busy_s"), rows)))
+    if busy_s is None:
+        busy_s = fields_of(rows, ("busy_s",))[:, 0]
     if coverage is None:
         coverage = np.array([coverage_of(row) for row in rows], np.float64)  # nan: not measured
     distance_s = np.abs(busy_s - np.median(busy_s))
