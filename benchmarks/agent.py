@@ -8,55 +8,70 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from benchmarks.figure import Figure
 
 SETTLE_S, MEASURE_S = 10.0, 60.0  # the 16 quick clock exchanges end within SETTLE_S
+PORT = 29511
 
-# A usual training job: 0.4 s per iteration, 10 iterations per window.
+# Ten iterations are a window.
 _TRAINER = """
-import time, effllm
+import sys, time, effllm
 with effllm.monitor(parameters=1_000_000) as m:
     while True:
-        time.sleep(0.4)
+        time.sleep(float(sys.argv[1]))
         m.iteration(tokens=4096, samples=2, loss=1.0)
 """
 
 
 def measure(settle_s: float = SETTLE_S, measure_s: float = MEASURE_S) -> list[Figure]:
-    """Train one rank for `measure_s`; measure CPU time and memory of its agent and its aggregator."""
-    with tempfile.TemporaryDirectory() as folder:
-        environ = {name: value for name, value in os.environ.items() if not name.startswith("EFFICIENTLLM_")}
-        environ |= {"EFFICIENTLLM_RUN_DIR": folder}
-        trainer = subprocess.Popen([sys.executable, "-c", _TRAINER], env=environ, stdout=subprocess.DEVNULL)
-        try:
-            time.sleep(settle_s)
-            agent, aggregator = _processes(trainer.pid)
-            before = [_cpu_s(process) for process in (agent, aggregator)]
-            began_s = time.monotonic()
-            time.sleep(measure_s)
-            spent_s = time.monotonic() - began_s
-            after = [_cpu_s(process) for process in (agent, aggregator)]
-            memory = [process.memory_full_info() for process in (agent, aggregator)]
-        finally:
-            trainer.terminate()
-            trainer.wait()
-            psutil.wait_procs([agent, aggregator], timeout=10)
-    shares = [(late - early) / spent_s for early, late in zip(before, after, strict=True)]
+    """Measure CPU time and memory in a usual job of one rank, and in a job of two ranks with windows of a second."""
+    (agent, aggregator), memory = _measure(1, 0.4, settle_s, measure_s)
+    quick, _ = _measure(2, 0.1, settle_s, measure_s)
     return [
-        Figure("agent: share of a core at default settings", shares[0] * 100, "%", goal=0.1),
+        Figure("agent: share of a core at default settings", agent * 100, "%", goal=0.1),
         Figure("agent: resident memory", memory[0].rss / 1e6, "MB", goal=40.0, detail={"uss_mb": memory[0].uss / 1e6}),
-        Figure("aggregator of one rank: share of a core", shares[1] * 100, "%"),
+        Figure("aggregator of one rank: share of a core", aggregator * 100, "%"),
         Figure("aggregator: resident memory", memory[1].rss / 1e6, "MB", detail={"uss_mb": memory[1].uss / 1e6}),
+        Figure("agent, windows of a second: share of a core", quick[0] * 100, "%", goal=0.25),
+        Figure("aggregator of two ranks, windows of a second: share of a core", quick[1] * 100, "%", goal=0.5),
     ]
 
 
-def _processes(trainer: int) -> tuple[psutil.Process, psutil.Process]:
-    (agent,) = psutil.Process(trainer).children()
-    (aggregator,) = agent.children()
-    return agent, aggregator
+def _measure(ranks: int, iteration_s: float, settle_s: float, measure_s: float) -> tuple[list[float], list[Any]]:
+    """Train for `measure_s`; return the shares of a core and the memory of rank 0's agent and of its aggregator."""
+    with tempfile.TemporaryDirectory() as folder:
+        trainers, processes = [_train(rank, ranks, iteration_s, folder) for rank in range(ranks)], []
+        try:
+            time.sleep(settle_s)
+            (agent,) = psutil.Process(trainers[0].pid).children()
+            (aggregator,) = agent.children()
+            processes = [agent, aggregator]
+            before = [_cpu_s(process) for process in processes]
+            began_s = time.monotonic()
+            time.sleep(measure_s)
+            spent_s = time.monotonic() - began_s
+            after = [_cpu_s(process) for process in processes]
+            memory = [process.memory_full_info() for process in processes]
+        finally:
+            for trainer in trainers:
+                trainer.terminate()
+                trainer.wait()
+            psutil.wait_procs(processes, timeout=10)
+    return [(late - early) / spent_s for early, late in zip(before, after, strict=True)], memory
+
+
+def _train(rank: int, ranks: int, iteration_s: float, folder: str) -> subprocess.Popen[bytes]:
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("EFFICIENTLLM_")}
+    environ |= {"EFFICIENTLLM_RUN_DIR": folder}
+    if ranks > 1:
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": PORT}
+        environ |= {"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in place.items()}}
+    command = [sys.executable, "-c", _TRAINER, str(iteration_s)]
+    return subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL)
 
 
 def _cpu_s(process: psutil.Process) -> float:

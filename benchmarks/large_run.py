@@ -66,8 +66,8 @@ class LargeRun:
                 self._aggregator.reports(Reports((_with_causes(row),)), self._now(end_s + 0.5))
         self._aggregator.tick(self._now(end_s + 1.0))
         self._aggregator.tick(self._now(end_s + 9.0))
-        for report, rows in self._aggregator.closed.take():
-            self._store.write(report, rows)
+        for closed in self._aggregator.closed.take():
+            self._store.write(closed.report, closed.kept)
         if events := self._aggregator.events.take():
             self._store.write_events(events)
 

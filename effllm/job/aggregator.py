@@ -83,12 +83,7 @@ class Aggregator:
         return ""
 
     def reports(self, message: Reports, now: Now, num_bytes: int = 0) -> bool:
-        """Handle reports of a rank; duplicates are dropped and counted.
-
-        Args:
-            message: the reports.
-            now: current time.
-            num_bytes: size of the message.
+        """Handle reports of a rank, in a message of ``num_bytes``; duplicates are dropped and counted.
 
         Returns:
             ``False`` if the rank has more open windows than an agent stores.  Then the rest of the message and all
@@ -181,9 +176,7 @@ class Aggregator:
     def tick(self, now: Now, heard_until_s: float | None = None) -> None:
         """Advance the time: record lost ranks, and close windows whose deadline has passed.
 
-        Args:
-            now: current time.
-            heard_until_s: all frames that arrived before this time have been handled; waiting frames make no rank late.
+        All frames that arrived before ``heard_until_s`` have been handled: waiting frames make no rank late.
         """
         now_s, ledger = now.mono_s, self.ledger
         until_s = now_s if heard_until_s is None else max(heard_until_s, now_s - MAX_BACKLOG_S)
