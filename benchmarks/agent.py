@@ -15,11 +15,13 @@ import psutil
 from benchmarks.figure import Figure
 
 SETTLE_S, MEASURE_S = 10.0, 60.0  # the 16 quick clock exchanges end within SETTLE_S
-PORT = 29511
 
 # Ten iterations are a window.
 _TRAINER = """
-import sys, time, effllm
+import sys, time
+if len(sys.argv) > 2:
+    import torch  # torchrun's store has the address of the aggregator
+import effllm
 with effllm.monitor(parameters=1_000_000) as m:
     while True:
         time.sleep(float(sys.argv[1]))
@@ -44,12 +46,19 @@ def measure(settle_s: float = SETTLE_S, measure_s: float = MEASURE_S) -> list[Fi
 def _measure(ranks: int, iteration_s: float, settle_s: float, measure_s: float) -> tuple[list[float], list[Any]]:
     """Train for `measure_s`; return the shares of a core and the memory of rank 0's agent and of its aggregator."""
     with tempfile.TemporaryDirectory() as folder:
-        trainers, processes = [_train(rank, ranks, iteration_s, folder) for rank in range(ranks)], []
+        environ = {name: value for name, value in os.environ.items() if not name.startswith("EFFICIENTLLM_")}
+        environ |= {"EFFICIENTLLM_RUN_DIR": folder, "OMP_NUM_THREADS": "1"}
+        script = Path(folder) / "train.py"
+        script.write_text(_TRAINER)
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+        command = [sys.executable, *launcher, str(script), str(iteration_s), *["torch"][: ranks - 1]]
+        launched, processes = (
+            subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL),
+            [],
+        )
         try:
             time.sleep(settle_s)
-            (agent,) = psutil.Process(trainers[0].pid).children()
-            (aggregator,) = agent.children()
-            processes = [agent, aggregator]
+            processes = _agent_and_aggregator(psutil.Process(launched.pid))
             before = [_cpu_s(process) for process in processes]
             began_s = time.monotonic()
             time.sleep(measure_s)
@@ -57,21 +66,15 @@ def _measure(ranks: int, iteration_s: float, settle_s: float, measure_s: float) 
             after = [_cpu_s(process) for process in processes]
             memory = [process.memory_full_info() for process in processes]
         finally:
-            for trainer in trainers:
-                trainer.terminate()
-                trainer.wait()
+            launched.terminate()
+            launched.wait()
             psutil.wait_procs(processes, timeout=10)
     return [(late - early) / spent_s for early, late in zip(before, after, strict=True)], memory
 
 
-def _train(rank: int, ranks: int, iteration_s: float, folder: str) -> subprocess.Popen[bytes]:
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("EFFICIENTLLM_")}
-    environ |= {"EFFICIENTLLM_RUN_DIR": folder}
-    if ranks > 1:
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": PORT}
-        environ |= {"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in place.items()}}
-    command = [sys.executable, "-c", _TRAINER, str(iteration_s)]
-    return subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL)
+def _agent_and_aggregator(launched: psutil.Process) -> list[psutil.Process]:
+    found = [one for one in launched.children(recursive=True) if "effllm.server.process" in " ".join(one.cmdline())]
+    return [psutil.Process(found[0].ppid()), found[0]]
 
 
 def _cpu_s(process: psutil.Process) -> float:
