@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 import threading
 import time
 from collections import deque
@@ -10,11 +12,75 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from effllm.agent.log import LogFile
+from effllm.config.settings import state_folder
 from effllm.records.event_limit import EventLimit
 from effllm.records.rank import MAX_EVENT_COUNT, MAX_TEXT, Event
+from effllm.store import own_files
 
+CLOSE_S = 0.5  # maximum wait for the log file at the end
 MAX_UNSENT = 200
+
+
+class LogFile:
+    """A file with one line per event; until the run folder is known, the newest lines are kept in memory.
+
+    A thread writes the file: the agent must not wait for a hanging disk.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._lines: deque[str] = deque(maxlen=200)
+        self._path: Path | None = None
+        self._thread: threading.Thread | None = None
+        self._wake = threading.Event()
+        self._is_closed = False
+
+    def write(self, event: Event) -> None:
+        """Append an event; two threads must not call this method at the same time."""
+        stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(event.time_s))
+        often = f" ({event.count} events)" if event.count > 1 else ""
+        self._lines.append(f"{stamp}Z rank {self._rank}: {event.text}{often}\n")
+        self._flush()
+
+    def attach(self, folder: Path) -> None:
+        """Write to a file in ``folder``; the first line creates the file."""
+        self._path = self._path or folder / f"agent-{self._rank}.log"
+        self._flush()
+
+    def close(self) -> None:
+        """Write the remaining lines; wait at most `CLOSE_S`. Without a run folder, the user's state folder is used."""
+        if self._path is None:
+            self.attach(state_folder() / f"pid-{os.getpid()}")
+        self._is_closed = True
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join(CLOSE_S)
+
+    def _flush(self) -> None:
+        if self._path is None or not self._lines or self._is_closed:
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._write, args=(self._path,), name="log", daemon=True)
+            self._thread.start()
+        self._wake.set()
+
+    def _write(self, path: Path) -> None:
+        file, is_last = -1, False
+        while not is_last:
+            self._wake.wait()
+            self._wake.clear()
+            is_last = self._is_closed
+            with contextlib.suppress(
+                OSError
+            ):  # disk full or folder on another host: the aggregator still has the events
+                if file < 0 and self._lines:
+                    own_files.make_folder(path.parent)
+                    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+                while self._lines:
+                    os.write(file, self._lines[0].encode())
+                    self._lines.popleft()
+        if file >= 0:
+            os.close(file)
 
 
 class AgentEvents:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from effllm.memory.blocks import FULL, LayerBlock, TensorSizes, attention, experts, mlp, norm
-from effllm.memory.fused_loss import fused_loss
 from effllm.memory.model import ModelShape
 from effllm.memory.plan import MemoryPlan
 from effllm.memory.states import (
@@ -19,6 +18,13 @@ from effllm.memory.states import (
 )
 from effllm.memory.step import StepBlocks, StepCourse, course_of
 from effllm.memory.tensors import ATTENTION, EMBEDDING, EXPERT, HEAD, MLP, NORM, ROUTER, SHARED
+
+#: A tile of TRL's head and loss without whole logits has at most this many tokens, and words of the vocabulary.
+TILE_TOKENS, TILE_WORDS = 4096, 32768
+#: Vectors in 32 bits of all tokens that the forward pass keeps: the loss and its statistics.
+LOSS_STATISTICS = 6
+#: Tiles in 32 bits that operations of torch need besides, as counted on the CPU; the kernels of Triton need no tile.
+TORCH_TILES = 7.25
 
 
 def training_course(shape: ModelShape, plan: MemoryPlan, stage: Stage, held: list[RankTensor]) -> StepCourse:
@@ -146,3 +152,28 @@ def _loss(sizes: TensorSizes) -> LayerBlock:
     converted = 0 if sizes.compute == FULL else sizes.compute
     capped = logits * sizes.compute if sizes.shape.logit_cap else 0.0
     return LayerBlock(kept=logits * FULL + capped, forward=logits * (FULL + converted), backward=logits * 2 * FULL)
+
+
+def fused_loss(sizes: TensorSizes, *, trains_head: bool) -> LayerBlock:
+    """Return the bytes of head and loss without whole logits, as in TRL's SFTTrainer since version 1.16.
+
+    The formulas follow ``trl/kernels/chunked_logprob.py``: one buffer of a whole tile, also for a small vocabulary, and
+    gradients that are summed in 32 bits and converted at the end.  Liger and Cut Cross-Entropy were not counted.
+    """
+    hidden, width = sizes.tokens * sizes.shape.hidden, sizes.shape.vocab / sizes.plan.tp
+    tile = min(sizes.tokens, TILE_TOKENS) * TILE_WORDS * sizes.compute
+    words = min(width, TILE_WORDS) * sizes.shape.hidden
+    cast = words * sizes.compute if sizes.plan.numbers.autocast else 0.0
+    short = sizes.plan.numbers.gradients != FULL
+    of_head = width * sizes.shape.hidden * (FULL + (sizes.plan.numbers.gradients if short else 0)) if trains_head else 0
+    return LayerBlock(
+        kept=hidden * sizes.compute + LOSS_STATISTICS * sizes.tokens * FULL,
+        forward=tile + cast,
+        backward=tile + cast + hidden * FULL + of_head,
+    )
+
+
+def torch_tiles(sizes: TensorSizes) -> float:
+    """Return the bytes of temporary tiles without Triton."""
+    words = min(sizes.shape.vocab / sizes.plan.tp, TILE_WORDS)
+    return TORCH_TILES * min(sizes.tokens, TILE_TOKENS) * words * FULL

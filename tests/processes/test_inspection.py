@@ -19,7 +19,7 @@ from effllm.agent import flight_recorder, inspection, trainer_process
 from effllm.agent.inspection import InspectionOrders, bounded, inspect, top_of
 from effllm.agent.inspection_child import InspectionChild
 from effllm.records.wire import MAX_STACK
-from effllm.trainer import ptracer
+from effllm.trainer import session
 
 LOOP = "import time\ndef wait_for_data():\n    print('in', flush=True)\n    while True: {}\nwait_for_data()\n"
 
@@ -295,12 +295,12 @@ def test_dumps_are_searched_in_the_folders_of_torch(monkeypatch):
 
 def test_trainer_allows_tracing_by_the_agent_only_at_ptrace_scope_1(tmp_path):
     scope = tmp_path / "ptrace_scope"
-    assert not ptracer.allow(os.getpid(), scope)  # no Yama: the file does not exist
+    assert not session._allow_inspection(os.getpid(), scope)  # no Yama: the file does not exist
     for value in ("0", "2"):
         scope.write_text(f"{value}\n")
-        assert not ptracer.allow(os.getpid(), scope)
+        assert not session._allow_inspection(os.getpid(), scope)
     scope.write_text("1\n")
 
     # A kernel without Yama rejects the call: the function returns False, without other effects.
-    has_yama = ctypes.CDLL(None).prctl(ptracer.PR_SET_PTRACER, ctypes.c_ulong(os.getpid()), 0, 0, 0) == 0
-    assert ptracer.allow(os.getpid(), scope) is has_yama
+    has_yama = ctypes.CDLL(None).prctl(session.PR_SET_PTRACER, ctypes.c_ulong(os.getpid()), 0, 0, 0) == 0
+    assert session._allow_inspection(os.getpid(), scope) is has_yama

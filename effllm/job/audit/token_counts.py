@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from effllm.job.audit.known import KnownJob
+from effllm.job.audit.figures import KnownJob
 from effllm.job.rows import TOKEN_COUNTS, Rows
 from effllm.records.columns import Array, Positions, Table
 
