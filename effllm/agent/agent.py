@@ -18,8 +18,7 @@ from pathlib import Path
 import zmq
 
 from effllm.agent.children import Children
-from effllm.agent.connection import Connection
-from effllm.agent.conversation import Conversation
+from effllm.agent.conversation import Connection, Conversation
 from effllm.agent.events import AgentEvents
 from effllm.agent.measuring import LOSS_WAIT_S, Measuring
 from effllm.agent.notices import Notices, write_notice

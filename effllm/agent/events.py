@@ -13,7 +13,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from effllm.config.settings import state_folder
-from effllm.records.event_limit import EventLimit
+from effllm.records.events import EventLimit
 from effllm.records.rank import MAX_EVENT_COUNT, MAX_TEXT, Event
 from effllm.store import own_files
 

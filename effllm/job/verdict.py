@@ -18,7 +18,6 @@ from effllm.job.losses import (
 from effllm.job.prevalence import ALWAYS_COUNTED, Prevalence
 from effllm.job.remedies import remedy
 from effllm.records.job import Summary
-from effllm.records.memory import OutOfMemory
 from effllm.records.verdict import (
     AFTER,
     BEFORE,
@@ -31,6 +30,7 @@ from effllm.records.verdict import (
     NO_WINDOW,
     Evidence,
     LossWindows,
+    OutOfMemory,
     Verdict,
 )
 from effllm.records.waterfall import Waterfall

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from effllm.memory.blocks import FULL, TensorSizes
-from effllm.memory.byte_range import ByteRange, total_of
 from effllm.memory.model import ModelShape
 from effllm.memory.parameters import ParameterCounts, count_parameters
 from effllm.memory.plan import MemoryPlan, check_plan
@@ -26,6 +26,33 @@ from effllm.memory.states import (
     weight_bytes,
 )
 from effllm.memory.training import torch_tiles, training_course
+
+
+@dataclass(frozen=True)
+class ByteRange:
+    """The expected number of bytes, and the interval that contains the number in nine of ten cases."""
+
+    low: float
+    expected: float
+    high: float
+
+    @staticmethod
+    def exact(size: float) -> ByteRange:
+        return ByteRange(size, size, size)
+
+    def scaled(self, low: float, high: float) -> ByteRange:
+        """Return the range with relative limits around the expected number."""
+        return ByteRange(self.expected * low, self.expected, self.expected * high)
+
+
+def total_of(parts: Iterable[ByteRange]) -> ByteRange:
+    """Return the sum of independent parts: the distances of their limits add as squares."""
+    found = list(parts)
+    expected = math.fsum(one.expected for one in found)
+    below = math.sqrt(math.fsum((one.expected - one.low) ** 2 for one in found))
+    above = math.sqrt(math.fsum((one.high - one.expected) ** 2 for one in found))
+    return ByteRange(max(expected - below, 0.0), expected, expected + above)
+
 
 #: The ranges of these four are published by others or follow from settings; they were not measured on a GPU here.
 #: A CUDA context with the kernels of torch and cuBLAS; 0.3 to 0.5 GB are common, newer GPUs need more.
@@ -206,7 +233,8 @@ _CONTEXT = MemoryPart(
 
 
 def _fragmentation(dynamic: float) -> MemoryPart:
-    return MemoryPart("fragmentation", fragmentation(dynamic), "an assumption, 0 to 20 %; not measured on a GPU")
+    size = ByteRange(*(dynamic * share for share in FRAGMENTATION))
+    return MemoryPart("fragmentation", size, "an assumption, 0 to 20 %; not measured on a GPU")
 
 
 def _static(name: str, size: float, shape: ModelShape, basis: str) -> MemoryPart:
@@ -283,10 +311,6 @@ def communication(plan: MemoryPlan, gradients: float, weights: float, layer_weig
     if plan.zero == 3:
         low, expected, high = low + layer_weights, expected + 3 * layer_weights, high + min(weights, 6 * layer_weights)
     return ByteRange(low, expected, high)
-
-
-def fragmentation(dynamic: float) -> ByteRange:
-    return ByteRange(*(dynamic * share for share in FRAGMENTATION))
 
 
 def serving_parts(shape: ModelShape, plan: MemoryPlan, stage: Stage) -> tuple[ByteRange, ByteRange]:

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from effllm.memory.byte_range import ByteRange
 from effllm.memory.changes import FittingChange, verdict
-from effllm.memory.estimate import MemoryEstimate
+from effllm.memory.estimate import ByteRange, MemoryEstimate
 from effllm.views.fit_text import GpuMemory, ModelFit
 
 SCHEMA = 1

@@ -6,9 +6,8 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from effllm.memory.byte_range import ByteRange, total_of
 from effllm.memory.changes import FITS, FittingChange, verdict
-from effllm.memory.estimate import MemoryEstimate
+from effllm.memory.estimate import ByteRange, MemoryEstimate, total_of
 from effllm.memory.plan import MemoryPlan
 from effllm.records.plain_text import one_line
 

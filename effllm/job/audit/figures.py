@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from effllm.records.audit import ComparedFigure
 from effllm.records.framework_figures import (
     MFU_RATIO,
     SAMPLES_PER_S,
@@ -18,6 +17,7 @@ from effllm.records.framework_figures import (
 )
 from effllm.records.job import ClusterTotals
 from effllm.records.rank import ValueStatistics
+from effllm.records.verdict import ComparedFigure
 
 #: Smallest relative difference that is stated: logs do not end with windows, and logged figures are rounded.
 MIN_DIFFERENCE = 0.05
