@@ -10,10 +10,9 @@ import msgspec
 import zmq
 
 from effllm.agent.children import Children
-from effllm.agent.events import AgentEvents
+from effllm.agent.events import AgentEvents, Notices, silence_stderr, write_notice
 from effllm.agent.measuring import Measuring
 from effllm.agent.messages import heartbeat, hello
-from effllm.agent.notices import Notices, silence_stderr, write_notice
 from effllm.agent.trainer import Trainer
 from effllm.config.settings import secret_path
 from effllm.job.health.clock import Exchanges

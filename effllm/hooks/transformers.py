@@ -16,7 +16,7 @@ from typing import Any
 from transformers.trainer_callback import TrainerCallback
 
 from effllm.hooks import Unknown
-from effllm.hooks._late import LateSums
+from effllm.hooks._batches import LateSums
 from effllm.hooks._layout import precision_of
 from effllm.hooks._parameters import (
     CONVENTION,

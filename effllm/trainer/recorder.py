@@ -15,8 +15,7 @@ from typing import Any
 
 from effllm.records import ring
 from effllm.records.shared_memory import RingError
-from effllm.trainer.counts import FEW_BITS, Losses, RunningCounts, WarnOnce
-from effllm.trainer.generations import Generations
+from effllm.trainer.counts import FEW_BITS, Generations, Losses, RunningCounts, WarnOnce
 from effllm.trainer.value_buffer import MAX_TOGETHER, ValueBuffer
 
 #: Periods that are excluded from the iterations.

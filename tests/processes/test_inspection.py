@@ -16,8 +16,8 @@ import pytest
 from jobs import needs_py_spy
 
 from effllm.agent import inspection
+from effllm.agent.children import InspectionChild
 from effllm.agent.inspection import InspectionOrders, bounded, inspect, top_of
-from effllm.agent.inspection_child import InspectionChild
 from effllm.records.wire import MAX_STACK
 from effllm.trainer import session
 
@@ -171,7 +171,7 @@ def test_inspections_run_in_the_background_one_at_a_time(no_recorder):
 def test_inspection_of_a_trainer_ends_at_its_timeout(no_recorder, monkeypatch):
     child = InspectionChild()
     monkeypatch.setattr(
-        "effllm.agent.inspection_child.spawn", lambda *_: subprocess.Popen(["sleep", "60"], start_new_session=True)
+        "effllm.agent.children.spawn", lambda *_: subprocess.Popen(["sleep", "60"], start_new_session=True)
     )
     child.start(orders(os.getpid(), -1), 0.0)
     assert child.look(24.0) is None
@@ -184,7 +184,7 @@ def test_inspection_that_cannot_start_returns_the_reason(monkeypatch):
     def refuse(*_):
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
-    monkeypatch.setattr("effllm.agent.inspection_child.spawn", refuse)
+    monkeypatch.setattr("effllm.agent.children.spawn", refuse)
 
     assert "Resource temporarily unavailable" in InspectionChild().start(orders(1, -1), 0.0)
 
