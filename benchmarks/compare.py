@@ -27,8 +27,7 @@ from scipy import signal, special, stats
 from benchmarks.figure import Figure
 from benchmarks.machine import machine
 from effllm.analysis.compared_metrics import compared_metrics
-from effllm.analysis.comparison import BETTER, OUTCOMES, SAME, WORSE, compare
-from effllm.analysis.difference import ALPHA, POWER, difference
+from effllm.analysis.comparison import ALPHA, BETTER, OUTCOMES, POWER, SAME, WORSE, compare, difference
 from effllm.analysis.sides import ComparedRun, Side
 
 RESULTS = Path(__file__).parent / "results"

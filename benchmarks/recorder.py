@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import effllm
 from benchmarks.figure import Figure, median
 from effllm.records.ring import AFTER_STEPS, MEMORY, MEMORY_FIELDS, RingWriter
-from effllm.trainer.device_memory import DeviceMemory
+from effllm.trainer.watched_recorder import DeviceMemory
 
 ROUNDS, CALLS = 40, 5000
 

@@ -17,7 +17,7 @@ from effllm.records.energy import EnergyAmount
 from effllm.records.rank import Device, DeviceWindow, Integrals, ParameterCount, RankReport
 from effllm.records.ring import RingReader, RingWriter
 from effllm.records.wire import Hello, Reports
-from effllm.trainer import generations as generations_module
+from effllm.trainer import counts as generations_module
 from effllm.trainer import recorder as recorder_module
 from effllm.trainer.pending_values import PendingValues
 from effllm.trainer.recorder import Recorder

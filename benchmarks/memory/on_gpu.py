@@ -19,8 +19,7 @@ from typing import Any
 from benchmarks.figure import Figure
 from benchmarks.machine import machine
 from benchmarks.memory.real_size import RealSize, real_sizes
-from effllm.memory.byte_range import ByteRange
-from effllm.memory.estimate import estimate
+from effllm.memory.estimate import ByteRange, estimate
 
 COUNT = 40
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.memory.judged import plan_of
+from effllm.memory.config_json import KnownModel, find_model
 from effllm.memory.estimate import estimate
-from effllm.memory.known_models import KnownModel, find_model
 from effllm.memory.model import ModelShape
 from effllm.memory.plan import MemoryPlan
 

@@ -20,8 +20,8 @@ from typing import Any
 
 import effllm.efficientllm_metrics as effllm
 from effllm.records.timeline import Split
-from effllm.trainer.device_memory import DeviceMemory
 from effllm.trainer.torch_profile import Profiled
+from effllm.trainer.watched_recorder import DeviceMemory
 
 
 class LoopProfile:

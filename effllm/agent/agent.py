@@ -18,11 +18,9 @@ from pathlib import Path
 import zmq
 
 from effllm.agent.children import Children
-from effllm.agent.connection import Connection
-from effllm.agent.conversation import Conversation
-from effllm.agent.events import AgentEvents
+from effllm.agent.conversation import Connection, Conversation
+from effllm.agent.events import AgentEvents, Notices, write_notice
 from effllm.agent.measuring import LOSS_WAIT_S, Measuring
-from effllm.agent.notices import Notices, write_notice
 from effllm.agent.rank_devices import RankDevices
 from effllm.agent.trainer import Trainer
 from effllm.network import discovery

@@ -2,17 +2,150 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
+import os
+import signal
+import subprocess
 import time
+from collections.abc import Callable
 
+import msgspec
 import zmq
 
-from effllm.agent.aggregator_child import AggregatorChild
 from effllm.agent.events import AgentEvents
 from effllm.agent.inspection import InspectionOrders, InspectionResult
-from effllm.agent.inspection_child import InspectionChild
 from effllm.agent.trainer import Trainer
+from effllm.config.spawn import pidfd, spawn
 from effllm.records.orders import Orders
+from effllm.records.rank import Event
 from effllm.store.run_lock import restart_id_of
+
+INSPECTION_LIMIT_S = 25.0
+
+
+class AggregatorChild:
+    """The aggregator process of rank 0's agent; a dead aggregator is replaced.
+
+    Args:
+        orders: the orders for each aggregator.
+        report: receives an event when an aggregator dies or cannot be started.
+    """
+
+    def __init__(self, orders: Orders, report: Callable[[Event], None]) -> None:
+        self._orders = orders
+        self._report = report
+        self._process: subprocess.Popen[bytes] | None = None
+        self._started = 0
+        self._again_s = 0.0
+        self.descriptor = -1  # pidfd of the aggregator; readable after its end
+        self.done = False
+
+    def start(self) -> None:
+        """Start an aggregator on the listening socket; the agent keeps the socket open for a replacement."""
+        body = msgspec.json.encode(self._orders)
+        memory = os.memfd_create("effllm-orders", 0)
+        os.write(memory, body)
+        orders = self._orders
+        passed = (memory, orders.listen_descriptor, orders.stdout_descriptor, orders.trainer_descriptor)
+        try:
+            self._process = spawn("effllm.server.process", [str(memory)], passed)
+        except OSError as error:
+            self._report(Event(time.time(), "aggregator", f"the aggregator cannot be started: {error}"))
+            self._again_s = time.monotonic() + 5.0
+            return
+        finally:
+            os.close(memory)
+        self._started += 1
+        self.descriptor = pidfd(self._process.pid)
+
+    @property
+    def due_s(self) -> float:
+        """Time of the next start of an aggregator; infinite while an aggregator runs or the job is over."""
+        return math.inf if self.done or self._process is not None else self._again_s
+
+    def look(self, now_s: float) -> None:
+        """Replace an aggregator that died before the end of the job; the delay grows with each replacement."""
+        if self._process is not None:
+            code = self._process.poll()
+            if code is None:
+                return
+            self._process = None
+            if self.descriptor >= 0:
+                os.close(self.descriptor)
+                self.descriptor = -1
+            if code == 0:
+                self.done = True
+                return
+            delay_s = min(0.1 * 2 ** (self._started - 1), 5.0)
+            self._again_s = now_s + delay_s
+            text = f"the aggregator died (exit {code}); another aggregator is started"
+            self._report(Event(time.time(), "aggregator", text))
+        if not self.done and now_s >= self._again_s:
+            self.start()
+
+
+class InspectionChild:
+    """Runs at most one inspection at a time, without blocking."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._found = -1  # memfd for the result
+        self._until_s = math.inf
+        self.descriptor = -1  # pidfd of the inspection; readable after its end
+
+    def start(self, orders: InspectionOrders, now_s: float) -> str:
+        """Start an inspection, unless an inspection is running; return the error of the start, or an empty string."""
+        if self._process is not None:
+            return ""
+        given = os.memfd_create("effllm-inspection", 0)
+        self._found = os.memfd_create("effllm-found", 0)
+        try:
+            os.write(given, msgspec.json.encode(orders))
+            arguments = [str(given), str(self._found)]
+            self._process = spawn("effllm.agent.inspection", arguments, (given, self._found, orders.trainer))
+        except OSError as error:
+            os.close(self._found)
+            return f"the inspection cannot be started: {error}"
+        finally:
+            os.close(given)
+        self.descriptor, self._until_s = pidfd(self._process.pid), now_s + INSPECTION_LIMIT_S
+        return ""
+
+    @property
+    def due_s(self) -> float:
+        """Deadline of the running inspection; infinite if no inspection runs."""
+        return self._until_s
+
+    def look(self, now_s: float) -> InspectionResult | None:
+        """Return the result if the inspection has ended or its deadline has passed, else ``None``."""
+        if self._process is None or (self._process.poll() is None and now_s < self._until_s):
+            return None
+        is_late = self._process.poll() is None
+        self._kill()
+        size = os.fstat(self._found).st_size
+        body = os.pread(self._found, size, 0)
+        os.close(self._found)
+        self._process, self._until_s = None, math.inf
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+        try:
+            return msgspec.json.decode(body, type=InspectionResult)
+        except msgspec.MsgspecError:
+            why = f"took more than {INSPECTION_LIMIT_S:.0f} s" if is_late else "failed"
+            return InspectionResult(f"no stacks: the inspection {why}\n", f"unknown: the inspection {why}")
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._kill()
+
+    def _kill(self) -> None:
+        assert self._process is not None
+        if self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)  # the process group includes py-spy
+            self._process.wait()
 
 
 class Children:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 import threading
 import time
 from collections import deque
@@ -10,11 +12,78 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from effllm.agent.log import LogFile
-from effllm.records.event_limit import EventLimit
+from effllm.agent.trainer import Trainer
+from effllm.config.settings import state_folder
+from effllm.records.events import EventLimit
 from effllm.records.rank import MAX_EVENT_COUNT, MAX_TEXT, Event
+from effllm.store import own_files
 
+NO_AGGREGATOR_AFTER_S = 10.0
+
+CLOSE_S = 0.5  # maximum wait for the log file at the end
 MAX_UNSENT = 200
+
+
+class LogFile:
+    """A file with one line per event; until the run folder is known, the newest lines are kept in memory.
+
+    A thread writes the file: the agent must not wait for a hanging disk.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._lines: deque[str] = deque(maxlen=200)
+        self._path: Path | None = None
+        self._thread: threading.Thread | None = None
+        self._wake = threading.Event()
+        self._is_closed = False
+
+    def write(self, event: Event) -> None:
+        """Append an event; two threads must not call this method at the same time."""
+        stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(event.time_s))
+        often = f" ({event.count} events)" if event.count > 1 else ""
+        self._lines.append(f"{stamp}Z rank {self._rank}: {event.text}{often}\n")
+        self._flush()
+
+    def attach(self, folder: Path) -> None:
+        """Write to a file in ``folder``; the first line creates the file."""
+        self._path = self._path or folder / f"agent-{self._rank}.log"
+        self._flush()
+
+    def close(self) -> None:
+        """Write the remaining lines; wait at most `CLOSE_S`. Without a run folder, the user's state folder is used."""
+        if self._path is None:
+            self.attach(state_folder() / f"pid-{os.getpid()}")
+        self._is_closed = True
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join(CLOSE_S)
+
+    def _flush(self) -> None:
+        if self._path is None or not self._lines or self._is_closed:
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._write, args=(self._path,), name="log", daemon=True)
+            self._thread.start()
+        self._wake.set()
+
+    def _write(self, path: Path) -> None:
+        file, is_last = -1, False
+        while not is_last:
+            self._wake.wait()
+            self._wake.clear()
+            is_last = self._is_closed
+            with contextlib.suppress(
+                OSError
+            ):  # disk full or folder on another host: the aggregator still has the events
+                if file < 0 and self._lines:
+                    own_files.make_folder(path.parent)
+                    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+                while self._lines:
+                    os.write(file, self._lines[0].encode())
+                    self._lines.popleft()
+        if file >= 0:
+            os.close(file)
 
 
 class AgentEvents:
@@ -74,3 +143,58 @@ class AgentEvents:
         if len(self._unsent) >= max_unsent:
             self._limit.leave_out(self._unsent.popleft())
         self._unsent.append(event)
+
+
+def write_notice(text: str) -> None:
+    """Write one line to the job's stderr, unless `silence_stderr` was called."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"[EfficientLLM] {text}\n".encode())
+
+
+def silence_stderr() -> None:
+    """Close the job's stderr: with an inherited open descriptor, `torchrun ... 2>&1 | tee` would not end."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
+    os.close(null)
+
+
+class Notices:
+    """The notices of one agent; each notice is also an event.
+
+    Args:
+        trainer: the agent's trainer.
+        events: receives an event for each notice.
+    """
+
+    def __init__(self, trainer: Trainer, events: AgentEvents) -> None:
+        self._trainer, self._events = trainer, events
+        self._started_s = time.monotonic()
+        self._is_explained = False  # whether the reason of the missing aggregator was reported
+
+    def no_metrics(self, text: str) -> None:
+        self._events.report("agent", text)
+        if self._trainer.is_first_of_host:
+            self._is_explained = True
+            write_notice(text)
+
+    def refused_at_rank_0(self, reason: str) -> None:
+        """Record why rank 0 has no aggregator; the trainer of rank 0 has already printed the reason."""
+        self._is_explained = True
+        self._events.report("agent", f"rank 0 has no aggregator: {reason}")
+
+    def no_aggregator(self, now_s: float) -> None:
+        """Report once that there was no aggregator for `NO_AGGREGATOR_AFTER_S`."""
+        if self._is_explained or now_s - self._started_s < NO_AGGREGATOR_AFTER_S:
+            return
+        self._is_explained = True
+        where = self._trainer.facts.endpoint
+        text = f"no aggregator answers at {where}" if where else "rank 0 has not published its address"
+        self._events.report("agent", text)
+        if self._trainer.is_first_of_host:
+            write_notice(f"{text}: no metrics without an aggregator; training goes on")
+
+    def undelivered(self, num_reports: int) -> None:
+        text = f"{num_reports} reports could not be delivered to {self._trainer.facts.endpoint or 'rank 0'}"
+        self._events.report("agent", text)
+        if self._trainer.is_first_of_host:
+            write_notice(f"rank {self._trainer.rank}: {text}")

@@ -1,6 +1,8 @@
 """The inspection of a stalled trainer, in a separate process, because the agent must not block.
 
 Only the agent's own trainer is inspected. Py-spy reads the trainer's memory and does not stop the process.
+The dump of torch's NCCL flight recorder is requested and copied, and never decoded: it is a pickle, and decoding a
+pickle runs any code in it.
 """
 
 from __future__ import annotations
@@ -9,18 +11,37 @@ import os
 import re
 import select
 import shutil
+import stat
 import subprocess
 import sys
 import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 from msgspec import Struct
 
-from effllm.agent import flight_recorder, trainer_process
 from effllm.config.switches import this_process
 from effllm.records.wire import MAX_STACK
+from effllm.store import own_files
 
+# Names of variables and files are from torch's ProcessGroupNCCL.hpp (DumpPipe) and FlightRecorder.cpp, 2.4 to 2.13.
+DUMP_PIPE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"  # prefix of a rank's pipe, PREFIX<rank>.pipe; any byte requests a dump
+DUMP_PREFIXES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")  # of a rank's dump, PREFIX<rank>
+DUMP_WAIT_S = 10.0  # torch reads its pipe once a second
+SETTLED_S = 1.0  # a dump is complete when it has not grown for this time
+MAX_DUMP_BYTES = 256 * 2**20
+STATES = {
+    "R": "running",
+    "S": "sleeping",
+    "D": "uninterruptible sleep",
+    "T": "stopped",
+    "t": "traced",
+    "Z": "dead",
+}
+MAX_THREADS = 2000
 PY_SPY_S = 10.0
 INSTALL = "pip install 'effllm[forensics]'"
 MAX_TOP = 200
@@ -50,9 +71,9 @@ def inspect(orders: InspectionOrders) -> InspectionResult:
     began_s = time.time()
     environ = this_process()
     # The trainer writes the dump while py-spy reads the stacks; a stopped process writes no dump.
-    was_asked = flight_recorder.ask(orders.rank, environ)
+    was_asked = request_dump(orders.rank, environ)
     stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(began_s))
-    process = trainer_process.description(orders.pid)
+    process = process_description(orders.pid)
     stacks, top = _stacks(orders.pid)
     dump = _dump(orders, was_asked, began_s)
     parts = [f"rank {orders.rank}, process {orders.pid}, {stamp}", process, stacks, *([dump] if dump else [])]
@@ -110,18 +131,18 @@ def _by_kernel(process: str) -> str:
 
 
 def _dump(orders: InspectionOrders, was_asked: bool, began_s: float) -> str:
-    paths = flight_recorder.dump_paths(orders.rank, this_process())
+    paths = dump_paths(orders.rank, this_process())
     try:
         if was_asked:
-            dump = flight_recorder.wait(paths, began_s)
+            dump = wait_for_dump(paths, began_s)
         else:  # torch may have written a dump after its own timeout, without a request
-            dump = flight_recorder.newest(paths, Path(f"/proc/{orders.pid}").stat().st_mtime)
+            dump = newest_dump(paths, Path(f"/proc/{orders.pid}").stat().st_mtime)
         if dump is None:
             return "the NCCL flight recorder did not write the requested dump" if was_asked else ""
         text = f"dump of the NCCL flight recorder: {dump}"
         if orders.folder and Path(orders.folder).is_dir():
             copied = Path(orders.folder) / "stacks" / f"{orders.name}.nccl"
-            if flight_recorder.copy(dump, copied):
+            if copy_dump(dump, copied):
                 text += (
                     f", copied to stacks/{copied.name}; python -m torch.distributed.flight_recorder.fr_trace reads it"
                 )
@@ -140,3 +161,115 @@ def main(arguments: list[str]) -> int:
     with os.fdopen(target, "wb") as file:
         file.write(body)
     return 0
+
+
+def process_state(pid: int) -> str:
+    """Return the letter of a process's state, or an empty string if the process does not exist."""
+    with suppress(OSError, IndexError):
+        # The file is read for every heartbeat, and Path.read_bytes() takes three times as long.  The process name in
+        # parentheses may be any text, also one with a parenthesis.
+        descriptor = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return os.read(descriptor, 4096).rpartition(b")")[2].split()[0].decode()
+        finally:
+            os.close(descriptor)
+    return ""
+
+
+def process_description(pid: int) -> str:
+    """Return lines with the state and wait channel of a process, and with counts of its threads by state."""
+    task = Path(f"/proc/{pid}")
+    letter = process_state(pid)
+    lines = [f"state: {letter} ({STATES.get(letter, 'unknown')}){_waits(task)}"]
+    if kernel := _read(task / "stack"):  # readable only for root
+        lines += ["kernel stack:", *(f"  {line.partition('] ')[2] or line}" for line in kernel.splitlines()[:20])]
+    threads: Counter[str] = Counter()
+    with suppress(OSError):
+        for thread in sorted((task / "task").iterdir())[:MAX_THREADS]:
+            number = int(thread.name)
+            threads[f"{_read(thread / 'comm')}: {process_state(number)}{_waits(thread)}"] += 1
+    lines += ["threads:", *(f"  {count} x {text}" for text, count in threads.most_common())]
+    return "\n".join(lines)
+
+
+def _waits(task: Path) -> str:
+    where = _read(task / "wchan")
+    return f", waits in {where}" if where not in ("", "0") else ""
+
+
+def _read(path: Path) -> str:
+    with suppress(OSError):
+        return path.read_text(errors="replace").strip()
+    return ""
+
+
+def dump_paths(rank: int, environ: Mapping[str, str]) -> list[Path]:
+    named = [environ[name] for name in DUMP_PREFIXES if environ.get(name)]
+    if named:
+        return [Path(f"{named[0]}{rank}")]
+    cache = environ.get("XDG_CACHE_HOME") or f"{environ.get('HOME', '/tmp')}/.cache"  # noqa: S108 - torch's own default
+    return [Path(f"{cache}/torch/comm_lib_trace_rank_{rank}"), Path(f"/tmp/nccl_trace_rank_{rank}")]  # noqa: S108 - as above
+
+
+def request_dump(rank: int, environ: Mapping[str, str]) -> bool:
+    """Request a dump through torch's pipe without waiting; return whether the request was written."""
+    if not environ.get(DUMP_PIPE):
+        return False
+    with suppress(OSError):  # no pipe, no reader (ENXIO), or a full pipe (a dump was already requested)
+        pipe = f"{environ[DUMP_PIPE]}{rank}.pipe"
+        descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            about = os.fstat(descriptor)
+            return stat.S_ISFIFO(about.st_mode) and about.st_uid == os.getuid() and os.write(descriptor, b"1") == 1
+        finally:
+            os.close(descriptor)
+    return False
+
+
+def newest_dump(paths: Sequence[Path], since_time_s: float) -> Path | None:
+    """Return the newest dump since ``since_time_s`` that our user owns."""
+    found = []
+    for path in paths:
+        with suppress(OSError):
+            about = path.lstat()
+            if stat.S_ISREG(about.st_mode) and about.st_uid == os.getuid() and about.st_mtime >= since_time_s:
+                found.append((about.st_mtime, path))
+    return max(found)[1] if found else None
+
+
+def wait_for_dump(paths: Sequence[Path], since_time_s: float, timeout_s: float = DUMP_WAIT_S) -> Path | None:
+    """Wait until a dump that was written after ``since_time_s`` has stopped growing, and return its path."""
+    deadline_s = time.monotonic() + timeout_s
+    seen: tuple[Path, int] | None = None
+    seen_s = 0.0
+    while (now_s := time.monotonic()) < deadline_s:
+        path = newest_dump(paths, since_time_s)
+        size = path.stat().st_size if path else 0
+        if path and size and seen == (path, size):
+            if now_s - seen_s >= SETTLED_S:
+                return path
+        elif path:
+            seen, seen_s = (path, size), now_s
+        time.sleep(0.1)
+    return seen[0] if seen and seen[1] else None
+
+
+def copy_dump(dump: Path, to: Path) -> bool:
+    """Copy a dump to a private file; return ``False`` if the dump is too large."""
+    source = os.open(dump, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        size = os.fstat(source).st_size
+        if size > MAX_DUMP_BYTES:
+            return False
+        own_files.make_folder(to.parent)
+        own_files.remove_file(to)
+        target = own_files.open_file(to, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        try:
+            sent = 0
+            while sent < size and (count := os.sendfile(target, source, sent, size - sent)):
+                sent += count
+        finally:
+            os.close(target)
+        return True
+    finally:
+        os.close(source)

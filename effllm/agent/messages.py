@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from effllm.agent import trainer_process
+from effllm.agent.inspection import process_state
 from effllm.agent.measuring import Measuring
 from effllm.agent.trainer import Trainer
 from effllm.config.place import stated_gpus
@@ -77,6 +77,6 @@ def heartbeat(trainer: Trainer, measuring: Measuring, now_s: float, offset: Offs
         offset_error_s=offset.error_s if offset else None,
         utilization=newest.utilization if newest else None,
         power_w=newest.power_w if newest else None,
-        process=trainer_process.state(trainer.pid),
+        process=process_state(trainer.pid),
         time_s=measuring.time_s(),
     )

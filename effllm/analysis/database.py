@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from effllm.analysis.column import TEXT, WHOLE, Column, LinesTable, declaration, file_to_read, quoted, read_json
-from effllm.analysis.line_rows import LineFile, insert_lines
-from effllm.analysis.line_tables import LINE_TABLES
+from effllm.analysis.line_tables import LINE_TABLES, LineFile, insert_lines
 from effllm.analysis.run_cache import RunCache
 from effllm.analysis.run_folders import FoundRun, files_of
 from effllm.analysis.run_row import FILES, Document, Unreadable, read_document, run_row

@@ -9,9 +9,8 @@ from typing import NamedTuple
 from rich.console import Console
 
 from effllm.analysis.compared_metrics import compared_metrics
-from effllm.analysis.comparison import compare
+from effllm.analysis.comparison import ALPHA, compare
 from effllm.analysis.conditions import answer, exit_status, parse_condition
-from effllm.analysis.difference import ALPHA
 from effllm.analysis.fairness import settings, unfair
 from effllm.analysis.load import load_errors
 from effllm.analysis.sides import find_sides

@@ -17,8 +17,7 @@ from effllm.memory.changes import FITS, fitting_changes, verdict
 from effllm.memory.estimate import estimate
 from effllm.memory.plan import INFERENCE, PRECISIONS, TRAINING, ImpossiblePlan, MemoryPlan
 from effllm.records.plain_text import one_line
-from effllm.views.fit_document import fit_document
-from effllm.views.fit_text import GpuMemory, ModelFit, fit_lines, wrapped
+from effllm.views.fit_text import GpuMemory, ModelFit, fit_document, fit_lines, wrapped
 
 MAX_GPUS = 10**6
 

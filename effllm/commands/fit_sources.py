@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from effllm.analysis.yaml_document import load_yaml
-from effllm.memory.config_json import read_config
-from effllm.memory.known_models import find_model, find_variant, known_models, similar_names
+from effllm.memory.config_json import find_model, find_variant, known_models, read_config, similar_names
 from effllm.memory.megatron_arguments import ambiguous, is_megatron, read_script, read_settings, read_shape
 from effllm.memory.model import ModelShape, WrongModel
 from effllm.memory.yaml_settings import accelerate_settings, is_accelerate, is_llama_factory, llama_factory_settings

@@ -10,8 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from effllm.analysis.load import Runs, load, load_errors
-from effllm.analysis.sandbox import Answer, QueryError, answer
+from effllm.analysis.load import Answer, QueryError, Runs, answer, load, load_errors
 from effllm.commands.progress import ReadingProgress
 from effllm.records.plain_text import one_line
 from effllm.store import csv_file

@@ -13,8 +13,7 @@ from pathlib import Path
 from effllm.commands.top_reader import SourceError, TopSource, ordered_frame
 from effllm.config.switches import this_process
 from effllm.records.plain_text import one_line
-from effllm.views.top.document import NO_DATA, WRONG_USE, document, exit_status
-from effllm.views.top.frame import TopFrame
+from effllm.views.top.frame import NO_DATA, WRONG_USE, TopFrame, document, exit_status
 from effllm.views.top.screen import plain_frame
 from effllm.views.top.text import ASCII_BARS, BARS, plain
 from effllm.views.top.view_state import Order

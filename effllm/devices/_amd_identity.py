@@ -10,8 +10,7 @@ from operator import itemgetter
 from typing import Any
 
 from effllm.devices import DeviceUnavailable, Site, shown_to_rank
-from effllm.devices._amd_library import advice, ask, errors_of
-from effllm.devices._amd_readings import ask_group, joules_of, number, power
+from effllm.devices._amd_readings import advice, ask, ask_group, errors_of, joules_of, number, power
 
 _FOUR_LINKS_MB_PER_S = 200_000
 

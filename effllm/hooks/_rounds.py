@@ -2,7 +2,7 @@
 
 An iteration is the time from the end of one step to the end of the next step, without the data wait, which is the
 time of torch's DataLoader for the batches.  An iteration includes waits for batches from other sources (run.json
-records this), and evaluations that neither `_modes` nor `effllm.phase` marks (the summary records this).  The first
+records this), and evaluations that neither `EvalMode` nor `effllm.phase` marks (the summary records this).  The first
 step starts the metrics and is not measured, because the start of its iteration is unknown.
 
 Several optimizers share one iteration.  The optimizer that steps first in a process is the leader, and its step ends
@@ -15,20 +15,134 @@ iteration.
 
 from __future__ import annotations
 
+import functools
 import sys
+import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from effllm.hooks._modes import EvalMode
 from effllm.hooks._parameters import size_of
 from effllm.hooks._steps import Steps, listen_to_waits, rank
-from effllm.hooks._wrap import no_metrics
+from effllm.hooks._wrap import Guard, no_metrics
 from effllm.trainer import ownership
 from effllm.trainer.collector import get_metrics_collector
 
+MAX_MODULES = 64  # maximal number of remembered modules; a loop sets only a few modules to eval mode
+
+_GUARD = Guard("evaluation by the model's eval()")
+_listeners: list[EvalMode] = []
 MIN_STEPS = 3  # with fewer steps, an optimizer of plain tensors does not count as training
 PATIENCE_STEPS = 16  # the leader is replaced if other optimizers make more steps than this while it makes none
+
+
+class EvalMode:
+    """Finds the evaluations between the steps of one loop: from the model's ``eval()`` to its ``train()``.
+
+    ``torch.nn.Module.train`` (``eval`` calls it) is wrapped on the class when such a loop begins.  Modules get no
+    additional attributes, and compiled calls are passed through.  When a period in eval mode ends, it counts as an
+    evaluation under three conditions: no optimizer stepped in the period, no phase or generation was marked in it, and
+    the last iteration had no such period.  Because of the last condition, rollouts in every iteration do not count as
+    evaluations.
+
+    Args:
+        steps: the loop's steps.
+    """
+
+    def __init__(self, steps: Steps) -> None:
+        self._steps = steps
+        self._trained: frozenset[int] = frozenset()  # ids of the trained parameters
+        # module id -> module, and whether the module has all trained parameters
+        self._known: dict[int, tuple[weakref.ref[Any], bool]] = {}
+        self._since_ns = 0  # start of the eval mode; 0 while the model is not in eval mode
+        self._waited_ns = 0  # data wait while the model is in eval mode
+        self._marks: tuple[int, ...] = ()
+        self._is_in_this = False
+        self._was_in_last = True  # whether the last iteration had a period in eval mode; True before the first
+
+    def follow(self, parameters: Iterable[Any]) -> None:
+        """Set the trained parameters; a module with all these parameters is a model."""
+        self._trained = frozenset(id(one) for one in parameters if one.requires_grad)
+        self._known.clear()
+        self._since_ns = 0
+        if self not in _listeners:
+            _listeners.append(self)
+        _wrap(sys.modules["torch"])
+
+    def changed(self, module: Any, is_training: bool) -> None:
+        if is_training != bool(self._since_ns) or not self._steps.is_owner or not self._owns(module):
+            return
+        now_ns = time.monotonic_ns()
+        if not is_training:
+            self._since_ns, self._waited_ns, self._marks = now_ns, 0, _marks()
+            if not self._was_in_last:
+                self._steps.may_evaluate()
+            return
+        self._is_in_this = True
+        if not self._was_in_last and self._marks == _marks():
+            self._steps.evaluated(self._since_ns, now_ns)
+            self._since_ns = 0  # waits inside the evaluation are no data waits
+        self._drop()
+
+    def stepped(self, is_end: bool) -> None:
+        """Drop a possible evaluation at an optimizer's step: the model is being trained in eval mode."""
+        self._drop()
+        if is_end:
+            self._was_in_last, self._is_in_this = self._is_in_this, False
+
+    def waited(self, spent_ns: int) -> bool:
+        """Keep a data wait that is inside a possible evaluation; return whether it is inside."""
+        if self._since_ns:
+            self._waited_ns += spent_ns
+        return bool(self._since_ns)
+
+    def _drop(self) -> None:
+        if self._since_ns:
+            self._since_ns = 0
+            self._steps.waited(self._waited_ns)  # these waits belong to the iteration
+
+    def _owns(self, module: Any) -> bool:
+        known = self._known.get(id(module))
+        if known is None or known[0]() is not module:
+            if len(self._known) >= MAX_MODULES:
+                self._known.clear()
+            owns = self._trained <= {id(one) for one in module.parameters()}
+            known = self._known[id(module)] = weakref.ref(module), owns
+        return known[1]
+
+
+def _marks() -> tuple[int, ...]:
+    """Return values that change when a phase or a generation begins or ends, or when new metrics begin."""
+    recorder = get_metrics_collector().recorder
+    return (id(recorder), *recorder.marks) if recorder is not None else ()
+
+
+def _changed(module: Any, is_training: bool) -> None:
+    for listener in _listeners:
+        listener.changed(module, is_training)
+
+
+@functools.lru_cache(maxsize=1)
+def _wrap(torch: Any) -> None:
+    """Wrap ``torch.nn.Module.train``; nested calls, for submodules, are passed through."""
+    kind = torch.nn.Module
+    train = kind.train
+    is_compiling = getattr(getattr(torch, "compiler", None), "is_compiling", lambda: False)
+    is_inside = False
+
+    @functools.wraps(train)
+    def seen(self: Any, mode: bool = True) -> Any:
+        nonlocal is_inside
+        if is_inside or is_compiling():  # compiled code must not depend on effllm
+            return train(self, mode)
+        _GUARD(_changed, self, mode)
+        is_inside = True
+        try:
+            return train(self, mode)
+        finally:
+            is_inside = False
+
+    kind.train = seen
 
 
 class Rounds:
@@ -42,7 +156,7 @@ class Rounds:
     def __init__(self, level: int, name: str) -> None:
         self._level, self._name = level, name
         self._steps = Steps(level, name)
-        self._modes = EvalMode(self._steps)
+        self.EvalMode = EvalMode(self._steps)
         self._leader: Any = None  # a weak reference
         self._leaders_parameters: frozenset[int] = frozenset()
         self._steps_of_others = 0
@@ -111,7 +225,7 @@ class Rounds:
         if recorder is None:
             return
         leader = self._leader() if self._leader is not None else None
-        self._modes.stepped(is_end=optimizer is leader)
+        self.EvalMode.stepped(is_end=optimizer is leader)
         if optimizer is leader:
             self._steps_of_others = 0
             self._steps.end_counted()
@@ -124,7 +238,7 @@ class Rounds:
             is_first = self._leader is None
             self._leader = weakref.ref(optimizer)
             self._leaders_parameters = frozenset(id(parameter) for parameter in _parameters(optimizer))
-            self._modes.follow(_parameters(optimizer))
+            self.EvalMode.follow(_parameters(optimizer))
             self._steps_of_others = 0
             if not is_first:
                 self._steps.end_counted()
@@ -144,7 +258,7 @@ class Rounds:
         self._steps.declare_parameters(self._share)
 
     def waited(self, spent_ns: int) -> None:
-        if not self._modes.waited(spent_ns):
+        if not self.EvalMode.waited(spent_ns):
             self._steps.waited(spent_ns)
 
 

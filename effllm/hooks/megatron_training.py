@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from effllm.hooks import Unknown
-from effllm.hooks._late import LazyNumber
+from effllm.hooks._batches import LazyNumber
 from effllm.hooks._steps import Steps
 from effllm.hooks._wrap import Call, Guard, around, say_once
 from effllm.hooks.megatron import layout_facts, parameter_share, peers, reports_data

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from effllm.hooks._wrap import Call, Guard, around
-from effllm.trainer.mlflow_run import facts_of
+from effllm.trainer.lifecycle import facts_of_mlflow_run
 
 _GUARD = Guard("MLflow's run")
 
@@ -35,4 +35,4 @@ def _send(run: Any) -> None:
         return
     from effllm.trainer.collector import get_metrics_collector
 
-    get_metrics_collector().record_facts(**facts_of(run))
+    get_metrics_collector().record_facts(**facts_of_mlflow_run(run))

@@ -20,8 +20,7 @@ from types import ModuleType
 from typing import Any
 
 from effllm.hooks import Unknown
-from effllm.hooks._batches import Batches
-from effllm.hooks._late import LazyNumber
+from effllm.hooks._batches import Batches, LazyNumber
 from effllm.hooks._layout import precision_of
 from effllm.hooks._parameters import parameters_of
 from effllm.hooks._steps import Steps, listen_to_waits, rank, version

@@ -9,13 +9,14 @@ wrapped to time evaluations and checkpoints.
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
 from transformers.trainer_callback import TrainerCallback
 
 from effllm.hooks import Unknown
-from effllm.hooks._late import LateSums
+from effllm.hooks._batches import LateSums
 from effllm.hooks._layout import precision_of
 from effllm.hooks._parameters import (
     CONVENTION,
@@ -27,9 +28,14 @@ from effllm.hooks._parameters import (
     parameters_of,
 )
 from effllm.hooks._steps import Steps, rank, version
-from effllm.hooks._trainer_figures import TrainerFigures
-from effllm.hooks._trainer_layout import counts_its_batch, layout_facts, mesh_text, tensor_parallel
-from effllm.hooks._trainer_lengths import max_positions
+from effllm.hooks._trainer_facts import (
+    TrainerFigures,
+    counts_its_batch,
+    layout_facts,
+    max_positions,
+    mesh_text,
+    tensor_parallel,
+)
 from effllm.hooks._wrap import Call, Guard, around
 from effllm.instruments.token_counter import CountingCollator
 from effllm.trainer import ownership
@@ -97,7 +103,7 @@ class EfficientLLMCallback(TrainerCallback):  # type: ignore[misc] # transformer
     """
 
     def __init__(self) -> None:
-        _GUARD(lambda: _wrap(_import_trainer()))
+        _GUARD(lambda: _wrap(import_module("transformers.trainer")))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         """Start the metrics with the Trainer's arguments and state."""
@@ -316,12 +322,6 @@ def _type_of_weights(model: Any) -> str | None:
 
 def _is_checkpointing(args: Any) -> bool:
     return any(getattr(args, name, False) for name in ("gradient_checkpointing", "activation_checkpointing"))
-
-
-def _import_trainer() -> Any:
-    from importlib import import_module
-
-    return import_module("transformers.trainer")
 
 
 def _log(state: Any, logs: dict[str, Any]) -> None:

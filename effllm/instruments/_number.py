@@ -1,8 +1,14 @@
-"""Numbers from a training script, read without a wait for a GPU."""
+"""Numbers from a training script: read without a wait for a GPU, and recorded for the folder of an active run."""
 
 from __future__ import annotations
 
+import sys
 from typing import Any
+
+from effllm.trainer.pending_values import PENDING
+
+#: Record a value by its name; without an active run, the call only reads one attribute.
+record = PENDING.add
 
 _TEXT = (str, bytes)  # a tuple: with cold caches, ``str | bytes`` in a call takes 3 us
 #: Floats represent all whole numbers below this number.
@@ -48,3 +54,12 @@ def each(values: Any) -> list[Any]:
     except TypeError:
         return [values]
     return list(members)
+
+
+def percentiles_of_run(name: str) -> tuple[int, list[float]] | None:
+    """Return the number of values in the run so far, and their percentiles, as the agent last published them."""
+    module: Any = sys.modules.get("effllm.trainer.collector")
+    known: tuple[int, list[float]] | None = None
+    if module is not None:
+        known = module.get_metrics_collector().instruments.percentiles(name)
+    return known

@@ -7,8 +7,7 @@ import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from effllm.instruments._active_run import record
-from effllm.instruments._number import each, number
+from effllm.instruments._number import each, number, record
 from effllm.instruments._statistics import Statistics, std
 from effllm.instruments.tracker import MetricTracker
 

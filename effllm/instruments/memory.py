@@ -10,9 +10,8 @@ import sys
 import warnings
 from typing import Any
 
-from effllm.instruments._active_run import record
 from effllm.instruments._device import cuda_index, first_line, is_checked
-from effllm.instruments._number import number
+from effllm.instruments._number import number, record
 from effllm.instruments._statistics import NAN, Statistics
 from effllm.memory.trend import MemoryBlocks, MemoryTrend
 

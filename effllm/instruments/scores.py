@@ -7,8 +7,7 @@ import warnings
 from collections.abc import Iterable
 from typing import Any
 
-from effllm.instruments._active_run import record
-from effllm.instruments._number import each, number
+from effllm.instruments._number import each, number, record
 from effllm.instruments._statistics import Statistics
 
 #: Maximum number of different scores that are counted separately; further scores are counted together.

@@ -6,8 +6,7 @@ import time
 import warnings
 from collections import deque
 
-from effllm.instruments._active_run import record
-from effllm.instruments._number import MAX_WHOLE, whole
+from effllm.instruments._number import MAX_WHOLE, record, whole
 from effllm.instruments._statistics import NAN
 
 #: A time in seconds, with the totals of all updates until then: samples, updates with an unreadable number of samples,

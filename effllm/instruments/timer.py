@@ -10,10 +10,9 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-from effllm.instruments._active_run import record
 from effllm.instruments._device import cuda_index, first_line, is_checked
-from effllm.instruments._percentiles import percentiles_of
-from effllm.instruments._statistics import MAX_RECENT, NAN, Statistics
+from effllm.instruments._number import record
+from effllm.instruments._statistics import MAX_RECENT, NAN, Statistics, percentiles_of
 
 #: Timer of whole iterations; the shares of all other timers are shares of this timer.
 ITERATION = "iteration"

@@ -6,10 +6,8 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from effllm.instruments._active_run import record
-from effllm.instruments._number import MAX_WHOLE, number, whole
-from effllm.instruments._percentiles import exact_percentiles, percentiles_of
-from effllm.instruments._statistics import MAX_RECENT, NAN, Statistics, mean, std
+from effllm.instruments._number import MAX_WHOLE, number, record, whole
+from effllm.instruments._statistics import MAX_RECENT, NAN, Statistics, exact_percentiles, mean, percentiles_of, std
 
 #: Maximum number of names in one tracker; a loop that always uses new names would fill the memory.
 MAX_NAMES = 1000

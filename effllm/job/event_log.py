@@ -7,8 +7,7 @@ import math
 from msgspec.structs import replace
 
 from effllm.job.ledger import Ledger
-from effllm.records.event_limit import EventLimit
-from effllm.records.events import KINDS
+from effllm.records.events import KINDS, EventLimit
 from effllm.records.plain_text import one_line
 from effllm.records.rank import Event
 

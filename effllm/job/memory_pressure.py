@@ -14,8 +14,8 @@ from msgspec import Struct
 from msgspec.structs import asdict
 
 from effllm.job.rows import Rows
-from effllm.records.memory import MemoryPressureLoss, OutOfMemory
 from effllm.records.rank import ValueStatistics
+from effllm.records.verdict import MemoryPressureLoss, OutOfMemory
 
 RETRIES, READ, ERRORS = "allocator/retries", "allocator/allocated_bytes", "allocator/out_of_memory"
 _PREFIX, _BYTES = "allocator/", "_bytes"

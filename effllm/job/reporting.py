@@ -18,8 +18,7 @@ from effllm.job.merged import Expected, Merged
 from effllm.job.roster import Roster
 from effllm.job.rows import Rows
 from effllm.job.spread import window_spread
-from effllm.job.waterfall import waterfall
-from effllm.job.waterfall_evidence import Sources
+from effllm.job.waterfall import Sources, waterfall
 from effllm.records.job import (
     UNUSED_GPUS,
     ClusterReport,

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from effllm.job.loss_windows import windows_of, windows_of_retries, windows_text
 from effllm.job.losses import (
     MIN_ITERATIONS,
     STEP_PARTS,
+    STRAGGLERS,
     THRESHOLDS,
     Loss,
+    cause_of,
     is_profiled,
     is_reported,
     losses,
     profile_period,
     seconds_of,
 )
-from effllm.job.prevalence import Prevalence
+from effllm.job.prevalence import ALWAYS_COUNTED, Prevalence
 from effllm.job.remedies import remedy
 from effllm.records.job import Summary
-from effllm.records.memory import OutOfMemory
 from effllm.records.verdict import (
+    AFTER,
+    BEFORE,
     HEALTHY,
     HIGH,
     IN,
@@ -28,9 +30,13 @@ from effllm.records.verdict import (
     NO_WINDOW,
     Evidence,
     LossWindows,
+    OutOfMemory,
     Verdict,
 )
 from effllm.records.waterfall import Waterfall
+
+#: A loss in a smaller share of the windows is concentrated, and the worst window is named.
+MAX_RARE_SHARE = 0.1
 
 #: Names of causes in texts, where the name differs from the cause.
 _NAMES = {"unused_gpus": "unused GPUs"}
@@ -41,6 +47,44 @@ LARGE_GAIN = 10.0
 #: Retries of the allocator per iteration of a rank from which on they are the cause, if no loss is above its threshold.
 MIN_RETRIES = 0.1
 MAX_NAMED = 4  # ranks in the text of a verdict
+
+
+def windows_of(loss: Loss, summary: Summary, seen: Prevalence) -> tuple[LossWindows | None, str]:
+    """Return the windows of a loss, and whether the loss is in, before or after them."""
+    found, place = _found(loss, summary, seen), IN
+    if loss.cause in ("restarts", "startup"):
+        place = BEFORE
+    # In an earlier attempt, a hang after the last window has no window of this attempt.
+    elif loss.cause == "hang" and found is None and (summary.attempts == 1 or summary.status == "stalled"):
+        found, place = seen.last(), AFTER
+    return found, place if found is not None else NO_WINDOW
+
+
+def windows_of_retries(summary: Summary) -> LossWindows | None:
+    """Return the windows with retries of the allocator."""
+    found = summary.memory_pressure
+    if found is None:
+        return None
+    return LossWindows(found.windows, found.first_iteration, found.last_iteration, found.worst_iteration)
+
+
+def windows_text(cause: str, seen: Prevalence) -> str:
+    """Return the number of windows of a loss; a loss in few windows has the iteration of the worst window."""
+    windows, total = seen.of(cause), seen.windows
+    if windows is None or cause not in ALWAYS_COUNTED:
+        return ""
+    text = f", in {windows.count:,} of {total:,} windows"
+    is_rare = windows.count < MAX_RARE_SHARE * total
+    return f"{text}, most at iteration {windows.worst_iteration:,}" if is_rare else text
+
+
+def _found(loss: Loss, summary: Summary, seen: Prevalence) -> LossWindows | None:
+    if loss.cause == "memory_pressure":
+        return windows_of_retries(summary)
+    if not loss.source.startswith(STRAGGLERS):
+        return seen.of(loss.cause)
+    # The windows of all stragglers are counted together; stragglers with several causes have no windows of one cause.
+    return seen.of("straggler") if len({cause_of(one) for one in summary.stragglers}) == 1 else None
 
 
 def verdict_of(

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
-from effllm.memory.byte_range import ByteRange
-from effllm.memory.estimate import MemoryEstimate, estimate
+from effllm.memory.estimate import ByteRange, MemoryEstimate, estimate
 from effllm.memory.model import ModelShape
 from effllm.memory.plan import ImpossiblePlan, MemoryPlan
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from effllm.memory.blocks import TensorSizes
-from effllm.memory.byte_range import ByteRange, total_of
-from effllm.memory.fused_loss import torch_tiles
+from effllm.memory.blocks import FULL, TensorSizes
 from effllm.memory.model import ModelShape
-from effllm.memory.overheads import CUBLAS_WORKSPACE, CUDA_CONTEXT, communication, fragmentation, nccl_buffers
 from effllm.memory.parameters import ParameterCounts, count_parameters
 from effllm.memory.plan import MemoryPlan, check_plan
-from effllm.memory.serving import serving_parts
 from effllm.memory.states import (
     RankTensor,
     Stage,
@@ -28,8 +25,44 @@ from effllm.memory.states import (
     unquantized_expert_bytes,
     weight_bytes,
 )
-from effllm.memory.training import training_course
+from effllm.memory.training import torch_tiles, training_course
 
+
+@dataclass(frozen=True)
+class ByteRange:
+    """The expected number of bytes, and the interval that contains the number in nine of ten cases."""
+
+    low: float
+    expected: float
+    high: float
+
+    @staticmethod
+    def exact(size: float) -> ByteRange:
+        return ByteRange(size, size, size)
+
+    def scaled(self, low: float, high: float) -> ByteRange:
+        """Return the range with relative limits around the expected number."""
+        return ByteRange(self.expected * low, self.expected, self.expected * high)
+
+
+def total_of(parts: Iterable[ByteRange]) -> ByteRange:
+    """Return the sum of independent parts: the distances of their limits add as squares."""
+    found = list(parts)
+    expected = math.fsum(one.expected for one in found)
+    below = math.sqrt(math.fsum((one.expected - one.low) ** 2 for one in found))
+    above = math.sqrt(math.fsum((one.high - one.expected) ** 2 for one in found))
+    return ByteRange(max(expected - below, 0.0), expected, expected + above)
+
+
+#: The ranges of these four are published by others or follow from settings; they were not measured on a GPU here.
+#: A CUDA context with the kernels of torch and cuBLAS; 0.3 to 0.5 GB are common, newer GPUs need more.
+CUDA_CONTEXT = ByteRange(0.3e9, 0.5e9, 0.9e9)
+#: NCCL for each group of ranks: channels of 4 MiB buffers (NCCL_BUFFSIZE) to each neighbour.
+NCCL_GROUP = ByteRange(0.1e9, 0.3e9, 1.0e9)
+#: Unused parts of blocks of the caching allocator, relative to the tensors that come and go in a step.
+FRAGMENTATION = (0.0, 0.05, 0.2)
+#: cuBLAS workspaces: 32 MiB for each handle on Hopper, 8 MiB on other GPUs.
+CUBLAS_WORKSPACE = ByteRange(8 * 2**20, 32 * 2**20, 64 * 2**20)
 #: Relative limits of activations and logits: the 5th and the 95th percentile of counted over estimated bytes, of 360
 #: configurations counted on a CPU (make bench-memory); and assumed limits for kernels that were not counted.
 ACTIVATION_LIMITS = (0.93, 1.03)
@@ -200,7 +233,8 @@ _CONTEXT = MemoryPart(
 
 
 def _fragmentation(dynamic: float) -> MemoryPart:
-    return MemoryPart("fragmentation", fragmentation(dynamic), "an assumption, 0 to 20 %; not measured on a GPU")
+    size = ByteRange(*(dynamic * share for share in FRAGMENTATION))
+    return MemoryPart("fragmentation", size, "an assumption, 0 to 20 %; not measured on a GPU")
 
 
 def _static(name: str, size: float, shape: ModelShape, basis: str) -> MemoryPart:
@@ -251,3 +285,71 @@ def _states_basis(plan: MemoryPlan) -> str:
 def _workspace(plan: MemoryPlan, trained: list[RankTensor]) -> ByteRange:
     size = 4 if plan.lora_rank else plan.numbers.states
     return ByteRange(0.0, 0.0, elements(divided(plan, trained, 1)) * size)
+
+
+def nccl_buffers(plan: MemoryPlan) -> ByteRange:
+    """Return the buffers that NCCL allocates beside torch's allocator."""
+    groups = sum(size > 1 for size in (plan.tp, plan.pp, plan.cp, plan.ep, plan.dp))
+    return ByteRange(NCCL_GROUP.low * groups, NCCL_GROUP.expected * groups, NCCL_GROUP.high * groups)
+
+
+def communication(plan: MemoryPlan, gradients: float, weights: float, layer_weights: float) -> ByteRange:
+    """Return the buffers of collectives.
+
+    DDP copies gradients to buckets of their total size, unless gradients are views of the buckets.  FSDP and ZeRO-3
+    gather the weights of the layer in use and of the next one, and reduce the gradients of a layer.
+    """
+    nccl = nccl_buffers(plan)
+    if not nccl.expected:
+        return nccl
+    low, expected, high = nccl.low, nccl.expected, nccl.high
+    if plan.is_training and plan.shards > 1:
+        if plan.zero == 0 and plan.implementation == "transformers":
+            expected, high = expected + gradients, high + gradients
+        elif plan.zero in (1, 2):
+            expected, high = expected + min(gradients, 1e9), high + min(2 * gradients, 4e9)
+    if plan.zero == 3:
+        low, expected, high = low + layer_weights, expected + 3 * layer_weights, high + min(weights, 6 * layer_weights)
+    return ByteRange(low, expected, high)
+
+
+def serving_parts(shape: ModelShape, plan: MemoryPlan, stage: Stage) -> tuple[ByteRange, ByteRange]:
+    """Return the KV cache and the working tensors of a stage.
+
+    The plan's sequence length is that of prompt and answer together, and its micro-batch the number of sequences.
+    """
+    return _cache(shape, plan, stage), _working(shape, plan, stage)
+
+
+def _cache(shape: ModelShape, plan: MemoryPlan, stage: Stage) -> ByteRange:
+    """Return the bytes of keys and values.
+
+    Layers with a sliding window need the window alone; transformers' DynamicCache and older servers keep all tokens.
+    With latent attention, vLLM and SGLang keep the latent vector of a token; transformers keeps keys and values.
+    """
+    share = stage.layers / shape.layers
+    tokens = plan.micro_batch * -(-plan.seq_length // plan.cp)
+    windowed = plan.micro_batch * min(shape.sliding_window or plan.seq_length, plan.seq_length)
+    size = plan.numbers.compute
+    if shape.latent:
+        whole = shape.layers * tokens * (shape.q_size + shape.value_size) / plan.tp
+        latent = shape.layers * tokens * (shape.latent.kv_rank + shape.latent.rope_head_dim) * size * share
+        return ByteRange(latent, latent, max(whole * size * share, latent))
+    heads = 2 * max(shape.kv_heads / plan.tp, 1) * shape.head_dim * size * share
+    full = shape.layers - shape.sliding_layers
+    least = (full * tokens + shape.sliding_layers * min(windowed, tokens)) * heads
+    return ByteRange(least, least, shape.layers * tokens * heads)
+
+
+def _working(shape: ModelShape, plan: MemoryPlan, stage: Stage) -> ByteRange:
+    """Return the tensors of the widest layer during the prefill of all sequences, and the logits."""
+    tokens, size = float(plan.tokens), plan.numbers.compute
+    width = float(shape.intermediate)
+    if shape.experts:
+        width = max(width if shape.dense_layers else 0, shape.experts.intermediate * shape.experts.active)
+    layer: float = tokens * (2 * shape.hidden + max(3 * width, 2 * shape.q_size + shape.value_size) / plan.tp) * size
+    if plan.attention == "eager":
+        layer += tokens * plan.seq_length * shape.heads / plan.tp * (FULL + size)
+    logits = shape.vocab / plan.tp * (size + FULL) if stage.is_last else 0.0
+    one = plan.micro_batch * logits
+    return ByteRange(plan.micro_batch * 2 * shape.hidden * size + one, layer + one, layer + tokens * logits)

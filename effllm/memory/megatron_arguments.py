@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from effllm.memory.known_models import find_model
+from effllm.memory.config_json import find_model
 from effllm.memory.model import Experts, LatentAttention, ModelShape, WrongModel
 
 Arguments = Mapping[str, str]

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from effllm.memory.blocks import FULL, LayerBlock, TensorSizes, attention, experts, mlp, norm
-from effllm.memory.fused_loss import fused_loss
 from effllm.memory.model import ModelShape
 from effllm.memory.plan import MemoryPlan
 from effllm.memory.states import (
+    ATTENTION,
+    EMBEDDING,
+    EXPERT,
+    HEAD,
+    MLP,
+    NORM,
+    ROUTER,
+    SHARED,
     RankTensor,
     Stage,
     elements,
@@ -17,8 +25,13 @@ from effllm.memory.states import (
     quantized_elements,
     trained_tensors,
 )
-from effllm.memory.step import StepBlocks, StepCourse, course_of
-from effllm.memory.tensors import ATTENTION, EMBEDDING, EXPERT, HEAD, MLP, NORM, ROUTER, SHARED
+
+#: A tile of TRL's head and loss without whole logits has at most this many tokens, and words of the vocabulary.
+TILE_TOKENS, TILE_WORDS = 4096, 32768
+#: Vectors in 32 bits of all tokens that the forward pass keeps: the loss and its statistics.
+LOSS_STATISTICS = 6
+#: Tiles in 32 bits that operations of torch need besides, as counted on the CPU; the kernels of Triton need no tile.
+TORCH_TILES = 7.25
 
 
 def training_course(shape: ModelShape, plan: MemoryPlan, stage: Stage, held: list[RankTensor]) -> StepCourse:
@@ -146,3 +159,137 @@ def _loss(sizes: TensorSizes) -> LayerBlock:
     converted = 0 if sizes.compute == FULL else sizes.compute
     capped = logits * sizes.compute if sizes.shape.logit_cap else 0.0
     return LayerBlock(kept=logits * FULL + capped, forward=logits * (FULL + converted), backward=logits * 2 * FULL)
+
+
+def fused_loss(sizes: TensorSizes, *, trains_head: bool) -> LayerBlock:
+    """Return the bytes of head and loss without whole logits, as in TRL's SFTTrainer since version 1.16.
+
+    The formulas follow ``trl/kernels/chunked_logprob.py``: one buffer of a whole tile, also for a small vocabulary, and
+    gradients that are summed in 32 bits and converted at the end.  Liger and Cut Cross-Entropy were not counted.
+    """
+    hidden, width = sizes.tokens * sizes.shape.hidden, sizes.shape.vocab / sizes.plan.tp
+    tile = min(sizes.tokens, TILE_TOKENS) * TILE_WORDS * sizes.compute
+    words = min(width, TILE_WORDS) * sizes.shape.hidden
+    cast = words * sizes.compute if sizes.plan.numbers.autocast else 0.0
+    short = sizes.plan.numbers.gradients != FULL
+    of_head = width * sizes.shape.hidden * (FULL + (sizes.plan.numbers.gradients if short else 0)) if trains_head else 0
+    return LayerBlock(
+        kept=hidden * sizes.compute + LOSS_STATISTICS * sizes.tokens * FULL,
+        forward=tile + cast,
+        backward=tile + cast + hidden * FULL + of_head,
+    )
+
+
+def torch_tiles(sizes: TensorSizes) -> float:
+    """Return the bytes of temporary tiles without Triton."""
+    words = min(sizes.shape.vocab / sizes.plan.tp, TILE_WORDS)
+    return TORCH_TILES * min(sizes.tokens, TILE_TOKENS) * words * FULL
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """The bytes of a step at one moment, or the peaks of its parts."""
+
+    activations: float = 0.0
+    logits: float = 0.0
+    gradients: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.activations + self.logits + self.gradients
+
+
+@dataclass(frozen=True)
+class StepCourse:
+    """All that a step needs beside weights and optimizer states."""
+
+    peak: StepMemory  # at the moment of the largest sum
+    activations: float  # largest sum without gradients
+
+
+@dataclass(frozen=True)
+class StepBlocks:
+    """The parts of a step in the order of the forward pass."""
+
+    first: LayerBlock  # the embedding, and what lives during the whole step
+    layers: Sequence[Sequence[LayerBlock]]  # of one micro-batch
+    final: LayerBlock | None  # the last norm with the input of the head; without the head in the last stage
+    last: LayerBlock | None  # logits and loss
+    input_bytes: float  # what a checkpointed layer keeps
+    is_checkpointed: bool
+    gradients: float  # of all trained weights of the rank
+    resident: bool  # whether gradients exist during the whole step
+    in_flight: int = 1  # micro-batches of a pipeline stage that wait for their backward pass
+
+
+class _Walk:
+    """Tracks live bytes and their peaks."""
+
+    def __init__(self, gradients: float) -> None:
+        self.live = 0.0
+        self.gradients = gradients
+        self.peak = StepMemory()
+        self.most = 0.0
+
+    def at(self, extra: float, logits: float = 0.0, gradient: float = 0.0) -> None:
+        found = StepMemory(self.live + extra, logits, self.gradients + gradient)
+        if found.total > self.peak.total:
+            self.peak = found
+        self.most = max(self.most, found.activations + logits)
+
+
+def course_of(blocks: StepBlocks) -> StepCourse:
+    """Return the peak of a step, of the last micro-batch in flight."""
+    walk = _Walk(blocks.gradients if blocks.resident else 0.0)
+    kept_by_layer = [_kept(layer) for layer in blocks.layers]
+    once = sum(block.casts for layer in blocks.layers for block in layer)
+    stored = sum(blocks.input_bytes for _ in blocks.layers) if blocks.is_checkpointed else sum(kept_by_layer) - once
+    walk.live = stored * (blocks.in_flight - 1) + blocks.first.kept
+    _forward(walk, blocks)
+    _loss_moment(walk, blocks)
+    _backward(walk, blocks)
+    if not blocks.resident:
+        walk.gradients += blocks.first.gradients
+    walk.at(blocks.first.backward)
+    return StepCourse(walk.peak, walk.most)
+
+
+def _kept(layer: Sequence[LayerBlock]) -> float:
+    return sum(block.kept + block.casts for block in layer)
+
+
+def _forward(walk: _Walk, blocks: StepBlocks) -> None:
+    for layer in blocks.layers:
+        before = walk.live
+        for block in layer:
+            walk.at(block.kept + block.casts + block.forward)
+            walk.live += block.kept + block.casts
+        if blocks.is_checkpointed:
+            # The cache of autocast keeps the casts until the end of the forward pass.
+            walk.live = before + blocks.input_bytes + sum(block.cached for block in layer)
+
+
+def _loss_moment(walk: _Walk, blocks: StepBlocks) -> None:
+    last = blocks.last
+    if last is None or blocks.final is None:
+        return
+    walk.at(blocks.final.kept + blocks.final.forward)
+    walk.live += blocks.final.kept
+    walk.at(0.0, last.kept + last.casts + last.forward)
+    if blocks.is_checkpointed:
+        walk.live -= sum(block.cached for layer in blocks.layers for block in layer)
+    walk.at(0.0, last.kept + last.casts + last.backward)
+    walk.gradients += 0.0 if blocks.resident else last.gradients
+    walk.at(last.largest if blocks.resident else 0.0, last.kept / 2)
+    walk.at(blocks.final.backward)
+    walk.live -= blocks.final.kept
+
+
+def _backward(walk: _Walk, blocks: StepBlocks) -> None:
+    for layer in reversed(blocks.layers):
+        if blocks.is_checkpointed:
+            walk.live += _kept(layer) - blocks.input_bytes
+        for block in reversed(layer):
+            walk.at(block.backward + (block.largest if blocks.resident else 0.0))
+            walk.gradients += 0.0 if blocks.resident else block.gradients
+            walk.live -= block.kept + block.casts

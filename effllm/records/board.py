@@ -14,6 +14,22 @@ from effllm.records.facts import from_document, to_document
 from effllm.records.shared_memory import RingError, SharedDocument, make_memory
 from effllm.records.spans import ANSWERS_BYTES, SpanAnswers
 
+#: Tag of the number of values that depend on a failed check of the audit; it has no value while all checks hold.
+DOUBTFUL = "health/doubtful_values"
+
+#: The values that the aggregator publishes to the training processes, besides those of the contract; the training adds
+#: them to its own calls of a tracker, such as W&B.
+#: Tag of reports -> (key in a tracker, factor of the value). The keys are the tags in TensorBoard, except for kWh.
+TRACKED: dict[str, tuple[str, float]] = {
+    "throughput/tokens_per_second_per_gpu": ("efficientllm-at-a-glance/tokens_per_second_per_gpu", 1.0),
+    "throughput/mfu_ratio": ("efficientllm-at-a-glance/mfu_ratio", 1.0),
+    "energy/joules_per_token": ("efficientllm-at-a-glance/joules_per_token", 1.0),
+    "energy/total_joules": ("efficientllm-at-a-glance/energy_kwh", 1 / 3.6e6),
+    "throughput/data_wait_ratio": ("efficientllm-throughput/data_wait_ratio", 1.0),
+    "goodput/ratio": ("efficientllm-at-a-glance/goodput_ratio", 1.0),
+    DOUBTFUL: ("efficientllm-health/doubtful_values", 1.0),
+}
+
 _STATE_BYTES, _DEVICES_BYTES, _VALUES_BYTES = 32 * 1024, 8 * 1024, 16 * 1024
 _VALUES_AT = _STATE_BYTES + _DEVICES_BYTES + ANSWERS_BYTES
 BOARD_BYTES = _VALUES_AT + _VALUES_BYTES

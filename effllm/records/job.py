@@ -7,14 +7,12 @@ from typing import TYPE_CHECKING, get_type_hints
 from msgspec import Struct, defstruct
 from msgspec.structs import fields
 
-from effllm.records.audit import Audit
 from effllm.records.counters import FIELDS, Counters
 from effllm.records.energy import EnergyAmount
 from effllm.records.identity import Identity
-from effllm.records.memory import MemoryPressureLoss, OutOfMemory
 from effllm.records.rank import Profile
 from effllm.records.values import ValueSummary
-from effllm.records.verdict import Verdict
+from effllm.records.verdict import Audit, MemoryPressureLoss, OutOfMemory, Verdict
 from effllm.records.waterfall import OF_RANKS, Waterfall
 
 #: Version of all files of runs, also of lines of the ledger; it is incremented when a field is removed or changes its

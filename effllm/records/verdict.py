@@ -1,4 +1,4 @@
-"""The verdict on a job: the largest avoidable loss, its evidence, and the next action."""
+"""The judgements in summary.json: the verdict (largest avoidable loss, evidence, next action), memory, and audit."""
 
 from __future__ import annotations
 
@@ -78,3 +78,43 @@ class Verdict(Struct, frozen=True):
     bound: float | None  # upper bound of the gain in tokens per device time if the loss is removed; 0.14 is 14 %
     confidence: str  # HIGH, MEDIUM or NO_CONFIDENCE
     evidence: tuple[Evidence, ...] = ()  # the largest losses, also below their thresholds
+
+
+class MemoryPressureLoss(Struct, frozen=True):
+    """The cost of the retries of torch's allocator: each retry frees all cached memory and waits for the device."""
+
+    retries: int  # of all ranks
+    per_iteration: float  # retries per iteration of a rank
+    windows: int  # number of windows with retries
+    worst_iteration: int  # end of the window with the most retries
+    first_iteration: int  # end of the first window with retries
+    last_iteration: int  # end of the last window with retries
+    rank_seconds: float | None = None  # steps of all ranks above usual windows; None if too few windows have no retry
+    max_rank_seconds: float | None = None  # upper bound: above the fastest tenth of the windows without retries
+
+
+class OutOfMemory(Struct, frozen=True):
+    """The memory of the ranks whose last iterations had an out-of-memory error of torch: maxima over these ranks."""
+
+    ranks: tuple[int, ...]  # at most 16
+    bytes: dict[str, float]  # allocated, reserved, fragmented; peaks of the run: steps_peak, evaluation_peak, ...
+    retries: int  # of all ranks, in the whole run
+    iteration: int = 0  # shown at the end of the window of the error; 0 if unknown
+
+
+class ComparedFigure(Struct, frozen=True):
+    """A framework's own figure that differs from the figure from the counts of all ranks, over the same windows."""
+
+    name: str  # a name of FIGURES, with its unit
+    framework: float
+    own: float  # from tokens without padding, over iteration time
+    factor: float  # framework / own
+    windows: int  # number of compared windows
+
+
+class Audit(Struct, frozen=True, omit_defaults=True):
+    """The result of all checks of the numbers of a run against each other."""
+
+    figures: tuple[ComparedFigure, ...] = ()
+    doubts: tuple[str, ...] = ()  # failed checks of own figures: counts of tokens, MFU
+    windows: int = 0  # number of windows whose counts were checked

@@ -9,9 +9,9 @@ from effllm.job.aggregator import Aggregator
 from effllm.job.pacing import report_every_s
 from effllm.network.peers import Peers
 from effllm.network.transport import FrameError, ServerSocket, decode_from_agent, encode, is_hello
+from effllm.records.board import DOUBTFUL, TRACKED
 from effllm.records.clock import Now
 from effllm.records.job import ClusterReport
-from effllm.records.tracked import DOUBTFUL, TRACKED
 from effllm.records.wire import (
     Ack,
     AgentEvent,

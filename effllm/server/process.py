@@ -5,17 +5,19 @@ The process is started by rank 0's agent on a listening socket, or separately by
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
+import queue
 import shutil
 import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Generic, TextIO, TypeVar
 
 import msgspec
 import zmq
@@ -42,13 +44,14 @@ from effllm.records.wire import Hello, Rejected, Supersede
 from effllm.server.acknowledgement import Acknowledgement, Sequences
 from effllm.server.admission import Admission
 from effllm.server.folder import lock_folder, remove_state, restore_state
-from effllm.server.inbox import Inbox
 from effllm.server.job_end import JobEnd
 from effllm.server.messages import Messages
 from effllm.server.outputs import Outputs
 from effllm.server.run_facts import RunFacts, SlowFacts
 from effllm.sinks import WITH_DEVICES, RunInfo
 from effllm.store.provenance import boot_id
+
+Item = TypeVar("Item")
 
 TICK_S = 0.5
 SUMMARY_EVERY_S = 60.0
@@ -60,6 +63,27 @@ FACTS_EVERY_S = 1.0  # minimum period between two writes of run.json for new ran
 
 #: Status of a separate aggregator (``effllm serve``) that ended before any rank connected.
 UNUSED = "unused"
+
+
+class Inbox(Generic[Item]):
+    """A queue for pollers: its descriptor is readable while the queue has items."""
+
+    def __init__(self) -> None:
+        self.descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._items: queue.SimpleQueue[Item] = queue.SimpleQueue()
+
+    def put(self, item: Item) -> None:
+        """Add an item; any thread may call this."""
+        self._items.put(item)
+        os.eventfd_write(self.descriptor, 1)
+
+    def take(self) -> Iterator[Item]:
+        """Yield the items, oldest first, until the queue is empty."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.descriptor)
+        with contextlib.suppress(queue.Empty):
+            while True:
+                yield self._items.get_nowait()
 
 
 class Server:

@@ -14,9 +14,9 @@ from typing import Any
 from effllm.config.setting_values import number
 from effllm.config.switches import set_default, this_process
 from effllm.metrics.charts import chart_tag, has_chart
+from effllm.records.board import DOUBTFUL, TRACKED
 from effllm.records.job import ClusterReport
 from effllm.records.plain_text import without_user
-from effllm.records.tracked import DOUBTFUL, TRACKED
 from effllm.sinks import Failures, Option, RunInfo
 
 OPTIONS = {

@@ -24,8 +24,8 @@ from effllm import metrics
 from effllm.config.setting_values import FOLDER
 from effllm.metrics import describe, headline
 from effllm.metrics.charts import AT_A_GLANCE, chart_tag, has_chart
+from effllm.records.board import DOUBTFUL
 from effllm.records.job import STEP_SECONDS, UTILIZATION_RATIO, ClusterReport
-from effllm.records.tracked import DOUBTFUL
 from effllm.sinks import Option, RunInfo, SinkUnavailable
 
 OPTIONS = {

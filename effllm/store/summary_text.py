@@ -10,14 +10,13 @@ from itertools import islice
 from pathlib import Path
 
 from effllm.metrics import METRICS, Metric, describe
-from effllm.records.audit import Audit
 from effllm.records.framework_figures import FIGURES, MFU_RATIO
 from effllm.records.identity import Identity
 from effllm.records.job import EnergySummary, GoodputSummary, StragglerVerdict, Summary, Value
 from effllm.records.plain_text import one_line
 from effllm.records.rank import Profile
 from effllm.records.values import ValueSummary
-from effllm.records.verdict import Verdict
+from effllm.records.verdict import Audit, Verdict
 
 WIDTH = 78
 

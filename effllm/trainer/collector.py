@@ -16,7 +16,6 @@ from effllm.trainer.counts import Counted
 from effllm.trainer.declared import count as positive_count
 from effllm.trainer.declared import positive, text
 from effllm.trainer.lifecycle import Lifecycle
-from effllm.trainer.recorded_values import RecordedValues
 from effllm.trainer.recorder import Recorder
 from effllm.trainer.values import NAN, EfficientLLMMetrics
 
@@ -26,6 +25,27 @@ _OWN_LEVELS = (
     (ownership.EXPLICIT, "requests"),
     (ownership.GENERATION, "generation"),
 )
+
+
+class RecordedValues:
+    """The values that the instruments of this process have recorded for the run folder.
+
+    Args:
+        lifecycle: the metrics of this process.
+    """
+
+    def __init__(self, lifecycle: Lifecycle) -> None:
+        self._lifecycle = lifecycle
+
+    def percentiles(self, name: str) -> tuple[int, list[float]] | None:
+        """Return the number of values of a name in this rank's run, and percentiles 5, 25, 50, 75, 95, 99.
+
+        ``None`` before the agent has published them, or without the library of the extra ``instruments``.
+        """
+        found = self._lifecycle.percentiles().get(name)
+        if not isinstance(found, list) or len(found) != 7 or not all(isinstance(one, int | float) for one in found):
+            return None
+        return int(found[0]), found[1:]
 
 
 class MetricsCollector:

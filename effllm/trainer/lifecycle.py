@@ -10,7 +10,7 @@ import dataclasses
 import sys
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from effllm.config.place import Place, read_place
@@ -18,14 +18,39 @@ from effllm.config.settings import VARIABLES, Config, ConfigError, read_config
 from effllm.config.switches import is_off, this_process
 from effllm.network.listening import DiscoveryError
 from effllm.records.board import Board
+from effllm.records.plain_text import without_user
 from effllm.records.shared_memory import RingError
 from effllm.trainer import trackers
 from effllm.trainer.declared import Declared
-from effllm.trainer.mlflow_run import facts_of_open_run
 from effllm.trainer.recorder import Recorder
 from effllm.trainer.session import AgentError, Session
 from effllm.trainer.values import JobValues
 from effllm.trainer.without_metrics import repeat_at_exit
+
+
+def facts_of_mlflow_run(run: Any) -> dict[str, str | None]:
+    """Return the id and the tracking URI of a run of MLflow; the URI is without user and password."""
+    service: Any = sys.modules.get("mlflow.tracking._tracking_service.utils")
+    uri = service.get_tracking_uri() if service is not None else None
+    return {
+        "mlflow_run_id": str(run.info.run_id),
+        "mlflow_tracking_uri": without_user(uri) if isinstance(uri, str) else None,
+    }
+
+
+def facts_of_open_mlflow_run(sinks: Collection[str]) -> dict[str, str | None]:
+    """Return the facts of the run that is open in this thread, if the sink ``mlflow`` is chosen; otherwise none.
+
+    There is no I/O: MLflow keeps the open run of a thread in memory.
+    """
+    fluent: Any = sys.modules.get("mlflow.tracking.fluent")
+    if "mlflow" not in sinks or fluent is None:
+        return {}
+    try:
+        run = fluent.active_run()
+        return {} if run is None else facts_of_mlflow_run(run)
+    except Exception:  # noqa: BLE001 - another version of MLflow; MLFLOW_RUN_ID works without this function
+        return {}
 
 
 class Lifecycle:
@@ -63,7 +88,7 @@ class Lifecycle:
             self.config = _config_with(self.overrides)
             self._values = JobValues()  # the reports of a new run are numbered from 1 again
             self._percentiles = {}
-            self.declared.learn_run(facts_of_open_run(self.config.sink_options()))
+            self.declared.learn_run(facts_of_open_mlflow_run(self.config.sink_options()))
             self._session = Session(self.config, self._place, self.declared)
             self.recorder = self._session.recorder
             self._session.start()

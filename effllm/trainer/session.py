@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,19 +31,34 @@ from effllm.records.facts import FoundAddress
 from effllm.records.ring import RingWriter
 from effllm.records.shared_memory import RingError
 from effllm.store.redaction import redacted
-from effllm.trainer import ptracer
 from effllm.trainer.address import AggregatorAddress, print_line
 from effllm.trainer.declared import Declared, text
 from effllm.trainer.pending_values import PENDING
 from effllm.trainer.recorder import Recorder, pair_s
 from effllm.trainer.value_buffer import ValueBuffer
 
+PR_SET_PTRACER = 0x59616D61  # "Yama", linux/prctl.h
+PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
+RESTRICTED = "1"
 READY_S = 2.0  # the agent's first sample takes about 0.3 s, or longer with a busy file system
 FIRST_RANK_ENDS_S = 5.0  # rank 0 waits for the summary: in a container, the launcher's end would kill the aggregator
 OTHER_RANKS_END_S = 1.0
 MAX_WARNINGS = 20
 
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+
+
+def _allow_inspection(pid: int, scope: Path = PTRACE_SCOPE) -> bool:
+    """Allow a process and its descendants to inspect this process; return whether this was needed and done.
+
+    Yama's ptrace_scope 1 allows only a parent to read a stack, and the agent is the child of the trainer.
+    """
+    with suppress(OSError, ImportError, AttributeError, ValueError):
+        if scope.read_text().strip() == RESTRICTED:
+            import ctypes  # this import takes 10 ms, so it is done only if needed
+
+            return bool(ctypes.CDLL(None).prctl(PR_SET_PTRACER, ctypes.c_ulong(pid), 0, 0, 0) == 0)
+    return False
 
 
 class AgentError(OSError):
@@ -105,7 +121,7 @@ class Session:
                 os.close(stdout)
             if listener is not None:
                 listener.close()  # a forked worker must not hold the port
-        ptracer.allow(self._process.pid)
+        _allow_inspection(self._process.pid)
         find()
         self._wait_for_agent()
         atexit.register(self._at_exit)

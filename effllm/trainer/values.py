@@ -7,8 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from effllm.records.board import Board
-from effllm.records.tracked import TRACKED
+from effllm.records.board import TRACKED, Board
 
 NAN = float("nan")
 

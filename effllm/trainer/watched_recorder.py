@@ -7,18 +7,154 @@ must stay fast.
 from __future__ import annotations
 
 import time
+from collections import deque
 from typing import Any
 
 from effllm.records import ring
 from effllm.records.timeline import KINDS
-from effllm.trainer.device_memory import DeviceMemory
-from effllm.trainer.device_time import DeviceTime
-from effllm.trainer.phases import PHASES
-from effllm.trainer.recorder import Recorder
+from effllm.trainer.recorder import PHASES, Recorder
 from effllm.trainer.torch_profile import Profiled, TorchProfile
+
+#: While the device is more than this many iterations behind the host, no iteration is measured.
+MAX_PENDING = 4
 
 _NS = 1e-9
 _MEMORY_INDICES = tuple(range(len(ring.MEMORY_FIELDS)))
+
+
+class _Events:
+    """The CUDA events of one iteration."""
+
+    __slots__ = ("end", "has_sync", "start", "sync")
+
+    def __init__(self, start: Any, end: Any) -> None:
+        self.start, self.end = start, end
+        self.sync: Any = None  # created at the first sync point
+        self.has_sync = False
+
+
+class DeviceTime:
+    """Times iterations on the current stream of the current device by two CUDA events each, without waiting for them.
+
+    The host may be far ahead of the device, so the host's stamps only show launches.  The events of an iteration are
+    read when a later iteration ends, and only if the device has passed them.
+
+    Args:
+        cuda: ``torch.cuda``.
+    """
+
+    def __init__(self, cuda: Any) -> None:
+        self._cuda = cuda
+        self._free: list[_Events] = []
+        self._made = 0
+        self._open: _Events | None = None
+        self._pending: deque[_Events] = deque()
+        self.total_ns = 0  # time of the measured iterations
+        self.iterations = 0  # number of measured iterations
+        self.own_ns = 0  # own time of the iterations with a sync point
+        self.own_iterations = 0  # number of iterations with a sync point
+
+    def start(self) -> None:
+        """Mark the start of an iteration on the device."""
+        if not self._can_record():
+            return
+        self._open = self._open or self._events()
+        if self._open is not None:
+            self._open.has_sync = False
+            self._open.start.record()
+
+    def sync_point(self) -> None:
+        """Mark the first point in an iteration at which this rank waits for other ranks."""
+        if self._open is not None and not self._open.has_sync and self._can_record():
+            self._open.sync = self._open.sync or self._cuda.Event(enable_timing=True)
+            self._open.sync.record()
+            self._open.has_sync = True
+
+    def end(self) -> None:
+        """Mark the end of an iteration on the device; read the events of iterations that the device has completed."""
+        if not self._can_record():
+            self._drop()
+            return
+        while self._pending and self._pending[0].end.query():
+            events = self._pending.popleft()
+            self.total_ns += round(events.start.elapsed_time(events.end) * 1e6)
+            self.iterations += 1
+            if events.has_sync:
+                self.own_ns += round(events.start.elapsed_time(events.sync) * 1e6)
+                self.own_iterations += 1
+            self._free.append(events)
+        if self._open is not None:
+            self._open.end.record()
+            self._pending.append(self._open)
+            self._open = None
+
+    def _can_record(self) -> bool:
+        # During a capture, the event would become a part of the graph, and a query would end the capture.
+        return bool(self._cuda.is_initialized()) and not self._cuda.is_current_stream_capturing()
+
+    def _events(self) -> _Events | None:
+        if self._free:
+            return self._free.pop()
+        if self._made >= MAX_PENDING:
+            return None
+        self._made += 1
+        return _Events(self._cuda.Event(enable_timing=True), self._cuda.Event(enable_timing=True))
+
+    def _drop(self) -> None:
+        if self._open is not None:
+            self._free.append(self._open)
+            self._open = None
+
+
+class DeviceMemory:
+    """The memory of torch's current device, from the state of torch's allocator.
+
+    A reading takes the allocator's lock, as each allocation of the training thread does, and calls no driver.  The
+    peaks of the allocator belong to the script, so they are never reset.
+
+    Args:
+        cuda: ``torch.cuda``.
+    """
+
+    __slots__ = ("_cuda", "_phases", "open_phase", "positions")
+
+    def __init__(self, cuda: Any) -> None:
+        self._cuda = cuda
+        self._phases: set[int] = set()  # marked phases that were read in this window
+        self.open_phase = -1  #: index of the open phase whose start was read
+        self.positions = 0  #: largest number of positions of a micro-batch in this window; 0 if it is not known
+
+    def is_first(self, phase: int) -> bool:
+        """Whether a phase is the first of its kind in this window: a phase of every iteration is not read each time."""
+        if phase in self._phases:
+            return False
+        self._phases.add(phase)
+        return True
+
+    def end_window(self) -> None:
+        self.positions = 0
+        self._phases.clear()
+
+    def read(self) -> tuple[float, ...] | None:
+        """Return the values of `ring.MEMORY_FIELDS`; ``None`` without CUDA in this process, or during a capture.
+
+        `memory_stats` also makes a sorted flat dictionary of several hundred names, which takes most of its time.
+        """
+        cuda = self._cuda
+        if not cuda.is_initialized() or cuda.is_current_stream_capturing():
+            return None
+        known = cuda.memory_stats_as_nested_dict()
+        allocated, reserved = known["allocated_bytes"]["all"], known["reserved_bytes"]["all"]
+        return (
+            float(allocated["current"]),
+            float(allocated["peak"]),
+            float(reserved["current"]),
+            float(reserved["peak"]),
+            float(known["inactive_split_bytes"]["all"]["current"]),
+            float(known["num_alloc_retries"]),
+            float(known["num_ooms"]),
+            float(self.positions),
+        )
 
 
 class WatchedRecorder(Recorder):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,14 +13,15 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from effllm.analysis.comparison import SAME, STRICT_ALPHA, UNKNOWN, MetricComparison
+from effllm.analysis.comparison import ALPHA, POWER, SAME, STRICT_ALPHA, UNKNOWN, MetricComparison
 from effllm.analysis.conditions import ConditionAnswer
-from effllm.analysis.difference import ALPHA, POWER
 from effllm.analysis.fairness import Dissimilarity
 from effllm.analysis.sides import Side, names_of
 from effllm.records.plain_text import one_line
 from effllm.store.summary_text import readable
-from effllm.views.plain_markdown import markdown_table, markdown_text
+
+#: Marks of Markdown and HTML, mentions, and the marks that make an address a link.
+_SPECIAL = re.compile(r"([\\`*_{}\[\]()<>#!|~$&@]|(?<=\w):(?=//)|(?<=www)\.)")
 
 SCHEMA_VERSION = 1
 MAX_SETTINGS = 12
@@ -269,3 +271,19 @@ def _levels(page: ComparisonPage) -> list[str]:
         f"{100 * (ALPHA + STRICT_ALPHA):.4g} %. {interval}",
         "A metric without an outcome is of the same quantity as the metric above it.",
     ]
+
+
+def markdown_text(text: str) -> str:
+    r"""Return a text that Markdown shows as it is: no link, no HTML, no further column, no mention.
+
+    >>> markdown_text("a|b <script>")
+    'a\\|b \\<script\\>'
+    """
+    return _SPECIAL.sub(r"\\\1", one_line(text))
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table; the columns after the first are aligned to the right."""
+    lines = [header, ["---", *["---:"] * (len(header) - 1)]]
+    escaped = [[markdown_text(cell) for cell in row] for row in [header, *rows]]
+    return ["| " + " | ".join(row) + " |" for row in [escaped[0], lines[1], *escaped[1:]]]

@@ -19,7 +19,7 @@ from effllm.analysis.comparison import BETTER, SAME, UNKNOWN, WORSE
 from effllm.analysis.leaderboard import MCR, PAPER, Leaderboard, Standing
 from effllm.records.plain_text import one_line
 from effllm.store.summary_text import readable
-from effllm.views.plain_markdown import markdown_table, markdown_text
+from effllm.views.comparison_text import markdown_table, markdown_text
 
 _UNITS = {"AMU": "GB", "AL": "s", "TT": "tokens/parameter/s", "ST": "samples/parameter/s", "IT": "tokens/s", "AEC": "W"}
 _DIRECTIONS = {"AMU": "↓", "PCU": "↑", "AL": "↓", "TT": "↑", "ST": "↑", "IT": "↑", "AEC": "↓", MCR: "↑"}

@@ -11,7 +11,7 @@ import psutil
 import pytest
 from sink_examples import make_row
 
-from effllm.agent.aggregator_child import AggregatorChild
+from effllm.agent.children import AggregatorChild
 from effllm.config.settings import read_config
 from effllm.network.listening import listen
 from effllm.network.transport import AgentLink, Outbox, make_context

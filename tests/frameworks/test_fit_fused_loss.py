@@ -11,7 +11,7 @@ from benchmarks.memory.counted import count_step
 from benchmarks.memory.judged import shape_and_plan
 from effllm.memory.blocks import TensorSizes
 from effllm.memory.estimate import estimate
-from effllm.memory.fused_loss import torch_tiles
+from effllm.memory.training import torch_tiles
 
 tiles = pytest.importorskip("trl.kernels.chunked_logprob")
 pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.filterwarnings("ignore::UserWarning")]

@@ -6,8 +6,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from effllm.memory.architectures import FAMILIES
 from effllm.memory.config_fields import TEXT_DEFAULTS
-from effllm.memory.config_json import read_config
-from effllm.memory.known_models import known_models
+from effllm.memory.config_json import known_models, read_config
 from effllm.memory.parameters import count_parameters
 
 SIZES = {

@@ -11,7 +11,7 @@ import pytest
 from wandb_history import OFFLINE, rows
 
 from effllm.metrics.charts import chart_tag
-from effllm.records.tracked import TRACKED
+from effllm.records.board import TRACKED
 
 pytest.importorskip("wandb", reason="needs wandb")
 

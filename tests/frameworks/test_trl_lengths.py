@@ -14,7 +14,7 @@ pytestmark = pytest.mark.system("trl", how=RAN)
 SCRIPT = """
 import json, tiny, trl
 from datasets import Dataset
-from effllm.hooks._trainer_lengths import max_positions
+from effllm.hooks._trainer_facts import max_positions
 from effllm.trainer.batch import read_batch
 from transformers import LlamaForSequenceClassification
 

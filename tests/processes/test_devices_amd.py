@@ -12,10 +12,9 @@ from cases import cases
 
 from effllm import devices
 from effllm.agent.gpu_energy import GpuEnergy
-from effllm.devices import DeviceUnavailable, Site, _amd_library, device_names, nvml, open_gpu
+from effllm.devices import DeviceUnavailable, Site, _amd_readings, device_names, nvml, open_gpu
 from effllm.devices import open_device as open_named
-from effllm.devices._amd_counter import CHECK_S, CounterReading, judge_counter
-from effllm.devices.amd import open_device
+from effllm.devices.amd import CHECK_S, CounterReading, judge_counter, open_device
 from effllm.records.rank import AVERAGE, COUNTER, GAUGES, GPU, INSTANT, MODULE
 
 LIBRARY = Path(__file__).parents[1] / "amdsmi_library"
@@ -734,7 +733,7 @@ def test_closed_reader_returns_failures_and_does_not_open_again(library):
     ],
 )
 def test_library_that_does_not_start_raises_an_error_in_one_sentence(library, monkeypatch, tmp_path, error, advice):
-    monkeypatch.setattr(_amd_library, "_DEVICE_NODES", tmp_path)
+    monkeypatch.setattr(_amd_readings, "_DEVICE_NODES", tmp_path)
     library.fault(("amdsmi_init", error))
 
     with pytest.raises(DeviceUnavailable, match=advice) as raised:
@@ -743,7 +742,7 @@ def test_library_that_does_not_start_raises_an_error_in_one_sentence(library, mo
 
 
 def test_missing_gpu_raises_an_error_in_one_sentence(library, monkeypatch, tmp_path):
-    monkeypatch.setattr(_amd_library, "_DEVICE_NODES", tmp_path)
+    monkeypatch.setattr(_amd_readings, "_DEVICE_NODES", tmp_path)
     library.write(gpus=[])
 
     with pytest.raises(DeviceUnavailable, match="AMD SMI lists no GPU: give the container /dev/kfd and /dev/dri"):
@@ -756,9 +755,9 @@ def test_device_node_without_permission_is_reported_as_the_reason(library, monke
     (tmp_path / "dri").mkdir()
     for name in ("kfd", "dri/renderD128"):
         (tmp_path / name).touch()
-    monkeypatch.setattr(_amd_library, "_DEVICE_NODES", tmp_path)
+    monkeypatch.setattr(_amd_readings, "_DEVICE_NODES", tmp_path)
     monkeypatch.setattr(
-        _amd_library.os, "access", lambda path, mode: Path(path) != tmp_path / denied
+        _amd_readings.os, "access", lambda path, mode: Path(path) != tmp_path / denied
     )  # root may open all nodes
     library.write(gpus=[])
 

@@ -15,11 +15,11 @@ import jobs
 import pytest
 from jobs import needs_py_spy
 
-from effllm.agent import flight_recorder, inspection, trainer_process
+from effllm.agent import inspection
+from effllm.agent.children import InspectionChild
 from effllm.agent.inspection import InspectionOrders, bounded, inspect, top_of
-from effllm.agent.inspection_child import InspectionChild
 from effllm.records.wire import MAX_STACK
-from effllm.trainer import ptracer
+from effllm.trainer import session
 
 LOOP = "import time\ndef wait_for_data():\n    print('in', flush=True)\n    while True: {}\nwait_for_data()\n"
 
@@ -33,9 +33,9 @@ def trainer(body: str, *, stopped: bool = False, arguments=()):
         try:
             if stopped:
                 os.kill(process.pid, signal.SIGSTOP)
-                jobs.until(lambda: trainer_process.state(process.pid) == "T")
+                jobs.until(lambda: inspection.process_state(process.pid) == "T")
             else:
-                jobs.until(lambda: trainer_process.state(process.pid) == "S")
+                jobs.until(lambda: inspection.process_state(process.pid) == "S")
             yield process.pid, descriptor
         finally:
             process.kill()
@@ -49,7 +49,7 @@ def orders(pid: int, descriptor: int, folder: Path | str = "", rank: int = 17) -
 @pytest.fixture
 def no_recorder(monkeypatch, tmp_path):
     """Remove the variables of torch's flight recorder from the environment."""
-    for name in (flight_recorder.PIPE, *flight_recorder.PREFIXES):
+    for name in (inspection.DUMP_PIPE, *inspection.DUMP_PREFIXES):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
@@ -64,7 +64,7 @@ def test_stack_of_a_hanging_trainer_is_reported(no_recorder, body, stopped):
     body = "__import__('ctypes').CDLL(None).sleep(100)" if body == "ctypes_sleep" else body
     with trainer(body, stopped=stopped, arguments=["--token=secret"]) as (pid, descriptor):
         found = inspect(orders(pid, descriptor))
-        state = trainer_process.state(pid)
+        state = inspection.process_state(pid)
 
     assert found.top.startswith("wait_for_data (")
     assert "wait_for_data" in found.text.partition("stacks, by py-spy:")[2]
@@ -109,7 +109,7 @@ def test_threads_are_grouped_by_the_place_where_they_wait():
     threads = [threading.Thread(target=done.wait) for _ in range(3)]
     for thread in threads:
         thread.start()
-    text = trainer_process.description(os.getpid())
+    text = inspection.process_description(os.getpid())
     done.set()
     for thread in threads:
         thread.join()
@@ -123,7 +123,7 @@ def test_state_of_an_ended_process_is_not_reported():
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         process.wait()
 
-    assert trainer_process.state(process.pid) == ""
+    assert inspection.process_state(process.pid) == ""
 
 
 STACKS = """Python v3.11.7 (/usr/bin/python3.11)
@@ -171,7 +171,7 @@ def test_inspections_run_in_the_background_one_at_a_time(no_recorder):
 def test_inspection_of_a_trainer_ends_at_its_timeout(no_recorder, monkeypatch):
     child = InspectionChild()
     monkeypatch.setattr(
-        "effllm.agent.inspection_child.spawn", lambda *_: subprocess.Popen(["sleep", "60"], start_new_session=True)
+        "effllm.agent.children.spawn", lambda *_: subprocess.Popen(["sleep", "60"], start_new_session=True)
     )
     child.start(orders(os.getpid(), -1), 0.0)
     assert child.look(24.0) is None
@@ -184,7 +184,7 @@ def test_inspection_that_cannot_start_returns_the_reason(monkeypatch):
     def refuse(*_):
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
-    monkeypatch.setattr("effllm.agent.inspection_child.spawn", refuse)
+    monkeypatch.setattr("effllm.agent.children.spawn", refuse)
 
     assert "Resource temporarily unavailable" in InspectionChild().start(orders(1, -1), 0.0)
 
@@ -197,8 +197,8 @@ class Recorder:
 
     def __init__(self, folder: Path, rank: int) -> None:
         self.environ = {
-            flight_recorder.PIPE: f"{folder}/pipe_",
-            flight_recorder.PREFIXES[0]: f"{folder}/trace_rank_",
+            inspection.DUMP_PIPE: f"{folder}/pipe_",
+            inspection.DUMP_PREFIXES[0]: f"{folder}/trace_rank_",
         }
         self.dump = folder / f"trace_rank_{rank}"
         path = folder / f"pipe_{rank}.pipe"
@@ -245,9 +245,9 @@ def test_flight_recorder_dump_is_requested_and_copied_unchanged(monkeypatch, tmp
 
 
 def test_path_of_a_recent_dump_of_torch_is_reported(monkeypatch, tmp_path):
-    monkeypatch.delenv(flight_recorder.PIPE, raising=False)
-    monkeypatch.setenv(flight_recorder.PREFIXES[1], f"{tmp_path}/old_name_")
-    monkeypatch.delenv(flight_recorder.PREFIXES[0], raising=False)
+    monkeypatch.delenv(inspection.DUMP_PIPE, raising=False)
+    monkeypatch.setenv(inspection.DUMP_PREFIXES[1], f"{tmp_path}/old_name_")
+    monkeypatch.delenv(inspection.DUMP_PREFIXES[0], raising=False)
     dump = tmp_path / "old_name_17"
     dump.write_bytes(b"dump")
     with trainer("time.sleep(1)") as (pid, descriptor):
@@ -261,13 +261,13 @@ def test_path_of_a_recent_dump_of_torch_is_reported(monkeypatch, tmp_path):
 
 
 def test_no_dump_is_requested_if_the_pipe_or_its_reader_is_missing(tmp_path):
-    environ = {flight_recorder.PIPE: f"{tmp_path}/pipe_"}
-    assert not flight_recorder.ask(0, environ)
+    environ = {inspection.DUMP_PIPE: f"{tmp_path}/pipe_"}
+    assert not inspection.request_dump(0, environ)
     (tmp_path / "pipe_0.pipe").write_text("")
-    assert not flight_recorder.ask(0, environ)
+    assert not inspection.request_dump(0, environ)
     assert (tmp_path / "pipe_0.pipe").read_text() == ""
     os.mkfifo(tmp_path / "pipe_1.pipe")
-    assert not flight_recorder.ask(1, environ)  # and returns
+    assert not inspection.request_dump(1, environ)  # and returns
 
 
 def test_dump_that_is_a_symbolic_link_is_not_followed(tmp_path):
@@ -275,16 +275,16 @@ def test_dump_that_is_a_symbolic_link_is_not_followed(tmp_path):
     secret.write_text("secret")
     (tmp_path / "trace_0").symlink_to(secret)
 
-    assert flight_recorder.newest([tmp_path / "trace_0"], 0.0) is None
+    assert inspection.newest_dump([tmp_path / "trace_0"], 0.0) is None
     with pytest.raises(OSError, match="symbolic"):
-        flight_recorder.copy(tmp_path / "trace_0", tmp_path / "out" / "copy")
+        inspection.copy_dump(tmp_path / "trace_0", tmp_path / "out" / "copy")
 
 
 def test_dumps_are_searched_in_the_folders_of_torch(monkeypatch):
-    assert flight_recorder.dump_paths(
+    assert inspection.dump_paths(
         3, {"TORCH_FR_DUMP_TEMP_FILE": "/a/t_", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/b/t_"}
     ) == [Path("/a/t_3")]
-    assert flight_recorder.dump_paths(3, {"HOME": "/home/me"}) == [
+    assert inspection.dump_paths(3, {"HOME": "/home/me"}) == [
         Path("/home/me/.cache/torch/comm_lib_trace_rank_3"),
         Path("/tmp/nccl_trace_rank_3"),
     ]
@@ -295,12 +295,12 @@ def test_dumps_are_searched_in_the_folders_of_torch(monkeypatch):
 
 def test_trainer_allows_tracing_by_the_agent_only_at_ptrace_scope_1(tmp_path):
     scope = tmp_path / "ptrace_scope"
-    assert not ptracer.allow(os.getpid(), scope)  # no Yama: the file does not exist
+    assert not session._allow_inspection(os.getpid(), scope)  # no Yama: the file does not exist
     for value in ("0", "2"):
         scope.write_text(f"{value}\n")
-        assert not ptracer.allow(os.getpid(), scope)
+        assert not session._allow_inspection(os.getpid(), scope)
     scope.write_text("1\n")
 
     # A kernel without Yama rejects the call: the function returns False, without other effects.
-    has_yama = ctypes.CDLL(None).prctl(ptracer.PR_SET_PTRACER, ctypes.c_ulong(os.getpid()), 0, 0, 0) == 0
-    assert ptracer.allow(os.getpid(), scope) is has_yama
+    has_yama = ctypes.CDLL(None).prctl(session.PR_SET_PTRACER, ctypes.c_ulong(os.getpid()), 0, 0, 0) == 0
+    assert session._allow_inspection(os.getpid(), scope) is has_yama

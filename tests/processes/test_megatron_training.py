@@ -326,7 +326,7 @@ class OnGpu:
 
 
 def test_loss_on_a_gpu_is_read_only_after_its_copy_is_complete(monkeypatch):
-    from effllm.hooks._late import LazyNumber
+    from effllm.hooks._batches import LazyNumber
 
     class Buffer:
         def copy_(self, _source, non_blocking):

@@ -38,7 +38,7 @@ from effllm.network.transport import (
     make_context,
 )
 from effllm.records.clock import Now
-from effllm.records.event_limit import MAX_PER_MINUTE
+from effllm.records.events import MAX_PER_MINUTE
 from effllm.records.rank import MAX_DEVICES, Event
 from effllm.records.wire import Ack, AgentEvent, Bye, Heartbeat, Hello, Reports, Supersede, Welcome
 

@@ -17,7 +17,7 @@ from effllm.commands.top_reader import SourceError
 from effllm.config.settings import Config
 from effllm.records.identity import Identity
 from effllm.sinks import open_sink
-from effllm.views.top.document import document, exit_status
+from effllm.views.top.frame import document, exit_status
 
 pytest.importorskip("prometheus_client", reason="prometheus-client is not installed")
 

@@ -82,7 +82,7 @@ def test_event_storm_is_limited_to_100_events_and_a_count(tmp_path):
 
 
 def test_events_above_the_limit_are_counted_during_an_outage(monkeypatch):
-    monkeypatch.setattr("effllm.records.event_limit.MINUTE_S", 0.0)  # each event is in a separate minute
+    monkeypatch.setattr("effllm.records.events.MINUTE_S", 0.0)  # each event is in a separate minute
     events = AgentEvents(0)
     for _ in range(1000):
         events.add(Event(1000.0, "ecc", "1 error"))

@@ -4,9 +4,8 @@ import pytest
 from audited import AuditedJob, value
 from builders import reports, row
 
-from effllm.job.audit.figures import FigureSums, compared
-from effllm.job.audit.known import KnownJob
-from effllm.job.audit.utilization import above_tensor_activity, tensor_utilization
+from effllm.job.audit.figures import FigureSums, KnownJob, compared
+from effllm.job.audit.watch import above_tensor_activity, tensor_utilization
 from effllm.job.ledger import restore
 from effllm.records.clock import Now
 from effllm.records.framework_figures import (

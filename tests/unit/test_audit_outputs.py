@@ -7,8 +7,8 @@ from audited import AuditedJob
 from msgspec.structs import replace
 from sink_examples import make_report, make_summary
 
-from effllm.records.audit import Audit, ComparedFigure
 from effllm.records.framework_figures import MFU_RATIO, TOKENS_PER_S_PER_GPU
+from effllm.records.verdict import Audit, ComparedFigure
 from effllm.server.messages import published
 from effllm.sinks import prometheus, tensorboard
 from effllm.store.closing_text import closing_text

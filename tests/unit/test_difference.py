@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from effllm.analysis.difference import difference, holm
+from effllm.analysis.comparison import difference, holm
 
 
 def test_difference_is_welchs():

@@ -9,15 +9,13 @@ from cases import cases, repeats
 
 from effllm.devices.known.named_gpus import find_gpu, similar_gpus, usable_bytes
 from effllm.memory.architectures import FAMILIES
-from effllm.memory.byte_range import ByteRange, total_of
 from effllm.memory.changes import DOES_NOT_FIT, FITS, UNCLEAR, fitting_changes, verdict
-from effllm.memory.config_json import read_config
-from effllm.memory.estimate import ACTIVATION_LIMITS, NOT_COUNTED_LIMITS, estimate
-from effllm.memory.known_models import find_model, known_models, similar_names
+from effllm.memory.config_json import find_model, known_models, read_config, similar_names
+from effllm.memory.estimate import ACTIVATION_LIMITS, NOT_COUNTED_LIMITS, ByteRange, estimate, total_of
 from effllm.memory.model import WrongModel
 from effllm.memory.parameters import count_parameters
 from effllm.memory.plan import INFERENCE, ImpossiblePlan, MemoryPlan
-from effllm.memory.tensors import parameter_tensors
+from effllm.memory.states import parameter_tensors
 from effllm.views.fit_text import BASIS_AT, wrapped
 
 TINY = {

@@ -6,8 +6,8 @@ The table of docs/fit.md must have the same values.  ``python tests/unit/test_fi
 import json
 from pathlib import Path
 
+from effllm.memory.config_json import find_model
 from effllm.memory.estimate import estimate
-from effllm.memory.known_models import find_model
 from effllm.memory.plan import MemoryPlan
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from effllm.job.health.hang import BETWEEN, FINISHED, STARTUP, STEP, WAITING, Hang, Resumed, Stall
-from effllm.job.health.stall_text import Names, resumed_text, stall_text
+from effllm.job.health.stalls import Names, resumed_text, stall_text
 from effllm.records.wire import Heartbeat
 
 

@@ -4,7 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs PyTorch")
 
-from effllm.hooks._late import LateSums  # noqa: E402
+from effllm.hooks._batches import LateSums  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

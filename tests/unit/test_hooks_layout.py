@@ -6,7 +6,7 @@ import pytest
 
 from effllm.hooks import megatron, torchtitan
 from effllm.hooks._layout import precision_of, strategy_facts
-from effllm.hooks._trainer_layout import layout_facts
+from effllm.hooks._trainer_facts import layout_facts
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from effllm.hooks._trainer_lengths import max_positions
+from effllm.hooks._trainer_facts import max_positions
 
 
 class Trainer:

@@ -10,9 +10,8 @@ from typer.testing import CliRunner
 
 from effllm.commands.app import app
 from effllm.job.verdict import MAX_EVIDENCE
-from effllm.records.audit import Audit, ComparedFigure
 from effllm.records.framework_figures import FIGURES
-from effllm.records.verdict import BEFORE, IN, Evidence, LossWindows, Verdict
+from effllm.records.verdict import BEFORE, IN, Audit, ComparedFigure, Evidence, LossWindows, Verdict
 from effllm.records.waterfall import PARTS, Waterfall, WaterfallPart
 
 

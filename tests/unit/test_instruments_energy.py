@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from effllm.instruments import EnergyMetrics, RobustGPUMonitor
 from effllm.instruments._energy import Baseline, SpanReadings, above_baseline_j, carbon_kg, efficiency_score
-from effllm.instruments._monitored import MonitoredDevices
+from effllm.instruments.energy import MonitoredDevices
 from effllm.instruments.energy_report import Block, final_values, intensity, report, write_files
 from effllm.records.energy import EnergyAmount
 from effllm.records.spans import SpanPart

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 from cases import cases
 
-from effllm.instruments import _percentiles
+from effllm.instruments import _statistics
 from effllm.instruments._statistics import ADD_TOGETHER, Statistics
 from effllm.instruments.metrics import GRPOMetricsTracker, MetricTracker, ScoreDistributionTracker, TrainingLogger
 from effllm.records.moments import Moments
@@ -91,7 +91,7 @@ def test_number_of_values_that_are_not_yet_in_the_sums_is_bounded():
     ],
 )
 def test_summary_names_the_values_that_percentiles_cover(monkeypatch, run, expected):
-    monkeypatch.setattr(_percentiles, "percentiles_of_run", lambda name: run if name == "loss" else None)
+    monkeypatch.setattr(_statistics, "percentiles_of_run", lambda name: run if name == "loss" else None)
     tracker = MetricTracker(max_recent=2)
     for number in range(1, 6):
         tracker.update("loss", number)

@@ -13,7 +13,7 @@ from sink_examples import complete_totals, make_report, make_row
 
 import effllm
 from effllm import metrics
-from effllm.analysis import database, line_rows, run_cache
+from effllm.analysis import database, line_tables, run_cache
 from effllm.analysis.run_folders import UnreadableRun
 from effllm.config.settings import cache_folder
 from effllm.records.counters import FIELDS
@@ -289,7 +289,7 @@ def test_a_run_without_any_measurement_has_empty_tables(tmp_path):
 
 @pytest.mark.parametrize("copied", [0, 10**9])
 def test_names_with_glob_characters_are_read_as_they_are(tmp_path, monkeypatch, copied):
-    monkeypatch.setattr(line_rows, "MAX_COPIED_BYTES", copied)
+    monkeypatch.setattr(line_tables, "MAX_COPIED_BYTES", copied)
     for name in ("run[1]", "run*", "run1", "run?", "project=x", "run'; --"):
         copy_golden(tmp_path / name)
 
@@ -325,8 +325,8 @@ def test_queries_join_tables_by_folder(tmp_path):
 
 @pytest.mark.parametrize(("copied", "together"), [(0, 10), (10**9, 1), (10**9, 10**9)])
 def test_lines_have_the_order_of_the_files_of_any_size(tmp_path, monkeypatch, copied, together):
-    monkeypatch.setattr(line_rows, "MAX_COPIED_BYTES", copied)
-    monkeypatch.setattr(line_rows, "MAX_COPY_BYTES", together)
+    monkeypatch.setattr(line_tables, "MAX_COPIED_BYTES", copied)
+    monkeypatch.setattr(line_tables, "MAX_COPY_BYTES", together)
     for name in ("a", "b", "c"):
         copy_golden(tmp_path / name)
         (tmp_path / name / "windows-0002.jsonl").write_text('{"attempt":2,"window":1,"time_s":5.0}\n{"torn')

@@ -11,11 +11,11 @@ from benchmarks.planted.timeline import planned, timeline
 from effllm.config.settings import Config
 from effllm.job.aggregator import Aggregator
 from effllm.job.ledger import restore
-from effllm.job.loss_windows import windows_of
 from effllm.job.losses import THRESHOLDS, Loss
 from effllm.job.memory_pressure import ERRORS, RETRIES, MemoryPressure
 from effllm.job.prevalence import Prevalence
 from effllm.job.rows import Rows
+from effllm.job.verdict import windows_of
 from effllm.records.clock import Now
 from effllm.records.job import StragglerVerdict
 from effllm.records.rank import CLOCK_RATIO, Gauge, Profile, ValueStatistics

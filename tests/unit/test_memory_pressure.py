@@ -9,9 +9,8 @@ from benchmarks.planted.reports import summary_of_planted
 from benchmarks.planted.timeline import planned, timeline
 from effllm.job.memory_pressure import ERRORS, MIN_USUAL, RETRIES, MemoryPressure
 from effllm.job.rows import Rows
-from effllm.records.memory import MemoryPressureLoss
 from effllm.records.rank import Allocator, ValueStatistics
-from effllm.records.verdict import HEALTHY, MEDIUM
+from effllm.records.verdict import HEALTHY, MEDIUM, MemoryPressureLoss
 
 
 def window(busy_s, retries=0, number=1, tokens=1000, is_read=True):

@@ -7,7 +7,7 @@ import pytest
 from cases import cases, repeats
 from synchronous_job import SynchronousJob
 
-from effllm.job.health.pairs import KNOWN, PAIR, PairScatter
+from effllm.job.health.outliers import KNOWN, PAIR, PairScatter
 from effllm.records.job import DATA_WAIT
 
 Z = 5.0

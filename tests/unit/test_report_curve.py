@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from effllm.analysis import curve as curves
-from effllm.analysis.curve import Curve
+from effllm.analysis import window_curves as curves
+from effllm.analysis.window_curves import Curve
 from effllm.views.report.plot import ValueAxis
 
 

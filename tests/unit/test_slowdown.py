@@ -1,4 +1,4 @@
-"""effllm/job/health/slowdown.py: a slower job is reported, but a short load of its host is not."""
+"""effllm/job/health/change_point.py: a slower job is reported, but a short load of its host is not."""
 
 import random
 
@@ -7,7 +7,7 @@ import pytest
 from cases import cases
 from sink_examples import make_row
 
-from effllm.job.health.slowdown import Slowdown
+from effllm.job.health.change_point import Slowdown
 
 
 def changes(seed, step_s, per_window, seconds, slower_from_s=float("inf")):

@@ -14,7 +14,7 @@ from effllm.job.health.change_point import LEVEL_WINDOWS, WindowLevel
 from effllm.job.health.diagnosis import CLOCK, NO_REASON, THROTTLED, UNKNOWN, ComparedReadings, Reason
 from effllm.job.health.outliers import FALSE_ALARMS, PERSIST, WINDOWS, Z, persistence
 from effllm.job.health.robust import MAD_SIGMA, median, median_distance
-from effllm.job.health.straggler_text import ranks_text
+from effllm.job.health.straggler_reasons import ranks_text
 
 
 def slowed(ranks, by=1.1, first=6, last=10**9):

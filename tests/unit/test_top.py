@@ -19,9 +19,18 @@ from effllm.records.rank import Event
 from effllm.store.line_files import END, START, GrowingFile, LineFiles, read_at
 from effllm.store.reader import RankRow, window_line
 from effllm.views.top import event_history
-from effllm.views.top.document import NO_DATA, NO_PROBLEM, PROBLEM, document, exit_status
 from effllm.views.top.event_history import EventHistory
-from effllm.views.top.frame import Head, TopFrame, problems_of, status_of
+from effllm.views.top.frame import (
+    NO_DATA,
+    NO_PROBLEM,
+    PROBLEM,
+    Head,
+    TopFrame,
+    document,
+    exit_status,
+    problems_of,
+    status_of,
+)
 from effllm.views.top.ranks import MAX_RANKS, RankTable, rank_table
 from effllm.views.top.screen import plain_frame, render
 from effllm.views.top.text import fit, local_time, plain, sparkline, width_of

@@ -9,7 +9,7 @@ import pytest
 
 from effllm.records.board import JobState
 from effllm.trainer import trackers
-from effllm.trainer.mlflow_run import facts_of_open_run
+from effllm.trainer.lifecycle import facts_of_open_mlflow_run
 from effllm.trainer.values import JobValues
 
 VALUES = {"al_seconds": 0.5, "pcu_ratio": float("nan"), "throughput/mfu_ratio": 0.4, "energy/total_joules": 7.2e6}
@@ -208,8 +208,8 @@ def test_open_run_of_mlflow_is_found_without_a_hook(monkeypatch, version):
     monkeypatch.setitem(sys.modules, fluent.__name__, fluent)
     monkeypatch.setitem(sys.modules, service.__name__, service)
 
-    found = facts_of_open_run(["console", "mlflow"])
+    found = facts_of_open_mlflow_run(["console", "mlflow"])
 
     known = {"mlflow_run_id": "abc", "mlflow_tracking_uri": "https://host/"}
     assert found == (known if version == "open run" else {})
-    assert facts_of_open_run(["console"]) == {}
+    assert facts_of_open_mlflow_run(["console"]) == {}

@@ -1,4 +1,4 @@
-"""trainer/watched_recorder.py and trainer/device_time.py with a fake torch: the values in windows."""
+"""trainer/watched_recorder.py and trainer/watched_recorder.py with a fake torch: the values in windows."""
 
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -17,9 +17,8 @@ from effllm.records.rank import Profile
 from effllm.records.ring import RingReader, RingWriter
 from effllm.records.timeline import KINDS, Split
 from effllm.trainer import watched_recorder as watched
-from effllm.trainer.device_time import MAX_PENDING, DeviceTime
 from effllm.trainer.torch_profile import Profiled
-from effllm.trainer.watched_recorder import WatchedRecorder
+from effllm.trainer.watched_recorder import MAX_PENDING, DeviceTime, WatchedRecorder
 
 MS = 1_000_000
 

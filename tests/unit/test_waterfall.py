@@ -21,9 +21,9 @@ from effllm.job.waterfall import (
     NOT_STATED,
     OTHER_DEVICES,
     RENAMED,
+    Sources,
     waterfall,
 )
-from effllm.job.waterfall_evidence import Sources
 from effllm.records.job import AttemptSummary, ClusterTotals, Counts, DeviceTotals, GoodputSummary, JobConstants
 from effllm.records.rank import Profile
 from effllm.records.waterfall import OF_GPUS, OF_RANKS, PARTS

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from effllm.devices import DeviceUnavailable
-from effllm.devices.node.perf_event import PerfEvent
-from effllm.devices.node.rapl_counters import PERF, POWERCAP, Counter, OpenEvent, perf_events, powercap_zones
+from effllm.devices.node.rapl_counters import PERF, POWERCAP, Counter, OpenEvent, PerfEvent, perf_events, powercap_zones
 from effllm.devices.node.reader import CPU_INTERVAL_S, Measured, NodeReader, node_device
 from effllm.records.rank import COUNTER, CPU, Sensor
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from effllm.job.audit.known import KnownJob
-from effllm.records.audit import ComparedFigure
 from effllm.records.framework_figures import (
     MFU_RATIO,
     SAMPLES_PER_S,
@@ -19,6 +17,7 @@ from effllm.records.framework_figures import (
 )
 from effllm.records.job import ClusterTotals
 from effllm.records.rank import ValueStatistics
+from effllm.records.verdict import ComparedFigure
 
 #: Smallest relative difference that is stated: logs do not end with windows, and logged figures are rounded.
 MIN_DIFFERENCE = 0.05
@@ -27,6 +26,16 @@ MIN_WINDOWS = 5  # number of compared windows before a factor is stated
 MAX_EXCESS = 0.02
 #: A larger figure or factor is no figure of a framework: any instrument can record a value under the name of a figure.
 MAX_FIGURE = 1e15
+
+
+class KnownJob(Struct, frozen=True):
+    """The constants of a job that the audit uses."""
+
+    devices: int = 1  # GPUs, or ranks without GPUs
+    peak_flops_per_s: float | None = None  # of the whole job
+    flops_per_token: float | None = None
+    max_positions: int = 0  # largest number of positions of a rank's iteration, if the framework fixes it; else 0
+    precision: str = ""
 
 
 class FigureSums(Struct):

@@ -2,25 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from array import array
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cache
 
-from effllm.job.audit import token_counts, utilization
-from effllm.job.audit.figures import FigureSums, compared
-from effllm.job.audit.known import KnownJob
-from effllm.job.audit.state import FLOPS, TOKENS, AuditState
-from effllm.job.rows import Rows
+import msgspec
+import numpy as np
+from msgspec import Struct
+from numpy.typing import NDArray
+
+from effllm import metrics
+from effllm.job.audit.figures import FigureSums, KnownJob, compared
+from effllm.job.rows import TOKEN_COUNTS, Rows
+from effllm.job.window_energy import ROUNDING
 from effllm.metrics import METRICS
 from effllm.metrics.measurable import needs_of
-from effllm.records.audit import Audit
+from effllm.records.columns import Array, Positions, Table
 from effllm.records.framework_figures import FIGURES
-from effllm.records.job import ClusterReport
+from effllm.records.job import ClusterReport, ClusterTotals
 from effllm.records.rank import Event
+from effllm.records.verdict import Audit
 
+MAX_NAMED = 8
+
+#: SM clock at which the vendor's dense peak holds, by peak of a GPU in FLOP/s: the peak over SMs x FLOPs per SM and
+#: clock (A100: 108 x 2,048; H100 SXM and H200: 132 x 4,096).
+PEAK_CLOCK_HZ = {312e12: 1.41e9, 989.4e12: 1.83e9}
+PEAK_ROUNDING = 1e-3
+#: Precisions in which a tensor core at full activity reaches this peak; FP8 does twice as many FLOPs.
+PRECISIONS = ("bf16", "fp16")
+#: MFU may exceed the tensor cores' utilization by this share and by these points: activity and clock are sampled at
+#: other times than the iterations are measured (5 % to 10 %), and the paper's error is two points.
+SHARE, POINTS = 0.15, 0.02
+#: What is in doubt: inputs of metrics, as in `effllm.metrics.measurable.NEEDS`.
+TOKENS, FLOPS = "tokens", "FLOPs"
 #: MFU is compared with the tensor activity after this many windows; both are means over the run.
 MIN_MFU_WINDOWS = 10
 
 Record = Callable[[Event, str], None]
+
+
+class CountSums(Table):
+    """The totals of each rank."""
+
+    NAMES = (*TOKEN_COUNTS, "iterations")
+
+    def add(self, rows: Rows) -> None:
+        """Add reports; each report may be added only once."""
+        at = self.of(rows.ranks)
+        counts = [_floats(rows.token_counts[name]) for name in TOKEN_COUNTS]
+        self.values[at] += np.array([*counts, rows.numbers["iterations"]]).T
+
+    def of(self, ranks: Sequence[int]) -> Positions | slice:
+        """Return the rows of ranks; a slice, which needs no copy, if they are all rows in their order."""
+        at = self.find(ranks)
+        return slice(None) if len(at) == len(self) and (at[1:] > at[:-1]).all() else at
+
+
+class AuditState(Struct):
+    """The totals that the audit compares, and its results so far."""
+
+    counts: CountSums = msgspec.field(default_factory=CountSums)
+    figures: dict[str, FigureSums] = {}  # by name of a figure
+    doubts: dict[str, str] = {}  # TOKENS or FLOPS -> sentence about the failed check
+    windows: int = 0  # number of windows whose counts were checked
 
 
 class AuditWatch:
@@ -41,14 +86,14 @@ class AuditWatch:
         """Check the counts of all ranks, before the values of the window are computed from them."""
         state = self._state
         state.windows += 1
-        if text := token_counts.broken_counts(state.counts, rows, known, has_gaps=has_gaps):
+        if text := broken_counts(state.counts, rows, known, has_gaps=has_gaps):
             self._doubt(TOKENS, text, rows[-1].end_time_s)
 
     def close(self, rows: Rows, report: ClusterReport, known: KnownJob, peak_source: str) -> None:
         """Check the values of a window, and compare the figures of the framework."""
-        for kind, text in utilization.impossible_shares(report.last, peak_source):
+        for kind, text in impossible_shares(report.last, peak_source):
             self._record(Event(report.time_s, kind, text), kind)
-        if self._state.windows >= MIN_MFU_WINDOWS and (text := utilization.above_tensor_activity(report.run, known)):
+        if self._state.windows >= MIN_MFU_WINDOWS and (text := above_tensor_activity(report.run, known)):
             self._doubt(FLOPS, text, report.time_s)
         if self._since or not FIGURES.keys().isdisjoint(rows.values):
             self._compare(rows, report)
@@ -97,3 +142,94 @@ def doubtful_tags(state: AuditState, tags: Collection[str]) -> dict[str, str]:
         return {}
     known = _dependent(frozenset(state.doubts))
     return {tag: state.doubts[known[tag]] for tag in tags if tag in known}
+
+
+def impossible_shares(totals: ClusterTotals, peak_source: str) -> Iterator[tuple[str, str]]:
+    """Yield a kind of event and a sentence for MFU and HFU above 1."""
+    constants = totals.constants
+    for name, flops in (("MFU", constants.flops_per_token), ("HFU", constants.hardware_flops_per_token)):
+        share = metrics.throughput.share_of_peak(totals, flops)
+        if share is not None and share > 1 + ROUNDING:
+            yield (
+                "mfu",
+                f"{name} would be {share:.3g}, which is impossible, so it is not shown: the {flops:.3g} FLOPs per "
+                f"token, the tokens or the peak ({peak_source}) are wrong",
+            )
+
+
+def above_tensor_activity(totals: ClusterTotals, known: KnownJob) -> str:
+    """Return a sentence if MFU exceeds the utilization of the tensor cores; empty otherwise, or if it is unknown."""
+    mfu, found = metrics.throughput.mfu_ratio(totals), tensor_utilization(totals, known)
+    if mfu is None or found is None or mfu <= found * (1 + SHARE) + POINTS:
+        return ""
+    used = f"MFU is {100 * mfu:.1f} %, but tensor activity x SM clock is {100 * found:.1f} %"
+    factor = f" by a factor of at least {mfu / (found * (1 + SHARE)):.3g}" if found > 0 else ""
+    return f"{used}: the FLOPs per token, the tokens or the peak are wrong{factor}"
+
+
+def tensor_utilization(totals: ClusterTotals, known: KnownJob) -> float | None:
+    """Return the utilization of the tensor cores, which cannot have done fewer FLOPs than the model needs.
+
+    It is tensor activity times SM clock over the clock of the peak (OFU, arXiv 2605.20799), and ``None`` if a factor is
+    unknown.  It predicts MFU within two percentage points in the paper's matrix products; this project has not measured
+    it on a GPU.
+    """
+    devices, constants = totals.devices, totals.constants
+    if devices.tensor_activity is None or devices.sm_clock_hz is None or known.precision not in PRECISIONS:
+        return None
+    peak = (constants.peak_flops_per_s or 0.0) / (constants.gpus or 1)
+    clock_hz = next((hz for one, hz in PEAK_CLOCK_HZ.items() if abs(peak / one - 1) < PEAK_ROUNDING), None)
+    return None if clock_hz is None else devices.tensor_activity * devices.sm_clock_hz / clock_hz
+
+
+def _floats(counts: Sequence[int]) -> Array:
+    """Return counts as an array, by way of machine integers, which takes a third of the time of `np.array`."""
+    try:
+        return np.frombuffer(array("q", counts), np.int64).astype(np.float64)
+    except OverflowError:  # a forged report
+        return np.array(counts, np.float64)
+
+
+#: Smaller count, larger count, and what they are.
+_ORDER = (
+    ("tokens", "tokens_processed", "tokens without padding", "positions"),
+    ("tokens_loss", "tokens_processed", "positions with a label", "positions"),
+)
+
+
+def broken_counts(sums: CountSums, rows: Rows, known: KnownJob, *, has_gaps: bool) -> str:
+    """Return a sentence about the first count that is impossible; empty if all counts are possible.
+
+    There may be more labels than tokens without padding: some data sets have labels on padding.  The totals of each
+    rank are compared, not its windows: tokens and labels counted on a GPU arrive some iterations after the positions of
+    their batch.
+
+    Args:
+        sums: the totals, with the reports of the window.
+        rows: the reports of the window.
+        known: the constants of the job.
+        has_gaps: whether reports were lost: then tokens of a batch may be here without its positions.
+    """
+    values = sums.values[sums.of(rows.ranks)]
+    column = dict(zip(sums.NAMES, values.T, strict=True))
+    spare = np.array(rows.token_counts["tokens_processed"], np.float64) if has_gaps else 0.0
+    for small, large, small_text, large_text in _ORDER:
+        wrong = column[small] > column[large] + spare
+        if wrong.any() and (wrong := wrong & (column[large] > 0)).any():  # a total of 0 is not counted
+            factor = float((column[small][wrong] / column[large][wrong]).max())
+            totals = f"{column[small][wrong].sum():,.0f} {small_text} in {column[large][wrong].sum():,.0f} {large_text}"
+            return _sentence(rows.ranks, wrong, totals, factor)
+    if known.max_positions:
+        most = column["iterations"] * known.max_positions
+        wrong = column["tokens_processed"] > most + spare
+        if wrong.any() and (wrong := wrong & (most > 0)).any():
+            factor = float((column["tokens_processed"][wrong] / most[wrong]).max())
+            totals = f"{column['tokens_processed'][wrong].sum():,.0f} positions in batches of {most[wrong].sum():,.0f}"
+            return _sentence(rows.ranks, wrong, totals, factor)
+    return ""
+
+
+def _sentence(ranks: Sequence[int], wrong: NDArray[np.bool_], totals: str, factor: float) -> str:
+    named = [rank for rank, is_wrong in zip(ranks, wrong, strict=True) if is_wrong]
+    who = ", ".join(map(str, named[:MAX_NAMED])) + (f" and {len(named) - MAX_NAMED} more" * (len(named) > MAX_NAMED))
+    return f"rank {who} counted {totals}: a factor of {factor:.3g}; the counts of tokens are wrong"

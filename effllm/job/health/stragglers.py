@@ -15,13 +15,12 @@ from typing import NamedTuple
 from msgspec import Struct
 from msgspec.structs import replace
 
+from effllm.job.health.change_point import Slowdown
 from effllm.job.health.clock import Offset
 from effllm.job.health.evidence import Key, Peer, PeerGroups, gather, iteration_s
 from effllm.job.health.outliers import HISTORY, PERSIST, WINDOWS, Z_CLEAR, Look, OutlierTrack
-from effllm.job.health.slowdown import Slowdown
 from effllm.job.health.slowest import Slowest
-from effllm.job.health.straggler_reasons import Reasons, Unit, waiting_w
-from effllm.job.health.straggler_text import events_of
+from effllm.job.health.straggler_reasons import Reasons, Unit, events_of, waiting_w
 from effllm.records.job import ARRIVAL, DATA_WAIT, EVIDENCE, OWN_TIME, PROFILE, Straggler, StragglerVerdict
 from effllm.records.rank import Event, RankReport
 

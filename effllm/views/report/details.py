@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from datetime import datetime, timezone
 
-from effllm.analysis.rank_sums import RankMeans
-from effllm.analysis.recorded_run import RecordedRun
+from effllm.analysis.recorded_run import RankMeans, RecordedRun
 from effllm.metrics import METRICS
 from effllm.records.events import KINDS, is_problem
 from effllm.records.job import SPREADS, GoodputSummary, StragglerVerdict, Summary
@@ -14,10 +13,20 @@ from effllm.records.rank import Event
 from effllm.records.verdict import CAUSES
 from effllm.store.run_folder import MAX_ROWS
 from effllm.store.summary_text import duration, readable, slowest_text
-from effllm.views.report.chart_list import Chart
-from effllm.views.report.markup import Child, Markup, element, lines, together
-from effllm.views.report.plot import Drawn, RunCurves, legend, numbers, plot
-from effllm.views.report.tables import facts, hidden, number, section, sentences, table
+from effllm.views.report.markup import (
+    Child,
+    Markup,
+    element,
+    facts,
+    hidden,
+    lines,
+    number,
+    section,
+    sentences,
+    table,
+    together,
+)
+from effllm.views.report.plot import Chart, Drawn, RunCurves, legend, numbers, plot
 from effllm.views.report.verdicts import Runs, bar, cards
 
 MAX_RANK_ROWS = 24

@@ -19,9 +19,8 @@ from effllm.records.job import Summary
 from effllm.store.summary_text import outcome
 from effllm.views.comparison_text import ComparisonPage
 from effllm.views.report import details, verdicts
-from effllm.views.report.chart_list import TAGS
 from effllm.views.report.markup import Child, Markup, element, together
-from effllm.views.report.plot import RunCurves, data_of, drawn_charts, x_range
+from effllm.views.report.plot import TAGS, RunCurves, data_of, drawn_charts, x_range
 
 SCHEMA_VERSION = 1
 MAX_BYTES = 1_500_000

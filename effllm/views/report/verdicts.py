@@ -23,8 +23,18 @@ from effllm.store.summary_text import (
     what_ran,
 )
 from effllm.views.comparison_text import HEADER, ComparisonPage, cells, closing, heading, notes
-from effllm.views.report.markup import Child, Markup, element, together
-from effllm.views.report.tables import facts, hidden, number, section, sentences, table
+from effllm.views.report.markup import (
+    Child,
+    Markup,
+    element,
+    facts,
+    hidden,
+    number,
+    section,
+    sentences,
+    table,
+    together,
+)
 from effllm.views.waterfall_text import WaterfallUnits, waterfall_header, waterfall_notes, waterfall_row
 
 BAR = 100  # width of the drawing of a bar

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import msgspec
 
 from effllm.records.job import Coverage, StragglerVerdict
 from effllm.records.rank import Event
@@ -12,6 +14,12 @@ from effllm.records.waterfall import Waterfall
 from effllm.store.summary_text import duration
 from effllm.views.top.event_history import COMPLETED, RankStates
 from effllm.views.top.ranks import HostLine, RankLine, RankTable
+
+#: Incremented when a name of the document is removed or changes its meaning; docs/top.md describes the names.
+DOCUMENT_VERSION = 1
+MAX_WORST, MAX_EVENTS = 16, 10
+#: Exit status.
+NO_PROBLEM, PROBLEM, WRONG_USE, NO_DATA = range(4)
 
 #: summary.json is written every minute; after this time a run that is not over may have been killed.
 NO_UPDATE_S = 180.0
@@ -126,3 +134,55 @@ def _ranks(ranks: Sequence[int] | frozenset[int] | Mapping[int, str]) -> str:
     names = ", ".join(map(str, found[:MAX_NAMED]))
     more = f" and {len(found) - MAX_NAMED:,} more" if len(found) > MAX_NAMED else ""
     return f"rank{'s' * (len(found) > 1)} {names}{more}"
+
+
+def exit_status(frame: TopFrame) -> int:
+    """Return the exit status of ``--once``."""
+    if frame.place.window is None and frame.verdict is None and not frame.values:
+        return NO_DATA
+    return PROBLEM if frame.problems else NO_PROBLEM
+
+
+def document(frame: TopFrame) -> dict[str, Any]:
+    """Return the document; a value that is not measured is absent or ``null``."""
+    head = frame.head
+    verdict = msgspec.to_builtins(frame.verdict) if frame.verdict is not None else None
+    if verdict is not None:
+        verdict.pop("evidence", None)  # effllm inspect --json
+    worst = frame.ranks.with_reason()
+    return {
+        "schema_version": DOCUMENT_VERSION,
+        "run": {
+            "run_id": head.name,
+            "user": head.user,
+            "status": head.status,
+            "is_over": head.is_over,
+            "simulated": head.simulated,
+            "attempt": head.attempt,
+            "iteration": head.iteration,
+            "total_iterations": head.total_iterations,
+            "elapsed_s": head.elapsed_s,
+            "remaining_s": head.remaining_s,
+            "unchanged_s": head.age_s,
+        },
+        "window": {"window": frame.place.window, "end_time_s": frame.place.time_s, "loss": frame.loss},
+        "verdict": verdict,
+        "problems": [one._asdict() for one in frame.problems],
+        "values": dict(frame.values),
+        "doubtful": list(frame.doubtful),
+        "coverage": msgspec.to_builtins(frame.coverage),
+        "ranks": {
+            "count": frame.ranks.count,
+            "with_reason": len(worst),
+            "all_have_values": frame.ranks.is_whole,
+            "worst": [_rank(line) for line in worst[:MAX_WORST]],
+        },
+        "events": [msgspec.to_builtins(event) for event in frame.events[:MAX_EVENTS]],
+        "notes": list(frame.notes),
+    }
+
+
+def _rank(line: RankLine) -> dict[str, Any]:
+    found = line._asdict()
+    del found["place"], found["size"]
+    return found

@@ -1,0 +1,155 @@
+"""Facts of a Hugging Face Trainer: the layout of its ranks, its largest micro-batch, and the figures in its logs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from effllm.hooks._layout import DDP, FSDP, SINGLE, zero_facts
+from effllm.hooks._parameters import unwrapped
+from effllm.records.framework_figures import TOKENS_PER_ITERATION, TOKENS_PER_S, TOKENS_PER_S_PER_GPU
+
+_DEPTH = 5  # of samplers inside samplers
+#: TRL's trainers that cut or leave out longer sequences while they prepare the dataset, and its collators that cut
+#: sequences; each with the number of sequences of a sample.  Older versions of the collators have no ``max_length``.
+_TRAINERS = {"SFTTrainer": 1, "RewardTrainer": 2}
+_COLLATORS = {"DataCollatorForPreference": 2, "DataCollatorForUnpairedPreference": 1}
+_WITH_KL = 2  # sequences of a sample of the KTOTrainer, if its loss has a KL term
+
+#: The total of tokens in a Trainer's logs: transformers' count, or else that of TRL's SFTTrainer.
+TOTALS = ("num_input_tokens_seen", "num_tokens")
+#: The figure of axolotl in a Trainer's logs.
+AXOLOTL = "tokens/train_per_sec_per_gpu"
+
+
+def counts_its_batch(trainer: Any) -> tuple[bool, bool]:
+    """Return whether this rank counts the positions of its batch, and whether it counts the samples.
+
+    Tensor, context and pipeline parallel peers get the same batch, so only the first rank of each group counts it.
+    Sequence parallel peers of DeepSpeed get parts of the same sequences, so only the first rank counts the samples.
+    """
+    sizes = getattr(getattr(trainer, "accelerator", None), "parallelism_config", None)
+    own, named = True, set()
+    for mesh in meshes(trainer):
+        for name in mesh.mesh_dim_names:
+            named.add(name)
+            own = own and (name not in ("tp", "cp", "pp") or mesh.get_local_rank(name) == 0)
+    size = tensor_parallel(trainer)
+    if "tp" not in named and size > 1:
+        own = own and _rank() % size == 0  # the ranks of a tensor parallel group are consecutive
+    split = getattr(sizes, "sp_size", 1) or 1
+    return own, own and (split <= 1 or _rank() % split == 0)
+
+
+def meshes(trainer: Any) -> list[Any]:
+    """Return the device meshes of accelerate, and of transformers if it sharded the model while loading it."""
+    found = (
+        getattr(getattr(trainer, "accelerator", None), "torch_device_mesh", None),
+        getattr(unwrapped(getattr(trainer, "model", None)), "_device_mesh", None),
+    )
+    return [mesh for mesh in found if getattr(mesh, "mesh_dim_names", None)]
+
+
+def layout_facts(trainer: Any, args: Any) -> dict[str, Any]:
+    """Return what each rank of data parallelism has; with another kind of accelerate, the name of this kind."""
+    accelerator: Any = getattr(trainer, "accelerator", None)
+    kind = getattr(getattr(accelerator, "distributed_type", None), "name", "")
+    engine: Any = getattr(trainer, "model_wrapped", None)
+    if kind == "DEEPSPEED" and hasattr(engine, "zero_optimization_stage"):
+        return zero_facts(engine)
+    if kind == "FSDP" or any(_size(mesh, "fsdp") > 1 for mesh in meshes(trainer)):
+        return {"parallel_layout": FSDP}
+    if kind == "NO":
+        return {"parallel_layout": "DataParallel" if getattr(args, "n_gpu", 1) > 1 else SINGLE}
+    if kind.startswith("MULTI_"):
+        return {"parallel_layout": DDP if accelerator.num_processes > tensor_parallel(trainer) else SINGLE}
+    return {"parallel_layout": kind} if kind else {}
+
+
+def _size(mesh: Any, name: str) -> int:
+    return int(mesh.size(mesh.mesh_dim_names.index(name))) if name in mesh.mesh_dim_names else 1
+
+
+def mesh_text(trainer: Any) -> str | None:
+    """Return the dimensions of the first device mesh, as names with sizes; ``None`` without a mesh."""
+    sizes = (f"{name}={mesh.size(i)}" for mesh in meshes(trainer)[:1] for i, name in enumerate(mesh.mesh_dim_names))
+    return " ".join(sizes) or None
+
+
+def tensor_parallel(trainer: Any) -> int:
+    ask = getattr(trainer, "get_tp_size", None)
+    return int(ask()) if ask is not None else 1
+
+
+def _rank() -> int:
+    distributed: Any = getattr(sys.modules.get("torch"), "distributed", None)
+    known = distributed is not None and distributed.is_available() and distributed.is_initialized()
+    return int(distributed.get_rank()) if known else 0
+
+
+class TrainerFigures:
+    """Converts the totals and means of a Trainer's logs to means since its last log."""
+
+    def __init__(self) -> None:
+        self._total: tuple[float, int] | None = None  # tokens and steps at the last log with more tokens
+        self._to_date = (0.0, 0.0)  # tokens and seconds since the start of the training
+
+    def take(self, logs: Mapping[str, Any], step: int) -> dict[str, Any]:
+        """Return the figures of a log after this step, by names in `FIGURES`."""
+        figures: dict[str, Any] = {TOKENS_PER_S_PER_GPU: logs.get(AXOLOTL)}
+        total = next(filter(None, (_number(logs, name) for name in TOTALS)), None)
+        tokens, last = self._total or (0.0, step)
+        if total is not None and (self._total is None or (step > last and total > tokens)):
+            self._total = (total, step)
+            if step > last:
+                figures[TOKENS_PER_ITERATION] = (total - tokens) / (step - last)
+        # transformers logs the mean rate since the start of the training, and the seconds since then.
+        rate, seconds = _number(logs, "train_tokens_per_second"), _number(logs, "train_runtime")
+        if rate is not None and seconds is not None:
+            (tokens, start_s), self._to_date = self._to_date, (rate * seconds, seconds)
+            if 0 < start_s < seconds:
+                figures[TOKENS_PER_S] = (self._to_date[0] - tokens) / (seconds - start_s)
+        return figures
+
+
+def _number(logs: Mapping[str, Any], name: str) -> float | None:
+    value: Any = logs.get(name)
+    return float(value) if type(value) in (int, float) else None
+
+
+def max_positions(trainer: Any, args: Any) -> int | None:
+    """Return the largest number of positions of a micro-batch, with padding; ``None`` if nothing limits it.
+
+    TRL's trainers cut sequences at ``max_length``.  The sampler of ``group_by_length`` has the lengths of all
+    sequences.  A limit of the tokenizer is no limit of the batches, because the dataset may be made otherwise.
+    """
+    collator = getattr(trainer, "data_collator", None)
+    multiple = getattr(collator, "pad_to_multiple_of", None) or 1
+    limits = [(one, sequences) for one, sequences in _limits(trainer, args, collator) if type(one) is int and one > 0]
+    rows = args.per_device_train_batch_size
+    return min((sequences * rows * -(-one // multiple) * multiple for one, sequences in limits), default=None)
+
+
+def _limits(trainer: Any, args: Any, collator: Any) -> Iterator[tuple[Any, int]]:
+    """Yield the lengths at which sequences end, each with the number of sequences of a sample."""
+    is_prepared = not (getattr(args, "dataset_kwargs", None) or {}).get("skip_prepare_dataset")
+    for kind in type(trainer).__mro__:
+        if is_prepared and kind.__name__ in _TRAINERS:
+            yield getattr(args, "max_length", None), _TRAINERS[kind.__name__]
+    for kind in type(collator).__mro__:
+        if kind.__name__ in _COLLATORS:
+            sequences = _WITH_KL if getattr(trainer, "calculate_KL", False) else _COLLATORS[kind.__name__]
+            yield getattr(collator, "max_length", None), sequences
+    yield _longest(trainer), 1
+
+
+def _longest(trainer: Any) -> int | None:
+    """Return the length of the longest sequence that the sampler lists."""
+    sampler: Any = getattr(getattr(trainer, "callback_handler", None), "train_dataloader", None)
+    for _ in range(_DEPTH):
+        lengths = getattr(sampler, "lengths", None)
+        if isinstance(lengths, list) and lengths and all(type(one) is int for one in lengths):
+            return int(max(lengths))
+        sampler = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
+    return None
