@@ -1,4 +1,7 @@
-"""The events of one agent: limited in number, written to its log file, and stored until they are sent."""
+"""The events of one agent: limited in number, written to its log file, and stored until they are sent.
+
+Missing metrics are also written to the job's terminal: once per host.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,6 @@ from effllm.records.rank import MAX_EVENT_COUNT, MAX_TEXT, Event
 from effllm.store import own_files
 
 NO_AGGREGATOR_AFTER_S = 10.0
-
 CLOSE_S = 0.5  # maximum wait for the log file at the end
 MAX_UNSENT = 200
 

@@ -77,7 +77,9 @@ def inspect(orders: InspectionOrders) -> InspectionResult:
     stacks, top = _stacks(orders.pid)
     dump = _dump(orders, was_asked, began_s)
     parts = [f"rank {orders.rank}, process {orders.pid}, {stamp}", process, stacks, *([dump] if dump else [])]
-    return InspectionResult(bounded("\n\n".join(parts) + "\n"), top or _by_kernel(process))
+    return InspectionResult(
+        bounded("\n\n".join(parts) + "\n"), top or process.partition("\n")[0].removeprefix("state: ")
+    )
 
 
 def bounded(text: str) -> str:
@@ -124,10 +126,6 @@ def _stacks(pid: int) -> tuple[str, str]:
     _, mark, stacks = ("\n" + done.stdout.decode(errors="replace")).rpartition("\nPython v")
     stacks = (mark + stacks).strip()
     return f"stacks, by py-spy:\n{stacks}", top_of(stacks, pid)
-
-
-def _by_kernel(process: str) -> str:
-    return process.partition("\n")[0].removeprefix("state: ")
 
 
 def _dump(orders: InspectionOrders, was_asked: bool, began_s: float) -> str:

@@ -1,4 +1,4 @@
-"""The columns of the tables `windows`, `ranks` and `events`: one row per line of the JSON Lines files of a run.
+"""The tables `windows`, `ranks` and `events`, with one row per line of the JSON Lines files of runs.
 
 A missing field of a line is its default, as in effllm/store/reader.py: a count is 0, any other value is null.
 """

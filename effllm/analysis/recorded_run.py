@@ -23,7 +23,6 @@ from effllm.store.reader import JsonLines, segments
 MAX_RANK_BYTES = 256 * 2**20
 #: Ranks above this number are left out.
 MAX_RANKS = 65_536
-
 #: Only the newest bytes of events.jsonl are read.
 MAX_BYTES = 64 * 2**20
 #: Kinds of stalls, which have a section of their own.

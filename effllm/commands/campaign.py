@@ -44,7 +44,8 @@ def main(path: Path, *, retry_failed: bool, dry_run: bool) -> int:
             read_config({"EFFICIENTLLM_TAGS": ",".join(tags_of(plan, run))})
         folder = Path(plan.run_dir or read_config(this_process()).run_dir).absolute() / plan.name
         if dry_run:
-            _print_order(plan)
+            for run in order_of(plan):
+                print(one_line(f"{run.key}: {' '.join(command_of(plan, run.configuration))}"))
             return 0
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         with _locked(folder) as lock:
@@ -61,11 +62,6 @@ def main(path: Path, *, retry_failed: bool, dry_run: bool) -> int:
 def fail(line: str) -> int:
     print(f"effllm campaign: {one_line(line)}", file=sys.stderr)
     return 2
-
-
-def _print_order(plan: Plan) -> None:
-    for run in order_of(plan):
-        print(one_line(f"{run.key}: {' '.join(command_of(plan, run.configuration))}"))
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from rich.text import Text
 from effllm import __version__
 from effllm.records.job import SCHEMA_VERSION, Summary, version_error
 from effllm.records.plain_text import one_line
-from effllm.records.waterfall import Waterfall
+from effllm.records.verdict import Waterfall
 from effllm.store.summary_text import audit_texts, duration, verdict_lines
 from effllm.views.waterfall_text import WaterfallUnits, waterfall_header, waterfall_notes, waterfall_row
 

@@ -1,4 +1,4 @@
-"""The GPU or MIG slice of a rank, found by UUID or bus id, never by index."""
+"""The GPU or MIG slice of a rank, found by UUID or bus id, never by index; and the energy share of a slice."""
 
 from __future__ import annotations
 

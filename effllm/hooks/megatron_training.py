@@ -14,7 +14,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
@@ -148,7 +148,7 @@ class _Training:
         if flops:
             facts["flops_convention"] = "Megatron's num_floating_point_operations, forward and backward"
         if not self._steps.begin(
-            parameter_share=self._parameters(parameter_share, _chunks(model)),
+            parameter_share=self._parameters(parameter_share, model if isinstance(model, list | tuple) else [model]),
             first_iteration=self._first_iteration,
             total_iterations=_total_iterations(args),
             flops_per_token=flops,
@@ -281,10 +281,6 @@ class _Training:
         if self._steps.is_owner:
             self._report_end()
         return True
-
-
-def _chunks(model: Any) -> Iterable[Any]:
-    return model if isinstance(model, list | tuple) else [model]
 
 
 def _facts(args: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from effllm.job.goodput_attempt import CLASSES, IDLE, KEPT, RESTART_GAP, UNKNOWN
 from effllm.job.goodput_tiles import Axis
 from effllm.records.job import AttemptSummary, GoodputSummary
 from effllm.records.rank import GENERATION, STARTUP
-from effllm.records.waterfall import OF_GPUS, OF_RANKS
+from effllm.records.verdict import OF_GPUS, OF_RANKS
 
 #: The classes of productive time.
 PRODUCTIVE = (KEPT, GENERATION)

@@ -13,9 +13,8 @@ from effllm.job.audit.watch import AuditState
 from effllm.job.energy_account import EnergyTotals, WindowEnergy
 from effllm.job.goodput import Goodput
 from effllm.job.goodput_attempt import place_hangs
-from effllm.job.memory_pressure import MemoryPressure
 from effllm.job.merged import Merged
-from effllm.job.prevalence import Prevalence
+from effllm.job.prevalence import MemoryPressure, Prevalence
 from effllm.job.rows import Rows
 from effllm.job.slow_clocks import SlowClocks
 from effllm.records.columns import from_json, to_json

@@ -15,7 +15,7 @@ from effllm.job.health.diagnosis import CLOCK, POWER_LIMIT, THROTTLED, UNKNOWN
 from effllm.job.remedies import SLOW_DATA
 from effllm.metrics import METRICS
 from effllm.records.job import ARRIVAL, DATA_WAIT, OWN_TIME, PROFILE, AttemptSummary, StragglerVerdict, Summary
-from effllm.records.waterfall import Waterfall
+from effllm.records.verdict import Waterfall
 
 
 class Threshold(NamedTuple):

@@ -34,7 +34,7 @@ from effllm.records.job import (
 )
 from effllm.records.rank import RankReport
 from effllm.records.values import summaries
-from effllm.records.waterfall import OF_GPUS
+from effllm.records.verdict import OF_GPUS
 
 #: A window's end may be at most this far in the future.  Clocks of nodes differ by much less, but the aggregator's
 #: time may be old.

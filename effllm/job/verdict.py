@@ -32,8 +32,8 @@ from effllm.records.verdict import (
     LossWindows,
     OutOfMemory,
     Verdict,
+    Waterfall,
 )
-from effllm.records.waterfall import Waterfall
 
 #: A loss in a smaller share of the windows is concentrated, and the worst window is named.
 MAX_RARE_SHARE = 0.1

@@ -16,7 +16,7 @@ from effllm.job.losses import profile_period
 from effllm.records.energy import NORMAL_95
 from effllm.records.job import ClusterTotals, GoodputSummary, JobConstants
 from effllm.records.rank import Profile
-from effllm.records.waterfall import OF_GPUS, PARTS, PRODUCTIVE, Waterfall, WaterfallPart
+from effllm.records.verdict import OF_GPUS, PARTS, PRODUCTIVE, Waterfall, WaterfallPart
 
 #: Class of goodput -> part, where the names differ.
 RENAMED = {UNKNOWN: "unreported"}

@@ -1,4 +1,4 @@
-"""Read a model's shape from the fields of a Hugging Face config.json."""
+"""The shape of a model, from the fields of a Hugging Face config.json or from a row of known_models.json."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def _unknown(fields: Fields, architecture: str) -> ModelShape:
 
 @dataclass(frozen=True)
 class KnownModel:
-    """A row of the table: the sizes of a published config.json."""
+    """A row of known_models.json: the sizes of a published config.json."""
 
     name: str
     repository: str

@@ -169,9 +169,10 @@ def _training_parts(shape: ModelShape, plan: MemoryPlan, stage: Stage) -> list[M
     source = "errors of configurations counted on CPU" if counted else "assumed, no such plan was counted"
     sizes = weight_bytes(plan, held, trained)
     buffers = communication(plan, all_gradients, sizes, sizes / stage.layers)
+    master = " and a copy of the weights in 32 bits" if plan.numbers.master and not plan.lora_rank else ""
     fixed = [
         _weights(plan, held, trained, shape),
-        _static("optimizer states", states, shape, _states_basis(plan)),
+        _static("optimizer states", states, shape, plan.optimizer + master),
         MemoryPart("communication buffers", buffers, "published ranges and settings; not measured on a GPU"),
         *_of_quantized_base(plan, held, peak.activations - once.activations),
         _CONTEXT,
@@ -275,11 +276,6 @@ def _weights_basis(plan: MemoryPlan) -> str:
     if plan.base_bits:
         return f"{plan.base_bits} bits for each weight of a matrix, with its scales"
     return f"{plan.numbers.weights} bytes for each parameter"
-
-
-def _states_basis(plan: MemoryPlan) -> str:
-    master = " and a copy of the weights in 32 bits" if plan.numbers.master and not plan.lora_rank else ""
-    return f"{plan.optimizer}{master}"
 
 
 def _workspace(plan: MemoryPlan, trained: list[RankTensor]) -> ByteRange:

@@ -12,10 +12,8 @@ from dataclasses import dataclass, replace
 from effllm.memory.model import ModelShape
 from effllm.memory.plan import LORA_TARGETS, OPTIMIZERS, MemoryPlan
 
-EMBEDDING, HEAD, ATTENTION, MLP, EXPERT, SHARED, ROUTER, NORM = (
-    *("embedding", "head", "attention", "mlp", "expert", "shared", "router"),
-    "norm",
-)
+EMBEDDING, HEAD, ATTENTION, MLP, EXPERT = "embedding", "head", "attention", "mlp", "expert"
+SHARED, ROUTER, NORM = "shared", "router", "norm"
 
 #: bitsandbytes quantizes states in blocks of 256 elements with a scale of 32 bits; smaller tensors stay in 32 bits.
 STATE_BLOCK, SMALLEST_8BIT = 256, 4096
@@ -26,7 +24,7 @@ NF4_BYTES, NF4_DOUBLE_BYTES = 0.5 + 4 / 64, 0.5 + 1 / 64 + 4 / (64 * 256)
 
 @dataclass(frozen=True)
 class ParameterTensor:
-    """A matrix or a vector of parameters, and how often the model has it."""
+    """A matrix or a vector of parameters, whose shape optimizers and adapters depend on; and how often it occurs."""
 
     group: str
     name: str  # of a matrix: q, k, v, o or mlp, as in the targets of adapters; "bias" of its bias

@@ -1,4 +1,4 @@
-"""The course of a training step of a model: its blocks in the order of the forward pass."""
+"""The course of a training step of a model: its blocks in the order of the forward pass, and its peak."""
 
 from __future__ import annotations
 
@@ -239,7 +239,11 @@ class _Walk:
 
 
 def course_of(blocks: StepBlocks) -> StepCourse:
-    """Return the peak of a step, of the last micro-batch in flight."""
+    """Return the peak of a step, of the last micro-batch in flight, by a walk through forward and backward.
+
+    Kept tensors add up during the forward pass, and are freed in the backward pass while gradients appear.  The peak is
+    where their sum is largest: at the loss, or at the end of the backward pass.
+    """
     walk = _Walk(blocks.gradients if blocks.resident else 0.0)
     kept_by_layer = [_kept(layer) for layer in blocks.layers]
     once = sum(block.casts for layer in blocks.layers for block in layer)

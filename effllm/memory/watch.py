@@ -121,7 +121,7 @@ class DeviceWatch:
             )
 
     def _of_growth(self, found: MemoryGrowth, capacity: float) -> str:
-        at = "in a step" if found.place == STEPS else f"at {_a(found.place)}"
+        at = "in a step" if found.place == STEPS else f"at a{'n' if found.place[:1] in 'aeiou' else ''} {found.place}"
         last = self.forecast.last
         assert last is not None
         return (
@@ -155,10 +155,6 @@ def _until_full(found: MemoryTrend, available: float | None) -> str:
         f"; if only this process grows, the available {available / _GB:.2f} GB of the host are full in about "
         f"{middle:,.0f} iterations ({soonest:,.0f} to {latest:,.0f})"
     )
-
-
-def _a(place: str) -> str:
-    return f"an {place}" if place[:1] in "aeiou" else f"a {place}"
 
 
 def _size(one: float) -> str:

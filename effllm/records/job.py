@@ -12,8 +12,7 @@ from effllm.records.energy import EnergyAmount
 from effllm.records.identity import Identity
 from effllm.records.rank import Profile
 from effllm.records.values import ValueSummary
-from effllm.records.verdict import Audit, MemoryPressureLoss, OutOfMemory, Verdict
-from effllm.records.waterfall import OF_RANKS, Waterfall
+from effllm.records.verdict import OF_RANKS, Audit, MemoryPressureLoss, OutOfMemory, Verdict, Waterfall
 
 #: Version of all files of runs, also of lines of the ledger; it is incremented when a field is removed or changes its
 #: meaning. Files of another version are not read.

@@ -16,7 +16,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from effllm.energy.readings import NS
-from effllm.energy.tick_period import DENSE_S, MIN_MOVES
+from effllm.energy.tick_clock import DENSE_S, MIN_MOVES
 from effllm.sensor_profile.record import LoadEdge, Ratio, Response, Rhythm
 
 #: If more than this share of the reads shows a new value, the reading is continuous.

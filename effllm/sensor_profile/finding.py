@@ -15,7 +15,7 @@ from effllm import __version__
 from effllm.energy import calibration
 from effllm.energy.calibration import Seen
 from effllm.energy.readings import NS
-from effllm.energy.tick_period import is_held
+from effllm.energy.tick_clock import is_held
 from effllm.records.rank import AVERAGE, COUNTER, Device, Sensor
 from effllm.sensor_profile.estimates import (
     MAX_DELAY_S,

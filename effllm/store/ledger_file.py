@@ -18,7 +18,7 @@ import msgspec
 from effllm.metrics import METRICS
 from effllm.records.identity import Identity
 from effllm.records.job import SCHEMA_VERSION, Summary
-from effllm.records.waterfall import OF_GPUS, Waterfall
+from effllm.records.verdict import OF_GPUS, Waterfall
 from effllm.store import own_files
 from effllm.store.run_folder import StoreUnavailable
 

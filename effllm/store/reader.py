@@ -16,7 +16,7 @@ from msgspec import Struct
 from effllm.records.counters import by_name
 from effllm.records.energy import NORMAL_95
 from effllm.records.job import ClusterReport, ClusterTotals, Counted, JobConstants, WindowReport
-from effllm.records.rank import DeviceWindow, Event, Gauge, Integrals, Profile, RankReport
+from effllm.records.rank import DeviceWindow, Event, Integrals, Profile, RankReport
 
 _SEGMENT = re.compile(r"-(\d{4,})\.jsonl")
 
@@ -230,14 +230,14 @@ def rank_row(row: RankReport, *, attempt: int, host: str | None, simulated: bool
         iterations_overrun=row.iterations_overrun,
         simulated=simulated,
         throttled_s=device.throttled_s,
-        gauges={name: _gauge_row(gauge) for name, gauge in device.gauges.items() if gauge.covered_s > 0},
+        gauges={
+            name: GaugeRow(gauge.value_seconds / gauge.covered_s, gauge.covered_s, gauge.least, gauge.most)
+            for name, gauge in device.gauges.items()
+            if gauge.covered_s > 0
+        },
         **by_name(row),
     )
     return _short(whole)
-
-
-def _gauge_row(gauge: Gauge) -> GaugeRow:
-    return GaugeRow(gauge.value_seconds / gauge.covered_s, gauge.covered_s, gauge.least, gauge.most)
 
 
 def coverage_of(row: RankReport) -> float | None:

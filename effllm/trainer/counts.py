@@ -1,4 +1,4 @@
-"""Counts of a loop, which may have any type; an invalid count changes no total."""
+"""Counts and generations of a loop; a count may have any type, and an invalid count changes no total."""
 
 from __future__ import annotations
 

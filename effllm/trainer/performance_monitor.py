@@ -151,7 +151,8 @@ class PerformanceMonitor:
             self._look()
         amu, pcu, aec = self._measured
         began_s = self._started_s
-        found = {"AMU": amu, "PCU": pcu, "AL": self._latency(), "AEC": aec, "MCR": self._mcr()}
+        latency = self._given_s / self._requests if self._requests and not self._num_assumed else NAN
+        found = {"AMU": amu, "PCU": pcu, "AL": latency, "AEC": aec, "MCR": self._mcr()}
         if self._throughput is not None:
             found[self._throughput] = self._throughputs()[self._throughput]
         ended_s = time.monotonic() if self._ended_s is None else self._ended_s
@@ -163,9 +164,6 @@ class PerformanceMonitor:
         target = Path(path) / "performance_metrics.json" if Path(path).is_dir() else Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(json.dumps(known, indent=2) + "\n", encoding="utf-8")
-
-    def _latency(self) -> float:
-        return self._given_s / self._requests if self._requests and not self._num_assumed else NAN
 
     def _throughputs(self) -> dict[str, float]:
         time_s = self._given_s + self._assumed_s

@@ -80,16 +80,12 @@ def end(source: ValueSource) -> None:
         return
     atexit.unregister(end)
     missing = [name for name, report in _JOINING.written.items() if not report]
-    if _JOINING.rank == 0 and missing and source.values().report and not _logs_elsewhere():
+    if _JOINING.rank == 0 and missing and source.values().report and not ownership.holder().startswith(_OTHER_RANK):
         for name in missing:
             source.warn(
                 f"sink {name}: no call of {name}.log on this rank after the first report, so no value joined a run here"
             )
     _JOINING.source, _JOINING.written = None, {}
-
-
-def _logs_elsewhere() -> bool:
-    return ownership.holder().startswith(_OTHER_RANK)
 
 
 def wrap(name: str, module: ModuleType) -> None:

@@ -153,7 +153,8 @@ def _runs(side: Side) -> str:
 
 def notes(one: Compared) -> list[str]:
     """Return the evidence, the unfair differences and the differing settings, each as a sentence."""
-    return [*_reasons(one.metrics), *_unfair(one), *_settings(one)]
+    unfair = [f"unfair: {diff.name}: A {diff.a}; B {diff.b}" for diff in one.unfair]
+    return [*_reasons(one.metrics), *unfair, *_settings(one)]
 
 
 def cells(row: MetricComparison) -> list[str]:
@@ -201,10 +202,6 @@ def _evidence(row: MetricComparison) -> str:
         effect = f"{_digits(row.detectable_share)} %"
         parts.append(f"with {runs} a difference of {effect} would be found in {100 * POWER:.0f} % of comparisons")
     return "; ".join(parts)
-
-
-def _unfair(one: Compared) -> list[str]:
-    return [f"unfair: {diff.name}: A {diff.a}; B {diff.b}" for diff in one.unfair]
 
 
 def _settings(one: Compared) -> list[str]:

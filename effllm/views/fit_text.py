@@ -1,4 +1,4 @@
-"""The texts of ``effllm fit``: the two tables, the parts of a plan, and the changes that make it fit."""
+"""The texts of ``effllm fit``: tables, parts of a plan, changes that make it fit, and the JSON document."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from effllm.memory.estimate import ByteRange, MemoryEstimate, total_of
 from effllm.memory.plan import MemoryPlan
 from effllm.records.plain_text import one_line
 
-SCHEMA = 1
-
+SCHEMA = 1  # of the JSON document, whose names are stable; docs/fit.md describes them
 GB, GIB = 1e9, 2.0**30
 BASIS_AT = 52  # column of the basis of a part
 SIGNS = {FITS: "✓", "does not fit": "✗", "unclear": "?"}

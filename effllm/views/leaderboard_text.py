@@ -140,14 +140,11 @@ def _cells(board: Leaderboard, quality: str) -> tuple[list[str], list[list[str]]
     header = ["configuration", "runs", *names, *([one_line(quality)] if quality else []), "score", "against next"]
     rows = []
     for one in board.standings:
-        cells = [one_line(one.side.name), str(len(one.side.runs)), *(_marked(one, name) for name in shown)]
+        marked = (_number(one.values[name]) + "!" * (name in one.in_doubt) for name in shown)
+        cells = [one_line(one.side.name), str(len(one.side.runs)), *marked]
         cells += [_number(one.quality)] if quality else []
         rows.append([*cells, "-" if one.score is None else f"{one.score:.3f}", _outcomes(one)])
     return header, rows
-
-
-def _marked(one: Standing, name: str) -> str:
-    return _number(one.values[name]) + "!" * (name in one.in_doubt)
 
 
 def _unfinished(one: Standing) -> str:
@@ -167,13 +164,9 @@ def _outcomes(one: Standing) -> str:
     if one.next_outcomes is None:
         return ""
     counts = one.next_outcomes
-    return (
-        f"{counts[BETTER]} better, {counts[WORSE]} worse" if counts[BETTER] or counts[WORSE] else _none(counts[UNKNOWN])
-    )
-
-
-def _none(unknown: int) -> str:
-    return UNKNOWN if unknown else SAME
+    if counts[BETTER] or counts[WORSE]:
+        return f"{counts[BETTER]} better, {counts[WORSE]} worse"
+    return UNKNOWN if counts[UNKNOWN] else SAME
 
 
 def _cell(text: str) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from effllm.records.plain_text import one_line
-from effllm.records.waterfall import Waterfall, WaterfallPart
+from effllm.records.verdict import Waterfall, WaterfallPart
 from effllm.store.summary_text import readable
 
 MIN_H, J_PER_KWH, MIN_KWH = 1.0, 3.6e6, 0.01

@@ -15,7 +15,7 @@ from nvml_library import Gpu, square
 from effllm.devices import Site
 from effllm.energy import calibration
 from effllm.energy.calibration import KEPT_DAYS, Calibration, calibrate, load, store
-from effllm.energy.tick_period import is_held, tick_of
+from effllm.energy.tick_clock import is_held, tick_of
 from effllm.records.rank import COUNTER, INSTANT, Device, Sample, Sensor
 
 H100 = Device("GPU-1", "nvml", "NVIDIA H100 80GB HBM3", energy_method=COUNTER, driver="570.1")

@@ -4,8 +4,7 @@ import pytest
 from audited import AuditedJob, value
 from builders import reports, row
 
-from effllm.job.audit.figures import FigureSums, KnownJob, compared
-from effllm.job.audit.watch import above_tensor_activity, tensor_utilization
+from effllm.job.audit.watch import FigureSums, KnownJob, above_tensor_activity, compared, tensor_utilization
 from effllm.job.ledger import restore
 from effllm.records.clock import Now
 from effllm.records.framework_figures import (

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from effllm.devices.known import hardware
 from effllm.devices.known.hardware import PRECISIONS, ROWS, find, peak_flops_per_s
-from effllm.devices.known.peak_clock import UNITS, peak_clock_hz
+from effllm.devices.known.named_gpus import UNITS, peak_clock_hz
 from effllm.devices.known.sensors import SENSORS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "hardware.md"

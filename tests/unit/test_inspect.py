@@ -11,8 +11,18 @@ from typer.testing import CliRunner
 from effllm.commands.app import app
 from effllm.job.verdict import MAX_EVIDENCE
 from effllm.records.framework_figures import FIGURES
-from effllm.records.verdict import BEFORE, IN, Audit, ComparedFigure, Evidence, LossWindows, Verdict
-from effllm.records.waterfall import PARTS, Waterfall, WaterfallPart
+from effllm.records.verdict import (
+    BEFORE,
+    IN,
+    PARTS,
+    Audit,
+    ComparedFigure,
+    Evidence,
+    LossWindows,
+    Verdict,
+    Waterfall,
+    WaterfallPart,
+)
 
 
 @pytest.fixture

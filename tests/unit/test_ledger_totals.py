@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 pytest.importorskip("duckdb", reason="needs the extra analysis")
 
-from effllm.analysis import database, run_cache
+from effllm.analysis import database
 from effllm.analysis.ledger import totals
 from effllm.analysis.load import load
 from effllm.analysis.run_folders import UnreadableRun
@@ -206,8 +206,8 @@ def test_a_run_with_a_folder_and_a_line_is_counted_once(run, tmp_path):
 @pytest.fixture
 def cached(monkeypatch):
     """Use the cache for any number of runs."""
-    monkeypatch.setattr(run_cache, "MIN_RUNS", 1)
-    monkeypatch.setattr(run_cache, "MAX_NEW_ROWS", 0)
+    monkeypatch.setattr(database, "MIN_RUNS", 1)
+    monkeypatch.setattr(database, "MAX_NEW_ROWS", 0)
 
 
 @pytest.mark.usefixtures("cached")

@@ -13,7 +13,7 @@ from sink_examples import complete_totals, make_report, make_row
 
 import effllm
 from effllm import metrics
-from effllm.analysis import database, line_tables, run_cache
+from effllm.analysis import database, line_tables
 from effllm.analysis.run_folders import UnreadableRun
 from effllm.config.settings import cache_folder
 from effllm.records.counters import FIELDS
@@ -344,8 +344,8 @@ def test_lines_have_the_order_of_the_files_of_any_size(tmp_path, monkeypatch, co
 @pytest.fixture
 def cached(monkeypatch):
     """Use the cache for any number of runs."""
-    monkeypatch.setattr(run_cache, "MIN_RUNS", 1)
-    monkeypatch.setattr(run_cache, "MAX_NEW_ROWS", 0)
+    monkeypatch.setattr(database, "MIN_RUNS", 1)
+    monkeypatch.setattr(database, "MAX_NEW_ROWS", 0)
 
 
 def no_reading(path):

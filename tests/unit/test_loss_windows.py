@@ -12,8 +12,7 @@ from effllm.config.settings import Config
 from effllm.job.aggregator import Aggregator
 from effllm.job.ledger import restore
 from effllm.job.losses import THRESHOLDS, Loss
-from effllm.job.memory_pressure import ERRORS, RETRIES, MemoryPressure
-from effllm.job.prevalence import Prevalence
+from effllm.job.prevalence import ERRORS, RETRIES, MemoryPressure, Prevalence
 from effllm.job.rows import Rows
 from effllm.job.verdict import windows_of
 from effllm.records.clock import Now

@@ -15,8 +15,7 @@ from typer.testing import CliRunner
 
 from effllm.commands.app import app
 from effllm.records.values import ValueSummary
-from effllm.records.verdict import Verdict
-from effllm.records.waterfall import Waterfall, WaterfallPart
+from effllm.records.verdict import Verdict, Waterfall, WaterfallPart
 from effllm.views.report.markup import Markup, element
 from effllm.views.report.page import MAX_BYTES
 

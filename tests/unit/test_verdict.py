@@ -19,8 +19,7 @@ from effllm.records.clock import Now
 from effllm.records.job import DATA_WAIT, AttemptSummary, ClockLoss, GoodputSummary, StragglerVerdict, Value
 from effllm.records.job import PROFILE as PROFILE_EVIDENCE
 from effllm.records.rank import Profile
-from effllm.records.verdict import CAUSES, HEALTHY, HIGH, MEDIUM, NO_VERDICT, LossWindows
-from effllm.records.waterfall import Waterfall, WaterfallPart
+from effllm.records.verdict import CAUSES, HEALTHY, HIGH, MEDIUM, NO_VERDICT, LossWindows, Waterfall, WaterfallPart
 from effllm.records.wire import Bye
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -26,7 +26,7 @@ from effllm.job.waterfall import (
 )
 from effllm.records.job import AttemptSummary, ClusterTotals, Counts, DeviceTotals, GoodputSummary, JobConstants
 from effllm.records.rank import Profile
-from effllm.records.waterfall import OF_GPUS, OF_RANKS, PARTS
+from effllm.records.verdict import OF_GPUS, OF_RANKS, PARTS
 
 PEAK = 1e15  # FLOP/s of one device
 

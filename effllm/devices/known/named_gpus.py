@@ -1,4 +1,4 @@
-"""GPUs by the short names that people type, such as h100-80gb, a100 or rtx4090."""
+"""GPUs by the short names that people type, such as h100-80gb or a100; their usable memory, and their peak's clock."""
 
 from __future__ import annotations
 
@@ -6,6 +6,34 @@ import difflib
 import re
 
 from effllm.devices.known.hardware import ROWS, Hardware, find
+
+#: Device -> number of its SMs, and the dense FLOPs of an SM per clock cycle in 16 bits with accumulation in FP32.  The
+#: sources are the papers in the table and, for the number of SMs, the number of CUDA cores (64 or 128 per SM).
+UNITS: dict[str, tuple[int, int]] = {
+    **dict.fromkeys(("Tesla V100-SXM2-16GB", "Tesla V100-SXM2-32GB"), (80, 1024)),
+    **dict.fromkeys(("Tesla V100-PCIE-16GB", "Tesla V100-PCIE-32GB", "Tesla V100S-PCIE-32GB"), (80, 1024)),
+    "Tesla T4": (40, 1024),
+    **dict.fromkeys(("Quadro RTX 6000", "Quadro RTX 8000"), (72, 1024)),
+    **dict.fromkeys(("NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB", "NVIDIA A800-SXM4-80GB"), (108, 2048)),
+    **dict.fromkeys(("NVIDIA A100-PCIE-40GB", "NVIDIA A100 80GB PCIe", "NVIDIA A800 80GB PCIe"), (108, 2048)),
+    "NVIDIA A30": (56, 2048),
+    "NVIDIA A10": (72, 1024),
+    **dict.fromkeys(("NVIDIA A40", "NVIDIA RTX A6000"), (84, 1024)),
+    "NVIDIA GeForce RTX 3080": (68, 512),
+    "NVIDIA GeForce RTX 3090": (82, 512),
+    "NVIDIA GeForce RTX 3090 Ti": (84, 512),
+    "NVIDIA L4": (58, 1024),
+    "NVIDIA L40": (142, 512),
+    **dict.fromkeys(("NVIDIA L40S", "NVIDIA RTX 6000 Ada Generation"), (142, 1024)),
+    "NVIDIA GeForce RTX 4080": (76, 512),
+    "NVIDIA GeForce RTX 4090": (128, 512),
+    **dict.fromkeys(("NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA H800"), (132, 4096)),
+    **dict.fromkeys(("NVIDIA GH200 480GB", "NVIDIA GH200 144G HBM3e"), (132, 4096)),
+    "NVIDIA H100 PCIe": (114, 4096),
+    **dict.fromkeys(("NVIDIA H100 NVL", "NVIDIA H200 NVL"), (132, 4096)),
+    "NVIDIA RTX PRO 6000 Blackwell Workstation Edition": (188, 1024),
+    "NVIDIA GeForce RTX 5090": (170, 512),
+}
 
 #: Share of the memory on the board that a program can use: the driver keeps a part, and boards with GDDR keep the codes
 #: of ECC in the same memory.
@@ -40,3 +68,17 @@ def _words(name: str) -> frozenset[str]:
     plain = re.sub(r"(?<=[a-z])(?=rtx|gtx)|(?<=rtx)(?=\d)|(?<=gtx)(?=\d)", " ", name.lower())
     words = set(re.findall(r"[a-z0-9]+", plain)) - {"nvidia", "tesla", "geforce", "amd", "instinct"}
     return frozenset(words)
+
+
+def peak_clock_hz(name: str) -> float | None:
+    """Return the clock at which a device has its peak, or ``None`` if the number of its SMs is not in the table.
+
+    This is the boost clock of the vendor's figures: the dense rate over the FLOPs of all SMs per clock cycle.  The
+    maximum clock of a driver may be higher: an H100 SXM has 989.4 TFLOP/s at 1.83 GHz, and a maximum of 1.98 GHz.
+    """
+    hardware = find(name)
+    units = UNITS.get(hardware.names[0]) if hardware is not None else None
+    if hardware is None or units is None:
+        return None
+    rate = hardware.flops_per_s.get("bf16") or hardware.flops_per_s["fp16"]
+    return rate / (units[0] * units[1])

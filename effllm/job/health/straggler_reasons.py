@@ -149,7 +149,8 @@ def _names(verdict: StragglerVerdict) -> str:
 def _line(kind: str, who: str, verdicts: Sequence[StragglerVerdict], has_gpus: bool) -> str:
     seconds = sum(one.gpu_seconds for one in verdicts)
     joules = None if any(one.joules is None for one in verdicts) else sum(one.joules or 0.0 for one in verdicts)
-    cost = f"cost {_seconds_text(seconds)} {'GPU-s' if has_gpus else 'rank-s'}"
+    shown = f"{seconds:,.0f}" if seconds >= 100 else f"{seconds:.2g}"
+    cost = f"cost {shown} {'GPU-s' if has_gpus else 'rank-s'}"
     cost += f", {_joules_text(joules)}" if joules is not None else ""
     if kind == "recovered":
         return f"recovered: {who} no longer delays its peers; {cost}"
@@ -180,10 +181,6 @@ def ranks_text(ranks: Sequence[int]) -> str:
         else:
             runs.append([rank, rank])
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
-
-
-def _seconds_text(seconds: float) -> str:
-    return f"{seconds:,.0f}" if seconds >= 100 else f"{seconds:.2g}"
 
 
 def _joules_text(joules: float) -> str:

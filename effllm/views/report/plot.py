@@ -1,4 +1,4 @@
-"""Draws charts as SVG; the labels are HTML, so that their size does not depend on the width of the screen."""
+"""The charts of a report as SVG; the labels are HTML, so that the width of the screen does not change their size."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from effllm.store.summary_text import readable
 from effllm.views.report.markup import Markup, element
 
 J_PER_KWH = 3.6e6
-
 #: Size of the drawing; the browser stretches it to the width of the page.
 WIDTH, HEIGHT = 1000, 300
 _X_LABELS = 4  # intervals between the labels below a chart

@@ -9,8 +9,7 @@ from itertools import islice
 from effllm.analysis.recorded_run import RecordedRun
 from effllm.metrics import METRICS
 from effllm.records.job import Summary, Value
-from effllm.records.verdict import HIGH, MEDIUM
-from effllm.records.waterfall import PARTS, PRODUCTIVE
+from effllm.records.verdict import HIGH, MEDIUM, PARTS, PRODUCTIVE
 from effllm.store.summary_text import (
     MAX_SHOWN_NAMES,
     audit_texts,

@@ -1,4 +1,4 @@
-"""Everything that the screen shows at one position of a run, as values."""
+"""Everything that the screen shows at one position of a run, as values, and as a document for scripts."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import msgspec
 
 from effllm.records.job import Coverage, StragglerVerdict
 from effllm.records.rank import Event
-from effllm.records.verdict import Verdict
-from effllm.records.waterfall import Waterfall
+from effllm.records.verdict import Verdict, Waterfall
 from effllm.store.summary_text import duration
 from effllm.views.top.event_history import COMPLETED, RankStates
 from effllm.views.top.ranks import HostLine, RankLine, RankTable

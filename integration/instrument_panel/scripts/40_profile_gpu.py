@@ -17,8 +17,8 @@ from torch import nn
 
 from effllm.devices.known.named_gpus import find_gpu, usable_bytes
 from effllm.memory.changes import verdict
-from effllm.memory.estimate import estimate
 from effllm.memory.config_json import find_model
+from effllm.memory.estimate import estimate
 from effllm.memory.plan import INFERENCE, MemoryPlan
 from effllm.views.fit_text import GpuMemory, ModelFit, compatibility_lines, requirement_lines
 
