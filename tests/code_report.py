@@ -16,26 +16,26 @@ from pathlib import Path
 # Lines of the Python files of each package. A budget is raised only in a line with a comment: the reason, which a user
 # must be able to accept. When a package becomes smaller, its budget follows.
 BUDGETS = {
-    "agent": 3_451,
-    "analysis": 3_866,
-    "commands": 6_045,
+    "agent": 3_382,
+    "analysis": 3_794,
+    "commands": 6_032,
     "config": 788,
-    "devices": 4_297,
-    "energy": 1_832,
-    "hooks": 4_604,
-    "instruments": 2_437,
-    "job": 8_815,
-    "memory": 3_295,
+    "devices": 4_242,
+    "energy": 1_808,
+    "hooks": 4_555,
+    "instruments": 2_412,
+    "job": 8_770,
+    "memory": 3_229,
     "metrics": 1_069,
-    "network": 1_581,
-    "records": 3_139,
+    "network": 1_590,  # reports are sent without the defaults at their end: a fifth less traffic
+    "records": 3_138,
     "sensor_profile": 1_454,
-    "server": 1_367,
+    "server": 1_361,
     "sinks": 1_660,
-    "store": 3_007,
+    "store": 3_040,  # large windows wait for the disk without all their reports
     "top level": 192,
-    "trainer": 3_973,
-    "views": 3_345,
+    "trainer": 3_905,
+    "views": 3_296,
 }
 UNUSED_LINES = 50  # a budget with more unused lines is to be lowered
 GOALS = {"class": 250, "module": 400, "function": 60}
