@@ -77,9 +77,8 @@ def inspect(orders: InspectionOrders) -> InspectionResult:
     stacks, top = _stacks(orders.pid)
     dump = _dump(orders, was_asked, began_s)
     parts = [f"rank {orders.rank}, process {orders.pid}, {stamp}", process, stacks, *([dump] if dump else [])]
-    return InspectionResult(
-        bounded("\n\n".join(parts) + "\n"), top or process.partition("\n")[0].removeprefix("state: ")
-    )
+    top = top or process.partition("\n")[0].removeprefix("state: ")
+    return InspectionResult(bounded("\n\n".join(parts) + "\n"), top)
 
 
 def bounded(text: str) -> str:

@@ -138,7 +138,7 @@ class KnownModel:
 @cache
 def known_models() -> tuple[KnownModel, ...]:
     """Return all rows in the order of the file."""
-    rows = json.loads(Path(__file__).with_suffix(".json").read_text())
+    rows = json.loads(Path(__file__).with_name("known_models.json").read_text())
     return tuple(KnownModel(**{**row, "aliases": tuple(row.get("aliases", ()))}) for row in rows)
 
 
