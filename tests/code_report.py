@@ -16,7 +16,7 @@ from pathlib import Path
 # Lines of the Python files of each package. A budget is raised only in a line with a comment: the reason, which a user
 # must be able to accept. When a package becomes smaller, its budget follows.
 BUDGETS = {
-    "agent": 3_382,
+    "agent": 3_381,
     "analysis": 3_794,
     "commands": 6_032,
     "config": 788,
@@ -27,12 +27,12 @@ BUDGETS = {
     "job": 8_770,
     "memory": 3_229,
     "metrics": 1_069,
-    "network": 1_590,  # reports are sent without the defaults at their end: a fifth less traffic
+    "network": 1_590,
     "records": 3_138,
     "sensor_profile": 1_454,
     "server": 1_361,
     "sinks": 1_660,
-    "store": 3_040,  # large windows wait for the disk without all their reports
+    "store": 3_040,
     "top level": 192,
     "trainer": 3_905,
     "views": 3_296,
