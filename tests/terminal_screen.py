@@ -81,10 +81,10 @@ class TerminalScreen:
             os.write(self._keyboard, KEYS.get(key, key.encode()))
 
     def resize(self, columns: int, lines: int, *, is_first: bool = False) -> None:
-        fcntl.ioctl(self.terminal, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
-        if not is_first:
+        if not is_first:  # first here: the program may fill the new size at once
             with self._lock:
                 self._screen.resize(lines, columns)
+        fcntl.ioctl(self.terminal, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
 
     @property
     def lines(self) -> list[str]:
