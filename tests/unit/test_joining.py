@@ -11,7 +11,7 @@ from cases import cases, repeats
 
 from effllm.config.settings import MIN_WINDOW_S, Config, read_config
 from effllm.job.aggregator import Aggregator
-from effllm.job.joining import MAX_WAIT_S, join
+from effllm.job.joining import MAX_WAIT_S, WindowJoiner, join
 from effllm.job.ledger import restore
 from effllm.job.open_windows import MAX_PENDING_BYTES
 from effllm.job.rows import Rows
@@ -273,3 +273,18 @@ def test_memory_of_the_allocator_is_in_the_values_of_a_window():
     assert found.squares / 2 == pytest.approx(statistics.variance(sizes))
     assert rows.values["allocator/reserved_bytes"].squares == 0.0
     assert Rows([row(3)]).values == {}
+
+
+def test_only_the_whole_part_of_a_rank_passes_the_joiner_at_once():
+    joiner = WindowJoiner(1.0)
+
+    def add(rank, window, window_s):
+        joiner.add(short(rank, window, window_s), 1, 0, is_full=False, now_s=0.0)
+
+    add(0, 1, 0.6)
+    add(1, 1, 0.6)
+    add(0, 2, 0.6)  # windows 1 and 2 are one joined window
+    assert joiner.whole(short(2, 2, 0.6)) == 0  # the report of window 1 is missing
+    add(0, 3, 1.0)
+    assert joiner.whole(short(2, 3, 1.0)) == 2
+    assert joiner.whole(short(1, 3, 1.0)) == 0  # a report of window 1 waits

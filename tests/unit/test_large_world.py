@@ -3,7 +3,7 @@
 import msgspec
 import numpy as np
 import pytest
-from builders import device_window, hello, reports, row
+from builders import device_window, full, hello, reports, row
 
 from effllm.config.settings import Config
 from effllm.job import pacing
@@ -189,3 +189,16 @@ def test_slowest_rank_is_compared_with_the_exact_median():
     *_, last = closed_reports(aggregator)
 
     assert last.straggler == Straggler(RANKS - 1, 0.6, own_s[(RANKS - 1) // 2])  # of the others
+
+
+@pytest.mark.parametrize("covered_s", [10.0, 5.0])
+def test_report_with_a_gap_waits_for_the_writer_and_the_others_do_not(covered_s):
+    aggregator = aggregator_of(300)
+    for rank in range(300):
+        wall = full(10.0 if rank != 7 else covered_s)
+        aggregator.reports(reports(row(rank, devices=(device_window(f"GPU-{rank}", wall=wall),))), Now(1.0, 1.0))
+
+    (closed,) = aggregator.closed.take()
+    assert closed.rows.gathered_of(300) is not None
+    assert [one.rank for one in closed.kept.rows] == ([7] if covered_s < 10.0 else [])
+    assert (closed.kept.num_reports, closed.kept.start_time_s) == (300, closed.rows[0].start_time_s)
