@@ -94,6 +94,18 @@ def test_file_of_a_running_job_stays_new(folder, announce, often):
     jobs.until(lambda: time.time() - path.stat().st_mtime < 60)
 
 
+def test_job_does_not_remove_its_own_file(folder, announce, monkeypatch):
+    monkeypatch.setattr(target_file, "BEAT_S", 0.0)
+    announce()
+    path = folder / NAME
+    number = path.stat().st_ino
+
+    for _ in range(3000):  # also between the new time of the file and the list of the folder
+        make_old(path, 10 * EXPIRES_S)
+
+    assert path.stat().st_ino == number
+
+
 def test_removed_file_of_a_running_job_is_written_again(folder, announce, often):
     announce()
     (folder / NAME).unlink()

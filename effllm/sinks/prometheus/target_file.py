@@ -132,7 +132,7 @@ class TargetFile:
                 return
 
     def _beat(self) -> None:
-        """Set the time of the file, and remove expired files of this user."""
+        """Set the time of the file, and remove expired files of this user's other jobs."""
         if self._look(self._name) is None:  # removed while the job was suspended
             self._write()
         os.utime(self._file)
@@ -141,7 +141,7 @@ class TargetFile:
         listed = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._at)
         try:
             with os.scandir(listed) as entries:
-                names = [one.name for one in entries if _NAMES.fullmatch(one.name)]
+                names = [one.name for one in entries if one.name != self._name and _NAMES.fullmatch(one.name)]
         finally:
             os.close(listed)
         for name in names:
