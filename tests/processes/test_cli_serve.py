@@ -4,10 +4,16 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 
+import jobs
 import pytest
+from builders import hello
 from cases import cases
 from cli_process import read_until
+
+from effllm.network.transport import Link, make_context
+from effllm.records.wire import Bye, ByeSeen
 
 SINKS = {"EFFICIENTLLM_SINKS": "console"}
 
@@ -41,6 +47,23 @@ def test_serve_receives_reports_and_ends_with_the_loop(cli):
     summary = cli.summary("runs")
     assert (summary["status"], summary["tokens"], summary["simulated"]) == ("completed", 2000, True)
     assert (cli.folder / "runs" / "one" / "summary.json").exists()
+
+
+def test_agent_that_reads_after_the_end_of_the_job_receives_the_confirmation(cli):
+    process = cli.start("serve", "--run-dir", "runs", EFFICIENTLLM_SECURITY="none", EFFICIENTLLM_SINKS="none")
+    context = make_context()
+    link = Link(context, ready(process))
+    link.connect()
+    jobs.until(lambda: link.send(hello(0, 1)))
+    jobs.until(link.receive)
+
+    link.send(Bye("agent-0", 0, "completed", 0))
+    time.sleep(0.4)  # as on a busy host; without a wait the aggregator ends within 0.02 s
+
+    assert ByeSeen(0) in link.receive()
+    link.close()
+    process.communicate(timeout=60)
+    context.destroy(linger=0)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

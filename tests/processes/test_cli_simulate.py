@@ -92,7 +92,6 @@ def has_window(cli):
     return any(path.stat().st_size for path in (cli.folder / "runs" / "one").glob("windows-*.jsonl"))
 
 
-@pytest.mark.alone  # at a load of ten, not all reports were confirmed; the cause is not known
 @pytest.mark.faults
 @pytest.mark.fault("aggregator-by-hand")
 def test_ranks_are_counted_by_a_restarted_aggregator(cli):
