@@ -32,8 +32,8 @@ MAX_OPEN = 0.1
 MIN_MARGIN_NS = 10_000_000_000
 #: If the error of the ticks' phase is larger than this, one more reading at each edge measures the phase.
 WIDE_NS = 100_000.0
-#: Readings that are this far apart, in ticks, surely belong to different ticks.
-SURE_TICK = 0.98
+#: Readings that are this far apart, in ticks, are of different ticks.  Two requested reads in one tick are 0.99 apart.
+SURE_TICK = 0.995
 #: The smallest error of a lag that was found in a run: the times of ticks and of reads are not known better.
 MIN_LAG_ERROR_S = 0.001
 

@@ -660,6 +660,18 @@ def test_lag_of_a_counter_is_estimated_during_the_run(lag_s):
     assert covered >= 0.95
 
 
+def test_reads_that_find_the_lag_hide_no_change_of_power():
+    """A read just after a tick and the read just before the next tick show one value of power, not an unchanged one."""
+    wave = sine(116.0, 680.0, 3.1)
+    shares = [
+        abs(window.error_j) / window.truth_j
+        for seed in range(40)
+        for window in simulate(wave, seed, window_s=0.2, lag_is_known=False, name="NVIDIA L40S", lead_s=[0.2] * 12)
+    ]
+
+    assert statistics.fmean(shares) < 0.0005
+
+
 def test_energy_of_a_late_counter_is_exact_after_the_lag_is_found():
     # Without the lag, the mean error is 40 ms * 400 W at half of all edges: about 3 % of the energy of a second.
     windows = [
