@@ -15,6 +15,9 @@ from effllm.records.wire import Supersede
 
 #: An agent reconnects within half a second, or within five seconds after repeated failures.
 GONE_AFTER_S = 2.0
+#: With ZMQ_IMMEDIATE an agent's link drops unread messages when the connection ends.  So an aggregator that ended at
+#: once would not confirm the BYE of an agent on a busy host.
+DISCONNECT_S, DISCONNECT_LOOK_S = 1.0, 0.02
 
 
 class LostAgents:
@@ -89,3 +92,10 @@ class JobEnd:
             return True  # all ranks are lost
         is_long = now_s - self._trainer_ended_s > LOST_AFTER_S or os.getppid() != self._agent
         return is_long and self._presence.all_lost(now_s)
+
+    def wait_for_disconnections(self) -> None:
+        """Wait until the agents that sent a BYE have disconnected, but not for the agent that started this process."""
+        left = self._presence.gone - {0 if self._orders.by_agent else -1}
+        until_s = time.monotonic() + DISCONNECT_S
+        while (left := {rank for rank in left if self._reaches(rank)}) and time.monotonic() < until_s:
+            time.sleep(DISCONNECT_LOOK_S)

@@ -58,9 +58,6 @@ SUMMARY_EVERY_S = 60.0
 KILLED_WITHIN_S = 90.0  # time from SIGTERM to a kill; the default of Slurm and Kubernetes is 30 s
 SINKS_STOP_S, STORE_STOP_S = 1.5, 3.0
 DISK_WAIT_S = 60.0  # wait for a stalled disk at the end, when no other process waits for the aggregator
-#: At the end, wait for the agents to disconnect: with ZMQ_IMMEDIATE an agent's link drops unread messages when the
-#: connection ends, so an agent on a busy host would not receive the confirmation of its BYE.
-DISCONNECT_S, DISCONNECT_LOOK_S = 1.0, 0.02
 FLOOD_PAUSE_S = 0.05  # pause in a flood of rejected frames: the queue of their peer fills, so the peer must wait
 FACTS_EVERY_S = 1.0  # minimum period between two writes of run.json for new ranks
 
@@ -139,7 +136,7 @@ class Server:
             status = self._finish()
         if status == UNUSED and folder is not None and not was_there:
             shutil.rmtree(folder, ignore_errors=True)
-        self._wait_for_disconnections()
+        self._end.wait_for_disconnections()
         self._peer_admission.close()
         self._socket.close()
         context.destroy(linger=500)
@@ -330,13 +327,6 @@ class Server:
         if summary.status == "completed" and self._folder is not None:
             remove_state(self._folder)
         return summary.status
-
-    def _wait_for_disconnections(self) -> None:
-        """Wait until the agents that sent a BYE have disconnected, but not for the agent that started this process."""
-        left = self._aggregator.presence.gone - {0 if self._orders.by_agent else -1}
-        until_s = time.monotonic() + DISCONNECT_S
-        while (left := {rank for rank in left if self._messages.reaches(rank)}) and time.monotonic() < until_s:
-            time.sleep(DISCONNECT_LOOK_S)
 
     def _release_output(self) -> None:
         """Close the job's output before a wait for a stalled disk, because readers of the output would also wait."""
