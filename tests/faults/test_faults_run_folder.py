@@ -76,6 +76,36 @@ def test_second_job_with_a_used_run_name_writes_to_another_folder(launch):
     assert "same-2" in line and "EFFICIENTLLM_RUN_NAME" in line
 
 
+def assert_two_folders(one, two):
+    assert [folder.name for folder in one.runs()] == ["same", "same-2"]
+    for folder, job, tokens in zip(one.runs(), (one, two), (7, 11), strict=True):
+        assert_whole(jobs.Ledger(folder), {0: len(job.output()["steps"])}, tokens=tokens)
+
+
+@pytest.mark.fault("two-jobs")
+def test_jobs_that_start_together_with_one_run_name_write_two_complete_folders(launch):
+    one = launch.python(LOOP, "--iterations", 200, "--tokens", 7, run_name="same")
+    jobs.until(one.runs)
+    two = launch.python(LOOP, "--iterations", 400, "--tokens", 11, run_name="same")
+
+    assert_two_folders(one.done(), two.done())
+
+
+@pytest.mark.fault("two-jobs")
+def test_run_that_completes_while_the_next_job_waits_for_its_folder_stays_complete(launch):
+    one = launch.python(LOOP, "--until", "enough", "--tokens", 7, run_name="same")
+    jobs.until(lambda: one.num_windows)
+    (aggregator,) = one.find("effllm.server.process")
+    os.kill(aggregator, signal.SIGSTOP)  # a stalled disk at the end of the first job
+    (one.folder / "enough").touch()
+    two = launch.python(LOOP, "--iterations", 300, "--tokens", 11, run_name="same")
+    jobs.until(lambda: two.find("effllm.server.process"))
+    time.sleep(4.0)
+    os.kill(aggregator, signal.SIGCONT)
+
+    assert_two_folders(one.done(), two.done())
+
+
 @pytest.mark.fault("everything-killed")
 def test_job_restarted_with_the_same_run_name_is_the_next_attempt(launch):
     one = launch.python(LOOP, "--iterations", 100, "--at", 57, "--end", "kill", run_name="same").wait()

@@ -88,6 +88,21 @@ os._exit(9)
     lock.release()
 
 
+def test_run_that_completes_during_the_wait_for_its_lock_is_not_continued(tmp_path):
+    lock = take(tmp_path / "one", FIRST)
+
+    def complete():
+        (lock.folder / "summary.json").write_text(json.dumps({"status": "completed"}))
+        lock.release()
+
+    threading.Timer(0.3, complete).start()
+    after = take(tmp_path / "one", OTHER, wait_s=20.0)
+
+    assert (after.folder.name, after.why_other) == ("one-2", "")
+    assert [path.name for path in (tmp_path / "one").iterdir()] == ["summary.json"]
+    after.release()
+
+
 def test_only_a_run_that_is_not_completed_is_continued(tmp_path):
     for name, status in (("one", "completed"), ("one-2", "killed")):
         (tmp_path / name).mkdir()
