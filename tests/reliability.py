@@ -142,6 +142,10 @@ FAULTS = {
         "everything is killed at once, agents and aggregator too",
         "the written files can be read and lack at most the last window; the next start continues them",
     ),
+    "memory-limit": Fault(
+        "the memory limit of the container is reached",
+        "the kernel ends agents and aggregator, and not the trainer; at the end one line reports a lost agent",
+    ),
     "tmpfs-full": Fault(
         "the container's 64 MB /dev/shm or its /tmp is full, or it has no memory for the ring",
         "metrics work without these folders, or are off with one line; training is not affected",

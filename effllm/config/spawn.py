@@ -14,10 +14,23 @@ _PROGRAM = (
     "import sys; sys.path[:1] == [''] and sys.path.pop(0); sys.path.append({parent!r}); "
     "from importlib import import_module; import_module({module!r}).main(sys.argv[1:])"
 )
+#: Executed before the imports, because these allocate memory.  Every process may raise its own value (proc(5)).
+_ENDS_FIRST = """
+try:
+    with open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")
+except OSError:  # no /proc
+    pass
+"""
 
 
 def spawn(
-    module: str, arguments: Sequence[str], descriptors: Sequence[int], environ: Mapping[str, str] | None = None
+    module: str,
+    arguments: Sequence[str],
+    descriptors: Sequence[int],
+    environ: Mapping[str, str] | None = None,
+    *,
+    ends_first: bool = False,
 ) -> subprocess.Popen[bytes]:
     """Start ``module.main(arguments)`` as a process in its own session.
 
@@ -25,12 +38,14 @@ def spawn(
     the interpreter options of this process that affect the module path.  The new process has its own session, because
     launchers kill process groups, and an agent must outlive its trainer to read the last window.
 
+    With ``ends_first``, the kernel kills the new process and its children before other processes when memory runs out.
+
     Raises:
         OSError: the interpreter cannot be started.
     """
     program = _PROGRAM.format(parent=str(Path(__file__).resolve().parents[2]), module=module)
     return subprocess.Popen(
-        [sys.executable, *_interpreter_options(), "-c", program, *arguments],
+        [sys.executable, *_interpreter_options(), "-c", _ENDS_FIRST * ends_first + program, *arguments],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         pass_fds=[one for one in descriptors if one >= 0],

@@ -114,8 +114,9 @@ class Session:
         arguments = [f"--ring={self._ring.descriptor}", f"--board={self.board.descriptor}"]
         arguments += [f"--trainer={self._trainer}", f"--wake={self._wake}", f"--ready={self._ready}"]
         inherited = [self._ring.descriptor, self.board.descriptor, self._trainer, self._wake, self._ready, stdout]
+        inherited.append(listener.fileno() if listener else -1)
         try:
-            self._process = spawn("effllm.agent.agent", arguments, [*inherited, listener.fileno() if listener else -1])
+            self._process = spawn("effllm.agent.agent", arguments, inherited, ends_first=True)
         finally:
             if stdout >= 0:
                 os.close(stdout)

@@ -4,6 +4,7 @@ import os
 import shutil
 import statistics
 import sys
+from pathlib import Path
 
 import jobs
 import psutil
@@ -47,6 +48,64 @@ def test_job_with_full_dev_shm_and_tmp_is_measured(in_full_container):
 
     assert_whole(job.ledger, {0: 200})
     assert job.our_errors == []
+
+
+#: A loop that allocates 150 MB after 100 iterations.
+GROWING = """
+import time, effllm
+effllm.initialize_efficientllm_metrics(1000)
+for iteration in range(160):
+    if iteration == 100:
+        more = bytearray(150 * 2**20)
+    effllm.get_metrics_collector().record_iteration_start()
+    time.sleep(0.01)
+    effllm.get_metrics_collector().record_iteration_end(100, 1)
+effllm.finalize_efficientllm_metrics()
+"""
+LIMIT_BYTES = 200 * 2**20  # enough for the loop, but not for the loop with the agent and the aggregator
+
+
+@pytest.fixture
+def memory_group():
+    """Return a new memory cgroup with a limit."""
+    name, root = f"effllm-{os.getpid()}", Path("/sys/fs/cgroup")
+    group, limit = root / "memory" / name, "memory.limit_in_bytes"
+    if not group.parent.is_dir():
+        group, limit = root / name, "memory.max"
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"a memory cgroup cannot be made here: {error}")
+    try:
+        if not (group / limit).exists():
+            pytest.skip("the memory controller is not enabled for new cgroups")
+        (group / limit).write_text(str(LIMIT_BYTES))
+        yield group
+    finally:
+        jobs.until(lambda: not (group / "cgroup.procs").read_text())
+        group.rmdir()
+
+
+@pytest.mark.fault("memory-limit")
+def test_trainer_survives_the_memory_limit_of_its_container(launch, memory_group):
+    enter = ["sh", "-c", f'echo $$ > {memory_group}/cgroup.procs && exec "$@"', "sh"]
+    job = launch._job()
+    (job.folder / "growing.py").write_text(GROWING)
+
+    job.start([*enter, sys.executable, "growing.py"], launch.environ({})).wait()
+
+    assert job.code == 0, job.stderr
+
+
+def test_agent_and_aggregator_end_before_other_processes_when_memory_runs_out(launch):
+    job = launch.python("loop.py", "--until", "enough")
+    started = jobs.until(lambda: job.find("effllm.server.process") and list(jobs.processes(job.token)))
+
+    values = {pid: int(Path(f"/proc/{pid}/oom_score_adj").read_text()) for pid in started}
+    job.finish()
+
+    own = int(Path("/proc/self/oom_score_adj").read_text())
+    assert sorted(values.values()) == sorted([own, 1000, 1000])
 
 
 #: A script that removes a resource until metrics have tried to start, and then trains.
