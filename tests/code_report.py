@@ -16,7 +16,7 @@ from pathlib import Path
 # Lines of the Python files of each package. A budget is raised only in a line with a comment: the reason, which a user
 # must be able to accept. When a package becomes smaller, its budget follows.
 BUDGETS = {
-    "agent": 3_381,
+    "agent": 3_383,  # warnings from before the start of the agent are events
     "analysis": 3_794,
     "commands": 6_032,
     "config": 803,  # the kernel kills agents before trainers when memory runs out
@@ -34,7 +34,7 @@ BUDGETS = {
     "sinks": 1_660,
     "store": 3_043,  # a run that completes while the next job waits for its folder is not overwritten
     "top level": 192,
-    "trainer": 3_906,  # the same
+    "trainer": 3_939,  # facts are limited where they are given, and the rest is counted in one line
     "views": 3_296,
 }
 UNUSED_LINES = 50  # a budget with more unused lines is to be lowered

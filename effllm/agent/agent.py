@@ -61,6 +61,8 @@ class Agent:
         self._devices.start()
         measuring = Measuring(self._trainer, self._devices)
         os.eventfd_write(ready, 1)
+        for text in self._trainer.facts.warnings:  # later warnings arrive with changed facts
+            self._events.report("warning", text)
         self._poller.register(self._wake, zmq.POLLIN)
         conversation = Conversation(
             self._trainer, measuring, self._connection, self._children, self._events, self._notices

@@ -256,7 +256,8 @@ class MetricsCollector:
     def set_batch_config(self, sequence_length: int, batch_size: int) -> None:
         """Set the tokens of a sample and the samples of a step on this rank, for loops that do not count."""
         self._batch = (int(sequence_length) * int(batch_size), int(batch_size))
-        self.declared.learn_run({"sequence_length": int(sequence_length), "batch_size": int(batch_size)})
+        own = {"sequence_length": int(sequence_length), "batch_size": int(batch_size)}
+        self.declared.learn(run={**self.declared.facts.run, **own})
 
     def record_facts(self, **facts: str | float | bool | None) -> None:
         """Add facts of the run to ``run.json``; only the facts of rank 0 are used."""

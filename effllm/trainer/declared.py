@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,9 @@ from effllm.records.ring import MAX_VALUE_NAMES
 
 #: Maximum letters in one name of values, and in all names together, because the memory of the facts has 64 kB.
 MAX_NAME_LETTERS, MAX_NAMES_LETTERS = 100, 5000
+#: Maximum number of facts of the run, letters in a fact's name, and bytes of all these facts as JSON.  The rest of the
+#: 500 facts of a message and of the 64 kB is for facts from effllm itself.
+MAX_FACTS, MAX_FACT_NAME_LETTERS, MAX_FACTS_BYTES = 450, 255, 40_000
 
 
 class Declared:
@@ -37,9 +41,32 @@ class Declared:
         self.set(**{name: value for name, value in facts.items() if value is not None})
         self._changed()
 
-    def learn_run(self, facts: Mapping[Any, Any]) -> None:
-        """Add facts of the run; new values replace old values."""
-        self.learn(run={**self.facts.run, **{text(name): plain(value) for name, value in facts.items()}})
+    def learn_run(self, facts: Any) -> None:
+        """Add facts of the run; new values replace old values.  Facts above the limits are left out, with a warning."""
+        run = dict(self.facts.run)
+        num_bytes, left_out = len(json.dumps(run)), 0
+        for given, value in _items(facts):
+            name, fact = text(given), plain(value)
+            more_bytes = len(json.dumps({name: fact}))
+            has_room = num_bytes + more_bytes <= MAX_FACTS_BYTES and (name in run or len(run) < MAX_FACTS)
+            if has_room and len(name) <= MAX_FACT_NAME_LETTERS:
+                run[name] = fact
+                num_bytes += more_bytes
+            else:
+                left_out += 1
+        self.learn(run=run)
+        if left_out:
+            self._warn_once(
+                f"facts: {left_out:,} left out of run.json: at most {MAX_FACTS} facts with {MAX_FACTS_BYTES:,} "
+                f"bytes and names of {MAX_FACT_NAME_LETTERS} characters are stored"
+            )
+        elif not isinstance(facts, Mapping):
+            self._warn_once(f"facts: {text(facts)[:MAX_NAME_LETTERS]} is not a dictionary with facts")
+
+    def _warn_once(self, line: str) -> None:
+        """Add a warning, unless there is one with the same first word."""
+        if line.split()[0] not in {one.split()[0] for one in self.facts.warnings}:
+            self.learn(warnings=(*self.facts.warnings, line))
 
     def learn_parameters(self, total: Any) -> None:
         """Replace the number of parameters of the whole model."""
@@ -68,12 +95,10 @@ class Declared:
         if new in names:
             return names.index(new)
         if len(names) >= MAX_VALUE_NAMES or sum(map(len, names)) + len(new) > MAX_NAMES_LETTERS:
-            line = (
+            self._warn_once(
                 f"instruments: the run folder has no values of {new} and later names: at most {MAX_VALUE_NAMES} names "
                 f"with {MAX_NAMES_LETTERS:,} characters are stored"
             )
-            if not any(one.startswith("instruments:") for one in self.facts.warnings):
-                self.learn(warnings=(*self.facts.warnings, line))
             return -1
         self.learn(value_names=(*names, new))
         return len(names)
@@ -93,6 +118,13 @@ class Declared:
     def forget_requests(self) -> None:
         """Reset the facts of an inference process before it trains."""
         self.set(run={name: value for name, value in self.facts.run.items() if name != "framework"}, gpus=())
+
+
+def _items(facts: Any) -> list[tuple[Any, Any]]:
+    try:
+        return list(facts.items())
+    except Exception:  # noqa: BLE001 - an object of the caller's, which must not end the loop
+        return []
 
 
 _SHARES = ("total", "trainable", "active")

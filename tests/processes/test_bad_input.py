@@ -471,6 +471,7 @@ ODD_FACTS = """
 import math, pathlib
 import effllm.efficientllm_metrics as effllm
 odd = {"folder": pathlib.Path("/"), "odd": {1, 2}, 3: object(), "nan": math.nan, "long": "x" * 200_000}
+odd |= {f"arg_{i}": i for i in range(400)}
 effllm.initialize_efficientllm_metrics(
     1000, facts=odd, flops_per_token="many", first_iteration="three", total_iterations="all"
 )
@@ -491,9 +492,13 @@ def odd_facts(tmp_path_factory):
         yield launch.code(ODD_FACTS).done()
 
 
-def test_facts_of_any_type_do_not_disable_metrics(odd_facts):
+def test_facts_of_any_type_and_number_do_not_disable_metrics(odd_facts):
+    facts = odd_facts.ledger.facts
+
     assert odd_facts.stderr == ""
     assert odd_facts.ledger.summary.tokens == 200
+    assert (facts["folder"], facts["arg_399"], "long" in facts) == ("/", 399, False)
+    assert "facts: 1 left out of run.json" in odd_facts.ledger.event_texts("warning")[0]
 
 
 def test_second_call_of_initialize_updates_the_facts(odd_facts):
@@ -505,7 +510,7 @@ def test_second_call_of_initialize_updates_the_facts(odd_facts):
 
 def test_decreasing_iteration_number_causes_one_warning(odd_facts):
     assert odd_facts.ledger.summary.iterations == 20
-    (text,) = odd_facts.ledger.event_texts("warning")
+    (text,) = odd_facts.ledger.event_texts("warning")[1:]
     assert "the iteration number decreased from 10 to 3; counting continues" in text
 
 

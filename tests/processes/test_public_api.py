@@ -281,6 +281,31 @@ def test_facts_of_any_type_can_be_written(off, value):
     assert set(decode_from_agent(encode(frame)).facts) == {"a", "7", "b"}
 
 
+FACTS_LIMIT = "at most 450 facts with 40,000 bytes and names of 255 characters are stored"
+
+
+@pytest.mark.parametrize(
+    ("given", "stored", "warning"),
+    [
+        ({f"arg_{i}": i for i in range(700)}, 450, f"facts: 250 left out of run.json: {FACTS_LIMIT}"),
+        ({"a": 1, "b" * 256: 2}, 1, f"facts: 1 left out of run.json: {FACTS_LIMIT}"),
+        ({"a": 1, "long": "x" * 100_000, "b": 2}, 2, f"facts: 1 left out of run.json: {FACTS_LIMIT}"),
+        (5, 0, "facts: 5 is not a dictionary with facts"),
+    ],
+)
+def test_facts_are_limited_and_the_rest_is_counted_in_one_line(off, given, stored, warning):
+    collector = effllm.initialize_efficientllm_metrics(1000, facts=given)
+    for number in range(1000):
+        collector.record_facts(**{f"{'c' * 256}{number}": 1})
+    collector.set_batch_config(8, 2)
+
+    facts = carried(collector.declared.facts)
+    assert len(facts.run) == stored + 2
+    assert facts.run["sequence_length"] == 8
+    assert facts.warnings == (warning,)
+    decode_from_agent(encode(hello(facts=facts.run)))
+
+
 @cases("given, total", [(0, None), (-5, None), ("many", None), (float("nan"), None), (2**70, None), (1.5e3, 1500)])
 def test_invalid_parameter_count_is_unknown(off, given, total):
     collector = effllm.initialize_efficientllm_metrics(1000)
