@@ -14,14 +14,11 @@ _PROGRAM = (
     "import sys; sys.path[:1] == [''] and sys.path.pop(0); sys.path.append({parent!r}); "
     "from importlib import import_module; import_module({module!r}).main(sys.argv[1:])"
 )
-#: Executed before the imports, because these allocate memory.  Every process may raise its own value (proc(5)).
-_ENDS_FIRST = """
-try:
-    with open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")
-except OSError:  # no /proc
-    pass
-"""
+#: Executed before other imports, because these allocate memory.  Every process may raise its own value (proc(5)).
+_ENDS_FIRST = (
+    "import contextlib\nwith contextlib.suppress(OSError), open('/proc/self/oom_score_adj', 'w') as file:\n"
+    "    file.write('1000')\n"
+)
 
 
 def spawn(

@@ -12,7 +12,7 @@ from typing import Any
 
 from effllm.config.place import Place
 from effllm.trainer import ownership
-from effllm.trainer.counts import Counted
+from effllm.trainer.counts import Counted, counts_of, is_on_gpu
 from effllm.trainer.declared import count as positive_count
 from effllm.trainer.declared import positive, text
 from effllm.trainer.lifecycle import Lifecycle
@@ -106,7 +106,7 @@ class MetricsCollector:
 
     def warn(self, line: str) -> None:
         """Log a line through the agent, once."""
-        self.lifecycle.warn(line)
+        self.lifecycle.warn(text(line))
 
     def record_iteration_start(self) -> None:
         """Stamp the start of an iteration: one optimizer step."""
@@ -231,7 +231,7 @@ class MetricsCollector:
     def log_own(self, iteration: int | None, loss: float | None = None, writer: Any = None) -> dict[str, float]:
         """Like `log_metrics`, with an iteration number that effllm counts; each attempt may count from 0."""
         if (recorder := self.lifecycle.recorder) is not None:
-            if getattr(loss, "is_cuda", False):
+            if is_on_gpu(loss):
                 self.warn("log_metrics was given a loss on the GPU, which is not read: pass loss.item()")
                 loss = None
             recorder.loss(iteration, loss)
@@ -255,8 +255,11 @@ class MetricsCollector:
 
     def set_batch_config(self, sequence_length: int, batch_size: int) -> None:
         """Set the tokens of a sample and the samples of a step on this rank, for loops that do not count."""
-        self._batch = (int(sequence_length) * int(batch_size), int(batch_size))
-        own = {"sequence_length": int(sequence_length), "batch_size": int(batch_size)}
+        if (counts := counts_of(sequence_length, batch_size)) is None:
+            self.warn("set_batch_config takes two counts of at least 0; this call is ignored")
+            return
+        self._batch = (counts[0] * counts[1], counts[1])
+        own = {"sequence_length": counts[0], "batch_size": counts[1]}
         self.declared.learn(run={**self.declared.facts.run, **own})
 
     def record_facts(self, **facts: str | float | bool | None) -> None:
@@ -289,7 +292,8 @@ class MetricsCollector:
 
     def calculate_it(self, tokens_generated: float, total_inference_time: float) -> float:
         """Return the inference throughput in tokens per second; ``nan`` if no time passed."""
-        return tokens_generated / total_inference_time if total_inference_time > 0 else NAN
+        tokens, time_s = positive(tokens_generated), positive(total_inference_time)
+        return NAN if time_s is None else (tokens or 0.0) / time_s
 
     def get_all_metrics(self) -> EfficientLLMMetrics:
         """Return the newest values."""
@@ -297,8 +301,8 @@ class MetricsCollector:
 
     def should_log(self, iteration: int | None) -> bool:
         """Whether a window ends at ``iteration``; ``False`` while metrics are off."""
-        config = self.lifecycle.config if self.is_collecting else None
-        return config is not None and iteration is not None and iteration % config.log_interval == 0
+        config, number = self.lifecycle.config if self.is_collecting else None, counts_of(iteration)
+        return config is not None and number is not None and number[0] % config.log_interval == 0
 
 
 #: LLaMA-Factory's name.
@@ -368,13 +372,13 @@ def initialize_efficientllm_metrics(
         collector.set_model_parameters(model_parameters)
     collector.declared.learn_first(first_iteration, is_numbered, keeps_earlier=collector.is_collecting)
     collector.declared.learn(
-        total_iterations=positive_count(total_iterations) if total_iterations else None,
+        total_iterations=positive_count(total_iterations),
         flops_per_token=positive(flops_per_token),
         hardware_flops_per_token=positive(hardware_flops_per_token),
     )
-    if facts:
+    if facts is not None:
         collector.declared.learn_run(facts)
-    if sequence_length and batch_size:
+    if (counts := counts_of(sequence_length, batch_size)) is None or all(counts):
         collector.set_batch_config(sequence_length, batch_size)
     if not collector.is_collecting:
         collector.start_collection()

@@ -47,7 +47,9 @@ class Counted:
             tokens if tokens_processed is None else tokens_processed,
         )
         try:
-            given = [whole_number(value or 0) for value in (tokens_processed, samples, tokens, tokens_loss)]
+            given = [
+                0 if one is None else whole_number(one) for one in (tokens_processed, samples, tokens, tokens_loss)
+            ]
             is_right = min(given) >= 0
         except Exception:  # noqa: BLE001 - no exception from the objects of the caller may end the loop
             is_right = False
@@ -57,7 +59,7 @@ class Counted:
             )
         self._counts = [before + now for before, now in zip(self._counts, given, strict=True)]
         self.has_any = any(self._counts)
-        if getattr(loss, "is_cuda", False):
+        if is_on_gpu(loss):
             return "effllm.count was given a loss on the GPU, which is not read: pass loss.item()"
         if loss is not None:
             self._loss = loss
@@ -125,6 +127,14 @@ def counts_of(*values: Any) -> list[int] | None:
     return counts if min(counts) >= 0 and max(counts) < MAX_TOTAL else None
 
 
+def is_on_gpu(value: Any) -> bool:
+    """Whether a value is a tensor on a GPU, which is never read."""
+    try:
+        return bool(getattr(value, "is_cuda", False))
+    except Exception:  # noqa: BLE001 - no exception from the objects of the caller may end the loop
+        return False
+
+
 def whole_number(value: Any) -> int:
     """Return a count as an ``int``; strings and tensors on a GPU are not allowed.
 
@@ -132,7 +142,7 @@ def whole_number(value: Any) -> int:
         TypeError: the value is not a number, or has a type that is not allowed.
         Exception: any exception that the caller's object raises when it is converted.
     """
-    if isinstance(value, (str, bytes)) or getattr(value, "is_cuda", False):
+    if isinstance(value, (str, bytes)) or is_on_gpu(value):
         raise TypeError  # reading a tensor on a GPU would be a synchronisation
     return int(value)
 

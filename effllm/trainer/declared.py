@@ -9,6 +9,7 @@ from typing import Any
 
 from effllm.records.facts import DeclaredParameters, RankFacts
 from effllm.records.ring import MAX_VALUE_NAMES
+from effllm.trainer.counts import counts_of
 
 #: Maximum letters in one name of values, and in all names together, because the memory of the facts has 64 kB.
 MAX_NAME_LETTERS, MAX_NAMES_LETTERS = 100, 5000
@@ -74,7 +75,8 @@ class Declared:
 
     def learn_share(self, share: Mapping[str, Any]) -> None:
         """Replace this rank's parameter counts; the model's counts are the sums over all ranks."""
-        counts = {kind: 0 if share.get(kind) == 0 else count(share.get(kind)) for kind in _SHARES}
+        given = {text(kind): 0 if counts_of(one) == [0] else count(one) for kind, one in _items(share)}
+        counts = {kind: given.get(kind) for kind in _SHARES}
         self.learn(parameters=DeclaredParameters(**counts, is_share=True))
 
     def learn_first(self, first_iteration: Any, is_numbered: bool | None, *, keeps_earlier: bool) -> None:
@@ -86,7 +88,7 @@ class Declared:
             keeps_earlier: whether a number of 0 keeps an earlier declaration.
         """
         first = count(first_iteration)
-        is_known = (True if first else None) if is_numbered is None else bool(is_numbered)
+        is_known = (True if first else None) if is_numbered is None else is_numbered is not False
         self.learn(first_iteration=first or (None if keeps_earlier else 0), is_numbered=is_known)
 
     def value_index(self, name: Any) -> int:
@@ -140,12 +142,12 @@ def count(value: Any) -> int | None:
 
 
 def positive(value: Any) -> float | None:
-    """Return a value as a finite number above 0, or ``None`` if it is invalid."""
+    """Return a value as a number above 0 and up to 1e30, as in messages, or ``None`` if it is invalid."""
     try:
         number = float(value)
     except Exception:  # noqa: BLE001 - an object of the caller's, which must not end the loop
         return None
-    return number if 0 < number < float("inf") else None
+    return number if 0 < number <= 1e30 else None
 
 
 def plain(value: Any) -> Any:

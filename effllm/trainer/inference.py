@@ -17,6 +17,7 @@ from effllm.config.settings import ConfigError
 from effllm.config.switches import this_process
 from effllm.trainer import ownership
 from effllm.trainer.collector import get_metrics_collector
+from effllm.trainer.counts import counts_of
 from effllm.trainer.recorder import Recorder
 
 _has_warned = False
@@ -124,11 +125,11 @@ class Request:
 
     def generated(self, tokens: int) -> None:
         """Add tokens that the model generated."""
-        self._generated = (self._generated or 0) + tokens
+        self._generated = _sum(self._generated or 0, tokens)
 
     def prompt(self, tokens: int) -> None:
         """Add tokens of the prompt."""
-        self._prompt += tokens
+        self._prompt = _sum(self._prompt, tokens)
 
     def __enter__(self) -> Request:  # noqa: PYI034 - Self is newer than Python 3.10
         self._begun = DECLARED.begin()
@@ -139,6 +140,11 @@ class Request:
     ) -> None:
         begun, self._begun = self._begun, None
         DECLARED.end(begun, self._generated, self._prompt, self._samples)
+
+
+def _sum(total: int, more: Any) -> int:
+    """Return the sum of two counts; -1 after an invalid count, for which the recorder warns."""
+    return -1 if (counts := counts_of(total, more)) is None else sum(counts)
 
 
 def request(samples: int = 1) -> Request:

@@ -125,7 +125,7 @@ class Lifecycle:
         self._session = self.recorder = None
         session.close()
         self.is_for_requests = False
-        self.declared.set(serves_requests=False)
+        self.declared.set(serves_requests=False, warnings=())
 
     def values(self) -> JobValues:
         if self._session is not None:

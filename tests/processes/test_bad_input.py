@@ -514,6 +514,14 @@ def test_decreasing_iteration_number_causes_one_warning(odd_facts):
     assert "the iteration number decreased from 10 to 3; counting continues" in text
 
 
+def test_arguments_of_any_type_raise_nothing_and_end_no_metrics(launch):
+    job = launch.python("absurd_arguments.py").done()
+
+    assert job.output("raised.json") == []
+    assert (job.ledger.summary.status, job.ledger.event_texts("garbage")) == ("completed", [])
+    assert job.ledger.summary.tokens >= 100 * 100
+
+
 FAST = """
 import effllm.efficientllm_metrics as effllm
 effllm.initialize_efficientllm_metrics(1000)
