@@ -14,11 +14,8 @@ _PROGRAM = (
     "import sys; sys.path[:1] == [''] and sys.path.pop(0); sys.path.append({parent!r}); "
     "from importlib import import_module; import_module({module!r}).main(sys.argv[1:])"
 )
-#: Executed before other imports, because these allocate memory.  Every process may raise its own value (proc(5)).
-_ENDS_FIRST = (
-    "import contextlib\nwith contextlib.suppress(OSError), open('/proc/self/oom_score_adj', 'w') as file:\n"
-    "    file.write('1000')\n"
-)
+#: Executed before all imports, because these allocate memory.  Every process may raise its own value (proc(5)).
+_ENDS_FIRST = "try:\n  with open('/proc/self/oom_score_adj', 'w') as file: file.write('1000')\nexcept OSError: pass\n"
 
 
 def spawn(
@@ -42,7 +39,7 @@ def spawn(
     """
     program = _PROGRAM.format(parent=str(Path(__file__).resolve().parents[2]), module=module)
     return subprocess.Popen(
-        [sys.executable, *_interpreter_options(), "-c", _ENDS_FIRST * ends_first + program, *arguments],
+        [sys.executable, *_interpreter_options(), "-c", (_ENDS_FIRST if ends_first else "") + program, *arguments],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         pass_fds=[one for one in descriptors if one >= 0],

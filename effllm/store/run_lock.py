@@ -106,15 +106,15 @@ def take(
             continue
         own_files.make_folder(folder)
         descriptor = _lock(folder / LOCK, holder, ask, 0.0 if why_other else wait_s)
-        if descriptor is not None and status_of(folder) == "completed":  # while this process waited for the lock
+        if descriptor is None:
+            why_other = why_other or f"another run is writing to {folder}"
+        elif status_of(folder) == "completed":  # while this process waited for the lock
             Lock(folder, descriptor, "").release()
-        elif descriptor is not None:
+        else:
             with contextlib.suppress(OSError):  # on a full disk the lock is held, too
                 os.ftruncate(descriptor, 0)
                 os.pwrite(descriptor, msgspec.json.encode(holder) + b"\n", 0)
             return Lock(folder, descriptor, why_other)
-        else:
-            why_other = why_other or f"another run is writing to {folder}"
     raise FileExistsError(f"{MAX_NAMES} runs are named {wanted.name}")
 
 

@@ -256,11 +256,10 @@ class MetricsCollector:
     def set_batch_config(self, sequence_length: int, batch_size: int) -> None:
         """Set the tokens of a sample and the samples of a step on this rank, for loops that do not count."""
         if (counts := counts_of(sequence_length, batch_size)) is None:
-            self.warn("set_batch_config takes two counts of at least 0; this call is ignored")
+            self.declared.warn_once("set_batch_config: two counts of at least 0 are needed; a call is ignored")
             return
         self._batch = (counts[0] * counts[1], counts[1])
-        own = {"sequence_length": counts[0], "batch_size": counts[1]}
-        self.declared.learn(run={**self.declared.facts.run, **own})
+        self.declared.learn(run={**self.declared.facts.run, "sequence_length": counts[0], "batch_size": counts[1]})
 
     def record_facts(self, **facts: str | float | bool | None) -> None:
         """Add facts of the run to ``run.json``; only the facts of rank 0 are used."""
@@ -292,8 +291,10 @@ class MetricsCollector:
 
     def calculate_it(self, tokens_generated: float, total_inference_time: float) -> float:
         """Return the inference throughput in tokens per second; ``nan`` if no time passed."""
-        tokens, time_s = positive(tokens_generated), positive(total_inference_time)
-        return NAN if time_s is None else (tokens or 0.0) / time_s
+        try:
+            return tokens_generated / total_inference_time if total_inference_time > 0 else NAN
+        except Exception:  # noqa: BLE001 - an object of the caller's, which must not end the loop
+            return NAN
 
     def get_all_metrics(self) -> EfficientLLMMetrics:
         """Return the newest values."""
@@ -301,7 +302,8 @@ class MetricsCollector:
 
     def should_log(self, iteration: int | None) -> bool:
         """Whether a window ends at ``iteration``; ``False`` while metrics are off."""
-        config, number = self.lifecycle.config if self.is_collecting else None, counts_of(iteration)
+        config = self.lifecycle.config if self.is_collecting else None
+        number = counts_of(iteration) if config is not None else None
         return config is not None and number is not None and number[0] % config.log_interval == 0
 
 

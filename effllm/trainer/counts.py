@@ -48,7 +48,7 @@ class Counted:
         )
         try:
             given = [
-                0 if one is None else whole_number(one) for one in (tokens_processed, samples, tokens, tokens_loss)
+                whole_number(0 if one is None else one) for one in (tokens_processed, samples, tokens, tokens_loss)
             ]
             is_right = min(given) >= 0
         except Exception:  # noqa: BLE001 - no exception from the objects of the caller may end the loop

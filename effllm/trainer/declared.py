@@ -48,7 +48,7 @@ class Declared:
         num_bytes, left_out = len(json.dumps(run)), 0
         for given, value in _items(facts):
             name, fact = text(given), plain(value)
-            more_bytes = len(json.dumps({name: fact}))
+            more_bytes = len(json.dumps({name: fact})) - (len(json.dumps({name: run[name]})) if name in run else 0)
             has_room = num_bytes + more_bytes <= MAX_FACTS_BYTES and (name in run or len(run) < MAX_FACTS)
             if has_room and len(name) <= MAX_FACT_NAME_LETTERS:
                 run[name] = fact
@@ -57,14 +57,14 @@ class Declared:
                 left_out += 1
         self.learn(run=run)
         if left_out:
-            self._warn_once(
+            self.warn_once(
                 f"facts: {left_out:,} left out of run.json: at most {MAX_FACTS} facts with {MAX_FACTS_BYTES:,} "
                 f"bytes and names of {MAX_FACT_NAME_LETTERS} characters are stored"
             )
         elif not isinstance(facts, Mapping):
-            self._warn_once(f"facts: {text(facts)[:MAX_NAME_LETTERS]} is not a dictionary with facts")
+            self.warn_once(f"facts: an object of type {type(facts).__name__} is no dictionary")
 
-    def _warn_once(self, line: str) -> None:
+    def warn_once(self, line: str) -> None:
         """Add a warning, unless there is one with the same first word."""
         if line.split()[0] not in {one.split()[0] for one in self.facts.warnings}:
             self.learn(warnings=(*self.facts.warnings, line))
@@ -76,8 +76,7 @@ class Declared:
     def learn_share(self, share: Mapping[str, Any]) -> None:
         """Replace this rank's parameter counts; the model's counts are the sums over all ranks."""
         given = {text(kind): 0 if counts_of(one) == [0] else count(one) for kind, one in _items(share)}
-        counts = {kind: given.get(kind) for kind in _SHARES}
-        self.learn(parameters=DeclaredParameters(**counts, is_share=True))
+        self.learn(parameters=DeclaredParameters(**{kind: given.get(kind) for kind in _SHARES}, is_share=True))
 
     def learn_first(self, first_iteration: Any, is_numbered: bool | None, *, keeps_earlier: bool) -> None:
         """Set the number of iterations completed by earlier attempts of the job.
@@ -88,7 +87,7 @@ class Declared:
             keeps_earlier: whether a number of 0 keeps an earlier declaration.
         """
         first = count(first_iteration)
-        is_known = (True if first else None) if is_numbered is None else is_numbered is not False
+        is_known = (True if first else None) if is_numbered is None else count(is_numbered) is not None
         self.learn(first_iteration=first or (None if keeps_earlier else 0), is_numbered=is_known)
 
     def value_index(self, name: Any) -> int:
@@ -97,7 +96,7 @@ class Declared:
         if new in names:
             return names.index(new)
         if len(names) >= MAX_VALUE_NAMES or sum(map(len, names)) + len(new) > MAX_NAMES_LETTERS:
-            self._warn_once(
+            self.warn_once(
                 f"instruments: the run folder has no values of {new} and later names: at most {MAX_VALUE_NAMES} names "
                 f"with {MAX_NAMES_LETTERS:,} characters are stored"
             )

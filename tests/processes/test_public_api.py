@@ -290,7 +290,7 @@ FACTS_LIMIT = "at most 450 facts with 40,000 bytes and names of 255 characters a
         ({f"arg_{i}": i for i in range(700)}, 450, f"facts: 250 left out of run.json: {FACTS_LIMIT}"),
         ({"a": 1, "b" * 256: 2}, 1, f"facts: 1 left out of run.json: {FACTS_LIMIT}"),
         ({"a": 1, "long": "x" * 100_000, "b": 2}, 2, f"facts: 1 left out of run.json: {FACTS_LIMIT}"),
-        (5, 0, "facts: 5 is not a dictionary with facts"),
+        (5, 0, "facts: an object of type int is no dictionary"),
     ],
 )
 def test_facts_are_limited_and_the_rest_is_counted_in_one_line(off, given, stored, warning):
@@ -304,6 +304,29 @@ def test_facts_are_limited_and_the_rest_is_counted_in_one_line(off, given, store
     assert facts.run["sequence_length"] == 8
     assert facts.warnings == (warning,)
     decode_from_agent(encode(hello(facts=facts.run)))
+
+
+def test_fact_of_half_of_the_limit_can_be_replaced(off):
+    collector = effllm.initialize_efficientllm_metrics(1000, facts={"notes": "a" * 30_000})
+    collector.record_facts(notes="b" * 30_000)
+
+    assert collector.declared.facts.run["notes"] == "b" * 30_000
+    assert collector.declared.facts.warnings == ()
+
+
+def test_wrong_batch_configuration_at_the_start_is_a_warning(off):
+    collector = effllm.initialize_efficientllm_metrics(1000, sequence_length="long", batch_size=8)
+
+    assert collector.declared.facts.warnings == (
+        "set_batch_config: two counts of at least 0 are needed; a call is ignored",
+    )
+
+
+def test_throughput_of_wrong_arguments_is_nan_and_not_zero(off):
+    collector = effllm.initialize_efficientllm_metrics(1000)
+
+    assert (collector.calculate_it(10.5, 2.0), collector.calculate_it(0, 2.0)) == (5.25, 0.0)
+    assert math.isnan(collector.calculate_it("many", 2.0)) and math.isnan(collector.calculate_it(1, 0))
 
 
 @cases("given, total", [(0, None), (-5, None), ("many", None), (float("nan"), None), (2**70, None), (1.5e3, 1500)])
