@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
+import numpy as np
+
 from effllm.energy.readings import NS
 from effllm.energy.tick_clock import DENSE_S, MIN_MOVES
 from effllm.sensor_profile.record import LoadEdge, Ratio, Response, Rhythm
@@ -66,15 +68,15 @@ class Load:
         ]
         self._sums_s = list(accumulate(steps, initial=0.0))
 
-    def on_s(self, until_s: float) -> float:
-        index = bisect.bisect_right(self.times_s, until_s) - 1
-        if index < 0:
-            return 0.0
-        return self._sums_s[index] + (until_s - self.times_s[index]) * self._on[index]
-
-    def share(self, middle_s: float, window_s: float) -> float:
-        half_s = window_s / 2
-        return (self.on_s(middle_s + half_s) - self.on_s(middle_s - half_s)) / window_s
+    def share(self, middles_s: np.ndarray, window_s: float) -> np.ndarray:
+        """Return the share of time under load in windows of one length, by the times of their middles."""
+        start_s, end_s = (
+            np.interp(edges_s, self.times_s, self._sums_s)
+            + self._on[-1] * np.maximum(edges_s - self.times_s[-1], 0.0)  # a load that is on stays on
+            for edges_s in (middles_s - window_s / 2, middles_s + window_s / 2)
+        )
+        share: np.ndarray = (end_s - start_s) / window_s
+        return share
 
     def longest(self, is_on: bool) -> tuple[float, float] | None:
         periods = [period for period, on in zip(pairwise(self.times_s), self._on, strict=False) if on == is_on]
@@ -165,16 +167,17 @@ def response(load: Load, readings: Readings) -> Response | None:
         load: the load, switched on before the window of the first reading begins.
         readings: times at which values were first shown, and the values.
     """
-    readings = _thinned(readings, MAX_READINGS)
-    if len(readings) < MIN_READINGS:
+    if len(readings) < MIN_READINGS or not load.times_s:
         return None
-    middle_s, window_s = _best(load, readings)
-    middle_s, window_s, fit = _refined(load, readings, middle_s, window_s)
+    known = _thinned(np.array(readings), MAX_READINGS)
+    middle_s, window_s = _best(load, known)
+    middle_s, window_s, fit = _refined(load, known, middle_s, window_s)
     if fit < MIN_FIT:
         return None
-    spread = [_refined(load, part, middle_s, window_s, 0.1)[:2] for part in _without_each_part(readings)]
+    spread = [_refined(load, part, middle_s, window_s, 0.1)[:2] for part in _without_each_part(known)]
     middle_error_s, window_error_s = (max(_jackknife_95([one[i] for one in spread]), MIN_ERROR_S) for i in (0, 1))
-    idle_w, rise_w = _line([load.share(at_s - middle_s, window_s) for at_s, _ in readings], [w for _, w in readings])
+    at_s, watts = known.T
+    idle_w, rise_w = _line(load.share(at_s - middle_s, window_s).tolist(), watts.tolist())
     return Response(
         window_s=window_s,
         window_error_s=window_error_s,
@@ -187,21 +190,16 @@ def response(load: Load, readings: Readings) -> Response | None:
     )
 
 
-def _fit(load: Load, readings: Readings, middle_s: float, window_s: float) -> float:
+def _fit(load: Load, readings: np.ndarray, middle_s: float, window_s: float) -> float:
     """Return the share of the readings' variance that this window explains; 0 if readings fall when load rises."""
-    shares = [load.share(at_s - middle_s, window_s) for at_s, _ in readings]
-    count = len(readings)
-    mean_share, mean_value = sum(shares) / count, sum(value for _, value in readings) / count
-    both = own = others = 0.0
-    for share, (_, value) in zip(shares, readings, strict=True):
-        x, y = share - mean_share, value - mean_value
-        both += x * y
-        own += x * x
-        others += y * y
+    at_s, values = readings.T
+    shares = load.share(at_s - middle_s, window_s)
+    x, y = shares - shares.mean(), values - values.mean()
+    both, own, others = float(x @ y), float(x @ x), float(y @ y)
     return both * both / (own * others) if both > 0 and own > 0 and others > 0 else 0.0
 
 
-def _best(load: Load, readings: Readings) -> tuple[float, float]:
+def _best(load: Load, readings: np.ndarray) -> tuple[float, float]:
     few = _thinned(readings, MAX_READINGS // 3)
     candidates, window_s = [], MIN_WINDOW_S
     while window_s <= MAX_WINDOW_S:
@@ -216,7 +214,7 @@ def _best(load: Load, readings: Readings) -> tuple[float, float]:
 
 
 def _refined(
-    load: Load, readings: Readings, middle_s: float, window_s: float, step: float = 0.5
+    load: Load, readings: np.ndarray, middle_s: float, window_s: float, step: float = 0.5
 ) -> tuple[float, float, float]:
     """Search for the best fit near a window; return the middle and length of the best window, and its fit."""
     best = _fit(load, readings, middle_s, window_s)
@@ -237,15 +235,15 @@ def _refined(
     return middle_s, window_s, best
 
 
-def _thinned(readings: Readings, maximum: int) -> list[tuple[float, float]]:
-    if len(readings) <= maximum:
-        return list(readings)
-    return [readings[index * len(readings) // maximum] for index in range(maximum)]
+def _thinned(readings: np.ndarray, maximum: int) -> np.ndarray:
+    count = len(readings)
+    return readings if count <= maximum else readings[np.arange(maximum) * count // maximum]
 
 
-def _without_each_part(readings: Readings) -> list[Readings]:
+def _without_each_part(readings: np.ndarray) -> list[np.ndarray]:
+    """Return the readings (of shape (count, 2)) without the first part, without the second, and so on."""
     cuts = [part * len(readings) // PARTS for part in range(PARTS + 1)]
-    return [[*readings[:first], *readings[last:]] for first, last in pairwise(cuts)]
+    return [np.delete(readings, slice(first, last), axis=0) for first, last in pairwise(cuts)]
 
 
 def _jackknife_95(values: Sequence[float]) -> float:

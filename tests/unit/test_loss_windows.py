@@ -188,7 +188,7 @@ def test_ranks_that_joined_late_have_no_window():
     assert windows_of(Loss("idle", 1.0, 0.5, "", ""), make_summary(), Prevalence(5)) == (None, NO_WINDOW)
 
 
-@cases("cause", sorted(THRESHOLDS.keys() - {"startup", "idle"})[: repeats(4, 100)])
+@cases("cause", sorted(THRESHOLDS.keys() - {"startup", "idle"})[: repeats(2, 100)])
 def test_evidence_of_each_planted_cause_has_windows(cause):
     found = summary_of_planted(timeline(planned(cause, 1))).verdict
 

@@ -1,6 +1,7 @@
 """effllm/memory: forecasts of growth and of the longest micro-batch, and leaks."""
 
 import pytest
+from cases import repeats
 
 from benchmarks import memory_forecast as benchmark
 from benchmarks.memory_runs import GROWTH, HEALTHY, PLATEAU, draw
@@ -27,7 +28,7 @@ def warned(watch, readings, capacity, max_positions=0):
 
 @pytest.fixture(scope="module")
 def grown():
-    return [benchmark.growth(seed) for seed in range(12)]
+    return [benchmark.growth(seed) for seed in range(repeats(6, 12))]
 
 
 def test_growth_is_foretold_50_iterations_ahead(grown):
@@ -35,11 +36,11 @@ def test_growth_is_foretold_50_iterations_ahead(grown):
 
 
 def test_intervals_of_most_forecasts_contain_the_end(grown):
-    assert sum(found.is_inside for found in grown) >= 10
+    assert sum(found.is_inside for found in grown) >= 0.8 * len(grown)
 
 
 def test_healthy_fragmented_runs_have_no_alarm():
-    assert [one for seed in range(12) for one in benchmark.healthy(seed)] == []
+    assert [one for seed in range(repeats(4, 12)) for one in benchmark.healthy(seed)] == []
 
 
 def test_drawn_runs_have_the_properties_of_their_kind():

@@ -497,7 +497,7 @@ def test_slow_body_over_tls_ends_at_the_timeout(serve, credentials, certificate)
     service = serve({**TWO_SUPPLIES, "/redfish/v1/": drip}, certificate=certificate)
     file = credentials(ca_file=certificate.parent / "certificate.pem")
 
-    assert why_not(service.url, file, limit_s=2.0).endswith("exceeds 2 s, the limit for an answer")
+    assert why_not(service.url, file, limit_s=1.0).endswith("exceeds 1 s, the limit for an answer")
 
 
 def test_slow_body_without_length_ends_at_the_timeout(serve, credentials):

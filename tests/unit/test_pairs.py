@@ -27,7 +27,7 @@ def slow_from(window, by, rank=1):
     ],
 )
 def test_no_rank_of_two_is_named_for_noise_in_many_jobs(changes):
-    named = [SynchronousJob(2, seed=seed, **changes).run(60).named_ranks for seed in range(repeats(10, 100))]
+    named = [SynchronousJob(2, seed=seed, **changes).run(60).named_ranks for seed in range(repeats(4, 100))]
 
     assert named == [set()] * len(named)
 
@@ -44,7 +44,7 @@ def test_no_rank_of_two_is_named_for_drifting_load_in_many_jobs():
             SynchronousJob(2, seed=seed, slow=lambda rank, at: shared[at] * (1 + steps[at][rank])).run(60).named_ranks
         )
 
-    assert {rank for seed in range(repeats(10, 100)) for rank in named(seed)} == set()
+    assert {rank for seed in range(repeats(4, 100)) for rank in named(seed)} == set()
 
 
 def test_no_rank_of_two_is_named_for_unequal_first_windows():
@@ -52,7 +52,7 @@ def test_no_rank_of_two_is_named_for_unequal_first_windows():
     first = {1: 5.0, 2: 2.0, 3: 1.3}
     jobs = (
         SynchronousJob(2, seed=seed, slow=lambda rank, now: first.get(now, 1.0) if rank == 0 else 1.0)
-        for seed in range(repeats(10, 100))
+        for seed in range(repeats(4, 100))
     )
 
     assert {rank for job in jobs for rank in job.run(60).named_ranks} == set()
@@ -62,7 +62,7 @@ def test_no_rank_of_two_is_named_for_data_waits_of_both():
     """Each rank waits for data by turns, for a random time."""
     luck = np.random.default_rng(0)
     jobs = (
-        SynchronousJob(2, seed=seed, waits=lambda rank, now: luck.exponential(0.1)) for seed in range(repeats(10, 100))
+        SynchronousJob(2, seed=seed, waits=lambda rank, now: luck.exponential(0.1)) for seed in range(repeats(4, 100))
     )
 
     assert {rank for job in jobs for rank in job.run(60).named_ranks} == set()
@@ -70,9 +70,9 @@ def test_no_rank_of_two_is_named_for_data_waits_of_both():
 
 @pytest.mark.parametrize(("first", "by"), [(1, 1.1), (40, 1.15)])
 def test_rank_of_two_that_is_slower_by_some_percent_is_named(first, by):
-    jobs = [SynchronousJob(2, seed=seed, slow=slow_from(first, by)).run(70) for seed in range(10)]
+    jobs = [SynchronousJob(2, seed=seed, slow=slow_from(first, by)).run(70) for seed in range(repeats(4, 10))]
 
-    assert [job.named_ranks for job in jobs] == [{1}] * 10
+    assert [job.named_ranks for job in jobs] == [{1}] * len(jobs)
 
 
 def test_much_slower_rank_of_two_is_named_after_few_windows():

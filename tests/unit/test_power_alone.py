@@ -7,7 +7,7 @@ import statistics
 from itertools import pairwise
 
 import pytest
-from cases import cases
+from cases import cases, repeats
 from fake_reader import FakeReader, until
 from msgspec.structs import replace
 from nvml_library import bursts, flat, sine, square, steps
@@ -89,7 +89,7 @@ def test_mean_error_for_a_square_wave_of_2_s_is_below_5_percent(held_s):
 def test_stated_intervals_cover_the_energy_of_each_kind_of_trace(trace, held_s):
     for window_s in (0.2, 1.0, 5.0):
         found = []
-        for seed in range(10):
+        for seed in range(repeats(5, 10)):
             power = TRACES[trace](random.Random(seed))
             found += windows(power, seed, held_s=held_s, window_s=window_s, count=20)
         assert statistics.fmean(abs(error) <= half_width for error, half_width in found) >= 0.93

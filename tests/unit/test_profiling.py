@@ -8,6 +8,7 @@ import random
 from itertools import pairwise
 from statistics import mean
 
+import numpy as np
 import pytest
 from cases import cases, repeats
 from msgspec.structs import replace
@@ -265,10 +266,15 @@ def test_load_of_a_window_is_the_share_of_time_with_load():
     )
 
     # In seconds from the origin, there is load from 1 to 2 and from 4 to 5.
-    assert [load.on_s(at_s) for at_s in (0.5, 1.0, 1.25, 3.0, 4.5, 9.0)] == [0.0, 0.0, 0.25, 1.0, 1.5, 2.0]
-    assert load.share(middle_s=1.0, window_s=1.0) == 0.5
-    assert load.share(middle_s=3.0, window_s=3.0) == pytest.approx(1 / 3)
+    assert load.share(np.array([0.0, 1.0, 1.25, 3.0, 9.0]), window_s=1.0) == pytest.approx([0.0, 0.5, 0.75, 0.0, 0.0])
+    assert load.share(np.array([3.0]), window_s=3.0) == pytest.approx([1 / 3])
     assert load.longest(is_on=False) == (2.0, 4.0)
+
+
+def test_load_that_was_not_switched_off_stays_on():
+    load = Load([LoadEdge(2 * NS, True)], origin_ns=NS)
+
+    assert load.share(np.array([0.5, 1.0, 9.0]), window_s=1.0) == pytest.approx([0.0, 0.5, 1.0])
 
 
 def test_ticks_without_a_change_are_counted():

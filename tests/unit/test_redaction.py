@@ -99,7 +99,7 @@ def test_words_of_a_command_that_are_not_secrets_are_kept(command):
     assert redacted(command) == command
 
 
-@cases("word", ["a" * 10**6, '"' * 10**6, "a:" * 10**5, "http://" * 10**5, "key= " * 10**5, "\\" * 10**6])
+@cases("word", ["a" * 10**6, *(part * 10**5 for part in ('"', "a:", "http://", "key= ", "\\"))])
 def test_long_word_is_redacted_quickly(word):
     began_s = time.process_time()
 

@@ -89,10 +89,10 @@ def healthy(seed):
 
 
 def test_healthy_runs_have_no_events():
-    assert [seed for seed in range(repeats(10, 200)) if healthy(seed).events] == []
+    assert [seed for seed in range(repeats(4, 200)) if healthy(seed).events] == []
 
 
-@cases("seed", range(repeats(10, 50)))
+@cases("seed", range(repeats(4, 50)))
 def test_idle_gpus_and_their_recovery_are_reported_once(seed):
     chance, run = random.Random(seed), Run()
     time_s = chance.uniform(0.2, 60.0)
