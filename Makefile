@@ -62,9 +62,11 @@ test-spark: $(SPARK)/.ready ## Run the test with Spark, which needs Java (apt in
 # Tests that need a package of the system are skipped without it; CONTRIBUTING.md has the packages.
 # The limit of open files is from effllm/network/descriptors.py: 1.2 times the number of ranks, plus 256.
 SCALE_RANKS = $$(limit=$$(ulimit -Hn); [ "$$limit" = unlimited ] || [ "$$limit" -ge 12256 ] && echo 1000,10000 || echo 500)
-test-all: $(VENV)/.ready ## Run all tests, the frameworks, the site and ten thousand ranks: 45 minutes
-	@$(BIN)/python -m pytest $(PARALLEL) -m 'not faults and not alone' --hypothesis-profile=large
-	@$(BIN)/python -m pytest $(PARALLEL) -m 'faults and not alone' $(call files,faults)
+# What .ci/run does not test, and the tests that run more examples or seeds here.
+test-all: $(VENV)/.ready ## Run what CI does not: long tests, frameworks, the site, ten thousand ranks: 45 minutes
+	@$(BIN)/python -m pytest $(PARALLEL) -m '(long or hypothesis or repeats) and not faults and not alone' \
+		--hypothesis-profile=large
+	@$(BIN)/python -m pytest $(PARALLEL) -m 'faults and long and not alone' $(call files,faults)
 	@$(BIN)/python -m pytest -m alone $(call files,alone)
 	@$(MAKE) --no-print-directory test-frameworks docs
 	@if command -v java >/dev/null; then $(MAKE) --no-print-directory test-spark; else echo 'no Java: no test with Spark'; fi

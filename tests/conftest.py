@@ -27,8 +27,14 @@ settings.load_profile("small")
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items):
-    """With several test processes, run tests with a common module fixture in the same process."""
+    """With several test processes, run tests with a common module fixture in the same process.
+
+    Mark the tests of modules with `cases.repeats`, as hypothesis marks its tests: make test-all runs both again, with
+    more examples.
+    """
     for item in items:
+        if getattr(item.module, "repeats", None) is cases.repeats:
+            item.add_marker(pytest.mark.repeats)
         shared = [name for name, found in item._fixtureinfo.name2fixturedefs.items() if found[-1].scope == "module"]
         if shared and not item.get_closest_marker("xdist_group"):
             chosen = getattr(getattr(item, "callspec", None), "params", {})

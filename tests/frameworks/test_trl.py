@@ -110,7 +110,7 @@ def test_no_padding_is_counted_for_packed_sequences(frameworks):
     assert 16 <= job.ledger.summary.samples <= 24
 
 
-@pytest.mark.parametrize("code", [sft(), DPO.format(usual=USUAL), grpo()], ids=["SFT", "DPO", "GRPO"])
+@pytest.mark.parametrize("code", [sft(), grpo()], ids=["SFT", "GRPO"])
 def test_losses_are_unchanged_to_the_last_digit(frameworks, code):
     without = frameworks.run(code, attach="0", metrics_enabled="false").output()["losses"]
     with_it = frameworks.run(code).output()["losses"]
@@ -121,23 +121,26 @@ def test_losses_are_unchanged_to_the_last_digit(frameworks, code):
 
 def test_tokens_of_the_prompt_are_counted_with_each_answer_of_a_pair(frameworks):
     job = frameworks.run(DPO.format(usual=USUAL))
+    without = frameworks.run(DPO.format(usual=USUAL), attach="0", metrics_enabled="false")
 
     # 4 steps of 2 pairs: the prompt "ab" with the answers "cde" and "f" and an end token; only answers have labels
     assert job.ledger.summary.samples == 4 * 2 * 2
     assert counts(job) == (4 * 2 * (2 + 4 + 2 + 2), 4 * 2 * 2 * 6, 4 * 2 * (4 + 2))
+    assert job.output()["losses"] == without.output()["losses"]
 
 
 def test_only_parameters_of_adapters_are_counted_as_trainable(frameworks):
-    """LoRA of rank 4 on q and v of one layer of width 16: 2 x (4 x 16 + 16 x 4) = 256 parameters."""
-    given = 'peft_config=__import__("peft").LoraConfig(r=4, target_modules=["q_proj", "v_proj"])'
-    whole = frameworks.run(sft()).ledger.summary.parameters
+    """LoRA of rank 4 on q and v of one layer of width 16: 2 x (4 x 16 + 16 x 4) = 256 parameters.
 
+    The tokenizer has 49 tokens, so the model has 2 x 15 x 16 parameters less than `tiny.llama` with its 64 tokens.
+    """
+    given = 'peft_config=__import__("peft").LoraConfig(r=4, target_modules=["q_proj", "v_proj"])'
     total = frameworks.run(sft(given=given), run_name="total").runs()
     trained = frameworks.run(sft(given=given), parameters="trainable", run_name="trained").runs()
 
     assert total != trained
     by_name = {folder.name: folder for folder in trained}
-    assert _parameters(by_name["total"]) == whole + 256
+    assert _parameters(by_name["total"]) == 4656 - 480 + 256
     assert _parameters(by_name["trained"]) == 256
 
 
