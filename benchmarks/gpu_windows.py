@@ -15,6 +15,8 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from benchmarks.figure import Figure, median
 from effllm.agent.sampler import Sampler
 from effllm.agent.track import EDGE_WAIT_S, DeviceTrack
@@ -154,7 +156,8 @@ class _Measuring:
 def judged(tool: str, made: Sequence[Window], edges: Sequence[LoadEdge]) -> list[Figure]:
     load = Load(edges, 0)
     spans_s = [(one.end_ns - one.start_ns) / 1e9 for one in made]
-    on_s = [load.on_s(one.end_ns / 1e9) - load.on_s(one.start_ns / 1e9) for one in made]
+    middles_s = np.array([(one.start_ns + one.end_ns) / 2e9 for one in made])
+    on_s = (load.share(middles_s, np.array(spans_s)) * spans_s).tolist()
     levels_w = two_levels(spans_s, on_s, [one.joules for one in made])
     if levels_w is None:
         return []

@@ -68,8 +68,8 @@ class Load:
         ]
         self._sums_s = list(accumulate(steps, initial=0.0))
 
-    def share(self, middles_s: np.ndarray, window_s: float) -> np.ndarray:
-        """Return the share of time under load in windows of one length, by the times of their middles."""
+    def share(self, middles_s: np.ndarray, window_s: float | np.ndarray) -> np.ndarray:
+        """Return the share of time under load in windows of one length or of their own, by their middles."""
         start_s, end_s = (
             np.interp(edges_s, self.times_s, self._sums_s)
             + self._on[-1] * np.maximum(edges_s - self.times_s[-1], 0.0)  # a load that is on stays on
