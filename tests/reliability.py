@@ -62,6 +62,10 @@ FAULTS = {
         "descriptors run out later, no new peer is admitted until some are free: one line, little CPU time, no delayed "
         "file",
     ),
+    "descriptors-closed": Fault(
+        "the script closes all descriptors after the start, as a daemon does, and opens its own",
+        "no descriptor of the script is written or closed; all iterations are counted",
+    ),
     "hostile-frames": Fault(
         "garbage and hostile frames arrive",
         "frames are rejected and counted, and end no process; memory is bounded",

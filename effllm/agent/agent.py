@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import os
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -30,6 +31,7 @@ from effllm.records.ring import RingReader
 
 SEND_REST_S = 4.0
 AGGREGATOR_ENDS_S = 4.7
+WITHOUT_WAKES_S = 0.1  # the ring is read this often if the script has closed the socket
 MIN_LOOP_S = 0.05  # iterations of a millisecond must not wake the agent a thousand times a second
 
 
@@ -39,20 +41,20 @@ class Agent:
     Args:
         trainer: the training process.
         events: the agent's events.
-        wake: an eventfd that the trainer writes after an iteration.
+        wake: the socket on which the trainer writes after a window.
     """
 
-    def __init__(self, trainer: Trainer, events: AgentEvents, wake: int) -> None:
+    def __init__(self, trainer: Trainer, events: AgentEvents, wake: socket.socket) -> None:
         self._trainer, self._events, self._wake = trainer, events, wake
         self._poller = zmq.Poller()
         self._notices = Notices(trainer, events)
         self._children = Children(trainer, self._poller, events)
         self._connection = Connection(trainer, self._poller, self._notices)
         self._devices = RankDevices(trainer, events.add)
-        self._is_trainer_busy = False
+        self._is_trainer_busy = self._can_be_woken = False
 
-    def run(self, ready: int) -> None:
-        """Run until shortly after the trainer's end; write the eventfd ``ready`` when measuring has begun."""
+    def run(self) -> None:
+        """Run until shortly after the trainer's end; write to the socket when measuring has begun."""
         if self._trainer.descriptor >= 0:
             self._poller.register(self._trainer.descriptor, zmq.POLLIN)
         self._poller.register(self._devices.wake_descriptor, zmq.POLLIN)
@@ -60,10 +62,12 @@ class Agent:
         self._connection.follow()
         self._devices.start()
         measuring = Measuring(self._trainer, self._devices)
-        os.eventfd_write(ready, 1)
+        with contextlib.suppress(OSError):  # the trainer has ended
+            self._wake.send(b"\1")
         for text in self._trainer.facts.warnings:  # later warnings arrive with changed facts
             self._events.report("warning", text)
-        self._poller.register(self._wake, zmq.POLLIN)
+        self._poller.register(self._wake.fileno(), zmq.POLLIN)
+        self._can_be_woken = True
         conversation = Conversation(
             self._trainer, measuring, self._connection, self._children, self._events, self._notices
         )
@@ -80,7 +84,7 @@ class Agent:
             conversation.talk(began_s)  # only messages have arrived; a later call does the periodic work
         else:
             self._look(measuring, conversation, self._trainer.descriptor in events or self._trainer.is_gone())
-        if self._wake in events:
+        if self._wake.fileno() in events:
             # The records of shorter iterations are read several at a time.
             rest_s = MIN_LOOP_S - (time.monotonic() - began_s)
             if self._is_trainer_busy and rest_s > 0:
@@ -94,13 +98,13 @@ class Agent:
         until_s = min(conversation.due_s(now_s), measuring.due_s(now_s), self._children.due_s)
         if self._trainer.descriptor < 0:
             until_s = min(until_s, now_s + 1.0)
+        if not self._can_be_woken:
+            until_s = min(until_s, now_s + WITHOUT_WAKES_S)
         return max(int((until_s - now_s) * 1000) + 1, 0)
 
     def _look(self, measuring: Measuring, conversation: Conversation, is_trainer_gone: bool = False) -> None:
         now_s = time.monotonic()
-        for descriptor in (self._wake, self._devices.wake_descriptor):
-            with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(descriptor)
+        self._take_wakes()
         measuring.take(is_trainer_gone=is_trainer_gone)
         self._take_facts(conversation)  # after the records: the facts then have the names of all values in the records
         if line := measuring.values.take_notice():
@@ -111,6 +115,25 @@ class Agent:
         self._children.look(now_s)
         conversation.talk(now_s)
         measuring.fold(now_s)
+
+    def _take_wakes(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._devices.wake_descriptor)
+        if not self._can_be_woken:
+            return
+        try:
+            is_open = bool(self._wake.recv(4096))
+        except BlockingIOError:
+            is_open = True
+        except OSError:
+            is_open = False
+        if not is_open:  # the trainer has ended, or the script has closed all descriptors
+            self._stop_waking()
+
+    def _stop_waking(self) -> None:
+        if self._can_be_woken:
+            self._can_be_woken = False
+            self._poller.unregister(self._wake.fileno())
 
     def _take_facts(self, conversation: Conversation) -> None:
         address = self._trainer.take_address()
@@ -129,7 +152,7 @@ class Agent:
         began_s = time.monotonic()
         if self._trainer.descriptor >= 0:
             self._poller.unregister(self._trainer.descriptor)
-        self._poller.unregister(self._wake)
+        self._stop_waking()
         while time.monotonic() - began_s < LOSS_WAIT_S and not measuring.is_end_settled():
             self._poller.poll(20)
         measuring.finish()
@@ -159,7 +182,7 @@ class Agent:
 def main(arguments: list[str]) -> int:
     """Run the agent with the descriptors from its trainer."""
     parser = argparse.ArgumentParser(prog="effllm.agent.agent")
-    for name in ("ring", "board", "trainer", "wake", "ready"):
+    for name in ("ring", "board", "trainer", "wake"):
         parser.add_argument(f"--{name}", type=int, required=True)
     given = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a signal to the job must not end the agent before its trainer
@@ -170,7 +193,9 @@ def main(arguments: list[str]) -> int:
     try:
         trainer = Trainer(RingReader(given.ring), Board(given.board), given.trainer)
         events = AgentEvents(trainer.rank)
-        Agent(trainer, events, given.wake).run(given.ready)
+        wake = socket.socket(fileno=given.wake)
+        wake.setblocking(False)
+        Agent(trainer, events, wake).run()
     except Exception as error:  # noqa: BLE001 - the edge of the process: one line reports the error
         why = f"{type(error).__name__}: {error}"
         write_notice(f"an agent has stopped, and its rank has no metrics from now on: {why}")

@@ -5,13 +5,12 @@ Standard library only.
 
 from __future__ import annotations
 
-import mmap
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from effllm.records.facts import from_document, to_document
-from effllm.records.shared_memory import RingError, SharedDocument, make_memory
+from effllm.records.shared_memory import RingError, SharedDocument, make_memory, map_memory
 from effllm.records.spans import ANSWERS_BYTES, SpanAnswers
 
 #: Tag of the number of values that depend on a failed check of the audit; it has no value while all checks hold.
@@ -59,12 +58,12 @@ class Board:
         self.descriptor = make_memory("effllm-board", BOARD_BYTES) if descriptor is None else descriptor
         if os.fstat(self.descriptor).st_size < BOARD_BYTES:
             raise RingError("the shared memory is too short for a board of effllm")
-        self._map = mmap.mmap(self.descriptor, BOARD_BYTES)
-        self._document = SharedDocument(self._map, 0, _STATE_BYTES)
-        self.devices = SharedDocument(self._map, _STATE_BYTES, _DEVICES_BYTES)  # `SpanPart.device` -> facts
-        self.spans = SpanAnswers(self._map, _STATE_BYTES + _DEVICES_BYTES)
+        memory = map_memory(self.descriptor, BOARD_BYTES)
+        self._document = SharedDocument(memory, 0, _STATE_BYTES)
+        self.devices = SharedDocument(memory, _STATE_BYTES, _DEVICES_BYTES)  # `SpanPart.device` -> facts
+        self.spans = SpanAnswers(memory, _STATE_BYTES + _DEVICES_BYTES)
         # Name of an instrument's value -> number of values of this rank so far, and their `values.PERCENTILES`.
-        self.values = SharedDocument(self._map, _VALUES_AT, _VALUES_BYTES)
+        self.values = SharedDocument(memory, _VALUES_AT, _VALUES_BYTES)
         self._state = JobState()
 
     def write(self, state: JobState) -> bool:
@@ -78,16 +77,11 @@ class Board:
         return self._state
 
     def welcome(self) -> str:
-        """Return the endpoint that has admitted the agent, or an empty string; any thread may call this method.
-
-        Raises:
-            ValueError: the map is closed.
-        """
+        """Return the endpoint that has admitted the agent, or an empty string; any thread may call this method."""
         return from_document(JobState, self._document.read() or {}).welcome
 
     def close(self) -> None:
-        """Close the map and the descriptor; may be called twice."""
+        """Close the descriptor; the memory stays mapped while the board is used."""
         if self.descriptor >= 0:
-            self._map.close()
             os.close(self.descriptor)
             self.descriptor = -1

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from effllm.records.counters import FIELDS, NUM_FREQUENT, Counters
 from effllm.records.facts import FoundAddress, RankFacts, from_document, to_document
-from effllm.records.shared_memory import RingError, SharedDocument, make_memory
+from effllm.records.shared_memory import RingError, SharedDocument, make_memory, map_memory
 
 MAGIC = b"EFFLRNG3"
 ITERATION, PHASE, LOSS, RESET, END, PROFILE, DEVICE_TIME, OWN_TIME = 1, 2, 3, 4, 5, 6, 7, 8
@@ -149,7 +149,7 @@ class RingWriter:
 
     def __init__(self, slots: int) -> None:
         self.descriptor = make_memory("effllm-ring", ring_bytes(slots))
-        self._map = mmap.mmap(self.descriptor, ring_bytes(slots))
+        self._map = map_memory(self.descriptor, ring_bytes(slots))
         self._slots = slots
         self._sequence = 0
         self._facts = SharedDocument(self._map, _FACTS_AT, _FACTS_BYTES)
@@ -253,9 +253,8 @@ class RingWriter:
         return self._address.write(to_document(address))
 
     def close(self) -> None:
-        """Close the map and the descriptor; may be called twice."""
+        """Close the descriptor; the memory stays mapped while the ring is used."""
         if self.descriptor >= 0:
-            self._map.close()
             os.close(self.descriptor)
             self.descriptor = -1
 

@@ -14,6 +14,7 @@ import json
 import mmap
 import os
 import struct
+import weakref
 import zlib
 from collections.abc import Mapping
 from typing import Any
@@ -47,6 +48,31 @@ def make_memory(name: str, size: int) -> int:
     return descriptor
 
 
+def map_memory(descriptor: int, size: int) -> memoryview:
+    """Return the memory of a descriptor; it is mapped while the view is used, also if the descriptor is closed.
+
+    `mmap.mmap` keeps a descriptor of its own and closes it by its number.  If the script has closed all descriptors
+    meanwhile, as a daemon does, this number is a file of the script.
+
+    Raises:
+        RingError: the memory cannot be mapped.
+    """
+    try:
+        import ctypes
+    except ImportError as error:
+        raise RingError(f"no shared memory for metrics: this Python has no ctypes: {error}") from error
+    library = ctypes.CDLL(None, use_errno=True)
+    library.mmap.restype, library.munmap.argtypes = ctypes.c_void_p, (ctypes.c_void_p, ctypes.c_size_t)
+    library.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+    at = library.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, 0)
+    if at == ctypes.c_void_p(-1).value:
+        raise RingError(f"no shared memory for metrics: {os.strerror(ctypes.get_errno())}")
+    mapped = (ctypes.c_char * size).from_address(at)
+    # Not at the end of the interpreter: a later function of atexit may still write.
+    weakref.finalize(mapped, library.munmap, at, size).atexit = False
+    return memoryview(mapped).cast("B")
+
+
 class SharedDocument:
     """A JSON object in a part of a map.
 
@@ -56,7 +82,7 @@ class SharedDocument:
         room: size of the part in bytes.
     """
 
-    def __init__(self, memory: mmap.mmap, at: int, room: int) -> None:
+    def __init__(self, memory: memoryview | mmap.mmap, at: int, room: int) -> None:
         self._memory, self._at, self._room = memory, at, room
         self._version = 0  # version of the newest document that `take` has returned
 
@@ -87,7 +113,7 @@ class SharedDocument:
         if version == seen or length > self._room - DOCUMENT_HEADER.size:
             return seen, None
         start = self._at + DOCUMENT_HEADER.size
-        payload = self._memory[start : start + length]
+        payload = bytes(self._memory[start : start + length])  # a copy: the other process may write
         if checksum(version, payload) != expected:
             return seen, None  # half-written: the caller reads again
         try:

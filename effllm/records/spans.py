@@ -7,7 +7,6 @@ half-written answer has a wrong checksum, and is read again later. Standard libr
 from __future__ import annotations
 
 import math
-import mmap
 import struct
 import zlib
 from collections.abc import Callable
@@ -99,7 +98,7 @@ class SpanAnswers:
         at: offset of the part; its size is `ANSWERS_BYTES`.
     """
 
-    def __init__(self, memory: mmap.mmap, at: int) -> None:
+    def __init__(self, memory: memoryview, at: int) -> None:
         self._memory, self._at = memory, at
 
     @property
@@ -130,7 +129,7 @@ class SpanAnswers:
         lost, after = first - 1 - after, first - 1
         for sequence in range(first, newest + 1):
             at = self._slot_at(sequence)
-            body = self._memory[at : at + _BODY.size]
+            body = bytes(self._memory[at : at + _BODY.size])
             written, *fields = _BODY.unpack(body)
             is_whole = zlib.crc32(body) == _CHECKSUM.unpack_from(self._memory, at + len(body))[0]
             if not is_whole or written < sequence:

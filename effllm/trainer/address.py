@@ -45,6 +45,7 @@ class AggregatorAddress:
         self._config, self._place, self._declared = config, place, declared
         self._write, self._board = write, board
         self.listener: socket.socket | None = None  #: rank 0's listening socket for the aggregator
+        self.is_over = False  #: set at the end of the session: the search ends
 
     def find(self) -> Callable[[], None]:
         """Set the endpoint; return a function that starts the search, to be called when the agent runs.
@@ -126,10 +127,7 @@ class AggregatorAddress:
         self._write(FoundAddress(failed=line))
 
     def _is_welcome(self, endpoint: str) -> bool:
-        try:
-            return self._board.welcome() == endpoint
-        except ValueError:  # the board is closed: the loop has ended
-            return True
+        return self.is_over or self._board.welcome() == endpoint
 
 
 def print_line(line: str) -> None:

@@ -13,7 +13,6 @@ import os
 import platform
 import re
 import secrets
-import select
 import signal
 import subprocess
 import sys
@@ -36,6 +35,7 @@ from effllm.trainer.declared import Declared, text
 from effllm.trainer.pending_values import PENDING
 from effllm.trainer.recorder import Recorder, pair_s
 from effllm.trainer.value_buffer import ValueBuffer
+from effllm.trainer.waking import Waker
 
 PR_SET_PTRACER = 0x59616D61  # "Yama", linux/prctl.h
 PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
@@ -73,7 +73,7 @@ class Session:
         self._declared = declared
         self._pid = os.getpid()
         self._process: subprocess.Popen[bytes] | None = None
-        self._trainer = self._wake = self._ready = -1
+        self._waker: Waker | None = None
         self._closed = False
         self._ring = RingWriter(config.history_size)
         try:
@@ -99,47 +99,48 @@ class Session:
 
     def start(self) -> None:
         """Find or open the aggregator's address, start the agent, and wait up to 2 s for the agent's first sample."""
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._ready = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._trainer = pidfd(os.getpid())
         self._declared.set(**self._own_facts())
         if self._place.rank == 0 and not self._config.endpoint:
             self._choose_run_folder()
         find = self._address.find()
+        self._waker = waker = Waker()
+        self._process = self._start_agent(waker.agents_end)
+        _allow_inspection(self._process.pid)
+        find()
+        if waker.is_agent_ending(READY_S):
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(1.0)
+        if (code := self._process.poll()) is not None:
+            raise AgentError(f"the agent of rank {self._place.rank} {_how_it_died(code)} at start ({sys.executable})")
+        atexit.register(self._at_exit)
+        self._stay_idle(self._config.baseline_seconds)
+
+    def _start_agent(self, wake: int) -> subprocess.Popen[bytes]:
+        """Start the agent with its descriptors; afterwards, this process has only the waker's own end."""
+        given = {"ring": self._ring.descriptor, "board": self.board.descriptor}
+        given |= {"trainer": pidfd(os.getpid()), "wake": wake}
         listener, stdout = self._address.listener, -1
         if listener is not None:
             stdout = os.dup(1)
             self._declared.set(listen_descriptor=listener.fileno(), stdout_descriptor=stdout)
         self.send_facts()
-        arguments = [f"--ring={self._ring.descriptor}", f"--board={self.board.descriptor}"]
-        arguments += [f"--trainer={self._trainer}", f"--wake={self._wake}", f"--ready={self._ready}"]
-        inherited = [self._ring.descriptor, self.board.descriptor, self._trainer, self._wake, self._ready, stdout]
-        inherited.append(listener.fileno() if listener else -1)
         try:
-            self._process = spawn("effllm.agent.agent", arguments, inherited, ends_first=True)
+            arguments = [f"--{name}={descriptor}" for name, descriptor in given.items()]
+            inherited = [*given.values(), stdout, listener.fileno() if listener else -1]
+            return spawn("effllm.agent.agent", arguments, inherited, ends_first=True)
         finally:
-            if stdout >= 0:
-                os.close(stdout)
+            for descriptor in (given["trainer"], stdout):
+                if descriptor >= 0:
+                    os.close(descriptor)
             if listener is not None:
                 listener.close()  # a forked worker must not hold the port
-        _allow_inspection(self._process.pid)
-        find()
-        self._wait_for_agent()
-        atexit.register(self._at_exit)
-        self._stay_idle(self._config.baseline_seconds)
+            self._close_descriptors()
 
-    def _wait_for_agent(self) -> None:
-        assert self._process is not None
-        agent = pidfd(self._process.pid)
-        poll = select.poll()
-        for descriptor in (self._ready, agent):
-            if descriptor >= 0:
-                poll.register(descriptor, select.POLLIN)
-        poll.poll(READY_S * 1000)
-        if agent >= 0:
-            os.close(agent)
-        if (code := self._process.poll()) is not None:
-            raise AgentError(f"the agent of rank {self._place.rank} {_how_it_died(code)} at start ({sys.executable})")
+    def _close_descriptors(self) -> None:
+        self._ring.close()
+        self.board.close()
+        if self._waker is not None:
+            self._waker.started()
 
     def _stay_idle(self, seconds: float) -> None:
         """Wait for the configured time; the agent measures the idle power of the device in this time."""
@@ -187,9 +188,8 @@ class Session:
 
     def _write_address(self, address: FoundAddress) -> None:
         # This method may run in the search thread; it writes no data that the loop's thread writes.
-        with contextlib.suppress(ValueError):  # the ring is closed: the loop has ended
-            self._ring.write_address(address)
-            self._wake_agent()
+        self._ring.write_address(address)
+        self._wake_agent()
 
     def send_facts(self) -> None:
         if not self._closed and not self._ring.write_facts(self._declared.facts):
@@ -205,9 +205,8 @@ class Session:
             self.send_facts()
 
     def _wake_agent(self) -> None:
-        if self._wake >= 0 and not self._closed:
-            with contextlib.suppress(OSError):
-                os.eventfd_write(self._wake, 1)
+        if self._waker is not None and not self._closed:
+            self._waker.wake()
 
     def finish(self, status: str) -> None:
         """Record the final status, and wait for the agent's end: up to 5 s on rank 0 (summary), 1 s on other ranks."""
@@ -251,11 +250,10 @@ class Session:
         self._closed = True
         atexit.unregister(self._at_exit)
         self.recorder.disable()
-        for descriptor in (self._trainer, self._wake, self._ready):
-            if descriptor >= 0:
-                os.close(descriptor)
-        self._ring.close()
-        self.board.close()
+        self._address.is_over = True
+        self._close_descriptors()
+        if self._waker is not None:
+            self._waker.close()
         if self._process is not None and self._process.poll() is None:
             # The exit status is not needed, but without a return code Popen would warn.
             self._process.returncode = 0

@@ -1,0 +1,66 @@
+"""The socket between a training process and its agent: the agent is woken, and says that it measures.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+
+# Not `socket.socketpair`: eventlet and gevent replace it, and their sockets may switch to another green thread.
+from _socket import socketpair
+
+
+class Waker:
+    """The trainer's end of the socket.
+
+    The script may close all descriptors and open files with their numbers, as a daemon does.  So the socket's inode is
+    compared before each use of the number; an eventfd could not be recognised, because all eventfds have one inode.
+    """
+
+    __slots__ = ("_identity", "_socket", "agents_end")
+
+    def __init__(self) -> None:
+        self._socket, other = socketpair()
+        self.agents_end = other.detach()  #: descriptor for the agent, until `started`
+        self._identity = self._inode()
+
+    def _inode(self) -> tuple[int, int]:
+        found = os.fstat(self._socket.fileno())
+        return found.st_dev, found.st_ino
+
+    def started(self) -> None:
+        """Close this process's copy of the agent's end; the agent's death then ends `is_agent_ending`."""
+        if self.agents_end >= 0:
+            os.close(self.agents_end)
+            self.agents_end = -1
+
+    def is_agent_ending(self, limit_s: float) -> bool:
+        """Wait until the agent measures, or the time is over; return whether the agent has closed its end instead."""
+        poll = select.poll()
+        poll.register(self._socket.fileno(), select.POLLIN)
+        try:
+            return bool(poll.poll(limit_s * 1000)) and not self._socket.recv(1, socket.MSG_DONTWAIT)
+        except OSError:
+            return True
+
+    def wake(self) -> None:
+        """Wake the agent, without waiting."""
+        try:
+            if self._inode() == self._identity:
+                # Without MSG_NOSIGNAL, a script with the default SIGPIPE would be killed after the agent's death.
+                self._socket.send(b"\1", socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        except OSError:  # closed by the script, or no agent, or a full socket: the agent is awake
+            pass
+
+    def close(self) -> None:
+        """Close the socket, if its number is still that of the socket."""
+        self.started()
+        try:
+            if self._inode() == self._identity:
+                self._socket.close()
+        except OSError:
+            pass
+        self._socket.detach()
