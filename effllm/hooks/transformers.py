@@ -63,9 +63,11 @@ def attach(module: ModuleType) -> None:
     callbacks = getattr(module, "DEFAULT_CALLBACKS", None)
     if not isinstance(callbacks, list):
         raise Unknown("DEFAULT_CALLBACKS")
+    global _defaults
     _wrap(module)
     if _Automatic not in callbacks:
         callbacks.append(_Automatic)
+    _defaults = callbacks
 
 
 def attach_reports(module: ModuleType) -> None:
@@ -151,6 +153,7 @@ class _Automatic(EfficientLLMCallback):
 
 _training: TrainerRun | None = None
 _trainer: Any = None  # the Trainer whose train() runs
+_defaults: list[Any] | None = None  # the list `DEFAULT_CALLBACKS` to which effllm has added its callback
 
 
 class TrainerRun:
@@ -348,12 +351,20 @@ def _train_begins(call: Call) -> Any:
     _wrap_inside(type(_trainer))
     # The first of effllm's callbacks measures; it is moved to the front, so that all other callbacks log its values.
     callbacks = getattr(getattr(_trainer, "callback_handler", None), "callbacks", [])
+    if _are_defaults_replaced() and not any(isinstance(one, EfficientLLMCallback) for one in callbacks):
+        callbacks.append(_Automatic())
     first = next((one for one in callbacks if isinstance(one, EfficientLLMCallback)), None)
     for one in [*(one for one in callbacks if getattr(one, "adds_to_logs", False)), first]:
         if one is not None:
             callbacks.remove(one)
             callbacks.insert(0, one)
     return before, _trainer
+
+
+def _are_defaults_replaced() -> bool:
+    """Whether a framework such as ms-swift has replaced the list of callbacks that every Trainer gets."""
+    now = getattr(sys.modules.get("transformers.trainer"), "DEFAULT_CALLBACKS", _defaults)
+    return _defaults is not None and now is not _defaults
 
 
 def _train_failed(token: Any) -> None:

@@ -66,6 +66,33 @@ def test_tokens_padding_and_labels_are_counted(frameworks):
     assert job.ledger.facts["token_source"] == "attention mask"
 
 
+REPLACED = """
+import transformers.trainer
+transformers.trainer.DEFAULT_CALLBACKS = [transformers.trainer.DefaultFlowCallback]
+"""
+
+
+def test_steps_are_counted_if_a_framework_replaces_the_default_callbacks(frameworks):
+    """ms-swift does this when it is imported."""
+    job = frameworks.run(REPLACED + script(before="trainer._get_train_sampler = lambda *_: range(48)"))
+
+    assert counts(job) == (78, 96, 66)
+    summary = job.ledger.summary
+    assert (summary.iterations, summary.samples, summary.parameters) == (6, 12, 4656)
+
+
+def test_no_callback_is_added_to_a_trainer_from_which_the_user_removed_it(frameworks):
+    code = """
+ours = [one for one in trainer.callback_handler.callbacks if "effllm" in type(one).__module__]
+assert len(ours) == 1
+trainer.remove_callback(ours[0])
+"""
+    after = """
+assert not [one for one in trainer.callback_handler.callbacks if "effllm" in type(one).__module__]
+"""
+    frameworks.run(script(before=code, after=after))
+
+
 @pytest.mark.parametrize("is_filtered", [True, False])
 def test_non_finite_losses_are_counted_if_the_trainer_replaces_them(frameworks, is_filtered):
     """By default the Trainer logs a mean of other losses instead of NaN; the weights do not change in this test."""
