@@ -16,25 +16,25 @@ from pathlib import Path
 # Lines of the Python files of each package. A budget is raised only in a line with a comment: the reason, which a user
 # must be able to accept. When a package becomes smaller, its budget follows.
 BUDGETS = {
-    "agent": 3_383,  # warnings from before the start of the agent are events
-    "analysis": 3_794,
+    "agent": 3_505,  # a run's status is its exit status; reports wait for an aggregator that starts late
+    "analysis": 3_799,  # the status ended
     "commands": 6_032,
     "config": 797,  # the kernel kills agents before trainers when memory runs out
     "devices": 4_242,
     "energy": 1_808,
-    "hooks": 4_555,
+    "hooks": 4_566,  # ms-swift, which replaces the callbacks of every Trainer, is counted
     "instruments": 2_412,
-    "job": 8_770,
+    "job": 8_786,  # killed only by a signal or with a lost host
     "memory": 3_229,
     "metrics": 1_069,
     "network": 1_590,
-    "records": 3_138,
-    "sensor_profile": 1_454,
+    "records": 3_153,  # no descriptor of the script is written or closed
+    "sensor_profile": 1_452,
     "server": 1_372,  # at the end of a job every agent receives the confirmation of its BYE
     "sinks": 1_660,
     "store": 3_043,  # a run that completes while the next job waits for its folder is not overwritten
     "top level": 192,
-    "trainer": 3_962,  # facts and arguments of any number and type neither end the metrics nor raise
+    "trainer": 4_031,  # facts and arguments of any kind do not raise; no descriptor of the script is written or closed
     "views": 3_296,
 }
 UNUSED_LINES = 50  # a budget with more unused lines is to be lowered

@@ -1,7 +1,8 @@
 """The agent's process; each rank has one.
 
 An agent is started with exec, never only with fork, in its own session. The agent watches its trainer with a pidfd.
-When the trainer has ended, the agent drains the ring, sends the remaining reports and a BYE, and exits within 5 s.
+When the trainer has ended, the agent drains the ring, sends the remaining reports and a BYE, and exits within 5 s, or
+30 s if the aggregator has not answered yet.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import zmq
 
 from effllm.agent.children import Children
 from effllm.agent.conversation import Connection, Conversation
-from effllm.agent.events import AgentEvents, Notices, write_notice
+from effllm.agent.events import AgentEvents, Notices, silence_stderr, write_notice
 from effllm.agent.measuring import LOSS_WAIT_S, Measuring
 from effllm.agent.rank_devices import RankDevices
 from effllm.agent.trainer import Trainer
@@ -30,6 +31,7 @@ from effllm.records.plain_text import one_line
 from effllm.records.ring import RingReader
 
 SEND_REST_S = 4.0
+FIRST_ANSWER_S = 30.0  # the same limit for an aggregator that has not answered yet
 AGGREGATOR_ENDS_S = 4.7
 WITHOUT_WAKES_S = 0.1  # the ring is read this often if the script has closed the socket
 MIN_LOOP_S = 0.05  # iterations of a millisecond must not wake the agent a thousand times a second
@@ -51,7 +53,7 @@ class Agent:
         self._children = Children(trainer, self._poller, events)
         self._connection = Connection(trainer, self._poller, self._notices)
         self._devices = RankDevices(trainer, events.add)
-        self._is_trainer_busy = self._can_be_woken = False
+        self._is_trainer_busy = self._can_be_woken = self._is_replaced = False
 
     def run(self) -> None:
         """Run until shortly after the trainer's end; write to the socket when measuring has begun."""
@@ -83,7 +85,8 @@ class Agent:
         if link is not None and events.keys() == {link.socket}:
             conversation.talk(began_s)  # only messages have arrived; a later call does the periodic work
         else:
-            self._look(measuring, conversation, self._trainer.descriptor in events or self._trainer.is_gone())
+            is_gone = self._trainer.descriptor in events or self._trainer.is_gone() or self._is_replaced
+            self._look(measuring, conversation, is_gone)
         if self._wake.fileno() in events:
             # The records of shorter iterations are read several at a time.
             rest_s = MIN_LOOP_S - (time.monotonic() - began_s)
@@ -127,8 +130,9 @@ class Agent:
             is_open = True
         except OSError:
             is_open = False
-        if not is_open:  # the trainer has ended, or the script has closed all descriptors
+        if not is_open:  # the trainer has ended, or runs another program, or has closed all descriptors
             self._stop_waking()
+            self._is_replaced = self._trainer.exit_status.is_replaced()
 
     def _stop_waking(self) -> None:
         if self._can_be_woken:
@@ -148,7 +152,10 @@ class Agent:
         conversation.follow()
 
     def _end(self, measuring: Measuring, conversation: Conversation) -> None:
-        """Send the remaining reports and a BYE; wait at most `SEND_REST_S` for their acknowledgement."""
+        """Send the remaining reports and a BYE; wait at most `SEND_REST_S` for their acknowledgement.
+
+        An aggregator that has not answered yet may be starting, for example from a slow file system.
+        """
         began_s = time.monotonic()
         if self._trainer.descriptor >= 0:
             self._poller.unregister(self._trainer.descriptor)
@@ -157,12 +164,11 @@ class Agent:
             self._poller.poll(20)
         measuring.finish()
         self._events.end()
-        while time.monotonic() - began_s < SEND_REST_S and not conversation.refused:
-            self._look(measuring, conversation)
-            conversation.send_bye()
-            if conversation.is_over(time.monotonic()):
-                break
-            self._poller.poll(50)
+        self._send_rest(measuring, conversation, began_s + SEND_REST_S)
+        if conversation.is_unanswered:
+            self._notices.waiting(FIRST_ANSWER_S)
+            silence_stderr()
+            self._send_rest(measuring, conversation, began_s + FIRST_ANSWER_S)
         conversation.report_undelivered()
         while self._is_aggregator_ending and time.monotonic() - began_s < AGGREGATOR_ENDS_S:
             self._poller.poll(20)
@@ -173,6 +179,14 @@ class Agent:
         if path := self._trainer.facts.address_file:
             discovery.remove(Path(path), self._trainer.facts.job)
         self._connection.close()
+
+    def _send_rest(self, measuring: Measuring, conversation: Conversation, until_s: float) -> None:
+        while time.monotonic() < until_s and not conversation.refused:
+            self._look(measuring, conversation)
+            conversation.send_bye()
+            if conversation.is_over(time.monotonic()):
+                break
+            self._poller.poll(50)
 
     @property
     def _is_aggregator_ending(self) -> bool:

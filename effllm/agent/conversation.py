@@ -11,6 +11,7 @@ import zmq
 
 from effllm.agent.children import Children
 from effllm.agent.events import AgentEvents, Notices, silence_stderr, write_notice
+from effllm.agent.exit_status import ENDED
 from effllm.agent.measuring import Measuring
 from effllm.agent.messages import heartbeat, hello
 from effllm.agent.trainer import Trainer
@@ -131,6 +132,7 @@ class Conversation:
         self._clock = Exchanges(trainer.place.world_size, trainer.rank)  # comparison with the aggregator's clock
         self._received: list[tuple[int, FromAggregator]] = []  # unhandled messages: (receive time in ns, message)
         self._welcome: Welcome | None = None
+        self._was_welcome = False
         self.refused = ""  # the aggregator's reason for the rejection of this rank
         self._is_put_off = False  # this aggregator is ending; the agent waits for another address
         self._has_new_facts = False  # whether facts or devices have changed since the last HELLO
@@ -202,7 +204,7 @@ class Conversation:
         link = self._connection.link
         if link is None or not self._welcome or self._outbox.num_unsent or self._bye_sent:
             return
-        measuring, status = self._measuring, self._measuring.status or "killed"
+        measuring, status = self._measuring, self._measuring.status or ENDED
         ends = (measuring.cutter.last_ordinal, self._outbox.lost, *self._cost(), measuring.end_time_s)
         self._bye_sent = link.send(Bye(self._trainer.agent, self._trainer.rank, status, *ends))
 
@@ -217,6 +219,12 @@ class Conversation:
             self._connected_s = now_s
         may_come_back = self._children.has_aggregator or now_s - self._connected_s < REPLACED_WITHIN_S
         return self._bye_seen and not (len(self._outbox) and may_come_back)
+
+    @property
+    def is_unanswered(self) -> bool:
+        """Whether no aggregator has answered yet, and one may still do so."""
+        has_address = self._connection.link is not None
+        return has_address and not (self._was_welcome or self.refused or self._children.is_aggregator_done)
 
     def report_undelivered(self) -> None:
         """Report the number of unacknowledged reports, if it is not 0."""
@@ -294,7 +302,7 @@ class Conversation:
             self._clock.add(message.sent_ns, message.received_ns, message.answered_ns, received_ns)
 
     def _begin(self, welcome: Welcome) -> None:
-        self._welcome = welcome
+        self._welcome, self._was_welcome = welcome, True
         board, endpoint = self._trainer.board, self._connection.endpoint
         if board.welcome() != endpoint:  # the trainer's address search waits for the endpoint
             board.write(replace(board.read(), welcome=endpoint))

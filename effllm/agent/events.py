@@ -195,6 +195,13 @@ class Notices:
         if self._trainer.is_first_of_host:
             write_notice(f"{text}: no metrics without an aggregator; training goes on")
 
+    def waiting(self, limit_s: float) -> None:
+        """Report that the agent waits for an aggregator that has not answered yet, although the trainer has ended."""
+        text = f"no aggregator has answered yet: its reports are kept for up to {limit_s:.0f} s after the job's end"
+        self._events.report("agent", text)
+        if self._trainer.is_first_of_host:
+            write_notice(f"rank {self._trainer.rank}: {text}")
+
     def undelivered(self, num_reports: int) -> None:
         text = f"{num_reports} reports could not be delivered to {self._trainer.facts.endpoint or 'rank 0'}"
         self._events.report("agent", text)

@@ -6,6 +6,7 @@ import os
 import uuid
 from dataclasses import replace
 
+from effllm.agent.exit_status import ExitStatus
 from effllm.records.board import Board
 from effllm.records.facts import FoundAddress, RankFacts
 from effllm.records.ring import RingReader
@@ -34,6 +35,7 @@ class Trainer:
         self.place = facts.place
         self.rank = self.place.rank
         self.pid = facts.trainer_pid
+        self.exit_status = ExitStatus(self.pid, descriptor)
         self.agent = uuid.uuid4().hex[:16]  # identifies the agent in all messages
         self._address = FoundAddress()  # result of the search for the aggregator
 

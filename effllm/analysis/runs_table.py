@@ -46,7 +46,12 @@ IDENTITY = (
 )
 
 OUTCOME = (
-    Column("status", TEXT, "", "completed, failed, interrupted, killed, stalled or running; null without summary.json"),
+    Column(
+        "status",
+        TEXT,
+        "",
+        "completed, failed, interrupted, killed, stalled, ended or running; null without summary.json",
+    ),
     Column("is_over", BOOL, "", "false: the run continues or is stalled, or its aggregator was killed"),
     Column("updated_time_s", NUMBER, "s (unix)", "time at which summary.json was written"),
     Column("simulated", BOOL, "", "whether no hardware was measured"),

@@ -264,14 +264,18 @@ class Ledger(Struct):
         """Return the measured joules of each class."""
         return {name: self.classes_j[name] for name in CLASSES if name in self.classes_j}
 
-    def status(self) -> str:
-        """Return the final status of the job, from the BYEs of its ranks."""
-        ends = [rank.bye for rank in self.ranks.values()]
-        for word in ("failed", "interrupted"):  # one rank is enough, because the launcher then kills the other ranks
+    def status(self, without_bye: str = "killed") -> str:
+        """Return the final status of the job, from the BYEs of its ranks.
+
+        Args:
+            without_bye: the status if ranks have no BYE; a job whose aggregator has not seen the end was killed.
+        """
+        ends = [rank.bye or without_bye for rank in self.ranks.values()]
+        # One rank is enough for the first two, because the launcher then kills the other ranks.
+        for word in ("failed", "interrupted", "killed", "ended"):
             if word in ends:
                 return word
-        # A rank that never joined is no evidence of a kill: it may start after all other ranks have ended.
-        return "completed" if ends and all(word == "completed" for word in ends) else "killed"
+        return "completed" if ends else without_bye
 
     def encode(self, safe: Mapping[int, int]) -> bytes:
         """Return the state as JSON, for a restarted aggregator.

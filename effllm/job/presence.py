@@ -55,7 +55,7 @@ class Presence:
         self._first_bye_s = now_s if self._first_bye_s is None else self._first_bye_s
         if rank.bye:
             return False
-        rank.bye = status or "killed"
+        rank.bye = status or "ended"
         self._left += 1
         return True
 

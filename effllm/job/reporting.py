@@ -254,7 +254,7 @@ def summary_of(
 ) -> Summary:
     """Return the summary of the run so far; ``kind`` is the kind of the counted parameters."""
     lacking = _lacking(ledger, ended)
-    status = ledger.status() if ended else "running"
+    status = ledger.status("killed" if roster.has_lost_host() else "ended") if ended else "running"
     goodput = goodput_of(ledger, roster, ended, status)
     run, whole = to_date(ledger, roster, goodput, bool(lacking))
     shares = _energy_coverage(ledger, goodput) if lacking else (1.0, 1.0)

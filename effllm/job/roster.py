@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Collection
 
 from effllm.config.settings import Config
@@ -156,6 +157,12 @@ class Roster:
             )
             self._expected = gone, Expected((key, self.devices[key]) for key in there)
         return self._expected[1]
+
+    def has_lost_host(self) -> bool:
+        """Whether all ranks of a host other than the aggregator's have ended without a BYE."""
+        gone = self.presence.gone
+        hosts = {hello.host for hello in self.hellos.values()} - {platform.node()}
+        return not hosts <= {hello.host for rank, hello in self.hellos.items() if rank in gone}
 
     def sitting(self, reporting: Collection[int]) -> dict[str, set[int]]:
         gone = self.presence.gone.difference(reporting)

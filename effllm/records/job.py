@@ -359,7 +359,7 @@ class GoodputSummary(Struct, frozen=True):
 class Summary(Identity, Struct, frozen=True, kw_only=True):
     """The content of summary.json: the identity of the run, and the run so far; written every minute and at the end."""
 
-    status: str  # running, completed, failed, interrupted (Ctrl-C), killed, stalled
+    status: str  # running, completed, failed, interrupted (Ctrl-C), killed, stalled, ended (exit status not visible)
     iterations: int
     attempts: int
     parameters: int | None

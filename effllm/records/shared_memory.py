@@ -9,6 +9,7 @@ document could seem complete, because ARM may reorder stores, and Python has no 
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import json
 import mmap
@@ -57,10 +58,6 @@ def map_memory(descriptor: int, size: int) -> memoryview:
     Raises:
         RingError: the memory cannot be mapped.
     """
-    try:
-        import ctypes
-    except ImportError as error:
-        raise RingError(f"no shared memory for metrics: this Python has no ctypes: {error}") from error
     library = ctypes.CDLL(None, use_errno=True)
     library.mmap.restype, library.munmap.argtypes = ctypes.c_void_p, (ctypes.c_void_p, ctypes.c_size_t)
     library.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)

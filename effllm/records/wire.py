@@ -102,7 +102,7 @@ class Bye(Struct, frozen=True, array_like=True, tag=5):
 
     agent: Word
     rank: Count
-    status: Word  # completed, failed, interrupted, killed
+    status: Word  # completed, failed, interrupted, killed; ended: the exit status is not visible
     last_ordinal: Ordinal
     lost: ReportCount = 0
     agent_cpu_s: Amount = 0.0

@@ -79,7 +79,7 @@ def duration(seconds: float) -> str:
 
 
 def outcome(status: str) -> str:
-    return "stopped by Ctrl-C" if status == "interrupted" else status
+    return {"interrupted": "stopped by Ctrl-C", "ended": "ended, exit status not visible"}.get(status, status)
 
 
 def summary_text(summary: Summary, folder: Path | None, tensorboard_dir: Path | None) -> str:

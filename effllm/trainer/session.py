@@ -112,7 +112,7 @@ class Session:
                 self._process.wait(1.0)
         if (code := self._process.poll()) is not None:
             raise AgentError(f"the agent of rank {self._place.rank} {_how_it_died(code)} at start ({sys.executable})")
-        atexit.register(self._at_exit)
+        self._register_at_exit()
         self._stay_idle(self._config.baseline_seconds)
 
     def _start_agent(self, wake: int) -> subprocess.Popen[bytes]:
@@ -258,6 +258,13 @@ class Session:
             # The exit status is not needed, but without a return code Popen would warn.
             self._process.returncode = 0
 
+    def _register_at_exit(self) -> None:
+        atexit.register(self._at_exit)
+        util, process = (sys.modules.get(f"multiprocessing.{name}") for name in ("util", "process"))
+        if util is not None and process is not None and process.parent_process() is not None:
+            # A forked child of multiprocessing ends with os._exit, after its own finalizers only.
+            util.Finalize(None, self._at_exit, exitpriority=0)
+
     def _at_exit(self) -> None:
         if os.getpid() != self._pid:
             return  # this process is a forked child
@@ -286,10 +293,10 @@ def _is_locked(path: Path) -> bool:
 
 def _how_it_ended() -> str:
     """Return the final status of this process; the interpreter stores an uncaught exception in ``sys.last_value``."""
-    error = getattr(sys, "last_value", None)
+    error = getattr(sys, "last_value", None) or sys.exc_info()[1]  # the second in a child of multiprocessing
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
-    return "completed" if error is None else "failed"
+    return "completed" if error is None or isinstance(error, SystemExit) else "failed"
 
 
 def _cuda_identity() -> dict[str, Any]:

@@ -31,7 +31,7 @@ def test_killed_agent_does_not_delay_the_end_of_a_job(launch, tmp_path):
     ranks[1].done()
     assert not aggregator.job.left()
 
-    assert (ledger.summary.status, ledger.summary.is_over) == ("killed", True)
+    assert (ledger.summary.status, ledger.summary.is_over) == ("ended", True)
     assert ledger.event_texts("rank_lost") == ["rank 1 is lost: its agent ended without a BYE"]
     assert sum(row.tokens for row in ledger.ranks if row.rank == 0) == 100 * count
     assert "missing 1" in aggregator.job.blocks[-1]["rest"]
@@ -61,7 +61,7 @@ def test_summary_is_written_without_the_agent_of_rank_0(launch, num_ranks):
 
     assert job.code == 0
     summary = job.ledger.summary
-    assert (summary.status, summary.is_over) == ("killed", True)
+    assert (summary.status, summary.is_over) == ("ended", True)
     assert summary.iterations >= 10
     assert any("its agent ended without a BYE" in text for text in job.ledger.event_texts("rank_lost"))
     assert sum("the agent of rank 0 was killed by signal 9" in line for line in job.our_errors) == 1

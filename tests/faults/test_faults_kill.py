@@ -216,7 +216,7 @@ with open("began", "wb") as file:
         ("sys.exit()", 0, "completed"),
         ("sys.exit(3)", 3, "completed"),
         ("raises", 1, "failed"),
-        ("os._exit(0)", 0, "killed"),
+        ("os._exit(0)", 0, "completed"),
         ("SIGINT", -signal.SIGINT, "interrupted"),
         ("SIGTERM", -signal.SIGTERM, "killed"),
         ("SIGKILL", -signal.SIGKILL, "killed"),

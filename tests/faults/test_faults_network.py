@@ -116,7 +116,7 @@ def test_ranks_of_a_lost_host_are_missing_and_the_job_ends(job):
     ledger = started[0].ledger
     summary = ledger.summary
 
-    assert summary.status == "killed"  # rank 2 sent no bye
+    assert summary.status == "killed"  # all ranks of a host are lost
     for rank in (0, 1):
         done = len(started[rank].output()["steps"])
         assert sum(row.tokens for row in ledger.ranks if row.rank == rank) == 100 * done

@@ -1,6 +1,5 @@
 """A script that closes all descriptors after the start, as a daemon does, and opens its own with the same numbers."""
 
-import jobs
 import pytest
 
 #: Closes descriptors 3 to 255, opens ``what`` with the lowest free numbers, trains, and writes to each of them again.

@@ -78,7 +78,7 @@ def test_rank_with_a_killed_agent_continues_and_is_reported_missing(without_agen
 
     assert ledger.windows[-1].coverage.missing_ranks == (1,)
     assert "missing 1" in aggregator.job.blocks[-1]["rest"]
-    assert ledger.summary.status == "killed"
+    assert ledger.summary.status == "ended"
     rows = [row for row in ledger.ranks if row.rank == 0]
     assert sum(row.tokens for row in rows) == 100 * count
 
@@ -132,7 +132,7 @@ def test_stopped_agent_and_aggregator_lose_no_iterations(launch):
         ("exit", 3, "completed"),
         ("terminate", -signal.SIGTERM, "killed"),
         ("interrupt", -signal.SIGINT, "interrupted"),
-        ("leave", 4, "killed"),
+        ("leave", 4, "failed"),
     ],
 )
 @pytest.mark.fault("exits")

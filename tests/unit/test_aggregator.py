@@ -760,7 +760,7 @@ def test_window_without_iterations_has_no_window_values():
         (("completed", "killed"), "killed"),
         (("interrupted", "killed"), "interrupted"),
         (("interrupted", "failed"), "failed"),
-        (("completed",), "killed"),
+        (("completed",), "ended"),
         ((), "killed"),
     ],
 )

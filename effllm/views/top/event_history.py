@@ -86,7 +86,7 @@ class EventHistory:
 def _change_of(event: Event) -> _Change | None:
     rank = -1 if event.rank is None else event.rank
     if event.kind in _OF_RANKS and rank >= 0:
-        text = event.text if event.kind == "left" and not event.text.endswith(f": {COMPLETED}") else ""
+        text = event.text if event.kind == "left" and not event.text.endswith((f": {COMPLETED}", ": ended")) else ""
         return _Change(event.time_s, event.attempt, event.kind, rank, text)
     if event.kind in _OF_JOB or (event.kind in _OF_DEVICES and rank >= 0):
         return _Change(event.time_s, event.attempt, event.kind, rank, event.text)

@@ -37,7 +37,7 @@ J_PER_KWH = 3.6e6
 MIN_WIDTH, MIN_HEIGHT = 20, 6
 MAX_WHOLE = 256  # in jobs above this size, the run folder has only the reports of outliers
 _KEYS = "q quit  ? help  e events  w waterfall  g hosts  s sort  / filter  space replay"
-_STATUS = {"completed": GOOD, "running": GOOD, "interrupted": WARNING, "no_update": WARNING}
+_STATUS = {"completed": GOOD, "running": GOOD, "interrupted": WARNING, "ended": WARNING, "no_update": WARNING}
 
 
 class Cell(NamedTuple):
