@@ -219,7 +219,7 @@ def test_agent_uses_less_than_a_tenth_of_a_cpu_core(launch):
 # --- forked children ---
 
 FORKS = """
-import os, socket, stat, sys
+import os, socket, sys
 import effllm.efficientllm_metrics as effllm
 
 effllm.initialize_efficientllm_metrics(1000)
@@ -239,7 +239,8 @@ for iteration in range(1, 21):
             ports = 0
             for name in os.listdir("/proc/self/fd"):
                 try:
-                    ports += stat.S_ISSOCK(os.stat(int(name)).st_mode)
+                    with socket.socket(fileno=os.dup(int(name))) as found:
+                        ports += found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
                 except OSError:
                     pass
             if iteration == 5:
