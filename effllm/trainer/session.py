@@ -261,13 +261,15 @@ class Session:
     def _register_at_exit(self) -> None:
         atexit.register(self._at_exit)
         util, process = (sys.modules.get(f"multiprocessing.{name}") for name in ("util", "process"))
-        if util is not None and process is not None and process.parent_process() is not None:
-            # A forked child of multiprocessing ends with os._exit, after its own finalizers only.
+        if util is None or process is None or process.parent_process() is None:
+            return
+        if "--multiprocessing-fork" not in sys.orig_argv:  # an argument of spawned children
+            # A forked child of multiprocessing ends with os._exit, after its finalizers: no function of atexit runs.
             util.Finalize(None, self._at_exit, exitpriority=0)
 
     def _at_exit(self) -> None:
-        if os.getpid() != self._pid:
-            return  # this process is a forked child
+        if self._closed or os.getpid() != self._pid:  # the second in a forked child
+            return
         self.finish(_how_it_ended())
         self.close()
 

@@ -24,9 +24,11 @@ def child(end=None):
     train()
     if end == "raise":
         raise ValueError("in the child")
+    if end == "more":
+        atexit.register(train, 10, start=False)  # runs before the end of the metrics
 
-def fork(end=None):
-    process = multiprocessing.get_context("fork").Process(target=child, args=(end,))
+def start(method, end=None):
+    process = multiprocessing.get_context(method).Process(target=child, args=(end,))
     process.start()
     process.join()
     sys.exit(process.exitcode)
@@ -38,8 +40,8 @@ ENDS = {
     "os._exit after the last iteration": ("train(); os._exit(0)", 0, "completed"),
     "os._exit with an error": ("train(); os._exit(4)", 4, "failed"),
     "a killed process": ("train(); os.kill(os.getpid(), signal.SIGKILL)", -9, "killed"),
-    "a forked child of multiprocessing": ("fork()", 0, "completed"),
-    "an exception in a forked child of multiprocessing": ("fork('raise')", 1, "failed"),
+    "a forked child of multiprocessing": ("start('fork')", 0, "completed"),
+    "an exception in a forked child of multiprocessing": ("start('fork', 'raise')", 1, "failed"),
     "a function of atexit that initialises": ("atexit.register(train)", 0, "completed"),
 }
 
@@ -78,6 +80,22 @@ def test_no_run_is_killed_if_the_exit_status_is_not_visible(launch, end):
     assert not job.left()
     assert job.ledger.summary.status in ({status} if "multiprocessing" in end else {status, "ended"})
     assert job.ledger.summary.iterations == 40
+
+
+def test_functions_of_atexit_run_before_the_end_in_a_spawned_child(launch):
+    job = launch.code(f"{TRAIN}if __name__ == '__main__': start('spawn', 'more')\n").done()
+
+    assert (job.ledger.summary.status, job.ledger.summary.iterations) == ("completed", 50)
+
+
+def test_a_killed_agent_is_reported_once_in_a_forked_child(launch):
+    """The metrics are finalised before the finalizers of multiprocessing run."""
+    kill = "psutil.Process().children()[0].kill(); effllm.finalize_efficientllm_metrics()"
+    script = TRAIN.replace("    train()\n", f"    train(); import psutil; {kill}\n", 1) + "start('fork')"
+    job = launch.code(script).wait()
+
+    assert job.code == 0
+    assert job.stderr.count("was killed by signal 9") == 1
 
 
 def test_a_program_that_replaces_itself_is_two_attempts(launch):
