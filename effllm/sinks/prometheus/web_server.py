@@ -10,6 +10,7 @@ import socket
 import ssl
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from socketserver import TCPServer, ThreadingMixIn
 from typing import Any, NamedTuple
@@ -21,9 +22,8 @@ from effllm.store import own_files
 
 Application = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
-MAX_AT_ONCE = 16  # concurrent requests
-TIMEOUT_S = 5.0  # timeout of a read or a write of a connection
-SLOW_S = 0.2  # a connection without a complete request for longer than this yields to a new one, if all are in use
+MAX_AT_ONCE, MAX_OF_ADDRESS = 16, 8  # concurrent connections, of all addresses and of one
+DEADLINE_S = 10.0  # from the connection to the last byte of the answer: Prometheus's default scrape_timeout
 MIN_TOKEN_LETTERS, MAX_TOKEN_LETTERS = 16, 1000
 MAX_FILE_BYTES = 1 << 16
 
@@ -121,33 +121,41 @@ def _unnamed(page: Application) -> Application:
 
 
 class _Handler(WSGIRequestHandler):
-    timeout = TIMEOUT_S
+    timeout = DEADLINE_S
     server_version, sys_version = "effllm", ""
 
     def version_string(self) -> str:
         return self.server_version
 
     def get_environ(self) -> dict[str, Any]:
-        """Return the request, which is now complete, so that its connection does not yield to a new one."""
-        self.server.reading_since_s.pop(self.request, None)  # type: ignore[attr-defined]
+        """Return the request, which is now complete, so that other connections yield to a new one first."""
+        connection = self.server.connections.get(self.request)  # type: ignore[attr-defined]
+        if connection is not None:  # else it was closed for another
+            connection.is_complete = True
         return super().get_environ()
 
     def log_message(self, *_: Any) -> None:
         """Log nothing, because stderr belongs to the job."""
 
 
+@dataclass(slots=True)
+class _Connection:
+    address: str
+    since_s: float
+    is_complete: bool = False  # the whole request was read
+
+
 class _Server(ThreadingMixIn, WSGIServer):
     """Starts a thread for each request, with a limit, because every user of this host can connect.
 
-    Connections that send their request slowly cannot block the page: the oldest yields to a new connection.
+    Slow connections cannot block the page: the oldest one yields to a new connection, and each ends at its deadline.
     """
 
     daemon_threads = True
     request_queue_size = 128
 
     def __init__(self, access: Access, port: int) -> None:
-        self._active: set[Any] = set()
-        self.reading_since_s: dict[Any, float] = {}  # connections without a complete request, the oldest first
+        self.connections: dict[Any, _Connection] = {}  # by socket, the oldest first
         if ":" in access.address:
             self.address_family = socket.AF_INET6
         super().__init__((access.address, port), _Handler)
@@ -161,31 +169,37 @@ class _Server(ThreadingMixIn, WSGIServer):
         self.setup_environ()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if len(self._active) >= MAX_AT_ONCE and not self._drop_slow():
-            self.shutdown_request(request)
-            return
-        self._active.add(request)
-        self.reading_since_s[request] = time.monotonic()
+        address = client_address[0]
+        current = self.connections.copy()  # threads remove theirs
+        of_address = {one: connection for one, connection in current.items() if connection.address == address}
+        if len(of_address) >= MAX_OF_ADDRESS:
+            self._drop_oldest(of_address)
+        elif len(current) >= MAX_AT_ONCE:
+            self._drop_oldest(current)
+        self.connections[request] = _Connection(address, time.monotonic())
         super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self.reading_since_s.pop(request, None)
-            self._active.discard(request)
+            self.connections.pop(request, None)
 
-    def _drop_slow(self) -> bool:
-        """Close the oldest connection without a complete request; return ``False`` if none is slow."""
-        for request, since_s in self.reading_since_s.copy().items():
-            if time.monotonic() - since_s < SLOW_S:
-                break
-            self.reading_since_s.pop(request, None)
-            self._active.discard(request)
-            with contextlib.suppress(OSError):
-                socket.socket.shutdown(request, socket.SHUT_RDWR)  # not of the TLS object, which its thread uses
-            return True
-        return False
+    def service_actions(self) -> None:
+        """Close connections at their deadline, because a timeout of a socket begins again with each byte."""
+        super().service_actions()
+        for request, connection in self.connections.copy().items():
+            if time.monotonic() - connection.since_s > DEADLINE_S:
+                self._drop(request)
+
+    def _drop_oldest(self, connections: dict[Any, _Connection]) -> None:
+        """Close the oldest connection without a complete request, or else the oldest one."""
+        self._drop(min(connections, key=lambda one: (connections[one].is_complete, connections[one].since_s)))
+
+    def _drop(self, request: Any) -> None:
+        self.connections.pop(request, None)
+        with contextlib.suppress(OSError):
+            socket.socket.shutdown(request, socket.SHUT_RDWR)  # not of the TLS object, which its thread uses
 
     def handle_error(self, *_: Any) -> None:
         """Log nothing about interrupted connections."""
