@@ -160,7 +160,7 @@ def _records_of(data: bytes) -> bytes:
         )
         often = ring._OFTEN.pack(number, ordinal, start_ns, end_ns, *totals[:2], *totals[5:9])
         about = ring._ABOUT.pack(kind, what, about_number, value)
-        rare = ring._RARE.pack(*totals[2:5], totals[9], totals[11], totals[10], totals[12])
+        rare = ring._RARE.pack(*totals[2:5], totals[9], totals[11], totals[10], totals[12], totals[12])
         checksum = ring.zlib.crc32(often, ring.zlib.crc32(about, ring.zlib.crc32(rare)))
         at = ring._SLOTS_AT + number * ring._SLOT_BYTES
         ring._SEALED.pack_into(memory, at, often, about, rare, checksum)

@@ -227,6 +227,9 @@ def make_summary(status: str = "completed", **changes: Any) -> Summary:
         ),
         tokens=327_680_000,
         samples=160_000,
+        measured_tokens=327_680_000,
+        measured_samples=160_000,
+        measured_iterations_ratio=1.0,
         loss=2.345678,
         verdict=Verdict(
             cause="data_loading",

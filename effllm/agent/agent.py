@@ -2,7 +2,7 @@
 
 An agent is started with exec, never only with fork, in its own session. The agent watches its trainer with a pidfd.
 When the trainer has ended, the agent drains the ring, sends the remaining reports and a BYE, and exits within 5 s, or
-30 s if the aggregator has not answered yet.
+30 s if the aggregator has not answered yet or still acknowledges reports.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from effllm.records.plain_text import one_line
 from effllm.records.ring import RingReader
 
 SEND_REST_S = 4.0
-FIRST_ANSWER_S = 30.0  # the same limit for an aggregator that has not answered yet
+MAX_REST_S = 30.0  # the same limit for an aggregator that has not answered yet, or still acknowledges reports
 AGGREGATOR_ENDS_S = 4.7
 WITHOUT_WAKES_S = 0.1  # the ring is read this often if the script has closed the socket
 MIN_LOOP_S = 0.05  # iterations of a millisecond must not wake the agent a thousand times a second
@@ -154,7 +154,8 @@ class Agent:
     def _end(self, measuring: Measuring, conversation: Conversation) -> None:
         """Send the remaining reports and a BYE; wait at most `SEND_REST_S` for their acknowledgement.
 
-        An aggregator that has not answered yet may be starting, for example from a slow file system.
+        An aggregator that has not answered yet may be starting, for example from a slow file system; one that still
+        acknowledges reports may have thousands of them to write.
         """
         began_s = time.monotonic()
         if self._trainer.descriptor >= 0:
@@ -165,10 +166,11 @@ class Agent:
         measuring.finish()
         self._events.end()
         self._send_rest(measuring, conversation, began_s + SEND_REST_S)
-        if conversation.is_unanswered:
-            self._notices.waiting(FIRST_ANSWER_S)
+        if conversation.may_deliver:
+            if conversation.is_unanswered:
+                self._notices.waiting(MAX_REST_S)
             silence_stderr()
-            self._send_rest(measuring, conversation, began_s + FIRST_ANSWER_S)
+            self._send_rest(measuring, conversation, began_s + MAX_REST_S, is_extended=True)
         conversation.report_undelivered()
         while self._is_aggregator_ending and time.monotonic() - began_s < AGGREGATOR_ENDS_S:
             self._poller.poll(20)
@@ -180,8 +182,12 @@ class Agent:
             discovery.remove(Path(path), self._trainer.facts.job)
         self._connection.close()
 
-    def _send_rest(self, measuring: Measuring, conversation: Conversation, until_s: float) -> None:
+    def _send_rest(
+        self, measuring: Measuring, conversation: Conversation, until_s: float, is_extended: bool = False
+    ) -> None:
         while time.monotonic() < until_s and not conversation.refused:
+            if is_extended and not conversation.may_deliver:
+                break
             self._look(measuring, conversation)
             conversation.send_bye()
             if conversation.is_over(time.monotonic()):

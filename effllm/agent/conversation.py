@@ -40,6 +40,7 @@ HEARTBEAT_S = 5.0
 HELLO_AGAIN_S = 2.0
 REPORT_EVERY_S = 0.25  # time between two frames; a frame can have 256 reports, enough for windows of a millisecond
 SEND_AGAIN_S = 0.1
+ACKNOWLEDGES_WITHIN_S = 2.0  # an aggregator that acknowledges nothing for longer is not waited for
 REPLACED_WITHIN_S = 1.5  # maximum time until a dead aggregator is replaced; without a replacement, the job is over
 
 
@@ -139,6 +140,7 @@ class Conversation:
         self._bye_sent = self._bye_seen = False
         self._heartbeat_s = min(HEARTBEAT_S, trainer.config.stall_seconds / BEATS)
         self._hello_s = self._next_heartbeat_s = self._next_frame_s = 0.0
+        self._acknowledged_s = 0.0  # time of the last acknowledgement, or of the answer to a HELLO
         self._connected_s = 0.0  # at the end of the job: last time at which the link was connected
 
     def follow(self) -> None:
@@ -226,6 +228,12 @@ class Conversation:
         has_address = self._connection.link is not None
         return has_address and not (self._was_welcome or self.refused or self._children.is_aggregator_done)
 
+    @property
+    def may_deliver(self) -> bool:
+        """Whether an aggregator may still answer for the first time, or is acknowledging reports."""
+        is_answering = time.monotonic() - self._acknowledged_s < ACKNOWLEDGES_WITHIN_S
+        return self.is_unanswered or (is_answering and not self._bye_seen)
+
     def report_undelivered(self) -> None:
         """Report the number of unacknowledged reports, if it is not 0."""
         if len(self._outbox) and not self._bye_seen and not self.refused:
@@ -289,6 +297,7 @@ class Conversation:
             self._begin(message)
         elif isinstance(message, Ack):
             self._outbox.acknowledged(message.sequence)
+            self._acknowledged_s = time.monotonic()
             if message.report:
                 state = JobState(message.report, message.iteration, message.values, self._connection.endpoint)
                 self._trainer.board.write(state)
@@ -303,6 +312,7 @@ class Conversation:
 
     def _begin(self, welcome: Welcome) -> None:
         self._welcome, self._was_welcome = welcome, True
+        self._acknowledged_s = time.monotonic()
         board, endpoint = self._trainer.board, self._connection.endpoint
         if board.welcome() != endpoint:  # the trainer's address search waits for the endpoint
             board.write(replace(board.read(), welcome=endpoint))

@@ -7,7 +7,7 @@ import statistics
 from collections import deque
 from collections.abc import Iterable, Sequence
 from functools import reduce
-from operator import sub
+from operator import lt, sub
 from typing import Any
 
 from effllm.agent.series import Series
@@ -106,6 +106,23 @@ class TimedIterations:
         return self._taken[0] - count, max(self._taken[1] - seconds, 0.0)
 
 
+def _without_falls(slot: ring.Slot, before: ring.Slot) -> ring.Slot:
+    """Return a record whose totals are at least those before it.
+
+    Totals fall if a signal handler or another thread records an iteration in the middle of another one.  A report with
+    a negative number would be rejected with its frame.
+    """
+    totals = (slot.step_ns, slot.wait_ns, slot.generation_ns, *slot.phases_ns, *slot.counts)
+    known = (before.step_ns, before.wait_ns, before.generation_ns, *before.phases_ns, *before.counts)
+    if not any(map(lt, totals, known)):
+        return slot
+    step_ns, wait_ns, generation_ns, *others = map(max, totals, known)
+    phases_ns, counts = others[: len(slot.phases_ns)], others[len(slot.phases_ns) :]
+    return slot._replace(
+        step_ns=step_ns, wait_ns=wait_ns, generation_ns=generation_ns, phases_ns=tuple(phases_ns), counts=tuple(counts)
+    )
+
+
 def _profile(slot: ring.Slot) -> Profile:
     if slot.what == ring.WHOLE:
         time_s = (slot.end_ns - slot.start_ns) * NS
@@ -196,6 +213,10 @@ class WindowCutter:
             # The first iteration or phase began before the agent's first window.
             self._start_ns = self._origin_ns = min(self._start_ns, slot.start_ns)
         self._values.add(slot)
+        if slot.kind in (ring.ITERATION, ring.PHASE, ring.END):
+            slot = _without_falls(slot, self._newest_totals)
+        if slot.kind == ring.ITERATION and slot.ordinal <= self.last_ordinal:
+            return  # of two threads that ended an iteration at once
         if slot.kind == ring.ITERATION:
             self._add_iteration(slot)
         elif slot.kind == ring.PHASE and slot.end_ns > slot.start_ns:
@@ -246,7 +267,7 @@ class WindowCutter:
             window=self.window_of(max(last, first)),
             iteration_first=first,
             iteration_last=last,
-            iteration_shown=last + self._shown_minus_ordinal,
+            iteration_shown=max(last + self._shown_minus_ordinal, 0),
             start_time_s=self.unix_s(start_ns),
             end_time_s=self.unix_s(end_ns),
             wall_s=(end_ns - start_ns) * NS,

@@ -22,6 +22,7 @@ from effllm.analysis.sides import CONFIGURATION, STALE_AFTER_S
 from effllm.records.job import SCHEMA_VERSION, version_error
 from effllm.records.plain_text import one_line
 from effllm.records.verdict import HEALTHY, NO_VERDICT
+from effllm.store.regular_file import lines_of
 
 #: Classes of goodput that are work; all other time is wasted.
 PRODUCTIVE = ("kept", "generation")
@@ -297,7 +298,7 @@ def ledger_lines(place: Path, by: str = "outcome") -> tuple[list[LedgerRun], lis
     for path, problem in _ledger_files(place):
         invalid, other_version = 0, ""
         try:
-            lines = [] if problem else path.read_bytes().splitlines()
+            lines = [] if problem else list(lines_of(path))
         except OSError as error:
             problem = error.strerror or str(error)
         if problem:

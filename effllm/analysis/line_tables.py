@@ -41,6 +41,7 @@ _COUNTERS = {
     "samples": "samples",
     "generated_tokens": "generated tokens, without prompts",
     "prompt_tokens": "tokens of the prompts of generated text",
+    "counts_rejected": "calls whose counts were not whole numbers of at least 0",
 }
 _GAUGE = "STRUCT(mean DOUBLE, covered_s DOUBLE, least DOUBLE, most DOUBLE)"
 _SPREAD = "STRUCT(count BIGINT, least DOUBLE, p5 DOUBLE, median DOUBLE, p95 DOUBLE, most DOUBLE)"
@@ -57,7 +58,8 @@ def _time(name: str, meaning: str, group: str = "") -> Column:
 
 
 def _counters(group: str = "") -> list[Column]:
-    return [_count(name, "samples" if name == "samples" else "tokens", text, group) for name, text in _COUNTERS.items()]
+    units = {"samples": "samples", "counts_rejected": "calls"}
+    return [_count(name, units.get(name, "tokens"), text, group) for name, text in _COUNTERS.items()]
 
 
 def _flag(name: str, meaning: str) -> Column:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
@@ -17,7 +18,9 @@ from effllm.analysis.window_curves import WindowCurves
 from effllm.records.events import is_problem
 from effllm.records.job import Summary
 from effllm.records.rank import Event
+from effllm.store.line_files import read_at
 from effllm.store.reader import JsonLines, segments
+from effllm.store.regular_file import open_regular
 
 #: Files of rank reports are read up to this size, the newest first: 64 MiB each.
 MAX_RANK_BYTES = 256 * 2**20
@@ -168,7 +171,7 @@ class EventExtract:
         if not path.is_file():
             return
         decode = msgspec.json.Decoder(Event).decode
-        with path.open("rb") as file:
+        with os.fdopen(open_regular(path), "rb") as file:
             for line in self._newest(file):
                 try:
                     event = decode(line)
@@ -201,11 +204,8 @@ def read_stacks(folder: Path, limit: int) -> tuple[list[tuple[str, str]], int]:
         key=lambda path: path.stat().st_mtime,
         reverse=True,
     )
-    texts = []
-    for path in found[:limit]:
-        with path.open("rb") as file:
-            texts.append((path.name, file.read(MAX_STACK_BYTES).decode(errors="replace")))
-    return texts, len(found)
+    texts = [read_at(path, 0, MAX_STACK_BYTES).decode(errors="replace") for path in found[:limit]]
+    return list(zip((path.name for path in found), texts, strict=False)), len(found)
 
 
 class RecordedRun:

@@ -5,8 +5,6 @@ A value of a wrong type becomes null in the table.  A file that is missing or ca
 
 from __future__ import annotations
 
-import os
-import stat
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime, timezone
 from functools import cache
@@ -18,10 +16,9 @@ import msgspec
 from effllm.analysis.column import BOOL, NUMBER, TEXT, WHOLE
 from effllm.analysis.runs_table import IDENTITY, OUTCOME, metric_columns
 from effllm.records.job import SCHEMA_VERSION, version_error
+from effllm.store.regular_file import read_regular
 
 Document = dict[str, Any]
-#: A larger run.json or summary.json is not read: run.json of 10,000 ranks has 8 MB.
-MAX_BYTES = 64 * 2**20
 FILES = ("run.json", "summary.json")
 
 
@@ -37,26 +34,13 @@ def read_document(path: Path) -> Document:
         Unreadable: any other reason.
     """
     try:
-        # Non-blocking, because opening a pipe would block until another process writes to it.
-        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        document = msgspec.json.decode(read_regular(path), type=Document)
     except FileNotFoundError:
         raise
     except OSError as error:
         raise Unreadable(error.strerror or str(error)) from error
-    try:
-        about = os.fstat(file)
-        if not stat.S_ISREG(about.st_mode):
-            raise Unreadable("not a regular file")
-        if about.st_size > MAX_BYTES:
-            raise Unreadable(f"larger than {MAX_BYTES >> 20} MiB")
-        with os.fdopen(os.dup(file), "rb") as stream:
-            document = msgspec.json.decode(stream.read(MAX_BYTES), type=Document)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise Unreadable(f"not a JSON object: {error}") from error
-    except OSError as error:
-        raise Unreadable(error.strerror or str(error)) from error
-    finally:
-        os.close(file)
     if problem := version_error(document.get("schema_version", SCHEMA_VERSION)):
         raise Unreadable(problem)
     return document

@@ -16,6 +16,7 @@ from effllm import __version__
 from effllm.records.job import SCHEMA_VERSION, Summary, version_error
 from effllm.records.plain_text import one_line
 from effllm.records.verdict import Waterfall
+from effllm.store.regular_file import read_regular
 from effllm.store.summary_text import audit_texts, duration, verdict_lines
 from effllm.views.waterfall_text import WaterfallUnits, waterfall_header, waterfall_notes, waterfall_row
 
@@ -32,7 +33,7 @@ def main(run: Path, as_json: bool) -> int:
     """Print the waterfall of a run; return the exit status."""
     path = run / "summary.json" if run.is_dir() else run
     try:
-        summary = msgspec.json.decode(path.read_bytes(), type=Summary)
+        summary = msgspec.json.decode(read_regular(path), type=Summary)
     except OSError as error:
         return _fail(
             f"{path}: {error.strerror}; RUN is a run folder, such as efficientllm_runs/20260101-120000-1a2b3c4d"

@@ -16,6 +16,7 @@ from effllm.job.open_windows import OpenWindow, OpenWindows
 from effllm.job.pacing import is_large, late_every_s
 from effllm.job.reporting import summary_of
 from effllm.job.roster import Roster
+from effllm.job.statements import Statements
 from effllm.job.verdict import verdict_of
 from effllm.records.clock import Now
 from effllm.records.job import Summary
@@ -45,6 +46,7 @@ class Aggregator:
         self.roster = Roster(config, ledger)
         self.presence = self.roster.presence
         self.events = EventLog(ledger)
+        self._statements = Statements(ledger, self.events.record)
         self.stalls = Stalls(config, self.roster, ledger, self.events.record)
         self._stragglers = StragglerWatch(ledger, self.events.record)
         self.open = OpenWindows(config, ledger, self.presence)
@@ -102,16 +104,18 @@ class Aggregator:
             if row is rows[-1]:
                 rank.spend(message.agent_cpu_s, message.sent_bytes, message.recorder_cpu_s)
             if message.lost > rank.lost:
-                self._lose(number, rank, message.lost, now)
+                self._statements.lose(number, rank, message.lost, rows[-1].sequence, now.unix_s)
             if sequence <= rank.last_sequence:
                 self.duplicates += 1
                 continue
             if not windows.has_room(number, row_bytes):
                 is_all = False
                 break
+            if not self._statements.accepts(number, rank, row, now.unix_s):
+                continue
             rank.take(sequence, row.final)
             if rank.gaps > rank.lost:
-                self._lose(number, rank, rank.gaps, now)
+                self._statements.lose_gaps(number, rank, now.unix_s)
             rank.iteration = row.iteration_last
             self.stalls.row(row, now_s)
             windows.add(row, now_s)
@@ -125,7 +129,7 @@ class Aggregator:
         rank = self.roster.rank_of(message.rank, message.agent)
         if rank is not None:
             self._hear(message.rank, rank, now)
-            self._lose(message.rank, rank, message.lost, now)
+            self._statements.lose(message.rank, rank, message.lost, message.ordinal + 1, now.unix_s)
             if message.time_s is not None and not rank.bye:
                 self._pass_time(now.mono_s, now.unix_s)
                 self.ledger.goodput.hear_rank(message.rank, message.time_s)
@@ -156,7 +160,7 @@ class Aggregator:
             self.garbage += 1
             return False
         self._hear(message.rank, rank, now)
-        self._lose(message.rank, rank, message.lost, now)
+        self._statements.lose(message.rank, rank, message.lost, message.last_ordinal + 1, now.unix_s)
         self._note_unused_gpus(now)  # the devices of a short job may be known only since the last tick
         rank.spend(message.agent_cpu_s, message.sent_bytes, message.recorder_cpu_s)
         self._pass_time(now.mono_s, now.unix_s)
@@ -225,7 +229,9 @@ class Aggregator:
 
     def summary(self, time_s: float, ended: bool) -> Summary:
         summary = summary_of(self.ledger, self.roster, self._config.parameters, self.closed.last_report, time_s, ended)
-        counts = {"rejected": self.garbage, "duplicate": self.duplicates}  # exact counts
+        implausible = sum(rank.implausible for rank in self.ledger.ranks.values())
+        # exact counts
+        counts = {"rejected": self.garbage, "duplicate": self.duplicates, "implausible": implausible}
         events = summary.events | {kind: count for kind, count in counts.items() if count}
         status = "stalled" if self.stalls.is_status and summary.status != "completed" else summary.status
         summary = replace(summary, events=events, status=status)
@@ -264,10 +270,3 @@ class Aggregator:
             self._heard_s = now.mono_s
         if self.presence.hear(number, now.mono_s):
             self.events.record(Event(now.unix_s, "back", f"rank {number} is back", number))
-
-    def _lose(self, number: int, rank: RankState, lost: int, now: Now) -> None:
-        if lost > rank.lost:
-            why = "an aggregator died before it wrote them" if lost == rank.gaps else "the agent's buffer was full"
-            text = f"rank {number} lost {lost - rank.lost} reports: {why}"
-            self.events.record(Event(now.unix_s, "reports_lost", text, number))
-            rank.lost = lost

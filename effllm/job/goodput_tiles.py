@@ -9,8 +9,10 @@ import numpy as np
 from msgspec import Struct
 
 from effllm.records.columns import Array, Table
-from effllm.records.rank import MAX_TIME_S
 
+#: A rank can have begun at most this long before the first message of the run.  Agents keep reports of several days for
+#: a late aggregator.
+MAX_BEFORE_S = 30 * 86_400.0
 #: If the wall clock and the monotonic clock differ by more than this, the wall clock was set.
 SET_BY_S = 2.0
 
@@ -91,7 +93,7 @@ class Tiles(Table):
         clock_s, covered_s = np.fmin(clock_s, at_s - columns["end_time_s"]), covered_s + seconds
         # Reports end before they are received, and before their rank leaves.
         begin_s = np.fmin(begin_s, np.fmin(start_s + clock_s, np.fmin(left_s, at_s) - covered_s - away_s))
-        begin_s = np.where(begin_s < -MAX_TIME_S, -MAX_TIME_S, begin_s)  # also of a hostile rank
+        begin_s = np.where(begin_s < -MAX_BEFORE_S, -MAX_BEFORE_S, begin_s)  # also of a hostile rank
         heard_s = np.fmax(heard_s, end_s + clock_s)
         self.values[at] = np.stack(
             (covered_s, clock_s, start_s, end_s, begin_s, heard_s, left_s, away_s, broken, over), axis=1
@@ -114,8 +116,8 @@ class Tiles(Table):
             self.column("start_s")[at] = start_s
         begin_s = self.column("begin_s")
         begin_s[at] = np.fmin(begin_s[at], self.column("start_s")[at] + self.column("clock_s")[at])
-        if begin_s[at] < -MAX_TIME_S:
-            begin_s[at] = -MAX_TIME_S
+        if begin_s[at] < -MAX_BEFORE_S:
+            begin_s[at] = -MAX_BEFORE_S
         return float(begin_s[at])
 
     def leave(self, rank: int, at_s: float, end_s: float | None = None) -> None:

@@ -44,6 +44,8 @@ class RankState(Struct):
     newest_gap: int = 0  # missing reports in the newest gap
     newest_gap_before: int = 0  # sequence of the report after the newest gap
     is_over: bool = False  # whether the last report of the rank was accepted
+    covered_s: float = 0.0  # sum of the times of its reports, since the last start of the aggregator
+    implausible: int = 0  # values out of their plausible range, which were rejected
 
     def spend(self, agent_cpu_s: float, sent_bytes: int, recorder_cpu_s: float | None) -> None:
         """Update the costs of the rank's agent and recorder; an older message does not lower a cost."""
@@ -62,6 +64,12 @@ class RankState(Struct):
             self.gaps += missing
             self.newest_gap, self.newest_gap_before = missing, sequence
         self.last_sequence = sequence
+
+    def reject(self, sequence: int) -> None:
+        """Count a report as lost that is not added to any sum."""
+        self.take(sequence)
+        self.gaps += 1
+        self.lost = max(self.lost, self.gaps)
 
 
 class Spent(Struct):
@@ -295,6 +303,7 @@ class Ledger(Struct):
                 last_window=self.closed,
                 bye="",
                 is_over=False,
+                covered_s=0.0,
                 gaps=known.gaps - (known.newest_gap if known.newest_gap_before > safe[rank] else 0),
             )
             for rank, known in self.ranks.items()

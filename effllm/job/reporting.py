@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -12,7 +11,15 @@ from effllm import metrics
 from effllm.job.account import Account
 from effllm.job.audit.watch import audit_of, doubtful_tags
 from effllm.job.energy_account import MAX_RANDOM_ERROR, WindowEnergy
-from effllm.job.goodput_attempt import RESTART_GAP
+from effllm.job.gaps import (
+    CountGaps,
+    count_gaps,
+    doubtful_in_window,
+    energy_coverage,
+    energy_gaps,
+    iterations_reached,
+    not_measured,
+)
 from effllm.job.ledger import Ledger
 from effllm.job.merged import Expected, Merged
 from effllm.job.roster import Roster
@@ -121,37 +128,6 @@ def to_date(
     return run, replace(job, goodput=elapsed, overhead=ledger.overhead())
 
 
-def _lacking(ledger: Ledger, is_over: bool) -> list[str]:
-    """Return the reasons why the total energy is unknown; empty for a known total."""
-    lost, unfinished, account = ledger.reports_lost, ledger.unfinished(is_over), ledger.whole
-    elsewhere = account.partial - account.left_windows
-    reasons = [
-        (lost, f"{_many(lost, 'report')} never arrived"),
-        (unfinished, f"the last report of {_many(unfinished, 'rank')} never arrived"),
-        (elsewhere, f"not every device was measured in {_many(elsewhere, 'window')}"),
-        (account.left_windows, f"devices of ranks that left were missing in {_many(account.left_windows, 'window')}"),
-    ]
-    return [text for count, text in reasons if count > 0]
-
-
-def _many(count: int, noun: str) -> str:
-    return f"{count:,} {noun}" + ("" if count == 1 else "s")
-
-
-def _energy_coverage(ledger: Ledger, goodput: GoodputSummary) -> tuple[float | None, float | None]:
-    """Return the measured share of time without restart gaps, and of iterations, as means over devices."""
-    seconds = goodput.elapsed_s - goodput.seconds[RESTART_GAP]
-    iterations = sum(max(attempt.last, attempt.reached) for attempt in ledger.goodput.attempts)
-    shares = (ledger.whole.covered_s, seconds), (ledger.whole.covered_iterations, float(iterations))
-    time, count = (min(max(above, 0.0) / below, 1.0) if below > 0 else None for above, below in shares)
-    return time, count
-
-
-def _percent(share: float | None) -> str:
-    """Return a share as a percentage, rounded down and below 100 %."""
-    return "an unknown part" if share is None else f"{math.floor(1000 * min(share, 0.999)) / 10:g} %"
-
-
 def report_of(
     window: Window,
     ledger: Ledger,
@@ -162,9 +138,8 @@ def report_of(
 ) -> ClusterReport:
     """Return the report of a closed window, or its correction by a late report."""
     rows = window.ordered
-    lacks = bool(ledger.reports_lost or ledger.unfinished(is_over=False))
-    goodput = goodput_of(ledger, roster)
-    run, whole = to_date(ledger, roster, goodput, lacks)
+    gaps, goodput = count_gaps(ledger, is_over=False), goodput_of(ledger, roster)
+    run, whole = to_date(ledger, roster, goodput, bool(gaps.missing))
     waited = ledger.waited
     health = replace(
         run.health, straggling_s=waited.seconds, straggling_gpu_s=waited.rank_seconds, straggling_j=waited.joules
@@ -190,7 +165,7 @@ def report_of(
         last=own,
         job=whole,
         values=values,
-        doubtful=tuple(doubtful_tags(ledger.audit, values)),
+        doubtful=_doubtful(ledger, gaps, rows, values, bool(coverage.missing_ranks)),
         coverage=coverage,
         straggler=None if correction else waited.slowest,
         total_iterations=roster.job.total_iterations,
@@ -210,6 +185,14 @@ def report_of(
         gpu_seconds=_gpu_seconds(goodput),
         gpus_unused=ledger.goodput.attempt.unused_gpus,
     )
+
+
+def _doubtful(
+    ledger: Ledger, gaps: CountGaps, rows: Rows, values: Collection[str], has_absent: bool
+) -> tuple[str, ...]:
+    """Return the tags of a report's values that are in doubt, each once."""
+    of_window = dict.fromkeys(doubtful_in_window(rows, values, has_absent))
+    return tuple({**doubtful_tags(ledger.audit, values), **gaps.doubtful_tags(values), **of_window})
 
 
 def _account_of(window: Window, min_coverage: float) -> Account:
@@ -253,27 +236,24 @@ def summary_of(
     ended: bool,
 ) -> Summary:
     """Return the summary of the run so far; ``kind`` is the kind of the counted parameters."""
-    lacking = _lacking(ledger, ended)
+    gaps = count_gaps(ledger, ended)
+    lacking = energy_gaps(ledger, gaps)
     status = ledger.status("killed" if roster.has_lost_host() else "ended") if ended else "running"
     goodput = goodput_of(ledger, roster, ended, status)
     run, whole = to_date(ledger, roster, goodput, bool(lacking))
-    shares = _energy_coverage(ledger, goodput) if lacking else (1.0, 1.0)
-    gaps = tuple(_gaps(whole, ledger, roster, lacking, shares, ended))
-    values, errors = metrics.evaluate_run(run, whole), metrics.errors(run, whole)
-    doubts = doubtful_tags(ledger.audit, values)
+    shares = energy_coverage(ledger, goodput) if lacking else (1.0, 1.0)
+    (reached, measured), counts = iterations_reached(ledger), whole.counts
+    values = metrics.evaluate_run(run, whole)
+    doubts = {**gaps.doubtful_tags(values), **doubtful_tags(ledger.audit, values)}
     sources = Sources(ledger.closed, ledger.attempt, ledger.windows_compared, roster.job.unused_text)
     return Summary(
         status=status,
         is_over=ended,
-        iterations=whole.counts.iterations,
+        iterations=max(reached, counts.iterations) if gaps.missing else counts.iterations,
         attempts=ledger.attempt,
         parameters=run.constants.parameters,
         parameters_kind=kind,
-        metrics={
-            tag: Value(value, entry.unit, *_errors(errors, tag), doubts.get(tag))
-            for tag, value in values.items()
-            if (entry := metrics.describe(tag))
-        },
+        metrics=_with_errors(values, metrics.errors(run, whole), doubts),
         energy=_energy_summary(whole, ledger, roster, values, shares),
         coverage=last.coverage if last else coverage_of(None, ledger, roster),
         overhead=ledger.overhead(),
@@ -283,9 +263,12 @@ def summary_of(
         elapsed_s=goodput.elapsed_s,
         time_by_class=ledger.time_by_class(),
         simulated=roster.job.is_simulated,
-        not_measured=(*roster.job.not_measured, *gaps, *not_counted(whole), *roster.job.open_shares),
-        tokens=whole.counts.tokens or None,
-        samples=whole.counts.samples or None,
+        not_measured=tuple(not_measured(whole, ledger, roster, gaps, measured, lacking, shares, ended)),
+        tokens=None if gaps.reasons else counts.tokens or None,
+        samples=None if gaps.reasons else counts.samples or None,
+        measured_tokens=counts.tokens or None,
+        measured_samples=counts.samples or None,
+        measured_iterations_ratio=measured if gaps.missing else None if measured is None else 1.0,
         loss=ledger.loss if ledger.is_loss_finite else None,
         losses_not_finite=whole.counts.losses_not_finite,
         first_not_finite=ledger.first_not_finite,
@@ -305,8 +288,15 @@ def summary_of(
     )
 
 
-def _errors(errors: Mapping[str, tuple[float, float]], tag: str) -> tuple[float | None, float | None]:
-    return errors.get(tag) or (None, None)
+def _with_errors(
+    values: Mapping[str, float], errors: Mapping[str, tuple[float, float]], doubts: Mapping[str, str]
+) -> dict[str, Value]:
+    found = {}
+    for tag, value in values.items():
+        if entry := metrics.describe(tag):
+            random, systematic = errors.get(tag) or (None, None)
+            found[tag] = Value(value, entry.unit, random, systematic, doubts.get(tag))
+    return found
 
 
 def _gpu_seconds(goodput: GoodputSummary) -> dict[str, float]:
@@ -317,33 +307,6 @@ def _gpu_seconds(goodput: GoodputSummary) -> dict[str, float]:
 def first_start_s(ledger: Ledger) -> float:
     """Return the unix time at which the first rank of the first attempt started."""
     return ledger.goodput.start_time_s or ledger.started_time_s
-
-
-def _gaps(
-    whole: ClusterTotals,
-    ledger: Ledger,
-    roster: Roster,
-    lacking: Sequence[str],
-    shares: tuple[float | None, float | None],
-    ended: bool,
-) -> Iterator[str]:
-    """Yield a sentence for each gap in quantities that devices can measure."""
-    if lacking and whole.energy.measured_j is not None and roster.job.measures_energy:
-        parts = f"{_percent(shares[0])} of the time and {_percent(shares[1])} of the iterations were measured"
-        yield f"total energy: {parts}; {'; '.join(lacking)}"
-    if ended and (absent := ledger.world_size - len(ledger.ranks)) > 0:
-        yield f"{absent:,} of {ledger.world_size:,} ranks: no report before all other ranks had ended"
-    if (
-        roster.job.evaluation_is_in_iterations
-        and whole.counts.iterations
-        and not ledger.time_by_class().get("evaluation")
-    ):
-        yield (
-            "evaluation: no period from the model's eval() to its train() was seen; other evaluation between steps is "
-            "counted in AL; `with effllm.phase('evaluation'):` excludes an evaluation from AL"
-        )
-    if roster.job.begins_with_a_step and whole.counts.iterations:
-        yield "first iteration: not measured, because the metrics began at its optimizer step"
 
 
 def _energy_summary(
@@ -371,15 +334,6 @@ def _energy_summary(
         time_coverage=shares[0] if energy.measured_j is not None else None,
         iterations_coverage=shares[1] if energy.measured_j is not None else None,
     )
-
-
-def not_counted(whole: ClusterTotals) -> Iterator[str]:
-    """Yield a sentence if tokens or samples are missing, and there are iterations."""
-    counts = whole.counts
-    missing = [] if counts.generated_tokens else [name for name in ("tokens", "samples") if not getattr(counts, name)]
-    if counts.iterations and missing:
-        calls = ", ".join(f"{name}=..." for name in missing)
-        yield f"{' and '.join(missing)}: the training loop counted none; effllm.count({calls}) counts them"
 
 
 def _remaining_s(whole: ClusterTotals, total: int | None, shown: int) -> float | None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -158,6 +159,25 @@ def needs_of(name: str) -> list[str]:
     """
     formula = METRICS[name].formula
     return [need for need, lack in NEEDS.items() if formula(_without(lack)) is None]
+
+
+class DependentTag(NamedTuple):
+    """A tag whose value depends on an input."""
+
+    need: str
+    base: str
+    has_energy: bool  # whether the value also depends on energy
+
+
+@cache
+def dependent_tags(inputs: frozenset[str]) -> dict[str, DependentTag]:
+    """Return the tags of all metrics with one of the inputs, with the first such input."""
+    tags = {}
+    for entry in METRICS.values():
+        needs = set(needs_of(entry.name))
+        for base in dict.fromkeys((*entry.bases, *entry.run_bases)) if needs & inputs else ():
+            tags[entry.tag(base)] = DependentTag(min(needs & inputs), base, "energy" in needs)
+    return tags
 
 
 def _without(lack: Lack) -> ClusterTotals:

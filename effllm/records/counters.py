@@ -25,6 +25,7 @@ class Counters:
     # The next fields change less often: `RingWriter.take` packs these fields.
     generated_tokens: int = 0  # without prompts
     prompt_tokens: int = 0  # prompts of generated text
+    counts_rejected: int = 0  # calls whose counts were not whole numbers of at least 0
 
 
 FIELDS = tuple(Counters.__annotations__)

@@ -51,6 +51,9 @@ KINDS: dict[str, Kind] = {
         ONCE, "A peer was rejected; a repeated rejection is counted, but has no line of its own.", is_problem=True
     ),
     "garbage": Kind(ONCE, "A frame was rejected because it could not be decoded.", is_problem=True),
+    "implausible": Kind(
+        ONCE, "A rank stated a time or a number that is not possible; such values are rejected.", is_problem=True
+    ),
     "security": Kind(FILE, "Connections have no encryption and no keys."),
     "descriptors": Kind(ALWAYS, "The limit of open files is too low for the job.", is_problem=True),
     # The aggregator and its sinks

@@ -271,7 +271,7 @@ class WindowReport(Struct, frozen=True, omit_defaults=True):
     energy_doubtful: bool = False  # the window's energy has a random error of more than 5 %
     stragglers: tuple[StragglerVerdict, ...] = ()  # current stragglers, at most 16, the costliest first
     instruments: dict[str, ValueSummary] = {}  # values of instruments in the window, by name
-    doubtful: tuple[str, ...] = ()  # tags of values that depend on a count that failed a check of the audit
+    doubtful: tuple[str, ...] = ()  # tags of values that depend on counts with a failed check, or with a gap
     spread: dict[str, Spread] = {}  # distributions over ranks or GPUs in the window, by name in SPREADS
 
 
@@ -295,7 +295,7 @@ class Value(Struct, frozen=True, omit_defaults=True):
     unit: str
     error: float | None = None  # random part of the error, half-width of a 95 % interval
     sensor_error: float | None = None  # systematic part of the error: the gain of the sensors, half-width, 95 %
-    doubt: str | None = None  # the failed check of the audit, if the value depends on what was checked
+    doubt: str | None = None  # the failed check of the audit, or what is missing in the counts of the value
 
 
 class EnergySummary(Struct, frozen=True):
@@ -373,8 +373,11 @@ class Summary(Identity, Struct, frozen=True, kw_only=True):
     time_by_class: dict[str, float] = {}
     simulated: bool = False
     not_measured: tuple[str, ...] = ()
-    tokens: int | None = None  # None if the loop counted no tokens
+    tokens: int | None = None  # None if the loop counted no tokens, or if a part is missing
     samples: int | None = None
+    measured_tokens: int | None = None  # counted tokens, also if a part is missing
+    measured_samples: int | None = None
+    measured_iterations_ratio: float | None = None  # share of the iterations of all ranks that are in the counts
     loss: float | None = None  # the last loss; None if it is not finite
     losses_not_finite: int = 0  # number of losses of all ranks that were NaN or infinite
     first_not_finite: int | None = None  # number, as shown, of the first iteration with such a loss

@@ -130,8 +130,15 @@ def _ran(summary: Summary) -> str:
     parts = [f"{summary.iterations:,} iterations in {duration(summary.elapsed_s)}"]
     if summary.attempts > 1:
         parts.append(f"{summary.attempts} attempts")
-    counts = ((summary.tokens, "tokens"), (summary.samples, "samples"), (summary.parameters, "parameters"))
-    return ", ".join([*parts, *(f"{_count(number)} {what}" for number, what in counts if number)])
+    for total, measured, what in (
+        (summary.tokens, summary.measured_tokens, "tokens"),
+        (summary.samples, summary.measured_samples, "samples"),
+    ):
+        if measured:
+            parts.append(f"{'at least ' if total is None else ''}{_count(measured)} {what}")
+    if summary.parameters:
+        parts.append(f"{_count(summary.parameters)} parameters")
+    return ", ".join(parts)
 
 
 def _count(number: int) -> str:

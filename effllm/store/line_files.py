@@ -6,12 +6,12 @@ Only a part of the files is read: lines before or after a position, or the first
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 from effllm.store.reader import segments
+from effllm.store.regular_file import open_regular
 
 CHUNK_BYTES = 2**16
 MAX_READ_BYTES = 2**20  # of one call
@@ -136,13 +136,13 @@ class LineFiles:
             size *= 4
 
     def _next_start(self, number: int, offset: int) -> int:
-        """Return the start of the first line after an offset; the size of the file without such a line."""
+        """Return the start of the first line after an offset; the size of the file if no start is found."""
         size = CHUNK_BYTES
         while True:
             text = read_at(self._paths[number], offset, size)
             if (at := text.find(b"\n")) >= 0:
                 return offset + at + 1
-            if len(text) < size:
+            if len(text) < size or size >= MAX_READ_BYTES:  # the end, or a line longer than any of effllm
                 return self._sizes[number]
             size *= 4
 
@@ -185,15 +185,13 @@ class GrowingFile:
 
 
 def read_at(path: Path, offset: int, size: int) -> bytes:
-    """Return bytes of a regular file; a pipe or a device is not opened for reading, because a read of it may wait.
+    """Return bytes of a regular file.
 
     Raises:
         OSError: the file cannot be read, or is not a regular file.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    descriptor = open_regular(path)
     try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(f"{path} is not a regular file")
         return os.pread(descriptor, size, offset)
     finally:
         os.close(descriptor)

@@ -17,6 +17,7 @@ from effllm.records.counters import by_name
 from effllm.records.energy import NORMAL_95
 from effllm.records.job import ClusterReport, ClusterTotals, Counted, JobConstants, WindowReport
 from effllm.records.rank import DeviceWindow, Event, Integrals, Profile, RankReport
+from effllm.store.regular_file import lines_of
 
 _SEGMENT = re.compile(r"-(\d{4,})\.jsonl")
 
@@ -271,16 +272,15 @@ class JsonLines(Generic[Row]):
     def __iter__(self) -> Iterator[Row]:
         self.skipped = 0
         for path in self._paths:
-            with path.open("rb") as file:
-                for line in file:
-                    if line.isspace():  # a writer that continues after a torn line leaves an empty line
-                        continue
-                    try:
-                        row = self._decode(line)
-                    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-                        self.skipped += 1
-                        continue
-                    yield row
+            for line in lines_of(path):
+                if line.isspace():  # a writer that continues after a torn line leaves an empty line
+                    continue
+                try:
+                    row = self._decode(line)
+                except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                    self.skipped += 1
+                    continue
+                yield row
 
 
 class WindowRows(JsonLines[WindowRow]):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import math
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
@@ -47,6 +48,8 @@ TOTALS_EVERY_S = 60.0
 LOG_EVERY_S = 1.0
 #: Maximum size of console.log, and of console.log.1: 5,000 windows each.
 MAX_CONSOLE_LOG_BYTES = 2 * 2**20
+#: File that is removed for the last summary if the disk is full, and its size.
+RESERVE, RESERVE_BYTES = ".reserve", 128 * 1024
 
 
 class StoreUnavailable(Exception):
@@ -123,6 +126,8 @@ class RunFolder:
         self._is_in_trouble = False
         self._troubles = 0
         self.update_facts({**_facts_of_earlier_attempt(folder / "run.json"), **facts})
+        with contextlib.suppress(OSError):  # not zeros, which some file systems do not store
+            own_files.replace_file(folder / RESERVE, os.urandom(RESERVE_BYTES), durable=False)
 
     def write(self, report: ClusterReport, reports: KeptReports | Sequence[RankReport]) -> None:
         """Append one window and the reports of its ranks; in worlds above 256 ranks only the reports of outliers."""
@@ -156,8 +161,11 @@ class RunFolder:
         if self._windows.left_out:
             left_out[NAME] = left_out.get(NAME, 0) + self._windows.left_out
         summary = msgspec.structs.replace(summary, metrics=finite, left_out=left_out)
-        self._do(lambda: own_files.replace_file(self._folder / "summary.json", _pretty(summary)))
+        done = self._do(lambda: own_files.replace_file(self._folder / "summary.json", _pretty(summary)))
         text = summary_text(summary, self._folder, self._tensorboard_dir).encode(errors="replace")
+        if not done and summary.is_over:
+            self._remove_reserve()
+            self._do(lambda: own_files.replace_file(self._folder / "summary.json", _pretty(summary)))
         self._do(lambda: own_files.replace_file(self._folder / "summary.txt", text, durable=False))
 
     def update_facts(self, facts: Mapping[str, Any]) -> None:
@@ -184,8 +192,13 @@ class RunFolder:
 
     def close(self) -> None:
         self._write_log()
+        self._remove_reserve()
         for journal in self._journals:
             journal.close()
+
+    def _remove_reserve(self) -> None:
+        with contextlib.suppress(OSError):
+            own_files.remove_file(self._folder / RESERVE)
 
     def _log(self, report: ClusterReport) -> None:
         """Append the window's block to console.log; windows-*.jsonl has the same numbers."""

@@ -143,10 +143,10 @@ def what_ran(summary: Summary) -> Iterator[tuple[str, str]]:
     again = f" in {summary.attempts} attempts" if summary.attempts > 1 else ""
     yield "iterations", f"{summary.iterations:,}{again}"
     yield "elapsed", duration(summary.elapsed_s)
-    if summary.tokens:
-        yield "tokens", f"{summary.tokens:,}"
-    if summary.samples:
-        yield "samples", f"{summary.samples:,}"
+    if summary.measured_tokens:
+        yield "tokens", f"{'at least ' if summary.tokens is None else ''}{summary.measured_tokens:,}"
+    if summary.measured_samples:
+        yield "samples", f"{'at least ' if summary.samples is None else ''}{summary.measured_samples:,}"
     if summary.parameters:
         yield "parameters", f"{summary.parameters:,} ({summary.parameters_kind})"
     if text := loss_text(summary, ".6f"):
@@ -266,7 +266,7 @@ def _metrics(values: Mapping[str, Value]) -> Iterator[str]:
     if any(value.error or value.sensor_error for value in values.values()):
         yield "  ± (half-widths, 95 %): the first error is by timing, the second by sensor gain"
     if any(value.doubt for value in values.values()):
-        yield "  !: in doubt, because a check of the counts failed: see audit"
+        yield "  !: in doubt, because a check of the counts failed, or a part of the counts is missing"
 
 
 def shown_metrics(values: Collection[str]) -> Iterator[tuple[str, Metric | None, str]]:
@@ -316,7 +316,7 @@ def _facts(pairs: Iterable[tuple[str, str]]) -> Iterator[str]:
 
 def shares(parts: Mapping[str, float]) -> str:
     """Return parts of a sum as percentages, the largest first; parts below 0.05 % are omitted."""
-    total = sum(parts.values())
+    total = sum(parts.values()) or 1.0
     ordered = sorted(parts.items(), key=lambda part: -part[1])
     return ", ".join(f"{name} {100 * part / total:.1f} %" for name, part in ordered if part >= MIN_SHARE * total)
 

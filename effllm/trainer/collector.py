@@ -86,17 +86,19 @@ class MetricsCollector:
 
     def start_collection(self) -> None:
         """Start the agent of this rank; does nothing if the agent runs or metrics are off."""
-        if not self.is_collecting:
-            self._counted.take()
-            self.lifecycle.start()
+        with self.lifecycle.one_thread():
+            if not self.is_collecting:
+                self._counted.take()
+                self.lifecycle.start()
 
     def stop_collection(self, status: str = "completed") -> None:
         """End the collection; rank 0 waits up to 5 s for the summary.  A second stop does nothing."""
-        if self.is_collecting:
-            self.lifecycle.stop(status)
-            self._counts = False
-            for level, name in _OWN_LEVELS:
-                ownership.release(level, name)
+        with self.lifecycle.one_thread():
+            if self.is_collecting:
+                self.lifecycle.stop(status)
+                self._counts = False
+                for level, name in _OWN_LEVELS:
+                    ownership.release(level, name)
 
     def end_requests(self) -> None:
         """End a run that began with a request for inference; the training that now begins has a separate run."""
@@ -157,8 +159,14 @@ class MetricsCollector:
         loss: float | None = None,
     ) -> None:
         """See `effllm.count`."""
-        if self.is_collecting and (wrong := self._counted.add(tokens, samples, tokens_processed, tokens_loss, loss)):
-            self.warn(wrong)
+        if not self.is_collecting:
+            return
+        if not self._counted.add(tokens, samples, tokens_processed, tokens_loss, loss):
+            self.warn("effllm.count takes counts of at least 0, not tensors on a GPU; this call is ignored")
+            if (recorder := self.lifecycle.recorder) is not None:
+                recorder.reject_counts()
+        elif is_on_gpu(loss):
+            self.warn("effllm.count was given a loss on the GPU, which is not read: pass loss.item()")
 
     def end_counted(self, samples: int = 0) -> None:
         """Stamp the end of an iteration with the sums of `count`, for a hook without access to the batches.

@@ -40,8 +40,8 @@ class Counted:
         self._loss: Any = None
         self.has_any = False  #: whether a count is more than 0
 
-    def add(self, tokens: Any, samples: Any, tokens_processed: Any, tokens_loss: Any, loss: Any) -> str:
-        """Add the arguments of `effllm.count`; return an error text; the text is empty for valid arguments."""
+    def add(self, tokens: Any, samples: Any, tokens_processed: Any, tokens_loss: Any, loss: Any) -> bool:
+        """Add the arguments of `effllm.count`; ``False`` if a count is invalid: then nothing is added."""
         tokens, tokens_processed = (
             tokens_processed if tokens is None else tokens,
             tokens if tokens_processed is None else tokens_processed,
@@ -54,16 +54,12 @@ class Counted:
         except Exception:  # noqa: BLE001 - no exception from the objects of the caller may end the loop
             is_right = False
         if not is_right:
-            return (
-                "effllm.count takes counts of at least 0 that are numbers, not tensors on a GPU; this call is ignored"
-            )
+            return False
         self._counts = [before + now for before, now in zip(self._counts, given, strict=True)]
         self.has_any = any(self._counts)
-        if is_on_gpu(loss):
-            return "effllm.count was given a loss on the GPU, which is not read: pass loss.item()"
-        if loss is not None:
+        if loss is not None and not is_on_gpu(loss):
             self._loss = loss
-        return ""
+        return True
 
     def take(self) -> tuple[list[int], Any]:
         """Return and reset the counts and the loss."""
@@ -241,4 +237,6 @@ class Generations:
         self._warn_of_counts()
 
     def _warn_of_counts(self) -> None:
+        self._counters.counts_rejected += 1
+        self._changed()
         self._warn("generated tokens and their time must be counts of at least 0; a generation is not counted")

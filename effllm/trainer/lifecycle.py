@@ -8,9 +8,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
+import threading
 import time
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from effllm.config.place import Place, read_place
@@ -23,9 +24,11 @@ from effllm.records.shared_memory import RingError
 from effllm.trainer import trackers
 from effllm.trainer.declared import Declared
 from effllm.trainer.recorder import Recorder
-from effllm.trainer.session import AgentError, Session
+from effllm.trainer.session import AgentError, Session, standard_descriptors
 from effllm.trainer.values import JobValues
 from effllm.trainer.without_metrics import repeat_at_exit
+
+MAX_START_S = 10.0
 
 
 def facts_of_mlflow_run(run: Any) -> dict[str, str | None]:
@@ -71,6 +74,7 @@ class Lifecycle:
         self._session: Session | None = None
         self._values = JobValues()
         self._percentiles: dict[str, Any] = {}
+        self._lock = threading.RLock()  # a signal handler may stop what its thread is starting
         self.chains: weakref.WeakSet[Any] = weakref.WeakSet()  #: `SpanChain`s, which also read the last answers
 
     def configure(self, collection_interval_s: float | None = None, place: Place | None = None) -> None:
@@ -78,6 +82,17 @@ class Lifecycle:
         if collection_interval_s is not None:
             self.overrides["collection_interval_s"] = collection_interval_s
         self._given_place = place or self._given_place
+
+    @contextlib.contextmanager
+    def one_thread(self) -> Iterator[None]:
+        """Let one thread start or stop a session at a time; no call of the running loop takes this lock."""
+        # A child that was forked while another thread had the lock goes on after the limit.
+        has_lock = self._lock.acquire(timeout=MAX_START_S)
+        try:
+            yield
+        finally:
+            if has_lock:
+                self._lock.release()
 
     def start(self) -> None:
         """Start a session, unless metrics are off; after an error, print one line."""
@@ -89,9 +104,12 @@ class Lifecycle:
             self._values = JobValues()  # the reports of a new run are numbered from 1 again
             self._percentiles = {}
             self.declared.learn_run(facts_of_open_mlflow_run(self.config.sink_options()))
-            self._session = Session(self.config, self._place, self.declared)
-            self.recorder = self._session.recorder
-            self._session.start()
+            with standard_descriptors() as closed:
+                self._session = Session(self.config, self._place, self.declared)
+                self.recorder = self._session.recorder
+                self._session.start()
+            if closed:
+                self._session.warn("stdout or stderr is closed: metrics and warnings are only in the run folder")
             repeat_at_exit("")
             trackers.begin(self, self.config.sink_options(), self._place.rank)
         except (ConfigError, RingError, DiscoveryError, OSError) as error:

@@ -182,6 +182,7 @@ class Recorder:
             tokens = tokens_processed if tokens is None else tokens
             if not counters.add(tokens_processed, samples, tokens, tokens_loss):
                 self._once(f"tokens and samples must be counts of at least 0; iteration {ordinal} has no counts")
+                self.reject_counts()
         self._pending.limit = 1  # values between two iterations are written at once
         if end_ns >= self._values_at_ns or ordinal == self._boundary_ordinal:  # before a record that may end the window
             self._values_at_ns = self._values.write(ordinal, end_ns)
@@ -232,6 +233,12 @@ class Recorder:
         """Add counts that became known after the end of their iteration; the next record includes them."""
         if self.is_on and not self._counters.add(0, samples, tokens, tokens_loss):
             self._once("counts added after an iteration must be whole numbers of at least 0; these counts are ignored")
+            self.reject_counts()
+
+    def reject_counts(self) -> None:
+        """Record that counts were rejected, so that the counts of the run are no totals."""
+        self._counters.counts_rejected += 1
+        self._write_totals()
 
     def phase_start(self, name: str) -> None:
         """Begin a phase; a nested phase is a part of the outer phase."""

@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ RESTRICTED = "1"
 READY_S = 2.0  # the agent's first sample takes about 0.3 s, or longer with a busy file system
 FIRST_RANK_ENDS_S = 5.0  # rank 0 waits for the summary: in a container, the launcher's end would kill the aggregator
 OTHER_RANKS_END_S = 1.0
+STEP_S = 0.02
 MAX_WARNINGS = 20
 
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
@@ -63,6 +65,24 @@ def _allow_inspection(pid: int, scope: Path = PTRACE_SCOPE) -> bool:
 
 class AgentError(OSError):
     """The rank has no agent, so it has no metrics; the message contains the reason."""
+
+
+@contextlib.contextmanager
+def standard_descriptors() -> Iterator[list[int]]:
+    """Open /dev/null for closed standard descriptors (``>&-``); yield their numbers, which are closed again at the end.
+
+    A socket or a memory with one of these numbers would get what the script or an agent prints.
+    """
+    opened: list[int] = []
+    try:
+        while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+            opened.append(descriptor)
+            os.set_inheritable(descriptor, True)
+        os.close(descriptor)
+        yield opened
+    finally:
+        for one in opened:
+            os.close(one)
 
 
 class Session:
@@ -107,10 +127,7 @@ class Session:
         self._process = self._start_agent(waker.agents_end)
         _allow_inspection(self._process.pid)
         find()
-        if waker.is_agent_ending(READY_S):
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(1.0)
-        if (code := self._process.poll()) is not None:
+        if (code := self._wait_for_end(1.0 if waker.is_agent_ending(READY_S) else 0.0)) is not None:
             raise AgentError(f"the agent of rank {self._place.rank} {_how_it_died(code)} at start ({sys.executable})")
         self._register_at_exit()
         self._stay_idle(self._config.baseline_seconds)
@@ -211,21 +228,32 @@ class Session:
     def finish(self, status: str) -> None:
         """Record the final status, and wait for the agent's end: up to 5 s on rank 0 (summary), 1 s on other ranks."""
         self.recorder.finish(status)
-        until_s = time.monotonic() + (FIRST_RANK_ENDS_S if self._place.rank == 0 else OTHER_RANKS_END_S)
-        if self._process is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                if code := self._process.wait(until_s - time.monotonic()):
-                    self._report_death(code, until_s)
+        if code := self._wait_for_end(FIRST_RANK_ENDS_S if self._place.rank == 0 else OTHER_RANKS_END_S):
+            self._report_death(code)
 
-    def _report_death(self, code: int, until_s: float) -> None:
-        """Print that the agent has died; on rank 0, wait for the aggregator's end until ``until_s``, as agents do."""
+    def _wait_for_end(self, limit_s: float) -> int | None:
+        """Wait for the agent's end; return its exit status, or ``None`` if it still runs.
+
+        Steps are counted, because a frozen clock (freezegun) reaches no deadline.
+        """
+        process, steps = self._process, int(limit_s / STEP_S)
+        code = 0 if process is None else process.poll()
+        while process is not None and code is None and steps > 0:
+            time.sleep(STEP_S)
+            code, steps = process.poll(), steps - 1
+        return code
+
+    def _report_death(self, code: int) -> None:
+        """Print that the agent has died; on rank 0, wait up to 5 s for the aggregator's end, as agents do."""
         rank = self._place.rank
         with contextlib.suppress(OSError):
             text = f"the agent of rank {rank} {_how_it_died(code)}: after that, no metric includes rank {rank}"
             os.write(2, f"[EfficientLLM] {text}\n".encode())
         if rank == 0 and self._place.world_size > 1 and (folder := self._declared.facts.run_folder):
-            while time.monotonic() < until_s and _is_locked(Path(folder) / "lock"):
-                time.sleep(0.05)
+            for _ in range(int(FIRST_RANK_ENDS_S / STEP_S)):
+                if not _is_locked(Path(folder) / "lock"):
+                    break
+                time.sleep(STEP_S)
 
     def final_values(self, since_s: float) -> dict[str, float]:
         """Return the values of the run's summary on rank 0; empty if the summary is older than ``since_s``.

@@ -6,7 +6,6 @@ Standard library only.
 from __future__ import annotations
 
 import os
-import select
 import socket
 
 # Not `socket.socketpair`: eventlet and gevent replace it, and their sockets may switch to another green thread.
@@ -24,6 +23,7 @@ class Waker:
 
     def __init__(self) -> None:
         self._socket, other = socketpair()
+        self._socket.setblocking(False)
         self.agents_end = other.detach()  #: descriptor for the agent, until `started`
         self._identity = self._inode()
 
@@ -39,19 +39,23 @@ class Waker:
 
     def is_agent_ending(self, limit_s: float) -> bool:
         """Wait until the agent measures, or the time is over; return whether the agent has closed its end instead."""
-        poll = select.poll()
-        poll.register(self._socket.fileno(), select.POLLIN)
+        # Not `select.poll`, which eventlet removes.
+        self._socket.settimeout(limit_s)
         try:
-            return bool(poll.poll(limit_s * 1000)) and not self._socket.recv(1, socket.MSG_DONTWAIT)
+            return not self._socket.recv(1)
+        except TimeoutError:
+            return False
         except OSError:
             return True
+        finally:
+            self._socket.setblocking(False)
 
     def wake(self) -> None:
         """Wake the agent, without waiting."""
         try:
             if self._inode() == self._identity:
                 # Without MSG_NOSIGNAL, a script with the default SIGPIPE would be killed after the agent's death.
-                self._socket.send(b"\1", socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+                self._socket.send(b"\1", socket.MSG_NOSIGNAL)
         except OSError:  # closed by the script, or no agent, or a full socket: the agent is awake
             pass
 

@@ -51,7 +51,7 @@ class Job:
 
     def beat(self, rank, lost=0):
         self.aggregator.heartbeat(
-            Heartbeat(f"agent-{rank}", rank, 1, "in an iteration", 0.0, lost), Now(self.now_s, self.now_s + 1000.0)
+            Heartbeat(f"agent-{rank}", rank, 10, "in an iteration", 0.0, lost), Now(self.now_s, self.now_s + 1000.0)
         )
 
     def bye(self, rank, status="completed"):
@@ -410,7 +410,7 @@ def test_lost_reports_of_an_agent_are_counted_once():
     job = Job().join()
     job.beat(0, lost=3)
     job.beat(0, lost=3)
-    job.send(row(0), lost=4)
+    job.send(row(0, sequence=5), lost=4)
     job.send(row(1), agent_cpu_s=1.5)
 
     assert job.closed()[0].coverage.reports_lost == 4
@@ -419,6 +419,27 @@ def test_lost_reports_of_an_agent_are_counted_once():
 
 
 # --- admission -----------------------------------------------------------------------------------
+
+
+def test_impossible_statements_of_a_rank_change_no_total():
+    """Rank 1 states years of iterations, and more lost reports than it can have sent."""
+    job = Job(2).join()
+    year_s = 365 * 86_400.0
+    job.send(row(0), row(0, 2, final=True))
+    job.send(row(1), row(1, 2, busy_s=year_s), row(1, 3, wall_s=4 * year_s), lost=10**8)
+    job.beat(1, lost=10**8)
+    job.aggregator.bye(Bye("agent-1", 1, "completed", 20, 10**9), Now(job.now_s, 1000.0))
+    job.aggregator.close_all()
+    summary = job.summary(ended=True)
+
+    assert summary.elapsed_s < 100.0
+    assert summary.iterations == 20
+    assert summary.coverage.reports_lost == 2, "its two impossible reports"
+    assert summary.measured_tokens == 3000
+    assert summary.metrics["run_throughput/seconds_per_iteration"].value == pytest.approx(1.0)
+    (text,) = [event.text for event in job.events("implausible")]
+    assert text.startswith("rank 1 stated 100,000,000 lost reports, which is not possible")
+    assert summary.events["implausible"] == 7
 
 
 def test_rank_of_another_job_is_rejected_with_the_reason():
@@ -1108,7 +1129,7 @@ def test_crash_with_late_reports_loses_and_doubles_no_report(rows, steps, data):
             getattr(crashing, step)()
     summary, (_, whole) = crashing.finish()
 
-    assert (summary.tokens or 0) == sum(one.tokens for of_rank in rows.values() for one in of_rank)
+    assert (summary.measured_tokens or 0) == sum(one.tokens for of_rank in rows.values() for one in of_rank)
     assert whole.loop.time_s == pytest.approx(max(sum(one.wall_s for one in of_rank) for of_rank in rows.values()))
     energies = [one.devices[0].wall.energy.joules for of_rank in rows.values() for one in of_rank]
     assert whole.energy.measured_j is None or whole.energy.measured_j <= sum(energies) * (1 + 1e-9)
@@ -1130,7 +1151,7 @@ def test_waiting_late_reports_are_counted_once_after_a_crash(monkeypatch):
     crashing.crash()
     summary, _ = crashing.finish()
 
-    assert summary.tokens == 4
+    assert summary.measured_tokens == 4
     assert summary.coverage.reports_late == 1
 
 
@@ -1443,13 +1464,24 @@ def test_missing_window_gives_energy_coverage_but_no_total_energy(without, reaso
     assert "75 % of the time and 75 % of the iterations were measured" in text
     assert reason in text
     assert "run_energy/joules_per_token" in summary.metrics, "the same windows in numerator and divisor"
+    assert (summary.tokens, summary.samples, summary.iterations) == (None, None, 40)
+    assert (summary.measured_tokens, summary.measured_iterations_ratio) == (6000, pytest.approx(0.75))
+    assert f"total tokens and samples: 75 % of the iterations were measured; {reason}" in summary.not_measured
+    assert not any(value.doubt for value in summary.metrics.values()), "tokens and time are of the same windows"
 
 
-def test_total_energy_is_missing_if_a_rank_lacks_one_window():
-    summary = whole_run(without=[(1, 3)]).summary(ended=True)
+def test_totals_are_missing_and_rates_doubtful_if_a_rank_lacks_one_window():
+    job = whole_run(without=[(1, 3)])
+    summary = job.summary(ended=True)
 
     assert summary.energy.total_joules is None
     assert summary.energy.iterations_coverage == pytest.approx(0.875)
+    assert (summary.tokens, summary.measured_tokens, summary.iterations) == (None, 7000, 40)
+    doubtful = {tag for tag, value in summary.metrics.items() if value.doubt}
+    assert {"tt_tokens_per_param_per_sec", "run_throughput/tokens_per_second"} <= doubtful
+    assert not {"al_seconds", "run_throughput/seconds_per_iteration", "run_energy/joules_per_token"} & doubtful
+    windows = ["throughput/tokens_per_second" in report.doubtful for report in job.closed()]
+    assert windows == [False, False, True, False], "only the window without a report is a part"
 
 
 def test_total_energy_is_missing_if_an_earlier_attempt_lost_reports():

@@ -37,7 +37,7 @@ def test_summary_text_marks_values_in_doubt_and_states_the_check():
     text = summary_text(in_doubt(TAG), None, None)
     assert [line[:2] for line in lines_with(text, "tokens_per_param_per_sec")] == ["! "]
     assert [line[:2] for line in lines_with(text, " al_seconds")] == ["  "]
-    assert "  !: in doubt, because a check of the counts failed: see audit\n" in text
+    assert "  !: in doubt, because a check of the counts failed, or a part of the counts is missing\n" in text
     assert "IN DOUBT: rank 0 counted 2,000 tokens" in text
 
 

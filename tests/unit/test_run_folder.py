@@ -139,6 +139,7 @@ def test_files_are_private_under_any_umask(folder):
             "summary.json",
             "summary.txt",
             "console.log",
+            ".reserve",
         ],
         0o600,
     )
@@ -392,7 +393,7 @@ def test_lines_of_a_full_disk_are_written_later_with_one_warning(folder):
     assert [row.iteration_last for row in read_ranks(folder)] == [100, 110, 120, 130]
     assert [event.text for event in read_events(folder)] == ["rank 3 is gone"]
     assert windows.skipped == 0
-    assert not list(folder.glob(".*"))
+    assert not list(folder.glob(".*.new"))
     assert [line.partition(":")[0] for line in warnings] == [
         f"run folder {folder} cannot be written",
         f"run folder {folder} is written again",
@@ -538,7 +539,7 @@ def test_every_line_is_written_once_after_a_kill_at_any_call(folder, monkeypatch
         assert [report.window for report in windows] == list(range(1, 7)), moment
         assert sorted((row.window, row.rank) for row in ranks) == [(i, rank) for i in range(1, 7) for rank in range(2)]
         assert windows.skipped == ranks.skipped == 0
-        assert not list(folder.glob(".*"))
+        assert not list(folder.glob(".*.new"))
         if not was_killed:
             break
     assert 20 <= moment < 199
@@ -566,7 +567,7 @@ def test_summary_file_is_replaced_atomically(folder):
     store.write_summary(make_summary("completed"))
 
     assert msgspec.json.decode((folder / "summary.json").read_bytes(), type=Summary) == make_summary("completed")
-    assert sorted(path.name for path in folder.glob(".*")) == []
+    assert list(folder.glob(".*.new")) == []
 
 
 def test_summary_is_written_as_text_too(folder):

@@ -226,6 +226,21 @@ def test_windows_end_at_multiples_of_the_interval_after_a_resume():
     assert [(r.window, r.iteration_shown, r.iterations) for r in rows] == [(3, 30, 5), (4, 32, 2)]
 
 
+def test_totals_that_fall_and_repeated_iterations_make_no_report_negative():
+    """A signal handler or another thread may record an iteration in the middle of another one."""
+    with looping(log_interval=2) as loop:
+        iterate(loop, 6)
+        slots = loop.slots()
+    third = slots[2]
+    slots[2] = third._replace(wait_ns=0, step_ns=0, counts=(0,) * len(third.counts))
+    slots.insert(3, slots[2])
+    rows = cut_all(slots, steady(20), loop.now_ns, log_interval=2)
+
+    assert [row.iterations for row in rows] == [2, 2, 2, 0]
+    assert [row.tokens for row in rows] == [200, 200, 200, 0]
+    assert min(min(row.busy_s, row.wait_s, *row.phases_s.values(), 0.0) for row in rows) == 0.0
+
+
 def test_logged_iteration_number_is_shown_and_changes_no_window():
     with looping(log_interval=2) as loop:
         iterate(loop, 1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Collection, Iterator, Sequence
-from functools import cache
 
 import msgspec
 import numpy as np
@@ -14,8 +13,7 @@ from numpy.typing import NDArray
 from effllm import metrics
 from effllm.job.rows import TOKEN_COUNTS, Rows
 from effllm.job.window_energy import ROUNDING
-from effllm.metrics import METRICS
-from effllm.metrics.measurable import needs_of
+from effllm.metrics.measurable import dependent_tags
 from effllm.records.columns import Array, Positions, Table
 from effllm.records.framework_figures import (
     FIGURES,
@@ -209,23 +207,12 @@ def audit_of(state: AuditState, known: KnownJob) -> Audit:
     return Audit(figures=tuple(filter(None, figures)), doubts=tuple(state.doubts.values()), windows=state.windows)
 
 
-@cache
-def _dependent(inputs: frozenset[str]) -> dict[str, str]:
-    """Return the tags of all metrics with one of the inputs, with the first such input."""
-    tags = {}
-    for entry in METRICS.values():
-        needed = inputs.intersection(needs_of(entry.name))
-        for base in dict.fromkeys((*entry.bases, *entry.run_bases)) if needed else ():
-            tags[entry.tag(base)] = min(needed)
-    return tags
-
-
 def doubtful_tags(state: AuditState, tags: Collection[str]) -> dict[str, str]:
     """Return the tags whose values depend on a count that failed a check, with the sentence about the check."""
     if not state.doubts:
         return {}
-    known = _dependent(frozenset(state.doubts))
-    return {tag: state.doubts[known[tag]] for tag in tags if tag in known}
+    known = dependent_tags(frozenset(state.doubts))
+    return {tag: state.doubts[known[tag].need] for tag in tags if tag in known}
 
 
 def impossible_shares(totals: ClusterTotals, peak_source: str) -> Iterator[tuple[str, str]]:

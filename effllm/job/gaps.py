@@ -1,0 +1,153 @@
+"""Gaps of a run: what is missing in its counts and in its energy, and sentences about it. No I/O."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Sequence
+
+from msgspec import Struct
+
+from effllm.job.goodput_attempt import RESTART_GAP
+from effllm.job.ledger import Ledger
+from effllm.job.roster import Roster
+from effllm.job.rows import Rows
+from effllm.metrics.measurable import dependent_tags
+from effllm.records.job import ClusterTotals, GoodputSummary
+
+#: Inputs of metrics that the training loop counts.
+COUNTED = frozenset(("tokens", "samples", "generated tokens"))
+
+
+class CountGaps(Struct, frozen=True):
+    """What is missing in the counts of a run. Counts with a gap are no totals."""
+
+    missing: tuple[str, ...] = ()  # why reports are missing
+    rejected: int = 0  # calls whose counts were rejected
+    is_uneven: bool = False  # whether ranks miss different iterations, so that counts divided by time are too low
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        noun = "count was" if self.rejected == 1 else "counts were"
+        why = f"{self.rejected:,} {noun} rejected, because a count is a whole number of at least 0"
+        return (*self.missing, why) if self.rejected else self.missing
+
+    def doubtful_tags(self, tags: Collection[str]) -> dict[str, str]:
+        """Return the tags of run-to-date values that are too low because of a gap, with the reasons.
+
+        A missing report changes no energy per token, because its energy and its tokens are of the same windows.
+        """
+        if not (self.rejected or self.is_uneven):
+            return {}
+        known, text = dependent_tags(COUNTED), "; ".join(self.reasons)
+        chosen = (tag for tag in tags if tag in known and known[tag].base != "window")
+        return {tag: text for tag in chosen if self.rejected or not known[tag].has_energy}
+
+
+def count_gaps(ledger: Ledger, is_over: bool) -> CountGaps:
+    """Return the gaps in the counts of the run so far; ``is_over`` means the job has ended."""
+    lost, unfinished = ledger.reports_lost, ledger.unfinished(is_over)
+    missing = [
+        (lost, f"{many(lost, 'report')} never arrived"),
+        (unfinished, f"the last report of {many(unfinished, 'rank')} never arrived"),
+    ]
+    iterations = ledger.whole.ranks.column("iterations")
+    return CountGaps(
+        missing=tuple(text for count, text in missing if count > 0),
+        rejected=ledger.whole.counts.get("counts_rejected", 0),
+        is_uneven=bool(lost or unfinished) and (len(iterations) < ledger.world_size or len(set(iterations)) > 1),
+    )
+
+
+def doubtful_in_window(rows: Rows, tags: Collection[str], has_absent: bool) -> list[str]:
+    """Return the tags of a window's values that are too low: reports of ranks are missing, or a count was rejected."""
+    if not (rejected := rows.counts["counts_rejected"]) and not has_absent:
+        return []
+    known = dependent_tags(COUNTED)
+    chosen = (tag for tag in tags if tag in known and known[tag].base == "window")
+    return [tag for tag in chosen if rejected or not known[tag].has_energy]
+
+
+def iterations_reached(ledger: Ledger) -> tuple[int, float | None]:
+    """Return the iterations of all attempts, up to the last one of a report or a BYE; and their measured share."""
+    reached = [(max(attempt.last, attempt.reached), attempt.world_size) for attempt in ledger.goodput.attempts]
+    expected = sum(last * ranks for last, ranks in reached)
+    measured = float(ledger.whole.ranks.column("iterations").sum())
+    return sum(last for last, _ in reached), min(measured / expected, 1.0) if expected else None
+
+
+def many(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")
+
+
+def energy_gaps(ledger: Ledger, gaps: CountGaps) -> list[str]:
+    """Return the reasons why the total energy is unknown; empty for a known total."""
+    account = ledger.whole
+    elsewhere = account.partial - account.left_windows
+    reasons = [
+        (elsewhere, f"not every device was measured in {many(elsewhere, 'window')}"),
+        (account.left_windows, f"devices of ranks that left were missing in {many(account.left_windows, 'window')}"),
+    ]
+    return [*gaps.missing, *(text for count, text in reasons if count > 0)]
+
+
+def energy_coverage(ledger: Ledger, goodput: GoodputSummary) -> tuple[float | None, float | None]:
+    """Return the measured share of time without restart gaps, and of iterations, as means over devices."""
+    seconds = goodput.elapsed_s - goodput.seconds[RESTART_GAP]
+    iterations, _ = iterations_reached(ledger)
+    shares = (ledger.whole.covered_s, seconds), (ledger.whole.covered_iterations, float(iterations))
+    time, count = (min(max(above, 0.0) / below, 1.0) if below > 0 else None for above, below in shares)
+    return time, count
+
+
+def not_measured(
+    whole: ClusterTotals,
+    ledger: Ledger,
+    roster: Roster,
+    gaps: CountGaps,
+    measured: float | None,
+    lacking: Sequence[str],
+    shares: tuple[float | None, float | None],
+    ended: bool,
+) -> Iterator[str]:
+    """Yield a sentence for each quantity that the devices or the loop do not give, or not completely."""
+    yield from roster.job.not_measured
+    if gaps.reasons and (whole.counts.tokens or whole.counts.samples):
+        part = f"{_percent(measured)} of the iterations were measured; " if gaps.missing else ""
+        yield f"total tokens and samples: {part}{'; '.join(gaps.reasons)}"
+    if lacking and whole.energy.measured_j is not None and roster.job.measures_energy:
+        parts = f"{_percent(shares[0])} of the time and {_percent(shares[1])} of the iterations were measured"
+        yield f"total energy: {parts}; {'; '.join(lacking)}"
+    yield from _gaps(whole, ledger, roster, ended)
+    yield from _not_counted(whole)
+    yield from roster.job.open_shares
+
+
+def _gaps(whole: ClusterTotals, ledger: Ledger, roster: Roster, ended: bool) -> Iterator[str]:
+    """Yield a sentence for each part of the job without a measurement."""
+    if ended and (absent := ledger.world_size - len(ledger.ranks)) > 0:
+        yield f"{absent:,} of {ledger.world_size:,} ranks: no report before all other ranks had ended"
+    if (
+        roster.job.evaluation_is_in_iterations
+        and whole.counts.iterations
+        and not ledger.time_by_class().get("evaluation")
+    ):
+        yield (
+            "evaluation: no period from the model's eval() to its train() was seen; other evaluation between steps is "
+            "counted in AL; `with effllm.phase('evaluation'):` excludes an evaluation from AL"
+        )
+    if roster.job.begins_with_a_step and whole.counts.iterations:
+        yield "first iteration: not measured, because the metrics began at its optimizer step"
+
+
+def _not_counted(whole: ClusterTotals) -> Iterator[str]:
+    """Yield a sentence if tokens or samples are missing, and there are iterations."""
+    counts = whole.counts
+    missing = [] if counts.generated_tokens else [name for name in ("tokens", "samples") if not getattr(counts, name)]
+    if counts.iterations and missing:
+        calls = ", ".join(f"{name}=..." for name in missing)
+        yield f"{' and '.join(missing)}: the training loop counted none; effllm.count({calls}) counts them"
+
+
+def _percent(share: float | None) -> str:
+    """Return a share as a percentage, rounded down and below 100 %."""
+    return "an unknown part" if share is None else f"{math.floor(1000 * min(share, 0.999)) / 10:g} %"

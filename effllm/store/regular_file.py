@@ -1,0 +1,55 @@
+"""Reads regular files: a pipe or a device is never read, because such a read may wait or never end."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+#: A longer line of a JSON Lines file is not read as a whole; the longest line that effllm writes has less than 1 MiB.
+MAX_LINE_BYTES = 2**24
+#: A larger run.json or summary.json is not read: run.json of 10,000 ranks has 8 MB.
+MAX_DOCUMENT_BYTES = 2**26
+
+
+def open_regular(path: Path, flags: int = 0) -> int:
+    """Return a descriptor of a regular file, opened for reading.
+
+    Raises:
+        OSError: the file cannot be opened, or is not a regular file.
+    """
+    # Non-blocking, because opening a pipe would block until another process writes to it.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY | flags)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return descriptor
+
+
+def read_regular(path: Path, max_bytes: int = MAX_DOCUMENT_BYTES) -> bytes:
+    """Return the content of a regular file.
+
+    Raises:
+        OSError: the file cannot be read, is not a regular file, or is larger than ``max_bytes``.
+    """
+    with os.fdopen(open_regular(path), "rb") as file:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise OSError(errno.EFBIG, f"larger than {max_bytes >> 20} MiB", str(path))
+    return content
+
+
+def lines_of(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a regular file; of a line longer than `MAX_LINE_BYTES`, only the beginning.
+
+    Raises:
+        OSError: the file cannot be read, or is not a regular file.
+    """
+    with os.fdopen(open_regular(path), "rb") as file:
+        while line := file.readline(MAX_LINE_BYTES):
+            part = line
+            while len(part) == MAX_LINE_BYTES and not part.endswith(b"\n"):
+                part = file.readline(MAX_LINE_BYTES)  # the rest of the line is skipped
+            yield line

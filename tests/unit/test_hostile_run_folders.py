@@ -1,0 +1,92 @@
+"""Every command that reads run folders, on folders with pipes, devices, long lines and impossible numbers."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from cases import cases
+from typer.testing import CliRunner
+
+from effllm.commands.app import app
+from effllm.store import regular_file
+from effllm.store.reader import read_events, read_windows
+
+pytest.importorskip("duckdb", reason="duckdb is not installed")
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "run_folder_4"
+FILES = ("run.json", "summary.json", "windows-0001.jsonl", "ranks-0001.jsonl", "events.jsonl")
+OTHERS = {"pipe": os.mkfifo, "device": lambda path: path.symlink_to("/dev/zero"), "folder": Path.mkdir}
+NUMBERS = {"zero": 0, "negative": -1, "largest": 1.7e308}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return shutil.copytree(GOLDEN, tmp_path / "run")
+
+
+def commands(run, other):
+    """Return the arguments of each command."""
+    out = run.parent / "out"
+    tables = [["sql", run, f"SELECT * FROM {table}"] for table in ("runs", "windows", "ranks", "events")]
+    views = [["inspect", run], ["inspect", run, "--json"], ["top", run, "--once"], ["report", run, "-o", f"{out}.html"]]
+    sides = [["compare", run, other], ["compare", other, run], ["ledger", run], ["leaderboard", run]]
+    return [*views, *sides, *tables, ["export", run, "--json", f"{out}.jsonl"]]
+
+
+def outcome(arguments):
+    """Return the exit status of a command, or the exception that it raised."""
+    done = CliRunner().invoke(app, [str(one) for one in arguments])
+    is_exit = done.exception is None or isinstance(done.exception, SystemExit)
+    return done.exit_code if is_exit else repr(done.exception)
+
+
+@cases(("kind", "name"), [("pipe", name) for name in FILES] + [("device", FILES[1]), ("folder", FILES[2])])
+def test_commands_refuse_a_file_that_is_no_regular_file(kind, name, tmp_path):
+    run = shutil.copytree(GOLDEN, tmp_path / f"{kind}-{name}")
+    (run / name).unlink()
+    OTHERS[kind](run / name)
+
+    assert [one for one in map(outcome, commands(run, GOLDEN)[:5]) if one not in (0, 1, 2, 3)] == []
+
+
+@cases("name", NUMBERS)
+def test_commands_accept_or_refuse_impossible_numbers(name, tmp_path):
+    run = shutil.copytree(GOLDEN, tmp_path / name)
+    for file in FILES:
+        with_numbers(run / file, NUMBERS[name])
+
+    assert [one for one in map(outcome, commands(run, GOLDEN)) if one not in (0, 1, 2, 3)] == []
+
+
+def with_numbers(path, number):
+    """Replace every number in a file, except the version."""
+
+    def replaced(value):
+        if isinstance(value, dict):
+            return {name: one if name == "schema_version" else replaced(one) for name, one in value.items()}
+        if isinstance(value, list):
+            return list(map(replaced, value))
+        return number if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+    texts = path.read_text().splitlines() if path.suffix == ".jsonl" else [path.read_text()]
+    path.write_text("".join(f"{json.dumps(replaced(json.loads(text)))}\n" for text in texts))
+
+
+def test_lines_without_an_end_are_skipped_and_never_read_as_a_whole(folder, monkeypatch):
+    monkeypatch.setattr(regular_file, "MAX_LINE_BYTES", 100_000)
+    good = (folder / "windows-0001.jsonl").read_bytes()
+    (folder / "windows-0001.jsonl").write_bytes(b"{" * 250_000 + b"\n" + good + b"\0" * 250_000)
+
+    windows = read_windows(folder)
+    assert len(list(windows)) == good.count(b"\n")
+    assert windows.skipped == 2
+
+
+def test_readers_of_a_pipe_raise_at_once(folder):
+    (folder / "events.jsonl").unlink()
+    os.mkfifo(folder / "events.jsonl")
+
+    with pytest.raises(OSError, match="not a regular file"):
+        list(read_events(folder))
