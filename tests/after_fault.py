@@ -104,5 +104,5 @@ def assert_readable(folder: Path, unfinished: bool = False) -> None:
     """
     for path in folder.glob("*.json"):
         msgspec.json.decode(path.read_bytes())
-    begun = {f".{name}.new" for name in ("run.json", "state.json", "summary.json")} if unfinished else set()
-    assert {path.name for path in folder.glob(".*")} <= begun
+    begun = {".reserve", *(f".{name}.new" for name in ("run.json", "state.json", "summary.json"))}
+    assert {path.name for path in folder.glob(".*")} <= (begun if unfinished else set())

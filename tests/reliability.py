@@ -150,6 +150,10 @@ FAULTS = {
         "the memory limit of the container is reached",
         "the kernel ends agents and aggregator, and not the trainer; at the end one line reports a lost agent",
     ),
+    "no-threads": Fault(
+        "the job may start no further thread or has no memory left (pids.max, ulimit -v)",
+        "one line has the reason; training goes on as fast as without effllm, and no second aggregator is started",
+    ),
     "tmpfs-full": Fault(
         "the container's 64 MB /dev/shm or its /tmp is full, or it has no memory for the ring",
         "metrics work without these folders, or are off with one line; training is not affected",

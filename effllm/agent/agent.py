@@ -25,6 +25,7 @@ from effllm.agent.events import AgentEvents, Notices, silence_stderr, write_noti
 from effllm.agent.measuring import LOSS_WAIT_S, Measuring
 from effllm.agent.rank_devices import RankDevices
 from effllm.agent.trainer import Trainer
+from effllm.config.spawn import NO_RESOURCES, is_shortage
 from effllm.network import discovery
 from effllm.records.board import Board
 from effllm.records.plain_text import one_line
@@ -50,7 +51,7 @@ class Agent:
         self._trainer, self._events, self._wake = trainer, events, wake
         self._poller = zmq.Poller()
         self._notices = Notices(trainer, events)
-        self._children = Children(trainer, self._poller, events)
+        self._children = Children(trainer, self._poller, events, self._notices)
         self._connection = Connection(trainer, self._poller, self._notices)
         self._devices = RankDevices(trainer, events.add)
         self._is_trainer_busy = self._can_be_woken = self._is_replaced = False
@@ -217,6 +218,8 @@ def main(arguments: list[str]) -> int:
         wake.setblocking(False)
         Agent(trainer, events, wake).run()
     except Exception as error:  # noqa: BLE001 - the edge of the process: one line reports the error
+        if is_shortage(error):
+            os._exit(NO_RESOURCES)  # the trainer prints the reason
         why = f"{type(error).__name__}: {error}"
         write_notice(f"an agent has stopped, and its rank has no metrics from now on: {why}")
         if events:

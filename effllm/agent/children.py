@@ -13,10 +13,10 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
-from effllm.agent.events import AgentEvents
+from effllm.agent.events import AgentEvents, Notices
 from effllm.agent.inspection import InspectionOrders, InspectionResult
 from effllm.agent.trainer import Trainer
-from effllm.config.spawn import pidfd, spawn
+from effllm.config.spawn import NO_RESOURCES, WHY_NO_RESOURCES, pidfd, spawn
 from effllm.records.orders import Orders
 from effllm.records.rank import Event
 from effllm.store.run_lock import restart_id_of
@@ -25,16 +25,18 @@ INSPECTION_LIMIT_S = 25.0
 
 
 class AggregatorChild:
-    """The aggregator process of rank 0's agent; a dead aggregator is replaced.
+    """The aggregator process of rank 0's agent; a dead aggregator is replaced, unless it fails at its start.
 
     Args:
         orders: the orders for each aggregator.
         report: receives an event when an aggregator dies or cannot be started.
+        give_up: receives the reason when no aggregator can serve.
     """
 
-    def __init__(self, orders: Orders, report: Callable[[Event], None]) -> None:
+    def __init__(self, orders: Orders, report: Callable[[Event], None], give_up: Callable[[str], None]) -> None:
         self._orders = orders
-        self._report = report
+        self._report, self._give_up = report, give_up
+        self.has_served = False  # whether an aggregator has answered this agent
         self._process: subprocess.Popen[bytes] | None = None
         self._started = 0
         self._again_s = 0.0
@@ -76,6 +78,12 @@ class AggregatorChild:
                 self.descriptor = -1
             if code == 0:
                 self.done = True
+                return
+            if not self.has_served and (code > 0 or code == -signal.SIGABRT):
+                self.done = True
+                is_shortage = code in (NO_RESOURCES, -signal.SIGABRT)  # libzmq aborts if it cannot start a thread
+                why = WHY_NO_RESOURCES if is_shortage else f"it ended with exit status {code}"
+                self._give_up(f"no metrics, training goes on: the aggregator cannot start: {why}")
                 return
             delay_s = min(0.1 * 2 ** (self._started - 1), 5.0)
             self._again_s = now_s + delay_s
@@ -155,10 +163,11 @@ class Children:
         trainer: the agent's trainer.
         poller: wakes the agent when a child ends.
         events: receives the children's events.
+        notices: reports the reason of missing metrics.
     """
 
-    def __init__(self, trainer: Trainer, poller: zmq.Poller, events: AgentEvents) -> None:
-        self._trainer, self._poller, self._events = trainer, poller, events
+    def __init__(self, trainer: Trainer, poller: zmq.Poller, events: AgentEvents, notices: Notices) -> None:
+        self._trainer, self._poller, self._events, self._notices = trainer, poller, events, notices
         self._aggregator: AggregatorChild | None = None
         self._inspection = InspectionChild()
         self._watched = {"aggregator": -1, "inspection": -1}  # descriptors in the poller
@@ -184,9 +193,14 @@ class Children:
             secured=facts.secured,
             salt=facts.job,
         )
-        self._aggregator = AggregatorChild(orders, self._events.add)
+        self._aggregator = AggregatorChild(orders, self._events.add, self._notices.no_metrics)
         self._aggregator.start()
         self._watch("aggregator", self._aggregator.descriptor)
+
+    def has_answer(self) -> None:
+        """Record that an aggregator has answered this agent."""
+        if self._aggregator is not None:
+            self._aggregator.has_served = True
 
     @property
     def has_aggregator(self) -> bool:

@@ -313,6 +313,7 @@ class Conversation:
     def _begin(self, welcome: Welcome) -> None:
         self._welcome, self._was_welcome = welcome, True
         self._acknowledged_s = time.monotonic()
+        self._children.has_answer()
         board, endpoint = self._trainer.board, self._connection.endpoint
         if board.welcome() != endpoint:  # the trainer's address search waits for the endpoint
             board.write(replace(board.read(), welcome=endpoint))

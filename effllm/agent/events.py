@@ -205,5 +205,5 @@ class Notices:
     def undelivered(self, num_reports: int) -> None:
         text = f"{num_reports} reports could not be delivered to {self._trainer.facts.endpoint or 'rank 0'}"
         self._events.report("agent", text)
-        if self._trainer.is_first_of_host:
+        if self._trainer.is_first_of_host and not self._is_explained:
             write_notice(f"rank {self._trainer.rank}: {text}")

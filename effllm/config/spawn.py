@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -10,9 +11,23 @@ from pathlib import Path
 
 # With `python -m`, the current folder would be first on sys.path, and a json.py or queue.py beside a training script
 # would replace a module of the standard library. With `python -c`, the first path is "", except with safe paths.
-_PROGRAM = (
-    "import sys; sys.path[:1] == [''] and sys.path.pop(0); sys.path.append({parent!r}); "
-    "from importlib import import_module; import_module({module!r}).main(sys.argv[1:])"
+# OpenBLAS starts a thread for each core when numpy is imported; each one needs memory and counts in pids.max.
+_PROGRAM = """import os, sys
+sys.path[:1] == [''] and sys.path.pop(0)
+sys.path.append({parent!r})
+os.environ.setdefault('OPENBLAS_NUM_THREADS', '1')
+from importlib import import_module
+try:
+    main = import_module({module!r}).main
+except (ImportError, MemoryError) as error:
+    if isinstance(error, MemoryError) or 'failed to map' in str(error) or 'cannot allocate' in str(error).lower():
+        os._exit({no_resources})
+    raise
+main(sys.argv[1:])
+"""
+NO_RESOURCES = 75  # exit status of a process without memory or threads: EX_TEMPFAIL of sysexits.h
+WHY_NO_RESOURCES = (
+    "it has too little memory or too few threads: see ulimit -v, ulimit -u, and the limits of the container"
 )
 #: Executed before all imports, because these allocate memory.  Every process may raise its own value (proc(5)).
 _ENDS_FIRST = "try:\n  with open('/proc/self/oom_score_adj', 'w') as file: file.write('1000')\nexcept OSError: pass\n"
@@ -37,7 +52,8 @@ def spawn(
     Raises:
         OSError: the interpreter cannot be started.
     """
-    program = _PROGRAM.format(parent=str(Path(__file__).resolve().parents[2]), module=module)
+    parent = str(Path(__file__).resolve().parents[2])
+    program = _PROGRAM.format(parent=parent, module=module, no_resources=NO_RESOURCES)
     return subprocess.Popen(
         [sys.executable, *_interpreter_options(), "-c", (_ENDS_FIRST if ends_first else "") + program, *arguments],
         stdin=subprocess.DEVNULL,
@@ -46,6 +62,12 @@ def spawn(
         start_new_session=True,
         env=environ,
     )
+
+
+def is_shortage(error: BaseException) -> bool:
+    """Whether an error means that a process has no memory or cannot start a thread."""
+    is_thread = isinstance(error, RuntimeError) and "can't start new thread" in str(error)
+    return is_thread or isinstance(error, MemoryError) or getattr(error, "errno", None) in (errno.EAGAIN, errno.ENOMEM)
 
 
 def _interpreter_options() -> list[str]:

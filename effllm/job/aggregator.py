@@ -160,6 +160,7 @@ class Aggregator:
             self.garbage += 1
             return False
         self._hear(message.rank, rank, now)
+        rank.last_ordinal = message.last_ordinal
         self._statements.lose(message.rank, rank, message.lost, message.last_ordinal + 1, now.unix_s)
         self._note_unused_gpus(now)  # the devices of a short job may be known only since the last tick
         rank.spend(message.agent_cpu_s, message.sent_bytes, message.recorder_cpu_s)

@@ -21,7 +21,7 @@ COUNTED = frozenset(("tokens", "samples", "generated tokens"))
 class CountGaps(Struct, frozen=True):
     """What is missing in the counts of a run. Counts with a gap are no totals."""
 
-    missing: tuple[str, ...] = ()  # why reports are missing
+    missing: tuple[str, ...] = ()  # why reports with iterations are missing
     rejected: int = 0  # calls whose counts were rejected
     is_uneven: bool = False  # whether ranks miss different iterations, so that counts divided by time are too low
 
@@ -45,17 +45,21 @@ class CountGaps(Struct, frozen=True):
 
 def count_gaps(ledger: Ledger, is_over: bool) -> CountGaps:
     """Return the gaps in the counts of the run so far; ``is_over`` means the job has ended."""
-    lost, unfinished = ledger.reports_lost, ledger.unfinished(is_over)
-    missing = [
+    lost, uncounted = ledger.reports_lost, ledger.uncounted(is_over)
+    iterations = ledger.whole.ranks.column("iterations")
+    return CountGaps(
+        missing=_missing(lost, uncounted),
+        rejected=ledger.whole.counts.get("counts_rejected", 0),
+        is_uneven=bool(lost or uncounted) and (len(iterations) < ledger.world_size or len(set(iterations)) > 1),
+    )
+
+
+def _missing(lost: int, unfinished: int) -> tuple[str, ...]:
+    reasons = [
         (lost, f"{many(lost, 'report')} never arrived"),
         (unfinished, f"the last report of {many(unfinished, 'rank')} never arrived"),
     ]
-    iterations = ledger.whole.ranks.column("iterations")
-    return CountGaps(
-        missing=tuple(text for count, text in missing if count > 0),
-        rejected=ledger.whole.counts.get("counts_rejected", 0),
-        is_uneven=bool(lost or unfinished) and (len(iterations) < ledger.world_size or len(set(iterations)) > 1),
-    )
+    return tuple(text for count, text in reasons if count > 0)
 
 
 def doubtful_in_window(rows: Rows, tags: Collection[str], has_absent: bool) -> list[str]:
@@ -79,7 +83,7 @@ def many(count: int, noun: str) -> str:
     return f"{count:,} {noun}" + ("" if count == 1 else "s")
 
 
-def energy_gaps(ledger: Ledger, gaps: CountGaps) -> list[str]:
+def energy_gaps(ledger: Ledger, is_over: bool) -> list[str]:
     """Return the reasons why the total energy is unknown; empty for a known total."""
     account = ledger.whole
     elsewhere = account.partial - account.left_windows
@@ -87,7 +91,8 @@ def energy_gaps(ledger: Ledger, gaps: CountGaps) -> list[str]:
         (elsewhere, f"not every device was measured in {many(elsewhere, 'window')}"),
         (account.left_windows, f"devices of ranks that left were missing in {many(account.left_windows, 'window')}"),
     ]
-    return [*gaps.missing, *(text for count, text in reasons if count > 0)]
+    missing = _missing(ledger.reports_lost, ledger.unfinished(is_over))
+    return [*missing, *(text for count, text in reasons if count > 0)]
 
 
 def energy_coverage(ledger: Ledger, goodput: GoodputSummary) -> tuple[float | None, float | None]:

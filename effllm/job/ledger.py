@@ -44,8 +44,14 @@ class RankState(Struct):
     newest_gap: int = 0  # missing reports in the newest gap
     newest_gap_before: int = 0  # sequence of the report after the newest gap
     is_over: bool = False  # whether the last report of the rank was accepted
+    last_ordinal: int | None = None  # last iteration of the rank, by its BYE
     covered_s: float = 0.0  # sum of the times of its reports, since the last start of the aggregator
     implausible: int = 0  # values out of their plausible range, which were rejected
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether the reports up to the rank's last iteration were accepted."""
+        return self.is_over or (self.last_ordinal is not None and self.iteration >= self.last_ordinal)
 
     def spend(self, agent_cpu_s: float, sent_bytes: int, recorder_cpu_s: float | None) -> None:
         """Update the costs of the rank's agent and recorder; an older message does not lower a cost."""
@@ -82,11 +88,13 @@ class Spent(Struct):
     received_bytes: int = 0
     reports_lost: int = 0
     unfinished: int = 0  # ranks without a last report
+    uncounted: int = 0  # ranks without the report of their last iteration
 
     def add(self, rank: RankState) -> None:
         """Add the cost of a rank's replaced agent."""
         self.reports_lost += rank.lost
         self.unfinished += not rank.is_over
+        self.uncounted += not rank.is_counted
         self.agents_cpu_s += rank.agent_cpu_s
         self.recorder_cpu_s += rank.recorder_cpu_s or 0.0
         self.sent_bytes += rank.sent_bytes
@@ -156,7 +164,9 @@ class Ledger(Struct):
         self.goodput.end_attempt(self.status())
         for rank in self.ranks.values():
             self.spent.add(rank)
-        self.spent.unfinished += max(self.world_size - len(self.ranks), 0)
+        absent = max(self.world_size - len(self.ranks), 0)
+        self.spent.unfinished += absent
+        self.spent.uncounted += absent
         self.attempt, self.job = self.attempt + 1, job
         self.world_size = self.closed = self.joined_until = self.run_after = self.warm_until = 0
         self.ranks, self.warmed_s, self.waited, self.audit = {}, 0.0, Waited(), AuditState(doubts=self.audit.doubts)
@@ -263,6 +273,11 @@ class Ledger(Struct):
         now = self.world_size - sum(rank.is_over for rank in self.ranks.values()) if is_over else 0
         return self.spent.unfinished + max(now, 0)
 
+    def uncounted(self, is_over: bool) -> int:
+        """Return the number of ranks without the report of their last iteration, like `unfinished`."""
+        now = self.world_size - sum(rank.is_counted for rank in self.ranks.values()) if is_over else 0
+        return self.spent.uncounted + max(now, 0)
+
     def time_by_class(self) -> dict[str, float]:
         """Return the seconds of each class, mean over ranks."""
         ranks = len(self.whole.ranks) or 1
@@ -303,6 +318,7 @@ class Ledger(Struct):
                 last_window=self.closed,
                 bye="",
                 is_over=False,
+                last_ordinal=None,
                 covered_s=0.0,
                 gaps=known.gaps - (known.newest_gap if known.newest_gap_before > safe[rank] else 0),
             )

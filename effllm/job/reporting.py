@@ -139,7 +139,7 @@ def report_of(
     """Return the report of a closed window, or its correction by a late report."""
     rows = window.ordered
     gaps, goodput = count_gaps(ledger, is_over=False), goodput_of(ledger, roster)
-    run, whole = to_date(ledger, roster, goodput, bool(gaps.missing))
+    run, whole = to_date(ledger, roster, goodput, bool(ledger.reports_lost or ledger.unfinished(is_over=False)))
     waited = ledger.waited
     health = replace(
         run.health, straggling_s=waited.seconds, straggling_gpu_s=waited.rank_seconds, straggling_j=waited.joules
@@ -237,7 +237,7 @@ def summary_of(
 ) -> Summary:
     """Return the summary of the run so far; ``kind`` is the kind of the counted parameters."""
     gaps = count_gaps(ledger, ended)
-    lacking = energy_gaps(ledger, gaps)
+    lacking = energy_gaps(ledger, ended)
     status = ledger.status("killed" if roster.has_lost_host() else "ended") if ended else "running"
     goodput = goodput_of(ledger, roster, ended, status)
     run, whole = to_date(ledger, roster, goodput, bool(lacking))

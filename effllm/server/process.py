@@ -23,6 +23,7 @@ import msgspec
 import zmq
 
 from effllm.config.settings import Config, secret_path
+from effllm.config.spawn import NO_RESOURCES, is_shortage
 from effllm.job.aggregator import Aggregator
 from effllm.job.closed_windows import Closed
 from effllm.job.device_states import device_states
@@ -368,7 +369,12 @@ def main(arguments: list[str]) -> int:
     stdout = os.fdopen(orders.stdout_descriptor, "w", encoding="utf-8", errors="replace", closefd=False)
     server = Server(orders, stdout)
     signal.signal(signal.SIGTERM, server.warn_of_kill)
-    server.run()
+    try:
+        server.run()
+    except Exception as error:
+        if is_shortage(error):
+            os._exit(NO_RESOURCES)  # at once, because a thread that has started cannot be joined; the agent logs it
+        raise
     # The thread of a stalled sink cannot be joined.
     sys.stderr.flush()
     os._exit(0)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import sys
 import threading
 import time
@@ -169,7 +170,7 @@ class Lifecycle:
     def greet(self) -> None:
         """Print the two start lines of the original EfficientLLM on rank 0, if a session runs."""
         config, given = self.config, self.declared.facts.parameters
-        if config is None or self.recorder is None or self._place.rank != 0:
+        if config is None or self.recorder is None or self._place.rank != 0 or _is_closed(sys.stdout):
             return
         known = None if given.is_share else given.total
         model = f"model with {known:,} parameters" if known else "model"
@@ -194,7 +195,20 @@ def _config_with(overrides: Mapping[str, Any]) -> Config:
     return dataclasses.replace(config, **given)
 
 
+def _is_closed(stream: Any) -> bool:
+    """Whether the descriptor of a stream is closed: text that stays in its buffer makes Python end with status 120."""
+    try:
+        descriptor = stream.fileno()
+    except (OSError, ValueError, AttributeError):  # no stream, or one of a notebook
+        return False
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return True
+    return False
+
+
 def _print(line: str, place: Place, everywhere: bool = False) -> None:
-    if place.rank == 0 or everywhere:
+    if (place.rank == 0 or everywhere) and not _is_closed(sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             print(f"[EfficientLLM] {line}", file=sys.stderr, flush=True)  # noqa: T201 - before the first iteration

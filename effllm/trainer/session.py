@@ -24,7 +24,7 @@ from typing import Any
 
 from effllm.config.place import Place
 from effllm.config.settings import Config
-from effllm.config.spawn import pidfd, spawn
+from effllm.config.spawn import NO_RESOURCES, WHY_NO_RESOURCES, pidfd, spawn
 from effllm.config.switches import this_process
 from effllm.records.board import Board
 from effllm.records.facts import FoundAddress
@@ -304,7 +304,7 @@ class Session:
 
 def _how_it_died(code: int) -> str:
     if code >= 0:
-        return f"ended with status {code}"
+        return f"ended with status {code}" + (f", because {WHY_NO_RESOURCES}" if code == NO_RESOURCES else "")
     killed = -code == signal.SIGKILL
     return f"was killed by signal {-code}" + (", maybe because memory ran out" if killed else "")
 

@@ -1,5 +1,6 @@
 """Scarce resources of a container: shared memory, room for temporary files, descriptors, cores."""
 
+import contextlib
 import os
 import shutil
 import statistics
@@ -65,36 +66,49 @@ effllm.finalize_efficientllm_metrics()
 LIMIT_BYTES = 200 * 2**20  # enough for the loop, but not for the loop with the agent and the aggregator
 
 
-@pytest.fixture
-def memory_group():
-    """Return a new memory cgroup with a limit."""
+@contextlib.contextmanager
+def cgroup(controller, limits):
+    """Make a cgroup with the limit in one of these files; yield a command that starts another command in it."""
     name, root = f"effllm-{os.getpid()}", Path("/sys/fs/cgroup")
-    group, limit = root / "memory" / name, "memory.limit_in_bytes"
-    if not group.parent.is_dir():
-        group, limit = root / name, "memory.max"
+    group = root / controller / name if (root / controller).is_dir() else root / name
     try:
         group.mkdir()
     except OSError as error:
-        pytest.skip(f"a memory cgroup cannot be made here: {error}")
+        pytest.skip(f"a cgroup cannot be made here: {error}")
     try:
-        if not (group / limit).exists():
-            pytest.skip("the memory controller is not enabled for new cgroups")
-        (group / limit).write_text(str(LIMIT_BYTES))
-        yield group
+        files = [group / file for file in limits if (group / file).exists()]
+        if not files:
+            pytest.skip(f"the controller {controller} is not enabled for new cgroups")
+        files[0].write_text(str(limits[files[0].name]))
+        yield ["sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "sh"]
     finally:
         jobs.until(lambda: not (group / "cgroup.procs").read_text())
         group.rmdir()
 
 
 @pytest.mark.fault("memory-limit")
-def test_trainer_survives_the_memory_limit_of_its_container(launch, memory_group):
-    enter = ["sh", "-c", f'echo $$ > {memory_group}/cgroup.procs && exec "$@"', "sh"]
+def test_trainer_survives_the_memory_limit_of_its_container(launch):
     job = launch._job()
     (job.folder / "growing.py").write_text(GROWING)
-
-    job.start([*enter, sys.executable, "growing.py"], launch.environ({})).wait()
+    with cgroup("memory", {"memory.max": LIMIT_BYTES, "memory.limit_in_bytes": LIMIT_BYTES}) as enter:
+        job.start([*enter, sys.executable, "growing.py"], launch.environ({})).wait()
 
     assert job.code == 0, job.stderr
+
+
+@pytest.mark.fault("no-threads")
+@pytest.mark.parametrize("limit", ["pids.max 4", "pids.max 6", "pids.max 10", "ulimit -v 60000", "ulimit -v 150000"])
+def test_job_without_threads_or_memory_trains_without_metrics(launch, limit):
+    name, number = limit.split()[0], limit.split()[-1]
+    shell = contextlib.nullcontext(["sh", "-c", f'{limit} && exec "$@"', "sh"])
+    with cgroup("pids", {name: number}) if name == "pids.max" else shell as enter:
+        job = launch._job().start([*enter, sys.executable, LOOP, "--iterations", "50"], launch.environ({})).wait()
+        assert not job.left()
+
+    assert (job.code, len(job.output()["steps"])) == (0, 50)
+    assert "Traceback" not in job.stderr
+    assert job.stderr.count("no metrics, training goes on") == 1
+    assert job.stderr.count("too little memory or too few threads") + job.stderr.count("signal 6") >= 1
 
 
 def test_agent_and_aggregator_end_before_other_processes_when_memory_runs_out(launch):
