@@ -150,6 +150,11 @@ FAULTS = {
         "the memory limit of the container is reached",
         "the kernel ends agents and aggregator, and not the trainer; at the end one line reports a lost agent",
     ),
+    "late-aggregator": Fault(
+        "the aggregator starts later than a short job ends, or has thousands of reports to write at its end",
+        "agents keep their reports for up to 30 s after the job's end, without keeping the launcher; where Slurm or a "
+        "container ends all processes of the job earlier, these reports are missing, and the totals say so",
+    ),
     "no-threads": Fault(
         "the job may start no further thread or has no memory left (pids.max, ulimit -v)",
         "one line has the reason; training goes on as fast as without effllm, and no second aggregator is started",

@@ -7,7 +7,7 @@ are not covered: the covered seconds of an integral exclude this time.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from functools import reduce
 from itertools import pairwise
 from operator import add
@@ -138,16 +138,21 @@ class Series:
     def _levels(self, start_ns: int, end_ns: int) -> Integrals:
         """Return the integrals without energy."""
         memory, utilization = _Sum(), _Sum()
-        for first, second, covered_s in self._covered(start_ns, end_ns):
-            if first.memory_bytes is not None and second.memory_bytes is not None:
-                level = _level(first, second, start_ns, end_ns, first.memory_bytes, second.memory_bytes)
-                memory.add(level * covered_s, covered_s)
+        for level, covered_s in self._memory_levels(start_ns, end_ns):
+            memory.add(level * covered_s, covered_s)
+        for _, second, covered_s in self._covered(start_ns, end_ns):
             if second.utilization is not None:  # utilization is the mean since the previous sample
                 utilization.add(second.utilization * covered_s, covered_s)
         for block, share in self._blocks(start_ns, end_ns):
             memory.add((block.wall.memory_byte_seconds or 0.0) * share, block.wall.memory_covered_s * share)
             utilization.add((block.wall.utilization_seconds or 0.0) * share, block.wall.utilization_covered_s * share)
         return Integrals(NOT_MEASURED, *memory.pair(), *utilization.pair())
+
+    def _memory_levels(self, start_ns: int, end_ns: int) -> Iterator[tuple[float, float]]:
+        """Yield the mean memory between adjacent samples inside the period, and the seconds of this part."""
+        for first, second, covered_s in self._covered(start_ns, end_ns):
+            if first.memory_bytes is not None and second.memory_bytes is not None:
+                yield _level(first, second, start_ns, end_ns, first.memory_bytes, second.memory_bytes), covered_s
 
     def window(
         self, start_ns: int, end_ns: int, phases: dict[str, Integrals], outside: Collection[tuple[int, int]] = ()
@@ -234,6 +239,8 @@ class Series:
     def peak(self, start_ns: int, end_ns: int, field: str) -> float | None:
         """Return the maximum of a field (memory_bytes, power_w) in ``[start_ns, end_ns]``, or ``None``."""
         values = [getattr(s, field) for s in self._samples if start_ns <= s.time_ns <= end_ns]
+        if field == "memory_bytes":  # a mean includes parts before the first and after the last of these samples
+            values += [level for level, _ in self._memory_levels(start_ns, end_ns)]
         values += [getattr(block, PEAKS[field]) for block, _ in self._blocks(start_ns, end_ns)]
         return max((value for value in values if value is not None), default=None)
 

@@ -127,7 +127,7 @@ def _events(summary: Summary) -> str:
 
 
 def _ran(summary: Summary) -> str:
-    parts = [f"{summary.iterations:,} iterations in {duration(summary.elapsed_s)}"]
+    parts = [f"{summary.iterations:,} iterations{_numbers(summary)} in {duration(summary.elapsed_s)}"]
     if summary.attempts > 1:
         parts.append(f"{summary.attempts} attempts")
     for total, measured, what in (
@@ -139,6 +139,14 @@ def _ran(summary: Summary) -> str:
     if summary.parameters:
         parts.append(f"{_count(summary.parameters)} parameters")
     return ", ".join(parts)
+
+
+def _numbers(summary: Summary) -> str:
+    """Return the numbers of the first and the last iteration of one attempt, unless they begin with 1."""
+    attempts = summary.goodput.attempts if summary.goodput is not None else ()
+    if len(attempts) != 1 or attempts[0].first in (None, 1):
+        return ""
+    return f" ({attempts[0].first:,} to {attempts[0].last:,})"
 
 
 def _count(number: int) -> str:

@@ -46,6 +46,7 @@ FIRST_RANK_ENDS_S = 5.0  # rank 0 waits for the summary: in a container, the lau
 OTHER_RANKS_END_S = 1.0
 STEP_S = 0.02
 MAX_WARNINGS = 20
+MAX_COMMAND_LETTERS = 8_000
 
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
@@ -377,4 +378,10 @@ def _safe(name: str) -> str:
 
 
 def _command() -> list[str]:
-    return [text(word) for word in redacted(sys.argv)]
+    """Return the command line; of a long one the beginning, because the ring has room for 64 KiB of facts."""
+    words, room = [text(word) for word in redacted(sys.argv)], MAX_COMMAND_LETTERS
+    for at, word in enumerate(words):
+        room -= len(word) + 1
+        if room < 0:
+            return [*words[:at], f"... {len(words) - at:,} more words"]
+    return words

@@ -111,6 +111,7 @@ def test_a_program_that_replaces_itself_is_two_attempts(launch):
 
 
 @pytest.mark.long
+@pytest.mark.fault("late-aggregator")
 def test_reports_of_a_short_job_wait_for_an_aggregator_that_starts_late(launch, tmp_path):
     (tmp_path / "slow").mkdir()
     (tmp_path / "slow" / "sitecustomize.py").write_text(

@@ -79,3 +79,15 @@ def test_metrics_of_a_script_without_stdout_and_stderr(launch):
     assert (job.ledger.summary.status, job.ledger.summary.tokens) == ("completed", 2000)
     (text,) = job.ledger.event_texts("warning")
     assert text.endswith("stdout or stderr is closed: metrics and warnings are only in the run folder")
+
+
+def test_long_command_line_leaves_all_other_facts(launch):
+    more = "import sys; sys.argv += ['--data', 'x' * 5000] + ['shard.bin'] * 10_000\n"
+    job = launch.code(
+        f"{more}import time\n{LOOP}{END}".replace("metrics(1000)", "metrics(1000, facts={'model': 'small'})")
+    )
+
+    facts = job.done().ledger.facts
+    assert facts["model"] == "small"
+    assert facts["command"][-1].endswith(" more words")
+    assert sum(map(len, facts["command"])) < 10_000

@@ -136,6 +136,16 @@ def test_a_sample_that_is_not_newer_is_dropped():
     assert one.peak(0, 3 * NS, "power_w") == 1.0
 
 
+def test_mean_memory_is_at_most_the_peak_of_any_period():
+    """The reading after a short period may be far above all readings in it, and a mean includes the way there."""
+    one = series(*[Sample(i * NS + 1, memory_bytes=level) for i, level in enumerate([1.0, 1.0, 9.0, 2.0, 8.0])])
+
+    for start_s, end_s in [(0.0, 1.9), (0.2, 1.5), (1.1, 1.9), (1.5, 2.5), (2.1, 3.9), (0.0, 4.0)]:
+        period = int(start_s * NS) + 1, int(end_s * NS) + 1
+        found = one.integrals(*period)
+        assert found.memory_byte_seconds / found.memory_covered_s <= one.peak(*period, "memory_bytes") <= 9.0
+
+
 def test_dropped_samples_do_not_change_later_integrals():
     one = series(*steady(10))
     before = one.integrals(MADE_NS + int(4.5 * NS), MADE_NS + 8 * NS)
