@@ -360,7 +360,7 @@ class SimulatedRun:
             print(f"\r{sent:,} of {self._asked.ranks * self._asked.windows:,} reports", end="", file=sys.stderr)
 
     def _compare(self, summary: dict[str, Any]) -> None:
-        self.found.tokens = summary.get("tokens", 0)
+        self.found.tokens = summary.get("measured_tokens") or 0
         self.found.energy_j = summary.get("energy", {}).get("measured_joules")
         self.found.duplicates = summary.get("events", {}).get("duplicate", 0)
         self.found.status = summary.get("status", "")
