@@ -114,7 +114,8 @@ def aggregator(launch, tmp_path, monkeypatch):
         listen_descriptor=listener.fileno(),
         stdout_descriptor=output,
     )
-    child = AggregatorChild(orders, lambda _event: None)
+    child = AggregatorChild(orders, lambda _event: None, lambda _why: None)
+    child.has_served = True  # the agents of these tests are no agent of this child
     child.start()
     yield child, orders, job
     listener.close()
