@@ -22,6 +22,7 @@ from effllm.records.rank import Event
 from effllm.store.run_lock import restart_id_of
 
 INSPECTION_LIMIT_S = 25.0
+MAX_FAILED_STARTS = 3  # of an aggregator that ends with an error before it has answered this agent
 
 
 class AggregatorChild:
@@ -79,9 +80,9 @@ class AggregatorChild:
             if code == 0:
                 self.done = True
                 return
-            if not self.has_served and (code > 0 or code == -signal.SIGABRT):
+            is_shortage = code in (NO_RESOURCES, -signal.SIGABRT)  # libzmq aborts if it cannot start a thread
+            if not self.has_served and (is_shortage or (code > 0 and self._started >= MAX_FAILED_STARTS)):
                 self.done = True
-                is_shortage = code in (NO_RESOURCES, -signal.SIGABRT)  # libzmq aborts if it cannot start a thread
                 why = WHY_NO_RESOURCES if is_shortage else f"it ended with exit status {code}"
                 self._give_up(f"no metrics, training goes on: the aggregator cannot start: {why}")
                 return

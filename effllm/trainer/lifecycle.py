@@ -109,11 +109,12 @@ class Lifecycle:
                 self._session = Session(self.config, self._place, self.declared)
                 self.recorder = self._session.recorder
                 self._session.start()
-            if closed:
+            if {1, 2} & set(closed) and self._session is not None:  # a signal handler may have ended the session
                 self._session.warn("stdout or stderr is closed: metrics and warnings are only in the run folder")
             repeat_at_exit("")
             trackers.begin(self, self.config.sink_options(), self._place.rank)
-        except (ConfigError, RingError, DiscoveryError, OSError) as error:
+        except (ConfigError, RingError, DiscoveryError, OSError, RuntimeError, MemoryError) as error:
+            # RuntimeError: the search for the aggregator cannot start a thread
             _print(f"no metrics, training goes on: {error}", self._place, everywhere=isinstance(error, AgentError))
             repeat_at_exit(str(error) if self._place.rank == 0 else "")
             if self._session is not None:
@@ -199,7 +200,9 @@ def _is_closed(stream: Any) -> bool:
     """Whether the descriptor of a stream is closed: text that stays in its buffer makes Python end with status 120."""
     try:
         descriptor = stream.fileno()
-    except (OSError, ValueError, AttributeError):  # no stream, or one of a notebook
+    except Exception:  # noqa: BLE001 - no stream, or an object of the script in its place
+        return False
+    if not isinstance(descriptor, int) or descriptor < 0:
         return False
     try:
         os.fstat(descriptor)

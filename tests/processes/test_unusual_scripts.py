@@ -91,3 +91,24 @@ def test_long_command_line_leaves_all_other_facts(launch):
     assert facts["model"] == "small"
     assert facts["command"][-1].endswith(" more words")
     assert sum(map(len, facts["command"])) < 10_000
+
+
+@pytest.mark.parametrize("descriptor", ["None", "-1", "1 / 0"])
+def test_a_stream_of_the_script_in_place_of_stdout_raises_nothing(launch, descriptor):
+    """A program may put an object without a usable descriptor in the place of stdout."""
+    stream = f"""
+import io, sys, time
+class Stream(io.StringIO):
+    def fileno(self):
+        return {descriptor}
+sys.stdout = sys.stderr = Stream()
+"""
+    job = launch.code(f"{stream}{LOOP}{END}assert 'collection initialized' in sys.stdout.getvalue()\n").done()
+
+    assert (job.ledger.summary.status, job.ledger.summary.tokens) == ("completed", 2000)
+
+
+def test_closed_stdin_is_no_reason_for_a_warning(launch):
+    job = launch.code(f"import os, time\nos.close(0)\n{LOOP}{END}").done()
+
+    assert job.ledger.event_texts("warning") == []
