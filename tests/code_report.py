@@ -16,10 +16,10 @@ from pathlib import Path
 # Lines of the Python files of each package. A budget is raised only in a line with a comment: the reason, which a user
 # must be able to accept. When a package becomes smaller, its budget follows.
 BUDGETS = {
-    "agent": 3_568,  # an aggregator that cannot start is not started again; reports are delivered after the end
+    "agent": 3_576,  # an aggregator that cannot start is not started again; reports are delivered after the end
     "analysis": 3_789,  # the status ended
     "commands": 6_033,
-    "config": 819,  # a process without memory or threads ends with one line
+    "config": 821,  # a process without memory or threads ends with one line
     "devices": 4_242,
     "energy": 1_808,
     "hooks": 4_566,  # ms-swift, which replaces the callbacks of every Trainer, is counted
@@ -30,11 +30,11 @@ BUDGETS = {
     "network": 1_590,
     "records": 3_160,  # rejected counts are counted
     "sensor_profile": 1_452,
-    "server": 1_378,  # an aggregator without memory or threads ends at once
+    "server": 1_379,  # an aggregator without memory or threads ends at once
     "sinks": 1_674,  # slow connections do not block the metrics page
     "store": 3_124,  # every file of a run folder is read by one reader; a full disk has room for the last summary
     "top level": 192,
-    "trainer": 4_120,  # threads, handlers, frozen clocks and closed descriptors harm no count
+    "trainer": 4_130,  # threads, handlers, frozen clocks and closed descriptors harm no count
     "views": 3_296,
 }
 UNUSED_LINES = 50  # a budget with more unused lines is to be lowered

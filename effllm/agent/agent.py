@@ -55,6 +55,7 @@ class Agent:
         self._connection = Connection(trainer, self._poller, self._notices)
         self._devices = RankDevices(trainer, events.add)
         self._is_trainer_busy = self._can_be_woken = self._is_replaced = False
+        self.is_measuring = False
 
     def run(self) -> None:
         """Run until shortly after the trainer's end; write to the socket when measuring has begun."""
@@ -65,6 +66,7 @@ class Agent:
         self._connection.follow()
         self._devices.start()
         measuring = Measuring(self._trainer, self._devices)
+        self.is_measuring = True
         with contextlib.suppress(OSError):  # the trainer has ended
             self._wake.send(b"\1")
         for text in self._trainer.facts.warnings:  # later warnings arrive with changed facts
@@ -211,14 +213,16 @@ def main(arguments: list[str]) -> int:
     with contextlib.suppress(OSError):
         os.nice(5)
     events: AgentEvents | None = None
+    agent: Agent | None = None
     try:
         trainer = Trainer(RingReader(given.ring), Board(given.board), given.trainer)
         events = AgentEvents(trainer.rank)
         wake = socket.socket(fileno=given.wake)
         wake.setblocking(False)
-        Agent(trainer, events, wake).run()
+        agent = Agent(trainer, events, wake)
+        agent.run()
     except Exception as error:  # noqa: BLE001 - the edge of the process: one line reports the error
-        if is_shortage(error):
+        if is_shortage(error) and not (agent is not None and agent.is_measuring):
             os._exit(NO_RESOURCES)  # the trainer prints the reason
         why = f"{type(error).__name__}: {error}"
         write_notice(f"an agent has stopped, and its rank has no metrics from now on: {why}")

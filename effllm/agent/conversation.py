@@ -41,6 +41,7 @@ HELLO_AGAIN_S = 2.0
 REPORT_EVERY_S = 0.25  # time between two frames; a frame can have 256 reports, enough for windows of a millisecond
 SEND_AGAIN_S = 0.1
 ACKNOWLEDGES_WITHIN_S = 2.0  # an aggregator that acknowledges nothing for longer is not waited for
+RANKS_A_SECOND = 500  # the same in a large world: with ten thousand ranks an aggregator acknowledges every 10 s
 REPLACED_WITHIN_S = 1.5  # maximum time until a dead aggregator is replaced; without a replacement, the job is over
 
 
@@ -231,7 +232,8 @@ class Conversation:
     @property
     def may_deliver(self) -> bool:
         """Whether an aggregator may still answer for the first time, or is acknowledging reports."""
-        is_answering = time.monotonic() - self._acknowledged_s < ACKNOWLEDGES_WITHIN_S
+        limit_s = max(ACKNOWLEDGES_WITHIN_S, self._trainer.place.world_size / RANKS_A_SECOND)
+        is_answering = time.monotonic() - self._acknowledged_s < limit_s
         return self.is_unanswered or (is_answering and not self._bye_seen)
 
     def report_undelivered(self) -> None:
@@ -296,8 +298,10 @@ class Conversation:
         if isinstance(message, Welcome):
             self._begin(message)
         elif isinstance(message, Ack):
+            before = len(self._outbox)
             self._outbox.acknowledged(message.sequence)
-            self._acknowledged_s = time.monotonic()
+            if len(self._outbox) < before:  # not a repeated acknowledgement, which only tests the connection
+                self._acknowledged_s = time.monotonic()
             if message.report:
                 state = JobState(message.report, message.iteration, message.values, self._connection.endpoint)
                 self._trainer.board.write(state)

@@ -58,6 +58,8 @@ def spawn(
         [sys.executable, *_interpreter_options(), "-c", (_ENDS_FIRST if ends_first else "") + program, *arguments],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
+        # Without stderr at the start of Python, a file of the script may have its number.
+        stderr=subprocess.DEVNULL if sys.__stderr__ is None else None,
         pass_fds=[one for one in descriptors if one >= 0],
         start_new_session=True,
         env=environ,

@@ -100,7 +100,8 @@ class Server:
         self._peers = Peers(self._config.history_size)
         self._facts = RunFacts(orders)
         self._heard_until_s = time.monotonic()
-        self._has_learned = self._has_begun = False
+        self._has_learned = False
+        self.has_begun = False  #: whether a rank has joined
         self._devices = DeviceFeed(not WITH_DEVICES.isdisjoint(self._config.sink_options()))
         self._was_stalled = False  # status in the last summary; a change is written at once, because the job may end
 
@@ -229,8 +230,8 @@ class Server:
             # In a large world, garbage is collected before the first windows.
             if self._facts.learn(message) and is_large(message.world_size):
                 self._collect()
-            if not self._has_begun:  # the state shows this attempt, even if it is killed before its first window
-                self._has_begun = True
+            if not self.has_begun:  # the state shows this attempt, even if it is killed before its first window
+                self.has_begun = True
                 self._acknowledgement.save_state()
         return refused
 
@@ -372,7 +373,7 @@ def main(arguments: list[str]) -> int:
     try:
         server.run()
     except Exception as error:
-        if is_shortage(error):
+        if is_shortage(error) and not server.has_begun:
             os._exit(NO_RESOURCES)  # at once, because a thread that has started cannot be joined; the agent logs it
         raise
     # The thread of a stalled sink cannot be joined.

@@ -8,20 +8,20 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-#: A longer line of a JSON Lines file is not read as a whole; the longest line that effllm writes has less than 1 MiB.
+#: A longer line of a JSON Lines file is not read as a whole; a window of two ranks has about 7 kB.
 MAX_LINE_BYTES = 2**24
 #: A larger run.json or summary.json is not read: run.json of 10,000 ranks has 8 MB.
 MAX_DOCUMENT_BYTES = 2**26
 
 
-def open_regular(path: Path, flags: int = 0) -> int:
+def open_regular(path: Path) -> int:
     """Return a descriptor of a regular file, opened for reading.
 
     Raises:
         OSError: the file cannot be opened, or is not a regular file.
     """
     # Non-blocking, because opening a pipe would block until another process writes to it.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY | flags)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "not a regular file", str(path))

@@ -10,6 +10,7 @@ import contextlib
 import os
 import secrets
 import socket
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -131,6 +132,8 @@ class AggregatorAddress:
 
 
 def print_line(line: str) -> None:
-    """Print a line on stderr, before the first iteration."""
+    """Print a line on stderr, before the first iteration or after the last one."""
+    if sys.__stderr__ is None:  # without stderr at the start of Python, a file of the script may have its number
+        return
     with contextlib.suppress(OSError):
         os.write(2, f"[EfficientLLM] {line}\n".encode())

@@ -68,13 +68,18 @@ class Requests:
             return None
         if not (is_alone or self.level == ownership.EXPLICIT) or not ownership.claim(self.level, self.name):
             return None
-        process = describe() if describe is not None else InferenceProcess()
+        with collector.lifecycle.one_thread():
+            if not collector.is_collecting:  # else another thread has begun the first request at the same time
+                self._start(describe, is_alone)
+        return collector.recorder
+
+    def _start(self, describe: Callable[[], InferenceProcess] | None, is_alone: bool) -> None:
+        collector, process = get_metrics_collector(), describe() if describe is not None else InferenceProcess()
         if process.parameters is not None and not collector.declared.has_parameters:
             collector.set_model_parameters(process.parameters)
         collector.lifecycle.start_for_requests(
             {"framework": self.name, **process.facts}, process.gpus if is_alone else ()
         )
-        return collector.recorder
 
     def begin(self, describe: Callable[[], InferenceProcess] | None = None) -> _Open | None:
         """Begin a request; a nested request is a part of the outer request."""

@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -128,7 +128,9 @@ class Session:
         self._process = self._start_agent(waker.agents_end)
         _allow_inspection(self._process.pid)
         find()
-        if (code := self._wait_for_end(1.0 if waker.is_agent_ending(READY_S) else 0.0)) is not None:
+        if waker.is_agent_ending(READY_S):
+            _wait(1.0, lambda: self._process is None or self._process.poll() is not None)
+        if (code := self._process.poll()) is not None:
             raise AgentError(f"the agent of rank {self._place.rank} {_how_it_died(code)} at start ({sys.executable})")
         self._register_at_exit()
         self._stay_idle(self._config.baseline_seconds)
@@ -139,7 +141,8 @@ class Session:
         given |= {"trainer": pidfd(os.getpid()), "wake": wake}
         listener, stdout = self._address.listener, -1
         if listener is not None:
-            stdout = os.dup(1)
+            # Without stdout at the start of Python, a file of the script may have its number.
+            stdout = os.open(os.devnull, os.O_WRONLY) if sys.__stdout__ is None else os.dup(1)
             self._declared.set(listen_descriptor=listener.fileno(), stdout_descriptor=stdout)
         self.send_facts()
         try:
@@ -229,32 +232,19 @@ class Session:
     def finish(self, status: str) -> None:
         """Record the final status, and wait for the agent's end: up to 5 s on rank 0 (summary), 1 s on other ranks."""
         self.recorder.finish(status)
-        if code := self._wait_for_end(FIRST_RANK_ENDS_S if self._place.rank == 0 else OTHER_RANKS_END_S):
-            self._report_death(code)
+        if (process := self._process) is None:
+            return
+        limit_s = FIRST_RANK_ENDS_S if self._place.rank == 0 else OTHER_RANKS_END_S
+        left_s = _wait(limit_s, lambda: process.poll() is not None)
+        if code := process.poll():
+            self._report_death(code, left_s)
 
-    def _wait_for_end(self, limit_s: float) -> int | None:
-        """Wait for the agent's end; return its exit status, or ``None`` if it still runs.
-
-        Steps are counted, because a frozen clock (freezegun) reaches no deadline.
-        """
-        process, steps = self._process, int(limit_s / STEP_S)
-        code = 0 if process is None else process.poll()
-        while process is not None and code is None and steps > 0:
-            time.sleep(STEP_S)
-            code, steps = process.poll(), steps - 1
-        return code
-
-    def _report_death(self, code: int) -> None:
-        """Print that the agent has died; on rank 0, wait up to 5 s for the aggregator's end, as agents do."""
+    def _report_death(self, code: int, limit_s: float) -> None:
+        """Print that the agent has died; on rank 0, wait for the aggregator's end, as agents do."""
         rank = self._place.rank
-        with contextlib.suppress(OSError):
-            text = f"the agent of rank {rank} {_how_it_died(code)}: after that, no metric includes rank {rank}"
-            os.write(2, f"[EfficientLLM] {text}\n".encode())
+        print_line(f"the agent of rank {rank} {_how_it_died(code)}: after that, no metric includes rank {rank}")
         if rank == 0 and self._place.world_size > 1 and (folder := self._declared.facts.run_folder):
-            for _ in range(int(FIRST_RANK_ENDS_S / STEP_S)):
-                if not _is_locked(Path(folder) / "lock"):
-                    break
-                time.sleep(STEP_S)
+            _wait(limit_s, lambda: not _is_locked(Path(folder) / "lock"))
 
     def final_values(self, since_s: float) -> dict[str, float]:
         """Return the values of the run's summary on rank 0; empty if the summary is older than ``since_s``.
@@ -301,6 +291,18 @@ class Session:
             return
         self.finish(_how_it_ended())
         self.close()
+
+
+def _wait(limit_s: float, is_over: Callable[[], bool]) -> float:
+    """Wait until a condition holds; return the seconds that are left of the limit.
+
+    Steps are counted, because a frozen clock (freezegun) reaches no deadline.
+    """
+    steps = int(limit_s / STEP_S)
+    while steps > 0 and not is_over():
+        time.sleep(STEP_S)
+        steps -= 1
+    return steps * STEP_S
 
 
 def _how_it_died(code: int) -> str:

@@ -1,5 +1,7 @@
 """Scripts with libraries that replace parts of Python, with threads, with signal handlers, and without stdout."""
 
+import sys
+
 import pytest
 
 LOOP = """
@@ -112,3 +114,33 @@ def test_closed_stdin_is_no_reason_for_a_warning(launch):
     job = launch.code(f"import os, time\nos.close(0)\n{LOOP}{END}").done()
 
     assert job.ledger.event_texts("warning") == []
+
+
+def test_files_with_the_numbers_of_stdout_and_stderr_get_no_line(launch):
+    """A shell starts the script with closed stdout and stderr, so its first two files have the numbers 1 and 2."""
+    job = launch._job()
+    opened = "import time\nfiles = [open(f'file-{number}', 'w') for number in (1, 2)]\n"
+    check = "assert [one.fileno() for one in files] == [1, 2]\nfor one in files: print('own', file=one)\n"
+    (job.folder / "opens.py").write_text(opened + LOOP + check + END)
+    close = ["sh", "-c", 'exec "$@" >&- 2>&-', "sh"]
+    job.start([*close, sys.executable, "opens.py"], launch.environ({"log_interval": 5})).done()
+
+    assert [(job.folder / f"file-{number}").read_text() for number in (1, 2)] == ["own\n", "own\n"]
+    assert job.ledger.summary.tokens == 2000
+
+
+def test_first_requests_of_two_threads_share_one_run(launch):
+    script = """
+import threading, effllm
+together = threading.Barrier(2)
+def ask():
+    together.wait()
+    with effllm.request() as request:
+        request.generated(5)
+threads = [threading.Thread(target=ask) for _ in range(2)]
+for one in threads: one.start()
+for one in threads: one.join()
+"""
+    job = launch.code(script).done()
+
+    assert len(job.runs()) == 1
