@@ -98,7 +98,9 @@ def test_job_whose_world_size_changes_is_one_run(launch, tmp_path):
     attempts, begun = summary.goodput.attempts, starts(there)
 
     assert (summary.status, summary.attempts) == ("completed", len(attempts))
-    # On a busy machine torchrun may start a world more than once, or a world without a late process.
+    # On a busy machine torchrun may start a world more than once, or a world without a late process. It may end such a
+    # world before the first iteration.
+    attempts = [attempt for attempt in attempts if attempt.first is not None]
     assert [size for size, _ in groupby(attempt.world_size for attempt in attempts)][-3:] == [2, 1, 2]
     assert [(one.world_size, one.first) for one in attempts] == [(one["world_size"], one["first"]) for one in begun]
     # After a restart before the first checkpoint, the loop begins at iteration 1 and passes no first iteration. Redone

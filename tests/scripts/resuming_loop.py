@@ -31,8 +31,6 @@ done = json.loads(checkpoint.read_text()) if checkpoint.exists() else 0
 
 effllm.initialize_efficientllm_metrics(1000, first_iteration=done)
 collector = effllm.get_metrics_collector()
-with starts.open("a") as file:
-    file.write(json.dumps({"world_size": world_size, "first": done + 1, "pid": os.getpid()}) + "\n")
 dist.barrier()  # rank 0 has published its address; all ranks find this address before a rank is killed
 gradient = torch.ones(1)
 iteration = done
@@ -45,6 +43,9 @@ while True:
     collector.record_iteration_start()
     time.sleep(given.step_s)
     dist.all_reduce(gradient)
+    if iteration == done + 1:  # torchrun ends some worlds before this
+        with starts.open("a") as file:
+            file.write(json.dumps({"world_size": world_size, "first": iteration}) + "\n")
     collector.record_iteration_end(100, 2)
     if iteration == given.at and rank == given.kill_rank and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         os.kill(os.getpid(), signal.SIGKILL)
