@@ -26,16 +26,16 @@ BUDGETS = {
     "instruments": 2_414,
     "job": 8_962,  # counts with a gap are no totals; impossible statements of a rank are rejected
     "memory": 3_229,
-    "metrics": 1_089,  # the metrics that a gap in the counts changes
+    "metrics": 1_091,  # the metrics that a gap in the counts changes; AMU in GiB beside GB
     "network": 1_590,
     "records": 3_160,  # rejected counts are counted
     "sensor_profile": 1_452,
     "server": 1_379,  # an aggregator without memory or threads ends at once
     "sinks": 1_674,  # slow connections do not block the metrics page
-    "store": 3_124,  # every file of a run folder is read by one reader; a full disk has room for the last summary
+    "store": 3_125,  # every file of a run folder is read by one reader; a full disk has room for the last summary
     "top level": 192,
     "trainer": 4_130,  # threads, handlers, frozen clocks and closed descriptors harm no count
-    "views": 3_296,
+    "views": 3_301,  # one chart has AMU in GiB and peaks in GB
 }
 UNUSED_LINES = 50  # a budget with more unused lines is to be lowered
 GOALS = {"class": 250, "module": 400, "function": 60}

@@ -1,4 +1,4 @@
-"""Writes tests/golden/run_folder_4, the examples of docs/run-folder.md: ``python tests/golden_run.py``.
+"""Writes tests/golden/run_folder_5, the examples of docs/run-folder.md: ``python tests/golden_run.py``.
 
 The loop is real; its GPUs are those of the library in tests/nvml.
 """
@@ -16,7 +16,7 @@ import nvml_library
 from nvml_library import GIB, Gpu, Trace, flat, sine
 
 TESTS = Path(__file__).resolve().parent
-NAME = "run_folder_4"
+NAME = "run_folder_5"
 SETTINGS = {
     "METRICS_ENABLED": "true",
     "DEVICE": "nvml",

@@ -11,7 +11,7 @@ from effllm.analysis.database import TABLES, columns_of
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "run-folder.md"
-GOLDEN = ROOT / "tests" / "golden" / "run_folder_4"
+GOLDEN = ROOT / "tests" / "golden" / "run_folder_5"
 #: Examples of columns that have no value in this run folder.
 EXAMPLES = {
     "not_measured": ["energy: NVML gives neither an energy counter nor the power of this GPU"],
@@ -63,7 +63,7 @@ def _section(table: str) -> str:
 def _example(name: str, value: Any) -> str:
     assert value is not None, f"{name} has no example"
     if name == "folder":
-        return "`/data/runs/run_folder_4`"
+        return "`/data/runs/run_folder_5`"
     if isinstance(value, float):
         text = f"{value:.12g}"
     else:

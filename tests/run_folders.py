@@ -13,7 +13,7 @@ import msgspec
 from effllm.records.job import SCHEMA_VERSION
 
 #: A run that tests/golden_run.py recorded.
-GOLDEN = Path(__file__).parent / "golden" / "run_folder_4"
+GOLDEN = Path(__file__).parent / "golden" / "run_folder_5"
 BOARD = {"key": "GPU-1", "name": "NVIDIA H100", "is_gpu": True, "power_limit_w": 700.0, "driver": "nvml 570"}
 
 

@@ -65,7 +65,7 @@ def export_json(runs: Runs, path: Path) -> int:
 def export_parquet(runs: Runs, folder: Path, progress: Progress = lambda *_: None) -> int:
     """Add all tables of runs to a dataset; return the number of written files.
 
-    The dataset has one file per table, project and month: ``v4/runs/project=P/month=2026-01/data.parquet``. The rows of
+    The dataset has one file per table, project and month: ``v5/runs/project=P/month=2026-01/data.parquet``. The rows of
     runs that the dataset already contains are replaced.
 
     Raises:

@@ -6,7 +6,8 @@ from effllm.metrics.table import Metric
 
 #: Base units: unit -> (word in the metric's name, replacement of the word, factor of the value).
 UNITS: dict[str, tuple[str, str, float]] = {
-    "GB": ("gb", "bytes", 2.0**30),
+    "GB": ("gb", "bytes", 1e9),
+    "GiB": ("gb", "bytes", 2.0**30),
     "MHz": ("mhz", "hertz", 1e6),
     "TFLOP/s": ("tflops", "flops_per_second", 1e12),
     "degC": ("c", "celsius", 1.0),
@@ -18,6 +19,7 @@ UNITS: dict[str, tuple[str, str, float]] = {
 #: Unit of a metric -> the unit of its value in base units, in UCUM's notation (ucum.org); in braces are annotations.
 UCUM: dict[str, str] = {
     "GB": "By",
+    "GiB": "By",
     "MHz": "Hz",
     "TFLOP/s": "{flop}/s",
     "degC": "Cel",

@@ -7,7 +7,7 @@ from effllm.metrics.table import metric
 from effllm.records.job import ClusterTotals
 
 
-def _memory_error_gb(totals: ClusterTotals) -> float | None:
+def _memory_error_gib(totals: ClusterTotals) -> float | None:
     return None if totals.devices.memory_error_bytes is None else totals.devices.memory_error_bytes / GIB
 
 
@@ -15,7 +15,7 @@ def _utilization_error(totals: ClusterTotals) -> float | None:
     return totals.devices.utilization_error
 
 
-@metric("GB", console="AMU (GB): {:.2f}", error=_memory_error_gb)
+@metric("GiB", console="AMU (GB): {:.2f}", error=_memory_error_gib)
 def amu_gb(totals: ClusterTotals) -> float | None:
     """Average memory utilization: memory in use, averaged over time and then over devices (2^30 bytes; Eq. 1)."""
     return None if totals.devices.memory_mean_bytes is None else totals.devices.memory_mean_bytes / GIB

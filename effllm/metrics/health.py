@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from effllm.metrics.ratios import GIB, measured_quotient
+from effllm.metrics.ratios import GB, measured_quotient
 from effllm.metrics.table import metric
 from effllm.records.job import ClusterTotals
 
 
 @metric("GB", group="memory", bases=("run",))
 def peak_gb(totals: ClusterTotals) -> float | None:
-    """Largest memory reading on any device, run to date (2^30 bytes)."""
-    return None if totals.devices.memory_peak_bytes is None else totals.devices.memory_peak_bytes / GIB
+    """Largest memory reading on any device, run to date."""
+    return None if totals.devices.memory_peak_bytes is None else totals.devices.memory_peak_bytes / GB
 
 
 @metric("GB", group="memory", bases=("window",))
 def smallest_mean_gb(totals: ClusterTotals) -> float | None:
-    """Smallest mean memory of a device in the window (2^30 bytes)."""
-    return None if totals.devices.memory_min_bytes is None else totals.devices.memory_min_bytes / GIB
+    """Smallest mean memory of a device in the window."""
+    return None if totals.devices.memory_min_bytes is None else totals.devices.memory_min_bytes / GB
 
 
 @metric("GB", group="memory", bases=("window",))
 def largest_mean_gb(totals: ClusterTotals) -> float | None:
-    """Largest mean memory of a device in the window (2^30 bytes)."""
-    return None if totals.devices.memory_max_bytes is None else totals.devices.memory_max_bytes / GIB
+    """Largest mean memory of a device in the window."""
+    return None if totals.devices.memory_max_bytes is None else totals.devices.memory_max_bytes / GB
 
 
 @metric("ratio", group="health", bases=("window",))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from effllm.records.job import ClusterTotals
 
-GIB = 2**30
+GB, GIB = 1e9, 2**30
 #: Largest relative random error of a shown energy; values from an energy with a larger error are not shown either.
 MAX_SHOWN_ERROR = 0.2
 

@@ -16,7 +16,7 @@ from effllm.records.verdict import OF_RANKS, Audit, MemoryPressureLoss, OutOfMem
 
 #: Version of all files of runs, also of lines of the ledger; it is incremented when a field is removed or changes its
 #: meaning. Files of another version are not read.
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 
 
 def version_error(version: object) -> str:

@@ -20,7 +20,7 @@ _WATCHED: tuple[tuple[metrics.Formula, Callable[[float], str], str], ...] = (
     (metrics.throughput.mfu_ratio, lambda ratio: readable(100 * ratio), "MFU {} %"),
     (metrics.energy.watts_per_gpu, readable, "{} W/GPU"),
     (metrics.energy.joules_per_token, readable, "{} J/token"),
-    (metrics.health.peak_gb, readable, "peak {} GiB"),
+    (metrics.health.peak_gb, readable, "peak {} GB"),
     (metrics.throughput.data_wait_ratio, lambda ratio: f"{100 * ratio:.0f}", "data {} %"),
     (metrics.throughput.exposed_communication_ratio, lambda ratio: f"{100 * ratio:.0f}", "exposed comm {} %"),
 )
@@ -119,7 +119,8 @@ def _contract_line(report: ClusterReport, width: int) -> str:
     else:
         tails = [f"{ranks} ranks {gpus} GPUs{simulated}", f"{ranks}r {gpus}GPU{simulated[:4]}"]
         tails += [f"{ranks}r+GPU{simulated[:4]}"] if ranks == gpus else []
-        tails += [f"{seen.ranks_reporting}r {seen.gpus_measured}GPU"]
+        is_equal = seen.ranks_reporting == seen.gpus_measured
+        tails += [f"{seen.ranks_reporting}r{'+' if is_equal else f' {seen.gpus_measured}'}GPU"]
     forms = [(between, tail) for tail in tails for between in ("  ", " ")]
     between, tail = next((form for form in forms if len(form[0].join(["", *texts, form[1]])) <= width), forms[-1])
     return fitted(["", *texts, tail], between, width, kept=1)
@@ -144,7 +145,7 @@ def contract_parts(values: Mapping[str, float], doubtful: Collection[str] = ()) 
             digits, _, exponent = f"{value:.2e}".partition("e")
             yield f"{name} {digits}e{int(exponent)}"
         else:
-            yield f"{name} {readable(value)}" + {"GB": "GB", "s/iteration": "s"}.get(unit, "")
+            yield f"{name} {readable(value)}" + {"GiB": "GiB", "s/iteration": "s"}.get(unit, "")
 
 
 def _problems(report: ClusterReport, lost_before: int) -> Iterator[str]:

@@ -17,11 +17,11 @@ from rich.text import Text
 
 from effllm.analysis.comparison import BETTER, SAME, UNKNOWN, WORSE
 from effllm.analysis.leaderboard import MCR, PAPER, Leaderboard, Standing
+from effllm.metrics import METRICS
 from effllm.records.plain_text import one_line
 from effllm.store.summary_text import readable
 from effllm.views.comparison_text import markdown_table, markdown_text
 
-_UNITS = {"AMU": "GB", "AL": "s", "TT": "tokens/parameter/s", "ST": "samples/parameter/s", "IT": "tokens/s", "AEC": "W"}
 _DIRECTIONS = {"AMU": "↓", "PCU": "↑", "AL": "↓", "TT": "↑", "ST": "↑", "IT": "↑", "AEC": "↓", MCR: "↑"}
 MAX_WIDTH = 1000
 _FORMULAS = "=+-@\t\r"  # a spreadsheet evaluates a cell that begins with one of these
@@ -70,7 +70,7 @@ def as_csv(boards: Sequence[Leaderboard]) -> str:
     """Return all boards as one CSV with full digits and the kind of the parameters."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    named = [f"{name}_{unit.replace('/', '_per_')}" if (unit := _UNITS.get(name)) else name for name in (*PAPER, MCR)]
+    named = [f"{name}_{METRICS[tag].unit.replace('/', '_per_')}" for name, tag in PAPER.items()] + [MCR]
     outcomes = [outcome.replace(" ", "_") for outcome in (BETTER, WORSE, SAME, UNKNOWN)]
     writer.writerow(
         [

@@ -34,4 +34,4 @@ def test_export_to_a_full_disk_leaves_the_old_files(disk, form, tmp_path):
     disk.empty()
     assert export(later, form, path).returncode == 0
     if form == "--parquet":
-        assert duckdb.sql(f"SELECT count(*) FROM '{path}/v4/runs/*/*/*.parquet'").fetchall() == [(2,)]
+        assert duckdb.sql(f"SELECT count(*) FROM '{path}/v5/runs/*/*/*.parquet'").fetchall() == [(2,)]

@@ -36,7 +36,7 @@ def test_spark_reads_partitions_tags_and_replaced_rows(spark, tmp_path):
     for path in (tmp_path / "runs", tmp_path / "runs/a"):
         export_parquet(effllm.load(path), tmp_path / "out")
 
-    frame = spark.read.parquet(f"{tmp_path}/out/v4/runs")
+    frame = spark.read.parquet(f"{tmp_path}/out/v5/runs")
     rows = frame.select("run_id", "project", "tags", "run_throughput_tokens_per_second").orderBy("run_id").collect()
 
     assert [(row.run_id, row.project, row[3]) for row in rows] == [("a", "x/y=[z] 1", 1.0), ("b", "Ã¼", 2.0)]
@@ -49,17 +49,17 @@ def test_spark_reads_all_tables_with_their_partitions(spark, tmp_path):
 
     for table in ("runs", "windows", "ranks", "events"):
         relation = getattr(runs, table)
-        frame = spark.read.parquet(f"{tmp_path}/v4/{table}")
+        frame = spark.read.parquet(f"{tmp_path}/v5/{table}")
         assert frame.count() == len(relation)
         assert set(relation.columns) | {"project", "month"} == set(frame.columns)
-    spark.read.parquet(f"{tmp_path}/v4/windows").createOrReplaceTempView("windows")
+    spark.read.parquet(f"{tmp_path}/v5/windows").createOrReplaceTempView("windows")
     [(month, tokens, energy_j)] = spark.sql(
         "SELECT month, sum(tokens), sum(energy_j) FROM windows GROUP BY month"
     ).collect()
     assert month == "2026-11"
     assert (tokens, energy_j) == pytest.approx(runs.sql("SELECT sum(tokens), sum(energy_j) FROM windows").fetchone())
-    frame = spark.read.parquet(f"{tmp_path}/v4/runs")
+    frame = spark.read.parquet(f"{tmp_path}/v5/runs")
     [row] = frame.select("run_id", "project", "hosts", "goodput_seconds", "config").collect()
-    assert (row.run_id, row.project, row.hosts) == ("run_folder_4", "llama", ["vm"])
+    assert (row.run_id, row.project, row.hosts) == ("run_folder_5", "llama", ["vm"])
     assert row.goodput_seconds == runs.runs.select("goodput_seconds").fetchone()[0]
     assert '"device":"nvml"' in row.config

@@ -122,7 +122,7 @@ def test_run_of_another_version_is_not_continued(tmp_path):
 
     assert lock.folder.name == "one-2"
     assert lock.why_other == (
-        f"{tmp_path / 'one'} is not continued: it has schema_version 3, and this version of effllm reads only 4: "
+        f"{tmp_path / 'one'} is not continued: it has schema_version 3, and this version of effllm reads only 5: "
         "use the version of effllm that wrote it"
     )
     lock.release()

@@ -239,7 +239,7 @@ def test_new_metric_is_served_without_changes_to_the_sink(metric_table, sink):
     report = make_report(100)
     sink.write(msgspec.structs.replace(report, values=metrics.evaluate(report.run, report.last, report.job)))
 
-    assert served(sink)["efficientllm_memory_spare_bytes", ("over", "window")] == 2.0 * 2**30
+    assert served(sink)["efficientllm_memory_spare_bytes", ("over", "window")] == 2e9
     assert "# HELP efficientllm_memory_spare_bytes Unused memory." in sink.page()
 
 

@@ -147,7 +147,7 @@ def test_first_value_of_a_tag_is_written_with_help_and_unit(tmp_path):
         if value.metadata.plugin_data.plugin_name == "scalars"
     }
     amu = described["efficientllm/amu_gb"]
-    assert amu.display_name == "efficientllm/amu_gb (GB)"
+    assert amu.display_name == "efficientllm/amu_gb (GiB)"
     assert amu.summary_description == f"Run to date. {metrics.METRICS['amu_gb'].help}"
     assert "efficientllm/new" in described
 
@@ -207,14 +207,14 @@ def test_every_tag_is_in_a_group_of_the_custom_scalars_page(tmp_path):
     for tag in back.Tags()["scalars"]:
         assert len([pattern for pattern in patterns if re.match(pattern, tag)]) == 1
     first = page.category[1].chart[0]
-    assert (first.title, len(first.multiline.tag)) == ("amu_gb (GB)", 2)
+    assert (first.title, len(first.multiline.tag)) == ("amu_gb (GiB)", 2)
 
 
 def test_charts_without_values_are_not_on_the_custom_scalars_page(tmp_path):
     written(tmp_path, make_report(values={"amu_gb": 45.0}))
 
     titles = [chart.title for category in layout(tmp_path).category for chart in category.chart]
-    assert "amu_gb (GB)" in titles
+    assert "amu_gb (GiB)" in titles
     assert not [title for title in titles if title.startswith(("pcu_ratio", "joules"))]
 
 

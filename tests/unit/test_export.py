@@ -25,7 +25,7 @@ def make_run(folder, **fields):
 
 
 def dataset(folder, table, columns="*"):
-    files = f"read_parquet('{folder}/v4/{table}/*/*/*.parquet', hive_partitioning=true)"
+    files = f"read_parquet('{folder}/v5/{table}/*/*/*.parquet', hive_partitioning=true)"
     return duckdb.sql(f"SELECT {columns} FROM {files} ORDER BY ALL").fetchall()
 
 
@@ -64,7 +64,7 @@ def test_columns_of_the_dataset_are_the_documented_columns(tmp_path):
     export_parquet(effllm.load(GOLDEN), tmp_path)
 
     for table in TABLES:
-        described = duckdb.sql(f"DESCRIBE FROM read_parquet('{tmp_path}/v4/{table}/*/*/*.parquet')").fetchall()
+        described = duckdb.sql(f"DESCRIBE FROM read_parquet('{tmp_path}/v5/{table}/*/*/*.parquet')").fetchall()
         expected = {one.name: one.type.replace("JSON", "VARCHAR") for one in columns_of(table)}
         assert {name: kind for name, kind, *_ in described if name != "month"} == (
             expected if table == "runs" else {**expected, "project": "VARCHAR"}
@@ -108,7 +108,7 @@ def test_csv_has_one_row_per_run_and_grows(tmp_path, run):
         rows = list(csv.DictReader(file))
     assert list(rows[0]) == [one.name for one in columns_of("runs")]
     assert [(row["run_id"], row["tokens"], row["user"], row["job_name"]) for row in rows] == [
-        ("a", "840000", "'=HYPERLINK(1)", "x [2J y"), ("run_folder_4", "840000", "alice", "pretrain")
+        ("a", "840000", "'=HYPERLINK(1)", "x [2J y"), ("run_folder_5", "840000", "alice", "pretrain")
     ]  # fmt: skip
     assert json.loads(rows[0]["goodput_seconds"])["kept"] > 0
 
@@ -129,7 +129,7 @@ def test_json_has_one_object_per_run(tmp_path, run):
     assert run(GOLDEN, json=str(path))[0] == run(GOLDEN, json=str(path))[0] == 0
     [line] = path.read_text().splitlines()
     document = json.loads(line)
-    assert (document["run_id"], document["account"], document["hosts"]) == ("run_folder_4", "nlp", ["vm"])
+    assert (document["run_id"], document["account"], document["hosts"]) == ("run_folder_5", "nlp", ["vm"])
     assert document["config"]["device"] == "nvml"
 
 

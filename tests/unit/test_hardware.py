@@ -395,7 +395,7 @@ def cell(value, divisor=1.0):
 
 def devices():
     sources = list(dict.fromkeys(row.source for row in ROWS))
-    yield f"| device | architecture | GB | GB/s | W | {' | '.join(PRECISIONS)} | source |"
+    yield f"| device | architecture | GiB | GB/s | W | {' | '.join(PRECISIONS)} | source |"
     yield "|---|---|" + "--:|" * (3 + len(PRECISIONS)) + "---|"
     for row in ROWS:
         rates = " | ".join(cell(row.flops_per_s.get(precision), 1e12) for precision in PRECISIONS)

@@ -15,7 +15,7 @@ from effllm.store.reader import read_events, read_windows
 
 pytest.importorskip("duckdb", reason="duckdb is not installed")
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "run_folder_4"
+GOLDEN = Path(__file__).parents[1] / "golden" / "run_folder_5"
 FILES = ("run.json", "summary.json", "windows-0001.jsonl", "ranks-0001.jsonl", "events.jsonl")
 OTHERS = {"pipe": os.mkfifo, "device": lambda path: path.symlink_to("/dev/zero"), "folder": Path.mkdir}
 NUMBERS = {"zero": 0, "negative": -1, "largest": 1.7e308}

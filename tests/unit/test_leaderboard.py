@@ -67,7 +67,7 @@ def test_a_configuration_is_the_mean_of_its_runs(tmp_path, board):
 
     rows, _ = board(tmp_path)
 
-    assert [(row["configuration"], row["runs"], float(row["AL_s"])) for row in rows] == [
+    assert [(row["configuration"], row["runs"], float(row["AL_s_per_iteration"])) for row in rows] == [
         ("config=a", "2", 2.0),
         ("config=b", "1", 5.0),
     ]

@@ -31,7 +31,7 @@ def run(tmp_path):
         folder = tmp_path / "runs" / name
         folder.mkdir(parents=True)
         known = {
-            "schema_version": 4, "status": "completed", "is_over": True, "elapsed_s": 3600 * hours,
+            "schema_version": 5, "status": "completed", "is_over": True, "elapsed_s": 3600 * hours,
             "started_time_s": 1_790_000_000.0, "updated_time_s": time.time(),
             "coverage": {"gpus_expected": 2, "ranks_expected": 2},
             "energy": {"total_joules": joules, "measured_joules": joules, "gain_error": 0.05},
@@ -44,7 +44,7 @@ def run(tmp_path):
                         "rank_seconds": {}, "joules": {}, "attempts": []},
         }  # fmt: skip
         (folder / "summary.json").write_text(json.dumps({**known, **summary}))
-        (folder / "run.json").write_text(json.dumps({"schema_version": 4, "run_id": name, **(facts or {})}))
+        (folder / "run.json").write_text(json.dumps({"schema_version": 5, "run_id": name, **(facts or {})}))
         return folder
 
     return write
@@ -182,7 +182,7 @@ def test_lines_of_another_version_are_left_out_and_named(tmp_path):
     assert found.total.runs == 1
     assert found.skipped == [
         f"{tmp_path}/alice.jsonl: a line was left out: it has schema_version 3, and this version of effllm reads only "
-        "4: use the version of effllm that wrote it"
+        "5: use the version of effllm that wrote it"
     ]
 
 

@@ -44,18 +44,18 @@ def test_a_run_has_a_row():
     run = effllm.load(GOLDEN)
 
     assert values(run.runs, "run_id, status, iterations, tokens, hosts, schema_version") == [
-        ("run_folder_4", "completed", 60, 840_000, ["vm"], SCHEMA_VERSION)
+        ("run_folder_5", "completed", 60, 840_000, ["vm"], SCHEMA_VERSION)
     ]
     metrics = {tag: one.value for tag, one in run.summary.metrics.items()}
     assert values(run.runs, "amu_gb, job_aec_watts, run_energy_joules_per_token") == [
         (metrics["amu_gb"], metrics["job/aec_watts"], metrics["run_energy/joules_per_token"])
     ]
-    assert (run.summary.tokens, run.identity.run_id, run.facts["model"]) == (840_000, "run_folder_4", "gpt-small")
+    assert (run.summary.tokens, run.identity.run_id, run.facts["model"]) == (840_000, "run_folder_5", "gpt-small")
     assert run.skipped == []
 
 
 def test_a_run_of_another_version_is_not_read_and_named(tmp_path):
-    for name, version in (("old", 3), ("new", 5), ("odd", [4])):
+    for name, version in (("old", 3), ("new", 6), ("odd", [5])):
         write_run(tmp_path / name, {"schema_version": version}, {"schema_version": version})
     copy_golden(tmp_path / "good")
     runs = effllm.load(tmp_path)
@@ -65,7 +65,7 @@ def test_a_run_of_another_version_is_not_read_and_named(tmp_path):
         (name, file) for name in ("new", "odd", "old") for file in ("run.json", "summary.json")
     ]
     assert runs.skipped[-1].reason == (
-        "it has schema_version 3, and this version of effllm reads only 4: use the version of effllm that wrote it"
+        "it has schema_version 3, and this version of effllm reads only 5: use the version of effllm that wrote it"
     )
 
 
@@ -181,10 +181,10 @@ def test_lines_are_rows():
     run = effllm.load(GOLDEN)
 
     assert values(run.windows, "run_id, window_number, iteration, tokens, loss IS NULL, final") == [
-        ("run_folder_4", 1, 20, 280_000, False, False),
-        ("run_folder_4", 2, 40, 280_000, False, False),
-        ("run_folder_4", 3, 60, 280_000, False, False),
-        ("run_folder_4", 4, 60, 0, True, True),
+        ("run_folder_5", 1, 20, 280_000, False, False),
+        ("run_folder_5", 2, 40, 280_000, False, False),
+        ("run_folder_5", 3, 60, 280_000, False, False),
+        ("run_folder_5", 4, 60, 0, True, True),
     ]
     window = next(iter(read_windows(GOLDEN)))
     [row] = values(

@@ -130,9 +130,9 @@ BY_HAND = {
     "tflops_per_gpu": 0.0006,  # 12,000 * 2e5 / 4 / 1e12
     "mfu_ratio": 0.6,  # 12,000 * 2e5 / 4e9
     "hfu_ratio": 0.9,
-    "peak_gb": 4.0,
-    "smallest_mean_gb": 2.0,
-    "largest_mean_gb": 3.0,
+    "peak_gb": 4 * GIB / 1e9,
+    "smallest_mean_gb": 2 * GIB / 1e9,
+    "largest_mean_gb": 3 * GIB / 1e9,
     "least_utilization_ratio": 0.8,
     "throttled_ratio": 0.04,  # 8 / 200
     "hottest_c": 81.0,

@@ -219,7 +219,7 @@ def test_summary_of_another_version_is_named(report, tmp_path):
 
     text = text_of(report(made))
 
-    assert "summary.json cannot be read: it has schema_version 3, and this version of effllm reads only 4" in text
+    assert "summary.json cannot be read: it has schema_version 3, and this version of effllm reads only 5" in text
 
 
 def test_long_run_fits_into_the_limit_of_the_size(report, tmp_path):

@@ -491,14 +491,14 @@ def test_profile_is_in_the_summary_and_in_its_window_line():
 
 def test_table_marks_simulated_runs_and_gaps():
     energy = EnergySummary(measured_joules=3.6e6)
-    values = {"amu_gb": Value(45.0, "GB", error=0.5), "new/thing": Value(1.0, "things")}
+    values = {"amu_gb": Value(45.0, "GiB", error=0.5), "new/thing": Value(1.0, "things")}
     summary = make_summary("killed", simulated=True, energy=energy, metrics=values)
 
     lines = summary_text(summary, None, None).splitlines()
     assert lines[0] == "[EfficientLLM] Run killed"
     assert "SIMULATED" in lines[2]
     assert "  energy        1.00 kWh (3,600,000 J), measured only in part: no total" in lines
-    assert any(" ".join(line.split()) == "amu_gb 45.0 GB ±1.2 % sampling run" for line in lines)
+    assert any(" ".join(line.split()) == "amu_gb 45.0 GiB ±1.2 % sampling run" for line in lines)
     assert any(line.split() == ["new/thing", "1.00", "things"] for line in lines)
 
 

@@ -29,7 +29,7 @@ def test_result_is_an_aligned_table(ask):
     assert out.splitlines() == [
         "run_id        status     iterations  loss  account",
         "------------  ---------  ----------  ----  -------",
-        "run_folder_4  completed          60  2.00  nlp",
+        "run_folder_5  completed          60  2.00  nlp",
         "(1 row)",
     ]
 

@@ -430,7 +430,7 @@ def test_run_of_another_version_is_not_shown(tmp_path, name):
     path.write_text(json.dumps(json.loads(path.read_text()) | {"schema_version": 3}))
     source = FolderSource(tmp_path / "run")
 
-    with pytest.raises(SourceError, match=rf"{name} cannot be read: it has schema_version 3, .* reads only 4"):
+    with pytest.raises(SourceError, match=rf"{name} cannot be read: it has schema_version 3, .* reads only 5"):
         source.refresh()
         source.refresh_hosts()
 

@@ -46,7 +46,7 @@ def curves(charts: Sequence[tuple[Chart, list[Drawn]]], runs: Sequence[RunCurves
             legend(found),
             plot(chart, found, runs, at),
             element("p", chart.note, class_="note") if chart.note else None,
-            hidden("Numbers", table(f"{chart.title}, {chart.unit}", _NUMBERS, numbers(chart, found, runs))),
+            hidden("Numbers", table(f"{chart.title}, {chart.unit}", _NUMBERS, numbers(found, runs))),
         )
         for at, (chart, found) in enumerate(drawn)
     ]
@@ -137,7 +137,7 @@ def _rank_row(rank: int, sums: RankMeans, longest_s: float) -> list[Child]:
         cell(sums.wait_ratio, 100),
         cell(sums.power_w),
         cell(sums.utilization, 100),
-        cell(sums.memory_peak_bytes, 2**-30),
+        cell(sums.memory_peak_bytes, 1e-9),
         f"{sums.reports:,}",
     ]
 

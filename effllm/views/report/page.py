@@ -22,7 +22,7 @@ from effllm.views.report import details, verdicts
 from effllm.views.report.markup import Child, Markup, element, together
 from effllm.views.report.plot import TAGS, RunCurves, data_of, drawn_charts, x_range
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 MAX_BYTES = 1_500_000
 MAX_RUNS = 8
 MAX_BUCKETS, MIN_BUCKETS = 400, 40
@@ -89,9 +89,7 @@ def _page(runs: Sequence[RecordedRun], comparison: ComparisonPage | str | None, 
         "made_time_s": time.time(),
         "x": x_range(curves),
         "charts": [
-            {"unit": chart.unit, "factor": chart.factor, "lines": [line._asdict() for line in lines]}
-            for chart, lines in charts
-            if lines
+            {"unit": chart.unit, "lines": [line._asdict() for line in lines]} for chart, lines in charts if lines
         ],
         "runs": [
             {"summary": _embedded(run.summary), "curves": {tag: points for tag, points in one.items() if tag in shown}}

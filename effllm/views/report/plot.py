@@ -25,6 +25,7 @@ class Line(NamedTuple):
 
     tag: str
     label: str
+    factor: float = 1.0  # of the values, beside the factor of the chart
 
 
 class Chart(NamedTuple):
@@ -68,9 +69,9 @@ CHARTS = (
         (Line("throughput/mfu_ratio", "MFU"), Line("throughput/hfu_ratio", "HFU")),
     ),
     Chart(
-        "Memory", "GB (2^30 bytes)", 1.0,
+        "Memory", "GB", 1.0,
         (
-            Line("window/amu_gb", "mean of devices"),
+            Line("window/amu_gb", "mean of devices", 2**30 / 1e9),  # AMU is in GiB
             Line("memory/largest_mean_gb", "fullest device"),
             Line("memory/smallest_mean_gb", "emptiest device"),
             Line("memory/peak_gb", "peak so far"),
@@ -129,11 +130,12 @@ class RunCurves(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """A line of a chart: the run's number, the tag of the curve, and the label of the legend."""
+    """A line of a chart: the run's number, the tag of the curve, its label and the factor of its values."""
 
     run: int
     tag: str
     label: str
+    factor: float
 
 
 def drawn_charts(runs: Sequence[RunCurves]) -> Iterator[tuple[Chart, list[Drawn]]]:
@@ -142,7 +144,7 @@ def drawn_charts(runs: Sequence[RunCurves]) -> Iterator[tuple[Chart, list[Drawn]
         yield (
             chart,
             [
-                Drawn(number, line.tag, run.name if len(runs) > 1 else line.label)
+                Drawn(number, line.tag, run.name if len(runs) > 1 else line.label, chart.factor * line.factor)
                 for number, run in enumerate(runs)
                 for line in _lines(chart, run)[: 1 if len(runs) > 1 else None]
             ],
@@ -193,11 +195,11 @@ def _step(rough: float) -> float:
 
 def plot(chart: Chart, lines: Sequence[Drawn], runs: Sequence[RunCurves], number: int) -> Markup:
     """Return a chart with its axis, its legend and a hidden cursor for the script."""
-    curves = [runs[line.run].points[line.tag] for line in lines]
-    axis = ValueAxis.of([chart.factor * y for _, ys in curves for y in ys if math.isfinite(y)])
+    curves = [_scaled(line, runs) for line in lines]
+    axis = ValueAxis.of([y for _, ys in curves for y in ys if math.isfinite(y)])
     first, last = x_range(runs)
     paths = [
-        element("path", class_=f"line s{at}", d=_path(xs, [chart.factor * y for y in ys], (first, last), axis))
+        element("path", class_=f"line s{at}", d=_path(xs, ys, (first, last), axis))
         for at, (xs, ys) in enumerate(curves)
     ]
     grid = "".join(f"M0 {HEIGHT * at / axis.intervals:g}h{WIDTH}" for at in range(axis.intervals + 1))
@@ -264,11 +266,16 @@ def _path(xs: Sequence[float], ys: Sequence[float], x_axis: tuple[float, float],
     return "".join(parts)
 
 
-def numbers(chart: Chart, lines: Sequence[Drawn], runs: Sequence[RunCurves]) -> list[list[str]]:
+def _scaled(line: Drawn, runs: Sequence[RunCurves]) -> Points:
+    xs, ys = runs[line.run].points[line.tag]
+    return xs, [y * line.factor for y in ys]
+
+
+def numbers(lines: Sequence[Drawn], runs: Sequence[RunCurves]) -> list[list[str]]:
     """Return a row for each line: label, smallest and largest value with their iterations, and last value."""
     rows = []
     for line in lines:
-        found = [(x, y * chart.factor) for x, y in zip(*runs[line.run].points[line.tag], strict=True) if y == y]
+        found = [(x, y) for x, y in zip(*_scaled(line, runs), strict=True) if y == y]
         low, high = min(found, key=lambda point: point[1]), max(found, key=lambda point: point[1])
         cells = [line.label, readable(low[1]), f"{low[0]:,.0f}", readable(high[1]), f"{high[0]:,.0f}"]
         rows.append([*cells, readable(found[-1][1])])

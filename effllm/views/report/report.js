@@ -28,7 +28,7 @@
       const parts = chart.lines.map((line) => {
         const [xs, ys] = data.runs[line.run].curves[line.tag];
         const at = nearest(xs, ys, x);
-        return at < 0 ? "" : `${line.label} ${readable(ys[at] * chart.factor)} (at ${xs[at].toLocaleString("en")})`;
+        return at < 0 ? "" : `${line.label} ${readable(ys[at] * line.factor)} (at ${xs[at].toLocaleString("en")})`;
       });
       cursor.setAttribute("d", `M${1000 * share} 0V300`);
       output.textContent = `iteration ${Math.round(x).toLocaleString("en")}: ${parts.filter(Boolean).join(" · ")}`;

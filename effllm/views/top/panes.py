@@ -16,7 +16,7 @@ from effllm.views.top.view_state import EVENTS, HELP, KEYS, RANKS, WATERFALL, To
 from effllm.views.waterfall_text import WaterfallUnits, waterfall_header, waterfall_notes, waterfall_row
 
 #: Columns of the table: name and width; the reason has the rest of the line.
-_NUMBERS = {"step s": 7, "wait": 4, "W": 5, "GiB": 5}
+_NUMBERS = {"step s": 7, "wait": 4, "W": 5, "GB": 5}
 _MORE_NUMBERS = {**_NUMBERS, "busy": 5, "degC": 4}
 _WIDE = 100  # from this width on, the table has more columns, and hosts have more room
 _WHOLE_REASONS = 6  # number of lines of the table, from its start, in which reasons are shown as a whole
@@ -98,7 +98,7 @@ def _number(line: RankLine | HostLine, column: str) -> str:
         "wait": (line.wait_ratio, _percent),
         "busy": (line.busy_ratio, _percent),
         "W": (line.watts, _whole),
-        "GiB": (line.memory_gib, "{:.1f}".format),
+        "GB": (line.memory_gb, "{:.1f}".format),
         "degC": (line.temperature_c, _whole),
     }[column]
     return "-" if value is None else text(value)

@@ -13,7 +13,7 @@ from effllm.records.job import STEP_SECONDS, StragglerVerdict, WindowReport
 from effllm.store.reader import RankRow
 from effllm.views.top.event_history import RankStates
 
-GIB = 2.0**30
+GB = 1e9
 
 #: Reason -> meaning, the worst first.
 REASONS: dict[str, str] = {
@@ -52,7 +52,7 @@ class RankLine(NamedTuple):
     wait_ratio: float | None = None
     busy_ratio: float | None = None
     watts: float | None = None
-    memory_gib: float | None = None
+    memory_gb: float | None = None
     temperature_c: float | None = None
 
 
@@ -67,7 +67,7 @@ class HostLine(NamedTuple):
     wait_ratio: float | None  # largest
     busy_ratio: float | None  # smallest
     watts: float | None  # sum; None if a rank has no value
-    memory_gib: float | None  # largest
+    memory_gb: float | None  # largest
     temperature_c: float | None  # largest
 
 
@@ -78,7 +78,7 @@ _COLUMN = {
     "wait": "wait_ratio",
     "busy": "busy_ratio",
     "power": "watts",
-    "memory": "memory_gib",
+    "memory": "memory_gb",
     "temperature": "temperature_c",
 }
 
@@ -157,7 +157,7 @@ def _host_line(host: str, lines: Sequence[RankLine]) -> HostLine:
         _most(line.wait_ratio for line in lines),
         min((line.busy_ratio for line in lines if line.busy_ratio is not None), default=None),
         None if None in watts else sum(value for value in watts if value is not None),
-        _most(line.memory_gib for line in lines),
+        _most(line.memory_gb for line in lines),
         _most(line.temperature_c for line in lines),
     )
 
@@ -211,7 +211,7 @@ def _values(rank: int, row: RankRow | None, host: str) -> RankLine:
         wait_ratio=row.wait_s / whole_s if iterations > 0 and whole_s > 0 else None,
         busy_ratio=_quotient(row.utilization_seconds, row.utilization_covered_s),
         watts=_quotient(row.energy_j, row.energy_covered_s),
-        memory_gib=None if row.memory_peak_bytes is None else row.memory_peak_bytes / GIB,
+        memory_gb=None if row.memory_peak_bytes is None else row.memory_peak_bytes / GB,
         temperature_c=None if temperature is None else temperature.most,
     )
 

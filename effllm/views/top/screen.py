@@ -72,7 +72,7 @@ CELLS = (
     Cell("iteration", ("throughput/seconds_per_iteration",), lambda value: f"{readable(value)} s"),
     Cell("data wait", ("throughput/data_wait_ratio",), _percent),
     Cell("power", ("energy/watts_per_gpu",), lambda value: f"{readable(value)} W"),
-    Cell("memory", ("memory/peak_gb",), lambda value: f"{readable(value)} GiB"),
+    Cell("memory", ("memory/peak_gb",), lambda value: f"{readable(value)} GB"),
     Cell("tok/s", ("throughput/tokens_per_second",), _scaled("")),
     Cell("busy", ("window/pcu_ratio", "pcu_ratio"), _percent),
     Cell("energy", ("energy/total_joules",), _kwh),
