@@ -16,10 +16,13 @@ import msgspec
 from effllm.analysis.column import BOOL, NUMBER, TEXT, WHOLE
 from effllm.analysis.runs_table import IDENTITY, OUTCOME, metric_columns
 from effllm.records.job import SCHEMA_VERSION, version_error
+from effllm.records.rank import MAX_COUNT
 from effllm.store.regular_file import read_regular
 
 Document = dict[str, Any]
 FILES = ("run.json", "summary.json")
+#: A file of effllm has these numbers between 0 and `MAX_COUNT`.
+_COUNTED = ("world_size", "iterations", "attempts", "elapsed_s")
 
 
 class Unreadable(Exception):
@@ -43,6 +46,9 @@ def read_document(path: Path) -> Document:
         raise Unreadable(f"not a JSON object: {error}") from error
     if problem := version_error(document.get("schema_version", SCHEMA_VERSION)):
         raise Unreadable(problem)
+    for name in _COUNTED:
+        if isinstance(value := document.get(name), int | float) and not 0 <= value <= MAX_COUNT:
+            raise Unreadable(f"{name} cannot be {value:g}")
     return document
 
 

@@ -30,6 +30,9 @@ def main(paths: Sequence[str], output: Path | None) -> int:
         return _fail(str(error))
     except OSError as error:
         return _fail(f"{error.filename or output}: {error.strerror or error}")
+    for run in runs:
+        for problem in run.problems:
+            print(f"effllm report: {one_line(str(run.folder))}: {one_line(problem)}", file=sys.stderr)
     print(f"{one_line(str(path))}: {len(page) / 1e6:.2f} MB, {len(runs)} run{'s' * (len(runs) > 1)}")
     return 0
 

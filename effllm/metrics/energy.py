@@ -31,8 +31,9 @@ def median_watts_per_gpu(totals: ClusterTotals) -> float | None:
 
 @metric("W", group="energy", bases=("run",), chart=False)
 def peak_watts_per_gpu(totals: ClusterTotals) -> float | None:
-    """Largest power reading of any GPU, run to date."""
-    return totals.devices.power_peak_w
+    """Largest power reading of any GPU, run to date, or the mean power of the counters if that is larger."""
+    peak_w, mean_w = totals.devices.power_peak_w, watts_per_gpu(totals)
+    return peak_w if peak_w is None or mean_w is None else max(peak_w, mean_w)
 
 
 @metric("ratio", group="energy", bases=("window",), chart=False)

@@ -10,7 +10,7 @@ from msgspec.structs import fields
 from effllm.records.counters import FIELDS, Counters
 from effllm.records.energy import EnergyAmount
 from effllm.records.identity import Identity
-from effllm.records.rank import Profile
+from effllm.records.rank import Count, Duration, Ordinal, Profile
 from effllm.records.values import ValueSummary
 from effllm.records.verdict import OF_RANKS, Audit, MemoryPressureLoss, OutOfMemory, Verdict, Waterfall
 
@@ -248,11 +248,11 @@ class Spread(Struct, frozen=True):
 class WindowReport(Struct, frozen=True, omit_defaults=True):
     """One window of the whole job, without its totals."""
 
-    attempt: int
-    window: int
+    attempt: Count
+    window: Count
     iteration: int  # the number shown
-    iteration_first: int  # ordinals within the attempt
-    iteration_last: int
+    iteration_first: Ordinal  # within the attempt
+    iteration_last: Ordinal
     time_s: float  # unix time at which the last rank ended the window
     loss: float | None
     values: dict[str, float]  # tag without its prefix -> value; metrics that were not measured are absent
@@ -360,8 +360,8 @@ class Summary(Identity, Struct, frozen=True, kw_only=True):
     """The content of summary.json: the identity of the run, and the run so far; written every minute and at the end."""
 
     status: str  # running, completed, failed, interrupted (Ctrl-C), killed, stalled, ended (exit status not visible)
-    iterations: int
-    attempts: int
+    iterations: Count
+    attempts: Count
     parameters: int | None
     parameters_kind: str
     metrics: dict[str, Value]
@@ -369,7 +369,7 @@ class Summary(Identity, Struct, frozen=True, kw_only=True):
     coverage: Coverage
     overhead: Overhead
     updated_time_s: float
-    elapsed_s: float
+    elapsed_s: Duration
     time_by_class: dict[str, float] = {}
     simulated: bool = False
     not_measured: tuple[str, ...] = ()

@@ -16,7 +16,7 @@ from msgspec import Struct
 from effllm.records.counters import by_name
 from effllm.records.energy import NORMAL_95
 from effllm.records.job import ClusterReport, ClusterTotals, Counted, JobConstants, WindowReport
-from effllm.records.rank import DeviceWindow, Event, Integrals, Profile, RankReport
+from effllm.records.rank import Count, DeviceWindow, Duration, Event, Integrals, Ordinal, Profile, RankReport
 from effllm.store.regular_file import lines_of
 
 _SEGMENT = re.compile(r"-(\d{4,})\.jsonl")
@@ -145,16 +145,16 @@ class GaugeRow(Struct, frozen=True):
 class RankRow(Counted, Struct, frozen=True, omit_defaults=True):
     """A line of ``ranks-*.jsonl``: one rank's window, with the readings of its first device."""
 
-    attempt: int
-    rank: int
-    window: int
-    iteration_first: int
-    iteration_last: int
+    attempt: Count
+    rank: Count
+    window: Count
+    iteration_first: Ordinal
+    iteration_last: Ordinal
     start_time_s: float
     end_time_s: float
-    wall_s: float
-    busy_s: float
-    wait_s: float
+    wall_s: Duration
+    busy_s: Duration
+    wait_s: Duration
     host: str | None = None
     device: str | None = None
     iteration_shown: int = 0

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -35,9 +36,13 @@ def commands(run, other):
     return [*views, *sides, *tables, ["export", run, "--json", f"{out}.jsonl"]]
 
 
+def invoked(arguments):
+    return CliRunner().invoke(app, [str(one) for one in arguments])
+
+
 def outcome(arguments):
     """Return the exit status of a command, or the exception that it raised."""
-    done = CliRunner().invoke(app, [str(one) for one in arguments])
+    done = invoked(arguments)
     is_exit = done.exception is None or isinstance(done.exception, SystemExit)
     return done.exit_code if is_exit else repr(done.exception)
 
@@ -58,6 +63,19 @@ def test_commands_accept_or_refuse_impossible_numbers(name, tmp_path):
         with_numbers(run / file, NUMBERS[name])
 
     assert [one for one in map(outcome, commands(run, GOLDEN)) if one not in (0, 1, 2, 3)] == []
+
+
+@cases("name", ("negative", "largest"))
+def test_each_command_names_a_file_with_impossible_numbers(name, tmp_path):
+    run = shutil.copytree(GOLDEN, tmp_path / name)
+    for file in FILES:
+        with_numbers(run / file, NUMBERS[name])
+
+    for arguments in commands(run, GOLDEN):
+        done = invoked(arguments)
+        is_refused = {"inspect": 1, "top": 3, "compare": 2, "leaderboard": 2}.get(arguments[0], 0)
+        assert done.exit_code == is_refused, arguments
+        assert re.search(r"(run|summary)\.json( cannot be read|: | is not)", done.output), arguments
 
 
 def with_numbers(path, number):

@@ -355,6 +355,13 @@ def test_metrics_without_a_chart_are_exactly_the_listed_metrics():
     }  # fmt: skip
 
 
+def test_peak_of_power_is_not_below_the_mean():
+    totals = with_keys(TOTALS, power_peak_w=250.0)  # the mean is 48,000 J / 40 s / 4 GPUs
+
+    assert metrics.energy.peak_watts_per_gpu(totals) == metrics.energy.watts_per_gpu(totals) == 300.0
+    assert metrics.energy.peak_watts_per_gpu(with_keys(totals, power_peak_w=None)) is None
+
+
 def test_a_percentile_of_power_is_not_above_the_peak():
     totals = with_keys(TOTALS, power_histogram_s={50: 10.0}, power_peak_w=501.0)
 
