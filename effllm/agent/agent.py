@@ -151,6 +151,7 @@ class Agent:
         if (warnings := self._trainer.take_facts()) is not None:
             for text in warnings:
                 self._events.report("warning", text)
+            self._devices.follow()
             conversation.add_facts()
         conversation.follow()
 

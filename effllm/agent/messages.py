@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from effllm.agent.inspection import process_state
 from effllm.agent.measuring import Measuring
 from effllm.agent.trainer import Trainer
@@ -49,7 +51,15 @@ def hello(trainer: Trainer, measuring: Measuring) -> Hello:
         submission=read_submission(environ, trainer.config.tags) if trainer.rank == 0 else None,
         stated_gpus=num_gpus,
         gpus_source=source,
+        shares_gpu=_may_share(facts, environ),
     )
+
+
+def _may_share(facts: RankFacts, environ: Mapping[str, str]) -> bool:
+    """Whether other ranks may use the rank's GPU, because it sees only this one or MPS shares it."""
+    listed = facts.visible_devices
+    num_visible = facts.visible_gpus or (0 if listed is None else len(listed.split(",")))
+    return num_visible == 1 or any(name.startswith("CUDA_MPS_") for name in environ)
 
 
 def heartbeat(trainer: Trainer, measuring: Measuring, now_s: float, offset: Offset | None) -> Heartbeat:

@@ -7,11 +7,12 @@ import select
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 
 from msgspec.structs import replace
 
-from effllm.agent.sampler import Sampler
+from effllm.agent.sampler import ALREADY_OPEN, Sampler
 from effllm.agent.series import Series
 from effllm.agent.track import DeviceTrack
 from effllm.agent.trainer import Trainer
@@ -19,6 +20,7 @@ from effllm.config.settings import cache_folder
 from effllm.devices import DeviceUnavailable, Reader, Site, open_device
 from effllm.devices import node as node_power
 from effllm.energy.calibration import assumed, calibrate
+from effllm.records.facts import RankFacts
 from effllm.records.rank import Device, Event, Sample, Sensor
 
 DEVICE_WAIT_S = 3.0
@@ -39,9 +41,10 @@ class RankDevices:
         )  # written when requested samples are complete
         self._interval_s = trainer.config.collection_interval_s
         self._calibrations = cache_folder() / "calibration"
-        self._gpus = _visible_gpus(trainer.facts.gpus, trainer.facts.visible_devices)
-        self._tracks = [self._track(self._open)]
-        self._tracks += [self._track(partial(self._open_other, index)) for index in self._gpus[1:]]
+        self._tracks = self._new_tracks()
+        self._node_tracks: list[DeviceTrack] = []
+        self._candidates: list[DeviceTrack] = []  # tracks of GPUs that may replace the first tracks
+        self._used = _used(trainer.facts)
         self._has_changed = False  # whether a device was opened or calibrated
         self._has_baseline = False
 
@@ -58,34 +61,59 @@ class RankDevices:
             self._wait(0.05)
         self._start_node_sensors()
         # When the job's first window closes, the scope of the job's power is chosen from the open devices.
-        while any(track.sampler.is_opening for track in self._tracks) and time.monotonic() < until_s:
+        while any(track.sampler.is_opening for track in self._all) and time.monotonic() < until_s:
             self._wait(0.05)
+
+    def follow(self) -> None:
+        """Open the GPUs that the training process uses, if they are others than it seemed before."""
+        if (used := _used(self._trainer.facts)) != self._used:
+            self._used = used
+            self._stop(self._candidates)
+            self._candidates = self._new_tracks([self._key_of(track) for track in self._tracks])
+            for track in self._candidates:
+                track.sampler.start()
+
+    def _adopt(self) -> bool:
+        """Replace the tracks by those of other GPUs as soon as these are open; return whether a track has changed."""
+        if not self._candidates or any(track.sampler.is_opening for track in self._candidates):
+            return False
+        found = [
+            old if old is not None and new.sampler.unavailable == ALREADY_OPEN else new
+            for old, new in zip_longest(self._tracks[: len(self._candidates)], self._candidates)
+        ]
+        before, self._tracks, self._candidates = self._tracks, found, []
+        self._stop([track for track in before if track not in found])
+        return found != before
+
+    @property
+    def _all(self) -> list[DeviceTrack]:
+        return [*self._tracks, *self._node_tracks]
 
     @property
     def series(self) -> list[Series]:
-        return [track.series for track in self._tracks if track.series is not None]
+        return [track.series for track in self._all if track.series is not None]
 
     @property
     def has_all_gpus(self) -> bool:
         """Whether all GPUs of the rank are open, and none of them is simulated."""
         devices = [series.device for series in self.series]
-        return sum(one.is_gpu and not one.simulated for one in devices) >= max(len(self._gpus), 1)
+        return sum(one.is_gpu and not one.simulated for one in devices) >= len(self._tracks)
 
     @property
     def torch_indices(self) -> dict[str, int]:
         """Key of each open GPU -> its index in torch, which counts the visible GPUs from 0."""
-        indices = self._gpus or [_torch_index(self._trainer)]
+        indices = _visible_gpus(self._trainer.facts) or [_torch_index(self._trainer)]
         devices = [track.series.device if track.series is not None else None for track in self._tracks]
         return {one.key: n for one, n in zip(devices, indices, strict=False) if one is not None and one.is_gpu}
 
     @property
     def unavailable(self) -> list[str]:
         """Reasons why devices of the rank were not opened."""
-        return [why for track in self._tracks if (why := track.sampler.unavailable)]
+        return [why for track in self._all if (why := track.sampler.unavailable)]
 
     @property
     def is_calibrating(self) -> bool:
-        return any(track.sampler.is_calibrating for track in self._tracks)
+        return any(track.sampler.is_calibrating for track in self._all)
 
     @property
     def newest(self) -> Sample | None:
@@ -99,13 +127,13 @@ class RankDevices:
 
     def take(self) -> None:
         """Take new samples, and report events of the devices."""
-        changed = [track.take() for track in self._tracks]
+        changed = [self._adopt(), *(track.take() for track in self._all)]
         if len(idle_ns := self._trainer.facts.baseline_ns) == 2 and not self._has_baseline:
-            self._has_baseline = all(track.note_baseline(*idle_ns) for track in self._tracks if track.series)
+            self._has_baseline = all(track.note_baseline(*idle_ns) for track in self._all if track.series)
             changed.append(self._has_baseline)
         self._has_changed = self._has_changed or any(changed)
         now_ns, time_s = time.monotonic_ns(), time.time()
-        for track in self._tracks:
+        for track in self._all:
             for event in track.take_events(now_ns, time_s):
                 self._report(event)
 
@@ -115,33 +143,48 @@ class RankDevices:
         return has_changed
 
     def ask(self, edge_ns: int) -> None:
-        for track in self._tracks:
+        for track in self._all:
             track.ask(edge_ns)
 
     def is_settled(self, edge_ns: int) -> bool:
-        return all(track.is_settled(edge_ns) for track in self._tracks)
+        return all(track.is_settled(edge_ns) for track in self._all)
 
     def stop(self) -> None:
         """Stop sampling; a thread in a hanging device call is not joined."""
-        for track in self._tracks:
+        self._stop([*self._all, *self._candidates])
+
+    def _stop(self, tracks: Sequence[DeviceTrack]) -> None:
+        for track in tracks:
             track.sampler.stop(0.2)
+
+    def _new_tracks(self, open_keys: Sequence[str] = ()) -> list[DeviceTrack]:
+        """Return a track for each GPU of the process; a GPU is not opened again if its key is at its place."""
+        gpus = _visible_gpus(self._trainer.facts)
+        at: list[int | None] = [*gpus] or [None]
+        first, *others = zip(at, [*open_keys, "", *("" for _ in gpus)], strict=False)
+        openers = [partial(self._open, *first), *(partial(self._open_other, *one) for one in others)]
+        return list(map(self._track, openers))
+
+    @staticmethod
+    def _key_of(track: DeviceTrack) -> str:
+        return track.series.device.key if track.series is not None else ""
 
     def _track(self, open_reader: Callable[[], Reader]) -> DeviceTrack:
         sampler = Sampler(open_reader, self._interval_s, self._report, self.wake_descriptor, self._calibrate)
         return DeviceTrack(sampler, self._interval_s)
 
-    def _open_other(self, index: int) -> Reader:
-        reader = self._open(index)
+    def _open_other(self, index: int | None, open_key: str) -> Reader:
+        reader = self._open(index, open_key)
         if not reader.device.is_gpu:
             reader.close()
             raise DeviceUnavailable(f"there is no GPU {index} here")
         return reader
 
-    def _open(self, index: int | None = None) -> Reader:
-        """Open the visible GPU number ``index``; ``None`` is the rank's only or first GPU."""
-        if index is None and self._gpus:
-            index = self._gpus[0]
+    def _open(self, index: int | None, open_key: str) -> Reader:
+        """Open the visible GPU number ``index``, or the rank's only GPU, unless it has the key ``open_key``."""
         facts = self._trainer.facts
+        if facts.unclear_gpu:
+            raise DeviceUnavailable(facts.unclear_gpu)
         site = Site(
             local_rank=self._trainer.place.local_rank if index is None else index,
             trainer_pid=self._trainer.pid,
@@ -155,6 +198,9 @@ class RankDevices:
             excluded_pids=frozenset((os.getpid(),)),
         )
         reader = open_device(self._trainer.config.device, site)
+        if reader.device.key == open_key:
+            reader.close()
+            raise DeviceUnavailable(ALREADY_OPEN)
         reader.device = replace(reader.device, sensor=assumed(reader.device))
         return reader
 
@@ -175,7 +221,7 @@ class RankDevices:
                 continue  # the host device already reads the power of the CPUs
             interval_s = max(opener.interval_s, self._interval_s)
             sampler = Sampler(opener.open, interval_s, self._report, self.wake_descriptor, is_node_sensor=True)
-            self._tracks.append(DeviceTrack(sampler, interval_s))
+            self._node_tracks.append(DeviceTrack(sampler, interval_s))
             sampler.start()
 
     def _wait(self, timeout_s: float) -> None:
@@ -194,6 +240,11 @@ def _torch_index(trainer: Trainer) -> int:
     return 0 if any(one is not None and "," not in one for one in lists) else trainer.place.local_rank
 
 
-def _visible_gpus(gpus: Sequence[int], visible: str | None) -> list[int]:
-    """Return the indices of ``gpus`` for which the list ``visible`` has an entry; without a list, all indices."""
-    return [index for index in gpus if visible is None or index < len(visible.split(","))]
+def _visible_gpus(facts: RankFacts) -> list[int]:
+    """Return the stated GPUs for which CUDA_VISIBLE_DEVICES has an entry; without this variable, all stated GPUs."""
+    visible = facts.visible_devices
+    return [index for index in facts.gpus if visible is None or index < len(visible.split(","))]
+
+
+def _used(facts: RankFacts) -> tuple[object, ...]:
+    return facts.cuda_uuid, facts.cuda_pci_bus_id, facts.gpus, facts.unclear_gpu

@@ -29,6 +29,7 @@ POWER_EVERY_S, MAX_POWER_SHARE = 0.09, 0.003
 SLOW_CALL_S = 0.020
 MAX_INTERVAL_S = 30.0
 NEVER_NS = 2**63 - 1
+ALREADY_OPEN = "the device is already open"  # a reason without an event
 #: Weights of a new call in the average duration: the first if the call is slower than the average, the second if it is
 #: faster.  So the average stays close to the slow calls.  A call that takes longer than the third value counts as this
 #: value.
@@ -263,7 +264,7 @@ class Sampler:
     def _set_unavailable(self, why: str) -> None:
         self._reading_since_s = None
         self.unavailable = why
-        if not self._is_node_sensor:
+        if not self._is_node_sensor and why != ALREADY_OPEN:
             self._event(f"no device is sampled: {why}")
         os.eventfd_write(self._wake_descriptor, 1)
 

@@ -30,11 +30,12 @@ def pinned(num_values: int) -> Any:
     return torch.empty(num_values, dtype=torch.int64, pin_memory=True)
 
 
-def recorded_event() -> Any:
-    """Return an event that happens after all work that is already queued on the current stream."""
+def recorded_event(device: Any) -> Any:
+    """Return an event that happens after all work that is already queued on the current stream of a GPU."""
     torch: Any = sys.modules["torch"]
-    event = torch.cuda.Event()
-    event.record()
+    with torch.cuda.device(device):
+        event = torch.cuda.Event()
+        event.record()
     return event
 
 
@@ -48,7 +49,8 @@ class LateSums:
     Args:
         num_sums: number of values in each call of `add`.
         make_buffer: returns memory for a number of values.
-        make_event: returns an event; its ``query()`` does not wait, and is true if all earlier copies are done.
+        make_event: returns an event for a device; its ``query()`` does not wait, and is true if all earlier copies from
+            this device are done.
         devices: device types that support such memory and events.
     """
 
@@ -56,7 +58,7 @@ class LateSums:
         self,
         num_sums: int,
         make_buffer: Callable[[int], Any] = pinned,
-        make_event: Callable[[], Any] = recorded_event,
+        make_event: Callable[[Any], Any] = recorded_event,
         devices: Sequence[str] = ("cuda",),
     ) -> None:
         self._num_sums = num_sums
@@ -74,23 +76,23 @@ class LateSums:
         types = [value.device.type if hasattr(value, "device") else "cpu" for value in values]
         if not set(types) <= {"cpu", *self._devices}:
             return False
-        on_device = {}
+        on_devices: dict[Any, dict[int, Any]] = {}
         for place, (value, kind) in enumerate(zip(values, types, strict=True)):
             if kind == "cpu":
                 self._known[place] += int(value)
             else:
-                on_device[place] = value
-        if on_device:
-            self._send(on_device)
+                on_devices.setdefault(value.device, {})[place] = value
+        for device, on_device in on_devices.items():
+            self._send(device, on_device)
         return True
 
-    def _send(self, on_device: dict[int, Any]) -> None:
+    def _send(self, device: Any, on_device: dict[int, Any]) -> None:
         torch: Any = sys.modules["torch"]
         zero = torch.zeros_like(next(iter(on_device.values())))
         row = torch.stack([on_device.get(place, zero) for place in range(self._num_sums)])
         buffer = self._spare.pop() if self._spare else self._make_buffer(self._num_sums)
         buffer.copy_(row, non_blocking=True)
-        self._coming.append((self._make_event(), buffer))
+        self._coming.append((self._make_event(device), buffer))
 
     def take(self) -> list[int]:
         """Return the sums of the numbers that have arrived since the last call."""
@@ -130,8 +132,7 @@ class LazyNumber:
             torch: Any = sys.modules["torch"]
             self._copy = torch.empty(tensor.numel(), dtype=tensor.dtype, pin_memory=True)
             self._copy.copy_(tensor.detach().reshape(-1), non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
+            self._event = recorded_event(tensor.device)
         elif getattr(getattr(tensor, "device", None), "type", "cpu") == "cpu":
             self._value = float(getattr(tensor, "detach", lambda: tensor)())
 

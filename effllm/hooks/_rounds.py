@@ -164,6 +164,8 @@ class Rounds:
         self._joined: weakref.WeakSet[Any] = weakref.WeakSet()
         self._counted: set[int] = set()  # ids of parameters, because two optimizers may share parameters
         self._share = {"total": 0, "trainable": 0}
+        self._shown: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers whose GPUs this run has been shown
+        self._shown_to: Any = None  # the recorder of this run
         self._watches_cells = False
         self._between_cells: Any = None  # the recorder that was running when a notebook cell ended
         listen_to_waits(self)
@@ -219,6 +221,7 @@ class Rounds:
 
     def stepped(self, optimizer: Any) -> None:
         """Process an optimizer's step; a step of the leader ends the iteration."""
+        self._show_gpus(optimizer)
         if not self.claim(optimizer):
             return
         recorder = get_metrics_collector().recorder
@@ -243,6 +246,15 @@ class Rounds:
             if not is_first:
                 self._steps.end_counted()
             self._steps.start()
+
+    def _show_gpus(self, optimizer: Any) -> None:
+        """Show once in a run where the parameters are, also if the loop's own calls count the iterations."""
+        collector = get_metrics_collector()
+        if collector.recorder is not self._shown_to:
+            self._shown, self._shown_to = weakref.WeakSet(), collector.recorder
+        if optimizer not in self._shown:
+            self._shown.add(optimizer)
+            collector.declared.parameters_on(parameter.device for parameter in _parameters(optimizer))
 
     def _has_leaders_parameters(self, optimizer: Any) -> bool:
         return any(id(parameter) in self._leaders_parameters for parameter in _parameters(optimizer))

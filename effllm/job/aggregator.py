@@ -162,7 +162,7 @@ class Aggregator:
         self._hear(message.rank, rank, now)
         rank.last_ordinal = message.last_ordinal
         self._statements.lose(message.rank, rank, message.lost, message.last_ordinal + 1, now.unix_s)
-        self._note_unused_gpus(now)  # the devices of a short job may be known only since the last tick
+        self._note_gpus(now)  # the devices of a short job may be known only since the last tick
         rank.spend(message.agent_cpu_s, message.sent_bytes, message.recorder_cpu_s)
         self._pass_time(now.mono_s, now.unix_s)
         self.ledger.goodput.leave(message.rank, message.end_time_s, message.last_ordinal)
@@ -193,7 +193,7 @@ class Aggregator:
         if self.open.has_late(now_s, for_s=late_every_s(ledger.world_size)):
             self._take_late(now)
         self.stalls.tick(now)
-        self._note_unused_gpus(now)
+        self._note_gpus(now)
         ledger.note_hang(self.stalls.take_s(now_s))
         self.open.tick(now_s)
         self._close_ready(now_s, until_s)
@@ -254,9 +254,12 @@ class Aggregator:
         for number, rows in self.open.take_late(now.mono_s):
             self.closed.complete(number, rows, now.unix_s)
 
-    def _note_unused_gpus(self, now: Now) -> None:
+    def _note_gpus(self, now: Now) -> None:
         for text in self.roster.note_unused_gpus():
             self.events.record(Event(now.unix_s, "gpus_unused", text))
+        # Before the first window, a process may have shown a GPU that it only touched.
+        if self.closed.last_merged is not None and (text := self.roster.job.shared_gpu):
+            self.events.record_once(Event(now.unix_s, "gpu_shared", text), "gpu")
 
     def _pass_time(self, now_s: float, time_s: float | None = None) -> None:
         set_by_s = self.ledger.goodput.clock.advance(now_s, time_s, self._boot)

@@ -79,6 +79,20 @@ class JobFacts:
         return sum(device.is_gpu for device in self._devices.values())
 
     @cached_property
+    def shared_gpu(self) -> str:
+        """A sentence about a GPU that several ranks use, although nothing says that they share it; or empty."""
+        for key, device in self._devices.items():
+            ranks = sorted(self._members[key])
+            if device.is_gpu and len(ranks) > 1 and not all(self._hellos[rank].shares_gpu for rank in ranks):
+                named = ", ".join(map(str, ranks[:MAX_NODES])) + (" and more" if len(ranks) > MAX_NODES else "")
+                return (
+                    f"ranks {named} use the same GPU ({key} on {self._hellos[ranks[0]].host}), so values per GPU are "
+                    "withheld: call torch.cuda.set_device(local_rank) before the model is moved; if it is shared on "
+                    "purpose, let each rank see only this GPU (CUDA_VISIBLE_DEVICES), or use MPS"
+                )
+        return ""
+
+    @cached_property
     def node_gpus(self) -> list[NodeGpus]:
         """The GPUs of each node; empty until all ranks have joined, and if a rank states no number of GPUs.
 

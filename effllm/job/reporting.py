@@ -83,7 +83,7 @@ def constants_of(ledger: Ledger, roster: Roster) -> JobConstants:
         parameters=job.parameters,
         gpus=job.num_gpus,
         world_size=ledger.world_size,
-        peak_flops_per_s=job.peak_flops_per_s,
+        peak_flops_per_s=None if job.shared_gpu else job.peak_flops_per_s,
         flops_per_token=job.flops_per_token,
         hardware_flops_per_token=job.hardware_flops_per_token,
         power_limit_w=job.power_limit_w,
@@ -94,6 +94,7 @@ def constants_of(ledger: Ledger, roster: Roster) -> JobConstants:
         price_per_gpu_hour=config.price_per_gpu_hour,
         power_limit_default_w=job.power_limit_default_w,
         gpus_with_clock=job.gpus_with_clock,
+        has_shared_gpu=bool(job.shared_gpu),
     )
 
 

@@ -97,7 +97,11 @@ class Roster:
             if known is not None:
                 state.spent.add(known)
             state.ranks[message.rank] = RankState(message.agent, last_window=known.last_window if known else 0)
-        self.hellos[message.rank] = message
+        before, self.hellos[message.rank] = self.hellos.get(message.rank), message
+        if before is not None and not is_new:
+            self._leave_devices(
+                message.rank, {one.key for one in before.devices} - {one.key for one in message.devices}
+            )
         for device in message.devices:
             old = self.devices.get(device.key)
             # Only one rank per host reads the power sensor, and only its HELLO has the method.
@@ -112,6 +116,14 @@ class Roster:
             self._blind.add(message.rank)
         self._job = self._expected = None
         return is_new
+
+    def _leave_devices(self, rank: int, keys: set[str]) -> None:
+        """Remove a rank from devices that it does not measure any more: its process uses other GPUs."""
+        for key in keys:
+            self.members[key].discard(rank)
+            self._num_devices[rank] -= 1
+            if not self.members[key]:
+                del self.members[key], self.devices[key]
 
     def note_unused_gpus(self) -> list[str]:
         """Record the unused GPUs of the attempt, once, when all ranks have joined.

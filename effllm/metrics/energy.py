@@ -14,7 +14,7 @@ J_PER_WH = 3600.0
 def watts_per_gpu(totals: ClusterTotals) -> float | None:
     """Mean power of one GPU, independent of the power scope of AEC: jobs with different scopes can be compared."""
     power = energy_quotient(totals, totals.energy.gpus_j, totals.energy.time_s)
-    return None if power is None else quotient(power, totals.constants.gpus)
+    return None if power is None or not totals.constants.gpus else quotient(power, totals.constants.devices)
 
 
 @metric("W", group="energy", bases=("run",))
@@ -142,7 +142,7 @@ def electricity_cost(totals: ClusterTotals) -> float | None:
 @metric("money", group="energy", bases=("job",), chart=False)
 def gpu_cost(totals: ClusterTotals) -> float | None:
     """Cost of rented GPUs so far, in the currency of the price in the settings."""
-    if totals.constants.price_per_gpu_hour is None or not totals.constants.gpus:
+    if totals.constants.price_per_gpu_hour is None or not totals.constants.gpus or totals.constants.has_shared_gpu:
         return None
     return totals.constants.gpus * totals.loop.time_s / 3600 * totals.constants.price_per_gpu_hour
 

@@ -17,9 +17,7 @@ def tokens_per_second(totals: ClusterTotals) -> float | None:
 @metric("tokens/s", group="throughput", bases=("window",))
 def tokens_per_second_per_gpu(totals: ClusterTotals) -> float | None:
     """Tokens per second and GPU, or per second and rank if there are no GPUs."""
-    return counted_quotient(
-        totals.counts.tokens, totals.loop.time_s * (totals.constants.gpus or totals.constants.world_size)
-    )
+    return counted_quotient(totals.counts.tokens, totals.loop.time_s * totals.constants.devices)
 
 
 @metric("samples/s", group="throughput", bases=("window",))
@@ -89,7 +87,7 @@ def padding_ratio(totals: ClusterTotals) -> float | None:
 @metric("TFLOP/s", group="throughput", bases=("window",))
 def tflops_per_gpu(totals: ClusterTotals) -> float | None:
     """Model TFLOP/s of one device, from the FLOPs per token that the loop or a hook declared."""
-    devices = totals.constants.gpus or totals.constants.world_size
+    devices = totals.constants.devices
     if totals.constants.flops_per_token is None or not devices:
         return None
     rate = counted_quotient(totals.counts.tokens, totals.loop.time_s)

@@ -94,6 +94,7 @@ KINDS: dict[str, Kind] = {
     "audit": Kind(ONCE, "A check of counts or of MFU failed; the text has the factor.", is_problem=True),
     "loss_not_finite": Kind(ALWAYS, "The loss has become NaN or infinite.", is_problem=True),
     "loss_finite": Kind(ALWAYS, "The loss is finite again."),
+    "gpu_shared": Kind(ONCE, "Several ranks use the same GPU, and nothing says that they share it.", is_problem=True),
     "gpus_unused": Kind(ALWAYS, "More GPUs of a host are allocated to the job than its ranks use.", is_problem=True),
     "gpus_idle": Kind(ALWAYS, "The GPUs were busy for less than 20 % of the time in several windows.", is_problem=True),
     "gpus_busy": Kind(ALWAYS, "The GPUs work again after an idle time."),

@@ -46,10 +46,12 @@ class RankFacts:
     visible_devices: str | None = None  # CUDA_VISIBLE_DEVICES
     hip_visible_devices: str | None = None
     rocr_visible_devices: str | None = None
-    cuda_index: int | None = None  # torch's current device, if CUDA was started before the metrics
-    cuda_uuid: str = ""  # UUID of torch's current device
-    cuda_pci_bus_id: str = ""  # PCI bus id of torch's current device
-    gpus: tuple[int, ...] = ()  # GPUs of an inference process, as positions in CUDA_VISIBLE_DEVICES
+    cuda_index: int | None = None  # the GPU that the process uses, in torch; None while this is not known
+    cuda_uuid: str = ""  # UUID of this GPU
+    cuda_pci_bus_id: str = ""  # PCI bus id of this GPU
+    gpus: tuple[int, ...] = ()  # GPUs of a process that uses several, as positions in CUDA_VISIBLE_DEVICES
+    visible_gpus: int = 0  # number of GPUs that torch sees; 0 if this is not known
+    unclear_gpu: str = ""  # why it is not known which of several GPUs the process uses
     baseline_ns: tuple[int, ...] = ()  # start and end of the idle time before the first iteration
     recorder_pair_s: float | None = None  # time of the two calls at the start and the end of an iteration
     # Declared by the training script and the hooks.

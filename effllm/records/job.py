@@ -57,6 +57,12 @@ class JobConstants(Struct, frozen=True, omit_defaults=True):
     price_per_gpu_hour: float | None = None
     power_limit_default_w: float | None = None  # sum over all GPUs
     gpus_with_clock: int = 0  # GPUs with an SM clock and a reference clock
+    has_shared_gpu: bool = False  # ranks use the same GPU although each of them sees several
+
+    @property
+    def devices(self) -> int:
+        """The number of GPUs, or of ranks in a job without GPUs; 0 if it means little because ranks share a GPU."""
+        return 0 if self.has_shared_gpu else self.gpus or self.world_size
 
 
 class Counts(Counted, Struct, frozen=True):

@@ -59,6 +59,7 @@ class Hello(Struct, frozen=True, array_like=True, tag=1):
     # GPUs of the host that a scheduler states as allocated, and the variable; 0 without a statement or without a GPU.
     stated_gpus: Annotated[int, Meta(ge=0, le=MAX_NODE_GPUS)] = 0
     gpus_source: Word = ""
+    shares_gpu: bool = False  # whether the rank sees only one GPU, or MPS shares its GPU: other ranks may use it, too
 
 
 class Reports(Struct, frozen=True, array_like=True, tag=2, gc=False):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +28,8 @@ class Declared:
     def __init__(self, changed: Callable[[], None] = lambda: None) -> None:
         self._changed = changed
         self.facts = RankFacts()
+        self.parameters_shown: Callable[[], None] = lambda: None  #: called after a change of `parameter_devices`
+        self.parameter_devices: tuple[int, ...] = ()  #: the GPUs of the parameters that an optimizer of torch updates
 
     @property
     def has_parameters(self) -> bool:
@@ -103,6 +105,13 @@ class Declared:
             return -1
         self.learn(value_names=(*names, new))
         return len(names)
+
+    def parameters_on(self, devices: Iterable[Any]) -> None:
+        """Add the GPUs of parameters; other devices are left out, because an optimizer may be on the host."""
+        found = tuple(sorted({one.index or 0 for one in devices if one.type == "cuda"}.union(self.parameter_devices)))
+        if found != self.parameter_devices:
+            self.parameter_devices = found
+            self.parameters_shown()
 
     def forget_training(self) -> None:
         """Reset the facts that are only valid for an earlier training in this process."""

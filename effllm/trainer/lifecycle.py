@@ -146,6 +146,7 @@ class Lifecycle:
         session.close()
         self.is_for_requests = False
         self.declared.set(serves_requests=False, warnings=())
+        self.declared.parameter_devices = ()
 
     def values(self) -> JobValues:
         if self._session is not None:

@@ -114,9 +114,15 @@ class Session:
         has_device = bool(getattr(version, "cuda", None) or getattr(version, "hip", None))
         if not config.profile_every and not has_device:
             return Recorder(*about)
-        from effllm.trainer.watched_recorder import WatchedRecorder  # imported only if needed
+        from effllm.trainer.rank_device import RankDevice  # imported only if needed
+        from effllm.trainer.watched_recorder import WatchedRecorder
 
-        return WatchedRecorder(*about, profile_every=config.profile_every, torch=torch)
+        device = RankDevice(torch, self._declared) if hasattr(torch, "cuda") else None
+        if device is not None:
+            device.look(is_running=False)
+        return WatchedRecorder(
+            *about, profile_every=config.profile_every, torch=torch, place=device, send_facts=self.send_facts
+        )
 
     def start(self) -> None:
         """Find or open the aggregator's address, start the agent, and wait up to 2 s for the agent's first sample."""
@@ -180,7 +186,6 @@ class Session:
             "visible_devices": this_process().get("CUDA_VISIBLE_DEVICES"),
             "hip_visible_devices": this_process().get("HIP_VISIBLE_DEVICES"),
             "rocr_visible_devices": this_process().get("ROCR_VISIBLE_DEVICES"),
-            **_cuda_identity(),
             "recorder_pair_s": pair_s(),
             # The following values remove those of an earlier session.
             "job": "",
@@ -330,22 +335,6 @@ def _how_it_ended() -> str:
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     return "completed" if error is None or isinstance(error, SystemExit) else "failed"
-
-
-def _cuda_identity() -> dict[str, Any]:
-    """Return torch's current device with its UUID and PCI bus id, if CUDA has been started; it is not started here."""
-    torch = sys.modules.get("torch")
-    cuda = getattr(torch, "cuda", None)
-    if cuda is None or not getattr(cuda, "is_initialized", lambda: False)():
-        return {}
-    try:
-        found = cuda.get_device_properties(index := cuda.current_device())
-    except (RuntimeError, AssertionError, TypeError):
-        return {}
-    uuid = str(getattr(found, "uuid", ""))
-    domain, bus, device = (getattr(found, f"pci_{part}_id", None) for part in ("domain", "bus", "device"))
-    pci = f"{domain:08X}:{bus:02X}:{device:02X}.0" if None not in (domain, bus, device) else ""
-    return {"cuda_index": index, "cuda_uuid": uuid, "cuda_pci_bus_id": pci}
 
 
 def _run_folder(config: Config, place: Place) -> str:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from effllm.records import ring
 from effllm.records.timeline import KINDS
+from effllm.trainer.rank_device import RankDevice
 from effllm.trainer.recorder import PHASES, Recorder
 from effllm.trainer.torch_profile import Profiled, TorchProfile
 
@@ -34,17 +36,18 @@ class _Events:
 
 
 class DeviceTime:
-    """Times iterations on the current stream of the current device by two CUDA events each, without waiting for them.
+    """Times iterations on the current stream of the rank's GPU by two CUDA events each, without waiting for them.
 
     The host may be far ahead of the device, so the host's stamps only show launches.  The events of an iteration are
     read when a later iteration ends, and only if the device has passed them.
 
     Args:
         cuda: ``torch.cuda``.
+        device: the rank's GPU.
     """
 
-    def __init__(self, cuda: Any) -> None:
-        self._cuda = cuda
+    def __init__(self, cuda: Any, device: RankDevice) -> None:
+        self._cuda, self._device = cuda, device
         self._free: list[_Events] = []
         self._made = 0
         self._open: _Events | None = None
@@ -56,8 +59,9 @@ class DeviceTime:
 
     def start(self) -> None:
         """Mark the start of an iteration on the device."""
-        if not self._can_record():
-            return
+        self._device.run(self._start)
+
+    def _start(self) -> None:
         self._open = self._open or self._events()
         if self._open is not None:
             self._open.has_sync = False
@@ -65,16 +69,22 @@ class DeviceTime:
 
     def sync_point(self) -> None:
         """Mark the first point in an iteration at which this rank waits for other ranks."""
-        if self._open is not None and not self._open.has_sync and self._can_record():
-            self._open.sync = self._open.sync or self._cuda.Event(enable_timing=True)
-            self._open.sync.record()
-            self._open.has_sync = True
+        if self._open is not None and not self._open.has_sync:
+            self._device.run(self._sync_point)
+
+    def _sync_point(self) -> None:
+        assert self._open is not None
+        self._open.sync = self._open.sync or self._cuda.Event(enable_timing=True)
+        self._open.sync.record()
+        self._open.has_sync = True
 
     def end(self) -> None:
         """Mark the end of an iteration on the device; read the events of iterations that the device has completed."""
-        if not self._can_record():
-            self._drop()
-            return
+        if not self._device.run(self._end) and self._open is not None:
+            self._free.append(self._open)
+            self._open = None
+
+    def _end(self) -> bool:
         while self._pending and self._pending[0].end.query():
             events = self._pending.popleft()
             self.total_ns += round(events.start.elapsed_time(events.end) * 1e6)
@@ -87,10 +97,12 @@ class DeviceTime:
             self._open.end.record()
             self._pending.append(self._open)
             self._open = None
+        return True
 
-    def _can_record(self) -> bool:
-        # During a capture, the event would become a part of the graph, and a query would end the capture.
-        return bool(self._cuda.is_initialized()) and not self._cuda.is_current_stream_capturing()
+    def forget_events(self) -> None:
+        """Drop all events, because the rank's GPU has changed; an event belongs to one GPU."""
+        self._free, self._made, self._open = [], 0, None
+        self._pending.clear()
 
     def _events(self) -> _Events | None:
         if self._free:
@@ -100,26 +112,22 @@ class DeviceTime:
         self._made += 1
         return _Events(self._cuda.Event(enable_timing=True), self._cuda.Event(enable_timing=True))
 
-    def _drop(self) -> None:
-        if self._open is not None:
-            self._free.append(self._open)
-            self._open = None
-
 
 class DeviceMemory:
-    """The memory of torch's current device, from the state of torch's allocator.
+    """The memory of the rank's GPU, from the state of torch's allocator.
 
     A reading takes the allocator's lock, as each allocation of the training thread does, and calls no driver.  The
     peaks of the allocator belong to the script, so they are never reset.
 
     Args:
         cuda: ``torch.cuda``.
+        device: the rank's GPU.
     """
 
-    __slots__ = ("_cuda", "_phases", "open_phase", "positions")
+    __slots__ = ("_cuda", "_device", "_phases", "open_phase", "positions")
 
-    def __init__(self, cuda: Any) -> None:
-        self._cuda = cuda
+    def __init__(self, cuda: Any, device: RankDevice) -> None:
+        self._cuda, self._device = cuda, device
         self._phases: set[int] = set()  # marked phases that were read in this window
         self.open_phase = -1  #: index of the open phase whose start was read
         self.positions = 0  #: largest number of positions of a micro-batch in this window; 0 if it is not known
@@ -136,14 +144,13 @@ class DeviceMemory:
         self._phases.clear()
 
     def read(self) -> tuple[float, ...] | None:
-        """Return the values of `ring.MEMORY_FIELDS`; ``None`` without CUDA in this process, or during a capture.
+        """Return the values of `ring.MEMORY_FIELDS`; ``None`` without a known GPU, or during a capture.
 
         `memory_stats` also makes a sorted flat dictionary of several hundred names, which takes most of its time.
         """
-        cuda = self._cuda
-        if not cuda.is_initialized() or cuda.is_current_stream_capturing():
+        known = self._device.run(self._cuda.memory_stats_as_nested_dict)
+        if known is None:
             return None
-        known = cuda.memory_stats_as_nested_dict()
         allocated, reserved = known["allocated_bytes"]["all"], known["reserved_bytes"]["all"]
         return (
             float(allocated["current"]),
@@ -164,22 +171,35 @@ class WatchedRecorder(Recorder):
         arguments: arguments of `Recorder`.
         profile_every: an iteration is profiled if this number divides the iteration number; 0 for no profiles.
         torch: the torch module, if it is imported.
+        place: the rank's GPU, with a CUDA build of torch.
+        send_facts: sends changed facts to the agent.
         named: keyword arguments of `Recorder`.
     """
 
-    __slots__ = ("_device", "_memory", "_profile")
+    __slots__ = ("_device", "_memory", "_place", "_profile", "_send_facts")
 
-    def __init__(self, *arguments: Any, profile_every: int = 0, torch: Any = None, **named: Any) -> None:
+    def __init__(
+        self,
+        *arguments: Any,
+        profile_every: int = 0,
+        torch: Any = None,
+        place: RankDevice | None = None,
+        send_facts: Callable[[], None] = lambda: None,
+        **named: Any,
+    ) -> None:
         super().__init__(*arguments, **named)
         self._profile = TorchProfile(profile_every, self._warn, torch) if profile_every else None
-        cuda = getattr(torch, "cuda", None)
-        self._device = DeviceTime(cuda) if hasattr(cuda, "Event") else None
-        self._memory = DeviceMemory(cuda) if hasattr(cuda, "memory_stats_as_nested_dict") else None
+        self._place, self._send_facts = place, send_facts
+        self._device = DeviceTime(torch.cuda, place) if place is not None else None
+        self._memory = DeviceMemory(torch.cuda, place) if place is not None else None
 
     def start(self, _now: Any = time.monotonic_ns) -> None:
         """Stamp the start of an iteration; the profiler starts before the stamp."""
         if not self.is_on:
             return
+        if self._place is not None and self._place.is_due:
+            self._place.is_due = False
+            self._look(is_running=True)
         if self._memory is not None and not self._end_ns and not self._start_ns:
             self._read_memory(ring.AFTER_STARTUP)
         if self._profile is not None:
@@ -208,6 +228,8 @@ class WatchedRecorder(Recorder):
             except Exception as error:  # noqa: BLE001 - as above
                 self._without_device(error)
         if self.ordinal + 1 == self._boundary_ordinal:  # before the record that ends the window is written
+            if self._place is not None:
+                self._place.end_window()
             self._put_device(self.ordinal + 1)
             if self._memory is not None:
                 if not self._phases.depth:
@@ -260,9 +282,22 @@ class WatchedRecorder(Recorder):
                 self._memory.open_phase = -1
         super().finish(status)
 
+    def _look(self, *, is_running: bool) -> None:
+        assert self._place is not None
+        index = self._place.index
+        try:
+            if self._place.look(is_running=is_running):
+                self._send_facts()
+        except Exception as error:  # noqa: BLE001 - no exception from CUDA may end a training step
+            self._warn(f"it is not known which GPU this process uses: {type(error).__name__}: {error}")
+        if self._device is not None and self._place.index != index:
+            self._device.forget_events()
+
     def _read_memory(self, after: int, ordinal: int = 0) -> None:
         """Write a record of the allocator's state; ``after`` is `Slot.number`."""
         assert self._memory is not None
+        if self._place is not None and self._place.index is None:  # an error may end the script before an iteration
+            self._look(is_running=bool(self._end_ns or self._start_ns))
         try:
             if self.is_on and (values := self._memory.read()) is not None:
                 self._writer.values(ordinal or self.ordinal, after, _MEMORY_INDICES, values, ring.MEMORY)

@@ -4,6 +4,7 @@ The loops are fakes with the arguments and results of ``megatron.training.traini
 versions). The process groups, the micro-batch calculator and the iterators are megatron-core's own.
 """
 
+import contextlib
 import importlib.util
 import json
 import sys
@@ -310,7 +311,7 @@ class OnGpu:
     """A fake loss on a GPU; a read would wait for the GPU."""
 
     is_cuda = True
-    dtype = None
+    dtype = device = None
 
     def detach(self):
         return self
@@ -348,6 +349,7 @@ def test_loss_on_a_gpu_is_read_only_after_its_copy_is_complete(monkeypatch):
     torch.empty = lambda *_, pin_memory, **__: Buffer()
     torch.cuda = ModuleType("cuda")
     torch.cuda.Event = Event
+    torch.cuda.device = lambda _index: contextlib.nullcontext()
     monkeypatch.setitem(sys.modules, "torch", torch)
     loss = LazyNumber(3, OnGpu())
 

@@ -12,6 +12,8 @@ from effllm.agent.rank_memory import RankMemory
 from effllm.records import ring
 from effllm.records.rank import Allocator
 from effllm.records.ring import MEMORY, RingReader, RingWriter
+from effllm.trainer.declared import Declared
+from effllm.trainer.rank_device import RankDevice
 from effllm.trainer.watched_recorder import WatchedRecorder
 
 torch = pytest.importorskip("torch", reason="needs PyTorch")
@@ -35,8 +37,9 @@ class FakeAllocator:
             monkeypatch.setattr(module, "is_initialized", lambda: self.is_initialized)
         monkeypatch.setattr(cuda, "is_current_stream_capturing", lambda: self.is_capturing)
         monkeypatch.setattr(cuda, "current_device", lambda: 0)
-        monkeypatch.setattr(cuda, "Event", None)
-        monkeypatch.delattr(cuda, "Event")
+        monkeypatch.setattr(cuda, "device_count", lambda: 1)
+        monkeypatch.setattr(cuda, "get_device_properties", lambda _index: None)
+        monkeypatch.setattr(torch._C, "_cuda_hasPrimaryContext", lambda _index: True, raising=False)
         monkeypatch.setattr(torch._C, "_cuda_memoryStats", self._stats, raising=False)
 
     def use(self, used, peak=0):
@@ -69,7 +72,10 @@ class Recorded:
     def __init__(self, offset=0):
         self.writer = RingWriter(500)
         self.reader, self.warnings = RingReader(self.writer.descriptor), []
-        self.recorder = WatchedRecorder(self.writer, 5, offset, warn=self.warnings.append, torch=torch)
+        self.recorder = WatchedRecorder(
+            self.writer, 5, offset, warn=self.warnings.append, torch=torch, place=RankDevice(torch, Declared())
+        )
+        self.recorder._device = None
 
     def iterate(self, count):
         for _ in range(count):
@@ -215,11 +221,13 @@ GB = 10**9
 now = {"current": 10 * GB, "peak": 10 * GB}
 errors = [0]
 torch.version.cuda = "13.0"
-del torch.cuda.Event
 for module in (torch.cuda, torch.cuda.memory):
     module.is_initialized = lambda: True
 torch.cuda.is_current_stream_capturing = lambda: False
 torch.cuda.current_device = lambda: 0
+torch.cuda.device_count = lambda: 1
+torch.cuda.get_device_properties = lambda _index: None
+torch._C._cuda_hasPrimaryContext = lambda _index: True
 torch._C._cuda_memoryStats = lambda _index: {
     "allocated_bytes": {"all": now},
     "reserved_bytes": {"all": {"current": 75 * GB, "peak": 75 * GB}},

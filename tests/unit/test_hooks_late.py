@@ -49,20 +49,23 @@ def gpu():
         buffers.append(Buffer(copied))
         return buffers[-1]
 
-    def make_event():
+    def make_event(device):
         events.append(Event())
+        events[-1].device = device
         copied[-1].event = events[-1]
         return events[-1]
 
     return LateSums(2, make_buffer, make_event, devices=("meta_gpu",)), events, buffers
 
 
+GPUS = [type("device", (), {"type": "meta_gpu"}) for _ in range(2)]
+
+
 class OnDevice:
     """A tensor with one number, on a fake GPU."""
 
-    def __init__(self, value):
-        self.value = torch.tensor(value)
-        self.device = type("device", (), {"type": "meta_gpu"})
+    def __init__(self, value, gpu=GPUS[0]):
+        self.value, self.device = torch.tensor(value), gpu
 
     def __int__(self):
         raise AssertionError("this would wait for the GPU")
@@ -72,8 +75,13 @@ class OnDevice:
 def stacking(monkeypatch):
     """Let torch.stack accept OnDevice."""
     real = torch.stack
-    monkeypatch.setattr(torch, "zeros_like", lambda _one: OnDevice(0))
-    monkeypatch.setattr(torch, "stack", lambda ones: real([one.value for one in ones]))
+    monkeypatch.setattr(torch, "zeros_like", lambda one: OnDevice(0, one.device))
+
+    def stack(ones):
+        (_gpu,) = {one.device for one in ones}  # torch cannot stack tensors of two GPUs
+        return real([one.value for one in ones])
+
+    monkeypatch.setattr(torch, "stack", stack)
 
 
 def test_numbers_and_cpu_tensors_are_read_at_once(gpu):
@@ -109,6 +117,16 @@ def test_sums_without_a_finished_event_are_read_at_the_end(gpu):
 
     assert [a + b for a, b in zip(known, rest, strict=True)] == [3, 6]
     assert sums.take_rest() == [0, 0]
+
+
+def test_numbers_of_each_gpu_have_an_event_of_this_gpu(gpu):
+    sums, events, _ = gpu
+    sums.add((OnDevice(1, GPUS[1]), OnDevice(2, GPUS[0])))
+
+    assert [event.device for event in events] == [GPUS[1], GPUS[0]]
+    events[0].has_happened = True
+    assert sums.take() == [1, 0]
+    assert sums.take_rest() == [0, 2]
 
 
 def test_memory_is_reused(gpu):

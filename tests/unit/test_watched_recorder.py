@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import builders
 import pytest
+from fake_cuda import FakeTorch
 from pytest import approx
 
 from effllm.agent.window import WindowCutter
@@ -17,52 +18,20 @@ from effllm.records.rank import Profile
 from effllm.records.ring import RingReader, RingWriter
 from effllm.records.timeline import KINDS, Split
 from effllm.trainer import watched_recorder as watched
+from effllm.trainer.declared import Declared
+from effllm.trainer.rank_device import RankDevice
 from effllm.trainer.torch_profile import Profiled
 from effllm.trainer.watched_recorder import MAX_PENDING, DeviceTime, WatchedRecorder
 
 MS = 1_000_000
 
 
-class Cuda:
-    """A fake torch.cuda; the test sets the clock and the progress of the device."""
-
-    def __init__(self):
-        self.is_there, self.capturing, self.fails = True, False, False
-        self.now_ms, self.done_ms = 0.0, float("inf")  # events before done_ms are complete
-        self.made = self.synchronized = 0
-        cuda = self
-
-        class Event:
-            def __init__(self, enable_timing):
-                assert enable_timing
-                cuda.made += 1
-                self.at_ms = None
-
-            def record(self):
-                if cuda.fails:
-                    raise RuntimeError("an illegal memory access was encountered")
-                self.at_ms = cuda.now_ms
-
-            def query(self):
-                return self.at_ms <= cuda.done_ms
-
-            def elapsed_time(self, end):
-                assert end.query(), "this call would wait"
-                return end.at_ms - self.at_ms
-
-            def synchronize(self):
-                raise AssertionError("this call waits for the device")
-
-        self.Event = Event
-
-    def is_initialized(self):
-        return self.is_there
-
-    def is_current_stream_capturing(self):
-        return self.capturing
-
-    def synchronize(self):
-        raise AssertionError("this call waits for the device")
+def device_time():
+    """Return the times of a GPU, and the fake torch.cuda."""
+    torch = FakeTorch()
+    place = RankDevice(torch, Declared())
+    place.look(is_running=True)
+    return DeviceTime(torch.cuda, place), torch.cuda
 
 
 def step(device, cuda, start_ms, end_ms):
@@ -73,8 +42,7 @@ def step(device, cuda, start_ms, end_ms):
 
 
 def test_iteration_time_is_read_when_the_next_iteration_ends():
-    cuda = Cuda()
-    device = DeviceTime(cuda)
+    device, cuda = device_time()
 
     step(device, cuda, 10, 30)
     assert device.iterations == 0, "its own end is too early to read"
@@ -86,8 +54,7 @@ def test_iteration_time_is_read_when_the_next_iteration_ends():
 
 
 def test_late_device_causes_no_wait_and_no_new_cuda_events():
-    cuda = Cuda()
-    device = DeviceTime(cuda)
+    device, cuda = device_time()
     cuda.done_ms = -1
     for number in range(20):
         step(device, cuda, 10 * number, 10 * number + 5)
@@ -103,27 +70,30 @@ def test_late_device_causes_no_wait_and_no_new_cuda_events():
     assert cuda.made == 2 * MAX_PENDING
 
 
-@pytest.mark.parametrize("why", ["no CUDA yet", "a graph is captured"])
+@pytest.mark.parametrize("why", ["no CUDA yet", "no context yet", "a graph is captured"])
 def test_no_cuda_event_is_recorded_without_cuda_or_in_a_capture(why):
-    cuda = Cuda()
-    cuda.is_there, cuda.capturing = why != "no CUDA yet", why == "a graph is captured"
-    device = DeviceTime(cuda)
+    torch = FakeTorch(contexts=() if why == "no context yet" else (0,))
+    cuda, place = torch.cuda, RankDevice(torch, Declared())
+    cuda.is_there, cuda.captured = why != "no CUDA yet", {0} if why == "a graph is captured" else set()
+    device = DeviceTime(cuda, place)
+    place.look(is_running=True)
     step(device, cuda, 10, 30)
     assert cuda.made == 0
 
-    cuda.is_there, cuda.capturing = True, False
+    cuda.is_there, cuda.captured = True, set()
+    cuda.allocate(0, 1)
+    place.look(is_running=True)
     step(device, cuda, 40, 50), step(device, cuda, 60, 70)
     assert device.total_ns == 10 * MS
 
 
 def test_only_the_captured_iteration_has_no_device_time():
-    cuda = Cuda()
-    device = DeviceTime(cuda)
+    device, cuda = device_time()
     cuda.now_ms = 10
     device.start()
-    cuda.capturing = True
+    cuda.captured = {0}
     device.end()
-    cuda.capturing = False
+    cuda.captured = set()
     step(device, cuda, 40, 50), step(device, cuda, 60, 70)
 
     assert (device.iterations, device.total_ns, cuda.made) == (1, 10 * MS, 4), "two pairs, as before"
@@ -151,7 +121,8 @@ def recording(splits=None, torch=None, offset=0):
     writer = RingWriter(64)
     reader = RingReader(writer.descriptor)
     warned = []
-    recorder = WatchedRecorder(writer, 2, offset, warn=warned.append, torch=torch)
+    place = RankDevice(torch, Declared()) if torch else None
+    recorder = WatchedRecorder(writer, 2, offset, warn=warned.append, torch=torch, place=place)
     recorder._profile = Given(splits or {})
     try:
         yield SimpleNamespace(recorder=recorder, reader=reader, warned=warned)
@@ -228,8 +199,9 @@ def test_profile_that_arrives_after_a_cut_is_in_the_next_window():
 
 
 def test_device_times_belong_to_the_window_of_their_reading():
-    cuda = Cuda()
-    with recording(torch=SimpleNamespace(cuda=cuda)) as made:
+    torch = FakeTorch()
+    cuda = torch.cuda
+    with recording(torch=torch) as made:
         iterate(made.recorder, 5, cuda)
         made.recorder.finish()
         first, second, rest = rows(made.reader.read())
@@ -250,8 +222,9 @@ def test_profiled_iterations_have_the_logged_iteration_numbers():
 
 
 def test_failing_device_is_disabled_with_one_warning():
-    cuda = Cuda()
-    with recording(torch=SimpleNamespace(cuda=cuda)) as made:
+    torch = FakeTorch()
+    cuda = torch.cuda
+    with recording(torch=torch) as made:
         cuda.fails = True
         iterate(made.recorder, 4, cuda)
         slots = made.reader.read()
@@ -323,8 +296,9 @@ def iterate_with_sync(recorder, cuda, count):
 
 
 def test_own_time_on_the_device_ends_at_its_sync_point():
-    cuda = Cuda()
-    with recording(torch=SimpleNamespace(cuda=cuda)) as made:
+    torch = FakeTorch()
+    cuda = torch.cuda
+    with recording(torch=torch) as made:
         iterate_with_sync(made.recorder, cuda, 5)
         made.recorder.finish()
         first, second, rest = rows(made.reader.read())
@@ -337,8 +311,9 @@ def test_own_time_on_the_device_ends_at_its_sync_point():
 
 
 def test_failing_sync_point_disables_only_device_times():
-    cuda = Cuda()
-    with recording(torch=SimpleNamespace(cuda=cuda)) as made:
+    torch = FakeTorch()
+    cuda = torch.cuda
+    with recording(torch=torch) as made:
         made.recorder.start()
         cuda.fails = True
         made.recorder.sync_point()

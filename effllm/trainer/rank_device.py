@@ -1,0 +1,102 @@
+"""The GPUs that a training process uses; finding them starts no CUDA and makes no context.
+
+CUDA's current device means little: a script with ``model.to("cuda:3")`` and no ``set_device`` has current device 0,
+and ``torch.load`` or ``empty_cache`` may leave a context, some hundred MB, on GPU 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from effllm.trainer.declared import Declared
+
+_T = TypeVar("_T")
+
+
+class RankDevice:
+    """Finds the GPUs of this process, again and again until an optimizer has shown where its parameters are.
+
+    In this order: the GPUs of the parameters; the only GPU with a CUDA context; once the loop runs, the only one of
+    several such GPUs on which torch's allocator has memory; a GPU that the script has set.  Without any of these, the
+    agent takes the visible GPU with the number of the local rank, or no GPU if several have a context.
+
+    Args:
+        torch: the module.
+        declared: has the devices of the parameters, and gets the facts of the GPUs.
+    """
+
+    def __init__(self, torch: Any, declared: Declared) -> None:
+        self._cuda, self._declared = torch.cuda, declared
+        self._has_context = getattr(torch._C, "_cuda_hasPrimaryContext", None)
+        self.index: int | None = None  #: the GPU on which this process may record events; ``None``: none yet
+        self.is_due = True  #: whether to look at the start of the next iteration
+        self._known: Any = None
+        declared.parameters_shown = self._parameters_shown
+
+    def _parameters_shown(self) -> None:
+        self.is_due = True
+
+    def end_window(self) -> None:
+        """Look again at the next iteration, unless parameters have shown their GPUs."""
+        self.is_due = not self._declared.parameter_devices
+
+    def look(self, *, is_running: bool) -> bool:
+        """Find the GPUs; return whether facts have changed.
+
+        Args:
+            is_running: whether the loop has begun its first iteration, so that the model is on its GPU.
+        """
+        cuda = self._cuda
+        if not getattr(cuda, "is_initialized", lambda: False)():
+            return False
+        contexts = [one for one in range(cuda.device_count()) if self._has_context is None or self._has_context(one)]
+        used = self._declared.parameter_devices or self._in_use(contexts, is_running)
+        self.index = used[0] if used and used[0] in contexts else None
+        known = used, len(contexts) if not used else 0
+        if known == self._known:
+            return False
+        self._known = known
+        self._declared.set(**self._facts(used, contexts))
+        return True
+
+    def run(self, act: Callable[[], _T]) -> _T | None:
+        """Call a function while the rank's GPU is CUDA's current device.
+
+        ``None`` without a known GPU, because an event makes a context, and during a capture: an event would become a
+        part of the graph, and a query would end the capture.
+        """
+        if self.index is None:
+            return None
+        cuda = self._cuda
+        if cuda.current_device() == self.index:
+            return None if cuda.is_current_stream_capturing() else act()
+        with cuda.device(self.index):
+            return None if cuda.is_current_stream_capturing() else act()
+
+    def _in_use(self, contexts: list[int], is_running: bool) -> tuple[int, ...]:
+        current = int(self._cuda.current_device())
+        if self._has_context is None or (not contexts and current):
+            return (current,)
+        if len(contexts) > 1 and is_running:
+            contexts = [one for one in contexts if self._cuda.memory_allocated(one)]
+        return tuple(contexts) if len(contexts) == 1 else ()
+
+    def _facts(self, used: tuple[int, ...], contexts: list[int]) -> dict[str, Any]:
+        facts: dict[str, Any] = {"cuda_index": None, "cuda_uuid": "", "cuda_pci_bus_id": "", "unclear_gpu": ""}
+        facts["visible_gpus"] = self._cuda.device_count()
+        if not used:
+            if len(contexts) > 1:
+                named = ", ".join(map(str, contexts))
+                facts["unclear_gpu"] = (
+                    f"this process has CUDA contexts on the GPUs {named}, and which of them trains is not known before "
+                    "an optimizer of torch steps"
+                )
+            return facts
+        if len(used) > 1 or len(self._declared.facts.gpus) > 1:
+            facts["gpus"] = self._declared.facts.gpus if self._declared.facts.serves_requests else used
+        found = self._cuda.get_device_properties(used[0])
+        parts: list[Any] = [getattr(found, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+        if None not in parts:
+            facts["cuda_pci_bus_id"] = f"{parts[0]:08X}:{parts[1]:02X}:{parts[2]:02X}.0"
+        return {**facts, "cuda_index": used[0], "cuda_uuid": str(getattr(found, "uuid", ""))}

@@ -1,0 +1,182 @@
+"""trainer/rank_device.py: which GPU a process uses, with a stand-in for torch that has several GPUs and contexts."""
+
+import threading
+from types import SimpleNamespace
+
+from cases import cases
+from fake_cuda import UUIDS, FakeTorch
+
+from effllm.hooks import _rounds
+from effllm.records.ring import RingReader, RingWriter
+from effllm.trainer import ownership
+from effllm.trainer.declared import Declared
+from effllm.trainer.rank_device import RankDevice
+from effllm.trainer.watched_recorder import WatchedRecorder
+
+
+def on(*indices):
+    return [SimpleNamespace(type="cuda", index=index) for index in indices]
+
+
+def found(torch, *, is_running=True, current=0, parameters=()):
+    """Return the facts of the GPU after one look, and the index for events."""
+    declared = Declared()
+    declared.parameters_on(on(*parameters))
+    torch.cuda.set_device(current)
+    place = RankDevice(torch, declared)
+    place.look(is_running=is_running)
+    assert torch.cuda.current_device() == current
+    return declared.facts, place.index
+
+
+@cases(
+    ("contexts", "memory", "parameters", "current", "expected", "events"),
+    [
+        ((3,), {}, (), 0, 3, 3),  # model.to("cuda:3") without set_device
+        ((0, 3), {3: 9}, (), 0, 3, 3),  # a stray context on GPU 0
+        ((0, 3), {0: 1, 3: 9}, (), 3, None, None),  # a checkpoint that torch.load has left on GPU 0
+        ((0, 3), {0: 1, 3: 9}, (3,), 0, 3, 3),
+        ((0,), {0: 1}, (3,), 0, 3, None),  # of parameters without a context nothing can be recorded
+        ((), {}, (), 2, 2, None),  # set_device without a context
+        ((), {}, (), 0, None, None),
+    ],
+)
+def test_gpu_of_a_rank_is_the_one_that_it_uses(contexts, memory, parameters, current, expected, events):
+    torch = FakeTorch(4, contexts)
+    torch.cuda.used.update(memory)
+
+    facts, index = found(torch, current=current, parameters=parameters)
+
+    assert (facts.cuda_index, index) == (expected, events)
+    assert facts.cuda_uuid == ("" if expected is None else UUIDS[expected])
+    assert facts.cuda_pci_bus_id == ("" if expected is None else f"00000000:{16 + expected:02X}:00.0")
+    assert bool(facts.unclear_gpu) is (expected is None and len(contexts) > 1)
+
+
+def test_memory_says_nothing_before_the_loop_runs():
+    torch = FakeTorch(4, (0, 3))
+    torch.cuda.used[0] = 5  # the checkpoint, before the model is on its GPU
+
+    facts, index = found(torch, is_running=False)
+
+    assert (facts.cuda_index, index) == (None, None)
+    assert facts.unclear_gpu.startswith("this process has CUDA contexts on the GPUs 0, 3, and")
+
+
+def test_process_without_cuda_is_not_asked():
+    torch = FakeTorch(2)
+    torch.cuda.is_there = False
+
+    assert not RankDevice(torch, Declared()).look(is_running=True)
+
+
+def test_parameters_on_several_gpus_are_all_measured():
+    facts, index = found(FakeTorch(4, (0, 1, 2)), parameters=(2, 1))
+
+    assert (facts.cuda_index, facts.gpus, index) == (1, (1, 2), 1)
+
+
+def test_parameters_on_the_host_say_nothing():
+    declared = Declared()
+    declared.parameters_on([SimpleNamespace(type="cpu", index=None)])
+
+    assert declared.parameter_devices == ()
+
+
+class Loop:
+    """A recorder of windows of two iterations on four GPUs; `sent` has the GPUs that were sent to the agent."""
+
+    def __init__(self, torch):
+        self.torch, self.declared, self.sent, self.warned = torch, Declared(), [], []
+        self.writer = RingWriter(64)
+        self.recorder = WatchedRecorder(
+            self.writer, 2, 0, warn=self.warned.append, torch=torch, place=RankDevice(torch, self.declared),
+            send_facts=lambda: self.sent.append(self.declared.facts.cuda_index),
+        )  # fmt: skip
+
+    def iterate(self, count):
+        for _ in range(count):
+            self.torch.cuda.now_ms += 10
+            self.recorder.start()
+            self.torch.cuda.now_ms += 10
+            self.recorder.end(100, 2)
+
+    def close(self):
+        reader = RingReader(self.writer.descriptor)
+        self.recorder.finish()
+        self.writer.close()
+        reader.close()
+
+
+def test_gpu_that_a_window_shows_replaces_the_first_one():
+    torch = FakeTorch(4, (0,))
+    loop = Loop(torch)
+    loop.iterate(2)
+    torch.cuda.allocate(3, 100)
+    loop.iterate(4)
+    assert loop.sent == [0, 3], "only GPU 3 has memory"
+    assert loop.recorder._device.iterations > 0
+
+    loop.declared.parameters_on(on(1))
+    torch.cuda.allocate(1, 100)
+    loop.iterate(1)
+    assert loop.sent == [0, 3, 1] and loop.warned == []
+    assert torch.cuda.current_device() == 0
+    loop.close()
+
+
+def test_no_event_is_recorded_while_the_gpu_is_not_known():
+    torch = FakeTorch(4, (0, 3))
+    loop = Loop(torch)
+    loop.iterate(5)
+    assert (torch.cuda.made, loop.sent) == (0, [None])
+
+    torch.cuda.allocate(3, 100)
+    loop.iterate(3)
+    assert (torch.cuda.made > 0, loop.sent) == (True, [None, 3])
+    loop.close()
+
+
+def test_current_device_of_another_thread_does_not_matter():
+    torch = FakeTorch(4, (2,))
+    loop = Loop(torch)
+
+    def elsewhere():
+        torch.cuda.set_device(1)
+        loop.iterate(3)
+        assert torch.cuda.current_device() == 1
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert (loop.sent, loop.warned, torch.cuda.contexts) == ([2], [], {2})
+    assert loop.recorder._device.iterations > 0
+    loop.close()
+
+
+def test_error_of_cuda_ends_no_step():
+    torch = FakeTorch(2, (0, 1))
+    torch.cuda.device_count = lambda: 1 / 0
+    loop = Loop(torch)
+    loop.iterate(4)
+
+    assert set(loop.warned) == {"it is not known which GPU this process uses: ZeroDivisionError: division by zero"}
+    loop.close()
+
+
+def test_optimizer_shows_its_parameters_once_in_a_run(monkeypatch):
+    declared, asked = Declared(), []
+    collector = SimpleNamespace(declared=declared, recorder=None)
+    monkeypatch.setattr(_rounds, "get_metrics_collector", lambda: collector)
+    monkeypatch.setattr(_rounds, "_parameters", lambda optimizer: asked.append(optimizer) or optimizer.parameters)
+    rounds = _rounds.Rounds(ownership.OPTIMIZER, "torch")
+
+    class Optimizer:
+        parameters = [SimpleNamespace(device=one) for one in on(2, 2, 3)]
+
+    optimizer = Optimizer()
+    for collector.recorder in (None, "first run", "first run", "second run"):
+        rounds._show_gpus(optimizer)
+
+    assert declared.parameter_devices == (2, 3)
+    assert asked == [optimizer] * 3
