@@ -24,7 +24,7 @@ BUDGETS = {
     "energy": 1_808,
     "hooks": 4_579,  # ms-swift, which replaces the callbacks of every Trainer, is counted
     "instruments": 2_414,
-    "job": 8_992,  # ranks that share a GPU are named; counts with a gap are no totals; impossible statements are rejected
+    "job": 8_992,  # ranks that share a GPU are named; counts with a gap are no totals; impossible values are none
     "memory": 3_229,
     "metrics": 1_092,  # the metrics that a gap in the counts changes; AMU in GiB; a peak is not below its mean
     "network": 1_590,

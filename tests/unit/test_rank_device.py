@@ -172,7 +172,7 @@ def test_optimizer_shows_its_parameters_once_in_a_run(monkeypatch):
     rounds = _rounds.Rounds(ownership.OPTIMIZER, "torch")
 
     class Optimizer:
-        parameters = [SimpleNamespace(device=one) for one in on(2, 2, 3)]
+        parameters = tuple(SimpleNamespace(device=one) for one in on(2, 2, 3))
 
     optimizer = Optimizer()
     for collector.recorder in (None, "first run", "first run", "second run"):
