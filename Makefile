@@ -70,7 +70,7 @@ test-all: $(VENV)/.ready ## Run what CI does not: long tests, frameworks, the si
 	@$(BIN)/python -m pytest -m alone $(call files,alone)
 	@$(MAKE) --no-print-directory test-frameworks docs
 	@if command -v java >/dev/null; then $(MAKE) --no-print-directory test-spark; else echo 'no Java: no test with Spark'; fi
-	@$(MAKE) --no-print-directory bench-scale ARGUMENTS='--quick --ranks $(SCALE_RANKS)'
+	@$(MAKE) --no-print-directory bench-scale ARGUMENTS="--quick --ranks $(SCALE_RANKS)"
 
 check: $(VENV)/.checkers ## Check the source: format, lint, types, unsafe calls, budgets of lines
 	@$(BIN)/ruff format --check && $(BIN)/ruff check && $(BIN)/mypy && \

@@ -16,7 +16,7 @@ from pathlib import Path
 # Lines of the Python files of each package. A budget is raised only in a line with a comment: the reason, which a user
 # must be able to accept. When a package becomes smaller, its budget follows.
 BUDGETS = {
-    "agent": 3_639,  # the GPU of a rank may become known later: the agent then opens this one
+    "agent": 3_666,  # the GPU of a rank may become known later: the agent then opens this one
     "analysis": 3_795,  # the status ended; impossible numbers are refused
     "commands": 6_036,  # a report names what it could not read
     "config": 821,  # a process without memory or threads ends with one line
@@ -24,11 +24,11 @@ BUDGETS = {
     "energy": 1_808,
     "hooks": 4_579,  # ms-swift, which replaces the callbacks of every Trainer, is counted
     "instruments": 2_414,
-    "job": 8_992,  # ranks that share a GPU are named; counts with a gap are no totals; impossible values are none
+    "job": 9_018,  # ranks that share a GPU are named; counts with a gap are no totals; impossible values are none
     "memory": 3_229,
     "metrics": 1_092,  # the metrics that a gap in the counts changes; AMU in GiB; a peak is not below its mean
     "network": 1_590,
-    "records": 3_170,  # rejected counts; the GPU of a rank
+    "records": 3_173,  # rejected counts; the GPU of a rank
     "sensor_profile": 1_452,
     "server": 1_379,  # an aggregator without memory or threads ends at once
     "sinks": 1_674,  # slow connections do not block the metrics page

@@ -7,10 +7,8 @@ are not covered: the covered seconds of an integral exclude this time.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
-from functools import reduce
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import pairwise
-from operator import add
 
 from msgspec.structs import replace
 
@@ -21,6 +19,7 @@ from effllm.records.rank import (
     CLOCK_RATIO,
     NUM_POWER_BARS,
     POWER_STEP_W,
+    TENSOR_CLOCK,
     Device,
     DeviceWindow,
     Event,
@@ -35,7 +34,8 @@ FAULTLESS = frozenset({"power_cap", "sync_boost"})
 PEAKS = {"memory_bytes": "memory_peak_bytes", "power_w": "power_peak_w"}
 
 #: Gauges that are means since the previous sample; all other gauges are instantaneous values.
-SINCE_LAST = frozenset({"sm_activity_ratio", "tensor_activity_ratio", "dram_activity_ratio"})
+ACTIVITY = "tensor_activity_ratio"
+SINCE_LAST = frozenset({"sm_activity_ratio", ACTIVITY, "dram_activity_ratio"})
 
 
 class Series:
@@ -54,6 +54,9 @@ class Series:
         self.energy = EnergyLedger(device, max_gap_s)
         self._newest_ns = 0
         self._events: list[Event] = []
+        self._since_ns = 0  # start of the first window
+        self._active: Sample | None = None  # the last reading of earlier windows with an activity
+        self._outside: list[tuple[int, int]] = []  # parts of the last windows outside their iterations
         self.held_ns: int | None = None  # start of the oldest requested span; its samples are kept
 
     @property
@@ -143,7 +146,7 @@ class Series:
         for _, second, covered_s in self._covered(start_ns, end_ns):
             if second.utilization is not None:  # utilization is the mean since the previous sample
                 utilization.add(second.utilization * covered_s, covered_s)
-        for block, share in self._blocks(start_ns, end_ns):
+        for block, share, _ in self._blocks(start_ns, end_ns):
             memory.add((block.wall.memory_byte_seconds or 0.0) * share, block.wall.memory_covered_s * share)
             utilization.add((block.wall.utilization_seconds or 0.0) * share, block.wall.utilization_covered_s * share)
         return Integrals(NOT_MEASURED, *memory.pair(), *utilization.pair())
@@ -165,7 +168,13 @@ class Series:
             phases: the integrals of the window's phases.
             outside: start and end of each part of the window outside its iterations.
         """
-        sums = self._sums(start_ns, end_ns, merge_periods(outside))
+        self._since_ns = self._since_ns or start_ns
+        # A reading may have begun in the window before.
+        self._outside = [one for one in self._outside if one[1] > start_ns - self._max_gap_ns]
+        self._outside = merge_periods([*self._outside, *outside])
+        sums = self._sums(start_ns, end_ns, self._outside)
+        active = (one for one in reversed(self._samples) if one.time_ns <= end_ns and ACTIVITY in one.gauges)
+        self._active = next(active, self._active)
         return replace(
             sums,
             wall=replace(sums.wall, energy=self.energy.energy(start_ns, end_ns)),
@@ -173,9 +182,9 @@ class Series:
             energy_method=self.energy.readings.method(start_ns, end_ns),
         )
 
-    def _sums(self, start_ns: int, end_ns: int, outside: Collection[tuple[int, int]] = ()) -> DeviceWindow:
+    def _sums(self, start_ns: int, end_ns: int, outside: Sequence[tuple[int, int]] = ()) -> DeviceWindow:
         """Return the readings without energy."""
-        gauges = self._clock_ratio(start_ns, end_ns, outside)
+        gauges = self._iteration_gauges(start_ns, end_ns, outside)
         throttled_s: dict[str, float] = {}
         histogram_s: dict[int, float] = {}
         throttle_covered_s = 0.0
@@ -183,8 +192,7 @@ class Series:
             for name, value in second.gauges.items():
                 before = first.gauges.get(name, value)
                 mean = value if name in SINCE_LAST else _level(first, second, start_ns, end_ns, before, value)
-                part = Gauge(mean * covered_s, covered_s, value, value)
-                gauges[name] = gauges[name] + part if name in gauges else part
+                _add(gauges, name, Gauge(mean * covered_s, covered_s, value, value))
             if second.throttled_by is not None:
                 throttle_covered_s += covered_s
                 is_slowed = not FAULTLESS.issuperset(second.throttled_by)
@@ -193,12 +201,10 @@ class Series:
             if second.power_w is not None:
                 step = min(max(int(second.power_w // POWER_STEP_W), 0), NUM_POWER_BARS - 1)
                 histogram_s[step] = histogram_s.get(step, 0.0) + covered_s
-        for block, share in self._blocks(start_ns, end_ns):
+        for block, share, _ in self._blocks(start_ns, end_ns):
             for name, gauge in block.gauges.items():
-                if name == CLOCK_RATIO:
-                    continue
-                part = replace(gauge, value_seconds=gauge.value_seconds * share, covered_s=gauge.covered_s * share)
-                gauges[name] = gauges[name] + part if name in gauges else part
+                if name not in (CLOCK_RATIO, TENSOR_CLOCK):
+                    _add(gauges, name, _part(gauge, share))
             throttle_covered_s += block.throttle_covered_s * share
             for reason, seconds in block.throttled_s.items():
                 throttled_s[reason] = throttled_s.get(reason, 0.0) + seconds * share
@@ -215,33 +221,45 @@ class Series:
             power_histogram_s=histogram_s,
         )
 
-    def _clock_ratio(self, start_ns: int, end_ns: int, outside: Collection[tuple[int, int]]) -> dict[str, Gauge]:
-        """Return the gauge of the SM clock over its reference, for the time in iterations with a busy GPU."""
-        reference_hz = self.device.sm_clock_reference_hz
-        if not reference_hz:
-            return {}
-        parts = []
+    def _iteration_gauges(self, start_ns: int, end_ns: int, outside: Sequence[tuple[int, int]]) -> dict[str, Gauge]:
+        """Return the gauges that are computed for iterations only.
+
+        The SM clock over its reference covers the time in iterations with a busy GPU.  Tensor activity times SM clock
+        covers whole readings in iterations: a reading of activity is a mean since the reading before it, and the mean
+        of a product is not the product of means.
+        """
+        parts: dict[str, Gauge] = {}
+        since = self._active  # the last reading with an activity; not each reading has one
         for first, second, covered_s in self._covered(start_ns, end_ns):
-            clock_hz = second.gauges.get("sm_clock_hz")
-            covered_s -= _outside_s(max(first.time_ns, start_ns), min(second.time_ns, end_ns), outside)
-            if clock_hz is None or second.utilization == 0 or covered_s <= 0:
+            since = first if ACTIVITY in first.gauges else since
+            clock_hz, activity = second.gauges.get("sm_clock_hz"), second.gauges.get(ACTIVITY)
+            if clock_hz is None:
                 continue
-            mean_hz = _level(first, second, start_ns, end_ns, first.gauges.get("sm_clock_hz", clock_hz), clock_hz)
-            ratio = clock_hz / reference_hz
-            parts.append(Gauge(mean_hz / reference_hz * covered_s, covered_s, ratio, ratio))
-        for block, share in self._blocks(start_ns, end_ns):
-            if (gauge := block.gauges.get(CLOCK_RATIO)) is not None:
-                parts.append(
-                    replace(gauge, value_seconds=gauge.value_seconds * share, covered_s=gauge.covered_s * share)
-                )
-        return {CLOCK_RATIO: reduce(add, parts)} if parts else {}
+            before_hz = first.gauges.get("sm_clock_hz", clock_hz)
+            covered_s -= _outside_s(max(first.time_ns, start_ns), min(second.time_ns, end_ns), outside)
+            if (reference_hz := self.device.sm_clock_reference_hz) and second.utilization != 0 and covered_s > 0:
+                ratio = _level(first, second, start_ns, end_ns, before_hz, clock_hz) / reference_hz
+                _add(parts, CLOCK_RATIO, Gauge(ratio * covered_s, covered_s, *[clock_hz / reference_hz] * 2))
+            if activity is None or since is None or since.time_ns < self._since_ns or second.time_ns > end_ns:
+                continue
+            if not _outside_s(since.time_ns, second.time_ns, outside):
+                used_hz = activity * (since.gauges.get("sm_clock_hz", clock_hz) + clock_hz) / 2
+                whole_s = (second.time_ns - since.time_ns) * NS
+                _add(parts, TENSOR_CLOCK, Gauge(used_hz * whole_s, whole_s, used_hz, used_hz))
+        for block, share, (from_ns, to_ns) in self._blocks(start_ns, end_ns):
+            if _outside_s(max(from_ns, start_ns), min(to_ns, end_ns), outside):
+                continue
+            for name in (CLOCK_RATIO, TENSOR_CLOCK) if share == 1 else (CLOCK_RATIO,):
+                if (gauge := block.gauges.get(name)) is not None:
+                    _add(parts, name, _part(gauge, share))
+        return parts
 
     def peak(self, start_ns: int, end_ns: int, field: str) -> float | None:
         """Return the maximum of a field (memory_bytes, power_w) in ``[start_ns, end_ns]``, or ``None``."""
         values = [getattr(s, field) for s in self._samples if start_ns <= s.time_ns <= end_ns]
         if field == "memory_bytes":  # a mean includes parts before the first and after the last of these samples
             values += [level for level, _ in self._memory_levels(start_ns, end_ns)]
-        values += [getattr(block, PEAKS[field]) for block, _ in self._blocks(start_ns, end_ns)]
+        values += [getattr(block, PEAKS[field]) for block, *_ in self._blocks(start_ns, end_ns)]
         return max((value for value in values if value is not None), default=None)
 
     def _covered(self, start_ns: int, end_ns: int) -> Iterable[tuple[Sample, Sample, float]]:
@@ -253,15 +271,16 @@ class Series:
             if first.time_ns not in self._folded:
                 yield first, second, inside_ns * NS
 
-    def _blocks(self, start_ns: int, end_ns: int) -> Iterable[tuple[DeviceWindow, float]]:
-        """Yield folded blocks, with the share of each block inside the period (usually 1)."""
+    def _blocks(self, start_ns: int, end_ns: int) -> Iterable[tuple[DeviceWindow, float, tuple[int, int]]]:
+        """Yield folded blocks, with the share of each block inside the period (usually 1), its start and its end."""
         if not self._folded:
             return
         for first, second in pairwise(self._samples):
             if (block := self._folded.get(first.time_ns)) is not None:
                 inside_ns = min(second.time_ns, end_ns) - max(first.time_ns, start_ns)
                 if inside_ns > 0:
-                    yield block, inside_ns / (second.time_ns - first.time_ns)
+                    whole_ns = second.time_ns - first.time_ns
+                    yield block, inside_ns / whole_ns, (first.time_ns, second.time_ns)
 
 
 def merge_periods(periods: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -285,6 +304,14 @@ def _level(first: Sample, second: Sample, start_ns: int, end_ns: int, before: fl
     from_ns, to_ns = max(first.time_ns, start_ns), min(second.time_ns, end_ns)
     middle = ((from_ns + to_ns) / 2.0 - first.time_ns) / (second.time_ns - first.time_ns)
     return before + (after - before) * middle
+
+
+def _add(gauges: dict[str, Gauge], name: str, part: Gauge) -> None:
+    gauges[name] = gauges[name] + part if name in gauges else part
+
+
+def _part(gauge: Gauge, share: float) -> Gauge:
+    return replace(gauge, value_seconds=gauge.value_seconds * share, covered_s=gauge.covered_s * share)
 
 
 class _Sum:

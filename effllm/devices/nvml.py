@@ -272,8 +272,8 @@ class Gpm:
     def _take(self, gauges: dict[str, float]) -> None:
         for answer, name in self._answers:
             percent = answer.value
-            if answer.nvmlReturn == pynvml.NVML_SUCCESS and 0.0 <= percent <= 100.0:  # false for nan
-                gauges[name] = percent / 100
+            if answer.nvmlReturn == pynvml.NVML_SUCCESS and percent >= 0.0:  # false for nan
+                gauges[name] = min(percent, 100.0) / 100
 
 
 def open_gpm(handle: Any, instance: int | None) -> Gpm | None:

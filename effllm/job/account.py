@@ -17,7 +17,7 @@ from effllm.job.window_energy import is_covered
 from effllm.records.columns import Array, Table, means, structs_of
 from effllm.records.energy import NORMAL_95, NOT_MEASURED, EnergyAmount
 from effllm.records.job import ClusterTotals, Counts, DeviceTotals, JobConstants, JobEnergy, LoopTimes
-from effllm.records.rank import CLOCK_RATIO, Profile, RankReport, add_profiles
+from effllm.records.rank import CLOCK_RATIO, TENSOR_CLOCK, Profile, RankReport, add_profiles
 
 _JOB = "job"  # key of the energy of all devices
 
@@ -197,6 +197,8 @@ class Account(Struct):
                 temperature_max_c=self._gauge("temperature_c").most,
                 sm_clock_hz=self._gauge("sm_clock_hz").mean,
                 sm_activity=self._gauge("sm_activity_ratio").mean,
+                tensor_clock_hz=self._gauge(TENSOR_CLOCK).mean,
+                tensor_clock_covered_s=self._gauge(TENSOR_CLOCK).covered_s,
                 tensor_activity=self._gauge("tensor_activity_ratio").mean,
                 dram_activity=self._gauge("dram_activity_ratio").mean,
             ),

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from msgspec import Struct
 
+from effllm.job.audit.watch import unchecked_mfu
 from effllm.job.goodput_attempt import RESTART_GAP
 from effllm.job.ledger import Ledger
 from effllm.job.roster import Roster
@@ -124,6 +125,8 @@ def not_measured(
         yield f"total energy: {parts}; {'; '.join(lacking)}"
     yield from _gaps(whole, ledger, roster, ended)
     yield from _not_counted(whole)
+    if ended and (text := unchecked_mfu(whole, roster.job.known)):
+        yield text
     yield from roster.job.open_shares
 
 

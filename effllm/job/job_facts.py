@@ -190,6 +190,7 @@ class JobFacts:
         facts = self._hellos[min(self._hellos)].facts if self._hellos else {}
         max_positions = facts.get("max_positions_per_iteration")
         return KnownJob(
+            reading_s=self._config.collection_interval_s,
             devices=self.num_gpus or self._ledger.world_size or 1,
             peak_flops_per_s=self.peak_flops_per_s,
             flops_per_token=self.flops_per_token,

@@ -113,6 +113,8 @@ class DeviceTotals(Struct, frozen=True):
     temperature_max_c: float | None = None
     sm_clock_hz: float | None = None  # mean over time and GPUs; the next three fields are such means, too
     sm_activity: float | None = None
+    tensor_clock_hz: float | None = None  # mean of tensor activity times SM clock, in whole readings in iterations
+    tensor_clock_covered_s: float = 0.0
     tensor_activity: float | None = None
     dram_activity: float | None = None
     # GPU-seconds by clocks event reason; reasons may overlap, and include reasons that are no fault, such as power_cap.

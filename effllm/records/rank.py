@@ -154,8 +154,8 @@ class Sample(Struct, frozen=True, gc=False):
     energy_only: bool = False  # whether only energy and power were read; then other quantities are no failures
 
 
-#: The only gauge that covers no phases and is in no sample: it is computed from the samples of a window.
-CLOCK_RATIO = "sm_clock_ratio"
+#: The gauges that cover no phases and are in no sample: they are computed from the samples of a window.
+CLOCK_RATIO, TENSOR_CLOCK = "sm_clock_ratio", "tensor_clock_hz"
 #: Further readings of a sample: name -> (unit, meaning).  Ratios are 0..1.
 GAUGES: dict[str, tuple[str, str]] = {
     "sm_clock_hz": ("Hz", "clock of the streaming multiprocessors"),
@@ -169,6 +169,7 @@ GAUGES: dict[str, tuple[str, str]] = {
     "tensor_activity_ratio": ("ratio", "share of time in which the tensor cores worked (GPM)"),
     "dram_activity_ratio": ("ratio", "share of the memory bandwidth in use (GPM)"),
     CLOCK_RATIO: ("ratio", "SM clock over the clock of the peak FLOP/s, in iterations while the GPU was busy"),
+    TENSOR_CLOCK: ("Hz", "tensor activity times SM clock, in readings that lie wholly in iterations (GPM)"),
 }
 
 

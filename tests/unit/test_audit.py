@@ -4,7 +4,14 @@ import pytest
 from audited import AuditedJob, value
 from builders import reports, row
 
-from effllm.job.audit.watch import FigureSums, KnownJob, above_tensor_activity, compared, tensor_utilization
+from effllm.job.audit.watch import (
+    FigureSums,
+    KnownJob,
+    above_tensor_activity,
+    compared,
+    tensor_utilization,
+    unchecked_mfu,
+)
 from effllm.job.ledger import restore
 from effllm.records.clock import Now
 from effllm.records.framework_figures import (
@@ -169,12 +176,14 @@ def test_values_from_wrong_counts_are_marked():
 # --- MFU and tensor activity: the arithmetic only, not measured on a GPU -------------------------
 
 
-def mfu_totals(mfu, activity, clock_hz=1.83e9, peak=989.4e12):
+def mfu_totals(mfu, activity, clock_hz=1.83e9, peak=989.4e12, covered_s=20.0):
     """Return the totals of one GPU with this MFU: tokens of 1 FLOP each in one second."""
     return ClusterTotals(
         counts=Counts(tokens=round(mfu * peak)),
         loop=LoopTimes(time_s=1.0),
-        devices=DeviceTotals(tensor_activity=activity, sm_clock_hz=clock_hz),
+        devices=DeviceTotals(
+            tensor_activity=activity, tensor_clock_hz=activity * clock_hz, tensor_clock_covered_s=covered_s
+        ),
         constants=JobConstants(gpus=1, world_size=1, peak_flops_per_s=peak, flops_per_token=1.0),
     )
 
@@ -197,6 +206,14 @@ def test_mfu_above_the_tensor_activity_is_reported_with_its_factor():
         "MFU is 57.5 %, but tensor activity x SM clock is 25.0 %: the FLOPs per token, the tokens or the peak are "
         "wrong by a factor of at least 2"
     )
+
+
+def test_too_few_readings_in_iterations_are_not_compared_and_said():
+    totals = mfu_totals(0.9, 0.1, covered_s=19.9)
+
+    assert (above_tensor_activity(totals, BF16), tensor_utilization(totals, BF16)) == ("", None)
+    assert unchecked_mfu(totals, BF16).startswith("check of MFU by tensor activity: fewer than 20 readings")
+    assert unchecked_mfu(mfu_totals(0.9, 0.1), BF16) == unchecked_mfu(totals, KnownJob(precision="fp8")) == ""
 
 
 @pytest.mark.parametrize("known", [KnownJob(precision="fp8"), KnownJob()])

@@ -12,7 +12,7 @@ from effllm.agent.series import Series
 from effllm.agent.window import WindowCutter
 from effllm.records import ring
 from effllm.records.energy import EnergyAmount
-from effllm.records.rank import CLOCK_RATIO, DeviceWindow, Integrals, Sample
+from effllm.records.rank import CLOCK_RATIO, TENSOR_CLOCK, DeviceWindow, Integrals, Sample
 
 GAP_S = 5.0
 
@@ -600,6 +600,46 @@ def test_clock_ratio_covers_only_iterations_with_a_busy_gpu():
 
     assert (whole.value_seconds, whole.covered_s) == pytest.approx((1.0 + 0.75 + 0.5, 3.0))
     assert (part.value_seconds, part.covered_s) == pytest.approx((0.5 + 0.5, 1.5))
+
+
+def with_readings(readings):
+    """Return a series with a reading of tensor activity and SM clock (GHz) at each second from 1 on."""
+    series = Series(gpu(), 5.0)
+    for second, (activity, clock_ghz) in enumerate(readings, 1):
+        gauges = {"sm_clock_hz": clock_ghz * 1e9, "tensor_activity_ratio": activity}
+        series.add(Sample(time_ns=second * 10**9, utilization=1.0, gauges=gauges))
+    return series
+
+
+def test_tensor_clock_is_the_mean_of_products_over_whole_readings_in_iterations():
+    series = with_readings([(0.0, 2.0), (0.8, 2.0), (0.4, 1.0), (0.0, 0.3), (0.8, 2.0), (0.8, 2.0), (0.8, 2.0)])
+    evaluation = (35 * 10**8, 42 * 10**8)
+
+    first = series.window(10**9, 55 * 10**8, {}, [evaluation]).gauges[TENSOR_CLOCK]
+    rest = series.window(55 * 10**8, 7 * 10**9, {}).gauges[TENSOR_CLOCK]
+
+    # The readings at seconds 4 and 5 overlap the evaluation; the reading at second 6 began in the first window.
+    assert (first.value_seconds, first.covered_s) == pytest.approx((0.8 * 2e9 + 0.4 * 1.5e9, 2.0))
+    assert (rest.value_seconds, rest.covered_s) == pytest.approx((2 * 0.8 * 2e9, 2.0))
+
+
+def test_reading_that_began_before_the_first_window_has_no_tensor_clock():
+    series = with_readings([(0.0, 2.0), (0.8, 2.0), (0.8, 2.0)])
+
+    assert series.window(15 * 10**8, 3 * 10**9, {}).gauges[TENSOR_CLOCK].covered_s == 1.0
+
+
+@pytest.mark.parametrize("is_evaluation", [False, True])
+def test_folded_readings_keep_their_tensor_clock_unless_they_are_of_an_evaluation(is_evaluation):
+    series = with_readings([(0.5, 2.0)] * 100)
+    series.fold((), 80 * 10**9)
+    assert series.num_kept < 60
+    outside = [(20 * 10**9, 60 * 10**9)] if is_evaluation else []
+
+    found = series.window(10**9, 100 * 10**9, {}, outside).gauges[TENSOR_CLOCK]
+
+    assert found.value_seconds / found.covered_s == pytest.approx(1e9)
+    assert found.covered_s == pytest.approx(99.0) if not is_evaluation else found.covered_s < 60
 
 
 def test_device_without_a_reference_clock_has_no_clock_ratio():

@@ -41,9 +41,11 @@ PEAK_CLOCK_HZ = {312e12: 1.41e9, 989.4e12: 1.83e9}
 PEAK_ROUNDING = 1e-3
 #: Precisions in which a tensor core at full activity reaches this peak; FP8 does twice as many FLOPs.
 PRECISIONS = ("bf16", "fp16")
-#: MFU may exceed the tensor cores' utilization by this share and by these points: activity and clock are sampled at
-#: other times than the iterations are measured (5 % to 10 %), and the paper's error is two points.
+#: MFU may exceed the tensor cores' utilization by this share and by these points: readings lie at other times than the
+#: ends of iterations (5 % to 10 %), and the paper's error is two points.
 SHARE, POINTS = 0.15, 0.02
+#: Fewer readings that lie wholly in iterations are not compared with MFU.
+MIN_READINGS = 20
 #: What is in doubt: inputs of metrics, as in `effllm.metrics.measurable.NEEDS`.
 TOKENS, FLOPS = "tokens", "FLOPs"
 #: MFU is compared with the tensor activity after this many windows; both are means over the run.
@@ -60,6 +62,7 @@ class KnownJob(Struct, frozen=True):
     flops_per_token: float | None = None
     max_positions: int = 0  # largest number of positions of a rank's iteration, if the framework fixes it; else 0
     precision: str = ""
+    reading_s: float = 1.0  # time between two readings of a GPU
 
 
 class FigureSums(Struct):
@@ -241,16 +244,33 @@ def above_tensor_activity(totals: ClusterTotals, known: KnownJob) -> str:
 def tensor_utilization(totals: ClusterTotals, known: KnownJob) -> float | None:
     """Return the utilization of the tensor cores, which cannot have done fewer FLOPs than the model needs.
 
-    It is tensor activity times SM clock over the clock of the peak (OFU, arXiv 2605.20799), and ``None`` if a factor is
-    unknown.  It predicts MFU within two percentage points in the paper's matrix products; this project has not measured
-    it on a GPU.
+    It is tensor activity times SM clock over the clock of the peak (OFU, arXiv 2605.20799), over the same time as MFU,
+    and ``None`` if a factor is unknown or has too few readings.  It predicts MFU within two percentage points in the
+    paper's matrix products; this project has not measured it on a GPU.
     """
-    devices, constants = totals.devices, totals.constants
-    if devices.tensor_activity is None or devices.sm_clock_hz is None or known.precision not in PRECISIONS:
+    devices, clock_hz = totals.devices, _peak_clock_hz(totals, known)
+    if clock_hz is None or devices.tensor_clock_hz is None or not _has_readings(totals, known):
         return None
-    peak = (constants.peak_flops_per_s or 0.0) / (constants.gpus or 1)
-    clock_hz = next((hz for one, hz in PEAK_CLOCK_HZ.items() if abs(peak / one - 1) < PEAK_ROUNDING), None)
-    return None if clock_hz is None else devices.tensor_activity * devices.sm_clock_hz / clock_hz
+    return devices.tensor_clock_hz / clock_hz
+
+
+def unchecked_mfu(totals: ClusterTotals, known: KnownJob) -> str:
+    """Return a sentence if MFU is not compared with tensor activity, only because there are too few readings."""
+    is_comparable = totals.devices.tensor_activity is not None and _peak_clock_hz(totals, known) is not None
+    if not is_comparable or _has_readings(totals, known) or metrics.throughput.mfu_ratio(totals) is None:
+        return ""
+    return f"check of MFU by tensor activity: fewer than {MIN_READINGS} readings of the GPUs lie wholly in iterations"
+
+
+def _has_readings(totals: ClusterTotals, known: KnownJob) -> bool:
+    return totals.devices.tensor_clock_covered_s >= MIN_READINGS * known.reading_s
+
+
+def _peak_clock_hz(totals: ClusterTotals, known: KnownJob) -> float | None:
+    peak = (totals.constants.peak_flops_per_s or 0.0) / (totals.constants.gpus or 1)
+    if known.precision not in PRECISIONS:
+        return None
+    return next((hz for one, hz in PEAK_CLOCK_HZ.items() if abs(peak / one - 1) < PEAK_ROUNDING), None)
 
 
 def _floats(counts: Sequence[int]) -> Array:
