@@ -18,9 +18,9 @@ from pathlib import Path
 BUDGETS = {
     "agent": 3_666,  # the GPU of a rank may become known later: the agent then opens this one
     "analysis": 3_795,  # the status ended; impossible numbers are refused
-    "commands": 6_036,  # a report names what it could not read
+    "commands": 6_037,  # a report names what it could not read
     "config": 821,  # a process without memory or threads ends with one line
-    "devices": 4_242,
+    "devices": 4_309,  # a GPU in MIG mode is measured by its slice; what a container may not read is named
     "energy": 1_808,
     "hooks": 4_579,  # ms-swift, which replaces the callbacks of every Trainer, is counted
     "instruments": 2_414,

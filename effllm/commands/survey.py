@@ -110,7 +110,8 @@ def _device(
     reader.close()
     device = reader.device
     simulated = ", SIMULATED: no hardware is measured" if device.simulated else ""
-    about = Finding("device", OK, f"{device.kind}: {device.name}, {device.key}{simulated}")
+    no_gpu = "".join(f"; no {sentence}" for sentence in device.not_measured if sentence.startswith("GPU: "))
+    about = Finding("device", OK, f"{device.kind}: {device.name}, {device.key}{simulated}{no_gpu}")
     return device, _sources(device, samples, failures), 1e3 * statistics.median(wall_s), cpu_s, sensor, about
 
 

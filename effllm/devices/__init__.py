@@ -16,10 +16,11 @@ from typing import Protocol, TypeVar
 
 from msgspec.structs import replace
 
+from effllm.config.switches import this_process
 from effllm.records.rank import Device, Sample
 
-#: GPUs in the order in which ``auto`` tries them, each with a file that exists while the GPU's driver is loaded.
-_GPUS = {"nvml": Path("/dev/nvidiactl"), "amd": Path("/dev/kfd")}
+#: GPUs in the order in which ``auto`` tries them, each with files of which one exists while the GPU's driver is loaded.
+_GPUS = {"nvml": ("/dev/nvidiactl", "/dev/dxg"), "amd": ("/dev/kfd",)}  # /dev/dxg: WSL2
 
 
 _T = TypeVar("_T")
@@ -27,6 +28,8 @@ _T = TypeVar("_T")
 
 class DeviceUnavailable(Exception):
     """The device cannot be read here; the message is one sentence with the reason and the remedy."""
+
+    driver_works = False  # whether the driver answers, so that the machine has such devices
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,9 @@ class Site:
     cuda_uuid: str = ""  # UUID of torch's current device, if torch has a device
     cuda_pci_bus_id: str = ""
     visible_devices: str | None = None  # CUDA_VISIBLE_DEVICES, or None if it is not set
+    container_devices: str | None = field(
+        default_factory=lambda: this_process().get("NVIDIA_VISIBLE_DEVICES")
+    )  # the MIG slices that a container was given
     rocr_visible_devices: str | None = None  # ROCR_VISIBLE_DEVICES; HIP_VISIBLE_DEVICES selects from this list
     hip_visible_devices: str | None = None  # HIP_VISIBLE_DEVICES; on ROCm it overrides CUDA_VISIBLE_DEVICES
     power_scope: str = "auto"  # the power scope to use if a device has more than one
@@ -84,7 +90,7 @@ def open_device(name: str, site: Site) -> Reader:
             return open_gpu(name, site)
         except DeviceUnavailable as error:
             host = open_device("host", site)
-            if any(node.exists() for node in _GPUS.values()):
+            if error.driver_works or any(map(_has_driver, _GPUS)):
                 missing = (*host.device.not_measured, f"GPU: {error}")
                 host.device = replace(host.device, not_measured=missing)
             return host
@@ -126,4 +132,8 @@ def open_gpu(name: str, site: Site) -> Reader:
             return open_device(gpu, site)
         except DeviceUnavailable as error:
             errors[gpu] = error
-    raise next((errors[gpu] for gpu, node in _GPUS.items() if node.exists()), errors["nvml"])
+    raise next((one for gpu, one in errors.items() if one.driver_works or _has_driver(gpu)), errors["nvml"])
+
+
+def _has_driver(gpu: str) -> bool:
+    return any(Path(node).exists() for node in _GPUS[gpu])

@@ -169,9 +169,11 @@ class Watch:
 
     def open(self) -> None:
         """Register for critical errors, if NVML supports this."""
+        self.has_xids = False  #: whether NVML reports critical errors; a container may not register for them
         with suppress(pynvml.NVMLError):
             self._events = pynvml.nvmlEventSetCreate()
             pynvml.nvmlDeviceRegisterEvents(self._handle, pynvml.nvmlEventTypeXidCriticalError, self._events)
+            self.has_xids = True
 
     def poll(self, now_s: float, is_there: bool) -> tuple[Event, ...]:
         """Return the events since the last poll.

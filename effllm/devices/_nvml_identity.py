@@ -61,11 +61,46 @@ def _uuids_in_bus_order() -> list[str]:
 
 
 def find(site: Site) -> Any:
-    """Return the handle of torch's current device, or else of the rank's device in CUDA_VISIBLE_DEVICES."""
+    """Return the handle of the GPU that torch uses, or else of the rank's device in CUDA_VISIBLE_DEVICES.
+
+    On a GPU in MIG mode, CUDA uses a slice even if no setting names one, so the handle is never that of the whole GPU.
+    """
     # Under some CUDA versions torch returns the GPU's UUID for a slice, so a slice is found by CUDA_VISIBLE_DEVICES.
     if (site.cuda_uuid or site.cuda_pci_bus_id) and not (site.visible_devices or "").strip().startswith("MIG-"):
-        return _find_by_torch(site)
-    return pynvml.nvmlDeviceGetHandleByUUID(choose_uuid(site, _uuids_in_bus_order()))
+        found = _find_by_torch(site)
+    else:
+        uuid = choose_uuid(site, _uuids_in_bus_order())
+        try:
+            found = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+        except (pynvml.NVMLError_NotFound, pynvml.NVMLError_InvalidArgument) as error:
+            raise DeviceUnavailable(f"CUDA_VISIBLE_DEVICES names {uuid}, and NVML lists no such device here") from error
+    return _first_slice(found, site) if _is_divided(found) else found
+
+
+def _is_divided(handle: Any) -> bool:
+    """Whether a handle is of a whole GPU in MIG mode."""
+    try:
+        is_slice = pynvml.nvmlDeviceIsMigDeviceHandle(handle)
+        return not getattr(is_slice, "value", is_slice) and bool(pynvml.nvmlDeviceGetMigMode(handle)[0])
+    except pynvml.NVMLError:
+        return False  # a GPU or a driver without MIG
+
+
+def _first_slice(gpu: Any, site: Site) -> Any:
+    """Return the slice that CUDA uses: the first, of those that a container was given (NVIDIA_VISIBLE_DEVICES).
+
+    Raises:
+        DeviceUnavailable: no slice is visible.
+    """
+    slices = _slices(gpu, _capacity(gpu)[0])
+    given = [name.strip() for name in (site.container_devices or "").split(",")]
+    uuid = next((one for one in slices if one in given), next(iter(slices), None))
+    if uuid is None:
+        raise DeviceUnavailable(
+            f"{_named(gpu)} is in MIG mode, and no slice is visible: set "
+            "CUDA_VISIBLE_DEVICES=MIG-<uuid> from the list of nvidia-smi -L"
+        )
+    return slices[uuid]
 
 
 def _find_by_torch(site: Site) -> Any:
@@ -77,6 +112,13 @@ def _find_by_torch(site: Site) -> Any:
     if site.cuda_pci_bus_id:
         return pynvml.nvmlDeviceGetHandleByPciBusId(site.cuda_pci_bus_id)
     raise DeviceUnavailable(f"NVML does not list the GPU {uuid} that torch uses: is it hidden from this container?")
+
+
+def name_of(handle: Any) -> str:
+    """Return the product name; empty if it may not be read, as that of a slice's GPU in a container."""
+    with suppress(pynvml.NVMLError):
+        return text_of(pynvml.nvmlDeviceGetName(handle))
+    return ""
 
 
 def module_of(handle: Any, host: str) -> str:
@@ -116,8 +158,15 @@ def slice_of(handle: Any) -> Slice | None:
         return None
     gpu = gpu_of(handle)
     own, whole, word = _weigh(handle, gpu)
-    note = f"{own}/{whole} of {text_of(pynvml.nvmlDeviceGetUUID(gpu))}'s energy, by {word}"
+    note = f"{own}/{whole} of {_named(gpu)}'s energy, by {word}"
     return Slice(gpu, own / whole, note, _instance_of(handle))
+
+
+def _named(gpu: Any) -> str:
+    """Return the UUID of a GPU; a container may not be allowed to read that of a slice's GPU."""
+    with suppress(pynvml.NVMLError):
+        return text_of(pynvml.nvmlDeviceGetUUID(gpu))
+    return "the GPU"
 
 
 def gpu_of(handle: Any) -> Any:

@@ -12,7 +12,7 @@ import pynvml
 from effllm.devices import DeviceUnavailable, Site
 from effllm.devices._nvml_call import repoint
 from effllm.devices._nvml_chip import Chip, Watch, default_limit_w, max_clock_hz, power_profiles, throttles
-from effllm.devices._nvml_identity import find, gpu_of, module_of, slice_of, text_of
+from effllm.devices._nvml_identity import find, gpu_of, module_of, name_of, slice_of, text_of
 from effllm.devices._nvml_power import NvmlPower
 from effllm.devices.known.named_gpus import peak_clock_hz
 from effllm.records.rank import GPU, MODULE, Device, Event, Sample
@@ -20,6 +20,8 @@ from effllm.records.rank import GPU, MODULE, Device, Event, Sample
 NS = 1e-9
 #: Minimal time between the two samples of a pair (NVML documentation of nvmlGpmMetricsGet).
 MIN_GPM_APART_S = 0.1
+#: A busy GPU may read a little above 100 %, which counts as 100 %; a higher value is no reading.
+MAX_GPM_PERCENT = 110.0
 
 _GPM_METRICS = {
     pynvml.NVML_GPM_METRIC_SM_UTIL: "sm_activity_ratio",
@@ -57,7 +59,7 @@ class NvmlReader:
         self._chip = Chip(handle, self._gpu)
         # The other parts of a module belong to no slice.
         wanted = GPU if self._slice else site.power_scope
-        self._power = NvmlPower(self._gpu, text_of(pynvml.nvmlDeviceGetName(self._gpu)), wanted, self._share)
+        self._power = NvmlPower(self._gpu, name_of(self._gpu) or name_of(handle), wanted, self._share)
         self._gpm = self._open_gpm()
         self._watch = Watch(self._gpu, clock())
         self.device = self._describe(site)
@@ -88,7 +90,7 @@ class NvmlReader:
     def _describe(self, site: Site) -> Device:
         power, limit_w = self._power, self._watch.limit_w
         is_module = power.scope == MODULE
-        name, max_hz = text_of(pynvml.nvmlDeviceGetName(self._handle)), max_clock_hz(self._gpu)
+        name, max_hz = name_of(self._handle), max_clock_hz(self._gpu)
         default_w = default_limit_w(self._gpu)
         notes = [self._slice.note if self._slice else "", power.note]
         return Device(
@@ -122,6 +124,8 @@ class NvmlReader:
             sentences.append("power: not reported by NVML for this GPU")
         if self._power.method is None:
             sentences.append("energy: NVML gives neither an energy counter nor the power of this GPU")
+        if not self._watch.has_xids:
+            sentences.append("Xid errors: NVML does not report them here")
         return tuple(sentences)
 
     def _open_gpm(self) -> Gpm | None:
@@ -212,9 +216,11 @@ def open_device(site: Site, *, clock: Callable[[], float] = time.monotonic) -> N
     except (pynvml.NVMLError, DeviceUnavailable) as error:
         with suppress(pynvml.NVMLError):
             pynvml.nvmlShutdown()
-        if isinstance(error, DeviceUnavailable):
-            raise
-        raise DeviceUnavailable(f"NVML finds no readable GPU for local rank {site.local_rank}: {error}") from error
+        found = error
+        if not isinstance(found, DeviceUnavailable):
+            found = DeviceUnavailable(f"NVML finds no readable GPU for local rank {site.local_rank}: {error}")
+        found.driver_works = True
+        raise found from error
 
 
 class Gpm:
@@ -272,7 +278,7 @@ class Gpm:
     def _take(self, gauges: dict[str, float]) -> None:
         for answer, name in self._answers:
             percent = answer.value
-            if answer.nvmlReturn == pynvml.NVML_SUCCESS and percent >= 0.0:  # false for nan
+            if answer.nvmlReturn == pynvml.NVML_SUCCESS and 0.0 <= percent <= MAX_GPM_PERCENT:  # false for nan
                 gauges[name] = min(percent, 100.0) / 100
 
 

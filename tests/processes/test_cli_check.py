@@ -147,6 +147,20 @@ def test_check_shows_the_uuid_and_reasons_for_missing_metrics(cli, library, tmp_
     assert metrics["aec_watts"]["why_not"] == ["energy: NVML gives neither an energy counter nor the power of this GPU"]
 
 
+@pytest.mark.parametrize("visible", ["MIG-11111111-2222-3333-4444-555555555555", "", "7"])
+def test_check_names_a_setting_that_hides_all_gpus(cli, library, tmp_path, visible):
+    trace = Trace(library, tmp_path / "trace")
+    trace.write(*(Gpu(f"GPU-{n}", f"00000000:0{n}:00.0") for n in range(4)))
+
+    code, survey = found(cli, **trace.environment(), CUDA_VISIBLE_DEVICES=visible)
+
+    assert (code, survey["device"]["kind"]) == (0, "host")
+    (text,) = [one for one in survey["device"]["not_measured"] if one.startswith("GPU: ")]
+    (shown,) = [one["text"] for one in survey["findings"] if one["name"] == "device"]
+    assert shown.endswith(f"; no {text}")
+    assert "CUDA_VISIBLE_DEVICES" in text and ("of 4 GPUs" in text or "NVML lists no such device" in text)
+
+
 H100 = Gpu(
     UUID,
     "00000000:01:00.0",

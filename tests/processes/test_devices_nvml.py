@@ -25,6 +25,12 @@ NOT_AVAILABLE_32, NOT_AVAILABLE_64 = 2**32 - 1, 2**64 - 1
 @pytest.fixture
 def trace(library, tmp_path):
     trace = Trace(library, tmp_path / "trace")
+    trace.write(GPU_C, GPU_A, GPU_B)
+    return trace
+
+
+@pytest.fixture
+def sliced(trace):
     trace.write(GPU_C, GPU_A, GPU_B, MIG)
     return trace
 
@@ -165,10 +171,8 @@ def test_failed_reading_is_none_until_the_next_successful_read(trace, field):
         ("power", ["power"]),
         ("energy", []),  # power replaces the energy counter
         ("fields", []),  # older calls replace the call for field values
-        *(
-            (call, [])
-            for call in ("mig", "limit", "clocks", "temperature", "throttle", "ecc", "gpm", "events", "about")
-        ),
+        ("events", ["Xid errors"]),
+        *((call, []) for call in ("mig", "limit", "clocks", "temperature", "throttle", "ecc", "gpm", "about")),
     ],
 )
 def test_call_without_permission_is_not_reported_as_a_failure(trace, call, missing):
@@ -181,7 +185,7 @@ def test_call_without_permission_is_not_reported_as_a_failure(trace, call, missi
     assert failures == {}
     assert [sentence.partition(":")[0] for sentence in device.not_measured] == missing
     measured = {"memory": sample.memory_bytes, "utilization": sample.utilization, "power": sample.power_w}
-    assert [name for name, value in measured.items() if value is None] == missing
+    assert [name for name, value in measured.items() if value is None] == [one for one in missing if one in measured]
     assert device.energy_method == ("instant power" if call == "energy" else "counter")
 
 
@@ -442,8 +446,8 @@ def test_energy_is_complete_after_a_hanging_call(trace):
     assert result["stopped"]
 
 
-def test_all_energy_of_a_gpu_belongs_to_its_only_slice(trace):
-    with trace.reader(Site(visible_devices=MIG.uuid, cuda_uuid=B)) as reader:  # torch may return the GPU's UUID
+def test_all_energy_of_a_gpu_belongs_to_its_only_slice(sliced):
+    with sliced.reader(Site(visible_devices=MIG.uuid, cuda_uuid=B)) as reader:  # torch may return the GPU's UUID
         sample, failures = reader.read()
         device = reader.device
 
@@ -455,8 +459,48 @@ def test_all_energy_of_a_gpu_belongs_to_its_only_slice(trace):
     assert failures == {}
 
 
-def test_slice_is_found_by_its_uuid_without_the_prefix_mig(trace):
-    assert device_of(trace, cuda_uuid=MIG.uuid.removeprefix("MIG-")) == (MIG.uuid, 5)
+def test_slice_is_found_by_its_uuid_without_the_prefix_mig(sliced):
+    assert device_of(sliced, cuda_uuid=MIG.uuid.removeprefix("MIG-")) == (MIG.uuid, 5)
+
+
+@pytest.mark.parametrize(
+    "site",
+    [
+        {"local_rank": 1},
+        {"visible_devices": "1"},
+        {"visible_devices": B},
+        {"cuda_uuid": B},
+        {"cuda_pci_bus_id": GPU_B.bus},
+        {"visible_devices": "1", "container_devices": "all"},
+    ],
+)
+def test_gpu_in_mig_mode_is_measured_by_its_first_slice_without_a_setting(sliced, site):
+    assert device_of(sliced, **site) == (MIG.uuid, 5)
+
+
+def test_container_is_measured_by_the_slice_that_it_was_given(trace):
+    other = Gpu("MIG-eeee0005-0000-5000-8000-000000000005", parent=0, memory=flat(7 * GIB), memory_total=10 * GIB)
+    trace.write(GPU_A, Gpu(**vars(MIG) | {"parent": 0}), other)
+
+    assert device_of(trace, container_devices=f"{other.uuid},{MIG.uuid}") == (MIG.uuid, 5), "NVML's order is CUDA's"
+    assert device_of(trace, container_devices=other.uuid) == (other.uuid, 7)
+
+
+def test_gpu_in_mig_mode_without_a_visible_slice_is_not_measured_as_a_whole(sliced):
+    sliced.fault(f"3 * error {NO_PERMISSION}")
+
+    with pytest.raises(DeviceUnavailable, match=rf"the GPU {B}|{B} is in MIG mode, and no slice is visible: set CUDA"):
+        sliced.reader(Site(visible_devices="1")).__enter__()
+
+
+def test_slice_is_measured_in_a_container_that_may_not_read_its_gpu(sliced):
+    sliced.fault(f"2 * error {NO_PERMISSION}")
+    with sliced.reader(Site(visible_devices=MIG.uuid)) as reader:
+        sample, failures = reader.read()
+        missing = [sentence.partition(":")[0] for sentence in reader.device.not_measured]
+
+    assert (sample.memory_bytes, sample.energy_j, sample.power_w, failures) == (5 * GIB, None, None, {})
+    assert missing == ["utilization", "power", "energy", "Xid errors"]
 
 
 def test_closed_reader_returns_failures_and_does_not_open_again(trace):

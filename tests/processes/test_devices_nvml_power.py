@@ -514,6 +514,15 @@ def test_time_between_gpm_samples_has_a_minimum(trace):
     assert failures == {}
 
 
+def test_activity_a_little_above_100_percent_counts_as_100_percent(trace):
+    trace.write(gpu(gpm=1, **ACTIVITIES))
+
+    with trace.reader(AT_A) as reader:
+        _, last, failures = read_twice(trace, reader, 100.0, 101.0, "0 gpm.metrics value 100.02")
+
+    assert (last.gauges["sm_activity_ratio"], failures) == (1.0, {})
+
+
 @pytest.mark.parametrize("value", ["nan", "250", "-1"])
 def test_impossible_activity_is_missing_and_not_reported_as_a_failure(trace, value):
     trace.write(gpu(gpm=1, **ACTIVITIES))
