@@ -171,10 +171,15 @@ def _format(numbers: Iterable[_Number]) -> str:
 
 
 def offered(*ways: Callable[[], Quantity]) -> Quantity | None:
-    """Return the first quantity that this GPU and its driver support, even if its call fails at the moment."""
+    """Return the first quantity whose call works; if none works, the first that fails only at the moment.
+
+    A newer call may exist and fail for good: on WSL2 nvmlDeviceGetMemoryInfo_v2 returns "unknown error".
+    """
+    failing = None
     for way in ways:
         with suppress(pynvml.NVMLError_FunctionNotFound):
             quantity = way()
-            if quantity.call() not in LACKING_CODES:
+            if not (code := quantity.call()):
                 return quantity
-    return None
+            failing = failing or (quantity if code not in LACKING_CODES else None)
+    return failing

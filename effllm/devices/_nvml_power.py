@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pynvml
 
-from effllm.devices._nvml_call import LACKING, LACKING_CODES, MAX_VALUE_64, Quantity, Readout, offered, prepare, why
+from effllm.devices._nvml_call import MAX_VALUE_64, Quantity, Readout, offered, prepare, why
 from effllm.devices.known import hardware
 from effllm.records.rank import AVERAGE, COUNTER, GPU, INSTANT, MODULE
 
@@ -160,16 +160,14 @@ def _choose(
 
 
 def _has(handle: Any, field: NvmlField) -> bool:
-    """Whether a GPU and its driver support a field, even if the call fails at the moment."""
+    """Whether a field can be read; after any failure an older call is used for the whole run."""
     scopes = (field.scope,) if field.scope == _OF_GPU else (field.scope, _OF_GPU)
     try:
         answer, *of_gpu = pynvml.nvmlDeviceGetFieldValues(handle, [(field.id, scope) for scope in scopes])
-    except LACKING:
-        return False
     except pynvml.NVMLError:
-        return field in (_ENERGY, _POWERS[0])
+        return False
     if answer.nvmlReturn != pynvml.NVML_SUCCESS:
-        return answer.nvmlReturn not in LACKING_CODES
+        return False
     # Some boards without this sensor return 0; an older driver may ignore the scope and return the GPU's power.
     return not of_gpu or answer.value.uiVal not in (0, of_gpu[0].value.uiVal)
 

@@ -120,8 +120,7 @@ class Roster:
     def _leave_devices(self, rank: int, keys: set[str]) -> None:
         """Remove a rank from devices that it does not measure any more: its process uses other GPUs."""
         for key in keys:
-            self.members[key].discard(rank)
-            self._num_devices[rank] -= 1
+            self.members[key].discard(rank)  # the limit counts all devices of a rank, because their sums stay
             if not self.members[key]:
                 del self.members[key], self.devices[key]
 

@@ -251,7 +251,10 @@ def test_rank_with_too_many_devices_is_rejected():
 
     assert answers[: MAX_DEVICES - 1] == [""] * (MAX_DEVICES - 1)
     assert answers[-1] == f"the rank has reported more than {MAX_DEVICES} devices"
-    assert aggregator.hello(hello(0), Now(0.0, 1000.0)) == "", "known devices can be introduced again"
+    known = gpu(f"GPU-new-{MAX_DEVICES - 2}")
+    assert aggregator.hello(hello(0, devices=(known,)), Now(0.0, 1000.0)) == "", (
+        "a known device can be introduced again"
+    )
 
 
 # --- a real aggregator ---
