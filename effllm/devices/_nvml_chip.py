@@ -61,7 +61,7 @@ class Chip:
         )
         self._own = Readout(quantity for quantity in (memory, utilization) if quantity is not None)
         self.gauges = Readout(gauge for gauge in gauges if gauge is not None)
-        self.has_memory = memory is not None
+        self.has_memory, self.counts_reserve = memory is not None, memory is not None and memory.beside is None
         self.has_utilization = utilization is not None
         total_bytes = memory.buffer.total if memory is not None else 0
         self.memory_total_bytes = total_bytes if 0 < total_bytes <= MAX_VALUE_64 else None

@@ -116,6 +116,8 @@ class NvmlReader:
         sentences = []
         if not self._chip.has_memory:
             sentences.append("memory: not reported by NVML for this GPU")
+        elif self._chip.counts_reserve:
+            sentences.append("memory apart from the driver's reserve: nvmlDeviceGetMemoryInfo_v2 does not work here")
         if self._slice:
             sentences.append("utilization: not reported by NVML for a MIG slice")
         elif not self._chip.has_utilization:
