@@ -20,7 +20,7 @@ BUDGETS = {
     "analysis": 3_795,  # the status ended; impossible numbers are refused
     "commands": 6_037,  # a report names what it could not read
     "config": 821,  # a process without memory or threads ends with one line
-    "devices": 4_312,  # a GPU in MIG mode is measured by its slice; what a container may not read is named
+    "devices": 4_314,  # a GPU in MIG mode is measured by its slice; what a container may not read is named
     "energy": 1_808,
     "hooks": 4_579,  # ms-swift, which replaces the callbacks of every Trainer, is counted
     "instruments": 2_414,
