@@ -46,6 +46,7 @@ TARGETS: dict[str, str] = {
     "mlflow.tracking.fluent": "mlflow:attach",
     "torch.optim.optimizer": "optimizer:attach",
     "torch.utils.data.dataloader": "optimizer:attach_loader",
+    "torch.cuda.graphs": "optimizer:attach_graphs",
 }
 
 #: Modules of `TARGETS` in which effllm's name is registered, so that users can select effllm in a framework's settings.

@@ -18,6 +18,7 @@ from typing import Any
 
 from effllm.hooks import Unknown
 from effllm.hooks._wrap import Guard, around, no_metrics
+from effllm.trainer.cuda_graphs import GRAPHS
 
 MIN_BATCHES = 10  # a loop with fewer batches does not count as training
 
@@ -39,7 +40,8 @@ def attach(module: ModuleType) -> None:
 
 
 def _stepped(optimizer: Any) -> None:
-    _rounds().stepped(optimizer)
+    if not GRAPHS.takes_step():
+        _rounds().stepped(optimizer)
 
 
 @functools.lru_cache(maxsize=1)
@@ -48,6 +50,20 @@ def _rounds() -> Any:
     from effllm.trainer import ownership
 
     return Rounds(ownership.OPTIMIZER, "torch")
+
+
+def attach_graphs(module: ModuleType) -> None:
+    """Watch CUDA graphs, in ``torch.cuda.graphs``; a replay of a captured step is a step."""
+    GRAPHS.replayed = _replayed
+    GRAPHS.watch(getattr(module, "CUDAGraph", None))
+
+
+def _replayed(has_step: bool) -> None:
+    from effllm.trainer.collector import get_metrics_collector
+
+    recorder = get_metrics_collector().recorder
+    if recorder is not None and not (has_step and _rounds().replayed()):
+        recorder.moved()
 
 
 def attach_loader(module: ModuleType) -> None:

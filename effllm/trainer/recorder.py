@@ -278,6 +278,13 @@ class Recorder:
         """Values that change when a phase or a generation begins or ends."""
         return (self._phases.depth, self.generations.depth, *self._phases.total_ns, self.generations.total_ns)
 
+    def moved(self) -> None:
+        """Publish that the device works, although no iteration ends: a CUDA graph was replayed."""
+        if self.is_on and not self._phases.depth:
+            is_inside = bool(self._start_ns)
+            state = ring.STEP if is_inside else ring.BETWEEN if self._end_ns else ring.STARTUP
+            self._writer.state(state, self.ordinal + is_inside, time.monotonic_ns())
+
     def may_evaluate(self) -> None:
         """Publish that this rank may be in an evaluation; `evaluated` confirms the evaluation after its end."""
         if self.is_on and not self._phases.depth:

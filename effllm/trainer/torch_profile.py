@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from effllm.config import switches
 from effllm.records.timeline import Interval, Split, device_kind, group_kind, host_kind, split
+from effllm.trainer.cuda_graphs import GRAPHS
 
 #: If one of these variables is set, Nsight or another tool uses CUPTI, and CUPTI allows only one user.
 HOLDERS = ("NSYS_PROFILING_SESSION_ID", "CUDA_INJECTION64_PATH")
@@ -28,6 +29,9 @@ HOLDERS = ("NSYS_PROFILING_SESSION_ID", "CUDA_INJECTION64_PATH")
 MAX_RECORDS = 1_000_000
 #: Profiling ends after this many consecutive profiles without records.
 MAX_FAILURES = 2
+
+#: Before this version of CUDA, CUPTI crashes beside CUDA graphs (pytorch#112507, #150957).
+FIXED_CUPTI = "12.6"
 
 #: Set before the first start of Kineto: otherwise, from PyTorch 2.13 on, it logs two lines at each start and stop.
 QUIET = ("KINETO_LOG_LEVEL", "6")
@@ -65,6 +69,7 @@ class TorchProfile:
         self._is_off = every <= 0
         if not self._is_off:
             switches.set_default(*QUIET)
+            GRAPHS.watch(getattr(getattr(torch, "cuda", None), "CUDAGraph", None))
 
     def start(self, number: int) -> None:
         """Start profiling if this iteration is to be profiled; called before the start stamp."""
@@ -162,8 +167,8 @@ class TorchProfile:
     def _open(self) -> None:
         cuda = getattr(self._torch, "cuda", None)
         self._on_device = bool(cuda is not None and cuda.is_initialized())
-        if self._on_device and _has_compiled_graphs():
-            raise RuntimeError("CUDA graphs of torch.compile are on, and CUPTI is known to crash with CUDA graphs")
+        if self._on_device and GRAPHS.num_captured and _is_before(self._torch.version.cuda, FIXED_CUPTI):
+            raise RuntimeError(f"CUDA graphs are used, and CUPTI crashes with CUDA graphs before CUDA {FIXED_CUPTI}")
         # torch.profiler.profile uses this class, too, but its start also imports the compiler.
         profile = self._torch.autograd.profiler.profile
         named: dict[str, Any] = {"use_kineto": True, "use_cpu": not self._on_device}
@@ -208,9 +213,10 @@ class TorchProfile:
         self._warn(f"computation and communication are not separated; torch.profiler cannot be used: {why}")
 
 
-def _has_compiled_graphs() -> bool:
-    config = sys.modules.get("torch._inductor.config")
-    return bool(getattr(getattr(config, "triton", None), "cudagraphs", False))
+def _is_before(version: str | None, other: str) -> bool:
+    """Whether a version of CUDA is older than another; ``None``: torch is built for other devices."""
+    numbers = [[int(one) for one in text.split(".")[:2]] for text in (version or other, other)]
+    return numbers[0] < numbers[1]
 
 
 class Neighbours:

@@ -485,8 +485,9 @@ def test_codecarbon_1_uuid_prefix_is_removed_only_as_a_whole(trace):
     # "GPU-8d54...".lstrip("MIG-") is "PU-8d54..."; "MIG-377e..." must also keep its prefix.
     assert "GPU-8d54".lstrip("MIG-") == "PU-8d54"
     gpu = Gpu("GPU-8d54aaaa-0000-4000-8000-00000000000b", "0:01:00", memory_total=80 * GIB)
-    part = Gpu("MIG-377eaaaa-0000-5000-8000-00000000000c", parent=0, memory_total=10 * GIB, slices=1, instance=1)
-    trace.write(gpu, part)
+    other = Gpu("GPU-8d54bbbb-0000-4000-8000-00000000000b", "0:02:00", memory_total=80 * GIB)
+    part = Gpu("MIG-377eaaaa-0000-5000-8000-00000000000c", parent=1, memory_total=10 * GIB, slices=1, instance=1)
+    trace.write(gpu, other, part)
 
     for visible in (gpu.uuid, part.uuid):
         with trace.reader(Site(visible_devices=visible)) as reader:

@@ -56,6 +56,43 @@ def test_iterations_of_an_unmodified_loop_are_counted(launch):
     assert job.our_errors == []
 
 
+def test_replays_of_a_captured_step_are_iterations_and_no_stall(launch):
+    """A build of torch for CPUs has no graphs: the stand-in replays nothing, and no hook of torch runs in a replay."""
+    job = train(
+        launch,
+        """
+        from effllm.trainer.cuda_graphs import GRAPHS
+
+        class Graph:
+            is_capturing = False
+            def capture_begin(self):
+                Graph.is_capturing = True
+            def capture_end(self):
+                Graph.is_capturing = False
+            def replay(self):
+                time.sleep(0.03)
+
+        torch.cuda.is_current_stream_capturing = lambda: Graph.is_capturing
+        GRAPHS.watch(Graph)
+        step, forward = Graph(), Graph()
+        for _ in range(3):
+            backward(), optimizer.step()
+        for graph in (step, forward):
+            graph.capture_begin()
+            backward(), graph is step and optimizer.step()
+            graph.capture_end()
+        for _ in range(40):
+            step.replay()
+        for _ in range(100):
+            forward.replay()
+        """,
+        stall_seconds=1,
+    )
+    summary = job.ledger.summary
+    assert (summary.iterations, summary.status) == (2 + 40, "completed")
+    assert "stalled" not in summary.events
+
+
 def test_count_adds_tokens_and_samples_of_each_micro_batch(launch):
     job = train(
         launch,

@@ -10,6 +10,7 @@ import jobs
 import pytest
 
 from effllm.records import timeline
+from effllm.trainer.cuda_graphs import GRAPHS
 from effllm.trainer.torch_profile import TorchProfile, device_split
 
 torch = pytest.importorskip("torch", reason="needs PyTorch")
@@ -241,14 +242,17 @@ def test_failing_profiler_is_disabled_with_one_warning(warned, failing):
     assert "CUPTI_ERROR_MULTIPLE_SUBSCRIBERS_NOT_SUPPORTED" in line
 
 
-def test_compiled_graphs_are_not_profiled(monkeypatch, warned):
-    config = types.SimpleNamespace(triton=types.SimpleNamespace(cudagraphs=True))
-    monkeypatch.setitem(sys.modules, "torch._inductor.config", config)
-    profile = TorchProfile(1, warned.append, stand_in())
+@pytest.mark.parametrize(
+    ("cuda", "captured", "is_refused"), [("12.4", 1, True), ("12.6", 1, False), ("12.4", 0, False)]
+)
+def test_graphs_are_not_profiled_by_an_old_cupti(monkeypatch, warned, cuda, captured, is_refused):
+    monkeypatch.setattr(GRAPHS, "num_captured", captured)
+    torch = stand_in()
+    torch.version = types.SimpleNamespace(cuda=cuda)
+    profile = TorchProfile(1, warned.append, torch)
     profile.start(1), profile.start(2)
 
-    (line,) = warned
-    assert "CUDA graphs" in line
+    assert [line for line in warned if "CUDA graphs" in line] == warned[:1] * is_refused
 
 
 def test_profiling_does_not_import_the_compiler():

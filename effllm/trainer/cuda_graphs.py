@@ -1,0 +1,62 @@
+"""The CUDA graphs of this process: a loop that replays a captured step runs no Python of torch, but it trains."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+
+class CudaGraphs:
+    """Watches the captures and the replays of ``torch.cuda.CUDAGraph``."""
+
+    def __init__(self) -> None:
+        self.num_captured = 0
+        self.replayed: Callable[[bool], None] | None = (
+            None  #: called after a replay: whether it has an optimizer's step
+        )
+        self._capturing: Any = None
+        self._with_step: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def watch(self, graph: Any) -> None:
+        """Watch a class with the methods of ``CUDAGraph``; a second call does nothing."""
+        if graph is None or hasattr(graph.replay, "is_watched"):
+            return
+        capture, end, replay = graph.capture_begin, graph.capture_end, graph.replay
+
+        @functools.wraps(capture)
+        def capture_begin(one: Any, *arguments: Any, **named: Any) -> Any:
+            self.num_captured, self._capturing = self.num_captured + 1, one
+            return capture(one, *arguments, **named)
+
+        @functools.wraps(end)
+        def capture_end(one: Any, *arguments: Any, **named: Any) -> Any:
+            self._capturing = None
+            return end(one, *arguments, **named)
+
+        @functools.wraps(replay)
+        def replayed(one: Any, *arguments: Any, **named: Any) -> Any:
+            result = replay(one, *arguments, **named)
+            if self.replayed is not None:
+                with contextlib.suppress(Exception):  # no exception of effllm may end a training step
+                    self.replayed(one in self._with_step)
+            return result
+
+        replayed.is_watched = True  # type: ignore[attr-defined]
+        graph.capture_begin, graph.capture_end, graph.replay = capture_begin, capture_end, replayed
+
+    def takes_step(self) -> bool:
+        """Whether an optimizer's step that has just run was only captured: each replay of this graph makes the step."""
+        if self._capturing is None:
+            return False
+        if not sys.modules["torch"].cuda.is_current_stream_capturing():  # the capture has failed without its end
+            self._capturing = None
+            return False
+        self._with_step.add(self._capturing)
+        return True
+
+
+GRAPHS = CudaGraphs()

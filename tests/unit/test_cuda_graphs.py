@@ -1,0 +1,76 @@
+"""trainer/cuda_graphs.py with a stand-in for CUDAGraph: captures, replays, and steps that were captured."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from effllm.trainer.cuda_graphs import CudaGraphs
+
+
+class Torch:
+    """A stand-in for torch, whose stream is being captured or not."""
+
+    def __init__(self, monkeypatch):
+        self.is_capturing = False
+        self.cuda = SimpleNamespace(is_current_stream_capturing=lambda: self.is_capturing)
+        monkeypatch.setitem(sys.modules, "torch", self)
+        torch = self
+
+        class Graph:
+            def capture_begin(self, pool=None):
+                torch.is_capturing = True
+
+            def capture_end(self):
+                torch.is_capturing = False
+
+            def replay(self):
+                return "replayed"
+
+        self.Graph = Graph
+
+
+@pytest.fixture
+def torch(monkeypatch):
+    return Torch(monkeypatch)
+
+
+@pytest.fixture
+def graphs(torch):
+    found = CudaGraphs()
+    found.watch(torch.Graph)
+    return found
+
+
+def test_replay_says_whether_its_graph_has_a_step(torch, graphs):
+    seen, step, forward = [], torch.Graph(), torch.Graph()
+    graphs.replayed = seen.append
+    step.capture_begin(pool=1)
+    assert graphs.takes_step()
+    step.capture_end()
+    forward.capture_begin()
+    forward.capture_end()
+    assert not graphs.takes_step()
+
+    assert (step.replay(), forward.replay(), seen, graphs.num_captured) == ("replayed", "replayed", [True, False], 2)
+
+
+def test_error_in_effllm_does_not_reach_the_replay(torch, graphs):
+    graphs.replayed = lambda _has_step: 1 / 0
+
+    assert torch.Graph().replay() == "replayed"
+
+
+def test_step_after_a_capture_that_failed_is_a_step(torch, graphs):
+    torch.Graph().capture_begin()
+    torch.is_capturing = False  # an error has ended the capture without a call of capture_end
+
+    assert not graphs.takes_step()
+
+
+def test_class_is_watched_once(torch, graphs):
+    replay = torch.Graph.replay
+    graphs.watch(torch.Graph)
+    CudaGraphs().watch(torch.Graph)
+
+    assert torch.Graph.replay is replay
