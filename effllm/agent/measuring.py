@@ -11,7 +11,6 @@ from msgspec.structs import replace
 from effllm.agent.rank_devices import RankDevices
 from effllm.agent.rank_memory import RankMemory
 from effllm.agent.spans import Spans
-from effllm.agent.track import EDGE_WAIT_S
 from effllm.agent.trainer import Trainer
 from effllm.agent.values import InstrumentValues
 from effllm.agent.window import WindowCutter
@@ -21,7 +20,6 @@ from effllm.records.ring import END as END_RECORD
 from effllm.records.ring import ITERATION, MEMORY, SPAN, STATUSES, STEP, VALUES, Slot
 from effllm.records.unix_time import unix_minus_monotonic_ns
 
-CALIBRATION_S = 3.0  # maximum wait for a calibration before a window is cut
 LOSS_WAIT_S = 0.5  # maximum wait for the loss of a window, which is recorded after the window's end
 AGAIN_S = 0.05  # seconds between two checks of a sensor that is being calibrated
 #: Samples are folded if a device has more than FOLD_FROM samples or energy readings; checked every FOLD_EVERY_S.
@@ -85,8 +83,7 @@ class Measuring:
             _, ordinal, _, _ = self._trainer.ring.state()
             moved_on = ordinal > ended.ordinal or self.cutter.last_ordinal > ended.ordinal or self.status is not None
             waited_s = now_s - ended.end_ns * 1e-9
-            patience_s = CALIBRATION_S if self.devices.is_calibrating else EDGE_WAIT_S
-            if (not is_settled and waited_s < patience_s) or (not moved_on and waited_s < LOSS_WAIT_S):
+            if (not is_settled and waited_s < self.devices.patience_s) or (not moved_on and waited_s < LOSS_WAIT_S):
                 return
             report = self.cutter.cut(self.devices.series)
             if report is not None:
@@ -97,7 +94,7 @@ class Measuring:
         ends_ns = [*self.cutter.edges_ns[:1], *self._spans.edges_ns[:1]]
         if not ends_ns:
             return math.inf
-        for wait_s in (LOSS_WAIT_S, EDGE_WAIT_S):
+        for wait_s in (LOSS_WAIT_S, self.devices.patience_s):
             if min(ends_ns) * 1e-9 + wait_s > now_s:
                 return min(ends_ns) * 1e-9 + wait_s
         return now_s + (AGAIN_S if self.devices.is_calibrating else 0.0)
@@ -124,7 +121,7 @@ class Measuring:
 
     def is_end_settled(self) -> bool:
         """Request the samples at the trainer's end; return whether all samples have been read."""
-        self.devices.ask(self.end_ns)
+        self.devices.ask(self.end_ns, is_last=True)
         self.devices.take()
         return self.devices.is_settled(self.end_ns)
 

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from effllm.agent.sampler import ALREADY_OPEN, Sampler
 from effllm.agent.series import Series
-from effllm.agent.track import DeviceTrack
+from effllm.agent.track import EDGE_WAIT_S, DeviceTrack
 from effllm.agent.trainer import Trainer
 from effllm.config.settings import cache_folder
 from effllm.devices import DeviceUnavailable, Reader, Site, open_device
@@ -24,6 +24,7 @@ from effllm.records.facts import RankFacts
 from effllm.records.rank import Device, Event, Sample, Sensor
 
 DEVICE_WAIT_S = 3.0
+CALIBRATION_S = 3.0  # maximum wait for a calibration before a window is cut
 
 
 class RankDevices:
@@ -142,9 +143,15 @@ class RankDevices:
         has_changed, self._has_changed = self._has_changed, False
         return has_changed
 
-    def ask(self, edge_ns: int) -> None:
+    @property
+    def patience_s(self) -> float:
+        """Seconds after an edge until the devices must have a sample."""
+        wait_s = max((track.patience_s for track in self._all), default=EDGE_WAIT_S)
+        return max(wait_s, CALIBRATION_S) if self.is_calibrating else wait_s
+
+    def ask(self, edge_ns: int, *, is_last: bool = False) -> None:
         for track in self._all:
-            track.ask(edge_ns)
+            track.ask(edge_ns, is_last=is_last)
 
     def is_settled(self, edge_ns: int) -> bool:
         return all(track.is_settled(edge_ns) for track in self._all)

@@ -20,19 +20,23 @@ NS = 1e-9
 
 #: Maximum CPU time of the additional reads at window edges, including the thread's wake-ups, as a share of a core.
 MAX_EDGE_SHARE = 0.005
-WAKE_S = 110e-6  # CPU time of a wake-up, measured at 10 Hz (0.11 % of a core)
-#: Maximum CPU time of regular sampling, as a share of a core; devices with slow calls are read less often.
-MAX_SAMPLING_SHARE = 0.001
-#: For GPUs without an energy counter: the period of power readings, and their maximum CPU time as a share of a core.
-POWER_EVERY_S, MAX_POWER_SHARE = 0.09, 0.003
-#: A call that takes longer than this may hold the driver's lock, which kernel launches also need.
-SLOW_CALL_S = 0.020
+WAKE_S = 160e-6  # CPU time of a wake-up (110 us, measured at 10 Hz) and of Python in a reading
+#: The time in calls of the driver, as shares of a core: of full readings, of readings at window edges, and of power
+#: readings of GPUs without an energy counter.  Calls may hold a lock that the training needs, so slow devices
+#: are read less often: values between two readings are interpolated, and the error of an energy says so.
+FULL_SHARE, EDGE_SHARE, POWER_SHARE = 0.001, 0.0005, 0.0005
+#: Time of a reading that may be Python's, not the driver's.
+OWN_S = 100e-6
+#: Unused time for readings at edges that is kept, in seconds: several edges may follow each other.
+KEPT_CREDIT_S = 20.0
+#: Period of the power readings of GPUs without an energy counter.
+POWER_EVERY_S = 0.09
 MAX_INTERVAL_S = 30.0
 NEVER_NS = 2**63 - 1
 ALREADY_OPEN = "the device is already open"  # a reason without an event
-#: Weights of a new call in the average duration: the first if the call is slower than the average, the second if it is
-#: faster.  So the average stays close to the slow calls.  A call that takes longer than the third value counts as this
-#: value.
+#: Weights of a new full reading in the average duration: the first if it is slower than the average, the second if it
+#: is faster.  So the average stays close to the slow calls.  A call that takes longer than the third value counts as it
+#: does.
 CALL_RISE, CALL_FALL, MAX_COUNTED_S = 0.2, 0.05, 0.2
 #: Duration of an unfinished read after which the device is stale.
 STALE_AFTER_S = 5.0
@@ -80,7 +84,9 @@ class Sampler:
         self._stopped = False
         self._learns_again = False
         self._failing: dict[str, str] = {}
-        self._call_s = 0.0  # average duration of calls
+        self._full_s = self._energy_s = 0.0  # average durations of full readings, and of energy alone
+        self._full_ns = 0  # end of the last full reading
+        self._credit_s, self._credited_s = KEPT_CREDIT_S * EDGE_SHARE, time.monotonic()  # for readings at edges
         self._reading_since_s: float | None = None
         self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
 
@@ -88,15 +94,16 @@ class Sampler:
         """Start the thread, which opens the device and takes the first sample at once."""
         self._thread.start()
 
-    def ask(self, times_ns: Sequence[int] = (), within_s: float = 1.0) -> None:
+    def ask(self, times_ns: Sequence[int] = (), within_s: float = 1.0, *, is_last: bool = False) -> None:
         """Request samples at monotonic times; samples for past times are taken at once.
 
         Requests to a missing device are ignored.  At most ``MAX_REQUESTS`` requests wait during a hanging call.  If
-        calls are slow or requests are frequent, fewer samples are taken, but the first of a request is always taken.
+        calls are slow or requests are frequent, fewer samples are taken, or none.
 
         Args:
             times_ns: the times in ascending order; empty means the current time.
             within_s: seconds since the previous request.
+            is_last: whether the readings are the last ones of the run, which are taken in any case.
         """
         if self.unavailable:
             return  # the thread has ended
@@ -104,12 +111,29 @@ class Sampler:
             with contextlib.suppress(queue.Empty):  # the thread may have removed the last request
                 self._requests.get_nowait()
         times = times_ns or (time.monotonic_ns(),)
-        affordable = int(MAX_EDGE_SHARE * within_s / (self._call_s + WAKE_S))
-        if self._call_s > SLOW_CALL_S or affordable < 2:
-            times = times[:1]
+        affordable = max(int(MAX_EDGE_SHARE * within_s / (self._energy_s + WAKE_S)), 1)
+        if not self._is_node_sensor and not is_last:
+            affordable = min(affordable, self._pay(len(times)))
+        if affordable < 2:
+            times = times[:affordable]
         elif affordable < len(times):
             times = [times[0], *times[len(times) - affordable + 1 :]]
-        self._requests.put(times)
+        if times:
+            self._requests.put(times)
+
+    def _pay(self, wanted: int) -> int:
+        """Return the number of readings at an edge, at most ``wanted``, for which the budget has time."""
+        now_s = time.monotonic()
+        earned_s = EDGE_SHARE * (now_s - self._credited_s)
+        self._credit_s, self._credited_s = min(self._credit_s + earned_s, KEPT_CREDIT_S * EDGE_SHARE), now_s
+        count = min(wanted, int(self._credit_s / self._energy_s)) if self._energy_s else wanted
+        self._credit_s -= count * self._energy_s
+        return count
+
+    @property
+    def edge_apart_s(self) -> float:
+        """Mean seconds between the readings at edges that the budget allows; 0 if calls take no time."""
+        return min(self._energy_s / EDGE_SHARE, MAX_INTERVAL_S)
 
     def learn_again(self) -> None:
         """Calibrate the sensor again, because readings contradict its calibration."""
@@ -138,9 +162,8 @@ class Sampler:
     @property
     def slowed_s(self) -> float | None:
         """Seconds between samples of a device with slow calls; ``None`` if calls are fast enough for the interval."""
-        if self._call_s <= SLOW_CALL_S or self._is_node_sensor:
-            return None
-        return min(max(self._interval_s, self._call_s / MAX_SAMPLING_SHARE / 10), MAX_INTERVAL_S)
+        slow_s = min(self._full_s / FULL_SHARE, MAX_INTERVAL_S)
+        return None if slow_s <= self._interval_s or self._is_node_sensor else slow_s
 
     def stop(self, timeout_s: float) -> bool:
         """Stop sampling; return ``False`` if the thread has not ended, because a device call hangs."""
@@ -187,20 +210,25 @@ class Sampler:
 
     def _next_power_ns(self, device: Device) -> int:
         """Return the time of the next power-only reading; `NEVER_NS` for a device with an energy counter."""
-        if device.energy_method != INSTANT or not device.is_gpu or device.only_power or self._call_s > SLOW_CALL_S:
+        if device.energy_method != INSTANT or not device.is_gpu or device.only_power:
             return NEVER_NS
-        apart_s = max(POWER_EVERY_S, (self._call_s + WAKE_S) / MAX_POWER_SHARE)
+        apart_s = max(POWER_EVERY_S, self._energy_s / POWER_SHARE)
         # Random intervals: readings in step with iterations would always show the same part of an iteration.
         return time.monotonic_ns() + int(apart_s * random.uniform(0.9, 1.1) / NS)  # noqa: S311 - not a secret
 
     def _answer(self, reader: Reader, now_ns: int, is_time: bool) -> Sample | None:
-        """Take a reading if it is due: a full reading at regular times and at edges, otherwise only energy."""
+        """Take a reading if it is due: a full reading at regular times, otherwise only energy.
+
+        The first reading of a request is full if there is time for a full reading: it then has the level of memory.
+        """
         if not self._due:
             return self._read(reader) if is_time else None
         due = self._due_at(now_ns)
         if not (due or is_time):
             return None
-        sample = self._read(reader, energy_only=not is_time and not any(is_first for _, is_first, _ in due))
+        is_rested = now_ns - self._full_ns >= self._full_s / FULL_SHARE / NS
+        is_full = is_time or (is_rested and any(is_first for _, is_first, _ in due))
+        sample = self._read(reader, energy_only=not is_full)
         if any(is_last for _, _, is_last in due):
             os.eventfd_write(self._wake_descriptor, 1)
         return sample
@@ -232,10 +260,16 @@ class Sampler:
         began_s = self._reading_since_s = time.monotonic()
         sample, failures = getattr(reader, "read_energy", reader.read)() if energy_only else reader.read()
         self._reading_since_s = None
-        took_s = time.monotonic() - began_s
+        ended_s = time.monotonic()
+        took_s = max(ended_s - began_s - OWN_S, 0.0)
         # The average duration is used, because other processes on the core delay about one reading in a hundred.
         took_s = min(took_s, MAX_COUNTED_S)  # after one hanging call, sampling must not be slow for an hour
-        self._call_s += (took_s - self._call_s) * (CALL_RISE if took_s > self._call_s else CALL_FALL)
+        if energy_only:
+            self._energy_s += (took_s - self._energy_s) * (CALL_FALL if self._energy_s else 1.0)
+        else:
+            weight = CALL_RISE if took_s > self._full_s else CALL_FALL
+            self._full_s += (took_s - self._full_s) * (weight if self._full_s else 1.0)
+            self._full_ns = int(ended_s / NS)
         self._samples.put(sample)
         if (failures or self._failing) and not energy_only:  # an energy-only reading does not read the other quantities
             self._report_failures(reader.device.key, failures)

@@ -15,7 +15,6 @@ from msgspec.structs import replace
 
 from effllm.agent.rank_devices import RankDevices
 from effllm.agent.series import Series
-from effllm.agent.track import EDGE_WAIT_S
 from effllm.energy.readings import NS
 from effllm.records.board import Board
 from effllm.records.rank import DeviceWindow, Gauge
@@ -25,7 +24,6 @@ from effllm.records.spans import ALONE, NAN, SpanPart
 ROLL_S = 60.0
 SETTLED_S = 3.0  # sums end this many seconds before now, so that the energy at their end is final
 MAX_PENDING = 1024  # maximum number of unanswered requests; during a hanging device call, older ones are dropped
-CALIBRATION_S = 3.0  # maximum wait for a calibration
 
 
 @dataclass
@@ -98,7 +96,7 @@ class Spans:
 
     def answer(self, devices: RankDevices, now_s: float, is_end: bool = False) -> None:
         """Answer the requests whose samples are complete; at the end of the trainer, answer all requests."""
-        patience_s = CALIBRATION_S if devices.is_calibrating else EDGE_WAIT_S
+        patience_s = devices.patience_s
         while self._pending:
             request = self._pending[0]
             if request.end_ns > request.start_ns:

@@ -30,6 +30,7 @@ class DeviceTrack:
         self.series: Series | None = None  # None until the device is open
         self._max_gap_s = MAX_GAP_INTERVALS * max(interval_s, MIN_INTERVAL_S)
         self._asked_ns = 0  # last requested edge
+        self._has_asked_last = False
         self._is_stale = False
         self._has_learnt_again = False
 
@@ -52,14 +53,22 @@ class DeviceTrack:
             self.sampler.learn_again()
         return is_new
 
-    def ask(self, edge_ns: int) -> None:
+    @property
+    def patience_s(self) -> float:
+        """Seconds after an edge until a sample must have come: a slow device is not read at each edge."""
+        slow_s = max(self.sampler.edge_apart_s, self.sampler.slowed_s or 0.0)
+        return EDGE_WAIT_S + (slow_s if self._is_prompt else 0.0)
+
+    def ask(self, edge_ns: int, *, is_last: bool = False) -> None:
         """Request the samples for an edge, once per edge; edges must be in ascending order."""
-        if edge_ns <= self._asked_ns or not self._is_prompt:
+        is_new = edge_ns > self._asked_ns or (is_last and not self._has_asked_last)
+        if not is_new or not self._is_prompt:
             return
+        self._has_asked_last = is_last
         since_s = (edge_ns - self._asked_ns) * 1e-9 if self._asked_ns else 1.0
         self._asked_ns = edge_ns
         times = self.series.energy.timing.reads_for(edge_ns) if self.series else [edge_ns]
-        self.sampler.ask(times, within_s=max(since_s, 0.0))
+        self.sampler.ask(times, within_s=max(since_s, 0.0), is_last=is_last)
 
     def is_settled(self, edge_ns: int) -> bool:
         """Whether the value at an edge is final, or the device is stale."""

@@ -136,19 +136,52 @@ def test_requested_samples_after_the_first_have_only_energy(start, wake):
     assert [sample.energy_only for sample in sampler.take()] == [False, False, True, True]
 
 
-def test_some_requests_are_skipped_if_calls_are_slow(start, wake):
-    reader = FakeReader(call_s=0.15)
+class SlowEnergy(FakeReader):
+    """A device whose energy takes 5 ms; the budget at edges, 0.05 % of a core, has 10 ms at the start."""
+
+    edges = 0
+
+    def read_energy(self):
+        self.edges += 1
+        time.sleep(0.005)
+        return Sample(time.monotonic_ns(), energy_only=True), {}
+
+
+def test_edges_of_a_slow_device_are_read_as_often_as_the_budget_allows(start, wake):
+    reader = SlowEnergy(call_s=0.5)  # a full reading
     sampler = start(reader)
     woken(wake)
-    sampler.ask()
-    woken(wake)  # the device is now slow: each call may delay kernel launches
-    now_ns = time.monotonic_ns()
-    sampler.ask([now_ns, now_ns + NS // 50, now_ns + 2 * NS // 50], within_s=1000.0)
-    woken(wake)
+    sampler._full_s = 0.5
+    for _ in range(20):
+        sampler.ask()
+        time.sleep(0.01)
+    until(lambda: reader.edges + reader.reads >= 3)
     time.sleep(0.1)
+    assert reader.edges <= 3, "the first has no known duration"
+    assert 8 < sampler.edge_apart_s < 30
 
-    assert reader.reads == 3
-    assert not select.select([wake], [], [], 0)[0]
+    before = reader.edges + reader.reads
+    sampler.ask(is_last=True)
+    until(lambda: reader.edges + reader.reads == before + 1)
+
+
+def test_edge_is_read_in_full_only_if_full_readings_have_time(start, wake):
+    class SlowRead(SlowEnergy):
+        def read(self):
+            time.sleep(0.02)
+            return super().read()
+
+        def read_energy(self):
+            return Sample(time.monotonic_ns(), energy_only=True), {}
+
+    reader = SlowRead()
+    sampler = start(reader, interval_s=1.0)
+    woken(wake)
+    sampler.ask()
+    woken(wake)
+
+    assert [sample.energy_only for sample in sampler.take()] == [False, True]
+    assert sampler.slowed_s == pytest.approx(20.0, rel=0.3), "20 ms are 0.1 % of 20 s"
 
 
 @pytest.mark.parametrize(("within_s", "expected"), [(0.0, [0]), (0.04, [0]), (0.1, [0, 15, 16, 17]), (1.0, range(18))])
@@ -158,7 +191,7 @@ def test_too_frequent_requests_are_skipped(start, wake, monkeypatch, within_s, e
     monkeypatch.setattr(sampler_module, "WAKE_S", 110e-6)
     sampler = start(FakeReader())
     woken(wake)
-    sampler._call_s = 0.0
+    sampler._energy_s = 0.0
     requested_ns = [time.monotonic_ns() + 50_000_000 + i * 1_000_000 for i in range(18)]
     sampler.ask(requested_ns, within_s=within_s)
     woken(wake)

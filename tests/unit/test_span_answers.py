@@ -70,6 +70,7 @@ class Agent:
         return SimpleNamespace(
             series=self.series,
             is_calibrating=False,
+            patience_s=1.0,
             is_settled=lambda _edge_ns: True,
             torch_indices={"GPU-0": 3},
             unavailable=["no library"],

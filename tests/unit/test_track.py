@@ -296,7 +296,7 @@ def test_slow_device_causes_no_gaps_between_samples(tracked):
     track = tracked(Gpu(INSTANT), interval_s=1.0)
     track.take()
     begin_ns = track.series.newest_ns
-    track.sampler._call_s = 0.1  # a call of 0.1 s is so slow that reads are 10 s apart
+    track.sampler._interval_s, track.sampler._full_s = 1.0, 0.01  # 0.1 % of 10 s
 
     track.take()
     for second in (10, 20):
