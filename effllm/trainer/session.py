@@ -117,9 +117,15 @@ class Session:
         from effllm.trainer.rank_device import RankDevice  # imported only if needed
         from effllm.trainer.watched_recorder import WatchedRecorder
 
-        device = RankDevice(torch, self._declared) if hasattr(torch, "cuda") else None
+        # A half-imported torch lacks parts, and an error of CUDA is the script's own to see.
+        device = (
+            RankDevice(torch, self._declared)
+            if has_device and hasattr(torch, "cuda") and hasattr(torch, "_C")
+            else None
+        )
         if device is not None:
-            device.look(is_running=False)
+            with contextlib.suppress(Exception):
+                device.look(is_running=False)
         return WatchedRecorder(
             *about, profile_every=config.profile_every, torch=torch, place=device, send_facts=self.send_facts
         )
