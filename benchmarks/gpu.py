@@ -1,22 +1,25 @@
 """All measurements that need a GPU, in one command: ``python -m benchmarks.gpu --keep``, or ``make bench-gpu``.
 
-The first parts measure the sensors (the report of ``effllm profile``), compare the counter with integrated power under
-square waves, and compare window energies with the known energy of the load.  Further parts measure the cost of calls
-and of an agent on this driver, training with metrics on and off, and the peaks of memory of forty models.  Without
-CUDA, the parts that need CUDA are skipped and listed.
+The parts come in the order of what they could refute: the sensors (the report of ``effllm profile``) with the cost of
+calls, training with metrics on and off, an agent on this driver, window energies against the known energy of the load,
+the counter against integrated power under square waves, and the peaks of memory of up to forty models.  A part that
+fails, hangs or has no time left is listed, and the figures so far are kept after each part.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
 import os
 import re
+import signal
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec.structs import asdict
@@ -36,6 +39,10 @@ from effllm.sensor_profile.nvml_facts import Facts
 from effllm.sensor_profile.record import SensorProfile
 
 PROFILE_S, QUICK_PROFILE_S = 60.0, 10.0
+#: Seconds for all parts: some machines are lent for ten minutes.
+BUDGET_S = 480.0
+#: Seconds for the forty models, whose number follows the time that is left.
+MODEL_S = 10.0
 
 
 def main() -> int:
@@ -43,7 +50,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("--device", default="", help="GPU: index in bus order, or UUID (default: the first)")
     parser.add_argument("--load", default="", metavar="MODULE:NAME", help="program that loads the GPU (default: torch)")
-    parser.add_argument("--quick", action="store_true", help="two minutes instead of ten: too little for figures")
+    parser.add_argument("--quick", action="store_true", help="a few repetitions: too little for figures")
+    parser.add_argument("--seconds", type=float, default=BUDGET_S, help="time for all parts (default: %(default)g)")
     parser.add_argument("--keep", action="store_true", help="keep the figures in a file")
     parser.add_argument("--folder", type=Path, default=RESULTS, help="the file's folder (default: benchmarks/results/)")
     given = parser.parse_args()
@@ -53,19 +61,40 @@ def main() -> int:
         print(f"benchmarks.gpu: there is no GPU here that could be measured: {error}", file=sys.stderr)
         return 2
     console = Console()
-    bench = _Bench(reader, given.load, quick=given.quick)
+    bench = _Bench(reader, given.load, quick=given.quick, until_s=time.monotonic() + given.seconds)
+    path = None
     try:
-        for name, step in bench.steps():
-            with console.status(f"measuring: {name}"):
-                step()
+        for step in bench.steps():
+            with console.status(f"measuring: {step.name}"):
+                bench.run(step)
+            path = _keep(bench, given.folder) if given.keep else None
     finally:
-        reader.close()
+        with contextlib.suppress(Exception):  # a driver that hangs
+            reader.close()
     console.print(table(bench.figures, "On this GPU"))
     for line in bench.left_out:
         console.print(f"Left out: {line}", highlight=False)
-    if given.keep:
-        console.print(f"kept in {_keep(bench, given.folder)}", highlight=False)
+    if path is not None:
+        console.print(f"kept in {path}", highlight=False)
     return 0
+
+
+class _TimeIsUp(Exception):
+    """A part has taken longer than the time that was left."""
+
+
+@contextlib.contextmanager
+def _limited(seconds: float) -> Iterator[None]:
+    def end(*_: object) -> None:
+        raise _TimeIsUp(f"it took longer than the {seconds:.0f} s that were left")
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def open_gpu(which: str) -> Reader:
@@ -84,26 +113,56 @@ def open_gpu(which: str) -> Reader:
             raise error from None
 
 
+class _Step(NamedTuple):
+    """A part, and the seconds that it needs."""
+
+    name: str
+    measure: Callable[[], None]
+    needs_s: float
+    quick_s: float
+    needs_profile: bool = False
+
+
 class _Bench:
     """The parts of the benchmark, and their results."""
 
-    def __init__(self, reader: Reader, load: str, *, quick: bool) -> None:
+    def __init__(self, reader: Reader, load: str, *, quick: bool, until_s: float) -> None:
         self.figures: list[Figure] = []
         self.left_out: list[str] = []
         self.profile: SensorProfile | None = None
         self.memory: list[dict[str, Any]] = []
         self.reader = reader
-        self._load, self._quick = load, quick
+        self._is_brief = quick
+        self._load, self._quick, self._until_s = load, quick, until_s
 
-    def steps(self) -> list[tuple[str, Callable[[], None]]]:
+    def steps(self) -> list[_Step]:
         return [
-            ("the sensors", self._sensors),
-            ("the counter beside power", self._waves),
-            ("windows", self._windows),
-            ("an agent", self._agent),
-            ("training", self._training),
-            ("the memory of forty models", self._memory),
+            _Step("the sensors", self._sensors, 75.0, 20.0),
+            _Step("training with metrics on against off", self._training, 110.0, 110.0),
+            _Step("an agent", self._agent, 75.0, 15.0),
+            _Step("windows' energy against the load's", self._windows, 100.0, 30.0, needs_profile=True),
+            _Step("counter against power under square waves", self._waves, 162.0, 60.0, needs_profile=True),
+            _Step("peaks of memory against effllm fit", self._memory, 4 * MODEL_S, 4 * MODEL_S),
         ]
+
+    @property
+    def left_s(self) -> float:
+        return self._until_s - time.monotonic()
+
+    def run(self, step: _Step) -> None:
+        """Run a part in the time that is left; a failure is listed, and the next part follows."""
+        if step.needs_profile and self.profile is None:
+            self.left_out.append(f"{step.name}: the sensors were not measured")
+            return
+        self._is_brief = self._quick or self.left_s < step.needs_s
+        if self.left_s < step.quick_s:
+            self.left_out.append(f"{step.name}: {self.left_s:.0f} s were left, and it needs {step.quick_s:g} s")
+            return
+        try:
+            with _limited(self.left_s):
+                step.measure()
+        except Exception as error:  # noqa: BLE001 - the figures of the other parts must not be lost
+            self.left_out.append(f"{step.name}: {type(error).__name__}: {error}")
 
     def open_load(self) -> Loader:
         """Open the program that loads the GPU.
@@ -124,7 +183,7 @@ class _Bench:
 
     def _sensors(self) -> None:
         facts = Facts(self.reader.device.key) if self.reader.device.kind == "nvml" else None
-        seconds = QUICK_PROFILE_S if self._quick else PROFILE_S
+        seconds = QUICK_PROFILE_S if self._is_brief else PROFILE_S
         try:
             self.profile = found = profiling.profile(self.reader, self.open_load, seconds, facts=facts)
         finally:
@@ -164,14 +223,14 @@ class _Bench:
 
     def _waves(self) -> None:
         assert self.profile is not None
-        found, cycles = self.profile, 3 if self._quick else 12
+        found, cycles = self.profile, 3 if self._is_brief else 12
         self._under_load(
             "counter against power under square waves", lambda loader: waves(self.reader, loader, found, cycles)
         )
 
     def _windows(self) -> None:
         assert self.profile is not None
-        sensor, counts = self.profile.sensor, QUICK_WINDOWS if self._quick else WINDOWS
+        sensor, counts = self.profile.sensor, QUICK_WINDOWS if self._is_brief else WINDOWS
         key = self.reader.device.key
         if self.reader.device.kind != "nvml":
             self.left_out.append("windows' energy against the load's: on NVIDIA's GPUs alone")
@@ -179,7 +238,7 @@ class _Bench:
         self._under_load("windows' energy against the load's", lambda loader: windows(key, loader, sensor, counts))
 
     def _agent(self) -> None:
-        self.figures += agent.measure(2.0, 5.0) if self._quick else agent.measure()
+        self.figures += agent.measure(2.0, 5.0) if self._is_brief else agent.measure()
 
     def _training(self) -> None:
         why_not = training.lacks_on_gpu()
@@ -192,7 +251,7 @@ class _Bench:
         if reason := on_gpu.why_not():
             self.left_out.append(f"peaks of memory against effllm fit: {reason}; python -m benchmarks.memory --gpu")
             return
-        found = on_gpu.measure_all(4 if self._quick else on_gpu.COUNT)
+        found = on_gpu.measure_all(4 if self._quick else min(int(self.left_s / MODEL_S), on_gpu.COUNT))
         self.figures += on_gpu.figures_of(found)
         self.memory = on_gpu.rows_of(found)
 
@@ -201,21 +260,20 @@ class _Bench:
 
 
 def _keep(bench: _Bench, folder: Path) -> Path:
-    assert bench.profile is not None
     device, found = bench.reader.device, bench.profile
     about = machine(
         gpu=device.name,
         driver=device.driver,
         power_limit_w=device.power_limit_w,
-        torch=found.load or "none that can compute on this GPU",
-        **found.board.traits,
+        torch=(found and found.load) or "none that can compute on this GPU",
+        **(found.board.traits if found else {}),
     )
     body = {
         "machine": about,
         "figures": [figure.to_dict() for figure in bench.figures],
         "left_out": bench.left_out,
         "memory": bench.memory,
-        "profile": msgspec.to_builtins(found) | {"sensor": asdict(found.sensor)},
+        "profile": msgspec.to_builtins(found) | {"sensor": asdict(found.sensor)} if found else None,
     }
     folder.mkdir(exist_ok=True)
     slug = re.sub(r"[^a-z0-9]+", "-", device.name.lower()).strip("-")

@@ -47,7 +47,10 @@ def _measure(processes: int, iterations: int, where: str) -> list[Figure]:
         environ |= {
             "OMP_NUM_THREADS": "1",
             "EFFICIENTLLM_RUN_DIR": folder,
-            "PYTHONPATH": f"{ROOT}:{ROOT / 'integration' / 'megatron_core'}",
+            # Packages may come from an inherited PYTHONPATH, on a machine without a network.
+            "PYTHONPATH": os.pathsep.join(
+                [str(ROOT), str(ROOT / "integration" / "megatron_core"), *filter(None, [os.environ.get("PYTHONPATH")])]
+            ),
         }
         launch = ["-m", "torch.distributed.run", "--standalone", "--local_addr", "127.0.0.1", "--nproc_per_node"]
         job = [str(ROOT / "benchmarks" / "paired_demo.py"), str(times), str(PAIRS), str(iterations)]

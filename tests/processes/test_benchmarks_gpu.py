@@ -4,14 +4,18 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from nvml_library import Gpu, Trace, bursts, flat
 from sensed_gpu import NS, SensedGpu
 
+from benchmarks import gpu
+from benchmarks.figure import Figure
 from benchmarks.gpu_waves import waves
 from benchmarks.gpu_windows import OURS, Window, judged, two_levels
+from effllm.records.rank import Device
 from effllm.sensor_profile import profile
 from effllm.sensor_profile.record import LoadEdge
 
@@ -66,13 +70,35 @@ def test_benchmark_without_cuda_lists_the_figures_it_cannot_measure(library, tmp
     assert {"call: energy", "call: utilization", "agent: share of a core at default settings"} <= set(figures)
     assert [line.partition(":")[0] for line in kept["left_out"]] == [
         "lag, windows and the loaded GPU",
-        "counter against power under square waves",
-        "windows' energy against the load's",
         "training with metrics on against off",
+        "windows' energy against the load's",
+        "counter against power under square waves",
         "peaks of memory against effllm fit",
     ]
     assert all(line in " ".join(done.stdout.split()) for line in kept["left_out"])
     assert UUID not in path.read_text() + done.stdout
+
+
+class Board:
+    """A reader of which only the description is used."""
+
+    device = Device(key="GPU-1", kind="nvml", name=H100, driver="570")
+
+
+def test_part_that_fails_or_hangs_loses_no_figures(tmp_path):
+    parts = gpu._Bench(Board(), "", quick=True, until_s=time.monotonic() + 1.0)
+    figure = Figure("a figure", 1.0, "ms")
+    parts.run(gpu._Step("fails", lambda: 1 / 0, 0.1, 0.1))
+    parts.run(gpu._Step("works", lambda: parts.figures.append(figure), 0.1, 0.1))
+    parts.run(gpu._Step("without sensors", lambda: None, 0.1, 0.1, needs_profile=True))
+    parts.run(gpu._Step("hangs", lambda: time.sleep(60), 0.1, 0.1))
+    parts.run(gpu._Step("has no time", lambda: None, 10.0, 5.0))
+
+    kept = json.loads(gpu._keep(parts, tmp_path).read_text())
+    assert [one["name"] for one in kept["figures"]] == ["a figure"] and kept["profile"] is None
+    assert [line.split()[:2] for line in kept["left_out"]] == [
+        ["fails:", "ZeroDivisionError:"], ["without", "sensors:"], ["hangs:", "_TimeIsUp:"], ["has", "no"],
+    ]  # fmt: skip
 
 
 def test_make_target_bench_gpu_is_defined(tmp_path):
@@ -88,10 +114,10 @@ def test_make_target_bench_gpu_is_defined(tmp_path):
 
 @pytest.mark.parametrize("traits", [{}, {"lag_s": 0.04}, {"counts": 1.06}])
 def test_energy_from_dense_power_readings_agrees_with_the_counter(traits):
-    gpu = SensedGpu(tick_s=0.1, **traits)
-    found = profile(gpu, lambda: gpu, 30.0, clock=gpu.clock)
+    sensed = SensedGpu(tick_s=0.1, **traits)
+    found = profile(sensed, lambda: sensed, 30.0, clock=sensed.clock)
 
-    figures = {figure.name: figure for figure in waves(gpu, SameGpu(gpu), found, 12, gpu.clock)}
+    figures = {figure.name: figure for figure in waves(sensed, SameGpu(sensed), found, 12, sensed.clock)}
 
     dense = [figure for name, figure in figures.items() if "read every" in name]
     assert [name.partition(":")[0] for name in figures if "read every" in name] == [
@@ -103,10 +129,10 @@ def test_energy_from_dense_power_readings_agrees_with_the_counter(traits):
 
 
 def test_power_read_each_second_gives_a_wider_confidence_interval():
-    gpu = SensedGpu(tick_s=0.1)
-    found = profile(gpu, lambda: gpu, 30.0, clock=gpu.clock)
+    sensed = SensedGpu(tick_s=0.1)
+    found = profile(sensed, lambda: sensed, 30.0, clock=sensed.clock)
 
-    figures = {figure.name: figure for figure in waves(gpu, SameGpu(gpu), found, 12, gpu.clock)}
+    figures = {figure.name: figure for figure in waves(sensed, SameGpu(sensed), found, 12, sensed.clock)}
 
     dense, polled = (
         figures[name] for name in figures if "of 2 s:" in name and ("read every" in name or "every 1 s" in name)
