@@ -56,7 +56,7 @@ class GpuEnergy:
         """Return the energy of the GPUs between two monotonic times, or ``None`` if a part was not measured."""
         end_ns = int(end_s * 1e9)
         for track in self._tracks:
-            track.ask(end_ns)
+            track.ask(end_ns, is_last=True)
         until_s = time.monotonic() + EDGE_WAIT_S
         while True:
             self._take()

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from effllm.agent.rank_devices import RankDevices
 from effllm.agent.rank_memory import RankMemory
 from effllm.agent.spans import Spans
+from effllm.agent.track import PAY_AFTER_S
 from effllm.agent.trainer import Trainer
 from effllm.agent.values import InstrumentValues
 from effllm.agent.window import WindowCutter
@@ -83,6 +84,8 @@ class Measuring:
             _, ordinal, _, _ = self._trainer.ring.state()
             moved_on = ordinal > ended.ordinal or self.cutter.last_ordinal > ended.ordinal or self.status is not None
             waited_s = now_s - ended.end_ns * 1e-9
+            if not is_settled and waited_s > PAY_AFTER_S:
+                self.devices.ask(ended.end_ns, is_last=True)
             if (not is_settled and waited_s < self.devices.patience_s) or (not moved_on and waited_s < LOSS_WAIT_S):
                 return
             report = self.cutter.cut(self.devices.series)
@@ -94,7 +97,7 @@ class Measuring:
         ends_ns = [*self.cutter.edges_ns[:1], *self._spans.edges_ns[:1]]
         if not ends_ns:
             return math.inf
-        for wait_s in (LOSS_WAIT_S, self.devices.patience_s):
+        for wait_s in (LOSS_WAIT_S, PAY_AFTER_S, self.devices.patience_s):
             if min(ends_ns) * 1e-9 + wait_s > now_s:
                 return min(ends_ns) * 1e-9 + wait_s
         return now_s + (AGAIN_S if self.devices.is_calibrating else 0.0)

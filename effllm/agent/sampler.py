@@ -35,9 +35,8 @@ MAX_INTERVAL_S = 30.0
 NEVER_NS = 2**63 - 1
 ALREADY_OPEN = "the device is already open"  # a reason without an event
 #: Weights of a new full reading in the average duration: the first if it is slower than the average, the second if it
-#: is faster.  So the average stays close to the slow calls.  A call that takes longer than the third value counts as it
-#: does.
-CALL_RISE, CALL_FALL, MAX_COUNTED_S = 0.2, 0.05, 0.2
+#: is faster, because slow devices are read rarely.  A call that takes longer than the third value counts as it does.
+CALL_RISE, CALL_FALL, MAX_COUNTED_S = 0.05, 0.2, 0.1
 #: Duration of an unfinished read after which the device is stale.
 STALE_AFTER_S = 5.0
 #: Maximum number of requests during a hanging read; the oldest requests are dropped without a sample.
@@ -85,6 +84,7 @@ class Sampler:
         self._learns_again = False
         self._failing: dict[str, str] = {}
         self._full_s = self._energy_s = 0.0  # average durations of full readings, and of energy alone
+        self._num_full = self._num_energy = 0
         self._full_ns = 0  # end of the last full reading
         self._credit_s, self._credited_s = KEPT_CREDIT_S * EDGE_SHARE, time.monotonic()  # for readings at edges
         self._reading_since_s: float | None = None
@@ -125,7 +125,8 @@ class Sampler:
         """Return the number of readings at an edge, at most ``wanted``, for which the budget has time."""
         now_s = time.monotonic()
         earned_s = EDGE_SHARE * (now_s - self._credited_s)
-        self._credit_s, self._credited_s = min(self._credit_s + earned_s, KEPT_CREDIT_S * EDGE_SHARE), now_s
+        kept_s = max(KEPT_CREDIT_S * EDGE_SHARE, self._energy_s)  # a slow device is read, too
+        self._credit_s, self._credited_s = min(self._credit_s + earned_s, kept_s), now_s
         count = min(wanted, int(self._credit_s / self._energy_s)) if self._energy_s else wanted
         self._credit_s -= count * self._energy_s
         return count
@@ -265,10 +266,13 @@ class Sampler:
         # The average duration is used, because other processes on the core delay about one reading in a hundred.
         took_s = min(took_s, MAX_COUNTED_S)  # after one hanging call, sampling must not be slow for an hour
         if energy_only:
-            self._energy_s += (took_s - self._energy_s) * (CALL_FALL if self._energy_s else 1.0)
+            self._num_energy += 1
+            self._energy_s += (took_s - self._energy_s) * max(CALL_RISE, 1 / self._num_energy)
         else:
-            weight = CALL_RISE if took_s > self._full_s else CALL_FALL
-            self._full_s += (took_s - self._full_s) * (weight if self._full_s else 1.0)
+            self._num_full += 1
+            if self._num_full > 1:  # the first reading of a driver may take long
+                weight = CALL_RISE if took_s > self._full_s else CALL_FALL
+                self._full_s += (took_s - self._full_s) * max(weight, 1 / (self._num_full - 1))
             self._full_ns = int(ended_s / NS)
         self._samples.put(sample)
         if (failures or self._failing) and not energy_only:  # an energy-only reading does not read the other quantities

@@ -54,6 +54,7 @@ class Series:
         self.energy = EnergyLedger(device, max_gap_s)
         self._newest_ns = 0
         self._events: list[Event] = []
+        self._reading_ns = int(0.4 * max_gap_s / NS)  # two intervals between samples
         self._since_ns = 0  # start of the first window
         self._active: Sample | None = None  # the last reading of earlier windows with an activity
         self._outside: list[tuple[int, int]] = []  # parts of the last windows outside their iterations
@@ -172,9 +173,18 @@ class Series:
         # A reading may have begun in the window before.
         self._outside = [one for one in self._outside if one[1] > start_ns - self._max_gap_ns]
         self._outside = merge_periods([*self._outside, *outside])
-        sums = self._sums(start_ns, end_ns, self._outside)
+        found = self._with_energy(self._sums(start_ns, end_ns, self._outside), start_ns, end_ns, phases)
         active = (one for one in reversed(self._samples) if one.time_ns <= end_ns and ACTIVITY in one.gauges)
         self._active = next(active, self._active)
+        return found
+
+    def span(self, start_ns: int, end_ns: int) -> DeviceWindow:
+        """Return the readings in a period of which the windows of the loop are independent."""
+        return self._with_energy(self._sums(start_ns, end_ns), start_ns, end_ns, {})
+
+    def _with_energy(
+        self, sums: DeviceWindow, start_ns: int, end_ns: int, phases: dict[str, Integrals]
+    ) -> DeviceWindow:
         return replace(
             sums,
             wall=replace(sums.wall, energy=self.energy.energy(start_ns, end_ns)),
@@ -240,7 +250,10 @@ class Series:
             if (reference_hz := self.device.sm_clock_reference_hz) and second.utilization != 0 and covered_s > 0:
                 ratio = _level(first, second, start_ns, end_ns, before_hz, clock_hz) / reference_hz
                 _add(parts, CLOCK_RATIO, Gauge(ratio * covered_s, covered_s, *[clock_hz / reference_hz] * 2))
-            if activity is None or since is None or since.time_ns < self._since_ns or second.time_ns > end_ns:
+            is_whole = since is not None and self._since_ns <= since.time_ns < second.time_ns <= end_ns
+            if activity is None or since is None or not is_whole:
+                continue
+            if second.time_ns - since.time_ns > self._reading_ns:  # a few long readings are no sample of the iterations
                 continue
             if not _outside_s(since.time_ns, second.time_ns, outside):
                 used_hz = activity * (since.gauges.get("sm_clock_hz", clock_hz) + clock_hz) / 2

@@ -125,7 +125,7 @@ class Spans:
     def _sums(self, chain: _Chain, end_ns: int, series: Sequence[Series]) -> Iterator[tuple[int, _Sums]]:
         """Yield each device's position, and the sums of its readings from the start of the chain."""
         for one in series:
-            window = one.window(chain.from_ns, end_ns, {})
+            window = one.span(chain.from_ns, end_ns)
             sums = _Sums(window, *one.energy.readings.power_range_w(chain.from_ns, end_ns))
             before = chain.sums.get(one.device.key)
             yield self._devices.index(one.device.key), before.then(sums) if before else sums

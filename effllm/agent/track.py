@@ -14,6 +14,9 @@ MIN_INTERVAL_S = 0.2
 MAX_PROMPT_S = 2.0
 #: Timeout of the samples for an edge.
 EDGE_WAIT_S = 1.0
+#: After this time a slow device is read for an edge that no later reading has settled; then another second may pass, so
+#: that the window is closed before the aggregator's shortest deadline of 5 s.
+PAY_AFTER_S = 2.0
 
 
 class DeviceTrack:
@@ -30,7 +33,7 @@ class DeviceTrack:
         self.series: Series | None = None  # None until the device is open
         self._max_gap_s = MAX_GAP_INTERVALS * max(interval_s, MIN_INTERVAL_S)
         self._asked_ns = 0  # last requested edge
-        self._has_asked_last = False
+        self._paid_ns = 0  # last edge for which a reading was made in any case
         self._is_stale = False
         self._has_learnt_again = False
 
@@ -57,16 +60,18 @@ class DeviceTrack:
     def patience_s(self) -> float:
         """Seconds after an edge until a sample must have come: a slow device is not read at each edge."""
         slow_s = max(self.sampler.edge_apart_s, self.sampler.slowed_s or 0.0)
-        return EDGE_WAIT_S + (slow_s if self._is_prompt else 0.0)
+        return EDGE_WAIT_S + (min(slow_s, PAY_AFTER_S + EDGE_WAIT_S) if self._is_prompt else 0.0)
 
     def ask(self, edge_ns: int, *, is_last: bool = False) -> None:
-        """Request the samples for an edge, once per edge; edges must be in ascending order."""
-        is_new = edge_ns > self._asked_ns or (is_last and not self._has_asked_last)
-        if not is_new or not self._is_prompt:
+        """Request the samples for an edge, once per edge; edges must be in ascending order.
+
+        ``is_last``: a reading is made in any case, because this edge is the last one or has waited for long.
+        """
+        if edge_ns <= (self._paid_ns if is_last else self._asked_ns) or not self._is_prompt:
             return
-        self._has_asked_last = is_last
+        self._paid_ns = edge_ns if is_last else self._paid_ns
         since_s = (edge_ns - self._asked_ns) * 1e-9 if self._asked_ns else 1.0
-        self._asked_ns = edge_ns
+        self._asked_ns = max(edge_ns, self._asked_ns)
         times = self.series.energy.timing.reads_for(edge_ns) if self.series else [edge_ns]
         self.sampler.ask(times, within_s=max(since_s, 0.0), is_last=is_last)
 

@@ -247,14 +247,6 @@ class Rounds:
                 self._steps.end_counted()
             self._steps.start()
 
-    def replayed(self) -> bool:
-        """Process the replay of a captured step: it ends an iteration if these steps are counted."""
-        if not self._steps.is_owner or self._leader is None:
-            return False
-        self._steps.end_counted()
-        self._steps.start()
-        return True
-
     def _show_gpus(self, optimizer: Any) -> None:
         """Show once in a run where the parameters are, also if the loop's own calls count the iterations."""
         collector = get_metrics_collector()

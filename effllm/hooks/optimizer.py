@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import sys
 import time
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -40,7 +41,7 @@ def attach(module: ModuleType) -> None:
 
 
 def _stepped(optimizer: Any) -> None:
-    if not GRAPHS.takes_step():
+    if not GRAPHS.takes_step(optimizer):
         _rounds().stepped(optimizer)
 
 
@@ -58,12 +59,13 @@ def attach_graphs(module: ModuleType) -> None:
     GRAPHS.watch(getattr(module, "CUDAGraph", None))
 
 
-def _replayed(has_step: bool) -> None:
+def _replayed(optimizers: Sequence[Any]) -> None:
     from effllm.trainer.collector import get_metrics_collector
 
-    recorder = get_metrics_collector().recorder
-    if recorder is not None and not (has_step and _rounds().replayed()):
+    if (recorder := get_metrics_collector().recorder) is not None:
         recorder.moved()
+    for optimizer in optimizers:
+        _guard(_rounds().stepped, optimizer)
 
 
 def attach_loader(module: ModuleType) -> None:

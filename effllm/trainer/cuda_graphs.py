@@ -6,7 +6,7 @@ import contextlib
 import functools
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 
@@ -15,11 +15,10 @@ class CudaGraphs:
 
     def __init__(self) -> None:
         self.num_captured = 0
-        self.replayed: Callable[[bool], None] | None = (
-            None  #: called after a replay: whether it has an optimizer's step
-        )
+        #: Called after a replay, with the optimizers whose steps the graph has.
+        self.replayed: Callable[[Sequence[Any]], None] | None = None
         self._capturing: Any = None
-        self._with_step: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._steps: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
 
     def watch(self, graph: Any) -> None:
         """Watch a class with the methods of ``CUDAGraph``; a second call does nothing."""
@@ -42,20 +41,20 @@ class CudaGraphs:
             result = replay(one, *arguments, **named)
             if self.replayed is not None:
                 with contextlib.suppress(Exception):  # no exception of effllm may end a training step
-                    self.replayed(one in self._with_step)
+                    self.replayed(list(self._steps.get(one, ())))
             return result
 
         replayed.is_watched = True  # type: ignore[attr-defined]
         graph.capture_begin, graph.capture_end, graph.replay = capture_begin, capture_end, replayed
 
-    def takes_step(self) -> bool:
+    def takes_step(self, optimizer: Any) -> bool:
         """Whether an optimizer's step that has just run was only captured: each replay of this graph makes the step."""
         if self._capturing is None:
             return False
         if not sys.modules["torch"].cuda.is_current_stream_capturing():  # the capture has failed without its end
             self._capturing = None
             return False
-        self._with_step.add(self._capturing)
+        self._steps.setdefault(self._capturing, weakref.WeakSet()).add(optimizer)
         return True
 
 

@@ -51,7 +51,9 @@ class RankDevice:
         if not getattr(cuda, "is_initialized", lambda: False)():
             return False
         contexts = [one for one in range(cuda.device_count()) if self._has_context is None or self._has_context(one)]
-        used = self._declared.parameter_devices or self._in_use(contexts, is_running)
+        facts = self._declared.facts
+        stated = facts.gpus if facts.serves_requests else ()
+        used = self._declared.parameter_devices or stated or self._in_use(contexts, is_running)
         self.index = used[0] if used and used[0] in contexts else None
         known = used, len(contexts) if not used else 0
         if known == self._known:
@@ -93,8 +95,8 @@ class RankDevice:
                     "an optimizer of torch steps"
                 )
             return facts
-        if len(used) > 1 or len(self._declared.facts.gpus) > 1:
-            facts["gpus"] = self._declared.facts.gpus if self._declared.facts.serves_requests else used
+        stated = self._declared.facts.gpus if self._declared.facts.serves_requests else ()
+        facts["gpus"] = used if len(used) > 1 else stated
         found = self._cuda.get_device_properties(used[0])
         parts: list[Any] = [getattr(found, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
         if None not in parts:

@@ -124,11 +124,12 @@ class DeviceMemory:
         device: the rank's GPU.
     """
 
-    __slots__ = ("_cuda", "_device", "_phases", "open_phase", "positions")
+    __slots__ = ("_cuda", "_device", "_phases", "is_off", "open_phase", "positions")
 
     def __init__(self, cuda: Any, device: RankDevice) -> None:
         self._cuda, self._device = cuda, device
         self._phases: set[int] = set()  # marked phases that were read in this window
+        self.is_off = False  #: whether readings have ended after an error
         self.open_phase = -1  #: index of the open phase whose start was read
         self.positions = 0  #: largest number of positions of a micro-batch in this window; 0 if it is not known
 
@@ -148,7 +149,7 @@ class DeviceMemory:
 
         `memory_stats` also makes a sorted flat dictionary of several hundred names, which takes most of its time.
         """
-        known = self._device.run(self._cuda.memory_stats_as_nested_dict)
+        known = None if self.is_off else self._device.run(self._cuda.memory_stats_as_nested_dict)
         if known is None:
             return None
         allocated, reserved = known["allocated_bytes"]["all"], known["reserved_bytes"]["all"]
@@ -302,7 +303,7 @@ class WatchedRecorder(Recorder):
             if self.is_on and (values := self._memory.read()) is not None:
                 self._writer.values(ordinal or self.ordinal, after, _MEMORY_INDICES, values, ring.MEMORY)
         except Exception as error:  # noqa: BLE001 - an allocator without statistics; no exception may end a training step
-            self._memory = None
+            self._memory.is_off = True
             self._warn(f"the memory of torch's allocator is not measured: {type(error).__name__}: {error}")
 
     def _put_profile(self, found: Profiled, step_ns: int) -> None:

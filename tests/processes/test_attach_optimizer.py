@@ -56,24 +56,53 @@ def test_iterations_of_an_unmodified_loop_are_counted(launch):
     assert job.our_errors == []
 
 
+GRAPHS = """
+from effllm.trainer.cuda_graphs import GRAPHS
+
+class Graph:
+    is_capturing = False
+    def capture_begin(self):
+        Graph.is_capturing = True
+    def capture_end(self):
+        Graph.is_capturing = False
+    def replay(self):
+        time.sleep(0.01)
+
+torch.cuda.is_current_stream_capturing = lambda: Graph.is_capturing
+GRAPHS.watch(Graph)
+"""
+
+
+def test_graphs_of_two_optimizers_are_one_iteration_also_without_a_step_before(launch):
+    job = train(
+        launch,
+        GRAPHS
+        + dedent("""
+        other = torch.optim.SGD(torch.nn.Linear(8, 4).parameters(), lr=0.1)
+        for parameter in other.param_groups[0]["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+        graphs = [Graph(), Graph()]
+        backward()
+        for graph, one in zip(graphs, (optimizer, other)):
+            graph.capture_begin()
+            one.step()
+            graph.capture_end()
+        for _ in range(30):
+            for graph in graphs:
+                graph.replay()
+        """),
+    )
+
+    # The first replay starts the metrics and is not measured.
+    assert (job.ledger.summary.iterations, job.ledger.summary.status) == (29, "completed")
+
+
 def test_replays_of_a_captured_step_are_iterations_and_no_stall(launch):
     """A build of torch for CPUs has no graphs: the stand-in replays nothing, and no hook of torch runs in a replay."""
     job = train(
         launch,
-        """
-        from effllm.trainer.cuda_graphs import GRAPHS
-
-        class Graph:
-            is_capturing = False
-            def capture_begin(self):
-                Graph.is_capturing = True
-            def capture_end(self):
-                Graph.is_capturing = False
-            def replay(self):
-                time.sleep(0.03)
-
-        torch.cuda.is_current_stream_capturing = lambda: Graph.is_capturing
-        GRAPHS.watch(Graph)
+        GRAPHS
+        + dedent("""
         step, forward = Graph(), Graph()
         for _ in range(3):
             backward(), optimizer.step()
@@ -83,9 +112,9 @@ def test_replays_of_a_captured_step_are_iterations_and_no_stall(launch):
             graph.capture_end()
         for _ in range(40):
             step.replay()
-        for _ in range(100):
+        for _ in range(200):
             forward.replay()
-        """,
+        """),
         stall_seconds=1,
     )
     summary = job.ledger.summary

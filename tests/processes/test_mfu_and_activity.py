@@ -70,6 +70,5 @@ def test_wrong_flops_are_found_beside_evaluations(launch, library, tmp_path):
 def test_short_job_says_once_that_mfu_was_not_checked(launch, library, tmp_path):
     found, (text,) = doubts(launch, library, tmp_path, factor=2, seconds=2)
 
-    assert (found, text) == (
-        [], "check of MFU by tensor activity: fewer than 20 readings of the GPUs lie wholly in iterations"
-    )  # fmt: skip
+    assert found == []
+    assert text.endswith("the readings that lie wholly in iterations cover less than 20 sampling intervals")

@@ -76,6 +76,40 @@ def test_parameters_on_several_gpus_are_all_measured():
     assert (facts.cuda_index, facts.gpus, index) == (1, (1, 2), 1)
 
 
+def test_stated_gpus_of_inference_are_measured_without_an_optimizer():
+    declared = Declared()
+    declared.set(serves_requests=True, gpus=(0, 1))
+    torch = FakeTorch(4, (0, 1))
+    torch.cuda.used.update({0: 5, 1: 5})
+
+    RankDevice(torch, declared).look(is_running=True)
+    assert (declared.facts.gpus, declared.facts.cuda_index, declared.facts.unclear_gpu) == ((0, 1), 0, "")
+
+
+def test_gpus_of_an_earlier_training_are_forgotten():
+    declared, torch = Declared(), FakeTorch(4, (0, 1, 2))
+    for used in ((0, 1), (0,), (2,)):
+        declared.parameter_devices = ()  # as at the end of a session
+        declared.parameters_on(on(*used))
+        RankDevice(torch, declared).look(is_running=True)
+
+    assert (declared.facts.gpus, declared.facts.cuda_uuid) == ((), UUIDS[2])
+
+
+def test_allocator_without_statistics_ends_no_step_and_no_phase():
+    torch = FakeTorch(1, (0,))
+    torch.cuda.memory_stats_as_nested_dict = lambda: 1 / 0
+    loop = Loop(torch)
+    loop.recorder.phase_start("checkpoint")
+    loop.recorder.phase_end()
+    loop.iterate(5)
+    loop.recorder.phase_start("evaluation")
+    loop.recorder.phase_end()
+    loop.close()
+
+    assert loop.warned == ["the memory of torch's allocator is not measured: ZeroDivisionError: division by zero"]
+
+
 def test_parameters_on_the_host_say_nothing():
     declared = Declared()
     declared.parameters_on([SimpleNamespace(type="cpu", index=None)])

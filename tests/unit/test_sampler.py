@@ -165,6 +165,30 @@ def test_edges_of_a_slow_device_are_read_as_often_as_the_budget_allows(start, wa
     until(lambda: reader.edges + reader.reads == before + 1)
 
 
+def test_device_whose_energy_is_slower_than_all_credit_is_still_read(start, wake):
+    reader = SlowEnergy(call_s=0.5)
+    sampler = start(reader)
+    woken(wake)
+    sampler._full_s, sampler._energy_s, sampler._num_energy = 0.5, 0.02, 5
+    sampler._credited_s -= 100.0  # 0.05 % of 100 s are more than 20 ms
+    sampler.ask()
+
+    until(lambda: reader.edges == 1)
+
+
+def test_one_slow_reading_does_not_slow_the_next_minutes(start, wake):
+    sampler = start(FakeReader(), interval_s=1.0)
+    woken(wake)
+    assert (sampler._full_s, sampler.slowed_s) == (0.0, None), "the first reading of a driver may take long"
+
+    sampler._num_full, seconds = 100, 0.0
+    sampler._full_s += 0.1 * 0.05  # one reading of 0.1 s or more
+    while sampler.slowed_s is not None:
+        seconds += sampler.slowed_s
+        sampler._full_s *= 0.8
+    assert seconds < 30
+
+
 def test_edge_is_read_in_full_only_if_full_readings_have_time(start, wake):
     class SlowRead(SlowEnergy):
         def read(self):
@@ -175,12 +199,15 @@ def test_edge_is_read_in_full_only_if_full_readings_have_time(start, wake):
             return Sample(time.monotonic_ns(), energy_only=True), {}
 
     reader = SlowRead()
-    sampler = start(reader, interval_s=1.0)
+    sampler = start(reader, interval_s=60.0)
     woken(wake)
-    sampler.ask()
-    woken(wake)
+    for _ in range(2):
+        sampler.ask()
+        woken(wake)
 
-    assert [sample.energy_only for sample in sampler.take()] == [False, True]
+    # The duration of the first reading is not counted.
+    assert [sample.energy_only for sample in sampler.take()] == [False, False, True]
+    sampler._interval_s = 1.0
     assert sampler.slowed_s == pytest.approx(20.0, rel=0.3), "20 ms are 0.1 % of 20 s"
 
 

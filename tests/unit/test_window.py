@@ -623,6 +623,28 @@ def test_tensor_clock_is_the_mean_of_products_over_whole_readings_in_iterations(
     assert (rest.value_seconds, rest.covered_s) == pytest.approx((2 * 0.8 * 2e9, 2.0))
 
 
+def test_span_in_a_window_does_not_change_the_window():
+    series, alone = (with_readings([(0.8, 2.0)] * 9) for _ in range(2))
+    found = []
+    for one in (series, alone):
+        one.window(10**9, 2 * 10**9, {})
+        if one is series:
+            assert one.span(25 * 10**8, 7 * 10**9).gauges[TENSOR_CLOCK].covered_s > 0
+        found.append(one.window(2 * 10**9, 9 * 10**9, {}, [(3 * 10**9, 4 * 10**9)]).gauges[TENSOR_CLOCK])
+
+    assert found[0] == found[1]
+
+
+def test_long_reading_is_no_sample_of_the_iterations():
+    series = with_readings([(0.8, 2.0)])
+    series.allow_gap(100.0)
+    for second in (2, 32):
+        gauges = {"sm_clock_hz": 2e9, "tensor_activity_ratio": 0.8}
+        series.add(Sample(time_ns=second * 10**9, utilization=1.0, gauges=gauges))
+
+    assert series.window(10**9, 32 * 10**9, {}).gauges[TENSOR_CLOCK].covered_s == 1.0
+
+
 def test_reading_that_began_before_the_first_window_has_no_tensor_clock():
     series = with_readings([(0.0, 2.0), (0.8, 2.0), (0.8, 2.0)])
 

@@ -44,7 +44,7 @@ PRECISIONS = ("bf16", "fp16")
 #: MFU may exceed the tensor cores' utilization by this share and by these points: readings lie at other times than the
 #: ends of iterations (5 % to 10 %), and the paper's error is two points.
 SHARE, POINTS = 0.15, 0.02
-#: Fewer readings that lie wholly in iterations are not compared with MFU.
+#: MFU is not compared with readings that cover less time in iterations than this number of intervals between samples.
 MIN_READINGS = 20
 #: What is in doubt: inputs of metrics, as in `effllm.metrics.measurable.NEEDS`.
 TOKENS, FLOPS = "tokens", "FLOPs"
@@ -259,7 +259,10 @@ def unchecked_mfu(totals: ClusterTotals, known: KnownJob) -> str:
     is_comparable = totals.devices.tensor_activity is not None and _peak_clock_hz(totals, known) is not None
     if not is_comparable or _has_readings(totals, known) or metrics.throughput.mfu_ratio(totals) is None:
         return ""
-    return f"check of MFU by tensor activity: fewer than {MIN_READINGS} readings of the GPUs lie wholly in iterations"
+    return (
+        f"check of MFU by tensor activity: the readings that lie wholly in iterations cover less than {MIN_READINGS} "
+        "sampling intervals"
+    )
 
 
 def _has_readings(totals: ClusterTotals, known: KnownJob) -> bool:
