@@ -28,8 +28,11 @@ from effllm.records.rank import (
     Sample,
 )
 
-#: Reasons of a lower clock that are no fault: the power limit of a busy GPU, and the common clock of a sync group.
-FAULTLESS = frozenset({"power_cap", "sync_boost"})
+#: Reasons of a lower clock that are no fault: the power limit of a busy GPU, the common clock of a sync group, and the
+#: highest voltage, which limits every GPU without another limit.
+FAULTLESS = frozenset({"power_cap", "sync_boost", "reliability"})
+#: A reason that a single reading may also show while the clock changes (DCGM's field notes): two in a row count.
+UNSURE = "hw_slowdown"
 
 PEAKS = {"memory_bytes": "memory_peak_bytes", "power_w": "power_peak_w"}
 
@@ -205,8 +208,10 @@ class Series:
                 _add(gauges, name, Gauge(mean * covered_s, covered_s, value, value))
             if second.throttled_by is not None:
                 throttle_covered_s += covered_s
-                is_slowed = not FAULTLESS.issuperset(second.throttled_by)
-                for reason in (*second.throttled_by, *(["any"] if is_slowed else [])):
+                reasons = set(second.throttled_by)
+                if UNSURE not in (first.throttled_by or ()):
+                    reasons.discard(UNSURE)
+                for reason in (*reasons, *([] if reasons <= FAULTLESS else ["any"])):
                     throttled_s[reason] = throttled_s.get(reason, 0.0) + covered_s
             if second.power_w is not None:
                 step = min(max(int(second.power_w // POWER_STEP_W), 0), NUM_POWER_BARS - 1)

@@ -31,6 +31,8 @@ _THROTTLES = {
     pynvml.nvmlClocksEventReasonSwThermalSlowdown: "sw_thermal",
     pynvml.nvmlClocksEventReasonHwThermalSlowdown: "hw_thermal",
     pynvml.nvmlClocksEventReasonHwPowerBrakeSlowdown: "power_brake",
+    0x200: "board_limit",  # older releases of pynvml have no names for these two
+    0x400: "reliability",
 }
 _PROFILE = "NVML_POWER_PROFILE_"
 #: Names of the workload power profiles by number.

@@ -162,14 +162,17 @@ def _choose(
 def _has(handle: Any, field: NvmlField) -> bool:
     """Whether a field can be read; after any failure an older call is used for the whole run."""
     scopes = (field.scope,) if field.scope == _OF_GPU else (field.scope, _OF_GPU)
-    try:
-        answer, *of_gpu = pynvml.nvmlDeviceGetFieldValues(handle, [(field.id, scope) for scope in scopes])
-    except pynvml.NVMLError:
-        return False
-    if answer.nvmlReturn != pynvml.NVML_SUCCESS:
-        return False
-    # Some boards without this sensor return 0; an older driver may ignore the scope and return the GPU's power.
-    return not of_gpu or answer.value.uiVal not in (0, of_gpu[0].value.uiVal)
+    # Some boards without this sensor return 0; an older driver may ignore the scope and return the GPU's power, which
+    # may change between the two readings of one call.
+    for _ in scopes:
+        try:
+            answer, *of_gpu = pynvml.nvmlDeviceGetFieldValues(handle, [(field.id, scope) for scope in scopes])
+        except pynvml.NVMLError:
+            return False
+        is_own = not of_gpu or answer.value.uiVal not in (0, of_gpu[0].value.uiVal)
+        if answer.nvmlReturn != pynvml.NVML_SUCCESS or not is_own:
+            return False
+    return True
 
 
 def _counted_scope(handle: Any, own: NvmlField, of_module: NvmlField) -> str:

@@ -588,6 +588,16 @@ def test_power_cap_is_a_separate_reason_and_not_a_slowdown():
     assert window.throttled_s == {"power_cap": 2.0, "hw_thermal": 1.0, "any": 1.0, "sync_boost": 1.0}
 
 
+def test_single_reading_of_a_hardware_slowdown_is_no_throttling():
+    series = Series(gpu(), 5.0)
+    reasons = [(), ("hw_slowdown",), (), ("hw_slowdown", "hw_thermal"), ("hw_slowdown",), ("reliability",)]
+    for second, throttled_by in enumerate(reasons):
+        series.add(Sample(time_ns=(second + 1) * 10**9, throttled_by=throttled_by))
+
+    window = series.window(10**9, 6 * 10**9, {})
+    assert window.throttled_s == {"hw_thermal": 1.0, "any": 2.0, "hw_slowdown": 1.0, "reliability": 1.0}
+
+
 def test_clock_ratio_covers_only_iterations_with_a_busy_gpu():
     """Clocks of 2, 2, 1, 1 and 1 GHz at seconds 1 to 5, over a reference of 2 GHz; the GPU is idle until second 4."""
     series = Series(gpu(sm_clock_reference_hz=2e9), 5.0)

@@ -39,6 +39,8 @@ REASONS = {
     "sw_thermal": "thermal slowdown",
     "hw_thermal": "thermal slowdown by hardware",
     "power_brake": "power brake",
+    "board_limit": "limit of the board's power supply",
+    "reliability": "limit of the voltage",
 }
 
 #: Names of the compared readings; the readings of clocks event reasons have the prefix.
