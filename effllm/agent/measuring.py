@@ -97,7 +97,7 @@ class Measuring:
         ends_ns = [*self.cutter.edges_ns[:1], *self._spans.edges_ns[:1]]
         if not ends_ns:
             return math.inf
-        for wait_s in (LOSS_WAIT_S, PAY_AFTER_S, self.devices.patience_s):
+        for wait_s in sorted((LOSS_WAIT_S, PAY_AFTER_S, self.devices.patience_s)):
             if min(ends_ns) * 1e-9 + wait_s > now_s:
                 return min(ends_ns) * 1e-9 + wait_s
         return now_s + (AGAIN_S if self.devices.is_calibrating else 0.0)

@@ -25,8 +25,9 @@ WAKE_S = 160e-6  # CPU time of a wake-up (110 us, measured at 10 Hz) and of Pyth
 #: readings of GPUs without an energy counter.  Calls may hold a lock that the training needs, so slow devices
 #: are read less often: values between two readings are interpolated, and the error of an energy says so.
 FULL_SHARE, EDGE_SHARE, POWER_SHARE = 0.001, 0.0005, 0.0005
-#: Time of a reading that may be Python's, not the driver's.
-OWN_S = 100e-6
+#: Time of a reading that is not counted: of a GPU, what may be Python's and not the driver's; of another device, which
+#: holds no lock that the training needs, more.
+OWN_S, OTHER_S = 100e-6, 0.020
 #: Unused time for readings at edges that is kept, in seconds: several edges may follow each other.
 KEPT_CREDIT_S = 20.0
 #: Period of the power readings of GPUs without an energy counter.
@@ -262,7 +263,7 @@ class Sampler:
         sample, failures = getattr(reader, "read_energy", reader.read)() if energy_only else reader.read()
         self._reading_since_s = None
         ended_s = time.monotonic()
-        took_s = max(ended_s - began_s - OWN_S, 0.0)
+        took_s = max(ended_s - began_s - (OWN_S if reader.device.is_gpu else OTHER_S), 0.0)
         # The average duration is used, because other processes on the core delay about one reading in a hundred.
         took_s = min(took_s, MAX_COUNTED_S)  # after one hanging call, sampling must not be slow for an hour
         if energy_only:

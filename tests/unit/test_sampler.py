@@ -12,7 +12,7 @@ from fake_reader import LONG_INTERVAL_S, FakeReader, until, woken
 from effllm.agent import sampler as sampler_module
 from effllm.agent.sampler import Sampler
 from effllm.devices import DeviceUnavailable
-from effllm.records.rank import Sample, Sensor
+from effllm.records.rank import Device, Sample, Sensor
 
 
 @pytest.fixture
@@ -459,3 +459,12 @@ def test_sampler_stops_at_once_and_closes_its_device(wake):
 
     assert sampler.stop(30.0)
     assert reader.closed
+
+
+def test_device_without_a_driver_is_not_slowed_by_a_long_reading(start, wake):
+    reader = FakeReader(call_s=0.01)
+    reader.device = Device("host:vm", "host", is_gpu=False)
+    sampler = start(reader, interval_s=0.02)
+    until(lambda: reader.reads >= 10)
+
+    assert (sampler.slowed_s, sampler.edge_apart_s) == (None, 0.0)
