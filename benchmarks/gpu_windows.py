@@ -96,6 +96,7 @@ class _Measuring:
         """Open the GPU twice."""
         self._reader = self._open()
         self._track.sampler.start()
+        self._track.sampler.learn()
         if not self._ready.wait(10.0):
             raise RuntimeError(f"the GPU cannot be sampled: {self._track.sampler.unavailable}")
 
@@ -129,7 +130,9 @@ class _Measuring:
     def _open(self) -> Reader:
         return open_device("nvml", self._site)
 
-    def _calibrate(self, _device: Device, _read: Callable[[], Sample], _is_suspect: bool) -> Sensor:
+    def _calibrate(
+        self, _device: Device, _read: Callable[[], Sample], _wait: Callable[[float], None], _is_suspect: bool
+    ) -> Sensor:
         self._ready.set()
         return self._sensor
 

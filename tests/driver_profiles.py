@@ -37,7 +37,11 @@ PROFILES = {
     "data-centre Hopper": Profile(
         (gpu("NVIDIA H100 80GB HBM3", gpm=1, memory_reserved=GIB, **ACTIVE),),
         # No board without a Grace CPU has module power; activities may read a little above 100 %.
-        (f"0 power.instant.module error {NOT_SUPPORTED}", f"0 power.average.module error {NOT_SUPPORTED}"),
+        (
+            f"0 power.instant.module error {NOT_SUPPORTED}",
+            f"0 power.average.module error {NOT_SUPPORTED}",
+            *(f"0 {call} serial 0.002" for call in ("fields", "gpm")),  # one process at a time
+        ),
         gauges=frozenset({"sm_clock_hz", "temperature_c", "tensor_activity_ratio", "memory_reserved_bytes"}),
     ),
     "Ampere": Profile(

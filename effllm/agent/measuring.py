@@ -70,6 +70,7 @@ class Measuring:
         if is_trainer_gone and self.status is None:
             self._add(self._trainer.ring.read())
             self.status, self.end_ns = self._trainer.exit_status.word(), time.monotonic_ns()
+        self.devices.calibrate(has_begun=self.cutter.last_ordinal > 0)
         self.memory.look(self.cutter.last_ordinal, self.devices.series, self._trainer.facts.max_positions)
 
     def cut(self, now_s: float) -> None:

@@ -19,12 +19,13 @@ from effllm.agent.trainer import Trainer
 from effllm.config.settings import cache_folder
 from effllm.devices import DeviceUnavailable, Reader, Site, open_device
 from effllm.devices import node as node_power
-from effllm.energy.calibration import assumed, calibrate
+from effllm.energy.calibration import calibrate, known, turn_s
 from effllm.records.facts import RankFacts
 from effllm.records.rank import Device, Event, Sample, Sensor
 
 DEVICE_WAIT_S = 3.0
 CALIBRATION_S = 3.0  # maximum wait for a calibration before a window is cut
+WITHOUT_ITERATION_S = 120.0  # time after which sensors are calibrated although no iteration has ended
 
 
 class RankDevices:
@@ -46,6 +47,8 @@ class RankDevices:
         self._node_tracks: list[DeviceTrack] = []
         self._candidates: list[DeviceTrack] = []  # tracks of GPUs that may replace the first tracks
         self._used = _used(trainer.facts)
+        self._calibrate_at_s = time.monotonic() + WITHOUT_ITERATION_S
+        self._has_begun = False  # whether the first iteration has ended
         self._has_changed = False  # whether a device was opened or calibrated
         self._has_baseline = False
 
@@ -73,6 +76,21 @@ class RankDevices:
             self._candidates = self._new_tracks([self._key_of(track) for track in self._tracks])
             for track in self._candidates:
                 track.sampler.start()
+
+    def calibrate(self, *, has_begun: bool) -> None:
+        """Calibrate the sensors at this rank's turn after its first iteration.
+
+        Before, the training allocates its memory, and the calls of a calibration may hold the same lock of the driver.
+
+        Args:
+            has_begun: whether the first iteration has ended.
+        """
+        if has_begun and not self._has_begun:
+            self._has_begun = True
+            self._calibrate_at_s = time.monotonic() + turn_s(self._trainer.place.local_rank)
+        if time.monotonic() >= self._calibrate_at_s:
+            for track in self._tracks:
+                track.learn()
 
     def _adopt(self) -> bool:
         """Replace the tracks by those of other GPUs as soon as these are open; return whether a track has changed."""
@@ -208,14 +226,16 @@ class RankDevices:
         if reader.device.key == open_key:
             reader.close()
             raise DeviceUnavailable(ALREADY_OPEN)
-        reader.device = replace(reader.device, sensor=assumed(reader.device))
+        reader.device = replace(reader.device, sensor=known(reader.device, self._calibrations))
         return reader
 
-    def _calibrate(self, device: Device, read: Callable[[], Sample], is_suspect: bool) -> Sensor:
+    def _calibrate(
+        self, device: Device, read: Callable[[], Sample], wait: Callable[[float], None], is_suspect: bool
+    ) -> Sensor:
         def report(text: str) -> None:
             self._report(Event(time.time(), "energy_calibration", f"{device.key}: {text}", device=device.key))
 
-        return calibrate(device, read, self._calibrations, is_suspect=is_suspect, report=report)
+        return calibrate(device, read, self._calibrations, wait=wait, is_suspect=is_suspect, report=report)
 
     def _start_node_sensors(self) -> None:
         """Start the node's power sensors: on one rank per node, and not with a simulated device."""

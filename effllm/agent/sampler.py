@@ -13,38 +13,24 @@ from collections.abc import Callable, Sequence
 
 from msgspec.structs import replace
 
+from effllm.agent.driver_time import FULL_SHARE, DriverTime
 from effllm.devices import DeviceUnavailable, Reader
 from effllm.records.rank import INSTANT, Device, Event, Sample, Sensor
 
 NS = 1e-9
 
-#: Maximum CPU time of the additional reads at window edges, including the thread's wake-ups, as a share of a core.
-MAX_EDGE_SHARE = 0.005
-WAKE_S = 160e-6  # CPU time of a wake-up (110 us, measured at 10 Hz) and of Python in a reading
-#: The time in calls of the driver, as shares of a core: of full readings, of readings at window edges, and of power
-#: readings of GPUs without an energy counter.  Calls may hold a lock that the training needs, so slow devices
-#: are read less often: values between two readings are interpolated, and the error of an energy says so.
-FULL_SHARE, EDGE_SHARE, POWER_SHARE = 0.001, 0.0005, 0.0005
-#: Time of a reading that is not counted: of a GPU, what may be Python's and not the driver's; of another device, which
-#: holds no lock that the training needs, more.
-OWN_S, OTHER_S = 100e-6, 0.020
-#: Unused time for readings at edges that is kept, in seconds: several edges may follow each other.
-KEPT_CREDIT_S = 20.0
 #: Period of the power readings of GPUs without an energy counter.
 POWER_EVERY_S = 0.09
-MAX_INTERVAL_S = 30.0
 NEVER_NS = 2**63 - 1
 ALREADY_OPEN = "the device is already open"  # a reason without an event
-#: Weights of a new full reading in the average duration: the first if it is slower than the average, the second if it
-#: is faster, because slow devices are read rarely.  A call that takes longer than the third value counts as it does.
-CALL_RISE, CALL_FALL, MAX_COUNTED_S = 0.05, 0.2, 0.1
 #: Duration of an unfinished read after which the device is stale.
 STALE_AFTER_S = 5.0
 #: Maximum number of requests during a hanging read; the oldest requests are dropped without a sample.
 MAX_REQUESTS = 64
 
-#: Arguments: the opened device, a function that samples it, whether samples contradict the previous calibration.
-Calibrate = Callable[[Device, Callable[[], Sample], bool], Sensor]
+#: Arguments: the opened device, a function that samples it, a function that waits until a monotonic time, and whether
+#: samples contradict the previous calibration.
+Calibrate = Callable[[Device, Callable[[], Sample], Callable[[float], None], bool], Sensor]
 
 
 class Sampler:
@@ -55,7 +41,7 @@ class Sampler:
         interval_s: seconds between samples.
         report: receives an event when a quantity is no longer measured, and when it is measured again.
         wake_descriptor: an eventfd, written after the first sample and after the last sample of each request.
-        calibrate: calibrates the device's sensor after the first sample.
+        calibrate: calibrates the device's sensor when `learn` is called.
         is_node_sensor: whether the device may be slow; a missing node sensor is not reported as an event.
     """
 
@@ -82,12 +68,10 @@ class Sampler:
         self._requests: queue.SimpleQueue[Sequence[int]] = queue.SimpleQueue()
         self._due: list[tuple[int, bool, bool]] = []  # requested times, and whether each begins or ends its request
         self._stopped = False
-        self._learns_again = False
+        self._learning: list[bool] = []  # requested calibrations, and whether the previous one is suspect
         self._failing: dict[str, str] = {}
-        self._full_s = self._energy_s = 0.0  # average durations of full readings, and of energy alone
-        self._num_full = self._num_energy = 0
+        self.driver = DriverTime()
         self._full_ns = 0  # end of the last full reading
-        self._credit_s, self._credited_s = KEPT_CREDIT_S * EDGE_SHARE, time.monotonic()  # for readings at edges
         self._reading_since_s: float | None = None
         self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
 
@@ -112,9 +96,8 @@ class Sampler:
             with contextlib.suppress(queue.Empty):  # the thread may have removed the last request
                 self._requests.get_nowait()
         times = times_ns or (time.monotonic_ns(),)
-        affordable = max(int(MAX_EDGE_SHARE * within_s / (self._energy_s + WAKE_S)), 1)
-        if not self._is_node_sensor and not is_last:
-            affordable = min(affordable, self._pay(len(times)))
+        is_limited = not self._is_node_sensor and not is_last
+        affordable = self.driver.affordable(len(times), within_s, is_limited=is_limited)
         if affordable < 2:
             times = times[:affordable]
         elif affordable < len(times):
@@ -122,25 +105,12 @@ class Sampler:
         if times:
             self._requests.put(times)
 
-    def _pay(self, wanted: int) -> int:
-        """Return the number of readings at an edge, at most ``wanted``, for which the budget has time."""
-        now_s = time.monotonic()
-        earned_s = EDGE_SHARE * (now_s - self._credited_s)
-        kept_s = max(KEPT_CREDIT_S * EDGE_SHARE, self._energy_s)  # a slow device is read, too
-        self._credit_s, self._credited_s = min(self._credit_s + earned_s, kept_s), now_s
-        count = min(wanted, int(self._credit_s / self._energy_s)) if self._energy_s else wanted
-        self._credit_s -= count * self._energy_s
-        return count
-
-    @property
-    def edge_apart_s(self) -> float:
-        """Mean seconds between the readings at edges that the budget allows; 0 if calls take no time."""
-        return min(self._energy_s / EDGE_SHARE, MAX_INTERVAL_S)
-
-    def learn_again(self) -> None:
-        """Calibrate the sensor again, because readings contradict its calibration."""
-        self.is_calibrating = self._learns_again = self._calibrate is not None
-        self._requests.put(())
+    def learn(self, *, is_suspect: bool = False) -> None:
+        """Calibrate the sensor; ``is_suspect``: again, because readings contradict its calibration."""
+        if self._calibrate is not None and not self.unavailable:
+            self.is_calibrating = True
+            self._learning.append(is_suspect)
+            self._requests.put(())
 
     def take(self) -> list[Sample | Device]:
         """Return the samples since the last call, oldest first; a `Device` in the list has a new calibration."""
@@ -164,7 +134,7 @@ class Sampler:
     @property
     def slowed_s(self) -> float | None:
         """Seconds between samples of a device with slow calls; ``None`` if calls are fast enough for the interval."""
-        slow_s = min(self._full_s / FULL_SHARE, MAX_INTERVAL_S)
+        slow_s = self.driver.full_apart_s
         return None if slow_s <= self._interval_s or self._is_node_sensor else slow_s
 
     def stop(self, timeout_s: float) -> bool:
@@ -189,7 +159,6 @@ class Sampler:
         self.device = opened = reader.device
         self._read(reader)
         os.eventfd_write(self._wake_descriptor, 1)
-        self._learn(reader, opened, is_suspect=False)
         turn_s = time.monotonic() + self._interval_s
         next_ns = int(turn_s / NS)
         power_ns = self._next_power_ns(opened)
@@ -200,9 +169,8 @@ class Sampler:
                 if self._answer(reader, now_ns, is_time) is None and is_power_time:
                     self._read(reader, energy_only=True)
                 power_ns = self._next_power_ns(opened) if is_time or is_power_time else power_ns
-            if not self._stopped and self._learns_again:
-                self._learns_again = False
-                self._learn(reader, opened, is_suspect=True)
+            if not self._stopped and self._learning:
+                self._learn(reader, opened)
             while next_ns <= now_ns:
                 turn_s += self.slowed_s or self._interval_s
                 # A random time: samples in step with iterations would always show the same part of an iteration.
@@ -214,7 +182,7 @@ class Sampler:
         """Return the time of the next power-only reading; `NEVER_NS` for a device with an energy counter."""
         if device.energy_method != INSTANT or not device.is_gpu or device.only_power:
             return NEVER_NS
-        apart_s = max(POWER_EVERY_S, self._energy_s / POWER_SHARE)
+        apart_s = max(POWER_EVERY_S, self.driver.power_apart_s)
         # Random intervals: readings in step with iterations would always show the same part of an iteration.
         return time.monotonic_ns() + int(apart_s * random.uniform(0.9, 1.1) / NS)  # noqa: S311 - not a secret
 
@@ -228,17 +196,16 @@ class Sampler:
         due = self._due_at(now_ns)
         if not (due or is_time):
             return None
-        is_rested = now_ns - self._full_ns >= self._full_s / FULL_SHARE / NS
+        is_rested = now_ns - self._full_ns >= self.driver.full_s / FULL_SHARE / NS
         is_full = is_time or (is_rested and any(is_first for _, is_first, _ in due))
         sample = self._read(reader, energy_only=not is_full)
         if any(is_last for _, _, is_last in due):
             os.eventfd_write(self._wake_descriptor, 1)
         return sample
 
-    def _learn(self, reader: Reader, opened: Device, *, is_suspect: bool) -> None:
-        if self._calibrate is None:
-            return
-        self.is_calibrating = True
+    def _learn(self, reader: Reader, opened: Device) -> None:
+        assert self._calibrate is not None
+        is_suspect = self._learning.pop()
         next_s = time.monotonic() + self._interval_s
 
         def read() -> Sample:
@@ -249,31 +216,27 @@ class Sampler:
             next_s += self._interval_s if is_time else 0.0
             return self._answer(reader, now_ns, is_time) or self._read(reader, energy_only=True)
 
+        def wait(until_s: float) -> None:
+            """Wait, and answer requests."""
+            while (now_ns := self._sleep_until(int(until_s / NS))) * NS < until_s - 1e-6:
+                self._answer(reader, now_ns, is_time=False)
+
         try:
-            sensor = self._calibrate(opened, read, is_suspect)
+            sensor = self._calibrate(opened, read, wait, is_suspect)
         except Exception as error:  # noqa: BLE001 - the assumed sensor is used instead
             self._event(f"the sensor could not be calibrated: {type(error).__name__}: {error}", reader.device.key)
         else:
             self.device = reader.device = replace(reader.device, sensor=sensor)
             self._samples.put(self.device)
-        self.is_calibrating = False
+        self.is_calibrating = bool(self._learning)
 
     def _read(self, reader: Reader, *, energy_only: bool = False) -> Sample:
         began_s = self._reading_since_s = time.monotonic()
         sample, failures = getattr(reader, "read_energy", reader.read)() if energy_only else reader.read()
         self._reading_since_s = None
         ended_s = time.monotonic()
-        took_s = max(ended_s - began_s - (OWN_S if reader.device.is_gpu else OTHER_S), 0.0)
-        # The average duration is used, because other processes on the core delay about one reading in a hundred.
-        took_s = min(took_s, MAX_COUNTED_S)  # after one hanging call, sampling must not be slow for an hour
-        if energy_only:
-            self._num_energy += 1
-            self._energy_s += (took_s - self._energy_s) * max(CALL_RISE, 1 / self._num_energy)
-        else:
-            self._num_full += 1
-            if self._num_full > 1:  # the first reading of a driver may take long
-                weight = CALL_RISE if took_s > self._full_s else CALL_FALL
-                self._full_s += (took_s - self._full_s) * max(weight, 1 / (self._num_full - 1))
+        self.driver.add(ended_s - began_s, is_gpu=reader.device.is_gpu, energy_only=energy_only)
+        if not energy_only:
             self._full_ns = int(ended_s / NS)
         self._samples.put(sample)
         if (failures or self._failing) and not energy_only:  # an energy-only reading does not read the other quantities

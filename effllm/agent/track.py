@@ -35,7 +35,7 @@ class DeviceTrack:
         self._asked_ns = 0  # last requested edge
         self._paid_ns = 0  # last edge for which a reading was made in any case
         self._is_stale = False
-        self._has_learnt_again = False
+        self._has_learnt = self._has_learnt_again = False
 
     def take(self) -> bool:
         """Take new samples; return whether the device was opened or calibrated."""
@@ -53,13 +53,19 @@ class DeviceTrack:
                 is_new = True
         if self.series is not None and self.series.energy.timing.is_contradicted and not self._has_learnt_again:
             self._has_learnt_again = True  # only once: samples of a sensor with jitter contradict any calibration
-            self.sampler.learn_again()
+            self.sampler.learn(is_suspect=True)
         return is_new
+
+    def learn(self) -> None:
+        """Calibrate the device's sensor, once."""
+        if self.series is not None and not self._has_learnt:
+            self._has_learnt = True
+            self.sampler.learn()
 
     @property
     def patience_s(self) -> float:
         """Seconds after an edge until a sample must have come: a slow device is not read at each edge."""
-        slow_s = max(self.sampler.edge_apart_s, self.sampler.slowed_s or 0.0)
+        slow_s = max(self.sampler.driver.edge_apart_s, self.sampler.slowed_s or 0.0)
         return EDGE_WAIT_S + (min(slow_s, PAY_AFTER_S + EDGE_WAIT_S) if self._is_prompt else 0.0)
 
     def ask(self, edge_ns: int, *, is_last: bool = False) -> None:

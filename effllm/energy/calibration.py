@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -21,7 +22,7 @@ from msgspec.structs import replace
 
 from effllm.devices.known import hardware
 from effllm.devices.known.sensors import KnownSensor
-from effllm.energy.tick_clock import MAX_POWER_TICK_S, is_held, tick_of, tick_of_means
+from effllm.energy.tick_clock import MAX_POWER_TICK_S, TickClock, is_held, tick_of, tick_of_means
 from effllm.records.rank import COUNTER, INSTANT, Device, Sample, Sensor
 from effllm.store import own_files
 
@@ -30,8 +31,12 @@ MAX_S = 2.0
 USUAL_TICK_S = 0.1
 #: Maximal age of a held power reading, in ticks: half a tick of averaging, and one tick in which the value is held.
 MAX_AGE_TICKS = 1.5
-#: In a calibration: minimal time between two reads, and maximal share of time in calls of the driver.
-MIN_APART_S, MAX_BUSY = 0.002, 0.25
+#: In a calibration: minimal time between two reads, and maximal share of time in calls of the driver, which may hold a
+#: lock that the training needs.
+MIN_APART_S, MAX_BUSY = 0.002, 0.02
+#: If even reads would be farther apart than the first value, half of the time may be spent at once: first on reads
+#: every 4 ms for 80 ms, if calls are fast enough, then on reads every 20 ms or more for 450 ms.
+SPARSE_S, BURST_APART_S, BURST_S, SPREAD_S, SPREAD_FOR_S = 0.008, 0.004, 0.08, 0.02, 0.45
 #: Maximal age of a calibration, because firmware may change without a new driver version.
 KEPT_DAYS = 90
 #: Maximal relative difference of a measured tick from the cached tick.
@@ -81,6 +86,7 @@ def calibrate(
     read: Callable[[], Sample],
     folder: Path | None,
     *,
+    wait: Callable[[float], None] | None = None,
     keep: bool = True,
     is_suspect: bool = False,
     report: Callable[[str], None] | None = None,
@@ -91,25 +97,27 @@ def calibrate(
         device: the opened device, with the sensor before calibration.
         read: returns a new sample; the caller keeps these samples as measurements, too.
         folder: the cache; ``None`` disables the cache.
+        wait: waits until a monotonic time; by default without any other work.
         keep: whether new measurements are cached, and contradicted calibrations removed.
         is_suspect: whether readings of this run contradict the sensor; then it is measured again in full.
         report: receives one line if a cached calibration is dropped because the device contradicts it.
     """
     if device.simulated or not device.is_gpu:
         return device.sensor
+    wait = wait or _sleep_until
     kept = load(folder, device.name, device.driver) if folder else None
     if device.energy_method != COUNTER and kept is not None and kept.measured_lag:
         return kept.with_source()
     if device.energy_method == INSTANT and not device.only_power:
-        samples, call_s = _watch(read, MAX_S, MIN_APART_S)
+        samples, call_s = _watch(read, wait, MAX_S)
         return replace(with_power_seen(assumed(device), samples), call_s=call_s)
     if device.energy_method != COUNTER:
         return device.sensor
     if kept is not None and kept.is_fresh() and not is_suspect:
-        checked = _measure(read, max(CHECKED_TICKS * kept.sensor.tick_s, MIN_CHECK_S))
+        checked = _measure(read, wait, max(CHECKED_TICKS * kept.sensor.tick_s, MIN_CHECK_S))
         if checked.tick is not None and not _contradiction(kept.sensor, checked):
             return kept.with_source()
-    seen = _measure(read)
+    seen = _measure(read, wait)
     if kept is not None and (why := _contradiction(kept.sensor, seen, SUSPECT_TICK if is_suspect else SAME_TICK)):
         if folder and keep:
             with suppress(OSError):
@@ -127,6 +135,18 @@ def calibrate(
     if folder and keep and sensor.source.startswith("measured"):
         store_unless_profiled(folder, Calibration(device.name, device.driver, _today(), sensor))
     return sensor
+
+
+def known(device: Device, folder: Path) -> Sensor:
+    """Return the sensor before its calibration: from the cache, else from the hardware table."""
+    kept = load(folder, device.name, device.driver) if device.is_gpu and not device.simulated else None
+    is_kept = kept is not None and device.energy_method == COUNTER and kept.is_fresh()
+    return kept.with_source() if kept is not None and is_kept else assumed(device)
+
+
+def turn_s(local_rank: int) -> float:
+    """Return the seconds from a rank's first iteration to its calibration: the ranks of a node take turns."""
+    return local_rank * MAX_S
 
 
 def assumed(device: Device) -> Sensor:
@@ -165,8 +185,8 @@ def _of_table(row: KnownSensor, sensor: Sensor) -> Sensor:
 # --- measuring -----------------------------------------------------------------------------------
 
 
-def _measure(read: Callable[[], Sample], span_s: float = MAX_S) -> Seen:
-    samples, call_s = _watch(read, span_s, MIN_APART_S)
+def _measure(read: Callable[[], Sample], wait: Callable[[float], None], span_s: float = MAX_S) -> Seen:
+    samples, call_s = _watch(read, wait, span_s)
     tick = tick_of([(sample.time_ns, sample.energy_j) for sample in samples if sample.energy_j is not None])
     return Seen(call_s, tick, is_held(samples))
 
@@ -217,19 +237,58 @@ def _every(tick_s: float) -> str:
     return f"every {1e3 * tick_s:.3g} ms" if tick_s else "all the time"
 
 
-def _watch(read: Callable[[], Sample], span_s: float, apart_s: float) -> tuple[list[Sample], float]:
-    """Read at short intervals; return the samples and the median time of a read."""
+def _watch(read: Callable[[], Sample], wait: Callable[[float], None], span_s: float) -> tuple[list[Sample], float]:
+    """Read at short intervals; return the samples and the median time of a read.
+
+    If calls are slow, the reads are few.  Then each is made where it helps most: at the bounds and in the middle of the
+    time in which the counter's next change is expected.
+    """
     samples: list[Sample] = []
     calls_s: list[float] = []
-    end_s = time.monotonic() + min(span_s, MAX_S)
-    while True:
-        began_s = time.monotonic()
-        if began_s >= end_s:
-            return samples, statistics.median(calls_s) if calls_s else 0.0
+    planned_s: list[float] = []
+    began_s = time.monotonic()
+    end_s = began_s + min(span_s, MAX_S)
+    while (now_s := time.monotonic()) < end_s:
         samples.append(read())
-        calls_s.append(time.monotonic() - began_s)
-        pause_s = max(apart_s - calls_s[-1], calls_s[-1] / MAX_BUSY)
-        time.sleep(max(min(pause_s, end_s - time.monotonic()), 0.0))
+        calls_s.append(time.monotonic() - now_s)
+        call_s = statistics.median(calls_s)
+        even_s = call_s / MAX_BUSY
+        if even_s <= SPARSE_S or samples[-1].energy_j is None:
+            next_s = now_s + max(MIN_APART_S, even_s)
+        else:
+            paid_s = began_s + 2 * sum(calls_s) / MAX_BUSY - MAX_S  # half of the time may be spent at once
+            readings = [(sample.time_ns, sample.energy_j) for sample in samples if sample.energy_j is not None]
+            tick = tick_of(readings) if not planned_s else None
+            if tick is not None and not tick[0] and now_s - began_s > BURST_S:
+                break  # the counter is continuous
+            if tick is not None and tick[0]:
+                planned_s = _near_tick(readings, TickClock(*tick), max(now_s, paid_s + 4 * even_s))
+            next_s = planned_s.pop(0) if planned_s else max(now_s + _apart_s(call_s, now_s - began_s), paid_s)
+        wait(min(next_s, end_s))
+    return samples, statistics.median(calls_s) if calls_s else 0.0
+
+
+def _sleep_until(until_s: float) -> None:
+    time.sleep(max(until_s - time.monotonic(), 0.0))
+
+
+def _apart_s(call_s: float, since_s: float) -> float:
+    """Return the distance of the first reads: dense reads, for which there may be no time, find short ticks."""
+    total_s = MAX_BUSY * MAX_S
+    if since_s < BURST_S and call_s * BURST_S / BURST_APART_S <= total_s / 4:
+        return BURST_APART_S
+    return max(SPREAD_S, call_s * SPREAD_FOR_S / (total_s / 2))
+
+
+def _near_tick(readings: Sequence[tuple[int, float]], clock: TickClock, from_s: float) -> list[float]:
+    """Return times before, in and after the expected time of the counter's first change after ``from_s``."""
+    for (after_ns, before_j), (until_ns, joules) in pairwise(readings):
+        (clock.did_not_move if before_j == joules else clock.moved)(after_ns, until_ns)
+    due = clock.before(from_s * 1e9 + clock.tick_ns)
+    if due is None:
+        return []
+    middle_s, reach_s = due[0] / 1e9, max((due[1] + clock.spread_ns) / 1e9, MIN_APART_S)
+    return [middle_s - reach_s, middle_s, middle_s + reach_s]
 
 
 # --- the cache -----------------------------------------------------------------------------------

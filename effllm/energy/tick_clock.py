@@ -48,17 +48,23 @@ def tick_of(readings: Sequence[tuple[int, float]]) -> tuple[float, float] | None
     if len(moves) > 0.6 * len(reads):
         return (0.0, 0.0) if apart_ns <= DENSE_S * 1e9 else None
     roughly_ns = statistics.median(later - earlier for (earlier, _), (later, _) in pairwise(moves))
-    runs = _runs(reads, max(1.5 * apart_ns, 0.5 * roughly_ns))
+    runs = _runs(reads, max(min(1.5 * apart_ns, 0.9 * roughly_ns), 0.5 * roughly_ns))
     steps = [(after + until - since - before) / 2 for run in runs for (since, before), (after, until) in pairwise(run)]
     if not steps:
         return None
     period = statistics.fmean(steps)
     shortest, longest = 0.5 * period, 1.5 * period
+    counted: list[tuple[int, int, int]] = []  # number of each change, and its bounds
     for run in runs:
-        for i, (since, before) in enumerate(run):
-            for ticks, (after, until) in enumerate(run[i + 1 :], 1):
-                shortest = max(shortest, (after - before) / ticks)
-                longest = min(longest, (until - since) / ticks)
+        for i, (after, until) in enumerate(run):
+            count = 1 if i or not counted else _count(counted[-1], (after, until), shortest, longest)
+            if count is None:
+                counted = []
+            number = counted[-1][0] + count if counted and count else 0
+            for earlier, since, before in counted:
+                shortest = max(shortest, (after - before) / (number - earlier))
+                longest = min(longest, (until - since) / (number - earlier))
+            counted.append((number, after, until))
     if shortest > longest:  # the ticks' jitter is larger than the time between reads
         return period / 1e9, max((shortest - longest) / 2, 0.002 * period) / 1e9
     return (shortest + longest) / 2e9, max((longest - shortest) / 2e9, 1e-7)
@@ -68,17 +74,24 @@ def _runs(reads: Sequence[tuple[int, int, bool]], max_ns: float) -> list[list[tu
     """Return the changes in parts: a delayed read begins a new part, so the changes of a part are one tick apart."""
     runs: list[list[tuple[int, int]]] = [[]]
     for after, until, has_moved in reads:
-        if until - after > max_ns:  # more than one change is possible
+        if has_moved and until - after > max_ns:  # more than one change is possible
             runs.append([])
         elif has_moved:
             runs[-1].append((after, until))
     return runs
 
 
+def _count(last: tuple[int, int, int], change: tuple[int, int], shortest: float, longest: float) -> int | None:
+    """Return the number of ticks from a change to the next one; ``None`` if more than one number is possible."""
+    _, since, before = last
+    fewest, most = math.ceil((change[0] - before) / longest), math.floor((change[1] - since) / shortest)
+    return fewest if fewest == most > 0 else None
+
+
 def is_held(samples: Sequence[Sample]) -> bool | None:
     """Whether the power reading changes only with the counter, because the sensor measures once per tick.
 
-    The result is ``None`` if the power reading changed too rarely.
+    The result is ``None`` if the power reading changed too rarely, or if the counter changed between almost all reads.
     """
     pairs = [
         (first, second)
@@ -86,7 +99,7 @@ def is_held(samples: Sequence[Sample]) -> bool | None:
         if first.power_w is not None and second.power_w is not None
     ]
     changes = [(first, second) for first, second in pairs if first.power_w != second.power_w]
-    if len(changes) < MIN_CHANGES:
+    if min(len(changes), sum(first.energy_j == second.energy_j for first, second in pairs)) < MIN_CHANGES:
         return None
     together = sum(first.energy_j != second.energy_j for first, second in changes)
     return together >= 0.8 * len(changes)

@@ -4,6 +4,7 @@
 
 #include <fcntl.h>
 #include <pthread.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
@@ -13,13 +14,13 @@ enum { INIT = -1, ANY = -2, MAX_FAULTS = 256 };
 struct fault {
     char line[256], call[32];
     int target;
-    enum verb { ERROR, VALUE, RESET, LOST, HANG, DELAY, SPIN, FREEZE, BACK, JUMP, EVENT, NUM_VERBS } verb;
+    enum verb { ERROR, VALUE, RESET, LOST, HANG, DELAY, SPIN, SERIAL, FREEZE, BACK, JUMP, EVENT, NUM_VERBS } verb;
     double number, from_s, until_s;
     int spent; /* a hang or an event, which happens once */
 };
 
 static const char *const verbs[NUM_VERBS] = {"error", "value",  "reset", "lost", "hang", "delay",
-                                             "spin",  "freeze", "back",  "jump", "event"};
+                                             "spin",  "serial", "freeze", "back",  "jump", "event"};
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct fault faults[MAX_FAULTS];
@@ -136,10 +137,23 @@ static int concerns(const struct fault *fault, int target, const char *call, dou
            (fault->verb == LOST && fault->target == devices[target].parent);
 }
 
+/* Sleeps in a lock of all processes with this trace, like a call of a driver that serves one process at a time. */
+static void take_turn(double seconds)
+{
+    char path[sizeof faults_path + 8];
+    snprintf(path, sizeof path, "%s.lock", faults_path);
+    int file = open(path, O_WRONLY | O_CREAT | O_CLOEXEC, 0600);
+    if (file >= 0)
+        flock(file, LOCK_EX);
+    sleep_s(seconds);
+    if (file >= 0)
+        close(file);
+}
+
 /* What the faults file says of one call on one target, and the time that it takes. */
 static int look_up(int target, const char *call, struct effect *effect)
 {
-    double t = now_s(), asleep_s = 0, busy_s = 0;
+    double t = now_s(), asleep_s = 0, busy_s = 0, serial_s = 0;
     int result = SUCCESS, is_frozen = 0;
     memset(effect, 0, sizeof *effect);
     effect->t_s = t;
@@ -171,6 +185,9 @@ static int look_up(int target, const char *call, struct effect *effect)
         case SPIN:
             busy_s += fault->number;
             break;
+        case SERIAL:
+            serial_s += fault->number;
+            break;
         case FREEZE:
             is_frozen = 1, effect->t_s = fault->number;
             break;
@@ -186,9 +203,11 @@ static int look_up(int target, const char *call, struct effect *effect)
     pthread_mutex_unlock(&lock);
     if (asleep_s > 0)
         sleep_s(asleep_s);
-    while (busy_s > 0 && now_s() < t + asleep_s + busy_s)
+    if (serial_s > 0)
+        take_turn(serial_s);
+    while (busy_s > 0 && now_s() < t + asleep_s + serial_s + busy_s)
         continue;
-    if ((asleep_s > 0 || busy_s > 0) && !is_frozen)
+    if ((asleep_s > 0 || serial_s > 0 || busy_s > 0) && !is_frozen)
         effect->t_s = now_s();
     return result;
 }

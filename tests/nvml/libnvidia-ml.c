@@ -57,6 +57,7 @@
  *     hang S       it sleeps so many seconds, once in each process
  *     delay S      it sleeps so long each time
  *     spin S       it is busy so long each time
+ *     serial S     it sleeps so long each time, in a lock of all processes
  *     reset T      the energy counter starts from 0 at T
  *     jump J       the energy counter reads so much higher
  *     back J       the energy counter reads so much lower

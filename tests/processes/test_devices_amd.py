@@ -838,7 +838,7 @@ def train(launch, script, gpu, **settings):
         "AMDSMI_SCRIPT": str(script),
         "XDG_CACHE_HOME": str(script.parent / "cache"),  # no calibration of an earlier run is used
     }
-    # The loop is longer than two seconds, because the agent only calibrates the counter in its first two seconds.
+    # The loop is longer than the calibration, which takes two seconds after the first iteration.
     return launch.python(LOOP, "--iterations", 350, environ=environ, device="amd", **settings).done()
 
 

@@ -146,6 +146,6 @@ def test_power_is_read_often_only_if_it_is_integrated(traits):
 def test_power_is_read_less_often_if_calls_are_slow(monkeypatch):
     sampler = Sampler(lambda: FakeReader(), 1.0, lambda _event: None, -1)
     monkeypatch.setattr("effllm.agent.sampler.time.monotonic_ns", lambda: 0)
-    sampler._energy_s = 0.0024
+    sampler.driver.energy_s = 0.0024
 
     assert sampler._next_power_ns(GPU) >= 0.9 * 0.0025 / 0.003 * NS

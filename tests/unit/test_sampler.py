@@ -9,6 +9,7 @@ import pytest
 from builders import NS
 from fake_reader import LONG_INTERVAL_S, FakeReader, until, woken
 
+from effllm.agent import driver_time
 from effllm.agent import sampler as sampler_module
 from effllm.agent.sampler import Sampler
 from effllm.devices import DeviceUnavailable
@@ -31,6 +32,7 @@ def start(wake):
         sampler = Sampler(lambda: reader, interval_s, report, wake, **facts)
         started.append(sampler)
         sampler.start()
+        sampler.learn()
         return sampler
 
     yield start
@@ -151,14 +153,14 @@ def test_edges_of_a_slow_device_are_read_as_often_as_the_budget_allows(start, wa
     reader = SlowEnergy(call_s=0.5)  # a full reading
     sampler = start(reader)
     woken(wake)
-    sampler._full_s = 0.5
+    sampler.driver.full_s = 0.5
     for _ in range(20):
         sampler.ask()
         time.sleep(0.01)
     until(lambda: reader.edges + reader.reads >= 3)
     time.sleep(0.1)
     assert reader.edges <= 3, "the first has no known duration"
-    assert 8 < sampler.edge_apart_s < 30
+    assert 8 < sampler.driver.edge_apart_s < 30
 
     before = reader.edges + reader.reads
     sampler.ask(is_last=True)
@@ -169,8 +171,8 @@ def test_device_whose_energy_is_slower_than_all_credit_is_still_read(start, wake
     reader = SlowEnergy(call_s=0.5)
     sampler = start(reader)
     woken(wake)
-    sampler._full_s, sampler._energy_s, sampler._num_energy = 0.5, 0.02, 5
-    sampler._credited_s -= 100.0  # 0.05 % of 100 s are more than 20 ms
+    sampler.driver.full_s, sampler.driver.energy_s, sampler.driver._num_energy = 0.5, 0.02, 5
+    sampler.driver._credited_s -= 100.0  # 0.05 % of 100 s are more than 20 ms
     sampler.ask()
 
     until(lambda: reader.edges == 1)
@@ -179,13 +181,13 @@ def test_device_whose_energy_is_slower_than_all_credit_is_still_read(start, wake
 def test_one_slow_reading_does_not_slow_the_next_minutes(start, wake):
     sampler = start(FakeReader(), interval_s=1.0)
     woken(wake)
-    assert (sampler._full_s, sampler.slowed_s) == (0.0, None), "the first reading of a driver may take long"
+    assert (sampler.driver.full_s, sampler.slowed_s) == (0.0, None), "the first reading of a driver may take long"
 
-    sampler._num_full, seconds = 100, 0.0
-    sampler._full_s += 0.1 * 0.05  # one reading of 0.1 s or more
+    sampler.driver._num_full, seconds = 100, 0.0
+    sampler.driver.full_s += 0.1 * 0.05  # one reading of 0.1 s or more
     while sampler.slowed_s is not None:
         seconds += sampler.slowed_s
-        sampler._full_s *= 0.8
+        sampler.driver.full_s *= 0.8
     assert seconds < 30
 
 
@@ -215,10 +217,10 @@ def test_edge_is_read_in_full_only_if_full_readings_have_time(start, wake):
 def test_too_frequent_requests_are_skipped(start, wake, monkeypatch, within_s, expected):
     # The limit is 0.5 % of a core, which is 4 wake-ups of 110 us within 0.1 s, including the first and the last
     # wake-up.
-    monkeypatch.setattr(sampler_module, "WAKE_S", 110e-6)
+    monkeypatch.setattr(driver_time, "WAKE_S", 110e-6)
     sampler = start(FakeReader())
     woken(wake)
-    sampler._energy_s = 0.0
+    sampler.driver.energy_s = 0.0
     requested_ns = [time.monotonic_ns() + 50_000_000 + i * 1_000_000 for i in range(18)]
     sampler.ask(requested_ns, within_s=within_s)
     woken(wake)
@@ -352,7 +354,7 @@ def test_missing_node_sensor_is_not_reported(wake):
 
 
 def test_calibration_result_is_returned_after_its_samples(start, wake):
-    def learn(device, read, is_suspect):
+    def learn(device, read, wait, is_suspect):
         for _ in range(3):
             assert isinstance(read(), Sample)
         return Sensor(tick_s=0.1)
@@ -371,7 +373,7 @@ def test_calibration_result_is_returned_after_its_samples(start, wake):
 def test_requests_are_answered_during_calibration(start, wake):
     answered = threading.Event()
 
-    def learn(device, read, is_suspect):
+    def learn(device, read, wait, is_suspect):
         while not answered.wait(0.002):
             read()
         return Sensor()
@@ -387,7 +389,7 @@ def test_requests_are_answered_during_calibration(start, wake):
 
 
 def test_failed_calibration_loses_no_sample(start, wake):
-    def learn(device, read, is_suspect):
+    def learn(device, read, wait, is_suspect):
         raise RuntimeError("Could not determine home directory.")
 
     events = []
@@ -467,4 +469,4 @@ def test_device_without_a_driver_is_not_slowed_by_a_long_reading(start, wake):
     sampler = start(reader, interval_s=0.02)
     until(lambda: reader.reads >= 10)
 
-    assert (sampler.slowed_s, sampler.edge_apart_s) == (None, 0.0)
+    assert (sampler.slowed_s, sampler.driver.edge_apart_s) == (None, 0.0)

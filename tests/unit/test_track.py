@@ -46,6 +46,7 @@ def tracked(wake):
         sampler = Sampler(lambda: reader, LONG_INTERVAL_S, lambda _event: None, wake, **facts)
         started.append(sampler)
         sampler.start()
+        sampler.learn()
         woken(wake)
         return DeviceTrack(sampler, interval_s)
 
@@ -88,7 +89,7 @@ def test_each_window_edge_is_requested_once(tracked, wake):
 def test_counter_with_ticks_is_read_several_times_at_an_edge(tracked, wake):
     # The phase of the ticks is unknown, so the counter is read eight times per tick of 40 ms, for a little more than
     # two ticks.
-    def learn(device, read, is_suspect):
+    def learn(device, read, wait, is_suspect):
         return Sensor(tick_s=0.04)
 
     reader = Gpu(tick_s=0.04)
@@ -107,7 +108,7 @@ def test_counter_with_ticks_is_read_several_times_at_an_edge(tracked, wake):
 
 
 def test_frequent_edges_cause_fewer_reads_per_edge(tracked, wake):
-    def learn(device, read, is_suspect):
+    def learn(device, read, wait, is_suspect):
         return Sensor(tick_s=0.04)
 
     reader = Gpu()
@@ -149,7 +150,7 @@ def test_rarely_read_sensor_is_not_read_at_edges(tracked):
 def test_existing_series_uses_a_later_calibration(tracked):
     learnt = threading.Event()
 
-    def learn(device, read, is_suspect):
+    def learn(device, read, wait, is_suspect):
         learnt.wait(5.0)
         return Sensor(tick_s=0.04)
 
@@ -169,7 +170,7 @@ def test_existing_series_uses_a_later_calibration(tracked):
 def test_contradicted_tick_is_measured_again_only_once(tracked, wake):
     calibrations_made = []
 
-    def learn(device, read, is_suspect):
+    def learn(device, read, wait, is_suspect):
         calibrations_made.append((device.sensor.tick_s, is_suspect))
         return Sensor(tick_s=0.055, tick_error_s=1e-5)  # the tick of both calibrations is wrong
 
@@ -192,7 +193,7 @@ def test_contradicted_tick_is_measured_again_only_once(tracked, wake):
 def test_energy_of_edges_is_not_final_during_calibration(tracked):
     learnt = threading.Event()
 
-    def learn(device, read, is_suspect):
+    def learn(device, read, wait, is_suspect):
         learnt.wait(5.0)
         return Sensor()
 
@@ -296,7 +297,7 @@ def test_slow_device_causes_no_gaps_between_samples(tracked):
     track = tracked(Gpu(INSTANT), interval_s=1.0)
     track.take()
     begin_ns = track.series.newest_ns
-    track.sampler._interval_s, track.sampler._full_s = 1.0, 0.01  # 0.1 % of 10 s
+    track.sampler._interval_s, track.sampler.driver.full_s = 1.0, 0.01  # 0.1 % of 10 s
 
     track.take()
     for second in (10, 20):
