@@ -18,13 +18,13 @@ from pathlib import Path
 BUDGETS = {
     "agent": 3_816,  # the GPU of a rank may become known later; time in the driver has a budget
     "analysis": 3_795,  # the status ended; impossible numbers are refused
-    "commands": 6_037,  # a report names what it could not read
+    "commands": 6_045,  # a report names what it could not read
     "config": 821,  # a process without memory or threads ends with one line
-    "devices": 4_319,  # a GPU in MIG mode is measured by its slice; what a container may not read is named
+    "devices": 4_427,  # 22 more boards with their sources; a GPU in MIG mode is measured by its slice
     "energy": 1_880,  # a calibration has a budget, and its few reads are made where they help most
     "hooks": 4_604,  # ms-swift, which replaces the callbacks of every Trainer, is counted
     "instruments": 2_414,
-    "job": 9_022,  # ranks that share a GPU are named; counts with a gap are no totals; impossible values are none
+    "job": 9_026,  # ranks that share a GPU are named; counts with a gap are no totals; impossible values are none
     "memory": 3_229,
     "metrics": 1_092,  # the metrics that a gap in the counts changes; AMU in GiB; a peak is not below its mean
     "network": 1_590,

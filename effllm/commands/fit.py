@@ -170,7 +170,7 @@ def _gpu(name: str, count: int | None) -> GpuMemory | None:
         raise ImpossiblePlan(
             f"the table has no GPU {name}: give a name such as {', '.join(similar_gpus(name)) or 'h100-80gb'}"
         )
-    return GpuMemory(row.names[0], count or 1, row.memory_bytes, usable_bytes(row), "hardware table")
+    return GpuMemory(row.names[0], count or 1, row.memory_bytes or 0, usable_bytes(row), "hardware table")
 
 
 def _found_gpu(count: int | None) -> GpuMemory | None:

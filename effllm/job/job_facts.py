@@ -266,6 +266,10 @@ class JobFacts:
             if device.energy_method or not self._devices[device.key].energy_method
             for text in device.not_measured
         }
+        if self.flops_per_token and not self._config.peak_tflops:
+            gpus = [device for device in self._devices.values() if device.is_gpu and not device.simulated]
+            whys = {hardware.why_no_peak(device.name) for device in gpus}
+            sentences |= {one_line(f"MFU: {why}; EFFICIENTLLM_PEAK_TFLOPS sets the peak") for why in whys if why}
         return tuple(sorted(sentences | ({self.scope.complaint} if self.scope.complaint else set())))
 
     @cached_property
