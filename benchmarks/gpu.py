@@ -1,9 +1,11 @@
 """All measurements that need a GPU, in one command: ``python -m benchmarks.gpu --keep``, or ``make bench-gpu``.
 
 The parts come in the order of what they could refute: the sensors (the report of ``effllm profile``) with the cost of
-calls, training with metrics on and off, an agent on this driver, window energies against the known energy of the load,
-the counter against integrated power under square waves, and the peaks of memory of up to forty models.  A part that
-fails, hangs or has no time left is listed, and the figures so far are kept after each part.
+calls; the losses, times and MFU of a training with metrics and without; matrix products against the peak and the
+activity of tensor cores; calls under load; CUDA graphs and profiled steps; CUDA calls beside readings; an agent on this
+driver; window energies against the known energy of the load; pairs of iterations with metrics on and off; the counter
+against integrated power under square waves; and the peaks of memory of up to forty models.  A part that fails, hangs or
+has no time left is listed, and the figures so far are kept after each part.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ import msgspec
 from msgspec.structs import asdict
 from rich.console import Console
 
-from benchmarks import agent, training
+from benchmarks import agent, gpu_driver, gpu_training, training
 from benchmarks.__main__ import RESULTS, table
 from benchmarks.figure import Figure
 from benchmarks.gpu_waves import waves
@@ -34,6 +36,7 @@ from benchmarks.machine import machine
 from benchmarks.memory import on_gpu
 from effllm import sensor_profile as profiling
 from effllm.devices import DeviceUnavailable, Reader, Site, open_device
+from effllm.devices.known.hardware import peak_flops_per_s
 from effllm.sensor_profile.load import Loader, LoadUnavailable, TorchLoad
 from effllm.sensor_profile.nvml_facts import Facts
 from effllm.sensor_profile.record import SensorProfile
@@ -138,9 +141,14 @@ class _Bench:
     def steps(self) -> list[_Step]:
         return [
             _Step("the sensors", self._sensors, 75.0, 20.0),
-            _Step("training with metrics on against off", self._training, 110.0, 110.0),
+            _Step("losses and times of a training", self._losses, 100.0, 60.0),
+            _Step("matrix products", self._products, 25.0, 25.0),
+            _Step("calls under load", self._calls, 25.0, 25.0),
+            _Step("CUDA graphs and profiled steps", self._graphs, 90.0, 90.0),
+            _Step("CUDA calls beside readings", self._contention, 40.0, 40.0),
             _Step("an agent", self._agent, 75.0, 15.0),
             _Step("windows' energy against the load's", self._windows, 100.0, 30.0, needs_profile=True),
+            _Step("training with metrics on against off", self._training, 110.0, 110.0),
             _Step("counter against power under square waves", self._waves, 162.0, 60.0, needs_profile=True),
             _Step("peaks of memory against effllm fit", self._memory, 4 * MODEL_S, 4 * MODEL_S),
         ]
@@ -236,6 +244,38 @@ class _Bench:
             self.left_out.append("windows' energy against the load's: on NVIDIA's GPUs alone")
             return
         self._under_load("windows' energy against the load's", lambda loader: windows(key, loader, sensor, counts))
+
+    def _losses(self) -> None:
+        if self._has_cuda("losses and times of a training"):
+            steps = gpu_training.QUICK_STEPS if self._is_brief else gpu_training.STEPS
+            self.figures += gpu_training.measure(steps, peak_flops_per_s(self.reader.device.name))
+
+    def _products(self) -> None:
+        if self._has_cuda("matrix products"):
+            self.figures += gpu_driver.products(self.reader)
+
+    def _calls(self) -> None:
+        facts = Facts(self.reader.device.key) if self.reader.device.kind == "nvml" else None
+        try:
+            self.figures += gpu_driver.calls(self.reader, None, "at rest")  # the sensors' part has the single calls
+            self._under_load("calls under load", lambda loader: gpu_driver.calls_under_load(self.reader, facts, loader))
+        finally:
+            if facts is not None:
+                facts.close()
+
+    def _graphs(self) -> None:
+        if self._has_cuda("CUDA graphs and profiled steps"):
+            self.figures += gpu_training.graphs()
+            self.figures += gpu_training.profiled()
+
+    def _contention(self) -> None:
+        if self._has_cuda("CUDA calls beside readings"):
+            self.figures += gpu_driver.contention()
+
+    def _has_cuda(self, what: str) -> bool:
+        if why_not := training.lacks_cuda():
+            self.left_out.append(f"{what}: {why_not}")
+        return not why_not
 
     def _agent(self) -> None:
         self.figures += agent.measure(2.0, 5.0) if self._is_brief else agent.measure()

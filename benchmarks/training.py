@@ -26,7 +26,12 @@ def measure() -> list[Figure]:
 
 def lacks_on_gpu() -> str:
     """Return the reason why the job cannot run on a GPU, or an empty string."""
-    missing = [name for name in ("torch", "megatron") if importlib.util.find_spec(name) is None]
+    return lacks_cuda("torch", "megatron")
+
+
+def lacks_cuda(*packages: str) -> str:
+    """Return the reason why torch, with these packages, cannot use a GPU, or an empty string."""
+    missing = [name for name in packages or ("torch",) if importlib.util.find_spec(name) is None]
     if missing:
         return f"{' and '.join(missing)} is not installed"
     probe = [sys.executable, "-c", "import sys, torch; sys.exit(not torch.cuda.is_available())"]

@@ -11,7 +11,7 @@ import pytest
 from nvml_library import Gpu, Trace, bursts, flat
 from sensed_gpu import NS, SensedGpu
 
-from benchmarks import gpu
+from benchmarks import gpu, gpu_driver, gpu_training
 from benchmarks.figure import Figure
 from benchmarks.gpu_waves import waves
 from benchmarks.gpu_windows import OURS, Window, judged, two_levels
@@ -67,11 +67,21 @@ def test_benchmark_without_cuda_lists_the_figures_it_cannot_measure(library, tmp
     assert (kept["machine"]["gpu"], kept["machine"]["driver"]) == (H100, "570.86.15")
     assert kept["machine"]["torch"] == "none that can compute on this GPU"
     assert figures["tick of the energy counter"]["value"] == pytest.approx(100.0, rel=0.01)
-    assert {"call: energy", "call: utilization", "agent: share of a core at default settings"} <= set(figures)
+    assert {
+        "full reading, at rest",
+        "call: energy",
+        "call: utilization",
+        "agent: share of a core at default settings",
+    } <= set(figures)
     assert [line.partition(":")[0] for line in kept["left_out"]] == [
         "lag, windows and the loaded GPU",
-        "training with metrics on against off",
+        "losses and times of a training",
+        "matrix products",
+        "calls under load",
+        "CUDA graphs and profiled steps",
+        "CUDA calls beside readings",
         "windows' energy against the load's",
+        "training with metrics on against off",
         "counter against power under square waves",
         "peaks of memory against effllm fit",
     ]
@@ -99,6 +109,30 @@ def test_part_that_fails_or_hangs_loses_no_figures(tmp_path):
     assert [line.split()[:2] for line in kept["left_out"]] == [
         ["fails:", "ZeroDivisionError:"], ["without", "sensors:"], ["hangs:", "_TimeIsUp:"], ["has", "no"],
     ]  # fmt: skip
+
+
+def test_training_loop_has_the_same_losses_with_metrics_and_without(monkeypatch):
+    monkeypatch.setenv("EFFICIENTLLM_DEVICE", "simulated")
+    on, off = (gpu_training.train("plain", 20, is_measured=is_on) for is_on in (True, False))
+
+    assert on.loop["losses"] == off.loop["losses"] and len(on.loop["losses"]) == 30
+    assert on.summary["tokens"] == on.summary["iterations"] * on.loop["tokens_per_step"]
+    assert on.metric("tokens_per_second") > 0 and off.summary == {}
+
+
+def test_failed_training_loop_is_reported_with_the_end_of_its_error_output():
+    with pytest.raises(RuntimeError, match=r"the loop ended with 1: .*captured"):
+        gpu_training.train("captured", 1, is_measured=False, settings={"CUDA_VISIBLE_DEVICES": ""})
+
+
+def test_mfu_is_compared_with_activity_times_clock():
+    readings = [{"tensor_activity_ratio": 0.8, "sm_clock_hz": 1.6e9}, {"sm_clock_hz": 1.5e9}] * 3
+
+    rate, ratio = gpu_driver._product_figures("bf16", 7e14, 1e15, 1.6e9, readings)
+    (alone,) = gpu_driver._product_figures("bf16", 7e14, 1e15, None, readings)
+
+    assert (rate.value, ratio.value) == pytest.approx((700.0, 0.7 / 0.8))
+    assert ratio.detail["readings_with_activity"] == 3 and alone == rate
 
 
 def test_make_target_bench_gpu_is_defined(tmp_path):
