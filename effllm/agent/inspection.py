@@ -21,6 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import msgspec
+import psutil
 from msgspec import Struct
 
 from effllm.config.switches import this_process
@@ -133,7 +134,8 @@ def _dump(orders: InspectionOrders, was_asked: bool, began_s: float) -> str:
         if was_asked:
             dump = wait_for_dump(paths, began_s)
         else:  # torch may have written a dump after its own timeout, without a request
-            dump = newest_dump(paths, Path(f"/proc/{orders.pid}").stat().st_mtime)
+            # The time of /proc/PID is that of its first lookup, which may be later than a dump.
+            dump = newest_dump(paths, psutil.Process(orders.pid).create_time())
         if dump is None:
             return "the NCCL flight recorder did not write the requested dump" if was_asked else ""
         text = f"dump of the NCCL flight recorder: {dump}"
@@ -143,7 +145,7 @@ def _dump(orders: InspectionOrders, was_asked: bool, began_s: float) -> str:
                 text += (
                     f", copied to stacks/{copied.name}; python -m torch.distributed.flight_recorder.fr_trace reads it"
                 )
-    except OSError as error:
+    except (OSError, psutil.Error) as error:
         return f"no dump of the NCCL flight recorder: {error}"
     return text
 

@@ -36,7 +36,7 @@ _OPERATIONS = (
 #: Transformer Engine, PyTorch's symmetric memory, and the all-reduce of inference engines.  A kernel that computes and
 #: also communicates is classified by its name.
 _DEVICE_COMMUNICATION = (
-    "nccl", "rccl", "nvshmem", "deep_ep", "userbuffers", "multimem_", "shot_all_reduce", "cross_device_reduce",
+    "nccl", "rccl", "msccl", "nvshmem", "deep_ep", "userbuffers", "multimem_", "shot_all_reduce", "cross_device_reduce",
 )  # fmt: skip
 
 _BACKENDS = ("gloo:", "nccl:", "mpi:", "ucc:", "xccl:")

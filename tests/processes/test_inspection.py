@@ -260,6 +260,17 @@ def test_path_of_a_recent_dump_of_torch_is_reported(monkeypatch, tmp_path):
     assert f"dump of the NCCL flight recorder: {dump}" in later.text
 
 
+def test_dump_of_a_process_that_nobody_has_looked_at_yet_is_found(monkeypatch, tmp_path):
+    monkeypatch.delenv(inspection.DUMP_PIPE, raising=False)
+    monkeypatch.setenv(inspection.DUMP_PREFIXES[0], f"{tmp_path}/trace_")
+    with trainer("time.sleep(2)") as (pid, descriptor):
+        (tmp_path / "trace_17").write_bytes(b"dump")
+        time.sleep(0.5)
+        found = inspect(orders(pid, descriptor))
+
+    assert f"dump of the NCCL flight recorder: {tmp_path}/trace_17" in found.text
+
+
 def test_no_dump_is_requested_if_the_pipe_or_its_reader_is_missing(tmp_path):
     environ = {inspection.DUMP_PIPE: f"{tmp_path}/pipe_"}
     assert not inspection.request_dump(0, environ)

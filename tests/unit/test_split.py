@@ -72,6 +72,7 @@ def test_kernels_are_classified_by_name():
     assert device_kind("ncclDevKernel_AllGather_RING_LL") == "all_gather"
     assert device_kind("ncclDevKernel_SendRecv") == "send_recv"
     assert device_kind("ncclDevKernel_Generic") == "other"
+    assert device_kind("mscclKernel_Sum_half_LL") == "other"
     assert device_kind("void deep_ep::intranode::dispatch<8, 768>") == "other"
     assert device_kind("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64") == ""
     assert device_kind("Memcpy HtoD (Pinned -> Device)") == ""
