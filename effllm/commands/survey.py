@@ -19,7 +19,7 @@ from effllm.config.switches import PREFIX
 from effllm.devices import DeviceUnavailable, Reader, Site, open_device
 from effllm.devices import node as node_power
 from effllm.devices._nvml_identity import text_of
-from effllm.devices.known.hardware import find, why_no_peak
+from effllm.devices.known.hardware import Hardware, find, why_no_peak
 from effllm.job.job_facts import peak_of
 from effllm.job.power_scope import Scope, choose
 from effllm.metrics import METRICS
@@ -49,7 +49,7 @@ class Survey(Struct, frozen=True):
     findings: list[Finding]
     cost: Cost
     sensor: Known | None = None  # calibration of the GPU's sensor
-    hardware: dict[str, Any] | None = None  # the row of the hardware table for the GPU
+    hardware: Hardware | None = None  # the row of the hardware table for the GPU
 
 
 def survey(environ: Mapping[str, str], device: str) -> Survey:
@@ -87,7 +87,7 @@ def survey(environ: Mapping[str, str], device: str) -> Survey:
             stamps_us=stamps_us,
         ),
         sensor=sensor,
-        hardware=_row(opened),
+        hardware=find(opened.name) if opened and opened.is_gpu else None,
     )
 
 
@@ -226,11 +226,6 @@ def _peak(config: Config, device: Device | None) -> InputSource:
         return InputSource(by=f"peak: {known.text}")
     unknown = f"{why_no_peak(device.name)}; " if device and device.is_gpu else ""
     return InputSource(why_not=f"peak: {unknown}set {PREFIX}PEAK_TFLOPS to the peak TFLOP/s of one device")
-
-
-def _row(device: Device | None) -> dict[str, Any] | None:
-    row = find(device.name) if device and device.is_gpu else None
-    return {**vars(row), "flops_per_s": dict(row.flops_per_s)} if row else None
 
 
 def _driver() -> Iterator[Finding]:

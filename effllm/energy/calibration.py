@@ -21,7 +21,7 @@ import msgspec
 from msgspec.structs import replace
 
 from effllm.devices.known import hardware
-from effllm.devices.known.sensors import KnownSensor
+from effllm.devices.known.hardware import KnownSensor
 from effllm.energy.tick_clock import MAX_POWER_TICK_S, TickClock, is_held, tick_of, tick_of_means
 from effllm.records.rank import COUNTER, INSTANT, Device, Sample, Sensor
 from effllm.store import own_files

@@ -260,7 +260,7 @@ def test_path_of_a_recent_dump_of_torch_is_reported(monkeypatch, tmp_path):
     assert f"dump of the NCCL flight recorder: {dump}" in later.text
 
 
-def test_dump_of_a_process_that_nobody_has_looked_at_yet_is_found(monkeypatch, tmp_path):
+def test_dump_from_before_the_first_look_at_a_process_is_found(monkeypatch, tmp_path):
     monkeypatch.delenv(inspection.DUMP_PIPE, raising=False)
     monkeypatch.setenv(inspection.DUMP_PREFIXES[0], f"{tmp_path}/trace_")
     with trainer("time.sleep(2)") as (pid, descriptor):

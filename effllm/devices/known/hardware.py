@@ -1,12 +1,107 @@
-"""Lookup in the hardware table, by the name that the driver reports."""
+"""The hardware table: the published numbers of devices, looked up by the name that the driver reports.
+
+The numbers and their sources are in hardware.toml.  Definitions and the whole table: docs/hardware.md.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from dataclasses import replace
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
 
-from effllm.devices.known.rows import PRECISIONS, ROWS, Hardware
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
+
+PRECISIONS = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4", "int8")
+
+# How a document's numbers were checked: it was read, a text that quotes them was read, or nothing was read.
+Evidence = Literal["read", "quoted", "unconfirmed"]
+
+
+class Origin(Struct, frozen=True, forbid_unknown_fields=True):
+    """The document with a row's numbers."""
+
+    title: str
+    url: str
+    evidence: Evidence
+
+
+class KnownSensor(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The published data of an architecture's power sensor; ``None`` means unknown."""
+
+    counter: bool  # whether the driver counts energy
+    update_s: float | None = None  # period of new values
+    window_s: float | None = None  # part of each period in which power is measured
+    power_usage: Literal["instant", "1-s mean"] | None = None  # kind of power that nvmlDeviceGetPowerUsage returns
+    rise_s: tuple[float, float] | None = None  # delay until the instant power shows a change of power
+    lag_s: float | None = None  # constant delay of the energy counter
+    gain_error: float = 0.05  # relative error at 95 %; common to all readings of a board, so it does not average out
+    source: str = ""
+    note: str = ""
+
+    @property
+    def duty(self) -> float | None:
+        """Return the share of time in which power is measured."""
+        return None if self.update_s is None or self.window_s is None else self.window_s / self.update_s
+
+
+class Hardware(Struct, frozen=True):
+    """One device as the driver counts devices: a GPU, or one die of a module with two dies."""
+
+    names: tuple[str, ...]  # the first name is the name that the driver uses
+    architecture: str
+    flops_per_s: Mapping[str, float]  # by precision; unsupported and unpublished precisions are left out
+    memory_bytes: int | None  # None if boards with different memory have the same name
+    memory_bytes_per_s: float | None
+    tdp_w: float | None
+    source: Origin
+    sensor: KnownSensor
+    note: str = ""
+    # Number of SMs, and dense FLOPs of an SM per clock cycle in 16 bits with accumulation in FP32; None: not known.
+    units: tuple[int, int] | None = None
+    gain_measured: tuple[float, float] | None = None  # range of the readings' relative error, measured with a meter
+    sliced: bool = False  # whether the driver's name is that of a MIG slice; all values are those of the whole device
+
+
+class _Board(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A board as hardware.toml has it."""
+
+    names: tuple[str, ...]
+    architecture: str
+    tflops: dict[Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4", "int8"], float]
+    source: str
+    gib: float | None = None
+    gb_per_s: float | None = None
+    watts: float | None = None
+    units: tuple[int, int] | None = None
+    note: str = ""
+    gain_measured: tuple[float, float] | None = None
+    sensor: dict[str, Any] = {}  # what differs from the sensor of the architecture
+
+
+class _Table(Struct, frozen=True, forbid_unknown_fields=True):
+    sources: dict[str, Origin]
+    sensors: dict[str, KnownSensor]
+    boards: list[_Board]
+
+    def row(self, board: _Board) -> Hardware:
+        return Hardware(
+            names=board.names,
+            architecture=board.architecture,
+            # Text is converted, because 989.4 * 1e12 and 989.4e12 differ in the last bit.
+            flops_per_s={precision: float(f"{rate}e12") for precision, rate in board.tflops.items()},
+            memory_bytes=None if board.gib is None else int(board.gib * 2**30),
+            memory_bytes_per_s=None if board.gb_per_s is None else float(f"{board.gb_per_s}e9"),
+            tdp_w=board.watts,
+            source=self.sources[board.source],
+            sensor=replace(self.sensors[board.architecture], **board.sensor),
+            note=board.note,
+            units=board.units,
+            gain_measured=board.gain_measured,
+        )
 
 
 def find(name: str) -> Hardware | None:
@@ -75,4 +170,16 @@ def _index(rows: Iterable[Hardware]) -> dict[frozenset[str], Hardware]:
     return index
 
 
+def _read() -> _Table:
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    text = Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
+    return msgspec.convert(tomllib.loads(text), _Table)
+
+
+_TABLE = _read()
+SENSORS: Mapping[str, KnownSensor] = _TABLE.sensors  # by architecture
+ROWS: tuple[Hardware, ...] = tuple(map(_TABLE.row, _TABLE.boards))
 _BY_WORDS = _index(ROWS)
