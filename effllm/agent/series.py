@@ -27,6 +27,7 @@ from effllm.records.rank import (
     Integrals,
     Sample,
 )
+from effllm.records.timeline import overlap, union
 
 #: Reasons of a lower clock that are no fault: the power limit of a busy GPU, the common clock of a sync group, and the
 #: highest voltage, which limits every GPU without another limit.
@@ -175,7 +176,7 @@ class Series:
         self._since_ns = self._since_ns or start_ns
         # A reading may have begun in the window before.
         self._outside = [one for one in self._outside if one[1] > start_ns - self._max_gap_ns]
-        self._outside = merge_periods([*self._outside, *outside])
+        self._outside = union([*self._outside, *outside])
         found = self._with_energy(self._sums(start_ns, end_ns, self._outside), start_ns, end_ns, phases)
         active = (one for one in reversed(self._samples) if one.time_ns <= end_ns and ACTIVITY in one.gauges)
         self._active = next(active, self._active)
@@ -301,20 +302,9 @@ class Series:
                     yield block, inside_ns / whole_ns, (first.time_ns, second.time_ns)
 
 
-def merge_periods(periods: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return periods without overlaps that cover the same time."""
-    merged: list[tuple[int, int]] = []
-    for start_ns, end_ns in sorted(periods):
-        if merged and start_ns <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end_ns))
-        else:
-            merged.append((start_ns, end_ns))
-    return merged
-
-
-def _outside_s(from_ns: int, to_ns: int, outside: Collection[tuple[int, int]]) -> float:
+def _outside_s(from_ns: int, to_ns: int, outside: Sequence[tuple[int, int]]) -> float:
     """Return the seconds of a period that lie in ``outside``."""
-    return sum(max(min(to_ns, end_ns) - max(from_ns, start_ns), 0) for start_ns, end_ns in outside) * NS
+    return overlap([(from_ns, to_ns)], outside) * NS
 
 
 def _level(first: Sample, second: Sample, start_ns: int, end_ns: int, before: float, after: float) -> float:

@@ -12,7 +12,7 @@ import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import psutil
@@ -127,30 +127,6 @@ class SimulationError(Exception):
     """The simulation cannot continue. The message is one line."""
 
 
-class MeasuredAggregator(Protocol):
-    """The measured aggregator, or a substitute in tests."""
-
-    endpoint: str
-
-    def cpu_s(self) -> float:
-        """Return the CPU time."""
-
-    def rss_bytes(self) -> int:
-        """Return the resident memory."""
-
-    def descriptors(self) -> int:
-        """Return the number of open files."""
-
-    def has_failed(self) -> bool:
-        """Whether the aggregator has ended with an error."""
-
-    def summary(self) -> dict[str, Any]:
-        """Return the summary of the run, or an empty dict if no summary was written."""
-
-    def close(self, is_waited_for: bool) -> None:
-        """Wait for the end of the aggregator, or kill it."""
-
-
 class OwnAggregator:
     """A process with an aggregator, started in the same way as by the agent of rank 0."""
 
@@ -212,14 +188,14 @@ class OwnAggregator:
 class SimulatedRun:
     """One simulation, from the first connection to the summary."""
 
-    def __init__(self, simulation: Simulation, config: Config, aggregator: MeasuredAggregator | None = None) -> None:
+    def __init__(self, simulation: Simulation, config: Config) -> None:
         self._asked = simulation
         self._config = replace(config, security=simulation.security)
         self.found = Findings(simulation.ranks, simulation.windows, simulation.interval_s, simulation.arrival)
         self.found.security = simulation.security
         self._job, self._salt = secrets.token_hex(8), ""
         self._parts: list[_Part] = []
-        self._aggregator = aggregator
+        self._aggregator: OwnAggregator | None = None
         self._poll = select.poll()
         self._last_s: dict[int, float] = {}  # time of the last report, by window
         self._seen_s: dict[int, float] = {}
@@ -250,10 +226,9 @@ class SimulatedRun:
         if self._config.security == "curve":
             self._config = replace(self._config, secret_file=str(scratch / "secret"))
             secret.create(scratch / "secret")
-        if self._aggregator is None:
-            self._salt = self._job
-            folder = self._asked.run_dir or str(scratch / "run")
-            self._aggregator = OwnAggregator(self._config, folder, output, self._job)
+        self._salt = self._job
+        folder = self._asked.run_dir or str(scratch / "run")
+        self._aggregator = OwnAggregator(self._config, folder, output, self._job)
 
     def _play(self) -> None:
         asked, endpoint = self._asked, self._asked.endpoint

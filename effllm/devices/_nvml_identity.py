@@ -49,7 +49,18 @@ def text_of(answer: str | bytes) -> str:
     return answer.decode() if isinstance(answer, bytes) else answer  # older releases of pynvml return bytes
 
 
-def _uuids_in_bus_order() -> list[str]:
+def _given_slices(site: Site) -> list[str]:
+    """Return the slices that a container was given (NVIDIA_VISIBLE_DEVICES)."""
+    given = [name.strip() for name in (site.container_devices or "").split(",")]
+    return given if all(name.startswith("MIG-") for name in given) else []
+
+
+def _uuids_in_bus_order(site: Site) -> list[str]:
+    """Return the UUIDs of the visible GPUs: all, or those of the slices that a container was given."""
+    parents = set()
+    for name in _given_slices(site):
+        with suppress(pynvml.NVMLError):  # a container may not read the GPU of its slice
+            parents.add(text_of(pynvml.nvmlDeviceGetUUID(gpu_of(pynvml.nvmlDeviceGetHandleByUUID(name)))))
     found = []
     for index in range(pynvml.nvmlDeviceGetCount()):
         # GPUs that are broken or hidden by the container are skipped, as in CUDA.
@@ -57,7 +68,7 @@ def _uuids_in_bus_order() -> list[str]:
             handle = pynvml.nvmlDeviceGetHandleByIndex(index)
             pci = pynvml.nvmlDeviceGetPciInfo(handle)
             found.append(((pci.domain, pci.bus, pci.device), text_of(pynvml.nvmlDeviceGetUUID(handle))))
-    return [uuid for _, uuid in sorted(found)]
+    return [uuid for _, uuid in sorted(found) if uuid in parents or not parents]
 
 
 def find(site: Site) -> Any:
@@ -69,21 +80,23 @@ def find(site: Site) -> Any:
     if (site.cuda_uuid or site.cuda_pci_bus_id) and not (site.visible_devices or "").strip().startswith("MIG-"):
         found = _find_by_torch(site)
     else:
-        uuid = choose_uuid(site, _uuids_in_bus_order())
+        uuid = choose_uuid(site, _uuids_in_bus_order(site))
         try:
             found = pynvml.nvmlDeviceGetHandleByUUID(uuid)
         except (pynvml.NVMLError_NotFound, pynvml.NVMLError_InvalidArgument) as error:
             raise DeviceUnavailable(f"CUDA_VISIBLE_DEVICES names {uuid}, and NVML lists no such device here") from error
-    return _first_slice(found, site) if _is_divided(found) else found
+    return _first_slice(found, site) if _is_divided(found, site) else found
 
 
-def _is_divided(handle: Any) -> bool:
-    """Whether a handle is of a whole GPU in MIG mode."""
+def _is_divided(handle: Any, site: Site) -> bool:
+    """Whether a handle is of a whole GPU that is in MIG mode, or of which this may not be read."""
     try:
         is_slice = pynvml.nvmlDeviceIsMigDeviceHandle(handle)
         return not getattr(is_slice, "value", is_slice) and bool(pynvml.nvmlDeviceGetMigMode(handle)[0])
-    except pynvml.NVMLError:
-        return False  # a GPU or a driver without MIG
+    except pynvml.NVMLError_NoPermission:
+        return True
+    except pynvml.NVMLError:  # a GPU or a driver without MIG
+        return bool(_given_slices(site))
 
 
 def _first_slice(gpu: Any, site: Site) -> Any:
@@ -92,12 +105,14 @@ def _first_slice(gpu: Any, site: Site) -> Any:
     Raises:
         DeviceUnavailable: no slice is visible.
     """
-    slices = _slices(gpu, _capacity(gpu)[0])
-    given = [name.strip() for name in (site.container_devices or "").split(",")]
+    slices, given = _slices(gpu, _capacity(gpu)[0]), _given_slices(site)
+    for name in given if not slices else ():
+        with suppress(pynvml.NVMLError):
+            slices[name] = pynvml.nvmlDeviceGetHandleByUUID(name)
     uuid = next((one for one in slices if one in given), next(iter(slices), None))
     if uuid is None:
         raise DeviceUnavailable(
-            f"{_named(gpu)} is in MIG mode, and no slice is visible: set "
+            f"{_named(gpu)} is in MIG mode, or may not be read, and no slice is visible: set "
             "CUDA_VISIBLE_DEVICES=MIG-<uuid> from the list of nvidia-smi -L"
         )
     return slices[uuid]

@@ -33,6 +33,7 @@ MAX_MODULES = 64  # maximal number of remembered modules; a loop sets only a few
 _GUARD = Guard("evaluation by the model's eval()")
 _listeners: list[EvalMode] = []
 MIN_STEPS = 3  # with fewer steps, an optimizer of plain tensors does not count as training
+IDLE_WINDOWS = 100  # an optimizer that has not stepped for more windows than this has no say in which GPUs are measured
 PATIENCE_STEPS = 16  # the leader is replaced if other optimizers make more steps than this while it makes none
 
 
@@ -145,6 +146,31 @@ def _wrap(torch: Any) -> None:
     kind.train = seen
 
 
+class OptimizerGpus:
+    """Shows once in a window where the parameters of each optimizer are, also if the loop itself counts iterations.
+
+    A model may move, and a small model of a warm-up may be gone: only the optimizers count that exist and step.
+    """
+
+    def __init__(self) -> None:
+        self._recorder: Any = None  # of this run
+        # Optimizer -> the window of its newest step, and the devices of its parameters.
+        self._known: weakref.WeakKeyDictionary[Any, tuple[int, frozenset[Any]]] = weakref.WeakKeyDictionary()
+
+    def show(self, optimizer: Any) -> None:
+        collector = get_metrics_collector()
+        if collector.recorder is not self._recorder:
+            self._known, self._recorder = weakref.WeakKeyDictionary(), collector.recorder
+        window, known = collector.declared.windows, self._known.get(optimizer)
+        if known is not None and known[0] == window:
+            return
+        is_same = known is not None and next(_parameters(optimizer)).device in known[1] and len(known[1]) == 1
+        devices = known[1] if is_same and known is not None else frozenset(one.device for one in _parameters(optimizer))
+        self._known[optimizer] = window, devices
+        newest = [found for last, found in self._known.values() if window - last <= IDLE_WINDOWS]
+        collector.declared.parameters_on(frozenset().union(*newest))
+
+
 class Rounds:
     """The iterations of a loop, from the steps of its optimizers.
 
@@ -164,8 +190,7 @@ class Rounds:
         self._joined: weakref.WeakSet[Any] = weakref.WeakSet()
         self._counted: set[int] = set()  # ids of parameters, because two optimizers may share parameters
         self._share = {"total": 0, "trainable": 0}
-        self._shown: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers whose GPUs this run has been shown
-        self._shown_to: Any = None  # the recorder of this run
+        self._gpus = OptimizerGpus()
         self._watches_cells = False
         self._between_cells: Any = None  # the recorder that was running when a notebook cell ended
         listen_to_waits(self)
@@ -221,7 +246,7 @@ class Rounds:
 
     def stepped(self, optimizer: Any) -> None:
         """Process an optimizer's step; a step of the leader ends the iteration."""
-        self._show_gpus(optimizer)
+        self._gpus.show(optimizer)
         if not self.claim(optimizer):
             return
         recorder = get_metrics_collector().recorder
@@ -246,15 +271,6 @@ class Rounds:
             if not is_first:
                 self._steps.end_counted()
             self._steps.start()
-
-    def _show_gpus(self, optimizer: Any) -> None:
-        """Show once in a run where the parameters are, also if the loop's own calls count the iterations."""
-        collector = get_metrics_collector()
-        if collector.recorder is not self._shown_to:
-            self._shown, self._shown_to = weakref.WeakSet(), collector.recorder
-        if optimizer not in self._shown:
-            self._shown.add(optimizer)
-            collector.declared.parameters_on(parameter.device for parameter in _parameters(optimizer))
 
     def _has_leaders_parameters(self, optimizer: Any) -> bool:
         return any(id(parameter) in self._leaders_parameters for parameter in _parameters(optimizer))

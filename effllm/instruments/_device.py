@@ -20,7 +20,8 @@ def cuda_index(device: Any) -> int | None:
     On a machine without CUDA, an instrument with an index or a CUDA name measures the process on the CPU.
 
     Args:
-        device: an index, ``"cuda"``, ``"cuda:1"``, ``"cpu"``, a ``torch.device``, or ``None`` for the current device.
+        device: an index, ``"cuda"``, ``"cuda:1"``, ``"cpu"``, a ``torch.device``, or ``None`` for the only device with
+            a context, else the current device.
 
     Raises:
         UnknownDevice: the argument has another form, CUDA has fewer devices, or torch cannot use CUDA in this process.
@@ -31,12 +32,20 @@ def cuda_index(device: Any) -> int | None:
         return None
     try:
         count = int(cuda.device_count())
-        index = int(cuda.current_device()) if index is None else index
+        if index is None:
+            used = [one for one in range(count) if has_context(one)]
+            index = used[0] if len(used) == 1 else int(cuda.current_device())
     except (RuntimeError, AssertionError) as error:  # for example in a forked process
         raise UnknownDevice(f"device={device!r}: torch cannot use CUDA in this process: {first_line(error)}") from None
     if index >= count:
         raise UnknownDevice(f"device={device!r}: torch sees {count} CUDA devices, 0 to {count - 1}")
     return index
+
+
+def has_context(index: int) -> bool:
+    """Whether this process uses a device; otherwise an event would make a context of hundreds of MB."""
+    known = getattr(getattr(sys.modules.get("torch"), "_C", None), "_cuda_hasPrimaryContext", None)
+    return known is None or bool(known(index))
 
 
 def torch_cuda() -> Any:
@@ -79,10 +88,12 @@ def is_checked(index: int) -> bool:
     try:
         if not cuda.is_initialized():
             return False  # `current_device` would initialize CUDA
+        used = [one for one in range(int(cuda.device_count())) if has_context(one)]
         current = int(cuda.current_device())
-        if has_memory(cuda.memory_stats(index)):
+        current = used[0] if used and current not in used else current
+        if index in used and has_memory(cuda.memory_stats(index)):
             return True
-        if current == index or not has_memory(cuda.memory_stats(current)):
+        if current == index or current not in used or not has_memory(cuda.memory_stats(current)):
             return False
     except Exception:  # noqa: BLE001 - without these statistics there is no check, and the loop must go on
         return True
@@ -90,7 +101,7 @@ def is_checked(index: int) -> bool:
         _warned_devices.add((index, current))
         line = (
             f"cuda:{index} is measured, but torch uses cuda:{current} and has no memory on cuda:{index} in this process"
-            "; pass device=None for torch's current device"
+            f"; pass device={current}"
         )
         warnings.warn(line, stacklevel=4)
     return True

@@ -10,7 +10,7 @@ import sys
 import warnings
 from typing import Any
 
-from effllm.instruments._device import cuda_index, first_line, is_checked
+from effllm.instruments._device import cuda_index, first_line, has_context, is_checked
 from effllm.instruments._number import number, record
 from effllm.instruments._statistics import NAN, Statistics
 from effllm.memory.trend import MemoryBlocks, MemoryTrend
@@ -33,7 +33,7 @@ class GPUMemoryProfiler:
     of the device, the values are NaN, with one warning.
 
     Args:
-        device: an index, ``"cuda:1"``, ``"cpu"``, or ``None`` for torch's current device at this time.
+        device: an index, ``"cuda:1"``, ``"cpu"``, or ``None`` for the only device that is used, else the current one.
 
     Raises:
         UnknownDevice: the device cannot exist, or is not a CUDA device or the CPU.
@@ -135,6 +135,10 @@ class GPUMemoryProfiler:
         if self._index is None:
             return _process_memory()
         cuda: Any = sys.modules["torch"].cuda
+        if not self._is_checked:
+            self._is_checked = is_checked(self._index)
+        if not has_context(self._index):
+            return NAN, NAN, NAN, NAN
         try:
             known = cuda.memory_stats(self._index)  # torch.cuda's four functions would read these statistics four times
         except Exception as error:  # noqa: BLE001 - an allocator without statistics, or a failed device
@@ -143,8 +147,6 @@ class GPUMemoryProfiler:
                 line = f"the memory of {self.memory_of} cannot be read and is not measured: {first_line(error)}"
                 warnings.warn(line, stacklevel=3)
             return NAN, NAN, NAN, NAN
-        if not self._is_checked:
-            self._is_checked = is_checked(self._index)
         return tuple(  # type: ignore[return-value]
             float(known.get(f"{name}_bytes.all.{kind}", 0))
             for kind in ("current", "peak")

@@ -23,7 +23,7 @@ class ComprehensiveProfiler:
     The attributes ``memory``, ``timer`` and ``throughput`` are its instruments, to which tags and timers can be added.
 
     Args:
-        device: an index, ``"cuda:1"``, ``"cpu"``, or ``None`` for torch's current device.
+        device: an index, ``"cuda:1"``, ``"cpu"``, or ``None`` for the only device that is used, else the current one.
         window_size: number of newest iterations for the throughput.
         sync: wait for the GPU at each stop of a timer; this slows the training.
 

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-from effllm.instruments._device import cuda_index, first_line, is_checked
+from effllm.instruments._device import cuda_index, first_line, has_context, is_checked
 from effllm.instruments._number import record
 from effllm.instruments._statistics import MAX_RECENT, NAN, Statistics, percentiles_of
 
@@ -48,7 +48,7 @@ class TrainingTimer:
     `start` before the stop replaces the first start, so that the time of a step that raised an exception is left out.
 
     Args:
-        device: an index, ``"cuda:1"``, ``"cpu"``, or ``None`` for torch's current device.
+        device: an index, ``"cuda:1"``, ``"cpu"``, or ``None`` for the only device that is used, else the current one.
         sync: wait for the GPU at each stop, so that `stop` returns the time; this slows the training.
 
     Raises:
@@ -130,9 +130,9 @@ class TrainingTimer:
         return sys.modules["torch"].cuda
 
     def _event(self) -> Any:
-        """Record an event on the device's current stream; ``None`` in a capture of a CUDA graph, or after an error."""
+        """Record an event on the device's stream; ``None`` without a context, in a capture, or after an error."""
         try:
-            if self._cuda.is_current_stream_capturing():
+            if not has_context(self._index or 0) or self._cuda.is_current_stream_capturing():
                 return None
             event = self._free.pop() if self._free else self._cuda.Event(enable_timing=True)
             event.record(self._cuda.current_stream(self._index))
@@ -145,12 +145,12 @@ class TrainingTimer:
         self._read_passed(timed)
         start, timed.start = timed.start, None
         end = self._event() if start is not None and len(timed.pending) < MAX_PENDING else None
+        if not self._is_checked:
+            self._is_checked = is_checked(self._index or 0)
         if end is None:
             timed.not_measured += 1
             return NAN
         timed.pending.append((start, end))
-        if not self._is_checked:
-            self._is_checked = is_checked(self._index or 0)
         if not self._sync:
             return NAN
         return timed.statistics.recent[-1] if self._read_passed(timed, wait_for=end) else NAN

@@ -134,6 +134,9 @@ def _gaps(whole: ClusterTotals, ledger: Ledger, roster: Roster, ended: bool) -> 
     """Yield a sentence for each part of the job without a measurement."""
     if ended and (absent := ledger.world_size - len(ledger.ranks)) > 0:
         yield f"{absent:,} of {ledger.world_size:,} ranks: no report before all other ranks had ended"
+    if blind := sum(not hello.devices for hello in roster.hellos.values()):
+        ranks = "1 rank" if blind == 1 else f"{blind:,} ranks"
+        yield f"devices of {ranks}: none is read; events.jsonl, kind agent, has the reason"
     if (
         roster.job.evaluation_is_in_iterations
         and whole.counts.iterations

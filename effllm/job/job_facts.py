@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from effllm.config.settings import Config
 from effllm.devices.known import hardware
+from effllm.devices.known.named_gpus import peak_clock_hz
 from effllm.energy.sensor_timing import is_share_open
 from effllm.job.audit.watch import KnownJob
 from effllm.job.ledger import Ledger
@@ -196,7 +197,13 @@ class JobFacts:
             flops_per_token=self.flops_per_token,
             max_positions=max_positions if type(max_positions) is int else 0,
             precision=str(facts.get("precision") or ""),
+            peak_clock_hz=self._peak_clock_hz,
         )
+
+    @property
+    def _peak_clock_hz(self) -> float | None:
+        clocks = {peak_clock_hz(device.name) for device in self._devices.values() if device.is_gpu}
+        return clocks.pop() if len(clocks) == 1 else None
 
     @cached_property
     def total_iterations(self) -> int | None:

@@ -18,17 +18,7 @@ def spread_of(values: Array) -> Spread | None:
     """
     if not len(values):
         return None
-    ordered = np.sort(values)
-    return Spread(
-        len(ordered), float(ordered[0]), _at(ordered, 0.05), _at(ordered, 0.5), _at(ordered, 0.95), float(ordered[-1])
-    )
-
-
-def _at(ordered: Array, share: float) -> float:
-    place = share * (len(ordered) - 1)
-    below = int(place)
-    above = min(below + 1, len(ordered) - 1)
-    return float(ordered[below] + (place - below) * (ordered[above] - ordered[below]))
+    return Spread(len(values), *np.quantile(values, (0.0, 0.05, 0.5, 0.95, 1.0)).tolist())
 
 
 def window_spread(rows: Rows, merged: Merged | None, expected: Expected) -> dict[str, Spread]:

@@ -10,6 +10,7 @@ from msgspec import Struct
 
 from effllm.devices import Reader
 from effllm.energy.calibration import calibrate
+from effllm.records.rank import Sensor
 from effllm.sensor_profile.nvml_facts import Facts
 
 
@@ -39,19 +40,9 @@ def known(reader: Reader, folder: Path) -> Known | None:
         return None
     read = getattr(reader, "read_energy", reader.read)
     sensor = calibrate(device, lambda: read()[0], folder, keep=False)
-    return Known(
-        source=sensor.source,
-        tick_s=sensor.tick_s,
-        tick_error_s=sensor.tick_error_s,
-        is_held=sensor.is_held,
-        lag_s=sensor.lag_s,
-        lag_error_s=sensor.lag_error_s,
-        measured_lag=sensor.source.startswith("profiled"),
-        duty=sensor.duty,
-        gain_error=sensor.gain_error,
-        call_s=sensor.call_s,
-        scopes=_scopes(device.key) if device.kind == "nvml" else {},
-    )
+    same = {name: getattr(sensor, name) for name in Known.__struct_fields__ if name in Sensor.__struct_fields__}
+    scopes = _scopes(device.key) if device.kind == "nvml" else {}
+    return Known(**same, measured_lag=sensor.source.startswith("profiled"), scopes=scopes)
 
 
 def _scopes(uuid: str) -> dict[str, list[str]]:

@@ -29,6 +29,7 @@ class Declared:
         self._changed = changed
         self.facts = RankFacts()
         self.parameters_shown: Callable[[], None] = lambda: None  #: called after a change of `parameter_devices`
+        self.windows = 0  #: ended windows, counted if torch has CUDA: the devices are shown once in a window
         self.parameter_devices: tuple[int, ...] = ()  #: the GPUs of the parameters that an optimizer of torch updates
 
     @property
@@ -107,8 +108,8 @@ class Declared:
         return len(names)
 
     def parameters_on(self, devices: Iterable[Any]) -> None:
-        """Add the GPUs of parameters; other devices are left out, because an optimizer may be on the host."""
-        found = tuple(sorted({one.index or 0 for one in devices if one.type == "cuda"}.union(self.parameter_devices)))
+        """Set the devices of the parameters that optimizers update; an optimizer may be on the host."""
+        found = tuple(sorted({one.index or 0 for one in devices if one.type == "cuda"}))
         if found != self.parameter_devices:
             self.parameter_devices = found
             self.parameters_shown()

@@ -17,9 +17,8 @@ _T = TypeVar("_T")
 class RankDevice:
     """Finds the GPUs of this process, again and again until an optimizer has shown where its parameters are.
 
-    In this order: the GPUs of the parameters; the only GPU with a CUDA context; once the loop runs, the only one of
-    several such GPUs on which torch's allocator has memory; a GPU that the script has set.  Without any of these, the
-    agent takes the visible GPU with the number of the local rank, or no GPU if several have a context.
+    In this order: the GPUs of the parameters; the only GPU with a CUDA context; a GPU that the script has set.  Without
+    any of these, the agent takes the visible GPU with the number of the local rank, or none if several have a context.
 
     Args:
         torch: the module.
@@ -39,21 +38,18 @@ class RankDevice:
 
     def end_window(self) -> None:
         """Look again at the next iteration, unless parameters have shown their GPUs."""
+        self._declared.windows += 1
         self.is_due = not self._declared.parameter_devices
 
-    def look(self, *, is_running: bool) -> bool:
-        """Find the GPUs; return whether facts have changed.
-
-        Args:
-            is_running: whether the loop has begun its first iteration, so that the model is on its GPU.
-        """
+    def look(self) -> bool:
+        """Find the GPUs; return whether facts have changed."""
         cuda = self._cuda
         if not getattr(cuda, "is_initialized", lambda: False)():
             return False
         contexts = [one for one in range(cuda.device_count()) if self._has_context is None or self._has_context(one)]
         facts = self._declared.facts
         stated = facts.gpus if facts.serves_requests else ()
-        used = self._declared.parameter_devices or stated or self._in_use(contexts, is_running)
+        used = self._declared.parameter_devices or stated or self._in_use(contexts)
         self.index = used[0] if used and used[0] in contexts else None
         known = used, len(contexts) if not used else 0
         if known == self._known:
@@ -76,12 +72,10 @@ class RankDevice:
         with cuda.device(self.index):
             return None if cuda.is_current_stream_capturing() else act()
 
-    def _in_use(self, contexts: list[int], is_running: bool) -> tuple[int, ...]:
+    def _in_use(self, contexts: list[int]) -> tuple[int, ...]:
         current = int(self._cuda.current_device())
         if self._has_context is None or (not contexts and current):
             return (current,)
-        if len(contexts) > 1 and is_running:
-            contexts = [one for one in contexts if self._cuda.memory_allocated(one)]
         return tuple(contexts) if len(contexts) == 1 else ()
 
     def _facts(self, used: tuple[int, ...], contexts: list[int]) -> dict[str, Any]:

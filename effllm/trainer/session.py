@@ -125,7 +125,7 @@ class Session:
         )
         if device is not None:
             with contextlib.suppress(Exception):
-                device.look(is_running=False)
+                device.look()
         return WatchedRecorder(
             *about, profile_every=config.profile_every, torch=torch, place=device, send_facts=self.send_facts
         )
@@ -346,15 +346,7 @@ def _how_it_ended() -> str:
 def _run_folder(config: Config, place: Place) -> str:
     """Return the path of the run folder; empty if it is not UTF-8, because messages and run.json are UTF-8."""
     folder = str(_wanted_folder(config, place))
-    return folder if folder.isascii() or _is_utf8(folder) else ""
-
-
-def _is_utf8(name: str) -> bool:
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    return folder if folder == folder.encode(errors="ignore").decode() else ""
 
 
 def _wanted_folder(config: Config, place: Place) -> Path:

@@ -200,7 +200,7 @@ class WatchedRecorder(Recorder):
             return
         if self._place is not None and self._place.is_due:
             self._place.is_due = False
-            self._look(is_running=True)
+            self._look()
         if self._memory is not None and not self._end_ns and not self._start_ns:
             self._read_memory(ring.AFTER_STARTUP)
         if self._profile is not None:
@@ -283,11 +283,11 @@ class WatchedRecorder(Recorder):
                 self._memory.open_phase = -1
         super().finish(status)
 
-    def _look(self, *, is_running: bool) -> None:
+    def _look(self) -> None:
         assert self._place is not None
         index = self._place.index
         try:
-            if self._place.look(is_running=is_running):
+            if self._place.look():
                 self._send_facts()
         except Exception as error:  # noqa: BLE001 - no exception from CUDA may end a training step
             self._warn(f"it is not known which GPU this process uses: {type(error).__name__}: {error}")
@@ -298,7 +298,7 @@ class WatchedRecorder(Recorder):
         """Write a record of the allocator's state; ``after`` is `Slot.number`."""
         assert self._memory is not None
         if self._place is not None and self._place.index is None:  # an error may end the script before an iteration
-            self._look(is_running=bool(self._end_ns or self._start_ns))
+            self._look()
         try:
             if self.is_on and (values := self._memory.read()) is not None:
                 self._writer.values(ordinal or self.ordinal, after, _MEMORY_INDICES, values, ring.MEMORY)

@@ -172,7 +172,7 @@ def test_failed_reading_is_none_until_the_next_successful_read(trace, field):
         ("energy", []),  # power replaces the energy counter
         ("fields", []),  # older calls replace the call for field values
         ("events", ["Xid errors"]),
-        *((call, []) for call in ("mig", "limit", "clocks", "temperature", "throttle", "ecc", "gpm", "about")),
+        *((call, []) for call in ("limit", "clocks", "temperature", "throttle", "ecc", "gpm", "about")),
     ],
 )
 def test_call_without_permission_is_not_reported_as_a_failure(trace, call, missing):
@@ -486,10 +486,29 @@ def test_container_is_measured_by_the_slice_that_it_was_given(trace):
     assert device_of(trace, container_devices=other.uuid) == (other.uuid, 7)
 
 
+def test_gpu_whose_mode_may_not_be_read_is_never_measured_as_a_whole(trace):
+    trace.write(GPU_A, Gpu(**vars(MIG) | {"parent": 0}))
+    trace.fault(f"0 mig error {NO_PERMISSION}")
+
+    assert device_of(trace, container_devices=MIG.uuid) == (MIG.uuid, 5)
+    with pytest.raises(
+        DeviceUnavailable, match="is in MIG mode, or may not be read, and no slice is visible: set CUDA"
+    ):
+        trace.reader(Site(visible_devices="0")).__enter__()
+
+
+@pytest.mark.parametrize("site", [{}, {"visible_devices": "0"}])
+def test_slice_that_a_container_was_given_is_measured_beside_a_whole_gpu(sliced, site):
+    assert device_of(sliced, container_devices=MIG.uuid, **site) == (MIG.uuid, 5)
+
+
 def test_gpu_in_mig_mode_without_a_visible_slice_is_not_measured_as_a_whole(sliced):
     sliced.fault(f"3 * error {NO_PERMISSION}")
 
-    with pytest.raises(DeviceUnavailable, match=rf"the GPU {B}|{B} is in MIG mode, and no slice is visible: set CUDA"):
+    with pytest.raises(
+        DeviceUnavailable,
+        match=rf"the GPU {B}|{B} is in MIG mode, or may not be read, and no slice is visible: set CUDA",
+    ):
         sliced.reader(Site(visible_devices="1")).__enter__()
 
 

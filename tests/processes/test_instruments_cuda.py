@@ -212,8 +212,7 @@ def test_unused_device_beside_a_used_current_device_gives_one_warning(devices):
             profiler.end_iteration(1, 1)
 
     assert [str(one.message) for one in warned] == [
-        "cuda:0 is measured, but torch uses cuda:2 and has no memory on cuda:0 in this process; "
-        "pass device=None for torch's current device"
+        "cuda:0 is measured, but torch uses cuda:2 and has no memory on cuda:0 in this process; pass device=2"
     ]
     assert profiler.get_summary()["memory"]["peak_allocated_gb"] == 0.0  # of the named device
 
@@ -336,3 +335,32 @@ def test_time_with_sync_is_not_measured_after_an_error(devices):
 
     assert math.isnan(stopped)
     assert timer.get_summary()["forward"]["count"] == 1
+
+
+@pytest.fixture
+def without_context(monkeypatch):
+    """Three devices, of which the script uses the second, without `set_device`."""
+    devices = Devices(monkeypatch)
+    devices.allocators[1].change(3 * GB)
+    monkeypatch.setattr(torch._C, "_cuda_hasPrimaryContext", lambda index: index == 1, raising=False)
+    return devices
+
+
+def test_instrument_without_a_device_measures_the_only_one_that_is_used(without_context):
+    timer, memory = TrainingTimer(None), GPUMemoryProfiler(None)
+    timer.start("forward")
+    timer.stop("forward")
+
+    assert memory.measure()["allocated_gb"] == 3.0
+    assert without_context.streams == [("stream", 1)] * 2
+
+
+def test_device_that_is_not_used_gets_no_event_and_no_value(without_context):
+    timer, memory = TrainingTimer(0), GPUMemoryProfiler(0)
+    with pytest.warns(UserWarning, match="cuda:0 is measured, but torch uses cuda:1 and has no memory on cuda:0"):
+        timer.start("forward")
+        timer.stop("forward")
+
+    assert without_context.streams == []
+    assert math.isnan(memory.measure()["allocated_gb"])
+    assert timer.get_summary()["forward"]["not_measured"] == 1

@@ -176,11 +176,11 @@ def test_values_from_wrong_counts_are_marked():
 # --- MFU and tensor activity: the arithmetic only, not measured on a GPU -------------------------
 
 
-def mfu_totals(mfu, activity, clock_hz=1.83e9, peak=989.4e12, covered_s=20.0):
-    """Return the totals of one GPU with this MFU: tokens of 1 FLOP each in one second."""
+def mfu_totals(mfu, activity, clock_hz=1.83e9, peak=989.4e12, covered_s=20.0, time_s=20.0):
+    """Return the totals of one GPU with this MFU: tokens of 1 FLOP each."""
     return ClusterTotals(
-        counts=Counts(tokens=round(mfu * peak)),
-        loop=LoopTimes(time_s=1.0),
+        counts=Counts(tokens=round(mfu * peak * time_s)),
+        loop=LoopTimes(time_s=time_s),
         devices=DeviceTotals(
             tensor_activity=activity, tensor_clock_hz=activity * clock_hz, tensor_clock_covered_s=covered_s
         ),
@@ -188,7 +188,7 @@ def mfu_totals(mfu, activity, clock_hz=1.83e9, peak=989.4e12, covered_s=20.0):
     )
 
 
-BF16 = KnownJob(precision="bf16")
+BF16 = KnownJob(precision="bf16", peak_clock_hz=1.83e9)
 
 
 def test_tensor_utilization_is_activity_times_clock():
@@ -203,8 +203,8 @@ def test_mfu_below_the_tensor_activity_is_possible(activity):
 def test_mfu_above_the_tensor_activity_is_reported_with_its_factor():
     text = above_tensor_activity(mfu_totals(0.575, 0.25), BF16)
     assert text == (
-        "MFU is 57.5 %, but tensor activity x SM clock is 25.0 %: the FLOPs per token, the tokens or the peak are "
-        "wrong by a factor of at least 2"
+        "MFU is 57.5 %, but tensor activity x SM clock is at most 25.0 %: the FLOPs per token, the tokens or the peak "
+        "are wrong by a factor of at least 2"
     )
 
 
@@ -213,9 +213,23 @@ def test_too_few_readings_in_iterations_are_not_compared_and_said():
 
     assert (above_tensor_activity(totals, BF16), tensor_utilization(totals, BF16)) == ("", None)
     assert unchecked_mfu(totals, BF16).startswith("check of MFU by tensor activity: the readings")
-    assert unchecked_mfu(mfu_totals(0.9, 0.1), BF16) == unchecked_mfu(totals, KnownJob(precision="fp8")) == ""
+    assert unchecked_mfu(mfu_totals(0.9, 0.1), BF16) == unchecked_mfu(totals, KnownJob(precision="bf16")) == ""
 
 
-@pytest.mark.parametrize("known", [KnownJob(precision="fp8"), KnownJob()])
-def test_tensor_activity_of_another_precision_is_not_compared(known):
+@pytest.mark.parametrize("peak", [148e12, 494.7e12, 756e12, 1000e12])
+def test_wrong_peak_is_found(peak):
+    assert above_tensor_activity(mfu_totals(0.9, 0.4, peak=peak), BF16).startswith("MFU is 90.0 %")
+
+
+def test_time_of_iterations_without_readings_may_have_any_activity():
+    # Short iterations between pauses have no reading; in the plain iterations, the GPU is less busy.
+    assert above_tensor_activity(mfu_totals(0.52, 0.2, time_s=40.0), BF16) == ""
+    assert above_tensor_activity(mfu_totals(0.9, 0.4, time_s=25.0), BF16).startswith("MFU is 90.0 %")
+
+
+@pytest.mark.parametrize(("precision", "why"), [("fp8", "the precision fp8 has"), ("", "the precision is not stated")])
+def test_tensor_activity_of_another_precision_is_not_compared_and_said(precision, why):
+    known = KnownJob(precision=precision, peak_clock_hz=1.83e9)
+
     assert above_tensor_activity(mfu_totals(0.9, 0.1), known) == ""
+    assert unchecked_mfu(mfu_totals(0.9, 0.1), known).startswith(f"check of MFU by tensor activity: {why}")

@@ -2,29 +2,37 @@
 
 import threading
 from types import SimpleNamespace
+from typing import NamedTuple
 
+import pytest
 from cases import cases
 from fake_cuda import UUIDS, FakeTorch
 
 from effllm.hooks import _rounds
 from effllm.records.ring import RingReader, RingWriter
-from effllm.trainer import ownership
 from effllm.trainer.declared import Declared
 from effllm.trainer.rank_device import RankDevice
 from effllm.trainer.watched_recorder import WatchedRecorder
 
 
+class Cuda(NamedTuple):
+    """A stand-in for `torch.device`."""
+
+    index: int
+    type: str = "cuda"
+
+
 def on(*indices):
-    return [SimpleNamespace(type="cuda", index=index) for index in indices]
+    return [Cuda(index) for index in indices]
 
 
-def found(torch, *, is_running=True, current=0, parameters=()):
+def found(torch, *, current=0, parameters=()):
     """Return the facts of the GPU after one look, and the index for events."""
     declared = Declared()
     declared.parameters_on(on(*parameters))
     torch.cuda.set_device(current)
     place = RankDevice(torch, declared)
-    place.look(is_running=is_running)
+    place.look()
     assert torch.cuda.current_device() == current
     return declared.facts, place.index
 
@@ -33,8 +41,9 @@ def found(torch, *, is_running=True, current=0, parameters=()):
     ("contexts", "memory", "parameters", "current", "expected", "events"),
     [
         ((3,), {}, (), 0, 3, 3),  # model.to("cuda:3") without set_device
-        ((0, 3), {3: 9}, (), 0, 3, 3),  # a stray context on GPU 0
+        ((0, 3), {3: 9}, (), 0, None, None),  # a stray context on GPU 0, or the model's on GPU 3: which, is not known
         ((0, 3), {0: 1, 3: 9}, (), 3, None, None),  # a checkpoint that torch.load has left on GPU 0
+        ((0, 3), {}, (3,), 0, 3, 3),
         ((0, 3), {0: 1, 3: 9}, (3,), 0, 3, 3),
         ((0,), {0: 1}, (3,), 0, 3, None),  # of parameters without a context nothing can be recorded
         ((), {}, (), 2, 2, None),  # set_device without a context
@@ -53,21 +62,11 @@ def test_gpu_of_a_rank_is_the_one_that_it_uses(contexts, memory, parameters, cur
     assert bool(facts.unclear_gpu) is (expected is None and len(contexts) > 1)
 
 
-def test_memory_says_nothing_before_the_loop_runs():
-    torch = FakeTorch(4, (0, 3))
-    torch.cuda.used[0] = 5  # the checkpoint, before the model is on its GPU
-
-    facts, index = found(torch, is_running=False)
-
-    assert (facts.cuda_index, index) == (None, None)
-    assert facts.unclear_gpu.startswith("this process has CUDA contexts on the GPUs 0, 3, and")
-
-
 def test_process_without_cuda_is_not_asked():
     torch = FakeTorch(2)
     torch.cuda.is_there = False
 
-    assert not RankDevice(torch, Declared()).look(is_running=True)
+    assert not RankDevice(torch, Declared()).look()
 
 
 def test_parameters_on_several_gpus_are_all_measured():
@@ -82,7 +81,7 @@ def test_stated_gpus_of_inference_are_measured_without_an_optimizer():
     torch = FakeTorch(4, (0, 1))
     torch.cuda.used.update({0: 5, 1: 5})
 
-    RankDevice(torch, declared).look(is_running=True)
+    RankDevice(torch, declared).look()
     assert (declared.facts.gpus, declared.facts.cuda_index, declared.facts.unclear_gpu) == ((0, 1), 0, "")
 
 
@@ -91,7 +90,7 @@ def test_gpus_of_an_earlier_training_are_forgotten():
     for used in ((0, 1), (0,), (2,)):
         declared.parameter_devices = ()  # as at the end of a session
         declared.parameters_on(on(*used))
-        RankDevice(torch, declared).look(is_running=True)
+        RankDevice(torch, declared).look()
 
     assert (declared.facts.gpus, declared.facts.cuda_uuid) == ((), UUIDS[2])
 
@@ -142,19 +141,21 @@ class Loop:
         reader.close()
 
 
-def test_gpu_that_a_window_shows_replaces_the_first_one():
+def test_gpu_of_the_parameters_replaces_the_first_one():
     torch = FakeTorch(4, (0,))
     loop = Loop(torch)
     loop.iterate(2)
     torch.cuda.allocate(3, 100)
     loop.iterate(4)
-    assert loop.sent == [0, 3], "only GPU 3 has memory"
+    assert loop.sent == [0, None], "GPUs 0 and 3 have contexts"
     assert loop.recorder._device.iterations > 0
 
-    loop.declared.parameters_on(on(1))
+    loop.declared.parameters_on(on(3))
+    loop.iterate(1)
+    loop.declared.parameters_on(on(1))  # the model has moved
     torch.cuda.allocate(1, 100)
     loop.iterate(1)
-    assert loop.sent == [0, 3, 1] and loop.warned == []
+    assert loop.sent == [0, None, 3, 1] and loop.warned == []
     assert torch.cuda.current_device() == 0
     loop.close()
 
@@ -165,7 +166,7 @@ def test_no_event_is_recorded_while_the_gpu_is_not_known():
     loop.iterate(5)
     assert (torch.cuda.made, loop.sent) == (0, [None])
 
-    torch.cuda.allocate(3, 100)
+    loop.declared.parameters_on(on(3))
     loop.iterate(3)
     assert (torch.cuda.made > 0, loop.sent) == (True, [None, 3])
     loop.close()
@@ -198,19 +199,51 @@ def test_error_of_cuda_ends_no_step():
     loop.close()
 
 
-def test_optimizer_shows_its_parameters_once_in_a_run(monkeypatch):
-    declared, asked = Declared(), []
-    collector = SimpleNamespace(declared=declared, recorder=None)
-    monkeypatch.setattr(_rounds, "get_metrics_collector", lambda: collector)
-    monkeypatch.setattr(_rounds, "_parameters", lambda optimizer: asked.append(optimizer) or optimizer.parameters)
-    rounds = _rounds.Rounds(ownership.OPTIMIZER, "torch")
+class Optimizer:
+    def __init__(self, *gpus):
+        self.parameters = [SimpleNamespace(device=one) for one in on(*gpus)]
 
-    class Optimizer:
-        parameters = tuple(SimpleNamespace(device=one) for one in on(2, 2, 3))
 
-    optimizer = Optimizer()
-    for collector.recorder in (None, "first run", "first run", "second run"):
-        rounds._show_gpus(optimizer)
+@pytest.fixture
+def shown(monkeypatch):
+    """The GPUs that steps of optimizers show; `shown.asked` has an optimizer for each look at all its parameters."""
+    found = SimpleNamespace(declared=Declared(), recorder="first run", asked=[])
+    monkeypatch.setattr(_rounds, "get_metrics_collector", lambda: found)
+    monkeypatch.setattr(_rounds, "_parameters", lambda one: found.asked.append(one) or iter(one.parameters))
+    found.gpus = _rounds.OptimizerGpus()
+    return found
 
-    assert declared.parameter_devices == (2, 3)
-    assert asked == [optimizer] * 3
+
+def test_optimizer_shows_its_parameters_once_in_a_window(shown):
+    optimizer = Optimizer(2, 2, 3)
+    for shown.declared.windows in (0, 0, 0, 1, 1):
+        shown.gpus.show(optimizer)
+
+    assert shown.declared.parameter_devices == (2, 3)
+    assert len(shown.asked) == 3, "all, then the first one, then all, because the optimizer has two GPUs"
+
+
+def test_model_that_moves_is_followed_at_the_next_window(shown):
+    optimizer = Optimizer(0)
+    shown.gpus.show(optimizer)
+    optimizer.parameters = Optimizer(1).parameters
+    shown.gpus.show(optimizer)
+    assert shown.declared.parameter_devices == (0,)
+    shown.declared.windows = 1
+    shown.gpus.show(optimizer)
+    assert shown.declared.parameter_devices == (1,)
+
+
+def test_gpu_of_an_optimizer_that_is_gone_or_idle_is_not_measured(shown):
+    warm_up, idle, optimizer = Optimizer(0), Optimizer(1), Optimizer(2)
+    for one in (warm_up, idle, optimizer):
+        shown.gpus.show(one)
+    assert shown.declared.parameter_devices == (0, 1, 2)
+    shown.asked.clear()
+    del warm_up, one
+    shown.declared.windows = 1
+    shown.gpus.show(optimizer)
+    assert shown.declared.parameter_devices == (1, 2)
+    shown.declared.windows = _rounds.IDLE_WINDOWS + 1
+    shown.gpus.show(optimizer)
+    assert shown.declared.parameter_devices == (2,)

@@ -30,7 +30,7 @@ def device_time():
     """Return the times of a GPU, and the fake torch.cuda."""
     torch = FakeTorch()
     place = RankDevice(torch, Declared())
-    place.look(is_running=True)
+    place.look()
     return DeviceTime(torch.cuda, place), torch.cuda
 
 
@@ -76,13 +76,13 @@ def test_no_cuda_event_is_recorded_without_cuda_or_in_a_capture(why):
     cuda, place = torch.cuda, RankDevice(torch, Declared())
     cuda.is_there, cuda.captured = why != "no CUDA yet", {0} if why == "a graph is captured" else set()
     device = DeviceTime(cuda, place)
-    place.look(is_running=True)
+    place.look()
     step(device, cuda, 10, 30)
     assert cuda.made == 0
 
     cuda.is_there, cuda.captured = True, set()
     cuda.allocate(0, 1)
-    place.look(is_running=True)
+    place.look()
     step(device, cuda, 40, 50), step(device, cuda, 60, 70)
     assert device.total_ns == 10 * MS
 

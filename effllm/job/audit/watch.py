@@ -35,10 +35,6 @@ MAX_EXCESS = 0.02
 #: A larger figure or factor is no figure of a framework: any instrument can record a value under the name of a figure.
 MAX_FIGURE = 1e15
 MAX_NAMED = 8
-#: SM clock at which the vendor's dense peak holds, by peak of a GPU in FLOP/s: the peak over SMs x FLOPs per SM and
-#: clock (A100: 108 x 2,048; H100 SXM and H200: 132 x 4,096).
-PEAK_CLOCK_HZ = {312e12: 1.41e9, 989.4e12: 1.83e9}
-PEAK_ROUNDING = 1e-3
 #: Precisions in which a tensor core at full activity reaches this peak; FP8 does twice as many FLOPs.
 PRECISIONS = ("bf16", "fp16")
 #: MFU may exceed the tensor cores' utilization by this share and by these points: readings lie at other times than the
@@ -46,10 +42,10 @@ PRECISIONS = ("bf16", "fp16")
 SHARE, POINTS = 0.15, 0.02
 #: MFU is not compared with readings that cover less time in iterations than this number of intervals between samples.
 MIN_READINGS = 20
+#: The largest utilization in the time without such readings: the clock may exceed that of the peak (H100: 1.98 GHz).
+MAX_UNREAD = 1.1
 #: What is in doubt: inputs of metrics, as in `effllm.metrics.measurable.NEEDS`.
 TOKENS, FLOPS = "tokens", "FLOPs"
-#: MFU is compared with the tensor activity after this many windows; both are means over the run.
-MIN_MFU_WINDOWS = 10
 
 Record = Callable[[Event, str], None]
 
@@ -62,6 +58,7 @@ class KnownJob(Struct, frozen=True):
     flops_per_token: float | None = None
     max_positions: int = 0  # largest number of positions of a rank's iteration, if the framework fixes it; else 0
     precision: str = ""
+    peak_clock_hz: float | None = None  # SM clock at which the vendor's dense peak holds, if it is that of all GPUs
     reading_s: float = 1.0  # time between two readings of a GPU
 
 
@@ -178,7 +175,7 @@ class AuditWatch:
         """Check the values of a window, and compare the figures of the framework."""
         for kind, text in impossible_shares(report.last, peak_source):
             self._record(Event(report.time_s, kind, text), kind)
-        if self._state.windows >= MIN_MFU_WINDOWS and (text := above_tensor_activity(report.run, known)):
+        if text := above_tensor_activity(report.run, known):
             self._doubt(FLOPS, text, report.time_s)
         if self._since or not FIGURES.keys().isdisjoint(rows.values):
             self._compare(rows, report)
@@ -236,44 +233,43 @@ def above_tensor_activity(totals: ClusterTotals, known: KnownJob) -> str:
     mfu, found = metrics.throughput.mfu_ratio(totals), tensor_utilization(totals, known)
     if mfu is None or found is None or mfu <= found * (1 + SHARE) + POINTS:
         return ""
-    used = f"MFU is {100 * mfu:.1f} %, but tensor activity x SM clock is {100 * found:.1f} %"
+    used = f"MFU is {100 * mfu:.1f} %, but tensor activity x SM clock is at most {100 * found:.1f} %"
     factor = f" by a factor of at least {mfu / (found * (1 + SHARE)):.3g}" if found > 0 else ""
     return f"{used}: the FLOPs per token, the tokens or the peak are wrong{factor}"
 
 
 def tensor_utilization(totals: ClusterTotals, known: KnownJob) -> float | None:
-    """Return the utilization of the tensor cores, which cannot have done fewer FLOPs than the model needs.
+    """Return the largest possible utilization of the tensor cores, which cannot have done fewer FLOPs than the model.
 
-    It is tensor activity times SM clock over the clock of the peak (OFU, arXiv 2605.20799), over the same time as MFU,
-    and ``None`` if a factor is unknown or has too few readings.  It predicts MFU within two percentage points in the
-    paper's matrix products; this project has not measured it on a GPU.
+    It is tensor activity times SM clock over the clock of the peak (OFU, arXiv 2605.20799), and ``None`` if a factor is
+    unknown or has too few readings.  In the time of iterations without readings, it is as large as it can be: readings
+    in short iterations with pauses between them are not like the rest.  OFU predicts MFU within two percentage points
+    in the paper's matrix products; this project has not measured it on a GPU.
     """
-    devices, clock_hz = totals.devices, _peak_clock_hz(totals, known)
-    if clock_hz is None or devices.tensor_clock_hz is None or not _has_readings(totals, known):
+    devices = totals.devices
+    if not known.peak_clock_hz or devices.tensor_clock_hz is None or _why_unchecked(totals, known):
         return None
-    return devices.tensor_clock_hz / clock_hz
+    read = min(devices.tensor_clock_covered_s / (totals.loop.time_s * (totals.constants.gpus or 1)), 1.0)
+    return read * devices.tensor_clock_hz / known.peak_clock_hz + (1.0 - read) * MAX_UNREAD
 
 
 def unchecked_mfu(totals: ClusterTotals, known: KnownJob) -> str:
-    """Return a sentence if MFU is not compared with tensor activity, only because there are too few readings."""
-    is_comparable = totals.devices.tensor_activity is not None and _peak_clock_hz(totals, known) is not None
-    if not is_comparable or _has_readings(totals, known) or metrics.throughput.mfu_ratio(totals) is None:
+    """Return why MFU is not compared with tensor activity; empty if it is, or cannot be on such a GPU."""
+    is_comparable = totals.devices.tensor_activity is not None and known.peak_clock_hz is not None
+    why = _why_unchecked(totals, known)
+    if not is_comparable or not why or metrics.throughput.mfu_ratio(totals) is None:
         return ""
-    return (
-        f"check of MFU by tensor activity: the readings that lie wholly in iterations cover less than {MIN_READINGS} "
-        "sampling intervals"
-    )
+    return f"check of MFU by tensor activity: {why}"
 
 
-def _has_readings(totals: ClusterTotals, known: KnownJob) -> bool:
-    return totals.devices.tensor_clock_covered_s >= MIN_READINGS * known.reading_s
-
-
-def _peak_clock_hz(totals: ClusterTotals, known: KnownJob) -> float | None:
-    peak = (totals.constants.peak_flops_per_s or 0.0) / (totals.constants.gpus or 1)
+def _why_unchecked(totals: ClusterTotals, known: KnownJob) -> str:
+    if not known.precision:
+        return "the precision is not stated (facts={'precision': 'bf16'})"
     if known.precision not in PRECISIONS:
-        return None
-    return next((hz for one, hz in PEAK_CLOCK_HZ.items() if abs(peak / one - 1) < PEAK_ROUNDING), None)
+        return f"the precision {known.precision} has another rate than the peak"
+    if totals.devices.tensor_clock_covered_s < MIN_READINGS * known.reading_s:
+        return f"the readings that lie wholly in iterations cover less than {MIN_READINGS} sampling intervals"
+    return ""
 
 
 def _floats(counts: Sequence[int]) -> Array:
