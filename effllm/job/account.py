@@ -198,6 +198,7 @@ class Account(Struct):
                 sm_clock_hz=self._gauge("sm_clock_hz").mean,
                 sm_activity=self._gauge("sm_activity_ratio").mean,
                 tensor_clock_hz=self._gauge(TENSOR_CLOCK).mean,
+                tensor_clock_most_hz=self._gauge(TENSOR_CLOCK).most,
                 tensor_clock_covered_s=self._gauge(TENSOR_CLOCK).covered_s,
                 tensor_activity=self._gauge("tensor_activity_ratio").mean,
                 dram_activity=self._gauge("dram_activity_ratio").mean,

@@ -114,6 +114,7 @@ class DeviceTotals(Struct, frozen=True):
     sm_clock_hz: float | None = None  # mean over time and GPUs; the next three fields are such means, too
     sm_activity: float | None = None
     tensor_clock_hz: float | None = None  # mean of tensor activity times SM clock, in whole readings in iterations
+    tensor_clock_most_hz: float | None = None  # of one reading
     tensor_clock_covered_s: float = 0.0
     tensor_activity: float | None = None
     dram_activity: float | None = None

@@ -42,8 +42,6 @@ PRECISIONS = ("bf16", "fp16")
 SHARE, POINTS = 0.15, 0.02
 #: MFU is not compared with readings that cover less time in iterations than this number of intervals between samples.
 MIN_READINGS = 20
-#: The largest utilization in the time without such readings: the clock may exceed that of the peak (H100: 1.98 GHz).
-MAX_UNREAD = 1.1
 #: What is in doubt: inputs of metrics, as in `effllm.metrics.measurable.NEEDS`.
 TOKENS, FLOPS = "tokens", "FLOPs"
 
@@ -242,15 +240,16 @@ def tensor_utilization(totals: ClusterTotals, known: KnownJob) -> float | None:
     """Return the largest possible utilization of the tensor cores, which cannot have done fewer FLOPs than the model.
 
     It is tensor activity times SM clock over the clock of the peak (OFU, arXiv 2605.20799), and ``None`` if a factor is
-    unknown or has too few readings.  In the time of iterations without readings, it is as large as it can be: readings
-    in short iterations with pauses between them are not like the rest.  OFU predicts MFU within two percentage points
-    in the paper's matrix products; this project has not measured it on a GPU.
+    unknown or has too few readings.  In the time of iterations without readings, it is that of the largest reading:
+    readings in the middle of short iterations, with pauses between them, are not like the rest.  OFU predicts MFU
+    within two percentage points in the paper's matrix products; this project has not measured it on a GPU.
     """
     devices = totals.devices
     if not known.peak_clock_hz or devices.tensor_clock_hz is None or _why_unchecked(totals, known):
         return None
     read = min(devices.tensor_clock_covered_s / (totals.loop.time_s * (totals.constants.gpus or 1)), 1.0)
-    return read * devices.tensor_clock_hz / known.peak_clock_hz + (1.0 - read) * MAX_UNREAD
+    unread_hz = devices.tensor_clock_most_hz or devices.tensor_clock_hz
+    return (read * devices.tensor_clock_hz + (1.0 - read) * unread_hz) / known.peak_clock_hz
 
 
 def unchecked_mfu(totals: ClusterTotals, known: KnownJob) -> str:
