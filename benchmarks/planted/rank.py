@@ -49,7 +49,8 @@ class LoopMemory(DeviceMemory):
     """An allocator whose retries are planned, in place of torch's."""
 
     def __init__(self) -> None:
-        super().__init__(None)
+        nothing: Any = None
+        super().__init__(nothing, nothing)
         self.retries = 0
 
     def read(self) -> tuple[float, ...]:
