@@ -41,7 +41,7 @@ class Measuring:
         self.status: str | None = None  # final status of the trainer
         self.end_ns = 0
         self._next_fold_s = 0.0
-        self._spans = Spans(trainer.board)
+        self._spans, self._has_spans = Spans(trainer.board), False
         self.values = InstrumentValues(trainer.board.values.write)
         self.memory = RankMemory(trainer.pid, trainer.config.log_interval, trainer.facts.first_iteration)
         slots, origin_ns = self._origin()
@@ -70,7 +70,7 @@ class Measuring:
         if is_trainer_gone and self.status is None:
             self._add(self._trainer.ring.read())
             self.status, self.end_ns = self._trainer.exit_status.word(), time.monotonic_ns()
-        self.devices.calibrate(has_begun=self.cutter.last_ordinal > 0)
+        self.devices.calibrate(has_begun=self.cutter.last_ordinal > 0 or self._has_spans)
         self.memory.look(self.cutter.last_ordinal, self.devices.series, self._trainer.facts.max_positions)
 
     def cut(self, now_s: float) -> None:
@@ -168,6 +168,7 @@ class Measuring:
             if slot.kind == MEMORY:
                 self.memory.add(slot)
             elif slot.kind == SPAN:
+                self._has_spans = True
                 self._spans.add(slot)
             elif slot.kind == VALUES:
                 self.values.add(slot, self.cutter.window_of(slot.ordinal))

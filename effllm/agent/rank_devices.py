@@ -47,8 +47,9 @@ class RankDevices:
         self._node_tracks: list[DeviceTrack] = []
         self._candidates: list[DeviceTrack] = []  # tracks of GPUs that may replace the first tracks
         self._used = _used(trainer.facts)
-        self._calibrate_at_s = time.monotonic() + WITHOUT_ITERATION_S
-        self._has_begun = False  # whether the first iteration has ended
+        # Before the first iteration, a training without a pause for the idle power allocates its memory.
+        self._calibrate_at_s = 0.0 if trainer.config.baseline_seconds else time.monotonic() + WITHOUT_ITERATION_S
+        self._has_begun = False  # as in `calibrate`
         self._has_changed = False  # whether a device was opened or calibrated
         self._has_baseline = False
 
@@ -67,6 +68,8 @@ class RankDevices:
         # When the job's first window closes, the scope of the job's power is chosen from the open devices.
         while any(track.sampler.is_opening for track in self._all) and time.monotonic() < until_s:
             self._wait(0.05)
+        self.take()
+        self.calibrate(has_begun=False)
 
     def follow(self) -> None:
         """Open the GPUs that the training process uses, if they are others than it seemed before."""
@@ -78,12 +81,12 @@ class RankDevices:
                 track.sampler.start()
 
     def calibrate(self, *, has_begun: bool) -> None:
-        """Calibrate the sensors at this rank's turn after its first iteration.
+        """Calibrate the sensors at this rank's turn after its first iteration, or in the pause for the idle power.
 
         Before, the training allocates its memory, and the calls of a calibration may hold the same lock of the driver.
 
         Args:
-            has_begun: whether the first iteration has ended.
+            has_begun: whether the first iteration has ended, or an instrument measures a span.
         """
         if has_begun and not self._has_begun:
             self._has_begun = True
