@@ -33,7 +33,7 @@ from tests.nvml_library import build
 
 RESULTS, FINISHED = Path(__file__).parent / "results", Path("build/verdict")
 VIRTUAL, REAL = "virtual", "real"
-UNKNOWN = "unknown"
+UNKNOWN, NONE_FOUND = "unknown", "none_found"
 CONCURRENT = 2
 MIN_RIGHT = 0.95
 #: A gain may exceed its bound by this much: the rounding of the bound, in tokens per device time.
@@ -166,7 +166,9 @@ def _keep(found: list[Found]) -> Path:
 
 def is_right(one: Found) -> bool:
     """Whether a verdict is right: the planted cause, or no accusation of a healthy job."""
-    return one["cause"] == one["planted"] if one["planted"] != HEALTHY else one["cause"] in (HEALTHY, UNKNOWN)
+    return (
+        one["cause"] == one["planted"] if one["planted"] != HEALTHY else one["cause"] in (HEALTHY, NONE_FOUND, UNKNOWN)
+    )
 
 
 def is_inside(one: Found) -> bool:

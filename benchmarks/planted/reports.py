@@ -18,6 +18,7 @@ from effllm.job.aggregator import Aggregator
 from effllm.job.ledger import restore
 from effllm.records.clock import Now
 from effllm.records.energy import EnergyAmount
+from effllm.records.iteration_times import IterationTimes
 from effllm.records.job import Summary
 from effllm.records.rank import (
     CLOCK_RATIO,
@@ -126,6 +127,7 @@ def hello_of(found: Timeline, course: Course, rank: int, agent: str, joined_s: f
         start_time_s=UNIX_S + course.begin_s,
         stated_gpus=_stated_gpus(found, rank),
         gpus_source="SLURM_GPUS_ON_NODE",
+        facts={"framework": "torch"},
     )
 
 
@@ -214,8 +216,16 @@ def _row(
         own_median_s=float(np.median(own_s)) if stop > start else None,
         values=_retries(course, part),
         allocator=Allocator(60.0 * GIB, 60.0 * GIB, 0.0),
+        times=_times(course, rank, part),
         **known,
     )
+
+
+def _times(course: Course, rank: int, part: tuple[int, int]) -> IterationTimes | None:
+    at = slice(*part)
+    waits_s = course.wait_s[at, rank]
+    steps_s = course.lengths_s[at] - waits_s
+    return IterationTimes.of(steps_s.tolist(), waits_s.tolist(), course.own_s[at, rank].tolist())
 
 
 def tokens_of(shape: Shape) -> int:

@@ -14,6 +14,7 @@ from effllm.agent.series import Series
 from effllm.energy.readings import NS
 from effllm.records import ring
 from effllm.records.counters import FIELDS
+from effllm.records.iteration_times import IterationTimes
 from effllm.records.rank import (
     MARKED_PHASES,
     SHUTDOWN,
@@ -38,6 +39,7 @@ class IterationValues:
         self._losses: deque[tuple[int, int, float]] = deque()  # ordinal, number, loss
         self._profiles: deque[tuple[int, Profile]] = deque()
         self._own: deque[tuple[int, int, int]] = deque()  # ordinal, own time, arrival; only iterations with an own time
+        self._times: deque[tuple[int, float, float, float]] = deque()  # ordinal; seconds of step, wait and own time
         self._on_device, self._own_on_device = TimedIterations(), TimedIterations()
 
     def add(self, slot: ring.Slot) -> None:
@@ -52,6 +54,10 @@ class IterationValues:
             self._on_device.add(slot)
         elif slot.kind == ring.OWN_TIME:
             self._own_on_device.add(slot)
+
+    def add_times(self, slot: ring.Slot, step_s: float, wait_s: float) -> None:
+        """Add the times of an iteration, without phases; its own time is 0 if it is not known."""
+        self._times.append((slot.ordinal, step_s, wait_s, slot.number * NS))
 
     def take(self, first: int, last: int) -> dict[str, Any]:
         """Return the fields of `RankReport` with the values of the iterations from ``first`` to ``last``.
@@ -70,6 +76,9 @@ class IterationValues:
             ordinal, own_ns, came_ns = self._own.popleft()
             own_s.append(own_ns * NS)
             arrival_ns = came_ns if ordinal == last else 0
+        times = []
+        while self._times and self._times[0][0] <= last:
+            times.append(self._times.popleft()[1:])
         device_steps, device_step_s = self._on_device.take(last)
         device_own_steps, device_own_step_s = self._own_on_device.take(last)
         return {
@@ -81,11 +90,17 @@ class IterationValues:
             "own_step_s": sum(own_s),
             "own_median_s": statistics.median(own_s) if own_s else None,
             "arrival_ns": arrival_ns,
+            "times": _times_of(times) if len(times) == last - first + 1 else None,  # none if a record was overwritten
             "device_steps": device_steps,
             "device_step_s": device_step_s,
             "device_own_steps": device_own_steps,
             "device_own_step_s": device_own_step_s,
         }
+
+
+def _times_of(times: Sequence[tuple[float, float, float]]) -> IterationTimes | None:
+    steps_s, waits_s, own_s = zip(*times, strict=True) if times else ((), (), ())
+    return IterationTimes.of(steps_s, waits_s, own_s if all(own_s) else ())
 
 
 class TimedIterations:
@@ -231,7 +246,9 @@ class WindowCutter:
     def _add_iteration(self, slot: ring.Slot) -> None:
         if not self._first_start_ns:
             self._first_start_ns = slot.start_ns
-        self._durations_s.append((slot.end_ns - slot.start_ns + max(slot.wait_ns - self._last_wait_ns, 0)) * NS)
+        wait_s = max(slot.wait_ns - self._last_wait_ns, 0) * NS
+        self._durations_s.append((slot.end_ns - slot.start_ns) * NS + wait_s)
+        self._values.add_times(slot, (slot.step_ns - self._newest_totals.step_ns) * NS, wait_s)
         self._last_wait_ns = slot.wait_ns
         self._seen += 1
         self._overrun = slot.ordinal - self._seen

@@ -21,7 +21,7 @@ from effllm.analysis.run_row import utc
 from effllm.analysis.sides import CONFIGURATION, STALE_AFTER_S
 from effllm.records.job import SCHEMA_VERSION, version_error
 from effllm.records.plain_text import one_line
-from effllm.records.verdict import HEALTHY, NO_VERDICT
+from effllm.records.verdict import HEALTHY, NO_VERDICT, NONE_FOUND
 from effllm.store.regular_file import lines_of
 
 #: Classes of goodput that are work; all other time is wasted.
@@ -121,7 +121,7 @@ def _row(group: str, members: list[tuple[LedgerRun, float]]) -> LedgerRow:
     device_hours = sum(run.device_hours * share for run, share in known)
     causes: dict[str | None, float] = {}
     for run, share in members:
-        if run.cause not in (None, HEALTHY, NO_VERDICT):
+        if run.cause not in (None, HEALTHY, NONE_FOUND, NO_VERDICT):
             causes[run.cause] = causes.get(run.cause, 0.0) + _wasted(run) * share
     return LedgerRow(
         group=group,

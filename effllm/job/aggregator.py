@@ -236,7 +236,13 @@ class Aggregator:
         events = summary.events | {kind: count for kind, count in counts.items() if count}
         status = "stalled" if self.stalls.is_status and summary.status != "completed" else summary.status
         summary = replace(summary, events=events, status=status)
-        found = verdict_of(summary, self.roster.job.framework, self.ledger.prevalence, self._config.profile_every)
+        found = verdict_of(
+            summary,
+            self.roster.job.framework,
+            self.ledger.prevalence,
+            self._config.profile_every,
+            self.ledger.ends() if ended else {},
+        )
         return replace(summary, verdict=found)
 
     # --- windows and time ---

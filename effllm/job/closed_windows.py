@@ -25,7 +25,7 @@ from effllm.job.reporting import Window, report_of
 from effllm.job.roster import Roster
 from effllm.job.rows import Rows
 from effllm.job.window_energy import window_energy
-from effllm.records.job import ClusterReport
+from effllm.records.job import DATA_WAIT, ClusterReport
 from effllm.records.rank import Event, RankReport
 from effllm.store.run_folder import KeptReports
 
@@ -99,6 +99,9 @@ class ClosedWindows:
             text = f"window {number} closed without rank {_numbers(absent)}"
             self._events.record(Event(rows[-1].end_time_s, "missing", text))
         self._stragglers.close(rows)
+        late = {rank for one in ledger.waited.verdicts if one.evidence == DATA_WAIT for rank in one.ranks}
+        for lost in ledger.iteration_losses.close(rows, late):
+            ledger.goodput.attempt.note_lost(*lost)
         window.clocks_s = ledger.slow_clocks.close(rows, self._roster.devices, self._roster.hellos)
         ledger.memory_pressure.close(rows)
         self._report(window)

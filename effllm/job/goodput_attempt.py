@@ -15,15 +15,16 @@ from effllm.records.job import AttemptSummary
 from effllm.records.rank import CHECKPOINT, EVALUATION, GENERATION, MARKED_PHASES, OTHER, SHUTDOWN, STARTUP
 
 KEPT, REDONE, DATA, STRAGGLING, HANG = "kept", "redone", "data", "straggling", "hang"
+SLOW, WARMUP = "slow_iterations", "warmup"
 RESTART_GAP, IDLE, UNKNOWN = "restart_gap", "idle", "unknown"
 CLASSES = (
-    KEPT, GENERATION, REDONE, EVALUATION, CHECKPOINT, OTHER, DATA, STARTUP, SHUTDOWN,
+    KEPT, GENERATION, REDONE, EVALUATION, CHECKPOINT, OTHER, DATA, SLOW, WARMUP, STARTUP, SHUTDOWN,
     STRAGGLING, HANG, RESTART_GAP, IDLE, UNKNOWN,
 )  # fmt: skip
 #: Phases that a restart does not repeat, or that are productive.
 _NOT_REPEATED = (STARTUP, SHUTDOWN, GENERATION)
 #: Classes of the time in a span.
-PARTS = (KEPT, DATA, STRAGGLING, HANG)
+PARTS = (KEPT, DATA, STRAGGLING, HANG, SLOW, WARMUP)
 
 MAX_SPANS = 512  # number of spans after a merge; above twice this number, pairs of older spans are merged
 MAX_HANGS = 1000  # maximum number of windows with stored hangs that are not in a report yet
@@ -43,20 +44,21 @@ class Span(Struct, array_like=True):
     shutdown_s: float = 0.0  # shutdown time without hangs; not part of this span's sums
     joules: float = 0.0
     phases_s: float = 0.0  # evaluation, checkpoint and other phases; not part of this span's sums
+    slow_s: float = 0.0
+    warmup_s: float = 0.0
 
     @property
-    def seconds(self) -> tuple[float, float, float, float]:
+    def seconds(self) -> tuple[float, ...]:
         """Rank-seconds in the order of `PARTS`."""
-        return self.kept_s, self.data_s, self.straggling_s, self.hang_s
+        return self.kept_s, self.data_s, self.straggling_s, self.hang_s, self.slow_s, self.warmup_s
 
     @property
-    def parts_j(self) -> tuple[float, float, float, float]:
+    def parts_j(self) -> tuple[float, ...]:
         """Joules in proportion to time, because the energy of data waits is not measured separately."""
-        whole_s = self.kept_s + self.data_s + self.straggling_s + self.hang_s
+        whole_s = sum(self.seconds)
         if whole_s <= 0:
-            return self.joules, 0.0, 0.0, 0.0
-        kept, data, straggling, hang = (seconds / whole_s * self.joules for seconds in self.seconds)
-        return kept, data, straggling, hang
+            return (self.joules, *(0.0 for _ in PARTS[1:]))
+        return tuple(seconds / whole_s * self.joules for seconds in self.seconds)
 
     def share_from(self, ordinal: float) -> float:
         """Return the share of the span's iterations from ``ordinal`` on."""
@@ -76,6 +78,8 @@ class Span(Struct, array_like=True):
         self.shutdown_s += later.shutdown_s
         self.joules += later.joules
         self.phases_s += later.phases_s
+        self.slow_s += later.slow_s
+        self.warmup_s += later.warmup_s
 
 
 class Redone(Struct, array_like=True):
@@ -94,7 +98,7 @@ class Redone(Struct, array_like=True):
             self.seconds += share * span.kept_s
             self.joules += share * span.parts_j[0]
             self.iterations += round(share * (span.last - span.first + 1))
-            waits_s = share * (span.data_s + span.straggling_s)
+            waits_s = share * (span.data_s + span.straggling_s + span.slow_s)
             self.around_s += waits_s + share * span.phases_s
             self.max_around_s += waits_s + span.phases_s
 
@@ -179,6 +183,17 @@ class Attempt(Struct):
         span = self._find(window)
         if span is not None:
             self._take(span, straggling_s=max(rank_seconds, 0.0))
+
+    def note_lost(self, window: int, data_s: float, slow_s: float, warmup_s: float) -> None:
+        """Move rank-seconds of a closed window from kept to waits for data, which may be negative, and long steps."""
+        span = self._find(window)
+        if span is not None:
+            self._tally(span, -1)
+            for name, seconds in (("data_s", max(data_s, -span.data_s)), ("slow_s", slow_s), ("warmup_s", warmup_s)):
+                taken_s = min(seconds, span.kept_s)
+                span.kept_s -= taken_s
+                setattr(span, name, getattr(span, name) + taken_s)
+            self._tally(span, 1)
 
     def note_hang(self, window: int, seconds: float) -> None:
         """Move a period without progress of any rank from its class to hang.

@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeVar
 from msgspec.structs import astuple, replace
 
 from effllm.records.counters import FIELDS
+from effllm.records.iteration_times import IterationTimes
 from effllm.records.rank import METHODS, Allocator, DeviceWindow, Gauge, Integrals, RankReport, add_profiles
 from effllm.records.values import merged_by_name
 
@@ -197,6 +198,7 @@ def join(rows: Sequence[RankReport], window: int) -> RankReport:
         profile=add_profiles(*(row.profile for row in rows)),
         own_median_s=statistics.median(medians_s) if medians_s else None,
         values=merged_by_name(row.values for row in rows if row.values) or None,
+        times=IterationTimes.join([row.times for row in rows], sum(row.iterations for row in rows)),
         allocator=_largest([row.allocator for row in rows if row.allocator is not None]),
     )
 

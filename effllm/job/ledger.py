@@ -13,6 +13,7 @@ from effllm.job.audit.watch import AuditState
 from effllm.job.energy_account import EnergyTotals, WindowEnergy
 from effllm.job.goodput import Goodput
 from effllm.job.goodput_attempt import place_hangs
+from effllm.job.iteration_losses import IterationLosses
 from effllm.job.merged import Merged
 from effllm.job.prevalence import MemoryPressure, Prevalence
 from effllm.job.rows import Rows
@@ -158,6 +159,7 @@ class Ledger(Struct):
     prevalence: Prevalence = msgspec.field(default_factory=Prevalence)
     memory_pressure: MemoryPressure = msgspec.field(default_factory=MemoryPressure)
     audit: AuditState = msgspec.field(default_factory=AuditState)
+    iteration_losses: IterationLosses = msgspec.field(default_factory=IterationLosses)
 
     def next_attempt(self, job: str) -> Ledger:
         """Return the state for the next attempt: the sums stay, the ranks are reset."""
@@ -170,6 +172,7 @@ class Ledger(Struct):
         self.attempt, self.job = self.attempt + 1, job
         self.world_size = self.closed = self.joined_until = self.run_after = self.warm_until = 0
         self.ranks, self.warmed_s, self.waited, self.audit = {}, 0.0, Waited(), AuditState(doubts=self.audit.doubts)
+        self.iteration_losses.begin_attempt()
         for sums in (self.run.energy, self.whole.energy, self.devices):
             sums.close()
         return self
@@ -299,6 +302,13 @@ class Ledger(Struct):
             if word in ends:
                 return word
         return "completed" if ends else without_bye
+
+    def ends(self, without_bye: str = "killed") -> dict[str, list[int]]:
+        """Return the ranks by their final status."""
+        found: dict[str, list[int]] = {}
+        for number, rank in sorted(self.ranks.items()):
+            found.setdefault(rank.bye or without_bye, []).append(number)
+        return found
 
     def encode(self, safe: Mapping[int, int]) -> bytes:
         """Return the state as JSON, for a restarted aggregator.

@@ -15,7 +15,7 @@ from effllm.job.health.diagnosis import CLOCK, POWER_LIMIT, THROTTLED, UNKNOWN
 from effllm.job.remedies import SLOW_DATA
 from effllm.metrics import METRICS
 from effllm.records.job import ARRIVAL, DATA_WAIT, OWN_TIME, PROFILE, AttemptSummary, StragglerVerdict, Summary
-from effllm.records.verdict import Waterfall
+from effllm.records.verdict import OF_GPUS, SlowIterations, Waterfall
 
 
 class Threshold(NamedTuple):
@@ -30,6 +30,8 @@ class Threshold(NamedTuple):
 MIN_ITERATIONS = 20
 #: Profiled iterations, summed over ranks, below which the split of the steps is no evidence.
 MIN_PROFILED = 5
+#: Profiled iterations that are shorter or longer than the mean by this factor say nothing about the others.
+UNLIKE = 1.25
 #: Losses are estimates: parts of windows are redone, and a wait for the slowest rank is longer than a mean wait.  In
 #: planted jobs the bound of the gain was too low by at most 0.8 % of the loss without this margin.
 BOUND_MARGIN = 0.02
@@ -43,6 +45,9 @@ MIN_PADDING_RATIO = 0.15
 
 THRESHOLDS: dict[str, Threshold] = {
     "data_loading": Threshold(0.05, MIN_ITERATIONS),
+    "between_iterations": Threshold(0.05, MIN_ITERATIONS),
+    "slow_iterations": Threshold(0.05, MIN_ITERATIONS),
+    "warmup": Threshold(0.10, MIN_ITERATIONS),
     "straggler": Threshold(0.05, MIN_ITERATIONS),
     "throttled": Threshold(0.05, MIN_ITERATIONS),
     "power_limit": Threshold(0.05, MIN_ITERATIONS),
@@ -61,6 +66,8 @@ THRESHOLDS: dict[str, Threshold] = {
 #: Cause -> part of the waterfall, where one part is the loss.
 _PARTS = {
     "data_loading": "data",
+    "slow_iterations": "slow_iterations",
+    "warmup": "warmup",
     "checkpoint": "checkpoint",
     "evaluation": "evaluation",
     "idle": "idle",
@@ -79,7 +86,7 @@ STRAGGLERS = "summary.json: stragglers"
 _IN_STEPS = frozenset(("straggler", "throttled", "power_limit", "exposed_communication", "device_idle", "padding"))
 
 #: Classes of goodput that are the time of iterations.
-ITERATION_CLASSES = ("kept", "redone", "data", "straggling")
+ITERATION_CLASSES = ("kept", "redone", "data", "straggling", "slow_iterations", "warmup")
 
 
 class Loss(NamedTuple):
@@ -100,10 +107,17 @@ class Loss(NamedTuple):
         return saved / (1.0 - saved) if saved < 1.0 else None
 
 
-def losses(summary: Summary, found: Waterfall) -> list[Loss]:
-    """Return all losses of a job, the largest first, also those below their thresholds."""
-    made = [*_of_parts(summary, found), *_of_stragglers(summary, found), *_of_restarts(summary, found)]
+def losses(summary: Summary, found: Waterfall, framework: str = "") -> list[Loss]:
+    """Return all losses of a job, the largest first, also those below their thresholds.
+
+    Args:
+        summary: the summary of the job.
+        found: its waterfall.
+        framework: the framework whose loop is measured; empty for a loop that calls effllm itself.
+    """
+    made = [*_of_parts(summary, found, framework), *_of_stragglers(summary, found), *_of_restarts(summary, found)]
     made += [*_of_clocks(summary, found), *_of_profile(summary, found), *_of_padding(summary, found)]
+    made += _of_busy_share(summary, found)
     made += _of_memory(summary, found)
     by_cause: dict[str, Loss] = {}
     for one in made:
@@ -134,8 +148,13 @@ def profile_period(iterations: int, ranks: int) -> int:
 
 
 def is_profiled(summary: Summary) -> bool:
-    """Whether enough iterations were profiled to split the steps."""
-    return summary.profile is not None and summary.profile.iterations >= MIN_PROFILED and summary.profile.time_s > 0
+    """Whether enough iterations were profiled to split the steps, and they are about as long as the mean iteration."""
+    profile, goodput = summary.profile, summary.goodput
+    if profile is None or profile.iterations < MIN_PROFILED or profile.time_s <= 0:
+        return False
+    steps_s = sum(goodput.seconds.get(name, 0.0) for name in ("kept", "redone", "straggling")) if goodput else 0.0
+    mean_s = steps_s / summary.iterations if summary.iterations else 0.0
+    return not mean_s or 1 / UNLIKE < profile.time_s / profile.iterations / mean_s < UNLIKE
 
 
 def seconds_of(found: Waterfall, *names: str) -> float:
@@ -166,7 +185,8 @@ def _used_seconds(found: Waterfall) -> float:
     return sum(part.device_seconds for part in found.parts if part.name != "unused")
 
 
-def _of_parts(summary: Summary, found: Waterfall) -> Iterator[_Made]:
+def _of_parts(summary: Summary, found: Waterfall, framework: str) -> Iterator[_Made]:
+    what = "data wait" if framework else "time between iterations"
     waits, data_s = "the ranks wait for data between steps", seconds_of(found, _PARTS["data_loading"])
     # The longer waits of a straggler, which its peers do not have, are a part of the loss by the straggler.
     share = max(1.0 - _waits_of_stragglers(summary, found) / data_s, 0.0) if data_s else 1.0
@@ -174,11 +194,15 @@ def _of_parts(summary: Summary, found: Waterfall) -> Iterator[_Made]:
         # Means over ranks and all iterations, as the loss: the metrics are of the slowest rank, without the warm-up.
         each = {name: one / summary.iterations for name, one in summary.goodput.seconds.items()}
         wait, iteration = share * each.get("data", 0.0), sum(each.get(name, 0.0) for name in ITERATION_CLASSES)
-        waits = f"data wait {_ms(wait)} of {_ms(iteration)} ms per iteration"
+        waits = f"{what} {_ms(wait)} of {_ms(iteration)} ms per iteration"
         waits += ", without the longer waits of stragglers" if share < 1.0 else ""
+    if summary.rare_waits is not None:
+        waits += f"; {_often(summary.rare_waits)}, up to {_ms(summary.rare_waits.longest_s)} ms"
     evidence = {part.name: part.evidence for part in found.parts}
     texts = {
         "data_loading": waits,
+        "slow_iterations": _slow_text(summary.slow_iterations),
+        "warmup": "the first iterations are longer than the median",
         "checkpoint": "the steps stop during checkpoints",
         "evaluation": "the steps stop during evaluation",
         "idle": "ranks joined late or left early",
@@ -187,7 +211,8 @@ def _of_parts(summary: Summary, found: Waterfall) -> Iterator[_Made]:
     }
     for cause, part in _PARTS.items():
         seconds = seconds_of(found, part) * (share if cause == "data_loading" else 1.0)
-        yield cause, seconds, texts[cause], _part(part)
+        is_own = cause == "data_loading" and not framework
+        yield "between_iterations" if is_own else cause, seconds, texts[cause], _part(part)
     # The start-ups of later attempts belong to the restarts.
     attempts = summary.goodput.attempts if summary.goodput is not None else ()
     total = sum(map(_startup_s, attempts))
@@ -204,6 +229,17 @@ def _hang_text(summary: Summary) -> str:
     seconds = summary.goodput.seconds.get("hang", 0.0) if summary.goodput is not None else 0.0
     text = f"no rank made progress for {seconds:,.0f} s" if seconds >= 1 else "no rank made progress"
     return text + (", and the job ended so" if summary.status == "stalled" else "")
+
+
+def _slow_text(found: SlowIterations | None) -> str:
+    if found is None:
+        return "single iterations are longer than the median"
+    longest = f"up to {_ms(found.longest_s)} ms (iteration {found.longest:,})"
+    return f"{_often(found)}, {longest}, median {_ms(found.median_s)} ms"
+
+
+def _often(found: SlowIterations) -> str:
+    return f"every {found.every:,}th iteration" if found.every else f"{found.count:,} of {found.of:,} iterations"
 
 
 def _startup_s(attempt: AttemptSummary) -> float:
@@ -320,6 +356,24 @@ def _of_profile(summary: Summary, found: Waterfall) -> Iterator[_Made]:
         if cause == "device_idle":  # during a retry of the allocator, the device has no work
             seconds -= min(_lost_in_retries(summary, found), seconds)
         yield cause, seconds, why, _part(cause)
+
+
+def busy_share(summary: Summary, found: Waterfall) -> float | None:
+    """Return the share of the iterations in which the GPUs ran a kernel; ``None`` without a real GPU."""
+    return _metric(summary, "pcu_ratio") if found.unit == OF_GPUS and not summary.simulated else None
+
+
+def _of_busy_share(summary: Summary, found: Waterfall) -> Iterator[_Made]:
+    """Yield the time in which no kernel runs: a lower bound, because kernels that communicate count as busy."""
+    busy = busy_share(summary, found)
+    if busy is None:
+        return
+    counted_s = seconds_of(found, "data", "slow_iterations", "warmup")
+    iterations_s = counted_s + seconds_of(found, "redone", "straggling", *STEP_PARTS)
+    counted_s += _lost_in_retries(summary, found)  # during a retry of the allocator, the device has no work
+    text = f"the GPUs run a kernel in {100 * busy:.0f} % of the iterations"
+    tag = METRICS["pcu_ratio"].tag("run")
+    yield "device_idle", (1.0 - busy) * iterations_s - counted_s, text, f"summary.json: metrics, {tag}"
 
 
 def _of_memory(summary: Summary, found: Waterfall) -> Iterator[_Made]:

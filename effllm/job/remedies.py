@@ -27,6 +27,8 @@ _DCP = "https://docs.pytorch.org/docs/stable/distributed.checkpoint.html"
 _NVIDIA_SMI = "https://docs.nvidia.com/deploy/nvidia-smi/index.html"
 _ELASTIC = "https://docs.pytorch.org/docs/stable/elastic/run.html"
 _SBATCH = "https://slurm.schedmd.com/sbatch.html"
+_GC = "https://docs.python.org/3/library/gc.html"
+_COMPILE = "https://docs.pytorch.org/tutorials/recipes/torch_compile_caching_tutorial.html"
 _OWN = "docs/verdict.md"
 
 #: Cause -> framework (as in run.json; "" for all others) -> the next action.
@@ -36,6 +38,9 @@ REMEDIES: dict[str, dict[str, Remedy]] = {
         "megatron": Remedy("raise --num-workers, or put the data on faster storage", _MEGATRON),
         "": Remedy("raise num_workers and prefetch_factor of the DataLoader", _DATALOADER),
     },
+    "between_iterations": {"": Remedy("mark checkpoints and evaluations with effllm.phase; else data", _OWN)},
+    "slow_iterations": {"": Remedy("TORCH_LOGS=recompiles; gc.freeze(); save and log less often", _GC)},
+    "warmup": {"": Remedy("TORCHINDUCTOR_CACHE_DIR on a disk that stays; fewer shapes", _COMPILE)},
     "straggler": {"": Remedy("run `effllm check` on its host, or exclude the host", _OWN)},
     "throttled": {"": Remedy("`nvidia-smi -q -d PERFORMANCE,TEMPERATURE` on the slow hosts", _NVIDIA_SMI)},
     "power_limit": {"": Remedy("`nvidia-smi -q -d POWER`: compare current and default limit", _NVIDIA_SMI)},

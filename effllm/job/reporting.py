@@ -283,6 +283,8 @@ def summary_of(
         instruments=summaries(ledger.values),
         waterfall=waterfall(goodput, whole, sources),
         slow_clocks=dict(ledger.slow_clocks.by_cause),
+        slow_iterations=ledger.iteration_losses.summary(),
+        rare_waits=ledger.iteration_losses.rare_waits(),
         memory_pressure=ledger.memory_pressure.loss(),
         out_of_memory=ledger.memory_pressure.out_of_memory(ledger.values),
         audit=audit_of(ledger.audit, roster.job.known),

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
+
 from effllm.job.losses import (
     MIN_ITERATIONS,
     STEP_PARTS,
     STRAGGLERS,
     THRESHOLDS,
     Loss,
+    busy_share,
     cause_of,
     is_profiled,
     is_reported,
@@ -21,6 +26,7 @@ from effllm.records.job import Summary
 from effllm.records.verdict import (
     AFTER,
     BEFORE,
+    FAILED,
     HEALTHY,
     HIGH,
     IN,
@@ -28,6 +34,7 @@ from effllm.records.verdict import (
     NO_CONFIDENCE,
     NO_VERDICT,
     NO_WINDOW,
+    NONE_FOUND,
     Evidence,
     LossWindows,
     OutOfMemory,
@@ -38,6 +45,28 @@ from effllm.records.verdict import (
 #: A loss in a smaller share of the windows is concentrated, and the worst window is named.
 MAX_RARE_SHARE = 0.1
 
+
+class _End(NamedTuple):
+    why: str
+    next: str
+
+
+#: What is said of a job that ended so, and the next action.
+_FAILED = {
+    "failed": _End("an exception of the script", "the log of this rank has the exception"),
+    "killed": _End("no exception: a signal, or the end of the machine", "dmesg, and the log of the scheduler"),
+}
+#: Kinds of events that may be the reason of an end.
+_REPORTED = {
+    "memory_leak": "growing memory",
+    "memory_forecast": "memory that will run out",
+    "loss_not_finite": "a loss that is NaN or infinite",
+    "xid": "an Xid error of a GPU",
+    "ecc": "memory errors of a GPU",
+}
+_GROWS = frozenset(("memory_leak", "memory_forecast"))
+#: Causes whose windows are counted under another name.
+_COUNTED_AS = {"between_iterations": "data_loading"}
 #: Names of causes in texts, where the name differs from the cause.
 _NAMES = {"unused_gpus": "unused GPUs"}
 #: Without reports for this share of the device time, a job is neither healthy nor is a smaller loss its primary cause.
@@ -70,6 +99,7 @@ def windows_of_retries(summary: Summary) -> LossWindows | None:
 
 def windows_text(cause: str, seen: Prevalence) -> str:
     """Return the number of windows of a loss; a loss in few windows has the iteration of the worst window."""
+    cause = _COUNTED_AS.get(cause, cause)
     windows, total = seen.of(cause), seen.windows
     if windows is None or cause not in ALWAYS_COUNTED:
         return ""
@@ -82,13 +112,17 @@ def _found(loss: Loss, summary: Summary, seen: Prevalence) -> LossWindows | None
     if loss.cause == "memory_pressure":
         return windows_of_retries(summary)
     if not loss.source.startswith(STRAGGLERS):
-        return seen.of(loss.cause)
+        return seen.of(_COUNTED_AS.get(loss.cause, loss.cause))
     # The windows of all stragglers are counted together; stragglers with several causes have no windows of one cause.
     return seen.of("straggler") if len({cause_of(one) for one in summary.stragglers}) == 1 else None
 
 
 def verdict_of(
-    summary: Summary, framework: str = "", prevalence: Prevalence | None = None, profile_every: int = 0
+    summary: Summary,
+    framework: str = "",
+    prevalence: Prevalence | None = None,
+    profile_every: int = 0,
+    ends: Mapping[str, Sequence[int]] = MappingProxyType({}),
 ) -> Verdict | None:
     """Return the verdict on a job; ``None`` before any time was reported.
 
@@ -100,11 +134,12 @@ def verdict_of(
         framework: name of the training framework, as in run.json.
         prevalence: the windows of each loss.
         profile_every: the period of profiles that was set; 0 for no profiles.
+        ends: the ranks of a job that is over, by their final status.
     """
     found = summary.waterfall
     if found is None:
         return None
-    every = losses(summary, found)
+    every = losses(summary, found, framework)
     reported = [one for one in every if is_reported(one, summary)]
     if summary.status == "stalled":
         reported = [one for one in every if one.cause == "hang"] or reported
@@ -113,6 +148,8 @@ def verdict_of(
     evidence = tuple(_evidence(one, summary, unit, seen) for one in shown)
     if summary.out_of_memory is not None and summary.status not in ("running", "completed"):
         return _out_of_memory(summary.out_of_memory, framework, evidence)
+    if summary.status in _FAILED and ends.get(summary.status):
+        return _failed(summary, ends[summary.status], evidence)
     unreported = seconds_of(found, "unreported") / found.device_seconds
     if reported and reported[0].share >= unreported:
         action = reported[0].action or remedy(reported[0].cause, framework).text
@@ -129,21 +166,33 @@ def verdict_of(
         )
     if not is_profiled(summary):
         steps = seconds_of(found, *STEP_PARTS) / found.device_seconds
-        text = f"{100 * steps:.1f} % of {unit} time is in steps that are not split"
-        why = "no loss outside the steps is above its threshold"
+        why = f"{100 * steps:.1f} % of {unit} time is in steps"
         # No loss is reported, so the threshold of such a loss is for longer jobs.
         if short := [one for one in every if one.share >= THRESHOLDS[one.cause].share]:
-            why = f"{_name(short[0].cause)} {100 * short[0].share:.1f} % (short job); no loss is above its threshold"
-        return _unknown(text, why, _profile_action(summary, profile_every), evidence)
-    return Verdict(
-        cause=HEALTHY,
-        text=f"{HEALTHY}: no loss is above its threshold",
-        why=f"largest: {evidence[0].claim}" if evidence else "no loss was found",
-        next="nothing to do",
-        bound=None,
-        confidence=HIGH,
-        evidence=evidence,
-    )
+            why = f"{_name(short[0].cause)} {100 * short[0].share:.1f} % (short job); {why}"
+        busy = busy_share(summary, found)
+        if busy is None or summary.coverage.ranks_expected > 1:
+            text = "no loss found; communication inside steps not split"
+            action = _profile_action(summary, profile_every)
+            return Verdict(NONE_FOUND, text, why, action, None, MEDIUM, evidence)
+        return _healthy(f"the GPU runs a kernel in {100 * busy:.0f} % of the iterations; {why}", evidence)
+    return _healthy(f"largest: {evidence[0].claim}" if evidence else "no loss was found", evidence)
+
+
+def _healthy(why: str, evidence: tuple[Evidence, ...]) -> Verdict:
+    text = f"{HEALTHY}: no loss is above its threshold"
+    return Verdict(HEALTHY, text, why, "nothing to do", None, HIGH, evidence)
+
+
+def _failed(summary: Summary, ranks: Sequence[int], evidence: tuple[Evidence, ...]) -> Verdict:
+    """Return the verdict on a job that ended with an error or was killed; ``ranks`` are those that ended so."""
+    named = ",".join(map(str, ranks[:MAX_NAMED])) + (",..." if len(ranks) > MAX_NAMED else "")
+    text = f"{summary.status}: rank {named} after iteration {summary.iterations:,}"
+    reported = [f"{_REPORTED[kind]} was reported" for kind in _REPORTED if summary.events.get(kind)]
+    largest = f"largest loss: {evidence[0].claim}" if evidence else ""
+    why = "; ".join(filter(None, [*reported, largest])) or _FAILED[summary.status].why
+    action = "events.jsonl: memory_leak, memory_forecast" if _GROWS & summary.events.keys() else ""
+    return Verdict(FAILED, text, why, action or _FAILED[summary.status].next, None, HIGH, evidence)
 
 
 def _profile_action(summary: Summary, profile_every: int) -> str:

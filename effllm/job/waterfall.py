@@ -246,6 +246,7 @@ def _of_classes(sources: Sources, whole: ClusterTotals) -> dict[str, str]:
         "idle": f"first and last messages of {ranks:,} ranks",
         "unreported": "time of the job without reports",
         "unused": sources.unused or "allocation of the scheduler",
+        **dict.fromkeys(("data", "slow_iterations", "warmup"), f"times of iterations in {reports}"),
         "straggling": f"own times of ranks in {sources.windows_compared:,} windows",
     }
 

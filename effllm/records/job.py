@@ -12,7 +12,15 @@ from effllm.records.energy import EnergyAmount
 from effllm.records.identity import Identity
 from effllm.records.rank import Count, Duration, Ordinal, Profile
 from effllm.records.values import ValueSummary
-from effllm.records.verdict import OF_RANKS, Audit, MemoryPressureLoss, OutOfMemory, Verdict, Waterfall
+from effllm.records.verdict import (
+    OF_RANKS,
+    Audit,
+    MemoryPressureLoss,
+    OutOfMemory,
+    SlowIterations,
+    Verdict,
+    Waterfall,
+)
 
 #: Version of all files of runs, also of lines of the ledger; it is incremented when a field is removed or changes its
 #: meaning. Files of another version are not read.
@@ -401,6 +409,8 @@ class Summary(Identity, Struct, frozen=True, kw_only=True):
     instruments: dict[str, ValueSummary] = {}  # values of instruments in the whole run, by name
     waterfall: Waterfall | None = None
     slow_clocks: dict[str, ClockLoss] = {}  # losses by low SM clocks with a reason: throttled, power_limit
+    slow_iterations: SlowIterations | None = None  # None without long iterations
+    rare_waits: SlowIterations | None = None  # None if waits for data are frequent
     memory_pressure: MemoryPressureLoss | None = None  # retries of torch's allocator; None without retries
     out_of_memory: OutOfMemory | None = None  # None if the job has not ended with an out-of-memory error
     verdict: Verdict | None = None

@@ -14,6 +14,7 @@ from msgspec import Meta, Struct, defstruct
 
 from effllm.records.counters import FIELDS, Counters
 from effllm.records.energy import MAX_AMOUNT, MIN_COVERED_S, NOT_MEASURED, Amount, EnergyAmount
+from effllm.records.iteration_times import IterationTimes
 
 # Types on the wire. Their bounds are checked when a frame is decoded, at almost no cost. Every comparison with nan is
 # false, so a bounded number is never nan. Sums of numbers below 1e30 never become infinite.
@@ -380,6 +381,7 @@ class RankReport(SeldomOnWire, Struct, frozen=True, array_like=True, gc=False):
     loss: Finite | None = None  # the last loss of the window; None if it is not finite
     devices: Annotated[tuple[DeviceWindow, ...], Meta(max_length=MAX_DEVICES)] = ()
     allocator: Allocator | None = None  # None without CUDA
+    times: IterationTimes | None = None  # of each iteration; None if there are too many, or a record was overwritten
 
     @property
     def iterations(self) -> int:

@@ -19,6 +19,8 @@ PARTS: dict[str, str] = {
     "redone": "steps that a later attempt repeated",
     "data": "data wait between steps",
     "straggling": "waits for the slowest rank",
+    "slow_iterations": "long iterations, above the median",
+    "warmup": "long first iterations, above the median",
     "generation": "marked generation: productive",
     "exposed_communication": "steps: communication alone",
     "device_idle": "steps: time without kernels and transfers",
@@ -34,16 +36,21 @@ OF_GPUS, OF_RANKS = "GPU", "rank"
 #: Parts that are work, not loss.
 PRODUCTIVE = ("generation", "useful", "steps")
 
-HEALTHY, NO_VERDICT = "healthy", "unknown"
+HEALTHY, NONE_FOUND, NO_VERDICT, FAILED = "healthy", "none_found", "unknown", "failed"
 
 #: Cause -> meaning: the values of `Verdict.cause`.  Thresholds: effllm/job/losses.py; explanations: docs/verdict.md.
 CAUSES: dict[str, str] = {
-    HEALTHY: "no loss is above its threshold, and the steps are split by a profile",
+    HEALTHY: "no loss is above its threshold, and the steps are split by a profile, or one rank keeps its GPU busy",
+    NONE_FOUND: "no loss is above its threshold, and communication inside the steps is not split",
     NO_VERDICT: "too little is measured for a statement",
+    FAILED: "the job ended with an error, or was killed",
     "data_loading": "all ranks wait for data between steps",
+    "between_iterations": "time between iterations of a loop that calls effllm itself: no DataLoader was seen there",
     "straggler": "ranks wait for a rank that is slower in most windows",
     "throttled": "GPUs run at a low clock: heat, hardware slowdown, power brake, or a locked clock",
     "power_limit": "GPUs run at a low clock, and their power limit is below their default limit or the limit of peers",
+    "slow_iterations": "single iterations are much longer than the median: pauses, compilation, garbage collection",
+    "warmup": "the first iterations of an attempt are much longer than the median",
     "exposed_communication": "communication that does not overlap with computation",
     "device_idle": "devices without work inside the steps",
     "padding": "steps compute positions that are padding",
@@ -130,6 +137,17 @@ class OutOfMemory(Struct, frozen=True):
     bytes: dict[str, float]  # allocated, reserved, fragmented; peaks of the run: steps_peak, evaluation_peak, ...
     retries: int  # of all ranks, in the whole run
     iteration: int = 0  # shown at the end of the window of the error; 0 if unknown
+
+
+class SlowIterations(Struct, frozen=True):
+    """The iterations that take more than 2.5 times the median, or those with nearly all waits for data."""
+
+    count: int
+    of: int  # number of compared iterations
+    median_s: float
+    longest_s: float
+    longest: int  # number of the longest iteration, as shown
+    every: int = 0  # distance between them, if it is always the same
 
 
 class ComparedFigure(Struct, frozen=True):

@@ -6,12 +6,13 @@ from cases import cases, repeats
 from msgspec.structs import replace
 from sink_examples import make_summary
 
+from benchmarks.planted.job import THRESHOLDS as PLANTED
 from benchmarks.planted.reports import summary_of_planted
 from benchmarks.planted.timeline import planned, timeline
 from effllm.config.settings import Config
 from effllm.job.aggregator import Aggregator
 from effllm.job.ledger import restore
-from effllm.job.losses import THRESHOLDS, Loss
+from effllm.job.losses import Loss
 from effllm.job.prevalence import ERRORS, RETRIES, MemoryPressure, Prevalence
 from effllm.job.rows import Rows
 from effllm.job.verdict import windows_of
@@ -188,7 +189,7 @@ def test_ranks_that_joined_late_have_no_window():
     assert windows_of(Loss("idle", 1.0, 0.5, "", ""), make_summary(), Prevalence(5)) == (None, NO_WINDOW)
 
 
-@cases("cause", sorted(THRESHOLDS.keys() - {"startup", "idle"})[: repeats(2, 100)])
+@cases("cause", sorted(PLANTED)[: repeats(2, 100)])
 def test_evidence_of_each_planted_cause_has_windows(cause):
     found = summary_of_planted(timeline(planned(cause, 1))).verdict
 

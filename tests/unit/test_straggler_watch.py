@@ -1,7 +1,7 @@
 """Stragglers in the aggregator: verdicts, events and totals from reports and heartbeats, also with a new aggregator."""
 
 import pytest
-from builders import device_window, gpu, hello, reports, row
+from builders import device_window, full, gpu, hello, reports, row
 
 import effllm
 from effllm.config.settings import Config
@@ -11,7 +11,7 @@ from effllm.job.ledger import restore
 from effllm.network.transport import decode_from_aggregator, encode
 from effllm.records.clock import Now
 from effllm.records.job import StragglerVerdict
-from effllm.records.wire import Clock, Heartbeat
+from effllm.records.wire import Bye, Clock, Heartbeat
 from effllm.store.summary_text import summary_text
 from effllm.trainer import collector as module
 
@@ -192,8 +192,11 @@ def test_windows_of_a_straggler_by_data_are_not_windows_of_data_loading():
     for window in range(1, 31):
         for rank in job.ranks:
             wait_s = 4.0 if rank else 0.3
-            one = row(rank, window, busy_s=10.0 - wait_s, wait_s=wait_s)
+            busy = device_window(f"GPU-{rank}", wall=full(10.0, utilization=1.0))
+            one = row(rank, window, busy_s=10.0 - wait_s, wait_s=wait_s, devices=(busy,))
             job.aggregator.reports(reports(one), Now(10.0 * window, 1000.0 + 10.0 * window))
+    for rank in job.ranks:
+        job.aggregator.bye(Bye(f"agent-{rank}", rank, "completed", 300), Now(300.0, 1300.0))
 
     verdict = job.summary().verdict
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from builders import hello, reports, row
+from builders import device_window, full, hello, reports, row
 from cases import cases
 from msgspec.structs import replace
 from sink_examples import make_summary
@@ -12,14 +12,26 @@ from sink_examples import make_summary
 from effllm.config.settings import Config
 from effllm.job.aggregator import Aggregator
 from effllm.job.ledger import restore
-from effllm.job.losses import MIN_ITERATIONS, MIN_PROFILED, THRESHOLDS, losses, profile_period
+from effllm.job.losses import MIN_ITERATIONS, MIN_PROFILED, THRESHOLDS, is_profiled, losses, profile_period
 from effllm.job.remedies import REMEDIES, SLOW_DATA, remedy
-from effllm.job.verdict import verdict_of
+from effllm.job.verdict import verdict_of as judged
 from effllm.records.clock import Now
 from effllm.records.job import DATA_WAIT, AttemptSummary, ClockLoss, GoodputSummary, StragglerVerdict, Value
 from effllm.records.job import PROFILE as PROFILE_EVIDENCE
 from effllm.records.rank import Profile
-from effllm.records.verdict import CAUSES, HEALTHY, HIGH, MEDIUM, NO_VERDICT, LossWindows, Waterfall, WaterfallPart
+from effllm.records.verdict import (
+    CAUSES,
+    FAILED,
+    HEALTHY,
+    HIGH,
+    MEDIUM,
+    NO_VERDICT,
+    NONE_FOUND,
+    LossWindows,
+    SlowIterations,
+    Waterfall,
+    WaterfallPart,
+)
 from effllm.records.wire import Bye
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -40,6 +52,11 @@ def gain_of(saved, rel=1e-6):
     """Return the bound of the gain for a saved share of the device time, with the margin of 2 %."""
     saved *= 1.02
     return pytest.approx(saved / (1 - saved), rel=rel)
+
+
+def verdict_of(summary, framework="torch", **more):
+    """Return the verdict on a job with a hook, which sees the DataLoader."""
+    return judged(summary, framework, **more)
 
 
 def cause(summary):
@@ -92,8 +109,8 @@ def test_a_long_start_of_a_short_job_is_named_with_the_length_of_its_threshold()
 
     found = verdict_of(summary)
 
-    assert found.cause == NO_VERDICT
-    assert found.why == "startup 60.0 % (short job); no loss is above its threshold"
+    assert found.cause == NONE_FOUND
+    assert found.why == "startup 60.0 % (short job); 40.0 % of GPU time is in steps"
     assert "(threshold 10 % in jobs of 30 min or more)" in found.evidence[0].claim
     assert verdict_of(replace(summary, elapsed_s=1800.0)).cause == "startup"
 
@@ -122,7 +139,7 @@ def test_losses_of_stragglers_with_different_causes_are_separate():
     slow = StragglerVerdict((2,), "b", "", 1, 0.2, 9.0, 7, "own time", "unknown", 10.0)
     summary = job(straggling=90.0, stragglers=(slow, hot))
 
-    found = {one.cause: one.seconds for one in losses(summary, summary.waterfall)}
+    found = {one.cause: one.seconds for one in losses(summary, summary.waterfall, "torch")}
 
     assert found == {"throttled": pytest.approx(60.0), "straggler": pytest.approx(30.0)}
 
@@ -169,7 +186,7 @@ def test_data_waits_of_one_rank_are_a_straggler_not_data_loading():
     slow = StragglerVerdict((1,), "", "", 1, 0.6, 9.0, 1, DATA_WAIT, "data wait 184 ms", 180.0, own_seconds=180.0)
     summary = job(straggling=180.0, data=184.0, stragglers=(slow,))
 
-    found = {one.cause: one.seconds for one in losses(summary, summary.waterfall)}
+    found = {one.cause: one.seconds for one in losses(summary, summary.waterfall, "torch")}
 
     assert found == {"straggler": pytest.approx(180.0), "data_loading": pytest.approx(4.0)}
     assert verdict_of(summary).next == SLOW_DATA.text
@@ -198,7 +215,7 @@ def test_repeated_iterations_repeat_their_waits_and_phases():
     first = replace(repeats.attempts[0], redone_around_s=2.5, max_redone_around_s=5.0)
     summary = job(redone=100.0, attempts=2, goodput=replace(repeats, attempts=(first, repeats.attempts[1])))
 
-    (found,) = losses(summary, summary.waterfall)
+    (found,) = losses(summary, summary.waterfall, "torch")
 
     assert (found.cause, found.seconds) == ("restarts", pytest.approx(110.0))
     assert found.gain == gain_of(0.12)
@@ -290,12 +307,76 @@ def test_why_of_unused_gpus_names_them():
     assert verdict_of(replace(summary, waterfall=replace(summary.waterfall, parts=parts))).why == text
 
 
-def test_steps_without_a_profile_are_unknown():
+def test_no_loss_is_found_in_several_ranks_without_a_profile():
     found = verdict_of(job(profile=None, data=30.0, below_peak=500.0))
 
-    assert found.cause == NO_VERDICT
-    assert found.text == "unknown: 97.0 % of GPU time is in steps that are not split"
-    assert found.bound is None
+    assert (found.cause, found.bound, found.confidence) == (NONE_FOUND, None, MEDIUM)
+    assert found.text == "no loss found; communication inside steps not split"
+    assert found.why == "97.0 % of GPU time is in steps"
+
+
+def busy(share, **parts):
+    """Return a job of one rank without a profile, whose GPU runs a kernel in this share of the iterations."""
+    summary = job(profile=None, simulated=False, **parts)
+    metrics = {**summary.metrics, "pcu_ratio": Value(share, "ratio")}
+    return replace(summary, metrics=metrics, coverage=replace(summary.coverage, ranks_expected=1))
+
+
+def test_one_rank_with_a_busy_gpu_is_healthy_without_a_profile():
+    found = verdict_of(busy(0.97, data=30.0, below_peak=500.0))
+
+    assert (found.cause, found.confidence, found.next) == (HEALTHY, HIGH, "nothing to do")
+    assert found.why == "the GPU runs a kernel in 97 % of the iterations; 97.0 % of GPU time is in steps"
+
+
+def test_idle_gpus_are_seen_without_a_profile():
+    """The GPU has no kernel in 60 % of 1,000 s, of which it waits 100 s for data."""
+    found = verdict_of(busy(0.4, data=100.0, below_peak=500.0))
+
+    assert found.cause == "device_idle"
+    assert found.text.startswith("device idle: 50.0 % of GPU time")
+    assert found.why == "the GPUs run a kernel in 40 % of the iterations"
+
+
+def test_time_between_iterations_of_an_own_loop_is_not_called_data_loading():
+    rare = SlowIterations(5, 100, 0.1, 0.9, 60, 20)
+    goodput = GoodputSummary(100.0, 0.7, {"data": 30.0, "kept": 70.0}, {}, {})
+    found = judged(job(data=300.0, rare_waits=rare, goodput=goodput))
+
+    assert found.cause == "between_iterations"
+    assert found.why == "time between iterations 300 of 1,000 ms per iteration; every 20th iteration, up to 900 ms"
+    assert found.next == "mark checkpoints and evaluations with effllm.phase; else data"
+
+
+def test_failed_job_names_its_ranks_and_what_was_reported_before():
+    summary = job(data=300.0, status="failed", events={"memory_leak": 1, "left": 4})
+    found = verdict_of(summary, ends={"failed": [1], "killed": [0, 2, 3]})
+
+    assert (found.cause, found.text) == (FAILED, "failed: rank 1 after iteration 100")
+    assert found.why.startswith("growing memory was reported; largest loss: data loading 30.0 %")
+    assert found.next == "events.jsonl: memory_leak, memory_forecast"
+
+
+def test_killed_job_is_no_performance_problem():
+    found = verdict_of(job(status="killed", events={}), ends={"killed": [0, 1, 2, 3, 4]})
+
+    assert found.text == "killed: rank 0,1,2,3,... after iteration 100"
+    assert found.next == "dmesg, and the log of the scheduler"
+
+
+def test_interrupted_job_and_a_running_job_have_the_usual_verdict():
+    assert verdict_of(job(data=300.0, status="interrupted"), ends={"interrupted": [0]}).cause == "data_loading"
+    assert verdict_of(job(data=300.0, status="running")).cause == "data_loading"
+
+
+def test_profiled_iterations_that_are_unlike_the_others_split_nothing():
+    iteration_s = PROFILE.time_s / PROFILE.iterations
+    for factor, is_like in ((1.0, True), (1.2, True), (1.3, False), (0.7, False)):
+        kept_s = 100 * factor * iteration_s
+        summary = job(below_peak=500.0, goodput=GoodputSummary(kept_s, 1.0, {"kept": kept_s}, {}, {}))
+
+        assert is_profiled(summary) == is_like
+        assert verdict_of(summary).cause == (HEALTHY if is_like else NONE_FOUND)
 
 
 @cases(
@@ -361,7 +442,7 @@ def test_document_has_the_meaning_and_the_threshold_of_every_cause():
 
 
 def test_every_cause_has_a_threshold_and_a_remedy():
-    accused = set(CAUSES) - {HEALTHY, NO_VERDICT}
+    accused = set(CAUSES) - {HEALTHY, NONE_FOUND, NO_VERDICT, FAILED}
 
     assert accused == set(THRESHOLDS) == set(REMEDIES)
     assert all("" in by_framework for by_framework in REMEDIES.values())
@@ -393,6 +474,7 @@ def windows_job(*waits_s, **changes):
     """Return the summary of a job of one rank, with windows of ten iterations and 10 s with these data waits."""
     aggregator = Aggregator(Config(), "job", 1, 1000.0)
     aggregator.hello(hello(0, 1, facts={"framework": "transformers"}), Now(0.0, 1000.0))
+    changes.setdefault("devices", (device_window(wall=full(10.0, utilization=1.0)),))
     for number, wait_s in enumerate(waits_s, 1):
         now = Now(10.0 * number, 1000.0 + 10.0 * number)
         aggregator.reports(reports(row(0, number, busy_s=10.0 - wait_s, wait_s=wait_s, **changes)), now)
@@ -447,6 +529,6 @@ def test_loss_by_a_clock_does_not_grow_with_unused_gpus():
     clocks = {"throttled": ClockLoss(25.0, 0, 25.0, "rank 0")}
     summary = job(unused=875.0, slow_clocks=clocks, goodput=goodput)
 
-    found = {one.cause: one.seconds for one in losses(summary, summary.waterfall)}
+    found = {one.cause: one.seconds for one in losses(summary, summary.waterfall, "torch")}
 
     assert found == {"unused_gpus": 875.0, "throttled": pytest.approx(25.0)}

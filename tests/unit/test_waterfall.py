@@ -199,12 +199,12 @@ def test_evidence_of_a_class_is_the_windows_with_its_reports():
     found = waterfall(goodput(kept=8.0, data=1.0, straggling=1.0), totals(), Sources(240, 1, 200))
 
     assert {part.name: part.evidence for part in found.parts} == {
-        "data": "reports of windows 1-240",
+        "data": "times of iterations in reports of windows 1-240",
         "straggling": "own times of ranks in 200 windows",
         "steps": "rest of the steps",
     }
     again = waterfall(goodput(kept=8.0, data=1.0), totals(), Sources(240, 3, 200))
-    assert again.parts[0].evidence == "reports of 3 attempts, the last with windows 1-240"
+    assert again.parts[0].evidence == "times of iterations in reports of 3 attempts, the last with windows 1-240"
 
 
 def test_error_of_a_profiled_part_falls_with_the_profiled_iterations():

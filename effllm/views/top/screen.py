@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from effllm.records.plain_text import one_line
-from effllm.records.verdict import HEALTHY, NO_VERDICT
+from effllm.records.verdict import HEALTHY, NO_VERDICT, NONE_FOUND
 from effllm.store.summary_text import duration, readable, verdict_lines
 from effllm.store.window_text import scaled
 from effllm.views.top.frame import BROKEN, TopFrame
@@ -187,7 +187,7 @@ def _verdict(frame: TopFrame) -> list[Line]:
     if frame.verdict is None:
         why = "none in the summary" if frame.head.is_over else "none yet: the first one is written after a minute"
         return [[("Verdict  ", DIM), (why, PLAIN)]]
-    style = {HEALTHY: GOOD, NO_VERDICT: PLAIN}.get(frame.verdict.cause, WARNING)
+    style = {HEALTHY: GOOD, NONE_FOUND: GOOD, NO_VERDICT: PLAIN}.get(frame.verdict.cause, WARNING)
     lines: list[Line] = []
     for name, text in verdict_lines(frame.verdict):
         is_first = name == "Verdict"

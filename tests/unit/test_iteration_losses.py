@@ -1,0 +1,169 @@
+"""job/iteration_losses.py: what waits for data and long iterations cost all ranks, on times known by construction."""
+
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from effllm.job.iteration_losses import LONG, MIN_KEPT, IterationLosses, times_of
+from effllm.records.iteration_times import IterationTimes
+
+
+def window(number, steps, waits, own=None, first=1, shown=0):
+    """Return the reports of a window; the times are by rank and iteration."""
+    count = len(steps[0])
+    return [
+        SimpleNamespace(
+            rank=rank, window=number, iteration_first=first, iteration_last=first + count - 1,
+            iteration_shown=first + count - 1 + shown, iterations=count,
+            times=IterationTimes.of(steps[rank], waits[rank], own[rank] if own else []),
+        )
+        for rank in range(len(steps))
+    ]  # fmt: skip
+
+
+def synchronous(waits, own, rest=0.02):
+    """Return the steps of ranks that leave each iteration together."""
+    ends = (np.array(waits) + np.array(own)).max(axis=0) + rest
+    return (ends - np.array(waits)).tolist()
+
+
+times = st.lists(st.lists(st.floats(0.0, 1.0), min_size=5, max_size=5), min_size=3, max_size=3)
+
+
+@given(waits=times, own=times)
+def test_data_waits_cost_what_the_job_saves_without_them(waits, own):
+    own = (np.array(own) + 0.001).tolist()
+    with_waits = synchronous(waits, own)
+    without = np.array(synchronous(np.zeros((3, 5)), own))
+    whole = np.array(with_waits) + np.array(waits)
+
+    found = times_of(window(1, with_waits, waits, own))
+
+    saved = float((whole - without).sum())
+    assert found.data_s + np.sum(waits) == pytest.approx(saved, rel=0.01, abs=0.01)
+    assert found.rest_s == pytest.approx(np.median(without, axis=0), rel=0.01, abs=0.003)
+
+
+@given(waits=times, own=times)
+def test_parts_of_an_iteration_never_exceed_it(waits, own):
+    own = (np.array(own) + 0.001).tolist()
+    steps = synchronous(waits, own)
+    for own_times in (own, None):
+        found = times_of(window(1, steps, waits, own_times))
+        whole = np.array(steps) + np.array(waits)
+
+        assert found.data_s + np.sum(waits) <= whole.sum() * 1.001
+        assert (found.rest_s >= 0).all() and (found.rest_s <= whole.max(axis=0) * 1.001).all()
+
+
+def test_waits_of_the_ranks_in_turn_are_added():
+    waits = [[0.2, 0, 0, 0], [0, 0.2, 0, 0], [0, 0, 0.2, 0], [0, 0, 0, 0.2]]
+    steps = synchronous(waits, [[0.1] * 4] * 4)
+    for own in ([[0.1] * 4] * 4, None):
+        found = times_of(window(1, steps, waits, own))
+        assert found.data_s + 0.8 == pytest.approx(4 * 0.8, rel=0.01), "0.2 s in each iteration, for each of four ranks"
+
+
+def test_wait_behind_a_slower_rank_costs_nothing():
+    waits, own = [[0.05] * 4, [0.0] * 4], [[0.1] * 4, [0.3] * 4]
+    found = times_of(window(1, synchronous(waits, own), waits, own))
+
+    assert found.data_s + 0.2 == pytest.approx(0.0, abs=1e-3)
+
+
+def test_waits_of_a_rank_that_is_named_for_them_are_not_counted():
+    waits, own = [[0.1] * 4, [0.0] * 4], [[0.1] * 4] * 2
+    found = times_of(window(1, synchronous(waits, own), waits, own), late={0})
+
+    assert found.data_s == pytest.approx(-0.4, abs=1e-3), "they are no waits of the class data"
+
+
+def train(steps, seed=0, ranks=2, sigma=0.1):
+    """Return the losses of a job whose iteration i takes ``steps(i)`` times 0.1 s, and the sums of its windows."""
+    losses, chance, sums = IterationLosses(), random.Random(seed), {"slow_s": 0.0, "warmup_s": 0.0}
+    for number in range(40):
+        took = [0.1 * chance.lognormvariate(0, sigma) * steps(10 * number + at + 1) for at in range(10)]
+        rows = window(number + 1, [took] * ranks, [[0.0] * 10] * ranks, first=10 * number + 1)
+        for lost in losses.close(rows, ()):
+            for name in sums:
+                sums[name] += getattr(lost, name)
+    return losses, sums
+
+
+def test_pauses_of_all_ranks_are_long_iterations():
+    losses, sums = train(lambda i: 7.0 if i % 20 == 0 else 1.0)
+    found = losses.summary()
+
+    assert sums["slow_s"] == pytest.approx(2 * 20 * 0.6, rel=0.1)
+    assert (found.count, found.of, found.every) == (20, 400, 20)
+    assert found.longest % 20 == 0 and found.median_s == pytest.approx(0.1, rel=0.05)
+    assert sums["warmup_s"] == 0.0
+
+
+def test_rare_waits_are_named():
+    losses = IterationLosses()
+    for number in range(10):
+        waits = [[0.9 if i == 9 and number % 2 else 0.001 for i in range(10)]] * 2
+        losses.close(window(number + 1, [[0.1] * 10] * 2, waits, first=10 * number + 1), ())
+    found = losses.rare_waits()
+    assert (found.count, found.of, found.every, found.longest) == (5, 100, 20, 20)
+    often = IterationLosses()
+    for number in range(10):
+        often.close(window(number + 1, [[0.1] * 10] * 2, [[0.2] * 10] * 2, first=10 * number + 1), ())
+    assert often.rare_waits() is None
+
+
+def test_long_first_iterations_are_the_warmup():
+    losses, sums = train(lambda i: 400.0 if i == 1 else 1.0)
+
+    assert sums["warmup_s"] == pytest.approx(2 * 39.9, rel=0.3)
+    assert sums["slow_s"] == 0.0 and losses.summary() is None
+
+
+@pytest.mark.parametrize("sigma", [0.03, 0.1, 0.2, 0.3, 0.4])
+def test_noise_is_hardly_long(sigma):
+    for seed in range(20):
+        _, sums = train(lambda i: 1.0, seed=seed, sigma=sigma)
+        assert sums["slow_s"] < 0.05 * 2 * 400 * 0.1, "the threshold of the loss"
+
+
+def test_iterations_are_judged_when_enough_are_known_and_each_attempt_for_itself():
+    losses = IterationLosses()
+    rows = window(1, [[0.1] * 9 + [1.0]], [[0.0] * 10], first=11)
+    assert [lost.slow_s for lost in losses.close(rows, ())] == [0.0]
+    assert MIN_KEPT == 20
+    (own, *judged) = losses.close(window(2, [[0.1] * 10], [[0.0] * 10], first=21), ())
+    assert own.window == 2 and [round(one.slow_s, 1) for one in judged] == [0.9, 0.0]
+    losses.begin_attempt()
+    assert losses.usual_s == []
+    assert LONG == 2.5
+
+
+def test_reports_without_times_and_of_other_iterations_are_left_out():
+    rows = window(1, [[0.1] * 4] * 3, [[0.1] * 4] * 3)
+    rows[2].times = None
+    assert times_of(rows).ranks == 3
+    rows[1].iteration_last += 1
+    assert times_of(rows) is not None, "of two kinds, one is taken"
+    rows[0].times = rows[1].times = None
+    assert times_of(rows) is None
+
+
+@pytest.mark.parametrize(
+    "times",
+    [
+        IterationTimes(b"\x01" * 7), IterationTimes(b"\x01" * 10), IterationTimes(b"\x01" * 8, b"\x01" * 2),
+        IterationTimes(b"\x01" * 8, b"", b"\x01" * 6), IterationTimes(b"\xff" * 8, b"\xff" * 8, b"\xff" * 8),
+    ],
+)  # fmt: skip
+def test_times_of_a_hostile_rank_end_nothing(times):
+    rows = window(1, [[0.1] * 4] * 3, [[0.0] * 4] * 3, [[0.05] * 4] * 3)
+    rows[0].times = times
+    losses = IterationLosses()
+    losses.close(rows, ())
+
+    assert losses.pending[0].ranks == 3
