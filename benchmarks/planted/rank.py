@@ -83,7 +83,11 @@ def main(path: str) -> None:
     rank = int(os.environ["SLURM_PROCID"])
     meeting = Meeting(plan["meeting"], rank, plan["ranks"])
     effllm.initialize_efficientllm_metrics(
-        7_000_000_000, first_iteration=plan["first"] - 1, is_numbered=True, flops_per_token=plan["flops_per_token"]
+        7_000_000_000,
+        first_iteration=plan["first"] - 1,
+        is_numbered=True,
+        flops_per_token=plan["flops_per_token"],
+        facts={"framework": "torch"},  # as if a hook had seen the DataLoader
     )
     collector = effllm.get_metrics_collector()
     profile = LoopProfile(plan["profile_every"] or 1)
